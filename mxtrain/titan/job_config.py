@@ -1,0 +1,84 @@
+"""What mxtrain adds to TorchTitan's job config: the TOML sections ``[mxnorm]`` and ``[data]``.
+
+TorchTitan merges this class into its own (``job.custom_config_module = "mxtrain.titan.job_config"``)
+and shows the docstring under each field in ``--help``. Postponed annotations would turn the field
+types into strings, which its merge of nested tables cannot read, so they are not used here.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class MXNorm:
+    p: int = 2
+    """Exponent of the p-mean over block maxima that estimates the RMS: 1 or 2"""
+
+    recipe: str = "mxfp8"
+    """What the operands of every swapped linear are cast to: "mxfp8", or "unquantized" (no cast: isolates the norm)"""
+
+    estimator: str = "pre_round"
+    """
+    Where the norm's RMS comes from: "pre_round" (block maxima, the method), "post_round" (block scales
+    after rounding, an ablation) or "exact" (the true RMS, a control)
+    """
+
+    scale_rounding: str = "rceil"
+    """How a block's scale is rounded to a power of two: "rceil" (never overflows) or "floor" (OCP, saturates)"""
+
+    mode: str = "auto"
+    """
+    How matrix products run: "native" (MX tensor cores), "emulated" (exact bf16 images of the operands, any GPU),
+    "reference" (plain PyTorch in float32, any device), or "auto" (the first of these the hardware has)
+    """
+
+    eps: float | None = None
+    """Added to the squared RMS estimate; unset keeps the eps of each norm that is replaced"""
+
+    filter_fqns: list[str] = field(default_factory=lambda: ["output"])
+    """
+    Comma-separated module names to leave in high precision. A name is one or more whole segments of a
+    module's FQN, each a literal or a glob: "output", "layers.0", "layers.*.attention.wo". Every name must match something
+    """
+
+
+@dataclass
+class Data:
+    installed: bool = False
+    """Dataset "python": add the source of every installed package to the standard library's"""
+
+    vocab_size: int = 0
+    """Size of the tokenizer that is built when model.hf_assets_path is empty, and of the model; 0 keeps the model flavor's"""
+
+    max_bytes: int = 0
+    """Stop collecting text after this many bytes; 0 takes all there is"""
+
+    package_share: float = 0.2
+    """Dataset "python": the largest part of the text that one package may supply, in (0, 1]"""
+
+    validation_share: float = 0.01
+    """The part of the documents held out for validation, in [0, 1), chosen by a hash of each document's path or position"""
+
+    seed: int = 0
+    """Seed of the order in which documents are read"""
+
+    text_key: str = "text"
+    """The column or key that holds the text in JSONL, Parquet and Hugging Face datasets"""
+
+    hf_config: str | None = None
+    """Dataset "hf": the configuration of the Hugging Face dataset, for example "en" for allenai/c4"""
+
+    cache_dir: str = ""
+    """Where tokenizers and tokenized text are kept; empty means $MXTRAIN_CACHE, else ~/.cache/mxtrain"""
+
+
+@dataclass
+class Model:
+    hf_assets_path: str = ""
+    """Folder with a Hugging Face tokenizer; empty builds a byte-level BPE tokenizer from the training text, once"""
+
+
+@dataclass
+class JobConfig:
+    mxnorm: MXNorm = field(default_factory=MXNorm)
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)
