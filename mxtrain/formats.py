@@ -1,0 +1,67 @@
+"""Block-scaled element formats, and the constant that turns block maxima into an RMS."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A format in which ``block_size`` consecutive elements share one scale (OCP Microscaling Formats v1.0).
+
+    Attributes:
+        name: the field's name for it.
+        block_size: elements that share a scale, counted along the reduction axis of the GEMM.
+        element_max: largest finite element magnitude.
+        element_max_exponent: floor(log2(element_max)), the exponent that FLOOR scale rounding targets.
+    """
+
+    name: str
+    block_size: int
+    element_max: float
+    element_max_exponent: int
+
+
+# E4M3 elements, one E8M0 (power of two) scale per block.
+MXFP8 = BlockFormat("mxfp8", block_size=32, element_max=448.0, element_max_exponent=8)
+
+P_VALUES = (1, 2)
+SCALE_ROUNDINGS = ("rceil", "floor")
+
+# Past this many standard deviations the survival function of the maximum is below 1e-30 for any block that fits in memory.
+_UPPER_LIMIT = 16.0
+_INTERVALS = 4096
+
+
+@lru_cache(maxsize=None)
+def norm_constant(p: int, block_size: int) -> float:
+    """c(p, B): the p-mean of block maxima divided by the RMS, for a Gaussian row of infinite length.
+
+    c = E[m^p]^(1/p), with m the largest of ``block_size`` magnitudes |N(0, 1)|. Its survival function is
+    1 - erf(m / sqrt 2)^B, so E[m^p] = int_0^inf p m^(p-1) (1 - erf(m / sqrt 2)^B) dm; the integral is taken by
+    Simpson's rule (the integrand is smooth and vanishes like a Gaussian).
+
+    Source: McLean et al., "MXNorm", arXiv 2603.13180, who estimate the same number by Monte Carlo.
+
+    Args:
+        p: exponent of the mean, 1 or 2.
+        block_size: elements per block, at least 1.
+
+    Raises:
+        ValueError: for any other ``p`` or ``block_size``.
+    """
+    if p not in P_VALUES:
+        raise ValueError(f"p = {p!r} is not one of: {', '.join(map(str, P_VALUES))}")
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+        raise ValueError(f"block_size = {block_size!r} is not a positive integer")
+
+    def integrand(m: float) -> float:
+        tail = math.erfc(m / math.sqrt(2.0))
+        # 1 - (1 - tail)^B, without cancellation where the tail is small.
+        survival = 1.0 if tail >= 1.0 else -math.expm1(block_size * math.log1p(-tail))
+        return p * m ** (p - 1) * survival
+
+    h = _UPPER_LIMIT / _INTERVALS
+    total = integrand(0.0) + integrand(_UPPER_LIMIT)
+    total += math.fsum((4 if i % 2 else 2) * integrand(i * h) for i in range(1, _INTERVALS))
+    return (total * h / 3) ** (1 / p)

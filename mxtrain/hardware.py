@@ -1,0 +1,71 @@
+"""What this machine can do, and which execution mode follows from it. Every capability check is here."""
+
+from typing import NamedTuple
+
+import torch
+
+from mxtrain.errors import ConfigError, require_one_of
+
+MODES = ("native", "emulated", "reference")
+
+
+class ModeSupport(NamedTuple):
+    """Whether one execution mode runs on a device type, and the reason in words."""
+
+    mode: str
+    available: bool
+    reason: str
+
+
+def default_device_type() -> str:
+    """``"cuda"`` where a CUDA device is visible, else ``"cpu"``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def describe_modes(device_type: str | None = None) -> list[ModeSupport]:
+    """Every execution mode, best first, with whether ``device_type`` can run it and why."""
+    device_type = device_type or default_device_type()
+    if device_type == "cpu":
+        return [
+            ModeSupport("native", False, "needs MX tensor cores (compute capability 10.0 or later); this is a CPU"),
+            ModeSupport("emulated", True, "bf16 images of the operands, bf16 matrix products; slow on a CPU"),
+            ModeSupport("reference", True, "plain PyTorch in float32"),
+        ]
+    if device_type != "cuda":
+        raise ConfigError(f"device type {device_type!r} is not one of: 'cpu', 'cuda'")
+    capability = torch.cuda.get_device_capability()
+    name = f"{torch.cuda.get_device_name()}, compute capability {capability[0]}.{capability[1]}"
+    has_mx = capability >= (10, 0)
+    has_bf16 = capability >= (8, 0)
+    return [
+        ModeSupport(
+            "native", has_mx, f"MX tensor cores {'found' if has_mx else 'need compute capability 10.0 or later'} ({name})"
+        ),
+        ModeSupport(
+            "emulated",
+            has_bf16,
+            f"bf16 tensor cores {'found' if has_bf16 else 'need compute capability 8.0 or later'} ({name})",
+        ),
+        ModeSupport("reference", True, "plain PyTorch in float32"),
+    ]
+
+
+def resolve_mode(mode: str, device_type: str | None = None) -> str:
+    """The execution mode to use: ``mode`` itself, or for ``"auto"`` the best one for the device type.
+
+    On a CPU ``"auto"`` is ``"reference"``: emulation there is possible but slower.
+
+    Raises:
+        ConfigError: for an unknown mode, or one that the device lacks.
+    """
+    require_one_of("mode", mode, ("auto", *MODES))
+    device_type = device_type or default_device_type()
+    support = {s.mode: s for s in describe_modes(device_type)}
+    if mode == "auto":
+        if device_type == "cpu":
+            return "reference"
+        return next(s.mode for s in support.values() if s.available)
+    if not support[mode].available:
+        usable = ", ".join(repr(s.mode) for s in support.values() if s.available)
+        raise ConfigError(f"mode = {mode!r} cannot run here: {support[mode].reason}; use 'auto' or one of: {usable}")
+    return mode

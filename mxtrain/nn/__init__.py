@@ -1,0 +1,1 @@
+"""Autograd functions and modules: MXNorm with its linears, and the MX linear without a norm."""

@@ -1,0 +1,50 @@
+"""A linear layer whose three GEMMs are quantized, for inputs that no MXNorm has prepared."""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype, dgrad, fprop, wgrad
+from mxtrain.quantize import quantize
+from mxtrain.recipe import Recipe
+
+
+class _MXLinearFunction(torch.autograd.Function):
+    """X [T, D], W [N, D] -> Y [T, N] in the dtype of X; the casts pass gradients straight through."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, recipe: Recipe, mode: str):
+        ctx.save_for_backward(x, weight)
+        ctx.recipe, ctx.mode = recipe, mode
+        return fprop(quantize(x, recipe, mode, dim=1), weight, recipe, mode, x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: torch.Tensor):
+        x, weight = ctx.saved_tensors
+        dx = dgrad(dy, weight, ctx.recipe, ctx.mode, x.dtype) if ctx.needs_input_grad[0] else None
+        dw = wgrad(dy, x, ctx.recipe, ctx.mode, x.dtype).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return dx, dw, None, None
+
+
+class MXLinear(QuantizedLinear):
+    """``torch.nn.Linear`` with operands cast as its recipe says: parameters, FQNs and shapes are unchanged.
+
+    The weight is cast from its own dtype (fp32 master weights are not rounded to bf16 on the way). Under autocast the
+    input is taken, and the result given, in autocast's dtype, as ``torch.nn.Linear`` does.
+
+    Args:
+        in_features, out_features: multiples of the recipe's block size.
+        bias: whether to add a bias, in high precision.
+        recipe: name or Recipe.
+        mode: "auto", "native", "emulated" or "reference".
+
+    Raises:
+        ConfigError: for an unknown recipe or mode, a mode the hardware lacks, or features that no block divides.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in_features] -> [..., out_features]."""
+        x = x.to(compute_dtype(x))
+        y = _MXLinearFunction.apply(x.flatten(0, -2), self.weight, self.recipe, self.mode)
+        y = y.unflatten(0, x.shape[:-1])
+        return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -1,0 +1,218 @@
+"""MXNorm and the linear layers that follow it: the method of arXiv 2603.13180 from end to end.
+
+A pre-norm transformer runs RMSNorm and then casts its output to MX blocks. Both summarise the same row. MXNorm
+estimates the RMS from the block maxima that the cast needs anyway:
+
+    m_tk  = max |x_ti| over block k             block maxima, known to the cast
+    r_t   = (mean_k m_tk^p)^(1/p) / c(p, B)     RMS estimate; c makes it exact for long Gaussian rows
+    rho_t = 1 / sqrt(r_t^2 + eps)
+    xhat  = x * rho                             normalized row, cast to MX and never stored in high precision
+
+The gain gamma cannot be broadcast onto block-scaled data cheaply, so it moves into the next weight,
+
+    Y = cast(xhat) cast(W diag(gamma))^T
+
+and with G = dL/d(W diag(gamma)) it returns as  dW = G diag(gamma),  dgamma_j = sum_n W_nj G_nj.
+
+One norm feeds several linears (wq, wk, wv; w1, w3). It runs once and hands them a ``NormedInput``. Its field ``h``
+is x itself: every linear returns its dL/dxhat as the gradient of ``h``, autograd adds those up, and one
+straight-through norm backward turns the sum into dx. Saved for that are x, which the residual stream keeps anyway,
+and rho, one number a token; the xhat of the weight gradient is recomputed from the two.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+from torch.autograd.function import once_differentiable
+
+from mxtrain.errors import ConfigError
+from mxtrain.hardware import resolve_mode
+from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype, dgrad, fprop, wgrad
+from mxtrain.quantize import Operand, quantize
+from mxtrain.recipe import Recipe, RMSEstimate, get_recipe
+from mxtrain.reference.mxnorm import inverse_rms, norm_backward, scale_rows
+
+
+class NormedInput(NamedTuple):
+    """What MXNorm hands to the linears it feeds, with T = the product of the leading dimensions of x.
+
+    Attributes:
+        h: x [..., D]. Carries the gradient: what flows into it is dL/dxhat.
+        data, scales: xhat [T, D] as a GEMM operand quantized along D (see ``mxtrain.quantize.Operand``).
+        rho: inverse RMS, fp32 [T].
+        gain: the norm's weight [D], for the linears to fold; None for a norm without one.
+    """
+
+    h: torch.Tensor
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    rho: torch.Tensor
+    gain: torch.Tensor | None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of x: attention modules read their batch and sequence sizes from it."""
+        return self.h.shape
+
+
+class _MXNormFunction(torch.autograd.Function):
+    """X [T, D] -> (X, operand data, operand scales, rho), with the straight-through norm backward."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str):
+        rho = inverse_rms(x, estimate, recipe)
+        data, scales = quantize(scale_rows(x, rho), recipe, mode, dim=1)
+        ctx.save_for_backward(x, rho)
+        ctx.mark_non_differentiable(*(t for t in (data, scales, rho) if t is not None))
+        return x.view_as(x), data, scales, rho
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dxhat: torch.Tensor, *_):
+        x, rho = ctx.saved_tensors
+        return norm_backward(dxhat, x, rho), None, None, None
+
+
+def fold_gain(weight: torch.Tensor, gain: torch.Tensor | None) -> torch.Tensor:
+    """W diag(gamma) [N, D], in fp32 (fp64 for fp64 weights) so that the cast rounds once."""
+    if gain is None:
+        return weight
+    return weight.to(torch.promote_types(weight.dtype, torch.float32)) * gain
+
+
+class _MXNormLinearFunction(torch.autograd.Function):
+    """(h, quantized xhat, rho, gamma, W) -> Y [T, N]; gradients of h (dL/dxhat), gamma and W."""
+
+    @staticmethod
+    def forward(ctx, h, data, scales, rho, gain, weight, recipe: Recipe, mode: str, out_dtype: torch.dtype):
+        ctx.save_for_backward(h, rho, gain, weight)
+        ctx.recipe, ctx.mode = recipe, mode
+        return fprop(Operand(data, scales), fold_gain(weight, gain), recipe, mode, out_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: torch.Tensor):
+        x, rho, gain, weight = ctx.saved_tensors
+        dxhat = dgrad(dy, fold_gain(weight, gain), ctx.recipe, ctx.mode, dy.dtype)
+        d_folded = wgrad(dy, scale_rows(x, rho), ctx.recipe, ctx.mode, dy.dtype)
+        if gain is None:
+            d_gain, d_weight = None, d_folded
+        else:
+            d_folded = d_folded.to(torch.promote_types(weight.dtype, torch.float32))
+            d_gain = (weight * d_folded).sum(0).to(gain.dtype)
+            d_weight = d_folded * gain
+        return dxhat.to(x.dtype), None, None, None, d_gain, d_weight.to(weight.dtype), None, None, None
+
+
+class MXNorm(nn.RMSNorm):
+    """RMSNorm whose RMS comes from block maxima and whose result is a quantized operand for ``MXNormLinear``.
+
+    It keeps RMSNorm's parameter (``weight``, the gain) and its FQN, so checkpoints load either way. Its result is a
+    ``NormedInput``, which only ``MXNormLinear`` understands.
+
+    Source: arXiv 2603.13180.
+
+    Args:
+        dim: row length D, a multiple of the recipe's block size.
+        eps: added to the squared RMS estimate.
+        elementwise_affine: whether there is a gain.
+        p: exponent of the mean over block maxima, 1 or 2.
+        estimator: "pre_round" (the method), "post_round" (ablation) or "exact" (control).
+        recipe: name or Recipe; the linears fed must have the same.
+        mode: "auto", "native", "emulated" or "reference".
+
+    Raises:
+        ConfigError: for an unknown setting, a mode the hardware lacks, or a ``dim`` that no block divides.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        *,
+        p: int = 2,
+        estimator: str = "pre_round",
+        recipe="mxfp8",
+        mode="auto",
+        **factory_kwargs,
+    ):
+        self.recipe = get_recipe(recipe)
+        self.mode = resolve_mode(mode)
+        self.estimate = RMSEstimate.for_recipe(self.recipe, p, estimator, eps)
+        if dim % self.recipe.block_size:
+            raise ConfigError(
+                f"dim = {dim} is not a multiple of the block size {self.recipe.block_size} of recipe {self.recipe.name!r}"
+            )
+        super().__init__(dim, eps, elementwise_affine, **factory_kwargs)
+
+    @classmethod
+    def from_rms_norm(
+        cls, norm: nn.RMSNorm, *, p=2, estimator="pre_round", eps: float | None = None, recipe="mxfp8", mode="auto"
+    ) -> "MXNorm":
+        """The MXNorm that takes the place of ``norm``, sharing its gain; ``eps`` None keeps that of ``norm``."""
+        if len(norm.normalized_shape) != 1:
+            raise ConfigError(f"normalized_shape = {tuple(norm.normalized_shape)} has more than one dimension")
+        if eps is None:
+            # nn.RMSNorm without eps uses the machine epsilon of its input's dtype; its parameters' stands for that.
+            eps = norm.eps if norm.eps is not None else torch.finfo(torch.float32).eps
+        new = cls(
+            norm.normalized_shape[0],
+            eps,
+            norm.elementwise_affine,
+            p=p,
+            estimator=estimator,
+            recipe=recipe,
+            mode=mode,
+            device="meta",
+        )
+        new.weight = norm.weight
+        return new.train(norm.training)
+
+    def forward(self, x: torch.Tensor) -> NormedInput:
+        """x [..., D], bf16 or fp32 -> NormedInput."""
+        h, data, scales, rho = _MXNormFunction.apply(x.flatten(0, -2), self.estimate, self.recipe, self.mode)
+        return NormedInput(h.view_as(x), data, scales, rho, self.weight)
+
+    def extra_repr(self) -> str:
+        e = self.estimate
+        return f"{super().extra_repr()}, p={e.p}, estimator={e.estimator}, recipe={self.recipe}, mode={self.mode}"
+
+
+class MXNormLinear(QuantizedLinear):
+    """The linear layer after an MXNorm: folds the norm's gain into its weight and multiplies the quantized rows.
+
+    Parameters, FQNs and shapes are those of ``torch.nn.Linear``. The weight is folded and cast from its own dtype
+    (fp32 master weights are not rounded to bf16 on the way).
+
+    Args:
+        in_features, out_features: multiples of the recipe's block size.
+        bias: whether to add a bias, in high precision.
+        recipe, mode: as for ``MXLinear``; the recipe must be that of the norm.
+
+    Raises:
+        ConfigError: as for ``MXLinear``.
+    """
+
+    def forward(self, x: NormedInput) -> torch.Tensor:
+        """NormedInput of [..., in_features] -> [..., out_features] in autocast's dtype, or that of x without autocast.
+
+        Raises:
+            TypeError: for a plain tensor: the RMSNorm before this layer was not swapped.
+        """
+        if not isinstance(x, NormedInput):
+            raise TypeError(f"MXNormLinear takes the result of an MXNorm, not {type(x).__name__}")
+        y = _MXNormLinearFunction.apply(
+            x.h.flatten(0, -2),
+            x.data,
+            x.scales,
+            x.rho,
+            x.gain,
+            self.weight,
+            self.recipe,
+            self.mode,
+            compute_dtype(x.h),
+        )
+        y = y.unflatten(0, x.shape[:-1])
+        return y if self.bias is None else y + self.bias.to(y.dtype)

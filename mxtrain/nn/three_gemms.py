@@ -1,0 +1,83 @@
+"""The three GEMMs of a linear layer, each with its operands quantized along the axis it reduces over.
+
+X is [T, D] (tokens, input features), W is [N, D], dY is [T, N]:
+
+    fprop   Y  = X  W^T     reduces over D
+    dgrad   dX = dY W       reduces over N
+    wgrad   dW = dY^T X     reduces over T
+
+A matrix is quantized anew for every axis, from its high-precision values: a row-wise quantized X says nothing
+exact about blocks along tokens.
+"""
+
+import torch
+import torch.nn as nn
+
+from mxtrain.errors import ConfigError
+from mxtrain.gemm import matmul
+from mxtrain.hardware import resolve_mode
+from mxtrain.quantize import Operand, quantize
+from mxtrain.recipe import Recipe, get_recipe
+
+
+def fprop(x: Operand, w: torch.Tensor, recipe: Recipe, mode: str, out_dtype: torch.dtype) -> torch.Tensor:
+    """Y [T, N] from an operand X [T, D] that is already quantized along D."""
+    return matmul(x, quantize(w, recipe, mode, dim=1), out_dtype)
+
+
+def dgrad(dy: torch.Tensor, w: torch.Tensor, recipe: Recipe, mode: str, out_dtype: torch.dtype) -> torch.Tensor:
+    """dX [T, D]."""
+    return matmul(quantize(dy, recipe, mode, dim=1), quantize(w, recipe, mode, dim=0), out_dtype)
+
+
+def wgrad(dy: torch.Tensor, x: torch.Tensor, recipe: Recipe, mode: str, out_dtype: torch.dtype) -> torch.Tensor:
+    """dW [N, D]."""
+    return matmul(quantize(dy, recipe, mode, dim=0), quantize(x, recipe, mode, dim=0), out_dtype)
+
+
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype that an ordinary linear layer would compute ``x`` in: autocast's where it is on, else that of ``x``."""
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer with a recipe and an execution mode; its subclasses say what they multiply.
+
+    Both feature counts must be multiples of the recipe's block size: fprop reduces over the input features and
+    dgrad over the output features.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, recipe="mxfp8", mode="auto", **factory_kwargs
+    ):
+        self.recipe = get_recipe(recipe)
+        self.mode = resolve_mode(mode)
+        check_features(in_features, out_features, self.recipe)
+        super().__init__(in_features, out_features, bias, **factory_kwargs)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, recipe="mxfp8", mode="auto"):
+        """The same layer, sharing the parameters of ``linear`` (which may be on the meta device)."""
+        new = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            recipe=recipe,
+            mode=mode,
+            device="meta",
+        )
+        new.weight, new.bias = linear.weight, linear.bias
+        return new.train(linear.training)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe}, mode={self.mode}"
+
+
+def check_features(in_features: int, out_features: int, recipe: Recipe) -> None:
+    """Raise ConfigError unless both are multiples of the recipe's block size."""
+    for name, value in (("in_features", in_features), ("out_features", out_features)):
+        if value % recipe.block_size:
+            raise ConfigError(
+                f"{name} = {value} is not a multiple of the block size {recipe.block_size} of recipe {recipe.name!r}"
+            )

@@ -1,0 +1,1 @@
+"""Plain PyTorch versions of every operation: the oracles of the kernels, and what runs on a CPU."""

@@ -1,0 +1,88 @@
+"""Casts to and from block-scaled formats, through torchao.
+
+This is the only file that imports torchao's prototype names, which move between releases; it is tested against
+every release in the package's range. All scale arithmetic is torchao's: nothing here recomputes it.
+"""
+
+import torch
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.mx_tensor import get_fp_scale, to_mx
+from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
+
+from mxtrain.formats import BlockFormat
+
+__all__ = ["cast", "dequantize", "image", "rounded_amax", "to_blocked", "from_blocked"]
+
+_TORCHAO_MODE = {"rceil": ScaleCalculationMode.RCEIL, "floor": ScaleCalculationMode.FLOOR}
+
+
+def cast(x: torch.Tensor, fmt: BlockFormat, scale_rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cast ``x`` in blocks along its last dimension.
+
+    A block that holds a NaN gets a NaN scale, and one that holds an infinity decodes to infinity or NaN (torchao's
+    rules), so a non-finite input never turns into a finite number.
+
+    Args:
+        x: bf16 or fp32, [..., D] with D a multiple of ``fmt.block_size``.
+
+    Returns:
+        codes: float8_e4m3fn, shape of ``x``.
+        scales: float8_e8m0fnu, [..., D / block_size].
+
+    Raises:
+        ValueError: for another dtype or D.
+    """
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"cannot cast {x.dtype} to {fmt.name}: expected bfloat16 or float32")
+    if x.ndim == 0 or x.shape[-1] % fmt.block_size or x.shape[-1] == 0:
+        raise ValueError(f"shape {tuple(x.shape)}: the last dimension is not a positive multiple of {fmt.block_size}")
+    if x.numel() == 0:
+        codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+        scales = torch.empty(*x.shape[:-1], x.shape[-1] // fmt.block_size, device=x.device, dtype=torch.float8_e8m0fnu)
+        return codes, scales
+    scales, codes = to_mx(
+        x.contiguous(), torch.float8_e4m3fn, fmt.block_size, scaling_mode=_TORCHAO_MODE[scale_rounding]
+    )
+    return codes, scales
+
+
+def dequantize(
+    codes: torch.Tensor, scales: torch.Tensor, fmt: BlockFormat, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The values that ``codes`` [..., D] and ``scales`` [..., D / block_size] stand for, shape of ``codes``.
+
+    An E4M3 code times a power of two is exact in bf16 and fp32, except below their smallest normal number.
+    """
+    blocks = codes.to(torch.float32).unflatten(-1, (-1, fmt.block_size))
+    return (blocks * get_fp_scale(scales).unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def image(x: torch.Tensor, fmt: BlockFormat, scale_rounding: str, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """``x`` [R, C] rounded to the format and back: cast in blocks along ``dim`` (0 or 1), then dequantized to ``dtype``.
+
+    Along dimension 0 a last, incomplete block is allowed: it is cast as if filled up with zeros, which changes
+    neither its scale nor its codes.
+    """
+    if dim == 1:
+        return dequantize(*cast(x, fmt, scale_rounding), fmt, dtype)
+    rows, columns = x.shape
+    padding = -rows % fmt.block_size
+    if padding:
+        x = torch.nn.functional.pad(x, (0, 0, 0, padding))
+    # [R / B, B, C] -> [R / B, C, B]: blocks become the last dimension without a transpose of the whole matrix.
+    blocks = x.unflatten(0, (-1, fmt.block_size)).transpose(1, 2)
+    values = dequantize(*cast(blocks, fmt, scale_rounding), fmt, dtype)
+    return values.transpose(1, 2).reshape(rows + padding, columns)[:rows]
+
+
+def rounded_amax(amax: torch.Tensor, fmt: BlockFormat, scale_rounding: str) -> torch.Tensor:
+    """The block maximum that a rounded scale stands for, fp32, shape of ``amax``.
+
+    For ``"rceil"`` that is scale * element_max (never below amax), for ``"floor"`` scale * 2^element_max_exponent
+    (amax rounded down to a power of two). The scale is torchao's own: each amax is cast as a block of one element.
+    """
+    _, scales = cast(amax.unsqueeze(-1), BlockFormat(fmt.name, 1, fmt.element_max, fmt.element_max_exponent), scale_rounding)
+    top = fmt.element_max if scale_rounding == "rceil" else 2.0**fmt.element_max_exponent
+    values = get_fp_scale(scales.squeeze(-1)) * top
+    # The smallest scale stands for zero as well as for tiny blocks; a zero block must not look like a nonzero one.
+    return torch.where(amax == 0, torch.zeros_like(values), values)

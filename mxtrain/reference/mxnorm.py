@@ -1,0 +1,75 @@
+"""MXNorm in plain PyTorch: estimate of the RMS from block maxima, scaling, and the straight-through backward.
+
+Source: McLean, Prince, Payot, Balanca, Luschi, "MXNorm: Reusing MXFP block scales for efficient tensor
+normalisation", arXiv 2603.13180. Easy to simplify wrongly:
+
+* The estimate reads the maxima of x, and x * rho is cast afterwards with scales of its own. fp32 multiplication is
+  monotonic, so max|x| * rho == max|x * rho| exactly, and one set of maxima serves both; torchao's cast of the fp32
+  product is therefore the oracle of a fused kernel, bit for bit.
+* eps is added to the squared estimate, inside the root: a zero row gives rho = 1 / sqrt(eps), and zeros.
+* The product x * rho is never rounded to bf16 before the cast.
+"""
+
+import torch
+
+from mxtrain.recipe import Recipe, RMSEstimate
+from mxtrain.reference.casts import rounded_amax
+
+
+def _at_least_fp32(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def block_amax(x: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Largest magnitude of every block: [..., D] -> [..., D / block_size], fp32 (fp64 for fp64 input).
+
+    Raises:
+        ValueError: if D is not a positive multiple of ``block_size``.
+    """
+    if x.ndim == 0 or x.shape[-1] == 0 or x.shape[-1] % block_size:
+        raise ValueError(f"shape {tuple(x.shape)}: the last dimension is not a positive multiple of {block_size}")
+    return _at_least_fp32(x.unflatten(-1, (-1, block_size)).abs().amax(-1))
+
+
+def mean_square(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> torch.Tensor:
+    """The squared RMS of every row as ``estimate`` sees it: [..., D] -> [...], fp32 (fp64 for fp64 input)."""
+    if estimate.estimator == "exact":
+        return _at_least_fp32(x).square().mean(-1)
+    amax = block_amax(x, estimate.block_size)
+    if estimate.estimator == "post_round":
+        amax = rounded_amax(amax, recipe.format, recipe.scale_rounding)
+    if estimate.p == 1:
+        return (amax.mean(-1) / estimate.constant).square()
+    return amax.square().mean(-1) / estimate.constant**2
+
+
+def inverse_rms(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> torch.Tensor:
+    """rho = 1 / sqrt(r^2 + eps) of every row: [..., D] -> [...], fp32 (fp64 for fp64 input).
+
+    A row with a NaN gives NaN; a row with an infinity, or one whose squares overflow, gives 0.
+    """
+    return 1.0 / torch.sqrt(mean_square(x, estimate, recipe) + estimate.eps)
+
+
+def scale_rows(x: torch.Tensor, rho: torch.Tensor) -> torch.Tensor:
+    """xhat = x * rho, row by row: [..., D] and [...] -> [..., D], in fp32 (fp64 for fp64 input), without rounding."""
+    return _at_least_fp32(x) * rho.unsqueeze(-1)
+
+
+def norm_backward(g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor) -> torch.Tensor:
+    """Straight-through gradient: RMSNorm's, with rho in the place of the true inverse RMS and the cast as identity.
+
+    With xhat = x * rho:  dx = rho * (g - xhat * mean_D(g * xhat)).
+
+    Args:
+        g: dL/dxhat [..., D]; the gain's part is already in it, through the folded weight.
+        x: the norm's input [..., D].
+        rho: inverse RMS [...].
+
+    Returns:
+        dx [..., D] in the dtype of ``x``; the arithmetic is fp32 (fp64 for fp64 input).
+    """
+    xhat = scale_rows(x, rho)
+    g = _at_least_fp32(g)
+    projection = (g * xhat).mean(-1, keepdim=True)
+    return ((g - xhat * projection) * rho.unsqueeze(-1)).to(x.dtype)
