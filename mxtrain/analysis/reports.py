@@ -1,0 +1,89 @@
+"""Runs as text: a table that compares several, and the summary printed when one ends."""
+
+import math
+import os
+
+from mxtrain.analysis.plots import plot
+from mxtrain.analysis.runs import Run, labels, load_run
+
+
+def table(runs: list[Run]) -> str:
+    """One line per run: losses, tokens per second per device, peak memory. A dash stands for what was not logged."""
+    header = ("run", "variant", "steps", "first loss", "last loss", "last 10 %", "validation", "tokens/s", "GiB")
+    rows = [header] + [
+        (
+            label,
+            run.variant or "-",
+            str(run.training[-1]["step"]),
+            _loss(run.first_loss),
+            _loss(run.last_loss),
+            _loss(run.tail_loss),
+            _loss(run.validation_loss),
+            _rate(run.tokens_per_second),
+            _memory(run.peak_memory_gib),
+        )
+        for label, run in zip(labels(runs), runs, strict=True)
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index < 2 else cell.rjust(width)  # words to the left, numbers to the right
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def summary(folder: str | os.PathLike) -> str:
+    """Draw ``folder/loss.png`` and say in a few lines how the run went.
+
+    Raises ConfigError when the folder holds no run (see ``load_run``).
+    """
+    run = load_run(folder)
+    picture = plot([run], run.folder / "loss.png")
+    details = ", ".join(word for word in (run.variant, run.facts.get("mode")) if word)
+    lines = [("run", f"{run.name} ({details})")]
+    lines.append(("loss", f"{_loss(run.first_loss)} -> {_loss(run.last_loss)}, {_verdict(run)}"))
+    if run.validation:
+        row = run.validation[-1]
+        lines.append(("validation", f"{_loss(row['validation_loss'])} at step {row['step']}"))
+    lines.append(("tokens/s", _throughput(run)))
+    lines.append(("memory", f"{_memory(run.peak_memory_gib)} GiB peak"))
+    lines.append(("folder", str(run.folder)))
+    lines.append(("loss curve", str(picture)))
+    wandb = run.facts.get("wandb") or {}
+    if wandb.get("mode") == "offline":
+        lines.append(("wandb", f"offline; upload with: {wandb['sync']}"))
+    elif wandb.get("mode") == "online":
+        lines.append(("wandb", wandb.get("url") or wandb["dir"]))
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name.ljust(width)}  {text}" for name, text in lines)
+
+
+def _verdict(run: Run) -> str:
+    if run.first_nonfinite_step is not None:
+        return f"NOT FINITE, first at step {run.first_nonfinite_step}"
+    steps = run.training[-1]["step"]
+    if len(run.training) == 1:
+        return f"one logged step ({steps})"
+    moved = "fell" if run.tail_loss < run.first_loss else "DID NOT FALL"
+    return f"{moved} over {steps} steps (mean of the last 10 %: {_loss(run.tail_loss)})"
+
+
+def _throughput(run: Run) -> str:
+    devices = run.facts.get("world_size") or 1
+    if devices == 1 or run.tokens_per_second is None:
+        return _rate(run.tokens_per_second)
+    return f"{_rate(run.tokens_per_second)} per device, {_rate(devices * run.tokens_per_second)} on {devices}"
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}" if math.isfinite(value) else str(value)
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _memory(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,117 @@
+"""One finished or running training run, read from its folder."""
+
+import json
+import math
+import os
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from mxtrain.analysis.metrics_file import FILE_NAME, read_metrics
+from mxtrain.errors import ConfigError
+
+FACTS_FILE_NAME = "run.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run logged. Losses are in nats per token; a non-finite one is a float ``nan`` or ``inf``."""
+
+    name: str
+    folder: Path
+    facts: dict
+    """The run's ``run.json``; empty when it has none"""
+    training: list[dict]
+    """Rows of ``metrics.jsonl`` with a ``loss``, at least one"""
+    validation: list[dict]
+    """Rows with a ``validation_loss``"""
+
+    @property
+    def variant(self) -> str:
+        """What was trained, in a few words: "mxnorm mxfp8 p=2", "mx_linear mxfp8", "bf16"; empty when unknown."""
+        converter = self.facts.get("converter")
+        if converter is None:
+            return ""
+        if converter == "none":
+            return "bf16"
+        words = [converter, self.facts.get("recipe")]
+        if converter == "mxnorm":
+            estimator = self.facts.get("estimator")
+            # the exact RMS has no exponent
+            words.append(None if estimator == "exact" else f"p={self.facts.get('p')}")
+            words.append(None if estimator == "pre_round" else estimator)
+        return " ".join(word for word in words if word)
+
+    @property
+    def first_loss(self) -> float:
+        return self.training[0]["loss"]
+
+    @property
+    def last_loss(self) -> float:
+        return self.training[-1]["loss"]
+
+    @property
+    def tail_loss(self) -> float:
+        """Mean loss of the last 10 % of the logged rows, at least one."""
+        tail = self.training[-max(1, round(0.1 * len(self.training))) :]
+        return sum(row["loss"] for row in tail) / len(tail)
+
+    @property
+    def validation_loss(self) -> float | None:
+        return self.validation[-1]["validation_loss"] if self.validation else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Median per device, without the first 10 % of the rows: they hold compilation and warm-up."""
+        rates = [row["tokens_per_second"] for row in self.training if row.get("tokens_per_second") is not None]
+        warm = rates[math.ceil(0.1 * len(rates)) :] or rates
+        return statistics.median(warm) if warm else None
+
+    @property
+    def peak_memory_gib(self) -> float | None:
+        return max((row["memory_gib"] for row in self.training if row.get("memory_gib") is not None), default=None)
+
+    @property
+    def first_nonfinite_step(self) -> int | None:
+        """The first step whose loss is NaN or infinite."""
+        return next((row["step"] for row in self.training if not math.isfinite(row["loss"])), None)
+
+
+def load_run(folder: str | os.PathLike) -> Run:
+    """Read ``folder/metrics.jsonl`` and, where there is one, ``folder/run.json``.
+
+    Raises ConfigError when there is no such folder, no ``metrics.jsonl``, no logged step in it, or a damaged line
+    that is not the last one.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ConfigError(f"run folder {str(folder)!r} does not exist")
+    rows = read_metrics(folder / FILE_NAME)
+    training = [row for row in rows if row.get("loss") is not None]
+    if not training:
+        raise ConfigError(f"{folder / FILE_NAME} holds no training step")
+    return Run(
+        name=folder.resolve().name,
+        folder=folder,
+        facts=_load_facts(folder / FACTS_FILE_NAME),
+        training=training,
+        validation=[row for row in rows if row.get("validation_loss") is not None],
+    )
+
+
+def _load_facts(path: Path) -> dict:
+    if not path.is_file():
+        return {}
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(facts, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    return facts
+
+
+def labels(runs: list[Run]) -> list[str]:
+    """A name per run; runs whose folders have the same name are told apart by their whole path."""
+    names = [run.name for run in runs]
+    return [run.name if names.count(run.name) == 1 else str(run.folder) for run in runs]

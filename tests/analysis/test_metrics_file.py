@@ -1,0 +1,86 @@
+import json
+import math
+
+import pytest
+
+from mxtrain.analysis import MetricsWriter, read_metrics
+from mxtrain.errors import ConfigError
+
+
+def write(path, rows):
+    writer = MetricsWriter(path)
+    for row in rows:
+        writer.write(row)
+    writer.close()
+
+
+def steps(path):
+    return [row["step"] for row in read_metrics(path)]
+
+
+def test_rows_come_back_as_written_and_are_on_disk_at_once(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    rows = [{"step": 1, "loss": 9.5, "tokens_seen": 4096}, {"step": 2, "loss": 1 / 3, "tokens_seen": 8192}]
+    writer = MetricsWriter(path)
+    for count, row in enumerate(rows, start=1):
+        writer.write(row)
+        assert read_metrics(path) == rows[:count]  # before close
+    writer.close()
+
+
+def test_nonfinite_values_are_strict_json_and_come_back(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [{"step": 1, "loss": math.nan, "grad_norm": math.inf, "max_loss": -math.inf, "lr": 0.1}])
+
+    def reject(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    raw = json.loads(path.read_text(), parse_constant=reject)
+    assert raw["loss"] is None and raw["nonfinite"] == {"loss": "nan", "grad_norm": "inf", "max_loss": "-inf"}
+    [row] = read_metrics(path)
+    assert math.isnan(row["loss"]) and row["grad_norm"] == math.inf and row["max_loss"] == -math.inf
+    assert row["lr"] == 0.1 and "nonfinite" not in row
+
+
+def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [{"step": s, "loss": 9.0} for s in range(1, 9)] + [{"step": 8, "validation_loss": 9.0}])
+    write(path, [{"step": s, "loss": 5.0} for s in range(6, 11)])
+    assert steps(path) == list(range(1, 11))
+    assert [row["loss"] for row in read_metrics(path)] == [9.0] * 5 + [5.0] * 5
+
+
+def test_a_run_that_starts_over_starts_an_empty_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [{"step": s, "loss": 9.0} for s in range(1, 9)])
+    write(path, [{"step": 1, "loss": 5.0}])
+    assert read_metrics(path) == [{"step": 1, "loss": 5.0}]
+
+
+def test_a_run_that_logs_nothing_leaves_the_file_alone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [{"step": 1, "loss": 9.0}])
+    MetricsWriter(path).close()
+    assert steps(path) == [1]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b'{"step": 3', b"{", b'{"loss": 1.0}', b'{"step": 3, "x": "\xc3'])
+def test_a_torn_last_line_is_dropped_by_reader_and_writer(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [{"step": 1, "loss": 9.0}, {"step": 2, "loss": 8.0}])
+    path.write_bytes(path.read_bytes() + torn)
+    assert steps(path) == [1, 2]
+    write(path, [{"step": 3, "loss": 7.0}])  # must not be glued to the torn line
+    assert steps(path) == [1, 2, 3]
+
+
+def test_damage_elsewhere_is_an_error_with_its_line_number(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 9.0}\nnonsense\n{"step": 3, "loss": 9.0}\n')
+    with pytest.raises(ConfigError, match="metrics.jsonl, line 2"):
+        read_metrics(path)
+
+
+def test_a_missing_file_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_metrics(tmp_path / "metrics.jsonl")

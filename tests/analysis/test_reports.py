@@ -1,0 +1,91 @@
+import json
+import math
+
+import pytest
+
+from mxtrain.analysis import MetricsWriter, load_run, summary, table
+from mxtrain.errors import ConfigError
+
+FACTS = {
+    "converter": "mxnorm",
+    "recipe": "mxfp8",
+    "p": 2,
+    "estimator": "pre_round",
+    "mode": "reference",
+    "world_size": 1,
+    "wandb": {"mode": "disabled", "dir": None, "url": None, "sync": None},
+}
+
+
+def make_run(folder, losses, validation=None, **facts):
+    writer = MetricsWriter(folder / "metrics.jsonl")
+    for step, loss in enumerate(losses, start=1):
+        writer.write({"step": step, "loss": loss, "tokens_per_second": 3012.4, "memory_gib": 1.25})
+    if validation is not None:
+        writer.write({"step": len(losses), "validation_loss": validation})
+    writer.close()
+    (folder / "run.json").write_text(json.dumps({**FACTS, **facts}))
+    return folder
+
+
+def test_table(tmp_path):
+    runs = [
+        load_run(make_run(tmp_path / "a", [10.0, 9.0, 8.0], validation=8.25)),
+        load_run(make_run(tmp_path / "longer-name", [10.0, math.nan], converter="none")),
+    ]
+    header, first, second = [line.split() for line in table(runs).splitlines()]
+    assert header[:3] == ["run", "variant", "steps"]
+    assert first == ["a", "mxnorm", "mxfp8", "p=2", "3", "10.0000", "8.0000", "8.0000", "8.2500", "3,012", "1.25"]
+    assert second == ["longer-name", "bf16", "2", "10.0000", "nan", "nan", "-", "3,012", "1.25"]
+
+
+def test_table_tells_equal_names_apart(tmp_path):
+    runs = [load_run(make_run(tmp_path / parent / "run", [9.0])) for parent in ("x", "y")]
+    text = table(runs)
+    assert str(tmp_path / "x" / "run") in text and str(tmp_path / "y" / "run") in text
+
+
+def test_summary_draws_and_tells(tmp_path):
+    folder = make_run(tmp_path / "a", [10.0, 9.0, 8.0], validation=8.25)
+    text = summary(folder)
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for part in (
+        "a (mxnorm mxfp8 p=2, reference)",
+        "10.0000 -> 8.0000, fell over 3 steps",
+        "8.2500 at step 3",
+        "3,012",
+        "1.25 GiB",
+        str(folder / "loss.png"),
+    ):
+        assert part in text
+    assert "wandb" not in text
+
+
+@pytest.mark.parametrize(
+    ("losses", "verdict"),
+    [
+        ([9.0, 9.5], "DID NOT FALL"),
+        ([9.0, math.nan, 8.0], "NOT FINITE, first at step 2"),
+        ([9.0], "one logged step (1)"),
+    ],
+)
+def test_summary_says_when_the_loss_did_not_fall(tmp_path, losses, verdict):
+    text = summary(make_run(tmp_path / "a", losses))
+    assert verdict in text and "fell over" not in text
+
+
+def test_summary_says_how_to_upload_an_offline_wandb_run(tmp_path):
+    wandb = {"mode": "offline", "dir": "tb/w", "url": None, "sync": "wandb sync tb/w"}
+    assert "offline; upload with: wandb sync tb/w" in summary(make_run(tmp_path / "a", [9.0], wandb=wandb))
+    wandb = {"mode": "online", "dir": "tb/w", "url": "https://wandb.example/r", "sync": None}
+    assert "https://wandb.example/r" in summary(make_run(tmp_path / "b", [9.0], wandb=wandb))
+
+
+def test_summary_counts_the_devices(tmp_path):
+    assert "3,012 per device, 24,099 on 8" in summary(make_run(tmp_path / "a", [9.0], world_size=8))
+
+
+def test_summary_of_nothing_is_an_error(tmp_path):
+    with pytest.raises(ConfigError):
+        summary(tmp_path)
+    assert not (tmp_path / "loss.png").exists()

@@ -1,0 +1,86 @@
+import json
+import math
+
+import pytest
+
+from mxtrain.analysis import load_run
+from mxtrain.errors import ConfigError
+
+
+def make_run(folder, rows, facts=None):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if facts is not None:
+        (folder / "run.json").write_text(json.dumps(facts))
+    return folder
+
+
+def training(losses, **extra):
+    return [{"step": step, "loss": loss, **extra} for step, loss in enumerate(losses, start=1)]
+
+
+def test_reads_facts_training_and_validation(tmp_path):
+    rows = training([9.0, 8.0]) + [{"step": 2, "validation_loss": 8.5}]
+    run = load_run(make_run(tmp_path / "a", rows, {"converter": "mxnorm"}))
+    assert run.name == "a" and run.facts == {"converter": "mxnorm"}
+    assert run.training == rows[:2] and run.validation == rows[2:]
+    assert (run.first_loss, run.last_loss, run.validation_loss) == (9.0, 8.0, 8.5)
+
+
+def test_numbers_of_a_run(tmp_path):
+    rows = training([20.0 - step for step in range(20)])
+    for step, row in enumerate(rows):
+        # The first two of twenty rows, slow while compiling, must not count; nor does the median care about one spike.
+        row.update(tokens_per_second=1.0 if step < 2 else 1000.0 + step, memory_gib=3.0 if step == 7 else 2.0)
+    rows[19]["tokens_per_second"] = 1e9
+    run = load_run(make_run(tmp_path / "a", rows))
+    assert run.tail_loss == 1.5  # mean of 2 and 1
+    assert run.tokens_per_second == 1010.5  # median of 1002 .. 1018 and the spike
+    assert run.peak_memory_gib == 3.0
+
+
+def test_one_row_without_optional_numbers(tmp_path):
+    run = load_run(make_run(tmp_path / "a", training([9.0])))
+    assert run.first_loss == run.last_loss == run.tail_loss == 9.0
+    assert run.tokens_per_second is None and run.peak_memory_gib is None and run.validation_loss is None
+    assert run.facts == {}
+    run = load_run(make_run(tmp_path / "b", training([9.0], tokens_per_second=50.0)))
+    assert run.tokens_per_second == 50.0
+
+
+def test_nonfinite_losses_are_kept(tmp_path):
+    rows = training([9.0, 8.0, 7.0])
+    rows[1] = {"step": 2, "loss": None, "nonfinite": {"loss": "nan"}}
+    run = load_run(make_run(tmp_path / "a", rows))
+    assert math.isnan(run.training[1]["loss"]) and run.first_nonfinite_step == 2
+    assert load_run(make_run(tmp_path / "b", training([9.0]))).first_nonfinite_step is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "variant"),
+    [
+        ({"converter": "none", "recipe": None, "p": None, "estimator": None}, "bf16"),
+        ({"converter": "mx_linear", "recipe": "mxfp8", "p": None, "estimator": None}, "mx_linear mxfp8"),
+        ({"converter": "mxnorm", "recipe": "mxfp8", "p": 1, "estimator": "pre_round"}, "mxnorm mxfp8 p=1"),
+        ({"converter": "mxnorm", "recipe": "mxfp8", "p": 2, "estimator": "post_round"}, "mxnorm mxfp8 p=2 post_round"),
+        ({"converter": "mxnorm", "recipe": "mxfp8", "p": 2, "estimator": "exact"}, "mxnorm mxfp8 exact"),
+        (None, ""),
+    ],
+)
+def test_variant(tmp_path, facts, variant):
+    assert load_run(make_run(tmp_path / "a", training([9.0]), facts)).variant == variant
+
+
+def test_what_is_not_a_run_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere.*does not exist"):
+        load_run(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="metrics.jsonl does not exist"):
+        load_run(tmp_path)
+    with pytest.raises(ConfigError, match="no training step"):
+        load_run(make_run(tmp_path / "empty", []))
+    with pytest.raises(ConfigError, match="no training step"):
+        load_run(make_run(tmp_path / "torn", [{"loss": 1}]))
+    folder = make_run(tmp_path / "facts", training([9.0]))
+    (folder / "run.json").write_text("{")
+    with pytest.raises(ConfigError, match="run.json is not JSON"):
+        load_run(folder)
