@@ -51,7 +51,6 @@ def plot(runs: list[Run], path: str | os.PathLike) -> Path:
 def _draw(axes, run: Run, label: str, color: str) -> None:
     steps = np.array([row["step"] for row in run.training])
     losses = np.array([row["loss"] for row in run.training], dtype=float)
-    losses[~np.isfinite(losses)] = np.nan
     if run.first_nonfinite_step is not None:
         label += f" (not finite at step {run.first_nonfinite_step})"
     if len(losses) >= SMOOTH_FROM:
