@@ -110,7 +110,7 @@ def wandb_facts(run=None) -> dict:
     """
     if run is None or run.disabled:
         return {"mode": "disabled", "dir": None, "url": None, "sync": None}
-    folder = str(Path(run.dir).parent)
+    folder = str(Path(run.dir).resolve().parent)
     if run.offline:
         return {"mode": "offline", "dir": folder, "url": None, "sync": f"wandb sync {shlex.quote(folder)}"}
     return {"mode": "online", "dir": folder, "url": run.url, "sync": None}
