@@ -1,0 +1,101 @@
+"""What defines a training text and its tokenizer, and the checks on it."""
+
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from mxtrain.errors import ConfigError
+
+DATASETS = ("python", "files", "hf")
+
+# A byte-level BPE starts from the 256 bytes and the two special tokens.
+SMALLEST_VOCABULARY = 258
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Everything that decides which text is read, how it is split, and how it is tokenized.
+
+    Error messages use the names of the TOML settings: ``dataset`` and ``path`` are ``training.dataset`` and
+    ``training.dataset_path``, ``tokenizer_path`` is ``model.hf_assets_path``, the rest are in ``[data]``.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    dataset: str = "python"
+    """One of DATASETS"""
+
+    path: str = ""
+    """"files": a file, folder or glob. "hf": the id of a Hugging Face dataset"""
+
+    vocab_size: int = 2048
+    """Size of the tokenizer to train; unused with a tokenizer_path"""
+
+    tokenizer_path: str = ""
+    """Folder with a Hugging Face tokenizer; empty trains one from the training text"""
+
+    installed: bool = False
+    """"python": add every installed package to the standard library"""
+
+    max_bytes: int = 0
+    """Stop collecting text after this many bytes of UTF-8; 0 takes all there is"""
+
+    package_share: float = 0.2
+    """"python": the largest part of the text that one installed package may supply, in (0, 1]"""
+
+    validation_share: float = 0.01
+    """The part of the documents held out for validation, in [0, 1)"""
+
+    seed: int = 0
+    """Seed of the order in which Python files are read"""
+
+    text_key: str = "text"
+    """The column that holds the text of JSONL, Parquet and Hugging Face datasets"""
+
+    hf_config: str = ""
+    """"hf": the dataset's configuration, for example "en" for allenai/c4"""
+
+    cache_dir: str = ""
+    """Where the results are kept; empty means $MXTRAIN_CACHE, else ~/.cache/mxtrain"""
+
+    section: str = field(default="training", compare=False)
+    """TOML section that ``dataset`` and ``path`` were read from, for error messages"""
+
+    def __post_init__(self):
+        if not self.tokenizer_path and self.vocab_size < SMALLEST_VOCABULARY:
+            raise ConfigError(
+                f"data.vocab_size = {self.vocab_size} is too small: a byte-level BPE has at least "
+                f"{SMALLEST_VOCABULARY} tokens (256 bytes and 2 special tokens)"
+            )
+        if not 0 < self.package_share <= 1:
+            raise ConfigError(f"data.package_share = {self.package_share} is not in (0, 1]")
+        if not 0 <= self.validation_share < 1:
+            raise ConfigError(f"data.validation_share = {self.validation_share} is not in [0, 1)")
+        for name in ("max_bytes", "seed"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"data.{name} = {getattr(self, name)} is negative")
+        if self.dataset == "hf" and self.max_bytes:
+            raise ConfigError(
+                f"data.max_bytes = {self.max_bytes} does not apply to {self.section}.dataset = 'hf', which is "
+                "streamed: the number of training steps bounds what is read"
+            )
+
+    def identity(self) -> dict:
+        """The fields that decide the result: not where it is kept, nor how errors are worded."""
+        fields = asdict(self)
+        for name in ("cache_dir", "section", "tokenizer_path"):  # the tokenizer counts by its content, not its path
+            del fields[name]
+        return fields
+
+    def cache_root(self) -> Path:
+        """The cache folder, created if need be. Raises ConfigError if it cannot be."""
+        root = Path(self.cache_dir or os.environ.get("MXTRAIN_CACHE") or "~/.cache/mxtrain").expanduser()
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"data.cache_dir: cannot create {str(root)!r} ({error.strerror}); "
+                "set data.cache_dir or $MXTRAIN_CACHE to a folder that can be written"
+            ) from error
+        return root

@@ -1,0 +1,62 @@
+"""What was read and what came of it, as ``mxtrain prepare`` prints it."""
+
+from dataclasses import dataclass, field
+
+from mxtrain.data.progress import megabytes
+
+
+@dataclass(frozen=True)
+class Report:
+    """Counts of one prepared text. A streamed dataset has a tokenizer but no counts of tokens (all 0)."""
+
+    dataset: str
+    folder: str
+    vocab_size: int
+    """Tokens the tokenizer has"""
+
+    requested_vocab_size: int
+    """Tokens that were asked for; 0 for a tokenizer that was there before"""
+
+    streamed: bool = False
+    files: int = 0
+    """Files found, before anything is dropped"""
+
+    documents: int = 0
+    """Documents kept, train and validation"""
+
+    bytes: int = 0
+    """UTF-8 bytes of the documents kept"""
+
+    train_tokens: int = 0
+    validation_documents: int = 0
+    validation_tokens: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Files or documents left out, by reason: "duplicate", "machine-made", "over the package share", ..."""
+
+    cut: dict[str, int] = field(default_factory=dict)
+    """Bytes cut from each package that was over its share"""
+
+    def __str__(self) -> str:
+        rows = {"dataset": self.dataset}
+        if self.streamed:
+            rows["text"] = "streamed: not counted, not kept"
+        else:
+            rows["files"] = f"{self.files:,} found"
+            rows["documents"] = (
+                f"{self.documents:,} kept, {megabytes(self.bytes)} "
+                f"({self.validation_documents:,} of them for validation)"
+            )
+            rows["tokens"] = f"{self.train_tokens:,} train, {self.validation_tokens:,} validation"
+            reasons = [f"{count:,} {reason}" for reason, count in self.dropped.items() if count]
+            rows["dropped"] = ", ".join(reasons) or "none"
+            if self.cut:
+                largest = sorted(self.cut.items(), key=lambda item: -item[1])
+                parts = [f"{name} by {megabytes(size)}" for name, size in largest[:5]]
+                more = f", and {len(largest) - 5} more" if len(largest) > 5 else ""
+                rows["packages cut"] = ", ".join(parts) + more
+        rows["tokenizer"] = f"{self.vocab_size:,} tokens"
+        if self.vocab_size < self.requested_vocab_size:
+            rows["tokenizer"] += f" ({self.requested_vocab_size:,} asked for; the text has no more pairs to merge)"
+        rows["folder"] = self.folder
+        width = max(map(len, rows))
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())

@@ -1,0 +1,88 @@
+"""Tokenized text on disk: one flat file of little-endian token ids, memory-mapped when read."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mxtrain.data.documents import Document, is_held_out
+from mxtrain.data.progress import Progress, megabytes
+from mxtrain.data.tokenizer import LoadedTokenizer
+
+# Text handed to the tokenizer at once: enough to keep every core busy, small beside the memory of one process.
+BATCH_CHARACTERS = 2_000_000
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Token ids, documents one after another, each ``bos ... eos`` (those of the two that the tokenizer has)."""
+
+    path: Path
+    dtype: str
+    """"<u2" or "<u4", whichever holds the largest id"""
+
+    count: int
+    """Number of tokens"""
+
+    def open(self) -> np.ndarray:
+        """The tokens as a read-only array [count]."""
+        if self.count == 0:  # an empty file cannot be mapped
+            return np.empty(0, self.dtype)
+        return np.memmap(self.path, self.dtype, mode="r", shape=(self.count,))
+
+
+@dataclass
+class Tally:
+    """What went into one token file."""
+
+    documents: int = 0
+    bytes: int = 0
+    tokens: int = 0
+
+
+def tokenize(
+    documents: Iterable[Document],
+    tokenizer: LoadedTokenizer,
+    folder: Path,
+    validation_share: float,
+    expected_bytes: int,
+    progress: Progress,
+) -> tuple[dict[str, TokenFile], dict[str, Tally]]:
+    """Write ``train.bin`` and ``validation.bin`` into ``folder``.
+
+    Returns:
+        For "train" and "validation" each, the file and what went into it.
+    """
+    dtype = "<u2" if tokenizer.size <= 1 << 16 else "<u4"
+    before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    after = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    tallies = {"train": Tally(), "validation": Tally()}
+    paths = {split: folder / f"{split}.bin" for split in tallies}
+    with paths["train"].open("wb") as train, paths["validation"].open("wb") as validation:
+        files = {"train": train, "validation": validation}
+        for batch in _batches(documents):
+            texts = [document.text for document in batch]
+            encodings = tokenizer.encoder.encode_batch_fast(texts, add_special_tokens=False)
+            for document, encoding in zip(batch, encodings, strict=True):
+                split = "validation" if is_held_out(document.key, validation_share) else "train"
+                tokens = np.array(before + encoding.ids + after, dtype)
+                tokens.tofile(files[split])
+                tallies[split].documents += 1
+                tallies[split].bytes += len(document.text.encode("utf-8"))
+                tallies[split].tokens += len(tokens)
+            done = sum(tally.bytes for tally in tallies.values())
+            progress.tick(lambda done=done: f"tokenized {megabytes(done)} of about {megabytes(expected_bytes)}")
+    return {split: TokenFile(paths[split], dtype, tallies[split].tokens) for split in tallies}, tallies
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch, size = [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

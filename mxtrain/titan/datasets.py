@@ -1,0 +1,237 @@
+"""TorchTitan's tokenizer, data loader and validator over mxtrain's data.
+
+``training.dataset`` and ``validation.dataset`` are "python", "files" or "hf" (see ``mxtrain.data``), or a name that
+TorchTitan itself registers, which its own code then reads.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import lru_cache, partial
+from pathlib import Path
+
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.components.validate import BaseValidator, Validator
+from torchtitan.components.validate import build_validator as build_titan_validator
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS as TITAN_DATASETS
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset, build_text_dataloader
+from torchtitan.tools.logging import logger
+
+from mxtrain.data import DataConfig, Prepared, TokenFile, prepare
+from mxtrain.data.config import DATASETS
+from mxtrain.data.hub import open_stream
+from mxtrain.data.local_files import text_of
+from mxtrain.data.token_dataset import TokenDataset
+from mxtrain.data.tokenizer import load_tokenizer
+from mxtrain.errors import ConfigError, require_one_of
+
+
+def build_tokenizer(job_config) -> HuggingFaceTokenizer:
+    """The tokenizer in ``model.hf_assets_path``, or the one built from the training text.
+
+    Raises:
+        ConfigError: as ``prepare_from_job``; and for a tokenizer with more tokens than the model.
+    """
+    from mxtrain.titan.flavors import vocab_size
+
+    folder = prepare_from_job(job_config).tokenizer
+    size, model_size = load_tokenizer(folder).size, vocab_size(job_config)
+    if size > model_size:
+        raise ConfigError(
+            f"model.hf_assets_path = {str(folder)!r} has {size:,} tokens, more than the model's {model_size:,}; "
+            f"set data.vocab_size to {size} or more"
+        )
+    tokenizer = HuggingFaceTokenizer(str(folder))
+    tokenizer.tokenizer.encode_special_tokens = True  # streamed text that spells a special token stays text
+    return tokenizer
+
+
+def build_dataloader(
+    dp_world_size: int, dp_rank: int, tokenizer: HuggingFaceTokenizer, job_config, infinite: bool = True
+) -> ParallelAwareDataloader:
+    """The training data loader of one rank: batches of {"input": int64 [B, S]}, int64 [B, S].
+
+    Raises:
+        ConfigError: as ``prepare_from_job``; and for too little text for one batch per rank.
+    """
+    name = job_config.training.dataset
+    if name in DATASETS and name != "hf":
+        tokens = prepare_from_job(job_config).train
+        dataset = _token_dataset(job_config, "training", tokens, dp_rank, dp_world_size, infinite)
+    elif name == "hf":
+        dataset = _stream_dataset(job_config, "training", "train", tokenizer, dp_rank, dp_world_size, infinite)
+    else:
+        return build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite)
+    return _loader(dataset, job_config.training, dp_rank, dp_world_size)
+
+
+def build_validator(
+    job_config, dp_world_size: int, dp_rank: int, tokenizer: HuggingFaceTokenizer, **parts
+) -> BaseValidator:
+    """A validator over held-out text; arguments as TorchTitan's ``build_validator``.
+
+    Raises:
+        ConfigError: as ``prepare_from_job``; for too little held-out text for one batch per rank; and for a stream
+            read to its end by several ranks, which may not hold the same number of batches for each.
+    """
+    name = job_config.validation.dataset
+    if name not in DATASETS:
+        return build_titan_validator(job_config, dp_world_size, dp_rank, tokenizer, **parts)
+    if name == "hf":
+        if job_config.validation.steps == -1 and dp_world_size > 1:
+            raise ConfigError(
+                "validation.steps = -1 reads validation.dataset = 'hf' to its end, which data-parallel ranks reach at "
+                "different steps; set validation.steps to a positive number"
+            )
+        args = ("validation", "validation", tokenizer, dp_rank, dp_world_size, job_config.validation.steps != -1)
+        dataset = _stream_dataset(job_config, *args)
+    else:
+        # Finite, whatever validation.steps: each validation then starts at the same text and can be compared.
+        tokens = _held_out(job_config)
+        dataset = _token_dataset(job_config, "validation", tokens, dp_rank, dp_world_size, infinite=False)
+    loader = _loader(dataset, job_config.validation, dp_rank, dp_world_size)
+    return LoaderValidator(job_config, loader, tokenizer=tokenizer, **parts)
+
+
+class LoaderValidator(Validator):
+    """TorchTitan's Validator over a given loader.
+
+    Its own ``__init__`` keeps its arguments as attributes and builds a loader from TorchTitan's registry of
+    datasets; this one keeps the same attributes.
+    """
+
+    def __init__(self, job_config, loader: ParallelAwareDataloader, **parts):
+        BaseValidator.__init__(self, job_config)
+        self.validation_dataloader = loader
+        self.pp_schedule = self.pp_has_first_stage = self.pp_has_last_stage = None
+        vars(self).update(parts)
+
+
+def prepare_from_job(job_config, progress: Callable[[str], None] = logger.info) -> Prepared:
+    """Build or load the tokenizer and the tokenized training text of a job; once per process and config.
+
+    Raises:
+        ConfigError: an unknown dataset, a missing file, column or tokenizer, no text, or a value out of its range.
+    """
+    check_datasets(job_config)
+    return _prepare(_data_config(job_config), progress)
+
+
+def check_datasets(job_config) -> None:
+    """Raise ConfigError unless every dataset that the job reads has a known name."""
+    allowed = dict.fromkeys([*DATASETS, *TITAN_DATASETS])
+    require_one_of("training.dataset", job_config.training.dataset, allowed)
+    if job_config.validation.enable:
+        require_one_of("validation.dataset", job_config.validation.dataset, allowed)
+
+
+@lru_cache(maxsize=8)
+def _prepare(config: DataConfig, progress: Callable[[str], None]) -> Prepared:
+    # Remembered, so that a file edited while the job starts cannot give it a tokenizer and tokens of two versions.
+    if config.dataset in DATASETS:
+        return prepare(config, progress)
+    return prepare(config, progress, stream=partial(_titan_texts, config.dataset, config.path))
+
+
+def _titan_texts(name: str, path: str) -> Iterator[str]:
+    """The texts of one of TorchTitan's datasets."""
+    dataset = TITAN_DATASETS[name]
+    try:
+        rows = dataset.loader(path or dataset.path)
+    except Exception as error:  # the loader's own; most often a missing file or no network
+        raise ConfigError(
+            f"training.dataset = {name!r} cannot be opened at {path or dataset.path!r}: {type(error).__name__}: {error}"
+        ) from error
+    return map(dataset.sample_processor, rows)
+
+
+def _data_config(job_config) -> DataConfig:
+    from mxtrain.titan.flavors import vocab_size
+
+    training, data = job_config.training, job_config.data
+    tokenizer_path = job_config.model.hf_assets_path
+    return DataConfig(
+        dataset=training.dataset,
+        path=_path(job_config, "training"),
+        # A tokenizer that exists has the size it has; 0 keeps the model's size out of the cache key.
+        vocab_size=0 if tokenizer_path else vocab_size(job_config),
+        tokenizer_path=str(Path(tokenizer_path).expanduser().absolute()) if tokenizer_path else "",
+        installed=data.installed,
+        max_bytes=data.max_bytes,
+        package_share=data.package_share,
+        validation_share=data.validation_share,
+        seed=data.seed,
+        text_key=data.text_key,
+        hf_config=data.hf_config or "",
+        cache_dir=data.cache_dir,
+    )
+
+
+def _path(job_config, section: str) -> str:
+    settings = getattr(job_config, section)
+    path = settings.dataset_path or ""
+    if path and settings.dataset == "python":
+        raise ConfigError(
+            f"{section}.dataset_path = {path!r} does not apply to {section}.dataset = 'python', which reads this "
+            "machine's standard library; for files of your own set it to 'files'"
+        )
+    return path
+
+
+def _held_out(job_config) -> TokenFile:
+    """The tokens to validate on: held out from the training text, or all of files that are only validated on."""
+    training = _data_config(job_config)
+    dataset, path = job_config.validation.dataset, _path(job_config, "validation")
+    if dataset == training.dataset and path in ("", training.path):
+        return prepare_from_job(job_config).validation
+    config = replace(
+        training,
+        dataset=dataset,
+        path=path,
+        tokenizer_path=str(prepare_from_job(job_config).tokenizer),
+        section="validation",
+    )
+    if dataset == "python":
+        return _prepare(config, logger.info).validation
+    return _prepare(replace(config, validation_share=0.0), logger.info).train
+
+
+def _token_dataset(
+    job_config, section: str, tokens: TokenFile, dp_rank: int, dp_world_size: int, infinite: bool
+) -> TokenDataset:
+    settings = getattr(job_config, section)
+    return TokenDataset(
+        tokens,
+        seq_len=settings.seq_len,
+        batch_size=settings.local_batch_size,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        seed=job_config.data.seed,
+        infinite=infinite,
+        section=section,
+    )
+
+
+def _stream_dataset(
+    job_config, section: str, split: str, tokenizer, dp_rank: int, dp_world_size: int, infinite: bool
+) -> HuggingFaceTextDataset:
+    """TorchTitan's own streaming dataset. It looks its source up in a registry, where this job's is put meanwhile."""
+    data, settings = job_config.data, getattr(job_config, section)
+    path = settings.dataset_path or ""
+    if not path and section == "validation" and job_config.training.dataset == "hf":
+        path = job_config.training.dataset_path or ""
+    TITAN_DATASETS["hf"] = DatasetConfig(
+        path=path,
+        loader=partial(open_stream, hf_config=data.hf_config or "", split=split, section=section),
+        sample_processor=partial(text_of, text_key=data.text_key, where=path),
+    )
+    try:
+        return HuggingFaceTextDataset("hf", path, tokenizer, settings.seq_len, dp_rank, dp_world_size, infinite)
+    finally:
+        del TITAN_DATASETS["hf"]
+
+
+def _loader(dataset, settings, dp_rank: int, dp_world_size: int) -> ParallelAwareDataloader:
+    options = {**asdict(settings.dataloader), "batch_size": settings.local_batch_size}
+    return ParallelAwareDataloader(dataset, dp_rank, dp_world_size, **options)

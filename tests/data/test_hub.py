@@ -1,0 +1,35 @@
+import datasets
+import pytest
+
+from mxtrain.data.hub import open_stream, stream_texts
+from mxtrain.errors import ConfigError
+
+
+def test_a_stream_is_opened_with_the_settings(monkeypatch):
+    calls = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: calls.append((args, options)) or [])
+    open_stream("allenai/c4", "en", "validation")
+    open_stream("some/set")
+    assert calls == [
+        (("allenai/c4",), {"name": "en", "split": "validation", "streaming": True}),
+        (("some/set",), {"name": None, "split": "train", "streaming": True}),
+    ]
+
+
+def test_what_cannot_be_opened_is_a_config_error(monkeypatch):
+    def fail(*args, **options):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    message = r"training.dataset_path = 'a/b' \(data.hf_config = 'en', split 'train'\) .*ConnectionError: no network"
+    with pytest.raises(ConfigError, match=message):
+        open_stream("a/b", "en")
+    with pytest.raises(ConfigError, match="validation.dataset = 'hf' needs validation.dataset_path"):
+        open_stream("", section="validation")
+
+
+def test_texts_and_a_missing_column():
+    rows = [{"text": "a"}, {"text": None}, {"text": "b"}]
+    assert list(stream_texts(rows, "text", "a/b")) == ["a", "", "b"]
+    with pytest.raises(ConfigError, match="data.text_key = 'content' is not a column of a/b, which has: text"):
+        list(stream_texts(rows, "content", "a/b"))

@@ -1,0 +1,137 @@
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mxtrain.data import DataConfig
+from mxtrain.data.documents import Document
+from mxtrain.data.local_files import LocalFiles, split_lines
+from mxtrain.errors import ConfigError
+
+
+def documents(path, **fields) -> list[Document]:
+    return list(LocalFiles(DataConfig(dataset="files", path=str(path), **fields)).documents())
+
+
+def write_jsonl(path, texts, key="text"):
+    path.write_text("".join(json.dumps({"id": i, key: text}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+def test_jsonl(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", ["one", "", None, "two\nlines"])
+    source = LocalFiles(DataConfig(dataset="files", path=str(file)))
+    assert list(source.documents()) == [("a.jsonl:0", "one"), ("a.jsonl:3", "two\nlines")]
+    assert source.dropped == {"empty": 2}
+    assert source.listing == [(str(file), file.stat().st_size, file.stat().st_mtime_ns)]
+
+
+def test_parquet_with_another_column(tmp_path):
+    pq.write_table(pa.table({"n": [1, 2], "content": ["one", "two"]}), tmp_path / "a.parquet")
+    assert documents(tmp_path / "a.parquet", text_key="content") == [("a.parquet:0", "one"), ("a.parquet:1", "two")]
+
+
+def test_compressed_jsonl(tmp_path):
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(b'{"text": "packed"}\n'))
+    assert documents(tmp_path / "a.json.gz") == [("a.json.gz:0", "packed")]
+
+
+def test_folder_of_text_is_recursive_sorted_and_without_hidden_files(tmp_path):
+    for name in ("b.txt", "a.md", "sub/c.py", ".hidden.txt", ".git/config"):
+        path = tmp_path / "text" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{name}\n")
+    expected = [("a.md:0", "a.md\n"), ("b.txt:0", "b.txt\n"), ("sub/c.py:0", "sub/c.py\n")]
+    assert documents(tmp_path / "text") == expected
+
+
+def test_files_with_different_columns_read_together(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "n": 1}\n')
+    (tmp_path / "b.jsonl").write_text('{"meta": {"x": 1}, "text": "b"}\n')
+    assert [document.text for document in documents(tmp_path)] == ["a", "b"]
+
+
+def test_glob_and_names_with_pattern_characters(tmp_path):
+    write_jsonl(tmp_path / "part[1].jsonl", ["odd name"])
+    (tmp_path / "readme.txt").write_text("not this one")
+    assert documents(tmp_path / "part[1].jsonl") == [("part[1].jsonl:0", "odd name")]
+    assert documents(tmp_path / "*.jsonl") == [("part[1].jsonl:0", "odd name")]
+    (tmp_path / "x[2]").mkdir()
+    (tmp_path / "x[2]" / "a.txt").write_text("in an odd folder")
+    assert documents(tmp_path / "x[2]") == [("a.txt:0", "in an odd folder")]
+
+
+def test_keys_do_not_depend_on_where_the_folder_is(tmp_path):
+    for place in ("here", "there/deep"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "a.txt").write_text("text")
+    assert documents(tmp_path / "here") == documents(tmp_path / "there" / "deep")
+    assert documents(tmp_path / "here" / "*.txt") == documents(tmp_path / "here" / "a.txt")
+
+
+def test_max_bytes_counts_utf8(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", ["éé", "éé", "éé"])
+    assert len(documents(file, max_bytes=8)) == 2
+    assert len(documents(file, max_bytes=7)) == 1
+
+
+def test_a_long_text_becomes_several_documents(tmp_path):
+    text = "".join(f"line {i}\n" for i in range(20_000))
+    (tmp_path / "long.txt").write_text(text)
+    found = documents(tmp_path / "long.txt")
+    assert len(found) == 4
+    assert "".join(document.text for document in found) == text
+    assert all(document.text.endswith("\n") for document in found)
+
+
+@pytest.mark.parametrize(
+    "text, pieces",
+    [
+        ("", [""]),
+        ("abc", ["abc"]),
+        ("ab\ncd\nef", ["ab\n", "cd\nef"]),
+        ("a\nbbbbbbbbbb\nc\nd", ["a\n", "bbbbbbbbbb\n", "c\nd"]),
+        ("aaaaaaaaaa", ["aaaaaaaaaa"]),
+    ],
+)
+def test_split_lines(text, pieces):
+    assert [piece for piece in split_lines(text, 5) if piece or not text] == pieces
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.jsonl", b'{"text": "a"\nnope\n', "training.dataset_path = .*cannot read .*a.jsonl as json"),
+        ("a.parquet", b"not parquet", "cannot read .*a.parquet as parquet"),
+        ("a.txt", "é".encode("latin-1"), "cannot read .*a.txt as text: .*utf-8"),
+        ("a.jsonl", b'{"body": "a", "id": 1}\n', "data.text_key = 'text' is not a column of .*a.jsonl.*: body, id"),
+        ("a.jsonl", b'{"text": 3}\n', "data.text_key = 'text' in .*a.jsonl holds int, not text"),
+    ],
+)
+def test_unreadable_files_are_config_errors(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        documents(tmp_path / name)
+
+
+def test_a_missing_path_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match="training.dataset_path = '.*nowhere' does not exist"):
+        documents(tmp_path / "nowhere")
+    with pytest.raises(
+        ConfigError, match=r"validation.dataset_path = '.*\*.jsonl' does not exist and matches no files"
+    ):
+        documents(tmp_path / "*.jsonl", section="validation")
+    with pytest.raises(ConfigError, match="holds no files"):
+        documents(tmp_path)
+    with pytest.raises(ConfigError, match="training.dataset = 'files' needs training.dataset_path"):
+        documents("")
+
+
+def test_mixed_formats_are_a_config_error(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["a"])
+    write_jsonl(tmp_path / "b.jsonl", ["b"])
+    (tmp_path / "README").write_text("text")
+    with pytest.raises(ConfigError, match=r"mixes formats \(2 .jsonl, 1 without suffix\).*glob such as .*\*\.jsonl'"):
+        documents(tmp_path)

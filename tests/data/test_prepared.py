@@ -1,0 +1,205 @@
+import json
+import multiprocessing
+import os
+import time
+
+import pytest
+from filelock import FileLock
+
+from mxtrain.data import DataConfig, Prepared, prepare
+from mxtrain.data import prepared as prepared_module
+from mxtrain.data.tokenizer import load_tokenizer, tokenizer_hash
+from mxtrain.errors import ConfigError
+
+
+def silent(line: str) -> None:
+    pass
+
+
+@pytest.fixture
+def corpus(tmp_path, prose):
+    """30 documents in a JSONL file."""
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": prose(i)}) + "\n" for i in range(30)))
+    return path
+
+
+def config_of(path, **fields) -> DataConfig:
+    return DataConfig(dataset="files", path=str(path), **{"vocab_size": 300, "validation_share": 0.2, **fields})
+
+
+def texts(file, tokenizer) -> list[str]:
+    decoded = load_tokenizer(tokenizer).encoder.decode(file.open(), skip_special_tokens=False)
+    return [part.removeprefix("<|begin_of_text|>") for part in decoded.split("<|end_of_text|>")[:-1]]
+
+
+def test_local_text_is_split_and_tokenized(corpus, prose, cache):
+    prepared = prepare(config_of(corpus), silent)
+    train, validation = (texts(file, prepared.tokenizer) for file in (prepared.train, prepared.validation))
+    assert len(validation) > 2 and sorted(train + validation) == sorted(prose(i) for i in range(30))
+    report = prepared.report
+    assert report.files == 1 and report.documents == 30 and report.validation_documents == len(validation)
+    assert report.bytes == sum(len(prose(i)) for i in range(30))
+    assert (report.train_tokens, report.validation_tokens) == (prepared.train.count, prepared.validation.count)
+    assert report.vocab_size == report.requested_vocab_size == 300
+    assert report.folder == str(prepared.tokenizer.parent) and prepared.tokenizer.is_relative_to(cache)
+    assert "30 kept" in str(report)
+
+
+def test_python_source(python_machine, prose):
+    python_machine({f"m{i}.py": prose(i) for i in range(20)} | {"copy.py": prose(3)}, {"p/a.py": prose(50)})
+    alone = prepare(DataConfig(vocab_size=300, validation_share=0.2), silent)
+    assert alone.report.files == 21 and alone.report.dropped["duplicate"] == 1
+    both = prepare(DataConfig(vocab_size=300, validation_share=0.2, installed=True), silent)
+    assert both.report.documents == alone.report.documents + 1
+
+
+def test_this_machines_standard_library():
+    report = prepare(DataConfig(vocab_size=512, max_bytes=1_500_000, validation_share=0.2), silent).report
+    assert 1_400_000 < report.bytes <= 1_500_000
+    assert report.vocab_size == 512
+    assert report.train_tokens > 200_000 and report.validation_tokens > 10_000
+
+
+def test_the_second_call_loads(corpus, monkeypatch):
+    lines = []
+    first = prepare(config_of(corpus), lines.append)
+    assert lines[0].startswith("preparing dataset 'files' in ") and lines[-1] == "prepared dataset 'files'"
+    lines.clear()
+    monkeypatch.setattr(prepared_module, "_build", None)  # and builds nothing
+    assert prepare(config_of(corpus), lines.append) == first
+    assert lines == []
+
+
+def test_an_edit_and_another_setting_make_another_result(corpus, prose):
+    first = prepare(config_of(corpus), silent)
+    assert prepare(config_of(corpus, seed=7), silent).tokenizer != first.tokenizer
+    with corpus.open("a") as file:
+        file.write(json.dumps({"text": prose(99)}) + "\n")
+    second = prepare(config_of(corpus), silent)
+    assert second.report.documents == 31
+    os.utime(corpus, ns=(0, 0))
+    assert prepare(config_of(corpus), silent).report.folder != second.report.folder
+
+
+def test_an_interrupted_build_leaves_nothing_behind(corpus, cache, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepared_module, "tokenize", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        prepare(config_of(corpus), silent)
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+    assert prepare(config_of(corpus), silent).train.count > 0
+
+
+def test_what_a_killed_build_left_is_not_taken(corpus, cache):
+    folder = cache / prepared_module._key(config_of(corpus), prepared_module.LocalFiles(config_of(corpus)))
+    leftover = folder.with_name(folder.name + ".building")
+    (leftover / "tokenizer").mkdir(parents=True)
+    (leftover / "train.bin").write_bytes(b"half")
+    prepared = prepare(config_of(corpus), silent)
+    assert prepared.tokenizer.parent == folder and not leftover.exists()
+    assert load_tokenizer(prepared.tokenizer).size == 300
+
+
+def _prepare_in_process(config: DataConfig, queue) -> None:
+    lines = []
+    prepared = prepare(config, lines.append)
+    queue.put((prepared, lines))
+
+
+def test_two_processes_at_once_build_once(corpus):
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    workers = [context.Process(target=_prepare_in_process, args=(config_of(corpus), queue)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    results = [queue.get(timeout=60) for _ in workers]
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0
+    (one, lines_of_one), (two, lines_of_two) = results
+    assert isinstance(one, Prepared) and one == two
+    assert sum("prepared dataset 'files'" in lines for lines in (lines_of_one, lines_of_two)) == 1
+
+
+def test_a_process_that_waits_says_so(corpus, cache, monkeypatch):
+    monkeypatch.setattr(prepared_module, "WAIT_SECONDS", 0.2)
+    folder = cache / prepared_module._key(config_of(corpus), prepared_module.LocalFiles(config_of(corpus)))
+    folder.parent.mkdir()
+    lock, lines = FileLock(f"{folder}.lock"), []
+    lock.acquire()
+    start = time.monotonic()
+
+    def note(line: str) -> None:
+        lines.append(line)
+        if time.monotonic() - start > 0.3 and lock.is_locked:
+            lock.release()
+
+    assert prepare(config_of(corpus), note).report.documents == 30
+    waits = [line for line in lines if line.startswith("another process is preparing")]
+    assert len(waits) >= 2 and len(waits) < len(lines)
+
+
+def test_an_existing_tokenizer_is_used(corpus, tmp_path, prose):
+    trained = prepare(config_of(corpus), silent)
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"text": "other text"}) + "\n")
+    config = config_of(other, vocab_size=0, tokenizer_path=str(trained.tokenizer), validation_share=0.0)
+    prepared = prepare(config, silent)
+    assert prepared.tokenizer == trained.tokenizer
+    assert texts(prepared.train, trained.tokenizer) == ["other text"]
+    assert (prepared.report.vocab_size, prepared.report.requested_vocab_size) == (300, 0)
+
+
+def test_another_tokenizer_in_the_same_folder_makes_another_result(corpus, tmp_path):
+    folder = tmp_path / "tokenizer"
+    config = config_of(corpus, vocab_size=0, tokenizer_path=str(folder))
+    with pytest.raises(ConfigError, match="model.hf_assets_path = .* is not a folder"):
+        prepare(config, silent)
+    counts = []
+    for size in (300, 350):
+        trained = prepare(config_of(corpus, vocab_size=size), silent)
+        folder.mkdir(exist_ok=True)
+        (folder / "tokenizer.json").write_bytes((trained.tokenizer / "tokenizer.json").read_bytes())
+        counts.append(prepare(config, silent).train.count)
+    assert counts[0] > counts[1]
+
+
+def test_a_stream_gives_a_tokenizer_and_no_tokens(prose):
+    opened = []
+
+    def stream():
+        opened.append(True)
+        return (prose(i) for i in range(10))
+
+    config = DataConfig(dataset="elsewhere", vocab_size=300)
+    prepared = prepare(config, silent, stream=stream)
+    assert load_tokenizer(prepared.tokenizer).size == 300
+    assert prepared.train is None and prepared.validation is None and prepared.report.streamed
+    assert prepare(config, silent, stream=stream) == prepared and len(opened) == 1
+    existing = DataConfig(dataset="elsewhere", vocab_size=0, tokenizer_path=str(prepared.tokenizer))
+    assert prepare(existing, silent, stream=stream).report.vocab_size == 300
+    assert len(opened) == 1  # an existing tokenizer opens no stream
+
+
+def test_bad_input(tmp_path):
+    with pytest.raises(ConfigError, match="training.dataset = 'pyton' is not one of: 'python', 'files', 'hf'"):
+        prepare(DataConfig(dataset="pyton"), silent)
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(ConfigError, match="dataset_path = '.*empty.txt'.* holds no text"):
+        prepare(config_of(tmp_path / "empty.txt"), silent)
+    with pytest.raises(ConfigError, match="training.dataset = 'elsewhere' holds no text to train a tokenizer on"):
+        prepare(DataConfig(dataset="elsewhere", vocab_size=300), silent, stream=lambda: [])
+
+
+def test_a_smaller_vocabulary_than_asked_for_is_reported(tmp_path):
+    (tmp_path / "poor.txt").write_text("abc abc\n" * 9)
+    report = prepare(config_of(tmp_path / "poor.txt", vocab_size=2048, validation_share=0.0), silent).report
+    assert report.vocab_size < 300 and "2,048 asked for" in str(report)
+
+
+def test_tokenizer_is_trained_on_training_text_alone(corpus, prose, tmp_path):
+    prepared = prepare(config_of(corpus), silent)
+    only_train = tmp_path / "train.jsonl"
+    only_train.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts(prepared.train, prepared.tokenizer)))
+    again = prepare(config_of(only_train, validation_share=0.0), silent)
+    assert tokenizer_hash(again.tokenizer) == tokenizer_hash(prepared.tokenizer)

@@ -1,0 +1,156 @@
+import os
+import sysconfig
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mxtrain.data import DataConfig
+from mxtrain.data.progress import Progress
+from mxtrain.data.python_source import (
+    PythonSource,
+    SourceFile,
+    cap_packages,
+    is_machine_made,
+    list_files,
+    package_limit,
+)
+from mxtrain.errors import ConfigError
+
+SILENT = Progress(lambda line: None)
+
+
+def scanned(**fields) -> PythonSource:
+    source = PythonSource(DataConfig(**fields))
+    source.scan(SILENT)
+    return source
+
+
+def keys(source: PythonSource) -> list[str]:
+    return [document.key for document in source.documents()]
+
+
+def test_the_standard_library_is_listed_without_packages(python_machine):
+    python_machine({"a.py": "a", "sub/b.py": "b", "c.txt": "c"}, {"numpy/core.py": "n", "six.py": "s"})
+    assert [file.key for file in list_files(installed=False)] == ["stdlib/a.py", "stdlib/sub/b.py"]
+    listed = {file.key: file.package for file in list_files(installed=True)}
+    assert listed == {
+        "stdlib/a.py": None,
+        "stdlib/sub/b.py": None,
+        "site-packages/numpy/core.py": "numpy",
+        "site-packages/six.py": "six",
+    }
+
+
+def test_this_machines_standard_library():
+    files = list_files(installed=False)
+    assert len(files) > 500
+    assert "stdlib/json/decoder.py" in {file.key for file in files}
+    root = sysconfig.get_paths()["stdlib"]
+    assert all(file.path.startswith(root) and "site-packages" not in file.path for file in files)
+
+
+def test_duplicates_empty_undecodable_and_machine_made_files_are_dropped(python_machine, prose):
+    text = prose(0)
+    table = "TABLE = [\n" + "    0x0000, 0xffff,\n" * 600 + "]\n"
+    python_machine(
+        {"a.py": text, "copy.py": text, "empty.py": "", "blank.py": " \n\n", "latin.py": "é".encode("latin-1"),
+         "table.py": table, "b.py": prose(1)}
+    )  # fmt: skip
+    source = scanned()
+    kept = set(keys(source))
+    assert len(kept) == 2 and "stdlib/b.py" in kept and kept & {"stdlib/a.py", "stdlib/copy.py"}
+    expected = {"duplicate": 1, "empty": 2, "unreadable": 1, "machine-made": 1, "over the package share": 0}
+    assert source.dropped == expected
+    assert source.text_bytes == len(text) + len(prose(1))
+
+
+def test_text_is_read_exactly(python_machine):
+    text = "a\r\nb\u2028é\tκόσμε\n"
+    python_machine({"a.py": text})
+    assert [document.text for document in scanned().documents()] == [text]
+
+
+def test_machine_made_needs_size_and_repetition(prose):
+    assert is_machine_made(b"0x0000, 0xffff,\n" * 1000)
+    assert not is_machine_made(b"0x0000, 0xffff,\n" * 10)
+    assert not is_machine_made(prose(0, 4000).encode())
+    assert not is_machine_made(Path(os.__file__).read_bytes())
+
+
+def test_order_is_set_by_the_seed_and_shared_files_keep_it(python_machine, prose):
+    python_machine({f"m{i}.py": prose(i) for i in range(30)})
+    order = keys(scanned(seed=1))
+    assert order == keys(scanned(seed=1))
+    assert order != keys(scanned(seed=2))
+    assert order != sorted(order)
+    python_machine({f"more{i}.py": prose(100 + i) for i in range(10)})
+    assert [key for key in keys(scanned(seed=1)) if "more" not in key] == order
+
+
+def test_max_bytes_bounds_the_text(python_machine, prose):
+    python_machine({f"m{i}.py": prose(i) for i in range(20)})
+    source = scanned(max_bytes=10_000)
+    assert 5_000 < source.text_bytes <= 10_000
+    assert source.text_bytes == sum(len(document.text) for document in source.documents())
+    assert source.dropped["over max_bytes"] == 20 - len(keys(source))
+
+
+def test_nothing_left_is_a_config_error(python_machine, prose):
+    python_machine({"a.py": prose(0)})
+    with pytest.raises(ConfigError, match="training.dataset = 'python' found no usable text .* data.max_bytes = 10"):
+        scanned(max_bytes=10)
+
+
+def test_the_package_share_is_reported(python_machine, prose):
+    python_machine(
+        {f"m{i}.py": prose(i) for i in range(4)},
+        {**{f"big/{i}.py": prose(100 + i) for i in range(40)}, "small.py": prose(50)},
+    )
+    source = scanned(installed=True, package_share=0.3)
+    big = [document for document in source.documents() if "/big/" in document.key]
+    assert 0 < sum(len(document.text) for document in big) <= 0.3 * source.text_bytes
+    assert "site-packages/small.py" in keys(source)
+    assert list(source.cut) == ["big"]
+    assert source.dropped["over the package share"] == 40 - len(big)
+
+
+def made(package: str | None, number: int, size: int) -> SourceFile:
+    key = f"stdlib/{number}.py" if package is None else f"site-packages/{package}/{number}.py"
+    return SourceFile(key, key, size, 0)
+
+
+@given(
+    st.lists(st.integers(1, 1000), min_size=1, max_size=20),
+    st.dictionaries(st.sampled_from("abcdef"), st.lists(st.integers(1, 1000), min_size=1, max_size=20)),
+    st.floats(0.01, 1.0),
+)
+def test_no_package_is_over_its_share_and_little_is_wasted(standard, packages, share):
+    files = [made(None, i, size) for i, size in enumerate(standard)]
+    files += [made(name, i, size) for name, sizes in packages.items() for i, size in enumerate(sizes)]
+    kept, cut = cap_packages(files, share)
+    total = sum(file.size for file in kept)
+    for name, sizes in packages.items():
+        size = sum(file.size for file in kept if file.package == name)
+        assert size <= share * total * (1 + 1e-9)
+        assert size + cut.get(name, 0) == sum(sizes)
+    assert [file for file in files if file in set(kept)] == kept
+    assert sum(file.size for file in kept if file.package is None) == sum(standard)
+    ideal = package_limit(sum(standard), [sum(sizes) for sizes in packages.values()], share)
+    assert ideal == float("inf") or all(sum(sizes) <= ideal or name in cut for name, sizes in packages.items())
+
+
+@pytest.mark.parametrize(
+    "standard, sizes, share, limit",
+    [
+        (80, [100], 0.2, 20),  # 20 of 100
+        (60, [100, 90], 0.2, 20),  # 20 of 60 + 20 + 20
+        (60, [100, 5], 0.2, 16.25),  # 16.25 of 60 + 16.25 + 5
+        (100, [10, 10], 0.5, 60),  # nothing is over it
+        (0, [10, 10], 0.2, 0),  # two packages cannot each stay under a fifth
+        (0, [10, 10, 30], 0.4, 40 / 3),  # 40/3 of 10 + 10 + 40/3
+    ],
+)
+def test_package_limit_by_hand(standard, sizes, share, limit):
+    assert package_limit(standard, sizes, share) == pytest.approx(limit)

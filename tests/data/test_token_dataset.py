@@ -1,0 +1,131 @@
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from mxtrain.data.token_dataset import TokenDataset
+from mxtrain.data.token_store import TokenFile
+from mxtrain.errors import ConfigError
+
+SEQ_LEN, BATCH = 7, 3
+CHUNKS = 40
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """Every token is its own position, so a sample tells where it was read; 5 tokens fill no chunk."""
+    count = CHUNKS * (SEQ_LEN + 1) + 5
+    np.arange(count, dtype="<u2").tofile(tmp_path / "train.bin")
+    return TokenFile(tmp_path / "train.bin", "<u2", count)
+
+
+def dataset(tokens, **options) -> TokenDataset:
+    return TokenDataset(tokens, **{"seq_len": SEQ_LEN, "batch_size": BATCH, **options})
+
+
+def loader(tokens, num_workers=0, **options) -> StatefulDataLoader:
+    return StatefulDataLoader(dataset(tokens, **options), batch_size=BATCH, num_workers=num_workers)
+
+
+def take(batches, count) -> list[list[int]]:
+    """The chunk numbers of the next ``count`` batches."""
+    return [(next(batches)[1][:, 0] // (SEQ_LEN + 1)).tolist() for _ in range(count)]
+
+
+def chunks_of(loader) -> list[list[int]]:
+    return [(labels[:, 0] // (SEQ_LEN + 1)).tolist() for _, labels in loader]
+
+
+def test_a_sample_is_a_chunk_and_its_next_tokens(tokens):
+    inputs, labels = next(iter(dataset(tokens)))
+    assert list(inputs) == ["input"]
+    assert inputs["input"].dtype == labels.dtype == torch.int64
+    assert inputs["input"].shape == labels.shape == (SEQ_LEN,)
+    start = inputs["input"][0].item()
+    assert start % (SEQ_LEN + 1) == 0
+    assert torch.equal(inputs["input"], torch.arange(start, start + SEQ_LEN))
+    assert torch.equal(labels, inputs["input"] + 1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_share_an_epoch_without_overlap_and_alike(tokens, workers):
+    world = 3
+    ranks = [chunks_of(loader(tokens, workers, dp_rank=r, dp_world_size=world, infinite=False)) for r in range(world)]
+    assert {len(batches) for batches in ranks} == {CHUNKS // (BATCH * world)}
+    seen = [chunk for batches in ranks for batch in batches for chunk in batch]
+    assert len(seen) == len(set(seen)) == 36  # of 40: four chunks fill no global batch
+
+
+def test_an_epoch_reads_everything_once_in_its_own_order(tokens):
+    per_epoch = CHUNKS // BATCH
+    batches = iter(loader(tokens))
+    first, second = (np.concatenate(take(batches, per_epoch)).tolist() for _ in range(2))
+    assert len(set(first)) == len(set(second)) == per_epoch * BATCH
+    assert first != second and first != sorted(first)
+    assert first == np.concatenate(take(iter(loader(tokens)), per_epoch)).tolist()
+    assert first != np.concatenate(take(iter(loader(tokens, seed=1)), per_epoch)).tolist()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_the_order_does_not_depend_on_the_number_of_workers(tokens, workers):
+    expected = take(iter(loader(tokens, dp_rank=1, dp_world_size=2)), 20)
+    assert take(iter(loader(tokens, workers, dp_rank=1, dp_world_size=2)), 20) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("done", [0, 1, 5, 13, 17])  # 13: at the end of the first epoch
+def test_a_run_resumes_exactly(tokens, workers, done):
+    whole = take(iter(loader(tokens, workers)), done + 15)
+    stopped = loader(tokens, workers)
+    batches = iter(stopped)
+    assert take(batches, done) == whole[:done]
+    resumed = loader(tokens, workers)
+    resumed.load_state_dict(stopped.state_dict())
+    assert take(iter(resumed), 15) == whole[done:]
+
+
+def test_a_finite_loader_starts_anew_each_time(tokens):
+    finite = loader(tokens, infinite=False)
+    whole = chunks_of(finite)
+    assert chunks_of(finite) == whole
+    assert take(iter(finite), 2) == whole[:2]  # and left early
+    assert chunks_of(finite) == whole
+
+
+def test_the_end_of_an_epoch_is_logged_once_for_all_ranks(tokens, caplog):
+    caplog.set_level(logging.INFO)
+    for rank in range(2):
+        take(iter(loader(tokens, dp_rank=rank, dp_world_size=2)), 14)  # 6 batches an epoch
+    assert [record.message for record in caplog.records] == [
+        "Epoch 1 of the training text is over (325 tokens); epoch 2 reads it again, in another order",
+        "Epoch 2 of the training text is over (325 tokens); epoch 3 reads it again, in another order",
+    ]
+
+
+def test_too_little_text_is_a_config_error(tokens):
+    dataset(tokens, dp_world_size=13)
+    message = (
+        "training.local_batch_size = 3 and training.seq_len = 7 on 14 data-parallel rank.* need 336 tokens of "
+        "training text for one step; there are 325"
+    )
+    with pytest.raises(ConfigError, match=message):
+        dataset(tokens, dp_world_size=14)
+    with pytest.raises(ConfigError, match="validation.seq_len = 7 .* raise data.validation_share"):
+        dataset(tokens, dp_world_size=14, section="validation")
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"seq_len": 6}, {"batch_size": 2}])
+def test_a_state_of_other_data_is_a_config_error(tokens, change):
+    state = dataset(tokens).state_dict()
+    (name, value), = change.items()  # fmt: skip
+    with pytest.raises(ConfigError, match=rf"{name} was \d, is {value}.*exclude_from_loading"):
+        dataset(tokens, **change).load_state_dict(state)
+    dataset(tokens).load_state_dict(state)
+
+
+def test_wide_tokens(tmp_path):
+    np.full(80, 100_000, "<u4").tofile(tmp_path / "wide.bin")
+    inputs, _ = next(iter(dataset(TokenFile(tmp_path / "wide.bin", "<u4", 80))))
+    assert inputs["input"].tolist() == [100_000] * SEQ_LEN

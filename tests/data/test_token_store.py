@@ -1,0 +1,56 @@
+import numpy as np
+import pytest
+
+from mxtrain.data.documents import Document, is_held_out
+from mxtrain.data.progress import Progress
+from mxtrain.data.token_store import TokenFile, tokenize
+from mxtrain.data.tokenizer import EOS_TOKEN, load_tokenizer, train_tokenizer
+
+SILENT = Progress(lambda line: None)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory, prose):
+    folder = tmp_path_factory.mktemp("store") / "tokenizer"
+    train_tokenizer([prose(0)], 300, folder, SILENT)
+    return load_tokenizer(folder)
+
+
+def split_documents(tokens: np.ndarray, tokenizer) -> list[str]:
+    """The texts between each bos and the eos after it."""
+    starts, ends = (np.flatnonzero(tokens == i) for i in (tokenizer.bos_id, tokenizer.eos_id))
+    assert len(starts) == len(ends)
+    return [tokenizer.encoder.decode(tokens[s + 1 : e]) for s, e in zip(starts, ends, strict=True)]
+
+
+def test_documents_come_back_in_order_from_the_right_file(tokenizer, tmp_path, prose):
+    documents = [Document(f"doc{i}", prose(i, 40)) for i in range(50)] + [Document("odd", f"a{EOS_TOKEN}\u2028é")]
+    files, tallies = tokenize(documents, tokenizer, tmp_path, 0.3, 0, SILENT)
+    for split, held_out in (("train", False), ("validation", True)):
+        expected = [document.text for document in documents if is_held_out(document.key, 0.3) == held_out]
+        tokens = files[split].open()
+        assert split_documents(tokens, tokenizer) == expected
+        assert (tokens[0], tokens[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
+        assert tallies[split].documents == len(expected) > 5
+        assert tallies[split].bytes == sum(len(text.encode()) for text in expected)
+        assert tallies[split].tokens == files[split].count == len(tokens)
+
+
+@pytest.mark.parametrize("size, dtype", [(300, "<u2"), (1 << 16, "<u2"), ((1 << 16) + 1, "<u4")])
+def test_the_narrowest_type_that_holds_the_largest_id(tokenizer, tmp_path, size, dtype):
+    files, _ = tokenize([Document("a", "text")], tokenizer._replace(size=size), tmp_path, 0.0, 0, SILENT)
+    assert files["train"].dtype == dtype
+    assert (tmp_path / "train.bin").stat().st_size == files["train"].count * int(dtype[-1])
+    assert split_documents(files["train"].open(), tokenizer) == ["text"]
+
+
+def test_a_tokenizer_without_bos_separates_with_eos_alone(tokenizer, tmp_path):
+    documents = [Document("a", "text"), Document("b", "text")]
+    files, _ = tokenize(documents, tokenizer._replace(bos_id=None), tmp_path, 0.0, 0, SILENT)
+    tokens = files["train"].open().tolist()
+    assert tokens.count(tokenizer.bos_id) == 0
+    assert tokens.count(tokenizer.eos_id) == 2 and tokens[-1] == tokenizer.eos_id
+
+
+def test_an_empty_file_opens(tmp_path):
+    assert TokenFile(tmp_path / "absent.bin", "<u2", 0).open().shape == (0,)

@@ -1,0 +1,101 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mxtrain.data import tokenizer as tokenizer_module
+from mxtrain.data.progress import Progress
+from mxtrain.data.tokenizer import BOS_TOKEN, EOS_TOKEN, load_tokenizer, tokenizer_hash, train_tokenizer
+from mxtrain.errors import ConfigError
+
+SILENT = Progress(lambda line: None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, prose):
+    folder = tmp_path_factory.mktemp("trained") / "tokenizer"
+    train_tokenizer([prose(seed) for seed in range(10)], 400, folder, SILENT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    return load_tokenizer(folder)
+
+
+def test_vocabulary_has_the_size_asked_for(trained):
+    assert trained.size == 400
+    assert trained.encoder.get_vocab_size() == 400
+    assert (trained.bos_id, trained.eos_id) == (0, 1)
+
+
+def test_a_poor_text_gives_a_smaller_vocabulary(tmp_path):
+    train_tokenizer(["abc abc"], 400, tmp_path / "poor", SILENT)
+    assert 258 < load_tokenizer(tmp_path / "poor").size < 270
+
+
+def test_the_same_text_gives_the_same_tokenizer(folder, tmp_path, prose):
+    train_tokenizer([prose(seed) for seed in range(10)], 400, tmp_path / "again", SILENT)
+    assert tokenizer_hash(tmp_path / "again") == tokenizer_hash(folder)
+    train_tokenizer([prose(seed) for seed in range(9)], 400, tmp_path / "other", SILENT)
+    assert tokenizer_hash(tmp_path / "other") != tokenizer_hash(folder)
+
+
+@given(st.text() | st.text(alphabet=" \t\r\n\u00a0\u2028a_1'", max_size=60))
+def test_any_text_survives_encoding(trained, text):
+    ids = trained.encoder.encode(text, add_special_tokens=False).ids
+    assert trained.encoder.decode(ids) == text
+    assert trained.bos_id not in ids and trained.eos_id not in ids
+
+
+def test_special_tokens_spelled_in_a_text_are_plain_text(trained):
+    text = f"a{EOS_TOKEN}b{BOS_TOKEN}"
+    ids = trained.encoder.encode(text, add_special_tokens=False).ids
+    assert trained.bos_id not in ids and trained.eos_id not in ids
+    assert trained.encoder.decode(ids) == text
+
+
+def test_indentation_is_one_token(tmp_path):
+    train_tokenizer(["if a:\n    if b:\n        pass\n" * 20], 300, tmp_path / "code", SILENT)
+    encoder = load_tokenizer(tmp_path / "code").encoder
+    assert encoder.encode("a\n        b").tokens == ["a", "Ċ", "ĠĠĠĠĠĠĠ", "Ġb"]
+
+
+def test_training_reads_a_bounded_sample(tmp_path, prose, monkeypatch):
+    monkeypatch.setattr(tokenizer_module, "SAMPLE_BYTES", 10_000)
+    read = []
+    train_tokenizer((read.append(seed) or prose(seed) for seed in range(100)), 300, tmp_path / "bounded", SILENT)
+    assert 2 <= len(read) <= 10
+
+
+def test_an_error_in_the_texts_reaches_the_caller(tmp_path):
+    def texts():
+        yield "some text"
+        raise ConfigError("the third file is broken")
+
+    with pytest.raises(ConfigError, match="the third file is broken"):
+        train_tokenizer(texts(), 300, tmp_path / "broken", SILENT)
+
+
+@pytest.mark.parametrize("token", ["<s>", {"content": "<s>", "special": True}])
+def test_an_existing_tokenizer_may_have_no_eos(folder, tmp_path, token):
+    text = (folder / "tokenizer.json").read_text().replace(json.dumps(BOS_TOKEN), '"<s>"')
+    (tmp_path / "tokenizer.json").write_text(text)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": token, "eos_token": None}))
+    loaded = load_tokenizer(tmp_path)
+    assert (loaded.bos_id, loaded.eos_id) == (0, None)
+
+
+def test_a_folder_without_a_tokenizer_is_a_config_error(folder, tmp_path):
+    with pytest.raises(ConfigError, match="model.hf_assets_path = '.*none' is not a folder"):
+        load_tokenizer(tmp_path / "none")
+    with pytest.raises(ConfigError, match="model.hf_assets_path = .* holds no tokenizer.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="tokenizer.json cannot be read"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    with pytest.raises(ConfigError, match="names eos_token '</s>', absent from tokenizer.json"):
+        load_tokenizer(tmp_path)
