@@ -13,7 +13,7 @@ _PUBLIC = {
     "MXNorm": "mxtrain.nn.mxnorm",
     "MXNormLinear": "mxtrain.nn.mxnorm",
     "MXLinear": "mxtrain.nn.mx_linear",
-    "convert": "mxtrain.convert",
+    "convert": "mxtrain.conversion",
     "ConfigError": "mxtrain.errors",
 }
 

@@ -28,12 +28,12 @@ MXFP8 = BlockFormat("mxfp8", block_size=32, element_max=448.0, element_max_expon
 P_VALUES = (1, 2)
 SCALE_ROUNDINGS = ("rceil", "floor")
 
-# Past this many standard deviations the survival function of the maximum is below 1e-30 for any block that fits in memory.
+# Past this many standard deviations the survival function is below 1e-30 for any block that fits in memory.
 _UPPER_LIMIT = 16.0
 _INTERVALS = 4096
 
 
-@lru_cache(maxsize=None)
+@lru_cache(maxsize=None, typed=True)
 def norm_constant(p: int, block_size: int) -> float:
     """c(p, B): the p-mean of block maxima divided by the RMS, for a Gaussian row of infinite length.
 

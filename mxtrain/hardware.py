@@ -39,7 +39,9 @@ def describe_modes(device_type: str | None = None) -> list[ModeSupport]:
     has_bf16 = capability >= (8, 0)
     return [
         ModeSupport(
-            "native", has_mx, f"MX tensor cores {'found' if has_mx else 'need compute capability 10.0 or later'} ({name})"
+            "native",
+            has_mx,
+            f"MX tensor cores {'found' if has_mx else 'need compute capability 10.0 or later'} ({name})",
         ),
         ModeSupport(
             "emulated",

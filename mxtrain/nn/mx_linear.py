@@ -45,6 +45,6 @@ class MXLinear(QuantizedLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features]."""
         x = x.to(compute_dtype(x))
-        y = _MXLinearFunction.apply(x.flatten(0, -2), self.weight, self.recipe, self.mode)
-        y = y.unflatten(0, x.shape[:-1])
+        y = _MXLinearFunction.apply(x.reshape(-1, x.shape[-1]), self.weight, self.recipe, self.mode)
+        y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)

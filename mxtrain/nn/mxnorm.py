@@ -143,7 +143,8 @@ class MXNorm(nn.RMSNorm):
         self.estimate = RMSEstimate.for_recipe(self.recipe, p, estimator, eps)
         if dim % self.recipe.block_size:
             raise ConfigError(
-                f"dim = {dim} is not a multiple of the block size {self.recipe.block_size} of recipe {self.recipe.name!r}"
+                f"dim = {dim} is not a multiple of the block size {self.recipe.block_size} "
+                f"of recipe {self.recipe.name!r}"
             )
         super().__init__(dim, eps, elementwise_affine, **factory_kwargs)
 
@@ -172,7 +173,7 @@ class MXNorm(nn.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> NormedInput:
         """x [..., D], bf16 or fp32 -> NormedInput."""
-        h, data, scales, rho = _MXNormFunction.apply(x.flatten(0, -2), self.estimate, self.recipe, self.mode)
+        h, data, scales, rho = _MXNormFunction.apply(x.reshape(-1, x.shape[-1]), self.estimate, self.recipe, self.mode)
         return NormedInput(h.view_as(x), data, scales, rho, self.weight)
 
     def extra_repr(self) -> str:
@@ -204,7 +205,7 @@ class MXNormLinear(QuantizedLinear):
         if not isinstance(x, NormedInput):
             raise TypeError(f"MXNormLinear takes the result of an MXNorm, not {type(x).__name__}")
         y = _MXNormLinearFunction.apply(
-            x.h.flatten(0, -2),
+            x.h.reshape(-1, x.shape[-1]),
             x.data,
             x.scales,
             x.rho,
@@ -214,5 +215,5 @@ class MXNormLinear(QuantizedLinear):
             self.mode,
             compute_dtype(x.h),
         )
-        y = y.unflatten(0, x.shape[:-1])
+        y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)

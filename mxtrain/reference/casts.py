@@ -4,16 +4,44 @@ This is the only file that imports torchao's prototype names, which move between
 every release in the package's range. All scale arithmetic is torchao's: nothing here recomputes it.
 """
 
+import contextlib
+import logging
+
 import torch
-from torchao.prototype.mx_formats.config import ScaleCalculationMode
-from torchao.prototype.mx_formats.mx_tensor import get_fp_scale, to_mx
-from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
 
 from mxtrain.formats import BlockFormat
 
-__all__ = ["cast", "dequantize", "image", "rounded_amax", "to_blocked", "from_blocked"]
+
+@contextlib.contextmanager
+def _only_errors(*names: str):
+    """Let these loggers say nothing below an error for a while."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+
+
+# On import torchao warns of compiled extensions that do not fit this machine (none is used here), and torch of how
+# torchao registers its enums; neither is of use to a reader of a training log.
+with _only_errors("torchao", "torch.utils._pytree"):
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import get_fp_scale, to_mx
+    from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
+
+__all__ = ["cast", "dequantize", "from_blocked", "image", "rounded_amax", "split_blocks", "to_blocked"]
 
 _TORCHAO_MODE = {"rceil": ScaleCalculationMode.RCEIL, "floor": ScaleCalculationMode.FLOOR}
+
+
+def split_blocks(x: torch.Tensor, block_size: int) -> torch.Tensor:
+    """[..., D] -> [..., D / block_size, block_size]."""
+    # Not Tensor.unflatten: under torch.set_default_device, Dynamo cannot trace it.
+    return x.reshape(*x.shape[:-1], x.shape[-1] // block_size, block_size)
 
 
 def cast(x: torch.Tensor, fmt: BlockFormat, scale_rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,12 +81,12 @@ def dequantize(
 
     An E4M3 code times a power of two is exact in bf16 and fp32, except below their smallest normal number.
     """
-    blocks = codes.to(torch.float32).unflatten(-1, (-1, fmt.block_size))
+    blocks = split_blocks(codes.to(torch.float32), fmt.block_size)
     return (blocks * get_fp_scale(scales).unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def image(x: torch.Tensor, fmt: BlockFormat, scale_rounding: str, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """``x`` [R, C] rounded to the format and back: cast in blocks along ``dim`` (0 or 1), then dequantized to ``dtype``.
+    """``x`` [R, C] rounded to the format: cast in blocks along ``dim`` (0 or 1), then dequantized to ``dtype``.
 
     Along dimension 0 a last, incomplete block is allowed: it is cast as if filled up with zeros, which changes
     neither its scale nor its codes.
@@ -70,7 +98,7 @@ def image(x: torch.Tensor, fmt: BlockFormat, scale_rounding: str, dim: int, dtyp
     if padding:
         x = torch.nn.functional.pad(x, (0, 0, 0, padding))
     # [R / B, B, C] -> [R / B, C, B]: blocks become the last dimension without a transpose of the whole matrix.
-    blocks = x.unflatten(0, (-1, fmt.block_size)).transpose(1, 2)
+    blocks = x.reshape(-1, fmt.block_size, columns).transpose(1, 2)
     values = dequantize(*cast(blocks, fmt, scale_rounding), fmt, dtype)
     return values.transpose(1, 2).reshape(rows + padding, columns)[:rows]
 
@@ -81,7 +109,9 @@ def rounded_amax(amax: torch.Tensor, fmt: BlockFormat, scale_rounding: str) -> t
     For ``"rceil"`` that is scale * element_max (never below amax), for ``"floor"`` scale * 2^element_max_exponent
     (amax rounded down to a power of two). The scale is torchao's own: each amax is cast as a block of one element.
     """
-    _, scales = cast(amax.unsqueeze(-1), BlockFormat(fmt.name, 1, fmt.element_max, fmt.element_max_exponent), scale_rounding)
+    _, scales = cast(
+        amax.unsqueeze(-1), BlockFormat(fmt.name, 1, fmt.element_max, fmt.element_max_exponent), scale_rounding
+    )
     top = fmt.element_max if scale_rounding == "rceil" else 2.0**fmt.element_max_exponent
     values = get_fp_scale(scales.squeeze(-1)) * top
     # The smallest scale stands for zero as well as for tiny blocks; a zero block must not look like a nonzero one.

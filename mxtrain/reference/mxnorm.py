@@ -13,7 +13,7 @@ normalisation", arXiv 2603.13180. Easy to simplify wrongly:
 import torch
 
 from mxtrain.recipe import Recipe, RMSEstimate
-from mxtrain.reference.casts import rounded_amax
+from mxtrain.reference.casts import rounded_amax, split_blocks
 
 
 def _at_least_fp32(x: torch.Tensor) -> torch.Tensor:
@@ -28,7 +28,7 @@ def block_amax(x: torch.Tensor, block_size: int) -> torch.Tensor:
     """
     if x.ndim == 0 or x.shape[-1] == 0 or x.shape[-1] % block_size:
         raise ValueError(f"shape {tuple(x.shape)}: the last dimension is not a positive multiple of {block_size}")
-    return _at_least_fp32(x.unflatten(-1, (-1, block_size)).abs().amax(-1))
+    return _at_least_fp32(split_blocks(x, block_size).abs().amax(-1))
 
 
 def mean_square(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> torch.Tensor:

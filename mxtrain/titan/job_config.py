@@ -14,7 +14,7 @@ class MXNorm:
     """Exponent of the p-mean over block maxima that estimates the RMS: 1 or 2"""
 
     recipe: str = "mxfp8"
-    """What the operands of every swapped linear are cast to: "mxfp8", or "unquantized" (no cast: isolates the norm)"""
+    """What the operands of every swapped linear are cast to: "mxfp8", or "unquantized" (isolates the norm)"""
 
     estimator: str = "pre_round"
     """
@@ -37,7 +37,7 @@ class MXNorm:
     filter_fqns: list[str] = field(default_factory=lambda: ["output"])
     """
     Comma-separated module names to leave in high precision. A name is one or more whole segments of a
-    module's FQN, each a literal or a glob: "output", "layers.0", "layers.*.attention.wo". Every name must match something
+    module's FQN, each a literal or a glob: "output", "layers.0", "layers.*.attention.wo". Each must match something
     """
 
 
@@ -47,7 +47,9 @@ class Data:
     """Dataset "python": add the source of every installed package to the standard library's"""
 
     vocab_size: int = 0
-    """Size of the tokenizer that is built when model.hf_assets_path is empty, and of the model; 0 keeps the model flavor's"""
+    """
+    Size of the tokenizer that is built when model.hf_assets_path is empty, and of the model; 0 keeps the flavor's
+    """
 
     max_bytes: int = 0
     """Stop collecting text after this many bytes; 0 takes all there is"""
@@ -56,7 +58,7 @@ class Data:
     """Dataset "python": the largest part of the text that one package may supply, in (0, 1]"""
 
     validation_share: float = 0.01
-    """The part of the documents held out for validation, in [0, 1), chosen by a hash of each document's path or position"""
+    """The part of the documents held out for validation, in [0, 1), chosen by a hash of each document's path"""
 
     seed: int = 0
     """Seed of the order in which documents are read"""

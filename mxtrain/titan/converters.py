@@ -1,0 +1,108 @@
+"""The model converters ``mxnorm`` and ``mx_linear`` for TorchTitan."""
+
+import torch
+import torch.nn as nn
+from torch.nn.attention.flex_attention import create_block_mask
+from torchtitan.models.attention import VarlenMetadata
+from torchtitan.protocols.model_converter import register_model_converter
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
+
+from mxtrain.conversion import convert
+from mxtrain.errors import ConfigError
+from mxtrain.hardware import describe_modes, resolve_mode
+from mxtrain.recipe import RMSEstimate, get_recipe
+
+SWAPPING_CONVERTERS = ("mxnorm", "mx_linear")
+
+
+def active_settings(job_config) -> dict[str, str | int | float | None]:
+    """The numerics of a run, with ``mode`` resolved for this hardware; all None but the converter in high precision.
+
+    Raises:
+        ConfigError: for any wrong setting in ``[mxnorm]``.
+    """
+    keys = ("recipe", "p", "estimator", "scale_rounding", "mode", "eps")
+    active = [name for name in job_config.model.converters if name in SWAPPING_CONVERTERS]
+    if not active:
+        return {"converter": "none", **dict.fromkeys(keys)}
+    if len(active) > 1:
+        raise ConfigError(f"model.converters = {job_config.model.converters!r}: choose one of {active}")
+    s = _section(job_config)
+    recipe = get_recipe(s.recipe, s.scale_rounding)
+    RMSEstimate.for_recipe(recipe, s.p, s.estimator, 0.0 if s.eps is None else s.eps)
+    settings = {"converter": active[0], **{key: getattr(s, key) for key in keys}}
+    settings["mode"] = resolve_mode(s.mode, utils.device_type)
+    if active[0] == "mx_linear":
+        # Only the norm has these.
+        settings.update(p=None, estimator=None, eps=None)
+    return settings
+
+
+def _section(job_config):
+    if not hasattr(job_config, "mxnorm"):
+        raise ConfigError(
+            'job.custom_config_module = "mxtrain.titan.job_config" is missing: it declares the [mxnorm] section'
+        )
+    return job_config.mxnorm
+
+
+class _Converter:
+    """Validates its settings when built, swaps modules in ``convert``; ``name`` says which swap."""
+
+    name: str
+
+    def __init__(self, job_config, parallel_dims):
+        self.settings = active_settings(job_config)
+        self.filter_fqns = _section(job_config).filter_fqns
+        reason = next(s.reason for s in describe_modes(utils.device_type) if s.mode == self.settings["mode"])
+        logger.info(f"{self.name}: {self.settings}; mode {self.settings['mode']}: {reason}")
+
+    def convert(self, model: nn.Module) -> None:
+        s = self.settings
+        norm_settings = {} if s["p"] is None else {"p": s["p"], "estimator": s["estimator"], "eps": s["eps"]}
+        report = convert(
+            model,
+            self.name,
+            recipe=s["recipe"],
+            scale_rounding=s["scale_rounding"],
+            mode=s["mode"],
+            filter_fqns=self.filter_fqns,
+            example_inputs=_example_inputs(model),
+            **norm_settings,
+        )
+        logger.info(f"{self.name}: {report}")
+
+    def post_optimizer_hook(self, model) -> None:
+        """Nothing to do: every cast is made from current values."""
+
+
+class MXNormConverter(_Converter):
+    """RMSNorm and the linears it feeds become MXNorm and MXNormLinear, the other linears MXLinear."""
+
+    name = "mxnorm"
+
+
+class MXLinearConverter(_Converter):
+    """Every linear becomes MXLinear; norms stay."""
+
+    name = "mx_linear"
+
+
+def _example_inputs(model: nn.Module) -> tuple:
+    """Arguments for one forward pass of a TorchTitan language model: token ids, and the mask its attention asks for."""
+    tokens = torch.zeros(1, 32, dtype=torch.long)
+    attn_type = getattr(getattr(model, "model_args", None), "attn_type", "sdpa")
+    if attn_type == "flex":
+        causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, 32, 32, device="cpu")
+        return tokens, causal
+    if attn_type == "varlen":
+        offsets = torch.tensor([0, 32], dtype=torch.int32)
+        return tokens, VarlenMetadata(offsets, offsets, 32, 32)
+    return (tokens,)
+
+
+def register_converters() -> None:
+    """Make both converters known to TorchTitan."""
+    for converter in (MXNormConverter, MXLinearConverter):
+        register_model_converter(converter, converter.name)

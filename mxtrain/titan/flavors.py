@@ -1,0 +1,73 @@
+"""TorchTitan's models as mxtrain trains them: more flavors, a configurable vocabulary, mxtrain's data and metrics."""
+
+from dataclasses import fields, replace
+
+from torchtitan.models.llama3 import get_train_spec as llama3_spec
+from torchtitan.models.llama3.model.args import TransformerModelArgs
+from torchtitan.models.qwen3 import get_train_spec as qwen3_spec
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
+
+from mxtrain.errors import require_one_of
+from mxtrain.titan.datasets import build_dataloader, build_tokenizer, build_validator
+from mxtrain.titan.metrics import build_metrics_processor
+from mxtrain.titan.parallelize import checked_parallelize, refuse_pipeline
+
+_EXTRA_FLAVORS = {
+    "llama3": {
+        "125M": TransformerModelArgs(dim=768, n_layers=12, n_heads=12, vocab_size=32768, rope_theta=500000),
+        # The shape of Llama 3.2 1B, with an output matrix of its own (1.5 billion parameters in all).
+        "1B": TransformerModelArgs(
+            dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.5, rope_theta=500000
+        ),
+    },
+    "qwen3": {},
+}
+
+
+def register_train_specs() -> None:
+    """Register mxtrain's version of every model it knows; TorchTitan prefers these to its own."""
+    for name, spec in (("llama3", llama3_spec()), ("qwen3", qwen3_spec())):
+        register_train_spec(name, _with_mxtrain(spec, _EXTRA_FLAVORS[name]))
+
+
+def vocab_size(job_config) -> int:
+    """Number of tokens of the configured model: ``data.vocab_size``, or the flavor's where that is 0.
+
+    Raises:
+        ConfigError: for an unknown ``model.flavor``.
+    """
+    if job_config.data.vocab_size > 0:
+        return job_config.data.vocab_size
+    flavors = get_train_spec(job_config.model.name).model_args
+    require_one_of("model.flavor", job_config.model.flavor, flavors)
+    return flavors[job_config.model.flavor].vocab_size
+
+
+def _with_mxtrain(spec: TrainSpec, extra_flavors: dict) -> TrainSpec:
+    flavors = {**spec.model_args, **extra_flavors}
+    return replace(
+        spec,
+        model_args={name: _with_configured_vocabulary(args) for name, args in flavors.items()},
+        parallelize_fn=checked_parallelize(spec.parallelize_fn),
+        pipelining_fn=refuse_pipeline,
+        build_dataloader_fn=build_dataloader,
+        build_tokenizer_fn=build_tokenizer,
+        build_validator_fn=build_validator,
+        build_metrics_processor_fn=build_metrics_processor,
+    )
+
+
+def _with_configured_vocabulary(args):
+    """The same model arguments, which also take their vocabulary size from the job config.
+
+    TorchTitan fixes the vocabulary in the flavor; ``update_from_config`` is where a job's settings reach the model.
+    """
+
+    class Configured(type(args)):
+        def update_from_config(self, job_config, **kwargs) -> None:
+            super().update_from_config(job_config, **kwargs)
+            if job_config.data.vocab_size > 0:
+                self.vocab_size = job_config.data.vocab_size
+
+    Configured.__name__ = Configured.__qualname__ = type(args).__name__
+    return Configured(**{f.name: getattr(args, f.name) for f in fields(args)})

@@ -1,0 +1,21 @@
+"""Shared fixtures. The suite needs no GPU; where there is one, tests that use ``device`` run on it as well."""
+
+import pytest
+import torch
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    """Default device of a test: whatever it creates without naming a device is created there."""
+    torch.set_default_device(request.param)
+    yield request.param
+    torch.set_default_device(None)
+
+
+@pytest.fixture
+def compile_backend(device):
+    """Inductor on a GPU; on a CPU, where Inductor is not used for training, the same graphs without its code."""
+    torch._dynamo.reset()
+    return "inductor" if device == "cuda" else "aot_eager"

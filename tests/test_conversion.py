@@ -1,0 +1,317 @@
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, convert
+from mxtrain.conversion import matches
+
+DIM = 64
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        batch, tokens, _ = x.shape
+        q, k, v = (w(x).view(batch, tokens, 2, -1).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(y.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(DIM, 128, bias=False), nn.Linear(DIM, 128, bias=False)
+        self.w2 = nn.Linear(128, DIM, bias=False)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention_norm, self.attention = nn.RMSNorm(DIM, eps=1e-5), Attention()
+        self.ffn_norm, self.feed_forward = nn.RMSNorm(DIM, eps=1e-6), FeedForward()
+
+    def forward(self, x):
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    def __init__(self, layers=2, vocab=96):
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(vocab, DIM)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.norm = nn.RMSNorm(DIM, eps=1e-5)
+        self.output = nn.Linear(DIM, vocab, bias=False)
+
+    def forward(self, tokens):
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))
+
+
+def llama(**kwargs):
+    torch.manual_seed(0)
+    return Llama(**kwargs)
+
+
+TOKENS = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def loss(model):
+    return F.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.roll(-1, 1).flatten())
+
+
+def test_mxnorm_swaps_what_the_norms_feed_and_the_other_linears():
+    model = llama()
+    report = convert(model)
+    assert report.norms == {
+        f"layers.{i}.{norm}": [f"layers.{i}.{linear}" for linear in linears]
+        for i in range(2)
+        for norm, linears in {
+            "attention_norm": ("attention.wq", "attention.wk", "attention.wv"),
+            "ffn_norm": ("feed_forward.w1", "feed_forward.w3"),
+        }.items()
+    }
+    assert report.linears == [f"layers.{i}.{w}" for i in range(2) for w in ("attention.wo", "feed_forward.w2")]
+    assert report.skipped == {
+        "norm": "feeds output, named in filter_fqns",
+        "output": "named in filter_fqns",
+    }
+    layer = model.layers[1]
+    assert type(layer.attention_norm) is MXNorm and layer.attention_norm.estimate.eps == 1e-5
+    assert type(layer.ffn_norm) is MXNorm and layer.ffn_norm.estimate.eps == 1e-6
+    assert type(layer.attention.wk) is MXNormLinear and type(layer.attention.wo) is MXLinear
+    assert type(model.norm) is nn.RMSNorm and type(model.output) is nn.Linear
+    assert "swapped 4 norms with the 10 linears they feed, and 4 other linears; left 2" in str(report)
+    assert "layers.0.ffn_norm -> layers.0.feed_forward.w1, layers.0.feed_forward.w3" in str(report)
+
+
+def test_mx_linear_swaps_every_linear_and_no_norm():
+    model = llama()
+    report = convert(model, "mx_linear")
+    assert report.norms == {} and len(report.linears) == 14 and report.skipped == {"output": "named in filter_fqns"}
+    assert type(model.layers[0].attention_norm) is nn.RMSNorm and type(model.layers[0].attention.wq) is MXLinear
+
+
+@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
+def test_parameters_and_their_names_stay(converter):
+    model = llama()
+    before = dict(model.named_parameters())
+    convert(model, converter)
+    after = dict(model.named_parameters())
+    assert list(before) == list(after) and all(after[name] is p for name, p in before.items())
+    fresh = llama()
+    fresh.load_state_dict(model.state_dict())
+    model.load_state_dict(fresh.state_dict())
+
+
+@pytest.mark.parametrize(("converter", "kwargs"), [("mxnorm", {}), ("mxnorm", {"p": 1}), ("mx_linear", {})])
+def test_converted_model_computes_nearly_the_same(converter, kwargs):
+    model = llama()
+    converted = copy.deepcopy(model)
+    convert(converted, converter, **kwargs)
+    losses = []
+    for m in (model, converted):
+        value = loss(m)
+        value.backward()
+        losses.append(value.item())
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.02)
+    for (name, p), q in zip(model.named_parameters(), converted.parameters()):
+        cosine = F.cosine_similarity(p.grad.flatten(), q.grad.flatten(), dim=0)
+        assert cosine > 0.9, name
+
+
+def test_exact_and_unquantized_is_the_model_itself():
+    model = llama()
+    converted = copy.deepcopy(model)
+    convert(converted, estimator="exact", recipe="unquantized")
+    torch.testing.assert_close(loss(converted), loss(model), rtol=1e-6, atol=1e-6)
+
+
+def test_meta_device_and_train_mode():
+    with torch.device("meta"):
+        model = Llama().eval()
+    convert(model)
+    assert model.layers[0].attention.wq.weight.is_meta and not model.layers[0].attention_norm.training
+
+
+def test_forward_methods_are_as_before():
+    model = llama()
+    calls = []
+    original = model.layers[0].attention.forward
+    model.layers[0].attention.forward = lambda x: calls.append(1) or original(x)
+    convert(model)
+    assert all("forward" not in m.__dict__ for m in model.modules() if m is not model.layers[0].attention)
+    calls.clear()
+    model(TOKENS)
+    assert calls == [1]
+
+
+@pytest.mark.parametrize(
+    ("filters", "left"),
+    [
+        (["output", "layers.1"], {"layers.1.attention_norm", "layers.1.ffn_norm", "layers.1.attention.wq"}),
+        (["output", "wo"], {"layers.0.attention.wo", "layers.1.attention.wo"}),
+        (["output", "layers.*.feed_forward.w2"], {"layers.0.feed_forward.w2", "layers.1.feed_forward.w2"}),
+    ],
+)
+def test_filters(filters, left):
+    report = convert(llama(), filter_fqns=filters)
+    assert left <= report.skipped.keys()
+    assert not left & {*report.linears, *report.norms, *(x for xs in report.norms.values() for x in xs)}
+
+
+def test_filtering_one_linear_of_a_group_keeps_its_norm_exact():
+    model = llama()
+    report = convert(model, filter_fqns=["output", "layers.0.attention.wk"])
+    assert report.skipped["layers.0.attention_norm"] == "feeds layers.0.attention.wk, named in filter_fqns"
+    assert type(model.layers[0].attention_norm) is nn.RMSNorm
+    assert type(model.layers[0].attention.wq) is MXLinear and type(model.layers[0].attention.wk) is nn.Linear
+    loss(model).backward()
+
+
+def test_no_filter_converts_output_too():
+    model = llama()
+    assert convert(model, filter_fqns=[]).norms["norm"] == ["output"]
+    loss(model).backward()
+
+
+@pytest.mark.parametrize(
+    ("fqn", "pattern", "expected"),
+    [
+        ("layers.1.attention.wq", "layers.1", True),
+        ("layers.10.attention.wq", "layers.1", False),
+        ("layers.10.attention.wq", "layers.1*", True),
+        ("layers.3.attention.wq", "layers.[0-3]", True),
+        ("layers.3.attention.wq", "wq", True),
+        ("layers.3.attention.wq", "w", False),
+        ("layers.3.attention.wq", "attention.*", True),
+        ("layers.3.attention", "attention.*", False),
+        ("output", "out", False),
+        ("output", "output", True),
+    ],
+)
+def test_matches_whole_segments(fqn, pattern, expected):
+    assert matches(fqn, pattern) is expected
+
+
+class UsesNormTwice(nn.Module):
+    """The norm's output is also added to the residual stream, so it must stay a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear, self.other = nn.RMSNorm(DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        normed = self.norm(x)
+        return self.other(self.linear(normed) + normed)
+
+
+class ReturnsNorm(UsesNormTwice):
+    def forward(self, x):
+        normed = self.norm(x)
+        return self.other(self.linear(normed)), normed
+
+
+class CallsLinearTwice(UsesNormTwice):
+    def forward(self, x):
+        return self.other(self.linear(self.norm(x)) + self.linear(x))
+
+
+class CannotRunOnMeta(UsesNormTwice):
+    """Half-way it needs a value, which meta tensors do not have; what follows cannot be seen."""
+
+    def forward(self, x):
+        y = self.linear(self.norm(x))
+        return self.other(y) if y.sum().item() > 0 else y
+
+
+class TiedWeights(UsesNormTwice):
+    def __init__(self):
+        super().__init__()
+        self.other.weight = self.linear.weight
+
+    def forward(self, x):
+        return self.other(self.linear(self.norm(x)))
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (UsesNormTwice, "its output is used by add"),
+        (ReturnsNorm, "its output is used by the caller of the model"),
+        (CallsLinearTwice, "which is called more than once"),
+        (TiedWeights, "its output is used by linear"),
+    ],
+)
+def test_norms_that_cannot_be_proven_are_left_alone(module, reason):
+    inner = nn.Sequential(module(), nn.RMSNorm(DIM), nn.Linear(DIM, DIM)) if module is not ReturnsNorm else module()
+    fqn = "norm" if module is ReturnsNorm else "0.norm"
+    if module is ReturnsNorm:
+        with pytest.raises(ConfigError, match=f"nothing to convert.*\n  norm: {reason}"):
+            convert(inner, filter_fqns=[], example_inputs=(torch.zeros(1, DIM),))
+        return
+    report = convert(inner, filter_fqns=[], example_inputs=(torch.zeros(1, DIM),))
+    assert reason in report.skipped[fqn]
+    assert report.norms == {"1": ["2"]}
+    inner(torch.randn(3, DIM)).sum().backward()
+
+
+def test_a_module_that_cannot_run_on_meta_is_stepped_over():
+    model = nn.Sequential(CannotRunOnMeta(), nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
+    report = convert(model, filter_fqns=[], example_inputs=(torch.zeros(1, DIM),))
+    assert "0, which fails on the meta device" in report.skipped["0.norm"]
+    assert report.norms == {"1": ["2"]}
+    assert type(model[0].norm) is nn.RMSNorm
+
+
+def unchanged(model):
+    return not any(isinstance(m, (MXNorm, MXLinear, MXNormLinear)) for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"converter": "mxnorms"}, "converter = 'mxnorms' is not one of: 'mxnorm', 'mx_linear'"),
+        ({"recipe": "mx"}, "recipe = 'mx' is not one of"),
+        ({"p": 0}, "p = 0 is not one of: 1, 2"),
+        ({"estimator": "rms"}, "estimator = 'rms' is not one of"),
+        ({"mode": "slow"}, "mode = 'slow' is not one of"),
+        ({"eps": -1.0}, "eps = -1.0"),
+        ({"filter_fqns": ["lm_head"]}, "filter_fqns: 'lm_head' matches no module; the top-level modules are: tok_emb"),
+        ({"filter_fqns": ["out"]}, "filter_fqns: 'out' matches no module"),
+        ({"filter_fqns": ["layers", "output"]}, "nothing to convert in this Llama\n"),
+        ({"filter_fqns": ["layers", "output"], "converter": "mx_linear"}, "nothing to convert"),
+        ({"example_inputs": (torch.zeros(1, 4),)}, "not followed: tok_embeddings, which fails on the meta device"),
+        ({"example_inputs": ()}, "one forward pass on the meta device failed with TypeError"),
+    ],
+)
+def test_mistakes_leave_the_model_unchanged(kwargs, message):
+    model = llama()
+    with pytest.raises(ConfigError, match=message):
+        convert(model, **kwargs)
+    assert unchanged(model)
+
+
+def test_features_that_no_block_divides():
+    model = llama(vocab=100)
+    with pytest.raises(
+        ConfigError, match="^output: out_features = 100 is not a multiple of the block size 32.*filter_fqns"
+    ):
+        convert(model, filter_fqns=[])
+    assert unchanged(model)
+
+
+def test_a_model_without_norms():
+    with pytest.raises(ConfigError, match="nothing to convert in this Sequential"):
+        convert(nn.Sequential(nn.Linear(DIM, DIM)), filter_fqns=[], example_inputs=(torch.zeros(1, DIM),))

@@ -1,0 +1,40 @@
+import math
+
+import pytest
+import torch
+
+from mxtrain import norm_constant
+
+# From the integral, to five decimals.
+TABLE = {(1, 16): 2.07720, (2, 16): 2.13295, (1, 32): 2.34708, (2, 32): 2.38946}
+
+
+@pytest.mark.parametrize(("p", "block_size"), TABLE)
+def test_table(p, block_size):
+    assert norm_constant(p, block_size) == pytest.approx(TABLE[p, block_size], abs=6e-6)
+
+
+def test_closed_forms_for_blocks_of_one():
+    assert norm_constant(1, 1) == pytest.approx(math.sqrt(2 / math.pi), rel=1e-11)
+    assert norm_constant(2, 1) == pytest.approx(1.0, rel=1e-11)
+
+
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_monte_carlo(p, block_size):
+    generator = torch.Generator().manual_seed(p * 100 + block_size)
+    draws = torch.randn(200_000, block_size, generator=generator).abs().amax(-1).double().pow(p)
+    mean, error = draws.mean().item(), draws.std().item() / math.sqrt(len(draws))
+    assert norm_constant(p, block_size) ** p == pytest.approx(mean, abs=5 * error)
+
+
+@pytest.mark.parametrize("p", [0, 3, "2", 1.5])
+def test_unknown_p(p):
+    with pytest.raises(ValueError, match="is not one of: 1, 2"):
+        norm_constant(p, 32)
+
+
+@pytest.mark.parametrize("block_size", [0, -1, 32.0, True])
+def test_bad_block_size(block_size):
+    with pytest.raises(ValueError, match="not a positive integer"):
+        norm_constant(2, block_size)
