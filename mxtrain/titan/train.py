@@ -66,6 +66,8 @@ def parse_job_config(args: list[str]):
         ConfigError: for anything wrong that can be seen without building the model or reading data.
     """
     job_config = _ConfigManager().parse_args(args)
+    # "--model.converters=" parses as one empty name; it means none.
+    job_config.model.converters = [name for name in job_config.model.converters if name]
     models = sorted(_supported_models | train_spec._extra_train_specs.keys())
     require_one_of("model.name", job_config.model.name, models)
     flavors = train_spec.get_train_spec(job_config.model.name).model_args

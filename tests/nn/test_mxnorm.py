@@ -242,15 +242,20 @@ def test_bias():
         torch.testing.assert_close(linear.bias.grad, dy.sum((0, 1)), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("mode", ["reference", "emulated"])
 @pytest.mark.parametrize("recipe", ["mxfp8", "unquantized"])
-def test_compiles_without_a_graph_break(recipe, mode, compile_backend):
+def test_compiles_without_a_graph_break(recipe, mode, autocast, compile_backend):
     block, x = Block(recipe, mode), draw(*TOKENS, D, seed=0)
-    dys = [draw(*TOKENS, N, seed=s) for s in (1, 2, 3)]
-    eager = gradients(block, x, dys)
-    compiled = gradients(torch.compile(block, backend=compile_backend, fullgraph=True), x, dys)
+    dys = [draw(*TOKENS, N, seed=s, dtype=torch.bfloat16 if autocast else torch.float32) for s in (1, 2, 3)]
+    device_type = torch.get_default_device().type
+    with torch.autocast(device_type, dtype=torch.bfloat16, enabled=autocast):
+        eager = gradients(block, x, dys)
+        compiled = gradients(torch.compile(block, backend=compile_backend, fullgraph=True), x, dys)
+    # Inductor sums in another order, and a code next to a rounding boundary may flip.
+    tolerance = 2e-2 if compile_backend == "inductor" else 1e-6
     for got, want in zip(compiled[0] + compiled[1], eager[0] + eager[1]):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert (got - want).norm() <= tolerance * want.norm()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

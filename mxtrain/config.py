@@ -1,0 +1,73 @@
+"""TOML configs that may extend one another. Imports nothing heavy: the launcher and every worker read configs here."""
+
+import os
+from pathlib import Path
+
+import tomli
+import tomli_w
+
+from mxtrain.errors import ConfigError
+
+
+def load_config(path: str | os.PathLike) -> dict:
+    """Read a TOML file as nested dicts, with ``extends = "other.toml"`` resolved and removed.
+
+    The path in ``extends`` is relative to the file that holds it, and that file may extend another. The extending
+    file wins: tables are merged key by key, every other value (lists too) replaces the one it extends.
+
+    Raises:
+        ConfigError: a file that is missing, unreadable or not TOML, or a chain of ``extends`` that comes back to
+            itself. TOML errors give line and column.
+    """
+    return _load(Path(path), ())
+
+
+def dump_config(config: dict, path: str | os.PathLike) -> None:
+    """Write nested dicts as TOML, which has no null: leave keys without a value out."""
+    Path(path).write_text(tomli_w.dumps(config), encoding="utf-8")
+
+
+def _load(path: Path, extended_by: tuple[Path, ...]) -> dict:
+    config = _read(path, extended_by)
+    base = config.pop("extends", None)
+    if base is None:
+        return config
+    if not isinstance(base, str):
+        raise ConfigError(f"extends = {base!r} in {str(path)!r} is not a string: give the path of one TOML file")
+    chain = (*extended_by, path)
+    base_path = path.parent / base
+    for i, earlier in enumerate(chain):
+        if _same_file(base_path, earlier):
+            cycle = " extends ".join(repr(str(p)) for p in (*chain[i:], earlier))
+            raise ConfigError(f"extends runs in a circle: {cycle}")
+    return _merge(_load(base_path, chain), config)
+
+
+def _read(path: Path, extended_by: tuple[Path, ...]) -> dict:
+    where = f"config {str(path)!r}"
+    if extended_by:
+        where += f" (which {str(extended_by[-1])!r} extends)"
+    try:
+        with open(path, "rb") as file:
+            return tomli.load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"{where} does not exist") from None
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise ConfigError(f"{where} is not valid TOML: {error}") from error
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    try:
+        return a.samefile(b)
+    except OSError:  # a missing file is reported when it is read
+        return False
+
+
+def _merge(base: dict, over: dict) -> dict:
+    merged = dict(base)
+    for key, value in over.items():
+        both_tables = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = _merge(base[key], value) if both_tables else value
+    return merged
