@@ -108,10 +108,9 @@ class LocalFiles:
         if path.is_dir():
             root, found = path, path.rglob("*")
         else:
-            literal = [part for part in path.parts[: _first_pattern(path)]]
-            root, found = Path(*literal), map(Path, glob.glob(str(path), recursive=True))
-        hidden = lambda file: any(part.startswith(".") for part in file.relative_to(root).parts)  # noqa: E731
-        files = sorted(file for file in found if file.is_file() and not hidden(file))
+            root = Path(*path.parts[: _first_pattern(path)])
+            found = map(Path, glob.glob(str(path), recursive=True))
+        files = sorted(file for file in found if file.is_file() and not _is_hidden(file.relative_to(root)))
         if not files:
             what = "holds no files" if path.is_dir() else "does not exist and matches no files"
             raise ConfigError(f"{self._setting} {what}")
@@ -158,6 +157,10 @@ def _suffix(file: Path) -> str:
     for compression in COMPRESSIONS:
         name = name.removesuffix(compression)
     return os.path.splitext(name)[1]
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _first_pattern(path: Path) -> int:

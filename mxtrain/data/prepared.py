@@ -1,7 +1,9 @@
 """From a DataConfig to a tokenizer and tokenized text, once: later calls and other processes find the result."""
 
 import json
+import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +30,9 @@ SUMMARY = "prepared.json"
 WAIT_SECONDS = 10.0
 """Between two lines of a process that waits for another to build"""
 
+HEAD_START_SECONDS = 10.0
+"""How long local ranks above 0 leave the build to local rank 0, whose output is the one that launchers show"""
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -49,8 +54,8 @@ def prepare(
     """Build the tokenizer and the tokenized text of ``config``, or load them if they were built before.
 
     The result is kept in ``config``'s cache folder under a hash of the config and of the files' paths, sizes and
-    times, so an edited file is noticed. One process builds, under a lock; others wait for it and load. A build
-    that is interrupted leaves nothing that would be taken for a result.
+    times, so an edited file is noticed. One process builds, under a lock, local rank 0 where torchrun started
+    several; others wait for it and load. A build that is interrupted leaves nothing that would be taken for a result.
 
     Args:
         config: which text, which tokenizer.
@@ -109,6 +114,10 @@ def _exclusive(folder: Path, progress: Progress) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     lock = FileLock(f"{folder}.lock")
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        deadline = time.monotonic() + HEAD_START_SECONDS
+        while time.monotonic() < deadline and not (folder.exists() or os.path.exists(lock.lock_file)):
+            time.sleep(0.1)
     waiting = 0.0
     while True:
         try:

@@ -151,7 +151,7 @@ def _data_config(job_config) -> DataConfig:
 
     training, data = job_config.training, job_config.data
     tokenizer_path = job_config.model.hf_assets_path
-    return DataConfig(
+    config = DataConfig(
         dataset=training.dataset,
         path=_path(job_config, "training"),
         # A tokenizer that exists has the size it has; 0 keeps the model's size out of the cache key.
@@ -166,6 +166,7 @@ def _data_config(job_config) -> DataConfig:
         hf_config=data.hf_config or "",
         cache_dir=data.cache_dir,
     )
+    return replace(config, cache_dir=str(config.cache_root()))  # as the environment has it now
 
 
 def _path(job_config, section: str) -> str:

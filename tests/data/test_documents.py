@@ -6,6 +6,9 @@ KEYS = [f"stdlib/module_{i}.py" for i in range(4000)]
 def test_fraction_is_the_same_on_every_machine():
     # Frozen: another hash would move documents between training and validation of published runs.
     assert fraction("stdlib/json/decoder.py", "validation") == 0.8746483661446574
+    assert [key for key in KEYS[:50] if is_held_out(key, 0.05)] == [
+        f"stdlib/module_{number}.py" for number in (27, 30, 33, 45, 49)
+    ]
 
 
 def test_fractions_are_uniform_and_independent_across_salts():

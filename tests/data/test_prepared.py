@@ -100,25 +100,39 @@ def test_what_a_killed_build_left_is_not_taken(corpus, cache):
     assert load_tokenizer(prepared.tokenizer).size == 300
 
 
-def _prepare_in_process(config: DataConfig, queue) -> None:
+def _prepare_as_rank(rank: int, config: DataConfig, queue) -> None:
+    os.environ["LOCAL_RANK"] = str(rank)
     lines = []
+    queue.put("about to prepare")
     prepared = prepare(config, lines.append)
-    queue.put((prepared, lines))
+    queue.put((rank, prepared, "prepared dataset 'files'" in lines))
 
 
-def test_two_processes_at_once_build_once(corpus):
+@pytest.mark.parametrize("ranks", [(0, 0), (1, 0)])
+def test_of_two_processes_one_builds_and_that_is_rank_0(corpus, ranks):
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    workers = [context.Process(target=_prepare_in_process, args=(config_of(corpus), queue)) for _ in range(2)]
+    workers = [context.Process(target=_prepare_as_rank, args=(rank, config_of(corpus), queue)) for rank in ranks]
     for worker in workers:
         worker.start()
-    results = [queue.get(timeout=60) for _ in workers]
+        if ranks == (1, 0) and worker is workers[0]:  # rank 1 is there first
+            assert queue.get(timeout=60) == "about to prepare"
+    results = []
+    while len(results) < 2:
+        result = queue.get(timeout=60)
+        results += [result] if result != "about to prepare" else []
     for worker in workers:
         worker.join()
         assert worker.exitcode == 0
-    (one, lines_of_one), (two, lines_of_two) = results
+    (_, one, _), (_, two, _) = results
     assert isinstance(one, Prepared) and one == two
-    assert sum("prepared dataset 'files'" in lines for lines in (lines_of_one, lines_of_two)) == 1
+    assert sorted((rank, built) for rank, _, built in results) == sorted(zip(ranks, (False, True), strict=True))
+
+
+def test_a_rank_builds_where_rank_0_does_not_come(corpus, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(prepared_module, "HEAD_START_SECONDS", 0.2)
+    assert prepare(config_of(corpus), silent).report.documents == 30
 
 
 def test_a_process_that_waits_says_so(corpus, cache, monkeypatch):
