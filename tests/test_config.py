@@ -1,0 +1,120 @@
+import pytest
+
+from mxtrain.config import dump_config, load_config
+from mxtrain.errors import ConfigError
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, text):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_a_file_that_extends_nothing_is_itself(write):
+    path = write("a.toml", 'title = "x"\n[training]\nsteps = 3\n[training.dataloader]\nnum_workers = 1\n')
+    assert load_config(path) == {"title": "x", "training": {"steps": 3, "dataloader": {"num_workers": 1}}}
+
+
+def test_tables_merge_at_every_depth_and_other_values_replace(write):
+    write(
+        "base.toml",
+        """
+        [model]
+        name = "llama3"
+        converters = ["mxnorm", "other"]
+        [training]
+        steps = 3
+        [training.dataloader]
+        num_workers = 1
+        pin_memory = true
+        """,
+    )
+    path = write(
+        "variant.toml",
+        """
+        extends = "base.toml"
+        [model]
+        converters = []
+        [training.dataloader]
+        num_workers = 2
+        [mxnorm]
+        p = 1
+        """,
+    )
+    assert load_config(path) == {
+        "model": {"name": "llama3", "converters": []},
+        "training": {"steps": 3, "dataloader": {"num_workers": 2, "pin_memory": True}},
+        "mxnorm": {"p": 1},
+    }
+
+
+def test_chains_are_relative_to_each_file_and_the_nearest_wins(write, monkeypatch, tmp_path):
+    write("a.toml", "[x]\na = 1\nb = 1\nc = 1\n")
+    write("sub/b.toml", 'extends = "../a.toml"\n[x]\nb = 2\nc = 2\n')
+    path = write("c.toml", 'extends = "sub/b.toml"\n[x]\nc = 3\n')
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert load_config(path) == {"x": {"a": 1, "b": 2, "c": 3}}
+
+
+def test_a_table_and_another_value_replace_each_other(write):
+    write("base.toml", "x = 1\n[y]\na = 1\n")
+    path = write("over.toml", 'extends = "base.toml"\ny = 2\n[x]\na = 1\n')
+    assert load_config(path) == {"x": {"a": 1}, "y": 2}
+
+
+def test_a_cycle_names_the_files_in_it(write):
+    write("a.toml", 'extends = "b.toml"\n')
+    write("b.toml", 'extends = "c.toml"\n')
+    write("c.toml", 'extends = "./b.toml"\n')
+    with pytest.raises(ConfigError, match=r"circle: '[^']*b.toml' extends '[^']*c.toml' extends '[^']*b.toml'$"):
+        load_config(write("a.toml", 'extends = "b.toml"\n'))
+    with pytest.raises(ConfigError, match="circle"):
+        load_config(write("self.toml", 'extends = "self.toml"\n'))
+
+
+def test_one_base_extended_twice_in_different_chains_is_no_cycle(write):
+    write("base.toml", "x = 1\n")
+    assert load_config(write("a.toml", 'extends = "base.toml"\n')) == {"x": 1}
+    assert load_config(write("b.toml", 'extends = "a.toml"\n')) == {"x": 1}
+
+
+def test_a_missing_file_is_named_with_the_file_that_extends_it(write, tmp_path):
+    with pytest.raises(ConfigError, match=r"config '.*nowhere.toml' does not exist$"):
+        load_config(tmp_path / "nowhere.toml")
+    path = write("a.toml", 'extends = "gone.toml"\n')
+    with pytest.raises(ConfigError, match=r"gone.toml' \(which '.*a.toml' extends\) does not exist$"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    "text, complaint",
+    [
+        ("[training\nsteps = 1\n", r"is not valid TOML: .*line 1, column"),
+        ('extends = ["a.toml"]\n', r"extends = \['a.toml'\] in .* is not a string"),
+    ],
+)
+def test_broken_files_are_config_errors(write, text, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        load_config(write("broken.toml", text))
+
+
+def test_unreadable_paths_are_config_errors(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_config(tmp_path)
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"x = '\xff'\n")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(binary)
+
+
+def test_dump_and_load_are_inverse(tmp_path):
+    config = {"model": {"name": "é", "converters": ["mxnorm"]}, "mxnorm": {"p": 2, "eps": 1e-5, "nested": {"on": True}}}
+    dump_config(config, tmp_path / "out.toml")
+    assert load_config(tmp_path / "out.toml") == config
