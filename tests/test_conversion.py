@@ -119,7 +119,7 @@ def test_parameters_and_their_names_stay(converter):
 def test_converted_model_computes_nearly_the_same(converter, kwargs):
     model = llama()
     converted = copy.deepcopy(model)
-    convert(converted, converter, **kwargs)
+    convert(converted, converter, mode="reference", **kwargs)
     losses = []
     for m in (model, converted):
         value = loss(m)
@@ -134,7 +134,7 @@ def test_converted_model_computes_nearly_the_same(converter, kwargs):
 def test_exact_and_unquantized_is_the_model_itself():
     model = llama()
     converted = copy.deepcopy(model)
-    convert(converted, estimator="exact", recipe="unquantized")
+    convert(converted, estimator="exact", recipe="unquantized", mode="reference")
     torch.testing.assert_close(loss(converted), loss(model), rtol=1e-6, atol=1e-6)
 
 
@@ -275,6 +275,12 @@ def test_a_module_that_cannot_run_on_meta_is_stepped_over():
     assert type(model[0].norm) is nn.RMSNorm
 
 
+def test_inputs_of_the_wrong_shape():
+    model = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
+    with pytest.raises(ConfigError, match="not followed: 0, which fails on the meta device"):
+        convert(model, filter_fqns=[], example_inputs=(torch.zeros(1, 4),))
+
+
 def unchanged(model):
     return not any(isinstance(m, (MXNorm, MXLinear, MXNormLinear)) for m in model.modules())
 
@@ -292,7 +298,6 @@ def unchanged(model):
         ({"filter_fqns": ["out"]}, "filter_fqns: 'out' matches no module"),
         ({"filter_fqns": ["layers", "output"]}, "nothing to convert in this Llama\n"),
         ({"filter_fqns": ["layers", "output"], "converter": "mx_linear"}, "nothing to convert"),
-        ({"example_inputs": (torch.zeros(1, 4),)}, "not followed: tok_embeddings, which fails on the meta device"),
         ({"example_inputs": ()}, "one forward pass on the meta device failed with TypeError"),
     ],
 )

@@ -1,5 +1,6 @@
 """TorchTitan's models as mxtrain trains them: more flavors, a configurable vocabulary, mxtrain's data and metrics."""
 
+import copy
 from dataclasses import fields, replace
 
 from torchtitan.models.llama3 import get_train_spec as llama3_spec
@@ -47,7 +48,7 @@ def _with_mxtrain(spec: TrainSpec, extra_flavors: dict) -> TrainSpec:
     flavors = {**spec.model_args, **extra_flavors}
     return replace(
         spec,
-        model_args={name: _with_configured_vocabulary(args) for name, args in flavors.items()},
+        model_args=_Flavors({name: _with_configured_vocabulary(args) for name, args in flavors.items()}),
         parallelize_fn=checked_parallelize(spec.parallelize_fn),
         pipelining_fn=refuse_pipeline,
         build_dataloader_fn=build_dataloader,
@@ -55,6 +56,13 @@ def _with_mxtrain(spec: TrainSpec, extra_flavors: dict) -> TrainSpec:
         build_validator_fn=build_validator,
         build_metrics_processor_fn=build_metrics_processor,
     )
+
+
+class _Flavors(dict):
+    """Model arguments by flavor, a fresh copy at every access: TorchTitan writes a job's settings into what it gets."""
+
+    def __getitem__(self, flavor):
+        return copy.copy(super().__getitem__(flavor))
 
 
 def _with_configured_vocabulary(args):

@@ -1,0 +1,117 @@
+from importlib import import_module
+
+import pytest
+import torch
+import torch.nn as nn
+
+from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear
+from mxtrain.titan.converters import MXLinearConverter, MXNormConverter, active_settings
+from mxtrain.titan.train import parse_job_config
+
+
+def model_and_args(name, flavor):
+    spec = import_module(f"torchtitan.models.{name}").get_train_spec()
+    args = spec.model_args[flavor]
+    with torch.device("meta"):
+        return spec.model_cls(args), args
+
+
+def config(*flags, converter="mxnorm"):
+    return parse_job_config([f"--model.converters={converter}", *flags])
+
+
+def count(model, kind):
+    return sum(type(m) is kind for m in model.modules())
+
+
+@pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel_flex_attn", "debugmodel_varlen_attn"])
+def test_llama3(flavor):
+    model, args = model_and_args("llama3", flavor)
+    MXNormConverter(config(), None).convert(model)
+    layers = args.n_layers
+    assert count(model, MXNorm) == 2 * layers
+    assert count(model, MXNormLinear) == 5 * layers
+    assert count(model, MXLinear) == 2 * layers
+    assert count(model, nn.RMSNorm) == 1 and count(model, nn.Linear) == 1, "norm and output stay"
+
+
+def test_qwen3_keeps_its_qk_norms():
+    model, args = model_and_args("qwen3", "debugmodel")
+    MXNormConverter(config(), None).convert(model)
+    layers = args.n_layers
+    assert (count(model, MXNorm), count(model, MXNormLinear), count(model, MXLinear)) == (
+        2 * layers,
+        5 * layers,
+        2 * layers,
+    )
+    assert count(model, nn.RMSNorm) == 2 * layers + 1
+
+
+def test_a_mixture_of_experts_is_converted_where_norms_provably_feed_linears():
+    model, args = model_and_args("qwen3", "debugmodel_moe")
+    MXNormConverter(config("--mxnorm.filter_fqns=output,router"), None).convert(model)
+    assert count(model, MXNorm) == args.n_layers, "attention norms; the experts' norms feed routing"
+    assert type(model.layers["0"].ffn_norm) is nn.RMSNorm
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_mx_linear_keeps_norms(name):
+    model, _ = model_and_args(name, "debugmodel")
+    norms = count(model, nn.RMSNorm)
+    MXLinearConverter(config(converter="mx_linear"), None).convert(model)
+    assert count(model, nn.RMSNorm) == norms
+    assert count(model, nn.Linear) == 1 and count(model, MXLinear) == 7 * len(model.layers)
+
+
+def test_settings_reach_the_modules():
+    model, _ = model_and_args("llama3", "debugmodel")
+    flags = ["--mxnorm.p=1", "--mxnorm.scale_rounding=floor", "--mxnorm.eps=1e-3", "--mxnorm.mode=reference"]
+    MXNormConverter(config(*flags), None).convert(model)
+    norm, linear = model.layers["3"].ffn_norm, model.layers["3"].feed_forward.w2
+    assert (norm.estimate.p, norm.estimate.eps, norm.recipe.scale_rounding, norm.mode) == (
+        1,
+        1e-3,
+        "floor",
+        "reference",
+    )
+    assert (linear.recipe.scale_rounding, linear.mode) == ("floor", "reference")
+
+
+def test_weights_initialise_as_before_the_swap():
+    states = []
+    for converter in (None, MXNormConverter):
+        model, _ = model_and_args("llama3", "debugmodel")
+        if converter:
+            converter(config(), None).convert(model)
+        model.to_empty(device="cpu")
+        torch.manual_seed(0)
+        with torch.no_grad():
+            model.init_weights()
+        states.append(model.state_dict())
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_active_settings():
+    settings = active_settings(config("--mxnorm.mode=reference", "--mxnorm.p=1"))
+    assert settings == {
+        "converter": "mxnorm",
+        "recipe": "mxfp8",
+        "p": 1,
+        "estimator": "pre_round",
+        "scale_rounding": "rceil",
+        "mode": "reference",
+        "eps": None,
+    }
+    linear = active_settings(config("--mxnorm.mode=reference", converter="mx_linear"))
+    assert linear["converter"] == "mx_linear" and linear["p"] is None and linear["recipe"] == "mxfp8"
+    assert set(active_settings(config(converter="")).values()) == {"none", None}
+
+
+def test_without_the_custom_config_section():
+    from torchtitan.config import JobConfig
+
+    job_config = JobConfig()
+    job_config.model.converters = ["mxnorm"]
+    with pytest.raises(ConfigError, match='job.custom_config_module = "mxtrain.titan.job_config" is missing'):
+        MXNormConverter(job_config, None)

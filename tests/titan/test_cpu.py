@@ -1,0 +1,24 @@
+import subprocess
+import sys
+
+CODE = """
+import torch
+torch.cuda.is_available = lambda: False
+import torchtitan.components.metrics  # imports the device by name before mxtrain is
+import mxtrain.titan
+from mxtrain.titan.cpu import CpuDevice
+import torchtitan.tools.utils as utils
+from torchtitan.components import metrics
+assert utils.device_type == metrics.device_type == "cpu", (utils.device_type, metrics.device_type)
+assert utils.device_module is metrics.device_module is CpuDevice
+monitor = metrics.build_device_memory_monitor()
+before = monitor.get_peak_stats().max_reserved_gib
+held = torch.ones(2**28)  # 1 GiB; the peak so far may be a little above what is in use now
+assert before + 0.5 < monitor.get_peak_stats().max_reserved_gib < before + 1.5
+assert 0 < monitor.get_peak_stats().max_reserved_pct < 100
+"""
+
+
+def test_titan_is_pointed_at_the_cpu_also_where_it_looked_before():
+    process = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-2000:]

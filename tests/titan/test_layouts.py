@@ -1,0 +1,59 @@
+"""Two processes against one, and checkpoints across converters: the same weights, the same text, the same numbers."""
+
+import pytest
+from training_runs import launch, train
+
+BF16 = "--model.converters="
+
+
+@pytest.fixture(scope="module")
+def seed_checkpoint(tmp_path_factory):
+    """Weights of step 0, saved under mxnorm by one process."""
+    folder = tmp_path_factory.mktemp("seed")
+    (process,) = launch(folder, "--checkpoint.enable", "--checkpoint.create_seed_checkpoint")
+    assert process.returncode == 0, process.stdout[-3000:]
+    return folder / "checkpoint" / "step-0"
+
+
+def from_checkpoint(path, steps=2):
+    return ["--checkpoint.enable", f"--checkpoint.initial_load_path={path}", "--checkpoint.interval=1000",
+            f"--training.steps={steps}"]  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", [[], [BF16]], ids=["mxnorm", "bf16"])
+def test_two_processes_match_one(tmp_path, seed_checkpoint, variant):
+    flags = [*from_checkpoint(seed_checkpoint), *variant]
+    one = train(tmp_path / "one", *flags)
+    two = train(tmp_path / "two", *flags, "--training.local_batch_size=2", processes=2)
+    assert two[0]["loss"] == pytest.approx(one[0]["loss"], abs=1e-3)
+    assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=0.01)
+    # The second step sees the first one's update.
+    assert two[1]["loss"] == pytest.approx(one[1]["loss"], abs=5e-3)
+
+
+def test_checkpoints_load_across_converters(tmp_path):
+    """A checkpoint carries the weights whichever converter wrote it.
+
+    Every run starts with the same text, so a first loss tells what the loaded weights had learnt.
+    """
+    written = train(tmp_path / "mxnorm", "--training.steps=10", "--checkpoint.enable", "--checkpoint.interval=1000")
+    more = from_checkpoint(tmp_path / "mxnorm" / "checkpoint" / "step-10")
+    mxnorm, bf16 = train(tmp_path / "mxnorm-mxnorm", *more), train(tmp_path / "mxnorm-bf16", *more, BF16)
+    assert mxnorm[0]["loss"] < written[0]["loss"] - 0.2
+    assert bf16[0]["loss"] == pytest.approx(mxnorm[0]["loss"], abs=0.05)
+    assert bf16[0]["loss"] != mxnorm[0]["loss"]
+
+    more = from_checkpoint(tmp_path / "mxnorm-bf16" / "checkpoint" / "step-2", steps=1)
+    back = train(tmp_path / "bf16-mxnorm", *more)
+    assert back[0]["loss"] < bf16[0]["loss"] - 0.01, "two more steps on the same text"
+
+
+def test_resuming_continues_the_curve(tmp_path):
+    """Five steps, a checkpoint, three more: the same losses as eight steps in one go, data included."""
+    flags = ["--checkpoint.enable", "--checkpoint.no-last-save-model-only", "--lr_scheduler.total_steps=8"]
+    whole = train(tmp_path / "whole", "--training.steps=8", "--lr_scheduler.total_steps=8")
+    train(tmp_path / "parts", *flags, "--training.steps=5")
+    resumed = train(tmp_path / "parts", *flags, "--training.steps=8")
+    assert [row["step"] for row in resumed] == list(range(1, 9))
+    for a, b in zip(resumed, whole, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
