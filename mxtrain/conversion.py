@@ -1,30 +1,25 @@
 """Find the linears that a norm feeds, and swap norms and linears in place.
 
-Which linears belong to which norm is not guessed from names. One forward pass on the meta device (no data, no
-arithmetic) shows every use of every norm's output; a norm is swapped only if all of them are ``nn.Linear`` modules,
-each called once, so that the quantized result of the norm can take the place of its tensor.
+Which linears belong to which norm is not guessed from names but seen in a forward pass (``mxtrain.norm_uses``). A norm
+is swapped only if every use of its output is an ``nn.Linear`` module, called once, so that the quantized result of the
+norm can take the place of its tensor.
 """
 
 import fnmatch
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
 import torch.nn as nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.hardware import resolve_mode
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
 from mxtrain.nn.three_gemms import check_features
+from mxtrain.norm_uses import shared_parameters, watch_norms
 from mxtrain.recipe import RMSEstimate, get_recipe
 
 CONVERTERS = ("mxnorm", "mx_linear")
-
-# What a module may ask of a NormedInput besides multiplying it.
-_HARMLESS = {torch.Tensor.shape.__get__}
 
 
 @dataclass
@@ -148,7 +143,7 @@ def _plan_norms(model: nn.Module, filtered: set[str], example_inputs: tuple | No
     norms = {fqn: module for fqn, module in model.named_modules() if type(module) is nn.RMSNorm}
     if not norms:
         return
-    uses = _watch_norms(model, norms, example_inputs)
+    uses = watch_norms(model, norms, example_inputs)
     for fqn in norms:
         linears, others = uses.linears[fqn], uses.others[fqn]
         if fqn in filtered:
@@ -170,7 +165,7 @@ def _plan_norms(model: nn.Module, filtered: set[str], example_inputs: tuple | No
 
 def _plan_linears(model: nn.Module, filtered: set[str], fed: set[str], report: Report) -> None:
     """Sort every linear that no swapped norm feeds into ``report.linears`` or ``report.skipped``."""
-    shared = _shared_parameters(model)
+    shared = shared_parameters(model)
     for fqn, module in model.named_modules():
         if not isinstance(module, nn.Linear) or fqn in fed:
             continue
@@ -184,127 +179,6 @@ def _plan_linears(model: nn.Module, filtered: set[str], fed: set[str], report: R
             report.linears.append(fqn)
 
 
-def _shared_parameters(model: nn.Module) -> set[int]:
-    """ids of parameters that more than one module owns."""
-    seen, shared = set(), set()
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            (shared if id(parameter) in seen else seen).add(id(parameter))
-    return shared
-
-
 def _replace(model: nn.Module, fqn: str, module: nn.Module) -> None:
     parent, _, name = fqn.rpartition(".")
     setattr(model.get_submodule(parent), name, module)
-
-
-class _Uses(TorchFunctionMode):
-    """Records what happens to the outputs of norms during one forward pass.
-
-    Attributes:
-        linears: norm FQN -> FQNs of the nn.Linear modules that multiplied its output, in order.
-        others: norm FQN -> what else used its output.
-        calls: linear FQN -> how often it was called at all.
-        unfollowed: modules that could not be run, and why.
-    """
-
-    def __init__(self, norms: Iterable[str], weights: dict[int, str]):
-        super().__init__()
-        self.linears = {fqn: [] for fqn in norms}
-        self.others = {fqn: set() for fqn in norms}
-        self.calls = dict.fromkeys(weights.values(), 0)
-        self.unfollowed: list[str] = []
-        self._weights = weights
-        # Outputs are kept alive: the id of a collected tensor would be given to another one.
-        self._outputs: dict[int, tuple[str, torch.Tensor]] = {}
-
-    def track(self, fqn: str, output: torch.Tensor) -> None:
-        self._outputs[id(output)] = (fqn, output)
-
-    def note_other_use(self, values, user: str) -> None:
-        for norm in self._norms_of(values):
-            self.others[norm].add(user)
-
-    def note_unfollowed(self, module: str, values, error: Exception) -> None:
-        """A module failed half-way: nothing is known of the norms in it, nor of outputs that were passed to it."""
-        first_line = (str(error).splitlines() or [""])[0]
-        reason = f"{module}, which fails on the meta device ({type(error).__name__}: {first_line})"
-        self.unfollowed.append(reason)
-        self.note_other_use(values, reason)
-        for norm in self.others:
-            if norm.startswith(module + "."):
-                self.others[norm].add(reason)
-
-    def _norms_of(self, values) -> list[str]:
-        return [self._outputs[id(v)][0] for v in tree_flatten(values)[0] if id(v) in self._outputs]
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        linear = None
-        if func is nn.functional.linear:
-            linear = self._weights.get(id(args[1] if len(args) > 1 else kwargs["weight"]))
-        if linear is not None:
-            self.calls[linear] += 1
-            for norm in self._norms_of(args[:1] or kwargs["input"]):
-                self.linears[norm].append(linear)
-        elif func not in _HARMLESS:
-            # A property's getter is called __get__; the property itself has the telling name.
-            named = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else func
-            self.note_other_use((args, kwargs), getattr(named, "__name__", str(func)))
-        return func(*args, **kwargs)
-
-
-def _watch_norms(model: nn.Module, norms: dict[str, nn.RMSNorm], example_inputs: tuple | None) -> _Uses:
-    """Run ``model`` once on the meta device and record the uses of the outputs of ``norms``.
-
-    A module that cannot run there (data-dependent routing, kernels without a meta version) is stepped over as if it
-    returned something shaped like its first argument, and whatever it touched counts as used in an unknown way.
-    """
-    if example_inputs is None:
-        example_inputs = (torch.zeros(1, 32, dtype=torch.long),)
-    inputs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), example_inputs)
-    shared = _shared_parameters(model)
-    tensors = {name: t.to("meta") for name, t in (*model.named_parameters(), *model.named_buffers())}
-    weights = {
-        id(tensors[f"{fqn}.weight"]): fqn
-        for fqn, module in model.named_modules()
-        if type(module) is nn.Linear and id(module.weight) not in shared
-    }
-    uses = _Uses(norms, weights)
-
-    def watched(fqn: str, module: nn.Module):
-        forward = module.forward
-
-        def run(*args, **kwargs):
-            try:
-                output = forward(*args, **kwargs)
-            except Exception as error:
-                tensors_in = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
-                if not tensors_in:
-                    raise
-                uses.note_unfollowed(fqn, (args, kwargs), error)
-                return torch.empty(tensors_in[0].shape, dtype=tensors_in[0].dtype, device="meta")
-            if fqn in norms:
-                uses.track(fqn, output)
-            return output
-
-        return run
-
-    submodules = [(fqn, module) for fqn, module in model.named_modules() if fqn]
-    overridden = {module: module.__dict__["forward"] for _, module in submodules if "forward" in module.__dict__}
-    try:
-        for fqn, module in submodules:
-            module.forward = watched(fqn, module)
-        with torch.no_grad(), uses:
-            uses.note_other_use(torch.func.functional_call(model, tensors, inputs), "the caller of the model")
-    except Exception as error:
-        raise ConfigError(
-            f"converter = 'mxnorm' cannot see which linears the norms of this {type(model).__name__} feed: one forward "
-            f"pass on the meta device failed with {type(error).__name__}: {error}"
-        ) from error
-    finally:
-        for _, module in submodules:
-            module.__dict__.pop("forward", None)
-        for module, forward in overridden.items():
-            module.forward = forward
-    return uses

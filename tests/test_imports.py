@@ -14,6 +14,7 @@ LAYERS = [
     {"reference"},
     {"quantize", "gemm"},
     {"nn"},
+    {"norm_uses"},
     {"conversion"},
     {"titan"},
     {"train", "launch", "doctor"},
