@@ -97,7 +97,7 @@ def convert(
     require_one_of("converter", converter, CONVERTERS)
     recipe = get_recipe(recipe, scale_rounding)
     RMSEstimate.for_recipe(recipe, p, estimator, 0.0 if eps is None else eps)
-    resolve_mode(mode)
+    mode = resolve_mode(mode, _device_type(model))
     filtered = _filtered(model, tuple(filter_fqns))
 
     report = Report()
@@ -125,6 +125,12 @@ def convert(
     for linear in report.linears:
         _replace(model, linear, MXLinear.from_linear(model.get_submodule(linear), recipe=recipe, mode=mode))
     return report
+
+
+def _device_type(model: nn.Module) -> str | None:
+    """Where the model's parameters are; None, for this machine's default, while they are on the meta device."""
+    types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    return types.pop() if len(types) == 1 else None
 
 
 def _filtered(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
