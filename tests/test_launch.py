@@ -50,7 +50,7 @@ def launched(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(launch, "WORKER", "fake_worker")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    for name in ("NGPU", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+    for name in ("NGPU", "OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
         monkeypatch.setenv(name, "")  # so that what the launcher sets is undone after the test
         monkeypatch.delenv(name)
 
@@ -177,18 +177,18 @@ def test_more_processes_than_accelerators_are_refused():
 
 
 def test_users_thread_settings_stand():
-    environment = {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "ACTIVE"}
+    environment = {"OMP_NUM_THREADS": "7", "GOMP_SPINCOUNT": "9"}
     launch.set_thread_defaults(environment, processes=2, devices=0)
-    assert environment == {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "ACTIVE"}
+    assert environment == {"OMP_NUM_THREADS": "7", "GOMP_SPINCOUNT": "9"}
 
 
 @pytest.mark.parametrize(
     "processes, devices, expected",
     [
-        (1, 0, {"OMP_WAIT_POLICY": "PASSIVE"}),
-        (4, 0, {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "3"}),
+        (1, 0, {"GOMP_SPINCOUNT": "1000"}),
+        (4, 0, {"GOMP_SPINCOUNT": "1000", "OMP_NUM_THREADS": "3"}),
         (4, 4, {"OMP_NUM_THREADS": "3"}),
-        (100, 0, {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}),
+        (100, 0, {"GOMP_SPINCOUNT": "1000", "OMP_NUM_THREADS": "1"}),
         (1, 1, {}),
     ],
 )
