@@ -14,7 +14,8 @@ assert utils.device_module is metrics.device_module is CpuDevice
 monitor = metrics.build_device_memory_monitor()
 before = monitor.get_peak_stats().max_reserved_gib
 held = torch.ones(2**28)  # 1 GiB; the peak so far may be a little above what is in use now
-assert before + 0.5 < monitor.get_peak_stats().max_reserved_gib < before + 1.5
+after = monitor.get_peak_stats().max_reserved_gib
+assert before + 0.5 < after < before + 1.5, (before, after)
 assert 0 < monitor.get_peak_stats().max_reserved_pct < 100
 """
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import ParallelDims
+from torchtitan.tools import utils
 
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain.data.tokenizer import load_tokenizer
@@ -219,7 +220,7 @@ def test_torchtitans_validator_runs_on_held_out_text(corpus, steps):
     rows = rows_of(held_out.validation_dataloader)
     assert set(rows) <= chunks and len(rows) == len(chunks) // 4 * 4
     torch.manual_seed(0)
-    model = Bigrams(nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY))
+    model = Bigrams(nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)).to(utils.device_type)
     for step in (1, 2):
         held_out.validate([model], step)
     first, second = held_out.metrics_processor.losses
