@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
+from mxtrain.analysis.metrics_file import FILE_NAME as METRICS_FILE
 from mxtrain.config import load_config
 from mxtrain.errors import ConfigError
 
@@ -51,10 +52,8 @@ def train(config_file: str, flags: list[str]) -> int:
     set_thread_defaults(os.environ, processes, devices)
     with _log_dir(folder, processes) as log_dir:
         status = run_workers(worker_arguments(config_file, folder, flags), processes, log_dir)
-        if is_new and status == CONFIG_ERROR_STATUS:
-            shutil.rmtree(log_dir)
-    if is_new and not any(folder.iterdir()):
-        folder.rmdir()
+    if is_new and status == CONFIG_ERROR_STATUS and not (folder / METRICS_FILE).exists():
+        shutil.rmtree(folder)
     if status not in (1, CONFIG_ERROR_STATUS):
         print_summary(folder)
     return status

@@ -23,7 +23,10 @@ folder = pathlib.Path(arguments[arguments.index("--job.dump_folder") + 1])
 kind, _, culprit = arguments[arguments.index("--fake") + 1].partition("@")
 mine = rank == int(culprit or 0)
 print(f"worker {rank} speaks", flush=True)
-if kind == "work":
+if kind == "late_mistake":
+    (folder / "metrics.jsonl").write_text("{}")
+    sys.exit(2)
+elif kind == "work":
     facts = {"arguments": arguments, "world_size": world_size, "threads": os.environ.get("OMP_NUM_THREADS")}
     (folder / f"rank{rank}.json").write_text(json.dumps(facts))
     if rank == 0:
@@ -41,15 +44,20 @@ else:
 """
 
 
+def _first_on_path(folder) -> str:
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+
+
 @pytest.fixture
 def launched(tmp_path, monkeypatch, capfd):
     """Run ``launch.train`` on the fake worker in an empty folder; returns (status, stdout, stderr)."""
     (tmp_path / "fake_worker.py").write_text(FAKE_WORKER)
     (tmp_path / "tiny.toml").write_text("[training]\nsteps = 3\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", _first_on_path(tmp_path))
     monkeypatch.setattr(launch, "WORKER", "fake_worker")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a GPU that PyTorch does not see would be warned of
     for name in ("NGPU", "OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
         monkeypatch.setenv(name, "")  # so that what the launcher sets is undone after the test
         monkeypatch.delenv(name)
@@ -100,10 +108,12 @@ def test_after_a_mistake_in_the_settings_there_is_one_line_and_no_folder(launche
     assert list((tmp_path / "outputs").iterdir()) == []
 
 
-def test_a_mistake_does_not_remove_a_folder_that_was_there(launched, tmp_path):
+def test_a_mistake_does_not_remove_a_folder_that_was_there_or_that_holds_results(launched, tmp_path):
     (tmp_path / "mine").mkdir()
     assert launched("--fake", "mistake", "--job.dump_folder", "mine")[0] == 2
     assert (tmp_path / "mine").is_dir()
+    assert launched("--fake", "late_mistake", "--job.dump_folder", "new")[0] == 2
+    assert (tmp_path / "new" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("culprit, processes, who", [(0, 1, "the worker"), (1, 2, "worker 1 of 2")])
@@ -130,13 +140,13 @@ def test_the_engines_log_and_signal_handlers_are_as_before_after_a_run(launched)
 
 
 def test_an_interrupted_run_is_stopped_and_summed_up(tmp_path):
-    slow = FAKE_WORKER.replace("elif kind ==", "    time.sleep(60)\nelif kind ==", 1)
+    slow = FAKE_WORKER.replace('elif kind == "mistake"', '    time.sleep(60)\nelif kind == "mistake"')
     (tmp_path / "fake_worker.py").write_text("import signal\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\n" + slow)
     (tmp_path / "tiny.toml").write_text("")
     code = "from mxtrain import launch; launch.WORKER = 'fake_worker'; raise SystemExit(launch.train('tiny.toml', " + (
         "['--fake', 'work', '--job.dump_folder', 'mine']))"
     )
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": _first_on_path(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,

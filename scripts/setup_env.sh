@@ -1,0 +1,108 @@
+# Sourced by the other scripts. Defines ROOT, this checkout, and setup_env, which leaves the Python to use in PYTHON.
+#
+#   setup_env       what training needs
+#   setup_env dev   that and what the tests need
+#
+# An active environment that already holds mxtrain and its dependencies is taken as it is, with this checkout's code.
+# Otherwise .venv is made and filled on first use, and again when pyproject.toml has changed; in between, starting
+# costs two short processes. The user's settings:
+#
+#   PYTHON                    interpreter to make .venv with, 3.10 or later (default: the first one on PATH)
+#   MXTRAIN_TORCH_INDEX_URL   package index to take torch from, for example PyTorch's own for CPU builds or for
+#                             another CUDA version (default: pip's index)
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="$ROOT/.venv"
+
+setup_env() {
+    local extra="${1:-}"
+    if active_environment_holds_mxtrain "$extra"; then
+        PYTHON="$(command -v python3)"
+        export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+        return
+    fi
+    if ! is_installed "$extra"; then
+        # One installation at a time. The lock must not outlive it: training is started from this shell.
+        exec 9<"$ROOT/pyproject.toml"
+        if command -v flock >/dev/null; then flock 9; fi
+        if ! is_installed "$extra"; then install "$extra" 9<&-; fi
+        exec 9<&-
+    fi
+    PYTHON="$VENV/bin/python"
+}
+
+say() { echo "mxtrain: $*" >&2; }
+
+die() {
+    say "error: $*"
+    exit 1
+}
+
+active_environment_holds_mxtrain() {
+    local packages="mxtrain torch torchtitan torchao"
+    if [ "$1" = dev ]; then packages="$packages pytest pytest-xdist hypothesis ruff"; fi
+    # Not from within the checkout, where an editable installation leaves metadata that any Python would find.
+    [ "${VIRTUAL_ENV:-}" != "$VENV" ] && (cd / && python3 - $packages) >/dev/null 2>&1 <<'PYTHON_CODE'
+import sys
+from importlib.metadata import version
+
+for package in sys.argv[1:]:
+    version(package)
+PYTHON_CODE
+}
+
+# The stamp is written last. It names what the installation depends on; an editable one depends on where ROOT is.
+stamp() { echo "$ROOT $(cksum <"$ROOT/pyproject.toml")"; }
+
+is_installed() { [ "$(cat "$VENV/installed${1:+-$1}" 2>/dev/null)" = "$(stamp)" ]; }
+
+install() {
+    local extra="$1" started=$SECONDS
+    export PIP_DISABLE_PIP_VERSION_CHECK=1
+    if ! is_python_new_enough "$VENV/bin/python"; then make_venv; fi
+    if [[ "$(venv_pip install --help)" != *--dry-run* ]]; then venv_pip install --quiet --upgrade pip; fi
+    install_torch
+    say "installing mxtrain and what it needs (a few minutes)"
+    venv_pip install --quiet --editable "$ROOT${extra:+[$extra]}"
+    stamp >"$VENV/installed"
+    if [ -n "$extra" ]; then stamp >"$VENV/installed-$extra"; fi
+    say "set up in $((SECONDS - started)) s"
+}
+
+venv_pip() { "$VENV/bin/python" -m pip "$@"; }
+
+is_python_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; }
+
+make_venv() {
+    local python
+    for python in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10 python}; do
+        if is_python_new_enough "$python"; then
+            say "making $VENV with $("$python" --version)"
+            "$python" -m venv --clear "$VENV" ||
+                die "'$python -m venv' failed; on Debian and Ubuntu it is in the package python3-venv"
+            return
+        fi
+    done
+    die "Python 3.10 or later is needed, but ${PYTHON:-python3} is" \
+        "$("${PYTHON:-python3}" --version 2>/dev/null || echo missing); install one, or name it: PYTHON=/path/to/python3"
+}
+
+# On a GPU machine torch comes with everything else, so that pip picks the Triton that belongs to it. On any other
+# machine it comes first, and the packages of a CUDA build, useless there, are announced before they are downloaded.
+install_torch() {
+    local requirement planned
+    requirement="$(sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' "$ROOT/pyproject.toml")"
+    if [ -n "${MXTRAIN_TORCH_INDEX_URL:-}" ]; then
+        say "installing $requirement from MXTRAIN_TORCH_INDEX_URL"
+        venv_pip install --quiet --index-url "$MXTRAIN_TORCH_INDEX_URL" "$requirement"
+    elif [[ "$(nvidia-smi -L 2>/dev/null)" != *"GPU 0"* ]]; then
+        planned="$(venv_pip install --dry-run "$requirement" 2>/dev/null | grep '^Would install ' || true)"
+        if [[ "$planned" == *" nvidia-"* || "$planned" == *" cuda-"* ]]; then
+            say "this machine has no NVIDIA GPU, but pip's index offers only a CUDA build of torch: several gigabytes."
+            say "To avoid them, stop now and set MXTRAIN_TORCH_INDEX_URL to PyTorch's package index for CPU builds."
+            if [ -t 0 ]; then sleep 10; fi
+        fi
+        say "installing $requirement"
+        venv_pip install --quiet "$requirement"
+    fi
+}
