@@ -60,10 +60,10 @@ install() {
     local extra="$1" started=$SECONDS
     export PIP_DISABLE_PIP_VERSION_CHECK=1
     if ! is_python_new_enough "$VENV/bin/python"; then make_venv; fi
-    if [[ "$(venv_pip install --help)" != *--dry-run* ]]; then venv_pip install --quiet --upgrade pip; fi
+    if [[ "$(venv_pip install --help)" != *--dry-run* ]]; then venv_pip install -qq --upgrade pip; fi
     install_torch
     say "installing mxtrain and what it needs (a few minutes)"
-    venv_pip install --quiet --editable "$ROOT${extra:+[$extra]}"
+    venv_pip install -qq --editable "$ROOT${extra:+[$extra]}"
     stamp >"$VENV/installed"
     if [ -n "$extra" ]; then stamp >"$VENV/installed-$extra"; fi
     say "set up in $((SECONDS - started)) s"
@@ -94,7 +94,7 @@ install_torch() {
     requirement="$(sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' "$ROOT/pyproject.toml")"
     if [ -n "${MXTRAIN_TORCH_INDEX_URL:-}" ]; then
         say "installing $requirement from MXTRAIN_TORCH_INDEX_URL"
-        venv_pip install --quiet --index-url "$MXTRAIN_TORCH_INDEX_URL" "$requirement"
+        venv_pip install -qq --index-url "$MXTRAIN_TORCH_INDEX_URL" "$requirement"
     elif [[ "$(nvidia-smi -L 2>/dev/null)" != *"GPU 0"* ]]; then
         planned="$(venv_pip install --dry-run "$requirement" 2>/dev/null | grep '^Would install ' || true)"
         if [[ "$planned" == *" nvidia-"* || "$planned" == *" cuda-"* ]]; then
@@ -103,6 +103,6 @@ install_torch() {
             if [ -t 0 ]; then sleep 10; fi
         fi
         say "installing $requirement"
-        venv_pip install --quiet "$requirement"
+        venv_pip install -qq "$requirement"
     fi
 }

@@ -17,7 +17,7 @@ if [ $# -gt 0 ]; then exit; fi
 # The other end of the supported range, whose prototype modules have other names. It lies beside the one installed.
 old_torchao="$VENV/torchao-0.17"
 if [ ! -e "$old_torchao/installed" ]; then
-    "$PYTHON" -m pip install --quiet --no-deps --upgrade --target "$old_torchao" 'torchao==0.17.*'
+    "$PYTHON" -m pip install -qq --no-deps --upgrade --target "$old_torchao" 'torchao==0.17.*'
     touch "$old_torchao/installed"
 fi
 PYTHONPATH="$old_torchao${PYTHONPATH:+:$PYTHONPATH}" "$PYTHON" -m pytest -n auto -m torchao
