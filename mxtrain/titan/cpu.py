@@ -61,8 +61,8 @@ class CpuDevice:
 
     @staticmethod
     def memory_stats(device=None) -> dict[str, int]:
-        """Peak resident set in bytes under the names of the CUDA allocator's statistics. Linux counts it in KiB."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        """Peak resident set in bytes, under the names of the CUDA allocator's statistics."""
+        peak = _peak_resident_bytes()
         return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak, "num_alloc_retries": 0, "num_ooms": 0}
 
     @staticmethod
@@ -72,3 +72,13 @@ class CpuDevice:
     current_stream = staticmethod(torch.cpu.current_stream)
     stream = staticmethod(torch.cpu.stream)
     Stream = torch.cpu.Stream
+
+
+def _peak_resident_bytes() -> int:
+    """Peak resident set of this process. Linux would start ``ru_maxrss`` at that of the process it was forked from."""
+    try:
+        with open("/proc/self/status") as status:
+            (line,) = (line for line in status if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS, which has no /proc, counts it in bytes

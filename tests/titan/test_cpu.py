@@ -21,5 +21,7 @@ assert 0 < monitor.get_peak_stats().max_reserved_pct < 100
 
 
 def test_titan_is_pointed_at_the_cpu_also_where_it_looked_before():
+    ballast = bytearray(2**31)  # resident here, in the parent: none of the child's memory
+    ballast[::4096] = b"1" * len(ballast[::4096])
     process = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr[-2000:]
