@@ -60,7 +60,6 @@ install() {
     local extra="$1" started=$SECONDS
     export PIP_DISABLE_PIP_VERSION_CHECK=1
     if ! is_python_new_enough "$VENV/bin/python"; then make_venv; fi
-    if [[ "$(venv_pip install --help)" != *--dry-run* ]]; then venv_pip install -qq --upgrade pip; fi
     install_torch
     say "installing mxtrain and what it needs (a few minutes)"
     venv_pip install -qq --editable "$ROOT${extra:+[$extra]}"
@@ -96,6 +95,9 @@ install_torch() {
         say "installing $requirement from MXTRAIN_TORCH_INDEX_URL"
         venv_pip install -qq --index-url "$MXTRAIN_TORCH_INDEX_URL" "$requirement"
     elif [[ "$(nvidia-smi -L 2>/dev/null)" != *"GPU 0"* ]]; then
+        # An older pip downloads whole packages to learn what they depend on.
+        "$VENV/bin/python" -c 'import pip, sys; sys.exit([int(n) for n in pip.__version__.split(".")[:2]] < [23, 3])' ||
+            venv_pip install -qq --upgrade pip
         planned="$(venv_pip install --dry-run "$requirement" 2>/dev/null | grep '^Would install ' || true)"
         if [[ "$planned" == *" nvidia-"* || "$planned" == *" cuda-"* ]]; then
             say "this machine has no NVIDIA GPU, but pip's index offers only a CUDA build of torch: several gigabytes."

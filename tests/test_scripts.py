@@ -16,7 +16,7 @@ case "$*" in
 --version) echo "Python 3.11.7" ;;
 "- mxtrain "*) exit ${FAKE_ACTIVE:-1} ;;
 "-m venv --clear "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
-"-m pip install --help") echo "  --dry-run" ;;
+"-c import pip"*) exit ${FAKE_OLD_PIP:-0} ;;
 "-m pip install --dry-run "*) echo "Would install $FAKE_PLAN" ;;
 *"--editable"*) exit ${FAKE_PIP_STATUS:-0} ;;
 *"--target"*) mkdir -p .venv/torchao-0.17 ;;
@@ -158,6 +158,13 @@ def test_without_a_gpu_cuda_packages_are_announced_with_the_way_around_them(chec
     shutil.rmtree(checkout.root / ".venv")
     result = checkout.run("scripts/train.sh", "train_configs/a.toml", FAKE_PLAN="filelock-3.20 torch-2.13.0+cpu")
     assert "MXTRAIN_TORCH_INDEX_URL" not in result.stderr
+
+
+def test_a_pip_too_old_to_ask_without_downloading_is_replaced_first(checkout):
+    checkout.run("scripts/train.sh", "train_configs/a.toml", FAKE_OLD_PIP="1")
+    assert checkout.pip_calls() == ["--upgrade pip", TORCH, "--editable ROOT"]
+    planning = next(i for i, call in enumerate(checkout.calls) if "--dry-run" in call)
+    assert "python -m pip install -qq --upgrade pip" in checkout.calls[:planning]
 
 
 def test_torch_comes_from_the_index_that_is_named(checkout):
