@@ -133,9 +133,12 @@ def test_a_killed_worker_is_named_with_its_signal(launched):
 
 
 def test_the_engines_log_and_signal_handlers_are_as_before_after_a_run(launched):
-    before = signal.getsignal(signal.SIGINT)
-    launched("--fake", "work")
-    assert signal.getsignal(signal.SIGINT) is before
+    earlier = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        launched("--fake", "work")
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, earlier)
     assert launch.logging.root.manager.disable == launch.logging.NOTSET
 
 
