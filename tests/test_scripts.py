@@ -20,7 +20,9 @@ case "$*" in
 "-m pip install --dry-run "*) echo "Would install $FAKE_PLAN" ;;
 *"--editable"*) exit ${FAKE_PIP_STATUS:-0} ;;
 *"--target"*) mkdir -p .venv/torchao-0.17 ;;
-"-m mxtrain.cli "*) if (: <&9) 2>/dev/null; then echo "training holds the lock"; fi; echo "trained in $(pwd) with $*; PYTHONPATH=$PYTHONPATH" ;;
+"-m mxtrain.cli "*)
+    if (: <&9) 2>/dev/null; then echo "training holds the lock"; fi
+    echo "trained in $(pwd) with $*; PYTHONPATH=$PYTHONPATH" ;;
 "-m pytest "*) echo "tested in $(pwd) with $*; PYTHONPATH=$PYTHONPATH" ;;
 esac
 """
