@@ -1,7 +1,9 @@
 """Train with TorchTitan's Trainer: configs may extend one another, and mistakes are told before anything is built."""
 
 import os
+import signal
 import sys
+import time
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from mxtrain.titan.converters import active_settings
 from mxtrain.titan.job_config import JobConfig
 
 CONFIG_ERROR_STATUS = 2
+FIRST_WORD_SECONDS = 3.0
 
 
 class _ConfigManager(ConfigManager):
@@ -75,6 +78,12 @@ def parse_job_config(args: list[str]):
     for name in job_config.model.converters:
         require_one_of("model.converters", name, model_converter._registry_model_converter_cls)
     active_settings(job_config)
+    validation, training = job_config.validation, job_config.training
+    if validation.enable and validation.seq_len > training.seq_len:
+        raise ConfigError(
+            f"validation.seq_len = {validation.seq_len} is more than training.seq_len = {training.seq_len}, which the "
+            "model's positions are made for; allowed is that or less"
+        )
     return job_config
 
 
@@ -126,14 +135,19 @@ def train(args: list[str]) -> None:
 
 
 def main() -> None:
-    """Entry point of every worker process. A ConfigError is one line on stderr, from one process of each machine."""
+    """Entry point of every worker process. A ConfigError becomes one line on stderr, without a traceback."""
     status = 0
     try:
         train(sys.argv[1:])
     except ConfigError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"mxtrain: error: {error}", file=sys.stderr, flush=True)
         status = CONFIG_ERROR_STATUS
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # A mistake is most often found by all workers. The first one tells it, and torchrun ends the others
+            # before they repeat it.
+            time.sleep(FIRST_WORD_SECONDS)
+        print(f"mxtrain: error: {error}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
     # Not after any other exception: this rank may be the only one that failed, and the others would be waited for.
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

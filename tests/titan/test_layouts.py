@@ -31,6 +31,16 @@ def test_two_processes_match_one(tmp_path, seed_checkpoint, variant):
     assert two[1]["loss"] == pytest.approx(one[1]["loss"], abs=5e-3)
 
 
+def test_hsdp_matches_one_process(tmp_path, seed_checkpoint):
+    """Two replicas of two shards each: four gloo processes."""
+    flags = from_checkpoint(seed_checkpoint, steps=1)
+    (one,) = train(tmp_path / "one", *flags)
+    degrees = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"]
+    (four,) = train(tmp_path / "four", *flags, *degrees, "--training.local_batch_size=1", processes=4)
+    assert four["loss"] == pytest.approx(one["loss"], abs=1e-3)
+    assert four["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.01)
+
+
 def test_checkpoints_load_across_converters(tmp_path):
     """A checkpoint carries the weights whichever converter wrote it.
 

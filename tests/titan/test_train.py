@@ -62,6 +62,10 @@ IN_PARSING = {
     "two converters": (["--model.converters=mxnorm,mx_linear"], "choose one of ['mxnorm', 'mx_linear']"),
     "model": (["--model.name=llama9"], "model.name = 'llama9' is not one of"),
     "flavor": (["--model.flavor=9B"], "model.flavor = '9B' is not one of"),
+    "validation length": (
+        ["--validation.enable", "--validation.seq_len=128", "--training.seq_len=64"],
+        "validation.seq_len = 128 is more than training.seq_len = 64",
+    ),
     "config file": (["--job.config_file=/no/such.toml"], "'/no/such.toml' does not exist"),
 }
 
