@@ -42,6 +42,7 @@ class NormedInput(NamedTuple):
         data, scales: xhat [T, D] as a GEMM operand quantized along D (see ``mxtrain.quantize.Operand``).
         rho: inverse RMS, fp32 [T].
         gain: the norm's weight [D], for the linears to fold; None for a norm without one.
+        recipe, mode: what ``data`` and ``scales`` were made for.
     """
 
     h: torch.Tensor
@@ -49,6 +50,8 @@ class NormedInput(NamedTuple):
     scales: torch.Tensor | None
     rho: torch.Tensor
     gain: torch.Tensor | None
+    recipe: Recipe
+    mode: str
 
     @property
     def shape(self) -> torch.Size:
@@ -174,7 +177,7 @@ class MXNorm(nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> NormedInput:
         """x [..., D], bf16 or fp32 -> NormedInput."""
         h, data, scales, rho = _MXNormFunction.apply(x.reshape(-1, x.shape[-1]), self.estimate, self.recipe, self.mode)
-        return NormedInput(h.view_as(x), data, scales, rho, self.weight)
+        return NormedInput(h.view_as(x), data, scales, rho, self.weight, self.recipe, self.mode)
 
     def extra_repr(self) -> str:
         e = self.estimate
@@ -201,9 +204,15 @@ class MXNormLinear(QuantizedLinear):
 
         Raises:
             TypeError: for a plain tensor: the RMSNorm before this layer was not swapped.
+            ConfigError: for the result of an MXNorm with another recipe or mode.
         """
         if not isinstance(x, NormedInput):
             raise TypeError(f"MXNormLinear takes the result of an MXNorm, not {type(x).__name__}")
+        if x.recipe != self.recipe or x.mode != self.mode:
+            raise ConfigError(
+                f"this MXNormLinear has recipe {self.recipe} and mode {self.mode!r}, but its input was normalized with "
+                f"recipe {x.recipe} and mode {x.mode!r}"
+            )
         y = _MXNormLinearFunction.apply(
             x.h.reshape(-1, x.shape[-1]),
             x.data,

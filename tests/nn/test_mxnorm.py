@@ -317,6 +317,13 @@ def test_a_plain_tensor_is_refused():
         MXNormLinear(D, N)(torch.ones(2, D))
 
 
+@pytest.mark.parametrize("norm", [{"recipe": "unquantized"}, {"mode": "emulated"}])
+def test_a_norm_with_another_recipe_or_mode_is_refused(norm):
+    normed = MXNorm(D, **{"mode": "reference", **norm})(draw(2, D, seed=0))
+    with pytest.raises(ConfigError, match="but its input was normalized with"):
+        MXNormLinear(D, N, mode="reference")(normed)
+
+
 def test_one_row_and_odd_token_counts():
     block = Block()
     for tokens in ((1,), (1, 1), (3, 11)):
