@@ -18,6 +18,7 @@ from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
 from mxtrain.nn.three_gemms import check_features
 from mxtrain.norm_uses import shared_parameters, watch_norms
 from mxtrain.recipe import RMSEstimate, get_recipe
+from mxtrain.rms_norms import as_rms_norm, looks_like_rms_norm
 
 CONVERTERS = ("mxnorm", "mx_linear")
 
@@ -117,7 +118,7 @@ def convert(
             raise ConfigError(f"{fqn}: {error}; name it in filter_fqns to leave it in high precision") from None
 
     for fqn, linears in report.norms.items():
-        norm = model.get_submodule(fqn)
+        norm = as_rms_norm(model.get_submodule(fqn))
         new = MXNorm.from_rms_norm(norm, p=p, estimator=estimator, eps=eps, recipe=recipe, mode=mode)
         _replace(model, fqn, new)
         for linear in linears:
@@ -146,7 +147,12 @@ def _filtered(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
 
 def _plan_norms(model: nn.Module, filtered: set[str], example_inputs: tuple | None, report: Report) -> None:
     """Sort every RMSNorm into ``report.norms`` or ``report.skipped``."""
-    norms = {fqn: module for fqn, module in model.named_modules() if type(module) is nn.RMSNorm}
+    norms = {}
+    for fqn, module in model.named_modules():
+        if norm := as_rms_norm(module):
+            norms[fqn] = norm
+        elif looks_like_rms_norm(module):
+            report.skipped[fqn] = f"is a {type(module).__name__} that does not compute what nn.RMSNorm does"
     if not norms:
         return
     uses = watch_norms(model, norms, example_inputs)

@@ -4,7 +4,7 @@ Meta tensors have shapes and no data, so the pass costs no arithmetic and works 
 weights exist. It is followed through the module tree and through every PyTorch function.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.nn as nn
@@ -82,8 +82,8 @@ class NormUses(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def watch_norms(model: nn.Module, norms: dict[str, nn.RMSNorm], example_inputs: tuple | None) -> NormUses:
-    """Run ``model`` once on the meta device and record the uses of the outputs of ``norms``.
+def watch_norms(model: nn.Module, norms: Collection[str], example_inputs: tuple | None) -> NormUses:
+    """Run ``model`` once on the meta device and record the uses of the outputs of the modules named ``norms``.
 
     A module that cannot run there (data-dependent routing, kernels without a meta version) is stepped over as if it
     returned something shaped like its first argument, and whatever it touched counts as used in an unknown way.

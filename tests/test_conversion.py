@@ -308,6 +308,38 @@ def test_mistakes_leave_the_model_unchanged(kwargs, message):
     assert unchanged(model)
 
 
+class HomeMadeRMSNorm(nn.Module):
+    """As many model files define it."""
+
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(dim)), eps
+
+    def forward(self, x):
+        x32 = x.float()
+        return self.weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).type_as(x)
+
+
+class OnePlusRMSNorm(HomeMadeRMSNorm):
+    def forward(self, x):
+        return super().forward(x) + x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+def test_an_rms_norm_of_the_models_own_is_recognised_by_what_it_computes():
+    model = llama()
+    for i, layer in enumerate(model.layers):
+        layer.attention_norm = HomeMadeRMSNorm(DIM, 1e-3)
+        layer.ffn_norm = OnePlusRMSNorm(DIM, 1e-3) if i else HomeMadeRMSNorm(DIM, 1e-6)
+    weight = model.layers[0].attention_norm.weight
+    report = convert(model, mode="reference")
+    assert list(report.norms) == ["layers.0.attention_norm", "layers.0.ffn_norm", "layers.1.attention_norm"]
+    assert report.skipped["layers.1.ffn_norm"] == "is a OnePlusRMSNorm that does not compute what nn.RMSNorm does"
+    norm = model.layers[0].attention_norm
+    assert type(norm) is MXNorm and norm.weight is weight and norm.estimate.eps == 1e-3
+    assert model.layers[0].ffn_norm.estimate.eps == 1e-6
+    loss(model).backward()
+
+
 def test_features_that_no_block_divides():
     model = llama(vocab=100)
     with pytest.raises(

@@ -14,7 +14,7 @@ LAYERS = [
     {"reference"},
     {"quantize", "gemm"},
     {"nn"},
-    {"norm_uses"},
+    {"norm_uses", "rms_norms"},
     {"conversion"},
     {"titan"},
     {"train", "launch", "doctor"},
