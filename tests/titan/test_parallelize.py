@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from mxtrain import ConfigError
-from mxtrain.titan.parallelize import check_layout
+from mxtrain.titan.parallelize import check_layout, checked_parallelize
 
 
 def dims(replicate=1, fsdp=False, tp=1):
@@ -36,3 +36,11 @@ def test_tensor_parallelism_is_refused_for_swapped_modules_only():
 def test_fsdp_and_one_process_are_fine():
     check_layout(dims(), job("mxnorm"))
     check_layout(dims(fsdp=True), job("mxnorm"))
+
+
+def test_the_layout_is_checked_before_the_model_is_touched():
+    touched = []
+    parallelize = checked_parallelize(lambda model, dims, job: touched.append(model))
+    with pytest.raises(ConfigError, match="tensor_parallel_degree = 2"):
+        parallelize("model", dims(tp=2), job("mxnorm"))
+    assert not touched
