@@ -35,7 +35,7 @@ def as_rms_norm(module: nn.Module) -> nn.RMSNorm | None:
             result = torch.func.functional_call(module, {"weight": weight}, (x,))
     except Exception:  # whatever it needs, it is no function of a row and a weight
         return None
-    for eps in {value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1}:
+    for eps in {value for value in vars(module).values() if isinstance(value, float)}:
         expected = F.rms_norm(x, (dim,), weight, eps)
         if isinstance(result, torch.Tensor) and result.shape == x.shape:
             if torch.allclose(result.float(), expected, rtol=1e-4, atol=0):

@@ -267,6 +267,15 @@ def test_norms_that_cannot_be_proven_are_left_alone(module, reason):
     inner(torch.randn(3, DIM)).sum().backward()
 
 
+@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
+def test_a_shared_weight_stays_in_high_precision(converter):
+    model = llama()
+    model.output.weight = model.tok_embeddings.weight
+    report = convert(model, converter, filter_fqns=[])
+    assert report.skipped["output"] == "shares its weight with another module"
+    assert type(model.output) is nn.Linear and "output" not in report.linears
+
+
 def test_a_module_that_cannot_run_on_meta_is_stepped_over():
     model = nn.Sequential(CannotRunOnMeta(), nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
     report = convert(model, filter_fqns=[], example_inputs=(torch.zeros(1, DIM),))

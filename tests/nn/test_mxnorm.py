@@ -5,6 +5,7 @@ import torch
 import torch.nn as nn
 
 from mxtrain import ConfigError, MXNorm, MXNormLinear, mxnorm_cast
+from mxtrain.formats import MXFP8
 from mxtrain.nn.mxnorm import NormedInput
 from mxtrain.recipe import RMSEstimate, get_recipe
 from mxtrain.reference.casts import dequantize, image
@@ -127,6 +128,17 @@ def test_forward_and_gradients_match_an_explicit_composition_of_casts(mode, dtyp
     for got, want in zip(outputs + grads, [*expected_outputs, dx, dgain, *dweights]):
         error = (got.float().reshape(want.shape) - want.float()).norm() / want.float().norm()
         assert error < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("mode", ["reference", "emulated"])
+def test_the_norms_operand_is_mxnorm_cast_to_the_bit(mode, dtype):
+    """x * rho goes into the cast in fp32: rounded to bf16 before, codes would differ."""
+    x = draw(*TOKENS, D, seed=0, dtype=dtype)
+    normed = MXNorm(D, mode=mode)(x)
+    codes, scales, rho = mxnorm_cast(x)
+    assert torch.equal(normed.data.float(), dequantize(codes, scales, MXFP8).flatten(0, -2))
+    assert torch.equal(normed.rho, rho.flatten())
 
 
 def test_low_precision_error_is_that_of_the_casts():
