@@ -1,12 +1,17 @@
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn as nn
+from torchtitan.protocols.model_converter import build_model_converters
+from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear
 from mxtrain.titan.converters import MXLinearConverter, MXNormConverter, active_settings
 from mxtrain.titan.train import parse_job_config
+
+CONFIGS = Path(__file__).parents[2] / "train_configs"
 
 
 def model_and_args(name, flavor):
@@ -90,6 +95,23 @@ def test_weights_initialise_as_before_the_swap():
         states.append(model.state_dict())
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_config_builds_its_converters_and_they_convert_its_model(path):
+    job_config = parse_job_config([f"--job.config_file={path}"])
+    spec = get_train_spec(job_config.model.name)
+    args = spec.model_args[job_config.model.flavor]
+    args.update_from_config(job_config)
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    build_model_converters(job_config, None).convert(model)
+    expected = {
+        "mxnorm": {MXNorm: 2, MXNormLinear: 5, MXLinear: 2},
+        "mx_linear": {MXNorm: 0, MXNormLinear: 0, MXLinear: 7},
+        "none": {MXNorm: 0, MXNormLinear: 0, MXLinear: 0},
+    }[active_settings(job_config)["converter"]]
+    assert {kind: count(model, kind) / args.n_layers for kind in expected} == expected
 
 
 def test_active_settings():
