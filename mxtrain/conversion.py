@@ -99,11 +99,12 @@ def convert(
     recipe = get_recipe(recipe, scale_rounding)
     RMSEstimate.for_recipe(recipe, p, estimator, 0.0 if eps is None else eps)
     mode = resolve_mode(mode, _device_type(model))
+    if isinstance(filter_fqns, str):
+        raise ConfigError(f"filter_fqns = {filter_fqns!r} is not a list: write [{filter_fqns!r}]")
     filtered = _filtered(model, tuple(filter_fqns))
 
     report = Report()
-    if converter == "mxnorm":
-        _plan_norms(model, filtered, example_inputs, report)
+    norms = _plan_norms(model, filtered, example_inputs, report) if converter == "mxnorm" else {}
     fed = {linear for linears in report.norms.values() for linear in linears}
     _plan_linears(model, filtered, fed, report)
     if not (report.norms if converter == "mxnorm" else report.linears):
@@ -118,8 +119,7 @@ def convert(
             raise ConfigError(f"{fqn}: {error}; name it in filter_fqns to leave it in high precision") from None
 
     for fqn, linears in report.norms.items():
-        norm = as_rms_norm(model.get_submodule(fqn))
-        new = MXNorm.from_rms_norm(norm, p=p, estimator=estimator, eps=eps, recipe=recipe, mode=mode)
+        new = MXNorm.from_rms_norm(norms[fqn], p=p, estimator=estimator, eps=eps, recipe=recipe, mode=mode)
         _replace(model, fqn, new)
         for linear in linears:
             _replace(model, linear, MXNormLinear.from_linear(model.get_submodule(linear), recipe=recipe, mode=mode))
@@ -145,8 +145,10 @@ def _filtered(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
     return set().union(*hits.values()) if hits else set()
 
 
-def _plan_norms(model: nn.Module, filtered: set[str], example_inputs: tuple | None, report: Report) -> None:
-    """Sort every RMSNorm into ``report.norms`` or ``report.skipped``."""
+def _plan_norms(
+    model: nn.Module, filtered: set[str], example_inputs: tuple | None, report: Report
+) -> dict[str, nn.RMSNorm]:
+    """Sort every RMSNorm into ``report.norms`` or ``report.skipped``; return what each is, as an nn.RMSNorm."""
     norms = {}
     for fqn, module in model.named_modules():
         if norm := as_rms_norm(module):
@@ -154,7 +156,7 @@ def _plan_norms(model: nn.Module, filtered: set[str], example_inputs: tuple | No
         elif looks_like_rms_norm(module):
             report.skipped[fqn] = f"is a {type(module).__name__} that does not compute what nn.RMSNorm does"
     if not norms:
-        return
+        return norms
     uses = watch_norms(model, norms, example_inputs)
     for fqn in norms:
         linears, others = uses.linears[fqn], uses.others[fqn]
@@ -173,6 +175,7 @@ def _plan_norms(model: nn.Module, filtered: set[str], example_inputs: tuple | No
             report.skipped[fqn] = f"feeds {', '.join(again)}, which is called more than once"
         else:
             report.norms[fqn] = linears
+    return norms
 
 
 def _plan_linears(model: nn.Module, filtered: set[str], fed: set[str], report: Report) -> None:

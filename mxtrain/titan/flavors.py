@@ -8,7 +8,7 @@ from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.qwen3 import get_train_spec as qwen3_spec
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 
-from mxtrain.errors import require_one_of
+from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.titan.datasets import build_dataloader, build_tokenizer, build_validator
 from mxtrain.titan.metrics import build_metrics_processor
 from mxtrain.titan.parallelize import checked_parallelize, refuse_pipeline
@@ -35,8 +35,10 @@ def vocab_size(job_config) -> int:
     """Number of tokens of the configured model: ``data.vocab_size``, or the flavor's where that is 0.
 
     Raises:
-        ConfigError: for an unknown ``model.flavor``.
+        ConfigError: for an unknown ``model.flavor`` or a negative ``data.vocab_size``.
     """
+    if job_config.data.vocab_size < 0:
+        raise ConfigError(f"data.vocab_size = {job_config.data.vocab_size} is negative; 0 takes the model flavor's")
     if job_config.data.vocab_size > 0:
         return job_config.data.vocab_size
     flavors = get_train_spec(job_config.model.name).model_args

@@ -69,6 +69,8 @@ def parse_job_config(args: list[str]):
         ConfigError: for anything wrong that can be seen without building the model or reading data.
     """
     job_config = _ConfigManager().parse_args(args)
+    if isinstance(job_config.model.converters, str):  # TorchTitan does not check the types in a TOML file
+        raise ConfigError(f"model.converters = {job_config.model.converters!r} is not a list")
     # "--model.converters=" parses as one empty name; it means none.
     job_config.model.converters = [name for name in job_config.model.converters if name]
     models = sorted(_supported_models | train_spec._extra_train_specs.keys())
@@ -148,7 +150,7 @@ def main() -> None:
         print(f"mxtrain: error: {error}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
-    # Not after any other exception: this rank may be the only one that failed, and the others would be waited for.
-    if torch.distributed.is_initialized():
+    # Not after an interrupt or any other exception: this rank may be the only one, and the others would be waited for.
+    if status in (0, CONFIG_ERROR_STATUS) and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(status)

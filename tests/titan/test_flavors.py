@@ -43,3 +43,8 @@ def test_unknown_flavor():
     job_config.model.flavor = "0B"
     with pytest.raises(ConfigError, match="model.flavor = '0B' is not one of"):
         vocab_size(job_config)
+
+
+def test_negative_vocabulary():
+    with pytest.raises(ConfigError, match="data.vocab_size = -1 is negative"):
+        vocab_size(parse_job_config(["--data.vocab_size=-1"]))

@@ -105,11 +105,13 @@ def test_mistakes_are_told_in_one_line_before_training(tmp_path, mistake):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({"model": {"converters": "mxnorm"}}, "model.converters = 'mxnorm' is not a list"),
+        ({"model": {"converters": ["mxnorm"]}, "mxnorm": {"p": "2"}}, "p = '2' is not one of: 1, 2"),
         ({"mxnorm": {"q": 2}}, "config: 'q' is not a field of"),
         ({"mxnrom": {"p": 2}}, "config: 'mxnrom' is not a field of top level"),
     ],
 )
-def test_a_field_that_does_not_exist(tmp_path, config, message):
+def test_mistakes_in_a_file(tmp_path, config, message):
     file = tmp_path / "job.toml"
     file.write_bytes(tomli_w.dumps(config).encode())
     with pytest.raises(ConfigError, match=message):
