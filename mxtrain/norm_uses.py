@@ -34,6 +34,7 @@ class NormUses(TorchFunctionMode):
         others: norm FQN -> what else used its output.
         calls: linear FQN -> how often it was called at all.
         unfollowed: modules that could not be run, and why.
+        running: FQN of the innermost module whose forward is running.
     """
 
     def __init__(self, norms: Iterable[str], weights: dict[int, str]):
@@ -42,6 +43,7 @@ class NormUses(TorchFunctionMode):
         self.others = {fqn: set() for fqn in norms}
         self.calls = dict.fromkeys(weights.values(), 0)
         self.unfollowed: list[str] = []
+        self.running: str | None = None
         self._weights = weights
         # Outputs are kept alive: the id of a collected tensor would be given to another one.
         self._outputs: dict[int, tuple[str, torch.Tensor]] = {}
@@ -73,6 +75,8 @@ class NormUses(TorchFunctionMode):
             linear = self._weights.get(id(args[1] if len(args) > 1 else kwargs["weight"]))
         if linear is not None:
             self.calls[linear] += 1
+        # A weight multiplied outside its module's forward would still be after a swap, and not by the swapped module.
+        if linear is not None and linear == self.running:
             for norm in self._norms_of(args[:1] or kwargs["input"]):
                 self.linears[norm].append(linear)
         elif func not in _HARMLESS:
@@ -104,6 +108,7 @@ def watch_norms(model: nn.Module, norms: Collection[str], example_inputs: tuple 
         forward = module.forward
 
         def run(*args, **kwargs):
+            caller, uses.running = uses.running, fqn
             try:
                 output = forward(*args, **kwargs)
             except Exception as error:
@@ -112,6 +117,8 @@ def watch_norms(model: nn.Module, norms: Collection[str], example_inputs: tuple 
                     raise
                 uses.note_unfollowed(fqn, (args, kwargs), error)
                 return torch.empty(tensors_in[0].shape, dtype=tensors_in[0].dtype, device="meta")
+            finally:
+                uses.running = caller
             if fqn in norms:
                 uses.track(fqn, output)
             return output

@@ -228,6 +228,11 @@ class CallsLinearTwice(UsesNormTwice):
         return self.other(self.linear(self.norm(x)) + self.linear(x))
 
 
+class MultipliesTheWeightItself(UsesNormTwice):
+    def forward(self, x):
+        return self.other(F.linear(self.norm(x), self.linear.weight))
+
+
 class CannotRunOnMeta(UsesNormTwice):
     """Half-way it needs a value, which meta tensors do not have; what follows cannot be seen."""
 
@@ -252,6 +257,7 @@ class TiedWeights(UsesNormTwice):
         (ReturnsNorm, "its output is used by the caller of the model"),
         (CallsLinearTwice, "which is called more than once"),
         (TiedWeights, "its output is used by linear"),
+        (MultipliesTheWeightItself, "its output is used by linear"),
     ],
 )
 def test_norms_that_cannot_be_proven_are_left_alone(module, reason):
