@@ -1,5 +1,7 @@
 """What this machine can do, and which execution mode follows from it. Every capability check is here."""
 
+import os
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -7,6 +9,10 @@ import torch
 from mxtrain.errors import ConfigError, require_one_of
 
 MODES = ("native", "emulated", "reference")
+
+# It is installed on Linux only.
+HAS_TRITON = find_spec("triton") is not None
+_INTERPRETS_TRITON = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
 
 
 class ModeSupport(NamedTuple):
@@ -20,6 +26,15 @@ class ModeSupport(NamedTuple):
 def default_device_type() -> str:
     """``"cuda"`` where a CUDA device is visible, else ``"cpu"``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def runs_kernels(mode: str, device_type: str) -> bool:
+    """Whether Triton kernels do the casts of ``mode`` there; otherwise plain PyTorch does, with the same bits.
+
+    They run on CUDA devices, and on a CPU if Triton interprets them (TRITON_INTERPRET=1: very slow, for tests).
+    """
+    has_kernels = device_type == "cuda" or (device_type == "cpu" and _INTERPRETS_TRITON)
+    return HAS_TRITON and mode != "reference" and has_kernels
 
 
 def describe_modes(device_type: str | None = None) -> list[ModeSupport]:

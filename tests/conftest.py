@@ -1,7 +1,13 @@
 """Shared fixtures. The suite needs no GPU; where there is one, tests that use ``device`` run on it as well."""
 
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Before any kernel is imported: without a GPU Triton interprets them, so that emulation on the CPU runs on them.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -1,4 +1,7 @@
-"""Imports point one way: formats <- recipe, reference <- quantize, gemm <- nn <- conversion <- titan <- cli."""
+"""Imports point one way.
+
+formats <- recipe <- reference, kernels <- quantize <- gemm, normalize <- nn <- conversion <- titan <- cli
+"""
 
 import ast
 import subprocess
@@ -11,8 +14,9 @@ PACKAGE = Path(__file__).parents[1] / "mxtrain"
 LAYERS = [
     {"errors", "formats", "config"},
     {"recipe", "hardware", "data", "analysis"},
-    {"reference"},
-    {"quantize", "gemm"},
+    {"reference", "kernels"},
+    {"quantize"},
+    {"gemm", "normalize"},
     {"nn"},
     {"norm_uses", "rms_norms"},
     {"conversion"},
@@ -58,6 +62,13 @@ def test_only_titan_imports_torchtitan():
     for path, part in modules():
         if part != "titan":
             assert not any(name.split(".")[0] == "torchtitan" for name in imported(path)), path
+
+
+def test_reference_and_kernels_know_nothing_of_each_other():
+    """One is the oracle of the other."""
+    for path, part in modules():
+        others = {"reference": ("triton", "mxtrain.kernels"), "kernels": ("torchao", "mxtrain.reference")}.get(part, ())
+        assert not any(name == other or name.startswith(f"{other}.") for name in imported(path) for other in others)
 
 
 def test_torchaos_prototype_names_are_imported_in_one_file():

@@ -13,11 +13,7 @@ normalisation", arXiv 2603.13180. Easy to simplify wrongly:
 import torch
 
 from mxtrain.recipe import Recipe, RMSEstimate
-from mxtrain.reference.casts import rounded_amax, split_blocks
-
-
-def _at_least_fp32(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+from mxtrain.reference.casts import at_least_fp32, rounded_amax, split_blocks
 
 
 def block_amax(x: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -28,32 +24,36 @@ def block_amax(x: torch.Tensor, block_size: int) -> torch.Tensor:
     """
     if x.ndim == 0 or x.shape[-1] == 0 or x.shape[-1] % block_size:
         raise ValueError(f"shape {tuple(x.shape)}: the last dimension is not a positive multiple of {block_size}")
-    return _at_least_fp32(split_blocks(x, block_size).abs().amax(-1))
+    return at_least_fp32(split_blocks(x, block_size).abs().amax(-1))
 
 
 def mean_square(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> torch.Tensor:
-    """The squared RMS of every row as ``estimate`` sees it: [..., D] -> [...], fp32 (fp64 for fp64 input)."""
+    """The squared RMS of every row as ``estimate`` sees it: [..., D] -> [...].
+
+    In fp64, so that it does not depend on the order of the sum.
+    """
     if estimate.estimator == "exact":
-        return _at_least_fp32(x).square().mean(-1)
+        return at_least_fp32(x).square().mean(-1, dtype=torch.float64)
     amax = block_amax(x, estimate.block_size)
     if estimate.estimator == "post_round":
         amax = rounded_amax(amax, recipe.format, recipe.scale_rounding)
     if estimate.p == 1:
-        return (amax.mean(-1) / estimate.constant).square()
-    return amax.square().mean(-1) / estimate.constant**2
+        return (amax.mean(-1, dtype=torch.float64) / estimate.constant).square()
+    return amax.double().square().mean(-1) / estimate.constant**2
 
 
 def inverse_rms(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> torch.Tensor:
     """rho = 1 / sqrt(r^2 + eps) of every row: [..., D] -> [...], fp32 (fp64 for fp64 input).
 
-    A row with a NaN gives NaN; a row with an infinity, or one whose squares overflow, gives 0.
+    A row with a NaN gives NaN; a row with an infinity (for "exact": with a square that overflows fp32) gives 0.
     """
-    return 1.0 / torch.sqrt(mean_square(x, estimate, recipe) + estimate.eps)
+    rho = 1.0 / torch.sqrt(mean_square(x, estimate, recipe) + estimate.eps)
+    return rho.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def scale_rows(x: torch.Tensor, rho: torch.Tensor) -> torch.Tensor:
     """xhat = x * rho, row by row: [..., D] and [...] -> [..., D], in fp32 (fp64 for fp64 input), without rounding."""
-    return _at_least_fp32(x) * rho.unsqueeze(-1)
+    return at_least_fp32(x) * rho.unsqueeze(-1)
 
 
 def norm_backward(g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor) -> torch.Tensor:
@@ -70,6 +70,21 @@ def norm_backward(g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor) -> torch.
         dx [..., D] in the dtype of ``x``; the arithmetic is fp32 (fp64 for fp64 input).
     """
     xhat = scale_rows(x, rho)
-    g = _at_least_fp32(g)
+    g = at_least_fp32(g)
     projection = (g * xhat).mean(-1, keepdim=True)
     return ((g - xhat * projection) * rho.unsqueeze(-1)).to(x.dtype)
+
+
+def fold_backward(g: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The backward of folding a gain into a weight:  dW = G diag(gamma),  dgamma_j = sum_n W_nj G_nj.
+
+    Args:
+        g: dL/d(W diag(gamma)) [N, D].
+        weight: W [N, D].
+        gain: gamma [D].
+
+    Returns:
+        dW in the dtype of ``weight``, dgamma in that of ``gain``; the arithmetic is fp32 (fp64 for fp64 input).
+    """
+    g, w = at_least_fp32(g), at_least_fp32(weight)
+    return (g * gain).to(weight.dtype), (g * w).sum(0).to(gain.dtype)

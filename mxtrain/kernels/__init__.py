@@ -1,0 +1,1 @@
+"""Triton kernels, one operation a file: kernel, launcher, custom op with its fake. They import no reference code."""

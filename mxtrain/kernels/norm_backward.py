@@ -1,0 +1,111 @@
+"""The straight-through norm backward: one read of g and x, one write of dx.
+
+With xhat = x * rho:  dx = rho * (g - xhat * mean_D(g * xhat)), plus the residual branch's gradient if there is one.
+
+Bytes a row: D of g, x and dx each, in their dtypes, 4 of rho, and D of the residual's gradient.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from mxtrain.kernels.runtime import Launch, check_matrix, check_same, check_vector, register_op
+
+MAX_PERSISTENT_COLUMNS = 16384
+
+
+@triton.jit
+def _norm_backward_kernel(
+    g_ptr, x_ptr, rho_ptr, residual_ptr, dx_ptr, rows, columns,
+    RESIDUAL: tl.constexpr, PERSISTENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    rho = tl.load(rho_ptr + row, mask=row < rows, other=0.0)[:, None]
+    start = (row * columns)[:, None]
+    if PERSISTENT:
+        column = tl.arange(0, COLUMNS)[None, :]
+        mask = (row < rows)[:, None] & (column < columns)
+        g = tl.load(g_ptr + start + column, mask=mask, other=0.0).to(tl.float32)
+        xhat = tl.load(x_ptr + start + column, mask=mask, other=0.0).to(tl.float32) * rho
+        projection = tl.sum(g * xhat, 1)[:, None] / columns
+        dx = (g - xhat * projection) * rho
+        if RESIDUAL:
+            dx += tl.load(residual_ptr + start + column, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + start + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    else:
+        products = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in range(0, columns, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)[None, :]
+            mask = (row < rows)[:, None] & (column < columns)
+            g = tl.load(g_ptr + start + column, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            x = tl.load(x_ptr + start + column, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            products += g * (x * rho)
+        projection = tl.sum(products, 1)[:, None] / columns
+        for first in range(0, columns, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)[None, :]
+            mask = (row < rows)[:, None] & (column < columns)
+            g = tl.load(g_ptr + start + column, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            x = tl.load(x_ptr + start + column, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            dx = (g - x * rho * projection) * rho
+            if RESIDUAL:
+                dx += tl.load(residual_ptr + start + column, mask=mask, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + start + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+def tile_shape(columns: int) -> tuple[bool, int, int, int]:
+    """(persistent, rows of a program, columns held at once, warps) for rows of this many elements, by measurement."""
+    if columns > MAX_PERSISTENT_COLUMNS:
+        return False, 1, 8192, 16
+    width = triton.next_power_of_2(columns)
+    rows = max(1, 2048 // width)
+    return True, rows, width, max(2, min(32, rows * width // 512))
+
+
+def _implementation(
+    g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, Launch | None]:
+    dx = torch.empty_like(x)
+    if x.numel() == 0:
+        return dx, None
+    rows, columns = x.shape
+    persistent, rows_at_once, columns_at_once, warps = tile_shape(columns)
+    launch = Launch(
+        _norm_backward_kernel,
+        (triton.cdiv(rows, rows_at_once),),
+        (g, x, rho, residual, dx, rows, columns),
+        dict(
+            RESIDUAL=residual is not None, PERSISTENT=persistent, ROWS=rows_at_once, COLUMNS=columns_at_once,
+            num_warps=warps,
+        ),
+    )  # fmt: skip
+    return dx, launch
+
+
+_norm_backward = register_op(
+    "norm_backward(Tensor g, Tensor x, Tensor rho, Tensor? residual) -> Tensor", _implementation
+)
+
+
+def norm_backward(
+    g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """dx of the straight-through norm backward, in the dtype of x; the arithmetic is fp32.
+
+    Args:
+        g: dL/dxhat, bf16 or fp32 [T, D].
+        x: the norm's input, bf16 or fp32 [T, D].
+        rho: inverse RMS, fp32 [T].
+        residual: bf16 or fp32 [T, D], a gradient of x from elsewhere, added to the result.
+
+    Raises:
+        ValueError: for another shape, dtype or device.
+    """
+    check_matrix("x", x)
+    for name, other in (("g", g), ("residual", residual)):
+        if other is not None:
+            check_matrix(name, other)
+            check_same(name, other, "x", x)
+    check_vector("rho", rho, x.shape[0], (torch.float32,))
+    return _norm_backward(
+        g.contiguous(), x.contiguous(), rho.contiguous(), None if residual is None else residual.contiguous()
+    )
