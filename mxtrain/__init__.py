@@ -9,7 +9,7 @@ from importlib import import_module
 _PUBLIC = {
     "norm_constant": "mxtrain.formats",
     "Recipe": "mxtrain.recipe",
-    "mxnorm_cast": "mxtrain.quantize",
+    "mxnorm_cast": "mxtrain.normalize",
     "MXNorm": "mxtrain.nn.mxnorm",
     "MXNormLinear": "mxtrain.nn.mxnorm",
     "MXLinear": "mxtrain.nn.mx_linear",

@@ -45,3 +45,16 @@ def test_a_gpu_that_pytorch_cannot_use_is_listed(monkeypatch):
 
 def test_a_missing_package_is_told():
     assert doctor._version("no-such-package-here") == "not installed"
+
+
+@pytest.mark.parametrize("pre_round, exact, advice", [(27.0, 27.1, "take 'exact'"), (20.0, 25.0, "saves 20%")])
+def test_advice_follows_the_measurement(pre_round, exact, advice):
+    assert advice in doctor.advise(pre_round, exact)
+
+
+def test_estimators_are_timed_on_a_gpu_only():
+    rows = dict(doctor.estimators())
+    if torch.cuda.is_available():
+        assert float(rows["pre_round"].split()[0]) > 0 and float(rows["exact"].split()[0]) > 0 and rows["advice"]
+    else:
+        assert rows == {"not measured": "needs a CUDA device and Triton"}

@@ -3,7 +3,7 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype, dgrad, fprop, wgrad
+from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype, dgrad, fprop, quantize_gradient, wgrad
 from mxtrain.quantize import quantize
 from mxtrain.recipe import Recipe
 
@@ -21,8 +21,10 @@ class _MXLinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: torch.Tensor):
         x, weight = ctx.saved_tensors
-        dx = dgrad(dy, weight, ctx.recipe, ctx.mode, x.dtype) if ctx.needs_input_grad[0] else None
-        dw = wgrad(dy, x, ctx.recipe, ctx.mode, x.dtype).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        recipe, mode = ctx.recipe, ctx.mode
+        for_dx, for_dw = quantize_gradient(dy, recipe, mode, *ctx.needs_input_grad[:2])
+        dx = None if for_dx is None else dgrad(for_dx, weight, recipe, mode, x.dtype)
+        dw = None if for_dw is None else wgrad(for_dw, x, recipe, mode, x.dtype).to(weight.dtype)
         return dx, dw, None, None
 
 

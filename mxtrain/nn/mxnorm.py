@@ -28,10 +28,10 @@ from torch.autograd.function import once_differentiable
 
 from mxtrain.errors import ConfigError
 from mxtrain.hardware import resolve_mode
-from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype, dgrad, fprop, wgrad
-from mxtrain.quantize import Operand, quantize
+from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype, dgrad, fprop, quantize_gradient, wgrad
+from mxtrain.normalize import fold_backward, norm_backward, normalize
+from mxtrain.quantize import Operand
 from mxtrain.recipe import Recipe, RMSEstimate, get_recipe
-from mxtrain.reference.mxnorm import inverse_rms, norm_backward, scale_rows
 
 
 class NormedInput(NamedTuple):
@@ -64,9 +64,9 @@ class _MXNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str):
-        rho = inverse_rms(x, estimate, recipe)
-        data, scales = quantize(scale_rows(x, rho), recipe, mode, dim=1)
+        (data, scales), rho = normalize(x, estimate, recipe, mode)
         ctx.save_for_backward(x, rho)
+        ctx.mode = mode
         ctx.mark_non_differentiable(*(t for t in (data, scales, rho) if t is not None))
         return x.view_as(x), data, scales, rho
 
@@ -74,14 +74,7 @@ class _MXNormFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dxhat: torch.Tensor, *_):
         x, rho = ctx.saved_tensors
-        return norm_backward(dxhat, x, rho), None, None, None
-
-
-def fold_gain(weight: torch.Tensor, gain: torch.Tensor | None) -> torch.Tensor:
-    """W diag(gamma) [N, D], in fp32 (fp64 for fp64 weights) so that the cast rounds once."""
-    if gain is None:
-        return weight
-    return weight.to(torch.promote_types(weight.dtype, torch.float32)) * gain
+        return norm_backward(dxhat, x, rho, ctx.mode), None, None, None
 
 
 class _MXNormLinearFunction(torch.autograd.Function):
@@ -91,21 +84,25 @@ class _MXNormLinearFunction(torch.autograd.Function):
     def forward(ctx, h, data, scales, rho, gain, weight, recipe: Recipe, mode: str, out_dtype: torch.dtype):
         ctx.save_for_backward(h, rho, gain, weight)
         ctx.recipe, ctx.mode = recipe, mode
-        return fprop(Operand(data, scales), fold_gain(weight, gain), recipe, mode, out_dtype)
+        return fprop(Operand(data, scales), weight, recipe, mode, out_dtype, gain)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: torch.Tensor):
         x, rho, gain, weight = ctx.saved_tensors
-        dxhat = dgrad(dy, fold_gain(weight, gain), ctx.recipe, ctx.mode, dy.dtype)
-        d_folded = wgrad(dy, scale_rows(x, rho), ctx.recipe, ctx.mode, dy.dtype)
-        if gain is None:
-            d_gain, d_weight = None, d_folded
-        else:
-            d_folded = d_folded.to(torch.promote_types(weight.dtype, torch.float32))
-            d_gain = (weight * d_folded).sum(0).to(gain.dtype)
-            d_weight = d_folded * gain
-        return dxhat.to(x.dtype), None, None, None, d_gain, d_weight.to(weight.dtype), None, None, None
+        recipe, mode = ctx.recipe, ctx.mode
+        needs_weight = ctx.needs_input_grad[5] or (gain is not None and ctx.needs_input_grad[4])
+        for_dxhat, for_dw = quantize_gradient(dy, recipe, mode, ctx.needs_input_grad[0], needs_weight)
+        dxhat = d_gain = d_weight = None
+        if for_dxhat is not None:
+            dxhat = dgrad(for_dxhat, weight, recipe, mode, dy.dtype, gain).to(x.dtype)
+        if for_dw is not None:
+            d_weight = wgrad(for_dw, x, recipe, mode, dy.dtype, rho)
+            if gain is None:
+                d_weight = d_weight.to(weight.dtype)
+            else:
+                d_weight, d_gain = fold_backward(d_weight, weight, gain, mode)
+        return dxhat, None, None, None, d_gain, d_weight, None, None, None
 
 
 class MXNorm(nn.RMSNorm):

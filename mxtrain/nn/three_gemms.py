@@ -16,23 +16,37 @@ import torch.nn as nn
 from mxtrain.errors import ConfigError
 from mxtrain.gemm import matmul
 from mxtrain.hardware import resolve_mode
-from mxtrain.quantize import Operand, quantize
+from mxtrain.quantize import Operand, quantize, quantize_along
 from mxtrain.recipe import Recipe, get_recipe
 
 
-def fprop(x: Operand, w: torch.Tensor, recipe: Recipe, mode: str, out_dtype: torch.dtype) -> torch.Tensor:
-    """Y [T, N] from an operand X [T, D] that is already quantized along D."""
-    return matmul(x, quantize(w, recipe, mode, dim=1), out_dtype)
+def fprop(
+    x: Operand, w: torch.Tensor, recipe: Recipe, mode: str, out_dtype: torch.dtype, gain: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Y [T, N] from X quantized along D; with ``gain`` the weight is W diag(gain)."""
+    return matmul(x, quantize(w, recipe, mode, dim=1, column_factor=gain), out_dtype)
 
 
-def dgrad(dy: torch.Tensor, w: torch.Tensor, recipe: Recipe, mode: str, out_dtype: torch.dtype) -> torch.Tensor:
-    """dX [T, D]."""
-    return matmul(quantize(dy, recipe, mode, dim=1), quantize(w, recipe, mode, dim=0), out_dtype)
+def dgrad(
+    dy: Operand, w: torch.Tensor, recipe: Recipe, mode: str, out_dtype: torch.dtype, gain: torch.Tensor | None = None
+) -> torch.Tensor:
+    """dX [T, D] from dY quantized along N; with ``gain`` the weight is W diag(gain)."""
+    return matmul(dy, quantize(w, recipe, mode, dim=0, column_factor=gain), out_dtype)
 
 
-def wgrad(dy: torch.Tensor, x: torch.Tensor, recipe: Recipe, mode: str, out_dtype: torch.dtype) -> torch.Tensor:
-    """dW [N, D]."""
-    return matmul(quantize(dy, recipe, mode, dim=0), quantize(x, recipe, mode, dim=0), out_dtype)
+def wgrad(
+    dy: Operand, x: torch.Tensor, recipe: Recipe, mode: str, out_dtype: torch.dtype, rho: torch.Tensor | None = None
+) -> torch.Tensor:
+    """dW [N, D] from dY quantized along T; with ``rho`` the input is X diag(rho), row by row."""
+    return matmul(dy, quantize(x, recipe, mode, dim=0, row_factor=rho), out_dtype)
+
+
+def quantize_gradient(
+    dy: torch.Tensor, recipe: Recipe, mode: str, for_dgrad: bool, for_wgrad: bool
+) -> tuple[Operand | None, Operand | None]:
+    """dY as operand of dgrad and of wgrad, from one read; None where it is not wanted."""
+    operands = quantize_along(dy, recipe, mode, (1,) * for_dgrad + (0,) * for_wgrad)
+    return operands.get(1), operands.get(0)
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:

@@ -136,7 +136,7 @@ def test_the_norms_operand_is_mxnorm_cast_to_the_bit(mode, dtype):
     """x * rho goes into the cast in fp32: rounded to bf16 before, codes would differ."""
     x = draw(*TOKENS, D, seed=0, dtype=dtype)
     normed = MXNorm(D, mode=mode)(x)
-    codes, scales, rho = mxnorm_cast(x)
+    codes, scales, rho = mxnorm_cast(x, mode=mode)
     assert torch.equal(normed.data.float(), dequantize(codes, scales, MXFP8).flatten(0, -2))
     assert torch.equal(normed.rho, rho.flatten())
 
