@@ -191,8 +191,15 @@ def test_more_processes_than_accelerators_are_refused():
 
 def test_users_thread_settings_stand():
     environment = {"OMP_NUM_THREADS": "7", "GOMP_SPINCOUNT": "9"}
-    launch.set_thread_defaults(environment, processes=2, devices=0)
+    launch.set_worker_defaults(environment, processes=2, devices=0)
     assert environment == {"OMP_NUM_THREADS": "7", "GOMP_SPINCOUNT": "9"}
+
+
+@pytest.mark.parametrize("name", launch.ALLOCATOR_VARIABLES)
+def test_users_allocator_settings_stand(name):
+    environment = {name: "max_split_size_mb:512"}
+    launch.set_worker_defaults(environment, processes=1, devices=1)
+    assert environment == {name: "max_split_size_mb:512"}
 
 
 @pytest.mark.parametrize(
@@ -200,15 +207,15 @@ def test_users_thread_settings_stand():
     [
         (1, 0, {"GOMP_SPINCOUNT": "1000"}),
         (4, 0, {"GOMP_SPINCOUNT": "1000", "OMP_NUM_THREADS": "3"}),
-        (4, 4, {"OMP_NUM_THREADS": "3"}),
+        (4, 4, {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
         (100, 0, {"GOMP_SPINCOUNT": "1000", "OMP_NUM_THREADS": "1"}),
-        (1, 1, {}),
+        (1, 1, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
     ],
 )
-def test_thread_defaults(monkeypatch, processes, devices, expected):
+def test_worker_defaults(monkeypatch, processes, devices, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
     environment = {}
-    launch.set_thread_defaults(environment, processes, devices)
+    launch.set_worker_defaults(environment, processes, devices)
     assert environment == expected
 
 
