@@ -1,0 +1,644 @@
+"""The Triton kernels against PyTorch, torchao and Liger: time, bytes moved, share of the copy bandwidth.
+
+    python scripts/bench_cast.py                                  every section
+    python scripts/bench_cast.py --only norm,dual --json cast.json --plot cast.png
+    python scripts/bench_cast.py --only norm --shapes 32768x4096 --profiler
+    python scripts/bench_cast.py --check                          results only, no times
+
+Every result is compared with the plain PyTorch reference on the same input before it is timed: "ok" is equal to the bit
+for casts (given the kernel's own rho, which is within 2 ulp of the reference's), and equal to rounding for gradients.
+A peer whose bits are not the reference's is marked "differs".
+
+Bytes are those that must move: every input once, every output once. "of copy" is the share of the bandwidth that a copy
+of 1 GiB reaches, "of same-size copy" of one that moves as many bytes as the kernel: starting and ending take a few us.
+Times are medians with the L2 cache flushed before every run: between CUDA events, or with --profiler the sum of the
+kernels of a call. The former hold launch overhead, which shows below about 20 us.
+"""
+
+import argparse
+import importlib.util
+import statistics
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+from unittest import mock
+
+import benchmarking
+import torch
+import torch.nn.functional as F
+
+from mxtrain.formats import MXFP8
+from mxtrain.recipe import RMSEstimate, get_recipe
+from mxtrain.reference import casts
+from mxtrain.reference.mxnorm import inverse_rms, norm_backward, scale_rows
+
+RECIPE = get_recipe("mxfp8")
+EPS = 1e-5
+MEMORY_BOUND_BYTES = 50e6
+"""Shapes that move less than this are left out of the smallest share of the copy bandwidth"""
+
+Shape = tuple[int, int]
+
+
+class Entry(NamedTuple):
+    """One thing to time.
+
+    Attributes:
+        name: of the row in the table.
+        make: returns what is timed, a function without arguments that returns tensors; may compile.
+        reads: the tensors that must be read.
+        check: whether the result of a run is right; None if there is nothing to compare it with.
+        peers: names of what it is compared with, the first of those that ran; empty for a peer.
+        ours: whether it is one of mxtrain's kernels.
+    """
+
+    name: str
+    make: Callable[[], Callable[[], object]]
+    reads: tuple[torch.Tensor, ...]
+    check: Callable[[object], bool] | None = None
+    peers: tuple[str, ...] = ()
+    ours: bool = False
+
+
+class Section(NamedTuple):
+    """Shapes, and the entries for one of them: called with shape, device, and whether to add max-autotuned peers."""
+
+    title: str
+    shapes: tuple[Shape, ...]
+    entries: Callable[[Shape, str, bool], list[Entry]]
+
+
+# Building entries
+
+
+def ours(name: str, run: Callable, reads: tuple, check: Callable, peers: tuple[str, ...]) -> Entry:
+    """An entry for one of mxtrain's kernels."""
+    return Entry(name, lambda: run, reads, check, peers, ours=True)
+
+
+def compiled(name: str, function: Callable, args: tuple, max_autotune: bool) -> list[Entry]:
+    """Entries for ``function(*args)`` under torch.compile: as it comes, and with max-autotune if asked for."""
+
+    def make(mode: str | None):
+        fast = torch.compile(function, dynamic=False, fullgraph=True, mode=mode)
+        return lambda: fast(*args)
+
+    entries = [Entry(f"{name}, compiled", lambda: make(None), args)]
+    if max_autotune:
+        entries.append(Entry(f"{name}, max-autotune", lambda: make("max-autotune-no-cudagraphs"), args))
+    return entries
+
+
+def draw(shape: tuple[int, ...], device: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Random numbers, new in every call."""
+    return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
+
+
+def random_rho(rows: int, device: str) -> torch.Tensor:
+    return torch.rand(rows, device=device) + 0.5
+
+
+def tensors(result) -> Iterator[torch.Tensor]:
+    """Every tensor in nested tuples and lists."""
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, (tuple, list)):
+        for item in result:
+            yield from tensors(item)
+
+
+def moved_bytes(reads, result) -> int:
+    """Bytes of the tensors read and of those in ``result``."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*tensors(reads), *tensors(result)))
+
+
+# Checks
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def within_ulps(a: torch.Tensor, b: torch.Tensor, ulps: int) -> bool:
+    """Whether two positive fp32 tensors differ by at most so many units in the last place."""
+    return bool(((a.view(torch.int32) - b.view(torch.int32)).abs() <= ulps).all())
+
+
+def is_cast(result: tuple, y: torch.Tensor, dim: int, form: str) -> bool:
+    """Whether ``result`` is (data, scales) of the reference's cast of ``y`` along ``dim``."""
+    data, scales = result
+    if form == "image":
+        return same_bits(data, casts.image(y, MXFP8, RECIPE.scale_rounding, dim, torch.bfloat16))
+    codes, row_major = casts.cast(y if dim == 1 else y.t().contiguous(), MXFP8, RECIPE.scale_rounding)
+    return same_bits(data, codes) and same_bits(scales, casts.to_blocked(row_major) if form == "blocked" else row_major)
+
+
+def is_rounding_apart(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two gradients differ by no more than one rounding to their dtype, or by the noise of an fp32 sum."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b, rounding = a.float(), b.float(), torch.finfo(a.dtype).eps
+    return bool(((a - b).abs() <= rounding * b.abs() + 1e-5 * b.abs().max()).all())
+
+
+# Section norm
+
+
+def norm_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
+    from mxtrain.kernels.mxnorm_cast import mxnorm_cast
+
+    x, residual, gain = draw(shape, device), draw(shape, device), draw(shape[1:], device)
+    peers = ("RMSNorm + to_mx, compiled",)
+
+    def entry(name: str, form: str = "codes", residual: torch.Tensor | None = None, **estimate) -> Entry:
+        rms = RMSEstimate.for_recipe(RECIPE, eps=EPS, **estimate)
+        return ours(
+            f"mxnorm_cast {name}",
+            lambda: mxnorm_cast(x, rms, RECIPE, form, residual),
+            (x,) if residual is None else (x, residual),
+            lambda result: is_mxnorm_cast(result, x, residual, rms, form),
+            peers,
+        )
+
+    return [
+        *compiled("RMSNorm + to_mx", rms_norm_to_mx, (x, gain), max_autotune),
+        *compiled("MXNorm p=2 in PyTorch", mxnorm_in_pytorch, (x,), max_autotune),
+        entry("p=2 codes", p=2),
+        entry("p=1 codes", p=1),
+        entry("exact codes", estimator="exact"),
+        entry("p=2 blocked", "blocked"),
+        entry("p=2 image", "image"),
+        entry("p=2 codes + residual", residual=residual),
+        entry("p=2 image + residual", "image", residual=residual),
+    ]
+
+
+def rms_norm_to_mx(x: torch.Tensor, gain: torch.Tensor):
+    """RMSNorm and torchao's cast of its result."""
+    return casts.cast(F.rms_norm(x, x.shape[-1:], gain, EPS), MXFP8, RECIPE.scale_rounding)
+
+
+_NORM_CONSTANT = RMSEstimate.for_recipe(RECIPE, p=2).constant
+
+
+def mxnorm_in_pytorch(x: torch.Tensor):
+    """MXNorm, p = 2, as fp32 PyTorch operations: what torch.compile alone makes of it."""
+    amax = casts.split_blocks(x, MXFP8.block_size).abs().amax(-1).float()
+    rho = torch.rsqrt(amax.square().mean(-1) / _NORM_CONSTANT**2 + EPS)
+    return casts.cast(scale_rows(x, rho), MXFP8, RECIPE.scale_rounding), rho
+
+
+def is_mxnorm_cast(result, x, residual, estimate: RMSEstimate, form: str) -> bool:
+    if residual is not None:
+        x = (x.float() + residual.float()).to(x.dtype)
+        if not same_bits(result.total, x):
+            return False
+    if not within_ulps(result.rho, inverse_rms(x, estimate, RECIPE), 2):
+        return False
+    return is_cast((result.data, result.scales), scale_rows(x, result.rho), 1, form)
+
+
+# Section backward
+
+
+def backward_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
+    from mxtrain.kernels.norm_backward import norm_backward as kernel
+
+    g, x, residual, rho = *(draw(shape, device) for _ in range(3)), random_rho(shape[0], device)
+    peers = ("norm backward in PyTorch, compiled",)
+    entries = compiled("norm backward in PyTorch", norm_backward_in_pytorch, (g, x, rho), max_autotune)
+    if importlib.util.find_spec("liger_kernel"):
+        gain = draw(shape[1:], device)
+        reads = (g, x, gain, rho)  # its own rho has the size of this one
+        entries.append(Entry("Liger RMSNorm backward (also dgamma)", lambda: liger_backward(g, x, gain), reads))
+    return entries + [
+        ours(
+            "norm_backward",
+            lambda: kernel(g, x, rho),
+            (g, x, rho),
+            lambda dx: is_rounding_apart(dx, norm_backward(g, x, rho)),
+            peers,
+        ),
+        ours(
+            "norm_backward + residual",
+            lambda: kernel(g, x, rho, residual),
+            (g, x, rho, residual),
+            lambda dx: is_rounding_apart(dx, norm_backward(g, x.float(), rho).add(residual).to(x.dtype)),
+            peers,
+        ),
+    ]
+
+
+def norm_backward_in_pytorch(g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor) -> torch.Tensor:
+    """dx of the straight-through backward as fp32 PyTorch operations: what torch.compile alone makes of it."""
+    xhat = scale_rows(x, rho)
+    g = g.float()
+    return ((g - xhat * (g * xhat).mean(-1, keepdim=True)) * rho.unsqueeze(-1)).to(x.dtype)
+
+
+def liger_backward(g: torch.Tensor, x: torch.Tensor, gain: torch.Tensor) -> Callable[[], object]:
+    """Liger's RMSNorm backward, dx and dgamma, from what its forward saved."""
+    from liger_kernel.ops.rms_norm import rms_norm_backward, rms_norm_forward
+
+    _, _, rstd, block_size, warps, casting = rms_norm_forward(x, gain, EPS, 0.0, "llama", False)
+    return lambda: rms_norm_backward(g, x, gain, rstd, 0.0, casting, block_size, warps, False, False)
+
+
+# Section dual
+
+
+def dual_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
+    from mxtrain.kernels.cast import cast
+
+    x = draw(shape, device)
+
+    def are_casts(results, form: str) -> bool:
+        return is_cast(results[0], x, 1, form) and is_cast(results[1], x, 0, form)
+
+    def are_torchaos_casts(results) -> bool:
+        (row_codes, row_scales), (column_codes, column_scales) = results
+        return are_casts(((row_codes, row_scales), (column_codes.t(), column_scales)), "codes")
+
+    return [
+        Entry("torchao triton dim0 + dim1", lambda: torchao_dual(x), (x,), are_torchaos_casts),
+        *compiled("to_mx twice", to_mx_twice, (x,), max_autotune),
+        *compiled("two images in PyTorch", two_images, (x,), max_autotune),
+        *(
+            ours(
+                f"cast (0, 1) {form}",
+                lambda form=form: cast(x, RECIPE, (1, 0), form),
+                (x,),
+                lambda results, form=form: are_casts(results, form),
+                ("torchao triton dim0 + dim1", "to_mx twice, compiled"),
+            )
+            for form in ("codes", "blocked")
+        ),
+        ours(
+            "cast (0, 1) image",
+            lambda: cast(x, RECIPE, (1, 0), "image"),
+            (x,),
+            lambda results: are_casts(results, "image"),
+            ("two images in PyTorch, compiled",),
+        ),
+    ]
+
+
+def torchao_dual(x: torch.Tensor) -> Callable[[], object]:
+    """torchao's two Triton casts of x, along rows and along columns, RCEIL."""
+    kernels = torchao_triton_kernels()
+    mode = RECIPE.scale_rounding
+    return lambda: (
+        kernels.triton_to_mxfp8_dim0(x, MXFP8.block_size, mode),
+        kernels.triton_to_mxfp8_dim1(x, MXFP8.block_size, mode),
+    )
+
+
+_TORCHAO_KERNELS = []
+
+
+def torchao_triton_kernels():
+    """The module with torchao's Triton casts, as it is from compute capability 10.0 on, or made to work below.
+
+    torchao defines them there only, because their RCEIL scale is an instruction of those GPUs. For AMD they hold the
+    same scale as arithmetic, so a second copy of the module is loaded that takes the AMD side of these two switches
+    (and of no other); tiles, tuning and everything else are the same.
+    """
+    if not _TORCHAO_KERNELS:
+        spec = importlib.util.find_spec("torchao.prototype.mx_formats.kernels")
+        if torch.cuda.get_device_capability() >= (10, 0):
+            module = importlib.import_module(spec.name)
+        else:
+            module = importlib.util.module_from_spec(spec)
+            with (
+                mock.patch("torchao.utils.is_ROCM", return_value=True),
+                mock.patch("torchao.utils.is_MI350", return_value=True),
+            ):
+                spec.loader.exec_module(module)
+        _TORCHAO_KERNELS.append(module)
+    return _TORCHAO_KERNELS[0]
+
+
+def to_mx_twice(x: torch.Tensor):
+    """torchao's casts along both dimensions, as PyTorch operations."""
+    return tuple(casts.cast(y, MXFP8, RECIPE.scale_rounding) for y in (x, x.t().contiguous()))
+
+
+def two_images(x: torch.Tensor):
+    """bf16 images of the casts along both dimensions, as PyTorch operations."""
+    return tuple(casts.image(x, MXFP8, RECIPE.scale_rounding, dim, torch.bfloat16) for dim in (1, 0))
+
+
+# Section column
+
+
+def column_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
+    from mxtrain.kernels.cast import cast
+
+    rho = random_rho(shape[0], device)
+    entries = []
+    for dtype, word in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        x = draw(shape, device, dtype)
+        functions = {"codes": column_codes, "image": column_image}
+        for form, function in functions.items():
+            entries += compiled(f"{word} x rho, {form} in PyTorch", function, (x, rho), max_autotune)
+            entries.append(
+                ours(
+                    f"cast {word} x rho (0,) {form}",
+                    lambda x=x, form=form: cast(x, RECIPE, (0,), form, row_factor=rho),
+                    (x, rho),
+                    lambda results, x=x, form=form: is_cast(results[0], scale_rows(x, rho), 0, form),
+                    (f"{word} x rho, {form} in PyTorch, compiled",),
+                )
+            )
+    return entries
+
+
+def column_codes(x: torch.Tensor, rho: torch.Tensor):
+    """Codes and scales of x * rho along the rows, as PyTorch operations."""
+    return casts.cast(scale_rows(x, rho).t().contiguous(), MXFP8, RECIPE.scale_rounding)
+
+
+def column_image(x: torch.Tensor, rho: torch.Tensor):
+    """The bf16 image of x * rho cast along the rows, as PyTorch operations."""
+    return casts.image(scale_rows(x, rho), MXFP8, RECIPE.scale_rounding, 0, torch.bfloat16)
+
+
+# Section fold
+
+
+def fold_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
+    from mxtrain.kernels.cast import cast
+    from mxtrain.kernels.fold_backward import fold_backward
+
+    weight, gain = draw(shape, device, torch.float32), draw(shape[1:], device, torch.float32)
+    d_folded = draw(shape, device)
+    entries = []
+    for form, function in (("codes", folded_codes), ("image", folded_images)):
+        entries += compiled(f"fold, {form} in PyTorch", function, (weight, gain), max_autotune)
+        entries.append(
+            ours(
+                f"cast W gain (0, 1) {form}",
+                lambda form=form: cast(weight, RECIPE, (1, 0), form, column_factor=gain),
+                (weight, gain),
+                lambda results, form=form: all(
+                    is_cast(result, weight * gain, dim, form) for result, dim in zip(results, (1, 0))
+                ),
+                (f"fold, {form} in PyTorch, compiled",),
+            )
+        )
+    return entries + [
+        *compiled("fold backward in PyTorch", fold_backward_in_pytorch, (d_folded, weight, gain), max_autotune),
+        ours(
+            "fold_backward",
+            lambda: fold_backward(d_folded, weight, gain),
+            (d_folded, weight, gain),
+            lambda result: is_fold_backward(result, d_folded, weight, gain),
+            ("fold backward in PyTorch, compiled",),
+        ),
+    ]
+
+
+def folded_codes(weight: torch.Tensor, gain: torch.Tensor):
+    """Codes and scales of W diag(gain) along both dimensions, as PyTorch operations."""
+    return to_mx_twice(weight * gain)
+
+
+def folded_images(weight: torch.Tensor, gain: torch.Tensor):
+    """bf16 images of W diag(gain) along both dimensions, as PyTorch operations."""
+    return two_images(weight * gain)
+
+
+def fold_backward_in_pytorch(d_folded: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor):
+    """dW and dgain from dL/d(W diag(gain)), as PyTorch operations."""
+    d_folded = d_folded.float()
+    return d_folded * gain, (weight * d_folded).sum(0)
+
+
+def is_fold_backward(result, d_folded, weight, gain) -> bool:
+    d_weight, d_gain = result
+    products = weight.double() * d_folded.double()
+    near = (d_gain - products.sum(0)).abs() <= 1e-5 * products.abs().sum(0)
+    return same_bits(d_weight, d_folded.float() * gain) and bool(near.all())
+
+
+# Running them
+
+SECTIONS = {
+    "norm": Section(
+        "norm and cast of x [T, D], bf16",
+        ((32768, 768), (16384, 2048), (8192, 4096), (32768, 4096), (8192, 8192), (4096, 16384)),
+        norm_entries,
+    ),
+    "backward": Section(
+        "straight-through norm backward, bf16 [T, D]",
+        (
+            *((32768, 256), (32768, 768), (32768, 1024), (16384, 2048), (8192, 4096)),
+            *((32768, 4096), (8192, 8192), (4096, 16384), (1152000, 384)),
+        ),
+        backward_entries,
+    ),
+    "dual": Section(
+        "casts of a gradient [T, N], bf16, along both dimensions",
+        ((16384, 2048), (16384, 8192), (65536, 768), (65536, 2048), (16384, 4096), (16384, 14336)),
+        dual_entries,
+    ),
+    "column": Section(
+        "cast of x * rho [T, D] along tokens",
+        ((65536, 768), (16384, 2048), (16384, 4096), (16384, 8192)),
+        column_entries,
+    ),
+    "fold": Section(
+        "casts of W diag(gain), fp32 [N, D], along both dimensions, and the backward of the fold",
+        ((2048, 768), (2048, 2048), (8192, 2048), (4096, 4096), (14336, 4096)),
+        fold_entries,
+    ),
+}
+
+
+def measure(entry: Entry, milliseconds: Callable | None, bandwidth: float | None) -> dict:
+    """A row of the table; without ``milliseconds`` only the check. An error becomes a row as well."""
+    row = {"what": entry.name, "ours": entry.ours}
+    try:
+        torch._dynamo.reset()
+        run = entry.make()
+        result = run()
+        row["MB"] = moved_bytes(entry.reads, result) / 1e6
+        if entry.check:
+            row["check"] = "ok" if entry.check(result) else "WRONG" if entry.ours else "differs"
+        del result
+        if milliseconds:
+            ms = milliseconds(run)
+            row["us"] = 1e3 * ms
+            row["TB/s"] = row["MB"] / ms / 1e3
+            row["of copy"] = row["TB/s"] * 1e12 / bandwidth
+            if entry.ours:
+                same_size = benchmarking.copy_bandwidth(milliseconds, int(row["MB"] * 1e6))
+                row["of same-size copy"] = row["TB/s"] * 1e12 / same_size
+    except Exception as error:
+        traceback.print_exc()
+        traceback.clear_frames(error.__traceback__)
+        lines = str(error).strip().splitlines()
+        row["check"] = f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+        row["failed"] = True
+    return row
+
+
+def measure_shape(section: str, shape: Shape, args: argparse.Namespace, bandwidth: float | None) -> list[dict]:
+    """Rows for one shape of a section, with ratios to the peers."""
+    entries = SECTIONS[section].entries(shape, args.device, args.max_autotune)
+    if args.check:
+        entries = [entry for entry in entries if entry.ours]
+    rows = []
+    for entry in entries:
+        row = {"section": section, "shape": "x".join(map(str, shape))}
+        rows.append({**row, **measure(entry, None if args.check else args.milliseconds, bandwidth)})
+    microseconds = {row["what"]: row["us"] for row in rows if "us" in row}
+    for entry, row in zip(entries, rows):
+        peer = next((name for name in entry.peers if name in microseconds), None)
+        if peer and "us" in row:
+            row["peer"], row["x peer"] = peer, microseconds[peer] / row["us"]
+    return rows
+
+
+def summarise(rows: list[dict]) -> list[dict]:
+    """A row per kernel: geometric mean and minimum of its ratio to the peer, its smallest share of the bandwidth."""
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for row in rows:
+        if row["ours"]:
+            groups.setdefault((row["section"], row["what"]), []).append(row)
+    summary = []
+    for (section, what), group in groups.items():
+        line = {"section": section, "what": what, "shapes": len(group)}
+        if ratios := [row["x peer"] for row in group if "x peer" in row]:
+            line["geomean"], line["min"] = statistics.geometric_mean(ratios), min(ratios)
+        large = [row["of copy"] for row in group if "of copy" in row and row["MB"] * 1e6 >= MEMORY_BOUND_BYTES]
+        if large:
+            line["min of copy"] = min(large)
+        line["check"] = "ok" if all(row["check"] == "ok" for row in group) else "WRONG"
+        summary.append(line)
+    return summary
+
+
+COLUMNS = {
+    "shape": "<",
+    "what": "<",
+    "us": ".1f",
+    "MB": ".1f",
+    "TB/s": ".2f",
+    "of copy": ".3f",
+    "of same-size copy": ".3f",
+    "x peer": ".2f",
+    "check": "<",
+}
+SUMMARY_COLUMNS = {
+    "section": "<",
+    "what": "<",
+    "shapes": "d",
+    "geomean": ".2f",
+    "min": ".2f",
+    "min of copy": ".3f",
+    "check": "<",
+}
+
+
+def report(rows: list[dict], facts: dict, args: argparse.Namespace) -> None:
+    """Write what there is to the files asked for. Called after every shape, so that a run cut short leaves its part."""
+    if args.json:
+        benchmarking.write_json(args.json, {**facts, "summary": summarise(rows), "rows": rows})
+    if args.plot:
+        panels: dict[str, dict[str, dict]] = {}
+        for row in rows:
+            panel = panels.setdefault(f"{row['section']}: {SECTIONS[row['section']].title}", {})
+            panel.setdefault(row["shape"], {})[row["what"]] = row.get("TB/s")
+        benchmarking.bar_plot(args.plot, panels, "TB/s")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=section_names, default=list(SECTIONS), help=f"any of {','.join(SECTIONS)}")
+    parser.add_argument("--shapes", nargs="+", type=shape, help="rows x columns, as in 32768x4096, for every section")
+    parser.add_argument("--profiler", action="store_true", help="time kernels with the profiler instead of CUDA events")
+    parser.add_argument("--max-autotune", action="store_true", help="time compiled peers with max-autotune as well")
+    parser.add_argument("--check", action="store_true", help="compare with the reference, time nothing")
+    parser.add_argument("--list", action="store_true", help="print sections and shapes, and end")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--plot", metavar="FILE", help="PNG")
+    args = parser.parse_args(argv)
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.milliseconds = benchmarking.profiled_ms if args.profiler else benchmarking.bench_ms
+    return args
+
+
+def section_names(text: str) -> list[str]:
+    """Names of sections, separated by commas."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in SECTIONS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {','.join(SECTIONS)}")
+    return names
+
+
+def shape(text: str) -> Shape:
+    """Rows and columns from text such as 32768x4096."""
+    try:
+        rows, columns = map(int, text.split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape such as 32768x4096") from None
+    return rows, columns
+
+
+def listing(args: argparse.Namespace) -> str:
+    """Sections and shapes as text."""
+    lines = []
+    for name in args.only:
+        shapes = ", ".join(f"{rows}x{columns}" for rows, columns in args.shapes or SECTIONS[name].shapes)
+        lines.append(f"{name}: {SECTIONS[name].title}\n    {shapes}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if args.list:
+        print(listing(args))
+        return 0
+    if args.device == "cpu" and not (args.check and interpreting()):
+        print(
+            "bench_cast: no CUDA device found. Kernels are timed on a GPU only; on a CPU there are --list, and --check "
+            "with TRITON_INTERPRET=1 and small --shapes.",
+            file=sys.stderr,
+        )
+        return 1
+
+    facts = benchmarking.machine(args.device)
+    bandwidth = None if args.check else benchmarking.copy_bandwidth(args.milliseconds)
+    if bandwidth:
+        facts |= {"copy TB/s": bandwidth / 1e12, "timing": "profiler" if args.profiler else "CUDA events"}
+    print(benchmarking.describe(facts) + (f"; copy {bandwidth / 1e12:.2f} TB/s" if bandwidth else ""))
+
+    rows = []
+    for section in args.only:
+        print(f"\n{section}: {SECTIONS[section].title}")
+        for each in args.shapes or SECTIONS[section].shapes:
+            new = measure_shape(section, each, args, bandwidth)
+            rows += new
+            print(benchmarking.table(new, COLUMNS), flush=True)
+            report(rows, facts, args)
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
+    summary = summarise(rows)
+    print("\n" + benchmarking.table(summary, SUMMARY_COLUMNS))
+    return 1 if any(line["check"] != "ok" for line in summary) else 0
+
+
+def interpreting() -> bool:
+    """Whether Triton runs kernels in its interpreter, on CPU tensors."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""The benchmark scripts on a CPU: what they count and write. Kernels run in Triton's interpreter; nothing is timed."""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.autograd.profiler_util import Interval
+from torchtitan.models.llama3.model.model import Transformer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+
+import bench_cast  # noqa: E402 - after the path is set
+import bench_train  # noqa: E402
+import benchmarking  # noqa: E402
+
+PNG = b"\x89PNG\r\n"
+
+
+class TestWriting:
+    def test_table(self):
+        rows = [{"name": "a", "us": 12.34, "n": 3}, {"name": "longer", "us": None}]
+        assert benchmarking.table(rows, {"name": "<", "us": ".1f", "n": "d"}).splitlines() == [
+            "name      us  n",
+            "a       12.3  3",
+            "longer     -  -",
+        ]
+
+    def test_json_has_no_numbers_that_json_lacks(self, tmp_path):
+        path = tmp_path / "new" / "a.json"
+        benchmarking.write_json(path, {"loss": math.nan, "steps": (1, math.inf), "device": torch.device("cpu").type})
+        assert json.loads(path.read_text()) == {"loss": "nan", "steps": [1, "inf"], "device": "cpu"}
+
+    @pytest.mark.parametrize("panels", [{}, {"one": {"8x32": {"a": 1.0, "b": None}, "8x64": {"b": 2.0}}, "two": {}}])
+    def test_plot(self, panels, tmp_path):
+        path = tmp_path / "new" / "a.png"
+        benchmarking.bar_plot(path, panels, "TB/s")
+        assert path.read_bytes().startswith(PNG)
+
+    def test_machine(self):
+        facts = benchmarking.machine("cpu")
+        assert facts["versions"]["torch"] == torch.__version__
+        assert benchmarking.describe(facts).startswith(f"CPU, torch {torch.__version__}")
+
+
+class TestKernels:
+    @pytest.mark.parametrize(
+        ("name", "kind"),
+        [
+            ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NNT", "gemm"),
+            ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "gemm"),
+            ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16>", "gemm"),
+            ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma", "attention"),
+            ("void pytorch_flash::flash_bwd_kernel<cutlass::bfloat16_t>", "attention"),
+            ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...>", "optimizer"),
+            ("triton_red_fused__to_copy_abs_amax_3", "inductor triton"),
+            ("_cast_kernel", "mxtrain triton"),
+            ("_cast_kernel_0", "mxtrain triton"),
+            ("_cast_kernel_of_another", "other"),
+            ("Memset (Device)", "other"),
+        ],
+    )
+    def test_class(self, name, kind):
+        assert benchmarking.kernel_class(name, {"_cast_kernel"}) == kind
+
+    def test_what_ran_on_the_gpu_in_order(self):
+        cpu, cuda = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
+
+        def event(name, device_type, start, end, is_user_annotation=False):
+            return SimpleNamespace(
+                name=name,
+                device_type=device_type,
+                time_range=Interval(start, end),
+                is_user_annotation=is_user_annotation,
+            )
+
+        events = [
+            event("second", cuda, 10, 14),
+            event("first", cuda, 1, 3),
+            event("launch", cpu, 0, 9),
+            event("Optimizer.step#AdamW.step", cuda, 1, 14, is_user_annotation=True),
+            event("Context Sync", cuda, 14, 20),
+        ]
+        profile = SimpleNamespace(events=lambda: events)
+        assert benchmarking.device_kernels(profile) == [("first", 2), ("second", 4)]
+
+    def test_summary_is_by_step(self):
+        kernels = [("triton_a", 100.0), ("gemm", 400.0), ("triton_a", 300.0), ("gemm", 1200.0)]
+        summary = benchmarking.summarise_kernels(kernels, steps=2, ours=(), top=1)
+        assert summary["ms"] == 1.0
+        assert summary["classes"] == [
+            {"class": "gemm", "ms": 0.8, "%": 80.0},
+            {"class": "inductor triton", "ms": 0.2, "%": 20.0},
+        ]
+        assert summary["kernels"] == [
+            {"kernel": "gemm", "class": "gemm", "calls": 1.0, "us": 800.0, "ms": 0.8, "%": 80.0}
+        ]
+        assert benchmarking.table(summary["kernels"], benchmarking.KERNEL_COLUMNS)
+
+    def test_runs_are_told_apart_by_their_marker(self):
+        kernels = [("before", 9.0), ("cosh_kernel", 5.0), ("a", 1.0), ("b", 2.0), ("cosh_kernel", 5.0), ("a", 4.0)]
+        assert benchmarking.split_runs(kernels, "cosh", 2) == [3.0, 4.0]
+        for broken in (kernels[:-1], kernels[:4]):
+            with pytest.raises(RuntimeError, match="1 of 2 runs"):
+                benchmarking.split_runs(broken, "cosh", 2)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """Rows of ``bench_cast.py --check`` by name."""
+    folder = tmp_path_factory.mktemp("check")
+    torch.manual_seed(0)
+    bench_cast.main(["--check", "--shapes", "64x96", "--json", f"{folder}/a.json", "--plot", f"{folder}/a.png"])
+    assert (folder / "a.png").read_bytes().startswith(PNG)
+    return {row["what"]: row for row in json.loads((folder / "a.json").read_text())["rows"]}
+
+
+class TestCast:
+    def test_bytes(self, rows):
+        n, rho, gain = 64 * 96, 64 * 4, 96 * 4
+        cast = n + n // 32
+        expected = {
+            "mxnorm_cast p=2 codes": 2 * n + cast + rho,
+            "mxnorm_cast p=2 blocked": 2 * n + n + 128 * 4 + rho,  # scales are padded to whole tiles of 128 x 4
+            "mxnorm_cast p=2 image": 2 * n + 2 * n + rho,
+            "mxnorm_cast p=2 codes + residual": 3 * 2 * n + cast + rho,
+            "norm_backward": 3 * 2 * n + rho,
+            "norm_backward + residual": 4 * 2 * n + rho,
+            "cast (0, 1) codes": 2 * n + 2 * cast,
+            "cast (0, 1) image": 3 * 2 * n,
+            "cast bf16 x rho (0,) codes": 2 * n + rho + cast,
+            "cast fp32 x rho (0,) image": 4 * n + rho + 2 * n,
+            "cast W gain (0, 1) codes": 4 * n + gain + 2 * cast,
+            "fold_backward": (2 + 4 + 4) * n + 2 * gain,
+        }
+        assert {name: rows[name]["MB"] for name in expected} == {name: count / 1e6 for name, count in expected.items()}
+
+    def test_kernels_agree_with_the_reference(self, rows):
+        checks = {name: row["check"] for name, row in rows.items()}
+        if bench_cast.interpreting():
+            # Triton's interpreter cuts off where the bf16 sum of x and residual should be rounded.
+            checks = {name: check for name, check in checks.items() if not name.endswith("+ residual")}
+        assert checks == dict.fromkeys(checks, "ok")
+
+    def test_a_wrong_bit_is_seen(self):
+        y = torch.randn(32, 64)
+        codes, scales = bench_cast.casts.cast(y, bench_cast.MXFP8, "rceil")
+        assert bench_cast.is_cast((codes, scales), y, 1, "codes")
+        codes.view(torch.uint8)[3, 5] ^= 1
+        assert not bench_cast.is_cast((codes, scales), y, 1, "codes")
+        rho = torch.rand(8) + 0.5
+        assert bench_cast.within_ulps(rho, rho.nextafter(torch.tensor(9.0)), 1)
+        assert not bench_cast.within_ulps(rho, rho * (1 + 2**-20), 2)
+        assert bench_cast.is_rounding_apart(y.bfloat16(), y.bfloat16() * (1 + 2**-8))
+        assert not bench_cast.is_rounding_apart(y.bfloat16(), y.bfloat16() * (1 + 2**-5))
+
+    def test_ratios_and_summary(self, monkeypatch):
+        def failing():
+            raise RuntimeError("no such instruction")
+
+        def entries(shape, device, max_autotune):
+            x = torch.zeros(shape, device=device)  # 100 MB, of which every run reads and writes all
+            run = [lambda: x]
+            return [
+                bench_cast.Entry("first peer", failing, (x,)),
+                bench_cast.Entry("second peer", lambda: run[0], (x,), lambda _: False),
+                bench_cast.ours("kernel", run[0], (x,), lambda _: True, ("first peer", "second peer")),
+            ]
+
+        section = bench_cast.Section("a title", ((1, 25_000_000),), entries)
+        monkeypatch.setitem(bench_cast.SECTIONS, "norm", section)
+        monkeypatch.setattr(benchmarking, "copy_bandwidth", lambda milliseconds, moved: moved / 1e-4)
+        times = iter([0.4, 0.2])
+        args = argparse.Namespace(device="cpu", max_autotune=False, check=False, milliseconds=lambda run: next(times))
+        failed, peer, kernel = bench_cast.measure_shape("norm", (1, 25_000_000), args, bandwidth=4e12)
+        assert failed["check"] == "RuntimeError: no such instruction" and "us" not in failed
+        assert peer["check"] == "differs" and peer["us"] == pytest.approx(400)
+        assert kernel["peer"] == "second peer" and kernel["x peer"] == pytest.approx(2)
+        assert kernel["TB/s"] == pytest.approx(1) and kernel["of copy"] == pytest.approx(0.25)
+        assert kernel["of same-size copy"] == pytest.approx(0.5), "the kernel takes 200 us, the copy 100"
+        (line,) = bench_cast.summarise([failed, peer, kernel])
+        assert line["geomean"] == line["min"] == kernel["x peer"]
+        assert line["min of copy"] == kernel["of copy"] and line["check"] == "ok"
+
+    def test_list(self, capsys):
+        assert bench_cast.main(["--list", "--only", "dual,fold"]) == 0
+        out = capsys.readouterr().out
+        assert "65536x768" in out and "14336x4096" in out and "norm and cast" not in out
+
+    def test_without_a_gpu(self, capsys, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert bench_cast.main([]) == 1
+        assert "no CUDA device" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("args", [["--only", "norm,nrom"], ["--shapes", "64"], ["--shapes", "axb"]])
+    def test_bad_arguments(self, args, capsys):
+        with pytest.raises(SystemExit):
+            bench_cast.main(args)
+        assert args[1].split(",")[-1] in capsys.readouterr().err
+
+    def test_torchaos_triton_casts_load_below_compute_capability_10(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        monkeypatch.setattr(bench_cast, "_TORCHAO_KERNELS", [])
+        with mock.patch("torch.utils._triton.has_triton", return_value=True):
+            module = bench_cast.torchao_triton_kernels()
+        assert len(module.to_mxfp8_dim0_kernel.configs) > 1 and len(module.to_mxfp8_dim1_kernel.configs) > 1
+        assert callable(module.triton_to_mxfp8_dim0) and callable(module.triton_to_mxfp8_dim1)
+
+
+class TestTrain:
+    ARGS = ["--models", "tiny", "--device", "cpu", "--mode", "reference", "--warmup", "1", "--steps", "2"]
+
+    def test_every_variant_trains(self, tmp_path, capsys):
+        files = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]
+        variants = ["bf16", "mx_linear", "mxnorm", "torchao"]
+        assert bench_train.main([*self.ARGS, "--steps", "1", *files, "--repeat", "2", "--variants", *variants]) == 0
+        content = json.loads((tmp_path / "a.json").read_text())
+        assert [row["variant"] for row in content["results"]] == variants
+        assert all(len(runs["runs"]) == 2 for runs in content["runs"])
+        assert content["settings"]["mode"] == "reference"
+        losses = [row["loss"] for row in content["results"]]
+        assert len(set(losses)) == len(variants), "the variants are different"
+        assert max(losses) - min(losses) < 0.02, "of the same model on the same tokens"
+        assert content["results"][0]["x bf16"] == 1
+        assert (tmp_path / "a.png").read_bytes().startswith(PNG)
+        assert "x bf16" in capsys.readouterr().out
+
+    def test_a_variant_that_fails_does_not_end_the_run(self, capsys, monkeypatch):
+        def fail(model, mode):
+            raise ValueError("no such cast\nmore")
+
+        monkeypatch.setitem(bench_train.VARIANTS, "mxnorm", fail)
+        assert bench_train.main([*self.ARGS, "--variants", "mxnorm", "bf16"]) == 1
+        captured = capsys.readouterr()
+        assert "ValueError: no such cast" in captured.out and "Traceback" in captured.err
+        assert "tiny bf16: " in captured.out
+
+    def test_torchao_takes_every_linear_but_output(self):
+        with torch.device("meta"):
+            model = Transformer(bench_train.MODELS["tiny"].args)
+        bench_train.convert_torchao(model)
+        left = [fqn for fqn, module in model.named_modules() if type(module) is nn.Linear]
+        assert left == ["output"]
+
+    @pytest.mark.parametrize(
+        ("name", "millions"), [("88m", 88), ("1.5b", 1498), ("8b4", 1923)], ids=["88m", "1.5b", "8b4"]
+    )
+    def test_sizes(self, name, millions):
+        with torch.device("meta"):
+            model = Transformer(bench_train.MODELS[name].args)
+        assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
+
+    @pytest.mark.parametrize("args", [["--profile"], ["--steps", "0"], ["--models", "13b"]])
+    def test_bad_arguments(self, args):
+        with pytest.raises(SystemExit):
+            bench_train.parse([*self.ARGS, *args])
+
+    def test_defaults(self):
+        args = bench_train.parse([])
+        assert (args.models, args.warmup, args.steps) == (["88m", "1.5b", "8b4"], 10, 20)
+        assert args.compile == torch.cuda.is_available()
