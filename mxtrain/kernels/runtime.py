@@ -16,7 +16,6 @@ BLOCK = 32  # elements that share a scale in MXFP8
 FORMS = ("codes", "blocked", "image")
 FLOAT_DTYPES = (torch.bfloat16, torch.float32)
 
-
 _LIBRARY = torch.library.Library("mxtrain", "DEF")
 _COMPILER = ThreadPoolExecutor(8, thread_name_prefix="mxtrain-compile")
 _compiling: dict[tuple, Future] = {}
@@ -34,7 +33,7 @@ class Launch(NamedTuple):
     def run(self, device: torch.device) -> None:
         """Launch on the current stream of ``device``."""
         if _compiling:
-            wait(_compiling.values())
+            wait(list(_compiling.values()))
             _compiling.clear()
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             self.kernel[self.grid](*self.args, **self.constants)
