@@ -69,6 +69,7 @@ def _row_sum(x, amax, P: tl.constexpr, ESTIMATOR: tl.constexpr, RCEIL: tl.conste
     """What the estimate sums over a row, x^2, m or m^2, or a part of it, in fp64.  x [R, K, 32], amax [R, K] -> [R]
 
     There is one number a block to add: fp64 costs nothing, and rho does not depend on the order of the sum.
+    (The squares of a block of "exact" are added in fp32, and overflow from 3e18 on; the reference's, from 2e19.)
     """
     if ESTIMATOR == "exact":
         terms = tl.sum(x * x, 2).to(tl.float64)

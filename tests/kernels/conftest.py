@@ -1,0 +1,20 @@
+import pytest
+import torch
+
+from mxtrain.hardware import HAS_TRITON
+
+if not HAS_TRITON:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture
+def device():
+    """Default device of a test: a GPU, or a CPU where Triton interprets kernels. They run on one of the two only."""
+    from mxtrain.kernels.runtime import INTERPRETED
+
+    name = "cpu" if INTERPRETED else "cuda"
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("TRITON_INTERPRET is off and there is no GPU")
+    torch.set_default_device(name)
+    yield name
+    torch.set_default_device(None)

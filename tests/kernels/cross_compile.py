@@ -1,0 +1,123 @@
+"""Compile every kernel for one GPU architecture, where there need be no GPU, and print what came out as JSON.
+
+    TRITON_INTERPRET=0 python cross_compile.py 90
+
+prints {case: {"ptx": ..., "cubin_bytes": ...}}. The public functions are called on fake CUDA tensors, so a kernel is
+compiled for the arguments, tile sizes and warps that it would be launched with on a GPU of this compute capability. It
+takes a process of its own: kernels that were defined for the interpreter cannot be compiled.
+"""
+
+import itertools
+import json
+import sys
+
+import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mxtrain.kernels import runtime
+from mxtrain.kernels.cast import cast
+from mxtrain.kernels.fold_backward import fold_backward
+from mxtrain.kernels.mxnorm_cast import mxnorm_cast
+from mxtrain.kernels.norm_backward import norm_backward
+from mxtrain.recipe import RMSEstimate, get_recipe
+
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv"}
+ROWS, LOOPED = 512, 20480
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def cases() -> dict:
+    """Name -> call of a public function. Not every combination: each value of every setting that changes the code."""
+    rceil, floor = get_recipe("mxfp8"), get_recipe("mxfp8", "floor")
+    found = {}
+
+    def matrix(dtype, columns=4096, rows=ROWS):
+        return torch.empty(rows, columns, dtype=dtype, device="cuda")
+
+    def vector(length, dtype=torch.float32):
+        return torch.empty(length, dtype=dtype, device="cuda")
+
+    def add_norm(name, x, recipe=rceil, form="codes", p=2, estimator="pre_round", residual=None):
+        estimate = RMSEstimate.for_recipe(recipe, p, estimator)
+        found[f"mxnorm_cast {name}"] = lambda: mxnorm_cast(x, estimate, recipe, form, residual)
+
+    def add_cast(name, x, recipe=rceil, dims=(1,), form="codes", **factors):
+        found[f"cast {name}"] = lambda: cast(x, recipe, dims, form, **factors)
+
+    for name, form in (*itertools.product(["bf16"], runtime.FORMS), ("fp32", "codes")):
+        add_norm(f"{name} {form}", matrix(DTYPES[name]), form=form)
+        for dims in ((1,), (0,), (0, 1)):
+            add_cast(f"{name} {form} {dims}", matrix(DTYPES[name]), dims=dims, form=form)
+    bf16 = torch.bfloat16
+    for columns in (96, 768, 16384, LOOPED):
+        add_norm(f"bf16 {columns} columns", matrix(bf16, columns), form="image")
+    for p, estimator, columns in ((1, "pre_round", 4096), (2, "post_round", LOOPED), (2, "exact", 4096)):
+        add_norm(f"bf16 p={p} {estimator}", matrix(bf16, columns), form="image", p=p, estimator=estimator)
+    add_norm("bf16 floor", matrix(bf16), recipe=floor)
+    add_norm("bf16 floor post_round", matrix(bf16), recipe=floor, estimator="post_round")
+    add_norm("bf16 residual", matrix(bf16), residual=matrix(bf16))
+    add_norm("bf16 residual looped", matrix(bf16, LOOPED), form="blocked", residual=matrix(bf16, LOOPED))
+    add_cast("bf16 floor", matrix(bf16), recipe=floor, dims=(0, 1), form="image")
+    add_cast("bf16 row factor", matrix(bf16), dims=(0,), form="image", row_factor=vector(ROWS))
+    add_cast("bf16 column factor", matrix(bf16), dims=(0, 1), form="blocked", column_factor=vector(4096, bf16))
+    for name, dtype in DTYPES.items():
+        x, rho, gain = matrix(dtype), vector(ROWS), vector(4096, dtype)
+        found[f"norm_backward {name}"] = lambda x=x, rho=rho: norm_backward(x, x, rho)
+        found[f"norm_backward {name} residual"] = lambda x=x, rho=rho: norm_backward(x, x, rho, x)
+        long = matrix(dtype, LOOPED)
+        found[f"norm_backward {name} looped"] = lambda x=long, rho=rho: norm_backward(x, x, rho, x)
+        found[f"fold_backward {name}"] = lambda x=x, gain=gain: fold_backward(x, x, gain)
+    # Triton makes a constant of a count of one.
+    one = matrix(bf16, 32, rows=1)
+    add_norm("one block", one)
+    add_cast("one block", one, dims=(0, 1), form="blocked", row_factor=vector(1), column_factor=vector(32))
+    element = matrix(bf16, 1, rows=1)
+    found["norm_backward one element"] = lambda: norm_backward(element, element, vector(1))
+    found["fold_backward one row"] = lambda: fold_backward(one, one, vector(32))
+    return found
+
+
+def source_and_options(launch: runtime.Launch) -> tuple[ASTSource, dict]:
+    """What Triton compiles for a launch: 1 and None become constants, and what 16 divides is marked so."""
+    names = launch.kernel.arg_names
+    values = dict(zip(names, launch.args)) | {k: v for k, v in launch.constants.items() if k in names}
+    signature, constants, attributes = {}, {}, {}
+    for i, name in enumerate(names):
+        value = values[name]
+        if isinstance(value, torch.Tensor):
+            signature[name] = f"*{TYPES[value.dtype]}"
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float) and name not in launch.constants:
+            signature[name] = "fp32"
+        elif isinstance(value, int) and value != 1 and name not in launch.constants:
+            signature[name] = "i32"
+            if value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "constexpr"
+            constants[(i,)] = value
+    options = {k: v for k, v in launch.constants.items() if k not in names}
+    return ASTSource(launch.kernel, signature, constants, attributes), options
+
+
+def main(capability: int) -> None:
+    launches = []
+    runtime.Launch.compile_ahead = lambda launch, device: launches.append(launch)
+    torch.cuda.get_device_capability = lambda *_: divmod(capability, 10)
+    results = {}
+    with FakeTensorMode():
+        for name, call in cases().items():
+            launches.clear()
+            call()
+            (launch,) = launches
+            source, options = source_and_options(launch)
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            results[name] = {"ptx": compiled.asm["ptx"], "cubin_bytes": len(compiled.asm["cubin"])}
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,215 @@
+"""What tests of the kernels share: numbers to feed them, and calls whose results are compared with the reference."""
+
+import contextlib
+
+import pytest
+import torch
+
+from mxtrain.formats import MXFP8
+from mxtrain.kernels.cast import cast
+from mxtrain.kernels.fold_backward import fold_backward
+from mxtrain.kernels.mxnorm_cast import mxnorm_cast
+from mxtrain.kernels.norm_backward import norm_backward
+from mxtrain.kernels.runtime import INTERPRETED
+from mxtrain.recipe import RMSEstimate, get_recipe
+from mxtrain.reference import casts, mxnorm
+
+RECIPES = {rounding: get_recipe("mxfp8", rounding) for rounding in ("rceil", "floor")}
+DTYPES = [torch.float32, torch.bfloat16]
+SMALLEST_NORMAL = 2.0**-126
+
+# Triton's interpreter truncates fp32 to bf16 where a GPU rounds, and gets denormal bf16 numbers wrong both ways.
+BF16_ROUNDING = 2.0**-7 if INTERPRETED else 2.0**-8  # the largest relative error
+kernel_tests = [
+    pytest.mark.usefixtures("device"),
+    # NumPy's in the interpreter, of overflow and the like, which the tests ask for.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+gpu_only = pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Gaussian numbers, the same on every device."""
+    x = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return x.to(torch.get_default_device(), dtype)
+
+
+def ugly(rows: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Blocks of every size from 2^-40 to 2^40, and in the first rows all that a cast could stumble over."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    blocks = (rows, -(-columns // 32))
+    exponents = torch.randint(-40, 41, blocks, generator=generator, device="cpu").repeat_interleave(32, 1)[:, :columns]
+    x = torch.randn(rows, columns, generator=generator, device="cpu") * 2.0**exponents
+    middle = columns // 2
+    stumbles = [
+        lambda row: row.zero_(),
+        lambda row: row.zero_().neg_(),
+        lambda row: row[:32].zero_(),
+        lambda row: row.uniform_(0.5e38, 3.3e38, generator=generator),
+        lambda row: row[middle].fill_(float("inf")),
+        lambda row: row[-1].fill_(float("nan")),
+        lambda row: row[0].fill_(-float("inf")),
+        lambda row: row.normal_(0, 2.0**-130, generator=generator),
+        lambda row: row.normal_(0, 2.0**-118, generator=generator),
+        lambda row: row.fill_(448.0),
+    ]
+    for row, stumble in zip(x, stumbles):
+        stumble(row)
+    x = x.to(torch.get_default_device(), dtype)
+    if INTERPRETED and dtype == torch.bfloat16:
+        x[x.abs() < SMALLEST_NORMAL] = 0
+    return x
+
+
+@contextlib.contextmanager
+def poisoned_memory():
+    """Memory that is allocated holds NaN (integers: their maximum), so that what a kernel leaves out is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def assert_same_bits(got: torch.Tensor, want: torch.Tensor, ignore: torch.Tensor | None = None) -> None:
+    """Same dtype, shape and bits, but where ``ignore`` is true. Any NaN is as good as any other in bf16 and fp32."""
+    assert got.dtype == want.dtype and got.shape == want.shape, (got.dtype, got.shape, want.dtype, want.shape)
+    assert got.device == want.device and got.is_contiguous()
+    wrong = bits(got) != bits(want)
+    if got.element_size() > 1:
+        wrong &= ~(got.isnan() & want.isnan())
+    if ignore is not None:
+        wrong &= ~ignore
+    if wrong.any():
+        at = tuple(wrong.nonzero()[0].tolist())
+        numbers = f"{got[at].float().item()!r}, expected {want[at].float().item()!r}"
+        raise AssertionError(f"{wrong.sum().item()} of {wrong.numel()} differ; the first at {at}: {numbers}")
+
+
+def assert_is_cast(got, x: torch.Tensor, rounding: str, form: str, dim: int = 1) -> None:
+    """``got`` = (data, scales) is torchao's cast of x (fp32) along ``dim``, to the bit, in this form."""
+    data, scales = got
+    if form == "image":
+        assert scales is None
+        want = casts.image(x, MXFP8, rounding, dim, torch.float32)
+        denormal = (want != 0) & (want.abs() < SMALLEST_NORMAL)
+        assert_same_bits(data, want.bfloat16(), ignore=denormal if INTERPRETED else None)
+        return
+    if dim == 0:
+        x = torch.nn.functional.pad(x.t(), (0, -x.shape[0] % 32)).contiguous()
+    codes, row_major = casts.cast(x, MXFP8, rounding)
+    assert_same_bits(scales, casts.to_blocked(row_major) if form == "blocked" else row_major)
+    # The codes of a block that holds a NaN differ between torchao's releases; its scale makes NaN of all of them.
+    assert_same_bits(data, codes, ignore=(bits(row_major) == 255).repeat_interleave(32, 1))
+
+
+def assert_same_results(got, want) -> None:
+    """Two sequences of tensors, or None, are equal to the bit."""
+    assert len(got) == len(want)
+    for one, other in zip(got, want):
+        if other is None:
+            assert one is None
+        else:
+            assert_same_bits(one, other)
+
+
+def assert_within_ulps(got: torch.Tensor, want: torch.Tensor, most: int) -> None:
+    """Non-negative fp32 numbers are ``most`` units in the last place apart, or less; two NaN are equal."""
+    assert got.dtype == want.dtype == torch.float32 and got.shape == want.shape
+    distance = (bits(got).long() - bits(want).long()).abs()
+    distance = torch.where(got.isnan() & want.isnan(), 0, distance)
+    at = int(distance.argmax())
+    assert distance[at] <= most, f"{distance[at]} ulp at {at}: {got[at].item()!r}, expected {want[at].item()!r}"
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, error: torch.Tensor) -> None:
+    """Every element differs from ``want`` (fp64) by ``error`` at most, and by the rounding to bf16 if it is bf16."""
+    assert got.shape == want.shape and got.is_contiguous()
+    if got.dtype == torch.bfloat16:
+        error = error * 1.01 + want.abs() * BF16_ROUNDING * 1.001
+    wrong = ~((got.double() - want).abs() <= error)
+    if wrong.any():
+        at = tuple(wrong.nonzero()[0].tolist())
+        numbers = f"{got[at].item()!r}, expected {want[at].item()!r} within {error[at].item():.2e}"
+        raise AssertionError(f"{wrong.sum().item()} of {wrong.numel()} are off; the first at {at}: {numbers}")
+
+
+def rms_estimate(p: int = 2, estimator: str = "pre_round", eps: float = 1e-5) -> RMSEstimate:
+    return RMSEstimate.for_recipe(RECIPES["rceil"], p, estimator, eps)
+
+
+@contextlib.contextmanager
+def careful_call(*inputs: torch.Tensor | None):
+    """Poison memory, and see that no input is written to."""
+    befores = [None if t is None else t.clone() for t in inputs]
+    with poisoned_memory():
+        yield
+    for now, before in zip(inputs, befores):
+        assert now is None or torch.equal(bits(now), bits(before)), "an input was changed"
+
+
+def check_mxnorm_cast(x, rounding="rceil", form="codes", residual=None, **estimate) -> None:
+    """rho is within 2 ulp, all else exact given that rho."""
+    estimate = rms_estimate(**estimate)
+    with careful_call(x, residual):
+        data, scales, rho, total = mxnorm_cast(x, estimate, RECIPES[rounding], form, residual)
+    if residual is None:
+        assert total is None
+    else:
+        exact = x.float() + residual.float()
+        if INTERPRETED and x.dtype == torch.bfloat16:
+            assert total.dtype == x.dtype
+            assert_close(total, exact.double(), torch.zeros_like(exact))
+        else:
+            assert_same_bits(total, exact.to(x.dtype))
+        x = total
+    assert_within_ulps(rho, mxnorm.inverse_rms(x, estimate, RECIPES[rounding]), 2)
+    assert_is_cast((data, scales), mxnorm.scale_rows(x, rho), rounding, form)
+
+
+def check_cast(x, rounding="rceil", form="codes", dims=(1,), row_factor=None, column_factor=None) -> None:
+    """Exact."""
+    with careful_call(x, row_factor, column_factor):
+        results = cast(x, RECIPES[rounding], dims, form, row_factor, column_factor)
+    product = x.float()
+    if row_factor is not None:
+        product = product * row_factor[:, None]
+    if column_factor is not None:
+        product = product * column_factor
+    assert len(results) == len(dims)
+    for dim, result in zip(dims, results):
+        assert_is_cast(result, product, rounding, form, dim)
+
+
+def assert_is_norm_backward(dx, g, x, rho, residual=None) -> None:
+    """dx is the reference in fp64, but for a few roundings of each term, and of the sum over the row, in fp32."""
+    assert dx.dtype == x.dtype
+    g, x, rho = g.double(), x.double(), rho.double()
+    xhat = x * rho[:, None]
+    want = mxnorm.norm_backward(g, x, rho)
+    terms = (g.abs() + xhat.abs() * (g * xhat).abs().mean(1, keepdim=True)) * rho.abs()[:, None]
+    if residual is not None:
+        want = want + residual.double()
+        terms = terms + residual.double().abs()
+    assert_close(dx, want, terms * 2.0**-20)
+
+
+def check_norm_backward(g, x, rho, residual=None) -> None:
+    with careful_call(g, x, rho, residual):
+        dx = norm_backward(g, x, rho, residual)
+    assert_is_norm_backward(dx, g, x, rho, residual)
+
+
+def check_fold_backward(g, weight, gain) -> None:
+    """dW is the product rounded once, dgain the sum in fp32."""
+    with careful_call(g, weight, gain):
+        d_weight, d_gain = fold_backward(g, weight, gain)
+    assert d_weight.dtype == weight.dtype and d_gain.dtype == gain.dtype
+    g, weight, gain = g.double(), weight.double(), gain.double()
+    want_weight, want_gain = mxnorm.fold_backward(g, weight, gain)
+    assert_close(d_weight, want_weight, want_weight.abs() * 2.0**-24)
+    assert_close(d_gain, want_gain, (g * weight).abs().sum(0) * 2.0**-20)

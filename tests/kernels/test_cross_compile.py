@@ -1,0 +1,55 @@
+"""Every kernel compiles to PTX and cubin for Ampere, Hopper and Blackwell on a machine without any of them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("cross_compile.py")
+HARDWARE_CONVERSION = "cvt.rn.satfinite.e4m3x2.f32"
+LOAD = re.compile(r"ld\.global[\w.:]*")
+# At least 16 bytes at a time.
+IS_WIDE = re.compile(r"\.(v4\.\w32|v2\.\w64|v8\.\w32|v4\.\w64)$")
+
+
+def compile_all(capability: int, folder: Path) -> dict:
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    run = subprocess.run([sys.executable, SCRIPT, str(capability)], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def faults(case: str, ptx: str, cubin_bytes: int, capability: int) -> list[str]:
+    """What is wrong with one kernel as compiled."""
+    found = []
+    if f".target sm_{capability}" not in ptx or not cubin_bytes:
+        found.append("not compiled for this GPU")
+    casts = "cast" in case
+    if capability >= 90 and casts and HARDWARE_CONVERSION not in ptx:
+        found.append("no hardware conversion to E4M3")
+    if capability < 89 and "e4m3" in ptx:
+        found.append("a conversion to E4M3 that this GPU does not have")
+    if ".ftz" in ptx:
+        found.append("denormal numbers flushed to zero")
+    if re.search(r"\b(atom|red)\.", ptx):
+        found.append("atomics, whose order changes from run to run")
+    loads = LOAD.findall(ptx)
+    wide = [load for load in loads if IS_WIDE.search(load)]
+    if not wide and " one " not in case:
+        found.append(f"no 16-byte loads: {sorted(set(loads))}")
+    if casts and "factor" not in case and " one " not in case and len(wide) < len(loads):
+        found.append(f"narrow loads: {sorted(set(loads) - set(wide))}")
+    return [f"{case}: {fault}" for fault in found]
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_every_kernel_compiles(capability, tmp_path):
+    compiled = compile_all(capability, tmp_path)
+    assert {case.split()[0] for case in compiled} == {"mxnorm_cast", "cast", "norm_backward", "fold_backward"}
+    assert [fault for case, result in compiled.items() for fault in faults(case, **result, capability=capability)] == []

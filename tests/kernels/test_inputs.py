@@ -1,0 +1,351 @@
+"""Every shape, layout and dtype given to a kernel's public function: a right result, or a ValueError with the shape."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from kernel_checks import (
+    DTYPES,
+    RECIPES,
+    assert_is_cast,
+    assert_is_norm_backward,
+    assert_within_ulps,
+    check_cast,
+    check_fold_backward,
+    check_mxnorm_cast,
+    check_norm_backward,
+    draw,
+    gpu_only,
+    kernel_tests,
+    rms_estimate,
+)
+
+from mxtrain.kernels.cast import cast
+from mxtrain.kernels.fold_backward import fold_backward
+from mxtrain.kernels.mxnorm_cast import mxnorm_cast
+from mxtrain.kernels.norm_backward import norm_backward
+from mxtrain.kernels.runtime import FORMS
+from mxtrain.reference import casts
+from mxtrain.reference import mxnorm as reference
+
+pytestmark = kernel_tests
+
+RECIPE = RECIPES["rceil"]
+ESTIMATE = rms_estimate()
+
+
+def call_cast(x, row_factor, column_factor):
+    return [t for result in cast(x, RECIPE, (1, 0), "codes", row_factor, column_factor) for t in result]
+
+
+class Function(NamedTuple):
+    """A public function: how to call it, how to check it, and its arguments for R rows and C columns."""
+
+    call: Callable
+    check: Callable
+    arguments: dict[str, str]
+
+
+FUNCTIONS = {
+    "mxnorm_cast": Function(
+        lambda x, residual: mxnorm_cast(x, ESTIMATE, RECIPE, "codes", residual),
+        check_mxnorm_cast,
+        {"x": "RC", "residual": "RC"},
+    ),
+    "cast": Function(
+        call_cast,
+        lambda **arguments: check_cast(dims=(1, 0), **arguments),
+        {"x": "RC", "row_factor": "R", "column_factor": "C"},
+    ),
+    "norm_backward": Function(norm_backward, check_norm_backward, {"g": "RC", "x": "RC", "rho": "R", "residual": "RC"}),
+    "fold_backward": Function(fold_backward, check_fold_backward, {"g": "RC", "weight": "RC", "gain": "C"}),
+}
+ARGUMENTS = [(name, argument) for name, function in FUNCTIONS.items() for argument in function.arguments]
+MATRICES = [(name, argument) for name, argument in ARGUMENTS if FUNCTIONS[name].arguments[argument] == "RC"]
+VECTORS = [pair for pair in ARGUMENTS if pair not in MATRICES]
+
+
+def arguments_of(name, rows, columns, dtype=torch.float32):
+    """Vectors are fp32, as rho must be."""
+    shapes = {"RC": (rows, columns), "R": (rows,), "C": (columns,)}
+    return {
+        argument: draw(*shapes[kind], seed=seed, dtype=dtype if kind == "RC" else torch.float32)
+        for seed, (argument, kind) in enumerate(FUNCTIONS[name].arguments.items())
+    }
+
+
+def every_second(t):
+    wide = torch.full((*t.shape[:-1], 2 * t.shape[-1]), float("nan"), dtype=t.dtype)
+    wide[..., ::2] = t
+    return wide[..., ::2]
+
+
+def transposed(t):
+    """Of a vector: a column of a matrix."""
+    return t.t().contiguous().t() if t.ndim == 2 else t[:, None].repeat(1, 3)[:, 1]
+
+
+def padded_rows(t):
+    wide = torch.full((*t.shape[:-1], t.shape[-1] + 8), float("nan"), dtype=t.dtype)
+    wide[..., :-8] = t
+    return wide[..., :-8]
+
+
+def misaligned(t):
+    """Contiguous, but not at an address that 16-byte loads can take."""
+    shifted = torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
+    shifted.copy_(t)
+    assert shifted.is_contiguous() and shifted.data_ptr() % 16
+    return shifted
+
+
+def expanded(t):
+    return t[..., :1].expand(t.shape)
+
+
+@pytest.mark.parametrize("layout", [every_second, transposed, padded_rows, misaligned, expanded])
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+def test_layouts(name, argument, layout):
+    arguments = arguments_of(name, 35, 96, torch.bfloat16)
+    odd = layout(arguments[argument])
+    assert layout in (misaligned, expanded) or torch.equal(odd, arguments[argument])
+    FUNCTIONS[name].check(**{**arguments, argument: odd})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_all_misaligned(name, dtype):
+    FUNCTIONS[name].check(**{key: misaligned(t) for key, t in arguments_of(name, 35, 96, dtype).items()})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_no_rows(form, dtype):
+    x = torch.empty(0, 96, dtype=dtype)
+    data, scales, rho, total = mxnorm_cast(x, ESTIMATE, RECIPE, form, x)
+    image = form == "image"
+    scales_shape = {"codes": (0, 3), "blocked": (0,)}.get(form)
+    for got, got_scales in ((data, scales), cast(x, RECIPE, (1,), form)[0]):
+        assert got.shape == (0, 96) and got.dtype == (torch.bfloat16 if image else torch.float8_e4m3fn)
+        assert got_scales is None if image else got_scales.shape == scales_shape
+    assert rho.shape == (0,) and rho.dtype == torch.float32 and total.shape == (0, 96) and total.dtype == dtype
+    ((data, scales),) = cast(x, RECIPE, (0,), form)
+    assert data.shape == ((0, 96) if image else (96, 0))
+    assert scales is None if image else scales.numel() == 0
+    dx = norm_backward(x, x, torch.empty(0))
+    assert dx.shape == (0, 96) and dx.dtype == dtype
+    d_weight, d_gain = fold_backward(x, x, torch.ones(96))
+    assert d_weight.shape == (0, 96) and torch.equal(d_gain, torch.zeros(96))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_columns(form):
+    x = torch.empty(5, 0)
+    with pytest.raises(ValueError, match=r"x \(5, 0\)"):
+        mxnorm_cast(x, ESTIMATE, RECIPE, form)
+    for dim, (data, scales) in zip((1, 0), cast(x, RECIPE, (1, 0), form)):
+        assert data.shape == ((5, 0) if form == "image" or dim == 1 else (0, 32))
+        assert scales is None or scales.numel() == 0
+    assert norm_backward(x, x, torch.ones(5)).shape == (5, 0)
+    assert [t.shape for t in fold_backward(x, x, torch.empty(0))] == [(5, 0), (0,)]
+
+
+NOT_MATRICES = [(), (96,), (2, 3, 96)]
+OTHER_DTYPES = [torch.float16, torch.float64, torch.int32, torch.bool, torch.float8_e4m3fn]
+
+
+def assert_refused(name, arguments, shape):
+    """The message names the shape of the argument that is wrong."""
+    with pytest.raises(ValueError) as error:
+        FUNCTIONS[name].call(**arguments)
+    assert str(tuple(shape)) in str(error.value)
+
+
+@pytest.mark.parametrize("shape", NOT_MATRICES, ids=str)
+@pytest.mark.parametrize(("name", "argument"), MATRICES)
+def test_what_is_not_a_matrix(name, argument, shape):
+    assert_refused(name, {**arguments_of(name, 6, 96), argument: torch.ones(shape)}, shape)
+
+
+@pytest.mark.parametrize("dtype", OTHER_DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "argument"), MATRICES)
+def test_other_dtypes(name, argument, dtype):
+    arguments = arguments_of(name, 6, 96)
+    arguments[argument] = arguments[argument].to(dtype)
+    assert_refused(name, arguments, (6, 96))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32], ids=str)
+@pytest.mark.parametrize(("name", "argument"), [pair for pair in VECTORS if pair[1] != "rho"])
+def test_vectors_of_other_dtypes_are_used_rightly_or_refused(name, argument, dtype):
+    arguments = arguments_of(name, 6, 96)
+    arguments[argument] = (arguments[argument] * 8).to(dtype)
+    want = FUNCTIONS[name].call(**{**arguments, argument: arguments[argument].float()})
+    try:
+        got = FUNCTIONS[name].call(**arguments)
+    except ValueError as error:
+        assert str(tuple(arguments[argument].shape)) in str(error)
+    else:
+        for one, other in zip(got, want):
+            torch.testing.assert_close(one.float(), other.float(), rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_rho_is_fp32(dtype):
+    arguments = arguments_of("norm_backward", 6, 96)
+    assert_refused("norm_backward", {**arguments, "rho": arguments["rho"].to(dtype)}, (6,))
+
+
+# Another shape of these is no mistake in itself.
+SET_THE_SHAPE = [("mxnorm_cast", "x"), ("cast", "x")]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(5, 96), (6, 64), (7, 128), (96, 6)])
+@pytest.mark.parametrize(("name", "argument"), [pair for pair in ARGUMENTS if pair not in SET_THE_SHAPE])
+def test_shapes_that_do_not_go_together(name, argument, rows, columns):
+    arguments, others = arguments_of(name, 6, 96), arguments_of(name, rows, columns)
+    if others[argument].shape == arguments[argument].shape:
+        return
+    assert_refused(name, {**arguments, argument: others[argument]}, others[argument].shape)
+
+
+@pytest.mark.parametrize(("name", "argument"), VECTORS)
+def test_vectors_are_vectors(name, argument):
+    """[R, 1] and [1, C] would broadcast elsewhere."""
+    for dim in (0, 1):
+        arguments = arguments_of(name, 6, 96)
+        arguments[argument] = arguments[argument].unsqueeze(dim)
+        assert_refused(name, arguments, arguments[argument].shape)
+
+
+@pytest.mark.parametrize("columns", [1, 31, 33, 95, 65536 + 32, 2 * 65536])
+def test_row_lengths_that_mxnorm_cast_does_not_take(columns):
+    with pytest.raises(ValueError, match=rf"x \(2, {columns}\)"):
+        mxnorm_cast(torch.ones(2, columns), ESTIMATE, RECIPE)
+
+
+@pytest.mark.parametrize("columns", [1, 33])
+@pytest.mark.parametrize("dims", [(1,), (0, 1), (1, 0)], ids=str)
+def test_row_lengths_that_cast_does_not_take(dims, columns):
+    with pytest.raises(ValueError, match=rf"x \(2, {columns}\)"):
+        cast(torch.ones(2, columns), RECIPE, dims)
+
+
+@pytest.mark.parametrize("dims", [(), (2,), (0, 0), (1, 1), (-1,), (0, 1, 0)], ids=str)
+def test_dims_that_there_are_not(dims):
+    with pytest.raises(ValueError, match="dims = "):
+        cast(torch.ones(2, 32), RECIPE, dims)
+
+
+def test_forms_that_there_are_not():
+    for function in (
+        lambda x: cast(x, RECIPE, (1,), "swizzled"),
+        lambda x: mxnorm_cast(x, ESTIMATE, RECIPE, "swizzled"),
+    ):
+        with pytest.raises(ValueError, match="form = 'swizzled' is not one of: 'codes', 'blocked', 'image'"):
+            function(torch.ones(2, 32))
+
+
+def test_cpu_tensors_are_refused_where_kernels_are_not_interpreted():
+    code = """
+import torch
+from mxtrain.kernels.cast import cast
+from mxtrain.kernels.fold_backward import fold_backward
+from mxtrain.kernels.mxnorm_cast import mxnorm_cast
+from mxtrain.kernels.norm_backward import norm_backward
+from mxtrain.recipe import RMSEstimate, get_recipe
+
+recipe, x, vector = get_recipe("mxfp8"), torch.ones(3, 96), torch.ones(3)
+for call in (
+    lambda: mxnorm_cast(x, RMSEstimate.for_recipe(recipe), recipe),
+    lambda: cast(x, recipe),
+    lambda: norm_backward(x, x, vector),
+    lambda: fold_backward(x, x, torch.ones(96)),
+):
+    try:
+        call()
+    except ValueError as error:
+        print(error)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True
+    )
+    messages = run.stdout.splitlines()
+    assert len(messages) == 4, run.stderr
+    assert all("(3, 96) is on cpu: expected a CUDA device" in message for message in messages)
+
+
+@gpu_only
+@pytest.mark.parametrize("argument", ["row_factor", "column_factor", "rho", "gain", "residual", "g"])
+def test_one_cpu_tensor_among_others(argument):
+    for name, function in FUNCTIONS.items():
+        if argument in function.arguments:
+            mixed = arguments_of(name, 6, 96)
+            mixed[argument] = mixed[argument].cpu()
+            with pytest.raises(ValueError, match="cpu"):
+                function.call(**mixed)
+
+
+# Offsets of the last rows do not fit in 32 bits.
+HUGE = (524304, 4096 + 32)
+
+
+@pytest.fixture
+def huge(device):
+    assert HUGE[0] * HUGE[1] > 2**31
+    needed = 30 * 2**30
+    if torch.cuda.mem_get_info()[0] < needed:
+        pytest.skip(f"needs {needed >> 30} GiB of free GPU memory")
+    generator = torch.Generator("cuda").manual_seed(0)
+    yield torch.randn(*HUGE, generator=generator, dtype=torch.bfloat16)
+    torch.cuda.empty_cache()
+
+
+def some_rows():
+    """The first, the last, and those around the offset 2^31; whole blocks along columns, but the last is half full."""
+    around = 2**31 // HUGE[1] // 32 * 32
+    return [slice(0, 32), slice(around - 32, around), slice(around, around + 64), slice(HUGE[0] - 48, HUGE[0])]
+
+
+def part(scales, rows, blocks=slice(None)):
+    return None if scales is None else scales[rows, blocks].contiguous()
+
+
+@gpu_only
+@pytest.mark.parametrize("form", FORMS)
+def test_mxnorm_cast_past_32_bit_offsets(huge, form):
+    data, scales, rho, _ = mxnorm_cast(huge, ESTIMATE, RECIPE, form)
+    if form == "blocked":
+        scales, form = casts.from_blocked(scales, HUGE[0], HUGE[1] // 32), "codes"
+    for rows in some_rows():
+        assert_within_ulps(rho[rows], reference.inverse_rms(huge[rows], ESTIMATE, RECIPE), 2)
+        assert_is_cast((data[rows], part(scales, rows)), reference.scale_rows(huge[rows], rho[rows]), "rceil", form)
+
+
+@gpu_only
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_cast_past_32_bit_offsets(huge, dim, form):
+    ((data, scales),) = cast(huge, RECIPE, (dim,), form)
+    if form == "blocked":
+        scales, form = casts.from_blocked(scales, HUGE[1 - dim], -(-HUGE[dim] // 32)), "codes"
+    for rows in some_rows():
+        if dim == 1 or form == "image":
+            result = data[rows], part(scales, rows)
+        else:
+            blocks = slice(rows.start // 32, -(-rows.stop // 32))
+            result = data[:, blocks.start * 32 : blocks.stop * 32].contiguous(), part(scales, slice(None), blocks)
+        assert_is_cast(result, huge[rows].float(), "rceil", form, dim)
+
+
+@gpu_only
+def test_norm_backward_past_32_bit_offsets(huge):
+    rho = torch.rand(HUGE[0]) + 0.5
+    g = huge.flip(1)
+    dx = norm_backward(g, huge, rho, residual=g)
+    for rows in some_rows():
+        assert_is_norm_backward(dx[rows], g[rows], huge[rows], rho[rows], g[rows])
