@@ -1,11 +1,16 @@
 """MXNorm and MXNormLinear against an autograd model in fp64, and against an explicit composition of casts."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn as nn
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 
 from mxtrain import ConfigError, MXNorm, MXNormLinear, mxnorm_cast
 from mxtrain.formats import MXFP8
+from mxtrain.hardware import runs_kernels
 from mxtrain.nn.mxnorm import NormedInput
 from mxtrain.recipe import RMSEstimate, get_recipe
 from mxtrain.reference.casts import dequantize, image
@@ -268,6 +273,27 @@ def test_compiles_without_a_graph_break(recipe, mode, autocast, compile_backend)
     tolerance = 2e-2 if compile_backend == "inductor" else 1e-6
     for got, want in zip(compiled[0] + compiled[1], eager[0] + eager[1]):
         assert (got - want).norm() <= tolerance * want.norm()
+
+
+def test_compiled_consumers_share_casts(device):
+    """x is cast along tokens once for the three weight gradients, and every dY once for both of its GEMMs."""
+    if not runs_kernels("emulated", device):
+        pytest.skip("no kernels on this device: the casts are not single operations there")
+    graphs = []
+
+    def count(graph, _):
+        casts = [node.args for node in graph.graph.nodes if node.target is torch.ops.mxtrain.cast.default]
+        # (with a row factor, with a column factor, along rows, along columns)
+        graphs.append(Counter((a[1] is not None, a[2] is not None, a[3], a[4]) for a in casts))
+        return make_boxed_func(graph)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    block = torch.compile(Block(mode="emulated"), backend=backend, fullgraph=True)
+    gradients(block, draw(*TOKENS, D, seed=0), [draw(*TOKENS, N, seed=s) for s in (1, 2, 3)])
+    weights_along_rows, weights_along_columns = (False, True, True, False), (False, True, False, True)
+    x_along_tokens, gradient_both_ways = (True, False, False, True), (False, False, True, True)
+    assert graphs == [{weights_along_rows: 3}, {weights_along_columns: 3, x_along_tokens: 1, gradient_both_ways: 3}]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
