@@ -26,6 +26,7 @@ from mxtrain.kernels.runtime import (
     Launch,
     as_bytes,
     check_matrix,
+    check_mxfp8,
     check_vector,
     converts_fp8,
     empty_cast,
@@ -187,7 +188,7 @@ def cast(
     Args:
         x: bf16 or fp32 [R, C]; C a multiple of 32 for a cast along dimension 1. Along dimension 0 the last block may
             be incomplete: it is cast as if filled up with zeros.
-        recipe: gives the scale rounding.
+        recipe: an MXFP8 recipe; gives the scale rounding.
         dims: (1,), (0,), or both in either order.
         form: "codes": float8_e4m3fn codes with the reduced dimension last ([R, C], and [C, R rounded up to a multiple
             of 32] along dimension 0) and row-major float8_e8m0fnu scales; "blocked": the same codes, scales flat in the
@@ -203,12 +204,13 @@ def cast(
     """
     require_one_of("form", form, FORMS)
     require_one_of("dims", tuple(dims), DIMS)
+    check_mxfp8(recipe)
     check_matrix("x", x)
     if 1 in dims and x.shape[1] % BLOCK:
         raise ValueError(f"x {tuple(x.shape)}: expected a row length that is a multiple of {BLOCK}")
     for name, factor, length in (("row_factor", row_factor, x.shape[0]), ("column_factor", column_factor, x.shape[1])):
         if factor is not None:
-            check_vector(name, factor, length)
+            check_vector(name, factor, length, x.device)
     results = _cast(
         x.contiguous(),
         None if row_factor is None else row_factor.contiguous(),

@@ -79,6 +79,6 @@ def fold_backward(g: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor) -> 
     check_matrix("g", g)
     check_matrix("weight", weight)
     check_same("g", g, "weight", weight)
-    check_vector("gain", gain, weight.shape[1])
+    check_vector("gain", gain, weight.shape[1], weight.device)
     d_weight, shares = _fold_backward(g.contiguous(), weight.contiguous(), gain.contiguous())
     return d_weight, shares.sum(0).to(gain.dtype)

@@ -29,6 +29,7 @@ from mxtrain.kernels.runtime import (
     Launch,
     as_bytes,
     check_matrix,
+    check_mxfp8,
     check_same,
     converts_fp8,
     empty_cast,
@@ -238,7 +239,7 @@ def mxnorm_cast(
     Args:
         x: bf16 or fp32 [T, D], D a multiple of 32 and at most 65536.
         estimate: how the RMS is estimated, over blocks of 32.
-        recipe: gives the scale rounding.
+        recipe: an MXFP8 recipe; gives the scale rounding.
         form: "codes" (float8_e4m3fn [T, D] and float8_e8m0fnu [T, D / 32]), "blocked" (the same codes, scales flat in
             the 128x4 layout, padding zero) or "image" (the bf16 values [T, D] that codes and scales stand for).
         residual: bf16 or fp32 [T, D], added to x first; the sum is rounded to the dtype of x.
@@ -247,6 +248,7 @@ def mxnorm_cast(
         ValueError: for another shape, dtype or device.
     """
     require_one_of("form", form, FORMS)
+    check_mxfp8(recipe, estimate.block_size)
     check_matrix("x", x)
     columns = x.shape[1]
     if not 0 < columns <= MAX_COLUMNS or columns % BLOCK:

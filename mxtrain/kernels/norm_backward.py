@@ -105,7 +105,7 @@ def norm_backward(
         if other is not None:
             check_matrix(name, other)
             check_same(name, other, "x", x)
-    check_vector("rho", rho, x.shape[0], (torch.float32,))
+    check_vector("rho", rho, x.shape[0], x.device, (torch.float32,))
     return _norm_backward(
         g.contiguous(), x.contiguous(), rho.contiguous(), None if residual is None else residual.contiguous()
     )

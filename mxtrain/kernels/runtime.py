@@ -9,10 +9,13 @@ from typing import NamedTuple
 import torch
 import triton
 
+from mxtrain.formats import MXFP8
+from mxtrain.recipe import Recipe
+
 # Whether Triton runs kernels in its interpreter, on CPU tensors. It decides when a kernel is defined.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
-BLOCK = 32  # elements that share a scale in MXFP8
+BLOCK = MXFP8.block_size
 FORMS = ("codes", "blocked", "image")
 FLOAT_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -103,7 +106,7 @@ def _converts_fp8(device_index: int) -> bool:
 
 def converts_fp8(x: torch.Tensor) -> bool:
     """Whether the device of ``x`` rounds to E4M3 by an instruction of its own (compute capability 8.9 and up)."""
-    return x.is_cuda and _converts_fp8(x.device.index)
+    return x.is_cuda and not INTERPRETED and _converts_fp8(x.device.index)
 
 
 def check_matrix(name: str, x: torch.Tensor, dtypes=FLOAT_DTYPES) -> None:
@@ -116,18 +119,25 @@ def check_matrix(name: str, x: torch.Tensor, dtypes=FLOAT_DTYPES) -> None:
     check_device(name, x)
 
 
+def check_mxfp8(recipe: Recipe, block_size: int = BLOCK) -> None:
+    """Raise ValueError unless the recipe casts to MXFP8, which is what kernels do, and blocks have its size."""
+    if recipe.format != MXFP8 or block_size != BLOCK:
+        raise ValueError(f"recipe {recipe} with blocks of {block_size}: expected MXFP8 and blocks of {BLOCK}")
+
+
 def check_device(name: str, x: torch.Tensor) -> None:
     """Raise ValueError unless kernels can read ``x``."""
     if not (x.is_cuda or (INTERPRETED and x.device.type == "cpu")):
         raise ValueError(f"{name} {tuple(x.shape)} is on {x.device}: expected a CUDA device")
 
 
-def check_vector(name: str, x: torch.Tensor, length: int, dtypes=FLOAT_DTYPES) -> None:
-    """Raise ValueError unless ``x`` has shape (length,) and one of ``dtypes``, where kernels can read it."""
+def check_vector(name: str, x: torch.Tensor, length: int, device: torch.device, dtypes=FLOAT_DTYPES) -> None:
+    """Raise ValueError unless ``x`` has shape (length,) and one of ``dtypes``, on ``device``."""
     if x.shape != (length,) or x.dtype not in dtypes:
         names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise ValueError(f"{name} {tuple(x.shape)} of {x.dtype}: expected ({length},) of {names}")
-    check_device(name, x)
+    if x.device != device:
+        raise ValueError(f"{name} {tuple(x.shape)} is on {x.device}: expected {device}")
 
 
 def check_same(name: str, x: torch.Tensor, other_name: str, other: torch.Tensor) -> None:

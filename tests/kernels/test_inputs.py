@@ -29,6 +29,7 @@ from mxtrain.kernels.fold_backward import fold_backward
 from mxtrain.kernels.mxnorm_cast import mxnorm_cast
 from mxtrain.kernels.norm_backward import norm_backward
 from mxtrain.kernels.runtime import FORMS
+from mxtrain.recipe import RMSEstimate, get_recipe
 from mxtrain.reference import casts
 from mxtrain.reference import mxnorm as reference
 
@@ -349,3 +350,14 @@ def test_norm_backward_past_32_bit_offsets(huge):
     dx = norm_backward(g, huge, rho, residual=g)
     for rows in some_rows():
         assert_is_norm_backward(dx[rows], g[rows], huge[rows], rho[rows], g[rows])
+
+
+def test_other_formats_and_block_sizes_are_refused(device):
+    x = torch.ones(2, 64)
+    mxfp8, unquantized = get_recipe("mxfp8"), get_recipe("unquantized")
+    with pytest.raises(ValueError, match="expected MXFP8 and blocks of 32"):
+        mxnorm_cast(x, RMSEstimate(2, "pre_round", 1e-5, 16), mxfp8)
+    with pytest.raises(ValueError, match="recipe unquantized"):
+        mxnorm_cast(x, RMSEstimate.for_recipe(unquantized), unquantized)
+    with pytest.raises(ValueError, match="recipe unquantized"):
+        cast(x, unquantized)
