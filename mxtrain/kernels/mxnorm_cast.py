@@ -18,6 +18,7 @@ from mxtrain.kernels.mx import (
     blocked_offset,
     e4m3_codes,
     e4m3_image,
+    magnitude_bits,
     multiplier,
     rounded_amax,
     scale_code,
@@ -70,10 +71,14 @@ def _row_sum(x, amax, P: tl.constexpr, ESTIMATOR: tl.constexpr, RCEIL: tl.conste
     """What the estimate sums over a row, x^2, m or m^2, or a part of it, in fp64.  x [R, K, 32], amax [R, K] -> [R]
 
     There is one number a block to add: fp64 costs nothing, and rho does not depend on the order of the sum.
-    (The squares of a block of "exact" are added in fp32, and overflow from 3e18 on; the reference's, from 2e19.)
     """
     if ESTIMATOR == "exact":
-        terms = tl.sum(x * x, 2).to(tl.float64)
+        # In fp32, squares of large and small numbers do not fit: a power of two brings the block's maximum near 1.
+        exponent = tl.minimum(tl.maximum(magnitude_bits(amax) >> 23, 1), 253)
+        down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        up = (exponent << 23).to(tl.float32, bitcast=True).to(tl.float64)
+        scaled = x * down[:, :, None]
+        terms = tl.sum(scaled * scaled, 2).to(tl.float64) * (up * up)
     else:
         if ESTIMATOR == "post_round":
             amax = rounded_amax(amax, RCEIL)

@@ -30,10 +30,10 @@ def block_amax(x: torch.Tensor, block_size: int) -> torch.Tensor:
 def mean_square(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> torch.Tensor:
     """The squared RMS of every row as ``estimate`` sees it: [..., D] -> [...].
 
-    In fp64, so that it does not depend on the order of the sum.
+    In fp64, so that no square overflows and the order of the sum does not matter.
     """
     if estimate.estimator == "exact":
-        return at_least_fp32(x).square().mean(-1, dtype=torch.float64)
+        return x.double().square().mean(-1)
     amax = block_amax(x, estimate.block_size)
     if estimate.estimator == "post_round":
         amax = rounded_amax(amax, recipe.format, recipe.scale_rounding)
@@ -45,7 +45,7 @@ def mean_square(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> torch
 def inverse_rms(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> torch.Tensor:
     """rho = 1 / sqrt(r^2 + eps) of every row: [..., D] -> [...], fp32 (fp64 for fp64 input).
 
-    A row with a NaN gives NaN; a row with an infinity (for "exact": with a square that overflows fp32) gives 0.
+    A row with a NaN gives NaN; a row with an infinity gives 0.
     """
     rho = 1.0 / torch.sqrt(mean_square(x, estimate, recipe) + estimate.eps)
     return rho.to(torch.promote_types(x.dtype, torch.float32))
