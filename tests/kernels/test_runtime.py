@@ -1,0 +1,101 @@
+"""Launches that are compiled in the background, before they are due."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernel_checks import RECIPES, draw, gpu_only
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mxtrain.kernels import runtime
+from mxtrain.kernels.cast import _cast_kernel, cast
+from mxtrain.kernels.runtime import Launch
+
+CUDA = torch.device("cuda", 0)
+
+
+class Kernel:
+    """Notes what it is compiled for."""
+
+    def __init__(self, error: Exception | None = None):
+        self.compiled, self.error = [], error
+
+    def warmup(self, *args, grid, **constants):
+        if self.error:
+            raise self.error
+        self.compiled.append((args, constants))
+        return SimpleNamespace(run=None)
+
+
+@pytest.fixture
+def gpu_in_name(monkeypatch):
+    """A machine that says it has a GPU: nothing is launched, and the stand-in for a kernel compiles nothing."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(runtime, "compiled_ahead", set())
+    monkeypatch.setattr(runtime, "_compiling", {})
+
+
+def compile_ahead(kernel, *args, device=CUDA, **constants):
+    Launch(kernel, (1,), args, constants).compile_ahead(device)
+    for future in runtime._compiling.values():
+        future.result()
+
+
+@pytest.mark.usefixtures("gpu_in_name")
+def test_a_launch_is_compiled_once_for_what_triton_tells_apart():
+    kernel, x = Kernel(), torch.empty(4)
+    compile_ahead(kernel, x, None, 160, WARPS=4)
+    assert kernel.compiled == [((torch.float32, None, 160), {"WARPS": 4})]
+    compile_ahead(kernel, torch.empty(9), None, 320, WARPS=4)
+    assert len(kernel.compiled) == 1
+    others = [
+        dict(args=(x.bfloat16(), None, 160), WARPS=4),
+        dict(args=(x, x, 160), WARPS=4),
+        dict(args=(x, None, 161), WARPS=4),
+        dict(args=(x, None, 1), WARPS=4),
+        dict(args=(x, None, 160), WARPS=8),
+    ]
+    for count, other in enumerate(others, 2):
+        compile_ahead(kernel, *other.pop("args"), **other)
+        assert len(kernel.compiled) == count
+
+
+@pytest.mark.usefixtures("gpu_in_name")
+def test_nothing_is_compiled_ahead_for_a_cpu():
+    kernel = Kernel()
+    compile_ahead(kernel, torch.empty(4), device=torch.device("cpu"))
+    assert not kernel.compiled
+
+
+@pytest.mark.usefixtures("gpu_in_name")
+def test_a_launch_waits_for_what_is_being_compiled_and_does_not_hide_why_it_failed():
+    """What fails in the background fails again, and is told, where the kernel is launched."""
+
+    class Failing(Kernel):
+        def __getitem__(self, grid):
+            return self.warmup
+
+    kernel = Failing(RuntimeError("out of shared memory"))
+    launch = Launch(kernel, (1,), (torch.empty(4),), {})
+    launch.compile_ahead(CUDA)
+    with pytest.raises(RuntimeError, match="out of shared memory"):
+        Launch(kernel, (1,), (torch.empty(4),), {"grid": (1,)}).run(torch.device("cpu"))
+    assert not runtime._compiling
+
+
+@gpu_only
+@pytest.mark.usefixtures("device")
+def test_what_was_compiled_ahead_is_what_is_launched():
+    x, kernels = draw(96, 224), _cast_kernel.device_caches[torch.cuda.current_device()][0]
+    # Factors of different dtypes, so that no other test has compiled the kernel for them.
+    factors = dict(row_factor=draw(96, dtype=torch.bfloat16), column_factor=draw(224))
+    mode = FakeTensorMode()
+    with mode:
+        cast(mode.from_tensor(x), RECIPES["floor"], **{k: mode.from_tensor(v) for k, v in factors.items()})
+    for future in runtime._compiling.values():
+        future.result()
+    count = len(kernels)
+    cast(x, RECIPES["floor"], **factors)
+    assert len(kernels) == count > 0
