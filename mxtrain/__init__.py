@@ -13,6 +13,8 @@ _PUBLIC = {
     "MXNorm": "mxtrain.nn.mxnorm",
     "MXNormLinear": "mxtrain.nn.mxnorm",
     "MXLinear": "mxtrain.nn.mx_linear",
+    "rms_norm": "mxtrain.nn.rms_norm",
+    "FusedRMSNorm": "mxtrain.nn.rms_norm",
     "convert": "mxtrain.conversion",
     "ConfigError": "mxtrain.errors",
 }

@@ -69,7 +69,7 @@ Train on this machine, one process per accelerator (one on a CPU), and sum the r
   mxtrain train train_configs/llama3_debug.toml
   mxtrain train train_configs/llama3_125m.toml --mxnorm.p 1 --training.steps 1000
   NGPU=2 mxtrain train train_configs/llama3_1b.toml --job.dump_folder outputs/mine
-  mxtrain train train_configs/llama3_debug.toml --help    every TorchTitan flag, and [mxnorm] and [data]
+  mxtrain train train_configs/llama3_debug.toml --help    every TorchTitan flag, and mxtrain's
 
 The run's folder, outputs/CONFIG-TIME unless --job.dump_folder is given, receives the resolved config.toml,
 run.json, metrics.jsonl, loss.png, wandb files and checkpoints. To resume from checkpoints, give the folder again.
@@ -123,13 +123,28 @@ the steps, tokens per second and device, peak memory.
 
 
 def _add_doctor(commands) -> None:
-    _add(
+    parser = _add(
         commands,
         "doctor",
         _doctor,
         "say what this machine has and how each recipe would run on it",
-        'Print versions, devices, and for each recipe the execution mode that mode = "auto" takes here, and why.',
+        """\
+Print versions, devices, and for each recipe the execution mode that mode = "auto" takes here, and why.
+
+  mxtrain doctor
+  mxtrain doctor --explain-norm 32768 4096           how the fused RMSNorm walks such a matrix, and why
+  mxtrain doctor --explain-norm 32768 4096 --tune    find the fastest way on this GPU first, and keep it
+""",
     )
+    parser.add_argument(
+        "--explain-norm",
+        nargs=2,
+        type=int,
+        metavar=("M", "N"),
+        help="print instead which kernels the fused RMSNorm of M rows of N elements takes here, and why",
+    )
+    parser.add_argument("--dtype", help="of that matrix: bfloat16 (the default), float16 or float32")
+    parser.add_argument("--tune", action="store_true", help="time other tiles and splits first and keep the fastest")
 
 
 def _train(options) -> int:
@@ -161,9 +176,14 @@ def _plot(options) -> int:
 
 
 def _doctor(options) -> int:
-    from mxtrain.doctor import report
+    if options.explain_norm is None and (options.dtype or options.tune):
+        raise ConfigError("--dtype and --tune go with --explain-norm M N")
+    from mxtrain.doctor import explain_norm, report
 
-    print(report())
+    if options.explain_norm is None:
+        print(report())
+    else:
+        print(explain_norm(*options.explain_norm, options.dtype or "bfloat16", options.tune))
     return 0
 
 

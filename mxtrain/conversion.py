@@ -1,8 +1,8 @@
 """Find the linears that a norm feeds, and swap norms and linears in place.
 
 Which linears belong to which norm is not guessed from names but seen in a forward pass (``mxtrain.norm_uses``). A norm
-is swapped only if every use of its output is an ``nn.Linear`` module, called once, so that the quantized result of the
-norm can take the place of its tensor.
+becomes an MXNorm only if every use of its output is an ``nn.Linear`` module, called once, so that the quantized result
+of the norm can take the place of its tensor. A norm that stays one can run on fused kernels, whatever uses its output.
 """
 
 import fnmatch
@@ -15,12 +15,13 @@ from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.hardware import resolve_mode
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
+from mxtrain.nn.rms_norm import WHEN_COMPILED, FusedRMSNorm
 from mxtrain.nn.three_gemms import check_features
 from mxtrain.norm_uses import shared_parameters, watch_norms
 from mxtrain.recipe import RMSEstimate, get_recipe
 from mxtrain.rms_norms import as_rms_norm, looks_like_rms_norm
 
-CONVERTERS = ("mxnorm", "mx_linear")
+CONVERTERS = ("mxnorm", "mx_linear", "fused_rmsnorm")
 
 
 @dataclass
@@ -30,21 +31,23 @@ class Report:
     Attributes:
         norms: FQN of every swapped norm -> FQNs of the linears it feeds (now MXNormLinear).
         linears: FQNs of the linears that became MXLinear.
+        fused_norms: FQNs of the norms that became FusedRMSNorm.
         skipped: FQN of every norm and linear left as it was -> the reason.
     """
 
     norms: dict[str, list[str]] = field(default_factory=dict)
     linears: list[str] = field(default_factory=list)
+    fused_norms: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         fed = sum(map(len, self.norms.values()))
-        lines = [
-            f"swapped {len(self.norms)} norms with the {fed} linears they feed, and {len(self.linears)} other linears; "
-            f"left {len(self.skipped)} as they were"
-        ]
+        swapped = f"{len(self.norms)} norms with the {fed} linears they feed, and {len(self.linears)} other linears"
+        if self.fused_norms:
+            swapped = f"{len(self.fused_norms)} norms for fused ones"
+        lines = [f"swapped {swapped}; left {len(self.skipped)} as they were"]
         lines += [f"  {norm} -> {', '.join(linears)}" for norm, linears in self.norms.items()]
-        lines += [f"  {linear}" for linear in self.linears]
+        lines += [f"  {fqn}" for fqn in (*self.linears, *self.fused_norms)]
         lines += [f"  left: {fqn}: {reason}" for fqn, reason in self.skipped.items()]
         return "\n".join(lines)
 
@@ -71,22 +74,27 @@ def convert(
     scale_rounding: str | None = None,
     mode: str = "auto",
     eps: float | None = None,
-    filter_fqns: Iterable[str] = ("output",),
+    filter_fqns: Iterable[str] | None = None,
     example_inputs: tuple | None = None,
+    when_compiled: str = "auto",
 ) -> Report:
     """Swap norms and linears of ``model`` in place. Parameters and their FQNs stay, so checkpoints load either way.
 
     ``"mxnorm"`` turns every RMSNorm that feeds only linears into an MXNorm, those linears into MXNormLinear, and the
     other linears into MXLinear. ``"mx_linear"`` keeps the norms and turns every linear into MXLinear.
+    ``"fused_rmsnorm"`` turns every RMSNorm that is left into a FusedRMSNorm; before or after one of the others it gives
+    the same model.
 
     Args:
         model: any module tree, on any device, meta included.
-        converter: "mxnorm" or "mx_linear".
-        p, recipe, estimator, scale_rounding, mode: see ``mxtrain.mxnorm_cast``.
-        eps: for the squared RMS estimate; None keeps the eps of each norm.
-        filter_fqns: names of modules to leave alone (see ``matches``).
+        converter: "mxnorm", "mx_linear" or "fused_rmsnorm".
+        p, recipe, estimator, scale_rounding, mode: see ``mxtrain.mxnorm_cast``; not for "fused_rmsnorm".
+        eps: for the squared RMS estimate of "mxnorm"; None keeps the eps of each norm.
+        filter_fqns: names of modules to leave alone (see ``matches``). None stands for ("output",), and for nothing
+            with "fused_rmsnorm".
         example_inputs: arguments for one forward pass of ``model``, of any device; only shapes and dtypes matter.
-            None stands for one row of 32 token ids.
+            None stands for one row of 32 token ids. Used by "mxnorm".
+        when_compiled: for "fused_rmsnorm", see ``mxtrain.FusedRMSNorm``.
 
     Returns:
         Report: what was swapped, and what was left and why.
@@ -96,20 +104,24 @@ def convert(
             pass that fails on the meta device, or a model with nothing to convert. The model is then unchanged.
     """
     require_one_of("converter", converter, CONVERTERS)
+    require_one_of("when_compiled", when_compiled, WHEN_COMPILED)
     recipe = get_recipe(recipe, scale_rounding)
     RMSEstimate.for_recipe(recipe, p, estimator, 0.0 if eps is None else eps)
     mode = resolve_mode(mode, _device_type(model))
     if isinstance(filter_fqns, str):
         raise ConfigError(f"filter_fqns = {filter_fqns!r} is not a list: write [{filter_fqns!r}]")
+    if filter_fqns is None:
+        filter_fqns = () if converter == "fused_rmsnorm" else ("output",)
     filtered = _filtered(model, tuple(filter_fqns))
+    if converter == "fused_rmsnorm":
+        return _fuse_norms(model, filtered, when_compiled)
 
     report = Report()
     norms = _plan_norms(model, filtered, example_inputs, report) if converter == "mxnorm" else {}
     fed = {linear for linears in report.norms.values() for linear in linears}
     _plan_linears(model, filtered, fed, report)
     if not (report.norms if converter == "mxnorm" else report.linears):
-        left = "".join(f"\n  {fqn}: {reason}" for fqn, reason in report.skipped.items())
-        raise ConfigError(f"converter = {converter!r} finds nothing to convert in this {type(model).__name__}{left}")
+        raise _nothing_to_convert(converter, model, report)
 
     for fqn in (*fed, *report.linears):
         linear = model.get_submodule(fqn)
@@ -145,25 +157,59 @@ def _filtered(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
     return set().union(*hits.values()) if hits else set()
 
 
-def _plan_norms(
-    model: nn.Module, filtered: set[str], example_inputs: tuple | None, report: Report
-) -> dict[str, nn.RMSNorm]:
-    """Sort every RMSNorm into ``report.norms`` or ``report.skipped``; return what each is, as an nn.RMSNorm."""
+def _nothing_to_convert(converter: str, model: nn.Module, report: Report) -> ConfigError:
+    left = "".join(f"\n  {fqn}: {reason}" for fqn, reason in report.skipped.items())
+    return ConfigError(f"converter = {converter!r} finds nothing to convert in this {type(model).__name__}{left}")
+
+
+def _fuse_norms(model: nn.Module, filtered: set[str], when_compiled: str) -> Report:
+    report = Report()
+    norms = _find_norms(model, report)
+    for fqn, norm in norms.items():
+        if reason := _kept(fqn, norm, filtered):
+            report.skipped[fqn] = reason
+        else:
+            report.fused_norms.append(fqn)
+            _replace(model, fqn, FusedRMSNorm.from_rms_norm(norm, when_compiled=when_compiled))
+    if not report.fused_norms and not any(isinstance(module, MXNorm) for module in model.modules()):
+        raise _nothing_to_convert("fused_rmsnorm", model, report)
+    return report
+
+
+def _find_norms(model: nn.Module, report: Report) -> dict[str, nn.RMSNorm]:
+    """Every module that is or computes an RMSNorm, as one; those that only look like it go to ``report.skipped``."""
     norms = {}
     for fqn, module in model.named_modules():
+        if not fqn:  # the model itself, which nothing can take the place of
+            continue
         if norm := as_rms_norm(module):
             norms[fqn] = norm
         elif looks_like_rms_norm(module):
             report.skipped[fqn] = f"is a {type(module).__name__} that does not compute what nn.RMSNorm does"
+    return norms
+
+
+def _kept(fqn: str, norm: nn.RMSNorm, filtered: set[str]) -> str | None:
+    """Why a norm stays as it is, whatever it feeds; None if nothing speaks for that."""
+    if fqn in filtered:
+        return "named in filter_fqns"
+    if len(norm.normalized_shape) != 1:
+        return "normalizes more than one dimension"
+    return None
+
+
+def _plan_norms(
+    model: nn.Module, filtered: set[str], example_inputs: tuple | None, report: Report
+) -> dict[str, nn.RMSNorm]:
+    """Sort every RMSNorm into ``report.norms`` or ``report.skipped``; return what each is, as an nn.RMSNorm."""
+    norms = _find_norms(model, report)
     if not norms:
         return norms
     uses = watch_norms(model, norms, example_inputs)
     for fqn in norms:
         linears, others = uses.linears[fqn], uses.others[fqn]
-        if fqn in filtered:
-            report.skipped[fqn] = "named in filter_fqns"
-        elif len(norms[fqn].normalized_shape) != 1:
-            report.skipped[fqn] = "normalizes more than one dimension"
+        if reason := _kept(fqn, norms[fqn], filtered):
+            report.skipped[fqn] = reason
         elif others:
             report.skipped[fqn] = f"its output is used by {', '.join(sorted(others))}"
         elif not linears:

@@ -1,4 +1,4 @@
-"""``mxtrain doctor``: what this machine has, and how each recipe would run on it."""
+"""``mxtrain doctor``: what this machine has, how each recipe would run on it, and how a norm would."""
 
 import os
 import platform
@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 import mxtrain
+from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.hardware import HAS_TRITON, default_device_type, describe_modes, resolve_mode
 from mxtrain.launch import nvidia_gpus
 from mxtrain.recipe import RECIPES, RMSEstimate
@@ -17,6 +18,8 @@ from mxtrain.recipe import RECIPES, RMSEstimate
 TIMED_SHAPE = (65536, 4096)
 # A share of a kernel's time that is more than the spread between two measurements.
 NOTICEABLE = 0.03
+
+NORM_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def report() -> str:
@@ -89,6 +92,57 @@ def advise(pre_round: float, exact: float) -> str:
         "the exact RMS costs no more here: take 'exact' unless it is the method that you study, as the estimate adds "
         "noise and saves nothing"
     )
+
+
+def explain_norm(rows: int, columns: int, dtype: str = "bfloat16", tune: bool = False) -> str:
+    """How the kernels of ``mxtrain.rms_norm`` walk a matrix [rows, columns] here, and why, as text.
+
+    Args:
+        dtype: of the matrix: bfloat16, float16 or float32.
+        tune: time other ways first, and keep the fastest for this and later processes.
+
+    Raises:
+        ConfigError: for a shape or dtype that the kernels do not take, without Triton, or for ``tune`` without a GPU.
+    """
+    require_one_of("--dtype", dtype, NORM_DTYPES)
+    if not HAS_TRITON:
+        raise ConfigError("--explain-norm is about Triton kernels, and Triton is not installed")
+    from mxtrain.kernels import rms_norm_plan, tuning
+
+    if rows < 1 or not 1 <= columns <= rms_norm_plan.MAX_COLUMNS:
+        raise ConfigError(
+            f"--explain-norm {rows} {columns}: expected at least 1 row, of 1 to {rms_norm_plan.MAX_COLUMNS} columns"
+        )
+    if tune and not torch.cuda.is_available():
+        raise ConfigError("--tune times kernels on a GPU, and PyTorch sees none here")
+    shape = rows, columns, getattr(torch, dtype)
+    if tune:
+        tuning.tune_forward(*shape)
+        tuning.tune_backward(*shape, has_weight=True)
+    device = torch.device(default_device_type())
+    gpu = f"here: {torch.cuda.get_device_name()}" if device.type == "cuda" else "no GPU here"
+    where = f"{rms_norm_plan.sm_count(device)} SMs ({gpu})"
+    choices = {
+        "forward": rms_norm_plan.choose_forward(*shape, device),
+        "backward": rms_norm_plan.choose_backward(*shape, True, device),
+    }
+    texts = [f"{name}\n{_table(_choice_rows(choice))}" for name, choice in choices.items()]
+    return "\n\n".join([f"RMSNorm of {rows} x {columns}, {dtype}, on {where}", *texts])
+
+
+def _choice_rows(choice) -> list[tuple[str, str]]:
+    plan = choice.plan
+    persistent = "persistent: rows are held whole and read once"
+    return [
+        ("variant", persistent if plan.persistent else "looped: rows are read twice, a chunk of columns at a time"),
+        ("rows of a tile", str(plan.rows)),
+        ("columns at once", str(plan.columns)),
+        ("warps", str(plan.warps)),
+        ("stages", str(plan.stages)),
+        ("programs", str(plan.programs)),
+        ("source", choice.source),
+        ("why", choice.reason),
+    ]
 
 
 def _version(package: str) -> str:

@@ -4,6 +4,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from mxtrain.nn.rms_norm import FusedRMSNorm
+
 # Rows of these magnitudes tell any eps apart from its neighbours: with eps = 1e-6 the smallest are ruled by it.
 _MAGNITUDES = (1e-4, 1e-2, 1.0, 100.0)
 
@@ -21,7 +23,7 @@ def as_rms_norm(module: nn.Module) -> nn.RMSNorm | None:
     the numbers it holds for eps. (One that scales by 1 + weight, say, is not.) Its own weight is not touched and may
     be on the meta device.
     """
-    if type(module) is nn.RMSNorm:
+    if type(module) in (nn.RMSNorm, FusedRMSNorm):
         return module
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     if not looks_like_rms_norm(module) or parameters.keys() != {"weight"} or buffers or parameters["weight"].ndim != 1:

@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, convert
+from mxtrain import ConfigError, FusedRMSNorm, MXLinear, MXNorm, MXNormLinear, convert
 from mxtrain.conversion import matches
 
 DIM = 64
@@ -103,7 +103,41 @@ def test_mx_linear_swaps_every_linear_and_no_norm():
     assert type(model.layers[0].attention_norm) is nn.RMSNorm and type(model.layers[0].attention.wq) is MXLinear
 
 
+def test_fused_rmsnorm_swaps_every_norm_and_no_linear():
+    model = llama()
+    before = kinds(model)
+    report = convert(model, "fused_rmsnorm", when_compiled="kernel")
+    norms = [f"layers.{i}.{norm}" for i in range(2) for norm in ("attention_norm", "ffn_norm")] + ["norm"]
+    assert report.fused_norms == norms and not (report.norms or report.linears or report.skipped)
+    assert kinds(model) == before | dict.fromkeys(norms, FusedRMSNorm)
+    assert [model.get_submodule(fqn).eps for fqn in norms] == [1e-5, 1e-6, 1e-5, 1e-6, 1e-5]
+    assert model.norm.when_compiled == "kernel"
+    assert str(report).splitlines() == [
+        "swapped 5 norms for fused ones; left 0 as they were",
+        *(f"  {norm}" for norm in norms),
+    ]
+
+
+def kinds(model):
+    return {fqn: type(module) for fqn, module in model.named_modules()}
+
+
 @pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
+@pytest.mark.parametrize("filters", [["output"], []])
+def test_fused_rmsnorm_goes_before_or_after_the_others(converter, filters):
+    """Also where the other leaves it nothing to do."""
+    first, last = llama(), llama()
+    convert(first, "fused_rmsnorm")
+    convert(first, converter, mode="reference", filter_fqns=filters)
+    convert(last, converter, mode="reference", filter_fqns=filters)
+    convert(last, "fused_rmsnorm")
+    assert kinds(first) == kinds(last) and repr(first) == repr(last)
+    assert nn.RMSNorm not in kinds(first).values()
+    assert (MXNorm in kinds(first).values()) == (converter == "mxnorm")
+    assert torch.equal(loss(first), loss(last))
+
+
+@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear", "fused_rmsnorm"])
 def test_parameters_and_their_names_stay(converter):
     model = llama()
     before = dict(model.named_parameters())
@@ -129,6 +163,18 @@ def test_converted_model_computes_nearly_the_same(converter, kwargs):
     for (name, p), q in zip(model.named_parameters(), converted.parameters()):
         cosine = F.cosine_similarity(p.grad.flatten(), q.grad.flatten(), dim=0)
         assert cosine > 0.9, name
+
+
+def test_fused_norms_compute_the_same():
+    model = llama()
+    converted = copy.deepcopy(model)
+    convert(converted, "fused_rmsnorm")
+    losses = [loss(model), loss(converted)]
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
+    for value in losses:
+        value.backward()
+    for p, q in zip(model.parameters(), converted.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_exact_and_unquantized_is_the_model_itself():
@@ -169,6 +215,28 @@ def test_filters(filters, left):
     report = convert(llama(), filter_fqns=filters)
     assert left <= report.skipped.keys()
     assert not left & {*report.linears, *report.norms, *(x for xs in report.norms.values() for x in xs)}
+
+
+def test_filtered_norms_are_not_fused():
+    model = llama()
+    report = convert(model, "fused_rmsnorm", filter_fqns=["layers.1", "norm"])
+    assert report.fused_norms == ["layers.0.attention_norm", "layers.0.ffn_norm"]
+    left = ("layers.1.attention_norm", "layers.1.ffn_norm", "norm")
+    assert report.skipped == dict.fromkeys(left, "named in filter_fqns")
+    assert all(type(model.get_submodule(fqn)) is nn.RMSNorm for fqn in left)
+
+
+def test_norms_that_are_not_fused():
+    model = nn.ModuleDict(
+        {"square": nn.RMSNorm((DIM, DIM)), "other": OnePlusRMSNorm(DIM, 1e-3), "own": HomeMadeRMSNorm(DIM, 1e-3)}
+    )
+    weight = model["own"].weight
+    report = convert(model, "fused_rmsnorm")
+    assert report.fused_norms == ["own"] and report.skipped == {
+        "square": "normalizes more than one dimension",
+        "other": "is a OnePlusRMSNorm that does not compute what nn.RMSNorm does",
+    }
+    assert type(model["own"]) is FusedRMSNorm and model["own"].weight is weight and model["own"].eps == 1e-3
 
 
 def test_filtering_one_linear_of_a_group_keeps_its_norm_exact():
@@ -297,13 +365,19 @@ def test_inputs_of_the_wrong_shape():
 
 
 def unchanged(model):
-    return not any(isinstance(m, (MXNorm, MXLinear, MXNormLinear)) for m in model.modules())
+    return not any(isinstance(m, (MXNorm, MXLinear, MXNormLinear, FusedRMSNorm)) for m in model.modules())
 
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"converter": "mxnorms"}, "converter = 'mxnorms' is not one of: 'mxnorm', 'mx_linear'"),
+        ({"converter": "mxnorms"}, "converter = 'mxnorms' is not one of: 'mxnorm', 'mx_linear', 'fused_rmsnorm'"),
+        ({"converter": "fused_rmsnorm", "when_compiled": "no"}, "when_compiled = 'no' is not one of"),
+        ({"converter": "fused_rmsnorm", "filter_fqns": ["norms"]}, "filter_fqns: 'norms' matches no module"),
+        (
+            {"converter": "fused_rmsnorm", "filter_fqns": ["layers", "norm"]},
+            "converter = 'fused_rmsnorm' finds nothing to convert in this Llama\n",
+        ),
         ({"recipe": "mx"}, "recipe = 'mx' is not one of"),
         ({"p": 0}, "p = 0 is not one of: 1, 2"),
         ({"estimator": "rms"}, "estimator = 'rms' is not one of"),
@@ -368,3 +442,8 @@ def test_features_that_no_block_divides():
 def test_a_model_without_norms():
     with pytest.raises(ConfigError, match="nothing to convert in this Sequential"):
         convert(nn.Sequential(nn.Linear(DIM, DIM)), filter_fqns=[], example_inputs=(torch.zeros(1, DIM),))
+
+
+def test_the_model_itself_is_not_swapped():
+    with pytest.raises(ConfigError, match="nothing to convert in this RMSNorm"):
+        convert(nn.RMSNorm(DIM), "fused_rmsnorm")

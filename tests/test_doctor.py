@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mxtrain import cli, doctor
+from mxtrain import ConfigError, cli, doctor
 from mxtrain.hardware import MODES
+from mxtrain.kernels import rms_norm_plan, tuning
 from mxtrain.recipe import RECIPES
 
 
@@ -58,3 +59,77 @@ def test_estimators_are_timed_on_a_gpu_only():
         assert float(rows["pre_round"].split()[0]) > 0 and float(rows["exact"].split()[0]) > 0 and rows["advice"]
     else:
         assert rows == {"not measured": "needs a CUDA device and Triton"}
+
+
+@pytest.fixture
+def no_tuned_plans(tmp_path, monkeypatch):
+    """An empty cache, for the test alone."""
+    monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path))
+    tuning.tuned_plans.cache_clear()
+    yield
+    tuning.tuned_plans.cache_clear()
+
+
+@pytest.mark.usefixtures("no_tuned_plans")
+@pytest.mark.parametrize(("shape", "variant"), [((32768, 768), "persistent"), ((512, 65536), "looped")])
+def test_the_norm_of_a_shape_is_explained(shape, variant, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    title, _, *lines = doctor.explain_norm(*shape).splitlines()
+    assert title == f"RMSNorm of {shape[0]} x {shape[1]}, bfloat16, on 132 SMs (no GPU here)"
+    backward = lines.index("backward")
+    device = torch.device("cpu")
+    for part, choice in [
+        (lines[1 : backward - 1], rms_norm_plan.choose_forward(*shape, torch.bfloat16, device)),
+        (lines[backward + 1 :], rms_norm_plan.choose_backward(*shape, torch.bfloat16, True, device)),
+    ]:
+        texts = [line.strip().split("  ", 1) for line in part]
+        facts = {name: text.strip() for name, text in texts}
+        assert facts.pop("variant").startswith(f"{variant}: ")
+        assert facts == {
+            "rows of a tile": str(choice.plan.rows),
+            "columns at once": str(choice.plan.columns),
+            "warps": str(choice.plan.warps),
+            "stages": str(choice.plan.stages),
+            "programs": str(choice.plan.programs),
+            "source": "heuristic",
+            "why": choice.reason,
+        }
+
+
+@pytest.mark.usefixtures("no_tuned_plans")
+def test_tuning_comes_before_the_explanation(monkeypatch):
+    """With a stand-in for the timing: one of the plan's neighbours is said to be the fastest."""
+    shape, found = (64, 256), []
+
+    def tuned(rows, columns, dtype, has_weight=None):
+        choose = rms_norm_plan.choose_forward if has_weight is None else rms_norm_plan.choose_backward
+        op = "rms_norm" if has_weight is None else "rms_norm_backward"
+        arguments = (rows, columns, dtype) + (() if has_weight is None else (has_weight,))
+        plan = choose(*arguments, torch.device("cpu")).plan._replace(warps=16)
+        key = tuning.key(op, rows, columns, dtype, True)
+        tuning.save(tuning.device_name(torch.device("cpu")), key, tuning.Entry(plan._asdict(), 3.0, 7, tuning.VERSION))
+        found.append(op)
+
+    monkeypatch.setattr(tuning, "tune_forward", tuned)
+    monkeypatch.setattr(tuning, "tune_backward", tuned)
+    monkeypatch.setattr(doctor, "default_device_type", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    lines = [line.split() for line in doctor.explain_norm(*shape, "float16", tune=True).splitlines()]
+    assert found == ["rms_norm", "rms_norm_backward"]
+    assert lines.count(["source", "tuned"]) == 2 and lines.count(["warps", "16"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 64), "--explain-norm 0 64: expected at least 1 row, of 1 to 65536 columns"),
+        ((4, 65537), "--explain-norm 4 65537: expected"),
+        ((4, 0), "--explain-norm 4 0: expected"),
+        ((4, 64, "float64"), "--dtype = 'float64' is not one of: 'bfloat16', 'float16', 'float32'"),
+        ((4, 64, "bfloat16", True), "--tune times kernels on a GPU, and PyTorch sees none here"),
+    ],
+)
+def test_a_norm_that_cannot_be_explained(arguments, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        doctor.explain_norm(*arguments)

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "mxtrain"
 
 # Lower layers first; a module may import from its own layer and those before it.
 LAYERS = [
-    {"errors", "formats", "config"},
+    {"errors", "formats", "config", "cache"},
     {"recipe", "hardware", "data", "analysis"},
     {"reference", "kernels"},
     {"quantize"},

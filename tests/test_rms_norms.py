@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from mxtrain import MXNorm
+from mxtrain import FusedRMSNorm, MXNorm
 from mxtrain.rms_norms import as_rms_norm
 
 
@@ -56,8 +56,8 @@ def test_weight_is_shared_and_eps_is_found(eps):
     assert (own.weight == 3).all()
 
 
-def test_pytorchs_own_is_itself():
-    norm = nn.RMSNorm(64)
+@pytest.mark.parametrize("norm", [nn.RMSNorm(64), FusedRMSNorm(64), FusedRMSNorm(64, None), nn.RMSNorm((2, 32))])
+def test_pytorchs_own_and_ours_are_themselves(norm):
     assert as_rms_norm(norm) is norm
 
 

@@ -1,9 +1,9 @@
 """What defines a training text and its tokenizer, and the checks on it."""
 
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from mxtrain.cache import cache_folder
 from mxtrain.errors import ConfigError
 
 DATASETS = ("python", "files", "hf")
@@ -90,7 +90,7 @@ class DataConfig:
 
     def cache_root(self) -> Path:
         """The cache folder, created if need be. Raises ConfigError if it cannot be."""
-        root = Path(self.cache_dir or os.environ.get("MXTRAIN_CACHE") or "~/.cache/mxtrain").expanduser()
+        root = Path(self.cache_dir).expanduser() if self.cache_dir else cache_folder()
         try:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:

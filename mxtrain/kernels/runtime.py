@@ -67,7 +67,14 @@ def _compile(kernel, args, constants, device):
         return kernel.warmup(*args, grid=(1,), **constants).run
 
 
-def register_op(schema: str, implementation: Callable[..., tuple[list[torch.Tensor], Launch | None]]):
+def _one_by_one(launches: Launch | tuple[Launch, ...] | None) -> tuple[Launch, ...]:
+    # A launch is a tuple itself.
+    return (launches,) if isinstance(launches, Launch) else launches or ()
+
+
+def register_op(
+    schema: str, implementation: Callable[..., tuple[list[torch.Tensor], Launch | tuple[Launch, ...] | None]]
+):
     """Register an op ``torch.ops.mxtrain.NAME`` and return it.
 
     Not by ``torch.library.custom_op``, whose checks in Python take 90 microseconds a call, several times a launch.
@@ -75,19 +82,20 @@ def register_op(schema: str, implementation: Callable[..., tuple[list[torch.Tens
 
     Args:
         schema: the op's arguments and results, with its name.
-        implementation: allocates the results and says what launch fills them (None: nothing to fill).
+        implementation: allocates the results and says what launch, or launches one after another, fill them (None:
+            nothing to fill).
     """
     name = schema.partition("(")[0]
 
     def run(*args):
-        results, launch = implementation(*args)
-        if launch is not None:
+        results, launches = implementation(*args)
+        for launch in _one_by_one(launches):
             launch.run(args[0].device)
         return results
 
     def fake(*args):
-        results, launch = implementation(*args)
-        if launch is not None:
+        results, launches = implementation(*args)
+        for launch in _one_by_one(launches):
             launch.compile_ahead(args[0].device)
         return results
 

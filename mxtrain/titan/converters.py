@@ -1,4 +1,4 @@
-"""The model converters ``mxnorm`` and ``mx_linear`` for TorchTitan."""
+"""The model converters ``mxnorm``, ``mx_linear`` and ``fused_rmsnorm`` for TorchTitan."""
 
 import torch
 import torch.nn as nn
@@ -9,8 +9,9 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from mxtrain.conversion import convert
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.hardware import describe_modes, resolve_mode
+from mxtrain.nn.rms_norm import WHEN_COMPILED, runs_when_compiled
 from mxtrain.recipe import RMSEstimate, get_recipe
 
 SWAPPING_CONVERTERS = ("mxnorm", "mx_linear")
@@ -20,15 +21,18 @@ def active_settings(job_config) -> dict[str, str | int | float | None]:
     """The numerics of a run, with ``mode`` resolved for this hardware; all None but the converter in high precision.
 
     Raises:
-        ConfigError: for any wrong setting in ``[mxnorm]``.
+        ConfigError: for any wrong setting in the section of a converter of this run.
     """
+    if "fused_rmsnorm" in job_config.model.converters:
+        when_compiled = _section(job_config, "fused_rmsnorm").when_compiled
+        require_one_of("fused_rmsnorm.when_compiled", when_compiled, WHEN_COMPILED)
     keys = ("recipe", "p", "estimator", "scale_rounding", "mode", "eps")
     active = [name for name in job_config.model.converters if name in SWAPPING_CONVERTERS]
     if not active:
         return {"converter": "none", **dict.fromkeys(keys)}
     if len(active) > 1:
         raise ConfigError(f"model.converters = {job_config.model.converters!r}: choose one of {active}")
-    s = _section(job_config)
+    s = _section(job_config, "mxnorm")
     recipe = get_recipe(s.recipe, s.scale_rounding)
     RMSEstimate.for_recipe(recipe, s.p, s.estimator, 0.0 if s.eps is None else s.eps)
     settings = {"converter": active[0], **{key: getattr(s, key) for key in keys}}
@@ -39,12 +43,12 @@ def active_settings(job_config) -> dict[str, str | int | float | None]:
     return settings
 
 
-def _section(job_config):
-    if not hasattr(job_config, "mxnorm"):
+def _section(job_config, name: str):
+    if not hasattr(job_config, name):
         raise ConfigError(
-            'job.custom_config_module = "mxtrain.titan.job_config" is missing: it declares the [mxnorm] section'
+            f'job.custom_config_module = "mxtrain.titan.job_config" is missing: it declares the [{name}] section'
         )
-    return job_config.mxnorm
+    return getattr(job_config, name)
 
 
 class _Converter:
@@ -54,7 +58,7 @@ class _Converter:
 
     def __init__(self, job_config, parallel_dims):
         self.settings = active_settings(job_config)
-        self.filter_fqns = _section(job_config).filter_fqns
+        self.filter_fqns = _section(job_config, "mxnorm").filter_fqns
         reason = next(s.reason for s in describe_modes(utils.device_type) if s.mode == self.settings["mode"])
         logger.info(f"{self.name}: {self.settings}; mode {self.settings['mode']}: {reason}")
 
@@ -89,6 +93,29 @@ class MXLinearConverter(_Converter):
     name = "mx_linear"
 
 
+class FusedRMSNormConverter:
+    """Every RMSNorm that no other converter takes becomes a FusedRMSNorm."""
+
+    name = "fused_rmsnorm"
+
+    def __init__(self, job_config, parallel_dims):
+        active_settings(job_config)  # for its checks
+        self.settings = s = _section(job_config, self.name)
+        if job_config.compile.enable and "model" in job_config.compile.components:
+            logger.info(
+                f"{self.name}: when_compiled = {s.when_compiled!r}: norms in compiled layers run the "
+                f"{runs_when_compiled(s.when_compiled)}, those outside the kernel"
+            )
+
+    def convert(self, model: nn.Module) -> None:
+        s = self.settings
+        report = convert(model, self.name, filter_fqns=s.filter_fqns, when_compiled=s.when_compiled)
+        logger.info(f"{self.name}: {report}")
+
+    def post_optimizer_hook(self, model) -> None:
+        """Nothing to do: the norm computes with its weight as it is."""
+
+
 def _example_inputs(model: nn.Module) -> tuple:
     """Arguments for one forward pass of a TorchTitan language model: token ids, and the mask its attention asks for."""
     tokens = torch.zeros(1, 32, dtype=torch.long)
@@ -103,6 +130,6 @@ def _example_inputs(model: nn.Module) -> tuple:
 
 
 def register_converters() -> None:
-    """Make both converters known to TorchTitan."""
-    for converter in (MXNormConverter, MXLinearConverter):
+    """Make all converters known to TorchTitan."""
+    for converter in (MXNormConverter, MXLinearConverter, FusedRMSNormConverter):
         register_model_converter(converter, converter.name)

@@ -1,4 +1,4 @@
-"""What mxtrain adds to TorchTitan's job config: the TOML sections ``[mxnorm]`` and ``[data]``.
+"""What mxtrain adds to TorchTitan's job config: the TOML sections ``[mxnorm]``, ``[fused_rmsnorm]`` and ``[data]``.
 
 TorchTitan merges this class into its own (``job.custom_config_module = "mxtrain.titan.job_config"``)
 and shows the docstring under each field in ``--help``. Postponed annotations would turn the field
@@ -42,6 +42,18 @@ class MXNorm:
 
 
 @dataclass
+class FusedRMSNorm:
+    when_compiled: str = "auto"
+    """
+    What runs where torch.compile compiles the model: "kernel" (mxtrain's), "formula" (PyTorch's, which the compiler may
+    fuse with what is around the norm), or "auto" (what was measured to be faster)
+    """
+
+    filter_fqns: list[str] = field(default_factory=list)
+    """Comma-separated names of norms, or of modules that hold some, to leave to PyTorch; see mxnorm.filter_fqns"""
+
+
+@dataclass
 class Data:
     installed: bool = False
     """Dataset "python": add the source of every installed package to the standard library's"""
@@ -82,5 +94,6 @@ class Model:
 @dataclass
 class JobConfig:
     mxnorm: MXNorm = field(default_factory=MXNorm)
+    fused_rmsnorm: FusedRMSNorm = field(default_factory=FusedRMSNorm)
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)

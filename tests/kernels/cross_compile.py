@@ -22,9 +22,17 @@ from mxtrain.kernels.cast import cast
 from mxtrain.kernels.fold_backward import fold_backward
 from mxtrain.kernels.mxnorm_cast import mxnorm_cast
 from mxtrain.kernels.norm_backward import norm_backward
+from mxtrain.kernels.rms_norm import rms_norm
+from mxtrain.kernels.rms_norm_backward import rms_norm_backward
 from mxtrain.recipe import RMSEstimate, get_recipe
 
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv"}
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
 ROWS, LOOPED = 512, 20480
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -70,12 +78,31 @@ def cases() -> dict:
         long = matrix(dtype, LOOPED)
         found[f"norm_backward {name} looped"] = lambda x=long, rho=rho: norm_backward(x, x, rho, x)
         found[f"fold_backward {name}"] = lambda x=x, gain=gain: fold_backward(x, x, gain)
+    widths = {"bf16": (256, 768, 4096, 16384, LOOPED), "fp32": (4096, 16384, LOOPED), "fp16": (4096,)}
+    for name, dtype in {**DTYPES, "fp16": torch.float16}.items():
+        for columns in widths[name]:
+            rows = 2**25 // columns
+            x, rstd, weight = matrix(dtype, columns, rows), vector(rows), vector(columns, dtype)
+            case = f"{name} {columns} columns"
+            found[f"rms_norm {case}"] = lambda x=x, weight=weight: rms_norm(x, weight, 1e-5)
+            found[f"rms_norm_backward {case}"] = lambda x=x, r=rstd, weight=weight: rms_norm_backward(x, x, r, weight)
+    for columns in (4096, LOOPED):
+        x, rstd, weight = matrix(bf16, columns), vector(ROWS), vector(columns, bf16)
+        found[f"rms_norm {columns} residual"] = lambda x=x, weight=weight: rms_norm(x, weight, 1e-5, x)
+        found[f"rms_norm {columns} no weight"] = lambda x=x: rms_norm(x, None, 1e-5)
+        found[f"rms_norm_backward {columns} dtotal"] = lambda x=x, r=rstd, w=weight: rms_norm_backward(x, x, r, w, x)
+        found[f"rms_norm_backward {columns} no dweight"] = lambda x=x, r=rstd, w=weight: rms_norm_backward(
+            x, x, r, w, needs_dweight=False
+        )
+        found[f"rms_norm_backward {columns} no weight"] = lambda x=x, r=rstd: rms_norm_backward(x, x, r)
     # Triton makes a constant of a count of one.
     one = matrix(bf16, 32, rows=1)
     add_norm("one block", one)
     add_cast("one block", one, dims=(0, 1), form="blocked", row_factor=vector(1), column_factor=vector(32))
     element = matrix(bf16, 1, rows=1)
     found["norm_backward one element"] = lambda: norm_backward(element, element, vector(1))
+    found["rms_norm one element"] = lambda: rms_norm(element, vector(1), 1e-5)
+    found["rms_norm_backward one element"] = lambda: rms_norm_backward(element, element, vector(1), vector(1))
     found["fold_backward one row"] = lambda: fold_backward(one, one, vector(32))
     return found
 
@@ -112,10 +139,12 @@ def main(capability: int) -> None:
         for name, call in cases().items():
             launches.clear()
             call()
-            (launch,) = launches
-            source, options = source_and_options(launch)
-            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-            results[name] = {"ptx": compiled.asm["ptx"], "cubin_bytes": len(compiled.asm["cubin"])}
+            assert launches, name
+            for count, launch in enumerate(launches, 1):
+                source, options = source_and_options(launch)
+                compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+                case = name if count == 1 else f"{name}, launch {count}"
+                results[case] = {"ptx": compiled.asm["ptx"], "cubin_bytes": len(compiled.asm["cubin"])}
     json.dump(results, sys.stdout)
 
 

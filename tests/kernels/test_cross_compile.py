@@ -12,9 +12,9 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("cross_compile.py")
 HARDWARE_CONVERSION = "cvt.rn.satfinite.e4m3x2.f32"
-LOAD = re.compile(r"ld\.global[\w.:]*")
-# At least 16 bytes at a time.
-IS_WIDE = re.compile(r"\.(v4\.\w32|v2\.\w64|v8\.\w32|v4\.\w64)$")
+LOAD = re.compile(r"(?:ld\.global|cp\.async\.c[ag])[\w.:]*")
+# At least 16 bytes at a time, as a copy to shared memory past L1 always is.
+IS_WIDE = re.compile(r"\.(v4\.\w32|v2\.\w64|v8\.\w32|v4\.\w64)$|^cp\.async\.cg")
 
 
 def compile_all(capability: int, folder: Path) -> dict:
@@ -45,11 +45,17 @@ def faults(case: str, ptx: str, cubin_bytes: int, capability: int) -> list[str]:
         found.append(f"no 16-byte loads: {sorted(set(loads))}")
     if casts and "factor" not in case and " one " not in case and len(wide) < len(loads):
         found.append(f"narrow loads: {sorted(set(loads) - set(wide))}")
+    if case.startswith("rms_norm_backward") and " one " not in case and "launch" not in case:
+        # By plan, rows of 16384 are not: they fill the SM as it is.
+        if "cp.async" not in ptx and "16384 columns" not in case:
+            found.append("nothing is loaded ahead")
     return [f"{case}: {fault}" for fault in found]
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_every_kernel_compiles(capability, tmp_path):
     compiled = compile_all(capability, tmp_path)
-    assert {case.split()[0] for case in compiled} == {"mxnorm_cast", "cast", "norm_backward", "fold_backward"}
+    assert {case.split()[0] for case in compiled} == {
+        "mxnorm_cast", "cast", "norm_backward", "fold_backward", "rms_norm", "rms_norm_backward"
+    }  # fmt: skip
     assert [fault for case, result in compiled.items() for fault in faults(case, **result, capability=capability)] == []

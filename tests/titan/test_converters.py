@@ -7,8 +7,9 @@ import torch.nn as nn
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
-from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear
-from mxtrain.titan.converters import MXLinearConverter, MXNormConverter, active_settings
+from mxtrain import ConfigError, FusedRMSNorm, MXLinear, MXNorm, MXNormLinear
+from mxtrain.nn.rms_norm import AUTO_WHEN_COMPILED
+from mxtrain.titan.converters import FusedRMSNormConverter, MXLinearConverter, MXNormConverter, active_settings
 from mxtrain.titan.train import parse_job_config
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
@@ -68,6 +69,54 @@ def test_mx_linear_keeps_norms(name):
     assert count(model, nn.Linear) == 1 and count(model, MXLinear) == 7 * len(model.layers)
 
 
+@pytest.mark.parametrize(("name", "of_a_layer"), [("llama3", 2), ("qwen3", 4)])
+def test_fused_rmsnorm_takes_every_norm(name, of_a_layer):
+    model, args = model_and_args(name, "debugmodel")
+    names = list(model.state_dict())
+    FusedRMSNormConverter(config(converter="fused_rmsnorm"), None).convert(model)
+    assert count(model, FusedRMSNorm) == of_a_layer * args.n_layers + 1 and count(model, nn.RMSNorm) == 0
+    assert count(model, nn.Linear) == 7 * args.n_layers + 1
+    assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("converters", ["mxnorm,fused_rmsnorm", "fused_rmsnorm,mxnorm"])
+def test_converters_go_together_in_either_order(converters):
+    model, args = model_and_args("qwen3", "debugmodel")
+    build_model_converters(config(converter=converters), None).convert(model)
+    kinds = (MXNorm, MXNormLinear, MXLinear, FusedRMSNorm, nn.RMSNorm)
+    assert [count(model, kind) for kind in kinds] == [
+        2 * args.n_layers,
+        5 * args.n_layers,
+        2 * args.n_layers,
+        2 * args.n_layers + 1,
+        0,
+    ]
+
+
+def test_fused_rmsnorm_settings_reach_the_modules():
+    model, args = model_and_args("llama3", "debugmodel")
+    flags = ["--fused_rmsnorm.when_compiled=kernel", "--fused_rmsnorm.filter_fqns=norm,layers.0"]
+    FusedRMSNormConverter(config(*flags, converter="fused_rmsnorm"), None).convert(model)
+    assert type(model.norm) is nn.RMSNorm and type(model.layers["0"].ffn_norm) is nn.RMSNorm
+    assert model.layers["1"].ffn_norm.when_compiled == "kernel"
+    assert count(model, FusedRMSNorm) == 2 * (args.n_layers - 1)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_compiled_layers_run_is_logged(compiled, monkeypatch):
+    lines = []
+    monkeypatch.setattr("mxtrain.titan.converters.logger.info", lines.append)
+    flags = ["--compile.enable"] if compiled else []
+    FusedRMSNormConverter(config(*flags, converter="fused_rmsnorm"), None)
+    told = f"norms in compiled layers run the {AUTO_WHEN_COMPILED}, those outside the kernel"
+    assert lines == ([f"fused_rmsnorm: when_compiled = 'auto': {told}"] if compiled else [])
+
+
+def test_a_wrong_fused_rmsnorm_setting_is_told_at_once():
+    with pytest.raises(ConfigError, match="^fused_rmsnorm.when_compiled = 'kernels' is not one of: 'auto', 'kernel'"):
+        config("--fused_rmsnorm.when_compiled=kernels", converter="fused_rmsnorm")
+
+
 def test_settings_reach_the_modules():
     model, _ = model_and_args("llama3", "debugmodel")
     flags = ["--mxnorm.p=1", "--mxnorm.scale_rounding=floor", "--mxnorm.eps=1e-3", "--mxnorm.mode=reference"]
@@ -82,9 +131,10 @@ def test_settings_reach_the_modules():
     assert (linear.recipe.scale_rounding, linear.mode) == ("floor", "reference")
 
 
-def test_weights_initialise_as_before_the_swap():
+@pytest.mark.parametrize("swap", [MXNormConverter, FusedRMSNormConverter])
+def test_weights_initialise_as_before_the_swap(swap):
     states = []
-    for converter in (None, MXNormConverter):
+    for converter in (None, swap):
         model, _ = model_and_args("llama3", "debugmodel")
         if converter:
             converter(config(), None).convert(model)
@@ -112,6 +162,8 @@ def test_every_config_builds_its_converters_and_they_convert_its_model(path):
         "none": {MXNorm: 0, MXNormLinear: 0, MXLinear: 0},
     }[active_settings(job_config)["converter"]]
     assert {kind: count(model, kind) / args.n_layers for kind in expected} == expected
+    fuses = "fused_rmsnorm" in job_config.model.converters
+    assert bool(count(model, FusedRMSNorm)) == fuses and not (fuses and count(model, nn.RMSNorm))
 
 
 def test_active_settings():
@@ -127,13 +179,17 @@ def test_active_settings():
     }
     linear = active_settings(config("--mxnorm.mode=reference", converter="mx_linear"))
     assert linear["converter"] == "mx_linear" and linear["p"] is None and linear["recipe"] == "mxfp8"
-    assert set(active_settings(config(converter="")).values()) == {"none", None}
+    for no_mx in ("", "fused_rmsnorm"):
+        assert set(active_settings(config(converter=no_mx)).values()) == {"none", None}
+    assert active_settings(config(converter="fused_rmsnorm,mx_linear"))["converter"] == "mx_linear"
 
 
-def test_without_the_custom_config_section():
+@pytest.mark.parametrize("converter", [MXNormConverter, FusedRMSNormConverter])
+def test_without_the_custom_config_section(converter):
     from torchtitan.config import JobConfig
 
     job_config = JobConfig()
-    job_config.model.converters = ["mxnorm"]
-    with pytest.raises(ConfigError, match='job.custom_config_module = "mxtrain.titan.job_config" is missing'):
-        MXNormConverter(job_config, None)
+    job_config.model.converters = [converter.name]
+    message = f'job.custom_config_module = "mxtrain.titan.job_config" is missing: it declares the .{converter.name}. '
+    with pytest.raises(ConfigError, match=message):
+        converter(job_config, None)

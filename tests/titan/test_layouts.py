@@ -4,6 +4,7 @@ import pytest
 from training_runs import launch, train
 
 BF16 = "--model.converters="
+FUSED = "--model.converters=fused_rmsnorm"
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,16 @@ def test_two_processes_match_one(tmp_path, seed_checkpoint, variant):
     assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=0.01)
     # The second step sees the first one's update.
     assert two[1]["loss"] == pytest.approx(one[1]["loss"], abs=5e-3)
+
+
+def test_tensor_parallelism_with_fused_norms_matches_one_process(tmp_path, seed_checkpoint):
+    """Norms get shards of the sequence, and each rank a part of the gradient of their weights."""
+    flags = [*from_checkpoint(seed_checkpoint), FUSED]
+    one = train(tmp_path / "one", *flags)
+    two = train(tmp_path / "two", *flags, "--parallelism.tensor_parallel_degree=2", processes=2)
+    for a, b in zip(one, two, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], abs=1e-4)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
 
 
 def test_hsdp_matches_one_process(tmp_path, seed_checkpoint):

@@ -30,7 +30,10 @@ def test_tensor_parallelism_is_refused_for_swapped_modules_only():
     for converter in ("mxnorm", "mx_linear"):
         with pytest.raises(ConfigError, match=f"tensor_parallel_degree = 4 does not work with converter '{converter}'"):
             check_layout(dims(tp=4), job("quantize.linear.float8", converter))
+        with pytest.raises(ConfigError, match=f"does not work with converter '{converter}'"):
+            check_layout(dims(tp=4), job("fused_rmsnorm", converter))
     check_layout(dims(tp=4), job("quantize.linear.float8"))
+    check_layout(dims(tp=4), job("fused_rmsnorm"))
 
 
 def test_fsdp_and_one_process_are_fine():
