@@ -15,18 +15,15 @@ Times are medians with the L2 cache flushed before every run: between CUDA event
 kernels of a call. The former hold launch overhead, which shows below about 20 us.
 """
 
-import argparse
 import importlib.util
-import statistics
 import sys
-import traceback
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 from unittest import mock
 
-import benchmarking
+import kernel_benchmark
 import torch
 import torch.nn.functional as F
+from kernel_benchmark import Entry, Section, Shape, compiled, draw, is_rounding_apart, ours, same_bits
 
 from mxtrain.formats import MXFP8
 from mxtrain.recipe import RMSEstimate, get_recipe
@@ -35,92 +32,13 @@ from mxtrain.reference.mxnorm import inverse_rms, norm_backward, scale_rows
 
 RECIPE = get_recipe("mxfp8")
 EPS = 1e-5
-MEMORY_BOUND_BYTES = 50e6
-"""Shapes that move less than this are left out of the smallest share of the copy bandwidth"""
-
-Shape = tuple[int, int]
-
-
-class Entry(NamedTuple):
-    """One thing to time.
-
-    Attributes:
-        name: of the row in the table.
-        make: returns what is timed, a function without arguments that returns tensors; may compile.
-        reads: the tensors that must be read.
-        check: whether the result of a run is right; None if there is nothing to compare it with.
-        peers: names of what it is compared with, the first of those that ran; empty for a peer.
-        ours: whether it is one of mxtrain's kernels.
-    """
-
-    name: str
-    make: Callable[[], Callable[[], object]]
-    reads: tuple[torch.Tensor, ...]
-    check: Callable[[object], bool] | None = None
-    peers: tuple[str, ...] = ()
-    ours: bool = False
-
-
-class Section(NamedTuple):
-    """Shapes, and the entries for one of them: called with shape, device, and whether to add max-autotuned peers."""
-
-    title: str
-    shapes: tuple[Shape, ...]
-    entries: Callable[[Shape, str, bool], list[Entry]]
-
-
-# Building entries
-
-
-def ours(name: str, run: Callable, reads: tuple, check: Callable, peers: tuple[str, ...]) -> Entry:
-    """An entry for one of mxtrain's kernels."""
-    return Entry(name, lambda: run, reads, check, peers, ours=True)
-
-
-def compiled(name: str, function: Callable, args: tuple, max_autotune: bool) -> list[Entry]:
-    """Entries for ``function(*args)`` under torch.compile: as it comes, and with max-autotune if asked for."""
-
-    def make(mode: str | None):
-        fast = torch.compile(function, dynamic=False, fullgraph=True, mode=mode)
-        return lambda: fast(*args)
-
-    entries = [Entry(f"{name}, compiled", lambda: make(None), args)]
-    if max_autotune:
-        entries.append(Entry(f"{name}, max-autotune", lambda: make("max-autotune-no-cudagraphs"), args))
-    return entries
-
-
-def draw(shape: tuple[int, ...], device: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Random numbers, new in every call."""
-    return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
 
 
 def random_rho(rows: int, device: str) -> torch.Tensor:
     return torch.rand(rows, device=device) + 0.5
 
 
-def tensors(result) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples and lists."""
-    if isinstance(result, torch.Tensor):
-        yield result
-    elif isinstance(result, (tuple, list)):
-        for item in result:
-            yield from tensors(item)
-
-
-def moved_bytes(reads, result) -> int:
-    """Bytes of the tensors read and of those in ``result``."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*tensors(reads), *tensors(result)))
-
-
 # Checks
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bits."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def within_ulps(a: torch.Tensor, b: torch.Tensor, ulps: int) -> bool:
@@ -135,14 +53,6 @@ def is_cast(result: tuple, y: torch.Tensor, dim: int, form: str) -> bool:
         return same_bits(data, casts.image(y, MXFP8, RECIPE.scale_rounding, dim, torch.bfloat16))
     codes, row_major = casts.cast(y if dim == 1 else y.t().contiguous(), MXFP8, RECIPE.scale_rounding)
     return same_bits(data, codes) and same_bits(scales, casts.to_blocked(row_major) if form == "blocked" else row_major)
-
-
-def is_rounding_apart(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two gradients differ by no more than one rounding to their dtype, or by the noise of an fp32 sum."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    a, b, rounding = a.float(), b.float(), torch.finfo(a.dtype).eps
-    return bool(((a - b).abs() <= rounding * b.abs() + 1e-5 * b.abs().max()).all())
 
 
 # Section norm
@@ -425,8 +335,6 @@ def is_fold_backward(result, d_folded, weight, gain) -> bool:
     return same_bits(d_weight, d_folded.float() * gain) and bool(near.all())
 
 
-# Running them
-
 SECTIONS = {
     "norm": Section(
         "norm and cast of x [T, D], bf16",
@@ -459,185 +367,9 @@ SECTIONS = {
 }
 
 
-def measure(entry: Entry, milliseconds: Callable | None, bandwidth: float | None) -> dict:
-    """A row of the table; without ``milliseconds`` only the check. An error becomes a row as well."""
-    row = {"what": entry.name, "ours": entry.ours}
-    try:
-        torch._dynamo.reset()
-        run = entry.make()
-        result = run()
-        row["MB"] = moved_bytes(entry.reads, result) / 1e6
-        if entry.check:
-            row["check"] = "ok" if entry.check(result) else "WRONG" if entry.ours else "differs"
-        del result
-        if milliseconds:
-            ms = milliseconds(run)
-            row["us"] = 1e3 * ms
-            row["TB/s"] = row["MB"] / ms / 1e3
-            row["of copy"] = row["TB/s"] * 1e12 / bandwidth
-            if entry.ours:
-                same_size = benchmarking.copy_bandwidth(milliseconds, int(row["MB"] * 1e6))
-                row["of same-size copy"] = row["TB/s"] * 1e12 / same_size
-    except Exception as error:
-        traceback.print_exc()
-        traceback.clear_frames(error.__traceback__)
-        lines = str(error).strip().splitlines()
-        row["check"] = f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
-        row["failed"] = True
-    return row
-
-
-def measure_shape(section: str, shape: Shape, args: argparse.Namespace, bandwidth: float | None) -> list[dict]:
-    """Rows for one shape of a section, with ratios to the peers."""
-    entries = SECTIONS[section].entries(shape, args.device, args.max_autotune)
-    if args.check:
-        entries = [entry for entry in entries if entry.ours]
-    rows = []
-    for entry in entries:
-        row = {"section": section, "shape": "x".join(map(str, shape))}
-        rows.append({**row, **measure(entry, None if args.check else args.milliseconds, bandwidth)})
-    microseconds = {row["what"]: row["us"] for row in rows if "us" in row}
-    for entry, row in zip(entries, rows):
-        peer = next((name for name in entry.peers if name in microseconds), None)
-        if peer and "us" in row:
-            row["peer"], row["x peer"] = peer, microseconds[peer] / row["us"]
-    return rows
-
-
-def summarise(rows: list[dict]) -> list[dict]:
-    """A row per kernel: geometric mean and minimum of its ratio to the peer, its smallest share of the bandwidth."""
-    groups: dict[tuple[str, str], list[dict]] = {}
-    for row in rows:
-        if row["ours"]:
-            groups.setdefault((row["section"], row["what"]), []).append(row)
-    summary = []
-    for (section, what), group in groups.items():
-        line = {"section": section, "what": what, "shapes": len(group)}
-        if ratios := [row["x peer"] for row in group if "x peer" in row]:
-            line["geomean"], line["min"] = statistics.geometric_mean(ratios), min(ratios)
-        large = [row["of copy"] for row in group if "of copy" in row and row["MB"] * 1e6 >= MEMORY_BOUND_BYTES]
-        if large:
-            line["min of copy"] = min(large)
-        line["check"] = "ok" if all(row["check"] == "ok" for row in group) else "WRONG"
-        summary.append(line)
-    return summary
-
-
-COLUMNS = {
-    "shape": "<",
-    "what": "<",
-    "us": ".1f",
-    "MB": ".1f",
-    "TB/s": ".2f",
-    "of copy": ".3f",
-    "of same-size copy": ".3f",
-    "x peer": ".2f",
-    "check": "<",
-}
-SUMMARY_COLUMNS = {
-    "section": "<",
-    "what": "<",
-    "shapes": "d",
-    "geomean": ".2f",
-    "min": ".2f",
-    "min of copy": ".3f",
-    "check": "<",
-}
-
-
-def report(rows: list[dict], facts: dict, args: argparse.Namespace) -> None:
-    """Write what there is to the files asked for. Called after every shape, so that a run cut short leaves its part."""
-    if args.json:
-        benchmarking.write_json(args.json, {**facts, "summary": summarise(rows), "rows": rows})
-    if args.plot:
-        panels: dict[str, dict[str, dict]] = {}
-        for row in rows:
-            panel = panels.setdefault(f"{row['section']}: {SECTIONS[row['section']].title}", {})
-            panel.setdefault(row["shape"], {})[row["what"]] = row.get("TB/s")
-        benchmarking.bar_plot(args.plot, panels, "TB/s")
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=section_names, default=list(SECTIONS), help=f"any of {','.join(SECTIONS)}")
-    parser.add_argument("--shapes", nargs="+", type=shape, help="rows x columns, as in 32768x4096, for every section")
-    parser.add_argument("--profiler", action="store_true", help="time kernels with the profiler instead of CUDA events")
-    parser.add_argument("--max-autotune", action="store_true", help="time compiled peers with max-autotune as well")
-    parser.add_argument("--check", action="store_true", help="compare with the reference, time nothing")
-    parser.add_argument("--list", action="store_true", help="print sections and shapes, and end")
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--plot", metavar="FILE", help="PNG")
-    args = parser.parse_args(argv)
-    args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    args.milliseconds = benchmarking.profiled_ms if args.profiler else benchmarking.bench_ms
-    return args
-
-
-def section_names(text: str) -> list[str]:
-    """Names of sections, separated by commas."""
-    names = text.split(",")
-    if unknown := [name for name in names if name not in SECTIONS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {','.join(SECTIONS)}")
-    return names
-
-
-def shape(text: str) -> Shape:
-    """Rows and columns from text such as 32768x4096."""
-    try:
-        rows, columns = map(int, text.split("x"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a shape such as 32768x4096") from None
-    return rows, columns
-
-
-def listing(args: argparse.Namespace) -> str:
-    """Sections and shapes as text."""
-    lines = []
-    for name in args.only:
-        shapes = ", ".join(f"{rows}x{columns}" for rows, columns in args.shapes or SECTIONS[name].shapes)
-        lines.append(f"{name}: {SECTIONS[name].title}\n    {shapes}")
-    return "\n".join(lines)
-
-
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    if args.list:
-        print(listing(args))
-        return 0
-    if args.device == "cpu" and not (args.check and interpreting()):
-        print(
-            "bench_cast: no CUDA device found. Kernels are timed on a GPU only; on a CPU there are --list, and --check "
-            "with TRITON_INTERPRET=1 and small --shapes.",
-            file=sys.stderr,
-        )
-        return 1
-
-    facts = benchmarking.machine(args.device)
-    bandwidth = None if args.check else benchmarking.copy_bandwidth(args.milliseconds)
-    if bandwidth:
-        facts |= {"copy TB/s": bandwidth / 1e12, "timing": "profiler" if args.profiler else "CUDA events"}
-    print(benchmarking.describe(facts) + (f"; copy {bandwidth / 1e12:.2f} TB/s" if bandwidth else ""))
-
-    rows = []
-    for section in args.only:
-        print(f"\n{section}: {SECTIONS[section].title}")
-        for each in args.shapes or SECTIONS[section].shapes:
-            new = measure_shape(section, each, args, bandwidth)
-            rows += new
-            print(benchmarking.table(new, COLUMNS), flush=True)
-            report(rows, facts, args)
-            if args.device == "cuda":
-                torch.cuda.empty_cache()
-    summary = summarise(rows)
-    print("\n" + benchmarking.table(summary, SUMMARY_COLUMNS))
-    return 1 if any(line["check"] != "ok" for line in summary) else 0
-
-
-def interpreting() -> bool:
-    """Whether Triton runs kernels in its interpreter, on CPU tensors."""
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
+    args = kernel_benchmark.parser(__doc__, SECTIONS).parse_args(argv)
+    return kernel_benchmark.run("bench_cast", SECTIONS, args)
 
 
 if __name__ == "__main__":

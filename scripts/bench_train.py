@@ -114,6 +114,7 @@ VARIANTS = {
     "mxnorm": lambda model, mode: mxtrain.convert(model, "mxnorm", mode=mode),
     "mxnorm_p1": lambda model, mode: mxtrain.convert(model, "mxnorm", p=1, mode=mode),
     "mxnorm_exact": lambda model, mode: mxtrain.convert(model, "mxnorm", estimator="exact", mode=mode),
+    "fused_rmsnorm": lambda model, mode: mxtrain.convert(model, "fused_rmsnorm", when_compiled="kernel"),
     "torchao": lambda model, mode: convert_torchao(model),
 }
 DEFAULT_VARIANTS = ["bf16", "mx_linear", "mxnorm", "mxnorm_exact", "torchao"]

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +18,10 @@ from torchtitan.models.llama3.model.model import Transformer
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 import bench_cast  # noqa: E402 - after the path is set
+import bench_norm  # noqa: E402
 import bench_train  # noqa: E402
 import benchmarking  # noqa: E402
+import kernel_benchmark  # noqa: E402
 
 PNG = b"\x89PNG\r\n"
 
@@ -111,6 +114,52 @@ class TestKernels:
                 benchmarking.split_runs(broken, "cosh", 2)
 
 
+class TestKernelBenchmark:
+    ARGS = argparse.Namespace(device="cpu", max_autotune=False, check=False)
+
+    def measured(self, section, times, monkeypatch):
+        """Rows of 1 x 25,000,000, in which one peer fails and the others and the kernel take these milliseconds."""
+        monkeypatch.setattr(benchmarking, "copy_bandwidth", lambda milliseconds, moved: moved / 1e-4)
+        times = iter(times)
+        args = argparse.Namespace(**vars(self.ARGS), milliseconds=lambda run: next(times))
+        return kernel_benchmark.measure_shape("norm", section, (1, 25_000_000), args, bandwidth=4e12)
+
+    def entries(self, shape, device, max_autotune):
+        def failing():
+            raise RuntimeError("no such instruction")
+
+        x = torch.zeros(shape, device=device)  # 100 MB, of which every run reads and writes all
+        run = [lambda: x]
+        return [
+            kernel_benchmark.Entry("first", failing, (x,)),
+            kernel_benchmark.Entry("second", lambda: run[0], (x,), lambda _: False),
+            kernel_benchmark.Entry("third", lambda: run[0], (x,)),
+            kernel_benchmark.ours("kernel", run[0], (x,), lambda _: True, ("first", "second", "third"))._replace(
+                note=lambda: "4 warps"
+            ),
+        ]
+
+    def test_ratios_and_summary(self, monkeypatch):
+        section = kernel_benchmark.Section("a title", ((1, 25_000_000),), self.entries)
+        failed, peer, other, kernel = self.measured(section, [0.4, 0.3, 0.2], monkeypatch)
+        assert failed["check"] == "RuntimeError: no such instruction" and "us" not in failed
+        assert peer["check"] == "differs" and peer["us"] == pytest.approx(400)
+        assert kernel["peer"] == "second" and kernel["x peer"] == pytest.approx(2), "the first that ran"
+        assert kernel["TB/s"] == pytest.approx(1) and kernel["of copy"] == pytest.approx(0.25)
+        assert kernel["of same-size copy"] == pytest.approx(0.5), "the kernel takes 200 us, the copy 100"
+        assert kernel["note"] == "4 warps" and "note" not in peer
+        (line,) = kernel_benchmark.summarise([failed, peer, other, kernel])
+        assert line["geomean"] == line["min"] == kernel["x peer"]
+        assert line["min of copy"] == kernel["of copy"] and line["check"] == "ok"
+        (line,) = kernel_benchmark.summarise([kernel], memory_bound=1e9)
+        assert "min of copy" not in line
+
+    def test_against_the_fastest(self, monkeypatch):
+        section = kernel_benchmark.Section("a title", ((1, 25_000_000),), self.entries, fastest=True)
+        *_, kernel = self.measured(section, [0.4, 0.3, 0.2], monkeypatch)
+        assert kernel["peer"] == "third" and kernel["x peer"] == pytest.approx(1.5)
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     """Rows of ``bench_cast.py --check`` by name."""
@@ -143,7 +192,7 @@ class TestCast:
 
     def test_kernels_agree_with_the_reference(self, rows):
         checks = {name: row["check"] for name, row in rows.items()}
-        if bench_cast.interpreting():
+        if kernel_benchmark.interpreting():
             # Triton's interpreter cuts off where the bf16 sum of x and residual should be rounded.
             checks = {name: check for name, check in checks.items() if not name.endswith("+ residual")}
         assert checks == dict.fromkeys(checks, "ok")
@@ -159,34 +208,6 @@ class TestCast:
         assert not bench_cast.within_ulps(rho, rho * (1 + 2**-20), 2)
         assert bench_cast.is_rounding_apart(y.bfloat16(), y.bfloat16() * (1 + 2**-8))
         assert not bench_cast.is_rounding_apart(y.bfloat16(), y.bfloat16() * (1 + 2**-5))
-
-    def test_ratios_and_summary(self, monkeypatch):
-        def failing():
-            raise RuntimeError("no such instruction")
-
-        def entries(shape, device, max_autotune):
-            x = torch.zeros(shape, device=device)  # 100 MB, of which every run reads and writes all
-            run = [lambda: x]
-            return [
-                bench_cast.Entry("first peer", failing, (x,)),
-                bench_cast.Entry("second peer", lambda: run[0], (x,), lambda _: False),
-                bench_cast.ours("kernel", run[0], (x,), lambda _: True, ("first peer", "second peer")),
-            ]
-
-        section = bench_cast.Section("a title", ((1, 25_000_000),), entries)
-        monkeypatch.setitem(bench_cast.SECTIONS, "norm", section)
-        monkeypatch.setattr(benchmarking, "copy_bandwidth", lambda milliseconds, moved: moved / 1e-4)
-        times = iter([0.4, 0.2])
-        args = argparse.Namespace(device="cpu", max_autotune=False, check=False, milliseconds=lambda run: next(times))
-        failed, peer, kernel = bench_cast.measure_shape("norm", (1, 25_000_000), args, bandwidth=4e12)
-        assert failed["check"] == "RuntimeError: no such instruction" and "us" not in failed
-        assert peer["check"] == "differs" and peer["us"] == pytest.approx(400)
-        assert kernel["peer"] == "second peer" and kernel["x peer"] == pytest.approx(2)
-        assert kernel["TB/s"] == pytest.approx(1) and kernel["of copy"] == pytest.approx(0.25)
-        assert kernel["of same-size copy"] == pytest.approx(0.5), "the kernel takes 200 us, the copy 100"
-        (line,) = bench_cast.summarise([failed, peer, kernel])
-        assert line["geomean"] == line["min"] == kernel["x peer"]
-        assert line["min of copy"] == kernel["of copy"] and line["check"] == "ok"
 
     def test_list(self, capsys):
         assert bench_cast.main(["--list", "--only", "dual,fold"]) == 0
@@ -211,6 +232,89 @@ class TestCast:
             module = bench_cast.torchao_triton_kernels()
         assert len(module.to_mxfp8_dim0_kernel.configs) > 1 and len(module.to_mxfp8_dim1_kernel.configs) > 1
         assert callable(module.triton_to_mxfp8_dim0) and callable(module.triton_to_mxfp8_dim1)
+
+
+@pytest.fixture(scope="module")
+def norm_rows(tmp_path_factory):
+    """Rows of ``bench_norm.py --check`` by section."""
+    folder = tmp_path_factory.mktemp("check")
+    torch.manual_seed(0)
+    status = bench_norm.main(
+        ["--check", "--shapes", "64x96", "--json", f"{folder}/a.json", "--plot", f"{folder}/a.png"]
+    )
+    assert status == 0 and (folder / "a.png").read_bytes().startswith(PNG)
+    return {row["section"]: row for row in json.loads((folder / "a.json").read_text())["rows"]}
+
+
+class TestNorm:
+    def test_rows(self, norm_rows):
+        n, weight = 2 * 64 * 96, 2 * 96
+        assert {name: row["MB"] * 1e6 for name, row in norm_rows.items()} == pytest.approx(
+            {"forward": 2 * n + weight, "backward": 3 * n + 2 * weight}
+        )
+        for row in norm_rows.values():
+            assert row["what"] == "mxtrain" and row["check"] == "ok" and row["note"].startswith("persistent ")
+
+    @pytest.mark.parametrize("section", ["forward", "backward"])
+    def test_every_peer_is_there_and_right(self, section, device, monkeypatch):
+        """Those of PyTorch; compiled functions run uncompiled."""
+        monkeypatch.setattr(torch, "compile", lambda function, **kwargs: function)
+        entries = bench_norm.sections(tune=True)[section].entries((8, 96), device, True)
+        by_name = {entry.name: entry for entry in entries if entry.name not in ("Liger", "Quack")}
+        compiled = ["F.rms_norm, compiled", "F.rms_norm, max-autotune"]
+        if section == "backward":
+            compiled = ["formula, compiled", "formula, max-autotune", *compiled]
+        peers = ["F.rms_norm", *compiled]
+        assert list(by_name) == [*peers, "mxtrain", "mxtrain, tuned"]
+        assert set(peers) <= set(by_name["mxtrain"].peers) == set(by_name["mxtrain, tuned"].peers)
+        assert not {"mxtrain", "mxtrain, tuned"} & set(by_name["mxtrain"].peers)
+        moved = set()
+        for name in [*compiled, *(["F.rms_norm"] if device == "cuda" or section == "forward" else [])]:
+            run = by_name[name].make()
+            for _ in range(2):  # a backward graph must be there for more than one run
+                result = run()
+            assert by_name[name].check(result), name
+            moved.add(kernel_benchmark.moved_bytes(by_name[name].reads, result))
+        assert len(moved) == 1, "all read and write the same"
+
+    @pytest.mark.parametrize("section", ["forward", "backward"])
+    def test_a_wrong_result_is_seen(self, section):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        entry = bench_norm.sections(tune=False)[section].entries((8, 96), device, False)[-1]
+        run = entry.make()
+        assert entry.check(run())
+        for index, _ in enumerate(kernel_benchmark.tensors(run())):
+            result = run()
+            part = list(kernel_benchmark.tensors(result))[index]
+            part.view(-1)[5] += 0.05 * part.abs().max()
+            assert not entry.check(result)
+
+    def test_plans_are_tuned_when_their_turn_comes(self, monkeypatch):
+        from mxtrain.kernels import tuning
+
+        tuned = []
+        monkeypatch.setattr(tuning, "tune_forward", lambda *args: tuned.append(args))
+        *_, ours, ours_tuned = bench_norm.sections(tune=True)["forward"].entries((8, 96), "cpu", False)
+        ours.make()
+        assert tuned == []
+        ours_tuned.make()
+        assert tuned == [(8, 96, torch.bfloat16)]
+
+    def test_max_autotune_is_the_default_and_can_be_left_out(self):
+        parse = kernel_benchmark.parser("", bench_norm.sections(False), max_autotune=True).parse_args
+        assert parse([]).max_autotune and not parse(["--no-max-autotune"]).max_autotune
+
+    def test_shapes(self, capsys):
+        assert bench_norm.main(["--list", "--only", "backward"]) == 0
+        out = capsys.readouterr().out
+        assert "1152000x384" in out and out.count("x") >= 9 and "forward" not in out
+
+    def test_an_earlier_tuning_is_not_used(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path))
+        seen = []
+        monkeypatch.setattr(kernel_benchmark, "run", lambda *args: seen.append(os.environ["MXTRAIN_CACHE"]) or 0)
+        assert bench_norm.main([]) == 0
+        assert seen != [str(tmp_path)] and os.environ["MXTRAIN_CACHE"] == str(tmp_path)
 
 
 class TestTrain:
