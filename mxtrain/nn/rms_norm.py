@@ -16,6 +16,9 @@ if HAS_TRITON:
 
 WHEN_COMPILED = ("auto", "kernel", "formula")
 
+# Whether autocast on a GPU casts to fp32 before F.rms_norm, which later releases of PyTorch do and 2.11 does not.
+CASTS_UNDER_AUTOCAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+
 # What "auto" is: the formula is fused with the residual add before it and the casts behind it, the kernel is not.
 AUTO_WHEN_COMPILED = "formula"
 
@@ -48,8 +51,8 @@ def rms_norm(
     """Every row divided by its RMS, times the weight, as ``F.rms_norm`` does; with a residual, of x + residual.
 
     The arithmetic is fp32 and y is rounded once. The backward finds dx and dweight in one pass over dy and x, sums
-    dweight in fp32, and returns the same bits every time. Under autocast on a GPU x is cast to fp32 first, as
-    ``F.rms_norm`` casts it there. DTensors may be sharded along any dimension but the last.
+    dweight in fp32, and returns the same bits every time. Under autocast on a GPU x is cast to fp32 first where the
+    installed PyTorch does so before ``F.rms_norm``. DTensors may be sharded along any dimension but the last.
 
     Args:
         x: bf16, fp16 or fp32, [..., D] with D at most 65536 on a GPU.
@@ -68,7 +71,7 @@ def rms_norm(
         raise ValueError(f"weight {_shape(weight)} does not go with x {_shape(x)}: expected its last dimension")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual {_shape(residual)} does not go with x {_shape(x)}: expected its shape")
-    if x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+    if CASTS_UNDER_AUTOCAST and x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         x = at_least_fp32(x)
     if any(isinstance(tensor, DTensor) for tensor in (x, weight, residual)):
         return _rms_norm_of_shards(x, weight, eps, residual)

@@ -33,14 +33,33 @@ with _only_errors("torchao", "torch.utils._pytree"):
     from torchao.prototype.mx_formats.mx_tensor import get_fp_scale, to_mx
     from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
 
-__all__ = ["at_least_fp32", "cast", "dequantize", "from_blocked", "image", "rounded_amax", "split_blocks", "to_blocked"]
+__all__ = [
+    "at_least_fp32",
+    "cast",
+    "converted",
+    "dequantize",
+    "from_blocked",
+    "image",
+    "rounded_amax",
+    "split_blocks",
+    "to_blocked",
+]
 
 _TORCHAO_MODE = {"rceil": ScaleCalculationMode.RCEIL, "floor": ScaleCalculationMode.FLOOR}
 
 
 def at_least_fp32(x: torch.Tensor) -> torch.Tensor:
     """x in fp32, or in fp64 if it is fp64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return converted(x, torch.promote_types(x.dtype, torch.float32))
+
+
+def converted(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in ``dtype``; x itself if it has it.
+
+    Not ``to``: in torch 2.11 a compiled autograd function loses the gradient of a result on which its forward calls a
+    ``to`` that does nothing.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def split_blocks(x: torch.Tensor, block_size: int) -> torch.Tensor:

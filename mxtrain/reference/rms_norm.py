@@ -12,13 +12,7 @@ import math
 
 import torch
 
-from mxtrain.reference.casts import at_least_fp32
-
-
-def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # Only where it converts: in torch 2.11, a compiled autograd function whose forward ends in a ``to`` that does
-    # nothing gets a zero gradient.
-    return x if x.dtype == dtype else x.to(dtype)
+from mxtrain.reference.casts import at_least_fp32, converted
 
 
 def rms_norm(
@@ -37,13 +31,13 @@ def rms_norm(
         rstd: [...], 1 / sqrt(mean_D(total^2) + eps), fp32 (fp64 for fp64 input).
         total: x + residual [..., D] in the dtype of ``x``; ``x`` itself without a residual.
     """
-    total = x if residual is None else _rounded(at_least_fp32(x) + at_least_fp32(residual), x.dtype)
+    total = x if residual is None else converted(at_least_fp32(x) + at_least_fp32(residual), x.dtype)
     wide = at_least_fp32(total)
     rstd = 1.0 / torch.sqrt(wide.square().mean(-1) + eps)
     y = wide * rstd.unsqueeze(-1)
     if weight is not None:
         y = y * at_least_fp32(weight)
-    return _rounded(y, x.dtype), rstd, total
+    return converted(y, x.dtype), rstd, total
 
 
 def rms_norm_backward(

@@ -107,7 +107,7 @@ def test_strided_input_and_gradient():
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_dtypes_are_those_of_f_rms_norm(x_dtype, weight_dtype, autocast):
-    """Also under autocast, which casts to fp32 before F.rms_norm on a GPU and leaves it alone on a CPU."""
+    """Also under autocast, which casts to fp32 before F.rms_norm on a GPU, not on a CPU."""
     tensors = inputs(x_dtype, weight_dtype)
     with torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=autocast):
         results = [function(*tensors) for function in (run, in_pytorch)]
