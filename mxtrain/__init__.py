@@ -10,11 +10,13 @@ _PUBLIC = {
     "norm_constant": "mxtrain.formats",
     "Recipe": "mxtrain.recipe",
     "mxnorm_cast": "mxtrain.normalize",
+    "decompose_k_mm": "mxtrain.nn.router",
     "MXNorm": "mxtrain.nn.mxnorm",
     "MXNormLinear": "mxtrain.nn.mxnorm",
     "MXLinear": "mxtrain.nn.mx_linear",
     "rms_norm": "mxtrain.nn.rms_norm",
     "FusedRMSNorm": "mxtrain.nn.rms_norm",
+    "DecomposeKRouter": "mxtrain.nn.router",
     "convert": "mxtrain.conversion",
     "ConfigError": "mxtrain.errors",
 }

@@ -134,6 +134,7 @@ Print versions, devices, and for each recipe the execution mode that mode = "aut
   mxtrain doctor
   mxtrain doctor --explain-norm 32768 4096           how the fused RMSNorm walks such a matrix, and why
   mxtrain doctor --explain-norm 32768 4096 --tune    find the fastest way on this GPU first, and keep it
+  mxtrain doctor --explain-router 8192 256 7168      by which route a router multiplies, and why; it takes --tune, too
 """,
     )
     parser.add_argument(
@@ -143,7 +144,14 @@ Print versions, devices, and for each recipe the execution mode that mode = "aut
         metavar=("M", "N"),
         help="print instead which kernels the fused RMSNorm of M rows of N elements takes here, and why",
     )
-    parser.add_argument("--dtype", help="of that matrix: bfloat16 (the default), float16 or float32")
+    parser.add_argument(
+        "--explain-router",
+        nargs=3,
+        type=int,
+        metavar=("TOKENS", "EXPERTS", "HIDDEN"),
+        help="print instead by which routes the gate of a router multiplies here, and why",
+    )
+    parser.add_argument("--dtype", help="of that matrix or gate: bfloat16 (the default), float16 or float32")
     parser.add_argument("--tune", action="store_true", help="time other tiles and splits first and keep the fastest")
 
 
@@ -176,14 +184,18 @@ def _plot(options) -> int:
 
 
 def _doctor(options) -> int:
-    if options.explain_norm is None and (options.dtype or options.tune):
-        raise ConfigError("--dtype and --tune go with --explain-norm M N")
-    from mxtrain.doctor import explain_norm, report
+    asked = [sizes for sizes in (options.explain_norm, options.explain_router) if sizes is not None]
+    if not asked and (options.dtype or options.tune):
+        raise ConfigError("--dtype and --tune go with --explain-norm M N or --explain-router TOKENS EXPERTS HIDDEN")
+    if len(asked) > 1:
+        raise ConfigError("--explain-norm and --explain-router: ask for one at a time")
+    from mxtrain import doctor
 
-    if options.explain_norm is None:
-        print(report())
+    if not asked:
+        print(doctor.report())
     else:
-        print(explain_norm(*options.explain_norm, options.dtype or "bfloat16", options.tune))
+        explain = doctor.explain_norm if options.explain_norm else doctor.explain_router
+        print(explain(*asked[0], options.dtype or "bfloat16", options.tune))
     return 0
 
 

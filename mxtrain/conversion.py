@@ -3,6 +3,7 @@
 Which linears belong to which norm is not guessed from names but seen in a forward pass (``mxtrain.norm_uses``). A norm
 becomes an MXNorm only if every use of its output is an ``nn.Linear`` module, called once, so that the quantized result
 of the norm can take the place of its tensor. A norm that stays one can run on fused kernels, whatever uses its output.
+The gate of a router is never quantized; it can become one with full-precision logits.
 """
 
 import fnmatch
@@ -16,12 +17,14 @@ from mxtrain.hardware import resolve_mode
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
 from mxtrain.nn.rms_norm import WHEN_COMPILED, FusedRMSNorm
+from mxtrain.nn.router import DecomposeKRouter
 from mxtrain.nn.three_gemms import check_features
 from mxtrain.norm_uses import shared_parameters, watch_norms
 from mxtrain.recipe import RMSEstimate, get_recipe
 from mxtrain.rms_norms import as_rms_norm, looks_like_rms_norm
+from mxtrain.routers import router_gates
 
-CONVERTERS = ("mxnorm", "mx_linear", "fused_rmsnorm")
+CONVERTERS = ("mxnorm", "mx_linear", "fused_rmsnorm", "decompose_k_router")
 
 
 @dataclass
@@ -32,12 +35,14 @@ class Report:
         norms: FQN of every swapped norm -> FQNs of the linears it feeds (now MXNormLinear).
         linears: FQNs of the linears that became MXLinear.
         fused_norms: FQNs of the norms that became FusedRMSNorm.
-        skipped: FQN of every norm and linear left as it was -> the reason.
+        gates: FQNs of the gates of routers that became DecomposeKRouter.
+        skipped: FQN of every norm, linear or gate left as it was -> the reason.
     """
 
     norms: dict[str, list[str]] = field(default_factory=dict)
     linears: list[str] = field(default_factory=list)
     fused_norms: list[str] = field(default_factory=list)
+    gates: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -45,9 +50,11 @@ class Report:
         swapped = f"{len(self.norms)} norms with the {fed} linears they feed, and {len(self.linears)} other linears"
         if self.fused_norms:
             swapped = f"{len(self.fused_norms)} norms for fused ones"
+        if self.gates:
+            swapped = f"{len(self.gates)} gates of routers"
         lines = [f"swapped {swapped}; left {len(self.skipped)} as they were"]
         lines += [f"  {norm} -> {', '.join(linears)}" for norm, linears in self.norms.items()]
-        lines += [f"  {fqn}" for fqn in (*self.linears, *self.fused_norms)]
+        lines += [f"  {fqn}" for fqn in (*self.linears, *self.fused_norms, *self.gates)]
         lines += [f"  left: {fqn}: {reason}" for fqn, reason in self.skipped.items()]
         return "\n".join(lines)
 
@@ -78,20 +85,20 @@ def convert(
     example_inputs: tuple | None = None,
     when_compiled: str = "auto",
 ) -> Report:
-    """Swap norms and linears of ``model`` in place. Parameters and their FQNs stay, so checkpoints load either way.
+    """Swap norms, linears or gates of ``model`` in place. Parameters and FQNs stay, so checkpoints load either way.
 
     ``"mxnorm"`` turns every RMSNorm that feeds only linears into an MXNorm, those linears into MXNormLinear, and the
     other linears into MXLinear. ``"mx_linear"`` keeps the norms and turns every linear into MXLinear.
-    ``"fused_rmsnorm"`` turns every RMSNorm that is left into a FusedRMSNorm; before or after one of the others it gives
-    the same model.
+    ``"fused_rmsnorm"`` turns every RMSNorm that is left into a FusedRMSNorm, ``"decompose_k_router"`` the gate of every
+    mixture-of-experts router into a DecomposeKRouter; before or after the others they give the same model.
 
     Args:
         model: any module tree, on any device, meta included.
-        converter: "mxnorm", "mx_linear" or "fused_rmsnorm".
-        p, recipe, estimator, scale_rounding, mode: see ``mxtrain.mxnorm_cast``; not for "fused_rmsnorm".
+        converter: "mxnorm", "mx_linear", "fused_rmsnorm" or "decompose_k_router".
+        p, recipe, estimator, scale_rounding, mode: see ``mxtrain.mxnorm_cast``; only for "mxnorm" and "mx_linear".
         eps: for the squared RMS estimate of "mxnorm"; None keeps the eps of each norm.
         filter_fqns: names of modules to leave alone (see ``matches``). None stands for ("output",), and for nothing
-            with "fused_rmsnorm".
+            with "fused_rmsnorm" and "decompose_k_router".
         example_inputs: arguments for one forward pass of ``model``, of any device; only shapes and dtypes matter.
             None stands for one row of 32 token ids. Used by "mxnorm".
         when_compiled: for "fused_rmsnorm", see ``mxtrain.FusedRMSNorm``.
@@ -111,10 +118,12 @@ def convert(
     if isinstance(filter_fqns, str):
         raise ConfigError(f"filter_fqns = {filter_fqns!r} is not a list: write [{filter_fqns!r}]")
     if filter_fqns is None:
-        filter_fqns = () if converter == "fused_rmsnorm" else ("output",)
+        filter_fqns = ("output",) if converter in ("mxnorm", "mx_linear") else ()
     filtered = _filtered(model, tuple(filter_fqns))
     if converter == "fused_rmsnorm":
         return _fuse_norms(model, filtered, when_compiled)
+    if converter == "decompose_k_router":
+        return _swap_gates(model, filtered)
 
     report = Report()
     norms = _plan_norms(model, filtered, example_inputs, report) if converter == "mxnorm" else {}
@@ -176,6 +185,21 @@ def _fuse_norms(model: nn.Module, filtered: set[str], when_compiled: str) -> Rep
     return report
 
 
+def _swap_gates(model: nn.Module, filtered: set[str]) -> Report:
+    report = Report()
+    for fqn, gate in router_gates(model).items():
+        if fqn in filtered:
+            report.skipped[fqn] = "named in filter_fqns"
+        elif type(gate) is not nn.Linear:
+            report.skipped[fqn] = f"is a {type(gate).__name__}"
+        else:
+            report.gates.append(fqn)
+            _replace(model, fqn, DecomposeKRouter.from_linear(gate))
+    if not report.gates:
+        raise _nothing_to_convert("decompose_k_router", model, report)
+    return report
+
+
 def _find_norms(model: nn.Module, report: Report) -> dict[str, nn.RMSNorm]:
     """Every module that is or computes an RMSNorm, as one; those that only look like it go to ``report.skipped``."""
     norms = {}
@@ -205,7 +229,7 @@ def _plan_norms(
     norms = _find_norms(model, report)
     if not norms:
         return norms
-    uses = watch_norms(model, norms, example_inputs)
+    uses, gates = watch_norms(model, norms, example_inputs), router_gates(model)
     for fqn in norms:
         linears, others = uses.linears[fqn], uses.others[fqn]
         if reason := _kept(fqn, norms[fqn], filtered):
@@ -217,6 +241,8 @@ def _plan_norms(
             report.skipped[fqn] = f"no linear was seen to use its output{unfollowed}"
         elif kept := [linear for linear in linears if linear in filtered]:
             report.skipped[fqn] = f"feeds {', '.join(kept)}, named in filter_fqns"
+        elif fed_gates := [linear for linear in linears if linear in gates]:
+            report.skipped[fqn] = f"feeds {', '.join(fed_gates)}, the gate of a router"
         elif again := [linear for linear in linears if uses.calls[linear] != 1]:
             report.skipped[fqn] = f"feeds {', '.join(again)}, which is called more than once"
         else:
@@ -226,12 +252,14 @@ def _plan_norms(
 
 def _plan_linears(model: nn.Module, filtered: set[str], fed: set[str], report: Report) -> None:
     """Sort every linear that no swapped norm feeds into ``report.linears`` or ``report.skipped``."""
-    shared = shared_parameters(model)
+    shared, gates = shared_parameters(model), router_gates(model)
     for fqn, module in model.named_modules():
         if not isinstance(module, nn.Linear) or fqn in fed:
             continue
         if fqn in filtered:
             report.skipped[fqn] = "named in filter_fqns"
+        elif fqn in gates:
+            report.skipped[fqn] = "is the gate of a router, whose choices are sensitive to rounding"
         elif type(module) is not nn.Linear:
             report.skipped[fqn] = f"is a {type(module).__name__}"
         elif id(module.weight) in shared:

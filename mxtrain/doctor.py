@@ -1,8 +1,9 @@
-"""``mxtrain doctor``: what this machine has, how each recipe would run on it, and how a norm would."""
+"""``mxtrain doctor``: what this machine has, how each recipe would run on it, and how a norm or a router would."""
 
 import os
 import platform
 import shutil
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
@@ -19,7 +20,7 @@ TIMED_SHAPE = (65536, 4096)
 # A share of a kernel's time that is more than the spread between two measurements.
 NOTICEABLE = 0.03
 
-NORM_DTYPES = ("bfloat16", "float16", "float32")
+KERNEL_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def report() -> str:
@@ -104,24 +105,19 @@ def explain_norm(rows: int, columns: int, dtype: str = "bfloat16", tune: bool = 
     Raises:
         ConfigError: for a shape or dtype that the kernels do not take, without Triton, or for ``tune`` without a GPU.
     """
-    require_one_of("--dtype", dtype, NORM_DTYPES)
-    if not HAS_TRITON:
-        raise ConfigError("--explain-norm is about Triton kernels, and Triton is not installed")
-    from mxtrain.kernels import rms_norm_plan, tuning
+    _check_kernels("--explain-norm", dtype)
+    from mxtrain.kernels import rms_norm_plan
 
     if rows < 1 or not 1 <= columns <= rms_norm_plan.MAX_COLUMNS:
         raise ConfigError(
             f"--explain-norm {rows} {columns}: expected at least 1 row, of 1 to {rms_norm_plan.MAX_COLUMNS} columns"
         )
-    if tune and not torch.cuda.is_available():
-        raise ConfigError("--tune times kernels on a GPU, and PyTorch sees none here")
+    _check_tuning(tune)
     shape = rows, columns, getattr(torch, dtype)
     if tune:
-        tuning.tune_forward(*shape)
-        tuning.tune_backward(*shape, has_weight=True)
-    device = torch.device(default_device_type())
-    gpu = f"here: {torch.cuda.get_device_name()}" if device.type == "cuda" else "no GPU here"
-    where = f"{rms_norm_plan.sm_count(device)} SMs ({gpu})"
+        rms_norm_plan.tune_forward(*shape)
+        rms_norm_plan.tune_backward(*shape, has_weight=True)
+    device, where = _where(rms_norm_plan.sm_count)
     choices = {
         "forward": rms_norm_plan.choose_forward(*shape, device),
         "backward": rms_norm_plan.choose_backward(*shape, True, device),
@@ -143,6 +139,73 @@ def _choice_rows(choice) -> list[tuple[str, str]]:
         ("source", choice.source),
         ("why", choice.reason),
     ]
+
+
+def explain_router(tokens: int, experts: int, hidden: int, dtype: str = "bfloat16", tune: bool = False) -> str:
+    """By which routes a gate multiplies here, forward and for the gradient of its weight, and why, as text.
+
+    Args:
+        dtype: of tokens and weight: bfloat16, float16 or float32.
+        tune: time the other routes and splits first, and keep the fastest for this and later processes.
+
+    Raises:
+        ConfigError: for a size or dtype that there is none of, without Triton, or for ``tune`` without a GPU.
+    """
+    _check_kernels("--explain-router", dtype)
+    if min(tokens, experts, hidden) < 1:
+        raise ConfigError(f"--explain-router {tokens} {experts} {hidden}: expected sizes of at least 1")
+    _check_tuning(tune)
+    from mxtrain import matmul
+    from mxtrain.kernels import decompose_k_plan
+    from mxtrain.kernels.runtime import sm_count
+
+    wide, torch_dtype = torch.float32, getattr(torch, dtype)
+    # Part -> sizes M, N, K of its product, dtype of the result, whether operands lie along M and N.
+    products = {
+        "forward": ((tokens, experts, hidden), wide, False),
+        "gradient of the weight": ((experts, hidden, tokens), torch_dtype, True),
+    }
+    device, where = _where(sm_count)
+    texts = []
+    for name, (sizes, out_dtype, transposed) in products.items():
+        if tune:
+            run = lambda a, b, plan, out_dtype=out_dtype: matmul.by_plan(a, b, None, None, out_dtype, plan)  # noqa: E731
+            decompose_k_plan.tune(*sizes, torch_dtype, run, transposed)
+        choice = decompose_k_plan.choose(*sizes, torch_dtype, device)
+        texts.append(f"{name}, [{sizes[0]}, {sizes[2]}] x [{sizes[2]}, {sizes[1]}]\n{_table(_route_rows(choice))}")
+    return "\n\n".join([f"router of {tokens} tokens of {hidden} to {experts} experts, {dtype}, on {where}", *texts])
+
+
+def _route_rows(choice) -> list[tuple[str, str]]:
+    plan = choice.plan
+    routes = {
+        "mm": "mm: one torch.mm",
+        "bmm": f"bmm: torch.bmm of {plan.splits} parts of K, and their sum",
+        "triton": f"triton: {'one launch' if plan.splits == 1 else 'two launches'}",
+    }
+    rows = [("route", routes[plan.route])]
+    if plan.route == "triton":
+        tile = f"{plan.block_m} x {plan.block_n}, {plan.block_k} of K at once"
+        rows += [("splits", str(plan.splits)), ("tile", tile), ("warps", str(plan.warps)), ("stages", str(plan.stages))]
+    return [*rows, ("source", choice.source), ("why", choice.reason)]
+
+
+def _check_kernels(flag: str, dtype: str) -> None:
+    require_one_of("--dtype", dtype, KERNEL_DTYPES)
+    if not HAS_TRITON:
+        raise ConfigError(f"{flag} is about Triton kernels, and Triton is not installed")
+
+
+def _check_tuning(tune: bool) -> None:
+    if tune and not torch.cuda.is_available():
+        raise ConfigError("--tune times kernels on a GPU, and PyTorch sees none here")
+
+
+def _where(sm_count: Callable[[torch.device], int]) -> tuple[torch.device, str]:
+    """The device that is explained, and its name in words."""
+    device = torch.device(default_device_type())
+    gpu = f"here: {torch.cuda.get_device_name()}" if device.type == "cuda" else "no GPU here"
+    return device, f"{sm_count(device)} SMs ({gpu})"
 
 
 def _version(package: str) -> str:

@@ -80,9 +80,8 @@ def our_entries(name: str, run: Callable, reads: tuple, check: Callable, choose:
 
 
 def forward_entries(tune: bool, shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels import tuning
     from mxtrain.kernels.rms_norm import rms_norm as kernel
-    from mxtrain.kernels.rms_norm_plan import choose_forward
+    from mxtrain.kernels.rms_norm_plan import choose_forward, tune_forward
 
     x, weight = draw(shape, device), draw(shape[1:], device)
     reads = (x, weight)
@@ -105,7 +104,7 @@ def forward_entries(tune: bool, shape: Shape, device: str, max_autotune: bool) -
         reads,
         check,
         partial(choose_forward, *shape, DTYPE, x.device),
-        partial(tuning.tune_forward, *shape, DTYPE) if tune else None,
+        partial(tune_forward, *shape, DTYPE) if tune else None,
     )
     return against_all(entries)
 
@@ -130,9 +129,8 @@ def quack_forward(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], object]
 
 
 def backward_entries(tune: bool, shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels import tuning
     from mxtrain.kernels.rms_norm_backward import rms_norm_backward as kernel
-    from mxtrain.kernels.rms_norm_plan import choose_backward
+    from mxtrain.kernels.rms_norm_plan import choose_backward, tune_backward
 
     dy, x, weight = draw(shape, device), draw(shape, device), draw(shape[1:], device)
     rstd = rms_norm(x, None, EPS)[1]
@@ -162,7 +160,7 @@ def backward_entries(tune: bool, shape: Shape, device: str, max_autotune: bool) 
         reads,
         check,
         partial(choose_backward, *shape, DTYPE, True, x.device),
-        partial(tuning.tune_backward, *shape, DTYPE, True) if tune else None,
+        partial(tune_backward, *shape, DTYPE, True) if tune else None,
     )
     return against_all(entries)
 

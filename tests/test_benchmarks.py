@@ -290,10 +290,10 @@ class TestNorm:
             assert not entry.check(result)
 
     def test_plans_are_tuned_when_their_turn_comes(self, monkeypatch):
-        from mxtrain.kernels import tuning
+        from mxtrain.kernels import rms_norm_plan
 
         tuned = []
-        monkeypatch.setattr(tuning, "tune_forward", lambda *args: tuned.append(args))
+        monkeypatch.setattr(rms_norm_plan, "tune_forward", lambda *args: tuned.append(args))
         *_, ours, ours_tuned = bench_norm.sections(tune=True)["forward"].entries((8, 96), "cpu", False)
         ours.make()
         assert tuned == []

@@ -80,7 +80,13 @@ def test_help_after_a_config_is_titans_with_our_sections(tmp_path):
     (tmp_path / "a.toml").write_text('extends = "base.toml"\n')
     result = mxtrain("train", "a.toml", "--help", cwd=tmp_path, COLUMNS="120")
     assert result.returncode == 0, result.stderr
-    sections = ("--mxnorm.p", "--fused-rmsnorm.when-compiled", "--data.vocab", "--training.local-batch-size")
+    sections = (
+        "--mxnorm.p",
+        "--fused-rmsnorm.when-compiled",
+        "--decompose-k-router.filter-fqns",
+        "--data.vocab",
+        "--training.local-batch-size",
+    )
     for text in (*sections, "12345", "Exponent of the p-mean"):
         assert text in result.stdout, text
     assert not (tmp_path / "outputs").exists()
@@ -130,10 +136,32 @@ def test_doctor_explains_the_norm_of_a_shape(monkeypatch, capsys):
     assert capsys.readouterr().out == "because\nbecause\n"
 
 
-@pytest.mark.parametrize("flags", [["--tune"], ["--dtype", "float32"]])
-def test_doctor_flags_that_need_a_shape(flags, capsys):
+def test_doctor_explains_the_router_of_a_shape(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr("mxtrain.doctor.explain_router", lambda *args: seen.append(args) or "because")
+    assert cli.main(["doctor", "--explain-router", "8192", "256", "7168"]) == 0
+    assert cli.main(["doctor", "--explain-router", "8", "4", "64", "--dtype", "float32", "--tune"]) == 0
+    assert seen == [(8192, 256, 7168, "bfloat16", False), (8, 4, 64, "float32", True)]
+    assert capsys.readouterr().out == "because\nbecause\n"
+
+
+SHAPES = "--explain-norm M N or --explain-router TOKENS EXPERTS HIDDEN"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tune"], f"--dtype and --tune go with {SHAPES}"),
+        (["--dtype", "float32"], f"--dtype and --tune go with {SHAPES}"),
+        (
+            ["--explain-norm", "8", "64", "--explain-router", "8", "4", "64"],
+            "--explain-norm and --explain-router: ask for one at a time",
+        ),
+    ],
+)
+def test_doctor_flags_that_do_not_go_together(flags, message, capsys):
     assert cli.main(["doctor", *flags]) == 2
-    assert capsys.readouterr().err == "mxtrain: error: --dtype and --tune go with --explain-norm M N\n"
+    assert capsys.readouterr().err == f"mxtrain: error: {message}\n"
 
 
 def test_an_interrupt_is_told_in_one_line(monkeypatch, capsys):

@@ -7,7 +7,7 @@ import torch
 
 from mxtrain import ConfigError, cli, doctor
 from mxtrain.hardware import MODES
-from mxtrain.kernels import rms_norm_plan, tuning
+from mxtrain.kernels import decompose_k_plan, rms_norm_plan, tuning
 from mxtrain.recipe import RECIPES
 
 
@@ -106,12 +106,12 @@ def test_tuning_comes_before_the_explanation(monkeypatch):
         op = "rms_norm" if has_weight is None else "rms_norm_backward"
         arguments = (rows, columns, dtype) + (() if has_weight is None else (has_weight,))
         plan = choose(*arguments, torch.device("cpu")).plan._replace(warps=16)
-        key = tuning.key(op, rows, columns, dtype, True)
-        tuning.save(tuning.device_name(torch.device("cpu")), key, tuning.Entry(plan._asdict(), 3.0, 7, tuning.VERSION))
+        key = rms_norm_plan.key(op, rows, columns, dtype, True)
+        tuning.save(rms_norm_plan.TUNED, "cpu", key, tuning.Entry(plan._asdict(), 3.0, 7))
         found.append(op)
 
-    monkeypatch.setattr(tuning, "tune_forward", tuned)
-    monkeypatch.setattr(tuning, "tune_backward", tuned)
+    monkeypatch.setattr(rms_norm_plan, "tune_forward", tuned)
+    monkeypatch.setattr(rms_norm_plan, "tune_backward", tuned)
     monkeypatch.setattr(doctor, "default_device_type", lambda: "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     lines = [line.split() for line in doctor.explain_norm(*shape, "float16", tune=True).splitlines()]
@@ -133,3 +133,80 @@ def test_a_norm_that_cannot_be_explained(arguments, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=f"^{message}"):
         doctor.explain_norm(*arguments)
+
+
+PLANS = [
+    (decompose_k_plan.Plan("mm"), {"route": "mm: one torch.mm"}),
+    (decompose_k_plan.Plan("bmm", 8), {"route": "bmm: torch.bmm of 8 parts of K, and their sum"}),
+    (
+        decompose_k_plan.Plan("triton", 8, 16, 32, 64, 2, 3),
+        {
+            "route": "triton: two launches",
+            "splits": "8",
+            "tile": "16 x 32, 64 of K at once",
+            "warps": "2",
+            "stages": "3",
+        },
+    ),
+    (decompose_k_plan.Plan("triton", 1, 16, 32, 64, 2, 3), {"route": "triton: one launch"}),
+]
+
+
+@pytest.mark.parametrize(("plan", "told"), PLANS)
+def test_the_route_of_a_router_is_explained(plan, told, monkeypatch):
+    asked = []
+
+    def choose(*arguments):
+        asked.append(arguments)
+        return decompose_k_plan.Choice(plan, "heuristic", "because")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(decompose_k_plan, "choose", choose)
+    title, _, *lines = doctor.explain_router(64, 16, 2048, "float16").splitlines()
+    assert title == "router of 64 tokens of 2048 to 16 experts, float16, on 132 SMs (no GPU here)"
+    device = torch.device("cpu")
+    assert asked == [(64, 16, 2048, torch.float16, device), (16, 2048, 64, torch.float16, device)]
+    gradient = lines.index("gradient of the weight, [16, 64] x [64, 2048]")
+    assert lines[0] == "forward, [64, 2048] x [2048, 16]"
+    for part in (lines[1 : gradient - 1], lines[gradient + 1 :]):
+        facts = {name: text.strip() for name, text in (line.strip().split("  ", 1) for line in part)}
+        assert facts.items() >= (told | {"source": "heuristic", "why": "because"}).items()
+
+
+def test_a_router_is_tuned_by_what_will_run(monkeypatch):
+    """With a stand-in for the timing, which runs the product once as it would be timed."""
+    ran = []
+
+    def tune(rows, columns, depth, dtype, run, transposed=False):
+        a, b = torch.ones(rows, depth, dtype=dtype), torch.ones(columns, depth, dtype=dtype).t()
+        c = run(a, b, decompose_k_plan.Plan("mm"))
+        assert (c == depth).all()
+        ran.append((rows, columns, depth, dtype, c.dtype, transposed))
+
+    monkeypatch.setattr(decompose_k_plan, "tune", tune)
+    monkeypatch.setattr(doctor, "default_device_type", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    doctor.explain_router(4, 3, 64, "bfloat16", tune=True)
+    bf16 = torch.bfloat16
+    assert ran == [(4, 3, 64, bf16, torch.float32, False), (3, 64, 4, bf16, bf16, True)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 16, 64), "--explain-router 0 16 64: expected sizes of at least 1"),
+        ((4, 16, -1), "--explain-router 4 16 -1: expected sizes"),
+        ((4, 16, 64, "float64"), "--dtype = 'float64' is not one of: 'bfloat16', 'float16', 'float32'"),
+        ((4, 16, 64, "bfloat16", True), "--tune times kernels on a GPU, and PyTorch sees none here"),
+    ],
+)
+def test_a_router_that_cannot_be_explained(arguments, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        doctor.explain_router(*arguments)
+
+
+def test_without_triton_there_is_nothing_to_explain(monkeypatch):
+    monkeypatch.setattr(doctor, "HAS_TRITON", False)
+    with pytest.raises(ConfigError, match="^--explain-router is about Triton kernels, and Triton is not installed"):
+        doctor.explain_router(4, 16, 64)

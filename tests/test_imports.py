@@ -1,6 +1,6 @@
 """Imports point one way.
 
-formats <- recipe <- reference, kernels <- quantize <- gemm, normalize <- nn <- conversion <- titan <- cli
+formats <- recipe <- reference, kernels <- quantize <- gemm, normalize, matmul <- nn <- conversion <- titan <- cli
 """
 
 import ast
@@ -12,13 +12,13 @@ PACKAGE = Path(__file__).parents[1] / "mxtrain"
 
 # Lower layers first; a module may import from its own layer and those before it.
 LAYERS = [
-    {"errors", "formats", "config", "cache"},
+    {"errors", "formats", "config", "cache", "seeds"},
     {"recipe", "hardware", "data", "analysis"},
     {"reference", "kernels"},
     {"quantize"},
-    {"gemm", "normalize"},
+    {"gemm", "normalize", "matmul", "inductor"},
     {"nn"},
-    {"norm_uses", "rms_norms"},
+    {"norm_uses", "rms_norms", "routers"},
     {"conversion"},
     {"titan"},
     {"train", "launch", "doctor"},

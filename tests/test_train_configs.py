@@ -21,6 +21,12 @@ VARIANTS = {
     "_bf16": {"model": {"converters": []}},
     "_fused_rmsnorm": {"model": {"converters": ["fused_rmsnorm"]}},
 }
+# Converters of the configs that are no variant of a Llama's.
+CONVERTERS = {
+    "deepseek_v3_debug": ["decompose_k_router"],
+    "deepseek_v3_16b": ["decompose_k_router"],
+    "qwen3_moe_debug": ["mxnorm", "decompose_k_router"],
+}
 SIZES_OF = dict.fromkeys(VARIANTS, LLAMAS) | {"_fused_rmsnorm": ("debug", "125m")}
 
 
@@ -29,7 +35,7 @@ def parse(name):
 
 
 def test_the_configs_are_these():
-    names = {"qwen3_debug"} | {f"llama3_{size}" for size in LLAMAS}
+    names = {"qwen3_debug", *CONVERTERS} | {f"llama3_{size}" for size in LLAMAS}
     names |= {f"llama3_{size}{variant}" for variant, sizes in SIZES_OF.items() for size in sizes}
     assert {path.stem for path in CONFIGS} == names
 
@@ -46,7 +52,8 @@ def test_a_variant_holds_only_what_it_changes(size, variant):
 def test_every_config_parses_to_the_variant_in_its_name(path):
     job_config = parse(path.stem)
     expected = next((changes for variant, changes in VARIANTS.items() if path.stem.endswith(variant)), {})
-    assert job_config.model.converters == expected.get("model", {}).get("converters", ["mxnorm"])
+    converters = CONVERTERS.get(path.stem, ["mxnorm"])
+    assert job_config.model.converters == expected.get("model", {}).get("converters", converters)
     assert job_config.mxnorm.p == expected.get("mxnorm", {}).get("p", 2)
     assert job_config.mxnorm.recipe == "mxfp8"
     assert job_config.model.flavor in get_train_spec(job_config.model.name).model_args
@@ -88,3 +95,14 @@ def test_what_the_sizes_need():
         assert job_config.checkpoint.enable == (size in ("8b", "70b"))
     modes = [parse(f"llama3_{size}").activation_checkpoint.mode for size in LLAMAS]
     assert modes == ["none", "none", "none", "selective", "full"]
+
+
+def test_what_mixtures_of_experts_need():
+    for name in CONVERTERS:
+        job_config = parse(name)
+        on_gpu = not name.endswith("_debug")
+        assert job_config.compile.enable == job_config.data.installed == job_config.checkpoint.enable == on_gpu
+        assert job_config.training.mixed_precision_param == ("bfloat16" if on_gpu else "float32")
+        args = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
+        assert args.moe_args.num_experts % job_config.parallelism.expert_parallel_degree == 0
+    assert parse("deepseek_v3_16b").parallelism.expert_parallel_degree == 8

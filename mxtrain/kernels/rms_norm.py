@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from mxtrain.kernels.rms_norm_plan import DTYPES, Plan, check_columns, choose_forward, tiles
-from mxtrain.kernels.runtime import Launch, check_matrix, check_same, check_vector, register_op
+from mxtrain.kernels.runtime import INTERPRETED, Launch, check_matrix, check_same, check_vector, register_op
 
 
 @triton.jit
@@ -25,58 +25,82 @@ def _load_total(x_ptr, residual_ptr, offsets, mask, eviction: tl.constexpr, RESI
 
 
 @triton.jit
-def _inverse_rms(squares, columns, eps):
-    """1 / sqrt(mean + eps) of every row, rounded once a step.  squares [R, C] -> [R, 1]"""
-    mean_square = tl.div_rn(tl.sum(squares, 1), tl.cast(columns, tl.float32))
-    return tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps))[:, None]
+def _inverse_rms(squares, columns, eps, PRECISE: tl.constexpr):
+    """1 / sqrt(mean + eps) of every row.  squares [R, C] -> [R, 1]
+
+    PRECISE: rounded once a step, which shows in fp32 results only, and takes longer than the GPU's own instruction.
+    """
+    row_sum = tl.sum(squares, 1)
+    if PRECISE:
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(row_sum, tl.cast(columns, tl.float32)) + eps))
+    else:
+        # Not by tl.rsqrt, which takes small squares for zero.
+        rstd = tl.inline_asm_elementwise(
+            "rsqrt.approx.f32 $0, $1;", "=f,f", [row_sum / columns + eps], tl.float32, is_pure=True, pack=1
+        )
+    return rstd[:, None]
 
 
 @triton.jit
-def _inside(row, rows, column, columns, EXACT: tl.constexpr):
-    """Which of [R, 1] rows and [1, C] columns are in the matrix. EXACT: all of them are, and the compiler knows it."""
+def _below(index, end, EXACT: tl.constexpr):
+    """index < end. EXACT: of all of them, and the compiler knows it."""
     if EXACT:
-        return tl.full((row.shape[0], column.shape[1]), 1, tl.int1)
-    return (row < rows) & (column < columns)
+        return tl.full(index.shape, 1, tl.int1)
+    return index < end
 
 
 @triton.jit
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, rows, columns, eps,
     RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, PERSISTENT: tl.constexpr, EXACT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     lane = tl.arange(0, COLUMNS)[None, :]
-    start = row.to(tl.int64) * columns
+    # One 64-bit number a program, not one a row: offsets within a tile fit in 32 bits.
+    start = tl.program_id(0).to(tl.int64) * (ROWS * columns)
+    x_ptr += start
+    y_ptr += start
+    if RESIDUAL:
+        residual_ptr += start
+        total_ptr += start
+    in_tile = tl.arange(0, ROWS)[:, None] * columns
+    row_mask = _below(row, rows, EXACT)
     if PERSISTENT:
-        mask = _inside(row, rows, lane, columns, EXACT)
-        total = _load_total(x_ptr, residual_ptr, start + lane, mask, "", RESIDUAL)
-        rstd = _inverse_rms(total * total, columns, eps)
+        column_mask = _below(lane, columns, EXACT)
+        mask = row_mask & column_mask
+        offsets = in_tile + lane
+        total = _load_total(x_ptr, residual_ptr, offsets, mask, "", RESIDUAL)
+        if WEIGHT:
+            # On its way while the row is summed up.
+            weight = tl.load(weight_ptr + lane, mask=column_mask, other=0.0, eviction_policy="evict_last")
+        rstd = _inverse_rms(total * total, columns, eps, PRECISE)
         y = total * rstd
         if WEIGHT:
-            y *= tl.load(weight_ptr + lane, mask=lane < columns, other=0.0).to(tl.float32)
-        tl.store(y_ptr + start + lane, y.to(y_ptr.dtype.element_ty), mask=mask)
+            y *= weight.to(tl.float32)
+        tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
         if RESIDUAL:
-            tl.store(total_ptr + start + lane, total.to(total_ptr.dtype.element_ty), mask=mask)
+            tl.store(total_ptr + offsets, total.to(total_ptr.dtype.element_ty), mask=mask)
     else:
         squares = tl.zeros((ROWS, COLUMNS), tl.float32)
         for first in range(0, columns, COLUMNS):
             column = first + lane
-            mask = _inside(row, rows, column, columns, EXACT)
-            total = _load_total(x_ptr, residual_ptr, start + column, mask, "evict_last", RESIDUAL)
+            mask = row_mask & _below(column, columns, EXACT)
+            total = _load_total(x_ptr, residual_ptr, in_tile + column, mask, "evict_last", RESIDUAL)
             squares += total * total
-        rstd = _inverse_rms(squares, columns, eps)
+        rstd = _inverse_rms(squares, columns, eps, PRECISE)
         for first in range(0, columns, COLUMNS):
             column = first + lane
-            mask = _inside(row, rows, column, columns, EXACT)
-            total = _load_total(x_ptr, residual_ptr, start + column, mask, "evict_first", RESIDUAL)
+            column_mask = _below(column, columns, EXACT)
+            mask = row_mask & column_mask
+            total = _load_total(x_ptr, residual_ptr, in_tile + column, mask, "evict_first", RESIDUAL)
             y = total * rstd
             if WEIGHT:
-                y *= tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
-            tl.store(y_ptr + start + column, y.to(y_ptr.dtype.element_ty), mask=mask)
+                y *= tl.load(weight_ptr + column, mask=column_mask, other=0.0).to(tl.float32)
+            tl.store(y_ptr + in_tile + column, y.to(y_ptr.dtype.element_ty), mask=mask)
             if RESIDUAL:
-                tl.store(total_ptr + start + column, total.to(total_ptr.dtype.element_ty), mask=mask)
-    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+                tl.store(total_ptr + in_tile + column, total.to(total_ptr.dtype.element_ty), mask=mask)
+    tl.store(rstd_ptr + row, rstd, mask=row_mask)
 
 
 def rms_norm_by_plan(
@@ -104,6 +128,7 @@ def rms_norm_by_plan(
         dict(
             RESIDUAL=residual is not None, WEIGHT=weight is not None, PERSISTENT=plan.persistent,
             EXACT=rows % plan.rows == 0 and columns % plan.columns == 0,
+            PRECISE=INTERPRETED or x.dtype == torch.float32,
             ROWS=plan.rows, COLUMNS=plan.columns, num_warps=plan.warps,
         ),
     )  # fmt: skip

@@ -1,29 +1,34 @@
 """Which variant of the RMSNorm kernels a matrix gets, how its rows are split, and why. Every threshold is here.
 
-A plan that was measured on this GPU for this very shape (``mxtrain.kernels.tuning``) goes before the heuristic.
+A plan that ``tune_forward`` or ``tune_backward`` found on this GPU for this very shape goes before the heuristic.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
 
 from mxtrain.kernels import tuning
+from mxtrain.kernels.runtime import sm_count
+from mxtrain.kernels.tuning import Choice
 
+TUNED = tuning.Family("rms_norm", version=1)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_COLUMNS = 65536
 
 # Rows up to this long are held in registers and read once; longer ones are read twice, the second time from a cache.
-# The forward has only x to hold, yet gains from holding nothing while a row of this length is summed up.
+# The forward has only x to hold, yet once every SM has many rows to go through, it gains from holding nothing.
 FORWARD_HELD, BACKWARD_HELD = 4096, 16384
+FORWARD_HELD_OF_MANY_ROWS, MANY_ROWS_OF_AN_SM = 2048, 128
 # What any plan may ask for.
 MAX_TILE, MAX_WARPS, MAX_STAGES = 32768, 32, 8
 
-# Forward: a row, or as many as make up FORWARD_TILE. Few warps with much to do each keep more bytes in flight than many
-# with little: {longest rows: warps of a tile}.
-FORWARD_TILE, FORWARD_WARPS = 2048, {256: 2, 1024: 1, 4096: 2}
-FORWARD_CHUNK, FORWARD_CHUNK_OF_A_THREAD = 4096, 8
+# Forward: a row, or as many as make up FORWARD_TILE; {longest rows: warps of a tile}. Longer rows are taken in two or
+# more chunks of a length that divides them, so that no thread is idle.
+FORWARD_TILE, FORWARD_WARPS = 2048, {1024: 2, 2048: 4, 4096: 8}
+FORWARD_CHUNKS, FORWARD_CHUNK_OF_A_THREAD = (4096, 2048, 1024), 8
 # Backward: two rows, unless those are too few elements for a warp or more than an SM, whose programs together hold
 # BACKWARD_OF_AN_SM elements.
 BACKWARD_ROWS, BACKWARD_OF_A_WARP, BACKWARD_OF_AN_SM, BACKWARD_OF_A_THREAD = 2, 1024, 8192, 32
@@ -36,7 +41,6 @@ FEWEST_TILES = 2
 # rows are not held whole also chunks of the weight and of the partial sums.
 SHARED_BYTES = 96 * 1024
 MOST_STAGES = 3
-WITHOUT_A_GPU = 132
 # What tuning varies, in this order; and where, rows being about as long as registers can hold, it tries both variants.
 FORWARD_FIELDS = ("warps", "rows", "columns")
 BACKWARD_FIELDS = ("programs", *FORWARD_FIELDS, "stages")
@@ -57,14 +61,6 @@ class Plan(NamedTuple):
     """Tiles (chunks, if not persistent) in flight: 1 loads none ahead"""
     programs: int
     """Programs among which the tiles are dealt out; of the forward, one for each"""
-
-
-class Choice(NamedTuple):
-    """A plan, whether it is by "heuristic" or "tuned", and one sentence that says why it is this one."""
-
-    plan: Plan
-    source: str
-    reason: str
 
 
 def check_columns(x: torch.Tensor) -> None:
@@ -135,15 +131,15 @@ def choose_forward(rows: int, columns: int, dtype: torch.dtype, device: torch.de
         ValueError: for no rows, or a length of rows that the kernel does not take.
     """
     check_shape(rows, columns)
-    key = tuning.key("rms_norm", rows, columns, dtype, True)
-    return _tuned(key, rows, columns, device) or _forward(rows, columns, sm_count(device))
+    shape = key("rms_norm", rows, columns, dtype, True)
+    return _tuned(shape, rows, columns, device) or _forward(rows, columns, sm_count(device))
 
 
 def choose_backward(rows: int, columns: int, dtype: torch.dtype, has_weight: bool, device: torch.device) -> Choice:
     """How ``rms_norm_backward`` walks a matrix [rows, columns] of ``dtype`` on ``device``; see ``choose_forward``."""
     check_shape(rows, columns)
-    key = tuning.key("rms_norm_backward", rows, columns, dtype, has_weight)
-    return _tuned(key, rows, columns, device) or _backward(rows, columns, dtype.itemsize, sm_count(device))
+    shape = key("rms_norm_backward", rows, columns, dtype, has_weight)
+    return _tuned(shape, rows, columns, device) or _backward(rows, columns, dtype.itemsize, sm_count(device))
 
 
 def reduction_tile(programs: int, columns: int, sms: int) -> tuple[int, int, int]:
@@ -156,21 +152,75 @@ def reduction_tile(programs: int, columns: int, sms: int) -> tuple[int, int, int
     return height, width, max(1, min(8, height * width // 512))
 
 
-@functools.cache
-def sm_count(device: torch.device) -> int:
-    """Streaming multiprocessors of a device; those of an H100 where there is no GPU."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return WITHOUT_A_GPU
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def key(op: str, rows: int, columns: int, dtype: torch.dtype, has_weight: bool) -> str:
+    """The name of a shape among the tuned ones."""
+    return f"{op} {rows}x{columns} {str(dtype).removeprefix('torch.')} {'weight' if has_weight else 'no weight'}"
 
 
-def _tuned(key: str, rows: int, columns: int, device: torch.device) -> Choice | None:
-    entry = tuning.tuned_plans(tuning.device_name(device)).get(key)
-    if entry is None:
-        return None
-    if entry.plan.keys() != set(Plan._fields) or not is_valid(plan := Plan(**entry.plan), rows, columns):
-        return None
-    return Choice(plan, "tuned", f"the fastest of {entry.tried} plans timed on this GPU, {entry.microseconds:.1f} us")
+def tune_forward(rows: int, columns: int, dtype: torch.dtype) -> Choice:
+    """Find and keep the fastest plan of ``rms_norm`` for a matrix [rows, columns] of ``dtype`` on the current GPU.
+
+    Returns:
+        The choice that is made from now on.
+
+    Raises:
+        RuntimeError: without a GPU.
+        ValueError: for a shape that the kernel does not take.
+    """
+    # Not at the top: kernels ask this file for their plans.
+    from mxtrain.kernels.rms_norm import rms_norm_by_plan
+
+    check_shape(rows, columns)
+    device = tuning.gpu()
+    draw = functools.partial(torch.randn, dtype=dtype, device=device)
+    x, weight = draw(rows, columns), draw(columns)
+
+    def launches(plan):
+        return (rms_norm_by_plan(x, None, weight, 1e-5, plan)[1],)
+
+    choose = functools.partial(choose_forward, rows, columns, dtype, device)
+    return _tune(key("rms_norm", rows, columns, dtype, True), FORWARD_FIELDS, choose, launches, rows, columns, device)
+
+
+def tune_backward(rows: int, columns: int, dtype: torch.dtype, has_weight: bool = True) -> Choice:
+    """The same for ``rms_norm_backward``, with dweight if there is a weight; see ``tune_forward``."""
+    from mxtrain.kernels.rms_norm_backward import rms_norm_backward_by_plan
+
+    check_shape(rows, columns)
+    device = tuning.gpu()
+    draw = functools.partial(torch.randn, dtype=dtype, device=device)
+    dy, x, weight = draw(rows, columns), draw(rows, columns), draw(columns) if has_weight else None
+    rstd = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).div(columns**0.5).reciprocal()
+
+    def launches(plan):
+        return rms_norm_backward_by_plan(dy, x, rstd, weight, None, has_weight, plan)[1]
+
+    shape = key("rms_norm_backward", rows, columns, dtype, has_weight)
+    choose = functools.partial(choose_backward, rows, columns, dtype, has_weight, device)
+    return _tune(shape, BACKWARD_FIELDS, choose, launches, rows, columns, device)
+
+
+def _tune(
+    shape: str, fields: tuple[str, ...], choose: Callable, launches: Callable,
+    rows: int, columns: int, device: torch.device,
+) -> Choice:  # fmt: skip
+    def prepare(plan):
+        prepared = launches(plan)
+
+        def run():
+            for launch in prepared:
+                launch.run(device)
+
+        return run
+
+    step = functools.partial(neighbour, rows=rows, columns=columns)
+    tuning.tune(TUNED, shape, device, starts(choose().plan, rows, columns), fields, step, prepare)
+    return choose()
+
+
+def _tuned(shape: str, rows: int, columns: int, device: torch.device) -> Choice | None:
+    valid = functools.partial(is_valid, rows=rows, columns=columns)
+    return tuning.tuned_plan(TUNED, shape, device, Plan, valid)
 
 
 def _warps(tile: int, of_a_thread: int) -> int:
@@ -194,16 +244,18 @@ def _not_held(longest: int, chunk: int) -> str:
 @functools.lru_cache(4096)
 def _forward(rows: int, columns: int, sms: int) -> Choice:
     width = triton.next_power_of_2(columns)
-    persistent = columns <= FORWARD_HELD
+    held = FORWARD_HELD if rows < MANY_ROWS_OF_AN_SM * sms else FORWARD_HELD_OF_MANY_ROWS
+    persistent = columns <= held
     if persistent:
         height = _height(rows, width, sms, FORWARD_TILE)
         warps = next(warps for longest, warps in FORWARD_WARPS.items() if width <= longest)
         warps = min(warps, _warps(height * width, 1))
         why = _held(height, width, warps)
     else:
-        height, width = 1, FORWARD_CHUNK
+        dividing = (chunk for chunk in FORWARD_CHUNKS if columns % chunk == 0 and chunk < columns)
+        height, width = 1, next(dividing, FORWARD_CHUNKS[-1])
         warps = _warps(width, FORWARD_CHUNK_OF_A_THREAD)
-        why = _not_held(FORWARD_HELD, width)
+        why = _not_held(held, width)
     plan = Plan(persistent, height, width, warps, 1, triton.cdiv(rows, height))
     return Choice(plan, "heuristic", f"{why}; every tile has a program of its own, since programs share nothing")
 

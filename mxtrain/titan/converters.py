@@ -1,4 +1,4 @@
-"""The model converters ``mxnorm``, ``mx_linear`` and ``fused_rmsnorm`` for TorchTitan."""
+"""The model converters ``mxnorm``, ``mx_linear``, ``fused_rmsnorm`` and ``decompose_k_router`` for TorchTitan."""
 
 import torch
 import torch.nn as nn
@@ -116,6 +116,22 @@ class FusedRMSNormConverter:
         """Nothing to do: the norm computes with its weight as it is."""
 
 
+class DecomposeKRouterConverter:
+    """The gate of every router becomes a DecomposeKRouter."""
+
+    name = "decompose_k_router"
+
+    def __init__(self, job_config, parallel_dims):
+        self.filter_fqns = _section(job_config, self.name).filter_fqns
+
+    def convert(self, model: nn.Module) -> None:
+        report = convert(model, self.name, filter_fqns=self.filter_fqns)
+        logger.info(f"{self.name}: {report}")
+
+    def post_optimizer_hook(self, model) -> None:
+        """Nothing to do: the gate computes with its weight as it is."""
+
+
 def _example_inputs(model: nn.Module) -> tuple:
     """Arguments for one forward pass of a TorchTitan language model: token ids, and the mask its attention asks for."""
     tokens = torch.zeros(1, 32, dtype=torch.long)
@@ -131,5 +147,5 @@ def _example_inputs(model: nn.Module) -> tuple:
 
 def register_converters() -> None:
     """Make all converters known to TorchTitan."""
-    for converter in (MXNormConverter, MXLinearConverter, FusedRMSNormConverter):
+    for converter in (MXNormConverter, MXLinearConverter, FusedRMSNormConverter, DecomposeKRouterConverter):
         register_model_converter(converter, converter.name)

@@ -1,9 +1,12 @@
 """Let TorchTitan 0.2.2 train where there is no accelerator.
 
 TorchTitan takes its device type and device module from ``torchtitan.tools.utils``, which falls back to "cuda", and
-other modules import both by name. ``use_cpu`` puts "cpu" and a stand-in for ``torch.cuda`` in their place.
+other modules import both by name. ``use_cpu`` puts "cpu" and a stand-in for ``torch.cuda`` in their place. For
+mixtures of experts it lets ``torch.histc`` count integers, as on CUDA, and has expert parallelism order its tokens
+without Triton.
 """
 
+import functools
 import os
 import platform
 import resource
@@ -12,6 +15,8 @@ from types import SimpleNamespace
 
 import torch
 import torchtitan.tools.utils as titan_utils
+
+_histc = torch.histc
 
 
 def use_cpu() -> None:
@@ -22,6 +27,18 @@ def use_cpu() -> None:
             module.device_type = "cpu"
             if hasattr(module, "device_module"):
                 module.device_module = CpuDevice
+    torch.histc = histc
+    # Not at the top: what it imports may look for the device.
+    from torchtitan.models.moe import kernels, utils
+
+    utils.generate_permute_indices = functools.partial(kernels.generate_permute_indices, use_cpu=True)
+
+
+def histc(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    """``torch.histc``, also of integers below 2^24 on a CPU; like that on CUDA it counts in the dtype of ``x``."""
+    if x.is_floating_point() or x.is_cuda:
+        return _histc(x, *args, **kwargs)
+    return _histc(x.float(), *args, **kwargs).to(x.dtype)
 
 
 class CpuDevice:

@@ -107,6 +107,19 @@ class LoaderValidator(Validator):
         self.pp_schedule = self.pp_has_first_stage = self.pp_has_last_stage = None
         vars(self).update(parts)
 
+    def post_dataloading_process(self, input_dict, labels, model_parts):
+        # DeepSeek V3 and Llama 4 would make a mask also where their attention then refuses one.
+        args = getattr(model_parts[0], "model_args", None)
+        if getattr(args, "attn_type", "sdpa") not in ("flex", "varlen"):
+            model_parts = [_ModelWithoutMasks]
+        return super().post_dataloading_process(input_dict, labels, model_parts)
+
+
+class _ModelWithoutMasks:
+    @staticmethod
+    def get_attention_masks(**inputs):
+        raise TypeError("attention takes no mask")  # which is how TorchTitan's validator is told
+
 
 def prepare_from_job(job_config, progress: Callable[[str], None] = logger.info) -> Prepared:
     """Build or load the tokenizer and the tokenized training text of a job; once per process and config.

@@ -3,10 +3,15 @@
 import copy
 from dataclasses import fields, replace
 
+from torchtitan.models.deepseek_v3 import get_train_spec as deepseek_v3_spec
 from torchtitan.models.llama3 import get_train_spec as llama3_spec
 from torchtitan.models.llama3.model.args import TransformerModelArgs
+from torchtitan.models.llama4 import get_train_spec as llama4_spec
+from torchtitan.models.moe import MoEArgs
+from torchtitan.models.qwen3 import Qwen3ModelArgs
 from torchtitan.models.qwen3 import get_train_spec as qwen3_spec
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
+from torchtitan.tools.utils import has_cuda_capability
 
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.titan.datasets import build_dataloader, build_tokenizer, build_validator
@@ -21,14 +26,37 @@ _EXTRA_FLAVORS = {
             dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.5, rope_theta=500000
         ),
     },
-    "qwen3": {},
+    "qwen3": {
+        # TorchTitan's debugmodel_moe has 300 million parameters, which a CPU, one expert after another, takes a minute
+        # a step for.
+        "debugmodel_moe_16": Qwen3ModelArgs(
+            dim=256,
+            n_layers=4,
+            n_heads=8,
+            n_kv_heads=4,
+            head_dim=64,
+            hidden_dim=768,
+            vocab_size=2048,
+            moe_enabled=True,
+            moe_inter_dim=256,
+            moe_args=MoEArgs(
+                num_experts=16,
+                num_shared_experts=0,
+                top_k=4,
+                score_func="softmax",
+                route_norm=True,
+                score_before_experts=False,
+            ),
+        ),
+    },
 }
+_SPECS = {"llama3": llama3_spec, "llama4": llama4_spec, "qwen3": qwen3_spec, "deepseek_v3": deepseek_v3_spec}
 
 
 def register_train_specs() -> None:
     """Register mxtrain's version of every model it knows; TorchTitan prefers these to its own."""
-    for name, spec in (("llama3", llama3_spec()), ("qwen3", qwen3_spec())):
-        register_train_spec(name, _with_mxtrain(spec, _EXTRA_FLAVORS[name]))
+    for name, build_spec in _SPECS.items():
+        register_train_spec(name, _with_mxtrain(build_spec(), _EXTRA_FLAVORS.get(name, {})))
 
 
 def vocab_size(job_config) -> int:
@@ -64,13 +92,15 @@ class _Flavors(dict):
     """Model arguments by flavor, a fresh copy at every access: TorchTitan writes a job's settings into what it gets."""
 
     def __getitem__(self, flavor):
-        return copy.copy(super().__getitem__(flavor))
+        return copy.deepcopy(super().__getitem__(flavor))
 
 
 def _with_configured_vocabulary(args):
     """The same model arguments, which also take their vocabulary size from the job config.
 
     TorchTitan fixes the vocabulary in the flavor; ``update_from_config`` is where a job's settings reach the model.
+    Experts run one after another where there is no grouped product for them, which not every model of TorchTitan sees
+    to by itself.
     """
 
     class Configured(type(args)):
@@ -78,6 +108,8 @@ def _with_configured_vocabulary(args):
             super().update_from_config(job_config, **kwargs)
             if job_config.data.vocab_size > 0:
                 self.vocab_size = job_config.data.vocab_size
+            if hasattr(self, "moe_args") and not has_cuda_capability(9, 0):
+                self.moe_args.use_grouped_mm = False
 
     Configured.__name__ = Configured.__qualname__ = type(args).__name__
     return Configured(**{f.name: getattr(args, f.name) for f in fields(args)})

@@ -1,4 +1,5 @@
-"""What mxtrain adds to TorchTitan's job config: the TOML sections ``[mxnorm]``, ``[fused_rmsnorm]`` and ``[data]``.
+"""What mxtrain adds to TorchTitan's job config: the TOML sections ``[mxnorm]``, ``[fused_rmsnorm]``,
+``[decompose_k_router]`` and ``[data]``.
 
 TorchTitan merges this class into its own (``job.custom_config_module = "mxtrain.titan.job_config"``)
 and shows the docstring under each field in ``--help``. Postponed annotations would turn the field
@@ -54,6 +55,12 @@ class FusedRMSNorm:
 
 
 @dataclass
+class DecomposeKRouter:
+    filter_fqns: list[str] = field(default_factory=list)
+    """Comma-separated names of gates, or of modules that hold some, to leave to PyTorch; see mxnorm.filter_fqns"""
+
+
+@dataclass
 class Data:
     installed: bool = False
     """Dataset "python": add the source of every installed package to the standard library's"""
@@ -95,5 +102,6 @@ class Model:
 class JobConfig:
     mxnorm: MXNorm = field(default_factory=MXNorm)
     fused_rmsnorm: FusedRMSNorm = field(default_factory=FusedRMSNorm)
+    decompose_k_router: DecomposeKRouter = field(default_factory=DecomposeKRouter)
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from mxtrain.errors import ConfigError
+from mxtrain.routers import router_gates
 from mxtrain.titan.converters import SWAPPING_CONVERTERS
 
 
@@ -16,6 +17,7 @@ def checked_parallelize(parallelize_fn):
     @functools.wraps(parallelize_fn)
     def parallelize(model, parallel_dims, job_config):
         check_layout(parallel_dims, job_config)
+        check_routers(parallel_dims, model)
         model = parallelize_fn(model, parallel_dims, job_config)
         if torch.distributed.get_backend() == "gloo":
             for module in model.modules():
@@ -44,6 +46,19 @@ def check_layout(parallel_dims, job_config) -> None:
         raise ConfigError(
             f"parallelism.tensor_parallel_degree = {parallel_dims.tp} does not work with converter {swapped[0]!r}: "
             "allowed is 1"
+        )
+
+
+def check_routers(parallel_dims, model) -> None:
+    """Raise ConfigError for a mixture of experts in a layout in which its routers would get wrong gradients.
+
+    With tensor parallelism every rank finds its part of the gradient of a gate's logits, and TorchTitan 0.2.2 takes it
+    for the whole: after one step gates are off by a tenth, whatever the converter.
+    """
+    if parallel_dims.tp_enabled and router_gates(model):
+        raise ConfigError(
+            f"parallelism.tensor_parallel_degree = {parallel_dims.tp} gives routers of experts wrong gradients in "
+            "TorchTitan 0.2.2: allowed is 1; use expert parallelism, expert_parallel_degree, or FSDP"
         )
 
 

@@ -19,6 +19,8 @@ from triton.compiler import ASTSource
 
 from mxtrain.kernels import runtime
 from mxtrain.kernels.cast import cast
+from mxtrain.kernels.decompose_k import decompose_k_by_plan
+from mxtrain.kernels.decompose_k_plan import Plan, kernel_plan
 from mxtrain.kernels.fold_backward import fold_backward
 from mxtrain.kernels.mxnorm_cast import mxnorm_cast
 from mxtrain.kernels.norm_backward import norm_backward
@@ -30,6 +32,7 @@ TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
+    torch.int32: "i32",
     torch.uint8: "u8",
     torch.float8_e4m3fn: "fp8e4nv",
 }
@@ -95,6 +98,7 @@ def cases() -> dict:
             x, x, r, w, needs_dweight=False
         )
         found[f"rms_norm_backward {columns} no weight"] = lambda x=x, r=rstd: rms_norm_backward(x, x, r)
+    add_products(found)
     # Triton makes a constant of a count of one.
     one = matrix(bf16, 32, rows=1)
     add_norm("one block", one)
@@ -107,21 +111,61 @@ def cases() -> dict:
     return found
 
 
+def add_products(found: dict) -> None:
+    """Products of tokens and a router's weight, and of their gradients; by the plan for a GPU of 132 SMs."""
+    two, wide = Plan("triton", 8, 16, 32, 128, 2, 4), Plan("triton", 4, 64, 64, 64, 4, 3)
+    bf16 = torch.bfloat16
+
+    def add(name, shape, dtype=bf16, plan=None, epilogue=None, out_dtype=torch.float32, gradient=False):
+        m, n, k = shape
+        plan = plan or kernel_plan(m, n, k, dtype, torch.device("cpu"))
+
+        def call():
+            # Stored as tokens by hidden and experts by hidden; of a gradient, as tokens by experts and by hidden.
+            stored = ((k, m), (k, n)) if gradient else ((m, k), (n, k))
+            a, b = (torch.empty(shape, dtype=dtype, device="cuda") for shape in stored)
+            a, b = (a.t(), b) if gradient else (a, b.t())
+            bias = torch.empty(n, device="cuda") if epilogue else None
+            for launch in decompose_k_by_plan(a, b, bias, epilogue, out_dtype, plan)[1]:
+                launch.compile_ahead(a.device)
+
+        found[f"decompose_k {name}"] = call
+
+    for tokens in (16, 64, 256, 4096):
+        add(f"{tokens} tokens", (tokens, 256, 7168))
+    add("few tokens: one", (1, 256, 7168))
+    for epilogue in ("relu", "sigmoid"):
+        add(epilogue, (16, 64, 8192), plan=two, epilogue=epilogue, out_dtype=bf16)
+    add("fp32", (16, 64, 8192), torch.float32, two._replace(block_k=64))
+    add("fp16", (16, 64, 8192), torch.float16, two)
+    add("gradient", (16, 5120, 8192), plan=two, gradient=True)
+    add("softmax", (16, 256, 7168), plan=two, epilogue="softmax")
+    add("softmax in one launch", (16, 32, 7168), plan=two._replace(splits=1), epilogue="softmax")
+    add("few tokens: three, fp32", (3, 64, 2048), torch.float32, epilogue="sigmoid")
+    add("large tiles gradient", (256, 5120, 8192), plan=wide, gradient=True)
+    add("unsplit", (8192, 64, 2048), plan=wide._replace(splits=1), epilogue="sigmoid")
+    add("K cut off", (64, 256, 2880), plan=wide._replace(block_k=128))
+    add("few tokens: one, and one expert", (1, 1, 1))
+
+
 def source_and_options(launch: runtime.Launch) -> tuple[ASTSource, dict]:
-    """What Triton compiles for a launch: 1 and None become constants, and what 16 divides is marked so."""
+    """What Triton compiles for a launch: 1 and None become constants, and what 16 divides is marked so.
+
+    Integers that the kernel asks not to be told apart are neither.
+    """
     names = launch.kernel.arg_names
     values = dict(zip(names, launch.args)) | {k: v for k, v in launch.constants.items() if k in names}
     signature, constants, attributes = {}, {}, {}
     for i, name in enumerate(names):
-        value = values[name]
+        value, as_it_is = values[name], launch.kernel.params[i].do_not_specialize
         if isinstance(value, torch.Tensor):
             signature[name] = f"*{TYPES[value.dtype]}"
             attributes[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float) and name not in launch.constants:
             signature[name] = "fp32"
-        elif isinstance(value, int) and value != 1 and name not in launch.constants:
-            signature[name] = "i32"
-            if value % 16 == 0:
+        elif isinstance(value, int) and (value != 1 or as_it_is) and name not in launch.constants:
+            signature[name] = "i32" if value < 2**31 else "i64"
+            if value % 16 == 0 and not as_it_is:
                 attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "constexpr"

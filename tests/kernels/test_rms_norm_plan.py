@@ -13,10 +13,14 @@ from mxtrain.kernels.rms_norm_plan import (
     BACKWARD_HELD,
     DTYPES,
     FORWARD_HELD,
+    FORWARD_HELD_OF_MANY_ROWS,
+    MANY_ROWS_OF_AN_SM,
+    TUNED,
     Plan,
     choose_backward,
     choose_forward,
     is_valid,
+    key,
     neighbour,
     reduction_tile,
     sm_count,
@@ -39,7 +43,8 @@ def no_tuned_plans(monkeypatch, tmp_path):
 
 def choices(rows, columns):
     """(choice, longest rows that are held whole)"""
-    yield choose_forward(rows, columns, torch.bfloat16, CPU), FORWARD_HELD
+    many = rows >= MANY_ROWS_OF_AN_SM * 132
+    yield choose_forward(rows, columns, torch.bfloat16, CPU), FORWARD_HELD_OF_MANY_ROWS if many else FORWARD_HELD
     for dtype, has_weight in itertools.product(DTYPES, (True, False)):
         yield choose_backward(rows, columns, dtype, has_weight, CPU), BACKWARD_HELD
 
@@ -79,6 +84,23 @@ def test_the_backward_shares_the_rows_out_evenly(rows, columns):
 )
 def test_some_backward_plans(rows, columns, plan):
     assert choose_backward(rows, columns, torch.bfloat16, True, CPU).plan == plan
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "plan"),
+    [
+        (32768, 256, Plan(True, 8, 256, 2, 1, 4096)),
+        (32768, 768, Plan(True, 2, 1024, 2, 1, 16384)),
+        (16384, 2048, Plan(True, 1, 2048, 4, 1, 16384)),
+        (8192, 4096, Plan(True, 1, 4096, 8, 1, 8192)),
+        (32768, 4096, Plan(False, 1, 2048, 8, 1, 32768)),
+        (8192, 5120, Plan(False, 1, 1024, 4, 1, 8192)),
+        (8192, 8192, Plan(False, 1, 4096, 16, 1, 8192)),
+        (8192, 8191, Plan(False, 1, 1024, 4, 1, 8192)),
+    ],
+)
+def test_some_forward_plans(rows, columns, plan):
+    assert choose_forward(rows, columns, torch.bfloat16, CPU).plan == plan
 
 
 def test_what_is_loaded_ahead_fits_in_shared_memory():
@@ -168,9 +190,9 @@ def test_the_sum_of_partial_rows(programs, columns):
 
 
 def save(plan: Plan, **changes):
-    shape = tuning.key("rms_norm", 64, 100, torch.float32, True)
+    shape = key("rms_norm", 64, 100, torch.float32, True)
     fields = {**plan._asdict(), **changes}
-    tuning.save("cpu", shape, tuning.Entry(fields, 12.3, 9, tuning.VERSION))
+    tuning.save(TUNED, "cpu", shape, tuning.Entry(fields, 12.3, 9))
 
 
 def test_a_tuned_plan_goes_first():

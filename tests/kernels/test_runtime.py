@@ -1,10 +1,11 @@
-"""Launches that are compiled in the background, before they are due."""
+"""What kernels share: launches compiled in the background, before they are due; sizes; what a GPU can do."""
 
 import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from kernel_checks import RECIPES, draw, gpu_only
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -99,3 +100,21 @@ def test_what_was_compiled_ahead_is_what_is_launched():
     count = len(kernels)
     cast(x, RECIPES["floor"], **factors)
     assert len(kernels) == count > 0
+
+
+def test_whole_numbers_as_triton_has_them():
+    for n in (*range(1, 70), 2**31 - 1, 2**31, 2**31 + 1):
+        assert runtime.next_power_of_2(n) == triton.next_power_of_2(n)
+        for divisor in (1, 3, 64):
+            assert runtime.cdiv(n, divisor) == triton.cdiv(n, divisor)
+    assert runtime.cdiv(0, 3) == 0
+
+
+def test_which_gpus_overlap_launches(monkeypatch):
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    with FakeTensorMode():
+        x = torch.empty(1, device="cuda:0")
+    for capability, overlap in {(8, 0): False, (8, 9): False, (9, 0): True, (10, 0): True}.items():
+        monkeypatch.setattr(runtime, "_capability", lambda index, capability=capability: capability)
+        assert runtime.overlaps_launches(x) == overlap
+    assert not runtime.overlaps_launches(torch.empty(1))

@@ -13,7 +13,7 @@ from rms_norm_checks import backward_inputs, check_backward
 
 from mxtrain.kernels import runtime, tuning
 from mxtrain.kernels.rms_norm_backward import rms_norm_backward_by_plan
-from mxtrain.kernels.rms_norm_plan import choose_backward, choose_forward
+from mxtrain.kernels.rms_norm_plan import choose_backward, choose_forward, tune_backward, tune_forward
 from mxtrain.kernels.tuning import Entry
 
 CPU = torch.device("cpu")
@@ -30,6 +30,10 @@ def cache(monkeypatch, tmp_path):
 class Point(NamedTuple):
     x: int
     y: int = 1
+
+
+class Other(NamedTuple):
+    x: int
 
 
 def neighbour(point, field, double):
@@ -97,49 +101,73 @@ def test_equal_times_do_not_go_round_in_circles():
     assert tuning.walk(Point(8, 8), ("x", "y"), neighbour, lambda p: 1.0)[0] == Point(8, 8)
 
 
-def entry(programs=7, version=tuning.VERSION):
-    return Entry({"programs": programs}, 1.5, 4, version)
+FAMILY = tuning.Family("family", version=3, words=("route",))
 
 
-def read_afresh(name="NVIDIA H200"):
+def entry(programs=7, **fields):
+    return Entry({"programs": programs, **fields}, 1.5, 4)
+
+
+def in_file(entry, version=FAMILY.version):
+    return {**entry._asdict(), "version": version}
+
+
+def read_afresh(name="NVIDIA H200", family=FAMILY):
     """As another process would."""
     tuning.tuned_plans.cache_clear()
-    return tuning.tuned_plans(name)
+    return tuning.tuned_plans(family, name)
 
 
 def test_what_is_saved_is_found_again(cache):
-    assert tuning.tuned_plans("NVIDIA H200") == {}
-    tuning.save("NVIDIA H200", "one", entry(1))
-    assert tuning.tuned_plans("NVIDIA H200") == {"one": entry(1)}, "in the process that saved it, too"
-    tuning.save("NVIDIA H200", "two", entry(2))
-    tuning.save("NVIDIA H200", "one", entry(3))
+    assert tuning.tuned_plans(FAMILY, "NVIDIA H200") == {}
+    tuning.save(FAMILY, "NVIDIA H200", "one", entry(1))
+    assert tuning.tuned_plans(FAMILY, "NVIDIA H200") == {"one": entry(1)}, "in the process that saved it, too"
+    tuning.save(FAMILY, "NVIDIA H200", "two", entry(2))
+    tuning.save(FAMILY, "NVIDIA H200", "one", entry(3))
     assert read_afresh() == {"one": entry(3), "two": entry(2)}
     assert read_afresh("NVIDIA H100") == {}
-    assert [path.name for path in (cache / "rms_norm").iterdir()] == ["NVIDIA_H200.json"]
+    assert [path.name for path in (cache / "family").iterdir()] == ["NVIDIA_H200.json"]
+
+
+def test_every_family_has_files_of_its_own(cache):
+    other = tuning.Family("other", version=1)
+    tuning.save(FAMILY, "gpu", "one", entry(1, route="mm"))
+    tuning.save(other, "gpu", "one", entry(2))
+    assert read_afresh("gpu") == {"one": entry(1, route="mm")} and read_afresh("gpu", other) == {"one": entry(2)}
+    assert sorted(path.name for path in cache.iterdir()) == ["family", "other"]
+
+
+def test_a_plan_is_taken_if_the_kernels_can_walk_it():
+    def plan(is_valid=lambda point: True, shape="one", point=Point):
+        return tuning.tuned_plan(FAMILY, shape, CPU, point, is_valid)
+
+    tuning.save(FAMILY, "cpu", "one", Entry({"x": 4, "y": 8}, 12.34, 9))
+    assert plan() == (Point(4, 8), "tuned", "the fastest of 9 plans timed on this GPU, 12.3 us")
+    assert plan(lambda point: point.x > 4) is None and plan(shape="two") is None and plan(point=Other) is None
 
 
 def test_the_file_is_read_once_a_process(cache):
-    tuning.save("gpu", "one", entry(1))
-    assert tuning.tuned_plans("gpu")
-    tuning.file_of("gpu").unlink()
-    assert tuning.tuned_plans("gpu") == {"one": entry(1)}
+    tuning.save(FAMILY, "gpu", "one", entry(1))
+    assert tuning.tuned_plans(FAMILY, "gpu")
+    tuning.file_of(FAMILY, "gpu").unlink()
+    assert tuning.tuned_plans(FAMILY, "gpu") == {"one": entry(1)}
 
 
 def test_what_another_process_saved_meanwhile_is_kept():
-    tuning.save("gpu", "one", entry(1))
-    assert tuning.tuned_plans("gpu")
-    theirs = {"one": entry(1)._asdict(), "theirs": entry(2)._asdict()}
-    tuning.file_of("gpu").write_text(json.dumps(theirs))
-    tuning.save("gpu", "two", entry(3))
+    tuning.save(FAMILY, "gpu", "one", entry(1))
+    assert tuning.tuned_plans(FAMILY, "gpu")
+    theirs = {"one": in_file(entry(1)), "theirs": in_file(entry(2))}
+    tuning.file_of(FAMILY, "gpu").write_text(json.dumps(theirs))
+    tuning.save(FAMILY, "gpu", "two", entry(3))
     assert read_afresh("gpu") == {"one": entry(1), "theirs": entry(2), "two": entry(3)}
 
 
 def test_other_versions_of_the_kernels_are_ignored():
-    tuning.save("gpu", "old", entry(1, tuning.VERSION - 1))
-    tuning.save("gpu", "new", entry(2))
-    entries = json.loads(tuning.file_of("gpu").read_text())
-    entries["of other fields"] = {"version": tuning.VERSION + 1}
-    tuning.file_of("gpu").write_text(json.dumps(entries))
+    tuning.save(FAMILY._replace(version=2), "gpu", "old", entry(1))
+    tuning.save(FAMILY, "gpu", "new", entry(2))
+    entries = json.loads(tuning.file_of(FAMILY, "gpu").read_text())
+    entries["of other fields"] = {"version": FAMILY.version + 1}
+    tuning.file_of(FAMILY, "gpu").write_text(json.dumps(entries))
     assert read_afresh("gpu") == {"new": entry(2)}
 
 
@@ -152,36 +180,37 @@ def test_other_versions_of_the_kernels_are_ignored():
         "3",
         '{"one": 3}',
         '{"one": {}}',
-        json.dumps({"one": {"version": tuning.VERSION}}),
-        json.dumps({"one": {**entry()._asdict(), "plan": [1, 2]}}),
-        json.dumps({"one": {**entry()._asdict(), "plan": {"programs": "7"}}}),
-        json.dumps({"one": {**entry()._asdict(), "microseconds": None}}),
+        json.dumps({"one": {"version": FAMILY.version}}),
+        json.dumps({"one": {**in_file(entry()), "plan": [1, 2]}}),
+        json.dumps({"one": {**in_file(entry()), "plan": {"programs": "7"}}}),
+        json.dumps({"one": {**in_file(entry()), "plan": {"route": "mm", "programs": None}}}),
+        json.dumps({"one": {**in_file(entry()), "microseconds": None}}),
         "\udcff",
     ],
 )
 def test_a_corrupt_file_is_ignored_with_a_warning(text):
-    path = tuning.file_of("gpu")
+    path = tuning.file_of(FAMILY, "gpu")
     path.parent.mkdir(parents=True)
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.warns(UserWarning, match=r"tuned plans in .*gpu\.json' are ignored"):
         assert read_afresh("gpu") == {}
     with pytest.warns(UserWarning, match="are ignored"):
-        tuning.save("gpu", "one", entry())
+        tuning.save(FAMILY, "gpu", "one", entry())
     assert read_afresh("gpu") == {"one": entry()}
 
 
 def test_a_file_is_replaced_as_a_whole(monkeypatch):
-    tuning.save("gpu", "one", entry(1))
-    before = tuning.file_of("gpu").read_bytes()
+    tuning.save(FAMILY, "gpu", "one", entry(1))
+    before = tuning.file_of(FAMILY, "gpu").read_bytes()
     seen = []
 
     def replace(source, target):
-        seen.append(tuning.file_of("gpu").read_bytes() == before and json.loads(source.read_text()).keys())
+        seen.append(tuning.file_of(FAMILY, "gpu").read_bytes() == before and json.loads(source.read_text()).keys())
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(KeyboardInterrupt):
-        tuning.save("gpu", "two", entry(2))
+        tuning.save(FAMILY, "gpu", "two", entry(2))
     assert seen == [{"one": 0, "two": 0}.keys()]
     assert read_afresh("gpu") == {"one": entry(1)}
 
@@ -206,14 +235,14 @@ def made_up_times(monkeypatch):
 
     monkeypatch.setattr(runtime.Launch, "run", recording_run)
     monkeypatch.setattr(triton.testing, "do_bench", do_bench)
-    monkeypatch.setattr(tuning, "_device", lambda rows, columns: CPU)
+    monkeypatch.setattr(tuning, "gpu", lambda: CPU)
 
 
 @pytest.mark.skipif(not runtime.INTERPRETED, reason="on a GPU times are real")
 @pytest.mark.parametrize("has_weight", [True, False])
 def test_tuning_a_shape(made_up_times, has_weight):
     assert choose_backward(64, 96, torch.float32, has_weight, CPU).source == "heuristic"
-    plan, source, reason = tuning.tune_backward(64, 96, torch.float32, has_weight)
+    plan, source, reason = tune_backward(64, 96, torch.float32, has_weight)
     assert plan.programs == 8 and source == "tuned" and "2.0 us" in reason
     tuning.tuned_plans.cache_clear()
     assert choose_backward(64, 96, torch.float32, has_weight, CPU) == (plan, source, reason)
@@ -222,13 +251,13 @@ def test_tuning_a_shape(made_up_times, has_weight):
     _, launches = rms_norm_backward_by_plan(*arguments, has_weight)
     assert launches[0].grid == (8,)
     check_backward(*arguments)
-    plan, source, _ = tuning.tune_forward(64, 96, torch.float32)
+    plan, source, _ = tune_forward(64, 96, torch.float32)
     assert plan.programs == 8 and source == choose_forward(64, 96, torch.float32, CPU).source == "tuned"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_tuning_needs_a_gpu():
-    for tune in (tuning.tune_forward, tuning.tune_backward):
+    for tune in (tune_forward, tune_backward):
         with pytest.raises(RuntimeError, match="there is none here"):
             tune(64, 96, torch.float32)
         with pytest.raises(ValueError, match=r"shape \(0, 96\)"):
@@ -239,6 +268,6 @@ def test_tuning_needs_a_gpu():
 def test_tuning_on_this_gpu():
     heuristic = choose_backward(4096, 1024, torch.bfloat16, True, torch.device("cuda"))
     assert heuristic.source == "heuristic"
-    tuned = tuning.tune_backward(4096, 1024, torch.bfloat16)
+    tuned = tune_backward(4096, 1024, torch.bfloat16)
     assert tuned.source == "tuned"
     assert choose_backward(4096, 1024, torch.bfloat16, True, torch.device("cuda")) == tuned

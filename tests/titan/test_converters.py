@@ -1,15 +1,24 @@
+import copy
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn as nn
+from torchtitan.config import JobConfig
+from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
-from mxtrain import ConfigError, FusedRMSNorm, MXLinear, MXNorm, MXNormLinear
+from mxtrain import ConfigError, DecomposeKRouter, FusedRMSNorm, MXLinear, MXNorm, MXNormLinear, convert
 from mxtrain.nn.rms_norm import AUTO_WHEN_COMPILED
-from mxtrain.titan.converters import FusedRMSNormConverter, MXLinearConverter, MXNormConverter, active_settings
+from mxtrain.titan.converters import (
+    DecomposeKRouterConverter,
+    FusedRMSNormConverter,
+    MXLinearConverter,
+    MXNormConverter,
+    active_settings,
+)
 from mxtrain.titan.train import parse_job_config
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
@@ -17,7 +26,8 @@ CONFIGS = Path(__file__).parents[2] / "train_configs"
 
 def model_and_args(name, flavor):
     spec = import_module(f"torchtitan.models.{name}").get_train_spec()
-    args = spec.model_args[flavor]
+    args = copy.deepcopy(spec.model_args[flavor])
+    args.update_from_config(JobConfig())
     with torch.device("meta"):
         return spec.model_cls(args), args
 
@@ -55,9 +65,68 @@ def test_qwen3_keeps_its_qk_norms():
 
 def test_a_mixture_of_experts_is_converted_where_norms_provably_feed_linears():
     model, args = model_and_args("qwen3", "debugmodel_moe")
-    MXNormConverter(config("--mxnorm.filter_fqns=output,router"), None).convert(model)
+    MXNormConverter(config(), None).convert(model)
     assert count(model, MXNorm) == args.n_layers, "attention norms; the experts' norms feed routing"
     assert type(model.layers["0"].ffn_norm) is nn.RMSNorm
+    assert type(model.layers["0"].moe.router.gate) is nn.Linear
+
+
+MIXTURES = {"deepseek_v3": "debugmodel", "llama4": "debugmodel", "qwen3": "debugmodel_moe"}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_decompose_k_router_takes_the_gates(name):
+    model, _ = model_and_args(name, MIXTURES[name])
+    names, linears = list(model.state_dict()), count(model, nn.Linear)
+    DecomposeKRouterConverter(config(converter="decompose_k_router"), None).convert(model)
+    mixtures = [layer.moe for layer in model.layers.values() if layer.moe_enabled]
+    assert mixtures and all(type(moe.router.gate) is DecomposeKRouter for moe in mixtures)
+    assert count(model, DecomposeKRouter) == len(mixtures) == linears - count(model, nn.Linear)
+    assert list(model.state_dict()) == names
+
+
+def test_decompose_k_router_leaves_filtered_gates_and_has_nothing_to_do_in_a_dense_model():
+    model, args = model_and_args("qwen3", "debugmodel_moe")
+    flags = ["--decompose_k_router.filter_fqns=layers.0,layers.3"]
+    DecomposeKRouterConverter(config(*flags, converter="decompose_k_router"), None).convert(model)
+    assert count(model, DecomposeKRouter) == args.n_layers - 2
+    dense, _ = model_and_args("llama3", "debugmodel")
+    with pytest.raises(ConfigError, match="converter = 'decompose_k_router' finds nothing to convert in this Transf"):
+        DecomposeKRouterConverter(config(converter="decompose_k_router"), None).convert(dense)
+
+
+@pytest.mark.parametrize("score_func", ["sigmoid", "softmax"])
+def test_a_router_compiles_without_a_graph_break_and_once_for_all_numbers_of_tokens(score_func):
+    """As TorchTitan compiles it, every part of a mixture of experts by itself."""
+    torch.manual_seed(0)
+    router = TokenChoiceTopKRouter(64, 8, 4, 2, 3, score_func, True, 2.5, gate_bias=True)
+    convert(router, "decompose_k_router")
+    torch._dynamo.reset()
+    compiled = torch.compile(router, backend="aot_eager", fullgraph=True, dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (50, 7, 300):
+            x = torch.randn(tokens, 64)
+            results = []
+            for function in (router, compiled):
+                router.zero_grad()
+                scores, chosen, counts = function(x, torch.zeros(8))
+                scores.square().sum().backward()
+                assert scores.dtype == torch.float32 and counts.sum() == 3 * tokens
+                results.append([scores, chosen, counts, *(p.grad for p in router.parameters())])
+            for got, want in zip(*results, strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("other", ["mxnorm", "mx_linear", "fused_rmsnorm"])
+def test_decompose_k_router_goes_with_the_others_in_either_order(name, other):
+    kinds = []
+    for converters in (f"decompose_k_router,{other}", f"{other},decompose_k_router"):
+        model, _ = model_and_args(name, MIXTURES[name])
+        build_model_converters(config(converter=converters), None).convert(model)
+        kinds.append({fqn: type(module) for fqn, module in model.named_modules()})
+    assert kinds[0] == kinds[1] and DecomposeKRouter in kinds[0].values()
+    assert {"mxnorm": MXNorm, "mx_linear": MXLinear, "fused_rmsnorm": FusedRMSNorm}[other] in kinds[0].values()
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
@@ -131,17 +200,20 @@ def test_settings_reach_the_modules():
     assert (linear.recipe.scale_rounding, linear.mode) == ("floor", "reference")
 
 
-@pytest.mark.parametrize("swap", [MXNormConverter, FusedRMSNormConverter])
-def test_weights_initialise_as_before_the_swap(swap):
+@pytest.mark.parametrize(
+    ("swap", "name"),
+    [(MXNormConverter, "llama3"), (FusedRMSNormConverter, "llama3"), (DecomposeKRouterConverter, "deepseek_v3")],
+)
+def test_weights_initialise_as_before_the_swap(swap, name):
     states = []
     for converter in (None, swap):
-        model, _ = model_and_args("llama3", "debugmodel")
+        model, _ = model_and_args(name, "debugmodel")
         if converter:
             converter(config(), None).convert(model)
         model.to_empty(device="cpu")
         torch.manual_seed(0)
         with torch.no_grad():
-            model.init_weights()
+            model.init_weights(buffer_device=torch.device("cpu"))
         states.append(model.state_dict())
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
@@ -156,8 +228,13 @@ def test_every_config_builds_its_converters_and_they_convert_its_model(path):
     with torch.device("meta"):
         model = spec.model_cls(args)
     build_model_converters(job_config, None).convert(model)
+    routes = "decompose_k_router" in job_config.model.converters
+    assert bool(count(model, DecomposeKRouter)) == routes
+    mxnorm = {MXNorm: 2, MXNormLinear: 5, MXLinear: 2}
+    if routes:  # of the experts' linears nothing is swapped, and their norms stay
+        mxnorm = {MXNorm: 1, MXNormLinear: 3, MXLinear: 1}
     expected = {
-        "mxnorm": {MXNorm: 2, MXNormLinear: 5, MXLinear: 2},
+        "mxnorm": mxnorm,
         "mx_linear": {MXNorm: 0, MXNormLinear: 0, MXLinear: 7},
         "none": {MXNorm: 0, MXNormLinear: 0, MXLinear: 0},
     }[active_settings(job_config)["converter"]]
@@ -179,15 +256,13 @@ def test_active_settings():
     }
     linear = active_settings(config("--mxnorm.mode=reference", converter="mx_linear"))
     assert linear["converter"] == "mx_linear" and linear["p"] is None and linear["recipe"] == "mxfp8"
-    for no_mx in ("", "fused_rmsnorm"):
+    for no_mx in ("", "fused_rmsnorm", "decompose_k_router"):
         assert set(active_settings(config(converter=no_mx)).values()) == {"none", None}
     assert active_settings(config(converter="fused_rmsnorm,mx_linear"))["converter"] == "mx_linear"
 
 
-@pytest.mark.parametrize("converter", [MXNormConverter, FusedRMSNormConverter])
+@pytest.mark.parametrize("converter", [MXNormConverter, FusedRMSNormConverter, DecomposeKRouterConverter])
 def test_without_the_custom_config_section(converter):
-    from torchtitan.config import JobConfig
-
     job_config = JobConfig()
     job_config.model.converters = [converter.name]
     message = f'job.custom_config_module = "mxtrain.titan.job_config" is missing: it declares the .{converter.name}. '

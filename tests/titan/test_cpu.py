@@ -1,6 +1,11 @@
 import subprocess
 import sys
 
+import pytest
+import torch
+
+from mxtrain.titan.cpu import histc
+
 CODE = """
 import torch
 torch.cuda.is_available = lambda: False
@@ -18,6 +23,13 @@ after = monitor.get_peak_stats().max_reserved_gib
 assert before + 0.5 < after < before + 1.5, (before, after)
 assert 0 < monitor.get_peak_stats().max_reserved_pct < 100
 """
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32])
+def test_histc_counts_integers(dtype):
+    chosen = torch.tensor([[0, 2], [2, 3], [3, 3]])
+    counts = histc(chosen.to(dtype), bins=4, min=0, max=4)
+    assert counts.dtype == dtype and counts.tolist() == [1, 0, 2, 3]
 
 
 def test_titan_is_pointed_at_the_cpu_also_where_it_looked_before():

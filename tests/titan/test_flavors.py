@@ -26,7 +26,28 @@ def test_llama3_flavors(flavor, dim, layers, parameters):
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "flavor"),
+    [
+        ("deepseek_v3", "debugmodel"),
+        ("llama4", "debugmodel"),
+        ("qwen3", "debugmodel_moe"),
+        ("qwen3", "debugmodel_moe_16"),
+    ],
+)
+def test_experts_run_one_by_one_where_there_is_no_grouped_product(name, flavor, monkeypatch):
+    models = [f"torchtitan.models.{model}.model.args" for model in ("deepseek_v3", "llama4")]
+    for capability in ((8, 0), (9, 0)):
+        for module in ("mxtrain.titan.flavors", *models):
+            monkeypatch.setattr(f"{module}.has_cuda_capability", lambda *needed, has=capability: has >= needed)
+        model, args, _ = build(f"--model.name={name}", f"--model.flavor={flavor}")
+        experts = [layer.moe.experts for layer in model.layers.values() if layer.moe_enabled]
+        assert experts and {e.use_grouped_mm for e in experts} == {args.moe_args.use_grouped_mm} == {
+            capability >= (9, 0)
+        }
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama4", "qwen3", "deepseek_v3"])
 def test_the_configured_vocabulary_is_the_models(name):
     model, _, job_config = build(f"--model.name={name}", "--data.vocab_size=4096")
     assert vocab_size(job_config) == 4096

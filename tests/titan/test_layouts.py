@@ -16,6 +16,19 @@ def seed_checkpoint(tmp_path_factory):
     return folder / "checkpoint" / "step-0"
 
 
+EXPERTS = ["--model.name=deepseek_v3", "--model.converters=decompose_k_router"]
+
+
+@pytest.fixture(scope="module")
+def seed_checkpoint_of_experts(tmp_path_factory):
+    """The same of a mixture of experts, with PyTorch's own gates."""
+    folder = tmp_path_factory.mktemp("experts")
+    flags = ["--model.name=deepseek_v3", BF16, "--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
+    (process,) = launch(folder, *flags)
+    assert process.returncode == 0, process.stdout[-3000:]
+    return folder / "checkpoint" / "step-0"
+
+
 def from_checkpoint(path, steps=2):
     return ["--checkpoint.enable", f"--checkpoint.initial_load_path={path}", "--checkpoint.interval=1000",
             f"--training.steps={steps}"]  # fmt: skip
@@ -38,6 +51,25 @@ def test_tensor_parallelism_with_fused_norms_matches_one_process(tmp_path, seed_
     one = train(tmp_path / "one", *flags)
     two = train(tmp_path / "two", *flags, "--parallelism.tensor_parallel_degree=2", processes=2)
     for a, b in zip(one, two, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], abs=1e-4)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("experts_apart", [False, True], ids=["fsdp", "fsdp and expert parallelism"])
+def test_experts_on_two_processes_match_one(tmp_path, seed_checkpoint_of_experts, experts_apart):
+    flags = [*from_checkpoint(seed_checkpoint_of_experts), *EXPERTS]
+    one = train(tmp_path / "one", *flags)
+    degree = ["--parallelism.expert_parallel_degree=2"] if experts_apart else []
+    two = train(tmp_path / "two", *flags, *degree, "--training.local_batch_size=2", processes=2)
+    for a, b in zip(one, two, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], abs=1e-3)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
+
+
+def test_full_precision_gates_compute_as_pytorchs_in_fp32(tmp_path, seed_checkpoint_of_experts):
+    flags = [*from_checkpoint(seed_checkpoint_of_experts), *EXPERTS, "--activation_checkpoint.mode=selective"]
+    ours, theirs = train(tmp_path / "ours", *flags), train(tmp_path / "theirs", *flags, BF16)
+    for a, b in zip(ours, theirs, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], abs=1e-4)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
 

@@ -1,9 +1,10 @@
 from types import SimpleNamespace
 
 import pytest
+import torch.nn as nn
 
 from mxtrain import ConfigError
-from mxtrain.titan.parallelize import check_layout, checked_parallelize
+from mxtrain.titan.parallelize import check_layout, check_routers, checked_parallelize
 
 
 def dims(replicate=1, fsdp=False, tp=1):
@@ -34,6 +35,20 @@ def test_tensor_parallelism_is_refused_for_swapped_modules_only():
             check_layout(dims(tp=4), job("fused_rmsnorm", converter))
     check_layout(dims(tp=4), job("quantize.linear.float8"))
     check_layout(dims(tp=4), job("fused_rmsnorm"))
+
+
+class TokenRouter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+
+
+def test_tensor_parallelism_is_refused_for_mixtures_of_experts():
+    experts, dense = nn.Sequential(TokenRouter()), nn.Sequential(nn.Linear(8, 4))
+    with pytest.raises(ConfigError, match="tensor_parallel_degree = 2 gives routers of experts wrong gradients"):
+        check_routers(dims(tp=2), experts)
+    check_routers(dims(tp=2), dense)
+    check_routers(dims(fsdp=True), experts)
 
 
 def test_fsdp_and_one_process_are_fine():

@@ -6,11 +6,12 @@ import pytest
 import tomli
 import tomli_w
 import torch
-from training_runs import launch, train
+from training_runs import CONFIG, launch, train
 
 from mxtrain import ConfigError
 from mxtrain.titan.train import non_default_values, parse_job_config
 
+TEXT = CONFIG["training"]["dataset_path"]
 VARIANTS = {
     "mxnorm": [],
     "p1": ["--mxnorm.p=1"],
@@ -27,6 +28,24 @@ def test_thirty_steps_lower_the_loss(tmp_path, variant):
     losses = [row["loss"] for row in rows]
     assert [row["step"] for row in rows] == list(range(1, 31))
     assert statistics.mean(losses[-5:]) < losses[0] - 0.7
+    assert all(row["grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "converters"),
+    [
+        ("deepseek_v3", "debugmodel", "decompose_k_router"),
+        ("qwen3", "debugmodel_moe_16", "mxnorm,decompose_k_router"),
+        ("llama4", "debugmodel", "decompose_k_router"),
+    ],
+)
+def test_mixtures_of_experts_learn(tmp_path, name, flavor, converters):
+    flags = [f"--model.name={name}", f"--model.flavor={flavor}", f"--model.converters={converters}"]
+    validation = ["--validation.enable", "--validation.dataset=files", f"--validation.dataset_path={TEXT}"]
+    validation += ["--validation.seq_len=64", "--validation.local_batch_size=4", "--validation.freq=8"]
+    steps = ["--training.steps=8", "--validation.steps=1", "--optimizer.lr=1e-3"]
+    rows = train(tmp_path / name, *flags, *validation, *steps)
+    assert statistics.mean(row["loss"] for row in rows[-2:]) < rows[0]["loss"] - 0.2
     assert all(row["grad_norm"] > 0 for row in rows)
 
 
