@@ -4,6 +4,7 @@ Importing this module puts the checkout first on the path, so that a script meas
 lets memory segments grow, as ``mxtrain train`` and TorchTitan's launcher do.
 """
 
+import functools
 import json
 import os
 import re
@@ -248,6 +249,42 @@ def profiled_ms(run: Callable[[], object], runs: int = 50) -> float:
             run()
         torch.cuda.synchronize()
     return statistics.median(split_runs(device_kernels(profile), "cosh", runs)) / 1e3
+
+
+def graph_ms(runs: Sequence[Callable[[], object]], replays: int = 20) -> float:
+    """Median milliseconds of one of ``runs``, which follow each other in a CUDA graph that is replayed.
+
+    Holds the gaps between kernels, and no time of the host. Give it runs on different inputs, more than the L2 cache
+    holds, or what the first one loaded serves the next.
+    """
+    stream = _graph_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for run in runs[:2]:
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for run in runs:
+            run()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # While the GPU waits, the host is already done with what comes after.
+        torch.cuda._sleep(500_000)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / len(runs))
+    return statistics.median(times)
+
+
+@functools.cache
+def _graph_stream() -> torch.cuda.Stream:
+    # One for all graphs: libraries keep workspaces for every stream they see.
+    return torch.cuda.Stream()
 
 
 def split_runs(kernels: Iterable[tuple[str, float]], marker: str, runs: int) -> list[float]:
