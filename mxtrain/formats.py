@@ -25,6 +25,12 @@ class BlockFormat:
 # E4M3 elements, one E8M0 (power of two) scale per block.
 MXFP8 = BlockFormat("mxfp8", block_size=32, element_max=448.0, element_max_exponent=8)
 
+# E2M1 elements, one E4M3 scale per block, one fp32 scale per tensor. Block scales stay out of E4M3's subnormal numbers,
+# as in torchao; TransformerEngine lets them go down to zero.
+NVFP4 = BlockFormat("nvfp4", block_size=16, element_max=6.0, element_max_exponent=2)
+NVFP4_SCALE_MAX = 448.0
+NVFP4_SCALE_MIN = 2.0**-6
+
 P_VALUES = (1, 2)
 SCALE_ROUNDINGS = ("rceil", "floor")
 

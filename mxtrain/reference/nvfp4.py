@@ -1,0 +1,238 @@
+"""Casts to and from NVFP4 in plain PyTorch: E2M1 elements, an E4M3 scale per block of 16, an fp32 scale per tensor.
+
+An element stands for E2M1 * block scale * tensor scale. The arithmetic is that of torchao
+(``torchao.prototype.mx_formats.nvfp4_tensor.nvfp4_quantize``), with an E2M1 encoder of its own that can also round
+stochastically. Easy to simplify wrongly:
+
+* Block scales are clamped to [2^-6, 448] before they are rounded: a tiny block gets 2^-6, a zero block too.
+* An element is x * ((1 / tensor scale) / block scale). Dividing by the product of the scales rounds differently.
+* Rounding a block scale down leaves the block's largest elements up to 1/16 above 6: they saturate, in either rounding.
+* Divisors are tensors. PyTorch divides by a Python number on CUDA by multiplying with its rounded inverse, which would
+  make a few codes depend on the device.
+"""
+
+import math
+
+import torch
+
+from mxtrain.formats import NVFP4, NVFP4_SCALE_MAX, NVFP4_SCALE_MIN, norm_constant
+from mxtrain.reference.casts import at_least_fp32, converted, split_blocks
+
+# The magnitudes of E2M1 by code; bit 3 is the sign.
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+# The largest magnitude there is, per unit of the tensor scale.
+RANGE = NVFP4.element_max * NVFP4_SCALE_MAX
+
+# With smaller tensor scales, (1 / tensor scale) / NVFP4_SCALE_MIN overflows fp32, and zeros become NaN.
+MIN_TENSOR_SCALE = 2.0**-121
+
+
+def dynamic_tensor_scale(x: torch.Tensor) -> torch.Tensor:
+    """The tensor scale that gives the block of the largest element the largest block scale: max|x| / (6 * 448).
+
+    Like torchao's ``per_tensor_amax_to_scale``, except that it never falls below ``MIN_TENSOR_SCALE``, so that a
+    zero tensor gives zeros and not NaN. Of a tensor in several pieces, pass the maxima of the pieces.
+
+    Args:
+        x: bf16 or fp32, any shape; empty like zeros.
+
+    Returns:
+        fp32, a single number on the device of ``x``: NaN or infinity if ``x`` holds one.
+    """
+    if x.numel() == 0:
+        return torch.full((), MIN_TENSOR_SCALE, device=x.device)
+    amax = x.abs().amax().float()
+    return (amax / amax.new_full((), RANGE)).clamp(min=MIN_TENSOR_SCALE)
+
+
+def static_tensor_scale(columns: int, p: int = 2, estimator: str = "pre_round") -> float:
+    """A tensor scale for the output of MXNorm that no row exceeds: known before training, and a power of two.
+
+    With K = columns / 16 blocks, the p-mean of block maxima is at least K^(-1/p) times the largest, hence
+    |x * rho| <= c(p, 16) * K^(1/p); with the exact RMS, |x * rho| <= sqrt(columns). The scale is the smallest power of
+    two at or above that bound / (6 * 448): exact to multiply with, so that it may stay outside of a GEMM or not.
+
+    Args:
+        columns: D, the length of a row.
+        p: exponent of the mean of block maxima, 1 or 2; ignored by "exact".
+        estimator: "pre_round" or "exact" (see ``mxtrain.recipe.RMSEstimate``). "post_round" has no such bound: its
+            block scales need a tensor scale before there is a norm, and saturate where that is too small.
+
+    Raises:
+        ValueError: for another estimator, p or a length that is not a positive multiple of 16.
+    """
+    if columns < 1 or columns % NVFP4.block_size:
+        raise ValueError(f"columns = {columns} is not a positive multiple of {NVFP4.block_size}")
+    if estimator == "exact":
+        bound = math.sqrt(columns)
+    elif estimator == "pre_round":
+        bound = norm_constant(p, NVFP4.block_size) * (columns / NVFP4.block_size) ** (1 / p)
+    else:
+        raise ValueError(f"estimator = {estimator!r} does not bound the output; use one of: 'pre_round', 'exact'")
+    mantissa, exponent = math.frexp(bound / RANGE)
+    return math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent)
+
+
+def cast(
+    x: torch.Tensor, tensor_scale: float | torch.Tensor, bits: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cast ``x`` in blocks of 16 along its last dimension.
+
+    Without ``bits``, elements are rounded to nearest, ties to even, and the result has torchao's bits. With ``bits``,
+    they are rounded stochastically: between two neighbours of E2M1, f of the way from the smaller magnitude to the
+    larger, t = floor(f * 2^32), the larger is taken if bits + t >= 2^32, as if the bits were added to the fraction and
+    the rest cut off. With uniform bits its probability is t / 2^32, which is f wherever f >= 2^-8 and never more than
+    2^-32 below it. E2M1 values, zeros among them, stay what they are, what exceeds 6 saturates, and any result is
+    either neighbour, so at most one step from the nearest. Block scales are always rounded to nearest.
+
+    A NaN, in the block or as tensor scale, makes the block's scale NaN, and the codes mean nothing. Infinities saturate
+    to 6 * 448 * tensor_scale, unless the tensor scale is infinite too, as a dynamic one is: then everything dequantizes
+    to NaN.
+
+    Args:
+        x: bf16 or fp32, [..., D] with D a multiple of 16.
+        tensor_scale: number or fp32 tensor of one element, at least ``MIN_TENSOR_SCALE``.
+        bits: int64, shape of ``x``, uniform in [0, 2^32).
+
+    Returns:
+        codes: uint8, [..., D / 2], two elements a byte, the first in the low half.
+        scales: float8_e4m3fn, [..., D / 16].
+
+    Raises:
+        ValueError: for another dtype, D or shape of ``bits``.
+    """
+    _check(x)
+    if bits is not None and (bits.dtype != torch.int64 or bits.shape != x.shape):
+        raise ValueError(f"bits: {bits.dtype} {tuple(bits.shape)}; expected torch.int64 {tuple(x.shape)}")
+    blocks = split_blocks(at_least_fp32(x), NVFP4.block_size)
+    tensor_scale = _as_tensor(tensor_scale, x)
+    scales = _block_scales(blocks.abs().amax(-1), tensor_scale)
+    scaled = blocks * _inverse(scales, tensor_scale).unsqueeze(-1)
+    return _pack(_encode(scaled.reshape(x.shape), bits)), scales
+
+
+def cast_tiles(w: torch.Tensor, tensor_scale: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cast a weight in tiles of 16 x 16 that share a scale, to nearest.
+
+    The transpose casts to the same values, so that fprop and dgrad see the same weight. Rows may end in an incomplete
+    tile; it is cast as if filled up with zeros, which changes nothing.
+
+    Args:
+        w: bf16 or fp32, [N, D] with D a multiple of 16.
+        tensor_scale: see ``cast``.
+
+    Returns:
+        codes: uint8, [N, D / 2], as in ``cast``.
+        scales: float8_e4m3fn, [N, D / 16], the same in all 16 rows of a tile: what ``cast`` would return of blocks
+            that have their tile's maximum.
+
+    Raises:
+        ValueError: for another dtype, D or number of dimensions.
+    """
+    _check(w)
+    if w.ndim != 2:
+        raise ValueError(f"shape {tuple(w.shape)}: tiles of 16 x 16 need a matrix")
+    rows, tile = w.shape[0], NVFP4.block_size
+    blocks = split_blocks(at_least_fp32(w), tile)
+    amax = torch.nn.functional.pad(blocks.abs().amax(-1), (0, 0, 0, -rows % tile))
+    amax = amax.reshape(-1, tile, amax.shape[1]).amax(1)
+    tensor_scale = _as_tensor(tensor_scale, w)
+    scales = _block_scales(amax, tensor_scale).repeat_interleave(tile, 0)[:rows]
+    scaled = blocks * _inverse(scales, tensor_scale).unsqueeze(-1)
+    return _pack(_encode(scaled.reshape(w.shape), None)), scales
+
+
+def dequantize(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    tensor_scale: float | torch.Tensor = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The values that ``codes`` [..., D / 2] and ``scales`` [..., D / 16] stand for: [..., D] in ``dtype``.
+
+    The product of element and block scale has at most 6 significant bits and lies in [2^-7, 2688] or is zero: exact in
+    bf16, and in fp32 when the tensor scale is a power of two. (torchao multiplies the scales first, 0.17 in the dtype
+    of the original tensor, so its values can differ in the last bit.)
+    """
+    magnitudes = torch.tensor(_MAGNITUDES, device=codes.device)
+    values = torch.cat([magnitudes, -magnitudes])[_unpack(codes).int()]
+    blocks = split_blocks(values, NVFP4.block_size) * scales.float().unsqueeze(-1)
+    return converted(blocks.reshape(values.shape) * _as_tensor(tensor_scale, codes), dtype)
+
+
+def image(
+    x: torch.Tensor,
+    tensor_scale: float | torch.Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    bits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``x`` cast (see ``cast``) and dequantized without its tensor scale: [..., D], exact in bf16.
+
+    ``x`` is about image * tensor_scale. A GEMM of two images is to be multiplied by the product of their tensor
+    scales after the reduction, which is where hardware applies them.
+    """
+    return dequantize(*cast(x, tensor_scale, bits), dtype=dtype)
+
+
+def image_tiles(
+    w: torch.Tensor, tensor_scale: float | torch.Tensor, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """``w`` [N, D] cast in tiles (see ``cast_tiles``) and dequantized without its tensor scale, like ``image``.
+
+    One image serves both orientations: its transpose is the image of the transpose.
+    """
+    return dequantize(*cast_tiles(w, tensor_scale), dtype=dtype)
+
+
+def _check(x: torch.Tensor) -> None:
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"cannot cast {x.dtype} to {NVFP4.name}: expected bfloat16 or float32")
+    if x.ndim == 0 or x.shape[-1] == 0 or x.shape[-1] % NVFP4.block_size:
+        raise ValueError(f"shape {tuple(x.shape)}: the last dimension is not a positive multiple of {NVFP4.block_size}")
+
+
+def _as_tensor(tensor_scale: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """fp32 [] on the device of ``like``."""
+    if isinstance(tensor_scale, torch.Tensor):
+        return tensor_scale.to(device=like.device, dtype=torch.float32).reshape(())
+    return torch.full((), tensor_scale, device=like.device, dtype=torch.float32)
+
+
+def _block_scales(amax: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor:
+    """Block maxima, fp32, to float8_e4m3fn scales of the same shape."""
+    wanted = amax / amax.new_full((), NVFP4.element_max) / tensor_scale
+    return wanted.clamp(NVFP4_SCALE_MIN, NVFP4_SCALE_MAX).to(torch.float8_e4m3fn)
+
+
+def _inverse(scales: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor:
+    """What elements are multiplied with: 1 / (block scale * tensor scale) in fp32, in torchao's order of operations."""
+    return (1.0 / tensor_scale) / scales.float()
+
+
+def _encode(y: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
+    """fp32 to E2M1, saturating: one code a byte, shape of ``y``. ``bits`` as in ``cast``."""
+    magnitude = y.abs().clamp(max=NVFP4.element_max).nan_to_num(nan=0.0)
+    # Neighbours are 0.5 apart below 2, 1 below 4, then 2. In units of that distance, the four codes of the first range
+    # and the two of the others are consecutive integers, off by ``first``, which is even: so is a tie's even code.
+    low, middle = magnitude < 2, magnitude < 4
+    position = torch.where(low, magnitude * 2, torch.where(middle, magnitude, magnitude * 0.5))
+    first = torch.where(low, 0, torch.where(middle, 2, 4))
+    if bits is None:
+        steps = position.round().long()
+    else:
+        whole = position.floor()
+        fraction = ((position - whole) * 2.0**32).long()
+        steps = whole.long() + ((fraction + bits) >> 32)
+    return (first + steps + 8 * y.signbit()).to(torch.uint8)
+
+
+def _pack(elements: torch.Tensor) -> torch.Tensor:
+    """[..., D] codes, one a byte -> [..., D / 2], two a byte."""
+    pairs = split_blocks(elements, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def _unpack(codes: torch.Tensor) -> torch.Tensor:
+    """[..., D / 2], two codes a byte -> [..., D], one a byte."""
+    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2)

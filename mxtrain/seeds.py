@@ -1,0 +1,42 @@
+"""What is drawn once from the job's seed and a layer's name, in plain Python: the same in every process and run.
+
+A layer is named by its FQN in the model as built, before checkpointing, compilation, FSDP or a pipeline wrap it.
+"""
+
+import hashlib
+
+from mxtrain.errors import require_one_of
+
+HADAMARD_SIZE = 16
+# The GEMMs that read the output gradient, each with a cast of its own along the axis it reduces over.
+GRADIENT_GEMMS = ("dgrad", "wgrad")
+
+
+def hadamard_signs(seed: int, fqn: str) -> tuple[int, ...]:
+    """The 16 signs, +1 or -1, of the random Hadamard transform on both wgrad operands of layer ``fqn``.
+
+    Raises:
+        ValueError: if ``seed`` is not an integer.
+    """
+    bits = _hash(b"hadamard signs", seed, fqn)
+    return tuple(1 - 2 * (bits >> i & 1) for i in range(HADAMARD_SIZE))
+
+
+def rounding_key(seed: int, fqn: str, gemm: str) -> int:
+    """The Philox key for stochastic rounding of the output gradient of layer ``fqn`` as operand of ``gemm``.
+
+    Between 0 and 2^63 - 1, so that it fits the signed integer argument of an op.
+
+    Raises:
+        ValueError: if ``seed`` is not an integer, or ``gemm`` neither "dgrad" nor "wgrad".
+    """
+    require_one_of("gemm", gemm, GRADIENT_GEMMS)
+    return _hash(f"{gemm} rounding".encode(), seed, fqn) >> 1
+
+
+def _hash(purpose: bytes, seed: int, fqn: str) -> int:
+    """64 bits of BLAKE2b of the seed and the name (RFC 7693); Python's ``hash`` differs from process to process."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"seed = {seed!r} is not an integer")
+    digest = hashlib.blake2b(f"{seed}:{fqn}".encode(), digest_size=8, person=purpose).digest()
+    return int.from_bytes(digest, "little")

@@ -1,0 +1,113 @@
+import pytest
+import torch
+
+from mxtrain.reference.philox import MAX_ELEMENTS, philox, rounding_bits
+from mxtrain.seeds import rounding_key
+
+KEY = rounding_key(0, "layers.0.attention.wq", "dgrad")
+
+
+def words(text: str) -> list[int]:
+    return [int(word, 16) for word in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "want"),
+    [
+        ("0 0 0 0", "0 0", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff " * 4, "ffffffff " * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)
+def test_known_answers(counter, key, want):
+    """Of ``kat_vectors``, distributed with Random123."""
+    low, high = words(key)
+    assert list(philox(low | high << 32, *words(counter))) == words(want)
+    tensors = [torch.tensor([word]) for word in words(counter)]
+    assert [word.item() for word in philox(low | high << 32, *tensors)] == words(want)
+
+
+def test_words_are_numbers_or_tensors_that_broadcast():
+    c0 = torch.arange(5)
+    got = philox(KEY, c0, 1, torch.tensor(2), torch.tensor([[3], [4]]))
+    for i in range(5):
+        for j in range(2):
+            want = philox(KEY, i, 1, 2, 3 + j)
+            assert [word[j, i].item() for word in got] == list(want)
+
+
+def test_the_addressing_rule():
+    rows, columns, step, rank, microbatch = 5, 7, 11, 13, 17
+    bits = rounding_bits(rows, columns, KEY, step, rank, microbatch)
+    assert bits.shape == (rows, columns) and bits.dtype == torch.int64
+    for row in range(rows):
+        for column in range(columns):
+            e = row * columns + column
+            assert bits[row, column].item() == philox(KEY, e // 4, microbatch, step, rank)[e % 4]
+
+
+def test_rows_that_are_added_change_no_other():
+    assert torch.equal(rounding_bits(32, 48, KEY, 1, 0)[:19], rounding_bits(19, 48, KEY, 1, 0))
+
+
+def test_a_step_in_a_tensor():
+    want = rounding_bits(4, 8, KEY, 2**32 - 1, 1, 5)
+    assert torch.equal(rounding_bits(4, 8, KEY, torch.tensor(2**32 - 1), 1, torch.tensor(5)), want)
+
+
+def test_every_address_has_bits_of_its_own():
+    """At any address 4096 words, 16384 in all: two that share a counter would have all 4096 in common."""
+    other_keys = [rounding_key(0, "layers.0.attention.wq", "wgrad"), rounding_key(1, "layers.0.attention.wq", "dgrad")]
+    addresses = [(KEY, 1, 1, 1), (KEY, 2, 1, 1), (KEY, 1, 2, 1), (KEY, 1, 1, 2), *((k, 1, 1, 1) for k in other_keys)]
+    drawn = [rounding_bits(64, 64, *address) for address in addresses]
+    assert torch.cat(drawn).unique().numel() > 0.9999 * len(addresses) * 4096
+    assert torch.equal(rounding_bits(64, 64, *addresses[0]), drawn[0])
+
+
+def test_bits_are_uniform():
+    """Each of the 32 bits, the mean, the share of every leading nibble, all within three standard deviations."""
+    bits = rounding_bits(1024, 1024, KEY, 3, 0)
+    n = bits.numel()
+    assert bits.min() >= 0 and bits.max() < 2**32
+    uniform = (bits.double() + 0.5) / 2**32
+    assert abs(uniform.mean() - 0.5) < 3 * (1 / 12 / n) ** 0.5
+    assert abs(uniform.square().mean() - 1 / 3) < 3 * (4 / 45 / n) ** 0.5
+    for bit in range(32):
+        assert abs((bits >> bit & 1).double().mean() - 0.5) < 3 * 0.5 / n**0.5, bit
+    counts = torch.bincount((bits >> 28).flatten(), minlength=16)
+    assert (counts - n / 16).abs().max() < 3 * (n / 16 * 15 / 16) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((KEY, 3, 0), (KEY, 4, 0)),
+        ((KEY, 3, 0), (KEY, 3, 1)),
+        ((KEY, 3, 0), (KEY, 3, 0, 1)),
+        ((KEY, 3, 0), (rounding_key(0, "layers.0.attention.wq", "wgrad"), 3, 0)),
+    ],
+    ids=["step", "rank", "microbatch", "key"],
+)
+def test_addresses_are_uncorrelated(one, other):
+    a, b = (rounding_bits(256, 256, *address).double() / 2**32 - 0.5 for address in (one, other))
+    assert abs((a * b).mean()) < 3 / 12 / a.numel() ** 0.5
+    assert abs((a[:, 1:] * a[:, :-1]).mean()) < 3 / 12 / a.numel() ** 0.5
+    assert abs((a[1:] * a[:-1]).mean()) < 3 / 12 / a.numel() ** 0.5
+
+
+def test_sizes_and_words_out_of_range():
+    assert rounding_bits(0, 16, KEY, 0, 0).shape == (0, 16)
+    assert MAX_ELEMENTS >= 2**33
+    with pytest.raises(ValueError, match=r"\[131073, 131072\] has 17180000256 elements"):
+        rounding_bits(2**17 + 1, 2**17, KEY, 0, 0)
+    for name in ("step", "rank", "microbatch"):
+        for value in (-1, 2**32):
+            with pytest.raises(ValueError, match=f"{name} = {value} is not from 0 to 4294967295"):
+                rounding_bits(1, 4, KEY, **({"step": 0, "rank": 0} | {name: value}))
+
+
+def test_compiled(device, compile_backend):
+    compiled = torch.compile(rounding_bits, fullgraph=True, backend=compile_backend)
+    for step in (3, 4):
+        got = compiled(8, 16, KEY, torch.tensor(step, device=device), 1, device=device)
+        assert torch.equal(got, rounding_bits(8, 16, KEY, step, 1, device=device))
