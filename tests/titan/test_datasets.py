@@ -224,7 +224,8 @@ def test_torchtitans_validator_runs_on_held_out_text(corpus, steps):
     for step in (1, 2):
         held_out.validate([model], step)
     first, second = held_out.metrics_processor.losses
-    assert first == second and abs(first - math.log(VOCABULARY)) < 1
+    # The same text twice; but the last bit of a mean may differ from run to run on a GPU.
+    assert second == pytest.approx(first, rel=1e-6) and abs(first - math.log(VOCABULARY)) < 1
     read = 2 * 3 * 4 * 16 if steps == 3 else 2 * len(rows) * 16
     assert held_out.metrics_processor.ntokens_since_last_log == read
 
