@@ -10,6 +10,8 @@ _PUBLIC = {
     "norm_constant": "mxtrain.formats",
     "Recipe": "mxtrain.recipe",
     "mxnorm_cast": "mxtrain.normalize",
+    "static_tensor_scale": "mxtrain.reference.nvfp4",
+    "set_rounding_step": "mxtrain.rounding",
     "decompose_k_mm": "mxtrain.nn.router",
     "MXNorm": "mxtrain.nn.mxnorm",
     "MXNormLinear": "mxtrain.nn.mxnorm",

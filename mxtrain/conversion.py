@@ -7,6 +7,7 @@ The gate of a router is never quantized; it can become one with full-precision l
 """
 
 import fnmatch
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -18,9 +19,9 @@ from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
 from mxtrain.nn.rms_norm import WHEN_COMPILED, FusedRMSNorm
 from mxtrain.nn.router import DecomposeKRouter
-from mxtrain.nn.three_gemms import check_features
+from mxtrain.nn.three_gemms import QuantizedLinear, check_features
 from mxtrain.norm_uses import shared_parameters, watch_norms
-from mxtrain.recipe import RMSEstimate, get_recipe
+from mxtrain.recipe import Recipe, RMSEstimate, get_recipe
 from mxtrain.rms_norms import as_rms_norm, looks_like_rms_norm
 from mxtrain.routers import router_gates
 
@@ -79,11 +80,17 @@ def convert(
     recipe="mxfp8",
     estimator: str = "pre_round",
     scale_rounding: str | None = None,
+    tensor_scale: str | None = None,
+    weight_tiles: bool | None = None,
+    hadamard: bool | None = None,
+    stochastic_rounding: bool | None = None,
+    high_precision_share: float | None = None,
     mode: str = "auto",
     eps: float | None = None,
     filter_fqns: Iterable[str] | None = None,
     example_inputs: tuple | None = None,
     when_compiled: str = "auto",
+    seed: int = 0,
 ) -> Report:
     """Swap norms, linears or gates of ``model`` in place. Parameters and FQNs stay, so checkpoints load either way.
 
@@ -96,12 +103,17 @@ def convert(
         model: any module tree, on any device, meta included.
         converter: "mxnorm", "mx_linear", "fused_rmsnorm" or "decompose_k_router".
         p, recipe, estimator, scale_rounding, mode: see ``mxtrain.mxnorm_cast``; only for "mxnorm" and "mx_linear".
+        tensor_scale, weight_tiles, hadamard, stochastic_rounding, high_precision_share: settings of ``mxtrain.Recipe``,
+            for "mxnorm" and "mx_linear"; None keeps the recipe's own. Blocks are the members of the outermost
+            ModuleLists and ModuleDicts; of n blocks, share * n, rounded to nearest, are left as they are, by order.
         eps: for the squared RMS estimate of "mxnorm"; None keeps the eps of each norm.
         filter_fqns: names of modules to leave alone (see ``matches``). None stands for ("output",), and for nothing
             with "fused_rmsnorm" and "decompose_k_router".
         example_inputs: arguments for one forward pass of ``model``, of any device; only shapes and dtypes matter.
             None stands for one row of 32 token ids. Used by "mxnorm".
         when_compiled: for "fused_rmsnorm", see ``mxtrain.FusedRMSNorm``.
+        seed: with the FQN of a layer, gives the signs of its Hadamard transform and its random bits. Training loops
+            say by ``mxtrain.set_rounding_step`` which step they are in.
 
     Returns:
         Report: what was swapped, and what was left and why.
@@ -112,9 +124,19 @@ def convert(
     """
     require_one_of("converter", converter, CONVERTERS)
     require_one_of("when_compiled", when_compiled, WHEN_COMPILED)
-    recipe = get_recipe(recipe, scale_rounding)
+    recipe = get_recipe(
+        recipe,
+        scale_rounding,
+        tensor_scale=tensor_scale,
+        weight_tiles=weight_tiles,
+        hadamard=hadamard,
+        stochastic_rounding=stochastic_rounding,
+        high_precision_share=high_precision_share,
+    )
     RMSEstimate.for_recipe(recipe, p, estimator, 0.0 if eps is None else eps)
-    mode = resolve_mode(mode, _device_type(model))
+    mode = resolve_mode(mode, _device_type(model), recipe)
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ConfigError(f"seed = {seed!r} is not an integer")
     if isinstance(filter_fqns, str):
         raise ConfigError(f"filter_fqns = {filter_fqns!r} is not a list: write [{filter_fqns!r}]")
     if filter_fqns is None:
@@ -124,6 +146,7 @@ def convert(
         return _fuse_norms(model, filtered, when_compiled)
     if converter == "decompose_k_router":
         return _swap_gates(model, filtered)
+    filtered = _last_blocks(model, recipe.high_precision_share) | filtered
 
     report = Report()
     norms = _plan_norms(model, filtered, example_inputs, report) if converter == "mxnorm" else {}
@@ -141,12 +164,19 @@ def convert(
 
     for fqn, linears in report.norms.items():
         new = MXNorm.from_rms_norm(norms[fqn], p=p, estimator=estimator, eps=eps, recipe=recipe, mode=mode)
+        new.set_seed(seed, fqn)
         _replace(model, fqn, new)
         for linear in linears:
-            _replace(model, linear, MXNormLinear.from_linear(model.get_submodule(linear), recipe=recipe, mode=mode))
+            _swap_linear(model, linear, MXNormLinear, recipe, mode, seed)
     for linear in report.linears:
-        _replace(model, linear, MXLinear.from_linear(model.get_submodule(linear), recipe=recipe, mode=mode))
+        _swap_linear(model, linear, MXLinear, recipe, mode, seed)
     return report
+
+
+def _swap_linear(model: nn.Module, fqn: str, kind: type[QuantizedLinear], recipe: Recipe, mode: str, seed: int) -> None:
+    new = kind.from_linear(model.get_submodule(fqn), recipe=recipe, mode=mode)
+    new.set_seed(seed, fqn)
+    _replace(model, fqn, new)
 
 
 def _device_type(model: nn.Module) -> str | None:
@@ -155,15 +185,32 @@ def _device_type(model: nn.Module) -> str | None:
     return types.pop() if len(types) == 1 else None
 
 
-def _filtered(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
-    """FQNs that any pattern names; ConfigError for a pattern that names none."""
+def _filtered(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, str]:
+    """FQNs that any pattern names, with that as a reason to leave them; ConfigError for a pattern that names none."""
     fqns = [fqn for fqn, _ in model.named_modules() if fqn]
     hits = {pattern: {fqn for fqn in fqns if matches(fqn, pattern)} for pattern in patterns}
     for pattern, hit in hits.items():
         if not hit:
             top = ", ".join(name for name, _ in model.named_children())
             raise ConfigError(f"filter_fqns: {pattern!r} matches no module; the top-level modules are: {top}")
-    return set().union(*hits.values()) if hits else set()
+    return {fqn: "named in filter_fqns" for hit in hits.values() for fqn in hit}
+
+
+def _last_blocks(model: nn.Module, share: float) -> dict[str, str]:
+    """FQNs of the last share of the model's blocks and of everything in them, with that as a reason to leave them."""
+    containers, blocks = [], []
+    for fqn, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not any(_is_in(fqn, outer) for outer in containers):
+            containers.append(fqn)
+            blocks += [f"{fqn}.{name}".removeprefix(".") for name, _ in module.named_children()]
+    count = math.floor(share * len(blocks) + 0.5)
+    last = blocks[len(blocks) - count :]
+    reason = f"in the last {count} of {len(blocks)} blocks (high_precision_share = {share})"
+    return {fqn: reason for fqn, _ in model.named_modules() if any(_is_in(fqn, block) for block in last)}
+
+
+def _is_in(fqn: str, outer: str) -> bool:
+    return not outer or fqn == outer or fqn.startswith(outer + ".")
 
 
 def _nothing_to_convert(converter: str, model: nn.Module, report: Report) -> ConfigError:
@@ -171,7 +218,7 @@ def _nothing_to_convert(converter: str, model: nn.Module, report: Report) -> Con
     return ConfigError(f"converter = {converter!r} finds nothing to convert in this {type(model).__name__}{left}")
 
 
-def _fuse_norms(model: nn.Module, filtered: set[str], when_compiled: str) -> Report:
+def _fuse_norms(model: nn.Module, filtered: dict[str, str], when_compiled: str) -> Report:
     report = Report()
     norms = _find_norms(model, report)
     for fqn, norm in norms.items():
@@ -185,11 +232,11 @@ def _fuse_norms(model: nn.Module, filtered: set[str], when_compiled: str) -> Rep
     return report
 
 
-def _swap_gates(model: nn.Module, filtered: set[str]) -> Report:
+def _swap_gates(model: nn.Module, filtered: dict[str, str]) -> Report:
     report = Report()
     for fqn, gate in router_gates(model).items():
         if fqn in filtered:
-            report.skipped[fqn] = "named in filter_fqns"
+            report.skipped[fqn] = filtered[fqn]
         elif type(gate) is not nn.Linear:
             report.skipped[fqn] = f"is a {type(gate).__name__}"
         else:
@@ -213,17 +260,17 @@ def _find_norms(model: nn.Module, report: Report) -> dict[str, nn.RMSNorm]:
     return norms
 
 
-def _kept(fqn: str, norm: nn.RMSNorm, filtered: set[str]) -> str | None:
+def _kept(fqn: str, norm: nn.RMSNorm, filtered: dict[str, str]) -> str | None:
     """Why a norm stays as it is, whatever it feeds; None if nothing speaks for that."""
     if fqn in filtered:
-        return "named in filter_fqns"
+        return filtered[fqn]
     if len(norm.normalized_shape) != 1:
         return "normalizes more than one dimension"
     return None
 
 
 def _plan_norms(
-    model: nn.Module, filtered: set[str], example_inputs: tuple | None, report: Report
+    model: nn.Module, filtered: dict[str, str], example_inputs: tuple | None, report: Report
 ) -> dict[str, nn.RMSNorm]:
     """Sort every RMSNorm into ``report.norms`` or ``report.skipped``; return what each is, as an nn.RMSNorm."""
     norms = _find_norms(model, report)
@@ -240,7 +287,7 @@ def _plan_norms(
             unfollowed = f"; not followed: {uses.unfollowed[0]}" if uses.unfollowed else ""
             report.skipped[fqn] = f"no linear was seen to use its output{unfollowed}"
         elif kept := [linear for linear in linears if linear in filtered]:
-            report.skipped[fqn] = f"feeds {', '.join(kept)}, named in filter_fqns"
+            report.skipped[fqn] = f"feeds {', '.join(kept)}, {filtered[kept[0]]}"
         elif fed_gates := [linear for linear in linears if linear in gates]:
             report.skipped[fqn] = f"feeds {', '.join(fed_gates)}, the gate of a router"
         elif again := [linear for linear in linears if uses.calls[linear] != 1]:
@@ -250,14 +297,14 @@ def _plan_norms(
     return norms
 
 
-def _plan_linears(model: nn.Module, filtered: set[str], fed: set[str], report: Report) -> None:
+def _plan_linears(model: nn.Module, filtered: dict[str, str], fed: set[str], report: Report) -> None:
     """Sort every linear that no swapped norm feeds into ``report.linears`` or ``report.skipped``."""
     shared, gates = shared_parameters(model), router_gates(model)
     for fqn, module in model.named_modules():
         if not isinstance(module, nn.Linear) or fqn in fed:
             continue
         if fqn in filtered:
-            report.skipped[fqn] = "named in filter_fqns"
+            report.skipped[fqn] = filtered[fqn]
         elif fqn in gates:
             report.skipped[fqn] = "is the gate of a router, whose choices are sensitive to rounding"
         elif type(module) is not nn.Linear:

@@ -5,9 +5,10 @@ import math
 import torch
 
 from mxtrain.hardware import HAS_TRITON, resolve_mode, runs_kernels
+from mxtrain.nvfp4_operands import activation
 from mxtrain.quantize import KERNEL_FORM, Operand, quantize
 from mxtrain.recipe import Recipe, RMSEstimate, get_recipe
-from mxtrain.reference import casts
+from mxtrain.reference import casts, nvfp4
 from mxtrain.reference import mxnorm as reference
 
 if HAS_TRITON:
@@ -18,11 +19,21 @@ if HAS_TRITON:
 
 def normalize(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str) -> tuple[Operand, torch.Tensor]:
     """x [T, D] -> x * rho as a GEMM operand quantized along D, and rho, fp32 [T]."""
+    if recipe.is_nvfp4:
+        rho = reference.inverse_rms(x, estimate, recipe)
+        return activation(x, mode, rho, _static_tensor_scale(x, estimate, recipe)), rho
     if recipe.format is not None and runs_kernels(mode, x.device.type):
         result = mxnorm_cast_kernel.mxnorm_cast(x, estimate, recipe, KERNEL_FORM[mode])
         return Operand(result.data, result.scales), result.rho
     rho = reference.inverse_rms(x, estimate, recipe)
     return quantize(x, recipe, mode, row_factor=rho), rho
+
+
+def _static_tensor_scale(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> float | None:
+    """The NVFP4 tensor scale of x * rho that is known beforehand; None if the recipe takes it from the values."""
+    if recipe.tensor_scale == "dynamic":
+        return None
+    return nvfp4.static_tensor_scale(x.shape[-1], estimate.p, estimate.estimator, estimate.constant)
 
 
 def norm_backward(g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor, mode: str) -> torch.Tensor:
@@ -51,28 +62,34 @@ def mxnorm_cast(
     estimator: str = "pre_round",
     scale_rounding: str | None = None,
     mode: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """MXNorm of every row and its cast: the inverse RMS comes from the block maxima that the cast needs anyway.
 
     Codes and scales are bit-identical to torchao's cast of the fp32 product x * rho. A row that holds a NaN becomes
     NaN scales; in a row that holds an infinity its block does. A zero row gives zeros.
 
+    NVFP4's tensor scale is a power of two: with recipe "nvfp4" the one that the bound of the norm's output asks for,
+    ``mxtrain.static_tensor_scale(D, p, estimator)``, with "nvfp4_dynamic" that of the largest |x * rho|.
+
     Source: arXiv 2603.13180; torchao ``to_mx`` for the cast.
 
     Args:
-        x: bf16 or fp32, [..., D] with D a multiple of the recipe's block size (32 for MXFP8), on a GPU at most 65536.
+        x: bf16 or fp32, [..., D] with D a multiple of the recipe's block size (32 for MXFP8, 16 for NVFP4), on a GPU
+            at most 65536 for MXFP8.
         p: exponent of the mean over block maxima, 1 or 2.
         recipe: a name in ``mxtrain.recipe.RECIPES`` with a format, or a Recipe.
         eps: added to the squared RMS estimate.
         estimator: "pre_round", "post_round" or "exact" (see ``mxtrain.recipe.RMSEstimate``).
-        scale_rounding: "rceil" or "floor"; None keeps the recipe's own ("rceil" for named recipes).
+        scale_rounding: "rceil" or "floor"; None keeps the recipe's own ("rceil" for named recipes). Not for NVFP4.
         mode: "auto", or a mode this hardware has. It decides between kernel and plain PyTorch, not the result, but for
             the last bits of rho.
 
     Returns:
-        codes: float8_e4m3fn, shape of ``x``.
-        scales: float8_e8m0fnu, [..., D / 32].
+        codes: float8_e4m3fn, shape of ``x``; for NVFP4 uint8 [..., D / 2], two elements a byte, the first in the low
+            half.
+        scales: float8_e8m0fnu, [..., D / 32]; for NVFP4 float8_e4m3fn [..., D / 16].
         rho: fp32 [...], the inverse RMS estimate.
+        tensor_scale: only with a dynamic one: fp32 [].
 
     Raises:
         ConfigError: for an unknown p, recipe, estimator, scale_rounding or mode, or a mode this hardware lacks.
@@ -80,11 +97,13 @@ def mxnorm_cast(
     """
     recipe = get_recipe(recipe, scale_rounding)
     estimate = RMSEstimate.for_recipe(recipe, p, estimator, eps)
-    mode = resolve_mode(mode, x.device.type)
+    mode = resolve_mode(mode, x.device.type, recipe)
     if recipe.format is None:
         raise ValueError(f"recipe {recipe.name!r} has no format to cast to")
     if x.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"dtype {x.dtype} of x {tuple(x.shape)}: expected bfloat16 or float32")
+    if recipe.is_nvfp4:
+        return _nvfp4_cast(x, estimate, recipe)
     if runs_kernels(mode, x.device.type):
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.ndim else x
         codes, scales, rho, _ = mxnorm_cast_kernel.mxnorm_cast(rows, estimate, recipe, "codes")
@@ -93,3 +112,13 @@ def mxnorm_cast(
     rho = reference.inverse_rms(x, estimate, recipe)
     codes, scales = casts.cast(reference.scale_rows(x, rho), recipe.format, recipe.scale_rounding)
     return codes, scales, rho
+
+
+def _nvfp4_cast(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> tuple[torch.Tensor, ...]:
+    rho = reference.inverse_rms(x, estimate, recipe)
+    xhat = reference.scale_rows(x, rho)
+    static = _static_tensor_scale(x, estimate, recipe)
+    if static is not None:
+        return *nvfp4.cast(xhat, static), rho
+    tensor_scale = nvfp4.power_of_two_tensor_scale(xhat)
+    return *nvfp4.cast(xhat, tensor_scale), rho, tensor_scale

@@ -48,7 +48,8 @@ def quantize_along(
 ) -> dict[int, Operand]:
     """Quantize the matrix ``x`` along each of ``dims`` and return operands that are reduced along them, by dimension.
 
-    A kernel reads ``x`` once for all of it.
+    A kernel reads ``x`` once for all of it. Not for NVFP4, where casts depend on what is cast: see
+    ``mxtrain.nvfp4_operands``.
 
     Args:
         x: [R, C], bf16, fp32, or (recipe "unquantized" in mode "reference" only) fp64.
@@ -57,7 +58,12 @@ def quantize_along(
             dimension 0 the last block may be incomplete.
         row_factor: [R], multiplied in before the cast, in fp32 (fp64 for fp64), without rounding in between.
         column_factor: [C], likewise.
+
+    Raises:
+        ValueError: for an NVFP4 recipe.
     """
+    if recipe.is_nvfp4:
+        raise ValueError(f"recipe {recipe}: its operands come from mxtrain.nvfp4_operands")
     if recipe.format is not None and runs_kernels(mode, x.device.type):
         form = KERNEL_FORM[mode]
         results = cast_kernel.cast(x, recipe, dims, form, row_factor, column_factor)

@@ -22,6 +22,11 @@ def hadamard_signs(seed: int, fqn: str) -> tuple[int, ...]:
     return tuple(1 - 2 * (bits >> i & 1) for i in range(HADAMARD_SIZE))
 
 
+def sign_mask(signs: tuple[int, ...]) -> int:
+    """``signs`` in the lowest bits of one integer, the first in the lowest; a bit is set where the sign is -1."""
+    return sum((sign < 0) << i for i, sign in enumerate(signs))
+
+
 def rounding_key(seed: int, fqn: str, gemm: str) -> int:
     """The Philox key for stochastic rounding of the output gradient of layer ``fqn`` as operand of ``gemm``.
 

@@ -13,9 +13,9 @@ PACKAGE = Path(__file__).parents[1] / "mxtrain"
 # Lower layers first; a module may import from its own layer and those before it.
 LAYERS = [
     {"errors", "formats", "config", "cache", "seeds"},
-    {"recipe", "hardware", "data", "analysis"},
+    {"recipe", "hardware", "rounding", "data", "analysis"},
     {"reference", "kernels"},
-    {"quantize"},
+    {"quantize", "nvfp4_operands"},
     {"gemm", "normalize", "matmul", "inductor"},
     {"nn"},
     {"norm_uses", "rms_norms", "routers"},

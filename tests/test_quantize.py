@@ -9,6 +9,7 @@ import mxtrain
 from mxtrain import mxnorm_cast
 from mxtrain.quantize import quantize
 from mxtrain.recipe import get_recipe
+from mxtrain.reference import nvfp4
 from mxtrain.reference.casts import from_blocked
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -153,3 +154,38 @@ def test_every_public_name_is_there():
         assert getattr(mxtrain, name) is not None
     assert callable(mxtrain.convert)
     assert not hasattr(mxtrain, "nothing")
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_dynamic"])
+@pytest.mark.parametrize(("p", "estimator"), [(1, "pre_round"), (2, "pre_round"), (2, "exact")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(48,), (5, 96), (2, 3, 256)])
+def test_mxnorm_cast_to_nvfp4(shape, dtype, p, estimator, recipe):
+    x = draw(*shape, seed=len(shape), dtype=dtype)
+    codes, scales, rho, *rest = mxnorm_cast(x, p=p, estimator=estimator, recipe=recipe)
+    xhat = x.float() * rho.unsqueeze(-1)
+    if recipe == "nvfp4":
+        assert not rest
+        tensor_scale = mxtrain.static_tensor_scale(shape[-1], p, estimator)
+    else:
+        (tensor_scale,) = rest
+        assert torch.equal(tensor_scale, nvfp4.power_of_two_tensor_scale(xhat))
+    assert codes.dtype == torch.uint8 and codes.shape == (*shape[:-1], shape[-1] // 2)
+    assert scales.dtype == torch.float8_e4m3fn and scales.shape == (*shape[:-1], shape[-1] // 16)
+    assert rho.dtype == torch.float32 and rho.shape == shape[:-1]
+    for got, want in zip((codes, scales), nvfp4.cast(xhat, tensor_scale)):
+        assert same_bits(got, want)
+    error = nvfp4.dequantize(codes, scales, tensor_scale) - xhat
+    assert error.norm() < 0.15 * xhat.norm()
+
+
+def test_mxnorm_cast_to_nvfp4_of_rows_that_are_not_plain():
+    x = draw(4, 64)
+    x[0], x[1, 3] = 0, float("nan")
+    x[2], x[2, 5] = 0, 1e30
+    codes, scales, rho = mxnorm_cast(x, recipe="nvfp4")
+    values = nvfp4.dequantize(codes, scales, mxtrain.static_tensor_scale(64))
+    assert not values[0].any() and values[1].isnan().all() and values[2:].isfinite().all()
+    assert values[2, 5] == values[2].abs().max() > 3.9
+    with pytest.raises(ValueError, match=r"\(2, 40\)"):
+        mxnorm_cast(draw(2, 40), recipe="nvfp4")

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mxtrain.seeds import GRADIENT_GEMMS, hadamard_signs, rounding_key
+from mxtrain.seeds import GRADIENT_GEMMS, hadamard_signs, rounding_key, sign_mask
 
 FQNS = [f"layers.{i}.{name}" for i in range(32) for name in ("attention.wq", "attention.wo", "feed_forward.w2")]
 
@@ -30,6 +30,12 @@ def test_signs_are_plus_or_minus_one_in_equal_shares():
     assert all(len(s) == 16 and set(s) <= {1, -1} and all(type(sign) is int for sign in s) for s in signs)
     # Three standard deviations of the sum of that many signs, at every position of the 16.
     assert all(abs(sum(position)) < 3 * len(signs) ** 0.5 for position in zip(*signs))
+
+
+def test_a_mask_holds_the_signs():
+    assert sign_mask((1,) * 16) == 0 and sign_mask((-1,) + (1,) * 15) == 1 and sign_mask((1,) * 15 + (-1,)) == 2**15
+    masks = {sign_mask(hadamard_signs(0, fqn)) for fqn in FQNS}
+    assert len(masks) == len({hadamard_signs(0, fqn) for fqn in FQNS})
 
 
 def test_every_layer_seed_and_gemm_has_a_key_of_its_own():

@@ -20,6 +20,7 @@ VARIANTS = {
     "_mx_linear": {"model": {"converters": ["mx_linear"]}},
     "_bf16": {"model": {"converters": []}},
     "_fused_rmsnorm": {"model": {"converters": ["fused_rmsnorm"]}},
+    "_nvfp4": {"mxnorm": {"recipe": "nvfp4"}},
 }
 # Converters of the configs that are no variant of a Llama's.
 CONVERTERS = {
@@ -27,7 +28,7 @@ CONVERTERS = {
     "deepseek_v3_16b": ["decompose_k_router"],
     "qwen3_moe_debug": ["mxnorm", "decompose_k_router"],
 }
-SIZES_OF = dict.fromkeys(VARIANTS, LLAMAS) | {"_fused_rmsnorm": ("debug", "125m")}
+SIZES_OF = dict.fromkeys(VARIANTS, LLAMAS) | {variant: ("debug", "125m") for variant in ("_fused_rmsnorm", "_nvfp4")}
 
 
 def parse(name):
@@ -55,7 +56,7 @@ def test_every_config_parses_to_the_variant_in_its_name(path):
     converters = CONVERTERS.get(path.stem, ["mxnorm"])
     assert job_config.model.converters == expected.get("model", {}).get("converters", converters)
     assert job_config.mxnorm.p == expected.get("mxnorm", {}).get("p", 2)
-    assert job_config.mxnorm.recipe == "mxfp8"
+    assert job_config.mxnorm.recipe == expected.get("mxnorm", {}).get("recipe", "mxfp8")
     assert job_config.model.flavor in get_train_spec(job_config.model.name).model_args
 
 

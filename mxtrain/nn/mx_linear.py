@@ -3,8 +3,15 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype, dgrad, fprop, quantize_gradient, wgrad
-from mxtrain.quantize import quantize
+from mxtrain.nn.three_gemms import (
+    QuantizedLinear,
+    compute_dtype,
+    dgrad,
+    fprop,
+    quantize_activation,
+    quantize_gradient,
+    wgrad,
+)
 from mxtrain.recipe import Recipe
 
 
@@ -12,20 +19,20 @@ class _MXLinearFunction(torch.autograd.Function):
     """X [T, D], W [N, D] -> Y [T, N] in the dtype of X; the casts pass gradients straight through."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, recipe: Recipe, mode: str):
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, signs, draws, recipe: Recipe, mode: str):
+        ctx.save_for_backward(x, weight, signs, draws)
         ctx.recipe, ctx.mode = recipe, mode
-        return fprop(quantize(x, recipe, mode, dim=1), weight, recipe, mode, x.dtype)
+        return fprop(quantize_activation(x, recipe, mode), weight, recipe, mode, x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: torch.Tensor):
-        x, weight = ctx.saved_tensors
+        x, weight, signs, draws = ctx.saved_tensors
         recipe, mode = ctx.recipe, ctx.mode
-        for_dx, for_dw = quantize_gradient(dy, recipe, mode, *ctx.needs_input_grad[:2])
+        for_dx, for_dw = quantize_gradient(dy, recipe, mode, *ctx.needs_input_grad[:2], signs, draws)
         dx = None if for_dx is None else dgrad(for_dx, weight, recipe, mode, x.dtype)
-        dw = None if for_dw is None else wgrad(for_dw, x, recipe, mode, x.dtype).to(weight.dtype)
-        return dx, dw, None, None
+        dw = None if for_dw is None else wgrad(for_dw, x, recipe, mode, x.dtype, signs=signs).to(weight.dtype)
+        return dx, dw, None, None, None, None
 
 
 class MXLinear(QuantizedLinear):
@@ -47,6 +54,7 @@ class MXLinear(QuantizedLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features]."""
         x = x.to(compute_dtype(x))
-        y = _MXLinearFunction.apply(x.reshape(-1, x.shape[-1]), self.weight, self.recipe, self.mode)
+        rows, signs, draws = x.reshape(-1, x.shape[-1]), self.signs(x.device), self.draws(x.device)
+        y = _MXLinearFunction.apply(rows, self.weight, signs, draws, self.recipe, self.mode)
         y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)

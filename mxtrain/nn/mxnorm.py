@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from mxtrain.errors import ConfigError
 from mxtrain.hardware import resolve_mode
+from mxtrain.nn.seeded import Seeded
 from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype, dgrad, fprop, quantize_gradient, wgrad
 from mxtrain.normalize import fold_backward, norm_backward, normalize
 from mxtrain.quantize import Operand
@@ -42,6 +43,8 @@ class NormedInput(NamedTuple):
         data, scales: xhat [T, D] as a GEMM operand quantized along D (see ``mxtrain.quantize.Operand``).
         rho: inverse RMS, fp32 [T].
         gain: the norm's weight [D], for the linears to fold; None for a norm without one.
+        signs: of the Hadamard transform in the linears' wgrad (see ``mxtrain.nn.seeded``), the same for all of them, so
+            that compiled linears share the transform and the cast of xhat; None without a transform.
         recipe, mode: what ``data`` and ``scales`` were made for.
     """
 
@@ -50,6 +53,7 @@ class NormedInput(NamedTuple):
     scales: torch.Tensor | None
     rho: torch.Tensor
     gain: torch.Tensor | None
+    signs: torch.Tensor | None
     recipe: Recipe
     mode: str
 
@@ -81,31 +85,31 @@ class _MXNormLinearFunction(torch.autograd.Function):
     """(h, quantized xhat, rho, gamma, W) -> Y [T, N]; gradients of h (dL/dxhat), gamma and W."""
 
     @staticmethod
-    def forward(ctx, h, data, scales, rho, gain, weight, recipe: Recipe, mode: str, out_dtype: torch.dtype):
-        ctx.save_for_backward(h, rho, gain, weight)
+    def forward(ctx, h, data, scales, rho, gain, weight, signs, draws, recipe: Recipe, mode: str):
+        ctx.save_for_backward(h, rho, gain, weight, signs, draws)
         ctx.recipe, ctx.mode = recipe, mode
-        return fprop(Operand(data, scales), weight, recipe, mode, out_dtype, gain)
+        return fprop(Operand(data, scales), weight, recipe, mode, compute_dtype(h), gain)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: torch.Tensor):
-        x, rho, gain, weight = ctx.saved_tensors
+        x, rho, gain, weight, signs, draws = ctx.saved_tensors
         recipe, mode = ctx.recipe, ctx.mode
         needs_weight = ctx.needs_input_grad[5] or (gain is not None and ctx.needs_input_grad[4])
-        for_dxhat, for_dw = quantize_gradient(dy, recipe, mode, ctx.needs_input_grad[0], needs_weight)
+        for_dxhat, for_dw = quantize_gradient(dy, recipe, mode, ctx.needs_input_grad[0], needs_weight, signs, draws)
         dxhat = d_gain = d_weight = None
         if for_dxhat is not None:
             dxhat = dgrad(for_dxhat, weight, recipe, mode, dy.dtype, gain).to(x.dtype)
         if for_dw is not None:
-            d_weight = wgrad(for_dw, x, recipe, mode, dy.dtype, rho)
+            d_weight = wgrad(for_dw, x, recipe, mode, dy.dtype, rho, signs)
             if gain is None:
                 d_weight = d_weight.to(weight.dtype)
             else:
                 d_weight, d_gain = fold_backward(d_weight, weight, gain, mode)
-        return dxhat, None, None, None, d_gain, d_weight, None, None, None
+        return dxhat, None, None, None, d_gain, d_weight, None, None, None, None
 
 
-class MXNorm(nn.RMSNorm):
+class MXNorm(Seeded, nn.RMSNorm):
     """RMSNorm whose RMS comes from block maxima and whose result is a quantized operand for ``MXNormLinear``.
 
     It keeps RMSNorm's parameter (``weight``, the gain) and its FQN, so checkpoints load either way. Its result is a
@@ -139,7 +143,7 @@ class MXNorm(nn.RMSNorm):
         **factory_kwargs,
     ):
         self.recipe = get_recipe(recipe)
-        self.mode = resolve_mode(mode)
+        self.mode = resolve_mode(mode, recipe=self.recipe)
         self.estimate = RMSEstimate.for_recipe(self.recipe, p, estimator, eps)
         if dim % self.recipe.block_size:
             raise ConfigError(
@@ -147,6 +151,7 @@ class MXNorm(nn.RMSNorm):
                 f"of recipe {self.recipe.name!r}"
             )
         super().__init__(dim, eps, elementwise_affine, **factory_kwargs)
+        self.set_seed(0, "")
 
     @classmethod
     def from_rms_norm(
@@ -174,7 +179,8 @@ class MXNorm(nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> NormedInput:
         """x [..., D], bf16 or fp32 -> NormedInput."""
         h, data, scales, rho = _MXNormFunction.apply(x.reshape(-1, x.shape[-1]), self.estimate, self.recipe, self.mode)
-        return NormedInput(h.view_as(x), data, scales, rho, self.weight, self.recipe, self.mode)
+        signs = self.signs(x.device)
+        return NormedInput(h.view_as(x), data, scales, rho, self.weight, signs, self.recipe, self.mode)
 
     def extra_repr(self) -> str:
         e = self.estimate
@@ -217,9 +223,10 @@ class MXNormLinear(QuantizedLinear):
             x.rho,
             x.gain,
             self.weight,
+            x.signs,
+            self.draws(x.h.device),
             self.recipe,
             self.mode,
-            compute_dtype(x.h),
         )
         y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)

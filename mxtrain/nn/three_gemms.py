@@ -8,44 +8,80 @@ X is [T, D] (tokens, input features), W is [N, D], dY is [T, N]:
 
 A matrix is quantized anew for every axis, from its high-precision values: a row-wise quantized X says nothing
 exact about blocks along tokens.
+
+NVFP4 casts the same matrix differently for different GEMMs; some of these casts need numbers of the layer: ``signs`` of
+the Hadamard transform on both operands of wgrad, and ``draws``, what the random bits for dY follow from.
 """
 
 import torch
 import torch.nn as nn
 
+from mxtrain import nvfp4_operands
 from mxtrain.errors import ConfigError
 from mxtrain.gemm import matmul
 from mxtrain.hardware import resolve_mode
+from mxtrain.nn.seeded import Seeded
 from mxtrain.quantize import Operand, quantize, quantize_along
 from mxtrain.recipe import Recipe, get_recipe
+
+
+def quantize_activation(x: torch.Tensor, recipe: Recipe, mode: str) -> Operand:
+    """X as operand of fprop, where no MXNorm has made it."""
+    if recipe.is_nvfp4:
+        return nvfp4_operands.activation(x, mode)
+    return quantize(x, recipe, mode, dim=1)
+
+
+def _quantize_weight(w: torch.Tensor, recipe: Recipe, mode: str, dim: int, gain: torch.Tensor | None) -> Operand:
+    if recipe.is_nvfp4:
+        return nvfp4_operands.weight(w, recipe, mode, dim, gain)
+    return quantize(w, recipe, mode, dim=dim, column_factor=gain)
 
 
 def fprop(
     x: Operand, w: torch.Tensor, recipe: Recipe, mode: str, out_dtype: torch.dtype, gain: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Y [T, N] from X quantized along D; with ``gain`` the weight is W diag(gain)."""
-    return matmul(x, quantize(w, recipe, mode, dim=1, column_factor=gain), out_dtype)
+    return matmul(x, _quantize_weight(w, recipe, mode, 1, gain), out_dtype)
 
 
 def dgrad(
     dy: Operand, w: torch.Tensor, recipe: Recipe, mode: str, out_dtype: torch.dtype, gain: torch.Tensor | None = None
 ) -> torch.Tensor:
     """dX [T, D] from dY quantized along N; with ``gain`` the weight is W diag(gain)."""
-    return matmul(dy, quantize(w, recipe, mode, dim=0, column_factor=gain), out_dtype)
+    return matmul(dy, _quantize_weight(w, recipe, mode, 0, gain), out_dtype)
 
 
 def wgrad(
-    dy: Operand, x: torch.Tensor, recipe: Recipe, mode: str, out_dtype: torch.dtype, rho: torch.Tensor | None = None
+    dy: Operand,
+    x: torch.Tensor,
+    recipe: Recipe,
+    mode: str,
+    out_dtype: torch.dtype,
+    rho: torch.Tensor | None = None,
+    signs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """dW [N, D] from dY quantized along T; with ``rho`` the input is X diag(rho), row by row."""
+    if recipe.is_nvfp4:
+        return matmul(dy, nvfp4_operands.activation_along_tokens(x, recipe, mode, rho, signs), out_dtype)
     return matmul(dy, quantize(x, recipe, mode, dim=0, row_factor=rho), out_dtype)
 
 
 def quantize_gradient(
-    dy: torch.Tensor, recipe: Recipe, mode: str, for_dgrad: bool, for_wgrad: bool
+    dy: torch.Tensor,
+    recipe: Recipe,
+    mode: str,
+    for_dgrad: bool,
+    for_wgrad: bool,
+    signs: torch.Tensor | None = None,
+    draws: torch.Tensor | None = None,
 ) -> tuple[Operand | None, Operand | None]:
     """dY as operand of dgrad and of wgrad, from one read; None where it is not wanted."""
-    operands = quantize_along(dy, recipe, mode, (1,) * for_dgrad + (0,) * for_wgrad)
+    dims = (1,) * for_dgrad + (0,) * for_wgrad
+    if recipe.is_nvfp4:
+        operands = nvfp4_operands.gradient(dy, recipe, mode, dims, signs, draws)
+    else:
+        operands = quantize_along(dy, recipe, mode, dims)
     return operands.get(1), operands.get(0)
 
 
@@ -55,7 +91,7 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
 
-class QuantizedLinear(nn.Linear):
+class QuantizedLinear(Seeded, nn.Linear):
     """A linear layer with a recipe and an execution mode; its subclasses say what they multiply.
 
     Both feature counts must be multiples of the recipe's block size: fprop reduces over the input features and
@@ -66,9 +102,10 @@ class QuantizedLinear(nn.Linear):
         self, in_features: int, out_features: int, bias: bool = True, *, recipe="mxfp8", mode="auto", **factory_kwargs
     ):
         self.recipe = get_recipe(recipe)
-        self.mode = resolve_mode(mode)
+        self.mode = resolve_mode(mode, recipe=self.recipe)
         check_features(in_features, out_features, self.recipe)
         super().__init__(in_features, out_features, bias, **factory_kwargs)
+        self.set_seed(0, "")
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, recipe="mxfp8", mode="auto"):

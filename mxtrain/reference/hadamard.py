@@ -29,7 +29,13 @@ from mxtrain.reference.casts import at_least_fp32, split_blocks
 from mxtrain.seeds import HADAMARD_SIZE
 
 
-def hadamard(x: torch.Tensor, signs: Sequence[int], dim: int) -> torch.Tensor:
+def unpack_signs(mask: torch.Tensor) -> torch.Tensor:
+    """The signs that ``mxtrain.seeds.sign_mask`` has packed: int64 [] -> fp32 [16] of +1 and -1."""
+    bits = mask >> torch.arange(HADAMARD_SIZE, device=mask.device)
+    return 1.0 - 2.0 * (bits & 1)
+
+
+def hadamard(x: torch.Tensor, signs: Sequence[int] | torch.Tensor, dim: int) -> torch.Tensor:
     """``x`` transformed in blocks of 16 along ``dim``.
 
     A block with an infinity or a NaN comes out infinite or NaN throughout. A finite block can overflow to infinity
@@ -37,7 +43,8 @@ def hadamard(x: torch.Tensor, signs: Sequence[int], dim: int) -> torch.Tensor:
 
     Args:
         x: any shape, a multiple of 16 (or 0) along ``dim``; see ``pad``.
-        signs: 16 of +1 or -1, as from ``mxtrain.seeds.hadamard_signs``.
+        signs: 16 of +1 or -1, as from ``mxtrain.seeds.hadamard_signs``; or those in a tensor, whose values are not
+            checked and do not make ``torch.compile`` compile anew.
 
     Returns:
         fp32 (fp64 for fp64 input), shape of ``x``.
@@ -47,10 +54,13 @@ def hadamard(x: torch.Tensor, signs: Sequence[int], dim: int) -> torch.Tensor:
     """
     if x.shape[dim] % HADAMARD_SIZE:
         raise ValueError(f"shape {tuple(x.shape)}: dimension {dim} is not a multiple of {HADAMARD_SIZE}")
-    if len(signs) != HADAMARD_SIZE or any(sign not in (1, -1) for sign in signs):
-        raise ValueError(f"signs = {tuple(signs)}: expected {HADAMARD_SIZE} of +1 or -1")
     wide = at_least_fp32(x).movedim(dim, -1)
-    factors = torch.tensor([sign / HADAMARD_SIZE for sign in signs], dtype=wide.dtype, device=x.device)
+    if isinstance(signs, torch.Tensor):
+        factors = signs.to(device=x.device, dtype=wide.dtype) / HADAMARD_SIZE
+    elif len(signs) != HADAMARD_SIZE or any(sign not in (1, -1) for sign in signs):
+        raise ValueError(f"signs = {tuple(signs)}: expected {HADAMARD_SIZE} of +1 or -1")
+    else:
+        factors = torch.tensor([sign / HADAMARD_SIZE for sign in signs], dtype=wide.dtype, device=x.device)
     blocks = split_blocks(wide, HADAMARD_SIZE) * factors
     for distance in (1, 2, 4, 8):
         pairs = blocks.reshape(*blocks.shape[:-1], HADAMARD_SIZE // (2 * distance), 2, distance)

@@ -46,7 +46,18 @@ def dynamic_tensor_scale(x: torch.Tensor) -> torch.Tensor:
     return (amax / amax.new_full((), RANGE)).clamp(min=MIN_TENSOR_SCALE)
 
 
-def static_tensor_scale(columns: int, p: int = 2, estimator: str = "pre_round") -> float:
+def power_of_two_tensor_scale(x: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two at or above ``dynamic_tensor_scale(x)``: exact to multiply with, like a static one.
+
+    fp32, a single number: NaN or infinity if ``x`` holds one.
+    """
+    scale = dynamic_tensor_scale(x)
+    # By the bits of fp32: carry any mantissa into the exponent, then drop the mantissa.
+    rounded = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return torch.where(scale.isfinite(), rounded, scale)
+
+
+def static_tensor_scale(columns: int, p: int = 2, estimator: str = "pre_round", constant: float | None = None) -> float:
     """A tensor scale for the output of MXNorm that no row exceeds: known before training, and a power of two.
 
     With K = columns / 16 blocks, the p-mean of block maxima is at least K^(-1/p) times the largest, hence
@@ -59,6 +70,8 @@ def static_tensor_scale(columns: int, p: int = 2, estimator: str = "pre_round") 
         estimator: "pre_round" or "exact" (see ``mxtrain.recipe.RMSEstimate``). "post_round" has no such bound: its
             block scales need a tensor scale before there is a norm, and saturate where that is too small.
 
+        constant: c(p, 16), where it is known already: ``torch.compile`` cannot trace its integral.
+
     Raises:
         ValueError: for another estimator, p or a length that is not a positive multiple of 16.
     """
@@ -67,7 +80,8 @@ def static_tensor_scale(columns: int, p: int = 2, estimator: str = "pre_round") 
     if estimator == "exact":
         bound = math.sqrt(columns)
     elif estimator == "pre_round":
-        bound = norm_constant(p, NVFP4.block_size) * (columns / NVFP4.block_size) ** (1 / p)
+        constant = norm_constant(p, NVFP4.block_size) if constant is None else constant
+        bound = constant * (columns / NVFP4.block_size) ** (1 / p)
     else:
         raise ValueError(f"estimator = {estimator!r} does not bound the output; use one of: 'pre_round', 'exact'")
     mantissa, exponent = math.frexp(bound / RANGE)

@@ -19,11 +19,11 @@ _WORD = 0xFFFFFFFF
 MAX_ELEMENTS = 4 * 2**32
 
 
-def philox(key: int, c0: Word, c1: Word, c2: Word, c3: Word) -> tuple[Word, Word, Word, Word]:
+def philox(key: Word, c0: Word, c1: Word, c2: Word, c3: Word) -> tuple[Word, Word, Word, Word]:
     """The four 32-bit words that Philox4x32-10 makes of a counter.
 
     Args:
-        key: 64 bits; the lower half is the first key word.
+        key: 64 bits; the lower half is the first key word. An integer, or an int64 tensor.
         c0, c1, c2, c3: counter words from 0 to 2^32 - 1, int64 tensors that broadcast, or integers.
 
     Returns:
@@ -48,9 +48,9 @@ def _multiply(word: Word, factor: int) -> tuple[Word, Word]:
 def rounding_bits(
     rows: int,
     columns: int,
-    key: int,
+    key: Word,
     step: Word,
-    rank: int,
+    rank: Word,
     microbatch: Word = 0,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
@@ -71,9 +71,8 @@ def rounding_bits(
     changes none. Nothing is drawn in sequence, so a resumed run gets the bits of the step that it repeats.
 
     Args:
-        key: from ``mxtrain.seeds.rounding_key``.
-        step, microbatch: an integer, or an int64 tensor of no dimensions, which does not make ``torch.compile`` compile
-            anew for every value.
+        key: from ``mxtrain.seeds.rounding_key``. Like ``step``, ``rank`` and ``microbatch`` an integer, or an int64
+            tensor of no dimensions, which does not make ``torch.compile`` compile anew for every value.
         device: None for the default device.
 
     Returns:

@@ -12,9 +12,13 @@ from mxtrain.conversion import convert
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.hardware import describe_modes, resolve_mode
 from mxtrain.nn.rms_norm import WHEN_COMPILED, runs_when_compiled
-from mxtrain.recipe import RMSEstimate, get_recipe
+from mxtrain.recipe import SWITCHES, RMSEstimate, get_recipe
 
 SWAPPING_CONVERTERS = ("mxnorm", "mx_linear")
+# What signs and random bits follow from where debug.seed is unset.
+DEFAULT_SEED = 0
+# Fields of the section [mxnorm], of run.json, and arguments of ``mxtrain.convert``.
+_KEYS = ("recipe", "p", "estimator", *SWITCHES, "mode", "eps")
 
 
 def active_settings(job_config) -> dict[str, str | int | float | None]:
@@ -26,17 +30,17 @@ def active_settings(job_config) -> dict[str, str | int | float | None]:
     if "fused_rmsnorm" in job_config.model.converters:
         when_compiled = _section(job_config, "fused_rmsnorm").when_compiled
         require_one_of("fused_rmsnorm.when_compiled", when_compiled, WHEN_COMPILED)
-    keys = ("recipe", "p", "estimator", "scale_rounding", "mode", "eps")
     active = [name for name in job_config.model.converters if name in SWAPPING_CONVERTERS]
     if not active:
-        return {"converter": "none", **dict.fromkeys(keys)}
+        return {"converter": "none", **dict.fromkeys(_KEYS)}
     if len(active) > 1:
         raise ConfigError(f"model.converters = {job_config.model.converters!r}: choose one of {active}")
     s = _section(job_config, "mxnorm")
-    recipe = get_recipe(s.recipe, s.scale_rounding)
+    recipe = get_recipe(s.recipe, **{key: getattr(s, key) for key in SWITCHES})
     RMSEstimate.for_recipe(recipe, s.p, s.estimator, 0.0 if s.eps is None else s.eps)
-    settings = {"converter": active[0], **{key: getattr(s, key) for key in keys}}
-    settings["mode"] = resolve_mode(s.mode, utils.device_type)
+    settings = {"converter": active[0], **{key: getattr(s, key) for key in _KEYS}}
+    settings.update({key: getattr(recipe, key) for key in SWITCHES})
+    settings["mode"] = resolve_mode(s.mode, utils.device_type, recipe)
     if active[0] == "mx_linear":
         # Only the norm has these.
         settings.update(p=None, estimator=None, eps=None)
@@ -59,6 +63,7 @@ class _Converter:
     def __init__(self, job_config, parallel_dims):
         self.settings = active_settings(job_config)
         self.filter_fqns = _section(job_config, "mxnorm").filter_fqns
+        self.seed = DEFAULT_SEED if job_config.debug.seed is None else job_config.debug.seed
         reason = next(s.reason for s in describe_modes(utils.device_type) if s.mode == self.settings["mode"])
         logger.info(f"{self.name}: {self.settings}; mode {self.settings['mode']}: {reason}")
 
@@ -69,8 +74,9 @@ class _Converter:
             model,
             self.name,
             recipe=s["recipe"],
-            scale_rounding=s["scale_rounding"],
             mode=s["mode"],
+            seed=self.seed,
+            **{key: s[key] for key in SWITCHES},
             filter_fqns=self.filter_fqns,
             example_inputs=_example_inputs(model),
             **norm_settings,

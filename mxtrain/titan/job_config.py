@@ -15,7 +15,10 @@ class MXNorm:
     """Exponent of the p-mean over block maxima that estimates the RMS: 1 or 2"""
 
     recipe: str = "mxfp8"
-    """What the operands of every swapped linear are cast to: "mxfp8", or "unquantized" (isolates the norm)"""
+    """
+    What the operands of every swapped linear are cast to: "mxfp8", "nvfp4", "nvfp4_dynamic" (no scale is known before
+    its values are), or "unquantized" (isolates the norm)
+    """
 
     estimator: str = "pre_round"
     """
@@ -23,8 +26,39 @@ class MXNorm:
     after rounding, an ablation) or "exact" (the true RMS, a control)
     """
 
-    scale_rounding: str = "rceil"
-    """How a block's scale is rounded to a power of two: "rceil" (never overflows) or "floor" (OCP, saturates)"""
+    scale_rounding: str | None = None
+    """
+    How a block's scale is rounded to a power of two: "rceil" (never overflows, and what unset means) or "floor" (OCP,
+    saturates). Not for NVFP4
+    """
+
+    tensor_scale: str | None = None
+    """
+    NVFP4: where the scale of a norm's whole output comes from: "static" (known before training from the bound of
+    MXNorm) or "dynamic" (its largest element). Unset, as the recipe says; all other operands have dynamic ones
+    """
+
+    weight_tiles: bool | None = None
+    """
+    NVFP4: weights share a scale in tiles of 16 x 16, the same for fprop and dgrad. Unset, as the recipe says: true
+    """
+
+    hadamard: bool | None = None
+    """
+    NVFP4: a random Hadamard transform along the tokens of both operands of wgrad. Unset, as the recipe says: true
+    """
+
+    stochastic_rounding: bool | None = None
+    """
+    NVFP4: output gradients are rounded stochastically, with random bits from debug.seed (0 if unset), layer, step and
+    rank. Unset, as the recipe says: true
+    """
+
+    high_precision_share: float | None = None
+    """
+    The last share of the model's blocks to leave in high precision, besides filter_fqns. Unset, as the recipe says:
+    0.15 for NVFP4, 0 for the others
+    """
 
     mode: str = "auto"
     """

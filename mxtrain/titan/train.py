@@ -16,11 +16,28 @@ from torchtitan.train import Trainer
 
 from mxtrain.config import dump_config, load_config
 from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.rounding import set_rounding_step
 from mxtrain.titan.converters import active_settings
 from mxtrain.titan.job_config import JobConfig
 
 CONFIG_ERROR_STATUS = 2
 FIRST_WORD_SECONDS = 3.0
+
+
+class _Trainer(Trainer):
+    """TorchTitan's trainer, which tells stochastic rounding the step and the microbatch.
+
+    Both follow from the trainer's own step, so a resumed run draws the random bits that it would have drawn.
+    """
+
+    def train_step(self, data_iterator):
+        self._microbatch = 0
+        super().train_step(data_iterator)
+
+    def forward_backward_step(self, **kwargs):
+        set_rounding_step(self.step, self._microbatch)
+        self._microbatch += 1
+        return super().forward_backward_step(**kwargs)
 
 
 class _ConfigManager(ConfigManager):
@@ -123,7 +140,7 @@ def train(args: list[str]) -> None:
     job_config = parse_job_config(args)
     trainer = None
     try:
-        trainer = Trainer(job_config)
+        trainer = _Trainer(job_config)
         if torch.distributed.get_rank() == 0:
             _write_resolved_config(job_config)
         if job_config.checkpoint.create_seed_checkpoint:

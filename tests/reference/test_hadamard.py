@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mxtrain.reference.hadamard import hadamard, pad
-from mxtrain.seeds import hadamard_signs
+from mxtrain.reference.hadamard import hadamard, pad, unpack_signs
+from mxtrain.seeds import hadamard_signs, sign_mask
 
 INF, NAN = float("inf"), float("nan")
 ONES = (1,) * 16
@@ -120,6 +120,14 @@ def test_padding_tokens_leaves_the_product_as_it_was(tokens):
     got = hadamard(padded, SIGNS, 0).t() @ hadamard(pad(x, 0), SIGNS, 0)
     torch.testing.assert_close(got, dy.t() @ x, rtol=0, atol=1e-14)
     assert pad(dy.t(), -1).shape == (4, padded.shape[0])
+
+
+def test_signs_in_a_tensor():
+    signs = unpack_signs(torch.tensor(sign_mask(SIGNS)))
+    assert signs.dtype == torch.float32 and tuple(signs.tolist()) == SIGNS
+    x = draw(32, 16)
+    assert torch.equal(hadamard(x, signs, 0), hadamard(x, SIGNS, 0))
+    assert torch.equal(hadamard(x.double(), signs, 1), hadamard(x.double(), SIGNS, 1))
 
 
 def test_bad_input():

@@ -22,6 +22,7 @@ from mxtrain.reference.nvfp4 import (
     dynamic_tensor_scale,
     image,
     image_tiles,
+    power_of_two_tensor_scale,
     static_tensor_scale,
 )
 
@@ -205,6 +206,20 @@ def test_zeros_and_tiny_tensors_have_a_tensor_scale(amax):
 
 def test_an_empty_tensor_has_a_tensor_scale():
     assert dynamic_tensor_scale(torch.empty(0, 16)).item() == MIN_TENSOR_SCALE
+
+
+def test_the_power_of_two_at_or_above_a_dynamic_tensor_scale():
+    for exponent in (-121, -120, -40, -1, 0, 1, 100):
+        for factor, above in ((1.0, 0), (1 + 2.0**-23, 1), (1.5, 1), (2 - 2.0**-23, 1)):
+            x = torch.tensor([[0.0, -factor * 2.0**exponent * 2688]])
+            got = power_of_two_tensor_scale(x)
+            assert got.shape == () and got.dtype == torch.float32
+            assert got.item() == 2.0 ** math.ceil(math.log2(dynamic_tensor_scale(x).item()))
+            if factor in (1.0, 1.5):
+                assert got.item() == 2.0 ** (exponent + above)
+    for bad in (INF, NAN):
+        assert not power_of_two_tensor_scale(torch.tensor([1.0, bad])).isfinite()
+    assert power_of_two_tensor_scale(torch.zeros(0)) == power_of_two_tensor_scale(torch.zeros(4)) == MIN_TENSOR_SCALE
 
 
 @pytest.mark.parametrize("bad", [INF, NAN])

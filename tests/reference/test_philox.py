@@ -95,6 +95,11 @@ def test_addresses_are_uncorrelated(one, other):
     assert abs((a[1:] * a[:-1]).mean()) < 3 / 12 / a.numel() ** 0.5
 
 
+def test_words_in_tensors():
+    for words in ((KEY, 3, 1, 2), (2**63 - 1, 2**32 - 1, 0, 2**32 - 1)):
+        assert torch.equal(rounding_bits(8, 6, *map(torch.tensor, words)), rounding_bits(8, 6, *words))
+
+
 def test_sizes_and_words_out_of_range():
     assert rounding_bits(0, 16, KEY, 0, 0).shape == (0, 16)
     assert MAX_ELEMENTS >= 2**33

@@ -238,7 +238,9 @@ def test_every_config_builds_its_converters_and_they_convert_its_model(path):
         "mx_linear": {MXNorm: 0, MXNormLinear: 0, MXLinear: 7},
         "none": {MXNorm: 0, MXNormLinear: 0, MXLinear: 0},
     }[active_settings(job_config)["converter"]]
-    assert {kind: count(model, kind) / args.n_layers for kind in expected} == expected
+    # The last blocks of NVFP4 stay as they are.
+    left = {6: 1, 12: 2}[args.n_layers] if job_config.mxnorm.recipe == "nvfp4" else 0
+    assert {kind: count(model, kind) / (args.n_layers - left) for kind in expected} == expected
     fuses = "fused_rmsnorm" in job_config.model.converters
     assert bool(count(model, FusedRMSNorm)) == fuses and not (fuses and count(model, nn.RMSNorm))
 
@@ -251,14 +253,59 @@ def test_active_settings():
         "p": 1,
         "estimator": "pre_round",
         "scale_rounding": "rceil",
+        "tensor_scale": None,
+        "weight_tiles": False,
+        "hadamard": False,
+        "stochastic_rounding": False,
+        "high_precision_share": 0.0,
         "mode": "reference",
         "eps": None,
+    }
+    nvfp4 = active_settings(config("--mxnorm.recipe=nvfp4", "--mxnorm.hadamard=False", "--mxnorm.mode=emulated"))
+    assert nvfp4 == settings | {
+        "recipe": "nvfp4",
+        "p": 2,
+        "scale_rounding": None,
+        "tensor_scale": "static",
+        "weight_tiles": True,
+        "stochastic_rounding": True,
+        "high_precision_share": 0.15,
+        "mode": "emulated",
     }
     linear = active_settings(config("--mxnorm.mode=reference", converter="mx_linear"))
     assert linear["converter"] == "mx_linear" and linear["p"] is None and linear["recipe"] == "mxfp8"
     for no_mx in ("", "fused_rmsnorm", "decompose_k_router"):
         assert set(active_settings(config(converter=no_mx)).values()) == {"none", None}
     assert active_settings(config(converter="fused_rmsnorm,mx_linear"))["converter"] == "mx_linear"
+
+
+def test_nvfp4_settings_reach_the_modules():
+    """Each switch is one key, and signs and random bits follow from debug.seed."""
+    flags = ["--mxnorm.recipe=nvfp4", "--mxnorm.mode=reference"]
+    switches = ["--mxnorm.tensor_scale=dynamic", "--mxnorm.high_precision_share=0.5"]
+    switches += [f"--mxnorm.{name}=False" for name in ("weight_tiles", "hadamard", "stochastic_rounding")]
+
+    def converted(*flags):
+        model, _ = model_and_args("llama3", "debugmodel")
+        MXNormConverter(config(*flags), None).convert(model)
+        return model
+
+    model = converted(*flags, *switches)
+    for module in (model.layers["0"].ffn_norm, model.layers["2"].feed_forward.w1, model.layers["2"].attention.wo):
+        r = module.recipe
+        assert (r.tensor_scale, r.weight_tiles, r.hadamard, r.stochastic_rounding) == ("dynamic", False, False, False)
+    assert [type(layer.ffn_norm) for layer in model.layers.values()] == [MXNorm] * 3 + [nn.RMSNorm] * 3
+
+    def seeds(model):
+        layer = model.layers["1"]
+        modules = (layer.attention_norm, layer.attention.wq, layer.feed_forward.w2)
+        device = torch.device("cpu")
+        return [int(module.signs(device)) for module in modules], [module.draws(device)[:2] for module in modules[1:]]
+
+    (signs, keys), (same_signs, same_keys) = seeds(converted(*flags)), seeds(converted(*flags, "--debug.seed=0"))
+    assert signs == same_signs and torch.equal(torch.stack(keys), torch.stack(same_keys))
+    other_signs, other_keys = seeds(converted(*flags, "--debug.seed=1"))
+    assert signs != other_signs and not (torch.stack(keys) == torch.stack(other_keys)).any()
 
 
 @pytest.mark.parametrize("converter", [MXNormConverter, FusedRMSNormConverter, DecomposeKRouterConverter])

@@ -1,0 +1,79 @@
+"""Shapes, dtypes and padding of NVFP4 operands; what they hold is tested in tests/nn/test_nvfp4_layers.py."""
+
+import pytest
+import torch
+
+from mxtrain.nvfp4_operands import activation, activation_along_tokens, gradient, weight
+from mxtrain.quantize import quantize
+from mxtrain.recipe import get_recipe
+from mxtrain.reference import nvfp4
+
+RECIPE = get_recipe("nvfp4")
+SIGNS = torch.tensor(0b1010)
+DRAWS = torch.tensor([1, 2, 3, 0, 0])
+DTYPES = {"reference": torch.float32, "emulated": torch.bfloat16}
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("mode", DTYPES)
+@pytest.mark.parametrize("tokens", [0, 1, 16, 37])
+def test_shapes_and_dtypes(tokens, mode, dtype):
+    x, w, dy = draw(tokens, 48, dtype=dtype), draw(80, 48, dtype=dtype), draw(tokens, 80, dtype=dtype)
+    padded = -(-tokens // 16) * 16
+    by_dim = gradient(dy, RECIPE, mode, (1, 0), SIGNS, DRAWS)
+    operands = {
+        (tokens, 48): activation(x, mode),
+        (48, padded): activation_along_tokens(x, RECIPE, mode, None, SIGNS),
+        (80, 48): weight(w, RECIPE, mode, 1),
+        (48, 80): weight(w, RECIPE, mode, 0),
+        (tokens, 80): by_dim[1],
+        (80, padded): by_dim[0],
+    }
+    for shape, (data, scales) in operands.items():
+        assert data.shape == shape and data.dtype == DTYPES[mode] and scales is None
+        assert data.isfinite().all()
+
+
+def test_both_modes_hold_the_same_values():
+    """Tensor scale and all: it is a power of two, so bf16 holds what fp32 does."""
+    x, w = draw(37, 48) * 3e-5, draw(80, 48) * 700
+    factor = draw(37, seed=1).abs()
+    for cast in (
+        lambda mode: activation(x, mode, factor),
+        lambda mode: activation(x, mode, factor, 2.0**-20),
+        lambda mode: activation_along_tokens(x, RECIPE, mode, factor, SIGNS),
+        lambda mode: weight(w, RECIPE, mode, 1, draw(48)),
+        lambda mode: gradient(x, RECIPE, mode, (1,), SIGNS, DRAWS)[1],
+        lambda mode: gradient(x, RECIPE, mode, (0,), SIGNS, DRAWS)[0],
+    ):
+        assert torch.equal(cast("emulated").data.float(), cast("reference").data)
+
+
+def test_weights_in_tiles_are_the_same_in_both_orientations_and_blocks_are_not():
+    w = draw(80, 48)
+    by_dim = [weight(w, RECIPE, "reference", dim).data for dim in (0, 1)]
+    assert torch.equal(by_dim[0], by_dim[1].t())
+    blocks = [weight(w, get_recipe("nvfp4", weight_tiles=False), "reference", dim).data for dim in (0, 1)]
+    assert not torch.equal(blocks[0], blocks[1].t())
+    tensor_scale = nvfp4.power_of_two_tensor_scale(w)
+    assert torch.equal(blocks[0], nvfp4.image(w.t(), tensor_scale, torch.float32) * tensor_scale)
+
+
+def test_wgrad_is_what_it_is_without_transform_and_padding():
+    """Up to the casts: the same signs on both sides, and padding that adds nothing."""
+    x, dy = draw(37, 48), draw(37, 80, seed=1)
+    dw = gradient(dy, RECIPE, "reference", (0,), SIGNS, DRAWS)[0].data
+    dw = dw @ activation_along_tokens(x, RECIPE, "reference", None, SIGNS).data.t()
+    assert (dw - dy.t() @ x).norm() < 0.25 * (dy.t() @ x).norm()
+    plain = get_recipe("nvfp4", hadamard=False, stochastic_rounding=False)
+    dw = gradient(dy, plain, "reference", (0,), None, None)[0].data
+    assert not dw[:, 37:].any()
+
+
+def test_the_general_cast_refuses_nvfp4():
+    with pytest.raises(ValueError, match="recipe nvfp4/static/weight_tiles/hadamard/stochastic_rounding: its operands"):
+        quantize(draw(16, 32), RECIPE, "reference")
