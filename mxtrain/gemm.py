@@ -4,6 +4,7 @@ import torch
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from mxtrain.quantize import Operand
+from mxtrain.reference.casts import converted
 
 
 def matmul(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
@@ -15,10 +16,7 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
     # Autocast would round fp32 operands of the reference mode to bf16.
     with torch.autocast(device_type=a.data.device.type, enabled=False):
         if a.scales is None:
-            out = a.data @ b.data.t()
-            # Only where it converts: in torch 2.11, a compiled autograd function whose forward ends in a ``to`` that
-            # does nothing gets a zero gradient.
-            return out if out.dtype == out_dtype else out.to(out_dtype)
+            return converted(a.data @ b.data.t(), out_dtype)
         return scaled_mm(
             a.data,
             b.data.t(),

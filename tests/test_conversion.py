@@ -4,82 +4,17 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from conversion_models import DIM, TOKENS, Llama, kinds, llama, loss
 
 from mxtrain import (
     ConfigError,
-    DecomposeKRouter,
     FusedRMSNorm,
     MXLinear,
     MXNorm,
     MXNormLinear,
     convert,
-    set_rounding_step,
 )
 from mxtrain.conversion import matches
-from mxtrain.recipe import get_recipe
-from mxtrain.seeds import hadamard_signs, rounding_key, sign_mask
-
-DIM = 64
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
-
-    def forward(self, x):
-        batch, tokens, _ = x.shape
-        q, k, v = (w(x).view(batch, tokens, 2, -1).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.wo(y.transpose(1, 2).reshape(batch, tokens, -1))
-
-
-class FeedForward(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w1, self.w3 = nn.Linear(DIM, 128, bias=False), nn.Linear(DIM, 128, bias=False)
-        self.w2 = nn.Linear(128, DIM, bias=False)
-
-    def forward(self, x):
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(DIM, eps=1e-5), Attention()
-        self.ffn_norm, self.feed_forward = nn.RMSNorm(DIM, eps=1e-6), FeedForward()
-
-    def forward(self, x):
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.feed_forward(self.ffn_norm(x))
-
-
-class Llama(nn.Module):
-    def __init__(self, layers=2, vocab=96):
-        super().__init__()
-        self.tok_embeddings = nn.Embedding(vocab, DIM)
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
-        self.norm = nn.RMSNorm(DIM, eps=1e-5)
-        self.output = nn.Linear(DIM, vocab, bias=False)
-
-    def forward(self, tokens):
-        x = self.tok_embeddings(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.output(self.norm(x))
-
-
-def llama(**kwargs):
-    torch.manual_seed(0)
-    return Llama(**kwargs)
-
-
-TOKENS = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(0))
-
-
-def loss(model):
-    return F.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.roll(-1, 1).flatten())
 
 
 def test_mxnorm_swaps_what_the_norms_feed_and_the_other_linears():
@@ -127,10 +62,6 @@ def test_fused_rmsnorm_swaps_every_norm_and_no_linear():
         "swapped 5 norms for fused ones; left 0 as they were",
         *(f"  {norm}" for norm in norms),
     ]
-
-
-def kinds(model):
-    return {fqn: type(module) for fqn, module in model.named_modules()}
 
 
 @pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
@@ -462,176 +393,3 @@ def test_a_model_without_norms():
 def test_the_model_itself_is_not_swapped():
     with pytest.raises(ConfigError, match="nothing to convert in this RMSNorm"):
         convert(nn.RMSNorm(DIM), "fused_rmsnorm")
-
-
-class TokenRouter(nn.Module):
-    def __init__(self, bias):
-        super().__init__()
-        self.gate, self.other = nn.Linear(DIM, 4, bias=bias), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.other(torch.sigmoid(self.gate(x).float()))
-
-
-class MixtureLayer(Layer):
-    """A layer whose ffn_norm feeds a router and nothing but linears, the router's gate among them."""
-
-    def __init__(self, bias=False):
-        super().__init__()
-        self.router, self.gate = TokenRouter(bias), nn.Linear(DIM, DIM)
-
-    def forward(self, x):
-        x = x + self.attention(self.attention_norm(x))
-        h = self.ffn_norm(x)
-        return x + self.gate(h) * self.router(h).sum(-1, keepdim=True)
-
-
-def mixture():
-    torch.manual_seed(0)
-    model = Llama()
-    model.layers = nn.ModuleList([Layer(), MixtureLayer(), MixtureLayer(bias=True)])
-    return model
-
-
-GATES = ["layers.1.router.gate", "layers.2.router.gate"]
-
-
-def test_decompose_k_router_swaps_gates_of_routers_only():
-    model = mixture()
-    before, state = kinds(model), dict(model.named_parameters())
-    expected = loss(model)
-    report = convert(model, "decompose_k_router")
-    assert report.gates == GATES and not (report.norms or report.linears or report.fused_norms or report.skipped)
-    assert kinds(model) == before | dict.fromkeys(GATES, DecomposeKRouter)
-    after = dict(model.named_parameters())
-    assert list(after) == list(state) and all(after[name] is state[name] for name in state)
-    assert str(report).splitlines() == ["swapped 2 gates of routers; left 0 as they were", *(f"  {g}" for g in GATES)]
-    torch.testing.assert_close(loss(model), expected, rtol=1e-5, atol=1e-5)
-    loss(model).backward()
-    assert all(model.get_submodule(gate).weight.grad.any() for gate in GATES)
-
-
-def test_filtered_gates_and_those_of_another_class_stay():
-    model = mixture()
-    report = convert(model, "decompose_k_router", filter_fqns=["layers.1"])
-    assert report.gates == GATES[1:] and report.skipped == {GATES[0]: "named in filter_fqns"}
-    report = convert(model, "decompose_k_router")
-    assert report.gates == GATES[:1] and report.skipped == {GATES[1]: "is a DecomposeKRouter"}
-    with pytest.raises(ConfigError, match=f"nothing to convert in this Llama\n  {GATES[0]}: is a DecomposeKRouter"):
-        convert(model, "decompose_k_router")
-
-
-@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear", "fused_rmsnorm"])
-def test_decompose_k_router_goes_before_or_after_the_others(converter):
-    """Which leave the gates alone, swapped or not, and the norms that feed them."""
-    kwargs = {} if converter == "fused_rmsnorm" else {"mode": "reference", "filter_fqns": ["output", "other"]}
-    first, last = mixture(), mixture()
-    convert(first, "decompose_k_router")
-    of_first = convert(first, converter, **kwargs)
-    of_last = convert(last, converter, **kwargs)
-    convert(last, "decompose_k_router")
-    assert kinds(first) == kinds(last) and repr(first) == repr(last)
-    assert all(kinds(first)[gate] is DecomposeKRouter for gate in GATES)
-    for report in (of_first, of_last):
-        assert converter == "fused_rmsnorm" or all("router" in report.skipped[gate].lower() for gate in GATES)
-    if converter == "mxnorm":
-        assert "layers.1.ffn_norm" in of_first.skipped and "layers.1.ffn_norm" in of_last.skipped
-        assert of_last.skipped["layers.1.ffn_norm"] == f"feeds {GATES[0]}, the gate of a router"
-    loss(first).backward()
-
-
-def test_a_gate_without_a_router_is_a_linear_like_others():
-    model = mixture()
-    report = convert(model, "mx_linear", filter_fqns=["output", "other"])
-    assert "layers.1.gate" in report.linears
-    assert report.skipped[GATES[0]] == "is the gate of a router, whose choices are sensitive to rounding"
-
-
-def test_a_router_that_is_the_model_itself():
-    router = TokenRouter(False)
-    assert convert(router, "decompose_k_router").gates == ["gate"]
-    assert type(router.gate) is DecomposeKRouter
-
-
-def test_the_last_share_of_the_blocks_stays_in_high_precision():
-    model = llama(layers=6)
-    report = convert(model, recipe="nvfp4", mode="reference")
-    assert len(report.norms) == 10 and len(report.linears) == 10
-    assert [type(layer.attention_norm) for layer in model.layers] == [MXNorm] * 5 + [nn.RMSNorm]
-    assert {type(m) for m in model.layers[5].modules()} <= {Layer, Attention, FeedForward, nn.Linear, nn.RMSNorm}
-    reason = "in the last 1 of 6 blocks (high_precision_share = 0.15)"
-    assert report.skipped["layers.5.ffn_norm"] == report.skipped["layers.5.attention.wo"] == reason
-    assert report.skipped["output"] == "named in filter_fqns"
-
-
-@pytest.mark.parametrize(
-    ("share", "layers", "left"), [(0.15, 12, 2), (0.15, 32, 5), (0.15, 3, 0), (0.5, 3, 2), (0, 4, 0), (0.34, 3, 1)]
-)
-@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
-def test_how_many_blocks_a_share_is(converter, share, layers, left):
-    model = llama(layers=layers)
-    convert(model, converter, high_precision_share=share, mode="reference")
-    kept = [type(layer.attention.wo) is nn.Linear for layer in model.layers]
-    assert kept == [False] * (layers - left) + [True] * left
-
-
-def test_filters_and_the_share_add_up():
-    model = llama(layers=4)
-    report = convert(model, high_precision_share=0.25, filter_fqns=["layers.0", "output"], mode="reference")
-    assert {fqn.split(".")[1] for fqn in report.norms} == {"1", "2"}
-    assert report.skipped["layers.0.ffn_norm"] == "named in filter_fqns"
-    assert "last 1 of 4 blocks" in report.skipped["layers.3.ffn_norm"]
-
-
-def test_blocks_of_blocks_are_not_counted_again():
-    """Experts in a block's own list are no blocks of the model."""
-
-    class Branched(Layer):
-        def __init__(self):
-            super().__init__()
-            self.more = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(9))
-
-    model = nn.ModuleList([Branched(), Branched()])
-    report = convert(model, "mx_linear", high_precision_share=0.5, filter_fqns=[], mode="reference")
-    assert {fqn.split(".")[0] for fqn in report.linears} == {"0"}
-    assert len(report.linears) == 16
-
-
-def test_the_switches_of_nvfp4_reach_every_layer():
-    switches = dict(tensor_scale="dynamic", weight_tiles=False, hadamard=False, stochastic_rounding=False)
-    model = llama()
-    convert(model, recipe="nvfp4", mode="reference", **switches, high_precision_share=0)
-    modules = [m for m in model.modules() if isinstance(m, (MXNorm, MXLinear, MXNormLinear))]
-    assert len(modules) == 18 and {m.recipe for m in modules} == {
-        get_recipe("nvfp4", **switches, high_precision_share=0)
-    }
-
-
-def test_layers_take_their_numbers_from_seed_and_fqn():
-    model, cpu = llama(), torch.device("cpu")
-    convert(model, recipe="nvfp4", mode="reference", seed=5)
-    fqns = ["layers.0.attention_norm", "layers.1.ffn_norm", "layers.0.attention.wo", "layers.1.feed_forward.w2"]
-    for fqn in fqns:
-        assert model.get_submodule(fqn).signs(cpu) == sign_mask(hadamard_signs(5, fqn))
-    for fqn in ("layers.0.attention.wq", "layers.1.feed_forward.w2"):
-        keys = model.get_submodule(fqn).draws(cpu)[:2].tolist()
-        assert keys == [rounding_key(5, fqn, "dgrad"), rounding_key(5, fqn, "wgrad")]
-    for seed in ("5", True):
-        with pytest.raises(ConfigError, match=f"seed = {seed!r} is not an integer"):
-            convert(llama(), recipe="nvfp4", seed=seed)
-
-
-@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
-def test_a_model_learns_in_nvfp4(converter):
-    model = llama()
-    convert(model, converter, recipe="nvfp4", mode="reference")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for step in range(25):
-        set_rounding_step(step)
-        optimizer.zero_grad()
-        losses.append(loss(model))
-        losses[-1].backward()
-        optimizer.step()
-    set_rounding_step(None)
-    assert losses[-1] < losses[0] - 2

@@ -44,7 +44,7 @@ class Entry(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A plan, whether it is by "heuristic", "measured" or "tuned", and one sentence that says why it is this one."""
+    """A plan, whether it is by "heuristic" or "tuned", and one sentence that says why it is this one."""
 
     plan: tuple
     source: str

@@ -8,7 +8,7 @@ Source of the method: Ellison, Zhang, "Decompose-K", PyTorch Conference 2025. Ea
 
 import torch
 
-from mxtrain.reference.casts import at_least_fp32
+from mxtrain.reference.casts import at_least_fp32, converted
 
 EPILOGUES = (None, "relu", "sigmoid", "softmax")
 
@@ -61,6 +61,4 @@ def finish(
         total = torch.softmax(total, dim=1)
     elif epilogue is not None:
         raise ValueError(f"epilogue {epilogue!r}: expected one of {EPILOGUES}")
-    # Only where it converts: in torch 2.11, a compiled autograd function whose forward ends in a ``to`` that does
-    # nothing gets a zero gradient.
-    return total if total.dtype == out_dtype else total.to(out_dtype)
+    return converted(total, out_dtype)

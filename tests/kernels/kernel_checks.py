@@ -61,6 +61,34 @@ def ugly(rows: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.floa
     return x
 
 
+def every_second(t):
+    wide = torch.full((*t.shape[:-1], 2 * t.shape[-1]), float("nan"), dtype=t.dtype)
+    wide[..., ::2] = t
+    return wide[..., ::2]
+
+
+def transposed(t):
+    """Of a vector: a column of a matrix."""
+    return t.t().contiguous().t() if t.ndim == 2 else t[:, None].repeat(1, 3)[:, 1]
+
+
+def sliced_rows(t):
+    wide = torch.full((*t.shape[:-1], t.shape[-1] + 8), float("nan"), dtype=t.dtype)
+    wide[..., :-8] = t
+    return wide[..., :-8]
+
+
+def misaligned(t):
+    """Contiguous, but not at an address that 16-byte loads can take."""
+    shifted = torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
+    shifted.copy_(t)
+    assert shifted.is_contiguous() and shifted.data_ptr() % 16
+    return shifted
+
+
+LAYOUTS = [every_second, transposed, sliced_rows, misaligned]
+
+
 @contextlib.contextmanager
 def poisoned_memory():
     """Memory that is allocated holds NaN (integers: their maximum), so that what a kernel leaves out is seen."""

@@ -112,29 +112,3 @@ def by_plan(function, arguments, plan: Plan):
     for launch in (launches,) if isinstance(launches, Launch) else launches:
         launch.run(results[0].device)
     return results
-
-
-def every_second(t):
-    wide = torch.full((*t.shape[:-1], 2 * t.shape[-1]), float("nan"), dtype=t.dtype)
-    wide[..., ::2] = t
-    return wide[..., ::2]
-
-
-def transposed(t):
-    """Of a vector: a column of a matrix."""
-    return t.t().contiguous().t() if t.ndim == 2 else t[:, None].repeat(1, 3)[:, 1]
-
-
-def sliced_rows(t):
-    wide = torch.full((*t.shape[:-1], t.shape[-1] + 8), float("nan"), dtype=t.dtype)
-    wide[..., :-8] = t
-    return wide[..., :-8]
-
-
-def misaligned(t):
-    """Contiguous, but not at an address that 16-byte loads can take."""
-    shifted = torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
-    return shifted.copy_(t)
-
-
-LAYOUTS = [every_second, transposed, sliced_rows, misaligned]

@@ -6,13 +6,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import assert_same_bits, careful_call, draw, gpu_only, kernel_tests
-from rms_norm_checks import SUM_ERROR, assert_near, every_second, sliced_rows, transposed
+from kernel_checks import (
+    assert_same_bits,
+    careful_call,
+    draw,
+    every_second,
+    gpu_only,
+    kernel_tests,
+    sliced_rows,
+    transposed,
+)
+from rms_norm_checks import SUM_ERROR, assert_near
 
 from mxtrain.kernels import decompose_k as module
 from mxtrain.kernels.decompose_k import EPILOGUES, decompose_k, decompose_k_by_plan
 from mxtrain.kernels.decompose_k_plan import DTYPES, Plan
 from mxtrain.kernels.runtime import INTERPRETED
+from mxtrain.reference import decompose_k as reference
 from mxtrain.reference.decompose_k import decompose_k_mm
 
 pytestmark = kernel_tests
@@ -55,6 +65,10 @@ def check(a, b, bias=None, epilogue=None, out_dtype=torch.float32, plan=None):
     with careful_call(a, b, bias):
         c = decompose_k(a, b, bias, epilogue, out_dtype, plan)
     assert_is_product(c, a, b, bias, epilogue, out_dtype)
+
+
+def test_epilogues_are_those_of_the_reference():
+    assert EPILOGUES == reference.EPILOGUES
 
 
 @by_every_plan
@@ -254,10 +268,10 @@ def test_bad_arguments(changed, message):
         decompose_k(**arguments)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="there is a GPU")
-def test_other_devices():
-    a = torch.ones(2, 96, device="meta")
-    with pytest.raises(ValueError, match=r"a \(2, 96\) is on meta: expected a CUDA device"):
+@pytest.mark.parametrize("other", ["meta"] if INTERPRETED else ["meta", "cpu"])
+def test_other_devices(other):
+    a = torch.ones(2, 96, device=other)
+    with pytest.raises(ValueError, match=rf"a \(2, 96\) is on {other}: expected a CUDA device"):
         decompose_k(a, a.t())
 
 

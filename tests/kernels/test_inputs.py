@@ -10,6 +10,7 @@ import pytest
 import torch
 from kernel_checks import (
     DTYPES,
+    LAYOUTS,
     RECIPES,
     assert_is_cast,
     assert_is_norm_backward,
@@ -21,6 +22,7 @@ from kernel_checks import (
     draw,
     gpu_only,
     kernel_tests,
+    misaligned,
     rms_estimate,
 )
 
@@ -79,36 +81,11 @@ def arguments_of(name, rows, columns, dtype=torch.float32):
     }
 
 
-def every_second(t):
-    wide = torch.full((*t.shape[:-1], 2 * t.shape[-1]), float("nan"), dtype=t.dtype)
-    wide[..., ::2] = t
-    return wide[..., ::2]
-
-
-def transposed(t):
-    """Of a vector: a column of a matrix."""
-    return t.t().contiguous().t() if t.ndim == 2 else t[:, None].repeat(1, 3)[:, 1]
-
-
-def padded_rows(t):
-    wide = torch.full((*t.shape[:-1], t.shape[-1] + 8), float("nan"), dtype=t.dtype)
-    wide[..., :-8] = t
-    return wide[..., :-8]
-
-
-def misaligned(t):
-    """Contiguous, but not at an address that 16-byte loads can take."""
-    shifted = torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
-    shifted.copy_(t)
-    assert shifted.is_contiguous() and shifted.data_ptr() % 16
-    return shifted
-
-
 def expanded(t):
     return t[..., :1].expand(t.shape)
 
 
-@pytest.mark.parametrize("layout", [every_second, transposed, padded_rows, misaligned, expanded])
+@pytest.mark.parametrize("layout", [*LAYOUTS, expanded])
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
 def test_layouts(name, argument, layout):
     arguments = arguments_of(name, 35, 96, torch.bfloat16)

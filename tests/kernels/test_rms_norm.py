@@ -5,10 +5,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import assert_same_bits, assert_same_results, draw, gpu_only, kernel_tests
+from kernel_checks import LAYOUTS, assert_same_bits, assert_same_results, draw, gpu_only, kernel_tests
 from rms_norm_checks import (
     EPS,
-    LAYOUTS,
     WIDTHS,
     assert_is_rms_norm,
     by_plan,

@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn as nn
+from layer_checks import draw
 
 from mxtrain import ConfigError, MXLinear
 from mxtrain.recipe import get_recipe
@@ -9,13 +10,6 @@ from mxtrain.reference.casts import image
 D, N, T = 96, 64, 40
 
 pytestmark = pytest.mark.usefixtures("device")
-
-
-def draw(*shape, seed, dtype=torch.float32):
-    """The same numbers on every device."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    x = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
-    return x.to(torch.get_default_device())
 
 
 def layer(recipe="mxfp8", mode="reference", dtype=torch.float32, bias=False):

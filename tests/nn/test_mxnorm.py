@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from layer_checks import draw
 from torch._dynamo.backends.common import aot_autograd
 
 from mxtrain import ConfigError, MXNorm, MXNormLinear, mxnorm_cast
@@ -19,13 +20,6 @@ from mxtrain.reference.mxnorm import inverse_rms, norm_backward
 D, N, TOKENS = 96, 64, (2, 20)
 
 pytestmark = pytest.mark.usefixtures("device")
-
-
-def draw(*shape, seed, dtype=torch.float32):
-    """The same numbers on every device."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    x = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
-    return x.to(torch.get_default_device())
 
 
 class Block(nn.Module):

@@ -6,6 +6,7 @@ from itertools import combinations
 import pytest
 import torch
 import torch.nn as nn
+from layer_checks import draw
 from torch.utils.checkpoint import checkpoint
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, set_rounding_step
@@ -27,13 +28,6 @@ def step():
     set_rounding_step(5, microbatch=2, rank=1)
     yield
     set_rounding_step(None)
-
-
-def draw(*shape, seed, dtype=torch.float32):
-    """The same numbers on every device."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    x = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
-    return x.to(torch.get_default_device())
 
 
 def layer(recipe="nvfp4", mode="reference", dtype=torch.float32, bias=False, **switches):

@@ -1,6 +1,5 @@
 """rms_norm and FusedRMSNorm against autograd of PyTorch's own RMSNorm: plain, compiled, recomputed and sharded."""
 
-import socket
 from functools import partial
 
 import pytest
@@ -8,8 +7,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
+from layer_checks import draw, in_two_processes
 from torch._dynamo.backends.common import aot_autograd
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
@@ -22,13 +21,6 @@ from mxtrain.hardware import runs_kernels
 D, EPS = 96, 1e-5
 
 pytestmark = pytest.mark.usefixtures("device")
-
-
-def draw(*shape, seed, dtype=torch.float32):
-    """The same numbers on every device."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    x = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
-    return x.to(torch.get_default_device())
 
 
 def inputs(dtype=torch.float32, weight_dtype=None, leading=(2, 20), affine=True, residual=False):
@@ -379,10 +371,7 @@ def check_mixed_is_refused(mesh):
         run(x, distribute_tensor(weight.detach(), mesh, [Replicate()]))
 
 
-def two_ranks(rank, port):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
+def two_ranks(mesh):
     for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
         for with_residual in (False, True):
             check_shards(mesh, placement, 6, with_residual)
@@ -392,13 +381,7 @@ def two_ranks(rank, port):
         check_sequence_parallel(mesh, compiled)
     check_fsdp(mesh)
     check_mixed_is_refused(mesh)
-    torch.distributed.destroy_process_group()
 
 
 def test_two_ranks_match_one(device):
-    if device != "cpu":
-        pytest.skip("two processes of gloo, on the CPU")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(two_ranks, (port,), nprocs=2)
+    in_two_processes(two_ranks, device)

@@ -1,13 +1,12 @@
 """decompose_k_mm and DecomposeKRouter against autograd of PyTorch's own: plain, compiled, recomputed, sharded."""
 
 import copy
-import socket
 from functools import partial
 
 import pytest
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
+from layer_checks import draw, in_two_processes
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -20,13 +19,6 @@ TOKENS, HIDDEN, EXPERTS = 22, 96, 8
 EPILOGUES = [None, "relu", "sigmoid", "softmax"]
 
 pytestmark = pytest.mark.usefixtures("device")
-
-
-def draw(*shape, seed, dtype=torch.float32, scale=1.0):
-    """The same numbers on every device."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    x = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu") * scale
-    return x.to(dtype).to(torch.get_default_device())
 
 
 def inputs(dtype=torch.float32, tokens=TOKENS, bias_dtype=None, transposed=True):
@@ -307,22 +299,11 @@ def check_others_are_refused(mesh):
         gate(distribute_tensor(x, mesh, [Shard(0)]))
 
 
-def two_ranks(rank, port):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
+def two_ranks(mesh):
     check_fsdp(mesh)
     check_replicas(mesh)
     check_others_are_refused(mesh)
-    # The last transfer goes one way: its sender must not be gone before it has arrived.
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 def test_two_ranks_match_one(device):
-    if device != "cpu":
-        pytest.skip("two processes of gloo, on the CPU")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(two_ranks, (port,), nprocs=2)
+    in_two_processes(two_ranks, device)
