@@ -74,7 +74,7 @@ def by_plan(
     if plan.route == "bmm":
         product = _bmm(a, b, plan.splits)
     elif bias is None and epilogue in (None, "relu") and out_dtype == a.dtype:
-        with _ieee(a):
+        with _full_precision(a):
             product = torch.mm(a, b)
         # Of a rounded product it is the rounded one of the product.
         return product if epilogue is None else product.relu_()
@@ -96,28 +96,37 @@ def _wide(matmul, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The fp32 product of matrices, or of batches of them, of any dtype."""
     if a.is_cuda and a.dtype != torch.float32:
         return matmul(a, b, out_dtype=torch.float32)
-    with _ieee(a):
+    with _full_precision(a):
         return matmul(a.float(), b.float())
 
 
-@contextlib.contextmanager
-def _without_tf32():
-    setting = torch.backends.cuda.matmul
-    before = setting.fp32_precision
-    setting.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        setting.fp32_precision = before
-
-
+# {dtype: (setting of cuBLAS, what it must not be, what it must be instead)}: fp32 is not multiplied in TF32, and parts
+# of a product that cuBLAS splits by itself are not added up in the dtype of narrow operands.
+_PRECISION = {
+    torch.float32: ("fp32_precision", "tf32", "ieee"),
+    torch.bfloat16: ("allow_bf16_reduced_precision_reduction", True, False),
+    torch.float16: ("allow_fp16_reduced_precision_reduction", True, False),
+}
 _AS_IT_IS = contextlib.nullcontext()
 
 
-def _ieee(a: torch.Tensor) -> contextlib.AbstractContextManager:
-    """In it products of fp32 tensors like ``a`` are computed in fp32, and not in TF32."""
-    allowed = a.is_cuda and a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return _without_tf32() if allowed else _AS_IT_IS
+def _full_precision(a: torch.Tensor) -> contextlib.AbstractContextManager:
+    """In it products of tensors like ``a`` have fp32 arithmetic throughout, whatever PyTorch is set to."""
+    name, unwanted, wanted = _PRECISION.get(a.dtype, ("", None, None))
+    if not a.is_cuda or not name or getattr(torch.backends.cuda.matmul, name) != unwanted:
+        return _AS_IT_IS
+    return _set(name, wanted)
+
+
+@contextlib.contextmanager
+def _set(name: str, value: str | bool):
+    settings = torch.backends.cuda.matmul
+    before = getattr(settings, name)
+    setattr(settings, name, value)
+    try:
+        yield
+    finally:
+        setattr(settings, name, before)
 
 
 def _fake(a, b, bias, epilogue, out_dtype):
