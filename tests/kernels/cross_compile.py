@@ -24,6 +24,9 @@ from mxtrain.kernels.decompose_k_plan import Plan, kernel_plan
 from mxtrain.kernels.fold_backward import fold_backward
 from mxtrain.kernels.mxnorm_cast import mxnorm_cast
 from mxtrain.kernels.norm_backward import norm_backward
+from mxtrain.kernels.nvfp4_cast import RoundingCounter, nvfp4_amax, nvfp4_cast
+from mxtrain.kernels.nvfp4_norm import nvfp4_norm
+from mxtrain.kernels.nvfp4_weight import nvfp4_weight
 from mxtrain.kernels.rms_norm import rms_norm
 from mxtrain.kernels.rms_norm_backward import rms_norm_backward
 from mxtrain.recipe import RMSEstimate, get_recipe
@@ -33,6 +36,7 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.int32: "i32",
+    torch.int64: "i64",
     torch.uint8: "u8",
     torch.float8_e4m3fn: "fp8e4nv",
 }
@@ -99,6 +103,7 @@ def cases() -> dict:
         )
         found[f"rms_norm_backward {columns} no weight"] = lambda x=x, r=rstd: rms_norm_backward(x, x, r)
     add_products(found)
+    add_nvfp4(found, matrix, vector)
     # Triton makes a constant of a count of one.
     one = matrix(bf16, 32, rows=1)
     add_norm("one block", one)
@@ -109,6 +114,48 @@ def cases() -> dict:
     found["rms_norm_backward one element"] = lambda: rms_norm_backward(element, element, vector(1), vector(1))
     found["fold_backward one row"] = lambda: fold_backward(one, one, vector(32))
     return found
+
+
+def add_nvfp4(found: dict, matrix, vector) -> None:
+    """The casts to NVFP4: every form, rounding, transform and factor."""
+    bf16 = torch.bfloat16
+    scale, number = vector(()), vector((), torch.int64)
+    counter, keys = RoundingCounter(number, number, number), {1: number, 0: number}
+
+    def add(name, function, *args, **kwargs):
+        found[f"{function.__name__} {name}"] = lambda: function(*args, **kwargs)
+
+    def estimate(p=2, estimator="pre_round"):
+        return RMSEstimate(p, estimator, 1e-5, 16)
+
+    for name, form in (*itertools.product(["bf16"], runtime.FORMS), ("fp32", "codes")):
+        x = matrix(DTYPES[name])
+        add(f"{name} {form}", nvfp4_norm, x, estimate(), 2.0**-8, form)
+        add(f"{name} {form}", nvfp4_weight, x, scale, form)
+    gradient = dict(signs=number, keys=keys, counter=counter)
+    for form in ("codes", "image"):
+        x = matrix(bf16)
+        for dim in (0, 1):
+            add(f"bf16 {form} ({dim},)", nvfp4_cast, x, {dim: scale}, form, signs=number if dim == 0 else None)
+        add(f"bf16 {form} gradient", nvfp4_cast, x, {1: scale, 0: scale}, form, **gradient)
+    for columns in (112, 768, 16384, LOOPED):
+        add(f"bf16 {columns} columns", nvfp4_norm, matrix(bf16, columns), estimate(), 2.0**-8, "image")
+    add("bf16 p=1", nvfp4_norm, matrix(bf16), estimate(1), 2.0**-8, "image")
+    add("bf16 exact", nvfp4_norm, matrix(bf16), estimate(2, "exact"), 2.0**-8, "image")
+    add("bf16 codes residual", nvfp4_norm, matrix(bf16), estimate(), 2.0**-8, "codes", matrix(bf16))
+    x, rows, columns = matrix(bf16), vector(ROWS), vector(4096, bf16)
+    add("bf16 row factor", nvfp4_cast, x, {0: scale}, "image", signs=number, row_factor=rows)
+    add("bf16 blocked column factor", nvfp4_cast, x, {1: scale, 0: scale}, "blocked", column_factor=columns)
+    add("bf16 stochastic (1,)", nvfp4_cast, x, {1: scale}, "image", keys={1: number}, counter=counter)
+    add("bf16 column factor", nvfp4_weight, x, scale, "image", columns)
+    add("bf16", nvfp4_amax, x)
+    add("bf16 transformed", nvfp4_amax, x, number)
+    add("bf16 transformed row factor", nvfp4_amax, x, number, rows)
+    one = matrix(bf16, 16, rows=1)
+    add("one block codes", nvfp4_norm, one, estimate(), 2.0**-8)
+    add("one block codes gradient", nvfp4_cast, one, {1: scale, 0: scale}, **gradient)
+    add("one block codes", nvfp4_weight, one, scale)
+    add("one block", nvfp4_amax, one, number)
 
 
 def add_products(found: dict) -> None:

@@ -12,11 +12,14 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("cross_compile.py")
 HARDWARE_CONVERSION = "cvt.rn.satfinite.e4m3x2.f32"
+FP4_CONVERSION = "cvt.rn.satfinite.e2m1x2.f32"
 LOAD = re.compile(r"(?:ld\.global|cp\.async\.c[ag])[\w.:]*")
 ATOMIC = re.compile(r"\b(?:atom|red)\.[\w.:]+")
 COUNT = "atom.global.gpu.acq_rel.add.u32"
 # At least 16 bytes at a time, as a copy to shared memory past L1 always is.
 IS_WIDE = re.compile(r"\.(v4\.\w32|v2\.\w64|v8\.\w32|v4\.\w64)$|^cp\.async\.cg")
+
+IS_HALF_WIDE = re.compile(r"\.v[24]\.\w32$")
 
 
 def compile_all(capability: int, folder: Path) -> dict:
@@ -48,11 +51,14 @@ def faults(case: str, ptx: str, cubin_bytes: int, capability: int) -> list[str]:
     found = []
     if f".target sm_{capability}" not in ptx or not cubin_bytes:
         found.append("not compiled for this GPU")
-    casts = "cast" in case
+    casts = case.startswith(("mxnorm_cast", "cast"))
     if capability >= 90 and casts and HARDWARE_CONVERSION not in ptx:
         found.append("no hardware conversion to E4M3")
     if capability < 89 and "e4m3" in ptx:
         found.append("a conversion to E4M3 that this GPU does not have")
+    packs = case.startswith(("nvfp4_norm", "nvfp4_weight", "nvfp4_cast")) and ("codes" in case or "blocked" in case)
+    if (FP4_CONVERSION in ptx) != (capability >= 100 and packs and "gradient" not in case):
+        found.append("converted to E2M1 by hardware, or not, unlike on this GPU")
     if ".ftz" in ptx:
         found.append("denormal numbers flushed to zero")
     # What counts programs is whole, and does not depend on the order.
@@ -61,9 +67,11 @@ def faults(case: str, ptx: str, cubin_bytes: int, capability: int) -> list[str]:
     if case.startswith("decompose_k"):
         found += faults_of_a_product(case, ptx, capability)
     loads = LOAD.findall(ptx)
-    wide = [load for load in loads if IS_WIDE.search(load)]
+    # By eight bytes, where a thread has no registers for more.
+    is_wide = IS_HALF_WIDE if case.startswith(("nvfp4_cast", "nvfp4_weight")) else IS_WIDE
+    wide = [load for load in loads if is_wide.search(load)]
     if not wide and " one " not in case:
-        found.append(f"no 16-byte loads: {sorted(set(loads))}")
+        found.append(f"no wide loads: {sorted(set(loads))}")
     if casts and "factor" not in case and " one " not in case and len(wide) < len(loads):
         found.append(f"narrow loads: {sorted(set(loads) - set(wide))}")
     if case.startswith("rms_norm_backward") and " one " not in case and "launch" not in case:
@@ -77,6 +85,7 @@ def faults(case: str, ptx: str, cubin_bytes: int, capability: int) -> list[str]:
 def test_every_kernel_compiles(capability, tmp_path):
     compiled = compile_all(capability, tmp_path)
     assert {case.split()[0] for case in compiled} == {
-        "mxnorm_cast", "cast", "norm_backward", "fold_backward", "rms_norm", "rms_norm_backward", "decompose_k"
+        "mxnorm_cast", "cast", "norm_backward", "fold_backward", "rms_norm", "rms_norm_backward", "decompose_k",
+        "nvfp4_norm", "nvfp4_cast", "nvfp4_amax", "nvfp4_weight",
     }  # fmt: skip
     assert [fault for case, result in compiled.items() for fault in faults(case, **result, capability=capability)] == []

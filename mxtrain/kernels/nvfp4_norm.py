@@ -1,0 +1,192 @@
+"""MXNorm of every row and its NVFP4 cast with a tensor scale known before: one read of x, one write of the result.
+
+MXNorm's output is bounded (``reference.nvfp4.static_tensor_scale``), so that no maximum over the tensor is needed
+first. As in ``mxnorm_cast``, a row is held in registers, or read twice if it is too long for that.
+
+Bytes: 2 or 4 D read a row; D/2 + D/16 + 4 (codes, scales, rho) or 2 D + 4 (image) written.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from mxtrain.errors import require_one_of
+from mxtrain.kernels.mx import block_amax, blocked_offset
+from mxtrain.kernels.mxnorm_cast import MAX_COLUMNS, MXNormCast, _inverse_rms, _load, _row_sum, tile_shape
+from mxtrain.kernels.nvfp4 import (
+    BLOCK,
+    converts_fp4,
+    empty_cast,
+    image_of,
+    multiplier,
+    pack_nearest,
+    round_to_nearest,
+    scale_of_block,
+)
+from mxtrain.kernels.runtime import FORMS, Launch, as_bytes, cdiv, check_matrix, check_same, register_op
+from mxtrain.recipe import RMSEstimate
+
+# What bounds the output. The rounded block scales of "post_round" need a norm before there are any.
+ESTIMATORS = ("pre_round", "exact")
+
+
+@triton.jit
+def _tile(row, rows, first_block, blocks, BLOCKS: tl.constexpr):
+    """Where BLOCKS blocks of these rows lie: block [K], offsets [R, K, 16], and masks of [R, K] and [R, K, 16]."""
+    block = first_block + tl.arange(0, BLOCKS)
+    element = tl.arange(0, 16)
+    offsets = (row * (blocks * 16))[:, None, None] + (block * 16)[None, :, None] + element[None, None, :]
+    block_mask = (row < rows)[:, None] & (block < blocks)[None, :]
+    return block, offsets, block_mask, block_mask[:, :, None] & (element >= 0)[None, None, :]
+
+
+@triton.jit
+def _store_cast(
+    x, amax, rho, tensor_scale, row, block, offsets, mask, block_mask, blocks, data_ptr, scales_ptr,
+    FORM: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Cast x * rho and store it.  x, offsets, mask [rows, blocks, 16]; amax, block_mask [rows, blocks]; rho [rows]"""
+    # fp32 multiplication is monotonic: this is the largest |x * rho| of the block, exactly.
+    code, scale = scale_of_block(amax * rho[:, None], tensor_scale)
+    y = x * rho[:, None, None] * multiplier(scale, tensor_scale)[:, :, None]
+    if FORM == "image":
+        image = image_of(round_to_nearest(y), scale[:, :, None], tensor_scale)
+        tl.store(data_ptr + offsets, image, mask=mask)
+    else:
+        first, second = tl.split(tl.reshape(y, (ROWS, BLOCKS, 8, 2)))
+        byte = tl.arange(0, 8)
+        byte_offsets = (row * (blocks * 8))[:, None, None] + (block * 8)[None, :, None] + byte[None, None, :]
+        byte_mask = block_mask[:, :, None] & (byte >= 0)[None, None, :]
+        tl.store(data_ptr + byte_offsets, pack_nearest(first, second, HARDWARE), mask=byte_mask)
+        if FORM == "blocked":
+            scale_offsets = blocked_offset(row[:, None], block[None, :], blocks)
+        else:
+            scale_offsets = row[:, None] * blocks + block[None, :]
+        tl.store(scales_ptr + scale_offsets, code, mask=block_mask)
+
+
+@triton.jit
+def _nvfp4_norm_kernel(
+    x_ptr, residual_ptr, total_ptr, data_ptr, scales_ptr, rho_ptr, rows, blocks, eps, tensor_scale,
+    FACTOR: tl.constexpr, P: tl.constexpr, ESTIMATOR: tl.constexpr, FORM: tl.constexpr, RESIDUAL: tl.constexpr,
+    HARDWARE: tl.constexpr, PERSISTENT: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    if PERSISTENT:
+        block, offsets, block_mask, mask = _tile(row, rows, 0, blocks, BLOCKS)
+        x = _load(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, True)
+        amax = block_amax(x, 2)
+        row_sum = _row_sum(x, amax, P, ESTIMATOR, False)
+        if TAIL:
+            block2, offsets2, block_mask2, mask2 = _tile(row, rows, BLOCKS, blocks, TAIL)
+            x2 = _load(x_ptr, residual_ptr, total_ptr, offsets2, mask2, RESIDUAL, True)
+            amax2 = block_amax(x2, 2)
+            row_sum += _row_sum(x2, amax2, P, ESTIMATOR, False)
+        rho = _inverse_rms(row_sum, eps, FACTOR, P, ESTIMATOR)
+        _store_cast(
+            x, amax, rho, tensor_scale, row, block, offsets, mask, block_mask, blocks, data_ptr, scales_ptr,
+            FORM, HARDWARE, ROWS, BLOCKS,
+        )  # fmt: skip
+        if TAIL:
+            _store_cast(
+                x2, amax2, rho, tensor_scale, row, block2, offsets2, mask2, block_mask2, blocks, data_ptr, scales_ptr,
+                FORM, HARDWARE, ROWS, TAIL,
+            )  # fmt: skip
+    else:
+        row_sum = tl.zeros((ROWS,), tl.float64)
+        for first in range(0, blocks, BLOCKS):
+            block, offsets, block_mask, mask = _tile(row, rows, first, blocks, BLOCKS)
+            x = _load(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, False)
+            row_sum += _row_sum(x, block_amax(x, 2), P, ESTIMATOR, False)
+        rho = _inverse_rms(row_sum, eps, FACTOR, P, ESTIMATOR)
+        for first in range(0, blocks, BLOCKS):
+            block, offsets, block_mask, mask = _tile(row, rows, first, blocks, BLOCKS)
+            x = _load(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, True)
+            _store_cast(
+                x, block_amax(x, 2), rho, tensor_scale, row, block, offsets, mask, block_mask, blocks,
+                data_ptr, scales_ptr, FORM, HARDWARE, ROWS, BLOCKS,
+            )  # fmt: skip
+    tl.store(rho_ptr + row, rho, mask=row < rows)
+
+
+def _implementation(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    p: int,
+    estimator: str,
+    eps: float,
+    constant: float,
+    tensor_scale: float,
+    form: str,
+) -> tuple[list[torch.Tensor], Launch | None]:
+    rows, columns = x.shape
+    data, scales = empty_cast(rows, columns, form, x.device)
+    rho = torch.empty(rows, dtype=torch.float32, device=x.device)
+    total = None if residual is None else torch.empty_like(x)
+    results = [t for t in (data, scales, rho, total) if t is not None]
+    if x.numel() == 0:
+        return results, None
+    blocks = columns // BLOCK
+    # The tiles of MXFP8, whose blocks are twice as long, have the same elements.
+    persistent, rows_at_once, tile, tail, warps = tile_shape(cdiv(columns, 32) * 32)
+    factor = 1.0 / columns if estimator == "exact" else 1.0 / (blocks * constant**p)
+    launch = Launch(
+        _nvfp4_norm_kernel,
+        (cdiv(rows, rows_at_once),),
+        (x, residual, total, as_bytes(data), as_bytes(scales), rho, rows, blocks, eps, tensor_scale),
+        dict(
+            FACTOR=factor, P=p, ESTIMATOR=estimator, FORM=form, RESIDUAL=residual is not None, HARDWARE=converts_fp4(x),
+            PERSISTENT=persistent, ROWS=rows_at_once, BLOCKS=2 * tile, TAIL=2 * tail, num_warps=warps,
+        ),
+    )  # fmt: skip
+    return results, launch
+
+
+_nvfp4_norm = register_op(
+    "nvfp4_norm(Tensor x, Tensor? residual, int p, str estimator, float eps, float constant, float tensor_scale,"
+    " str form) -> Tensor[]",
+    _implementation,
+)
+
+
+def nvfp4_norm(
+    x: torch.Tensor,
+    estimate: RMSEstimate,
+    tensor_scale: float,
+    form: str = "codes",
+    residual: torch.Tensor | None = None,
+) -> MXNormCast:
+    """rho of every row of x (or of x + residual), and the NVFP4 cast of x * rho along the row, to nearest.
+
+    Args:
+        x: bf16 or fp32 [T, D], D a multiple of 16 and at most 65536.
+        estimate: "pre_round" or "exact", over blocks of 16.
+        tensor_scale: from ``reference.nvfp4.static_tensor_scale`` for this D and estimate, for example; at least
+            ``MIN_TENSOR_SCALE`` there. What exceeds 6 * 448 * tensor_scale saturates.
+        form: "codes" (uint8 [T, D / 2], two elements a byte, and float8_e4m3fn [T, D / 16]), "blocked" (the same codes,
+            scales flat in the 128x4 layout, padding zero) or "image" (bf16 [T, D]: element * block scale *
+            tensor_scale, exact if the last is a power of two).
+        residual: bf16 or fp32 [T, D], added to x first; the sum is rounded to the dtype of x.
+
+    Raises:
+        ValueError: for another shape, dtype, device or estimate.
+    """
+    require_one_of("form", form, FORMS)
+    require_one_of("estimator", estimate.estimator, ESTIMATORS)
+    if estimate.block_size != BLOCK:
+        raise ValueError(f"estimate over blocks of {estimate.block_size}: expected {BLOCK}")
+    check_matrix("x", x)
+    columns = x.shape[1]
+    if not 0 < columns <= MAX_COLUMNS or columns % BLOCK:
+        raise ValueError(f"x {tuple(x.shape)}: expected rows of a multiple of {BLOCK} elements, {MAX_COLUMNS} at most")
+    if residual is not None:
+        check_matrix("residual", residual)
+        check_same("residual", residual, "x", x)
+        residual = residual.contiguous()
+    results = _nvfp4_norm(
+        x.contiguous(), residual, estimate.p, estimate.estimator, estimate.eps, estimate.constant,
+        float(tensor_scale), form,
+    )  # fmt: skip
+    scales = results[1] if form != "image" else None
+    rho = results[1 if form == "image" else 2]
+    return MXNormCast(results[0], scales, rho, results[-1] if residual is not None else None)

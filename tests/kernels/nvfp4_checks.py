@@ -1,0 +1,129 @@
+"""What tests of the NVFP4 kernels share: calls whose results are compared with the reference, to the bit."""
+
+import torch
+from kernel_checks import SMALLEST_NORMAL, assert_close, assert_same_bits, assert_within_ulps, careful_call
+
+from mxtrain.kernels.nvfp4_cast import RoundingCounter, nvfp4_amax, nvfp4_cast
+from mxtrain.kernels.nvfp4_norm import nvfp4_norm
+from mxtrain.kernels.nvfp4_weight import nvfp4_weight
+from mxtrain.kernels.runtime import INTERPRETED
+from mxtrain.recipe import RMSEstimate
+from mxtrain.reference import casts, mxnorm, nvfp4
+from mxtrain.reference.hadamard import hadamard, pad
+from mxtrain.reference.philox import rounding_bits
+from mxtrain.seeds import hadamard_signs, rounding_key, sign_mask
+
+SIGNS = hadamard_signs(0, "layers.0.attention.wq")
+KEYS = {1: rounding_key(0, "layers.0.attention.wq", "dgrad"), 0: rounding_key(0, "layers.0.attention.wq", "wgrad")}
+STEP, MICROBATCH, RANK = 2**32 - 2, 2, 3
+
+
+def estimate_16(p: int = 2, estimator: str = "pre_round", eps: float = 1e-5) -> RMSEstimate:
+    return RMSEstimate(p, estimator, eps, 16)
+
+
+def signs() -> torch.Tensor:
+    return torch.tensor(sign_mask(SIGNS))
+
+
+def keys(*dims: int) -> dict[int, torch.Tensor]:
+    return {dim: torch.tensor(KEYS[dim]) for dim in dims}
+
+
+def counter() -> RoundingCounter:
+    """Views of one tensor, at addresses that 16 does not divide."""
+    return RoundingCounter(*torch.tensor([0, STEP, MICROBATCH, RANK])[1:].unbind())
+
+
+def positive_nans(scales: torch.Tensor) -> torch.Tensor:
+    """E4M3 with any NaN as kernels write it. Of infinity / infinity, a CPU's is negative."""
+    return torch.where(scales.float().isnan(), 0x7F, scales.view(torch.uint8)).view(scales.dtype)
+
+
+def assert_is_nvfp4(got, want, tensor_scale, form: str) -> None:
+    """``got`` = (data, scales) in this form is ``want`` = (codes, scales) of the reference, to the bit."""
+    data, scales = got
+    codes, row_major = want[0], positive_nans(want[1])
+    if form == "image":
+        assert scales is None
+        values = nvfp4.dequantize(codes, row_major, tensor_scale)
+        denormal = (values != 0) & (values.abs() < SMALLEST_NORMAL)
+        assert_same_bits(data.contiguous(), values.bfloat16(), ignore=denormal if INTERPRETED else None)
+        return
+    assert_same_bits(scales, casts.to_blocked(row_major) if form == "blocked" else row_major)
+    # The codes of a block that holds a NaN mean nothing; its scale makes NaN of all of them.
+    assert_same_bits(data, codes, ignore=row_major.float().isnan().repeat_interleave(8, 1))
+
+
+def check_norm(x, tensor_scale=None, form="codes", residual=None, **estimate) -> None:
+    """rho is within 2 ulp, all else exact given that rho."""
+    estimate = estimate_16(**estimate)
+    if tensor_scale is None:
+        tensor_scale = nvfp4.static_tensor_scale(x.shape[1], estimate.p, estimate.estimator)
+    with careful_call(x, residual):
+        data, scales, rho, total = nvfp4_norm(x, estimate, tensor_scale, form, residual)
+    if residual is None:
+        assert total is None
+    else:
+        exact = x.float() + residual.float()
+        assert total.dtype == x.dtype
+        assert_close(total, exact.double(), torch.zeros_like(exact))
+        x = total
+    assert_within_ulps(rho, mxnorm.inverse_rms(x, estimate, None), 2)
+    want = nvfp4.cast(mxnorm.scale_rows(x, rho), tensor_scale)
+    assert_is_nvfp4((data, scales), want, tensor_scale, form)
+
+
+def product(x, row_factor=None, column_factor=None) -> torch.Tensor:
+    x = x.float()
+    if row_factor is not None:
+        x = x * row_factor.float()[:, None]
+    return x if column_factor is None else x * column_factor.float()
+
+
+def check_cast(x, dims=(1, 0), form="codes", transform=True, stochastic=(1, 0), tensor_scales=None, **factors) -> None:
+    """Exact; the tensor scales, unless given, from maxima that are exact too."""
+    dims, stochastic = tuple(dims), tuple(dim for dim in stochastic if dim in dims)
+    rows, columns = x.shape
+    sign_tensor = signs() if transform else None
+    along = {1: product(x, **factors), 0: pad(product(x, **factors), 0)}
+    if transform:
+        along[0] = hadamard(along[0], SIGNS, 0)
+    with careful_call(x, *factors.values()):
+        maxima = nvfp4_amax(x, sign_tensor, **factors)
+    assert_same_bits(maxima[0].amax(), along[1].abs().amax())
+    if transform:
+        assert_same_bits(maxima[1].amax(), along[0].abs().amax())
+    maxima = {1: maxima[0], 0: maxima[1] if transform else maxima[0]}
+    if tensor_scales is None:
+        tensor_scales = {dim: nvfp4.power_of_two_tensor_scale(maxima[dim]) for dim in dims}
+    with careful_call(x, *factors.values()):
+        results = nvfp4_cast(
+            x, tensor_scales, form, signs=sign_tensor, keys=keys(*stochastic), counter=counter(), **factors
+        )
+    assert results.keys() == set(dims)
+    for dim in dims:
+        bits = None
+        if dim in stochastic:
+            bits = rounding_bits(along[dim].shape[0], columns, KEYS[dim], STEP, RANK, MICROBATCH)
+        wide = along[dim] if dim == 1 else along[dim].t().contiguous()
+        bits = bits if dim == 1 or bits is None else bits.t()
+        data, scales = results[dim]
+        if dim == 0 and form == "image":
+            assert data.is_contiguous()
+            data = data.t()
+        assert_is_nvfp4((data, scales), nvfp4.cast(wide, tensor_scales[dim], bits), tensor_scales[dim], form)
+
+
+def check_weight(w, form="codes", gain=None, tensor_scale=None) -> None:
+    """Exact."""
+    wide = product(w, column_factor=gain)
+    if tensor_scale is None:
+        tensor_scale = nvfp4.power_of_two_tensor_scale(wide)
+    with careful_call(w, gain):
+        got = nvfp4_weight(w, tensor_scale, form, gain)
+    assert_is_nvfp4(got[:2], nvfp4.cast_tiles(wide, tensor_scale), tensor_scale, form)
+    if form == "image":
+        assert got[2:] == (None, None)
+    else:
+        assert_is_nvfp4(got[2:], nvfp4.cast_tiles(pad(wide, 0).t().contiguous(), tensor_scale), tensor_scale, form)
