@@ -17,14 +17,29 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
     with torch.autocast(device_type=a.data.device.type, enabled=False):
         if a.scales is None:
             return converted(a.data @ b.data.t(), out_dtype)
+        a_data, a_scales, recipe, swizzle = _native(a)
+        b_data, b_scales, _, _ = _native(b)
         return scaled_mm(
-            a.data,
-            b.data.t(),
-            scale_a=a.scales,
-            scale_recipe_a=ScalingType.BlockWise1x32,
-            scale_b=b.scales,
-            scale_recipe_b=ScalingType.BlockWise1x32,
-            swizzle_a=SwizzleType.SWIZZLE_32_4_4,
-            swizzle_b=SwizzleType.SWIZZLE_32_4_4,
+            a_data,
+            b_data.t(),
+            scale_a=a_scales,
+            scale_recipe_a=recipe,
+            scale_b=b_scales,
+            scale_recipe_b=recipe,
+            swizzle_a=swizzle,
+            swizzle_b=swizzle,
             output_dtype=out_dtype,
         )
+
+
+def _native(operand: Operand) -> tuple[torch.Tensor, list[torch.Tensor], list[ScalingType], list[SwizzleType]]:
+    """Codes, scales, what they scale and how they are laid out, as ``scaled_mm`` takes them."""
+    data, scales, tensor_scale = operand
+    if tensor_scale is None:
+        return data, [scales], [ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4]
+    return (
+        data.view(torch.float4_e2m1fn_x2),
+        [scales, tensor_scale],
+        [ScalingType.BlockWise1x16, ScalingType.TensorWise],
+        [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE],
+    )

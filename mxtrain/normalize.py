@@ -5,7 +5,7 @@ import math
 import torch
 
 from mxtrain.hardware import HAS_TRITON, resolve_mode, runs_kernels
-from mxtrain.nvfp4_operands import activation
+from mxtrain.nvfp4_operands import activation, operand_of
 from mxtrain.quantize import KERNEL_FORM, Operand, quantize
 from mxtrain.recipe import Recipe, RMSEstimate, get_recipe
 from mxtrain.reference import casts, nvfp4
@@ -15,18 +15,30 @@ if HAS_TRITON:
     from mxtrain.kernels import fold_backward as fold_backward_kernel
     from mxtrain.kernels import mxnorm_cast as mxnorm_cast_kernel
     from mxtrain.kernels import norm_backward as norm_backward_kernel
+    from mxtrain.kernels import nvfp4_norm as nvfp4_norm_kernel
 
 
 def normalize(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str) -> tuple[Operand, torch.Tensor]:
     """x [T, D] -> x * rho as a GEMM operand quantized along D, and rho, fp32 [T]."""
     if recipe.is_nvfp4:
-        rho = reference.inverse_rms(x, estimate, recipe)
-        return activation(x, mode, rho, _static_tensor_scale(x, estimate, recipe)), rho
+        return _normalize_to_nvfp4(x, estimate, recipe, mode)
     if recipe.format is not None and runs_kernels(mode, x.device.type):
         result = mxnorm_cast_kernel.mxnorm_cast(x, estimate, recipe, KERNEL_FORM[mode])
         return Operand(result.data, result.scales), result.rho
     rho = reference.inverse_rms(x, estimate, recipe)
     return quantize(x, recipe, mode, row_factor=rho), rho
+
+
+def _normalize_to_nvfp4(
+    x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str
+) -> tuple[Operand, torch.Tensor]:
+    static = _static_tensor_scale(x, estimate, recipe)
+    if static is not None and runs_kernels(mode, x.device.type):
+        result = nvfp4_norm_kernel.nvfp4_norm(x, estimate, static, KERNEL_FORM[mode])
+        tensor_scale = torch.full((), static, device=x.device)
+        return operand_of(result.data, result.scales, tensor_scale, mode), result.rho
+    rho = reference.inverse_rms(x, estimate, recipe)
+    return activation(x, mode, rho, static), rho
 
 
 def _static_tensor_scale(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> float | None:
@@ -75,7 +87,7 @@ def mxnorm_cast(
 
     Args:
         x: bf16 or fp32, [..., D] with D a multiple of the recipe's block size (32 for MXFP8, 16 for NVFP4), on a GPU
-            at most 65536 for MXFP8.
+            at most 65536.
         p: exponent of the mean over block maxima, 1 or 2.
         recipe: a name in ``mxtrain.recipe.RECIPES`` with a format, or a Recipe.
         eps: added to the squared RMS estimate.
@@ -102,22 +114,26 @@ def mxnorm_cast(
         raise ValueError(f"recipe {recipe.name!r} has no format to cast to")
     if x.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"dtype {x.dtype} of x {tuple(x.shape)}: expected bfloat16 or float32")
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.ndim else x
     if recipe.is_nvfp4:
-        return _nvfp4_cast(x, estimate, recipe)
-    if runs_kernels(mode, x.device.type):
-        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.ndim else x
-        codes, scales, rho, _ = mxnorm_cast_kernel.mxnorm_cast(rows, estimate, recipe, "codes")
-        leading = x.shape[:-1]
-        return codes.view(x.shape), scales.view(*leading, scales.shape[1]), rho.view(leading)
-    rho = reference.inverse_rms(x, estimate, recipe)
-    codes, scales = casts.cast(reference.scale_rows(x, rho), recipe.format, recipe.scale_rounding)
-    return codes, scales, rho
+        codes, scales, rho, *tensor_scale = _nvfp4_cast(rows, estimate, recipe, mode)
+    elif runs_kernels(mode, x.device.type):
+        codes, scales, rho, *tensor_scale = mxnorm_cast_kernel.mxnorm_cast(rows, estimate, recipe, "codes")[:3]
+    else:
+        tensor_scale = []
+        rho = reference.inverse_rms(rows, estimate, recipe)
+        codes, scales = casts.cast(reference.scale_rows(rows, rho), recipe.format, recipe.scale_rounding)
+    leading = x.shape[:-1]
+    codes, scales = (t.view(*leading, t.shape[1]) for t in (codes, scales))
+    return codes, scales, rho.view(leading), *tensor_scale
 
 
-def _nvfp4_cast(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> tuple[torch.Tensor, ...]:
-    rho = reference.inverse_rms(x, estimate, recipe)
-    xhat = reference.scale_rows(x, rho)
-    static = _static_tensor_scale(x, estimate, recipe)
+def _nvfp4_cast(rows: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str) -> tuple[torch.Tensor, ...]:
+    static = _static_tensor_scale(rows, estimate, recipe)
+    if static is not None and runs_kernels(mode, rows.device.type):
+        return nvfp4_norm_kernel.nvfp4_norm(rows, estimate, static, "codes")[:3]
+    rho = reference.inverse_rms(rows, estimate, recipe)
+    xhat = reference.scale_rows(rows, rho)
     if static is not None:
         return *nvfp4.cast(xhat, static), rho
     tensor_scale = nvfp4.power_of_two_tensor_scale(xhat)

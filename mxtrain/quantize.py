@@ -19,13 +19,16 @@ class Operand(NamedTuple):
     """One operand of a GEMM, a matrix [R, K] quantized in blocks along K, the axis that is reduced.
 
     Attributes:
-        data: native: codes [R, K]. Emulated and reference: the exact values that codes and scales stand for,
-            in bf16 and fp32.
-        scales: native: E8M0 scales in the blocked 128x4 layout that the tensor cores read. Otherwise None.
+        data: native: codes [R, K], of NVFP4 two a byte [R, K / 2]. Emulated and reference: the exact values that codes
+            and scales stand for, in bf16 and fp32.
+        scales: native: the blocks' scales, E8M0 or E4M3, in the blocked 128x4 layout that the tensor cores read.
+            Otherwise None.
+        tensor_scale: native NVFP4: the scale of the whole matrix, fp32 []. Otherwise None.
     """
 
     data: torch.Tensor
-    scales: torch.Tensor | None
+    scales: torch.Tensor | None = None
+    tensor_scale: torch.Tensor | None = None
 
 
 def image_dtype(x: torch.Tensor, mode: str) -> torch.dtype:

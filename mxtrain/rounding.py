@@ -9,16 +9,17 @@ from enum import IntEnum
 import torch
 
 _WORD = 2**32
+# Of a matrix that bits are drawn for: the index of four of them must fit in one word.
+MAX_ELEMENTS = 4 * _WORD
 
 
 class Draws(IntEnum):
     """What is where in the int64 tensor that a layer's random bits follow from."""
 
-    DGRAD_KEY = 0
-    WGRAD_KEY = 1
-    STEP = 2
-    MICROBATCH = 3
-    RANK = 4
+    KEY = 0
+    STEP = 1
+    MICROBATCH = 2
+    RANK = 3
 
 
 # int64 [3] (step, microbatch, rank) by device type; empty until a step is set.

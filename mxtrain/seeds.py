@@ -5,11 +5,7 @@ A layer is named by its FQN in the model as built, before checkpointing, compila
 
 import hashlib
 
-from mxtrain.errors import require_one_of
-
 HADAMARD_SIZE = 16
-# The GEMMs that read the output gradient, each with a cast of its own along the axis it reduces over.
-GRADIENT_GEMMS = ("dgrad", "wgrad")
 
 
 def hadamard_signs(seed: int, fqn: str) -> tuple[int, ...]:
@@ -27,16 +23,15 @@ def sign_mask(signs: tuple[int, ...]) -> int:
     return sum((sign < 0) << i for i, sign in enumerate(signs))
 
 
-def rounding_key(seed: int, fqn: str, gemm: str) -> int:
-    """The Philox key for stochastic rounding of the output gradient of layer ``fqn`` as operand of ``gemm``.
+def rounding_key(seed: int, fqn: str) -> int:
+    """The Philox key for stochastic rounding of the output gradient of layer ``fqn``.
 
-    Between 0 and 2^63 - 1, so that it fits the signed integer argument of an op.
+    Between 0 and 2^63 - 1, so that it fits a signed integer.
 
     Raises:
-        ValueError: if ``seed`` is not an integer, or ``gemm`` neither "dgrad" nor "wgrad".
+        ValueError: if ``seed`` is not an integer.
     """
-    require_one_of("gemm", gemm, GRADIENT_GEMMS)
-    return _hash(f"{gemm} rounding".encode(), seed, fqn) >> 1
+    return _hash(b"rounding", seed, fqn) >> 1
 
 
 def _hash(purpose: bytes, seed: int, fqn: str) -> int:

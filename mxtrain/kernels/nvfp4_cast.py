@@ -11,8 +11,7 @@ Bytes an element: 2 or 4 read; 1/2 + 1/16 (codes and scales) or 2 (image) writte
 are a pass of their own, which reads the matrix once more: 2 or 4.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
@@ -28,6 +27,7 @@ from mxtrain.kernels.nvfp4 import (
     empty_cast,
     hadamard,
     image_of,
+    inverse_of,
     length_of,
     load_strip,
     multiplier,
@@ -49,23 +49,21 @@ from mxtrain.kernels.runtime import (
     next_power_of_2,
     register_op,
 )
+from mxtrain.rounding import MAX_ELEMENTS, Draws
 
-# One index of four elements must fit in 32 bits, as ``reference.philox`` has it.
-MAX_RANDOM_ELEMENTS = 4 * 2**32
-# A thread has as many columns of all 16 rows as it loads at a time: four where eight need more registers than there are
-# or, with random bits for every element, more instructions than their cache holds (by the compiled code, not measured).
-WIDE, NARROW, WARPS = 256, 128, 1
+# Of a program: a thread has four columns of all 16 rows. With eight there are too few registers: images of both casts
+# took 75 instead of 62 us at 16384 x 2048 (H200).
+COLUMNS, WARPS = 128, 1
 
 
 @triton.jit
 def _along_rows(
-    strip, tensor_scale_ptr, key_ptr, step, rank, microbatch, first_row, column, rows, columns, data_ptr, scales_ptr,
+    strip, words, tensor_scale_ptr, first_row, column, rows, columns, data_ptr, scales_ptr,
     STOCHASTIC: tl.constexpr, FORM: tl.constexpr, HARDWARE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Cast each row of a strip in blocks of 16 columns and store it."""
     tensor_scale = tl.load(tensor_scale_ptr)
-    if STOCHASTIC:
-        key = tl.load(key_ptr)
+    inverse = inverse_of(tensor_scale)
     block = column // 16 + tl.arange(0, COLUMNS // 16)
     blocks = columns // 16
     across = column + tl.arange(0, COLUMNS)
@@ -73,11 +71,10 @@ def _along_rows(
         row = first_row + i
         length = length_of(row, rows, columns)
         x = tl.reshape(strip[i], (COLUMNS // 16, 16))
-        code, scale = scale_of_block(block_amax(x, 1), tensor_scale)
-        y = x * multiplier(scale, tensor_scale)[:, None]
+        code, scale = scale_of_block(block_amax(x, 1), inverse)
+        y = x * multiplier(scale, inverse)[:, None]
         if STOCHASTIC:
-            words = random_words(key, row, column // 4, columns, step, rank, microbatch, COLUMNS // 4)
-            y = round_stochastically(y, tl.reshape(words, (COLUMNS // 16, 16)))
+            y = round_stochastically(y, tl.reshape(words[i] & 0xFFFF, (COLUMNS // 16, 16)))
         if FORM == "image":
             if not STOCHASTIC:
                 y = round_to_nearest(y)
@@ -100,27 +97,24 @@ def _along_rows(
 
 @triton.jit
 def _along_columns(
-    strip, tensor_scale_ptr, key_ptr, step, rank, microbatch, first_row, column, rows, columns, data_ptr, scales_ptr,
+    strip, words, tensor_scale_ptr, first_row, column, rows, columns, data_ptr, scales_ptr,
     STOCHASTIC: tl.constexpr, FORM: tl.constexpr, HARDWARE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Cast a strip in blocks of its 16 rows. An image is stored as it lies, codes and scales transposed."""
     tensor_scale = tl.load(tensor_scale_ptr)
-    if STOCHASTIC:
-        key = tl.load(key_ptr)
+    inverse = inverse_of(tensor_scale)
     across = column + tl.arange(0, COLUMNS)
     inside = across < columns
-    code, scale = scale_of_block(amax_across(strip).to(tl.float32, bitcast=True), tensor_scale)
-    factor = multiplier(scale, tensor_scale)
+    code, scale = scale_of_block(amax_across(strip).to(tl.float32, bitcast=True), inverse)
+    factor = multiplier(scale, inverse)
     if FORM != "image":
         eight = tl.zeros((COLUMNS,), tl.int64)
     for j in tl.static_range(8):
         first, second = strip[2 * j] * factor, strip[2 * j + 1] * factor
         row = first_row + 2 * j
         if STOCHASTIC:
-            words = random_words(key, row, column // 4, columns, step, rank, microbatch, COLUMNS // 4)
-            first = round_stochastically(first, words)
-            words = random_words(key, row + 1, column // 4, columns, step, rank, microbatch, COLUMNS // 4)
-            second = round_stochastically(second, words)
+            first = round_stochastically(first, (words[2 * j] >> 16) & 0xFFFF)
+            second = round_stochastically(second, (words[2 * j + 1] >> 16) & 0xFFFF)
         if FORM == "image":
             if not STOCHASTIC:
                 first, second = round_to_nearest(first), round_to_nearest(second)
@@ -146,15 +140,11 @@ def _along_columns(
         tl.store(scales_ptr + scale_offsets, code, mask=inside)
 
 
-# Numbers in memory, which may be anywhere in a larger tensor.
-_NUMBERS = [f"{name}_ptr" for name in ("signs", "row_key", "column_key", "step", "microbatch", "rank")]
-
-
-@triton.jit(do_not_specialize=_NUMBERS)
+# What these two point to may be anywhere in a larger tensor.
+@triton.jit(do_not_specialize=["signs_ptr", "draws_ptr"])
 def _nvfp4_cast_kernel(
     x_ptr, row_factor_ptr, column_factor_ptr, row_scale_ptr, column_scale_ptr,
-    row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns,
-    signs_ptr, row_key_ptr, column_key_ptr, step_ptr, microbatch_ptr, rank_ptr,
+    row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns, signs_ptr, draws_ptr,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
     HADAMARD: tl.constexpr, ROWS_STOCHASTIC: tl.constexpr, COLUMNS_STOCHASTIC: tl.constexpr,
     FORM: tl.constexpr, HARDWARE: tl.constexpr, COLUMNS: tl.constexpr,
@@ -166,25 +156,21 @@ def _nvfp4_cast_kernel(
     strip = load_strip(
         x_ptr, row_factor_ptr, column_factor_ptr, first_row, column, rows, columns, ROW_FACTOR, COLUMN_FACTOR, COLUMNS
     )
+    words = ()
     if ROWS_STOCHASTIC or COLUMNS_STOCHASTIC:
-        step = tl.load(step_ptr).to(tl.uint32)
-        microbatch = tl.load(microbatch_ptr).to(tl.uint32)
-        rank = tl.load(rank_ptr).to(tl.uint32)
-    else:
-        step = 0
-        microbatch = 0
-        rank = 0
+        for i in tl.static_range(16):
+            words = words + (random_words(draws_ptr, first_row + i, column // 4, columns, COLUMNS // 4),)
     if ALONG_ROWS:
         _along_rows(
-            strip, row_scale_ptr, row_key_ptr, step, rank, microbatch, first_row, column, rows, columns,
-            row_data_ptr, row_scales_ptr, ROWS_STOCHASTIC, FORM, HARDWARE, COLUMNS,
+            strip, words, row_scale_ptr, first_row, column, rows, columns, row_data_ptr, row_scales_ptr,
+            ROWS_STOCHASTIC, FORM, HARDWARE, COLUMNS,
         )  # fmt: skip
     if ALONG_COLUMNS:
         if HADAMARD:
             strip = hadamard(strip, tl.load(signs_ptr))
         _along_columns(
-            strip, column_scale_ptr, column_key_ptr, step, rank, microbatch, first_row, column, rows, columns,
-            column_data_ptr, column_scales_ptr, COLUMNS_STOCHASTIC, FORM, HARDWARE, COLUMNS,
+            strip, words, column_scale_ptr, first_row, column, rows, columns, column_data_ptr, column_scales_ptr,
+            COLUMNS_STOCHASTIC, FORM, HARDWARE, COLUMNS,
         )  # fmt: skip
 
 
@@ -205,9 +191,9 @@ def _nvfp4_amax_kernel(
         tl.store(transformed_ptr + tl.program_id(0), transformed.to(tl.float32, bitcast=True))
 
 
-def tile_columns(columns: int, widest: int) -> int:
+def tile_columns(columns: int) -> int:
     """Columns of a program, which one warp works on."""
-    return min(widest, next_power_of_2(columns))
+    return min(COLUMNS, next_power_of_2(columns))
 
 
 def _implementation(
@@ -217,11 +203,8 @@ def _implementation(
     row_scale: torch.Tensor | None,
     column_scale: torch.Tensor | None,
     signs: torch.Tensor | None,
-    row_key: torch.Tensor | None,
-    column_key: torch.Tensor | None,
-    step: torch.Tensor | None,
-    microbatch: torch.Tensor | None,
-    rank: torch.Tensor | None,
+    draws: torch.Tensor | None,
+    stochastic: list[int],
     form: str,
 ) -> tuple[list[torch.Tensor], Launch | None]:
     rows, columns = x.shape
@@ -235,20 +218,19 @@ def _implementation(
     results = [t for t in (*by_row, *by_column) if t is not None]
     if x.numel() == 0:
         return results, None
-    stochastic = row_key is not None or column_key is not None
-    tile = tile_columns(columns, NARROW if stochastic or form != "image" else WIDE)
+    tile = tile_columns(columns)
     launch = Launch(
         _nvfp4_cast_kernel,
         (cdiv(rows, BLOCK) * cdiv(columns, tile),),
         (
             x, row_factor, column_factor, row_scale, column_scale,
             *(as_bytes(t) for t in (*by_row, *by_column)), rows, columns,
-            signs, row_key, column_key, step, microbatch, rank,
+            signs, draws,
         ),
         dict(
             ALONG_ROWS=row_scale is not None, ALONG_COLUMNS=column_scale is not None,
             ROW_FACTOR=row_factor is not None, COLUMN_FACTOR=column_factor is not None, HADAMARD=signs is not None,
-            ROWS_STOCHASTIC=row_key is not None, COLUMNS_STOCHASTIC=column_key is not None,
+            ROWS_STOCHASTIC=1 in stochastic, COLUMNS_STOCHASTIC=0 in stochastic,
             FORM=form, HARDWARE=converts_fp4(x), COLUMNS=tile, num_warps=WARPS, enable_fp_fusion=False,
         ),
     )  # fmt: skip
@@ -259,7 +241,7 @@ def _amax_implementation(
     x: torch.Tensor, row_factor: torch.Tensor | None, column_factor: torch.Tensor | None, signs: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], Launch | None]:
     rows, columns = x.shape
-    tile = tile_columns(columns, WIDE) if columns else 1
+    tile = tile_columns(columns) if columns else 1
     programs = cdiv(rows, BLOCK) * cdiv(columns, tile)
     amax = torch.empty(programs, dtype=torch.float32, device=x.device)
     transformed = None if signs is None else torch.empty_like(amax)
@@ -280,22 +262,12 @@ def _amax_implementation(
 
 _nvfp4_cast = register_op(
     "nvfp4_cast(Tensor x, Tensor? row_factor, Tensor? column_factor, Tensor? row_scale, Tensor? column_scale,"
-    " Tensor? signs, Tensor? row_key, Tensor? column_key, Tensor? step, Tensor? microbatch, Tensor? rank, str form)"
-    " -> Tensor[]",
+    " Tensor? signs, Tensor? draws, int[] stochastic, str form) -> Tensor[]",
     _implementation,
 )
 _nvfp4_amax = register_op(
     "nvfp4_amax(Tensor x, Tensor? row_factor, Tensor? column_factor, Tensor? signs) -> Tensor[]", _amax_implementation
 )
-
-
-class RoundingCounter(NamedTuple):
-    """When and where random bits are drawn (``mxtrain.reference.philox.rounding_bits``): int64 tensors of one element,
-    on the device of the matrix, from 0 to 2^32 - 1."""
-
-    step: torch.Tensor
-    microbatch: torch.Tensor
-    rank: torch.Tensor
 
 
 def nvfp4_cast(
@@ -304,8 +276,8 @@ def nvfp4_cast(
     form: str = "codes",
     *,
     signs: torch.Tensor | None = None,
-    keys: Mapping[int, torch.Tensor] | None = None,
-    counter: RoundingCounter | None = None,
+    draws: torch.Tensor | None = None,
+    stochastic: Sequence[int] = (1, 0),
     row_factor: torch.Tensor | None = None,
     column_factor: torch.Tensor | None = None,
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
@@ -314,17 +286,15 @@ def nvfp4_cast(
     Args:
         x: bf16 or fp32 [R, C], C a multiple of 16. Rows are filled up with zeros to a multiple of 16 for the cast along
             dimension 0.
-        tensor_scales: for each dimension to cast along, 1 or 0, one fp32 number on the device of x.
+        tensor_scales: for each dimension to cast along, 1 or 0, one fp32 number on the device of x, a power of two.
         form: with R' = R rounded up to a multiple of 16: "codes": uint8 codes, two a byte, with the reduced dimension
             last ([R, C / 2] along dimension 1, [C, R' / 2] along dimension 0) and row-major float8_e4m3fn scales
             [R, C / 16] and [C, R' / 16]; "blocked": the same codes, scales flat in the 128x4 layout; "image": bf16
-            values, element * block scale * tensor scale, not transposed: [R, C] and [R', C]. They are exact if the
-            tensor scale is a power of two.
+            values, element * block scale * tensor scale, not transposed: [R, C] and [R', C].
         signs: int64, one number, from ``mxtrain.seeds.sign_mask``: transform along dimension 0 before the cast along
             it. None: no transform.
-        keys: for each dimension whose cast rounds stochastically, the key of its random bits, an int64 number; element
-            (r, c) gets those of index r * C + c, in both. The others round to nearest.
-        counter: where there are keys.
+        draws: what random bits follow from (``mxtrain.rounding.Draws``), int64 [4]. None: every cast is to nearest.
+        stochastic: with ``draws``, the dimensions along which casts round stochastically.
         row_factor: bf16 or fp32 [R], multiplied in first, in fp32.
         column_factor: bf16 or fp32 [C], likewise.
 
@@ -334,32 +304,27 @@ def nvfp4_cast(
     Raises:
         ValueError: for another shape, dtype or device.
     """
-    keys = keys or {}
     require_one_of("form", form, FORMS)
     dims = sorted(tensor_scales, reverse=True)
-    if not dims or not {*dims} <= {0, 1} or not keys.keys() <= tensor_scales.keys():
-        raise ValueError(f"tensor_scales for dimensions {dims} and keys for {sorted(keys)}: expected 0, 1 or both")
+    if not dims or not {*dims} <= {0, 1}:
+        raise ValueError(f"tensor_scales for dimensions {dims}: expected 0, 1 or both")
     _check(x, row_factor, column_factor)
-    numbers = {f"tensor_scales[{dim}]": (tensor_scales[dim], torch.float32) for dim in dims}
-    numbers |= {f"keys[{dim}]": (key, torch.int64) for dim, key in keys.items()}
+    for dim in dims:
+        check_number(f"tensor_scales[{dim}]", tensor_scales[dim], torch.float32, x.device)
     if signs is not None:
-        numbers["signs"] = signs, torch.int64
-    step = microbatch = rank = None
-    if keys:
-        if counter is None:
-            raise ValueError("keys without a counter: expected the step to draw random bits of")
-        if x.numel() > MAX_RANDOM_ELEMENTS:
-            raise ValueError(f"x {tuple(x.shape)}: more than the {MAX_RANDOM_ELEMENTS} elements that have random bits")
-        step, microbatch, rank = counter
-        numbers |= {name: (number, torch.int64) for name, number in counter._asdict().items()}
-    for name, (number, dtype) in numbers.items():
-        check_number(name, number, dtype, x.device)
+        check_number("signs", signs, torch.int64, x.device)
+    if draws is None:
+        stochastic = ()
+    else:
+        check_vector("draws", draws, len(Draws), x.device, (torch.int64,))
+        if x.numel() > MAX_ELEMENTS:
+            raise ValueError(f"x {tuple(x.shape)}: more than the {MAX_ELEMENTS} elements that have random bits")
     results = _nvfp4_cast(
         x.contiguous(),
         None if row_factor is None else row_factor.contiguous(),
         None if column_factor is None else column_factor.contiguous(),
         tensor_scales.get(1), tensor_scales.get(0), signs,
-        keys.get(1), keys.get(0), step, microbatch, rank, form,
+        draws, [dim for dim in dims if dim in stochastic], form,
     )  # fmt: skip
     if form == "image":
         pairs = [(data, None) for data in results]

@@ -11,15 +11,16 @@ import triton
 import triton.language as tl
 
 from mxtrain.errors import require_one_of
-from mxtrain.kernels.mx import block_amax, blocked_offset
+from mxtrain.kernels.mx import block_amax, blocked_offset, magnitude_bits
 from mxtrain.kernels.mxnorm_cast import MAX_COLUMNS, MXNormCast, _inverse_rms, _load, _row_sum, tile_shape
 from mxtrain.kernels.nvfp4 import (
     BLOCK,
     converts_fp4,
     empty_cast,
     image_of,
+    inverse_of,
     multiplier,
-    pack_nearest,
+    pack_nearest_words,
     round_to_nearest,
     scale_of_block,
 )
@@ -42,22 +43,27 @@ def _tile(row, rows, first_block, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _store_cast(
-    x, amax, rho, tensor_scale, row, block, offsets, mask, block_mask, blocks, data_ptr, scales_ptr,
+    x, amax, rho, tensor_scale, row, rows, first_block, blocks, data_ptr, scales_ptr,
     FORM: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Cast x * rho and store it.  x, offsets, mask [rows, blocks, 16]; amax, block_mask [rows, blocks]; rho [rows]"""
+    """Cast x * rho and store it.  x [ROWS, BLOCKS, 16]; amax [ROWS, BLOCKS]; rho, row [ROWS]"""
+    block, offsets, block_mask, mask = _tile(row, rows, first_block, blocks, BLOCKS)
+    inverse = inverse_of(tensor_scale)
     # fp32 multiplication is monotonic: this is the largest |x * rho| of the block, exactly.
-    code, scale = scale_of_block(amax * rho[:, None], tensor_scale)
-    y = x * rho[:, None, None] * multiplier(scale, tensor_scale)[:, :, None]
+    code, scale = scale_of_block(amax * rho[:, None], inverse)
+    rho = rho[:, None, None]
+    factor = multiplier(scale, inverse)[:, :, None]
     if FORM == "image":
-        image = image_of(round_to_nearest(y), scale[:, :, None], tensor_scale)
+        image = image_of(round_to_nearest(x * rho * factor), scale[:, :, None], tensor_scale)
         tl.store(data_ptr + offsets, image, mask=mask)
     else:
-        first, second = tl.split(tl.reshape(y, (ROWS, BLOCKS, 8, 2)))
-        byte = tl.arange(0, 8)
-        byte_offsets = (row * (blocks * 8))[:, None, None] + (block * 8)[None, :, None] + byte[None, None, :]
-        byte_mask = block_mask[:, :, None] & (byte >= 0)[None, None, :]
-        tl.store(data_ptr + byte_offsets, pack_nearest(first, second, HARDWARE), mask=byte_mask)
+        size = magnitude_bits(x).to(tl.float32, bitcast=True) * rho * factor
+        eights: tl.constexpr = (ROWS, 2 * BLOCKS, 2, 2, 2)
+        words = pack_nearest_words(tl.reshape(size, eights), tl.reshape(x, eights), HARDWARE)
+        word = 2 * first_block + tl.arange(0, 2 * BLOCKS)
+        word_offsets = (row * (blocks * 2))[:, None] + word[None, :]
+        word_mask = (row < rows)[:, None] & (word < 2 * blocks)[None, :]
+        tl.store(data_ptr.to(tl.pointer_type(tl.int32)) + word_offsets, words, mask=word_mask)
         if FORM == "blocked":
             scale_offsets = blocked_offset(row[:, None], block[None, :], blocks)
         else:
@@ -73,38 +79,38 @@ def _nvfp4_norm_kernel(
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     if PERSISTENT:
-        block, offsets, block_mask, mask = _tile(row, rows, 0, blocks, BLOCKS)
+        _, offsets, _, mask = _tile(row, rows, 0, blocks, BLOCKS)
         x = _load(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, True)
         amax = block_amax(x, 2)
         row_sum = _row_sum(x, amax, P, ESTIMATOR, False)
         if TAIL:
-            block2, offsets2, block_mask2, mask2 = _tile(row, rows, BLOCKS, blocks, TAIL)
+            _, offsets2, _, mask2 = _tile(row, rows, BLOCKS, blocks, TAIL)
             x2 = _load(x_ptr, residual_ptr, total_ptr, offsets2, mask2, RESIDUAL, True)
             amax2 = block_amax(x2, 2)
             row_sum += _row_sum(x2, amax2, P, ESTIMATOR, False)
         rho = _inverse_rms(row_sum, eps, FACTOR, P, ESTIMATOR)
         _store_cast(
-            x, amax, rho, tensor_scale, row, block, offsets, mask, block_mask, blocks, data_ptr, scales_ptr,
+            x, amax, rho, tensor_scale, row, rows, 0, blocks, data_ptr, scales_ptr,
             FORM, HARDWARE, ROWS, BLOCKS,
         )  # fmt: skip
         if TAIL:
             _store_cast(
-                x2, amax2, rho, tensor_scale, row, block2, offsets2, mask2, block_mask2, blocks, data_ptr, scales_ptr,
+                x2, amax2, rho, tensor_scale, row, rows, BLOCKS, blocks, data_ptr, scales_ptr,
                 FORM, HARDWARE, ROWS, TAIL,
             )  # fmt: skip
     else:
         row_sum = tl.zeros((ROWS,), tl.float64)
         for first in range(0, blocks, BLOCKS):
-            block, offsets, block_mask, mask = _tile(row, rows, first, blocks, BLOCKS)
+            _, offsets, _, mask = _tile(row, rows, first, blocks, BLOCKS)
             x = _load(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, False)
             row_sum += _row_sum(x, block_amax(x, 2), P, ESTIMATOR, False)
         rho = _inverse_rms(row_sum, eps, FACTOR, P, ESTIMATOR)
         for first in range(0, blocks, BLOCKS):
-            block, offsets, block_mask, mask = _tile(row, rows, first, blocks, BLOCKS)
+            _, offsets, _, mask = _tile(row, rows, first, blocks, BLOCKS)
             x = _load(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, True)
             _store_cast(
-                x, block_amax(x, 2), rho, tensor_scale, row, block, offsets, mask, block_mask, blocks,
-                data_ptr, scales_ptr, FORM, HARDWARE, ROWS, BLOCKS,
+                x, block_amax(x, 2), rho, tensor_scale, row, rows, first, blocks, data_ptr, scales_ptr,
+                FORM, HARDWARE, ROWS, BLOCKS,
             )  # fmt: skip
     tl.store(rho_ptr + row, rho, mask=row < rows)
 
@@ -162,10 +168,10 @@ def nvfp4_norm(
         x: bf16 or fp32 [T, D], D a multiple of 16 and at most 65536.
         estimate: "pre_round" or "exact", over blocks of 16.
         tensor_scale: from ``reference.nvfp4.static_tensor_scale`` for this D and estimate, for example; at least
-            ``MIN_TENSOR_SCALE`` there. What exceeds 6 * 448 * tensor_scale saturates.
+            ``MIN_TENSOR_SCALE`` there, and a power of two. What exceeds 6 * 448 * tensor_scale saturates.
         form: "codes" (uint8 [T, D / 2], two elements a byte, and float8_e4m3fn [T, D / 16]), "blocked" (the same codes,
             scales flat in the 128x4 layout, padding zero) or "image" (bf16 [T, D]: element * block scale *
-            tensor_scale, exact if the last is a power of two).
+            tensor_scale, exact).
         residual: bf16 or fp32 [T, D], added to x first; the sum is rounded to the dtype of x.
 
     Raises:

@@ -21,6 +21,7 @@ from mxtrain.kernels.nvfp4 import (
     converts_fp4,
     empty_cast,
     image_of,
+    inverse_of,
     length_of,
     load_strip,
     multiplier,
@@ -29,7 +30,7 @@ from mxtrain.kernels.nvfp4 import (
     round_to_nearest,
     scale_of_block,
 )
-from mxtrain.kernels.nvfp4_cast import NARROW, WARPS, WIDE, tile_columns
+from mxtrain.kernels.nvfp4_cast import WARPS, tile_columns
 from mxtrain.kernels.runtime import (
     FORMS,
     Launch,
@@ -87,9 +88,10 @@ def _nvfp4_weight_kernel(
     column = (tl.program_id(0) % tiles) * COLUMNS
     strip = load_strip(w_ptr, None, gain_ptr, first_row, column, rows, columns, False, GAIN, COLUMNS)
     tensor_scale = tl.load(tensor_scale_ptr)
+    inverse = inverse_of(tensor_scale)
     amax = tl.max(tl.reshape(amax_across(strip), (COLUMNS // 16, 16)), 1).to(tl.float32, bitcast=True)
-    code, scale = scale_of_block(amax, tensor_scale)
-    factor = _of_columns(multiplier(scale, tensor_scale), COLUMNS)
+    code, scale = scale_of_block(amax, inverse)
+    factor = _of_columns(multiplier(scale, inverse), COLUMNS)
     if FORM == "image":
         scale = _of_columns(scale, COLUMNS)
         across = column + tl.arange(0, COLUMNS)
@@ -113,7 +115,7 @@ def _implementation(
     results = [t for t in (data, scales, t_data, t_scales) if t is not None]
     if w.numel() == 0:
         return results, None
-    tile = tile_columns(columns, WIDE if form == "image" else NARROW)
+    tile = tile_columns(columns)
     launch = Launch(
         _nvfp4_weight_kernel,
         (cdiv(rows, BLOCK) * cdiv(columns, tile),),
@@ -144,11 +146,11 @@ def nvfp4_weight(
 
     Args:
         w: bf16 or fp32 [N, D], D a multiple of 16. The last tiles of rows may be incomplete.
-        tensor_scale: one fp32 number on the device of w.
+        tensor_scale: one fp32 number on the device of w, a power of two.
         form: with N' = N rounded up to a multiple of 16: "codes": uint8 [N, D / 2] and [D, N' / 2], two elements a
             byte, and float8_e4m3fn scales [N, D / 16] and [D, N' / 16]; "blocked": the same codes, scales flat in the
-            128x4 layout, padding zero; "image": bf16 [N, D], element * block scale * tensor scale, exact if the last is
-            a power of two. Its transpose is the image of the transpose.
+            128x4 layout, padding zero; "image": bf16 [N, D], element * block scale * tensor scale, exact. Its
+            transpose is the image of the transpose.
         gain: bf16 or fp32 [D], multiplied in first, in fp32.
 
     Raises:

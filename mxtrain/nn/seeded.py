@@ -9,14 +9,14 @@ from mxtrain.seeds import hadamard_signs, rounding_key, sign_mask
 
 
 class Seeded(nn.Module):
-    """Adds the signs of the Hadamard transform and the keys of stochastic rounding to a module with a recipe.
+    """Adds the signs of the Hadamard transform and the key of stochastic rounding to a module with a recipe.
 
     Not a buffer, which ``to_empty`` would lose, nor plain numbers, for each of which ``torch.compile`` would compile
     anew. Modules whose recipe needs none have none.
     """
 
     recipe: Recipe
-    # int64 [3] on the device of the parameters: signs packed by ``mxtrain.seeds.sign_mask``, key of dgrad, of wgrad.
+    # int64 [2] on the device of the parameters: signs packed by ``mxtrain.seeds.sign_mask``, key.
     _seeds: torch.Tensor | None = None
 
     def set_seed(self, seed: int, fqn: str) -> None:
@@ -29,7 +29,7 @@ class Seeded(nn.Module):
             return
         numbers = [
             sign_mask(hadamard_signs(seed, fqn)),
-            *(rounding_key(seed, fqn, gemm) for gemm in ("dgrad", "wgrad")),
+            rounding_key(seed, fqn),
         ]
         self._seeds = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self._move_seeds()

@@ -95,10 +95,11 @@ def cast(
 
     Without ``bits``, elements are rounded to nearest, ties to even, and the result has torchao's bits. With ``bits``,
     they are rounded stochastically: between two neighbours of E2M1, f of the way from the smaller magnitude to the
-    larger, t = floor(f * 2^32), the larger is taken if bits + t >= 2^32, as if the bits were added to the fraction and
-    the rest cut off. With uniform bits its probability is t / 2^32, which is f wherever f >= 2^-8 and never more than
-    2^-32 below it. E2M1 values, zeros among them, stay what they are, what exceeds 6 saturates, and any result is
-    either neighbour, so at most one step from the nearest. Block scales are always rounded to nearest.
+    larger, t = f * 2^16 to the nearest integer, the larger is taken if bits + t >= 2^16, as if the bits were added to
+    the fraction and the rest cut off. With uniform bits its probability is t / 2^16, within 2^-17 of f on either side.
+    It is zero only for f up to 2^-17: for elements below 7e-7 of the largest that a block can hold. E2M1 values, zeros
+    among them, stay what they are, what exceeds 6 saturates, and any result is either neighbour, so at most one step
+    from the nearest. Block scales are always rounded to nearest.
 
     A NaN, in the block or as tensor scale, makes the block's scale NaN, and the codes mean nothing. Infinities saturate
     to 6 * 448 * tensor_scale, unless the tensor scale is infinite too, as a dynamic one is: then everything dequantizes
@@ -107,7 +108,7 @@ def cast(
     Args:
         x: bf16 or fp32, [..., D] with D a multiple of 16.
         tensor_scale: number or fp32 tensor of one element, at least ``MIN_TENSOR_SCALE``.
-        bits: int64, shape of ``x``, uniform in [0, 2^32).
+        bits: int64, shape of ``x``, uniform in [0, 2^16).
 
     Returns:
         codes: uint8, [..., D / 2], two elements a byte, the first in the low half.
@@ -235,9 +236,7 @@ def _encode(y: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
     if bits is None:
         steps = position.round().long()
     else:
-        whole = position.floor()
-        fraction = ((position - whole) * 2.0**32).long()
-        steps = whole.long() + ((fraction + bits) >> 32)
+        steps = ((position * 2.0**16).round().long() + bits) >> 16
     return (first + steps + 8 * y.signbit()).to(torch.uint8)
 
 

@@ -9,14 +9,14 @@ Unsigned 32-bit words are held in int64, the one integer dtype with full arithme
 
 import torch
 
+from mxtrain.rounding import MAX_ELEMENTS
+
 Word = int | torch.Tensor
 
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
-# The index of four elements must fit in one word.
-MAX_ELEMENTS = 4 * 2**32
 
 
 def philox(key: Word, c0: Word, c1: Word, c2: Word, c3: Word) -> tuple[Word, Word, Word, Word]:
@@ -45,7 +45,7 @@ def _multiply(word: Word, factor: int) -> tuple[Word, Word]:
     return upper + (lower >> 16) >> 16, ((upper & 0xFFFF) << 16) + lower & _WORD
 
 
-def rounding_bits(
+def rounding_words(
     rows: int,
     columns: int,
     key: Word,
@@ -54,7 +54,7 @@ def rounding_bits(
     microbatch: Word = 0,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """32 bits of its own for every element of a matrix, whatever the order or the tiles it is worked on.
+    """A 32-bit word of its own for every element of a matrix, whatever the order or the tiles it is worked on.
 
     The addressing rule. Element (row, column) has index e = row * columns + column, and gets word e mod 4 of
     ``philox`` with this key and these counter words:
@@ -66,9 +66,9 @@ def rounding_bits(
     c3  the rank
     ==  =====================================================
 
-    Two addresses that differ in any of these have different counters, and layers and GEMMs have different keys. An
-    output gradient [T, N] is indexed as it is stored, t * N + n, in both orientations: padding tokens adds indices and
-    changes none. Nothing is drawn in sequence, so a resumed run gets the bits of the step that it repeats.
+    Two addresses that differ in any of these have different counters, and layers have different keys. An output
+    gradient [T, N] is indexed as it is stored, t * N + n: padding tokens adds indices and changes none. Nothing is
+    drawn in sequence, so a resumed run gets the bits of the step that it repeats.
 
     Args:
         key: from ``mxtrain.seeds.rounding_key``. Like ``step``, ``rank`` and ``microbatch`` an integer, or an int64
@@ -90,3 +90,11 @@ def rounding_bits(
     fours = torch.arange((elements + 3) // 4, dtype=torch.int64, device=device)
     words = philox(key, fours, microbatch, step, rank)
     return torch.stack(words, 1).flatten()[:elements].view(rows, columns)
+
+
+def rounding_bits(words: torch.Tensor, dim: int) -> torch.Tensor:
+    """16 bits of each of ``rounding_words`` for the cast along ``dim``: the lower half for 1, the upper half for 0.
+
+    A gradient is cast along both, and drawing words is most of the work: the halves of one are independent.
+    """
+    return words & 0xFFFF if dim == 1 else words >> 16

@@ -24,7 +24,7 @@ from mxtrain.kernels.decompose_k_plan import Plan, kernel_plan
 from mxtrain.kernels.fold_backward import fold_backward
 from mxtrain.kernels.mxnorm_cast import mxnorm_cast
 from mxtrain.kernels.norm_backward import norm_backward
-from mxtrain.kernels.nvfp4_cast import RoundingCounter, nvfp4_amax, nvfp4_cast
+from mxtrain.kernels.nvfp4_cast import nvfp4_amax, nvfp4_cast
 from mxtrain.kernels.nvfp4_norm import nvfp4_norm
 from mxtrain.kernels.nvfp4_weight import nvfp4_weight
 from mxtrain.kernels.rms_norm import rms_norm
@@ -120,7 +120,6 @@ def add_nvfp4(found: dict, matrix, vector) -> None:
     """The casts to NVFP4: every form, rounding, transform and factor."""
     bf16 = torch.bfloat16
     scale, number = vector(()), vector((), torch.int64)
-    counter, keys = RoundingCounter(number, number, number), {1: number, 0: number}
 
     def add(name, function, *args, **kwargs):
         found[f"{function.__name__} {name}"] = lambda: function(*args, **kwargs)
@@ -132,7 +131,8 @@ def add_nvfp4(found: dict, matrix, vector) -> None:
         x = matrix(DTYPES[name])
         add(f"{name} {form}", nvfp4_norm, x, estimate(), 2.0**-8, form)
         add(f"{name} {form}", nvfp4_weight, x, scale, form)
-    gradient = dict(signs=number, keys=keys, counter=counter)
+    draws = vector(4, torch.int64)
+    gradient = dict(signs=number, draws=draws)
     for form in ("codes", "image"):
         x = matrix(bf16)
         for dim in (0, 1):
@@ -146,7 +146,7 @@ def add_nvfp4(found: dict, matrix, vector) -> None:
     x, rows, columns = matrix(bf16), vector(ROWS), vector(4096, bf16)
     add("bf16 row factor", nvfp4_cast, x, {0: scale}, "image", signs=number, row_factor=rows)
     add("bf16 blocked column factor", nvfp4_cast, x, {1: scale, 0: scale}, "blocked", column_factor=columns)
-    add("bf16 stochastic (1,)", nvfp4_cast, x, {1: scale}, "image", keys={1: number}, counter=counter)
+    add("bf16 stochastic (1,)", nvfp4_cast, x, {1: scale}, "image", draws=draws)
     add("bf16 column factor", nvfp4_weight, x, scale, "image", columns)
     add("bf16", nvfp4_amax, x)
     add("bf16 transformed", nvfp4_amax, x, number)

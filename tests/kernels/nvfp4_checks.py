@@ -3,18 +3,18 @@
 import torch
 from kernel_checks import SMALLEST_NORMAL, assert_close, assert_same_bits, assert_within_ulps, careful_call
 
-from mxtrain.kernels.nvfp4_cast import RoundingCounter, nvfp4_amax, nvfp4_cast
+from mxtrain.kernels.nvfp4_cast import nvfp4_amax, nvfp4_cast
 from mxtrain.kernels.nvfp4_norm import nvfp4_norm
 from mxtrain.kernels.nvfp4_weight import nvfp4_weight
 from mxtrain.kernels.runtime import INTERPRETED
 from mxtrain.recipe import RMSEstimate
 from mxtrain.reference import casts, mxnorm, nvfp4
 from mxtrain.reference.hadamard import hadamard, pad
-from mxtrain.reference.philox import rounding_bits
+from mxtrain.reference.philox import rounding_bits, rounding_words
 from mxtrain.seeds import hadamard_signs, rounding_key, sign_mask
 
 SIGNS = hadamard_signs(0, "layers.0.attention.wq")
-KEYS = {1: rounding_key(0, "layers.0.attention.wq", "dgrad"), 0: rounding_key(0, "layers.0.attention.wq", "wgrad")}
+KEY = rounding_key(0, "layers.0.attention.wq")
 STEP, MICROBATCH, RANK = 2**32 - 2, 2, 3
 
 
@@ -26,13 +26,9 @@ def signs() -> torch.Tensor:
     return torch.tensor(sign_mask(SIGNS))
 
 
-def keys(*dims: int) -> dict[int, torch.Tensor]:
-    return {dim: torch.tensor(KEYS[dim]) for dim in dims}
-
-
-def counter() -> RoundingCounter:
-    """Views of one tensor, at addresses that 16 does not divide."""
-    return RoundingCounter(*torch.tensor([0, STEP, MICROBATCH, RANK])[1:].unbind())
+def draws() -> torch.Tensor:
+    """A view of a tensor, at an address that 16 does not divide."""
+    return torch.tensor([0, KEY, STEP, MICROBATCH, RANK])[1:]
 
 
 def positive_nans(scales: torch.Tensor) -> torch.Tensor:
@@ -98,14 +94,12 @@ def check_cast(x, dims=(1, 0), form="codes", transform=True, stochastic=(1, 0), 
     if tensor_scales is None:
         tensor_scales = {dim: nvfp4.power_of_two_tensor_scale(maxima[dim]) for dim in dims}
     with careful_call(x, *factors.values()):
-        results = nvfp4_cast(
-            x, tensor_scales, form, signs=sign_tensor, keys=keys(*stochastic), counter=counter(), **factors
-        )
+        results = nvfp4_cast(x, tensor_scales, form, signs=sign_tensor, draws=draws(), stochastic=stochastic, **factors)
     assert results.keys() == set(dims)
     for dim in dims:
         bits = None
         if dim in stochastic:
-            bits = rounding_bits(along[dim].shape[0], columns, KEYS[dim], STEP, RANK, MICROBATCH)
+            bits = rounding_bits(rounding_words(along[dim].shape[0], columns, KEY, STEP, RANK, MICROBATCH), dim)
         wide = along[dim] if dim == 1 else along[dim].t().contiguous()
         bits = bits if dim == 1 or bits is None else bits.t()
         data, scales = results[dim]

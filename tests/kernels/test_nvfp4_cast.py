@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import DTYPES, assert_same_results, bits, draw, kernel_tests, poisoned_memory, ugly
-from nvfp4_checks import KEYS, check_cast, counter, keys, signs
+from nvfp4_checks import KEY, check_cast, draws, signs
 
-from mxtrain.kernels.nvfp4_cast import RoundingCounter, nvfp4_amax, nvfp4_cast
+from mxtrain.kernels.nvfp4_cast import nvfp4_amax, nvfp4_cast
 from mxtrain.kernels.runtime import FORMS
 from mxtrain.reference.nvfp4 import dynamic_tensor_scale, power_of_two_tensor_scale
 
@@ -115,12 +115,11 @@ def test_any_matrix(shape, seed, log2_scale, dtype, form, dims, stochastic, tran
     check_cast(x, dims, form, transform, stochastic)
 
 
-def test_every_word_of_the_counter_changes_the_result():
+def test_every_number_that_bits_follow_from_changes_the_result():
     x, scale = draw(16, 64), torch.tensor(1.0)
 
     def cast(key=5, step=1, microbatch=2, rank=3):
-        at = RoundingCounter(*map(torch.tensor, (step, microbatch, rank)))
-        return nvfp4_cast(x, {1: scale}, keys={1: torch.tensor(key)}, counter=at)[1][0]
+        return nvfp4_cast(x, {1: scale}, draws=torch.tensor([key, step, microbatch, rank]))[1][0]
 
     results = [cast(), cast(key=6), cast(key=5 + 2**40), cast(step=2), cast(microbatch=1), cast(rank=0)]
     assert torch.equal(results[0], cast())
@@ -146,29 +145,28 @@ def test_maxima_give_tensor_scales(transform):
 def test_compiles_once_for_all_layers_and_steps(form, compile_backend):
     """Keys, signs, step and the rest are tensors, so that no value of theirs is in the graph."""
 
-    def run(x, sign, key, step, microbatch, rank):
+    def run(x, sign, numbers):
         amax, transformed = nvfp4_amax(x, sign)
         scales = {1: power_of_two_tensor_scale(amax), 0: power_of_two_tensor_scale(transformed)}
-        at = RoundingCounter(step, microbatch, rank)
-        results = nvfp4_cast(x, scales, form, signs=sign, keys={1: key, 0: key + 1}, counter=at)
+        results = nvfp4_cast(x, scales, form, signs=sign, draws=numbers)
         return [t for result in results.values() for t in result if t is not None]
 
     x = draw(17, 64)
     compiled = torch.compile(run, backend=compile_backend, fullgraph=True)
     for step in range(2):
-        numbers = [torch.tensor(n) for n in (step * 77, KEYS[1] - step, step, step, step)]
+        sign, numbers = torch.tensor(step * 77), torch.tensor([KEY - step, step, step, step])
         with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
-            assert_same_results(compiled(x, *numbers), run(x, *numbers))
+            assert_same_results(compiled(x, sign, numbers), run(x, sign, numbers))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_custom_ops_keep_their_word(form):
     """Schema (no input is changed or returned) and fake (shapes, dtypes, strides)."""
-    x, scale, at, key = draw(35, 96), torch.tensor(1.0), counter(), keys(1, 0)
+    x, scale = draw(35, 96), torch.tensor(1.0)
     tests = ("test_schema", "test_faketensor")
     for arguments in (
-        (x, None, None, scale, scale, signs(), key[1], key[0], *at, form),
-        (x, draw(35), draw(96), None, scale, None, None, None, None, None, None, form),
+        (x, None, None, scale, scale, signs(), draws(), [1, 0], form),
+        (x, draw(35), draw(96), None, scale, None, None, [], form),
     ):
         torch.library.opcheck(torch.ops.mxtrain.nvfp4_cast.default, arguments, test_utils=tests)
     for sign in (None, signs()):
@@ -199,18 +197,15 @@ def test_shapes_that_they_do_not_take(shape, function):
 
 
 def test_what_else_they_do_not_take():
-    x, one, number = torch.ones(2, 32), torch.tensor(1.0), torch.tensor(1)
-    at = RoundingCounter(number, number, number)
+    x, one = torch.ones(2, 32), torch.tensor(1.0)
     for match, scales, arguments in (
         ("form = 'swizzled'", {1: one}, dict(form="swizzled")),
         ("expected 0, 1 or both", {}, {}),
         ("expected 0, 1 or both", {2: one}, {}),
-        ("expected 0, 1 or both", {1: one}, dict(keys={0: number}, counter=at)),
-        ("keys without a counter", {1: one}, dict(keys={1: number})),
         (r"tensor_scales\[1\] \(2,\) of torch.float32", {1: torch.ones(2)}, {}),
         (r"tensor_scales\[0\] \(\) of torch.float64", {0: one.double()}, {}),
-        (r"keys\[1\] \(\) of torch.int32", {1: one}, dict(keys={1: number.int()}, counter=at)),
-        (r"rank \(\) of torch.float32", {1: one}, dict(keys={1: number}, counter=at._replace(rank=one))),
+        (r"draws \(5,\) of torch.int64", {1: one}, dict(draws=torch.ones(5, dtype=torch.int64))),
+        (r"draws \(4,\) of torch.float32", {1: one}, dict(draws=torch.ones(4))),
         (r"signs \(16,\) of torch.int64", {0: one}, dict(signs=torch.ones(16, dtype=torch.int64))),
         (r"row_factor \(3,\)", {1: one}, dict(row_factor=torch.ones(3))),
         (r"column_factor \(2,\)", {1: one}, dict(column_factor=torch.ones(2))),
