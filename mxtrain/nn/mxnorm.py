@@ -187,7 +187,7 @@ class MXNorm(Seeded, nn.RMSNorm):
 
     def extra_repr(self) -> str:
         e = self.estimate
-        return f"{super().extra_repr()}, p={e.p}, estimator={e.estimator}, recipe={self.recipe}, mode={self.mode}"
+        return f"{super().extra_repr()}, p={e.p}, estimator={e.estimator}, recipe={self.recipe.fprop}, mode={self.mode}"
 
 
 class MXNormLinear(QuantizedLinear):
@@ -216,8 +216,8 @@ class MXNormLinear(QuantizedLinear):
             raise TypeError(f"MXNormLinear takes the result of an MXNorm, not {type(x).__name__}")
         if x.recipe != self.recipe.fprop or x.mode != self.mode:
             raise ConfigError(
-                f"this MXNormLinear has recipe {self.recipe.fprop} and mode {self.mode!r}, but its input was normalized "
-                f"with recipe {x.recipe} and mode {x.mode!r}"
+                f"this MXNormLinear has recipe {self.recipe.fprop} and mode {self.mode!r}, but its input was "
+                f"normalized with recipe {x.recipe} and mode {x.mode!r}"
             )
         y = _MXNormLinearFunction.apply(
             x.h.reshape(-1, x.shape[-1]),

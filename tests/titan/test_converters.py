@@ -238,8 +238,9 @@ def test_every_config_builds_its_converters_and_they_convert_its_model(path):
         "mx_linear": {MXNorm: 0, MXNormLinear: 0, MXLinear: 7},
         "none": {MXNorm: 0, MXNormLinear: 0, MXLinear: 0},
     }[active_settings(job_config)["converter"]]
-    # The last blocks of NVFP4 stay as they are.
-    left = {6: 1, 12: 2}[args.n_layers] if job_config.mxnorm.recipe == "nvfp4" else 0
+    # The last blocks of NVFP4 stay as they are, and the first one where it is named.
+    left = {6: 1, 12: 2}[args.n_layers] if "nvfp4" in job_config.mxnorm.recipe else 0
+    left += "layers.0" in job_config.mxnorm.recipes
     assert {kind: count(model, kind) / (args.n_layers - left) for kind in expected} == expected
     fuses = "fused_rmsnorm" in job_config.model.converters
     assert bool(count(model, FusedRMSNorm)) == fuses and not (fuses and count(model, nn.RMSNorm))
