@@ -157,8 +157,8 @@ def convert(
 
     report = Report()
     norms = _plan_norms(model, filtered, recipe_of, example_inputs, report) if converter == "mxnorm" else {}
-    fed = {linear for linears in report.norms.values() for linear in linears}
-    _plan_linears(model, filtered, fed, report)
+    fed = [linear for linears in report.norms.values() for linear in linears]
+    _plan_linears(model, filtered, set(fed), report)
     if not (report.norms if converter == "mxnorm" else report.linears):
         raise _nothing_to_convert(converter, model, report)
 
