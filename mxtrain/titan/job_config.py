@@ -7,15 +7,14 @@ types into strings, which its merge of nested tables cannot read, so they are no
 """
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Annotated
 
 from tyro.constructors import PrimitiveConstructorSpec
 
 
 def _pairs(words: list[str]) -> dict[str, str]:
-    if len(words) % 2:
-        raise ValueError(f"{words[-1]!r} has no recipe: write a name and a recipe, and so on")
-    return dict(zip(words[::2], words[1::2]))
+    return dict(zip_longest(words[::2], words[1::2], fillvalue=""))
 
 
 def _words(table) -> list[str]:
@@ -30,7 +29,7 @@ Table = Annotated[
         nargs="*",
         metavar="NAME RECIPE ...",
         instance_from_str=_pairs,
-        is_instance=lambda value: True,
+        is_instance=lambda value: isinstance(value, dict),
         str_from_instance=_words,
     ),
 ]
