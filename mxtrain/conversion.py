@@ -37,7 +37,7 @@ class Report:
         fused_norms: FQNs of the norms that became FusedRMSNorm.
         gates: FQNs of the gates of routers that became DecomposeKRouter.
         skipped: FQN of every norm, linear or gate left as it was -> the reason.
-        recipes: FQN of every swapped linear that has another recipe than most, by its name -> the name of that recipe.
+        recipes: FQN of every swapped linear whose recipe is not that of the model -> the name of its recipe.
     """
 
     norms: dict[str, list[str]] = field(default_factory=dict)

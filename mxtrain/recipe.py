@@ -264,8 +264,10 @@ def _changed(recipe: LinearRecipe, gemms: tuple[str, ...]) -> list[Recipe]:
 
 def _check_switch(switch: str, value, recipes: list[LinearRecipe]) -> None:
     """Raise ConfigError if the switch changes no GEMM of the recipes; off (False) is true of any."""
-    gemms = _CHANGES.get(switch, GEMMS)
-    if any(recipe.has(switch) for linear in recipes for recipe in _changed(linear, gemms)) or value is False:
+    gemms = _CHANGES.get(switch)
+    if gemms is None or value is False:
+        return
+    if any(r.has(switch) and r.format is not None for recipe in recipes for r in _changed(recipe, gemms)):
         return
     if len(recipes) == 1 and isinstance(recipes[0], Recipe):
         replace(recipes[0], **{switch: value})  # which says what does not go together

@@ -150,6 +150,10 @@ def test_switches_in_effect_are_those_of_the_gemms_that_they_change():
             r"^scale_rounding = 'floor' needs a format whose block scales are powers of two for fprop or dgrad or",
         ),
         (lambda: get_recipe("fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8", "up"), r"scale_rounding = 'up' is not one of"),
+        (
+            lambda: get_recipe("fprop=nvfp4, dgrad=bf16, wgrad=nvfp4", "rceil"),
+            r"^scale_rounding = 'rceil' needs a format whose block scales are powers of two",
+        ),
         (lambda: get_recipes("mxfp8", {"wo": "mx"}), r"^recipes.'wo' = 'mx' is not one of: 'mxfp8'"),
         (lambda: get_recipes("mxfp8", {"wo": "fprop=bf16"}), r"^recipes.'wo' = 'fprop=bf16' says nothing of dgrad"),
         (
