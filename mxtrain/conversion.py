@@ -6,9 +6,7 @@ of the norm can take the place of its tensor. A norm that stays one can run on f
 The gate of a router is never quantized; it can become one with full-precision logits.
 """
 
-import fnmatch
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch.nn as nn
@@ -21,9 +19,10 @@ from mxtrain.nn.rms_norm import WHEN_COMPILED, FusedRMSNorm
 from mxtrain.nn.router import DecomposeKRouter
 from mxtrain.nn.three_gemms import QuantizedLinear, check_features
 from mxtrain.norm_uses import shared_parameters, watch_norms
-from mxtrain.recipe import Recipe, RMSEstimate, get_recipe
+from mxtrain.recipe import HIGH_PRECISION, LinearRecipe, RMSEstimate, get_recipes
 from mxtrain.rms_norms import as_rms_norm, looks_like_rms_norm
 from mxtrain.routers import router_gates
+from mxtrain.selection import last_blocks, named, recipes_of_linears
 
 CONVERTERS = ("mxnorm", "mx_linear", "fused_rmsnorm", "decompose_k_router")
 
@@ -38,6 +37,7 @@ class Report:
         fused_norms: FQNs of the norms that became FusedRMSNorm.
         gates: FQNs of the gates of routers that became DecomposeKRouter.
         skipped: FQN of every norm, linear or gate left as it was -> the reason.
+        recipes: FQN of every swapped linear whose recipe is not that of the model -> the name of its recipe.
     """
 
     norms: dict[str, list[str]] = field(default_factory=dict)
@@ -45,6 +45,7 @@ class Report:
     fused_norms: list[str] = field(default_factory=list)
     gates: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    recipes: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         fed = sum(map(len, self.norms.values()))
@@ -54,22 +55,13 @@ class Report:
         if self.gates:
             swapped = f"{len(self.gates)} gates of routers"
         lines = [f"swapped {swapped}; left {len(self.skipped)} as they were"]
-        lines += [f"  {norm} -> {', '.join(linears)}" for norm, linears in self.norms.items()]
-        lines += [f"  {fqn}" for fqn in (*self.linears, *self.fused_norms, *self.gates)]
+        lines += [f"  {norm} -> {', '.join(map(self._named, linears))}" for norm, linears in self.norms.items()]
+        lines += [f"  {self._named(fqn)}" for fqn in (*self.linears, *self.fused_norms, *self.gates)]
         lines += [f"  left: {fqn}: {reason}" for fqn, reason in self.skipped.items()]
         return "\n".join(lines)
 
-
-def matches(fqn: str, pattern: str) -> bool:
-    """Whether ``pattern`` names ``fqn``: its segments, each a literal or a glob, match a run of whole segments.
-
-    ``layers.1`` names ``layers.1`` and everything in it, but not ``layers.10``; ``*.wo`` and ``wo`` name every wo.
-    """
-    names, globs = fqn.split("."), pattern.split(".")
-    return any(
-        all(fnmatch.fnmatchcase(name, glob) for name, glob in zip(names[start:], globs))
-        for start in range(len(names) - len(globs) + 1)
-    )
+    def _named(self, fqn: str) -> str:
+        return f"{fqn} ({self.recipes[fqn]})" if fqn in self.recipes else fqn
 
 
 def convert(
@@ -78,6 +70,7 @@ def convert(
     *,
     p: int = 2,
     recipe="mxfp8",
+    recipes: Mapping | None = None,
     estimator: str = "pre_round",
     scale_rounding: str | None = None,
     tensor_scale: str | None = None,
@@ -102,13 +95,18 @@ def convert(
     Args:
         model: any module tree, on any device, meta included.
         converter: "mxnorm", "mx_linear", "fused_rmsnorm" or "decompose_k_router".
-        p, recipe, estimator, scale_rounding, mode: see ``mxtrain.mxnorm_cast``; only for "mxnorm" and "mx_linear".
+        p, estimator, scale_rounding, mode: see ``mxtrain.mxnorm_cast``; only for "mxnorm" and "mx_linear".
+        recipe: what linears are cast to, for "mxnorm" and "mx_linear": a name for all three GEMMs or one for each, as
+            in "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". Layers whose three GEMMs are "bf16" are left as they are.
+        recipes: name of linears, or of modules that hold some (see ``mxtrain.selection.matches``) -> their recipe in
+            the place of ``recipe``; of several names for a linear the last holds. A norm has the recipe of the linears
+            it feeds, and stays if they have several for fprop. filter_fqns and high_precision_share come first.
         tensor_scale, weight_tiles, hadamard, stochastic_rounding, high_precision_share: settings of ``mxtrain.Recipe``,
             for "mxnorm" and "mx_linear"; None keeps the recipe's own. Blocks are the members of the outermost
             ModuleLists and ModuleDicts; of n blocks, share * n, rounded to nearest, are left as they are, by order.
         eps: for the squared RMS estimate of "mxnorm"; None keeps the eps of each norm.
-        filter_fqns: names of modules to leave alone (see ``matches``). None stands for ("output",), and for nothing
-            with "fused_rmsnorm" and "decompose_k_router".
+        filter_fqns: names of modules to leave alone (see ``mxtrain.selection.matches``). None stands for ("output",),
+            and for nothing with "fused_rmsnorm" and "decompose_k_router".
         example_inputs: arguments for one forward pass of ``model``, of any device; only shapes and dtypes matter.
             None stands for one row of 32 token ids. Used by "mxnorm".
         when_compiled: for "fused_rmsnorm", see ``mxtrain.FusedRMSNorm``.
@@ -119,61 +117,78 @@ def convert(
         Report: what was swapped, and what was left and why.
 
     Raises:
-        ConfigError: for an unknown setting, a filter that matches no module, features that no block divides, a forward
-            pass that fails on the meta device, or a model with nothing to convert. The model is then unchanged.
+        ConfigError: for an unknown setting, a filter that matches no module, a name in ``recipes`` that matches no
+            linear, features that no block divides, a forward pass that fails on the meta device, or a model with
+            nothing to convert. The model is then unchanged.
     """
     require_one_of("converter", converter, CONVERTERS)
     require_one_of("when_compiled", when_compiled, WHEN_COMPILED)
-    recipe = get_recipe(
+    recipe, by_pattern = get_recipes(
         recipe,
-        scale_rounding,
+        {} if recipes is None else recipes,
+        scale_rounding=scale_rounding,
         tensor_scale=tensor_scale,
         weight_tiles=weight_tiles,
         hadamard=hadamard,
         stochastic_rounding=stochastic_rounding,
         high_precision_share=high_precision_share,
     )
-    RMSEstimate.for_recipe(recipe, p, estimator, 0.0 if eps is None else eps)
-    mode = resolve_mode(mode, _device_type(model), recipe)
+    RMSEstimate.for_recipe(recipe.fprop, p, estimator, 0.0 if eps is None else eps)
+    mode = resolve_mode(mode, _device_type(model), recipe, *by_pattern.values())
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ConfigError(f"seed = {seed!r} is not an integer")
     if isinstance(filter_fqns, str):
         raise ConfigError(f"filter_fqns = {filter_fqns!r} is not a list: write [{filter_fqns!r}]")
     if filter_fqns is None:
         filter_fqns = ("output",) if converter in ("mxnorm", "mx_linear") else ()
-    filtered = _filtered(model, tuple(filter_fqns))
+    filtered = {fqn: "named in filter_fqns" for name in filter_fqns for fqn in named(model, name, "filter_fqns")}
     if converter == "fused_rmsnorm":
         return _fuse_norms(model, filtered, when_compiled)
     if converter == "decompose_k_router":
         return _swap_gates(model, filtered)
-    filtered = _last_blocks(model, recipe.high_precision_share) | filtered
+    chosen = recipes_of_linears(model, recipe, by_pattern)
+    recipe_of = {fqn: its_recipe for fqn, (its_recipe, _) in chosen.items()}
+    high_precision = {
+        fqn: f"left in high precision by {setting}"
+        for fqn, (its_recipe, setting) in chosen.items()
+        if its_recipe.name == HIGH_PRECISION
+    }
+    filtered = high_precision | last_blocks(model, recipe.high_precision_share) | filtered
 
     report = Report()
-    norms = _plan_norms(model, filtered, example_inputs, report) if converter == "mxnorm" else {}
-    fed = {linear for linears in report.norms.values() for linear in linears}
-    _plan_linears(model, filtered, fed, report)
+    norms = _plan_norms(model, filtered, recipe_of, example_inputs, report) if converter == "mxnorm" else {}
+    fed = [linear for linears in report.norms.values() for linear in linears]
+    _plan_linears(model, filtered, set(fed), report)
     if not (report.norms if converter == "mxnorm" else report.linears):
         raise _nothing_to_convert(converter, model, report)
 
     for fqn in (*fed, *report.linears):
         linear = model.get_submodule(fqn)
         try:
-            check_features(linear.in_features, linear.out_features, recipe)
+            check_features(linear.in_features, linear.out_features, recipe_of[fqn])
+            if fqn in fed:
+                RMSEstimate.for_recipe(recipe_of[fqn].fprop, p, estimator)
         except ConfigError as error:
             raise ConfigError(f"{fqn}: {error}; name it in filter_fqns to leave it in high precision") from None
+        if recipe_of[fqn] != recipe:
+            report.recipes[fqn] = recipe_of[fqn].name
 
     for fqn, linears in report.norms.items():
-        new = MXNorm.from_rms_norm(norms[fqn], p=p, estimator=estimator, eps=eps, recipe=recipe, mode=mode)
+        # One that needs the norm's signs, if any of them does.
+        its_recipe = max((recipe_of[linear] for linear in linears), key=lambda r: r.needs_signs)
+        new = MXNorm.from_rms_norm(norms[fqn], p=p, estimator=estimator, eps=eps, recipe=its_recipe, mode=mode)
         new.set_seed(seed, fqn)
         _replace(model, fqn, new)
         for linear in linears:
-            _swap_linear(model, linear, MXNormLinear, recipe, mode, seed)
+            _swap_linear(model, linear, MXNormLinear, recipe_of[linear], mode, seed)
     for linear in report.linears:
-        _swap_linear(model, linear, MXLinear, recipe, mode, seed)
+        _swap_linear(model, linear, MXLinear, recipe_of[linear], mode, seed)
     return report
 
 
-def _swap_linear(model: nn.Module, fqn: str, kind: type[QuantizedLinear], recipe: Recipe, mode: str, seed: int) -> None:
+def _swap_linear(
+    model: nn.Module, fqn: str, kind: type[QuantizedLinear], recipe: LinearRecipe, mode: str, seed: int
+) -> None:
     new = kind.from_linear(model.get_submodule(fqn), recipe=recipe, mode=mode)
     new.set_seed(seed, fqn)
     _replace(model, fqn, new)
@@ -183,34 +198,6 @@ def _device_type(model: nn.Module) -> str | None:
     """Where the model's parameters are; None, for this machine's default, while they are on the meta device."""
     types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     return types.pop() if len(types) == 1 else None
-
-
-def _filtered(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, str]:
-    """FQNs that any pattern names, with that as a reason to leave them; ConfigError for a pattern that names none."""
-    fqns = [fqn for fqn, _ in model.named_modules() if fqn]
-    hits = {pattern: {fqn for fqn in fqns if matches(fqn, pattern)} for pattern in patterns}
-    for pattern, hit in hits.items():
-        if not hit:
-            top = ", ".join(name for name, _ in model.named_children())
-            raise ConfigError(f"filter_fqns: {pattern!r} matches no module; the top-level modules are: {top}")
-    return {fqn: "named in filter_fqns" for hit in hits.values() for fqn in hit}
-
-
-def _last_blocks(model: nn.Module, share: float) -> dict[str, str]:
-    """FQNs of the last share of the model's blocks and of everything in them, with that as a reason to leave them."""
-    containers, blocks = [], []
-    for fqn, module in model.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not any(_is_in(fqn, outer) for outer in containers):
-            containers.append(fqn)
-            blocks += [f"{fqn}.{name}".removeprefix(".") for name, _ in module.named_children()]
-    count = math.floor(share * len(blocks) + 0.5)
-    last = blocks[len(blocks) - count :]
-    reason = f"in the last {count} of {len(blocks)} blocks (high_precision_share = {share})"
-    return {fqn: reason for fqn, _ in model.named_modules() if any(_is_in(fqn, block) for block in last)}
-
-
-def _is_in(fqn: str, outer: str) -> bool:
-    return not outer or fqn == outer or fqn.startswith(outer + ".")
 
 
 def _nothing_to_convert(converter: str, model: nn.Module, report: Report) -> ConfigError:
@@ -270,7 +257,11 @@ def _kept(fqn: str, norm: nn.RMSNorm, filtered: dict[str, str]) -> str | None:
 
 
 def _plan_norms(
-    model: nn.Module, filtered: dict[str, str], example_inputs: tuple | None, report: Report
+    model: nn.Module,
+    filtered: dict[str, str],
+    recipe_of: dict[str, LinearRecipe],
+    example_inputs: tuple | None,
+    report: Report,
 ) -> dict[str, nn.RMSNorm]:
     """Sort every RMSNorm into ``report.norms`` or ``report.skipped``; return what each is, as an nn.RMSNorm."""
     norms = _find_norms(model, report)
@@ -292,6 +283,9 @@ def _plan_norms(
             report.skipped[fqn] = f"feeds {', '.join(fed_gates)}, the gate of a router"
         elif again := [linear for linear in linears if uses.calls[linear] != 1]:
             report.skipped[fqn] = f"feeds {', '.join(again)}, which is called more than once"
+        elif len({recipe_of[linear].fprop for linear in linears}) > 1:
+            fprops = ", ".join(f"{linear}: {recipe_of[linear].fprop.name}" for linear in linears)
+            report.skipped[fqn] = f"feeds linears with different recipes of fprop ({fprops})"
         else:
             report.norms[fqn] = linears
     return norms

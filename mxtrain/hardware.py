@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.recipe import Recipe
+from mxtrain.recipe import LinearRecipe
 
 MODES = ("native", "emulated", "reference")
 
@@ -68,25 +68,25 @@ def describe_modes(device_type: str | None = None) -> list[ModeSupport]:
     ]
 
 
-def resolve_mode(mode: str, device_type: str | None = None, recipe: Recipe | None = None) -> str:
-    """The execution mode to use: ``mode`` itself, or for ``"auto"`` the best one for the device type and the recipe.
+def resolve_mode(mode: str, device_type: str | None = None, *recipes: LinearRecipe) -> str:
+    """The execution mode to use: ``mode`` itself, or for ``"auto"`` the best one for the device type and all recipes.
 
     On a CPU ``"auto"`` is ``"reference"``: emulation there is possible but slower.
 
     Raises:
-        ConfigError: for an unknown mode, or one that the device or the recipe lacks.
+        ConfigError: for an unknown mode, or one that the device or a recipe lacks.
     """
     require_one_of("mode", mode, ("auto", *MODES))
     device_type = device_type or default_device_type()
     support = {s.mode: s for s in describe_modes(device_type)}
-    is_nvfp4 = recipe is not None and recipe.is_nvfp4
+    nvfp4 = next((recipe.name for recipe in recipes if any(r.is_nvfp4 for r in recipe.gemms)), None)
     if mode == "auto":
         if device_type == "cpu":
             return "reference"
-        return next(s.mode for s in support.values() if s.available and not (is_nvfp4 and s.mode == "native"))
-    if is_nvfp4 and mode == "native":
+        return next(s.mode for s in support.values() if s.available and not (nvfp4 and s.mode == "native"))
+    if nvfp4 and mode == "native":
         raise ConfigError(
-            f"mode = 'native' has no products of recipe {recipe.name!r} yet; use 'auto', 'emulated' or 'reference'"
+            f"mode = 'native' has no products of recipe {nvfp4!r} yet; use 'auto', 'emulated' or 'reference'"
         )
     if not support[mode].available:
         usable = ", ".join(repr(s.mode) for s in support.values() if s.available)

@@ -89,7 +89,7 @@ def mxnorm_cast(
         x: bf16 or fp32, [..., D] with D a multiple of the recipe's block size (32 for MXFP8, 16 for NVFP4), on a GPU
             at most 65536.
         p: exponent of the mean over block maxima, 1 or 2.
-        recipe: a name in ``mxtrain.recipe.RECIPES`` with a format, or a Recipe.
+        recipe: a name in ``mxtrain.recipe.RECIPES`` with a format, or a Recipe; of a mixed one, that of fprop.
         eps: added to the squared RMS estimate.
         estimator: "pre_round", "post_round" or "exact" (see ``mxtrain.recipe.RMSEstimate``).
         scale_rounding: "rceil" or "floor"; None keeps the recipe's own ("rceil" for named recipes). Not for NVFP4.
@@ -107,7 +107,7 @@ def mxnorm_cast(
         ConfigError: for an unknown p, recipe, estimator, scale_rounding or mode, or a mode this hardware lacks.
         ValueError: for a dtype or last dimension that cannot be cast.
     """
-    recipe = get_recipe(recipe, scale_rounding)
+    recipe = get_recipe(recipe, scale_rounding).fprop
     estimate = RMSEstimate.for_recipe(recipe, p, estimator, eps)
     mode = resolve_mode(mode, x.device.type, recipe)
     if recipe.format is None:

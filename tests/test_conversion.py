@@ -14,7 +14,6 @@ from mxtrain import (
     MXNormLinear,
     convert,
 )
-from mxtrain.conversion import matches
 
 
 def test_mxnorm_swaps_what_the_norms_feed_and_the_other_linears():
@@ -194,25 +193,6 @@ def test_no_filter_converts_output_too():
     model = llama()
     assert convert(model, filter_fqns=[]).norms["norm"] == ["output"]
     loss(model).backward()
-
-
-@pytest.mark.parametrize(
-    ("fqn", "pattern", "expected"),
-    [
-        ("layers.1.attention.wq", "layers.1", True),
-        ("layers.10.attention.wq", "layers.1", False),
-        ("layers.10.attention.wq", "layers.1*", True),
-        ("layers.3.attention.wq", "layers.[0-3]", True),
-        ("layers.3.attention.wq", "wq", True),
-        ("layers.3.attention.wq", "w", False),
-        ("layers.3.attention.wq", "attention.*", True),
-        ("layers.3.attention", "attention.*", False),
-        ("output", "out", False),
-        ("output", "output", True),
-    ],
-)
-def test_matches_whole_segments(fqn, pattern, expected):
-    assert matches(fqn, pattern) is expected
 
 
 class UsesNormTwice(nn.Module):

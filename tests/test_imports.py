@@ -18,7 +18,7 @@ LAYERS = [
     {"quantize", "nvfp4_operands"},
     {"gemm", "normalize", "matmul", "inductor"},
     {"nn"},
-    {"norm_uses", "rms_norms", "routers"},
+    {"norm_uses", "rms_norms", "routers", "selection"},
     {"conversion"},
     {"titan"},
     {"train", "launch", "doctor"},

@@ -21,6 +21,12 @@ VARIANTS = {
     "_bf16": {"model": {"converters": []}},
     "_fused_rmsnorm": {"model": {"converters": ["fused_rmsnorm"]}},
     "_nvfp4": {"mxnorm": {"recipe": "nvfp4"}},
+    "_mixed": {
+        "mxnorm": {
+            "recipe": "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8",
+            "recipes": {"layers.*.feed_forward.w2": "mxfp8", "layers.0": "bf16"},
+        }
+    },
 }
 # Converters of the configs that are no variant of a Llama's.
 CONVERTERS = {
@@ -28,7 +34,11 @@ CONVERTERS = {
     "deepseek_v3_16b": ["decompose_k_router"],
     "qwen3_moe_debug": ["mxnorm", "decompose_k_router"],
 }
-SIZES_OF = dict.fromkeys(VARIANTS, LLAMAS) | {variant: ("debug", "125m") for variant in ("_fused_rmsnorm", "_nvfp4")}
+SIZES_OF = dict.fromkeys(VARIANTS, LLAMAS) | {
+    "_fused_rmsnorm": ("debug", "125m"),
+    "_nvfp4": ("debug", "125m"),
+    "_mixed": ("debug",),
+}
 
 
 def parse(name):
@@ -57,6 +67,7 @@ def test_every_config_parses_to_the_variant_in_its_name(path):
     assert job_config.model.converters == expected.get("model", {}).get("converters", converters)
     assert job_config.mxnorm.p == expected.get("mxnorm", {}).get("p", 2)
     assert job_config.mxnorm.recipe == expected.get("mxnorm", {}).get("recipe", "mxfp8")
+    assert job_config.mxnorm.recipes == expected.get("mxnorm", {}).get("recipes", {})
     assert job_config.model.flavor in get_train_spec(job_config.model.name).model_args
 
 

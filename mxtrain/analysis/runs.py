@@ -28,13 +28,18 @@ class Run:
 
     @property
     def variant(self) -> str:
-        """What was trained, in a few words: "mxnorm mxfp8 p=2", "mx_linear mxfp8", "bf16"; empty when unknown."""
+        """What was trained, in a few words: "mxnorm mxfp8 p=2", "mx_linear mxfp8", "bf16"; empty when unknown.
+
+        Recipes of single layers are only counted: "mxnorm mxfp8 + 2 by name p=2".
+        """
         converter = self.facts.get("converter")
         if converter is None:
             return ""
         if converter == "none":
             return "bf16"
         words = [converter, self.facts.get("recipe")]
+        if by_name := self.facts.get("recipes"):
+            words.append(f"+ {len(by_name)} by name")
         if converter == "mxnorm":
             estimator = self.facts.get("estimator")
             # the exact RMS has no exponent

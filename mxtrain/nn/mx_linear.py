@@ -12,14 +12,14 @@ from mxtrain.nn.three_gemms import (
     quantize_gradient,
     wgrad,
 )
-from mxtrain.recipe import Recipe
+from mxtrain.recipe import LinearRecipe
 
 
 class _MXLinearFunction(torch.autograd.Function):
     """X [T, D], W [N, D] -> Y [T, N] in the dtype of X; the casts pass gradients straight through."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, signs, draws, recipe: Recipe, mode: str):
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, signs, draws, recipe: LinearRecipe, mode: str):
         ctx.save_for_backward(x, weight, signs, draws)
         ctx.recipe, ctx.mode = recipe, mode
         return fprop(quantize_activation(x, recipe, mode), weight, recipe, mode, x.dtype)
@@ -42,9 +42,9 @@ class MXLinear(QuantizedLinear):
     input is taken, and the result given, in autocast's dtype, as ``torch.nn.Linear`` does.
 
     Args:
-        in_features, out_features: multiples of the recipe's block size.
+        in_features, out_features: multiples of the recipe's block sizes.
         bias: whether to add a bias, in high precision.
-        recipe: name or Recipe.
+        recipe: a name, a spec with a name for each GEMM (see ``mxtrain.recipe.get_recipe``), or a Recipe.
         mode: "auto", "native", "emulated" or "reference".
 
     Raises:

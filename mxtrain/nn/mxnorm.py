@@ -32,7 +32,7 @@ from mxtrain.nn.seeded import Seeded
 from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype, dgrad, fprop, quantize_gradient, wgrad
 from mxtrain.normalize import fold_backward, norm_backward, normalize
 from mxtrain.quantize import Operand
-from mxtrain.recipe import Recipe, RMSEstimate, get_recipe
+from mxtrain.recipe import LinearRecipe, Recipe, RMSEstimate, get_recipe
 
 
 class NormedInput(NamedTuple):
@@ -45,7 +45,7 @@ class NormedInput(NamedTuple):
         gain: the norm's weight [D], for the linears to fold; None for a norm without one.
         signs: of the Hadamard transform in the linears' wgrad (see ``mxtrain.nn.seeded``), the same for all of them, so
             that compiled linears share the transform and the cast of xhat; None without a transform.
-        recipe, mode: what ``data`` and ``scales`` were made for.
+        recipe, mode: what ``data`` and ``scales`` were made for; the recipe is that of fprop.
     """
 
     h: torch.Tensor
@@ -85,7 +85,7 @@ class _MXNormLinearFunction(torch.autograd.Function):
     """(h, quantized xhat, rho, gamma, W) -> Y [T, N]; gradients of h (dL/dxhat), gamma and W."""
 
     @staticmethod
-    def forward(ctx, h, data, scales, rho, gain, weight, signs, draws, recipe: Recipe, mode: str):
+    def forward(ctx, h, data, scales, rho, gain, weight, signs, draws, recipe: LinearRecipe, mode: str):
         ctx.save_for_backward(h, rho, gain, weight, signs, draws)
         ctx.recipe, ctx.mode = recipe, mode
         return fprop(Operand(data, scales), weight, recipe, mode, compute_dtype(h), gain)
@@ -112,18 +112,21 @@ class _MXNormLinearFunction(torch.autograd.Function):
 class MXNorm(Seeded, nn.RMSNorm):
     """RMSNorm whose RMS comes from block maxima and whose result is a quantized operand for ``MXNormLinear``.
 
+    It makes the operand of its linears' fprop, and has that recipe in common with them; what wgrad needs of the norm
+    are the signs of a transform.
+
     It keeps RMSNorm's parameter (``weight``, the gain) and its FQN, so checkpoints load either way. Its result is a
     ``NormedInput``, which only ``MXNormLinear`` understands.
 
     Source: arXiv 2603.13180.
 
     Args:
-        dim: row length D, a multiple of the recipe's block size.
+        dim: row length D, a multiple of the block size of fprop's recipe.
         eps: added to the squared RMS estimate.
         elementwise_affine: whether there is a gain.
         p: exponent of the mean over block maxima, 1 or 2.
         estimator: "pre_round" (the method), "post_round" (ablation) or "exact" (control).
-        recipe: name or Recipe; the linears fed must have the same.
+        recipe: as for ``MXLinear``; the linears fed must have the same recipe of fprop.
         mode: "auto", "native", "emulated" or "reference".
 
     Raises:
@@ -143,12 +146,12 @@ class MXNorm(Seeded, nn.RMSNorm):
         **factory_kwargs,
     ):
         self.recipe = get_recipe(recipe)
-        self.mode = resolve_mode(mode, recipe=self.recipe)
-        self.estimate = RMSEstimate.for_recipe(self.recipe, p, estimator, eps)
-        if dim % self.recipe.block_size:
+        self.mode = resolve_mode(mode, None, self.recipe)
+        fprop = self.recipe.fprop
+        self.estimate = RMSEstimate.for_recipe(fprop, p, estimator, eps)
+        if dim % fprop.block_size:
             raise ConfigError(
-                f"dim = {dim} is not a multiple of the block size {self.recipe.block_size} "
-                f"of recipe {self.recipe.name!r}"
+                f"dim = {dim} is not a multiple of the block size {fprop.block_size} of recipe {fprop.name!r}"
             )
         super().__init__(dim, eps, elementwise_affine, **factory_kwargs)
         self.set_seed(0, "")
@@ -178,13 +181,13 @@ class MXNorm(Seeded, nn.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> NormedInput:
         """x [..., D], bf16 or fp32 -> NormedInput."""
-        h, data, scales, rho = _MXNormFunction.apply(x.reshape(-1, x.shape[-1]), self.estimate, self.recipe, self.mode)
-        signs = self.signs(x.device)
-        return NormedInput(h.view_as(x), data, scales, rho, self.weight, signs, self.recipe, self.mode)
+        rows, recipe = x.reshape(-1, x.shape[-1]), self.recipe.fprop
+        h, data, scales, rho = _MXNormFunction.apply(rows, self.estimate, recipe, self.mode)
+        return NormedInput(h.view_as(x), data, scales, rho, self.weight, self.signs(x.device), recipe, self.mode)
 
     def extra_repr(self) -> str:
         e = self.estimate
-        return f"{super().extra_repr()}, p={e.p}, estimator={e.estimator}, recipe={self.recipe}, mode={self.mode}"
+        return f"{super().extra_repr()}, p={e.p}, estimator={e.estimator}, recipe={self.recipe.fprop}, mode={self.mode}"
 
 
 class MXNormLinear(QuantizedLinear):
@@ -194,9 +197,9 @@ class MXNormLinear(QuantizedLinear):
     (fp32 master weights are not rounded to bf16 on the way).
 
     Args:
-        in_features, out_features: multiples of the recipe's block size.
+        in_features, out_features: multiples of the recipe's block sizes.
         bias: whether to add a bias, in high precision.
-        recipe, mode: as for ``MXLinear``; the recipe must be that of the norm.
+        recipe, mode: as for ``MXLinear``; the recipe of fprop must be that of the norm.
 
     Raises:
         ConfigError: as for ``MXLinear``.
@@ -207,14 +210,14 @@ class MXNormLinear(QuantizedLinear):
 
         Raises:
             TypeError: for a plain tensor: the RMSNorm before this layer was not swapped.
-            ConfigError: for the result of an MXNorm with another recipe or mode.
+            ConfigError: for the result of an MXNorm with another recipe of fprop, or another mode.
         """
         if not isinstance(x, NormedInput):
             raise TypeError(f"MXNormLinear takes the result of an MXNorm, not {type(x).__name__}")
-        if x.recipe != self.recipe or x.mode != self.mode:
+        if x.recipe != self.recipe.fprop or x.mode != self.mode:
             raise ConfigError(
-                f"this MXNormLinear has recipe {self.recipe} and mode {self.mode!r}, but its input was normalized with "
-                f"recipe {x.recipe} and mode {x.mode!r}"
+                f"this MXNormLinear has recipe {self.recipe.fprop} and mode {self.mode!r}, but its input was "
+                f"normalized with recipe {x.recipe} and mode {x.mode!r}"
             )
         y = _MXNormLinearFunction.apply(
             x.h.reshape(-1, x.shape[-1]),
@@ -223,7 +226,8 @@ class MXNormLinear(QuantizedLinear):
             x.rho,
             x.gain,
             self.weight,
-            x.signs,
+            # A norm whose own recipe has no transform hands on none.
+            self.signs(x.h.device) if x.signs is None else x.signs,
             self.draws(x.h.device),
             self.recipe,
             self.mode,

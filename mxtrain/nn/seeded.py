@@ -3,7 +3,7 @@
 import torch
 import torch.nn as nn
 
-from mxtrain.recipe import Recipe
+from mxtrain.recipe import LinearRecipe
 from mxtrain.rounding import position
 from mxtrain.seeds import hadamard_signs, rounding_key, sign_mask
 
@@ -15,7 +15,7 @@ class Seeded(nn.Module):
     anew. Modules whose recipe needs none have none.
     """
 
-    recipe: Recipe
+    recipe: LinearRecipe
     # int64 [2] on the device of the parameters: signs packed by ``mxtrain.seeds.sign_mask``, key.
     _seeds: torch.Tensor | None = None
 
@@ -46,10 +46,10 @@ class Seeded(nn.Module):
 
     def signs(self, device: torch.device) -> torch.Tensor | None:
         """The packed signs, int64 []; None if the recipe has no transform."""
-        return self._seeds.to(device)[0] if self.recipe.hadamard else None
+        return self._seeds.to(device)[0] if self.recipe.needs_signs else None
 
     def draws(self, device: torch.device) -> torch.Tensor | None:
         """What the random bits of a backward follow from (see ``mxtrain.rounding.Draws``); None if none is needed."""
-        if not (self.recipe.stochastic_rounding and torch.is_grad_enabled()):
+        if not (self.recipe.needs_draws and torch.is_grad_enabled()):
             return None
         return torch.cat((self._seeds.to(device)[1:], position(device)))

@@ -9,6 +9,8 @@ X is [T, D] (tokens, input features), W is [N, D], dY is [T, N]:
 A matrix is quantized anew for every axis, from its high-precision values: a row-wise quantized X says nothing
 exact about blocks along tokens.
 
+Each GEMM has a recipe of its own, most often the same one: both its operands are cast as that says.
+
 NVFP4 casts the same matrix differently for different GEMMs; some of these casts need numbers of the layer: ``signs`` of
 the Hadamard transform on both operands of wgrad, and ``draws``, what the random bits for dY follow from.
 """
@@ -22,14 +24,14 @@ from mxtrain.gemm import matmul
 from mxtrain.hardware import resolve_mode
 from mxtrain.nn.seeded import Seeded
 from mxtrain.quantize import Operand, quantize, quantize_along
-from mxtrain.recipe import Recipe, get_recipe
+from mxtrain.recipe import LinearRecipe, Recipe, get_recipe
 
 
-def quantize_activation(x: torch.Tensor, recipe: Recipe, mode: str) -> Operand:
+def quantize_activation(x: torch.Tensor, recipe: LinearRecipe, mode: str) -> Operand:
     """X as operand of fprop, where no MXNorm has made it."""
-    if recipe.is_nvfp4:
+    if recipe.fprop.is_nvfp4:
         return nvfp4_operands.activation(x, mode)
-    return quantize(x, recipe, mode, dim=1)
+    return quantize(x, recipe.fprop, mode, dim=1)
 
 
 def _quantize_weight(w: torch.Tensor, recipe: Recipe, mode: str, dim: int, gain: torch.Tensor | None) -> Operand:
@@ -39,50 +41,69 @@ def _quantize_weight(w: torch.Tensor, recipe: Recipe, mode: str, dim: int, gain:
 
 
 def fprop(
-    x: Operand, w: torch.Tensor, recipe: Recipe, mode: str, out_dtype: torch.dtype, gain: torch.Tensor | None = None
+    x: Operand,
+    w: torch.Tensor,
+    recipe: LinearRecipe,
+    mode: str,
+    out_dtype: torch.dtype,
+    gain: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Y [T, N] from X quantized along D; with ``gain`` the weight is W diag(gain)."""
-    return matmul(x, _quantize_weight(w, recipe, mode, 1, gain), out_dtype)
+    return matmul(x, _quantize_weight(w, recipe.fprop, mode, 1, gain), out_dtype)
 
 
 def dgrad(
-    dy: Operand, w: torch.Tensor, recipe: Recipe, mode: str, out_dtype: torch.dtype, gain: torch.Tensor | None = None
+    dy: Operand,
+    w: torch.Tensor,
+    recipe: LinearRecipe,
+    mode: str,
+    out_dtype: torch.dtype,
+    gain: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """dX [T, D] from dY quantized along N; with ``gain`` the weight is W diag(gain)."""
-    return matmul(dy, _quantize_weight(w, recipe, mode, 0, gain), out_dtype)
+    return matmul(dy, _quantize_weight(w, recipe.dgrad, mode, 0, gain), out_dtype)
 
 
 def wgrad(
     dy: Operand,
     x: torch.Tensor,
-    recipe: Recipe,
+    recipe: LinearRecipe,
     mode: str,
     out_dtype: torch.dtype,
     rho: torch.Tensor | None = None,
     signs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """dW [N, D] from dY quantized along T; with ``rho`` the input is X diag(rho), row by row."""
-    if recipe.is_nvfp4:
-        return matmul(dy, nvfp4_operands.activation_along_tokens(x, recipe, mode, rho, signs), out_dtype)
-    return matmul(dy, quantize(x, recipe, mode, dim=0, row_factor=rho), out_dtype)
+    if recipe.wgrad.is_nvfp4:
+        return matmul(dy, nvfp4_operands.activation_along_tokens(x, recipe.wgrad, mode, rho, signs), out_dtype)
+    return matmul(dy, quantize(x, recipe.wgrad, mode, dim=0, row_factor=rho), out_dtype)
 
 
 def quantize_gradient(
     dy: torch.Tensor,
-    recipe: Recipe,
+    recipe: LinearRecipe,
     mode: str,
     for_dgrad: bool,
     for_wgrad: bool,
     signs: torch.Tensor | None = None,
     draws: torch.Tensor | None = None,
 ) -> tuple[Operand | None, Operand | None]:
-    """dY as operand of dgrad and of wgrad, from one read; None where it is not wanted."""
-    dims = (1,) * for_dgrad + (0,) * for_wgrad
-    if recipe.is_nvfp4:
-        operands = nvfp4_operands.gradient(dy, recipe, mode, dims, signs, draws)
+    """dY as operand of dgrad and of wgrad, from one read if they have one recipe; None where it is not wanted."""
+    rows, columns = (1,) * for_dgrad, (0,) * for_wgrad
+    if recipe.dgrad == recipe.wgrad:
+        operands = _gradient_operands(dy, recipe.dgrad, mode, rows + columns, signs, draws)
     else:
-        operands = quantize_along(dy, recipe, mode, dims)
+        operands = _gradient_operands(dy, recipe.dgrad, mode, rows, signs, draws)
+        operands |= _gradient_operands(dy, recipe.wgrad, mode, columns, signs, draws)
     return operands.get(1), operands.get(0)
+
+
+def _gradient_operands(dy, recipe: Recipe, mode: str, dims: tuple[int, ...], signs, draws) -> dict[int, Operand]:
+    if not dims:
+        return {}
+    if recipe.is_nvfp4:
+        return nvfp4_operands.gradient(dy, recipe, mode, dims, signs, draws)
+    return quantize_along(dy, recipe, mode, dims)
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
@@ -94,7 +115,7 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 class QuantizedLinear(Seeded, nn.Linear):
     """A linear layer with a recipe and an execution mode; its subclasses say what they multiply.
 
-    Both feature counts must be multiples of the recipe's block size: fprop reduces over the input features and
+    Both feature counts must be multiples of the recipe's block sizes: fprop reduces over the input features and
     dgrad over the output features.
     """
 
@@ -102,7 +123,7 @@ class QuantizedLinear(Seeded, nn.Linear):
         self, in_features: int, out_features: int, bias: bool = True, *, recipe="mxfp8", mode="auto", **factory_kwargs
     ):
         self.recipe = get_recipe(recipe)
-        self.mode = resolve_mode(mode, recipe=self.recipe)
+        self.mode = resolve_mode(mode, None, self.recipe)
         check_features(in_features, out_features, self.recipe)
         super().__init__(in_features, out_features, bias, **factory_kwargs)
         self.set_seed(0, "")
@@ -125,10 +146,14 @@ class QuantizedLinear(Seeded, nn.Linear):
         return f"{super().extra_repr()}, recipe={self.recipe}, mode={self.mode}"
 
 
-def check_features(in_features: int, out_features: int, recipe: Recipe) -> None:
-    """Raise ConfigError unless both are multiples of the recipe's block size."""
-    for name, value in (("in_features", in_features), ("out_features", out_features)):
-        if value % recipe.block_size:
-            raise ConfigError(
-                f"{name} = {value} is not a multiple of the block size {recipe.block_size} of recipe {recipe.name!r}"
-            )
+def check_features(in_features: int, out_features: int, recipe: LinearRecipe) -> None:
+    """Raise ConfigError unless both are multiples of the block sizes of fprop and of every GEMM that is quantized."""
+    for of_gemm in recipe.gemms:
+        if of_gemm.format is None and of_gemm != recipe.fprop:
+            continue
+        for name, value in (("in_features", in_features), ("out_features", out_features)):
+            if value % of_gemm.block_size:
+                raise ConfigError(
+                    f"{name} = {value} is not a multiple of the block size {of_gemm.block_size} "
+                    f"of recipe {of_gemm.name!r}"
+                )

@@ -12,7 +12,7 @@ from mxtrain.conversion import convert
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.hardware import describe_modes, resolve_mode
 from mxtrain.nn.rms_norm import WHEN_COMPILED, runs_when_compiled
-from mxtrain.recipe import SWITCHES, RMSEstimate, get_recipe
+from mxtrain.recipe import SWITCHES, RMSEstimate, get_recipes, switches_in_effect
 
 SWAPPING_CONVERTERS = ("mxnorm", "mx_linear")
 # What signs and random bits follow from where debug.seed is unset.
@@ -21,8 +21,10 @@ DEFAULT_SEED = 0
 _KEYS = ("recipe", "p", "estimator", *SWITCHES, "mode", "eps")
 
 
-def active_settings(job_config) -> dict[str, str | int | float | None]:
+def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] | None]:
     """The numerics of a run, with ``mode`` resolved for this hardware; all None but the converter in high precision.
+
+    Recipes by name are in it, as "recipes", only if there are any.
 
     Raises:
         ConfigError: for any wrong setting in the section of a converter of this run.
@@ -36,15 +38,23 @@ def active_settings(job_config) -> dict[str, str | int | float | None]:
     if len(active) > 1:
         raise ConfigError(f"model.converters = {job_config.model.converters!r}: choose one of {active}")
     s = _section(job_config, "mxnorm")
-    recipe = get_recipe(s.recipe, **{key: getattr(s, key) for key in SWITCHES})
-    RMSEstimate.for_recipe(recipe, s.p, s.estimator, 0.0 if s.eps is None else s.eps)
+    recipe, by_pattern = get_recipes(s.recipe, s.recipes, **_switches(s))
+    RMSEstimate.for_recipe(recipe.fprop, s.p, s.estimator, 0.0 if s.eps is None else s.eps)
+    recipes = [recipe, *by_pattern.values()]
     settings = {"converter": active[0], **{key: getattr(s, key) for key in _KEYS}}
-    settings.update({key: getattr(recipe, key) for key in SWITCHES})
-    settings["mode"] = resolve_mode(s.mode, utils.device_type, recipe)
+    settings.update(switches_in_effect(recipes), recipe=recipe.name)
+    settings["mode"] = resolve_mode(s.mode, utils.device_type, *recipes)
+    if by_pattern:
+        settings["recipes"] = {pattern: its_recipe.name for pattern, its_recipe in by_pattern.items()}
     if active[0] == "mx_linear":
         # Only the norm has these.
         settings.update(p=None, estimator=None, eps=None)
     return settings
+
+
+def _switches(section) -> dict:
+    """What the section [mxnorm] sets of a recipe's switches."""
+    return {key: getattr(section, key) for key in SWITCHES}
 
 
 def _section(job_config, name: str):
@@ -62,7 +72,7 @@ class _Converter:
 
     def __init__(self, job_config, parallel_dims):
         self.settings = active_settings(job_config)
-        self.filter_fqns = _section(job_config, "mxnorm").filter_fqns
+        self.section = _section(job_config, "mxnorm")
         self.seed = DEFAULT_SEED if job_config.debug.seed is None else job_config.debug.seed
         reason = next(s.reason for s in describe_modes(utils.device_type) if s.mode == self.settings["mode"])
         logger.info(f"{self.name}: {self.settings}; mode {self.settings['mode']}: {reason}")
@@ -73,11 +83,12 @@ class _Converter:
         report = convert(
             model,
             self.name,
-            recipe=s["recipe"],
+            recipe=self.section.recipe,
+            recipes=self.section.recipes,
             mode=s["mode"],
             seed=self.seed,
-            **{key: s[key] for key in SWITCHES},
-            filter_fqns=self.filter_fqns,
+            **_switches(self.section),
+            filter_fqns=self.section.filter_fqns,
             example_inputs=_example_inputs(model),
             **norm_settings,
         )

@@ -7,6 +7,32 @@ types into strings, which its merge of nested tables cannot read, so they are no
 """
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Annotated
+
+from tyro.constructors import PrimitiveConstructorSpec
+
+
+def _pairs(words: list[str]) -> dict[str, str]:
+    return dict(zip_longest(words[::2], words[1::2], fillvalue=""))
+
+
+def _words(table) -> list[str]:
+    # TorchTitan does not check the types in a TOML file; what is no table, ``active_settings`` refuses.
+    return [str(word) for pair in table.items() for word in pair] if isinstance(table, dict) else [str(table)]
+
+
+# A table with any keys. Its flag replaces the TOML's; tyro's own would be one flag for each key that the TOML has.
+Table = Annotated[
+    dict[str, str],
+    PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="NAME RECIPE ...",
+        instance_from_str=_pairs,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=_words,
+    ),
+]
 
 
 @dataclass
@@ -17,7 +43,15 @@ class MXNorm:
     recipe: str = "mxfp8"
     """
     What the operands of every swapped linear are cast to: "mxfp8", "nvfp4", "nvfp4_dynamic" (no scale is known before
-    its values are), or "unquantized" (isolates the norm)
+    its values are), or "unquantized" (isolates the norm); or one of these or "bf16" for each matrix product, as in
+    "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". Layers that are all "bf16" are left as they are
+    """
+
+    recipes: Table = field(default_factory=dict)
+    """
+    Recipes for the linears in modules of these names, in the place of mxnorm.recipe; names as in mxnorm.filter_fqns,
+    which comes first, as does mxnorm.high_precision_share. Of several names for a linear the last one holds. A norm has
+    the recipe of the linears it feeds. In the TOML a table: [mxnorm.recipes], then lines "layers.0" = "bf16"
     """
 
     estimator: str = "pre_round"

@@ -64,6 +64,11 @@ def test_nonfinite_losses_are_kept(tmp_path):
         ({"converter": "mxnorm", "recipe": "mxfp8", "p": 1, "estimator": "pre_round"}, "mxnorm mxfp8 p=1"),
         ({"converter": "mxnorm", "recipe": "mxfp8", "p": 2, "estimator": "post_round"}, "mxnorm mxfp8 p=2 post_round"),
         ({"converter": "mxnorm", "recipe": "mxfp8", "p": 2, "estimator": "exact"}, "mxnorm mxfp8 exact"),
+        (
+            {"converter": "mxnorm", "recipe": "nvfp4", "recipes": {"wo": "mxfp8", "w2": "bf16"}, "p": 2}
+            | {"estimator": "pre_round"},
+            "mxnorm nvfp4 + 2 by name p=2",
+        ),
         (None, ""),
     ],
 )

@@ -238,8 +238,9 @@ def test_every_config_builds_its_converters_and_they_convert_its_model(path):
         "mx_linear": {MXNorm: 0, MXNormLinear: 0, MXLinear: 7},
         "none": {MXNorm: 0, MXNormLinear: 0, MXLinear: 0},
     }[active_settings(job_config)["converter"]]
-    # The last blocks of NVFP4 stay as they are.
-    left = {6: 1, 12: 2}[args.n_layers] if job_config.mxnorm.recipe == "nvfp4" else 0
+    # The last blocks of NVFP4 stay as they are, and the first one where it is named.
+    left = {6: 1, 12: 2}[args.n_layers] if "nvfp4" in job_config.mxnorm.recipe else 0
+    left += "layers.0" in job_config.mxnorm.recipes
     assert {kind: count(model, kind) / (args.n_layers - left) for kind in expected} == expected
     fuses = "fused_rmsnorm" in job_config.model.converters
     assert bool(count(model, FusedRMSNorm)) == fuses and not (fuses and count(model, nn.RMSNorm))
@@ -306,6 +307,60 @@ def test_nvfp4_settings_reach_the_modules():
     assert signs == same_signs and torch.equal(torch.stack(keys), torch.stack(same_keys))
     other_signs, other_keys = seeds(converted(*flags, "--debug.seed=1"))
     assert signs != other_signs and not (torch.stack(keys) == torch.stack(other_keys)).any()
+
+
+FORWARD = "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8"
+
+
+def mixed_config(tmp_path, *flags):
+    text = f"""[model]\nconverters = ["mxnorm"]\n[mxnorm]\nrecipe = "{FORWARD}"
+[mxnorm.recipes]\n"layers.*.feed_forward.w2" = "mxfp8"\n"layers.0" = "bf16"\n"""
+    (tmp_path / "job.toml").write_text(text)
+    return parse_job_config([f"--job.config_file={tmp_path / 'job.toml'}", "--mxnorm.mode=reference", *flags])
+
+
+def test_mixed_recipes_reach_the_modules_from_a_file(tmp_path):
+    """And switches of both formats those GEMMs that have them."""
+    model, args = model_and_args("llama3", "debugmodel")
+    flags = ["--mxnorm.scale_rounding=floor", "--mxnorm.weight_tiles=False"]
+    MXNormConverter(mixed_config(tmp_path, *flags), None).convert(model)
+    kinds = [type(layer.ffn_norm) for layer in model.layers.values()]
+    assert kinds == [nn.RMSNorm] + [MXNorm] * (args.n_layers - 2) + [nn.RMSNorm]
+    feed_forward = model.layers["1"].feed_forward
+    assert (feed_forward.w1.recipe.name, feed_forward.w2.recipe.name) == (FORWARD, "mxfp8")
+    assert feed_forward.w2.recipe == feed_forward.w1.recipe.dgrad and feed_forward.w2.recipe.scale_rounding == "floor"
+    assert not feed_forward.w1.recipe.fprop.weight_tiles
+
+
+def test_recipes_by_name_are_flags_too(tmp_path):
+    """They replace the table in the file."""
+    flags = ["--mxnorm.recipes", "layers.*.attention", "fprop=bf16, dgrad=mxfp8, wgrad=bf16", "layers.1", "bf16"]
+    expected = {"layers.*.attention": "fprop=bf16, dgrad=mxfp8, wgrad=bf16", "layers.1": "bf16"}
+    assert config(*flags).mxnorm.recipes == expected
+    job_config = mixed_config(tmp_path, *flags)
+    assert job_config.mxnorm.recipes == expected and job_config.mxnorm.recipe == FORWARD
+    assert mixed_config(tmp_path, "--mxnorm.recipes").mxnorm.recipes == {}
+    model, _ = model_and_args("llama3", "debugmodel")
+    MXNormConverter(job_config, None).convert(model)
+    assert type(model.layers["1"].attention.wq) is nn.Linear
+    assert model.layers["2"].attention.wq.recipe.name == expected["layers.*.attention"]
+
+
+def test_a_name_without_a_recipe_is_told():
+    with pytest.raises(ConfigError, match="^recipes.'layers.1' = '' is not one of: 'mxfp8', "):
+        config("--mxnorm.recipes", "layers.0", "bf16", "layers.1")
+
+
+def test_active_settings_of_mixed_recipes(tmp_path):
+    settings = active_settings(mixed_config(tmp_path))
+    assert settings["recipe"] == FORWARD
+    assert settings["recipes"] == {"layers.*.feed_forward.w2": "mxfp8", "layers.0": "bf16"}
+    switches = ("scale_rounding", "tensor_scale", "weight_tiles", "hadamard", "stochastic_rounding")
+    assert [settings[switch] for switch in switches] == ["rceil", "static", True, False, False]
+    assert settings["high_precision_share"] == 0.15 and settings["mode"] == "reference"
+    assert active_settings(config("--mxnorm.recipe=wgrad=bf16,fprop=nvfp4, dgrad=mxfp8"))["recipe"] == (
+        "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16"
+    )
 
 
 @pytest.mark.parametrize("converter", [MXNormConverter, FusedRMSNormConverter, DecomposeKRouterConverter])

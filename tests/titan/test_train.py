@@ -1,5 +1,6 @@
 """The trainer from end to end, in processes of its own."""
 
+import json
 import statistics
 
 import pytest
@@ -18,6 +19,7 @@ VARIANTS = {
     "exact": ["--mxnorm.estimator=exact"],
     "post_round": ["--mxnorm.estimator=post_round"],
     "mx_linear": ["--model.converters=mx_linear"],
+    "mixed": ["--mxnorm.recipe=fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8", "--mxnorm.recipes", "layers.0", "bf16"],
     "high_precision": ["--model.converters="],
 }
 
@@ -69,8 +71,24 @@ def test_resolved_config_holds_flags_and_runs_under_torchtitan_alone(tmp_path):
     assert [row["loss"] for row in again] == [row["loss"] for row in first]
 
 
+def test_a_run_records_its_recipes_and_its_config_runs_again(tmp_path):
+    recipe, recipes = "fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4", {"layers.*.feed_forward.w2": "mxfp8", "layers.0": "bf16"}
+    config = CONFIG | {"mxnorm": {"recipe": recipe, "recipes": recipes}}
+    first = train(tmp_path / "first", "--training.steps=2", config=config)
+    resolved = tomli.loads((tmp_path / "first" / "config.toml").read_text())
+    assert resolved["mxnorm"] == config["mxnorm"] and list(resolved["mxnorm"]["recipes"]) == list(recipes)
+    facts = json.loads((tmp_path / "first" / "run.json").read_text())
+    assert facts["recipe"] == recipe and facts["recipes"] == recipes
+    resolved["job"].pop("dump_folder")
+    again = train(tmp_path / "again", config=resolved)
+    assert [row["loss"] for row in again] == [row["loss"] for row in first]
+
+
 IN_PARSING = {
     "recipe": (["--mxnorm.recipe=mxfp3"], "recipe = 'mxfp3' is not one of: 'mxfp8', 'unquantized'"),
+    "recipe of a GEMM": (["--mxnorm.recipe=fprop=mxfp8,dgrad=mx,wgrad=bf16"], "dgrad = 'mx' is not one of: 'mxfp8',"),
+    "recipe of some": (["--mxnorm.recipe=fprop=nvfp4"], "recipe = 'fprop=nvfp4' says nothing of dgrad and wgrad"),
+    "recipe by name": (["--mxnorm.recipes", "wo", "fprob=bf16"], "recipes.'wo' = 'fprob=bf16': GEMM = 'fprob' is not"),
     "p": (["--mxnorm.p=7"], "p = 7 is not one of: 1, 2"),
     "estimator": (["--mxnorm.estimator=mean"], "estimator = 'mean' is not one of"),
     "scale rounding": (["--mxnorm.scale_rounding=up"], "scale_rounding = 'up' is not one of: 'rceil', 'floor'"),
@@ -102,6 +120,7 @@ def test_mistakes_found_before_anything_is_built(mistake, monkeypatch):
 
 IN_BUILDING = {
     "filter": (["--mxnorm.filter_fqns=outputs"], "filter_fqns: 'outputs' matches no module"),
+    "recipe by name": (["--mxnorm.recipes", "layer.0", "bf16"], "recipes: 'layer.0' matches no module; the top-level"),
     "nothing to convert": (["--mxnorm.filter_fqns=layers,output"], "finds nothing to convert"),
     "dataset": (["--training.dataset=wiki"], "training.dataset"),
     "dataset path": (["--training.dataset_path=/no/such/text.jsonl"], "/no/such/text.jsonl"),
@@ -127,6 +146,11 @@ def test_mistakes_are_told_in_one_line_before_training(tmp_path, mistake):
         ({"model": {"converters": "mxnorm"}}, "model.converters = 'mxnorm' is not a list"),
         ({"model": {"converters": ["mxnorm"]}, "mxnorm": {"p": "2"}}, "p = '2' is not one of: 1, 2"),
         ({"mxnorm": {"q": 2}}, "config: 'q' is not a field of"),
+        (
+            {"model": {"converters": ["mxnorm"]}, "mxnorm": {"recipes": {"layers": {"0": "bf16"}}}},
+            "recipes.'layers' = {'0': 'bf16'} is not a string: write a pattern with dots in quotes",
+        ),
+        ({"model": {"converters": ["mxnorm"]}, "mxnorm": {"recipes": "bf16"}}, "recipes = 'bf16' is not a table"),
         ({"mxnrom": {"p": 2}}, "config: 'mxnrom' is not a field of top level"),
     ],
 )
