@@ -174,7 +174,7 @@ def is_nvfp4_norm(result, x: torch.Tensor, estimate: RMSEstimate, tensor_scale: 
 
 
 class Casts(NamedTuple):
-    """The casts of one matrix, by kernels and in plain PyTorch. All functions also take ``*reads, *numbers``.
+    """The casts of one matrix, by kernels and in plain PyTorch. All functions take ``*reads, *numbers`` last.
 
     Attributes:
         name: of what is cast.
@@ -232,19 +232,18 @@ def cast_entries(of: Casts, max_autotune: bool, eager: bool = False) -> list[Ent
 
         name = f"{of.name} {form}"
         peer = f"amax + cast {name} in PyTorch"
-        peers = [f"{peer}, compiled"]
-        entries += counting(both_reads, compiled(peer, in_pytorch, args, max_autotune, is_cast))
+        peers = counting(both_reads, compiled(peer, in_pytorch, args, max_autotune, is_cast))
         if eager:
-            peers.append(f"{peer}, eager")
-            entries.append(Entry(peers[-1], partial(partial, in_pytorch, *args), both_reads, is_cast))
+            peers.append(Entry(f"{peer}, eager", partial(partial, in_pytorch, *args), both_reads, is_cast))
         entries += [
+            *peers,
             Entry(f"cast {name}", cast_alone, of.reads, is_cast, ours=True),
             Entry(
                 f"amax + cast {name}",
                 partial(as_in_training, by_kernels, args),
                 both_reads,
                 is_cast,
-                tuple(peers),
+                tuple(entry.name for entry in peers),
                 ours=True,
             ),
         ]
@@ -278,7 +277,7 @@ def gradient_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entr
 
     dy, numbers = draw(shape, device), (sign_number(device), random_draws(device))
     casts_of_dy = Casts("dY", (dy,), numbers, maxima, cast, gradient_matrices, gradient_in_pytorch)
-    # Their casts are for native products.
+    # torchao's casts are for native products, which take this form.
     torchaos = {f"{passes} dY blocked": f"torchao {passes} dY" for passes in ("cast", "amax + cast")}
     return [
         Entry("torchao cast dY", lambda: torchao_gradient(dy, False), (dy,)),

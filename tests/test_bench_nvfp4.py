@@ -83,7 +83,7 @@ def test_kernels_agree_with_the_reference(rows):
 
 
 def test_the_summary_says_what_codes_are_to_reach(entries, monkeypatch):
-    """For each estimator: against RMSNorm and torchao's cast, and of the copy bandwidth (here a ms a run, a MB a ms)."""
+    """For each estimator: against RMSNorm and torchao's cast, and of the copy bandwidth (here 1 ms, 1 MB a ms)."""
     monkeypatch.setattr(benchmarking, "copy_bandwidth", lambda milliseconds, moved: moved * 1e3)
     args = argparse.Namespace(device=DEVICE, max_autotune=False, check=False, milliseconds=lambda run: 1.0)
     rows = kernel_benchmark.measure_shape("norm", SECTIONS["norm"], SHAPE, args, bandwidth=1e9)
