@@ -68,26 +68,19 @@ def describe_modes(device_type: str | None = None) -> list[ModeSupport]:
     ]
 
 
-def resolve_mode(mode: str, device_type: str | None = None, *recipes: LinearRecipe) -> str:
-    """The execution mode to use: ``mode`` itself, or for ``"auto"`` the best one for the device type and all recipes.
+def resolve_mode(mode: str, device_type: str | None = None) -> str:
+    """The execution mode to use: ``mode`` itself, or for ``"auto"`` the best one for the device type.
 
     On a CPU ``"auto"`` is ``"reference"``: emulation there is possible but slower.
 
     Raises:
-        ConfigError: for an unknown mode, or one that the device or a recipe lacks.
+        ConfigError: for an unknown mode, or one that the device lacks.
     """
     require_one_of("mode", mode, ("auto", *MODES))
     device_type = device_type or default_device_type()
     support = {s.mode: s for s in describe_modes(device_type)}
-    nvfp4 = next((recipe.name for recipe in recipes if any(r.is_nvfp4 for r in recipe.gemms)), None)
     if mode == "auto":
-        if device_type == "cpu":
-            return "reference"
-        return next(s.mode for s in support.values() if s.available and not (nvfp4 and s.mode == "native"))
-    if nvfp4 and mode == "native":
-        raise ConfigError(
-            f"mode = 'native' has no products of recipe {nvfp4!r} yet; use 'auto', 'emulated' or 'reference'"
-        )
+        return "reference" if device_type == "cpu" else next(s.mode for s in support.values() if s.available)
     if not support[mode].available:
         usable = ", ".join(repr(s.mode) for s in support.values() if s.available)
         raise ConfigError(f"mode = {mode!r} cannot run here: {support[mode].reason}; use 'auto' or one of: {usable}")

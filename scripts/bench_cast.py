@@ -23,6 +23,16 @@ from unittest import mock
 import kernel_benchmark
 import torch
 import torch.nn.functional as F
+from cast_cases import (
+    EPS,
+    GRADIENT_SHAPES,
+    INPUT_SHAPES,
+    NORM_SHAPES,
+    WEIGHT_SHAPES,
+    inverse_rms_in_fp32,
+    random_rho,
+    within_ulps,
+)
 from kernel_benchmark import Entry, Section, Shape, compiled, draw, is_rounding_apart, ours, same_bits
 
 from mxtrain.formats import MXFP8
@@ -31,19 +41,9 @@ from mxtrain.reference import casts
 from mxtrain.reference.mxnorm import inverse_rms, norm_backward, scale_rows
 
 RECIPE = get_recipe("mxfp8")
-EPS = 1e-5
-
-
-def random_rho(rows: int, device: str) -> torch.Tensor:
-    return torch.rand(rows, device=device) + 0.5
 
 
 # Checks
-
-
-def within_ulps(a: torch.Tensor, b: torch.Tensor, ulps: int) -> bool:
-    """Whether two positive fp32 tensors differ by at most so many units in the last place."""
-    return bool(((a.view(torch.int32) - b.view(torch.int32)).abs() <= ulps).all())
 
 
 def is_cast(result: tuple, y: torch.Tensor, dim: int, form: str) -> bool:
@@ -92,13 +92,12 @@ def rms_norm_to_mx(x: torch.Tensor, gain: torch.Tensor):
     return casts.cast(F.rms_norm(x, x.shape[-1:], gain, EPS), MXFP8, RECIPE.scale_rounding)
 
 
-_NORM_CONSTANT = RMSEstimate.for_recipe(RECIPE, p=2).constant
+_ESTIMATE = RMSEstimate.for_recipe(RECIPE, p=2, eps=EPS)
 
 
 def mxnorm_in_pytorch(x: torch.Tensor):
     """MXNorm, p = 2, as fp32 PyTorch operations: what torch.compile alone makes of it."""
-    amax = casts.split_blocks(x, MXFP8.block_size).abs().amax(-1).float()
-    rho = torch.rsqrt(amax.square().mean(-1) / _NORM_CONSTANT**2 + EPS)
+    rho = inverse_rms_in_fp32(x, _ESTIMATE)
     return casts.cast(scale_rows(x, rho), MXFP8, RECIPE.scale_rounding), rho
 
 
@@ -338,7 +337,7 @@ def is_fold_backward(result, d_folded, weight, gain) -> bool:
 SECTIONS = {
     "norm": Section(
         "norm and cast of x [T, D], bf16",
-        ((32768, 768), (16384, 2048), (8192, 4096), (32768, 4096), (8192, 8192), (4096, 16384)),
+        NORM_SHAPES,
         norm_entries,
     ),
     "backward": Section(
@@ -351,17 +350,17 @@ SECTIONS = {
     ),
     "dual": Section(
         "casts of a gradient [T, N], bf16, along both dimensions",
-        ((16384, 2048), (16384, 8192), (65536, 768), (65536, 2048), (16384, 4096), (16384, 14336)),
+        GRADIENT_SHAPES,
         dual_entries,
     ),
     "column": Section(
         "cast of x * rho [T, D] along tokens",
-        ((65536, 768), (16384, 2048), (16384, 4096), (16384, 8192)),
+        INPUT_SHAPES,
         column_entries,
     ),
     "fold": Section(
         "casts of W diag(gain), fp32 [N, D], along both dimensions, and the backward of the fold",
-        ((2048, 768), (2048, 2048), (8192, 2048), (4096, 4096), (14336, 4096)),
+        WEIGHT_SHAPES,
         fold_entries,
     ),
 }

@@ -42,6 +42,10 @@ class Entry(NamedTuple):
     note: Callable[[], str] | None = None
 
 
+class NotRun(Exception):
+    """Raised by an entry's ``make`` where what it times does not run on this machine; says why."""
+
+
 class Section(NamedTuple):
     """Shapes, and the entries for one of them: called with shape, device, and whether to add max-autotuned peers.
 
@@ -128,7 +132,7 @@ def is_rounding_apart(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def measure(entry: Entry, milliseconds: Callable | None, bandwidth: float | None) -> dict:
-    """A row of the table; without ``milliseconds`` only the check. An error becomes a row as well."""
+    """A row of the table; without ``milliseconds`` only the check. An error becomes a row as well, and ``NotRun``."""
     row = {"what": entry.name, "ours": entry.ours}
     try:
         torch._dynamo.reset()
@@ -148,6 +152,8 @@ def measure(entry: Entry, milliseconds: Callable | None, bandwidth: float | None
             if entry.ours:
                 same_size = benchmarking.copy_bandwidth(milliseconds, int(row["MB"] * 1e6))
                 row["of same-size copy"] = row["TB/s"] * 1e12 / same_size
+    except NotRun as reason:
+        row["check"] = f"not run: {reason}"
     except Exception as error:
         traceback.print_exc()
         traceback.clear_frames(error.__traceback__)

@@ -23,6 +23,8 @@ import bench_train  # noqa: E402
 import benchmarking  # noqa: E402
 import kernel_benchmark  # noqa: E402
 
+from mxtrain.nn.three_gemms import QuantizedLinear  # noqa: E402
+
 PNG = b"\x89PNG\r\n"
 
 
@@ -153,6 +155,14 @@ class TestKernelBenchmark:
         assert line["min of copy"] == kernel["of copy"] and line["check"] == "ok"
         (line,) = kernel_benchmark.summarise([kernel], memory_bound=1e9)
         assert "min of copy" not in line
+
+    def test_what_does_not_run_here_says_why(self, capsys):
+        def refuse():
+            raise kernel_benchmark.NotRun("needs another GPU")
+
+        row = kernel_benchmark.measure(kernel_benchmark.Entry("peer", refuse, ()), None, None)
+        assert row == {"what": "peer", "ours": False, "check": "not run: needs another GPU"}
+        assert capsys.readouterr().err == ""
 
     def test_against_the_fastest(self, monkeypatch):
         section = kernel_benchmark.Section("a title", ((1, 25_000_000),), self.entries, fastest=True)
@@ -322,7 +332,7 @@ class TestTrain:
 
     def test_every_variant_trains(self, tmp_path, capsys):
         files = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]
-        variants = ["bf16", "mx_linear", "mxnorm", "torchao"]
+        variants = ["bf16", "mx_linear", "mxnorm", "mx_linear_nvfp4", "mxnorm_nvfp4", "torchao"]
         assert bench_train.main([*self.ARGS, "--steps", "1", *files, "--repeat", "2", "--variants", *variants]) == 0
         content = json.loads((tmp_path / "a.json").read_text())
         assert [row["variant"] for row in content["results"]] == variants
@@ -351,6 +361,22 @@ class TestTrain:
         bench_train.convert_torchao(model)
         left = [fqn for fqn, module in model.named_modules() if type(module) is nn.Linear]
         assert left == ["output"]
+
+    @pytest.mark.parametrize(("ending", "blocks"), [("", 3), ("_all", 4)], ids=["15 % in bf16", "every block"])
+    @pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
+    def test_nvfp4_is_emulated_and_leaves_the_last_blocks(self, converter, ending, blocks):
+        with torch.device("meta"):
+            model = Transformer(bench_train.MODELS["8b4"].args)
+        bench_train.VARIANTS[f"{converter}_nvfp4{ending}"](model, "native")
+        swapped = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+        assert len(swapped) == 7 * blocks
+        assert {(module.recipe.name, module.mode) for module in swapped} == {("nvfp4", "emulated")}
+
+    def test_every_step_rounds_by_bits_of_its_own(self, monkeypatch):
+        steps = []
+        monkeypatch.setattr(bench_train.mxtrain, "set_rounding_step", steps.append)
+        assert bench_train.main([*self.ARGS, "--variants", "bf16"]) == 0
+        assert steps == [1, 2, 3, 4, None], "the first, one more to warm up, two timed ones; then none"
 
     @pytest.mark.parametrize(
         ("name", "millions"), [("88m", 88), ("1.5b", 1498), ("8b4", 1923)], ids=["88m", "1.5b", "8b4"]

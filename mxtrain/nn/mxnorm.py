@@ -40,17 +40,18 @@ class NormedInput(NamedTuple):
 
     Attributes:
         h: x [..., D]. Carries the gradient: what flows into it is dL/dxhat.
-        data, scales: xhat [T, D] as a GEMM operand quantized along D (see ``mxtrain.quantize.Operand``).
+        data, scales, tensor_scale: xhat [T, D] as a GEMM operand quantized along D (see ``mxtrain.quantize.Operand``).
         rho: inverse RMS, fp32 [T].
         gain: the norm's weight [D], for the linears to fold; None for a norm without one.
         signs: of the Hadamard transform in the linears' wgrad (see ``mxtrain.nn.seeded``), the same for all of them, so
             that compiled linears share the transform and the cast of xhat; None without a transform.
-        recipe, mode: what ``data`` and ``scales`` were made for; the recipe is that of fprop.
+        recipe, mode: what the operand was made for; the recipe is that of fprop.
     """
 
     h: torch.Tensor
     data: torch.Tensor
     scales: torch.Tensor | None
+    tensor_scale: torch.Tensor | None
     rho: torch.Tensor
     gain: torch.Tensor | None
     signs: torch.Tensor | None
@@ -64,15 +65,15 @@ class NormedInput(NamedTuple):
 
 
 class _MXNormFunction(torch.autograd.Function):
-    """X [T, D] -> (X, operand data, operand scales, rho), with the straight-through norm backward."""
+    """X [T, D] -> (X, data, scales and tensor scale of the operand, rho), with the straight-through norm backward."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str):
-        (data, scales), rho = normalize(x, estimate, recipe, mode)
+        operand, rho = normalize(x, estimate, recipe, mode)
         ctx.save_for_backward(x, rho)
         ctx.mode = mode
-        ctx.mark_non_differentiable(*(t for t in (data, scales, rho) if t is not None))
-        return x.view_as(x), data, scales, rho
+        ctx.mark_non_differentiable(*(t for t in (*operand, rho) if t is not None))
+        return x.view_as(x), *operand, rho
 
     @staticmethod
     @once_differentiable
@@ -85,17 +86,19 @@ class _MXNormLinearFunction(torch.autograd.Function):
     """(h, quantized xhat, rho, gamma, W) -> Y [T, N]; gradients of h (dL/dxhat), gamma and W."""
 
     @staticmethod
-    def forward(ctx, h, data, scales, rho, gain, weight, signs, draws, recipe: LinearRecipe, mode: str):
+    def forward(
+        ctx, h, data, scales, tensor_scale, rho, gain, weight, signs, draws, recipe: LinearRecipe, mode: str
+    ):
         ctx.save_for_backward(h, rho, gain, weight, signs, draws)
         ctx.recipe, ctx.mode = recipe, mode
-        return fprop(Operand(data, scales), weight, recipe, mode, compute_dtype(h), gain)
+        return fprop(Operand(data, scales, tensor_scale), weight, recipe, mode, compute_dtype(h), gain)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: torch.Tensor):
         x, rho, gain, weight, signs, draws = ctx.saved_tensors
         recipe, mode = ctx.recipe, ctx.mode
-        needs_weight = ctx.needs_input_grad[5] or (gain is not None and ctx.needs_input_grad[4])
+        needs_weight = ctx.needs_input_grad[6] or (gain is not None and ctx.needs_input_grad[5])
         for_dxhat, for_dw = quantize_gradient(dy, recipe, mode, ctx.needs_input_grad[0], needs_weight, signs, draws)
         dxhat = d_gain = d_weight = None
         if for_dxhat is not None:
@@ -106,7 +109,7 @@ class _MXNormLinearFunction(torch.autograd.Function):
                 d_weight = d_weight.to(weight.dtype)
             else:
                 d_weight, d_gain = fold_backward(d_weight, weight, gain, mode)
-        return dxhat, None, None, None, d_gain, d_weight, None, None, None, None
+        return dxhat, None, None, None, None, d_gain, d_weight, None, None, None, None
 
 
 class MXNorm(Seeded, nn.RMSNorm):
@@ -182,8 +185,8 @@ class MXNorm(Seeded, nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> NormedInput:
         """x [..., D], bf16 or fp32 -> NormedInput."""
         rows, recipe = x.reshape(-1, x.shape[-1]), self.recipe.fprop
-        h, data, scales, rho = _MXNormFunction.apply(rows, self.estimate, recipe, self.mode)
-        return NormedInput(h.view_as(x), data, scales, rho, self.weight, self.signs(x.device), recipe, self.mode)
+        h, *operand, rho = _MXNormFunction.apply(rows, self.estimate, recipe, self.mode)
+        return NormedInput(h.view_as(x), *operand, rho, self.weight, self.signs(x.device), recipe, self.mode)
 
     def extra_repr(self) -> str:
         e = self.estimate
@@ -223,6 +226,7 @@ class MXNormLinear(QuantizedLinear):
             x.h.reshape(-1, x.shape[-1]),
             x.data,
             x.scales,
+            x.tensor_scale,
             x.rho,
             x.gain,
             self.weight,
