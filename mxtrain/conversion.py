@@ -134,7 +134,7 @@ def convert(
         high_precision_share=high_precision_share,
     )
     RMSEstimate.for_recipe(recipe.fprop, p, estimator, 0.0 if eps is None else eps)
-    mode = resolve_mode(mode, _device_type(model), recipe, *by_pattern.values())
+    mode = resolve_mode(mode, _device_type(model))
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ConfigError(f"seed = {seed!r} is not an integer")
     if isinstance(filter_fqns, str):

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.recipe import LinearRecipe
 
 MODES = ("native", "emulated", "reference")
 

@@ -109,12 +109,14 @@ def mxnorm_cast(
     """
     recipe = get_recipe(recipe, scale_rounding).fprop
     estimate = RMSEstimate.for_recipe(recipe, p, estimator, eps)
-    mode = resolve_mode(mode, x.device.type, recipe)
+    mode = resolve_mode(mode, x.device.type)
     if recipe.format is None:
         raise ValueError(f"recipe {recipe.name!r} has no format to cast to")
     if x.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"dtype {x.dtype} of x {tuple(x.shape)}: expected bfloat16 or float32")
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.ndim else x
+    if not x.ndim or x.shape[-1] % recipe.block_size:
+        raise ValueError(f"x {tuple(x.shape)}: expected a last dimension that is a multiple of {recipe.block_size}")
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if recipe.is_nvfp4:
         codes, scales, rho, *tensor_scale = _nvfp4_cast(rows, estimate, recipe, mode)
     elif runs_kernels(mode, x.device.type):

@@ -139,7 +139,6 @@ def test_switches_reach_the_layers_that_have_them():
         ),
         ({"recipes": {"layers": "bf16"}}, "nothing to convert in this Llama\n(.*\n)*  layers.0.attention_norm: feeds"),
         ({"recipe": "bf16", "converter": "mx_linear"}, "nothing to convert in this Llama\n.* by recipe = 'bf16'"),
-        ({"recipes": {"wo": "nvfp4"}, "mode": "native"}, "mode = 'native'"),
         (
             {"recipes": {"w1": "nvfp4", "w3": "nvfp4"}, "estimator": "post_round"},
             "^layers.*w1: estimator = 'post_round' reads rounded block scales, and those of recipe = 'nvfp4'",

@@ -7,6 +7,7 @@ from conversion_models import DIM, Attention, FeedForward, Layer, llama, loss
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, convert, set_rounding_step
 from mxtrain.recipe import get_recipe
+from mxtrain.rounding import Draws
 from mxtrain.seeds import hadamard_signs, rounding_key, sign_mask
 
 
@@ -71,8 +72,7 @@ def test_layers_take_their_numbers_from_seed_and_fqn():
     for fqn in fqns:
         assert model.get_submodule(fqn).signs(cpu) == sign_mask(hadamard_signs(5, fqn))
     for fqn in ("layers.0.attention.wq", "layers.1.feed_forward.w2"):
-        keys = model.get_submodule(fqn).draws(cpu)[:2].tolist()
-        assert keys == [rounding_key(5, fqn, "dgrad"), rounding_key(5, fqn, "wgrad")]
+        assert model.get_submodule(fqn).draws(cpu)[Draws.KEY] == rounding_key(5, fqn)
     for seed in ("5", True):
         with pytest.raises(ConfigError, match=f"seed = {seed!r} is not an integer"):
             convert(llama(), recipe="nvfp4", seed=seed)

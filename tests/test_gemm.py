@@ -3,12 +3,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxtrain.gemm import matmul
+from mxtrain.nvfp4_operands import activation, weight
 from mxtrain.quantize import Operand, quantize
 from mxtrain.recipe import get_recipe
 
 pytestmark = pytest.mark.usefixtures("device")
 
-MXFP8 = get_recipe("mxfp8")
+MXFP8, NVFP4 = get_recipe("mxfp8"), get_recipe("nvfp4")
 
 
 def draw(*shape, seed=0):
@@ -41,10 +42,17 @@ def test_autocast_does_not_touch_the_reference_product():
         assert torch.equal(matmul(a, b, torch.float32), expected)
 
 
-def test_native_operands_fit_pytorchs_scaled_mm():
+OPERANDS = {
+    "mxfp8": lambda: (quantize(draw(70, 64), MXFP8, "native"), quantize(draw(96, 64, seed=1), MXFP8, "native")),
+    "nvfp4": lambda: (activation(draw(70, 48), "native"), weight(draw(96, 48, seed=1), NVFP4, "native", 1)),
+}
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_native_operands_fit_pytorchs_scaled_mm(name):
     """PyTorch's own shape and dtype checks of ``scaled_mm``, run without a GPU on fake tensors."""
-    a, b = quantize(draw(70, 64), MXFP8, "native"), quantize(draw(96, 64, seed=1), MXFP8, "native")
+    operands = OPERANDS[name]()
     with FakeTensorMode() as fake:
-        a, b = (Operand(*(fake.from_tensor(t) for t in operand)) for operand in (a, b))
+        a, b = (Operand(*(None if t is None else fake.from_tensor(t) for t in operand)) for operand in operands)
         out = matmul(a, b, torch.bfloat16)
     assert out.shape == (70, 96) and out.dtype == torch.bfloat16

@@ -3,7 +3,6 @@ import torch
 
 from mxtrain import ConfigError
 from mxtrain.hardware import MODES, describe_modes, resolve_mode
-from mxtrain.recipe import get_recipe
 
 
 @pytest.fixture
@@ -38,15 +37,6 @@ def test_cpu():
         ConfigError, match="mode = 'native' cannot run here.*use 'auto' or one of: 'emulated', 'reference'"
     ):
         resolve_mode("native", "cpu")
-
-
-def test_nvfp4_has_no_native_products_yet(capability):
-    capability(10, 0)
-    recipe = get_recipe("nvfp4")
-    assert resolve_mode("auto", "cuda", recipe) == "emulated" and resolve_mode("auto", "cpu", recipe) == "reference"
-    assert resolve_mode("auto", "cuda", get_recipe("mxfp8")) == "native"
-    with pytest.raises(ConfigError, match="mode = 'native' has no products of recipe 'nvfp4' yet; use 'auto', 'emul"):
-        resolve_mode("native", "cuda", recipe)
 
 
 def test_unknown_mode_and_device():

@@ -3,14 +3,16 @@
 import pytest
 import torch
 
+from mxtrain.normalize import normalize
 from mxtrain.nvfp4_operands import activation, activation_along_tokens, gradient, weight
 from mxtrain.quantize import quantize
-from mxtrain.recipe import get_recipe
+from mxtrain.recipe import RMSEstimate, get_recipe
 from mxtrain.reference import nvfp4
+from mxtrain.reference.casts import from_blocked
 
 RECIPE = get_recipe("nvfp4")
 SIGNS = torch.tensor(0b1010)
-DRAWS = torch.tensor([1, 2, 3, 0, 0])
+DRAWS = torch.tensor([1, 3, 0, 0])
 DTYPES = {"reference": torch.float32, "emulated": torch.bfloat16}
 
 
@@ -33,8 +35,8 @@ def test_shapes_and_dtypes(tokens, mode, dtype):
         (tokens, 80): by_dim[1],
         (80, padded): by_dim[0],
     }
-    for shape, (data, scales) in operands.items():
-        assert data.shape == shape and data.dtype == DTYPES[mode] and scales is None
+    for shape, (data, scales, tensor_scale) in operands.items():
+        assert data.shape == shape and data.dtype == DTYPES[mode] and scales is None and tensor_scale is None
         assert data.isfinite().all()
 
 
@@ -77,3 +79,34 @@ def test_wgrad_is_what_it_is_without_transform_and_padding():
 def test_the_general_cast_refuses_nvfp4():
     with pytest.raises(ValueError, match="recipe nvfp4/static/weight_tiles/hadamard/stochastic_rounding: its operands"):
         quantize(draw(16, 32), RECIPE, "reference")
+
+
+@pytest.mark.parametrize("switches", [{}, {"weight_tiles": False, "hadamard": False, "stochastic_rounding": False}])
+@pytest.mark.parametrize(("tokens", "features", "outputs"), [(37, 48, 80), (64, 128, 144)])
+def test_native_operands_hold_the_emulated_values(tokens, features, outputs, switches):
+    """Codes times scales, after undoing the blocked layout, are the values that emulation multiplies."""
+    recipe = get_recipe("nvfp4", **switches)
+    x, w, dy, factor = draw(tokens, features), draw(outputs, features), draw(tokens, outputs), draw(tokens).abs()
+
+    def operands(mode):
+        by_dim = gradient(dy, recipe, mode, (1, 0), SIGNS, DRAWS)
+        norm = normalize(x, RMSEstimate.for_recipe(recipe), recipe, mode)[0]
+        return [
+            norm,
+            activation(x, mode, factor),
+            activation_along_tokens(x, recipe, mode, factor, SIGNS),
+            weight(w, recipe, mode, 1, draw(features)),
+            weight(w, recipe, mode, 0),
+            by_dim[1],
+            by_dim[0],
+        ]
+
+    for native, emulated in zip(operands("native"), operands("emulated"), strict=True):
+        rows, k = native.data.shape[0], 2 * native.data.shape[1]
+        used = emulated.data.shape[1]
+        assert native.data.is_contiguous() and k % 32 == 0 and used <= k < used + 32
+        # The layout has blocks in fours.
+        scales = from_blocked(native.scales, rows, -(-k // 64) * 4)[:, : k // 16]
+        values = nvfp4.dequantize(native.data, scales, native.tensor_scale)
+        assert torch.equal(values[:, :used], emulated.data.float())
+        assert (values[:, used:] == 0).all(), "an incomplete block is filled up with zeros"

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mxtrain.seeds import GRADIENT_GEMMS, hadamard_signs, rounding_key, sign_mask
+from mxtrain.seeds import hadamard_signs, rounding_key, sign_mask
 
 FQNS = [f"layers.{i}.{name}" for i in range(32) for name in ("attention.wq", "attention.wo", "feed_forward.w2")]
 
@@ -12,13 +12,12 @@ FQNS = [f"layers.{i}.{name}" for i in range(32) for name in ("attention.wq", "at
 def test_they_are_what_they_were_in_earlier_releases():
     """A run that is resumed with a newer release goes on with the same numbers."""
     assert hadamard_signs(42, "layers.0.attention.wq") == (1, 1, -1, -1, 1, -1, 1, 1, -1, 1, 1, 1, 1, 1, 1, 1)
-    assert rounding_key(42, "layers.0.attention.wq", "dgrad") == 6628360638270364326
-    assert rounding_key(42, "layers.0.attention.wq", "wgrad") == 2497294882956914619
+    assert rounding_key(42, "layers.0.attention.wq") == 2898033203299009445
 
 
 def test_they_are_the_same_in_another_process():
-    code = "from mxtrain.seeds import *; print(hadamard_signs(7, 'a.b'), rounding_key(7, 'a.b', 'wgrad'))"
-    want = f"{hadamard_signs(7, 'a.b')} {rounding_key(7, 'a.b', 'wgrad')}"
+    code = "from mxtrain.seeds import *; print(hadamard_signs(7, 'a.b'), rounding_key(7, 'a.b'))"
+    want = f"{hadamard_signs(7, 'a.b')} {rounding_key(7, 'a.b')}"
     for hash_seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": hash_seed}
         run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -38,12 +37,12 @@ def test_a_mask_holds_the_signs():
     assert len(masks) == len({hadamard_signs(0, fqn) for fqn in FQNS})
 
 
-def test_every_layer_seed_and_gemm_has_a_key_of_its_own():
-    keys = [rounding_key(seed, fqn, gemm) for seed in (-1, 0, 1, 2**64) for fqn in FQNS for gemm in GRADIENT_GEMMS]
+def test_every_layer_and_seed_has_a_key_of_its_own():
+    keys = [rounding_key(seed, fqn) for seed in (-1, 0, 1, 2**64) for fqn in FQNS]
     assert len(set(keys)) == len(keys)
     assert all(0 <= key < 2**63 for key in keys)
     assert len({hadamard_signs(0, fqn) for fqn in FQNS}) > 90, "of 96, all but a few by chance"
-    assert rounding_key(1, "1.w", "dgrad") != rounding_key(11, ".w", "dgrad")
+    assert rounding_key(1, "1.w") != rounding_key(11, ".w")
 
 
 def test_bad_input():
@@ -51,6 +50,4 @@ def test_bad_input():
         with pytest.raises(ValueError, match="is not an integer"):
             hadamard_signs(seed, "w")
         with pytest.raises(ValueError, match="is not an integer"):
-            rounding_key(seed, "w", "dgrad")
-    with pytest.raises(ValueError, match="gemm = 'fprop' is not one of: 'dgrad', 'wgrad'"):
-        rounding_key(0, "w", "fprop")
+            rounding_key(seed, "w")

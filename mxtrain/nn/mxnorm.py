@@ -86,9 +86,7 @@ class _MXNormLinearFunction(torch.autograd.Function):
     """(h, quantized xhat, rho, gamma, W) -> Y [T, N]; gradients of h (dL/dxhat), gamma and W."""
 
     @staticmethod
-    def forward(
-        ctx, h, data, scales, tensor_scale, rho, gain, weight, signs, draws, recipe: LinearRecipe, mode: str
-    ):
+    def forward(ctx, h, data, scales, tensor_scale, rho, gain, weight, signs, draws, recipe: LinearRecipe, mode: str):
         ctx.save_for_backward(h, rho, gain, weight, signs, draws)
         ctx.recipe, ctx.mode = recipe, mode
         return fprop(Operand(data, scales, tensor_scale), weight, recipe, mode, compute_dtype(h), gain)
@@ -149,7 +147,7 @@ class MXNorm(Seeded, nn.RMSNorm):
         **factory_kwargs,
     ):
         self.recipe = get_recipe(recipe)
-        self.mode = resolve_mode(mode, None, self.recipe)
+        self.mode = resolve_mode(mode)
         fprop = self.recipe.fprop
         self.estimate = RMSEstimate.for_recipe(fprop, p, estimator, eps)
         if dim % fprop.block_size:

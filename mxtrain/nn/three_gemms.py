@@ -123,7 +123,7 @@ class QuantizedLinear(Seeded, nn.Linear):
         self, in_features: int, out_features: int, bias: bool = True, *, recipe="mxfp8", mode="auto", **factory_kwargs
     ):
         self.recipe = get_recipe(recipe)
-        self.mode = resolve_mode(mode, None, self.recipe)
+        self.mode = resolve_mode(mode)
         check_features(in_features, out_features, self.recipe)
         super().__init__(in_features, out_features, bias, **factory_kwargs)
         self.set_seed(0, "")

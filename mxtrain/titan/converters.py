@@ -43,7 +43,7 @@ def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] 
     recipes = [recipe, *by_pattern.values()]
     settings = {"converter": active[0], **{key: getattr(s, key) for key in _KEYS}}
     settings.update(switches_in_effect(recipes), recipe=recipe.name)
-    settings["mode"] = resolve_mode(s.mode, utils.device_type, *recipes)
+    settings["mode"] = resolve_mode(s.mode, utils.device_type)
     if by_pattern:
         settings["recipes"] = {pattern: its_recipe.name for pattern, its_recipe in by_pattern.items()}
     if active[0] == "mx_linear":

@@ -5,12 +5,12 @@ import triton
 import triton.language as tl
 from kernel_checks import kernel_tests
 
-from mxtrain.reference.philox import philox, rounding_bits
+from mxtrain.reference.philox import philox, rounding_words
 from mxtrain.seeds import rounding_key
 
 pytestmark = kernel_tests
 
-KEYS = [0, 1, 2**32, 2**63 - 1, rounding_key(0, "layers.0.attention.wq", "dgrad")]
+KEYS = [0, 1, 2**32, 2**63 - 1, rounding_key(0, "layers.0.attention.wq")]
 
 
 @triton.jit
@@ -31,10 +31,10 @@ def test_words_of_an_offset():
 
 
 @triton.jit
-def _rounding_bits_kernel(
+def _rounding_words_kernel(
     out_ptr, step_ptr, rows, columns, key, rank, microbatch, ROWS: tl.constexpr, FOURS: tl.constexpr
 ):
-    """A tile of [ROWS, 4 * FOURS] elements, by the addressing rule of ``rounding_bits``."""
+    """A tile of [ROWS, 4 * FOURS] elements, by the addressing rule of ``rounding_words``."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     four = tl.program_id(1) * FOURS + tl.arange(0, FOURS)[None, :]
     # In 64 bits first: the index of an element overflows 32.
@@ -50,9 +50,9 @@ def _rounding_bits_kernel(
 def test_bits_of_a_matrix_whatever_the_tiles():
     rows, columns, step, rank, microbatch = 19, 48, 2**32 - 2, 3, 2
     for key in KEYS:
-        want = rounding_bits(rows, columns, key, step, rank, microbatch)
+        want = rounding_words(rows, columns, key, step, rank, microbatch)
         for tile in ((16, 4), (4, 8)):
             got = torch.empty_like(want)
             grid = (triton.cdiv(rows, tile[0]), triton.cdiv(columns, 4 * tile[1]))
-            _rounding_bits_kernel[grid](got, torch.tensor(step), rows, columns, key, rank, microbatch, *tile)
+            _rounding_words_kernel[grid](got, torch.tensor(step), rows, columns, key, rank, microbatch, *tile)
             assert torch.equal(got, want)

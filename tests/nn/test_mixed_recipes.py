@@ -209,14 +209,6 @@ def test_features_are_whole_blocks_of_every_quantized_gemm():
         MXNorm(48, recipe=spec("bf16", "nvfp4", "nvfp4"))
 
 
-@pytest.mark.parametrize("gemm", range(3))
-def test_native_refuses_nvfp4_in_any_gemm(gemm):
-    names = ["mxfp8"] * 3
-    names[gemm] = "nvfp4_dynamic"
-    with pytest.raises(ConfigError, match=f"mode = 'native' has no products of recipe '.*{GEMMS[gemm]}=nvfp4_dynamic"):
-        MXLinear(D, N, recipe=spec(*names), mode="native")
-
-
 def test_linears_refuse_a_norm_with_another_recipe_of_fprop():
     normed = MXNorm(D, recipe="mxfp8", mode="reference")(draw(2, D, seed=0))
     MXNormLinear(D, N, recipe=spec("mxfp8", "nvfp4", "bf16"), mode="reference")(normed)

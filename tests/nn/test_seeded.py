@@ -35,15 +35,14 @@ def numbers(module):
 def test_numbers_follow_from_seed_name_and_position():
     signs, draws = numbers(layer())
     assert tuple(signs) == hadamard_signs(SEED, FQN)
-    assert draws[Draws.DGRAD_KEY] == rounding_key(SEED, FQN, "dgrad")
-    assert draws[Draws.WGRAD_KEY] == rounding_key(SEED, FQN, "wgrad")
+    assert draws[Draws.KEY] == rounding_key(SEED, FQN)
     assert [draws[i] for i in (Draws.STEP, Draws.MICROBATCH, Draws.RANK)] == [11, 2, 1]
 
 
 def test_a_module_made_by_hand_has_those_of_seed_0_and_no_name():
     for module in (layer(seeded=False), MXNormLinear(32, 64, recipe="nvfp4", mode="reference")):
         signs, draws = numbers(module)
-        assert tuple(signs) == hadamard_signs(0, "") and draws[0] == rounding_key(0, "", "dgrad")
+        assert tuple(signs) == hadamard_signs(0, "") and draws[0] == rounding_key(0, "")
     assert tuple(unpack_signs(MXNorm(32, recipe="nvfp4").signs(CPU)).tolist()) == hadamard_signs(0, "")
 
 

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from mxtrain.reference.philox import MAX_ELEMENTS, philox, rounding_bits
+from mxtrain.reference.philox import MAX_ELEMENTS, philox, rounding_bits, rounding_words
 from mxtrain.seeds import rounding_key
 
-KEY = rounding_key(0, "layers.0.attention.wq", "dgrad")
+KEY = rounding_key(0, "layers.0.attention.wq")
 
 
 def words(text: str) -> list[int]:
@@ -38,7 +38,7 @@ def test_words_are_numbers_or_tensors_that_broadcast():
 
 def test_the_addressing_rule():
     rows, columns, step, rank, microbatch = 5, 7, 11, 13, 17
-    bits = rounding_bits(rows, columns, KEY, step, rank, microbatch)
+    bits = rounding_words(rows, columns, KEY, step, rank, microbatch)
     assert bits.shape == (rows, columns) and bits.dtype == torch.int64
     for row in range(rows):
         for column in range(columns):
@@ -47,26 +47,26 @@ def test_the_addressing_rule():
 
 
 def test_rows_that_are_added_change_no_other():
-    assert torch.equal(rounding_bits(32, 48, KEY, 1, 0)[:19], rounding_bits(19, 48, KEY, 1, 0))
+    assert torch.equal(rounding_words(32, 48, KEY, 1, 0)[:19], rounding_words(19, 48, KEY, 1, 0))
 
 
 def test_a_step_in_a_tensor():
-    want = rounding_bits(4, 8, KEY, 2**32 - 1, 1, 5)
-    assert torch.equal(rounding_bits(4, 8, KEY, torch.tensor(2**32 - 1), 1, torch.tensor(5)), want)
+    want = rounding_words(4, 8, KEY, 2**32 - 1, 1, 5)
+    assert torch.equal(rounding_words(4, 8, KEY, torch.tensor(2**32 - 1), 1, torch.tensor(5)), want)
 
 
 def test_every_address_has_bits_of_its_own():
     """At any address 4096 words, 16384 in all: two that share a counter would have all 4096 in common."""
-    other_keys = [rounding_key(0, "layers.0.attention.wq", "wgrad"), rounding_key(1, "layers.0.attention.wq", "dgrad")]
+    other_keys = [rounding_key(0, "layers.0.attention.wk"), rounding_key(1, "layers.0.attention.wq")]
     addresses = [(KEY, 1, 1, 1), (KEY, 2, 1, 1), (KEY, 1, 2, 1), (KEY, 1, 1, 2), *((k, 1, 1, 1) for k in other_keys)]
-    drawn = [rounding_bits(64, 64, *address) for address in addresses]
+    drawn = [rounding_words(64, 64, *address) for address in addresses]
     assert torch.cat(drawn).unique().numel() > 0.9999 * len(addresses) * 4096
-    assert torch.equal(rounding_bits(64, 64, *addresses[0]), drawn[0])
+    assert torch.equal(rounding_words(64, 64, *addresses[0]), drawn[0])
 
 
 def test_bits_are_uniform():
     """Each of the 32 bits, the mean, the share of every leading nibble, all within three standard deviations."""
-    bits = rounding_bits(1024, 1024, KEY, 3, 0)
+    bits = rounding_words(1024, 1024, KEY, 3, 0)
     n = bits.numel()
     assert bits.min() >= 0 and bits.max() < 2**32
     uniform = (bits.double() + 0.5) / 2**32
@@ -84,12 +84,12 @@ def test_bits_are_uniform():
         ((KEY, 3, 0), (KEY, 4, 0)),
         ((KEY, 3, 0), (KEY, 3, 1)),
         ((KEY, 3, 0), (KEY, 3, 0, 1)),
-        ((KEY, 3, 0), (rounding_key(0, "layers.0.attention.wq", "wgrad"), 3, 0)),
+        ((KEY, 3, 0), (rounding_key(0, "layers.0.attention.wk"), 3, 0)),
     ],
     ids=["step", "rank", "microbatch", "key"],
 )
 def test_addresses_are_uncorrelated(one, other):
-    a, b = (rounding_bits(256, 256, *address).double() / 2**32 - 0.5 for address in (one, other))
+    a, b = (rounding_words(256, 256, *address).double() / 2**32 - 0.5 for address in (one, other))
     assert abs((a * b).mean()) < 3 / 12 / a.numel() ** 0.5
     assert abs((a[:, 1:] * a[:, :-1]).mean()) < 3 / 12 / a.numel() ** 0.5
     assert abs((a[1:] * a[:-1]).mean()) < 3 / 12 / a.numel() ** 0.5
@@ -97,22 +97,31 @@ def test_addresses_are_uncorrelated(one, other):
 
 def test_words_in_tensors():
     for words in ((KEY, 3, 1, 2), (2**63 - 1, 2**32 - 1, 0, 2**32 - 1)):
-        assert torch.equal(rounding_bits(8, 6, *map(torch.tensor, words)), rounding_bits(8, 6, *words))
+        assert torch.equal(rounding_words(8, 6, *map(torch.tensor, words)), rounding_words(8, 6, *words))
 
 
 def test_sizes_and_words_out_of_range():
-    assert rounding_bits(0, 16, KEY, 0, 0).shape == (0, 16)
+    assert rounding_words(0, 16, KEY, 0, 0).shape == (0, 16)
     assert MAX_ELEMENTS >= 2**33
     with pytest.raises(ValueError, match=r"\[131073, 131072\] has 17180000256 elements"):
-        rounding_bits(2**17 + 1, 2**17, KEY, 0, 0)
+        rounding_words(2**17 + 1, 2**17, KEY, 0, 0)
     for name in ("step", "rank", "microbatch"):
         for value in (-1, 2**32):
             with pytest.raises(ValueError, match=f"{name} = {value} is not from 0 to 4294967295"):
-                rounding_bits(1, 4, KEY, **({"step": 0, "rank": 0} | {name: value}))
+                rounding_words(1, 4, KEY, **({"step": 0, "rank": 0} | {name: value}))
 
 
 def test_compiled(device, compile_backend):
-    compiled = torch.compile(rounding_bits, fullgraph=True, backend=compile_backend)
+    compiled = torch.compile(rounding_words, fullgraph=True, backend=compile_backend)
     for step in (3, 4):
         got = compiled(8, 16, KEY, torch.tensor(step, device=device), 1, device=device)
-        assert torch.equal(got, rounding_bits(8, 16, KEY, step, 1, device=device))
+        assert torch.equal(got, rounding_words(8, 16, KEY, step, 1, device=device))
+
+
+def test_bits_for_the_two_casts_of_a_gradient_are_the_halves_of_a_word():
+    words = rounding_words(256, 256, KEY, 3, 0)
+    by_dim = [rounding_bits(words, dim) for dim in (0, 1)]
+    assert torch.equal(by_dim[0] << 16 | by_dim[1], words)
+    assert all(bits.min() >= 0 and bits.max() < 2**16 for bits in by_dim)
+    a, b = (bits.double() / 2**16 - 0.5 for bits in by_dim)
+    assert abs((a * b).mean()) < 3 / (12 * words.numel() ** 0.5), "uncorrelated"
