@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import NamedTuple
 
@@ -68,9 +69,8 @@ MODELS = {
 # Variants
 
 
-def convert_nvfp4(model: nn.Module, converter: str, mode: str, **settings) -> None:
-    """Convert to recipe nvfp4, which has no native products: emulated where other recipes are native."""
-    mxtrain.convert(model, converter, recipe="nvfp4", mode="emulated" if mode == "native" else mode, **settings)
+def nvfp4(converter: str, high_precision_share: float | None, model: nn.Module, mode: str) -> None:
+    mxtrain.convert(model, converter, recipe="nvfp4", mode=mode, high_precision_share=high_precision_share)
 
 
 class TorchaoLinear(nn.Linear):
@@ -121,10 +121,11 @@ VARIANTS = {
     "mxnorm": lambda model, mode: mxtrain.convert(model, "mxnorm", mode=mode),
     "mxnorm_p1": lambda model, mode: mxtrain.convert(model, "mxnorm", p=1, mode=mode),
     "mxnorm_exact": lambda model, mode: mxtrain.convert(model, "mxnorm", estimator="exact", mode=mode),
-    "mx_linear_nvfp4": lambda model, mode: convert_nvfp4(model, "mx_linear", mode),
-    "mx_linear_nvfp4_all": lambda model, mode: convert_nvfp4(model, "mx_linear", mode, high_precision_share=0.0),
-    "mxnorm_nvfp4": lambda model, mode: convert_nvfp4(model, "mxnorm", mode),
-    "mxnorm_nvfp4_all": lambda model, mode: convert_nvfp4(model, "mxnorm", mode, high_precision_share=0.0),
+    **{
+        f"{converter}_nvfp4{suffix}": partial(nvfp4, converter, share)
+        for converter in ("mx_linear", "mxnorm")
+        for suffix, share in (("", None), ("_all", 0.0))
+    },
     "fused_rmsnorm": lambda model, mode: mxtrain.convert(model, "fused_rmsnorm", when_compiled="kernel"),
     "torchao": lambda model, mode: convert_torchao(model),
 }
