@@ -52,9 +52,9 @@ from mxtrain.recipe import RMSEstimate, get_recipe
 from mxtrain.reference import casts, nvfp4
 from mxtrain.reference.hadamard import hadamard, pad, unpack_signs
 from mxtrain.reference.mxnorm import inverse_rms, scale_rows
-from mxtrain.reference.philox import rounding_bits
+from mxtrain.reference.philox import rounding_bits, rounding_words
 from mxtrain.rounding import Draws
-from mxtrain.seeds import GRADIENT_GEMMS, hadamard_signs, rounding_key, sign_mask
+from mxtrain.seeds import hadamard_signs, rounding_key, sign_mask
 
 RECIPE = get_recipe("nvfp4")
 SIGNS = hadamard_signs(0, "layers.0.attention.wq")
@@ -69,8 +69,7 @@ def sign_number(device: str) -> torch.Tensor:
 
 def random_draws(device: str) -> torch.Tensor:
     """What random bits follow from, in the order of ``mxtrain.rounding.Draws``."""
-    keys = [rounding_key(0, "layers.0.attention.wq", gemm) for gemm in GRADIENT_GEMMS]
-    return torch.tensor([*keys, 1000, 0, 0], device=device)
+    return torch.tensor([rounding_key(0, "layers.0.attention.wq"), 1000, 0, 0], device=device)
 
 
 # The reference
@@ -264,15 +263,13 @@ def as_in_training(function: Callable, args: tuple[torch.Tensor, ...]) -> Callab
 
 
 def gradient_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels.nvfp4_cast import RoundingCounter, nvfp4_amax, nvfp4_cast
+    from mxtrain.kernels.nvfp4_cast import nvfp4_amax, nvfp4_cast
 
     def maxima(dy, signs, draws):
         return nvfp4_amax(dy, signs)
 
     def cast(scales, form, dy, signs, draws):
-        counter = RoundingCounter(draws[Draws.STEP], draws[Draws.MICROBATCH], draws[Draws.RANK])
-        keys = {1: draws[Draws.DGRAD_KEY], 0: draws[Draws.WGRAD_KEY]}
-        results = nvfp4_cast(dy, {1: scales[0], 0: scales[1]}, form, signs=signs, keys=keys, counter=counter)
+        results = nvfp4_cast(dy, {1: scales[0], 0: scales[1]}, form, signs=signs, draws=draws)
         return results[1], results[0]
 
     dy, numbers = draw(shape, device), (sign_number(device), random_draws(device))
@@ -294,14 +291,10 @@ def gradient_matrices(dy, signs, draws):
 
 
 def gradient_in_pytorch(matrices, scales, form, dy, signs, draws):
-    rows, columns = (
-        rounding_bits(
-            *matrix.shape, draws[key], draws[Draws.STEP], draws[Draws.RANK], draws[Draws.MICROBATCH], dy.device
-        )
-        for matrix, key in zip(matrices, (Draws.DGRAD_KEY, Draws.WGRAD_KEY))
-    )
-    by_row = cast_in_pytorch(matrices[0], scales[0], form, rows)
-    return by_row, along_tokens_in_pytorch(matrices[1], scales[1], form, columns.t())
+    key, step, microbatch, rank = (draws[i] for i in Draws)
+    words = rounding_words(*matrices[1].shape, key, step, rank, microbatch, dy.device)
+    by_row = cast_in_pytorch(matrices[0], scales[0], form, rounding_bits(words, 1)[: dy.shape[0]])
+    return by_row, along_tokens_in_pytorch(matrices[1], scales[1], form, rounding_bits(words, 0).t())
 
 
 def along_tokens_in_pytorch(x: torch.Tensor, tensor_scale, form: str, bits: torch.Tensor | None = None) -> tuple:
