@@ -83,23 +83,27 @@ def _product_kernel(
     step = tl.arange(0, BLOCK_K)
     a_start = a_ptr + tl.cast(first, tl.int64) * a_depth
     b_start = b_ptr + tl.cast(first, tl.int64) * b_depth
-    a_pointers = a_start + (row.to(tl.int64)[:, None] * a_row + step.to(tl.int64)[None, :] * a_depth)
-    b_pointers = b_start + (step.to(tl.int64)[:, None] * b_depth + column.to(tl.int64)[None, :] * b_column)
     if TENSOR_CORES:
         product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        at_row, a_step, b_step, at_column = row[:, None], step[None, :], step[:, None], column[None, :]
     else:
-        # Summed up over K at the end: until then every thread has sums of its own.
+        # Summed up over K at the end: until then every thread has sums of its own. Operands are loaded as they are
+        # multiplied: one row and one column lie in the same threads, with nothing to be exchanged.
         product = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_K), tl.float32)
+        at_row, a_step, at_column = row[:, None, None], step[None, None, :], column[None, :, None]
+        b_step = a_step
+    a_pointers = a_start + (at_row.to(tl.int64) * a_row + a_step.to(tl.int64) * a_depth)
+    b_pointers = b_start + (b_step.to(tl.int64) * b_depth + at_column.to(tl.int64) * b_column)
     for k in tl.range(first, last, BLOCK_K, num_stages=STAGES):
-        a_mask = tl.full((BLOCK_M, BLOCK_K), 1, tl.int1)
-        b_mask = tl.full((BLOCK_K, BLOCK_N), 1, tl.int1)
+        a_mask = tl.full(a_pointers.shape, 1, tl.int1)
+        b_mask = tl.full(b_pointers.shape, 1, tl.int1)
         if not WHOLE_ROWS:
-            a_mask &= row[:, None] < rows
+            a_mask &= at_row < rows
         if not WHOLE_COLUMNS:
-            b_mask &= column[None, :] < columns
+            b_mask &= at_column < columns
         if not WHOLE_DEPTH:
-            a_mask &= k + step[None, :] < depth
-            b_mask &= k + step[:, None] < depth
+            a_mask &= k + a_step < depth
+            b_mask &= k + b_step < depth
         a = tl.load(a_pointers, mask=a_mask, other=0.0)
         b = tl.load(b_pointers, mask=b_mask, other=0.0)
         if UPCAST or not TENSOR_CORES:
@@ -107,7 +111,7 @@ def _product_kernel(
         if TENSOR_CORES:
             product = tl.dot(a, b, product, input_precision="ieee")
         else:
-            product += a[:, None, :] * tl.trans(b)[None, :, :]
+            product += a * b
         a_pointers += tl.cast(a_depth, tl.int64) * BLOCK_K
         b_pointers += tl.cast(b_depth, tl.int64) * BLOCK_K
     if not TENSOR_CORES:

@@ -25,18 +25,22 @@ def _load_total(x_ptr, residual_ptr, offsets, mask, eviction: tl.constexpr, RESI
 
 
 @triton.jit
-def _inverse_rms(squares, columns, eps, PRECISE: tl.constexpr):
+def _inverse_rms(squares, columns, eps, PRECISE: tl.constexpr, NORMAL: tl.constexpr):
     """1 / sqrt(mean + eps) of every row.  squares [R, C] -> [R, 1]
 
     PRECISE: rounded once a step, which shows in fp32 results only, and takes longer than the GPU's own instruction.
+    NORMAL: eps is no denormal number.
     """
+    # Known before the rows are there.
+    inverse = 1.0 / tl.cast(columns, tl.float32)
     row_sum = tl.sum(squares, 1)
     if PRECISE:
         rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(row_sum, tl.cast(columns, tl.float32)) + eps))
     else:
-        # Not by tl.rsqrt, which takes small squares for zero.
+        # With ftz, which tl.rsqrt has, a small sum would be taken for zero; without, it takes longer.
+        name: tl.constexpr = "rsqrt.approx.ftz.f32" if NORMAL else "rsqrt.approx.f32"
         rstd = tl.inline_asm_elementwise(
-            "rsqrt.approx.f32 $0, $1;", "=f,f", [row_sum / columns + eps], tl.float32, is_pure=True, pack=1
+            name + " $0, $1;", "=f,f", [row_sum * inverse + eps], tl.float32, is_pure=True, pack=1
         )
     return rstd[:, None]
 
@@ -53,7 +57,7 @@ def _below(index, end, EXACT: tl.constexpr):
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, rows, columns, eps,
     RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, PERSISTENT: tl.constexpr, EXACT: tl.constexpr,
-    PRECISE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISE: tl.constexpr, NORMAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     lane = tl.arange(0, COLUMNS)[None, :]
@@ -74,7 +78,7 @@ def _rms_norm_kernel(
         if WEIGHT:
             # On its way while the row is summed up.
             weight = tl.load(weight_ptr + lane, mask=column_mask, other=0.0, eviction_policy="evict_last")
-        rstd = _inverse_rms(total * total, columns, eps, PRECISE)
+        rstd = _inverse_rms(total * total, columns, eps, PRECISE, NORMAL)
         y = total * rstd
         if WEIGHT:
             y *= weight.to(tl.float32)
@@ -88,7 +92,7 @@ def _rms_norm_kernel(
             mask = row_mask & _below(column, columns, EXACT)
             total = _load_total(x_ptr, residual_ptr, in_tile + column, mask, "evict_last", RESIDUAL)
             squares += total * total
-        rstd = _inverse_rms(squares, columns, eps, PRECISE)
+        rstd = _inverse_rms(squares, columns, eps, PRECISE, NORMAL)
         for first in range(0, columns, COLUMNS):
             column = first + lane
             column_mask = _below(column, columns, EXACT)
@@ -128,7 +132,7 @@ def rms_norm_by_plan(
         dict(
             RESIDUAL=residual is not None, WEIGHT=weight is not None, PERSISTENT=plan.persistent,
             EXACT=rows % plan.rows == 0 and columns % plan.columns == 0,
-            PRECISE=INTERPRETED or x.dtype == torch.float32,
+            PRECISE=INTERPRETED or x.dtype == torch.float32, NORMAL=eps >= torch.finfo(torch.float32).tiny,
             ROWS=plan.rows, COLUMNS=plan.columns, num_warps=plan.warps,
         ),
     )  # fmt: skip
