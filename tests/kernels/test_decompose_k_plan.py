@@ -86,6 +86,7 @@ def test_usual_widths_are_the_largest_of_their_range(depth):
         ((64, 64, 512), torch.bfloat16, "mm"),
         ((1, 256, 7168), torch.float32, "triton"),
         ((512, 256, 7168), torch.float32, "mm"),
+        ((1024, 256, 2048), torch.bfloat16, "mm"),  # tiles enough without a split
     ],
     ids=str,
 )
@@ -96,8 +97,10 @@ def test_routes(shape, dtype, route):
 @pytest.mark.parametrize(
     ("shape", "plan"),
     [
-        ((1, 256, 7168), Plan("triton", 1, 1, 1, 2048, 4, 3)),
-        ((1, 16, 5120), Plan("triton", 4, 1, 1, 1024, 4, 3)),
+        ((1, 256, 7168), Plan("triton", 1, 1, 1, 8192, 8, 1)),
+        ((2, 16, 5120), Plan("triton", 1, 2, 1, 8192, 8, 1)),
+        ((4, 16, 2048), Plan("triton", 2, 4, 1, 1024, 4, 3)),
+        ((1, 64, 10240), Plan("triton", 1, 1, 1, 2048, 4, 3)),
         ((8, 128, 2048), Plan("triton", 1, 8, 1, 1024, 4, 3)),
         ((16, 16, 8192), Plan("triton", 66, 16, 16, 64, 2, 3)),
         ((128, 256, 7168), Plan("triton", 8, 64, 32, 64, 4, 6)),
