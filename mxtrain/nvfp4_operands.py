@@ -20,7 +20,6 @@ from mxtrain.reference import nvfp4
 from mxtrain.reference.casts import at_least_fp32, to_blocked
 from mxtrain.reference.hadamard import hadamard, pad, unpack_signs
 from mxtrain.reference.philox import rounding_bits, rounding_words
-from mxtrain.rounding import Draws
 
 if HAS_TRITON:
     from mxtrain.kernels.nvfp4_cast import nvfp4_amax, nvfp4_cast
@@ -119,7 +118,8 @@ def operand_of(data: torch.Tensor, scales: torch.Tensor | None, tensor_scale: to
         return Operand(data)
     # A block of zeros more, where half of what the tensor cores take would be missing; its scale is zero, too: the
     # blocked layout is filled up with them.
-    return Operand(torch.nn.functional.pad(data, (0, -data.shape[1] % (NATIVE_MULTIPLE // 2))), scales, tensor_scale)
+    data = torch.nn.functional.pad(data, (0, -data.shape[1] % (NATIVE_MULTIPLE // 2)))
+    return Operand(data.contiguous(), scales, tensor_scale)
 
 
 def _from_kernel(
@@ -165,8 +165,8 @@ def _along_tokens(x: torch.Tensor, recipe: Recipe, signs: torch.Tensor | None) -
 
 
 def _bits(rows: int, columns: int, dim: int, recipe: Recipe, draws: torch.Tensor | None) -> torch.Tensor | None:
-    """Random bits [rows, columns] as the layer and the position in training say; None for rounding to nearest."""
+    """Random bits [rows, columns] that follow from ``draws`` (``mxtrain.rounding.Draws``); None to round to nearest."""
     if not recipe.stochastic_rounding:
         return None
-    key, step, microbatch, rank = (draws[i] for i in Draws)
+    key, step, microbatch, rank = draws.unbind()
     return rounding_bits(rounding_words(rows, columns, key, step, rank, microbatch, draws.device), dim)

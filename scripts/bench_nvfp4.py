@@ -291,7 +291,7 @@ def gradient_matrices(dy, signs, draws):
 
 
 def gradient_in_pytorch(matrices, scales, form, dy, signs, draws):
-    key, step, microbatch, rank = (draws[i] for i in Draws)
+    key, step, microbatch, rank = draws.unbind()
     words = rounding_words(*matrices[1].shape, key, step, rank, microbatch, dy.device)
     by_row = cast_in_pytorch(matrices[0], scales[0], form, rounding_bits(words, 1)[: dy.shape[0]])
     return by_row, along_tokens_in_pytorch(matrices[1], scales[1], form, rounding_bits(words, 0).t())

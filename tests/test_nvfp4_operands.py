@@ -11,13 +11,23 @@ from mxtrain.reference import nvfp4
 from mxtrain.reference.casts import from_blocked
 
 RECIPE = get_recipe("nvfp4")
-SIGNS = torch.tensor(0b1010)
-DRAWS = torch.tensor([1, 3, 0, 0])
 DTYPES = {"reference": torch.float32, "emulated": torch.bfloat16}
 
 
+pytestmark = pytest.mark.usefixtures("device")
+
+
 def draw(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    x = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return x.to(dtype).to(torch.get_default_device())
+
+
+def signs():
+    return torch.tensor(0b1010)
+
+
+def draws():
+    return torch.tensor([1, 3, 0, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -26,10 +36,10 @@ def draw(*shape, seed=0, dtype=torch.float32):
 def test_shapes_and_dtypes(tokens, mode, dtype):
     x, w, dy = draw(tokens, 48, dtype=dtype), draw(80, 48, dtype=dtype), draw(tokens, 80, dtype=dtype)
     padded = -(-tokens // 16) * 16
-    by_dim = gradient(dy, RECIPE, mode, (1, 0), SIGNS, DRAWS)
+    by_dim = gradient(dy, RECIPE, mode, (1, 0), signs(), draws())
     operands = {
         (tokens, 48): activation(x, mode),
-        (48, padded): activation_along_tokens(x, RECIPE, mode, None, SIGNS),
+        (48, padded): activation_along_tokens(x, RECIPE, mode, None, signs()),
         (80, 48): weight(w, RECIPE, mode, 1),
         (48, 80): weight(w, RECIPE, mode, 0),
         (tokens, 80): by_dim[1],
@@ -47,10 +57,10 @@ def test_both_modes_hold_the_same_values():
     for cast in (
         lambda mode: activation(x, mode, factor),
         lambda mode: activation(x, mode, factor, 2.0**-20),
-        lambda mode: activation_along_tokens(x, RECIPE, mode, factor, SIGNS),
+        lambda mode: activation_along_tokens(x, RECIPE, mode, factor, signs()),
         lambda mode: weight(w, RECIPE, mode, 1, draw(48)),
-        lambda mode: gradient(x, RECIPE, mode, (1,), SIGNS, DRAWS)[1],
-        lambda mode: gradient(x, RECIPE, mode, (0,), SIGNS, DRAWS)[0],
+        lambda mode: gradient(x, RECIPE, mode, (1,), signs(), draws())[1],
+        lambda mode: gradient(x, RECIPE, mode, (0,), signs(), draws())[0],
     ):
         assert torch.equal(cast("emulated").data.float(), cast("reference").data)
 
@@ -68,8 +78,8 @@ def test_weights_in_tiles_are_the_same_in_both_orientations_and_blocks_are_not()
 def test_wgrad_is_what_it_is_without_transform_and_padding():
     """Up to the casts: the same signs on both sides, and padding that adds nothing."""
     x, dy = draw(37, 48), draw(37, 80, seed=1)
-    dw = gradient(dy, RECIPE, "reference", (0,), SIGNS, DRAWS)[0].data
-    dw = dw @ activation_along_tokens(x, RECIPE, "reference", None, SIGNS).data.t()
+    dw = gradient(dy, RECIPE, "reference", (0,), signs(), draws())[0].data
+    dw = dw @ activation_along_tokens(x, RECIPE, "reference", None, signs()).data.t()
     assert (dw - dy.t() @ x).norm() < 0.25 * (dy.t() @ x).norm()
     plain = get_recipe("nvfp4", hadamard=False, stochastic_rounding=False)
     dw = gradient(dy, plain, "reference", (0,), None, None)[0].data
@@ -89,12 +99,12 @@ def test_native_operands_hold_the_emulated_values(tokens, features, outputs, swi
     x, w, dy, factor = draw(tokens, features), draw(outputs, features), draw(tokens, outputs), draw(tokens).abs()
 
     def operands(mode):
-        by_dim = gradient(dy, recipe, mode, (1, 0), SIGNS, DRAWS)
+        by_dim = gradient(dy, recipe, mode, (1, 0), signs(), draws())
         norm = normalize(x, RMSEstimate.for_recipe(recipe), recipe, mode)[0]
         return [
             norm,
             activation(x, mode, factor),
-            activation_along_tokens(x, recipe, mode, factor, SIGNS),
+            activation_along_tokens(x, recipe, mode, factor, signs()),
             weight(w, recipe, mode, 1, draw(features)),
             weight(w, recipe, mode, 0),
             by_dim[1],

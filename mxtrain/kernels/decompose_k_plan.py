@@ -23,7 +23,7 @@ ROUTES = ("mm", "bmm", "triton")
 
 # What any plan may ask for. Tensor cores multiply 16 rows by 16 columns over 16 of K; what there is less is masked off.
 # Tiles of fewer rows are multiplied without them, in as many sums as a tile has products.
-MIN_TENSOR_CORE_BLOCK, MAX_TILE, MAX_PRODUCTS, MAX_WARPS, MAX_STAGES, MAX_SPLITS = 16, 128 * 256, 16384, 8, 8, 256
+MIN_TENSOR_CORE_BLOCK, MAX_TILE, MAX_PRODUCTS, MAX_WARPS, MAX_STAGES, MAX_SPLITS = 16, 128 * 256, 32768, 8, 8, 256
 # Shared memory of a program, for the tiles in flight, that every GPU from Ampere on has.
 SHARED_BYTES = 144 * 1024
 
@@ -35,9 +35,9 @@ FP32_OUTPUTS = 64 * 64
 # Without tensor cores: where a, and what all programs load of it, are no larger than this. A program has one column.
 FEW_ROWS_A, FEW_ROWS_LOADS = 2**14, 2**21
 FEW_ROWS_K, FEW_ROWS_WARPS, FEW_ROWS_STAGES, FEW_ROWS_PROGRAMS = 1024, 4, 3, 64
-# No more rows than this, with K above the one and up to the other, take all of K in one step: every load is on its way
-# before the first has come. 2.81 instead of 3.04 us at 1 x 16 x 5120, 3.27 instead of 3.53 at 1 x 128 x 5120 (H200).
-ONE_STEP_ROWS, ONE_STEP_K, ONE_STEP_WARPS = 2, (2048, 8192), 8
+# One or two rows take all of K, if it is so long, in one step, and a program has two columns: every load is on its way
+# before the first has come. At 1 x 16 x 5120 2.6 instead of 2.9 us, at 2 x 256 x 7168 4.1 instead of 4.8 (H200).
+ONE_STEP_ROWS, ONE_STEP_K, ONE_STEP_COLUMNS, ONE_STEP_WARPS, ONE_STEP_LOADS = 2, (2048, 8192), 2, 8, 2**22
 # With them: 16 rows, or 64 where there are more than 32; and as many columns as weigh what programs load, less with
 # larger tiles, against partial sums, fewer with smaller ones. {rows: (most columns, the area of a tile over the square
 # root of the outputs, for K up to LONG_K; above that it grows with the square root of K)}
@@ -238,7 +238,11 @@ def _choose(rows: int, columns: int, depth: int, itemsize: int, sms: int) -> Cho
 
 @functools.lru_cache(4096)
 def _kernel_plan(rows: int, columns: int, depth: int, itemsize: int, sms: int) -> Plan:
-    if rows < MIN_TENSOR_CORE_BLOCK and rows * depth <= FEW_ROWS_A and rows * depth * columns <= FEW_ROWS_LOADS:
+    loads = rows * depth * columns
+    if rows <= ONE_STEP_ROWS and ONE_STEP_K[0] < depth <= ONE_STEP_K[1] and loads <= ONE_STEP_LOADS:
+        block_n = min(ONE_STEP_COLUMNS, columns)
+        return Plan("triton", 1, rows, block_n, next_power_of_2(depth), ONE_STEP_WARPS, 1)
+    if rows < MIN_TENSOR_CORE_BLOCK and rows * depth <= FEW_ROWS_A and loads <= FEW_ROWS_LOADS:
         return _few_rows(rows, columns, depth)
     small = rows <= 2 * SMALL_ROWS
     block_m = SMALL_ROWS if small else LARGE_ROWS
@@ -261,8 +265,6 @@ def _kernel_plan(rows: int, columns: int, depth: int, itemsize: int, sms: int) -
 
 
 def _few_rows(rows: int, columns: int, depth: int) -> Plan:
-    if rows <= ONE_STEP_ROWS and ONE_STEP_K[0] < depth <= ONE_STEP_K[1]:
-        return Plan("triton", 1, rows, 1, next_power_of_2(depth), ONE_STEP_WARPS, 1)
     splits = max(1, min(FEW_ROWS_PROGRAMS // columns, depth // FEW_ROWS_K))
     # One row has products for twice as many threads' sums in a step.
     block_k = 2 * FEW_ROWS_K if rows == 1 and depth // splits > 2 * FEW_ROWS_K else FEW_ROWS_K

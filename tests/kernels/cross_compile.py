@@ -44,8 +44,11 @@ ROWS, LOOPED = 512, 20480
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def cases() -> dict:
-    """Name -> call of a public function. Not every combination: each value of every setting that changes the code."""
+def cases(every_width: bool) -> dict:
+    """Name -> call of a public function. Not every combination: each value of every setting that changes the code.
+
+    Widths change no more than the shape of a tile: not all of them for every GPU.
+    """
     rceil, floor = get_recipe("mxfp8"), get_recipe("mxfp8", "floor")
     found = {}
 
@@ -67,7 +70,7 @@ def cases() -> dict:
         for dims in ((1,), (0,), (0, 1)):
             add_cast(f"{name} {form} {dims}", matrix(DTYPES[name]), dims=dims, form=form)
     bf16 = torch.bfloat16
-    for columns in (96, 768, 16384, LOOPED):
+    for columns in (96, 768, 16384, LOOPED) if every_width else (LOOPED,):
         add_norm(f"bf16 {columns} columns", matrix(bf16, columns), form="image")
     for p, estimator, columns in ((1, "pre_round", 4096), (2, "post_round", LOOPED), (2, "exact", 4096)):
         add_norm(f"bf16 p={p} {estimator}", matrix(bf16, columns), form="image", p=p, estimator=estimator)
@@ -87,7 +90,7 @@ def cases() -> dict:
         found[f"fold_backward {name}"] = lambda x=x, gain=gain: fold_backward(x, x, gain)
     widths = {"bf16": (256, 768, 4096, 16384, LOOPED), "fp32": (4096, 16384, LOOPED), "fp16": (4096,)}
     for name, dtype in {**DTYPES, "fp16": torch.float16}.items():
-        for columns in widths[name]:
+        for columns in widths[name] if every_width else widths[name][-1:]:
             rows = 2**25 // columns
             x, rstd, weight = matrix(dtype, columns, rows), vector(rows), vector(columns, dtype)
             case = f"{name} {columns} columns"
@@ -103,7 +106,7 @@ def cases() -> dict:
         )
         found[f"rms_norm_backward {columns} no weight"] = lambda x=x, r=rstd: rms_norm_backward(x, x, r)
     add_products(found)
-    add_nvfp4(found, matrix, vector)
+    add_nvfp4(found, matrix, vector, every_width)
     # Triton makes a constant of a count of one.
     one = matrix(bf16, 32, rows=1)
     add_norm("one block", one)
@@ -116,7 +119,7 @@ def cases() -> dict:
     return found
 
 
-def add_nvfp4(found: dict, matrix, vector) -> None:
+def add_nvfp4(found: dict, matrix, vector, every_width: bool) -> None:
     """The casts to NVFP4: every form, rounding, transform and factor."""
     bf16 = torch.bfloat16
     scale, number = vector(()), vector((), torch.int64)
@@ -138,7 +141,7 @@ def add_nvfp4(found: dict, matrix, vector) -> None:
         for dim in (0, 1):
             add(f"bf16 {form} ({dim},)", nvfp4_cast, x, {dim: scale}, form, signs=number if dim == 0 else None)
         add(f"bf16 {form} gradient", nvfp4_cast, x, {1: scale, 0: scale}, form, **gradient)
-    for columns in (112, 768, 16384, LOOPED):
+    for columns in (112, 768, 16384, LOOPED) if every_width else (LOOPED,):
         add(f"bf16 {columns} columns", nvfp4_norm, matrix(bf16, columns), estimate(), 2.0**-8, "image")
     add("bf16 p=1", nvfp4_norm, matrix(bf16), estimate(1), 2.0**-8, "image")
     add("bf16 exact", nvfp4_norm, matrix(bf16), estimate(2, "exact"), 2.0**-8, "image")
@@ -227,7 +230,7 @@ def main(capability: int) -> None:
     torch.cuda.get_device_capability = lambda *_: divmod(capability, 10)
     results = {}
     with FakeTensorMode():
-        for name, call in cases().items():
+        for name, call in cases(capability == 90).items():
             launches.clear()
             call()
             assert launches, name

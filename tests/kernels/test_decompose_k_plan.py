@@ -97,8 +97,8 @@ def test_routes(shape, dtype, route):
 @pytest.mark.parametrize(
     ("shape", "plan"),
     [
-        ((1, 256, 7168), Plan("triton", 1, 1, 1, 8192, 8, 1)),
-        ((2, 16, 5120), Plan("triton", 1, 2, 1, 8192, 8, 1)),
+        ((1, 256, 7168), Plan("triton", 1, 1, 2, 8192, 8, 1)),
+        ((2, 256, 7168), Plan("triton", 1, 2, 2, 8192, 8, 1)),
         ((4, 16, 2048), Plan("triton", 2, 4, 1, 1024, 4, 3)),
         ((1, 64, 10240), Plan("triton", 1, 1, 1, 2048, 4, 3)),
         ((8, 128, 2048), Plan("triton", 1, 8, 1, 1024, 4, 3)),
@@ -159,7 +159,7 @@ def test_the_sum_over_parts_of_whole_rows(columns, splits):
         dict(route="mm"),
         dict(splits=0),
         dict(splits=257),
-        dict(block_m=8, block_k=256, block_n=16),
+        dict(block_m=8, block_k=512, block_n=16),
         dict(block_m=48),
         dict(block_n=0),
         dict(block_m=256, block_n=256, block_k=16),

@@ -301,7 +301,7 @@ def test_nvfp4_settings_reach_the_modules():
         layer = model.layers["1"]
         modules = (layer.attention_norm, layer.attention.wq, layer.feed_forward.w2)
         device = torch.device("cpu")
-        return [int(module.signs(device)) for module in modules], [module.draws(device)[:2] for module in modules[1:]]
+        return [int(module.signs(device)) for module in modules], [module.draws(device)[:1] for module in modules[1:]]
 
     (signs, keys), (same_signs, same_keys) = seeds(converted(*flags)), seeds(converted(*flags, "--debug.seed=0"))
     assert signs == same_signs and torch.equal(torch.stack(keys), torch.stack(same_keys))

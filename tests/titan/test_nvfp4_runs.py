@@ -38,13 +38,10 @@ def test_a_resumed_run_draws_the_random_bits_that_it_would_have_drawn(tmp_path, 
 
 
 def test_two_processes_match_one_but_for_their_random_bits(tmp_path, nvfp4):
-    """FSDP2 over gloo; the same seed gives the same run twice."""
+    """FSDP2 over gloo."""
     flags = [*nvfp4, "--training.steps=2"]
     one = train(tmp_path / "one", *flags)
-    two, again = (
-        train(tmp_path / name, *flags, "--training.local_batch_size=2", processes=2) for name in ("two", "again")
-    )
-    assert [(r["loss"], r["grad_norm"]) for r in two] == [(r["loss"], r["grad_norm"]) for r in again]
+    two = train(tmp_path / "two", *flags, "--training.local_batch_size=2", processes=2)
     # Two processes start from other weights than one does.
     for a, b in zip(one, two, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=0.05)
