@@ -156,8 +156,6 @@ def add_nvfp4(found: dict, matrix, vector, every_width: bool) -> None:
     add("bf16 transformed row factor", nvfp4_amax, x, number, rows)
     one = matrix(bf16, 16, rows=1)
     add("one block codes", nvfp4_norm, one, estimate(), 2.0**-8)
-    add("one block codes gradient", nvfp4_cast, one, {1: scale, 0: scale}, **gradient)
-    add("one block codes", nvfp4_weight, one, scale)
     add("one block", nvfp4_amax, one, number)
 
 
