@@ -53,7 +53,6 @@ from mxtrain.reference import casts, nvfp4
 from mxtrain.reference.hadamard import hadamard, pad, unpack_signs
 from mxtrain.reference.mxnorm import inverse_rms, scale_rows
 from mxtrain.reference.philox import rounding_bits, rounding_words
-from mxtrain.rounding import Draws
 from mxtrain.seeds import hadamard_signs, rounding_key, sign_mask
 
 RECIPE = get_recipe("nvfp4")
