@@ -4,6 +4,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from mxtrain import set_rounding_step
+
 DIM = 64
 
 
@@ -69,3 +71,17 @@ def loss(model):
 
 def kinds(model):
     return {fqn: type(module) for fqn, module in model.named_modules()}
+
+
+def trained(model, steps=25):
+    """Losses of so many steps of AdamW, every one with its own random bits."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(steps):
+        set_rounding_step(step)
+        optimizer.zero_grad()
+        losses.append(loss(model))
+        losses[-1].backward()
+        optimizer.step()
+    set_rounding_step(None)
+    return [step_loss.item() for step_loss in losses]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn as nn
-from conversion_models import kinds, llama, loss
+from conversion_models import kinds, llama, loss, trained
 
-from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, convert, set_rounding_step
+from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, convert
 from mxtrain.recipe import get_recipe
 
 FORWARD = "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8"
@@ -166,13 +166,5 @@ def test_features_that_no_block_divides_are_those_of_the_layers_recipe():
 def test_a_model_learns_in_mixed_formats(converter):
     model = llama()
     convert(model, converter, recipe=FORWARD, recipes={"wo": "fprop=bf16, dgrad=nvfp4, wgrad=nvfp4"}, **NO_SHARE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for step in range(25):
-        set_rounding_step(step)
-        optimizer.zero_grad()
-        losses.append(loss(model))
-        losses[-1].backward()
-        optimizer.step()
-    set_rounding_step(None)
+    losses = trained(model)
     assert losses[-1] < losses[0] - 2

@@ -6,8 +6,6 @@ registers. A row too long for that is read twice, the second time mostly from th
 Bytes: 2 or 4 D read a row; D + D/32 + 4 (codes, scales, rho) or 2 D + 4 (image) written.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -18,83 +16,33 @@ from mxtrain.kernels.mx import (
     blocked_offset,
     e4m3_codes,
     e4m3_image,
-    magnitude_bits,
     multiplier,
-    rounded_amax,
     scale_code,
     scale_value,
+)
+from mxtrain.kernels.normed_rows import (
+    MXNormCast,
+    as_cast,
+    check_rows,
+    inverse_rms,
+    load_rows,
+    mean_factor,
+    row_sum,
+    tile,
+    tile_shape,
 )
 from mxtrain.kernels.runtime import (
     BLOCK,
     FORMS,
     Launch,
     as_bytes,
-    check_matrix,
+    cdiv,
     check_mxfp8,
-    check_same,
     converts_fp8,
     empty_cast,
     register_op,
 )
 from mxtrain.recipe import Recipe, RMSEstimate
-
-# The longest row that is held in registers, and the longest there is.
-MAX_PERSISTENT_COLUMNS = 16384
-MAX_COLUMNS = 65536
-
-
-@triton.jit
-def _tile(row, rows, first_block, blocks, BLOCKS: tl.constexpr):
-    """Where BLOCKS blocks of these rows lie: block [K], offsets [R, K, 32], and masks of [R, K] and [R, K, 32]."""
-    block = first_block + tl.arange(0, BLOCKS)
-    element = tl.arange(0, 32)
-    offsets = (row * (blocks * 32))[:, None, None] + (block * 32)[None, :, None] + element[None, None, :]
-    block_mask = (row < rows)[:, None] & (block < blocks)[None, :]
-    return block, offsets, block_mask, block_mask[:, :, None] & (element >= 0)[None, None, :]
-
-
-@triton.jit
-def _load(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL: tl.constexpr, STORE: tl.constexpr):
-    """x, or x + residual rounded to the dtype of x and stored: what is stored is what is normalized."""
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        x += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        total = x.to(x_ptr.dtype.element_ty)
-        if STORE:
-            tl.store(total_ptr + offsets, total, mask=mask)
-        x = total.to(tl.float32)
-    return x
-
-
-@triton.jit
-def _row_sum(x, amax, P: tl.constexpr, ESTIMATOR: tl.constexpr, RCEIL: tl.constexpr):
-    """What the estimate sums over a row, x^2, m or m^2, or a part of it, in fp64.  x [R, K, 32], amax [R, K] -> [R]
-
-    There is one number a block to add: fp64 costs nothing, and rho does not depend on the order of the sum.
-    """
-    if ESTIMATOR == "exact":
-        # In fp32, squares of large and small numbers do not fit: a power of two brings the block's maximum near 1.
-        exponent = tl.minimum(tl.maximum(magnitude_bits(amax) >> 23, 1), 253)
-        down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        up = (exponent << 23).to(tl.float32, bitcast=True).to(tl.float64)
-        scaled = x * down[:, :, None]
-        terms = tl.sum(scaled * scaled, 2).to(tl.float64) * (up * up)
-    else:
-        if ESTIMATOR == "post_round":
-            amax = rounded_amax(amax, RCEIL)
-        terms = amax.to(tl.float64)
-        if P == 2:
-            terms *= terms
-    return tl.sum(terms, 1)
-
-
-@triton.jit
-def _inverse_rms(row_sum, eps, FACTOR: tl.constexpr, P: tl.constexpr, ESTIMATOR: tl.constexpr):
-    """rho = 1 / sqrt(r^2 + eps) in fp32, from the sum of a row; FACTOR makes a mean of it and divides by c."""
-    mean_square = row_sum * FACTOR
-    if P == 1 and ESTIMATOR != "exact":
-        mean_square *= mean_square
-    return (1.0 / tl.sqrt(mean_square + eps)).to(tl.float32)
 
 
 @triton.jit
@@ -127,16 +75,16 @@ def _mxnorm_cast_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     if PERSISTENT:
         # Tensors in a kernel have powers of two elements: a row of 24 blocks is a tile of 16 and a tail of 8.
-        block, offsets, block_mask, mask = _tile(row, rows, 0, blocks, BLOCKS)
-        x = _load(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, True)
+        block, offsets, block_mask, mask = tile(row, rows, 0, blocks, BLOCKS, 32)
+        x = load_rows(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, True)
         amax = block_amax(x, 2)
-        row_sum = _row_sum(x, amax, P, ESTIMATOR, RCEIL)
+        total_of_row = row_sum(x, amax, P, ESTIMATOR, RCEIL)
         if TAIL:
-            block2, offsets2, block_mask2, mask2 = _tile(row, rows, BLOCKS, blocks, TAIL)
-            x2 = _load(x_ptr, residual_ptr, total_ptr, offsets2, mask2, RESIDUAL, True)
+            block2, offsets2, block_mask2, mask2 = tile(row, rows, BLOCKS, blocks, TAIL, 32)
+            x2 = load_rows(x_ptr, residual_ptr, total_ptr, offsets2, mask2, RESIDUAL, True)
             amax2 = block_amax(x2, 2)
-            row_sum += _row_sum(x2, amax2, P, ESTIMATOR, RCEIL)
-        rho = _inverse_rms(row_sum, eps, FACTOR, P, ESTIMATOR)
+            total_of_row += row_sum(x2, amax2, P, ESTIMATOR, RCEIL)
+        rho = inverse_rms(total_of_row, eps, FACTOR, P, ESTIMATOR)
         _store_cast(
             x, amax, rho, row, block, offsets, mask, block_mask, blocks, data_ptr, scales_ptr, FORM, RCEIL, HARDWARE
         )
@@ -146,45 +94,20 @@ def _mxnorm_cast_kernel(
                 FORM, RCEIL, HARDWARE,
             )  # fmt: skip
     else:
-        row_sum = tl.zeros((ROWS,), tl.float64)
+        total_of_row = tl.zeros((ROWS,), tl.float64)
         for first in range(0, blocks, BLOCKS):
-            block, offsets, block_mask, mask = _tile(row, rows, first, blocks, BLOCKS)
-            x = _load(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, False)
-            row_sum += _row_sum(x, block_amax(x, 2), P, ESTIMATOR, RCEIL)
-        rho = _inverse_rms(row_sum, eps, FACTOR, P, ESTIMATOR)
+            block, offsets, block_mask, mask = tile(row, rows, first, blocks, BLOCKS, 32)
+            x = load_rows(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, False)
+            total_of_row += row_sum(x, block_amax(x, 2), P, ESTIMATOR, RCEIL)
+        rho = inverse_rms(total_of_row, eps, FACTOR, P, ESTIMATOR)
         for first in range(0, blocks, BLOCKS):
-            block, offsets, block_mask, mask = _tile(row, rows, first, blocks, BLOCKS)
-            x = _load(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, True)
+            block, offsets, block_mask, mask = tile(row, rows, first, blocks, BLOCKS, 32)
+            x = load_rows(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, True)
             _store_cast(
                 x, block_amax(x, 2), rho, row, block, offsets, mask, block_mask, blocks, data_ptr, scales_ptr,
                 FORM, RCEIL, HARDWARE,
             )  # fmt: skip
     tl.store(rho_ptr + row, rho, mask=row < rows)
-
-
-def tile_shape(columns: int) -> tuple[bool, int, int, int, int]:
-    """(persistent, rows of a program, blocks of a tile, of its tail, warps) for rows this long, by measurement."""
-    blocks = columns // BLOCK
-    if columns > MAX_PERSISTENT_COLUMNS:
-        return False, 1, 256, 0, 8
-    tile = triton.next_power_of_2(blocks)
-    tail = 0
-    if tile > blocks:
-        tail = triton.next_power_of_2(blocks - tile // 2)
-        tile, tail = (tile // 2, tail) if tail < tile // 2 else (tile, 0)
-    rows = max(1, 64 // triton.next_power_of_2(blocks))
-    if tail:
-        warps = 1 if tile <= 128 else tile // 64
-    else:
-        warps = 8 if tile > 256 else max(1, min(4, tile // 32))
-    return True, rows, tile, tail, warps
-
-
-def _mean_factor(columns: int, p: int, estimator: str, constant: float) -> float:
-    """What the sum over a row is multiplied by to be r^2, or for p = 1 to be r."""
-    if estimator == "exact":
-        return 1.0 / columns
-    return 1.0 / (columns // BLOCK * constant**p)
 
 
 def _implementation(
@@ -204,17 +127,17 @@ def _implementation(
     results = [t for t in (data, scales, rho, total) if t is not None]
     if x.numel() == 0:
         return results, None
-    persistent, rows_at_once, tile, tail, warps = tile_shape(columns)
+    persistent, rows_at_once, blocks, tail, warps = tile_shape(columns)
     launch = Launch(
         _mxnorm_cast_kernel,
-        (triton.cdiv(rows, rows_at_once),),
+        (cdiv(rows, rows_at_once),),
         (
             x, residual, total, as_bytes(data), as_bytes(scales), rho, rows, columns // BLOCK, eps,
         ),
         dict(
-            FACTOR=_mean_factor(columns, p, estimator, constant), P=p, ESTIMATOR=estimator,
+            FACTOR=mean_factor(columns, estimator, p, constant, BLOCK), P=p, ESTIMATOR=estimator,
             RCEIL=scale_rounding == "rceil", FORM=form, RESIDUAL=residual is not None, HARDWARE=converts_fp8(x),
-            PERSISTENT=persistent, ROWS=rows_at_once, BLOCKS=tile, TAIL=tail, num_warps=warps,
+            PERSISTENT=persistent, ROWS=rows_at_once, BLOCKS=blocks, TAIL=tail, num_warps=warps,
         ),
     )  # fmt: skip
     return results, launch
@@ -225,15 +148,6 @@ _mxnorm_cast = register_op(
     " str form) -> Tensor[]",
     _implementation,
 )
-
-
-class MXNormCast(NamedTuple):
-    """Result of ``mxnorm_cast``: the cast's data and scales (None for an image), rho, and x + residual if asked for."""
-
-    data: torch.Tensor
-    scales: torch.Tensor | None
-    rho: torch.Tensor
-    total: torch.Tensor | None
 
 
 def mxnorm_cast(
@@ -254,18 +168,9 @@ def mxnorm_cast(
     """
     require_one_of("form", form, FORMS)
     check_mxfp8(recipe, estimate.block_size)
-    check_matrix("x", x)
-    columns = x.shape[1]
-    if not 0 < columns <= MAX_COLUMNS or columns % BLOCK:
-        raise ValueError(f"x {tuple(x.shape)}: expected rows of a multiple of {BLOCK} elements, {MAX_COLUMNS} at most")
-    if residual is not None:
-        check_matrix("residual", residual)
-        check_same("residual", residual, "x", x)
-        residual = residual.contiguous()
+    x, residual = check_rows(x, residual, BLOCK)
     results = _mxnorm_cast(
-        x.contiguous(), residual, estimate.p, estimate.estimator, estimate.eps, estimate.constant,
+        x, residual, estimate.p, estimate.estimator, estimate.eps, estimate.constant,
         recipe.scale_rounding, form,
     )  # fmt: skip
-    scales = results[1] if form != "image" else None
-    rho = results[1 if form == "image" else 2]
-    return MXNormCast(results[0], scales, rho, results[-1] if residual is not None else None)
+    return as_cast(results, form, residual is not None)

@@ -12,7 +12,17 @@ import triton.language as tl
 
 from mxtrain.errors import require_one_of
 from mxtrain.kernels.mx import block_amax, blocked_offset, magnitude_bits
-from mxtrain.kernels.mxnorm_cast import MAX_COLUMNS, MXNormCast, _inverse_rms, _load, _row_sum, tile_shape
+from mxtrain.kernels.normed_rows import (
+    MXNormCast,
+    as_cast,
+    check_rows,
+    inverse_rms,
+    load_rows,
+    mean_factor,
+    row_sum,
+    tile,
+    tile_shape,
+)
 from mxtrain.kernels.nvfp4 import (
     BLOCK,
     converts_fp4,
@@ -24,21 +34,11 @@ from mxtrain.kernels.nvfp4 import (
     round_to_nearest,
     scale_of_block,
 )
-from mxtrain.kernels.runtime import FORMS, Launch, as_bytes, cdiv, check_matrix, check_same, register_op
+from mxtrain.kernels.runtime import FORMS, Launch, as_bytes, cdiv, register_op
 from mxtrain.recipe import RMSEstimate
 
 # What bounds the output. The rounded block scales of "post_round" need a norm before there are any.
 ESTIMATORS = ("pre_round", "exact")
-
-
-@triton.jit
-def _tile(row, rows, first_block, blocks, BLOCKS: tl.constexpr):
-    """Where BLOCKS blocks of these rows lie: block [K], offsets [R, K, 16], and masks of [R, K] and [R, K, 16]."""
-    block = first_block + tl.arange(0, BLOCKS)
-    element = tl.arange(0, 16)
-    offsets = (row * (blocks * 16))[:, None, None] + (block * 16)[None, :, None] + element[None, None, :]
-    block_mask = (row < rows)[:, None] & (block < blocks)[None, :]
-    return block, offsets, block_mask, block_mask[:, :, None] & (element >= 0)[None, None, :]
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _store_cast(
     FORM: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Cast x * rho and store it.  x [ROWS, BLOCKS, 16]; amax [ROWS, BLOCKS]; rho, row [ROWS]"""
-    block, offsets, block_mask, mask = _tile(row, rows, first_block, blocks, BLOCKS)
+    block, offsets, block_mask, mask = tile(row, rows, first_block, blocks, BLOCKS, 16)
     inverse = inverse_of(tensor_scale)
     # fp32 multiplication is monotonic: this is the largest |x * rho| of the block, exactly.
     code, scale = scale_of_block(amax * rho[:, None], inverse)
@@ -79,16 +79,16 @@ def _nvfp4_norm_kernel(
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     if PERSISTENT:
-        _, offsets, _, mask = _tile(row, rows, 0, blocks, BLOCKS)
-        x = _load(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, True)
+        _, offsets, _, mask = tile(row, rows, 0, blocks, BLOCKS, 16)
+        x = load_rows(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, True)
         amax = block_amax(x, 2)
-        row_sum = _row_sum(x, amax, P, ESTIMATOR, False)
+        total_of_row = row_sum(x, amax, P, ESTIMATOR, False)
         if TAIL:
-            _, offsets2, _, mask2 = _tile(row, rows, BLOCKS, blocks, TAIL)
-            x2 = _load(x_ptr, residual_ptr, total_ptr, offsets2, mask2, RESIDUAL, True)
+            _, offsets2, _, mask2 = tile(row, rows, BLOCKS, blocks, TAIL, 16)
+            x2 = load_rows(x_ptr, residual_ptr, total_ptr, offsets2, mask2, RESIDUAL, True)
             amax2 = block_amax(x2, 2)
-            row_sum += _row_sum(x2, amax2, P, ESTIMATOR, False)
-        rho = _inverse_rms(row_sum, eps, FACTOR, P, ESTIMATOR)
+            total_of_row += row_sum(x2, amax2, P, ESTIMATOR, False)
+        rho = inverse_rms(total_of_row, eps, FACTOR, P, ESTIMATOR)
         _store_cast(
             x, amax, rho, tensor_scale, row, rows, 0, blocks, data_ptr, scales_ptr,
             FORM, HARDWARE, ROWS, BLOCKS,
@@ -99,15 +99,15 @@ def _nvfp4_norm_kernel(
                 FORM, HARDWARE, ROWS, TAIL,
             )  # fmt: skip
     else:
-        row_sum = tl.zeros((ROWS,), tl.float64)
+        total_of_row = tl.zeros((ROWS,), tl.float64)
         for first in range(0, blocks, BLOCKS):
-            _, offsets, _, mask = _tile(row, rows, first, blocks, BLOCKS)
-            x = _load(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, False)
-            row_sum += _row_sum(x, block_amax(x, 2), P, ESTIMATOR, False)
-        rho = _inverse_rms(row_sum, eps, FACTOR, P, ESTIMATOR)
+            _, offsets, _, mask = tile(row, rows, first, blocks, BLOCKS, 16)
+            x = load_rows(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, False)
+            total_of_row += row_sum(x, block_amax(x, 2), P, ESTIMATOR, False)
+        rho = inverse_rms(total_of_row, eps, FACTOR, P, ESTIMATOR)
         for first in range(0, blocks, BLOCKS):
-            _, offsets, _, mask = _tile(row, rows, first, blocks, BLOCKS)
-            x = _load(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, True)
+            _, offsets, _, mask = tile(row, rows, first, blocks, BLOCKS, 16)
+            x = load_rows(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, True)
             _store_cast(
                 x, block_amax(x, 2), rho, tensor_scale, row, rows, first, blocks, data_ptr, scales_ptr,
                 FORM, HARDWARE, ROWS, BLOCKS,
@@ -132,20 +132,19 @@ def _implementation(
     results = [t for t in (data, scales, rho, total) if t is not None]
     if x.numel() == 0:
         return results, None
-    blocks = columns // BLOCK
     # The tiles of MXFP8, whose blocks are twice as long, have the same elements.
-    persistent, rows_at_once, tile, tail, warps = tile_shape(cdiv(columns, 32) * 32)
+    persistent, rows_at_once, blocks, tail, warps = tile_shape(cdiv(columns, 32) * 32)
     if form != "image" and 2048 < columns <= 4096:
         # Bound by arithmetic, a good part of which is done once a thread: 112 instead of 119 us at 32768 x 4096 (H200).
         warps //= 2
-    factor = 1.0 / columns if estimator == "exact" else 1.0 / (blocks * constant**p)
     launch = Launch(
         _nvfp4_norm_kernel,
         (cdiv(rows, rows_at_once),),
-        (x, residual, total, as_bytes(data), as_bytes(scales), rho, rows, blocks, eps, tensor_scale),
+        (x, residual, total, as_bytes(data), as_bytes(scales), rho, rows, columns // BLOCK, eps, tensor_scale),
         dict(
-            FACTOR=factor, P=p, ESTIMATOR=estimator, FORM=form, RESIDUAL=residual is not None, HARDWARE=converts_fp4(x),
-            PERSISTENT=persistent, ROWS=rows_at_once, BLOCKS=2 * tile, TAIL=2 * tail, num_warps=warps,
+            FACTOR=mean_factor(columns, estimator, p, constant, BLOCK), P=p, ESTIMATOR=estimator, FORM=form,
+            RESIDUAL=residual is not None, HARDWARE=converts_fp4(x),
+            PERSISTENT=persistent, ROWS=rows_at_once, BLOCKS=2 * blocks, TAIL=2 * tail, num_warps=warps,
         ),
     )  # fmt: skip
     return results, launch
@@ -184,18 +183,9 @@ def nvfp4_norm(
     require_one_of("estimator", estimate.estimator, ESTIMATORS)
     if estimate.block_size != BLOCK:
         raise ValueError(f"estimate over blocks of {estimate.block_size}: expected {BLOCK}")
-    check_matrix("x", x)
-    columns = x.shape[1]
-    if not 0 < columns <= MAX_COLUMNS or columns % BLOCK:
-        raise ValueError(f"x {tuple(x.shape)}: expected rows of a multiple of {BLOCK} elements, {MAX_COLUMNS} at most")
-    if residual is not None:
-        check_matrix("residual", residual)
-        check_same("residual", residual, "x", x)
-        residual = residual.contiguous()
+    x, residual = check_rows(x, residual, BLOCK)
     results = _nvfp4_norm(
-        x.contiguous(), residual, estimate.p, estimate.estimator, estimate.eps, estimate.constant,
+        x, residual, estimate.p, estimate.estimator, estimate.eps, estimate.constant,
         float(tensor_scale), form,
     )  # fmt: skip
-    scales = results[1] if form != "image" else None
-    rho = results[1 if form == "image" else 2]
-    return MXNormCast(results[0], scales, rho, results[-1] if residual is not None else None)
+    return as_cast(results, form, residual is not None)
