@@ -59,6 +59,8 @@ def launch(folder: Path, *flags: str, processes: int = 1, module: str = "mxtrain
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
                 "CUDA_VISIBLE_DEVICES": "",
+                # As for anyone who trains on a CPU: not in Triton's interpreter, which other tests are for.
+                "TRITON_INTERPRET": "0",
                 # One cache for all tests of a run: whoever comes first builds it.
                 "MXTRAIN_CACHE": str(Path(os.environ["MXTRAIN_TEST_CACHE"])),
             },
