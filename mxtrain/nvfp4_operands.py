@@ -34,7 +34,10 @@ def activation(
 ) -> Operand:
     """x [T, D] for fprop: [T, D] in blocks along D; ``row_factor`` [T] is multiplied in first."""
     if runs_kernels(mode, x.device.type):
-        scale = nvfp4.power_of_two_tensor_scale(nvfp4_amax(x, row_factor=row_factor)[0])
+        if tensor_scale is None:
+            scale = nvfp4.power_of_two_tensor_scale(nvfp4_amax(x, row_factor=row_factor)[0])
+        else:
+            scale = torch.full((), tensor_scale, device=x.device)
         return _from_kernel(nvfp4_cast(x, {1: scale}, KERNEL_FORM[mode], row_factor=row_factor)[1], 1, scale, mode)
     return _operand(_scaled_rows(x, row_factor), mode, tensor_scale)
 
