@@ -16,8 +16,8 @@ FP4_CONVERSION = "cvt.rn.satfinite.e2m1x2.f32"
 LOAD = re.compile(r"(?:ld\.global|cp\.async\.c[ag])[\w.:]*")
 ATOMIC = re.compile(r"\b(?:atom|red)\.[\w.:]+")
 COUNT = "atom.global.gpu.acq_rel.add.u32"
-# Of NVFP4 block scales, and of a mean square with an eps that is a normal number.
-NEVER_DENORMAL = re.compile(r"(?:rcp|rsqrt)\.approx\.ftz")
+# By kernel, what flushes numbers that are never denormal: block scales, and a mean square with eps, a normal number.
+NEVER_DENORMAL = {"nvfp4": "rcp.approx.ftz.f32", "rms_norm ": "rsqrt.approx.ftz.f32"}
 # At least 16 bytes at a time, as a copy to shared memory past L1 always is.
 IS_WIDE = re.compile(r"\.(v4\.\w32|v2\.\w64|v8\.\w32|v4\.\w64)$|^cp\.async\.cg")
 
@@ -62,7 +62,9 @@ def faults(case: str, ptx: str, cubin_bytes: int, capability: int) -> list[str]:
     packs = case.startswith(("nvfp4_norm", "nvfp4_weight", "nvfp4_cast")) and ("codes" in case or "blocked" in case)
     if (FP4_CONVERSION in ptx) != (capability >= 100 and packs and "gradient" not in case):
         found.append("converted to E2M1 by hardware, or not, unlike on this GPU")
-    if ".ftz" in NEVER_DENORMAL.sub("", ptx):
+    for kernel, instruction in NEVER_DENORMAL.items():
+        ptx = ptx.replace(instruction, "") if case.startswith(kernel) else ptx
+    if ".ftz" in ptx:
         found.append("denormal numbers flushed to zero")
     # What counts programs is whole, and does not depend on the order.
     if set(ATOMIC.findall(ptx)) - {COUNT}:

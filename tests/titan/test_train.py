@@ -43,10 +43,10 @@ def test_a_dozen_steps_lower_the_loss(tmp_path, variant):
 def test_mixtures_of_experts_learn(tmp_path, name, flavor, converters):
     flags = [f"--model.name={name}", f"--model.flavor={flavor}", f"--model.converters={converters}"]
     validation = ["--validation.enable", "--validation.dataset=files", f"--validation.dataset_path={TEXT}"]
-    validation += ["--validation.seq_len=64", "--validation.local_batch_size=4", "--validation.freq=8"]
-    steps = ["--training.steps=8", "--validation.steps=1", "--optimizer.lr=1e-3"]
+    validation += ["--validation.seq_len=64", "--validation.local_batch_size=4", "--validation.freq=10"]
+    steps = ["--training.steps=10", "--validation.steps=1", "--optimizer.lr=1e-3"]
     rows = train(tmp_path / name, *flags, *validation, *steps)
-    assert statistics.mean(row["loss"] for row in rows[-2:]) < rows[0]["loss"] - 0.1
+    assert statistics.mean(row["loss"] for row in rows[-2:]) < rows[0]["loss"] - 0.2
     assert all(row["grad_norm"] > 0 for row in rows)
 
 
