@@ -11,7 +11,7 @@ import torch
 import triton
 
 from mxtrain.kernels import tuning
-from mxtrain.kernels.runtime import sm_count
+from mxtrain.kernels.runtime import shared_memory, sm_count
 from mxtrain.kernels.tuning import Choice
 
 TUNED = tuning.Family("rms_norm", version=1)
@@ -21,25 +21,30 @@ MAX_COLUMNS = 65536
 # Rows up to this long are held in registers and read once; longer ones are read twice, the second time from a cache.
 # The forward has only x to hold, yet once every SM has many rows to go through, it gains from holding nothing.
 FORWARD_HELD, BACKWARD_HELD = 4096, 16384
+# So do long rows that leave little of a power of two empty.
 FORWARD_HELD_OF_MANY_ROWS, MANY_ROWS_OF_AN_SM = 2048, 128
+FORWARD_HELD_IF_FULL, NEARLY_FULL = 16384, 7 / 8
 # What any plan may ask for.
 MAX_TILE, MAX_WARPS, MAX_STAGES = 32768, 32, 8
 
-# Forward: a row, or as many as make up FORWARD_TILE; {longest rows: warps of a tile}. Longer rows are taken in two or
-# more chunks of a length that divides them, so that no thread is idle.
-FORWARD_TILE, FORWARD_WARPS = 2048, {1024: 2, 2048: 4, 4096: 8}
+# Forward: a row, or as many as make up FORWARD_TILE; {width of a tile: its warps if rows fill it, and if they do not}.
+# Longer rows are taken in two or more chunks of a length that divides them, so that no thread is idle.
+FORWARD_TILE, FORWARD_WARPS = 2048, {1024: (2, 2), 2048: (4, 4), 4096: (8, 4), 8192: (8, 4), 16384: (8, 8)}
 FORWARD_CHUNKS, FORWARD_CHUNK_OF_A_THREAD = (4096, 2048, 1024), 8
 # Backward: two rows, unless those are too few elements for a warp or more than an SM, whose programs together hold
 # BACKWARD_OF_AN_SM elements.
 BACKWARD_ROWS, BACKWARD_OF_A_WARP, BACKWARD_OF_AN_SM, BACKWARD_OF_A_THREAD = 2, 1024, 8192, 32
 # Longer tiles leave no registers for the weight, which is then loaded with every tile, and spread over more threads.
 LONG_TILE_OF_A_THREAD = 16
+# Rows of more than PADDED_FROM that do not fill a tile: of a tile of two, a quarter or more would be empty registers.
+# Smaller tiles, of more threads, let more programs onto an SM, and what is loaded ahead is less than its tile.
+PADDED_FROM, PADDED_TILE, PADDED_OF_AN_SM, PADDED_OF_A_THREAD, PADDED_STAGES = 512, 2048, 6144, 16, 4
 BACKWARD_CHUNK, BACKWARD_CHUNK_OF_A_THREAD, BACKWARD_CHUNK_PROGRAMS_OF_AN_SM = 4096, 16, 2
 # Below this a program's walk does not pay for the partial row that it leaves to be summed.
 FEWEST_TILES = 2
-# Shared memory of a program on any GPU from Ampere on, for what is loaded ahead: tiles of dy, x and dtotal, and where
-# rows are not held whole also chunks of the weight and of the partial sums.
-SHARED_BYTES = 96 * 1024
+# Into shared memory goes what is loaded ahead: tiles of dy, x and dtotal, and where rows are not held whole also chunks
+# of the weight and of the partial sums; and little else, sums that cross warps.
+OTHER_SHARED_BYTES = 3 * 1024
 MOST_STAGES = 3
 # What tuning varies, in this order; and where, rows being about as long as registers can hold, it tries both variants.
 FORWARD_FIELDS = ("warps", "rows", "columns")
@@ -139,7 +144,8 @@ def choose_backward(rows: int, columns: int, dtype: torch.dtype, has_weight: boo
     """How ``rms_norm_backward`` walks a matrix [rows, columns] of ``dtype`` on ``device``; see ``choose_forward``."""
     check_shape(rows, columns)
     shape = key("rms_norm_backward", rows, columns, dtype, has_weight)
-    return _tuned(shape, rows, columns, device) or _backward(rows, columns, dtype.itemsize, sm_count(device))
+    tuned = _tuned(shape, rows, columns, device)
+    return tuned or _backward(rows, columns, dtype.itemsize, sm_count(device), shared_memory(device))
 
 
 def reduction_tile(programs: int, columns: int, sms: int) -> tuple[int, int, int]:
@@ -245,11 +251,12 @@ def _not_held(longest: int, chunk: int) -> str:
 def _forward(rows: int, columns: int, sms: int) -> Choice:
     width = triton.next_power_of_2(columns)
     held = FORWARD_HELD if rows < MANY_ROWS_OF_AN_SM * sms else FORWARD_HELD_OF_MANY_ROWS
-    persistent = columns <= held
+    nearly_full = NEARLY_FULL * width <= columns < width <= FORWARD_HELD_IF_FULL
+    persistent = columns <= held or nearly_full
     if persistent:
         height = _height(rows, width, sms, FORWARD_TILE)
-        warps = next(warps for longest, warps in FORWARD_WARPS.items() if width <= longest)
-        warps = min(warps, _warps(height * width, 1))
+        of_full, of_padded = next(warps for longest, warps in FORWARD_WARPS.items() if width <= longest)
+        warps = min(of_full if columns == width else of_padded, _warps(height * width, 1))
         why = _held(height, width, warps)
     else:
         dividing = (chunk for chunk in FORWARD_CHUNKS if columns % chunk == 0 and chunk < columns)
@@ -260,16 +267,24 @@ def _forward(rows: int, columns: int, sms: int) -> Choice:
     return Choice(plan, "heuristic", f"{why}; every tile has a program of its own, since programs share nothing")
 
 
+def _held_backward(rows: int, width: int, padded: bool, sms: int) -> tuple[int, int, int]:
+    """(rows, warps, programs of an SM) of a tile that holds whole rows."""
+    at_most = PADDED_TILE if padded else max(BACKWARD_OF_A_WARP, min(BACKWARD_ROWS * width, BACKWARD_OF_AN_SM))
+    height = _height(rows, width, sms, at_most)
+    tile = height * width
+    if padded and tile < BACKWARD_OF_AN_SM:
+        return height, _warps(tile, PADDED_OF_A_THREAD), triton.cdiv(PADDED_OF_AN_SM, max(tile, BACKWARD_OF_A_WARP))
+    of_a_thread = BACKWARD_OF_A_THREAD if tile <= BACKWARD_OF_AN_SM else LONG_TILE_OF_A_THREAD
+    return height, _warps(tile, of_a_thread), max(1, BACKWARD_OF_AN_SM // max(tile, BACKWARD_OF_A_WARP))
+
+
 @functools.lru_cache(4096)
-def _backward(rows: int, columns: int, itemsize: int, sms: int) -> Choice:
+def _backward(rows: int, columns: int, itemsize: int, sms: int, shared: int) -> Choice:
     width = triton.next_power_of_2(columns)
     persistent = columns <= BACKWARD_HELD
+    padded = persistent and PADDED_FROM < columns < width
     if persistent:
-        tile = max(BACKWARD_OF_A_WARP, min(BACKWARD_ROWS * width, BACKWARD_OF_AN_SM))
-        height = _height(rows, width, sms, tile)
-        tile = height * width
-        warps = _warps(tile, BACKWARD_OF_A_THREAD if tile <= BACKWARD_OF_AN_SM else LONG_TILE_OF_A_THREAD)
-        of_an_sm = max(1, BACKWARD_OF_AN_SM // max(tile, BACKWARD_OF_A_WARP))
+        height, warps, of_an_sm = _held_backward(rows, width, padded, sms)
         why = _held(height, width, warps)
     else:
         height, width = 1, BACKWARD_CHUNK
@@ -282,7 +297,8 @@ def _backward(rows: int, columns: int, itemsize: int, sms: int) -> Choice:
     programs = triton.cdiv(count, walk)
     steps = walk if persistent else triton.cdiv(columns, width)
     element = 3 * itemsize if persistent else 4 * itemsize + 4
-    stages = max(1, min(MOST_STAGES, steps, 1 + SHARED_BYTES // (height * width * element)))
+    fitting = 1 + (shared - OTHER_SHARED_BYTES) // (height * width * element)
+    stages = max(1, min(PADDED_STAGES if padded else MOST_STAGES, steps, fitting))
     if height * width > BACKWARD_OF_AN_SM:
         stages = 1
     split = f"{programs} programs ({of_an_sm} fit on each of {sms} SMs) walk {walk} tiles each"

@@ -16,8 +16,8 @@ from mxtrain.recipe import Recipe
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 BLOCK = MXFP8.block_size
-# Streaming multiprocessors of an H100, for plans made where there is none.
-WITHOUT_A_GPU = 132
+# An H100, for plans made where there is no GPU: its streaming multiprocessors, and a program's shared memory in bytes.
+H100_SMS, H100_SHARED_MEMORY = 132, 227 * 1024
 FORMS = ("codes", "blocked", "image")
 FLOAT_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -138,8 +138,16 @@ def overlaps_launches(x: torch.Tensor) -> bool:
 def sm_count(device: torch.device) -> int:
     """Streaming multiprocessors of a device; those of an H100 where there is no GPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
-        return WITHOUT_A_GPU
+        return H100_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have; those of an H100 where there is no GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return H100_SHARED_MEMORY
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def check_matrix(name: str, x: torch.Tensor, dtypes=FLOAT_DTYPES) -> None:

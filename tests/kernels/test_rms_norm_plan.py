@@ -6,7 +6,7 @@ import pytest
 import torch
 from rms_norm_checks import forward_inputs
 
-from mxtrain.kernels import tuning
+from mxtrain.kernels import rms_norm_plan, tuning
 from mxtrain.kernels.rms_norm import rms_norm_by_plan
 from mxtrain.kernels.rms_norm_plan import (
     BACKWARD_FIELDS,
@@ -30,7 +30,8 @@ from mxtrain.kernels.rms_norm_plan import (
 
 CPU = torch.device("cpu")
 ROWS = [1, 2, 3, 131, 132, 133, 4096, 32768, 1152000, 2**31 // 4096 + 1]
-COLUMNS = [1, 2, 3, 31, 96, 256, 257, 768, 4096, 8192, 16384, 16385, 20480, 65536]
+COLUMNS = [1, 2, 3, 31, 96, 256, 257, 768, 3072, 4096, 7168, 8192, 12288, 16384, 16385, 20480, 65536]
+NEARLY_FULL_ROWS = [31, 7168]
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +43,12 @@ def no_tuned_plans(monkeypatch, tmp_path):
 
 
 def choices(rows, columns):
-    """(choice, longest rows that are held whole)"""
+    """(choice, whether rows are held whole)"""
     many = rows >= MANY_ROWS_OF_AN_SM * 132
-    yield choose_forward(rows, columns, torch.bfloat16, CPU), FORWARD_HELD_OF_MANY_ROWS if many else FORWARD_HELD
+    held = columns <= (FORWARD_HELD_OF_MANY_ROWS if many else FORWARD_HELD) or columns in NEARLY_FULL_ROWS
+    yield choose_forward(rows, columns, torch.bfloat16, CPU), held
     for dtype, has_weight in itertools.product(DTYPES, (True, False)):
-        yield choose_backward(rows, columns, dtype, has_weight, CPU), BACKWARD_HELD
+        yield choose_backward(rows, columns, dtype, has_weight, CPU), columns <= BACKWARD_HELD
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
@@ -55,7 +57,7 @@ def test_every_shape_gets_a_plan(rows, columns):
     for (plan, source, reason), held in choices(rows, columns):
         assert is_valid(plan, rows, columns)
         assert source == "heuristic" and len(reason) > 40
-        assert plan.persistent == (columns <= held)
+        assert plan.persistent == held
         assert plan.rows * plan.columns <= 32 * 64 * plan.warps, "more than 64 elements a thread"
 
 
@@ -76,8 +78,12 @@ def test_the_backward_shares_the_rows_out_evenly(rows, columns):
     [
         (400, 256, Plan(True, 4, 256, 1, 2, 50)),
         (32768, 256, Plan(True, 4, 256, 1, 3, 1024)),
-        (32768, 768, Plan(True, 2, 1024, 2, 3, 512)),
+        (1152000, 384, Plan(True, 2, 512, 1, 3, 1055)),
+        (32768, 768, Plan(True, 2, 1024, 4, 4, 391)),
+        (16384, 1536, Plan(True, 1, 2048, 4, 4, 391)),
+        (16384, 3072, Plan(True, 1, 4096, 8, 4, 261)),
         (8192, 4096, Plan(True, 2, 4096, 8, 3, 128)),
+        (8192, 7168, Plan(True, 1, 8192, 8, 4, 131)),
         (4096, 16384, Plan(True, 1, 16384, 32, 1, 128)),
         (4096, 20480, Plan(False, 1, 4096, 8, 3, 256)),
     ],
@@ -96,18 +102,25 @@ def test_some_backward_plans(rows, columns, plan):
         (32768, 4096, Plan(False, 1, 2048, 8, 1, 32768)),
         (8192, 5120, Plan(False, 1, 1024, 4, 1, 8192)),
         (8192, 8192, Plan(False, 1, 4096, 16, 1, 8192)),
-        (8192, 8191, Plan(False, 1, 1024, 4, 1, 8192)),
+        (8192, 7168, Plan(True, 1, 8192, 4, 1, 8192)),
+        (8192, 8191, Plan(True, 1, 8192, 4, 1, 8192)),
+        (8192, 12288, Plan(False, 1, 4096, 16, 1, 8192)),
+        (8192, 14336, Plan(True, 1, 16384, 8, 1, 8192)),
+        (16384, 3072, Plan(True, 1, 4096, 4, 1, 16384)),
     ],
 )
 def test_some_forward_plans(rows, columns, plan):
     assert choose_forward(rows, columns, torch.bfloat16, CPU).plan == plan
 
 
-def test_what_is_loaded_ahead_fits_in_shared_memory():
+@pytest.mark.parametrize(("capability", "kibibytes", "stages"), [("8.6", 99, 3), ("8.0", 163, 4), ("9.0", 227, 4)])
+def test_what_is_loaded_ahead_fits_in_shared_memory(monkeypatch, capability, kibibytes, stages):
+    monkeypatch.setattr(rms_norm_plan, "shared_memory", lambda device: kibibytes * 1024)
+    assert choose_backward(8192, 7168, torch.bfloat16, True, CPU).plan.stages == stages
     for columns, dtype in itertools.product(COLUMNS, DTYPES):
         plan, _, _ = choose_backward(32768, columns, dtype, True, CPU)
         streams = 3 * dtype.itemsize if plan.persistent else 4 * dtype.itemsize + 4
-        assert (plan.stages - 1) * plan.rows * plan.columns * streams <= 96 * 1024
+        assert (plan.stages - 1) * plan.rows * plan.columns * streams <= (kibibytes - 3) * 1024
 
 
 @pytest.mark.parametrize("shape", [(0, 96), (-1, 96), (5, 0), (5, 65537)], ids=str)
