@@ -1,14 +1,18 @@
 """The fused RMSNorm, forward and backward, against its peers: time, bytes moved, share of the copy bandwidth.
 
-    python scripts/bench_norm.py --profiler                       both sections, nine shapes: kernel times
+    python scripts/bench_norm.py --profiler                       every section, nine shapes: kernel times
     python scripts/bench_norm.py --only backward --shapes 32768x4096 --json norm.json --plot norm.png
     python scripts/bench_norm.py --tune --profiler                ours also with plans tuned for each shape
     python scripts/bench_norm.py --check                          results only, no times
 
+forward   x, weight -> y, bf16
+training  the same of an x and a weight with gradients: what a backward will need is kept, which mxtrain always does and
+          what torch.compile makes of F.rms_norm does then only
+backward  dy, x, weight -> dx, dweight, bf16
+
 Peers are PyTorch's own kernels, torch.compile as it comes and with max-autotune, and Liger and Quack where they are
 installed. "x peer" is against the fastest of them at that shape. The compiled backward is there twice, from the formula
-and as what autograd makes of a compiled F.rms_norm. All read and write the same: x and weight -> y forward, dy, x and
-weight -> dx and dweight backward, bf16; rstd is not counted.
+and as what autograd makes of a compiled F.rms_norm. Bytes are those named above; rstd is not counted.
 
 Every result is compared with the plain PyTorch reference on the same input before it is timed: "ok" is equal to
 rounding. A peer whose result is not is marked "differs".
@@ -76,23 +80,23 @@ def our_entries(name: str, run: Callable, reads: tuple, check: Callable, choose:
     return entries
 
 
-# Section forward
+# Sections forward and training
 
 
-def forward_entries(tune: bool, shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
+def forward_entries(tune: bool, training: bool, shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
     from mxtrain.kernels.rms_norm import rms_norm as kernel
     from mxtrain.kernels.rms_norm_plan import choose_forward, tune_forward
 
     x, weight = draw(shape, device), draw(shape[1:], device)
     reads = (x, weight)
+    inputs = tuple(t.detach().requires_grad_(training) for t in reads)
 
     def check(y) -> bool:
-        return is_rounding_apart(y, rms_norm(x, weight, EPS)[0])
+        return is_rounding_apart(y.detach(), rms_norm(x, weight, EPS)[0])
 
-    in_pytorch = partial(F.rms_norm, normalized_shape=shape[1:], weight=weight, eps=EPS)
     entries = [
-        Entry("F.rms_norm", lambda: partial(in_pytorch, x), reads, check),
-        *compiled("F.rms_norm", f_rms_norm, reads, max_autotune, check),
+        Entry("F.rms_norm", lambda: partial(f_rms_norm, *inputs), reads, check),
+        *compiled("F.rms_norm", f_rms_norm, inputs, max_autotune, check),
     ]
     if importlib.util.find_spec("liger_kernel"):
         entries.append(Entry("Liger", lambda: liger_forward(x, weight), reads, check))
@@ -201,11 +205,12 @@ def quack_backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd
 
 
 def sections(tune: bool) -> dict[str, Section]:
-    """Both sections, with ours tuned as well if asked for."""
-    forward, backward = partial(forward_entries, tune), partial(backward_entries, tune)
+    """All sections, with ours tuned as well if asked for."""
+    forward, training = (partial(forward_entries, tune, training) for training in (False, True))
     return {
         "forward": Section("x, weight -> y, bf16", SHAPES, forward, fastest=True),
-        "backward": Section("dy, x, weight -> dx, dweight, bf16", SHAPES, backward, fastest=True),
+        "training": Section("x, weight -> y, bf16, where a backward follows", SHAPES, training, fastest=True),
+        "backward": Section("dy, x, weight -> dx, dweight, bf16", SHAPES, partial(backward_entries, tune), fastest=True),
     }
 
 

@@ -9,6 +9,7 @@ TorchTitan's model on one device, as TorchTitan trains it there: fp32 weights un
 by itself with fullgraph=True, compiled cross-entropy, fused AdamW, gradients clipped to norm 1, no activation
 checkpointing. Tokens are random and new in every step, so the loss says no more than that the step is sound.
 NVFP4 leaves the last 15 % of the blocks in bf16, its recipe's own share, but for the variants that end in "_all".
+"mxnorm_mixed" has NVFP4 forward and MXFP8 backward in the same blocks.
 
 The first step is timed with empty Inductor and Triton caches, after a throw-away model has paid for imports and for
 the start of compile workers. Memory is the peak of what the allocator holds in the timed steps.
@@ -40,6 +41,7 @@ import mxtrain
 from mxtrain.hardware import default_device_type, resolve_mode
 
 KERNEL_PACKAGES = ("mxtrain", "torchao")
+MIXED = "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8"
 PROFILED_STEPS = 2
 SEED = 0
 
@@ -126,6 +128,7 @@ VARIANTS = {
         for converter in ("mx_linear", "mxnorm")
         for suffix, share in (("", None), ("_all", 0.0))
     },
+    "mxnorm_mixed": lambda model, mode: mxtrain.convert(model, "mxnorm", recipe=MIXED, mode=mode),
     "fused_rmsnorm": lambda model, mode: mxtrain.convert(model, "fused_rmsnorm", when_compiled="kernel"),
     "torchao": lambda model, mode: convert_torchao(model),
 }

@@ -260,12 +260,12 @@ class TestNorm:
     def test_rows(self, norm_rows):
         n, weight = 2 * 64 * 96, 2 * 96
         assert {name: row["MB"] * 1e6 for name, row in norm_rows.items()} == pytest.approx(
-            {"forward": 2 * n + weight, "backward": 3 * n + 2 * weight}
+            {"forward": 2 * n + weight, "training": 2 * n + weight, "backward": 3 * n + 2 * weight}
         )
         for row in norm_rows.values():
             assert row["what"] == "mxtrain" and row["check"] == "ok" and row["note"].startswith("persistent ")
 
-    @pytest.mark.parametrize("section", ["forward", "backward"])
+    @pytest.mark.parametrize("section", ["forward", "training", "backward"])
     def test_every_peer_is_there_and_right(self, section, device, monkeypatch):
         """Those of PyTorch; compiled functions run uncompiled."""
         monkeypatch.setattr(torch, "compile", lambda function, **kwargs: function)
@@ -279,15 +279,17 @@ class TestNorm:
         assert set(peers) <= set(by_name["mxtrain"].peers) == set(by_name["mxtrain, tuned"].peers)
         assert not {"mxtrain", "mxtrain, tuned"} & set(by_name["mxtrain"].peers)
         moved = set()
-        for name in [*compiled, *(["F.rms_norm"] if device == "cuda" or section == "forward" else [])]:
+        for name in [*compiled, *(["F.rms_norm"] if device == "cuda" or section != "backward" else [])]:
             run = by_name[name].make()
             for _ in range(2):  # a backward graph must be there for more than one run
                 result = run()
             assert by_name[name].check(result), name
+            if section != "backward":
+                assert result.requires_grad == (section == "training")
             moved.add(kernel_benchmark.moved_bytes(by_name[name].reads, result))
         assert len(moved) == 1, "all read and write the same"
 
-    @pytest.mark.parametrize("section", ["forward", "backward"])
+    @pytest.mark.parametrize("section", ["forward", "training", "backward"])
     def test_a_wrong_result_is_seen(self, section):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         entry = bench_norm.sections(tune=False)[section].entries((8, 96), device, False)[-1]
@@ -332,7 +334,7 @@ class TestTrain:
 
     def test_every_variant_trains(self, tmp_path, capsys):
         files = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]
-        variants = ["bf16", "mx_linear", "mxnorm", "mx_linear_nvfp4", "mxnorm_nvfp4", "torchao"]
+        variants = ["bf16", "mx_linear", "mxnorm", "mx_linear_nvfp4", "mxnorm_nvfp4", "mxnorm_mixed", "torchao"]
         assert bench_train.main([*self.ARGS, "--steps", "1", *files, "--repeat", "2", "--variants", *variants]) == 0
         content = json.loads((tmp_path / "a.json").read_text())
         assert [row["variant"] for row in content["results"]] == variants
