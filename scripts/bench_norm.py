@@ -207,10 +207,11 @@ def quack_backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd
 def sections(tune: bool) -> dict[str, Section]:
     """All sections, with ours tuned as well if asked for."""
     forward, training = (partial(forward_entries, tune, training) for training in (False, True))
+    backward = partial(backward_entries, tune)
     return {
         "forward": Section("x, weight -> y, bf16", SHAPES, forward, fastest=True),
         "training": Section("x, weight -> y, bf16, where a backward follows", SHAPES, training, fastest=True),
-        "backward": Section("dy, x, weight -> dx, dweight, bf16", SHAPES, partial(backward_entries, tune), fastest=True),
+        "backward": Section("dy, x, weight -> dx, dweight, bf16", SHAPES, backward, fastest=True),
     }
 
 
