@@ -2,9 +2,10 @@
 
     TRITON_INTERPRET=0 python cross_compile.py 90
 
-prints {case: {"ptx": ..., "cubin_bytes": ...}}. The public functions are called on fake CUDA tensors, so a kernel is
-compiled for the arguments, tile sizes and warps that it would be launched with on a GPU of this compute capability. It
-takes a process of its own: kernels that were defined for the interpreter cannot be compiled.
+prints {case: {"ptx": ..., "cubin_bytes": ..., "fits": ...}}, the last whether it asks for no more shared memory than
+there is. The public functions are called on fake CUDA tensors, so a kernel is compiled for the arguments, tile sizes
+and warps that it would be launched with on a GPU of this compute capability. It takes a process of its own: kernels
+that were defined for the interpreter cannot be compiled.
 """
 
 import itertools
@@ -41,6 +42,8 @@ TYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
 }
 ROWS, LOOPED = 512, 20480
+# Bytes that a program may have, by compute capability (CUDA C++ Programming Guide).
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -88,9 +91,9 @@ def cases(every_width: bool) -> dict:
         long = matrix(dtype, LOOPED)
         found[f"norm_backward {name} looped"] = lambda x=long, rho=rho: norm_backward(x, x, rho, x)
         found[f"fold_backward {name}"] = lambda x=x, gain=gain: fold_backward(x, x, gain)
-    widths = {"bf16": (256, 768, 4096, 16384, LOOPED), "fp32": (4096, 16384, LOOPED), "fp16": (4096,)}
+    widths = {"bf16": (256, 768, 4096, 16384, 7168, LOOPED), "fp32": (4096, 16384, LOOPED), "fp16": (4096,)}
     for name, dtype in {**DTYPES, "fp16": torch.float16}.items():
-        for columns in widths[name] if every_width else widths[name][-1:]:
+        for columns in widths[name] if every_width else widths[name][-2:]:
             rows = 2**25 // columns
             x, rstd, weight = matrix(dtype, columns, rows), vector(rows), vector(columns, dtype)
             case = f"{name} {columns} columns"
@@ -105,6 +108,9 @@ def cases(every_width: bool) -> dict:
             x, x, r, w, needs_dweight=False
         )
         found[f"rms_norm_backward {columns} no weight"] = lambda x=x, r=rstd: rms_norm_backward(x, x, r)
+    # As much in shared memory as there is.
+    x, rstd, weight = matrix(torch.float32, 8192), vector(ROWS), vector(8192)
+    found["rms_norm_backward fp32 dtotal"] = lambda x=x, r=rstd, w=weight: rms_norm_backward(x, x, r, w, x)
     add_products(found)
     add_nvfp4(found, matrix, vector, every_width)
     # Triton makes a constant of a count of one.
@@ -226,6 +232,7 @@ def main(capability: int) -> None:
     launches = []
     runtime.Launch.compile_ahead = lambda launch, device: launches.append(launch)
     torch.cuda.get_device_capability = lambda *_: divmod(capability, 10)
+    runtime.H100_SHARED_MEMORY = SHARED_MEMORY[capability]
     results = {}
     with FakeTensorMode():
         for name, call in cases(capability == 90).items():
@@ -236,7 +243,11 @@ def main(capability: int) -> None:
                 source, options = source_and_options(launch)
                 compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
                 case = name if count == 1 else f"{name}, launch {count}"
-                results[case] = {"ptx": compiled.asm["ptx"], "cubin_bytes": len(compiled.asm["cubin"])}
+                results[case] = {
+                    "ptx": compiled.asm["ptx"],
+                    "cubin_bytes": len(compiled.asm["cubin"]),
+                    "fits": compiled.metadata.shared <= SHARED_MEMORY[capability],
+                }
     json.dump(results, sys.stdout)
 
 

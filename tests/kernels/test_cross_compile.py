@@ -49,9 +49,11 @@ def faults_of_a_product(case: str, ptx: str, capability: int) -> list[str]:
     return found
 
 
-def faults(case: str, ptx: str, cubin_bytes: int, capability: int) -> list[str]:
+def faults(case: str, ptx: str, cubin_bytes: int, fits: bool, capability: int) -> list[str]:
     """What is wrong with one kernel as compiled."""
     found = []
+    if not fits:
+        found.append("more shared memory than this GPU has for a program")
     if f".target sm_{capability}" not in ptx or not cubin_bytes:
         found.append("not compiled for this GPU")
     casts = case.startswith(("mxnorm_cast", "cast"))
