@@ -8,7 +8,7 @@ from kernel_checks import DTYPES, assert_same_results, draw, kernel_tests, ugly
 from nvfp4_checks import check_norm, estimate_16
 
 from mxtrain.kernels.nvfp4_norm import nvfp4_norm
-from mxtrain.kernels.runtime import FORMS
+from mxtrain.kernels.runtime import FORMS, Launch
 from mxtrain.recipe import RMSEstimate
 
 pytestmark = kernel_tests
@@ -32,6 +32,17 @@ def test_every_setting_on_ugly_rows(p, estimator, form, dtype):
 )
 def test_every_shape(shape, form, dtype):
     check_norm(draw(*shape, dtype=dtype), form=form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_width_has_warps(form, monkeypatch):
+    """Which the interpreter does not ask for. 3072 is a tile and its tail."""
+    launches = []
+    monkeypatch.setattr(Launch, "run", lambda launch, device: launches.append(launch))
+    for columns in range(16, 16400, 16):
+        nvfp4_norm(torch.empty(1, columns, dtype=torch.bfloat16), estimate_16(), 2.0**-8, form)
+        assert launches[-1].constants["num_warps"] in (1, 2, 4, 8), columns
+    assert len(launches) == 1024
 
 
 @pytest.mark.parametrize("form", FORMS)
