@@ -5,8 +5,8 @@ the bias, applies the epilogue and stores once. The second walks the result as a
 all parts of a few outputs side by side. No atomics: the same bits every time. (One launch, in which the program that
 comes last to a tile sums its parts, took about a microsecond longer on an H200 than two that overlap.)
 
-A few rows are multiplied without tensor cores, which would pad them to 16: then a program has a few columns and all of
-K, and there is nothing to sum up.
+A few rows are multiplied without tensor cores, which would pad them to 16: a program has a column or two, and all of K
+or a large part of it.
 
 Source of the method: Ellison, Zhang, "Decompose-K", PyTorch Conference 2025.
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from mxtrain.kernels import tuning
-from mxtrain.kernels.runtime import cdiv, next_power_of_2, sm_count
+from mxtrain.kernels.runtime import cdiv, next_power_of_2, shared_memory, sm_count
 from mxtrain.kernels.tuning import Choice
 
 TUNED = tuning.Family("decompose_k", version=1, words=("route",))
@@ -24,7 +24,7 @@ ROUTES = ("mm", "bmm", "triton")
 # What any plan may ask for. Tensor cores multiply 16 rows by 16 columns over 16 of K; what there is less is masked off.
 # Tiles of fewer rows are multiplied without them, in as many sums as a tile has products.
 MIN_TENSOR_CORE_BLOCK, MAX_TILE, MAX_PRODUCTS, MAX_WARPS, MAX_STAGES, MAX_SPLITS = 16, 128 * 256, 32768, 8, 8, 256
-# Shared memory of a program, for the tiles in flight, that every GPU from Ampere on has.
+# Shared memory of a program for the tiles in flight: at most this, where a GPU has so much.
 SHARED_BYTES = 144 * 1024
 
 # mm: where results are larger than this, and their tiles keep the SMs busy by themselves; or there is little to split.
@@ -116,9 +116,9 @@ def neighbour(plan: Plan, field: str, double: bool, itemsize: int) -> Plan | Non
     return plan if changed != value and is_valid(plan, itemsize) else None
 
 
-def starts(rows: int, columns: int, depth: int, itemsize: int, sms: int) -> list[Plan]:
+def starts(rows: int, columns: int, depth: int, itemsize: int, sms: int, shared: int) -> list[Plan]:
     """Plans to start tuning from, of every route."""
-    best = _kernel_plan(*_ranges(rows, columns, depth), itemsize, sms)
+    best = _kernel_plan(*_ranges(rows, columns, depth), itemsize, sms, shared)
     splits = max(2, next_power_of_2(best.splits))
     return [best, Plan("bmm", splits), Plan("mm")]
 
@@ -136,7 +136,7 @@ def choose(rows: int, columns: int, depth: int, dtype: torch.dtype, device: torc
         tuned = tuning.tuned_plan(TUNED, key(rows, columns, depth, dtype), device, Plan, valid)
         if tuned:
             return tuned
-    return _choose(*_ranges(rows, columns, depth), dtype.itemsize, sm_count(device))
+    return _choose(*_ranges(rows, columns, depth), dtype.itemsize, sm_count(device), shared_memory(device))
 
 
 def kernel_plan(rows: int, columns: int, depth: int, dtype: torch.dtype, device: torch.device) -> Plan:
@@ -144,7 +144,7 @@ def kernel_plan(rows: int, columns: int, depth: int, dtype: torch.dtype, device:
     plan = choose(rows, columns, depth, dtype, device).plan
     if plan.route == "triton":
         return plan
-    return _kernel_plan(*_ranges(rows, columns, depth), dtype.itemsize, sm_count(device))
+    return _kernel_plan(*_ranges(rows, columns, depth), dtype.itemsize, sm_count(device), shared_memory(device))
 
 
 def chunk_of(plan: Plan, depth: int) -> tuple[int, int]:
@@ -197,7 +197,7 @@ def tune(
 
     step = functools.partial(neighbour, itemsize=dtype.itemsize)
     shape = key(rows, columns, depth, dtype)
-    walked = starts(rows, columns, depth, dtype.itemsize, sm_count(device))
+    walked = starts(rows, columns, depth, dtype.itemsize, sm_count(device), shared_memory(device))
     tuning.tune(TUNED, shape, device, walked, FIELDS, step, prepare)
     return choose(rows, columns, depth, dtype, device)
 
@@ -216,7 +216,7 @@ def _reduction(splits: int, width: int) -> tuple[int, int, int]:
 
 
 @functools.lru_cache(4096)
-def _choose(rows: int, columns: int, depth: int, itemsize: int, sms: int) -> Choice:
+def _choose(rows: int, columns: int, depth: int, itemsize: int, sms: int, shared: int) -> Choice:
     def mm(reason: str) -> Choice:
         return Choice(Plan("mm"), "heuristic", reason)
 
@@ -226,7 +226,7 @@ def _choose(rows: int, columns: int, depth: int, itemsize: int, sms: int) -> Cho
         return mm(f"K under {SHORTEST_K} is too short to be worth splitting")
     if itemsize == 4 and rows * columns > FP32_OUTPUTS:
         return mm("fp32 is multiplied without tensor cores, at which cuBLAS is better")
-    plan = _kernel_plan(rows, columns, depth, itemsize, sms)
+    plan = _kernel_plan(rows, columns, depth, itemsize, sms, shared)
     _, parts = chunk_of(plan, depth)
     if parts == 1 and plan.block_m >= MIN_TENSOR_CORE_BLOCK:
         return mm(f"{rows} x {columns} outputs are tiles enough to keep the SMs busy without a split")
@@ -237,7 +237,7 @@ def _choose(rows: int, columns: int, depth: int, itemsize: int, sms: int) -> Cho
 
 
 @functools.lru_cache(4096)
-def _kernel_plan(rows: int, columns: int, depth: int, itemsize: int, sms: int) -> Plan:
+def _kernel_plan(rows: int, columns: int, depth: int, itemsize: int, sms: int, shared: int) -> Plan:
     loads = rows * depth * columns
     if rows <= ONE_STEP_ROWS and ONE_STEP_K[0] < depth <= ONE_STEP_K[1] and loads <= ONE_STEP_LOADS:
         block_n = min(ONE_STEP_COLUMNS, columns)
@@ -260,7 +260,7 @@ def _kernel_plan(rows: int, columns: int, depth: int, itemsize: int, sms: int) -
     most_parts = min(cdiv(depth, block_k), max(FEW_PARTS, depth // SHORTEST_PART), MAX_SPLITS)
     plan = Plan("triton", max(1, min(programs // tiles, most_parts)), block_m, block_n, block_k, warps, 1)
     steps = chunk_of(plan, depth)[0] // block_k
-    fit = SHARED_BYTES // _stage_bytes(plan, itemsize)
+    fit = min(SHARED_BYTES, shared) // _stage_bytes(plan, itemsize)
     return plan._replace(stages=max(1, min(MOST_STAGES, steps + 1, fit)))
 
 

@@ -23,12 +23,20 @@ from mxtrain.kernels.rms_norm_plan import (
     Plan,
     check_columns,
     choose_backward,
+    fitting_stages,
     holds_weight,
     reduction_tile,
-    sm_count,
     tiles,
 )
-from mxtrain.kernels.runtime import Launch, check_matrix, check_same, check_vector, register_op
+from mxtrain.kernels.runtime import (
+    Launch,
+    check_matrix,
+    check_same,
+    check_vector,
+    register_op,
+    shared_memory,
+    sm_count,
+)
 
 
 @triton.jit
@@ -152,9 +160,13 @@ def rms_norm_backward_by_plan(
     plan = plan or choose_backward(rows, columns, x.dtype, weight is not None, x.device).plan
     programs = min(plan.programs, tiles(plan, rows))
     partials = torch.empty(programs, columns, dtype=torch.float32, device=x.device) if needs_dweight else None
+    # A plan is that of a shape, whatever the dtypes and whether there is a gradient to add.
+    loaded = [dy, x, dtotal] if plan.persistent else [dy, x, dtotal, weight, partials]
+    element = sum(tensor.element_size() for tensor in loaded if tensor is not None)
+    fitting = fitting_stages(plan.rows * plan.columns * element, shared_memory(x.device))
     constants = dict(
         WEIGHT=weight is not None, DTOTAL=dtotal is not None, DWEIGHT=needs_dweight,
-        ROWS=plan.rows, COLUMNS=plan.columns, STAGES=plan.stages, num_warps=plan.warps,
+        ROWS=plan.rows, COLUMNS=plan.columns, STAGES=min(plan.stages, fitting), num_warps=plan.warps,
     )  # fmt: skip
     if plan.persistent:
         constants["HOLD_WEIGHT"] = holds_weight(plan)

@@ -45,8 +45,8 @@ BACKWARD_CHUNK, BACKWARD_CHUNK_OF_A_THREAD, BACKWARD_CHUNK_PROGRAMS_OF_AN_SM = 4
 # Below this a program's walk does not pay for the partial row that it leaves to be summed.
 FEWEST_TILES = 2
 # Into shared memory goes what is loaded ahead: tiles of dy, x and dtotal, and where rows are not held whole also chunks
-# of the weight and of the partial sums; and little else, sums that cross warps.
-OTHER_SHARED_BYTES = 3 * 1024
+# of the weight and of the partial sums; and, less than this, sums that cross warps.
+OTHER_SHARED_BYTES = 12 * 1024
 MOST_STAGES = 3
 # What tuning varies, in this order; and where, rows being about as long as registers can hold, it tries both variants.
 FORWARD_FIELDS = ("warps", "rows", "columns")
@@ -85,6 +85,11 @@ def check_shape(rows: int, columns: int) -> None:
 def holds_weight(plan: Plan) -> bool:
     """Whether a program of the persistent backward has registers to hold the weight in."""
     return plan.rows * plan.columns <= BACKWARD_OF_AN_SM
+
+
+def fitting_stages(tile_bytes: int, shared: int) -> int:
+    """The most tiles in flight, of so many bytes each, whose loads ahead fit in a program's ``shared`` memory."""
+    return max(1, 1 + (shared - OTHER_SHARED_BYTES) // tile_bytes)
 
 
 def tiles(plan: Plan, rows: int) -> int:
@@ -245,8 +250,8 @@ def _held(height: int, width: int, warps: int) -> str:
     return f"{count} held in registers, {height * width // (32 * warps)} elements a thread, and read once"
 
 
-def _not_held(longest: int, chunk: int) -> str:
-    return f"rows over {longest} are not held whole, but read twice in chunks of {chunk}"
+def _not_held(columns: int, chunk: int) -> str:
+    return f"rows of {columns} are not held whole, but read twice in chunks of {chunk}"
 
 
 @functools.lru_cache(4096)
@@ -264,7 +269,7 @@ def _forward(rows: int, columns: int, sms: int) -> Choice:
         dividing = (chunk for chunk in FORWARD_CHUNKS if columns % chunk == 0 and chunk < columns)
         height, width = 1, next(dividing, FORWARD_CHUNKS[-1])
         warps = _warps(width, FORWARD_CHUNK_OF_A_THREAD)
-        why = _not_held(held, width)
+        why = _not_held(columns, width)
     plan = Plan(persistent, height, width, warps, 1, triton.cdiv(rows, height))
     return Choice(plan, "heuristic", f"{why}; every tile has a program of its own, since programs share nothing")
 
@@ -292,15 +297,15 @@ def _backward(rows: int, columns: int, itemsize: int, sms: int, shared: int) -> 
         height, width = 1, BACKWARD_CHUNK
         warps = _warps(width, BACKWARD_CHUNK_OF_A_THREAD)
         of_an_sm = BACKWARD_CHUNK_PROGRAMS_OF_AN_SM
-        why = _not_held(BACKWARD_HELD, width)
+        why = _not_held(columns, width)
     count = triton.cdiv(rows, height)
     # As long a walk as the longest for all of them: fewer partial rows in the same time.
     walk = max(triton.cdiv(count, of_an_sm * sms), min(FEWEST_TILES, count))
     programs = triton.cdiv(count, walk)
     steps = walk if persistent else triton.cdiv(columns, width)
     element = 3 * itemsize if persistent else 4 * itemsize + 4
-    fitting = 1 + (shared - OTHER_SHARED_BYTES) // (height * width * element)
-    stages = max(1, min(PADDED_STAGES if padded else MOST_STAGES, steps, fitting))
+    fitting = fitting_stages(height * width * element, shared)
+    stages = min(PADDED_STAGES if padded else MOST_STAGES, steps, fitting)
     if height * width > BACKWARD_OF_AN_SM:
         stages = 1
     split = f"{programs} programs ({of_an_sm} fit on each of {sms} SMs) walk {walk} tiles each"

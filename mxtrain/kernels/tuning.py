@@ -188,7 +188,9 @@ def _read(family: Family, path: Path) -> dict[str, Entry]:
 
 
 def _checked(family: Family, plan, microseconds, tried, version) -> Entry:
-    for number in (microseconds, tried, *(value for field, value in plan.items() if field not in family.words)):
-        if not isinstance(number, (int, float)):
-            raise TypeError(f"{number!r} is not a number")
+    for number in (tried, *(value for field, value in plan.items() if field not in family.words)):
+        if not isinstance(number, int):
+            raise TypeError(f"{number!r} is not a whole number")
+    if not isinstance(microseconds, (int, float)):
+        raise TypeError(f"{microseconds!r} is not a number")
     return Entry(plan, microseconds, tried)

@@ -151,6 +151,8 @@ def add_nvfp4(found: dict, matrix, vector, every_width: bool) -> None:
         add(f"bf16 {columns} columns", nvfp4_norm, matrix(bf16, columns), estimate(), 2.0**-8, "image")
     add("bf16 p=1", nvfp4_norm, matrix(bf16), estimate(1), 2.0**-8, "image")
     add("bf16 exact", nvfp4_norm, matrix(bf16), estimate(2, "exact"), 2.0**-8, "image")
+    # A tile with a tail.
+    add("bf16 3072 columns codes", nvfp4_norm, matrix(bf16, 3072), estimate(), 2.0**-8, "codes")
     add("bf16 codes residual", nvfp4_norm, matrix(bf16), estimate(), 2.0**-8, "codes", matrix(bf16))
     x, rows, columns = matrix(bf16), vector(ROWS), vector(4096, bf16)
     add("bf16 row factor", nvfp4_cast, x, {0: scale}, "image", signs=number, row_factor=rows)

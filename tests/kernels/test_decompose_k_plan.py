@@ -8,7 +8,7 @@ import torch
 import triton
 from kernel_checks import gpu_only
 
-from mxtrain.kernels import runtime, tuning
+from mxtrain.kernels import decompose_k_plan, runtime, tuning
 from mxtrain.kernels.decompose_k import decompose_k
 from mxtrain.kernels.decompose_k_plan import (
     DTYPES,
@@ -55,6 +55,16 @@ def test_every_product_gets_a_plan(dtype):
         kernels = kernel_plan(*shape, dtype, CPU)
         assert kernels.route == "triton" and is_valid(kernels, dtype.itemsize), shape
         assert plan in (kernels, Plan("mm")), shape
+
+
+def test_what_is_loaded_ahead_fits_in_shared_memory(monkeypatch):
+    """Of GPUs of compute capability 8.6, 8.9 and 12.0."""
+    monkeypatch.setattr(decompose_k_plan, "shared_memory", lambda device: 99 * 1024)
+    for shape, dtype in itertools.product(SHAPES, DTYPES):
+        plan = kernel_plan(*shape, dtype, CPU)
+        assert is_valid(plan, dtype.itemsize), shape
+        if plan.block_m >= 16:
+            assert plan.stages * (plan.block_m + plan.block_n) * plan.block_k * dtype.itemsize <= 99 * 1024, shape
 
 
 @pytest.mark.parametrize("columns", [16, 256])
@@ -209,7 +219,7 @@ def test_other_routes_have_nothing_else_to_vary(plan):
 
 def test_every_route_is_a_start():
     for shape, itemsize in itertools.product(SHAPES, (2, 4)):
-        plans = starts(*shape, itemsize, 132)
+        plans = starts(*shape, itemsize, 132, 227 * 1024)
         assert all(is_valid(plan, itemsize) for plan in plans) and len(set(plans)) == len(plans)
         assert {plan.route for plan in plans} == set(ROUTES)
 

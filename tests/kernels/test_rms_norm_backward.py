@@ -17,6 +17,7 @@ from rms_norm_checks import (
     exact_rstd,
 )
 
+import mxtrain.kernels.rms_norm_backward
 from mxtrain.kernels.rms_norm_backward import rms_norm_backward, rms_norm_backward_by_plan
 from mxtrain.kernels.rms_norm_plan import DTYPES, Plan
 from mxtrain.kernels.runtime import INTERPRETED
@@ -53,6 +54,24 @@ def test_every_width(rows, columns):
     check_backward(*backward_inputs(rows, columns, FP32, FP32, FP32))
     check_backward(*backward_inputs(rows, columns, torch.float16, torch.float16))
     check_backward(*backward_inputs(rows, columns))
+
+
+def test_no_more_is_loaded_ahead_than_fits(monkeypatch):
+    """Whatever the plan says: a shape may have been tuned on fewer or narrower tensors. As of an H100."""
+    monkeypatch.setattr(mxtrain.kernels.rms_norm_backward, "shared_memory", lambda device: 227 * 1024)
+
+    def stages(plan, dtype, weight_dtype, dtotal_dtype, columns):
+        dy, x, rstd, weight, dtotal = backward_inputs(2, columns, dtype, weight_dtype, dtotal_dtype)
+        (walk, _) = rms_norm_backward_by_plan(dy, x, rstd, weight, dtotal, True, plan)[1]
+        return walk.constants["STAGES"]
+
+    held = Plan(True, 1, 8192, 8, 6, 2)
+    assert stages(held, torch.bfloat16, torch.bfloat16, None, 8192) == 6, "five tiles of 32 KiB"
+    assert stages(held, torch.bfloat16, torch.bfloat16, torch.bfloat16, 8192) == 5, "four of 48"
+    assert stages(held, FP32, torch.bfloat16, FP32, 8192) == 3, "two of 96"
+    looped = Plan(False, 1, 4096, 8, 6, 2)
+    assert stages(looped, torch.bfloat16, torch.bfloat16, None, LOOPED) == 6, "five chunks of 40 KiB"
+    assert stages(looped, torch.bfloat16, FP32, torch.bfloat16, LOOPED) == 4, "three of 56"
 
 
 @pytest.mark.parametrize("shape", [(17500, 3), (1200, 257)], ids=str)

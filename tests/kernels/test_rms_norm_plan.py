@@ -113,14 +113,14 @@ def test_some_forward_plans(rows, columns, plan):
     assert choose_forward(rows, columns, torch.bfloat16, CPU).plan == plan
 
 
-@pytest.mark.parametrize(("capability", "kibibytes", "stages"), [("8.6", 99, 3), ("8.0", 163, 4), ("9.0", 227, 4)])
+@pytest.mark.parametrize(("capability", "kibibytes", "stages"), [("8.6", 99, 2), ("8.0", 163, 4), ("9.0", 227, 4)])
 def test_what_is_loaded_ahead_fits_in_shared_memory(monkeypatch, capability, kibibytes, stages):
     monkeypatch.setattr(rms_norm_plan, "shared_memory", lambda device: kibibytes * 1024)
     assert choose_backward(8192, 7168, torch.bfloat16, True, CPU).plan.stages == stages
     for columns, dtype in itertools.product(COLUMNS, DTYPES):
         plan, _, _ = choose_backward(32768, columns, dtype, True, CPU)
         streams = 3 * dtype.itemsize if plan.persistent else 4 * dtype.itemsize + 4
-        assert (plan.stages - 1) * plan.rows * plan.columns * streams <= (kibibytes - 3) * 1024
+        assert (plan.stages - 1) * plan.rows * plan.columns * streams <= (kibibytes - 12) * 1024
 
 
 @pytest.mark.parametrize("shape", [(0, 96), (-1, 96), (5, 0), (5, 65537)], ids=str)

@@ -184,6 +184,8 @@ def test_other_versions_of_the_kernels_are_ignored():
         json.dumps({"one": {**in_file(entry()), "plan": [1, 2]}}),
         json.dumps({"one": {**in_file(entry()), "plan": {"programs": "7"}}}),
         json.dumps({"one": {**in_file(entry()), "plan": {"route": "mm", "programs": None}}}),
+        json.dumps({"one": {**in_file(entry()), "plan": {"route": "mm", "programs": 2.0}}}),
+        json.dumps({"one": {**in_file(entry()), "plan": {"route": "mm", "programs": float("nan")}}}),
         json.dumps({"one": {**in_file(entry()), "microseconds": None}}),
         "\udcff",
     ],
