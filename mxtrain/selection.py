@@ -24,6 +24,8 @@ def matches(fqn: str, pattern: str) -> bool:
 
 def named(model: nn.Module, pattern: str, field: str) -> list[str]:
     """FQNs of the modules that ``pattern`` names; ConfigError, with the name of the field, if there are none."""
+    if not isinstance(pattern, str):
+        raise ConfigError(f"{field}: {pattern!r} is not the name of a module")
     hits = [fqn for fqn, _ in model.named_modules() if fqn and matches(fqn, pattern)]
     if not hits:
         top = ", ".join(name for name, _ in model.named_children())

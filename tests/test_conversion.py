@@ -311,6 +311,7 @@ def unchanged(model):
         ({"eps": -1.0}, "eps = -1.0"),
         ({"filter_fqns": ["lm_head"]}, "filter_fqns: 'lm_head' matches no module; the top-level modules are: tok_emb"),
         ({"filter_fqns": "output"}, r"filter_fqns = 'output' is not a list: write \['output'\]"),
+        ({"filter_fqns": [1]}, "filter_fqns: 1 is not the name of a module"),
         ({"filter_fqns": ["out"]}, "filter_fqns: 'out' matches no module"),
         ({"filter_fqns": ["layers", "output"]}, "nothing to convert in this Llama\n"),
         ({"filter_fqns": ["layers", "output"], "converter": "mx_linear"}, "nothing to convert"),

@@ -30,14 +30,14 @@ class Run:
     def variant(self) -> str:
         """What was trained, in a few words: "mxnorm mxfp8 p=2", "mx_linear mxfp8", "bf16"; empty when unknown.
 
-        Recipes of single layers are only counted: "mxnorm mxfp8 + 2 by name p=2".
+        Recipes of single layers are only counted, other converters are named: "mxnorm mxfp8 + 2 by name p=2,
+        fused_rmsnorm".
         """
         converter = self.facts.get("converter")
         if converter is None:
             return ""
-        if converter == "none":
-            return "bf16"
-        words = [converter, self.facts.get("recipe")]
+        others = [name for name in self.facts.get("converters", []) if name != converter]
+        words = ["bf16"] if converter == "none" else [converter, self.facts.get("recipe")]
         if by_name := self.facts.get("recipes"):
             words.append(f"+ {len(by_name)} by name")
         if converter == "mxnorm":
@@ -45,7 +45,7 @@ class Run:
             # the exact RMS has no exponent
             words.append(None if estimator == "exact" else f"p={self.facts.get('p')}")
             words.append(None if estimator == "pre_round" else estimator)
-        return " ".join(word for word in words if word)
+        return ", ".join([" ".join(word for word in words if word), *others])
 
     @property
     def first_loss(self) -> float:

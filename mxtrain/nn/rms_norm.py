@@ -1,5 +1,7 @@
 """RMSNorm with gradients, for every norm that stays one: the fused kernels on a GPU, plain PyTorch elsewhere."""
 
+import math
+
 import torch
 import torch.nn as nn
 from torch.autograd.function import once_differentiable
@@ -15,6 +17,8 @@ if HAS_TRITON:
     from mxtrain.kernels import rms_norm_backward as backward_kernel
 
 WHEN_COMPILED = ("auto", "kernel", "formula")
+# float64 is for gradcheck and oracles, and never runs in the kernels.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 # Whether autocast on a GPU casts to fp32 before F.rms_norm, which later releases of PyTorch do and 2.11 does not.
 CASTS_UNDER_AUTOCAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
@@ -51,11 +55,12 @@ def rms_norm(
     """Every row divided by its RMS, times the weight, as ``F.rms_norm`` does; with a residual, of x + residual.
 
     The arithmetic is fp32 and y is rounded once. The backward finds dx and dweight in one pass over dy and x, sums
-    dweight in fp32, and returns the same bits every time. Under autocast on a GPU x is cast to fp32 first where the
-    installed PyTorch does so before ``F.rms_norm``. DTensors may be sharded along any dimension but the last.
+    dweight in fp32, and returns the same bits every time; it has no derivative of its own. Under autocast on a GPU x is
+    cast to fp32 first where the installed PyTorch does so before ``F.rms_norm``. DTensors may be sharded along any
+    dimension but the last.
 
     Args:
-        x: bf16, fp16 or fp32, [..., D] with D at most 65536 on a GPU.
+        x: bf16, fp16 or fp32 (or fp64, in plain PyTorch), [..., D] with D at most 65536 on a GPU.
         weight: [D], of any of these dtypes, or None for ones; its gradient has its dtype.
         eps: added to the mean square.
         residual: added to x first, [..., D]; the sum is rounded to the dtype of x.
@@ -67,15 +72,28 @@ def rms_norm(
         ValueError: for shapes that do not go together, or a dtype or width that the kernels do not take.
         TypeError: for DTensors together with plain tensors.
     """
-    if x.ndim == 0 or (weight is not None and weight.shape != x.shape[-1:]):
-        raise ValueError(f"weight {_shape(weight)} does not go with x {_shape(x)}: expected its last dimension")
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"residual {_shape(residual)} does not go with x {_shape(x)}: expected its shape")
+    _check(x, weight, eps, residual)
     if CASTS_UNDER_AUTOCAST and x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         x = at_least_fp32(x)
     if any(isinstance(tensor, DTensor) for tensor in (x, weight, residual)):
         return _rms_norm_of_shards(x, weight, eps, residual)
     return _RMSNormFunction.apply(x, weight, residual, eps)
+
+
+def _check(x, weight, eps, residual) -> None:
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x {_shape(x)}: expected a last dimension of at least 1")
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight {_shape(weight)} does not go with x {_shape(x)}: expected its last dimension")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual {_shape(residual)} does not go with x {_shape(x)}: expected its shape")
+    for name, tensor in (("x", x), ("weight", weight), ("residual", residual)):
+        if tensor is not None and tensor.dtype not in DTYPES:
+            raise ValueError(f"{name} of {tensor.dtype}: expected bfloat16, float16, float32 or float64")
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}: expected {x.device}, where x is")
+    if not isinstance(eps, (int, float, torch.SymFloat)) or not 0 <= eps < math.inf:
+        raise ValueError(f"eps = {eps!r}: expected a number, not negative")
 
 
 def _rms_norm_of_shards(x, weight, eps, residual):
@@ -141,7 +159,7 @@ def _backward(dy, total, rstd, weight, dtotal, needs_weight):
 
 
 def _has_kernels(x: torch.Tensor) -> bool:
-    # They are the same in the modes native and emulated; float64 is for gradcheck and oracles.
+    # They are the same in the modes native and emulated.
     return runs_kernels("emulated", x.device.type) and x.dtype != torch.float64
 
 
@@ -191,6 +209,8 @@ class FusedRMSNorm(nn.RMSNorm):
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """x [..., D] -> y [..., D]; with a residual [..., D] (y, x + residual)."""
+        if x.shape[-1:] != self.normalized_shape:
+            raise ValueError(f"x {_shape(x)}: expected a last dimension of {self.normalized_shape[0]}")
         if torch.compiler.is_compiling() and runs_when_compiled(self.when_compiled) == "formula":
             total = x if residual is None else (x + residual).to(x.dtype)
             y = super().forward(total)

@@ -73,12 +73,13 @@ def decompose_k_mm(
     The arithmetic is fp32, never TF32, and the result is rounded once. The route is chosen by the real shape each time:
     parts and their sum by Triton or by ``torch.bmm``, or ``torch.mm`` where nothing is won by splitting. Gradients have
     the dtypes of their tensors and are summed in fp32; dC is rounded to the dtype of ``a`` before it is multiplied.
-    Results and gradients have the same bits every time. Under autocast a and b are cast as for ``torch.mm``.
+    Results and gradients have the same bits every time; gradients have no derivatives of their own. Under autocast a
+    and b are cast as for ``torch.mm``.
 
     Source: Decompose-K, PyTorch Conference 2025.
 
     Args:
-        a: bf16, fp16 or fp32 [M, K], of any strides.
+        a: bf16, fp16 or fp32 (or fp64, in plain PyTorch) [M, K], of any strides.
         b: [K, N] of the dtype of a, of any strides.
         bias: [N], of that dtype or fp32.
         epilogue: None, "relu", "sigmoid" or "softmax" (over N).

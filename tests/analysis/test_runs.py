@@ -60,6 +60,12 @@ def test_nonfinite_losses_are_kept(tmp_path):
     ("facts", "variant"),
     [
         ({"converter": "none", "recipe": None, "p": None, "estimator": None}, "bf16"),
+        ({"converter": "none", "converters": ["fused_rmsnorm"]}, "bf16, fused_rmsnorm"),
+        (
+            {"converter": "mxnorm", "converters": ["mxnorm", "decompose_k_router"], "recipe": "mxfp8", "p": 2}
+            | {"estimator": "pre_round"},
+            "mxnorm mxfp8 p=2, decompose_k_router",
+        ),
         ({"converter": "mx_linear", "recipe": "mxfp8", "p": None, "estimator": None}, "mx_linear mxfp8"),
         ({"converter": "mxnorm", "recipe": "mxfp8", "p": 1, "estimator": "pre_round"}, "mxnorm mxfp8 p=1"),
         ({"converter": "mxnorm", "recipe": "mxfp8", "p": 2, "estimator": "post_round"}, "mxnorm mxfp8 p=2 post_round"),

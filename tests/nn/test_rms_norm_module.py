@@ -153,7 +153,8 @@ def test_second_derivatives_are_refused():
     [
         ((4, D), (D + 1,), None, r"weight \(97,\) does not go with x \(4, 96\)"),
         ((4, D), (1, D), None, r"weight \(1, 96\) does not go with x"),
-        ((), None, None, r"does not go with x \(\)"),
+        ((), None, None, r"x \(\): expected a last dimension of at least 1"),
+        ((4, 0), None, None, r"x \(4, 0\): expected a last dimension of at least 1"),
         ((4, D), (D,), (D,), r"residual \(96,\) does not go with x \(4, 96\)"),
     ],
 )
@@ -161,6 +162,33 @@ def test_shapes_that_do_not_go_together(x, weight, residual, message):
     x, weight, residual = (None if shape is None else torch.zeros(shape) for shape in (x, weight, residual))
     with pytest.raises(ValueError, match=message):
         run(x, weight, residual)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("name", ["x", "weight", "residual"])
+def test_dtypes_that_are_refused(name, dtype):
+    given = {"x": torch.zeros(4, D), "weight": torch.zeros(D), "residual": torch.zeros(4, D)}
+    given[name] = given[name].to(dtype)
+    if name == "x":
+        given = {"x": given["x"], "weight": None}
+    with pytest.raises(ValueError, match=f"{name} of {dtype}: expected bfloat16, float16, float32 or float64"):
+        run(**given)
+
+
+@pytest.mark.parametrize("eps", [None, "1e-5", -1.0, float("nan"), float("inf")])
+def test_an_eps_that_is_no_number(eps):
+    with pytest.raises(ValueError, match="eps = .*: expected a number, not negative"):
+        rms_norm(torch.zeros(4, D), eps=eps)
+
+
+def test_tensors_on_different_devices():
+    with pytest.raises(ValueError, match="weight is on meta: expected cpu, where x is"):
+        run(torch.zeros(4, D), torch.zeros(D, device="meta"))
+
+
+def test_rows_of_another_length_than_the_modules():
+    with pytest.raises(ValueError, match=r"x \(2, 32\): expected a last dimension of 64"):
+        FusedRMSNorm(64, elementwise_affine=False)(torch.zeros(2, 32))
 
 
 def norm_of(**kwargs):
