@@ -33,6 +33,16 @@ CONFIG = {
 }
 
 
+# At the end of training TorchTitan sleeps for two seconds, so that other ranks can complete: where there are none, for
+# less.
+IMPATIENT = """
+import runpy, time
+sleep = time.sleep
+time.sleep = lambda seconds: sleep(min(seconds, 0.1))
+runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
+"""
+
+
 def launch(folder: Path, *flags: str, processes: int = 1, module: str = "mxtrain.train", config: dict = CONFIG):
     """Run the trainer into ``folder`` and return the finished processes; no launcher in between."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +52,8 @@ def launch(folder: Path, *flags: str, processes: int = 1, module: str = "mxtrain
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", module, f"--job.config_file={config_file}", f"--job.dump_folder={folder}", *flags]
+    start = ["-c", IMPATIENT.format(module=module)] if processes == 1 else ["-m", module]
+    command = [sys.executable, *start, f"--job.config_file={config_file}", f"--job.dump_folder={folder}", *flags]
     workers = [
         subprocess.Popen(
             command,
