@@ -28,9 +28,10 @@ FORWARD_HELD_IF_NEARLY_FULL, NEARLY_FULL = 16384, 7 / 8
 # What any plan may ask for.
 MAX_TILE, MAX_WARPS, MAX_STAGES = 32768, 32, 8
 
-# Forward: a row, or as many as make up FORWARD_TILE; {width of a tile: its warps if rows fill it, and if they do not}.
+# Forward: a row, or as many as make up FORWARD_TILE; {widest tile: its warps} where rows fill it, and where not.
 # Longer rows are taken in two or more chunks of a length that divides them, so that no thread is idle.
-FORWARD_TILE, FORWARD_WARPS = 2048, {1024: (2, 2), 2048: (4, 4), 4096: (8, 4), 8192: (8, 4), 16384: (8, 8)}
+FORWARD_TILE, FORWARD_WARPS = 2048, {1024: 2, 2048: 4, 4096: 8}
+FORWARD_PADDED_WARPS = {1024: 2, 8192: 4, 16384: 8}
 FORWARD_CHUNKS, FORWARD_CHUNK_OF_A_THREAD = (4096, 2048, 1024), 8
 # Backward: two rows, unless those are too few elements for a warp or more than an SM, whose programs together hold
 # BACKWARD_OF_AN_SM elements.
@@ -262,8 +263,9 @@ def _forward(rows: int, columns: int, sms: int) -> Choice:
     persistent = columns <= held or nearly_full
     if persistent:
         height = _height(rows, width, sms, FORWARD_TILE)
-        of_full, of_padded = next(warps for longest, warps in FORWARD_WARPS.items() if width <= longest)
-        warps = min(of_full if columns == width else of_padded, _warps(height * width, 1))
+        by_width = FORWARD_WARPS if columns == width else FORWARD_PADDED_WARPS
+        warps = next(warps for widest, warps in by_width.items() if width <= widest)
+        warps = min(warps, _warps(height * width, 1))
         why = _held(height, width, warps)
     else:
         dividing = (chunk for chunk in FORWARD_CHUNKS if columns % chunk == 0 and chunk < columns)

@@ -69,7 +69,8 @@ def rms_norm(
         y, [..., D] in the dtype of ``x``; with a residual a pair of y and x + residual.
 
     Raises:
-        ValueError: for shapes that do not go together, or a dtype or width that the kernels do not take.
+        ValueError: for shapes or devices that do not go together, a negative eps, or a dtype or width that the kernels
+            do not take.
         TypeError: for DTensors together with plain tensors.
     """
     _check(x, weight, eps, residual)
