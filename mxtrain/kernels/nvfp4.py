@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from mxtrain.formats import NVFP4, NVFP4_SCALE_MAX, NVFP4_SCALE_MIN
-from mxtrain.kernels.mx import magnitude_bits
 from mxtrain.kernels.runtime import INTERPRETED, _capability, cdiv, scales_shape
 
 BLOCK = NVFP4.block_size
@@ -181,9 +180,9 @@ def pack_nearest(first, second, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _eighths(x):
-    """[R, C, 2, 2, 2] -> a tuple of eight tensors of [R, C], in order"""
-    even, odd = tl.split(x)
+def eighths(x):
+    """[R, C, 8] -> a tuple of eight tensors of [R, C], in order"""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], 2, 2, 2)))
     zero, two = tl.split(even)
     one, three = tl.split(odd)
     parts = (tl.split(zero), tl.split(one), tl.split(two), tl.split(three))
@@ -193,24 +192,20 @@ def _eighths(x):
 
 
 @triton.jit
-def pack_nearest_words(size, like, HARDWARE: tl.constexpr):
-    """Eight numbers (fp32) rounded to nearest, as one int32.  size, like [R, C, 2, 2, 2] -> [R, C]
-
-    ``size`` are their magnitudes, which are there already where this is called, ``like`` has their signs.
-    """
+def pack_nearest_words(eight, rho, factor, HARDWARE: tl.constexpr):
+    """x * rho * factor of a tuple of eight tensors x (fp32), rounded to nearest, as one int32."""
     if HARDWARE:
-        y = _eighths(_with_sign(size, like))
-        word = pack_nearest(y[0], y[1], True).to(tl.int32)
+        word = pack_nearest(eight[0] * rho * factor, eight[1] * rho * factor, True).to(tl.int32)
         for i in tl.static_range(1, 4):
-            word |= pack_nearest(y[2 * i], y[2 * i + 1], True).to(tl.int32) << (8 * i)
+            pair = pack_nearest(eight[2 * i] * rho * factor, eight[2 * i + 1] * rho * factor, True)
+            word |= pair.to(tl.int32) << (8 * i)
         return word
-    sizes, signed = _eighths(size), _eighths(like)
-    codes = _nearest_code(sizes[7])
-    signs = signed[7].to(tl.int32, bitcast=True) >> 28
+    codes = _nearest_code(tl.abs(eight[7]) * rho * factor)
+    signs = eight[7].to(tl.int32, bitcast=True) >> 28
     for i in tl.static_range(1, 8):
-        codes = codes * 16 + _nearest_code(sizes[7 - i])
+        codes = codes * 16 + _nearest_code(tl.abs(eight[7 - i]) * rho * factor)
         # The sign and three bits that are cut off below.
-        signs = (signs << 4) | (signed[7 - i].to(tl.uint32, bitcast=True) >> 28).to(tl.int32)
+        signs = (signs << 4) | (eight[7 - i].to(tl.uint32, bitcast=True) >> 28).to(tl.int32)
     # What is above the codes adds up to the same number always.
     return (codes - _ABOVE_CODES) | (signs & -0x77777778)
 
@@ -295,10 +290,10 @@ def hadamard(strip, signs):
 @triton.jit
 def amax_across(strip):
     """Largest magnitude of each column of a tuple of 16 tensors (fp32), NaN if any is NaN, as int32 bits."""
-    largest = magnitude_bits(strip[0])
+    largest = tl.abs(strip[0])
     for i in tl.static_range(1, 16):
-        largest = tl.maximum(largest, magnitude_bits(strip[i]))
-    return largest
+        largest = tl.maximum(largest, tl.abs(strip[i]), propagate_nan=tl.PropagateNan.ALL)
+    return largest.to(tl.int32, bitcast=True)
 
 
 def converts_fp4(x: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from mxtrain.errors import require_one_of
-from mxtrain.kernels.mx import block_amax, blocked_offset, magnitude_bits
+from mxtrain.kernels.mx import block_amax, blocked_offset
 from mxtrain.kernels.normed_rows import (
     MXNormCast,
     as_cast,
@@ -25,7 +25,9 @@ from mxtrain.kernels.normed_rows import (
 )
 from mxtrain.kernels.nvfp4 import (
     BLOCK,
+    amax_across,
     converts_fp4,
+    eighths,
     empty_cast,
     image_of,
     inverse_of,
@@ -34,7 +36,7 @@ from mxtrain.kernels.nvfp4 import (
     round_to_nearest,
     scale_of_block,
 )
-from mxtrain.kernels.runtime import FORMS, Launch, as_bytes, cdiv, register_op
+from mxtrain.kernels.runtime import FORMS, Launch, as_bytes, cdiv, next_power_of_2, register_op
 from mxtrain.recipe import RMSEstimate
 
 # What bounds the output. The rounded block scales of "post_round" need a norm before there are any.
@@ -42,24 +44,49 @@ ESTIMATORS = ("pre_round", "exact")
 
 
 @triton.jit
+def _load_blocks(
+    x_ptr, residual_ptr, total_ptr, row, rows, first_block, blocks,
+    CODES: tl.constexpr, RESIDUAL: tl.constexpr, STORE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """x of these blocks, and their largest magnitudes [ROWS, BLOCKS].
+
+    A thread loads eight elements at once. For an image x is [ROWS, BLOCKS, 16], and a block is in two threads, so that
+    the stores of all are side by side. For codes x is two tuples of eight tensors [ROWS, BLOCKS]: a thread has whole
+    blocks, and what is computed once a block is not computed twice.
+    """
+    if CODES:
+        _, offsets, _, mask = tile(row, rows, first_block, blocks, BLOCKS, 16, 0, 8)
+        first = eighths(load_rows(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, STORE))
+        _, offsets, _, mask = tile(row, rows, first_block, blocks, BLOCKS, 16, 8, 8)
+        second = eighths(load_rows(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, STORE))
+        x = (first, second)
+        amax = amax_across(first + second).to(tl.float32, bitcast=True)
+    else:
+        _, offsets, _, mask = tile(row, rows, first_block, blocks, BLOCKS, 16)
+        x = load_rows(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, STORE)
+        amax = block_amax(x, 2)
+    return x, amax
+
+
+@triton.jit
 def _store_cast(
     x, amax, rho, tensor_scale, row, rows, first_block, blocks, data_ptr, scales_ptr,
     FORM: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Cast x * rho and store it.  x [ROWS, BLOCKS, 16]; amax [ROWS, BLOCKS]; rho, row [ROWS]"""
+    """Cast x * rho and store it.  x, amax [ROWS, BLOCKS]: of ``_load_blocks``; rho, row [ROWS]"""
     block, offsets, block_mask, mask = tile(row, rows, first_block, blocks, BLOCKS, 16)
     inverse = inverse_of(tensor_scale)
+    rho = rho[:, None]
     # fp32 multiplication is monotonic: this is the largest |x * rho| of the block, exactly.
-    code, scale = scale_of_block(amax * rho[:, None], inverse)
-    rho = rho[:, None, None]
-    factor = multiplier(scale, inverse)[:, :, None]
+    code, scale = scale_of_block(amax * rho, inverse)
+    factor = multiplier(scale, inverse)
     if FORM == "image":
-        image = image_of(round_to_nearest(x * rho * factor), scale[:, :, None], tensor_scale)
-        tl.store(data_ptr + offsets, image, mask=mask)
+        value = round_to_nearest(x * rho[:, :, None] * factor[:, :, None])
+        tl.store(data_ptr + offsets, image_of(value, scale[:, :, None], tensor_scale), mask=mask)
     else:
-        size = magnitude_bits(x).to(tl.float32, bitcast=True) * rho * factor
-        eights: tl.constexpr = (ROWS, 2 * BLOCKS, 2, 2, 2)
-        words = pack_nearest_words(tl.reshape(size, eights), tl.reshape(x, eights), HARDWARE)
+        first = pack_nearest_words(x[0], rho, factor, HARDWARE)
+        second = pack_nearest_words(x[1], rho, factor, HARDWARE)
+        words = tl.reshape(tl.join(first, second), (ROWS, 2 * BLOCKS))
         word = 2 * first_block + tl.arange(0, 2 * BLOCKS)
         word_offsets = (row * (blocks * 2))[:, None] + word[None, :]
         word_mask = (row < rows)[:, None] & (word < 2 * blocks)[None, :]
@@ -77,17 +104,19 @@ def _nvfp4_norm_kernel(
     FACTOR: tl.constexpr, P: tl.constexpr, ESTIMATOR: tl.constexpr, FORM: tl.constexpr, RESIDUAL: tl.constexpr,
     HARDWARE: tl.constexpr, PERSISTENT: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
+    CODES: tl.constexpr = FORM != "image"
+    EIGHTS: tl.constexpr = 2 if CODES else 0
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     if PERSISTENT:
-        _, offsets, _, mask = tile(row, rows, 0, blocks, BLOCKS, 16)
-        x = load_rows(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, True)
-        amax = block_amax(x, 2)
-        total_of_row = row_sum(x, amax, P, ESTIMATOR, False)
+        x, amax = _load_blocks(
+            x_ptr, residual_ptr, total_ptr, row, rows, 0, blocks, CODES, RESIDUAL, True, BLOCKS
+        )  # fmt: skip
+        total_of_row = row_sum(x, amax, P, ESTIMATOR, False, EIGHTS)
         if TAIL:
-            _, offsets2, _, mask2 = tile(row, rows, BLOCKS, blocks, TAIL, 16)
-            x2 = load_rows(x_ptr, residual_ptr, total_ptr, offsets2, mask2, RESIDUAL, True)
-            amax2 = block_amax(x2, 2)
-            total_of_row += row_sum(x2, amax2, P, ESTIMATOR, False)
+            x2, amax2 = _load_blocks(
+                x_ptr, residual_ptr, total_ptr, row, rows, BLOCKS, blocks, CODES, RESIDUAL, True, TAIL
+            )  # fmt: skip
+            total_of_row += row_sum(x2, amax2, P, ESTIMATOR, False, EIGHTS)
         rho = inverse_rms(total_of_row, eps, FACTOR, P, ESTIMATOR)
         _store_cast(
             x, amax, rho, tensor_scale, row, rows, 0, blocks, data_ptr, scales_ptr,
@@ -101,18 +130,40 @@ def _nvfp4_norm_kernel(
     else:
         total_of_row = tl.zeros((ROWS,), tl.float64)
         for first in range(0, blocks, BLOCKS):
-            _, offsets, _, mask = tile(row, rows, first, blocks, BLOCKS, 16)
-            x = load_rows(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, False)
-            total_of_row += row_sum(x, block_amax(x, 2), P, ESTIMATOR, False)
+            x, amax = _load_blocks(
+                x_ptr, residual_ptr, total_ptr, row, rows, first, blocks, CODES, RESIDUAL, False, BLOCKS
+            )  # fmt: skip
+            total_of_row += row_sum(x, amax, P, ESTIMATOR, False, EIGHTS)
         rho = inverse_rms(total_of_row, eps, FACTOR, P, ESTIMATOR)
         for first in range(0, blocks, BLOCKS):
-            _, offsets, _, mask = tile(row, rows, first, blocks, BLOCKS, 16)
-            x = load_rows(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, True)
+            x, amax = _load_blocks(
+                x_ptr, residual_ptr, total_ptr, row, rows, first, blocks, CODES, RESIDUAL, True, BLOCKS
+            )  # fmt: skip
             _store_cast(
-                x, block_amax(x, 2), rho, tensor_scale, row, rows, first, blocks, data_ptr, scales_ptr,
+                x, amax, rho, tensor_scale, row, rows, first, blocks, data_ptr, scales_ptr,
                 FORM, HARDWARE, ROWS, BLOCKS,
             )  # fmt: skip
     tl.store(rho_ptr + row, rho, mask=row < rows)
+
+
+def _tile_shape(columns: int, form: str, plain: bool) -> tuple[bool, int, int, int, int]:
+    """As ``normed_rows.tile_shape``: blocks are those of MXFP8, which are twice as long, so that elements are as many.
+
+    Codes are bound by arithmetic, a good part of which is done once a thread, however much it holds: they have fewer
+    warps where registers last, and fewer elements that are masked off. On an H200, microseconds with the tiles of
+    images and with these: 59 and 54 at 16384 x 4096, 112 and 104 at 8192 x 16384 (both ``plain``: p-mean, no residual),
+    54 and 48 at 8192 x 6144, 108 and 87 at 8192 x 12288.
+    """
+    of_row = cdiv(columns, 32)
+    persistent, rows, blocks, tail, warps = tile_shape(32 * of_row)
+    if form == "image" or not persistent:
+        return persistent, rows, blocks, tail, warps
+    half = next_power_of_2(of_row) // 2
+    if half >= 128 and half + half // 8 < of_row <= half + half // 2:
+        blocks, tail, warps = half, next_power_of_2(of_row - half), half // 64
+    elif not tail:
+        warps = {64: 1, 128: 1 if plain else 2, 512: 4 if plain else 8}.get(blocks, warps)
+    return persistent, rows, blocks, tail, warps
 
 
 def _implementation(
@@ -132,11 +183,8 @@ def _implementation(
     results = [t for t in (data, scales, rho, total) if t is not None]
     if x.numel() == 0:
         return results, None
-    # The tiles of MXFP8, whose blocks are twice as long, have the same elements.
-    persistent, rows_at_once, blocks, tail, warps = tile_shape(cdiv(columns, 32) * 32)
-    if form != "image" and 2048 < columns <= 4096:
-        # Bound by arithmetic, a good part of which is done once a thread: 112 instead of 119 us at 32768 x 4096 (H200).
-        warps = max(1, warps // 2)
+    plain = residual is None and estimator == "pre_round"
+    persistent, rows_at_once, blocks, tail, warps = _tile_shape(columns, form, plain)
     launch = Launch(
         _nvfp4_norm_kernel,
         (cdiv(rows, rows_at_once),),
