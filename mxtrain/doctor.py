@@ -160,18 +160,18 @@ def explain_router(tokens: int, experts: int, hidden: int, dtype: str = "bfloat1
     from mxtrain.kernels.runtime import sm_count
 
     wide, torch_dtype = torch.float32, getattr(torch, dtype)
-    # Part -> sizes M, N, K of its product, dtype of the result, whether operands lie along M and N.
+    # Part -> sizes M, N, K of its product, dtype of the result, whether operands lie along K.
     products = {
-        "forward": ((tokens, experts, hidden), wide, False),
-        "gradient of the weight": ((experts, hidden, tokens), torch_dtype, True),
+        "forward": ((tokens, experts, hidden), wide, True),
+        "gradient of the weight": ((experts, hidden, tokens), torch_dtype, False),
     }
     device, where = _where(sm_count)
     texts = []
-    for name, (sizes, out_dtype, transposed) in products.items():
+    for name, (sizes, out_dtype, along_k) in products.items():
         if tune:
             run = lambda a, b, plan, out_dtype=out_dtype: matmul.by_plan(a, b, None, None, out_dtype, plan)  # noqa: E731
-            decompose_k_plan.tune(*sizes, torch_dtype, run, transposed)
-        choice = decompose_k_plan.choose(*sizes, torch_dtype, device)
+            decompose_k_plan.tune(*sizes, torch_dtype, run, along_k)
+        choice = decompose_k_plan.choose(*sizes, torch_dtype, device, along_k)
         texts.append(f"{name}, [{sizes[0]}, {sizes[2]}] x [{sizes[2]}, {sizes[1]}]\n{_table(_route_rows(choice))}")
     return "\n\n".join([f"router of {tokens} tokens of {hidden} to {experts} experts, {dtype}, on {where}", *texts])
 

@@ -56,7 +56,8 @@ def _run(
     has_kernels = a.dtype != torch.float64 and runs_kernels("emulated", device_type)
     if not has_kernels or 0 in (rows, columns, depth):
         return reference.decompose_k_mm(a, b, bias, epilogue, out_dtype)
-    plan = decompose_k_plan.choose(rows, columns, depth, a.dtype, a.device).plan
+    along_k = decompose_k_plan.lie_along_k(a, b)
+    plan = decompose_k_plan.choose(rows, columns, depth, a.dtype, a.device, along_k).plan
     return by_plan(a, b, bias, epilogue, out_dtype, plan)
 
 

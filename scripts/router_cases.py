@@ -121,25 +121,29 @@ def custom_op_relu_mm(mode: str | None) -> Callable:
     return compiled_function(lambda a, b: torch.relu(op(a, b)), mode)
 
 
-def our_entries(run: Callable, shape: Shape, options: Options, trained: bool = False) -> list[Entry]:
-    """Ours with the plan that is chosen and, if it is to be tuned, with the fastest; both of the weight's gradient too
-    if it is ``trained``."""
+def our_entries(run: Callable, products: dict[Shape, bool], options: Options) -> list[Entry]:
+    """Ours with the plans that are chosen and, if they are to be tuned, with the fastest.
+
+    Args:
+        products: what ``run`` multiplies, and whether the operands lie in memory along K.
+    """
     from mxtrain import matmul
     from mxtrain.kernels import decompose_k_plan
 
     device = torch.empty(0, device=options.device).device
-    products = [shape, (shape.columns, shape.inner, shape.rows)] if trained else [shape]
 
     def note() -> str:
-        choices = [decompose_k_plan.choose(*product, torch.bfloat16, device) for product in products]
+        choices = [
+            decompose_k_plan.choose(*shape, torch.bfloat16, device, along_k) for shape, along_k in products.items()
+        ]
         return "; ".join(f"{describe_plan(choice.plan)}, {choice.source}" for choice in choices)
 
     def by_plan(a, b, plan):
         return matmul.by_plan(a, b, None, None, a.dtype, plan)
 
     def tuned():
-        for index, product in enumerate(products):
-            decompose_k_plan.tune(*product, torch.bfloat16, by_plan, transposed=index == 1)
+        for shape, along_k in products.items():
+            decompose_k_plan.tune(*shape, torch.bfloat16, by_plan, along_k)
         return run
 
     entries = [Entry("mxtrain", lambda: run, ours=True, note=note)]
@@ -169,7 +173,7 @@ def router_entries(shape: Shape, options: Options) -> list[Entry]:
         Entry("eager, fp32 out", lambda: wide_logits),
         Entry("max-autotune", lambda: compiled_function(logits, MAX_AUTOTUNE), autotuned=True),
         Entry("custom-op", lambda: custom_op_logits(options.custom_op_mode), autotuned=True),
-        *our_entries(our_logits, shape, options),
+        *our_entries(our_logits, {shape: True}, options),
     ]
 
 
@@ -208,7 +212,7 @@ def study_entries(shape: Shape, options: Options) -> list[Entry]:
         Entry("eager", lambda: relu_mm),
         Entry("max-autotune", lambda: compiled_function(relu_mm, MAX_AUTOTUNE), autotuned=True),
         Entry("custom-op", lambda: custom_op_relu_mm(options.custom_op_mode), autotuned=True),
-        *our_entries(our_relu_mm, shape, options),
+        *our_entries(our_relu_mm, {shape: False}, options),
     ]
 
 
@@ -245,11 +249,12 @@ def fp32_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def gate_entries(shape: Shape, options: Options) -> list[Entry]:
+    of_weight = Shape(shape.columns, shape.inner, shape.rows)
     return [
         Entry("eager bf16", lambda: gate_step(logits)),
         Entry("eager fp32", lambda: gate_step(fp32_logits, wide=True)),
         Entry("max-autotune", lambda: gate_step(compiled_function(logits, MAX_AUTOTUNE)), autotuned=True),
-        *our_entries(gate_step(our_logits), shape, options, trained=True),
+        *our_entries(gate_step(our_logits), {shape: True, of_weight: False}, options),
     ]
 
 
@@ -289,7 +294,7 @@ def dispatch_entries(shape: Shape, options: Options) -> list[Entry]:
     return [
         Entry("eager", lambda: logits),
         Entry("Inductor by range", lambda: dynamic_function("inductor"), autotuned=True),
-        *our_entries(dynamic_function("ours"), shape, options._replace(tune=False)),
+        *our_entries(dynamic_function("ours"), {shape: True}, options._replace(tune=False)),
     ]
 
 

@@ -84,13 +84,11 @@ class TestCases:
         from mxtrain.kernels import decompose_k_plan
 
         products = []
-        monkeypatch.setattr(
-            decompose_k_plan, "tune", lambda *args, transposed: products.append((*args[:3], transposed))
-        )
+        monkeypatch.setattr(decompose_k_plan, "tune", lambda *args: products.append((*args[:3], args[-1])))
         entry = entries_of("gate", tune=True)["mxtrain, tuned"]
         assert products == []
         entry.make()
-        assert products == [(16, 32, 2048, False), (32, 2048, 16, True)], "the logits and the weight's gradient"
+        assert products == [(16, 32, 2048, True), (32, 2048, 16, False)], "the logits and the weight's gradient"
 
     def test_the_note_tells_the_plan(self):
         assert " parts, " in entries_of("router")["mxtrain"].note()

@@ -165,7 +165,7 @@ def test_the_route_of_a_router_is_explained(plan, told, monkeypatch):
     title, _, *lines = doctor.explain_router(64, 16, 2048, "float16").splitlines()
     assert title == "router of 64 tokens of 2048 to 16 experts, float16, on 132 SMs (no GPU here)"
     device = torch.device("cpu")
-    assert asked == [(64, 16, 2048, torch.float16, device), (16, 2048, 64, torch.float16, device)]
+    assert asked == [(64, 16, 2048, torch.float16, device, True), (16, 2048, 64, torch.float16, device, False)]
     gradient = lines.index("gradient of the weight, [16, 64] x [64, 2048]")
     assert lines[0] == "forward, [64, 2048] x [2048, 16]"
     for part in (lines[1 : gradient - 1], lines[gradient + 1 :]):
@@ -177,18 +177,18 @@ def test_a_router_is_tuned_by_what_will_run(monkeypatch):
     """With a stand-in for the timing, which runs the product once as it would be timed."""
     ran = []
 
-    def tune(rows, columns, depth, dtype, run, transposed=False):
+    def tune(rows, columns, depth, dtype, run, along_k):
         a, b = torch.ones(rows, depth, dtype=dtype), torch.ones(columns, depth, dtype=dtype).t()
         c = run(a, b, decompose_k_plan.Plan("mm"))
         assert (c == depth).all()
-        ran.append((rows, columns, depth, dtype, c.dtype, transposed))
+        ran.append((rows, columns, depth, dtype, c.dtype, along_k))
 
     monkeypatch.setattr(decompose_k_plan, "tune", tune)
     monkeypatch.setattr(doctor, "default_device_type", lambda: "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     doctor.explain_router(4, 3, 64, "bfloat16", tune=True)
     bf16 = torch.bfloat16
-    assert ran == [(4, 3, 64, bf16, torch.float32, False), (3, 64, 4, bf16, bf16, True)]
+    assert ran == [(4, 3, 64, bf16, torch.float32, True), (3, 64, 4, bf16, bf16, False)]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ the bias, applies the epilogue and stores once. The second walks the result as a
 all parts of a few outputs side by side. No atomics: the same bits every time. (One launch, in which the program that
 comes last to a tile sums its parts, took about a microsecond longer on an H200 than two that overlap.)
 
-A few rows are multiplied without tensor cores, which would pad them to 16: a program has a column or two, and all of K
-or a large part of it.
+Where there is little to multiply, that is done without tensor cores and in one launch: a program has two or four
+outputs and all of K.
 
 Source of the method: Ellison, Zhang, "Decompose-K", PyTorch Conference 2025.
 
@@ -24,6 +24,7 @@ from mxtrain.kernels.decompose_k_plan import (
     Plan,
     chunk_of,
     kernel_plan,
+    lie_along_k,
     reduction_tile,
     softmax_tile,
 )
@@ -264,7 +265,7 @@ def decompose_k(
     if out_dtype not in (None, a.dtype, torch.float32):
         raise ValueError(f"out_dtype {out_dtype} of operands of {a.dtype}: expected theirs or float32")
     if plan is None:
-        plan = kernel_plan(a.shape[0], b.shape[1], a.shape[1], a.dtype, a.device)
+        plan = kernel_plan(a.shape[0], b.shape[1], a.shape[1], a.dtype, a.device, lie_along_k(a, b))
     elif plan.route != "triton":
         raise ValueError(f"plan {plan}: expected the route 'triton'")
     a, b = _readable(a), _readable(b)

@@ -16,7 +16,7 @@ from mxtrain.kernels import tuning
 from mxtrain.kernels.runtime import cdiv, next_power_of_2, shared_memory, sm_count
 from mxtrain.kernels.tuning import Choice
 
-TUNED = tuning.Family("decompose_k", version=1, words=("route",))
+TUNED = tuning.Family("decompose_k", version=2, words=("route",))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 ROUTES = ("mm", "bmm", "triton")
@@ -32,12 +32,14 @@ MM_OUTPUTS, SHORTEST_K = 128 * 1024, 2048
 # fp32 is multiplied without tensor cores, where cuBLAS is better but for the smallest results.
 FP32_OUTPUTS = 64 * 64
 
-# Without tensor cores: where a, and what all programs load of it, are no larger than this. A program has one column.
-FEW_ROWS_A, FEW_ROWS_LOADS = 2**14, 2**21
-FEW_ROWS_K, FEW_ROWS_WARPS, FEW_ROWS_STAGES, FEW_ROWS_PROGRAMS = 1024, 4, 3, 64
-# One or two rows take all of K, if it is so long, in one step, and a program has two columns: every load is on its way
-# before the first has come. At 1 x 16 x 5120 2.6 instead of 2.9 us, at 2 x 256 x 7168 4.1 instead of 4.8 (H200).
-ONE_STEP_ROWS, ONE_STEP_K, ONE_STEP_COLUMNS, ONE_STEP_WARPS, ONE_STEP_LOADS = 2, (2048, 8192), 2, 8, 2**22
+# Without tensor cores and in one launch: no more multiplications than this, of operands that lie along K. All of K in
+# one step, so that every load is on its way before the first has come; and no more programs than run at once, since a
+# second wave takes longer than a second launch. {longest K: (outputs for which a program has two of them, of one row;
+# warps of a program with two by two, where there are more)}. Of a single row a program has four then. At 16 x 16 x 5120
+# 2.8 instead of 3.5 us with tensor cores and two launches, at 16 x 64 x 2048 2.7 instead of 3.4, at 2 x 256 x 7168 4.1
+# instead of 4.8 (H200). But where b lies along N it is tensor cores that are up to 2.4 times as fast.
+ONE_STEP_PRODUCTS, ONE_ROW_WARPS = 2**22, 8
+ONE_STEP = {2048: (512, 4), 4096: (0, 4), 8192: (256, 8)}
 # With them: 16 rows, or 64 where there are more than 32; and as many columns as weigh what programs load, less with
 # larger tiles, against partial sums, fewer with smaller ones. {rows: (most columns, the area of a tile over the square
 # root of the outputs, for K up to LONG_K; above that it grows with the square root of K)}
@@ -78,10 +80,15 @@ def depth_range(depth: int) -> int:
     return cdiv(max(depth, 1), step) * step
 
 
-def key(rows: int, columns: int, depth: int, dtype: torch.dtype) -> str:
+def lie_along_k(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether neighbours along K are neighbours in memory in both, as in x and in the transposed view of a weight."""
+    return a.stride(1) == 1 and b.stride(0) == 1
+
+
+def key(rows: int, columns: int, depth: int, dtype: torch.dtype, along_k: bool = True) -> str:
     """The name of a shape's range among the tuned ones."""
     m, n, k = _ranges(rows, columns, depth)
-    return f"{m}x{n}x{k} {_NAMES[dtype]}"
+    return f"{m}x{n}x{k} {_NAMES[dtype]}" + ("" if along_k else " not along K")
 
 
 def is_valid(plan: Plan, itemsize: int) -> bool:
@@ -116,35 +123,45 @@ def neighbour(plan: Plan, field: str, double: bool, itemsize: int) -> Plan | Non
     return plan if changed != value and is_valid(plan, itemsize) else None
 
 
-def starts(rows: int, columns: int, depth: int, itemsize: int, sms: int, shared: int) -> list[Plan]:
+def starts(
+    rows: int, columns: int, depth: int, along_k: bool, itemsize: int, sms: int, shared: int
+) -> list[Plan]:  # fmt: skip
     """Plans to start tuning from, of every route."""
-    best = _kernel_plan(*_ranges(rows, columns, depth), itemsize, sms, shared)
-    splits = max(2, next_power_of_2(best.splits))
-    return [best, Plan("bmm", splits), Plan("mm")]
+    m, n, k = _ranges(rows, columns, depth)
+    kernels = [_tensor_cores(m, n, k, itemsize, sms, shared)]
+    splits = max(2, next_power_of_2(kernels[0].splits))
+    if _is_one_step(m, n, k, along_k):
+        kernels.append(_one_step(m, n, k))
+    return [*kernels, Plan("bmm", splits), Plan("mm")]
 
 
-def choose(rows: int, columns: int, depth: int, dtype: torch.dtype, device: torch.device) -> Choice:
+def choose(
+    rows: int, columns: int, depth: int, dtype: torch.dtype, device: torch.device, along_k: bool = True
+) -> Choice:
     """How a product [M, K] by [K, N] of ``dtype`` is computed on ``device``.
 
     Args:
         rows: M.
         columns: N.
         depth: K.
+        along_k: whether the operands ``lie_along_k``.
     """
     if tuning.tuned_plans(TUNED, tuning.device_name(device)):
         valid = functools.partial(is_valid, itemsize=dtype.itemsize)
-        tuned = tuning.tuned_plan(TUNED, key(rows, columns, depth, dtype), device, Plan, valid)
+        tuned = tuning.tuned_plan(TUNED, key(rows, columns, depth, dtype, along_k), device, Plan, valid)
         if tuned:
             return tuned
-    return _choose(*_ranges(rows, columns, depth), dtype.itemsize, sm_count(device), shared_memory(device))
+    return _choose(*_ranges(rows, columns, depth), along_k, *_limits(dtype, device))
 
 
-def kernel_plan(rows: int, columns: int, depth: int, dtype: torch.dtype, device: torch.device) -> Plan:
+def kernel_plan(
+    rows: int, columns: int, depth: int, dtype: torch.dtype, device: torch.device, along_k: bool = True
+) -> Plan:
     """The plan of the kernels for this product, also where ``choose`` prefers another route."""
-    plan = choose(rows, columns, depth, dtype, device).plan
+    plan = choose(rows, columns, depth, dtype, device, along_k).plan
     if plan.route == "triton":
         return plan
-    return _kernel_plan(*_ranges(rows, columns, depth), dtype.itemsize, sm_count(device), shared_memory(device))
+    return _kernel_plan(*_ranges(rows, columns, depth), along_k, *_limits(dtype, device))
 
 
 def chunk_of(plan: Plan, depth: int) -> tuple[int, int]:
@@ -169,7 +186,7 @@ def softmax_tile(splits: int, columns: int) -> tuple[int, int, int, int]:
 
 def tune(
     rows: int, columns: int, depth: int, dtype: torch.dtype,
-    run: Callable[[torch.Tensor, torch.Tensor, Plan], object], transposed: bool = False,
+    run: Callable[[torch.Tensor, torch.Tensor, Plan], object], along_k: bool = True,
 ) -> Choice:  # fmt: skip
     """Find and keep the fastest plan of all routes for the range of this product, on the current GPU.
 
@@ -178,7 +195,7 @@ def tune(
         columns: N.
         depth: K.
         run: computes the product of (a, b) by a plan.
-        transposed: a and b lie in memory as in the gradient of a weight, along M and N, and not along K.
+        along_k: whether a and b lie in memory along K; otherwise along M and N, as in the gradient of a weight.
 
     Returns:
         The choice that is made from now on.
@@ -189,21 +206,25 @@ def tune(
     device = tuning.gpu()
     a, b = torch.randn(rows, depth, device=device), torch.randn(columns, depth, device=device)
     a, b = a.to(dtype), b.to(dtype).t()
-    if transposed:
+    if not along_k:
         a, b = a.t().contiguous().t(), b.contiguous()
 
     def prepare(plan: Plan) -> Callable[[], None]:
         return tuning.recorded(functools.partial(run, a, b, plan))
 
     step = functools.partial(neighbour, itemsize=dtype.itemsize)
-    shape = key(rows, columns, depth, dtype)
-    walked = starts(rows, columns, depth, dtype.itemsize, sm_count(device), shared_memory(device))
-    tuning.tune(TUNED, shape, device, walked, FIELDS, step, prepare)
-    return choose(rows, columns, depth, dtype, device)
+    walked = starts(rows, columns, depth, along_k, *_limits(dtype, device))
+    tuning.tune(TUNED, key(rows, columns, depth, dtype, along_k), device, walked, FIELDS, step, prepare)
+    return choose(rows, columns, depth, dtype, device, along_k)
 
 
 def _ranges(rows: int, columns: int, depth: int) -> tuple[int, int, int]:
     return row_range(rows), max(1, columns), depth_range(depth)
+
+
+def _limits(dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
+    """(bytes of an element, SMs, bytes of shared memory of a program)"""
+    return dtype.itemsize, sm_count(device), shared_memory(device)
 
 
 def _stage_bytes(plan: Plan, itemsize: int) -> int:
@@ -216,7 +237,7 @@ def _reduction(splits: int, width: int) -> tuple[int, int, int]:
 
 
 @functools.lru_cache(4096)
-def _choose(rows: int, columns: int, depth: int, itemsize: int, sms: int, shared: int) -> Choice:
+def _choose(rows: int, columns: int, depth: int, along_k: bool, itemsize: int, sms: int, shared: int) -> Choice:
     def mm(reason: str) -> Choice:
         return Choice(Plan("mm"), "heuristic", reason)
 
@@ -226,7 +247,7 @@ def _choose(rows: int, columns: int, depth: int, itemsize: int, sms: int, shared
         return mm(f"K under {SHORTEST_K} is too short to be worth splitting")
     if itemsize == 4 and rows * columns > FP32_OUTPUTS:
         return mm("fp32 is multiplied without tensor cores, at which cuBLAS is better")
-    plan = _kernel_plan(rows, columns, depth, itemsize, sms, shared)
+    plan = _kernel_plan(rows, columns, depth, along_k, itemsize, sms, shared)
     _, parts = chunk_of(plan, depth)
     if parts == 1 and plan.block_m >= MIN_TENSOR_CORE_BLOCK:
         return mm(f"{rows} x {columns} outputs are tiles enough to keep the SMs busy without a split")
@@ -237,13 +258,28 @@ def _choose(rows: int, columns: int, depth: int, itemsize: int, sms: int, shared
 
 
 @functools.lru_cache(4096)
-def _kernel_plan(rows: int, columns: int, depth: int, itemsize: int, sms: int, shared: int) -> Plan:
-    loads = rows * depth * columns
-    if rows <= ONE_STEP_ROWS and ONE_STEP_K[0] < depth <= ONE_STEP_K[1] and loads <= ONE_STEP_LOADS:
-        block_n = min(ONE_STEP_COLUMNS, columns)
-        return Plan("triton", 1, rows, block_n, next_power_of_2(depth), ONE_STEP_WARPS, 1)
-    if rows < MIN_TENSOR_CORE_BLOCK and rows * depth <= FEW_ROWS_A and loads <= FEW_ROWS_LOADS:
-        return _few_rows(rows, columns, depth)
+def _kernel_plan(rows: int, columns: int, depth: int, along_k: bool, itemsize: int, sms: int, shared: int) -> Plan:
+    if _is_one_step(rows, columns, depth, along_k):
+        return _one_step(rows, columns, depth)
+    return _tensor_cores(rows, columns, depth, itemsize, sms, shared)
+
+
+def _is_one_step(rows: int, columns: int, depth: int, along_k: bool) -> bool:
+    return along_k and depth <= max(ONE_STEP) and rows * columns * depth <= ONE_STEP_PRODUCTS
+
+
+def _one_step(rows: int, columns: int, depth: int) -> Plan:
+    block_k = next(longest for longest in ONE_STEP if depth <= longest)
+    few, warps = ONE_STEP[block_k]
+    if rows * columns <= few:
+        block_m, block_n = 1, 2
+    else:
+        block_m, block_n = (1, 4) if rows == 1 else (2, 2)
+    block_n = min(block_n, next_power_of_2(columns))
+    return Plan("triton", 1, block_m, block_n, block_k, ONE_ROW_WARPS if block_m == 1 else warps, 1)
+
+
+def _tensor_cores(rows: int, columns: int, depth: int, itemsize: int, sms: int, shared: int) -> Plan:
     small = rows <= 2 * SMALL_ROWS
     block_m = SMALL_ROWS if small else LARGE_ROWS
     most, share = TILES[block_m]
@@ -262,10 +298,3 @@ def _kernel_plan(rows: int, columns: int, depth: int, itemsize: int, sms: int, s
     steps = chunk_of(plan, depth)[0] // block_k
     fit = min(SHARED_BYTES, shared) // _stage_bytes(plan, itemsize)
     return plan._replace(stages=max(1, min(MOST_STAGES, steps + 1, fit)))
-
-
-def _few_rows(rows: int, columns: int, depth: int) -> Plan:
-    splits = max(1, min(FEW_ROWS_PROGRAMS // columns, depth // FEW_ROWS_K))
-    # One row has products for twice as many threads' sums in a step.
-    block_k = 2 * FEW_ROWS_K if rows == 1 and depth // splits > 2 * FEW_ROWS_K else FEW_ROWS_K
-    return Plan("triton", splits, rows, 1, block_k, FEW_ROWS_WARPS, FEW_ROWS_STAGES)

@@ -48,13 +48,15 @@ def no_tuned_plans(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_product_gets_a_plan(dtype):
+@pytest.mark.parametrize("along_k", [True, False])
+def test_every_product_gets_a_plan(dtype, along_k):
     for shape in SHAPES:
-        plan, source, reason = choose(*shape, dtype, CPU)
+        plan, source, reason = choose(*shape, dtype, CPU, along_k)
         assert is_valid(plan, dtype.itemsize) and source == "heuristic" and len(reason) > 40, shape
-        kernels = kernel_plan(*shape, dtype, CPU)
+        kernels = kernel_plan(*shape, dtype, CPU, along_k)
         assert kernels.route == "triton" and is_valid(kernels, dtype.itemsize), shape
         assert plan in (kernels, Plan("mm")), shape
+        assert along_k or kernels.block_m >= 16, "without tensor cores, whose loads would be scattered"
 
 
 def test_what_is_loaded_ahead_fits_in_shared_memory(monkeypatch):
@@ -109,10 +111,15 @@ def test_routes(shape, dtype, route):
     [
         ((1, 256, 7168), Plan("triton", 1, 1, 2, 8192, 8, 1)),
         ((2, 256, 7168), Plan("triton", 1, 2, 2, 8192, 8, 1)),
-        ((4, 16, 2048), Plan("triton", 2, 4, 1, 1024, 4, 3)),
-        ((1, 64, 10240), Plan("triton", 1, 1, 1, 2048, 4, 3)),
-        ((8, 128, 2048), Plan("triton", 1, 8, 1, 1024, 4, 3)),
-        ((16, 16, 8192), Plan("triton", 66, 16, 16, 64, 2, 3)),
+        ((16, 16, 5120), Plan("triton", 1, 1, 2, 8192, 8, 1)),
+        ((1, 64, 4096), Plan("triton", 1, 1, 4, 4096, 8, 1)),
+        ((32, 16, 2880), Plan("triton", 1, 2, 2, 4096, 4, 1)),
+        ((1, 1, 2048), Plan("triton", 1, 1, 1, 2048, 8, 1)),
+        ((8, 64, 2048), Plan("triton", 1, 1, 2, 2048, 8, 1)),
+        ((16, 128, 2048), Plan("triton", 1, 2, 2, 2048, 4, 1)),
+        ((16, 256, 2048), Plan("triton", 32, 16, 16, 64, 1, 2)),
+        ((1, 64, 10240), Plan("triton", 66, 16, 16, 64, 1, 4)),
+        ((16, 64, 8192), Plan("triton", 66, 16, 16, 64, 1, 3)),
         ((128, 256, 7168), Plan("triton", 8, 64, 32, 64, 4, 6)),
         ((1024, 128, 5120), Plan("triton", 4, 64, 64, 64, 4, 6)),
         ((1024, 16, 5120), Plan("triton", 8, 64, 16, 64, 4, 6)),
@@ -218,9 +225,10 @@ def test_other_routes_have_nothing_else_to_vary(plan):
 
 
 def test_every_route_is_a_start():
-    for shape, itemsize in itertools.product(SHAPES, (2, 4)):
-        plans = starts(*shape, itemsize, 132, 227 * 1024)
+    for shape, itemsize, along_k in itertools.product(SHAPES, (2, 4), (True, False)):
+        plans = starts(*shape, along_k, itemsize, 132, 227 * 1024)
         assert all(is_valid(plan, itemsize) for plan in plans) and len(set(plans)) == len(plans)
+        assert kernel_plan(*shape, torch.bfloat16 if itemsize == 2 else torch.float32, CPU, along_k) in plans
         assert {plan.route for plan in plans} == set(ROUTES)
 
 
@@ -286,11 +294,12 @@ def test_tuning_needs_a_gpu(monkeypatch):
 
 
 @gpu_only
-@pytest.mark.parametrize("transposed", [False, True])
-def test_tuning_on_this_gpu(transposed):
+@pytest.mark.parametrize("along_k", [True, False])
+def test_tuning_on_this_gpu(along_k):
     def run(a, b, plan):
         return decompose_k(a, b, None, None, torch.float32, plan) if plan.route == "triton" else torch.mm(a, b)
 
     here = torch.device("cuda", torch.cuda.current_device())
-    tuned = functools.partial(tune, run=run, transposed=transposed)(16, 64, 8192, torch.bfloat16)
-    assert tuned.source == "tuned" and choose(9, 64, 8192, torch.bfloat16, here) == tuned
+    tuned = functools.partial(tune, run=run, along_k=along_k)(16, 64, 8192, torch.bfloat16)
+    assert tuned.source == "tuned" and choose(9, 64, 8192, torch.bfloat16, here, along_k) == tuned
+    assert choose(9, 64, 8192, torch.bfloat16, here, not along_k).source == "heuristic"
