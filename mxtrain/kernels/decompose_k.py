@@ -59,31 +59,49 @@ def _finish(x, bias_ptr, column, columns, BIAS: tl.constexpr, EPILOGUE: tl.const
     return x
 
 
+@triton.jit
+def _load_operands(
+    a_pointers, b_pointers, row, column, a_depth, b_depth, rows, columns, depth,
+    WHOLE_ROWS: tl.constexpr, WHOLE_COLUMNS: tl.constexpr, WHOLE_DEPTH: tl.constexpr, FP32: tl.constexpr,
+):  # fmt: skip
+    """What the pointers point to, zero outside of the operands; a_depth, b_depth: where along K."""
+    a_mask = tl.full(a_pointers.shape, 1, tl.int1)
+    b_mask = tl.full(b_pointers.shape, 1, tl.int1)
+    if not WHOLE_ROWS:
+        a_mask &= row < rows
+    if not WHOLE_COLUMNS:
+        b_mask &= column < columns
+    if not WHOLE_DEPTH:
+        a_mask &= a_depth < depth
+        b_mask &= b_depth < depth
+    a = tl.load(a_pointers, mask=a_mask, other=0.0)
+    b = tl.load(b_pointers, mask=b_mask, other=0.0)
+    if FP32:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return a, b
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _product_kernel(
     a_ptr, b_ptr, bias_ptr, c_ptr, partials_ptr, rows, columns, depth, chunk,
     a_row, a_depth, b_depth, b_column,
     SPLIT: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr, TENSOR_CORES: tl.constexpr, UPCAST: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, ONE_STEP: tl.constexpr,
     WHOLE_ROWS: tl.constexpr, WHOLE_COLUMNS: tl.constexpr, WHOLE_DEPTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The product of one part of K for one tile: to the parts if K is SPLIT, and otherwise to the result.
 
     Strides are those of a row or column of the operands, and of one step along K. WHOLE_...: no tile is cut there.
+    ONE_STEP: there is some K, and no more than BLOCK_K.
     """
     if OVERLAP:
         # The second launch may start, and wait, as soon as every program of this one has.
         gdc_launch_dependents()
-    across = tl.cdiv(columns, BLOCK_N)
-    tile, part = tl.program_id(0), tl.program_id(1)
-    row = (tile // across) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = (tile % across) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = part * chunk
-    last = tl.minimum(first + chunk, depth)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part = tl.program_id(2)
     step = tl.arange(0, BLOCK_K)
-    a_start = a_ptr + tl.cast(first, tl.int64) * a_depth
-    b_start = b_ptr + tl.cast(first, tl.int64) * b_depth
     if TENSOR_CORES:
         product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         at_row, a_step, b_step, at_column = row[:, None], step[None, :], step[:, None], column[None, :]
@@ -93,28 +111,30 @@ def _product_kernel(
         product = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_K), tl.float32)
         at_row, a_step, at_column = row[:, None, None], step[None, None, :], column[None, :, None]
         b_step = a_step
-    a_pointers = a_start + (at_row.to(tl.int64) * a_row + a_step.to(tl.int64) * a_depth)
-    b_pointers = b_start + (b_step.to(tl.int64) * b_depth + at_column.to(tl.int64) * b_column)
-    for k in tl.range(first, last, BLOCK_K, num_stages=STAGES):
-        a_mask = tl.full(a_pointers.shape, 1, tl.int1)
-        b_mask = tl.full(b_pointers.shape, 1, tl.int1)
-        if not WHOLE_ROWS:
-            a_mask &= at_row < rows
-        if not WHOLE_COLUMNS:
-            b_mask &= at_column < columns
-        if not WHOLE_DEPTH:
-            a_mask &= k + a_step < depth
-            b_mask &= k + b_step < depth
-        a = tl.load(a_pointers, mask=a_mask, other=0.0)
-        b = tl.load(b_pointers, mask=b_mask, other=0.0)
-        if UPCAST or not TENSOR_CORES:
-            a, b = a.to(tl.float32), b.to(tl.float32)
-        if TENSOR_CORES:
-            product = tl.dot(a, b, product, input_precision="ieee")
-        else:
-            product += a * b
-        a_pointers += tl.cast(a_depth, tl.int64) * BLOCK_K
-        b_pointers += tl.cast(b_depth, tl.int64) * BLOCK_K
+    a_pointers = a_ptr + (at_row.to(tl.int64) * a_row + a_step.to(tl.int64) * a_depth)
+    b_pointers = b_ptr + (b_step.to(tl.int64) * b_depth + at_column.to(tl.int64) * b_column)
+    if ONE_STEP and not TENSOR_CORES:
+        a, b = _load_operands(
+            a_pointers, b_pointers, at_row, at_column, a_step, b_step, rows, columns, depth,
+            WHOLE_ROWS, WHOLE_COLUMNS, WHOLE_DEPTH, True,
+        )  # fmt: skip
+        product = a * b
+    else:
+        first = part * chunk
+        last = tl.minimum(first + chunk, depth)
+        a_pointers += tl.cast(first, tl.int64) * a_depth
+        b_pointers += tl.cast(first, tl.int64) * b_depth
+        for k in tl.range(first, last, BLOCK_K, num_stages=STAGES):
+            a, b = _load_operands(
+                a_pointers, b_pointers, at_row, at_column, k + a_step, k + b_step, rows, columns, depth,
+                WHOLE_ROWS, WHOLE_COLUMNS, WHOLE_DEPTH, UPCAST or not TENSOR_CORES,
+            )  # fmt: skip
+            if TENSOR_CORES:
+                product = tl.dot(a, b, product, input_precision="ieee")
+            else:
+                product += a * b
+            a_pointers += tl.cast(a_depth, tl.int64) * BLOCK_K
+            b_pointers += tl.cast(b_depth, tl.int64) * BLOCK_K
     if not TENSOR_CORES:
         product = tl.sum(product, 2)
     mask = (row[:, None] < rows) & (column[None, :] < columns)
@@ -190,7 +210,6 @@ def decompose_k_by_plan(
     if c.numel() == 0:
         return c, ()
     chunk, parts = chunk_of(plan, depth)
-    tiles = cdiv(rows, plan.block_m) * cdiv(columns, plan.block_n)
     # A softmax needs whole rows.
     split = parts > 1 or (epilogue == "softmax" and plan.block_n < columns)
     last = dict(BIAS=bias is not None, EPILOGUE=epilogue)
@@ -198,16 +217,16 @@ def decompose_k_by_plan(
     partials = c.new_empty(parts, rows, columns, dtype=torch.float32) if split else None
     product = Launch(
         _product_kernel,
-        (tiles, parts),
+        (cdiv(rows, plan.block_m), cdiv(columns, plan.block_n), parts),
         (a, b, bias, c, partials, rows, columns, depth, chunk, *a.stride(), *b.stride()),
         dict(
             SPLIT=split, **(dict(BIAS=False, EPILOGUE=None) if split else last), OVERLAP=overlap,
             TENSOR_CORES=plan.block_m >= MIN_TENSOR_CORE_BLOCK,
             # Interpreted, the dot of bf16 is none. Of fp32 that were bf16 or fp16 it is the same.
-            UPCAST=INTERPRETED,
+            UPCAST=INTERPRETED, ONE_STEP=0 < depth <= plan.block_k,
             # Asked for where rows lie side by side only: of other layouts the mask costs nothing, and the number of
             # rows is then no reason to compile another variant.
-            WHOLE_ROWS=a.stride(1) != 1 and rows % plan.block_m == 0,
+            WHOLE_ROWS=plan.block_m == 1 or (a.stride(1) != 1 and rows % plan.block_m == 0),
             WHOLE_COLUMNS=columns % plan.block_n == 0, WHOLE_DEPTH=depth % plan.block_k == 0,
             BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, STAGES=plan.stages, num_warps=plan.warps,
         ),

@@ -23,7 +23,7 @@ ROUTES = ("mm", "bmm", "triton")
 
 # What any plan may ask for. Tensor cores multiply 16 rows by 16 columns over 16 of K; what there is less is masked off.
 # Tiles of fewer rows are multiplied without them, in as many sums as a tile has products.
-MIN_TENSOR_CORE_BLOCK, MAX_TILE, MAX_PRODUCTS, MAX_WARPS, MAX_STAGES, MAX_SPLITS = 16, 128 * 256, 32768, 8, 8, 256
+MIN_TENSOR_CORE_BLOCK, MAX_TILE, MAX_PRODUCTS, MAX_WARPS, MAX_STAGES, MAX_SPLITS = 16, 128 * 256, 32768, 16, 8, 256
 # Shared memory of a program for the tiles in flight: at most this, where a GPU has so much.
 SHARED_BYTES = 144 * 1024
 
@@ -32,14 +32,16 @@ MM_OUTPUTS, SHORTEST_K = 128 * 1024, 2048
 # fp32 is multiplied without tensor cores, where cuBLAS is better but for the smallest results.
 FP32_OUTPUTS = 64 * 64
 
-# Without tensor cores and in one launch: no more multiplications than this, of operands that lie along K. All of K in
-# one step, so that every load is on its way before the first has come; and no more programs than run at once, since a
-# second wave takes longer than a second launch. {longest K: (outputs for which a program has two of them, of one row;
-# warps of a program with two by two, where there are more)}. Of a single row a program has four then. At 16 x 16 x 5120
-# 2.8 instead of 3.5 us with tensor cores and two launches, at 16 x 64 x 2048 2.7 instead of 3.4, at 2 x 256 x 7168 4.1
-# instead of 4.8 (H200). But where b lies along N it is tensor cores that are up to 2.4 times as fast.
-ONE_STEP_PRODUCTS, ONE_ROW_WARPS = 2**22, 8
-ONE_STEP = {2048: (512, 4), 4096: (0, 4), 8192: (256, 8)}
+# Without tensor cores and in one launch: few outputs of a limited number of multiplications, of operands that lie along
+# K. All of K in one step, so that every load is on its way before the first has come; a second wave of programs would
+# take longer than a second launch. At 16 x 16 x 5120 2.6 instead of 3.5 us with tensor cores and two launches, at
+# 16 x 64 x 2048 2.5 instead of 3.3, at 4 x 256 x 5120 3.7 instead of 4.4 (H200). But where b lies along N it is tensor
+# cores that are up to 2.4 times as fast.
+ONE_STEP_K, ONE_STEP_OUTPUTS, ONE_STEP_PRODUCTS = 8192, 2048, 2**23
+# Of those a program has one, if there is a single row or if there are no more than this; otherwise two by two. It has
+# twice the warps where a row of its operands has more bytes than this: what they load is then on its way at once, too.
+SINGLE_OUTPUTS, SINGLE_PRODUCTS = 512, 2**21
+ONE_STEP_WARPS, ONE_STEP_BYTES = 8, 8192
 # With them: 16 rows, or 64 where there are more than 32; and as many columns as weigh what programs load, less with
 # larger tiles, against partial sums, fewer with smaller ones. {rows: (most columns, the area of a tile over the square
 # root of the outputs, for K up to LONG_K; above that it grows with the square root of K)}
@@ -131,7 +133,7 @@ def starts(
     kernels = [_tensor_cores(m, n, k, itemsize, sms, shared)]
     splits = max(2, next_power_of_2(kernels[0].splits))
     if _is_one_step(m, n, k, along_k):
-        kernels.append(_one_step(m, n, k))
+        kernels.append(_one_step(m, n, k, itemsize))
     return [*kernels, Plan("bmm", splits), Plan("mm")]
 
 
@@ -233,7 +235,7 @@ def _stage_bytes(plan: Plan, itemsize: int) -> int:
 
 def _reduction(splits: int, width: int) -> tuple[int, int, int]:
     at_once = max(1, min(next_power_of_2(splits), 8192 // width))
-    return width, at_once, max(1, min(MAX_WARPS, at_once * width // 512))
+    return width, at_once, max(1, min(8, at_once * width // 512))
 
 
 @functools.lru_cache(4096)
@@ -260,23 +262,22 @@ def _choose(rows: int, columns: int, depth: int, along_k: bool, itemsize: int, s
 @functools.lru_cache(4096)
 def _kernel_plan(rows: int, columns: int, depth: int, along_k: bool, itemsize: int, sms: int, shared: int) -> Plan:
     if _is_one_step(rows, columns, depth, along_k):
-        return _one_step(rows, columns, depth)
+        return _one_step(rows, columns, depth, itemsize)
     return _tensor_cores(rows, columns, depth, itemsize, sms, shared)
 
 
 def _is_one_step(rows: int, columns: int, depth: int, along_k: bool) -> bool:
-    return along_k and depth <= max(ONE_STEP) and rows * columns * depth <= ONE_STEP_PRODUCTS
+    outputs = rows * columns
+    fits = depth <= ONE_STEP_K and outputs <= ONE_STEP_OUTPUTS and outputs * depth <= ONE_STEP_PRODUCTS
+    return along_k and fits
 
 
-def _one_step(rows: int, columns: int, depth: int) -> Plan:
-    block_k = next(longest for longest in ONE_STEP if depth <= longest)
-    few, warps = ONE_STEP[block_k]
-    if rows * columns <= few:
-        block_m, block_n = 1, 2
-    else:
-        block_m, block_n = (1, 4) if rows == 1 else (2, 2)
-    block_n = min(block_n, next_power_of_2(columns))
-    return Plan("triton", 1, block_m, block_n, block_k, ONE_ROW_WARPS if block_m == 1 else warps, 1)
+def _one_step(rows: int, columns: int, depth: int, itemsize: int) -> Plan:
+    outputs, block_k = rows * columns, max(SHORTEST_K, next_power_of_2(depth))
+    single = rows == 1 or (outputs <= SINGLE_OUTPUTS and outputs * block_k <= SINGLE_PRODUCTS)
+    side = 1 if single else 2
+    warps = ONE_STEP_WARPS if block_k * itemsize <= ONE_STEP_BYTES else 2 * ONE_STEP_WARPS
+    return Plan("triton", 1, side, min(side, columns), block_k, warps, 1)
 
 
 def _tensor_cores(rows: int, columns: int, depth: int, itemsize: int, sms: int, shared: int) -> Plan:
