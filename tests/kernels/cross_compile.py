@@ -2,10 +2,10 @@
 
     TRITON_INTERPRET=0 python cross_compile.py 90
 
-prints {case: {"ptx": ..., "cubin_bytes": ..., "fits": ...}}, the last whether it asks for no more shared memory than
-there is. The public functions are called on fake CUDA tensors, so a kernel is compiled for the arguments, tile sizes
-and warps that it would be launched with on a GPU of this compute capability. It takes a process of its own: kernels
-that were defined for the interpreter cannot be compiled.
+prints {case: {"ptx": ..., "cubin_bytes": ..., "fits": ..., "launches": ...}}: whether it asks for no more shared memory
+than there is, and how many launches the call makes. The public functions are called on fake CUDA tensors, so a kernel
+is compiled for the arguments, tile sizes and warps that it would be launched with on a GPU of this compute capability.
+It takes a process of its own: kernels that were defined for the interpreter cannot be compiled.
 """
 
 import itertools
@@ -47,10 +47,11 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def cases(every_width: bool) -> dict:
+def cases(everything: bool) -> dict:
     """Name -> call of a public function. Not every combination: each value of every setting that changes the code.
 
-    Widths change no more than the shape of a tile: not all of them for every GPU.
+    Unless ``everything`` is asked for, not what is the same arithmetic for any GPU: other widths, one orientation where
+    there is a case for both, other estimators and factors.
     """
     rceil, floor = get_recipe("mxfp8"), get_recipe("mxfp8", "floor")
     found = {}
@@ -70,16 +71,17 @@ def cases(every_width: bool) -> dict:
 
     for name, form in (*itertools.product(["bf16"], runtime.FORMS), ("fp32", "codes")):
         add_norm(f"{name} {form}", matrix(DTYPES[name]), form=form)
-        for dims in ((1,), (0,), (0, 1)):
+        for dims in ((1,), (0,), (0, 1)) if everything else ((0, 1),):
             add_cast(f"{name} {form} {dims}", matrix(DTYPES[name]), dims=dims, form=form)
     bf16 = torch.bfloat16
-    for columns in (96, 768, 16384, LOOPED) if every_width else (LOOPED,):
+    for columns in (96, 768, 16384, LOOPED) if everything else (LOOPED,):
         add_norm(f"bf16 {columns} columns", matrix(bf16, columns), form="image")
-    for p, estimator, columns in ((1, "pre_round", 4096), (2, "post_round", LOOPED), (2, "exact", 4096)):
-        add_norm(f"bf16 p={p} {estimator}", matrix(bf16, columns), form="image", p=p, estimator=estimator)
+    if everything:
+        for p, estimator, columns in ((1, "pre_round", 4096), (2, "post_round", LOOPED), (2, "exact", 4096)):
+            add_norm(f"bf16 p={p} {estimator}", matrix(bf16, columns), form="image", p=p, estimator=estimator)
+        add_norm("bf16 floor post_round", matrix(bf16), recipe=floor, estimator="post_round")
+        add_norm("bf16 residual", matrix(bf16), residual=matrix(bf16))
     add_norm("bf16 floor", matrix(bf16), recipe=floor)
-    add_norm("bf16 floor post_round", matrix(bf16), recipe=floor, estimator="post_round")
-    add_norm("bf16 residual", matrix(bf16), residual=matrix(bf16))
     add_norm("bf16 residual looped", matrix(bf16, LOOPED), form="blocked", residual=matrix(bf16, LOOPED))
     add_cast("bf16 floor", matrix(bf16), recipe=floor, dims=(0, 1), form="image")
     add_cast("bf16 row factor", matrix(bf16), dims=(0,), form="image", row_factor=vector(ROWS))
@@ -93,13 +95,13 @@ def cases(every_width: bool) -> dict:
         found[f"fold_backward {name}"] = lambda x=x, gain=gain: fold_backward(x, x, gain)
     widths = {"bf16": (256, 768, 4096, 16384, 7168, LOOPED), "fp32": (4096, 16384, LOOPED), "fp16": (4096,)}
     for name, dtype in {**DTYPES, "fp16": torch.float16}.items():
-        for columns in widths[name] if every_width else widths[name][-2:]:
+        for columns in widths[name] if everything else widths[name][-2:]:
             rows = 2**25 // columns
             x, rstd, weight = matrix(dtype, columns, rows), vector(rows), vector(columns, dtype)
             case = f"{name} {columns} columns"
             found[f"rms_norm {case}"] = lambda x=x, weight=weight: rms_norm(x, weight, 1e-5)
             found[f"rms_norm_backward {case}"] = lambda x=x, r=rstd, weight=weight: rms_norm_backward(x, x, r, weight)
-    for columns in (4096, LOOPED):
+    for columns in (4096, LOOPED) if everything else ():
         x, rstd, weight = matrix(bf16, columns), vector(ROWS), vector(columns, bf16)
         found[f"rms_norm {columns} residual"] = lambda x=x, weight=weight: rms_norm(x, weight, 1e-5, x)
         found[f"rms_norm {columns} no weight"] = lambda x=x: rms_norm(x, None, 1e-5)
@@ -112,7 +114,7 @@ def cases(every_width: bool) -> dict:
     x, rstd, weight = matrix(torch.float32, 8192), vector(ROWS), vector(8192)
     found["rms_norm_backward fp32 dtotal"] = lambda x=x, r=rstd, w=weight: rms_norm_backward(x, x, r, w, x)
     add_products(found)
-    add_nvfp4(found, matrix, vector, every_width)
+    add_nvfp4(found, matrix, vector, everything)
     # Triton makes a constant of a count of one.
     one = matrix(bf16, 32, rows=1)
     add_norm("one block", one)
@@ -125,7 +127,7 @@ def cases(every_width: bool) -> dict:
     return found
 
 
-def add_nvfp4(found: dict, matrix, vector, every_width: bool) -> None:
+def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
     """The casts to NVFP4: every form, rounding, transform and factor."""
     bf16 = torch.bfloat16
     scale, number = vector(()), vector((), torch.int64)
@@ -142,23 +144,25 @@ def add_nvfp4(found: dict, matrix, vector, every_width: bool) -> None:
         add(f"{name} {form}", nvfp4_weight, x, scale, form)
     draws = vector(4, torch.int64)
     gradient = dict(signs=number, draws=draws)
-    for form in ("codes", "image"):
-        x = matrix(bf16)
-        for dim in (0, 1):
+    x = matrix(bf16)
+    for form in ("codes", "image") if everything else ("codes",):
+        for dim in (0, 1) if everything else ():
             add(f"bf16 {form} ({dim},)", nvfp4_cast, x, {dim: scale}, form, signs=number if dim == 0 else None)
         add(f"bf16 {form} gradient", nvfp4_cast, x, {1: scale, 0: scale}, form, **gradient)
-    for columns in (112, 768, 16384, LOOPED) if every_width else (LOOPED,):
+    for columns in (112, 768, 16384, LOOPED) if everything else (LOOPED,):
         add(f"bf16 {columns} columns", nvfp4_norm, matrix(bf16, columns), estimate(), 2.0**-8, "image")
-    add("bf16 p=1", nvfp4_norm, matrix(bf16), estimate(1), 2.0**-8, "image")
-    add("bf16 exact", nvfp4_norm, matrix(bf16), estimate(2, "exact"), 2.0**-8, "image")
+    if everything:
+        add("bf16 p=1", nvfp4_norm, x, estimate(1), 2.0**-8, "image")
+        add("bf16 exact", nvfp4_norm, x, estimate(2, "exact"), 2.0**-8, "image")
+        add("bf16 exact codes", nvfp4_norm, x, estimate(2, "exact"), 2.0**-8)
+        add("bf16 codes residual", nvfp4_norm, x, estimate(), 2.0**-8, "codes", x)
+        add("bf16 stochastic (1,)", nvfp4_cast, x, {1: scale}, "image", draws=draws)
+        add("bf16 column factor", nvfp4_weight, x, scale, "image", vector(4096, bf16))
     # A tile with a tail.
     add("bf16 3072 columns codes", nvfp4_norm, matrix(bf16, 3072), estimate(), 2.0**-8, "codes")
-    add("bf16 codes residual", nvfp4_norm, matrix(bf16), estimate(), 2.0**-8, "codes", matrix(bf16))
-    x, rows, columns = matrix(bf16), vector(ROWS), vector(4096, bf16)
+    rows, columns = vector(ROWS), vector(4096, bf16)
     add("bf16 row factor", nvfp4_cast, x, {0: scale}, "image", signs=number, row_factor=rows)
     add("bf16 blocked column factor", nvfp4_cast, x, {1: scale, 0: scale}, "blocked", column_factor=columns)
-    add("bf16 stochastic (1,)", nvfp4_cast, x, {1: scale}, "image", draws=draws)
-    add("bf16 column factor", nvfp4_weight, x, scale, "image", columns)
     add("bf16", nvfp4_amax, x)
     add("bf16 transformed", nvfp4_amax, x, number)
     add("bf16 transformed row factor", nvfp4_amax, x, number, rows)
@@ -187,8 +191,9 @@ def add_products(found: dict) -> None:
 
         found[f"decompose_k {name}"] = call
 
-    for tokens in (16, 64, 256, 4096):
+    for tokens in (16, 64, 256):
         add(f"{tokens} tokens", (tokens, 256, 7168))
+    add("4096 tokens, unsplit", (4096, 256, 7168))
     add("few tokens: one", (1, 256, 7168))
     for epilogue in ("relu", "sigmoid"):
         add(epilogue, (16, 64, 8192), plan=two, epilogue=epilogue, out_dtype=bf16)
@@ -196,10 +201,11 @@ def add_products(found: dict) -> None:
     add("fp16", (16, 64, 8192), torch.float16, two)
     add("gradient", (16, 5120, 8192), plan=two, gradient=True)
     add("softmax", (16, 256, 7168), plan=two, epilogue="softmax")
-    add("softmax in one launch", (16, 32, 7168), plan=two._replace(splits=1), epilogue="softmax")
+    add("softmax, unsplit", (16, 32, 7168), plan=two._replace(splits=1), epilogue="softmax")
     add("few tokens: three, fp32", (3, 64, 2048), torch.float32, epilogue="sigmoid")
+    add("few tokens: two by two", (16, 128, 2880))
     add("large tiles gradient", (256, 5120, 8192), plan=wide, gradient=True)
-    add("unsplit", (8192, 64, 2048), plan=wide._replace(splits=1), epilogue="sigmoid")
+    add("sigmoid, unsplit", (8192, 64, 2048), plan=wide._replace(splits=1), epilogue="sigmoid")
     add("K cut off", (64, 256, 2880), plan=wide._replace(block_k=128))
     add("few tokens: one, and one expert", (1, 1, 1))
 
@@ -249,6 +255,7 @@ def main(capability: int) -> None:
                     "ptx": compiled.asm["ptx"],
                     "cubin_bytes": len(compiled.asm["cubin"]),
                     "fits": compiled.metadata.shared <= SHARED_MEMORY[capability],
+                    "launches": len(launches),
                 }
     json.dump(results, sys.stdout)
 
