@@ -115,9 +115,13 @@ def test_the_route_is_that_of_the_plan_for_the_real_shape(monkeypatch):
     monkeypatch.setattr(decompose_k_plan, "choose", lambda *args: asked.append(args) or choose(*args))
     monkeypatch.setattr(matmul, "by_plan", lambda *args: taken.append(args[-1]) or by_plan(*args))
     for m in (3, 70):
-        decompose_k_mm(*operands(m, 2048, 16, torch.bfloat16), None, None, torch.float32)
-    assert [args[:4] for args in asked] == [(m, 16, 2048, torch.bfloat16) for m in (3, 70)]
+        a, b = operands(m, 2048, 16, torch.bfloat16)
+        for layout in ((a, b), (a, b.contiguous()), (a.t().contiguous().t(), b)):
+            decompose_k_mm(*layout, None, None, torch.float32)
+    shapes = [(m, 16, 2048, torch.bfloat16, a.device) for m in (3, 70)]
+    assert asked == [(*shape, along_k) for shape in shapes for along_k in (True, False, False)]
     assert taken == [choose(*args).plan for args in asked]
+    assert taken[0] != taken[1] == taken[2]
 
 
 def test_fp64_stays_fp64():
