@@ -35,13 +35,17 @@ def test_every_shape(shape, form, dtype):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_width_has_warps(form, monkeypatch):
-    """Which the interpreter does not ask for. 3072 is a tile and its tail."""
+def test_every_width_has_a_tile_and_warps(form, monkeypatch):
+    """No more elements a thread than registers, which the interpreter does not ask for. 3072 is a tile and its tail."""
     launches = []
     monkeypatch.setattr(Launch, "run", lambda launch, device: launches.append(launch))
     for columns in range(16, 16400, 16):
         nvfp4_norm(torch.empty(1, columns, dtype=torch.bfloat16), estimate_16(), 2.0**-8, form)
-        assert launches[-1].constants["num_warps"] in (1, 2, 4, 8), columns
+        constants = launches[-1].constants
+        blocks, warps = constants["BLOCKS"] + constants["TAIL"], constants["num_warps"]
+        assert constants["PERSISTENT"] and warps in (1, 2, 4, 8), columns
+        assert columns <= 16 * blocks <= max(32, 2 * columns), columns
+        assert 16 * blocks * constants["ROWS"] <= 160 * 32 * warps, columns
     assert len(launches) == 1024
 
 
