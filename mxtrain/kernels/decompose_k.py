@@ -93,7 +93,7 @@ def _product_kernel(
     """The product of one part of K for one tile: to the parts if K is SPLIT, and otherwise to the result.
 
     Strides are those of a row or column of the operands, and of one step along K. WHOLE_...: no tile is cut there.
-    ONE_STEP: there is some K, and no more than BLOCK_K.
+    ONE_STEP: without tensor cores, and there is some K and no more than BLOCK_K.
     """
     if OVERLAP:
         # The second launch may start, and wait, as soon as every program of this one has.
@@ -113,7 +113,7 @@ def _product_kernel(
         b_step = a_step
     a_pointers = a_ptr + (at_row.to(tl.int64) * a_row + a_step.to(tl.int64) * a_depth)
     b_pointers = b_ptr + (b_step.to(tl.int64) * b_depth + at_column.to(tl.int64) * b_column)
-    if ONE_STEP and not TENSOR_CORES:
+    if ONE_STEP:
         a, b = _load_operands(
             a_pointers, b_pointers, at_row, at_column, a_step, b_step, rows, columns, depth,
             WHOLE_ROWS, WHOLE_COLUMNS, WHOLE_DEPTH, True,
@@ -210,6 +210,7 @@ def decompose_k_by_plan(
     if c.numel() == 0:
         return c, ()
     chunk, parts = chunk_of(plan, depth)
+    tensor_cores = plan.block_m >= MIN_TENSOR_CORE_BLOCK
     # A softmax needs whole rows.
     split = parts > 1 or (epilogue == "softmax" and plan.block_n < columns)
     last = dict(BIAS=bias is not None, EPILOGUE=epilogue)
@@ -221,9 +222,9 @@ def decompose_k_by_plan(
         (a, b, bias, c, partials, rows, columns, depth, chunk, *a.stride(), *b.stride()),
         dict(
             SPLIT=split, **(dict(BIAS=False, EPILOGUE=None) if split else last), OVERLAP=overlap,
-            TENSOR_CORES=plan.block_m >= MIN_TENSOR_CORE_BLOCK,
+            TENSOR_CORES=tensor_cores, ONE_STEP=not tensor_cores and 0 < depth <= plan.block_k,
             # Interpreted, the dot of bf16 is none. Of fp32 that were bf16 or fp16 it is the same.
-            UPCAST=INTERPRETED, ONE_STEP=0 < depth <= plan.block_k,
+            UPCAST=INTERPRETED,
             # Asked for where rows lie side by side only: of other layouts the mask costs nothing, and the number of
             # rows is then no reason to compile another variant.
             WHOLE_ROWS=plan.block_m == 1 or (a.stride(1) != 1 and rows % plan.block_m == 0),

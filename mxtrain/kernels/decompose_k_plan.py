@@ -24,6 +24,8 @@ ROUTES = ("mm", "bmm", "triton")
 # What any plan may ask for. Tensor cores multiply 16 rows by 16 columns over 16 of K; what there is less is masked off.
 # Tiles of fewer rows are multiplied without them, in as many sums as a tile has products.
 MIN_TENSOR_CORE_BLOCK, MAX_TILE, MAX_PRODUCTS, MAX_WARPS, MAX_STAGES, MAX_SPLITS = 16, 128 * 256, 32768, 16, 8, 256
+# Of a program of the sum over parts.
+MAX_SUM_WARPS = 8
 # Shared memory of a program for the tiles in flight: at most this, where a GPU has so much.
 SHARED_BYTES = 144 * 1024
 
@@ -125,16 +127,12 @@ def neighbour(plan: Plan, field: str, double: bool, itemsize: int) -> Plan | Non
     return plan if changed != value and is_valid(plan, itemsize) else None
 
 
-def starts(
-    rows: int, columns: int, depth: int, along_k: bool, itemsize: int, sms: int, shared: int
-) -> list[Plan]:  # fmt: skip
+def starts(rows: int, columns: int, depth: int, along_k: bool, itemsize: int, sms: int, shared: int) -> list[Plan]:
     """Plans to start tuning from, of every route."""
-    m, n, k = _ranges(rows, columns, depth)
-    kernels = [_tensor_cores(m, n, k, itemsize, sms, shared)]
-    splits = max(2, next_power_of_2(kernels[0].splits))
-    if _is_one_step(m, n, k, along_k):
-        kernels.append(_one_step(m, n, k, itemsize))
-    return [*kernels, Plan("bmm", splits), Plan("mm")]
+    sizes = _ranges(rows, columns, depth)
+    tensor_cores = _tensor_cores(*sizes, itemsize, sms, shared)
+    kernels = dict.fromkeys((_kernel_plan(*sizes, along_k, itemsize, sms, shared), tensor_cores))
+    return [*kernels, Plan("bmm", max(2, next_power_of_2(tensor_cores.splits))), Plan("mm")]
 
 
 def choose(
@@ -235,7 +233,7 @@ def _stage_bytes(plan: Plan, itemsize: int) -> int:
 
 def _reduction(splits: int, width: int) -> tuple[int, int, int]:
     at_once = max(1, min(next_power_of_2(splits), 8192 // width))
-    return width, at_once, max(1, min(8, at_once * width // 512))
+    return width, at_once, max(1, min(MAX_SUM_WARPS, at_once * width // 512))
 
 
 @functools.lru_cache(4096)
@@ -261,15 +259,11 @@ def _choose(rows: int, columns: int, depth: int, along_k: bool, itemsize: int, s
 
 @functools.lru_cache(4096)
 def _kernel_plan(rows: int, columns: int, depth: int, along_k: bool, itemsize: int, sms: int, shared: int) -> Plan:
-    if _is_one_step(rows, columns, depth, along_k):
+    outputs = rows * columns
+    few = depth <= ONE_STEP_K and outputs <= ONE_STEP_OUTPUTS and outputs * depth <= ONE_STEP_PRODUCTS
+    if along_k and few:
         return _one_step(rows, columns, depth, itemsize)
     return _tensor_cores(rows, columns, depth, itemsize, sms, shared)
-
-
-def _is_one_step(rows: int, columns: int, depth: int, along_k: bool) -> bool:
-    outputs = rows * columns
-    fits = depth <= ONE_STEP_K and outputs <= ONE_STEP_OUTPUTS and outputs * depth <= ONE_STEP_PRODUCTS
-    return along_k and fits
 
 
 def _one_step(rows: int, columns: int, depth: int, itemsize: int) -> Plan:

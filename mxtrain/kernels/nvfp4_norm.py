@@ -36,7 +36,7 @@ from mxtrain.kernels.nvfp4 import (
     round_to_nearest,
     scale_of_block,
 )
-from mxtrain.kernels.runtime import FORMS, Launch, as_bytes, cdiv, next_power_of_2, register_op
+from mxtrain.kernels.runtime import FORMS, Launch, as_bytes, cdiv, register_op
 from mxtrain.recipe import RMSEstimate
 
 # What bounds the output. The rounded block scales of "post_round" need a norm before there are any.
@@ -154,14 +154,12 @@ def _tile_shape(columns: int, form: str, plain: bool) -> tuple[bool, int, int, i
     images and with these: 59 and 54 at 16384 x 4096, 112 and 104 at 8192 x 16384 (both ``plain``: p-mean, no residual),
     54 and 48 at 8192 x 6144, 108 and 87 at 8192 x 12288.
     """
-    of_row = cdiv(columns, 32)
-    persistent, rows, blocks, tail, warps = tile_shape(32 * of_row)
-    if form == "image" or not persistent:
-        return persistent, rows, blocks, tail, warps
-    half = next_power_of_2(of_row) // 2
-    if half >= 128 and half + half // 8 < of_row <= half + half // 2:
-        blocks, tail, warps = half, next_power_of_2(of_row - half), half // 64
-    elif not tail:
+    codes = form != "image"
+    persistent, rows, blocks, tail, warps = tile_shape(32 * cdiv(columns, 32), three_quarters=codes)
+    if codes and persistent and tail:
+        # From 5120 elements on they do not fit the registers of one warp.
+        warps = 2 if blocks == 128 and tail > 16 else warps
+    elif codes and persistent:
         warps = {64: 1, 128: 1 if plain else 2, 512: 4 if plain else 8}.get(blocks, warps)
     return persistent, rows, blocks, tail, warps
 
