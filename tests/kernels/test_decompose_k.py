@@ -1,6 +1,7 @@
 """Decompose-K by kernel against fp64, element by element, for every way to split and to store."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -242,6 +243,19 @@ def test_the_number_of_rows_is_no_reason_to_compile():
         constants.append([launch.constants for launch in launches])
     first = constants[0]
     assert all(each[0] == first[0] for each in constants)
+
+
+def test_what_is_cut_off_is_not_read():
+    """A tile that is cut is loaded under a mask: what lies behind an operand may belong to nobody."""
+    for rows, columns, depth in itertools.product((1, 3, 4), (1, 6, 8), (100, 128)):
+        for plan in (Plan("triton", 1, 1, 2, 128, 4, 1), Plan("triton", 1, 2, 2, 128, 4, 1), PLAN):
+            a, b, _ = inputs(rows, columns, depth)
+            for x in (a, transposed(a)):
+                launch = decompose_k_by_plan(x, b, None, None, torch.float32, plan)[1][0]
+                whole = [launch.constants[name] for name in ("WHOLE_ROWS", "WHOLE_COLUMNS", "WHOLE_DEPTH")]
+                blocks = (plan.block_m, plan.block_n, plan.block_k)
+                sizes = zip((rows, columns, depth), blocks, whole, strict=True)
+                assert not any(is_whole and size % block for size, block, is_whole in sizes)
 
 
 @pytest.mark.parametrize(
