@@ -36,7 +36,8 @@ def tuned_op(name: str, wide: bool, ranges: bool, ours: bool = True):
     Args:
         name: of the op, "namespace::name".
         wide: whether the result is fp32; otherwise it has the dtype of the operands.
-        ranges: choose for ranges of M, and again at run time: for a dynamic M, and not for another.
+        ranges: choose for ranges of M, and again at run time: for a dynamic M, and not for another. PyTorch (2.11 to
+            2.13) cannot compile ranges with different choices while ``torch.set_default_device`` is in effect.
         ours: whether mxtrain's dispatch is one of the choices.
     """
 

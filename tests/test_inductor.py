@@ -1,9 +1,11 @@
 """The matmul that Inductor tunes, compiled by Inductor itself: on a CPU too, where it needs a C++ compiler."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor.kernel import custom_op
 
 from mxtrain import inductor
 from mxtrain.reference.decompose_k import decompose_k_mm
@@ -53,12 +55,28 @@ class TestCompiled:
 
     def test_a_dynamic_number_of_rows_is_compiled_once(self, device, monkeypatch):
         """And takes the choice of its range: rows of two ranges, with another choice for each."""
+        # As the op's documentation says.
+        torch.set_default_device(None)
+        tuned, winners = custom_op.autotune_custom_op, []
+
+        def take_turns(*args, decompositions, non_tensor_args, **kwargs):
+            """Whatever the times are: the first choice for the first range, the second for the second."""
+            told = dict(decompositions=decompositions, non_tensor_args=non_tensor_args)
+            result, choice = tuned(*args, **told, **kwargs)
+            place = len(winners)
+            winners.append(decompositions[place].__name__)
+            won = dict(decomposition=decompositions[place], decomposition_kwargs=non_tensor_args[place])
+            return result, SimpleNamespace(**won, config_patches=getattr(choice, "config_patches", None))
+
+        monkeypatch.setattr(custom_op, "autotune_custom_op", take_turns)
         monkeypatch.setattr(inductor, "SPLIT_POINTS", (4,))
         monkeypatch.setattr(inductor, "LARGEST_M", 16)
         op = inductor.tuned_op("test_inductor::by_range", wide=True, ranges=True)
         compiled = torch.compile(lambda a, b: op(a, b), fullgraph=True)
         torch._dynamo.mark_dynamic(a := operands(3, device)[0], 0)
-        compiled(a, operands(3, device)[1])
+        with torch._inductor.config.patch(force_disable_caches=True):
+            compiled(a, operands(3, device)[1])
+        assert winners == ["one", "chunks"]
         with torch.compiler.set_stance("fail_on_recompile"):
             for rows in (2, 4, 5, 100):
                 a, b, _ = operands(rows, device)
