@@ -8,7 +8,7 @@
 
 Shapes are M x N x K: tokens, experts, hidden. Sections:
 
-    router    bf16 tokens [M, K] and weight [N, K]; ours has fp32 logits, the peers bf16 ones
+    router    bf16 tokens [M, K] and weight [N, K]; ours has fp32 logits, the peers bf16 ones but for "fp32 out"
     study     relu(A B), bf16, A [M, K] and B [K, N]
     gate      logits and both gradients; the fp32 gate multiplies in fp32 (IEEE, no TF32)
     dispatch  graphs compiled once for all M: with our op in it, and with Inductor's choice for ranges of M

@@ -318,7 +318,12 @@ SECTIONS = {
         router_inputs,
         router_entries,
         judge_router,
-        {"x best": ("eager", "max-autotune"), "x eager": ("eager",), "x custom-op": ("custom-op",)},
+        {
+            "x best": ("eager", "max-autotune"),
+            "x eager": ("eager",),
+            "x fp32 out": ("eager, fp32 out",),
+            "x custom-op": ("custom-op",),
+        },
         {"x best": (1.3, 0.97)},
     ),
     "study": Section(

@@ -5,6 +5,9 @@ the bias, applies the epilogue and stores once. The second walks the result as a
 all parts of a few outputs side by side. No atomics: the same bits every time. (One launch, in which the program that
 comes last to a tile sums its parts, took about a microsecond longer on an H200 than two that overlap.)
 
+From compute capability 9.0 on a launch is prepared while the one before it on the stream ends, whatever that is, and
+waits for it by itself (programmatic dependent launch): on an H200 0.15 to 0.55 microseconds a call.
+
 Where there is little to multiply, that is done without tensor cores and in one launch: a program has two or four
 outputs and all of K.
 
@@ -96,8 +99,10 @@ def _product_kernel(
     ONE_STEP: without tensor cores, and there is some K and no more than BLOCK_K.
     """
     if OVERLAP:
-        # The second launch may start, and wait, as soon as every program of this one has.
-        gdc_launch_dependents()
+        gdc_wait()
+        if SPLIT:
+            # The second launch may start, and wait, as soon as every program of this one has.
+            gdc_launch_dependents()
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(2)
@@ -214,14 +219,14 @@ def decompose_k_by_plan(
     # A softmax needs whole rows.
     split = parts > 1 or (epilogue == "softmax" and plan.block_n < columns)
     last = dict(BIAS=bias is not None, EPILOGUE=epilogue)
-    overlap = split and overlaps_launches(a)
+    overlap = dict(OVERLAP=True, launch_pdl=True) if overlaps_launches(a) else dict(OVERLAP=False)
     partials = c.new_empty(parts, rows, columns, dtype=torch.float32) if split else None
     product = Launch(
         _product_kernel,
         (cdiv(rows, plan.block_m), cdiv(columns, plan.block_n), parts),
         (a, b, bias, c, partials, rows, columns, depth, chunk, *a.stride(), *b.stride()),
         dict(
-            SPLIT=split, **(dict(BIAS=False, EPILOGUE=None) if split else last), OVERLAP=overlap,
+            SPLIT=split, **(dict(BIAS=False, EPILOGUE=None) if split else last), **overlap,
             TENSOR_CORES=tensor_cores, ONE_STEP=not tensor_cores and 0 < depth <= plan.block_k,
             # Interpreted, the dot of bf16 is none. Of fp32 that were bf16 or fp16 it is the same.
             UPCAST=INTERPRETED,
@@ -240,9 +245,7 @@ def decompose_k_by_plan(
     else:
         width, at_once, warps = reduction_tile(parts, c.numel(), sm_count(a.device))
         kernel, programs, tile = _sum_kernel, cdiv(c.numel(), width), dict(OUTPUTS=width)
-    constants = dict(**last, OVERLAP=overlap, PARTS=next_power_of_2(parts), AT_ONCE=at_once, **tile)
-    if overlap:
-        constants["launch_pdl"] = True
+    constants = dict(**last, **overlap, PARTS=next_power_of_2(parts), AT_ONCE=at_once, **tile)
     args = (partials, bias, c, c.numel(), columns, parts)
     return c, (product, Launch(kernel, (programs,), args, dict(**constants, num_warps=warps)))
 

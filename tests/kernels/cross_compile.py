@@ -193,7 +193,7 @@ def add_products(found: dict) -> None:
 
     for tokens in (16, 64, 256):
         add(f"{tokens} tokens", (tokens, 256, 7168))
-    add("4096 tokens, unsplit", (4096, 256, 7168))
+    add("8192 tokens, unsplit", (8192, 64, 2048))
     add("few tokens: one", (1, 256, 7168))
     for epilogue in ("relu", "sigmoid"):
         add(epilogue, (16, 64, 8192), plan=two, epilogue=epilogue, out_dtype=bf16)

@@ -43,8 +43,10 @@ def faults_of_a_product(case: str, ptx: str, launches: int, capability: int) -> 
         found.append("nothing is loaded ahead")
     if launches != (1 if "few" in case or "unsplit" in case else 2):
         found.append(f"{launches} launches")
-    if ("griddepcontrol" in ptx) != (launches == 2 and capability >= 90):
-        found.append("launches overlap, or do not, unlike on this GPU")
+    if ("griddepcontrol.wait" in ptx) != (capability >= 90):
+        found.append("waits for the launch before, or does not, unlike on this GPU")
+    if ("griddepcontrol.launch_dependents" in ptx) != (capability >= 90 and launches == 2 and is_first):
+        found.append("lets the next launch start, or does not, unlike on this GPU")
     return found
 
 

@@ -99,11 +99,21 @@ def test_usual_widths_are_the_largest_of_their_range(depth):
         ((1, 256, 7168), torch.float32, "triton"),
         ((512, 256, 7168), torch.float32, "mm"),
         ((1024, 256, 2048), torch.bfloat16, "mm"),  # tiles enough without a split
+        ((8192, 64, 2048), torch.bfloat16, "triton"),
+        ((2**20, 16, 16384), torch.float16, "triton"),
+        ((8192, 64, 2048), torch.float32, "mm"),
+        ((8192, 64, 4097), torch.bfloat16, "mm"),  # of b there is too much to be read by every tile
+        ((8192, 65, 2048), torch.bfloat16, "mm"),
+        ((8192, 64, 1024), torch.bfloat16, "mm"),
     ],
     ids=str,
 )
 def test_routes(shape, dtype, route):
     assert choose(*shape, dtype, CPU).plan.route == route
+
+
+def test_many_rows_of_operands_that_do_not_lie_along_k():
+    assert choose(8192, 64, 2048, torch.bfloat16, CPU, along_k=False).plan == Plan("mm")
 
 
 @pytest.mark.parametrize(
@@ -120,9 +130,14 @@ def test_routes(shape, dtype, route):
         ((16, 256, 2048), Plan("triton", 32, 16, 16, 64, 1, 2)),
         ((1, 64, 10240), Plan("triton", 66, 16, 16, 64, 1, 4)),
         ((16, 128, 8192), Plan("triton", 66, 16, 16, 64, 1, 3)),
-        ((128, 256, 7168), Plan("triton", 8, 64, 32, 64, 4, 6)),
-        ((1024, 128, 5120), Plan("triton", 4, 64, 64, 64, 4, 6)),
-        ((1024, 16, 5120), Plan("triton", 8, 64, 16, 64, 4, 6)),
+        ((128, 256, 7168), Plan("triton", 8, 64, 32, 64, 4, 8)),
+        ((1024, 128, 5120), Plan("triton", 4, 64, 64, 64, 4, 8)),
+        ((1024, 16, 5120), Plan("triton", 8, 64, 16, 64, 4, 8)),
+        ((1024, 64, 2048), Plan("triton", 4, 64, 32, 64, 4, 6)),  # no more than eight steps
+        ((4096, 64, 2048), Plan("triton", 2, 64, 64, 64, 4, 8)),
+        ((8192, 64, 2048), Plan("triton", 1, 64, 64, 64, 4, 8)),
+        ((16384, 64, 2048), Plan("triton", 1, 64, 64, 64, 4, 5)),  # two programs for an SM
+        ((32768, 32, 4096), Plan("triton", 1, 64, 32, 64, 4, 3)),
     ],
     ids=str,
 )
