@@ -96,7 +96,8 @@ def _product_kernel(
     """The product of one part of K for one tile: to the parts if K is SPLIT, and otherwise to the result.
 
     Strides are those of a row or column of the operands, and of one step along K. WHOLE_...: no tile is cut there.
-    ONE_STEP: without tensor cores, and there is some K and no more than BLOCK_K.
+    ONE_STEP: without tensor cores, and there is some K and no more than BLOCK_K. OVERLAP: this launch may start before
+    the one ahead of it, of any kernel, has ended.
     """
     if OVERLAP:
         gdc_wait()

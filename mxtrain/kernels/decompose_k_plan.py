@@ -31,9 +31,9 @@ SHARED_BYTES = 144 * 1024
 
 # mm: where results are larger than this, and their tiles keep the SMs busy by themselves; or there is little to split.
 MM_OUTPUTS, SHORTEST_K = 128 * 1024, 2048
-# But not, however many rows there are, where there are no more columns than this and b, of which every tile reads all
-# from the L2 cache, has no more elements: of 8192 x 64 x 2048 the kernels have fp32 results in 10.1 us and cuBLAS in
-# 11.7, of 16384 x 32 x 4096 in 33.6 and 34.3, of 8192 x 128 x 5120 in 25.4 and 25.1 (H200).
+# But not, however many rows there are, with few columns and a small b, which every tile reads from the L2 cache: no
+# more columns and elements than this, and operands that lie along K. The kernels take 10.1 us to the fp32 results of
+# 8192 x 64 x 2048 and cuBLAS 11.7, of 16384 x 32 x 4096 33.6 and 34.3, but of 8192 x 128 x 5120 25.4 and 25.1 (H200).
 NARROW_COLUMNS, NARROW_OPERAND = 64, 2**18
 # fp32 is multiplied without tensor cores, where cuBLAS is better but for the smallest results.
 FP32_OUTPUTS = 64 * 64
@@ -54,7 +54,8 @@ ONE_STEP_WARPS, ONE_STEP_BYTES = 8, 8192
 SMALL_ROWS, LARGE_ROWS, LONG_K = 16, 64, 4096
 TILES = {SMALL_ROWS: (64, 4), LARGE_ROWS: (128, 7.9)}
 BLOCK_K_BYTES = 128
-# Steps in flight: more where a program has more of them, or an SM of its own.
+# Steps in flight of all that a program has: 6; 8 with larger tiles, an SM to itself and more than 8 steps; and where n
+# such programs share an SM, 7 - n, but no less than 3.
 MOST_STAGES, LONG_STEPS, LONG_STAGES = 6, 8, 8
 LEAST_STAGES, SHARED_STAGES = 3, 7
 # A program with 4 warps for every SM, or more with fewer; two of those with few rows, which compute the least. Parts of
