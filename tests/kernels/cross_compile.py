@@ -232,7 +232,7 @@ def source_and_options(launch: runtime.Launch) -> tuple[ASTSource, dict]:
         else:
             signature[name] = "constexpr"
             constants[(i,)] = value
-    options = {k: v for k, v in launch.constants.items() if k not in names}
+    options = {k: v for k, v in launch.keywords.items() if k not in names}
     return ASTSource(launch.kernel, signature, constants, attributes), options
 
 

@@ -48,7 +48,7 @@ def compile_ahead(kernel, *args, device=CUDA, **constants):
 def test_a_launch_is_compiled_once_for_what_triton_tells_apart():
     kernel, x = Kernel(), torch.empty(4)
     compile_ahead(kernel, x, None, 160, WARPS=4)
-    assert kernel.compiled == [((torch.float32, None, 160), {"WARPS": 4})]
+    assert kernel.compiled == [((torch.float32, None, 160), {"WARPS": 4, "enable_fp_fusion": True})]
     compile_ahead(kernel, torch.empty(9), None, 320, WARPS=4)
     assert len(kernel.compiled) == 1
     others = [
@@ -84,6 +84,11 @@ def test_a_launch_waits_for_what_is_being_compiled_and_does_not_hide_why_it_fail
     with pytest.raises(RuntimeError, match="out of shared memory"):
         Launch(kernel, (1,), (torch.empty(4),), {"grid": (1,)}).run(torch.device("cpu"))
     assert not runtime._compiling
+
+
+def test_a_kernel_says_whether_a_product_and_a_sum_are_one_instruction():
+    assert Launch(None, (1,), (), {"BLOCK": 32}).keywords == {"BLOCK": 32, "enable_fp_fusion": True}
+    assert Launch(None, (1,), (), {"enable_fp_fusion": False}).keywords == {"enable_fp_fusion": False}
 
 
 @gpu_only
