@@ -1,5 +1,6 @@
 """The matmul that Inductor tunes, compiled by Inductor itself: on a CPU too, where it needs a C++ compiler."""
 
+import functools
 import shutil
 from types import SimpleNamespace
 
@@ -60,12 +61,14 @@ class TestCompiled:
         tuned, winners = custom_op.autotune_custom_op, []
 
         def take_turns(*args, decompositions, non_tensor_args, **kwargs):
-            """Whatever the times are: the first choice for the first range, the second for the second."""
+            """Whatever the times are: first the first choice; for the next range the second, with 1 added to it."""
             told = dict(decompositions=decompositions, non_tensor_args=non_tensor_args)
             result, choice = tuned(*args, **told, **kwargs)
             place = len(winners)
-            winners.append(decompositions[place].__name__)
-            won = dict(decomposition=decompositions[place], decomposition_kwargs=non_tensor_args[place])
+            winner = decompositions[place]
+            winners.append(winner.__name__)
+            marked = functools.wraps(winner)(lambda *operands, **splits: winner(*operands, **splits) + place)
+            won = dict(decomposition=marked, decomposition_kwargs=non_tensor_args[place])
             return result, SimpleNamespace(**won, config_patches=getattr(choice, "config_patches", None))
 
         monkeypatch.setattr(custom_op, "autotune_custom_op", take_turns)
@@ -80,7 +83,8 @@ class TestCompiled:
         with torch.compiler.set_stance("fail_on_recompile"):
             for rows in (2, 4, 5, 100):
                 a, b, _ = operands(rows, device)
-                torch.testing.assert_close(compiled(a, b), decompose_k_mm(a, b, None, None, torch.float32))
+                expected = decompose_k_mm(a, b, None, None, torch.float32) + (rows > 4)
+                torch.testing.assert_close(compiled(a, b), expected)
 
     def test_what_follows_is_in_the_graph(self, device):
         compiled = torch.compile(inductor.decompose_k_mm, dynamic=False, fullgraph=True)
