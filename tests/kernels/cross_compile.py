@@ -2,10 +2,11 @@
 
     TRITON_INTERPRET=0 python cross_compile.py 90
 
-prints {case: {"ptx": ..., "cubin_bytes": ..., "fits": ..., "launches": ...}}: whether it asks for no more shared memory
-than there is, and how many launches the call makes. The public functions are called on fake CUDA tensors, so a kernel
-is compiled for the arguments, tile sizes and warps that it would be launched with on a GPU of this compute capability.
-It takes a process of its own: kernels that were defined for the interpreter cannot be compiled.
+prints {case: {"ptx": ..., "cubin_bytes": ..., "fits": ..., "launches": ..., "prepared": ...}}: whether it asks for no
+more shared memory than there is, how many launches the call makes, and whether this one may start before the one ahead
+of it has ended. The public functions are called on fake CUDA tensors, so a kernel is compiled for the arguments, tile
+sizes and warps that it would be launched with on a GPU of this compute capability. It takes a process of its own:
+kernels that were defined for the interpreter cannot be compiled.
 """
 
 import itertools
@@ -256,6 +257,7 @@ def main(capability: int) -> None:
                     "cubin_bytes": len(compiled.asm["cubin"]),
                     "fits": compiled.metadata.shared <= SHARED_MEMORY[capability],
                     "launches": len(launches),
+                    "prepared": compiled.metadata.launch_pdl,
                 }
     json.dump(results, sys.stdout)
 

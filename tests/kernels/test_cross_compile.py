@@ -53,9 +53,14 @@ def faults_of_a_product(case: str, ptx: str, launches: int, capability: int) -> 
     return found
 
 
-def faults(case: str, ptx: str, cubin_bytes: int, fits: bool, launches: int, capability: int) -> list[str]:
+def faults(
+    case: str, ptx: str, cubin_bytes: int, fits: bool, launches: int, prepared: bool, capability: int
+) -> list[str]:
     """What is wrong with one kernel as compiled."""
     found = []
+    waits = "griddepcontrol.wait" in ptx
+    if waits != prepared:
+        found.append("waits for a launch that has ended" if waits else "does not wait for the launch before")
     if not fits:
         found.append("more shared memory than this GPU has for a program")
     if f".target sm_{capability}" not in ptx or not cubin_bytes:

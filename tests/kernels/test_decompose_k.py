@@ -291,7 +291,9 @@ def test_other_devices(other):
 
 @gpu_only
 @pytest.mark.parametrize("plan", [None, *PLANS.values()], ids=str)
-@pytest.mark.parametrize("shape", [(1, 256, 7168), (64, 64, 32768), (1000, 128, 5120), (256, 2048, 8192)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 256, 7168), (64, 64, 32768), (1000, 128, 5120), (5000, 64, 2048), (256, 2048, 8192)], ids=str
+)
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 def test_tensor_cores(shape, epilogue, plan):
     a, b, bias = inputs(*shape, torch.bfloat16, torch.float32)
