@@ -33,7 +33,7 @@ SHARED_BYTES = 144 * 1024
 MM_OUTPUTS, SHORTEST_K = 128 * 1024, 2048
 # But not, however many rows there are, with few columns and a small b, which every tile reads from the L2 cache: no
 # more columns and elements than this, and operands that lie along K. The kernels take 10.1 us to the fp32 results of
-# 8192 x 64 x 2048 and cuBLAS 11.7, of 16384 x 32 x 4096 33.6 and 34.3, but of 8192 x 128 x 5120 25.4 and 25.1 (H200).
+# 8192 x 64 x 2048 and cuBLAS 11.7, of 32768 x 32 x 4096 64.0 and 65.8, but of 8192 x 128 x 5120 25.4 and 25.1 (H200).
 NARROW_COLUMNS, NARROW_OPERAND = 64, 2**18
 # fp32 is multiplied without tensor cores, where cuBLAS is better but for the smallest results.
 FP32_OUTPUTS = 64 * 64
@@ -301,11 +301,11 @@ def _tensor_cores(rows: int, columns: int, depth: int, itemsize: int, sms: int, 
     plan = Plan("triton", max(1, min(programs // tiles, most_parts)), block_m, block_n, block_k, warps, 1)
     chunk, parts = chunk_of(plan, depth)
     steps, programs_per_sm = chunk // block_k, cdiv(tiles * parts, sms)
-    if small or (programs_per_sm == 1 and steps <= LONG_STEPS):
-        most = MOST_STAGES
-    elif programs_per_sm == 1:
+    if not small and programs_per_sm > 1:
+        most = max(LEAST_STAGES, SHARED_STAGES - programs_per_sm)
+    elif not small and steps > LONG_STEPS:
         most = LONG_STAGES
     else:
-        most = max(LEAST_STAGES, SHARED_STAGES - programs_per_sm)
+        most = MOST_STAGES
     fit = min(SHARED_BYTES, shared) // _stage_bytes(plan, itemsize)
     return plan._replace(stages=max(1, min(most, steps + 1, fit)))

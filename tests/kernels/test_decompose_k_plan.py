@@ -138,6 +138,8 @@ def test_many_rows_of_operands_that_do_not_lie_along_k():
         ((8192, 64, 2048), Plan("triton", 1, 64, 64, 64, 4, 8)),
         ((16384, 64, 2048), Plan("triton", 1, 64, 64, 64, 4, 5)),  # two programs for an SM
         ((32768, 32, 4096), Plan("triton", 1, 64, 32, 64, 4, 3)),
+        ((2**20, 32, 4096), Plan("triton", 1, 64, 32, 64, 4, 3)),
+        ((16, 256, 65536), Plan("triton", 66, 16, 64, 64, 4, 6)),  # few rows: for any number of steps
     ],
     ids=str,
 )
