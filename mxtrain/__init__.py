@@ -7,19 +7,19 @@ command line) costs nothing until PyTorch is needed.
 from importlib import import_module
 
 _PUBLIC = {
-    "norm_constant": "mxtrain.formats",
-    "Recipe": "mxtrain.recipe",
-    "mxnorm_cast": "mxtrain.normalize",
+    "norm_constant": "mxtrain.recipes.formats",
+    "Recipe": "mxtrain.recipes.recipe",
+    "mxnorm_cast": "mxtrain.ops.mxnorm",
     "static_tensor_scale": "mxtrain.reference.nvfp4",
-    "set_rounding_step": "mxtrain.rounding",
-    "decompose_k_mm": "mxtrain.nn.router",
+    "set_rounding_step": "mxtrain.rng.rounding_position",
+    "decompose_k_mm": "mxtrain.nn.decompose_k_router",
     "MXNorm": "mxtrain.nn.mxnorm",
     "MXNormLinear": "mxtrain.nn.mxnorm",
     "MXLinear": "mxtrain.nn.mx_linear",
-    "rms_norm": "mxtrain.nn.rms_norm",
-    "FusedRMSNorm": "mxtrain.nn.rms_norm",
-    "DecomposeKRouter": "mxtrain.nn.router",
-    "convert": "mxtrain.conversion",
+    "rms_norm": "mxtrain.nn.fused_rms_norm",
+    "FusedRMSNorm": "mxtrain.nn.fused_rms_norm",
+    "DecomposeKRouter": "mxtrain.nn.decompose_k_router",
+    "convert": "mxtrain.conversion.convert",
     "ConfigError": "mxtrain.errors",
 }
 

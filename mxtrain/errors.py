@@ -1,4 +1,7 @@
-"""The one exception for mistakes in a user's setting."""
+"""The exception for a wrong setting, and the exit status that follows from it."""
+
+CONFIG_ERROR_STATUS = 2
+"""Exit status of a worker, and of ``mxtrain``, after a ``ConfigError``"""
 
 
 class ConfigError(ValueError):

@@ -1,83 +1,95 @@
-"""Imports point one way.
-
-formats <- recipe <- reference, kernels <- quantize <- gemm, normalize, matmul <- nn <- conversion <- titan <- cli
-"""
+"""Imports point one way, folder by folder and file by file."""
 
 import ast
 import subprocess
 import sys
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "mxtrain"
 
-# Lower layers first; a module may import from its own layer and those before it.
+# Lower layers first. A module may import from its own folder and from lower layers.
 LAYERS = [
-    {"errors", "formats", "config", "cache", "seeds"},
-    {"recipe", "hardware", "rounding", "data", "analysis"},
+    {"errors", "cache"},
+    {"config", "recipes", "rng", "data", "analysis"},
     {"reference", "kernels"},
-    {"quantize", "nvfp4_operands"},
-    {"gemm", "normalize", "matmul", "inductor"},
+    {"ops"},
     {"nn"},
-    {"norm_uses", "rms_norms", "routers", "selection"},
     {"conversion"},
     {"titan"},
-    {"train", "launch", "doctor"},
-    {"cli"},
+    {"train", "cli"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 
-def modules():
-    for path in sorted(PACKAGE.rglob("*.py")):
-        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if part != "__init__":
-            yield path, part
+def dotted(path: Path) -> str:
+    return ".".join(("mxtrain", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
 
 
-def imported(path: Path) -> set[str]:
+FILES = {dotted(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def imported(module: str) -> frozenset[str]:
     """Dotted names of everything that a file imports, inside functions too."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
+            assert node.level == 0, f"{module}: relative import"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
+
+
+def imported_modules(module: str) -> set[str]:
+    """The files of mxtrain that a file imports."""
+    found = set()
+    for name in imported(module):
+        owner = name if name in FILES else name.rpartition(".")[0]
+        if owner in FILES and owner != "mxtrain":
+            found.add(owner)
+    return found - {module}
+
+
+def part(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
 
 
 def test_every_part_of_the_package_has_a_layer():
-    assert {part for _, part in modules()} <= RANK.keys()
+    assert {part(module) for module in FILES} - {""} == RANK.keys()
 
 
 def test_imports_point_one_way():
-    for path, part in modules():
-        for name in imported(path):
-            top, _, rest = name.partition(".")
-            if top == "mxtrain" and rest.split(".")[0] in RANK:
-                assert RANK[rest.split(".")[0]] <= RANK[part], f"{path} imports {name}"
+    for module in FILES:
+        for other in imported_modules(module):
+            if part(module) != part(other):
+                assert RANK[part(other)] < RANK[part(module)], f"{module} imports {other}"
+
+
+def test_no_files_import_each_other():
+    # Raises CycleError, with the circle in its message.
+    TopologicalSorter({module: imported_modules(module) for module in FILES}).prepare()
 
 
 def test_only_titan_imports_torchtitan():
-    for path, part in modules():
-        if part != "titan":
-            assert not any(name.split(".")[0] == "torchtitan" for name in imported(path)), path
+    for module in FILES:
+        if part(module) != "titan":
+            assert not any(name.split(".")[0] == "torchtitan" for name in imported(module)), module
 
 
 def test_reference_and_kernels_know_nothing_of_each_other():
     """One is the oracle of the other."""
-    for path, part in modules():
-        others = {"reference": ("triton", "mxtrain.kernels"), "kernels": ("torchao", "mxtrain.reference")}.get(part, ())
-        assert not any(name == other or name.startswith(f"{other}.") for name in imported(path) for other in others)
+    foreign = {"reference": ("triton", "mxtrain.kernels"), "kernels": ("torchao", "mxtrain.reference")}
+    for module in FILES:
+        for other in foreign.get(part(module), ()):
+            assert not any(name == other or name.startswith(f"{other}.") for name in imported(module)), module
 
 
 def test_torchaos_prototype_names_are_imported_in_one_file():
-    users = [
-        path.relative_to(PACKAGE).as_posix()
-        for path, _ in modules()
-        if any(n.startswith("torchao.prototype") for n in imported(path))
-    ]
-    assert users == ["reference/casts.py"]
+    users = [module for module in FILES if any(n.startswith("torchao.prototype") for n in imported(module))]
+    assert users == ["mxtrain.reference.casts"]
 
 
 def test_importing_mxtrain_or_its_command_line_does_not_import_torch():

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 import triton
 
-from mxtrain.formats import MXFP8
-from mxtrain.recipe import Recipe
+from mxtrain.recipes.formats import MXFP8
+from mxtrain.recipes.recipe import Recipe
 
 # Whether Triton runs kernels in its interpreter, on CPU tensors. It decides when a kernel is defined.
 INTERPRETED = bool(triton.knobs.runtime.interpret)

@@ -27,12 +27,12 @@ import torch.nn as nn
 from torch.autograd.function import once_differentiable
 
 from mxtrain.errors import ConfigError
-from mxtrain.hardware import resolve_mode
 from mxtrain.nn.seeded import Seeded
 from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype, dgrad, fprop, quantize_gradient, wgrad
-from mxtrain.normalize import fold_backward, norm_backward, normalize
-from mxtrain.quantize import Operand
-from mxtrain.recipe import LinearRecipe, Recipe, RMSEstimate, get_recipe
+from mxtrain.ops.hardware import resolve_mode
+from mxtrain.ops.mxnorm import fold_backward, norm_backward, normalize
+from mxtrain.ops.quantize import Operand
+from mxtrain.recipes.recipe import LinearRecipe, Recipe, RMSEstimate, get_recipe
 
 
 class NormedInput(NamedTuple):
@@ -40,7 +40,7 @@ class NormedInput(NamedTuple):
 
     Attributes:
         h: x [..., D]. Carries the gradient: what flows into it is dL/dxhat.
-        data, scales, tensor_scale: xhat [T, D] as a GEMM operand quantized along D (see ``mxtrain.quantize.Operand``).
+        data, scales, tensor_scale: xhat [T, D] as a GEMM operand quantized along D (``ops.quantize.Operand``).
         rho: inverse RMS, fp32 [T].
         gain: the norm's weight [D], for the linears to fold; None for a norm without one.
         signs: of the Hadamard transform in the linears' wgrad (see ``mxtrain.nn.seeded``), the same for all of them, so

@@ -3,9 +3,9 @@
 import torch
 import torch.nn as nn
 
-from mxtrain.recipe import LinearRecipe
-from mxtrain.rounding import position
-from mxtrain.seeds import hadamard_signs, rounding_key, sign_mask
+from mxtrain.recipes.recipe import LinearRecipe
+from mxtrain.rng.rounding_position import position
+from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
 
 
 class Seeded(nn.Module):
@@ -16,7 +16,7 @@ class Seeded(nn.Module):
     """
 
     recipe: LinearRecipe
-    # int64 [2] on the device of the parameters: signs packed by ``mxtrain.seeds.sign_mask``, key.
+    # int64 [2] on the device of the parameters: signs packed by ``mxtrain.rng.seeds.sign_mask``, key.
     _seeds: torch.Tensor | None = None
 
     def set_seed(self, seed: int, fqn: str) -> None:
@@ -49,7 +49,7 @@ class Seeded(nn.Module):
         return self._seeds.to(device)[0] if self.recipe.needs_signs else None
 
     def draws(self, device: torch.device) -> torch.Tensor | None:
-        """What the random bits of a backward follow from (see ``mxtrain.rounding.Draws``); None if none is needed."""
+        """What the random bits of a backward follow from (``Draws``); None if none is needed."""
         if not (self.recipe.needs_draws and torch.is_grad_enabled()):
             return None
         return torch.cat((self._seeds.to(device)[1:], position(device)))

@@ -18,13 +18,13 @@ the Hadamard transform on both operands of wgrad, and ``draws``, what the random
 import torch
 import torch.nn as nn
 
-from mxtrain import nvfp4_operands
 from mxtrain.errors import ConfigError
-from mxtrain.gemm import matmul
-from mxtrain.hardware import resolve_mode
 from mxtrain.nn.seeded import Seeded
-from mxtrain.quantize import Operand, quantize, quantize_along
-from mxtrain.recipe import LinearRecipe, Recipe, get_recipe
+from mxtrain.ops import nvfp4_operands
+from mxtrain.ops.gemm import matmul
+from mxtrain.ops.hardware import resolve_mode
+from mxtrain.ops.quantize import Operand, quantize, quantize_along
+from mxtrain.recipes.recipe import LinearRecipe, Recipe, get_recipe
 
 
 def quantize_activation(x: torch.Tensor, recipe: LinearRecipe, mode: str) -> Operand:

@@ -9,7 +9,7 @@ import logging
 
 import torch
 
-from mxtrain.formats import BlockFormat
+from mxtrain.recipes.formats import BlockFormat
 
 
 @contextlib.contextmanager

@@ -26,11 +26,11 @@ from collections.abc import Sequence
 import torch
 
 from mxtrain.reference.casts import at_least_fp32, split_blocks
-from mxtrain.seeds import HADAMARD_SIZE
+from mxtrain.rng.seeds import HADAMARD_SIZE
 
 
 def unpack_signs(mask: torch.Tensor) -> torch.Tensor:
-    """The signs that ``mxtrain.seeds.sign_mask`` has packed: int64 [] -> fp32 [16] of +1 and -1."""
+    """The signs that ``mxtrain.rng.seeds.sign_mask`` has packed: int64 [] -> fp32 [16] of +1 and -1."""
     bits = mask >> torch.arange(HADAMARD_SIZE, device=mask.device)
     return 1.0 - 2.0 * (bits & 1)
 
@@ -43,7 +43,7 @@ def hadamard(x: torch.Tensor, signs: Sequence[int] | torch.Tensor, dim: int) -> 
 
     Args:
         x: any shape, a multiple of 16 (or 0) along ``dim``; see ``pad``.
-        signs: 16 of +1 or -1, as from ``mxtrain.seeds.hadamard_signs``; or those in a tensor, whose values are not
+        signs: 16 of +1 or -1, as from ``mxtrain.rng.seeds.hadamard_signs``; or those in a tensor, whose values are not
             checked and do not make ``torch.compile`` compile anew.
 
     Returns:

@@ -9,7 +9,7 @@ Unsigned 32-bit words are held in int64, the one integer dtype with full arithme
 
 import torch
 
-from mxtrain.rounding import MAX_ELEMENTS
+from mxtrain.rng.rounding_position import MAX_ELEMENTS
 
 Word = int | torch.Tensor
 
@@ -71,7 +71,7 @@ def rounding_words(
     drawn in sequence, so a resumed run gets the bits of the step that it repeats.
 
     Args:
-        key: from ``mxtrain.seeds.rounding_key``. Like ``step``, ``rank`` and ``microbatch`` an integer, or an int64
+        key: from ``mxtrain.rng.seeds.rounding_key``. Like ``step``, ``rank`` and ``microbatch`` an integer, or an int64
             tensor of no dimensions, which does not make ``torch.compile`` compile anew for every value.
         device: None for the default device.
 

@@ -10,9 +10,9 @@ from torchtitan.tools.logging import logger
 
 from mxtrain.conversion import convert
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.hardware import describe_modes, resolve_mode
-from mxtrain.nn.rms_norm import WHEN_COMPILED, runs_when_compiled
-from mxtrain.recipe import SWITCHES, RMSEstimate, get_recipes, switches_in_effect
+from mxtrain.nn.fused_rms_norm import WHEN_COMPILED, runs_when_compiled
+from mxtrain.ops.hardware import describe_modes, resolve_mode
+from mxtrain.recipes.recipe import SWITCHES, RMSEstimate, get_recipes, switches_in_effect
 
 SWAPPING_CONVERTERS = ("mxnorm", "mx_linear")
 # What signs and random bits follow from where debug.seed is unset.

@@ -25,6 +25,7 @@ from mxtrain.data.local_files import text_of
 from mxtrain.data.token_dataset import TokenDataset
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.titan.flavors import vocab_size
 
 
 def build_tokenizer(job_config) -> HuggingFaceTokenizer:
@@ -33,8 +34,6 @@ def build_tokenizer(job_config) -> HuggingFaceTokenizer:
     Raises:
         ConfigError: as ``prepare_from_job``; and for a tokenizer with more tokens than the model.
     """
-    from mxtrain.titan.flavors import vocab_size
-
     folder = prepare_from_job(job_config).tokenizer
     size, model_size = load_tokenizer(folder).size, vocab_size(job_config)
     if size > model_size:
@@ -160,8 +159,6 @@ def _titan_texts(name: str, path: str) -> Iterator[str]:
 
 
 def _data_config(job_config) -> DataConfig:
-    from mxtrain.titan.flavors import vocab_size
-
     training, data = job_config.training, job_config.data
     tokenizer_path = job_config.model.hf_assets_path
     config = DataConfig(

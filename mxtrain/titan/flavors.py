@@ -1,24 +1,17 @@
-"""TorchTitan's models as mxtrain trains them: more flavors, a configurable vocabulary, mxtrain's data and metrics."""
+"""Model arguments by flavor: mxtrain's additional flavors, and a vocabulary size that the job config can set."""
 
 import copy
-from dataclasses import fields, replace
+from dataclasses import fields
 
-from torchtitan.models.deepseek_v3 import get_train_spec as deepseek_v3_spec
-from torchtitan.models.llama3 import get_train_spec as llama3_spec
 from torchtitan.models.llama3.model.args import TransformerModelArgs
-from torchtitan.models.llama4 import get_train_spec as llama4_spec
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3 import Qwen3ModelArgs
-from torchtitan.models.qwen3 import get_train_spec as qwen3_spec
-from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
+from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import has_cuda_capability
 
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.titan.datasets import build_dataloader, build_tokenizer, build_validator
-from mxtrain.titan.metrics import build_metrics_processor
-from mxtrain.titan.parallelize import checked_parallelize, refuse_pipeline
 
-_EXTRA_FLAVORS = {
+EXTRA_FLAVORS = {
     "llama3": {
         "125M": TransformerModelArgs(dim=768, n_layers=12, n_heads=12, vocab_size=32768, rope_theta=500000),
         # The shape of Llama 3.2 1B, with an output matrix of its own (1.5 billion parameters in all).
@@ -50,13 +43,6 @@ _EXTRA_FLAVORS = {
         ),
     },
 }
-_SPECS = {"llama3": llama3_spec, "llama4": llama4_spec, "qwen3": qwen3_spec, "deepseek_v3": deepseek_v3_spec}
-
-
-def register_train_specs() -> None:
-    """Register mxtrain's version of every model it knows; TorchTitan prefers these to its own."""
-    for name, build_spec in _SPECS.items():
-        register_train_spec(name, _with_mxtrain(build_spec(), _EXTRA_FLAVORS.get(name, {})))
 
 
 def vocab_size(job_config) -> int:
@@ -74,18 +60,9 @@ def vocab_size(job_config) -> int:
     return flavors[job_config.model.flavor].vocab_size
 
 
-def _with_mxtrain(spec: TrainSpec, extra_flavors: dict) -> TrainSpec:
-    flavors = {**spec.model_args, **extra_flavors}
-    return replace(
-        spec,
-        model_args=_Flavors({name: _with_configured_vocabulary(args) for name, args in flavors.items()}),
-        parallelize_fn=checked_parallelize(spec.parallelize_fn),
-        pipelining_fn=refuse_pipeline,
-        build_dataloader_fn=build_dataloader,
-        build_tokenizer_fn=build_tokenizer,
-        build_validator_fn=build_validator,
-        build_metrics_processor_fn=build_metrics_processor,
-    )
+def configurable(flavors: dict) -> dict:
+    """Model arguments by flavor -> the same, with a vocabulary size that the job config can set."""
+    return _Flavors({name: _with_configured_vocabulary(args) for name, args in flavors.items()})
 
 
 class _Flavors(dict):

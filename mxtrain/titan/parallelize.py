@@ -6,8 +6,8 @@ import functools
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from mxtrain.conversion.routers import router_gates
 from mxtrain.errors import ConfigError
-from mxtrain.routers import router_gates
 from mxtrain.titan.converters import SWAPPING_CONVERTERS
 
 

@@ -15,12 +15,11 @@ from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
 from mxtrain.config import dump_config, load_config
-from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.rounding import set_rounding_step
+from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError, require_one_of
+from mxtrain.rng.rounding_position import set_rounding_step
 from mxtrain.titan.converters import active_settings
 from mxtrain.titan.job_config import JobConfig
 
-CONFIG_ERROR_STATUS = 2
 FIRST_WORD_SECONDS = 3.0
 
 

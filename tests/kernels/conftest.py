@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from mxtrain.hardware import HAS_TRITON
+from mxtrain.ops.hardware import HAS_TRITON
 
 if not HAS_TRITON:
     collect_ignore_glob = ["test_*.py"]

@@ -20,18 +20,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mxtrain.kernels import runtime
-from mxtrain.kernels.cast import cast
-from mxtrain.kernels.decompose_k import decompose_k_by_plan
-from mxtrain.kernels.decompose_k_plan import Plan, kernel_plan
-from mxtrain.kernels.fold_backward import fold_backward
-from mxtrain.kernels.mxnorm_cast import mxnorm_cast
-from mxtrain.kernels.norm_backward import norm_backward
-from mxtrain.kernels.nvfp4_cast import nvfp4_amax, nvfp4_cast
-from mxtrain.kernels.nvfp4_norm import nvfp4_norm
-from mxtrain.kernels.nvfp4_weight import nvfp4_weight
-from mxtrain.kernels.rms_norm import rms_norm
-from mxtrain.kernels.rms_norm_backward import rms_norm_backward
-from mxtrain.recipe import RMSEstimate, get_recipe
+from mxtrain.kernels.mxfp8.cast import cast
+from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
+from mxtrain.kernels.norm.fold_backward import fold_backward
+from mxtrain.kernels.norm.rms_norm import rms_norm
+from mxtrain.kernels.norm.rms_norm_backward import rms_norm_backward
+from mxtrain.kernels.norm.straight_through import norm_backward
+from mxtrain.kernels.nvfp4.cast import nvfp4_amax, nvfp4_cast
+from mxtrain.kernels.nvfp4.norm_cast import nvfp4_norm
+from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
+from mxtrain.kernels.router.decompose_k import decompose_k_by_plan
+from mxtrain.kernels.router.decompose_k_plan import Plan, kernel_plan
+from mxtrain.recipes.recipe import RMSEstimate, get_recipe
 
 TYPES = {
     torch.float32: "fp32",

@@ -5,13 +5,13 @@ import contextlib
 import pytest
 import torch
 
-from mxtrain.formats import MXFP8
-from mxtrain.kernels.cast import cast
-from mxtrain.kernels.fold_backward import fold_backward
-from mxtrain.kernels.mxnorm_cast import mxnorm_cast
-from mxtrain.kernels.norm_backward import norm_backward
+from mxtrain.kernels.mxfp8.cast import cast
+from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
+from mxtrain.kernels.norm.fold_backward import fold_backward
+from mxtrain.kernels.norm.straight_through import norm_backward
 from mxtrain.kernels.runtime import INTERPRETED
-from mxtrain.recipe import RMSEstimate, get_recipe
+from mxtrain.recipes.formats import MXFP8
+from mxtrain.recipes.recipe import RMSEstimate, get_recipe
 from mxtrain.reference import casts, mxnorm
 
 RECIPES = {rounding: get_recipe("mxfp8", rounding) for rounding in ("rceil", "floor")}

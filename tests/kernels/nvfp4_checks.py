@@ -3,15 +3,15 @@
 import torch
 from kernel_checks import SMALLEST_NORMAL, assert_close, assert_same_bits, assert_within_ulps, careful_call
 
-from mxtrain.kernels.nvfp4_cast import nvfp4_amax, nvfp4_cast
-from mxtrain.kernels.nvfp4_norm import nvfp4_norm
-from mxtrain.kernels.nvfp4_weight import nvfp4_weight
+from mxtrain.kernels.nvfp4.cast import nvfp4_amax, nvfp4_cast
+from mxtrain.kernels.nvfp4.norm_cast import nvfp4_norm
+from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
 from mxtrain.kernels.runtime import INTERPRETED
-from mxtrain.recipe import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference import casts, mxnorm, nvfp4
 from mxtrain.reference.hadamard import hadamard, pad
 from mxtrain.reference.philox import rounding_bits, rounding_words
-from mxtrain.seeds import hadamard_signs, rounding_key, sign_mask
+from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
 
 SIGNS = hadamard_signs(0, "layers.0.attention.wq")
 KEY = rounding_key(0, "layers.0.attention.wq")

@@ -3,9 +3,9 @@
 import torch
 from kernel_checks import assert_close, assert_same_bits, careful_call, draw
 
-from mxtrain.kernels.rms_norm import rms_norm
-from mxtrain.kernels.rms_norm_backward import rms_norm_backward
-from mxtrain.kernels.rms_norm_plan import Plan
+from mxtrain.kernels.norm.rms_norm import rms_norm
+from mxtrain.kernels.norm.rms_norm_backward import rms_norm_backward
+from mxtrain.kernels.norm.rms_norm_plan import Plan
 from mxtrain.kernels.runtime import INTERPRETED, Launch
 
 EPS = 1e-5

@@ -26,12 +26,12 @@ from kernel_checks import (
     rms_estimate,
 )
 
-from mxtrain.kernels.cast import cast
-from mxtrain.kernels.fold_backward import fold_backward
-from mxtrain.kernels.mxnorm_cast import mxnorm_cast
-from mxtrain.kernels.norm_backward import norm_backward
+from mxtrain.kernels.mxfp8.cast import cast
+from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
+from mxtrain.kernels.norm.fold_backward import fold_backward
+from mxtrain.kernels.norm.straight_through import norm_backward
 from mxtrain.kernels.runtime import FORMS
-from mxtrain.recipe import RMSEstimate, get_recipe
+from mxtrain.recipes.recipe import RMSEstimate, get_recipe
 from mxtrain.reference import casts
 from mxtrain.reference import mxnorm as reference
 
@@ -231,11 +231,11 @@ def test_forms_that_there_are_not():
 def test_cpu_tensors_are_refused_where_kernels_are_not_interpreted():
     code = """
 import torch
-from mxtrain.kernels.cast import cast
-from mxtrain.kernels.fold_backward import fold_backward
-from mxtrain.kernels.mxnorm_cast import mxnorm_cast
-from mxtrain.kernels.norm_backward import norm_backward
-from mxtrain.recipe import RMSEstimate, get_recipe
+from mxtrain.kernels.mxfp8.cast import cast
+from mxtrain.kernels.norm.fold_backward import fold_backward
+from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
+from mxtrain.kernels.norm.straight_through import norm_backward
+from mxtrain.recipes.recipe import RMSEstimate, get_recipe
 
 recipe, x, vector = get_recipe("mxfp8"), torch.ones(3, 96), torch.ones(3)
 for call in (

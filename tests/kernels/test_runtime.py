@@ -10,7 +10,7 @@ from kernel_checks import RECIPES, draw, gpu_only
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxtrain.kernels import runtime
-from mxtrain.kernels.cast import _cast_kernel, cast
+from mxtrain.kernels.mxfp8.cast import _cast_kernel, cast
 from mxtrain.kernels.runtime import Launch
 
 CUDA = torch.device("cuda", 0)

@@ -12,8 +12,9 @@ from kernel_checks import gpu_only
 from rms_norm_checks import backward_inputs, check_backward
 
 from mxtrain.kernels import runtime, tuning
-from mxtrain.kernels.rms_norm_backward import rms_norm_backward_by_plan
-from mxtrain.kernels.rms_norm_plan import choose_backward, choose_forward, tune_backward, tune_forward
+from mxtrain.kernels.norm.rms_norm_backward import rms_norm_backward_by_plan
+from mxtrain.kernels.norm.rms_norm_plan import choose_backward, choose_forward
+from mxtrain.kernels.norm.rms_norm_tuning import tune_backward, tune_forward
 from mxtrain.kernels.tuning import Entry
 
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ from layer_checks import draw
 from torch._dynamo.backends.common import aot_autograd
 
 from mxtrain import ConfigError, MXNorm, MXNormLinear, mxnorm_cast
-from mxtrain.formats import MXFP8
-from mxtrain.hardware import runs_kernels
 from mxtrain.nn.mxnorm import NormedInput
-from mxtrain.recipe import RMSEstimate, get_recipe
+from mxtrain.ops.hardware import runs_kernels
+from mxtrain.recipes.formats import MXFP8
+from mxtrain.recipes.recipe import RMSEstimate, get_recipe
 from mxtrain.reference.casts import dequantize, image
 from mxtrain.reference.mxnorm import inverse_rms, norm_backward
 

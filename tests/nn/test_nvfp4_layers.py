@@ -10,12 +10,12 @@ from layer_checks import draw
 from torch.utils.checkpoint import checkpoint
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, set_rounding_step
-from mxtrain.recipe import Recipe, get_recipe
+from mxtrain.recipes.recipe import Recipe, get_recipe
 from mxtrain.reference import nvfp4
 from mxtrain.reference.hadamard import hadamard, pad
 from mxtrain.reference.mxnorm import norm_backward
 from mxtrain.reference.philox import rounding_bits, rounding_words
-from mxtrain.seeds import hadamard_signs, rounding_key
+from mxtrain.rng.seeds import hadamard_signs, rounding_key
 
 D, N, T = 48, 80, 37
 SEED, FQN, NORM = 3, "layers.0.attention.wq", "layers.0.attention_norm"

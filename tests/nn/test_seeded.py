@@ -5,10 +5,10 @@ import torch
 import torch.nn as nn
 
 from mxtrain import MXLinear, MXNorm, MXNormLinear, set_rounding_step
-from mxtrain.recipe import get_recipe
+from mxtrain.recipes.recipe import get_recipe
 from mxtrain.reference.hadamard import unpack_signs
-from mxtrain.rounding import Draws
-from mxtrain.seeds import hadamard_signs, rounding_key
+from mxtrain.rng.rounding_position import Draws
+from mxtrain.rng.seeds import hadamard_signs, rounding_key
 
 SEED, FQN = 7, "layers.3.attention.wo"
 CPU = torch.device("cpu")

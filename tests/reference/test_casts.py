@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mxtrain.formats import MXFP8
+from mxtrain.recipes.formats import MXFP8
 from mxtrain.reference.casts import cast, dequantize, from_blocked, image, rounded_amax, to_blocked
 
 pytestmark = pytest.mark.torchao

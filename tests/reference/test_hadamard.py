@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mxtrain.reference.hadamard import hadamard, pad, unpack_signs
-from mxtrain.seeds import hadamard_signs, sign_mask
+from mxtrain.rng.seeds import hadamard_signs, sign_mask
 
 INF, NAN = float("inf"), float("nan")
 ONES = (1,) * 16

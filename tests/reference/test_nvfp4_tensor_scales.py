@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvfp4_blocks import draw, same_bits, torchao_cast
 
-from mxtrain.formats import norm_constant
-from mxtrain.recipe import RMSEstimate, get_recipe
+from mxtrain.recipes.formats import norm_constant
+from mxtrain.recipes.recipe import RMSEstimate, get_recipe
 from mxtrain.reference.mxnorm import inverse_rms, scale_rows
 from mxtrain.reference.nvfp4 import (
     MIN_TENSOR_SCALE,

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mxtrain.reference.philox import MAX_ELEMENTS, philox, rounding_bits, rounding_words
-from mxtrain.seeds import rounding_key
+from mxtrain.rng.seeds import rounding_key
 
 KEY = rounding_key(0, "layers.0.attention.wq")
 

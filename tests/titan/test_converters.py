@@ -11,7 +11,7 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain import ConfigError, DecomposeKRouter, FusedRMSNorm, MXLinear, MXNorm, MXNormLinear, convert
-from mxtrain.nn.rms_norm import AUTO_WHEN_COMPILED
+from mxtrain.nn.fused_rms_norm import AUTO_WHEN_COMPILED
 from mxtrain.titan.converters import (
     DecomposeKRouterConverter,
     FusedRMSNormConverter,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from training_runs import REPOSITORY, train
 
-from mxtrain.rounding import position, set_rounding_step
+from mxtrain.rng.rounding_position import position, set_rounding_step
 from mxtrain.titan.train import Trainer, _Trainer
 
 

@@ -1,0 +1,5 @@
+"""The ``mxtrain`` command."""
+
+from mxtrain.cli.commands import main
+
+__all__ = ["main"]

@@ -1,0 +1,220 @@
+"""``mxtrain doctor``: what this machine has, how each recipe would run on it, and how a norm or a router would."""
+
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+import mxtrain
+from mxtrain.cli.launch import nvidia_gpus
+from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.ops.hardware import HAS_TRITON, default_device_type, describe_modes, resolve_mode
+from mxtrain.recipes.recipe import RECIPES, RMSEstimate
+
+# Large enough that the time to launch a kernel does not show.
+TIMED_SHAPE = (65536, 4096)
+# A share of a kernel's time that is more than the spread between two measurements.
+NOTICEABLE = 0.03
+
+KERNEL_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def report() -> str:
+    """The report as text, one section after another."""
+    sections = {"versions": versions(), "devices": devices(), "execution modes": modes(), "recipes": recipes()}
+    sections["norm and cast, bf16, {} x {}".format(*TIMED_SHAPE)] = estimators()
+    return "\n\n".join(f"{title}\n{_table(rows)}" for title, rows in sections.items())
+
+
+def versions() -> list[tuple[str, str]]:
+    """(name, version) of Python, mxtrain, what it is built on, and the CUDA that PyTorch was built for."""
+    rows = [("python", platform.python_version()), ("mxtrain", mxtrain.__version__)]
+    rows += [(name, _version(name)) for name in ("torch", "torchtitan", "torchao", "triton", "wandb")]
+    rows.append(("CUDA", torch.version.cuda or "none: a CPU build of PyTorch"))
+    rows.append(("C compiler", shutil.which("cc") or shutil.which("gcc") or "none: torch.compile and Triton need one"))
+    return rows
+
+
+def devices() -> list[tuple[str, str]]:
+    """(device, description) of the CPU and of every GPU, those that PyTorch cannot use included."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    rows = [("cpu", f"{platform.machine()}, {cores} cores, {memory:.0f} GiB")]
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        capability = f"compute capability {gpu.major}.{gpu.minor}"
+        rows.append((f"cuda:{index}", f"{gpu.name}, {capability}, {gpu.total_memory / 2**30:.0f} GiB"))
+    if len(rows) == 1:
+        why = f"PyTorch {torch.__version__} sees no GPU; is it built for CUDA, and is the driver new enough for it?"
+        rows += [("unused", f"{name}: {why}") for name in nvidia_gpus()]
+    return rows
+
+
+def modes() -> list[tuple[str, str]]:
+    """(mode, whether it can run here and why) of every execution mode."""
+    return [(s.mode, f"{'yes' if s.available else 'no'}: {s.reason}") for s in describe_modes()]
+
+
+def recipes() -> list[tuple[str, str]]:
+    """(recipe, the mode that ``mode = "auto"`` takes here and why) of every recipe."""
+    mode = resolve_mode("auto")
+    reason = next(s.reason for s in describe_modes() if s.mode == mode)
+    return [(name, f"{mode} on {default_device_type()}: {reason}") for name in RECIPES]
+
+
+def estimators() -> list[tuple[str, str]]:
+    """(estimator, time of the kernel that normalizes and casts with it, measured now), and which one to take."""
+    if not (torch.cuda.is_available() and HAS_TRITON):
+        return [("not measured", "needs a CUDA device and Triton")]
+    from triton.testing import do_bench
+
+    from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
+
+    recipe = RECIPES["mxfp8"]
+    x = torch.randn(TIMED_SHAPE, device="cuda", dtype=torch.bfloat16)
+    microseconds = {
+        name: 1e3 * do_bench(partial(mxnorm_cast, x, RMSEstimate.for_recipe(recipe, estimator=name), recipe))
+        for name in ("pre_round", "exact")
+    }
+    rows = [(name, f"{time:.1f} us") for name, time in microseconds.items()]
+    return [*rows, ("advice", advise(**microseconds))]
+
+
+def advise(pre_round: float, exact: float) -> str:
+    """What to make of the two times, in microseconds."""
+    saved = 1 - pre_round / exact
+    if saved > NOTICEABLE:
+        return f"the estimate from block maxima saves {saved:.0%} of this kernel here; 'exact' is the control"
+    return (
+        "the exact RMS costs no more here: take 'exact' unless it is the method that you study, as the estimate adds "
+        "noise and saves nothing"
+    )
+
+
+def explain_norm(rows: int, columns: int, dtype: str = "bfloat16", tune: bool = False) -> str:
+    """How the kernels of ``mxtrain.rms_norm`` walk a matrix [rows, columns] here, and why, as text.
+
+    Args:
+        dtype: of the matrix: bfloat16, float16 or float32.
+        tune: time other ways first, and keep the fastest for this and later processes.
+
+    Raises:
+        ConfigError: for a shape or dtype that the kernels do not take, without Triton, or for ``tune`` without a GPU.
+    """
+    _check_kernels("--explain-norm", dtype)
+    from mxtrain.kernels.norm import rms_norm_plan, rms_norm_tuning
+
+    if rows < 1 or not 1 <= columns <= rms_norm_plan.MAX_COLUMNS:
+        raise ConfigError(
+            f"--explain-norm {rows} {columns}: expected at least 1 row, of 1 to {rms_norm_plan.MAX_COLUMNS} columns"
+        )
+    _check_tuning(tune)
+    shape = rows, columns, getattr(torch, dtype)
+    if tune:
+        rms_norm_tuning.tune_forward(*shape)
+        rms_norm_tuning.tune_backward(*shape, has_weight=True)
+    device, where = _where(rms_norm_plan.sm_count)
+    choices = {
+        "forward": rms_norm_plan.choose_forward(*shape, device),
+        "backward": rms_norm_plan.choose_backward(*shape, True, device),
+    }
+    texts = [f"{name}\n{_table(_choice_rows(choice))}" for name, choice in choices.items()]
+    return "\n\n".join([f"RMSNorm of {rows} x {columns}, {dtype}, on {where}", *texts])
+
+
+def _choice_rows(choice) -> list[tuple[str, str]]:
+    plan = choice.plan
+    persistent = "persistent: rows are held whole and read once"
+    return [
+        ("variant", persistent if plan.persistent else "looped: rows are read twice, a chunk of columns at a time"),
+        ("rows of a tile", str(plan.rows)),
+        ("columns at once", str(plan.columns)),
+        ("warps", str(plan.warps)),
+        ("stages", str(plan.stages)),
+        ("programs", str(plan.programs)),
+        ("source", choice.source),
+        ("why", choice.reason),
+    ]
+
+
+def explain_router(tokens: int, experts: int, hidden: int, dtype: str = "bfloat16", tune: bool = False) -> str:
+    """By which routes a gate multiplies here, forward and for the gradient of its weight, and why, as text.
+
+    Args:
+        dtype: of tokens and weight: bfloat16, float16 or float32.
+        tune: time the other routes and splits first, and keep the fastest for this and later processes.
+
+    Raises:
+        ConfigError: for a size or dtype that there is none of, without Triton, or for ``tune`` without a GPU.
+    """
+    _check_kernels("--explain-router", dtype)
+    if min(tokens, experts, hidden) < 1:
+        raise ConfigError(f"--explain-router {tokens} {experts} {hidden}: expected sizes of at least 1")
+    _check_tuning(tune)
+    from mxtrain.kernels.router import decompose_k_plan
+    from mxtrain.kernels.runtime import sm_count
+    from mxtrain.ops import decompose_k as matmul
+
+    wide, torch_dtype = torch.float32, getattr(torch, dtype)
+    # Part -> sizes M, N, K of its product, dtype of the result, whether operands lie along K.
+    products = {
+        "forward": ((tokens, experts, hidden), wide, True),
+        "gradient of the weight": ((experts, hidden, tokens), torch_dtype, False),
+    }
+    device, where = _where(sm_count)
+    texts = []
+    for name, (sizes, out_dtype, along_k) in products.items():
+        if tune:
+            run = lambda a, b, plan, out_dtype=out_dtype: matmul.by_plan(a, b, None, None, out_dtype, plan)  # noqa: E731
+            decompose_k_plan.tune(*sizes, torch_dtype, run, along_k)
+        choice = decompose_k_plan.choose(*sizes, torch_dtype, device, along_k)
+        texts.append(f"{name}, [{sizes[0]}, {sizes[2]}] x [{sizes[2]}, {sizes[1]}]\n{_table(_route_rows(choice))}")
+    return "\n\n".join([f"router of {tokens} tokens of {hidden} to {experts} experts, {dtype}, on {where}", *texts])
+
+
+def _route_rows(choice) -> list[tuple[str, str]]:
+    plan = choice.plan
+    routes = {
+        "mm": "mm: one torch.mm",
+        "bmm": f"bmm: torch.bmm of {plan.splits} parts of K, and their sum",
+        "triton": f"triton: {'one launch' if plan.splits == 1 else 'two launches'}",
+    }
+    rows = [("route", routes[plan.route])]
+    if plan.route == "triton":
+        tile = f"{plan.block_m} x {plan.block_n}, {plan.block_k} of K at once"
+        rows += [("splits", str(plan.splits)), ("tile", tile), ("warps", str(plan.warps)), ("stages", str(plan.stages))]
+    return [*rows, ("source", choice.source), ("why", choice.reason)]
+
+
+def _check_kernels(flag: str, dtype: str) -> None:
+    require_one_of("--dtype", dtype, KERNEL_DTYPES)
+    if not HAS_TRITON:
+        raise ConfigError(f"{flag} is about Triton kernels, and Triton is not installed")
+
+
+def _check_tuning(tune: bool) -> None:
+    if tune and not torch.cuda.is_available():
+        raise ConfigError("--tune times kernels on a GPU, and PyTorch sees none here")
+
+
+def _where(sm_count: Callable[[torch.device], int]) -> tuple[torch.device, str]:
+    """The device that is explained, and its name in words."""
+    device = torch.device(default_device_type())
+    gpu = f"here: {torch.cuda.get_device_name()}" if device.type == "cuda" else "no GPU here"
+    return device, f"{sm_count(device)} SMs ({gpu})"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)

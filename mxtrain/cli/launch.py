@@ -1,0 +1,267 @@
+"""``mxtrain train``: one worker per accelerator, started by torchrun's engine in this process, and a closing summary.
+
+The work before PyTorch is imported is kept small, and so is what is printed: of several workers only the first
+writes to the terminal, the others to files, and of torchrun's own reports only the worker's message remains.
+"""
+
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from mxtrain.analysis.metrics_file import FILE_NAME as METRICS_FILE
+from mxtrain.config import load_config
+from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
+
+WORKER = "mxtrain.train"
+"""Module that every worker runs, as ``python -m``"""
+
+FORWARDED_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name
+
+
+def train(config_file: str, flags: list[str]) -> int:
+    """Train as ``config_file`` and TorchTitan's ``flags`` say; return the exit status.
+
+    0 is success, 2 a mistake in the settings that a worker found, 1 any other failure of a worker, and 128 + n a
+    stop by signal n. The run's folder is ``job.dump_folder`` where flags or config set it, else a new one.
+
+    Raises:
+        ConfigError: what is wrong before any worker starts: the config file, NGPU, the run's folder.
+    """
+    config = load_config(config_file)
+    if flag_value(flags, "job.config_file") is not None:
+        raise ConfigError("--job.config_file: the config is the first argument of 'mxtrain train'; give it once")
+    requested = requested_processes(os.environ)
+    devices = accelerator_count()
+    processes = process_count(requested, devices)
+    wanted = flag_value(flags, "job.dump_folder") or config.get("job", {}).get("dump_folder")
+    folder, is_new = make_run_folder(config_file, wanted)
+
+    what = "CPU" if devices == 0 else "accelerator"
+    print(f"mxtrain: {processes} {what} process{'es' if processes > 1 else ''}, run folder {folder}", flush=True)
+    set_worker_defaults(os.environ, processes, devices)
+    with _log_dir(folder, processes) as log_dir:
+        status = run_workers(worker_arguments(config_file, folder, flags), processes, log_dir)
+    if is_new and status == CONFIG_ERROR_STATUS and not (folder / METRICS_FILE).exists():
+        shutil.rmtree(folder)
+    if status not in (1, CONFIG_ERROR_STATUS):
+        print_summary(folder)
+    return status
+
+
+def flag_value(flags: list[str], name: str) -> str | None:
+    """The value of ``--name`` in TorchTitan's flags, written with ``_`` or ``-``, with ``=`` or a space; else None."""
+    for i, flag in enumerate(flags):
+        key, equals, value = flag.partition("=")
+        if key.replace("-", "_") == f"__{name}":
+            return value if equals else flags[i + 1] if i + 1 < len(flags) else ""
+    return None
+
+
+def requested_processes(environment) -> int | None:
+    """NGPU as a positive integer; None when it is unset or empty. Raises ConfigError for anything else."""
+    text = environment.get("NGPU", "")
+    if not text:
+        return None
+    if not re.fullmatch(r"[0-9]+", text) or int(text) == 0:
+        raise ConfigError(f"NGPU = {text!r} is not a number of processes: 1, 2, ...")
+    return int(text)
+
+
+def process_count(requested: int | None, devices: int) -> int:
+    """How many workers to start: one per accelerator, one on a CPU, or as requested (never two on an accelerator)."""
+    if requested is None:
+        return max(devices, 1)
+    if 0 < devices < requested:
+        raise ConfigError(f"NGPU = {requested} is more than the {devices} accelerators that PyTorch sees")
+    return requested
+
+
+def accelerator_count() -> int:
+    """Accelerators that PyTorch can use. Warns of an NVIDIA GPU that it cannot, which would train on the CPU unseen."""
+    import torch  # torchrun's engine needs it anyway, and it knows what the workers will be able to use
+
+    count = torch.cuda.device_count()
+    if count == 0 and nvidia_gpus():
+        print(
+            f"mxtrain: warning: this machine has {len(nvidia_gpus())} NVIDIA GPU(s), but PyTorch {torch.__version__} "
+            "sees none: training on the CPU ('mxtrain doctor' says more)",
+            file=sys.stderr,
+        )
+    return count
+
+
+def nvidia_gpus() -> list[str]:
+    """Names of the GPUs that ``nvidia-smi -L`` lists; none without it, or where CUDA_VISIBLE_DEVICES hides them all."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
+        return []
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", listing.stdout, flags=re.MULTILINE)
+
+
+def make_run_folder(config_file: str, wanted: str | None) -> tuple[Path, bool]:
+    """Create the run's folder and return it, and whether it is new.
+
+    Without a ``wanted`` one it is ``outputs/<config>-<time>``, with a number after it where another run has just
+    taken that name.
+    """
+    try:
+        if wanted:
+            folder = Path(wanted)
+            is_new = not folder.exists()
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder, is_new
+        base = Path("outputs") / f"{Path(config_file).stem}-{datetime.now():%Y%m%d-%H%M%S}"
+        base.parent.mkdir(exist_ok=True)
+        for attempt in range(1, 100):
+            folder = base if attempt == 1 else base.with_name(f"{base.name}-{attempt}")
+            try:
+                folder.mkdir()
+                return folder, True
+            except FileExistsError:
+                continue
+        raise ConfigError(f"job.dump_folder: there are already 99 folders named {str(base)!r}; choose another name")
+    except OSError as error:
+        raise ConfigError(f"job.dump_folder = {error.filename!r} cannot be created: {error.strerror}") from error
+
+
+@contextmanager
+def _log_dir(folder: Path, processes: int):
+    """Where torchrun's engine puts files: kept in the run's folder if there are workers whose output goes there."""
+    if processes > 1:
+        yield folder / "worker_logs"
+    else:
+        with tempfile.TemporaryDirectory(prefix="mxtrain-", ignore_cleanup_errors=True) as temporary:
+            yield Path(temporary)
+
+
+def set_worker_defaults(environment, processes: int, devices: int) -> None:
+    """Environment of the workers, where the user has set nothing: several share the cores equally.
+
+    On a GPU, memory segments may grow, as TorchTitan's own launcher has it: else what is freed is left in pieces that
+    fit nothing, and the peak is higher.
+
+    On a CPU, threads that wait for others soon sleep. OpenMP's default is to spin for milliseconds, and one other
+    process that wants a core then slows training several times (measured on two cores: 2,000 tokens/s alone, 150
+    beside another process; with 1,000 spins 1,900 and 900).
+    """
+    if processes > 1:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    if devices == 0:
+        environment.setdefault("GOMP_SPINCOUNT", "1000")
+    elif not any(name in environment for name in ALLOCATOR_VARIABLES):
+        environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+
+
+def worker_arguments(config_file: str, folder: Path, flags: list[str]) -> list[str]:
+    """Command-line arguments of every worker."""
+    arguments = ["--job.config_file", str(config_file), *flags]
+    if flag_value(flags, "job.dump_folder") is None:
+        arguments += ["--job.dump_folder", str(folder)]
+    return arguments
+
+
+def run_workers(arguments: list[str], processes: int, log_dir: Path) -> int:
+    """Run the workers to their end on this machine and return the exit status (see ``train``).
+
+    All but the first have their output in files under ``log_dir``; what a failed one wrote last is shown.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    launch_config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        max_restarts=0,
+        run_id="workers",
+        # A free port of the loopback interface: runs share a machine, and host names need not resolve.
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), redirects={rank: Std.ALL for rank in range(1, processes)}),
+        signals_to_handle=",".join(FORWARDED_SIGNALS),
+    )
+    try:
+        with _quiet_elastic():
+            elastic_launch(launch_config, sys.executable)("-u", "-m", WORKER, *arguments)
+    except ChildFailedError as error:
+        return report_failure(list(error.failures.values()), processes, log_dir)
+    except SignalException as error:
+        print(f"mxtrain: stopped by {error.sigval.name}", file=sys.stderr, flush=True)
+        return 128 + error.sigval
+    return 0
+
+
+@contextmanager
+def _quiet_elastic():
+    """Silence the engine's log, whose loggers each have a level of their own, and undo its signal handlers after."""
+    handlers = {name: signal.getsignal(getattr(signal, name)) for name in FORWARDED_SIGNALS}
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        for name, handler in handlers.items():
+            signal.signal(getattr(signal, name), handler)
+
+
+def report_failure(failures: list, processes: int, log_dir: Path) -> int:
+    """Say which worker failed first, if it has not said so itself on the terminal; return the exit status.
+
+    ``failures`` are torchrun's ``ProcessFailure``s, of which those ended by SIGTERM are workers that it stopped
+    because another had failed.
+    """
+    config_errors = [failure for failure in failures if failure.exitcode == CONFIG_ERROR_STATUS]
+    if config_errors:
+        failure = min(config_errors, key=lambda f: f.local_rank)
+    else:
+        failure = min(failures, key=lambda f: (f.exitcode == -signal.SIGTERM, f.timestamp))
+    if failure.local_rank > 0:
+        print(_last_words(log_dir, failure), file=sys.stderr, flush=True)
+    if config_errors:
+        return CONFIG_ERROR_STATUS
+    how = f"exit status {failure.exitcode}"
+    if failure.exitcode < 0:
+        how = failure.signal_name()
+        if failure.exitcode == -signal.SIGKILL:
+            how += ", often for want of memory"
+    who = "the worker" if processes == 1 else f"worker {failure.local_rank} of {processes}"
+    print(f"mxtrain: training failed: {who} ended with {how}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _last_words(log_dir: Path, failure, lines: int = 40) -> str:
+    """The end of a redirected worker's stderr, or of one with a mistake in the settings only the message."""
+    files = list(log_dir.glob(f"*/attempt_0/{failure.local_rank}/stderr.log"))  # also of earlier runs in this folder
+    text = max(files, key=os.path.getmtime).read_text(errors="replace")
+    if failure.exitcode == CONFIG_ERROR_STATUS:
+        messages = re.findall(r"^mxtrain: error: .*", text, flags=re.MULTILINE)
+        if messages:
+            return messages[-1]
+    return "\n".join(text.rstrip().splitlines()[-lines:])
+
+
+def print_summary(folder: Path) -> None:
+    """Print what ``mxtrain.analysis`` says of the run, or why it cannot."""
+    from mxtrain.analysis import summary
+
+    try:
+        text = summary(folder)
+    except ConfigError as error:
+        text = f"mxtrain: no summary: {error}"
+    print(text, flush=True)

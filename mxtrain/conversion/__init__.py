@@ -1,0 +1,1 @@
+"""Swap modules of a model: survey, plan, swap."""

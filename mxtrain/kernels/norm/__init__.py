@@ -1,0 +1,1 @@
+"""Norms, forward and backward."""

@@ -1,0 +1,1 @@
+"""Matrix products with a small result and a long reduction."""

@@ -1,0 +1,1 @@
+"""One function per operation: kernel or plain PyTorch, as the execution mode says."""

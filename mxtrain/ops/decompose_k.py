@@ -1,0 +1,149 @@
+"""A matrix product with a small result and a long reduction, by whichever of three routes is the fastest for its shape.
+
+The route is chosen when the op runs: a compiled graph holds one op, whatever the number of rows, and is never compiled
+again because tokens became more or fewer.
+"""
+
+import contextlib
+
+import torch
+
+from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
+from mxtrain.reference import decompose_k as reference
+
+if HAS_TRITON:
+    from mxtrain.kernels.router import decompose_k as kernel
+    from mxtrain.kernels.router import decompose_k_plan
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_operands(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, epilogue: str | None, out_dtype: torch.dtype | None
+) -> None:
+    """Raise ValueError unless the arguments are those of ``mxtrain.decompose_k_mm``."""
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} do not go together: expected [M, K] and [K, N]")
+    if a.dtype not in DTYPES or b.dtype != a.dtype:
+        raise ValueError(
+            f"dtypes {a.dtype} of a and {b.dtype} of b: expected the same, one of bfloat16, float16, float32 or float64"
+        )
+    others = {"b": b} if bias is None else {"b": b, "bias": bias}
+    for name, other in others.items():
+        if other.device != a.device:
+            raise ValueError(f"{name} is on {other.device}: expected {a.device}, where a is")
+    if bias is not None and (bias.shape != b.shape[1:] or bias.dtype not in (a.dtype, torch.float32)):
+        raise ValueError(
+            f"bias {tuple(bias.shape)} of {bias.dtype} does not go with b {tuple(b.shape)}: "
+            f"expected ({b.shape[1]},) of {a.dtype} or float32"
+        )
+    if epilogue not in reference.EPILOGUES:
+        raise ValueError(f"epilogue = {epilogue!r} is not one of: {', '.join(map(repr, reference.EPILOGUES))}")
+    if out_dtype not in (None, a.dtype, torch.float32):
+        raise ValueError(f"out_dtype = {out_dtype} with operands of {a.dtype}: expected float32 or theirs")
+
+
+def _run(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, epilogue: str | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    device_type = a.device.type
+    if torch.is_autocast_enabled(device_type):
+        # It would cast the fp32 operands that a CPU computes with back down.
+        with torch.autocast(device_type, enabled=False):
+            return _run(a, b, bias, epilogue, out_dtype)
+    # The kernels are the same in the modes native and emulated; float64 is for gradcheck and oracles.
+    (rows, depth), columns = a.shape, b.shape[1]
+    has_kernels = a.dtype != torch.float64 and runs_kernels("emulated", device_type)
+    if not has_kernels or 0 in (rows, columns, depth):
+        return reference.decompose_k_mm(a, b, bias, epilogue, out_dtype)
+    along_k = decompose_k_plan.lie_along_k(a, b)
+    plan = decompose_k_plan.choose(rows, columns, depth, a.dtype, a.device, along_k).plan
+    return by_plan(a, b, bias, epilogue, out_dtype, plan)
+
+
+def by_plan(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    epilogue: str | None,
+    out_dtype: torch.dtype,
+    plan: "decompose_k_plan.Plan",
+) -> torch.Tensor:
+    """epilogue(a b + bias) by the route of ``plan``; arguments as of ``mxtrain.decompose_k_mm``, none of them empty."""
+    if plan.route == "triton":
+        return kernel.decompose_k(a, b, bias, epilogue, out_dtype, plan)
+    if plan.route == "bmm":
+        product = _bmm(a, b, plan.splits)
+    elif bias is None and epilogue in (None, "relu") and out_dtype == a.dtype:
+        with _full_precision(a):
+            product = torch.mm(a, b)
+        # Of a rounded product it is the rounded one of the product.
+        return product if epilogue is None else product.relu_()
+    else:
+        product = _wide(torch.mm, a, b)
+    return reference.finish(product, bias, epilogue, out_dtype)
+
+
+def _bmm(a: torch.Tensor, b: torch.Tensor, splits: int) -> torch.Tensor:
+    """fp32 a b, as the sum of ``splits`` products over a part of K each, and of what of K they leave."""
+    chunk = a.shape[1] // splits
+    whole = chunk * splits
+    a_chunks = a[:, :whole].unflatten(1, (splits, chunk)).transpose(0, 1)
+    product = _wide(torch.bmm, a_chunks, b[:whole].unflatten(0, (splits, chunk))).sum(0)
+    return product if whole == a.shape[1] else product.add_(_wide(torch.mm, a[:, whole:], b[whole:]))
+
+
+def _wide(matmul, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The fp32 product of matrices, or of batches of them, of any dtype."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return matmul(a, b, out_dtype=torch.float32)
+    with _full_precision(a):
+        return matmul(a.float(), b.float())
+
+
+# {dtype: (setting of cuBLAS, what it must not be, what it must be instead)}: fp32 is not multiplied in TF32, and parts
+# of a product that cuBLAS splits by itself are not added up in the dtype of narrow operands.
+_PRECISION = {
+    torch.float32: ("fp32_precision", "tf32", "ieee"),
+    torch.bfloat16: ("allow_bf16_reduced_precision_reduction", True, False),
+    torch.float16: ("allow_fp16_reduced_precision_reduction", True, False),
+}
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def _full_precision(a: torch.Tensor) -> contextlib.AbstractContextManager:
+    """In it products of tensors like ``a`` have fp32 arithmetic throughout, whatever PyTorch is set to."""
+    name, unwanted, wanted = _PRECISION.get(a.dtype, ("", None, None))
+    if not a.is_cuda or not name or getattr(torch.backends.cuda.matmul, name) != unwanted:
+        return _AS_IT_IS
+    return _set(name, wanted)
+
+
+@contextlib.contextmanager
+def _set(name: str, value: str | bool):
+    settings = torch.backends.cuda.matmul
+    before = getattr(settings, name)
+    setattr(settings, name, value)
+    try:
+        yield
+    finally:
+        setattr(settings, name, before)
+
+
+def _fake(a, b, bias, epilogue, out_dtype):
+    return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
+
+
+# Not by torch.library.custom_op, whose checks cost more than the product takes; and a fragment, since the kernels'
+# library is not there without Triton.
+_LIBRARY = torch.library.Library("mxtrain", "FRAGMENT")
+_LIBRARY.define(
+    "decompose_k_mm(Tensor a, Tensor b, Tensor? bias, str? epilogue, ScalarType out_dtype) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("decompose_k_mm", _run, _device)
+torch.library.register_fake("mxtrain::decompose_k_mm", _fake, lib=_LIBRARY)
+
+decompose_k_mm = torch.ops.mxtrain.decompose_k_mm.default
+"""epilogue(a b + bias) [M, N] in ``out_dtype``, without gradient and without checks."""

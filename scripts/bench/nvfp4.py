@@ -1,0 +1,399 @@
+"""The NVFP4 kernels against PyTorch and torchao: time, bytes moved, share of the copy bandwidth.
+
+    python scripts/bench/nvfp4.py                                 every section
+    python scripts/bench/nvfp4.py --only norm --max-autotune --profiler --json nvfp4.json --plot nvfp4.png
+    python scripts/bench/nvfp4.py --only gradient --shapes 16384x2048
+    python scripts/bench/nvfp4.py --check                         results only, no times
+
+norm      MXNorm and its cast: the tensor scale is known before. The peer, RMSNorm and torchao's cast, needs the
+          largest magnitude of the norm's output first. Codes are to be 1.9 times as fast as the peer in geometric mean,
+          at 0.85 of the copy bandwidth from 50 MB up: "geomean" and "min of copy" of the summary.
+gradient  an output gradient for dgrad, and transformed along the tokens for wgrad, rounded stochastically.
+input     x * rho for wgrad, transformed along the tokens, to nearest.
+weight    W and W diag(gain) in tiles of 16 x 16, for fprop and dgrad.
+
+But for the norm, tensor scales are powers of two by the largest magnitude of what is cast, which is a pass of its own:
+"amax" is that pass, "cast" the one after it, and "amax + cast" both with what is between them, compiled together as in
+training. That line counts the bytes of both passes, the matrix twice, and so do its peers. Numbers of a few bytes, from
+which signs and random bits follow, are not counted. The peers that draw random bits in plain PyTorch run in eager mode
+too, since 64-bit integers are much work for one kernel; the gradient is compared with the fastest of its peers.
+
+Every result is compared with the plain PyTorch reference on the same input before it is timed, to the bit (rho: within
+2 ulp; the cast given the kernel's own rho). A peer whose bits are not the reference's is marked "differs": compiled,
+some round less often. torchao's kernels for training draw other random bits and are not compared.
+
+Bytes, shares of the copy bandwidth and times are those of cast.py. Time "amax + cast" with --profiler: on smaller
+shapes the host cannot launch its kernels as fast as they run, which CUDA events hold against it.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from typing import NamedTuple
+
+import kernel_benchmark
+import torch
+import torch.nn.functional as F
+from cast_cases import (
+    EPS,
+    GRADIENT_SHAPES,
+    INPUT_SHAPES,
+    NORM_SHAPES,
+    WEIGHT_SHAPES,
+    inverse_rms_in_fp32,
+    random_rho,
+    within_ulps,
+)
+from kernel_benchmark import Entry, NotRun, Section, Shape, compiled, compiled_function, draw, ours, same_bits, tensors
+
+from mxtrain.recipes.formats import NVFP4
+from mxtrain.recipes.recipe import RMSEstimate, get_recipe
+from mxtrain.reference import casts, nvfp4
+from mxtrain.reference.hadamard import hadamard, pad, unpack_signs
+from mxtrain.reference.mxnorm import inverse_rms, scale_rows
+from mxtrain.reference.philox import rounding_bits, rounding_words
+from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
+
+RECIPE = get_recipe("nvfp4")
+SIGNS = hadamard_signs(0, "layers.0.attention.wq")
+# Forms of operands: of emulated products, and of native ones.
+OPERAND_FORMS = ("image", "blocked")
+
+
+def sign_number(device: str) -> torch.Tensor:
+    """The signs of the transform, as kernels take them."""
+    return torch.tensor(sign_mask(SIGNS), device=device)
+
+
+def random_draws(device: str) -> torch.Tensor:
+    """What random bits follow from, in the order of ``mxtrain.rng.rounding_position.Draws``."""
+    return torch.tensor([rounding_key(0, "layers.0.attention.wq"), 1000, 0, 0], device=device)
+
+
+# The reference
+
+
+def cast_in_pytorch(x: torch.Tensor, tensor_scale, form: str, bits: torch.Tensor | None = None) -> tuple:
+    """(data, scales) of x [R, C] cast along C; scales is None for an image."""
+    return in_form(*nvfp4.cast(x, tensor_scale, bits), tensor_scale, form)
+
+
+def in_form(codes: torch.Tensor, scales: torch.Tensor, tensor_scale, form: str) -> tuple:
+    """Codes and scales as a kernel's (data, scales) in this form."""
+    if form == "image":
+        return nvfp4.dequantize(codes, scales, tensor_scale, torch.bfloat16), None
+    if form == "codes":
+        return codes, scales
+    # As bytes: Inductor cannot pad float8.
+    return codes, casts.to_blocked(scales.view(torch.uint8)).view(scales.dtype)
+
+
+def same_results(results, expected) -> bool:
+    """Whether all tensors in the one are those in the other, to the bit."""
+    results, expected = list(tensors(results)), list(tensors(expected))
+    return len(results) == len(expected) and all(map(same_bits, results, expected))
+
+
+# Section norm
+
+
+def norm_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
+    from mxtrain.kernels.nvfp4.norm_cast import nvfp4_norm
+
+    x, gain = draw(shape, device), draw(shape[1:], device)
+    peers = ("RMSNorm + torchao, compiled",)
+
+    def estimated(**settings) -> tuple[RMSEstimate, float]:
+        rms = RMSEstimate.for_recipe(RECIPE, eps=EPS, **settings)
+        return rms, nvfp4.static_tensor_scale(shape[1], rms.p, rms.estimator, rms.constant)
+
+    def entry(name: str, form: str, **settings) -> Entry:
+        rms, tensor_scale = estimated(**settings)
+        return ours(
+            f"nvfp4_norm {name} {form}",
+            lambda: nvfp4_norm(x, rms, tensor_scale, form),
+            (x,),
+            lambda result: is_nvfp4_norm(result, x, rms, tensor_scale, form),
+            peers,
+        )
+
+    return [
+        *compiled(
+            "RMSNorm + torchao",
+            rms_norm_to_nvfp4(),
+            (x, gain),
+            max_autotune,
+            lambda result: is_rms_norm_to_nvfp4(result, x, gain),
+        ),
+        *compiled("MXNorm p=2 in PyTorch", partial(mxnorm_in_pytorch, *estimated(p=2)), (x,), max_autotune),
+        entry("p=2", "codes", p=2),
+        entry("p=1", "codes", p=1),
+        entry("exact", "codes", estimator="exact"),
+        entry("p=2", "blocked", p=2),
+        entry("p=2", "image", p=2),
+    ]
+
+
+def rms_norm_to_nvfp4() -> Callable:
+    """(x, gain) -> RMSNorm's result as torchao casts it, with the tensor scale of its largest magnitude."""
+    from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
+
+    def norm_and_cast(x: torch.Tensor, gain: torch.Tensor):
+        y = F.rms_norm(x, x.shape[-1:], gain, EPS)
+        tensor_scale = per_tensor_amax_to_scale(y.abs().amax())
+        scales, codes = nvfp4_quantize(y, NVFP4.block_size, tensor_scale)
+        return codes, scales, tensor_scale
+
+    return norm_and_cast
+
+
+def is_rms_norm_to_nvfp4(result, x: torch.Tensor, gain: torch.Tensor) -> bool:
+    y = F.rms_norm(x, x.shape[-1:], gain, EPS)
+    codes, scales, tensor_scale = result
+    expected = nvfp4.dynamic_tensor_scale(y)
+    return torch.equal(tensor_scale, expected) and same_results((codes, scales), nvfp4.cast(y, expected))
+
+
+def mxnorm_in_pytorch(estimate: RMSEstimate, tensor_scale: float, x: torch.Tensor):
+    """MXNorm, p = 2, and its cast as fp32 PyTorch operations: what torch.compile alone makes of it."""
+    rho = inverse_rms_in_fp32(x, estimate)
+    return nvfp4.cast(scale_rows(x, rho), tensor_scale), rho
+
+
+def is_nvfp4_norm(result, x: torch.Tensor, estimate: RMSEstimate, tensor_scale: float, form: str) -> bool:
+    if not within_ulps(result.rho, inverse_rms(x, estimate, RECIPE), 2):
+        return False
+    expected = cast_in_pytorch(scale_rows(x, result.rho), tensor_scale, form)
+    return same_results((result.data, result.scales), expected)
+
+
+# Casts that need the largest magnitude first
+
+
+class Casts(NamedTuple):
+    """The casts of one matrix, by kernels and in plain PyTorch. All functions take ``*reads, *numbers`` last.
+
+    Attributes:
+        name: of what is cast.
+        reads: the matrix and the factors that are multiplied in: what either pass must read.
+        numbers: tensors of a few bytes.
+        maxima: kernel: () -> for each tensor scale, maxima of parts of what it is for.
+        cast: kernel: (tensor scales, form) -> results.
+        matrices: PyTorch: () -> what is cast by each of the tensor scales.
+        reference: PyTorch: (matrices, tensor scales, form) -> results.
+    """
+
+    name: str
+    reads: tuple[torch.Tensor, ...]
+    numbers: tuple[torch.Tensor, ...]
+    maxima: Callable
+    cast: Callable
+    matrices: Callable
+    reference: Callable
+
+
+def tensor_scales(maxima: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [nvfp4.power_of_two_tensor_scale(each) for each in maxima]
+
+
+def cast_entries(of: Casts, max_autotune: bool, eager: bool = False) -> list[Entry]:
+    """Peers in PyTorch and kernels, for each form: the pass for maxima, the cast, and both."""
+    args, both_reads = (*of.reads, *of.numbers), 2 * of.reads
+
+    def has_maxima(maxima) -> bool:
+        matrices = of.matrices(*args)
+        return all(torch.equal(a.amax().float(), b.abs().amax().float()) for a, b in zip(maxima, matrices, strict=True))
+
+    def maxima_in_pytorch(*args):
+        return [matrix.abs().amax() for matrix in of.matrices(*args)]
+
+    peer = f"amax {of.name} in PyTorch"
+    entries = [
+        *counting(of.reads, compiled(peer, maxima_in_pytorch, args, max_autotune, has_maxima)),
+        ours(f"amax {of.name}", lambda: of.maxima(*args), of.reads, has_maxima, (f"{peer}, compiled",)),
+    ]
+    for form in OPERAND_FORMS:
+
+        def in_pytorch(*args, form=form):
+            matrices = of.matrices(*args)
+            return of.reference(matrices, tensor_scales(matrices), form, *args)
+
+        def by_kernels(*args, form=form):
+            return of.cast(tensor_scales(of.maxima(*args)), form, *args)
+
+        def is_cast(results, in_pytorch=in_pytorch) -> bool:
+            return same_results(results, in_pytorch(*args))
+
+        def cast_alone(form=form):
+            return partial(of.cast, tensor_scales(of.maxima(*args)), form, *args)
+
+        name = f"{of.name} {form}"
+        peer = f"amax + cast {name} in PyTorch"
+        peers = counting(both_reads, compiled(peer, in_pytorch, args, max_autotune, is_cast))
+        if eager:
+            peers.append(Entry(f"{peer}, eager", partial(partial, in_pytorch, *args), both_reads, is_cast))
+        entries += [
+            *peers,
+            Entry(f"cast {name}", cast_alone, of.reads, is_cast, ours=True),
+            Entry(
+                f"amax + cast {name}",
+                partial(as_in_training, by_kernels, args),
+                both_reads,
+                is_cast,
+                tuple(entry.name for entry in peers),
+                ours=True,
+            ),
+        ]
+    return entries
+
+
+def counting(reads: tuple[torch.Tensor, ...], entries: list[Entry]) -> list[Entry]:
+    """``entries`` with the bytes of ``reads``."""
+    return [entry._replace(reads=reads) for entry in entries]
+
+
+def as_in_training(function: Callable, args: tuple[torch.Tensor, ...]) -> Callable[[], object]:
+    """``function(*args)``, compiled on a GPU: what is between two kernels are many small operations in eager mode."""
+    return partial(compiled_function(function, None) if args[0].is_cuda else function, *args)
+
+
+# Section gradient
+
+
+def gradient_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
+    from mxtrain.kernels.nvfp4.cast import nvfp4_amax, nvfp4_cast
+
+    def maxima(dy, signs, draws):
+        return nvfp4_amax(dy, signs)
+
+    def cast(scales, form, dy, signs, draws):
+        results = nvfp4_cast(dy, {1: scales[0], 0: scales[1]}, form, signs=signs, draws=draws)
+        return results[1], results[0]
+
+    dy, numbers = draw(shape, device), (sign_number(device), random_draws(device))
+    casts_of_dy = Casts("dY", (dy,), numbers, maxima, cast, gradient_matrices, gradient_in_pytorch)
+    # torchao's casts are for native products, which take this form.
+    torchaos = {f"{passes} dY blocked": f"torchao {passes} dY" for passes in ("cast", "amax + cast")}
+    return [
+        Entry("torchao cast dY", lambda: torchao_gradient(dy, False), (dy,)),
+        Entry("torchao amax + cast dY", lambda: torchao_gradient(dy, True), (dy, dy)),
+        *(
+            entry._replace(peers=(torchaos[entry.name], *entry.peers)) if entry.name in torchaos else entry
+            for entry in cast_entries(casts_of_dy, max_autotune, eager=True)
+        ),
+    ]
+
+
+def gradient_matrices(dy, signs, draws):
+    return dy, hadamard(pad(dy, 0), unpack_signs(signs), 0)
+
+
+def gradient_in_pytorch(matrices, scales, form, dy, signs, draws):
+    key, step, microbatch, rank = draws.unbind()
+    words = rounding_words(*matrices[1].shape, key, step, rank, microbatch, dy.device)
+    by_row = cast_in_pytorch(matrices[0], scales[0], form, rounding_bits(words, 1)[: dy.shape[0]])
+    return by_row, along_tokens_in_pytorch(matrices[1], scales[1], form, rounding_bits(words, 0).t())
+
+
+def along_tokens_in_pytorch(x: torch.Tensor, tensor_scale, form: str, bits: torch.Tensor | None = None) -> tuple:
+    """(data, scales) of x [T, C] cast along T, as kernels lay them out: codes transposed, an image not."""
+    data, scales = cast_in_pytorch(x.t(), tensor_scale, form, bits)
+    return data.t() if form == "image" else data, scales
+
+
+def torchao_gradient(dy: torch.Tensor, with_maxima: bool) -> Callable[[], object]:
+    """torchao's kernels for the operands of dgrad and wgrad, with its pass for the maxima or without.
+
+    Raises:
+        NotRun: for a torchao without them, or a device that they do not run on.
+    """
+    package = "torchao.prototype.moe_training.nvfp4_training"
+    signs = list(SIGNS)
+    try:
+        amax = import_module(f"{package}.hadamard_amax_triton").triton_rht_amax
+        cast = import_module(f"{package}.hadamard_quantize_row_col_triton").triton_rht_quantize_row_col
+        maxima = amax(dy, signs)
+    except (ModuleNotFoundError, NotImplementedError) as error:
+        raise NotRun(error) from None
+    names = ("col_seed_base", "col_offset_base", "row_seed_base", "row_offset_base")
+    bases = {name: torch.full((1,), number, device=dy.device) for number, name in enumerate(names)}
+    return lambda: cast(dy, *(amax(dy, signs) if with_maxima else maxima), signs, stochastic_rounding=True, **bases)
+
+
+# Section input
+
+
+def input_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
+    from mxtrain.kernels.nvfp4.cast import nvfp4_amax, nvfp4_cast
+
+    def maxima(x, rho, signs):
+        return nvfp4_amax(x, signs, row_factor=rho)[1:]
+
+    def cast(scales, form, x, rho, signs):
+        return nvfp4_cast(x, {0: scales[0]}, form, signs=signs, row_factor=rho)[0]
+
+    reads, numbers = (draw(shape, device), random_rho(shape[0], device)), (sign_number(device),)
+    casts_of_x = Casts("x rho", reads, numbers, maxima, cast, input_matrices, input_in_pytorch)
+    return cast_entries(casts_of_x, max_autotune)
+
+
+def input_matrices(x, rho, signs):
+    return (hadamard(pad(scale_rows(x, rho), 0), unpack_signs(signs), 0),)
+
+
+def input_in_pytorch(matrices, scales, form, x, rho, signs):
+    return along_tokens_in_pytorch(matrices[0], scales[0], form)
+
+
+# Section weight
+
+
+def weight_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
+    from mxtrain.kernels.nvfp4.cast import nvfp4_amax
+    from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
+
+    def maxima(weight, gain=None):
+        return nvfp4_amax(weight, column_factor=gain)[:1]
+
+    def cast(scales, form, weight, gain=None):
+        return nvfp4_weight(weight, scales[0], form, gain)
+
+    weight, gain = draw(shape, device, torch.float32), draw(shape[1:], device, torch.float32)
+    functions = maxima, cast, weight_matrices, weight_in_pytorch
+    return [
+        *cast_entries(Casts("W", (weight,), (), *functions), max_autotune),
+        *cast_entries(Casts("W gain", (weight, gain), (), *functions), max_autotune),
+    ]
+
+
+def weight_matrices(weight, gain=None):
+    return (weight if gain is None else weight * gain,)
+
+
+def weight_in_pytorch(matrices, scales, form, weight, gain=None):
+    """Of an image, one serves both orientations."""
+    orientations = matrices if form == "image" else (matrices[0], pad(matrices[0], 0).t().contiguous())
+    return [in_form(*nvfp4.cast_tiles(w, scales[0]), scales[0], form) for w in orientations]
+
+
+SECTIONS = {
+    "norm": Section("MXNorm and NVFP4 cast of x [T, D], bf16, tensor scale known before", NORM_SHAPES, norm_entries),
+    "gradient": Section(
+        "stochastic casts of a gradient [T, N], bf16, along both dimensions, along tokens transformed",
+        GRADIENT_SHAPES,
+        gradient_entries,
+        fastest=True,
+    ),
+    "input": Section("cast of x * rho [T, D], x bf16, transformed along tokens", INPUT_SHAPES, input_entries),
+    "weight": Section("cast of W and W diag(gain), fp32 [N, D], in tiles of 16 x 16", WEIGHT_SHAPES, weight_entries),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = kernel_benchmark.parser(__doc__, SECTIONS).parse_args(argv)
+    return kernel_benchmark.run("bench_nvfp4", SECTIONS, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

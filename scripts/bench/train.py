@@ -1,0 +1,456 @@
+"""Training step of a Llama model in low precision against bf16: tokens/s, memory, time of the first step.
+
+    python scripts/bench/train.py                                        MXFP8 on every model
+    python scripts/bench/train.py --models 88m --variants bf16 mxnorm --profile
+    python scripts/bench/train.py --variants bf16 mxnorm mxnorm_nvfp4 mx_linear_nvfp4
+    python scripts/bench/train.py --repeat 3 --json train.json --plot train.png
+
+TorchTitan's model on one device, as TorchTitan trains it there: fp32 weights under bf16 autocast, every block compiled
+by itself with fullgraph=True, compiled cross-entropy, fused AdamW, gradients clipped to norm 1, no activation
+checkpointing. Tokens are random and new in every step, so the loss says no more than that the step is sound.
+NVFP4 leaves the last 15 % of the blocks in bf16, its recipe's own share, but for the variants that end in "_all".
+"mxnorm_mixed" has NVFP4 forward and MXFP8 backward in the same blocks.
+
+The first step is timed with empty Inductor and Triton caches, after a throw-away model has paid for imports and for
+the start of compile workers. Memory is the peak of what the allocator holds in the timed steps.
+"""
+
+import argparse
+import gc
+import math
+import statistics
+import sys
+import time
+import traceback
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import NamedTuple
+
+import benchmarking
+import torch
+import torch.nn as nn
+from torch._inductor.utils import fresh_cache
+from torchtitan.components.loss import build_cross_entropy_loss
+from torchtitan.config import JobConfig
+from torchtitan.models.llama3.infra.parallelize import apply_compile
+from torchtitan.models.llama3.model.args import TransformerModelArgs
+from torchtitan.models.llama3.model.model import Transformer
+
+import mxtrain
+from mxtrain.ops.hardware import default_device_type, resolve_mode
+
+KERNEL_PACKAGES = ("mxtrain", "torchao")
+MIXED = "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8"
+PROFILED_STEPS = 2
+SEED = 0
+
+
+class Model(NamedTuple):
+    """A model and the batch it is trained with: sequences x tokens."""
+
+    args: TransformerModelArgs
+    batch: int
+    seq_len: int
+
+
+def _llama(**settings) -> TransformerModelArgs:
+    return TransformerModelArgs(rope_theta=500000, **settings)
+
+
+MODELS = {
+    "88m": Model(_llama(dim=768, n_layers=12, n_heads=12, vocab_size=2048), 32, 2048),
+    "1.5b": Model(_llama(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.5), 4, 4096),
+    "8b4": Model(
+        _llama(dim=4096, n_layers=4, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=1024), 4, 4096
+    ),
+    "tiny": Model(_llama(dim=64, n_layers=2, n_heads=2, vocab_size=256, multiple_of=64), 2, 64),
+}
+
+
+# Variants
+
+
+def nvfp4(converter: str, high_precision_share: float | None, model: nn.Module, mode: str) -> None:
+    mxtrain.convert(model, converter, recipe="nvfp4", mode=mode, high_precision_share=high_precision_share)
+
+
+class TorchaoLinear(nn.Linear):
+    """torchao's MXFP8 linear for training, emulated: the peer of ``mx_linear``.
+
+    Operands go in in bf16, as autocast hands them to nn.Linear; torchao casts them along the axis that each of the
+    three GEMMs reduces over, dequantizes and multiplies in bf16. Without autocast they keep their dtype.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        device_type = x.device.type
+        autocast = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
+        return self.multiply(x.to(dtype), self.weight.to(dtype))
+
+
+def convert_torchao(model: nn.Module) -> None:
+    """Replace every linear but ``output`` by torchao's, with RCEIL scales, which are also mxtrain's default."""
+    multiply = torchao_linear()
+    for parent_name, parent in list(model.named_modules()):
+        for name, linear in list(parent.named_children()):
+            if type(linear) is nn.Linear and f"{parent_name}.{name}".strip(".") != "output":
+                new = TorchaoLinear(linear.in_features, linear.out_features, bias=False, device="meta")
+                new.weight, new.multiply = linear.weight, multiply
+                setattr(parent, name, new)
+
+
+def torchao_linear():
+    """torchao's differentiable x W^T on MXFP8 operands, emulated, with RCEIL scales; its module moved in 0.18."""
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    try:
+        module = import_module("torchao.prototype.moe_training.mxfp8_linear")
+    except ModuleNotFoundError:
+        module = import_module("torchao.prototype.mx_formats.mx_linear")
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return module._to_mxfp8_then_scaled_mm(x, weight, KernelPreference.EMULATED, ScaleCalculationMode.RCEIL)
+
+    return multiply
+
+
+# What turns the bf16 model, on the meta device, into a variant of it.
+VARIANTS = {
+    "bf16": lambda model, mode: None,
+    "mx_linear": lambda model, mode: mxtrain.convert(model, "mx_linear", mode=mode),
+    "mxnorm": lambda model, mode: mxtrain.convert(model, "mxnorm", mode=mode),
+    "mxnorm_p1": lambda model, mode: mxtrain.convert(model, "mxnorm", p=1, mode=mode),
+    "mxnorm_exact": lambda model, mode: mxtrain.convert(model, "mxnorm", estimator="exact", mode=mode),
+    **{
+        f"{converter}_nvfp4{suffix}": partial(nvfp4, converter, share)
+        for converter in ("mx_linear", "mxnorm")
+        for suffix, share in (("", None), ("_all", 0.0))
+    },
+    "mxnorm_mixed": lambda model, mode: mxtrain.convert(model, "mxnorm", recipe=MIXED, mode=mode),
+    "fused_rmsnorm": lambda model, mode: mxtrain.convert(model, "fused_rmsnorm", when_compiled="kernel"),
+    "torchao": lambda model, mode: convert_torchao(model),
+}
+DEFAULT_VARIANTS = ["bf16", "mx_linear", "mxnorm", "mxnorm_exact", "torchao"]
+
+
+# One training run
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every variant is trained with."""
+
+    device: torch.device
+    mode: str
+    autocast: bool
+    compile: bool
+    warmup: int
+    steps: int
+    profile: bool
+
+
+class Trainer:
+    """One model with its optimizer; ``step`` trains on one random batch and returns the loss, without waiting."""
+
+    def __init__(self, model: Model, variant: str, settings: Settings):
+        self.settings, self.shape = settings, (model.batch, model.seq_len + 1)
+        job = JobConfig()
+        job.compile.enable = settings.compile
+        self.model = build_model(model, variant, settings)
+        if settings.compile:
+            apply_compile(self.model, job.compile)
+        self.loss = build_cross_entropy_loss(job)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        self.tokens = torch.Generator(settings.device).manual_seed(SEED)
+        self.steps = 0
+
+    def step(self) -> torch.Tensor:
+        device = self.settings.device
+        self.steps += 1
+        mxtrain.set_rounding_step(self.steps)  # as ``mxtrain train`` does for every recipe
+        batch = torch.randint(self.model.vocab_size, self.shape, generator=self.tokens, device=device)
+        inputs, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.settings.autocast):
+            logits = self.model(inputs)
+            loss = self.loss(logits, labels) / labels.numel()
+        del logits  # as TorchTitan does, so that the backward pass need not hold them twice
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def build_model(model: Model, variant: str, settings: Settings) -> Transformer:
+    """The converted model with weights: made on the meta device, as TorchTitan does, and the same for every variant."""
+    args = TransformerModelArgs(**{**vars(model.args), "max_seq_len": model.seq_len})
+    with torch.device("meta"):
+        transformer = Transformer(args)
+    VARIANTS[variant](transformer, settings.mode)
+    transformer.to_empty(device=settings.device)
+    torch.manual_seed(SEED)
+    with torch.no_grad():
+        transformer.init_weights()
+    return transformer.train()
+
+
+def measure(model: Model, variant: str, settings: Settings) -> dict:
+    """Train the variant and return what was measured; see ``COLUMNS`` for the names."""
+    trainer = Trainer(model, variant, settings)
+    watch = Stopwatch(settings.device)
+    watch.mark()
+    loss = trainer.step()
+    watch.mark()
+    (first,) = watch.seconds()
+
+    # What compilation held, to try kernels out for instance, is not what training needs.
+    empty_cache(settings.device)
+    for _ in range(settings.warmup):
+        loss = trainer.step()
+    gc.collect()
+    reset_peak_memory(settings.device)
+    watch = Stopwatch(settings.device)
+    watch.mark()
+    for _ in range(settings.steps):
+        loss = trainer.step()
+        watch.mark()
+    seconds = watch.seconds()
+
+    result = {
+        "ms": 1e3 * statistics.median(seconds),
+        "tokens/s": model.batch * model.seq_len / statistics.median(seconds),
+        "first_step_s": first,
+        **peak_memory(settings.device),
+        "loss": loss.item(),
+        "step_ms": [1e3 * s for s in seconds],
+    }
+    if not math.isfinite(result["loss"]):
+        result["error"] = "loss is not finite"
+    if settings.profile:
+        result["profile"] = profile(trainer)
+    return result
+
+
+def profile(trainer: Trainer) -> dict:
+    """Device time of a training step by kernel and by class."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED_STEPS):
+            trainer.step()
+        torch.cuda.synchronize()
+    return benchmarking.summarise_kernels(
+        benchmarking.device_kernels(profiler), PROFILED_STEPS, benchmarking.triton_kernel_names(["mxtrain"])
+    )
+
+
+class Stopwatch:
+    """Seconds between marks: on a GPU between CUDA events, so that no step has to be waited for; else host time."""
+
+    def __init__(self, device: torch.device):
+        self.on_gpu, self.marks = device.type == "cuda", []
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def mark(self) -> None:
+        if self.on_gpu:
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+        else:
+            self.marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        pairs = list(zip(self.marks, self.marks[1:]))
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            return [start.elapsed_time(end) / 1e3 for start, end in pairs]
+        return [end - start for start, end in pairs]
+
+
+def empty_cache(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_memory(device: torch.device) -> dict:
+    """Peak of what the allocator held, and of what tensors took of it, in GiB; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "GiB": torch.cuda.max_memory_reserved() / benchmarking.GIB,
+        "allocated GiB": torch.cuda.max_memory_allocated() / benchmarking.GIB,
+    }
+
+
+# All of them
+
+
+def isolated(model: Model, variant: str, settings: Settings) -> dict:
+    """``measure`` as if in a process of its own: nothing compiled yet, nothing in memory; an error becomes a result."""
+    torch._dynamo.reset()
+    empty_cache(settings.device)
+    benchmarking.forget_triton_kernels(KERNEL_PACKAGES)
+    gc.disable()  # as TorchTitan does while it trains
+    with fresh_cache():
+        try:
+            return measure(model, variant, settings)
+        except Exception as error:
+            traceback.print_exc()
+            # A traceback holds every tensor of the frames it lists.
+            traceback.clear_frames(error.__traceback__)
+            lines = str(error).strip().splitlines()
+            return {"error": f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]}
+        finally:
+            gc.enable()
+            mxtrain.set_rounding_step(None)
+
+
+def median_result(runs: list[dict]) -> dict:
+    """Medians over the repetitions of a variant; an error in any of them is the result's error."""
+    result = {}
+    for name in ("tokens/s", "ms", "first_step_s", "GiB", "allocated GiB", "loss"):
+        values = [run[name] for run in runs if name in run]
+        if values:
+            result[name] = statistics.median(values)
+    errors = [run["error"] for run in runs if "error" in run]
+    if errors:
+        result["error"] = errors[0]
+    return result
+
+
+def compare(runs: dict[tuple[str, str], list[dict]]) -> list[dict]:
+    """A row per model and variant, with its ratios to bf16 and to torchao on the same model in the same run."""
+    medians = {key: median_result(results) for key, results in runs.items()}
+    rows = []
+    for (model, variant), result in medians.items():
+        row = {"model": model, "variant": variant, **result}
+        for ratio, (name, base) in RATIOS.items():
+            other = medians.get((model, base), {})
+            if name in result and name in other:
+                row[ratio] = result[name] / other[name]
+        rows.append(row)
+    return rows
+
+
+# What is divided by what the named variant has of it.
+RATIOS = {
+    "x bf16": ("tokens/s", "bf16"),
+    "x torchao": ("tokens/s", "torchao"),
+    "x first": ("first_step_s", "bf16"),
+    "x GiB": ("GiB", "bf16"),
+}
+COLUMNS = {
+    "model": "<",
+    "variant": "<",
+    "tokens/s": ",.0f",
+    "x bf16": ".3f",
+    "x torchao": ".3f",
+    "ms": ".2f",
+    "first_step_s": ".1f",
+    "x first": ".2f",
+    "GiB": ".2f",
+    "x GiB": ".2f",
+    "loss": ".4f",
+    "error": "<",
+}
+
+
+def report(runs: dict[tuple[str, str], list[dict]], facts: dict, args: argparse.Namespace) -> None:
+    """Write what there is to the files asked for. Called after every run, so that a run cut short leaves its part."""
+    rows = compare(runs)
+    if args.json:
+        details = [{"model": m, "variant": v, "runs": results} for (m, v), results in runs.items()]
+        benchmarking.write_json(args.json, {**facts, "results": rows, "runs": details})
+    if args.plot:
+        models = dict.fromkeys(row["model"] for row in rows)
+        panels = {
+            title: {m: {row["variant"]: row.get(ratio) for row in rows if row["model"] == m} for m in models}
+            for title, ratio in (("tokens/s", "x bf16"), ("first step", "x first"), ("peak memory", "x GiB"))
+        }
+        benchmarking.bar_plot(args.plot, panels, "relative to bf16")
+
+
+def in_one_line(model: str, variant: str, result: dict) -> str:
+    """How one run went, said as soon as it ends."""
+    if "tokens/s" not in result:
+        return f"{model} {variant}: {result['error']}"
+    return f"{model} {variant}: {result['tokens/s']:,.0f} tokens/s, first step {result['first_step_s']:.1f} s"
+
+
+def print_profile(name: str, summary: dict) -> None:
+    print(f"\n{name}: {summary['ms']:.3f} ms of device time a step")
+    print(benchmarking.table(summary["classes"], benchmarking.CLASS_COLUMNS))
+    print(benchmarking.table(summary["kernels"], benchmarking.KERNEL_COLUMNS), flush=True)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["88m", "1.5b", "8b4"])
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=DEFAULT_VARIANTS)
+    parser.add_argument("--mode", default="auto", help="execution mode of mxtrain's variants")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default=default_device_type())
+    parser.add_argument("--warmup", type=int, default=10, help="steps after the first that are not timed")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps")
+    parser.add_argument("--repeat", type=int, default=1, help="run the list of variants so often, and take medians")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU only")
+    parser.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=True, help="to bf16")
+    parser.add_argument("--profile", action="store_true", help=f"profile {PROFILED_STEPS} steps more (GPU only)")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--plot", metavar="FILE", help="PNG")
+    args = parser.parse_args(argv)
+    if args.compile is None:
+        args.compile = args.device == "cuda"
+    if args.profile and args.device != "cuda":
+        parser.error("--profile needs a GPU")
+    if args.steps < 1 or args.repeat < 1 or args.warmup < 0:
+        parser.error("--steps and --repeat are at least 1, --warmup at least 0")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    settings = Settings(
+        torch.device(args.device),
+        resolve_mode(args.mode, args.device),
+        args.autocast,
+        args.compile,
+        args.warmup,
+        args.steps,
+        args.profile,
+    )
+    facts = {**benchmarking.machine(args.device), "settings": {**vars(args), "mode": settings.mode}}
+    print(f"{benchmarking.describe(facts)}; mode {settings.mode}, {'compiled' if settings.compile else 'eager'}")
+    if "torchao" in args.variants:
+        print("torchao: its MXFP8 linear for training, emulated, RCEIL scales, every linear but output; RMSNorm kept")
+
+    if settings.compile:
+        for variant in ["bf16", *(name for name in args.variants if name != "bf16")][:2]:
+            isolated(MODELS["tiny"], variant, replace(settings, warmup=0, steps=1, profile=False))
+
+    runs: dict[tuple[str, str], list[dict]] = {}
+    for model in args.models:
+        for _ in range(args.repeat):
+            for variant in args.variants:
+                result = isolated(MODELS[model], variant, settings)
+                runs.setdefault((model, variant), []).append(result)
+                print(in_one_line(model, variant, result), flush=True)
+                if "profile" in result:
+                    print_profile(f"{model} {variant}", result["profile"])
+                report(runs, facts, args)
+
+    rows = compare(runs)
+    print("\n" + benchmarking.table(rows, COLUMNS))
+    return 1 if any("error" in row for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

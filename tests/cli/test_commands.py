@@ -1,0 +1,173 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mxtrain import cli
+
+
+def mxtrain(*arguments, cwd, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "mxtrain.cli", *arguments],
+        capture_output=True, text=True, cwd=cwd, env={**os.environ, **environment}, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    rows = [{"step": s, "loss": 9.0 - s, "tokens_per_second": 100.0, "memory_gib": 1.5} for s in range(1, 5)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_help_names_every_command_and_each_has_help_with_an_example(capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["--help"])
+    assert exit.value.code == 0
+    commands = ("train", "prepare", "plot", "doctor")
+    text = capsys.readouterr().out
+    assert all(f"\n    {command} " in text for command in commands)
+    for command in commands:
+        with pytest.raises(SystemExit) as exit:
+            cli.main([command, "--help"])
+        assert exit.value.code == 0
+        text = capsys.readouterr().out
+        assert f"usage: mxtrain {command}" in text
+        assert f"\n  mxtrain {command}" in text, command
+
+
+@pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["plot"]])
+def test_a_wrong_command_line_exits_with_2_and_usage(arguments, capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(arguments)
+    assert exit.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: mxtrain")
+
+
+@pytest.mark.parametrize("command", ["train", "prepare"])
+def test_a_missing_config_is_one_clean_line(command, tmp_path):
+    result = mxtrain(command, "nowhere.toml", "--training.steps", "3", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == "mxtrain: error: config 'nowhere.toml' does not exist\n"
+    assert result.stdout == "" and list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_config_and_a_wrong_ngpu_are_one_clean_line(tmp_path):
+    (tmp_path / "broken.toml").write_text("steps = \n")
+    result = mxtrain("train", "broken.toml", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith("mxtrain: error: config 'broken.toml' is not valid TOML: Invalid value (at line 1")
+    assert result.stderr.count("\n") == 1
+    (tmp_path / "good.toml").write_text("")
+    result = mxtrain("train", "good.toml", cwd=tmp_path, NGPU="some")
+    assert result.returncode == 2
+    assert result.stderr == "mxtrain: error: NGPU = 'some' is not a number of processes: 1, 2, ...\n"
+
+
+def test_flags_after_the_config_are_titans_even_those_that_argparse_knows(monkeypatch):
+    seen = []
+    monkeypatch.setattr("mxtrain.cli.launch.train", lambda config, flags: seen.append((config, flags)) or 7)
+    assert cli.main(["train", "a.toml", "--training.steps", "3", "-x", "--", "-o"]) == 7
+    assert seen == [("a.toml", ["--training.steps", "3", "-x", "--", "-o"])]
+
+
+def test_help_after_a_config_is_titans_with_our_sections(tmp_path):
+    (tmp_path / "base.toml").write_text("[training]\nsteps = 12345\n")
+    (tmp_path / "a.toml").write_text('extends = "base.toml"\n')
+    result = mxtrain("train", "a.toml", "--help", cwd=tmp_path, COLUMNS="120")
+    assert result.returncode == 0, result.stderr
+    sections = (
+        "--mxnorm.p",
+        "--fused-rmsnorm.when-compiled",
+        "--decompose-k-router.filter-fqns",
+        "--data.vocab",
+        "--training.local-batch-size",
+    )
+    for text in (*sections, "12345", "Exponent of the p-mean"):
+        assert text in result.stdout, text
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_prepare_prints_the_report(tmp_path):
+    (tmp_path / "text.txt").write_text("\n\n".join(f"paragraph {i} of a small text" for i in range(400)))
+    (tmp_path / "a.toml").write_text(
+        '[training]\ndataset = "files"\ndataset_path = "text.txt"\n[data]\nvocab_size = 300\ncache_dir = "cache"\n'
+    )
+    result = mxtrain("prepare", "a.toml", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "tokens" in result.stdout and "train" in result.stdout
+    assert (tmp_path / "cache").is_dir()
+    result = mxtrain("prepare", "a.toml", "--training.dataset_path", "gone.txt", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("mxtrain: error: training.dataset_path")
+    assert "Traceback" not in result.stderr
+
+
+def test_plot_draws_into_the_runs_folder_and_prints_a_table(run_folder, capsys):
+    assert cli.main(["plot", str(run_folder)]) == 0
+    out = capsys.readouterr().out
+    assert "5.0000" in out and str(run_folder / "loss.png") in out
+    assert (run_folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_of_several_runs_goes_where_told(run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plot", str(run_folder), str(run_folder), "-o", "both.png"]) == 0
+    assert (tmp_path / "both.png").exists() and not (tmp_path / "loss.png").exists()
+    assert cli.main(["plot", str(run_folder), str(run_folder)]) == 0
+    assert (tmp_path / "loss.png").exists() and not (run_folder / "loss.png").exists()
+
+
+def test_plot_of_no_run_is_a_clean_error(tmp_path, capsys):
+    assert cli.main(["plot", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("mxtrain: error: ")
+
+
+def test_doctor_explains_the_norm_of_a_shape(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr("mxtrain.cli.doctor.explain_norm", lambda *args: seen.append(args) or "because")
+    assert cli.main(["doctor", "--explain-norm", "32768", "4096"]) == 0
+    assert cli.main(["doctor", "--explain-norm", "8", "64", "--dtype", "float32", "--tune"]) == 0
+    assert seen == [(32768, 4096, "bfloat16", False), (8, 64, "float32", True)]
+    assert capsys.readouterr().out == "because\nbecause\n"
+
+
+def test_doctor_explains_the_router_of_a_shape(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr("mxtrain.cli.doctor.explain_router", lambda *args: seen.append(args) or "because")
+    assert cli.main(["doctor", "--explain-router", "8192", "256", "7168"]) == 0
+    assert cli.main(["doctor", "--explain-router", "8", "4", "64", "--dtype", "float32", "--tune"]) == 0
+    assert seen == [(8192, 256, 7168, "bfloat16", False), (8, 4, 64, "float32", True)]
+    assert capsys.readouterr().out == "because\nbecause\n"
+
+
+SHAPES = "--explain-norm M N or --explain-router TOKENS EXPERTS HIDDEN"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tune"], f"--dtype and --tune go with {SHAPES}"),
+        (["--dtype", "float32"], f"--dtype and --tune go with {SHAPES}"),
+        (
+            ["--explain-norm", "8", "64", "--explain-router", "8", "4", "64"],
+            "--explain-norm and --explain-router: ask for one at a time",
+        ),
+    ],
+)
+def test_doctor_flags_that_do_not_go_together(flags, message, capsys):
+    assert cli.main(["doctor", *flags]) == 2
+    assert capsys.readouterr().err == f"mxtrain: error: {message}\n"
+
+
+def test_an_interrupt_is_told_in_one_line(monkeypatch, capsys):
+    def interrupted(config, flags):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mxtrain.cli.launch.train", interrupted)
+    assert cli.main(["train", "a.toml"]) == 130
+    assert capsys.readouterr().err == "mxtrain: stopped by SIGINT\n"

@@ -1,0 +1,215 @@
+import platform
+from importlib.metadata import version
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mxtrain import ConfigError, cli
+from mxtrain.cli import doctor
+from mxtrain.kernels import tuning
+from mxtrain.kernels.norm import rms_norm_plan, rms_norm_tuning
+from mxtrain.kernels.router import decompose_k_plan
+from mxtrain.ops.hardware import MODES
+from mxtrain.recipes.recipe import RECIPES
+
+
+def test_doctor_prints_versions_devices_and_a_mode_for_every_recipe(capsys):
+    assert cli.main(["doctor"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    facts = {words[0]: words[1:] for words in lines}
+    assert facts["python"] == [platform.python_version()]
+    assert facts["torch"] == [version("torch")]
+    assert "cpu" in facts and "cores," in facts["cpu"]
+    assert all(mode in facts for mode in MODES)
+    assert all(facts[recipe][0] in MODES for recipe in RECIPES)
+
+
+@pytest.mark.parametrize("capability, mode", [((9, 0), "emulated"), ((10, 0), "native")])
+def test_on_a_gpu_its_capability_decides_the_mode(monkeypatch, capability, mode):
+    gpu = SimpleNamespace(name="NVIDIA H200", major=capability[0], minor=capability[1], total_memory=141 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu.name)
+    major, minor = capability
+    assert doctor.devices()[1:] == [
+        (f"cuda:{index}", f"NVIDIA H200, compute capability {major}.{minor}, 141 GiB") for index in range(2)
+    ]
+    assert {name: text.split(" on cuda: ")[0] for name, text in doctor.recipes()} == dict.fromkeys(RECIPES, mode)
+
+
+def test_a_gpu_that_pytorch_cannot_use_is_listed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(doctor, "nvidia_gpus", lambda: ["NVIDIA H200"])
+    ((device, text),) = doctor.devices()[1:]
+    assert device == "unused" and text.startswith("NVIDIA H200: PyTorch ") and "sees no GPU" in text
+
+
+def test_a_missing_package_is_told():
+    assert doctor._version("no-such-package-here") == "not installed"
+
+
+@pytest.mark.parametrize("pre_round, exact, advice", [(27.0, 27.1, "take 'exact'"), (20.0, 25.0, "saves 20%")])
+def test_advice_follows_the_measurement(pre_round, exact, advice):
+    assert advice in doctor.advise(pre_round, exact)
+
+
+def test_estimators_are_timed_on_a_gpu_only():
+    rows = dict(doctor.estimators())
+    if torch.cuda.is_available():
+        assert float(rows["pre_round"].split()[0]) > 0 and float(rows["exact"].split()[0]) > 0 and rows["advice"]
+    else:
+        assert rows == {"not measured": "needs a CUDA device and Triton"}
+
+
+@pytest.fixture
+def no_tuned_plans(tmp_path, monkeypatch):
+    """An empty cache, for the test alone."""
+    monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path))
+    tuning.tuned_plans.cache_clear()
+    yield
+    tuning.tuned_plans.cache_clear()
+
+
+@pytest.mark.usefixtures("no_tuned_plans")
+@pytest.mark.parametrize(("shape", "variant"), [((32768, 768), "persistent"), ((512, 65536), "looped")])
+def test_the_norm_of_a_shape_is_explained(shape, variant, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    title, _, *lines = doctor.explain_norm(*shape).splitlines()
+    assert title == f"RMSNorm of {shape[0]} x {shape[1]}, bfloat16, on 132 SMs (no GPU here)"
+    backward = lines.index("backward")
+    device = torch.device("cpu")
+    for part, choice in [
+        (lines[1 : backward - 1], rms_norm_plan.choose_forward(*shape, torch.bfloat16, device)),
+        (lines[backward + 1 :], rms_norm_plan.choose_backward(*shape, torch.bfloat16, True, device)),
+    ]:
+        texts = [line.strip().split("  ", 1) for line in part]
+        facts = {name: text.strip() for name, text in texts}
+        assert facts.pop("variant").startswith(f"{variant}: ")
+        assert facts == {
+            "rows of a tile": str(choice.plan.rows),
+            "columns at once": str(choice.plan.columns),
+            "warps": str(choice.plan.warps),
+            "stages": str(choice.plan.stages),
+            "programs": str(choice.plan.programs),
+            "source": "heuristic",
+            "why": choice.reason,
+        }
+
+
+@pytest.mark.usefixtures("no_tuned_plans")
+def test_tuning_comes_before_the_explanation(monkeypatch):
+    """With a stand-in for the timing: one of the plan's neighbours is said to be the fastest."""
+    shape, found = (64, 256), []
+
+    def tuned(rows, columns, dtype, has_weight=None):
+        choose = rms_norm_plan.choose_forward if has_weight is None else rms_norm_plan.choose_backward
+        op = "rms_norm" if has_weight is None else "rms_norm_backward"
+        arguments = (rows, columns, dtype) + (() if has_weight is None else (has_weight,))
+        plan = choose(*arguments, torch.device("cpu")).plan._replace(warps=16)
+        key = rms_norm_plan.key(op, rows, columns, dtype, True)
+        tuning.save(rms_norm_plan.TUNED, "cpu", key, tuning.Entry(plan._asdict(), 3.0, 7))
+        found.append(op)
+
+    monkeypatch.setattr(rms_norm_tuning, "tune_forward", tuned)
+    monkeypatch.setattr(rms_norm_tuning, "tune_backward", tuned)
+    monkeypatch.setattr(doctor, "default_device_type", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    lines = [line.split() for line in doctor.explain_norm(*shape, "float16", tune=True).splitlines()]
+    assert found == ["rms_norm", "rms_norm_backward"]
+    assert lines.count(["source", "tuned"]) == 2 and lines.count(["warps", "16"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 64), "--explain-norm 0 64: expected at least 1 row, of 1 to 65536 columns"),
+        ((4, 65537), "--explain-norm 4 65537: expected"),
+        ((4, 0), "--explain-norm 4 0: expected"),
+        ((4, 64, "float64"), "--dtype = 'float64' is not one of: 'bfloat16', 'float16', 'float32'"),
+        ((4, 64, "bfloat16", True), "--tune times kernels on a GPU, and PyTorch sees none here"),
+    ],
+)
+def test_a_norm_that_cannot_be_explained(arguments, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        doctor.explain_norm(*arguments)
+
+
+PLANS = [
+    (decompose_k_plan.Plan("mm"), {"route": "mm: one torch.mm"}),
+    (decompose_k_plan.Plan("bmm", 8), {"route": "bmm: torch.bmm of 8 parts of K, and their sum"}),
+    (
+        decompose_k_plan.Plan("triton", 8, 16, 32, 64, 2, 3),
+        {
+            "route": "triton: two launches",
+            "splits": "8",
+            "tile": "16 x 32, 64 of K at once",
+            "warps": "2",
+            "stages": "3",
+        },
+    ),
+    (decompose_k_plan.Plan("triton", 1, 16, 32, 64, 2, 3), {"route": "triton: one launch"}),
+]
+
+
+@pytest.mark.parametrize(("plan", "told"), PLANS)
+def test_the_route_of_a_router_is_explained(plan, told, monkeypatch):
+    asked = []
+
+    def choose(*arguments):
+        asked.append(arguments)
+        return decompose_k_plan.Choice(plan, "heuristic", "because")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(decompose_k_plan, "choose", choose)
+    title, _, *lines = doctor.explain_router(64, 16, 2048, "float16").splitlines()
+    assert title == "router of 64 tokens of 2048 to 16 experts, float16, on 132 SMs (no GPU here)"
+    device = torch.device("cpu")
+    assert asked == [(64, 16, 2048, torch.float16, device, True), (16, 2048, 64, torch.float16, device, False)]
+    gradient = lines.index("gradient of the weight, [16, 64] x [64, 2048]")
+    assert lines[0] == "forward, [64, 2048] x [2048, 16]"
+    for part in (lines[1 : gradient - 1], lines[gradient + 1 :]):
+        facts = {name: text.strip() for name, text in (line.strip().split("  ", 1) for line in part)}
+        assert facts.items() >= (told | {"source": "heuristic", "why": "because"}).items()
+
+
+def test_a_router_is_tuned_by_what_will_run(monkeypatch):
+    """With a stand-in for the timing, which runs the product once as it would be timed."""
+    ran = []
+
+    def tune(rows, columns, depth, dtype, run, along_k):
+        a, b = torch.ones(rows, depth, dtype=dtype), torch.ones(columns, depth, dtype=dtype).t()
+        c = run(a, b, decompose_k_plan.Plan("mm"))
+        assert (c == depth).all()
+        ran.append((rows, columns, depth, dtype, c.dtype, along_k))
+
+    monkeypatch.setattr(decompose_k_plan, "tune", tune)
+    monkeypatch.setattr(doctor, "default_device_type", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    doctor.explain_router(4, 3, 64, "bfloat16", tune=True)
+    bf16 = torch.bfloat16
+    assert ran == [(4, 3, 64, bf16, torch.float32, True), (3, 64, 4, bf16, bf16, False)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 16, 64), "--explain-router 0 16 64: expected sizes of at least 1"),
+        ((4, 16, -1), "--explain-router 4 16 -1: expected sizes"),
+        ((4, 16, 64, "float64"), "--dtype = 'float64' is not one of: 'bfloat16', 'float16', 'float32'"),
+        ((4, 16, 64, "bfloat16", True), "--tune times kernels on a GPU, and PyTorch sees none here"),
+    ],
+)
+def test_a_router_that_cannot_be_explained(arguments, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        doctor.explain_router(*arguments)
+
+
+def test_without_triton_there_is_nothing_to_explain(monkeypatch):
+    monkeypatch.setattr(doctor, "HAS_TRITON", False)
+    with pytest.raises(ConfigError, match="^--explain-router is about Triton kernels, and Triton is not installed"):
+        doctor.explain_router(4, 16, 64)

@@ -1,0 +1,312 @@
+"""The launcher with stand-ins for the worker module, on real torchrun processes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from mxtrain.cli import launch
+from mxtrain.errors import ConfigError
+
+FAKE_WORKER = """
+import json, os, pathlib, signal, sys, time
+
+arguments = sys.argv[1:]
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+folder = pathlib.Path(arguments[arguments.index("--job.dump_folder") + 1])
+kind, _, culprit = arguments[arguments.index("--fake") + 1].partition("@")
+mine = rank == int(culprit or 0)
+print(f"worker {rank} speaks", flush=True)
+if kind == "late_mistake":
+    (folder / "metrics.jsonl").write_text("{}")
+    sys.exit(2)
+elif kind == "work":
+    facts = {"arguments": arguments, "world_size": world_size, "threads": os.environ.get("OMP_NUM_THREADS")}
+    (folder / f"rank{rank}.json").write_text(json.dumps(facts))
+    if rank == 0:
+        rows = [{"step": s, "loss": 9.0 - s, "tokens_per_second": 10.0, "memory_gib": 1.0} for s in (1, 2, 3)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+elif kind == "mistake" and mine:
+    print("mxtrain: error: training.dataset = 'x' is wrong", file=sys.stderr)
+    sys.exit(2)
+elif kind == "crash" and mine:
+    raise RuntimeError("the worker broke")
+elif kind == "kill" and mine:
+    os.kill(os.getpid(), signal.SIGKILL)
+else:
+    time.sleep(60)
+"""
+
+
+def _first_on_path(folder) -> str:
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+
+
+@pytest.fixture
+def launched(tmp_path, monkeypatch, capfd):
+    """Run ``launch.train`` on the fake worker in an empty folder; returns (status, stdout, stderr)."""
+    (tmp_path / "fake_worker.py").write_text(FAKE_WORKER)
+    (tmp_path / "tiny.toml").write_text("[training]\nsteps = 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", _first_on_path(tmp_path))
+    monkeypatch.setattr(launch, "WORKER", "fake_worker")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a GPU that PyTorch does not see would be warned of
+    for name in ("NGPU", "OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "")  # so that what the launcher sets is undone after the test
+        monkeypatch.delenv(name)
+
+    def launched(*flags, processes=None):
+        if processes:
+            monkeypatch.setenv("NGPU", str(processes))
+        status = launch.train("tiny.toml", list(flags))
+        return status, *capfd.readouterr()
+
+    return launched
+
+
+def test_a_run_gets_a_folder_its_flags_and_a_summary(launched, tmp_path):
+    status, out, err = launched("--fake", "work", "--training.steps=3")
+    assert status == 0
+    (folder,) = (tmp_path / "outputs").iterdir()
+    assert re.fullmatch(r"tiny-\d{8}-\d{6}", folder.name)
+    facts = json.loads((folder / "rank0.json").read_text())
+    assert facts["world_size"] == 1 and facts["threads"] is None
+    relative = str(folder.relative_to(tmp_path))
+    assert facts["arguments"] == (
+        ["--job.config_file", "tiny.toml", "--fake", "work", "--training.steps=3", "--job.dump_folder", relative]
+    )
+    assert out.startswith(f"mxtrain: 1 CPU process, run folder {relative}\nworker 0 speaks\n")
+    assert "8.0000 -> 6.0000" in out and f"{relative}/loss.png" in out
+    assert err == ""
+    assert sorted(p.name for p in folder.iterdir()) == ["loss.png", "metrics.jsonl", "rank0.json"]
+
+
+def test_ngpu_starts_that_many_processes_and_only_the_first_writes_to_the_terminal(launched, tmp_path):
+    status, out, _ = launched("--fake", "work", "--job.dump_folder", "mine", processes=2)
+    assert status == 0
+    facts = [json.loads((tmp_path / "mine" / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert [f["world_size"] for f in facts] == [2, 2]
+    assert facts[0]["arguments"] == ["--job.config_file", "tiny.toml", "--fake", "work", "--job.dump_folder", "mine"]
+    assert int(facts[0]["threads"]) == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert "worker 0 speaks" in out and "worker 1 speaks" not in out
+    (log,) = (tmp_path / "mine" / "worker_logs").glob("*/attempt_0/1/stdout.log")
+    assert log.read_text() == "worker 1 speaks\n"
+
+
+@pytest.mark.parametrize("culprit, processes", [(0, 1), (1, 2)])
+def test_after_a_mistake_in_the_settings_there_is_one_line_and_no_folder(launched, tmp_path, culprit, processes):
+    status, _, err = launched("--fake", f"mistake@{culprit}", processes=processes)
+    assert status == 2
+    assert err == "mxtrain: error: training.dataset = 'x' is wrong\n"
+    assert list((tmp_path / "outputs").iterdir()) == []
+
+
+def test_a_mistake_does_not_remove_a_folder_that_was_there_or_that_holds_results(launched, tmp_path):
+    (tmp_path / "mine").mkdir()
+    assert launched("--fake", "mistake", "--job.dump_folder", "mine")[0] == 2
+    assert (tmp_path / "mine").is_dir()
+    assert launched("--fake", "late_mistake", "--job.dump_folder", "new")[0] == 2
+    assert (tmp_path / "new" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("culprit, processes, who", [(0, 1, "the worker"), (1, 2, "worker 1 of 2")])
+def test_a_crash_keeps_its_traceback_and_adds_one_line(launched, culprit, processes, who):
+    status, _, err = launched("--fake", f"crash@{culprit}", processes=processes)
+    assert status == 1
+    first, *_, raised, last = err.strip().splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert raised == "RuntimeError: the worker broke"
+    assert last == f"mxtrain: training failed: {who} ended with exit status 1"
+
+
+def test_a_killed_worker_is_named_with_its_signal(launched):
+    status, _, err = launched("--fake", "kill@1", processes=2)
+    assert status == 1
+    assert err.strip() == "mxtrain: training failed: worker 1 of 2 ended with SIGKILL, often for want of memory"
+
+
+def test_the_engines_log_and_signal_handlers_are_as_before_after_a_run(launched):
+    earlier = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        launched("--fake", "work")
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, earlier)
+    assert launch.logging.root.manager.disable == launch.logging.NOTSET
+
+
+def test_an_interrupted_run_is_stopped_and_summed_up(tmp_path):
+    slow = FAKE_WORKER.replace('elif kind == "mistake"', '    time.sleep(60)\nelif kind == "mistake"')
+    (tmp_path / "fake_worker.py").write_text("import signal\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\n" + slow)
+    (tmp_path / "tiny.toml").write_text("")
+    code = "from mxtrain import launch; launch.WORKER = 'fake_worker'; raise SystemExit(launch.train('tiny.toml', " + (
+        "['--fake', 'work', '--job.dump_folder', 'mine']))"
+    )
+    environment = {**os.environ, "PYTHONPATH": _first_on_path(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "mine" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert err == "mxtrain: stopped by SIGINT\n"
+    assert "8.0000 -> 6.0000" in out
+
+
+def test_a_run_that_logged_nothing_ends_with_a_line_that_says_so(tmp_path, capsys):
+    launch.print_summary(tmp_path)
+    assert capsys.readouterr().out.startswith("mxtrain: no summary: ")
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", " "])
+def test_ngpu_must_be_a_positive_integer(value):
+    with pytest.raises(ConfigError, match=f"NGPU = '{value}' is not a number of processes"):
+        launch.requested_processes({"NGPU": value})
+
+
+def test_ngpu_unset_empty_or_a_number():
+    assert [launch.requested_processes(e) for e in ({}, {"NGPU": ""}, {"NGPU": "12"})] == [None, None, 12]
+
+
+@pytest.mark.parametrize("requested, devices, expected", [(None, 0, 1), (None, 8, 8), (3, 0, 3), (3, 8, 3), (8, 8, 8)])
+def test_one_process_per_accelerator_unless_told(requested, devices, expected):
+    assert launch.process_count(requested, devices) == expected
+
+
+def test_more_processes_than_accelerators_are_refused():
+    with pytest.raises(ConfigError, match="NGPU = 9 is more than the 8 accelerators"):
+        launch.process_count(9, 8)
+
+
+def test_users_thread_settings_stand():
+    environment = {"OMP_NUM_THREADS": "7", "GOMP_SPINCOUNT": "9"}
+    launch.set_worker_defaults(environment, processes=2, devices=0)
+    assert environment == {"OMP_NUM_THREADS": "7", "GOMP_SPINCOUNT": "9"}
+
+
+@pytest.mark.parametrize("name", launch.ALLOCATOR_VARIABLES)
+def test_users_allocator_settings_stand(name):
+    environment = {name: "max_split_size_mb:512"}
+    launch.set_worker_defaults(environment, processes=1, devices=1)
+    assert environment == {name: "max_split_size_mb:512"}
+
+
+@pytest.mark.parametrize(
+    "processes, devices, expected",
+    [
+        (1, 0, {"GOMP_SPINCOUNT": "1000"}),
+        (4, 0, {"GOMP_SPINCOUNT": "1000", "OMP_NUM_THREADS": "3"}),
+        (4, 4, {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        (100, 0, {"GOMP_SPINCOUNT": "1000", "OMP_NUM_THREADS": "1"}),
+        (1, 1, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+    ],
+)
+def test_worker_defaults(monkeypatch, processes, devices, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    environment = {}
+    launch.set_worker_defaults(environment, processes, devices)
+    assert environment == expected
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (["--job.dump_folder", "x"], "x"),
+        (["--a", "b", "--job.dump-folder=x=y"], "x=y"),
+        (["--job.dump_folder"], ""),
+        (["--job.dump_folders", "x"], None),
+        (["job.dump_folder", "x"], None),
+        ([], None),
+    ],
+)
+def test_flag_value(flags, expected):
+    assert launch.flag_value(flags, "job.dump_folder") == expected
+
+
+def test_a_folder_set_in_the_toml_is_used(launched, tmp_path):
+    (tmp_path / "tiny.toml").write_text('[job]\ndump_folder = "from_toml"\n')
+    assert launched("--fake", "work")[0] == 0
+    assert (tmp_path / "from_toml" / "rank0.json").exists() and not (tmp_path / "outputs").exists()
+
+
+def test_runs_started_in_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    class Noon(launch.datetime):
+        @classmethod
+        def now(cls):
+            return cls(2020, 1, 2, 12, 0, 0)
+
+    monkeypatch.setattr(launch, "datetime", Noon)
+    folders = [launch.make_run_folder("configs/a.toml", None) for _ in range(3)]
+    assert [f.as_posix() for f, _ in folders] == [f"outputs/a-20200102-120000{suffix}" for suffix in ("", "-2", "-3")]
+    assert all(is_new and folder.is_dir() for folder, is_new in folders)
+
+
+def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="job.dump_folder = '.*file' cannot be created"):
+        launch.make_run_folder("a.toml", str(tmp_path / "file"))
+
+
+def test_the_config_is_given_once(tmp_path):
+    (tmp_path / "a.toml").write_text("")
+    with pytest.raises(ConfigError, match="--job.config_file"):
+        launch.train(str(tmp_path / "a.toml"), ["--job.config_file", "b.toml"])
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Put a stand-in for nvidia-smi, which prints the given text, first on PATH."""
+
+    def nvidia_smi(text):
+        script = tmp_path / "nvidia-smi"
+        script.write_text(f"#!/bin/sh\n[ \"$1\" = -L ] && cat <<'END'\n{text}END\n")
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return nvidia_smi
+
+
+LISTING = """GPU 0: NVIDIA H200 (UUID: GPU-1)
+  MIG 1g.18gb     Device  0: (UUID: MIG-1)
+GPU 1: NVIDIA H200 (UUID: GPU-2)
+"""
+
+
+def test_gpus_are_read_from_nvidia_smi(nvidia_smi, monkeypatch):
+    nvidia_smi(LISTING)
+    assert launch.nvidia_gpus() == ["NVIDIA H200", "NVIDIA H200"]
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert launch.nvidia_gpus() == []
+
+
+def test_no_gpus_without_nvidia_smi_or_with_one_that_finds_none(nvidia_smi, monkeypatch, tmp_path):
+    nvidia_smi("No devices found.\n")
+    assert launch.nvidia_gpus() == []
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert launch.nvidia_gpus() == []
+
+
+def test_a_gpu_that_pytorch_cannot_use_is_told(nvidia_smi, monkeypatch, capsys):
+    nvidia_smi(LISTING)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert launch.accelerator_count() == 0
+    assert "2 NVIDIA GPU(s), but PyTorch" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert launch.accelerator_count() == 2
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,170 @@
+"""Conversion with a recipe for each GEMM, and with recipes by name."""
+
+import pytest
+import torch
+import torch.nn as nn
+from conversion_models import kinds, llama, loss, trained
+
+from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, convert
+from mxtrain.recipes.recipe import get_recipe
+
+FORWARD = "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8"
+NO_SHARE = {"high_precision_share": 0, "mode": "reference"}
+
+
+def recipes_of(model, *fqns):
+    return [model.get_submodule(fqn).recipe.name for fqn in fqns]
+
+
+def test_one_recipe_for_each_gemm_of_all_layers():
+    model, plain = llama(), llama()
+    report = convert(model, recipe=FORWARD, **NO_SHARE)
+    convert(plain, **NO_SHARE)
+    assert kinds(model) == kinds(plain) and report.recipes == {}
+    layers = [m for m in model.modules() if isinstance(m, (MXNorm, MXNormLinear, MXLinear))]
+    assert {layer.recipe for layer in layers} == {get_recipe(FORWARD, high_precision_share=0)}
+    loss(model).backward()
+
+
+def test_recipes_by_name():
+    """The last of several that name a linear holds; norms go with the linears that they feed."""
+    model = llama(layers=3)
+    recipes = {
+        "layers.*.feed_forward.w2": "mxfp8",
+        "layers.0": "bf16",
+        "attention": "fprop=nvfp4, dgrad=nvfp4, wgrad=bf16",
+    }
+    report = convert(model, recipe=FORWARD, recipes=recipes, **NO_SHARE)
+    assert [type(layer.ffn_norm) for layer in model.layers] == [nn.RMSNorm, MXNorm, MXNorm]
+    assert [type(layer.attention_norm) for layer in model.layers] == [MXNorm] * 3
+    assert {type(m) for m in model.layers[0].feed_forward.children()} == {nn.Linear}
+    reason = "left in high precision by recipes.'layers.0' = 'bf16'"
+    assert report.skipped["layers.0.feed_forward.w2"] == reason
+    assert report.skipped["layers.0.ffn_norm"] == f"feeds layers.0.feed_forward.w1, layers.0.feed_forward.w3, {reason}"
+    names = recipes_of(model, "layers.0.attention.wq", "layers.1.feed_forward.w1", "layers.1.feed_forward.w2")
+    assert names == [recipes["attention"], FORWARD, "mxfp8"]
+    assert report.recipes["layers.0.attention.wo"] == recipes["attention"]
+    assert "layers.1.feed_forward.w1" not in report.recipes and "layers.0.feed_forward.w1" not in report.recipes
+    assert "\n  layers.1.feed_forward.w2 (mxfp8)\n" in str(report)
+    assert f"attention.wq ({recipes['attention']}), " in str(report)
+    loss(model).backward()
+
+
+def test_mx_linear_by_name():
+    model = llama()
+    report = convert(
+        model, "mx_linear", recipes={"wq": "fprop=bf16, dgrad=mxfp8, wgrad=mxfp8", "w1": "bf16"}, **NO_SHARE
+    )
+    assert len(report.linears) == 12 and report.recipes.keys() == {f"layers.{i}.attention.wq" for i in range(2)}
+    assert type(model.layers[0].feed_forward.w1) is nn.Linear and type(model.layers[0].ffn_norm) is nn.RMSNorm
+    loss(model).backward()
+
+
+def test_only_what_is_named():
+    model = llama()
+    report = convert(model, recipe="bf16", recipes={"layers.1.feed_forward": "mxfp8"}, mode="reference")
+    assert report.norms == {"layers.1.ffn_norm": ["layers.1.feed_forward.w1", "layers.1.feed_forward.w3"]}
+    assert report.linears == ["layers.1.feed_forward.w2"]
+    assert report.skipped["layers.0.attention.wo"] == "left in high precision by recipe = 'bf16'"
+
+
+def test_linears_of_a_norm_with_different_recipes_of_fprop_keep_it():
+    model = llama()
+    report = convert(model, recipe="mxfp8", recipes={"layers.0.attention.wk": FORWARD}, **NO_SHARE)
+    assert type(model.layers[0].attention_norm) is nn.RMSNorm
+    assert report.skipped["layers.0.attention_norm"] == (
+        "feeds linears with different recipes of fprop (layers.0.attention.wq: mxfp8, layers.0.attention.wk: nvfp4, "
+        "layers.0.attention.wv: mxfp8)"
+    )
+    assert [type(m) for m in model.layers[0].attention.children()] == [MXLinear] * 4
+    assert recipes_of(model, "layers.0.attention.wq", "layers.0.attention.wk") == ["mxfp8", FORWARD]
+    loss(model).backward()
+
+
+def test_linears_of_a_norm_may_differ_backward_and_share_signs():
+    model = llama()
+    recipes = {"wk": "fprop=mxfp8, dgrad=bf16, wgrad=nvfp4", "wv": "fprop=mxfp8, dgrad=mxfp8, wgrad=bf16"}
+    convert(model, recipes=recipes, **NO_SHARE)
+    attention, norm = model.layers[1].attention, model.layers[1].attention_norm
+    assert type(norm) is MXNorm and norm.recipe.fprop == attention.wq.recipe
+    assert recipes_of(attention, "wq", "wk", "wv", "wo") == ["mxfp8", recipes["wk"], recipes["wv"], "mxfp8"]
+    assert norm(torch.randn(3, 64)).signs is not None
+    assert model.layers[1].ffn_norm(torch.randn(3, 64)).signs is None
+    loss(model).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_high_precision_forward_behind_mxnorm():
+    model, exact = llama(), llama()
+    convert(model, recipe="fprop=bf16, dgrad=mxfp8, wgrad=nvfp4", estimator="exact", **NO_SHARE)
+    assert type(model.layers[0].ffn_norm) is MXNorm
+    losses = [loss(model), loss(exact)]
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
+    for value in losses:
+        value.backward()
+    for (name, p), q in zip(model.named_parameters(), exact.parameters()):
+        error = (p.grad - q.grad).norm() / q.grad.norm()
+        assert error < 0.3 and (error > 1e-3) == name.startswith(("layers", "tok")), name
+
+
+def test_filters_and_the_share_come_first():
+    """The share is that of ``recipe``, whatever the recipes by name are."""
+    model = llama(layers=6)
+    report = convert(model, recipe="nvfp4", recipes={"layers": "mxfp8"}, filter_fqns=["layers.2", "output"])
+    assert {fqn.split(".")[1] for fqn in report.norms} == {"0", "1", "3", "4"}
+    assert report.skipped["layers.2.attention.wo"] == "named in filter_fqns"
+    assert "last 1 of 6 blocks" in report.skipped["layers.5.attention.wo"]
+    assert len(convert(llama(layers=6), recipe="mxfp8", recipes={"layers.1": "nvfp4"}).norms) == 12
+
+
+def test_switches_reach_the_layers_that_have_them():
+    model = llama()
+    recipes = {"feed_forward": "fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4"}
+    convert(model, recipes=recipes, scale_rounding="floor", hadamard=False, **NO_SHARE)
+    attention, feed_forward = model.layers[0].attention.wo.recipe, model.layers[0].feed_forward.w1.recipe
+    assert attention == feed_forward.dgrad and attention.scale_rounding == "floor"
+    assert not feed_forward.wgrad.hadamard and feed_forward.wgrad.stochastic_rounding
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"recipe": "fprop=mxfp8"}, "recipe = 'fprop=mxfp8' says nothing of dgrad and wgrad"),
+        ({"recipes": {"wo": "fprop=mxfp8"}}, "recipes.'wo' = 'fprop=mxfp8' says nothing of dgrad and wgrad"),
+        ({"recipes": ["wo"]}, r"recipes = \['wo'\] is not a table"),
+        ({"recipes": {"lm_head": "bf16"}}, "recipes: 'lm_head' matches no module; the top-level modules are: tok_emb"),
+        (
+            {"recipes": {"attention_norm": "nvfp4"}},
+            "recipes: 'attention_norm' names no linear layer; a norm has the rec",
+        ),
+        ({"recipes": {"layers": "bf16"}}, "nothing to convert in this Llama\n(.*\n)*  layers.0.attention_norm: feeds"),
+        ({"recipe": "bf16", "converter": "mx_linear"}, "nothing to convert in this Llama\n.* by recipe = 'bf16'"),
+        (
+            {"recipes": {"w1": "nvfp4", "w3": "nvfp4"}, "estimator": "post_round"},
+            "^layers.*w1: estimator = 'post_round' reads rounded block scales, and those of recipe = 'nvfp4'",
+        ),
+        ({"recipes": {"wo": "mxfp8"}, "hadamard": True}, "hadamard = True needs recipe 'nvfp4' for wgrad"),
+    ],
+)
+def test_mistakes_leave_the_model_unchanged(kwargs, message):
+    model = llama()
+    before = kinds(model)
+    with pytest.raises(ConfigError, match=message):
+        convert(model, **kwargs)
+    assert kinds(model) == before
+
+
+def test_features_that_no_block_divides_are_those_of_the_layers_recipe():
+    with pytest.raises(ConfigError, match="^output: out_features = 80 is not a multiple of the block size 32"):
+        convert(llama(vocab=80), recipes={"layers": "nvfp4"}, filter_fqns=[])
+    model = llama(vocab=80)
+    convert(model, recipes={"output": "nvfp4"}, filter_fqns=[], **NO_SHARE)
+    assert type(model.output) is MXNormLinear and model.norm.recipe.name == "nvfp4"
+
+
+@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
+def test_a_model_learns_in_mixed_formats(converter):
+    model = llama()
+    convert(model, converter, recipe=FORWARD, recipes={"wo": "fprop=bf16, dgrad=nvfp4, wgrad=nvfp4"}, **NO_SHARE)
+    losses = trained(model)
+    assert losses[-1] < losses[0] - 2

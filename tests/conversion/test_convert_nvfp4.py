@@ -1,0 +1,86 @@
+"""What conversion to NVFP4 adds: blocks left in high precision, switches, and numbers from seed and name."""
+
+import pytest
+import torch
+import torch.nn as nn
+from conversion_models import DIM, Attention, FeedForward, Layer, llama, trained
+
+from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, convert
+from mxtrain.recipes.recipe import get_recipe
+from mxtrain.rng.rounding_position import Draws
+from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
+
+
+def test_the_last_share_of_the_blocks_stays_in_high_precision():
+    model = llama(layers=6)
+    report = convert(model, recipe="nvfp4", mode="reference")
+    assert len(report.norms) == 10 and len(report.linears) == 10
+    assert [type(layer.attention_norm) for layer in model.layers] == [MXNorm] * 5 + [nn.RMSNorm]
+    assert {type(m) for m in model.layers[5].modules()} <= {Layer, Attention, FeedForward, nn.Linear, nn.RMSNorm}
+    reason = "in the last 1 of 6 blocks (high_precision_share = 0.15)"
+    assert report.skipped["layers.5.ffn_norm"] == report.skipped["layers.5.attention.wo"] == reason
+    assert report.skipped["output"] == "named in filter_fqns"
+
+
+@pytest.mark.parametrize(
+    ("share", "layers", "left"), [(0.15, 12, 2), (0.15, 32, 5), (0.15, 3, 0), (0.5, 3, 2), (0, 4, 0), (0.34, 3, 1)]
+)
+@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
+def test_how_many_blocks_a_share_is(converter, share, layers, left):
+    model = llama(layers=layers)
+    convert(model, converter, high_precision_share=share, mode="reference")
+    kept = [type(layer.attention.wo) is nn.Linear for layer in model.layers]
+    assert kept == [False] * (layers - left) + [True] * left
+
+
+def test_filters_and_the_share_add_up():
+    model = llama(layers=4)
+    report = convert(model, high_precision_share=0.25, filter_fqns=["layers.0", "output"], mode="reference")
+    assert {fqn.split(".")[1] for fqn in report.norms} == {"1", "2"}
+    assert report.skipped["layers.0.ffn_norm"] == "named in filter_fqns"
+    assert "last 1 of 4 blocks" in report.skipped["layers.3.ffn_norm"]
+
+
+def test_blocks_of_blocks_are_not_counted_again():
+    """Experts in a block's own list are no blocks of the model."""
+
+    class Branched(Layer):
+        def __init__(self):
+            super().__init__()
+            self.more = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(9))
+
+    model = nn.ModuleList([Branched(), Branched()])
+    report = convert(model, "mx_linear", high_precision_share=0.5, filter_fqns=[], mode="reference")
+    assert {fqn.split(".")[0] for fqn in report.linears} == {"0"}
+    assert len(report.linears) == 16
+
+
+def test_the_switches_of_nvfp4_reach_every_layer():
+    switches = dict(tensor_scale="dynamic", weight_tiles=False, hadamard=False, stochastic_rounding=False)
+    model = llama()
+    convert(model, recipe="nvfp4", mode="reference", **switches, high_precision_share=0)
+    modules = [m for m in model.modules() if isinstance(m, (MXNorm, MXLinear, MXNormLinear))]
+    assert len(modules) == 18 and {m.recipe for m in modules} == {
+        get_recipe("nvfp4", **switches, high_precision_share=0)
+    }
+
+
+def test_layers_take_their_numbers_from_seed_and_fqn():
+    model, cpu = llama(), torch.device("cpu")
+    convert(model, recipe="nvfp4", mode="reference", seed=5)
+    fqns = ["layers.0.attention_norm", "layers.1.ffn_norm", "layers.0.attention.wo", "layers.1.feed_forward.w2"]
+    for fqn in fqns:
+        assert model.get_submodule(fqn).signs(cpu) == sign_mask(hadamard_signs(5, fqn))
+    for fqn in ("layers.0.attention.wq", "layers.1.feed_forward.w2"):
+        assert model.get_submodule(fqn).draws(cpu)[Draws.KEY] == rounding_key(5, fqn)
+    for seed in ("5", True):
+        with pytest.raises(ConfigError, match=f"seed = {seed!r} is not an integer"):
+            convert(llama(), recipe="nvfp4", seed=seed)
+
+
+@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
+def test_a_model_learns_in_nvfp4(converter):
+    model = llama()
+    convert(model, converter, recipe="nvfp4", mode="reference")
+    losses = trained(model)
+    assert losses[-1] < losses[0] - 2

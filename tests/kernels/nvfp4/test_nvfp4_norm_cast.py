@@ -1,0 +1,146 @@
+"""MXNorm to NVFP4: rho near the reference's, and with the kernel's own rho the reference's cast to the bit."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_checks import DTYPES, assert_same_results, draw, kernel_tests, ugly
+from nvfp4_checks import check_norm, estimate_16
+
+from mxtrain.kernels.nvfp4.norm_cast import nvfp4_norm
+from mxtrain.kernels.runtime import FORMS, Launch
+from mxtrain.recipes.recipe import RMSEstimate
+
+pytestmark = kernel_tests
+
+ESTIMATES = [(1, "pre_round"), (2, "pre_round"), (2, "exact")]
+# Rows of more than 16384 elements are read twice.
+LOOPED = 20480
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("p", "estimator"), ESTIMATES)
+def test_every_setting_on_ugly_rows(p, estimator, form, dtype):
+    check_norm(ugly(19, 176, dtype=dtype), form=form, p=p, estimator=estimator)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "shape", [(1, 16), (3, 48), (67, 96), (130, 176), (5, 768), (3, 3088), (1, 16384), (2, LOOPED)], ids=str
+)
+def test_every_shape(shape, form, dtype):
+    check_norm(draw(*shape, dtype=dtype), form=form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_width_has_a_tile_and_warps(form, monkeypatch):
+    """No more elements a thread than registers, which the interpreter does not ask for. 3072 is a tile and its tail."""
+    launches = []
+    monkeypatch.setattr(Launch, "run", lambda launch, device: launches.append(launch))
+    for columns in range(16, 16400, 16):
+        nvfp4_norm(torch.empty(1, columns, dtype=torch.bfloat16), estimate_16(), 2.0**-8, form)
+        constants = launches[-1].constants
+        blocks, warps = constants["BLOCKS"] + constants["TAIL"], constants["num_warps"]
+        assert constants["PERSISTENT"] and warps in (1, 2, 4, 8), columns
+        assert columns <= 16 * blocks <= max(32, 2 * columns), columns
+        assert 16 * blocks * constants["ROWS"] <= 160 * 32 * warps, columns
+    assert len(launches) == 1024
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("p", "estimator"), ESTIMATES)
+def test_long_rows_that_are_ugly(p, estimator, form):
+    check_norm(ugly(11, 16400), form=form, p=p, estimator=estimator)
+
+
+@pytest.mark.parametrize("tensor_scale", [2.0**-121, 2.0**-12, 1.0, 2.0**60])
+@pytest.mark.parametrize("form", FORMS)
+def test_any_tensor_scale(form, tensor_scale):
+    """Too small: what exceeds it saturates. Too large: block scales stay at their least."""
+    check_norm(draw(7, 96), tensor_scale, form)
+
+
+@pytest.mark.parametrize("columns", [96, LOOPED])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("residual_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_residual(dtype, residual_dtype, form, columns):
+    """What is normalized is the sum as stored, rounded to the dtype of x."""
+    x, residual = draw(3, columns, dtype=dtype), draw(3, columns, seed=1, dtype=residual_dtype) * 2.0**5
+    check_norm(x, form=form, residual=residual)
+
+
+@pytest.mark.parametrize("layout", [lambda t: t.t().contiguous().t(), lambda t: t.repeat(1, 2)[:, : t.shape[1]]])
+def test_layouts(layout):
+    check_norm(layout(draw(19, 48)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 40)),
+    seed=st.integers(0, 2**31),
+    log2_scale=st.integers(-50, 50),
+    dtype=st.sampled_from(DTYPES),
+    form=st.sampled_from(FORMS),
+    setting=st.sampled_from(ESTIMATES),
+)
+def test_any_rows(shape, seed, log2_scale, dtype, form, setting):
+    x = draw(shape[0], 16 * shape[1], seed=seed, dtype=dtype) * 2.0**log2_scale
+    check_norm(x, form=form, p=setting[0], estimator=setting[1])
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_compiles_without_a_graph_break(form, with_residual, compile_backend):
+    estimate = estimate_16()
+
+    def run(x, residual):
+        result = nvfp4_norm(x + x, estimate, 2.0**-8, form, residual if with_residual else None)
+        return [result.rho * 2, *(t for t in result if t is not None)]
+
+    compiled = torch.compile(run, backend=compile_backend, fullgraph=True)
+    for rows in (5, 9, 130):  # from the second on the row count is symbolic
+        x, residual = draw(rows, 96, seed=rows), draw(rows, 96, seed=1)
+        assert_same_results(compiled(x, residual), run(x, residual))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_custom_op_keeps_its_word(form):
+    """Schema (no input is changed or returned) and fake (shapes, dtypes, strides)."""
+    x = draw(5, 96)
+    for residual in (None, draw(5, 96, seed=1)):
+        arguments = (x, residual, 2, "pre_round", 1e-5, estimate_16().constant, 2.0**-8, form)
+        torch.library.opcheck(
+            torch.ops.mxtrain.nvfp4_norm.default, arguments, test_utils=("test_schema", "test_faketensor")
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_no_rows(form, dtype):
+    data, scales, rho, total = nvfp4_norm(torch.empty(0, 96, dtype=dtype), estimate_16(), 1.0, form)
+    assert data.shape == ((0, 96) if form == "image" else (0, 48)) and rho.shape == (0,) and total is None
+    assert scales is None if form == "image" else scales.numel() == 0
+
+
+@pytest.mark.parametrize("shape", [(), (96,), (2, 3, 96), (5, 0), (2, 1), (2, 17), (2, 65536 + 16)], ids=str)
+def test_shapes_that_it_does_not_take(shape):
+    with pytest.raises(ValueError) as error:
+        nvfp4_norm(torch.ones(shape), estimate_16(), 1.0)
+    assert str(tuple(shape)) in str(error.value)
+
+
+def test_what_else_it_does_not_take():
+    x = torch.ones(2, 32)
+    with pytest.raises(ValueError, match="dtype torch.float16 of x"):
+        nvfp4_norm(x.half(), estimate_16(), 1.0)
+    with pytest.raises(ValueError, match="form = 'swizzled'"):
+        nvfp4_norm(x, estimate_16(), 1.0, "swizzled")
+    with pytest.raises(ValueError, match="estimator = 'post_round'"):
+        nvfp4_norm(x, estimate_16(2, "post_round"), 1.0)
+    with pytest.raises(ValueError, match="blocks of 32: expected 16"):
+        nvfp4_norm(x, RMSEstimate(2, "pre_round", 1e-5, 32), 1.0)
+    with pytest.raises(ValueError, match=r"residual \(2, 16\)"):
+        nvfp4_norm(x, estimate_16(), 1.0, residual=torch.ones(2, 16))

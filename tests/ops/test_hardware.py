@@ -1,0 +1,46 @@
+import pytest
+import torch
+
+from mxtrain import ConfigError
+from mxtrain.ops.hardware import MODES, describe_modes, resolve_mode
+
+
+@pytest.fixture
+def capability(monkeypatch):
+    def pretend(major, minor):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("version", "best", "missing"),
+    [((10, 0), "native", []), ((9, 0), "emulated", ["native"]), ((7, 5), "reference", ["native", "emulated"])],
+)
+def test_auto_takes_the_best_mode_of_a_gpu(capability, version, best, missing):
+    capability(*version)
+    assert resolve_mode("auto", "cuda") == best
+    assert [s.mode for s in describe_modes("cuda") if not s.available] == missing
+    for mode in MODES:
+        if mode in missing:
+            with pytest.raises(ConfigError, match=f"mode = '{mode}' cannot run here: .*{version[0]}.{version[1]}"):
+                resolve_mode(mode, "cuda")
+        else:
+            assert resolve_mode(mode, "cuda") == mode
+
+
+def test_cpu():
+    assert resolve_mode("auto", "cpu") == "reference"
+    assert resolve_mode("emulated", "cpu") == "emulated"
+    with pytest.raises(
+        ConfigError, match="mode = 'native' cannot run here.*use 'auto' or one of: 'emulated', 'reference'"
+    ):
+        resolve_mode("native", "cpu")
+
+
+def test_unknown_mode_and_device():
+    with pytest.raises(ConfigError, match="mode = 'fast' is not one of: 'auto', 'native', 'emulated', 'reference'"):
+        resolve_mode("fast", "cpu")
+    with pytest.raises(ConfigError, match="device type 'tpu'"):
+        resolve_mode("auto", "tpu")

@@ -1,0 +1,191 @@
+import inspect
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mxtrain
+from mxtrain import mxnorm_cast
+from mxtrain.ops.quantize import quantize
+from mxtrain.recipes.recipe import get_recipe
+from mxtrain.reference import nvfp4
+from mxtrain.reference.casts import from_blocked
+
+pytestmark = pytest.mark.usefixtures("device")
+
+ROUNDINGS = ("rceil", "floor")
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    x = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return x.to(torch.get_default_device(), dtype)
+
+
+def torchao_cast(x, rounding):
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+    mx = MXTensor.to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode(rounding))
+    return mx.qdata, mx.scale
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.torchao
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("estimator", ["pre_round", "post_round", "exact"])
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(64,), (5, 96), (2, 3, 256)])
+def test_mxnorm_cast_is_torchaos_cast_of_the_product(shape, dtype, p, estimator, rounding):
+    x = draw(*shape, seed=len(shape), dtype=dtype)
+    codes, scales, rho = mxnorm_cast(x, p=p, estimator=estimator, scale_rounding=rounding)
+    assert codes.dtype == torch.float8_e4m3fn and codes.shape == x.shape
+    assert scales.dtype == torch.float8_e8m0fnu and scales.shape == (*shape[:-1], shape[-1] // 32)
+    assert rho.dtype == torch.float32 and rho.shape == shape[:-1]
+    expected_codes, expected_scales = torchao_cast(x.float() * rho.unsqueeze(-1), rounding)
+    assert same_bits(codes, expected_codes) and same_bits(scales, expected_scales)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from(ROUNDINGS), st.floats(-30, 30))
+def test_one_set_of_maxima_serves_estimate_and_cast(seed, rounding, log2_scale):
+    """max|x| rho == max|x rho| in fp32, so scales follow from the maxima of x alone."""
+    x = draw(4, 128, seed=seed) * 2.0**log2_scale
+    _, scales, rho = mxnorm_cast(x, scale_rounding=rounding)
+    maxima = x.unflatten(-1, (-1, 32)).abs().amax(-1) * rho.unsqueeze(-1)
+    _, from_maxima = torchao_cast(maxima.unsqueeze(-1).expand(-1, -1, 32).reshape(4, 128), rounding)
+    assert same_bits(scales, from_maxima)
+
+
+def test_p_and_estimator_matter():
+    x = draw(3, 256)
+    results = {(p, e): mxnorm_cast(x, p=p, estimator=e)[2] for p in (1, 2) for e in ("pre_round", "post_round")}
+    results["exact"] = mxnorm_cast(x, estimator="exact")[2]
+    values = list(results.values())
+    assert all(not torch.equal(a, b) for i, a in enumerate(values) for b in values[:i])
+
+
+def test_non_finite_rows_are_never_silent():
+    x = torch.ones(3, 64)
+    x[0, 0], x[1, 40] = float("nan"), float("inf")
+    _, scales, rho = mxnorm_cast(x)
+    bits = scales.view(torch.uint8)
+    assert (bits[0] == 255).all(), "a NaN spoils the estimate of its whole row"
+    assert bits[1, 1] == 255 and bits[1, 0] != 255
+    assert (bits[2] != 255).all() and rho[2].isfinite()
+
+
+def test_zero_row():
+    codes, scales, rho = mxnorm_cast(torch.zeros(2, 64), eps=1e-5)
+    assert (codes.view(torch.uint8) == 0).all() and (scales.view(torch.uint8) == 0).all()
+    assert rho.isfinite().all()
+
+
+def test_signature_is_the_documented_one():
+    parameters = inspect.signature(mxnorm_cast).parameters
+    assert list(parameters) == ["x", "p", "recipe", "eps", "estimator", "scale_rounding", "mode"]
+    default = mxnorm_cast(draw(2, 64))
+    explicit = mxnorm_cast(draw(2, 64), 2, "mxfp8", 1e-5, "pre_round", "rceil", "auto")
+    assert all(same_bits(a, b) for a, b in zip(default, explicit))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"p": 3}, "p = 3 is not one of: 1, 2"),
+        ({"recipe": "fp4"}, "recipe = 'fp4' is not one of"),
+        ({"recipe": "unquantized"}, "no format to cast to"),
+        ({"estimator": "median"}, "estimator = 'median'"),
+        ({"scale_rounding": "nearest"}, "scale_rounding = 'nearest'"),
+        ({"mode": "fast"}, "mode = 'fast'"),
+        ({"eps": -1}, "eps = -1"),
+    ],
+)
+def test_wrong_settings(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        mxnorm_cast(draw(2, 64), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.ones(2, 33), r"\(2, 33\)"),
+        (torch.ones(2, 0), r"\(2, 0\)"),
+        (torch.ones(2, 64, dtype=torch.float16), "float16"),
+        (torch.ones(2, 64, dtype=torch.int32), "int32"),
+    ],
+)
+def test_wrong_inputs(x, message):
+    with pytest.raises(ValueError, match=message):
+        mxnorm_cast(x)
+
+
+def test_strides_and_no_rows():
+    x = draw(64, 6).t()
+    for a, b in zip(mxnorm_cast(x), mxnorm_cast(x.contiguous())):
+        assert same_bits(a, b)
+    codes, scales, rho = mxnorm_cast(torch.empty(0, 64))
+    assert codes.shape == (0, 64) and scales.shape == (0, 2) and rho.shape == (0,)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("shape", [(64, 96), (40, 64)])
+def test_native_operands_hold_the_emulated_values(dim, shape):
+    """Codes times scales, after undoing the blocked layout, are the image that emulation multiplies."""
+    recipe, x = get_recipe("mxfp8"), draw(*shape, seed=3)
+    native, emulated = (quantize(x, recipe, mode, dim) for mode in ("native", "emulated"))
+    rows, k = native.data.shape
+    assert native.data.is_contiguous() and k % 32 == 0
+    scales = from_blocked(native.scales, rows, k // 32).view(torch.uint8).float()
+    values = native.data.float().unflatten(-1, (-1, 32)) * torch.exp2(scales - 127).unsqueeze(-1)
+    values = values.flatten(-2)
+    used = x.shape[dim]
+    assert torch.equal(values[:, :used], emulated.data.float())
+    assert (values[:, used:] == 0).all(), "an incomplete block is filled up with zeros"
+    assert emulated.data.dtype == torch.bfloat16 and emulated.scales is None
+
+
+def test_every_public_name_is_there():
+    for name in mxtrain.__all__:
+        assert getattr(mxtrain, name) is not None
+    assert callable(mxtrain.convert)
+    assert not hasattr(mxtrain, "nothing")
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_dynamic"])
+@pytest.mark.parametrize(("p", "estimator"), [(1, "pre_round"), (2, "pre_round"), (2, "exact")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(48,), (5, 96), (2, 3, 256)])
+def test_mxnorm_cast_to_nvfp4(shape, dtype, p, estimator, recipe):
+    x = draw(*shape, seed=len(shape), dtype=dtype)
+    codes, scales, rho, *rest = mxnorm_cast(x, p=p, estimator=estimator, recipe=recipe)
+    xhat = x.float() * rho.unsqueeze(-1)
+    if recipe == "nvfp4":
+        assert not rest
+        tensor_scale = mxtrain.static_tensor_scale(shape[-1], p, estimator)
+    else:
+        (tensor_scale,) = rest
+        assert torch.equal(tensor_scale, nvfp4.power_of_two_tensor_scale(xhat))
+    assert codes.dtype == torch.uint8 and codes.shape == (*shape[:-1], shape[-1] // 2)
+    assert scales.dtype == torch.float8_e4m3fn and scales.shape == (*shape[:-1], shape[-1] // 16)
+    assert rho.dtype == torch.float32 and rho.shape == shape[:-1]
+    for got, want in zip((codes, scales), nvfp4.cast(xhat, tensor_scale)):
+        assert same_bits(got, want)
+    error = nvfp4.dequantize(codes, scales, tensor_scale) - xhat
+    assert error.norm() < 0.15 * xhat.norm()
+
+
+def test_mxnorm_cast_to_nvfp4_of_rows_that_are_not_plain():
+    x = draw(4, 64)
+    x[0], x[1, 3] = 0, float("nan")
+    x[2], x[2, 5] = 0, 1e30
+    codes, scales, rho = mxnorm_cast(x, recipe="nvfp4")
+    values = nvfp4.dequantize(codes, scales, mxtrain.static_tensor_scale(64))
+    assert not values[0].any() and values[1].isnan().all() and values[2:].isfinite().all()
+    assert values[2, 5] == values[2].abs().max() > 3.9
+    with pytest.raises(ValueError, match=r"\(2, 40\)"):
+        mxnorm_cast(draw(2, 40), recipe="nvfp4")

@@ -1,0 +1,52 @@
+import pytest
+import torch
+
+from mxtrain import set_rounding_step
+from mxtrain.rng.rounding_position import position
+
+pytestmark = pytest.mark.usefixtures("device")
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    yield
+    set_rounding_step(None)
+
+
+def test_a_step_stays_until_the_next_one(device):
+    here = torch.device(device)
+    set_rounding_step(7)
+    first = position(here)
+    assert first.tolist() == [7, 0, 0] and first.dtype == torch.int64 and first.device.type == device
+    assert position(here).tolist() == [7, 0, 0]
+    set_rounding_step(2**32 - 1, microbatch=3, rank=5)
+    assert position(here).tolist() == [2**32 - 1, 3, 5]
+    assert first.tolist() == [7, 0, 0], "what a forward has saved does not change"
+
+
+def test_the_rank_is_that_of_the_process_group(device, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    assert position(torch.device(device))[1:].tolist() == [0, 3]
+    set_rounding_step(1)
+    assert position(torch.device(device)).tolist() == [1, 0, 3]
+
+
+def test_without_a_step_it_is_drawn_from_pytorchs_generator(device):
+    here = torch.device(device)
+    torch.manual_seed(0)
+    drawn = [position(here).tolist() for _ in range(10)]
+    assert len({step for step, *_ in drawn}) == 10 and all(0 <= step < 2**32 for step, *_ in drawn)
+    assert max(step for step, *_ in drawn) > 2**31
+    torch.manual_seed(0)
+    assert position(here).tolist() == drawn[0]
+    set_rounding_step(1)
+    set_rounding_step(None)
+    assert position(here).tolist() == drawn[1]
+
+
+@pytest.mark.parametrize("name", ["step", "microbatch", "rank"])
+@pytest.mark.parametrize("value", [-1, 2**32])
+def test_numbers_that_do_not_fit(name, value):
+    with pytest.raises(ValueError, match=f"{name} = {value} is not from 0 to 4294967295"):
+        set_rounding_step(**({"step": 0} | {name: value}))

@@ -1,0 +1,198 @@
+"""``bench_nvfp4.py`` on a CPU: what it counts and compares. Kernels run in Triton's interpreter; nothing is timed."""
+
+import argparse
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
+
+import benchmarking  # noqa: E402
+import kernel_benchmark  # noqa: E402
+import nvfp4 as bench_nvfp4  # noqa: E402 - after the path is set
+
+SECTIONS = bench_nvfp4.SECTIONS
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPE = (32, 48)
+PEERS = {
+    "norm": ["RMSNorm + torchao", "MXNorm p=2 in PyTorch"],
+    "gradient": ["amax dY in PyTorch", *(f"amax + cast dY {form} in PyTorch" for form in ("image", "blocked"))],
+    "input": ["amax x rho in PyTorch", *(f"amax + cast x rho {form} in PyTorch" for form in ("image", "blocked"))],
+    "weight": [
+        f"{passes} in PyTorch"
+        for name in ("W", "W gain")
+        for passes in (f"amax {name}", f"amax + cast {name} image", f"amax + cast {name} blocked")
+    ],
+}
+AMAX_MODULE = "torchao.prototype.moe_training.nvfp4_training.hadamard_amax_triton"
+CAST_MODULE = "torchao.prototype.moe_training.nvfp4_training.hadamard_quantize_row_col_triton"
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """Rows of ``bench_nvfp4.py --check`` by name."""
+    folder = tmp_path_factory.mktemp("check")
+    torch.manual_seed(0)
+    files = ["--json", f"{folder}/a.json", "--plot", f"{folder}/a.png"]
+    assert bench_nvfp4.main(["--check", "--shapes", "x".join(map(str, SHAPE)), *files]) == 0
+    assert (folder / "a.png").stat().st_size > 0
+    return {row["what"]: row for row in json.loads((folder / "a.json").read_text())["rows"]}
+
+
+@pytest.fixture
+def entries(monkeypatch):
+    """Entries of a section by name. Compiled functions run uncompiled."""
+    monkeypatch.setattr(torch, "compile", lambda function, **kwargs: function)
+    torch.manual_seed(0)
+    return lambda section: {entry.name: entry for entry in SECTIONS[section].entries(SHAPE, DEVICE, True)}
+
+
+def test_bytes(rows):
+    n, rho, gain = 32 * 48, 32 * 4, 48 * 4
+    codes, image, tile = n // 2 + n // 16, 2 * n, 128 * 4  # scales in the blocked layout fill tiles of 128 x 4
+    expected = {
+        "nvfp4_norm p=2 codes": 2 * n + codes + rho,
+        "nvfp4_norm p=1 codes": 2 * n + codes + rho,
+        "nvfp4_norm exact codes": 2 * n + codes + rho,
+        "nvfp4_norm p=2 blocked": 2 * n + n // 2 + tile + rho,
+        "nvfp4_norm p=2 image": 2 * n + image + rho,
+        "amax dY": 2 * n + 2 * 2 * 4,  # two maxima of each strip of 16 rows
+        "cast dY image": 2 * n + 2 * image,
+        "cast dY blocked": 2 * n + 2 * (n // 2 + tile),
+        "amax + cast dY image": 2 * 2 * n + 2 * image,
+        "amax x rho": 2 * n + rho + 2 * 4,
+        "cast x rho blocked": 2 * n + rho + n // 2 + tile,
+        "amax + cast x rho image": 2 * (2 * n + rho) + image,
+        "amax W": 4 * n + 2 * 4,
+        "cast W image": 4 * n + image,
+        "amax + cast W blocked": 2 * 4 * n + 2 * (n // 2 + tile),
+        "cast W gain image": 4 * n + gain + image,
+        "amax + cast W gain blocked": 2 * (4 * n + gain) + 2 * (n // 2 + tile),
+    }
+    assert {name: rows[name]["MB"] for name in expected} == {name: count / 1e6 for name, count in expected.items()}
+
+
+def test_kernels_agree_with_the_reference(rows):
+    assert len(rows) == 5 + 4 * 5
+    assert {row["check"] for row in rows.values()} == {"ok"}
+
+
+def test_the_summary_says_what_codes_are_to_reach(entries, monkeypatch):
+    """For each estimator: against RMSNorm and torchao's cast, and of the copy bandwidth (here 1 ms, 1 MB a ms)."""
+    monkeypatch.setattr(benchmarking, "copy_bandwidth", lambda milliseconds, moved: moved * 1e3)
+    args = argparse.Namespace(device=DEVICE, max_autotune=False, check=False, milliseconds=lambda run: 1.0)
+    rows = kernel_benchmark.measure_shape("norm", SECTIONS["norm"], SHAPE, args, bandwidth=1e9)
+    summary = {line["what"]: line for line in kernel_benchmark.summarise(rows, memory_bound=0)}
+    for row in rows:
+        if row["what"].endswith("codes"):
+            line = summary.pop(row["what"])
+            assert row["peer"] == "RMSNorm + torchao, compiled" and line["geomean"] == pytest.approx(1)
+            assert line["min of copy"] == pytest.approx(row["MB"])
+    assert list(summary) == ["nvfp4_norm p=2 blocked", "nvfp4_norm p=2 image"]
+
+
+@pytest.mark.parametrize("section", list(SECTIONS))
+def test_every_peer_is_there_and_right(section, entries):
+    entries = entries(section)
+    expected = [f"{peer}, {word}" for peer in PEERS[section] for word in ("compiled", "max-autotune")]
+    if section == "gradient":
+        expected += [f"{peer}, eager" for peer in PEERS[section] if "cast" in peer]
+        expected += ["torchao cast dY", "torchao amax + cast dY"]
+    assert {entry.name for entry in entries.values() if not entry.ours} == set(expected)
+    for entry in entries.values():
+        assert set(entry.peers) <= set(expected)
+        alone = entry.name.startswith("cast ") and entry.name != "cast dY blocked"
+        assert bool(entry.peers) == (entry.ours and not alone), entry.name
+        if not entry.ours and entry.check:
+            result = entry.make()()
+            assert entry.check(result), entry.name
+            if section != "norm" and "cast" in entry.name:
+                ours = entries[entry.name.partition(" in PyTorch")[0]]
+                assert entry.reads == ours.reads, "of peers the same bytes are counted"
+
+
+@pytest.mark.parametrize("section", list(SECTIONS))
+def test_a_wrong_result_is_seen(section, entries):
+    """In any tensor, by a bit of codes or scales, or 1 % of a maximum."""
+    checked = {entry.name: entry for entry in entries(section).values() if entry.check and "autotune" not in entry.name}
+    for entry in checked.values():
+        if entry.ours and section != "norm":
+            continue  # checked by the same functions as the peers
+        result = entry.make()()
+        assert entry.check(result)
+        for tensor in kernel_benchmark.tensors(result):
+            right = tensor.clone()
+            if tensor.dtype in (torch.uint8, torch.float8_e4m3fn):
+                tensor.view(torch.uint8).view(-1)[5] ^= 1
+            else:
+                tensor.mul_(1.01)
+            assert not entry.check(result), entry.name
+            tensor.copy_(right)
+        assert entry.check(result)
+
+
+@pytest.mark.parametrize("section", ["gradient", "input", "weight"])
+def test_both_passes_compile_as_one_graph(section, monkeypatch):
+    """What only a GPU would run otherwise."""
+
+    def compiled(function, args):
+        return partial(torch.compile(function, backend="aot_eager", fullgraph=True), *args)
+
+    monkeypatch.setattr(bench_nvfp4, "as_in_training", compiled)
+    torch._dynamo.reset()
+    entries = SECTIONS[section].entries(SHAPE, DEVICE, False)
+    both = [entry for entry in entries if entry.ours and entry.name.startswith("amax + cast")]
+    assert len(both) == (4 if section == "weight" else 2)
+    for entry in both:
+        assert entry.check(entry.make()()), entry.name
+
+
+class TestTorchao:
+    @pytest.mark.parametrize("name", ["torchao cast dY", "torchao amax + cast dY"])
+    def test_says_why_its_kernels_are_not_run(self, name, entries, monkeypatch, capsys):
+        def refuse(*args):
+            raise NotImplementedError("Kernel requires SM100")
+
+        monkeypatch.setitem(sys.modules, AMAX_MODULE, SimpleNamespace(triton_rht_amax=refuse))
+        monkeypatch.setitem(sys.modules, CAST_MODULE, SimpleNamespace(triton_rht_quantize_row_col=refuse))
+        row = kernel_benchmark.measure(entries("gradient")[name], None, None)
+        assert row["check"] == "not run: Kernel requires SM100" and "us" not in row
+        monkeypatch.setitem(sys.modules, AMAX_MODULE, None)  # as in torchao 0.17, which has no such module
+        row = kernel_benchmark.measure(entries("gradient")[name], None, None)
+        assert row["check"].startswith("not run: ") and AMAX_MODULE in row["check"]
+        assert capsys.readouterr().err == ""
+
+    @pytest.mark.parametrize("with_maxima", [False, True])
+    def test_calls_its_kernels_as_they_ask(self, with_maxima, monkeypatch):
+        calls = []
+
+        def amax(A, sign_vector):  # noqa: N803 - torchao's names
+            calls.append("amax")
+            assert sign_vector == list(bench_nvfp4.SIGNS)
+            return torch.tensor(1.0), torch.tensor(2.0)
+
+        def cast(A, col_global_amax, row_global_amax, sign_vector, stochastic_rounding, **bases):  # noqa: N803
+            calls.append("cast")
+            assert (col_global_amax, row_global_amax) == (1.0, 2.0) and stochastic_rounding
+            assert sign_vector == list(bench_nvfp4.SIGNS)
+            assert {*bases} == {f"{a}_{b}_base" for a in ("col", "row") for b in ("seed", "offset")}
+            assert all(base.shape == (1,) and base.dtype == torch.int64 for base in bases.values())
+
+        monkeypatch.setitem(sys.modules, AMAX_MODULE, SimpleNamespace(triton_rht_amax=amax))
+        monkeypatch.setitem(sys.modules, CAST_MODULE, SimpleNamespace(triton_rht_quantize_row_col=cast))
+        run = bench_nvfp4.torchao_gradient(torch.zeros(SHAPE), with_maxima)
+        calls.clear()
+        run()
+        assert calls == (["amax", "cast"] if with_maxima else ["cast"])
+
+
+def test_shapes(capsys):
+    assert bench_nvfp4.main(["--list", "--only", "norm,weight"]) == 0
+    out = capsys.readouterr().out
+    assert "4096x16384" in out and "14336x4096" in out and "gradient" not in out

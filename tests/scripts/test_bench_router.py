@@ -1,0 +1,286 @@
+"""``bench_router.py`` on a CPU: what it compares, judges and writes. Nothing is timed, and Inductor tunes nothing."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
+
+import benchmarking  # noqa: E402
+import router as bench_router  # noqa: E402 - after the path is set
+import router_cases  # noqa: E402
+import tune_ahead  # noqa: E402
+from router_cases import SECTIONS, Options, Shape  # noqa: E402
+
+# Its plan is one of the kernels', and it is small enough for Triton's interpreter.
+SHAPE = Shape(16, 32, 2048)
+PEERS = {
+    "router": ["eager", "eager, fp32 out", "max-autotune", "custom-op"],
+    "study": ["eager", "max-autotune", "custom-op"],
+    "gate": ["eager bf16", "eager fp32", "max-autotune"],
+    "dispatch": ["eager", "Inductor by range"],
+}
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Compiled functions as they are."""
+    router_cases.dynamic_function.cache_clear()
+    monkeypatch.setattr(torch, "compile", lambda function, **kwargs: function)
+    yield
+    router_cases.dynamic_function.cache_clear()
+
+
+@pytest.fixture
+def args():
+    return argparse.Namespace(device="cpu", check=False, bandwidth=4e12, options=Options("cpu"))
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Every call takes 8 us less 2 us for each row before it, and a kernel of it half of that."""
+    times = iter(range(8, 0, -2))
+    monkeypatch.setattr(bench_router, "graph_us", lambda run, new_inputs, inputs: float(next(times)))
+    monkeypatch.setattr(bench_router, "kernel_us", lambda run, inputs: 0.5)
+
+
+def entries_of(section, tune=False):
+    return {entry.name: entry for entry in SECTIONS[section].entries(SHAPE, Options("cpu", tune))}
+
+
+class TestCases:
+    @pytest.mark.parametrize("section", list(SECTIONS))
+    def test_all_are_there_and_right(self, section, uncompiled):
+        torch.manual_seed(0)
+        entries = entries_of(section)
+        assert list(entries) == [*PEERS[section], "mxtrain"]
+        inputs = SECTIONS[section].inputs(SHAPE, "cpu")
+        for name, entry in entries.items():
+            result = entry.make()(*inputs)
+            judged = SECTIONS[section].judge(inputs, result)
+            assert judged["check"] == "ok", (name, judged)
+            if name == "mxtrain" and section != "study":
+                logits = result[0] if section == "gate" else result
+                assert logits.dtype == torch.float32 and judged["flips"] == 0
+                assert judged["error"] < 1e-6
+
+    def test_every_peer_of_a_ratio_is_an_entry(self):
+        for name, section in SECTIONS.items():
+            assert {peer for peers in section.ratios.values() for peer in peers} <= set(PEERS[name])
+            assert section.reach.keys() <= section.ratios.keys()
+            assert set(section.quick) <= set(section.shapes)
+
+    def test_the_shapes_are_those_asked_for(self):
+        assert len(SECTIONS["router"].shapes) == 40 and Shape(16384, 16, 5120) in SECTIONS["router"].shapes
+        assert len(SECTIONS["study"].shapes) == 28 and Shape(48, 48, 28672) in SECTIONS["study"].shapes
+        assert SECTIONS["gate"].shapes == (Shape(8192, 256, 7168),)
+
+    def test_tuned_when_its_turn_comes(self, monkeypatch):
+        from mxtrain.kernels.router import decompose_k_plan
+
+        products = []
+        monkeypatch.setattr(decompose_k_plan, "tune", lambda *args: products.append((*args[:3], args[-1])))
+        entry = entries_of("gate", tune=True)["mxtrain, tuned"]
+        assert products == []
+        entry.make()
+        assert products == [(16, 32, 2048, True), (32, 2048, 16, False)], "the logits and the weight's gradient"
+
+    def test_the_note_tells_the_plan(self):
+        assert " parts, " in entries_of("router")["mxtrain"].note()
+        assert entries_of("gate")["mxtrain"].note().count(";") == 1
+
+
+class TestJudging:
+    def test_a_wrong_result_is_seen(self):
+        torch.manual_seed(0)
+        x, weight = router_cases.router_inputs(SHAPE, "cpu")
+        right = x.float() @ weight.float().t()
+        assert router_cases.judge_router((x, weight), right)["check"] == "ok"
+        wrong = right.clone()
+        wrong[3, 5] += 1e-3 * right.abs().max()
+        judged = router_cases.judge_router((x, weight), wrong)
+        assert judged["check"] == "differs" and judged["error"] == pytest.approx(1e-3, rel=1e-2)
+        assert router_cases.judge_router((x, weight), right[:1])["check"] != "ok"
+        assert router_cases.judge_router((x, weight), torch.full_like(right, torch.nan))["check"] == "differs"
+
+    def test_a_wrong_gradient_is_seen(self):
+        torch.manual_seed(0)
+        inputs = router_cases.gate_inputs(SHAPE, "cpu")
+        logits, dx, dweight = router_cases.gate_step(router_cases.our_logits)(*inputs)
+        judged = router_cases.judge_gate(inputs, (logits, dx * 1.01, dweight))
+        assert judged["check"] == "differs"
+        assert judged["dx error"] == pytest.approx(0.01, rel=0.1) and judged["dw error"] < 0.003
+
+    def test_flips(self):
+        expected = torch.arange(32.0, dtype=torch.float64).repeat(4, 1) / 8
+        result = expected.float()
+        assert router_cases.flips(result, expected) == 0
+        result[1, 0] = 9.0
+        result[2, 31] = 8.0  # in another place, but of the same set
+        assert router_cases.flips(result, expected) == 0.25
+
+
+class TestMeasuring:
+    def test_ratios(self, args, timed, uncompiled):
+        rows = bench_router.measure_shape("study", SHAPE, args, bench_router.TuningTime(60))
+        eager, autotuned, custom, ours = rows
+        assert ours["x eager"] == 4 and ours["x best"] == 3 and ours["x custom-op"] == 2
+        assert ours["all peers"] and ours["kernel us"] == 0.5 and "compile s" not in ours
+        assert autotuned["compile s"] > 0 and "compile s" not in eager
+        moved = 2 * (16 * 2048 + 2048 * 32 + 16 * 32)
+        assert ours["MB"] == moved / 1e6 and ours["of copy"] == pytest.approx(moved / 2e-6 / 4e12)
+        mean = {line["ratio"]: line for line in bench_router.summarise(rows)}
+        assert mean["x eager"]["geomean"] == pytest.approx(4) and mean["x eager"]["reached"] == "yes"
+        assert mean["x eager"]["all peers"] == 1 and "reached" not in mean["x best"]
+
+    def test_a_peer_that_fails_is_a_row(self, args, timed, uncompiled, monkeypatch, capsys):
+        def fail(mode):
+            raise RuntimeError("no such lowering\nmore")
+
+        monkeypatch.setattr(router_cases, "custom_op_relu_mm", fail)
+        _, _, custom, ours = bench_router.measure_shape("study", SHAPE, args, bench_router.TuningTime(60))
+        assert custom["check"] == "RuntimeError: no such lowering" and "graph us" not in custom
+        assert "x custom-op" not in ours and not ours["all peers"] and ours["x eager"] == pytest.approx(8 / 4)
+        assert "Traceback" in capsys.readouterr().err
+
+    def test_a_profiler_that_fails_costs_its_own_column(self, args, timed, uncompiled, monkeypatch):
+        def fail(run, inputs):
+            raise RuntimeError("the profiler saw 19 of 20 runs")
+
+        monkeypatch.setattr(bench_router, "kernel_us", fail)
+        *_, ours = bench_router.measure_shape("study", SHAPE, args, bench_router.TuningTime(60))
+        assert ours["check"] == "ok" and ours["graph us"] == 2 and ours["x eager"] == 4
+        assert "kernel us" not in ours and ours["profiler"].endswith("19 of 20 runs")
+
+    def test_a_wrong_result_of_ours_is_wrong(self, args, timed, uncompiled, monkeypatch):
+        monkeypatch.setattr(router_cases, "our_relu_mm", lambda a, b: router_cases.relu_mm(a, b) + 1)
+        rows = bench_router.measure_shape("study", SHAPE, args, bench_router.TuningTime(60))
+        assert rows[-1]["check"] == "WRONG"
+        assert all(line["check"] == "WRONG" for line in bench_router.summarise(rows))
+
+    def test_nothing_is_tuned_when_the_time_is_over(self, args, timed, uncompiled):
+        budget = bench_router.TuningTime(0)
+        budget.ahead = {("study", SHAPE): {"max-autotune": 9.0, "custom-op": "RuntimeError: none"}}
+        _, autotuned, custom, ours = bench_router.measure_shape("study", SHAPE, args, budget)
+        assert autotuned["compile s"] == 9.0 and autotuned["check"] == "ok", "what was tuned ahead is measured"
+        assert custom["check"] == "not tuned" and not ours["all peers"]
+
+    def test_inputs_of_a_graph_exceed_the_l2_cache(self, monkeypatch):
+        seen = []
+        monkeypatch.setattr(benchmarking, "graph_ms", lambda calls: seen.extend(calls) or 0.001)
+        x = torch.zeros(2**20, dtype=torch.uint8)
+        assert bench_router.graph_us(lambda y: y, lambda: (x.clone(),), (x,)) == 1
+        assert len(seen) == 192 == len({call.args[0].data_ptr() for call in seen})
+        seen.clear()
+        large = x.new_empty(2**28)
+        bench_router.graph_us(lambda y: y, lambda: (large,), (large,))
+        assert len(seen) == bench_router.CALLS
+
+
+class TestTuningAhead:
+    JOBS = [tune_ahead.Job("router", Shape(1, 16, 32), Options("cpu")), tune_ahead.Job("study", SHAPE, Options("none"))]
+
+    def test_a_job(self, uncompiled, capsys):
+        job, outcome = tune_ahead.tune(self.JOBS[0])
+        assert job is self.JOBS[0] and list(outcome) == ["max-autotune", "custom-op"]
+        assert all(seconds > 0 for seconds in outcome.values())
+        _, outcome = tune_ahead.tune(self.JOBS[1])
+        assert outcome["setup"].startswith("RuntimeError: ")
+        assert tune_ahead.describe({"a": 1.25, "b": "RuntimeError: c"}) == "a 1.2 s, b RuntimeError: c"
+
+    def test_nothing_to_do(self):
+        for jobs, processes, seconds in ([], 2, 9.0), (self.JOBS, 0, 9.0), (self.JOBS, 2, 0.0):
+            assert tune_ahead.tune_ahead(jobs, processes, seconds) == {}
+
+    def test_ends_in_time(self, monkeypatch):
+        """The process has hardly started then."""
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        assert tune_ahead.tune_ahead(self.JOBS, 1, 0.1) == {}
+
+    def test_timings_take_turns(self, monkeypatch):
+        from torch._inductor.runtime.benchmarking import benchmarker
+
+        held = []
+
+        class Lock:
+            def __enter__(self):
+                held.append(True)
+
+            def __exit__(self, *error):
+                held.clear()
+
+        monkeypatch.setattr(benchmarker, "benchmark_gpu", lambda run: (list(held), run()))
+        tune_ahead.take_turns(Lock())
+        assert benchmarker.benchmark_gpu(lambda: 5) == ([True], 5) and held == []
+
+    def test_what_is_spent(self, monkeypatch):
+        monkeypatch.setattr(
+            bench_router, "tune_ahead", lambda jobs, *_: {jobs[0][:2]: {"max-autotune": 3.0, "custom-op": "none"}}
+        )
+        budget = bench_router.TuningTime(60)
+        budget.tune(self.JOBS, 2)
+        assert 59 < budget.left < 60
+        assert budget.seconds_of("router", Shape(1, 16, 32), "max-autotune") == 3
+        assert budget.seconds_of("router", Shape(1, 16, 32), "custom-op") is None
+        assert budget.seconds_of("study", SHAPE, "max-autotune") is None
+
+
+class TestCommandLine:
+    def test_check(self, tmp_path, capsys, uncompiled):
+        options = ["--check", "--shapes", str(SHAPE), "--json", f"{tmp_path}/a.json", "--plot", f"{tmp_path}/a.png"]
+        assert bench_router.main(options) == 0
+        content = json.loads((tmp_path / "a.json").read_text())
+        assert {(row["section"], row["what"]): row["check"] for row in content["rows"]} == {
+            (section, name): "ok"
+            for section in ("router", "study", "gate")
+            for name in [*PEERS[section], "mxtrain"]
+            if name not in ("max-autotune", "custom-op")
+        }
+        assert [line["section"] for line in content["summary"]] == ["router", "study", "gate"]
+        assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
+        assert "flips" in capsys.readouterr().out
+
+    def test_a_run(self, tmp_path, args, timed, uncompiled, monkeypatch, capsys):
+        """With nothing but the times made up."""
+        monkeypatch.setattr(benchmarking, "copy_bandwidth", lambda milliseconds: 4e12)
+        monkeypatch.setattr(bench_router, "tune_ahead", lambda jobs, *_: {})
+        parsed = bench_router.parse(["--sections", "study", "--shapes", str(SHAPE), "--json", str(tmp_path / "a.json")])
+        assert bench_router.run(argparse.Namespace(**vars(parsed), device="cpu", options=Options("cpu"))) == 0
+        content = json.loads((tmp_path / "a.json").read_text())
+        assert content["copy TB/s"] == 4 and content["tuned ahead"] == "0 shapes in 0 s"
+        assert [row["graph us"] for row in content["rows"]] == [8, 6, 4, 2]
+        out = capsys.readouterr().out
+        assert "study: relu(A B), bf16" in out and "x custom-op" in out
+
+    def test_list(self, capsys):
+        options = ["--list", "--sections", "router,dispatch", "--shapes", "*x256x7168", "3x4x5"]
+        assert bench_router.main(options) == 0
+        router, dispatch = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(" ")]
+        assert router == ["3x4x5", *(f"{count}x256x7168" for count in router_cases.TOKENS)]
+        assert dispatch == ["3x4x5", *(f"{count}x256x7168" for count in router_cases.TOKENS[1:])]
+        assert bench_router.main(["--list", "--quick"]) == 0
+        assert len(capsys.readouterr().out.split()) < 40
+
+    def test_without_a_gpu(self, capsys, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert bench_router.main([]) == 1
+        assert "no CUDA device" in capsys.readouterr().err
+
+    def test_an_earlier_tuning_is_not_used(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        seen = []
+        monkeypatch.setattr(bench_router, "run", lambda args: seen.append(os.environ["MXTRAIN_CACHE"]) or 0)
+        assert bench_router.main([]) == 0
+        assert seen != [str(tmp_path)] and os.environ["MXTRAIN_CACHE"] == str(tmp_path)
+
+    @pytest.mark.parametrize("args", [["--sections", "router,norm"], ["--shapes", "64x256"], ["--shapes", "axbxc"]])
+    def test_bad_arguments(self, args, capsys):
+        with pytest.raises(SystemExit):
+            bench_router.main(args)
+        assert args[1].split(",")[-1] in capsys.readouterr().err
