@@ -13,7 +13,8 @@ import mxtrain
 from mxtrain.cli.launch import nvidia_gpus
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.ops.hardware import HAS_TRITON, default_device_type, describe_modes, resolve_mode
-from mxtrain.recipes.recipe import RECIPES, RMSEstimate
+from mxtrain.recipes.recipe import RECIPES
+from mxtrain.recipes.rms_estimate import RMSEstimate
 
 # Large enough that the time to launch a kernel does not show.
 TIMED_SHAPE = (65536, 4096)

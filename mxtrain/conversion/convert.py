@@ -22,13 +22,15 @@ from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
 from mxtrain.nn.three_gemms import QuantizedLinear, check_features
 from mxtrain.ops.hardware import resolve_mode
-from mxtrain.recipes.recipe import HIGH_PRECISION, LinearRecipe, RMSEstimate, get_recipes
+from mxtrain.recipes.parse import get_recipes
+from mxtrain.recipes.recipe import HIGH_PRECISION, LinearRecipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
 
 CONVERTERS = ("mxnorm", "mx_linear", "fused_rmsnorm", "decompose_k_router")
 
 
 @dataclass
-class Report:
+class ConversionReport:
     """What a conversion did.
 
     Attributes:
@@ -84,7 +86,7 @@ def convert(
     example_inputs: tuple | None = None,
     when_compiled: str = "auto",
     seed: int = 0,
-) -> Report:
+) -> ConversionReport:
     """Swap norms, linears or gates of ``model`` in place. Parameters and FQNs stay, so checkpoints load either way.
 
     ``"mxnorm"`` turns every RMSNorm that feeds only linears into an MXNorm, those linears into MXNormLinear, and the
@@ -114,7 +116,7 @@ def convert(
             say by ``mxtrain.set_rounding_step`` which step they are in.
 
     Returns:
-        Report: what was swapped, and what was left and why.
+        ConversionReport: what was swapped, and what was left and why.
 
     Raises:
         ConfigError: for an unknown setting, a filter that matches no module, a name in ``recipes`` that matches no
@@ -155,7 +157,7 @@ def convert(
     }
     filtered = high_precision | last_blocks(model, recipe.high_precision_share) | filtered
 
-    report = Report()
+    report = ConversionReport()
     norms = _plan_norms(model, filtered, recipe_of, example_inputs, report) if converter == "mxnorm" else {}
     fed = [linear for linears in report.norms.values() for linear in linears]
     _plan_linears(model, filtered, set(fed), report)
@@ -200,13 +202,13 @@ def _device_type(model: nn.Module) -> str | None:
     return types.pop() if len(types) == 1 else None
 
 
-def _nothing_to_convert(converter: str, model: nn.Module, report: Report) -> ConfigError:
+def _nothing_to_convert(converter: str, model: nn.Module, report: ConversionReport) -> ConfigError:
     left = "".join(f"\n  {fqn}: {reason}" for fqn, reason in report.skipped.items())
     return ConfigError(f"converter = {converter!r} finds nothing to convert in this {type(model).__name__}{left}")
 
 
-def _fuse_norms(model: nn.Module, filtered: dict[str, str], when_compiled: str) -> Report:
-    report = Report()
+def _fuse_norms(model: nn.Module, filtered: dict[str, str], when_compiled: str) -> ConversionReport:
+    report = ConversionReport()
     norms = _find_norms(model, report)
     for fqn, norm in norms.items():
         if reason := _kept(fqn, norm, filtered):
@@ -219,8 +221,8 @@ def _fuse_norms(model: nn.Module, filtered: dict[str, str], when_compiled: str) 
     return report
 
 
-def _swap_gates(model: nn.Module, filtered: dict[str, str]) -> Report:
-    report = Report()
+def _swap_gates(model: nn.Module, filtered: dict[str, str]) -> ConversionReport:
+    report = ConversionReport()
     for fqn, gate in router_gates(model).items():
         if fqn in filtered:
             report.skipped[fqn] = filtered[fqn]
@@ -234,7 +236,7 @@ def _swap_gates(model: nn.Module, filtered: dict[str, str]) -> Report:
     return report
 
 
-def _find_norms(model: nn.Module, report: Report) -> dict[str, nn.RMSNorm]:
+def _find_norms(model: nn.Module, report: ConversionReport) -> dict[str, nn.RMSNorm]:
     """Every module that is or computes an RMSNorm, as one; those that only look like it go to ``report.skipped``."""
     norms = {}
     for fqn, module in model.named_modules():
@@ -261,7 +263,7 @@ def _plan_norms(
     filtered: dict[str, str],
     recipe_of: dict[str, LinearRecipe],
     example_inputs: tuple | None,
-    report: Report,
+    report: ConversionReport,
 ) -> dict[str, nn.RMSNorm]:
     """Sort every RMSNorm into ``report.norms`` or ``report.skipped``; return what each is, as an nn.RMSNorm."""
     norms = _find_norms(model, report)
@@ -291,7 +293,7 @@ def _plan_norms(
     return norms
 
 
-def _plan_linears(model: nn.Module, filtered: dict[str, str], fed: set[str], report: Report) -> None:
+def _plan_linears(model: nn.Module, filtered: dict[str, str], fed: set[str], report: ConversionReport) -> None:
     """Sort every linear that no swapped norm feeds into ``report.linears`` or ``report.skipped``."""
     shared, gates = shared_parameters(model), router_gates(model)
     for fqn, module in model.named_modules():

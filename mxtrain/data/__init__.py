@@ -2,7 +2,7 @@
 
 from mxtrain.data.config import DataConfig
 from mxtrain.data.prepared import Prepared, prepare
-from mxtrain.data.report import Report
+from mxtrain.data.report import TextReport
 from mxtrain.data.token_store import TokenFile
 
-__all__ = ["DataConfig", "Prepared", "Report", "TokenFile", "prepare"]
+__all__ = ["DataConfig", "Prepared", "TextReport", "TokenFile", "prepare"]

@@ -17,7 +17,7 @@ from mxtrain.data.hub import open_stream, stream_texts
 from mxtrain.data.local_files import LocalFiles
 from mxtrain.data.progress import Progress
 from mxtrain.data.python_source import PythonSource
-from mxtrain.data.report import Report
+from mxtrain.data.report import TextReport
 from mxtrain.data.token_store import TokenFile, tokenize
 from mxtrain.data.tokenizer import SAMPLE_BYTES, load_tokenizer, require_tokenizer, tokenizer_hash, train_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
@@ -43,7 +43,7 @@ class Prepared:
 
     train: TokenFile | None
     validation: TokenFile | None
-    report: Report
+    report: TextReport
 
 
 def prepare(
@@ -95,7 +95,7 @@ def _hub_texts(config: DataConfig) -> Iterator[str]:
 
 def _existing_tokenizer(config: DataConfig) -> Prepared:
     size = load_tokenizer(Path(config.tokenizer_path)).size
-    report = Report(config.dataset, config.tokenizer_path, size, requested_vocab_size=0, streamed=True)
+    report = TextReport(config.dataset, config.tokenizer_path, size, requested_vocab_size=0, streamed=True)
     return Prepared(Path(config.tokenizer_path), None, None, report)
 
 
@@ -166,7 +166,7 @@ def _build_in(
         texts = _training_texts(config, source) if source else stream()
         train_tokenizer(_not_empty(texts, config), config.vocab_size, building / "tokenizer", progress)
     tokenizer = load_tokenizer(Path(config.tokenizer_path or building / "tokenizer"))
-    report = Report(
+    report = TextReport(
         dataset=config.dataset,
         folder="",
         vocab_size=tokenizer.size,
@@ -221,4 +221,4 @@ def _load(config: DataConfig, folder: Path) -> Prepared:
     summary = json.loads((folder / SUMMARY).read_text())
     tokens = {split: TokenFile(folder / f"{split}.bin", **facts) for split, facts in summary["tokens"].items()}
     tokenizer = Path(config.tokenizer_path) if config.tokenizer_path else folder / "tokenizer"
-    return Prepared(tokenizer, tokens.get("train"), tokens.get("validation"), Report(**summary["report"]))
+    return Prepared(tokenizer, tokens.get("train"), tokens.get("validation"), TextReport(**summary["report"]))

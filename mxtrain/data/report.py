@@ -6,7 +6,7 @@ from mxtrain.data.progress import megabytes
 
 
 @dataclass(frozen=True)
-class Report:
+class TextReport:
     """Counts of one prepared text. A streamed dataset has a tokenizer but no counts of tokens (all 0)."""
 
     dataset: str

@@ -44,7 +44,7 @@ class MXLinear(QuantizedLinear):
     Args:
         in_features, out_features: multiples of the recipe's block sizes.
         bias: whether to add a bias, in high precision.
-        recipe: a name, a spec with a name for each GEMM (see ``mxtrain.recipes.recipe.get_recipe``), or a Recipe.
+        recipe: a name, a spec with a name for each GEMM (see ``mxtrain.recipes.parse.get_recipe``), or a Recipe.
         mode: "auto", "native", "emulated" or "reference".
 
     Raises:

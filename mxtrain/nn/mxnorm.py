@@ -32,7 +32,9 @@ from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype, dgrad, fprop,
 from mxtrain.ops.hardware import resolve_mode
 from mxtrain.ops.mxnorm import fold_backward, norm_backward, normalize
 from mxtrain.ops.quantize import Operand
-from mxtrain.recipes.recipe import LinearRecipe, Recipe, RMSEstimate, get_recipe
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.recipe import LinearRecipe, Recipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
 
 
 class NormedInput(NamedTuple):

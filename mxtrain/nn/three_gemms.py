@@ -24,7 +24,8 @@ from mxtrain.ops import nvfp4_operands
 from mxtrain.ops.gemm import matmul
 from mxtrain.ops.hardware import resolve_mode
 from mxtrain.ops.quantize import Operand, quantize, quantize_along
-from mxtrain.recipes.recipe import LinearRecipe, Recipe, get_recipe
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.recipe import LinearRecipe, Recipe
 
 
 def quantize_activation(x: torch.Tensor, recipe: LinearRecipe, mode: str) -> Operand:

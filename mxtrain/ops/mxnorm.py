@@ -7,7 +7,9 @@ import torch
 from mxtrain.ops.hardware import HAS_TRITON, resolve_mode, runs_kernels
 from mxtrain.ops.nvfp4_operands import activation, operand_of
 from mxtrain.ops.quantize import KERNEL_FORM, Operand, quantize
-from mxtrain.recipes.recipe import Recipe, RMSEstimate, get_recipe
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.recipe import Recipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
 from mxtrain.reference import casts, nvfp4
 from mxtrain.reference import mxnorm as reference
 
@@ -91,7 +93,7 @@ def mxnorm_cast(
         p: exponent of the mean over block maxima, 1 or 2.
         recipe: a name in ``mxtrain.recipes.recipe.RECIPES`` with a format, or a Recipe; of a mixed one, that of fprop.
         eps: added to the squared RMS estimate.
-        estimator: "pre_round", "post_round" or "exact" (see ``mxtrain.recipes.recipe.RMSEstimate``).
+        estimator: "pre_round", "post_round" or "exact" (see ``mxtrain.recipes.rms_estimate.RMSEstimate``).
         scale_rounding: "rceil" or "floor"; None keeps the recipe's own ("rceil" for named recipes). Not for NVFP4.
         mode: "auto", or a mode this hardware has. It decides between kernel and plain PyTorch, not the result, but for
             the last bits of rho.

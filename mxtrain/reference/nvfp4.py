@@ -67,7 +67,7 @@ def static_tensor_scale(columns: int, p: int = 2, estimator: str = "pre_round", 
     Args:
         columns: D, the length of a row.
         p: exponent of the mean of block maxima, 1 or 2; ignored by "exact".
-        estimator: "pre_round" or "exact" (``recipes.recipe.RMSEstimate``). "post_round" has no such bound: its
+        estimator: "pre_round" or "exact" (``recipes.rms_estimate.RMSEstimate``). "post_round" has no such bound: its
             block scales need a tensor scale before there is a norm, and saturate where that is too small.
 
         constant: c(p, 16), where it is known already: ``torch.compile`` cannot trace its integral.

@@ -12,7 +12,8 @@ from mxtrain.conversion import convert
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.nn.fused_rms_norm import WHEN_COMPILED, runs_when_compiled
 from mxtrain.ops.hardware import describe_modes, resolve_mode
-from mxtrain.recipes.recipe import SWITCHES, RMSEstimate, get_recipes, switches_in_effect
+from mxtrain.recipes.parse import SWITCHES, get_recipes, switches_in_effect
+from mxtrain.recipes.rms_estimate import RMSEstimate
 
 SWAPPING_CONVERTERS = ("mxnorm", "mx_linear")
 # What signs and random bits follow from where debug.seed is unset.

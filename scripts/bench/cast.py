@@ -36,7 +36,8 @@ from cast_cases import (
 from kernel_benchmark import Entry, Section, Shape, compiled, draw, interpreting, is_rounding_apart, ours, same_bits
 
 from mxtrain.recipes.formats import MXFP8
-from mxtrain.recipes.recipe import RMSEstimate, get_recipe
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
 from mxtrain.reference import casts
 from mxtrain.reference.mxnorm import inverse_rms, norm_backward, scale_rows
 

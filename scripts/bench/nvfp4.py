@@ -48,7 +48,8 @@ from cast_cases import (
 from kernel_benchmark import Entry, NotRun, Section, Shape, compiled, compiled_function, draw, ours, same_bits, tensors
 
 from mxtrain.recipes.formats import NVFP4
-from mxtrain.recipes.recipe import RMSEstimate, get_recipe
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
 from mxtrain.reference import casts, nvfp4
 from mxtrain.reference.hadamard import hadamard, pad, unpack_signs
 from mxtrain.reference.mxnorm import inverse_rms, scale_rows

@@ -6,7 +6,7 @@ import torch.nn as nn
 from conversion_models import kinds, llama, loss, trained
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, convert
-from mxtrain.recipes.recipe import get_recipe
+from mxtrain.recipes.parse import get_recipe
 
 FORWARD = "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8"
 NO_SHARE = {"high_precision_share": 0, "mode": "reference"}

@@ -6,7 +6,7 @@ import torch.nn as nn
 from conversion_models import DIM, Attention, FeedForward, Layer, llama, trained
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, convert
-from mxtrain.recipes.recipe import get_recipe
+from mxtrain.recipes.parse import get_recipe
 from mxtrain.rng.rounding_position import Draws
 from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
 

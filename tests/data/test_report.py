@@ -1,8 +1,8 @@
-from mxtrain.data import Report
+from mxtrain.data import TextReport
 
 
 def test_table_of_a_tokenized_text():
-    report = Report(
+    report = TextReport(
         dataset="python",
         folder="/cache/python-1",
         vocab_size=2048,
@@ -29,7 +29,7 @@ def test_table_of_a_tokenized_text():
 
 
 def test_a_stream_and_a_smaller_vocabulary_are_said():
-    table = str(Report("hf", "/cache/hf-1", vocab_size=900, requested_vocab_size=2048, streamed=True))
+    table = str(TextReport("hf", "/cache/hf-1", vocab_size=900, requested_vocab_size=2048, streamed=True))
     assert "streamed: not counted" in table
     assert "900 tokens (2,048 asked for; the text has no more pairs to merge)" in table
     assert "0 train" not in table

@@ -11,7 +11,8 @@ from mxtrain.kernels.norm.fold_backward import fold_backward
 from mxtrain.kernels.norm.straight_through import norm_backward
 from mxtrain.kernels.runtime import INTERPRETED
 from mxtrain.recipes.formats import MXFP8
-from mxtrain.recipes.recipe import RMSEstimate, get_recipe
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
 from mxtrain.reference import casts, mxnorm
 
 RECIPES = {rounding: get_recipe("mxfp8", rounding) for rounding in ("rceil", "floor")}

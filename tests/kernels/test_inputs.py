@@ -31,7 +31,8 @@ from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
 from mxtrain.kernels.norm.fold_backward import fold_backward
 from mxtrain.kernels.norm.straight_through import norm_backward
 from mxtrain.kernels.runtime import FORMS
-from mxtrain.recipes.recipe import RMSEstimate, get_recipe
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
 from mxtrain.reference import casts
 from mxtrain.reference import mxnorm as reference
 
@@ -235,7 +236,8 @@ from mxtrain.kernels.mxfp8.cast import cast
 from mxtrain.kernels.norm.fold_backward import fold_backward
 from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
 from mxtrain.kernels.norm.straight_through import norm_backward
-from mxtrain.recipes.recipe import RMSEstimate, get_recipe
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
 
 recipe, x, vector = get_recipe("mxfp8"), torch.ones(3, 96), torch.ones(3)
 for call in (

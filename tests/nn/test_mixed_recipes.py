@@ -9,7 +9,8 @@ from layer_checks import draw
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, set_rounding_step
 from mxtrain.nn import three_gemms
-from mxtrain.recipes.recipe import GEMMS, RECIPES, get_recipe
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.recipe import GEMMS, RECIPES
 
 D, N, T = 64, 96, 37
 SEED, FQN, NORM = 3, "layers.0.attention.wq", "layers.0.attention_norm"

@@ -4,7 +4,7 @@ import torch.nn as nn
 from layer_checks import draw
 
 from mxtrain import ConfigError, MXLinear
-from mxtrain.recipes.recipe import get_recipe
+from mxtrain.recipes.parse import get_recipe
 from mxtrain.reference.casts import image
 
 D, N, T = 96, 64, 40

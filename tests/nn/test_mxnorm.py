@@ -13,7 +13,8 @@ from mxtrain import ConfigError, MXNorm, MXNormLinear, mxnorm_cast
 from mxtrain.nn.mxnorm import NormedInput
 from mxtrain.ops.hardware import runs_kernels
 from mxtrain.recipes.formats import MXFP8
-from mxtrain.recipes.recipe import RMSEstimate, get_recipe
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
 from mxtrain.reference.casts import dequantize, image
 from mxtrain.reference.mxnorm import inverse_rms, norm_backward
 

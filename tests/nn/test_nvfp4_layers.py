@@ -10,7 +10,8 @@ from layer_checks import draw
 from torch.utils.checkpoint import checkpoint
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, set_rounding_step
-from mxtrain.recipes.recipe import Recipe, get_recipe
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.recipe import Recipe
 from mxtrain.reference import nvfp4
 from mxtrain.reference.hadamard import hadamard, pad
 from mxtrain.reference.mxnorm import norm_backward

@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 
 from mxtrain import MXLinear, MXNorm, MXNormLinear, set_rounding_step
-from mxtrain.recipes.recipe import get_recipe
+from mxtrain.recipes.parse import get_recipe
 from mxtrain.reference.hadamard import unpack_signs
 from mxtrain.rng.rounding_position import Draws
 from mxtrain.rng.seeds import hadamard_signs, rounding_key

@@ -5,7 +5,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mxtrain.ops.gemm import matmul
 from mxtrain.ops.nvfp4_operands import activation, weight
 from mxtrain.ops.quantize import Operand, quantize
-from mxtrain.recipes.recipe import get_recipe
+from mxtrain.recipes.parse import get_recipe
 
 pytestmark = pytest.mark.usefixtures("device")
 

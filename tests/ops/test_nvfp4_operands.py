@@ -6,7 +6,8 @@ import torch
 from mxtrain.ops.mxnorm import normalize
 from mxtrain.ops.nvfp4_operands import activation, activation_along_tokens, gradient, weight
 from mxtrain.ops.quantize import quantize
-from mxtrain.recipes.recipe import RMSEstimate, get_recipe
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
 from mxtrain.reference import nvfp4
 from mxtrain.reference.casts import from_blocked
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import mxtrain
 from mxtrain import mxnorm_cast
 from mxtrain.ops.quantize import quantize
-from mxtrain.recipes.recipe import get_recipe
+from mxtrain.recipes.parse import get_recipe
 from mxtrain.reference import nvfp4
 from mxtrain.reference.casts import from_blocked
 

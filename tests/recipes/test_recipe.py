@@ -4,16 +4,9 @@ import pytest
 
 from mxtrain import ConfigError, Recipe
 from mxtrain.recipes.formats import MXFP8, NVFP4, norm_constant
-from mxtrain.recipes.recipe import (
-    GEMMS,
-    RECIPES,
-    SWITCHES,
-    MixedRecipe,
-    RMSEstimate,
-    get_recipe,
-    get_recipes,
-    switches_in_effect,
-)
+from mxtrain.recipes.parse import SWITCHES, get_recipe, get_recipes, switches_in_effect
+from mxtrain.recipes.recipe import GEMMS, RECIPES, MixedRecipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
 
 
 def test_named_recipes_are_keyed_by_their_names_and_frozen():

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from nvfp4_blocks import draw, same_bits, torchao_cast
 
 from mxtrain.recipes.formats import norm_constant
-from mxtrain.recipes.recipe import RMSEstimate, get_recipe
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
 from mxtrain.reference.mxnorm import inverse_rms, scale_rows
 from mxtrain.reference.nvfp4 import (
     MIN_TENSOR_SCALE,

@@ -42,7 +42,8 @@ from mxtrain.kernels.runtime import (
     empty_cast,
     register_op,
 )
-from mxtrain.recipes.recipe import Recipe, RMSEstimate
+from mxtrain.recipes.recipe import Recipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
 
 
 @triton.jit

@@ -37,7 +37,7 @@ from mxtrain.kernels.nvfp4.arithmetic import (
     scale_of_block,
 )
 from mxtrain.kernels.runtime import FORMS, Launch, as_bytes, cdiv, register_op
-from mxtrain.recipes.recipe import RMSEstimate
+from mxtrain.recipes.rms_estimate import RMSEstimate
 
 # What bounds the output. The rounded block scales of "post_round" need a norm before there are any.
 ESTIMATORS = ("pre_round", "exact")

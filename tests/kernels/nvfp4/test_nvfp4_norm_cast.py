@@ -9,7 +9,7 @@ from nvfp4_checks import check_norm, estimate_16
 
 from mxtrain.kernels.nvfp4.norm_cast import nvfp4_norm
 from mxtrain.kernels.runtime import FORMS, Launch
-from mxtrain.recipes.recipe import RMSEstimate
+from mxtrain.recipes.rms_estimate import RMSEstimate
 
 pytestmark = kernel_tests
 

@@ -1,0 +1,110 @@
+"""From what a user writes, ``"mxfp8"`` or ``"fprop=nvfp4, dgrad=mxfp8, wgrad=bf16"``, to a recipe."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.recipes.recipe import FLAGS, GEMMS, RECIPES, LinearRecipe, MixedRecipe, Recipe
+
+# What can be set apart from the recipe, in the TOML and in ``mxtrain.convert``, and the GEMMs that it changes.
+_CHANGES = {
+    "scale_rounding": GEMMS,
+    "tensor_scale": ("fprop",),
+    "weight_tiles": ("fprop", "dgrad"),
+    "hadamard": ("wgrad",),
+    "stochastic_rounding": ("dgrad", "wgrad"),
+}
+SWITCHES = (*_CHANGES, "high_precision_share")
+
+
+def get_recipe(recipe: str | LinearRecipe, scale_rounding: str | None = None, **switches) -> LinearRecipe:
+    """The recipe that a spec stands for (a recipe passes through), with the settings given in the place of its own.
+
+    Args:
+        recipe: one of ``RECIPES`` for all GEMMs, or one for each: "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16".
+        scale_rounding, switches: any of ``SWITCHES``; None keeps the recipe's own. Of a mixed recipe they change the
+            GEMMs whose format has them.
+
+    Raises:
+        ConfigError: naming the recipes and GEMMs there are, or a setting that is wrong or does not go with the recipe.
+    """
+    return get_recipes(recipe, {}, scale_rounding=scale_rounding, **switches)[0]
+
+
+def get_recipes(
+    recipe: str | LinearRecipe, recipes: Mapping[str, str | LinearRecipe], **switches
+) -> tuple[LinearRecipe, dict[str, LinearRecipe]]:
+    """``get_recipe`` for a model: the recipe of its layers, and those by pattern that differ from it.
+
+    A setting changes every GEMM of any of them whose format has it.
+
+    Raises:
+        ConfigError: as ``get_recipe``, and for ``recipes`` that are no table of pattern and spec.
+    """
+    if not isinstance(recipes, Mapping):
+        raise ConfigError(f'recipes = {recipes!r} is not a table of lines "pattern" = "recipe"')
+    parsed = [_parse("recipe", recipe), *(_parse(f"recipes.{pattern!r}", spec) for pattern, spec in recipes.items())]
+    given = {name: value for name, value in switches.items() if value is not None}
+    for switch, value in given.items():
+        _check_switch(switch, value, parsed)
+    default, *others = (_with_switches(recipe, given) for recipe in parsed)
+    return default, dict(zip(recipes, others))
+
+
+def switches_in_effect(recipes: Sequence[LinearRecipe]) -> dict[str, str | bool | float | None]:
+    """Every one of ``SWITCHES`` as it is for the first GEMM that it changes; the share is that of the first recipe."""
+    values = {}
+    for switch, gemms in _CHANGES.items():
+        found = [getattr(r, switch) for recipe in recipes for r in _changed(recipe, gemms) if r.has(switch)]
+        values[switch] = found[0] if found else False if switch in FLAGS else None
+    return {**values, "high_precision_share": recipes[0].high_precision_share}
+
+
+def _parse(field: str, spec: str | LinearRecipe) -> LinearRecipe:
+    if isinstance(spec, LinearRecipe):
+        return spec
+    if isinstance(spec, dict):  # from an unquoted key: layers.0 = "bf16"
+        raise ConfigError(f'{field} = {spec!r} is not a string: write a pattern with dots in quotes, "layers.0" = ...')
+    if not isinstance(spec, str) or "=" not in spec:
+        require_one_of(field, spec, RECIPES)
+        return RECIPES[spec]
+    of_gemm = {}
+    for part in spec.split(","):
+        gemm, _, name = (word.strip() for word in part.partition("="))
+        require_one_of(f"{field} = {spec!r}: GEMM", gemm, GEMMS)
+        if gemm in of_gemm:
+            raise ConfigError(f"{field} = {spec!r} names {gemm} twice")
+        require_one_of(f"{field} = {spec!r}: {gemm}", name, RECIPES)
+        of_gemm[gemm] = RECIPES[name]
+    if missing := [gemm for gemm in GEMMS if gemm not in of_gemm]:
+        raise ConfigError(f"{field} = {spec!r} says nothing of {' and '.join(missing)}; name all of {', '.join(GEMMS)}")
+    return _linear_recipe(**of_gemm)
+
+
+def _changed(recipe: LinearRecipe, gemms: tuple[str, ...]) -> list[Recipe]:
+    return [getattr(recipe, gemm) for gemm in gemms]
+
+
+def _check_switch(switch: str, value, recipes: list[LinearRecipe]) -> None:
+    """Raise ConfigError if the switch changes no GEMM of the recipes; off (False) is true of any."""
+    gemms = _CHANGES.get(switch)
+    if gemms is None or value is False:
+        return
+    if any(r.has(switch) and r.format is not None for recipe in recipes for r in _changed(recipe, gemms)):
+        return
+    if len(recipes) == 1 and isinstance(recipes[0], Recipe):
+        replace(recipes[0], **{switch: value})  # which says what does not go together
+        return
+    wanted = "a format whose block scales are powers of two" if switch == "scale_rounding" else "recipe 'nvfp4'"
+    names = ", ".join(repr(name) for name in dict.fromkeys(recipe.name for recipe in recipes))
+    raise ConfigError(f"{switch} = {value!r} needs {wanted} for {' or '.join(gemms)}; the recipes are: {names}")
+
+
+def _with_switches(recipe: LinearRecipe, given: dict) -> LinearRecipe:
+    if not given:
+        return recipe
+    return _linear_recipe(*(replace(r, **{k: v for k, v in given.items() if r.has(k)}) for r in recipe.gemms))
+
+
+def _linear_recipe(fprop: Recipe, dgrad: Recipe, wgrad: Recipe) -> LinearRecipe:
+    return fprop if fprop == dgrad == wgrad else MixedRecipe(fprop, dgrad, wgrad)

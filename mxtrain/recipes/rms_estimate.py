@@ -1,0 +1,53 @@
+"""How MXNorm gets the RMS of a row."""
+
+import math
+from dataclasses import dataclass, field
+
+from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.recipes.formats import P_VALUES, norm_constant
+from mxtrain.recipes.recipe import Recipe
+
+ESTIMATORS = ("pre_round", "post_round", "exact")
+
+
+@dataclass(frozen=True)
+class RMSEstimate:
+    """How MXNorm gets the RMS of a row.
+
+    Attributes:
+        p: exponent of the mean over block maxima, 1 or 2; ``"exact"`` ignores it.
+        estimator: ``"pre_round"`` (exact block maxima: the method), ``"post_round"`` (the maxima that the rounded
+            block scales stand for: the paper's ablation) or ``"exact"`` (the true mean square: a control).
+        eps: added to the squared estimate, as in RMSNorm, so that a zero row stays finite.
+        block_size: elements per block maximum.
+        constant: c(p, B), computed here once so that no graph traces the quadrature.
+    """
+
+    p: int
+    estimator: str
+    eps: float
+    block_size: int
+    constant: float = field(init=False)
+
+    def __post_init__(self):
+        require_one_of("p", self.p, P_VALUES)
+        require_one_of("estimator", self.estimator, ESTIMATORS)
+        if not isinstance(self.eps, (int, float)) or isinstance(self.eps, bool) or not 0 <= self.eps < math.inf:
+            raise ConfigError(f"eps = {self.eps!r} is not a finite number >= 0")
+        object.__setattr__(self, "constant", norm_constant(self.p, self.block_size))
+
+    @classmethod
+    def for_recipe(cls, recipe: Recipe, p: int = 2, estimator: str = "pre_round", eps: float = 1e-5) -> "RMSEstimate":
+        """The estimate over the blocks of ``recipe``; ConfigError if it needs scales that the recipe does not have."""
+        estimate = cls(p, estimator, eps, recipe.block_size)
+        if estimator == "post_round" and recipe.format is None:
+            raise ConfigError(
+                f"estimator = 'post_round' reads rounded block scales, and recipe = {recipe.name!r} has none; "
+                "use one of: 'pre_round', 'exact'"
+            )
+        if estimator == "post_round" and recipe.is_nvfp4:
+            raise ConfigError(
+                f"estimator = 'post_round' reads rounded block scales, and those of recipe = {recipe.name!r} follow "
+                "from a tensor scale, which follows from the norm; use one of: 'pre_round', 'exact'"
+            )
+        return estimate
