@@ -8,12 +8,13 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from mxtrain.conversion import convert
+from mxtrain.conversion.convert import convert
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.nn.fused_rms_norm import WHEN_COMPILED, runs_when_compiled
 from mxtrain.ops.hardware import describe_modes, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, get_recipes, switches_in_effect
 from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.titan.terminal import note_conversion
 
 SWAPPING_CONVERTERS = ("mxnorm", "mx_linear")
 # What signs and random bits follow from where debug.seed is unset.
@@ -93,7 +94,8 @@ class _Converter:
             example_inputs=_example_inputs(model),
             **norm_settings,
         )
-        logger.info(f"{self.name}: {report}")
+        p = "" if s["p"] is None else f" p={s['p']}"
+        note_conversion(f"{self.name} {s['recipe']}{p} ({s['mode']})", *str(report).split("\n", 1))
 
     def post_optimizer_hook(self, model) -> None:
         """Nothing to do: every cast is made from current values."""
@@ -128,7 +130,7 @@ class FusedRMSNormConverter:
     def convert(self, model: nn.Module) -> None:
         s = self.settings
         report = convert(model, self.name, filter_fqns=s.filter_fqns, when_compiled=s.when_compiled)
-        logger.info(f"{self.name}: {report}")
+        note_conversion(self.name, *str(report).split("\n", 1))
 
     def post_optimizer_hook(self, model) -> None:
         """Nothing to do: the norm computes with its weight as it is."""
@@ -144,7 +146,7 @@ class DecomposeKRouterConverter:
 
     def convert(self, model: nn.Module) -> None:
         report = convert(model, self.name, filter_fqns=self.filter_fqns)
-        logger.info(f"{self.name}: {report}")
+        note_conversion(self.name, *str(report).split("\n", 1))
 
     def post_optimizer_hook(self, model) -> None:
         """Nothing to do: the gate computes with its weight as it is."""
