@@ -21,6 +21,11 @@ PYTHON_WARNINGS = (
     r"`torch\.jit\.\w+` is (deprecated|not supported in Python 3\.14)",
     # torchao registers its classes with pytree again when it is imported a second way.
     r".* is already registered as pytree node",
+    # PyTorch's collectives and sharded tensors work on CPU process groups, less checked than on GPUs.
+    r"DTensor (random operators|manual_seed\(\)) may not have complete support on cpu device mesh",
+    r"Set timeout is now only supported for either nccl or gloo",
+    # torch.compile of Llama's rotary embedding, which multiplies complex numbers.
+    r"Torchinductor does not support code generation for complex operators",
     # A package beside PyTorch was renamed; PyTorch finds it under either name.
     r"The pynvml package is deprecated",
     # TorchTitan calls barrier() without a device.

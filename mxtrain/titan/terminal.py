@@ -82,6 +82,7 @@ def start(folder: Path, verbose: bool) -> None:
     if rank == "0":
         _folder = folder
         (folder / CONVERSION_FILE).unlink(missing_ok=True)
+        _until_model_is_shown.clear()
     if verbose:
         if not sys.stdout.isatty():
             for handler in logger.handlers:
@@ -168,7 +169,7 @@ class _WarningHandler(logging.Handler):
         self.setFormatter(_PlainFormatter())
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
+        text = self.format(record).rstrip()
         if not text.startswith(LOG_ONLY):
             _screen.clear()
             print(f"{record.levelname.lower()}: {text}", file=sys.stderr, flush=True)
