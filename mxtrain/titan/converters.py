@@ -1,7 +1,5 @@
 """mxtrain's converters in TorchTitan: built from the job config, applied to TorchTitan's models."""
 
-from abc import ABC, abstractmethod
-
 import torch
 import torch.nn as nn
 from torch.nn.attention.flex_attention import create_block_mask
@@ -11,7 +9,6 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from mxtrain.conversion.convert import apply
-from mxtrain.conversion.converter import Converter
 from mxtrain.conversion.kernel_converters import DecomposeKRouterConverter, FusedRMSNormConverter
 from mxtrain.conversion.mx_converters import MXLinearConverter, MXNormConverter
 from mxtrain.errors import ConfigError, require_one_of
@@ -58,18 +55,17 @@ def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] 
     return settings
 
 
-class _TitanConverter(ABC):
-    """One of mxtrain's converters, with the interface of TorchTitan's ``ModelConverter``."""
+class _TitanConverter:
+    """One of mxtrain's converters, with the interface of TorchTitan's ``ModelConverter``.
+
+    Subclasses define ``from_job(job_config)``, which returns the converter with the settings of the job config and raises
+    ConfigError for a wrong one.
+    """
 
     name: str
 
     def __init__(self, job_config, parallel_dims):
         self.converter = self.from_job(job_config)
-
-    @classmethod
-    @abstractmethod
-    def from_job(cls, job_config) -> Converter:
-        """The converter with the settings of the job config. Raises ConfigError for a wrong one."""
 
     def convert(self, model: nn.Module) -> None:
         plan = apply(self.converter, model, _example_inputs(model))
