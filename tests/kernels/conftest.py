@@ -10,7 +10,7 @@ if not HAS_TRITON:
 @pytest.fixture
 def device():
     """Default device of a test: a GPU, or a CPU where Triton interprets kernels. They run on one of the two only."""
-    from mxtrain.kernels.runtime import INTERPRETED
+    from mxtrain.kernels.device import INTERPRETED
 
     name = "cpu" if INTERPRETED else "cuda"
     if name == "cuda" and not torch.cuda.is_available():

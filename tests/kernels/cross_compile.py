@@ -19,7 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mxtrain.kernels import runtime
+from mxtrain.kernels import device
+from mxtrain.kernels.cast_results import FORMS
+from mxtrain.kernels.launch import Launch
 from mxtrain.kernels.mxfp8.cast import cast
 from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
 from mxtrain.kernels.norm.fold_backward import fold_backward
@@ -71,7 +73,7 @@ def cases(everything: bool) -> dict:
     def add_cast(name, x, recipe=rceil, dims=(1,), form="codes", **factors):
         found[f"cast {name}"] = lambda: cast(x, recipe, dims, form, **factors)
 
-    for name, form in (*itertools.product(["bf16"], runtime.FORMS), ("fp32", "codes")):
+    for name, form in (*itertools.product(["bf16"], FORMS), ("fp32", "codes")):
         add_norm(f"{name} {form}", matrix(DTYPES[name]), form=form)
         for dims in ((1,), (0,), (0, 1)) if everything else ((0, 1),):
             add_cast(f"{name} {form} {dims}", matrix(DTYPES[name]), dims=dims, form=form)
@@ -140,7 +142,7 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
     def estimate(p=2, estimator="pre_round"):
         return RMSEstimate(p, estimator, 1e-5, 16)
 
-    for name, form in (*itertools.product(["bf16"], runtime.FORMS), ("fp32", "codes")):
+    for name, form in (*itertools.product(["bf16"], FORMS), ("fp32", "codes")):
         x = matrix(DTYPES[name])
         add(f"{name} {form}", nvfp4_norm, x, estimate(), 2.0**-8, form)
         add(f"{name} {form}", nvfp4_weight, x, scale, form)
@@ -212,7 +214,7 @@ def add_products(found: dict) -> None:
     add("few tokens: one, and one expert", (1, 1, 1))
 
 
-def source_and_options(launch: runtime.Launch) -> tuple[ASTSource, dict]:
+def source_and_options(launch: Launch) -> tuple[ASTSource, dict]:
     """What Triton compiles for a launch: 1 and None become constants, and what 16 divides is marked so.
 
     Integers that the kernel asks not to be told apart are neither.
@@ -240,9 +242,9 @@ def source_and_options(launch: runtime.Launch) -> tuple[ASTSource, dict]:
 
 def main(capability: int) -> None:
     launches = []
-    runtime.Launch.compile_ahead = lambda launch, device: launches.append(launch)
+    Launch.compile_ahead = lambda launch, _: launches.append(launch)
     torch.cuda.get_device_capability = lambda *_: divmod(capability, 10)
-    runtime.H100_SHARED_MEMORY = SHARED_MEMORY[capability]
+    device.H100_SHARED_MEMORY = SHARED_MEMORY[capability]
     results = {}
     with FakeTensorMode():
         for name, call in cases(capability == 90).items():

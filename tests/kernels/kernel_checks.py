@@ -5,11 +5,11 @@ import contextlib
 import pytest
 import torch
 
+from mxtrain.kernels.device import INTERPRETED
 from mxtrain.kernels.mxfp8.cast import cast
 from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
 from mxtrain.kernels.norm.fold_backward import fold_backward
 from mxtrain.kernels.norm.straight_through import norm_backward
-from mxtrain.kernels.runtime import INTERPRETED
 from mxtrain.recipes.formats import MXFP8
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate

@@ -3,10 +3,10 @@
 import torch
 from kernel_checks import SMALLEST_NORMAL, assert_close, assert_same_bits, assert_within_ulps, careful_call
 
+from mxtrain.kernels.device import INTERPRETED
 from mxtrain.kernels.nvfp4.cast import nvfp4_amax, nvfp4_cast
 from mxtrain.kernels.nvfp4.norm_cast import nvfp4_norm
 from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
-from mxtrain.kernels.runtime import INTERPRETED
 from mxtrain.recipes.rms_estimate import RMSEstimate
 from mxtrain.reference import casts, mxnorm, nvfp4
 from mxtrain.reference.hadamard import hadamard, pad

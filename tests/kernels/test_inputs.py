@@ -26,11 +26,11 @@ from kernel_checks import (
     rms_estimate,
 )
 
+from mxtrain.kernels.cast_results import FORMS
 from mxtrain.kernels.mxfp8.cast import cast
 from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
 from mxtrain.kernels.norm.fold_backward import fold_backward
 from mxtrain.kernels.norm.straight_through import norm_backward
-from mxtrain.kernels.runtime import FORMS
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
 from mxtrain.reference import casts

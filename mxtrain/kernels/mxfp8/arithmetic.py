@@ -7,7 +7,10 @@ a kernel that multiplies, reduces and casts in one pass returns what separate Py
 import triton
 import triton.language as tl
 
-from mxtrain.kernels.runtime import INTERPRETED
+from mxtrain.kernels.device import INTERPRETED
+from mxtrain.recipes.formats import MXFP8
+
+BLOCK = MXFP8.block_size
 
 _E4M3_MAX = tl.constexpr(448.0)
 _LOG2_E = tl.constexpr(1.4426950408889634)

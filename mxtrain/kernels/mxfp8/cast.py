@@ -11,7 +11,12 @@ import triton
 import triton.language as tl
 
 from mxtrain.errors import require_one_of
+from mxtrain.kernels.cast_results import FORMS, MXFP8_STORAGE, as_bytes, empty_cast
+from mxtrain.kernels.checks import check_matrix, check_mxfp8, check_vector
+from mxtrain.kernels.device import converts_fp8
+from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.mxfp8.arithmetic import (
+    BLOCK,
     block_amax,
     blocked_offset,
     e4m3_codes,
@@ -19,18 +24,6 @@ from mxtrain.kernels.mxfp8.arithmetic import (
     multiplier,
     scale_code,
     scale_value,
-)
-from mxtrain.kernels.runtime import (
-    BLOCK,
-    FORMS,
-    Launch,
-    as_bytes,
-    check_matrix,
-    check_mxfp8,
-    check_vector,
-    converts_fp8,
-    empty_cast,
-    register_op,
 )
 from mxtrain.recipes.recipe import Recipe
 
@@ -146,11 +139,11 @@ def _implementation(
     rows, columns = x.shape
     by_row = by_column = (None, None)
     if along_rows:
-        by_row = empty_cast(rows, columns, form, x.device)
+        by_row = empty_cast(MXFP8_STORAGE, rows, columns, form, x.device)
     if along_columns and form == "image":
-        by_column = empty_cast(rows, columns, form, x.device)
+        by_column = empty_cast(MXFP8_STORAGE, rows, columns, form, x.device)
     elif along_columns:
-        by_column = empty_cast(columns, triton.cdiv(rows, BLOCK) * BLOCK, form, x.device)
+        by_column = empty_cast(MXFP8_STORAGE, columns, triton.cdiv(rows, BLOCK) * BLOCK, form, x.device)
     results = [t for t in (*by_row, *by_column) if t is not None]
     if x.numel() == 0:
         return results, None

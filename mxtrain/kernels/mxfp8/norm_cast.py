@@ -11,7 +11,13 @@ import triton
 import triton.language as tl
 
 from mxtrain.errors import require_one_of
+from mxtrain.kernels.cast_results import FORMS, MXFP8_STORAGE, as_bytes, empty_cast
+from mxtrain.kernels.checks import check_mxfp8
+from mxtrain.kernels.device import converts_fp8
+from mxtrain.kernels.integers import cdiv
+from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.mxfp8.arithmetic import (
+    BLOCK,
     block_amax,
     blocked_offset,
     e4m3_codes,
@@ -30,17 +36,6 @@ from mxtrain.kernels.norm.normed_rows import (
     row_sum,
     tile,
     tile_shape,
-)
-from mxtrain.kernels.runtime import (
-    BLOCK,
-    FORMS,
-    Launch,
-    as_bytes,
-    cdiv,
-    check_mxfp8,
-    converts_fp8,
-    empty_cast,
-    register_op,
 )
 from mxtrain.recipes.recipe import Recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
@@ -122,7 +117,7 @@ def _implementation(
     form: str,
 ) -> tuple[list[torch.Tensor], Launch | None]:
     rows, columns = x.shape
-    data, scales = empty_cast(rows, columns, form, x.device)
+    data, scales = empty_cast(MXFP8_STORAGE, rows, columns, form, x.device)
     rho = torch.empty(rows, dtype=torch.float32, device=x.device)
     total = None if residual is None else torch.empty_like(x)
     results = [t for t in (data, scales, rho, total) if t is not None]

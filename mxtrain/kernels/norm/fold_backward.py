@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.kernels.runtime import Launch, check_matrix, check_same, check_vector, register_op
+from mxtrain.kernels.checks import check_matrix, check_same, check_vector
+from mxtrain.kernels.launch import Launch, register_op
 
 ROWS, COLUMNS, WARPS = 16, 128, 2
 

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.kernels.mxfp8.arithmetic import magnitude_bits, rounded_amax
-from mxtrain.kernels.runtime import BLOCK, check_matrix, check_same
+from mxtrain.kernels.checks import check_matrix, check_same
+from mxtrain.kernels.mxfp8.arithmetic import BLOCK, magnitude_bits, rounded_amax
 
 # The longest row that is held in registers, and the longest there is.
 MAX_PERSISTENT_COLUMNS = 16384

@@ -10,11 +10,10 @@ be bound by arithmetic, so it is kept short. Easy to simplify wrongly:
   be fused with the products before them, which are to be rounded where they are denormal numbers.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from mxtrain.kernels.runtime import INTERPRETED, _capability, cdiv, scales_shape
+from mxtrain.kernels.device import INTERPRETED
 from mxtrain.recipes.formats import NVFP4, NVFP4_SCALE_MAX, NVFP4_SCALE_MIN
 
 BLOCK = NVFP4.block_size
@@ -294,33 +293,3 @@ def amax_across(strip):
     for i in tl.static_range(1, 16):
         largest = tl.maximum(largest, tl.abs(strip[i]), propagate_nan=tl.PropagateNan.ALL)
     return largest.to(tl.int32, bitcast=True)
-
-
-def converts_fp4(x: torch.Tensor) -> bool:
-    """Whether the device of ``x`` rounds to E2M1 by an instruction of its own (compute capability 10.0 and up)."""
-    return x.is_cuda and not INTERPRETED and _capability(x.device.index) >= (10, 0)
-
-
-def check_number(name: str, number: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError unless ``number`` is a tensor of one number of this dtype, on ``device``."""
-    if number.numel() != 1 or number.dtype != dtype or number.device != device:
-        found = f"{tuple(number.shape)} of {number.dtype} on {number.device}"
-        raise ValueError(f"{name} {found}: expected one number of {dtype} on {device}")
-
-
-def empty_cast(rows: int, columns: int, form: str, device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Uninitialised results of a cast of [rows, columns] along columns: codes and scales, or image and None."""
-    if form == "image":
-        return torch.empty(rows, columns, dtype=torch.bfloat16, device=device), None
-    blocks = columns // BLOCK
-    shape = scales_shape(rows, blocks, form)
-    # The tensor cores read the padding of the blocked layout, so it must not hold NaN.
-    padded = form == "blocked" and shape[0] != rows * blocks
-    allocate = torch.zeros if padded else torch.empty
-    codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)
-    return codes, allocate(shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-
-
-def padded(rows: int) -> int:
-    """Rows in whole blocks along them."""
-    return cdiv(rows, BLOCK) * BLOCK

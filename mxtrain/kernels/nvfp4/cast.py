@@ -18,13 +18,15 @@ import triton
 import triton.language as tl
 
 from mxtrain.errors import require_one_of
+from mxtrain.kernels.cast_results import FORMS, NVFP4_STORAGE, as_bytes, empty_cast
+from mxtrain.kernels.checks import check_matrix, check_number, check_vector
+from mxtrain.kernels.device import converts_fp4
+from mxtrain.kernels.integers import cdiv, next_power_of_2, round_up
+from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.mxfp8.arithmetic import block_amax, blocked_offset
 from mxtrain.kernels.nvfp4.arithmetic import (
     BLOCK,
     amax_across,
-    check_number,
-    converts_fp4,
-    empty_cast,
     hadamard,
     image_of,
     inverse_of,
@@ -33,21 +35,10 @@ from mxtrain.kernels.nvfp4.arithmetic import (
     multiplier,
     pack,
     pack_nearest,
-    padded,
     random_words,
     round_stochastically,
     round_to_nearest,
     scale_of_block,
-)
-from mxtrain.kernels.runtime import (
-    FORMS,
-    Launch,
-    as_bytes,
-    cdiv,
-    check_matrix,
-    check_vector,
-    next_power_of_2,
-    register_op,
 )
 from mxtrain.rng.rounding_position import MAX_ELEMENTS, Draws
 
@@ -210,11 +201,11 @@ def _implementation(
     rows, columns = x.shape
     by_row = by_column = (None, None)
     if row_scale is not None:
-        by_row = empty_cast(rows, columns, form, x.device)
+        by_row = empty_cast(NVFP4_STORAGE, rows, columns, form, x.device)
     if column_scale is not None and form == "image":
-        by_column = empty_cast(padded(rows), columns, form, x.device)
+        by_column = empty_cast(NVFP4_STORAGE, round_up(rows, BLOCK), columns, form, x.device)
     elif column_scale is not None:
-        by_column = empty_cast(columns, padded(rows), form, x.device)
+        by_column = empty_cast(NVFP4_STORAGE, columns, round_up(rows, BLOCK), form, x.device)
     results = [t for t in (*by_row, *by_column) if t is not None]
     if x.numel() == 0:
         return results, None

@@ -11,6 +11,10 @@ import triton
 import triton.language as tl
 
 from mxtrain.errors import require_one_of
+from mxtrain.kernels.cast_results import FORMS, NVFP4_STORAGE, as_bytes, empty_cast
+from mxtrain.kernels.device import converts_fp4
+from mxtrain.kernels.integers import cdiv
+from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.mxfp8.arithmetic import block_amax, blocked_offset
 from mxtrain.kernels.norm.normed_rows import (
     MXNormCast,
@@ -26,9 +30,7 @@ from mxtrain.kernels.norm.normed_rows import (
 from mxtrain.kernels.nvfp4.arithmetic import (
     BLOCK,
     amax_across,
-    converts_fp4,
     eighths,
-    empty_cast,
     image_of,
     inverse_of,
     multiplier,
@@ -36,7 +38,6 @@ from mxtrain.kernels.nvfp4.arithmetic import (
     round_to_nearest,
     scale_of_block,
 )
-from mxtrain.kernels.runtime import FORMS, Launch, as_bytes, cdiv, register_op
 from mxtrain.recipes.rms_estimate import RMSEstimate
 
 # What bounds the output. The rounded block scales of "post_round" need a norm before there are any.
@@ -175,7 +176,7 @@ def _implementation(
     form: str,
 ) -> tuple[list[torch.Tensor], Launch | None]:
     rows, columns = x.shape
-    data, scales = empty_cast(rows, columns, form, x.device)
+    data, scales = empty_cast(NVFP4_STORAGE, rows, columns, form, x.device)
     rho = torch.empty(rows, dtype=torch.float32, device=x.device)
     total = None if residual is None else torch.empty_like(x)
     results = [t for t in (data, scales, rho, total) if t is not None]

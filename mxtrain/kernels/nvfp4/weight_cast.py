@@ -13,33 +13,25 @@ import triton
 import triton.language as tl
 
 from mxtrain.errors import require_one_of
+from mxtrain.kernels.cast_results import FORMS, NVFP4_STORAGE, as_bytes, empty_cast, empty_column_cast
+from mxtrain.kernels.checks import check_matrix, check_number, check_vector
+from mxtrain.kernels.device import converts_fp4
+from mxtrain.kernels.integers import cdiv
+from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.mxfp8.arithmetic import blocked_offset
 from mxtrain.kernels.nvfp4.arithmetic import (
     BLOCK,
     amax_across,
-    check_number,
-    converts_fp4,
-    empty_cast,
     image_of,
     inverse_of,
     length_of,
     load_strip,
     multiplier,
     pack_nearest,
-    padded,
     round_to_nearest,
     scale_of_block,
 )
 from mxtrain.kernels.nvfp4.cast import WARPS, tile_columns
-from mxtrain.kernels.runtime import (
-    FORMS,
-    Launch,
-    as_bytes,
-    cdiv,
-    check_matrix,
-    check_vector,
-    register_op,
-)
 
 
 @triton.jit
@@ -110,8 +102,10 @@ def _implementation(
     w: torch.Tensor, gain: torch.Tensor | None, tensor_scale: torch.Tensor, form: str
 ) -> tuple[list[torch.Tensor], Launch | None]:
     rows, columns = w.shape
-    data, scales = empty_cast(rows, columns, form, w.device)
-    t_data, t_scales = (None, None) if form == "image" else empty_cast(columns, padded(rows), form, w.device)
+    data, scales = empty_cast(NVFP4_STORAGE, rows, columns, form, w.device)
+    t_data = t_scales = None
+    if form != "image":
+        t_data, t_scales = empty_column_cast(NVFP4_STORAGE, rows, columns, form, w.device)
     results = [t for t in (data, scales, t_data, t_scales) if t is not None]
     if w.numel() == 0:
         return results, None

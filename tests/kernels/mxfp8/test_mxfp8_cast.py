@@ -16,8 +16,9 @@ from kernel_checks import (
     ugly,
 )
 
+from mxtrain.kernels.cast_results import FORMS
+from mxtrain.kernels.device import INTERPRETED
 from mxtrain.kernels.mxfp8.cast import cast
-from mxtrain.kernels.runtime import FORMS, INTERPRETED
 
 pytestmark = kernel_tests
 

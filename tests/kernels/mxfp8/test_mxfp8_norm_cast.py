@@ -16,8 +16,9 @@ from kernel_checks import (
     ugly,
 )
 
+from mxtrain.kernels.cast_results import FORMS
+from mxtrain.kernels.device import INTERPRETED
 from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
-from mxtrain.kernels.runtime import FORMS, INTERPRETED
 from mxtrain.reference import mxnorm as reference
 
 pytestmark = kernel_tests

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import DTYPES, assert_same_bits, assert_same_results, check_fold_backward, draw, kernel_tests
 
+from mxtrain.kernels.device import INTERPRETED
 from mxtrain.kernels.norm.fold_backward import fold_backward
-from mxtrain.kernels.runtime import INTERPRETED
 
 pytestmark = kernel_tests
 

@@ -7,8 +7,8 @@ import triton.language as tl
 from kernel_checks import assert_same_bits, draw, kernel_tests
 from nvfp4_checks import assert_is_nvfp4, positive_nans
 
+from mxtrain.kernels.device import converts_fp4
 from mxtrain.kernels.nvfp4.arithmetic import (
-    converts_fp4,
     element_code,
     inverse_of,
     multiplier,

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from kernel_checks import DTYPES, assert_same_results, bits, draw, kernel_tests, poisoned_memory, ugly
 from nvfp4_checks import KEY, check_cast, draws, signs
 
+from mxtrain.kernels.cast_results import FORMS
 from mxtrain.kernels.nvfp4.cast import nvfp4_amax, nvfp4_cast
-from mxtrain.kernels.runtime import FORMS
 from mxtrain.reference.nvfp4 import dynamic_tensor_scale, power_of_two_tensor_scale
 
 pytestmark = kernel_tests

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from kernel_checks import DTYPES, assert_same_results, draw, kernel_tests, ugly
 from nvfp4_checks import check_norm, estimate_16
 
+from mxtrain.kernels.cast_results import FORMS
+from mxtrain.kernels.launch import Launch
 from mxtrain.kernels.nvfp4.norm_cast import nvfp4_norm
-from mxtrain.kernels.runtime import FORMS, Launch
 from mxtrain.recipes.rms_estimate import RMSEstimate
 
 pytestmark = kernel_tests

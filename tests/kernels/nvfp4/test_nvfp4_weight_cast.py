@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from kernel_checks import DTYPES, assert_same_results, bits, draw, kernel_tests, poisoned_memory, ugly
 from nvfp4_checks import check_weight
 
+from mxtrain.kernels.cast_results import FORMS
 from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
-from mxtrain.kernels.runtime import FORMS
 from mxtrain.reference import nvfp4
 
 pytestmark = kernel_tests

@@ -9,9 +9,9 @@ import triton
 from kernel_checks import RECIPES, draw, gpu_only
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mxtrain.kernels import runtime
+from mxtrain.kernels import device, integers, launch
+from mxtrain.kernels.launch import Launch
 from mxtrain.kernels.mxfp8.cast import _cast_kernel, cast
-from mxtrain.kernels.runtime import Launch
 
 CUDA = torch.device("cuda", 0)
 
@@ -34,13 +34,13 @@ def gpu_in_name(monkeypatch):
     """A machine that says it has a GPU: nothing is launched, and the stand-in for a kernel compiles nothing."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(runtime, "compiled_ahead", set())
-    monkeypatch.setattr(runtime, "_compiling", {})
+    monkeypatch.setattr(launch, "compiled_ahead", set())
+    monkeypatch.setattr(launch, "_compiling", {})
 
 
 def compile_ahead(kernel, *args, device=CUDA, **constants):
     Launch(kernel, (1,), args, constants).compile_ahead(device)
-    for future in runtime._compiling.values():
+    for future in launch._compiling.values():
         future.result()
 
 
@@ -79,11 +79,10 @@ def test_a_launch_waits_for_what_is_being_compiled_and_does_not_hide_why_it_fail
             return self.warmup
 
     kernel = Failing(RuntimeError("out of shared memory"))
-    launch = Launch(kernel, (1,), (torch.empty(4),), {})
-    launch.compile_ahead(CUDA)
+    Launch(kernel, (1,), (torch.empty(4),), {}).compile_ahead(CUDA)
     with pytest.raises(RuntimeError, match="out of shared memory"):
         Launch(kernel, (1,), (torch.empty(4),), {"grid": (1,)}).run(torch.device("cpu"))
-    assert not runtime._compiling
+    assert not launch._compiling
 
 
 def test_a_kernel_says_whether_a_product_and_a_sum_are_one_instruction():
@@ -100,7 +99,7 @@ def test_what_was_compiled_ahead_is_what_is_launched():
     mode = FakeTensorMode()
     with mode:
         cast(mode.from_tensor(x), RECIPES["floor"], **{k: mode.from_tensor(v) for k, v in factors.items()})
-    for future in runtime._compiling.values():
+    for future in launch._compiling.values():
         future.result()
     count = len(kernels)
     cast(x, RECIPES["floor"], **factors)
@@ -109,17 +108,17 @@ def test_what_was_compiled_ahead_is_what_is_launched():
 
 def test_whole_numbers_as_triton_has_them():
     for n in (*range(1, 70), 2**31 - 1, 2**31, 2**31 + 1):
-        assert runtime.next_power_of_2(n) == triton.next_power_of_2(n)
+        assert integers.next_power_of_2(n) == triton.next_power_of_2(n)
         for divisor in (1, 3, 64):
-            assert runtime.cdiv(n, divisor) == triton.cdiv(n, divisor)
-    assert runtime.cdiv(0, 3) == 0
+            assert integers.cdiv(n, divisor) == triton.cdiv(n, divisor)
+    assert integers.cdiv(0, 3) == 0
 
 
 def test_which_gpus_overlap_launches(monkeypatch):
-    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    monkeypatch.setattr(device, "INTERPRETED", False)
     with FakeTensorMode():
         x = torch.empty(1, device="cuda:0")
     for capability, overlap in {(8, 0): False, (8, 9): False, (9, 0): True, (10, 0): True}.items():
-        monkeypatch.setattr(runtime, "_capability", lambda index, capability=capability: capability)
-        assert runtime.overlaps_launches(x) == overlap
-    assert not runtime.overlaps_launches(torch.empty(1))
+        monkeypatch.setattr(device, "_capability", lambda index, capability=capability: capability)
+        assert device.overlaps_launches(x) == overlap
+    assert not device.overlaps_launches(torch.empty(1))
