@@ -55,7 +55,7 @@ def _along_rows(
     """Cast each row of a strip in blocks of 16 columns and store it."""
     tensor_scale = tl.load(tensor_scale_ptr)
     inverse = inverse_of(tensor_scale)
-    block = column // 16 + tl.arange(0, COLUMNS // 16)
+    block, blocks = column // 16 + tl.arange(0, COLUMNS // 16), columns // 16
     across = column + tl.arange(0, COLUMNS)
     for i in tl.static_range(16):
         row = first_row + i
@@ -77,7 +77,7 @@ def _along_rows(
             else:
                 packed = pack_nearest(first, second, HARDWARE)
             byte = column // 2 + tl.arange(0, COLUMNS // 2)
-            store_row(packed, code, byte, block, row, length, columns, data_ptr, scales_ptr, FORM)
+            store_row(packed, code, byte, block, blocks, row, length, columns, data_ptr, scales_ptr, FORM)
 
 
 @triton.jit

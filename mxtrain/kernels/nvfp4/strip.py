@@ -74,19 +74,31 @@ def hadamard(strip, signs):
 
 
 @triton.jit
-def store_row(packed, scale_codes, byte, block, row, length, columns, data_ptr, scales_ptr, FORM: tl.constexpr):
+def repeat_16(x, COLUMNS: tl.constexpr):
+    """Repeat each element 16 times: [COLUMNS / 16] -> [COLUMNS]"""
+    return tl.reshape(tl.broadcast_to(x[:, None], (COLUMNS // 16, 16)), (COLUMNS,))
+
+
+@triton.jit
+def store_row(
+    packed, scale_codes, byte, block, blocks, row, length, columns, data_ptr, scales_ptr, FORM: tl.constexpr
+):  # fmt: skip
     """Store one row of a strip: packed codes at these bytes of the row, and the codes of its block scales."""
     tl.store(data_ptr + row * (columns // 2) + byte, packed, mask=byte < length // 2)
-    tl.store(scales_ptr + scale_offset(row, block, columns // 16, FORM), scale_codes, mask=block < length // 16)
+    tl.store(scales_ptr + scale_offset(row, block, blocks, FORM), scale_codes, mask=block < length // 16)
 
 
 @triton.jit
 def store_columns(eight_bytes, scale_codes, across, inside, first_row, rows, data_ptr, scales_ptr, FORM: tl.constexpr):
     """Store a strip transposed: 16 packed codes per column as an int64, and the code of their scale.
 
-    across, inside: the strip's columns, and a mask of those that the matrix has.
+    across, inside: the strip's columns, and the mask of columns inside the matrix. scale_codes: one per column, or one
+    per 16 columns.
     """
     block, blocks = first_row // 16, (rows + 15) // 16
     across = across.to(tl.int64)
     tl.store(data_ptr.to(tl.pointer_type(tl.int64)) + across * blocks + block, eight_bytes, mask=inside)
-    tl.store(scales_ptr + scale_offset(across, block, blocks, FORM), scale_codes, mask=inside)
+    at = scales_ptr + scale_offset(across, block, blocks, FORM)
+    if scale_codes.shape[0] != eight_bytes.shape[0]:
+        scale_codes = repeat_16(scale_codes, eight_bytes.shape[0])
+    tl.store(at, scale_codes, mask=inside)

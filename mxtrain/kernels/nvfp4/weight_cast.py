@@ -30,13 +30,7 @@ from mxtrain.kernels.nvfp4.arithmetic import (
     round_to_nearest,
     scale_of_block,
 )
-from mxtrain.kernels.nvfp4.strip import WARPS, length_of, load_strip, store_columns, store_row, tile_columns
-
-
-@triton.jit
-def _of_columns(of_tiles, COLUMNS: tl.constexpr):
-    """Repeat the value of each tile for its 16 columns: [COLUMNS / 16] -> [COLUMNS]"""
-    return tl.reshape(tl.broadcast_to(of_tiles[:, None], (COLUMNS // 16, 16)), (COLUMNS,))
+from mxtrain.kernels.nvfp4.strip import WARPS, length_of, load_strip, repeat_16, store_columns, store_row, tile_columns
 
 
 @triton.jit
@@ -46,19 +40,18 @@ def _store_codes(
 ):  # fmt: skip
     """Store codes and scales of a strip and of its transpose."""
     byte = column // 2 + tl.arange(0, COLUMNS // 2)
-    block = column // 16 + tl.arange(0, COLUMNS // 16)
+    block, blocks = column // 16 + tl.arange(0, COLUMNS // 16), columns // 16
     for i in tl.static_range(16):
         row = first_row + i
         length = length_of(row, rows, columns)
         first, second = tl.split(tl.reshape(strip[i] * factor, (COLUMNS // 2, 2)))
         packed = pack_nearest(first, second, HARDWARE)
-        store_row(packed, code, byte, block, row, length, columns, data_ptr, scales_ptr, FORM)
+        store_row(packed, code, byte, block, blocks, row, length, columns, data_ptr, scales_ptr, FORM)
     eight = tl.zeros((COLUMNS,), tl.int64)
     for j in tl.static_range(8):
         packed = pack_nearest(strip[2 * j] * factor, strip[2 * j + 1] * factor, HARDWARE)
         eight |= packed.to(tl.int64) << (8 * j)
     across = column + tl.arange(0, COLUMNS).to(tl.int64)
-    code = _of_columns(code, COLUMNS)
     store_columns(eight, code, across, across < columns, first_row, rows, t_data_ptr, t_scales_ptr, FORM)
 
 
@@ -73,9 +66,9 @@ def _nvfp4_weight_kernel(
     inverse = inverse_of(tensor_scale)
     amax = tl.max(tl.reshape(amax_across(strip), (COLUMNS // 16, 16)), 1).to(tl.float32, bitcast=True)
     code, scale = scale_of_block(amax, inverse)
-    factor = _of_columns(multiplier(scale, inverse), COLUMNS)
+    factor = repeat_16(multiplier(scale, inverse), COLUMNS)
     if FORM == "image":
-        scale = _of_columns(scale, COLUMNS)
+        scale = repeat_16(scale, COLUMNS)
         across = column + tl.arange(0, COLUMNS)
         for i in tl.static_range(16):
             row = first_row + i
