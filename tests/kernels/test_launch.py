@@ -1,4 +1,4 @@
-"""What kernels share: launches compiled in the background, before they are due; sizes; what a GPU can do."""
+"""Launches, their compilation in the background, integer arithmetic, and device facts."""
 
 import contextlib
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class Kernel:
-    """Notes what it is compiled for."""
+    """Records the arguments it is compiled for."""
 
     def __init__(self, error: Exception | None = None):
         self.compiled, self.error = [], error
@@ -30,8 +30,8 @@ class Kernel:
 
 
 @pytest.fixture
-def gpu_in_name(monkeypatch):
-    """A machine that says it has a GPU: nothing is launched, and the stand-in for a kernel compiles nothing."""
+def pretended_gpu(monkeypatch):
+    """Make torch report a GPU. Tests launch nothing there, and the stand-in for a kernel compiles nothing."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(launch, "compiled_ahead", set())
@@ -44,8 +44,8 @@ def compile_ahead(kernel, *args, device=CUDA, **constants):
         future.result()
 
 
-@pytest.mark.usefixtures("gpu_in_name")
-def test_a_launch_is_compiled_once_for_what_triton_tells_apart():
+@pytest.mark.usefixtures("pretended_gpu")
+def test_a_launch_is_compiled_once_per_specialization():
     kernel, x = Kernel(), torch.empty(4)
     compile_ahead(kernel, x, None, 160, WARPS=4)
     assert kernel.compiled == [((torch.float32, None, 160), {"WARPS": 4, "enable_fp_fusion": True})]
@@ -63,16 +63,16 @@ def test_a_launch_is_compiled_once_for_what_triton_tells_apart():
         assert len(kernel.compiled) == count
 
 
-@pytest.mark.usefixtures("gpu_in_name")
+@pytest.mark.usefixtures("pretended_gpu")
 def test_nothing_is_compiled_ahead_for_a_cpu():
     kernel = Kernel()
     compile_ahead(kernel, torch.empty(4), device=torch.device("cpu"))
     assert not kernel.compiled
 
 
-@pytest.mark.usefixtures("gpu_in_name")
-def test_a_launch_waits_for_what_is_being_compiled_and_does_not_hide_why_it_failed():
-    """What fails in the background fails again, and is told, where the kernel is launched."""
+@pytest.mark.usefixtures("pretended_gpu")
+def test_a_launch_waits_for_compilation_and_raises_its_error():
+    """An error in the background is raised again where the kernel is launched."""
 
     class Failing(Kernel):
         def __getitem__(self, grid):
@@ -85,16 +85,16 @@ def test_a_launch_waits_for_what_is_being_compiled_and_does_not_hide_why_it_fail
     assert not launch._compiling
 
 
-def test_a_kernel_says_whether_a_product_and_a_sum_are_one_instruction():
+def test_floating_point_fusion_is_on_unless_a_launch_turns_it_off():
     assert Launch(None, (1,), (), {"BLOCK": 32}).keywords == {"BLOCK": 32, "enable_fp_fusion": True}
     assert Launch(None, (1,), (), {"enable_fp_fusion": False}).keywords == {"enable_fp_fusion": False}
 
 
 @gpu_only
 @pytest.mark.usefixtures("device")
-def test_what_was_compiled_ahead_is_what_is_launched():
+def test_the_kernel_compiled_ahead_is_the_kernel_launched():
     x, kernels = draw(96, 224), _cast_kernel.device_caches[torch.cuda.current_device()][0]
-    # Factors of different dtypes, so that no other test has compiled the kernel for them.
+    # No other test compiles the kernel for these dtypes of the factors.
     factors = dict(row_factor=draw(96, dtype=torch.bfloat16), column_factor=draw(224))
     mode = FakeTensorMode()
     with mode:
@@ -106,12 +106,13 @@ def test_what_was_compiled_ahead_is_what_is_launched():
     assert len(kernels) == count > 0
 
 
-def test_whole_numbers_as_triton_has_them():
+def test_integer_arithmetic_agrees_with_tritons():
     for n in (*range(1, 70), 2**31 - 1, 2**31, 2**31 + 1):
         assert integers.next_power_of_2(n) == triton.next_power_of_2(n)
         for divisor in (1, 3, 64):
             assert integers.cdiv(n, divisor) == triton.cdiv(n, divisor)
-    assert integers.cdiv(0, 3) == 0
+            assert integers.round_up(n, divisor) == triton.cdiv(n, divisor) * divisor
+    assert integers.cdiv(0, 3) == integers.round_up(0, 3) == 0
 
 
 def test_which_gpus_overlap_launches(monkeypatch):
