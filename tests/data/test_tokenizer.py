@@ -24,13 +24,13 @@ def trained(folder):
     return load_tokenizer(folder)
 
 
-def test_vocabulary_has_the_size_asked_for(trained):
+def test_the_vocabulary_has_the_requested_size(trained):
     assert trained.size == 400
     assert trained.encoder.get_vocab_size() == 400
     assert (trained.bos_id, trained.eos_id) == (0, 1)
 
 
-def test_a_poor_text_gives_a_smaller_vocabulary(tmp_path):
+def test_a_short_text_gives_a_smaller_vocabulary(tmp_path):
     train_tokenizer(["abc abc"], 400, tmp_path / "poor", SILENT)
     assert 258 < load_tokenizer(tmp_path / "poor").size < 270
 
@@ -43,13 +43,13 @@ def test_the_same_text_gives_the_same_tokenizer(folder, tmp_path, prose):
 
 
 @given(st.text() | st.text(alphabet=" \t\r\n\u00a0\u2028a_1'", max_size=60))
-def test_any_text_survives_encoding(trained, text):
+def test_any_text_is_restored_by_decoding(trained, text):
     ids = trained.encoder.encode(text, add_special_tokens=False).ids
     assert trained.encoder.decode(ids) == text
     assert trained.bos_id not in ids and trained.eos_id not in ids
 
 
-def test_special_tokens_spelled_in_a_text_are_plain_text(trained):
+def test_the_spelling_of_a_special_token_is_plain_text(trained):
     text = f"a{EOS_TOKEN}b{BOS_TOKEN}"
     ids = trained.encoder.encode(text, add_special_tokens=False).ids
     assert trained.bos_id not in ids and trained.eos_id not in ids
@@ -62,14 +62,14 @@ def test_indentation_is_one_token(tmp_path):
     assert encoder.encode("a\n        b").tokens == ["a", "Ċ", "ĠĠĠĠĠĠĠ", "Ġb"]
 
 
-def test_training_reads_a_bounded_sample(tmp_path, prose, monkeypatch):
+def test_training_reads_no_more_than_the_sample_limit(tmp_path, prose, monkeypatch):
     monkeypatch.setattr(tokenizer_module, "SAMPLE_BYTES", 10_000)
     read = []
     train_tokenizer((read.append(seed) or prose(seed) for seed in range(100)), 300, tmp_path / "bounded", SILENT)
     assert 2 <= len(read) <= 10
 
 
-def test_an_error_in_the_texts_reaches_the_caller(tmp_path):
+def test_an_error_while_reading_texts_reaches_the_caller(tmp_path):
     def texts():
         yield "some text"
         raise ConfigError("the third file is broken")
