@@ -39,7 +39,7 @@ def python_machine(tmp_path, monkeypatch):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(text if isinstance(text, bytes) else text.encode())
         monkeypatch.setattr(python_source.sysconfig, "get_paths", lambda: {"stdlib": str(library)})
-        monkeypatch.setattr(sys, "path", [str(tmp_path), str(packages)])
+        monkeypatch.setattr(sys, "path", [str(tmp_path), str(packages), str(packages)])
         return library
 
     return build

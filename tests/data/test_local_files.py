@@ -21,10 +21,10 @@ def write_jsonl(path, texts, key="text"):
 
 
 def test_jsonl_without_empty_rows(tmp_path):
-    file = write_jsonl(tmp_path / "a.jsonl", ["one", "", None, "two\nlines"])
+    file = write_jsonl(tmp_path / "a.jsonl", ["one", "", None, "two\nlines", " \n"])
     source = LocalFiles(DataConfig(dataset="files", path=str(file)))
     assert list(source.documents()) == [("a.jsonl:0", "one"), ("a.jsonl:3", "two\nlines")]
-    assert source.dropped == {"empty": 2}
+    assert source.dropped == {"empty": 3}
     assert source.listing == [(str(file), file.stat().st_size, file.stat().st_mtime_ns)]
 
 
@@ -72,9 +72,11 @@ def test_keys_do_not_depend_on_where_the_folder_is(tmp_path):
 
 
 def test_max_bytes_counts_utf8(tmp_path):
-    file = write_jsonl(tmp_path / "a.jsonl", ["éé", "éé", "éé"])
+    file = write_jsonl(tmp_path / "a.jsonl", ["éé", "éé", "é"])
     assert len(documents(file, max_bytes=8)) == 2
-    assert len(documents(file, max_bytes=7)) == 1
+    assert len(documents(file, max_bytes=7)) == 1  # reading stops, although the third would fit
+    sizes = [LocalFiles(DataConfig(dataset="files", path=str(file), max_bytes=n)).text_bytes for n in (0, 7, 10**9)]
+    assert sizes == [file.stat().st_size, 7, file.stat().st_size]
 
 
 def test_a_long_text_becomes_several_documents(tmp_path):

@@ -6,7 +6,7 @@ import time
 import pytest
 from filelock import FileLock
 
-from mxtrain.data import DataConfig, Prepared, prepare
+from mxtrain.data import DataConfig, Prepared, prepare, progress
 from mxtrain.data import prepared as prepared_module
 from mxtrain.data.tokenizer import load_tokenizer, tokenizer_hash
 from mxtrain.errors import ConfigError
@@ -71,7 +71,7 @@ def test_the_second_call_loads_without_building(corpus, monkeypatch):
     assert lines == []
 
 
-def test_an_edited_file_or_a_changed_setting_is_built_again(corpus, prose):
+def test_an_edited_file_or_a_changed_setting_is_built_again(corpus, prose, monkeypatch):
     first = prepare(config_of(corpus), silent)
     assert prepare(config_of(corpus, seed=7), silent).tokenizer != first.tokenizer
     with corpus.open("a") as file:
@@ -79,7 +79,10 @@ def test_an_edited_file_or_a_changed_setting_is_built_again(corpus, prose):
     second = prepare(config_of(corpus), silent)
     assert second.report.documents == 31
     os.utime(corpus, ns=(0, 0))
-    assert prepare(config_of(corpus), silent).report.folder != second.report.folder
+    third = prepare(config_of(corpus), silent)
+    monkeypatch.setattr(prepared_module, "CACHE_VERSION", 0)
+    fourth = prepare(config_of(corpus), silent)
+    assert len({result.report.folder for result in (first, second, third, fourth)}) == 4
 
 
 def test_an_interrupted_build_leaves_nothing_behind(corpus, cache, monkeypatch):
@@ -153,7 +156,7 @@ def test_an_existing_tokenizer_is_used(corpus, tmp_path, prose):
     trained = prepare(config_of(corpus), silent)
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"text": "other text"}) + "\n")
-    config = config_of(other, vocab_size=0, tokenizer_path=str(trained.tokenizer), validation_share=0.0)
+    config = config_of(other, vocab_size=350, tokenizer_path=str(trained.tokenizer), validation_share=0.0)
     prepared = prepare(config, silent)
     assert prepared.tokenizer == trained.tokenizer
     assert texts(prepared.train, trained.tokenizer) == ["other text"]
@@ -198,13 +201,33 @@ def test_unknown_datasets_and_empty_texts_are_config_errors(tmp_path):
     with pytest.raises(ConfigError, match="dataset_path = '.*empty.txt'.* holds no text"):
         prepare(config_of(tmp_path / "empty.txt"), silent)
     with pytest.raises(ConfigError, match="training.dataset = 'elsewhere' holds no text to train a tokenizer on"):
-        prepare(DataConfig(dataset="elsewhere", vocab_size=300), silent, stream=lambda: [])
+        prepare(DataConfig(dataset="elsewhere", vocab_size=300), silent, stream=lambda: ["", " \n"])
 
 
 def test_a_vocabulary_smaller_than_requested_is_reported(tmp_path):
     (tmp_path / "poor.txt").write_text("abc abc\n" * 9)
     report = prepare(config_of(tmp_path / "poor.txt", vocab_size=2048, validation_share=0.0), silent).report
     assert report.vocab_size < 300 and "2,048 requested" in str(report)
+
+
+def test_a_build_reports_its_progress(corpus, monkeypatch):
+    monkeypatch.setattr(progress, "TICK_SECONDS", 0.0)
+    lines = []
+    report = prepare(config_of(corpus, validation_share=0.0), lines.append).report
+    size = progress.megabytes(report.bytes)
+    assert lines[0] == f"preparing dataset 'files' in {report.folder}" and lines[-1] == "prepared dataset 'files'"
+    assert f"read {size} of text for the tokenizer" in lines and f"merging pairs of {size} of text" in lines
+    assert f"tokenized {size} of about {progress.megabytes(corpus.stat().st_size)}" in lines
+
+
+def test_a_long_text_is_thinned_for_the_tokenizer(corpus, prose, monkeypatch):
+    config = config_of(corpus)
+    source = prepared_module.LocalFiles(config)
+    everything = list(prepared_module._training_texts(config, source))
+    monkeypatch.setattr(prepared_module, "SAMPLE_BYTES", source.text_bytes // 2)
+    sample = list(prepared_module._training_texts(config, source))
+    assert 0.25 < len(sample) / len(everything) < 0.75
+    assert [text for text in everything if text in sample] == sample and sample != everything[: len(sample)]
 
 
 def test_the_tokenizer_is_not_trained_on_validation_text(corpus, prose, tmp_path):

@@ -1,5 +1,6 @@
 import os
 import sysconfig
+import zlib
 from pathlib import Path
 
 import pytest
@@ -34,13 +35,12 @@ def keys(source: PythonSource) -> list[str]:
 def test_the_standard_library_is_listed_without_packages(python_machine):
     python_machine({"a.py": "a", "sub/b.py": "b", "c.txt": "c"}, {"numpy/core.py": "n", "six.py": "s"})
     assert [file.key for file in list_files(installed=False)] == ["stdlib/a.py", "stdlib/sub/b.py"]
-    listed = {file.key: file.package for file in list_files(installed=True)}
-    assert listed == {
-        "stdlib/a.py": None,
-        "stdlib/sub/b.py": None,
-        "site-packages/numpy/core.py": "numpy",
-        "site-packages/six.py": "six",
-    }
+    assert [(file.key, file.package) for file in list_files(installed=True)] == [
+        ("stdlib/a.py", None),
+        ("stdlib/sub/b.py", None),
+        ("site-packages/six.py", "six"),
+        ("site-packages/numpy/core.py", "numpy"),
+    ]
 
 
 def test_this_machines_standard_library():
@@ -77,6 +77,18 @@ def test_machine_made_files_are_large_and_repetitive(prose):
     assert not is_machine_made(b"0x0000, 0xffff,\n" * 10)
     assert not is_machine_made(prose(0, 4000).encode())
     assert not is_machine_made(Path(os.__file__).read_bytes())
+
+
+def test_machine_made_files_compress_below_0_17_at_level_1(prose):
+    def content(repeats):
+        return (prose(0, 4000) + "0x0000, 0xffff,\n" * repeats).encode()
+
+    def ratio(repeats, level):
+        return len(zlib.compress(content(repeats), level)) / len(content(repeats))
+
+    below = next(repeats for repeats in range(0, 10_000, 20) if ratio(repeats, 1) < 0.17)
+    assert 0.165 < ratio(below, 1) and is_machine_made(content(below))
+    assert ratio(below - 20, 6) < 0.17 and not is_machine_made(content(below - 20))
 
 
 def test_the_seed_decides_the_order_and_new_files_do_not_change_it(python_machine, prose):
