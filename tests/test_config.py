@@ -77,6 +77,8 @@ def test_a_circle_of_extends_names_its_files(write):
         load_config(write("a.toml", 'extends = "b.toml"\n'))
     with pytest.raises(ConfigError, match="circle"):
         load_config(write("self.toml", 'extends = "self.toml"\n'))
+    with pytest.raises(ConfigError, match="circle"):
+        load_config(write("sub/spelled_differently.toml", 'extends = "../sub/spelled_differently.toml"\n'))
 
 
 def test_two_configs_may_extend_one_base(write):

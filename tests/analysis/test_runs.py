@@ -20,11 +20,16 @@ def training(losses, **extra):
 
 
 def test_a_run_has_facts_and_training_and_validation_rows(tmp_path):
-    rows = training([9.0, 8.0]) + [{"step": 2, "validation_loss": 8.5}]
+    rows = training([9.0, 8.0]) + [{"step": 1, "validation_loss": 9.5}, {"step": 2, "validation_loss": 8.5}]
     run = load_run(make_run(tmp_path / "a", rows, {"converter": "mxnorm"}))
     assert run.name == "a" and run.facts == {"converter": "mxnorm"}
     assert run.training == rows[:2] and run.validation == rows[2:]
     assert (run.first_loss, run.last_loss, run.validation_loss) == (9.0, 8.0, 8.5)
+
+
+def test_the_current_folder_has_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(make_run(tmp_path / "a", training([9.0])))
+    assert load_run(".").name == "a"
 
 
 def test_numbers_of_a_run(tmp_path):

@@ -22,6 +22,7 @@ def make_run(folder, losses, validation=None, **facts):
     for step, loss in enumerate(losses, start=1):
         writer.write({"step": step, "loss": loss, "tokens_per_second": 3012.4, "memory_gib": 1.25})
     if validation is not None:
+        writer.write({"step": 2, "validation_loss": 9.75})
         writer.write({"step": len(losses), "validation_loss": validation})
     writer.close()
     (folder / "run.json").write_text(json.dumps({**FACTS, **facts}))
@@ -75,6 +76,7 @@ def test_a_summary_draws_the_losses_and_describes_the_run(tmp_path):
     ("losses", "verdict"),
     [
         ([9.0, 9.5], "DID NOT FALL"),
+        ([5.0] * 18 + [9.0, 4.0], "DID NOT FALL over 20 steps (mean of the last 10 %: 6.5000)"),
         ([9.0, math.nan, 8.0], "NOT FINITE, first at step 2"),
         ([9.0], "one logged step (1)"),
     ],

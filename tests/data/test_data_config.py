@@ -1,3 +1,5 @@
+from dataclasses import fields
+
 import pytest
 
 from mxtrain.data import DataConfig
@@ -33,6 +35,8 @@ def test_an_existing_tokenizer_ignores_vocab_size():
 def test_identity_omits_settings_that_do_not_change_the_result():
     here, there = DataConfig(cache_dir="a"), DataConfig(cache_dir="b", section="validation")
     assert here.identity() == there.identity()
+    omitted = {"cache_dir", "section", "tokenizer_path"}
+    assert here.identity().keys() == {field.name for field in fields(DataConfig)} - omitted
     assert here.identity() != DataConfig(seed=1).identity()
 
 

@@ -1,10 +1,13 @@
 import logging
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from mxtrain.data import token_dataset
 from mxtrain.data.token_dataset import TokenDataset
 from mxtrain.data.token_store import TokenFile
 from mxtrain.errors import ConfigError
@@ -58,6 +61,13 @@ def test_ranks_split_an_epoch_evenly_without_overlap(tokens, workers):
     assert len(seen) == len(set(seen)) == 36  # of 40: the last four do not fill a global batch
 
 
+def test_ranks_split_a_global_batch_in_order(tokens):
+    """So two ranks see, step by step, the text of one rank with twice the batch size."""
+    one = [labels[0] // (SEQ_LEN + 1) for _, labels in dataset(tokens, batch_size=2 * BATCH, infinite=False)]
+    ranks = [chunks_of(loader(tokens, dp_rank=rank, dp_world_size=2, infinite=False)) for rank in range(2)]
+    assert [chunk for batches in zip(*ranks) for batch in batches for chunk in batch] == one
+
+
 def test_each_epoch_reads_every_chunk_once_in_a_new_order(tokens):
     per_epoch = CHUNKS // BATCH
     batches = iter(loader(tokens))
@@ -86,6 +96,14 @@ def test_a_run_resumes_exactly(tokens):
         assert take(iter(resumed), 15) == whole[done : done + 15], (workers, done)
 
 
+def test_only_the_first_iteration_after_loading_a_state_resumes(tokens):
+    state = {**dataset(tokens).state_dict(), "position": 5}
+    resumed = dataset(tokens)
+    resumed.load_state_dict(state)
+    firsts = [next(iter(data))[1][0] for data in (dataset(tokens), resumed, resumed)]
+    assert firsts[1] != firsts[0] == firsts[2]
+
+
 def test_every_iteration_of_a_finite_loader_starts_at_the_beginning(tokens):
     finite = loader(tokens, infinite=False)
     whole = chunks_of(finite)
@@ -94,10 +112,12 @@ def test_every_iteration_of_a_finite_loader_starts_at_the_beginning(tokens):
     assert chunks_of(finite) == whole
 
 
-def test_only_rank_0_logs_the_end_of_an_epoch(tokens, caplog):
+def test_only_the_first_worker_of_rank_0_logs_the_end_of_an_epoch(tokens, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     for rank in range(2):
-        take(iter(loader(tokens, dp_rank=rank, dp_world_size=2)), 14)  # 6 batches an epoch
+        take(iter(loader(tokens, dp_rank=rank, dp_world_size=2)), 14)  # 6 batches per epoch
+    monkeypatch.setattr(token_dataset, "get_worker_info", lambda: SimpleNamespace(id=1, num_workers=2))
+    take(iter(loader(tokens)), 14)
     assert [record.message for record in caplog.records] == [
         "Epoch 1 of the training text is complete (325 tokens); epoch 2 reads the text again in another order",
         "Epoch 2 of the training text is complete (325 tokens); epoch 3 reads the text again in another order",
@@ -116,12 +136,14 @@ def test_text_too_short_for_one_step_is_a_config_error(tokens):
         dataset(tokens, dp_world_size=14, section="validation")
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"seq_len": 6}, {"batch_size": 2}])
+@pytest.mark.parametrize("change", [{"seed": 1}, {"seq_len": 6}, {"batch_size": 2}, {"dp_world_size": 2}])
 def test_a_state_of_other_data_is_a_config_error(tokens, change):
     state = dataset(tokens).state_dict()
     (name, value), = change.items()  # fmt: skip
     with pytest.raises(ConfigError, match=rf"{name} was \d, is {value}.*exclude_from_loading"):
         dataset(tokens, **change).load_state_dict(state)
+    with pytest.raises(ConfigError, match="tokens was 325, is 324"):
+        dataset(replace(tokens, count=324)).load_state_dict(state)
     dataset(tokens).load_state_dict(state)
 
 

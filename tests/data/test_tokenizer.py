@@ -3,6 +3,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
 from mxtrain.data import tokenizer as tokenizer_module
 from mxtrain.data.progress import Progress
@@ -40,6 +41,8 @@ def test_the_same_text_gives_the_same_tokenizer(folder, tmp_path, prose):
     assert tokenizer_hash(tmp_path / "again") == tokenizer_hash(folder)
     train_tokenizer([prose(seed) for seed in range(9)], 400, tmp_path / "other", SILENT)
     assert tokenizer_hash(tmp_path / "other") != tokenizer_hash(folder)
+    (tmp_path / "again" / "tokenizer_config.json").write_text("{}")  # no bos, no eos
+    assert tokenizer_hash(tmp_path / "again") != tokenizer_hash(folder)
 
 
 @given(st.text() | st.text(alphabet=" \t\r\n\u00a0\u2028a_1'", max_size=60))
@@ -63,10 +66,13 @@ def test_indentation_is_one_token(tmp_path):
 
 
 def test_training_reads_no_more_than_the_sample_limit(tmp_path, prose, monkeypatch):
-    monkeypatch.setattr(tokenizer_module, "SAMPLE_BYTES", 10_000)
-    read = []
-    train_tokenizer((read.append(seed) or prose(seed) for seed in range(100)), 300, tmp_path / "bounded", SILENT)
-    assert 2 <= len(read) <= 10
+    texts = [prose(seed) for seed in range(10)]
+    train_tokenizer(texts[:3], 300, tmp_path / "three", SILENT)
+    monkeypatch.setattr(tokenizer_module, "SAMPLE_BYTES", sum(map(len, texts[:3])))
+    unread = iter(texts)
+    train_tokenizer(unread, 300, tmp_path / "sample", SILENT)
+    assert tokenizer_hash(tmp_path / "sample") == tokenizer_hash(tmp_path / "three")
+    assert len(list(unread)) == 6
 
 
 def test_an_error_while_reading_texts_reaches_the_caller(tmp_path):
@@ -85,6 +91,11 @@ def test_an_existing_tokenizer_may_have_no_eos(folder, tmp_path, token):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": token, "eos_token": None}))
     loaded = load_tokenizer(tmp_path)
     assert (loaded.bos_id, loaded.eos_id) == (0, None)
+
+
+def test_size_is_the_largest_id_plus_one(tmp_path):
+    Tokenizer(models.WordLevel({"a": 0, "b": 5}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).size == 6
 
 
 def test_a_folder_without_a_tokenizer_is_a_config_error(folder, tmp_path):
