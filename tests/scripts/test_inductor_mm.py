@@ -1,6 +1,7 @@
-"""The matmul that Inductor tunes, compiled by Inductor itself: on a CPU too, where it needs a C++ compiler."""
+"""The matmul that Inductor tunes, compiled by Inductor; on a CPU this needs a C++ compiler."""
 
 import functools
+import itertools
 import shutil
 import sys
 from pathlib import Path
@@ -28,14 +29,11 @@ def operands(rows, device, columns=8, inner=256):
 
 
 class TestEager:
-    @pytest.mark.parametrize("epilogue", [None, "relu", "sigmoid", "softmax"])
-    @pytest.mark.parametrize("out_dtype", [None, torch.float32])
-    @pytest.mark.parametrize("has_bias", [False, True])
-    def test_result(self, epilogue, out_dtype, has_bias, device):
+    def test_result(self, device):
         a, b, bias = operands(5, device)
-        bias = bias if has_bias else None
-        result = inductor.decompose_k_mm(a, b, bias, epilogue, out_dtype)
-        torch.testing.assert_close(result, decompose_k_mm(a, b, bias, epilogue, out_dtype), rtol=2**-7, atol=1e-5)
+        for args in itertools.product((None, bias), (None, "relu", "sigmoid", "softmax"), (None, torch.float32)):
+            result, expected = inductor.decompose_k_mm(a, b, *args), decompose_k_mm(a, b, *args)
+            torch.testing.assert_close(result, expected, rtol=2**-7, atol=1e-5)
 
     def test_bad_arguments(self, device):
         a, b, _ = operands(5, device)
@@ -45,36 +43,32 @@ class TestEager:
             inductor.decompose_k_mm(a, b, epilogue="gelu")
 
 
-class TestSplits:
-    @pytest.mark.parametrize(
-        ("inner", "splits"), [(7168, [2, 4, 8, 16, 32]), (255, []), (300, [2]), (2**17, [2**i for i in range(1, 9)])]
-    )
-    def test_splits_to_try(self, inner, splits):
-        assert inductor.splits_to_try(inner) == splits
+def test_splits_to_try():
+    expected = {7168: [2, 4, 8, 16, 32], 255: [], 300: [2], 2**17: [2**i for i in range(1, 9)]}
+    assert {inner: inductor.splits_to_try(inner) for inner in expected} == expected
 
 
 @needs_compiler
+@pytest.mark.sweep  # the first compilation takes 15 s
 class TestCompiled:
     @pytest.fixture(autouse=True)
     def reset(self, device):
         torch._dynamo.reset()
 
     def test_a_dynamic_number_of_rows_is_compiled_once(self, device, monkeypatch):
-        """And takes the choice of its range: rows of two ranges, with another choice for each."""
-        # As the op's documentation says.
+        """The graph holds the winners of two ranges and picks one at run time."""
+        # PyTorch's limit, see ``tuned_op``.
         torch.set_default_device(None)
-        tuned, winners = custom_op.autotune_custom_op, []
+        winners = []
 
-        def take_turns(*args, decompositions, non_tensor_args, **kwargs):
-            """Whatever the times are: first the first choice; for the next range the second, with 1 added to it."""
-            told = dict(decompositions=decompositions, non_tensor_args=non_tensor_args)
-            result, choice = tuned(*args, **told, **kwargs)
+        def take_turns(*, decompositions, non_tensor_args, **kwargs):
+            """In place of timing: the first choice wins the first range; the second, plus 1, wins the next range."""
             place = len(winners)
             winner = decompositions[place]
             winners.append(winner.__name__)
             marked = functools.wraps(winner)(lambda *operands, **splits: winner(*operands, **splits) + place)
-            won = dict(decomposition=marked, decomposition_kwargs=non_tensor_args[place])
-            return result, SimpleNamespace(**won, config_patches=getattr(choice, "config_patches", None))
+            won = dict(decomposition=marked, decomposition_kwargs=non_tensor_args[place], config_patches=None)
+            return None, SimpleNamespace(**won)
 
         monkeypatch.setattr(custom_op, "autotune_custom_op", take_turns)
         monkeypatch.setattr(inductor, "SPLIT_POINTS", (4,))
