@@ -1,10 +1,11 @@
-"""See what becomes of the outputs of a model's norms, by watching one forward pass on the meta device.
+"""See what uses the outputs of a model's norms, by watching one forward pass on the meta device.
 
-Meta tensors have shapes and no data, so the pass costs no arithmetic and works for a model of any size, before its
-weights exist. It is followed through the module tree and through every PyTorch function.
+Meta tensors have shapes and no data. The pass therefore costs no arithmetic, and works for a model of any size before
+its weights exist. It is followed through the module tree and through every PyTorch function.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -13,57 +14,69 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from mxtrain.errors import ConfigError
 
-# What a module may ask of a NormedInput besides multiplying it.
+# Functions that a model may call on an MXNorm's result besides multiplying it: a NormedInput has a shape.
 _HARMLESS = {torch.Tensor.shape.__get__}
 
 
-def shared_parameters(model: nn.Module) -> set[int]:
-    """ids of parameters that more than one module owns."""
-    seen, shared = set(), set()
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            (shared if id(parameter) in seen else seen).add(id(parameter))
-    return shared
-
-
-class NormUses(TorchFunctionMode):
-    """Records what happens to the outputs of norms during one forward pass.
+@dataclass(frozen=True)
+class NormUses:
+    """What uses the outputs of norms.
 
     Attributes:
-        linears: norm FQN -> FQNs of the nn.Linear modules that multiplied its output, in order.
-        others: norm FQN -> what else used its output.
-        calls: linear FQN -> how often it was called at all.
-        unfollowed: modules that could not be run, and why.
+        linears: norm FQN -> FQNs of the linears that multiply its output, in order.
+        others: norm FQN -> everything else that uses its output, sorted.
+        calls: linear FQN -> how often the forward pass calls it.
+        unfollowed: modules that cannot run on the meta device, and why.
+    """
+
+    linears: Mapping[str, tuple[str, ...]]
+    others: Mapping[str, tuple[str, ...]]
+    calls: Mapping[str, int]
+    unfollowed: tuple[str, ...]
+
+
+class _Watcher(TorchFunctionMode):
+    """Records the uses of norms' outputs while a forward pass runs.
+
+    Attributes:
         running: FQN of the innermost module whose forward is running.
     """
 
-    def __init__(self, norms: Iterable[str], weights: dict[int, str]):
+    def __init__(self, norms: Collection[str], linear_of: Mapping[int, str]):
         super().__init__()
-        self.linears = {fqn: [] for fqn in norms}
-        self.others = {fqn: set() for fqn in norms}
-        self.calls = dict.fromkeys(weights.values(), 0)
+        self.linears: dict[str, list[str]] = {fqn: [] for fqn in norms}
+        self.others: dict[str, set[str]] = {fqn: set() for fqn in norms}
+        self.calls = dict.fromkeys(linear_of.values(), 0)
         self.unfollowed: list[str] = []
         self.running: str | None = None
-        self._weights = weights
-        # Outputs are kept alive: the id of a collected tensor would be given to another one.
+        self._linear_of = linear_of
+        # Outputs are kept alive: Python gives the id of a collected tensor to another one.
         self._outputs: dict[int, tuple[str, torch.Tensor]] = {}
 
-    def track(self, fqn: str, output: torch.Tensor) -> None:
-        self._outputs[id(output)] = (fqn, output)
+    def uses(self) -> NormUses:
+        return NormUses(
+            linears={fqn: tuple(linears) for fqn, linears in self.linears.items()},
+            others={fqn: tuple(sorted(others)) for fqn, others in self.others.items()},
+            calls=self.calls,
+            unfollowed=tuple(self.unfollowed),
+        )
+
+    def track(self, norm: str, output: torch.Tensor) -> None:
+        self._outputs[id(output)] = (norm, output)
 
     def note_other_use(self, values, user: str) -> None:
         for norm in self._norms_of(values):
             self.others[norm].add(user)
 
     def note_unfollowed(self, module: str, values, error: Exception) -> None:
-        """A module failed half-way: nothing is known of the norms in it, nor of outputs that were passed to it."""
+        """Give up on the norms in a module that failed half-way, and on the norms whose outputs it was given."""
         first_line = (str(error).splitlines() or [""])[0]
         reason = f"{module}, which fails on the meta device ({type(error).__name__}: {first_line})"
         self.unfollowed.append(reason)
         self.note_other_use(values, reason)
-        for norm in self.others:
+        for norm, others in self.others.items():
             if norm.startswith(module + "."):
-                self.others[norm].add(reason)
+                others.add(reason)
 
     def _norms_of(self, values) -> list[str]:
         return [self._outputs[id(v)][0] for v in tree_flatten(values)[0] if id(v) in self._outputs]
@@ -72,10 +85,10 @@ class NormUses(TorchFunctionMode):
         kwargs = kwargs or {}
         linear = None
         if func is nn.functional.linear:
-            linear = self._weights.get(id(args[1] if len(args) > 1 else kwargs["weight"]))
+            linear = self._linear_of.get(id(args[1] if len(args) > 1 else kwargs["weight"]))
         if linear is not None:
             self.calls[linear] += 1
-        # A weight multiplied outside its module's forward would still be after a swap, and not by the swapped module.
+        # Code outside a linear's forward that multiplies its weight would still do so after a swap, unquantized.
         if linear is not None and linear == self.running:
             for norm in self._norms_of(args[:1] or kwargs["input"]):
                 self.linears[norm].append(linear)
@@ -86,41 +99,41 @@ class NormUses(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def watch_norms(model: nn.Module, norms: Collection[str], example_inputs: tuple | None) -> NormUses:
-    """Run ``model`` once on the meta device and record the uses of the outputs of the modules named ``norms``.
+def watch(model: nn.Module, norms: Collection[str], linears: Collection[str], example_inputs: tuple | None) -> NormUses:
+    """Run ``model`` once on the meta device and record the uses of the outputs of ``norms``.
 
-    A module that cannot run there (data-dependent routing, kernels without a meta version) is stepped over as if it
-    returned something shaped like its first argument, and whatever it touched counts as used in an unknown way.
+    A module that cannot run there (data-dependent routing, kernels without a meta version) is skipped: the pass goes on
+    with an empty tensor shaped like its first argument, and everything the module touched counts as another use.
+
+    Args:
+        norms: FQNs of the norms to watch.
+        linears: FQNs of the linears that may become MXNormLinear: plain ones that share no weight.
+        example_inputs: arguments of the model; None stands for one row of 32 token ids.
+
+    Raises:
+        ConfigError: if the model's own forward fails.
     """
     if example_inputs is None:
         example_inputs = (torch.zeros(1, 32, dtype=torch.long),)
     inputs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), example_inputs)
-    shared = shared_parameters(model)
     tensors = {name: t.to("meta") for name, t in (*model.named_parameters(), *model.named_buffers())}
-    weights = {
-        id(tensors[f"{fqn}.weight"]): fqn
-        for fqn, module in model.named_modules()
-        if type(module) is nn.Linear and id(module.weight) not in shared
-    }
-    uses = NormUses(norms, weights)
+    watcher = _Watcher(norms, {id(tensors[f"{fqn}.weight"]): fqn for fqn in linears})
 
-    def watched(fqn: str, module: nn.Module):
-        forward = module.forward
-
+    def watched(fqn: str, forward):
         def run(*args, **kwargs):
-            caller, uses.running = uses.running, fqn
+            caller, watcher.running = watcher.running, fqn
             try:
                 output = forward(*args, **kwargs)
             except Exception as error:
                 tensors_in = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
                 if not tensors_in:
                     raise
-                uses.note_unfollowed(fqn, (args, kwargs), error)
+                watcher.note_unfollowed(fqn, (args, kwargs), error)
                 return torch.empty(tensors_in[0].shape, dtype=tensors_in[0].dtype, device="meta")
             finally:
-                uses.running = caller
+                watcher.running = caller
             if fqn in norms:
-                uses.track(fqn, output)
+                watcher.track(fqn, output)
             return output
 
         return run
@@ -129,9 +142,10 @@ def watch_norms(model: nn.Module, norms: Collection[str], example_inputs: tuple 
     overridden = {module: module.__dict__["forward"] for _, module in submodules if "forward" in module.__dict__}
     try:
         for fqn, module in submodules:
-            module.forward = watched(fqn, module)
-        with torch.no_grad(), uses:
-            uses.note_other_use(torch.func.functional_call(model, tensors, inputs), "the caller of the model")
+            module.forward = watched(fqn, module.forward)
+        with torch.no_grad(), watcher:
+            output = torch.func.functional_call(model, tensors, inputs)
+            watcher.note_other_use(output, "the caller of the model")
     except Exception as error:
         raise ConfigError(
             f"converter = 'mxnorm' cannot see which linears the norms of this {type(model).__name__} feed: one forward "
@@ -142,4 +156,4 @@ def watch_norms(model: nn.Module, norms: Collection[str], example_inputs: tuple 
             module.__dict__.pop("forward", None)
         for module, forward in overridden.items():
             module.forward = forward
-    return uses
+    return watcher.uses()

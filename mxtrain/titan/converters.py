@@ -1,4 +1,4 @@
-"""The model converters ``mxnorm``, ``mx_linear``, ``fused_rmsnorm`` and ``decompose_k_router`` for TorchTitan."""
+"""mxtrain's converters in TorchTitan: built from the job config, applied to TorchTitan's models."""
 
 import torch
 import torch.nn as nn
@@ -8,54 +8,147 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from mxtrain.conversion import convert
+from mxtrain.conversion.convert import apply
+from mxtrain.conversion.converter import Converter
+from mxtrain.conversion.kernel_converters import DecomposeKRouterConverter, FusedRMSNormConverter
+from mxtrain.conversion.mx_converters import MXLinearConverter, MXNormConverter
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.nn.fused_rms_norm import WHEN_COMPILED, runs_when_compiled
 from mxtrain.ops.hardware import describe_modes, resolve_mode
-from mxtrain.recipes.parse import SWITCHES, get_recipes, switches_in_effect
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.parse import SWITCHES, switches_in_effect
 
-SWAPPING_CONVERTERS = ("mxnorm", "mx_linear")
-# What signs and random bits follow from where debug.seed is unset.
+QUANTIZING_CONVERTERS = ("mxnorm", "mx_linear")
+# Stands for debug.seed where that is unset.
 DEFAULT_SEED = 0
-# Fields of the section [mxnorm], of run.json, and arguments of ``mxtrain.convert``.
-_KEYS = ("recipe", "p", "estimator", *SWITCHES, "mode", "eps")
+# Fields of the section [mxnorm] that MXNorm alone has.
+_NORM_KEYS = ("p", "estimator", "eps")
+# Facts in run.json.
+_FACTS = ("recipe", "p", "estimator", *SWITCHES, "mode", "eps")
 
 
 def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] | None]:
     """The numerics of a run, with ``mode`` resolved for this hardware; all None but the converter in high precision.
 
-    Recipes by name are in it, as "recipes", only if there are any.
+    "recipes", the recipes by pattern, is present only if there are any.
 
     Raises:
         ConfigError: for any wrong setting in the section of a converter of this run.
     """
-    if "fused_rmsnorm" in job_config.model.converters:
-        when_compiled = _section(job_config, "fused_rmsnorm").when_compiled
-        require_one_of("fused_rmsnorm.when_compiled", when_compiled, WHEN_COMPILED)
-    active = [name for name in job_config.model.converters if name in SWAPPING_CONVERTERS]
+    names = job_config.model.converters
+    converters = {kind.name: kind.from_job(job_config) for kind in TITAN_CONVERTERS if kind.name in names}
+    active = [name for name in names if name in QUANTIZING_CONVERTERS]
     if not active:
-        return {"converter": "none", **dict.fromkeys(_KEYS)}
+        return {"converter": "none", **dict.fromkeys(_FACTS)}
     if len(active) > 1:
-        raise ConfigError(f"model.converters = {job_config.model.converters!r}: choose one of {active}")
-    s = _section(job_config, "mxnorm")
-    recipe, by_pattern = get_recipes(s.recipe, s.recipes, **_switches(s))
-    RMSEstimate.for_recipe(recipe.fprop, s.p, s.estimator, 0.0 if s.eps is None else s.eps)
-    recipes = [recipe, *by_pattern.values()]
-    settings = {"converter": active[0], **{key: getattr(s, key) for key in _KEYS}}
-    settings.update(switches_in_effect(recipes), recipe=recipe.name)
-    settings["mode"] = resolve_mode(s.mode, utils.device_type)
+        raise ConfigError(f"model.converters = {names!r}: choose one of {active}")
+    converter = converters[active[0]]
+    by_pattern = converter.recipe_by_pattern
+    settings = {
+        "converter": converter.name,
+        **{key: getattr(converter, key, None) for key in _FACTS},
+        **switches_in_effect([converter.default_recipe, *by_pattern.values()]),
+        "recipe": converter.default_recipe.name,
+        "mode": resolve_mode(converter.mode, utils.device_type),
+    }
     if by_pattern:
-        settings["recipes"] = {pattern: its_recipe.name for pattern, its_recipe in by_pattern.items()}
-    if active[0] == "mx_linear":
-        # Only the norm has these.
-        settings.update(p=None, estimator=None, eps=None)
+        settings["recipes"] = {pattern: recipe.name for pattern, recipe in by_pattern.items()}
     return settings
 
 
-def _switches(section) -> dict:
-    """What the section [mxnorm] sets of a recipe's switches."""
-    return {key: getattr(section, key) for key in SWITCHES}
+class _TitanConverter:
+    """One of mxtrain's converters, with the interface of TorchTitan's ``ModelConverter``."""
+
+    name: str
+
+    def __init__(self, job_config, parallel_dims):
+        self.converter = self.from_job(job_config)
+
+    @classmethod
+    def from_job(cls, job_config) -> Converter:
+        """The converter with the settings of the job config. Raises ConfigError for a wrong one."""
+        raise NotImplementedError
+
+    def convert(self, model: nn.Module) -> None:
+        plan = apply(self.converter, model, _example_inputs(model))
+        logger.info(f"{self.name}: {plan}")
+
+    def post_optimizer_hook(self, model) -> None:
+        """Does nothing: every forward casts the current weights."""
+
+
+class TitanMXLinear(_TitanConverter):
+    """``mx_linear``, with the settings of the section [mxnorm] that concern linears."""
+
+    name = "mx_linear"
+
+    def __init__(self, job_config, parallel_dims):
+        super().__init__(job_config, parallel_dims)
+        settings = active_settings(job_config)
+        reason = next(s.reason for s in describe_modes(utils.device_type) if s.mode == settings["mode"])
+        logger.info(f"{self.name}: {settings}; mode {settings['mode']}: {reason}")
+
+    @classmethod
+    def from_job(cls, job_config) -> MXLinearConverter:
+        return MXLinearConverter(**_linear_settings(job_config))
+
+
+class TitanMXNorm(TitanMXLinear):
+    """``mxnorm``, with the settings of the section [mxnorm]."""
+
+    name = "mxnorm"
+
+    @classmethod
+    def from_job(cls, job_config) -> MXNormConverter:
+        section = _section(job_config, "mxnorm")
+        return MXNormConverter(**_linear_settings(job_config), **{key: getattr(section, key) for key in _NORM_KEYS})
+
+
+class TitanFusedRMSNorm(_TitanConverter):
+    """``fused_rmsnorm``, with the settings of the section [fused_rmsnorm]."""
+
+    name = "fused_rmsnorm"
+
+    def __init__(self, job_config, parallel_dims):
+        super().__init__(job_config, parallel_dims)
+        when_compiled = self.converter.when_compiled
+        if job_config.compile.enable and "model" in job_config.compile.components:
+            logger.info(
+                f"{self.name}: when_compiled = {when_compiled!r}: norms in compiled layers run the "
+                f"{runs_when_compiled(when_compiled)}, those outside the kernel"
+            )
+
+    @classmethod
+    def from_job(cls, job_config) -> FusedRMSNormConverter:
+        section = _section(job_config, cls.name)
+        require_one_of("fused_rmsnorm.when_compiled", section.when_compiled, WHEN_COMPILED)
+        return FusedRMSNormConverter(filter_fqns=section.filter_fqns, when_compiled=section.when_compiled)
+
+
+class TitanDecomposeKRouter(_TitanConverter):
+    """``decompose_k_router``, with the settings of the section [decompose_k_router]."""
+
+    name = "decompose_k_router"
+
+    @classmethod
+    def from_job(cls, job_config) -> DecomposeKRouterConverter:
+        return DecomposeKRouterConverter(filter_fqns=_section(job_config, cls.name).filter_fqns)
+
+
+TITAN_CONVERTERS = (TitanMXNorm, TitanMXLinear, TitanFusedRMSNorm, TitanDecomposeKRouter)
+
+
+def register_converters() -> None:
+    """Make all converters known to TorchTitan."""
+    for converter in TITAN_CONVERTERS:
+        register_model_converter(converter, converter.name)
+
+
+def _linear_settings(job_config) -> dict:
+    section = _section(job_config, "mxnorm")
+    return {
+        **{key: getattr(section, key) for key in ("recipe", "recipes", "mode", "filter_fqns", *SWITCHES)},
+        "seed": DEFAULT_SEED if job_config.debug.seed is None else job_config.debug.seed,
+    }
 
 
 def _section(job_config, name: str):
@@ -66,92 +159,8 @@ def _section(job_config, name: str):
     return getattr(job_config, name)
 
 
-class _Converter:
-    """Validates its settings when built, swaps modules in ``convert``; ``name`` says which swap."""
-
-    name: str
-
-    def __init__(self, job_config, parallel_dims):
-        self.settings = active_settings(job_config)
-        self.section = _section(job_config, "mxnorm")
-        self.seed = DEFAULT_SEED if job_config.debug.seed is None else job_config.debug.seed
-        reason = next(s.reason for s in describe_modes(utils.device_type) if s.mode == self.settings["mode"])
-        logger.info(f"{self.name}: {self.settings}; mode {self.settings['mode']}: {reason}")
-
-    def convert(self, model: nn.Module) -> None:
-        s = self.settings
-        norm_settings = {} if s["p"] is None else {"p": s["p"], "estimator": s["estimator"], "eps": s["eps"]}
-        report = convert(
-            model,
-            self.name,
-            recipe=self.section.recipe,
-            recipes=self.section.recipes,
-            mode=s["mode"],
-            seed=self.seed,
-            **_switches(self.section),
-            filter_fqns=self.section.filter_fqns,
-            example_inputs=_example_inputs(model),
-            **norm_settings,
-        )
-        logger.info(f"{self.name}: {report}")
-
-    def post_optimizer_hook(self, model) -> None:
-        """Nothing to do: every cast is made from current values."""
-
-
-class MXNormConverter(_Converter):
-    """RMSNorm and the linears it feeds become MXNorm and MXNormLinear, the other linears MXLinear."""
-
-    name = "mxnorm"
-
-
-class MXLinearConverter(_Converter):
-    """Every linear becomes MXLinear; norms stay."""
-
-    name = "mx_linear"
-
-
-class FusedRMSNormConverter:
-    """Every RMSNorm that no other converter takes becomes a FusedRMSNorm."""
-
-    name = "fused_rmsnorm"
-
-    def __init__(self, job_config, parallel_dims):
-        active_settings(job_config)  # for its checks
-        self.settings = s = _section(job_config, self.name)
-        if job_config.compile.enable and "model" in job_config.compile.components:
-            logger.info(
-                f"{self.name}: when_compiled = {s.when_compiled!r}: norms in compiled layers run the "
-                f"{runs_when_compiled(s.when_compiled)}, those outside the kernel"
-            )
-
-    def convert(self, model: nn.Module) -> None:
-        s = self.settings
-        report = convert(model, self.name, filter_fqns=s.filter_fqns, when_compiled=s.when_compiled)
-        logger.info(f"{self.name}: {report}")
-
-    def post_optimizer_hook(self, model) -> None:
-        """Nothing to do: the norm computes with its weight as it is."""
-
-
-class DecomposeKRouterConverter:
-    """The gate of every router becomes a DecomposeKRouter."""
-
-    name = "decompose_k_router"
-
-    def __init__(self, job_config, parallel_dims):
-        self.filter_fqns = _section(job_config, self.name).filter_fqns
-
-    def convert(self, model: nn.Module) -> None:
-        report = convert(model, self.name, filter_fqns=self.filter_fqns)
-        logger.info(f"{self.name}: {report}")
-
-    def post_optimizer_hook(self, model) -> None:
-        """Nothing to do: the gate computes with its weight as it is."""
-
-
 def _example_inputs(model: nn.Module) -> tuple:
-    """Arguments for one forward pass of a TorchTitan language model: token ids, and the mask its attention asks for."""
+    """Arguments for one forward pass of a TorchTitan language model: token ids, and the mask its attention takes."""
     tokens = torch.zeros(1, 32, dtype=torch.long)
     attn_type = getattr(getattr(model, "model_args", None), "attn_type", "sdpa")
     if attn_type == "flex":
@@ -161,9 +170,3 @@ def _example_inputs(model: nn.Module) -> tuple:
         offsets = torch.tensor([0, 32], dtype=torch.int32)
         return tokens, VarlenMetadata(offsets, offsets, 32, 32)
     return (tokens,)
-
-
-def register_converters() -> None:
-    """Make all converters known to TorchTitan."""
-    for converter in (MXNormConverter, MXLinearConverter, FusedRMSNormConverter, DecomposeKRouterConverter):
-        register_model_converter(converter, converter.name)

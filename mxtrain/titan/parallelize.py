@@ -6,9 +6,9 @@ import functools
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from mxtrain.conversion.routers import router_gates
+from mxtrain.conversion.recognition import has_router
 from mxtrain.errors import ConfigError
-from mxtrain.titan.converters import SWAPPING_CONVERTERS
+from mxtrain.titan.converters import QUANTIZING_CONVERTERS
 
 
 def checked_parallelize(parallelize_fn):
@@ -41,7 +41,7 @@ def check_layout(parallel_dims, job_config) -> None:
             "averages gradients that TorchTitan 0.2.2 needs summed; use FSDP: data_parallel_shard_degree = -1, alone "
             "or (HSDP) greater than 1 beside the replicate degree"
         )
-    swapped = [name for name in job_config.model.converters if name in SWAPPING_CONVERTERS]
+    swapped = [name for name in job_config.model.converters if name in QUANTIZING_CONVERTERS]
     if parallel_dims.tp_enabled and swapped:
         raise ConfigError(
             f"parallelism.tensor_parallel_degree = {parallel_dims.tp} does not work with converter {swapped[0]!r}: "
@@ -55,7 +55,7 @@ def check_routers(parallel_dims, model) -> None:
     With tensor parallelism every rank finds its part of the gradient of a gate's logits, and TorchTitan 0.2.2 takes it
     for the whole: after one step gates are off by a tenth, whatever the converter.
     """
-    if parallel_dims.tp_enabled and router_gates(model):
+    if parallel_dims.tp_enabled and has_router(model):
         raise ConfigError(
             f"parallelism.tensor_parallel_degree = {parallel_dims.tp} gives routers of experts wrong gradients in "
             "TorchTitan 0.2.2: allowed is 1; use expert parallelism, expert_parallel_degree, or FSDP"

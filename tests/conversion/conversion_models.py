@@ -73,9 +73,9 @@ def kinds(model):
     return {fqn: type(module) for fqn, module in model.named_modules()}
 
 
-def trained(model, steps=25):
-    """Losses of so many steps of AdamW, every one with its own random bits."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+def trained(model, steps=12):
+    """Losses of so many steps of AdamW, each with its own random bits."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
     losses = []
     for step in range(steps):
         set_rounding_step(step)

@@ -290,6 +290,18 @@ def unchanged(model):
     return not any(isinstance(m, (MXNorm, MXLinear, MXNormLinear, FusedRMSNorm)) for m in model.modules())
 
 
+def test_an_error_while_modules_are_built_leaves_the_model_unchanged(monkeypatch):
+    model = llama()
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(MXLinear, "from_linear", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        convert(model)
+    assert unchanged(model)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -304,6 +316,8 @@ def unchanged(model):
             {"converter": "fused_rmsnorm", "filter_fqns": ["layers", "norm"]},
             "converter = 'fused_rmsnorm' finds nothing to convert in this Llama\n",
         ),
+        ({"converter": "mx_linear", "p": 1}, "converter = 'mx_linear': setting = 'p' is not one of"),
+        ({"filters": ["output"]}, "converter = 'mxnorm': setting = 'filters' is not one of: 'filter_fqns', 'recipe'"),
         ({"recipe": "mx"}, "recipe = 'mx' is not one of"),
         ({"p": 0}, "p = 0 is not one of: 1, 2"),
         ({"estimator": "rms"}, "estimator = 'rms' is not one of"),

@@ -13,10 +13,10 @@ from torchtitan.protocols.train_spec import get_train_spec
 from mxtrain import ConfigError, DecomposeKRouter, FusedRMSNorm, MXLinear, MXNorm, MXNormLinear, convert
 from mxtrain.nn.fused_rms_norm import AUTO_WHEN_COMPILED
 from mxtrain.titan.converters import (
-    DecomposeKRouterConverter,
-    FusedRMSNormConverter,
-    MXLinearConverter,
-    MXNormConverter,
+    TitanDecomposeKRouter,
+    TitanFusedRMSNorm,
+    TitanMXLinear,
+    TitanMXNorm,
     active_settings,
 )
 from mxtrain.titan.train import parse_job_config
@@ -43,7 +43,7 @@ def count(model, kind):
 @pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel_flex_attn", "debugmodel_varlen_attn"])
 def test_llama3(flavor):
     model, args = model_and_args("llama3", flavor)
-    MXNormConverter(config(), None).convert(model)
+    TitanMXNorm(config(), None).convert(model)
     layers = args.n_layers
     assert count(model, MXNorm) == 2 * layers
     assert count(model, MXNormLinear) == 5 * layers
@@ -53,7 +53,7 @@ def test_llama3(flavor):
 
 def test_qwen3_keeps_its_qk_norms():
     model, args = model_and_args("qwen3", "debugmodel")
-    MXNormConverter(config(), None).convert(model)
+    TitanMXNorm(config(), None).convert(model)
     layers = args.n_layers
     assert (count(model, MXNorm), count(model, MXNormLinear), count(model, MXLinear)) == (
         2 * layers,
@@ -65,7 +65,7 @@ def test_qwen3_keeps_its_qk_norms():
 
 def test_a_mixture_of_experts_is_converted_where_norms_provably_feed_linears():
     model, args = model_and_args("qwen3", "debugmodel_moe")
-    MXNormConverter(config(), None).convert(model)
+    TitanMXNorm(config(), None).convert(model)
     assert count(model, MXNorm) == args.n_layers, "attention norms; the experts' norms feed routing"
     assert type(model.layers["0"].ffn_norm) is nn.RMSNorm
     assert type(model.layers["0"].moe.router.gate) is nn.Linear
@@ -78,7 +78,7 @@ MIXTURES = {"deepseek_v3": "debugmodel", "llama4": "debugmodel", "qwen3": "debug
 def test_decompose_k_router_takes_the_gates(name):
     model, _ = model_and_args(name, MIXTURES[name])
     names, linears = list(model.state_dict()), count(model, nn.Linear)
-    DecomposeKRouterConverter(config(converter="decompose_k_router"), None).convert(model)
+    TitanDecomposeKRouter(config(converter="decompose_k_router"), None).convert(model)
     mixtures = [layer.moe for layer in model.layers.values() if layer.moe_enabled]
     assert mixtures and all(type(moe.router.gate) is DecomposeKRouter for moe in mixtures)
     assert count(model, DecomposeKRouter) == len(mixtures) == linears - count(model, nn.Linear)
@@ -88,11 +88,11 @@ def test_decompose_k_router_takes_the_gates(name):
 def test_decompose_k_router_leaves_filtered_gates_and_has_nothing_to_do_in_a_dense_model():
     model, args = model_and_args("qwen3", "debugmodel_moe")
     flags = ["--decompose_k_router.filter_fqns=layers.0,layers.3"]
-    DecomposeKRouterConverter(config(*flags, converter="decompose_k_router"), None).convert(model)
+    TitanDecomposeKRouter(config(*flags, converter="decompose_k_router"), None).convert(model)
     assert count(model, DecomposeKRouter) == args.n_layers - 2
     dense, _ = model_and_args("llama3", "debugmodel")
     with pytest.raises(ConfigError, match="converter = 'decompose_k_router' finds nothing to convert in this Transf"):
-        DecomposeKRouterConverter(config(converter="decompose_k_router"), None).convert(dense)
+        TitanDecomposeKRouter(config(converter="decompose_k_router"), None).convert(dense)
 
 
 @pytest.mark.parametrize("score_func", ["sigmoid", "softmax"])
@@ -117,23 +117,28 @@ def test_a_router_compiles_without_a_graph_break_and_once_for_all_numbers_of_tok
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.parametrize("other", ["mxnorm", "mx_linear", "fused_rmsnorm"])
-def test_decompose_k_router_goes_with_the_others_in_either_order(name, other):
+@pytest.mark.parametrize(
+    ("name", "other", "kind"),
+    [
+        ("deepseek_v3", "mxnorm", MXNorm),
+        ("llama4", "mx_linear", MXLinear),
+        ("qwen3", "fused_rmsnorm", FusedRMSNorm),
+    ],
+)
+def test_decompose_k_router_goes_with_the_others_in_either_order(name, other, kind):
     kinds = []
     for converters in (f"decompose_k_router,{other}", f"{other},decompose_k_router"):
         model, _ = model_and_args(name, MIXTURES[name])
         build_model_converters(config(converter=converters), None).convert(model)
         kinds.append({fqn: type(module) for fqn, module in model.named_modules()})
-    assert kinds[0] == kinds[1] and DecomposeKRouter in kinds[0].values()
-    assert {"mxnorm": MXNorm, "mx_linear": MXLinear, "fused_rmsnorm": FusedRMSNorm}[other] in kinds[0].values()
+    assert kinds[0] == kinds[1] and {DecomposeKRouter, kind} <= set(kinds[0].values())
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_mx_linear_keeps_norms(name):
     model, _ = model_and_args(name, "debugmodel")
     norms = count(model, nn.RMSNorm)
-    MXLinearConverter(config(converter="mx_linear"), None).convert(model)
+    TitanMXLinear(config(converter="mx_linear"), None).convert(model)
     assert count(model, nn.RMSNorm) == norms
     assert count(model, nn.Linear) == 1 and count(model, MXLinear) == 7 * len(model.layers)
 
@@ -142,7 +147,7 @@ def test_mx_linear_keeps_norms(name):
 def test_fused_rmsnorm_takes_every_norm(name, of_a_layer):
     model, args = model_and_args(name, "debugmodel")
     names = list(model.state_dict())
-    FusedRMSNormConverter(config(converter="fused_rmsnorm"), None).convert(model)
+    TitanFusedRMSNorm(config(converter="fused_rmsnorm"), None).convert(model)
     assert count(model, FusedRMSNorm) == of_a_layer * args.n_layers + 1 and count(model, nn.RMSNorm) == 0
     assert count(model, nn.Linear) == 7 * args.n_layers + 1
     assert list(model.state_dict()) == names
@@ -165,7 +170,7 @@ def test_converters_go_together_in_either_order(converters):
 def test_fused_rmsnorm_settings_reach_the_modules():
     model, args = model_and_args("llama3", "debugmodel")
     flags = ["--fused_rmsnorm.when_compiled=kernel", "--fused_rmsnorm.filter_fqns=norm,layers.0"]
-    FusedRMSNormConverter(config(*flags, converter="fused_rmsnorm"), None).convert(model)
+    TitanFusedRMSNorm(config(*flags, converter="fused_rmsnorm"), None).convert(model)
     assert type(model.norm) is nn.RMSNorm and type(model.layers["0"].ffn_norm) is nn.RMSNorm
     assert model.layers["1"].ffn_norm.when_compiled == "kernel"
     assert count(model, FusedRMSNorm) == 2 * (args.n_layers - 1)
@@ -176,7 +181,7 @@ def test_what_compiled_layers_run_is_logged(compiled, monkeypatch):
     lines = []
     monkeypatch.setattr("mxtrain.titan.converters.logger.info", lines.append)
     flags = ["--compile.enable"] if compiled else []
-    FusedRMSNormConverter(config(*flags, converter="fused_rmsnorm"), None)
+    TitanFusedRMSNorm(config(*flags, converter="fused_rmsnorm"), None)
     told = f"norms in compiled layers run the {AUTO_WHEN_COMPILED}, those outside the kernel"
     assert lines == ([f"fused_rmsnorm: when_compiled = 'auto': {told}"] if compiled else [])
 
@@ -189,7 +194,7 @@ def test_a_wrong_fused_rmsnorm_setting_is_told_at_once():
 def test_settings_reach_the_modules():
     model, _ = model_and_args("llama3", "debugmodel")
     flags = ["--mxnorm.p=1", "--mxnorm.scale_rounding=floor", "--mxnorm.eps=1e-3", "--mxnorm.mode=reference"]
-    MXNormConverter(config(*flags), None).convert(model)
+    TitanMXNorm(config(*flags), None).convert(model)
     norm, linear = model.layers["3"].ffn_norm, model.layers["3"].feed_forward.w2
     assert (norm.estimate.p, norm.estimate.eps, norm.recipe.scale_rounding, norm.mode) == (
         1,
@@ -201,15 +206,19 @@ def test_settings_reach_the_modules():
 
 
 @pytest.mark.parametrize(
-    ("swap", "name"),
-    [(MXNormConverter, "llama3"), (FusedRMSNormConverter, "llama3"), (DecomposeKRouterConverter, "deepseek_v3")],
+    ("converters", "name", "flavor"),
+    [("mxnorm", "llama3", "debugmodel"), ("fused_rmsnorm,decompose_k_router", "qwen3", "debugmodel_moe_16")],
 )
-def test_weights_initialise_as_before_the_swap(swap, name):
+def test_weights_initialise_as_before_the_swap(converters, name, flavor):
     states = []
-    for converter in (None, swap):
-        model, _ = model_and_args(name, "debugmodel")
-        if converter:
-            converter(config(), None).convert(model)
+    for active in ("", converters):
+        job_config = config(f"--model.name={name}", f"--model.flavor={flavor}", converter=active)
+        spec = get_train_spec(name)
+        args = spec.model_args[flavor]
+        args.update_from_config(job_config)
+        with torch.device("meta"):
+            model = spec.model_cls(args)
+        build_model_converters(job_config, None).convert(model)
         model.to_empty(device="cpu")
         torch.manual_seed(0)
         with torch.no_grad():
@@ -288,7 +297,7 @@ def test_nvfp4_settings_reach_the_modules():
 
     def converted(*flags):
         model, _ = model_and_args("llama3", "debugmodel")
-        MXNormConverter(config(*flags), None).convert(model)
+        TitanMXNorm(config(*flags), None).convert(model)
         return model
 
     model = converted(*flags, *switches)
@@ -323,7 +332,7 @@ def test_mixed_recipes_reach_the_modules_from_a_file(tmp_path):
     """And switches of both formats those GEMMs that have them."""
     model, args = model_and_args("llama3", "debugmodel")
     flags = ["--mxnorm.scale_rounding=floor", "--mxnorm.weight_tiles=False"]
-    MXNormConverter(mixed_config(tmp_path, *flags), None).convert(model)
+    TitanMXNorm(mixed_config(tmp_path, *flags), None).convert(model)
     kinds = [type(layer.ffn_norm) for layer in model.layers.values()]
     assert kinds == [nn.RMSNorm] + [MXNorm] * (args.n_layers - 2) + [nn.RMSNorm]
     feed_forward = model.layers["1"].feed_forward
@@ -341,7 +350,7 @@ def test_recipes_by_name_are_flags_too(tmp_path):
     assert job_config.mxnorm.recipes == expected and job_config.mxnorm.recipe == FORWARD
     assert mixed_config(tmp_path, "--mxnorm.recipes").mxnorm.recipes == {}
     model, _ = model_and_args("llama3", "debugmodel")
-    MXNormConverter(job_config, None).convert(model)
+    TitanMXNorm(job_config, None).convert(model)
     assert type(model.layers["1"].attention.wq) is nn.Linear
     assert model.layers["2"].attention.wq.recipe.name == expected["layers.*.attention"]
 
@@ -363,7 +372,7 @@ def test_active_settings_of_mixed_recipes(tmp_path):
     )
 
 
-@pytest.mark.parametrize("converter", [MXNormConverter, FusedRMSNormConverter, DecomposeKRouterConverter])
+@pytest.mark.parametrize("converter", [TitanMXNorm, TitanFusedRMSNorm, TitanDecomposeKRouter])
 def test_without_the_custom_config_section(converter):
     job_config = JobConfig()
     job_config.model.converters = [converter.name]

@@ -1,0 +1,58 @@
+"""What all converters have in common: settings of their own, and a plan that follows from a survey."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mxtrain.conversion.plan import Plan
+from mxtrain.conversion.selection import selected
+from mxtrain.conversion.survey import Survey
+from mxtrain.errors import ConfigError
+
+NOT_ONE_DIMENSION = "normalizes more than one dimension"
+
+
+@dataclass(kw_only=True)
+class Converter:
+    """Checks its settings when it is built, and plans from a ``Survey``. It holds no model.
+
+    Attributes:
+        filter_fqns: patterns of modules to keep (see ``selection.matches``); each must match a module.
+
+    Raises:
+        ConfigError: for a wrong setting.
+    """
+
+    name: ClassVar[str]
+    watches_norms: ClassVar[bool] = False
+    """Whether ``plan`` needs to know what uses the outputs of norms"""
+
+    filter_fqns: Iterable[str] = ()
+
+    def __post_init__(self):
+        if isinstance(self.filter_fqns, str):
+            raise ConfigError(f"filter_fqns = {self.filter_fqns!r} is not a list: write [{self.filter_fqns!r}]")
+
+    def plan(self, survey: Survey) -> Plan:
+        """What every module that concerns this converter becomes, or why it stays.
+
+        Raises:
+            ConfigError: for a pattern that matches nothing, a setting that the model rules out, or a model with
+                nothing to convert.
+        """
+        raise NotImplementedError
+
+    def _filtered(self, survey: Survey) -> dict[str, str]:
+        return {
+            fqn: "named in filter_fqns"
+            for pattern in self.filter_fqns
+            for fqn in selected(survey.modules, pattern, "filter_fqns")
+        }
+
+    def _nothing_to_convert(self, survey: Survey, skipped: Mapping[str, str]) -> ConfigError:
+        left = "".join(f"\n  {fqn}: {reason}" for fqn, reason in skipped.items())
+        return ConfigError(f"converter = {self.name!r} finds nothing to convert in this {survey.kind}{left}")
+
+
+def lookalikes(survey: Survey) -> dict[str, str]:
+    return {fqn: f"is a {kind} that does not compute what nn.RMSNorm does" for fqn, kind in survey.lookalikes.items()}

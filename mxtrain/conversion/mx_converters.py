@@ -1,0 +1,200 @@
+"""The converters to MX linear layers, with and without MXNorm."""
+
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from mxtrain.conversion.converter import NOT_ONE_DIMENSION, Converter, lookalikes
+from mxtrain.conversion.plan import Plan, Swap, ToMXNorm, ToQuantizedLinear
+from mxtrain.conversion.selection import in_last_blocks, recipes_of_linears
+from mxtrain.conversion.survey import Survey
+from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.nn.mx_linear import MXLinear
+from mxtrain.nn.mxnorm import MXNormLinear
+from mxtrain.nn.three_gemms import check_features
+from mxtrain.ops.hardware import MODES, resolve_mode
+from mxtrain.recipes.parse import SWITCHES, get_recipes
+from mxtrain.recipes.recipe import HIGH_PRECISION, LinearRecipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
+
+
+@dataclass(kw_only=True)
+class MXLinearConverter(Converter):
+    """Every linear becomes an MXLinear. Norms, the gates of routers and linears that share their weight stay.
+
+    Attributes:
+        recipe: what the operands of linears are cast to: a name for all three GEMMs, or one for each as in
+            "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". Linears whose three GEMMs are "bf16" stay.
+        recipes: pattern of linears, or of modules that hold some -> their recipe in the place of ``recipe``. The last
+            pattern that matches wins. ``filter_fqns`` and ``high_precision_share`` come first.
+        scale_rounding, tensor_scale, weight_tiles, hadamard, stochastic_rounding, high_precision_share: settings of
+            ``mxtrain.Recipe``; None keeps the recipe's own. Blocks are the members of the outermost ModuleLists and
+            ModuleDicts; of n blocks the last share * n, rounded to nearest, stay.
+        mode: "auto", "native", "emulated" or "reference".
+        seed: with the FQN of a layer, determines the signs of its Hadamard transform and its random bits. Training
+            loops call ``mxtrain.set_rounding_step`` before every forward.
+    """
+
+    name: ClassVar[str] = "mx_linear"
+
+    filter_fqns: Iterable[str] = ("output",)
+    recipe: str | LinearRecipe = "mxfp8"
+    recipes: Mapping[str, str | LinearRecipe] = field(default_factory=dict)
+    scale_rounding: str | None = None
+    tensor_scale: str | None = None
+    weight_tiles: bool | None = None
+    hadamard: bool | None = None
+    stochastic_rounding: bool | None = None
+    high_precision_share: float | None = None
+    mode: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.default_recipe, self.recipe_by_pattern = get_recipes(
+            self.recipe, self.recipes, **{switch: getattr(self, switch) for switch in SWITCHES}
+        )
+        require_one_of("mode", self.mode, ("auto", *MODES))
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ConfigError(f"seed = {self.seed!r} is not an integer")
+
+    def plan(self, survey: Survey) -> Plan:
+        recipe_of, kept = self._recipes(survey)
+        swaps, skipped = self._plan_linears(survey, recipe_of, kept)
+        if not swaps:
+            raise self._nothing_to_convert(survey, skipped)
+        self._check_features(survey, swaps)
+        return Plan(swaps, skipped, self.default_recipe)
+
+    def _recipes(self, survey: Survey) -> tuple[dict[str, LinearRecipe], dict[str, str]]:
+        """The recipe of every linear, and every module that stays in high precision -> the reason."""
+        chosen = recipes_of_linears(survey.modules, survey.linears, self.default_recipe, self.recipe_by_pattern)
+        in_high_precision = {
+            fqn: f"left in high precision by {setting}"
+            for fqn, (recipe, setting) in chosen.items()
+            if recipe.name == HIGH_PRECISION
+        }
+        last_blocks = in_last_blocks(survey.modules, survey.blocks, self.default_recipe.high_precision_share)
+        kept = in_high_precision | last_blocks | self._filtered(survey)
+        return {fqn: recipe for fqn, (recipe, _) in chosen.items()}, kept
+
+    def _plan_linears(
+        self, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str], fed: Collection[str] = ()
+    ) -> tuple[dict[str, Swap], dict[str, str]]:
+        """Swaps, and reasons to stay, of all linears but those that MXNorms feed, ``fed``."""
+        swaps, skipped = {}, {}
+        for fqn, linear in survey.linears.items():
+            if fqn in fed:
+                continue
+            if fqn in kept:
+                skipped[fqn] = kept[fqn]
+            elif linear.is_gate:
+                skipped[fqn] = "is the gate of a router, whose choices are sensitive to rounding"
+            elif not linear.is_plain:
+                skipped[fqn] = f"is a {linear.kind}"
+            elif linear.shares_weight:
+                skipped[fqn] = "shares its weight with another module"
+            else:
+                swaps[fqn] = ToQuantizedLinear(MXLinear, recipe_of[fqn], self._mode(survey), self.seed)
+        return swaps, skipped
+
+    def _check_features(self, survey: Survey, swaps: Mapping[str, Swap]) -> None:
+        for fqn, swap in swaps.items():
+            if isinstance(swap, ToQuantizedLinear):
+                linear = survey.linears[fqn]
+                with _advice(fqn):
+                    check_features(linear.in_features, linear.out_features, swap.recipe)
+
+    def _mode(self, survey: Survey) -> str:
+        return resolve_mode(self.mode, survey.device_type)
+
+
+@dataclass(kw_only=True)
+class MXNormConverter(MXLinearConverter):
+    """Every RMSNorm that feeds only linears becomes an MXNorm, and those linears MXNormLinear.
+
+    The other linears become MXLinear, as ``MXLinearConverter`` says. Which linears a norm feeds is not guessed from
+    names but seen in a forward pass. A norm and its linears are swapped only if each use of the norm's output is an
+    ``nn.Linear`` that is called once, so that a quantized operand can take the place of the tensor. A norm has the
+    recipe of the linears that it feeds; it stays if their recipes for fprop differ.
+
+    Attributes:
+        p, estimator: see ``mxtrain.mxnorm_cast``.
+        eps: added to the squared RMS estimate; None keeps the eps of each norm.
+    """
+
+    name: ClassVar[str] = "mxnorm"
+    watches_norms: ClassVar[bool] = True
+
+    p: int = 2
+    estimator: str = "pre_round"
+    eps: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        RMSEstimate.for_recipe(self.default_recipe.fprop, self.p, self.estimator, 0.0 if self.eps is None else self.eps)
+
+    def plan(self, survey: Survey) -> Plan:
+        recipe_of, kept = self._recipes(survey)
+        swaps: dict[str, Swap] = {}
+        skipped = lookalikes(survey)
+        for fqn in survey.norms:
+            if reason := _why_norm_stays(fqn, survey, recipe_of, kept):
+                skipped[fqn] = reason
+            else:
+                swaps |= self._to_mxnorm(fqn, survey, recipe_of)
+        linears, skipped_linears = self._plan_linears(survey, recipe_of, kept, fed=swaps)
+        skipped |= skipped_linears
+        if not swaps:
+            raise self._nothing_to_convert(survey, skipped)
+        swaps |= linears
+        self._check_features(survey, swaps)
+        return Plan(swaps, skipped, self.default_recipe)
+
+    def _to_mxnorm(self, fqn: str, survey: Survey, recipe_of: Mapping[str, LinearRecipe]) -> dict[str, Swap]:
+        """The swaps of a norm and of the linears that it feeds."""
+        linears, mode = survey.uses.linears[fqn], self._mode(survey)
+        for linear in linears:
+            with _advice(linear):
+                RMSEstimate.for_recipe(recipe_of[linear].fprop, self.p, self.estimator)
+        # The linears agree on fprop. If any of them transforms its wgrad operands, the norm draws the signs for all.
+        recipe = max((recipe_of[linear] for linear in linears), key=lambda recipe: recipe.needs_signs)
+        norm = ToMXNorm(survey.norms[fqn], linears, self.p, self.estimator, self.eps, recipe, mode, self.seed)
+        fed = {linear: ToQuantizedLinear(MXNormLinear, recipe_of[linear], mode, self.seed) for linear in linears}
+        return {fqn: norm, **fed}
+
+
+def _why_norm_stays(
+    fqn: str, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str]
+) -> str | None:
+    """Why a norm cannot become an MXNorm; None if it can."""
+    uses, linears = survey.uses, survey.uses.linears[fqn]
+    if fqn in kept:
+        return kept[fqn]
+    if len(survey.norms[fqn].normalized_shape) != 1:
+        return NOT_ONE_DIMENSION
+    if uses.others[fqn]:
+        return f"its output is used by {', '.join(uses.others[fqn])}"
+    if not linears:
+        unfollowed = f"; not followed: {uses.unfollowed[0]}" if uses.unfollowed else ""
+        return f"no linear was seen to use its output{unfollowed}"
+    if kept_linears := [linear for linear in linears if linear in kept]:
+        return f"feeds {', '.join(kept_linears)}, {kept[kept_linears[0]]}"
+    if gates := [linear for linear in linears if survey.linears[linear].is_gate]:
+        return f"feeds {', '.join(gates)}, the gate of a router"
+    if again := [linear for linear in linears if uses.calls[linear] != 1]:
+        return f"feeds {', '.join(again)}, which is called more than once"
+    if len({recipe_of[linear].fprop for linear in linears}) > 1:
+        fprops = ", ".join(f"{linear}: {recipe_of[linear].fprop.name}" for linear in linears)
+        return f"feeds linears with different recipes of fprop ({fprops})"
+    return None
+
+
+@contextmanager
+def _advice(fqn: str):
+    """Put the name of the linear before a ConfigError, and the way out behind it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{fqn}: {error}; name it in filter_fqns to leave it in high precision") from None

@@ -1,0 +1,144 @@
+"""What every module of a model becomes, or why it stays: a value that can be printed and tested without a model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch.nn as nn
+
+from mxtrain.conversion.recognition import NormFacts
+from mxtrain.nn.decompose_k_router import DecomposeKRouter
+from mxtrain.nn.fused_rms_norm import FusedRMSNorm
+from mxtrain.nn.mx_linear import MXLinear
+from mxtrain.nn.mxnorm import MXNorm
+from mxtrain.nn.three_gemms import QuantizedLinear
+from mxtrain.recipes.recipe import LinearRecipe
+
+
+@dataclass(frozen=True)
+class ToMXNorm:
+    """An RMSNorm becomes an MXNorm.
+
+    Attributes:
+        feeds: FQNs of the linears that take its result; the plan makes them MXNormLinear.
+        eps: None keeps the norm's own.
+    """
+
+    norm: NormFacts
+    feeds: tuple[str, ...]
+    p: int
+    estimator: str
+    eps: float | None
+    recipe: LinearRecipe
+    mode: str
+    seed: int
+
+    def build(self, fqn: str, old: nn.Module) -> MXNorm:
+        """The MXNorm that takes the place of ``old``, called ``fqn``; they share the weight."""
+        norm = self.norm.as_rms_norm(old)
+        new = MXNorm.from_rms_norm(
+            norm, p=self.p, estimator=self.estimator, eps=self.eps, recipe=self.recipe, mode=self.mode
+        )
+        new.set_seed(self.seed, fqn)
+        return new
+
+
+@dataclass(frozen=True)
+class ToQuantizedLinear:
+    """A linear becomes a linear of class ``kind``: MXNormLinear behind an MXNorm, MXLinear elsewhere."""
+
+    kind: type[QuantizedLinear]
+    recipe: LinearRecipe
+    mode: str
+    seed: int
+
+    def build(self, fqn: str, old: nn.Linear) -> QuantizedLinear:
+        """The linear that takes the place of ``old``, called ``fqn``; they share the parameters."""
+        new = self.kind.from_linear(old, recipe=self.recipe, mode=self.mode)
+        new.set_seed(self.seed, fqn)
+        return new
+
+
+@dataclass(frozen=True)
+class ToFusedRMSNorm:
+    """An RMSNorm becomes a FusedRMSNorm."""
+
+    norm: NormFacts
+    when_compiled: str
+
+    def build(self, fqn: str, old: nn.Module) -> FusedRMSNorm:
+        """The FusedRMSNorm that takes the place of ``old``; they share the weight."""
+        return FusedRMSNorm.from_rms_norm(self.norm.as_rms_norm(old), when_compiled=self.when_compiled)
+
+
+@dataclass(frozen=True)
+class ToDecomposeKRouter:
+    """The gate of a router becomes a DecomposeKRouter."""
+
+    def build(self, fqn: str, old: nn.Linear) -> DecomposeKRouter:
+        """The DecomposeKRouter that takes the place of ``old``; they share the parameters."""
+        return DecomposeKRouter.from_linear(old)
+
+
+Swap = ToMXNorm | ToQuantizedLinear | ToFusedRMSNorm | ToDecomposeKRouter
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The conversion of one model by one converter.
+
+    Attributes:
+        swaps: FQN of a module -> what it becomes.
+        skipped: FQN of every norm, linear or gate that the converter looked at and keeps -> the reason.
+        recipe: the recipe of all linears but those in ``recipes``; None for converters without recipes.
+    """
+
+    swaps: Mapping[str, Swap] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    recipe: LinearRecipe | None = None
+
+    @property
+    def norms(self) -> dict[str, list[str]]:
+        """FQN of every norm that becomes an MXNorm -> FQNs of the linears it feeds, which become MXNormLinear."""
+        return {fqn: list(swap.feeds) for fqn, swap in self.swaps.items() if isinstance(swap, ToMXNorm)}
+
+    @property
+    def linears(self) -> list[str]:
+        """FQNs of the linears that become MXLinear."""
+        quantized = {fqn: swap for fqn, swap in self.swaps.items() if isinstance(swap, ToQuantizedLinear)}
+        return [fqn for fqn, swap in quantized.items() if swap.kind is MXLinear]
+
+    @property
+    def fused_norms(self) -> list[str]:
+        """FQNs of the norms that become FusedRMSNorm."""
+        return [fqn for fqn, swap in self.swaps.items() if isinstance(swap, ToFusedRMSNorm)]
+
+    @property
+    def gates(self) -> list[str]:
+        """FQNs of the gates that become DecomposeKRouter."""
+        return [fqn for fqn, swap in self.swaps.items() if isinstance(swap, ToDecomposeKRouter)]
+
+    @property
+    def recipes(self) -> dict[str, str]:
+        """FQN of every linear whose recipe is not ``recipe`` -> the name of its recipe."""
+        quantized = {fqn: swap for fqn, swap in self.swaps.items() if isinstance(swap, ToQuantizedLinear)}
+        return {fqn: swap.recipe.name for fqn, swap in quantized.items() if swap.recipe != self.recipe}
+
+    @property
+    def headline(self) -> str:
+        """How many modules are swapped and how many are kept, in one line."""
+        fed = sum(map(len, self.norms.values()))
+        swapped = f"{len(self.norms)} norms with the {fed} linears they feed, and {len(self.linears)} other linears"
+        if self.fused_norms:
+            swapped = f"{len(self.fused_norms)} norms for fused ones"
+        if self.gates:
+            swapped = f"{len(self.gates)} gates of routers"
+        return f"swapped {swapped}; left {len(self.skipped)} as they were"
+
+    def __str__(self) -> str:
+        recipes = self.recipes
+        named = {fqn: f"{fqn} ({recipes[fqn]})" if fqn in recipes else fqn for fqn in self.swaps}
+        lines = [self.headline]
+        lines += [f"  {norm} -> {', '.join(named[fqn] for fqn in linears)}" for norm, linears in self.norms.items()]
+        lines += [f"  {named[fqn]}" for fqn in (*self.linears, *self.fused_norms, *self.gates)]
+        lines += [f"  left: {fqn}: {reason}" for fqn, reason in self.skipped.items()]
+        return "\n".join(lines)

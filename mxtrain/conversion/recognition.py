@@ -1,0 +1,148 @@
+"""The norms, linears and blocks of a model, as plain values.
+
+An RMSNorm is recognised by what it computes, PyTorch's own or anybody's; the gate of a router by its name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from mxtrain.nn.fused_rms_norm import FusedRMSNorm
+
+# Rows of these magnitudes tell any eps apart from its neighbours: with eps = 1e-6 it dominates the smallest rows.
+_MAGNITUDES = (1e-4, 1e-2, 1.0, 100.0)
+
+
+class NormFacts(NamedTuple):
+    """The arguments of the ``nn.RMSNorm`` that a module is or computes."""
+
+    normalized_shape: tuple[int, ...]
+    eps: float | None
+    elementwise_affine: bool
+
+    def as_rms_norm(self, module: nn.Module) -> nn.RMSNorm:
+        """An ``nn.RMSNorm`` that shares the weight of ``module``, the module that these facts are about."""
+        norm = nn.RMSNorm(self.normalized_shape, self.eps, self.elementwise_affine, device="meta")
+        norm.weight = module.weight
+        return norm.train(module.training)
+
+
+@dataclass(frozen=True)
+class LinearFacts:
+    """An ``nn.Linear`` or a subclass of it.
+
+    Attributes:
+        kind: name of its class.
+        is_plain: whether its class is ``nn.Linear`` itself.
+        is_gate: whether it is the gate of a router.
+        shares_weight: whether another module owns its weight, too.
+    """
+
+    in_features: int
+    out_features: int
+    kind: str
+    is_plain: bool
+    is_gate: bool
+    shares_weight: bool
+
+
+def looks_like_rms_norm(module: nn.Module) -> bool:
+    """Whether the module's class is called an RMSNorm."""
+    return "rmsnorm" in type(module).__name__.lower()
+
+
+def rms_norm_facts(module: nn.Module) -> NormFacts | None:
+    """Which ``nn.RMSNorm`` the module is or computes; None for any other module.
+
+    Many models bring an RMSNorm class of their own, with a 1-D ``weight`` and an eps under some name. Such a module is
+    run on random rows with a random weight. It is an RMSNorm if its results are those of ``F.rms_norm`` for one of the
+    floats that it holds as attributes. (A norm that scales by 1 + weight is none.) Its own weight is not touched and
+    may be on the meta device.
+    """
+    if type(module) in (nn.RMSNorm, FusedRMSNorm):
+        return NormFacts(tuple(module.normalized_shape), module.eps, module.elementwise_affine)
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    if not looks_like_rms_norm(module) or parameters.keys() != {"weight"} or buffers or parameters["weight"].ndim != 1:
+        return None
+    dim = parameters["weight"].shape[0]
+    generator = torch.Generator("cpu").manual_seed(0)
+    rows = torch.randn(len(_MAGNITUDES), dim, generator=generator, device="cpu")
+    rows *= torch.tensor(_MAGNITUDES, device="cpu").unsqueeze(1)
+    weight = torch.randn(dim, generator=generator, device="cpu")
+    try:
+        with torch.no_grad():
+            result = torch.func.functional_call(module, {"weight": weight}, (rows,))
+    except Exception:  # the module is no function of rows and a weight
+        return None
+    if not isinstance(result, torch.Tensor) or result.shape != rows.shape:
+        return None
+    for eps in {value for value in vars(module).values() if isinstance(value, float)}:
+        if torch.allclose(result.float(), F.rms_norm(rows, (dim,), weight, eps), rtol=1e-4, atol=0):
+            return NormFacts((dim,), eps, True)
+    return None
+
+
+def is_gate_of(parent: nn.Module, name: str) -> bool:
+    """Whether the child ``name`` of ``parent`` is a router's gate: the class of the parent is called a router.
+
+    TorchTitan's models all have the class ``TokenChoiceTopKRouter``.
+    """
+    return name == "gate" and "router" in type(parent).__name__.lower()
+
+
+def has_router(model: nn.Module) -> bool:
+    """Whether any module of ``model`` is a router with a linear gate."""
+    return any(linear.is_gate for linear in find_linears(dict(model.named_modules())).values())
+
+
+def find_norms(modules: Mapping[str, nn.Module]) -> tuple[dict[str, NormFacts], dict[str, str]]:
+    """Every module that is or computes an RMSNorm, and the class names of modules that are only called so.
+
+    Args:
+        modules: every module of a model by FQN. The model itself, called "", is left out: nothing can replace it.
+    """
+    norms, lookalikes = {}, {}
+    for fqn, module in modules.items():
+        if not fqn:
+            continue
+        if facts := rms_norm_facts(module):
+            norms[fqn] = facts
+        elif looks_like_rms_norm(module):
+            lookalikes[fqn] = type(module).__name__
+    return norms, lookalikes
+
+
+def find_linears(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:
+    """Every linear; ``modules`` as for ``find_norms``."""
+    owners: dict[int, int] = {}
+    for module in modules.values():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    linears = {}
+    for fqn, module in modules.items():
+        if fqn and isinstance(module, nn.Linear):
+            parent, _, name = fqn.rpartition(".")
+            linears[fqn] = LinearFacts(
+                in_features=module.in_features,
+                out_features=module.out_features,
+                kind=type(module).__name__,
+                is_plain=type(module) is nn.Linear,
+                is_gate=is_gate_of(modules[parent], name),
+                shares_weight=owners[id(module.weight)] > 1,
+            )
+    return linears
+
+
+def find_blocks(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """The members of the outermost ModuleLists and ModuleDicts; ``modules`` as for ``find_norms``."""
+    containers, blocks = [], []
+    for fqn, module in modules.items():
+        is_nested = any(not outer or fqn.startswith(outer + ".") for outer in containers)
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not is_nested:
+            containers.append(fqn)
+            blocks += [f"{fqn}.{name}".removeprefix(".") for name, _ in module.named_children()]
+    return tuple(blocks)

@@ -1,0 +1,64 @@
+"""What a model consists of, as plain values. Surveying a model does not change it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.nn as nn
+
+from mxtrain.conversion.norm_uses import NormUses, watch
+from mxtrain.conversion.recognition import LinearFacts, NormFacts, find_blocks, find_linears, find_norms
+from mxtrain.nn.mxnorm import MXNorm
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Facts about one model. Modules are named by FQN, in the order of ``named_modules``; the model itself is left out.
+
+    Attributes:
+        kind: name of the model's class.
+        device_type: where the parameters are; None while they are on the meta device, or on several devices.
+        modules: every module.
+        blocks: the members of the outermost ModuleLists and ModuleDicts.
+        norms: every module that is an RMSNorm or computes one.
+        lookalikes: modules that are called an RMSNorm and compute something else -> name of their class.
+        linears: every linear.
+        has_mxnorms: whether an earlier conversion left MXNorms.
+        uses: what uses the outputs of ``norms``; None if that was not asked for.
+    """
+
+    kind: str
+    device_type: str | None
+    modules: tuple[str, ...]
+    blocks: tuple[str, ...]
+    norms: Mapping[str, NormFacts]
+    lookalikes: Mapping[str, str]
+    linears: Mapping[str, LinearFacts]
+    has_mxnorms: bool
+    uses: NormUses | None
+
+
+def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms: bool = False) -> Survey:
+    """Look at every module of ``model`` and, with ``watch_norms``, at one forward pass on the meta device.
+
+    Args:
+        example_inputs: arguments of that forward pass; None stands for one row of 32 token ids.
+
+    Raises:
+        ConfigError: if the forward pass fails.
+    """
+    modules = dict(model.named_modules())
+    device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    norms, lookalikes = find_norms(modules)
+    linears = find_linears(modules)
+    swappable = [fqn for fqn, linear in linears.items() if linear.is_plain and not linear.shares_weight]
+    return Survey(
+        kind=type(model).__name__,
+        device_type=device_types.pop() if len(device_types) == 1 else None,
+        modules=tuple(fqn for fqn in modules if fqn),
+        blocks=find_blocks(modules),
+        norms=norms,
+        lookalikes=lookalikes,
+        linears=linears,
+        has_mxnorms=any(isinstance(module, MXNorm) for module in modules.values()),
+        uses=watch(model, norms, swappable, example_inputs) if watch_norms and norms else None,
+    )

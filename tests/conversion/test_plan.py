@@ -1,0 +1,150 @@
+"""Plans: values that follow from a survey and settings. No model is built here."""
+
+from dataclasses import replace
+
+import pytest
+
+from mxtrain import ConfigError
+from mxtrain.conversion.converters import get_converter
+from mxtrain.conversion.norm_uses import NormUses
+from mxtrain.conversion.plan import Plan, ToDecomposeKRouter, ToFusedRMSNorm, ToMXNorm, ToQuantizedLinear
+from mxtrain.conversion.recognition import LinearFacts, NormFacts
+from mxtrain.conversion.survey import Survey
+from mxtrain.nn.mx_linear import MXLinear
+from mxtrain.nn.mxnorm import MXNormLinear
+from mxtrain.recipes.recipe import RECIPES
+
+NORM = NormFacts((64,), 1e-6, True)
+LINEAR = LinearFacts(64, 64, "Linear", is_plain=True, is_gate=False, shares_weight=False)
+
+
+def block(linears=("wq", "wk", "wo"), **changes) -> Survey:
+    """A survey of one norm that feeds wq and wk, of wo, and of an output head."""
+    names = ("norm", *linears, "output")
+    facts = Survey(
+        kind="Block",
+        device_type="cpu",
+        modules=names,
+        blocks=(),
+        norms={"norm": NORM},
+        lookalikes={},
+        linears=dict.fromkeys((*linears, "output"), LINEAR),
+        has_mxnorms=False,
+        uses=NormUses({"norm": ("wq", "wk")}, {"norm": ()}, dict.fromkeys(linears, 1), ()),
+    )
+    return replace(facts, **changes)
+
+
+def plan(survey, converter="mxnorm", **settings) -> Plan:
+    return get_converter(converter, settings).plan(survey)
+
+
+def test_a_norm_and_the_linears_it_feeds():
+    recipe = RECIPES["mxfp8"]
+    result = plan(block(), p=1, eps=1e-3, mode="emulated", seed=7)
+    assert result.swaps == {
+        "norm": ToMXNorm(NORM, ("wq", "wk"), 1, "pre_round", 1e-3, recipe, "emulated", 7),
+        "wq": ToQuantizedLinear(MXNormLinear, recipe, "emulated", 7),
+        "wk": ToQuantizedLinear(MXNormLinear, recipe, "emulated", 7),
+        "wo": ToQuantizedLinear(MXLinear, recipe, "emulated", 7),
+    }
+    assert result.skipped == {"output": "named in filter_fqns"}
+    assert (result.norms, result.linears) == ({"norm": ["wq", "wk"]}, ["wo"])
+    assert str(result).splitlines() == [
+        "swapped 1 norms with the 2 linears they feed, and 1 other linears; left 1 as they were",
+        "  norm -> wq, wk",
+        "  wo",
+        "  left: output: named in filter_fqns",
+    ]
+
+
+def test_mode_auto_is_that_of_the_parameters_device():
+    assert plan(block(), "mx_linear").swaps["wo"].mode == "reference"
+
+
+@pytest.mark.parametrize(
+    ("uses", "linears", "reason"),
+    [
+        (NormUses({"norm": ("wq",)}, {"norm": ("add", "mul")}, {"wq": 1}, ()), {}, "its output is used by add, mul"),
+        (NormUses({"norm": ()}, {"norm": ()}, {}, ()), {}, "no linear was seen to use its output"),
+        (NormUses({"norm": ()}, {"norm": ()}, {}, ("0, broken",)), {}, "no linear was .* output; not followed: 0, bro"),
+        (NormUses({"norm": ("wq",)}, {"norm": ()}, {"wq": 2}, ()), {}, "feeds wq, which is called more than once"),
+        (
+            NormUses({"norm": ("wq", "wk")}, {"norm": ()}, {"wq": 1, "wk": 1}, ()),
+            {"wk": replace(LINEAR, is_gate=True)},
+            "feeds wk, the gate of a router",
+        ),
+        (NormUses({"norm": ("output",)}, {"norm": ()}, {"output": 1}, ()), {}, "feeds output, named in filter_fqns"),
+    ],
+)
+def test_a_norm_stays_unless_it_provably_feeds_linears_alone(uses, linears, reason):
+    survey = block()
+    survey = replace(survey, uses=uses, linears={**survey.linears, **linears})
+    with pytest.raises(ConfigError, match=f"finds nothing to convert in this Block\n  norm: {reason}"):
+        plan(survey)
+
+
+def test_linears_that_stay():
+    survey = block(
+        linears=("gate", "own", "tied", "wo"),
+        norms={},
+        uses=None,
+    )
+    kinds = {
+        "gate": replace(LINEAR, is_gate=True),
+        "own": replace(LINEAR, kind="MyLinear", is_plain=False),
+        "tied": replace(LINEAR, shares_weight=True),
+    }
+    result = plan(replace(survey, linears={**survey.linears, **kinds}), "mx_linear")
+    assert result.linears == ["wo"] and result.skipped == {
+        "gate": "is the gate of a router, whose choices are sensitive to rounding",
+        "own": "is a MyLinear",
+        "tied": "shares its weight with another module",
+        "output": "named in filter_fqns",
+    }
+
+
+def test_the_norm_draws_signs_if_any_of_its_linears_needs_them():
+    result = plan(block(), recipes={"wk": "fprop=mxfp8, dgrad=mxfp8, wgrad=nvfp4"})
+    assert result.swaps["norm"].recipe == result.swaps["wk"].recipe != result.swaps["wq"].recipe
+    assert result.recipes == {"wk": "fprop=mxfp8, dgrad=mxfp8, wgrad=nvfp4"}
+
+
+def test_norms_and_gates():
+    square = NormFacts((2, 32), 1e-6, True)
+    survey = block(norms={"norm": NORM, "square": square}, lookalikes={"strange": "OneRMSNorm"})
+    result = plan(survey, "fused_rmsnorm", when_compiled="kernel")
+    assert result.swaps == {"norm": ToFusedRMSNorm(NORM, "kernel")} and result.fused_norms == ["norm"]
+    assert result.skipped == {
+        "strange": "is a OneRMSNorm that does not compute what nn.RMSNorm does",
+        "square": "normalizes more than one dimension",
+    }
+    survey = block(linears=("gate", "own"))
+    gates = {"gate": replace(LINEAR, is_gate=True), "own": replace(LINEAR, is_gate=True, is_plain=False, kind="Mine")}
+    result = plan(replace(survey, linears=gates), "decompose_k_router")
+    assert result.swaps == {"gate": ToDecomposeKRouter()} and result.skipped == {"own": "is a Mine"}
+
+
+def test_a_model_whose_norms_are_mxnorms_has_no_norm_left_to_fuse():
+    assert plan(block(norms={}, has_mxnorms=True), "fused_rmsnorm").swaps == {}
+    with pytest.raises(ConfigError, match="finds nothing to convert in this Block$"):
+        plan(block(norms={}), "fused_rmsnorm")
+
+
+@pytest.mark.parametrize(
+    ("converter", "setting", "known"),
+    [
+        ("mx_linear", "p", "'filter_fqns', 'recipe'"),
+        ("fused_rmsnorm", "recipe", "'filter_fqns', 'when_compiled'"),
+        ("decompose_k_router", "mode", "'filter_fqns'"),
+        ("mxnorm", "when_compiled", "'filter_fqns', 'recipe', .*'estimator', 'eps'"),
+    ],
+)
+def test_a_converter_refuses_settings_of_another(converter, setting, known):
+    with pytest.raises(ConfigError, match=f"^converter = '{converter}': setting = '{setting}' is not one of: {known}"):
+        get_converter(converter, {setting: None})
+
+
+def test_none_stands_for_the_default():
+    settings = dict.fromkeys(("p", "recipe", "recipes", "filter_fqns", "eps", "mode", "hadamard", "seed"))
+    assert get_converter("mxnorm", settings) == get_converter("mxnorm", {})

@@ -1,0 +1,122 @@
+"""What counts as an RMSNorm, as a gate, as a block."""
+
+import pytest
+import torch
+import torch.nn as nn
+
+from mxtrain import DecomposeKRouter, FusedRMSNorm, MXNorm
+from mxtrain.conversion.recognition import (
+    LinearFacts,
+    find_blocks,
+    find_linears,
+    find_norms,
+    has_router,
+    rms_norm_facts,
+)
+
+
+class OwnRMSNorm(nn.Module):
+    def __init__(self, dim=64, eps=1e-6, other=0.5):
+        super().__init__()
+        self.weight, self.eps, self.other = nn.Parameter(torch.full((dim,), 3.0)), eps, other
+
+    def normalize(self, x, eps):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+    def forward(self, x):
+        return self.weight * self.normalize(x, self.eps)
+
+
+class Shifted(OwnRMSNorm):
+    def forward(self, x):
+        return (1 + self.weight) * self.normalize(x, self.eps)
+
+
+class CenteredRMSNorm(OwnRMSNorm):
+    def forward(self, x):
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class ShiftedRMSNorm(Shifted):
+    pass
+
+
+class WithoutEpsRMSNorm(OwnRMSNorm):
+    def forward(self, x):
+        return self.weight * self.normalize(x, 0.0)
+
+
+class NeedsMoreRMSNorm(OwnRMSNorm):
+    def forward(self, x, y):
+        return super().forward(x) + y
+
+
+class RMSNormWithBias(OwnRMSNorm):
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(64))
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-6, 1e-5, 1e-3])
+def test_a_models_own_rms_norm_is_found_with_its_eps(eps):
+    own = OwnRMSNorm(eps=eps).eval()
+    facts = rms_norm_facts(own)
+    assert facts == ((64,), eps, True) and (own.weight == 3).all()
+    norm = facts.as_rms_norm(own)
+    assert type(norm) is nn.RMSNorm and norm.eps == eps and norm.weight is own.weight and not norm.training
+    with torch.device("meta"):
+        assert rms_norm_facts(OwnRMSNorm(eps=eps)) == facts
+
+
+@pytest.mark.parametrize("kind", [nn.RMSNorm, FusedRMSNorm])
+def test_pytorchs_norm_and_the_fused_norm_keep_their_arguments(kind):
+    assert rms_norm_facts(kind(64)) == ((64,), kind(64).eps, True)
+    norm = kind(64, 1e-3, elementwise_affine=False)
+    facts = rms_norm_facts(norm)
+    assert facts == ((64,), 1e-3, False) and facts.as_rms_norm(norm).weight is None
+    assert rms_norm_facts(nn.RMSNorm((2, 32))).normalized_shape == (2, 32)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [ShiftedRMSNorm(), CenteredRMSNorm(), WithoutEpsRMSNorm(), NeedsMoreRMSNorm(), RMSNormWithBias(), nn.LayerNorm(64),
+     nn.Linear(64, 64), MXNorm(64, mode="reference")],
+    ids=lambda module: type(module).__name__,
+)  # fmt: skip
+def test_modules_that_compute_something_else(module):
+    assert rms_norm_facts(module) is None
+
+
+class Router(nn.Module):
+    def __init__(self, gate):
+        super().__init__()
+        self.gate, self.other = gate, nn.Linear(4, 4)
+
+
+def test_the_modules_of_a_model():
+    linear = nn.Linear(8, 4)
+    shared = nn.Linear(8, 8)
+    model = nn.ModuleDict(
+        {
+            "blocks": nn.ModuleList([nn.ModuleList([nn.Linear(8, 8)]), nn.RMSNorm(8)]),
+            "router": Router(linear),
+            "own": Router(DecomposeKRouter(8, 4)),
+            "strange": ShiftedRMSNorm(),
+            "a": nn.Sequential(shared),
+            "b": nn.Linear(8, 8),
+        }
+    )
+    model["b"].weight = shared.weight
+    modules = dict(model.named_modules())
+    assert find_norms(modules) == ({"blocks.1": ((8,), None, True)}, {"strange": "ShiftedRMSNorm"})
+    linears = find_linears(modules)
+    assert linears["router.gate"] == LinearFacts(8, 4, "Linear", is_plain=True, is_gate=True, shares_weight=False)
+    assert linears["own.gate"] == LinearFacts(
+        8, 4, "DecomposeKRouter", is_plain=False, is_gate=True, shares_weight=False
+    )
+    assert [fqn for fqn, facts in linears.items() if facts.is_gate] == ["router.gate", "own.gate"]
+    assert [fqn for fqn, facts in linears.items() if facts.shares_weight] == ["a.0", "b"]
+    assert find_blocks(modules) == ("blocks", "router", "own", "strange", "a", "b"), "the outermost container counts"
+    assert find_blocks(dict(model["blocks"].named_modules())) == ("0", "1")
+    assert find_norms(dict(nn.RMSNorm(8).named_modules())) == ({}, {}), "nothing can replace the model itself"
+    assert has_router(model) and not has_router(model["blocks"]) and has_router(model["router"])
