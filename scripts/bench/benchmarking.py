@@ -160,7 +160,7 @@ def triton_kernel_names(packages: Iterable[str]) -> set[str]:
 
 
 def forget_triton_kernels(packages: Iterable[str]) -> None:
-    """Clear what the loaded kernels of ``packages`` compiled and tuned, so that their next launch is a first one."""
+    """Clear the compiled code and tuned settings of the loaded kernels of ``packages``: the next launch is a first."""
     for kernel in triton_kernels(packages):
         for attribute in ("device_caches", "cache"):
             if hasattr(kernel, attribute):

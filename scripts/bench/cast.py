@@ -138,7 +138,7 @@ def backward_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entr
 
 
 def norm_backward_in_pytorch(g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor) -> torch.Tensor:
-    """dx of the straight-through backward as fp32 PyTorch operations: what torch.compile alone makes of it."""
+    """dx of the straight-through backward as fp32 PyTorch operations."""
     xhat = scale_rows(x, rho)
     g = g.float()
     return ((g - xhat * (g * xhat).mean(-1, keepdim=True)) * rho.unsqueeze(-1)).to(x.dtype)
