@@ -2,8 +2,7 @@
 
 The implementations come from ``ops.decompose_k``: one matmul, a batched matmul over chunks of K followed by a sum, and
 mxtrain's own dispatch. For a static M, Inductor times them at M. For a dynamic M, it times them at the largest M of
-every range, and the compiled graph picks the winner of the range at run time. Inductor fuses the operations after the
-sum as in any other graph.
+every range, and the compiled graph picks the winner of the range at run time.
 
 Only ``scripts/bench/router.py`` uses this file, as a peer. ``mxtrain.decompose_k_mm`` has its own dispatch, which needs
 no compiler and times nothing.
@@ -13,11 +12,9 @@ Source: PyTorch's ``torch._inductor.kernel.custom_op``.
 
 import torch
 from torch._inductor.kernel.custom_op import CustomOpConfig, register_custom_op_autotuning
-from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from mxtrain.kernels.router.decompose_k_plan import Plan
 from mxtrain.ops import decompose_k as matmul
-from mxtrain.reference.decompose_k import finish
 
 # The ranges of M end here. The last range is open and is timed at LARGEST_M.
 SPLIT_POINTS = (1, 8, 32, 128, 512)
@@ -76,32 +73,3 @@ def splits_to_try(inner: int) -> list[int]:
     """Return the powers of two that divide K into chunks of at least SHORTEST_CHUNK."""
     powers = (2**i for i in range(1, MOST_SPLITS.bit_length()))
     return [splits for splits in powers if inner % splits == 0 and inner // splits >= SHORTEST_CHUNK]
-
-
-_OPS = {
-    (wide, ranges): tuned_op(
-        f"mxtrain::inductor_mm{'_wide' if wide else ''}{'_by_range' if ranges else ''}", wide, ranges
-    )
-    for wide in (False, True)
-    for ranges in (False, True)
-}
-
-
-def decompose_k_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    epilogue: str | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Compute ``mxtrain.decompose_k_mm`` without gradient; compiled by Inductor, it is tuned.
-
-    Raises:
-        ValueError: for the same arguments as ``mxtrain.decompose_k_mm``.
-    """
-    matmul.check_operands(a, b, bias, epilogue, out_dtype)
-    out_dtype = out_dtype or a.dtype
-    # relu commutes with rounding, so only other epilogues need the product in fp32.
-    wide = out_dtype != a.dtype or bias is not None or epilogue not in (None, "relu")
-    product = _OPS[wide, not has_static_value(a.shape[0])](a, b)
-    return finish(product, bias, epilogue, out_dtype)

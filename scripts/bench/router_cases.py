@@ -106,9 +106,9 @@ def our_relu_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def custom_op():
     """Return a matmul that Inductor tunes per shape, without mxtrain's kernels among its choices."""
-    import inductor_mm as inductor
+    import inductor_mm
 
-    return inductor.tuned_op("bench_router::mm", wide=False, ranges=False, ours=False)
+    return inductor_mm.tuned_op("bench_router::mm", wide=False, ranges=False, ours=False)
 
 
 def custom_op_logits(mode: str | None) -> Callable:
@@ -283,11 +283,19 @@ def dispatch_inputs(shape: Shape, device: str) -> tuple[torch.Tensor, ...]:
 
 @functools.cache
 def dynamic_function(which: str) -> Callable:
-    """Return compiled logits, by our op or by Inductor's choice per range of M; one function for all shapes."""
-    import inductor_mm as inductor
+    """Return compiled fp32 logits, by our op or by Inductor's choice per range of M; one function for all shapes."""
+    if which == "ours":
+        return torch.compile(our_logits, fullgraph=True)
+    op = op_by_range()
+    return torch.compile(lambda x, weight: op(x, weight.t()), fullgraph=True)
 
-    mm = {"ours": mxtrain.decompose_k_mm, "inductor": inductor.decompose_k_mm}[which]
-    return torch.compile(lambda x, weight: mm(x, weight.t(), out_dtype=torch.float32), fullgraph=True)
+
+@functools.cache
+def op_by_range():
+    """Return a matmul with fp32 result that Inductor tunes per range of M."""
+    import inductor_mm
+
+    return inductor_mm.tuned_op("bench_router::mm_by_range", wide=True, ranges=True)
 
 
 def dispatch_entries(shape: Shape, options: Options) -> list[Entry]:
