@@ -1,6 +1,14 @@
-"""Worker of ``torchrun ... -m mxtrain.train --job.config_file CONFIG.toml [any TorchTitan flag]``."""
+"""Worker of ``torchrun ... -m mxtrain.train --job.config_file CONFIG.toml [--verbose] [any TorchTitan flag]``."""
 
-from mxtrain.titan.train import main
+import sys
+
+from mxtrain.cli.quiet import hide_library_warnings, take_verbose
 
 if __name__ == "__main__":
-    main()
+    verbose, arguments = take_verbose(sys.argv[1:])
+    if not verbose:
+        hide_library_warnings()
+    # Imported here because PyTorch, torchao and TorchTitan warn while they are imported.
+    from mxtrain.titan.train import main
+
+    main(arguments, verbose)

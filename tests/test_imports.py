@@ -18,7 +18,8 @@ LAYERS = [
     {"nn"},
     {"conversion"},
     {"titan"},
-    {"train", "cli"},
+    {"cli"},
+    {"train"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 

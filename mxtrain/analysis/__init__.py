@@ -5,7 +5,7 @@ Imports neither PyTorch nor TorchTitan, and matplotlib only when something is dr
 
 from mxtrain.analysis.metrics_file import MetricsWriter, read_metrics
 from mxtrain.analysis.plots import plot
-from mxtrain.analysis.reports import summary, table
+from mxtrain.analysis.reports import closing_summary, summary, table
 from mxtrain.analysis.runs import Run, load_run
 
-__all__ = ["MetricsWriter", "Run", "load_run", "plot", "read_metrics", "summary", "table"]
+__all__ = ["MetricsWriter", "Run", "closing_summary", "load_run", "plot", "read_metrics", "summary", "table"]

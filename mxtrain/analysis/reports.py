@@ -5,6 +5,7 @@ import os
 
 from mxtrain.analysis.plots import plot
 from mxtrain.analysis.runs import Run, labels, load_run
+from mxtrain.errors import ConfigError
 
 
 def table(runs: list[Run]) -> str:
@@ -58,6 +59,14 @@ def summary(folder: str | os.PathLike) -> str:
         lines.append(("wandb", wandb.get("url") or wandb["dir"]))
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name.ljust(width)}  {text}" for name, text in lines)
+
+
+def closing_summary(folder: str | os.PathLike) -> str:
+    """Return ``summary(folder)``, or one line that says why there is no summary."""
+    try:
+        return summary(folder)
+    except ConfigError as error:
+        return f"mxtrain: no summary: {error}"
 
 
 def _verdict(run: Run) -> str:

@@ -1,18 +1,18 @@
-"""The console command ``mxtrain``. PyTorch is imported only by the subcommands that need it."""
+"""The console command ``mxtrain``. Only the subcommands that need PyTorch import it."""
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
 
 from mxtrain import __version__
+from mxtrain.cli import quiet
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 
 HELP_FLAGS = ("-h", "--help")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit status: 2 after a mistake in the settings, told in one line."""
+    """Run the command line and return the exit status. A mistake in the settings prints one line and returns 2."""
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
@@ -28,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mxtrain",
         description="Pretrain language models with MXNorm and MX linear layers in TorchTitan.",
-        epilog="'mxtrain COMMAND --help' tells more about each command.",
+        epilog="'mxtrain COMMAND --help' describes a command.",
     )
     parser.add_argument("--version", action="version", version=f"mxtrain {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -53,8 +53,9 @@ def _add_config_and_flags(parser: argparse.ArgumentParser) -> None:
         "flags",
         metavar="FLAGS",
         nargs=argparse.REMAINDER,
-        help="any TorchTitan flag, --section.key value; it overrides the TOML; CONFIG --help lists them",
+        help="any TorchTitan flag, --section.key value; overrides the TOML; 'CONFIG --help' lists all flags",
     )
+    parser.add_argument(quiet.FLAG, action="store_true", help="show TorchTitan's log and the warnings of all libraries")
 
 
 def _add_train(commands) -> None:
@@ -62,24 +63,26 @@ def _add_train(commands) -> None:
         commands,
         "train",
         _train,
-        "train a model as a TOML file says",
+        "train the model of a TOML file",
         """\
-Train on this machine, one process per accelerator (one on a CPU), and sum the run up at its end.
+Train on this machine, with one process per accelerator (one process on a CPU), and print a summary at the end.
 
   mxtrain train train_configs/llama3_debug.toml
   mxtrain train train_configs/llama3_125m.toml --mxnorm.p 1 --training.steps 1000
   NGPU=2 mxtrain train train_configs/llama3_1b.toml --job.dump_folder outputs/mine
-  mxtrain train train_configs/llama3_debug.toml --help    every TorchTitan flag, and mxtrain's
+  mxtrain train train_configs/llama3_debug.toml --help    all flags of TorchTitan and mxtrain
 
-The run's folder, outputs/CONFIG-TIME unless --job.dump_folder is given, receives the resolved config.toml,
-run.json, metrics.jsonl, loss.png, wandb files and checkpoints. To resume from checkpoints, give the folder again.
+The run's folder is outputs/CONFIG-TIME, or --job.dump_folder. It receives config.toml with all settings, run.json,
+metrics.jsonl, loss.png, train.log with TorchTitan's log, conversion.txt with the list of swapped modules, wandb files
+and checkpoints. To resume from checkpoints, give the folder again.
 
 environment:
   NGPU             number of processes; at most one per accelerator, any number on a CPU
-  OMP_NUM_THREADS  CPU threads of each process (default: several processes share the cores equally)
+  OMP_NUM_THREADS  CPU threads per process (default: processes share the cores equally)
+  MXTRAIN_VERBOSE  1 does the same as --verbose
 
-Several machines: start 'torchrun ... -m mxtrain.train --job.config_file CONFIG' on each; it takes the same flags.
-Exit status: 0, or 2 after a mistake in the settings, 1 after another failure.
+On several machines, start 'torchrun ... -m mxtrain.train --job.config_file CONFIG' on each. It takes the same flags.
+Exit status: 0 for success, 2 for a mistake in the settings, 1 for another failure.
 """,
     )
     _add_config_and_flags(parser)
@@ -90,10 +93,10 @@ def _add_prepare(commands) -> None:
         commands,
         "prepare",
         _prepare,
-        "build the tokenizer and the tokenized text of a config, and count them",
+        "build the tokenizer and the tokenized text of a config",
         """\
-Collect the text that a config trains on, build its tokenizer, tokenize the text, and print how many files, bytes and
-tokens there are. The result is cached: training with the same [data] settings starts at once.
+Collect the text that a config trains on, build its tokenizer, tokenize the text, and print the number of files, bytes
+and tokens. The result is cached: training with the same [data] settings starts at once.
 
   mxtrain prepare train_configs/llama3_125m.toml
   mxtrain prepare train_configs/llama3_debug.toml --training.dataset files --training.dataset_path my_text/
@@ -107,18 +110,18 @@ def _add_plot(commands) -> None:
         commands,
         "plot",
         _plot,
-        "draw the loss curves of runs and compare them in a table",
+        "draw the loss curves of runs and compare the runs in a table",
         """\
-Draw the loss curves of one or more run folders into one PNG, and print a table: last loss, mean of the last 10 % of
-the steps, tokens per second and device, peak memory.
+Draw the loss curves of one or more runs in one PNG. Print a table with the last loss, the mean loss of the last 10 %
+of the steps, tokens per second per device, and peak memory.
 
   mxtrain plot outputs/llama3_debug-*
   mxtrain plot outputs/a outputs/b -o comparison.png
 """,
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run: it holds metrics.jsonl")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, with metrics.jsonl")
     parser.add_argument(
-        "-o", "--output", metavar="PNG", type=Path, help="default: loss.png, in the run's folder if there is just one"
+        "-o", "--output", metavar="PNG", type=Path, help="default: loss.png, in the run's folder for a single run"
     )
 
 
@@ -127,14 +130,14 @@ def _add_doctor(commands) -> None:
         commands,
         "doctor",
         _doctor,
-        "say what this machine has and how each recipe would run on it",
+        "show this machine's versions and devices, and how each recipe would run",
         """\
-Print versions, devices, and for each recipe the execution mode that mode = "auto" takes here, and why.
+Print versions, devices, and for each recipe the execution mode that mode = "auto" picks on this machine, and why.
 
   mxtrain doctor
-  mxtrain doctor --explain-norm 32768 4096           how the fused RMSNorm walks such a matrix, and why
-  mxtrain doctor --explain-norm 32768 4096 --tune    find the fastest way on this GPU first, and keep it
-  mxtrain doctor --explain-router 8192 256 7168      by which route a router multiplies, and why; it takes --tune, too
+  mxtrain doctor --explain-norm 32768 4096           which kernels the fused RMSNorm runs for this shape, and why
+  mxtrain doctor --explain-norm 32768 4096 --tune    find the fastest plan on this GPU first, and keep it
+  mxtrain doctor --explain-router 8192 256 7168      which kernels a router's gate runs, and why; also takes --tune
 """,
     )
     parser.add_argument(
@@ -142,34 +145,36 @@ Print versions, devices, and for each recipe the execution mode that mode = "aut
         nargs=2,
         type=int,
         metavar=("M", "N"),
-        help="print instead which kernels the fused RMSNorm of M rows of N elements takes here, and why",
+        help="print only which kernels the fused RMSNorm of an M x N matrix runs here, and why",
     )
     parser.add_argument(
         "--explain-router",
         nargs=3,
         type=int,
         metavar=("TOKENS", "EXPERTS", "HIDDEN"),
-        help="print instead by which routes the gate of a router multiplies here, and why",
+        help="print only which kernels a router's gate runs here, and why",
     )
-    parser.add_argument("--dtype", help="of that matrix or gate: bfloat16 (the default), float16 or float32")
-    parser.add_argument("--tune", action="store_true", help="time other tiles and splits first and keep the fastest")
+    parser.add_argument("--dtype", help="dtype of the matrix or gate: bfloat16 (the default), float16 or float32")
+    parser.add_argument("--tune", action="store_true", help="time other plans first and keep the fastest")
 
 
 def _train(options) -> int:
-    if _wants_help(options):
-        return _titan_help(options)
+    verbose, flags = _take_verbose(options)
+    if any(flag in HELP_FLAGS for flag in flags):
+        _job_config(options.config, flags)  # TorchTitan prints the help, with the config's values, and exits
     from mxtrain.cli.launch import train
 
-    return train(options.config, options.flags)
+    return train(options.config, [*flags, quiet.FLAG] if verbose else flags)
 
 
 def _prepare(options) -> int:
-    if _wants_help(options):
-        return _titan_help(options)
-    job_config = _job_config(options)
+    _, flags = _take_verbose(options)
+    job_config = _job_config(options.config, flags)
     from mxtrain.titan.datasets import prepare_from_job
+    from mxtrain.titan.terminal import Screen
 
-    print(prepare_from_job(job_config, progress=partial(print, flush=True)).report)
+    screen = Screen()
+    screen.line(prepare_from_job(job_config, progress=screen.status).report)
     return 0
 
 
@@ -199,20 +204,19 @@ def _doctor(options) -> int:
     return 0
 
 
-def _wants_help(options) -> bool:
-    return any(flag in HELP_FLAGS for flag in options.flags)
+def _take_verbose(options) -> tuple[bool, list[str]]:
+    """Return whether the run is verbose, and TorchTitan's flags. Hide library warnings unless the run is verbose."""
+    verbose, flags = quiet.take_verbose(options.flags)
+    verbose = verbose or options.verbose
+    if not verbose:
+        quiet.hide_library_warnings()
+    return verbose, flags
 
 
-def _titan_help(options) -> int:
-    """TorchTitan prints the help itself and exits, with the values of the config as defaults."""
-    _job_config(options)
-    return 0
-
-
-def _job_config(options):
+def _job_config(config: str, flags: list[str]):
     from mxtrain.config import load_config
 
-    load_config(options.config)  # its mistakes are told before TorchTitan is imported
+    load_config(config)  # finds mistakes before the slow import of TorchTitan
     from mxtrain.titan.train import parse_job_config
 
-    return parse_job_config(["--job.config_file", options.config, *options.flags])
+    return parse_job_config(["--job.config_file", config, *flags])

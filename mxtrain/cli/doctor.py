@@ -1,4 +1,4 @@
-"""``mxtrain doctor``: what this machine has, how each recipe would run on it, and how a norm or a router would."""
+"""``mxtrain doctor``: describe this machine, how each recipe runs on it, and which kernels a norm or router runs."""
 
 import os
 import platform
@@ -16,23 +16,23 @@ from mxtrain.ops.hardware import HAS_TRITON, default_device_type, describe_modes
 from mxtrain.recipes.recipe import RECIPES
 from mxtrain.recipes.rms_estimate import RMSEstimate
 
-# Large enough that the time to launch a kernel does not show.
+# Large enough that launch overhead is negligible.
 TIMED_SHAPE = (65536, 4096)
-# A share of a kernel's time that is more than the spread between two measurements.
+# Relative difference between two kernel times that exceeds the spread between measurements.
 NOTICEABLE = 0.03
 
 KERNEL_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def report() -> str:
-    """The report as text, one section after another."""
+    """Return the report as text."""
     sections = {"versions": versions(), "devices": devices(), "execution modes": modes(), "recipes": recipes()}
     sections["norm and cast, bf16, {} x {}".format(*TIMED_SHAPE)] = estimators()
     return "\n\n".join(f"{title}\n{_table(rows)}" for title, rows in sections.items())
 
 
 def versions() -> list[tuple[str, str]]:
-    """(name, version) of Python, mxtrain, what it is built on, and the CUDA that PyTorch was built for."""
+    """Return (name, version) of Python, mxtrain, its main dependencies, PyTorch's CUDA and the C compiler."""
     rows = [("python", platform.python_version()), ("mxtrain", mxtrain.__version__)]
     rows += [(name, _version(name)) for name in ("torch", "torchtitan", "torchao", "triton", "wandb")]
     rows.append(("CUDA", torch.version.cuda or "none: a CPU build of PyTorch"))
@@ -41,7 +41,7 @@ def versions() -> list[tuple[str, str]]:
 
 
 def devices() -> list[tuple[str, str]]:
-    """(device, description) of the CPU and of every GPU, those that PyTorch cannot use included."""
+    """Return (device, description) of the CPU and of every GPU, GPUs that PyTorch cannot use included."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     rows = [("cpu", f"{platform.machine()}, {cores} cores, {memory:.0f} GiB")]
@@ -50,25 +50,25 @@ def devices() -> list[tuple[str, str]]:
         capability = f"compute capability {gpu.major}.{gpu.minor}"
         rows.append((f"cuda:{index}", f"{gpu.name}, {capability}, {gpu.total_memory / 2**30:.0f} GiB"))
     if len(rows) == 1:
-        why = f"PyTorch {torch.__version__} sees no GPU; is it built for CUDA, and is the driver new enough for it?"
+        why = f"PyTorch {torch.__version__} sees no GPU; check its CUDA build and the driver's version"
         rows += [("unused", f"{name}: {why}") for name in nvidia_gpus()]
     return rows
 
 
 def modes() -> list[tuple[str, str]]:
-    """(mode, whether it can run here and why) of every execution mode."""
+    """Return (mode, whether it runs here and why) of every execution mode."""
     return [(s.mode, f"{'yes' if s.available else 'no'}: {s.reason}") for s in describe_modes()]
 
 
 def recipes() -> list[tuple[str, str]]:
-    """(recipe, the mode that ``mode = "auto"`` takes here and why) of every recipe."""
+    """Return (recipe, the mode that ``mode = "auto"`` picks here and why) of every recipe."""
     mode = resolve_mode("auto")
     reason = next(s.reason for s in describe_modes() if s.mode == mode)
     return [(name, f"{mode} on {default_device_type()}: {reason}") for name in RECIPES]
 
 
 def estimators() -> list[tuple[str, str]]:
-    """(estimator, time of the kernel that normalizes and casts with it, measured now), and which one to take."""
+    """Measure the kernel that normalizes and casts. Return (estimator, its time), and advice on which to use."""
     if not (torch.cuda.is_available() and HAS_TRITON):
         return [("not measured", "needs a CUDA device and Triton")]
     from triton.testing import do_bench
@@ -86,13 +86,13 @@ def estimators() -> list[tuple[str, str]]:
 
 
 def advise(pre_round: float, exact: float) -> str:
-    """What to make of the two times, in microseconds."""
+    """Return advice on the estimator from the two times, in microseconds."""
     saved = 1 - pre_round / exact
     if saved > NOTICEABLE:
         return f"the estimate from block maxima saves {saved:.0%} of this kernel here; 'exact' is the control"
     return (
-        "the exact RMS costs no more here: take 'exact' unless it is the method that you study, as the estimate adds "
-        "noise and saves nothing"
+        "the exact RMS costs no more here: use 'exact' unless you study the method, as the estimate adds noise and "
+        "saves nothing"
     )
 
 

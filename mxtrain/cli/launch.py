@@ -1,7 +1,7 @@
-"""``mxtrain train``: one worker per accelerator, started by torchrun's engine in this process, and a closing summary.
+"""``mxtrain train``: start one worker per accelerator with torchrun's engine, and report how they ended.
 
-The work before PyTorch is imported is kept small, and so is what is printed: of several workers only the first
-writes to the terminal, the others to files, and of torchrun's own reports only the worker's message remains.
+Only the first worker writes to the terminal. The output of the others goes to files, and torchrun's own reports are
+reduced to the worker's message.
 """
 
 import logging
@@ -16,49 +16,55 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
+from mxtrain.analysis import closing_summary
 from mxtrain.analysis.metrics_file import FILE_NAME as METRICS_FILE
 from mxtrain.config import load_config
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 
 WORKER = "mxtrain.train"
-"""Module that every worker runs, as ``python -m``"""
+"""Module that every worker runs with ``python -m``"""
 
 FORWARDED_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the new name and the old name
 
 
 def train(config_file: str, flags: list[str]) -> int:
-    """Train as ``config_file`` and TorchTitan's ``flags`` say; return the exit status.
+    """Train with the settings of ``config_file`` and ``flags``, and return the exit status.
 
-    0 is success, 2 a mistake in the settings that a worker found, 1 any other failure of a worker, and 128 + n a
-    stop by signal n. The run's folder is ``job.dump_folder`` where flags or config set it, else a new one.
+    The run's folder is ``job.dump_folder`` from the flags or the config, else a new folder.
+
+    Args:
+        flags: TorchTitan's flags and ``--verbose``, passed on to the workers.
+
+    Returns:
+        0 for success, 2 for a mistake in the settings that a worker found, 1 for another failure of a worker, and
+        128 + n for a stop by signal n.
 
     Raises:
-        ConfigError: what is wrong before any worker starts: the config file, NGPU, the run's folder.
+        ConfigError: for mistakes found before any worker starts: in the config file, NGPU or the run's folder.
     """
     config = load_config(config_file)
     if flag_value(flags, "job.config_file") is not None:
-        raise ConfigError("--job.config_file: the config is the first argument of 'mxtrain train'; give it once")
+        raise ConfigError("--job.config_file: the first argument of 'mxtrain train' already names the config")
     requested = requested_processes(os.environ)
     devices = accelerator_count()
     processes = process_count(requested, devices)
     wanted = flag_value(flags, "job.dump_folder") or config.get("job", {}).get("dump_folder")
     folder, is_new = make_run_folder(config_file, wanted)
 
-    what = "CPU" if devices == 0 else "accelerator"
-    print(f"mxtrain: {processes} {what} process{'es' if processes > 1 else ''}, run folder {folder}", flush=True)
+    print(f"mxtrain: run folder {folder}", flush=True)
     set_worker_defaults(os.environ, processes, devices)
     with _log_dir(folder, processes) as log_dir:
         status = run_workers(worker_arguments(config_file, folder, flags), processes, log_dir)
     if is_new and status == CONFIG_ERROR_STATUS and not (folder / METRICS_FILE).exists():
         shutil.rmtree(folder)
-    if status not in (1, CONFIG_ERROR_STATUS):
-        print_summary(folder)
+    if status > 128:  # a worker that ends by itself prints its own summary
+        print(closing_summary(folder), flush=True)
     return status
 
 
 def flag_value(flags: list[str], name: str) -> str | None:
-    """The value of ``--name`` in TorchTitan's flags, written with ``_`` or ``-``, with ``=`` or a space; else None."""
+    """Return the value of ``--name`` in TorchTitan's flags, or None. Takes ``_`` or ``-``, and ``=`` or a space."""
     for i, flag in enumerate(flags):
         key, equals, value = flag.partition("=")
         if key.replace("-", "_") == f"__{name}":
@@ -67,7 +73,7 @@ def flag_value(flags: list[str], name: str) -> str | None:
 
 
 def requested_processes(environment) -> int | None:
-    """NGPU as a positive integer; None when it is unset or empty. Raises ConfigError for anything else."""
+    """Return NGPU as a positive integer, or None if unset or empty. Raises ConfigError for anything else."""
     text = environment.get("NGPU", "")
     if not text:
         return None
@@ -77,7 +83,10 @@ def requested_processes(environment) -> int | None:
 
 
 def process_count(requested: int | None, devices: int) -> int:
-    """How many workers to start: one per accelerator, one on a CPU, or as requested (never two on an accelerator)."""
+    """Return the number of workers: as requested, else one per accelerator, or one on a CPU.
+
+    Raises ConfigError for more workers than accelerators.
+    """
     if requested is None:
         return max(devices, 1)
     if 0 < devices < requested:
@@ -86,21 +95,24 @@ def process_count(requested: int | None, devices: int) -> int:
 
 
 def accelerator_count() -> int:
-    """Accelerators that PyTorch can use. Warns of an NVIDIA GPU that it cannot, which would train on the CPU unseen."""
-    import torch  # torchrun's engine needs it anyway, and it knows what the workers will be able to use
+    """Count the accelerators that PyTorch can use.
+
+    Warns about NVIDIA GPUs that PyTorch cannot use: training would silently run on the CPU.
+    """
+    import torch  # the workers will see the same devices
 
     count = torch.cuda.device_count()
     if count == 0 and nvidia_gpus():
         print(
             f"mxtrain: warning: this machine has {len(nvidia_gpus())} NVIDIA GPU(s), but PyTorch {torch.__version__} "
-            "sees none: training on the CPU ('mxtrain doctor' says more)",
+            "sees none: training runs on the CPU (see 'mxtrain doctor')",
             file=sys.stderr,
         )
     return count
 
 
 def nvidia_gpus() -> list[str]:
-    """Names of the GPUs that ``nvidia-smi -L`` lists; none without it, or where CUDA_VISIBLE_DEVICES hides them all."""
+    """Return the names of the GPUs that ``nvidia-smi -L`` lists. Empty if CUDA_VISIBLE_DEVICES hides all GPUs."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
         return []
     try:
@@ -111,10 +123,9 @@ def nvidia_gpus() -> list[str]:
 
 
 def make_run_folder(config_file: str, wanted: str | None) -> tuple[Path, bool]:
-    """Create the run's folder and return it, and whether it is new.
+    """Create the run's folder, and return the folder and whether it is new.
 
-    Without a ``wanted`` one it is ``outputs/<config>-<time>``, with a number after it where another run has just
-    taken that name.
+    Without ``wanted`` the folder is ``outputs/<config>-<time>``, followed by a number if that name is taken.
     """
     try:
         if wanted:
@@ -138,7 +149,7 @@ def make_run_folder(config_file: str, wanted: str | None) -> tuple[Path, bool]:
 
 @contextmanager
 def _log_dir(folder: Path, processes: int):
-    """Where torchrun's engine puts files: kept in the run's folder if there are workers whose output goes there."""
+    """Return a folder for torchrun's engine: temporary for one worker, kept in the run's folder for several."""
     if processes > 1:
         yield folder / "worker_logs"
     else:
@@ -147,14 +158,16 @@ def _log_dir(folder: Path, processes: int):
 
 
 def set_worker_defaults(environment, processes: int, devices: int) -> None:
-    """Environment of the workers, where the user has set nothing: several share the cores equally.
+    """Set defaults in the workers' environment. Variables that the user has set stay.
 
-    On a GPU, memory segments may grow, as TorchTitan's own launcher has it: else what is freed is left in pieces that
-    fit nothing, and the peak is higher.
+    Several workers share the cores equally.
 
-    On a CPU, threads that wait for others soon sleep. OpenMP's default is to spin for milliseconds, and one other
-    process that wants a core then slows training several times (measured on two cores: 2,000 tokens/s alone, 150
-    beside another process; with 1,000 spins 1,900 and 900).
+    On a GPU, memory segments may grow, as in TorchTitan's own launcher. Otherwise freed memory is fragmented, and the
+    peak is higher.
+
+    On a CPU, waiting threads sleep early. By default OpenMP spins for milliseconds, and training is several times
+    slower when another process needs a core. Measured on two cores: 2,000 tokens/s alone and 150 beside another
+    process by default, 1,900 and 900 with 1,000 spins.
     """
     if processes > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -166,7 +179,7 @@ def set_worker_defaults(environment, processes: int, devices: int) -> None:
 
 
 def worker_arguments(config_file: str, folder: Path, flags: list[str]) -> list[str]:
-    """Command-line arguments of every worker."""
+    """Return the command-line arguments of the workers."""
     arguments = ["--job.config_file", str(config_file), *flags]
     if flag_value(flags, "job.dump_folder") is None:
         arguments += ["--job.dump_folder", str(folder)]
@@ -174,9 +187,9 @@ def worker_arguments(config_file: str, folder: Path, flags: list[str]) -> list[s
 
 
 def run_workers(arguments: list[str], processes: int, log_dir: Path) -> int:
-    """Run the workers to their end on this machine and return the exit status (see ``train``).
+    """Run the workers on this machine until they end, and return the exit status (see ``train``).
 
-    All but the first have their output in files under ``log_dir``; what a failed one wrote last is shown.
+    All workers but the first write to files under ``log_dir``. The last lines of a failed worker are printed.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -189,7 +202,7 @@ def run_workers(arguments: list[str], processes: int, log_dir: Path) -> int:
         nproc_per_node=processes,
         max_restarts=0,
         run_id="workers",
-        # A free port of the loopback interface: runs share a machine, and host names need not resolve.
+        # A free port of the loopback interface: several runs may share a machine, and host names may not resolve.
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
@@ -209,7 +222,7 @@ def run_workers(arguments: list[str], processes: int, log_dir: Path) -> int:
 
 @contextmanager
 def _quiet_elastic():
-    """Silence the engine's log, whose loggers each have a level of their own, and undo its signal handlers after."""
+    """Silence all loggers of torchrun's engine, and restore the signal handlers that it replaces."""
     handlers = {name: signal.getsignal(getattr(signal, name)) for name in FORWARDED_SIGNALS}
     logging.disable(logging.ERROR)
     try:
@@ -221,10 +234,9 @@ def _quiet_elastic():
 
 
 def report_failure(failures: list, processes: int, log_dir: Path) -> int:
-    """Say which worker failed first, if it has not said so itself on the terminal; return the exit status.
+    """Print which worker failed first, and its last lines if they went to a file. Return the exit status.
 
-    ``failures`` are torchrun's ``ProcessFailure``s, of which those ended by SIGTERM are workers that it stopped
-    because another had failed.
+    ``failures`` are torchrun's ``ProcessFailure``s. Torchrun stops the other workers with SIGTERM when one fails.
     """
     config_errors = [failure for failure in failures if failure.exitcode == CONFIG_ERROR_STATUS]
     if config_errors:
@@ -239,29 +251,19 @@ def report_failure(failures: list, processes: int, log_dir: Path) -> int:
     if failure.exitcode < 0:
         how = failure.signal_name()
         if failure.exitcode == -signal.SIGKILL:
-            how += ", often for want of memory"
+            how += ", often for lack of memory"
     who = "the worker" if processes == 1 else f"worker {failure.local_rank} of {processes}"
     print(f"mxtrain: training failed: {who} ended with {how}", file=sys.stderr, flush=True)
     return 1
 
 
 def _last_words(log_dir: Path, failure, lines: int = 40) -> str:
-    """The end of a redirected worker's stderr, or of one with a mistake in the settings only the message."""
-    files = list(log_dir.glob(f"*/attempt_0/{failure.local_rank}/stderr.log"))  # also of earlier runs in this folder
+    """Return the last lines of a redirected worker's stderr; only the message after a mistake in the settings."""
+    # Earlier runs in this folder left files too.
+    files = list(log_dir.glob(f"*/attempt_0/{failure.local_rank}/stderr.log"))
     text = max(files, key=os.path.getmtime).read_text(errors="replace")
     if failure.exitcode == CONFIG_ERROR_STATUS:
         messages = re.findall(r"^mxtrain: error: .*", text, flags=re.MULTILINE)
         if messages:
             return messages[-1]
     return "\n".join(text.rstrip().splitlines()[-lines:])
-
-
-def print_summary(folder: Path) -> None:
-    """Print what ``mxtrain.analysis`` says of the run, or why it cannot."""
-    from mxtrain.analysis import summary
-
-    try:
-        text = summary(folder)
-    except ConfigError as error:
-        text = f"mxtrain: no summary: {error}"
-    print(text, flush=True)

@@ -1,5 +1,6 @@
 """What all converters have in common: settings of their own, and a plan that follows from a survey."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +14,7 @@ NOT_ONE_DIMENSION = "normalizes more than one dimension"
 
 
 @dataclass(kw_only=True)
-class Converter:
+class Converter(ABC):
     """Checks its settings when it is built, and plans from a ``Survey``. It holds no model.
 
     Attributes:
@@ -33,6 +34,7 @@ class Converter:
         if isinstance(self.filter_fqns, str):
             raise ConfigError(f"filter_fqns = {self.filter_fqns!r} is not a list: write [{self.filter_fqns!r}]")
 
+    @abstractmethod
     def plan(self, survey: Survey) -> Plan:
         """What every module that concerns this converter becomes, or why it stays.
 
@@ -40,7 +42,6 @@ class Converter:
             ConfigError: for a pattern that matches nothing, a setting that the model rules out, or a model with
                 nothing to convert.
         """
-        raise NotImplementedError
 
     def _filtered(self, survey: Survey) -> dict[str, str]:
         return {

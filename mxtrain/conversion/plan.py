@@ -125,20 +125,25 @@ class Plan:
 
     @property
     def headline(self) -> str:
-        """How many modules are swapped and how many are kept, in one line."""
-        fed = sum(map(len, self.norms.values()))
-        swapped = f"{len(self.norms)} norms with the {fed} linears they feed, and {len(self.linears)} other linears"
-        if self.fused_norms:
-            swapped = f"{len(self.fused_norms)} norms for fused ones"
-        if self.gates:
-            swapped = f"{len(self.gates)} gates of routers"
-        return f"swapped {swapped}; left {len(self.skipped)} as they were"
+        """The numbers of modules that are swapped and kept, in one line."""
+        counts = [
+            (len(self.norms), "norm"),
+            (sum(map(len, self.norms.values())) + len(self.linears), "linear"),
+            (len(self.fused_norms), "norm"),
+            (len(self.gates), "gate"),
+        ]
+        swapped = " and ".join(f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count)
+        return f"{swapped or 'nothing'} swapped, {len(self.skipped)} kept"
 
-    def __str__(self) -> str:
+    @property
+    def details(self) -> str:
+        """Every module that is swapped, and every module that is kept with the reason, one a line."""
         recipes = self.recipes
         named = {fqn: f"{fqn} ({recipes[fqn]})" if fqn in recipes else fqn for fqn in self.swaps}
-        lines = [self.headline]
-        lines += [f"  {norm} -> {', '.join(named[fqn] for fqn in linears)}" for norm, linears in self.norms.items()]
+        lines = [f"  {norm} -> {', '.join(named[fqn] for fqn in linears)}" for norm, linears in self.norms.items()]
         lines += [f"  {named[fqn]}" for fqn in (*self.linears, *self.fused_norms, *self.gates)]
-        lines += [f"  left: {fqn}: {reason}" for fqn, reason in self.skipped.items()]
+        lines += [f"  kept: {fqn}: {reason}" for fqn, reason in self.skipped.items()]
         return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return f"{self.headline}\n{self.details}"

@@ -1,14 +1,14 @@
-"""mxtrain in TorchTitan: ``experimental.custom_import = "mxtrain.titan"`` is all that a config needs.
+"""mxtrain in TorchTitan. A config enables it with ``experimental.custom_import = "mxtrain.titan"``.
 
-Importing this package points TorchTitan at the CPU where there is no accelerator, and registers mxtrain's converters
-and its versions of the models. It works the same under ``-m mxtrain.train`` and ``-m torchtitan.train``.
+Importing this package makes TorchTitan use the CPU if there is no accelerator, and registers mxtrain's converters and
+its versions of the models. It works under ``-m mxtrain.train`` and ``-m torchtitan.train`` alike.
 """
 
 import torch
 
 from mxtrain.titan import cpu
 
-# Before anything else of TorchTitan is imported: its modules copy the device type when they are.
+# First, because TorchTitan's modules copy the device type when they are imported.
 if not torch.cuda.is_available():
     cpu.use_cpu()
 

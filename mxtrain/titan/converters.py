@@ -9,13 +9,13 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from mxtrain.conversion.convert import apply
-from mxtrain.conversion.converter import Converter
 from mxtrain.conversion.kernel_converters import DecomposeKRouterConverter, FusedRMSNormConverter
 from mxtrain.conversion.mx_converters import MXLinearConverter, MXNormConverter
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.nn.fused_rms_norm import WHEN_COMPILED, runs_when_compiled
 from mxtrain.ops.hardware import describe_modes, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, switches_in_effect
+from mxtrain.titan.terminal import note_conversion
 
 QUANTIZING_CONVERTERS = ("mxnorm", "mx_linear")
 # Stands for debug.seed where that is unset.
@@ -56,21 +56,24 @@ def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] 
 
 
 class _TitanConverter:
-    """One of mxtrain's converters, with the interface of TorchTitan's ``ModelConverter``."""
+    """One of mxtrain's converters, with the interface of TorchTitan's ``ModelConverter``.
+
+    Subclasses define ``from_job(job_config)``, which returns the converter with the settings of the job config and raises
+    ConfigError for a wrong one.
+    """
 
     name: str
 
     def __init__(self, job_config, parallel_dims):
         self.converter = self.from_job(job_config)
 
-    @classmethod
-    def from_job(cls, job_config) -> Converter:
-        """The converter with the settings of the job config. Raises ConfigError for a wrong one."""
-        raise NotImplementedError
-
     def convert(self, model: nn.Module) -> None:
         plan = apply(self.converter, model, _example_inputs(model))
-        logger.info(f"{self.name}: {plan}")
+        note_conversion(self._description(), plan.headline, plan.details)
+
+    def _description(self) -> str:
+        """The converter in a few words, for the terminal."""
+        return self.name
 
     def post_optimizer_hook(self, model) -> None:
         """Does nothing: every forward casts the current weights."""
@@ -87,6 +90,13 @@ class TitanMXLinear(_TitanConverter):
         reason = next(s.reason for s in describe_modes(utils.device_type) if s.mode == settings["mode"])
         logger.info(f"{self.name}: {settings}; mode {settings['mode']}: {reason}")
 
+    def _description(self) -> str:
+        mode = resolve_mode(self.converter.mode, utils.device_type)
+        return f"{self.name} {self.converter.default_recipe.name}{self._rms()} ({mode})"
+
+    def _rms(self) -> str:
+        return ""
+
     @classmethod
     def from_job(cls, job_config) -> MXLinearConverter:
         return MXLinearConverter(**_linear_settings(job_config))
@@ -96,6 +106,9 @@ class TitanMXNorm(TitanMXLinear):
     """``mxnorm``, with the settings of the section [mxnorm]."""
 
     name = "mxnorm"
+
+    def _rms(self) -> str:
+        return " exact" if self.converter.estimator == "exact" else f" p={self.converter.p}"
 
     @classmethod
     def from_job(cls, job_config) -> MXNormConverter:

@@ -1,12 +1,12 @@
-"""Let TorchTitan 0.2.2 train where there is no accelerator.
+"""Let TorchTitan 0.2.2 train on a machine without an accelerator.
 
-TorchTitan takes its device type and device module from ``torchtitan.tools.utils``, which falls back to "cuda", and
-other modules import both by name. ``use_cpu`` puts "cpu" and a stand-in for ``torch.cuda`` in their place. For
-mixtures of experts it lets ``torch.histc`` count integers, as on CUDA, and has expert parallelism order its tokens
-without Triton.
+``torchtitan.tools.utils`` falls back to the device type "cuda", and other modules of TorchTitan import the device type
+and module by name. ``use_cpu`` replaces them with "cpu" and a stand-in for ``torch.cuda``. For mixtures of experts,
+``torch.histc`` counts integers as it does on CUDA, and expert parallelism orders its tokens without Triton.
 """
 
 import functools
+import math
 import os
 import platform
 import resource
@@ -20,29 +20,31 @@ _histc = torch.histc
 
 
 def use_cpu() -> None:
-    """Point TorchTitan at the CPU: its utilities, and every module of it that already imported them by name."""
+    """Make TorchTitan use the CPU, also in those of its modules that have already imported the device by name."""
     titan_utils.device_type, titan_utils.device_module = "cpu", CpuDevice
+    # Unknown. TorchTitan would take the peak of an A100, and report a meaningless MFU.
+    titan_utils.get_peak_flops = lambda device_name: math.nan
     for name, module in list(sys.modules.items()):
         if name.startswith("torchtitan.") and getattr(module, "device_type", None) == "cuda":
             module.device_type = "cpu"
             if hasattr(module, "device_module"):
                 module.device_module = CpuDevice
     torch.histc = histc
-    # Not at the top: what it imports may look for the device.
+    # Imported here because these modules may import the device by name.
     from torchtitan.models.moe import kernels, utils
 
     utils.generate_permute_indices = functools.partial(kernels.generate_permute_indices, use_cpu=True)
 
 
 def histc(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-    """``torch.histc``, also of integers below 2^24 on a CPU; like that on CUDA it counts in the dtype of ``x``."""
+    """``torch.histc`` that also counts integers below 2^24 on a CPU. As on CUDA, counts have the dtype of ``x``."""
     if x.is_floating_point() or x.is_cuda:
         return _histc(x, *args, **kwargs)
     return _histc(x.float(), *args, **kwargs).to(x.dtype)
 
 
 class CpuDevice:
-    """The part of the interface of ``torch.cuda`` that TorchTitan calls. Memory is the resident set of the process."""
+    """The functions of ``torch.cuda`` that TorchTitan calls. Memory is the process's resident set."""
 
     @staticmethod
     def set_device(device) -> None:
@@ -84,7 +86,7 @@ class CpuDevice:
 
     @staticmethod
     def reset_peak_memory_stats(device=None) -> None:
-        """The kernel's peak cannot be reset; what is reported is the peak since the process started."""
+        """Do nothing: ``memory_stats`` reports the peak since the process started."""
 
     current_stream = staticmethod(torch.cpu.current_stream)
     stream = staticmethod(torch.cpu.stream)
@@ -92,10 +94,10 @@ class CpuDevice:
 
 
 def _peak_resident_bytes() -> int:
-    """Peak resident set of this process. Linux would start ``ru_maxrss`` at that of the process it was forked from."""
+    """Return this process's peak resident set. On Linux ``ru_maxrss`` would include the parent process's peak."""
     try:
         with open("/proc/self/status") as status:
             (line,) = (line for line in status if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
     except (OSError, ValueError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS, which has no /proc, counts it in bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, which has no /proc

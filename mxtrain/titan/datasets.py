@@ -1,7 +1,7 @@
-"""TorchTitan's tokenizer, data loader and validator over mxtrain's data.
+"""Build TorchTitan's tokenizer, data loader and validator from mxtrain's data.
 
-``training.dataset`` and ``validation.dataset`` are "python", "files" or "hf" (see ``mxtrain.data``), or a name that
-TorchTitan itself registers, which its own code then reads.
+``training.dataset`` and ``validation.dataset`` are "python", "files" or "hf" (see ``mxtrain.data``), or the name of a
+dataset of TorchTitan, which TorchTitan's own code reads.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,6 @@ from torchtitan.components.validate import build_validator as build_titan_valida
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS as TITAN_DATASETS
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset, build_text_dataloader
-from torchtitan.tools.logging import logger
 
 from mxtrain.data import DataConfig, Prepared, TokenFile, prepare
 from mxtrain.data.config import DATASETS
@@ -26,13 +25,14 @@ from mxtrain.data.token_dataset import TokenDataset
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.titan.flavors import vocab_size
+from mxtrain.titan.terminal import note_progress
 
 
 def build_tokenizer(job_config) -> HuggingFaceTokenizer:
-    """The tokenizer in ``model.hf_assets_path``, or the one built from the training text.
+    """Return the tokenizer in ``model.hf_assets_path``, or a tokenizer built from the training text.
 
     Raises:
-        ConfigError: as ``prepare_from_job``; and for a tokenizer with more tokens than the model.
+        ConfigError: as ``prepare_from_job``, and for a tokenizer with more tokens than the model.
     """
     folder = prepare_from_job(job_config).tokenizer
     size, model_size = load_tokenizer(folder).size, vocab_size(job_config)
@@ -42,17 +42,17 @@ def build_tokenizer(job_config) -> HuggingFaceTokenizer:
             f"set data.vocab_size to {size} or more"
         )
     tokenizer = HuggingFaceTokenizer(str(folder))
-    tokenizer.tokenizer.encode_special_tokens = True  # streamed text that spells a special token stays text
+    tokenizer.tokenizer.encode_special_tokens = True  # a special token spelled in streamed text stays text
     return tokenizer
 
 
 def build_dataloader(
     dp_world_size: int, dp_rank: int, tokenizer: HuggingFaceTokenizer, job_config, infinite: bool = True
 ) -> ParallelAwareDataloader:
-    """The training data loader of one rank: batches of {"input": int64 [B, S]}, int64 [B, S].
+    """Return the training data loader of one rank. A batch is ({"input": int64 [B, S]}, labels int64 [B, S]).
 
     Raises:
-        ConfigError: as ``prepare_from_job``; and for too little text for one batch per rank.
+        ConfigError: as ``prepare_from_job``, and for too little text for one batch per rank.
     """
     name = job_config.training.dataset
     if name in DATASETS and name != "hf":
@@ -68,11 +68,11 @@ def build_dataloader(
 def build_validator(
     job_config, dp_world_size: int, dp_rank: int, tokenizer: HuggingFaceTokenizer, **parts
 ) -> BaseValidator:
-    """A validator over held-out text; arguments as TorchTitan's ``build_validator``.
+    """Return a validator over held-out text. Takes the arguments of TorchTitan's ``build_validator``.
 
     Raises:
-        ConfigError: as ``prepare_from_job``; for too little held-out text for one batch per rank; and for a stream
-            read to its end by several ranks, which may not hold the same number of batches for each.
+        ConfigError: as ``prepare_from_job``, for too little held-out text for one batch per rank, and for a stream
+            that several ranks read to its end, because ranks may find different numbers of batches.
     """
     name = job_config.validation.dataset
     if name not in DATASETS:
@@ -86,7 +86,7 @@ def build_validator(
         args = ("validation", "validation", tokenizer, dp_rank, dp_world_size, job_config.validation.steps != -1)
         dataset = _stream_dataset(job_config, *args)
     else:
-        # Finite, whatever validation.steps: each validation then starts at the same text and can be compared.
+        # Finite for every validation.steps, so that each validation starts at the same text and losses compare.
         tokens = _held_out(job_config)
         dataset = _token_dataset(job_config, "validation", tokens, dp_rank, dp_world_size, infinite=False)
     loader = _loader(dataset, job_config.validation, dp_rank, dp_world_size)
@@ -96,8 +96,8 @@ def build_validator(
 class LoaderValidator(Validator):
     """TorchTitan's Validator over a given loader.
 
-    Its own ``__init__`` keeps its arguments as attributes and builds a loader from TorchTitan's registry of
-    datasets; this one keeps the same attributes.
+    TorchTitan's ``__init__`` stores its arguments as attributes and builds a loader from its registry of datasets.
+    This class stores the same attributes.
     """
 
     def __init__(self, job_config, loader: ParallelAwareDataloader, **parts):
@@ -107,7 +107,7 @@ class LoaderValidator(Validator):
         vars(self).update(parts)
 
     def post_dataloading_process(self, input_dict, labels, model_parts):
-        # DeepSeek V3 and Llama 4 would make a mask also where their attention then refuses one.
+        # DeepSeek V3 and Llama 4 make a mask for every attention, and then their "sdpa" attention refuses the mask.
         args = getattr(model_parts[0], "model_args", None)
         if getattr(args, "attn_type", "sdpa") not in ("flex", "varlen"):
             model_parts = [_ModelWithoutMasks]
@@ -117,21 +117,24 @@ class LoaderValidator(Validator):
 class _ModelWithoutMasks:
     @staticmethod
     def get_attention_masks(**inputs):
-        raise TypeError("attention takes no mask")  # which is how TorchTitan's validator is told
+        raise TypeError("attention takes no mask")  # TorchTitan's validator expects this error
 
 
-def prepare_from_job(job_config, progress: Callable[[str], None] = logger.info) -> Prepared:
-    """Build or load the tokenizer and the tokenized training text of a job; once per process and config.
+def prepare_from_job(job_config, progress: Callable[[str], None] = note_progress) -> Prepared:
+    """Build or load the tokenizer and the tokenized training text of a job, once per process and config.
+
+    Args:
+        progress: called with a line of text every few seconds while something is built.
 
     Raises:
-        ConfigError: an unknown dataset, a missing file, column or tokenizer, no text, or a value out of its range.
+        ConfigError: for an unknown dataset, a missing file, column or tokenizer, no text, or a value out of range.
     """
     check_datasets(job_config)
     return _prepare(_data_config(job_config), progress)
 
 
 def check_datasets(job_config) -> None:
-    """Raise ConfigError unless every dataset that the job reads has a known name."""
+    """Raise ConfigError unless the names of the job's datasets are known."""
     allowed = dict.fromkeys([*DATASETS, *TITAN_DATASETS])
     require_one_of("training.dataset", job_config.training.dataset, allowed)
     if job_config.validation.enable:
@@ -140,18 +143,18 @@ def check_datasets(job_config) -> None:
 
 @lru_cache(maxsize=8)
 def _prepare(config: DataConfig, progress: Callable[[str], None]) -> Prepared:
-    # Remembered, so that a file edited while the job starts cannot give it a tokenizer and tokens of two versions.
+    # Cached: a file edited while the job starts could otherwise give a tokenizer and tokens of different versions.
     if config.dataset in DATASETS:
         return prepare(config, progress)
     return prepare(config, progress, stream=partial(_titan_texts, config.dataset, config.path))
 
 
 def _titan_texts(name: str, path: str) -> Iterator[str]:
-    """The texts of one of TorchTitan's datasets."""
+    """Read the texts of a dataset of TorchTitan."""
     dataset = TITAN_DATASETS[name]
     try:
         rows = dataset.loader(path or dataset.path)
-    except Exception as error:  # the loader's own; most often a missing file or no network
+    except Exception as error:  # loaders raise many types, most often for a missing file or network
         raise ConfigError(
             f"training.dataset = {name!r} cannot be opened at {path or dataset.path!r}: {type(error).__name__}: {error}"
         ) from error
@@ -164,7 +167,7 @@ def _data_config(job_config) -> DataConfig:
     config = DataConfig(
         dataset=training.dataset,
         path=_path(job_config, "training"),
-        # A tokenizer that exists has the size it has; 0 keeps the model's size out of the cache key.
+        # An existing tokenizer has its own size; 0 keeps the model's size out of the cache key.
         vocab_size=0 if tokenizer_path else vocab_size(job_config),
         tokenizer_path=str(Path(tokenizer_path).expanduser().absolute()) if tokenizer_path else "",
         installed=data.installed,
@@ -176,7 +179,7 @@ def _data_config(job_config) -> DataConfig:
         hf_config=data.hf_config or "",
         cache_dir=data.cache_dir,
     )
-    return replace(config, cache_dir=str(config.cache_root()))  # as the environment has it now
+    return replace(config, cache_dir=str(config.cache_root()))  # resolved now: the environment may change
 
 
 def _path(job_config, section: str) -> str:
@@ -191,7 +194,7 @@ def _path(job_config, section: str) -> str:
 
 
 def _held_out(job_config) -> TokenFile:
-    """The tokens to validate on: held out from the training text, or all of files that are only validated on."""
+    """Return the validation tokens: held out from the training text, or all tokens of files used only here."""
     training = _data_config(job_config)
     dataset, path = job_config.validation.dataset, _path(job_config, "validation")
     if dataset == training.dataset and path in ("", training.path):
@@ -204,8 +207,8 @@ def _held_out(job_config) -> TokenFile:
         section="validation",
     )
     if dataset == "python":
-        return _prepare(config, logger.info).validation
-    return _prepare(replace(config, validation_share=0.0), logger.info).train
+        return _prepare(config, note_progress).validation
+    return _prepare(replace(config, validation_share=0.0), note_progress).train
 
 
 def _token_dataset(
@@ -227,7 +230,7 @@ def _token_dataset(
 def _stream_dataset(
     job_config, section: str, split: str, tokenizer, dp_rank: int, dp_world_size: int, infinite: bool
 ) -> HuggingFaceTextDataset:
-    """TorchTitan's own streaming dataset. It looks its source up in a registry, where this job's is put meanwhile."""
+    """Build TorchTitan's streaming dataset, which finds its source in a registry: register this job's for the call."""
     data, settings = job_config.data, getattr(job_config, section)
     path = settings.dataset_path or ""
     if not path and section == "validation" and job_config.training.dataset == "hf":

@@ -1,4 +1,4 @@
-"""Model arguments by flavor: mxtrain's additional flavors, and a vocabulary size that the job config can set."""
+"""mxtrain's additional model flavors, and a vocabulary size that the job config can set."""
 
 import copy
 from dataclasses import fields
@@ -14,14 +14,13 @@ from mxtrain.errors import ConfigError, require_one_of
 EXTRA_FLAVORS = {
     "llama3": {
         "125M": TransformerModelArgs(dim=768, n_layers=12, n_heads=12, vocab_size=32768, rope_theta=500000),
-        # The shape of Llama 3.2 1B, with an output matrix of its own (1.5 billion parameters in all).
+        # The shape of Llama 3.2 1B with a separate output matrix: 1.5 billion parameters in total.
         "1B": TransformerModelArgs(
             dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.5, rope_theta=500000
         ),
     },
     "qwen3": {
-        # TorchTitan's debugmodel_moe has 300 million parameters, which a CPU, one expert after another, takes a minute
-        # a step for.
+        # Smaller than TorchTitan's debugmodel_moe: its 300 million parameters take a CPU one minute per step.
         "debugmodel_moe_16": Qwen3ModelArgs(
             dim=256,
             n_layers=4,
@@ -46,13 +45,13 @@ EXTRA_FLAVORS = {
 
 
 def vocab_size(job_config) -> int:
-    """Number of tokens of the configured model: ``data.vocab_size``, or the flavor's where that is 0.
+    """Return the model's vocabulary size: ``data.vocab_size``, or the flavor's if that is 0.
 
     Raises:
         ConfigError: for an unknown ``model.flavor`` or a negative ``data.vocab_size``.
     """
     if job_config.data.vocab_size < 0:
-        raise ConfigError(f"data.vocab_size = {job_config.data.vocab_size} is negative; 0 takes the model flavor's")
+        raise ConfigError(f"data.vocab_size = {job_config.data.vocab_size} is negative; 0 keeps the flavor's size")
     if job_config.data.vocab_size > 0:
         return job_config.data.vocab_size
     flavors = get_train_spec(job_config.model.name).model_args
@@ -61,23 +60,22 @@ def vocab_size(job_config) -> int:
 
 
 def configurable(flavors: dict) -> dict:
-    """Model arguments by flavor -> the same, with a vocabulary size that the job config can set."""
+    """Return the same model arguments by flavor, with a vocabulary size that the job config can set."""
     return _Flavors({name: _with_configured_vocabulary(args) for name, args in flavors.items()})
 
 
 class _Flavors(dict):
-    """Model arguments by flavor, a fresh copy at every access: TorchTitan writes a job's settings into what it gets."""
+    """Model arguments by flavor. Every access returns a copy, because TorchTitan writes a job's settings into it."""
 
     def __getitem__(self, flavor):
         return copy.deepcopy(super().__getitem__(flavor))
 
 
 def _with_configured_vocabulary(args):
-    """The same model arguments, which also take their vocabulary size from the job config.
+    """Return the same model arguments with an ``update_from_config`` that also sets the vocabulary size.
 
-    TorchTitan fixes the vocabulary in the flavor; ``update_from_config`` is where a job's settings reach the model.
-    Experts run one after another where there is no grouped product for them, which not every model of TorchTitan sees
-    to by itself.
+    It also makes experts run one after another on devices without a grouped matrix product, which only some of
+    TorchTitan's models do themselves.
     """
 
     class Configured(type(args)):

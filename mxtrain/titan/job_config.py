@@ -1,9 +1,8 @@
-"""What mxtrain adds to TorchTitan's job config: the TOML sections ``[mxnorm]``, ``[fused_rmsnorm]``,
-``[decompose_k_router]`` and ``[data]``.
+"""mxtrain's TOML sections: ``[mxnorm]``, ``[fused_rmsnorm]``, ``[decompose_k_router]`` and ``[data]``.
 
-TorchTitan merges this class into its own (``job.custom_config_module = "mxtrain.titan.job_config"``)
-and shows the docstring under each field in ``--help``. Postponed annotations would turn the field
-types into strings, which its merge of nested tables cannot read, so they are not used here.
+With ``job.custom_config_module = "mxtrain.titan.job_config"`` TorchTitan merges ``JobConfig`` into its own job config,
+and shows the docstring under each field in ``--help``. This file must not postpone annotations: TorchTitan's merge of
+nested tables cannot read field types that are strings.
 """
 
 from dataclasses import dataclass, field
@@ -18,11 +17,11 @@ def _pairs(words: list[str]) -> dict[str, str]:
 
 
 def _words(table) -> list[str]:
-    # TorchTitan does not check the types in a TOML file; what is no table, ``active_settings`` refuses.
+    # TorchTitan does not check types in TOML files. ``active_settings`` refuses a value that is not a table.
     return [str(word) for pair in table.items() for word in pair] if isinstance(table, dict) else [str(table)]
 
 
-# A table with any keys. Its flag replaces the TOML's; tyro's own would be one flag for each key that the TOML has.
+# A table with any keys. Its flag replaces the whole table of the TOML; tyro would make one flag per key of that table.
 Table = Annotated[
     dict[str, str],
     PrimitiveConstructorSpec(
@@ -42,16 +41,17 @@ class MXNorm:
 
     recipe: str = "mxfp8"
     """
-    What the operands of every swapped linear are cast to: "mxfp8", "nvfp4", "nvfp4_dynamic" (no scale is known before
-    its values are), or "unquantized" (isolates the norm); or one of these or "bf16" for each matrix product, as in
-    "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". Layers that are all "bf16" are left as they are
+    Format of the operands of every swapped linear: "mxfp8", "nvfp4", "nvfp4_dynamic" (every scale is computed from its
+    values), or "unquantized" (isolates the norm). Or one of these or "bf16" per matrix product, for example
+    "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". Layers with "bf16" for all three are not swapped
     """
 
     recipes: Table = field(default_factory=dict)
     """
-    Recipes for the linears in modules of these names, in the place of mxnorm.recipe; names as in mxnorm.filter_fqns,
-    which comes first, as does mxnorm.high_precision_share. Of several names for a linear the last one holds. A norm has
-    the recipe of the linears it feeds. In the TOML a table: [mxnorm.recipes], then lines "layers.0" = "bf16"
+    Recipes for the linears in the named modules, instead of mxnorm.recipe. Names are written as in mxnorm.filter_fqns.
+    mxnorm.filter_fqns and mxnorm.high_precision_share take precedence. If several names match a linear, the last one
+    wins. A norm has the recipe of the linears it feeds. In the TOML: the table [mxnorm.recipes] with lines such as
+    "layers.0" = "bf16"
     """
 
     estimator: str = "pre_round"
@@ -62,51 +62,53 @@ class MXNorm:
 
     scale_rounding: str | None = None
     """
-    How a block's scale is rounded to a power of two: "rceil" (never overflows, and what unset means) or "floor" (OCP,
+    How a block's scale is rounded to a power of two: "rceil" (never overflows, the default) or "floor" (OCP,
     saturates). Not for NVFP4
     """
 
     tensor_scale: str | None = None
     """
-    NVFP4: where the scale of a norm's whole output comes from: "static" (known before training from the bound of
-    MXNorm) or "dynamic" (its largest element). Unset, as the recipe says; all other operands have dynamic ones
+    NVFP4: source of the per-tensor scale of a norm's output: "static" (known before training, from MXNorm's bound) or
+    "dynamic" (the largest element). Unset keeps the recipe's choice. All other operands have dynamic scales
     """
 
     weight_tiles: bool | None = None
     """
-    NVFP4: weights share a scale in tiles of 16 x 16, the same for fprop and dgrad. Unset, as the recipe says: true
+    NVFP4: 16 x 16 tiles of a weight share a scale, so fprop and dgrad use the same codes. Unset keeps the recipe's
+    choice: true
     """
 
     hadamard: bool | None = None
     """
-    NVFP4: a random Hadamard transform along the tokens of both operands of wgrad. Unset, as the recipe says: true
+    NVFP4: apply a random Hadamard transform along the tokens to both operands of wgrad. Unset keeps the recipe's
+    choice: true
     """
 
     stochastic_rounding: bool | None = None
     """
-    NVFP4: output gradients are rounded stochastically, with random bits from debug.seed (0 if unset), layer, step and
-    rank. Unset, as the recipe says: true
+    NVFP4: round output gradients stochastically, with random bits from debug.seed (0 if unset), layer, step and rank.
+    Unset keeps the recipe's choice: true
     """
 
     high_precision_share: float | None = None
     """
-    The last share of the model's blocks to leave in high precision, besides filter_fqns. Unset, as the recipe says:
-    0.15 for NVFP4, 0 for the others
+    Share of the model's blocks, counted from the last, that stay in high precision, in addition to filter_fqns. Unset
+    keeps the recipe's choice: 0.15 for NVFP4, 0 for the others
     """
 
     mode: str = "auto"
     """
     How matrix products run: "native" (MX tensor cores), "emulated" (exact bf16 images of the operands, any GPU),
-    "reference" (plain PyTorch in float32, any device), or "auto" (the first of these the hardware has)
+    "reference" (plain PyTorch in float32, any device), or "auto" (the first of these that the hardware supports)
     """
 
     eps: float | None = None
-    """Added to the squared RMS estimate; unset keeps the eps of each norm that is replaced"""
+    """Added to the squared RMS estimate. Unset keeps the eps of each replaced norm"""
 
     filter_fqns: list[str] = field(default_factory=lambda: ["output"])
     """
-    Comma-separated module names to leave in high precision. A name is one or more whole segments of a
-    module's FQN, each a literal or a glob: "output", "layers.0", "layers.*.attention.wo". Each must match something
+    Comma-separated names of modules that stay in high precision. A name is one or more whole segments of a module's
+    FQN, each a literal or a glob: "output", "layers.0", "layers.*.attention.wo". Every name must match a module
     """
 
 
@@ -114,56 +116,54 @@ class MXNorm:
 class FusedRMSNorm:
     when_compiled: str = "auto"
     """
-    What runs where torch.compile compiles the model: "kernel" (mxtrain's), "formula" (PyTorch's, which the compiler may
-    fuse with what is around the norm), or "auto" (what was measured to be faster)
+    Implementation in layers compiled by torch.compile: "kernel" (mxtrain's), "formula" (PyTorch's, which the compiler
+    may fuse with its neighbors), or "auto" (the faster one in our measurements)
     """
 
     filter_fqns: list[str] = field(default_factory=list)
-    """Comma-separated names of norms, or of modules that hold some, to leave to PyTorch; see mxnorm.filter_fqns"""
+    """Comma-separated names of norms, or of modules with norms, that stay PyTorch's; see mxnorm.filter_fqns"""
 
 
 @dataclass
 class DecomposeKRouter:
     filter_fqns: list[str] = field(default_factory=list)
-    """Comma-separated names of gates, or of modules that hold some, to leave to PyTorch; see mxnorm.filter_fqns"""
+    """Comma-separated names of gates, or of modules with gates, that stay PyTorch's; see mxnorm.filter_fqns"""
 
 
 @dataclass
 class Data:
     installed: bool = False
-    """Dataset "python": add the source of every installed package to the standard library's"""
+    """Dataset "python": read the source of every installed package as well as the standard library"""
 
     vocab_size: int = 0
-    """
-    Size of the tokenizer that is built when model.hf_assets_path is empty, and of the model; 0 keeps the flavor's
-    """
+    """Vocabulary size of the model, and of the tokenizer if one is built; 0 keeps the model flavor's size"""
 
     max_bytes: int = 0
-    """Stop collecting text after this many bytes; 0 takes all there is"""
+    """Stop collecting text after this many bytes; 0 collects all text"""
 
     package_share: float = 0.2
-    """Dataset "python": the largest part of the text that one package may supply, in (0, 1]"""
+    """Dataset "python": largest share of the text from a single package, in (0, 1]"""
 
     validation_share: float = 0.01
-    """The part of the documents held out for validation, in [0, 1), chosen by a hash of each document's path"""
+    """Share of the documents held out for validation, in [0, 1), chosen by a hash of each document's path"""
 
     seed: int = 0
-    """Seed of the order in which documents are read"""
+    """Seed of the order of the documents"""
 
     text_key: str = "text"
-    """The column or key that holds the text in JSONL, Parquet and Hugging Face datasets"""
+    """Column or key of the text in JSONL, Parquet and Hugging Face datasets"""
 
     hf_config: str | None = None
-    """Dataset "hf": the configuration of the Hugging Face dataset, for example "en" for allenai/c4"""
+    """Dataset "hf": configuration of the Hugging Face dataset, for example "en" for allenai/c4"""
 
     cache_dir: str = ""
-    """Where tokenizers and tokenized text are kept; empty means $MXTRAIN_CACHE, else ~/.cache/mxtrain"""
+    """Folder for tokenizers and tokenized text; empty means $MXTRAIN_CACHE, else ~/.cache/mxtrain"""
 
 
 @dataclass
 class Model:
     hf_assets_path: str = ""
-    """Folder with a Hugging Face tokenizer; empty builds a byte-level BPE tokenizer from the training text, once"""
+    """Folder with a Hugging Face tokenizer; empty builds a byte-level BPE tokenizer once from the training text"""
 
 
 @dataclass

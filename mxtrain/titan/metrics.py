@@ -1,7 +1,7 @@
-"""TorchTitan's metrics, and beside them ``metrics.jsonl``, ``run.json`` and a wandb run that knows what was trained.
+"""Write ``metrics.jsonl`` and ``run.json``, show progress, and add facts about the run to wandb.
 
-``build_metrics_processor`` returns TorchTitan's own ``MetricsProcessor``: loss, throughput and memory are what it
-computes. ``metrics.jsonl`` is one more of its loggers, so it gets the same numbers as wandb and TensorBoard.
+``build_metrics_processor`` returns TorchTitan's ``MetricsProcessor``, which computes loss, throughput and memory.
+``metrics.jsonl`` and the progress line are two more of its loggers, so they show the numbers of wandb and TensorBoard.
 """
 
 import importlib.metadata
@@ -10,6 +10,7 @@ import os
 import platform
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -27,9 +28,10 @@ import mxtrain
 from mxtrain.analysis.metrics_file import FILE_NAME, MetricsWriter
 from mxtrain.analysis.runs import FACTS_FILE_NAME
 from mxtrain.titan.converters import active_settings
+from mxtrain.titan.terminal import note, show_line, show_status
 from mxtrain.titan.wandb_run import wandb_defaults, wandb_facts
 
-# Keys of a row of metrics.jsonl, and what TorchTitan 0.2.2 calls the same number.
+# Key in a row of metrics.jsonl -> name of the same number in TorchTitan 0.2.2.
 TRAINING_KEYS = {
     "loss": "loss_metrics/global_avg_loss",
     "max_loss": "loss_metrics/global_max_loss",
@@ -43,7 +45,7 @@ VALIDATION_KEYS = {"validation_loss": "validation_metrics/loss"}
 
 
 class MetricsFileLogger(BaseLogger):
-    """Writes what TorchTitan logs to ``metrics.jsonl``, in the format of ``mxtrain.analysis.metrics_file``."""
+    """Writes TorchTitan's metrics to ``metrics.jsonl``, in the format of ``mxtrain.analysis.metrics_file``."""
 
     def __init__(self, path: Path):
         self.writer = MetricsWriter(path)
@@ -60,12 +62,38 @@ class MetricsFileLogger(BaseLogger):
         self.writer.close()
 
 
-def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None) -> MetricsProcessor:
-    """Build TorchTitan's ``MetricsProcessor`` with the loggers of the job config, and ours.
+class ProgressLogger(BaseLogger):
+    """Shows every logged step on the terminal, and every validation loss in a line that stays."""
 
-    The process that TorchTitan chooses for metrics (rank 0, or the first of the last pipeline stage) also writes
-    ``metrics.jsonl`` and ``run.json`` into ``job.dump_folder``, whatever loggers are enabled. A wandb run gets the
-    facts of ``run_facts`` in its config. When wandb cannot start, that is logged and training goes on without it.
+    def __init__(self, steps: int, processes: int):
+        self.steps = steps
+        self.rate_unit = "tokens/s" if processes == 1 else "tokens/s per device"
+        self.first: tuple[int, float] | None = None  # the first logged step of this process, and its time
+
+    def log(self, metrics: dict, step: int) -> None:
+        now = time.perf_counter()
+        words = [f"step {step:{len(str(self.steps))}}/{self.steps}"]
+        if VALIDATION_KEYS["validation_loss"] in metrics:
+            show_line(f"{words[0]}  validation loss {metrics[VALIDATION_KEYS['validation_loss']]:.4f}")
+            return
+        words.append(f"loss {float(metrics[TRAINING_KEYS['loss']]):.4f}")
+        words.append(f"{metrics[TRAINING_KEYS['tokens_per_second']]:,.0f} {self.rate_unit}")
+        if self.first is None:
+            self.first = step, now
+        elif step < self.steps:
+            # At the mean speed since the first logged step, whose own time is mostly warm-up.
+            first_step, first_time = self.first
+            left = (self.steps - step) * (now - first_time) / (step - first_step)
+            words.append(f"{timedelta(seconds=round(left))} left")
+        show_status("  ".join(words))
+
+
+def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None) -> MetricsProcessor:
+    """Build TorchTitan's ``MetricsProcessor`` with the loggers of the job config and mxtrain's own.
+
+    The process that TorchTitan chooses for metrics (rank 0, or the first rank of the last pipeline stage) also writes
+    ``metrics.jsonl`` and ``run.json`` into ``job.dump_folder`` and shows progress, whatever loggers are enabled. The
+    config of a wandb run receives ``run_facts``. If wandb cannot start, a warning is logged and training continues.
     """
     on_metrics_rank = torch.distributed.get_rank() == _get_metrics_rank(parallel_dims, job_config)
     wants_wandb = job_config.metrics.enable_wandb and (on_metrics_rank or job_config.metrics.save_for_all_ranks)
@@ -77,50 +105,72 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
         return processor
 
     facts = run_facts(job_config)
-    facts["wandb"] = _tell_wandb(processor.logger, facts, job_config) if wants_wandb else wandb_facts()
+    facts["wandb"] = _update_wandb(processor.logger, facts, job_config) if wants_wandb else wandb_facts()
     if on_metrics_rank:
         _write_facts(folder / FACTS_FILE_NAME, facts)
         if not isinstance(processor.logger, LoggerContainer):
             processor.logger = LoggerContainer()
         processor.logger.add_logger(MetricsFileLogger(folder / FILE_NAME))
+        processor.logger.add_logger(ProgressLogger(job_config.training.steps, facts["world_size"]))
     return processor
 
 
-def _tell_wandb(loggers: LoggerContainer, facts: dict, job_config) -> dict:
-    """Put ``facts`` into the config of the wandb run among ``loggers``, and say where that run is."""
+def _update_wandb(loggers: LoggerContainer, facts: dict, job_config) -> dict:
+    """Add ``facts`` to the config of the wandb run among ``loggers``; return the run's mode and place."""
     run = next((one.wandb.run for one in loggers._loggers if isinstance(one, WandBLogger)), None)
     if run is None:
-        logger.warning("wandb did not start: training goes on without it, its metrics are in metrics.jsonl")
+        logger.warning("wandb did not start: training continues without it; metrics are in metrics.jsonl")
         return wandb_facts()
-    sections = job_config.to_dict()  # TorchTitan has put these into the config: their names are taken
+    sections = job_config.to_dict()  # TorchTitan uses the names of these sections in the run's config
     run.config.update({key: value for key, value in facts.items() if key not in sections})
     where = wandb_facts(run)
     if where["mode"] == "offline":
         logger.info(f"wandb is offline; upload this run with: {where['sync']}")
     elif where["mode"] == "online":
-        logger.info(f"wandb run: {where['url']}")
+        note(f"wandb run: {where['url']}")
     return where
 
 
 def run_facts(job_config) -> dict:
-    """What was trained, with what: the contents of ``run.json`` but for ``wandb``. Everything in it is JSON."""
-    device = torch.device(utils.device_type)
-    training = job_config.training
+    """Return the contents of ``run.json`` without ``wandb``: model, numerics, versions and device, all as JSON."""
     return {
         "name": _run_name(job_config),
         "model": job_config.model.name,
         "flavor": job_config.model.flavor,
         "converters": list(job_config.model.converters),
         **active_settings(job_config),
-        "precision": f"{training.mixed_precision_param} compute, {training.dtype} parameters",
+        "precision": _precision(job_config),
         "versions": {
             "mxtrain": mxtrain.__version__,
             "python": platform.python_version(),
             **{package: _version(package) for package in ("torch", "torchtitan", "torchao", "triton")},
         },
-        "device": utils.device_module.get_device_name(device),
-        "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+        "device": _device(),
+        "world_size": _world_size(),
     }
+
+
+def describe_model(job_config, model: torch.nn.Module) -> str:
+    """Return one line: the model's name, flavor and parameters, the device, the processes and the precision."""
+    model_config, processes = job_config.model, _world_size()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return (
+        f"{model_config.name} {model_config.flavor}: {parameters:,} parameters, {_device()}, "
+        f"{processes} process{'es' if processes > 1 else ''}, {_precision(job_config)}"
+    )
+
+
+def _precision(job_config) -> str:
+    training = job_config.training
+    return f"{training.mixed_precision_param} compute, {training.dtype} parameters"
+
+
+def _device() -> str:
+    return utils.device_module.get_device_name(torch.device(utils.device_type))
+
+
+def _world_size() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def _run_name(job_config) -> str:

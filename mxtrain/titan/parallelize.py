@@ -1,5 +1,4 @@
-"""What mxtrain adds to TorchTitan's parallelize functions: layouts whose gradients would be wrong are refused, and
-FSDP2 is made to work over gloo."""
+"""mxtrain's additions to TorchTitan's parallelize functions: refuse layouts with wrong gradients, run FSDP2 on gloo."""
 
 import functools
 
@@ -9,20 +8,23 @@ from torch.distributed.fsdp import FSDPModule
 from mxtrain.conversion.recognition import has_router
 from mxtrain.errors import ConfigError
 from mxtrain.titan.converters import QUANTIZING_CONVERTERS
+from mxtrain.titan.metrics import describe_model
+from mxtrain.titan.terminal import note_model
 
 
 def checked_parallelize(parallelize_fn):
-    """``parallelize_fn``, after a check of the layout, and ready for process groups on CPU."""
+    """Wrap ``parallelize_fn``: check the layout first, show the model, and make FSDP2 work on CPU process groups."""
 
     @functools.wraps(parallelize_fn)
     def parallelize(model, parallel_dims, job_config):
         check_layout(parallel_dims, job_config)
         check_routers(parallel_dims, model)
+        note_model(describe_model(job_config, model))  # here, while the model is whole
         model = parallelize_fn(model, parallel_dims, job_config)
         if torch.distributed.get_backend() == "gloo":
             for module in model.modules():
                 if isinstance(module, FSDPModule):
-                    # TorchTitan asks for a sum scaled by 1, which FSDP2 expresses as PREMUL_SUM, and gloo lacks that.
+                    # FSDP2 expresses TorchTitan's gradient sum, scaled by 1, as PREMUL_SUM, which gloo lacks.
                     module.set_force_sum_reduction_for_comms(True)
         return model
 
@@ -30,16 +32,16 @@ def checked_parallelize(parallelize_fn):
 
 
 def check_layout(parallel_dims, job_config) -> None:
-    """Raise ConfigError for a layout in which gradients would differ from those of one process.
+    """Raise ConfigError for a layout whose gradients would differ from the gradients of one process.
 
-    TorchTitan 0.2.2 divides the loss by the number of tokens in all ranks, and so needs gradients summed. DDP averages
-    them: with two replicas the gradient norm is half of what it should be.
+    TorchTitan 0.2.2 divides the loss by the number of tokens on all ranks, so gradients must be summed. DDP averages
+    them: with two replicas the gradient norm is half of the correct value.
     """
     if parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled:
         raise ConfigError(
             f"parallelism.data_parallel_replicate_degree = {parallel_dims.dp_replicate} without sharding is DDP, which "
-            "averages gradients that TorchTitan 0.2.2 needs summed; use FSDP: data_parallel_shard_degree = -1, alone "
-            "or (HSDP) greater than 1 beside the replicate degree"
+            "averages gradients, but TorchTitan 0.2.2 needs their sum; use FSDP: data_parallel_shard_degree = -1, "
+            "alone or (HSDP) greater than 1 beside the replicate degree"
         )
     swapped = [name for name in job_config.model.converters if name in QUANTIZING_CONVERTERS]
     if parallel_dims.tp_enabled and swapped:
@@ -50,10 +52,10 @@ def check_layout(parallel_dims, job_config) -> None:
 
 
 def check_routers(parallel_dims, model) -> None:
-    """Raise ConfigError for a mixture of experts in a layout in which its routers would get wrong gradients.
+    """Raise ConfigError for a mixture of experts in a layout that gives its routers wrong gradients.
 
-    With tensor parallelism every rank finds its part of the gradient of a gate's logits, and TorchTitan 0.2.2 takes it
-    for the whole: after one step gates are off by a tenth, whatever the converter.
+    With tensor parallelism every rank computes a part of the gradient of the gate's logits. TorchTitan 0.2.2 takes
+    this part for the whole gradient: after one step gates are off by a tenth, with every converter and without.
     """
     if parallel_dims.tp_enabled and has_router(model):
         raise ConfigError(
@@ -63,12 +65,12 @@ def check_routers(parallel_dims, model) -> None:
 
 
 def refuse_pipeline(model, parallel_dims, *args, **kwargs):
-    """Stands for TorchTitan's pipelining function. Always raises ConfigError.
+    """Take the place of TorchTitan's pipelining function and raise ConfigError.
 
-    With two stages TorchTitan 0.2.2 misses the division by the number of tokens, and the gradient norm comes out
-    about a thousand times too large.
+    With two stages TorchTitan 0.2.2 does not divide by the number of tokens, and the gradient norm is about a
+    thousand times too large.
     """
     raise ConfigError(
         f"parallelism.pipeline_parallel_degree = {parallel_dims.pp} gives wrong gradients in TorchTitan 0.2.2 "
-        "(the division by the number of tokens is missed): allowed is 1"
+        "(it does not divide by the number of tokens): allowed is 1"
     )

@@ -1,4 +1,4 @@
-"""Train with TorchTitan's Trainer: configs may extend one another, and mistakes are told before anything is built."""
+"""Train with TorchTitan's Trainer. Configs may extend one another, and mistakes are found before anything is built."""
 
 import os
 import signal
@@ -11,12 +11,13 @@ import torch
 from torchtitan.config import ConfigManager
 from torchtitan.models import _supported_models
 from torchtitan.protocols import model_converter, train_spec
-from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
+from mxtrain.analysis import closing_summary
 from mxtrain.config import dump_config, load_config
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError, require_one_of
 from mxtrain.rng.rounding_position import set_rounding_step
+from mxtrain.titan import terminal
 from mxtrain.titan.converters import active_settings
 from mxtrain.titan.job_config import JobConfig
 
@@ -24,9 +25,9 @@ FIRST_WORD_SECONDS = 3.0
 
 
 class _Trainer(Trainer):
-    """TorchTitan's trainer, which tells stochastic rounding the step and the microbatch.
+    """TorchTitan's trainer that sets the step and the microbatch for stochastic rounding.
 
-    Both follow from the trainer's own step, so a resumed run draws the random bits that it would have drawn.
+    Both follow from the trainer's own step, so a resumed run draws the same random bits as an uninterrupted run.
     """
 
     def train_step(self, data_iterator):
@@ -40,7 +41,7 @@ class _Trainer(Trainer):
 
 
 class _ConfigManager(ConfigManager):
-    """TorchTitan's manager, with ``extends`` in TOML files and mxtrain's sections always there."""
+    """TorchTitan's manager that also reads ``extends`` in TOML files and always has mxtrain's sections."""
 
     def _maybe_load_toml(self, args):
         path = _config_file(args)
@@ -61,7 +62,7 @@ class _ConfigManager(ConfigManager):
         return super()._dict_to_dataclass(cls, data)
 
     def _validate_config(self):
-        # TorchTitan warns of an hf_assets_path that does not exist; an empty one is no mistake here.
+        # TorchTitan warns about an hf_assets_path that does not exist, and mxtrain allows an empty one.
         model = self.config.model
         if model.hf_assets_path or model.tokenizer_path or self.config.experimental.custom_args_module:
             super()._validate_config()
@@ -79,15 +80,15 @@ def _config_file(args: list[str]) -> str | None:
 
 
 def parse_job_config(args: list[str]):
-    """TorchTitan's job config from command-line arguments, checked.
+    """Parse command-line arguments into TorchTitan's job config, and check it.
 
     Raises:
-        ConfigError: for anything wrong that can be seen without building the model or reading data.
+        ConfigError: for every mistake that shows without building the model or reading data.
     """
     job_config = _ConfigManager().parse_args(args)
-    if isinstance(job_config.model.converters, str):  # TorchTitan does not check the types in a TOML file
+    if isinstance(job_config.model.converters, str):  # TorchTitan does not check types in TOML files
         raise ConfigError(f"model.converters = {job_config.model.converters!r} is not a list")
-    # "--model.converters=" parses as one empty name; it means none.
+    # "--model.converters=" means no converter, but parses as one empty name.
     job_config.model.converters = [name for name in job_config.model.converters if name]
     models = sorted(_supported_models | train_spec._extra_train_specs.keys())
     require_one_of("model.name", job_config.model.name, models)
@@ -99,14 +100,14 @@ def parse_job_config(args: list[str]):
     validation, training = job_config.validation, job_config.training
     if validation.enable and validation.seq_len > training.seq_len:
         raise ConfigError(
-            f"validation.seq_len = {validation.seq_len} is more than training.seq_len = {training.seq_len}, which the "
-            "model's positions are made for; allowed is that or less"
+            f"validation.seq_len = {validation.seq_len} is more than training.seq_len = {training.seq_len}, the "
+            "number of positions in the model; allowed is that or less"
         )
     return job_config
 
 
 def non_default_values(config, default=None) -> dict:
-    """The fields of a config dataclass that differ from its defaults, as nested tables that a TOML file can hold."""
+    """Return the fields of a config dataclass that differ from its defaults, as nested tables for a TOML file."""
     default = type(config)() if default is None else default
     values = {}
     for f in fields(config):
@@ -121,52 +122,58 @@ def non_default_values(config, default=None) -> dict:
 
 
 def _write_resolved_config(job_config) -> None:
-    """Write ``config.toml`` into the run's folder: every setting that is not a default, flags included."""
+    """Write every setting that differs from its default, flags included, to ``config.toml`` in the run's folder."""
     values = non_default_values(job_config)
     values.get("job", {}).pop("config_file", None)
-    folder = Path(job_config.job.dump_folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    dump_config(values, folder / "config.toml")
+    dump_config(values, Path(job_config.job.dump_folder) / "config.toml")
 
 
-def train(args: list[str]) -> None:
-    """Train as the command-line arguments ``args`` say (TorchTitan's flags, ``--job.config_file`` among them).
+def train(args: list[str], verbose: bool) -> None:
+    """Train a model, and end with a summary of the run.
+
+    Args:
+        args: TorchTitan's command-line flags, with ``--job.config_file`` among them.
+        verbose: show all lines of TorchTitan's log on the terminal.
 
     Raises:
         ConfigError: for a mistake in the settings.
     """
-    init_logger()
     job_config = parse_job_config(args)
+    folder = Path(job_config.job.dump_folder)
+    terminal.start(folder, verbose)
     trainer = None
     try:
         trainer = _Trainer(job_config)
-        if torch.distributed.get_rank() == 0:
+        is_first = torch.distributed.get_rank() == 0
+        if is_first:
             _write_resolved_config(job_config)
         if job_config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
-            logger.info("Created seed checkpoint")
-        else:
-            trainer.train()
+            terminal.note("Created seed checkpoint")
+            return
+        trainer.train()
     finally:
         if trainer is not None:
             trainer.close()
+        terminal.finish()
+    if is_first:
+        print(closing_summary(folder), flush=True)
 
 
-def main() -> None:
-    """Entry point of every worker process. A ConfigError becomes one line on stderr, without a traceback."""
+def main(args: list[str], verbose: bool) -> None:
+    """Run ``train`` in a worker process and exit. A ConfigError becomes one line on stderr, without a traceback."""
     status = 0
     try:
-        train(sys.argv[1:])
+        train(args, verbose)
     except ConfigError as error:
         status = CONFIG_ERROR_STATUS
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            # A mistake is most often found by all workers. The first one tells it, and torchrun ends the others
-            # before they repeat it.
+            # Most mistakes are found by all workers. The first one reports, and torchrun stops the others meanwhile.
             time.sleep(FIRST_WORD_SECONDS)
         print(f"mxtrain: error: {error}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
-    # Not after an interrupt or any other exception: this rank may be the only one, and the others would be waited for.
+    # Not after an interrupt or another exception: this rank may be alone, and would wait for the others.
     if status in (0, CONFIG_ERROR_STATUS) and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(status)

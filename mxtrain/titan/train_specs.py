@@ -1,4 +1,4 @@
-"""Register TorchTitan's models with mxtrain's flavors, data, metrics and layout checks."""
+"""Register TorchTitan's models with mxtrain's flavors, data, metrics and checks of the layout."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ _SPECS = {"llama3": llama3_spec, "llama4": llama4_spec, "qwen3": qwen3_spec, "de
 
 
 def register_train_specs() -> None:
-    """Register mxtrain's version of every model it knows. TorchTitan prefers these to its own."""
+    """Register mxtrain's version of every supported model. TorchTitan prefers these versions to its own."""
     for name, build_spec in _SPECS.items():
         register_train_spec(name, _with_mxtrain(build_spec(), EXTRA_FLAVORS.get(name, {})))
 

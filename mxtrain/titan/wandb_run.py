@@ -1,9 +1,8 @@
-"""Start wandb so that it never gets in the way of a training run.
+"""Start wandb so that it never blocks or stops a training run.
 
-TorchTitan's ``WandBLogger`` calls ``wandb.init`` with what it finds in the environment. Without a key that prompts
-or fails, without a network it blocks for minutes; here both make the run offline instead, which records the same
-data for ``wandb sync``. A ``WANDB_MODE``, ``WANDB_SILENT``, ``WANDB_PROJECT`` or ``WANDB_RUN_NAME`` that the user
-set is left alone.
+TorchTitan's ``WandBLogger`` calls ``wandb.init`` with settings from the environment. Without a key that call prompts or
+fails, and without a network it blocks for minutes. In both cases this module starts the run offline, which records the
+same data for ``wandb sync``. WANDB_MODE, WANDB_SILENT, WANDB_PROJECT and WANDB_RUN_NAME stay as the user set them.
 """
 
 import netrc
@@ -17,15 +16,14 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 NETWORK_TIMEOUT = 2.0
-"""Seconds to wait for wandb's server before a run is offline"""
+"""Seconds to wait for wandb's server before a run starts offline"""
 
 
 @contextmanager
 def wandb_defaults(run_name: str):
-    """Within this context ``wandb.init`` starts in the mode this machine allows, quietly, under our names.
+    """Context in which ``wandb.init`` starts silently, in a mode that works here, with mxtrain's project and run name.
 
-    Raises nothing of its own accord when wandb is missing or misconfigured: ``wandb.init`` meets the same error, and
-    TorchTitan reports that.
+    Does not raise if wandb is missing or misconfigured: ``wandb.init`` raises the same, and TorchTitan reports it.
     """
     names = {"WANDB_PROJECT": "mxtrain", "WANDB_RUN_NAME": run_name}
     added = [key for key in names if key not in os.environ]
@@ -35,24 +33,24 @@ def wandb_defaults(run_name: str):
             _configure()
         yield
     finally:
-        for key in added:  # the next run in this process has another name
+        for key in added:  # the next run in this process has its own name
             os.environ.pop(key, None)
 
 
 def _configure() -> None:
     import wandb
 
-    # Through wandb.setup, since wandb reads the environment only once in a process.
+    # wandb reads the environment only once per process, so settings change through wandb.setup.
     choices = {"mode": choose_mode(wandb.setup().settings)}
     if "WANDB_SILENT" not in os.environ:
-        choices["silent"] = True  # our own log line and the summary say where the run is
+        choices["silent"] = True  # the summary says where the run is
     wandb.setup(settings=wandb.Settings(**choices))
 
 
 def choose_mode(settings) -> str:
-    """What the user asked for by ``WANDB_MODE`` or wandb's settings; else "offline" where online cannot work.
+    """Return the mode of ``WANDB_MODE`` or of ``settings``, or "offline" if "online" cannot work.
 
-    ``settings`` is a ``wandb.Settings``, whose own default is "online".
+    ``settings`` is a ``wandb.Settings``. Its default mode is "online".
     """
     if "WANDB_MODE" in os.environ:
         return os.environ["WANDB_MODE"]
@@ -62,10 +60,10 @@ def choose_mode(settings) -> str:
 
 
 def has_key(settings) -> bool:
-    """Whether wandb would find credentials: the environment, its settings file, or netrc."""
+    """Return whether wandb will find credentials in the environment, its settings file or netrc."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or settings.api_key:
         return True
-    # requests and wandb read the same places: $NETRC, else ~/.netrc, else ~/_netrc
+    # requests and wandb read $NETRC, else ~/.netrc, else ~/_netrc.
     candidates = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
     path = next((p for p in (Path(c).expanduser() for c in candidates) if p.is_file()), None)
     if path is None:
@@ -76,12 +74,12 @@ def has_key(settings) -> bool:
         return False
     hosts = [urlsplit(settings.base_url).netloc]
     if settings.base_url == type(settings)().base_url:
-        hosts.append("api.wandb.ai")  # the default server's older name, under which most keys are kept
+        hosts.append("api.wandb.ai")  # the default server's older name, in most netrc files
     return any(entries.authenticators(host) for host in hosts)
 
 
 def is_reachable(url: str, timeout: float = NETWORK_TIMEOUT) -> bool:
-    """Whether ``url``'s host, or the proxy that leads to it, accepts a TCP connection within ``timeout`` seconds."""
+    """Return whether the host of ``url``, or its proxy, accepts a TCP connection within ``timeout`` seconds."""
     parts = urlsplit(url)
     proxy = getproxies().get(parts.scheme)
     if proxy and not proxy_bypass(parts.hostname):
@@ -96,7 +94,7 @@ def is_reachable(url: str, timeout: float = NETWORK_TIMEOUT) -> bool:
             return
         answered.set()
 
-    # In a thread because a name lookup has no timeout of its own and can take half a minute.
+    # In a thread, because a name lookup has no timeout and can take half a minute.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(timeout)
@@ -104,9 +102,9 @@ def is_reachable(url: str, timeout: float = NETWORK_TIMEOUT) -> bool:
 
 
 def wandb_facts(run=None) -> dict:
-    """Where a wandb run is: ``mode`` (online, offline, disabled), ``dir``, ``url`` and the ``sync`` command.
+    """Return a run's ``mode`` (online, offline or disabled), ``dir``, ``url`` and the ``sync`` command.
 
-    ``run`` is a ``wandb.Run``, or None where there is none.
+    ``run`` is a ``wandb.Run``, or None for no run.
     """
     if run is None or run.disabled:
         return {"mode": "disabled", "dir": None, "url": None, "sync": None}

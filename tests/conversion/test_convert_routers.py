@@ -49,7 +49,7 @@ def test_decompose_k_router_swaps_gates_of_routers_only():
     assert kinds(model) == before | dict.fromkeys(GATES, DecomposeKRouter)
     after = dict(model.named_parameters())
     assert list(after) == list(state) and all(after[name] is state[name] for name in state)
-    assert str(report).splitlines() == ["swapped 2 gates of routers; left 0 as they were", *(f"  {g}" for g in GATES)]
+    assert str(report).splitlines() == ["2 gates swapped, 0 kept", *(f"  {g}" for g in GATES)]
     torch.testing.assert_close(loss(model), expected, rtol=1e-5, atol=1e-5)
     loss(model).backward()
     assert all(model.get_submodule(gate).weight.grad.any() for gate in GATES)

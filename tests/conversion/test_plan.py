@@ -51,10 +51,10 @@ def test_a_norm_and_the_linears_it_feeds():
     assert result.skipped == {"output": "named in filter_fqns"}
     assert (result.norms, result.linears) == ({"norm": ["wq", "wk"]}, ["wo"])
     assert str(result).splitlines() == [
-        "swapped 1 norms with the 2 linears they feed, and 1 other linears; left 1 as they were",
+        "1 norm and 3 linears swapped, 1 kept",
         "  norm -> wq, wk",
         "  wo",
-        "  left: output: named in filter_fqns",
+        "  kept: output: named in filter_fqns",
     ]
 
 
