@@ -1,7 +1,7 @@
-"""What the benchmark scripts share: tables, JSON, bar plots, kernel times and the copy bandwidth.
+"""Shared by all benchmark scripts: tables, JSON, bar plots, errors, kernel times and the copy bandwidth.
 
-Importing this module puts the checkout first on the path, so that a script measures the code that it lies beside, and
-lets memory segments grow, as ``mxtrain train`` and TorchTitan's launcher do.
+Importing this module puts the checkout first on the path, so that a script measures the code beside it. It also lets
+memory segments grow, as ``mxtrain train`` and TorchTitan's launcher do.
 """
 
 import functools
@@ -10,6 +10,7 @@ import os
 import re
 import statistics
 import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -38,7 +39,7 @@ def machine(device_type: str) -> dict:
 def _version(package: str) -> str | None:
     module = sys.modules.get(package.replace("-", "_"))
     if found := getattr(module, "__version__", None):
-        return str(found)  # what runs, where several installations of a package lie on the path
+        return str(found)  # the loaded one, if several installations lie on the path
     try:
         return version(package)
     except PackageNotFoundError:
@@ -46,16 +47,16 @@ def _version(package: str) -> str | None:
 
 
 def describe(facts: dict) -> str:
-    """One line of what ``machine`` found."""
+    """The facts of ``machine`` in one line."""
     return ", ".join([facts["device"], *(f"{name} {number}" for name, number in facts["versions"].items())])
 
 
 def table(rows: Sequence[dict], columns: dict[str, str]) -> str:
-    """Lines of text, one per row, words to the left and numbers to the right; a dash for what a row lacks.
+    """Format one line per row: words align left, numbers right, and a missing value is a dash.
 
     Args:
         rows: values by column name.
-        columns: format spec by column name, in order; a spec that begins with "<" marks a column of words.
+        columns: format spec by column name, in order. A spec that starts with "<" marks a column of words.
     """
     cells = [list(columns)] + [[_cell(row.get(name), spec) for name, spec in columns.items()] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
@@ -75,14 +76,14 @@ def _cell(value, spec: str) -> str:
 
 
 def write_json(path: str | Path, content: dict) -> None:
-    """Write ``content``, and make the folder if there is none. NaN and infinity are written as strings."""
+    """Write ``content`` as JSON and create the folder if needed. NaN and infinity become strings."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
 
 
 def _finite(value):
-    """``value`` with numbers that JSON does not have turned into strings."""
+    """Return ``value`` with NaN and infinity as strings, since JSON has no such numbers."""
     if isinstance(value, dict):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -93,11 +94,11 @@ def _finite(value):
 
 
 def bar_plot(path: str | Path, panels: dict[str, dict[str, dict[str, float | None]]], ylabel: str) -> None:
-    """Grouped bars, one panel below the other: title -> group (on the x axis) -> bar (in the legend) -> height.
+    """Draw grouped bars, one panel per title: title -> group (x axis) -> bar (legend) -> height.
 
     Bars without a height are left out.
     """
-    from matplotlib.figure import Figure  # drawn without pyplot, so no display and no global state
+    from matplotlib.figure import Figure  # without pyplot: needs no display and no global state
 
     most = max((sum(map(len, groups.values())) for groups in panels.values()), default=0)
     figure = Figure(figsize=(max(9.0, 3 + 0.2 * most), 3.6 * max(len(panels), 1)), dpi=100, layout="constrained")
@@ -124,28 +125,42 @@ def bar_plot(path: str | Path, panels: dict[str, dict[str, dict[str, float | Non
     figure.savefig(path, format="png")
 
 
+# Errors
+
+
+def report_error(error: Exception) -> str:
+    """Print the traceback of ``error`` and return its type and first line, for a table.
+
+    The frames are cleared, because each holds the tensors it worked on.
+    """
+    traceback.print_exception(error)
+    traceback.clear_frames(error.__traceback__)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+
+
 # Kernels
 
 
 def triton_kernels(packages: Iterable[str]) -> list:
-    """Triton's objects for every kernel in the loaded modules of ``packages``: jitted functions and what wraps them."""
+    """Return every Triton kernel in the loaded modules of ``packages``: jitted functions and their wrappers."""
     from triton.runtime.jit import KernelInterface
 
     modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] in packages]
     found = [value for module in modules for value in list(vars(module).values()) if isinstance(value, KernelInterface)]
     for kernel in found:
         if isinstance(inner := getattr(kernel, "fn", None), KernelInterface):
-            found.append(inner)  # an autotuner's kernel; the loop comes to it later
+            found.append(inner)  # the kernel inside an autotuner; the loop reaches it later
     return found
 
 
 def triton_kernel_names(packages: Iterable[str]) -> set[str]:
-    """Names under which the kernels of ``packages`` appear in a profile."""
+    """Return the names of the kernels of ``packages`` in a profile."""
     return {kernel.__name__ for kernel in triton_kernels(packages) if hasattr(kernel, "__name__")}
 
 
 def forget_triton_kernels(packages: Iterable[str]) -> None:
-    """Make the loaded kernels of ``packages`` compile and tune anew on their next launch, as in a new process."""
+    """Clear the compiled code and tuned settings of the loaded kernels of ``packages``: the next launch is a first."""
     for kernel in triton_kernels(packages):
         for attribute in ("device_caches", "cache"):
             if hasattr(kernel, attribute):
@@ -156,13 +171,13 @@ def forget_triton_kernels(packages: Iterable[str]) -> None:
 
 
 def device_kernels(profile: torch.profiler.profile) -> list[tuple[str, float]]:
-    """Name and microseconds of everything that ran on the GPU under the profiler, in order: kernels, copies, fills."""
+    """Return name and microseconds of all GPU work under the profiler, in order: kernels, copies, fills."""
     events = [
         event
         for event in profile.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
         and not event.is_user_annotation
-        and event.name != "Context Sync"  # the host's wait, which the profiler files under the GPU
+        and event.name != "Context Sync"  # a wait of the host, which the profiler lists under the GPU
     ]
     events.sort(key=lambda event: event.time_range.start)
     return [(event.name, event.time_range.elapsed_us()) for event in events]
@@ -177,21 +192,21 @@ _CLASSES = (
 
 
 def kernel_class(name: str, ours: Iterable[str]) -> str:
-    """What kind of kernel ``name`` is. ``ours`` are names of mxtrain's Triton kernels, which Inductor may number."""
+    """Return the class of a kernel. ``ours`` are names of mxtrain's Triton kernels; Inductor may append a number."""
     if any(re.fullmatch(rf"{re.escape(kernel)}(_\d+)*", name) for kernel in ours):
         return "mxtrain triton"
     return next((kind for kind, pattern in _CLASSES if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
 def summarise_kernels(kernels: Iterable[tuple[str, float]], steps: int, ours: Iterable[str], top: int = 40) -> dict:
-    """Device time by kernel and by class.
+    """Sum device time by kernel and by class.
 
     Args:
         kernels: name and microseconds of every launch in ``steps`` steps.
 
     Returns:
-        dict: ``ms`` (all kernels of a step), ``classes`` (kind, ms of a step, percent) and ``kernels`` (name, kind,
-        calls in a step, us of a call, ms of a step, percent), both with the largest first.
+        dict: ``ms`` (all kernels, per step), ``classes`` (class, ms per step, percent) and ``kernels`` (name, class,
+        calls per step, us per call, ms per step, percent), both sorted by time, largest first.
     """
     ours = tuple(ours)
     durations = defaultdict(list)
@@ -226,18 +241,18 @@ CLASS_COLUMNS = {"class": "<", "ms": ".3f", "%": ".1f"}
 
 
 def bench_ms(run: Callable[[], object]) -> float:
-    """Median milliseconds of ``run``, between CUDA events, with the L2 cache flushed before every run."""
+    """Return the median milliseconds of ``run`` between CUDA events. The L2 cache is flushed before every run."""
     from triton.testing import do_bench
 
     return do_bench(run, warmup=25, rep=100, return_mode="median")
 
 
 def profiled_ms(run: Callable[[], object], runs: int = 50) -> float:
-    """Median milliseconds that the kernels of one ``run`` take, summed, with the L2 cache flushed before every run.
+    """Return the median over runs of the summed kernel time, in milliseconds. The L2 cache is flushed before every run.
 
-    Unlike the time between events it holds no launch overhead, and no gaps between kernels.
+    The sum excludes launch overhead and gaps between kernels; the time between events includes both.
     """
-    # Larger than any L2 cache; and a kernel that nothing else here launches marks where a run begins.
+    # Larger than any L2 cache. Nothing else here launches cosh, so its kernel marks the start of a run.
     flush = torch.zeros(64 * 2**20, device="cuda")
     for _ in range(3):
         flush.cosh_()
@@ -252,10 +267,10 @@ def profiled_ms(run: Callable[[], object], runs: int = 50) -> float:
 
 
 def graph_ms(runs: Sequence[Callable[[], object]], replays: int = 20) -> float:
-    """Median milliseconds of one of ``runs``, which follow each other in a CUDA graph that is replayed.
+    """Return the median milliseconds per run when a CUDA graph of all ``runs``, one after the other, is replayed.
 
-    Holds the gaps between kernels, and no time of the host. Give it runs on different inputs, more than the L2 cache
-    holds, or what the first one loaded serves the next.
+    The time includes gaps between kernels and excludes the host. The runs need different inputs that together exceed
+    the L2 cache; otherwise one run finds its inputs already loaded.
     """
     stream = _graph_stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -271,7 +286,7 @@ def graph_ms(runs: Sequence[Callable[[], object]], replays: int = 20) -> float:
     times = []
     for _ in range(replays):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # While the GPU waits, the host is already done with what comes after.
+        # The GPU sleeps until the host has queued everything below.
         torch.cuda._sleep(500_000)
         start.record()
         graph.replay()
@@ -283,15 +298,18 @@ def graph_ms(runs: Sequence[Callable[[], object]], replays: int = 20) -> float:
 
 @functools.cache
 def _graph_stream() -> torch.cuda.Stream:
-    # One for all graphs: libraries keep workspaces for every stream they see.
+    # One stream for all graphs: libraries keep a workspace per stream.
     return torch.cuda.Stream()
 
 
 def split_runs(kernels: Iterable[tuple[str, float]], marker: str, runs: int) -> list[float]:
-    """Microseconds of each run, from kernels in order of time, with one whose name holds ``marker`` before each run.
+    """Return the microseconds of each run. A kernel whose name contains ``marker`` starts each run.
+
+    Args:
+        kernels: name and microseconds, in order of time.
 
     Raises:
-        RuntimeError: if there are not ``runs`` runs, or one without kernels.
+        RuntimeError: unless there are exactly ``runs`` runs, each with kernels.
     """
     times: list[list[float]] = []
     for name, microseconds in kernels:
@@ -305,7 +323,7 @@ def split_runs(kernels: Iterable[tuple[str, float]], marker: str, runs: int) -> 
 
 
 def copy_bandwidth(milliseconds: Callable[[Callable[[], object]], float], moved: int = 2 * COPY_BYTES) -> float:
-    """Bytes per second, read and written, of a device copy that moves so many in all, timed with ``milliseconds``."""
+    """Return the bytes per second, read plus written, of a device copy that moves ``moved`` bytes."""
     source = torch.randint(0, 256, (moved // 2,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return moved / (milliseconds(lambda: target.copy_(source)) / 1e3)

@@ -5,14 +5,14 @@
     python scripts/bench/cast.py --only norm --shapes 32768x4096 --profiler
     python scripts/bench/cast.py --check                          results only, no times
 
-Every result is compared with the plain PyTorch reference on the same input before it is timed: "ok" is equal to the bit
-for casts (given the kernel's own rho, which is within 2 ulp of the reference's), and equal to rounding for gradients.
-A peer whose bits are not the reference's is marked "differs".
+Every result is compared with the plain PyTorch reference on the same input before it is timed. "ok" means: casts equal
+the reference bit for bit (given the kernel's own rho, which is within 2 ulp of the reference's), and gradients equal it
+up to rounding. A peer with other bits is marked "differs".
 
-Bytes are those that must move: every input once, every output once. "of copy" is the share of the bandwidth that a copy
-of 1 GiB reaches, "of same-size copy" of one that moves as many bytes as the kernel: starting and ending take a few us.
-Times are medians with the L2 cache flushed before every run: between CUDA events, or with --profiler the sum of the
-kernels of a call. The former hold launch overhead, which shows below about 20 us.
+Bytes count every input once and every output once. "of copy" is the share of the bandwidth that a copy of 1 GiB
+reaches; "of same-size copy" is the share for a copy of as many bytes, which pays the same few us to start and to end.
+Times are medians with the L2 cache flushed before every run: between CUDA events, or with --profiler the sum of a
+call's kernels. Events include launch overhead, which matters below about 20 us.
 """
 
 import importlib.util
@@ -20,19 +20,11 @@ import sys
 from collections.abc import Callable
 from unittest import mock
 
+import cast_cases as cases
 import kernel_benchmark
 import torch
 import torch.nn.functional as F
-from cast_cases import (
-    EPS,
-    GRADIENT_SHAPES,
-    INPUT_SHAPES,
-    NORM_SHAPES,
-    WEIGHT_SHAPES,
-    inverse_rms_in_fp32,
-    random_rho,
-    within_ulps,
-)
+from cast_cases import EPS, random_rho
 from kernel_benchmark import Entry, Section, Shape, compiled, draw, interpreting, is_rounding_apart, ours, same_bits
 
 from mxtrain.recipes.formats import MXFP8
@@ -48,7 +40,7 @@ RECIPE = get_recipe("mxfp8")
 
 
 def is_cast(result: tuple, y: torch.Tensor, dim: int, form: str) -> bool:
-    """Whether ``result`` is (data, scales) of the reference's cast of ``y`` along ``dim``."""
+    """Return whether ``result`` is the reference's (data, scales) for ``y`` cast along ``dim``."""
     data, scales = result
     if form == "image":
         return same_bits(data, casts.image(y, MXFP8, RECIPE.scale_rounding, dim, torch.bfloat16))
@@ -63,7 +55,7 @@ def norm_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
     from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
 
     x, gain = draw(shape, device), draw(shape[1:], device)
-    # Triton's interpreter cuts off where a sum is to be rounded to bf16: there one that need not be.
+    # Triton's interpreter truncates to bf16 instead of rounding, so it gets a residual whose sum is exact in bf16.
     residual = x * -0.5 if interpreting() else draw(shape, device)
     peers = ("RMSNorm + to_mx, compiled",)
 
@@ -91,7 +83,7 @@ def norm_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
 
 
 def rms_norm_to_mx(x: torch.Tensor, gain: torch.Tensor):
-    """RMSNorm and torchao's cast of its result."""
+    """RMSNorm, then torchao's cast."""
     return casts.cast(F.rms_norm(x, x.shape[-1:], gain, EPS), MXFP8, RECIPE.scale_rounding)
 
 
@@ -99,8 +91,8 @@ _ESTIMATE = RMSEstimate.for_recipe(RECIPE, p=2, eps=EPS)
 
 
 def mxnorm_in_pytorch(x: torch.Tensor):
-    """MXNorm, p = 2, as fp32 PyTorch operations: what torch.compile alone makes of it."""
-    rho = inverse_rms_in_fp32(x, _ESTIMATE)
+    """MXNorm, p = 2, as fp32 PyTorch operations. Compiled, it shows what torch.compile alone achieves."""
+    rho = cases.inverse_rms_in_fp32(x, _ESTIMATE)
     return casts.cast(scale_rows(x, rho), MXFP8, RECIPE.scale_rounding), rho
 
 
@@ -109,7 +101,7 @@ def is_mxnorm_cast(result, x, residual, estimate: RMSEstimate, form: str) -> boo
         x = (x.float() + residual.float()).to(x.dtype)
         if not same_bits(result.total, x):
             return False
-    if not within_ulps(result.rho, inverse_rms(x, estimate, RECIPE), 2):
+    if not cases.within_ulps(result.rho, inverse_rms(x, estimate, RECIPE), 2):
         return False
     return is_cast((result.data, result.scales), scale_rows(x, result.rho), 1, form)
 
@@ -125,7 +117,7 @@ def backward_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entr
     entries = compiled("norm backward in PyTorch", norm_backward_in_pytorch, (g, x, rho), max_autotune)
     if importlib.util.find_spec("liger_kernel"):
         gain = draw(shape[1:], device)
-        reads = (g, x, gain, rho)  # its own rho has the size of this one
+        reads = (g, x, gain, rho)  # Liger saves an inverse RMS of the same size as rho
         entries.append(Entry("Liger RMSNorm backward (also dgamma)", lambda: liger_backward(g, x, gain), reads))
     return entries + [
         ours(
@@ -146,14 +138,14 @@ def backward_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entr
 
 
 def norm_backward_in_pytorch(g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor) -> torch.Tensor:
-    """dx of the straight-through backward as fp32 PyTorch operations: what torch.compile alone makes of it."""
+    """dx of the straight-through backward as fp32 PyTorch operations."""
     xhat = scale_rows(x, rho)
     g = g.float()
     return ((g - xhat * (g * xhat).mean(-1, keepdim=True)) * rho.unsqueeze(-1)).to(x.dtype)
 
 
 def liger_backward(g: torch.Tensor, x: torch.Tensor, gain: torch.Tensor) -> Callable[[], object]:
-    """Liger's RMSNorm backward, dx and dgamma, from what its forward saved."""
+    """Return Liger's RMSNorm backward (dx and dgamma), fed with what its forward saved."""
     from liger_kernel.ops.rms_norm import rms_norm_backward, rms_norm_forward
 
     _, _, rstd, block_size, warps, casting = rms_norm_forward(x, gain, EPS, 0.0, "llama", False)
@@ -200,7 +192,7 @@ def dual_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
 
 
 def torchao_dual(x: torch.Tensor) -> Callable[[], object]:
-    """torchao's two Triton casts of x, along rows and along columns, RCEIL."""
+    """Return torchao's two Triton casts of x, along rows and along columns, with RCEIL scales."""
     kernels = torchao_triton_kernels()
     mode = RECIPE.scale_rounding
     return lambda: (
@@ -213,11 +205,11 @@ _TORCHAO_KERNELS = []
 
 
 def torchao_triton_kernels():
-    """The module with torchao's Triton casts, as it is from compute capability 10.0 on, or made to work below.
+    """Return the module with torchao's Triton casts, patched to load below compute capability 10.0.
 
-    torchao defines them there only, because their RCEIL scale is an instruction of those GPUs. For AMD they hold the
-    same scale as arithmetic, so a second copy of the module is loaded that takes the AMD side of these two switches
-    (and of no other); tiles, tuning and everything else are the same.
+    torchao defines these casts for 10.0 and later, where the RCEIL scale is an instruction. Its AMD branch computes the
+    same scale with arithmetic, so on older GPUs a second copy of the module is loaded with only that branch switched
+    on. Tiles, tuning and everything else stay the same.
     """
     if not _TORCHAO_KERNELS:
         spec = importlib.util.find_spec("torchao.prototype.mx_formats.kernels")
@@ -235,7 +227,7 @@ def torchao_triton_kernels():
 
 
 def to_mx_twice(x: torch.Tensor):
-    """torchao's casts along both dimensions, as PyTorch operations."""
+    """torchao's cast along both dimensions, as PyTorch operations."""
     return tuple(casts.cast(y, MXFP8, RECIPE.scale_rounding) for y in (x, x.t().contiguous()))
 
 
@@ -340,7 +332,7 @@ def is_fold_backward(result, d_folded, weight, gain) -> bool:
 SECTIONS = {
     "norm": Section(
         "norm and cast of x [T, D], bf16",
-        NORM_SHAPES,
+        cases.NORM_SHAPES,
         norm_entries,
     ),
     "backward": Section(
@@ -353,17 +345,17 @@ SECTIONS = {
     ),
     "dual": Section(
         "casts of a gradient [T, N], bf16, along both dimensions",
-        GRADIENT_SHAPES,
+        cases.GRADIENT_SHAPES,
         dual_entries,
     ),
     "column": Section(
         "cast of x * rho [T, D] along tokens",
-        INPUT_SHAPES,
+        cases.INPUT_SHAPES,
         column_entries,
     ),
     "fold": Section(
         "casts of W diag(gain), fp32 [N, D], along both dimensions, and the backward of the fold",
-        WEIGHT_SHAPES,
+        cases.WEIGHT_SHAPES,
         fold_entries,
     ),
 }
@@ -371,7 +363,7 @@ SECTIONS = {
 
 def main(argv: list[str] | None = None) -> int:
     args = kernel_benchmark.parser(__doc__, SECTIONS).parse_args(argv)
-    return kernel_benchmark.run("bench_cast", SECTIONS, args)
+    return kernel_benchmark.run("cast.py", SECTIONS, args)
 
 
 if __name__ == "__main__":

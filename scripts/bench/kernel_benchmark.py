@@ -1,13 +1,12 @@
-"""What the benchmarks of kernels share: entries and their checks, the loop over sections and shapes, and its options.
+"""Shared by the kernel benchmarks: entries and their checks, the loop over sections and shapes, the options.
 
-A benchmark is a table of sections, each with shapes and a function that makes the entries for one of them. Every result
-is checked before it is timed. Bytes are those that must move: every input once, every output once.
+A benchmark is a table of sections. A section has shapes and a function that makes the entries for one shape. Every
+result is checked before it is timed. Bytes count every input once and every output once: what must move.
 """
 
 import argparse
 import statistics
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -16,21 +15,21 @@ import torch
 
 Shape = tuple[int, int]
 
-# Shapes that move less than this are left out of the smallest share of the copy bandwidth.
+# The summary's smallest share of the copy bandwidth skips shapes that move less than this.
 MEMORY_BOUND_BYTES = 50e6
 
 
 class Entry(NamedTuple):
-    """One thing to time.
+    """One implementation to time.
 
     Attributes:
-        name: of the row in the table.
-        make: returns what is timed, a function without arguments that returns tensors; may compile.
+        name: the row's name in the table.
+        make: returns the function to time, which takes no arguments and returns tensors; ``make`` may compile.
         reads: the tensors that must be read.
-        check: whether the result of a run is right; None if there is nothing to compare it with.
-        peers: names of what it is compared with; empty for a peer.
-        ours: whether it is one of mxtrain's kernels.
-        note: what else to say in the table, asked after the run.
+        check: tells whether a result is right; None if there is no reference.
+        peers: names of the entries to compare with; empty for a peer.
+        ours: True for mxtrain's kernels.
+        note: returns a remark for the table; called after the run.
     """
 
     name: str
@@ -43,13 +42,13 @@ class Entry(NamedTuple):
 
 
 class NotRun(Exception):
-    """Raised by an entry's ``make`` where what it times does not run on this machine; says why."""
+    """Raised by an entry's ``make`` if its kernel cannot run on this machine. The message says why."""
 
 
 class Section(NamedTuple):
-    """Shapes, and the entries for one of them: called with shape, device, and whether to add max-autotuned peers.
+    """Shapes, and a function of (shape, device, add max-autotuned peers?) that returns the entries for one shape.
 
-    An entry is compared with the first of its peers that ran, or, if ``fastest``, with the fastest of them.
+    An entry is compared with the first of its peers that ran or, with ``fastest``, with the fastest of them.
     """
 
     title: str
@@ -62,14 +61,14 @@ class Section(NamedTuple):
 
 
 def ours(name: str, run: Callable, reads: tuple, check: Callable, peers: tuple[str, ...]) -> Entry:
-    """An entry for one of mxtrain's kernels."""
+    """Return an entry for one of mxtrain's kernels."""
     return Entry(name, lambda: run, reads, check, peers, ours=True)
 
 
 def compiled(
     name: str, function: Callable, args: tuple, max_autotune: bool, check: Callable | None = None
 ) -> list[Entry]:
-    """Entries for ``function(*args)`` under torch.compile: as it comes, and with max-autotune if asked for."""
+    """Return entries for ``function(*args)`` under torch.compile: default mode, and optionally max-autotune."""
 
     def make(mode: str | None):
         fast = compiled_function(function, mode)
@@ -82,22 +81,22 @@ def compiled(
 
 
 def compile_modes(max_autotune: bool) -> dict[str, str | None]:
-    """Modes of torch.compile by the word for them in a table."""
+    """Return torch.compile's modes by their name in a table."""
     return {"compiled": None} | ({"max-autotune": "max-autotune-no-cudagraphs"} if max_autotune else {})
 
 
 def compiled_function(function: Callable, mode: str | None) -> Callable:
-    """``function`` compiled for the shapes of its first call."""
+    """Compile ``function`` for the shapes of its first call."""
     return torch.compile(function, dynamic=False, fullgraph=True, mode=mode)
 
 
 def draw(shape: tuple[int, ...], device: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Random numbers, new in every call."""
+    """Return Gaussian numbers, new ones in every call."""
     return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
 
 
 def tensors(result) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples and lists."""
+    """Yield every tensor in nested tuples and lists."""
     if isinstance(result, torch.Tensor):
         yield result
     elif isinstance(result, (tuple, list)):
@@ -106,7 +105,7 @@ def tensors(result) -> Iterator[torch.Tensor]:
 
 
 def moved_bytes(reads, result) -> int:
-    """Bytes of the tensors read and of those in ``result``."""
+    """Return the bytes of the tensors in ``reads`` and in ``result``."""
     return sum(tensor.numel() * tensor.element_size() for tensor in (*tensors(reads), *tensors(result)))
 
 
@@ -114,14 +113,14 @@ def moved_bytes(reads, result) -> int:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bits."""
+    """Return whether two tensors have the same shape, dtype and bits."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def is_rounding_apart(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two results differ by no more than one rounding to their dtype, or by the noise of an fp32 sum."""
+    """Return whether two results differ by at most one rounding to their dtype plus the noise of an fp32 sum."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     a, b, rounding = a.float(), b.float(), torch.finfo(a.dtype).eps
@@ -132,7 +131,7 @@ def is_rounding_apart(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def measure(entry: Entry, milliseconds: Callable | None, bandwidth: float | None) -> dict:
-    """A row of the table; without ``milliseconds`` only the check. An error becomes a row as well, and ``NotRun``."""
+    """Return one row of the table; without ``milliseconds`` only the check. Errors and ``NotRun`` become rows too."""
     row = {"what": entry.name, "ours": entry.ours}
     try:
         torch._dynamo.reset()
@@ -155,10 +154,7 @@ def measure(entry: Entry, milliseconds: Callable | None, bandwidth: float | None
     except NotRun as reason:
         row["check"] = f"not run: {reason}"
     except Exception as error:
-        traceback.print_exc()
-        traceback.clear_frames(error.__traceback__)
-        lines = str(error).strip().splitlines()
-        row["check"] = f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+        row["check"] = benchmarking.report_error(error)
         row["failed"] = True
     return row
 
@@ -166,7 +162,7 @@ def measure(entry: Entry, milliseconds: Callable | None, bandwidth: float | None
 def measure_shape(
     name: str, section: Section, shape: Shape, args: argparse.Namespace, bandwidth: float | None
 ) -> list[dict]:
-    """Rows for one shape of a section, with ratios to the peers."""
+    """Return the rows for one shape of a section, with ratios to the peers."""
     entries = section.entries(shape, args.device, args.max_autotune)
     if args.check:
         entries = [entry for entry in entries if entry.ours]
@@ -184,13 +180,9 @@ def measure_shape(
 
 
 def summarise(rows: list[dict], memory_bound: float = MEMORY_BOUND_BYTES) -> list[dict]:
-    """A row per kernel: geometric mean and minimum of its ratio to the peer, its smallest share of the bandwidth."""
-    groups: dict[tuple[str, str], list[dict]] = {}
-    for row in rows:
-        if row["ours"]:
-            groups.setdefault((row["section"], row["what"]), []).append(row)
+    """Return one row per kernel: mean and minimum of its ratio to the peer, smallest share of the bandwidth, check."""
     summary = []
-    for (section, what), group in groups.items():
+    for (section, what), group in our_rows(rows).items():
         line = {"section": section, "what": what, "shapes": len(group)}
         if ratios := [row["x peer"] for row in group if "x peer" in row]:
             line["geomean"], line["min"] = statistics.geometric_mean(ratios), min(ratios)
@@ -200,6 +192,15 @@ def summarise(rows: list[dict], memory_bound: float = MEMORY_BOUND_BYTES) -> lis
         line["check"] = "ok" if all(row["check"] == "ok" for row in group) else "WRONG"
         summary.append(line)
     return summary
+
+
+def our_rows(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:
+    """Group the rows of mxtrain's kernels by section and name."""
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for row in rows:
+        if row["ours"]:
+            groups.setdefault((row["section"], row["what"]), []).append(row)
+    return groups
 
 
 COLUMNS = {
@@ -228,7 +229,26 @@ SUMMARY_COLUMNS = {
 
 
 def parser(description: str, sections: dict[str, Section], max_autotune: bool = False) -> argparse.ArgumentParser:
-    """The options that every benchmark of kernels has; ``max_autotune`` is the default of the option of that name."""
+    """Return a parser with the options of every kernel benchmark; ``max_autotune`` is that option's default."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--only", type=names_in(sections), default=list(sections), help=f"any of {','.join(sections)}")
+    options.add_argument("--shapes", nargs="+", type=shape, help="rows x columns, such as 32768x4096, for all sections")
+    options.add_argument("--profiler", action="store_true", help="time with the profiler instead of CUDA events")
+    options.add_argument(
+        "--max-autotune",
+        action=argparse.BooleanOptionalAction,
+        default=max_autotune,
+        help="also time compiled peers with max-autotune",
+    )
+    options.add_argument("--check", action="store_true", help="compare with the reference, without timing")
+    options.add_argument("--list", action="store_true", help="print sections and shapes, then exit")
+    options.add_argument("--json", metavar="FILE")
+    options.add_argument("--plot", metavar="FILE", help="PNG")
+    return options
+
+
+def names_in(sections: dict) -> Callable[[str], list[str]]:
+    """Return an argparse type for a comma-separated list of section names."""
 
     def names(text: str) -> list[str]:
         found = text.split(",")
@@ -236,25 +256,11 @@ def parser(description: str, sections: dict[str, Section], max_autotune: bool = 
             raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {','.join(sections)}")
         return found
 
-    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--only", type=names, default=list(sections), help=f"any of {','.join(sections)}")
-    options.add_argument("--shapes", nargs="+", type=shape, help="rows x columns, as in 32768x4096, for every section")
-    options.add_argument("--profiler", action="store_true", help="time kernels with the profiler, not with CUDA events")
-    options.add_argument(
-        "--max-autotune",
-        action=argparse.BooleanOptionalAction,
-        default=max_autotune,
-        help="time compiled peers with max-autotune as well",
-    )
-    options.add_argument("--check", action="store_true", help="compare with the reference, time nothing")
-    options.add_argument("--list", action="store_true", help="print sections and shapes, and end")
-    options.add_argument("--json", metavar="FILE")
-    options.add_argument("--plot", metavar="FILE", help="PNG")
-    return options
+    return names
 
 
 def shape(text: str) -> Shape:
-    """Rows and columns from text such as 32768x4096."""
+    """Parse rows and columns from text such as 32768x4096."""
     try:
         rows, columns = map(int, text.split("x"))
     except ValueError:
@@ -263,7 +269,7 @@ def shape(text: str) -> Shape:
 
 
 def listing(sections: dict[str, Section], args: argparse.Namespace) -> str:
-    """Sections and shapes as text."""
+    """Return sections and shapes as text."""
     lines = []
     for name in args.only:
         shapes = ", ".join(f"{rows}x{columns}" for rows, columns in args.shapes or sections[name].shapes)
@@ -278,18 +284,13 @@ def run(
     columns: dict[str, str] = COLUMNS,
     memory_bound: float = MEMORY_BOUND_BYTES,
 ) -> int:
-    """Run a benchmark as its options say, print and write its tables, and return the exit status."""
+    """Run a benchmark, print and write its tables, and return the exit status."""
     if args.list:
         print(listing(sections, args))
         return 0
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     args.milliseconds = benchmarking.profiled_ms if args.profiler else benchmarking.bench_ms
-    if args.device == "cpu" and not (args.check and interpreting()):
-        print(
-            f"{name}: no CUDA device found. Kernels are timed on a GPU only; on a CPU there are --list, and --check "
-            "with TRITON_INTERPRET=1 and small --shapes.",
-            file=sys.stderr,
-        )
+    if not can_run(name, args):
         return 1
 
     facts = benchmarking.machine(args.device)
@@ -306,7 +307,7 @@ def run(
             rows += new
             print(benchmarking.table(new, columns), flush=True)
             summary = summarise(rows, memory_bound)
-            # After every shape, so that a run cut short leaves its part.
+            # Written after every shape: an interrupted run keeps its results.
             if args.json:
                 benchmarking.write_json(args.json, {**facts, "summary": summary, "rows": rows})
             if args.plot:
@@ -318,7 +319,7 @@ def run(
 
 
 def plot(path: str, sections: dict[str, Section], rows: list[dict]) -> None:
-    """A panel of bars for each section: TB/s by shape."""
+    """Draw one panel of bars per section: TB/s by shape."""
     panels: dict[str, dict[str, dict]] = {}
     for row in rows:
         panel = panels.setdefault(f"{row['section']}: {sections[row['section']].title}", {})
@@ -326,8 +327,20 @@ def plot(path: str, sections: dict[str, Section], rows: list[dict]) -> None:
     benchmarking.bar_plot(path, panels, "TB/s")
 
 
+def can_run(name: str, args: argparse.Namespace) -> bool:
+    """Return whether this machine can run a benchmark with these options; if not, say why on stderr."""
+    if args.device == "cuda" or (args.check and interpreting()):
+        return True
+    print(
+        f"{name}: no CUDA device found. Timing needs a GPU; a CPU can run --list, and --check with TRITON_INTERPRET=1 "
+        "and small --shapes.",
+        file=sys.stderr,
+    )
+    return False
+
+
 def interpreting() -> bool:
-    """Whether Triton runs kernels in its interpreter, on CPU tensors."""
+    """Return whether Triton runs kernels in its interpreter, on CPU tensors."""
     from triton import knobs
 
     return bool(knobs.runtime.interpret)

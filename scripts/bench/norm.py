@@ -2,25 +2,21 @@
 
     python scripts/bench/norm.py --profiler                       every section, nine shapes: kernel times
     python scripts/bench/norm.py --only backward --shapes 32768x4096 --json norm.json --plot norm.png
-    python scripts/bench/norm.py --tune --profiler                ours also with plans tuned for each shape
+    python scripts/bench/norm.py --tune --profiler                also our kernels with a plan tuned per shape
     python scripts/bench/norm.py --check                          results only, no times
 
 forward   x, weight -> y, bf16
-training  the same of an x and a weight with gradients: what a backward will need is kept, which mxtrain always does and
-          what torch.compile makes of F.rms_norm does then only
+training  the same with gradients enabled, so that rstd is kept for the backward. mxtrain always keeps it; compiled
+          F.rms_norm keeps it only here
 backward  dy, x, weight -> dx, dweight, bf16
 
-Peers are PyTorch's own kernels, torch.compile as it comes and with max-autotune, and Liger and Quack where they are
-installed. "x peer" is against the fastest of them at that shape. The compiled backward is there twice, from the formula
-and as what autograd makes of a compiled F.rms_norm. Bytes are those named above; rstd is not counted.
+Peers are PyTorch's own kernels, torch.compile in its default mode and with max-autotune, and Liger and Quack if they
+are installed. "x peer" compares with the fastest peer at that shape. There are two compiled backwards: the formula, and
+autograd through a compiled F.rms_norm. Bytes count the tensors named above; rstd does not count.
 
-Every result is compared with the plain PyTorch reference on the same input before it is timed: "ok" is equal to
-rounding. A peer whose result is not is marked "differs".
-
-"of copy" is the share of the bandwidth that a copy of 1 GiB reaches, "of same-size copy" of one that moves as many
-bytes as the kernel: starting and ending take a few us. Times are medians with the L2 cache flushed before every run:
-between CUDA events, or with --profiler the sum of the kernels of a call. The former hold launch overhead, which shows
-below about 20 us. Tuned plans are kept for the run only, and those that an earlier one kept are not used.
+Every result is compared with the plain PyTorch reference before it is timed: "ok" is equal up to rounding. A peer whose
+result is not is marked "differs". "of copy", "of same-size copy" and times are defined as in cast.py. The run starts
+without tuned plans, and plans it tunes are discarded at its end.
 """
 
 import importlib.util
@@ -51,7 +47,7 @@ from mxtrain.reference.rms_norm import rms_norm, rms_norm_backward
 
 EPS = 1e-5
 DTYPE = torch.bfloat16
-# From here on the share of the copy bandwidth is what counts; smaller shapes are partly in the L2 cache.
+# The share of the copy bandwidth counts from this size on; smaller shapes fit partly in the L2 cache.
 MEMORY_BOUND_BYTES = 100e6
 SHAPES = (
     *((32768, 256), (32768, 768), (32768, 1024), (16384, 2048), (8192, 4096)),
@@ -60,7 +56,7 @@ SHAPES = (
 
 
 def against_all(entries: list[Entry]) -> list[Entry]:
-    """The entries, with all that are not ours as peers of those that are."""
+    """Make every entry that is not ours a peer of every entry that is."""
     peers = tuple(entry.name for entry in entries if not entry.ours)
     return [entry._replace(peers=peers) if entry.ours else entry for entry in entries]
 
@@ -75,7 +71,7 @@ def our_entries(name: str, run: Callable, reads: tuple, check: Callable, choose:
 
     entries = [ours(name, run, reads, check, ())._replace(note=plan)]
     if tune:
-        # Tuned when its turn comes: from then on the plan is taken for this shape.
+        # Tuned only when this entry runs: the plan then applies to every later call with this shape.
         entries.append(entries[0]._replace(name=f"{name}, tuned", make=lambda: (tune(), run)[1]))
     return entries
 
@@ -172,7 +168,7 @@ def backward_entries(tune: bool, shape: Shape, device: str, max_autotune: bool) 
 
 
 def eager_backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Callable[[], object]:
-    """PyTorch's own kernels, without autograd around them."""
+    """Return PyTorch's own backward kernels, called without autograd."""
     _, rstd = torch.ops.aten._fused_rms_norm(x, x.shape[-1:], weight, EPS)
     return lambda: torch.ops.aten._fused_rms_norm_backward(dy, x, x.shape[-1:], rstd, weight, [True, True])
 
@@ -180,9 +176,9 @@ def eager_backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> C
 def compiled_backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mode: str | None
 ) -> Callable[[], object]:
-    """The backward graph of a compiled F.rms_norm, run again and again."""
+    """Return the backward graph of a compiled F.rms_norm, ready to run many times."""
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    # A graph that is run once only may overwrite what it saved.
+    # By default the backward may overwrite saved tensors, so it could run only once.
     with torch._functorch.config.patch(donated_buffer=False):
         y = compiled_function(f_rms_norm, mode)(x, weight)
         run = partial(torch.autograd.grad, y, (x, weight), dy, retain_graph=True)
@@ -207,23 +203,23 @@ def quack_backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd
 
 
 def sections(tune: bool) -> dict[str, Section]:
-    """All sections, with ours tuned as well if asked for."""
+    """Return all sections; with ``tune`` they include our tuned kernels."""
     forward, training = (partial(forward_entries, tune, training) for training in (False, True))
     backward = partial(backward_entries, tune)
     return {
         "forward": Section("x, weight -> y, bf16", SHAPES, forward, fastest=True),
-        "training": Section("x, weight -> y, bf16, where a backward follows", SHAPES, training, fastest=True),
+        "training": Section("x, weight -> y, bf16, before a backward", SHAPES, training, fastest=True),
         "backward": Section("dy, x, weight -> dx, dweight, bf16", SHAPES, backward, fastest=True),
     }
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = kernel_benchmark.parser(__doc__, sections(False), max_autotune=True)
-    parser.add_argument("--tune", action="store_true", help="add ours with plans tuned for each shape")
+    parser.add_argument("--tune", action="store_true", help="add our kernels with a plan tuned per shape")
     args = parser.parse_args(argv)
     columns = COLUMNS | {"peer": "<", "note": "<"}
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"MXTRAIN_CACHE": folder}):
-        return kernel_benchmark.run("bench_norm", sections(args.tune), args, columns, MEMORY_BOUND_BYTES)
+        return kernel_benchmark.run("norm.py", sections(args.tune), args, columns, MEMORY_BOUND_BYTES)
 
 
 if __name__ == "__main__":

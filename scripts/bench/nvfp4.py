@@ -5,25 +5,25 @@
     python scripts/bench/nvfp4.py --only gradient --shapes 16384x2048
     python scripts/bench/nvfp4.py --check                         results only, no times
 
-norm      MXNorm and its cast: the tensor scale is known before. The peer, RMSNorm and torchao's cast, needs the
-          largest magnitude of the norm's output first. Codes are to be 1.9 times as fast as the peer in geometric mean,
-          at 0.85 of the copy bandwidth from 50 MB up: "geomean" and "min of copy" of the summary.
-gradient  an output gradient for dgrad, and transformed along the tokens for wgrad, rounded stochastically.
-input     x * rho for wgrad, transformed along the tokens, to nearest.
+norm      MXNorm and its cast. The tensor scale is known in advance. The peer, RMSNorm and torchao's cast, first needs
+          the largest magnitude of the norm's output. Goal for codes: a geometric mean of 1.9 times the peer's speed,
+          and 0.85 of the copy bandwidth from 50 MB up ("geomean" and "min of copy" in the summary).
+gradient  an output gradient, rounded stochastically: for dgrad, and for wgrad after a transform along the tokens.
+input     x * rho for wgrad, transformed along the tokens, rounded to nearest.
 weight    W and W diag(gain) in tiles of 16 x 16, for fprop and dgrad.
 
-But for the norm, tensor scales are powers of two by the largest magnitude of what is cast, which is a pass of its own:
-"amax" is that pass, "cast" the one after it, and "amax + cast" both with what is between them, compiled together as in
-training. That line counts the bytes of both passes, the matrix twice, and so do its peers. Numbers of a few bytes, from
-which signs and random bits follow, are not counted. The peers that draw random bits in plain PyTorch run in eager mode
-too, since 64-bit integers are much work for one kernel; the gradient is compared with the fastest of its peers.
+Outside the norm a tensor scale is a power of two chosen from the largest magnitude, which takes a pass of its own:
+"amax" is this pass, "cast" the next one, and "amax + cast" both together, compiled as in training. "amax + cast" and
+its peers count the bytes of both passes, so the matrix counts twice. Operands of a few bytes (signs, keys of random
+bits) do not count. Peers that draw random bits in plain PyTorch also run in eager mode, because 64-bit integers are
+slow in one compiled kernel; the gradient is compared with its fastest peer.
 
-Every result is compared with the plain PyTorch reference on the same input before it is timed, to the bit (rho: within
-2 ulp; the cast given the kernel's own rho). A peer whose bits are not the reference's is marked "differs": compiled,
-some round less often. torchao's kernels for training draw other random bits and are not compared.
+Every result is compared bit for bit with the plain PyTorch reference on the same input before it is timed (rho: within
+2 ulp; the cast: given the kernel's own rho). A peer with other bits is marked "differs"; compiled, some round less
+often. torchao's training kernels draw other random bits and are not compared.
 
-Bytes, shares of the copy bandwidth and times are those of cast.py. Time "amax + cast" with --profiler: on smaller
-shapes the host cannot launch its kernels as fast as they run, which CUDA events hold against it.
+Bytes, shares of the copy bandwidth and times are defined as in cast.py. Time "amax + cast" with --profiler: for small
+shapes the host launches more slowly than the kernels run, and CUDA events include that wait.
 """
 
 import sys
@@ -32,19 +32,11 @@ from functools import partial
 from importlib import import_module
 from typing import NamedTuple
 
+import cast_cases as cases
 import kernel_benchmark
 import torch
 import torch.nn.functional as F
-from cast_cases import (
-    EPS,
-    GRADIENT_SHAPES,
-    INPUT_SHAPES,
-    NORM_SHAPES,
-    WEIGHT_SHAPES,
-    inverse_rms_in_fp32,
-    random_rho,
-    within_ulps,
-)
+from cast_cases import EPS, random_rho
 from kernel_benchmark import Entry, NotRun, Section, Shape, compiled, compiled_function, draw, ours, same_bits, tensors
 
 from mxtrain.recipes.formats import NVFP4
@@ -58,17 +50,17 @@ from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
 
 RECIPE = get_recipe("nvfp4")
 SIGNS = hadamard_signs(0, "layers.0.attention.wq")
-# Forms of operands: of emulated products, and of native ones.
+# Forms of operands, for emulated and for native products.
 OPERAND_FORMS = ("image", "blocked")
 
 
 def sign_number(device: str) -> torch.Tensor:
-    """The signs of the transform, as kernels take them."""
+    """Return the signs of the Hadamard transform as the kernels take them."""
     return torch.tensor(sign_mask(SIGNS), device=device)
 
 
 def random_draws(device: str) -> torch.Tensor:
-    """What random bits follow from, in the order of ``mxtrain.rng.rounding_position.Draws``."""
+    """Return the position of the random bits, in the order of ``mxtrain.rng.rounding_position.Draws``."""
     return torch.tensor([rounding_key(0, "layers.0.attention.wq"), 1000, 0, 0], device=device)
 
 
@@ -76,12 +68,12 @@ def random_draws(device: str) -> torch.Tensor:
 
 
 def cast_in_pytorch(x: torch.Tensor, tensor_scale, form: str, bits: torch.Tensor | None = None) -> tuple:
-    """(data, scales) of x [R, C] cast along C; scales is None for an image."""
+    """Return (data, scales) of x [R, C] cast along C; scales is None for an image."""
     return in_form(*nvfp4.cast(x, tensor_scale, bits), tensor_scale, form)
 
 
 def in_form(codes: torch.Tensor, scales: torch.Tensor, tensor_scale, form: str) -> tuple:
-    """Codes and scales as a kernel's (data, scales) in this form."""
+    """Return codes and scales as (data, scales) in the form of a kernel's result."""
     if form == "image":
         return nvfp4.dequantize(codes, scales, tensor_scale, torch.bfloat16), None
     if form == "codes":
@@ -91,7 +83,7 @@ def in_form(codes: torch.Tensor, scales: torch.Tensor, tensor_scale, form: str) 
 
 
 def same_results(results, expected) -> bool:
-    """Whether all tensors in the one are those in the other, to the bit."""
+    """Return whether two results hold the same tensors, bit for bit."""
     results, expected = list(tensors(results)), list(tensors(expected))
     return len(results) == len(expected) and all(map(same_bits, results, expected))
 
@@ -137,7 +129,7 @@ def norm_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
 
 
 def rms_norm_to_nvfp4() -> Callable:
-    """(x, gain) -> RMSNorm's result as torchao casts it, with the tensor scale of its largest magnitude."""
+    """Return a function of (x, gain): RMSNorm, then torchao's cast with a tensor scale from the largest magnitude."""
     from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
 
     def norm_and_cast(x: torch.Tensor, gain: torch.Tensor):
@@ -157,13 +149,13 @@ def is_rms_norm_to_nvfp4(result, x: torch.Tensor, gain: torch.Tensor) -> bool:
 
 
 def mxnorm_in_pytorch(estimate: RMSEstimate, tensor_scale: float, x: torch.Tensor):
-    """MXNorm, p = 2, and its cast as fp32 PyTorch operations: what torch.compile alone makes of it."""
-    rho = inverse_rms_in_fp32(x, estimate)
+    """MXNorm, p = 2, and its cast as fp32 PyTorch operations. Compiled, it shows what torch.compile alone achieves."""
+    rho = cases.inverse_rms_in_fp32(x, estimate)
     return nvfp4.cast(scale_rows(x, rho), tensor_scale), rho
 
 
 def is_nvfp4_norm(result, x: torch.Tensor, estimate: RMSEstimate, tensor_scale: float, form: str) -> bool:
-    if not within_ulps(result.rho, inverse_rms(x, estimate, RECIPE), 2):
+    if not cases.within_ulps(result.rho, inverse_rms(x, estimate, RECIPE), 2):
         return False
     expected = cast_in_pytorch(scale_rows(x, result.rho), tensor_scale, form)
     return same_results((result.data, result.scales), expected)
@@ -176,12 +168,12 @@ class Casts(NamedTuple):
     """The casts of one matrix, by kernels and in plain PyTorch. All functions take ``*reads, *numbers`` last.
 
     Attributes:
-        name: of what is cast.
-        reads: the matrix and the factors that are multiplied in: what either pass must read.
+        name: name of the matrix.
+        reads: the matrix and its factors, which both passes must read.
         numbers: tensors of a few bytes.
-        maxima: kernel: () -> for each tensor scale, maxima of parts of what it is for.
+        maxima: kernel: () -> for each tensor scale, the maxima of parts of its matrix.
         cast: kernel: (tensor scales, form) -> results.
-        matrices: PyTorch: () -> what is cast by each of the tensor scales.
+        matrices: PyTorch: () -> the matrix behind each tensor scale.
         reference: PyTorch: (matrices, tensor scales, form) -> results.
     """
 
@@ -199,7 +191,7 @@ def tensor_scales(maxima: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def cast_entries(of: Casts, max_autotune: bool, eager: bool = False) -> list[Entry]:
-    """Peers in PyTorch and kernels, for each form: the pass for maxima, the cast, and both."""
+    """Return peers and kernels for the pass over maxima and, per form, for the cast and for both."""
     args, both_reads = (*of.reads, *of.numbers), 2 * of.reads
 
     def has_maxima(maxima) -> bool:
@@ -250,12 +242,12 @@ def cast_entries(of: Casts, max_autotune: bool, eager: bool = False) -> list[Ent
 
 
 def counting(reads: tuple[torch.Tensor, ...], entries: list[Entry]) -> list[Entry]:
-    """``entries`` with the bytes of ``reads``."""
+    """Return ``entries`` that count the bytes of ``reads``."""
     return [entry._replace(reads=reads) for entry in entries]
 
 
 def as_in_training(function: Callable, args: tuple[torch.Tensor, ...]) -> Callable[[], object]:
-    """``function(*args)``, compiled on a GPU: what is between two kernels are many small operations in eager mode."""
+    """Return ``function(*args)``, compiled on a GPU: eager mode would run many small operations between two kernels."""
     return partial(compiled_function(function, None) if args[0].is_cuda else function, *args)
 
 
@@ -274,7 +266,7 @@ def gradient_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entr
 
     dy, numbers = draw(shape, device), (sign_number(device), random_draws(device))
     casts_of_dy = Casts("dY", (dy,), numbers, maxima, cast, gradient_matrices, gradient_in_pytorch)
-    # torchao's casts are for native products, which take this form.
+    # torchao's casts make operands of native products: the blocked form.
     torchaos = {f"{passes} dY blocked": f"torchao {passes} dY" for passes in ("cast", "amax + cast")}
     return [
         Entry("torchao cast dY", lambda: torchao_gradient(dy, False), (dy,)),
@@ -298,16 +290,16 @@ def gradient_in_pytorch(matrices, scales, form, dy, signs, draws):
 
 
 def along_tokens_in_pytorch(x: torch.Tensor, tensor_scale, form: str, bits: torch.Tensor | None = None) -> tuple:
-    """(data, scales) of x [T, C] cast along T, as kernels lay them out: codes transposed, an image not."""
+    """Return (data, scales) of x [T, C] cast along T in the kernels' layout: codes transposed, an image not."""
     data, scales = cast_in_pytorch(x.t(), tensor_scale, form, bits)
     return data.t() if form == "image" else data, scales
 
 
 def torchao_gradient(dy: torch.Tensor, with_maxima: bool) -> Callable[[], object]:
-    """torchao's kernels for the operands of dgrad and wgrad, with its pass for the maxima or without.
+    """Return torchao's cast for dgrad and wgrad, with or without its pass for the maxima.
 
     Raises:
-        NotRun: for a torchao without them, or a device that they do not run on.
+        NotRun: if this torchao lacks the kernels, or this device cannot run them.
     """
     package = "torchao.prototype.moe_training.nvfp4_training"
     signs = list(SIGNS)
@@ -373,27 +365,31 @@ def weight_matrices(weight, gain=None):
 
 
 def weight_in_pytorch(matrices, scales, form, weight, gain=None):
-    """Of an image, one serves both orientations."""
+    """Codes need a copy per orientation; one image serves both."""
     orientations = matrices if form == "image" else (matrices[0], pad(matrices[0], 0).t().contiguous())
     return [in_form(*nvfp4.cast_tiles(w, scales[0]), scales[0], form) for w in orientations]
 
 
 SECTIONS = {
-    "norm": Section("MXNorm and NVFP4 cast of x [T, D], bf16, tensor scale known before", NORM_SHAPES, norm_entries),
+    "norm": Section(
+        "MXNorm and NVFP4 cast of x [T, D], bf16, tensor scale known in advance", cases.NORM_SHAPES, norm_entries
+    ),
     "gradient": Section(
-        "stochastic casts of a gradient [T, N], bf16, along both dimensions, along tokens transformed",
-        GRADIENT_SHAPES,
+        "stochastic casts of a gradient [T, N], bf16: along N, and along T after the transform",
+        cases.GRADIENT_SHAPES,
         gradient_entries,
         fastest=True,
     ),
-    "input": Section("cast of x * rho [T, D], x bf16, transformed along tokens", INPUT_SHAPES, input_entries),
-    "weight": Section("cast of W and W diag(gain), fp32 [N, D], in tiles of 16 x 16", WEIGHT_SHAPES, weight_entries),
+    "input": Section("cast of x * rho [T, D], x bf16, transformed along tokens", cases.INPUT_SHAPES, input_entries),
+    "weight": Section(
+        "cast of W and W diag(gain), fp32 [N, D], in tiles of 16 x 16", cases.WEIGHT_SHAPES, weight_entries
+    ),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     args = kernel_benchmark.parser(__doc__, SECTIONS).parse_args(argv)
-    return kernel_benchmark.run("bench_nvfp4", SECTIONS, args)
+    return kernel_benchmark.run("nvfp4.py", SECTIONS, args)
 
 
 if __name__ == "__main__":

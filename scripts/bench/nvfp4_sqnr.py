@@ -1,15 +1,15 @@
-"""What a tensor scale known before training costs: SQNR of NVFP4 with MXNorm's static scale against the current amax.
+"""The cost of a tensor scale known before training: SQNR of NVFP4 with MXNorm's static scale and with the amax.
 
-    python scripts/bench/nvfp4_sqnr.py                                  drawn rows of several kinds and lengths
+    python scripts/bench/nvfp4_sqnr.py                                  random rows of several kinds and lengths
     python scripts/bench/nvfp4_sqnr.py --columns 4096 --json sqnr.json
-    python scripts/bench/nvfp4_sqnr.py --train 200                      and what enters the norms of a small Llama 3
-    python scripts/bench/nvfp4_sqnr.py --activations inputs.pt          and tensors [..., D] that enter norms elsewhere
+    python scripts/bench/nvfp4_sqnr.py --train 200                      also the inputs of the norms of a small Llama 3
+    python scripts/bench/nvfp4_sqnr.py --activations inputs.pt          also tensors [..., D] from a file
 
-Rows are normalized by MXNorm with each estimate and cast to NVFP4 along the row, to nearest. SQNR is
-10 log10(sum x^2 / sum error^2) in dB: of everything, and of the worst blocks ("1%": one block in a hundred has less).
-The static scale is a power of two for rows of that length and estimate; the dynamic one is amax / (6 * 448). Block
-scales are E4M3 without subnormal numbers, 2^-6 to 448 per unit of the tensor scale, so the larger tensor scale leaves
-less room below: "at floor" counts the blocks whose scale had to be raised to 2^-6, and 1% shows what that does.
+MXNorm normalizes the rows with each estimate; then they are cast to NVFP4 along the row, rounded to nearest. SQNR is
+10 log10(sum x^2 / sum error^2) in dB, over everything and for the worst blocks ("1%": one block in a hundred is below).
+The static scale is a power of two that depends on row length and estimate. The dynamic scale is amax / (6 * 448). Block
+scales are E4M3 without subnormal numbers: 2^-6 to 448 times the tensor scale. A larger tensor scale therefore leaves
+less room for small blocks. "at floor" counts blocks whose scale had to be raised to 2^-6; "1%" shows the effect.
 """
 
 import argparse
@@ -51,7 +51,7 @@ COLUMNS = {
 
 
 def drawn(columns: int) -> dict[str, torch.Tensor]:
-    """Rows of ``columns`` elements by kind; the scale of a row does not matter to a norm."""
+    """Return random rows of ``columns`` elements by kind. Their scale is arbitrary: a norm removes it."""
     generator = torch.Generator().manual_seed(SEED)
     rows = max(16, ELEMENTS // columns)
     gaussian = torch.randn(rows, columns, generator=generator)
@@ -75,7 +75,7 @@ def drawn(columns: int) -> dict[str, torch.Tensor]:
 
 
 def trained(steps: int) -> dict[str, torch.Tensor]:
-    """What enters the norms of TorchTitan's debug Llama 3, trained on the bytes of the standard library."""
+    """Train TorchTitan's debug Llama 3 on the bytes of the standard library and return the inputs of its norms."""
     from dataclasses import replace
 
     from torchtitan.models.llama3 import get_train_spec
@@ -114,7 +114,7 @@ def trained(steps: int) -> dict[str, torch.Tensor]:
 
 
 def loaded(path: str) -> dict[str, torch.Tensor]:
-    """The tensors of a file written by ``torch.save``: one, a list, or a dict by name."""
+    """Load a file written by ``torch.save``: one tensor, a list, or a dict by name."""
     content = torch.load(path, map_location="cpu", weights_only=True)
     if isinstance(content, torch.Tensor):
         content = [content]
@@ -127,12 +127,12 @@ def loaded(path: str) -> dict[str, torch.Tensor]:
 
 
 def decibels(signal: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """10 log10(signal / noise), infinity where there is no noise, which is so for zeros."""
+    """Return 10 log10(signal / noise); infinity without noise, as for a block of zeros."""
     return torch.where(noise > 0, 10 * (signal / noise).log10(), float("inf"))
 
 
 def measure(xhat: torch.Tensor, tensor_scale: float | torch.Tensor) -> tuple[float, float, float]:
-    """SQNR of everything and of the worst hundredth of blocks, and the share of blocks at the lowest scale."""
+    """Return SQNR over everything, SQNR of the worst 1 % of blocks, and the share of blocks at the lowest scale."""
     values = dequantize(*cast(xhat, tensor_scale), tensor_scale)
     signal, noise = (
         part.double().square().reshape(-1, NVFP4.block_size).sum(1) for part in (xhat, values.double() - xhat)
@@ -144,7 +144,7 @@ def measure(xhat: torch.Tensor, tensor_scale: float | torch.Tensor) -> tuple[flo
 
 
 def compare(inputs: dict[str, torch.Tensor]) -> Iterator[dict]:
-    """One row of the table for every input and estimate."""
+    """Yield one row of the table per input and estimate."""
     for name, x in inputs.items():
         x = at_least_fp32(x).reshape(-1, x.shape[-1])
         for estimate, (p, estimator) in ESTIMATES.items():
@@ -169,17 +169,21 @@ def compare(inputs: dict[str, torch.Tensor]) -> Iterator[dict]:
             }
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--columns", type=int, nargs="*", default=[256, 1024, 4096, 16384], help="lengths of drawn rows"
+        "--columns", type=int, nargs="*", default=[256, 1024, 4096, 16384], help="lengths of random rows"
     )
     parser.add_argument("--activations", metavar="FILE", nargs="+", default=[], help="tensors written by torch.save")
-    parser.add_argument("--train", metavar="STEPS", type=int, default=0, help="train a small Llama 3 so long first")
-    parser.add_argument("--json", metavar="FILE", help="write the results there, too")
-    args = parser.parse_args()
+    parser.add_argument("--train", metavar="STEPS", type=int, default=0, help="first train a small Llama 3")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to a file")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = (options := parser()).parse_args(argv)
     if wrong := [columns for columns in args.columns if columns < 64 or columns % NVFP4.block_size]:
-        parser.error(f"--columns {wrong[0]}: expected multiples of {NVFP4.block_size}, at least 64")
+        options.error(f"--columns {wrong[0]}: expected multiples of {NVFP4.block_size}, at least 64")
     machine = benchmarking.machine("cpu")
     print(benchmarking.describe(machine))
     sources = [drawn(columns) for columns in args.columns] + [loaded(path) for path in args.activations]

@@ -1,4 +1,4 @@
-"""Router matmuls by Decompose-K against PyTorch's: time, what they do to the routing, and their gradients.
+"""Router matmuls by Decompose-K against PyTorch's: time, effect on the routing, gradients.
 
     python scripts/bench/router.py --json router.json --plot router.png        router, study and gate
     python scripts/bench/router.py --sections router --shapes '*x256x7168'     one width
@@ -8,26 +8,26 @@
 
 Shapes are M x N x K: tokens, experts, hidden. Sections:
 
-    router    bf16 tokens [M, K] and weight [N, K]; ours has fp32 logits, the peers bf16 ones but for "fp32 out"
+    router    bf16 tokens [M, K] and weight [N, K]; ours returns fp32 logits, peers bf16 ones except "fp32 out"
     study     relu(A B), bf16, A [M, K] and B [K, N]
-    gate      logits and both gradients; the fp32 gate multiplies in fp32 (IEEE, no TF32)
-    dispatch  graphs compiled once for all M: with our op in it, and with Inductor's choice for ranges of M
+    gate      logits and both gradients; the fp32 gate multiplies in IEEE fp32, not TF32
+    dispatch  graphs compiled once for all M: one contains our op, one Inductor's choice per range of M
 
-Peers: eager, torch.compile with mode max-autotune-no-cudagraphs, and Inductor's custom-op autotuning, which times one
-matmul and a batched one and sum for several splits at that very shape ("custom-op"; the batched product is cuBLAS's).
+Peers: eager, torch.compile with mode max-autotune-no-cudagraphs, and Inductor's custom-op autotuning ("custom-op"). The
+last one times, at each shape, one matmul and several splits of K into a batched cuBLAS matmul and a sum.
 
-"graph us" is what counts: the median time of one call in a CUDA graph of calls that follow each other, each on the next
-of several inputs, which together exceed the L2 cache. It holds the gap between two kernels of a call and to the call
-before. "kernel us" is the sum of the kernels of a call, as the profiler sees them, with the L2 cache flushed before:
-without the gaps, and with what overlaps counted twice. Ratios are of graph times.
+"graph us" is the figure that counts: the median time per call in a CUDA graph of many calls, on inputs that take turns
+and together exceed the L2 cache. It includes gaps between kernels and between calls. "kernel us" is the sum of a call's
+kernels in the profiler, with the L2 cache flushed: no gaps, and overlapping kernels count twice. Ratios compare graph
+times.
 
-Results are compared with fp64 before they are timed. "error" is relative to the largest output, errors of gradients are
-relative norms. "flips" is the share of tokens for which another set of experts than in fp64 has the top 8 scores.
+Results are compared with fp64 before they are timed. "error" is relative to the largest output; errors of gradients are
+relative norms. "flips" is the share of tokens whose top 8 experts differ from those in fp64.
 
-Inductor's tuning takes seconds a shape. All shapes are tuned before the first is measured, by --processes side by side,
-which take turns on the GPU for what Inductor times; what they find reaches the measuring process through Inductor's
-caches on disk. "compile s" is what it took there. After --tune-seconds nothing more is tuned: rows then say
-"not tuned", and "x best" is against what ran; "all peers" counts the shapes where all did.
+Inductor tunes for seconds per shape, so all shapes are tuned before the first is measured. --processes of them work in
+parallel and take turns on the GPU while Inductor times; the results reach the measuring process through Inductor's
+caches on disk. "compile s" is that tuning time. After --tune-seconds the remaining rows say "not tuned", and "x best"
+compares with the peers that ran; "all peers" counts the shapes where all of them did.
 """
 
 import argparse
@@ -43,13 +43,13 @@ from unittest import mock
 
 import benchmarking
 import torch
-from kernel_benchmark import interpreting, moved_bytes
+from kernel_benchmark import can_run, moved_bytes, names_in, our_rows
 from router_cases import MAX_AUTOTUNE, SECTIONS, Entry, Options, Section, Shape
-from tune_ahead import Job, Outcome, cpus, first_line, tune_ahead
+from tune_ahead import Job, Outcome, cpus, tune_ahead
 
-# Inputs of one graph: at least this much, over three times the L2 cache of a large GPU, and at most so many.
+# Inputs per graph: at least this many bytes, over three times the L2 cache of a large GPU, in at most MOST_SETS sets.
 ROTATED_BYTES, MOST_SETS = 192 * 2**20, 1024
-# Calls in one graph, so that its start does not count.
+# Calls per graph: enough that the start of the graph does not count.
 CALLS = 40
 PROFILED_RUNS = 20
 
@@ -58,7 +58,7 @@ PROFILED_RUNS = 20
 
 
 def graph_us(run: Callable, new_inputs: Callable[[], tuple], inputs: tuple) -> float:
-    """Microseconds of a call in a CUDA graph of calls, on ``inputs`` and on as many others as exceed the L2 cache."""
+    """Return microseconds per call in a CUDA graph of calls, on enough inputs to exceed the L2 cache."""
     sets = [inputs]
     count = min(MOST_SETS, max(2, -(-ROTATED_BYTES // (moved_bytes(inputs, ()) or 1))))
     sets += [new_inputs() for _ in range(count - 1)]
@@ -67,34 +67,34 @@ def graph_us(run: Callable, new_inputs: Callable[[], tuple], inputs: tuple) -> f
 
 
 def kernel_us(run: Callable, inputs: tuple) -> float:
-    """Microseconds of the kernels of a call, summed."""
+    """Return the microseconds of a call's kernels, summed."""
     return 1e3 * benchmarking.profiled_ms(partial(run, *inputs), PROFILED_RUNS)
 
 
 class TuningTime:
-    """The seconds that may yet go into tuning, and what was tuned ahead."""
+    """The seconds left for tuning, and the outcomes of tuning ahead."""
 
     def __init__(self, seconds: float):
         self.left = seconds
         self.ahead: dict[tuple[str, Shape], Outcome] = {}
 
     def tune(self, jobs: list[Job], processes: int) -> None:
-        """Tune ahead. A tenth of the time is kept, to compile what is in the caches then."""
+        """Tune ahead. A tenth of the time is kept for compiling what the caches then hold."""
         start = time.monotonic()
         self.ahead = tune_ahead(jobs, processes, 0.9 * self.left, partial(print, flush=True))
         self.left -= time.monotonic() - start
 
     def seconds_of(self, section: str, shape: Shape, name: str) -> float | None:
-        """What it took to tune this ahead; None if it was not."""
-        told = self.ahead.get((section, shape), {}).get(name)
-        return told if isinstance(told, float) else None
+        """Return the seconds that tuning this ahead took; None if it was not tuned."""
+        outcome = self.ahead.get((section, shape), {}).get(name)
+        return outcome if isinstance(outcome, float) else None
 
 
 # Running
 
 
 def measure(name: str, shape: Shape, entry: Entry, inputs: tuple, args: argparse.Namespace, budget: TuningTime) -> dict:
-    """A row of the table. An error becomes a row as well."""
+    """Return one row of the table. An error becomes a row too."""
     section = SECTIONS[name]
     row = {"section": name, "shape": str(shape), "what": entry.name, "ours": entry.ours}
     ahead = budget.seconds_of(name, shape, entry.name)
@@ -121,16 +121,16 @@ def measure(name: str, shape: Shape, entry: Entry, inputs: tuple, args: argparse
             try:
                 row["kernel us"] = kernel_us(run, inputs)
             except RuntimeError as error:
-                # The profiler loses runs at times; the time that counts is there.
-                row["profiler"] = first_line(error)
+                # The profiler sometimes loses runs. The graph time, which counts, is there.
+                row["profiler"] = benchmarking.report_error(error)
     except Exception as error:
-        row["check"] = first_line(error)
+        row["check"] = benchmarking.report_error(error)
         error.__traceback__ = None
     return row
 
 
 def measure_shape(name: str, shape: Shape, args: argparse.Namespace, budget: TuningTime) -> list[dict]:
-    """Rows for one shape of a section, with the ratios of ours to the peers."""
+    """Return the rows for one shape of a section, with our ratios to the peers."""
     section = SECTIONS[name]
     entries = section.entries(shape, args.options)
     if args.check:
@@ -149,14 +149,9 @@ def measure_shape(name: str, shape: Shape, args: argparse.Namespace, budget: Tun
 
 
 def summarise(rows: list[dict]) -> list[dict]:
-    """A line for every ratio of ours in a section: its geometric mean, its minimum, and whether that is what it should
-    be."""
-    groups: dict[tuple[str, str], list[dict]] = {}
-    for row in rows:
-        if row["ours"]:
-            groups.setdefault((row["section"], row["what"]), []).append(row)
+    """Return a line per section and ratio of ours: geometric mean, minimum, and whether the goal is reached."""
     summary = []
-    for (name, what), group in groups.items():
+    for (name, what), group in our_rows(rows).items():
         section: Section = SECTIONS[name]
         line = {"section": name, "what": what, "shapes": len(group)}
         line["all peers"] = sum(row.get("all peers", False) for row in group)
@@ -178,7 +173,7 @@ def ratio_line(column: str, ratios: list[float], section: Section) -> dict:
 
 
 def columns_of(section: Section) -> dict[str, str]:
-    """The columns of a section's table."""
+    """Return the columns of a section's table."""
     columns = {"shape": "<", "what": "<", "graph us": ".2f", "kernel us": ".2f", "of copy": ".3f"}
     columns |= dict.fromkeys(section.ratios, ".2f") | {"error": ".1e"}
     if section is not SECTIONS["study"]:
@@ -195,7 +190,7 @@ SUMMARY_COLUMNS = {
 
 
 def plot(path: str, rows: list[dict]) -> None:
-    """A panel of bars for each section: microseconds by shape."""
+    """Draw one panel of bars per section: microseconds by shape."""
     panels: dict[str, dict[str, dict]] = {}
     for row in rows:
         panel = panels.setdefault(f"{row['section']}: {SECTIONS[row['section']].title}", {})
@@ -206,16 +201,8 @@ def plot(path: str, rows: list[dict]) -> None:
 # The command line
 
 
-def names(text: str) -> list[str]:
-    """Sections from text such as router,gate."""
-    found = text.split(",")
-    if unknown := [name for name in found if name not in SECTIONS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {','.join(SECTIONS)}")
-    return found
-
-
 def pattern(text: str) -> Shape | str:
-    """A shape from text such as 64x256x7168, or a pattern of shapes if it holds a star."""
+    """Parse a shape such as 64x256x7168; text with a star is a pattern of shapes."""
     if "*" in text:
         return text
     try:
@@ -226,31 +213,31 @@ def pattern(text: str) -> Shape | str:
 
 
 def shapes_of(section: Section, args: argparse.Namespace) -> list[Shape]:
-    """The shapes of a section that the options ask for; one that is told in numbers need not be the section's own."""
+    """Return a section's shapes that match the options, and any shape the options give in numbers."""
     own = section.quick if args.quick else section.shapes
     if not args.shapes:
         return list(own)
-    told = [item for item in args.shapes if isinstance(item, Shape)]
+    given = [item for item in args.shapes if isinstance(item, Shape)]
     patterns = [item for item in args.shapes if isinstance(item, str)]
-    return told + [shape for shape in own if any(fnmatch.fnmatch(str(shape), each) for each in patterns)]
+    return given + [shape for shape in own if any(fnmatch.fnmatch(str(shape), each) for each in patterns)]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = ["router", "study", "gate"]
-    parser.add_argument("--sections", type=names, default=default, help=f"any of {','.join(SECTIONS)}")
+    parser.add_argument("--sections", type=names_in(SECTIONS), default=default, help=f"any of {','.join(SECTIONS)}")
     parser.add_argument("--shapes", nargs="+", type=pattern, help="MxNxK, or a pattern such as '*x256x7168'")
     parser.add_argument("--quick", action="store_true", help="a few shapes of each section")
-    parser.add_argument("--tune", action="store_true", help="add ours with plans tuned for each shape")
-    parser.add_argument("--tune-seconds", type=float, default=300, help="for Inductor's tuning; 0: no tuned peers")
-    parser.add_argument("--processes", type=int, default=min(8, cpus() // 2), help="that tune ahead")
+    parser.add_argument("--tune", action="store_true", help="add our kernels with a plan tuned per shape")
+    parser.add_argument("--tune-seconds", type=float, default=300, help="limit of Inductor's tuning; 0: no tuned peers")
+    parser.add_argument("--processes", type=int, default=min(8, cpus() // 2), help="processes that tune ahead")
     parser.add_argument(
         "--custom-op-max-autotune",
         action="store_true",
-        help="tune the batched product of the custom op's winner, too, and not only the choice of splits",
+        help="also tune the batched product of the custom op's winner, not only the number of splits",
     )
-    parser.add_argument("--check", action="store_true", help="compare with fp64, time nothing, tune nothing")
-    parser.add_argument("--list", action="store_true", help="print sections and shapes, and end")
+    parser.add_argument("--check", action="store_true", help="compare with fp64, without timing or tuning")
+    parser.add_argument("--list", action="store_true", help="print sections and shapes, then exit")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE", help="PNG")
     return parser.parse_args(argv)
@@ -264,21 +251,16 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{name}: {SECTIONS[name].title}\n    {shapes}")
         return 0
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device == "cpu" and not (args.check and interpreting()):
-        print(
-            "bench_router: no CUDA device found. Kernels are timed on a GPU only; on a CPU there are --list, and "
-            "--check with TRITON_INTERPRET=1 and small --shapes.",
-            file=sys.stderr,
-        )
+    if not can_run("router.py", args):
         return 1
     args.options = Options(args.device, args.tune, MAX_AUTOTUNE if args.custom_op_max_autotune else None)
-    # Plans that were tuned before are not used, and those tuned here are for this run only.
+    # An empty cache: the run uses no plan tuned earlier, and keeps none.
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"MXTRAIN_CACHE": folder}):
         return run(args)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print and write the tables, and return the exit status."""
+    """Print and write the tables; return the exit status."""
     facts = benchmarking.machine(args.device)
     args.bandwidth = None if args.check else benchmarking.copy_bandwidth(benchmarking.bench_ms)
     print(benchmarking.describe(facts), flush=True)
@@ -289,7 +271,7 @@ def run(args: argparse.Namespace) -> int:
     work = [(name, shape) for name in args.sections for shape in shapes_of(SECTIONS[name], args)]
     budget = TuningTime(args.tune_seconds)
     if not args.check:
-        # The dispatch section compiles for all of its M at once, and tunes while it does.
+        # The dispatch section compiles for all M at once, and tunes while it compiles.
         budget.tune([Job(*each, args.options) for each in work if each[0] != "dispatch"], args.processes)
         facts["tuned ahead"] = f"{len(budget.ahead)} shapes in {args.tune_seconds - budget.left:.0f} s"
         print(f"tuned ahead: {facts['tuned ahead']}", flush=True)
@@ -301,12 +283,12 @@ def run(args: argparse.Namespace) -> int:
             print(f"\n{name}: {section.title}")
             printed = name
         if group != (group := (name, section.group(shape))):
-            # Or Dynamo stops compiling after a few shapes, and runs the functions as they are.
+            # Dynamo stops compiling a function after a few shapes, so it starts afresh.
             torch._dynamo.reset()
         rows += (new := measure_shape(name, shape, args, budget))
         print(benchmarking.table(new, columns_of(section)), flush=True)
         summary = summarise(rows)
-        # After every shape, so that a run cut short leaves its part.
+        # Written after every shape: an interrupted run keeps its results.
         if args.json:
             benchmarking.write_json(args.json, {**facts, "summary": summary, "rows": rows})
         if args.device == "cuda":

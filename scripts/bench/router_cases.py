@@ -1,15 +1,15 @@
-"""What ``router.py`` measures: the shapes of each section, their inputs, who computes them, and how right."""
+"""The cases of ``router.py``: each section's shapes, inputs, implementations and checks."""
 
 import functools
 import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-# Before Inductor is imported: it prints every choice that it times otherwise.
+# Set before Inductor is imported, which would print every choice it times.
 os.environ.setdefault("TORCHINDUCTOR_AUTOTUNE_NUM_CHOICES_DISPLAYED", "0")
 os.environ.setdefault("TORCHINDUCTOR_MAX_AUTOTUNE_REPORT_CHOICES_STATS", "0")
 
-import torch  # noqa: E402 - after that
+import torch  # noqa: E402 - after the environment is set
 import torch.nn.functional as F  # noqa: E402
 from kernel_benchmark import compiled_function, draw  # noqa: E402
 
@@ -17,9 +17,9 @@ import mxtrain  # noqa: E402
 
 MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
 TOP_K = 8
-# Of the largest output: noise of an fp32 sum, on tensor cores that cut off what they shift out.
+# Noise of an fp32 sum on tensor cores, which truncate; relative to the largest output.
 NOISE = 1e-4
-# Relative norm of a gradient's error: two roundings to bf16, of the logits' gradient and of the result, make 0.0024.
+# Allowed relative error norm of a gradient. Two roundings to bf16 (logits' gradient, result) give 0.0024.
 GRADIENT_ERROR = 2**-8
 
 
@@ -35,36 +35,36 @@ class Shape(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What entries depend on besides the shape."""
+    """What the entries depend on besides the shape."""
 
     device: str
     tune: bool = False
-    """Add ours with a plan tuned for the shape"""
+    """Add our kernels with a plan tuned for the shape"""
     custom_op_mode: str | None = None
     """Mode of torch.compile around the op that Inductor tunes"""
 
 
 class Entry(NamedTuple):
-    """One thing to time: ``make`` returns a function of a shape's inputs, which may compile when it is first called."""
+    """One implementation to time. ``make`` returns a function of the inputs, which may compile on its first call."""
 
     name: str
     make: Callable[[], Callable]
     ours: bool = False
     autotuned: bool = False
-    """Whether Inductor tunes it, which takes seconds"""
+    """Inductor tunes it, which takes seconds"""
     note: Callable[[], str] | None = None
 
 
 class Section(NamedTuple):
-    """Shapes, and what is done with one of them.
+    """Shapes, and functions of one shape.
 
     Attributes:
         inputs: (shape, device) -> tensors, new in every call.
-        entries: (shape, options) -> what to time.
-        judge: (inputs, result) -> columns of the row, with a "check" that is "ok" or not.
-        ratios: column -> the names of those of whom the fastest is what ours is compared with.
-        reach: column -> (geometric mean, smallest) that its ratios should reach.
-        group: what shapes share if they share compiled graphs.
+        entries: (shape, options) -> implementations to time.
+        judge: (inputs, result) -> columns of the row; "check" is "ok" for a right result.
+        ratios: column -> names of peers; the ratio compares ours with the fastest of them.
+        reach: column -> goals for the geometric mean and the minimum of its ratios.
+        group: shape -> key; shapes with equal keys share compiled graphs.
     """
 
     title: str
@@ -78,7 +78,7 @@ class Section(NamedTuple):
     group: Callable[[Shape], object] = lambda shape: shape
 
 
-# Who computes them
+# Implementations
 
 
 def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -105,10 +105,10 @@ def our_relu_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def custom_op():
-    """A matmul that Inductor tunes for the shape at hand, without mxtrain's kernels among the choices."""
-    import inductor_mm as inductor
+    """Return a matmul that Inductor tunes per shape, without mxtrain's kernels among its choices."""
+    import inductor_mm
 
-    return inductor.tuned_op("bench_router::mm", wide=False, ranges=False, ours=False)
+    return inductor_mm.tuned_op("bench_router::mm", wide=False, ranges=False, ours=False)
 
 
 def custom_op_logits(mode: str | None) -> Callable:
@@ -122,10 +122,10 @@ def custom_op_relu_mm(mode: str | None) -> Callable:
 
 
 def our_entries(run: Callable, products: dict[Shape, bool], options: Options) -> list[Entry]:
-    """Ours with the plans that are chosen and, if they are to be tuned, with the fastest.
+    """Return our entry with the chosen plans and, if the options ask for tuning, another with the fastest.
 
     Args:
-        products: what ``run`` multiplies, and whether the operands lie in memory along K.
+        products: shape of each product in ``run`` -> whether its operands are contiguous along K.
     """
     from mxtrain.kernels.router import decompose_k_plan
     from mxtrain.ops import decompose_k as matmul
@@ -151,7 +151,7 @@ def our_entries(run: Callable, products: dict[Shape, bool], options: Options) ->
 
 
 def describe_plan(plan) -> str:
-    """Route, number of parts of K and, of kernels, what they run with."""
+    """Return a plan in words: route, parts of K and, for Triton, blocks and launches."""
     if plan.route != "triton":
         return f"{plan.route}, {plan.splits} parts"
     blocks = f"{plan.block_m}x{plan.block_n}x{plan.block_k}"
@@ -163,7 +163,7 @@ def describe_plan(plan) -> str:
 
 
 def router_inputs(shape: Shape, device: str) -> tuple[torch.Tensor, ...]:
-    # The weight as TorchTitan initializes it: scores are neither all alike nor all 0 or 1.
+    # TorchTitan's initialization of the weight: scores are neither all alike nor all 0 or 1.
     return draw((shape.rows, shape.inner), device), draw((shape.columns, shape.inner), device).mul_(0.02)
 
 
@@ -184,7 +184,7 @@ def judge_router(inputs: tuple[torch.Tensor, ...], result: torch.Tensor) -> dict
 
 
 def judge(result: torch.Tensor, expected: torch.Tensor) -> dict:
-    """The largest error relative to the largest output, and whether it is one rounding and the noise of fp32."""
+    """Return the largest error relative to the largest output, and whether rounding and fp32 noise explain it."""
     largest = expected.abs().max()
     difference = (result.double() - expected).abs()
     allowed = torch.finfo(result.dtype).eps * expected.abs() + NOISE * largest
@@ -193,7 +193,7 @@ def judge(result: torch.Tensor, expected: torch.Tensor) -> dict:
 
 
 def flips(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """The share of tokens whose experts with the highest sigmoid scores are others than by ``expected`` logits."""
+    """Return the share of tokens whose top experts by sigmoid score differ from those by ``expected`` logits."""
     count = min(TOP_K, expected.shape[1] // 2)
     chosen = torch.topk(result.float().sigmoid(), count).indices.sort().values
     right = torch.topk(expected, count).indices.sort().values
@@ -225,7 +225,7 @@ def judge_study(inputs: tuple[torch.Tensor, ...], result: torch.Tensor) -> dict:
 
 
 def gate_inputs(shape: Shape, device: str) -> tuple[torch.Tensor, ...]:
-    """Tokens, weight, fp32 weight, and the gradient of the logits in fp32 and bf16."""
+    """Return tokens, weight, fp32 weight, and the gradient of the logits in fp32 and bf16."""
     x, weight = router_inputs(shape, device)
     gradient = draw((shape.rows, shape.columns), device, torch.float32)
     leaves = (tensor.requires_grad_() for tensor in (x, weight, weight.float()))
@@ -233,7 +233,7 @@ def gate_inputs(shape: Shape, device: str) -> tuple[torch.Tensor, ...]:
 
 
 def gate_step(forward: Callable, wide: bool = False) -> Callable:
-    """Logits, and the gradients of tokens and weight, the fp32 weight if ``wide``."""
+    """Return a function that computes logits and the gradients of tokens and weight (fp32 weight if ``wide``)."""
 
     def run(x, weight, wide_weight, gradient, narrow_gradient):
         weight = wide_weight if wide else weight
@@ -283,11 +283,19 @@ def dispatch_inputs(shape: Shape, device: str) -> tuple[torch.Tensor, ...]:
 
 @functools.cache
 def dynamic_function(which: str) -> Callable:
-    """Logits by ours or by Inductor's choice for ranges of M, compiled; one for all shapes."""
-    import inductor_mm as inductor
+    """Return compiled fp32 logits, by our op or by Inductor's choice per range of M; one function for all shapes."""
+    if which == "ours":
+        return torch.compile(our_logits, fullgraph=True)
+    op = op_by_range()
+    return torch.compile(lambda x, weight: op(x, weight.t()), fullgraph=True)
 
-    mm = {"ours": mxtrain.decompose_k_mm, "inductor": inductor.decompose_k_mm}[which]
-    return torch.compile(lambda x, weight: mm(x, weight.t(), out_dtype=torch.float32), fullgraph=True)
+
+@functools.cache
+def op_by_range():
+    """Return a matmul with fp32 result that Inductor tunes per range of M."""
+    import inductor_mm
+
+    return inductor_mm.tuned_op("bench_router::mm_by_range", wide=True, ranges=True)
 
 
 def dispatch_entries(shape: Shape, options: Options) -> list[Entry]:
@@ -312,7 +320,7 @@ def _shapes(tokens: tuple[int, ...], widths: tuple[tuple[int, int], ...]) -> tup
 
 SECTIONS = {
     "router": Section(
-        "logits from bf16; ours are fp32, the peers' bf16",
+        "logits from bf16 operands; ours are fp32, the peers' bf16",
         _shapes(TOKENS, WIDTHS),
         _shapes((1, 64, 1024, 8192), WIDTHS[:1]),
         router_inputs,
@@ -347,7 +355,7 @@ SECTIONS = {
         {"x eager": (1.2, 0.0), "x fp32": (3.0, 0.0)},
     ),
     "dispatch": Section(
-        "fp32 logits from bf16 in graphs with dynamic M: our dispatch, and Inductor's choice by range",
+        "fp32 logits from bf16 operands in graphs with dynamic M: our dispatch, and Inductor's choice by range",
         _shapes(TOKENS[1:], WIDTHS),
         _shapes((64, 8192), WIDTHS[:1]),
         dispatch_inputs,
@@ -355,7 +363,7 @@ SECTIONS = {
         judge_router,
         {"x Inductor": ("Inductor by range",)},
         {},
-        # A batch of another size is the same graph, and one of another width is not.
+        # All M share a graph; other widths need their own.
         lambda shape: shape[1:],
     ),
 }

@@ -5,14 +5,14 @@
     python scripts/bench/train.py --variants bf16 mxnorm mxnorm_nvfp4 mx_linear_nvfp4
     python scripts/bench/train.py --repeat 3 --json train.json --plot train.png
 
-TorchTitan's model on one device, as TorchTitan trains it there: fp32 weights under bf16 autocast, every block compiled
-by itself with fullgraph=True, compiled cross-entropy, fused AdamW, gradients clipped to norm 1, no activation
-checkpointing. Tokens are random and new in every step, so the loss says no more than that the step is sound.
-NVFP4 leaves the last 15 % of the blocks in bf16, its recipe's own share, but for the variants that end in "_all".
-"mxnorm_mixed" has NVFP4 forward and MXFP8 backward in the same blocks.
+The model trains as TorchTitan trains it on one device: fp32 weights under bf16 autocast, every block compiled alone
+with fullgraph=True, compiled cross-entropy, fused AdamW, gradients clipped to norm 1, no activation checkpointing.
+Tokens are random and new in every step, so the loss only shows that the step is sound. NVFP4 keeps the last 15 % of the
+blocks in bf16, its recipe's default; variants that end in "_all" keep none. "mxnorm_mixed" runs NVFP4 forward and MXFP8
+backward.
 
-The first step is timed with empty Inductor and Triton caches, after a throw-away model has paid for imports and for
-the start of compile workers. Memory is the peak of what the allocator holds in the timed steps.
+The first step is timed with empty Inductor and Triton caches, after a throw-away model has paid for imports and compile
+workers. Memory is the peak that the allocator holds during the timed steps.
 """
 
 import argparse
@@ -21,7 +21,6 @@ import math
 import statistics
 import sys
 import time
-import traceback
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -47,7 +46,7 @@ SEED = 0
 
 
 class Model(NamedTuple):
-    """A model and the batch it is trained with: sequences x tokens."""
+    """A model and its batch: sequences x tokens."""
 
     args: TransformerModelArgs
     batch: int
@@ -78,8 +77,8 @@ def nvfp4(converter: str, high_precision_share: float | None, model: nn.Module, 
 class TorchaoLinear(nn.Linear):
     """torchao's MXFP8 linear for training, emulated: the peer of ``mx_linear``.
 
-    Operands go in in bf16, as autocast hands them to nn.Linear; torchao casts them along the axis that each of the
-    three GEMMs reduces over, dequantizes and multiplies in bf16. Without autocast they keep their dtype.
+    Operands are bf16, as autocast passes them to nn.Linear; without autocast they keep their dtype. torchao casts them
+    along the axis that each of the three GEMMs reduces over, dequantizes them and multiplies in bf16.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +89,7 @@ class TorchaoLinear(nn.Linear):
 
 
 def convert_torchao(model: nn.Module) -> None:
-    """Replace every linear but ``output`` by torchao's, with RCEIL scales, which are also mxtrain's default."""
+    """Replace every linear except ``output`` by torchao's, with RCEIL scales (also mxtrain's default)."""
     multiply = torchao_linear()
     for parent_name, parent in list(model.named_modules()):
         for name, linear in list(parent.named_children()):
@@ -101,7 +100,7 @@ def convert_torchao(model: nn.Module) -> None:
 
 
 def torchao_linear():
-    """torchao's differentiable x W^T on MXFP8 operands, emulated, with RCEIL scales; its module moved in 0.18."""
+    """Return torchao's differentiable x W^T on MXFP8 operands, emulated, with RCEIL scales. 0.18 moved its module."""
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
@@ -116,7 +115,7 @@ def torchao_linear():
     return multiply
 
 
-# What turns the bf16 model, on the meta device, into a variant of it.
+# Variant -> function that converts the bf16 model on the meta device.
 VARIANTS = {
     "bf16": lambda model, mode: None,
     "mx_linear": lambda model, mode: mxtrain.convert(model, "mx_linear", mode=mode),
@@ -140,7 +139,7 @@ DEFAULT_VARIANTS = ["bf16", "mx_linear", "mxnorm", "mxnorm_exact", "torchao"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What every variant is trained with."""
+    """Settings shared by all variants."""
 
     device: torch.device
     mode: str
@@ -152,7 +151,7 @@ class Settings:
 
 
 class Trainer:
-    """One model with its optimizer; ``step`` trains on one random batch and returns the loss, without waiting."""
+    """A model with its optimizer. ``step`` trains on a random batch and returns the loss without waiting for it."""
 
     def __init__(self, model: Model, variant: str, settings: Settings):
         self.settings, self.shape = settings, (model.batch, model.seq_len + 1)
@@ -171,13 +170,13 @@ class Trainer:
     def step(self) -> torch.Tensor:
         device = self.settings.device
         self.steps += 1
-        mxtrain.set_rounding_step(self.steps)  # as ``mxtrain train`` does for every recipe
+        mxtrain.set_rounding_step(self.steps)  # as ``mxtrain train`` does
         batch = torch.randint(self.model.vocab_size, self.shape, generator=self.tokens, device=device)
         inputs, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.settings.autocast):
             logits = self.model(inputs)
             loss = self.loss(logits, labels) / labels.numel()
-        del logits  # as TorchTitan does, so that the backward pass need not hold them twice
+        del logits  # as TorchTitan does: otherwise the backward pass holds them twice
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
         self.optimizer.step()
@@ -186,7 +185,7 @@ class Trainer:
 
 
 def build_model(model: Model, variant: str, settings: Settings) -> Transformer:
-    """The converted model with weights: made on the meta device, as TorchTitan does, and the same for every variant."""
+    """Build the converted model on the meta device, as TorchTitan does, with the same weights for every variant."""
     args = TransformerModelArgs(**{**vars(model.args), "max_seq_len": model.seq_len})
     with torch.device("meta"):
         transformer = Transformer(args)
@@ -199,7 +198,7 @@ def build_model(model: Model, variant: str, settings: Settings) -> Transformer:
 
 
 def measure(model: Model, variant: str, settings: Settings) -> dict:
-    """Train the variant and return what was measured; see ``COLUMNS`` for the names."""
+    """Train the variant and return its measurements; ``COLUMNS`` has the names."""
     trainer = Trainer(model, variant, settings)
     watch = Stopwatch(settings.device)
     watch.mark()
@@ -207,7 +206,7 @@ def measure(model: Model, variant: str, settings: Settings) -> dict:
     watch.mark()
     (first,) = watch.seconds()
 
-    # What compilation held, to try kernels out for instance, is not what training needs.
+    # Compilation holds memory that training does not need, for example to try kernels.
     empty_cache(settings.device)
     for _ in range(settings.warmup):
         loss = trainer.step()
@@ -236,7 +235,7 @@ def measure(model: Model, variant: str, settings: Settings) -> dict:
 
 
 def profile(trainer: Trainer) -> dict:
-    """Device time of a training step by kernel and by class."""
+    """Return the device time of a training step by kernel and by class."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(PROFILED_STEPS):
             trainer.step()
@@ -247,7 +246,7 @@ def profile(trainer: Trainer) -> dict:
 
 
 class Stopwatch:
-    """Seconds between marks: on a GPU between CUDA events, so that no step has to be waited for; else host time."""
+    """Seconds between marks. On a GPU the marks are CUDA events, so the host waits for no step."""
 
     def __init__(self, device: torch.device):
         self.on_gpu, self.marks = device.type == "cuda", []
@@ -282,7 +281,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> dict:
-    """Peak of what the allocator held, and of what tensors took of it, in GiB; nothing on a CPU."""
+    """Return the peaks of reserved and of allocated memory in GiB; empty on a CPU."""
     if device.type != "cuda":
         return {}
     return {
@@ -291,11 +290,11 @@ def peak_memory(device: torch.device) -> dict:
     }
 
 
-# All of them
+# All runs
 
 
 def isolated(model: Model, variant: str, settings: Settings) -> dict:
-    """``measure`` as if in a process of its own: nothing compiled yet, nothing in memory; an error becomes a result."""
+    """Call ``measure`` with nothing compiled and nothing in memory, as in a new process. Errors become results."""
     torch._dynamo.reset()
     empty_cache(settings.device)
     benchmarking.forget_triton_kernels(KERNEL_PACKAGES)
@@ -304,18 +303,14 @@ def isolated(model: Model, variant: str, settings: Settings) -> dict:
         try:
             return measure(model, variant, settings)
         except Exception as error:
-            traceback.print_exc()
-            # A traceback holds every tensor of the frames it lists.
-            traceback.clear_frames(error.__traceback__)
-            lines = str(error).strip().splitlines()
-            return {"error": f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]}
+            return {"error": benchmarking.report_error(error)}
         finally:
             gc.enable()
             mxtrain.set_rounding_step(None)
 
 
 def median_result(runs: list[dict]) -> dict:
-    """Medians over the repetitions of a variant; an error in any of them is the result's error."""
+    """Return the medians over the repetitions of a variant, and the first error."""
     result = {}
     for name in ("tokens/s", "ms", "first_step_s", "GiB", "allocated GiB", "loss"):
         values = [run[name] for run in runs if name in run]
@@ -328,7 +323,7 @@ def median_result(runs: list[dict]) -> dict:
 
 
 def compare(runs: dict[tuple[str, str], list[dict]]) -> list[dict]:
-    """A row per model and variant, with its ratios to bf16 and to torchao on the same model in the same run."""
+    """Return a row per model and variant, with ratios to bf16 and torchao on the same model in the same run."""
     medians = {key: median_result(results) for key, results in runs.items()}
     rows = []
     for (model, variant), result in medians.items():
@@ -341,7 +336,7 @@ def compare(runs: dict[tuple[str, str], list[dict]]) -> list[dict]:
     return rows
 
 
-# What is divided by what the named variant has of it.
+# Ratio -> (measurement, the variant to divide by).
 RATIOS = {
     "x bf16": ("tokens/s", "bf16"),
     "x torchao": ("tokens/s", "torchao"),
@@ -365,7 +360,7 @@ COLUMNS = {
 
 
 def report(runs: dict[tuple[str, str], list[dict]], facts: dict, args: argparse.Namespace) -> None:
-    """Write what there is to the files asked for. Called after every run, so that a run cut short leaves its part."""
+    """Write the results so far to the requested files. Called after every run: an interrupted run keeps its results."""
     rows = compare(runs)
     if args.json:
         details = [{"model": m, "variant": v, "runs": results} for (m, v), results in runs.items()]
@@ -380,7 +375,7 @@ def report(runs: dict[tuple[str, str], list[dict]], facts: dict, args: argparse.
 
 
 def in_one_line(model: str, variant: str, result: dict) -> str:
-    """How one run went, said as soon as it ends."""
+    """Return the result of one run in one line."""
     if "tokens/s" not in result:
         return f"{model} {variant}: {result['error']}"
     return f"{model} {variant}: {result['tokens/s']:,.0f} tokens/s, first step {result['first_step_s']:.1f} s"
@@ -398,12 +393,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=DEFAULT_VARIANTS)
     parser.add_argument("--mode", default="auto", help="execution mode of mxtrain's variants")
     parser.add_argument("--device", choices=["cuda", "cpu"], default=default_device_type())
-    parser.add_argument("--warmup", type=int, default=10, help="steps after the first that are not timed")
+    parser.add_argument("--warmup", type=int, default=10, help="untimed steps after the first")
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
-    parser.add_argument("--repeat", type=int, default=1, help="run the list of variants so often, and take medians")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of the list of variants; medians are reported")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU only")
     parser.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=True, help="to bf16")
-    parser.add_argument("--profile", action="store_true", help=f"profile {PROFILED_STEPS} steps more (GPU only)")
+    parser.add_argument("--profile", action="store_true", help=f"profile {PROFILED_STEPS} more steps (GPU only)")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE", help="PNG")
     args = parser.parse_args(argv)
@@ -412,7 +407,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.profile and args.device != "cuda":
         parser.error("--profile needs a GPU")
     if args.steps < 1 or args.repeat < 1 or args.warmup < 0:
-        parser.error("--steps and --repeat are at least 1, --warmup at least 0")
+        parser.error("--steps and --repeat must be at least 1, --warmup at least 0")
     return args
 
 
@@ -430,7 +425,7 @@ def main(argv: list[str] | None = None) -> int:
     facts = {**benchmarking.machine(args.device), "settings": {**vars(args), "mode": settings.mode}}
     print(f"{benchmarking.describe(facts)}; mode {settings.mode}, {'compiled' if settings.compile else 'eager'}")
     if "torchao" in args.variants:
-        print("torchao: its MXFP8 linear for training, emulated, RCEIL scales, every linear but output; RMSNorm kept")
+        print("torchao: MXFP8 training linears, emulated, RCEIL scales, in place of every linear except output")
 
     if settings.compile:
         for variant in ["bf16", *(name for name in args.variants if name != "bf16")][:2]:

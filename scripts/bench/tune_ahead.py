@@ -1,17 +1,17 @@
-"""Tune the compiled peers of a benchmark in several processes before the one that measures needs them.
+"""Tune the compiled peers of a benchmark in several processes, before the measuring process needs them.
 
-The processes compile side by side and take turns on the GPU, so that what Inductor times is not disturbed by another's
-kernels. Results reach the measuring process through Inductor's and Triton's caches on disk.
+The processes compile in parallel and take turns on the GPU, so that no other kernel disturbs Inductor's timings. The
+results reach the measuring process through Inductor's and Triton's caches on disk.
 """
 
 import multiprocessing
 import os
 import time
-import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 from unittest import mock
 
+import benchmarking
 import torch
 from router_cases import SECTIONS, Options, Shape
 
@@ -24,24 +24,24 @@ class Job(NamedTuple):
     options: Options
 
 
-# Of a job's entries by name: seconds, or what went wrong.
+# Entry of a job -> seconds of tuning, or the error as text.
 Outcome = dict[str, float | str]
 
 
 def tune_ahead(
     jobs: list[Job], processes: int, seconds: float, report: Callable[[str], None] = print
 ) -> dict[tuple[str, Shape], Outcome]:
-    """Tune as many of ``jobs`` as end within so many seconds. What a process that dies was doing is not done.
+    """Tune as many of ``jobs`` as ``seconds`` allow. The job of a process that dies is lost.
 
     Returns:
-        (section, shape) -> outcome, for those that were tuned.
+        (section, shape) -> outcome, for the jobs that were tuned.
     """
     if not jobs or processes < 1 or seconds <= 0:
         return {}
     processes = min(processes, len(jobs))
     end = time.monotonic() + seconds
     context = multiprocessing.get_context("spawn")
-    # Each has compile processes of its own.
+    # Each process starts compile processes of its own.
     threads = str(max(1, min(4, cpus() // processes)))
     done: dict[tuple[str, Shape], Outcome] = {}
     with (
@@ -53,24 +53,26 @@ def tune_ahead(
             try:
                 job, outcome = results.next(timeout=max(0.0, end - time.monotonic()))
             except multiprocessing.TimeoutError:
-                break  # leaving ends the processes
+                break  # leaving the context ends the processes
             done[job.section, job.shape] = outcome
             report(f"tuned {job.section} {job.shape}: {describe(outcome)}")
     return done
 
 
 def cpus() -> int:
-    """How many this process may use."""
+    """Return the number of CPUs this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def describe(outcome: Outcome) -> str:
-    """One line of what was tuned in how many seconds."""
-    return ", ".join(f"{name} {told if isinstance(told, str) else f'{told:.1f} s'}" for name, told in outcome.items())
+    """Return an outcome in one line."""
+    return ", ".join(
+        f"{name} {result if isinstance(result, str) else f'{result:.1f} s'}" for name, result in outcome.items()
+    )
 
 
 def take_turns(lock) -> None:
-    """Hold ``lock`` whenever Inductor times something in this process."""
+    """Make Inductor hold ``lock`` in this process while it times kernels."""
     from torch._inductor.runtime.benchmarking import benchmarker
 
     times = benchmarker.benchmark_gpu
@@ -83,14 +85,14 @@ def take_turns(lock) -> None:
 
 
 def tune(job: Job) -> tuple[Job, Outcome]:
-    """Compile the autotuned entries of a job by running each once."""
+    """Compile the autotuned entries of a job: run each once."""
     outcome: Outcome = {}
     try:
         section = SECTIONS[job.section]
         entries = [entry for entry in section.entries(job.shape, job.options) if entry.autotuned]
         inputs = section.inputs(job.shape, job.options.device)
     except Exception as error:
-        return job, {"setup": first_line(error)}
+        return job, {"setup": benchmarking.report_error(error)}
     torch._dynamo.reset()
     for entry in entries:
         start = time.monotonic()
@@ -98,12 +100,5 @@ def tune(job: Job) -> tuple[Job, Outcome]:
             entry.make()(*inputs)
             outcome[entry.name] = time.monotonic() - start
         except Exception as error:
-            outcome[entry.name] = first_line(error)
+            outcome[entry.name] = benchmarking.report_error(error)
     return job, outcome
-
-
-def first_line(error: Exception) -> str:
-    """Type and first line of an error, whose traceback is printed."""
-    traceback.print_exception(error)
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

@@ -1,4 +1,4 @@
-"""``bench_nvfp4.py`` on a CPU: what it counts and compares. Kernels run in Triton's interpreter; nothing is timed."""
+"""``nvfp4.py`` on a CPU: bytes, peers, checks. Kernels run in Triton's interpreter; nothing is timed."""
 
 import argparse
 import json
@@ -36,7 +36,7 @@ CAST_MODULE = "torchao.prototype.moe_training.nvfp4_training.hadamard_quantize_r
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    """Rows of ``bench_nvfp4.py --check`` by name."""
+    """Rows of ``nvfp4.py --check`` by name."""
     folder = tmp_path_factory.mktemp("check")
     torch.manual_seed(0)
     files = ["--json", f"{folder}/a.json", "--plot", f"{folder}/a.png"]
@@ -83,8 +83,8 @@ def test_kernels_agree_with_the_reference(rows):
     assert {row["check"] for row in rows.values()} == {"ok"}
 
 
-def test_the_summary_says_what_codes_are_to_reach(entries, monkeypatch):
-    """For each estimator: against RMSNorm and torchao's cast, and of the copy bandwidth (here 1 ms, 1 MB a ms)."""
+def test_the_summary_holds_the_goals_for_codes(entries, monkeypatch):
+    """Per estimator: ratio to RMSNorm and torchao's cast, share of the copy bandwidth (here 1 ms and 1 MB per ms)."""
     monkeypatch.setattr(benchmarking, "copy_bandwidth", lambda milliseconds, moved: moved * 1e3)
     args = argparse.Namespace(device=DEVICE, max_autotune=False, check=False, milliseconds=lambda run: 1.0)
     rows = kernel_benchmark.measure_shape("norm", SECTIONS["norm"], SHAPE, args, bandwidth=1e9)
@@ -98,7 +98,7 @@ def test_the_summary_says_what_codes_are_to_reach(entries, monkeypatch):
 
 
 @pytest.mark.parametrize("section", list(SECTIONS))
-def test_every_peer_is_there_and_right(section, entries):
+def test_peers_are_complete_and_right(section, entries):
     entries = entries(section)
     expected = [f"{peer}, {word}" for peer in PEERS[section] for word in ("compiled", "max-autotune")]
     if section == "gradient":
@@ -114,16 +114,16 @@ def test_every_peer_is_there_and_right(section, entries):
             assert entry.check(result), entry.name
             if section != "norm" and "cast" in entry.name:
                 ours = entries[entry.name.partition(" in PyTorch")[0]]
-                assert entry.reads == ours.reads, "of peers the same bytes are counted"
+                assert entry.reads == ours.reads, "peers count the same bytes"
 
 
 @pytest.mark.parametrize("section", list(SECTIONS))
-def test_a_wrong_result_is_seen(section, entries):
-    """In any tensor, by a bit of codes or scales, or 1 % of a maximum."""
+def test_a_wrong_result_fails_the_check(section, entries):
+    """One bit of codes or scales, or 1 % of a maximum, in any tensor."""
     checked = {entry.name: entry for entry in entries(section).values() if entry.check and "autotune" not in entry.name}
     for entry in checked.values():
         if entry.ours and section != "norm":
-            continue  # checked by the same functions as the peers
+            continue  # the same functions check the peers
         result = entry.make()()
         assert entry.check(result)
         for tensor in kernel_benchmark.tensors(result):
@@ -137,25 +137,24 @@ def test_a_wrong_result_is_seen(section, entries):
         assert entry.check(result)
 
 
-@pytest.mark.parametrize("section", ["gradient", "input", "weight"])
-def test_both_passes_compile_as_one_graph(section, monkeypatch):
-    """What only a GPU would run otherwise."""
+@pytest.mark.parametrize(
+    ("section", "name"), [("gradient", "dY blocked"), ("input", "x rho image"), ("weight", "W gain blocked")]
+)
+def test_both_passes_compile_as_one_graph(section, name, monkeypatch):
+    """Otherwise only a GPU compiles them."""
 
     def compiled(function, args):
         return partial(torch.compile(function, backend="aot_eager", fullgraph=True), *args)
 
     monkeypatch.setattr(bench_nvfp4, "as_in_training", compiled)
     torch._dynamo.reset()
-    entries = SECTIONS[section].entries(SHAPE, DEVICE, False)
-    both = [entry for entry in entries if entry.ours and entry.name.startswith("amax + cast")]
-    assert len(both) == (4 if section == "weight" else 2)
-    for entry in both:
-        assert entry.check(entry.make()()), entry.name
+    both = {entry.name: entry for entry in SECTIONS[section].entries(SHAPE, DEVICE, False)}[f"amax + cast {name}"]
+    assert both.ours and both.check(both.make()())
 
 
 class TestTorchao:
     @pytest.mark.parametrize("name", ["torchao cast dY", "torchao amax + cast dY"])
-    def test_says_why_its_kernels_are_not_run(self, name, entries, monkeypatch, capsys):
+    def test_reports_why_its_kernels_do_not_run(self, name, entries, monkeypatch, capsys):
         def refuse(*args):
             raise NotImplementedError("Kernel requires SM100")
 
@@ -169,7 +168,7 @@ class TestTorchao:
         assert capsys.readouterr().err == ""
 
     @pytest.mark.parametrize("with_maxima", [False, True])
-    def test_calls_its_kernels_as_they_ask(self, with_maxima, monkeypatch):
+    def test_calls_its_kernels_with_their_signatures(self, with_maxima, monkeypatch):
         calls = []
 
         def amax(A, sign_vector):  # noqa: N803 - torchao's names

@@ -1,4 +1,4 @@
-"""The benchmark scripts on a CPU: what they count and write. Kernels run in Triton's interpreter; nothing is timed."""
+"""The benchmark scripts on a CPU: bytes, checks, tables. Kernels run in Triton's interpreter; nothing is timed."""
 
 import argparse
 import json
@@ -37,7 +37,7 @@ class TestWriting:
             "longer     -  -",
         ]
 
-    def test_json_has_no_numbers_that_json_lacks(self, tmp_path):
+    def test_json_writes_nan_and_infinity_as_strings(self, tmp_path):
         path = tmp_path / "new" / "a.json"
         benchmarking.write_json(path, {"loss": math.nan, "steps": (1, math.inf), "device": torch.device("cpu").type})
         assert json.loads(path.read_text()) == {"loss": "nan", "steps": [1, "inf"], "device": "cpu"}
@@ -74,7 +74,7 @@ class TestKernels:
     def test_class(self, name, kind):
         assert benchmarking.kernel_class(name, {"_cast_kernel"}) == kind
 
-    def test_what_ran_on_the_gpu_in_order(self):
+    def test_device_kernels_are_sorted_and_exclude_annotations(self):
         cpu, cuda = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
 
         def event(name, device_type, start, end, is_user_annotation=False):
@@ -95,7 +95,7 @@ class TestKernels:
         profile = SimpleNamespace(events=lambda: events)
         assert benchmarking.device_kernels(profile) == [("first", 2), ("second", 4)]
 
-    def test_summary_is_by_step(self):
+    def test_summary_is_per_step(self):
         kernels = [("triton_a", 100.0), ("gemm", 400.0), ("triton_a", 300.0), ("gemm", 1200.0)]
         summary = benchmarking.summarise_kernels(kernels, steps=2, ours=(), top=1)
         assert summary["ms"] == 1.0
@@ -108,7 +108,7 @@ class TestKernels:
         ]
         assert benchmarking.table(summary["kernels"], benchmarking.KERNEL_COLUMNS)
 
-    def test_runs_are_told_apart_by_their_marker(self):
+    def test_a_marker_kernel_separates_runs(self):
         kernels = [("before", 9.0), ("cosh_kernel", 5.0), ("a", 1.0), ("b", 2.0), ("cosh_kernel", 5.0), ("a", 4.0)]
         assert benchmarking.split_runs(kernels, "cosh", 2) == [3.0, 4.0]
         for broken in (kernels[:-1], kernels[:4]):
@@ -120,7 +120,7 @@ class TestKernelBenchmark:
     ARGS = argparse.Namespace(device="cpu", max_autotune=False, check=False)
 
     def measured(self, section, times, monkeypatch):
-        """Rows of 1 x 25,000,000, in which one peer fails and the others and the kernel take these milliseconds."""
+        """Rows of 1 x 25,000,000: one peer fails; the other peers and the kernel take these milliseconds."""
         monkeypatch.setattr(benchmarking, "copy_bandwidth", lambda milliseconds, moved: moved / 1e-4)
         times = iter(times)
         args = argparse.Namespace(**vars(self.ARGS), milliseconds=lambda run: next(times))
@@ -130,7 +130,7 @@ class TestKernelBenchmark:
         def failing():
             raise RuntimeError("no such instruction")
 
-        x = torch.zeros(shape, device=device)  # 100 MB, of which every run reads and writes all
+        x = torch.zeros(shape, device=device)  # 100 MB, read and written by every run
         run = [lambda: x]
         return [
             kernel_benchmark.Entry("first", failing, (x,)),
@@ -156,7 +156,7 @@ class TestKernelBenchmark:
         (line,) = kernel_benchmark.summarise([kernel], memory_bound=1e9)
         assert "min of copy" not in line
 
-    def test_what_does_not_run_here_says_why(self, capsys):
+    def test_a_peer_that_cannot_run_says_why(self, capsys):
         def refuse():
             raise kernel_benchmark.NotRun("needs another GPU")
 
@@ -164,7 +164,7 @@ class TestKernelBenchmark:
         assert row == {"what": "peer", "ours": False, "check": "not run: needs another GPU"}
         assert capsys.readouterr().err == ""
 
-    def test_against_the_fastest(self, monkeypatch):
+    def test_the_fastest_peer_counts(self, monkeypatch):
         section = kernel_benchmark.Section("a title", ((1, 25_000_000),), self.entries, fastest=True)
         *_, kernel = self.measured(section, [0.4, 0.3, 0.2], monkeypatch)
         assert kernel["peer"] == "third" and kernel["x peer"] == pytest.approx(1.5)
@@ -172,7 +172,7 @@ class TestKernelBenchmark:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    """Rows of ``bench_cast.py --check`` by name."""
+    """Rows of ``cast.py --check`` by name."""
     folder = tmp_path_factory.mktemp("check")
     torch.manual_seed(0)
     bench_cast.main(["--check", "--shapes", "64x96", "--json", f"{folder}/a.json", "--plot", f"{folder}/a.png"])
@@ -204,15 +204,15 @@ class TestCast:
         checks = {name: row["check"] for name, row in rows.items()}
         assert checks == dict.fromkeys(checks, "ok")
 
-    def test_a_wrong_bit_is_seen(self):
+    def test_a_wrong_bit_fails_the_check(self):
         y = torch.randn(32, 64)
         codes, scales = bench_cast.casts.cast(y, bench_cast.MXFP8, "rceil")
         assert bench_cast.is_cast((codes, scales), y, 1, "codes")
         codes.view(torch.uint8)[3, 5] ^= 1
         assert not bench_cast.is_cast((codes, scales), y, 1, "codes")
         rho = torch.rand(8) + 0.5
-        assert bench_cast.within_ulps(rho, rho.nextafter(torch.tensor(9.0)), 1)
-        assert not bench_cast.within_ulps(rho, rho * (1 + 2**-20), 2)
+        assert bench_cast.cases.within_ulps(rho, rho.nextafter(torch.tensor(9.0)), 1)
+        assert not bench_cast.cases.within_ulps(rho, rho * (1 + 2**-20), 2)
         assert bench_cast.is_rounding_apart(y.bfloat16(), y.bfloat16() * (1 + 2**-8))
         assert not bench_cast.is_rounding_apart(y.bfloat16(), y.bfloat16() * (1 + 2**-5))
 
@@ -243,7 +243,7 @@ class TestCast:
 
 @pytest.fixture(scope="module")
 def norm_rows(tmp_path_factory):
-    """Rows of ``bench_norm.py --check`` by section."""
+    """Rows of ``norm.py --check`` by section."""
     folder = tmp_path_factory.mktemp("check")
     torch.manual_seed(0)
     status = bench_norm.main(
@@ -263,8 +263,8 @@ class TestNorm:
             assert row["what"] == "mxtrain" and row["check"] == "ok" and row["note"].startswith("persistent ")
 
     @pytest.mark.parametrize("section", ["forward", "training", "backward"])
-    def test_every_peer_is_there_and_right(self, section, device, monkeypatch):
-        """Those of PyTorch; compiled functions run uncompiled."""
+    def test_peers_are_complete_and_right(self, section, device, monkeypatch):
+        """PyTorch's peers; compiled functions run uncompiled."""
         monkeypatch.setattr(torch, "compile", lambda function, **kwargs: function)
         entries = bench_norm.sections(tune=True)[section].entries((8, 96), device, True)
         by_name = {entry.name: entry for entry in entries if entry.name not in ("Liger", "Quack")}
@@ -278,16 +278,16 @@ class TestNorm:
         moved = set()
         for name in [*compiled, *(["F.rms_norm"] if device == "cuda" or section != "backward" else [])]:
             run = by_name[name].make()
-            for _ in range(2):  # a backward graph must be there for more than one run
+            for _ in range(2):  # a backward graph must survive its first run
                 result = run()
             assert by_name[name].check(result), name
             if section != "backward":
                 assert result.requires_grad == (section == "training")
             moved.add(kernel_benchmark.moved_bytes(by_name[name].reads, result))
-        assert len(moved) == 1, "all read and write the same"
+        assert len(moved) == 1, "all peers count the same bytes"
 
-    @pytest.mark.parametrize("section", ["forward", "training", "backward"])
-    def test_a_wrong_result_is_seen(self, section):
+    @pytest.mark.parametrize("section", ["training", "backward"])
+    def test_a_wrong_result_fails_the_check(self, section):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         entry = bench_norm.sections(tune=False)[section].entries((8, 96), device, False)[-1]
         run = entry.make()
@@ -298,7 +298,7 @@ class TestNorm:
             part.view(-1)[5] += 0.05 * part.abs().max()
             assert not entry.check(result)
 
-    def test_plans_are_tuned_when_their_turn_comes(self, monkeypatch):
+    def test_a_plan_is_tuned_only_when_its_entry_runs(self, monkeypatch):
         from mxtrain.kernels.norm import rms_norm_tuning
 
         tuned = []
@@ -309,7 +309,7 @@ class TestNorm:
         ours_tuned.make()
         assert tuned == [(8, 96, torch.bfloat16)]
 
-    def test_max_autotune_is_the_default_and_can_be_left_out(self):
+    def test_max_autotune_is_the_default(self):
         parse = kernel_benchmark.parser("", bench_norm.sections(False), max_autotune=True).parse_args
         assert parse([]).max_autotune and not parse(["--no-max-autotune"]).max_autotune
 
@@ -318,7 +318,7 @@ class TestNorm:
         out = capsys.readouterr().out
         assert "1152000x384" in out and out.count("x") >= 9 and "forward" not in out
 
-    def test_an_earlier_tuning_is_not_used(self, monkeypatch, tmp_path):
+    def test_plans_tuned_earlier_are_not_used(self, monkeypatch, tmp_path):
         monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path))
         seen = []
         monkeypatch.setattr(kernel_benchmark, "run", lambda *args: seen.append(os.environ["MXTRAIN_CACHE"]) or 0)
@@ -327,34 +327,47 @@ class TestNorm:
 
 
 class TestTrain:
-    ARGS = ["--models", "tiny", "--device", "cpu", "--mode", "reference", "--warmup", "1", "--steps", "2"]
+    ARGS = ["--models", "tiny", "--device", "cpu", "--mode", "reference", "--warmup", "1", "--steps", "1"]
 
-    def test_every_variant_trains(self, tmp_path, capsys):
-        files = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]
-        variants = ["bf16", "mx_linear", "mxnorm", "mx_linear_nvfp4", "mxnorm_nvfp4", "mxnorm_mixed", "torchao"]
-        assert bench_train.main([*self.ARGS, "--steps", "1", *files, "--repeat", "2", "--variants", *variants]) == 0
-        content = json.loads((tmp_path / "a.json").read_text())
-        assert [row["variant"] for row in content["results"]] == variants
-        assert all(len(runs["runs"]) == 2 for runs in content["runs"])
-        assert content["settings"]["mode"] == "reference"
-        losses = [row["loss"] for row in content["results"]]
-        assert len(set(losses)) == len(variants), "the variants are different"
-        assert max(losses) - min(losses) < 0.02, "of the same model on the same tokens"
-        assert content["results"][0]["x bf16"] == 1
-        assert (tmp_path / "a.png").read_bytes().startswith(PNG)
-        assert "x bf16" in capsys.readouterr().out
+    def test_every_variant_trains(self, tmp_path, capsys, monkeypatch):
+        """One run: all converters, a variant that fails, and the position of random bits in every step."""
 
-    def test_a_variant_that_fails_does_not_end_the_run(self, capsys, monkeypatch):
         def fail(model, mode):
             raise ValueError("no such cast\nmore")
 
-        monkeypatch.setitem(bench_train.VARIANTS, "mxnorm", fail)
-        assert bench_train.main([*self.ARGS, "--variants", "mxnorm", "bf16"]) == 1
+        set_rounding_step, steps = bench_train.mxtrain.set_rounding_step, []
+        monkeypatch.setattr(
+            bench_train.mxtrain, "set_rounding_step", lambda step: steps.append(step) or set_rounding_step(step)
+        )
+        monkeypatch.setitem(bench_train.VARIANTS, "mxnorm_p1", fail)
+        monkeypatch.setattr(bench_train.gc, "collect", lambda: 0)  # takes half of the time
+        files = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]
+        variants = ["bf16", "mx_linear", "mxnorm", "mx_linear_nvfp4", "mxnorm_nvfp4", "mxnorm_mixed", "torchao"]
+        assert bench_train.main([*self.ARGS, *files, "--variants", "mxnorm_p1", *variants]) == 1
+        content = json.loads((tmp_path / "a.json").read_text())
+        failed, *results = content["results"]
+        assert failed["error"] == "ValueError: no such cast" and "loss" not in failed
+        assert [row["variant"] for row in results] == variants
+        assert content["settings"]["mode"] == "reference"
+        losses = [row["loss"] for row in results]
+        assert len(set(losses)) == len(variants), "every variant has its own numerics"
+        assert max(losses) - min(losses) < 0.02, "all start from the same model and tokens"
+        assert results[0]["x bf16"] == 1
+        assert (tmp_path / "a.png").read_bytes().startswith(PNG)
+        assert steps == [None] + [1, 2, 3, None] * len(variants), "first, warm-up and timed step; then reset"
         captured = capsys.readouterr()
-        assert "ValueError: no such cast" in captured.out and "Traceback" in captured.err
-        assert "tiny bf16: " in captured.out
+        assert "x bf16" in captured.out and "tiny bf16: " in captured.out
+        assert "tiny mxnorm_p1: ValueError: no such cast" in captured.out and "Traceback" in captured.err
 
-    def test_torchao_takes_every_linear_but_output(self):
+    def test_repetitions_become_medians(self):
+        bf16 = [{"tokens/s": rate, "first_step_s": 2.0, "loss": 1.0} for rate in (90.0, 200.0, 100.0)]
+        mxnorm = [{"tokens/s": 50.0, "first_step_s": 3.0}, {"error": "out of memory"}, {"error": "later"}]
+        base, row = bench_train.compare({("88m", "bf16"): bf16, ("88m", "mxnorm"): mxnorm})
+        assert base["tokens/s"] == 100 and base["loss"] == 1 and "error" not in base
+        assert (row["x bf16"], row["x first"], row["error"]) == (0.5, 1.5, "out of memory")
+        assert "x torchao" not in row and "x GiB" not in row
+
+    def test_torchao_replaces_every_linear_except_output(self):
         with torch.device("meta"):
             model = Transformer(bench_train.MODELS["tiny"].args)
         bench_train.convert_torchao(model)
@@ -363,19 +376,13 @@ class TestTrain:
 
     @pytest.mark.parametrize(("ending", "blocks"), [("", 3), ("_all", 4)], ids=["15 % in bf16", "every block"])
     @pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
-    def test_nvfp4_leaves_the_last_blocks(self, converter, ending, blocks):
+    def test_nvfp4_keeps_the_last_blocks_in_bf16(self, converter, ending, blocks):
         with torch.device("meta"):
             model = Transformer(bench_train.MODELS["8b4"].args)
         bench_train.VARIANTS[f"{converter}_nvfp4{ending}"](model, "emulated")
         swapped = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
         assert len(swapped) == 7 * blocks
         assert {(module.recipe.name, module.mode) for module in swapped} == {("nvfp4", "emulated")}
-
-    def test_every_step_rounds_by_bits_of_its_own(self, monkeypatch):
-        steps = []
-        monkeypatch.setattr(bench_train.mxtrain, "set_rounding_step", steps.append)
-        assert bench_train.main([*self.ARGS, "--variants", "bf16"]) == 0
-        assert steps == [1, 2, 3, 4, None], "the first, one more to warm up, two timed ones; then none"
 
     @pytest.mark.parametrize(
         ("name", "millions"), [("88m", 88), ("1.5b", 1498), ("8b4", 1923)], ids=["88m", "1.5b", "8b4"]

@@ -1,0 +1,259 @@
+"""The documents: their commands parse, their snippets run, their links resolve, and their tables are complete."""
+
+import ast
+import importlib
+import re
+import shlex
+import sys
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import tomli
+import torch
+import torch.nn as nn
+from torch.distributed.run import get_args_parser
+
+import mxtrain
+from mxtrain.cli import commands
+from mxtrain.titan.job_config import JobConfig
+from mxtrain.titan.train import parse_job_config
+
+ROOT = Path(__file__).parents[1]
+SETTINGS, CODE = "train_configs/README.md", "mxtrain/README.md"
+DOCUMENTS = {
+    name: (ROOT / name).read_text()
+    for name in ("README.md", SETTINGS, CODE, "scripts/bench/README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+}
+BENCHMARKS = ROOT / "scripts" / "bench"
+sys.path.insert(0, str(BENCHMARKS))
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Return the fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """Return the shell commands of a document as words, without comments and variables before the command."""
+    lines = "\n".join(blocks(text, "bash")).replace("\\\n", " ").replace("&&", "\n").splitlines()
+    split = (shlex.split(line, comments=True) for line in lines)
+    return [
+        words[next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)) :] for words in split if words
+    ]
+
+
+def usage_lines(script: Path) -> list[list[str]]:
+    """Return the commands in the docstring of a benchmark as words."""
+    lines = (line.strip() for line in ast.get_docstring(ast.parse(script.read_text())).splitlines())
+    found = (re.sub(r"^(\w+=\S+ )*", "", line) for line in lines)
+    return [shlex.split(re.split(r" {2,}", line)[0]) for line in found if line.startswith("python scripts/bench/")]
+
+
+def prose(text: str) -> str:
+    """Return a document without fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+# Commands
+
+
+def check_config(words: list[str]) -> None:
+    """Parse a config and flags as training does."""
+    parse_job_config(["--job.config_file", *words])
+
+
+def check_mxtrain(words: list[str]) -> None:
+    options = commands._parser().parse_args(words)
+    if "config" in options:
+        check_config([options.config, *options.flags])
+
+
+def check_torchrun(words: list[str]) -> None:
+    options = get_args_parser().parse_args(words)
+    assert options.module and options.training_script == "mxtrain.train"
+    assert options.training_script_args[0] == "--job.config_file"
+    parse_job_config(options.training_script_args)
+
+
+def check_pytest(words: list[str]) -> None:
+    markers = tomli.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
+    for option, word in zip([""] + words, words):
+        known = word in [marker.partition(":")[0] for marker in markers] if option == "-m" else (ROOT / word).exists()
+        assert known or word in ("-x", "-m"), word
+
+
+def check_pip(words: list[str]) -> None:
+    extra = re.fullmatch(r"\.\[(\w+)\]", words[-1])[1]
+    assert words[:2] == ["install", "-e"]
+    assert extra in tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def check_python(words: list[str]) -> None:
+    """Parse the options of a benchmark: it prints its help only after valid options."""
+    script, *options = words
+    assert script.startswith("scripts/bench/")
+    benchmark = importlib.import_module(Path(script).stem)
+    assert Path(benchmark.__file__) == ROOT / script
+    with pytest.raises(SystemExit) as end:
+        benchmark.main([*options, "--help"])
+    assert end.value.code == 0
+
+
+CHECKS = {
+    "mxtrain": check_mxtrain,
+    "torchrun": check_torchrun,
+    "python": check_python,
+    "pip": check_pip,
+    "./scripts/train.sh": check_config,
+    "scripts/train.sh": check_config,
+    "./scripts/test.sh": check_pytest,
+    "scripts/test.sh": check_pytest,
+    ".ci/run": check_pytest,
+    "ruff": lambda words: None,
+}
+
+
+@pytest.mark.parametrize("document", [name for name, text in DOCUMENTS.items() if commands_in(text)])
+def test_commands(document, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    for program, *words in commands_in(DOCUMENTS[document]):
+        assert program in CHECKS, program
+        if "/" in program:
+            assert (ROOT / program).stat().st_mode & 0o111, f"{program} is not executable"
+        capsys.readouterr()
+        CHECKS[program](words)
+        if program == "python":
+            known = re.findall(r"--[\w-]+", capsys.readouterr().out)
+            assert {word for word in words if word.startswith("--")} <= set(known), words
+
+
+def test_usage_lines_of_the_benchmarks(monkeypatch, capsys):
+    seen = set()
+    for script in sorted(BENCHMARKS.glob("*.py")):
+        for _, *words in usage_lines(script):
+            assert ROOT / words[0] == script
+            check_python(words)
+            assert {w for w in words if w.startswith("--")} <= set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+            seen.add(script.stem)
+    assert seen == {"train", "cast", "nvfp4", "nvfp4_sqnr", "norm", "router"}
+
+
+def test_every_document_has_commands():
+    counts = {name: len(commands_in(text)) for name, text in DOCUMENTS.items()}
+    assert counts.pop("CHANGELOG.md") == counts.pop(CODE) == 0
+    assert min(counts.values()) >= 5
+
+
+# Snippets
+
+
+def test_python_in_the_readme_runs():
+    model = nn.Sequential(nn.Embedding(64, 32))
+    model.norm, model.proj, model.lm_head = nn.RMSNorm(32), nn.Linear(32, 64), nn.Linear(64, 8)
+    names = {
+        "model": model,
+        "x": torch.randn(4, 32).bfloat16(),
+        "r": torch.randn(4, 32).bfloat16(),
+        "weight": torch.ones(32).bfloat16(),
+        "gate": torch.randn(8, 32).bfloat16(),
+        "bias": torch.zeros(8),
+    }
+    (code,) = blocks(DOCUMENTS["README.md"], "python")
+    exec(code, names)
+    assert {type(module) for module in model.modules()} > {mxtrain.MXNorm, mxtrain.MXNormLinear}
+    assert type(model.lm_head) is nn.Linear
+    dtypes = [names[name].dtype for name in ("codes", "scales", "rho", "logits")]
+    assert dtypes == [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32, torch.float32]
+    assert names["y"].shape == names["total"].shape == (4, 32)
+    torch.testing.assert_close(names["probs"].float().sum(1), torch.ones(4), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("document", ["README.md", SETTINGS])
+def test_toml_snippets_parse(document, tmp_path):
+    found = blocks(DOCUMENTS[document], "toml")
+    assert found
+    for snippet in found:
+        config = tomli.loads(snippet)
+        base = ROOT / "train_configs" / config.get("extends", "llama3_debug.toml")
+        snippet = re.sub(r"^extends = .*", "", snippet, flags=re.MULTILINE)
+        path = tmp_path / "config.toml"
+        path.write_text(f'extends = "{base}"\n{snippet}')
+        job_config = parse_job_config(["--job.config_file", str(path)])
+        for section in config.keys() - {"extends"}:
+            for name, value in config[section].items():
+                assert getattr(getattr(job_config, section), name) == value
+
+
+# Tables
+
+
+def test_the_readme_is_short():
+    assert len(DOCUMENTS["README.md"].splitlines()) <= 200
+
+
+def test_settings_name_every_field():
+    text = DOCUMENTS[SETTINGS]
+    first_cells = re.findall(r"^\| `([\w.]+)` \|", text, flags=re.MULTILINE)
+    expected = []
+    for section in fields(JobConfig):
+        names = [field.name for field in fields(section.type)]
+        prefix = {"mxnorm": "", "data": "", "model": "model."}.get(section.name, f"{section.name}.")
+        expected += [f"{prefix}{name}" for name in names if section.name != "model"]
+        for name in names:
+            assert f"`{prefix}{name}`" in text, f"{section.name}.{name}"
+    converters = {"mxnorm", "mx_linear", "fused_rmsnorm", "decompose_k_router"}
+    files = {path.name for path in (ROOT / "train_configs").glob("*.toml")}
+    assert set(first_cells) == {*expected, *converters, *files}, "a row without a field, or a field without a row"
+    assert {name for name, count in Counter(first_cells).items() if count > 1} == set()
+
+
+def test_the_guide_names_every_part_of_the_package():
+    named = re.findall(r"`(\w+)(?:/|\.py)`", DOCUMENTS[CODE])
+    parts = {
+        path.stem for path in (ROOT / "mxtrain").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert parts - {"__init__"} <= set(named)
+
+
+def test_versions_agree():
+    version = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\n## {version}\n" in DOCUMENTS["CHANGELOG.md"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+# Links and sentences
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors that GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.*)", prose(text), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", list(DOCUMENTS))
+def test_links_and_paths_resolve(document):
+    text, folder = prose(DOCUMENTS[document]), (ROOT / document).parent
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        assert not path or (folder / path).exists(), target
+        linked = (folder / path).read_text() if path else text
+        assert not anchor or anchor in anchors(linked), target
+    for path in re.findall(r"`([\w.-]+/[\w./-]+\.(?:py|toml|sh|md))`", text):
+        if document == "CHANGELOG.md":
+            continue  # names files of earlier versions, too
+        assert (ROOT / path).exists() or (folder / path).exists(), path
+
+
+def test_no_sentence_stands_twice():
+    sentences = Counter()
+    for text in DOCUMENTS.values():
+        text = re.sub(r"^[|#!].*$", "", prose(text), flags=re.MULTILINE)
+        paragraphs = (
+            " ".join(paragraph.split()) for paragraph in re.split(r"\n\n|^- |^\d+\. ", text, flags=re.MULTILINE)
+        )
+        sentences.update(sentence for p in paragraphs for sentence in re.split(r"(?<=[.:]) ", p) if len(sentence) > 40)
+    assert [sentence for sentence, count in sentences.items() if count > 1] == []
