@@ -21,7 +21,7 @@ AUTO_WHEN_COMPILED = "formula"
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """(x [..., D], weight [D] or None, residual [..., D] or None) -> y, or with a residual (y, x + residual)."""
+    """x [..., D], weight [D] or None, residual [..., D] or None -> y; with a residual, (y, x + residual)."""
 
     @staticmethod
     def forward(ctx, x, weight, residual, eps: float):
@@ -76,9 +76,9 @@ def _check(x, weight, eps, residual) -> None:
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"x {_shape(x)}: expected a last dimension of at least 1")
     if weight is not None and weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight {_shape(weight)} does not go with x {_shape(x)}: expected its last dimension")
+        raise ValueError(f"weight {_shape(weight)} does not match x {_shape(x)}: expected its last dimension")
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"residual {_shape(residual)} does not go with x {_shape(x)}: expected its shape")
+        raise ValueError(f"residual {_shape(residual)} does not match x {_shape(x)}: expected its shape")
     for name, tensor in (("x", x), ("weight", weight), ("residual", residual)):
         if tensor is not None and tensor.dtype not in ops.DTYPES:
             raise ValueError(f"{name} of {tensor.dtype}: expected bfloat16, float16, float32 or float64")

@@ -108,7 +108,7 @@ class _MXNormLinearFunction(torch.autograd.Function):
                 dweight = dweight.to(weight.dtype)
             else:
                 dweight, dgain = fold_backward(dweight, weight, gain, gemms.mode)
-        return dxhat, dgain, dweight, *(None for _ in others)
+        return dxhat, dgain, dweight, *[None] * len(others)
 
 
 class MXNorm(Seeded, nn.RMSNorm):

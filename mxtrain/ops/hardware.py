@@ -1,4 +1,4 @@
-"""What this machine can do, and which execution mode follows from it. Every capability check is here."""
+"""What this machine supports, and the execution mode that follows. Every capability check is here."""
 
 import os
 from importlib.util import find_spec
@@ -10,13 +10,13 @@ from mxtrain.errors import ConfigError, require_one_of
 
 MODES = ("native", "emulated", "reference")
 
-# It is installed on Linux only.
+# Triton is installed on Linux only.
 HAS_TRITON = find_spec("triton") is not None
 _INTERPRETS_TRITON = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
 
 
 class ModeSupport(NamedTuple):
-    """Whether one execution mode runs on a device type, and the reason in words."""
+    """Whether an execution mode runs on a device type, and why."""
 
     mode: str
     available: bool
@@ -24,21 +24,21 @@ class ModeSupport(NamedTuple):
 
 
 def default_device_type() -> str:
-    """``"cuda"`` where a CUDA device is visible, else ``"cpu"``."""
+    """Return ``"cuda"`` if a CUDA device is visible, else ``"cpu"``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def runs_kernels(mode: str, device_type: str) -> bool:
-    """Whether Triton kernels do the casts of ``mode`` there; otherwise plain PyTorch does, with the same bits.
+    """Return whether ``mode`` runs Triton kernels on this device type; plain PyTorch gives the same bits.
 
-    They run on CUDA devices, and on a CPU if Triton interprets them (TRITON_INTERPRET=1: very slow, for tests).
+    Kernels run on CUDA devices, and on a CPU in Triton's interpreter (TRITON_INTERPRET=1: very slow, for tests).
     """
     has_kernels = device_type == "cuda" or (device_type == "cpu" and _INTERPRETS_TRITON)
     return HAS_TRITON and mode != "reference" and has_kernels
 
 
 def describe_modes(device_type: str | None = None) -> list[ModeSupport]:
-    """Every execution mode, best first, with whether ``device_type`` can run it and why."""
+    """Return for every execution mode, best first, whether ``device_type`` runs it and why."""
     device_type = device_type or default_device_type()
     if device_type == "cpu":
         return [
@@ -68,12 +68,12 @@ def describe_modes(device_type: str | None = None) -> list[ModeSupport]:
 
 
 def resolve_mode(mode: str, device_type: str | None = None) -> str:
-    """The execution mode to use: ``mode`` itself, or for ``"auto"`` the best one for the device type.
+    """Return the execution mode to use: ``mode`` itself, or for ``"auto"`` the best one for the device type.
 
-    On a CPU ``"auto"`` is ``"reference"``: emulation there is possible but slower.
+    On a CPU, ``"auto"`` is ``"reference"``: emulation works there too, but is slower.
 
     Raises:
-        ConfigError: for an unknown mode, or one that the device lacks.
+        ConfigError: for an unknown mode, or a mode that the device lacks.
     """
     require_one_of("mode", mode, ("auto", *MODES))
     device_type = device_type or default_device_type()

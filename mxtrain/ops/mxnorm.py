@@ -15,7 +15,7 @@ if HAS_TRITON:
 
 
 def normalize(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str) -> tuple[Operand, torch.Tensor]:
-    """x [T, D] -> xhat = x * rho as fprop's operand [T, D], and rho, fp32 [T]. One kernel does both if there is one."""
+    """x [T, D] -> xhat = x * rho as fprop's operand [T, D], and rho, fp32 [T]. By one kernel if the format has one."""
     return casts_of(recipe).normalize(x, estimate, recipe, mode)
 
 

@@ -2,11 +2,13 @@
 
 import socket
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from mxtrain import MXLinear, MXNorm, MXNormLinear
 
@@ -76,6 +78,19 @@ def assert_near(results, expected, tolerance: float) -> None:
     for got, want in zip(results, expected, strict=True):
         error = (got.double().reshape(want.shape) - want.double()).norm()
         assert error <= tolerance * want.double().norm()
+
+
+def save_matmuls(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# Activation checkpointing as TorchTitan applies it: callables (module, x) -> output.
+CHECKPOINTING = {
+    "full": partial(checkpoint, use_reentrant=False),
+    "selective": partial(
+        checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, save_matmuls)
+    ),
+}
 
 
 def in_two_processes(check: Callable, device: str) -> None:

@@ -6,8 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn as nn
-from layer_checks import draw
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from layer_checks import CHECKPOINTING, draw
 
 from mxtrain import DecomposeKRouter, decompose_k_mm
 from mxtrain.nn import decompose_k_router as module
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("device")
 
 
 def inputs(dtype=torch.float32, tokens=TOKENS, bias_dtype=None, transposed=True):
-    """a, b (the transposed view of a weight, or as it is) and bias or None."""
+    """a, b (a transposed weight, or contiguous) and bias or None."""
     a = draw(tokens, HIDDEN, seed=0, dtype=dtype).requires_grad_()
     b = draw(EXPERTS, HIDDEN, seed=1, dtype=dtype, scale=HIDDEN**-0.5).t()
     b = (b if transposed else b.contiguous()).detach().requires_grad_()
@@ -65,7 +64,7 @@ def test_gradcheck(epilogue):
 
 
 def test_gradients_are_no_worse_than_those_of_a_bf16_gate():
-    """Which casts its bf16 logits to fp32, and the gradient back."""
+    """A bf16 gate casts its logits to fp32, and the gradient back to bf16."""
     a, b, _ = inputs(torch.bfloat16, tokens=257)
     dc = draw(257, EXPERTS, seed=3)
     expected = gradients(lambda a, b: a @ b, doubles((a, b)), dc.double())
@@ -80,7 +79,7 @@ def test_gradients_are_no_worse_than_those_of_a_bf16_gate():
 
 
 @pytest.mark.parametrize("transposed", [True, False])
-def test_gradients_lie_as_their_tensors_do(transposed):
+def test_gradients_have_the_strides_of_their_tensors(transposed):
     a, b, _ = inputs(transposed=transposed)
     _, da, db = gradients(decompose_k_mm, (a, b), draw(TOKENS, EXPERTS, seed=3))
     assert da.is_contiguous() and db.stride() == b.stride()
@@ -154,7 +153,7 @@ def gate_gradients(gate, x, dc):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_module_takes_the_place_of_a_linear(bias):
+def test_the_module_replaces_a_linear(bias):
     linear = gate_of(bias).eval()
     gate = DecomposeKRouter.from_linear(linear)
     assert gate.weight is linear.weight and gate.bias is linear.bias and not gate.training
@@ -176,7 +175,7 @@ def test_leading_dimensions(leading):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_logits_are_fp32_whatever_is_multiplied(autocast):
+def test_logits_are_always_fp32(autocast):
     gate = DecomposeKRouter.from_linear(gate_of(bias=True, dtype=torch.float32 if autocast else torch.bfloat16))
     x = draw(TOKENS, HIDDEN, seed=0, dtype=torch.float32 if autocast else torch.bfloat16)
     with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
@@ -195,7 +194,7 @@ def test_on_the_meta_device():
 
 
 class Router(nn.Module):
-    """A gate between what a mixture of experts puts before and behind it."""
+    """A gate between the other operations of a router."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -218,8 +217,8 @@ def test_compiles_without_a_graph_break(autocast, compile_backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_token_counts_that_change_do_not_compile_anew(dtype, compile_backend):
-    """Counts from different ranges of the plan: one graph forward and one backward for all of them."""
+def test_new_token_counts_do_not_recompile(dtype, compile_backend):
+    """Counts from different ranges of the plan share one forward graph and one backward graph."""
     router = Router(dtype)
     compiled = torch.compile(copy.deepcopy(router), backend=compile_backend, fullgraph=True, dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -229,22 +228,7 @@ def test_token_counts_that_change_do_not_compile_anew(dtype, compile_backend):
                 assert (got - want).norm() <= (1e-2 if dtype == torch.bfloat16 else 1e-4) * want.norm()
 
 
-def save_nothing(ctx, op, *args, **kwargs):
-    return torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@pytest.mark.parametrize(
-    "recompute",
-    [
-        partial(checkpoint, use_reentrant=False),
-        partial(
-            checkpoint,
-            use_reentrant=False,
-            context_fn=partial(create_selective_checkpoint_contexts, save_nothing),
-        ),
-    ],
-    ids=["full", "selective"],
-)
+@pytest.mark.parametrize("recompute", CHECKPOINTING.values(), ids=CHECKPOINTING)
 def test_activation_checkpointing_changes_nothing(recompute):
     router, x, dc = Router(), draw(TOKENS, HIDDEN, seed=0).requires_grad_(), draw(TOKENS, 2, seed=3)
     plain = gate_gradients(router, x, dc)

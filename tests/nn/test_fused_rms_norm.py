@@ -1,15 +1,12 @@
 """rms_norm and FusedRMSNorm against autograd of PyTorch's own RMSNorm: plain, compiled and recomputed."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
-from layer_checks import assert_near, draw
+from layer_checks import CHECKPOINTING, assert_near, draw
 from torch._dynamo.backends.common import aot_autograd
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import mxtrain.nn.fused_rms_norm as module
 from mxtrain import ConfigError, FusedRMSNorm, rms_norm
@@ -21,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("device")
 
 
 def inputs(dtype=torch.float32, weight_dtype=None, leading=LEADING, affine=True, residual=False):
-    """x, weight and residual; the last two None unless wanted."""
+    """x, weight and residual, or None for those not wanted."""
     x = draw(*leading, D, seed=0, dtype=dtype).requires_grad_()
     weight = draw(D, seed=1, dtype=weight_dtype or dtype).requires_grad_() if affine else None
     return x, weight, draw(*leading, D, seed=2, dtype=dtype).requires_grad_() if residual else None
@@ -136,7 +133,7 @@ def test_only_needed_gradients_are_computed(monkeypatch):
     assert calls[-1][4] is None, "the sum is not used: its zeros are not added"
 
 
-def test_saved_for_backward_is_x_and_one_number_a_row():
+def test_the_backward_saves_x_and_one_number_per_row():
     x, weight, _ = inputs(torch.bfloat16)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -156,14 +153,14 @@ def test_second_derivatives_are_refused():
 @pytest.mark.parametrize(
     ("x", "weight", "residual", "message"),
     [
-        ((4, D), (D + 1,), None, r"weight \(97,\) does not go with x \(4, 96\)"),
-        ((4, D), (1, D), None, r"weight \(1, 96\) does not go with x"),
+        ((4, D), (D + 1,), None, r"weight \(97,\) does not match x \(4, 96\)"),
+        ((4, D), (1, D), None, r"weight \(1, 96\) does not match x"),
         ((), None, None, r"x \(\): expected a last dimension of at least 1"),
         ((4, 0), None, None, r"x \(4, 0\): expected a last dimension of at least 1"),
-        ((4, D), (D,), (D,), r"residual \(96,\) does not go with x \(4, 96\)"),
+        ((4, D), (D,), (D,), r"residual \(96,\) does not match x \(4, 96\)"),
     ],
 )
-def test_shapes_that_do_not_go_together(x, weight, residual, message):
+def test_mismatched_shapes(x, weight, residual, message):
     x, weight, residual = (None if shape is None else torch.zeros(shape) for shape in (x, weight, residual))
     with pytest.raises(ValueError, match=message):
         run(x, weight, residual)
@@ -171,7 +168,7 @@ def test_shapes_that_do_not_go_together(x, weight, residual, message):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("name", ["x", "weight", "residual"])
-def test_dtypes_that_are_refused(name, dtype):
+def test_unsupported_dtypes(name, dtype):
     given = {"x": torch.zeros(4, D), "weight": torch.zeros(D), "residual": torch.zeros(4, D)}
     given[name] = given[name].to(dtype)
     if name == "x":
@@ -181,7 +178,7 @@ def test_dtypes_that_are_refused(name, dtype):
 
 
 @pytest.mark.parametrize("eps", [None, "1e-5", -1.0, float("nan"), float("inf")])
-def test_an_eps_that_is_no_number(eps):
+def test_bad_eps(eps):
     with pytest.raises(ValueError, match="eps = .*: expected a number, not negative"):
         rms_norm(torch.zeros(4, D), eps=eps)
 
@@ -192,7 +189,7 @@ def test_tensors_on_different_devices():
         run(x, torch.zeros(D, device="meta"))
 
 
-def test_rows_of_another_length_than_the_modules():
+def test_wrong_row_length():
     with pytest.raises(ValueError, match=r"x \(2, 32\): expected a last dimension of 64"):
         FusedRMSNorm(64, elementwise_affine=False)(torch.zeros(2, 32))
 
@@ -204,7 +201,7 @@ def norm_of(**kwargs):
 
 
 class Block(nn.Module):
-    """A norm between what a transformer puts before and behind it."""
+    """A norm between other operations."""
 
     def __init__(self, **kwargs):
         super().__init__()
@@ -252,22 +249,7 @@ def test_compiles_without_a_graph_break(when_compiled, with_residual, autocast, 
         assert ops == (kernels if wanted == "kernel" else [])
 
 
-def save_matmuls(ctx, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@pytest.mark.parametrize(
-    "recompute",
-    [
-        partial(checkpoint, use_reentrant=False),
-        partial(
-            checkpoint,
-            use_reentrant=False,
-            context_fn=partial(create_selective_checkpoint_contexts, save_matmuls),
-        ),
-    ],
-    ids=["full", "selective"],
-)
+@pytest.mark.parametrize("recompute", CHECKPOINTING.values(), ids=CHECKPOINTING)
 def test_activation_checkpointing_changes_nothing(recompute):
     block, x, dy = Block(), inputs()[0], draw(*LEADING, D, seed=3)
     plain = block_gradients(block, x, dy)
@@ -284,7 +266,7 @@ def test_the_same_bits_every_time():
     assert all(torch.equal(a, b) for a, b in zip(first, gradients(run, tensors, [dy]), strict=True))
 
 
-def test_the_module_takes_the_place_of_pytorchs():
+def test_the_module_replaces_nn_rmsnorm():
     norm = nn.RMSNorm(D, eps=1e-3, dtype=torch.bfloat16).eval()
     fused = FusedRMSNorm.from_rms_norm(norm, when_compiled="kernel")
     assert fused.weight is norm.weight and fused.eps == 1e-3 and not fused.training
@@ -298,7 +280,7 @@ def test_the_module_takes_the_place_of_pytorchs():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_without_eps_it_is_pytorchs_default(dtype):
-    """Rows so small that eps rules them."""
+    """Rows so small that eps dominates."""
     norm = nn.RMSNorm(D, dtype=dtype)
     x = 1e-4 * draw(3, D, seed=0, dtype=dtype)
     got, want = FusedRMSNorm.from_rms_norm(norm)(x), norm(x)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from layer_checks import SEED, NormBlock, draw, mx_linear, results_of
 
-from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, set_rounding_step
+from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear
 from mxtrain.ops import mxfp8, nvfp4
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import GEMMS, RECIPES
@@ -16,14 +16,7 @@ D, N, T = 64, 96, 37
 FORMATS = ("mxfp8", "nvfp4", "bf16")
 layer, block_of = partial(mx_linear, D, N), partial(NormBlock, D, N)
 
-pytestmark = pytest.mark.usefixtures("device")
-
-
-@pytest.fixture(autouse=True)
-def step():
-    set_rounding_step(5, microbatch=2, rank=1)
-    yield
-    set_rounding_step(None)
+pytestmark = pytest.mark.usefixtures("device", "rounding_step")
 
 
 def spec(*names):
@@ -50,7 +43,7 @@ def test_every_gemm_of_a_linear_is_that_of_its_recipe(mode, dtype, mixed, tokens
 
 
 def test_every_gemm_behind_a_norm_is_that_of_its_recipe():
-    """With the exact RMS, which is the same for all formats, so that gradients can be compared to the bit."""
+    """With the exact RMS, which is the same for all formats: gradients are equal to the bit."""
     x, dy = draw(T, D, seed=0), draw(T, N, seed=1)
     plain = {name: results_of(block_of(name, estimator="exact"), x, dy) for name in FORMATS}
     for names in ROTATIONS:
@@ -62,8 +55,8 @@ def test_every_gemm_behind_a_norm_is_that_of_its_recipe():
 
 @pytest.mark.parametrize("mode", ["reference", "emulated"])
 @pytest.mark.parametrize("fprop", FORMATS)
-def test_the_norm_is_that_of_fprop(fprop, mode):
-    """Its estimate is over the blocks of fprop's format, of 32 without one."""
+def test_the_norm_follows_the_recipe_of_fprop(fprop, mode):
+    """The estimate reads blocks of fprop's format, or blocks of 32 without a format."""
     other = "mxfp8" if fprop == "nvfp4" else "nvfp4"
     norm, plain = (block_of(r, mode=mode).norm for r in (spec(fprop, other, other), fprop))
     assert norm.estimate == plain.estimate and norm.estimate.block_size == (16 if fprop == "nvfp4" else 32)
@@ -71,7 +64,7 @@ def test_the_norm_is_that_of_fprop(fprop, mode):
     assert torch.equal(normed.xhat.data, expected.xhat.data) and torch.equal(normed.rho, expected.rho)
 
 
-def test_linears_of_a_norm_may_differ_backward():
+def test_linears_of_one_norm_may_have_different_backward_recipes():
     x, dys = draw(T, D, seed=0), [draw(T, N, seed=s) for s in (1, 2, 3)]
     backward = [("mxfp8", "mxfp8"), ("bf16", "nvfp4"), ("nvfp4", "bf16")]
     recipes = [spec("mxfp8", *names) for names in backward]
@@ -79,7 +72,7 @@ def test_linears_of_a_norm_may_differ_backward():
     plain = {name: results_of(block_of(*[name] * 3), x, *dys) for name in FORMATS}
     assert all(torch.equal(y, want) for y, want in zip(ys, plain["mxfp8"]))
     assert torch.equal(dw0, plain["mxfp8"][5])
-    # Both gradients of the others use the RMS estimate of MXFP8, so they are near those of their format, not the same.
+    # The other linears share the RMS estimate of MXFP8, so their gradients are close to their format's, not equal.
     for got, want in ((dw1, plain["nvfp4"][6]), (dw2, plain["bf16"][7]), (dx, plain["bf16"][3])):
         assert (got - want).norm() < 0.15 * want.norm()
     assert dgain.isfinite().all()
@@ -94,7 +87,7 @@ def test_linears_of_a_norm_may_differ_backward():
         (("nvfp4", "nvfp4", "bf16"), False, True),
     ],
 )
-def test_signs_and_random_bits_are_there_where_a_gemm_uses_them(names, signs, draws):
+def test_signs_and_random_bits_exist_if_a_gemm_uses_them(names, signs, draws):
     linear, cpu = layer(spec(*names)), torch.device("cpu")
     assert (linear.signs(cpu) is not None, linear.draws(cpu) is not None) == (signs, draws)
     assert (block_of(spec(*names)).norm(draw(T, D, seed=0)).signs is not None) == signs
@@ -102,7 +95,7 @@ def test_signs_and_random_bits_are_there_where_a_gemm_uses_them(names, signs, dr
     assert layer(off).signs(cpu) is None and layer(off).draws(cpu) is None
 
 
-def test_a_linear_behind_a_norm_without_signs_has_its_own():
+def test_a_linear_uses_its_own_signs_if_its_norm_has_none():
     x, dy = draw(T, D, seed=0), draw(T, N, seed=1)
     recipe = spec("mxfp8", "mxfp8", "nvfp4")
     shared, alone = block_of(recipe), block_of(recipe, norm="mxfp8")
@@ -114,8 +107,8 @@ def test_a_linear_behind_a_norm_without_signs_has_its_own():
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
-def test_one_read_of_the_gradient_where_both_casts_are_of_one_recipe(name, monkeypatch):
-    """A frozen operand needs one of them only."""
+def test_one_read_of_the_gradient_for_two_casts_with_one_recipe(name, monkeypatch):
+    """A frozen operand needs only one cast."""
     reads = []
     for module in (mxfp8, nvfp4):
         note = lambda dy, recipe, mode, dims, *rest, cast=module.gradient: (  # noqa: E731

@@ -101,7 +101,7 @@ def test_forward_and_gradients_match_an_explicit_composition_of_casts(mode, dtyp
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("mode", ["reference", "emulated"])
 def test_the_norms_operand_is_mxnorm_cast_to_the_bit(mode, dtype):
-    """x * rho goes into the cast in fp32: rounded to bf16 before, codes would differ."""
+    """The cast reads x * rho in fp32. Rounded to bf16 first, it would give other codes."""
     x = draw(*TOKENS, D, seed=0, dtype=dtype)
     normed = MXNorm(D, mode=mode)(x)
     codes, scales, rho = mxnorm_cast(x, mode=mode)
@@ -128,8 +128,20 @@ def test_gain_gradient_sums_over_three_consumers():
     torch.testing.assert_close(together, sum(alone), rtol=1e-5, atol=1e-5)
 
 
+def test_frozen_weights_and_inputs_leave_the_other_gradients_unchanged():
+    block, (x, dys) = block_of(), inputs()
+    *_, dx, dgain, _, _, _ = results_of(block, x, *dys)
+    block.linears.requires_grad_(False)
+    torch.autograd.backward(block(x), dys)
+    assert torch.equal(block.norm.weight.grad, dgain) and all(w.weight.grad is None for w in block.linears)
+    block.requires_grad_(False)
+    x = x.requires_grad_()
+    torch.autograd.backward(block(x), dys)
+    assert torch.equal(x.grad, dx)
+
+
 def test_each_gemm_has_blocks_along_its_own_reduction_axis():
-    """As for MXLinear: what is not reduced differs in scale by 2^24 between neighbours, and nothing is lost."""
+    """As for MXLinear: neighbours that are not reduced differ in scale by 2^24, and no result is lost."""
     small = lambda n: torch.where(torch.arange(n) % 2 == 0, 1.0, 2.0**-24)  # noqa: E731
     tokens = 40
     x, w, dy = draw(tokens, D, seed=0), draw(N, D, seed=1), draw(tokens, N, seed=2)
@@ -169,8 +181,8 @@ def test_one_norm_backward_for_all_consumers(monkeypatch):
     assert len(calls) == 1
 
 
-def test_saved_for_backward_is_x_and_rho():
-    """No second tensor of the size of x: besides parameters, only x itself and one number a token are kept."""
+def test_the_backward_saves_x_and_rho():
+    """Besides parameters, the backward keeps only x itself and one number per token."""
     block, x = block_of(), inputs()[0].requires_grad_()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

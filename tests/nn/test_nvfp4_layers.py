@@ -20,14 +20,7 @@ from mxtrain.rng.seeds import hadamard_signs, rounding_key
 
 D, N, T = 48, 80, 37
 
-pytestmark = pytest.mark.usefixtures("device")
-
-
-@pytest.fixture(autouse=True)
-def step():
-    set_rounding_step(5, microbatch=2, rank=1)
-    yield
-    set_rounding_step(None)
+pytestmark = pytest.mark.usefixtures("device", "rounding_step")
 
 
 def layer(recipe="nvfp4", mode="reference", dtype=torch.float32, **switches):
@@ -57,7 +50,7 @@ def along_tokens(x, signs_of):
 
 
 def gradient_values(dy, fqn=FQN, signs_of=FQN, step=5, rank=1, microbatch=2):
-    """dY as operand of dgrad, [T, N], and of wgrad, [N, T padded]."""
+    """dY as the operands of dgrad [T, N] and wgrad [N, T padded]."""
     for_wgrad = along_tokens(dy, signs_of)
     key, rows = rounding_key(SEED, fqn), for_wgrad.shape[1]
     words = rounding_words(rows, dy.shape[1], key, step, rank, microbatch, dy.device)
@@ -121,7 +114,7 @@ def sqnr(got, exact):
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_dynamic"])
 def test_error_against_an_fp32_linear_is_that_of_the_format(recipe):
-    """Two operands to nearest, or one of them stochastically, which about doubles that one's error."""
+    """fprop rounds both operands to nearest. Stochastic rounding of dY about doubles its error."""
     x, dy = draw(96, D, seed=0), draw(96, N, seed=1)
     linear, exact = layer(recipe), nn.Linear(D, N, bias=False)
     exact.weight.data.copy_(linear.weight.data)
@@ -157,13 +150,13 @@ def test_a_switch_changes_what_it_should_and_nothing_else(switch):
 
 
 def test_the_tensor_scale_of_the_norm_changes_only_the_forward():
-    """And of that only blocks so small that their scale is the smallest there is: tensor scales are powers of two."""
+    """It changes only blocks so small that they get the smallest block scale: tensor scales are powers of two."""
     dys = [draw(T, N, seed=s) for s in (1, 2, 3)]
     x = draw(T, D, seed=0).clamp(-0.5, 0.5)
     x[:, :16] *= 5e-5
     static, dynamic = results_of(block_of("nvfp4"), x, *dys), results_of(block_of("nvfp4_dynamic"), x, *dys)
     largest = nvfp4.power_of_two_tensor_scale(x * block_of().norm(x).rho[:, None])
-    assert nvfp4.static_tensor_scale(D) == 2 * largest, "so that there is something to see"
+    assert nvfp4.static_tensor_scale(D) == 2 * largest, "otherwise both recipes cast alike"
     assert [torch.equal(a, b) for a, b in zip(static, dynamic)] == [False] * 3 + [True] * 5
     x[:, :16] *= 1e4
     static, dynamic = results_of(block_of("nvfp4"), x, *dys), results_of(block_of("nvfp4_dynamic"), x, *dys)
@@ -198,7 +191,7 @@ def test_bits_belong_to_the_step_of_the_forward():
     assert torch.equal(got, want)
 
 
-def test_without_a_step_every_forward_has_random_bits_of_its_own():
+def test_without_a_step_every_forward_draws_new_bits():
     linear, x, dy = layer(), draw(T, D, seed=0), draw(T, N, seed=1)
     set_rounding_step(None)
     torch.manual_seed(0)
@@ -215,7 +208,7 @@ def test_without_a_step_every_forward_has_random_bits_of_its_own():
 
 
 def test_stochastic_rounding_is_unbiased_in_every_gradient():
-    """The mean over many steps against what the unrounded gradient gives, but for elements that saturate."""
+    """The mean over many steps equals the result for an unrounded gradient whose saturating elements are clamped."""
     linear, x, dy = layer(), draw(T, D, seed=0), draw(T, N, seed=1)
     steps, w = 100, weight_values(linear.weight.detach())
 
@@ -244,7 +237,7 @@ def test_stochastic_rounding_is_unbiased_in_every_gradient():
 
 @pytest.mark.parametrize("hadamard", [True, False])
 def test_tiny_gradients_are_not_lost(hadamard):
-    """One large element a block: to nearest, all its neighbours are zero for ever; stochastically, now and then not."""
+    """Beside one large element per block, rounding to nearest always gives zero, stochastic rounding only sometimes."""
     dy = torch.full((16, N), 1e-6)
     dy[:, ::16] = 1.0
     linear, x = layer(hadamard=hadamard), draw(16, D, seed=0)

@@ -39,7 +39,7 @@ def test_numbers_follow_from_seed_name_and_position():
     assert [draws[i] for i in (Draws.STEP, Draws.MICROBATCH, Draws.RANK)] == [11, 2, 1]
 
 
-def test_a_module_made_by_hand_has_those_of_seed_0_and_no_name():
+def test_a_module_made_by_hand_has_seed_0_and_no_name():
     for module in (layer(seeded=False), MXNormLinear(32, 64, recipe="nvfp4", mode="reference")):
         signs, draws = numbers(module)
         assert tuple(signs) == hadamard_signs(0, "") and draws[0] == rounding_key(0, "")
@@ -55,8 +55,8 @@ def test_only_what_the_recipe_needs():
         assert layer().draws(CPU) is None, "there will be no backward"
 
 
-def test_they_are_no_state_and_survive_what_becomes_of_a_model():
-    """Conversion on the meta device, then to_empty; copies; other dtypes."""
+def test_numbers_are_no_state_and_survive_to_empty_copies_and_casts():
+    """Through conversion on the meta device and to_empty, copies, and other dtypes."""
     want = numbers(layer())
     linear = layer(device="meta")
     assert list(linear.state_dict()) == ["weight", "bias"] and not list(linear.buffers())
@@ -69,7 +69,7 @@ def test_they_are_no_state_and_survive_what_becomes_of_a_model():
 
 
 @pytest.mark.usefixtures("device")
-def test_they_are_where_the_parameters_are(device):
+def test_numbers_move_with_the_parameters(device):
     linear, norm = layer(device="cpu"), MXNorm(32, recipe="nvfp4", device="cpu")
     linear.to(device), norm.to(device)
     assert linear._seeds.device.type == device and norm._seeds.device.type == device

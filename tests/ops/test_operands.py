@@ -34,6 +34,9 @@ def all_operands(recipe, mode, tokens, dim, outputs, dtype=torch.float32):
     """Every operand of a norm, a linear behind it, and a linear without a norm, by (name, rows, length)."""
     x, w = draw(tokens, dim, dtype=dtype), draw(outputs, dim) * 700
     dy = draw(tokens, outputs, seed=2, dtype=dtype) * 3e-5
+    for matrix in (x, w, dy) if tokens else (w,):
+        # All other blocks get the smallest block scale, which makes their values depend on the tensor scale.
+        matrix[0, 3] *= 3e5
     rho, gain = draw(tokens, seed=1).abs(), draw(dim, seed=3)
     for_dgrad, for_wgrad = gradient(dy, recipe, mode, True, True, signs(), draws())
     normed = normalize(x, RMSEstimate.for_recipe(recipe), recipe, mode)[0]

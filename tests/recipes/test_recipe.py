@@ -45,7 +45,7 @@ def test_any_recipe_can_leave_blocks_in_high_precision():
     assert get_recipe("nvfp4", high_precision_share=0).high_precision_share == 0
 
 
-def test_a_recipe_is_that_of_all_three_gemms():
+def test_a_plain_recipe_applies_to_all_three_gemms():
     for recipe in RECIPES.values():
         assert recipe.gemms == (recipe, recipe, recipe)
 
@@ -65,7 +65,7 @@ def test_a_spec_with_one_name_three_times_is_that_recipe(name):
     assert get_recipe(", ".join(f"{gemm}={name}" for gemm in GEMMS)) is RECIPES[name]
 
 
-def test_blocks_are_left_if_any_gemm_is_nvfp4():
+def test_high_precision_share_if_any_gemm_is_nvfp4():
     assert get_recipe("fprop=mxfp8, dgrad=mxfp8, wgrad=nvfp4").high_precision_share == 0.15
     assert get_recipe("fprop=mxfp8, dgrad=bf16, wgrad=bf16").high_precision_share == 0
     assert get_recipe("fprop=mxfp8, dgrad=mxfp8, wgrad=nvfp4", high_precision_share=0).high_precision_share == 0
@@ -86,7 +86,7 @@ def test_switches_of_a_plain_recipe_are_its_own(name):
     assert switches_in_effect([RECIPES[name]]) == {switch: getattr(RECIPES[name], switch) for switch in SWITCHES}
 
 
-def test_switches_in_effect_are_those_of_the_gemms_that_they_change():
+def test_switches_in_effect_come_from_the_gemms_that_they_change():
     none = dict.fromkeys(SWITCHES) | dict.fromkeys(("weight_tiles", "hadamard", "stochastic_rounding"), False)
     forward = get_recipe("fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8")
     expected = {"scale_rounding": "rceil", "tensor_scale": "static", "weight_tiles": True, "high_precision_share": 0.15}

@@ -1,4 +1,4 @@
-"""What the tests of the NVFP4 reference share: inputs, the values of E2M1, and the cast of the installed torchao."""
+"""Shared by the tests of the NVFP4 reference: inputs, the values of E2M1, and the installed torchao's cast."""
 
 import torch
 
@@ -23,7 +23,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def torchao_cast(x: torch.Tensor, tensor_scale) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales) of torchao, which returns them the other way round."""
+    """torchao's (codes, scales); torchao returns them in the other order."""
     from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 
     scales, codes = nvfp4_quantize(x, 16, torch.as_tensor(tensor_scale, dtype=torch.float32))

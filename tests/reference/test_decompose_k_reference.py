@@ -56,7 +56,7 @@ def test_it_can_be_differentiated(epilogue):
     assert torch.autograd.gradcheck(lambda *inputs: decompose_k_mm(*inputs, epilogue), (a, b, bias))
 
 
-def test_the_end_alone():
+def test_finish():
     total, bias = draw(5, 4, dtype=torch.float32), draw(4, seed=1, dtype=torch.bfloat16)
     got = finish(total, bias, "relu", torch.bfloat16)
     assert torch.equal(got, torch.relu(total + bias.float()).bfloat16())

@@ -26,7 +26,7 @@ def matrix(signs) -> torch.Tensor:
 
 
 def step_by_step(block, signs):
-    """The order of operations that the module states, one fp32 number after another."""
+    """The order of operations in the module's docstring, one fp32 number at a time."""
     y = [np.float32(value) * np.float32(sign / 16) for value, sign in zip(block, signs)]
     for distance in (1, 2, 4, 8):
         for i in range(16):
@@ -63,7 +63,7 @@ def test_the_order_of_operations_is_the_stated_one(scale):
 
 @pytest.mark.torchao
 def test_the_matrix_is_torchaos():
-    """torchao 0.17 has none."""
+    """torchao 0.17 has no such function."""
     utils = pytest.importorskip("torchao.prototype.moe_training.nvfp4_training.hadamard_utils")
     want = draw(8, 16) @ utils.get_rht_matrix(SIGNS, "cpu", torch.float32, 16)
     torch.testing.assert_close(hadamard(draw(8, 16), SIGNS, 1), want, rtol=0, atol=2e-6)
@@ -71,7 +71,7 @@ def test_the_matrix_is_torchaos():
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 3), st.integers(0, 2**16 - 1), st.integers(0, 2**32))
-def test_a_product_over_the_transformed_axis_stays_what_it_was(blocks, sign_bits, seed):
+def test_the_transform_leaves_products_unchanged(blocks, sign_bits, seed):
     """Exactly: with small integers no operation rounds."""
     generator = torch.Generator().manual_seed(seed)
     dy, x = (torch.randint(-64, 65, (16 * blocks, n), generator=generator).float() for n in (5, 3))
@@ -103,7 +103,7 @@ def test_the_largest_and_the_smallest_numbers():
 
 
 @pytest.mark.parametrize("special", [INF, -INF, NAN])
-def test_a_block_that_is_not_finite_stays_so_throughout(special):
+def test_one_bad_element_makes_its_whole_block_non_finite(special):
     x = draw(32, 2)
     x[5, 1] = special
     finite = hadamard(x, SIGNS, 0).isfinite()
@@ -111,7 +111,7 @@ def test_a_block_that_is_not_finite_stays_so_throughout(special):
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17])
-def test_padding_tokens_leaves_the_product_as_it_was(tokens):
+def test_padding_tokens_leaves_products_unchanged(tokens):
     dy, x = draw(tokens, 4, dtype=torch.float64), draw(tokens, 3, seed=1, dtype=torch.float64)
     padded = pad(dy, 0)
     assert padded.shape == (-(-tokens // 16) * 16, 4) and torch.equal(padded[:tokens], dy)
@@ -122,7 +122,7 @@ def test_padding_tokens_leaves_the_product_as_it_was(tokens):
     assert pad(dy.t(), -1).shape == (4, padded.shape[0])
 
 
-def test_signs_in_a_tensor():
+def test_signs_as_a_tensor():
     signs = unpack_signs(torch.tensor(sign_mask(SIGNS)))
     assert signs.dtype == torch.float32 and tuple(signs.tolist()) == SIGNS
     x = draw(32, 16)

@@ -51,7 +51,7 @@ def test_gaussian_rows_are_estimated_within_the_known_spread(p, width, spread):
 
 @pytest.mark.parametrize("p", [1, 2])
 def test_other_shapes_are_estimated_up_to_a_constant(p):
-    """Theorem 1: the ratio converges to a constant of the distribution's shape, not to one, and scale drops out."""
+    """Theorem 1: the ratio converges to a constant that depends on the distribution's shape, not on its scale."""
     laplace = rows("laplace", 500, 4096)
     ratio = inverse_rms(laplace, estimate(p), MXFP8) * laplace.square().mean(-1).sqrt()
     assert ratio.std().item() < 0.05 * ratio.mean().item()
@@ -90,7 +90,7 @@ def test_exact_is_the_rms():
 
 @pytest.mark.parametrize("p", [1, 2])
 def test_post_round_reads_the_rounded_scales(p):
-    """A maximum that moves within its binade leaves the post-round estimate alone and moves the pre-round one."""
+    """A maximum that moves within its binade changes the pre-round estimate, not the post-round estimate."""
     x = torch.full((1, 64), 0.1)
     x[0, 0], x[0, 32] = 1.3, 1.0
     y = x.clone()
@@ -124,7 +124,7 @@ def test_bf16_input_is_read_exactly():
     assert inverse_rms(x, estimate(), MXFP8).dtype == torch.float32
 
 
-def test_block_amax_wants_whole_blocks():
+def test_block_amax_needs_whole_blocks():
     with pytest.raises(ValueError, match=r"shape \(2, 40\)"):
         block_amax(torch.ones(2, 40), 32)
 

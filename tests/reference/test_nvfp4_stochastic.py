@@ -30,21 +30,34 @@ def neighbours(value: float) -> tuple[float, float]:
     return math.copysign(low, value), math.copysign(high, value)
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize(
-    "value", [2.0**-17, 0.1, 0.25, 0.4999, 0.5001, 0.75, 0.99, 1.3, 1.75, 1.999, 2.001, 2.7, 3.5, 3.9, 4.1, 5.0, 5.999]
-)
-def test_the_decision_by_hand(value, sign):
-    """The larger neighbour from 2^16 - t on, with t the fraction in units of 2^-16: of 2^16 equally likely bits, t."""
-    value = sign * torch.tensor(value).item()
-    low, high = neighbours(value)
-    fraction = (value - low) / (high - low)
-    t = round(fraction * 2**16)
-    assert t > 0, "an element so small may yet be rounded up"
-    assert rounded(value, 0) == low
-    assert rounded(value, 2**16 - t - 1) == low
-    assert rounded(value, 2**16 - t) == high
-    assert rounded(value, 2**16 - 1) == high
+def test_the_decision_by_hand():
+    """With t the fraction in units of 2^-16: bits from 2^16 - t on give the larger neighbour, t of 2^16 cases."""
+    smallest = 2.0**-17
+    for magnitude in (
+        smallest,
+        0.1,
+        0.25,
+        0.4999,
+        0.5001,
+        0.75,
+        1.3,
+        1.75,
+        1.999,
+        2.001,
+        2.7,
+        3.5,
+        3.9,
+        4.1,
+        5.0,
+        5.999,
+    ):
+        for sign in (1, -1):
+            value = sign * torch.tensor(magnitude).item()
+            low, high = neighbours(value)
+            t = round((value - low) / (high - low) * 2**16)
+            assert t > 0, "even the smallest element can be rounded up"
+            expected = {0: low, 2**16 - t - 1: low, 2**16 - t: high, 2**16 - 1: high}
+            assert {bits: rounded(value, bits) for bits in expected} == expected, value
 
 
 @pytest.mark.parametrize("bits", [0, 2**15, 2**16 - 1])
@@ -56,7 +69,7 @@ def test_bits_change_no_representable_value(bits):
 
 
 @pytest.mark.parametrize("bits", [0, 2**15, 2**16 - 1])
-def test_what_exceeds_the_largest_value_saturates_whatever_the_bits(bits):
+def test_elements_above_the_largest_value_saturate_whatever_the_bits(bits):
     x = block(6.0 * 1.0625, -6.3)  # the scale is rounded down to one
     codes, scales = cast(x, 1.0, torch.full(x.shape, bits))
     assert scales.item() == 1 and dequantize(codes, scales)[0, :2].tolist() == [6.0, -6.0]
@@ -95,7 +108,7 @@ def test_stochastic_rounding_is_unbiased():
 
 
 def test_a_fraction_is_rounded_to_sixteen_bits_on_either_side():
-    """Over all bits, the mean is off by the rounding of the fraction: by chance, not by rule."""
+    """Over all bits, the mean is off by the rounding of the fraction, which has no bias."""
     errors = []
     for value in torch.linspace(0.001, 5.999, 1000).tolist():
         low, high = neighbours(value)
@@ -108,7 +121,7 @@ def test_a_fraction_is_rounded_to_sixteen_bits_on_either_side():
 
 
 def test_small_gradients_survive_on_average():
-    """Nearest loses what lies under a quarter of a block's smallest step; stochastic rounding keeps its mean."""
+    """Rounding to nearest loses elements below half of the smallest step; stochastic rounding keeps their mean."""
     x = torch.full((20_000, 16), 0.02)
     x[:, 0] = 6.0
     assert dequantize(*cast(x, 1.0))[:, 1:].count_nonzero() == 0

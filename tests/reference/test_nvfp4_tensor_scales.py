@@ -161,6 +161,6 @@ def test_beyond_the_static_tensor_scale_values_saturate():
         ((256, 2, "post_round"), "'post_round' does not bound the output"),
     ],
 )
-def test_there_is_no_static_tensor_scale(arguments, message):
+def test_wrong_arguments_of_the_static_tensor_scale(arguments, message):
     with pytest.raises(ValueError, match=message):
         static_tensor_scale(*arguments)

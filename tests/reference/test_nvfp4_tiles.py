@@ -1,4 +1,4 @@
-"""NVFP4 casts of weights, whose tiles of 16 x 16 share a scale, against torchao where it has the same.
+"""NVFP4 casts of weights, whose tiles of 16 x 16 share a scale, against torchao where it has an equivalent.
 
 The suite runs these once more with the other release of the supported range (marker ``torchao``).
 """
@@ -63,7 +63,7 @@ def test_under_a_power_of_two_tiles_have_the_bits_of_torchaos_training_kernel(ex
     assert torch.equal(codes, pack_uint4(f32_to_f4_unpacked(scaled)))
 
 
-def test_an_incomplete_tile_is_cast_as_if_filled_up_with_zeros():
+def test_zeros_pad_an_incomplete_tile():
     w = draw(40, 32)
     full = cast_tiles(torch.cat([w, torch.zeros(8, 32)]), 2.0**-8)
     for part, whole in zip(cast_tiles(w, 2.0**-8), full):

@@ -20,7 +20,7 @@ def words(text: str) -> list[int]:
     ],
 )
 def test_known_answers(counter, key, want):
-    """Of ``kat_vectors``, distributed with Random123."""
+    """From ``kat_vectors``, distributed with Random123."""
     low, high = words(key)
     assert list(philox(low | high << 32, *words(counter))) == words(want)
     tensors = [torch.tensor([word]) for word in words(counter)]
@@ -46,17 +46,17 @@ def test_the_addressing_rule():
             assert bits[row, column].item() == philox(KEY, e // 4, microbatch, step, rank)[e % 4]
 
 
-def test_rows_that_are_added_change_no_other():
+def test_added_rows_do_not_change_the_others():
     assert torch.equal(rounding_words(32, 48, KEY, 1, 0)[:19], rounding_words(19, 48, KEY, 1, 0))
 
 
-def test_a_step_in_a_tensor():
+def test_step_as_a_tensor():
     want = rounding_words(4, 8, KEY, 2**32 - 1, 1, 5)
     assert torch.equal(rounding_words(4, 8, KEY, torch.tensor(2**32 - 1), 1, torch.tensor(5)), want)
 
 
 def test_every_address_has_bits_of_its_own():
-    """At any address 4096 words, 16384 in all: two that share a counter would have all 4096 in common."""
+    """Each address has 4096 words. Two addresses with the same counter would share all of them."""
     other_keys = [rounding_key(0, "layers.0.attention.wk"), rounding_key(1, "layers.0.attention.wq")]
     addresses = [(KEY, 1, 1, 1), (KEY, 2, 1, 1), (KEY, 1, 2, 1), (KEY, 1, 1, 2), *((k, 1, 1, 1) for k in other_keys)]
     drawn = [rounding_words(64, 64, *address) for address in addresses]
@@ -95,7 +95,7 @@ def test_addresses_are_uncorrelated(one, other):
     assert abs((a[1:] * a[:-1]).mean()) < 3 / 12 / a.numel() ** 0.5
 
 
-def test_words_in_tensors():
+def test_key_and_counter_as_tensors():
     for words in ((KEY, 3, 1, 2), (2**63 - 1, 2**32 - 1, 0, 2**32 - 1)):
         assert torch.equal(rounding_words(8, 6, *map(torch.tensor, words)), rounding_words(8, 6, *words))
 

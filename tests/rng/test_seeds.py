@@ -9,13 +9,13 @@ from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
 FQNS = [f"layers.{i}.{name}" for i in range(32) for name in ("attention.wq", "attention.wo", "feed_forward.w2")]
 
 
-def test_they_are_what_they_were_in_earlier_releases():
-    """A run that is resumed with a newer release goes on with the same numbers."""
+def test_numbers_do_not_change_between_releases():
+    """A run that resumes with a newer release keeps its numbers."""
     assert hadamard_signs(42, "layers.0.attention.wq") == (1, 1, -1, -1, 1, -1, 1, 1, -1, 1, 1, 1, 1, 1, 1, 1)
     assert rounding_key(42, "layers.0.attention.wq") == 2898033203299009445
 
 
-def test_they_are_the_same_in_another_process():
+def test_numbers_are_the_same_in_another_process():
     code = "from mxtrain.rng.seeds import *; print(hadamard_signs(7, 'a.b'), rounding_key(7, 'a.b'))"
     want = f"{hadamard_signs(7, 'a.b')} {rounding_key(7, 'a.b')}"
     for hash_seed in ("1", "2"):
@@ -31,7 +31,7 @@ def test_signs_are_plus_or_minus_one_in_equal_shares():
     assert all(abs(sum(position)) < 3 * len(signs) ** 0.5 for position in zip(*signs))
 
 
-def test_a_mask_holds_the_signs():
+def test_sign_mask():
     assert sign_mask((1,) * 16) == 0 and sign_mask((-1,) + (1,) * 15) == 1 and sign_mask((1,) * 15 + (-1,)) == 2**15
     masks = {sign_mask(hadamard_signs(0, fqn)) for fqn in FQNS}
     assert len(masks) == len({hadamard_signs(0, fqn) for fqn in FQNS})
