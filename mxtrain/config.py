@@ -1,4 +1,7 @@
-"""TOML configs that may extend one another. Imports nothing heavy: the launcher and every worker read configs here."""
+"""Reads and writes TOML configs, which may extend one another.
+
+Imports nothing heavy, because the launcher reads configs before PyTorch is needed.
+"""
 
 import os
 from pathlib import Path
@@ -10,20 +13,20 @@ from mxtrain.errors import ConfigError
 
 
 def load_config(path: str | os.PathLike) -> dict:
-    """Read a TOML file as nested dicts, with ``extends = "other.toml"`` resolved and removed.
+    """Return a TOML file as nested dicts, with ``extends = "base.toml"`` resolved and removed.
 
-    The path in ``extends`` is relative to the file that holds it, and that file may extend another. The extending
-    file wins: tables are merged key by key, every other value (lists too) replaces the one it extends.
+    The path in ``extends`` is relative to the file that contains it. The base file may extend another file.
+    Tables are merged key by key. Any other value, lists included, replaces the value in the base file.
 
     Raises:
-        ConfigError: a file that is missing, unreadable or not TOML, or a chain of ``extends`` that comes back to
-            itself. TOML errors give line and column.
+        ConfigError: a file is missing, unreadable or not TOML (the message gives line and column), or files
+            extend each other in a circle.
     """
     return _load(Path(path), ())
 
 
 def dump_config(config: dict, path: str | os.PathLike) -> None:
-    """Write nested dicts as TOML, which has no null: leave keys without a value out."""
+    """Write nested dicts as TOML. TOML has no null, so ``config`` must not contain None."""
     Path(path).write_text(tomli_w.dumps(config), encoding="utf-8")
 
 
@@ -33,13 +36,13 @@ def _load(path: Path, extended_by: tuple[Path, ...]) -> dict:
     if base is None:
         return config
     if not isinstance(base, str):
-        raise ConfigError(f"extends = {base!r} in {str(path)!r} is not a string: give the path of one TOML file")
+        raise ConfigError(f"extends = {base!r} in {str(path)!r} is not a string: it takes the path of one TOML file")
     chain = (*extended_by, path)
     base_path = path.parent / base
     for i, earlier in enumerate(chain):
         if _same_file(base_path, earlier):
             cycle = " extends ".join(repr(str(p)) for p in (*chain[i:], earlier))
-            raise ConfigError(f"extends runs in a circle: {cycle}")
+            raise ConfigError(f"configs extend each other in a circle: {cycle}")
     return _merge(_load(base_path, chain), config)
 
 

@@ -1,13 +1,13 @@
-"""The exception for a wrong setting, and the exit status that follows from it."""
+"""The exception for a wrong setting, and its exit status."""
 
 CONFIG_ERROR_STATUS = 2
 """Exit status of a worker, and of ``mxtrain``, after a ``ConfigError``"""
 
 
 class ConfigError(ValueError):
-    """A setting is wrong, and the message alone is enough to mend it.
+    """A setting is wrong; the message says enough to fix it.
 
-    The message names the field, the value given, and the values allowed. Entry points print it
+    The message names the field, its value and the allowed values. Entry points print it
     without a traceback and exit with status 2; a library user sees an ordinary ``ValueError``.
     """
 

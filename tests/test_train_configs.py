@@ -1,5 +1,6 @@
-"""Every committed config is read as training reads it, and as TorchTitan alone reads it."""
+"""Parses every committed config as training does, and as TorchTitan without mxtrain does."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from mxtrain.data.config import DATASETS
 from mxtrain.titan.train import parse_job_config
 
 FOLDER = Path(__file__).parents[1] / "train_configs"
-CONFIGS = sorted(FOLDER.glob("*.toml"))
+CONFIGS = sorted(path.stem for path in FOLDER.glob("*.toml"))
 LLAMAS = ("debug", "125m", "1b", "8b", "70b")
 VARIANTS = {
     "_p1": {"mxnorm": {"p": 1}},
@@ -28,7 +29,7 @@ VARIANTS = {
         }
     },
 }
-# Converters of the configs that are no variant of a Llama's.
+# Converters of the configs without variants.
 CONVERTERS = {
     "deepseek_v3_debug": ["decompose_k_router"],
     "deepseek_v3_16b": ["decompose_k_router"],
@@ -39,65 +40,67 @@ SIZES_OF = dict.fromkeys(VARIANTS, LLAMAS) | {
     "_nvfp4": ("debug", "125m"),
     "_mixed": ("debug",),
 }
+CHANGES = {f"llama3_{size}{variant}": VARIANTS[variant] for variant, sizes in SIZES_OF.items() for size in sizes}
 
 
+@cache
 def parse(name):
+    """The job config of a committed config. Tests share it and must not change it."""
     return parse_job_config(["--job.config_file", str(FOLDER / f"{name}.toml")])
 
 
-def test_the_configs_are_these():
-    names = {"qwen3_debug", *CONVERTERS} | {f"llama3_{size}" for size in LLAMAS}
-    names |= {f"llama3_{size}{variant}" for variant, sizes in SIZES_OF.items() for size in sizes}
-    assert {path.stem for path in CONFIGS} == names
+def test_the_folder_holds_exactly_these_configs():
+    llamas = {f"llama3_{size}" for size in LLAMAS}
+    assert set(CONFIGS) == {"qwen3_debug", *CONVERTERS, *llamas, *CHANGES}
 
 
-@pytest.mark.parametrize(
-    ("variant", "size"), [(variant, size) for variant, sizes in SIZES_OF.items() for size in sizes]
-)
-def test_a_variant_holds_only_what_it_changes(size, variant):
-    written = tomli.loads((FOLDER / f"llama3_{size}{variant}.toml").read_text())
-    assert written == {"extends": f"llama3_{size}.toml", **VARIANTS[variant]}
+def test_a_variant_contains_only_its_changes():
+    for name, changes in CHANGES.items():
+        written = tomli.loads((FOLDER / f"{name}.toml").read_text())
+        base = "_".join(name.split("_")[:2])
+        assert written == {"extends": f"{base}.toml", **changes}, name
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_parses_to_the_variant_in_its_name(path):
-    job_config = parse(path.stem)
-    expected = next((changes for variant, changes in VARIANTS.items() if path.stem.endswith(variant)), {})
-    converters = CONVERTERS.get(path.stem, ["mxnorm"])
-    assert job_config.model.converters == expected.get("model", {}).get("converters", converters)
-    assert job_config.mxnorm.p == expected.get("mxnorm", {}).get("p", 2)
-    assert job_config.mxnorm.recipe == expected.get("mxnorm", {}).get("recipe", "mxfp8")
-    assert job_config.mxnorm.recipes == expected.get("mxnorm", {}).get("recipes", {})
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_parses_to_its_variant_with_settings_that_fit(name):
+    """One test for both, because parsing takes most of the time."""
+    job_config = parse(name)
+    changes = CHANGES.get(name, {})
+    converters = CONVERTERS.get(name, ["mxnorm"])
+    assert job_config.model.converters == changes.get("model", {}).get("converters", converters)
+    mxnorm = {"p": 2, "recipe": "mxfp8", "recipes": {}} | changes.get("mxnorm", {})
+    assert {field: getattr(job_config.mxnorm, field) for field in mxnorm} == mxnorm
     assert job_config.model.flavor in get_train_spec(job_config.model.name).model_args
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_torchtitan_alone_reads_the_resolved_config(path, tmp_path):
-    dump_config(load_config(path), tmp_path / "resolved.toml")
-    alone = ConfigManager().parse_args(["--job.config_file", str(tmp_path / "resolved.toml")])
-    ours = parse(path.stem)
-    assert alone.experimental.custom_import == "mxtrain.titan"
-    alone.job.config_file = ours.job.config_file
-    assert alone.to_dict() == ours.to_dict()
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_settings_fit_together(path):
-    job_config = parse(path.stem)
     training, validation = job_config.training, job_config.validation
     assert training.dataset in DATASETS and validation.dataset in DATASETS
-    # TorchTitan makes its rotary embedding for the training length only.
+    # TorchTitan computes the rotary embedding up to the training length.
     assert validation.seq_len <= training.seq_len
-    # Another batch size would compile every block once more.
+    # Another batch size would compile every block again.
     assert validation.local_batch_size == training.local_batch_size
     assert validation.freq <= training.steps
     assert job_config.lr_scheduler.warmup_steps < training.steps
-    # mxnorm supports neither yet.
+    # mxnorm supports neither tensor nor pipeline parallelism yet.
     assert job_config.parallelism.tensor_parallel_degree == job_config.parallelism.pipeline_parallel_degree == 1
     assert job_config.metrics.enable_wandb
 
 
-def test_what_the_sizes_need():
+# A variant makes the same changes at every size, so the default run takes each variant at one size.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.sweep if name in CHANGES and "debug" not in name else ())
+        for name in CONFIGS
+    ],
+)
+def test_torchtitan_without_mxtrain_parses_the_resolved_config(name, tmp_path):
+    dump_config(load_config(FOLDER / f"{name}.toml"), tmp_path / "resolved.toml")
+    alone = ConfigManager().parse_args(["--job.config_file", str(tmp_path / "resolved.toml")])
+    assert alone.experimental.custom_import == "mxtrain.titan"
+    alone.job.config_file = parse(name).job.config_file
+    assert alone.to_dict() == parse(name).to_dict()
+
+
+def test_settings_of_each_llama_size():
     for size in LLAMAS:
         job_config = parse(f"llama3_{size}")
         on_gpu = size != "debug"
@@ -109,7 +112,7 @@ def test_what_the_sizes_need():
     assert modes == ["none", "none", "none", "selective", "full"]
 
 
-def test_what_mixtures_of_experts_need():
+def test_settings_of_mixtures_of_experts():
     for name in CONVERTERS:
         job_config = parse(name)
         on_gpu = not name.endswith("_debug")

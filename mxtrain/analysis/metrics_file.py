@@ -1,12 +1,12 @@
-"""``metrics.jsonl``: one JSON object per logged step, in the order they were logged.
+"""Reads and writes ``metrics.jsonl``: one JSON object per logged step, in the order of logging.
 
 A training row has ``step``, ``loss``, ``max_loss``, ``grad_norm``, ``lr``, ``tokens_per_second`` (per device),
-``memory_gib`` (peak since the row before), ``tokens_seen`` and ``time`` (unix seconds); a validation row has
+``memory_gib`` (peak since the previous row), ``tokens_seen`` and ``time`` (Unix seconds). A validation row has
 ``step``, ``validation_loss`` and ``time``.
 
-JSON has no NaN or infinity. Such a value is written as null, and the row's extra key ``nonfinite`` says which it was:
-``{"step": 7, "loss": null, ..., "nonfinite": {"loss": "nan"}}``. Any JSON reader takes the line and sees a missing
-value; ``read_metrics`` restores the float.
+JSON has no NaN or infinity. Such a value is written as null, and the row's extra key ``nonfinite`` holds its name:
+``{"step": 7, "loss": null, ..., "nonfinite": {"loss": "nan"}}``. Any JSON reader can parse the line and sees a
+missing value; ``read_metrics`` restores the float.
 """
 
 import json
@@ -20,7 +20,7 @@ FILE_NAME = "metrics.jsonl"
 
 
 def encode_row(row: dict) -> str:
-    """One line of strict JSON, without its newline. ``row`` is flat and holds numbers."""
+    """Return one line of strict JSON, without a newline. ``row`` is flat and holds numbers."""
     nonfinite = {key: str(value) for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
     if nonfinite:
         row = {**row, **dict.fromkeys(nonfinite), "nonfinite": nonfinite}
@@ -28,7 +28,7 @@ def encode_row(row: dict) -> str:
 
 
 def decode_row(line: str) -> dict:
-    """The inverse of ``encode_row``. Raises ValueError when the line is not a row."""
+    """Invert ``encode_row``. Raises ValueError if the line is not a row."""
     row = json.loads(line)
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise ValueError("not a JSON object with an integer 'step'")
@@ -37,13 +37,14 @@ def decode_row(line: str) -> dict:
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict]:
-    """All rows of a metrics file. A torn last line, left by a process that died while writing it, is dropped.
+    """Return all rows of a metrics file.
 
-    Raises ConfigError when the file is missing or another line is not a row.
+    A damaged last line is dropped: a process that dies while it writes leaves one. Raises ConfigError if the file is
+    missing or any other line is damaged.
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist: a run writes it at its first logged step")
+        raise ConfigError(f"{path} does not exist; a run creates this file at its first logged step")
     lines = path.read_bytes().splitlines()
     rows = []
     for number, line in enumerate(lines, start=1):
@@ -56,10 +57,10 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
 
 
 class MetricsWriter:
-    """Appends rows to ``path``, each on disk as soon as it is written.
+    """Appends rows to ``path`` and flushes each row.
 
-    The first row decides what is kept of an existing file: the rows of earlier steps. A run that starts over
-    therefore starts an empty file, and one resumed from a checkpoint replaces the steps it repeats.
+    The first row removes rows of the same and later steps from an existing file. A restarted run therefore begins
+    with an empty file, and a run resumed from a checkpoint replaces the steps that it repeats.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -86,7 +87,7 @@ class MetricsWriter:
                 try:
                     row = decode_row(line.decode())
                 except ValueError:
-                    continue  # whatever it was, it must not stop a training run
+                    continue  # a damaged line must not stop a training run
                 if row["step"] < step:
                     kept.append(encode_row(row) + "\n")
         replacement = self.path.with_name(self.path.name + ".tmp")

@@ -1,4 +1,4 @@
-"""Loss curves of one or more runs as a PNG."""
+"""Draws loss curves of one or more runs as a PNG."""
 
 import os
 from pathlib import Path
@@ -8,21 +8,21 @@ import numpy as np
 from mxtrain.analysis.runs import Run, labels
 
 SMOOTH_FROM = 50
-"""Curves with at least this many points are drawn faint, with their moving average on top"""
+"""Curves with at least this many points are drawn faintly, with a moving average on top"""
 
 COLORS = ("C0", "C1", "C2", "C3", "C4", "C8", "C9", "C6", "C5")
-"""Matplotlib's cycle without C7, the grey of the grid"""
+"""Matplotlib's color cycle, reordered, without the grey C7, which looks like the grid"""
 
 VALIDATION_MARKER = {"linestyle": "none", "marker": "D", "markersize": 5, "markeredgecolor": "black"}
 
 
 def plot(runs: list[Run], path: str | os.PathLike) -> Path:
-    """Draw training loss over steps, a line per run, and validation losses as diamonds.
+    """Draw training loss over steps, one line per run, and validation losses as diamonds.
 
-    Points that are not finite leave gaps, and the run's label says at which step they begin.
-    Returns ``path``; its folder is made when it does not exist.
+    Losses that are not finite leave gaps, and the run's label names the first such step. Creates the folder of
+    ``path`` if needed. Returns ``path``.
     """
-    from matplotlib.figure import Figure  # drawn without pyplot, so no display and no global state
+    from matplotlib.figure import Figure  # without pyplot there is no display and no global state
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")
@@ -68,10 +68,10 @@ def _draw(axes, run: Run, label: str, color: str) -> None:
 
 
 def moving_average(values: np.ndarray, half_width: int) -> np.ndarray:
-    """Centred mean of up to ``2 * half_width + 1`` neighbours; NaNs are left out, and stay NaN themselves.
+    """Return the centred mean of up to ``2 * half_width + 1`` neighbours. Skips non-finite values, which become NaN.
 
-    At the start, where a loss falls fast, the window is kept symmetric, since a one-sided one would lie below the
-    curve; at the end, where it is flat, the window is cut.
+    At the start the window shrinks on both sides: the loss falls fast there, and a one-sided window would lie below
+    the curve. At the end the loss is flat, and the window shrinks on one side only.
     """
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])

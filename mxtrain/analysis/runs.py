@@ -1,4 +1,4 @@
-"""One finished or running training run, read from its folder."""
+"""Reads a finished or running training run from its folder."""
 
 import json
 import math
@@ -15,23 +15,23 @@ FACTS_FILE_NAME = "run.json"
 
 @dataclass(frozen=True)
 class Run:
-    """What a run logged. Losses are in nats per token; a non-finite one is a float ``nan`` or ``inf``."""
+    """The logs of a run. Losses are in nats per token and may be ``nan`` or ``inf``."""
 
     name: str
     folder: Path
     facts: dict
-    """The run's ``run.json``; empty when it has none"""
+    """Content of ``run.json``; empty if the file is missing"""
     training: list[dict]
-    """Rows of ``metrics.jsonl`` with a ``loss``, at least one"""
+    """Rows of ``metrics.jsonl`` with a ``loss``; at least one"""
     validation: list[dict]
     """Rows with a ``validation_loss``"""
 
     @property
     def variant(self) -> str:
-        """What was trained, in a few words: "mxnorm mxfp8 p=2", "mx_linear mxfp8", "bf16"; empty when unknown.
+        """The converter and its settings in a few words: "mxnorm mxfp8 p=2", "mx_linear mxfp8", "bf16".
 
-        Recipes of single layers are only counted, other converters are named: "mxnorm mxfp8 + 2 by name p=2,
-        fused_rmsnorm".
+        Recipes for single layers are counted, and other converters are listed: "mxnorm mxfp8 + 2 by name p=2,
+        fused_rmsnorm". Empty if ``run.json`` names no converter.
         """
         converter = self.facts.get("converter")
         if converter is None:
@@ -42,8 +42,7 @@ class Run:
             words.append(f"+ {len(by_name)} by name")
         if converter == "mxnorm":
             estimator = self.facts.get("estimator")
-            # the exact RMS has no exponent
-            words.append(None if estimator == "exact" else f"p={self.facts.get('p')}")
+            words.append(None if estimator == "exact" else f"p={self.facts.get('p')}")  # the exact RMS has no p
             words.append(None if estimator == "pre_round" else estimator)
         return ", ".join([" ".join(word for word in words if word), *others])
 
@@ -57,7 +56,7 @@ class Run:
 
     @property
     def tail_loss(self) -> float:
-        """Mean loss of the last 10 % of the logged rows, at least one."""
+        """Mean loss of the last 10 % of the training rows, at least one row."""
         tail = self.training[-max(1, round(0.1 * len(self.training))) :]
         return sum(row["loss"] for row in tail) / len(tail)
 
@@ -67,7 +66,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median per device, without the first 10 % of the rows: they hold compilation and warm-up."""
+        """Median per device. Skips the first 10 % of the rows, which include compilation and warm-up."""
         rates = [row["tokens_per_second"] for row in self.training if row.get("tokens_per_second") is not None]
         warm = rates[math.ceil(0.1 * len(rates)) :] or rates
         return statistics.median(warm) if warm else None
@@ -78,15 +77,15 @@ class Run:
 
     @property
     def first_nonfinite_step(self) -> int | None:
-        """The first step whose loss is NaN or infinite."""
+        """The first logged step whose loss is NaN or infinite."""
         return next((row["step"] for row in self.training if not math.isfinite(row["loss"])), None)
 
 
 def load_run(folder: str | os.PathLike) -> Run:
-    """Read ``folder/metrics.jsonl`` and, where there is one, ``folder/run.json``.
+    """Read ``folder/metrics.jsonl`` and, if it exists, ``folder/run.json``.
 
-    Raises ConfigError when there is no such folder, no ``metrics.jsonl``, no logged step in it, or a damaged line
-    that is not the last one.
+    Raises ConfigError if the folder or ``metrics.jsonl`` is missing, if no training step is logged, or if either
+    file is damaged. A damaged last line of ``metrics.jsonl`` is dropped instead.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -117,6 +116,6 @@ def _load_facts(path: Path) -> dict:
 
 
 def labels(runs: list[Run]) -> list[str]:
-    """A name per run; runs whose folders have the same name are told apart by their whole path."""
+    """Return a name per run: the folder's name, or its path if another run has the same name."""
     names = [run.name for run in runs]
     return [run.name if names.count(run.name) == 1 else str(run.folder) for run in runs]

@@ -156,8 +156,8 @@ def explain_router(tokens: int, experts: int, hidden: int, dtype: str = "bfloat1
     if min(tokens, experts, hidden) < 1:
         raise ConfigError(f"--explain-router {tokens} {experts} {hidden}: expected sizes of at least 1")
     _check_tuning(tune)
+    from mxtrain.kernels.device import sm_count
     from mxtrain.kernels.router import decompose_k_plan
-    from mxtrain.kernels.runtime import sm_count
     from mxtrain.ops import decompose_k as matmul
 
     wide, torch_dtype = torch.float32, getattr(torch, dtype)

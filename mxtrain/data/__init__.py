@@ -1,8 +1,7 @@
-"""Training text and its tokenizer, without TorchTitan: ``prepare(DataConfig(...))``."""
+"""Prepares training text and its tokenizer: ``prepare(DataConfig(...))``. Does not need TorchTitan."""
 
 from mxtrain.data.config import DataConfig
 from mxtrain.data.prepared import Prepared, prepare
-from mxtrain.data.report import TextReport
 from mxtrain.data.token_store import TokenFile
 
-__all__ = ["DataConfig", "Prepared", "TextReport", "TokenFile", "prepare"]
+__all__ = ["DataConfig", "Prepared", "TokenFile", "prepare"]

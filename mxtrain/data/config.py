@@ -1,4 +1,4 @@
-"""What defines a training text and its tokenizer, and the checks on it."""
+"""The settings of a training text and its tokenizer."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,13 +14,13 @@ SMALLEST_VOCABULARY = 258
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Everything that decides which text is read, how it is split, and how it is tokenized.
+    """Decides which text is read, how it is split, and how it is tokenized.
 
     Error messages use the names of the TOML settings: ``dataset`` and ``path`` are ``training.dataset`` and
-    ``training.dataset_path``, ``tokenizer_path`` is ``model.hf_assets_path``, the rest are in ``[data]``.
+    ``training.dataset_path``, ``tokenizer_path`` is ``model.hf_assets_path``, and the rest are in ``[data]``.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: a value is out of range.
     """
 
     dataset: str = "python"
@@ -30,37 +30,37 @@ class DataConfig:
     """"files": a file, folder or glob. "hf": the id of a Hugging Face dataset"""
 
     vocab_size: int = 2048
-    """Size of the tokenizer to train; unused with a tokenizer_path"""
+    """Size of the tokenizer to train; unused if tokenizer_path is set"""
 
     tokenizer_path: str = ""
-    """Folder with a Hugging Face tokenizer; empty trains one from the training text"""
+    """Folder with a Hugging Face tokenizer; if empty, a tokenizer is trained on the training text"""
 
     installed: bool = False
     """"python": add every installed package to the standard library"""
 
     max_bytes: int = 0
-    """Stop collecting text after this many bytes of UTF-8; 0 takes all there is"""
+    """Upper limit on the text, in bytes of UTF-8; 0 means no limit"""
 
     package_share: float = 0.2
-    """"python": the largest part of the text that one installed package may supply, in (0, 1]"""
+    """"python": the largest share of the text that one installed package may supply, in (0, 1]"""
 
     validation_share: float = 0.01
-    """The part of the documents held out for validation, in [0, 1)"""
+    """Share of the documents held out for validation, in [0, 1)"""
 
     seed: int = 0
-    """Seed of the order in which Python files are read"""
+    """Seed of the order of Python files"""
 
     text_key: str = "text"
-    """The column that holds the text of JSONL, Parquet and Hugging Face datasets"""
+    """The text column of JSONL, Parquet and Hugging Face datasets"""
 
     hf_config: str = ""
     """"hf": the dataset's configuration, for example "en" for allenai/c4"""
 
     cache_dir: str = ""
-    """Where the results are kept; empty means $MXTRAIN_CACHE, else ~/.cache/mxtrain"""
+    """Folder for the results; empty means $MXTRAIN_CACHE, else ~/.cache/mxtrain"""
 
     section: str = field(default="training", compare=False)
-    """TOML section that ``dataset`` and ``path`` were read from, for error messages"""
+    """TOML section of ``dataset`` and ``path``, for error messages"""
 
     def __post_init__(self):
         if not self.tokenizer_path and self.vocab_size < SMALLEST_VOCABULARY:
@@ -78,24 +78,24 @@ class DataConfig:
         if self.dataset == "hf" and self.max_bytes:
             raise ConfigError(
                 f"data.max_bytes = {self.max_bytes} does not apply to {self.section}.dataset = 'hf', which is "
-                "streamed: the number of training steps bounds what is read"
+                "streamed: the number of training steps limits how much is read"
             )
 
     def identity(self) -> dict:
-        """The fields that decide the result: not where it is kept, nor how errors are worded."""
+        """Return the fields that decide the result, for the cache key."""
         fields = asdict(self)
-        for name in ("cache_dir", "section", "tokenizer_path"):  # the tokenizer counts by its content, not its path
+        for name in ("cache_dir", "section", "tokenizer_path"):  # the key hashes the tokenizer itself
             del fields[name]
         return fields
 
     def cache_root(self) -> Path:
-        """The cache folder, created if need be. Raises ConfigError if it cannot be."""
+        """Return the cache folder, and create it if needed. Raises ConfigError if that fails."""
         root = Path(self.cache_dir).expanduser() if self.cache_dir else cache_folder()
         try:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"data.cache_dir: cannot create {str(root)!r} ({error.strerror}); "
-                "set data.cache_dir or $MXTRAIN_CACHE to a folder that can be written"
+                "set data.cache_dir or $MXTRAIN_CACHE to a writable folder"
             ) from error
         return root

@@ -1,4 +1,7 @@
-"""A document, where documents come from, and the hashes that order, split and sample them alike on every machine."""
+"""Documents, their sources, and the hashes that order, split and sample them.
+
+The hashes depend on document keys alone, so every machine gets the same order, split and sample.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,13 +13,13 @@ from mxtrain.data.progress import Progress
 
 class Document(NamedTuple):
     key: str
-    """Where the text came from, relative to its root, with "/" on every platform"""
+    """Path of the text relative to the root of its source, with "/" on every platform"""
 
     text: str
 
 
 class FileEntry(NamedTuple):
-    """One source file as the cache key sees it: an edit changes its size or its time."""
+    """A source file in the cache key. An edit changes its size or its time."""
 
     path: str
     size: int
@@ -24,34 +27,34 @@ class FileEntry(NamedTuple):
 
 
 class Source(Protocol):
-    """Text on this machine, read as often as need be."""
+    """Text on this machine. It can be read more than once."""
 
     listing: list[FileEntry]
-    """The files, known without reading them"""
+    """All files found, before any is read"""
 
     dropped: Counter[str]
-    """How many files or documents were left out, by reason"""
+    """Number of files or documents left out, by reason"""
 
     cut: dict[str, int]
-    """Bytes of text cut from each package that was over its share"""
+    """Bytes cut from each package that exceeded its share"""
 
     @property
     def text_bytes(self) -> int:
-        """About how much text ``documents`` yields; known after ``scan``."""
+        """Estimated bytes of all documents. Call ``scan`` first."""
 
     def scan(self, progress: Progress) -> None:
-        """Settle what is kept. Called once, before ``documents``."""
+        """Decide which files to keep. Called once, before ``documents``."""
 
     def documents(self) -> Iterator[Document]:
-        """All documents, in an order that the config alone decides."""
+        """Yield all documents, in an order that depends only on the config."""
 
 
 def fraction(key: str, salt: str) -> float:
-    """A number in [0, 1) that depends on ``key`` and ``salt`` alone; independent across salts."""
+    """Hash ``key`` and ``salt`` to a number in [0, 1). Different salts give independent numbers."""
     digest = blake2b(f"{salt}\0{key}".encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
 def is_held_out(key: str, validation_share: float) -> bool:
-    """Whether the document ``key`` belongs to validation. A larger share keeps the smaller share's documents."""
+    """Return whether a document belongs to validation. A larger share contains every smaller share."""
     return fraction(key, "validation") < validation_share

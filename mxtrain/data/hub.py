@@ -1,4 +1,4 @@
-"""Hugging Face datasets as training text, streamed: never downloaded whole."""
+"""Streams Hugging Face datasets as training text, without downloading them whole."""
 
 from collections.abc import Iterator
 
@@ -10,13 +10,13 @@ def open_stream(path: str, hf_config: str = "", split: str = "train", section: s
     """Open the Hugging Face dataset ``path`` as a ``datasets.IterableDataset``.
 
     Args:
-        path: the dataset's id, for example "allenai/c4"; ``section``.dataset_path in error messages.
-        hf_config: its configuration, for example "en"; "" takes the dataset's default.
+        path: the dataset's id, for example "allenai/c4".
+        hf_config: the dataset's configuration, for example "en"; "" means its default.
         split: "train" or "validation".
-        section: TOML section the path was read from.
+        section: TOML section of ``path``, for error messages.
 
     Raises:
-        ConfigError: no path given, or the dataset, configuration or split cannot be opened.
+        ConfigError: ``path`` is empty, or the dataset, configuration or split cannot be opened.
     """
     import datasets
 
@@ -27,7 +27,7 @@ def open_stream(path: str, hf_config: str = "", split: str = "train", section: s
         )
     try:
         return datasets.load_dataset(path, name=hf_config or None, split=split, streaming=True)
-    except Exception as error:  # the hub, its client and the dataset's script each have exceptions of their own
+    except Exception as error:  # the hub, its client and dataset scripts raise many types
         raise ConfigError(
             f"{section}.dataset_path = {path!r} (data.hf_config = {hf_config!r}, split {split!r}) cannot be opened "
             f"as a Hugging Face dataset: {type(error).__name__}: {error}"
@@ -35,6 +35,6 @@ def open_stream(path: str, hf_config: str = "", split: str = "train", section: s
 
 
 def stream_texts(stream, text_key: str, path: str) -> Iterator[str]:
-    """The texts of an opened stream. Raises ConfigError without a column ``text_key`` that holds strings."""
+    """Yield the text of every row. Raises ConfigError unless the column ``text_key`` holds strings."""
     for row in stream:
         yield text_of(row, text_key, path)

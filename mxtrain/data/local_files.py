@@ -1,7 +1,7 @@
-"""Local JSONL, Parquet and text files as training text, read through the ``datasets`` library.
+"""Reads local JSONL, Parquet and text files as training text, through the ``datasets`` library.
 
-Documents stay in file order: what shuffles them is the loader, which reads chunks of the tokenized text in a
-new order each epoch. They are taken as they are, repeats included: a mixture may weight a file by repeating it.
+Documents stay in file order; the data loader shuffles chunks of the tokenized text in each epoch.
+Duplicates are kept, because a mixture may repeat a file to give it more weight.
 """
 
 import glob
@@ -17,20 +17,20 @@ from mxtrain.data.progress import Progress
 from mxtrain.errors import ConfigError
 
 FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
-"""Suffix -> format; every other suffix is read as text"""
+"""Format by suffix. Files with any other suffix are plain text."""
 
 COMPRESSIONS = (".gz", ".bz2", ".xz")
 
-# A long text file is cut at line ends into documents of about this many characters, so that validation can hold
-# out a part of a single file. A file of source code or an article stays whole.
+# Longer text files are cut at line ends into documents of about this size, so that validation can hold out part of
+# a single large file. A typical source file or article fits into one document.
 PIECE_CHARACTERS = 1 << 16
 
 
 class LocalFiles:
-    """The files that ``config.path`` names (a ``Source``).
+    """The files that match ``config.path``. Implements ``Source``.
 
     Raises:
-        ConfigError: nothing found, formats mixed, a file that cannot be read, or no column ``text_key``.
+        ConfigError: no files are found, formats are mixed, a file is unreadable, or the column ``text_key`` is missing.
     """
 
     def __init__(self, config: DataConfig):
@@ -48,7 +48,7 @@ class LocalFiles:
         return min(size, self._config.max_bytes or size)
 
     def scan(self, progress: Progress) -> None:
-        pass  # documents are read as they come; nothing is settled ahead
+        pass  # ``documents`` decides while it reads
 
     def documents(self) -> Iterator[Document]:
         total, dropped = 0, Counter()
@@ -68,7 +68,7 @@ class LocalFiles:
                 for position, piece in enumerate(split_lines(row["text"], PIECE_CHARACTERS)):
                     yield Document(f"{name}:{position}", piece)
             return
-        # One file at a time: files may differ in their other columns.
+        # Files may differ in their other columns, so each file is loaded by itself.
         for name, file in zip(self._names(), self._files, strict=True):
             for position, row in enumerate(self._rows([file])):
                 yield Document(f"{name}:{position}", text_of(row, self._config.text_key, str(file)))
@@ -77,11 +77,11 @@ class LocalFiles:
         return [file.relative_to(self._root).as_posix() for file in self._files]
 
     def _rows(self, files: list[Path]) -> Iterator[dict]:
-        """Rows as ``datasets`` reads them: streamed, without its Arrow copy of the data."""
+        """Yield rows with ``datasets``, streamed: a normal load would write an Arrow copy of the data."""
         import datasets
 
         options = {"sample_by": "document"} if self._format == "text" else {}
-        with tempfile.TemporaryDirectory() as scratch:  # its lock files
+        with tempfile.TemporaryDirectory() as scratch:  # for lock files of ``datasets``
             try:
                 yield from datasets.load_dataset(
                     self._format,
@@ -91,12 +91,12 @@ class LocalFiles:
                     cache_dir=scratch,
                     **options,
                 )
-            except Exception as error:  # whatever the reader of that format raises is about the file
-                names = files[0] if len(files) == 1 else f"one of {len(files):,} files, {files[0]} the first"
+            except Exception as error:  # each format's reader raises its own types
+                names = files[0] if len(files) == 1 else f"one of {len(files):,} files (the first is {files[0]})"
                 raise ConfigError(f"{self._setting}: cannot read {names} as {self._format}: {error}") from error
 
     def _find(self) -> tuple[Path, list[Path]]:
-        """The folder that keys are relative to, and the files in a stable order."""
+        """Return the folder that keys are relative to, and the files in sorted order."""
         if not self._config.path:
             raise ConfigError(
                 f"{self._config.section}.dataset = 'files' needs {self._config.section}.dataset_path: "
@@ -112,8 +112,8 @@ class LocalFiles:
             found = map(Path, glob.glob(str(path), recursive=True))
         files = sorted(file for file in found if file.is_file() and not _is_hidden(file.relative_to(root)))
         if not files:
-            what = "holds no files" if path.is_dir() else "does not exist and matches no files"
-            raise ConfigError(f"{self._setting} {what}")
+            problem = "holds no files" if path.is_dir() else "does not exist and matches no files"
+            raise ConfigError(f"{self._setting} {problem}")
         return root, files
 
     def _one_format(self) -> str:
@@ -122,14 +122,14 @@ class LocalFiles:
         if len(formats) > 1:
             counts = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in suffixes.most_common())
             raise ConfigError(
-                f"{self._setting} mixes formats ({counts}); name the files of one format with a glob such as "
+                f"{self._setting} mixes formats ({counts}); select one format with a glob such as "
                 f"{str(self._root / '**' / ('*' + next(s for s in suffixes if s in FORMATS)))!r}"
             )
         return formats.pop()
 
 
 def text_of(row: dict, text_key: str, where: str) -> str:
-    """The text of one row, "" for a null. Raises ConfigError without a column ``text_key`` that holds strings."""
+    """Return the text of one row, "" for null. Raises ConfigError unless the column ``text_key`` holds a string."""
     if text_key not in row:
         raise ConfigError(f"data.text_key = {text_key!r} is not a column of {where}, which has: {', '.join(row)}")
     text = row[text_key]
@@ -141,7 +141,7 @@ def text_of(row: dict, text_key: str, where: str) -> str:
 
 
 def split_lines(text: str, size: int) -> Iterator[str]:
-    """Cut ``text`` after line ends into pieces of at most ``size`` characters; a longer line stays whole."""
+    """Cut ``text`` after line ends into pieces of at most ``size`` characters. A longer line stays whole."""
     start = 0
     while len(text) - start > size:
         end = text.rfind("\n", start, start + size) + 1
@@ -164,6 +164,6 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _first_pattern(path: Path) -> int:
-    """Index of the first part of ``path`` that is a pattern; the last part at the latest."""
+    """Return the index of the first part of ``path`` that is a glob pattern, or else of the last part."""
     parts = path.parts
     return next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)

@@ -1,4 +1,4 @@
-"""From a DataConfig to a tokenizer and tokenized text, once: later calls and other processes find the result."""
+"""Builds the tokenizer and the tokenized text of a DataConfig, once: later calls load the result from the cache."""
 
 import json
 import os
@@ -17,26 +17,26 @@ from mxtrain.data.hub import open_stream, stream_texts
 from mxtrain.data.local_files import LocalFiles
 from mxtrain.data.progress import Progress
 from mxtrain.data.python_source import PythonSource
-from mxtrain.data.report import TextReport
+from mxtrain.data.text_report import TextReport
 from mxtrain.data.token_store import TokenFile, tokenize
 from mxtrain.data.tokenizer import SAMPLE_BYTES, load_tokenizer, require_tokenizer, tokenizer_hash, train_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
 
-# Raised when the same config and files would be turned into different tokens, so that old caches are not taken.
+# Increase this when the same config and files give different tokens, so that old results are not used.
 CACHE_VERSION = 1
 
 SUMMARY = "prepared.json"
 
 WAIT_SECONDS = 10.0
-"""Between two lines of a process that waits for another to build"""
+"""Interval between progress lines while another process builds"""
 
 HEAD_START_SECONDS = 10.0
-"""How long local ranks above 0 leave the build to local rank 0, whose output is the one that launchers show"""
+"""Local ranks above 0 wait this long for local rank 0 to start building, because launchers show its output"""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A tokenizer and, unless the dataset is streamed, the tokenized text."""
+    """A tokenizer and the tokenized text. Streamed datasets have no tokenized text."""
 
     tokenizer: Path
     """Folder with tokenizer.json and tokenizer_config.json"""
@@ -51,17 +51,17 @@ def prepare(
     progress: Callable[[str], None] = print,
     stream: Callable[[], Iterable[str]] | None = None,
 ) -> Prepared:
-    """Build the tokenizer and the tokenized text of ``config``, or load them if they were built before.
+    """Load the tokenizer and the tokenized text of ``config`` from the cache, or build them first.
 
-    The result is kept in ``config``'s cache folder under a hash of the config and of the files' paths, sizes and
-    times, so an edited file is noticed. One process builds, under a lock, local rank 0 where torchrun started
-    several; others wait for it and load. A build that is interrupted leaves nothing that would be taken for a result.
+    The cache key is a hash of the config and of the files' paths, sizes and times, so edited files are built again.
+    One process builds, under a lock; the others wait and load. Under torchrun local rank 0 builds. An interrupted
+    build is never used as a result.
 
     Args:
-        config: which text, which tokenizer.
-        progress: called with a line every few seconds while building, and not at all when loading.
-        stream: opens the text of a dataset that is read elsewhere, for the tokenizer to be trained on; given for
-            datasets other than DATASETS. Streamed text is not tokenized ahead.
+        config: the text and the tokenizer.
+        progress: called with a line every few seconds during a build, and not called when loading.
+        stream: returns the texts on which to train a tokenizer; required if ``config.dataset`` is not in DATASETS.
+            Streamed text is not tokenized here.
 
     Raises:
         ConfigError: the text or the tokenizer is missing, unreadable or empty.
@@ -139,9 +139,9 @@ def _build(
     folder: Path,
     progress: Progress,
 ) -> None:
-    """Fill ``folder`` in one step: built beside it, then renamed."""
+    """Build in a folder next to ``folder``, then rename, so that ``folder`` is complete once it exists."""
     building = folder.with_name(folder.name + ".building")
-    shutil.rmtree(building, ignore_errors=True)  # of a build that was killed; the lock is ours
+    shutil.rmtree(building, ignore_errors=True)  # left by a killed build; we hold the lock
     building.mkdir()
     try:
         summary = _build_in(building, config, source, stream, progress)
@@ -200,7 +200,7 @@ def _build_in(
 
 
 def _training_texts(config: DataConfig, source: Source) -> Iterator[str]:
-    """The training documents' texts, thinned by hash to about the tokenizer's sample if there are more."""
+    """Yield the training texts, thinned by hash to about SAMPLE_BYTES."""
     share = min(1.0, SAMPLE_BYTES / max(1, source.text_bytes))
     for document in source.documents():
         if not is_held_out(document.key, config.validation_share) and fraction(document.key, "tokenizer") < share:

@@ -1,23 +1,26 @@
-"""Progress as plain lines, so that it is seen in logs as well as on a terminal."""
+"""Reports progress as plain lines, which suit both logs and terminals."""
 
 import time
 from collections.abc import Callable
 
+TICK_SECONDS = 2.0
+
 
 class Progress:
-    """Passes lines on to ``emit``: all that are ``say``-d, and of those ``tick``-ed one per ``every`` seconds."""
+    """Sends progress lines to ``emit``."""
 
-    def __init__(self, emit: Callable[[str], None], every: float = 2.0):
+    def __init__(self, emit: Callable[[str], None]):
         self._emit = emit
-        self._every = every
         self._last = time.monotonic()
 
     def say(self, line: str) -> None:
+        """Send ``line``."""
         self._last = time.monotonic()
         self._emit(line)
 
     def tick(self, line: Callable[[], str]) -> None:
-        if time.monotonic() - self._last >= self._every:
+        """Send ``line()`` if the last line is at least TICK_SECONDS old."""
+        if time.monotonic() - self._last >= TICK_SECONDS:
             self.say(line())
 
 

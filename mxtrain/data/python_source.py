@@ -1,8 +1,8 @@
-"""Python source code as training text: the standard library and, on request, every installed package.
+"""Reads Python source code as training text: the standard library and, optionally, every installed package.
 
-It is real text, it is on every machine, and it needs no network. A file's key is its path relative to
-its root ("stdlib/json/decoder.py", "site-packages/numpy/version.py"), so order and split agree between
-machines whatever their folders are called.
+Python source is real text that is on every machine and needs no network. A file's key is its path relative to
+its root ("stdlib/json/decoder.py", "site-packages/numpy/version.py"), so order and split are the same on every
+machine, wherever Python is installed.
 """
 
 import os
@@ -23,13 +23,13 @@ from mxtrain.errors import ConfigError
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 STANDARD_LIBRARY = "stdlib"
 
-# Generated tables and bindings repeat themselves far more than hand-written code. zlib's fast level (1) tells
-# them apart: character tables and protobuf bindings fall to 0.05-0.14, and of 12,277 installed files 1.3 % lie
-# under 0.17. The default level (6) finds more distant repeats too and would also drop well-documented
-# hand-written modules (torch/nn/modules/conv.py is at 0.13 there, at 0.17 here).
+# Generated tables and bindings compress better than hand-written code. At zlib's level 1, character tables and
+# protobuf bindings compress to 0.05-0.14 of their size; of 12,277 installed files 1.3 % are below 0.17. The default
+# level 6 also finds distant repeats and would drop well-documented hand-written modules: torch/nn/modules/conv.py
+# compresses to 0.13 at level 6 and to 0.17 at level 1.
 MACHINE_MADE_RATIO = 0.17
 MACHINE_MADE_LEVEL = 1
-# Below this size a ratio says little: a short list of imports may compress well, and costs nothing to keep.
+# Smaller files are always kept: a short list of imports may compress as well as a table.
 MACHINE_MADE_FROM_BYTES = 4096
 
 
@@ -41,16 +41,15 @@ class SourceFile(NamedTuple):
 
     @property
     def package(self) -> str | None:
-        """Top-level folder or module in site-packages; None in the standard library."""
+        """Top-level folder or module in site-packages; None for the standard library."""
         root, first, *_ = self.key.split("/")
         return None if root == STANDARD_LIBRARY else first.removesuffix(".py")
 
 
 class PythonSource:
-    """The Python files of this machine (a ``Source``).
+    """The Python files of this machine. Implements ``Source``.
 
-    Raises:
-        ConfigError: ``scan`` leaves nothing.
+    ``scan`` raises ConfigError if no file is kept.
     """
 
     def __init__(self, config: DataConfig):
@@ -82,7 +81,7 @@ class PythonSource:
 
 
 def list_files(installed: bool) -> list[SourceFile]:
-    """Every ``.py`` file of the standard library, and of the packages on ``sys.path`` if ``installed``."""
+    """List every ``.py`` file of the standard library and, if ``installed``, of the packages on ``sys.path``."""
     files = _walk(Path(sysconfig.get_paths()["stdlib"]), STANDARD_LIBRARY)
     if installed:
         folders = (Path(entry).resolve() for entry in sys.path if Path(entry).name in PACKAGE_FOLDERS)
@@ -105,12 +104,12 @@ def _walk(root: Path, prefix: str) -> list[SourceFile]:
 
 
 def _shuffled(files: list[SourceFile], seed: int) -> list[SourceFile]:
-    # By a hash of the key rather than a generator: files that two machines share keep their relative order.
+    # Sort by a hash of the key, so that files that two machines share have the same relative order on both.
     return sorted(files, key=lambda file: (fraction(file.key, f"order {seed}"), file.path))
 
 
 def _clean(files: list[SourceFile], max_bytes: int, dropped: Counter, progress: Progress) -> list[SourceFile]:
-    """The readable, distinct, hand-written files that fit into ``max_bytes`` (0: no limit), in the order given."""
+    """Return the readable, distinct, hand-written files that fit into ``max_bytes``, in order; 0 means no limit."""
     kept, seen, total = [], set(), 0
     for position, file in enumerate(files):
         progress.tick(lambda position=position: f"read {position:,} of {len(files):,} Python files")
@@ -138,21 +137,21 @@ def _clean(files: list[SourceFile], max_bytes: int, dropped: Counter, progress: 
 
 
 def is_machine_made(content: bytes) -> bool:
-    """Whether a file compresses so well that it must be a generated table, or one pattern over and over."""
+    """Return whether a file compresses so well that it is probably a generated table or one repeated pattern."""
     if len(content) < MACHINE_MADE_FROM_BYTES:
         return False
     return len(zlib.compress(content, MACHINE_MADE_LEVEL)) < MACHINE_MADE_RATIO * len(content)
 
 
 def cap_packages(files: list[SourceFile], share: float) -> tuple[list[SourceFile], dict[str, int]]:
-    """Drop files until no package supplies more than ``share`` of the bytes that are left.
+    """Drop files until no package supplies more than ``share`` of the remaining bytes.
 
-    The standard library is never cut. A package over its limit keeps its files in the order given as long
-    as they fit. The limit is the largest that holds for all packages at once (``package_limit``); whole
-    files rarely fill it exactly, which makes the total a little smaller, so it is taken again until it holds.
+    The standard library is never cut. A package over the limit (``package_limit``) keeps, in order, the files that
+    still fit. Whole files rarely fill the limit exactly, so the total shrinks and the limit with it: the loop
+    repeats until every package is within the limit.
 
     Returns:
-        The kept files in the order given, and the bytes cut from each package that was cut.
+        The kept files in their original order, and the bytes cut from each package that was cut.
     """
     packages = defaultdict(list)
     for file in files:
@@ -173,10 +172,10 @@ def cap_packages(files: list[SourceFile], share: float) -> tuple[list[SourceFile
 
 
 def package_limit(standard: int, sizes: list[int], share: float) -> float:
-    """The largest c with c <= share * (standard + sum(min(size, c) for size in sizes)), in bytes.
+    """Return the largest c with c <= share * (standard + sum(min(size, c) for size in sizes)), in bytes.
 
-    With the k largest packages cut to c that reads c = share * (standard + rest + k * c). It is 0 where no
-    split can hold: no standard library, and fewer than 1 / share packages.
+    If the k largest packages are cut to c, then c = share * (standard + rest + k * c). The limit is 0 if there is
+    no standard library and fewer than 1 / share packages.
     """
     sizes = sorted(sizes, reverse=True)
     for count in range(len(sizes) + 1):

@@ -1,6 +1,6 @@
-"""Batches of a token file for one data-parallel rank, in an order that can be resumed anywhere.
+"""Reads batches from a token file for one data-parallel rank, and resumes at any batch.
 
-Kept apart from the rest of ``mxtrain.data``, which does without PyTorch.
+Only this file of ``mxtrain.data`` imports PyTorch.
 """
 
 import logging
@@ -17,28 +17,29 @@ logger = logging.getLogger(__name__)
 
 
 class TokenDataset(IterableDataset):
-    """Samples ``({"input": tokens[:-1]}, tokens[1:])``, int64 [seq_len] each, of one rank's share of a token file.
+    """Yields one rank's samples ``({"input": tokens[:-1]}, tokens[1:])``, each tensor int64 [seq_len].
 
-    The file is cut into chunks of ``seq_len + 1`` tokens that do not overlap. An epoch reads them in an order drawn
-    from ``seed`` and the epoch's number, ``batch_size * dp_world_size`` at a time: a global batch, of which each
-    rank takes ``batch_size`` neighbours. The chunks that do not fill a global batch are left to other epochs (a
-    different remainder each time), so every rank sees the same number of batches. Data loader workers take whole
-    batches in turn, which makes the order independent of their number.
+    The token file is cut into non-overlapping chunks of ``seq_len + 1`` tokens. Each epoch reads the chunks in an
+    order drawn from ``seed`` and the epoch's number. A global batch is ``batch_size * dp_world_size`` consecutive
+    chunks of this order; each rank takes ``batch_size`` consecutive chunks of the global batch. Chunks that do not
+    fill the last global batch are skipped in that epoch, so every rank gets the same number of batches. Each epoch
+    skips different chunks. Data loader workers take whole batches in turn, so the order does not depend on their
+    number.
 
-    The position is one number, of samples that this worker has yielded; ``state_dict`` and ``load_state_dict`` carry
-    it between runs. A new iteration starts at the beginning unless a state was loaded just before.
+    The state is the number of samples that this worker has yielded. A new iteration starts at the beginning, unless
+    ``load_state_dict`` was called just before.
 
     Args:
         tokens: the token file.
-        seq_len: tokens of a sample.
-        batch_size: samples of a local batch.
-        dp_rank, dp_world_size: this rank's place among those that read different data.
-        seed: of the order.
-        infinite: go on with the next epoch at the end of one; False ends there.
+        seq_len: tokens per sample.
+        batch_size: samples per local batch.
+        dp_rank, dp_world_size: this rank, and the number of ranks that read different data.
+        seed: seed of the order.
+        infinite: continue with the next epoch after the first; False stops there.
         section: TOML section of seq_len and batch_size, for error messages.
 
     Raises:
-        ConfigError: too little text for one batch per rank, or (when iterated) a loaded state of other data.
+        ConfigError: the text is too short for one batch per rank, or ``load_state_dict`` gets a state of other data.
     """
 
     def __init__(
@@ -65,11 +66,11 @@ class TokenDataset(IterableDataset):
         self._resuming = False
         if self.batches_per_epoch == 0:
             need = batch_size * dp_world_size * (seq_len + 1)
-            held_out = " or raise data.validation_share" if section == "validation" else ""
+            remedies = ", raise data.validation_share" if section == "validation" else ""
             raise ConfigError(
                 f"{section}.local_batch_size = {batch_size} and {section}.seq_len = {seq_len} on {dp_world_size} "
-                f"data-parallel rank(s) need {need:,} tokens of {section} text for one step; there are "
-                f"{tokens.count:,}. Lower them, supply more text{held_out}"
+                f"data-parallel rank(s) need {need:,} tokens of {section} text for one step, but there are "
+                f"{tokens.count:,}: lower them{remedies} or supply more text"
             )
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
@@ -95,7 +96,7 @@ class TokenDataset(IterableDataset):
             chunk = order[(batch * self.dp_world_size + self.dp_rank) * self.batch_size + sample]
             start = int(chunk) * (self.seq_len + 1)
             window = torch.from_numpy(tokens[start : start + self.seq_len + 1].astype(np.int64))
-            self._position += 1  # before the yield: a state taken after a batch points at the next
+            self._position += 1  # before the yield, so that a state taken after a batch points to the next one
             yield {"input": window[:-1]}, window[1:]
 
     def _order(self, epoch: int) -> np.ndarray:
@@ -103,8 +104,8 @@ class TokenDataset(IterableDataset):
 
     def _log_epoch(self, epoch: int) -> None:
         logger.warning(
-            f"Epoch {epoch} of the training text is over ({self.tokens.count:,} tokens); "
-            f"epoch {epoch + 1} reads it again, in another order"
+            f"Epoch {epoch} of the training text is complete ({self.tokens.count:,} tokens); "
+            f"epoch {epoch + 1} reads the text again in another order"
         )
 
     def _identity(self) -> dict[str, int]:
@@ -122,8 +123,8 @@ class TokenDataset(IterableDataset):
         ]
         if differing:
             raise ConfigError(
-                f"the checkpoint's place in the training text does not fit this run ({'; '.join(differing)}); "
-                'set checkpoint.exclude_from_loading = ["dataloader"] to start the text from its beginning'
+                f"the checkpoint's position in the training text does not fit this run ({'; '.join(differing)}); "
+                'set checkpoint.exclude_from_loading = ["dataloader"] to start at the beginning of the text'
             )
         self._position = state["position"]
         self._resuming = True

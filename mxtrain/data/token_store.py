@@ -1,4 +1,4 @@
-"""Tokenized text on disk: one flat file of little-endian token ids, memory-mapped when read."""
+"""Stores tokenized text as flat files of little-endian token ids, and maps them into memory."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ from mxtrain.data.documents import Document, is_held_out
 from mxtrain.data.progress import Progress, megabytes
 from mxtrain.data.tokenizer import LoadedTokenizer
 
-# Text handed to the tokenizer at once: enough to keep every core busy, small beside the memory of one process.
+# Text per tokenizer call: enough to keep every core busy, and little memory.
 BATCH_CHARACTERS = 2_000_000
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Token ids, documents one after another, each ``bos ... eos`` (those of the two that the tokenizer has)."""
+    """A file of token ids. Every document is ``bos ... eos``; a tokenizer without bos or eos omits that token."""
 
     path: Path
     dtype: str
-    """"<u2" or "<u4", whichever holds the largest id"""
+    """"<u2" if it holds the largest id, else "<u4\""""
 
     count: int
     """Number of tokens"""
 
     def open(self) -> np.ndarray:
-        """The tokens as a read-only array [count]."""
+        """Return the tokens as a read-only array [count]."""
         if self.count == 0:  # an empty file cannot be mapped
             return np.empty(0, self.dtype)
         return np.memmap(self.path, self.dtype, mode="r", shape=(self.count,))
@@ -34,7 +34,7 @@ class TokenFile:
 
 @dataclass
 class Tally:
-    """What went into one token file."""
+    """Counts of one token file."""
 
     documents: int = 0
     bytes: int = 0
@@ -52,7 +52,7 @@ def tokenize(
     """Write ``train.bin`` and ``validation.bin`` into ``folder``.
 
     Returns:
-        For "train" and "validation" each, the file and what went into it.
+        The token files and their tallies, by split ("train" and "validation").
     """
     dtype = "<u2" if tokenizer.size <= 1 << 16 else "<u4"
     before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]

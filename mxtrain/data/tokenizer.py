@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer in Hugging Face's layout: training one, and loading any."""
+"""Trains byte-level BPE tokenizers, and loads tokenizers stored in Hugging Face's format."""
 
 import json
 import os
@@ -13,12 +13,12 @@ from mxtrain.errors import ConfigError
 BOS_TOKEN = "<|begin_of_text|>"
 EOS_TOKEN = "<|end_of_text|>"
 
-# How much text the tokenizer is trained on at most. The standard library alone (31 MB) supports a vocabulary of
-# 128,256; more text costs time (about 0.2 s/MB on 2 cores) and hardly changes the merges.
+# Upper limit on the text for training. The standard library (31 MB) is enough for a vocabulary of 128,256; more
+# text takes time (about 0.2 s/MB on 2 cores) and hardly changes the merges.
 SAMPLE_BYTES = 64_000_000
 
-# Llama 3's pre-tokenization (also GPT-4's, up to the length of digit runs): unlike GPT-2's it keeps an
-# indentation in one piece with its line break, which Python text is full of.
+# Llama 3's pre-tokenization (GPT-4's differs only in the length of digit runs). Unlike GPT-2's, it splits an
+# indentation from the line break before it, so that each depth of indentation in Python text becomes one token.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -27,23 +27,23 @@ SPLIT_PATTERN = (
 
 class LoadedTokenizer(NamedTuple):
     encoder: object
-    """``tokenizers.Tokenizer`` that reads special tokens in a text as plain text"""
+    """A ``tokenizers.Tokenizer`` that encodes the spelling of a special token as plain text"""
 
     bos_id: int | None
     eos_id: int | None
     size: int
-    """Number of ids: one more than the largest"""
+    """The largest id plus one"""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, progress: Progress) -> None:
-    """Train a byte-level BPE on ``texts`` (at most SAMPLE_BYTES of them) and save it in ``folder``.
+    """Train a byte-level BPE on the first SAMPLE_BYTES of ``texts`` and save it in ``folder``.
 
-    Ids 0 and 1 are the begin- and end-of-text tokens. The vocabulary has ``vocab_size`` tokens, fewer if the
-    text runs out of pairs to merge. The same texts give the same tokenizer.
+    Ids 0 and 1 are the begin-of-text and end-of-text tokens. The vocabulary has ``vocab_size`` tokens, or fewer if
+    the text has no more pairs to merge. The same texts give the same tokenizer.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    _settle_parallelism()
+    _set_parallelism()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -78,26 +78,26 @@ def _sample(texts: Iterable[str], progress: Progress) -> Iterator[str]:
 
 
 def require_tokenizer(folder: Path) -> Path:
-    """The ``tokenizer.json`` in ``folder``. Raises ConfigError if there is none."""
+    """Return the path of ``tokenizer.json`` in ``folder``. Raises ConfigError if the file is missing."""
     file = folder / "tokenizer.json"
     if not file.is_file():
-        what = "holds no tokenizer.json" if folder.is_dir() else "is not a folder"
+        problem = "holds no tokenizer.json" if folder.is_dir() else "is not a folder"
         raise ConfigError(
-            f"model.hf_assets_path = {str(folder)!r} {what}; name a folder with a Hugging Face tokenizer, "
-            "or leave it empty to build one"
+            f"model.hf_assets_path = {str(folder)!r} {problem}; give a folder with a Hugging Face tokenizer, "
+            "or leave it empty to train a tokenizer"
         )
     return file
 
 
 def load_tokenizer(folder: Path) -> LoadedTokenizer:
-    """Load the tokenizer in ``folder``: ``tokenizer.json``, with bos and eos named by ``tokenizer_config.json``.
+    """Load ``tokenizer.json`` from ``folder``; ``tokenizer_config.json`` names its bos and eos tokens.
 
     Raises:
-        ConfigError: no folder, no readable ``tokenizer.json``, or a bos or eos that it does not hold.
+        ConfigError: ``tokenizer.json`` is missing or unreadable, or does not contain the bos or eos token.
     """
     from tokenizers import Tokenizer
 
-    _settle_parallelism()
+    _set_parallelism()
     setting = f"model.hf_assets_path = {str(folder)!r}"
     file = require_tokenizer(folder)
     try:
@@ -119,7 +119,7 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """Hash of the files that decide how text is tokenized; absent files count as empty."""
+    """Hash the files that decide how text is tokenized. A missing file counts as empty."""
     digest = sha256()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         file = folder / name
@@ -127,6 +127,6 @@ def tokenizer_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _settle_parallelism() -> None:
-    # Unset, every later fork of this process (data loader workers, compilers) warns that parallelism was used before.
+def _set_parallelism() -> None:
+    # If this is unset, every later fork (data loader workers, compilers) prints a warning about parallelism.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

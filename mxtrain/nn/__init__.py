@@ -1,1 +1,1 @@
-"""Autograd functions and modules: MXNorm with its linears, and the MX linear without a norm."""
+"""Modules and autograd functions: MXNorm with its linears, MXLinear, FusedRMSNorm and the router's gate."""

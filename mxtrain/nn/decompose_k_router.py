@@ -1,6 +1,6 @@
-"""The gate of a mixture-of-experts router: full-precision logits from low-precision operands, with gradients.
+"""The gate of a mixture-of-experts router: fp32 logits from low-precision operands, with gradients.
 
-C = epilogue(A B + bias)        A [M, K] tokens, B [K, N] the transposed weight: M or N small, K long
+C = epilogue(A B + bias)        A [M, K] tokens, B [K, N] the transposed weight: M or N is small, K is long
 dA = dC B^T                     reduces over the N experts: an ordinary product
 dB = A^T dC                     reduces over the M tokens: again a small result and a long reduction
 """
@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from mxtrain.ops import decompose_k as matmul
+from mxtrain.ops import decompose_k as ops
 from mxtrain.reference.casts import at_least_fp32
 
 
@@ -19,7 +19,7 @@ class _DecomposeKFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, a, b, bias, epilogue: str | None, out_dtype: torch.dtype):
-        c = matmul.decompose_k_mm(a, b, bias, epilogue, out_dtype)
+        c = ops.decompose_k_mm(a, b, bias, epilogue, out_dtype)
         ctx.save_for_backward(a, b, None if epilogue is None else c)
         ctx.epilogue, ctx.bias_dtype = epilogue, None if bias is None else bias.dtype
         return c
@@ -33,24 +33,24 @@ class _DecomposeKFunction(torch.autograd.Function):
         dc = _before_epilogue(dc, c, ctx.epilogue)
         if needs_bias:
             dbias = at_least_fp32(dc).sum(0).to(ctx.bias_dtype)
-        # In the dtype of the operands, since that is what tensor cores multiply: it is the one rounding that autograd
-        # of a gate in that dtype makes too, and the sums over experts and over tokens are fp32 as there.
+        # Tensor cores multiply operands of one dtype, so dC is rounded to theirs. A gate in that dtype rounds its
+        # gradient as well, and sums over experts and tokens in fp32 as we do.
         dc = dc.to(a.dtype)
         if needs_a:
-            # An op that Inductor knows may be fused with the sum over all uses of a; but that of fp32 may use TF32.
+            # Inductor can fuse torch.mm with the sum over all uses of a. In fp32, torch.mm may use TF32: use our op.
             wide = a.dtype == torch.float32
-            da = matmul.decompose_k_mm(dc, b.t(), None, None, a.dtype) if wide else torch.mm(dc, b.t())
+            da = ops.decompose_k_mm(dc, b.t(), None, None, a.dtype) if wide else torch.mm(dc, b.t())
         if needs_b:
-            # In the layout of b, which is a transposed weight most of the time: no gradient is copied into its place.
+            # Lay db out like b, usually a transposed weight: autograd then copies no gradient.
             if b.is_contiguous():
-                db = matmul.decompose_k_mm(a.t(), dc, None, None, b.dtype)
+                db = ops.decompose_k_mm(a.t(), dc, None, None, b.dtype)
             else:
-                db = matmul.decompose_k_mm(dc.t(), a, None, None, b.dtype).t()
+                db = ops.decompose_k_mm(dc.t(), a, None, None, b.dtype).t()
         return da, db, dbias, None, None
 
 
 def _before_epilogue(dc: torch.Tensor, c: torch.Tensor | None, epilogue: str | None) -> torch.Tensor:
-    """The gradient of a b + bias from that of its epilogue, whose result was ``c``; fp32 if there is an epilogue."""
+    """Return the gradient of a b + bias from the gradient and result c of its epilogue; fp32 if there is one."""
     if epilogue is None:
         return dc
     dc, c = at_least_fp32(dc), at_least_fp32(c)
@@ -68,20 +68,20 @@ def decompose_k_mm(
     epilogue: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """epilogue(a b + bias) for small results and long reductions: K is split among programs, whose parts are summed.
+    """Compute epilogue(a b + bias) for small results and long reductions: programs share K, then sum their parts.
 
-    The arithmetic is fp32, never TF32, and the result is rounded once. The route is chosen by the real shape each time:
-    parts and their sum by Triton or by ``torch.bmm``, or ``torch.mm`` where nothing is won by splitting. Gradients have
-    the dtypes of their tensors and are summed in fp32; dC is rounded to the dtype of ``a`` before it is multiplied.
-    Results and gradients have the same bits every time; gradients have no derivatives of their own. Under autocast a
-    and b are cast as for ``torch.mm``.
+    The arithmetic is fp32, never TF32, and the result is rounded once. Every call chooses its route by shape: split
+    products by Triton or by ``torch.bmm``, or plain ``torch.mm`` where splitting gains nothing. Gradients have the
+    dtypes of their tensors and are summed in fp32; dC is rounded to the dtype of ``a`` before it is multiplied.
+    Results and gradients are deterministic; second derivatives are not supported. Autocast casts a and b as for
+    ``torch.mm``.
 
     Source: Decompose-K, PyTorch Conference 2025.
 
     Args:
-        a: bf16, fp16 or fp32 (or fp64, in plain PyTorch) [M, K], of any strides.
-        b: [K, N] of the dtype of a, of any strides.
-        bias: [N], of that dtype or fp32.
+        a: bf16, fp16, fp32 or fp64 [M, K], any strides. fp64 runs in plain PyTorch.
+        b: [K, N] in the dtype of a, any strides.
+        bias: [N] in the dtype of a or fp32.
         epilogue: None, "relu", "sigmoid" or "softmax" (over N).
         out_dtype: float32, or None for the dtype of a.
 
@@ -89,34 +89,34 @@ def decompose_k_mm(
         [M, N] of ``out_dtype``.
 
     Raises:
-        ValueError: for shapes, dtypes or devices that do not go together, or an unknown epilogue.
+        ValueError: for mismatched shapes, dtypes or devices, or an unknown epilogue.
     """
-    # Autocast leaves fp64 alone, and there is none of meta tensors.
+    # Autocast leaves fp64 alone and does not exist for meta tensors.
     if a.dtype != torch.float64 and not a.is_meta and torch.is_autocast_enabled(a.device.type):
         dtype = torch.get_autocast_dtype(a.device.type)
         a, b = a.to(dtype), b.to(dtype)
-    matmul.check_operands(a, b, bias, epilogue, out_dtype)
+    ops.check_operands(a, b, bias, epilogue, out_dtype)
     out_dtype = out_dtype or a.dtype
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
         return _DecomposeKFunction.apply(a, b, bias, epilogue, out_dtype)
-    return matmul.decompose_k_mm(a, b, bias, epilogue, out_dtype)
+    return ops.decompose_k_mm(a, b, bias, epilogue, out_dtype)
 
 
 class DecomposeKRouter(nn.Linear):
-    """The gate of a router, an ``nn.Linear`` to few experts whose logits are fp32 whatever it multiplies.
+    """The gate of a router: an ``nn.Linear`` to few experts whose logits are always fp32.
 
-    It has the parameters of ``nn.Linear``, so checkpoints load either way. Under autocast the operands are cast, the
-    logits are not. As a DTensor the weight must be whole on every rank, as TorchTitan's tensor parallelism has it.
+    The parameters are those of ``nn.Linear``, so checkpoints load either way. Autocast casts the operands, not the
+    logits. A DTensor weight must be replicated, as in TorchTitan's tensor parallelism.
 
     Args:
         in_features: width K of a token.
         out_features: number N of experts.
-        bias: whether there is a bias.
+        bias: whether to add a bias.
     """
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> "DecomposeKRouter":
-        """The DecomposeKRouter that takes the place of ``linear``, sharing its parameters."""
+        """Return the DecomposeKRouter that replaces ``linear`` and shares its parameters."""
         new = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         new.weight, new.bias = linear.weight, linear.bias
         return new.train(linear.training)
@@ -125,18 +125,18 @@ class DecomposeKRouter(nn.Linear):
         """x [..., K] -> fp32 logits [..., N].
 
         Raises:
-            ValueError: for dtypes of x and weight that do not go together, or DTensors that are not whole.
+            ValueError: for mismatched dtypes of x and weight, or DTensors that are not replicated.
         """
         if isinstance(x, DTensor) or isinstance(self.weight, DTensor):
-            return self._forward_of_replicas(x)
+            return self._forward_replicated(x)
         return _logits(x, self.weight, self.bias)
 
-    def _forward_of_replicas(self, x: DTensor) -> DTensor:
+    def _forward_replicated(self, x: DTensor) -> DTensor:
         tensors = [tensor for tensor in (x, self.weight, self.bias) if tensor is not None]
         if not all(isinstance(t, DTensor) and all(p.is_replicate() for p in t.placements) for t in tensors):
-            told = ", ".join(str(getattr(tensor, "placements", "a plain tensor")) for tensor in tensors)
+            placements = ", ".join(str(getattr(tensor, "placements", "a plain tensor")) for tensor in tensors)
             raise ValueError(
-                f"x and parameters of a DecomposeKRouter are {told}: expected all or none as whole DTensors"
+                f"x and parameters of a DecomposeKRouter are {placements}: expected all plain, or all replicated"
             )
         x, *parameters = tensors
         logits = _logits(x.to_local(), *(p.to_local() for p in parameters))

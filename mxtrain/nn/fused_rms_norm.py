@@ -1,4 +1,4 @@
-"""RMSNorm with gradients, for every norm that stays one: the fused kernels on a GPU, plain PyTorch elsewhere."""
+"""RMSNorm with gradients: fused kernels on a GPU, plain PyTorch elsewhere. For norms that MXNorm does not replace."""
 
 import math
 
@@ -8,22 +8,15 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
-from mxtrain.reference import rms_norm as reference
+from mxtrain.ops import rms_norm as ops
 from mxtrain.reference.casts import at_least_fp32
 
-if HAS_TRITON:
-    from mxtrain.kernels.norm import rms_norm as forward_kernel
-    from mxtrain.kernels.norm import rms_norm_backward as backward_kernel
-
 WHEN_COMPILED = ("auto", "kernel", "formula")
-# float64 is for gradcheck and oracles, and never runs in the kernels.
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-# Whether autocast on a GPU casts to fp32 before F.rms_norm, which later releases of PyTorch do and 2.11 does not.
+# Whether autocast on a GPU casts to fp32 before F.rms_norm. PyTorch 2.11 does not; later releases do.
 CASTS_UNDER_AUTOCAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
 
-# What "auto" is: the formula is fused with the residual add before it and the casts behind it, the kernel is not.
+# Measured faster: Inductor fuses the formula with the residual add before it and the casts after it, the kernel not.
 AUTO_WHEN_COMPILED = "formula"
 
 
@@ -33,7 +26,7 @@ class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, residual, eps: float):
         ctx.set_materialize_grads(False)
-        y, rstd, total = _forward(x, weight, eps, residual)
+        y, rstd, total = ops.rms_norm(x, weight, eps, residual)
         ctx.save_for_backward(total, rstd, weight)
         return y if residual is None else (y, total)
 
@@ -45,33 +38,31 @@ class _RMSNormFunction(torch.autograd.Function):
         if dy is None:
             dx, dweight = dtotal, None
         else:
-            dx, dweight = _backward(dy, total, rstd, weight, dtotal, needs_weight)
+            dx, dweight = ops.rms_norm_backward(dy, total, rstd, weight, dtotal, needs_weight)
         return dx if needs_x else None, dweight, dx if needs_residual else None, None
 
 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-5, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Every row divided by its RMS, times the weight, as ``F.rms_norm`` does; with a residual, of x + residual.
+    """Divide every row by its RMS and multiply by the weight, as ``F.rms_norm``; a residual is added to x first.
 
-    The arithmetic is fp32 and y is rounded once. The backward finds dx and dweight in one pass over dy and x, sums
-    dweight in fp32, and returns the same bits every time; it has no derivative of its own. Under autocast on a GPU x is
-    cast to fp32 first where the installed PyTorch does so before ``F.rms_norm``. DTensors may be sharded along any
-    dimension but the last.
+    The arithmetic is fp32 and y is rounded once. The backward computes dx and dweight in one pass over dy and x, sums
+    dweight in fp32 and is deterministic; second derivatives are not supported. Autocast on a GPU casts x to fp32 if
+    the installed PyTorch does so for ``F.rms_norm``. DTensors may be sharded along any dimension but the last.
 
     Args:
-        x: bf16, fp16 or fp32 (or fp64, in plain PyTorch), [..., D] with D at most 65536 on a GPU.
-        weight: [D], of any of these dtypes, or None for ones; its gradient has its dtype.
+        x: bf16, fp16, fp32 or fp64, [..., D] with D at most 65536 on a GPU. fp64 runs in plain PyTorch.
+        weight: [D], any of these dtypes, or None for ones.
         eps: added to the mean square.
-        residual: added to x first, [..., D]; the sum is rounded to the dtype of x.
+        residual: [..., D]; the sum x + residual is rounded to the dtype of x.
 
     Returns:
-        y, [..., D] in the dtype of ``x``; with a residual a pair of y and x + residual.
+        y [..., D] in the dtype of ``x``; with a residual, the pair (y, x + residual).
 
     Raises:
-        ValueError: for shapes or devices that do not go together, a negative eps, or a dtype or width that the kernels
-            do not take.
-        TypeError: for DTensors together with plain tensors.
+        ValueError: for mismatched shapes or devices, a negative eps, or an unsupported dtype or width.
+        TypeError: for a mix of DTensors and plain tensors.
     """
     _check(x, weight, eps, residual)
     if CASTS_UNDER_AUTOCAST and x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
@@ -89,7 +80,7 @@ def _check(x, weight, eps, residual) -> None:
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual {_shape(residual)} does not go with x {_shape(x)}: expected its shape")
     for name, tensor in (("x", x), ("weight", weight), ("residual", residual)):
-        if tensor is not None and tensor.dtype not in DTYPES:
+        if tensor is not None and tensor.dtype not in ops.DTYPES:
             raise ValueError(f"{name} of {tensor.dtype}: expected bfloat16, float16, float32 or float64")
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device}: expected {x.device}, where x is")
@@ -98,12 +89,12 @@ def _check(x, weight, eps, residual) -> None:
 
 
 def _rms_norm_of_shards(x, weight, eps, residual):
-    """``rms_norm`` of DTensors: every rank normalizes the rows that it has, and has a part of the weight's gradient."""
+    """``rms_norm`` of DTensors: every rank normalizes its rows and gets its part of the weight's gradient."""
     given = [tensor for tensor in (x, weight, residual) if tensor is not None]
     if not all(isinstance(tensor, DTensor) for tensor in given):
         raise TypeError(f"rms_norm of {', '.join(type(tensor).__name__ for tensor in given)}: all or none as DTensor")
     mesh, last = x.device_mesh, x.ndim - 1
-    # Only whole rows can be normalized, and whole numbers: no rank's part of a sum.
+    # Normalization needs whole rows and finished sums: gather shards of the last dimension, reduce partial sums.
     rows = tuple(p if p.is_shard() and p.dim not in (-1, last) else Replicate() for p in x.placements)
     parts = tuple(Partial() if p.is_shard() else p for p in rows)
     shape, stride = x.shape, _contiguous_stride(x.shape)
@@ -115,14 +106,14 @@ def _rms_norm_of_shards(x, weight, eps, residual):
     results = rms_norm(x, weight, eps, residual)
 
     def whole(local):
-        # Shape and stride are told: they cannot be seen where the shards are of different sizes.
+        # Explicit shape and stride: DTensor cannot infer them from shards of different sizes.
         return DTensor.from_local(local, mesh, rows, run_check=False, shape=shape, stride=stride)
 
     return whole(results) if residual is None else tuple(whole(local) for local in results)
 
 
 def _placed(x: DTensor, placements: tuple) -> DTensor:
-    # Not always: what redistributes also redistributes the gradient, and would sum the weight's parts one by one.
+    # Redistribute only if needed: it also redistributes the gradient, and would sum the weight's parts at every norm.
     return x if x.placements == placements else x.redistribute(placements=placements)
 
 
@@ -137,47 +128,20 @@ def _shape(x: torch.Tensor | None) -> tuple[int, ...] | None:
     return None if x is None else tuple(x.shape)
 
 
-def _forward(x, weight, eps, residual):
-    """y [..., D], rstd of every row, and what was normalized [..., D]."""
-    if not _has_kernels(x):
-        return reference.rms_norm(x, weight, eps, residual)
-    rows = (-1, x.shape[-1])
-    residual = None if residual is None else residual.reshape(rows)
-    y, rstd, total = forward_kernel.rms_norm(x.reshape(rows), weight, eps, residual)
-    return y.view(x.shape), rstd, x if residual is None else total.view(x.shape)
-
-
-def _backward(dy, total, rstd, weight, dtotal, needs_weight):
-    """dx [..., D] and, if needed, dweight [D]."""
-    if not _has_kernels(total):
-        return reference.rms_norm_backward(dy, total, rstd, weight, dtotal)
-    rows = (-1, total.shape[-1])
-    dtotal = None if dtotal is None else dtotal.reshape(rows)
-    dx, dweight = backward_kernel.rms_norm_backward(
-        dy.reshape(rows), total.reshape(rows), rstd, weight, dtotal, needs_weight
-    )
-    return dx.view(total.shape), dweight
-
-
-def _has_kernels(x: torch.Tensor) -> bool:
-    # They are the same in the modes native and emulated.
-    return runs_kernels("emulated", x.device.type) and x.dtype != torch.float64
-
-
 def runs_when_compiled(when_compiled: str) -> str:
-    """ "kernel" or "formula": what ``FusedRMSNorm`` with this setting runs under ``torch.compile``."""
+    """Return "kernel" or "formula", whichever ``FusedRMSNorm`` with this setting runs under ``torch.compile``."""
     return AUTO_WHEN_COMPILED if when_compiled == "auto" else when_compiled
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` over one dimension, by ``rms_norm``. It has the same parameter, so checkpoints load either way.
+    """``nn.RMSNorm`` over one dimension, computed by ``rms_norm``. Same parameter, so checkpoints load either way.
 
     Args:
         dim: row length D.
-        eps: added to the mean square; None is the machine epsilon of the arithmetic, as in ``nn.RMSNorm``.
+        eps: added to the mean square; None for the machine epsilon of the arithmetic, as in ``nn.RMSNorm``.
         elementwise_affine: whether there is a weight.
-        when_compiled: what runs under ``torch.compile``: "kernel", "formula" (that of ``F.rms_norm``, which the
-            compiler may fuse with what is around it) or "auto" (what was measured to be faster, AUTO_WHEN_COMPILED).
+        when_compiled: what runs under ``torch.compile``: "kernel", "formula" (``F.rms_norm``, which the compiler can
+            fuse with its neighbours) or "auto" (the faster of the two as measured, AUTO_WHEN_COMPILED).
 
     Raises:
         ConfigError: for another ``when_compiled``, or more than one dimension.
@@ -200,7 +164,7 @@ class FusedRMSNorm(nn.RMSNorm):
 
     @classmethod
     def from_rms_norm(cls, norm: nn.RMSNorm, *, when_compiled: str = "auto") -> "FusedRMSNorm":
-        """The FusedRMSNorm that takes the place of ``norm``, sharing its weight."""
+        """Return the FusedRMSNorm that replaces ``norm`` and shares its weight."""
         shape, affine = norm.normalized_shape, norm.elementwise_affine
         new = cls(shape, norm.eps, affine, when_compiled=when_compiled, device="meta")
         new.weight = norm.weight

@@ -1,4 +1,4 @@
-"""Modules with numbers of their own that follow from the job's seed and their name."""
+"""Modules with random numbers of their own, derived from the job's seed and the module's name."""
 
 import torch
 import torch.nn as nn
@@ -9,10 +9,10 @@ from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
 
 
 class Seeded(nn.Module):
-    """Adds the signs of the Hadamard transform and the key of stochastic rounding to a module with a recipe.
+    """Gives a module with a recipe the signs of its Hadamard transform and the key of its stochastic rounding.
 
-    Not a buffer, which ``to_empty`` would lose, nor plain numbers, for each of which ``torch.compile`` would compile
-    anew. Modules whose recipe needs none have none.
+    The numbers are a plain tensor. ``to_empty`` would lose a buffer, and ``torch.compile`` would recompile for every
+    Python number. A module whose recipe needs no random numbers has no tensor.
     """
 
     recipe: LinearRecipe
@@ -20,19 +20,15 @@ class Seeded(nn.Module):
     _seeds: torch.Tensor | None = None
 
     def set_seed(self, seed: int, fqn: str) -> None:
-        """Take the numbers of the layer that is called ``fqn`` in a job with this seed.
+        """Take the numbers of layer ``fqn`` in a job with this seed.
 
-        ``mxtrain.convert`` does this. Until it is done a module has the numbers of seed 0 and no name, like every other
-        one made by hand.
+        ``mxtrain.convert`` calls this. Before that, and in modules made by hand, the numbers are those of seed 0 and
+        the empty name.
         """
-        if not self.recipe.needs_seeds:
-            return
-        numbers = [
-            sign_mask(hadamard_signs(seed, fqn)),
-            rounding_key(seed, fqn),
-        ]
-        self._seeds = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        self._move_seeds()
+        if self.recipe.needs_seeds:
+            numbers = [sign_mask(hadamard_signs(seed, fqn)), rounding_key(seed, fqn)]
+            self._seeds = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+            self._move_seeds()
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
@@ -45,11 +41,14 @@ class Seeded(nn.Module):
             self._seeds = self._seeds.to(device)
 
     def signs(self, device: torch.device) -> torch.Tensor | None:
-        """The packed signs, int64 []; None if the recipe has no transform."""
+        """Return the packed signs, int64 []; None if the recipe has no transform."""
         return self._seeds.to(device)[0] if self.recipe.needs_signs else None
 
     def draws(self, device: torch.device) -> torch.Tensor | None:
-        """What the random bits of a backward follow from (``Draws``); None if none is needed."""
+        """Return the key and position of this forward, int64 [4] (``mxtrain.rng.rounding_position.Draws``).
+
+        None if the recipe rounds to nearest, or if there will be no backward.
+        """
         if not (self.recipe.needs_draws and torch.is_grad_enabled()):
             return None
         return torch.cat((self._seeds.to(device)[1:], position(device)))

@@ -1,1 +1,1 @@
-"""One function per operation: kernel or plain PyTorch, as the execution mode says."""
+"""One function per operation. The execution mode decides whether a kernel or plain PyTorch runs it."""

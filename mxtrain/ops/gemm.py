@@ -1,24 +1,49 @@
-"""One GEMM of quantized operands."""
+"""The operands of a GEMM and their product."""
+
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-from mxtrain.ops.quantize import Operand
 from mxtrain.reference.casts import converted
+
+# The form of operand that the kernels write for each mode that uses them.
+KERNEL_FORM = {"native": "blocked", "emulated": "image"}
+
+
+class Operand(NamedTuple):
+    """One operand of a GEMM: a matrix [R, K] quantized in blocks along K, the axis that the GEMM reduces over.
+
+    Attributes:
+        data: native: codes [R, K], or [R, K / 2] for NVFP4, two codes per byte. Emulated and reference: the exact
+            values of codes times scales, in bf16 (emulated) or fp32 (reference).
+        scales: native: the block scales, E8M0 or E4M3, in the blocked 128x4 layout that the tensor cores read.
+            Otherwise None.
+        tensor_scale: native NVFP4: the scale of the whole matrix, fp32 []. Otherwise None.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor | None = None
+    tensor_scale: torch.Tensor | None = None
+
+
+def image_dtype(x: torch.Tensor, mode: str) -> torch.dtype:
+    """Return the dtype in which ``mode`` multiplies values: bf16 if emulated, fp32 (fp64 for fp64) in reference."""
+    return torch.promote_types(x.dtype, torch.float32) if mode == "reference" else torch.bfloat16
 
 
 def matmul(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
-    """a [M, K] times b [N, K] transposed -> [M, N] in ``out_dtype``, accumulated in fp32.
+    """Multiply a [M, K] by the transpose of b [N, K] -> [M, N] in ``out_dtype``, accumulated in fp32.
 
-    Operands with scales go to the MX tensor cores; without scales they hold their values, and an ordinary product
-    of those is the same sum of the same exact products, up to its order.
+    Operands with scales run on the MX tensor cores. Operands without scales hold their values: an ordinary product
+    sums the same exact products in another order.
     """
-    # Autocast would round fp32 operands of the reference mode to bf16.
+    # Autocast would round the fp32 operands of the reference mode to bf16.
     with torch.autocast(device_type=a.data.device.type, enabled=False):
         if a.scales is None:
             return converted(a.data @ b.data.t(), out_dtype)
-        a_data, a_scales, recipe, swizzle = _native(a)
-        b_data, b_scales, _, _ = _native(b)
+        a_data, a_scales, recipe, swizzle = _for_scaled_mm(a)
+        b_data, b_scales, _, _ = _for_scaled_mm(b)
         return scaled_mm(
             a_data,
             b_data.t(),
@@ -32,8 +57,8 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
         )
 
 
-def _native(operand: Operand) -> tuple[torch.Tensor, list[torch.Tensor], list[ScalingType], list[SwizzleType]]:
-    """Codes, scales, what they scale and how they are laid out, as ``scaled_mm`` takes them."""
+def _for_scaled_mm(operand: Operand) -> tuple[torch.Tensor, list[torch.Tensor], list[ScalingType], list[SwizzleType]]:
+    """Return codes, scales, the kind of each scale and the layout of each scale."""
     data, scales, tensor_scale = operand
     if tensor_scale is None:
         return data, [scales], [ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4]

@@ -1,1 +1,1 @@
-"""What the operands of every GEMM are cast to, and how a norm gets its RMS."""
+"""Recipes: which format every GEMM casts its operands to, and how MXNorm estimates the RMS."""

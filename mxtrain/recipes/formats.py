@@ -10,8 +10,8 @@ class BlockFormat:
     """A format in which ``block_size`` consecutive elements share one scale (OCP Microscaling Formats v1.0).
 
     Attributes:
-        name: the field's name for it.
-        block_size: elements that share a scale, counted along the reduction axis of the GEMM.
+        name: the usual name, in lower case.
+        block_size: elements per scale, along the reduction axis of the GEMM.
         element_max: largest finite element magnitude.
         element_max_exponent: floor(log2(element_max)), the exponent that FLOOR scale rounding targets.
     """
@@ -25,8 +25,8 @@ class BlockFormat:
 # E4M3 elements, one E8M0 (power of two) scale per block.
 MXFP8 = BlockFormat("mxfp8", block_size=32, element_max=448.0, element_max_exponent=8)
 
-# E2M1 elements, one E4M3 scale per block, one fp32 scale per tensor. Block scales stay out of E4M3's subnormal numbers,
-# as in torchao; TransformerEngine lets them go down to zero.
+# E2M1 elements, one E4M3 scale per block, one fp32 scale per tensor. As in torchao, the smallest block scale is E4M3's
+# smallest normal number; TransformerEngine lets block scales go down to zero.
 NVFP4 = BlockFormat("nvfp4", block_size=16, element_max=6.0, element_max_exponent=2)
 NVFP4_SCALE_MAX = 448.0
 NVFP4_SCALE_MIN = 2.0**-6
@@ -34,20 +34,20 @@ NVFP4_SCALE_MIN = 2.0**-6
 P_VALUES = (1, 2)
 SCALE_ROUNDINGS = ("rceil", "floor")
 
-# Past this many standard deviations the survival function is below 1e-30 for any block that fits in memory.
+# Beyond this many standard deviations the survival function is below 1e-30 for any block that fits in memory.
 _UPPER_LIMIT = 16.0
 _INTERVALS = 4096
 
 
 @lru_cache(maxsize=None, typed=True)
 def norm_constant(p: int, block_size: int) -> float:
-    """c(p, B): the p-mean of block maxima divided by the RMS, for a Gaussian row of infinite length.
+    """Return c(p, B), the ratio of the p-mean of block maxima to the RMS for an infinitely long Gaussian row.
 
-    c = E[m^p]^(1/p), with m the largest of ``block_size`` magnitudes |N(0, 1)|. Its survival function is
-    1 - erf(m / sqrt 2)^B, so E[m^p] = int_0^inf p m^(p-1) (1 - erf(m / sqrt 2)^B) dm; the integral is taken by
-    Simpson's rule (the integrand is smooth and vanishes like a Gaussian).
+    c = E[m^p]^(1/p), with m the largest of ``block_size`` magnitudes |N(0, 1)|. The survival function of m is
+    1 - erf(m / sqrt 2)^B, so E[m^p] = int_0^inf p m^(p-1) (1 - erf(m / sqrt 2)^B) dm. Simpson's rule computes the
+    integral: the integrand is smooth and vanishes like a Gaussian.
 
-    Source: McLean et al., "MXNorm", arXiv 2603.13180, who estimate the same number by Monte Carlo.
+    Source: McLean et al., "MXNorm", arXiv 2603.13180. They estimate c by Monte Carlo.
 
     Args:
         p: exponent of the mean, 1 or 2.

@@ -1,4 +1,4 @@
-"""From what a user writes, ``"mxfp8"`` or ``"fprop=nvfp4, dgrad=mxfp8, wgrad=bf16"``, to a recipe."""
+"""Parses a recipe as written by a user, ``"mxfp8"`` or ``"fprop=nvfp4, dgrad=mxfp8, wgrad=bf16"``."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.recipes.recipe import FLAGS, GEMMS, RECIPES, LinearRecipe, MixedRecipe, Recipe
 
-# What can be set apart from the recipe, in the TOML and in ``mxtrain.convert``, and the GEMMs that it changes.
+# Settings that override a recipe, in the TOML and in ``mxtrain.convert``, and the GEMMs that each one changes.
 _CHANGES = {
     "scale_rounding": GEMMS,
     "tensor_scale": ("fprop",),
@@ -18,15 +18,16 @@ SWITCHES = (*_CHANGES, "high_precision_share")
 
 
 def get_recipe(recipe: str | LinearRecipe, scale_rounding: str | None = None, **switches) -> LinearRecipe:
-    """The recipe that a spec stands for (a recipe passes through), with the settings given in the place of its own.
+    """Parse a recipe and override its settings.
 
     Args:
-        recipe: one of ``RECIPES`` for all GEMMs, or one for each: "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16".
-        scale_rounding, switches: any of ``SWITCHES``; None keeps the recipe's own. Of a mixed recipe they change the
-            GEMMs whose format has them.
+        recipe: one of ``RECIPES`` for all GEMMs, one name for each ("fprop=nvfp4, dgrad=mxfp8, wgrad=bf16"), or a
+            recipe.
+        scale_rounding, switches: any of ``SWITCHES``; None keeps the recipe's own. In a mixed recipe, a setting
+            changes the GEMMs whose format has it.
 
     Raises:
-        ConfigError: naming the recipes and GEMMs there are, or a setting that is wrong or does not go with the recipe.
+        ConfigError: for an unknown recipe or GEMM, a wrong setting, or a setting that does not apply to the recipe.
     """
     return get_recipes(recipe, {}, scale_rounding=scale_rounding, **switches)[0]
 
@@ -34,12 +35,12 @@ def get_recipe(recipe: str | LinearRecipe, scale_rounding: str | None = None, **
 def get_recipes(
     recipe: str | LinearRecipe, recipes: Mapping[str, str | LinearRecipe], **switches
 ) -> tuple[LinearRecipe, dict[str, LinearRecipe]]:
-    """``get_recipe`` for a model: the recipe of its layers, and those by pattern that differ from it.
+    """Parse the default recipe of a model and the exceptions ``recipes``, by pattern of layer names.
 
-    A setting changes every GEMM of any of them whose format has it.
+    The settings in ``switches`` change every GEMM whose format has them.
 
     Raises:
-        ConfigError: as ``get_recipe``, and for ``recipes`` that are no table of pattern and spec.
+        ConfigError: as ``get_recipe``, and if ``recipes`` is not a mapping.
     """
     if not isinstance(recipes, Mapping):
         raise ConfigError(f'recipes = {recipes!r} is not a table of lines "pattern" = "recipe"')
@@ -52,7 +53,7 @@ def get_recipes(
 
 
 def switches_in_effect(recipes: Sequence[LinearRecipe]) -> dict[str, str | bool | float | None]:
-    """Every one of ``SWITCHES`` as it is for the first GEMM that it changes; the share is that of the first recipe."""
+    """Return the value of every one of ``SWITCHES``: for the first GEMM that it changes; the share of recipe 0."""
     values = {}
     for switch, gemms in _CHANGES.items():
         found = [getattr(r, switch) for recipe in recipes for r in _changed(recipe, gemms) if r.has(switch)]
@@ -86,14 +87,14 @@ def _changed(recipe: LinearRecipe, gemms: tuple[str, ...]) -> list[Recipe]:
 
 
 def _check_switch(switch: str, value, recipes: list[LinearRecipe]) -> None:
-    """Raise ConfigError if the switch changes no GEMM of the recipes; off (False) is true of any."""
+    """Raise ConfigError if the switch changes no GEMM of the recipes. Switching off (False) is always allowed."""
     gemms = _CHANGES.get(switch)
     if gemms is None or value is False:
         return
     if any(r.has(switch) and r.format is not None for recipe in recipes for r in _changed(recipe, gemms)):
         return
     if len(recipes) == 1 and isinstance(recipes[0], Recipe):
-        replace(recipes[0], **{switch: value})  # which says what does not go together
+        replace(recipes[0], **{switch: value})  # raises the more specific error
         return
     wanted = "a format whose block scales are powers of two" if switch == "scale_rounding" else "recipe 'nvfp4'"
     names = ", ".join(repr(name) for name in dict.fromkeys(recipe.name for recipe in recipes))

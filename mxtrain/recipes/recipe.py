@@ -1,4 +1,4 @@
-"""Recipes: what the operands of every GEMM of a linear layer are cast to."""
+"""Recipes: which format each GEMM of a linear layer casts its operands to."""
 
 from dataclasses import dataclass, replace
 
@@ -10,12 +10,12 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 
 
 class LinearRecipe:
-    """What a linear layer has: a ``Recipe`` that all its GEMMs share, or a ``MixedRecipe`` with one for each.
+    """The recipe of a linear layer: a ``Recipe`` for all three GEMMs, or a ``MixedRecipe`` with one for each.
 
     Attributes:
         name: as in the TOML.
         fprop, dgrad, wgrad: the Recipe of each GEMM.
-        high_precision_share: the last share of a model's blocks that ``mxtrain.convert`` leaves as it is.
+        high_precision_share: share of a model's blocks, the last ones, that ``mxtrain.convert`` does not change.
     """
 
     name: str
@@ -31,43 +31,43 @@ class LinearRecipe:
 
     @property
     def needs_signs(self) -> bool:
-        """Whether wgrad transforms its operands, with signs of the layer's own or of its norm."""
+        """Whether wgrad Hadamard-transforms its operands, which takes signs from the layer or its norm."""
         return self.wgrad.hadamard
 
     @property
     def needs_draws(self) -> bool:
-        """Whether output gradients are rounded stochastically, with random bits of the layer's own."""
+        """Whether output gradients are rounded stochastically, which takes random bits from the layer's key."""
         return self.dgrad.stochastic_rounding or self.wgrad.stochastic_rounding
 
     @property
     def needs_seeds(self) -> bool:
-        """Whether a layer needs any numbers of its own."""
+        """Whether a layer needs signs or a key."""
         return self.needs_signs or self.needs_draws
 
 
 @dataclass(frozen=True)
 class Recipe(LinearRecipe):
-    """How a GEMM of a linear layer (fprop, dgrad or wgrad) sees its operands; by itself, how all three do.
+    """How one GEMM casts its two operands. As the recipe of a layer, it applies to fprop, dgrad and wgrad alike.
 
     Every operand is cast in blocks along the axis that its GEMM reduces over: fprop along the input features,
     dgrad along the output features, wgrad along the tokens.
 
     Attributes:
         name: the recipe's name in the TOML.
-        format: what operands are cast to; None leaves them in high precision.
+        format: the format of both operands; None leaves them in high precision.
         block_size: elements per scale, and per block maximum of MXNorm's estimate.
-        scale_rounding: how a block's scale is rounded to a power of two: ``"rceil"``
-            (2^ceil(log2(amax / element_max)), never overflows) or ``"floor"`` (2^(floor(log2 amax) -
-            element_max_exponent), OCP's rule, which can overflow and then saturates). None for NVFP4, whose scales
-            are E4M3, rounded to nearest.
-        tensor_scale: NVFP4: where the scale of a whole matrix comes from, a power of two always. ``"dynamic"``: its
-            largest element. ``"static"``: the bound of MXNorm's output, for that; for all other operands as "dynamic".
-            None for other formats.
-        weight_tiles: NVFP4: weights share a scale in tiles of 16 x 16, so that fprop and dgrad see the same weight;
-            otherwise in blocks of 16 along the reduced axis, as all other operands do.
+        scale_rounding: how block scales are rounded to a power of two. ``"rceil"`` is
+            2^ceil(log2(amax / element_max)) and never overflows. ``"floor"`` is OCP's rule, 2^(floor(log2 amax) -
+            element_max_exponent); elements that overflow saturate. None for NVFP4: its scales are E4M3, rounded to
+            nearest.
+        tensor_scale: NVFP4: the source of the scale of a whole matrix, always a power of two. ``"dynamic"`` takes the
+            largest element. ``"static"`` takes the bound of MXNorm's output for that output, and the largest element
+            for all other operands. None for other formats.
+        weight_tiles: NVFP4: weights have one scale per tile of 16 x 16, so that fprop and dgrad see the same weight.
+            If False, weights have blocks of 16 along the reduced axis, like all other operands.
         hadamard: NVFP4: both operands of wgrad are Hadamard-transformed along the tokens before their cast.
-        stochastic_rounding: NVFP4: output gradients are rounded stochastically, for dgrad and for wgrad.
-        high_precision_share: the last share of a model's blocks that ``mxtrain.convert`` leaves as it is.
+        stochastic_rounding: NVFP4: output gradients are rounded stochastically, for dgrad and wgrad.
+        high_precision_share: share of a model's blocks, the last ones, that ``mxtrain.convert`` does not change.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Recipe(LinearRecipe):
 
     @property
     def is_nvfp4(self) -> bool:
-        """Whether operands are cast to NVFP4, with a scale per tensor and the casts that go with it."""
+        """Whether operands are cast to NVFP4."""
         return self.format == NVFP4
 
     @property
@@ -118,7 +118,7 @@ class Recipe(LinearRecipe):
         return self
 
     def has(self, switch: str) -> bool:
-        """Whether that one of ``SWITCHES`` is of any meaning for these casts."""
+        """Whether ``switch``, one of ``SWITCHES``, applies to this format."""
         return switch == "high_precision_share" or self.is_nvfp4 != (switch == "scale_rounding")
 
     def __str__(self) -> str:
@@ -132,7 +132,7 @@ FLAGS = ("weight_tiles", "hadamard", "stochastic_rounding")
 
 @dataclass(frozen=True)
 class MixedRecipe(LinearRecipe):
-    """A recipe for each GEMM of a linear layer, not all the same."""
+    """A recipe for each GEMM of a linear layer. The three are not all equal."""
 
     fprop: Recipe
     dgrad: Recipe
@@ -163,15 +163,16 @@ _NVFP4 = Recipe(
     high_precision_share=0.15,
 )
 _UNQUANTIZED = Recipe("unquantized", None, MXFP8.block_size)
-# The name of a GEMM in high precision. ``mxtrain.convert`` leaves a linear alone whose three GEMMs are that.
+# The recipe of a GEMM in high precision. ``mxtrain.convert`` does not swap a linear with this recipe for all GEMMs.
 HIGH_PRECISION = "bf16"
 
 RECIPES = {
     "mxfp8": Recipe("mxfp8", MXFP8, MXFP8.block_size),
-    # No cast at all: MXNorm's estimate, folding and backward alone. Separates what the norm costs from what the
-    # cast costs, and, in float64, lets the gradients be checked to rounding error.
+    # No cast: only MXNorm's estimate, folding and backward. Separates the effects of norm and cast, and lets
+    # tests check the gradients in float64.
     "unquantized": _UNQUANTIZED,
-    # As NVIDIA's "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), TransformerEngine and torchao do.
+    # The recipe of NVIDIA's "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), TransformerEngine and
+    # torchao.
     "nvfp4": _NVFP4,
     "nvfp4_dynamic": replace(_NVFP4, name="nvfp4_dynamic", tensor_scale="dynamic"),
     HIGH_PRECISION: replace(_UNQUANTIZED, name=HIGH_PRECISION),

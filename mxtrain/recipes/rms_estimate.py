@@ -1,4 +1,4 @@
-"""How MXNorm gets the RMS of a row."""
+"""How MXNorm estimates the RMS of a row."""
 
 import math
 from dataclasses import dataclass, field
@@ -12,15 +12,15 @@ ESTIMATORS = ("pre_round", "post_round", "exact")
 
 @dataclass(frozen=True)
 class RMSEstimate:
-    """How MXNorm gets the RMS of a row.
+    """How MXNorm estimates the RMS of a row.
 
     Attributes:
         p: exponent of the mean over block maxima, 1 or 2; ``"exact"`` ignores it.
-        estimator: ``"pre_round"`` (exact block maxima: the method), ``"post_round"`` (the maxima that the rounded
-            block scales stand for: the paper's ablation) or ``"exact"`` (the true mean square: a control).
-        eps: added to the squared estimate, as in RMSNorm, so that a zero row stays finite.
+        estimator: ``"pre_round"`` reads exact block maxima (the method), ``"post_round"`` reads the maxima that the
+            rounded block scales stand for (the paper's ablation), ``"exact"`` is the true mean square (a control).
+        eps: added to the squared estimate, as in RMSNorm, so that zero rows stay finite.
         block_size: elements per block maximum.
-        constant: c(p, B), computed here once so that no graph traces the quadrature.
+        constant: c(p, B). Computed once here, so that ``torch.compile`` does not trace the integral.
     """
 
     p: int
@@ -38,7 +38,11 @@ class RMSEstimate:
 
     @classmethod
     def for_recipe(cls, recipe: Recipe, p: int = 2, estimator: str = "pre_round", eps: float = 1e-5) -> "RMSEstimate":
-        """The estimate over the blocks of ``recipe``; ConfigError if it needs scales that the recipe does not have."""
+        """Return the estimate over the blocks of ``recipe``.
+
+        Raises:
+            ConfigError: for a wrong setting, or for "post_round" with a recipe that has no power-of-two scales.
+        """
         estimate = cls(p, estimator, eps, recipe.block_size)
         if estimator == "post_round" and recipe.format is None:
             raise ConfigError(

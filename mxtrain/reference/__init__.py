@@ -1,1 +1,1 @@
-"""Plain PyTorch versions of every operation: the oracles of the kernels, and what runs on a CPU."""
+"""Every operation in plain PyTorch: the oracles of the kernels, and the code that runs on a CPU."""

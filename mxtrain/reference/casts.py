@@ -1,7 +1,7 @@
 """Casts to and from block-scaled formats, through torchao.
 
-This is the only file that imports torchao's prototype names, which move between releases; it is tested against
-every release in the package's range. All scale arithmetic is torchao's: nothing here recomputes it.
+This is the only file that imports torchao's prototype names, which move between releases; tests run it with every
+release in the package's range. All scale arithmetic is torchao's own.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from mxtrain.recipes.formats import BlockFormat
 
 @contextlib.contextmanager
 def _only_errors(*names: str):
-    """Let these loggers say nothing below an error for a while."""
+    """Silence these loggers below the level of errors."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -26,8 +26,8 @@ def _only_errors(*names: str):
             logger.setLevel(level)
 
 
-# On import torchao warns of compiled extensions that do not fit this machine (none is used here), and torch of how
-# torchao registers its enums; neither is of use to a reader of a training log.
+# On import, torchao warns of compiled extensions that do not fit this machine (we use none), and torch warns of how
+# torchao registers its enums. Users can do nothing about either.
 with _only_errors("torchao", "torch.utils._pytree"):
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.prototype.mx_formats.mx_tensor import get_fp_scale, to_mx
@@ -49,15 +49,15 @@ _TORCHAO_MODE = {"rceil": ScaleCalculationMode.RCEIL, "floor": ScaleCalculationM
 
 
 def at_least_fp32(x: torch.Tensor) -> torch.Tensor:
-    """x in fp32, or in fp64 if it is fp64."""
+    """Return x in fp32, or unchanged if it is fp64."""
     return converted(x, torch.promote_types(x.dtype, torch.float32))
 
 
 def converted(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x in ``dtype``; x itself if it has it.
+    """Return x in ``dtype``; x itself if it already has that dtype.
 
-    Not ``to``: in torch 2.11 a compiled autograd function loses the gradient of a result on which its forward calls a
-    ``to`` that does nothing.
+    Not ``Tensor.to``: in torch 2.11, if the forward of a compiled autograd function calls a ``to`` that does nothing
+    on a result, the result loses its gradient.
     """
     return x if x.dtype == dtype else x.to(dtype)
 
@@ -71,8 +71,8 @@ def split_blocks(x: torch.Tensor, block_size: int) -> torch.Tensor:
 def cast(x: torch.Tensor, fmt: BlockFormat, scale_rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast ``x`` in blocks along its last dimension.
 
-    A block that holds a NaN gets a NaN scale, and one that holds an infinity decodes to infinity or NaN (torchao's
-    rules), so a non-finite input never turns into a finite number.
+    A block with a NaN gets a NaN scale. A block with an infinity decodes to infinity or NaN. (Both are torchao's
+    rules.) So a non-finite input never turns into a finite number.
 
     Args:
         x: bf16 or fp32, [..., D] with D a multiple of ``fmt.block_size``.
@@ -101,19 +101,18 @@ def cast(x: torch.Tensor, fmt: BlockFormat, scale_rounding: str) -> tuple[torch.
 def dequantize(
     codes: torch.Tensor, scales: torch.Tensor, fmt: BlockFormat, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """The values that ``codes`` [..., D] and ``scales`` [..., D / block_size] stand for, shape of ``codes``.
+    """Return the values of ``codes`` [..., D] with ``scales`` [..., D / block_size], shape of ``codes``.
 
-    An E4M3 code times a power of two is exact in bf16 and fp32, except below their smallest normal number.
+    An E4M3 code times a power of two is exact in bf16 and fp32, except below their smallest normal numbers.
     """
     blocks = split_blocks(codes.to(torch.float32), fmt.block_size)
     return (blocks * get_fp_scale(scales).unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def image(x: torch.Tensor, fmt: BlockFormat, scale_rounding: str, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """``x`` [R, C] rounded to the format: cast in blocks along ``dim`` (0 or 1), then dequantized to ``dtype``.
+    """Round ``x`` [R, C] to the format: cast in blocks along ``dim`` (0 or 1), then dequantize to ``dtype``.
 
-    Along dimension 0 a last, incomplete block is allowed: it is cast as if filled up with zeros, which changes
-    neither its scale nor its codes.
+    Along dimension 0 the last block may be incomplete. Zeros pad it, which changes neither its scale nor its codes.
     """
     if dim == 1:
         return dequantize(*cast(x, fmt, scale_rounding), fmt, dtype)
@@ -121,22 +120,22 @@ def image(x: torch.Tensor, fmt: BlockFormat, scale_rounding: str, dim: int, dtyp
     padding = -rows % fmt.block_size
     if padding:
         x = torch.nn.functional.pad(x, (0, 0, 0, padding))
-    # [R / B, B, C] -> [R / B, C, B]: blocks become the last dimension without a transpose of the whole matrix.
+    # [R / B, B, C] -> [R / B, C, B]: moves blocks to the last dimension without transposing the whole matrix.
     blocks = x.reshape(-1, fmt.block_size, columns).transpose(1, 2)
     values = dequantize(*cast(blocks, fmt, scale_rounding), fmt, dtype)
     return values.transpose(1, 2).reshape(rows + padding, columns)[:rows]
 
 
 def rounded_amax(amax: torch.Tensor, fmt: BlockFormat, scale_rounding: str) -> torch.Tensor:
-    """The block maximum that a rounded scale stands for, fp32, shape of ``amax``.
+    """Return the block maximum that the rounded scale of ``amax`` stands for, fp32, shape of ``amax``.
 
-    For ``"rceil"`` that is scale * element_max (never below amax), for ``"floor"`` scale * 2^element_max_exponent
-    (amax rounded down to a power of two). The scale is torchao's own: each amax is cast as a block of one element.
+    For ``"rceil"`` this is scale * element_max (never below amax), for ``"floor"`` scale * 2^element_max_exponent
+    (amax rounded down to a power of two). torchao computes the scale: each amax is cast as a block of one element.
     """
     _, scales = cast(
         amax.unsqueeze(-1), BlockFormat(fmt.name, 1, fmt.element_max, fmt.element_max_exponent), scale_rounding
     )
     top = fmt.element_max if scale_rounding == "rceil" else 2.0**fmt.element_max_exponent
     values = get_fp_scale(scales.squeeze(-1)) * top
-    # The smallest scale stands for zero as well as for tiny blocks; a zero block must not look like a nonzero one.
+    # Zero blocks and tiny blocks share the smallest scale, but a zero block must not look like a nonzero one.
     return torch.where(amax == 0, torch.zeros_like(values), values)

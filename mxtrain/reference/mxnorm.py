@@ -1,11 +1,11 @@
-"""MXNorm in plain PyTorch: estimate of the RMS from block maxima, scaling, and the straight-through backward.
+"""MXNorm in plain PyTorch: RMS estimate from block maxima, scaling, and the straight-through backward.
 
 Source: McLean, Prince, Payot, Balanca, Luschi, "MXNorm: Reusing MXFP block scales for efficient tensor
 normalisation", arXiv 2603.13180. Easy to simplify wrongly:
 
-* The estimate reads the maxima of x, and x * rho is cast afterwards with scales of its own. fp32 multiplication is
-  monotonic, so max|x| * rho == max|x * rho| exactly, and one set of maxima serves both; torchao's cast of the fp32
-  product is therefore the oracle of a fused kernel, bit for bit.
+* The estimate reads the maxima of x; the cast needs the maxima of x * rho. fp32 multiplication is monotonic, so
+  max|x| * rho == max|x * rho| exactly, and one set of maxima serves both. torchao's cast of the fp32 product is
+  therefore the oracle of a fused kernel, bit for bit.
 * eps is added to the squared estimate, inside the root: a zero row gives rho = 1 / sqrt(eps), and zeros.
 * The product x * rho is never rounded to bf16 before the cast.
 """
@@ -18,7 +18,7 @@ from mxtrain.reference.casts import at_least_fp32, rounded_amax, split_blocks
 
 
 def block_amax(x: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Largest magnitude of every block: [..., D] -> [..., D / block_size], fp32 (fp64 for fp64 input).
+    """Return the largest magnitude of every block: [..., D] -> [..., D / block_size], fp32 (fp64 for fp64 input).
 
     Raises:
         ValueError: if D is not a positive multiple of ``block_size``.
@@ -28,11 +28,8 @@ def block_amax(x: torch.Tensor, block_size: int) -> torch.Tensor:
     return at_least_fp32(split_blocks(x, block_size).abs().amax(-1))
 
 
-def mean_square(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> torch.Tensor:
-    """The squared RMS of every row as ``estimate`` sees it: [..., D] -> [...].
-
-    In fp64, so that no square overflows and the order of the sum does not matter.
-    """
+def _mean_square(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> torch.Tensor:
+    """Estimate the squared RMS of every row in fp64: no square overflows, and the order of the sum does not matter."""
     if estimate.estimator == "exact":
         return x.double().square().mean(-1)
     amax = block_amax(x, estimate.block_size)
@@ -44,26 +41,26 @@ def mean_square(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> torch
 
 
 def inverse_rms(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> torch.Tensor:
-    """rho = 1 / sqrt(r^2 + eps) of every row: [..., D] -> [...], fp32 (fp64 for fp64 input).
+    """Return rho = 1 / sqrt(r^2 + eps) of every row: [..., D] -> [...], fp32 (fp64 for fp64 input).
 
     A row with a NaN gives NaN; a row with an infinity gives 0.
     """
-    rho = 1.0 / torch.sqrt(mean_square(x, estimate, recipe) + estimate.eps)
+    rho = 1.0 / torch.sqrt(_mean_square(x, estimate, recipe) + estimate.eps)
     return rho.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def scale_rows(x: torch.Tensor, rho: torch.Tensor) -> torch.Tensor:
-    """xhat = x * rho, row by row: [..., D] and [...] -> [..., D], in fp32 (fp64 for fp64 input), without rounding."""
+    """Return xhat = x * rho, row by row: [..., D] and [...] -> [..., D], fp32 (fp64 for fp64 input)."""
     return at_least_fp32(x) * rho.unsqueeze(-1)
 
 
 def norm_backward(g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor) -> torch.Tensor:
-    """Straight-through gradient: RMSNorm's, with rho in the place of the true inverse RMS and the cast as identity.
+    """Return the straight-through gradient: RMSNorm's, with rho as the inverse RMS and the cast as identity.
 
     With xhat = x * rho:  dx = rho * (g - xhat * mean_D(g * xhat)).
 
     Args:
-        g: dL/dxhat [..., D]; the gain's part is already in it, through the folded weight.
+        g: dL/dxhat [..., D]. It already contains the gain, through the folded weight.
         x: the norm's input [..., D].
         rho: inverse RMS [...].
 
@@ -77,7 +74,7 @@ def norm_backward(g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor) -> torch.
 
 
 def fold_backward(g: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The backward of folding a gain into a weight:  dW = G diag(gamma),  dgamma_j = sum_n W_nj G_nj.
+    """Return the gradients of a weight and the gain folded into it:  dW = G diag(gamma),  dgamma_j = sum_n W_nj G_nj.
 
     Args:
         g: dL/d(W diag(gamma)) [N, D].

@@ -1,14 +1,15 @@
 """Casts to and from NVFP4 in plain PyTorch: E2M1 elements, an E4M3 scale per block of 16, an fp32 scale per tensor.
 
-An element stands for E2M1 * block scale * tensor scale. The arithmetic is that of torchao
-(``torchao.prototype.mx_formats.nvfp4_tensor.nvfp4_quantize``), with an E2M1 encoder of its own that can also round
+An element's value is E2M1 * block scale * tensor scale. The arithmetic follows torchao
+(``torchao.prototype.mx_formats.nvfp4_tensor.nvfp4_quantize``); the E2M1 encoder is ours and can also round
 stochastically. Easy to simplify wrongly:
 
-* Block scales are clamped to [2^-6, 448] before they are rounded: a tiny block gets 2^-6, a zero block too.
+* Block scales are clamped to [2^-6, 448] before they are rounded: tiny blocks and zero blocks get 2^-6.
 * An element is x * ((1 / tensor scale) / block scale). Dividing by the product of the scales rounds differently.
-* Rounding a block scale down leaves the block's largest elements up to 1/16 above 6: they saturate, in either rounding.
-* Divisors are tensors. PyTorch divides by a Python number on CUDA by multiplying with its rounded inverse, which would
-  make a few codes depend on the device.
+* A block scale that is rounded down leaves the largest elements up to 1/16 above 6. They saturate, whatever the
+  rounding.
+* Divisors are tensors. On CUDA, PyTorch divides by a Python number by multiplying with its rounded inverse, and a few
+  codes would depend on the device.
 """
 
 import math
@@ -21,7 +22,7 @@ from mxtrain.reference.casts import at_least_fp32, converted, split_blocks
 # The magnitudes of E2M1 by code; bit 3 is the sign.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-# The largest magnitude there is, per unit of the tensor scale.
+# The largest magnitude, in units of the tensor scale.
 RANGE = NVFP4.element_max * NVFP4_SCALE_MAX
 
 # With smaller tensor scales, (1 / tensor scale) / NVFP4_SCALE_MIN overflows fp32, and zeros become NaN.
@@ -29,16 +30,16 @@ MIN_TENSOR_SCALE = 2.0**-121
 
 
 def dynamic_tensor_scale(x: torch.Tensor) -> torch.Tensor:
-    """The tensor scale that gives the block of the largest element the largest block scale: max|x| / (6 * 448).
+    """Return max|x| / (6 * 448), the tensor scale that maps the largest element to the top of the range.
 
-    Like torchao's ``per_tensor_amax_to_scale``, except that it never falls below ``MIN_TENSOR_SCALE``, so that a
-    zero tensor gives zeros and not NaN. Of a tensor in several pieces, pass the maxima of the pieces.
+    Like torchao's ``per_tensor_amax_to_scale``, but at least ``MIN_TENSOR_SCALE``, so that a zero tensor gives zeros
+    and not NaN. For a tensor in several pieces, pass the maxima of the pieces.
 
     Args:
-        x: bf16 or fp32, any shape; empty like zeros.
+        x: bf16 or fp32, any shape. An empty tensor counts as zeros.
 
     Returns:
-        fp32, a single number on the device of ``x``: NaN or infinity if ``x`` holds one.
+        fp32 [] on the device of ``x``: NaN or infinity if ``x`` holds one.
     """
     if x.numel() == 0:
         return torch.full((), MIN_TENSOR_SCALE, device=x.device)
@@ -47,33 +48,32 @@ def dynamic_tensor_scale(x: torch.Tensor) -> torch.Tensor:
 
 
 def power_of_two_tensor_scale(x: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two at or above ``dynamic_tensor_scale(x)``: exact to multiply with, like a static one.
+    """Return the smallest power of two >= ``dynamic_tensor_scale(x)``, fp32 []. Multiplying by it is exact.
 
-    fp32, a single number: NaN or infinity if ``x`` holds one.
+    NaN or infinity if ``x`` holds one.
     """
     scale = dynamic_tensor_scale(x)
-    # By the bits of fp32: carry any mantissa into the exponent, then drop the mantissa.
+    # In the bits of fp32: carry any mantissa into the exponent, then drop the mantissa.
     rounded = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     return torch.where(scale.isfinite(), rounded, scale)
 
 
 def static_tensor_scale(columns: int, p: int = 2, estimator: str = "pre_round", constant: float | None = None) -> float:
-    """A tensor scale for the output of MXNorm that no row exceeds: known before training, and a power of two.
+    """Return a tensor scale that no row of MXNorm's output exceeds. It is known before training.
 
-    With K = columns / 16 blocks, the p-mean of block maxima is at least K^(-1/p) times the largest, hence
+    With K = columns / 16 blocks, the p-mean of block maxima is at least K^(-1/p) times the largest maximum. Hence
     |x * rho| <= c(p, 16) * K^(1/p); with the exact RMS, |x * rho| <= sqrt(columns). The scale is the smallest power of
-    two at or above that bound / (6 * 448): exact to multiply with, so that it may stay outside of a GEMM or not.
+    two >= bound / (6 * 448). Multiplying by it is exact, inside a GEMM or after it.
 
     Args:
-        columns: D, the length of a row.
-        p: exponent of the mean of block maxima, 1 or 2; ignored by "exact".
+        columns: row length D.
+        p: exponent of the mean over block maxima, 1 or 2; "exact" ignores it.
         estimator: "pre_round" or "exact" (``recipes.rms_estimate.RMSEstimate``). "post_round" has no such bound: its
-            block scales need a tensor scale before there is a norm, and saturate where that is too small.
-
-        constant: c(p, 16), where it is known already: ``torch.compile`` cannot trace its integral.
+            block scales need a tensor scale before the norm is known, and saturate if that scale is too small.
+        constant: c(p, 16) if already known: ``torch.compile`` cannot trace its integral.
 
     Raises:
-        ValueError: for another estimator, p or a length that is not a positive multiple of 16.
+        ValueError: for another estimator or p, or a length that is not a positive multiple of 16.
     """
     if columns < 1 or columns % NVFP4.block_size:
         raise ValueError(f"columns = {columns} is not a positive multiple of {NVFP4.block_size}")
@@ -93,25 +93,25 @@ def cast(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast ``x`` in blocks of 16 along its last dimension.
 
-    Without ``bits``, elements are rounded to nearest, ties to even, and the result has torchao's bits. With ``bits``,
-    they are rounded stochastically: between two neighbours of E2M1, f of the way from the smaller magnitude to the
-    larger, t = f * 2^16 to the nearest integer, the larger is taken if bits + t >= 2^16, as if the bits were added to
-    the fraction and the rest cut off. With uniform bits its probability is t / 2^16, within 2^-17 of f on either side.
-    It is zero only for f up to 2^-17: for elements below 7e-7 of the largest that a block can hold. E2M1 values, zeros
-    among them, stay what they are, what exceeds 6 saturates, and any result is either neighbour, so at most one step
-    from the nearest. Block scales are always rounded to nearest.
+    Without ``bits``, elements are rounded to nearest, ties to even, and the result has torchao's bits.
 
-    A NaN, in the block or as tensor scale, makes the block's scale NaN, and the codes mean nothing. Infinities saturate
-    to 6 * 448 * tensor_scale, unless the tensor scale is infinite too, as a dynamic one is: then everything dequantizes
-    to NaN.
+    With ``bits``, elements are rounded stochastically, as if the bits were added to the fraction and the rest cut off.
+    Let an element lie a fraction f of the way from its smaller E2M1 neighbour to its larger one, and let t be
+    f * 2^16 rounded to an integer. The result is the larger neighbour if bits + t >= 2^16. With uniform bits its
+    probability is t / 2^16, within 2^-17 of f on either side. The probability is zero only for f <= 2^-17, for
+    elements below 7e-7 of the largest element that the block can hold. E2M1 values (zero is one) do not change, and
+    elements above 6 saturate. Block scales are always rounded to nearest.
+
+    A NaN in the block or as tensor scale makes the block scale NaN; its codes are meaningless. Infinities saturate to
+    6 * 448 * tensor_scale. An infinite tensor scale, as a dynamic scale then is, makes everything dequantize to NaN.
 
     Args:
         x: bf16 or fp32, [..., D] with D a multiple of 16.
-        tensor_scale: number or fp32 tensor of one element, at least ``MIN_TENSOR_SCALE``.
+        tensor_scale: a number or fp32 [], at least ``MIN_TENSOR_SCALE``.
         bits: int64, shape of ``x``, uniform in [0, 2^16).
 
     Returns:
-        codes: uint8, [..., D / 2], two elements a byte, the first in the low half.
+        codes: uint8, [..., D / 2], two elements per byte, the first in the low half.
         scales: float8_e4m3fn, [..., D / 16].
 
     Raises:
@@ -128,10 +128,10 @@ def cast(
 
 
 def cast_tiles(w: torch.Tensor, tensor_scale: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast a weight in tiles of 16 x 16 that share a scale, to nearest.
+    """Cast a weight with one scale per tile of 16 x 16, rounded to nearest.
 
-    The transpose casts to the same values, so that fprop and dgrad see the same weight. Rows may end in an incomplete
-    tile; it is cast as if filled up with zeros, which changes nothing.
+    The transpose casts to the same values, so fprop and dgrad see the same weight. The last tile along rows may be
+    incomplete: zeros pad it, which changes nothing.
 
     Args:
         w: bf16 or fp32, [N, D] with D a multiple of 16.
@@ -139,8 +139,8 @@ def cast_tiles(w: torch.Tensor, tensor_scale: float | torch.Tensor) -> tuple[tor
 
     Returns:
         codes: uint8, [N, D / 2], as in ``cast``.
-        scales: float8_e4m3fn, [N, D / 16], the same in all 16 rows of a tile: what ``cast`` would return of blocks
-            that have their tile's maximum.
+        scales: float8_e4m3fn, [N, D / 16], equal in all 16 rows of a tile. ``cast`` returns the same scales if every
+            block has the maximum of its tile.
 
     Raises:
         ValueError: for another dtype, D or number of dimensions.
@@ -164,40 +164,16 @@ def dequantize(
     tensor_scale: float | torch.Tensor = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The values that ``codes`` [..., D / 2] and ``scales`` [..., D / 16] stand for: [..., D] in ``dtype``.
+    """Return the values of ``codes`` [..., D / 2] with ``scales`` [..., D / 16]: [..., D] in ``dtype``.
 
-    The product of element and block scale has at most 6 significant bits and lies in [2^-7, 2688] or is zero: exact in
-    bf16, and in fp32 when the tensor scale is a power of two. (torchao multiplies the scales first, 0.17 in the dtype
-    of the original tensor, so its values can differ in the last bit.)
+    Element times block scale is zero or in [2^-7, 2688] and has at most 6 significant bits. This is exact in bf16 and
+    fp32, and stays exact if the tensor scale is a power of two. (torchao multiplies the scales first, release 0.17
+    even in the dtype of the original tensor, so its values can differ in the last bit.)
     """
     magnitudes = torch.tensor(_MAGNITUDES, device=codes.device)
     values = torch.cat([magnitudes, -magnitudes])[_unpack(codes).int()]
     blocks = split_blocks(values, NVFP4.block_size) * scales.float().unsqueeze(-1)
     return converted(blocks.reshape(values.shape) * _as_tensor(tensor_scale, codes), dtype)
-
-
-def image(
-    x: torch.Tensor,
-    tensor_scale: float | torch.Tensor,
-    dtype: torch.dtype = torch.bfloat16,
-    bits: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """``x`` cast (see ``cast``) and dequantized without its tensor scale: [..., D], exact in bf16.
-
-    ``x`` is about image * tensor_scale. A GEMM of two images is to be multiplied by the product of their tensor
-    scales after the reduction, which is where hardware applies them.
-    """
-    return dequantize(*cast(x, tensor_scale, bits), dtype=dtype)
-
-
-def image_tiles(
-    w: torch.Tensor, tensor_scale: float | torch.Tensor, dtype: torch.dtype = torch.bfloat16
-) -> torch.Tensor:
-    """``w`` [N, D] cast in tiles (see ``cast_tiles``) and dequantized without its tensor scale, like ``image``.
-
-    One image serves both orientations: its transpose is the image of the transpose.
-    """
-    return dequantize(*cast_tiles(w, tensor_scale), dtype=dtype)
 
 
 def _check(x: torch.Tensor) -> None:
@@ -215,21 +191,21 @@ def _as_tensor(tensor_scale: float | torch.Tensor, like: torch.Tensor) -> torch.
 
 
 def _block_scales(amax: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor:
-    """Block maxima, fp32, to float8_e4m3fn scales of the same shape."""
+    """Return the float8_e4m3fn scales of block maxima, same shape."""
     wanted = amax / amax.new_full((), NVFP4.element_max) / tensor_scale
     return wanted.clamp(NVFP4_SCALE_MIN, NVFP4_SCALE_MAX).to(torch.float8_e4m3fn)
 
 
 def _inverse(scales: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor:
-    """What elements are multiplied with: 1 / (block scale * tensor scale) in fp32, in torchao's order of operations."""
+    """Return 1 / (block scale * tensor scale) in fp32, in torchao's order of operations."""
     return (1.0 / tensor_scale) / scales.float()
 
 
 def _encode(y: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
-    """fp32 to E2M1, saturating: one code a byte, shape of ``y``. ``bits`` as in ``cast``."""
+    """Encode fp32 as E2M1, saturating: one code per byte, shape of ``y``. ``bits`` as in ``cast``."""
     magnitude = y.abs().clamp(max=NVFP4.element_max).nan_to_num(nan=0.0)
-    # Neighbours are 0.5 apart below 2, 1 below 4, then 2. In units of that distance, the four codes of the first range
-    # and the two of the others are consecutive integers, off by ``first``, which is even: so is a tie's even code.
+    # Neighbours are 0.5 apart below 2, 1 apart below 4, then 2 apart. Position, in units of that distance, plus
+    # ``first`` gives the code. ``first`` is even, so rounding ties to an even position gives an even code.
     low, middle = magnitude < 2, magnitude < 4
     position = torch.where(low, magnitude * 2, torch.where(middle, magnitude, magnitude * 0.5))
     first = torch.where(low, 0, torch.where(middle, 2, 4))
@@ -241,11 +217,11 @@ def _encode(y: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
 
 
 def _pack(elements: torch.Tensor) -> torch.Tensor:
-    """[..., D] codes, one a byte -> [..., D / 2], two a byte."""
+    """Pack [..., D] codes, one per byte, into [..., D / 2], two per byte."""
     pairs = split_blocks(elements, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
 def _unpack(codes: torch.Tensor) -> torch.Tensor:
-    """[..., D / 2], two codes a byte -> [..., D], one a byte."""
+    """Unpack [..., D / 2], two codes per byte, into [..., D], one per byte."""
     return torch.stack([codes & 15, codes >> 4], -1).flatten(-2)

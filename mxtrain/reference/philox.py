@@ -1,10 +1,10 @@
-"""Random bits for stochastic rounding: Philox4x32-10, counter-based, in plain PyTorch integers.
+"""Random bits for stochastic rounding: the counter-based generator Philox4x32-10 in plain PyTorch integers.
 
-Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Random123). The bits are
+Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Random123). The bits equal
 those of Triton's ``tl.philox(key, c0, c1, c2, c3)`` with uint32 words, and of ``tl.randint4x(key, offset)`` with
 c0 = offset mod 2^32, c1 = offset / 2^32, c2 = c3 = 0.
 
-Unsigned 32-bit words are held in int64, the one integer dtype with full arithmetic that holds them all.
+Unsigned 32-bit words are stored in int64, the only integer dtype with full arithmetic that holds all of them.
 """
 
 import torch
@@ -20,14 +20,14 @@ _WORD = 0xFFFFFFFF
 
 
 def philox(key: Word, c0: Word, c1: Word, c2: Word, c3: Word) -> tuple[Word, Word, Word, Word]:
-    """The four 32-bit words that Philox4x32-10 makes of a counter.
+    """Return four random 32-bit words for a counter.
 
     Args:
-        key: 64 bits; the lower half is the first key word. An integer, or an int64 tensor.
-        c0, c1, c2, c3: counter words from 0 to 2^32 - 1, int64 tensors that broadcast, or integers.
+        key: 64 bits, an integer or an int64 tensor. The lower half is the first key word.
+        c0, c1, c2, c3: counter words from 0 to 2^32 - 1: integers, or int64 tensors that broadcast.
 
     Returns:
-        Four words from 0 to 2^32 - 1: int64 tensors of the counter's common shape, or integers if it has no tensor.
+        Four words from 0 to 2^32 - 1: int64 tensors of the common shape, or integers if all arguments are integers.
     """
     k0, k1 = key & _WORD, key >> 32 & _WORD
     for _ in range(_ROUNDS):
@@ -39,8 +39,8 @@ def philox(key: Word, c0: Word, c1: Word, c2: Word, c3: Word) -> tuple[Word, Wor
 
 
 def _multiply(word: Word, factor: int) -> tuple[Word, Word]:
-    """Upper and lower 32 bits of the product of two 32-bit words."""
-    # By halves of the factor: the whole product overflows a signed 64-bit integer.
+    """Return the upper and lower 32 bits of the product of two 32-bit words."""
+    # Multiply by one half of the factor at a time: the whole product overflows a signed 64-bit integer.
     upper, lower = word * (factor >> 16), word * (factor & 0xFFFF)
     return upper + (lower >> 16) >> 16, ((upper & 0xFFFF) << 16) + lower & _WORD
 
@@ -54,25 +54,25 @@ def rounding_words(
     microbatch: Word = 0,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """A 32-bit word of its own for every element of a matrix, whatever the order or the tiles it is worked on.
+    """Return one random 32-bit word per element of a matrix. The words do not depend on order or tiling.
 
-    The addressing rule. Element (row, column) has index e = row * columns + column, and gets word e mod 4 of
-    ``philox`` with this key and these counter words:
+    Element (row, column) has index e = row * columns + column. Its word is word e mod 4 of ``philox`` with this key
+    and these counter words:
 
     ==  =====================================================
-    c0  e / 4, rounded down: up to 2^34 elements
-    c1  the microbatch, or whatever else runs a layer's backward more than once a step
+    c0  floor(e / 4): up to 2^34 elements
+    c1  the microbatch, which separates several backward passes in one step
     c2  the training step
     c3  the rank
     ==  =====================================================
 
-    Two addresses that differ in any of these have different counters, and layers have different keys. An output
-    gradient [T, N] is indexed as it is stored, t * N + n: padding tokens adds indices and changes none. Nothing is
-    drawn in sequence, so a resumed run gets the bits of the step that it repeats.
+    Different addresses have different counters, and different layers have different keys. An output gradient [T, N]
+    is indexed as it is stored, t * N + n, so padding tokens only adds indices. Nothing is drawn in sequence: a resumed
+    run gets the same bits for the same step.
 
     Args:
-        key: from ``mxtrain.rng.seeds.rounding_key``. Like ``step``, ``rank`` and ``microbatch`` an integer, or an int64
-            tensor of no dimensions, which does not make ``torch.compile`` compile anew for every value.
+        key: from ``mxtrain.rng.seeds.rounding_key``. ``key``, ``step``, ``rank`` and ``microbatch`` are integers or
+            int64 [] tensors; ``torch.compile`` recompiles for new integers, not for new tensor values.
         device: None for the default device.
 
     Returns:
@@ -93,8 +93,9 @@ def rounding_words(
 
 
 def rounding_bits(words: torch.Tensor, dim: int) -> torch.Tensor:
-    """16 bits of each of ``rounding_words`` for the cast along ``dim``: the lower half for 1, the upper half for 0.
+    """Return 16 bits of each word for the cast along ``dim``: the lower half for dim 1, the upper half for dim 0.
 
-    A gradient is cast along both, and drawing words is most of the work: the halves of one are independent.
+    A gradient is cast along both dimensions. The halves of a word are independent, and drawing words is most of the
+    work.
     """
     return words & 0xFFFF if dim == 1 else words >> 16

@@ -3,9 +3,9 @@
 Source of the formula: Zhang, Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467. Easy to simplify
 wrongly:
 
-* x + residual is rounded to the dtype of x before anything else: what the next layer adds to is what is normalized.
-* y is rounded once, after the weight; total * rstd is never rounded by itself.
-* The mean in the backward is of h * xhat, where h already holds the weight.
+* x + residual is rounded to the dtype of x first: the norm reads the same sum that the residual stream carries on.
+* y is rounded once, after the weight; total * rstd is not rounded.
+* The mean in the backward is over h * xhat, where h already contains the weight.
 """
 
 import math
@@ -18,7 +18,7 @@ from mxtrain.reference.casts import at_least_fp32, converted
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Every row divided by its RMS, times the weight; the arithmetic is fp32 (fp64 for fp64 input).
+    """Divide every row by its RMS and multiply by the weight, in fp32 (fp64 for fp64 input).
 
     Args:
         x: [..., D].
@@ -47,20 +47,20 @@ def rms_norm_backward(
     weight: torch.Tensor | None,
     dtotal: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradients of ``rms_norm``; the arithmetic is fp32 (fp64 for fp64 input).
+    """Return the gradients of ``rms_norm``, computed in fp32 (fp64 for fp64 input).
 
     With xhat = x * rstd and h = dy * weight:  dx = rstd * (h - xhat * mean_D(h * xhat)) + dtotal, and dweight is the
     sum of dy * xhat over rows. The residual's gradient is dx.
 
     Args:
         dy: dL/dy [..., D].
-        x: what was normalized, ``total`` of the forward [..., D].
-        rstd: [...], of the forward.
+        x: ``total`` of the forward [..., D].
+        rstd: ``rstd`` of the forward [...].
         weight: [D], or None for ones.
-        dtotal: [..., D], the gradient that ``total`` has from elsewhere.
+        dtotal: [..., D], the gradient of ``total`` from its other uses.
 
     Returns:
-        dx [..., D] in the dtype of ``x``, and dweight [D] in that of ``weight``, None without a weight.
+        dx [..., D] in the dtype of ``x``, and dweight [D] in the dtype of ``weight``, None without a weight.
     """
     rstd = rstd.unsqueeze(-1)
     xhat = at_least_fp32(x) * rstd

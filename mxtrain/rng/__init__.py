@@ -1,1 +1,1 @@
-"""Random numbers that follow from the job's seed, a layer's name and the place in training."""
+"""Random numbers derived from the job's seed, a layer's name and the position in training."""

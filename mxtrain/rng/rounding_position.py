@@ -1,7 +1,7 @@
-"""Where training is, for stochastic rounding: the step, the microbatch and the rank that its random bits are drawn for.
+"""The position in training that stochastic rounding draws its random bits for: step, microbatch and rank.
 
-All of it is in tensors, so that compiled graphs serve every step. They are made anew and not changed in place: what a
-forward has saved for its backward stays what it was.
+The position is a tensor, so that one compiled graph serves all steps. A new step gets a new tensor: a backward still
+uses the position that its forward saved.
 """
 
 from enum import IntEnum
@@ -9,12 +9,12 @@ from enum import IntEnum
 import torch
 
 _WORD = 2**32
-# Of a matrix that bits are drawn for: the index of four of them must fit in one word.
+# Largest matrix with random bits. Four elements share one draw, and the index of a draw must fit in 32 bits.
 MAX_ELEMENTS = 4 * _WORD
 
 
 class Draws(IntEnum):
-    """What is where in the int64 tensor that a layer's random bits follow from."""
+    """Index of each number in the int64 [4] tensor that determines a layer's random bits."""
 
     KEY = 0
     STEP = 1
@@ -22,21 +22,22 @@ class Draws(IntEnum):
     RANK = 3
 
 
-# int64 [3] (step, microbatch, rank) by device type; empty until a step is set.
+# Device type -> int64 [3] (step, microbatch, rank). Empty until a step is set.
 _position: dict[str, torch.Tensor] = {}
 
 
 def set_rounding_step(step: int | None, microbatch: int = 0, rank: int | None = None) -> None:
-    """Say which step (and, with gradient accumulation, which microbatch of it) the next forward belongs to.
+    """Set the step, and with gradient accumulation the microbatch, of the next forward.
 
-    Training loops that resume from checkpoints call this before every forward: the same step then has the same random
-    bits. ``mxtrain.train`` does. A loop that never does gets bits that differ from forward to forward too, drawn from
-    PyTorch's default generator; but a loop that stops calling it repeats the bits of the last step it named.
+    Call it before every forward, as ``mxtrain.train`` does: a resumed run then repeats the random bits of every step.
+    Without any call, each forward draws a random step from PyTorch's default generator. After a call, the position
+    stays: a loop that stops calling repeats the bits of its last step.
 
     Args:
-        step: from 0 to 2^32 - 1; None forgets what was set, and later forwards draw from the generator again.
+        step: from 0 to 2^32 - 1; None removes the position, and forwards draw from the generator again.
         microbatch: number of the forward within the step.
-        rank: what tells processes apart that see different data; None for the rank in the default process group.
+        rank: number that differs between processes with different data; None for the rank in the default process
+            group.
 
     Raises:
         ValueError: for a number that does not fit in 32 bits.
@@ -49,13 +50,13 @@ def set_rounding_step(step: int | None, microbatch: int = 0, rank: int | None = 
         if not 0 <= number < _WORD:
             raise ValueError(f"{name} = {number} is not from 0 to {_WORD - 1}")
     for device_type in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        # Numbers filled in by a kernel: a copy would wait for all work queued on the GPU.
+        # A fill kernel, because copying from the CPU would wait for all work queued on the GPU.
         filled = [torch.full((), number, dtype=torch.int64, device=device_type) for number in numbers]
         _position[device_type] = torch.stack(filled)
 
 
 def position(device: torch.device) -> torch.Tensor:
-    """int64 [3] on ``device``: step, microbatch, rank. Without a step that was set, the step is a random number."""
+    """Return step, microbatch and rank, int64 [3] on ``device``. The step is random if none was set."""
     current = _position.get(device.type)
     if current is not None:
         return current.to(device)

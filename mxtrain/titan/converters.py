@@ -58,8 +58,8 @@ def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] 
 class _TitanConverter:
     """One of mxtrain's converters, with the interface of TorchTitan's ``ModelConverter``.
 
-    Subclasses define ``from_job(job_config)``, which returns the converter with the settings of the job config and raises
-    ConfigError for a wrong one.
+    Subclasses define ``from_job(job_config)``, which returns the converter with the settings of the job config, and
+    raises ConfigError for a wrong setting.
     """
 
     name: str

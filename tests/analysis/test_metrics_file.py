@@ -18,7 +18,7 @@ def steps(path):
     return [row["step"] for row in read_metrics(path)]
 
 
-def test_rows_come_back_as_written_and_are_on_disk_at_once(tmp_path):
+def test_rows_can_be_read_back_at_once(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     rows = [{"step": 1, "loss": 9.5, "tokens_seen": 4096}, {"step": 2, "loss": 1 / 3, "tokens_seen": 8192}]
     writer = MetricsWriter(path)
@@ -28,7 +28,7 @@ def test_rows_come_back_as_written_and_are_on_disk_at_once(tmp_path):
     writer.close()
 
 
-def test_nonfinite_values_are_strict_json_and_come_back(tmp_path):
+def test_nonfinite_values_are_strict_json_and_are_restored(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, [{"step": 1, "loss": math.nan, "grad_norm": math.inf, "max_loss": -math.inf, "lr": 0.1}])
 
@@ -50,14 +50,14 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
     assert [row["loss"] for row in read_metrics(path)] == [9.0] * 5 + [5.0] * 5
 
 
-def test_a_run_that_starts_over_starts_an_empty_file(tmp_path):
+def test_a_restarted_run_begins_with_an_empty_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, [{"step": s, "loss": 9.0} for s in range(1, 9)])
     write(path, [{"step": 1, "loss": 5.0}])
     assert read_metrics(path) == [{"step": 1, "loss": 5.0}]
 
 
-def test_a_run_that_logs_nothing_leaves_the_file_alone(tmp_path):
+def test_a_run_that_logs_nothing_keeps_the_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, [{"step": 1, "loss": 9.0}])
     MetricsWriter(path).close()
@@ -65,16 +65,16 @@ def test_a_run_that_logs_nothing_leaves_the_file_alone(tmp_path):
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b'{"step": 3', b"{", b'{"loss": 1.0}', b'{"step": 3, "x": "\xc3'])
-def test_a_torn_last_line_is_dropped_by_reader_and_writer(tmp_path, torn):
+def test_a_damaged_last_line_is_dropped_by_reader_and_writer(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     write(path, [{"step": 1, "loss": 9.0}, {"step": 2, "loss": 8.0}])
     path.write_bytes(path.read_bytes() + torn)
     assert steps(path) == [1, 2]
-    write(path, [{"step": 3, "loss": 7.0}])  # must not be glued to the torn line
+    write(path, [{"step": 3, "loss": 7.0}])  # begins a new line
     assert steps(path) == [1, 2, 3]
 
 
-def test_damage_elsewhere_is_an_error_with_its_line_number(tmp_path):
+def test_any_other_damaged_line_is_an_error_with_its_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 9.0}\nnonsense\n{"step": 3, "loss": 9.0}\n')
     with pytest.raises(ConfigError, match="metrics.jsonl, line 2"):

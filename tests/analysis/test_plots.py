@@ -5,17 +5,18 @@ import matplotlib.colors
 import matplotlib.image
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from mxtrain.analysis import Run, plot
-from mxtrain.analysis.plots import COLORS, moving_average
+from mxtrain.analysis.plots import COLORS, SMOOTH_FROM, moving_average
 
 
-def make_run(name, losses, validation=()):
+def make_run(name, losses, validation=(), folder="runs", converter="mxnorm"):
     return Run(
         name=name,
-        folder=Path("runs") / name,
-        facts={"converter": "mxnorm", "recipe": "mxfp8", "p": 2, "estimator": "pre_round"},
-        training=[{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)],
+        folder=Path(folder) / name,
+        facts={"converter": converter, "recipe": "mxfp8", "p": 2, "estimator": "pre_round"} if converter else {},
+        training=[{"step": 10 * step, "loss": loss} for step, loss in enumerate(losses, start=1)],
         validation=[{"step": step, "validation_loss": loss} for step, loss in validation],
     )
 
@@ -26,28 +27,73 @@ def falling(n, end=3.0, seed=0):
 
 
 def runs_drawn(path):
-    """Which runs' colours occur in the picture, by the run's index."""
-    pixels = (matplotlib.image.imread(path)[..., :3] * 255).round().astype(int).reshape(-1, 3)
-    present = set(map(tuple, np.unique(pixels, axis=0)))
-    colors = [tuple((np.array(matplotlib.colors.to_rgb(color)) * 255).round().astype(int)) for color in COLORS]
+    """The indices of the runs whose colors occur in the picture."""
+    pixels = (matplotlib.image.imread(path)[..., :3] * 255).round().astype(int) @ (1 << 16, 1 << 8, 1)
+    present = set(np.unique(pixels))
+    colors = [int(matplotlib.colors.to_hex(color)[1:], 16) for color in COLORS]
     return {i for i, color in enumerate(colors) if color in present}
 
 
-@pytest.mark.parametrize("count", [1, 2, 8])
-def test_draws_one_line_per_run(tmp_path, count):
-    runs = [make_run(f"run-{i}", falling(200, end=2 + i / 4, seed=i), [(100, 5.0), (200, 3.0)]) for i in range(count)]
+@pytest.fixture
+def axes_of(monkeypatch):
+    """``axes_of(runs)``: the axes that ``plot`` fills, without the time to draw them."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
+
+    def axes_of(runs, folder="."):
+        plot(runs, Path(folder) / "loss.png")
+        [axes] = figures.pop().axes
+        return axes
+
+    return axes_of
+
+
+def legend(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_every_run_has_a_color_in_the_picture(tmp_path):
+    count = len(COLORS)
+    runs = [make_run(f"run-{i}", falling(200, end=2 + i / 4, seed=i), [(1000, 5.0)]) for i in range(count)]
     path = plot(runs, tmp_path / "pictures" / "loss.png")
     assert path == tmp_path / "pictures" / "loss.png"
     assert runs_drawn(path) == set(range(count))
 
 
-@pytest.mark.parametrize("losses", [[9.0], [9.0, math.nan, 8.0, 7.5], [9.0, math.inf]], ids=["one", "nan", "inf"])
-def test_draws_short_and_broken_runs(tmp_path, losses):
-    assert runs_drawn(plot([make_run("a", losses)], tmp_path / "loss.png")) == {0}
+def test_short_and_broken_runs_are_drawn(tmp_path):
+    losses = ([9.0], [9.0, math.nan, 8.0, 7.5], [9.0, math.inf], [8.0, *[math.nan] * SMOOTH_FROM])
+    runs = [make_run(f"run-{i}", values) for i, values in enumerate(losses)]
+    assert runs_drawn(plot(runs, tmp_path / "loss.png")) == set(range(len(losses)))
+    assert plot([make_run("a", [math.nan] * 60)], tmp_path / "nan.png").stat().st_size > 0
 
 
-def test_draws_when_nothing_is_finite(tmp_path):
-    assert plot([make_run("a", [math.nan] * 60)], tmp_path / "loss.png").stat().st_size > 0
+def test_one_run_is_named_in_the_title(axes_of):
+    losses = falling(SMOOTH_FROM - 1)
+    axes = axes_of([make_run("a", losses, [(100, 5.0), (200, 3.0)])])
+    assert axes.get_title() == "a (mxnorm mxfp8 p=2)" and legend(axes) == ["training", "validation"]
+    line, diamonds, _ = axes.get_lines()
+    np.testing.assert_array_equal(line.get_xydata(), [(10 * i, loss) for i, loss in enumerate(losses, start=1)])
+    np.testing.assert_array_equal(diamonds.get_xydata(), [(100, 5.0), (200, 3.0)])
+    assert diamonds.get_color() == line.get_color()
+
+
+def test_several_runs_are_named_in_the_legend(axes_of):
+    runs = [
+        make_run("a", [9.0, 8.0]),
+        make_run("b", [9.0, math.nan, math.inf], folder="x"),
+        make_run("b", [9.0], folder="y", converter=None),
+    ]
+    axes = axes_of(runs)
+    assert axes.get_title() == "Training loss"
+    assert legend(axes) == ["a (mxnorm mxfp8 p=2)", "x/b (mxnorm mxfp8 p=2) (not finite at step 20)", "y/b"]
+
+
+def test_a_long_run_gets_a_moving_average(axes_of):
+    losses = falling(SMOOTH_FROM)
+    points, average = axes_of([make_run("a", losses)]).get_lines()
+    np.testing.assert_array_equal(points.get_ydata(), losses)
+    np.testing.assert_array_equal(average.get_ydata(), moving_average(np.array(losses), half_width=1))
+    assert points.get_alpha() < 1 and average.get_label() == "training"
 
 
 def test_moving_average():
@@ -58,6 +104,7 @@ def test_moving_average():
     np.testing.assert_allclose(moving_average(line, half_width=0), line)
 
 
-def test_moving_average_skips_nan():
-    values = np.array([1.0, 1.0, np.nan, 1.0, 1.0, 1.0])
-    np.testing.assert_array_equal(moving_average(values, half_width=1), values)
+def test_moving_average_skips_values_that_are_not_finite():
+    values = np.array([1.0, 1.0, np.nan, 1.0, np.inf, 1.0, 1.0])
+    expected = np.where(np.isfinite(values), 1.0, np.nan)
+    np.testing.assert_array_equal(moving_average(values, half_width=1), expected)

@@ -19,18 +19,23 @@ def training(losses, **extra):
     return [{"step": step, "loss": loss, **extra} for step, loss in enumerate(losses, start=1)]
 
 
-def test_reads_facts_training_and_validation(tmp_path):
-    rows = training([9.0, 8.0]) + [{"step": 2, "validation_loss": 8.5}]
+def test_a_run_has_facts_and_training_and_validation_rows(tmp_path):
+    rows = training([9.0, 8.0]) + [{"step": 1, "validation_loss": 9.5}, {"step": 2, "validation_loss": 8.5}]
     run = load_run(make_run(tmp_path / "a", rows, {"converter": "mxnorm"}))
     assert run.name == "a" and run.facts == {"converter": "mxnorm"}
     assert run.training == rows[:2] and run.validation == rows[2:]
     assert (run.first_loss, run.last_loss, run.validation_loss) == (9.0, 8.0, 8.5)
 
 
+def test_the_current_folder_has_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(make_run(tmp_path / "a", training([9.0])))
+    assert load_run(".").name == "a"
+
+
 def test_numbers_of_a_run(tmp_path):
     rows = training([20.0 - step for step in range(20)])
     for step, row in enumerate(rows):
-        # The first two of twenty rows, slow while compiling, must not count; nor does the median care about one spike.
+        # The first 10 % of the rows are slow because of compilation, and row 20 is an outlier.
         row.update(tokens_per_second=1.0 if step < 2 else 1000.0 + step, memory_gib=3.0 if step == 7 else 2.0)
     rows[19]["tokens_per_second"] = 1e9
     run = load_run(make_run(tmp_path / "a", rows))
@@ -39,7 +44,7 @@ def test_numbers_of_a_run(tmp_path):
     assert run.peak_memory_gib == 3.0
 
 
-def test_one_row_without_optional_numbers(tmp_path):
+def test_a_run_of_one_row_without_optional_numbers(tmp_path):
     run = load_run(make_run(tmp_path / "a", training([9.0])))
     assert run.first_loss == run.last_loss == run.tail_loss == 9.0
     assert run.tokens_per_second is None and run.peak_memory_gib is None and run.validation_loss is None
@@ -82,7 +87,7 @@ def test_variant(tmp_path, facts, variant):
     assert load_run(make_run(tmp_path / "a", training([9.0]), facts)).variant == variant
 
 
-def test_what_is_not_a_run_is_an_error(tmp_path):
+def test_a_folder_without_a_readable_run_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="nowhere.*does not exist"):
         load_run(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="metrics.jsonl does not exist"):
@@ -94,4 +99,7 @@ def test_what_is_not_a_run_is_an_error(tmp_path):
     folder = make_run(tmp_path / "facts", training([9.0]))
     (folder / "run.json").write_text("{")
     with pytest.raises(ConfigError, match="run.json is not JSON"):
+        load_run(folder)
+    (folder / "run.json").write_text("[]")
+    with pytest.raises(ConfigError, match="run.json is not a JSON object"):
         load_run(folder)

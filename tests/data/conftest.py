@@ -8,7 +8,7 @@ from mxtrain.data import python_source
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """Every test has a cache of its own, never the user's."""
+    """Every test uses a fresh cache folder, not the user's."""
     monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -23,13 +23,13 @@ def _prose(seed: int, words: int = 400) -> str:
 
 @pytest.fixture(scope="session")
 def prose():
-    """``prose(seed, words=400)``: ASCII text that differs with the seed and does not compress like a table."""
+    """``prose(seed, words=400)`` returns ASCII text that depends on the seed and compresses less than a table."""
     return _prose
 
 
 @pytest.fixture
 def python_machine(tmp_path, monkeypatch):
-    """A machine with the given files: ``python_machine({"json/decoder.py": text}, {"numpy/core.py": text})``."""
+    """``python_machine({"json/decoder.py": text}, {"numpy/core.py": text})`` replaces this machine's Python files."""
 
     def build(standard: dict, installed: dict | None = None):
         library, packages = tmp_path / "lib", tmp_path / "lib" / "site-packages"
@@ -39,7 +39,7 @@ def python_machine(tmp_path, monkeypatch):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(text if isinstance(text, bytes) else text.encode())
         monkeypatch.setattr(python_source.sysconfig, "get_paths", lambda: {"stdlib": str(library)})
-        monkeypatch.setattr(sys, "path", [str(tmp_path), str(packages)])
+        monkeypatch.setattr(sys, "path", [str(tmp_path), str(packages), str(packages)])
         return library
 
     return build

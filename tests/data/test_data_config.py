@@ -1,3 +1,5 @@
+from dataclasses import fields
+
 import pytest
 
 from mxtrain.data import DataConfig
@@ -21,22 +23,24 @@ def test_values_out_of_range_name_the_setting(field, value, message):
         DataConfig(**{field: value})
 
 
-def test_a_stream_has_no_byte_limit():
+def test_max_bytes_does_not_apply_to_a_stream():
     with pytest.raises(ConfigError, match="data.max_bytes = 5 does not apply to training.dataset = 'hf'"):
         DataConfig(dataset="hf", path="some/set", max_bytes=5)
 
 
-def test_an_existing_tokenizer_needs_no_vocabulary_size():
+def test_an_existing_tokenizer_ignores_vocab_size():
     assert DataConfig(vocab_size=0, tokenizer_path="somewhere").vocab_size == 0
 
 
-def test_identity_leaves_out_what_does_not_change_the_result():
+def test_identity_omits_settings_that_do_not_change_the_result():
     here, there = DataConfig(cache_dir="a"), DataConfig(cache_dir="b", section="validation")
     assert here.identity() == there.identity()
+    omitted = {"cache_dir", "section", "tokenizer_path"}
+    assert here.identity().keys() == {field.name for field in fields(DataConfig)} - omitted
     assert here.identity() != DataConfig(seed=1).identity()
 
 
-def test_cache_root_prefers_the_setting_then_the_environment(tmp_path, monkeypatch, cache):
+def test_cache_root_is_the_setting_or_the_environment_or_the_default(tmp_path, monkeypatch, cache):
     assert DataConfig(cache_dir=str(tmp_path / "own")).cache_root() == tmp_path / "own"
     assert DataConfig().cache_root() == cache
     monkeypatch.delenv("MXTRAIN_CACHE")

@@ -16,7 +16,7 @@ def test_a_stream_is_opened_with_the_settings(monkeypatch):
     ]
 
 
-def test_what_cannot_be_opened_is_a_config_error(monkeypatch):
+def test_a_dataset_that_cannot_be_opened_is_a_config_error(monkeypatch):
     def fail(*args, **options):
         raise ConnectionError("no network")
 
@@ -28,7 +28,7 @@ def test_what_cannot_be_opened_is_a_config_error(monkeypatch):
         open_stream("", section="validation")
 
 
-def test_texts_and_a_missing_column():
+def test_texts_and_a_missing_text_column():
     rows = [{"text": "a"}, {"text": None}, {"text": "b"}]
     assert list(stream_texts(rows, "text", "a/b")) == ["a", "", "b"]
     with pytest.raises(ConfigError, match="data.text_key = 'content' is not a column of a/b, which has: text"):

@@ -20,11 +20,11 @@ def write_jsonl(path, texts, key="text"):
     return path
 
 
-def test_jsonl(tmp_path):
-    file = write_jsonl(tmp_path / "a.jsonl", ["one", "", None, "two\nlines"])
+def test_jsonl_without_empty_rows(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", ["one", "", None, "two\nlines", " \n"])
     source = LocalFiles(DataConfig(dataset="files", path=str(file)))
     assert list(source.documents()) == [("a.jsonl:0", "one"), ("a.jsonl:3", "two\nlines")]
-    assert source.dropped == {"empty": 2}
+    assert source.dropped == {"empty": 3}
     assert source.listing == [(str(file), file.stat().st_size, file.stat().st_mtime_ns)]
 
 
@@ -38,7 +38,7 @@ def test_compressed_jsonl(tmp_path):
     assert documents(tmp_path / "a.json.gz") == [("a.json.gz:0", "packed")]
 
 
-def test_folder_of_text_is_recursive_sorted_and_without_hidden_files(tmp_path):
+def test_a_folder_is_read_recursively_in_order_without_hidden_files(tmp_path):
     for name in ("b.txt", "a.md", "sub/c.py", ".hidden.txt", ".git/config"):
         path = tmp_path / "text" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,13 +47,13 @@ def test_folder_of_text_is_recursive_sorted_and_without_hidden_files(tmp_path):
     assert documents(tmp_path / "text") == expected
 
 
-def test_files_with_different_columns_read_together(tmp_path):
+def test_files_may_differ_in_other_columns(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a", "n": 1}\n')
     (tmp_path / "b.jsonl").write_text('{"meta": {"x": 1}, "text": "b"}\n')
     assert [document.text for document in documents(tmp_path)] == ["a", "b"]
 
 
-def test_glob_and_names_with_pattern_characters(tmp_path):
+def test_globs_and_names_with_pattern_characters(tmp_path):
     write_jsonl(tmp_path / "part[1].jsonl", ["odd name"])
     (tmp_path / "readme.txt").write_text("not this one")
     assert documents(tmp_path / "part[1].jsonl") == [("part[1].jsonl:0", "odd name")]
@@ -72,9 +72,11 @@ def test_keys_do_not_depend_on_where_the_folder_is(tmp_path):
 
 
 def test_max_bytes_counts_utf8(tmp_path):
-    file = write_jsonl(tmp_path / "a.jsonl", ["éé", "éé", "éé"])
+    file = write_jsonl(tmp_path / "a.jsonl", ["éé", "éé", "é"])
     assert len(documents(file, max_bytes=8)) == 2
-    assert len(documents(file, max_bytes=7)) == 1
+    assert len(documents(file, max_bytes=7)) == 1  # reading stops, although the third would fit
+    sizes = [LocalFiles(DataConfig(dataset="files", path=str(file), max_bytes=n)).text_bytes for n in (0, 7, 10**9)]
+    assert sizes == [file.stat().st_size, 7, file.stat().st_size]
 
 
 def test_a_long_text_becomes_several_documents(tmp_path):
@@ -96,7 +98,7 @@ def test_a_long_text_becomes_several_documents(tmp_path):
         ("aaaaaaaaaa", ["aaaaaaaaaa"]),
     ],
 )
-def test_split_lines(text, pieces):
+def test_split_lines_cuts_after_line_ends(text, pieces):
     assert [piece for piece in split_lines(text, 5) if piece or not text] == pieces
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 from filelock import FileLock
 
-from mxtrain.data import DataConfig, Prepared, prepare
+from mxtrain.data import DataConfig, Prepared, prepare, progress
 from mxtrain.data import prepared as prepared_module
 from mxtrain.data.tokenizer import load_tokenizer, tokenizer_hash
 from mxtrain.errors import ConfigError
@@ -46,7 +46,7 @@ def test_local_text_is_split_and_tokenized(corpus, prose, cache):
     assert "30 kept" in str(report)
 
 
-def test_python_source(python_machine, prose):
+def test_python_source_with_and_without_packages(python_machine, prose):
     python_machine({f"m{i}.py": prose(i) for i in range(20)} | {"copy.py": prose(3)}, {"p/a.py": prose(50)})
     alone = prepare(DataConfig(vocab_size=300, validation_share=0.2), silent)
     assert alone.report.files == 21 and alone.report.dropped["duplicate"] == 1
@@ -61,17 +61,17 @@ def test_this_machines_standard_library():
     assert report.train_tokens > 200_000 and report.validation_tokens > 10_000
 
 
-def test_the_second_call_loads(corpus, monkeypatch):
+def test_the_second_call_loads_without_building(corpus, monkeypatch):
     lines = []
     first = prepare(config_of(corpus), lines.append)
     assert lines[0].startswith("preparing dataset 'files' in ") and lines[-1] == "prepared dataset 'files'"
     lines.clear()
-    monkeypatch.setattr(prepared_module, "_build", None)  # and builds nothing
+    monkeypatch.setattr(prepared_module, "_build", None)
     assert prepare(config_of(corpus), lines.append) == first
     assert lines == []
 
 
-def test_an_edit_and_another_setting_make_another_result(corpus, prose):
+def test_an_edited_file_or_a_changed_setting_is_built_again(corpus, prose, monkeypatch):
     first = prepare(config_of(corpus), silent)
     assert prepare(config_of(corpus, seed=7), silent).tokenizer != first.tokenizer
     with corpus.open("a") as file:
@@ -79,7 +79,10 @@ def test_an_edit_and_another_setting_make_another_result(corpus, prose):
     second = prepare(config_of(corpus), silent)
     assert second.report.documents == 31
     os.utime(corpus, ns=(0, 0))
-    assert prepare(config_of(corpus), silent).report.folder != second.report.folder
+    third = prepare(config_of(corpus), silent)
+    monkeypatch.setattr(prepared_module, "CACHE_VERSION", 0)
+    fourth = prepare(config_of(corpus), silent)
+    assert len({result.report.folder for result in (first, second, third, fourth)}) == 4
 
 
 def test_an_interrupted_build_leaves_nothing_behind(corpus, cache, monkeypatch):
@@ -90,7 +93,7 @@ def test_an_interrupted_build_leaves_nothing_behind(corpus, cache, monkeypatch):
     assert prepare(config_of(corpus), silent).train.count > 0
 
 
-def test_what_a_killed_build_left_is_not_taken(corpus, cache):
+def test_the_leftovers_of_a_killed_build_are_not_used(corpus, cache):
     folder = cache / prepared_module._key(config_of(corpus), prepared_module.LocalFiles(config_of(corpus)))
     leftover = folder.with_name(folder.name + ".building")
     (leftover / "tokenizer").mkdir(parents=True)
@@ -103,39 +106,35 @@ def test_what_a_killed_build_left_is_not_taken(corpus, cache):
 def _prepare_as_rank(rank: int, config: DataConfig, queue) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     lines = []
-    queue.put("about to prepare")
+    queue.put("started")
     prepared = prepare(config, lines.append)
-    queue.put((rank, prepared, "prepared dataset 'files'" in lines))
+    queue.put((rank, prepared, "prepared dataset 'python'" in lines))
 
 
-@pytest.mark.parametrize("ranks", [(0, 0), (1, 0)])
-def test_of_two_processes_one_builds_and_that_is_rank_0(corpus, ranks):
+def test_local_rank_0_builds_and_the_other_rank_loads():
+    config = DataConfig(vocab_size=300, max_bytes=300_000, validation_share=0.2)
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    workers = [context.Process(target=_prepare_as_rank, args=(rank, config_of(corpus), queue)) for rank in ranks]
-    for worker in workers:
+    workers = [context.Process(target=_prepare_as_rank, args=(rank, config, queue)) for rank in (1, 0)]
+    for worker in workers:  # rank 1 is first, and waits
         worker.start()
-        if ranks == (1, 0) and worker is workers[0]:  # rank 1 is there first
-            assert queue.get(timeout=60) == "about to prepare"
-    results = []
-    while len(results) < 2:
-        result = queue.get(timeout=60)
-        results += [result] if result != "about to prepare" else []
+        assert queue.get(timeout=60) == "started"
+    results = sorted((queue.get(timeout=60) for _ in workers), key=lambda result: result[0])
     for worker in workers:
         worker.join()
         assert worker.exitcode == 0
+    assert [(rank, built) for rank, _, built in results] == [(0, True), (1, False)]
     (_, one, _), (_, two, _) = results
     assert isinstance(one, Prepared) and one == two
-    assert sorted((rank, built) for rank, _, built in results) == sorted(zip(ranks, (False, True), strict=True))
 
 
-def test_a_rank_builds_where_rank_0_does_not_come(corpus, monkeypatch):
+def test_another_rank_builds_if_rank_0_does_not_start(corpus, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(prepared_module, "HEAD_START_SECONDS", 0.2)
     assert prepare(config_of(corpus), silent).report.documents == 30
 
 
-def test_a_process_that_waits_says_so(corpus, cache, monkeypatch):
+def test_a_waiting_process_reports_that_it_waits(corpus, cache, monkeypatch):
     monkeypatch.setattr(prepared_module, "WAIT_SECONDS", 0.2)
     folder = cache / prepared_module._key(config_of(corpus), prepared_module.LocalFiles(config_of(corpus)))
     folder.parent.mkdir()
@@ -157,14 +156,14 @@ def test_an_existing_tokenizer_is_used(corpus, tmp_path, prose):
     trained = prepare(config_of(corpus), silent)
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"text": "other text"}) + "\n")
-    config = config_of(other, vocab_size=0, tokenizer_path=str(trained.tokenizer), validation_share=0.0)
+    config = config_of(other, vocab_size=350, tokenizer_path=str(trained.tokenizer), validation_share=0.0)
     prepared = prepare(config, silent)
     assert prepared.tokenizer == trained.tokenizer
     assert texts(prepared.train, trained.tokenizer) == ["other text"]
     assert (prepared.report.vocab_size, prepared.report.requested_vocab_size) == (300, 0)
 
 
-def test_another_tokenizer_in_the_same_folder_makes_another_result(corpus, tmp_path):
+def test_text_is_tokenized_again_when_the_tokenizer_changes(corpus, tmp_path):
     folder = tmp_path / "tokenizer"
     config = config_of(corpus, vocab_size=0, tokenizer_path=str(folder))
     with pytest.raises(ConfigError, match="model.hf_assets_path = .* is not a folder"):
@@ -178,7 +177,7 @@ def test_another_tokenizer_in_the_same_folder_makes_another_result(corpus, tmp_p
     assert counts[0] > counts[1]
 
 
-def test_a_stream_gives_a_tokenizer_and_no_tokens(prose):
+def test_a_stream_trains_a_tokenizer_and_is_not_tokenized(prose):
     opened = []
 
     def stream():
@@ -195,23 +194,43 @@ def test_a_stream_gives_a_tokenizer_and_no_tokens(prose):
     assert len(opened) == 1  # an existing tokenizer opens no stream
 
 
-def test_bad_input(tmp_path):
+def test_unknown_datasets_and_empty_texts_are_config_errors(tmp_path):
     with pytest.raises(ConfigError, match="training.dataset = 'pyton' is not one of: 'python', 'files', 'hf'"):
         prepare(DataConfig(dataset="pyton"), silent)
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(ConfigError, match="dataset_path = '.*empty.txt'.* holds no text"):
         prepare(config_of(tmp_path / "empty.txt"), silent)
     with pytest.raises(ConfigError, match="training.dataset = 'elsewhere' holds no text to train a tokenizer on"):
-        prepare(DataConfig(dataset="elsewhere", vocab_size=300), silent, stream=lambda: [])
+        prepare(DataConfig(dataset="elsewhere", vocab_size=300), silent, stream=lambda: ["", " \n"])
 
 
-def test_a_smaller_vocabulary_than_asked_for_is_reported(tmp_path):
+def test_a_vocabulary_smaller_than_requested_is_reported(tmp_path):
     (tmp_path / "poor.txt").write_text("abc abc\n" * 9)
     report = prepare(config_of(tmp_path / "poor.txt", vocab_size=2048, validation_share=0.0), silent).report
-    assert report.vocab_size < 300 and "2,048 asked for" in str(report)
+    assert report.vocab_size < 300 and "2,048 requested" in str(report)
 
 
-def test_tokenizer_is_trained_on_training_text_alone(corpus, prose, tmp_path):
+def test_a_build_reports_its_progress(corpus, monkeypatch):
+    monkeypatch.setattr(progress, "TICK_SECONDS", 0.0)
+    lines = []
+    report = prepare(config_of(corpus, validation_share=0.0), lines.append).report
+    size = progress.megabytes(report.bytes)
+    assert lines[0] == f"preparing dataset 'files' in {report.folder}" and lines[-1] == "prepared dataset 'files'"
+    assert f"read {size} of text for the tokenizer" in lines and f"merging pairs of {size} of text" in lines
+    assert f"tokenized {size} of about {progress.megabytes(corpus.stat().st_size)}" in lines
+
+
+def test_a_long_text_is_thinned_for_the_tokenizer(corpus, prose, monkeypatch):
+    config = config_of(corpus)
+    source = prepared_module.LocalFiles(config)
+    everything = list(prepared_module._training_texts(config, source))
+    monkeypatch.setattr(prepared_module, "SAMPLE_BYTES", source.text_bytes // 2)
+    sample = list(prepared_module._training_texts(config, source))
+    assert 0.25 < len(sample) / len(everything) < 0.75
+    assert [text for text in everything if text in sample] == sample and sample != everything[: len(sample)]
+
+
+def test_the_tokenizer_is_not_trained_on_validation_text(corpus, prose, tmp_path):
     prepared = prepare(config_of(corpus), silent)
     only_train = tmp_path / "train.jsonl"
     only_train.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts(prepared.train, prepared.tokenizer)))

@@ -1,5 +1,6 @@
 import os
 import sysconfig
+import zlib
 from pathlib import Path
 
 import pytest
@@ -34,13 +35,12 @@ def keys(source: PythonSource) -> list[str]:
 def test_the_standard_library_is_listed_without_packages(python_machine):
     python_machine({"a.py": "a", "sub/b.py": "b", "c.txt": "c"}, {"numpy/core.py": "n", "six.py": "s"})
     assert [file.key for file in list_files(installed=False)] == ["stdlib/a.py", "stdlib/sub/b.py"]
-    listed = {file.key: file.package for file in list_files(installed=True)}
-    assert listed == {
-        "stdlib/a.py": None,
-        "stdlib/sub/b.py": None,
-        "site-packages/numpy/core.py": "numpy",
-        "site-packages/six.py": "six",
-    }
+    assert [(file.key, file.package) for file in list_files(installed=True)] == [
+        ("stdlib/a.py", None),
+        ("stdlib/sub/b.py", None),
+        ("site-packages/six.py", "six"),
+        ("site-packages/numpy/core.py", "numpy"),
+    ]
 
 
 def test_this_machines_standard_library():
@@ -66,20 +66,32 @@ def test_duplicates_empty_undecodable_and_machine_made_files_are_dropped(python_
     assert source.text_bytes == len(text) + len(prose(1))
 
 
-def test_text_is_read_exactly(python_machine):
+def test_text_is_read_byte_for_byte(python_machine):
     text = "a\r\nb\u2028é\tκόσμε\n"
     python_machine({"a.py": text})
     assert [document.text for document in scanned().documents()] == [text]
 
 
-def test_machine_made_needs_size_and_repetition(prose):
+def test_machine_made_files_are_large_and_repetitive(prose):
     assert is_machine_made(b"0x0000, 0xffff,\n" * 1000)
     assert not is_machine_made(b"0x0000, 0xffff,\n" * 10)
     assert not is_machine_made(prose(0, 4000).encode())
     assert not is_machine_made(Path(os.__file__).read_bytes())
 
 
-def test_order_is_set_by_the_seed_and_shared_files_keep_it(python_machine, prose):
+def test_machine_made_files_compress_below_0_17_at_level_1(prose):
+    def content(repeats):
+        return (prose(0, 4000) + "0x0000, 0xffff,\n" * repeats).encode()
+
+    def ratio(repeats, level):
+        return len(zlib.compress(content(repeats), level)) / len(content(repeats))
+
+    below = next(repeats for repeats in range(0, 10_000, 20) if ratio(repeats, 1) < 0.17)
+    assert 0.165 < ratio(below, 1) and is_machine_made(content(below))
+    assert ratio(below - 20, 6) < 0.17 and not is_machine_made(content(below - 20))
+
+
+def test_the_seed_decides_the_order_and_new_files_do_not_change_it(python_machine, prose):
     python_machine({f"m{i}.py": prose(i) for i in range(30)})
     order = keys(scanned(seed=1))
     assert order == keys(scanned(seed=1))
@@ -89,7 +101,7 @@ def test_order_is_set_by_the_seed_and_shared_files_keep_it(python_machine, prose
     assert [key for key in keys(scanned(seed=1)) if "more" not in key] == order
 
 
-def test_max_bytes_bounds_the_text(python_machine, prose):
+def test_max_bytes_limits_the_text(python_machine, prose):
     python_machine({f"m{i}.py": prose(i) for i in range(20)})
     source = scanned(max_bytes=10_000)
     assert 5_000 < source.text_bytes <= 10_000
@@ -97,13 +109,13 @@ def test_max_bytes_bounds_the_text(python_machine, prose):
     assert source.dropped["over max_bytes"] == 20 - len(keys(source))
 
 
-def test_nothing_left_is_a_config_error(python_machine, prose):
+def test_no_usable_file_is_a_config_error(python_machine, prose):
     python_machine({"a.py": prose(0)})
     with pytest.raises(ConfigError, match="training.dataset = 'python' found no usable text .* data.max_bytes = 10"):
         scanned(max_bytes=10)
 
 
-def test_the_package_share_is_reported(python_machine, prose):
+def test_a_large_package_is_cut_to_its_share(python_machine, prose):
     python_machine(
         {f"m{i}.py": prose(i) for i in range(4)},
         {**{f"big/{i}.py": prose(100 + i) for i in range(40)}, "small.py": prose(50)},
@@ -126,7 +138,7 @@ def made(package: str | None, number: int, size: int) -> SourceFile:
     st.dictionaries(st.sampled_from("abcdef"), st.lists(st.integers(1, 1000), min_size=1, max_size=20)),
     st.floats(0.01, 1.0),
 )
-def test_no_package_is_over_its_share_and_little_is_wasted(standard, packages, share):
+def test_no_package_exceeds_its_share_and_others_are_not_cut(standard, packages, share):
     files = [made(None, i, size) for i, size in enumerate(standard)]
     files += [made(name, i, size) for name, sizes in packages.items() for i, size in enumerate(sizes)]
     kept, cut = cap_packages(files, share)
@@ -147,8 +159,8 @@ def test_no_package_is_over_its_share_and_little_is_wasted(standard, packages, s
         (80, [100], 0.2, 20),  # 20 of 100
         (60, [100, 90], 0.2, 20),  # 20 of 60 + 20 + 20
         (60, [100, 5], 0.2, 16.25),  # 16.25 of 60 + 16.25 + 5
-        (100, [10, 10], 0.5, 60),  # nothing is over it
-        (0, [10, 10], 0.2, 0),  # two packages cannot each stay under a fifth
+        (100, [10, 10], 0.5, 60),  # no package is over the limit
+        (0, [10, 10], 0.2, 0),  # without a standard library, two packages cannot be a fifth each
         (0, [10, 10, 30], 0.4, 40 / 3),  # 40/3 of 10 + 10 + 40/3
     ],
 )

@@ -1,10 +1,13 @@
 import logging
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from mxtrain.data import token_dataset
 from mxtrain.data.token_dataset import TokenDataset
 from mxtrain.data.token_store import TokenFile
 from mxtrain.errors import ConfigError
@@ -15,7 +18,7 @@ CHUNKS = 40
 
 @pytest.fixture
 def tokens(tmp_path):
-    """Every token is its own position, so a sample tells where it was read; 5 tokens fill no chunk."""
+    """Every token is its own position, which identifies the chunk of a sample. The last 5 tokens fill no chunk."""
     count = CHUNKS * (SEQ_LEN + 1) + 5
     np.arange(count, dtype="<u2").tofile(tmp_path / "train.bin")
     return TokenFile(tmp_path / "train.bin", "<u2", count)
@@ -30,7 +33,7 @@ def loader(tokens, num_workers=0, **options) -> StatefulDataLoader:
 
 
 def take(batches, count) -> list[list[int]]:
-    """The chunk numbers of the next ``count`` batches."""
+    """Return the chunk numbers of the next ``count`` batches."""
     return [(next(batches)[1][:, 0] // (SEQ_LEN + 1)).tolist() for _ in range(count)]
 
 
@@ -38,7 +41,7 @@ def chunks_of(loader) -> list[list[int]]:
     return [(labels[:, 0] // (SEQ_LEN + 1)).tolist() for _, labels in loader]
 
 
-def test_a_sample_is_a_chunk_and_its_next_tokens(tokens):
+def test_labels_are_the_inputs_shifted_by_one_token(tokens):
     inputs, labels = next(iter(dataset(tokens)))
     assert list(inputs) == ["input"]
     assert inputs["input"].dtype == labels.dtype == torch.int64
@@ -50,15 +53,22 @@ def test_a_sample_is_a_chunk_and_its_next_tokens(tokens):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_ranks_share_an_epoch_without_overlap_and_alike(tokens, workers):
+def test_ranks_split_an_epoch_evenly_without_overlap(tokens, workers):
     world = 3
     ranks = [chunks_of(loader(tokens, workers, dp_rank=r, dp_world_size=world, infinite=False)) for r in range(world)]
     assert {len(batches) for batches in ranks} == {CHUNKS // (BATCH * world)}
     seen = [chunk for batches in ranks for batch in batches for chunk in batch]
-    assert len(seen) == len(set(seen)) == 36  # of 40: four chunks fill no global batch
+    assert len(seen) == len(set(seen)) == 36  # of 40: the last four do not fill a global batch
 
 
-def test_an_epoch_reads_everything_once_in_its_own_order(tokens):
+def test_ranks_split_a_global_batch_in_order(tokens):
+    """So two ranks see, step by step, the text of one rank with twice the batch size."""
+    one = [labels[0] // (SEQ_LEN + 1) for _, labels in dataset(tokens, batch_size=2 * BATCH, infinite=False)]
+    ranks = [chunks_of(loader(tokens, dp_rank=rank, dp_world_size=2, infinite=False)) for rank in range(2)]
+    assert [chunk for batches in zip(*ranks) for batch in batches for chunk in batch] == one
+
+
+def test_each_epoch_reads_every_chunk_once_in_a_new_order(tokens):
     per_epoch = CHUNKS // BATCH
     batches = iter(loader(tokens))
     first, second = (np.concatenate(take(batches, per_epoch)).tolist() for _ in range(2))
@@ -68,47 +78,57 @@ def test_an_epoch_reads_everything_once_in_its_own_order(tokens):
     assert first != np.concatenate(take(iter(loader(tokens, seed=1)), per_epoch)).tolist()
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [2, 3])
 def test_the_order_does_not_depend_on_the_number_of_workers(tokens, workers):
     expected = take(iter(loader(tokens, dp_rank=1, dp_world_size=2)), 20)
     assert take(iter(loader(tokens, workers, dp_rank=1, dp_world_size=2)), 20) == expected
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("done", [0, 1, 5, 13, 17])  # 13: at the end of the first epoch
-def test_a_run_resumes_exactly(tokens, workers, done):
-    whole = take(iter(loader(tokens, workers)), done + 15)
-    stopped = loader(tokens, workers)
-    batches = iter(stopped)
-    assert take(batches, done) == whole[:done]
-    resumed = loader(tokens, workers)
-    resumed.load_state_dict(stopped.state_dict())
-    assert take(iter(resumed), 15) == whole[done:]
+def test_a_run_resumes_exactly(tokens):
+    whole = take(iter(loader(tokens)), 32)
+    # The first epoch has 13 batches.
+    for workers, done in [(0, 0), (0, 1), (0, 5), (0, 13), (0, 17), (2, 0), (2, 5), (2, 13)]:
+        stopped = loader(tokens, workers)
+        batches = iter(stopped)
+        assert take(batches, done) == whole[:done]
+        resumed = loader(tokens, workers)
+        resumed.load_state_dict(stopped.state_dict())
+        assert take(iter(resumed), 15) == whole[done : done + 15], (workers, done)
 
 
-def test_a_finite_loader_starts_anew_each_time(tokens):
+def test_only_the_first_iteration_after_loading_a_state_resumes(tokens):
+    state = {**dataset(tokens).state_dict(), "position": 5}
+    resumed = dataset(tokens)
+    resumed.load_state_dict(state)
+    firsts = [next(iter(data))[1][0] for data in (dataset(tokens), resumed, resumed)]
+    assert firsts[1] != firsts[0] == firsts[2]
+
+
+def test_every_iteration_of_a_finite_loader_starts_at_the_beginning(tokens):
     finite = loader(tokens, infinite=False)
     whole = chunks_of(finite)
     assert chunks_of(finite) == whole
-    assert take(iter(finite), 2) == whole[:2]  # and left early
+    assert take(iter(finite), 2) == whole[:2]  # leaves the iteration early
     assert chunks_of(finite) == whole
 
 
-def test_the_end_of_an_epoch_is_logged_once_for_all_ranks(tokens, caplog):
+def test_only_the_first_worker_of_rank_0_logs_the_end_of_an_epoch(tokens, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     for rank in range(2):
-        take(iter(loader(tokens, dp_rank=rank, dp_world_size=2)), 14)  # 6 batches an epoch
+        take(iter(loader(tokens, dp_rank=rank, dp_world_size=2)), 14)  # 6 batches per epoch
+    monkeypatch.setattr(token_dataset, "get_worker_info", lambda: SimpleNamespace(id=1, num_workers=2))
+    take(iter(loader(tokens)), 14)
     assert [record.message for record in caplog.records] == [
-        "Epoch 1 of the training text is over (325 tokens); epoch 2 reads it again, in another order",
-        "Epoch 2 of the training text is over (325 tokens); epoch 3 reads it again, in another order",
+        "Epoch 1 of the training text is complete (325 tokens); epoch 2 reads the text again in another order",
+        "Epoch 2 of the training text is complete (325 tokens); epoch 3 reads the text again in another order",
     ]
 
 
-def test_too_little_text_is_a_config_error(tokens):
+def test_text_too_short_for_one_step_is_a_config_error(tokens):
     dataset(tokens, dp_world_size=13)
     message = (
         "training.local_batch_size = 3 and training.seq_len = 7 on 14 data-parallel rank.* need 336 tokens of "
-        "training text for one step; there are 325"
+        "training text for one step, but there are 325"
     )
     with pytest.raises(ConfigError, match=message):
         dataset(tokens, dp_world_size=14)
@@ -116,16 +136,18 @@ def test_too_little_text_is_a_config_error(tokens):
         dataset(tokens, dp_world_size=14, section="validation")
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"seq_len": 6}, {"batch_size": 2}])
+@pytest.mark.parametrize("change", [{"seed": 1}, {"seq_len": 6}, {"batch_size": 2}, {"dp_world_size": 2}])
 def test_a_state_of_other_data_is_a_config_error(tokens, change):
     state = dataset(tokens).state_dict()
     (name, value), = change.items()  # fmt: skip
     with pytest.raises(ConfigError, match=rf"{name} was \d, is {value}.*exclude_from_loading"):
         dataset(tokens, **change).load_state_dict(state)
+    with pytest.raises(ConfigError, match="tokens was 325, is 324"):
+        dataset(replace(tokens, count=324)).load_state_dict(state)
     dataset(tokens).load_state_dict(state)
 
 
-def test_wide_tokens(tmp_path):
+def test_token_ids_above_16_bits(tmp_path):
     np.full(80, 100_000, "<u4").tofile(tmp_path / "wide.bin")
     inputs, _ = next(iter(dataset(TokenFile(tmp_path / "wide.bin", "<u4", 80))))
     assert inputs["input"].tolist() == [100_000] * SEQ_LEN

@@ -3,6 +3,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
 from mxtrain.data import tokenizer as tokenizer_module
 from mxtrain.data.progress import Progress
@@ -24,13 +25,13 @@ def trained(folder):
     return load_tokenizer(folder)
 
 
-def test_vocabulary_has_the_size_asked_for(trained):
+def test_the_vocabulary_has_the_requested_size(trained):
     assert trained.size == 400
     assert trained.encoder.get_vocab_size() == 400
     assert (trained.bos_id, trained.eos_id) == (0, 1)
 
 
-def test_a_poor_text_gives_a_smaller_vocabulary(tmp_path):
+def test_a_short_text_gives_a_smaller_vocabulary(tmp_path):
     train_tokenizer(["abc abc"], 400, tmp_path / "poor", SILENT)
     assert 258 < load_tokenizer(tmp_path / "poor").size < 270
 
@@ -40,16 +41,18 @@ def test_the_same_text_gives_the_same_tokenizer(folder, tmp_path, prose):
     assert tokenizer_hash(tmp_path / "again") == tokenizer_hash(folder)
     train_tokenizer([prose(seed) for seed in range(9)], 400, tmp_path / "other", SILENT)
     assert tokenizer_hash(tmp_path / "other") != tokenizer_hash(folder)
+    (tmp_path / "again" / "tokenizer_config.json").write_text("{}")  # no bos, no eos
+    assert tokenizer_hash(tmp_path / "again") != tokenizer_hash(folder)
 
 
 @given(st.text() | st.text(alphabet=" \t\r\n\u00a0\u2028a_1'", max_size=60))
-def test_any_text_survives_encoding(trained, text):
+def test_any_text_is_restored_by_decoding(trained, text):
     ids = trained.encoder.encode(text, add_special_tokens=False).ids
     assert trained.encoder.decode(ids) == text
     assert trained.bos_id not in ids and trained.eos_id not in ids
 
 
-def test_special_tokens_spelled_in_a_text_are_plain_text(trained):
+def test_the_spelling_of_a_special_token_is_plain_text(trained):
     text = f"a{EOS_TOKEN}b{BOS_TOKEN}"
     ids = trained.encoder.encode(text, add_special_tokens=False).ids
     assert trained.bos_id not in ids and trained.eos_id not in ids
@@ -62,14 +65,17 @@ def test_indentation_is_one_token(tmp_path):
     assert encoder.encode("a\n        b").tokens == ["a", "Ċ", "ĠĠĠĠĠĠĠ", "Ġb"]
 
 
-def test_training_reads_a_bounded_sample(tmp_path, prose, monkeypatch):
-    monkeypatch.setattr(tokenizer_module, "SAMPLE_BYTES", 10_000)
-    read = []
-    train_tokenizer((read.append(seed) or prose(seed) for seed in range(100)), 300, tmp_path / "bounded", SILENT)
-    assert 2 <= len(read) <= 10
+def test_training_reads_no_more_than_the_sample_limit(tmp_path, prose, monkeypatch):
+    texts = [prose(seed) for seed in range(10)]
+    train_tokenizer(texts[:3], 300, tmp_path / "three", SILENT)
+    monkeypatch.setattr(tokenizer_module, "SAMPLE_BYTES", sum(map(len, texts[:3])))
+    unread = iter(texts)
+    train_tokenizer(unread, 300, tmp_path / "sample", SILENT)
+    assert tokenizer_hash(tmp_path / "sample") == tokenizer_hash(tmp_path / "three")
+    assert len(list(unread)) == 6
 
 
-def test_an_error_in_the_texts_reaches_the_caller(tmp_path):
+def test_an_error_while_reading_texts_reaches_the_caller(tmp_path):
     def texts():
         yield "some text"
         raise ConfigError("the third file is broken")
@@ -85,6 +91,11 @@ def test_an_existing_tokenizer_may_have_no_eos(folder, tmp_path, token):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": token, "eos_token": None}))
     loaded = load_tokenizer(tmp_path)
     assert (loaded.bos_id, loaded.eos_id) == (0, None)
+
+
+def test_size_is_the_largest_id_plus_one(tmp_path):
+    Tokenizer(models.WordLevel({"a": 0, "b": 5}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).size == 6
 
 
 def test_a_folder_without_a_tokenizer_is_a_config_error(folder, tmp_path):

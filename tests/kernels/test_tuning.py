@@ -11,7 +11,9 @@ import triton
 from kernel_checks import gpu_only
 from rms_norm_checks import backward_inputs, check_backward
 
-from mxtrain.kernels import runtime, tuning
+from mxtrain.kernels import tuning
+from mxtrain.kernels.device import INTERPRETED
+from mxtrain.kernels.launch import Launch
 from mxtrain.kernels.norm.rms_norm_backward import rms_norm_backward_by_plan
 from mxtrain.kernels.norm.rms_norm_plan import choose_backward, choose_forward
 from mxtrain.kernels.norm.rms_norm_tuning import tune_backward, tune_forward
@@ -222,7 +224,7 @@ def test_a_file_is_replaced_as_a_whole(monkeypatch):
 def made_up_times(monkeypatch):
     """A kernel is the faster, the nearer it comes to 8 programs; 64 do not fit. Every plan is launched as well."""
     programs = []
-    run = runtime.Launch.run
+    run = Launch.run
 
     def recording_run(launch, device):
         if "PROGRAMS" not in launch.constants:
@@ -236,12 +238,12 @@ def made_up_times(monkeypatch):
             raise triton.runtime.errors.OutOfResources(2, 1, "shared memory")
         return 1e-3 * (2 + log2(programs[-1], 8) ** 2)
 
-    monkeypatch.setattr(runtime.Launch, "run", recording_run)
+    monkeypatch.setattr(Launch, "run", recording_run)
     monkeypatch.setattr(triton.testing, "do_bench", do_bench)
     monkeypatch.setattr(tuning, "gpu", lambda: CPU)
 
 
-@pytest.mark.skipif(not runtime.INTERPRETED, reason="on a GPU times are real")
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU times are real")
 @pytest.mark.parametrize("has_weight", [True, False])
 def test_tuning_a_shape(made_up_times, has_weight):
     assert choose_backward(64, 96, torch.float32, has_weight, CPU).source == "heuristic"

@@ -1,11 +1,16 @@
-"""What tests of layers share: numbers to feed them, and two processes to shard them over."""
+"""What tests of layers share: inputs, a norm with its linears, gradients, and two processes to shard over."""
 
 import socket
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
+
+from mxtrain import MXLinear, MXNorm, MXNormLinear
+
+SEED, FQN, NORM = 3, "layers.0.attention.wq", "layers.0.attention_norm"
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
@@ -15,8 +20,66 @@ def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32, scale: floa
     return x.to(dtype).to(torch.get_default_device())
 
 
+def fill(module: nn.Module) -> nn.Module:
+    """Give every parameter Gaussian values of its own."""
+    with torch.no_grad():
+        for i, parameter in enumerate(module.parameters()):
+            parameter.copy_(draw(*parameter.shape, seed=10 + i, dtype=parameter.dtype))
+    return module
+
+
+def mx_linear(dim: int, outputs: int, recipe, mode="reference", dtype=torch.float32, bias=False) -> MXLinear:
+    linear = MXLinear(dim, outputs, bias=bias, recipe=recipe, mode=mode, dtype=dtype)
+    linear.set_seed(SEED, FQN)
+    return fill(linear)
+
+
+class NormBlock(nn.Module):
+    """One norm that feeds a linear for each recipe, as attention_norm feeds wq, wk and wv."""
+
+    def __init__(
+        self,
+        dim,
+        outputs,
+        *recipes,
+        norm=None,
+        mode="reference",
+        dtype=torch.float32,
+        affine=True,
+        bias=False,
+        **settings,
+    ):
+        super().__init__()
+        common = dict(mode=mode, dtype=dtype)
+        self.norm = MXNorm(dim, elementwise_affine=affine, recipe=norm or recipes[0], **common, **settings)
+        self.norm.set_seed(SEED, NORM)
+        self.linears = nn.ModuleList(MXNormLinear(dim, outputs, bias=bias, recipe=r, **common) for r in recipes)
+        for i, linear in enumerate(self.linears):
+            linear.set_seed(SEED, f"w{i}")
+        fill(self)
+
+    def forward(self, x):
+        normed = self.norm(x)
+        return [linear(normed) for linear in self.linears]
+
+
+def results_of(module, x, *dys) -> list[torch.Tensor]:
+    """Outputs, and gradients of x and of every parameter."""
+    x = x.detach().requires_grad_()
+    outputs = module(x)
+    outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, [x, *module.parameters()], dys)]
+
+
+def assert_near(results, expected, tolerance: float) -> None:
+    """Relative error norms."""
+    for got, want in zip(results, expected, strict=True):
+        error = (got.double().reshape(want.shape) - want.double()).norm()
+        assert error <= tolerance * want.double().norm()
+
+
 def in_two_processes(check: Callable, device: str) -> None:
-    """Call ``check(mesh)`` in two processes that are joined by gloo, on the CPU only; ``check`` is a module's own."""
+    """Call ``check(mesh)``, a module's own function, in two processes joined by gloo. CPU only."""
     if device != "cpu":
         pytest.skip("two processes of gloo, on the CPU")
     with socket.socket() as probe:
@@ -29,6 +92,6 @@ def _process(rank: int, check: Callable, port: int) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     check(init_device_mesh("cpu", (2,)))
-    # The last transfer goes one way: its sender must not be gone before it has arrived.
+    # The last transfer goes one way: its sender must not exit before the transfer arrives.
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

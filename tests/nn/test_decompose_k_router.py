@@ -1,4 +1,4 @@
-"""decompose_k_mm and DecomposeKRouter against autograd of PyTorch's own: plain, compiled, recomputed, sharded."""
+"""decompose_k_mm and DecomposeKRouter against autograd of PyTorch's own: plain, compiled and recomputed."""
 
 import copy
 from functools import partial
@@ -6,9 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn as nn
-from layer_checks import draw, in_two_processes
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from layer_checks import draw
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from mxtrain import DecomposeKRouter, decompose_k_mm
@@ -40,10 +38,11 @@ def doubles(tensors):
     return [None if t is None else t.detach().double().requires_grad_() for t in tensors]
 
 
-@pytest.mark.parametrize("transposed", [True, False], ids=["weight", "as it is"])
-@pytest.mark.parametrize("bias_dtype", [None, torch.float32])
-@pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("epilogue", "bias_dtype", "transposed"),
+    [(None, None, True), ("relu", torch.float32, False), ("sigmoid", None, False), ("softmax", torch.float32, True)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_outputs_and_gradients_match_autograd_in_fp64(dtype, epilogue, bias_dtype, transposed):
     tensors = inputs(dtype, bias_dtype=bias_dtype, transposed=transposed)
     dc = draw(TOKENS, EXPERTS, seed=3)
@@ -89,8 +88,8 @@ def test_gradients_lie_as_their_tensors_do(transposed):
 
 def test_only_needed_gradients_are_computed(monkeypatch):
     calls = []
-    op = module.matmul.decompose_k_mm
-    monkeypatch.setattr(module.matmul, "decompose_k_mm", lambda *args: calls.append(args) or op(*args))
+    op = module.ops.decompose_k_mm
+    monkeypatch.setattr(module.ops, "decompose_k_mm", lambda *args: calls.append(args) or op(*args))
     a, b, bias = inputs(bias_dtype=torch.float32)
     with torch.no_grad():
         assert not decompose_k_mm(a, b, bias).requires_grad
@@ -167,7 +166,7 @@ def test_the_module_takes_the_place_of_a_linear(bias):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("leading", [(), (7,), (2, 3, 5), (0,), (2, 0)])
+@pytest.mark.parametrize("leading", [(), (2, 3, 5), (2, 0)])
 def test_leading_dimensions(leading):
     linear = gate_of()
     gate = DecomposeKRouter.from_linear(linear)
@@ -253,57 +252,3 @@ def test_activation_checkpointing_changes_nothing(recompute):
     scores.backward(dc)
     for got, want in zip([scores, x.grad, router.gate.weight.grad], plain, strict=True):
         assert torch.equal(got, want)
-
-
-# Two processes
-
-
-def assert_whole(shards, expected):
-    """Tensors of two ranks against those of one process."""
-    for got, want in zip(shards, expected, strict=True):
-        got = got.full_tensor() if isinstance(got, DTensor) else got
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-
-def check_fsdp(mesh):
-    """Each rank has half of the tokens and half of every parameter."""
-    x, dc = draw(TOKENS, HIDDEN, seed=0).requires_grad_(), draw(TOKENS, 2, seed=3)
-    scores, _, *expected = gate_gradients(Router(), x, dc)
-    router = Router()
-    fully_shard(router, mesh=mesh)
-    router.set_gradient_divide_factor(1.0)
-    router.set_force_sum_reduction_for_comms(True)
-    rank = mesh.get_local_rank()
-    mine = router(x.detach().chunk(2)[rank])
-    mine.backward(dc.chunk(2)[rank])
-    assert_whole([mine, *(p.grad for p in router.parameters())], [scores.chunk(2)[rank], *expected])
-
-
-def check_replicas(mesh):
-    """Whole on every rank, as TorchTitan's tensor parallelism has it."""
-    x, dc = draw(TOKENS, HIDDEN, seed=0).requires_grad_(), draw(TOKENS, EXPERTS, seed=3)
-    expected = gate_gradients(DecomposeKRouter.from_linear(gate_of(bias=True)), x, dc)
-    gate = distribute_module(DecomposeKRouter.from_linear(gate_of(bias=True)), mesh)
-    whole = partial(distribute_tensor, device_mesh=mesh, placements=[Replicate()])
-    results = gate_gradients(gate, whole(x.detach()).requires_grad_(), whole(dc))
-    assert all(isinstance(t, DTensor) and t.placements == (Replicate(),) for t in results)
-    assert_whole(results, expected)
-
-
-def check_others_are_refused(mesh):
-    gate = distribute_module(DecomposeKRouter.from_linear(gate_of()), mesh)
-    x = draw(TOKENS, HIDDEN, seed=0)
-    with pytest.raises(ValueError, match=r"are a plain tensor, \(Replicate\(\),\): expected all or none as whole"):
-        gate(x)
-    with pytest.raises(ValueError, match=r"Shard\(dim=0\).*expected all or none as whole DTensors"):
-        gate(distribute_tensor(x, mesh, [Shard(0)]))
-
-
-def two_ranks(mesh):
-    check_fsdp(mesh)
-    check_replicas(mesh)
-    check_others_are_refused(mesh)
-
-
-def test_two_ranks_match_one(device):
-    in_two_processes(two_ranks, device)

@@ -133,9 +133,6 @@ def test_signs_in_a_tensor():
 def test_bad_input():
     with pytest.raises(ValueError, match=r"shape \(16, 17\): dimension 1 is not a multiple of 16"):
         hadamard(torch.zeros(16, 17), SIGNS, 1)
-    for signs in (SIGNS[:15], (*SIGNS, 1), (0, *SIGNS[1:])):
-        with pytest.raises(ValueError, match="expected 16 of"):
-            hadamard(torch.zeros(16), signs, 0)
 
 
 def test_compiled(device, compile_backend):

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from mxtrain.kernels import tuning
-from mxtrain.kernels.runtime import shared_memory, sm_count
+from mxtrain.kernels.device import shared_memory, sm_count
 from mxtrain.kernels.tuning import Choice
 
 TUNED = tuning.Family("rms_norm", version=1)

@@ -21,6 +21,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from mxtrain.kernels.checks import check_matrix, check_vector
+from mxtrain.kernels.device import INTERPRETED, overlaps_launches, sm_count
+from mxtrain.kernels.integers import cdiv, next_power_of_2
+from mxtrain.kernels.launch import Launch
 from mxtrain.kernels.router.decompose_k_plan import (
     DTYPES,
     MIN_TENSOR_CORE_BLOCK,
@@ -30,16 +34,6 @@ from mxtrain.kernels.router.decompose_k_plan import (
     lie_along_k,
     reduction_tile,
     softmax_tile,
-)
-from mxtrain.kernels.runtime import (
-    INTERPRETED,
-    Launch,
-    cdiv,
-    check_matrix,
-    check_vector,
-    next_power_of_2,
-    overlaps_launches,
-    sm_count,
 )
 
 EPILOGUES = (None, "relu", "sigmoid", "softmax")

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from mxtrain.kernels import tuning
-from mxtrain.kernels.runtime import cdiv, next_power_of_2, shared_memory, sm_count
+from mxtrain.kernels.device import shared_memory, sm_count
+from mxtrain.kernels.integers import cdiv, next_power_of_2
 from mxtrain.kernels.tuning import Choice
 
 TUNED = tuning.Family("decompose_k", version=2, words=("route",))

@@ -19,10 +19,10 @@ from kernel_checks import (
 )
 from rms_norm_checks import SUM_ERROR, assert_near
 
+from mxtrain.kernels.device import INTERPRETED
 from mxtrain.kernels.router import decompose_k as module
 from mxtrain.kernels.router.decompose_k import EPILOGUES, decompose_k, decompose_k_by_plan
 from mxtrain.kernels.router.decompose_k_plan import DTYPES, Plan
-from mxtrain.kernels.runtime import INTERPRETED
 from mxtrain.reference import decompose_k as reference
 from mxtrain.reference.decompose_k import decompose_k_mm
 

@@ -8,7 +8,8 @@ import torch
 import triton
 from kernel_checks import gpu_only
 
-from mxtrain.kernels import runtime, tuning
+from mxtrain.kernels import tuning
+from mxtrain.kernels.device import INTERPRETED, sm_count
 from mxtrain.kernels.router import decompose_k_plan
 from mxtrain.kernels.router.decompose_k import decompose_k
 from mxtrain.kernels.router.decompose_k_plan import (
@@ -155,7 +156,7 @@ def test_most_sms_have_a_program(shape, dtype):
     plan = kernel_plan(*shape, dtype, CPU)
     _, parts = chunk_of(plan, depth)
     programs = triton.cdiv(rows, plan.block_m) * triton.cdiv(columns, plan.block_n) * parts
-    assert 64 <= programs <= 3 * runtime.sm_count(CPU)
+    assert 64 <= programs <= 3 * sm_count(CPU)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 256])
@@ -273,7 +274,7 @@ def test_a_tuned_plan_that_cannot_run_is_ignored(changes):
     assert choose(64, 256, 7168, torch.bfloat16, CPU).source == "heuristic"
 
 
-@pytest.mark.skipif(not runtime.INTERPRETED, reason="on a GPU times are real")
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU times are real")
 @pytest.mark.parametrize("fastest", ["mm", "bmm", "triton"])
 def test_tuning_a_product(fastest, monkeypatch):
     """On times made up. Every plan is run as well."""

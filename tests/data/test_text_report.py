@@ -1,7 +1,7 @@
-from mxtrain.data import TextReport
+from mxtrain.data.text_report import TextReport
 
 
-def test_table_of_a_tokenized_text():
+def test_report_of_a_tokenized_text():
     report = TextReport(
         dataset="python",
         folder="/cache/python-1",
@@ -28,8 +28,8 @@ def test_table_of_a_tokenized_text():
     ]
 
 
-def test_a_stream_and_a_smaller_vocabulary_are_said():
+def test_report_of_a_stream_and_a_smaller_vocabulary():
     table = str(TextReport("hf", "/cache/hf-1", vocab_size=900, requested_vocab_size=2048, streamed=True))
     assert "streamed: not counted" in table
-    assert "900 tokens (2,048 asked for; the text has no more pairs to merge)" in table
+    assert "900 tokens (2,048 requested; the text has no more pairs to merge)" in table
     assert "0 train" not in table

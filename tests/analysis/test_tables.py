@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from mxtrain.analysis import MetricsWriter, load_run, summary, table
+from mxtrain.analysis import MetricsWriter, load_run, summary, table, tables
 from mxtrain.errors import ConfigError
 
 FACTS = {
@@ -22,36 +22,47 @@ def make_run(folder, losses, validation=None, **facts):
     for step, loss in enumerate(losses, start=1):
         writer.write({"step": step, "loss": loss, "tokens_per_second": 3012.4, "memory_gib": 1.25})
     if validation is not None:
+        writer.write({"step": 2, "validation_loss": 9.75})
         writer.write({"step": len(losses), "validation_loss": validation})
     writer.close()
     (folder / "run.json").write_text(json.dumps({**FACTS, **facts}))
     return folder
 
 
-def test_table(tmp_path):
+@pytest.fixture
+def without_picture(monkeypatch):
+    """The summary does not draw, which takes most of its time."""
+    monkeypatch.setattr(tables, "plot", lambda runs, path: path)
+
+
+def test_a_table_has_one_aligned_line_per_run(tmp_path):
     runs = [
         load_run(make_run(tmp_path / "a", [10.0, 9.0, 8.0], validation=8.25)),
         load_run(make_run(tmp_path / "longer-name", [10.0, math.nan], converter="none")),
     ]
-    header, first, second = [line.split() for line in table(runs).splitlines()]
+    lines = table(runs).splitlines()
+    header, first, second = [line.split() for line in lines]
     assert header[:3] == ["run", "variant", "steps"]
+    assert [line.index(word) for line, word in zip(lines, ("variant", "mxnorm", "bf16"))] == [13] * 3
+    assert len({len(line) for line in lines}) == 1  # numbers align right
     assert first == ["a", "mxnorm", "mxfp8", "p=2", "3", "10.0000", "8.0000", "8.0000", "8.2500", "3,012", "1.25"]
     assert second == ["longer-name", "bf16", "2", "10.0000", "nan", "nan", "-", "3,012", "1.25"]
 
 
-def test_table_tells_equal_names_apart(tmp_path):
+def test_a_table_shows_the_paths_of_equal_names(tmp_path):
     runs = [load_run(make_run(tmp_path / parent / "run", [9.0])) for parent in ("x", "y")]
     text = table(runs)
     assert str(tmp_path / "x" / "run") in text and str(tmp_path / "y" / "run") in text
 
 
-def test_summary_draws_and_tells(tmp_path):
+def test_a_summary_draws_the_losses_and_describes_the_run(tmp_path):
     folder = make_run(tmp_path / "a", [10.0, 9.0, 8.0], validation=8.25)
     text = summary(folder)
+    assert len({line.index(line.split("  ")[-1].lstrip()) for line in text.splitlines()}) == 1  # values align
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     for part in (
         "a (mxnorm mxfp8 p=2, reference)",
-        "10.0000 -> 8.0000, fell over 3 steps",
+        "10.0000 -> 8.0000, fell over 3 steps (mean of the last 10 %: 8.0000)",
         "8.2500 at step 3",
         "3,012",
         "1.25 GiB",
@@ -65,27 +76,29 @@ def test_summary_draws_and_tells(tmp_path):
     ("losses", "verdict"),
     [
         ([9.0, 9.5], "DID NOT FALL"),
+        ([5.0] * 18 + [9.0, 4.0], "DID NOT FALL over 20 steps (mean of the last 10 %: 6.5000)"),
         ([9.0, math.nan, 8.0], "NOT FINITE, first at step 2"),
         ([9.0], "one logged step (1)"),
     ],
 )
-def test_summary_says_when_the_loss_did_not_fall(tmp_path, losses, verdict):
+def test_a_summary_warns_unless_the_loss_fell(tmp_path, without_picture, losses, verdict):
     text = summary(make_run(tmp_path / "a", losses))
     assert verdict in text and "fell over" not in text
 
 
-def test_summary_says_how_to_upload_an_offline_wandb_run(tmp_path):
+def test_a_summary_gives_the_address_of_a_wandb_run_or_the_upload_command(tmp_path, without_picture):
     wandb = {"mode": "offline", "dir": "tb/w", "url": None, "sync": "wandb sync tb/w"}
     assert "offline; upload with: wandb sync tb/w" in summary(make_run(tmp_path / "a", [9.0], wandb=wandb))
     wandb = {"mode": "online", "dir": "tb/w", "url": "https://wandb.example/r", "sync": None}
     assert "https://wandb.example/r" in summary(make_run(tmp_path / "b", [9.0], wandb=wandb))
+    assert "tb/w" in summary(make_run(tmp_path / "c", [9.0], wandb={**wandb, "url": None}))
 
 
-def test_summary_counts_the_devices(tmp_path):
+def test_a_summary_counts_the_devices(tmp_path, without_picture):
     assert "3,012 per device, 24,099 on 8" in summary(make_run(tmp_path / "a", [9.0], world_size=8))
 
 
-def test_summary_of_nothing_is_an_error(tmp_path):
+def test_a_summary_of_an_empty_folder_is_an_error(tmp_path):
     with pytest.raises(ConfigError):
         summary(tmp_path)
     assert not (tmp_path / "loss.png").exists()

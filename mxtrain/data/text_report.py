@@ -1,4 +1,4 @@
-"""What was read and what came of it, as ``mxtrain prepare`` prints it."""
+"""The report of a prepared text that ``mxtrain prepare`` prints."""
 
 from dataclasses import dataclass, field
 
@@ -7,25 +7,25 @@ from mxtrain.data.progress import megabytes
 
 @dataclass(frozen=True)
 class TextReport:
-    """Counts of one prepared text. A streamed dataset has a tokenizer but no counts of tokens (all 0)."""
+    """Counts of one prepared text. A streamed dataset has a tokenizer; its files, documents and tokens count 0."""
 
     dataset: str
     folder: str
     vocab_size: int
-    """Tokens the tokenizer has"""
+    """Size of the tokenizer"""
 
     requested_vocab_size: int
-    """Tokens that were asked for; 0 for a tokenizer that was there before"""
+    """Size requested for a new tokenizer; 0 for an existing tokenizer"""
 
     streamed: bool = False
     files: int = 0
-    """Files found, before anything is dropped"""
+    """Files found, before any is dropped"""
 
     documents: int = 0
-    """Documents kept, train and validation"""
+    """Documents kept, for training and validation together"""
 
     bytes: int = 0
-    """UTF-8 bytes of the documents kept"""
+    """UTF-8 bytes of these documents"""
 
     train_tokens: int = 0
     validation_documents: int = 0
@@ -34,7 +34,7 @@ class TextReport:
     """Files or documents left out, by reason: "duplicate", "machine-made", "over the package share", ..."""
 
     cut: dict[str, int] = field(default_factory=dict)
-    """Bytes cut from each package that was over its share"""
+    """Bytes cut from each package that exceeded its share"""
 
     def __str__(self) -> str:
         rows = {"dataset": self.dataset}
@@ -56,7 +56,7 @@ class TextReport:
                 rows["packages cut"] = ", ".join(parts) + more
         rows["tokenizer"] = f"{self.vocab_size:,} tokens"
         if self.vocab_size < self.requested_vocab_size:
-            rows["tokenizer"] += f" ({self.requested_vocab_size:,} asked for; the text has no more pairs to merge)"
+            rows["tokenizer"] += f" ({self.requested_vocab_size:,} requested; the text has no more pairs to merge)"
         rows["folder"] = self.folder
         width = max(map(len, rows))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())

@@ -1,4 +1,4 @@
-"""Runs as text: a table that compares several, and the summary printed when one ends."""
+"""Formats runs as text: a table of several runs, and the summary printed after a run."""
 
 import math
 import os
@@ -9,7 +9,7 @@ from mxtrain.errors import ConfigError
 
 
 def table(runs: list[Run]) -> str:
-    """One line per run: losses, tokens per second per device, peak memory. A dash stands for what was not logged."""
+    """Return one line per run: losses, tokens per second per device, peak memory. A dash marks a missing value."""
     header = ("run", "variant", "steps", "first loss", "last loss", "last 10 %", "validation", "tokens/s", "GiB")
     rows = [header] + [
         (
@@ -28,7 +28,7 @@ def table(runs: list[Run]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if index < 2 else cell.rjust(width)  # words to the left, numbers to the right
+            cell.ljust(width) if index < 2 else cell.rjust(width)  # words align left, numbers right
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
@@ -36,9 +36,9 @@ def table(runs: list[Run]) -> str:
 
 
 def summary(folder: str | os.PathLike) -> str:
-    """Draw ``folder/loss.png`` and say in a few lines how the run went.
+    """Draw ``folder/loss.png`` and return a few lines on how the run went.
 
-    Raises ConfigError when the folder holds no run (see ``load_run``).
+    Raises ConfigError if the folder holds no run (see ``load_run``).
     """
     run = load_run(folder)
     picture = plot([run], run.folder / "loss.png")

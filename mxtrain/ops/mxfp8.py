@@ -1,0 +1,99 @@
+"""GEMM operands in MXFP8, or left in high precision for recipes without a format."""
+
+import torch
+
+from mxtrain.ops.gemm import KERNEL_FORM, Operand, image_dtype
+from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
+from mxtrain.recipes.recipe import Recipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.reference import casts
+from mxtrain.reference.mxnorm import inverse_rms, scale_rows
+
+if HAS_TRITON:
+    from mxtrain.kernels.mxfp8 import cast as cast_kernel
+    from mxtrain.kernels.mxfp8 import norm_cast as norm_cast_kernel
+
+
+# One function per role; mxtrain.ops.quantize documents them. MXFP8 ignores signs and draws.
+
+
+def activation(x: torch.Tensor, recipe: Recipe, mode: str) -> Operand:
+    return quantize(x, recipe, mode, (1,))[1]
+
+
+def activation_along_tokens(
+    x: torch.Tensor, recipe: Recipe, mode: str, rho: torch.Tensor | None, signs: torch.Tensor | None
+) -> Operand:
+    return quantize(x, recipe, mode, (0,), row_factor=rho)[0]
+
+
+def weight(w: torch.Tensor, recipe: Recipe, mode: str, dim: int, gain: torch.Tensor | None) -> Operand:
+    return quantize(w, recipe, mode, (dim,), column_factor=gain)[dim]
+
+
+def gradient(dy: torch.Tensor, recipe: Recipe, mode: str, dims: tuple[int, ...], signs, draws) -> dict[int, Operand]:
+    return quantize(dy, recipe, mode, dims)
+
+
+def normalize(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str) -> tuple[Operand, torch.Tensor]:
+    if recipe.format is not None and runs_kernels(mode, x.device.type):
+        result = norm_cast_kernel.mxnorm_cast(x, estimate, recipe, KERNEL_FORM[mode])
+        return Operand(result.data, result.scales), result.rho
+    rho = inverse_rms(x, estimate, recipe)
+    return quantize(x, recipe, mode, (1,), row_factor=rho)[1], rho
+
+
+def normalized_codes(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str) -> tuple[torch.Tensor, ...]:
+    if runs_kernels(mode, x.device.type):
+        return norm_cast_kernel.mxnorm_cast(x, estimate, recipe, "codes")[:3]
+    rho = inverse_rms(x, estimate, recipe)
+    return *casts.cast(scale_rows(x, rho), recipe.format, recipe.scale_rounding), rho
+
+
+def quantize(
+    x: torch.Tensor,
+    recipe: Recipe,
+    mode: str,
+    dims: tuple[int, ...],
+    row_factor: torch.Tensor | None = None,
+    column_factor: torch.Tensor | None = None,
+) -> dict[int, Operand]:
+    """Quantize the matrix ``x`` along each dimension in ``dims``; return the operands by dimension.
+
+    A kernel reads ``x`` once for both dimensions.
+
+    Args:
+        x: [R, C], bf16, fp32, or (recipe "unquantized" in mode "reference" only) fp64.
+        mode: "native", "emulated" or "reference".
+        dims: 1 gives an operand [R, C] that is reduced over C; 0 gives an operand [C, R] that is reduced over R.
+            Along dimension 0 the last block may be incomplete.
+        row_factor: [R], multiplied in before the cast, in fp32 (fp64 for fp64), without rounding in between.
+        column_factor: [C], likewise.
+    """
+    if recipe.format is not None and runs_kernels(mode, x.device.type):
+        form = KERNEL_FORM[mode]
+        results = cast_kernel.cast(x, recipe, dims, form, row_factor, column_factor)
+        # The kernel transposes codes because the tensor cores need that. Images only need a transposed view.
+        return {
+            dim: Operand(data.t() if dim == 0 and form == "image" else data, scales)
+            for dim, (data, scales) in zip(dims, results)
+        }
+    if row_factor is not None:
+        x = scale_rows(x, row_factor)
+    if column_factor is not None:
+        x = casts.at_least_fp32(x) * column_factor
+    return {dim: _in_pytorch(x, recipe, mode, dim) for dim in dims}
+
+
+def _in_pytorch(x: torch.Tensor, recipe: Recipe, mode: str, dim: int) -> Operand:
+    if recipe.format is None:
+        data = x.to(image_dtype(x, mode))
+        return Operand(data if dim == 1 else data.t())
+    if mode == "native":
+        if dim == 0:
+            # The tensor cores take both operands with the reduction axis contiguous, in whole blocks.
+            x = torch.nn.functional.pad(x.t(), (0, -x.shape[0] % recipe.block_size))
+        codes, scales = casts.cast(x, recipe.format, recipe.scale_rounding)
+        return Operand(codes, casts.to_blocked(scales))
+    data = casts.image(x, recipe.format, recipe.scale_rounding, dim, image_dtype(x, mode))
+    return Operand(data if dim == 1 else data.t())

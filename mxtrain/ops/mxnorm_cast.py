@@ -1,0 +1,69 @@
+"""The public ``mxnorm_cast``: MXNorm and its cast as plain tensors, without gradients."""
+
+import math
+
+import torch
+
+from mxtrain.ops.hardware import resolve_mode
+from mxtrain.ops.quantize import casts_of
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.recipe import Recipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
+
+
+def mxnorm_cast(
+    x: torch.Tensor,
+    p: int = 2,
+    recipe: str | Recipe = "mxfp8",
+    eps: float = 1e-5,
+    estimator: str = "pre_round",
+    scale_rounding: str | None = None,
+    mode: str = "auto",
+) -> tuple[torch.Tensor, ...]:
+    """Normalize and cast every row; the inverse RMS comes from the block maxima that the cast needs anyway.
+
+    Codes and scales are bit-identical to torchao's cast of the fp32 product x * rho. A NaN makes all scales of its row
+    NaN; an infinity makes the scale of its block NaN. A zero row gives zeros.
+
+    NVFP4's tensor scale is a power of two. Recipe "nvfp4" takes it from the bound of the norm's output,
+    ``mxtrain.static_tensor_scale(D, p, estimator)``; "nvfp4_dynamic" takes it from the largest |x * rho|.
+
+    Source: arXiv 2603.13180; torchao ``to_mx`` for the cast.
+
+    Args:
+        x: bf16 or fp32, [..., D] with D a multiple of the recipe's block size (32 for MXFP8, 16 for NVFP4), and at
+            most 65536 on a GPU.
+        p: exponent of the mean over block maxima, 1 or 2.
+        recipe: a name in ``mxtrain.recipes.recipe.RECIPES`` with a format, or a Recipe. A mixed recipe stands for its
+            recipe of fprop.
+        eps: added to the squared RMS estimate.
+        estimator: "pre_round", "post_round" or "exact" (see ``mxtrain.recipes.rms_estimate.RMSEstimate``).
+        scale_rounding: "rceil" or "floor"; None keeps the recipe's own ("rceil" for named recipes). Not for NVFP4.
+        mode: "auto", or a mode that this hardware has. The mode chooses between kernel and plain PyTorch; results
+            differ at most in the last bits of rho.
+
+    Returns:
+        codes: float8_e4m3fn, shape of ``x``; for NVFP4 uint8 [..., D / 2], two elements per byte, the first in the low
+            half.
+        scales: float8_e8m0fnu, [..., D / 32]; for NVFP4 float8_e4m3fn [..., D / 16].
+        rho: fp32 [...], the inverse RMS estimate.
+        tensor_scale: fp32 [], only for "nvfp4_dynamic".
+
+    Raises:
+        ConfigError: for an unknown p, recipe, estimator, scale_rounding or mode, or a mode that this hardware lacks.
+        ValueError: for a dtype or last dimension that cannot be cast.
+    """
+    recipe = get_recipe(recipe, scale_rounding).fprop
+    estimate = RMSEstimate.for_recipe(recipe, p, estimator, eps)
+    mode = resolve_mode(mode, x.device.type)
+    if recipe.format is None:
+        raise ValueError(f"recipe {recipe.name!r} has no format to cast to")
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"dtype {x.dtype} of x {tuple(x.shape)}: expected bfloat16 or float32")
+    if not x.ndim or x.shape[-1] % recipe.block_size:
+        raise ValueError(f"x {tuple(x.shape)}: expected a last dimension that is a multiple of {recipe.block_size}")
+    leading = x.shape[:-1]
+    rows = x.reshape(math.prod(leading), x.shape[-1])
+    codes, scales, rho, *tensor_scale = casts_of(recipe).normalized_codes(rows, estimate, recipe, mode)
+    codes, scales = (t.view(*leading, t.shape[1]) for t in (codes, scales))
+    return codes, scales, rho.view(leading), *tensor_scale

@@ -1,0 +1,188 @@
+"""GEMM operands in NVFP4. Each GEMM casts the same matrix differently:
+
+    fprop   X in blocks along D, rounded to nearest               W in tiles of 16 x 16, rounded to nearest
+    dgrad   dY in blocks along N, rounded stochastically          the same W, transposed
+    wgrad   dY^T and X^T in blocks along tokens, both Hadamard-transformed first; dY rounded stochastically
+
+The recipe can turn off tiles, transform and stochastic rounding. The tensor scale comes from the largest magnitude
+that is cast, after factors and transform; only MXNorm's static scale is known beforehand. Tensor scales are powers of
+two, so bf16 and fp32 operands hold their values exactly, tensor scale included.
+"""
+
+import torch
+
+from mxtrain.ops.gemm import KERNEL_FORM, Operand, image_dtype
+from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
+from mxtrain.recipes.formats import NVFP4
+from mxtrain.recipes.recipe import Recipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.reference import nvfp4 as reference
+from mxtrain.reference.casts import at_least_fp32, to_blocked
+from mxtrain.reference.hadamard import hadamard, pad, unpack_signs
+from mxtrain.reference.mxnorm import inverse_rms, scale_rows
+from mxtrain.reference.nvfp4 import power_of_two_tensor_scale
+from mxtrain.reference.philox import rounding_bits, rounding_words
+
+if HAS_TRITON:
+    from mxtrain.kernels.nvfp4.cast import nvfp4_amax, nvfp4_cast
+    from mxtrain.kernels.nvfp4.norm_cast import nvfp4_norm
+    from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
+
+# The tensor cores read 16 bytes at a time along the reduced axis: 32 elements.
+NATIVE_MULTIPLE = 32
+
+
+# One function per role; mxtrain.ops.quantize documents them. Along tokens, T is rounded up to a multiple of 16.
+
+
+def activation(x: torch.Tensor, recipe: Recipe, mode: str, rho: torch.Tensor | None = None) -> Operand:
+    if runs_kernels(mode, x.device.type):
+        scale = power_of_two_tensor_scale(nvfp4_amax(x, row_factor=rho)[0])
+        return _from_kernel(nvfp4_cast(x, {1: scale}, KERNEL_FORM[mode], row_factor=rho)[1], 1, scale, mode)
+    return _in_pytorch(x if rho is None else scale_rows(x, rho), mode)
+
+
+def activation_along_tokens(
+    x: torch.Tensor, recipe: Recipe, mode: str, rho: torch.Tensor | None, signs: torch.Tensor | None
+) -> Operand:
+    if runs_kernels(mode, x.device.type):
+        signs = signs if recipe.hadamard else None
+        amax, transformed = nvfp4_amax(x, signs, rho)
+        scale = power_of_two_tensor_scale(amax if signs is None else transformed)
+        results = nvfp4_cast(x, {0: scale}, KERNEL_FORM[mode], signs=signs, row_factor=rho)
+        return _from_kernel(results[0], 0, scale, mode)
+    return _in_pytorch(_along_tokens(x if rho is None else scale_rows(x, rho), recipe, signs), mode)
+
+
+def weight(w: torch.Tensor, recipe: Recipe, mode: str, dim: int, gain: torch.Tensor | None) -> Operand:
+    if runs_kernels(mode, w.device.type):
+        form = KERNEL_FORM[mode]
+        scale = power_of_two_tensor_scale(nvfp4_amax(w, column_factor=gain)[0])
+        if not recipe.weight_tiles:
+            cast = nvfp4_cast(w, {dim: scale}, form, column_factor=gain)[dim]
+        else:
+            tiles = nvfp4_weight(w, scale, form, gain)
+            # One image serves both orientations.
+            cast = tiles[:2] if dim == 1 or form == "image" else tiles[2:]
+        return _from_kernel(cast, dim, scale, mode)
+    if gain is not None:
+        w = at_least_fp32(w) * gain
+    w = w if dim == 1 else w.t()
+    if not recipe.weight_tiles:
+        return _in_pytorch(w, mode)
+    # The transpose of W has the tiles of W.
+    scale = power_of_two_tensor_scale(w)
+    return _from_codes(*reference.cast_tiles(w, scale), scale, image_dtype(w, mode), mode)
+
+
+def gradient(
+    dy: torch.Tensor,
+    recipe: Recipe,
+    mode: str,
+    dims: tuple[int, ...],
+    signs: torch.Tensor | None,
+    draws: torch.Tensor | None,
+) -> dict[int, Operand]:
+    if runs_kernels(mode, dy.device.type):
+        signs = signs if recipe.hadamard and 0 in dims else None
+        draws = draws if recipe.stochastic_rounding else None
+        maxima = nvfp4_amax(dy, signs)
+        plain = power_of_two_tensor_scale(maxima[0])
+        scales = {dim: plain if dim == 1 or signs is None else power_of_two_tensor_scale(maxima[1]) for dim in dims}
+        results = nvfp4_cast(dy, scales, KERNEL_FORM[mode], signs=signs, draws=draws)
+        return {dim: _from_kernel(cast, dim, scales[dim], mode) for dim, cast in results.items()}
+    operands = {}
+    if 1 in dims:
+        operands[1] = _in_pytorch(dy, mode, bits=_bits(*dy.shape, 1, recipe, draws))
+    if 0 in dims:
+        transposed = _along_tokens(dy, recipe, signs)
+        columns, rows = transposed.shape
+        bits = _bits(rows, columns, 0, recipe, draws)
+        operands[0] = _in_pytorch(transposed, mode, bits=None if bits is None else bits.t())
+    return operands
+
+
+def normalize(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str) -> tuple[Operand, torch.Tensor]:
+    static = _static_tensor_scale(x, estimate, recipe)
+    if static is None:
+        rho = inverse_rms(x, estimate, recipe)
+        return activation(x, recipe, mode, rho), rho
+    tensor_scale = torch.full((), static, device=x.device)
+    if runs_kernels(mode, x.device.type):
+        result = nvfp4_norm(x, estimate, static, KERNEL_FORM[mode])
+        return _operand(result.data, result.scales, tensor_scale, mode), result.rho
+    rho = inverse_rms(x, estimate, recipe)
+    return _in_pytorch(scale_rows(x, rho), mode, tensor_scale), rho
+
+
+def normalized_codes(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str) -> tuple[torch.Tensor, ...]:
+    static = _static_tensor_scale(x, estimate, recipe)
+    if static is not None and runs_kernels(mode, x.device.type):
+        return nvfp4_norm(x, estimate, static, "codes")[:3]
+    rho = inverse_rms(x, estimate, recipe)
+    xhat = scale_rows(x, rho)
+    if static is not None:
+        return *reference.cast(xhat, static), rho
+    tensor_scale = power_of_two_tensor_scale(xhat)
+    return *reference.cast(xhat, tensor_scale), rho, tensor_scale
+
+
+def _static_tensor_scale(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> float | None:
+    """Return the tensor scale that bounds x * rho; None for a recipe that takes the scale from the values."""
+    if recipe.tensor_scale == "dynamic":
+        return None
+    return reference.static_tensor_scale(x.shape[-1], estimate.p, estimate.estimator, estimate.constant)
+
+
+def _operand(data: torch.Tensor, scales: torch.Tensor | None, tensor_scale: torch.Tensor, mode: str) -> Operand:
+    """Wrap codes [R, K / 2] with blocked scales (native) or values [R, K] (emulated)."""
+    if mode != "native":
+        return Operand(data)
+    # The tensor cores read pairs of blocks: pad an odd number with a block of zeros. Its scale is zero as well,
+    # because the blocked layout pads its scales with zeros.
+    data = torch.nn.functional.pad(data, (0, -data.shape[1] % (NATIVE_MULTIPLE // 2)))
+    return Operand(data.contiguous(), scales, tensor_scale)
+
+
+def _from_kernel(
+    cast: tuple[torch.Tensor, torch.Tensor | None], dim: int, tensor_scale: torch.Tensor, mode: str
+) -> Operand:
+    """Wrap a kernel's cast along ``dim``. Kernels transpose codes, but not values: those only need a view."""
+    data, scales = cast
+    return _operand(data.t() if dim == 0 and scales is None else data, scales, tensor_scale, mode)
+
+
+def _in_pytorch(
+    x: torch.Tensor, mode: str, tensor_scale: torch.Tensor | None = None, bits: torch.Tensor | None = None
+) -> Operand:
+    """Cast x [R, C] in blocks along C; stochastically with ``bits``."""
+    if tensor_scale is None:
+        tensor_scale = power_of_two_tensor_scale(x)
+    if x.numel() == 0:  # no tokens
+        codes = torch.empty(x.shape[0], x.shape[1] // 2, dtype=torch.uint8, device=x.device)
+        scales = torch.empty(x.shape[0], x.shape[1] // NVFP4.block_size, dtype=torch.float8_e4m3fn, device=x.device)
+    else:
+        codes, scales = reference.cast(x, tensor_scale, bits)
+    return _from_codes(codes, scales, tensor_scale, image_dtype(x, mode), mode)
+
+
+def _from_codes(
+    codes: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor, dtype: torch.dtype, mode: str
+) -> Operand:
+    if mode == "native":
+        return _operand(codes, to_blocked(scales), tensor_scale, mode)
+    return Operand(reference.dequantize(codes, scales, tensor_scale, dtype))
+
+
+def _along_tokens(x: torch.Tensor, recipe: Recipe, signs: torch.Tensor | None) -> torch.Tensor:
+    """x [T, C] -> [C, T rounded up to a multiple of 16], Hadamard-transformed if the recipe says so."""
+    x = pad(x, 0)
+    return (hadamard(x, unpack_signs(signs), 0) if recipe.hadamard else x).t()
+
+
+def _bits(rows: int, columns: int, dim: int, recipe: Recipe, draws: torch.Tensor | None) -> torch.Tensor | None:
+    """Derive random bits [rows, columns] from ``draws`` (``Draws``); None if the recipe rounds to nearest."""
+    if not recipe.stochastic_rounding:
+        return None
+    key, step, microbatch, rank = draws.unbind()
+    return rounding_bits(rounding_words(rows, columns, key, step, rank, microbatch, draws.device), dim)

@@ -1,0 +1,93 @@
+"""torch.compile of the layers: one graph for every step, seed and layer, and the results of eager mode."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn as nn
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from layer_checks import NormBlock, assert_near, draw, mx_linear, results_of
+from torch._dynamo.backends.common import aot_autograd
+
+from mxtrain import set_rounding_step
+from mxtrain.ops.hardware import runs_kernels
+
+D, N, T = 64, 32, 5
+MIXED = "fprop=nvfp4_dynamic, dgrad=bf16, wgrad=mxfp8"
+
+pytestmark = pytest.mark.usefixtures("device")
+
+
+@pytest.fixture(autouse=True)
+def no_step():
+    yield
+    set_rounding_step(None)
+
+
+class Block(nn.Module):
+    """A norm, the linear that it feeds, and a linear without a norm."""
+
+    def __init__(self, recipe, mode):
+        super().__init__()
+        self.normed, self.out = NormBlock(D, N, recipe, mode=mode), mx_linear(N, D, recipe, mode)
+
+    def forward(self, x):
+        return self.out(self.normed(x)[0]) + x
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mode", "autocast"),
+    [
+        ("mxfp8", "reference", False),
+        ("mxfp8", "emulated", True),
+        ("nvfp4", "emulated", True),
+        pytest.param("nvfp4", "reference", False, marks=pytest.mark.sweep),
+        pytest.param("nvfp4_dynamic", "emulated", False, marks=pytest.mark.sweep),
+        (MIXED, "emulated", False),
+        ("unquantized", "emulated", True),
+    ],
+)
+def test_blocks_compile_once_without_a_graph_break(recipe, mode, autocast, compile_backend):
+    """As TorchTitan compiles, block by block with the same code: other steps, keys and signs do not recompile."""
+    x, dy = draw(T, D, seed=0), draw(T, D, seed=1)
+    blocks = [Block(recipe, mode), Block(recipe, mode)]
+    blocks[1].normed.norm.set_seed(5, "another norm")
+    blocks[1].out.set_seed(5, "another linear")
+    # Inductor sums in another order, and a code next to a rounding boundary may flip.
+    tolerance = 2e-2 if compile_backend == "inductor" or autocast else 1e-6
+    with (
+        torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16, enabled=autocast),
+        torch._dynamo.config.patch(error_on_recompile=True),
+    ):
+        for step, block in enumerate(blocks):
+            set_rounding_step(step, microbatch=step)
+            results = results_of(torch.compile(block, backend=compile_backend, fullgraph=True), x, dy)
+        assert_near(results, results_of(block, x, dy), tolerance)
+
+
+def test_compiled_without_a_step_every_forward_draws_new_bits(compile_backend):
+    x, dy = draw(T, D, seed=0), draw(T, N, seed=1)
+    compiled = torch.compile(mx_linear(D, N, "nvfp4", "emulated"), backend=compile_backend, fullgraph=True)
+    first, second = results_of(compiled, x, dy), results_of(compiled, x, dy)
+    assert torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1])
+
+
+def test_compiled_consumers_share_casts(device):
+    """x is cast along tokens once for the three weight gradients, and every dY once for both of its GEMMs."""
+    if not runs_kernels("emulated", device):
+        pytest.skip("no kernels on this device: the casts are not single operations there")
+    graphs = []
+
+    def count(graph, _):
+        casts = [node.args for node in graph.graph.nodes if node.target is torch.ops.mxtrain.cast.default]
+        # (with a row factor, with a column factor, along rows, along columns)
+        graphs.append(Counter((a[1] is not None, a[2] is not None, a[3], a[4]) for a in casts))
+        return make_boxed_func(graph)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    block = torch.compile(NormBlock(D, N, *["mxfp8"] * 3, mode="emulated"), backend=backend, fullgraph=True)
+    results_of(block, draw(T, D, seed=0), *(draw(T, N, seed=s) for s in (1, 2, 3)))
+    weights_along_rows, weights_along_columns = (False, True, True, False), (False, True, False, True)
+    x_along_tokens, gradient_both_ways = (True, False, False, True), (False, False, True, True)
+    assert graphs == [{weights_along_rows: 3}, {weights_along_columns: 3, x_along_tokens: 1, gradient_both_ways: 3}]

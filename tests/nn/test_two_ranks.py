@@ -1,0 +1,152 @@
+"""FusedRMSNorm and DecomposeKRouter in two processes, sharded as TorchTitan shards them, against one process."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn as nn
+from layer_checks import draw, in_two_processes
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+from mxtrain import DecomposeKRouter, FusedRMSNorm, rms_norm
+
+D, EXPERTS, EPS = 32, 8, 1e-5
+
+
+def norm_of(**kwargs):
+    norm = FusedRMSNorm(D, EPS, **kwargs)
+    norm.weight.data.copy_(draw(D, seed=1))
+    return norm
+
+
+def gate_of(bias=False):
+    gate = nn.Linear(D, EXPERTS, bias=bias)
+    for seed, parameter in enumerate(gate.parameters()):
+        parameter.data.copy_(draw(*parameter.shape, seed=1 + seed))
+    return DecomposeKRouter.from_linear(gate)
+
+
+class Block(nn.Module):
+    """A norm and a gate between other operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gate = norm_of(), gate_of()
+
+    def forward(self, x):
+        return torch.sigmoid(self.gate(self.norm(x.sin())))
+
+
+class NormAlone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = norm_of(when_compiled="kernel")
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+def gradients(module, x, dy):
+    y = module(x)
+    return [y, *torch.autograd.grad(y, [x, *module.parameters()], dy)]
+
+
+def assert_whole(shards, expected):
+    """Compare tensors of two ranks with those of one process."""
+    for got, want in zip(shards, expected, strict=True):
+        got = got.full_tensor() if isinstance(got, DTensor) else got
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def check_fsdp(mesh):
+    """Each rank has half of the batch and half of every parameter."""
+    x, dy = draw(2, 4, D, seed=0).requires_grad_(), draw(2, 4, EXPERTS, seed=3)
+    y, _, *expected = gradients(Block(), x, dy)
+    block = Block()
+    fully_shard(block.norm, mesh=mesh)
+    fully_shard(block, mesh=mesh)
+    for part in (block, block.norm):
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
+    rank = mesh.get_local_rank()
+    mine = block(x.detach().chunk(2)[rank])
+    mine.backward(dy.chunk(2)[rank])
+    assert_whole([mine, *(p.grad for p in block.parameters())], [y.chunk(2)[rank], *expected])
+
+
+def check_norm_of_shards(mesh, placement, tokens, with_residual):
+    """A norm of a DTensor against the same norm of the whole tensor."""
+    shape = (2, tokens, D)
+    tensors = [draw(*shape, seed=0), draw(D, seed=1), *([draw(*shape, seed=2)] if with_residual else [])]
+    dys = [draw(*shape, seed=3), *([draw(*shape, seed=4)] if with_residual else [])]
+    placements = [placement, Replicate(), placement]
+
+    def run(tensors, dys):
+        tensors = [t.detach().requires_grad_() for t in tensors]
+        outputs = rms_norm(*tensors[:2], EPS, *tensors[2:])
+        outputs = outputs if with_residual else (outputs,)
+        return [*outputs, *torch.autograd.grad(outputs, tensors, dys)]
+
+    sharded = [distribute_tensor(t, mesh, [p]) for t, p in zip(tensors, placements)]
+    results = run(sharded, [distribute_tensor(dy, mesh, [placement]) for dy in dys])
+    y, dweight = results[0], results[3 if with_residual else 2]
+    if placement.is_shard() and placement.dim != 2:
+        assert y.placements == (placement,), "rows stay on their rank"
+        assert dweight.placements[0].is_partial(), "every rank has a part, summed when it is needed"
+    assert_whole(results, run(tensors, dys))
+
+
+def check_sequence_parallel(mesh, compiled):
+    """The norm in TorchTitan's plan: its input is a shard of the sequence, its weight is on every rank."""
+    x, dy = draw(2, 4, D, seed=0).requires_grad_(), draw(2, 4, D, seed=3)
+    y, dx, dweight = gradients(NormAlone(), x, dy)
+    block = NormAlone()
+    parallelize_module(block, mesh, {"norm": SequenceParallel(use_local_output=True)})
+    if compiled:
+        torch._dynamo.reset()
+        block = torch.compile(block, backend="aot_eager", fullgraph=True)
+    rank = mesh.get_local_rank()
+    part = x.detach().chunk(2, 1)[rank].clone().requires_grad_()
+    results = gradients(block, part, dy.chunk(2, 1)[rank])
+    assert_whole(results, [y.chunk(2, 1)[rank], dx.chunk(2, 1)[rank], dweight])
+
+
+def check_replicated_gate(mesh):
+    """Whole on every rank, as in TorchTitan's tensor parallelism."""
+    x, dy = draw(6, D, seed=0).requires_grad_(), draw(6, EXPERTS, seed=3)
+    expected = gradients(gate_of(bias=True), x, dy)
+    gate = distribute_module(gate_of(bias=True), mesh)
+    whole = partial(distribute_tensor, device_mesh=mesh, placements=[Replicate()])
+    results = gradients(gate, whole(x.detach()).requires_grad_(), whole(dy))
+    assert all(isinstance(t, DTensor) and t.placements == (Replicate(),) for t in results)
+    assert_whole(results, expected)
+
+
+def check_mixed_is_refused(mesh):
+    x = draw(6, D, seed=0)
+    with pytest.raises(TypeError, match="Tensor, DTensor: all or none as DTensor"):
+        rms_norm(x, distribute_tensor(draw(D, seed=1), mesh, [Replicate()]), EPS)
+    gate = distribute_module(gate_of(), mesh)
+    with pytest.raises(ValueError, match=r"are a plain tensor, \(Replicate\(\),\): expected all plain, or all repl"):
+        gate(x)
+    with pytest.raises(ValueError, match=r"Shard\(dim=0\).*expected all plain, or all replicated"):
+        gate(distribute_tensor(x, mesh, [Shard(0)]))
+
+
+def two_ranks(mesh):
+    check_fsdp(mesh)
+    for placement, with_residual in ((Shard(0), True), (Shard(1), False), (Shard(2), True), (Replicate(), False)):
+        check_norm_of_shards(mesh, placement, 2, with_residual)
+    check_norm_of_shards(mesh, Shard(1), 3, True)  # two rows per batch on one rank, one on the other
+    check_norm_of_shards(mesh, Shard(1), 1, False)  # one row, and none
+    for compiled in (False, True):
+        check_sequence_parallel(mesh, compiled)
+    check_replicated_gate(mesh)
+    check_mixed_is_refused(mesh)
+
+
+@pytest.mark.usefixtures("device")
+def test_two_ranks_match_one(device):
+    in_two_processes(two_ranks, device)
