@@ -138,7 +138,7 @@ def test_usage_lines_of_the_benchmarks(monkeypatch, capsys):
             assert {w for w in words if w.startswith("--")} <= set(re.findall(r"--[\w-]+", capsys.readouterr().out))
             seen.add(script.stem)
     assert seen == {script.stem for script in BENCHMARKS.glob("*.py") if "\ndef main(" in script.read_text()}
-    assert seen == set(re.findall(r"^\| `(\w+)\.py` \|", DOCUMENTS["scripts/bench/README.md"], flags=re.MULTILINE))
+    assert seen <= set(re.findall(r"^\| `(\w+)\.py` \|", DOCUMENTS["scripts/bench/README.md"], flags=re.MULTILINE))
 
 
 def test_every_document_has_commands():
