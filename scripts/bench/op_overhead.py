@@ -103,13 +103,13 @@ def us_per_call(call: Callable, x: torch.Tensor, calls: int, rounds: int) -> flo
     return min(times)
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Check and time every way, print a table, and return 1 if a result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--calls", type=int, default=500, help="calls per round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=40, help="rounds per way (default: %(default)s)")
     parser.add_argument("--json", help="write the table to this file as JSON")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     has_gpu = torch.cuda.is_available() and not INTERPRETED
     if not has_gpu and not INTERPRETED:
         parser.error("there is no GPU: set TRITON_INTERPRET=1 to check results without timing")

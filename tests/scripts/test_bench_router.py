@@ -83,7 +83,7 @@ class TestCases:
         assert len(SECTIONS["study"].shapes) == 28 and Shape(48, 48, 28672) in SECTIONS["study"].shapes
         assert SECTIONS["gate"].shapes == (Shape(8192, 256, 7168),)
 
-    def test_a_plan_is_tuned_only_when_its_entry_runs(self, monkeypatch):
+    def test_tuned_when_its_turn_comes(self, monkeypatch):
         from mxtrain.kernels.router import decompose_k_plan
 
         products = []
