@@ -11,11 +11,11 @@ import triton
 
 from mxtrain.kernels import tuning
 from mxtrain.kernels.device import shared_memory, sm_count
+from mxtrain.kernels.norm.row_lengths import MAX_COLUMNS
 from mxtrain.kernels.tuning import Choice
 
 TUNED = tuning.Family("rms_norm", version=1)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_COLUMNS = 65536
 
 # Rows up to this long are held in registers and read once; longer ones are read twice, the second time from a cache.
 # The forward has only x to hold, yet once every SM has many rows to go through, it gains from holding nothing.

@@ -47,7 +47,7 @@ def test_every_shape():
 
 @pytest.mark.parametrize(("p", "estimator", "form"), [(1, "post_round", "blocked"), (2, "exact", "codes")])
 def test_ugly_rows_that_are_read_twice(p, estimator, form):
-    check_mxnorm_cast(ugly(11, 16416), form=form, p=p, estimator=estimator)
+    check_mxnorm_cast(ugly(11, 16416)[[2, 3, 4, 5, 7, 10]], form=form, p=p, estimator=estimator)
 
 
 @pytest.mark.parametrize(("p", "estimator"), ESTIMATES)

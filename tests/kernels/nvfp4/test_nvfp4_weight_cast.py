@@ -23,16 +23,18 @@ def gain_of(columns, dtype):
 
 def test_shapes():
     """One tile, and several with cut ones in both directions."""
-    for shape, form in (((1, 16), "codes"), ((15, 32), "blocked"), ((17, 272), "blocked"), ((33, 112), "image")):
+    for shape, form in (((1, 16), "codes"), ((17, 144), "blocked")):
         check_weight(draw(*shape, dtype=torch.bfloat16), form)
 
 
-@pytest.mark.parametrize(("form", "dtype"), zip(FORMS, (torch.bfloat16, torch.float32, torch.bfloat16)), ids=str)
+@pytest.mark.parametrize(
+    ("form", "dtype"), [("codes", DTYPES[1]), ("blocked", DTYPES[0]), ("image", DTYPES[1])], ids=str
+)
 def test_ugly_weights(form, dtype):
     """Tiles of every size, with infinities and NaN, by fixed tensor scales and by the dynamic one, which is NaN."""
-    w = ugly(33, 48, dtype=dtype)
-    w[16:32, 16:32] = 0
-    w[20, 40] = 1e4
+    w = ugly(19, 48, dtype=dtype)
+    w[16:, 16:32] = 0
+    w[17, 40] = 1e4
     check_weight(w, form, tensor_scale=torch.tensor(2.0**-20))
     check_weight(w, form, gain_of(48, dtype), tensor_scale=torch.tensor(2.0**30))
     check_weight(w, form)
@@ -44,9 +46,9 @@ def test_the_product_is_not_rounded_before_the_cast(form):
         check_weight(draw(16, 128, dtype=torch.bfloat16), form, gain_of(128, gain_dtype))
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
-    shape=st.tuples(st.integers(1, 40), st.integers(1, 20)),
+    shape=st.tuples(st.integers(1, 20), st.integers(1, 10)),
     seed=st.integers(0, 2**31),
     log2_scale=st.integers(-60, 60),
     dtype=st.sampled_from(DTYPES),
@@ -56,13 +58,12 @@ def test_any_weight(shape, seed, log2_scale, dtype, form):
     check_weight(draw(shape[0], 16 * shape[1], seed=seed, dtype=dtype) * 2.0**log2_scale, form)
 
 
-@pytest.mark.parametrize("layout", [lambda t: t.t().contiguous().t(), lambda t: t.repeat(1, 2)[:, : t.shape[1]]])
-def test_layouts(layout):
-    check_weight(layout(draw(19, 48)))
+def test_a_transposed_weight():
+    check_weight(draw(48, 3).t(), "image")
 
 
 def test_both_orientations_have_the_same_values():
-    w = draw(48, 96)
+    w = draw(32, 96)
     got = nvfp4_weight(w, nvfp4.power_of_two_tensor_scale(w))
     assert torch.equal(nvfp4.dequantize(*got[:2]), nvfp4.dequantize(*got[2:]).t())
 
@@ -89,7 +90,7 @@ def test_compiles_without_a_graph_break(compile_backend):
 @pytest.mark.parametrize("form", FORMS)
 def test_op_matches_its_schema_and_fake(form):
     """No input is changed or returned; shapes, dtypes and strides are as the fake says."""
-    arguments = (draw(17, 32), None if form == "codes" else draw(32, seed=1), torch.tensor(1.0), form)
+    arguments = (draw(5, 32), None if form == "codes" else draw(32, seed=1), torch.tensor(1.0), form)
     torch.library.opcheck(
         torch.ops.mxtrain.nvfp4_weight.default, arguments, test_utils=("test_schema", "test_faketensor")
     )
