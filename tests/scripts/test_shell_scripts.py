@@ -199,7 +199,7 @@ def test_an_old_python_is_refused(checkout):
     assert result.stderr.startswith("mxtrain: error: Python 3.10 or later is needed, but python3 is Python 3.11.7;")
 
 
-def test_a_missing_config_is_told_before_anything_is_set_up(checkout):
+def test_a_missing_config_is_reported_before_anything_is_set_up(checkout):
     result = checkout.run("scripts/train.sh", "train_configs/b.toml")
     assert result.returncode == 2
     assert result.stderr == "mxtrain: error: config 'train_configs/b.toml' does not exist\n"
