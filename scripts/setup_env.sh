@@ -1,15 +1,15 @@
-# Sourced by the other scripts. Defines ROOT, this checkout, and setup_env, which leaves the Python to use in PYTHON.
+# Sourced by the other scripts. Defines ROOT (this checkout) and setup_env, which sets PYTHON to the Python to use.
 #
-#   setup_env       what training needs
-#   setup_env dev   that and what the tests need
+#   setup_env       install the packages for training
+#   setup_env dev   install the packages for training and tests
 #
-# An active environment that already holds mxtrain and its dependencies is taken as it is, with this checkout's code.
-# Otherwise .venv is made and filled on first use, and again when pyproject.toml has changed; in between, starting
-# costs two short processes. The user's settings:
+# If the active environment already has mxtrain and its dependencies, it is used with this checkout's code. Otherwise
+# .venv is created on first use, and updated when pyproject.toml changes. In between, a start costs two short
+# processes. Environment variables:
 #
-#   PYTHON                    interpreter to make .venv with, 3.10 or later (default: the first one on PATH)
-#   MXTRAIN_TORCH_INDEX_URL   package index to take torch from, for example PyTorch's own for CPU builds or for
-#                             another CUDA version (default: pip's index)
+#   PYTHON                    interpreter for .venv, 3.10 or later (default: the first one on PATH)
+#   MXTRAIN_TORCH_INDEX_URL   package index for torch, for example PyTorch's own for CPU builds or for another CUDA
+#                             version (default: pip's index)
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
@@ -22,7 +22,7 @@ setup_env() {
         return
     fi
     if ! is_installed "$extra"; then
-        # One installation at a time. The lock must not outlive it: training is started from this shell.
+        # One installation at a time. The lock is released before training starts from this shell.
         exec 9<"$ROOT/pyproject.toml"
         if command -v flock >/dev/null; then flock 9; fi
         if ! is_installed "$extra"; then install "$extra" 9<&-; fi
@@ -41,7 +41,7 @@ die() {
 active_environment_holds_mxtrain() {
     local packages="mxtrain torch torchtitan torchao"
     if [ "$1" = dev ]; then packages="$packages pytest pytest-xdist hypothesis ruff"; fi
-    # Not from within the checkout, where an editable installation leaves metadata that any Python would find.
+    # From /, because an editable installation leaves metadata in the checkout that every Python finds there.
     [ "${VIRTUAL_ENV:-}" != "$VENV" ] && (cd / && python3 - $packages) >/dev/null 2>&1 <<'PYTHON_CODE'
 import sys
 from importlib.metadata import version
@@ -51,7 +51,7 @@ for package in sys.argv[1:]:
 PYTHON_CODE
 }
 
-# The stamp is written last. It names what the installation depends on; an editable one depends on where ROOT is.
+# The stamp is written last. It records what the installation depends on: ROOT's path, and pyproject.toml.
 stamp() { echo "$ROOT $(cksum <"$ROOT/pyproject.toml")"; }
 
 is_installed() { [ "$(cat "$VENV/installed${1:+-$1}" 2>/dev/null)" = "$(stamp)" ]; }
@@ -61,7 +61,7 @@ install() {
     export PIP_DISABLE_PIP_VERSION_CHECK=1
     if ! is_python_new_enough "$VENV/bin/python"; then make_venv; fi
     install_torch
-    say "installing mxtrain and what it needs (a few minutes)"
+    say "installing mxtrain and its dependencies (a few minutes)"
     venv_pip install -qq --editable "$ROOT${extra:+[$extra]}"
     stamp >"$VENV/installed"
     if [ -n "$extra" ]; then stamp >"$VENV/installed-$extra"; fi
@@ -86,8 +86,8 @@ make_venv() {
         "$("${PYTHON:-python3}" --version 2>/dev/null || echo missing); install one, or name it: PYTHON=/path/to/python3"
 }
 
-# On a GPU machine torch comes with everything else, so that pip picks the Triton that belongs to it. On any other
-# machine it comes first, and the packages of a CUDA build, useless there, are announced before they are downloaded.
+# With a GPU, torch is installed together with the other packages, so that pip picks the matching Triton. Without a GPU,
+# torch is installed first, and a warning precedes the download of a CUDA build, which is useless there.
 install_torch() {
     local requirement planned
     requirement="$(sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' "$ROOT/pyproject.toml")"
@@ -95,7 +95,7 @@ install_torch() {
         say "installing $requirement from MXTRAIN_TORCH_INDEX_URL"
         venv_pip install -qq --index-url "$MXTRAIN_TORCH_INDEX_URL" "$requirement"
     elif [[ "$(nvidia-smi -L 2>/dev/null)" != *"GPU 0"* ]]; then
-        # An older pip downloads whole packages to learn what they depend on.
+        # An older pip downloads whole packages to read their dependencies.
         "$VENV/bin/python" -c 'import pip, sys; sys.exit([int(n) for n in pip.__version__.split(".")[:2]] < [23, 3])' ||
             venv_pip install -qq --upgrade pip
         planned="$(venv_pip install --dry-run "$requirement" 2>/dev/null | grep '^Would install ' || true)"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Train as a TOML file says; set the Python environment up first, if need be (see scripts/setup_env.sh).
+# Train the model of a TOML file. Sets up the Python environment first if necessary (see scripts/setup_env.sh).
 #
-#   scripts/train.sh CONFIG [any TorchTitan flag]
+#   scripts/train.sh CONFIG [--verbose] [any TorchTitan flag]
 #
 #   scripts/train.sh train_configs/llama3_debug.toml
 #   NGPU=2 scripts/train.sh train_configs/llama3_125m.toml --mxnorm.p 1
-#   scripts/train.sh train_configs/llama3_debug.toml --help     every flag
+#   scripts/train.sh train_configs/llama3_debug.toml --help     all flags
 #
 # CONFIG is relative to the current folder or to this checkout. Runs go to outputs/ in the current folder.
 # NGPU is the number of processes; the default is one per GPU, or one on a CPU.
@@ -22,7 +22,7 @@ esac
 config="$1"
 shift
 if [ ! -e "$config" ] && [ -e "$ROOT/$config" ]; then config="$ROOT/$config"; fi
-if [ ! -e "$config" ]; then # said before minutes of set-up
+if [ ! -e "$config" ]; then # reported before minutes of set-up
     say "error: config '$config' does not exist"
     exit 2
 fi

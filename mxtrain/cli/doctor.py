@@ -91,7 +91,7 @@ def advise(pre_round: float, exact: float) -> str:
     if saved > NOTICEABLE:
         return f"the estimate from block maxima saves {saved:.0%} of this kernel here; 'exact' is the control"
     return (
-        "the exact RMS costs no more here: use 'exact' unless you study the method, as the estimate adds noise and "
+        "the exact RMS costs no more here: take 'exact' unless you study the method, as the estimate adds noise and "
         "saves nothing"
     )
 

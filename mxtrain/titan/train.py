@@ -86,6 +86,12 @@ def parse_job_config(args: list[str]):
         ConfigError: for every mistake that shows without building the model or reading data.
     """
     job_config = _ConfigManager().parse_args(args)
+    check_job_config(job_config)
+    return job_config
+
+
+def check_job_config(job_config) -> None:
+    """Raise ConfigError for a mistake in ``job_config``, and remove empty names from its converters."""
     if isinstance(job_config.model.converters, str):  # TorchTitan does not check types in TOML files
         raise ConfigError(f"model.converters = {job_config.model.converters!r} is not a list")
     # "--model.converters=" means no converter, but parses as one empty name.
@@ -103,7 +109,6 @@ def parse_job_config(args: list[str]):
             f"validation.seq_len = {validation.seq_len} is more than training.seq_len = {training.seq_len}, the "
             "number of positions in the model; allowed is that or less"
         )
-    return job_config
 
 
 def non_default_values(config, default=None) -> dict:

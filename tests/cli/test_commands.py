@@ -75,11 +75,25 @@ def test_flags_after_the_config_are_titans_even_those_that_argparse_knows(monkey
     assert seen == [("a.toml", ["--training.steps", "3", "-x", "--", "-o"])]
 
 
-def test_help_after_a_config_is_titans_with_our_sections(tmp_path):
+def test_verbose_goes_to_the_workers_before_and_after_the_config(monkeypatch):
+    seen, hidden = [], []
+    monkeypatch.delenv("MXTRAIN_VERBOSE", raising=False)
+    monkeypatch.setattr("mxtrain.cli.launch.train", lambda config, flags: seen.append(flags) or 0)
+    monkeypatch.setattr("mxtrain.cli.quiet.hide_library_warnings", lambda: hidden.append(True))
+    for arguments in (["--verbose", "a.toml", "-x"], ["a.toml", "--verbose", "-x"], ["a.toml", "-x"]):
+        assert cli.main(["train", *arguments]) == 0
+    assert seen == [["-x", "--verbose"], ["-x", "--verbose"], ["-x"]] and hidden == [True]
+
+
+def test_help_after_a_config_is_titans_with_our_sections(tmp_path, monkeypatch, capsys):
     (tmp_path / "base.toml").write_text("[training]\nsteps = 12345\n")
     (tmp_path / "a.toml").write_text('extends = "base.toml"\n')
-    result = mxtrain("train", "a.toml", "--help", cwd=tmp_path, COLUMNS="120")
-    assert result.returncode == 0, result.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr("mxtrain.cli.quiet.hide_library_warnings", lambda: None)
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["train", "a.toml", "--help"])
+    assert exit.value.code == 0
     sections = (
         "--mxnorm.p",
         "--fused-rmsnorm.when-compiled",
@@ -87,24 +101,28 @@ def test_help_after_a_config_is_titans_with_our_sections(tmp_path):
         "--data.vocab",
         "--training.local-batch-size",
     )
-    for text in (*sections, "12345", "Exponent of the p-mean"):
-        assert text in result.stdout, text
+    text = capsys.readouterr().out
+    for part in (*sections, "12345", "Exponent of the p-mean"):
+        assert part in text, part
     assert not (tmp_path / "outputs").exists()
 
 
-def test_prepare_prints_the_report(tmp_path):
+def test_prepare_prints_progress_and_the_report_and_nothing_else(tmp_path, monkeypatch, capsys):
     (tmp_path / "text.txt").write_text("\n\n".join(f"paragraph {i} of a small text" for i in range(400)))
     (tmp_path / "a.toml").write_text(
         '[training]\ndataset = "files"\ndataset_path = "text.txt"\n[data]\nvocab_size = 300\ncache_dir = "cache"\n'
     )
     result = mxtrain("prepare", "a.toml", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "tokens" in result.stdout and "train" in result.stdout
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("preparing dataset 'files' in ") and lines[3] == "prepared dataset 'files'"
+    assert "tokens" in "".join(lines[4:]) and "train" in "".join(lines[4:]) and "\x1b" not in result.stdout
     assert (tmp_path / "cache").is_dir()
-    result = mxtrain("prepare", "a.toml", "--training.dataset_path", "gone.txt", cwd=tmp_path)
-    assert result.returncode == 2
-    assert result.stderr.splitlines()[-1].startswith("mxtrain: error: training.dataset_path")
-    assert "Traceback" not in result.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mxtrain.cli.quiet.hide_library_warnings", lambda: None)
+    assert cli.main(["prepare", "a.toml", "--training.dataset_path", "gone.txt"]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("mxtrain: error: training.dataset_path")
 
 
 def test_plot_draws_into_the_runs_folder_and_prints_a_table(run_folder, capsys):
@@ -114,7 +132,7 @@ def test_plot_draws_into_the_runs_folder_and_prints_a_table(run_folder, capsys):
     assert (run_folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_plot_of_several_runs_goes_where_told(run_folder, tmp_path, monkeypatch, capsys):
+def test_plot_of_several_runs_goes_to_the_given_file(run_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["plot", str(run_folder), str(run_folder), "-o", "both.png"]) == 0
     assert (tmp_path / "both.png").exists() and not (tmp_path / "loss.png").exists()
@@ -164,7 +182,7 @@ def test_doctor_flags_that_do_not_go_together(flags, message, capsys):
     assert capsys.readouterr().err == f"mxtrain: error: {message}\n"
 
 
-def test_an_interrupt_is_told_in_one_line(monkeypatch, capsys):
+def test_an_interrupt_prints_one_line(monkeypatch, capsys):
     def interrupted(config, flags):
         raise KeyboardInterrupt
 

@@ -199,7 +199,7 @@ def test_an_old_python_is_refused(checkout):
     assert result.stderr.startswith("mxtrain: error: Python 3.10 or later is needed, but python3 is Python 3.11.7;")
 
 
-def test_a_missing_config_is_told_before_anything_is_set_up(checkout):
+def test_a_missing_config_is_reported_before_anything_is_set_up(checkout):
     result = checkout.run("scripts/train.sh", "train_configs/b.toml")
     assert result.returncode == 2
     assert result.stderr == "mxtrain: error: config 'train_configs/b.toml' does not exist\n"
@@ -219,5 +219,5 @@ def test_configs_are_relative_to_the_current_folder_first_and_then_to_the_checko
 def test_usage(checkout, arguments, status):
     result = checkout.run("scripts/train.sh", *arguments)
     assert result.returncode == status
-    assert "scripts/train.sh CONFIG [any TorchTitan flag]" in result.stdout and "set -euo" not in result.stdout
+    assert "scripts/train.sh CONFIG [--verbose] [any TorchTitan flag]" in result.stdout and "set -euo" not in result.stdout
     assert checkout.calls == []

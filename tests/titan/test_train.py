@@ -1,164 +1,179 @@
-"""The trainer from end to end, in processes of its own."""
+"""The trainer from end to end (see training_runs), and mistakes in settings."""
 
+import copy
 import json
 import statistics
+from functools import reduce
 
 import pytest
 import tomli
 import tomli_w
 import torch
-from training_runs import CONFIG, launch, train
+from training_runs import CONFIG, MIXED_RECIPE, MIXED_RECIPES, Outcome, run_python
 
 from mxtrain import ConfigError
-from mxtrain.titan.train import non_default_values, parse_job_config
+from mxtrain.analysis import load_run
+from mxtrain.rng.rounding_position import position, set_rounding_step
+from mxtrain.titan.train import Trainer, _Trainer, check_job_config, non_default_values, parse_job_config
 
-TEXT = CONFIG["training"]["dataset_path"]
-VARIANTS = {
-    "mxnorm": [],
-    "exact": ["--mxnorm.estimator=exact"],
-    "post_round": ["--mxnorm.estimator=post_round"],
-    "mx_linear": ["--model.converters=mx_linear"],
-    "mixed": ["--mxnorm.recipe=fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8", "--mxnorm.recipes", "layers.0", "bf16"],
-    "high_precision": ["--model.converters="],
+LEARNERS = ("mxnorm", "exact", "post_round", "mx_linear", "mixed", "bf16", "nvfp4", "deepseek_v3", "llama4", "qwen3")
+
+
+def test_every_variant_learns_and_each_computes_something_else(one):
+    curves = {name: tuple(one[name].losses) for name in LEARNERS}
+    for name, losses in curves.items():
+        assert [row["step"] for row in one[name].rows] == list(range(1, 13)), name
+        assert statistics.mean(losses[-3:]) < losses[0] - 0.7, name
+        assert all(row["grad_norm"] > 0 for row in one[name].rows), name
+    assert len(set(curves.values())) == len(LEARNERS)
+    p1, p2 = one["p1"].losses, one["mxnorm"].losses
+    assert p1 != p2[:3] and p1[0] == pytest.approx(p2[0], rel=0.01)
+    validated = load_run(one["deepseek_v3"].folder).validation
+    assert [row["step"] for row in validated] == [1, 10]
+    assert validated[1]["validation_loss"] < validated[0]["validation_loss"] - 0.5
+
+
+def test_a_seed_fixes_the_curve(one):
+    assert one["mxnorm again"].losses == one["mxnorm"].losses[:3]
+
+
+def test_a_resumed_run_draws_the_random_bits_of_an_uninterrupted_run(one):
+    numbers = [
+        [(row["step"], row["loss"], row["grad_norm"]) for row in one[name].rows] for name in ("parts, resumed", "whole")
+    ]
+    assert numbers[0] == numbers[1] and len(numbers[0]) == 2
+
+
+def test_the_trainer_sets_step_and_microbatch(monkeypatch):
+    seen = []
+
+    def train_step(self, data_iterator):
+        for _ in range(3):
+            self.forward_backward_step(input_dict={}, labels=None)
+
+    def forward_backward_step(self, **kwargs):
+        seen.append(position(torch.device("cpu")).tolist())
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(Trainer, "forward_backward_step", forward_backward_step)
+    trainer = object.__new__(_Trainer)
+    for trainer.step in (7, 8):
+        trainer.train_step(None)
+    set_rounding_step(None)
+    assert seen == [[7, 0, 0], [7, 1, 0], [7, 2, 0], [8, 0, 0], [8, 1, 0], [8, 2, 0]]
+
+
+def test_a_run_records_its_settings(one):
+    resolved = tomli.loads((one["mixed"].folder / "config.toml").read_text())
+    assert resolved["mxnorm"] == {"recipe": MIXED_RECIPE, "recipes": MIXED_RECIPES}
+    assert list(resolved["mxnorm"]["recipes"]) == list(MIXED_RECIPES)  # the last match wins
+    assert resolved["training"] == {**CONFIG["training"], "dataset_path": resolved["training"]["dataset_path"]}
+    assert resolved["model"] == {"flavor": "tiny", "converters": ["mxnorm"]}  # the name is the default
+    assert "config_file" not in resolved["job"]
+    facts = json.loads((one["mixed"].folder / "run.json").read_text())
+    assert facts["recipe"] == MIXED_RECIPE and facts["recipes"] == MIXED_RECIPES
+    assert tomli.loads((one["p1"].folder / "config.toml").read_text())["mxnorm"] == {"p": 1}
+
+
+MISTAKES = {
+    "filter": "filter_fqns: 'outputs' matches no module",
+    "recipe by name": "recipes: 'layer.0' matches no module; the top-level",
+    "nothing to convert": "finds nothing to convert",
+    "dataset": "training.dataset",
+    "dataset path": "/no/such/text.jsonl",
+    "tokenizer": "model.hf_assets_path",
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_dozen_steps_lower_the_loss(tmp_path, variant):
-    rows = train(tmp_path / variant, *VARIANTS[variant], "--training.steps=12")
-    losses = [row["loss"] for row in rows]
-    assert [row["step"] for row in rows] == list(range(1, 13))
-    assert statistics.mean(losses[-3:]) < losses[0] - 0.4
-    assert all(row["grad_norm"] > 0 for row in rows)
+def require_one_line(outcome: Outcome, message: str) -> None:
+    assert set(outcome.statuses) == {2}, outcome.output
+    errors = [line for line in outcome.output[0].splitlines() if line.startswith("mxtrain: error: ")]
+    assert len(errors) == 1 and message in errors[0], outcome.output[0]
+    assert "Traceback" not in outcome.output[0]
+    assert not (outcome.folder / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "flavor", "converters"),
-    [
-        ("deepseek_v3", "debugmodel", "decompose_k_router"),
-        ("qwen3", "debugmodel_moe_16", "mxnorm,decompose_k_router"),
-        ("llama4", "debugmodel", "decompose_k_router"),
-    ],
-)
-def test_mixtures_of_experts_learn(tmp_path, name, flavor, converters):
-    flags = [f"--model.name={name}", f"--model.flavor={flavor}", f"--model.converters={converters}"]
-    validation = ["--validation.enable", "--validation.dataset=files", f"--validation.dataset_path={TEXT}"]
-    validation += ["--validation.seq_len=64", "--validation.local_batch_size=4", "--validation.freq=10"]
-    steps = ["--training.steps=10", "--validation.steps=1", "--optimizer.lr=1e-3"]
-    rows = train(tmp_path / name, *flags, *validation, *steps)
-    assert statistics.mean(row["loss"] for row in rows[-2:]) < rows[0]["loss"] - 0.2
-    assert all(row["grad_norm"] > 0 for row in rows)
+def test_mistakes_found_before_training_print_one_line(one):
+    for run, message in MISTAKES.items():
+        require_one_line(one[run], message)
 
 
-def test_p1_and_p2_start_alike_and_differ_and_a_seed_fixes_the_curve(tmp_path):
-    first, p1, again = (
-        [row["loss"] for row in train(tmp_path / name, f"--mxnorm.p={p}", "--training.steps=3")]
-        for name, p in (("first", 2), ("p1", 1), ("again", 2))
-    )
-    assert p1 != first and p1[0] == pytest.approx(first[0], rel=0.01)
-    assert again == first
+def test_a_mistake_that_two_workers_find_prints_one_line(several):
+    require_one_line(several["pipeline"], "pipeline_parallel_degree = 2")
 
 
-def test_resolved_config_holds_flags_and_runs_under_torchtitan_alone(tmp_path):
-    first = train(tmp_path / "first", "--training.steps=3", "--mxnorm.p=1")
-    with open(tmp_path / "first" / "config.toml", "rb") as file:
-        resolved = tomli.load(file)
-    assert resolved["mxnorm"] == {"p": 1} and resolved["training"]["steps"] == 3
-    assert resolved["model"]["converters"] == ["mxnorm"]
-    resolved["job"].pop("dump_folder")
-    again = train(tmp_path / "again", module="torchtitan.train", config=resolved)
-    assert [row["loss"] for row in again] == [row["loss"] for row in first]
-
-
-def test_a_run_records_its_recipes_and_its_config_runs_again(tmp_path):
-    recipe, recipes = "fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4", {"layers.*.feed_forward.w2": "mxfp8", "layers.0": "bf16"}
-    config = CONFIG | {"mxnorm": {"recipe": recipe, "recipes": recipes}}
-    first = train(tmp_path / "first", "--training.steps=2", config=config)
-    resolved = tomli.loads((tmp_path / "first" / "config.toml").read_text())
-    assert resolved["mxnorm"] == config["mxnorm"] and list(resolved["mxnorm"]["recipes"]) == list(recipes)
-    facts = json.loads((tmp_path / "first" / "run.json").read_text())
-    assert facts["recipe"] == recipe and facts["recipes"] == recipes
-    assert all(row["grad_norm"] > 0 for row in first)
-    resolved["job"].pop("dump_folder")
-    again = train(tmp_path / "again", config=resolved)
-    assert [row["loss"] for row in again] == [row["loss"] for row in first]
-
-
-IN_PARSING = {
-    "recipe": (["--mxnorm.recipe=mxfp3"], "recipe = 'mxfp3' is not one of: 'mxfp8', 'unquantized'"),
-    "recipe of a GEMM": (["--mxnorm.recipe=fprop=mxfp8,dgrad=mx,wgrad=bf16"], "dgrad = 'mx' is not one of: 'mxfp8',"),
-    "recipe of some": (["--mxnorm.recipe=fprop=nvfp4"], "recipe = 'fprop=nvfp4' says nothing of dgrad and wgrad"),
-    "recipe by name": (["--mxnorm.recipes", "wo", "fprob=bf16"], "recipes.'wo' = 'fprob=bf16': GEMM = 'fprob' is not"),
-    "p": (["--mxnorm.p=7"], "p = 7 is not one of: 1, 2"),
-    "estimator": (["--mxnorm.estimator=mean"], "estimator = 'mean' is not one of"),
-    "scale rounding": (["--mxnorm.scale_rounding=up"], "scale_rounding = 'up' is not one of: 'rceil', 'floor'"),
-    "eps": (["--mxnorm.eps=-1"], "eps = -1.0 is not a finite number >= 0"),
-    "missing mode": (["--mxnorm.mode=native"], "mode = 'native' cannot run here"),
-    "unknown mode": (["--mxnorm.mode=warp"], "mode = 'warp' is not one of: 'auto', 'native', 'emulated', 'reference'"),
-    "converter": (["--model.converters=mxnrom"], "model.converters = 'mxnrom' is not one of"),
-    "two converters": (["--model.converters=mxnorm,mx_linear"], "choose one of ['mxnorm', 'mx_linear']"),
-    "model": (["--model.name=llama9"], "model.name = 'llama9' is not one of"),
-    "flavor": (["--model.flavor=9B"], "model.flavor = '9B' is not one of"),
-    "validation length": (
-        ["--validation.enable", "--validation.seq_len=128", "--training.seq_len=64"],
+# Settings -> the error message.
+WRONG = [
+    ({"mxnorm.recipe": "mxfp3"}, "recipe = 'mxfp3' is not one of: 'mxfp8', 'unquantized'"),
+    ({"mxnorm.recipe": "fprop=mxfp8,dgrad=mx,wgrad=bf16"}, "dgrad = 'mx' is not one of: 'mxfp8',"),
+    ({"mxnorm.recipe": "fprop=nvfp4"}, "recipe = 'fprop=nvfp4' says nothing of dgrad and wgrad"),
+    ({"mxnorm.recipes": {"wo": "fprob=bf16"}}, "recipes.'wo' = 'fprob=bf16': GEMM = 'fprob' is not"),
+    (
+        {"mxnorm.recipes": {"layers": {"0": "bf16"}}},
+        "recipes.'layers' = {'0': 'bf16'} is not a string",
+    ),
+    ({"mxnorm.recipes": "bf16"}, "recipes = 'bf16' is not a table"),
+    ({"mxnorm.p": 7}, "p = 7 is not one of: 1, 2"),
+    ({"mxnorm.p": "2"}, "p = '2' is not one of: 1, 2"),
+    ({"mxnorm.estimator": "mean"}, "estimator = 'mean' is not one of"),
+    ({"mxnorm.scale_rounding": "up"}, "scale_rounding = 'up' is not one of: 'rceil', 'floor'"),
+    ({"mxnorm.eps": -1.0}, "eps = -1.0 is not a finite number >= 0"),
+    ({"mxnorm.mode": "native"}, "mode = 'native' cannot run here"),
+    ({"mxnorm.mode": "warp"}, "mode = 'warp' is not one of: 'auto', 'native', 'emulated', 'reference'"),
+    ({"model.converters": ["mxnrom"]}, "model.converters = 'mxnrom' is not one of"),
+    ({"model.converters": "mxnorm"}, "model.converters = 'mxnorm' is not a list"),
+    ({"model.converters": ["mxnorm", "mx_linear"]}, "choose one of ['mxnorm', 'mx_linear']"),
+    ({"model.name": "llama9"}, "model.name = 'llama9' is not one of"),
+    ({"model.flavor": "9B"}, "model.flavor = '9B' is not one of"),
+    (
+        {"validation.enable": True, "validation.seq_len": 128, "training.seq_len": 64},
         "validation.seq_len = 128 is more than training.seq_len = 64",
     ),
-    "config file": (["--job.config_file=/no/such.toml"], "'/no/such.toml' does not exist"),
-}
+]
 
 
-@pytest.mark.parametrize("mistake", IN_PARSING)
-def test_mistakes_found_before_anything_is_built(mistake, monkeypatch):
-    # As on a machine without a GPU, which is where "native" is missing.
+def test_mistakes_found_before_anything_is_built(monkeypatch):
+    # As on a machine without a GPU, where "native" is missing.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("torchtitan.tools.utils.device_type", "cpu")
-    flags, message = IN_PARSING[mistake]
-    with pytest.raises(ConfigError) as error:
-        parse_job_config(["--model.converters=mxnorm", *flags])
-    assert message in str(error.value)
+    right = parse_job_config(["--model.converters=mxnorm"])
+    for settings, message in WRONG:
+        job_config = copy.deepcopy(right)
+        for name, value in settings.items():
+            *sections, field = name.split(".")
+            setattr(reduce(getattr, sections, job_config), field, value)
+        with pytest.raises(ConfigError) as error:
+            check_job_config(job_config)
+        assert message in str(error.value)
 
 
-IN_BUILDING = {
-    "filter": (["--mxnorm.filter_fqns=outputs"], "filter_fqns: 'outputs' matches no module"),
-    "recipe by name": (["--mxnorm.recipes", "layer.0", "bf16"], "recipes: 'layer.0' matches no module; the top-level"),
-    "nothing to convert": (["--mxnorm.filter_fqns=layers,output"], "finds nothing to convert"),
-    "dataset": (["--training.dataset=wiki"], "training.dataset"),
-    "dataset path": (["--training.dataset_path=/no/such/text.jsonl"], "/no/such/text.jsonl"),
-    "tokenizer": (["--model.hf_assets_path=/no/such/tokenizer"], "model.hf_assets_path"),
-    "pipeline": (["--parallelism.pipeline_parallel_degree=2"], "pipeline_parallel_degree = 2"),
-}
-
-
-@pytest.mark.parametrize("mistake", IN_BUILDING)
-def test_mistakes_are_told_in_one_line_before_training(tmp_path, mistake):
-    flags, message = IN_BUILDING[mistake]
-    processes = launch(tmp_path, *flags, processes=2 if mistake == "pipeline" else 1)
-    assert {p.returncode for p in processes} == {2}, processes[0].stdout[-3000:]
-    errors = [line for line in processes[0].stdout.splitlines() if line.startswith("mxtrain: error: ")]
-    assert len(errors) == 1 and message in errors[0], processes[0].stdout[-3000:]
-    assert "Traceback" not in processes[0].stdout
-    assert not (tmp_path / "metrics.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"model": {"converters": "mxnorm"}}, "model.converters = 'mxnorm' is not a list"),
-        ({"model": {"converters": ["mxnorm"]}, "mxnorm": {"p": "2"}}, "p = '2' is not one of: 1, 2"),
-        ({"mxnorm": {"q": 2}}, "config: 'q' is not a field of"),
-        (
-            {"model": {"converters": ["mxnorm"]}, "mxnorm": {"recipes": {"layers": {"0": "bf16"}}}},
-            "recipes.'layers' = {'0': 'bf16'} is not a string: write a pattern with dots in quotes",
-        ),
-        ({"model": {"converters": ["mxnorm"]}, "mxnorm": {"recipes": "bf16"}}, "recipes = 'bf16' is not a table"),
-        ({"mxnrom": {"p": 2}}, "config: 'mxnrom' is not a field of top level"),
-    ],
-)
-def test_mistakes_in_a_file(tmp_path, config, message):
+def test_mistakes_in_files_and_flags(tmp_path):
     file = tmp_path / "job.toml"
-    file.write_bytes(tomli_w.dumps(config).encode())
-    with pytest.raises(ConfigError, match=message):
-        parse_job_config([f"--job.config_file={file}"])
+    for config, message in [
+        ({"mxnorm": {"q": 2}}, "config: 'q' is not a field of"),
+        ({"mxnrom": {"p": 2}}, "config: 'mxnrom' is not a field of top level"),
+        ({"model": {"converters": "mxnorm"}}, "model.converters = 'mxnorm' is not a list"),
+    ]:
+        file.write_bytes(tomli_w.dumps(config).encode())
+        with pytest.raises(ConfigError, match=message):
+            parse_job_config([f"--job.config_file={file}"])
+    with pytest.raises(ConfigError, match="'/no/such.toml' does not exist"):
+        parse_job_config(["--job.config_file=/no/such.toml"])
+    with pytest.raises(ConfigError, match="recipes.'wo' = 'fprob=bf16'"):
+        parse_job_config(["--model.converters=mxnorm", "--mxnorm.recipes", "wo", "fprob=bf16"])
+
+
+def test_a_recorded_config_runs_again_under_torchtitan_alone(command_run, tmp_path):
+    resolved = tomli.loads((command_run.folder / "config.toml").read_text())
+    resolved["job"]["dump_folder"] = str(tmp_path / "again")
+    resolved["metrics"].pop("enable_wandb")
+    (tmp_path / "resolved.toml").write_text(tomli_w.dumps(resolved))
+    process = run_python("torchtitan.train", f"--job.config_file={tmp_path / 'resolved.toml'}", RANK="0")
+    assert process.returncode == 0, process.stderr[-4000:]
+    again = [row["loss"] for row in load_run(tmp_path / "again").training]
+    assert again == [row["loss"] for row in load_run(command_run.folder).training]
+    assert "root - INFO - mxnorm mxfp8 p=2 (reference): " in process.stdout  # no terminal of ours: TorchTitan's logger
+    assert not (tmp_path / "again" / "conversion.txt").exists()
 
 
 def test_a_config_that_extends_another(tmp_path):
@@ -168,9 +183,9 @@ def test_a_config_that_extends_another(tmp_path):
     assert (job_config.mxnorm.p, job_config.mxnorm.estimator, job_config.mxnorm.eps) == (1, "exact", 1e-6)
 
 
-def test_only_what_differs_from_the_defaults_is_written():
-    job_config = parse_job_config(["--training.dataloader.num_workers=2", "--mxnorm.filter_fqns=output,wo"])
-    assert non_default_values(job_config) == {
+def test_only_settings_that_differ_from_the_defaults_are_written():
+    flags = ["--training.dataloader.num_workers=2", "--mxnorm.filter_fqns=output,wo", "--model.converters="]
+    assert non_default_values(parse_job_config(flags)) == {
         "training": {"dataloader": {"num_workers": 2}},
         "mxnorm": {"filter_fqns": ["output", "wo"]},
     }

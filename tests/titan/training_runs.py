@@ -1,18 +1,25 @@
-"""Runs of the real trainer in processes of their own, for tests: tiny text, the debug model, CPU."""
+"""Runs of the real trainer for tests: tiny models, tiny text, on a CPU.
+
+Most of a short run is imports, so one process trains one model after another. The runs of a test session are done
+once, by the pytest worker that needs them first.
+"""
 
 import atexit
+import json
 import multiprocessing
 import os
-import runpy
+import shutil
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, replace
 from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
 import tomli_w
+from filelock import FileLock
 
 from mxtrain.analysis import load_run
 
@@ -21,16 +28,15 @@ REPOSITORY = Path(__file__).parents[2]
 CONFIG = {
     "job": {"custom_config_module": "mxtrain.titan.job_config"},
     "experimental": {"custom_import": "mxtrain.titan"},
-    "model": {"name": "llama3", "flavor": "debugmodel", "converters": ["mxnorm"]},
+    "model": {"name": "llama3", "flavor": "tiny", "converters": ["mxnorm"]},
     "data": {"vocab_size": 512},
-    "optimizer": {"lr": 3e-3},
-    "lr_scheduler": {"warmup_steps": 3},
+    "optimizer": {"lr": 1e-2},
+    "lr_scheduler": {"warmup_steps": 3, "total_steps": 12},
     "training": {
         "dataset": "files",
-        "dataset_path": str(REPOSITORY / "mxtrain" / "**" / "*.py"),
         "local_batch_size": 4,
         "seq_len": 64,
-        "steps": 30,
+        "steps": 12,
         "mixed_precision_param": "float32",
     },
     "metrics": {"log_freq": 1},
@@ -38,83 +44,290 @@ CONFIG = {
     "debug": {"seed": 0},
 }
 
+BF16 = "--model.converters="
+FUSED = "--model.converters=fused_rmsnorm"
+NVFP4 = "--mxnorm.recipe=nvfp4"
+GATES = ["--model.name=deepseek_v3", "--model.converters=decompose_k_router"]
+MIXED_RECIPE = "fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4"
+MIXED_RECIPES = {"layers.*.feed_forward.w2": "mxfp8", "layers.0": "bf16"}
+SAVE = ["--checkpoint.enable", "--checkpoint.interval=1000"]
+SEED = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
+ACCUMULATE = ["--training.local_batch_size=2", "--training.global_batch_size=4"]
 
-# Most of a short run is importing these. Runs are forked from a process that has done so: what they import first, too,
-# and nothing of TorchTitan's or of ours, whose order is as it is for anyone.
+
+def steps(count: int) -> str:
+    return f"--training.steps={count}"
+
+
+def load(base: Path, run: str, step: int, count: int = 2) -> list[str]:
+    """Flags to start from another run's checkpoint."""
+    return [*SAVE, f"--checkpoint.initial_load_path={base / 'one' / run / 'checkpoint' / f'step-{step}'}", steps(count)]
+
+
+def validate(base: Path) -> list[str]:
+    path = f"--validation.dataset_path={base / 'text'}/**/*.py"
+    sizes = ["--validation.seq_len=64", "--validation.local_batch_size=4", "--validation.freq=10"]
+    return ["--validation.enable", "--validation.dataset=files", path, *sizes, "--validation.steps=1"]
+
+
+def one_process(base: Path) -> dict[str, "Outcome"]:
+    """Train with one process: every converter, checkpoints across converters, and mistakes in the settings."""
+    mixed = ["--mxnorm.recipes", *(word for pair in MIXED_RECIPES.items() for word in pair)]
+    experts = validate(base)
+    return _done_once(
+        base,
+        "one",
+        1,
+        {
+            # Weights for the runs of several processes.
+            "seed": SEED,
+            "seed of experts": ["--model.name=deepseek_v3", BF16, *SEED],
+            # Every variant learns.
+            "mxnorm": SAVE,
+            "mxnorm again": [steps(3), *validate(base), "--validation.freq=2", "--verbose"],
+            "p1": ["--mxnorm.p=1", steps(3)],
+            "exact": ["--mxnorm.estimator=exact"],
+            "post_round": ["--mxnorm.estimator=post_round"],
+            "mx_linear": ["--model.converters=mx_linear"],
+            "mixed": [f"--mxnorm.recipe={MIXED_RECIPE}", *mixed],
+            "bf16": [BF16],
+            "nvfp4": [NVFP4],
+            "deepseek_v3": [*GATES, *experts],
+            "llama4": ["--model.name=llama4", "--model.converters=decompose_k_router", *experts],
+            "qwen3": ["--model.name=qwen3", "--model.converters=mxnorm,decompose_k_router", *experts],
+            # Checkpoints load across converters.
+            "mxnorm, then mxnorm": load(base, "mxnorm", 12),
+            "mxnorm, then bf16": [*load(base, "mxnorm", 12), BF16],
+            "bf16, then mxnorm": load(base, "mxnorm, then bf16", 2, 1),
+            # A run that stops and resumes, with two microbatches a step.
+            "whole": [NVFP4, *ACCUMULATE, steps(2)],
+            "parts": [NVFP4, *ACCUMULATE, *SAVE, "--checkpoint.no-last-save-model-only", steps(1)],
+            "parts, resumed": [NVFP4, *ACCUMULATE, *SAVE, steps(2), f"--job.dump_folder={base / 'one' / 'parts'}"],
+            # The same as several processes do.
+            "from seed": load(base, "seed", 0),
+            "from seed, fused": [*load(base, "seed", 0), FUSED],
+            "from seed of experts": [*load(base, "seed of experts", 0), *GATES],
+            "from seed of experts, PyTorch's gates": [
+                *load(base, "seed of experts", 0),
+                "--model.name=deepseek_v3",
+                BF16,
+                "--activation_checkpoint.mode=selective",
+            ],
+            # Mistakes.
+            "filter": ["--mxnorm.filter_fqns=outputs"],
+            "recipe by name": ["--mxnorm.recipes", "layer.0", "bf16"],
+            "nothing to convert": ["--mxnorm.filter_fqns=layers,output"],
+            "dataset": ["--training.dataset=wiki"],
+            "dataset path": ["--training.dataset_path=/no/such/text.jsonl"],
+            "tokenizer": ["--model.hf_assets_path=/no/such/tokenizer"],
+        },
+    )
+
+
+def several_processes(base: Path) -> dict[str, "Outcome"]:
+    """Train with two and with four processes, from the weights that ``one_process`` saved."""
+    halves, experts = "--training.local_batch_size=2", [*load(base, "seed of experts", 0), *GATES]
+    two = {
+        "fsdp": [*load(base, "seed", 0), halves],
+        "tp": [*load(base, "seed", 0), FUSED, "--parallelism.tensor_parallel_degree=2"],
+        "experts, fsdp": [*experts, halves],
+        "experts, ep": [*experts, halves, "--parallelism.expert_parallel_degree=2"],
+        "nvfp4, fsdp": [*load(base, "seed", 0), NVFP4, halves],
+        "pipeline": ["--parallelism.pipeline_parallel_degree=2"],
+    }
+    degrees = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"]
+    four = {"hsdp": [*load(base, "seed", 0, 1), *degrees, "--training.local_batch_size=1"]}
+    return _done_once(base, "two", 2, two) | _done_once(base, "four", 4, four)
+
+
+def command_run(base: Path) -> "Outcome":
+    """Run ``mxtrain train`` as a user does, on the debug model. The output is [stdout, stderr]."""
+    folder, text = base / "command", base / "one-file.py"
+    with FileLock(base / "command.lock"):
+        if not folder.exists():
+            text.write_text((REPOSITORY / "mxtrain" / "titan" / "datasets.py").read_text() * 4)
+            small = {"local_batch_size": 2, "seq_len": 32, "steps": 4, "dataset_path": str(text)}
+            validation = {
+                "enable": True,
+                "dataset": "files",
+                "local_batch_size": 1,
+                "seq_len": 32,
+                "freq": 3,
+                "steps": 1,
+            }
+            config = {
+                **CONFIG,
+                "model": {**CONFIG["model"], "flavor": "debugmodel"},
+                "data": {"vocab_size": 300, "validation_share": 0.0, "cache_dir": str(base / "command-cache")},
+                "training": {**CONFIG["training"], **small},
+                "validation": {**validation, "dataset_path": str(REPOSITORY / "mxtrain" / "titan" / "train.py")},
+                "metrics": {"log_freq": 2, "enable_wandb": True},
+            }
+            (base / "command.toml").write_text(tomli_w.dumps(config))
+            process = run_python("mxtrain.cli", "train", str(base / "command.toml"), "--job.dump_folder", str(folder))
+            for name in ("stdout", "stderr"):
+                (base / f"command.{name}").write_text(getattr(process, name))
+            (base / "command.status").write_text(str(process.returncode))
+    output = [(base / f"command.{name}").read_text() for name in ("stdout", "stderr")]
+    return Outcome(folder, [int((base / "command.status").read_text())], output)
+
+
+def run_python(module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run a module in a process of its own, as a user does on a machine without a GPU or a wandb key."""
+    hidden = ("WANDB_", "TRITON_INTERPRET", "MXTRAIN_", "NGPU")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+    group = {"WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_ports(1)[0])}
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        env={
+            **clean,
+            **(group if "RANK" in environment else {}),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    folder: Path
+    statuses: list[int]
+    """Exit status of every rank"""
+    output: list[str]
+    """Stdout and stderr of every rank"""
+
+    @property
+    def rows(self) -> list[dict]:
+        assert set(self.statuses) == {0}, self.output[0][-4000:]
+        return list(load_run(self.folder).training)
+
+    @property
+    def losses(self) -> list[float]:
+        return [row["loss"] for row in self.rows]
+
+
+def _done_once(base: Path, name: str, processes: int, runs: dict[str, list[str]]) -> dict[str, Outcome]:
+    with FileLock(base / f"{name}.lock"):
+        if not (base / name).exists():
+            shutil.copytree(REPOSITORY / "mxtrain", base / "text", dirs_exist_ok=True)  # as it is at this moment
+            launch(base / name, runs, processes)
+    outcomes = {}
+    for run, flags in runs.items():
+        statuses = [json.loads((base / name / run / f"rank{rank}.status").read_text()) for rank in range(processes)]
+        output = [(base / name / run / f"rank{rank}.txt").read_text() for rank in range(processes)]
+        own = [flag.partition("=")[2] for flag in flags if flag.startswith("--job.dump_folder=")]
+        outcomes[run] = Outcome(Path(own[0]) if own else base / name / run, statuses, output)
+    return outcomes
+
+
+# Runs are forked from a process that has imported these.
 PRELOADED = ["torch._inductor.compile_fx", "torchao.quantization", "datasets", "tyro", "wandb"]
 
 
-def launch(folder: Path, *flags: str, processes: int = 1, module: str = "mxtrain.train", config: dict = CONFIG):
-    """Run the trainer into ``folder`` and return the finished processes; no launcher in between."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config_file = folder / "job.toml"
-    with open(config_file, "wb") as file:
-        tomli_w.dump(config, file)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def launch(folder: Path, runs: dict[str, list[str]], processes: int) -> None:
+    """Do ``runs``, name -> flags, one after another with ``processes`` workers and no launcher in between."""
+    folder.mkdir(parents=True)
+    data = {**CONFIG["training"], "dataset_path": f"{folder.parent / 'text'}/**/*.py"}
+    with open(folder / "job.toml", "wb") as file:
+        tomli_w.dump({**CONFIG, "training": data}, file)
+    for name in runs:
+        (folder / name).mkdir()
     environment = {
         **os.environ,
         "WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        # As for anyone who trains on a CPU: not in Triton's interpreter, which other tests are for.
+        # As in training on a CPU: without Triton's interpreter, which other tests are for.
         "TRITON_INTERPRET": "0",
-        # One cache for all tests of a run: whoever comes first builds it.
-        "MXTRAIN_CACHE": os.environ["MXTRAIN_TEST_CACHE"],
+        "MXTRAIN_CACHE": str(folder.parent / "cache"),
     }
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with mock.patch.dict(os.environ, environment):
         forkserver.ensure_running()
-    command = [module, f"--job.config_file={config_file}", f"--job.dump_folder={folder}", *flags]
-    outputs = [folder / f"output_of_rank_{rank}.txt" for rank in range(processes)]
+    ports = _free_ports(len(runs))
     workers = [
         context.Process(
-            target=_work, args=(command, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, output)
+            target=_train_all,
+            args=(folder, runs, ports, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}),
         )
-        for rank, output in enumerate(outputs)
+        for rank in range(processes)
     ]
     for worker in workers:
         worker.start()
-    end = time.monotonic() + 300
+    end = time.monotonic() + 500
     for worker in workers:
-        worker.join(end - time.monotonic())
+        worker.join(max(0, end - time.monotonic()))
     late = [worker for worker in workers if worker.is_alive()]
     for worker in late:
         worker.kill()
-    assert not late, "".join(output.read_text()[-4000:] for output in outputs)
-    return [
-        subprocess.CompletedProcess(command, worker.exitcode, output.read_text())
-        for worker, output in zip(workers, outputs, strict=True)
-    ]
+    assert not late, "".join(path.read_text()[-2000:] for path in folder.glob("*/rank*.txt"))
 
 
-def _work(command: list[str], environment: dict[str, str], output: Path) -> None:
-    """What ``python -m`` does with a command, in a process that was forked for it."""
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def _train_all(folder: Path, runs: dict[str, list[str]], ports: list[int], environment: dict[str, str]) -> None:
+    """What ``python -m mxtrain.train`` does, once for every run."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(REPOSITORY)
     sys.path.insert(0, str(REPOSITORY))
-    sys.argv = command
-    with open(output, "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
     if environment["WORLD_SIZE"] == "1":
-        # At the end of training TorchTitan sleeps for two seconds, so that other ranks can complete: there are none.
+        # At the end of training TorchTitan sleeps for two seconds so that other ranks can complete.
         sleep = time.sleep
         time.sleep = lambda seconds: sleep(min(seconds, 0.1))
-    try:
-        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
-    finally:
-        # A forked process would end without them.
-        atexit._run_exitfuncs()
+    import mxtrain.titan.train
+    from mxtrain.cli.quiet import hide_library_warnings, take_verbose
+
+    hide_library_warnings()
+    _add_tiny_models()
+    rank = environment["RANK"]
+    for (name, flags), port in zip(runs.items(), ports, strict=True):
+        os.environ.clear()  # of what TorchTitan set in the run before
+        os.environ.update(environment, MASTER_PORT=str(port))
+        with open(folder / name / f"rank{rank}.txt", "w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        status = 1
+        verbose, flags = take_verbose(flags)
+        try:
+            own = [f"--job.config_file={folder / 'job.toml'}", f"--job.dump_folder={folder / name}"]
+            mxtrain.titan.train.main([*own, *flags], verbose)
+        except SystemExit as exit:
+            status = exit.code
+        finally:
+            (folder / name / f"rank{rank}.status").write_text(json.dumps(status))
+    atexit._run_exitfuncs()  # a forked process would end without them
 
 
-def train(folder: Path, *flags: str, **kwargs) -> list[dict]:
-    """``launch``, which must succeed; the rows of its ``metrics.jsonl``."""
-    for process in launch(folder, *flags, **kwargs):
-        assert process.returncode == 0, process.stdout[-4000:]
-    return list(load_run(folder).training)
+def _add_tiny_models() -> None:
+    """Add the flavor "tiny" to every model: two layers, one of them dense where the others are experts."""
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    from mxtrain.titan.flavors import configurable
+
+    debug = {name: get_train_spec(name).model_args for name in ("llama3", "llama4", "deepseek_v3", "qwen3")}
+    few_heads = {"dim": 128, "n_layers": 2, "n_heads": 4}
+    latent = {"inter_dim": 256, "moe_inter_dim": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    tiny = {
+        "llama3": replace(debug["llama3"]["debugmodel"], **few_heads, multiple_of=32),
+        "llama4": replace(debug["llama4"]["debugmodel"], **few_heads, multiple_of=32),
+        "deepseek_v3": replace(debug["deepseek_v3"]["debugmodel"], **few_heads, **latent, qk_rope_head_dim=16),
+        "qwen3": replace(debug["qwen3"]["debugmodel_moe_16"], n_layers=2, dim=128, n_heads=4, head_dim=32,
+                         n_kv_heads=2, hidden_dim=256, moe_inter_dim=64),
+    }  # fmt: skip
+    for name, args in tiny.items():
+        debug[name].update(configurable({"tiny": args}))

@@ -1,0 +1,57 @@
+import logging
+import runpy
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from mxtrain.cli import quiet
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "expected"),
+    [
+        (["--a", "b"], "", (False, ["--a", "b"])),
+        (["--verbose", "--a", "b"], "", (True, ["--a", "b"])),
+        (["--a", "b"], "1", (True, ["--a", "b"])),
+        (["--a"], "0", (False, ["--a"])),
+    ],
+)
+def test_verbose_is_a_flag_or_a_variable(monkeypatch, flags, variable, expected):
+    monkeypatch.setenv("MXTRAIN_VERBOSE", variable)
+    assert quiet.take_verbose(flags) == expected
+
+
+def test_only_warnings_that_a_user_cannot_act_on_are_hidden(caplog):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet.hide_library_warnings()
+        for text in ("'set_vital' is deprecated, please", "In CPU autocast, but the target dtype is not supported. D"):
+            warnings.warn(text, stacklevel=1)
+        warnings.warn("`torch.jit.script_method` is deprecated. Please", DeprecationWarning, stacklevel=1)
+        warnings.warn("lr_scheduler.step() before optimizer.step()", stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["lr_scheduler.step() before optimizer.step()"]
+    for name, text in (
+        ("torchao", "Failed to load /x/_C_mxfp8.so: Could not load this library"),
+        ("torchao", "Skipping import of cpp extensions due to incompatible torch version"),
+        ("torch.utils._pytree", "<enum 'KernelPreference'> is an Enum subclass and is now natively supported"),
+        ("torchao", "this kernel is slow"),
+    ):
+        logging.getLogger(name).warning(text)
+        logging.getLogger(name).filters.clear() if text == "this kernel is slow" else None
+    logging.getLogger("torch.utils._pytree").filters.clear()
+    assert "this kernel is slow" in caplog.text and "Failed" not in caplog.text and "Enum" not in caplog.text
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_worker_hides_warnings_before_it_imports_torchtitan(monkeypatch, verbose):
+    calls = []
+    monkeypatch.delenv("MXTRAIN_VERBOSE", raising=False)
+    monkeypatch.setattr(quiet, "hide_library_warnings", lambda: calls.append("hide"))
+    monkeypatch.setitem(sys.modules, "mxtrain.titan", SimpleNamespace())
+    stand_in = SimpleNamespace(main=lambda *arguments: calls.append(arguments))
+    monkeypatch.setitem(sys.modules, "mxtrain.titan.train", stand_in)
+    monkeypatch.setattr(sys, "argv", ["train", *(["--verbose"] if verbose else []), "--training.steps=3"])
+    runpy.run_module("mxtrain.train", run_name="__main__")
+    assert calls == ([] if verbose else ["hide"]) + [(["--training.steps=3"], verbose)]
