@@ -35,7 +35,7 @@ def test_rows_are_timed_in_turn_and_the_others_kept(tmp_path, made_up, capsys):
     """A faster plan must be 2 % faster. Another run goes on where the last one ended."""
     path = tmp_path / "rms_norm_forward.csv"
     ranges = [((1, None), (n, n + 99)) for n in (1, 101, 201)]
-    rows = [Row(each, (8, each[1][1]), ForwardSettings(True, 1024, 4)) for each in ranges]
+    rows = [Row(each, (8, each[1][1]), ForwardSettings(True, 2048, 4)) for each in ranges]
     write(FORWARD, path, rows, "")
     run("rms_norm_forward", "--output", tmp_path, "--shapes", "8x150")
     written = read(FORWARD, path)
