@@ -201,7 +201,7 @@ def _check_tuning(tune: bool) -> None:
 
 def _where() -> tuple[torch.device, str]:
     """The device to explain, and its name in words."""
-    from mxtrain.kernels.runtime import sm_count
+    from mxtrain.kernels.device import sm_count
 
     device = torch.device(default_device_type())
     gpu = f"here: {torch.cuda.get_device_name()}" if device.type == "cuda" else "no GPU here"

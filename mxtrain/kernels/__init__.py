@@ -1,1 +1,1 @@
-"""Triton kernels, one operation a file: kernel, launcher, custom op with its fake. They import no reference code."""
+"""Triton kernels, one operation per file: kernel, launcher, op, public function. They import no reference code."""

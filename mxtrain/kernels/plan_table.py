@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from mxtrain.kernels.runtime import shared_memory, sm_count
+from mxtrain.kernels.device import shared_memory, sm_count
 
 FOLDER = Path(__file__).with_name("plans")
 # Serves every GPU with compute capability 9.0 and 132 SMs, such as an H100, and plans that are made without a GPU.

@@ -5,6 +5,7 @@ import functools
 import torch
 
 from mxtrain.kernels import tuning
+from mxtrain.kernels.integers import next_power_of_2
 from mxtrain.kernels.plan_table import Choice, gpu_of
 from mxtrain.kernels.router.decompose_k_plan import (
     MAX_SPLITS,
@@ -18,7 +19,6 @@ from mxtrain.kernels.router.decompose_k_plan import (
     ranges,
     tensor_core_rule,
 )
-from mxtrain.kernels.runtime import next_power_of_2
 from mxtrain.kernels.tuning import Search
 from mxtrain.ops.decompose_k import by_plan
 

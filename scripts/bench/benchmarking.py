@@ -150,9 +150,9 @@ def forget_triton_kernels(packages: Iterable[str]) -> None:
         for attribute in ("device_caches", "cache"):
             if hasattr(kernel, attribute):
                 getattr(kernel, attribute).clear()
-    runtime = sys.modules.get("mxtrain.kernels.runtime")
-    if runtime is not None:
-        runtime.compiled_ahead.clear()
+    launch = sys.modules.get("mxtrain.kernels.launch")
+    if launch is not None:
+        launch.compiled_ahead.clear()
 
 
 def device_kernels(profile: torch.profiler.profile) -> list[tuple[str, float]]:

@@ -9,8 +9,8 @@ if not HAS_TRITON:
 
 @pytest.fixture
 def device():
-    """Default device of a test: a GPU, or a CPU where Triton interprets kernels. They run on one of the two only."""
-    from mxtrain.kernels.runtime import INTERPRETED
+    """Make the GPU the default device of a test, or the CPU where Triton interprets kernels."""
+    from mxtrain.kernels.device import INTERPRETED
 
     name = "cpu" if INTERPRETED else "cuda"
     if name == "cuda" and not torch.cuda.is_available():

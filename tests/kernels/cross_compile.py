@@ -1,12 +1,12 @@
-"""Compile every kernel for one GPU architecture, where there need be no GPU, and print what came out as JSON.
+"""Compile kernels for one GPU architecture, without a GPU, and print the results as JSON.
 
-    TRITON_INTERPRET=0 python cross_compile.py 90
+    TRITON_INTERPRET=0 python cross_compile.py 90 [--all]
 
-prints {case: {"ptx": ..., "cubin_bytes": ..., "fits": ..., "launches": ..., "prepared": ...}}: whether it asks for no
-more shared memory than there is, how many launches the call makes, and whether this one may start before the one ahead
-of it has ended. The public functions are called on fake CUDA tensors, so a kernel is compiled for the arguments, tile
-sizes and warps that it would be launched with on a GPU of this compute capability. It takes a process of its own:
-kernels that were defined for the interpreter cannot be compiled.
+prints {case: {"ptx": ..., "cubin_bytes": ..., "fits": ..., "launches": ..., "prepared": ...}} for the representative
+cases, or for all. "fits" says whether a program's shared memory fits on the GPU, "launches" how many launches the call
+makes, and "prepared" whether this launch may start before the one ahead of it ends. The public functions are called on
+fake CUDA tensors, so each kernel is compiled for the arguments, tile sizes and warps of a launch on this architecture.
+The script needs a process of its own: kernels that were defined for the interpreter cannot be compiled.
 """
 
 import itertools
@@ -19,7 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mxtrain.kernels import runtime
+from mxtrain.kernels import device
+from mxtrain.kernels.cast_results import FORMS
+from mxtrain.kernels.launch import Launch
 from mxtrain.kernels.mxfp8.cast import cast
 from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
 from mxtrain.kernels.norm.fold_backward import fold_backward
@@ -44,16 +46,25 @@ TYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
 }
 ROWS, LOOPED = 512, 20480
-# Bytes that a program may have, by compute capability (CUDA C++ Programming Guide).
+# Bytes of shared memory per program, by compute capability (CUDA C++ Programming Guide).
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def cases(everything: bool) -> dict:
-    """Name -> call of a public function. Not every combination: each value of every setting that changes the code.
+# One case per kernel: the settings whose code depends most on the architecture.
+REPRESENTATIVES = {
+    "mxnorm_cast bf16 blocked", "cast bf16 codes (0, 1)", "norm_backward bf16 residual", "fold_backward bf16",
+    "rms_norm bf16 7168 columns", "rms_norm_backward bf16 7168 columns", "decompose_k 64 tokens",
+    "decompose_k few tokens: one", "nvfp4_norm bf16 codes", "nvfp4_cast one strip gradient",
+    "nvfp4_cast bf16 blocked column factor", "nvfp4_amax bf16 transformed", "nvfp4_weight bf16 codes",
+}  # fmt: skip
 
-    Unless ``everything`` is asked for, not what is the same arithmetic for any GPU: other widths, one orientation where
-    there is a case for both, other estimators and factors.
+
+def cases(everything: bool) -> dict:
+    """Name -> call of a public function, with each value of every setting that changes the generated code.
+
+    ``everything`` adds what is the same arithmetic on every architecture: other widths, single orientations beside the
+    case for both, other estimators and factors.
     """
     rceil, floor = get_recipe("mxfp8"), get_recipe("mxfp8", "floor")
     found = {}
@@ -71,7 +82,7 @@ def cases(everything: bool) -> dict:
     def add_cast(name, x, recipe=rceil, dims=(1,), form="codes", **factors):
         found[f"cast {name}"] = lambda: cast(x, recipe, dims, form, **factors)
 
-    for name, form in (*itertools.product(["bf16"], runtime.FORMS), ("fp32", "codes")):
+    for name, form in (*itertools.product(["bf16"], FORMS), ("fp32", "codes")):
         add_norm(f"{name} {form}", matrix(DTYPES[name]), form=form)
         for dims in ((1,), (0,), (0, 1)) if everything else ((0, 1),):
             add_cast(f"{name} {form} {dims}", matrix(DTYPES[name]), dims=dims, form=form)
@@ -112,12 +123,12 @@ def cases(everything: bool) -> dict:
             x, x, r, w, needs_dweight=False
         )
         found[f"rms_norm_backward {columns} no weight"] = lambda x=x, r=rstd: rms_norm_backward(x, x, r)
-    # As much in shared memory as there is.
+    # This case fills the shared memory.
     x, rstd, weight = matrix(torch.float32, 8192), vector(ROWS), vector(8192)
     found["rms_norm_backward fp32 dtotal"] = lambda x=x, r=rstd, w=weight: rms_norm_backward(x, x, r, w, x)
     add_products(found)
     add_nvfp4(found, matrix, vector, everything)
-    # Triton makes a constant of a count of one.
+    # Triton turns a count of one into a constant.
     one = matrix(bf16, 32, rows=1)
     add_norm("one block", one)
     add_cast("one block", one, dims=(0, 1), form="blocked", row_factor=vector(1), column_factor=vector(32))
@@ -130,7 +141,7 @@ def cases(everything: bool) -> dict:
 
 
 def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
-    """The casts to NVFP4: every form, rounding, transform and factor."""
+    """Add the casts to NVFP4, with every form, rounding, transform and factor."""
     bf16 = torch.bfloat16
     scale, number = vector(()), vector((), torch.int64)
 
@@ -140,7 +151,7 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
     def estimate(p=2, estimator="pre_round"):
         return RMSEstimate(p, estimator, 1e-5, 16)
 
-    for name, form in (*itertools.product(["bf16"], runtime.FORMS), ("fp32", "codes")):
+    for name, form in (*itertools.product(["bf16"], FORMS), ("fp32", "codes")):
         x = matrix(DTYPES[name])
         add(f"{name} {form}", nvfp4_norm, x, estimate(), 2.0**-8, form)
         add(f"{name} {form}", nvfp4_weight, x, scale, form)
@@ -160,7 +171,7 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
         add("bf16 codes residual", nvfp4_norm, x, estimate(), 2.0**-8, "codes", x)
         add("bf16 stochastic (1,)", nvfp4_cast, x, {1: scale}, "image", draws=draws)
         add("bf16 column factor", nvfp4_weight, x, scale, "image", vector(4096, bf16))
-    # A tile with a tail.
+    # These rows are a tile with a tail.
     add("bf16 3072 columns codes", nvfp4_norm, matrix(bf16, 3072), estimate(), 2.0**-8, "codes")
     rows, columns = vector(ROWS), vector(4096, bf16)
     add("bf16 row factor", nvfp4_cast, x, {0: scale}, "image", signs=number, row_factor=rows)
@@ -168,13 +179,15 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
     add("bf16", nvfp4_amax, x)
     add("bf16 transformed", nvfp4_amax, x, number)
     add("bf16 transformed row factor", nvfp4_amax, x, number, rows)
+    # With one column per thread the training cast compiles four times faster.
+    add("one strip gradient", nvfp4_cast, matrix(bf16, 32, rows=16), {1: scale, 0: scale}, "codes", **gradient)
     one = matrix(bf16, 16, rows=1)
     add("one block codes", nvfp4_norm, one, estimate(), 2.0**-8)
     add("one block", nvfp4_amax, one, number)
 
 
 def add_products(found: dict) -> None:
-    """Products of tokens and a router's weight, and of their gradients; by the plan for a GPU of 132 SMs."""
+    """Add products of tokens with a router's weight, and gradients, with the plans for a GPU of 132 SMs."""
     two, wide = Plan("triton", 8, 16, 32, 128, 2, 4), Plan("triton", 4, 64, 64, 64, 4, 3)
     bf16 = torch.bfloat16
 
@@ -183,7 +196,7 @@ def add_products(found: dict) -> None:
         plan = plan or kernel_plan(m, n, k, dtype, torch.device("cpu"))
 
         def call():
-            # Stored as tokens by hidden and experts by hidden; of a gradient, as tokens by experts and by hidden.
+            # Stored as [tokens, hidden] and [experts, hidden]; for a gradient, [tokens, experts] and [tokens, hidden].
             stored = ((k, m), (k, n)) if gradient else ((m, k), (n, k))
             a, b = (torch.empty(shape, dtype=dtype, device="cuda") for shape in stored)
             a, b = (a.t(), b) if gradient else (a, b.t())
@@ -212,24 +225,25 @@ def add_products(found: dict) -> None:
     add("few tokens: one, and one expert", (1, 1, 1))
 
 
-def source_and_options(launch: runtime.Launch) -> tuple[ASTSource, dict]:
-    """What Triton compiles for a launch: 1 and None become constants, and what 16 divides is marked so.
+def source_and_options(launch: Launch) -> tuple[ASTSource, dict]:
+    """Return the source and options that Triton compiles for a launch.
 
-    Integers that the kernel asks not to be told apart are neither.
+    1 and None become constants, and multiples of 16 are marked as such, except for arguments that the kernel lists
+    under ``do_not_specialize``.
     """
     names = launch.kernel.arg_names
     values = dict(zip(names, launch.args)) | {k: v for k, v in launch.constants.items() if k in names}
     signature, constants, attributes = {}, {}, {}
     for i, name in enumerate(names):
-        value, as_it_is = values[name], launch.kernel.params[i].do_not_specialize
+        value, unspecialized = values[name], launch.kernel.params[i].do_not_specialize
         if isinstance(value, torch.Tensor):
             signature[name] = f"*{TYPES[value.dtype]}"
             attributes[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float) and name not in launch.constants:
             signature[name] = "fp32"
-        elif isinstance(value, int) and (value != 1 or as_it_is) and name not in launch.constants:
+        elif isinstance(value, int) and (value != 1 or unspecialized) and name not in launch.constants:
             signature[name] = "i32" if value < 2**31 else "i64"
-            if value % 16 == 0 and not as_it_is:
+            if value % 16 == 0 and not unspecialized:
                 attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "constexpr"
@@ -238,14 +252,16 @@ def source_and_options(launch: runtime.Launch) -> tuple[ASTSource, dict]:
     return ASTSource(launch.kernel, signature, constants, attributes), options
 
 
-def main(capability: int) -> None:
+def main(capability: int, everything: bool) -> None:
     launches = []
-    runtime.Launch.compile_ahead = lambda launch, device: launches.append(launch)
+    Launch.compile_ahead = lambda launch, _: launches.append(launch)
     torch.cuda.get_device_capability = lambda *_: divmod(capability, 10)
-    runtime.H100_SHARED_MEMORY = SHARED_MEMORY[capability]
+    device.H100_SHARED_MEMORY = SHARED_MEMORY[capability]
     results = {}
     with FakeTensorMode():
-        for name, call in cases(capability == 90).items():
+        for name, call in cases(everything and capability == 90).items():
+            if not everything and name not in REPRESENTATIVES:
+                continue
             launches.clear()
             call()
             assert launches, name
@@ -264,4 +280,4 @@ def main(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), "--all" in sys.argv)

@@ -1,15 +1,15 @@
-"""What tests of the kernels share: numbers to feed them, and calls whose results are compared with the reference."""
+"""Shared by the kernel tests: inputs, and checks that call a kernel and compare its results with the reference."""
 
 import contextlib
 
 import pytest
 import torch
 
+from mxtrain.kernels.device import INTERPRETED
 from mxtrain.kernels.mxfp8.cast import cast
 from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
 from mxtrain.kernels.norm.fold_backward import fold_backward
 from mxtrain.kernels.norm.straight_through import norm_backward
-from mxtrain.kernels.runtime import INTERPRETED
 from mxtrain.recipes.formats import MXFP8
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
@@ -19,11 +19,12 @@ RECIPES = {rounding: get_recipe("mxfp8", rounding) for rounding in ("rceil", "fl
 DTYPES = [torch.float32, torch.bfloat16]
 SMALLEST_NORMAL = 2.0**-126
 
-# Triton's interpreter truncates fp32 to bf16 where a GPU rounds, and gets denormal bf16 numbers wrong both ways.
-BF16_ROUNDING = 2.0**-7 if INTERPRETED else 2.0**-8  # the largest relative error
+# Largest relative error. Triton's interpreter truncates fp32 to bf16 where a GPU rounds. It also converts denormal bf16
+# numbers wrongly in both directions.
+BF16_ROUNDING = 2.0**-7 if INTERPRETED else 2.0**-8
 kernel_tests = [
     pytest.mark.usefixtures("device"),
-    # NumPy's in the interpreter, of overflow and the like, which the tests ask for.
+    # In the interpreter NumPy warns about overflow and the like, which these tests provoke.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 gpu_only = pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
@@ -36,7 +37,7 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
 
 
 def ugly(rows: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Blocks of every size from 2^-40 to 2^40, and in the first rows all that a cast could stumble over."""
+    """Blocks of sizes from 2^-40 to 2^40. The first ten rows hold zeros, infinities, NaN, denormals and huge values."""
     generator = torch.Generator("cpu").manual_seed(seed)
     blocks = (rows, -(-columns // 32))
     exponents = torch.randint(-40, 41, blocks, generator=generator, device="cpu").repeat_interleave(32, 1)[:, :columns]
@@ -69,7 +70,7 @@ def every_second(t):
 
 
 def transposed(t):
-    """Of a vector: a column of a matrix."""
+    """A transposed matrix, or a column of a matrix for a vector."""
     return t.t().contiguous().t() if t.ndim == 2 else t[:, None].repeat(1, 3)[:, 1]
 
 
@@ -80,7 +81,7 @@ def sliced_rows(t):
 
 
 def misaligned(t):
-    """Contiguous, but not at an address that 16-byte loads can take."""
+    """Contiguous, at an address that is no multiple of 16."""
     shifted = torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
     shifted.copy_(t)
     assert shifted.is_contiguous() and shifted.data_ptr() % 16
@@ -92,7 +93,7 @@ LAYOUTS = [every_second, transposed, sliced_rows, misaligned]
 
 @contextlib.contextmanager
 def poisoned_memory():
-    """Memory that is allocated holds NaN (integers: their maximum), so that what a kernel leaves out is seen."""
+    """Fill allocated memory with NaN (integers: their maximum), which shows where a kernel stores nothing."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -105,7 +106,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same_bits(got: torch.Tensor, want: torch.Tensor, ignore: torch.Tensor | None = None) -> None:
-    """Same dtype, shape and bits, but where ``ignore`` is true. Any NaN is as good as any other in bf16 and fp32."""
+    """Require the same dtype, shape and bits except where ``ignore`` is true. In bf16 and fp32 all NaN are equal."""
     assert got.dtype == want.dtype and got.shape == want.shape, (got.dtype, got.shape, want.dtype, want.shape)
     assert got.device == want.device and got.is_contiguous()
     wrong = bits(got) != bits(want)
@@ -120,7 +121,7 @@ def assert_same_bits(got: torch.Tensor, want: torch.Tensor, ignore: torch.Tensor
 
 
 def assert_is_cast(got, x: torch.Tensor, rounding: str, form: str, dim: int = 1) -> None:
-    """``got`` = (data, scales) is torchao's cast of x (fp32) along ``dim``, to the bit, in this form."""
+    """Require ``got`` = (data, scales) to be torchao's cast of x (fp32) along ``dim`` in this form, to the bit."""
     data, scales = got
     if form == "image":
         assert scales is None
@@ -132,12 +133,12 @@ def assert_is_cast(got, x: torch.Tensor, rounding: str, form: str, dim: int = 1)
         x = torch.nn.functional.pad(x.t(), (0, -x.shape[0] % 32)).contiguous()
     codes, row_major = casts.cast(x, MXFP8, rounding)
     assert_same_bits(scales, casts.to_blocked(row_major) if form == "blocked" else row_major)
-    # The codes of a block that holds a NaN differ between torchao's releases; its scale makes NaN of all of them.
+    # Releases of torchao differ in the codes of a block with a NaN. Its NaN scale makes the codes irrelevant.
     assert_same_bits(data, codes, ignore=(bits(row_major) == 255).repeat_interleave(32, 1))
 
 
 def assert_same_results(got, want) -> None:
-    """Two sequences of tensors, or None, are equal to the bit."""
+    """Require two sequences of tensors (or None) to be equal to the bit."""
     assert len(got) == len(want)
     for one, other in zip(got, want):
         if other is None:
@@ -147,7 +148,7 @@ def assert_same_results(got, want) -> None:
 
 
 def assert_within_ulps(got: torch.Tensor, want: torch.Tensor, most: int) -> None:
-    """Non-negative fp32 numbers are ``most`` units in the last place apart, or less; two NaN are equal."""
+    """Require non-negative fp32 numbers to be at most ``most`` units in the last place apart; NaN equals NaN."""
     assert got.dtype == want.dtype == torch.float32 and got.shape == want.shape
     distance = (bits(got).long() - bits(want).long()).abs()
     distance = torch.where(got.isnan() & want.isnan(), 0, distance)
@@ -156,7 +157,7 @@ def assert_within_ulps(got: torch.Tensor, want: torch.Tensor, most: int) -> None
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, error: torch.Tensor) -> None:
-    """Every element differs from ``want`` (fp64) by ``error`` at most, and by the rounding to bf16 if it is bf16."""
+    """Require every element within ``error`` of ``want`` (fp64), plus one rounding to bf16 for bf16 results."""
     assert got.shape == want.shape and got.is_contiguous()
     if got.dtype == torch.bfloat16:
         error = error * 1.01 + want.abs() * BF16_ROUNDING * 1.001
@@ -173,7 +174,7 @@ def rms_estimate(p: int = 2, estimator: str = "pre_round", eps: float = 1e-5) ->
 
 @contextlib.contextmanager
 def careful_call(*inputs: torch.Tensor | None):
-    """Poison memory, and see that no input is written to."""
+    """Poison allocated memory, and require that no input is changed."""
     befores = [None if t is None else t.clone() for t in inputs]
     with poisoned_memory():
         yield
@@ -182,7 +183,7 @@ def careful_call(*inputs: torch.Tensor | None):
 
 
 def check_mxnorm_cast(x, rounding="rceil", form="codes", residual=None, **estimate) -> None:
-    """rho is within 2 ulp, all else exact given that rho."""
+    """Require rho within 2 ulp of the reference, and the exact cast for that rho."""
     estimate = rms_estimate(**estimate)
     with careful_call(x, residual):
         data, scales, rho, total = mxnorm_cast(x, estimate, RECIPES[rounding], form, residual)
@@ -201,7 +202,7 @@ def check_mxnorm_cast(x, rounding="rceil", form="codes", residual=None, **estima
 
 
 def check_cast(x, rounding="rceil", form="codes", dims=(1,), row_factor=None, column_factor=None) -> None:
-    """Exact."""
+    """Require the reference's bits."""
     with careful_call(x, row_factor, column_factor):
         results = cast(x, RECIPES[rounding], dims, form, row_factor, column_factor)
     product = x.float()
@@ -215,7 +216,7 @@ def check_cast(x, rounding="rceil", form="codes", dims=(1,), row_factor=None, co
 
 
 def assert_is_norm_backward(dx, g, x, rho, residual=None) -> None:
-    """dx is the reference in fp64, but for a few roundings of each term, and of the sum over the row, in fp32."""
+    """Require the fp64 reference, within a few fp32 roundings of each term and of the sum over the row."""
     assert dx.dtype == x.dtype
     g, x, rho = g.double(), x.double(), rho.double()
     xhat = x * rho[:, None]
@@ -234,7 +235,7 @@ def check_norm_backward(g, x, rho, residual=None) -> None:
 
 
 def check_fold_backward(g, weight, gain) -> None:
-    """dW is the product rounded once, dgain the sum in fp32."""
+    """Require dW to be the product rounded once, and dgain the fp32 sum."""
     with careful_call(g, weight, gain):
         d_weight, d_gain = fold_backward(g, weight, gain)
     assert d_weight.dtype == weight.dtype and d_gain.dtype == gain.dtype

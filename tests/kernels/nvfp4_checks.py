@@ -1,12 +1,12 @@
-"""What tests of the NVFP4 kernels share: calls whose results are compared with the reference, to the bit."""
+"""Shared by the NVFP4 kernel tests: checks that call a kernel and require the bits of the reference."""
 
 import torch
 from kernel_checks import SMALLEST_NORMAL, assert_close, assert_same_bits, assert_within_ulps, careful_call
 
+from mxtrain.kernels.device import INTERPRETED
 from mxtrain.kernels.nvfp4.cast import nvfp4_amax, nvfp4_cast
 from mxtrain.kernels.nvfp4.norm_cast import nvfp4_norm
 from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
-from mxtrain.kernels.runtime import INTERPRETED
 from mxtrain.recipes.rms_estimate import RMSEstimate
 from mxtrain.reference import casts, mxnorm, nvfp4
 from mxtrain.reference.hadamard import hadamard, pad
@@ -27,17 +27,17 @@ def signs() -> torch.Tensor:
 
 
 def draws() -> torch.Tensor:
-    """A view of a tensor, at an address that 16 does not divide."""
+    """A view into a tensor, at an address that is no multiple of 16."""
     return torch.tensor([0, KEY, STEP, MICROBATCH, RANK])[1:]
 
 
 def positive_nans(scales: torch.Tensor) -> torch.Tensor:
-    """E4M3 with any NaN as kernels write it. Of infinity / infinity, a CPU's is negative."""
+    """E4M3 with every NaN positive, as kernels write it. A CPU makes infinity / infinity a negative NaN."""
     return torch.where(scales.float().isnan(), 0x7F, scales.view(torch.uint8)).view(scales.dtype)
 
 
 def assert_is_nvfp4(got, want, tensor_scale, form: str) -> None:
-    """``got`` = (data, scales) in this form is ``want`` = (codes, scales) of the reference, to the bit."""
+    """Require ``got`` = (data, scales) in this form to be the reference's ``want`` = (codes, scales), to the bit."""
     data, scales = got
     codes, row_major = want[0], positive_nans(want[1])
     if form == "image":
@@ -47,12 +47,12 @@ def assert_is_nvfp4(got, want, tensor_scale, form: str) -> None:
         assert_same_bits(data.contiguous(), values.bfloat16(), ignore=denormal if INTERPRETED else None)
         return
     assert_same_bits(scales, casts.to_blocked(row_major) if form == "blocked" else row_major)
-    # The codes of a block that holds a NaN mean nothing; its scale makes NaN of all of them.
+    # The NaN scale of a block that holds a NaN makes its codes irrelevant.
     assert_same_bits(data, codes, ignore=row_major.float().isnan().repeat_interleave(8, 1))
 
 
 def check_norm(x, tensor_scale=None, form="codes", residual=None, **estimate) -> None:
-    """rho is within 2 ulp, all else exact given that rho."""
+    """Require rho within 2 ulp of the reference, and the exact cast for that rho."""
     estimate = estimate_16(**estimate)
     if tensor_scale is None:
         tensor_scale = nvfp4.static_tensor_scale(x.shape[1], estimate.p, estimate.estimator)
@@ -78,21 +78,22 @@ def product(x, row_factor=None, column_factor=None) -> torch.Tensor:
 
 
 def check_cast(x, dims=(1, 0), form="codes", transform=True, stochastic=(1, 0), tensor_scales=None, **factors) -> None:
-    """Exact; the tensor scales, unless given, from maxima that are exact too."""
+    """Require the reference's bits. Tensor scales, unless given, come from ``nvfp4_amax``, which must be exact too."""
     dims, stochastic = tuple(dims), tuple(dim for dim in stochastic if dim in dims)
     rows, columns = x.shape
     sign_tensor = signs() if transform else None
     along = {1: product(x, **factors), 0: pad(product(x, **factors), 0)}
     if transform:
         along[0] = hadamard(along[0], SIGNS, 0)
-    with careful_call(x, *factors.values()):
-        maxima = nvfp4_amax(x, sign_tensor, **factors)
-    assert_same_bits(maxima[0].amax(), along[1].abs().amax())
-    if transform:
-        assert_same_bits(maxima[1].amax(), along[0].abs().amax())
-    maxima = {1: maxima[0], 0: maxima[1] if transform else maxima[0]}
     if tensor_scales is None:
+        with careful_call(x, *factors.values()):
+            maxima = nvfp4_amax(x, sign_tensor, **factors)
+        assert_same_bits(maxima[0].amax(), along[1].abs().amax())
+        if transform:
+            assert_same_bits(maxima[1].amax(), along[0].abs().amax())
+        maxima = {1: maxima[0], 0: maxima[1] if transform else maxima[0]}
         tensor_scales = {dim: nvfp4.power_of_two_tensor_scale(maxima[dim]) for dim in dims}
+    tensor_scales = {dim: tensor_scales[dim] for dim in dims}
     with careful_call(x, *factors.values()):
         results = nvfp4_cast(x, tensor_scales, form, signs=sign_tensor, draws=draws(), stochastic=stochastic, **factors)
     assert results.keys() == set(dims)
@@ -110,7 +111,7 @@ def check_cast(x, dims=(1, 0), form="codes", transform=True, stochastic=(1, 0), 
 
 
 def check_weight(w, form="codes", gain=None, tensor_scale=None) -> None:
-    """Exact."""
+    """Require the reference's bits in both orientations."""
     wide = product(w, column_factor=gain)
     if tensor_scale is None:
         tensor_scale = nvfp4.power_of_two_tensor_scale(wide)

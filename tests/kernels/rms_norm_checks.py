@@ -3,10 +3,11 @@
 import torch
 from kernel_checks import assert_close, assert_same_bits, careful_call, draw
 
+from mxtrain.kernels.device import INTERPRETED
+from mxtrain.kernels.launch import Launch
 from mxtrain.kernels.norm.rms_norm import rms_norm
 from mxtrain.kernels.norm.rms_norm_backward import rms_norm_backward
 from mxtrain.kernels.norm.rms_norm_plan import Plan
-from mxtrain.kernels.runtime import INTERPRETED, Launch
 
 EPS = 1e-5
 # The last is too long for registers.

@@ -1,4 +1,4 @@
-"""Every kernel compiles to PTX and cubin for Ampere, Hopper and Blackwell on a machine without any of them."""
+"""Every kernel compiles to PTX and cubin for Ampere, Hopper and Blackwell, without a GPU."""
 
 import json
 import os
@@ -15,20 +15,20 @@ HARDWARE_CONVERSION = "cvt.rn.satfinite.e4m3x2.f32"
 FP4_CONVERSION = "cvt.rn.satfinite.e2m1x2.f32"
 LOAD = re.compile(r"(?:ld\.global|cp\.async\.c[ag])[\w.:]*")
 ATOMIC = re.compile(r"\b(?:atom|red)\.[\w.:]+")
-# By kernel, what flushes numbers that are never denormal: block scales, and a mean square with eps, a normal number.
+# Instructions that flush denormals, by kernel. Their inputs are never denormal: block scales, a mean square plus eps.
 NEVER_DENORMAL = {"nvfp4": "rcp.approx.ftz.f32", "rms_norm ": "rsqrt.approx.ftz.f32"}
-# At least 16 bytes at a time, as a copy to shared memory past L1 always is.
+# Loads of at least 16 bytes. A copy to shared memory that bypasses L1 always has 16.
 IS_WIDE = re.compile(r"\.(v4\.\w32|v2\.\w64|v8\.\w32|v4\.\w64)$|^cp\.async\.cg")
-
 IS_HALF_WIDE = re.compile(r"\.v[24]\.\w32$")
 
 
-def compile_all(capability: int, folder: Path) -> dict:
+def compile_kernels(capability: int, folder: Path, *options: str) -> dict:
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
-    run = subprocess.run([sys.executable, SCRIPT, str(capability)], env=environment, capture_output=True, text=True)
+    command = [sys.executable, SCRIPT, str(capability), *options]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert "FP_FUSION" not in run.stderr, "Triton is left to decide whether a product and a sum are one instruction"
+    assert "FP_FUSION" not in run.stderr, "a launch leaves floating-point fusion to Triton's default"
     return json.loads(run.stdout)
 
 
@@ -36,53 +36,53 @@ def faults_of_a_product(case: str, ptx: str, launches: int, capability: int) -> 
     found = []
     is_first = ", launch " not in case
     if ("mma" in ptx) != (is_first and "fp32" not in case and "few" not in case):
-        found.append("not multiplied as it should be")
+        found.append("tensor cores used, or not, against expectation")
     if "tf32" in ptx:
-        found.append("fp32 numbers are cut to TF32")
-    # Few tokens take all of K in one step.
+        found.append("fp32 operands are truncated to TF32")
+    # For few tokens one step covers all of K.
     if is_first and "few" not in case and "cp.async" not in ptx:
-        found.append("nothing is loaded ahead")
+        found.append("no load is in flight ahead of its use")
     if launches != (1 if "few" in case or "unsplit" in case else 2):
         found.append(f"{launches} launches")
     if ("griddepcontrol.wait" in ptx) != (capability >= 90):
-        found.append("waits for the launch before, or does not, unlike on this GPU")
+        found.append("griddepcontrol.wait missing or not supported")
     if ("griddepcontrol.launch_dependents" in ptx) != (capability >= 90 and launches == 2 and is_first):
-        found.append("lets the next launch start, or does not, unlike on this GPU")
+        found.append("griddepcontrol.launch_dependents missing or unexpected")
     if capability >= 90 and LOAD.search(ptx).start() < ptx.find("griddepcontrol.wait"):
-        found.append("reads before the launch before has ended")
+        found.append("reads before the previous launch has ended")
     return found
 
 
 def faults(
     case: str, ptx: str, cubin_bytes: int, fits: bool, launches: int, prepared: bool, capability: int
 ) -> list[str]:
-    """What is wrong with one kernel as compiled."""
+    """Return what is wrong with one compiled kernel."""
     found = []
     waits = "griddepcontrol.wait" in ptx
     if waits != prepared:
-        found.append("waits for a launch that has ended" if waits else "does not wait for the launch before")
+        found.append("waits, but its launch is not overlapped" if waits else "does not wait for the previous launch")
     if not fits:
-        found.append("more shared memory than this GPU has for a program")
+        found.append("more shared memory than a program has on this GPU")
     if f".target sm_{capability}" not in ptx or not cubin_bytes:
         found.append("not compiled for this GPU")
     casts = case.startswith(("mxnorm_cast", "cast"))
     if capability >= 90 and casts and HARDWARE_CONVERSION not in ptx:
         found.append("no hardware conversion to E4M3")
     if capability < 89 and "e4m3" in ptx:
-        found.append("a conversion to E4M3 that this GPU does not have")
+        found.append("an E4M3 conversion that this GPU does not have")
     packs = case.startswith(("nvfp4_norm", "nvfp4_weight", "nvfp4_cast")) and ("codes" in case or "blocked" in case)
     if (FP4_CONVERSION in ptx) != (capability >= 100 and packs and "gradient" not in case):
-        found.append("converted to E2M1 by hardware, or not, unlike on this GPU")
+        found.append("hardware E2M1 conversion missing or unexpected")
     for kernel, instruction in NEVER_DENORMAL.items():
         ptx = ptx.replace(instruction, "") if case.startswith(kernel) else ptx
     if ".ftz" in ptx:
-        found.append("denormal numbers flushed to zero")
+        found.append("denormals are flushed to zero")
     if ATOMIC.search(ptx):
-        found.append("atomics, whose order changes from run to run")
+        found.append("atomics, whose order varies from run to run")
     if case.startswith("decompose_k"):
         found += faults_of_a_product(case, ptx, launches, capability)
     loads = LOAD.findall(ptx)
-    # By eight bytes, where a thread has no registers for more.
+    # Strip kernels load eight bytes at a time: a thread has no registers for more.
     is_wide = IS_HALF_WIDE if case.startswith(("nvfp4_cast", "nvfp4_amax", "nvfp4_weight")) else IS_WIDE
     wide = [load for load in loads if is_wide.search(load)]
     if not wide and " one " not in case:
@@ -90,17 +90,27 @@ def faults(
     if casts and "factor" not in case and " one " not in case and len(wide) < len(loads):
         found.append(f"narrow loads: {sorted(set(loads) - set(wide))}")
     if case.startswith("rms_norm_backward") and " one " not in case and "launch" not in case:
-        # By plan, rows of 16384 are not: they fill the SM as it is.
+        # Rows of 16384 fill the SM, so their plan has no second load in flight.
         if "cp.async" not in ptx and "16384 columns" not in case:
-            found.append("nothing is loaded ahead")
+            found.append("no load is in flight ahead of its use")
     return [f"{case}: {fault}" for fault in found]
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_every_kernel_compiles(capability, tmp_path):
-    compiled = compile_all(capability, tmp_path)
+def check_every_kernel(capability: int, folder: Path, *options: str) -> None:
+    compiled = compile_kernels(capability, folder, *options)
     assert {case.split()[0] for case in compiled} == {
         "mxnorm_cast", "cast", "norm_backward", "fold_backward", "rms_norm", "rms_norm_backward", "decompose_k",
         "nvfp4_norm", "nvfp4_cast", "nvfp4_amax", "nvfp4_weight",
     }  # fmt: skip
     assert [fault for case, result in compiled.items() for fault in faults(case, **result, capability=capability)] == []
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_a_representative_of_every_kernel_compiles(capability, tmp_path):
+    check_every_kernel(capability, tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_every_case_compiles(capability, tmp_path):
+    check_every_kernel(capability, tmp_path, "--all")

@@ -11,7 +11,9 @@ import triton
 from kernel_checks import gpu_only
 from rms_norm_checks import backward_inputs, check_backward
 
-from mxtrain.kernels import runtime, tuned_plans, tuning
+from mxtrain.kernels import tuned_plans, tuning
+from mxtrain.kernels.device import INTERPRETED
+from mxtrain.kernels.launch import Launch
 from mxtrain.kernels.norm.rms_norm_backward import rms_norm_backward_by_plan
 from mxtrain.kernels.norm.rms_norm_plan import choose_backward, choose_forward
 from mxtrain.kernels.norm.rms_norm_tuning import tune_backward, tune_forward
@@ -187,12 +189,12 @@ def test_a_file_is_replaced_as_a_whole(monkeypatch):
     assert read_afresh("gpu") == {"one": entry(1)}
 
 
-@pytest.mark.skipif(not runtime.INTERPRETED, reason="on a GPU times are real")
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU times are real")
 @pytest.mark.parametrize("has_weight", [True, False])
 def test_tuning_a_shape(has_weight, monkeypatch):
     """The kernel is the faster, the closer it comes to 8 warps; 32 are out of resources. Every plan is launched too."""
     warps = []
-    run = runtime.Launch.run
+    run = Launch.run
 
     def recording_run(launch, device):
         if "PROGRAMS" not in launch.constants:
@@ -206,7 +208,7 @@ def test_tuning_a_shape(has_weight, monkeypatch):
             raise triton.runtime.errors.OutOfResources(2, 1, "shared memory")
         return 1e-3 * (2 + log2(warps[-1], 8) ** 2)
 
-    monkeypatch.setattr(runtime.Launch, "run", recording_run)
+    monkeypatch.setattr(Launch, "run", recording_run)
     monkeypatch.setattr(triton.testing, "do_bench", do_bench)
     monkeypatch.setattr(tuning, "recorded", lambda run: run)
     monkeypatch.setattr(tuning, "gpu", lambda: CPU)

@@ -1,9 +1,9 @@
 """MXFP8 cast of a matrix along its rows, its columns, or both, from one read.
 
-An optional factor per row or per column is multiplied in first: x * rho for the weight gradient of a normalized input,
+Optional factors per row and per column are multiplied in first: x * rho for the weight gradient of a normalized input,
 W diag(gamma) for a weight with the norm's gain.
 
-Bytes an element: 2 or 4 read; 1 + 1/32 (codes and scales) or 2 (image) written for each of the two casts.
+Bytes per element: 2 or 4 read; 1 + 1/32 (codes and scales) or 2 (image) written for each of the two casts.
 """
 
 import torch
@@ -11,27 +11,22 @@ import triton
 import triton.language as tl
 
 from mxtrain.errors import require_one_of
-from mxtrain.kernels.mxfp8.arithmetic import (
-    block_amax,
-    blocked_offset,
-    e4m3_codes,
-    e4m3_image,
-    multiplier,
-    scale_code,
-    scale_value,
-)
-from mxtrain.kernels.runtime import (
-    BLOCK,
+from mxtrain.kernels.blocks import block_amax, scale_offset, tile_start
+from mxtrain.kernels.cast_results import (
     FORMS,
-    Launch,
+    MXFP8_STORAGE,
+    Cast,
     as_bytes,
-    check_matrix,
-    check_mxfp8,
-    check_vector,
-    converts_fp8,
+    casts_of,
     empty_cast,
-    register_op,
+    empty_column_cast,
+    flat,
 )
+from mxtrain.kernels.checks import check_matrix, check_mxfp8, check_whole_blocks, contiguous_factors
+from mxtrain.kernels.device import converts_fp8
+from mxtrain.kernels.integers import cdiv
+from mxtrain.kernels.launch import Launch, register_op
+from mxtrain.kernels.mxfp8.arithmetic import BLOCK, e4m3_codes, e4m3_image, multiplier, scale_code, scale_value
 from mxtrain.recipes.recipe import Recipe
 
 DIMS = ((1,), (0,), (1, 0), (0, 1))
@@ -42,7 +37,7 @@ def _along_rows(
     x, first_row, column, offsets, mask, rows, columns, data_ptr, scales_ptr,
     FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile [ROWS, COLUMNS] in blocks of 32 columns and store it where it was read."""
+    """Cast a tile [ROWS, COLUMNS] in blocks of 32 columns, and store it at the offsets of x."""
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS, COLUMNS // 32, 32))
     code = scale_code(block_amax(x, 2), RCEIL)
@@ -54,10 +49,7 @@ def _along_rows(
         tl.store(data_ptr + offsets, tl.reshape(e4m3_codes(y, HARDWARE), (ROWS, COLUMNS)), mask=mask)
         block = (column // 32 + tl.arange(0, COLUMNS // 32))[None, :]
         blocks = columns // 32
-        if FORM == "blocked":
-            scale_offsets = blocked_offset(row[:, None], block, blocks)
-        else:
-            scale_offsets = row[:, None] * blocks + block
+        scale_offsets = scale_offset(row[:, None], block, blocks, FORM)
         tl.store(scales_ptr + scale_offsets, code.to(tl.uint8), mask=(row < rows)[:, None] & (block < blocks))
 
 
@@ -66,7 +58,7 @@ def _along_columns(
     x, first_row, column, offsets, mask, rows, columns, data_ptr, scales_ptr,
     FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile in blocks of 32 rows. An image is stored where it was read, codes and scales transposed."""
+    """Cast a tile in blocks of 32 rows. Store an image at the offsets of x, and codes and scales transposed."""
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS // 32, 32, COLUMNS))
     code = scale_code(block_amax(x, 1), RCEIL)
@@ -77,16 +69,13 @@ def _along_columns(
     else:
         codes = tl.trans(tl.reshape(e4m3_codes(y, HARDWARE), (ROWS, COLUMNS)))
         out_row = (column + tl.arange(0, COLUMNS)).to(tl.int64)[:, None]
-        # A last block that is not full is filled up with zeros.
+        # The last block is padded with zeros.
         blocks = (rows + 31) // 32
         out_column = row[None, :]
         out_mask = (out_row < columns) & (out_column < blocks * 32)
         tl.store(data_ptr + out_row * (blocks * 32) + out_column, codes, mask=out_mask)
         block = (first_row // 32 + tl.arange(0, ROWS // 32))[None, :]
-        if FORM == "blocked":
-            scale_offsets = blocked_offset(out_row, block, blocks)
-        else:
-            scale_offsets = out_row * blocks + block
+        scale_offsets = scale_offset(out_row, block, blocks, FORM)
         tl.store(scales_ptr + scale_offsets, tl.trans(code.to(tl.uint8)), mask=(out_row < columns) & (block < blocks))
 
 
@@ -97,10 +86,7 @@ def _cast_kernel(
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
     FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # Neighbouring programs take neighbouring tiles of the same rows.
-    tiles = (columns + COLUMNS - 1) // COLUMNS
-    first_row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS
-    column = (tl.program_id(0) % tiles) * COLUMNS
+    first_row, column = tile_start(columns, ROWS, COLUMNS)
     row = first_row + tl.arange(0, ROWS)
     across = column + tl.arange(0, COLUMNS)
     offsets = (row * columns)[:, None] + across[None, :]
@@ -110,7 +96,7 @@ def _cast_kernel(
         x *= tl.load(row_factor_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
     if COLUMN_FACTOR:
         x *= tl.load(column_factor_ptr + across, mask=across < columns, other=0.0).to(tl.float32)[None, :]
-        # What fills up the last block must not become a negative zero.
+        # The padding of the last block must not become a negative zero.
         x = tl.where(mask, x, 0.0)
     if ALONG_ROWS:
         _along_rows(
@@ -124,13 +110,13 @@ def _cast_kernel(
         )  # fmt: skip
 
 
-def tile_shape(along_rows: bool, along_columns: bool, form: str) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program, by measurement."""
+def _cast_tile(along_rows: bool, along_columns: bool, form: str) -> tuple[int, int, int]:
+    """Return (rows, columns, warps) per program, the fastest measured."""
     if not along_columns:
         return 32, 128, 4
     if form == "image":
         return (32, 64, 2) if along_rows else (32, 128, 2)
-    # One warp holds whole columns, so that neither their maxima nor transposed codes pass between warps.
+    # One warp holds whole columns, so neither their maxima nor transposed codes pass between warps.
     return 32, 128, 1
 
 
@@ -146,18 +132,16 @@ def _implementation(
     rows, columns = x.shape
     by_row = by_column = (None, None)
     if along_rows:
-        by_row = empty_cast(rows, columns, form, x.device)
-    if along_columns and form == "image":
-        by_column = empty_cast(rows, columns, form, x.device)
-    elif along_columns:
-        by_column = empty_cast(columns, triton.cdiv(rows, BLOCK) * BLOCK, form, x.device)
-    results = [t for t in (*by_row, *by_column) if t is not None]
+        by_row = empty_cast(MXFP8_STORAGE, rows, columns, form, x.device)
+    if along_columns:
+        by_column = empty_column_cast(MXFP8_STORAGE, rows, columns, form, x.device)
+    results = flat(*by_row, *by_column)
     if x.numel() == 0:
         return results, None
-    rows_at_once, columns_at_once, warps = tile_shape(along_rows, along_columns, form)
+    rows_at_once, columns_at_once, warps = _cast_tile(along_rows, along_columns, form)
     launch = Launch(
         _cast_kernel,
-        (triton.cdiv(rows, rows_at_once) * triton.cdiv(columns, columns_at_once),),
+        (cdiv(rows, rows_at_once) * cdiv(columns, columns_at_once),),
         (x, row_factor, column_factor, *(as_bytes(t) for t in (*by_row, *by_column)), rows, columns),
         dict(
             ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, ROW_FACTOR=row_factor is not None,
@@ -182,12 +166,12 @@ def cast(
     form: str = "codes",
     row_factor: torch.Tensor | None = None,
     column_factor: torch.Tensor | None = None,
-) -> tuple[tuple[torch.Tensor, torch.Tensor | None], ...]:
-    """MXFP8 casts of x [R, C], each in blocks of 32 along one of ``dims``, all from one read of x.
+) -> tuple[Cast, ...]:
+    """Return the MXFP8 casts of x [R, C] in blocks of 32 along each of ``dims``, all from one read of x.
 
     Args:
         x: bf16 or fp32 [R, C]; C a multiple of 32 for a cast along dimension 1. Along dimension 0 the last block may
-            be incomplete: it is cast as if filled up with zeros.
+            be incomplete: it is padded with zeros.
         recipe: an MXFP8 recipe; gives the scale rounding.
         dims: (1,), (0,), or both in either order.
         form: "codes": float8_e4m3fn codes with the reduced dimension last ([R, C], and [C, R rounded up to a multiple
@@ -206,20 +190,11 @@ def cast(
     require_one_of("dims", tuple(dims), DIMS)
     check_mxfp8(recipe)
     check_matrix("x", x)
-    if 1 in dims and x.shape[1] % BLOCK:
-        raise ValueError(f"x {tuple(x.shape)}: expected a row length that is a multiple of {BLOCK}")
-    for name, factor, length in (("row_factor", row_factor, x.shape[0]), ("column_factor", column_factor, x.shape[1])):
-        if factor is not None:
-            check_vector(name, factor, length, x.device)
+    if 1 in dims:
+        check_whole_blocks("x", x, BLOCK)
+    row_factor, column_factor = contiguous_factors(x, row_factor, column_factor)
     results = _cast(
-        x.contiguous(),
-        None if row_factor is None else row_factor.contiguous(),
-        None if column_factor is None else column_factor.contiguous(),
-        1 in dims, 0 in dims, recipe.scale_rounding, form,
+        x.contiguous(), row_factor, column_factor, 1 in dims, 0 in dims, recipe.scale_rounding, form
     )  # fmt: skip
-    if form == "image":
-        pairs = [(data, None) for data in results]
-    else:
-        pairs = list(zip(results[::2], results[1::2]))
-    by_dim = dict(zip(sorted(dims, reverse=True), pairs))
+    by_dim = dict(zip(sorted(dims, reverse=True), casts_of(results, form)))
     return tuple(by_dim[dim] for dim in dims)

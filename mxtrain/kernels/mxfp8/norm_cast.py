@@ -1,9 +1,9 @@
 """MXNorm of every row and its MXFP8 cast: one read of x, one write of the result.
 
-The block maxima that the scales need also give the RMS estimate, so a row is normalized and cast while it is held in
-registers. A row too long for that is read twice, the second time mostly from the L2 cache.
+The block maxima that the scales need also give the RMS estimate, so a row is normalized and cast while registers hold
+it. A row too long for that is read twice, the second time mostly from the L2 cache.
 
-Bytes: 2 or 4 D read a row; D + D/32 + 4 (codes, scales, rho) or 2 D + 4 (image) written.
+Bytes per row of D elements: 2 D or 4 D read; D + D/32 + 4 (codes, scales, rho) or 2 D + 4 (image, rho) written.
 """
 
 import torch
@@ -11,58 +11,51 @@ import triton
 import triton.language as tl
 
 from mxtrain.errors import require_one_of
-from mxtrain.kernels.mxfp8.arithmetic import (
-    block_amax,
-    blocked_offset,
-    e4m3_codes,
-    e4m3_image,
-    multiplier,
-    scale_code,
-    scale_value,
-)
+from mxtrain.kernels.blocks import block_amax, scale_offset
+from mxtrain.kernels.cast_results import FORMS, MXFP8_STORAGE
+from mxtrain.kernels.checks import check_mxfp8
+from mxtrain.kernels.device import converts_fp8
+from mxtrain.kernels.launch import Launch, register_op
+from mxtrain.kernels.mxfp8.arithmetic import BLOCK, e4m3_codes, e4m3_image, multiplier, scale_code, scale_value
 from mxtrain.kernels.norm.normed_rows import (
     MXNormCast,
-    as_cast,
-    check_rows,
-    inverse_rms,
-    load_rows,
-    mean_factor,
-    row_sum,
-    tile,
-    tile_shape,
-)
-from mxtrain.kernels.runtime import (
-    BLOCK,
-    FORMS,
-    Launch,
-    as_bytes,
-    cdiv,
-    check_mxfp8,
-    converts_fp8,
-    empty_cast,
-    register_op,
+    block_offsets,
+    contiguous_rows,
+    launch_norm_cast,
+    load_total,
+    normalize_and_cast,
+    row_tile,
 )
 from mxtrain.recipes.recipe import Recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
 
 
 @triton.jit
-def _store_cast(
-    x, amax, rho, row, block, offsets, mask, block_mask, blocks, data_ptr, scales_ptr,
-    FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr,
+def _load_blocks(
+    x_ptr, residual_ptr, total_ptr, row, rows, first_block, blocks,
+    FORM: tl.constexpr, RESIDUAL: tl.constexpr, STORE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Cast x * rho and store it.  x, offsets, mask [rows, blocks, 32]; amax, block_mask [rows, blocks]; rho [rows]"""
-    # fp32 multiplication is monotonic: this is the largest |x * rho| of the block, exactly.
+    """Load BLOCKS blocks of each row, [ROWS, BLOCKS, 32], with their largest magnitudes, [ROWS, BLOCKS]."""
+    _, offsets, _, mask = block_offsets(row, rows, first_block, blocks, BLOCKS, 32)
+    x = load_total(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, STORE)
+    return x, block_amax(x, 2)
+
+
+@triton.jit
+def _store_cast(
+    x, amax, rho, tensor_scale, row, rows, first_block, blocks, data_ptr, scales_ptr,
+    FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Cast x * rho and store it.  x, amax: from ``_load_blocks``; rho, row [ROWS]; MXFP8 has no tensor scale."""
+    block, offsets, block_mask, mask = block_offsets(row, rows, first_block, blocks, BLOCKS, 32)
+    # fp32 multiplication is monotonic, so this is exactly the largest |x * rho| of the block.
     code = scale_code(amax * rho[:, None], RCEIL)
     y = x * rho[:, None, None] * multiplier(code, RCEIL)[:, :, None]
     if FORM == "image":
         tl.store(data_ptr + offsets, e4m3_image(y, scale_value(code)[:, :, None], HARDWARE), mask=mask)
     else:
         tl.store(data_ptr + offsets, e4m3_codes(y, HARDWARE), mask=mask)
-        if FORM == "blocked":
-            scale_offsets = blocked_offset(row[:, None], block[None, :], blocks)
-        else:
-            scale_offsets = row[:, None] * blocks + block[None, :]
+        scale_offsets = scale_offset(row[:, None], block[None, :], blocks, FORM)
         tl.store(scales_ptr + scale_offsets, code.to(tl.uint8), mask=block_mask)
 
 
@@ -73,42 +66,11 @@ def _mxnorm_cast_kernel(
     RESIDUAL: tl.constexpr, HARDWARE: tl.constexpr, PERSISTENT: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    if PERSISTENT:
-        # Tensors in a kernel have powers of two elements: a row of 24 blocks is a tile of 16 and a tail of 8.
-        block, offsets, block_mask, mask = tile(row, rows, 0, blocks, BLOCKS, 32)
-        x = load_rows(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, True)
-        amax = block_amax(x, 2)
-        total_of_row = row_sum(x, amax, P, ESTIMATOR, RCEIL)
-        if TAIL:
-            block2, offsets2, block_mask2, mask2 = tile(row, rows, BLOCKS, blocks, TAIL, 32)
-            x2 = load_rows(x_ptr, residual_ptr, total_ptr, offsets2, mask2, RESIDUAL, True)
-            amax2 = block_amax(x2, 2)
-            total_of_row += row_sum(x2, amax2, P, ESTIMATOR, RCEIL)
-        rho = inverse_rms(total_of_row, eps, FACTOR, P, ESTIMATOR)
-        _store_cast(
-            x, amax, rho, row, block, offsets, mask, block_mask, blocks, data_ptr, scales_ptr, FORM, RCEIL, HARDWARE
-        )
-        if TAIL:
-            _store_cast(
-                x2, amax2, rho, row, block2, offsets2, mask2, block_mask2, blocks, data_ptr, scales_ptr,
-                FORM, RCEIL, HARDWARE,
-            )  # fmt: skip
-    else:
-        total_of_row = tl.zeros((ROWS,), tl.float64)
-        for first in range(0, blocks, BLOCKS):
-            block, offsets, block_mask, mask = tile(row, rows, first, blocks, BLOCKS, 32)
-            x = load_rows(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, False)
-            total_of_row += row_sum(x, block_amax(x, 2), P, ESTIMATOR, RCEIL)
-        rho = inverse_rms(total_of_row, eps, FACTOR, P, ESTIMATOR)
-        for first in range(0, blocks, BLOCKS):
-            block, offsets, block_mask, mask = tile(row, rows, first, blocks, BLOCKS, 32)
-            x = load_rows(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, True)
-            _store_cast(
-                x, block_amax(x, 2), rho, row, block, offsets, mask, block_mask, blocks, data_ptr, scales_ptr,
-                FORM, RCEIL, HARDWARE,
-            )  # fmt: skip
-    tl.store(rho_ptr + row, rho, mask=row < rows)
+    normalize_and_cast(
+        _load_blocks, _store_cast,
+        x_ptr, residual_ptr, total_ptr, data_ptr, scales_ptr, rho_ptr, rows, blocks, eps, None,
+        FACTOR, P, ESTIMATOR, RCEIL, FORM, RESIDUAL, HARDWARE, 0, PERSISTENT, ROWS, BLOCKS, TAIL,
+    )  # fmt: skip
 
 
 def _implementation(
@@ -121,27 +83,10 @@ def _implementation(
     scale_rounding: str,
     form: str,
 ) -> tuple[list[torch.Tensor], Launch | None]:
-    rows, columns = x.shape
-    data, scales = empty_cast(rows, columns, form, x.device)
-    rho = torch.empty(rows, dtype=torch.float32, device=x.device)
-    total = None if residual is None else torch.empty_like(x)
-    results = [t for t in (data, scales, rho, total) if t is not None]
-    if x.numel() == 0:
-        return results, None
-    persistent, rows_at_once, blocks, tail, warps = tile_shape(columns)
-    launch = Launch(
-        _mxnorm_cast_kernel,
-        (cdiv(rows, rows_at_once),),
-        (
-            x, residual, total, as_bytes(data), as_bytes(scales), rho, rows, columns // BLOCK, eps,
-        ),
-        dict(
-            FACTOR=mean_factor(columns, estimator, p, constant, BLOCK), P=p, ESTIMATOR=estimator,
-            RCEIL=scale_rounding == "rceil", FORM=form, RESIDUAL=residual is not None, HARDWARE=converts_fp8(x),
-            PERSISTENT=persistent, ROWS=rows_at_once, BLOCKS=blocks, TAIL=tail, num_warps=warps,
-        ),
+    return launch_norm_cast(
+        _mxnorm_cast_kernel, MXFP8_STORAGE, row_tile(x.shape[1]), x, residual, p, estimator, eps, constant, form,
+        RCEIL=scale_rounding == "rceil", HARDWARE=converts_fp8(x),
     )  # fmt: skip
-    return results, launch
 
 
 _mxnorm_cast = register_op(
@@ -154,7 +99,7 @@ _mxnorm_cast = register_op(
 def mxnorm_cast(
     x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, form: str = "codes", residual: torch.Tensor | None = None
 ) -> MXNormCast:
-    """rho of every row of x (or of x + residual), and the MXFP8 cast of x * rho along the row.
+    """Return rho of every row of x, or of x + residual, and the MXFP8 cast of x * rho along the row.
 
     Args:
         x: bf16 or fp32 [T, D], D a multiple of 32 and at most 65536.
@@ -169,9 +114,8 @@ def mxnorm_cast(
     """
     require_one_of("form", form, FORMS)
     check_mxfp8(recipe, estimate.block_size)
-    x, residual = check_rows(x, residual, BLOCK)
+    x, residual = contiguous_rows(x, residual, BLOCK)
     results = _mxnorm_cast(
-        x, residual, estimate.p, estimate.estimator, estimate.eps, estimate.constant,
-        recipe.scale_rounding, form,
-    )  # fmt: skip
-    return as_cast(results, form, residual is not None)
+        x, residual, estimate.p, estimate.estimator, estimate.eps, estimate.constant, recipe.scale_rounding, form
+    )
+    return MXNormCast.of(results, form, residual is not None)

@@ -1,30 +1,32 @@
-"""What the casts of normalized rows share, MXFP8's and NVFP4's: tiles of rows, how they are loaded, and their RMS.
+"""The part of an MXNorm cast that MXFP8 and NVFP4 share: hold rows, estimate their RMS, and cast the normalized rows.
 
-A row is held in registers, or read twice if it is too long for that, the second time mostly from the L2 cache.
+A row is held in registers. A row too long for that is read twice, the second time mostly from the L2 cache.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from mxtrain.kernels.mxfp8.arithmetic import magnitude_bits, rounded_amax
-from mxtrain.kernels.runtime import BLOCK, check_matrix, check_same
-
-# The longest row that is held in registers, and the longest there is.
-MAX_PERSISTENT_COLUMNS = 16384
-MAX_COLUMNS = 65536
+from mxtrain.kernels.blocks import magnitude_bits
+from mxtrain.kernels.cast_results import Storage, as_bytes, empty_cast, flat
+from mxtrain.kernels.checks import check_matrix, check_same
+from mxtrain.kernels.integers import cdiv
+from mxtrain.kernels.launch import Launch
+from mxtrain.kernels.mxfp8.arithmetic import rounded_amax
+from mxtrain.kernels.norm.row_lengths import MAX_COLUMNS, MAX_PERSISTENT_COLUMNS
 
 
 @triton.jit
-def tile(
+def block_offsets(
     row, rows, first_block, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
     FIRST: tl.constexpr = 0, COUNT: tl.constexpr = None,
 ):  # fmt: skip
-    """Where BLOCKS blocks of these rows lie: block [K], offsets [R, K, B], and masks of [R, K] and [R, K, B].
+    """Locate BLOCKS blocks of each row: block [K], offsets [R, K, B], and masks [R, K] and [R, K, B].
 
-    FIRST, COUNT: the same for a part of each block, of so many elements.
+    FIRST, COUNT: take only COUNT elements of each block, from element FIRST on.
     """
     block = first_block + tl.arange(0, BLOCKS)
     element = FIRST + tl.arange(0, BLOCK if COUNT is None else COUNT)
@@ -34,8 +36,8 @@ def tile(
 
 
 @triton.jit
-def load_rows(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL: tl.constexpr, STORE: tl.constexpr):
-    """x, or x + residual rounded to the dtype of x and stored: what is stored is what is normalized."""
+def load_total(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL: tl.constexpr, STORE: tl.constexpr):
+    """Load x, or x + residual rounded to the dtype of x, as fp32. STORE: store that sum too."""
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if RESIDUAL:
         x += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -48,13 +50,13 @@ def load_rows(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL: tl.conste
 
 @triton.jit
 def row_sum(x, amax, P: tl.constexpr, ESTIMATOR: tl.constexpr, RCEIL: tl.constexpr, EIGHTS: tl.constexpr = 0):
-    """What the estimate sums over a row, x^2, m or m^2, or a part of it, in fp64.  x [R, K, B], amax [R, K] -> [R]
+    """Sum x^2 ("exact"), or the block maxima to the power P, over each row in fp64.  x [R, K, B], amax [R, K] -> [R]
 
-    There is one number a block to add: fp64 costs nothing, and rho does not depend on the order of the sum. With EIGHTS
-    x is a tuple of so many tuples of eight tensors [R, K], and their squares are added up in that order.
+    The sum has one term per block, so fp64 costs nothing, and rho does not depend on the order of the sum.
+    EIGHTS: x is a tuple of that many tuples of eight tensors [R, K], and their squares are added in that order.
     """
     if ESTIMATOR == "exact":
-        # In fp32, squares of large and small numbers do not fit: a power of two brings the block's maximum near 1.
+        # Squares of large and small numbers leave the range of fp32. A power of two brings the block's maximum near 1.
         exponent = tl.minimum(tl.maximum(magnitude_bits(amax) >> 23, 1), 253)
         down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         up = (exponent << 23).to(tl.float32, bitcast=True).to(tl.float64)
@@ -81,52 +83,156 @@ def row_sum(x, amax, P: tl.constexpr, ESTIMATOR: tl.constexpr, RCEIL: tl.constex
 
 @triton.jit
 def inverse_rms(row_sum, eps, FACTOR: tl.constexpr, P: tl.constexpr, ESTIMATOR: tl.constexpr):
-    """rho = 1 / sqrt(r^2 + eps) in fp32, from the sum of a row; FACTOR makes a mean of it and divides by c."""
+    """rho = 1 / sqrt(r^2 + eps) in fp32, from the sum over a row. FACTOR: see ``_mean_factor``"""
     mean_square = row_sum * FACTOR
     if P == 1 and ESTIMATOR != "exact":
         mean_square *= mean_square
     return (1.0 / tl.sqrt(mean_square + eps)).to(tl.float32)
 
 
-def tile_shape(columns: int, three_quarters: bool = False) -> tuple[bool, int, int, int, int]:
-    """(persistent, rows of a program, blocks of a tile, of its tail, warps) for rows this long, by measurement.
+@triton.jit
+def normalize_and_cast(
+    load_blocks: tl.constexpr, store_cast: tl.constexpr,
+    x_ptr, residual_ptr, total_ptr, data_ptr, scales_ptr, rho_ptr, rows, blocks, eps, tensor_scale,
+    FACTOR: tl.constexpr, P: tl.constexpr, ESTIMATOR: tl.constexpr, RCEIL: tl.constexpr, FORM: tl.constexpr,
+    RESIDUAL: tl.constexpr, HARDWARE: tl.constexpr, EIGHTS: tl.constexpr, PERSISTENT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """Body of both kernels: rho of ROWS rows, and the cast of x * rho. See ``mxfp8.norm_cast`` for the two functions.
 
-    Blocks are those of MXFP8. Of shorter ones a tile has as many more. ``three_quarters``: 4096 elements and more may
-    have half as many behind them; a whole tile is faster for most, 45 against 49 us at 8192 x 6144 (H200).
+    A tensor in a kernel has a power of two of elements. A row of 24 blocks is a tile of BLOCKS = 16 and a TAIL of 8.
     """
-    blocks = columns // BLOCK
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    if PERSISTENT:
+        x, amax = load_blocks(
+            x_ptr, residual_ptr, total_ptr, row, rows, 0, blocks, FORM, RESIDUAL, True, BLOCKS
+        )  # fmt: skip
+        total_of_row = row_sum(x, amax, P, ESTIMATOR, RCEIL, EIGHTS)
+        if TAIL:
+            x2, amax2 = load_blocks(
+                x_ptr, residual_ptr, total_ptr, row, rows, BLOCKS, blocks, FORM, RESIDUAL, True, TAIL
+            )  # fmt: skip
+            total_of_row += row_sum(x2, amax2, P, ESTIMATOR, RCEIL, EIGHTS)
+        rho = inverse_rms(total_of_row, eps, FACTOR, P, ESTIMATOR)
+        store_cast(
+            x, amax, rho, tensor_scale, row, rows, 0, blocks, data_ptr, scales_ptr, FORM, RCEIL, HARDWARE, BLOCKS
+        )  # fmt: skip
+        if TAIL:
+            store_cast(
+                x2, amax2, rho, tensor_scale, row, rows, BLOCKS, blocks, data_ptr, scales_ptr,
+                FORM, RCEIL, HARDWARE, TAIL,
+            )  # fmt: skip
+    else:
+        total_of_row = tl.zeros((ROWS,), tl.float64)
+        for first in range(0, blocks, BLOCKS):
+            x, amax = load_blocks(
+                x_ptr, residual_ptr, total_ptr, row, rows, first, blocks, FORM, RESIDUAL, False, BLOCKS
+            )  # fmt: skip
+            total_of_row += row_sum(x, amax, P, ESTIMATOR, RCEIL, EIGHTS)
+        rho = inverse_rms(total_of_row, eps, FACTOR, P, ESTIMATOR)
+        for first in range(0, blocks, BLOCKS):
+            x, amax = load_blocks(
+                x_ptr, residual_ptr, total_ptr, row, rows, first, blocks, FORM, RESIDUAL, True, BLOCKS
+            )  # fmt: skip
+            store_cast(
+                x, amax, rho, tensor_scale, row, rows, first, blocks, data_ptr, scales_ptr,
+                FORM, RCEIL, HARDWARE, BLOCKS,
+            )  # fmt: skip
+    tl.store(rho_ptr + row, rho, mask=row < rows)
+
+
+class RowTile(NamedTuple):
+    """The part of the matrix that one program holds at a time.
+
+    Attributes:
+        persistent: the program holds whole rows. Otherwise it walks along them twice.
+        rows: rows per program.
+        columns: elements per row of the tile, a power of two.
+        tail: elements per row behind the tile, zero or a smaller power of two.
+        warps: warps per program.
+    """
+
+    persistent: bool
+    rows: int
+    columns: int
+    tail: int
+    warps: int
+
+
+def row_tile(columns: int, three_quarters: bool = False) -> RowTile:
+    """Return the fastest measured tile for rows of ``columns`` elements.
+
+    ``three_quarters`` allows a tail of half the tile for tiles of 4096 elements and more. Most kernels are faster with
+    one whole tile there: 45 against 49 us at 8192 x 6144 (H200).
+    """
     if columns > MAX_PERSISTENT_COLUMNS:
-        return False, 1, 256, 0, 8
-    tile = triton.next_power_of_2(blocks)
-    rows = max(1, 64 // tile)
-    if tile > blocks:
-        half = tile // 2
-        tail = triton.next_power_of_2(blocks - half)
-        warps = 1 if half <= 128 else half // 64
-        if tail < (half if half < 128 or three_quarters else half // 2):
-            return True, rows, half, tail, warps
-    return True, rows, tile, 0, 8 if tile > 256 else max(1, min(4, tile // 32))
+        return RowTile(False, 1, 8192, 0, 8)
+    filled = cdiv(columns, 32) * 32
+    width = triton.next_power_of_2(filled)
+    rows = max(1, 2048 // width)
+    if width > filled:
+        half = width // 2
+        tail = triton.next_power_of_2(filled - half)
+        if tail < (half if half < 4096 or three_quarters else half // 2):
+            return RowTile(True, rows, half, tail, 1 if half <= 4096 else half // 2048)
+    return RowTile(True, rows, width, 0, 8 if width > 8192 else max(1, min(4, width // 1024)))
 
 
-def mean_factor(columns: int, estimator: str, p: int, constant: float, block: int) -> float:
-    """What the sum over a row is multiplied by to be r^2, or for p = 1 to be r."""
+def _mean_factor(columns: int, estimator: str, p: int, constant: float, block: int) -> float:
+    """Return the factor that turns the sum over a row into r^2, or into r for the p-mean with p = 1."""
     if estimator == "exact":
         return 1.0 / columns
     return 1.0 / (columns // block * constant**p)
 
 
-class MXNormCast(NamedTuple):
-    """Result of ``mxnorm_cast`` and ``nvfp4_norm``: the cast's data and scales (None for an image), rho, and
-    x + residual if asked for."""
+def launch_norm_cast(
+    kernel: Callable,
+    storage: Storage,
+    tile: RowTile,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    p: int,
+    estimator: str,
+    eps: float,
+    constant: float,
+    form: str,
+    *scalars: float,
+    **constants,
+) -> tuple[list[torch.Tensor], Launch | None]:
+    """Allocate the results of an MXNorm cast and return them with the launch of ``kernel`` that fills them.
 
-    data: torch.Tensor
-    scales: torch.Tensor | None
-    rho: torch.Tensor
-    total: torch.Tensor | None
+    Args:
+        kernel: calls ``normalize_and_cast``.
+        scalars: the kernel's arguments behind eps.
+        constants: compile-time constants that only this kernel has.
+    """
+    rows, columns = x.shape
+    data, scales = empty_cast(storage, rows, columns, form, x.device)
+    rho = torch.empty(rows, dtype=torch.float32, device=x.device)
+    total = None if residual is None else torch.empty_like(x)
+    results = flat(data, scales, rho, total)
+    if x.numel() == 0:
+        return results, None
+    block = storage.block_size
+    launch = Launch(
+        kernel,
+        (cdiv(rows, tile.rows),),
+        (
+            x, residual, total, as_bytes(data), as_bytes(scales), rho, rows, columns // block, eps, *scalars,
+        ),
+        dict(
+            FACTOR=_mean_factor(columns, estimator, p, constant, block), P=p, ESTIMATOR=estimator, FORM=form,
+            RESIDUAL=residual is not None, PERSISTENT=tile.persistent, ROWS=tile.rows, BLOCKS=tile.columns // block,
+            TAIL=tile.tail // block, num_warps=tile.warps, **constants,
+        ),
+    )  # fmt: skip
+    return results, launch
 
 
-def check_rows(x: torch.Tensor, residual: torch.Tensor | None, block: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The two, contiguous; ValueError unless kernels can read them, in whole blocks."""
+def contiguous_rows(
+    x: torch.Tensor, residual: torch.Tensor | None, block: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return x and the residual contiguous; ValueError unless kernels take their shape, dtype and device."""
     check_matrix("x", x)
     if not 0 < x.shape[1] <= MAX_COLUMNS or x.shape[1] % block:
         raise ValueError(f"x {tuple(x.shape)}: expected rows of a multiple of {block} elements, {MAX_COLUMNS} at most")
@@ -137,8 +243,24 @@ def check_rows(x: torch.Tensor, residual: torch.Tensor | None, block: int) -> tu
     return x.contiguous(), residual.contiguous()
 
 
-def as_cast(results: list[torch.Tensor], form: str, has_residual: bool) -> MXNormCast:
-    """What an op returns, without what there is none of, by name."""
-    data, *scales = results[: 1 if form == "image" else 2]
-    rho = results[1 + len(scales)]
-    return MXNormCast(data, *(scales or [None]), rho, results[-1] if has_residual else None)
+class MXNormCast(NamedTuple):
+    """Result of ``mxnorm_cast`` and ``nvfp4_norm``.
+
+    Attributes:
+        data: codes, or the image.
+        scales: the scales of the codes. None for an image.
+        rho: the inverse RMS of every row, fp32.
+        total: x + residual in the dtype of x. None without a residual.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    rho: torch.Tensor
+    total: torch.Tensor | None
+
+    @classmethod
+    def of(cls, results: list[torch.Tensor], form: str, has_residual: bool) -> "MXNormCast":
+        """Name the tensors that an op returned."""
+        data, *scales = results[: 1 if form == "image" else 2]
+        rho = results[1 + len(scales)]
+        return cls(data, *(scales or [None]), rho, results[-1] if has_residual else None)

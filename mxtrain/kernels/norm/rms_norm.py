@@ -10,8 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+from mxtrain.kernels.checks import check_matrix, check_same, check_vector
+from mxtrain.kernels.device import INTERPRETED
+from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.norm.rms_norm_plan import DTYPES, Plan, check_columns, choose_forward, tiles
-from mxtrain.kernels.runtime import INTERPRETED, Launch, check_matrix, check_same, check_vector, register_op
 
 
 @triton.jit

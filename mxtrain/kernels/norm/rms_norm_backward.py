@@ -18,6 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
+from mxtrain.kernels.checks import check_matrix, check_same, check_vector
+from mxtrain.kernels.device import shared_memory, sm_count
+from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.norm.rms_norm_plan import (
     DTYPES,
     Plan,
@@ -27,15 +30,6 @@ from mxtrain.kernels.norm.rms_norm_plan import (
     holds_weight,
     reduction_tile,
     tiles,
-)
-from mxtrain.kernels.runtime import (
-    Launch,
-    check_matrix,
-    check_same,
-    check_vector,
-    register_op,
-    shared_memory,
-    sm_count,
 )
 
 

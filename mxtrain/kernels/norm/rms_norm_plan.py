@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from mxtrain.kernels.norm.normed_rows import MAX_COLUMNS
+from mxtrain.kernels.integers import cdiv, next_power_of_2
+from mxtrain.kernels.norm.row_lengths import MAX_COLUMNS
 from mxtrain.kernels.plan_table import GPU, Choice, Operation, find, gpu_of, reason
-from mxtrain.kernels.runtime import cdiv, next_power_of_2
 from mxtrain.kernels.tuned_plans import tuned, tuned_plans
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

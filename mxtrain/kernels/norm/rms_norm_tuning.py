@@ -5,6 +5,7 @@ import functools
 import torch
 
 from mxtrain.kernels import tuning
+from mxtrain.kernels.integers import next_power_of_2
 from mxtrain.kernels.norm.rms_norm import rms_norm_by_plan
 from mxtrain.kernels.norm.rms_norm_backward import rms_norm_backward_by_plan
 from mxtrain.kernels.norm.rms_norm_plan import (
@@ -22,7 +23,6 @@ from mxtrain.kernels.norm.rms_norm_plan import (
     key,
 )
 from mxtrain.kernels.plan_table import GPU, Choice, Operation, gpu_of
-from mxtrain.kernels.runtime import next_power_of_2
 from mxtrain.kernels.tuning import Search
 
 FIELDS = {FORWARD: ("warps", "tile"), BACKWARD: ("programs_per_sm", "warps", "tile", "stages")}

@@ -1,17 +1,19 @@
 """The straight-through norm backward: one read of g and x, one write of dx.
 
-With xhat = x * rho:  dx = rho * (g - xhat * mean_D(g * xhat)), plus the residual branch's gradient if there is one.
+With xhat = x * rho:  dx = rho * (g - xhat * mean_D(g * xhat)), plus the gradient of the residual branch where given.
 
-Bytes a row: D of g, x and dx each, in their dtypes, 4 of rho, and D of the residual's gradient.
+Bytes per row: D elements each of g and x read and of dx written, in their dtypes; 4 for rho; and D elements of the
+residual's gradient. A row too long for registers is read twice, the second time mostly from the L2 cache.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from mxtrain.kernels.runtime import Launch, check_matrix, check_same, check_vector, register_op
-
-MAX_PERSISTENT_COLUMNS = 16384
+from mxtrain.kernels.checks import check_matrix, check_same, check_vector
+from mxtrain.kernels.integers import cdiv
+from mxtrain.kernels.launch import Launch, register_op
+from mxtrain.kernels.norm.row_lengths import MAX_PERSISTENT_COLUMNS
 
 
 @triton.jit
@@ -52,8 +54,8 @@ def _norm_backward_kernel(
             tl.store(dx_ptr + start + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def tile_shape(columns: int) -> tuple[bool, int, int, int]:
-    """(persistent, rows of a program, columns held at once, warps) for rows of this many elements, by measurement."""
+def _backward_tile(columns: int) -> tuple[bool, int, int, int]:
+    """Return (persistent, rows per program, columns held at once, warps), the fastest measured for this row length."""
     if columns > MAX_PERSISTENT_COLUMNS:
         return False, 1, 8192, 16
     width = triton.next_power_of_2(columns)
@@ -68,10 +70,10 @@ def _implementation(
     if x.numel() == 0:
         return dx, None
     rows, columns = x.shape
-    persistent, rows_at_once, columns_at_once, warps = tile_shape(columns)
+    persistent, rows_at_once, columns_at_once, warps = _backward_tile(columns)
     launch = Launch(
         _norm_backward_kernel,
-        (triton.cdiv(rows, rows_at_once),),
+        (cdiv(rows, rows_at_once),),
         (g, x, rho, residual, dx, rows, columns),
         dict(
             RESIDUAL=residual is not None, PERSISTENT=persistent, ROWS=rows_at_once, COLUMNS=columns_at_once,
@@ -89,13 +91,13 @@ _norm_backward = register_op(
 def norm_backward(
     g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """dx of the straight-through norm backward, in the dtype of x; the arithmetic is fp32.
+    """Return dx [T, D] of the straight-through norm backward, in the dtype of x. The arithmetic is fp32.
 
     Args:
         g: dL/dxhat, bf16 or fp32 [T, D].
         x: the norm's input, bf16 or fp32 [T, D].
         rho: inverse RMS, fp32 [T].
-        residual: bf16 or fp32 [T, D], a gradient of x from elsewhere, added to the result.
+        residual: bf16 or fp32 [T, D], the gradient of x along the residual branch, added to the result.
 
     Raises:
         ValueError: for another shape, dtype or device.

@@ -1,20 +1,19 @@
-"""NVFP4 inside kernels: E4M3 block scales, E2M1 rounding to nearest and stochastic, packing, the Hadamard transform.
+"""NVFP4 arithmetic inside kernels: E4M3 block scales, E2M1 rounding to nearest and stochastic, packing, random bits.
 
-Every function gives the bits of ``mxtrain.reference.nvfp4`` and ``mxtrain.reference.hadamard`` for tensor scales that
-are powers of two (or infinite or NaN, as those of a tensor that holds such a number), special values included; only
-the codes of a block whose scale is NaN mean nothing, as there. On GPUs without instructions for E2M1 these casts would
-be bound by arithmetic, so it is kept short. Easy to simplify wrongly:
+Every function returns the bits of ``mxtrain.reference.nvfp4``, special values included, for tensor scales that are
+powers of two, infinite or NaN. As in the reference, the codes of a block whose scale is NaN are meaningless. Without
+E2M1 instructions a cast is bound by arithmetic, so each function takes as few instructions as it can. Easy to simplify
+wrongly:
 
-* Quotients are rounded properly: Triton's ``/`` is approximate on a GPU.
-* Kernels that transform are launched with ``enable_fp_fusion=False``: the first sums of the transform would otherwise
-  be fused with the products before them, which are to be rounded where they are denormal numbers.
+* Quotients are rounded to nearest. Triton's ``/`` is approximate on a GPU.
+* Kernels that transform are launched with ``enable_fp_fusion=False``. Fusion would merge the first sums of the
+  transform with the products before them, which must be rounded on their own where they are denormal.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from mxtrain.kernels.runtime import INTERPRETED, _capability, cdiv, scales_shape
+from mxtrain.kernels.device import INTERPRETED
 from mxtrain.recipes.formats import NVFP4, NVFP4_SCALE_MAX, NVFP4_SCALE_MIN
 
 BLOCK = NVFP4.block_size
@@ -23,31 +22,31 @@ _E2M1_MAX = tl.constexpr(NVFP4.element_max)
 _SCALE_MAX = tl.constexpr(NVFP4_SCALE_MAX)
 _SCALE_MIN = tl.constexpr(NVFP4_SCALE_MIN)
 _INTERPRETED = tl.constexpr(INTERPRETED)
-# The bits of 1.5 * 2^23, and what is left in an int32 of eight of them, each shifted by four bits more than the last.
+# The bits of 1.5 * 2^23, and the int32 sum of eight of them, shifted by 0, 4, ... 28 bits.
 _ABOVE_CODE = 0x4B400000
 _ABOVE_CODES = tl.constexpr(sum(_ABOVE_CODE << (4 * i) for i in range(8)) & 0x7FFFFFFF)
 
 
 @triton.jit
 def inverse_of(tensor_scale):
-    """1 / tensor_scale, an fp32 scalar: exact."""
+    """1 / tensor_scale, an fp32 scalar; exact for a power of two."""
     return tl.div_rn(1.0, tensor_scale)
 
 
 @triton.jit
 def _sixth(x):
-    """x / 6, rounded once. x (fp32) is neither tiny nor huge."""
-    if _INTERPRETED:  # whose tl.fma rounds twice
+    """x / 6, rounded once, for x (fp32) whose quotient is a normal number."""
+    if _INTERPRETED:  # the interpreter's tl.fma rounds twice
         return tl.div_rn(x, tl.full(x.shape, 6.0, tl.float32))
-    # With the rounded inverse of the divisor, one correction is enough (Markstein, "Computation of elementary functions
-    # on the IBM RISC System/6000 processor", 1990).
+    # One correction is enough where the inverse of the divisor is rounded to nearest (Markstein, "Computation of
+    # elementary functions on the IBM RISC System/6000 processor", 1990).
     quotient = x * (1.0 / 6.0)
     return tl.fma(tl.fma(quotient, -6.0, x), 1.0 / 6.0, quotient)
 
 
 @triton.jit
 def _reciprocal(scale):
-    """1 / scale, rounded once, of E4M3 scales (fp32); tested for each of them."""
+    """1 / scale, rounded once, for normal E4M3 scales (fp32); a test checks every one."""
     if _INTERPRETED:
         return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], tl.float32, is_pure=True, pack=1)
@@ -58,15 +57,15 @@ def _reciprocal(scale):
 def scale_of_block(amax, inverse):
     """Code (uint8) and value (fp32) of the E4M3 scale for blocks whose largest magnitude is ``amax`` (fp32).
 
-    ``inverse`` is ``inverse_of`` the tensor scale. The clamped scale is a normal number of E4M3, so that it is rounded
-    by its bits, on any device.
+    ``inverse`` is one over the tensor scale. The clamped scale is a normal E4M3 number, so integer arithmetic on its
+    bits rounds it on any device.
     """
     wanted = amax * inverse
     is_nan = wanted != wanted
     wanted = _sixth(tl.minimum(tl.maximum(wanted, _E2M1_MAX * _SCALE_MIN), _E2M1_MAX * _SCALE_MAX))
     bits = wanted.to(tl.int32, bitcast=True)
     bits = (bits + (0x7FFFF + ((bits >> 20) & 1))) & -0x100000
-    # Exponents are biased by 127 there and by 7 here, and followed by 3 bits.
+    # The exponent bias is 127 in fp32 and 7 in E4M3, which has 3 mantissa bits.
     code = tl.where(is_nan, 0x7F, (bits >> 20) - (120 << 3))
     bits = tl.where(is_nan, 0x7FC00000, bits)
     return code.to(tl.uint8), bits.to(tl.float32, bitcast=True)
@@ -74,13 +73,13 @@ def scale_of_block(amax, inverse):
 
 @triton.jit
 def multiplier(scale, inverse):
-    """What elements are multiplied by before they are rounded (fp32)."""
+    """Factor (fp32) for elements before rounding: one over the block's scale and the tensor scale."""
     return _reciprocal(scale) * inverse
 
 
 @triton.jit
 def _binade(y):
-    """|y| (fp32) saturated at 6, and twice the distance of its neighbours in E2M1: 1 below 2, 2 below 4, then 4."""
+    """|y| (fp32) saturated at 6, and twice E2M1's step there: 1 below 2, 2 below 4, then 4."""
     size = tl.minimum(tl.abs(y), _E2M1_MAX)
     bits = tl.maximum(size, 1.0).to(tl.int32, bitcast=True) & 0x7F800000
     return size, bits.to(tl.float32, bitcast=True)
@@ -94,9 +93,9 @@ def _with_sign(size, y):
 
 @triton.jit
 def round_to_nearest(y):
-    """The nearest E2M1 value to y (fp32), ties to even, saturating at 6.
+    """Nearest E2M1 value to y (fp32): ties to even, saturated at 6.
 
-    Adding a number whose last place is E2M1's step at y, and taking it off again, rounds to that step.
+    Adding a number whose last place is E2M1's step at y rounds to that step; subtracting it leaves the rounded y.
     """
     size, power = _binade(y)
     return _with_sign(tl.fma(power, -(2.0**22), tl.fma(power, 2.0**22, size)), y)
@@ -104,9 +103,9 @@ def round_to_nearest(y):
 
 @triton.jit
 def round_stochastically(y, random):
-    """One of the two E2M1 values around y (fp32) by uniform ``random`` (int32, 0 to 2^16 - 1), saturating at 6.
+    """One of the two E2M1 values around y (fp32), chosen by uniform ``random`` (int32, 0 to 2^16 - 1), saturated at 6.
 
-    The same sum rounds to 2^-16 of E2M1's step; ``random`` is added there, and the fraction cut off.
+    A sum as in ``round_to_nearest`` rounds to 2^-16 of E2M1's step. Then ``random`` is added and the fraction dropped.
     """
     size, power = _binade(y)
     steps = (tl.fma(power, 64.0, size).to(tl.int32, bitcast=True) + random) & -65536
@@ -115,21 +114,21 @@ def round_stochastically(y, random):
 
 @triton.jit
 def element_code(value):
-    """The code (int32, 0 to 15) of an E2M1 value (fp32)."""
-    # Scaled by 2^-126 the exponents of E2M1 become those of fp32, its subnormal number fp32's denormal one.
+    """Code (int32, 0 to 15) of an E2M1 value (fp32)."""
+    # Times 2^-126, the exponents of E2M1 become those of fp32, and its subnormal number an fp32 denormal.
     bits = (value * 2.0**-126).to(tl.int32, bitcast=True)
     return ((bits >> 22) & 7) | ((bits >> 28) & 8)
 
 
 @triton.jit
 def pack(first, second):
-    """Two E2M1 values (fp32) as one byte."""
+    """Pack two E2M1 values (fp32) into one byte, the first in the low half."""
     return (element_code(first) | (element_code(second) << 4)).to(tl.uint8)
 
 
 @triton.jit
 def _part(size, offset):
-    """size / 2 + offset, cut off below 0 and above 1 (fp32)."""
+    """size / 2 + offset (fp32), clamped to [0, 1]."""
     if _INTERPRETED:
         return tl.minimum(tl.maximum(size * 0.5 + offset, 0.0), 1.0)
     return tl.inline_asm_elementwise(
@@ -144,11 +143,11 @@ def _part(size, offset):
 
 @triton.jit
 def _nearest_code(size):
-    """The code of the nearest E2M1 value to ``size`` >= 0 (fp32), in an int32 that is larger by _ABOVE_CODE.
+    """_ABOVE_CODE plus the code of the nearest E2M1 value to ``size`` >= 0 (fp32), as int32.
 
-    Between its values the code rises by 4 from 0 to 2, by 2 from 2 to 4, by 1 from 4 to 6. Only one of the parts is
-    neither at its start nor at its end, so only its sum is rounded, to an integer. All of it runs where fp32 does: the
-    GPU's pipe for integers is the narrower one.
+    From 0 to 2 the code rises by 4, from 2 to 4 by 2, from 4 to 6 by 1: one part each. At most one part lies inside its
+    range, so only one sum rounds, to an integer. All of it is fp32 arithmetic, whose pipe is wider than the one for
+    integers.
     """
     total = tl.fma(_part(size, 0.0), 4.0, 1.5 * 2.0**23)
     total = tl.fma(_part(size, -1.0), 2.0, total)
@@ -157,7 +156,7 @@ def _nearest_code(size):
 
 @triton.jit
 def pack_nearest(first, second, HARDWARE: tl.constexpr):
-    """Two numbers (fp32) rounded to nearest, as one byte; HARDWARE: by the GPU's own conversion."""
+    """Round two numbers (fp32) to nearest and pack them into one byte. HARDWARE: use the GPU's instruction."""
     if HARDWARE:
         return tl.inline_asm_elementwise(
             """{
@@ -181,7 +180,7 @@ def pack_nearest(first, second, HARDWARE: tl.constexpr):
 
 @triton.jit
 def eighths(x):
-    """[R, C, 8] -> a tuple of eight tensors of [R, C], in order"""
+    """[R, C, 8] -> a tuple of eight tensors [R, C], in order"""
     even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], 2, 2, 2)))
     zero, two = tl.split(even)
     one, three = tl.split(odd)
@@ -193,7 +192,7 @@ def eighths(x):
 
 @triton.jit
 def pack_nearest_words(eight, rho, factor, HARDWARE: tl.constexpr):
-    """x * rho * factor of a tuple of eight tensors x (fp32), rounded to nearest, as one int32."""
+    """Round x * rho * factor to nearest for a tuple of eight tensors x (fp32), and pack them into one int32."""
     if HARDWARE:
         word = pack_nearest(eight[0] * rho * factor, eight[1] * rho * factor, True).to(tl.int32)
         for i in tl.static_range(1, 4):
@@ -204,23 +203,23 @@ def pack_nearest_words(eight, rho, factor, HARDWARE: tl.constexpr):
     signs = eight[7].to(tl.int32, bitcast=True) >> 28
     for i in tl.static_range(1, 8):
         codes = codes * 16 + _nearest_code(tl.abs(eight[7 - i]) * rho * factor)
-        # The sign and three bits that are cut off below.
+        # The sign, and three more bits that the mask below clears.
         signs = (signs << 4) | (eight[7 - i].to(tl.uint32, bitcast=True) >> 28).to(tl.int32)
-    # What is above the codes adds up to the same number always.
+    # The eight _ABOVE_CODE add up to a constant.
     return (codes - _ABOVE_CODES) | (signs & -0x77777778)
 
 
 @triton.jit
 def image_of(value, scale, tensor_scale):
-    """An E2M1 value times its block's scale and the tensor scale: exact in bf16."""
+    """E2M1 value times its block's scale and the tensor scale, exact in bf16."""
     return (value * (scale * tensor_scale)).to(tl.bfloat16)
 
 
 @triton.jit
 def random_words(draws_ptr, row, first_four, columns, FOURS: tl.constexpr):
-    """int32 [4 * FOURS]: the words of consecutive elements of one row, by the rule of ``reference.philox``.
+    """Random words, int32 [4 * FOURS], of consecutive elements of one row, as in ``reference.philox``.
 
-    ``row`` is int64; ``columns`` is a multiple of 4. Key, step, microbatch and rank lie at ``draws_ptr``.
+    ``row`` is int64; ``columns`` is a multiple of 4. ``draws_ptr`` points to key, step, microbatch and rank.
     """
     key = tl.load(draws_ptr)
     step = tl.load(draws_ptr + 1).to(tl.uint32)
@@ -233,94 +232,9 @@ def random_words(draws_ptr, row, first_four, columns, FOURS: tl.constexpr):
 
 
 @triton.jit
-def length_of(row, rows, columns):
-    """Columns that a row has, none if there is no such row."""
-    # Not the mask of columns and a scalar mask of the row, which Triton 3.9's interpreter cannot combine.
-    return tl.where(row < rows, columns, 0)
-
-
-@triton.jit
-def load_strip(
-    x_ptr, row_factor_ptr, column_factor_ptr, first_row, column, rows, columns,
-    ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Sixteen rows of x, times the factors, in fp32: a tuple of 16 tensors of [COLUMNS], zero where there is no x.
-
-    As tensors of their own, a thread has the same columns of all of them: whole blocks of 16 rows, in registers.
-    """
-    across = column + tl.arange(0, COLUMNS)
-    if COLUMN_FACTOR:
-        column_factor = tl.load(column_factor_ptr + across, mask=across < columns, other=0.0).to(tl.float32)
-    strip = ()
-    for i in tl.static_range(16):
-        row = first_row + i
-        mask = across < length_of(row, rows, columns)
-        x = tl.load(x_ptr + row * columns + across, mask=mask, other=0.0).to(tl.float32)
-        if ROW_FACTOR:
-            x *= tl.load(row_factor_ptr + row, mask=row < rows, other=0.0).to(tl.float32)
-        if COLUMN_FACTOR:
-            x *= column_factor
-        if ROW_FACTOR or COLUMN_FACTOR:
-            # What fills up the last block must not become a negative zero, or NaN.
-            x = tl.where(mask, x, 0.0)
-        strip = strip + (x,)
-    return strip
-
-
-@triton.jit
-def hadamard(strip, signs):
-    """The random Hadamard transform across a tuple of 16 tensors (fp32). Bit i of ``signs`` makes sign i -1."""
-    now = ()
-    for i in tl.static_range(16):
-        now = now + (strip[i] * tl.where((signs >> i) & 1 != 0, -0.0625, 0.0625),)
-    for level in tl.static_range(4):
-        then = ()
-        for i in tl.static_range(16):
-            if i & (1 << level):
-                then = then + (now[i - (1 << level)] - now[i],)
-            else:
-                then = then + (now[i] + now[i + (1 << level)],)
-        now = then
-    result = ()
-    for i in tl.static_range(16):
-        result = result + (now[i] * 4.0,)
-    return result
-
-
-@triton.jit
 def amax_across(strip):
-    """Largest magnitude of each column of a tuple of 16 tensors (fp32), NaN if any is NaN, as int32 bits."""
+    """Elementwise largest magnitude of 16 tensors (fp32), NaN if any is NaN, as int32 bits."""
     largest = tl.abs(strip[0])
     for i in tl.static_range(1, 16):
         largest = tl.maximum(largest, tl.abs(strip[i]), propagate_nan=tl.PropagateNan.ALL)
     return largest.to(tl.int32, bitcast=True)
-
-
-def converts_fp4(x: torch.Tensor) -> bool:
-    """Whether the device of ``x`` rounds to E2M1 by an instruction of its own (compute capability 10.0 and up)."""
-    return x.is_cuda and not INTERPRETED and _capability(x.device.index) >= (10, 0)
-
-
-def check_number(name: str, number: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError unless ``number`` is a tensor of one number of this dtype, on ``device``."""
-    if number.numel() != 1 or number.dtype != dtype or number.device != device:
-        found = f"{tuple(number.shape)} of {number.dtype} on {number.device}"
-        raise ValueError(f"{name} {found}: expected one number of {dtype} on {device}")
-
-
-def empty_cast(rows: int, columns: int, form: str, device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Uninitialised results of a cast of [rows, columns] along columns: codes and scales, or image and None."""
-    if form == "image":
-        return torch.empty(rows, columns, dtype=torch.bfloat16, device=device), None
-    blocks = columns // BLOCK
-    shape = scales_shape(rows, blocks, form)
-    # The tensor cores read the padding of the blocked layout, so it must not hold NaN.
-    padded = form == "blocked" and shape[0] != rows * blocks
-    allocate = torch.zeros if padded else torch.empty
-    codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)
-    return codes, allocate(shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-
-
-def padded(rows: int) -> int:
-    """Rows in whole blocks along them."""
-    return cdiv(rows, BLOCK) * BLOCK

@@ -1,14 +1,11 @@
-"""NVFP4 casts of a matrix along its rows, its columns, or both, from one read; and the maxima they need before.
+"""NVFP4 casts of a matrix along its rows, its columns, or both, from one read; and the maxima for their tensor scales.
 
-Along rows it is cast as it is, along columns after the random Hadamard transform in blocks of 16 rows, if wanted; each
-to nearest or stochastically. An output gradient [T, N] becomes the operands of dgrad and wgrad in this way, and an
-input [T, D], with rho as factor of its rows, that of wgrad.
+Along columns the random Hadamard transform in blocks of 16 rows can come first. Each cast rounds to nearest or
+stochastically. An output gradient [T, N] becomes the operands of dgrad and wgrad in this way, and an input [T, D] with
+rho as row factor becomes the operand of wgrad.
 
-A program holds 16 rows as 16 tensors, so that the transform, block maxima along columns and packing of two rows are
-elementwise: nothing passes between threads.
-
-Bytes an element: 2 or 4 read; 1/2 + 1/16 (codes and scales) or 2 (image) written for each of the two casts. The maxima
-are a pass of their own, which reads the matrix once more: 2 or 4.
+Bytes per element: 2 or 4 read; 1/2 + 1/16 (codes and scales) or 2 (image) written for each of the two casts. The maxima
+take a pass of their own, which reads 2 or 4.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,42 +15,36 @@ import triton
 import triton.language as tl
 
 from mxtrain.errors import require_one_of
-from mxtrain.kernels.mxfp8.arithmetic import block_amax, blocked_offset
+from mxtrain.kernels.blocks import block_amax, tile_start
+from mxtrain.kernels.cast_results import (
+    FORMS,
+    NVFP4_STORAGE,
+    Cast,
+    as_bytes,
+    casts_of,
+    empty_cast,
+    empty_column_cast,
+    flat,
+)
+from mxtrain.kernels.checks import check_matrix, check_number, check_vector, check_whole_blocks, contiguous_factors
+from mxtrain.kernels.device import converts_fp4
+from mxtrain.kernels.integers import cdiv, round_up
+from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.nvfp4.arithmetic import (
     BLOCK,
     amax_across,
-    check_number,
-    converts_fp4,
-    empty_cast,
-    hadamard,
     image_of,
     inverse_of,
-    length_of,
-    load_strip,
     multiplier,
     pack,
     pack_nearest,
-    padded,
     random_words,
     round_stochastically,
     round_to_nearest,
     scale_of_block,
 )
-from mxtrain.kernels.runtime import (
-    FORMS,
-    Launch,
-    as_bytes,
-    cdiv,
-    check_matrix,
-    check_vector,
-    next_power_of_2,
-    register_op,
-)
+from mxtrain.kernels.nvfp4.strip import WARPS, hadamard, length_of, load_strip, store_columns, store_row, tile_columns
 from mxtrain.rng.rounding_position import MAX_ELEMENTS, Draws
-
-# Of a program: a thread has four columns of all 16 rows. With eight there are too few registers: images of both casts
-# took 75 instead of 62 us at 16384 x 2048 (H200).
-COLUMNS, WARPS = 128, 1
 
 
 @triton.jit
@@ -64,8 +55,7 @@ def _along_rows(
     """Cast each row of a strip in blocks of 16 columns and store it."""
     tensor_scale = tl.load(tensor_scale_ptr)
     inverse = inverse_of(tensor_scale)
-    block = column // 16 + tl.arange(0, COLUMNS // 16)
-    blocks = columns // 16
+    block, blocks = column // 16 + tl.arange(0, COLUMNS // 16), columns // 16
     across = column + tl.arange(0, COLUMNS)
     for i in tl.static_range(16):
         row = first_row + i
@@ -87,12 +77,7 @@ def _along_rows(
             else:
                 packed = pack_nearest(first, second, HARDWARE)
             byte = column // 2 + tl.arange(0, COLUMNS // 2)
-            tl.store(data_ptr + row * (columns // 2) + byte, packed, mask=byte < length // 2)
-            if FORM == "blocked":
-                scale_offsets = blocked_offset(row, block, blocks)
-            else:
-                scale_offsets = row * blocks + block
-            tl.store(scales_ptr + scale_offsets, code, mask=block < length // 16)
+            store_row(packed, code, byte, block, blocks, row, length, columns, data_ptr, scales_ptr, FORM)
 
 
 @triton.jit
@@ -100,7 +85,7 @@ def _along_columns(
     strip, words, tensor_scale_ptr, first_row, column, rows, columns, data_ptr, scales_ptr,
     STOCHASTIC: tl.constexpr, FORM: tl.constexpr, HARDWARE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Cast a strip in blocks of its 16 rows. An image is stored as it lies, codes and scales transposed."""
+    """Cast a strip in blocks of its 16 rows. Store an image at the offsets of x, and codes and scales transposed."""
     tensor_scale = tl.load(tensor_scale_ptr)
     inverse = inverse_of(tensor_scale)
     across = column + tl.arange(0, COLUMNS)
@@ -118,7 +103,7 @@ def _along_columns(
         if FORM == "image":
             if not STOCHASTIC:
                 first, second = round_to_nearest(first), round_to_nearest(second)
-            # All 16 rows: transformed, those that fill up the last block have values.
+            # Store all 16 rows: the transform gives values to the padding of the last block.
             at = data_ptr + row * columns + across
             tl.store(at, image_of(first, scale, tensor_scale), mask=inside)
             tl.store(at + columns, image_of(second, scale, tensor_scale), mask=inside)
@@ -129,18 +114,10 @@ def _along_columns(
                 packed = pack_nearest(first, second, HARDWARE)
             eight |= packed.to(tl.int64) << (8 * j)
     if FORM != "image":
-        # Sixteen rows are eight bytes of a column's codes.
-        block, blocks = first_row // 16, (rows + 15) // 16
-        across = across.to(tl.int64)
-        tl.store(data_ptr.to(tl.pointer_type(tl.int64)) + across * blocks + block, eight, mask=inside)
-        if FORM == "blocked":
-            scale_offsets = blocked_offset(across, block, blocks)
-        else:
-            scale_offsets = across * blocks + block
-        tl.store(scales_ptr + scale_offsets, code, mask=inside)
+        store_columns(eight, code, across, inside, first_row, rows, data_ptr, scales_ptr, FORM)
 
 
-# What these two point to may be anywhere in a larger tensor.
+# These two are views into larger tensors, with any alignment.
 @triton.jit(do_not_specialize=["signs_ptr", "draws_ptr"])
 def _nvfp4_cast_kernel(
     x_ptr, row_factor_ptr, column_factor_ptr, row_scale_ptr, column_scale_ptr,
@@ -149,10 +126,7 @@ def _nvfp4_cast_kernel(
     HADAMARD: tl.constexpr, ROWS_STOCHASTIC: tl.constexpr, COLUMNS_STOCHASTIC: tl.constexpr,
     FORM: tl.constexpr, HARDWARE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # Neighbouring programs take neighbouring tiles of the same rows.
-    tiles = (columns + COLUMNS - 1) // COLUMNS
-    first_row = (tl.program_id(0) // tiles).to(tl.int64) * 16
-    column = (tl.program_id(0) % tiles) * COLUMNS
+    first_row, column = tile_start(columns, 16, COLUMNS)
     strip = load_strip(
         x_ptr, row_factor_ptr, column_factor_ptr, first_row, column, rows, columns, ROW_FACTOR, COLUMN_FACTOR, COLUMNS
     )
@@ -179,9 +153,7 @@ def _nvfp4_amax_kernel(
     x_ptr, row_factor_ptr, column_factor_ptr, amax_ptr, transformed_ptr, rows, columns, signs_ptr,
     ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr, HADAMARD: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    tiles = (columns + COLUMNS - 1) // COLUMNS
-    first_row = (tl.program_id(0) // tiles).to(tl.int64) * 16
-    column = (tl.program_id(0) % tiles) * COLUMNS
+    first_row, column = tile_start(columns, 16, COLUMNS)
     strip = load_strip(
         x_ptr, row_factor_ptr, column_factor_ptr, first_row, column, rows, columns, ROW_FACTOR, COLUMN_FACTOR, COLUMNS
     )
@@ -189,11 +161,6 @@ def _nvfp4_amax_kernel(
     if HADAMARD:
         transformed = tl.max(amax_across(hadamard(strip, tl.load(signs_ptr))), 0)
         tl.store(transformed_ptr + tl.program_id(0), transformed.to(tl.float32, bitcast=True))
-
-
-def tile_columns(columns: int) -> int:
-    """Columns of a program, which one warp works on."""
-    return min(COLUMNS, next_power_of_2(columns))
 
 
 def _implementation(
@@ -210,12 +177,10 @@ def _implementation(
     rows, columns = x.shape
     by_row = by_column = (None, None)
     if row_scale is not None:
-        by_row = empty_cast(rows, columns, form, x.device)
-    if column_scale is not None and form == "image":
-        by_column = empty_cast(padded(rows), columns, form, x.device)
-    elif column_scale is not None:
-        by_column = empty_cast(columns, padded(rows), form, x.device)
-    results = [t for t in (*by_row, *by_column) if t is not None]
+        by_row = empty_cast(NVFP4_STORAGE, rows, columns, form, x.device)
+    if column_scale is not None:
+        by_column = empty_column_cast(NVFP4_STORAGE, round_up(rows, BLOCK), columns, form, x.device)
+    results = flat(*by_row, *by_column)
     if x.numel() == 0:
         return results, None
     tile = tile_columns(columns)
@@ -245,7 +210,7 @@ def _amax_implementation(
     programs = cdiv(rows, BLOCK) * cdiv(columns, tile)
     amax = torch.empty(programs, dtype=torch.float32, device=x.device)
     transformed = None if signs is None else torch.empty_like(amax)
-    results = [amax] if signs is None else [amax, transformed]
+    results = flat(amax, transformed)
     if x.numel() == 0:
         return results, None
     launch = Launch(
@@ -280,26 +245,26 @@ def nvfp4_cast(
     stochastic: Sequence[int] = (1, 0),
     row_factor: torch.Tensor | None = None,
     column_factor: torch.Tensor | None = None,
-) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
-    """NVFP4 casts of x [R, C] in blocks of 16 along dimension 1, 0 or both, all from one read of x.
+) -> dict[int, Cast]:
+    """Return the NVFP4 casts of x [R, C] in blocks of 16 along dimension 1, 0 or both, all from one read of x.
 
     Args:
-        x: bf16 or fp32 [R, C], C a multiple of 16. Rows are filled up with zeros to a multiple of 16 for the cast along
-            dimension 0.
+        x: bf16 or fp32 [R, C], C a multiple of 16. For the cast along dimension 0, rows are padded with zeros to a
+            multiple of 16.
         tensor_scales: for each dimension to cast along, 1 or 0, one fp32 number on the device of x, a power of two.
         form: with R' = R rounded up to a multiple of 16: "codes": uint8 codes, two a byte, with the reduced dimension
             last ([R, C / 2] along dimension 1, [C, R' / 2] along dimension 0) and row-major float8_e4m3fn scales
             [R, C / 16] and [C, R' / 16]; "blocked": the same codes, scales flat in the 128x4 layout; "image": bf16
             values, element * block scale * tensor scale, not transposed: [R, C] and [R', C].
-        signs: int64, one number, from ``rng.seeds.sign_mask``: transform along dimension 0 before the cast along
-            it. None: no transform.
-        draws: what random bits follow from (``Draws``), int64 [4]. None: every cast is to nearest.
+        signs: int64, one number, from ``rng.seeds.sign_mask``. Transforms along dimension 0 before the cast along it.
+            None skips the transform.
+        draws: int64 [4], the key and position of random bits (``Draws``). None rounds every cast to nearest.
         stochastic: with ``draws``, the dimensions along which casts round stochastically.
         row_factor: bf16 or fp32 [R], multiplied in first, in fp32.
         column_factor: bf16 or fp32 [C], likewise.
 
     Returns:
-        For each of the dimensions (data, scales); scales is None for an image.
+        (data, scales) for each dimension; scales is None for an image.
 
     Raises:
         ValueError: for another shape, dtype or device.
@@ -308,7 +273,7 @@ def nvfp4_cast(
     dims = sorted(tensor_scales, reverse=True)
     if not dims or not {*dims} <= {0, 1}:
         raise ValueError(f"tensor_scales for dimensions {dims}: expected 0, 1 or both")
-    _check(x, row_factor, column_factor)
+    x, row_factor, column_factor = _contiguous_operands(x, row_factor, column_factor)
     for dim in dims:
         check_number(f"tensor_scales[{dim}]", tensor_scales[dim], torch.float32, x.device)
     if signs is not None:
@@ -320,17 +285,10 @@ def nvfp4_cast(
         if x.numel() > MAX_ELEMENTS:
             raise ValueError(f"x {tuple(x.shape)}: more than the {MAX_ELEMENTS} elements that have random bits")
     results = _nvfp4_cast(
-        x.contiguous(),
-        None if row_factor is None else row_factor.contiguous(),
-        None if column_factor is None else column_factor.contiguous(),
-        tensor_scales.get(1), tensor_scales.get(0), signs,
+        x, row_factor, column_factor, tensor_scales.get(1), tensor_scales.get(0), signs,
         draws, [dim for dim in dims if dim in stochastic], form,
     )  # fmt: skip
-    if form == "image":
-        pairs = [(data, None) for data in results]
-    else:
-        pairs = list(zip(results[::2], results[1::2]))
-    return dict(zip(dims, pairs))
+    return dict(zip(dims, casts_of(results, form)))
 
 
 def nvfp4_amax(
@@ -339,33 +297,25 @@ def nvfp4_amax(
     row_factor: torch.Tensor | None = None,
     column_factor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Largest magnitudes of x and, with ``signs``, of x transformed along dimension 0, from one read of x.
+    """Return largest magnitudes of x and, with ``signs``, of x transformed along dimension 0, from one read of x.
 
-    Arguments as of ``nvfp4_cast``.
+    Arguments as for ``nvfp4_cast``.
 
     Returns:
-        Two fp32 vectors, the second None without ``signs``, each of the maxima of parts of the matrix: NaN if a part
-        holds one. They are meant for ``reference.nvfp4.dynamic_tensor_scale``.
+        Two fp32 vectors, the second None without ``signs``. Each element is the maximum over a part of the matrix, NaN
+        if that part holds one. ``reference.nvfp4.dynamic_tensor_scale`` takes them.
 
     Raises:
         ValueError: for another shape, dtype or device.
     """
-    _check(x, row_factor, column_factor)
+    x, row_factor, column_factor = _contiguous_operands(x, row_factor, column_factor)
     if signs is not None:
         check_number("signs", signs, torch.int64, x.device)
-    results = _nvfp4_amax(
-        x.contiguous(),
-        None if row_factor is None else row_factor.contiguous(),
-        None if column_factor is None else column_factor.contiguous(),
-        signs,
-    )
-    return results[0], None if signs is None else results[1]
+    amax, *transformed = _nvfp4_amax(x, row_factor, column_factor, signs)
+    return amax, transformed[0] if transformed else None
 
 
-def _check(x: torch.Tensor, row_factor: torch.Tensor | None, column_factor: torch.Tensor | None) -> None:
+def _contiguous_operands(x, row_factor, column_factor):
     check_matrix("x", x)
-    if x.shape[1] % BLOCK:
-        raise ValueError(f"x {tuple(x.shape)}: expected a row length that is a multiple of {BLOCK}")
-    for name, factor, length in (("row_factor", row_factor, x.shape[0]), ("column_factor", column_factor, x.shape[1])):
-        if factor is not None:
-            check_vector(name, factor, length, x.device)
+    check_whole_blocks("x", x, BLOCK)
+    return x.contiguous(), *contiguous_factors(x, row_factor, column_factor)

@@ -1,9 +1,10 @@
 """NVFP4 cast of a weight in tiles of 16 x 16 that share a scale, for both orientations from one read.
 
-The gain of a norm can be multiplied in first: W diag(gain). A program holds 16 rows, as in ``nvfp4_cast``.
+The gain of a norm can be multiplied in first: W diag(gain). A program holds a strip of 16 rows (``nvfp4.strip``).
 
-Bytes an element: 2 or 4 read; 2 (one image, which is that of the transpose too) or 2 * (1/2 + 1/16) (codes and scales
-of both orientations) written. The tensor scale's maximum is a pass of its own (``nvfp4_cast.nvfp4_amax``): 2 or 4.
+Bytes per element: 2 or 4 read; 2 (one image, which serves the transpose too) or 2 * (1/2 + 1/16) (codes and scales of
+both orientations) written. The maximum for the tensor scale takes a pass of its own (``nvfp4_amax``), which reads 2 or
+4.
 """
 
 from typing import NamedTuple
@@ -13,47 +14,31 @@ import triton
 import triton.language as tl
 
 from mxtrain.errors import require_one_of
-from mxtrain.kernels.mxfp8.arithmetic import blocked_offset
+from mxtrain.kernels.blocks import tile_start
+from mxtrain.kernels.cast_results import FORMS, NVFP4_STORAGE, as_bytes, empty_cast, empty_column_cast, flat
+from mxtrain.kernels.checks import check_matrix, check_number, check_vector, check_whole_blocks
+from mxtrain.kernels.device import converts_fp4
+from mxtrain.kernels.integers import cdiv
+from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.nvfp4.arithmetic import (
     BLOCK,
     amax_across,
-    check_number,
-    converts_fp4,
-    empty_cast,
     image_of,
     inverse_of,
-    length_of,
-    load_strip,
     multiplier,
     pack_nearest,
-    padded,
     round_to_nearest,
     scale_of_block,
 )
-from mxtrain.kernels.nvfp4.cast import WARPS, tile_columns
-from mxtrain.kernels.runtime import (
-    FORMS,
-    Launch,
-    as_bytes,
-    cdiv,
-    check_matrix,
-    check_vector,
-    register_op,
-)
-
-
-@triton.jit
-def _of_columns(of_tiles, COLUMNS: tl.constexpr):
-    """[COLUMNS / 16] -> [COLUMNS]"""
-    return tl.reshape(tl.broadcast_to(of_tiles[:, None], (COLUMNS // 16, 16)), (COLUMNS,))
+from mxtrain.kernels.nvfp4.strip import WARPS, length_of, load_strip, repeat_16, store_columns, store_row, tile_columns
 
 
 @triton.jit
 def _store_codes(
     strip, factor, code, first_row, column, rows, columns, data_ptr, scales_ptr, t_data_ptr, t_scales_ptr,
-    BLOCKED: tl.constexpr, HARDWARE: tl.constexpr, COLUMNS: tl.constexpr,
+    FORM: tl.constexpr, HARDWARE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of a strip and of its transpose."""
+    """Store codes and scales of a strip and of its transpose."""
     byte = column // 2 + tl.arange(0, COLUMNS // 2)
     block, blocks = column // 16 + tl.arange(0, COLUMNS // 16), columns // 16
     for i in tl.static_range(16):
@@ -61,20 +46,13 @@ def _store_codes(
         length = length_of(row, rows, columns)
         first, second = tl.split(tl.reshape(strip[i] * factor, (COLUMNS // 2, 2)))
         packed = pack_nearest(first, second, HARDWARE)
-        tl.store(data_ptr + row * (columns // 2) + byte, packed, mask=byte < length // 2)
-        scale_offsets = blocked_offset(row, block, blocks) if BLOCKED else row * blocks + block
-        tl.store(scales_ptr + scale_offsets, code, mask=block < length // 16)
-    # Sixteen rows are eight bytes of a column's codes.
+        store_row(packed, code, byte, block, blocks, row, length, columns, data_ptr, scales_ptr, FORM)
     eight = tl.zeros((COLUMNS,), tl.int64)
     for j in tl.static_range(8):
         packed = pack_nearest(strip[2 * j] * factor, strip[2 * j + 1] * factor, HARDWARE)
         eight |= packed.to(tl.int64) << (8 * j)
     across = column + tl.arange(0, COLUMNS).to(tl.int64)
-    inside = across < columns
-    t_block, t_blocks = first_row // 16, (rows + 15) // 16
-    tl.store(t_data_ptr.to(tl.pointer_type(tl.int64)) + across * t_blocks + t_block, eight, mask=inside)
-    scale_offsets = blocked_offset(across, t_block, t_blocks) if BLOCKED else across * t_blocks + t_block
-    tl.store(t_scales_ptr + scale_offsets, _of_columns(code, COLUMNS), mask=inside)
+    store_columns(eight, code, across, across < columns, first_row, rows, t_data_ptr, t_scales_ptr, FORM)
 
 
 @triton.jit
@@ -82,18 +60,15 @@ def _nvfp4_weight_kernel(
     w_ptr, gain_ptr, tensor_scale_ptr, data_ptr, scales_ptr, t_data_ptr, t_scales_ptr, rows, columns,
     GAIN: tl.constexpr, FORM: tl.constexpr, HARDWARE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # Neighbouring programs take neighbouring tiles of the same rows.
-    tiles = (columns + COLUMNS - 1) // COLUMNS
-    first_row = (tl.program_id(0) // tiles).to(tl.int64) * 16
-    column = (tl.program_id(0) % tiles) * COLUMNS
+    first_row, column = tile_start(columns, 16, COLUMNS)
     strip = load_strip(w_ptr, None, gain_ptr, first_row, column, rows, columns, False, GAIN, COLUMNS)
     tensor_scale = tl.load(tensor_scale_ptr)
     inverse = inverse_of(tensor_scale)
     amax = tl.max(tl.reshape(amax_across(strip), (COLUMNS // 16, 16)), 1).to(tl.float32, bitcast=True)
     code, scale = scale_of_block(amax, inverse)
-    factor = _of_columns(multiplier(scale, inverse), COLUMNS)
+    factor = repeat_16(multiplier(scale, inverse), COLUMNS)
     if FORM == "image":
-        scale = _of_columns(scale, COLUMNS)
+        scale = repeat_16(scale, COLUMNS)
         across = column + tl.arange(0, COLUMNS)
         for i in tl.static_range(16):
             row = first_row + i
@@ -102,7 +77,7 @@ def _nvfp4_weight_kernel(
     else:
         _store_codes(
             strip, factor, code, first_row, column, rows, columns, data_ptr, scales_ptr, t_data_ptr, t_scales_ptr,
-            FORM == "blocked", HARDWARE, COLUMNS,
+            FORM, HARDWARE, COLUMNS,
         )  # fmt: skip
 
 
@@ -110,9 +85,11 @@ def _implementation(
     w: torch.Tensor, gain: torch.Tensor | None, tensor_scale: torch.Tensor, form: str
 ) -> tuple[list[torch.Tensor], Launch | None]:
     rows, columns = w.shape
-    data, scales = empty_cast(rows, columns, form, w.device)
-    t_data, t_scales = (None, None) if form == "image" else empty_cast(columns, padded(rows), form, w.device)
-    results = [t for t in (data, scales, t_data, t_scales) if t is not None]
+    data, scales = empty_cast(NVFP4_STORAGE, rows, columns, form, w.device)
+    t_data = t_scales = None
+    if form != "image":
+        t_data, t_scales = empty_column_cast(NVFP4_STORAGE, rows, columns, form, w.device)
+    results = flat(data, scales, t_data, t_scales)
     if w.numel() == 0:
         return results, None
     tile = tile_columns(columns)
@@ -131,7 +108,7 @@ _nvfp4_weight = register_op(
 
 
 class WeightCast(NamedTuple):
-    """Result of ``nvfp4_weight``: W as operand of fprop and, but for an image, its transpose as operand of dgrad."""
+    """Result of ``nvfp4_weight``: W for fprop, and its transpose for dgrad, None for an image."""
 
     data: torch.Tensor
     scales: torch.Tensor | None
@@ -142,15 +119,15 @@ class WeightCast(NamedTuple):
 def nvfp4_weight(
     w: torch.Tensor, tensor_scale: torch.Tensor, form: str = "codes", gain: torch.Tensor | None = None
 ) -> WeightCast:
-    """The NVFP4 cast of W, or of W diag(gain), in tiles of 16 x 16, to nearest.
+    """Return the NVFP4 cast of W, or of W diag(gain), in tiles of 16 x 16, rounded to nearest.
 
     Args:
         w: bf16 or fp32 [N, D], D a multiple of 16. The last tiles of rows may be incomplete.
         tensor_scale: one fp32 number on the device of w, a power of two.
         form: with N' = N rounded up to a multiple of 16: "codes": uint8 [N, D / 2] and [D, N' / 2], two elements a
             byte, and float8_e4m3fn scales [N, D / 16] and [D, N' / 16]; "blocked": the same codes, scales flat in the
-            128x4 layout, padding zero; "image": bf16 [N, D], element * block scale * tensor scale, exact. Its
-            transpose is the image of the transpose.
+            128x4 layout, padding zero; "image": bf16 [N, D], element * block scale * tensor scale, exact. The
+            transpose of this image is the image of the transpose.
         gain: bf16 or fp32 [D], multiplied in first, in fp32.
 
     Raises:
@@ -158,8 +135,7 @@ def nvfp4_weight(
     """
     require_one_of("form", form, FORMS)
     check_matrix("w", w)
-    if w.shape[1] % BLOCK:
-        raise ValueError(f"w {tuple(w.shape)}: expected a row length that is a multiple of {BLOCK}")
+    check_whole_blocks("w", w, BLOCK)
     if gain is not None:
         check_vector("gain", gain, w.shape[1], w.device)
         gain = gain.contiguous()

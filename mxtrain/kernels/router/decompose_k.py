@@ -20,20 +20,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from mxtrain.kernels.device import INTERPRETED, overlaps_launches, sm_count
+from mxtrain.kernels.integers import cdiv, next_power_of_2
+from mxtrain.kernels.launch import Launch
 from mxtrain.kernels.router.decompose_k_plan import (
     MIN_TENSOR_CORE_BLOCK,
     Plan,
     chunk_of,
     reduction_tile,
     softmax_tile,
-)
-from mxtrain.kernels.runtime import (
-    INTERPRETED,
-    Launch,
-    cdiv,
-    next_power_of_2,
-    overlaps_launches,
-    sm_count,
 )
 
 

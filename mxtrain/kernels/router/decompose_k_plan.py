@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from mxtrain.kernels.integers import cdiv, next_power_of_2
 from mxtrain.kernels.plan_table import GPU, Choice, Operation, find, gpu_of, reason
-from mxtrain.kernels.runtime import cdiv, next_power_of_2
 from mxtrain.kernels.tuned_plans import tuned, tuned_plans
 
 ROUTES = ("mm", "bmm", "triton")

@@ -1,4 +1,4 @@
-"""The arithmetic in kernels: scales against torchao's, E4M3 rounding against PyTorch's, the blocked layout."""
+"""MXFP8 arithmetic in kernels: scales against torchao's, E4M3 rounding against PyTorch's, the blocked layout."""
 
 import pytest
 import torch
@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 from kernel_checks import RECIPES, assert_is_cast, assert_same_bits, bits, draw, kernel_tests
 
-from mxtrain.kernels.mxfp8.arithmetic import blocked_offset, e4m3_codes, e4m3_image
+from mxtrain.kernels.blocks import blocked_offset
+from mxtrain.kernels.device import converts_fp8
+from mxtrain.kernels.mxfp8.arithmetic import e4m3_codes, e4m3_image
 from mxtrain.kernels.mxfp8.cast import cast
-from mxtrain.kernels.runtime import converts_fp8
 from mxtrain.reference.casts import to_blocked
 
 pytestmark = kernel_tests
@@ -16,24 +17,19 @@ pytestmark = kernel_tests
 INF, NAN = float("inf"), float("nan")
 
 
-def amax_probes() -> torch.Tensor:
-    """For every exponent, denormal numbers included, fp32 numbers around each mantissa that a scale could depend on."""
-    powers = 2 ** torch.arange(7, 23)
-    mantissas = torch.cat(
-        [
-            torch.arange(65),
-            torch.arange(0x600000 - 64, 0x600000 + 65),  # 448 = 1.75 * 2^8: where a scale is rounded up
-            torch.arange(0x800000 - 64, 0x800000),
-            powers,
-            powers - 1,
-        ]
-    )
+def amax_probes(rounding: str) -> torch.Tensor:
+    """fp32 numbers of every exponent, denormals included, around each mantissa that a scale could depend on."""
+    mantissas = torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF])
+    if rounding == "rceil":
+        # Up to 23 numbers above 2^k have an fp32 logarithm of k, here divided by 448 = 1.75 * 2^8.
+        around = torch.arange(-4, 33)
+        mantissas = torch.cat([mantissas, around[4:], 0x600000 + around, 2 ** torch.arange(7, 23)])
     exponents = torch.arange(255)
     return ((exponents[:, None] << 23) | mantissas).to(torch.int32).view(torch.float32).flatten()
 
 
 def blocks_with_maximum(amax: torch.Tensor) -> torch.Tensor:
-    """[N] -> [N, 32] with the largest magnitude given, in a place and with a sign that change from row to row."""
+    """[N] -> [N, 32] with these largest magnitudes, whose position and sign vary from row to row."""
     blocks = amax[:, None] * draw(amax.numel(), 32).clamp(-0.99, 0.99)
     row = torch.arange(amax.numel())
     blocks[row, row % 32] = torch.where(row % 3 == 0, -amax, amax)
@@ -43,8 +39,8 @@ def blocks_with_maximum(amax: torch.Tensor) -> torch.Tensor:
 @pytest.mark.torchao
 @pytest.mark.parametrize("rounding", RECIPES)
 def test_scales_and_codes_for_block_maxima_of_every_exponent(rounding):
-    amax = amax_probes()
-    # As many blocks in a row as a program of the kernel takes.
+    amax = amax_probes(rounding)
+    # Rows as wide as the kernel's tile.
     x = blocks_with_maximum(torch.cat([amax, amax[: -amax.numel() % 4]])).view(-1, 128)
     (result,) = cast(x, RECIPES[rounding])
     assert_is_cast(result, x, rounding, "codes")
@@ -52,9 +48,8 @@ def test_scales_and_codes_for_block_maxima_of_every_exponent(rounding):
 
 @pytest.mark.torchao
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("form", ["codes", "image"])
 @pytest.mark.parametrize("rounding", RECIPES)
-def test_zero_infinite_and_nan_blocks(rounding, form, dim):
+def test_zero_infinite_and_nan_blocks(rounding, dim):
     others = draw(8, 32)
     others[1] *= 2.0**-130
     others[2] *= 2.0**100
@@ -63,12 +58,13 @@ def test_zero_infinite_and_nan_blocks(rounding, form, dim):
         x = others.clone()
         x[:, 17] = special
         x = x if dim == 1 else x.t().contiguous()
-        (result,) = cast(x, RECIPES[rounding], (dim,), form)
-        assert_is_cast(result, x, rounding, form, dim)
+        for form in ("codes", "image"):
+            (result,) = cast(x, RECIPES[rounding], (dim,), form)
+            assert_is_cast(result, x, rounding, form, dim)
 
 
 def e4m3_probes() -> torch.Tensor:
-    """All E4M3 values, the midpoints between them and what lies beyond, with both fp32 neighbours, of both signs."""
+    """All E4M3 values, their midpoints and numbers beyond, each with both fp32 neighbours, of both signs."""
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     assert values[-1] == 448 and (values.diff() > 0).all()
     beyond = torch.tensor([464.0, 480.0, 512.0, 1e10, 3.4028234663852886e38, 2.0**-10, 2.0**-11, 2.0**-126, 2.0**-149])
@@ -79,7 +75,7 @@ def e4m3_probes() -> torch.Tensor:
 
 
 def e4m3(y: torch.Tensor) -> torch.Tensor:
-    """PyTorch's own cast. Up to 2.11 it does not saturate."""
+    """PyTorch's own cast, which up to 2.11 does not saturate."""
     return y.cpu().clamp(-448, 448).to(torch.float8_e4m3fn).to(y.device)
 
 
@@ -93,7 +89,7 @@ def _rounding_kernel(y_ptr, scale_ptr, codes_ptr, image_ptr, N: tl.constexpr, HA
 
 def rounded_by_kernel(y: torch.Tensor, scale: torch.Tensor, hardware: bool) -> tuple[torch.Tensor, torch.Tensor]:
     if hardware and not converts_fp8(y):
-        pytest.skip("needs a GPU that converts to E4M3 by itself (compute capability 8.9 and up)")
+        pytest.skip("needs a GPU with an E4M3 conversion (compute capability 8.9 and up)")
     size = triton.next_power_of_2(y.numel())
     padded, scales = torch.zeros(size), torch.ones(size)
     padded[: y.numel()], scales[: y.numel()] = y, scale
@@ -121,7 +117,7 @@ def test_nan_rounds_to_nan(hardware):
 
 @pytest.mark.parametrize("rounding", RECIPES)
 def test_codes_of_a_cast_are_rounded_in_the_same_way(rounding):
-    """With a block maximum of 448 the scale is one: codes are those of the elements themselves."""
+    """With a block maximum of 448 the scale is one, so codes are the elements rounded to E4M3."""
     probes = e4m3_probes()
     probes = probes[probes.abs() < 448]
     x = torch.nn.functional.pad(probes, (0, -probes.numel() % 31)).view(-1, 31)

@@ -19,9 +19,9 @@ from rms_norm_checks import (
 )
 
 import mxtrain.kernels.norm.rms_norm_backward
+from mxtrain.kernels.device import INTERPRETED
 from mxtrain.kernels.norm.rms_norm_backward import rms_norm_backward, rms_norm_backward_by_plan
 from mxtrain.kernels.norm.rms_norm_plan import DTYPES, Plan, choose_backward
-from mxtrain.kernels.runtime import INTERPRETED
 
 pytestmark = kernel_tests
 

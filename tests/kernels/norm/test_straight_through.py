@@ -1,13 +1,22 @@
 """The straight-through norm backward against the reference in fp64, element by element."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import DTYPES, assert_same_bits, check_norm_backward, draw, kernel_tests
+from kernel_checks import (
+    DTYPES,
+    assert_same_bits,
+    assert_same_results,
+    check_norm_backward,
+    draw,
+    gpu_only,
+    kernel_tests,
+)
 
 from mxtrain.kernels.norm.straight_through import norm_backward
-from mxtrain.kernels.runtime import INTERPRETED
 
 pytestmark = kernel_tests
 
@@ -16,7 +25,7 @@ LOOPED = 20480
 
 
 def inputs(rows, columns, g_dtype=torch.float32, x_dtype=torch.float32, residual_dtype=None, seed=0):
-    """(g, x, rho, residual); g has a part along xhat, else the projection hardly shows."""
+    """(g, x, rho, residual). g has a component along xhat; otherwise the projection hardly shows."""
     x = draw(rows, columns, seed=seed, dtype=x_dtype) * 2.0 ** (torch.arange(rows) % 7 - 3)[:, None].to(x_dtype)
     rho = 1 / (x.float().square().mean(1) + 1e-5).sqrt() * (1 + 0.1 * draw(rows, seed=seed + 1))
     g = (draw(rows, columns, seed=seed + 2) + 0.7 * x.float() * rho[:, None]).to(g_dtype)
@@ -24,22 +33,16 @@ def inputs(rows, columns, g_dtype=torch.float32, x_dtype=torch.float32, residual
     return g, x, rho, residual
 
 
-@pytest.mark.parametrize("residual_dtype", [None, *DTYPES])
-@pytest.mark.parametrize("x_dtype", DTYPES)
-@pytest.mark.parametrize("g_dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(37, 96), (2, LOOPED)], ids=str)
-def test_every_dtype(shape, g_dtype, x_dtype, residual_dtype):
-    check_norm_backward(*inputs(*shape, g_dtype, x_dtype, residual_dtype))
+def test_every_dtype(shape):
+    for dtypes in itertools.product(DTYPES, DTYPES, [None, *DTYPES]):
+        check_norm_backward(*inputs(*shape, *dtypes))
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(1, 1), (5, 7), (1, 32), (130, 64), (70, 100), (17, 160), (9, 768), (3, 2049), (1, 16384), (1, 16400), (2, 65536)],
-    ids=str,
-)
-def test_every_shape(shape):
-    check_norm_backward(*inputs(*shape))
-    check_norm_backward(*inputs(*shape, torch.bfloat16, torch.bfloat16, torch.bfloat16))
+def test_every_shape():
+    """One element, several programs, the longest row held in registers, and rows read twice."""
+    for shape in ((1, 1), (5, 7), (130, 64), (70, 100), (3, 2049), (1, 16384), (1, 16400), (2, 65536)):
+        check_norm_backward(*inputs(*shape))
 
 
 def test_it_is_the_gradient_of_rms_norm():
@@ -54,7 +57,7 @@ def test_it_is_the_gradient_of_rms_norm():
 @pytest.mark.parametrize("columns", [96, LOOPED])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["g", "x", "rho"])
-def test_what_is_not_finite_stays_in_its_row(where, bad, columns):
+def test_nan_and_infinity_stay_in_their_row(where, bad, columns):
     g, x, rho, _ = inputs(5, columns)
     clean = norm_backward(g, x, rho)
     {"g": g[2], "x": x[2], "rho": rho[2:]}[where][0] = bad
@@ -73,7 +76,7 @@ def test_a_zero_row_and_rows_that_rho_makes_zero():
     assert torch.equal(norm_backward(g, x, rho, residual)[1], residual[1])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 40), st.integers(1, 700)),
     seed=st.integers(0, 2**31),
@@ -83,7 +86,8 @@ def test_any_shape(shape, seed, dtypes):
     check_norm_backward(*inputs(*shape, *dtypes, seed=seed))
 
 
-@pytest.mark.parametrize("shape", [(64 if INTERPRETED else 8192, 768), (2 if INTERPRETED else 512, LOOPED)], ids=str)
+@gpu_only
+@pytest.mark.parametrize("shape", [(8192, 768), (512, LOOPED)], ids=str)
 def test_the_same_bits_every_time(shape):
     arguments = inputs(*shape, torch.bfloat16, torch.bfloat16)
     first = norm_backward(*arguments)
@@ -91,20 +95,21 @@ def test_the_same_bits_every_time(shape):
         assert_same_bits(norm_backward(*arguments), first)
 
 
-@pytest.mark.parametrize("residual_dtype", [None, torch.float32])
-def test_compiles_without_a_graph_break(residual_dtype, compile_backend):
+def test_compiles_without_a_graph_break(compile_backend):
+    """One graph with and without a residual."""
+
     def run(g, x, rho, residual):
-        return norm_backward(g + g, x, rho, residual) * 2
+        return norm_backward(g + g, x, rho, residual) * 2, norm_backward(g + g, x, rho)
 
     compiled = torch.compile(run, backend=compile_backend, fullgraph=True)
-    for rows in (5, 9, 33):  # from the second on the row count is symbolic
-        arguments = inputs(rows, 96, residual_dtype=residual_dtype)
-        assert_same_bits(compiled(*arguments), run(*arguments))
+    for rows in (5, 9, 33):  # the row count is symbolic from the second call on
+        arguments = inputs(rows, 96, residual_dtype=torch.float32)
+        assert_same_results(compiled(*arguments), run(*arguments))
 
 
 @pytest.mark.parametrize("residual_dtype", [None, torch.float32])
-def test_custom_op_keeps_its_word(residual_dtype):
-    """Schema (no input is changed or returned) and fake (shape, dtype, strides)."""
+def test_op_matches_its_schema_and_fake(residual_dtype):
+    """No input is changed or returned; shapes, dtypes and strides are as the fake says."""
     arguments = inputs(5, 96, torch.bfloat16, residual_dtype=residual_dtype)
     torch.library.opcheck(
         torch.ops.mxtrain.norm_backward.default, arguments, test_utils=("test_schema", "test_faketensor")

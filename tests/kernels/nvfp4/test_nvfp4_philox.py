@@ -1,4 +1,4 @@
-"""Triton's own Philox gives kernels the bits that the reference gives."""
+"""Triton's Philox returns the bits of the reference."""
 
 import torch
 import triton
@@ -34,10 +34,10 @@ def test_words_of_an_offset():
 def _rounding_words_kernel(
     out_ptr, step_ptr, rows, columns, key, rank, microbatch, ROWS: tl.constexpr, FOURS: tl.constexpr
 ):
-    """A tile of [ROWS, 4 * FOURS] elements, by the addressing rule of ``rounding_words``."""
+    """Fill a tile of [ROWS, 4 * FOURS] elements, addressed as in ``rounding_words``."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     four = tl.program_id(1) * FOURS + tl.arange(0, FOURS)[None, :]
-    # In 64 bits first: the index of an element overflows 32.
+    # The index of an element overflows 32 bits.
     c0 = (row.to(tl.int64) * (columns // 4) + four).to(tl.uint32)
     step = tl.load(step_ptr)
     words = tl.philox(key, c0, microbatch.to(tl.uint32), step.to(tl.uint32), rank.to(tl.uint32))

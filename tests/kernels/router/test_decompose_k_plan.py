@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mxtrain.kernels.integers import cdiv
 from mxtrain.kernels.plan_table import GPU, H200
 from mxtrain.kernels.router.decompose_k_plan import (
     ALONG_K,
@@ -27,7 +28,6 @@ from mxtrain.kernels.router.decompose_k_plan import (
     tensor_core_rule,
     untuned,
 )
-from mxtrain.kernels.runtime import cdiv
 from mxtrain.kernels.tuned_plans import Entry, save
 
 CPU = torch.device("cpu")

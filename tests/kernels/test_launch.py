@@ -1,4 +1,4 @@
-"""What kernels share: launches compiled in the background, before they are due; sizes; what a GPU can do."""
+"""Launches, their compilation in the background, integer arithmetic, and device facts."""
 
 import contextlib
 from types import SimpleNamespace
@@ -9,15 +9,15 @@ import triton
 from kernel_checks import RECIPES, draw, gpu_only
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mxtrain.kernels import runtime
+from mxtrain.kernels import device, integers, launch
+from mxtrain.kernels.launch import Launch
 from mxtrain.kernels.mxfp8.cast import _cast_kernel, cast
-from mxtrain.kernels.runtime import Launch
 
 CUDA = torch.device("cuda", 0)
 
 
 class Kernel:
-    """Notes what it is compiled for."""
+    """Records the arguments it is compiled for."""
 
     def __init__(self, error: Exception | None = None):
         self.compiled, self.error = [], error
@@ -30,22 +30,22 @@ class Kernel:
 
 
 @pytest.fixture
-def gpu_in_name(monkeypatch):
-    """A machine that says it has a GPU: nothing is launched, and the stand-in for a kernel compiles nothing."""
+def pretended_gpu(monkeypatch):
+    """Make torch report a GPU. Tests launch nothing there, and the stand-in for a kernel compiles nothing."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(runtime, "compiled_ahead", set())
-    monkeypatch.setattr(runtime, "_compiling", {})
+    monkeypatch.setattr(launch, "compiled_ahead", set())
+    monkeypatch.setattr(launch, "_compiling", {})
 
 
 def compile_ahead(kernel, *args, device=CUDA, **constants):
     Launch(kernel, (1,), args, constants).compile_ahead(device)
-    for future in runtime._compiling.values():
+    for future in launch._compiling.values():
         future.result()
 
 
-@pytest.mark.usefixtures("gpu_in_name")
-def test_a_launch_is_compiled_once_for_what_triton_tells_apart():
+@pytest.mark.usefixtures("pretended_gpu")
+def test_a_launch_is_compiled_once_per_specialization():
     kernel, x = Kernel(), torch.empty(4)
     compile_ahead(kernel, x, None, 160, WARPS=4)
     assert kernel.compiled == [((torch.float32, None, 160), {"WARPS": 4, "enable_fp_fusion": True})]
@@ -63,63 +63,63 @@ def test_a_launch_is_compiled_once_for_what_triton_tells_apart():
         assert len(kernel.compiled) == count
 
 
-@pytest.mark.usefixtures("gpu_in_name")
+@pytest.mark.usefixtures("pretended_gpu")
 def test_nothing_is_compiled_ahead_for_a_cpu():
     kernel = Kernel()
     compile_ahead(kernel, torch.empty(4), device=torch.device("cpu"))
     assert not kernel.compiled
 
 
-@pytest.mark.usefixtures("gpu_in_name")
-def test_a_launch_waits_for_what_is_being_compiled_and_does_not_hide_why_it_failed():
-    """What fails in the background fails again, and is told, where the kernel is launched."""
+@pytest.mark.usefixtures("pretended_gpu")
+def test_a_launch_waits_for_compilation_and_raises_its_error():
+    """An error in the background is raised again where the kernel is launched."""
 
     class Failing(Kernel):
         def __getitem__(self, grid):
             return self.warmup
 
     kernel = Failing(RuntimeError("out of shared memory"))
-    launch = Launch(kernel, (1,), (torch.empty(4),), {})
-    launch.compile_ahead(CUDA)
+    Launch(kernel, (1,), (torch.empty(4),), {}).compile_ahead(CUDA)
     with pytest.raises(RuntimeError, match="out of shared memory"):
         Launch(kernel, (1,), (torch.empty(4),), {"grid": (1,)}).run(torch.device("cpu"))
-    assert not runtime._compiling
+    assert not launch._compiling
 
 
-def test_a_kernel_says_whether_a_product_and_a_sum_are_one_instruction():
+def test_floating_point_fusion_is_on_unless_a_launch_turns_it_off():
     assert Launch(None, (1,), (), {"BLOCK": 32}).keywords == {"BLOCK": 32, "enable_fp_fusion": True}
     assert Launch(None, (1,), (), {"enable_fp_fusion": False}).keywords == {"enable_fp_fusion": False}
 
 
 @gpu_only
 @pytest.mark.usefixtures("device")
-def test_what_was_compiled_ahead_is_what_is_launched():
+def test_the_kernel_compiled_ahead_is_the_kernel_launched():
     x, kernels = draw(96, 224), _cast_kernel.device_caches[torch.cuda.current_device()][0]
-    # Factors of different dtypes, so that no other test has compiled the kernel for them.
+    # No other test compiles the kernel for these dtypes of the factors.
     factors = dict(row_factor=draw(96, dtype=torch.bfloat16), column_factor=draw(224))
     mode = FakeTensorMode()
     with mode:
         cast(mode.from_tensor(x), RECIPES["floor"], **{k: mode.from_tensor(v) for k, v in factors.items()})
-    for future in runtime._compiling.values():
+    for future in launch._compiling.values():
         future.result()
     count = len(kernels)
     cast(x, RECIPES["floor"], **factors)
     assert len(kernels) == count > 0
 
 
-def test_whole_numbers_as_triton_has_them():
+def test_integer_arithmetic_agrees_with_tritons():
     for n in (*range(1, 70), 2**31 - 1, 2**31, 2**31 + 1):
-        assert runtime.next_power_of_2(n) == triton.next_power_of_2(n)
+        assert integers.next_power_of_2(n) == triton.next_power_of_2(n)
         for divisor in (1, 3, 64):
-            assert runtime.cdiv(n, divisor) == triton.cdiv(n, divisor)
-    assert runtime.cdiv(0, 3) == 0
+            assert integers.cdiv(n, divisor) == triton.cdiv(n, divisor)
+            assert integers.round_up(n, divisor) == triton.cdiv(n, divisor) * divisor
+    assert integers.cdiv(0, 3) == integers.round_up(0, 3) == 0
 
 
 def test_which_gpus_overlap_launches(monkeypatch):
-    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    monkeypatch.setattr(device, "INTERPRETED", False)
     with FakeTensorMode():
         x = torch.empty(1, device="cuda:0")
     for capability, overlap in {(8, 0): False, (8, 9): False, (9, 0): True, (10, 0): True}.items():
-        monkeypatch.setattr(runtime, "_capability", lambda index, capability=capability: capability)
-        assert runtime.overlaps_launches(x) == overlap
-    assert not runtime.overlaps_launches(torch.empty(1))
+        monkeypatch.setattr(device, "_capability", lambda index, capability=capability: capability)
+        assert device.overlaps_launches(x) == overlap
+    assert not device.overlaps_launches(torch.empty(1))

@@ -1,0 +1,76 @@
+"""The tensors that a cast fills: codes and scales, or the image that they stand for.
+
+A cast kernel writes one of three forms. "codes": codes and row-major scales. "blocked": the same codes, scales flat in
+the 128x4 layout that the tensor cores read. "image": the bf16 values that codes and scales stand for.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from mxtrain.kernels.integers import round_up
+from mxtrain.recipes.formats import MXFP8, NVFP4
+
+FORMS = ("codes", "blocked", "image")
+
+
+class Storage(NamedTuple):
+    """How codes and scales of a format are stored."""
+
+    block_size: int
+    codes: torch.dtype
+    elements_per_code: int
+    scales: torch.dtype
+
+
+MXFP8_STORAGE = Storage(MXFP8.block_size, torch.float8_e4m3fn, 1, torch.float8_e8m0fnu)
+# Two 4-bit codes share a byte.
+NVFP4_STORAGE = Storage(NVFP4.block_size, torch.uint8, 2, torch.float8_e4m3fn)
+
+
+class Cast(NamedTuple):
+    """Result of one cast: codes and scales, or an image and None."""
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
+
+
+def empty_cast(storage: Storage, rows: int, columns: int, form: str, device: torch.device) -> Cast:
+    """Allocate the result of a cast of [rows, columns] along its rows."""
+    if form == "image":
+        return Cast(torch.empty(rows, columns, dtype=torch.bfloat16, device=device), None)
+    codes = torch.empty(rows, columns // storage.elements_per_code, dtype=storage.codes, device=device)
+    blocks = columns // storage.block_size
+    shape, allocate = (rows, blocks), torch.empty
+    if form == "blocked":
+        shape = (round_up(rows, 128) * round_up(blocks, 4),)
+        # The tensor cores read the padding of the blocked layout, so it must not hold NaN.
+        allocate = torch.zeros if shape[0] != rows * blocks else torch.empty
+    return Cast(codes, allocate(shape, dtype=torch.uint8, device=device).view(storage.scales))
+
+
+def empty_column_cast(storage: Storage, rows: int, columns: int, form: str, device: torch.device) -> Cast:
+    """Allocate the result of a cast of [rows, columns] along its columns.
+
+    Codes are transposed, [columns, rows], and padded to whole blocks. An image is neither.
+    """
+    if form == "image":
+        return empty_cast(storage, rows, columns, form, device)
+    return empty_cast(storage, columns, round_up(rows, storage.block_size), form, device)
+
+
+def flat(*results: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return the tensors among ``results``, as an op returns them."""
+    return [result for result in results if result is not None]
+
+
+def casts_of(results: list[torch.Tensor], form: str) -> list[Cast]:
+    """Name the tensors that an op returned for one or more casts."""
+    if form == "image":
+        return [Cast(data, None) for data in results]
+    return [Cast(*pair) for pair in zip(results[::2], results[1::2])]
+
+
+def as_bytes(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Return codes or scales as the bytes that kernels store, and any other tensor unchanged."""
+    return x.view(torch.uint8) if x is not None and x.element_size() == 1 else x

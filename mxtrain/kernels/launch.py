@@ -1,0 +1,106 @@
+"""How a kernel is launched, compiled in the background, and registered as a PyTorch op."""
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
+
+import torch
+
+from mxtrain.kernels.device import INTERPRETED
+
+_LIBRARY = torch.library.Library("mxtrain", "DEF")
+_COMPILER = ThreadPoolExecutor(8, thread_name_prefix="mxtrain-compile")
+_compiling: dict[tuple, Future] = {}
+compiled_ahead: set[tuple] = set()
+
+
+class Launch(NamedTuple):
+    """One kernel launch: positional arguments are tensors, None or numbers, keywords are compile-time constants."""
+
+    kernel: Callable
+    grid: tuple[int, ...]
+    args: tuple
+    constants: dict
+
+    @property
+    def keywords(self) -> dict:
+        """The launch's constants, with floating-point fusion on unless they say otherwise.
+
+        The default is stated because Triton's own changes: on up to 3.9, which warns about it, and off from 3.10.
+        """
+        return {"enable_fp_fusion": True, **self.constants}
+
+    def run(self, device: torch.device) -> None:
+        """Launch on the current stream of ``device``, after background compilation has finished."""
+        if _compiling:
+            wait(list(_compiling.values()))
+            _compiling.clear()
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            self.kernel[self.grid](*self.args, **self.keywords)
+
+    def compile_ahead(self, device: torch.device) -> None:
+        """Start compiling the kernel for these arguments in the background, once per set of argument properties.
+
+        ``torch.compile`` asks an op for the shapes of its results while it traces. Compilation starts there, so the
+        kernels of a graph compile side by side while tracing and code generation go on.
+        """
+        dynamic = any(isinstance(a, torch.SymInt) for a in self.args)
+        if dynamic or device.type != "cuda" or not torch.cuda.is_available():
+            return
+        args = tuple(a.dtype if isinstance(a, torch.Tensor) else a for a in self.args)
+        # Triton compiles anew for integers that are 1 and for multiples of 16, and not for other values.
+        kinds = tuple(
+            (a == 1, a % 16 == 0) if isinstance(a, int) else type(a) if isinstance(a, float) else a for a in args
+        )
+        key = (self.kernel, device.index, kinds, *self.constants.items())
+        if key not in compiled_ahead:
+            compiled_ahead.add(key)
+            _compiling[key] = _COMPILER.submit(_compile, self.kernel, args, self.keywords, device)
+
+
+def _compile(kernel, args, keywords, device):
+    with torch.cuda.device(device):
+        # Reading ``run`` also loads the kernel onto the GPU.
+        return kernel.warmup(*args, grid=(1,), **keywords).run
+
+
+def _as_tuple(launches: Launch | tuple[Launch, ...] | None) -> tuple[Launch, ...]:
+    # A Launch is a tuple itself.
+    return (launches,) if isinstance(launches, Launch) else launches or ()
+
+
+def register_op(
+    schema: str, implementation: Callable[..., tuple[list[torch.Tensor], Launch | tuple[Launch, ...] | None]]
+):
+    """Register the op ``torch.ops.mxtrain.NAME`` and return it.
+
+    ``torch.library.custom_op`` would do the same, but its Python checks take longer than most launches: custom_op costs
+    90 microseconds a call. The op has no gradient: the autograd functions in ``mxtrain.nn`` call ops forward and
+    backward.
+
+    Args:
+        schema: the op's name, arguments and results.
+        implementation: allocates the results, and returns them with the launches that fill them, in order. None means
+            that nothing needs filling. Tracing calls it with fake tensors and compiles the launches ahead.
+    """
+    name = schema.partition("(")[0]
+
+    def run(*args):
+        results, launches = implementation(*args)
+        for launch in _as_tuple(launches):
+            launch.run(args[0].device)
+        return results
+
+    def fake(*args):
+        results, launches = implementation(*args)
+        for launch in _as_tuple(launches):
+            launch.compile_ahead(args[0].device)
+        return results
+
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, run, "CUDA")
+    if INTERPRETED:
+        _LIBRARY.impl(name, run, "CPU")
+    torch.library.register_fake(f"mxtrain::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.mxtrain, name).default

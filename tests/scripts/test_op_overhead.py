@@ -1,0 +1,27 @@
+"""The benchmark of op overhead runs without a GPU and gets right results from every way it can run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "op_overhead.py"
+
+
+@pytest.mark.sweep
+def test_it_checks_results_without_a_gpu(tmp_path):
+    pytest.importorskip("triton")
+    path = tmp_path / "overhead.json"
+    run = subprocess.run(
+        [sys.executable, SCRIPT, "--json", path, "--calls", "2", "--rounds", "1"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    checks = {row["what"]: row["check"] for row in json.loads(path.read_text())["rows"]}
+    assert checks.pop("bare launch") == checks.pop("register_op") == "ok"
+    assert len(checks) == 3 and all(check == "ok" or check.startswith("skipped") for check in checks.values())
