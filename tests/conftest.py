@@ -25,3 +25,15 @@ def compile_backend(device):
     """Inductor on a GPU; on a CPU, where Inductor is not used for training, the same graphs without its code."""
     torch._dynamo.reset()
     return "inductor" if device == "cuda" else "aot_eager"
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    """An empty folder for mxtrain's cache, and no tuned plans in memory."""
+    from mxtrain.kernels.tuned_plans import tuned_plans
+
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("MXTRAIN_CACHE", str(folder))
+    tuned_plans.cache_clear()
+    yield folder
+    tuned_plans.cache_clear()

@@ -3,7 +3,6 @@
 import os
 import platform
 import shutil
-from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
@@ -97,14 +96,14 @@ def advise(pre_round: float, exact: float) -> str:
 
 
 def explain_norm(rows: int, columns: int, dtype: str = "bfloat16", tune: bool = False) -> str:
-    """How the kernels of ``mxtrain.rms_norm`` walk a matrix [rows, columns] here, and why, as text.
+    """Describe how the kernels of ``mxtrain.rms_norm`` walk a matrix [rows, columns] on this machine, and why.
 
     Args:
         dtype: of the matrix: bfloat16, float16 or float32.
-        tune: time other ways first, and keep the fastest for this and later processes.
+        tune: time other plans first, and keep the fastest for this and later processes.
 
     Raises:
-        ConfigError: for a shape or dtype that the kernels do not take, without Triton, or for ``tune`` without a GPU.
+        ConfigError: for an unsupported shape or dtype, without Triton, or for ``tune`` without a GPU.
     """
     _check_kernels("--explain-norm", dtype)
     from mxtrain.kernels.norm import rms_norm_plan, rms_norm_tuning
@@ -118,21 +117,21 @@ def explain_norm(rows: int, columns: int, dtype: str = "bfloat16", tune: bool = 
     if tune:
         rms_norm_tuning.tune_forward(*shape)
         rms_norm_tuning.tune_backward(*shape, has_weight=True)
-    device, where = _where(rms_norm_plan.sm_count)
+    device, where = _where()
     choices = {
         "forward": rms_norm_plan.choose_forward(*shape, device),
         "backward": rms_norm_plan.choose_backward(*shape, True, device),
     }
-    texts = [f"{name}\n{_table(_choice_rows(choice))}" for name, choice in choices.items()]
+    texts = [f"{name}\n{_table(_norm_rows(choice))}" for name, choice in choices.items()]
     return "\n\n".join([f"RMSNorm of {rows} x {columns}, {dtype}, on {where}", *texts])
 
 
-def _choice_rows(choice) -> list[tuple[str, str]]:
+def _norm_rows(choice) -> list[tuple[str, str]]:
     plan = choice.plan
-    persistent = "persistent: rows are held whole and read once"
+    persistent = "persistent: registers hold whole rows, which are read once"
     return [
         ("variant", persistent if plan.persistent else "looped: rows are read twice, a chunk of columns at a time"),
-        ("rows of a tile", str(plan.rows)),
+        ("rows per tile", str(plan.rows)),
         ("columns at once", str(plan.columns)),
         ("warps", str(plan.warps)),
         ("stages", str(plan.stages)),
@@ -143,35 +142,33 @@ def _choice_rows(choice) -> list[tuple[str, str]]:
 
 
 def explain_router(tokens: int, experts: int, hidden: int, dtype: str = "bfloat16", tune: bool = False) -> str:
-    """By which routes a gate multiplies here, forward and for the gradient of its weight, and why, as text.
+    """Describe by which routes a gate multiplies on this machine, forward and for its weight's gradient, and why.
 
     Args:
         dtype: of tokens and weight: bfloat16, float16 or float32.
         tune: time the other routes and splits first, and keep the fastest for this and later processes.
 
     Raises:
-        ConfigError: for a size or dtype that there is none of, without Triton, or for ``tune`` without a GPU.
+        ConfigError: for an unsupported size or dtype, without Triton, or for ``tune`` without a GPU.
     """
     _check_kernels("--explain-router", dtype)
     if min(tokens, experts, hidden) < 1:
         raise ConfigError(f"--explain-router {tokens} {experts} {hidden}: expected sizes of at least 1")
     _check_tuning(tune)
-    from mxtrain.kernels.device import sm_count
     from mxtrain.kernels.router import decompose_k_plan
-    from mxtrain.ops import decompose_k as matmul
+    from mxtrain.ops import decompose_k_tuning
 
     wide, torch_dtype = torch.float32, getattr(torch, dtype)
-    # Part -> sizes M, N, K of its product, dtype of the result, whether operands lie along K.
+    # Part -> M, N and K of its product, dtype of the result, whether operands lie along K.
     products = {
         "forward": ((tokens, experts, hidden), wide, True),
         "gradient of the weight": ((experts, hidden, tokens), torch_dtype, False),
     }
-    device, where = _where(sm_count)
+    device, where = _where()
     texts = []
     for name, (sizes, out_dtype, along_k) in products.items():
         if tune:
-            run = lambda a, b, plan, out_dtype=out_dtype: matmul.by_plan(a, b, None, None, out_dtype, plan)  # noqa: E731
-            decompose_k_plan.tune(*sizes, torch_dtype, run, along_k)
+            decompose_k_tuning.tune(*sizes, torch_dtype, along_k, out_dtype)
         choice = decompose_k_plan.choose(*sizes, torch_dtype, device, along_k)
         texts.append(f"{name}, [{sizes[0]}, {sizes[2]}] x [{sizes[2]}, {sizes[1]}]\n{_table(_route_rows(choice))}")
     return "\n\n".join([f"router of {tokens} tokens of {hidden} to {experts} experts, {dtype}, on {where}", *texts])
@@ -202,8 +199,10 @@ def _check_tuning(tune: bool) -> None:
         raise ConfigError("--tune times kernels on a GPU, and PyTorch sees none here")
 
 
-def _where(sm_count: Callable[[torch.device], int]) -> tuple[torch.device, str]:
-    """The device that is explained, and its name in words."""
+def _where() -> tuple[torch.device, str]:
+    """The device to explain, and its name in words."""
+    from mxtrain.kernels.device import sm_count
+
     device = torch.device(default_device_type())
     gpu = f"here: {torch.cuda.get_device_name()}" if device.type == "cuda" else "no GPU here"
     return device, f"{sm_count(device)} SMs ({gpu})"

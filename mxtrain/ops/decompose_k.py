@@ -1,7 +1,7 @@
-"""A matrix product with a small result and a long reduction, by whichever of three routes is the fastest for its shape.
+"""A matrix product with a small result and a long reduction, by the fastest of three routes for its shape.
 
-The route is chosen when the op runs: a compiled graph holds one op, whatever the number of rows, and is never compiled
-again because tokens became more or fewer.
+The route is chosen when the op runs: a compiled graph holds one op and is not compiled again when the number of tokens
+changes.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def check_operands(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, epilogue: str | None, out_dtype: torch.dtype | None
 ) -> None:
-    """Raise ValueError unless the arguments are those of ``mxtrain.decompose_k_mm``."""
+    """Raise ValueError unless ``mxtrain.decompose_k_mm`` supports these arguments."""
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} do not go together: expected [M, K] and [K, N]")
     if a.dtype not in DTYPES or b.dtype != a.dtype:
@@ -48,10 +48,10 @@ def _run(
 ) -> torch.Tensor:
     device_type = a.device.type
     if torch.is_autocast_enabled(device_type):
-        # It would cast the fp32 operands that a CPU computes with back down.
+        # Autocast would cast the CPU's fp32 operands back down.
         with torch.autocast(device_type, enabled=False):
             return _run(a, b, bias, epilogue, out_dtype)
-    # The kernels are the same in the modes native and emulated; float64 is for gradcheck and oracles.
+    # Modes native and emulated use the same kernels. float64 is for gradcheck and oracles.
     (rows, depth), columns = a.shape, b.shape[1]
     has_kernels = a.dtype != torch.float64 and runs_kernels("emulated", device_type)
     if not has_kernels or 0 in (rows, columns, depth):
@@ -69,7 +69,7 @@ def by_plan(
     out_dtype: torch.dtype,
     plan: "decompose_k_plan.Plan",
 ) -> torch.Tensor:
-    """epilogue(a b + bias) by the route of ``plan``; arguments as of ``mxtrain.decompose_k_mm``, none of them empty."""
+    """epilogue(a b + bias) by the route of ``plan``, for checked arguments that are not empty."""
     if plan.route == "triton":
         return kernel.decompose_k(a, b, bias, epilogue, out_dtype, plan)
     if plan.route == "bmm":
@@ -77,7 +77,7 @@ def by_plan(
     elif bias is None and epilogue in (None, "relu") and out_dtype == a.dtype:
         with _full_precision(a):
             product = torch.mm(a, b)
-        # Of a rounded product it is the rounded one of the product.
+        # Rounding keeps the sign, so relu may come after it.
         return product if epilogue is None else product.relu_()
     else:
         product = _wide(torch.mm, a, b)
@@ -85,7 +85,7 @@ def by_plan(
 
 
 def _bmm(a: torch.Tensor, b: torch.Tensor, splits: int) -> torch.Tensor:
-    """fp32 a b, as the sum of ``splits`` products over a part of K each, and of what of K they leave."""
+    """fp32 a b as the sum of ``splits`` products over equal parts of K, plus the product of the remainder."""
     chunk = a.shape[1] // splits
     whole = chunk * splits
     a_chunks = a[:, :whole].unflatten(1, (splits, chunk)).transpose(0, 1)
@@ -94,28 +94,28 @@ def _bmm(a: torch.Tensor, b: torch.Tensor, splits: int) -> torch.Tensor:
 
 
 def _wide(matmul, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The fp32 product of matrices, or of batches of them, of any dtype."""
+    """The fp32 product of matrices, or of batches of matrices, of any dtype."""
     if a.is_cuda and a.dtype != torch.float32:
         return matmul(a, b, out_dtype=torch.float32)
     with _full_precision(a):
         return matmul(a.float(), b.float())
 
 
-# {dtype: (setting of cuBLAS, what it must not be, what it must be instead)}: fp32 is not multiplied in TF32, and parts
-# of a product that cuBLAS splits by itself are not added up in the dtype of narrow operands.
+# {dtype: (cuBLAS setting, forbidden value, value to use instead)}: no TF32 for fp32 operands, and fp32 sums where
+# cuBLAS itself splits a product of narrow operands.
 _PRECISION = {
     torch.float32: ("fp32_precision", "tf32", "ieee"),
     torch.bfloat16: ("allow_bf16_reduced_precision_reduction", True, False),
     torch.float16: ("allow_fp16_reduced_precision_reduction", True, False),
 }
-_AS_IT_IS = contextlib.nullcontext()
+_UNCHANGED = contextlib.nullcontext()
 
 
 def _full_precision(a: torch.Tensor) -> contextlib.AbstractContextManager:
-    """In it products of tensors like ``a`` have fp32 arithmetic throughout, whatever PyTorch is set to."""
+    """A context in which products of tensors like ``a`` use fp32 arithmetic, whatever PyTorch is set to."""
     name, unwanted, wanted = _PRECISION.get(a.dtype, ("", None, None))
     if not a.is_cuda or not name or getattr(torch.backends.cuda.matmul, name) != unwanted:
-        return _AS_IT_IS
+        return _UNCHANGED
     return _set(name, wanted)
 
 
@@ -134,8 +134,8 @@ def _fake(a, b, bias, epilogue, out_dtype):
     return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
 
 
-# Not by torch.library.custom_op, whose checks cost more than the product takes; and a fragment, since the kernels'
-# library is not there without Triton.
+# Not torch.library.custom_op, whose checks take longer than the product. A fragment, because the kernels' library does
+# not exist without Triton.
 _LIBRARY = torch.library.Library("mxtrain", "FRAGMENT")
 _LIBRARY.define(
     "decompose_k_mm(Tensor a, Tensor b, Tensor? bias, str? epilogue, ScalarType out_dtype) -> Tensor",

@@ -62,7 +62,7 @@ def against_all(entries: list[Entry]) -> list[Entry]:
 
 
 def our_entries(name: str, run: Callable, reads: tuple, check: Callable, choose: Callable, tune: Callable | None):
-    """Ours with the plan by the heuristic and, if it is to be tuned, with the fastest."""
+    """Ours with the plan that is chosen and, if it is to be tuned, with the fastest."""
 
     def plan() -> str:
         p = choose().plan

@@ -128,7 +128,7 @@ def our_entries(run: Callable, products: dict[Shape, bool], options: Options) ->
         products: shape of each product in ``run`` -> whether its operands are contiguous along K.
     """
     from mxtrain.kernels.router import decompose_k_plan
-    from mxtrain.ops import decompose_k as matmul
+    from mxtrain.ops import decompose_k_tuning
 
     device = torch.empty(0, device=options.device).device
 
@@ -138,12 +138,9 @@ def our_entries(run: Callable, products: dict[Shape, bool], options: Options) ->
         ]
         return "; ".join(f"{describe_plan(choice.plan)}, {choice.source}" for choice in choices)
 
-    def by_plan(a, b, plan):
-        return matmul.by_plan(a, b, None, None, a.dtype, plan)
-
     def tuned():
         for shape, along_k in products.items():
-            decompose_k_plan.tune(*shape, torch.bfloat16, by_plan, along_k)
+            decompose_k_tuning.tune(*shape, torch.bfloat16, along_k, torch.bfloat16)
         return run
 
     entries = [Entry("mxtrain", lambda: run, ours=True, note=note)]

@@ -7,9 +7,11 @@ import torch
 
 from mxtrain import ConfigError, cli
 from mxtrain.cli import doctor
-from mxtrain.kernels import tuning
+from mxtrain.kernels import tuned_plans
 from mxtrain.kernels.norm import rms_norm_plan, rms_norm_tuning
+from mxtrain.kernels.plan_table import Choice, gpu_of
 from mxtrain.kernels.router import decompose_k_plan
+from mxtrain.ops import decompose_k_tuning
 from mxtrain.ops.hardware import MODES
 from mxtrain.recipes.recipe import RECIPES
 
@@ -64,16 +66,7 @@ def test_estimators_are_timed_on_a_gpu_only():
         assert rows == {"not measured": "needs a CUDA device and Triton"}
 
 
-@pytest.fixture
-def no_tuned_plans(tmp_path, monkeypatch):
-    """An empty cache, for the test alone."""
-    monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path))
-    tuning.tuned_plans.cache_clear()
-    yield
-    tuning.tuned_plans.cache_clear()
-
-
-@pytest.mark.usefixtures("no_tuned_plans")
+@pytest.mark.usefixtures("empty_cache")
 @pytest.mark.parametrize(("shape", "variant"), [((32768, 768), "persistent"), ((512, 65536), "looped")])
 def test_the_norm_of_a_shape_is_explained(shape, variant, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -89,36 +82,37 @@ def test_the_norm_of_a_shape_is_explained(shape, variant, monkeypatch):
         facts = {name: text.strip() for name, text in texts}
         assert facts.pop("variant").startswith(f"{variant}: ")
         assert facts == {
-            "rows of a tile": str(choice.plan.rows),
+            "rows per tile": str(choice.plan.rows),
             "columns at once": str(choice.plan.columns),
             "warps": str(choice.plan.warps),
             "stages": str(choice.plan.stages),
             "programs": str(choice.plan.programs),
-            "source": "heuristic",
+            "source": "table NVIDIA_H200",
             "why": choice.reason,
         }
+        assert " x " in choice.reason, "the shape that is timed"
 
 
-@pytest.mark.usefixtures("no_tuned_plans")
+@pytest.mark.usefixtures("empty_cache")
 def test_tuning_comes_before_the_explanation(monkeypatch):
-    """With a stand-in for the timing: one of the plan's neighbours is said to be the fastest."""
-    shape, found = (64, 256), []
+    """With a stand-in for the timing, which finds that 16 warps are the fastest."""
+    shape, found = (2048, 2048), []
 
     def tuned(rows, columns, dtype, has_weight=None):
-        choose = rms_norm_plan.choose_forward if has_weight is None else rms_norm_plan.choose_backward
-        op = "rms_norm" if has_weight is None else "rms_norm_backward"
-        arguments = (rows, columns, dtype) + (() if has_weight is None else (has_weight,))
-        plan = choose(*arguments, torch.device("cpu")).plan._replace(warps=16)
-        key = rms_norm_plan.key(op, rows, columns, dtype, True)
-        tuning.save(rms_norm_plan.TUNED, "cpu", key, tuning.Entry(plan._asdict(), 3.0, 7))
-        found.append(op)
+        operation = rms_norm_plan.FORWARD if has_weight is None else rms_norm_plan.BACKWARD
+        settings = rms_norm_plan.choose_settings(
+            operation, rows, columns, dtype, True, gpu_of(torch.device("cpu"))
+        ).plan
+        key = rms_norm_plan.key(rows, columns, dtype, True)
+        tuned_plans.save(operation, "cpu", key, tuned_plans.Entry(settings._replace(warps=16)._asdict(), 3.0, 7))
+        found.append(operation.name)
 
     monkeypatch.setattr(rms_norm_tuning, "tune_forward", tuned)
     monkeypatch.setattr(rms_norm_tuning, "tune_backward", tuned)
     monkeypatch.setattr(doctor, "default_device_type", lambda: "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     lines = [line.split() for line in doctor.explain_norm(*shape, "float16", tune=True).splitlines()]
-    assert found == ["rms_norm", "rms_norm_backward"]
+    assert found == ["rms_norm_forward", "rms_norm_backward"]
     assert lines.count(["source", "tuned"]) == 2 and lines.count(["warps", "16"]) == 2
 
 
@@ -161,7 +155,7 @@ def test_the_route_of_a_router_is_explained(plan, told, monkeypatch):
 
     def choose(*arguments):
         asked.append(arguments)
-        return decompose_k_plan.Choice(plan, "heuristic", "because")
+        return Choice(plan, "rule", "because")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(decompose_k_plan, "choose", choose)
@@ -173,25 +167,17 @@ def test_the_route_of_a_router_is_explained(plan, told, monkeypatch):
     assert lines[0] == "forward, [64, 2048] x [2048, 16]"
     for part in (lines[1 : gradient - 1], lines[gradient + 1 :]):
         facts = {name: text.strip() for name, text in (line.strip().split("  ", 1) for line in part)}
-        assert facts.items() >= (told | {"source": "heuristic", "why": "because"}).items()
+        assert facts.items() >= (told | {"source": "rule", "why": "because"}).items()
 
 
-def test_a_router_is_tuned_by_what_will_run(monkeypatch):
-    """With a stand-in for the timing, which runs the product once as it would be timed."""
-    ran = []
-
-    def tune(rows, columns, depth, dtype, run, along_k):
-        a, b = torch.ones(rows, depth, dtype=dtype), torch.ones(columns, depth, dtype=dtype).t()
-        c = run(a, b, decompose_k_plan.Plan("mm"))
-        assert (c == depth).all()
-        ran.append((rows, columns, depth, dtype, c.dtype, along_k))
-
-    monkeypatch.setattr(decompose_k_plan, "tune", tune)
+def test_a_router_is_tuned_for_both_products(monkeypatch):
+    tuned = []
+    monkeypatch.setattr(decompose_k_tuning, "tune", lambda *arguments: tuned.append(arguments))
     monkeypatch.setattr(doctor, "default_device_type", lambda: "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     doctor.explain_router(4, 3, 64, "bfloat16", tune=True)
     bf16 = torch.bfloat16
-    assert ran == [(4, 3, 64, bf16, torch.float32, True), (3, 64, 4, bf16, bf16, False)]
+    assert tuned == [(4, 3, 64, bf16, True, torch.float32), (3, 64, 4, bf16, False, bf16)]
 
 
 @pytest.mark.parametrize(

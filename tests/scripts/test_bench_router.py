@@ -84,10 +84,10 @@ class TestCases:
         assert SECTIONS["gate"].shapes == (Shape(8192, 256, 7168),)
 
     def test_tuned_when_its_turn_comes(self, monkeypatch):
-        from mxtrain.kernels.router import decompose_k_plan
+        from mxtrain.ops import decompose_k_tuning
 
         products = []
-        monkeypatch.setattr(decompose_k_plan, "tune", lambda *args: products.append((*args[:3], args[-1])))
+        monkeypatch.setattr(decompose_k_tuning, "tune", lambda *args: products.append((*args[:3], args[4])))
         entry = entries_of("gate", tune=True)["mxtrain, tuned"]
         assert products == []
         entry.make()

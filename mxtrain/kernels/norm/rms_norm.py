@@ -1,9 +1,9 @@
 """RMSNorm of every row, with an optional residual add: one read of x, one write of y.
 
-A row too long for registers is read twice, the second time mostly from the L2 cache.
+Rows too long for registers are read twice, the second time mostly from the L2 cache.
 
-Bytes a row: D of x read and D of y written, in their dtypes, and 4 of rstd; with a residual 2 D more, of it and of the
-sum.
+Bytes per row: D elements of x read and D of y written, and 4 bytes of rstd. A residual adds D elements read and D
+elements of the sum written.
 """
 
 import torch
@@ -18,7 +18,7 @@ from mxtrain.kernels.norm.rms_norm_plan import DTYPES, Plan, check_columns, choo
 
 @triton.jit
 def _load_total(x_ptr, residual_ptr, offsets, mask, eviction: tl.constexpr, RESIDUAL: tl.constexpr):
-    """x, or x + residual rounded to the dtype of x, which is what is stored and normalized; fp32."""
+    """x in fp32; with a residual x + residual, rounded to the dtype of x as it is stored and normalized."""
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy=eviction).to(tl.float32)
     if RESIDUAL:
         x += tl.load(residual_ptr + offsets, mask=mask, other=0.0, eviction_policy=eviction).to(tl.float32)
@@ -30,16 +30,16 @@ def _load_total(x_ptr, residual_ptr, offsets, mask, eviction: tl.constexpr, RESI
 def _inverse_rms(squares, columns, eps, PRECISE: tl.constexpr, NORMAL: tl.constexpr):
     """1 / sqrt(mean + eps) of every row.  squares [R, C] -> [R, 1]
 
-    PRECISE: rounded once a step, which shows in fp32 results only, and takes longer than the GPU's own instruction.
-    NORMAL: eps is no denormal number.
+    PRECISE: round every step correctly, which shows only in fp32 results and takes longer than the GPU's instruction.
+    NORMAL: eps is not a denormal number.
     """
-    # Known before the rows are there.
+    # Computed while the rows are being loaded.
     inverse = 1.0 / tl.cast(columns, tl.float32)
     row_sum = tl.sum(squares, 1)
     if PRECISE:
         rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(row_sum, tl.cast(columns, tl.float32)) + eps))
     else:
-        # With ftz, which tl.rsqrt has, a small sum would be taken for zero; without, it takes longer.
+        # tl.rsqrt flushes denormals (ftz), so a small sum would count as zero. Without ftz rsqrt takes longer.
         name: tl.constexpr = "rsqrt.approx.ftz.f32" if NORMAL else "rsqrt.approx.f32"
         rstd = tl.inline_asm_elementwise(
             name + " $0, $1;", "=f,f", [row_sum * inverse + eps], tl.float32, is_pure=True, pack=1
@@ -49,7 +49,7 @@ def _inverse_rms(squares, columns, eps, PRECISE: tl.constexpr, NORMAL: tl.conste
 
 @triton.jit
 def _below(index, end, EXACT: tl.constexpr):
-    """index < end. EXACT: of all of them, and the compiler knows it."""
+    """index < end. EXACT: true everywhere, as a constant that the compiler sees."""
     if EXACT:
         return tl.full(index.shape, 1, tl.int1)
     return index < end
@@ -63,7 +63,7 @@ def _rms_norm_kernel(
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     lane = tl.arange(0, COLUMNS)[None, :]
-    # One 64-bit number a program, not one a row: offsets within a tile fit in 32 bits.
+    # One 64-bit offset per program; offsets within a tile fit in 32 bits.
     start = tl.program_id(0).to(tl.int64) * (ROWS * columns)
     x_ptr += start
     y_ptr += start
@@ -78,7 +78,7 @@ def _rms_norm_kernel(
         offsets = in_tile + lane
         total = _load_total(x_ptr, residual_ptr, offsets, mask, "", RESIDUAL)
         if WEIGHT:
-            # On its way while the row is summed up.
+            # Loaded while the row is being summed.
             weight = tl.load(weight_ptr + lane, mask=column_mask, other=0.0, eviction_policy="evict_last")
         rstd = _inverse_rms(total * total, columns, eps, PRECISE, NORMAL)
         y = total * rstd
@@ -116,14 +116,17 @@ def rms_norm_by_plan(
     eps: float,
     plan: Plan | None = None,
 ) -> tuple[list[torch.Tensor], Launch | None]:
-    """The op's results, y and rstd and with a residual total, and the launch that fills them; None: the plan chosen."""
+    """The op's results (y, rstd and, with a residual, total) and the launch that fills them.
+
+    Without ``plan`` the shape's own plan is chosen.
+    """
     rows, columns = x.shape
     results = [torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)]
     total = None
     if residual is not None:
         total = torch.empty_like(x)
         results.append(total)
-    # A plan is for one shape; where a size is symbolic nothing is launched, and a question about it would fix it.
+    # A symbolic size has no plan, and comparing it would fix its value. Nothing is launched while tracing anyway.
     if isinstance(rows, torch.SymInt) or isinstance(columns, torch.SymInt) or x.numel() == 0:
         return results, None
     plan = plan or choose_forward(rows, columns, x.dtype, x.device).plan
@@ -147,7 +150,7 @@ _rms_norm = register_op("rms_norm(Tensor x, Tensor? residual, Tensor? weight, fl
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Every row divided by its RMS, times the weight; the arithmetic is fp32, and y is rounded once.
+    """Divide every row by its RMS and multiply by the weight; the arithmetic is fp32, and y is rounded once.
 
     Args:
         x: bf16, fp16 or fp32 [T, D], D at most 65536.
@@ -161,7 +164,7 @@ def rms_norm(
         total: x + residual [T, D], rounded to the dtype of ``x``; ``x`` itself without a residual.
 
     Raises:
-        ValueError: for another shape, dtype or device.
+        ValueError: for unsupported shapes, dtypes or devices.
     """
     check_matrix("x", x, DTYPES)
     check_columns(x)

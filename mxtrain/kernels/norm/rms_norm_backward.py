@@ -4,14 +4,14 @@ With xhat = x * rstd and h = dy * weight:
 
     dx = rstd * (h - xhat * mean_D(h * xhat)) + dtotal        dweight = sum_T(dy * xhat)
 
-dx wants sums along rows, dweight sums over them. A program walks tiles of rows, finishes their dx and keeps its sum for
-dweight in registers; at the end it leaves one row of partial sums, and a small second kernel adds up those of all
-programs. Nothing depends on which program is first: the same bits every time.
+dx needs sums along rows, dweight needs sums over rows. A program walks tiles of rows, stores their dx and sums its
+share of dweight in registers. At the end it stores one row of partial sums, and a small second kernel sums the rows of
+all programs. The order of programs does not matter: the bits are the same every time.
 
-Rows too long for registers are read twice, the second time mostly from the L2 cache, and the program's partial sums
-are kept in its own row of memory.
+Rows too long for registers are read twice, the second time mostly from the L2 cache, and every program keeps its
+partial sums in its own row of memory.
 
-Bytes a row: D of dy, x and dx each, in their dtypes, 4 of rstd, and D of dtotal.
+Bytes per row: D elements each of dy, x, dx and dtotal, and 4 bytes of rstd.
 """
 
 import torch
@@ -47,7 +47,7 @@ def _persistent_kernel(
     if WEIGHT and HOLD_WEIGHT:
         weight = tl.load(weight_ptr + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if DWEIGHT:
-        # As wide as a tile: sums over its rows, which lie in different threads, wait for the end.
+        # As large as a tile: rows lie in different threads, and are summed at the end.
         dweight = tl.zeros((ROWS, COLUMNS), tl.float32)
     for tile in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + row_in_tile
@@ -95,7 +95,7 @@ def _looped_kernel(
                 h *= tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
             products += h * (x * rstd)
         projection = tl.sum(products, 1)[:, None] / columns
-        # The program's first tile finds nothing to add to.
+        # The program's first tile starts the sums.
         to_add_to = tl.where(tile == program, 0, columns)
         for first in tl.range(0, columns, COLUMNS, num_stages=STAGES):
             column = (first + lane)[None, :]
@@ -116,7 +116,7 @@ def _looped_kernel(
                 before = tl.load(partials, mask=first + lane < to_add_to, other=0.0)
                 tl.store(partials, before + tl.sum(dy * xhat, 0), mask=inside)
         if DWEIGHT:
-            # What one thread stored, another may load for the next tile.
+            # Threads may load partial sums that another thread stored.
             tl.debug_barrier()
 
 
@@ -143,18 +143,21 @@ def rms_norm_backward_by_plan(
     needs_dweight: bool,
     plan: Plan | None = None,
 ) -> tuple[list[torch.Tensor], tuple[Launch, ...]]:
-    """The op's results, dx and maybe dweight, and the launches that fill them; None: the plan chosen."""
+    """The op's results (dx and, if needed, dweight) and the launches that fill them.
+
+    Without ``plan`` the shape's own plan is chosen.
+    """
     rows, columns = x.shape
     results = [torch.empty_like(x)]
     if needs_dweight:
         results.append(torch.zeros_like(weight) if x.numel() == 0 else torch.empty_like(weight))
-    # A plan is for one shape; where a size is symbolic nothing is launched, and a question about it would fix it.
+    # A symbolic size has no plan, and comparing it would fix its value. Nothing is launched while tracing anyway.
     if isinstance(rows, torch.SymInt) or isinstance(columns, torch.SymInt) or x.numel() == 0:
         return results, ()
     plan = plan or choose_backward(rows, columns, x.dtype, weight is not None, x.device).plan
     programs = min(plan.programs, tiles(plan, rows))
     partials = torch.empty(programs, columns, dtype=torch.float32, device=x.device) if needs_dweight else None
-    # A plan is that of a shape, whatever the dtypes and whether there is a gradient to add.
+    # The plan ignores whether there is a dtotal, and what dtypes the tensors have: fewer stages may fit.
     loaded = [dy, x, dtotal] if plan.persistent else [dy, x, dtotal, weight, partials]
     element = sum(tensor.element_size() for tensor in loaded if tensor is not None)
     fitting = fitting_stages(plan.rows * plan.columns * element, shared_memory(x.device))
@@ -197,22 +200,22 @@ def rms_norm_backward(
     dtotal: torch.Tensor | None = None,
     needs_dweight: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(dx, dweight) of ``rms_norm``; the arithmetic is fp32, and each result is rounded once.
+    """Compute (dx, dweight) of ``rms_norm``; the arithmetic is fp32, and each result is rounded once.
 
     Args:
         dy: dL/dy, bf16, fp16 or fp32 [T, D], D at most 65536.
-        x: what was normalized, ``total`` of the forward, bf16, fp16 or fp32 [T, D].
-        rstd: fp32 [T], of the forward.
+        x: the forward's ``total``, which was normalized, bf16, fp16 or fp32 [T, D].
+        rstd: fp32 [T], from the forward.
         weight: bf16, fp16 or fp32 [D], or None for ones.
-        dtotal: bf16, fp16 or fp32 [T, D], a gradient of ``total`` from elsewhere, added to dx.
-        needs_dweight: whether dweight is wanted; it costs a second, small launch.
+        dtotal: bf16, fp16 or fp32 [T, D], another gradient of ``total``, added to dx.
+        needs_dweight: whether to compute dweight, which costs a second, small launch.
 
     Returns:
-        dx [T, D] in the dtype of ``x``, which is the residual's gradient, too; dweight [D] in the dtype of ``weight``,
-        None where there is no weight or it is not wanted.
+        dx [T, D] in the dtype of ``x``, which is also the residual's gradient; dweight [D] in the dtype of ``weight``,
+        or None without a weight or without ``needs_dweight``.
 
     Raises:
-        ValueError: for another shape, dtype or device.
+        ValueError: for unsupported shapes, dtypes or devices.
     """
     check_matrix("x", x, DTYPES)
     check_columns(x)

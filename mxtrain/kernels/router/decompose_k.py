@@ -1,15 +1,14 @@
-"""epilogue(a b + bias) for a small result and a long reduction, which is split in parts so that every SM has work.
+"""epilogue(a b + bias) for a small result and a long reduction, which is split into parts so that every SM has work.
 
-A first launch computes the fp32 product of every part of K for every tile of the result, a second sums the parts, adds
-the bias, applies the epilogue and stores once. The second walks the result as a flat vector: each of its programs loads
-all parts of a few outputs side by side. No atomics: the same bits every time. (One launch, in which the program that
-comes last to a tile sums its parts, took about a microsecond longer on an H200 than two that overlap.)
+The first launch computes the fp32 product of every part of K for every tile of the result. The second launch sums the
+parts, adds the bias, applies the epilogue and stores once. It walks the result as a flat vector: each program loads all
+parts of a few outputs side by side. Without atomics, the bits are the same every time. (A single launch, in which the
+last program at a tile sums its parts, took about a microsecond longer on an H200 than two launches that overlap.)
 
-From compute capability 9.0 on a launch is prepared while the one before it on the stream ends, whatever that is, and
-waits for it by itself (programmatic dependent launch): on an H200 0.1 to 0.5 microseconds less a call.
+From compute capability 9.0 on, a launch starts while the previous kernel on the stream ends, and waits for its results
+itself (programmatic dependent launch): 0.1 to 0.5 microseconds less per call on an H200.
 
-Where there is little to multiply, that is done without tensor cores and in one launch: a program has two or four
-outputs and all of K.
+Small products take one launch without tensor cores: a program computes up to four outputs over all of K.
 
 Source of the method: Ellison, Zhang, "Decompose-K", PyTorch Conference 2025.
 
@@ -21,31 +20,25 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mxtrain.kernels.checks import check_matrix, check_vector
 from mxtrain.kernels.device import INTERPRETED, overlaps_launches, sm_count
 from mxtrain.kernels.integers import cdiv, next_power_of_2
 from mxtrain.kernels.launch import Launch
 from mxtrain.kernels.router.decompose_k_plan import (
-    DTYPES,
     MIN_TENSOR_CORE_BLOCK,
     Plan,
     chunk_of,
-    kernel_plan,
-    lie_along_k,
     reduction_tile,
     softmax_tile,
 )
 
-EPILOGUES = (None, "relu", "sigmoid", "softmax")
-
 
 @triton.jit
 def _finish(x, bias_ptr, column, columns, BIAS: tl.constexpr, EPILOGUE: tl.constexpr):
-    """epilogue(x + bias); ``column`` is that of every element, shaped like x or [1, C]. Softmax: x holds whole rows."""
+    """epilogue(x + bias). ``column`` [like x, or 1, C] holds column numbers. For a softmax x must hold whole rows."""
     if BIAS:
         x += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
     if EPILOGUE == "relu":
-        # Not a maximum: NaN stays.
+        # tl.maximum would drop NaN.
         x = tl.where(x < 0, 0.0, x)
     elif EPILOGUE == "sigmoid":
         x = 1 / (1 + tl.exp(-x))
@@ -61,7 +54,7 @@ def _load_operands(
     a_pointers, b_pointers, row, column, a_depth, b_depth, rows, columns, depth,
     WHOLE_ROWS: tl.constexpr, WHOLE_COLUMNS: tl.constexpr, WHOLE_DEPTH: tl.constexpr, FP32: tl.constexpr,
 ):  # fmt: skip
-    """What the pointers point to, zero outside of the operands; a_depth, b_depth: where along K."""
+    """Load a and b, with zeros outside of the operands. a_depth, b_depth: positions along K."""
     a_mask = tl.full(a_pointers.shape, 1, tl.int1)
     b_mask = tl.full(b_pointers.shape, 1, tl.int1)
     if not WHOLE_ROWS:
@@ -87,16 +80,15 @@ def _product_kernel(
     WHOLE_ROWS: tl.constexpr, WHOLE_COLUMNS: tl.constexpr, WHOLE_DEPTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The product of one part of K for one tile: to the parts if K is SPLIT, and otherwise to the result.
+    """Multiply one part of K for one tile. Store a part if K is SPLIT, otherwise the finished result.
 
-    Strides are those of a row or column of the operands, and of one step along K. WHOLE_...: no tile is cut there.
-    ONE_STEP: without tensor cores, and there is some K and no more than BLOCK_K. OVERLAP: this launch may start before
-    the one ahead of it, of any kernel, has ended.
+    a_row, a_depth, b_depth, b_column: strides. WHOLE_...: no tile is cut off in this direction. ONE_STEP: no tensor
+    cores, and K has 1 to BLOCK_K elements. OVERLAP: this launch may start before the previous kernel has ended.
     """
     if OVERLAP:
         gdc_wait()
         if SPLIT:
-            # The second launch may start, and wait, as soon as every program of this one has.
+            # Lets the second launch start, and wait, once every program of this one has started.
             gdc_launch_dependents()
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -106,8 +98,8 @@ def _product_kernel(
         product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         at_row, a_step, b_step, at_column = row[:, None], step[None, :], step[:, None], column[None, :]
     else:
-        # Summed up over K at the end: until then every thread has sums of its own. Operands are loaded as they are
-        # multiplied: one row and one column lie in the same threads, with nothing to be exchanged.
+        # Every thread keeps its own sums until the end. Operands are loaded in the layout in which they are multiplied,
+        # so threads exchange nothing.
         product = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_K), tl.float32)
         at_row, a_step, at_column = row[:, None, None], step[None, None, :], column[None, :, None]
         b_step = a_step
@@ -149,7 +141,7 @@ def _product_kernel(
 
 @triton.jit
 def _load_sum(pointers, mask, parts, outputs, PARTS: tl.constexpr, AT_ONCE: tl.constexpr):
-    """The sum over parts of what [X] pointers point to in the first of them, AT_ONCE parts side by side."""
+    """The sum over parts, AT_ONCE parts side by side. ``pointers`` [X] point into the first part."""
     total = tl.zeros((pointers.shape[0],), tl.float32)
     for first in tl.static_range(0, PARTS, AT_ONCE):
         part = first + tl.arange(0, AT_ONCE)[:, None]
@@ -164,7 +156,7 @@ def _sum_kernel(
     BIAS: tl.constexpr, EPILOGUE: tl.constexpr, OVERLAP: tl.constexpr,
     PARTS: tl.constexpr, AT_ONCE: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
-    """The sum over parts of a few outputs of the flat result."""
+    """Sum the parts of a few outputs of the flat result."""
     if OVERLAP:
         gdc_wait()
     start = tl.cast(tl.program_id(0), tl.int64) * OUTPUTS
@@ -182,7 +174,7 @@ def _softmax_kernel(
     BIAS: tl.constexpr, EPILOGUE: tl.constexpr, OVERLAP: tl.constexpr,
     PARTS: tl.constexpr, AT_ONCE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The sum over parts of whole rows."""
+    """Sum the parts of whole rows, and apply the softmax."""
     if OVERLAP:
         gdc_wait()
     lane = tl.arange(0, ROWS * COLUMNS)
@@ -204,7 +196,7 @@ def decompose_k_by_plan(
     out_dtype: torch.dtype,
     plan: Plan,
 ) -> tuple[torch.Tensor, tuple[Launch, ...]]:
-    """The result, and the launches that fill it."""
+    """The result, and the launches that fill it; see ``decompose_k``."""
     (rows, depth), columns = a.shape, b.shape[1]
     c = torch.empty(rows, columns, dtype=out_dtype, device=a.device)
     if c.numel() == 0:
@@ -223,10 +215,10 @@ def decompose_k_by_plan(
         dict(
             SPLIT=split, **(dict(BIAS=False, EPILOGUE=None) if split else last), **overlap,
             TENSOR_CORES=tensor_cores, ONE_STEP=not tensor_cores and 0 < depth <= plan.block_k,
-            # Interpreted, the dot of bf16 is none. Of fp32 that were bf16 or fp16 it is the same.
+            # The interpreter's bf16 dot returns garbage, so operands are upcast to fp32: the products are the same.
             UPCAST=INTERPRETED,
-            # Asked for where rows lie side by side only: of other layouts the mask costs nothing, and the number of
-            # rows is then no reason to compile another variant.
+            # Without a mask only where it would cost time, in operands whose rows are not contiguous: otherwise another
+            # number of rows would compile another variant.
             WHOLE_ROWS=plan.block_m == 1 or (a.stride(1) != 1 and rows % plan.block_m == 0),
             WHOLE_COLUMNS=columns % plan.block_n == 0, WHOLE_DEPTH=depth % plan.block_k == 0,
             BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, STAGES=plan.stages, num_warps=plan.warps,
@@ -248,46 +240,29 @@ def decompose_k_by_plan(
 def decompose_k(
     a: torch.Tensor,
     b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    epilogue: str | None = None,
-    out_dtype: torch.dtype | None = None,
-    plan: Plan | None = None,
+    bias: torch.Tensor | None,
+    epilogue: str | None,
+    out_dtype: torch.dtype,
+    plan: Plan,
 ) -> torch.Tensor:
     """epilogue(a b + bias), K split among programs; the arithmetic is fp32 (IEEE), and the result is rounded once.
 
-    ``torch.compile`` does not trace it: graphs hold the op of ``mxtrain.ops.decompose_k`` that calls it.
+    ``torch.compile`` does not trace it: graphs hold the op of ``mxtrain.ops.decompose_k``, which calls it and checks
+    the arguments.
 
     Args:
-        a: bf16, fp16 or fp32 [M, K]. Operands neither of whose strides is 1 are copied.
-        b: [K, N] of the dtype of ``a``.
-        bias: [N], of that dtype or fp32.
+        a: bf16, fp16 or fp32 [M, K]. Operands without a stride of 1 are copied.
+        b: [K, N] in the dtype of ``a``.
+        bias: [N] in this dtype or fp32.
         epilogue: None, "relu", "sigmoid" or "softmax" (over N).
-        out_dtype: float32, or None for the dtype of ``a``.
-        plan: how K is split, of the route "triton"; None for the one chosen for this shape.
+        out_dtype: float32 or the dtype of ``a``.
+        plan: how K is split; its route is "triton".
 
     Returns:
-        [M, N] of ``out_dtype``.
-
-    Raises:
-        ValueError: for another shape, dtype, device, epilogue or route.
+        [M, N] in ``out_dtype``.
     """
-    check_matrix("a", a, DTYPES)
-    check_matrix("b", b, (a.dtype,))
-    if a.shape[1] != b.shape[0] or a.device != b.device:
-        raise ValueError(f"b {tuple(b.shape)} on {b.device} does not go with a {tuple(a.shape)} on {a.device}")
-    if bias is not None:
-        check_vector("bias", bias, b.shape[1], a.device, (a.dtype, torch.float32))
-        bias = bias.contiguous()
-    if epilogue not in EPILOGUES:
-        raise ValueError(f"epilogue {epilogue!r}: expected one of {EPILOGUES}")
-    if out_dtype not in (None, a.dtype, torch.float32):
-        raise ValueError(f"out_dtype {out_dtype} of operands of {a.dtype}: expected theirs or float32")
-    if plan is None:
-        plan = kernel_plan(a.shape[0], b.shape[1], a.shape[1], a.dtype, a.device, lie_along_k(a, b))
-    elif plan.route != "triton":
-        raise ValueError(f"plan {plan}: expected the route 'triton'")
-    a, b = _readable(a), _readable(b)
-    c, launches = decompose_k_by_plan(a, b, bias, epilogue, out_dtype or a.dtype, plan)
+    bias = None if bias is None else bias.contiguous()
+    c, launches = decompose_k_by_plan(_readable(a), _readable(b), bias, epilogue, out_dtype, plan)
     for launch in launches:
         launch.run(a.device)
     return c
