@@ -75,6 +75,7 @@ _until_model_is_shown: list[str] = []
 def start(folder: Path, verbose: bool) -> None:
     """Send TorchTitan's log to files in ``folder``, and to the terminal either all of it or what a person reads."""
     global _screen, _folder
+    _screen = _folder = None
     init_logger()
     rank = os.environ.get("RANK", "0")
     log_file = folder / LOG_FILE if rank == "0" else folder / "worker_logs" / f"rank{rank}.log"

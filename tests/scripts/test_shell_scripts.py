@@ -219,6 +219,7 @@ def test_configs_are_relative_to_the_current_folder_first_and_then_to_the_checko
 def test_usage(checkout, arguments, status):
     result = checkout.run("scripts/train.sh", *arguments)
     assert result.returncode == status
-    assert "scripts/train.sh CONFIG [--verbose] [any TorchTitan flag]" in result.stdout
-    assert "set -euo" not in result.stdout
+    assert (
+        "scripts/train.sh CONFIG [--verbose] [any TorchTitan flag]" in result.stdout and "set -euo" not in result.stdout
+    )
     assert checkout.calls == []
