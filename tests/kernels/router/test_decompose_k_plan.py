@@ -72,6 +72,7 @@ def test_every_product_gets_a_plan(shape, along_k, itemsize, gpu):
         ((2, 256, 7168), 2, True, Plan("triton", 1, 2, 2, 8192, 16, 1)),
         ((8, 64, 4096), 2, True, Plan("triton", 1, 1, 1, 4096, 8, 1)),
         ((64, 1, 2048), 2, True, Plan("triton", 1, 1, 1, 2048, 8, 1)),
+        ((1024, 1, 2048), 2, True, Plan("triton", 1, 2, 1, 2048, 8, 1)),
         ((16, 256, 2048), 2, True, Plan("triton", 32, 16, 16, 64, 1, 2)),
         ((1, 64, 10240), 2, True, Plan("triton", 66, 16, 16, 64, 1, 4)),
         ((128, 256, 7168), 2, True, Plan("triton", 8, 64, 32, 64, 4, 8)),
