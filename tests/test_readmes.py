@@ -24,7 +24,15 @@ ROOT = Path(__file__).parents[1]
 SETTINGS, CODE = "train_configs/README.md", "mxtrain/README.md"
 DOCUMENTS = {
     name: (ROOT / name).read_text()
-    for name in ("README.md", SETTINGS, CODE, "scripts/bench/README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+    for name in (
+        "README.md",
+        SETTINGS,
+        CODE,
+        "scripts/bench/README.md",
+        "scripts/evidence/README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+    )
 }
 BENCHMARKS = ROOT / "scripts" / "bench"
 sys.path.insert(0, str(BENCHMARKS))

@@ -195,7 +195,7 @@ def measure(subject: Subject, path: Path, args: argparse.Namespace, device: torc
     todo, lines = rows_to_time(subject, rows, args, gpu), []
     versions = benchmarking.describe(benchmarking.machine(device.type))
     comment = (
-        f"Plans of {subject.operation.name} for {path.parent.name}. A shape gets the plan of the row whose ranges hold "
+        f"Plans of {subject.operation.name} on {gpu.name}. A shape gets the plan of the row whose ranges hold "
         f"it.\nWritten by scripts/bench/write_plans.py on {datetime.date.today()}: {versions}"
     )
     for index in todo:

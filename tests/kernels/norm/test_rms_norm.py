@@ -1,5 +1,7 @@
 """RMSNorm by kernel against the formula in fp64, element by element."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -100,7 +102,7 @@ def test_ugly_rows(plan):
     for eps in (EPS, 1e-38, 0.0):
         y, rstd, *_ = by_plan(rms_norm_by_plan, (x, None, weight, eps), plan)
         torch.testing.assert_close(y, F.rms_norm(x, (100,), weight, eps), rtol=1e-5, atol=0, equal_nan=True)
-        assert rstd[8] == 0 and rstd[5] == torch.tensor(eps).rsqrt()
+        assert rstd[8] == 0 and rstd[5].item() == pytest.approx(eps**-0.5 if eps else math.inf, rel=1e-6)
         assert y[2].isnan().all() and y[4, 99].isnan()
     y, *_ = by_plan(rms_norm_by_plan, (x, None, weight, EPS), plan)
     assert_same_bits(y[[0, 1, 3]], clean[[0, 1, 3]])
@@ -108,12 +110,12 @@ def test_ugly_rows(plan):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=gpu_only)], ids=str)
 def test_no_larger_an_error_than_torchs(dtype):
-    """(The interpreter truncates to bf16.)"""
-    x, weight, _ = forward_inputs(30, 1000, dtype, dtype)
-    want = F.rms_norm(x.double(), (1000,), weight.double(), EPS)
+    """Of 300 rows: the error of rstd is one number per row. (The interpreter truncates to bf16.)"""
+    x, weight, _ = forward_inputs(300, 96, dtype, dtype)
+    want = F.rms_norm(x.double(), (96,), weight.double(), EPS)
     ours, torchs = (
         (y.double() - want).square().mean().sqrt()
-        for y in (rms_norm(x, weight, EPS)[0], F.rms_norm(x, (1000,), weight, EPS))
+        for y in (rms_norm(x, weight, EPS)[0], F.rms_norm(x, (96,), weight, EPS))
     )
     assert ours <= 1.05 * torchs
 
