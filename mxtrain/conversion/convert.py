@@ -2,9 +2,9 @@
 
 import torch.nn as nn
 
-from mxtrain.conversion.converter import Converter
-from mxtrain.conversion.converters import get_converter
+from mxtrain.conversion.base import Converter
 from mxtrain.conversion.plan import Plan
+from mxtrain.conversion.registry import get_converter
 from mxtrain.conversion.survey import survey
 from mxtrain.conversion.swap import swap
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mxtrain.conversion.converter import NOT_ONE_DIMENSION, Converter, lookalikes
+from mxtrain.conversion.base import NOT_ONE_DIMENSION, Converter, lookalikes
 from mxtrain.conversion.plan import Plan, ToDecomposeKRouter, ToFusedRMSNorm
 from mxtrain.conversion.survey import Survey
 from mxtrain.errors import require_one_of

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from mxtrain.conversion.converter import NOT_ONE_DIMENSION, Converter, lookalikes
+from mxtrain.conversion.base import NOT_ONE_DIMENSION, Converter, lookalikes
 from mxtrain.conversion.plan import Plan, Swap, ToMXNorm, ToQuantizedLinear
 from mxtrain.conversion.selection import in_last_blocks, recipes_of_linears
 from mxtrain.conversion.survey import Survey

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from mxtrain import ConfigError
-from mxtrain.conversion.converters import get_converter
 from mxtrain.conversion.norm_uses import NormUses
 from mxtrain.conversion.plan import Plan, ToDecomposeKRouter, ToFusedRMSNorm, ToMXNorm, ToQuantizedLinear
 from mxtrain.conversion.recognition import LinearFacts, NormFacts
+from mxtrain.conversion.registry import get_converter
 from mxtrain.conversion.survey import Survey
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNormLinear

@@ -1,9 +1,9 @@
-"""The converters by name."""
+"""The converters by name, and how settings become one of them."""
 
 from collections.abc import Mapping
 from dataclasses import fields
 
-from mxtrain.conversion.converter import Converter
+from mxtrain.conversion.base import Converter
 from mxtrain.conversion.kernel_converters import DecomposeKRouterConverter, FusedRMSNormConverter
 from mxtrain.conversion.mx_converters import MXLinearConverter, MXNormConverter
 from mxtrain.errors import require_one_of
