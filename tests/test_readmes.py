@@ -152,7 +152,7 @@ def test_usage_lines_of_the_benchmarks(monkeypatch, capsys):
 def test_every_document_has_commands():
     counts = {name: len(commands_in(text)) for name, text in DOCUMENTS.items()}
     assert counts.pop("CHANGELOG.md") == counts.pop(CODE) == 0
-    assert min(counts.values()) >= 5
+    assert min(counts.values()) >= 1
 
 
 # Snippets

@@ -205,6 +205,15 @@ def test_settings_reach_the_modules():
     assert (linear.recipe.scale_rounding, linear.mode) == ("floor", "reference")
 
 
+def test_filters_reach_the_conversion():
+    model, _ = model_and_args("llama3", "debugmodel")
+    flags = ["--mxnorm.filter_fqns=output,layers.3.feed_forward", "--mxnorm.mode=reference"]
+    TitanMXNorm(config(*flags), None).convert(model)
+    layer = model.layers["3"]
+    assert (type(layer.ffn_norm), type(layer.feed_forward.w2)) == (nn.RMSNorm, nn.Linear)
+    assert (type(layer.attention_norm), type(layer.attention.wo)) == (MXNorm, MXLinear)
+
+
 @pytest.mark.parametrize(
     ("converters", "name", "flavor"),
     [("mxnorm", "llama3", "debugmodel"), ("fused_rmsnorm,decompose_k_router", "qwen3", "debugmodel_moe_16")],
