@@ -21,6 +21,8 @@ PYTHON_WARNINGS = (
     r"`torch\.jit\.\w+` is (deprecated|not supported in Python 3\.14)",
     # torchao registers its classes with pytree again when it is imported a second way.
     r".* is already registered as pytree node",
+    # Python 3.12 compiles a docstring of torchao 0.17, where pip has not done so.
+    r"invalid escape sequence",
     # PyTorch's collectives and sharded tensors work on CPU process groups, less checked than on GPUs.
     r"DTensor (random operators|manual_seed\(\)) may not have complete support on cpu device mesh",
     r"Set timeout is now only supported for either nccl or gloo",
