@@ -47,7 +47,7 @@ class Converter(ABC):
         return {
             fqn: "named in filter_fqns"
             for pattern in self.filter_fqns
-            for fqn in selected(survey.modules, pattern, "filter_fqns")
+            for fqn in selected(survey.names, pattern, "filter_fqns")
         }
 
     def _nothing_to_convert(self, survey: Survey, skipped: Mapping[str, str]) -> ConfigError:

@@ -69,7 +69,7 @@ class MXLinearConverter(Converter):
 
     def _recipes(self, survey: Survey) -> tuple[dict[str, LinearRecipe], dict[str, str]]:
         """The recipe of every linear, and every module that stays in high precision -> the reason."""
-        chosen = recipes_of_linears(survey.modules, survey.linears, self.default_recipe, self.recipe_by_pattern)
+        chosen = recipes_of_linears(survey.names, survey.linears, self.default_recipe, self.recipe_by_pattern)
         in_high_precision = {
             fqn: f"left in high precision by {setting}"
             for fqn, (recipe, setting) in chosen.items()

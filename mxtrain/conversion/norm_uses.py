@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from mxtrain.conversion.structural_copy import structural_copy
 from mxtrain.errors import ConfigError
 
 # Functions that a model may call on an MXNorm's result besides multiplying it: a NormedInput has a shape.
@@ -100,7 +101,7 @@ class _Watcher(TorchFunctionMode):
 
 
 def watch(model: nn.Module, norms: Collection[str], linears: Collection[str], example_inputs: tuple | None) -> NormUses:
-    """Run ``model`` once on the meta device and record the uses of the outputs of ``norms``.
+    """Run a copy of ``model`` once on the meta device and record the uses of the outputs of ``norms``.
 
     A module that cannot run there (data-dependent routing, kernels without a meta version) is skipped: the pass goes on
     with an empty tensor shaped like its first argument, and everything the module touched counts as another use.
@@ -111,49 +112,44 @@ def watch(model: nn.Module, norms: Collection[str], linears: Collection[str], ex
         example_inputs: arguments of the model; None stands for one row of 32 token ids.
 
     Raises:
-        ConfigError: if the model's own forward fails.
+        ConfigError: if the model cannot be copied, or its own forward fails.
     """
     if example_inputs is None:
         example_inputs = (torch.zeros(1, 32, dtype=torch.long),)
     inputs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), example_inputs)
-    tensors = {name: t.to("meta") for name, t in (*model.named_parameters(), *model.named_buffers())}
-    watcher = _Watcher(norms, {id(tensors[f"{fqn}.weight"]): fqn for fqn in linears})
-
-    def watched(fqn: str, forward):
-        def run(*args, **kwargs):
-            caller, watcher.running = watcher.running, fqn
-            try:
-                output = forward(*args, **kwargs)
-            except Exception as error:
-                tensors_in = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
-                if not tensors_in:
-                    raise
-                watcher.note_unfollowed(fqn, (args, kwargs), error)
-                return torch.empty(tensors_in[0].shape, dtype=tensors_in[0].dtype, device="meta")
-            finally:
-                watcher.running = caller
-            if fqn in norms:
-                watcher.track(fqn, output)
-            return output
-
-        return run
-
-    submodules = [(fqn, module) for fqn, module in model.named_modules() if fqn]
-    overridden = {module: module.__dict__["forward"] for _, module in submodules if "forward" in module.__dict__}
     try:
-        for fqn, module in submodules:
-            module.forward = watched(fqn, module.forward)
+        model = structural_copy(model)
+        watcher = _Watcher(norms, {id(model.get_submodule(fqn).weight): fqn for fqn in linears})
+        for fqn, module in model.named_modules():
+            if fqn:
+                module.forward = _watched(watcher, fqn, module.forward)
         with torch.no_grad(), watcher:
-            output = torch.func.functional_call(model, tensors, inputs)
-            watcher.note_other_use(output, "the caller of the model")
+            watcher.note_other_use(model(*inputs), "the caller of the model")
     except Exception as error:
         raise ConfigError(
             f"converter = 'mxnorm' cannot see which linears the norms of this {type(model).__name__} feed: one forward "
             f"pass on the meta device failed with {type(error).__name__}: {error}"
         ) from error
-    finally:
-        for _, module in submodules:
-            module.__dict__.pop("forward", None)
-        for module, forward in overridden.items():
-            module.forward = forward
     return watcher.uses()
+
+
+def _watched(watcher: _Watcher, fqn: str, forward):
+    """``forward`` of the module ``fqn``, which tells the watcher what it returns and that it runs."""
+
+    def run(*args, **kwargs):
+        caller, watcher.running = watcher.running, fqn
+        try:
+            output = forward(*args, **kwargs)
+        except Exception as error:
+            tensors_in = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
+            if not tensors_in:
+                raise
+            watcher.note_unfollowed(fqn, (args, kwargs), error)
+            return torch.empty(tensors_in[0].shape, dtype=tensors_in[0].dtype, device="meta")
+        finally:
+            watcher.running = caller
+        if fqn in watcher.linears:
+            watcher.track(fqn, output)
+        return output
+
+    return run

@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from mxtrain.conversion.structural_copy import structural_copy
 from mxtrain.nn.fused_rms_norm import FusedRMSNorm
 
 # Rows of these magnitudes tell any eps apart from its neighbours: with eps = 1e-6 it dominates the smallest rows.
@@ -60,8 +61,8 @@ def rms_norm_facts(module: nn.Module) -> NormFacts | None:
 
     Many models bring an RMSNorm class of their own, with a 1-D ``weight`` and an eps under some name. Such a module is
     run on random rows with a random weight. It is an RMSNorm if its results are those of ``F.rms_norm`` for one of the
-    floats that it holds as attributes. (A norm that scales by 1 + weight is none.) Its own weight is not touched and
-    may be on the meta device.
+    floats that it holds as attributes. (A norm that scales by 1 + weight is none.) A copy of the module runs; its own
+    weight may be on the meta device.
     """
     if type(module) in (nn.RMSNorm, FusedRMSNorm):
         return NormFacts(tuple(module.normalized_shape), module.eps, module.elementwise_affine)
@@ -75,7 +76,7 @@ def rms_norm_facts(module: nn.Module) -> NormFacts | None:
     weight = torch.randn(dim, generator=generator, device="cpu")
     try:
         with torch.no_grad():
-            result = torch.func.functional_call(module, {"weight": weight}, (rows,))
+            result = torch.func.functional_call(structural_copy(module), {"weight": weight}, (rows,))
     except Exception:  # the module is no function of rows and a weight
         return None
     if not isinstance(result, torch.Tensor) or result.shape != rows.shape:

@@ -20,32 +20,38 @@ def matches(fqn: str, pattern: str) -> bool:
     )
 
 
-def selected(modules: Iterable[str], pattern: str, field: str) -> list[str]:
-    """The FQNs among ``modules`` that ``pattern`` matches.
+def selected(names: Mapping[str, str], pattern: str, field: str) -> list[str]:
+    """The FQNs of the modules that ``pattern`` matches under any of their names.
+
+    Args:
+        names: every name of every module -> its FQN (``Survey.names``).
 
     Raises:
         ConfigError: with the name of the setting, ``field``, if there are none.
     """
     if not isinstance(pattern, str):
         raise ConfigError(f"{field}: {pattern!r} is not the name of a module")
-    hits = [fqn for fqn in modules if matches(fqn, pattern)]
+    hits = dict.fromkeys(fqn for name, fqn in names.items() if matches(name, pattern))
     if not hits:
-        top = ", ".join(fqn for fqn in modules if "." not in fqn)
+        top = ", ".join(name for name in names if "." not in name)
         raise ConfigError(f"{field}: {pattern!r} matches no module; the top-level modules are: {top}")
-    return hits
+    return list(hits)
 
 
 def recipes_of_linears(
-    modules: Sequence[str], linears: Collection[str], recipe: LinearRecipe, by_pattern: Mapping[str, LinearRecipe]
+    names: Mapping[str, str], linears: Collection[str], recipe: LinearRecipe, by_pattern: Mapping[str, LinearRecipe]
 ) -> dict[str, tuple[LinearRecipe, str]]:
     """The recipe of every linear, and the setting that it comes from: the last pattern that matches, or ``recipe``.
+
+    Args:
+        names: as for ``selected``.
 
     Raises:
         ConfigError: for a pattern that matches no linear.
     """
     chosen = dict.fromkeys(linears, (recipe, f"recipe = {recipe.name!r}"))
     for pattern, its_recipe in by_pattern.items():
-        hits = [fqn for fqn in selected(modules, pattern, "recipes") if fqn in chosen]
+        hits = [fqn for fqn in selected(names, pattern, "recipes") if fqn in chosen]
         if not hits:
             raise ConfigError(
                 f"recipes: {pattern!r} names no linear layer; a norm has the recipe of the linears that it feeds, and "

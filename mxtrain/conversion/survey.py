@@ -14,10 +14,13 @@ from mxtrain.nn.mxnorm import MXNorm
 class Survey:
     """Facts about one model. Modules are named by FQN, in the order of ``named_modules``; the model itself is left out.
 
+    A module with several names (``self.backbone = self.model``) is called by the first, as ``named_modules`` does.
+
     Attributes:
         kind: name of the model's class.
         device_type: where the parameters are; None while they are on the meta device, or on several devices.
         modules: every module.
+        aliases: every other name of a module -> its FQN.
         blocks: the members of the outermost ModuleLists and ModuleDicts.
         norms: every module that is an RMSNorm or computes one.
         lookalikes: modules that are called an RMSNorm and compute something else -> name of their class.
@@ -29,6 +32,7 @@ class Survey:
     kind: str
     device_type: str | None
     modules: tuple[str, ...]
+    aliases: Mapping[str, str]
     blocks: tuple[str, ...]
     norms: Mapping[str, NormFacts]
     lookalikes: Mapping[str, str]
@@ -36,9 +40,16 @@ class Survey:
     has_mxnorms: bool
     uses: NormUses | None
 
+    @property
+    def names(self) -> dict[str, str]:
+        """Every name of every module -> its FQN."""
+        return {**{fqn: fqn for fqn in self.modules}, **self.aliases}
+
 
 def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms: bool = False) -> Survey:
     """Look at every module of ``model`` and, with ``watch_norms``, at one forward pass on the meta device.
+
+    Nothing of the model runs: norms and the forward pass run on copies without data.
 
     Args:
         example_inputs: arguments of that forward pass; None stands for one row of 32 token ids.
@@ -47,6 +58,7 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
         ConfigError: if the forward pass fails.
     """
     modules = dict(model.named_modules())
+    fqns = {id(module): fqn for fqn, module in modules.items()}
     device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     norms, lookalikes = find_norms(modules)
     linears = find_linears(modules)
@@ -55,6 +67,11 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
         kind=type(model).__name__,
         device_type=device_types.pop() if len(device_types) == 1 else None,
         modules=tuple(fqn for fqn in modules if fqn),
+        aliases={
+            name: fqns[id(module)]
+            for name, module in model.named_modules(remove_duplicate=False)
+            if name not in modules
+        },
         blocks=find_blocks(modules),
         norms=norms,
         lookalikes=lookalikes,

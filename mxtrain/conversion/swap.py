@@ -6,10 +6,13 @@ from mxtrain.conversion.plan import Plan
 
 
 def swap(model: nn.Module, plan: Plan) -> None:
-    """Put the new modules of ``plan`` in their places.
+    """Put the new modules of ``plan`` in their places, under all names that the old ones have.
 
     All of them are built before the first one is put in its place, so that an error leaves the model unchanged.
     """
-    new = {fqn: step.build(fqn, model.get_submodule(fqn)) for fqn, step in plan.swaps.items()}
-    for fqn, module in new.items():
-        model.set_submodule(fqn, module, strict=True)
+    old = {fqn: model.get_submodule(fqn) for fqn in plan.swaps}
+    new = {id(old[fqn]): step.build(fqn, old[fqn]) for fqn, step in plan.swaps.items()}
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if id(child) in new:
+                setattr(parent, name, new[id(child)])

@@ -25,6 +25,7 @@ def block(linears=("wq", "wk", "wo"), **changes) -> Survey:
         kind="Block",
         device_type="cpu",
         modules=names,
+        aliases={},
         blocks=(),
         norms={"norm": NORM},
         lookalikes={},

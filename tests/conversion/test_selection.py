@@ -25,26 +25,29 @@ def test_matches_whole_segments(fqn, pattern, expected):
 
 
 MODULES = ("embedding", "layers", *(f"layers.{i}{part}" for i in range(12) for part in ("", ".norm", ".wo")), "output")
+NAMES = {**dict(zip(MODULES, MODULES)), "head": "output", "tower.0.wo": "layers.0.wo"}
 LINEARS = tuple(fqn for fqn in MODULES if fqn.endswith(("wo", "output")))
 
 
 def test_selected_modules_are_in_the_models_order():
-    assert selected(MODULES, "layers.1", "filter_fqns") == ["layers.1", "layers.1.norm", "layers.1.wo"]
-    assert selected(MODULES, "norm", "filter_fqns") == [f"layers.{i}.norm" for i in range(12)]
+    assert selected(NAMES, "layers.1", "filter_fqns") == ["layers.1", "layers.1.norm", "layers.1.wo"]
+    assert selected(NAMES, "norm", "filter_fqns") == [f"layers.{i}.norm" for i in range(12)]
+    assert selected(NAMES, "head", "filter_fqns") == ["output"], "a module is selected by any of its names"
+    assert selected(NAMES, "wo", "filter_fqns") == [f"layers.{i}.wo" for i in range(12)], "and only once"
     with pytest.raises(ConfigError, match="^field: 'wq' matches no module; the top-level modules are: embedding, lay"):
-        selected(MODULES, "wq", "field")
+        selected(NAMES, "wq", "field")
 
 
 def test_the_last_pattern_that_matches_a_linear_wins():
     mxfp8, nvfp4, bf16 = RECIPES["mxfp8"], RECIPES["nvfp4"], RECIPES["bf16"]
     by_pattern = {"layers.[0-3]": nvfp4, "layers.2": bf16, "output": bf16}
-    chosen = recipes_of_linears(MODULES, LINEARS, mxfp8, by_pattern)
+    chosen = recipes_of_linears(NAMES, LINEARS, mxfp8, by_pattern)
     assert chosen.keys() == set(LINEARS)
     assert chosen["layers.1.wo"] == (nvfp4, "recipes.'layers.[0-3]' = 'nvfp4'")
     assert chosen["layers.2.wo"] == (bf16, "recipes.'layers.2' = 'bf16'")
     assert chosen["layers.4.wo"] == (mxfp8, "recipe = 'mxfp8'")
     with pytest.raises(ConfigError, match="^recipes: 'norm' names no linear layer"):
-        recipes_of_linears(MODULES, LINEARS, mxfp8, {"norm": nvfp4})
+        recipes_of_linears(NAMES, LINEARS, mxfp8, {"norm": nvfp4})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,152 @@
+"""Modules with several names, and errors on the way: weights and names stay whatever happens."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+from conversion_models import DIM, TOKENS, Layer, Llama, llama, loss
+
+from mxtrain import ConfigError, FusedRMSNorm, MXLinear, MXNorm, MXNormLinear, convert
+
+ROWS = torch.randn(3, DIM, generator=torch.Generator().manual_seed(0))
+
+
+class TwoNames(Llama):
+    """The output head, and the whole list of layers, have a second name each."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.backbone = self.output, self.layers
+
+
+class Repeated(nn.Module):
+    """One block object, three times."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer()] * 3)
+
+    def forward(self, x):
+        x = x[None]
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class SharedNorm(nn.Module):
+    """One norm object under two names feeds one linear each."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.ModuleDict({"norm": nn.RMSNorm(DIM), "linear": nn.Linear(DIM, DIM)})
+        self.b = nn.ModuleDict({"norm": self.a["norm"], "linear": nn.Linear(DIM, DIM)})
+
+    def forward(self, x):
+        return self.a["linear"](self.a["norm"](x)) + self.b["linear"](self.b["norm"](x.flip(0)))
+
+
+def state_of(model):
+    """Every name of every module and parameter, and copies of the values."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return modules, parameters, {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def assert_weights_stay(model, before):
+    _, parameters, values = before
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert after.keys() == parameters.keys()
+    assert all(after[name] is parameters[name] and torch.equal(after[name], values[name]) for name in after)
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "converter"),
+    [
+        (TwoNames, TOKENS, "mxnorm"),
+        (TwoNames, TOKENS, "fused_rmsnorm"),
+        (Repeated, ROWS, "mx_linear"),
+        (Repeated, ROWS, "fused_rmsnorm"),
+        (SharedNorm, ROWS, "mxnorm"),
+        (SharedNorm, ROWS, "fused_rmsnorm"),
+    ],
+)
+def test_a_module_is_swapped_under_all_its_names(kind, inputs, converter):
+    torch.manual_seed(0)
+    model = kind()
+    before = state_of(model)
+    expected = model(inputs)
+    settings = {} if converter == "fused_rmsnorm" else {"filter_fqns": [], "mode": "reference"}
+    if converter == "mxnorm":
+        settings["example_inputs"] = (inputs,)
+    plan = convert(model, converter, **settings)
+    assert_weights_stay(model, before)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    old_names = {}
+    for name, module in before[0].items():
+        old_names.setdefault(id(module), []).append(name)
+    for names in old_names.values():
+        assert len({id(modules[name]) for name in names}) == 1, f"{names} are one module, as before"
+    assert plan.swaps and all(
+        type(modules[fqn]) in (MXNorm, MXNormLinear, MXLinear, FusedRMSNorm) for fqn in plan.swaps
+    )
+    torch.testing.assert_close(model(inputs), expected, rtol=0.2, atol=0.2)
+
+
+def test_a_block_that_runs_three_times_keeps_its_norms():
+    model = Repeated()
+    before = state_of(model)
+    with pytest.raises(ConfigError, match="layers.0.ffn_norm: feeds .*w1, .*w3, which is called more than once"):
+        convert(model, filter_fqns=[], mode="reference", example_inputs=(ROWS,))
+    assert dict(model.named_modules(remove_duplicate=False)) == before[0]
+    assert_weights_stay(model, before)
+
+
+def test_a_filter_may_use_any_name():
+    model = TwoNames()
+    plan = convert(model, filter_fqns=["head", "backbone.1"], mode="reference")
+    assert plan.skipped["output"] == plan.skipped["layers.1.attention.wo"] == "named in filter_fqns"
+    assert model.head is model.output and type(model.output) is nn.Linear
+    assert type(model.backbone[0].attention.wo) is MXLinear
+
+
+@pytest.mark.parametrize("kind", [Llama, TwoNames])
+@pytest.mark.parametrize(
+    ("settings", "broken"),
+    [
+        ({"filter_fqns": ["nothing"]}, None),
+        ({"recipes": {"norm": "bf16"}}, None),
+        ({}, "forward"),
+        ({}, "copy"),
+        ({}, "build"),
+    ],
+)
+def test_an_error_leaves_the_model_as_it_was(kind, settings, broken, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("broken")
+
+    model = kind()
+    if broken == "forward":
+        monkeypatch.setattr(kind, "forward", fail)
+    elif broken == "copy":
+        monkeypatch.setattr(Layer, "__deepcopy__", fail, raising=False)
+    elif broken == "build":
+        monkeypatch.setattr(MXLinear, "from_linear", fail)
+    before = state_of(model)
+    with pytest.raises((ConfigError, RuntimeError)):
+        convert(model, **settings)
+    assert dict(model.named_modules(remove_duplicate=False)) == before[0]
+    assert_weights_stay(model, before)
+    monkeypatch.undo()
+    assert torch.equal(loss(model), loss(copy.deepcopy(model)))
+
+
+def test_models_with_buffers_and_tied_weights_are_surveyed_on_a_copy():
+    model = llama()
+    model.output.weight = model.tok_embeddings.weight
+    model.register_buffer("table", torch.arange(3.0))
+    before = state_of(model)
+    plan = convert(model, filter_fqns=[], mode="reference")
+    assert plan.skipped["output"] == "shares its weight with another module"
+    assert_weights_stay(model, before)
+    assert torch.equal(model.table, torch.arange(3.0))
