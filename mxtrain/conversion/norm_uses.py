@@ -12,7 +12,6 @@ import torch.nn as nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from mxtrain.conversion.structural_copy import structural_copy
 from mxtrain.errors import ConfigError
 
 # Functions that a model may call on an MXNorm's result besides multiplying it: a NormedInput has a shape.
@@ -101,28 +100,28 @@ class _Watcher(TorchFunctionMode):
 
 
 def watch(model: nn.Module, norms: Collection[str], linears: Collection[str], example_inputs: tuple | None) -> NormUses:
-    """Run a copy of ``model`` once on the meta device and record the uses of the outputs of ``norms``.
+    """Run ``model`` once on the meta device and record the uses of the outputs of ``norms``.
 
     A module that cannot run there (data-dependent routing, kernels without a meta version) is skipped: the pass goes on
     with an empty tensor shaped like its first argument, and everything the module touched counts as another use.
 
     Args:
+        model: a structural copy on the meta device, whose ``forward`` methods this function replaces.
         norms: FQNs of the norms to watch.
         linears: FQNs of the linears that may become MXNormLinear: plain ones that share no weight.
         example_inputs: arguments of the model; None stands for one row of 32 token ids.
 
     Raises:
-        ConfigError: if the model cannot be copied, or its own forward fails.
+        ConfigError: if the model's own forward fails.
     """
     if example_inputs is None:
         example_inputs = (torch.zeros(1, 32, dtype=torch.long),)
     inputs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), example_inputs)
+    watcher = _Watcher(norms, {id(model.get_submodule(fqn).weight): fqn for fqn in linears})
+    for fqn, module in model.named_modules():
+        if fqn:
+            module.forward = _watched(watcher, fqn, module.forward)
     try:
-        model = structural_copy(model)
-        watcher = _Watcher(norms, {id(model.get_submodule(fqn).weight): fqn for fqn in linears})
-        for fqn, module in model.named_modules():
-            if fqn:
-                module.forward = _watched(watcher, fqn, module.forward)
         with torch.no_grad(), watcher:
             watcher.note_other_use(model(*inputs), "the caller of the model")
     except Exception as error:

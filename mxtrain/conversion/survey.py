@@ -7,6 +7,7 @@ import torch.nn as nn
 
 from mxtrain.conversion.norm_uses import NormUses, watch
 from mxtrain.conversion.recognition import LinearFacts, NormFacts, find_blocks, find_linears, find_norms
+from mxtrain.conversion.structural_copy import structural_copy
 from mxtrain.nn.mxnorm import MXNorm
 
 
@@ -55,7 +56,7 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
         example_inputs: arguments of that forward pass; None stands for one row of 32 token ids.
 
     Raises:
-        ConfigError: if the forward pass fails.
+        ConfigError: if the model cannot be copied or the forward pass fails.
     """
     modules = dict(model.named_modules())
     fqns = {id(module): fqn for fqn, module in modules.items()}
@@ -77,5 +78,5 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
         lookalikes=lookalikes,
         linears=linears,
         has_mxnorms=any(isinstance(module, MXNorm) for module in modules.values()),
-        uses=watch(model, norms, swappable, example_inputs) if watch_norms and norms else None,
+        uses=watch(structural_copy(model), norms, swappable, example_inputs) if watch_norms and norms else None,
     )
