@@ -13,7 +13,7 @@ class ConfigError(ValueError):
 
 
 def require_one_of(field: str, value, allowed) -> None:
-    """Raise ConfigError unless ``value`` is one of ``allowed`` (compared with ``==``)."""
-    if value not in tuple(allowed):
+    """Raise ConfigError unless ``value`` is one of ``allowed``: equal and of the same type, so that True is not 1."""
+    if not any(type(value) is type(choice) and value == choice for choice in allowed):
         choices = ", ".join(repr(a) for a in allowed)
         raise ConfigError(f"{field} = {value!r} is not one of: {choices}")

@@ -71,9 +71,10 @@ def rms_norm_facts(module: nn.Module) -> NormFacts | None:
         return None
     dim = parameters["weight"].shape[0]
     generator = torch.Generator("cpu").manual_seed(0)
-    rows = torch.randn(len(_MAGNITUDES), dim, generator=generator, device="cpu")
-    rows *= torch.tensor(_MAGNITUDES, device="cpu").unsqueeze(1)
-    weight = torch.randn(dim, generator=generator, device="cpu")
+    in_fp32 = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
+    rows = torch.randn(len(_MAGNITUDES), dim, generator=generator, **in_fp32)
+    rows *= torch.tensor(_MAGNITUDES, **in_fp32).unsqueeze(1)
+    weight = torch.randn(dim, generator=generator, **in_fp32)
     try:
         with torch.no_grad():
             result = torch.func.functional_call(structural_copy(module), {"weight": weight}, (rows,))

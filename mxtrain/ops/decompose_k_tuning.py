@@ -50,7 +50,7 @@ def tune(
         RuntimeError: without a GPU.
     """
     device = tuning.gpu()
-    a, b = torch.randn(rows, depth, device=device), torch.randn(columns, depth, device=device)
+    a, b = (torch.randn(size, depth, dtype=torch.float32, device=device) for size in (rows, columns))
     a, b = a.to(dtype), b.to(dtype).t()
     if not along_k:
         a, b = a.t().contiguous().t(), b.contiguous()

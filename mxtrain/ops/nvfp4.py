@@ -107,7 +107,7 @@ def normalize(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str)
     if static is None:
         rho = inverse_rms(x, estimate, recipe)
         return activation(x, recipe, mode, rho), rho
-    tensor_scale = torch.full((), static, device=x.device)
+    tensor_scale = torch.full((), static, dtype=torch.float32, device=x.device)
     if runs_kernels(mode, x.device.type):
         result = nvfp4_norm(x, estimate, static, KERNEL_FORM[mode])
         return _operand(result.data, result.scales, tensor_scale, mode), result.rho

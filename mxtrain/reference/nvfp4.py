@@ -42,7 +42,7 @@ def dynamic_tensor_scale(x: torch.Tensor) -> torch.Tensor:
         fp32 [] on the device of ``x``: NaN or infinity if ``x`` holds one.
     """
     if x.numel() == 0:
-        return torch.full((), MIN_TENSOR_SCALE, device=x.device)
+        return torch.full((), MIN_TENSOR_SCALE, dtype=torch.float32, device=x.device)
     amax = x.abs().amax().float()
     return (amax / amax.new_full((), RANGE)).clamp(min=MIN_TENSOR_SCALE)
 
@@ -170,7 +170,7 @@ def dequantize(
     fp32, and stays exact if the tensor scale is a power of two. (torchao multiplies the scales first, release 0.17
     even in the dtype of the original tensor, so its values can differ in the last bit.)
     """
-    magnitudes = torch.tensor(_MAGNITUDES, device=codes.device)
+    magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=codes.device)
     values = torch.cat([magnitudes, -magnitudes])[_unpack(codes).int()]
     blocks = split_blocks(values, NVFP4.block_size) * scales.float().unsqueeze(-1)
     return converted(blocks.reshape(values.shape) * _as_tensor(tensor_scale, codes), dtype)

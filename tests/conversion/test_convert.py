@@ -321,6 +321,8 @@ def test_an_error_while_modules_are_built_leaves_the_model_unchanged(monkeypatch
         ({"filters": ["output"]}, "converter = 'mxnorm': setting = 'filters' is not one of: 'filter_fqns', 'recipe'"),
         ({"recipe": "mx"}, "recipe = 'mx' is not one of"),
         ({"p": 0}, "p = 0 is not one of: 1, 2"),
+        ({"p": True}, "p = True is not one of: 1, 2"),
+        ({"p": 2.0}, r"p = 2\.0 is not one of: 1, 2"),
         ({"estimator": "rms"}, "estimator = 'rms' is not one of"),
         ({"mode": "slow"}, "mode = 'slow' is not one of"),
         ({"eps": -1.0}, "eps = -1.0"),

@@ -66,6 +66,11 @@ def test_a_models_own_rms_norm_is_found_with_its_eps(eps):
     assert type(norm) is nn.RMSNorm and norm.eps == eps and norm.weight is own.weight and not norm.training
     with torch.device("meta"):
         assert rms_norm_facts(OwnRMSNorm(eps=eps)) == facts
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert rms_norm_facts(own) == facts
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("kind", [nn.RMSNorm, FusedRMSNorm])
