@@ -18,7 +18,7 @@ class Converter(ABC):
     """Checks its settings when it is built, and plans from a ``Survey``. It holds no model.
 
     Attributes:
-        filter_fqns: patterns of modules to keep (see ``selection.matches``); each must match a module.
+        filter_fqns: patterns of modules to keep (see ``selection.matches``); each must match a module. None names none.
 
     Raises:
         ConfigError: for a wrong setting.
@@ -28,7 +28,7 @@ class Converter(ABC):
     watches_norms: ClassVar[bool] = False
     """Whether ``plan`` needs to know what uses the outputs of norms"""
 
-    filter_fqns: Iterable[str] = ()
+    filter_fqns: Iterable[str] | None = None
 
     def __post_init__(self):
         if isinstance(self.filter_fqns, str):
@@ -46,7 +46,7 @@ class Converter(ABC):
     def _filtered(self, survey: Survey) -> dict[str, str]:
         return {
             fqn: "named in filter_fqns"
-            for pattern in self.filter_fqns
+            for pattern in self.filter_fqns or ()
             for fqn in selected(survey.names, pattern, "filter_fqns")
         }
 

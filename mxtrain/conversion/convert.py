@@ -26,7 +26,7 @@ def convert(model: nn.Module, converter: str = "mxnorm", *, example_inputs: tupl
         example_inputs: arguments for one forward pass of ``model``, on any device; only shapes and dtypes matter. None
             stands for one row of 32 token ids. Used by "mxnorm".
         **settings: the fields of the converter's class (``mx_converters``, ``kernel_converters``), such as ``p=1`` or
-            ``filter_fqns=["lm_head"]``. None stands for a field's default.
+            ``filter_fqns=["lm_head", "layers.0"]``. None stands for a field's default.
 
     Returns:
         The plan that was carried out: what was swapped, and what was kept and why. Print it.

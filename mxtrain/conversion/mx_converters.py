@@ -1,6 +1,6 @@
 """The converters to MX linear layers, with and without MXNorm."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -24,6 +24,7 @@ class MXLinearConverter(Converter):
     """Every linear becomes an MXLinear. Norms, the gates of routers and linears that share their weight stay.
 
     Attributes:
+        filter_fqns: patterns of modules to keep. None keeps the model's output head.
         recipe: what the operands of linears are cast to: a name for all three GEMMs, or one for each as in
             "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". Linears whose three GEMMs are "bf16" stay.
         recipes: pattern of linears, or of modules that hold some -> their recipe in the place of ``recipe``. The last
@@ -38,7 +39,6 @@ class MXLinearConverter(Converter):
 
     name: ClassVar[str] = "mx_linear"
 
-    filter_fqns: Iterable[str] = ("output",)
     recipe: str | LinearRecipe = "mxfp8"
     recipes: Mapping[str, str | LinearRecipe] = field(default_factory=dict)
     scale_rounding: str | None = None
@@ -76,7 +76,8 @@ class MXLinearConverter(Converter):
             if recipe.name == HIGH_PRECISION
         }
         last_blocks = in_last_blocks(survey.modules, survey.blocks, self.default_recipe.high_precision_share)
-        kept = in_high_precision | last_blocks | self._filtered(survey)
+        heads = dict.fromkeys(survey.heads, "is the output head") if self.filter_fqns is None else {}
+        kept = in_high_precision | last_blocks | heads | self._filtered(survey)
         return {fqn: recipe for fqn, (recipe, _) in chosen.items()}, kept
 
     def _plan_linears(

@@ -3,7 +3,7 @@
 An RMSNorm is recognised by what it computes, PyTorch's own or anybody's; the gate of a router by its name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,9 @@ from mxtrain.nn.fused_rms_norm import FusedRMSNorm
 
 # Rows of these magnitudes tell any eps apart from its neighbours: with eps = 1e-6 it dominates the smallest rows.
 _MAGNITUDES = (1e-4, 1e-2, 1.0, 100.0)
+
+# Names of the output head in TorchTitan's models and in Hugging Face's.
+HEAD_NAMES = ("output", "lm_head")
 
 
 class NormFacts(NamedTuple):
@@ -148,3 +151,19 @@ def find_blocks(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
             containers.append(fqn)
             blocks += [f"{fqn}.{name}".removeprefix(".") for name, _ in module.named_children()]
     return tuple(blocks)
+
+
+def find_heads(
+    modules: Mapping[str, nn.Module], linears: Mapping[str, LinearFacts], blocks: Sequence[str]
+) -> tuple[str, ...]:
+    """The linears from the last hidden state to logits over the vocabulary; usually one, or none.
+
+    Heads lie outside the blocks. They are called "output" or "lm_head". In a model without these names, the last linear
+    whose weight has the shape of an embedding's is the head.
+    """
+    outside = [fqn for fqn in linears if "." not in fqn or not any(f"{fqn}.".startswith(f"{b}.") for b in blocks)]
+    if named := [fqn for fqn in outside if fqn.rpartition(".")[2] in HEAD_NAMES]:
+        return tuple(named)
+    embeddings = {(m.num_embeddings, m.embedding_dim) for m in modules.values() if isinstance(m, nn.Embedding)}
+    shaped = [fqn for fqn in outside if (linears[fqn].out_features, linears[fqn].in_features) in embeddings]
+    return tuple(shaped[-1:])

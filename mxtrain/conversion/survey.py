@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch.nn as nn
 
 from mxtrain.conversion.norm_uses import NormUses, watch
-from mxtrain.conversion.recognition import LinearFacts, NormFacts, find_blocks, find_linears, find_norms
+from mxtrain.conversion.recognition import LinearFacts, NormFacts, find_blocks, find_heads, find_linears, find_norms
 from mxtrain.conversion.structural_copy import structural_copy
 from mxtrain.nn.mxnorm import MXNorm
 
@@ -26,6 +26,7 @@ class Survey:
         norms: every module that is an RMSNorm or computes one.
         lookalikes: modules that are called an RMSNorm and compute something else -> name of their class.
         linears: every linear.
+        heads: the linears that are output heads.
         has_mxnorms: whether an earlier conversion left MXNorms.
         uses: what uses the outputs of ``norms``; None if that was not asked for.
     """
@@ -38,6 +39,7 @@ class Survey:
     norms: Mapping[str, NormFacts]
     lookalikes: Mapping[str, str]
     linears: Mapping[str, LinearFacts]
+    heads: tuple[str, ...]
     has_mxnorms: bool
     uses: NormUses | None
 
@@ -62,7 +64,7 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
     fqns = {id(module): fqn for fqn, module in modules.items()}
     device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     norms, lookalikes = find_norms(modules)
-    linears = find_linears(modules)
+    linears, blocks = find_linears(modules), find_blocks(modules)
     swappable = [fqn for fqn, linear in linears.items() if linear.is_plain and not linear.shares_weight]
     return Survey(
         kind=type(model).__name__,
@@ -73,10 +75,11 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
             for name, module in model.named_modules(remove_duplicate=False)
             if name not in modules
         },
-        blocks=find_blocks(modules),
+        blocks=blocks,
         norms=norms,
         lookalikes=lookalikes,
         linears=linears,
+        heads=find_heads(modules, linears, blocks),
         has_mxnorms=any(isinstance(module, MXNorm) for module in modules.values()),
         uses=watch(structural_copy(model), norms, swappable, example_inputs) if watch_norms and norms else None,
     )

@@ -29,8 +29,8 @@ def test_mxnorm_swaps_what_the_norms_feed_and_the_other_linears():
     }
     assert report.linears == [f"layers.{i}.{w}" for i in range(2) for w in ("attention.wo", "feed_forward.w2")]
     assert report.skipped == {
-        "norm": "feeds output, named in filter_fqns",
-        "output": "named in filter_fqns",
+        "norm": "feeds output, is the output head",
+        "output": "is the output head",
     }
     layer = model.layers[1]
     assert type(layer.attention_norm) is MXNorm and layer.attention_norm.estimate.eps == 1e-5
@@ -44,7 +44,7 @@ def test_mxnorm_swaps_what_the_norms_feed_and_the_other_linears():
 def test_mx_linear_swaps_every_linear_and_no_norm():
     model = llama()
     report = convert(model, "mx_linear")
-    assert report.norms == {} and len(report.linears) == 14 and report.skipped == {"output": "named in filter_fqns"}
+    assert report.norms == {} and len(report.linears) == 14 and report.skipped == {"output": "is the output head"}
     assert type(model.layers[0].attention_norm) is nn.RMSNorm and type(model.layers[0].attention.wq) is MXLinear
 
 
@@ -188,6 +188,16 @@ def test_filtering_one_linear_of_a_group_keeps_its_norm_exact():
     assert type(model.layers[0].attention_norm) is nn.RMSNorm
     assert type(model.layers[0].attention.wq) is MXLinear and type(model.layers[0].attention.wk) is nn.Linear
     loss(model).backward()
+
+
+def test_the_output_head_is_found_whatever_it_is_called():
+    model = llama()
+    model.to_vocabulary = model.output
+    del model.output
+    model.forward = lambda tokens: None
+    plan = convert(model, "mx_linear")
+    assert plan.skipped == {"to_vocabulary": "is the output head"} and len(plan.linears) == 14
+    assert convert(nn.Sequential(nn.Linear(DIM, DIM)), "mx_linear").linears == ["0"], "a model may have none"
 
 
 def test_no_filter_converts_output_too():

@@ -19,7 +19,7 @@ def test_the_last_share_of_the_blocks_stays_in_high_precision():
     assert {type(m) for m in model.layers[5].modules()} <= {Layer, Attention, FeedForward, nn.Linear, nn.RMSNorm}
     reason = "in the last 1 of 6 blocks (high_precision_share = 0.15)"
     assert report.skipped["layers.5.ffn_norm"] == report.skipped["layers.5.attention.wo"] == reason
-    assert report.skipped["output"] == "named in filter_fqns"
+    assert report.skipped["output"] == "is the output head"
 
 
 @pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])

@@ -30,6 +30,7 @@ def block(linears=("wq", "wk", "wo"), **changes) -> Survey:
         norms={"norm": NORM},
         lookalikes={},
         linears=dict.fromkeys((*linears, "output"), LINEAR),
+        heads=("output",),
         has_mxnorms=False,
         uses=NormUses({"norm": ("wq", "wk")}, {"norm": ()}, dict.fromkeys(linears, 1), ()),
     )
@@ -49,13 +50,13 @@ def test_a_norm_and_the_linears_it_feeds():
         "wk": ToQuantizedLinear(MXNormLinear, recipe, "emulated", 7),
         "wo": ToQuantizedLinear(MXLinear, recipe, "emulated", 7),
     }
-    assert result.skipped == {"output": "named in filter_fqns"}
+    assert result.skipped == {"output": "is the output head"}
     assert (result.norms, result.linears) == ({"norm": ["wq", "wk"]}, ["wo"])
     assert str(result).splitlines() == [
         "1 norm and 3 linears swapped, 1 kept",
         "  norm -> wq, wk",
         "  wo",
-        "  kept: output: named in filter_fqns",
+        "  kept: output: is the output head",
     ]
 
 
@@ -75,7 +76,7 @@ def test_mode_auto_is_that_of_the_parameters_device():
             {"wk": replace(LINEAR, is_gate=True)},
             "feeds wk, the gate of a router",
         ),
-        (NormUses({"norm": ("output",)}, {"norm": ()}, {"output": 1}, ()), {}, "feeds output, named in filter_fqns"),
+        (NormUses({"norm": ("output",)}, {"norm": ()}, {"output": 1}, ()), {}, "feeds output, is the output head"),
     ],
 )
 def test_a_norm_stays_unless_it_provably_feeds_linears_alone(uses, linears, reason):
@@ -101,7 +102,7 @@ def test_linears_that_stay():
         "gate": "is the gate of a router, whose choices are sensitive to rounding",
         "own": "is a MyLinear",
         "tied": "shares its weight with another module",
-        "output": "named in filter_fqns",
+        "output": "is the output head",
     }
 
 

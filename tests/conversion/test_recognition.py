@@ -8,6 +8,7 @@ from mxtrain import DecomposeKRouter, FusedRMSNorm, MXNorm
 from mxtrain.conversion.recognition import (
     LinearFacts,
     find_blocks,
+    find_heads,
     find_linears,
     find_norms,
     has_router,
@@ -125,3 +126,29 @@ def test_the_modules_of_a_model():
     assert find_blocks(dict(model["blocks"].named_modules())) == ("0", "1")
     assert find_norms(dict(nn.RMSNorm(8).named_modules())) == ({}, {}), "nothing can replace the model itself"
     assert has_router(model) and not has_router(model["blocks"]) and has_router(model["router"])
+
+
+@pytest.mark.parametrize(
+    ("embedding", "head", "expected"),
+    [
+        (nn.Embedding(96, 8), nn.Linear(8, 96), ("head",)),
+        (nn.Embedding(95, 8), nn.Linear(8, 97), ()),
+        (nn.Embedding(8, 8), nn.Linear(8, 8), ("head",)),
+    ],
+    ids=["head", "another shape", "square"],
+)
+def test_the_last_linear_outside_the_blocks_with_an_embeddings_shape_is_the_head(embedding, head, expected):
+    model = nn.Module()
+    model.embedding, model.layers, model.up = embedding, nn.ModuleList([nn.Linear(8, 8)]), nn.Linear(8, 96)
+    model.head = head
+    modules = dict(model.named_modules())
+    assert find_heads(modules, find_linears(modules), find_blocks(modules)) == expected, (
+        "the last one, outside the blocks"
+    )
+
+
+def test_an_output_head_may_be_known_by_its_name():
+    model = nn.Module()
+    model.layers, model.lm_head = nn.ModuleList([nn.ModuleDict({"output": nn.Linear(8, 8)})]), nn.Linear(8, 96)
+    modules = dict(model.named_modules())
+    assert find_heads(modules, find_linears(modules), find_blocks(modules)) == ("lm_head",)
