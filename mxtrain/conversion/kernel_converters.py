@@ -36,7 +36,7 @@ class FusedRMSNormConverter(Converter):
                 skipped[fqn] = NOT_ONE_DIMENSION
             else:
                 swaps[fqn] = ToFusedRMSNorm(norm, self.when_compiled)
-        # A model whose norms an earlier conversion has turned into MXNorms is fine as it is.
+        # A model whose norms an earlier conversion has turned into MXNorms needs nothing.
         if not swaps and not survey.has_mxnorms:
             raise self._nothing_to_convert(survey, skipped)
         return Plan(swaps, skipped)

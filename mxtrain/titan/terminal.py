@@ -143,7 +143,7 @@ def note_conversion(name: str, headline: str, details: str) -> None:
 
     Args:
         name: of the converter, with its recipe and mode if it has some: "mxnorm mxfp8 p=2 (reference)".
-        headline: what it did, in one line: "12 norms and 36 linears swapped, 5 left".
+        headline: what it did, in one line: "12 norms and 36 linears swapped, 5 kept".
         details: the list of modules, one a line.
     """
     headline = f"{name}: {headline}"

@@ -182,11 +182,11 @@ def test_what_compiled_layers_run_is_logged(compiled, monkeypatch):
     monkeypatch.setattr("mxtrain.titan.converters.logger.info", lines.append)
     flags = ["--compile.enable"] if compiled else []
     TitanFusedRMSNorm(config(*flags, converter="fused_rmsnorm"), None)
-    told = f"norms in compiled layers run the {AUTO_WHEN_COMPILED}, those outside the kernel"
-    assert lines == ([f"fused_rmsnorm: when_compiled = 'auto': {told}"] if compiled else [])
+    line = f"norms in compiled layers run the {AUTO_WHEN_COMPILED}, those outside the kernel"
+    assert lines == ([f"fused_rmsnorm: when_compiled = 'auto': {line}"] if compiled else [])
 
 
-def test_a_wrong_fused_rmsnorm_setting_is_told_at_once():
+def test_a_wrong_fused_rmsnorm_setting_is_refused_at_once():
     with pytest.raises(ConfigError, match="^fused_rmsnorm.when_compiled = 'kernels' is not one of: 'auto', 'kernel'"):
         config("--fused_rmsnorm.when_compiled=kernels", converter="fused_rmsnorm")
 
@@ -364,7 +364,7 @@ def test_recipes_by_name_are_flags_too(tmp_path):
     assert model.layers["2"].attention.wq.recipe.name == expected["layers.*.attention"]
 
 
-def test_a_name_without_a_recipe_is_told():
+def test_a_name_without_a_recipe_is_refused():
     with pytest.raises(ConfigError, match="^recipes.'layers.1' = '' is not one of: 'mxfp8', "):
         config("--mxnorm.recipes", "layers.0", "bf16", "layers.1")
 
