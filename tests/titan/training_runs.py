@@ -213,7 +213,9 @@ class Outcome:
 def _done_once(base: Path, name: str, processes: int, runs: dict[str, list[str]]) -> dict[str, Outcome]:
     with FileLock(base / f"{name}.lock"):
         if not (base / name).exists():
-            shutil.copytree(REPOSITORY / "mxtrain", base / "text", dirs_exist_ok=True)  # as it is at this moment
+            # A copy: an edit during the tests would change the text. Not the caches, which other processes write now.
+            sources = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(REPOSITORY / "mxtrain", base / "text", ignore=sources, dirs_exist_ok=True)
             launch(base / name, runs, processes)
     outcomes = {}
     for run, flags in runs.items():
