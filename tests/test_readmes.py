@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 import mxtrain
 from mxtrain.cli import commands
 from mxtrain.titan.job_config import JobConfig
-from mxtrain.titan.train import parse_job_config
+from mxtrain.titan.parse import parse_job_config
 
 ROOT = Path(__file__).parents[1]
 SETTINGS, CODE = "train_configs/README.md", "mxtrain/README.md"

@@ -217,6 +217,6 @@ def _job_config(config: str, flags: list[str]):
     from mxtrain.config import load_config
 
     load_config(config)  # finds mistakes before the slow import of TorchTitan
-    from mxtrain.titan.train import parse_job_config
+    from mxtrain.titan.parse import parse_job_config
 
     return parse_job_config(["--job.config_file", config, *flags])

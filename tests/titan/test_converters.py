@@ -19,7 +19,7 @@ from mxtrain.titan.converters import (
     TitanMXNorm,
     active_settings,
 )
-from mxtrain.titan.train import parse_job_config
+from mxtrain.titan.parse import parse_job_config
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 

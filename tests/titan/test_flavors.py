@@ -4,7 +4,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain import ConfigError
 from mxtrain.titan.flavors import vocab_size
-from mxtrain.titan.train import parse_job_config
+from mxtrain.titan.parse import parse_job_config
 
 
 def build(*flags):

@@ -14,7 +14,8 @@ from training_runs import CONFIG, MIXED_RECIPE, MIXED_RECIPES, Outcome, run_pyth
 from mxtrain import ConfigError
 from mxtrain.analysis import load_run
 from mxtrain.rng.rounding_position import position, set_rounding_step
-from mxtrain.titan.train import Trainer, _Trainer, check_job_config, non_default_values, parse_job_config
+from mxtrain.titan.parse import check_job_config, non_default_values, parse_job_config
+from mxtrain.titan.train import Trainer, _Trainer
 
 LEARNERS = ("mxnorm", "exact", "post_round", "mx_linear", "mixed", "bf16", "nvfp4", "deepseek_v3", "llama4", "qwen3")
 
