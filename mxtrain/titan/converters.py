@@ -15,9 +15,9 @@ from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.nn.fused_rms_norm import WHEN_COMPILED, runs_when_compiled
 from mxtrain.ops.hardware import describe_modes, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, switches_in_effect
+from mxtrain.settings.registry import QUANTIZING_CONVERTERS
 from mxtrain.titan.terminal import note_conversion
 
-QUANTIZING_CONVERTERS = ("mxnorm", "mx_linear")
 # Stands for debug.seed where that is unset.
 DEFAULT_SEED = 0
 # Fields of the section [mxnorm] that MXNorm alone has.

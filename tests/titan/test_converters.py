@@ -187,7 +187,7 @@ def test_what_compiled_layers_run_is_logged(compiled, monkeypatch):
 
 
 def test_a_wrong_fused_rmsnorm_setting_is_refused_at_once():
-    with pytest.raises(ConfigError, match="^fused_rmsnorm.when_compiled = 'kernels' is not one of: 'auto', 'kernel'"):
+    with pytest.raises(ConfigError, match="^fused_rmsnorm.when_compiled = 'kernels' should be 'auto', 'kernel'"):
         config("--fused_rmsnorm.when_compiled=kernels", converter="fused_rmsnorm")
 
 
@@ -365,7 +365,7 @@ def test_recipes_by_name_are_flags_too(tmp_path):
 
 
 def test_a_name_without_a_recipe_is_refused():
-    with pytest.raises(ConfigError, match="^recipes.'layers.1' = '' is not one of: 'mxfp8', "):
+    with pytest.raises(ConfigError, match="^mxnorm.recipes takes pairs of a name and a value, not: layers.0"):
         config("--mxnorm.recipes", "layers.0", "bf16", "layers.1")
 
 
