@@ -40,7 +40,7 @@ class LinearFacts:
     """An ``nn.Linear`` or a subclass of it.
 
     Attributes:
-        kind: name of its class.
+        kind: name of its class; with its module if the class is called "Linear", as PyTorch's own.
         is_plain: whether its class is ``nn.Linear`` itself.
         is_gate: whether it is the gate of a router.
         shares_weight: whether another module owns its weight, too.
@@ -131,15 +131,22 @@ def find_linears(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:
     for fqn, module in modules.items():
         if fqn and isinstance(module, nn.Linear):
             parent, _, name = fqn.rpartition(".")
+            weight = module._parameters.get("weight")  # module.weight would compute a parametrized weight
             linears[fqn] = LinearFacts(
                 in_features=module.in_features,
                 out_features=module.out_features,
-                kind=type(module).__name__,
+                kind=_kind(module),
                 is_plain=type(module) is nn.Linear,
                 is_gate=is_gate_of(modules[parent], name),
-                shares_weight=owners[id(module.weight)] > 1,
+                shares_weight=owners.get(id(weight), 1) > 1,
             )
     return linears
+
+
+def _kind(linear: nn.Linear) -> str:
+    kind = type(linear)
+    is_namesake = kind is not nn.Linear and kind.__name__ == nn.Linear.__name__
+    return f"{kind.__module__}.{kind.__qualname__}" if is_namesake else kind.__name__
 
 
 def find_blocks(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:

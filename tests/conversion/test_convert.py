@@ -37,7 +37,9 @@ def test_mxnorm_swaps_what_the_norms_feed_and_the_other_linears():
     assert type(layer.ffn_norm) is MXNorm and layer.ffn_norm.estimate.eps == 1e-6
     assert type(layer.attention.wk) is MXNormLinear and type(layer.attention.wo) is MXLinear
     assert type(model.norm) is nn.RMSNorm and type(model.output) is nn.Linear
-    assert report.headline == "4 norms and 14 linears swapped, 2 kept"
+    assert report.headline == (
+        "4 norms and 14 linears swapped, 2 kept; 93.0 % of the weights' multiplications are quantized"
+    )
     assert "layers.0.ffn_norm -> layers.0.feed_forward.w1, layers.0.feed_forward.w3" in str(report)
 
 
