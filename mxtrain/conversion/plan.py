@@ -81,7 +81,9 @@ class ToDecomposeKRouter:
 
 
 def _percent(share: float) -> str:
-    """A share with one decimal, which says 0 or 100 only where that is exact."""
+    """A share with one decimal; 0 and 100 have none and are exact."""
+    if share in (0, 1):
+        return f"{100 * share:.0f} %"
     if 0 < share < 0.0005:
         return "less than 0.1 %"
     if 0.9995 <= share < 1:
