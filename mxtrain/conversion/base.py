@@ -31,6 +31,8 @@ class Converter(ABC):
     filter_fqns: Iterable[str] | None = None
 
     def __post_init__(self):
+        if not isinstance(self.filter_fqns, Iterable | None):
+            raise ConfigError(f"filter_fqns = {self.filter_fqns!r} is not a list of names of modules")
         if isinstance(self.filter_fqns, str):
             raise ConfigError(f"filter_fqns = {self.filter_fqns!r} is not a list: write [{self.filter_fqns!r}]")
 

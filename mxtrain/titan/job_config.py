@@ -34,6 +34,25 @@ Table = Annotated[
 ]
 
 
+def _names(words: list[str]) -> list[str] | None:
+    names = [name.strip() for name in words[0].split(",")]
+    return None if names == ["None"] else [name for name in names if name]
+
+
+# A list of names, or None for an unset field. TorchTitan's rule for comma-separated flags serves list[str] alone, and
+# reads an empty flag as one empty name.
+Names = Annotated[
+    list[str] | None,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="A,B,C,...",
+        instance_from_str=_names,
+        is_instance=lambda value: True,  # TorchTitan does not check types in TOML files; the converters do
+        str_from_instance=lambda value: [",".join(map(str, value)) if isinstance(value, list) else str(value)],
+    ),
+]
+
+
 @dataclass
 class MXNorm:
     p: int = 2
@@ -105,10 +124,11 @@ class MXNorm:
     eps: float | None = None
     """Added to the squared RMS estimate. Unset keeps the eps of each replaced norm"""
 
-    filter_fqns: list[str] = field(default_factory=lambda: ["output"])
+    filter_fqns: Names = None
     """
     Comma-separated names of modules that stay in high precision. A name is one or more whole segments of a module's
-    FQN, each a literal or a glob: "output", "layers.0", "layers.*.attention.wo". Every name must match a module
+    FQN, each a literal or a glob: "output", "layers.0", "layers.*.attention.wo". Every name must match a module. Unset
+    keeps the model's output head; an empty list keeps nothing
     """
 
 
@@ -120,13 +140,13 @@ class FusedRMSNorm:
     may fuse with its neighbors), or "auto" (the faster one in our measurements)
     """
 
-    filter_fqns: list[str] = field(default_factory=list)
+    filter_fqns: Names = field(default_factory=list)
     """Comma-separated names of norms, or of modules with norms, that stay PyTorch's; see mxnorm.filter_fqns"""
 
 
 @dataclass
 class DecomposeKRouter:
-    filter_fqns: list[str] = field(default_factory=list)
+    filter_fqns: Names = field(default_factory=list)
     """Comma-separated names of gates, or of modules with gates, that stay PyTorch's; see mxnorm.filter_fqns"""
 
 

@@ -340,6 +340,7 @@ def test_an_error_while_modules_are_built_leaves_the_model_unchanged(monkeypatch
         ({"eps": -1.0}, "eps = -1.0"),
         ({"filter_fqns": ["lm_head"]}, "filter_fqns: 'lm_head' matches no module; the top-level modules are: tok_emb"),
         ({"filter_fqns": "output"}, r"filter_fqns = 'output' is not a list: write \['output'\]"),
+        ({"filter_fqns": 3}, "filter_fqns = 3 is not a list of names of modules"),
         ({"filter_fqns": [1]}, "filter_fqns: 1 is not the name of a module"),
         ({"filter_fqns": ["out"]}, "filter_fqns: 'out' matches no module"),
         ({"filter_fqns": ["layers", "output"]}, "nothing to convert in this Llama\n"),
