@@ -5,9 +5,11 @@ from types import FunctionType, MethodType
 
 import torch
 import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
 
+from mxtrain.errors import ConfigError
 from mxtrain.nn.fused_rms_norm import FusedRMSNorm
 
 # The tables of hooks of an nn.Module whose hooks see inputs, outputs or their gradients.
@@ -32,6 +34,8 @@ _STANDARD = {
     FusedRMSNorm: FusedRMSNorm(1, device="meta"),
 }
 
+_MODULE = nn.Module()
+
 # Dtypes of weights that some converter takes.
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -55,12 +59,25 @@ def has_function_as_forward(module: nn.Module) -> bool:
     return isinstance(vars(module).get("forward"), FunctionType)
 
 
-def added_attributes(module: nn.Module) -> dict[str, object]:
-    """The attributes that were set on a plain norm or linear after it was made, such as tags for its initialization."""
-    if type(module) not in _STANDARD:
-        return {}
-    standard = vars(_STANDARD[type(module)])
-    return {name: value for name, value in vars(module).items() if name not in standard}
+def move_attributes(fqn: str, old: nn.Module, new: nn.Module) -> None:
+    """Set the attributes on ``new`` that were set on ``old`` by its user, such as tags for its initialization.
+
+    Of a norm of the model's own class, all attributes move whose names are free.
+
+    Raises:
+        ConfigError: for an attribute whose name ``new`` uses itself.
+    """
+    standard = vars(_STANDARD.get(type(old), _MODULE))
+    for name, value in vars(old).items():
+        if name in standard:
+            continue
+        if not hasattr(new, name):
+            setattr(new, name, value)
+        elif type(old) in _STANDARD:
+            raise ConfigError(
+                f"{fqn} has an attribute {name!r}, a name that {type(new).__name__} uses itself: rename the attribute, "
+                "or name the module in filter_fqns"
+            )
 
 
 def why_it_must_stay(module: nn.Module) -> str | None:
@@ -92,8 +109,10 @@ def _why_weight_must_stay(module: nn.Module) -> str | None:
     weight = module._parameters.get("weight")
     if weight is None:
         return None
-    if type(weight) is not nn.Parameter:
+    if type(weight) not in (nn.Parameter, FakeTensor):
         return f"has a weight of class {type(weight).__name__}, not a torch.nn.Parameter"
+    if weight.layout is not torch.strided:
+        return f"has a weight of layout {weight.layout}"
     if weight.dtype not in _FLOATS:
         return f"has a weight of {weight.dtype}"
     if isinstance(module, nn.Linear) and weight.shape != (module.out_features, module.in_features):

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mxtrain.conversion.structural_copy import structural_copy
+from mxtrain.conversion.structural_copy import structural_copy, without_global_hooks
 from mxtrain.nn.fused_rms_norm import FusedRMSNorm
 
 # Rows of these magnitudes tell any eps apart from its neighbours: with eps = 1e-6 it dominates the smallest rows.
@@ -79,7 +79,7 @@ def rms_norm_facts(module: nn.Module) -> NormFacts | None:
     rows *= torch.tensor(_MAGNITUDES, **in_fp32).unsqueeze(1)
     weight = torch.randn(dim, generator=generator, **in_fp32)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), without_global_hooks():
             result = torch.func.functional_call(structural_copy(module), {"weight": weight}, (rows,))
     except Exception:  # the module is no function of rows and a weight
         return None

@@ -1,12 +1,35 @@
 """A copy of a module tree without the data of its tensors, and without hooks."""
 
 import copy
+from contextlib import contextmanager
 
 import torch
 import torch.nn as nn
+from torch.nn.modules import module as module_globals
 
 from mxtrain.conversion.instance_state import has_function_as_forward, hook_tables
 from mxtrain.errors import ConfigError
+
+_GLOBAL_HOOKS = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
+
+
+@contextmanager
+def without_global_hooks():
+    """Keep the hooks that the user registered for all modules away while a copy runs."""
+    tables = [getattr(module_globals, name) for name in _GLOBAL_HOOKS]
+    saved = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, saved):
+            table.update(hooks)
 
 
 def structural_copy(module: nn.Module) -> nn.Module:

@@ -3,9 +3,8 @@
 import torch
 import torch.nn as nn
 
-from mxtrain.conversion.instance_state import added_attributes
+from mxtrain.conversion.instance_state import move_attributes
 from mxtrain.conversion.plan import Plan, Swap
-from mxtrain.errors import ConfigError
 
 
 def swap(model: nn.Module, plan: Plan) -> None:
@@ -28,11 +27,5 @@ def swap(model: nn.Module, plan: Plan) -> None:
 
 def _build(fqn: str, old: nn.Module, step: Swap) -> nn.Module:
     new = step.build(fqn, old)
-    for name, value in added_attributes(old).items():
-        if hasattr(new, name):
-            raise ConfigError(
-                f"{fqn} has an attribute {name!r}, a name that {type(new).__name__} uses itself: rename the attribute, "
-                "or name the module in filter_fqns"
-            )
-        setattr(new, name, value)
+    move_attributes(fqn, old, new)
     return new

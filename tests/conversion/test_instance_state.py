@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.utils as utils
 from conversion_models import DIM, TOKENS, Llama, kinds, llama, loss
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.parametrize import register_parametrization
 
@@ -146,6 +147,24 @@ def test_a_hook_around_norm_and_linears_sees_no_difference():
     assert len(plan.norms) == 4 and not calls
     model(TOKENS)
     assert len(calls) == 2
+
+
+def test_hooks_for_all_modules_do_not_run_and_stay():
+    model = llama(layers=1)
+    model.layers[0].ffn_norm = HomeMadeRMSNorm(DIM)
+    hook, calls = recorder()
+    handles = [
+        nn.modules.module.register_module_forward_pre_hook(hook),
+        nn.modules.module.register_module_forward_hook(hook),
+        nn.modules.module.register_module_full_backward_hook(hook),
+    ]
+    try:
+        assert len(convert(model, mode="reference").norms) == 2 and not calls
+        model.output(torch.ones(DIM, requires_grad=True)).sum().backward()
+        assert len(calls) == 3
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def test_attributes_that_no_copy_may_share_are_not_copied_with_hooks():
@@ -300,6 +319,17 @@ def test_attributes_flags_and_gradients_go_along(converter):
     assert new.weight is old.weight and getattr(new, "bias", None) is getattr(old, "bias", None)
 
 
+def test_attributes_of_a_norm_of_the_models_own_go_along():
+    """Transformers marks modules that it has initialized; other code may read the epsilon."""
+    model = llama(layers=1)
+    model.layers[0].ffn_norm = old = HomeMadeRMSNorm(DIM)
+    old._is_hf_initialized, old.variance_epsilon = True, 1e-5
+    convert(model, mode="reference", eps=1e-3)
+    new = model.layers[0].ffn_norm
+    assert type(new) is MXNorm and new._is_hf_initialized and new.variance_epsilon == 1e-5
+    assert new.eps == new.estimate.eps == 1e-3, "names that the new module has keep its values"
+
+
 def test_a_model_with_frozen_parameters_trains_the_others():
     model = llama()
     for name, parameter in model.named_parameters():
@@ -351,9 +381,10 @@ class Int8Weight(nn.Parameter):
         (Int8Weight(torch.ones(DIM, DIM)), "has a weight of class Int8Weight, not a torch.nn.Parameter"),
         (nn.Parameter(torch.ones(DIM, DIM, dtype=torch.int8), False), "has a weight of torch.int8"),
         (nn.Parameter(torch.ones(DIM, DIM).to(torch.float8_e4m3fn), False), "has a weight of torch.float8_e4m3fn"),
+        (nn.Parameter(torch.ones(DIM, DIM).to_sparse()), "has a weight of layout torch.sparse_coo"),
         (nn.Parameter(torch.ones(32, DIM)), "has a weight of shape (32, 64), not (out_features, in_features)"),
     ],
-    ids=["class", "int8", "float8", "shape"],
+    ids=["class", "int8", "float8", "sparse", "shape"],
 )
 def test_linears_with_another_kind_of_weight_stay(weight, reason):
     model = llama(layers=1)
@@ -361,6 +392,13 @@ def test_linears_with_another_kind_of_weight_stay(weight, reason):
     plan = convert(model, "mx_linear", mode="reference")
     assert plan.skipped[OTHER] == reason and len(plan.linears) == 6
     assert model.layers[0].attention.wo.weight is weight
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_models_of_fake_tensors_convert(device):
+    """TorchTitan estimates memory with them."""
+    with FakeTensorMode(), torch.device(device):
+        assert len(convert(llama(), mode="reference").norms) == 4
 
 
 def test_quantized_tensors_of_torchao_stay():
