@@ -4,6 +4,7 @@ Imports nothing heavy, because the launcher reads configs before PyTorch is need
 """
 
 import os
+import re
 from pathlib import Path
 
 import tomli
@@ -28,6 +29,28 @@ def load_config(path: str | os.PathLike) -> dict:
 def dump_config(config: dict, path: str | os.PathLike) -> None:
     """Write nested dicts as TOML. TOML has no null, so ``config`` must not contain None."""
     Path(path).write_text(tomli_w.dumps(config), encoding="utf-8")
+
+
+def find_setting(name: str, path: Path) -> tuple[Path, int] | None:
+    """The file and line that set ``name`` ("training.steps"): in the config or, further up, in one that it extends."""
+    table, extended = "", None
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return None
+    for number, line in enumerate(lines, start=1):
+        if header := re.match(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$", line):
+            table = header[1]
+            key = table
+        elif assignment := re.match(r"\s*([\w.\"'-]+)\s*=\s*(.*)", line):
+            key = f"{table}.{assignment[1]}".removeprefix(".")
+            if key == "extends":
+                extended = path.parent / assignment[2].split("#")[0].strip().strip("\"'")
+        else:
+            continue
+        if key.replace('"', "").replace("'", "") == name:
+            return path, number
+    return find_setting(name, extended) if extended is not None else None
 
 
 def _load(path: Path, extended_by: tuple[Path, ...]) -> dict:

@@ -1,5 +1,7 @@
 """The exception for a wrong setting, and its exit status."""
 
+import re
+
 CONFIG_ERROR_STATUS = 2
 """Exit status of a worker, and of ``mxtrain``, after a ``ConfigError``"""
 
@@ -7,9 +9,16 @@ CONFIG_ERROR_STATUS = 2
 class ConfigError(ValueError):
     """A setting is wrong; the message says enough to fix it.
 
-    The message names the field, its value and the allowed values. Entry points print it
-    without a traceback and exit with status 2; a library user sees an ordinary ``ValueError``.
+    The message begins with the name of the setting ("training.steps" in a job, "p" in Python), its value and the
+    allowed values. Entry points print it without a traceback and exit with status 2; a library user sees an ordinary
+    ``ValueError``.
     """
+
+
+def setting_in(message: str) -> str:
+    """The full name of the setting that a ConfigError's message begins with; empty if there is none."""
+    name = re.match(r"[a-z_0-9]+(\.[a-z_0-9]+)*", message)
+    return name[0] if name else ""
 
 
 def require_one_of(field: str, value, allowed) -> None:

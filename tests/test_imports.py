@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "mxtrain"
 LAYERS = [
     {"errors", "cache"},
     {"config", "recipes", "rng", "data", "analysis"},
+    {"settings"},
     {"reference", "kernels"},
     {"ops"},
     {"nn"},

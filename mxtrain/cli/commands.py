@@ -8,8 +8,6 @@ from mxtrain import __version__
 from mxtrain.cli import quiet
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 
-HELP_FLAGS = ("-h", "--help")
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit status. A mistake in the settings prints one line and returns 2."""
@@ -160,11 +158,13 @@ Print versions, devices, and for each recipe the execution mode that mode = "aut
 
 def _train(options) -> int:
     verbose, flags = _take_verbose(options)
-    if any(flag in HELP_FLAGS for flag in flags):
+    from mxtrain.settings.read import asks_for_help
+
+    if asks_for_help(flags):
         _job_config(options.config, flags)  # TorchTitan prints the help, with the config's values, and exits
     from mxtrain.cli.launch import train
 
-    return train(options.config, [*flags, quiet.FLAG] if verbose else flags)
+    return train(options.config, flags, [quiet.FLAG] if verbose else [])
 
 
 def _prepare(options) -> int:
@@ -214,9 +214,14 @@ def _take_verbose(options) -> tuple[bool, list[str]]:
 
 
 def _job_config(config: str, flags: list[str]):
-    from mxtrain.config import load_config
+    from mxtrain.settings.names import check_names
+    from mxtrain.settings.read import asks_for_help, places, read_settings
 
-    load_config(config)  # finds mistakes before the slow import of TorchTitan
+    arguments = [f"--job.config_file={config}", *flags]
+    if not asks_for_help(flags):
+        settings = read_settings(arguments)  # finds mistakes before the slow import of TorchTitan
+        with places(arguments):
+            check_names(settings)
     from mxtrain.titan.parse import parse_job_config
 
-    return parse_job_config(["--job.config_file", config, *flags])
+    return parse_job_config(arguments)

@@ -12,29 +12,36 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
 from mxtrain.analysis import closing_summary
 from mxtrain.analysis.metrics_file import FILE_NAME as METRICS_FILE
-from mxtrain.config import load_config
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
+from mxtrain.settings.machine import Machine, check_machine
+from mxtrain.settings.names import check_names
+from mxtrain.settings.read import config_file as named_config
+from mxtrain.settings.read import places, read_settings
 
 WORKER = "mxtrain.train"
 """Module that every worker runs with ``python -m``"""
 
 FORWARDED_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+DRIVER_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Of which a machine with a GPU has one: NVIDIA's driver, AMD's, or Windows's under WSL"""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the new name and the old name
 
 
-def train(config_file: str, flags: list[str]) -> int:
+def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) -> int:
     """Train with the settings of ``config_file`` and ``flags``, and return the exit status.
 
     The run's folder is ``job.dump_folder`` from the flags or the config, else a new folder.
 
     Args:
-        flags: TorchTitan's flags and ``--verbose``, passed on to the workers.
+        flags: TorchTitan's flags.
+        worker_flags: other flags for the workers.
 
     Returns:
         0 for success, 2 for a mistake in the settings that a worker found, 1 for another failure of a worker, and
@@ -43,33 +50,29 @@ def train(config_file: str, flags: list[str]) -> int:
     Raises:
         ConfigError: for mistakes found before any worker starts: in the config file, NGPU or the run's folder.
     """
-    config = load_config(config_file)
-    if flag_value(flags, "job.config_file") is not None:
+    if named_config(flags) is not None:
         raise ConfigError("--job.config_file: the first argument of 'mxtrain train' already names the config")
     requested = requested_processes(os.environ)
+    arguments = [f"--job.config_file={config_file}", *flags]
+    settings = read_settings(arguments)
+    with places(arguments):
+        check_names(settings)
+    # The import of PyTorch takes seconds.
     devices = accelerator_count()
     processes = process_count(requested, devices)
-    wanted = flag_value(flags, "job.dump_folder") or config.get("job", {}).get("dump_folder")
-    folder, is_new = make_run_folder(config_file, wanted)
+    with places(arguments):
+        check_machine(settings, Machine(processes, devices > 0))
+    folder, is_new = make_run_folder(config_file, settings.given.get("job.dump_folder"))
 
     print(f"mxtrain: run folder {folder}", flush=True)
     set_worker_defaults(os.environ, processes, devices)
     with _log_dir(folder, processes) as log_dir:
-        status = run_workers(worker_arguments(config_file, folder, flags), processes, log_dir)
+        status = run_workers([*arguments, "--job.dump_folder", str(folder), *worker_flags], processes, log_dir)
     if is_new and status == CONFIG_ERROR_STATUS and not (folder / METRICS_FILE).exists():
         shutil.rmtree(folder)
     if status > 128:  # a worker that ends by itself prints its own summary
         print(closing_summary(folder), flush=True)
     return status
-
-
-def flag_value(flags: list[str], name: str) -> str | None:
-    """Return the value of ``--name`` in TorchTitan's flags, or None. Takes ``_`` or ``-``, and ``=`` or a space."""
-    for i, flag in enumerate(flags):
-        key, equals, value = flag.partition("=")
-        if key.replace("-", "_") == f"__{name}":
-            return value if equals else flags[i + 1] if i + 1 < len(flags) else ""
-    return None
 
 
 def requested_processes(environment) -> int | None:
@@ -99,6 +102,8 @@ def accelerator_count() -> int:
 
     Warns about NVIDIA GPUs that PyTorch cannot use: training would silently run on the CPU.
     """
+    if not any(map(os.path.exists, DRIVER_FILES)):
+        return 0  # saves the slow import of PyTorch
     import torch  # the workers will see the same devices
 
     count = torch.cuda.device_count()
@@ -176,14 +181,6 @@ def set_worker_defaults(environment, processes: int, devices: int) -> None:
         environment.setdefault("GOMP_SPINCOUNT", "1000")
     elif not any(name in environment for name in ALLOCATOR_VARIABLES):
         environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
-
-
-def worker_arguments(config_file: str, folder: Path, flags: list[str]) -> list[str]:
-    """Return the command-line arguments of the workers."""
-    arguments = ["--job.config_file", str(config_file), *flags]
-    if flag_value(flags, "job.dump_folder") is None:
-        arguments += ["--job.dump_folder", str(folder)]
-    return arguments
 
 
 def run_workers(arguments: list[str], processes: int, log_dir: Path) -> int:

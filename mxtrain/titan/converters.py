@@ -15,11 +15,10 @@ from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.nn.fused_rms_norm import WHEN_COMPILED, runs_when_compiled
 from mxtrain.ops.hardware import describe_modes, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, switches_in_effect
+from mxtrain.settings.registry import QUANTIZING_CONVERTERS
+from mxtrain.settings.relations import conflict_of_converters
 from mxtrain.titan.terminal import note_conversion
 
-QUANTIZING_CONVERTERS = ("mxnorm", "mx_linear")
-# The names of TorchTitan's own converters to float8 and MX begin so.
-_TITAN_QUANTIZING = "quantize."
 # Stands for debug.seed where that is unset.
 DEFAULT_SEED = 0
 # Fields of the section [mxnorm] that MXNorm alone has.
@@ -37,13 +36,12 @@ def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] 
         ConfigError: for any wrong setting in the section of a converter of this run.
     """
     names = job_config.model.converters
-    _refuse_titan_quantization(names)
+    if problem := conflict_of_converters(names):
+        raise ConfigError(f"model.converters = {names!r} {problem}")
     converters = {kind.name: kind.from_job(job_config) for kind in TITAN_CONVERTERS if kind.name in names}
     active = [name for name in names if name in QUANTIZING_CONVERTERS]
     if not active:
         return {"converter": "none", **dict.fromkeys(_FACTS)}
-    if len(active) > 1:
-        raise ConfigError(f"model.converters = {names!r}: choose one of {active}")
     converter = converters[active[0]]
     by_pattern = converter.recipe_by_pattern
     settings = {
@@ -56,23 +54,6 @@ def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] 
     if by_pattern:
         settings["recipes"] = {pattern: recipe.name for pattern, recipe in by_pattern.items()}
     return settings
-
-
-def _refuse_titan_quantization(names: list[str]) -> None:
-    """Raise ConfigError for a quantizing converter of TorchTitan's that would meet modules of mxtrain's."""
-    theirs = [name for name in names if name.startswith(_TITAN_QUANTIZING)]
-    ours = [name for name in names if name in QUANTIZING_CONVERTERS]
-    if ours and theirs:
-        raise ConfigError(
-            f"model.converters = {names!r}: both {ours[0]!r} and {theirs[0]!r} quantize: remove one of them"
-        )
-    router = TitanDecomposeKRouter.name
-    later = names[names.index(router) :] if router in names else []
-    if of_linears := [name for name in later if name.startswith(_TITAN_QUANTIZING + "linear.")]:
-        raise ConfigError(
-            f"model.converters = {names!r}: {of_linears[0]!r} would replace the gates of {router!r}: name it before "
-            f"{router!r}, and the gates in {of_linears[0]}.filter_fqns"
-        )
 
 
 class _TitanConverter:

@@ -7,8 +7,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from mxtrain.conversion.recognition import has_router
 from mxtrain.errors import ConfigError
-from mxtrain.titan.converters import QUANTIZING_CONVERTERS
+from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.titan.metrics import describe_model
+from mxtrain.titan.parse import settings_of
 from mxtrain.titan.terminal import note_model
 
 
@@ -31,26 +32,6 @@ def checked_parallelize(parallelize_fn):
     return parallelize
 
 
-def check_layout(parallel_dims, job_config) -> None:
-    """Raise ConfigError for a layout whose gradients would differ from the gradients of one process.
-
-    TorchTitan 0.2.2 divides the loss by the number of tokens on all ranks, so gradients must be summed. DDP averages
-    them: with two replicas the gradient norm is half of the correct value.
-    """
-    if parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled:
-        raise ConfigError(
-            f"parallelism.data_parallel_replicate_degree = {parallel_dims.dp_replicate} without sharding is DDP, which "
-            "averages gradients, but TorchTitan 0.2.2 needs their sum; use FSDP: data_parallel_shard_degree = -1, "
-            "alone or (HSDP) greater than 1 beside the replicate degree"
-        )
-    swapped = [name for name in job_config.model.converters if name in QUANTIZING_CONVERTERS]
-    if parallel_dims.tp_enabled and swapped:
-        raise ConfigError(
-            f"parallelism.tensor_parallel_degree = {parallel_dims.tp} does not work with converter {swapped[0]!r}: "
-            "allowed is 1"
-        )
-
-
 def check_routers(parallel_dims, model) -> None:
     """Raise ConfigError for a mixture of experts in a layout that gives its routers wrong gradients.
 
@@ -64,13 +45,17 @@ def check_routers(parallel_dims, model) -> None:
         )
 
 
-def refuse_pipeline(model, parallel_dims, *args, **kwargs):
-    """Take the place of TorchTitan's pipelining function and raise ConfigError.
+def checked_pipeline(pipelining_fn):
+    """Wrap ``pipelining_fn``: check the layout first."""
 
-    With two stages TorchTitan 0.2.2 does not divide by the number of tokens, and the gradient norm is about a
-    thousand times too large.
-    """
-    raise ConfigError(
-        f"parallelism.pipeline_parallel_degree = {parallel_dims.pp} gives wrong gradients in TorchTitan 0.2.2 "
-        "(it does not divide by the number of tokens): allowed is 1"
-    )
+    @functools.wraps(pipelining_fn)
+    def pipeline(model, parallel_dims, job_config, *args, **kwargs):
+        check_layout(parallel_dims, job_config)
+        return pipelining_fn(model, parallel_dims, job_config, *args, **kwargs)
+
+    return pipeline
+
+
+def check_layout(parallel_dims, job_config) -> None:
+    """Raise ConfigError for a layout that does not fit the processes, or that gives wrong gradients."""
+    check_machine(settings_of(job_config), Machine(parallel_dims.world_size, torch.cuda.is_available()))

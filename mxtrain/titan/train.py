@@ -13,8 +13,10 @@ from mxtrain.analysis import closing_summary
 from mxtrain.config import dump_config
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.rng.rounding_position import set_rounding_step
+from mxtrain.settings.machine import Machine, check_machine
+from mxtrain.settings.read import places
 from mxtrain.titan import terminal
-from mxtrain.titan.parse import non_default_values, parse_job_config
+from mxtrain.titan.parse import non_default_values, parse_job_config, settings_of
 
 FIRST_WORD_SECONDS = 3.0
 
@@ -53,6 +55,7 @@ def train(args: list[str], verbose: bool) -> None:
         ConfigError: for a mistake in the settings.
     """
     job_config = parse_job_config(args)
+    check_machine(settings_of(job_config), Machine(int(os.environ["WORLD_SIZE"]), torch.cuda.is_available()))
     folder = Path(job_config.job.dump_folder)
     terminal.start(folder, verbose)
     trainer = None
@@ -78,7 +81,8 @@ def main(args: list[str], verbose: bool) -> None:
     """Run ``train`` in a worker process and exit. A ConfigError becomes one line on stderr, without a traceback."""
     status = 0
     try:
-        train(args, verbose)
+        with places(args):
+            train(args, verbose)
     except ConfigError as error:
         status = CONFIG_ERROR_STATUS
         if os.environ.get("LOCAL_RANK", "0") != "0":

@@ -11,7 +11,7 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from mxtrain.titan.datasets import build_dataloader, build_tokenizer, build_validator
 from mxtrain.titan.flavors import EXTRA_FLAVORS, configurable
 from mxtrain.titan.metrics import build_metrics_processor
-from mxtrain.titan.parallelize import checked_parallelize, refuse_pipeline
+from mxtrain.titan.parallelize import checked_parallelize, checked_pipeline
 
 _SPECS = {"llama3": llama3_spec, "llama4": llama4_spec, "qwen3": qwen3_spec, "deepseek_v3": deepseek_v3_spec}
 
@@ -27,7 +27,7 @@ def _with_mxtrain(spec: TrainSpec, extra_flavors: dict) -> TrainSpec:
         spec,
         model_args=configurable({**spec.model_args, **extra_flavors}),
         parallelize_fn=checked_parallelize(spec.parallelize_fn),
-        pipelining_fn=refuse_pipeline,
+        pipelining_fn=checked_pipeline(spec.pipelining_fn),
         build_dataloader_fn=build_dataloader,
         build_tokenizer_fn=build_tokenizer,
         build_validator_fn=build_validator,

@@ -70,7 +70,7 @@ def test_a_broken_config_and_a_wrong_ngpu_are_one_clean_line(tmp_path):
 
 def test_flags_after_the_config_are_titans_even_those_that_argparse_knows(monkeypatch):
     seen = []
-    monkeypatch.setattr("mxtrain.cli.launch.train", lambda config, flags: seen.append((config, flags)) or 7)
+    monkeypatch.setattr("mxtrain.cli.launch.train", lambda config, flags, others: seen.append((config, flags)) or 7)
     assert cli.main(["train", "a.toml", "--training.steps", "3", "-x", "--", "-o"]) == 7
     assert seen == [("a.toml", ["--training.steps", "3", "-x", "--", "-o"])]
 
@@ -78,7 +78,7 @@ def test_flags_after_the_config_are_titans_even_those_that_argparse_knows(monkey
 def test_verbose_goes_to_the_workers_before_and_after_the_config(monkeypatch):
     seen, hidden = [], []
     monkeypatch.delenv("MXTRAIN_VERBOSE", raising=False)
-    monkeypatch.setattr("mxtrain.cli.launch.train", lambda config, flags: seen.append(flags) or 0)
+    monkeypatch.setattr("mxtrain.cli.launch.train", lambda config, flags, others: seen.append([*flags, *others]) or 0)
     monkeypatch.setattr("mxtrain.cli.quiet.hide_library_warnings", lambda: hidden.append(True))
     for arguments in (["--verbose", "a.toml", "-x"], ["a.toml", "--verbose", "-x"], ["a.toml", "-x"]):
         assert cli.main(["train", *arguments]) == 0
@@ -183,7 +183,7 @@ def test_doctor_flags_that_do_not_go_together(flags, message, capsys):
 
 
 def test_an_interrupt_prints_one_line(monkeypatch, capsys):
-    def interrupted(config, flags):
+    def interrupted(config, flags, others):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("mxtrain.cli.launch.train", interrupted)

@@ -20,7 +20,7 @@ import json, os, pathlib, signal, sys, time
 arguments = sys.argv[1:]
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 folder = pathlib.Path(arguments[arguments.index("--job.dump_folder") + 1])
-kind, _, culprit = arguments[arguments.index("--fake") + 1].partition("@")
+kind, _, culprit = arguments[arguments.index("--job.description") + 1].partition("@")
 mine = rank == int(culprit or 0)
 print(f"worker {rank} speaks", flush=True)
 if kind == "late_mistake":
@@ -74,7 +74,7 @@ def launched(tmp_path, monkeypatch, capfd):
 def test_a_run_gets_a_folder_and_its_flags(launched, tmp_path):
     earlier = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        status, out, err = launched("--fake", "work", "--training.steps=3", "--verbose")
+        status, out, err = launched("--job.description", "work", "--training.steps=3")
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # torchrun's engine has handlers of its own
     finally:
         signal.signal(signal.SIGINT, earlier)
@@ -85,8 +85,8 @@ def test_a_run_gets_a_folder_and_its_flags(launched, tmp_path):
     facts = json.loads((folder / "rank0.json").read_text())
     assert facts["world_size"] == 1 and facts["threads"] is None
     relative = str(folder.relative_to(tmp_path))
-    own = ["--fake", "work", "--training.steps=3", "--verbose", "--job.dump_folder", relative]
-    assert facts["arguments"] == ["--job.config_file", "tiny.toml", *own]
+    own = ["--job.description", "work", "--training.steps=3", "--job.dump_folder", relative]
+    assert facts["arguments"] == ["--job.config_file=tiny.toml", *own]
     assert out == f"mxtrain: run folder {relative}\nworker 0 speaks\n"  # the worker prints its own summary
     assert err == ""
     assert sorted(p.name for p in folder.iterdir()) == ["metrics.jsonl", "rank0.json"]
@@ -94,11 +94,17 @@ def test_a_run_gets_a_folder_and_its_flags(launched, tmp_path):
 
 def test_ngpu_starts_that_many_processes_and_only_the_first_writes_to_the_terminal(launched, tmp_path):
     (tmp_path / "tiny.toml").write_text('[job]\ndump_folder = "mine"\n')
-    status, out, _ = launched("--fake", "work", processes=2)
+    status, out, _ = launched("--job.description", "work", processes=2)
     assert status == 0 and not (tmp_path / "outputs").exists()
     facts = [json.loads((tmp_path / "mine" / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     assert [f["world_size"] for f in facts] == [2, 2]
-    assert facts[0]["arguments"] == ["--job.config_file", "tiny.toml", "--fake", "work", "--job.dump_folder", "mine"]
+    assert facts[0]["arguments"] == [
+        "--job.config_file=tiny.toml",
+        "--job.description",
+        "work",
+        "--job.dump_folder",
+        "mine",
+    ]
     assert int(facts[0]["threads"]) == max(1, len(os.sched_getaffinity(0)) // 2)
     assert "worker 0 speaks" in out and "worker 1 speaks" not in out
     (log,) = (tmp_path / "mine" / "worker_logs").glob("*/attempt_0/1/stdout.log")
@@ -106,7 +112,7 @@ def test_ngpu_starts_that_many_processes_and_only_the_first_writes_to_the_termin
 
 
 def test_after_a_mistake_in_the_settings_there_is_one_line_and_no_folder(launched, tmp_path):
-    status, _, err = launched("--fake", "mistake@1", processes=2)
+    status, _, err = launched("--job.description", "mistake@1", processes=2)
     assert status == 2
     assert err == "mxtrain: error: training.dataset = 'x' is wrong\n"
     assert list((tmp_path / "outputs").iterdir()) == []
@@ -114,16 +120,16 @@ def test_after_a_mistake_in_the_settings_there_is_one_line_and_no_folder(launche
 
 def test_a_mistake_does_not_remove_a_folder_that_was_there_or_that_holds_results(launched, tmp_path):
     (tmp_path / "mine").mkdir()
-    status, _, err = launched("--fake", "mistake", "--job.dump_folder", "mine")
+    status, _, err = launched("--job.description", "mistake", "--job.dump_folder", "mine")
     assert (status, err) == (2, "mxtrain: error: training.dataset = 'x' is wrong\n")
     assert (tmp_path / "mine").is_dir()
-    assert launched("--fake", "late_mistake", "--job.dump_folder", "new")[0] == 2
+    assert launched("--job.description", "late_mistake", "--job.dump_folder", "new")[0] == 2
     assert (tmp_path / "new" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("culprit, processes, who", [(0, 1, "the worker"), (1, 2, "worker 1 of 2")])
 def test_a_crash_keeps_its_traceback_and_adds_one_line(launched, culprit, processes, who):
-    status, _, err = launched("--fake", f"crash@{culprit}", processes=processes)
+    status, _, err = launched("--job.description", f"crash@{culprit}", processes=processes)
     assert status == 1
     first, *_, raised, last = err.strip().splitlines()
     assert first == "Traceback (most recent call last):"
@@ -132,7 +138,7 @@ def test_a_crash_keeps_its_traceback_and_adds_one_line(launched, culprit, proces
 
 
 def test_a_killed_worker_is_named_with_its_signal(launched):
-    status, _, err = launched("--fake", "kill@1", processes=2)
+    status, _, err = launched("--job.description", "kill@1", processes=2)
     assert status == 1
     assert err.strip() == "mxtrain: training failed: worker 1 of 2 ended with SIGKILL, often for lack of memory"
 
@@ -143,7 +149,7 @@ def test_an_interrupted_run_is_stopped_and_ends_with_a_summary(tmp_path):
     (tmp_path / "tiny.toml").write_text("")
     code = (
         "from mxtrain.cli import launch; launch.WORKER = 'fake_worker'; raise SystemExit(launch.train('tiny.toml', "
-        + ("['--fake', 'work', '--job.dump_folder', 'mine']))")
+        + ("['--job.description', 'work', '--job.dump_folder', 'mine']))")
     )
     environment = {**os.environ, "PYTHONPATH": _first_on_path(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(
@@ -214,21 +220,6 @@ def test_worker_defaults(monkeypatch, processes, devices, expected):
     assert environment == expected
 
 
-@pytest.mark.parametrize(
-    "flags, expected",
-    [
-        (["--job.dump_folder", "x"], "x"),
-        (["--a", "b", "--job.dump-folder=x=y"], "x=y"),
-        (["--job.dump_folder"], ""),
-        (["--job.dump_folders", "x"], None),
-        (["job.dump_folder", "x"], None),
-        ([], None),
-    ],
-)
-def test_flag_value(flags, expected):
-    assert launch.flag_value(flags, "job.dump_folder") == expected
-
-
 def test_runs_started_in_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
@@ -293,6 +284,7 @@ def test_no_gpus_without_nvidia_smi_or_with_one_that_finds_none(nvidia_smi, monk
 
 def test_a_gpu_that_pytorch_cannot_use_is_reported(nvidia_smi, monkeypatch, capsys):
     nvidia_smi(LISTING)
+    monkeypatch.setattr(launch, "DRIVER_FILES", ("/dev/null",))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert launch.accelerator_count() == 0
     assert "2 NVIDIA GPU(s), but PyTorch" in capsys.readouterr().err

@@ -210,7 +210,7 @@ def test_what_compiled_layers_run_is_logged(compiled, monkeypatch):
 
 
 def test_a_wrong_fused_rmsnorm_setting_is_refused_at_once():
-    with pytest.raises(ConfigError, match="^fused_rmsnorm.when_compiled = 'kernels' is not one of: 'auto', 'kernel'"):
+    with pytest.raises(ConfigError, match="^fused_rmsnorm.when_compiled = 'kernels' should be 'auto', 'kernel'"):
         config("--fused_rmsnorm.when_compiled=kernels", converter="fused_rmsnorm")
 
 
@@ -296,13 +296,13 @@ def test_torchtitans_own_quantization_is_refused_beside_ours(ours, theirs):
     for names in (f"{ours},{theirs}", f"{theirs},fused_rmsnorm,{ours}"):
         job_config = JobConfig()
         job_config.model.converters = names.split(",")
-        message = f"^model.converters = .*: both '{ours}' and '{theirs}' quantize: remove one of them$"
+        message = f"^model.converters = .* has '{ours}' and '{theirs}', which both quantize: remove one of them$"
         with pytest.raises(ConfigError, match=message):
             active_settings(job_config)
 
 
 def test_torchtitans_own_quantization_comes_before_the_router():
-    with pytest.raises(ConfigError, match="'quantize.linear.float8' would replace the gates of 'decompose_k_router': "):
+    with pytest.raises(ConfigError, match="would replace the gates of 'decompose_k_router' by those of 'quantize.lin"):
         config(converter="decompose_k_router,quantize.linear.float8")
     names = ["quantize.linear.float8", "decompose_k_router", "fused_rmsnorm"]
     job_config = parse_job_config(["--model.converters=fused_rmsnorm,decompose_k_router"])
@@ -328,7 +328,7 @@ def test_unset_filters_keep_the_head_whatever_it_is_called():
         ("", None, []),
         ("", ["wo"], []),
         ("None", ["wo"], None),
-        ("wo, layers.0", ["w2"], ["wo", "layers.0"]),
+        ("wo,layers.0", ["w2"], ["wo", "layers.0"]),
     ],
 )
 def test_filters_come_from_file_and_flags_and_are_saved(flag, in_file, expected, tmp_path):
@@ -353,13 +353,6 @@ def test_filters_in_help(capsys):
     with pytest.raises(SystemExit):
         config("--help")
     assert "--mxnorm.filter-fqns A,B,C,..." in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("value", ["3", '"output"', "true"])
-def test_filters_of_a_wrong_type_are_refused(value, tmp_path):
-    (tmp_path / "job.toml").write_text(f'[model]\nconverters = ["mxnorm"]\n[mxnorm]\nfilter_fqns = {value}\n')
-    with pytest.raises(ConfigError, match="filter_fqns = .* is not a list"):
-        parse_job_config([f"--job.config_file={tmp_path / 'job.toml'}"])
 
 
 def test_active_settings():
@@ -463,7 +456,7 @@ def test_recipes_by_name_are_flags_too(tmp_path):
 
 
 def test_a_name_without_a_recipe_is_refused():
-    with pytest.raises(ConfigError, match="^recipes.'layers.1' = '' is not one of: 'mxfp8', "):
+    with pytest.raises(ConfigError, match="^mxnorm.recipes takes pairs of a name and a value, not: layers.0"):
         config("--mxnorm.recipes", "layers.0", "bf16", "layers.1")
 
 

@@ -67,5 +67,5 @@ def test_unknown_flavor():
 
 
 def test_negative_vocabulary():
-    with pytest.raises(ConfigError, match="data.vocab_size = -1 is negative"):
+    with pytest.raises(ConfigError, match="data.vocab_size = -1 should be greater"):
         vocab_size(parse_job_config(["--data.vocab_size=-1"]))

@@ -1,0 +1,107 @@
+"""The fields of a job config by their full names, and the check of one value."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import TypeAdapter, ValidationError
+
+from mxtrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Field:
+    """One setting.
+
+    Attributes:
+        name: its full name, "training.steps".
+        type: its type, with the allowed values.
+        default: its value where nothing is given.
+    """
+
+    name: str
+    type: Any
+    default: Any
+
+    def checked(self, value):
+        """Return a value from a TOML file: of the exact type (an integer may stand for a float), and in range.
+
+        Raises:
+            ConfigError: says what is allowed.
+        """
+        return self._check(value, lambda: TypeAdapter(self.type).validate_python(value, strict=True))
+
+    def parsed(self, text: str):
+        """Return the value that ``text``, from the command line, stands for; raises as ``checked`` does."""
+        core, optional = _core(self.type)
+        if optional and text == "None":
+            return None
+        if get_origin(core) is list or list in map(get_origin, get_args(core)):
+            return self.checked([word for word in text.split(",") if word])
+        if get_origin(core) is Literal and all(isinstance(choice, int) for choice in get_args(core)):
+            core = int
+        if core is str or get_origin(core) is Literal:
+            return self.checked(text)
+        return self.checked(self._check(text, lambda: TypeAdapter(core).validate_strings(text)))
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is true or false, so that its flag needs no value."""
+        return _core(self.type)[0] is bool
+
+    @property
+    def is_table(self) -> bool:
+        return get_origin(_core(self.type)[0]) is dict
+
+    def _check(self, value, validate):
+        try:
+            result = validate()
+        except ValidationError as error:
+            what = error.errors()[0]
+            where = "".join(f"[{part!r}]" for part in what["loc"] if isinstance(part, int))
+            problem = what["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            raise ConfigError(f"{self.name}{where} = {value!r} {problem}") from None
+        if isinstance(value, (bool, float)) and isinstance(result, int) and type(result) is not type(value):
+            raise ConfigError(f"{self.name} = {value!r} should be a valid integer")  # a Literal takes True for 1
+        return result
+
+
+def fields_of(job_config: type, section: str = "") -> dict[str, Field]:
+    """Every field of a job config and of its sections, by full name."""
+    found = {}
+    for f in fields(job_config):
+        name = f"{section}.{f.name}".removeprefix(".")
+        if is_dataclass(f.type):
+            found |= fields_of(f.type, name)
+        else:
+            default = f.default_factory() if f.default is MISSING else f.default
+            found[name] = Field(name, f.type, default)
+    return found
+
+
+def unknown(name: str, known: Mapping[str, Field]) -> ConfigError:
+    """The error for a setting that does not exist, with the closest one that does."""
+    last = name.rpartition(".")[2]
+    same_name_elsewhere = [other for other in known if other.rpartition(".")[2] == last]
+    close = same_name_elsewhere or get_close_matches(name, known, n=1) or _close_last(name, known)
+    hint = f"; the closest is {close[0]}" if close else ""
+    return ConfigError(f"{name} is not a setting{hint}")
+
+
+def _close_last(name: str, known: Mapping[str, Field]) -> list[str]:
+    by_last = {other.rpartition(".")[2]: other for other in known}
+    return [by_last[last] for last in get_close_matches(name.rpartition(".")[2], by_last, n=1)]
+
+
+def _core(annotation) -> tuple[Any, bool]:
+    """A type without its limits, and whether None is allowed: Annotated[int, Ge(1)] | None -> (int, True)."""
+    if get_origin(annotation) is Annotated:
+        return _core(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        others = [part for part in get_args(annotation) if part is not type(None)]
+        if len(others) == 1:
+            return _core(others[0])[0], len(others) < len(get_args(annotation))
+        return annotation, len(others) < len(get_args(annotation))
+    return annotation, False

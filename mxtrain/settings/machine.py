@@ -1,0 +1,155 @@
+"""Mistakes that take the machine to see: its processes, devices, modules and files."""
+
+import glob
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from mxtrain.data.tokenizer import require_tokenizer
+from mxtrain.settings.relations import Relation, check, quantizing
+from mxtrain.settings.values import Settings
+
+
+class Machine(NamedTuple):
+    """What a job runs on."""
+
+    processes: int
+    has_gpus: bool
+
+
+def _matches_no_file(path: str | None) -> bool:
+    path = os.path.expanduser(path or "")
+    return not os.path.exists(path) and next(glob.iglob(path, recursive=True), None) is None
+
+
+def _is_missing(module: str) -> bool:
+    try:
+        return bool(module) and find_spec(module) is None
+    except (ImportError, ValueError):
+        return True
+
+
+def _checkpoint(s: Settings) -> Path:
+    return Path(s["job.dump_folder"], s["checkpoint.folder"], f"step-{s['checkpoint.load_step']}")
+
+
+def _degree(s: Settings, kind: str) -> int:
+    return s[f"parallelism.{kind}_parallel_degree"]
+
+
+def _shards(s: Settings, processes: int) -> int:
+    """The number of shards that ``data_parallel_shard_degree`` stands for; 0 if the other degrees leave none."""
+    given = s["parallelism.data_parallel_shard_degree"]
+    others = s["parallelism.data_parallel_replicate_degree"] * _other_degrees(s)
+    return processes // others if given == -1 else given
+
+
+def _other_degrees(s: Settings) -> int:
+    return _degree(s, "tensor") * _degree(s, "pipeline") * _degree(s, "context")
+
+
+def _readers(s: Settings, machine: Machine) -> int:
+    """The number of processes that read different text."""
+    return s["parallelism.data_parallel_replicate_degree"] * _shards(s, machine.processes)
+
+
+RELATIONS = (
+    Relation(
+        "experimental.custom_import",
+        lambda s, machine: (
+            _is_missing(s["experimental.custom_import"])
+            and "is not a module that Python finds; mxtrain's is 'mxtrain.titan'"
+        ),
+    ),
+    Relation(
+        "training.dataset_path",
+        lambda s, machine: (
+            s["training.dataset"] == "files"
+            and _matches_no_file(s["training.dataset_path"])
+            and "matches no file; training.dataset = 'files' needs a file, a folder or a glob such as 'text/**/*.jsonl'"
+        ),
+    ),
+    Relation(
+        "checkpoint.initial_load_path",
+        lambda s, machine: (
+            s["checkpoint.initial_load_path"]
+            and not os.path.isdir(s["checkpoint.initial_load_path"])
+            and "is not a folder: give the folder of one checkpoint, such as outputs/RUN/checkpoint/step-1000"
+        ),
+    ),
+    Relation(
+        "checkpoint.load_step",
+        lambda s, machine: (
+            s["checkpoint.load_step"] != -1
+            and not _checkpoint(s).is_dir()
+            and f"has no checkpoint {str(_checkpoint(s))!r}; without checkpoint.load_step the latest one is loaded"
+        ),
+    ),
+    Relation(
+        "fault_tolerance.enable",
+        lambda s, machine: s["fault_tolerance.enable"] and _is_missing("torchft") and "needs the package torchft",
+    ),
+    Relation(
+        "parallelism.data_parallel_shard_degree",
+        lambda s, machine: (
+            _readers(s, machine) * _other_degrees(s) != machine.processes
+            and f"does not fit {machine.processes} process(es), which the product of all degrees must be; the others "
+            f"are replicate {s['parallelism.data_parallel_replicate_degree']}, tensor {_degree(s, 'tensor')}, "
+            f"pipeline {_degree(s, 'pipeline')} and context {_degree(s, 'context')}"
+        ),
+    ),
+    # TorchTitan 0.2.2 divides the loss by the number of tokens on all ranks, so gradients must be summed. DDP averages
+    # them: with two replicas the gradient norm is half of the correct value.
+    Relation(
+        "parallelism.data_parallel_replicate_degree",
+        lambda s, machine: (
+            s["parallelism.data_parallel_replicate_degree"] > 1
+            and _shards(s, machine.processes) * _degree(s, "context") == 1
+            and "without sharding is DDP, which averages gradients, but TorchTitan 0.2.2 needs their sum; use FSDP: "
+            "data_parallel_shard_degree = -1, alone or (HSDP) greater than 1 beside the replicate degree"
+        ),
+    ),
+    Relation(
+        "parallelism.tensor_parallel_degree",
+        lambda s, machine: (
+            _degree(s, "tensor") > 1
+            and quantizing(s)
+            and f"does not work with converter {quantizing(s)[0]!r}: allowed is 1"
+        ),
+    ),
+    # With two stages TorchTitan 0.2.2 does not divide by the number of tokens, and the gradient norm is about a
+    # thousand times too large.
+    Relation(
+        "parallelism.pipeline_parallel_degree",
+        lambda s, machine: (
+            _degree(s, "pipeline") > 1
+            and "gives wrong gradients in TorchTitan 0.2.2 (it does not divide by the number of tokens): allowed is 1"
+        ),
+    ),
+    Relation(
+        "training.global_batch_size",
+        lambda s, machine: (
+            s["training.global_batch_size"] != -1
+            and s["training.global_batch_size"] % (s["training.local_batch_size"] * _readers(s, machine))
+            and f"is not a multiple of training.local_batch_size = {s['training.local_batch_size']} times "
+            f"{_readers(s, machine)} data-parallel process(es)"
+        ),
+    ),
+    *(
+        Relation(
+            f"profiling.{setting}",
+            lambda s, machine, setting=setting: (
+                s[f"profiling.{setting}"] and not machine.has_gpus and "needs a GPU; this machine has none"
+            ),
+        )
+        for setting in ("enable_profiling", "enable_memory_snapshot")
+    ),
+)
+
+
+def check_machine(settings: Settings, machine: Machine) -> None:
+    """Raise ConfigError for files that do not exist, and for a layout that does not fit or has wrong gradients."""
+    check(RELATIONS, settings, machine)
+    if folder := settings["model.hf_assets_path"]:
+        require_tokenizer(Path(folder).expanduser())

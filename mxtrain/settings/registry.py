@@ -1,0 +1,63 @@
+"""The names of models, flavors, converters and datasets, without importing the packages that register them."""
+
+from mxtrain.data.config import DATASETS
+
+_LLAMA3 = ("debugmodel", "debugmodel_flex_attn", "debugmodel_varlen_attn", "8B", "8B_flex", "8B_varlen", "70B", "405B")
+
+FLAVORS = {
+    "llama3": (*_LLAMA3, "125M", "1B"),
+    "llama4": (
+        "debugmodel",
+        "17bx16e",
+        "17bx128e",
+        "debugmodel_irope",
+        "17bx16e_irope",
+        "17bx128e_irope",
+    ),
+    "qwen3": (
+        "debugmodel",
+        "0.6B",
+        "1.7B",
+        "4B",
+        "8B",
+        "14B",
+        "32B",
+        "debugmodel_moe",
+        "30B-A3B",
+        "235B-A22B",
+        "debugmodel_moe_16",
+    ),
+    "deepseek_v3": ("debugmodel", "debugmodel_flex_attn", "16B", "236B", "671B"),
+    "gpt_oss": ("debugmodel", "20b", "120b"),
+    "llama3_ft": _LLAMA3,
+}
+"""Name of a model -> its flavors"""
+
+QUANTIZING_CONVERTERS = ("mxnorm", "mx_linear")
+ROUTER_CONVERTER = "decompose_k_router"
+TITAN_QUANTIZING = "quantize."
+"""How the names of TorchTitan's own converters begin"""
+CONVERTERS = (
+    *QUANTIZING_CONVERTERS,
+    "fused_rmsnorm",
+    ROUTER_CONVERTER,
+    "quantize.linear.float8",
+    "quantize.grouped_mm.float8",
+    "quantize.linear.mx",
+    "quantize.grouped_mm.mx",
+)
+
+TITAN_DATASETS = ("c4", "c4_test", "c4_validation")
+ALL_DATASETS = (*DATASETS, *TITAN_DATASETS)
+
+PIPELINE_SCHEDULES = (
+    "1F1B",
+    "Interleaved1F1B",
+    "GPipe",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "PipelineScheduleSingle",
+    "PipelineScheduleMulti",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)

@@ -1,0 +1,141 @@
+"""Mistakes that take two settings to see, as a table: a setting, and what is wrong with it if anything."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from mxtrain.errors import ConfigError
+from mxtrain.recipes.parse import SWITCHES, get_recipes
+from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.settings.registry import PIPELINE_SCHEDULES, QUANTIZING_CONVERTERS, ROUTER_CONVERTER, TITAN_QUANTIZING
+from mxtrain.settings.values import Settings
+
+
+class Relation(NamedTuple):
+    setting: str
+    problem: Callable[..., str | bool | None]
+    """(settings[, machine]) -> what is wrong with the setting and what is allowed; nothing if all is well"""
+
+
+def unknown_among(name: str, allowed) -> str:
+    return "" if name in allowed else f"is not one of: {', '.join(allowed)}"
+
+
+def quantizing(s: Settings) -> list[str]:
+    return [name for name in s["model.converters"] if name in QUANTIZING_CONVERTERS]
+
+
+def conflict_of_converters(names: list[str]) -> str | None:
+    """What is wrong with these converters beside one another; None if all is well."""
+    ours = [name for name in names if name in QUANTIZING_CONVERTERS]
+    if len(ours) > 1:
+        return f"choose one of {ours}"
+    theirs = [name for name in names if name.startswith(TITAN_QUANTIZING)]
+    if ours and theirs:
+        return f"has {ours[0]!r} and {theirs[0]!r}, which both quantize: remove one of them"
+    after_router = names[names.index(ROUTER_CONVERTER) :] if ROUTER_CONVERTER in names else []
+    if later := [name for name in after_router if name.startswith(f"{TITAN_QUANTIZING}linear.")]:
+        return (
+            f"would replace the gates of {ROUTER_CONVERTER!r} by those of {later[0]!r}: name {later[0]!r} first, and "
+            f"the gates in {later[0]}.filter_fqns"
+        )
+    return None
+
+
+def _needs_workers(section: str, setting: str) -> Relation:
+    loader = f"{section}.dataloader"
+    return Relation(
+        f"{loader}.{setting}",
+        lambda s: s[f"{loader}.{setting}"] and not s[f"{loader}.num_workers"] and f"needs {loader}.num_workers > 0",
+    )
+
+
+RELATIONS = (
+    Relation("model.converters", lambda s: conflict_of_converters(s["model.converters"])),
+    Relation(
+        "validation.seq_len",
+        lambda s: (
+            s["validation.enable"]
+            and s["validation.seq_len"] > s["training.seq_len"]
+            and f"is more than training.seq_len = {s['training.seq_len']}, the number of positions in the model; "
+            "allowed is that or less"
+        ),
+    ),
+    _needs_workers("training", "prefetch_factor"),
+    _needs_workers("training", "persistent_workers"),
+    _needs_workers("validation", "prefetch_factor"),
+    _needs_workers("validation", "persistent_workers"),
+    Relation(
+        "activation_checkpoint.mode",
+        lambda s: (
+            s["activation_checkpoint.mode"] == "memory_budget"
+            and not s["compile.enable"]
+            and "needs torch.compile: set compile.enable = true"
+        ),
+    ),
+    Relation(
+        "profiling.profile_freq",
+        lambda s: (
+            s["profiling.profile_freq"] < s["profiling.profiler_warmup"] + s["profiling.profiler_active"]
+            and f"is less than profiling.profiler_warmup = {s['profiling.profiler_warmup']} plus "
+            f"profiling.profiler_active = {s['profiling.profiler_active']}"
+        ),
+    ),
+    *(
+        Relation(
+            f"checkpoint.{setting}",
+            lambda s, setting=setting, unset=unset: (
+                s[f"checkpoint.{setting}"] != unset
+                and not s["checkpoint.enable"]
+                and "has no effect without checkpoint.enable = true"
+            ),
+        )
+        for setting, unset in {
+            "load_step": -1,
+            "initial_load_path": None,
+            "exclude_from_loading": [],
+            "create_seed_checkpoint": False,
+        }.items()
+    ),
+    Relation(
+        "checkpoint.initial_load_in_hf",
+        lambda s: (
+            s["checkpoint.initial_load_in_hf"]
+            and not s["checkpoint.initial_load_model_only"]
+            and "needs checkpoint.initial_load_model_only = true: such a checkpoint holds nothing but the model"
+        ),
+    ),
+    Relation(
+        "checkpoint.initial_load_in_hf_quantized",
+        lambda s: (
+            s["checkpoint.initial_load_in_hf_quantized"]
+            and not s["checkpoint.initial_load_in_hf"]
+            and "needs checkpoint.initial_load_in_hf = true"
+        ),
+    ),
+    Relation(
+        "parallelism.pipeline_parallel_schedule",
+        lambda s: unknown_among(s["parallelism.pipeline_parallel_schedule"], PIPELINE_SCHEDULES),
+    ),
+)
+
+
+def check_relations(settings: Settings) -> None:
+    """Raise ConfigError for settings that do not go together."""
+    check(RELATIONS, settings)
+    if quantizing(settings):
+        _check_recipes(settings)
+
+
+def _check_recipes(s: Settings) -> None:
+    switches = {switch: s[f"mxnorm.{switch}"] for switch in SWITCHES}
+    try:
+        recipe, _ = get_recipes(s["mxnorm.recipe"], s["mxnorm.recipes"], **switches)
+        RMSEstimate.for_recipe(recipe.fprop, s["mxnorm.p"], s["mxnorm.estimator"])
+    except ConfigError as error:
+        raise ConfigError(f"mxnorm.{error}") from None
+
+
+def check(relations: tuple[Relation, ...], settings: Settings, *machine) -> None:
+    for relation in relations:
+        if problem := relation.problem(settings, *machine):
+            raise ConfigError(f"{relation.setting} = {settings[relation.setting]!r} {problem}")

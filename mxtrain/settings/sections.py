@@ -1,0 +1,156 @@
+"""mxtrain's TOML sections: ``[mxnorm]``, ``[fused_rmsnorm]``, ``[decompose_k_router]`` and ``[data]``.
+
+With ``job.custom_config_module = "mxtrain.titan.job_config"`` TorchTitan merges ``JobConfig`` into its own job config,
+and shows the docstring under each field in ``--help``. This file must not postpone annotations: TorchTitan's merge of
+nested tables cannot read field types that are strings.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mxtrain.recipes.formats import P_VALUES, SCALE_ROUNDINGS
+from mxtrain.recipes.recipe import TENSOR_SCALES
+from mxtrain.recipes.rms_estimate import ESTIMATORS
+from mxtrain.settings.types import Amount, Names, NotNegative, ShareAboveZero, ShareBelowOne, Table
+
+
+@dataclass
+class MXNorm:
+    p: Literal[P_VALUES] = 2
+    """Exponent of the p-mean over block maxima that estimates the RMS: 1 or 2"""
+
+    recipe: str = "mxfp8"
+    """
+    Format of the operands of every swapped linear: "mxfp8", "nvfp4", "nvfp4_dynamic" (every scale is computed from its
+    values), or "unquantized" (isolates the norm). Or one of these or "bf16" per matrix product, for example
+    "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". Layers with "bf16" for all three are not swapped
+    """
+
+    recipes: Table = field(default_factory=dict)
+    """
+    Recipes for the linears in the named modules, instead of mxnorm.recipe. Names are written as in mxnorm.filter_fqns.
+    mxnorm.filter_fqns and mxnorm.high_precision_share take precedence. If several names match a linear, the last one
+    wins. A norm has the recipe of the linears it feeds. In the TOML: the table [mxnorm.recipes] with lines such as
+    "layers.0" = "bf16"
+    """
+
+    estimator: Literal[ESTIMATORS] = "pre_round"
+    """
+    Where the norm's RMS comes from: "pre_round" (block maxima, the method), "post_round" (block scales
+    after rounding, an ablation) or "exact" (the true RMS, a control)
+    """
+
+    scale_rounding: Literal[SCALE_ROUNDINGS] | None = None
+    """
+    How a block's scale is rounded to a power of two: "rceil" (never overflows, the default) or "floor" (OCP,
+    saturates). Not for NVFP4
+    """
+
+    tensor_scale: Literal[TENSOR_SCALES] | None = None
+    """
+    NVFP4: source of the per-tensor scale of a norm's output: "static" (known before training, from MXNorm's bound) or
+    "dynamic" (the largest element). Unset keeps the recipe's choice. All other operands have dynamic scales
+    """
+
+    weight_tiles: bool | None = None
+    """
+    NVFP4: 16 x 16 tiles of a weight share a scale, so fprop and dgrad use the same codes. Unset keeps the recipe's
+    choice: true
+    """
+
+    hadamard: bool | None = None
+    """
+    NVFP4: apply a random Hadamard transform along the tokens to both operands of wgrad. Unset keeps the recipe's
+    choice: true
+    """
+
+    stochastic_rounding: bool | None = None
+    """
+    NVFP4: round output gradients stochastically, with random bits from debug.seed (0 if unset), layer, step and rank.
+    Unset keeps the recipe's choice: true
+    """
+
+    high_precision_share: ShareBelowOne | None = None
+    """
+    Share of the model's blocks, counted from the last, that stay in high precision, in addition to filter_fqns. Unset
+    keeps the recipe's choice: 0.15 for NVFP4, 0 for the others
+    """
+
+    mode: Literal["auto", "native", "emulated", "reference"] = "auto"
+    """
+    How matrix products run: "native" (MX tensor cores), "emulated" (exact bf16 images of the operands, any GPU),
+    "reference" (plain PyTorch in float32, any device), or "auto" (the first of these that the hardware supports)
+    """
+
+    eps: Amount | None = None
+    """Added to the squared RMS estimate. Unset keeps the eps of each replaced norm"""
+
+    filter_fqns: Names = None
+    """
+    Comma-separated names of modules that stay in high precision. A name is one or more whole segments of a module's
+    FQN, each a literal or a glob: "output", "layers.0", "layers.*.attention.wo". Every name must match a module. Unset
+    keeps the model's output head; an empty list keeps nothing
+    """
+
+
+@dataclass
+class FusedRMSNorm:
+    when_compiled: Literal["auto", "kernel", "formula"] = "auto"
+    """
+    Implementation in layers compiled by torch.compile: "kernel" (mxtrain's), "formula" (PyTorch's, which the compiler
+    may fuse with its neighbors), or "auto" (the faster one in our measurements)
+    """
+
+    filter_fqns: Names = field(default_factory=list)
+    """Comma-separated names of norms, or of modules with norms, that stay PyTorch's; see mxnorm.filter_fqns"""
+
+
+@dataclass
+class DecomposeKRouter:
+    filter_fqns: Names = field(default_factory=list)
+    """Comma-separated names of gates, or of modules with gates, that stay PyTorch's; see mxnorm.filter_fqns"""
+
+
+@dataclass
+class Data:
+    installed: bool = False
+    """Dataset "python": read the source of every installed package as well as the standard library"""
+
+    vocab_size: NotNegative = 0
+    """Vocabulary size of the model, and of the tokenizer if one is built; 0 keeps the model flavor's size"""
+
+    max_bytes: NotNegative = 0
+    """Stop collecting text after this many bytes; 0 collects all text"""
+
+    package_share: ShareAboveZero = 0.2
+    """Dataset "python": largest share of the text from a single package, in (0, 1]"""
+
+    validation_share: ShareBelowOne = 0.01
+    """Share of the documents held out for validation, in [0, 1), chosen by a hash of each document's path"""
+
+    seed: NotNegative = 0
+    """Seed of the order of the documents"""
+
+    text_key: str = "text"
+    """Column or key of the text in JSONL, Parquet and Hugging Face datasets"""
+
+    hf_config: str | None = None
+    """Dataset "hf": configuration of the Hugging Face dataset, for example "en" for allenai/c4"""
+
+    cache_dir: str = ""
+    """Folder for tokenizers and tokenized text; empty means $MXTRAIN_CACHE, else ~/.cache/mxtrain"""
+
+
+@dataclass
+class Model:
+    hf_assets_path: str = ""
+    """Folder with a Hugging Face tokenizer; empty builds a byte-level BPE tokenizer once from the training text"""
+
+
+@dataclass
+class JobConfig:
+    mxnorm: MXNorm = field(default_factory=MXNorm)
+    fused_rmsnorm: FusedRMSNorm = field(default_factory=FusedRMSNorm)
+    decompose_k_router: DecomposeKRouter = field(default_factory=DecomposeKRouter)
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)

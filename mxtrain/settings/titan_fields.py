@@ -1,0 +1,91 @@
+"""TorchTitan's settings, with the values that make sense for them.
+
+TorchTitan declares types, and checks few values: a wrong one ends in a traceback, or in a training that does nothing.
+"""
+
+import ast
+import dataclasses
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from mxtrain.settings.types import (
+    Amount,
+    NotNegative,
+    NumberKept,
+    OpOrPositive,
+    Positive,
+    PositiveNumber,
+    PositiveOrMinusOne,
+    Share,
+    ShareBelowOne,
+    StepOrMinusOne,
+)
+
+ALLOWED = {
+    "profiling.profile_freq": Positive,
+    "profiling.profiler_active": Positive,
+    "profiling.profiler_warmup": NotNegative,
+    "metrics.log_freq": Positive,
+    "optimizer.name": Literal["Adam", "AdamW"],
+    "optimizer.lr": Amount,
+    "optimizer.beta1": ShareBelowOne,
+    "optimizer.beta2": ShareBelowOne,
+    "optimizer.eps": Amount,
+    "optimizer.weight_decay": Amount,
+    "lr_scheduler.warmup_steps": NotNegative,
+    "lr_scheduler.total_steps": Positive | None,
+    "lr_scheduler.decay_ratio": Share | None,
+    "lr_scheduler.min_lr_factor": Share,
+    "training.local_batch_size": Positive,
+    "training.global_batch_size": PositiveOrMinusOne,
+    "training.seq_len": Positive,
+    "training.max_norm": PositiveNumber,
+    "training.steps": Positive,
+    "training.gc_freq": Positive,
+    "training.dataloader.num_workers": NotNegative,
+    "training.dataloader.prefetch_factor": Positive | None,
+    "parallelism.data_parallel_replicate_degree": Positive,
+    "parallelism.data_parallel_shard_degree": PositiveOrMinusOne,
+    "parallelism.tensor_parallel_degree": Positive,
+    "parallelism.pipeline_parallel_degree": Positive,
+    "parallelism.pipeline_parallel_microbatch_size": Positive,
+    "parallelism.pipeline_parallel_layers_per_stage": Positive | None,
+    "parallelism.context_parallel_degree": Positive,
+    "parallelism.context_parallel_load_balancer": Literal["headtail", "ptrr"] | None,
+    "parallelism.expert_parallel_degree": Positive,
+    "parallelism.expert_tensor_parallel_degree": Positive,
+    "checkpoint.interval": Positive,
+    "checkpoint.keep_latest_k": NumberKept,
+    "checkpoint.load_step": StepOrMinusOne,
+    "checkpoint.exclude_from_loading": list[Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state"]],
+    "activation_checkpoint.selective_ac_option": OpOrPositive,
+    "activation_checkpoint.memory_budget": Share,
+    "activation_checkpoint.determinism_check": Literal["default", "none"],
+    "compile.components": list[Literal["model", "loss"]],
+    "comm.init_timeout_seconds": Positive,
+    "comm.train_timeout_seconds": Positive,
+    "comm.trace_buf_size": NotNegative,
+    "validation.local_batch_size": Positive,
+    "validation.seq_len": Positive,
+    "validation.freq": Positive,
+    "validation.steps": PositiveOrMinusOne,
+    "validation.dataloader.num_workers": NotNegative,
+    "validation.dataloader.prefetch_factor": Positive | None,
+    "debug.seed": NotNegative | None,
+}
+"""Full name of a setting -> its type, where TorchTitan's own type allows values that cannot work"""
+
+
+def titan_job_config() -> type:
+    """TorchTitan's class ``JobConfig``, from its source: importing it would import PyTorch, which takes seconds."""
+    (package,) = find_spec("torchtitan").submodule_search_locations
+    file = Path(package, "config", "job_config.py")
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {"__name__": "torchtitan.config.job_config", "json": json, "os": os, "Any": Any, "Literal": Literal}
+    names |= {name: getattr(dataclasses, name) for name in ("asdict", "dataclass", "field")}
+    exec(compile(tree, file, "exec"), names)
+    return names["JobConfig"]

@@ -1,0 +1,100 @@
+"""Types of settings that say which values are allowed. ``pydantic`` checks them; tyro shows them in ``--help``."""
+
+import math
+from itertools import zip_longest
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Interval
+from pydantic import AfterValidator, BeforeValidator
+from tyro.constructors import PrimitiveConstructorSpec
+
+Positive = Annotated[int, Ge(1)]
+NotNegative = Annotated[int, Ge(0)]
+StepOrMinusOne = Annotated[int, Ge(-1)]
+
+PositiveNumber = Annotated[float, Gt(0)]
+Amount = Annotated[float, Interval(ge=0, lt=math.inf)]
+"""A finite number that is not negative"""
+
+Share = Annotated[float, Interval(ge=0, le=1)]
+ShareBelowOne = Annotated[float, Interval(ge=0, lt=1)]
+ShareAboveZero = Annotated[float, Interval(gt=0, le=1)]
+
+
+def _positive_or_minus_one(number: int) -> int:
+    if number != -1 and number < 1:
+        raise ValueError("should be -1 or at least 1")
+    return number
+
+
+PositiveOrMinusOne = Annotated[int, AfterValidator(_positive_or_minus_one)]
+
+
+def _not_one(number: int) -> int:
+    if number == 1 or number < 0:
+        raise ValueError("should be 0 (keep all) or at least 2, because the last one may still be being written")
+    return number
+
+
+NumberKept = Annotated[int, AfterValidator(_not_one)]
+
+
+def _op_or_positive(text: str) -> str:
+    if text != "op" and not (text.isdecimal() and int(text) >= 1):
+        raise ValueError("should be 'op' or a number of layers, '1' or more")
+    return text
+
+
+OpOrPositive = Annotated[str, AfterValidator(_op_or_positive)]
+
+
+def _pairs(words: list[str]) -> dict[str, str]:
+    return dict(zip_longest(words[::2], words[1::2], fillvalue=""))
+
+
+def _words(table) -> list[str]:
+    # Plain ``-m torchtitan.train`` does not check types in TOML files.
+    return [str(word) for pair in table.items() for word in pair] if isinstance(table, dict) else [str(table)]
+
+
+def _no_table_inside(table):
+    for key, value in table.items() if isinstance(table, dict) else ():
+        if isinstance(value, dict):  # from an unquoted key: layers.0 = "bf16"
+            raise ValueError(f'holds a table {key!r}: write a name with dots in quotes, "layers.0" = ...')
+    return table
+
+
+# A table with any keys. Its flag replaces the whole table of the TOML; tyro would make one flag per key of that table.
+Table = Annotated[
+    dict[str, str],
+    BeforeValidator(_no_table_inside),
+    PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="NAME RECIPE ...",
+        instance_from_str=_pairs,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=_words,
+    ),
+]
+
+
+def _names(words: list[str]) -> list[str] | None:
+    return None if words == ["None"] else [name for name in words[0].split(",") if name]
+
+
+def _joined(names) -> list[str]:
+    return [",".join(names) if isinstance(names, list) else str(names)]
+
+
+# A list of names; None stands for an unset field. TorchTitan's rule for flags with commas serves list[str] alone, and
+# reads an empty flag as one empty name.
+Names = Annotated[
+    list[str] | None,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="A,B,C,...",
+        instance_from_str=_names,
+        is_instance=lambda value: value is None or isinstance(value, list),
+        str_from_instance=_joined,
+    ),
+]

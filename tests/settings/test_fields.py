@@ -1,0 +1,78 @@
+"""Fields of a job config, and flags that set them."""
+
+import pytest
+import tomli_w
+
+from mxtrain.settings.fields import fields_of
+from mxtrain.settings.read import known_fields, read_settings
+from mxtrain.settings.titan_fields import ALLOWED, titan_job_config
+
+
+def test_titans_fields_are_those_of_the_installed_package():
+    from torchtitan.config import JobConfig
+
+    ours, real = fields_of(titan_job_config()), fields_of(JobConfig)
+    assert {name: (field.type, field.default) for name, field in ours.items()} == {
+        name: (field.type, field.default) for name, field in real.items()
+    }
+
+
+def test_every_default_is_allowed():
+    known = known_fields()
+    assert ALLOWED.keys() <= known.keys()
+    for field in known.values():
+        if field.name != "checkpoint.exclude_from_loading" or field.default:
+            assert field.checked(field.default) == field.default
+
+
+@pytest.mark.parametrize(
+    "flags, name, value",
+    [
+        ("--training.steps 7", "training.steps", 7),
+        ("--training.steps=7", "training.steps", 7),
+        ("--training.local-batch-size=7", "training.local_batch_size", 7),
+        ("--training.steps 7 --training.steps 8", "training.steps", 8),
+        ("--optimizer.lr 1e-3", "optimizer.lr", 1e-3),
+        ("--optimizer.lr 1", "optimizer.lr", 1.0),
+        ("--checkpoint.load_step -1", "checkpoint.load_step", -1),
+        ("--checkpoint.enable", "checkpoint.enable", True),
+        ("--checkpoint.enable=false", "checkpoint.enable", False),
+        ("--checkpoint.no-enable", "checkpoint.enable", False),
+        ("--metrics.no-enable_wandb", "metrics.enable_wandb", False),
+        ("--model.converters=mxnorm,fused_rmsnorm", "model.converters", ["mxnorm", "fused_rmsnorm"]),
+        ("--model.converters=", "model.converters", []),
+        ("--debug.seed None", "debug.seed", None),
+        ("--training.dataset_path None", "training.dataset_path", None),
+        ("--job.description a=b", "job.description", "a=b"),
+        ("--mxnorm.p 1", "mxnorm.p", 1),
+        ("--mxnorm.recipes layers.0 bf16 wo nvfp4", "mxnorm.recipes", {"layers.0": "bf16", "wo": "nvfp4"}),
+        ("--training.dataloader.num_workers 2", "training.dataloader.num_workers", 2),
+        ("--quantize.grouped_mm.mx.fqns=a,b", "quantize.grouped_mm.mx.fqns", ["a", "b"]),
+    ],
+)
+def test_flags(flags, name, value):
+    settings = read_settings(flags.split())
+    assert settings[name] == value and type(settings[name]) is type(value)
+    assert list(settings.given) == [name]
+
+
+def test_flags_override_the_file_and_the_rest_are_defaults(tmp_path):
+    (tmp_path / "a.toml").write_text(tomli_w.dumps({"training": {"steps": 5, "dataloader": {"num_workers": 3}}}))
+    settings = read_settings(["--job.config_file", str(tmp_path / "a.toml"), "--training.steps=6"])
+    assert [settings[name] for name in ("training.steps", "training.dataloader.num_workers", "training.seq_len")] == [
+        6,
+        3,
+        2048,
+    ]
+    path = {"config_file": str(tmp_path / "a.toml")}
+    assert settings.tables() == {"training": {"steps": 6, "dataloader": {"num_workers": 3}}, "job": path}
+
+
+def test_sections_of_the_users_own(tmp_path, monkeypatch):
+    (tmp_path / "my_sections.py").write_text(
+        "from dataclasses import dataclass, field\n"
+        "@dataclass\nclass Mine:\n    depth: int = 3\n"
+        "@dataclass\nclass JobConfig:\n    mine: Mine = field(default_factory=Mine)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert read_settings(["--job.custom_config_module=my_sections", "--mine.depth=4"])["mine.depth"] == 4
