@@ -90,7 +90,7 @@ def why_it_must_stay(module: nn.Module) -> str | None:
     if reason := _why_weight_must_stay(module):
         return reason
     if methods := [name for name in vars(module) if callable(getattr(type(module), name, None))]:
-        return f"has a {methods[0]} of its own, which a swap would lose: set it after conversion"
+        return f"has its own {methods[0]}, which a swap would lose: set it after conversion"
     if type(module) in _STANDARD:
         standard = _STANDARD[type(module)]
         for tensors, usual in (

@@ -92,11 +92,12 @@ def rms_norm_facts(module: nn.Module) -> NormFacts | None:
 
 
 def is_gate_of(parent: nn.Module, name: str) -> bool:
-    """Whether the child ``name`` of ``parent`` is a router's gate: the class of the parent is called a router.
+    """Whether the child ``name`` of ``parent`` is a router's gate: the parent is called a router, or has experts.
 
-    TorchTitan's models all have the class ``TokenChoiceTopKRouter``.
+    TorchTitan's models all have the class ``TokenChoiceTopKRouter``. Those on the Hugging Face hub have the children
+    ``gate`` and ``experts`` in one block.
     """
-    return name == "gate" and "router" in type(parent).__name__.lower()
+    return name == "gate" and ("router" in type(parent).__name__.lower() or "experts" in parent._modules)
 
 
 def has_router(model: nn.Module) -> bool:

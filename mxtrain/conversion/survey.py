@@ -1,6 +1,6 @@
 """What a model consists of, as plain values. Surveying a model does not change it."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -122,14 +122,13 @@ def _unswappable(modules: Mapping[str, nn.Module], fqns: Iterable[str]) -> dict[
 def _watch(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
-    norms: Collection[str],
+    norms: Mapping[str, NormFacts],
     linears: Mapping[str, LinearFacts],
     example_inputs: tuple | None,
 ) -> NormUses:
     followed = [fqn for fqn, linear in linears.items() if linear.is_plain and not linear.shares_weight]
     # Norms and linears with hooks stay for their own reasons.
-    hooks = {
-        fqn: " and ".join(hooks_on_values(module)) for fqn, module in modules.items() if fqn not in (*norms, *linears)
-    }
+    others = {fqn: module for fqn, module in modules.items() if fqn not in norms and fqn not in linears}
+    hooks = {fqn: " and ".join(hooks_on_values(module)) for fqn, module in others.items()}
     replaced_forwards = [fqn for fqn, module in modules.items() if has_function_as_forward(module)]
     return watch(structural_copy(model), norms, followed, example_inputs, hooks, replaced_forwards)

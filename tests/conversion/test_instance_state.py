@@ -186,17 +186,17 @@ PUT_ON_A_LINEAR = {
     "parametrization": (lambda m: register_parametrization(m, "weight", nn.Identity()), *PARAMETRIZED),
     "forward": (
         lambda module: setattr(module, "forward", lambda x: x * 2),
-        "a forward of its own",
+        "has its own forward",
         "set it after conversion",
     ),
     "bound forward": (
         lambda module: setattr(module, "forward", types.MethodType(lambda self, x: x * 2, module)),
-        "a forward of its own",
+        "has its own forward",
         "set it after conversion",
     ),
     "another method": (
         lambda module: setattr(module, "reset_parameters", lambda: None),
-        "a reset_parameters of its own",
+        "has its own reset_parameters",
         "set it after conversion",
     ),
     "parameter": (

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conversion_models import DIM, Llama, llama
+from conversion_models import DIM, FeedForward, Llama, llama, loss
 
 from mxtrain import convert
 from mxtrain.conversion.weights import WeightFacts, WeightUse, find_weights, weight_uses
@@ -159,6 +159,40 @@ def test_calls_that_were_seen_count():
     plan = convert(Twice(layers=1), mode="reference", filter_fqns=[])
     assert plan.weights["layers.0.feed_forward.w1.weight"].multiplications == 2 * 128 * 64
     assert plan.weights["output.weight"].multiplications == 96 * 64
+
+
+class SparseMixture(nn.Module):
+    """As older models on the Hugging Face hub: a loop over experts, which runs on no meta device."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.top_k = nn.Linear(DIM, 4, bias=False), 2
+        self.experts = nn.ModuleList(FeedForward() for _ in range(4))
+
+    def forward(self, x):
+        scores, chosen = self.gate(x).softmax(-1).topk(self.top_k)
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            rows = (chosen == i).any(-1).nonzero(as_tuple=True)
+            y[rows] += expert(x[rows]) * scores.sum(-1)[rows].unsqueeze(-1)
+        return y
+
+
+@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
+def test_experts_in_a_list_count_by_top_k_quantized_or_not(converter):
+    model = llama()
+    model.layers[1].feed_forward = SparseMixture()
+    model.output.weight = model.tok_embeddings.weight
+    plan = convert(model, converter, mode="reference", filter_fqns=["experts.3"])
+    expert, dense, gate, head = 3 * 128 * 64, 4 * 64 * 64, 4 * 64, 96 * 64
+    total = 2 * dense + expert + 4 * expert * 2 / 4 + gate + head
+    assert sum(use.multiplications for use in plan.weights.values()) == total
+    quantized = 2 * dense + expert + 3 * expert * 2 / 4
+    assert plan.quantized_share == pytest.approx(quantized / total)
+    assert plan.weights["layers.1.feed_forward.experts.3.w2.weight"] == WeightUse(
+        64 * 128 / 2, 0.0, "top 2 of 4 experts"
+    )
+    loss(model).backward()
 
 
 def test_converters_without_recipes_count_nothing():
