@@ -1,5 +1,7 @@
 """mxtrain's converters in TorchTitan: built from the job config, applied to TorchTitan's models."""
 
+from dataclasses import fields
+
 import torch
 import torch.nn as nn
 from torch.nn.attention.flex_attention import create_block_mask
@@ -11,7 +13,7 @@ from torchtitan.tools.logging import logger
 from mxtrain.conversion.convert import apply
 from mxtrain.conversion.kernel_converters import DecomposeKRouterConverter, FusedRMSNormConverter
 from mxtrain.conversion.mx_converters import MXLinearConverter, MXNormConverter
-from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.errors import ConfigError, require_one_of, setting_in
 from mxtrain.nn.fused_rms_norm import WHEN_COMPILED, runs_when_compiled
 from mxtrain.ops.hardware import describe_modes, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, switches_in_effect
@@ -64,12 +66,18 @@ class _TitanConverter:
     """
 
     name: str
+    section: str
+    """The table of the TOML with its settings"""
 
     def __init__(self, job_config, parallel_dims):
         self.converter = self.from_job(job_config)
 
     def convert(self, model: nn.Module) -> None:
-        plan = apply(self.converter, model, _example_inputs(model))
+        try:
+            plan = apply(self.converter, model, _example_inputs(model))
+        except ConfigError as error:
+            is_setting = setting_in(str(error)) in [setting.name for setting in fields(self.converter)]
+            raise ConfigError(f"{self.section}.{error}") if is_setting else error from None
         note_conversion(self._description(), plan.headline, plan.details)
 
     def _description(self) -> str:
@@ -84,6 +92,7 @@ class TitanMXLinear(_TitanConverter):
     """``mx_linear``, with the settings of the section [mxnorm] that concern linears."""
 
     name = "mx_linear"
+    section = "mxnorm"
 
     def __init__(self, job_config, parallel_dims):
         super().__init__(job_config, parallel_dims)
@@ -120,7 +129,7 @@ class TitanMXNorm(TitanMXLinear):
 class TitanFusedRMSNorm(_TitanConverter):
     """``fused_rmsnorm``, with the settings of the section [fused_rmsnorm]."""
 
-    name = "fused_rmsnorm"
+    name = section = "fused_rmsnorm"
 
     def __init__(self, job_config, parallel_dims):
         super().__init__(job_config, parallel_dims)
@@ -141,7 +150,7 @@ class TitanFusedRMSNorm(_TitanConverter):
 class TitanDecomposeKRouter(_TitanConverter):
     """``decompose_k_router``, with the settings of the section [decompose_k_router]."""
 
-    name = "decompose_k_router"
+    name = section = "decompose_k_router"
 
     @classmethod
     def from_job(cls, job_config) -> DecomposeKRouterConverter:

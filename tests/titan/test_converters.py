@@ -343,6 +343,21 @@ def test_filters_come_from_file_and_flags_and_are_saved(flag, in_file, expected,
         assert {key: value for key, value in non_default_values(job_config).items() if key == table} == saved
 
 
+@pytest.mark.parametrize(
+    ("converter", "flags", "message"),
+    [
+        ("mxnorm", ["--mxnorm.filter_fqns=outputs"], "^mxnorm.filter_fqns: 'outputs' matches no module"),
+        ("mx_linear", ["--mxnorm.recipes", "norm", "bf16"], "^mxnorm.recipes: 'norm' names no linear"),
+        ("fused_rmsnorm", ["--fused_rmsnorm.filter_fqns=x"], "^fused_rmsnorm.filter_fqns: 'x' matches no module"),
+        ("decompose_k_router", [], "^converter = 'decompose_k_router' finds nothing to convert"),
+    ],
+)
+def test_a_mistake_that_the_model_shows_begins_with_the_full_name_of_the_setting(converter, flags, message):
+    model, _ = model_and_args("llama3", "debugmodel")
+    with pytest.raises(ConfigError, match=message):
+        build_model_converters(config(*flags, converter=converter), None).convert(model)
+
+
 def test_an_empty_filter_converts_the_head():
     model, _ = model_and_args("llama3", "debugmodel")
     TitanMXNorm(config("--mxnorm.filter_fqns="), None).convert(model)
