@@ -3,7 +3,8 @@
 A weight is a parameter with two or more dimensions. Its multiplications are counted per token, in a forward pass:
 
 - Every element multiplies once per call: in x out for a linear. The number of calls is the one that was seen, else one.
-- An embedding is looked up and multiplies nothing. If a linear shares its weight, the linear multiplies.
+- An embedding is looked up, and a bias (of many experts) is added: they multiply nothing. If a linear shares the weight
+  of an embedding, the linear multiplies.
 - A token uses only top_k of E experts, so top_k / E of the elements of stacked experts [E, in, out] count, and of the
   weights in an ``nn.ModuleList`` called "experts". Without a known top_k all elements count.
 
@@ -28,7 +29,7 @@ class WeightFacts:
 
     Attributes:
         shape: its dimensions, two or more.
-        multipliers: FQNs of the modules that hold it and multiply it; an embedding does not.
+        multipliers: FQNs of the modules that hold it and multiply it.
         share: share of its elements that one token multiplies in a call, in (0, 1].
         note: what a reader should know about ``share``; "" for nothing.
     """
@@ -68,14 +69,21 @@ def find_weights(modules: Mapping[str, nn.Module]) -> dict[str, WeightFacts]:
                 holders.setdefault(id(parameter), []).append((fqn, name))
     weights = {}
     for key, parameter in parameters.items():
-        is_table = {fqn: isinstance(modules[fqn], (nn.Embedding, nn.EmbeddingBag)) for fqn, _ in holders[key]}
-        multipliers = [(fqn, name) for fqn, name in holders[key] if not is_table[fqn]]
+        idle = {(fqn, name): _why_idle(modules[fqn], name) for fqn, name in holders[key]}
+        multipliers = [holder for holder in holders[key] if not idle[holder]]
         fqn, name = (multipliers or holders[key])[0]
-        share, note = _share_of_a_token(fqn, parameter.shape, modules) if multipliers else (1.0, "only looked up")
+        share, note = _share_of_a_token(fqn, parameter.shape, modules) if multipliers else (1.0, idle[fqn, name])
         weights[f"{fqn}.{name}".removeprefix(".")] = WeightFacts(
             tuple(parameter.shape), tuple(fqn for fqn, _ in multipliers), share, note
         )
     return weights
+
+
+def _why_idle(module: nn.Module, name: str) -> str | None:
+    """Why the parameter ``name`` of ``module`` multiplies nothing; None if it does."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return "only looked up"
+    return "only added" if name.endswith("bias") else None
 
 
 def weight_uses(

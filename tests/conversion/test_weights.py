@@ -52,6 +52,7 @@ class Positions(nn.Module):
     def __init__(self):
         super().__init__()
         self.table, self.bias = nn.Parameter(torch.zeros(5, 7)), nn.Parameter(torch.zeros(7))
+        self.up_bias = nn.Parameter(torch.zeros(8, 7))
 
 
 def test_other_weights_multiply_with_all_elements():
@@ -60,9 +61,10 @@ def test_other_weights_multiply_with_all_elements():
     assert {name: use.multiplications for name, use in uses.items()} == {
         "conv.weight": 72,
         "positions.table": 35,
+        "positions.up_bias": 0,
         "lookup.weight": 0,
     }
-    assert list(weights_of(Positions())) == ["table"], "the model itself may hold weights"
+    assert list(weights_of(Positions())) == ["table", "up_bias"], "the model itself may hold weights"
 
 
 class Stacked(nn.Module):
