@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn as nn
-from torchtitan.config import JobConfig
+from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
@@ -319,6 +319,10 @@ def test_unset_filters_keep_the_head_whatever_it_is_called():
     assert type(model.to_vocabulary) is nn.Linear and count(model, nn.Linear) == 1
 
 
+def plain_torchtitan(args):
+    return ConfigManager().parse_args(["--job.custom_config_module=mxtrain.titan.job_config", *args])
+
+
 @pytest.mark.parametrize(
     ("flag", "in_file", "expected"),
     [
@@ -331,11 +335,12 @@ def test_unset_filters_keep_the_head_whatever_it_is_called():
         ("wo,layers.0", ["w2"], ["wo", "layers.0"]),
     ],
 )
-def test_filters_come_from_file_and_flags_and_are_saved(flag, in_file, expected, tmp_path):
+@pytest.mark.parametrize("parse", [parse_job_config, plain_torchtitan])
+def test_filters_come_from_file_and_flags_and_are_saved(parse, flag, in_file, expected, tmp_path):
     for table in ("mxnorm", "fused_rmsnorm", "decompose_k_router"):
         (tmp_path / "job.toml").write_text("" if in_file is None else f"[{table}]\nfilter_fqns = {in_file}\n")
         flags = [] if flag is None else [f"--{table}.filter_fqns={flag}"]
-        job_config = parse_job_config([f"--job.config_file={tmp_path / 'job.toml'}", *flags])
+        job_config = parse([f"--job.config_file={tmp_path / 'job.toml'}", *flags])
         default = None if table == "mxnorm" else []
         wanted = default if (flag, in_file) == (None, None) else expected
         assert getattr(job_config, table).filter_fqns == wanted
