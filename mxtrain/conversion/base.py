@@ -31,6 +31,8 @@ class Converter(ABC):
     filter_fqns: Iterable[str] | None = None
 
     def __post_init__(self):
+        if not isinstance(self.filter_fqns, Iterable | None):
+            raise ConfigError(f"filter_fqns = {self.filter_fqns!r} is not a list of names of modules")
         if isinstance(self.filter_fqns, str):
             raise ConfigError(f"filter_fqns = {self.filter_fqns!r} is not a list: write [{self.filter_fqns!r}]")
 
@@ -44,11 +46,13 @@ class Converter(ABC):
         """
 
     def _filtered(self, survey: Survey) -> dict[str, str]:
-        return {
+        """The modules that the user named, and those that no converter can swap -> the reason to keep them."""
+        named = {
             fqn: "named in filter_fqns"
             for pattern in self.filter_fqns or ()
             for fqn in selected(survey.names, pattern, "filter_fqns")
         }
+        return {**survey.unswappable, **named}
 
     def _nothing_to_convert(self, survey: Survey, skipped: Mapping[str, str]) -> ConfigError:
         left = "".join(f"\n  {fqn}: {reason}" for fqn, reason in skipped.items())
@@ -56,4 +60,7 @@ class Converter(ABC):
 
 
 def lookalikes(survey: Survey) -> dict[str, str]:
-    return {fqn: f"is a {kind} that does not compute what nn.RMSNorm does" for fqn, kind in survey.lookalikes.items()}
+    return {
+        fqn: survey.unswappable.get(fqn, f"is a {kind} that does not compute what nn.RMSNorm does")
+        for fqn, kind in survey.lookalikes.items()
+    }

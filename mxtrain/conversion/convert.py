@@ -12,6 +12,9 @@ from mxtrain.conversion.swap import swap
 def convert(model: nn.Module, converter: str = "mxnorm", *, example_inputs: tuple | None = None, **settings) -> Plan:
     """Swap norms, linears or gates of ``model`` in place. Parameters and FQNs stay, so checkpoints load either way.
 
+    Convert a model before it is wrapped, sharded or compiled. A module with hooks, parametrizations, or a forward or
+    tensors of its own stays, with the reason; attributes that were set on a module move to the new one.
+
     - ``"mxnorm"`` turns every RMSNorm that feeds only linears into an MXNorm, those linears into MXNormLinear, and the
       other linears into MXLinear.
     - ``"mx_linear"`` turns every linear into MXLinear and keeps the norms.
@@ -33,8 +36,9 @@ def convert(model: nn.Module, converter: str = "mxnorm", *, example_inputs: tupl
 
     Raises:
         ConfigError: for an unknown converter or setting, a filter that matches no module, a name in ``recipes`` that
-            matches no linear, features that no block divides, a forward pass that fails on the meta device, or a model
-            with nothing to convert. The model is then unchanged.
+            matches no linear, features that no block divides, parameters in float16 or float64, a forward pass that
+            fails on the meta device, a model that is wrapped, sharded, compiled or was converted before, or one with
+            nothing to convert. The model is then unchanged.
     """
     return apply(get_converter(converter, settings), model, example_inputs)
 

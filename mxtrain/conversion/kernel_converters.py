@@ -37,7 +37,7 @@ class FusedRMSNormConverter(Converter):
             else:
                 swaps[fqn] = ToFusedRMSNorm(norm, self.when_compiled)
         # A model whose norms an earlier conversion has turned into MXNorms needs nothing.
-        if not swaps and not survey.has_mxnorms:
+        if not swaps and "MXNorm" not in survey.converted.values():
             raise self._nothing_to_convert(survey, skipped)
         return Plan(swaps, skipped)
 

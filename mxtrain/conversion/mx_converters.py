@@ -5,10 +5,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
+
 from mxtrain.conversion.base import NOT_ONE_DIMENSION, Converter, lookalikes
 from mxtrain.conversion.plan import Plan, Swap, ToMXNorm, ToQuantizedLinear
 from mxtrain.conversion.selection import in_last_blocks, recipes_of_linears
 from mxtrain.conversion.survey import Survey
+from mxtrain.conversion.weights import weight_uses
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNormLinear
@@ -17,6 +20,9 @@ from mxtrain.ops.hardware import MODES, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, get_recipes
 from mxtrain.recipes.recipe import HIGH_PRECISION, LinearRecipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
+
+# Dtypes of parameters that every recipe takes.
+_DTYPES = (torch.bfloat16, torch.float32)
 
 
 @dataclass(kw_only=True)
@@ -60,12 +66,26 @@ class MXLinearConverter(Converter):
             raise ConfigError(f"seed = {self.seed!r} is not an integer")
 
     def plan(self, survey: Survey) -> Plan:
+        self._refuse_second_conversion(survey)
         recipe_of, kept = self._recipes(survey)
         swaps, skipped = self._plan_linears(survey, recipe_of, kept)
         if not swaps:
             raise self._nothing_to_convert(survey, skipped)
+        return self._checked_plan(survey, swaps, skipped)
+
+    def _refuse_second_conversion(self, survey: Survey) -> None:
+        for fqn, kind in survey.converted.items():
+            raise ConfigError(
+                f"converter = {self.name!r}: this {survey.kind} was converted before ({fqn or 'it'} is an {kind}); "
+                "convert a new model once, with settings for all its layers"
+            )
+
+    def _checked_plan(self, survey: Survey, swaps: Mapping[str, Swap], skipped: Mapping[str, str]) -> Plan:
         self._check_features(survey, swaps)
-        return Plan(swaps, skipped, self.default_recipe)
+        self._check_dtypes(survey, swaps)
+        recipes = {fqn: swap.recipe for fqn, swap in swaps.items() if isinstance(swap, ToQuantizedLinear)}
+        calls = {} if survey.uses is None else survey.uses.calls
+        return Plan(swaps, skipped, self.default_recipe, weight_uses(survey.weights, calls, recipes))
 
     def _recipes(self, survey: Survey) -> tuple[dict[str, LinearRecipe], dict[str, str]]:
         """The recipe of every linear, and every module that stays in high precision -> the reason."""
@@ -107,6 +127,20 @@ class MXLinearConverter(Converter):
                 with _advice(fqn):
                     check_features(linear.in_features, linear.out_features, swap.recipe)
 
+    def _check_dtypes(self, survey: Survey, swaps: Mapping[str, Swap]) -> None:
+        """Raise ConfigError for weights, gains and biases with a dtype that the casts do not take."""
+        for parameter, dtype in survey.dtypes.items():
+            swap = swaps.get(parameter.rpartition(".")[0])
+            if swap is None or dtype in _DTYPES:
+                continue
+            if dtype == torch.float64 and all(gemm.format is None for gemm in swap.recipe.gemms):
+                continue
+            raise ConfigError(
+                f"converter = {self.name!r}: {parameter} is {_name(dtype)}; allowed are bfloat16 and float32, and "
+                "float64 with recipe = 'unquantized': convert the model with model.to(torch.bfloat16) first, or name "
+                "the module in filter_fqns"
+            )
+
     def _mode(self, survey: Survey) -> str:
         return resolve_mode(self.mode, survey.device_type)
 
@@ -137,6 +171,7 @@ class MXNormConverter(MXLinearConverter):
         RMSEstimate.for_recipe(self.default_recipe.fprop, self.p, self.estimator, 0.0 if self.eps is None else self.eps)
 
     def plan(self, survey: Survey) -> Plan:
+        self._refuse_second_conversion(survey)
         recipe_of, kept = self._recipes(survey)
         swaps: dict[str, Swap] = {}
         skipped = lookalikes(survey)
@@ -149,9 +184,7 @@ class MXNormConverter(MXLinearConverter):
         skipped |= skipped_linears
         if not swaps:
             raise self._nothing_to_convert(survey, skipped)
-        swaps |= linears
-        self._check_features(survey, swaps)
-        return Plan(swaps, skipped, self.default_recipe)
+        return self._checked_plan(survey, swaps | linears, skipped)
 
     def _to_mxnorm(self, fqn: str, survey: Survey, recipe_of: Mapping[str, LinearRecipe]) -> dict[str, Swap]:
         """The swaps of a norm and of the linears that it feeds."""
@@ -190,6 +223,10 @@ def _why_norm_stays(
         fprops = ", ".join(f"{linear}: {recipe_of[linear].fprop.name}" for linear in linears)
         return f"feeds linears with different recipes of fprop ({fprops})"
     return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager

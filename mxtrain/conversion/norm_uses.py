@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from mxtrain.conversion.structural_copy import without_global_hooks
 from mxtrain.errors import ConfigError
 
 # Functions that a model may call on an MXNorm's result besides multiplying it: a NormedInput has a shape.
@@ -99,7 +100,14 @@ class _Watcher(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def watch(model: nn.Module, norms: Collection[str], linears: Collection[str], example_inputs: tuple | None) -> NormUses:
+def watch(
+    model: nn.Module,
+    norms: Collection[str],
+    linears: Collection[str],
+    example_inputs: tuple | None,
+    hooks: Mapping[str, str],
+    replaced_forwards: Collection[str],
+) -> NormUses:
     """Run ``model`` once on the meta device and record the uses of the outputs of ``norms``.
 
     A module that cannot run there (data-dependent routing, kernels without a meta version) is skipped: the pass goes on
@@ -110,19 +118,28 @@ def watch(model: nn.Module, norms: Collection[str], linears: Collection[str], ex
         norms: FQNs of the norms to watch.
         linears: FQNs of the linears that may become MXNormLinear: plain ones that share no weight.
         example_inputs: arguments of the model; None stands for one row of 32 token ids.
+        hooks: FQN of every module whose hooks see values in the original -> what hooks it has. The copy has none; they
+            use what goes into the module and what it returns.
+        replaced_forwards: FQNs of modules whose forward is a plain function in the original, which cannot be followed.
 
     Raises:
-        ConfigError: if the model's own forward fails.
+        ConfigError: if the model's own forward fails or was replaced.
     """
+    if "" in replaced_forwards:
+        raise ConfigError(
+            f"converter = 'mxnorm' cannot follow the forward of this {type(model).__name__}: a function was set in its "
+            "place; set it after conversion"
+        )
     if example_inputs is None:
         example_inputs = (torch.zeros(1, 32, dtype=torch.long),)
     inputs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), example_inputs)
     watcher = _Watcher(norms, {id(model.get_submodule(fqn).weight): fqn for fqn in linears})
     for fqn, module in model.named_modules():
         if fqn:
-            module.forward = _watched(watcher, fqn, module.forward)
+            forward = _not_followed if fqn in replaced_forwards else module.forward
+            vars(module)["forward"] = _watched(watcher, fqn, forward, hooks.get(fqn))
     try:
-        with torch.no_grad(), watcher:
+        with torch.no_grad(), without_global_hooks(), watcher:
             watcher.note_other_use(model(*inputs), "the caller of the model")
     except Exception as error:
         raise ConfigError(
@@ -132,8 +149,12 @@ def watch(model: nn.Module, norms: Collection[str], linears: Collection[str], ex
     return watcher.uses()
 
 
-def _watched(watcher: _Watcher, fqn: str, forward):
-    """``forward`` of the module ``fqn``, which tells the watcher what it returns and that it runs."""
+def _not_followed(*args, **kwargs):
+    raise NotImplementedError("a function was set in the place of its forward")
+
+
+def _watched(watcher: _Watcher, fqn: str, forward, hooks: str | None):
+    """``forward`` of the module ``fqn``, which tells the watcher what it returns, that it runs, and what hooks see."""
 
     def run(*args, **kwargs):
         caller, watcher.running = watcher.running, fqn
@@ -147,6 +168,8 @@ def _watched(watcher: _Watcher, fqn: str, forward):
             return torch.empty(tensors_in[0].shape, dtype=tensors_in[0].dtype, device="meta")
         finally:
             watcher.running = caller
+        if hooks:
+            watcher.note_other_use((args, kwargs, output), f"{hooks} of {fqn}")
         if fqn in watcher.linears:
             watcher.track(fqn, output)
         return output

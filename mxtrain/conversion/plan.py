@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch.nn as nn
 
 from mxtrain.conversion.recognition import NormFacts
+from mxtrain.conversion.weights import WeightUse
 from mxtrain.nn.decompose_k_router import DecomposeKRouter
 from mxtrain.nn.fused_rms_norm import FusedRMSNorm
 from mxtrain.nn.mx_linear import MXLinear
@@ -79,6 +80,17 @@ class ToDecomposeKRouter:
         return DecomposeKRouter.from_linear(old)
 
 
+def _percent(share: float) -> str:
+    """A share with one decimal; 0 and 100 have none and are exact."""
+    if share in (0, 1):
+        return f"{100 * share:.0f} %"
+    if 0 < share < 0.0005:
+        return "less than 0.1 %"
+    if 0.9995 <= share < 1:
+        return "more than 99.9 %"
+    return f"{100 * share:.1f} %"
+
+
 Swap = ToMXNorm | ToQuantizedLinear | ToFusedRMSNorm | ToDecomposeKRouter
 
 
@@ -90,11 +102,14 @@ class Plan:
         swaps: FQN of a module -> what it becomes.
         skipped: FQN of every norm, linear or gate that the converter looked at and keeps -> the reason.
         recipe: the recipe of all linears but those in ``recipes``; None for converters without recipes.
+        weights: every parameter with two or more dimensions -> its multiplications, and whether they are quantized;
+            empty for converters without recipes.
     """
 
     swaps: Mapping[str, Swap] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
     recipe: LinearRecipe | None = None
+    weights: Mapping[str, WeightUse] = field(default_factory=dict)
 
     @property
     def norms(self) -> dict[str, list[str]]:
@@ -124,8 +139,21 @@ class Plan:
         return {fqn: swap.recipe.name for fqn, swap in quantized.items() if swap.recipe != self.recipe}
 
     @property
+    def quantized_share(self) -> float:
+        """Share of the multiplications by weights that are quantized, 0 to 1 (see ``mxtrain.conversion.weights``)."""
+        return sum(use.multiplications * use.quantized for use in self.weights.values()) / self._multiplications
+
+    def share(self, weight: str) -> float:
+        """Share of ``weight`` in the multiplications by all weights, 0 to 1."""
+        return self.weights[weight].multiplications / self._multiplications
+
+    @property
+    def _multiplications(self) -> float:
+        return sum(use.multiplications for use in self.weights.values())
+
+    @property
     def headline(self) -> str:
-        """The numbers of modules that are swapped and kept, in one line."""
+        """The numbers of modules that are swapped and kept, and the share of multiplications quantized, in one line."""
         counts = [
             (len(self.norms), "norm"),
             (sum(map(len, self.norms.values())) + len(self.linears), "linear"),
@@ -133,16 +161,23 @@ class Plan:
             (len(self.gates), "gate"),
         ]
         swapped = " and ".join(f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count)
-        return f"{swapped or 'nothing'} swapped, {len(self.skipped)} kept"
+        line = f"{swapped or 'nothing'} swapped, {len(self.skipped)} kept"
+        if not self.weights:
+            return line
+        return f"{line}; {_percent(self.quantized_share)} of the weights' multiplications are quantized"
 
     @property
     def details(self) -> str:
-        """Every module that is swapped, and every module that is kept with the reason, one a line."""
+        """Every module that is swapped or kept with the reason, and every weight in high precision, one a line."""
         recipes = self.recipes
         named = {fqn: f"{fqn} ({recipes[fqn]})" if fqn in recipes else fqn for fqn in self.swaps}
         lines = [f"  {norm} -> {', '.join(named[fqn] for fqn in linears)}" for norm, linears in self.norms.items()]
         lines += [f"  {named[fqn]}" for fqn in (*self.linears, *self.fused_norms, *self.gates)]
         lines += [f"  kept: {fqn}: {reason}" for fqn, reason in self.skipped.items()]
+        for name, use in self.weights.items():
+            if not use.quantized:
+                note = f" ({use.note})" if use.note else ""
+                lines.append(f"  in high precision: {name}: {_percent(self.share(name))} of the multiplications{note}")
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mxtrain.conversion.structural_copy import structural_copy
+from mxtrain.conversion.structural_copy import structural_copy, without_global_hooks
 from mxtrain.nn.fused_rms_norm import FusedRMSNorm
 
 # Rows of these magnitudes tell any eps apart from its neighbours: with eps = 1e-6 it dominates the smallest rows.
@@ -40,7 +40,7 @@ class LinearFacts:
     """An ``nn.Linear`` or a subclass of it.
 
     Attributes:
-        kind: name of its class.
+        kind: name of its class; with its module if the class is called "Linear", as PyTorch's own.
         is_plain: whether its class is ``nn.Linear`` itself.
         is_gate: whether it is the gate of a router.
         shares_weight: whether another module owns its weight, too.
@@ -79,7 +79,7 @@ def rms_norm_facts(module: nn.Module) -> NormFacts | None:
     rows *= torch.tensor(_MAGNITUDES, **in_fp32).unsqueeze(1)
     weight = torch.randn(dim, generator=generator, **in_fp32)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), without_global_hooks():
             result = torch.func.functional_call(structural_copy(module), {"weight": weight}, (rows,))
     except Exception:  # the module is no function of rows and a weight
         return None
@@ -92,11 +92,12 @@ def rms_norm_facts(module: nn.Module) -> NormFacts | None:
 
 
 def is_gate_of(parent: nn.Module, name: str) -> bool:
-    """Whether the child ``name`` of ``parent`` is a router's gate: the class of the parent is called a router.
+    """Whether the child ``name`` of ``parent`` is a router's gate: the parent is called a router, or has experts.
 
-    TorchTitan's models all have the class ``TokenChoiceTopKRouter``.
+    TorchTitan's models all have the class ``TokenChoiceTopKRouter``. Those on the Hugging Face hub have the children
+    ``gate`` and ``experts`` in one block.
     """
-    return name == "gate" and "router" in type(parent).__name__.lower()
+    return name == "gate" and ("router" in type(parent).__name__.lower() or "experts" in parent._modules)
 
 
 def has_router(model: nn.Module) -> bool:
@@ -131,15 +132,22 @@ def find_linears(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:
     for fqn, module in modules.items():
         if fqn and isinstance(module, nn.Linear):
             parent, _, name = fqn.rpartition(".")
+            weight = module._parameters.get("weight")  # module.weight would compute a parametrized weight
             linears[fqn] = LinearFacts(
                 in_features=module.in_features,
                 out_features=module.out_features,
-                kind=type(module).__name__,
+                kind=_kind(module),
                 is_plain=type(module) is nn.Linear,
                 is_gate=is_gate_of(modules[parent], name),
-                shares_weight=owners[id(module.weight)] > 1,
+                shares_weight=owners.get(id(weight), 1) > 1,
             )
     return linears
+
+
+def _kind(linear: nn.Linear) -> str:
+    kind = type(linear)
+    is_namesake = kind is not nn.Linear and kind.__name__ == nn.Linear.__name__
+    return f"{kind.__module__}.{kind.__qualname__}" if is_namesake else kind.__name__
 
 
 def find_blocks(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:

@@ -1,14 +1,24 @@
 """What a model consists of, as plain values. Surveying a model does not change it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 import torch.nn as nn
 
+from mxtrain.conversion.instance_state import (
+    attributes_that_hold_modules,
+    has_function_as_forward,
+    hooks_on_values,
+    why_it_must_stay,
+)
 from mxtrain.conversion.norm_uses import NormUses, watch
 from mxtrain.conversion.recognition import LinearFacts, NormFacts, find_blocks, find_heads, find_linears, find_norms
+from mxtrain.conversion.refusals import refuse_unfit_model
 from mxtrain.conversion.structural_copy import structural_copy
+from mxtrain.conversion.weights import WeightFacts, find_weights
 from mxtrain.nn.mxnorm import MXNorm
+from mxtrain.nn.three_gemms import QuantizedLinear
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,10 @@ class Survey:
         lookalikes: modules that are called an RMSNorm and compute something else -> name of their class.
         linears: every linear.
         heads: the linears that are output heads.
-        has_mxnorms: whether an earlier conversion left MXNorms.
+        unswappable: every norm and linear with something that a new module would not have -> what, and the way out.
+        weights: every parameter with two or more dimensions.
+        dtypes: every parameter, under all its names -> its dtype.
+        converted: every MXNorm, MXNormLinear and MXLinear of an earlier conversion -> name of its class.
         uses: what uses the outputs of ``norms``; None if that was not asked for.
     """
 
@@ -40,7 +53,10 @@ class Survey:
     lookalikes: Mapping[str, str]
     linears: Mapping[str, LinearFacts]
     heads: tuple[str, ...]
-    has_mxnorms: bool
+    unswappable: Mapping[str, str]
+    weights: Mapping[str, WeightFacts]
+    dtypes: Mapping[str, torch.dtype]
+    converted: Mapping[str, str]
     uses: NormUses | None
 
     @property
@@ -58,14 +74,14 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
         example_inputs: arguments of that forward pass; None stands for one row of 32 token ids.
 
     Raises:
-        ConfigError: if the model cannot be copied or the forward pass fails.
+        ConfigError: if the model is wrapped, sharded, compiled or lazy, cannot be copied, or the forward pass fails.
     """
+    refuse_unfit_model(model)
     modules = dict(model.named_modules())
     fqns = {id(module): fqn for fqn, module in modules.items()}
     device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     norms, lookalikes = find_norms(modules)
     linears, blocks = find_linears(modules), find_blocks(modules)
-    swappable = [fqn for fqn, linear in linears.items() if linear.is_plain and not linear.shares_weight]
     return Survey(
         kind=type(model).__name__,
         device_type=device_types.pop() if len(device_types) == 1 else None,
@@ -80,6 +96,39 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
         lookalikes=lookalikes,
         linears=linears,
         heads=find_heads(modules, linears, blocks),
-        has_mxnorms=any(isinstance(module, MXNorm) for module in modules.values()),
-        uses=watch(structural_copy(model), norms, swappable, example_inputs) if watch_norms and norms else None,
+        unswappable=_unswappable(modules, (*norms, *lookalikes, *linears)),
+        weights=find_weights(modules),
+        dtypes={name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)},
+        converted={
+            fqn: type(module).__name__
+            for fqn, module in modules.items()
+            if isinstance(module, (MXNorm, QuantizedLinear))
+        },
+        uses=_watch(model, modules, norms, linears, example_inputs) if watch_norms and norms else None,
     )
+
+
+def _unswappable(modules: Mapping[str, nn.Module], fqns: Iterable[str]) -> dict[str, str]:
+    holders = attributes_that_hold_modules(modules)
+    reasons = {}
+    for fqn in fqns:
+        if reason := why_it_must_stay(modules[fqn]):
+            reasons[fqn] = reason
+        elif holder := holders.get(id(modules[fqn])):
+            reasons[fqn] = f"is also held by {holder}, which a swap would not reach: hold it as a child module only"
+    return reasons
+
+
+def _watch(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    norms: Mapping[str, NormFacts],
+    linears: Mapping[str, LinearFacts],
+    example_inputs: tuple | None,
+) -> NormUses:
+    followed = [fqn for fqn, linear in linears.items() if linear.is_plain and not linear.shares_weight]
+    # Norms and linears with hooks stay for their own reasons.
+    others = {fqn: module for fqn, module in modules.items() if fqn not in norms and fqn not in linears}
+    hooks = {fqn: " and ".join(hooks_on_values(module)) for fqn, module in others.items()}
+    replaced_forwards = [fqn for fqn, module in modules.items() if has_function_as_forward(module)]
+    return watch(structural_copy(model), norms, followed, example_inputs, hooks, replaced_forwards)

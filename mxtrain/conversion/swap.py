@@ -1,18 +1,31 @@
 """Carry out a plan."""
 
+import torch
 import torch.nn as nn
 
-from mxtrain.conversion.plan import Plan
+from mxtrain.conversion.instance_state import move_attributes
+from mxtrain.conversion.plan import Plan, Swap
 
 
 def swap(model: nn.Module, plan: Plan) -> None:
     """Put the new modules of ``plan`` in their places, under all names that the old ones have.
 
-    All of them are built before the first one is put in its place, so that an error leaves the model unchanged.
+    Attributes that were set on an old module move to the new one. All new modules are built before the first one is put
+    in its place, and that step runs no code of the model, so that an error leaves the model unchanged.
+
+    Raises:
+        ConfigError: for a module with an attribute whose name the new module uses itself.
     """
     old = {fqn: model.get_submodule(fqn) for fqn in plan.swaps}
-    new = {id(old[fqn]): step.build(fqn, old[fqn]) for fqn, step in plan.swaps.items()}
+    with torch.inference_mode(False):  # tensors that a new module makes would be useless for training
+        new = {id(old[fqn]): _build(fqn, old[fqn], step) for fqn, step in plan.swaps.items()}
     for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
+        for name, child in parent._modules.items():
             if id(child) in new:
-                setattr(parent, name, new[id(child)])
+                parent._modules[name] = new[id(child)]
+
+
+def _build(fqn: str, old: nn.Module, step: Swap) -> nn.Module:
+    new = step.build(fqn, old)
+    move_attributes(fqn, old, new)
+    return new

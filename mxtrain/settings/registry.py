@@ -34,10 +34,13 @@ FLAVORS = {
 """Name of a model -> its flavors"""
 
 QUANTIZING_CONVERTERS = ("mxnorm", "mx_linear")
+ROUTER_CONVERTER = "decompose_k_router"
+TITAN_QUANTIZING = "quantize."
+"""How the names of TorchTitan's own converters begin"""
 CONVERTERS = (
     *QUANTIZING_CONVERTERS,
     "fused_rmsnorm",
-    "decompose_k_router",
+    ROUTER_CONVERTER,
     "quantize.linear.float8",
     "quantize.grouped_mm.float8",
     "quantize.linear.mx",

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from mxtrain.errors import ConfigError
 from mxtrain.recipes.parse import SWITCHES, get_recipes
 from mxtrain.recipes.rms_estimate import RMSEstimate
-from mxtrain.settings.registry import PIPELINE_SCHEDULES, QUANTIZING_CONVERTERS
+from mxtrain.settings.registry import PIPELINE_SCHEDULES, QUANTIZING_CONVERTERS, ROUTER_CONVERTER, TITAN_QUANTIZING
 from mxtrain.settings.values import Settings
 
 
@@ -24,6 +24,23 @@ def quantizing(s: Settings) -> list[str]:
     return [name for name in s["model.converters"] if name in QUANTIZING_CONVERTERS]
 
 
+def conflict_of_converters(names: list[str]) -> str | None:
+    """What is wrong with these converters beside one another; None if all is well."""
+    ours = [name for name in names if name in QUANTIZING_CONVERTERS]
+    if len(ours) > 1:
+        return f"choose one of {ours}"
+    theirs = [name for name in names if name.startswith(TITAN_QUANTIZING)]
+    if ours and theirs:
+        return f"has {ours[0]!r} and {theirs[0]!r}, which both quantize: remove one of them"
+    after_router = names[names.index(ROUTER_CONVERTER) :] if ROUTER_CONVERTER in names else []
+    if later := [name for name in after_router if name.startswith(f"{TITAN_QUANTIZING}linear.")]:
+        return (
+            f"would replace the gates of {ROUTER_CONVERTER!r} by those of {later[0]!r}: name {later[0]!r} first, and "
+            f"the gates in {later[0]}.filter_fqns"
+        )
+    return None
+
+
 def _needs_workers(section: str, setting: str) -> Relation:
     loader = f"{section}.dataloader"
     return Relation(
@@ -33,7 +50,7 @@ def _needs_workers(section: str, setting: str) -> Relation:
 
 
 RELATIONS = (
-    Relation("model.converters", lambda s: len(quantizing(s)) > 1 and f"choose one of {quantizing(s)}"),
+    Relation("model.converters", lambda s: conflict_of_converters(s["model.converters"])),
     Relation(
         "validation.seq_len",
         lambda s: (

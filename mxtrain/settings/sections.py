@@ -11,7 +11,7 @@ from typing import Literal
 from mxtrain.recipes.formats import P_VALUES, SCALE_ROUNDINGS
 from mxtrain.recipes.recipe import TENSOR_SCALES
 from mxtrain.recipes.rms_estimate import ESTIMATORS
-from mxtrain.settings.types import Amount, NotNegative, ShareAboveZero, ShareBelowOne, Table
+from mxtrain.settings.types import Amount, Names, NotNegative, ShareAboveZero, ShareBelowOne, Table
 
 
 @dataclass
@@ -85,10 +85,11 @@ class MXNorm:
     eps: Amount | None = None
     """Added to the squared RMS estimate. Unset keeps the eps of each replaced norm"""
 
-    filter_fqns: list[str] = field(default_factory=lambda: ["output"])
+    filter_fqns: Names = None
     """
     Comma-separated names of modules that stay in high precision. A name is one or more whole segments of a module's
-    FQN, each a literal or a glob: "output", "layers.0", "layers.*.attention.wo". Every name must match a module
+    FQN, each a literal or a glob: "output", "layers.0", "layers.*.attention.wo". Every name must match a module. Unset
+    keeps the model's output head; an empty list keeps nothing
     """
 
 
@@ -100,13 +101,13 @@ class FusedRMSNorm:
     may fuse with its neighbors), or "auto" (the faster one in our measurements)
     """
 
-    filter_fqns: list[str] = field(default_factory=list)
+    filter_fqns: Names = field(default_factory=list)
     """Comma-separated names of norms, or of modules with norms, that stay PyTorch's; see mxnorm.filter_fqns"""
 
 
 @dataclass
 class DecomposeKRouter:
-    filter_fqns: list[str] = field(default_factory=list)
+    filter_fqns: Names = field(default_factory=list)
     """Comma-separated names of gates, or of modules with gates, that stay PyTorch's; see mxnorm.filter_fqns"""
 
 

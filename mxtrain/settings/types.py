@@ -76,3 +76,25 @@ Table = Annotated[
         str_from_instance=_words,
     ),
 ]
+
+
+def _names(words: list[str]) -> list[str] | None:
+    return None if words == ["None"] else [name for name in words[0].split(",") if name]
+
+
+def _joined(names) -> list[str]:
+    return [",".join(names) if isinstance(names, list) else str(names)]
+
+
+# A list of names; None stands for an unset field. TorchTitan's rule for flags with commas serves list[str] alone, and
+# reads an empty flag as one empty name.
+Names = Annotated[
+    list[str] | None,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="A,B,C,...",
+        instance_from_str=_names,
+        is_instance=lambda value: value is None or isinstance(value, list),
+        str_from_instance=_joined,
+    ),
+]

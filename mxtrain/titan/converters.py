@@ -1,5 +1,7 @@
 """mxtrain's converters in TorchTitan: built from the job config, applied to TorchTitan's models."""
 
+from dataclasses import fields
+
 import torch
 import torch.nn as nn
 from torch.nn.attention.flex_attention import create_block_mask
@@ -11,11 +13,12 @@ from torchtitan.tools.logging import logger
 from mxtrain.conversion.convert import apply
 from mxtrain.conversion.kernel_converters import DecomposeKRouterConverter, FusedRMSNormConverter
 from mxtrain.conversion.mx_converters import MXLinearConverter, MXNormConverter
-from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.errors import ConfigError, require_one_of, setting_in
 from mxtrain.nn.fused_rms_norm import WHEN_COMPILED, runs_when_compiled
 from mxtrain.ops.hardware import describe_modes, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, switches_in_effect
 from mxtrain.settings.registry import QUANTIZING_CONVERTERS
+from mxtrain.settings.relations import conflict_of_converters
 from mxtrain.titan.terminal import note_conversion
 
 # Stands for debug.seed where that is unset.
@@ -35,12 +38,12 @@ def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] 
         ConfigError: for any wrong setting in the section of a converter of this run.
     """
     names = job_config.model.converters
+    if problem := conflict_of_converters(names):
+        raise ConfigError(f"model.converters = {names!r} {problem}")
     converters = {kind.name: kind.from_job(job_config) for kind in TITAN_CONVERTERS if kind.name in names}
     active = [name for name in names if name in QUANTIZING_CONVERTERS]
     if not active:
         return {"converter": "none", **dict.fromkeys(_FACTS)}
-    if len(active) > 1:
-        raise ConfigError(f"model.converters = {names!r}: choose one of {active}")
     converter = converters[active[0]]
     by_pattern = converter.recipe_by_pattern
     settings = {
@@ -63,12 +66,18 @@ class _TitanConverter:
     """
 
     name: str
+    section: str
+    """The table of the TOML with its settings"""
 
     def __init__(self, job_config, parallel_dims):
         self.converter = self.from_job(job_config)
 
     def convert(self, model: nn.Module) -> None:
-        plan = apply(self.converter, model, _example_inputs(model))
+        try:
+            plan = apply(self.converter, model, _example_inputs(model))
+        except ConfigError as error:
+            is_setting = setting_in(str(error)) in [setting.name for setting in fields(self.converter)]
+            raise ConfigError(f"{self.section}.{error}") if is_setting else error from None
         note_conversion(self._description(), plan.headline, plan.details)
 
     def _description(self) -> str:
@@ -83,6 +92,7 @@ class TitanMXLinear(_TitanConverter):
     """``mx_linear``, with the settings of the section [mxnorm] that concern linears."""
 
     name = "mx_linear"
+    section = "mxnorm"
 
     def __init__(self, job_config, parallel_dims):
         super().__init__(job_config, parallel_dims)
@@ -119,7 +129,7 @@ class TitanMXNorm(TitanMXLinear):
 class TitanFusedRMSNorm(_TitanConverter):
     """``fused_rmsnorm``, with the settings of the section [fused_rmsnorm]."""
 
-    name = "fused_rmsnorm"
+    name = section = "fused_rmsnorm"
 
     def __init__(self, job_config, parallel_dims):
         super().__init__(job_config, parallel_dims)
@@ -140,7 +150,7 @@ class TitanFusedRMSNorm(_TitanConverter):
 class TitanDecomposeKRouter(_TitanConverter):
     """``decompose_k_router``, with the settings of the section [decompose_k_router]."""
 
-    name = "decompose_k_router"
+    name = section = "decompose_k_router"
 
     @classmethod
     def from_job(cls, job_config) -> DecomposeKRouterConverter:

@@ -34,6 +34,19 @@ class Repeated(nn.Module):
         return x
 
 
+class SharedLinear(nn.Module):
+    """Two norms feed one linear object, which has two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.ModuleDict({"norm": nn.RMSNorm(DIM), "linear": nn.Linear(DIM, DIM)})
+        self.b = nn.ModuleDict({"norm": nn.RMSNorm(DIM), "linear": self.a["linear"]})
+        self.c = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
+
+    def forward(self, x):
+        return self.c(self.a["linear"](self.a["norm"](x)) + self.b["linear"](self.b["norm"](x.flip(0))))
+
+
 class SharedNorm(nn.Module):
     """One norm object under two names feeds one linear each."""
 
@@ -100,6 +113,17 @@ def test_a_block_that_runs_three_times_keeps_its_norms():
         convert(model, filter_fqns=[], mode="reference", example_inputs=(ROWS,))
     assert dict(model.named_modules(remove_duplicate=False)) == before[0]
     assert_weights_stay(model, before)
+
+
+def test_a_linear_that_two_norms_feed_keeps_both():
+    model = SharedLinear()
+    before = state_of(model)
+    plan = convert(model, filter_fqns=[], mode="reference", example_inputs=(ROWS,))
+    assert plan.norms == {"c.0": ["c.1"]} and plan.linears == ["a.linear"]
+    assert plan.skipped == dict.fromkeys(("a.norm", "b.norm"), "feeds a.linear, which is called more than once")
+    assert model.a["linear"] is model.b["linear"] and type(model.a["linear"]) is MXLinear
+    assert_weights_stay(model, before)
+    model(ROWS).sum().backward()
 
 
 def test_a_filter_may_use_any_name():

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from mxtrain import ConfigError
 from mxtrain.conversion.norm_uses import NormUses
@@ -10,6 +11,7 @@ from mxtrain.conversion.plan import Plan, ToDecomposeKRouter, ToFusedRMSNorm, To
 from mxtrain.conversion.recognition import LinearFacts, NormFacts
 from mxtrain.conversion.registry import get_converter
 from mxtrain.conversion.survey import Survey
+from mxtrain.conversion.weights import WeightFacts
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNormLinear
 from mxtrain.recipes.recipe import RECIPES
@@ -31,7 +33,10 @@ def block(linears=("wq", "wk", "wo"), **changes) -> Survey:
         lookalikes={},
         linears=dict.fromkeys((*linears, "output"), LINEAR),
         heads=("output",),
-        has_mxnorms=False,
+        unswappable={},
+        weights={f"{fqn}.weight": WeightFacts((64, 64), (fqn,), 1.0, "") for fqn in (*linears, "output")},
+        dtypes={f"{fqn}.weight": torch.float32 for fqn in names},
+        converted={},
         uses=NormUses({"norm": ("wq", "wk")}, {"norm": ()}, dict.fromkeys(linears, 1), ()),
     )
     return replace(facts, **changes)
@@ -53,10 +58,11 @@ def test_a_norm_and_the_linears_it_feeds():
     assert result.skipped == {"output": "is the output head"}
     assert (result.norms, result.linears) == ({"norm": ["wq", "wk"]}, ["wo"])
     assert str(result).splitlines() == [
-        "1 norm and 3 linears swapped, 1 kept",
+        "1 norm and 3 linears swapped, 1 kept; 75.0 % of the weights' multiplications are quantized",
         "  norm -> wq, wk",
         "  wo",
         "  kept: output: is the output head",
+        "  in high precision: output.weight: 25.0 % of the multiplications",
     ]
 
 
@@ -128,7 +134,7 @@ def test_norms_and_gates():
 
 
 def test_a_model_whose_norms_are_mxnorms_has_no_norm_left_to_fuse():
-    assert plan(block(norms={}, has_mxnorms=True), "fused_rmsnorm").swaps == {}
+    assert plan(block(norms={}, converted={"norm": "MXNorm"}), "fused_rmsnorm").swaps == {}
     with pytest.raises(ConfigError, match="finds nothing to convert in this Block$"):
         plan(block(norms={}), "fused_rmsnorm")
 

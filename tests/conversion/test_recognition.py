@@ -128,6 +128,11 @@ def test_the_modules_of_a_model():
     assert has_router(model) and not has_router(model["blocks"]) and has_router(model["router"])
 
 
+def test_a_gate_beside_experts_is_a_routers():
+    block = nn.ModuleDict({"gate": nn.Linear(8, 4), "experts": nn.ModuleList()})
+    assert has_router(block) and not has_router(nn.ModuleDict({"gate": nn.Linear(8, 4), "up": nn.Linear(8, 4)}))
+
+
 @pytest.mark.parametrize(
     ("embedding", "head", "expected"),
     [

@@ -11,7 +11,7 @@ from mxtrain.conversion.survey import survey
 
 def test_a_survey_holds_the_facts_of_a_model():
     facts = survey(llama(), watch_norms=True)
-    assert (facts.kind, facts.device_type, facts.has_mxnorms) == ("Llama", "cpu", False)
+    assert (facts.kind, facts.device_type, facts.converted, facts.unswappable) == ("Llama", "cpu", {}, {})
     assert facts.modules[:4] == ("tok_embeddings", "layers", "layers.0", "layers.0.attention_norm")
     assert facts.blocks == ("layers.0", "layers.1")
     assert list(facts.norms) == [f"layers.{i}.{n}" for i in (0, 1) for n in ("attention_norm", "ffn_norm")] + ["norm"]
@@ -48,4 +48,5 @@ def test_surveying_leaves_the_model_as_it_was():
 def test_mxnorms_of_an_earlier_conversion_are_noticed():
     model = llama()
     convert(model)
-    assert survey(model).has_mxnorms
+    converted = survey(model).converted
+    assert converted["layers.0.ffn_norm"] == "MXNorm" and converted["layers.1.attention.wo"] == "MXLinear"

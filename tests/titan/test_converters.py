@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn as nn
-from torchtitan.config import JobConfig
+from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
@@ -19,7 +19,7 @@ from mxtrain.titan.converters import (
     TitanMXNorm,
     active_settings,
 )
-from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.parse import non_default_values, parse_job_config
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 
@@ -72,6 +72,29 @@ def test_a_mixture_of_experts_is_converted_where_norms_provably_feed_linears():
 
 
 MIXTURES = {"deepseek_v3": "debugmodel", "llama4": "debugmodel", "qwen3": "debugmodel_moe"}
+
+
+@pytest.mark.parametrize("name", ["llama3", *MIXTURES])
+def test_every_matrix_in_high_precision_is_reported_with_its_multiplications(name):
+    model, args = model_and_args(name, MIXTURES.get(name, "debugmodel"))
+    matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim >= 2}
+    plan = convert(model, mode="reference", example_inputs=(torch.zeros(1, 32, dtype=torch.long),))
+    quantized = {f"{fqn}.weight" for fqn, module in model.named_modules() if type(module) in (MXLinear, MXNormLinear)}
+    expected = dict(matrices)
+    for name, elements in matrices.items():
+        if name == "tok_embeddings.weight":
+            expected[name] = 0
+        if ".experts." in name:
+            experts = model.layers["1"].moe.experts.num_experts
+            expected[name] = elements * model.layers["1"].moe.router.top_k / experts
+            assert plan.weights[name].note == f"top {model.layers['1'].moe.router.top_k} of {experts} experts"
+    assert {name: use.multiplications for name, use in plan.weights.items()} == expected
+    share = sum(expected[name] for name in quantized) / sum(expected.values())
+    assert plan.quantized_share == pytest.approx(share) and 0.2 < share < 0.95
+    assert plan.headline.endswith(f"; {100 * share:.1f} % of the weights' multiplications are quantized")
+    lines = [line for line in plan.details.splitlines() if line.startswith("  in high precision: ")]
+    assert [line.split(": ")[1] for line in lines] == [name for name in matrices if name not in quantized]
+    assert lines[0] == "  in high precision: tok_embeddings.weight: 0 % of the multiplications (only looked up)"
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -262,6 +285,94 @@ def test_every_config_builds_its_converters_and_they_convert_its_model(path):
     assert {kind: count(model, kind) / (args.n_layers - left) for kind in expected} == expected
     fuses = "fused_rmsnorm" in job_config.model.converters
     assert bool(count(model, FusedRMSNorm)) == fuses and not (fuses and count(model, nn.RMSNorm))
+
+
+TITANS = ("quantize.linear.float8", "quantize.linear.mx", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
+
+
+@pytest.mark.parametrize("theirs", TITANS)
+@pytest.mark.parametrize("ours", ["mxnorm", "mx_linear"])
+def test_torchtitans_own_quantization_is_refused_beside_ours(ours, theirs):
+    for names in (f"{ours},{theirs}", f"{theirs},fused_rmsnorm,{ours}"):
+        job_config = JobConfig()
+        job_config.model.converters = names.split(",")
+        message = f"^model.converters = .* has '{ours}' and '{theirs}', which both quantize: remove one of them$"
+        with pytest.raises(ConfigError, match=message):
+            active_settings(job_config)
+
+
+def test_torchtitans_own_quantization_comes_before_the_router():
+    with pytest.raises(ConfigError, match="would replace the gates of 'decompose_k_router' by those of 'quantize.lin"):
+        config(converter="decompose_k_router,quantize.linear.float8")
+    names = ["quantize.linear.float8", "decompose_k_router", "fused_rmsnorm"]
+    job_config = parse_job_config(["--model.converters=fused_rmsnorm,decompose_k_router"])
+    job_config.model.converters = names
+    assert active_settings(job_config)["converter"] == "none"
+
+
+def test_unset_filters_keep_the_head_whatever_it_is_called():
+    assert config().mxnorm.filter_fqns is None
+    model, _ = model_and_args("llama3", "debugmodel")
+    model.to_vocabulary = model.output
+    del model.output
+    TitanMXLinear(config(converter="mx_linear"), None).convert(model)
+    assert type(model.to_vocabulary) is nn.Linear and count(model, nn.Linear) == 1
+
+
+def plain_torchtitan(args):
+    return ConfigManager().parse_args(["--job.custom_config_module=mxtrain.titan.job_config", *args])
+
+
+@pytest.mark.parametrize(
+    ("flag", "in_file", "expected"),
+    [
+        (None, None, None),
+        (None, [], []),
+        (None, ["wo", "layers.0"], ["wo", "layers.0"]),
+        ("", None, []),
+        ("", ["wo"], []),
+        ("None", ["wo"], None),
+        ("wo,layers.0", ["w2"], ["wo", "layers.0"]),
+    ],
+)
+@pytest.mark.parametrize("parse", [parse_job_config, plain_torchtitan])
+def test_filters_come_from_file_and_flags_and_are_saved(parse, flag, in_file, expected, tmp_path):
+    for table in ("mxnorm", "fused_rmsnorm", "decompose_k_router"):
+        (tmp_path / "job.toml").write_text("" if in_file is None else f"[{table}]\nfilter_fqns = {in_file}\n")
+        flags = [] if flag is None else [f"--{table}.filter_fqns={flag}"]
+        job_config = parse([f"--job.config_file={tmp_path / 'job.toml'}", *flags])
+        default = None if table == "mxnorm" else []
+        wanted = default if (flag, in_file) == (None, None) else expected
+        assert getattr(job_config, table).filter_fqns == wanted
+        saved = {} if wanted is None or wanted == default else {table: {"filter_fqns": wanted}}
+        assert {key: value for key, value in non_default_values(job_config).items() if key == table} == saved
+
+
+@pytest.mark.parametrize(
+    ("converter", "flags", "message"),
+    [
+        ("mxnorm", ["--mxnorm.filter_fqns=outputs"], "^mxnorm.filter_fqns: 'outputs' matches no module"),
+        ("mx_linear", ["--mxnorm.recipes", "norm", "bf16"], "^mxnorm.recipes: 'norm' names no linear"),
+        ("fused_rmsnorm", ["--fused_rmsnorm.filter_fqns=x"], "^fused_rmsnorm.filter_fqns: 'x' matches no module"),
+        ("decompose_k_router", [], "^converter = 'decompose_k_router' finds nothing to convert"),
+    ],
+)
+def test_a_mistake_that_the_model_shows_begins_with_the_full_name_of_the_setting(converter, flags, message):
+    model, _ = model_and_args("llama3", "debugmodel")
+    with pytest.raises(ConfigError, match=message):
+        build_model_converters(config(*flags, converter=converter), None).convert(model)
+
+
+def test_an_empty_filter_converts_the_head():
+    model, _ = model_and_args("llama3", "debugmodel")
+    TitanMXNorm(config("--mxnorm.filter_fqns="), None).convert(model)
+    assert type(model.norm) is MXNorm and type(model.output) is MXNormLinear
+
+
+def test_filters_in_help(capsys):
+    with pytest.raises(SystemExit):
+        config("--help")
+    assert "--mxnorm.filter-fqns A,B,C,..." in capsys.readouterr().out
 
 
 def test_active_settings():

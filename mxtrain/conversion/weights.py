@@ -1,0 +1,128 @@
+"""How many of a model's multiplications each weight does. Every report uses this definition.
+
+A weight is a parameter with two or more dimensions. Its multiplications are counted per token, in a forward pass:
+
+- Every element multiplies once per call: in x out for a linear. The number of calls is the one that was seen, else one.
+- An embedding is looked up, and a bias (of many experts) is added: they multiply nothing. If a linear shares the weight
+  of an embedding, the linear multiplies.
+- A token uses only top_k of E experts, so top_k / E of the elements of stacked experts [E, in, out] count, and of the
+  weights in an ``nn.ModuleList`` called "experts". Without a known top_k all elements count.
+
+The backward pass doubles all numbers alike: dgrad and wgrad multiply as often as fprop. Products without a weight, such
+as attention scores, are left out.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.nn as nn
+
+from mxtrain.recipes.recipe import LinearRecipe
+
+_TOP_K_NAMES = ("top_k", "num_experts_per_tok")
+
+
+@dataclass(frozen=True)
+class WeightFacts:
+    """A weight.
+
+    Attributes:
+        shape: its dimensions, two or more.
+        multipliers: FQNs of the modules that hold it and multiply it.
+        share: share of its elements that one token multiplies in a call, in (0, 1].
+        note: what a reader should know about ``share``; "" for nothing.
+    """
+
+    shape: tuple[int, ...]
+    multipliers: tuple[str, ...]
+    share: float
+    note: str
+
+
+@dataclass(frozen=True)
+class WeightUse:
+    """What a conversion makes of a weight.
+
+    Attributes:
+        multiplications: per token of a forward pass.
+        quantized: share of its GEMMs (fprop, dgrad, wgrad) that a conversion quantizes, 0 to 1.
+        note: as in ``WeightFacts``.
+    """
+
+    multiplications: float
+    quantized: float
+    note: str
+
+
+def find_weights(modules: Mapping[str, nn.Module]) -> dict[str, WeightFacts]:
+    """Every weight by its name. A weight with several names has the first one under which it is multiplied.
+
+    Args:
+        modules: every module of a model by FQN, the model itself ("") included.
+    """
+    parameters, holders = {}, {}
+    for fqn, module in modules.items():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim >= 2:
+                parameters[id(parameter)] = parameter
+                holders.setdefault(id(parameter), []).append((fqn, name))
+    weights = {}
+    for key, parameter in parameters.items():
+        idle = {(fqn, name): _why_idle(modules[fqn], name) for fqn, name in holders[key]}
+        multipliers = [holder for holder in holders[key] if not idle[holder]]
+        fqn, name = (multipliers or holders[key])[0]
+        share, note = _share_of_a_token(fqn, parameter.shape, modules) if multipliers else (1.0, idle[fqn, name])
+        weights[f"{fqn}.{name}".removeprefix(".")] = WeightFacts(
+            tuple(parameter.shape), tuple(fqn for fqn, _ in multipliers), share, note
+        )
+    return weights
+
+
+def _why_idle(module: nn.Module, name: str) -> str | None:
+    """Why the parameter ``name`` of ``module`` multiplies nothing; None if it does."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return "only looked up"
+    return "only added" if name.endswith("bias") else None
+
+
+def weight_uses(
+    weights: Mapping[str, WeightFacts], calls: Mapping[str, int], recipes: Mapping[str, LinearRecipe]
+) -> dict[str, WeightUse]:
+    """What becomes of every weight.
+
+    Args:
+        calls: linear FQN -> how often a forward pass was seen to call it; a module without a call counts once.
+        recipes: FQN of every linear that is swapped -> its recipe.
+    """
+    uses = {}
+    for name, weight in weights.items():
+        times = sum(max(1, calls.get(fqn, 1)) for fqn in weight.multipliers)
+        gemms = [gemm for fqn in weight.multipliers if fqn in recipes for gemm in recipes[fqn].gemms]
+        quantized = sum(gemm.format is not None for gemm in gemms) / len(gemms) if gemms else 0.0
+        uses[name] = WeightUse(math.prod(weight.shape) * weight.share * times, quantized, weight.note)
+    return uses
+
+
+def _share_of_a_token(fqn: str, shape: tuple[int, ...], modules: Mapping[str, nn.Module]) -> tuple[float, str]:
+    """The share of a weight of the module ``fqn`` that one token multiplies, and a note."""
+    path = fqn.split(".")
+    for depth in range(len(path) - 1, 0, -1):
+        container = ".".join(path[:depth])
+        if path[depth - 1] == "experts" and isinstance(modules.get(container), (nn.ModuleList, nn.ModuleDict)):
+            return _share_of_experts(container, len(modules[container]), modules)
+    # PyTorch's own modules with such weights are convolutions, all of whose elements multiply.
+    if len(shape) >= 3 and not type(modules[fqn]).__module__.startswith("torch.nn."):
+        return _share_of_experts(fqn, shape[0], modules)
+    return 1.0, ""
+
+
+def _share_of_experts(fqn: str, experts: int, modules: Mapping[str, nn.Module]) -> tuple[float, str]:
+    """``fqn`` holds the experts. It, its parent, or a child of either knows top_k."""
+    holder, parent = modules[fqn], modules[fqn.rpartition(".")[0]]
+    for module in (holder, *holder.children(), parent, *parent.children()):
+        for name in _TOP_K_NAMES:
+            top_k = getattr(module, name, None)
+            if type(top_k) is int and 0 < top_k <= experts:
+                return top_k / experts, f"top {top_k} of {experts} experts"
+    return 1.0, f"all {experts} experts count: no top_k was found"

@@ -1,0 +1,410 @@
+"""What users put on a module (hooks, parametrizations, forwards, tensors, attributes) survives a conversion."""
+
+import types
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.utils as utils
+from conversion_models import DIM, TOKENS, Llama, kinds, llama, loss
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import parametrizations, prune
+from torch.nn.utils.parametrize import register_parametrization
+
+from mxtrain import FusedRMSNorm, MXLinear, MXNorm, MXNormLinear, convert
+
+NORM, FED, GATE, OTHER = "layers.0.ffn_norm", "layers.0.feed_forward.w1", "router.gate", "layers.0.attention.wo"
+
+HOOKS = {
+    "forward hook": lambda module, hook: module.register_forward_hook(hook),
+    "forward hook, always called": lambda module, hook: module.register_forward_hook(hook, always_call=True),
+    "forward hook with kwargs": lambda module, hook: module.register_forward_hook(hook, with_kwargs=True),
+    "forward pre-hook": lambda module, hook: module.register_forward_pre_hook(hook),
+    "forward pre-hook with kwargs": lambda module, hook: module.register_forward_pre_hook(hook, with_kwargs=True),
+    "backward hook": lambda module, hook: module.register_full_backward_hook(hook),
+    "backward pre-hook": lambda module, hook: module.register_full_backward_pre_hook(hook),
+    "state-dict hook": lambda module, hook: module.register_state_dict_post_hook(hook),
+    "state-dict pre-hook": lambda module, hook: module.register_state_dict_pre_hook(hook),
+    "load-state-dict pre-hook": lambda module, hook: module.register_load_state_dict_pre_hook(hook),
+    "load-state-dict post-hook": lambda module, hook: module.register_load_state_dict_post_hook(hook),
+}
+
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(DIM, 4)
+
+    def forward(self, x):
+        return self.gate(x)
+
+
+class Mixture(Llama):
+    def __init__(self):
+        super().__init__()
+        self.router = Router()
+
+    def forward(self, tokens):
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x)) + self.router(x).sum(-1, keepdim=True)
+
+
+def mixture():
+    torch.manual_seed(0)
+    return Mixture()
+
+
+def recorder():
+    """A hook that keeps every call, and the list of calls."""
+    calls = []
+
+    def hook(*args, **kwargs):
+        calls.append(args)
+
+    return hook, calls
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_linear_with_a_hook_stays_and_so_does_its_norm(kind):
+    model = llama(layers=1)
+    hook, calls = recorder()
+    HOOKS[kind](model.get_submodule(FED), hook)
+    plan = convert(model, mode="reference")
+    name = kind.split(",")[0].removesuffix(" with kwargs")
+    reason = f"has a {name}, which a swap would lose: register it after conversion"
+    assert plan.skipped[FED] == reason and plan.skipped[NORM] == f"feeds {FED}, {reason}"
+    assert type(model.get_submodule(FED)) is nn.Linear and type(model.get_submodule(NORM)) is nn.RMSNorm
+    assert type(model.layers[0].feed_forward.w3) is MXLinear and type(model.layers[0].attention_norm) is MXNorm
+    assert not calls, "no code of the user runs during a conversion"
+    loss(model).backward()
+    model.load_state_dict(model.state_dict())
+    assert calls
+
+
+@pytest.mark.parametrize(
+    ("converter", "fqn"),
+    [("mxnorm", NORM), ("fused_rmsnorm", NORM), ("decompose_k_router", GATE), ("mx_linear", OTHER)],
+)
+def test_every_converter_leaves_a_module_with_hooks(converter, fqn):
+    model = mixture()
+    model.second = Router()
+    hook, calls = recorder()
+    module = model.get_submodule(fqn)
+    module.register_forward_hook(hook)
+    module.register_forward_pre_hook(hook)
+    plan = convert(model, converter)
+    assert model.get_submodule(fqn) is module and not calls
+    assert plan.skipped[fqn] == (
+        "has a forward pre-hook and a forward hook, which a swap would lose: register it after conversion"
+    )
+    model(TOKENS)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("fqn", [NORM, FED, OTHER])
+def test_hooks_and_parametrizations_after_conversion_work(fqn):
+    model = llama()
+    convert(model, mode="reference")
+    hook, calls = recorder()
+    model.get_submodule(fqn).register_forward_hook(hook)
+    expected = loss(model)
+    register_parametrization(model.get_submodule(fqn), "weight", nn.Identity())
+    assert torch.equal(loss(model), expected) and len(calls) == 2
+
+
+def test_hooks_on_weights_go_with_the_weights():
+    model = llama()
+    hook, calls = recorder()
+    for fqn in (NORM, FED):
+        model.get_submodule(fqn).weight.register_hook(hook)
+    convert(model, mode="reference")
+    loss(model).backward()
+    assert type(model.get_submodule(FED)) is MXNormLinear and len(calls) == 2
+
+
+@pytest.mark.parametrize("kind", [name for name in HOOKS if "forward" in name or "backward" in name])
+def test_a_hook_on_a_block_uses_the_norms_outputs_that_pass_it(kind):
+    """It would get an MXNorm's result in the place of a tensor. Hooks do not run during conversion."""
+    model = llama(layers=1)
+    hook, calls = recorder()
+    HOOKS[kind](model.layers[0].feed_forward, hook)
+    plan = convert(model, mode="reference")
+    name = kind.split(",")[0].removesuffix(" with kwargs")
+    assert plan.skipped[NORM] == f"its output is used by a {name} of layers.0.feed_forward" and not calls
+    assert type(model.layers[0].attention_norm) is MXNorm
+    loss(model).backward()
+    assert calls and all(isinstance(value, torch.Tensor) for value in torch.utils._pytree.tree_leaves(calls[0][1]))
+
+
+def test_a_hook_around_norm_and_linears_sees_no_difference():
+    model = llama()
+    hook, calls = recorder()
+    model.layers[0].register_forward_hook(hook)
+    model.register_forward_hook(hook)
+    plan = convert(model, mode="reference")
+    assert len(plan.norms) == 4 and not calls
+    model(TOKENS)
+    assert len(calls) == 2
+
+
+def test_hooks_for_all_modules_do_not_run_and_stay():
+    model = llama(layers=1)
+    model.layers[0].ffn_norm = HomeMadeRMSNorm(DIM)
+    hook, calls = recorder()
+    handles = [
+        nn.modules.module.register_module_forward_pre_hook(hook),
+        nn.modules.module.register_module_forward_hook(hook),
+        nn.modules.module.register_module_full_backward_hook(hook),
+    ]
+    try:
+        assert len(convert(model, mode="reference").norms) == 2 and not calls
+        model.output(torch.ones(DIM, requires_grad=True)).sum().backward()
+        assert len(calls) == 3
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_attributes_that_no_copy_may_share_are_not_copied_with_hooks():
+    """A bound method as a hook would take its object along, here one that cannot be copied."""
+    model = llama()
+    trainer = types.SimpleNamespace(rows=(row for row in range(3)))
+    model.layers[0].register_forward_hook(types.MethodType(lambda self, *args: None, trainer))
+    assert len(convert(model, mode="reference").norms) == 4
+
+
+OLD_STYLE = ("a forward pre-hook", "register it after conversion")
+PARAMETRIZED = ("a parametrization of weight", "register it after conversion")
+PUT_ON_A_LINEAR = {
+    "weight_norm, old style": (utils.weight_norm, *OLD_STYLE),
+    "spectral_norm, old style": (utils.spectral_norm, "a forward pre-hook and ", "register it after conversion"),
+    "pruning": (lambda module: prune.l1_unstructured(module, "weight", 0.5), *OLD_STYLE),
+    "weight_norm": (parametrizations.weight_norm, *PARAMETRIZED),
+    "spectral_norm": (parametrizations.spectral_norm, *PARAMETRIZED),
+    "parametrization": (lambda m: register_parametrization(m, "weight", nn.Identity()), *PARAMETRIZED),
+    "forward": (
+        lambda module: setattr(module, "forward", lambda x: x * 2),
+        "has its own forward",
+        "set it after conversion",
+    ),
+    "bound forward": (
+        lambda module: setattr(module, "forward", types.MethodType(lambda self, x: x * 2, module)),
+        "has its own forward",
+        "set it after conversion",
+    ),
+    "another method": (
+        lambda module: setattr(module, "reset_parameters", lambda: None),
+        "has its own reset_parameters",
+        "set it after conversion",
+    ),
+    "parameter": (
+        lambda module: module.register_parameter("scale", nn.Parameter(torch.ones(1))),
+        "scale",
+        "add it after conversion",
+    ),
+    "buffer": (lambda module: module.register_buffer("count", torch.ones(1)), "count", "add it after conversion"),
+    "child": (
+        lambda module: module.add_module("lora_a", nn.Linear(DIM, DIM)),
+        "lora_a",
+        "add it after conversion",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PUT_ON_A_LINEAR)
+def test_what_was_put_on_a_linear_stays(case):
+    put, what, way_out = PUT_ON_A_LINEAR[case]
+    model = llama(layers=1)
+    put(model.layers[0].attention.wo)
+    before, module = kinds(model), model.layers[0].attention.wo
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plan = convert(model, mode="reference")
+    assert what in plan.skipped[OTHER] and plan.skipped[OTHER].endswith(f"which a swap would lose: {way_out}")
+    assert model.layers[0].attention.wo is module and kinds(model)[OTHER] is before[OTHER]
+    after = model.state_dict()
+    assert list(after) == list(state) and all(torch.equal(after[name], state[name]) for name in state)
+    assert len(plan.norms) == 2 and plan.linears[-1] == "layers.0.feed_forward.w2"
+
+
+class HomeMadeRMSNorm(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(dim)), 1e-5
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+
+@pytest.mark.parametrize("converter", ["mxnorm", "fused_rmsnorm"])
+@pytest.mark.parametrize("kind", [nn.RMSNorm, HomeMadeRMSNorm, FusedRMSNorm])
+@pytest.mark.parametrize("case", ["parametrization", "bound forward", "forward", "pruning"])
+def test_what_was_put_on_a_norm_stays(case, kind, converter):
+    put, what, way_out = PUT_ON_A_LINEAR[case]
+    model = llama(layers=1)
+    model.layers[0].ffn_norm = norm = kind(DIM)
+    put(norm)
+    plan = convert(model, converter)
+    assert model.layers[0].ffn_norm is norm and what in plan.skipped[NORM] and way_out in plan.skipped[NORM]
+    assert type(model.layers[0].attention_norm) is (MXNorm if converter == "mxnorm" else FusedRMSNorm)
+
+
+def test_a_function_as_the_forward_of_a_block_is_not_run_and_its_norms_stay():
+    model = llama()
+    calls, block = [], model.layers[0]
+    original = block.forward
+    block.forward = lambda x: calls.append(1) or original(x)
+    plan = convert(model, mode="reference")
+    assert not calls and list(plan.norms) == ["layers.1.attention_norm", "layers.1.ffn_norm"]
+    assert "layers.0, which fails on the meta device (NotImplementedError: a function was set" in plan.skipped[NORM]
+    model(TOKENS)
+    assert calls == [1]
+
+
+def test_a_bound_method_as_the_forward_of_a_block_is_followed():
+    model = llama()
+    block = model.layers[0]
+    block.forward = types.MethodType(lambda self, x: self.feed_forward(self.ffn_norm(self.attention(x))), block)
+    plan = convert(model, mode="reference")
+    assert plan.norms[NORM] == [FED, "layers.0.feed_forward.w3"] and "layers.0.attention_norm" in plan.skipped
+    loss(model).backward()
+
+
+class Listed(nn.Module):
+    """Holds its linears in a list, too, and calls them from there."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.norm, self.a, self.b = nn.RMSNorm(DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.held = held(self)
+
+    def forward(self, x):
+        call = self.held if callable(self.held) else next(iter(self.held.values() if "a" in self.held else self.held))
+        return self.b(call(self.norm(x)))
+
+
+@pytest.mark.parametrize("held", [lambda m: [m.a], lambda m: (m.a,), lambda m: {"a": m.a}, lambda m: m.a.forward])
+def test_a_linear_that_a_list_holds_as_well_stays(held):
+    model = nn.Sequential(Listed(held))
+    before = model(torch.ones(3, DIM))
+    plan = convert(model, "mx_linear", mode="reference")
+    assert plan.linears == ["0.b"]
+    assert plan.skipped["0.a"] == (
+        "is also held by 0.held, which a swap would not reach: hold it as a child module only"
+    )
+    assert not torch.equal(model(torch.ones(3, DIM)), before), "b is swapped and used"
+    with pytest.raises(ValueError, match="0.norm: (feeds 0.a, is also held by 0.held|its output is used by linear)"):
+        convert(
+            nn.Sequential(Listed(held)),
+            mode="reference",
+            filter_fqns=[],
+            example_inputs=(torch.zeros(3, DIM),),
+        )
+
+
+@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear", "fused_rmsnorm", "decompose_k_router"])
+def test_attributes_flags_and_gradients_go_along(converter):
+    model = mixture().eval()
+    fqn = {"fused_rmsnorm": NORM, "decompose_k_router": GATE}.get(converter, FED)
+    old = model.get_submodule(fqn)
+    old.is_initialized, old.tags = True, ["residual"]
+    old.train()
+    old.weight.requires_grad_(False)
+    old.weight.optimizer_group = 3
+    convert(model, converter)
+    new = model.get_submodule(fqn)
+    assert new is not old and new.is_initialized is True and new.tags is old.tags
+    assert new.training and not new.weight.requires_grad and new.weight.optimizer_group == 3
+    assert new.weight is old.weight and getattr(new, "bias", None) is getattr(old, "bias", None)
+
+
+def test_attributes_of_a_norm_of_the_models_own_go_along():
+    """Transformers marks modules that it has initialized; other code may read the epsilon."""
+    model = llama(layers=1)
+    model.layers[0].ffn_norm = old = HomeMadeRMSNorm(DIM)
+    old._is_hf_initialized, old.variance_epsilon = True, 1e-5
+    convert(model, mode="reference", eps=1e-3)
+    new = model.layers[0].ffn_norm
+    assert type(new) is MXNorm and new._is_hf_initialized and new.variance_epsilon == 1e-5
+    assert new.eps == new.estimate.eps == 1e-3, "names that the new module has keep its values"
+
+
+def test_a_model_with_frozen_parameters_trains_the_others():
+    model = llama()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("ffn_norm" in name or "wq" in name)
+    convert(model, mode="reference")
+    loss(model).backward()
+    has_gradient = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert has_gradient == {f"layers.{i}.{n}.weight" for i in (0, 1) for n in ("ffn_norm", "attention.wq")}
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_a_model_converted_in_inference_mode_can_be_trained(recipe):
+    model, expected = llama(layers=1), llama(layers=1)
+    with torch.inference_mode():
+        convert(model, recipe=recipe, mode="reference", high_precision_share=0.0)
+    convert(expected, recipe=recipe, mode="reference", high_precision_share=0.0)
+    assert torch.equal(loss(model), loss(expected))
+    loss(model).backward()
+
+
+def test_a_model_made_in_inference_mode_converts():
+    with torch.inference_mode():
+        model = llama()
+        convert(model, mode="reference")
+        assert torch.isfinite(loss(model))
+
+
+class Linear(nn.Linear):
+    """Called like PyTorch's."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def test_a_subclass_of_the_same_name_stays_under_its_full_name():
+    model = llama()
+    model.layers[0].attention.wo = Linear(DIM, DIM)
+    plan = convert(model, mode="reference")
+    assert plan.skipped[OTHER] == f"is a {__name__}.Linear"
+
+
+class Int8Weight(nn.Parameter):
+    """A parameter class with arithmetic of its own."""
+
+
+@pytest.mark.parametrize(
+    ("weight", "reason"),
+    [
+        (Int8Weight(torch.ones(DIM, DIM)), "has a weight of class Int8Weight, not a torch.nn.Parameter"),
+        (nn.Parameter(torch.ones(DIM, DIM, dtype=torch.int8), False), "has a weight of torch.int8"),
+        (nn.Parameter(torch.ones(DIM, DIM).to(torch.float8_e4m3fn), False), "has a weight of torch.float8_e4m3fn"),
+        (nn.Parameter(torch.ones(DIM, DIM).to_sparse()), "has a weight of layout torch.sparse_coo"),
+        (nn.Parameter(torch.ones(32, DIM)), "has a weight of shape (32, 64), not (out_features, in_features)"),
+    ],
+    ids=["class", "int8", "float8", "sparse", "shape"],
+)
+def test_linears_with_another_kind_of_weight_stay(weight, reason):
+    model = llama(layers=1)
+    model.layers[0].attention.wo.weight = weight
+    plan = convert(model, "mx_linear", mode="reference")
+    assert plan.skipped[OTHER] == reason and len(plan.linears) == 6
+    assert model.layers[0].attention.wo.weight is weight
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_models_of_fake_tensors_convert(device):
+    """TorchTitan estimates memory with them."""
+    with FakeTensorMode(), torch.device(device):
+        assert len(convert(llama(), mode="reference").norms) == 4
+
+
+def test_quantized_tensors_of_torchao_stay():
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = llama().to(torch.bfloat16)
+    quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, fqn: fqn == OTHER)
+    plan = convert(model, mode="reference")
+    assert "has a weight of class" in plan.skipped[OTHER] and len(plan.norms) == 4

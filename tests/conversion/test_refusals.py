@@ -1,0 +1,240 @@
+"""Models that cannot be converted are refused with a reason, and stay as they are, bit for bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from conversion_models import DIM, llama
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, convert
+from mxtrain.nn.three_gemms import QuantizedLinear
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mesh():
+    """One process, for models that are wrapped or sharded."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def snapshot(model):
+    """Every name, object and bit of a model."""
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    has_data = {name: not (nn.parameter.is_lazy(tensor) or tensor.is_meta) for name, tensor in tensors.items()}
+    return {
+        "modules": {name: (id(module), type(module)) for name, module in modules.items()},
+        "tensors": {name: (id(tensor), tensor.dtype, tensor.requires_grad) for name, tensor in tensors.items()},
+        "values": {name: tensor.detach().clone() for name, tensor in tensors.items() if has_data[name]},
+        "attributes": {name: sorted(vars(module)) for name, module in modules.items()},
+    }
+
+
+def assert_unchanged(model, before):
+    after = snapshot(model)
+    values, values_before = after.pop("values"), before.pop("values")
+    assert after == before and list(after["modules"]) == list(before["modules"])
+    assert values.keys() == values_before.keys()
+    assert all(torch.equal(values[name], values_before[name]) for name in values)
+
+
+def lazy():
+    model = llama()
+    model.layers[1].feed_forward.w2 = nn.LazyLinear(DIM)
+    return model
+
+
+def compiled_in_part():
+    model = llama()
+    model.layers[0] = torch.compile(model.layers[0])
+    return model
+
+
+def compiled_in_place():
+    model = llama()
+    model.layers[1].compile()
+    return model
+
+
+def sharded_in_part():
+    model = llama()
+    fully_shard(model.layers[0], mesh=init_device_mesh("cpu", (1,)))
+    return model
+
+
+def with_one(dtype, fqn="layers.1.attention.wk"):
+    model = llama()
+    model.get_submodule(fqn).to(dtype)
+    return model
+
+
+def without_a_copy():
+    model = llama()
+    model.rows = (row for row in range(3))
+    return model
+
+
+def with_its_own_forward():
+    model = llama()
+    model.forward = lambda tokens: tokens
+    return model
+
+
+def with_an_attribute(name):
+    model = llama()
+    setattr(model.layers[1].attention.wo, name, "mine")
+    return model
+
+
+def converted(converter, **settings):
+    model = llama()
+    convert(model, converter, **settings)
+    return model
+
+
+def half_built_by_hand():
+    model = llama()
+    model.layers[0].attention.wo = MXLinear(DIM, DIM, bias=False, mode="reference")
+    return model
+
+
+LAYER_0 = {"filter_fqns": ["layers.1", "output"]}
+TWICE = "this Llama was converted before .layers.0.attention"
+HALF = "allowed are bfloat16 and float32, and float64 with recipe = 'unquantized': convert the model with model.to"
+
+REFUSED = {
+    "no module": (lambda: nn.ParameterList().parameters(), {}, "^model is a generator, not a torch.nn.Module$"),
+    "DDP": (
+        lambda: DistributedDataParallel(llama()),
+        {},
+        "^the model is a DistributedDataParallel: convert the model f",
+    ),
+    "DataParallel": (lambda: DataParallel(llama()), {}, "^the model is a DataParallel: convert the model first, then"),
+    "FSDP": (
+        lambda: fully_shard(llama(), mesh=init_device_mesh("cpu", (1,))),
+        {},
+        "^the model is sharded .class FSDPLl",
+    ),
+    "FSDP in part": (sharded_in_part, {}, "^layers.0 is sharded .class FSDPLayer.: convert the model first, then call"),
+    "DTensors": (
+        lambda: distribute_module(llama(), init_device_mesh("cpu", (1,))),
+        {},
+        "^tok_embeddings.weight is a DTensor: convert the model first",
+    ),
+    "compiled": (lambda: torch.compile(llama()), {}, "^the model is compiled: convert the model first, then compile"),
+    "compiled in part": (compiled_in_part, {}, "^layers.0 is compiled: convert"),
+    "compiled in place": (compiled_in_place, {}, "^layers.1 is compiled: convert"),
+    "lazy": (lazy, {}, "^layers.1.feed_forward.w2.weight has no shape yet .a lazy module.: run the model once"),
+    "float16": (lambda: llama().half(), {}, f"^converter = 'mxnorm': layers.0.*weight is float16; {HALF}"),
+    "float64": (lambda: llama().double(), {}, f"^converter = 'mxnorm': layers.0.*weight is float64; {HALF}"),
+    "a float16 linear": (
+        lambda: with_one(torch.float16),
+        {},
+        f"'mxnorm': layers.1.attention.wk.weight is float16; {HALF}",
+    ),
+    "a float64 norm": (
+        lambda: with_one(torch.float64, "layers.0.ffn_norm"),
+        {"recipe": "unquantized", "recipes": {"w1": "mxfp8", "w3": "mxfp8"}},
+        f"layers.0.ffn_norm.weight is float64; {HALF}",
+    ),
+    "float16 with mx_linear": (
+        lambda: llama().half(),
+        {"converter": "mx_linear", "recipe": "unquantized"},
+        f"^converter = 'mx_linear': layers.0.attention.wq.weight is float16; {HALF}",
+    ),
+    "mxnorm twice": (lambda: converted("mxnorm"), {}, f"^converter = 'mxnorm': {TWICE}_norm is an MXNorm.; convert a"),
+    "mx_linear twice": (
+        lambda: converted("mx_linear"),
+        {"converter": "mx_linear"},
+        f"'mx_linear': {TWICE}.wq is an MXL",
+    ),
+    "mx_linear after mxnorm": (
+        lambda: converted("mxnorm", **LAYER_0),
+        {"converter": "mx_linear"},
+        f"{TWICE}_norm is an",
+    ),
+    "mxnorm after mx_linear": (lambda: converted("mx_linear", **LAYER_0), {}, f"{TWICE}.wq is an MXLinear"),
+    "partly by hand": (half_built_by_hand, {}, f"{TWICE}.wo is an MXLinear"),
+    "no copy": (without_a_copy, {}, "this Llama cannot be copied, and conversion looks at a copy: TypeError"),
+    "a forward of its own": (with_its_own_forward, {}, "cannot follow the forward of this Llama: .* set it after conv"),
+    "a taken name": (
+        lambda: with_an_attribute("recipe"),
+        {},
+        "^layers.1.attention.wo has an attribute 'recipe', a name that MXLinear uses itself: rename",
+    ),
+    "wrong features": (lambda: llama(vocab=100), {"filter_fqns": []}, "^output: out_features = 100 is not a multiple"),
+    "nothing left": (llama, {"filter_fqns": ["layers", "output"]}, "finds nothing to convert in this Llama"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_models_stay_as_they_are(case):
+    build, settings, message = REFUSED[case]
+    model = build()
+    before = snapshot(model) if isinstance(model, nn.Module) else None
+    with pytest.raises(ConfigError, match=message):
+        convert(model, **{"mode": "reference", **settings})
+    if before:
+        assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize("converter", ["fused_rmsnorm", "decompose_k_router"])
+def test_other_converters_refuse_wrapped_models_too(converter):
+    with pytest.raises(ConfigError, match="^the model is a DataParallel"):
+        convert(DataParallel(llama()), converter)
+
+
+def test_a_model_is_wrapped_after_conversion():
+    model = converted("mxnorm", mode="reference")
+    tokens = torch.arange(64).view(2, 32)
+    expected = model(tokens)
+    assert torch.equal(DistributedDataParallel(model)(tokens), expected)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    assert torch.equal(model(tokens), expected)
+
+
+@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
+def test_float64_needs_a_recipe_without_casts(converter):
+    model = llama().double()
+    convert(model, converter, recipe="unquantized", mode="reference")
+    assert isinstance(model.layers[0].attention.wq, QuantizedLinear)
+
+
+def test_modules_that_stay_may_have_any_dtype():
+    model = llama()
+    model.output.half()
+    model.layers[1].double()
+    plan = convert(model, "mx_linear", filter_fqns=["layers.1", "output"], mode="reference")
+    assert len(plan.linears) == 7
+
+
+class FailsToSet(nn.Module):
+    """A module that takes no new child."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.RMSNorm(DIM), nn.Linear(DIM, DIM)
+        self.is_sealed = True
+
+    def __setattr__(self, name, value):
+        if getattr(self, "is_sealed", False):
+            raise RuntimeError("sealed")
+        super().__setattr__(name, value)
+
+    def forward(self, x):
+        return self.linear(self.norm(x))
+
+
+def test_a_module_that_takes_no_new_child_cannot_stop_a_swap_half_way():
+    model = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, DIM), FailsToSet())
+    convert(model, mode="reference", filter_fqns=[], example_inputs=(torch.zeros(3, DIM),))
+    assert [type(model.get_submodule(fqn)) for fqn in ("1", "2.norm", "2.linear")] == [
+        MXNormLinear,
+        MXNorm,
+        MXNormLinear,
+    ]

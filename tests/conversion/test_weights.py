@@ -1,0 +1,202 @@
+"""How many multiplications each weight does, and what share of them a conversion quantizes."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from conversion_models import DIM, FeedForward, Llama, llama, loss
+
+from mxtrain import convert
+from mxtrain.conversion.weights import WeightFacts, WeightUse, find_weights, weight_uses
+from mxtrain.recipes.parse import get_recipe
+
+MIXED = "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16"
+
+
+def weights_of(model):
+    return find_weights(dict(model.named_modules()))
+
+
+def test_a_linear_multiplies_and_an_embedding_is_looked_up():
+    weights = weights_of(llama(layers=1))
+    assert weights["layers.0.feed_forward.w1.weight"] == WeightFacts((128, 64), ("layers.0.feed_forward.w1",), 1.0, "")
+    assert weights["tok_embeddings.weight"] == WeightFacts((96, 64), (), 1.0, "only looked up")
+    assert len(weights) == 9, "four of attention, three of the feed-forward, embedding, output"
+    uses = weight_uses(weights, {}, {})
+    assert uses["layers.0.feed_forward.w1.weight"] == WeightUse(128 * 64, 0.0, "")
+    assert uses["tok_embeddings.weight"] == WeightUse(0, 0.0, "only looked up")
+
+
+def test_a_tied_head_multiplies_under_its_own_name():
+    model = llama(layers=1)
+    model.output.weight = model.tok_embeddings.weight
+    weights = weights_of(model)
+    assert weights["output.weight"] == WeightFacts((96, 64), ("output",), 1.0, "")
+    assert "tok_embeddings.weight" not in weights
+    assert weight_uses(weights, {}, {})["output.weight"].multiplications == 96 * 64
+
+
+def test_linears_that_share_a_weight_multiply_it_once_each():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    assert weight_uses(weights_of(model), {}, {})["0.weight"].multiplications == 2 * 64
+
+
+def test_calls_count_as_far_as_they_are_known():
+    weights = weights_of(nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 8), nn.Linear(8, 8)))
+    uses = weight_uses(weights, {"0": 3, "1": 0}, {})
+    assert [use.multiplications for use in uses.values()] == [3 * 32, 32, 64]
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.bias = nn.Parameter(torch.zeros(5, 7)), nn.Parameter(torch.zeros(7))
+        self.up_bias = nn.Parameter(torch.zeros(8, 7))
+
+
+def test_other_weights_multiply_with_all_elements():
+    model = nn.ModuleDict({"conv": nn.Conv1d(4, 6, 3), "positions": Positions(), "lookup": nn.EmbeddingBag(9, 2)})
+    uses = weight_uses(weights_of(model), {}, {})
+    assert {name: use.multiplications for name, use in uses.items()} == {
+        "conv.weight": 72,
+        "positions.table": 35,
+        "positions.up_bias": 0,
+        "lookup.weight": 0,
+    }
+    assert list(weights_of(Positions())) == ["table", "up_bias"], "the model itself may hold weights"
+
+
+class Stacked(nn.Module):
+    """As Hugging Face's mixtures hold their experts."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(experts, DIM, 2 * DIM))
+
+
+class Mixture(nn.Module):
+    def __init__(self, experts, **attributes):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(DIM, 8, bias=False), experts
+        self.shared_experts = nn.Linear(DIM, DIM, bias=False)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+class TopKRouter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.top_k = 2
+
+
+ONE_IN_FOUR = (0.25, "top 2 of 8 experts")
+
+
+@pytest.mark.parametrize(
+    ("attributes", "expected"),
+    [
+        ({"top_k": 2}, ONE_IN_FOUR),
+        ({"num_experts_per_tok": 2}, ONE_IN_FOUR),
+        ({"router": TopKRouter()}, ONE_IN_FOUR),
+        ({}, (1.0, "all 8 experts count: no top_k was found")),
+        ({"top_k": 9}, (1.0, "all 8 experts count: no top_k was found")),
+        ({"top_k": None}, (1.0, "all 8 experts count: no top_k was found")),
+    ],
+)
+@pytest.mark.parametrize("kind", ["stacked", "listed"])
+def test_of_the_experts_a_token_uses_top_k(kind, attributes, expected):
+    experts = Stacked(8) if kind == "stacked" else nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM)) for _ in range(8))
+    model = nn.ModuleDict({"layer": Mixture(experts, **attributes)})
+    weights = weights_of(model)
+    of_experts = {name: facts for name, facts in weights.items() if ".experts." in name}
+    assert len(of_experts) == (1 if kind == "stacked" else 8)
+    assert all((facts.share, facts.note) == expected for facts in of_experts.values())
+    others = ("layer.gate.weight", "layer.shared_experts.weight")
+    assert all((weights[name].share, weights[name].note) == (1.0, "") for name in others)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "quantized"),
+    [("mxfp8", 1.0), ("unquantized", 0.0), (MIXED, 2 / 3), ("fprop=bf16, dgrad=bf16, wgrad=mxfp8", 1 / 3)],
+)
+def test_each_of_the_three_products_counts(recipe, quantized):
+    weights = weights_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    uses = weight_uses(weights, {}, {"1": get_recipe(recipe)})
+    assert [use.quantized for use in uses.values()] == [0.0, quantized]
+
+
+def test_the_plan_holds_the_shares_and_says_them():
+    plan = convert(llama(), "mx_linear", recipes={"layers.1": "unquantized"}, mode="reference")
+    layer, head = 4 * 64 * 64 + 3 * 128 * 64, 96 * 64
+    assert plan.quantized_share == pytest.approx(layer / (2 * layer + head))
+    assert plan.headline == "14 linears swapped, 1 kept; 46.5 % of the weights' multiplications are quantized"
+    lines = [line for line in plan.details.splitlines() if line.startswith("  in high precision: ")]
+    assert lines[0] == "  in high precision: tok_embeddings.weight: 0 % of the multiplications (only looked up)"
+    assert lines[1] == "  in high precision: layers.1.attention.wq.weight: 4.7 % of the multiplications"
+    assert lines[-1] == "  in high precision: output.weight: 7.0 % of the multiplications" and len(lines) == 9
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"filter_fqns": []}, "100 %"), ({"recipe": "unquantized"}, "0 %"), ({"recipe": "mxfp8"}, "more than 99.9 %")],
+)
+def test_only_what_is_exact_is_said_to_be_all_or_nothing(settings, said):
+    vocab = 32 if settings == {"filter_fqns": []} else 1
+    plan = convert(llama(layers=4, vocab=vocab), "mx_linear", mode="reference", **settings)
+    assert plan.headline.endswith(f"; {said} of the weights' multiplications are quantized")
+
+
+class Twice(Llama):
+    """Runs its layers twice."""
+
+    def forward(self, tokens):
+        x = self.tok_embeddings(tokens)
+        for layer in (*self.layers, *self.layers):
+            x = x + layer.feed_forward(F.silu(x))
+        return self.output(self.norm(x))
+
+
+def test_calls_that_were_seen_count():
+    plan = convert(Twice(layers=1), mode="reference", filter_fqns=[])
+    assert plan.weights["layers.0.feed_forward.w1.weight"].multiplications == 2 * 128 * 64
+    assert plan.weights["output.weight"].multiplications == 96 * 64
+
+
+class SparseMixture(nn.Module):
+    """As older models on the Hugging Face hub: a loop over experts, which runs on no meta device."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.top_k = nn.Linear(DIM, 4, bias=False), 2
+        self.experts = nn.ModuleList(FeedForward() for _ in range(4))
+
+    def forward(self, x):
+        scores, chosen = self.gate(x).softmax(-1).topk(self.top_k)
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            rows = (chosen == i).any(-1).nonzero(as_tuple=True)
+            y[rows] += expert(x[rows]) * scores.sum(-1)[rows].unsqueeze(-1)
+        return y
+
+
+@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
+def test_experts_in_a_list_count_by_top_k_quantized_or_not(converter):
+    model = llama()
+    model.layers[1].feed_forward = SparseMixture()
+    model.output.weight = model.tok_embeddings.weight
+    plan = convert(model, converter, mode="reference", filter_fqns=["experts.3"])
+    expert, dense, gate, head = 3 * 128 * 64, 4 * 64 * 64, 4 * 64, 96 * 64
+    total = 2 * dense + expert + 4 * expert * 2 / 4 + gate + head
+    assert sum(use.multiplications for use in plan.weights.values()) == total
+    quantized = 2 * dense + expert + 3 * expert * 2 / 4
+    assert plan.quantized_share == pytest.approx(quantized / total)
+    assert plan.weights["layers.1.feed_forward.experts.3.w2.weight"] == WeightUse(
+        64 * 128 / 2, 0.0, "top 2 of 4 experts"
+    )
+    loss(model).backward()
+
+
+def test_converters_without_recipes_count_nothing():
+    plan = convert(llama(), "fused_rmsnorm")
+    assert plan.weights == {} and plan.headline == "5 norms swapped, 0 kept"
