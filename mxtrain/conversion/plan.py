@@ -90,11 +90,13 @@ class Plan:
         swaps: FQN of a module -> what it becomes.
         skipped: FQN of every norm, linear or gate that the converter looked at and keeps -> the reason.
         recipe: the recipe of all linears but those in ``recipes``; None for converters without recipes.
+        execution: the execution mode in words; None for converters without modes.
     """
 
     swaps: Mapping[str, Swap] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
     recipe: LinearRecipe | None = None
+    execution: str | None = None
 
     @property
     def norms(self) -> dict[str, list[str]]:
@@ -137,10 +139,11 @@ class Plan:
 
     @property
     def details(self) -> str:
-        """Every module that is swapped, and every module that is kept with the reason, one a line."""
+        """The execution mode, every module that is swapped, and every module that is kept with the reason."""
         recipes = self.recipes
         named = {fqn: f"{fqn} ({recipes[fqn]})" if fqn in recipes else fqn for fqn in self.swaps}
-        lines = [f"  {norm} -> {', '.join(named[fqn] for fqn in linears)}" for norm, linears in self.norms.items()]
+        lines = [] if self.execution is None else [f"  {self.execution}"]
+        lines += [f"  {norm} -> {', '.join(named[fqn] for fqn in linears)}" for norm, linears in self.norms.items()]
         lines += [f"  {named[fqn]}" for fqn in (*self.linears, *self.fused_norms, *self.gates)]
         lines += [f"  kept: {fqn}: {reason}" for fqn, reason in self.skipped.items()]
         return "\n".join(lines)

@@ -13,7 +13,7 @@ from mxtrain.conversion.kernel_converters import DecomposeKRouterConverter, Fuse
 from mxtrain.conversion.mx_converters import MXLinearConverter, MXNormConverter
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.nn.fused_rms_norm import WHEN_COMPILED, runs_when_compiled
-from mxtrain.ops.hardware import describe_modes, resolve_mode
+from mxtrain.ops.hardware import mode_reason, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, switches_in_effect
 from mxtrain.titan.terminal import note_conversion
 
@@ -87,7 +87,7 @@ class TitanMXLinear(_TitanConverter):
     def __init__(self, job_config, parallel_dims):
         super().__init__(job_config, parallel_dims)
         settings = active_settings(job_config)
-        reason = next(s.reason for s in describe_modes(utils.device_type) if s.mode == settings["mode"])
+        reason = mode_reason(settings["mode"], utils.device_type)
         logger.info(f"{self.name}: {settings}; mode {settings['mode']}: {reason}")
 
     def _description(self) -> str:
