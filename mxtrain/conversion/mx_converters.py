@@ -16,7 +16,7 @@ from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNormLinear
 from mxtrain.nn.three_gemms import check_features
-from mxtrain.ops.hardware import MODES, resolve_mode
+from mxtrain.ops.hardware import MODES, check_mode, default_device_type, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, get_recipes
 from mxtrain.recipes.recipe import HIGH_PRECISION, LinearRecipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
@@ -38,7 +38,7 @@ class MXLinearConverter(Converter):
         scale_rounding, tensor_scale, weight_tiles, hadamard, stochastic_rounding, high_precision_share: settings of
             ``mxtrain.Recipe``; None keeps the recipe's own. Blocks are the members of the outermost ModuleLists and
             ModuleDicts; of n blocks the last share * n, rounded to nearest, stay.
-        mode: "auto", "native", "emulated" or "reference".
+        mode: "native", "emulated", "reference", or "auto": the best mode of the device that a layer's input is on.
         seed: with the FQN of a layer, determines the signs of its Hadamard transform and its random bits. Training
             loops call ``mxtrain.set_rounding_step`` before every forward.
     """
@@ -85,7 +85,8 @@ class MXLinearConverter(Converter):
         self._check_dtypes(survey, swaps)
         recipes = {fqn: swap.recipe for fqn, swap in swaps.items() if isinstance(swap, ToQuantizedLinear)}
         calls = {} if survey.uses is None else survey.uses.calls
-        return Plan(swaps, skipped, self.default_recipe, weight_uses(survey.weights, calls, recipes))
+        weights = weight_uses(survey.weights, calls, recipes)
+        return Plan(swaps, skipped, self.default_recipe, weights, self._execution(survey))
 
     def _recipes(self, survey: Survey) -> tuple[dict[str, LinearRecipe], dict[str, str]]:
         """The recipe of every linear, and every module that stays in high precision -> the reason."""
@@ -117,7 +118,7 @@ class MXLinearConverter(Converter):
             elif linear.shares_weight:
                 skipped[fqn] = "shares its weight with another module"
             else:
-                swaps[fqn] = ToQuantizedLinear(MXLinear, recipe_of[fqn], self._mode(survey), self.seed)
+                swaps[fqn] = ToQuantizedLinear(MXLinear, recipe_of[fqn], self.mode, self.seed)
         return swaps, skipped
 
     def _check_features(self, survey: Survey, swaps: Mapping[str, Swap]) -> None:
@@ -141,8 +142,14 @@ class MXLinearConverter(Converter):
                 "the module in filter_fqns"
             )
 
-    def _mode(self, survey: Survey) -> str:
-        return resolve_mode(self.mode, survey.device_type)
+    def _execution(self, survey: Survey) -> str:
+        """The mode in words: the layers keep "auto", which follows the model from device to device."""
+        check_mode(self.mode)
+        if self.mode != "auto":
+            return f"mode {self.mode}"
+        device_type = survey.device_type or default_device_type()
+        where = ", where the parameters are" if survey.device_type else ""
+        return f'mode {resolve_mode("auto", device_type)} on {device_type}{where}; "auto" follows the device'
 
 
 @dataclass(kw_only=True)
@@ -188,14 +195,14 @@ class MXNormConverter(MXLinearConverter):
 
     def _to_mxnorm(self, fqn: str, survey: Survey, recipe_of: Mapping[str, LinearRecipe]) -> dict[str, Swap]:
         """The swaps of a norm and of the linears that it feeds."""
-        linears, mode = survey.uses.linears[fqn], self._mode(survey)
+        linears = survey.uses.linears[fqn]
         for linear in linears:
             with _advice(linear):
                 RMSEstimate.for_recipe(recipe_of[linear].fprop, self.p, self.estimator)
         # The linears agree on fprop. If any of them transforms its wgrad operands, the norm draws the signs for all.
         recipe = max((recipe_of[linear] for linear in linears), key=lambda recipe: recipe.needs_signs)
-        norm = ToMXNorm(survey.norms[fqn], linears, self.p, self.estimator, self.eps, recipe, mode, self.seed)
-        fed = {linear: ToQuantizedLinear(MXNormLinear, recipe_of[linear], mode, self.seed) for linear in linears}
+        norm = ToMXNorm(survey.norms[fqn], linears, self.p, self.estimator, self.eps, recipe, self.mode, self.seed)
+        fed = {linear: ToQuantizedLinear(MXNormLinear, recipe_of[linear], self.mode, self.seed) for linear in linears}
         return {fqn: norm, **fed}
 
 

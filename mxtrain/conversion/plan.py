@@ -104,12 +104,14 @@ class Plan:
         recipe: the recipe of all linears but those in ``recipes``; None for converters without recipes.
         weights: every parameter with two or more dimensions -> its multiplications, and whether they are quantized;
             empty for converters without recipes.
+        execution: the execution mode in words; None for converters without modes.
     """
 
     swaps: Mapping[str, Swap] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
     recipe: LinearRecipe | None = None
     weights: Mapping[str, WeightUse] = field(default_factory=dict)
+    execution: str | None = None
 
     @property
     def norms(self) -> dict[str, list[str]]:
@@ -168,10 +170,11 @@ class Plan:
 
     @property
     def details(self) -> str:
-        """Every module that is swapped or kept with the reason, and every weight in high precision, one a line."""
+        """The execution mode, what every module becomes or why it stays, and every weight in high precision."""
         recipes = self.recipes
         named = {fqn: f"{fqn} ({recipes[fqn]})" if fqn in recipes else fqn for fqn in self.swaps}
-        lines = [f"  {norm} -> {', '.join(named[fqn] for fqn in linears)}" for norm, linears in self.norms.items()]
+        lines = [] if self.execution is None else [f"  {self.execution}"]
+        lines += [f"  {norm} -> {', '.join(named[fqn] for fqn in linears)}" for norm, linears in self.norms.items()]
         lines += [f"  {named[fqn]}" for fqn in (*self.linears, *self.fused_norms, *self.gates)]
         lines += [f"  kept: {fqn}: {reason}" for fqn, reason in self.skipped.items()]
         for name, use in self.weights.items():

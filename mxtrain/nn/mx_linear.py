@@ -36,17 +36,19 @@ class MXLinear(QuantizedLinear):
         in_features, out_features: multiples of the recipe's block sizes.
         bias: whether to add a bias, in high precision.
         recipe: a name, a spec with a name for each GEMM (see ``mxtrain.recipes.parse.get_recipe``), or a Recipe.
-        mode: "auto", "native", "emulated" or "reference".
+        mode: "native", "emulated", "reference", or "auto": the best mode of the device that the input of a forward is
+            on.
 
     Raises:
-        ConfigError: for an unknown recipe or mode, a mode that the hardware lacks, or features that are not whole
-            blocks.
+        ConfigError: for an unknown recipe or mode, a mode that no device of this machine runs, or features that are
+            not whole blocks. In a forward: for a mode that the device of the input lacks.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features]."""
         x = x.to(compute_dtype(x))
         rows = x.reshape(-1, x.shape[-1])
-        y = _MXLinearFunction.apply(rows, self.weight, self.signs(x.device), self.draws(x.device), self.gemms)
+        signs, draws, gemms = self.signs(x.device), self.draws(x.device), self.gemms(x.device)
+        y = _MXLinearFunction.apply(rows, self.weight, signs, draws, gemms)
         y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)

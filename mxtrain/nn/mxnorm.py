@@ -32,7 +32,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.nn.seeded import Seeded
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype
 from mxtrain.ops.gemm import Operand
-from mxtrain.ops.hardware import resolve_mode
+from mxtrain.ops.hardware import check_mode, mode_in_forward
 from mxtrain.ops.mxnorm import fold_backward, norm_backward, normalize
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import Recipe
@@ -49,7 +49,7 @@ class NormedInput(NamedTuple):
         gain: the norm's weight gamma [D], which the linears fold into theirs; None for a norm without a weight.
         signs: signs of the Hadamard transform in wgrad (see ``mxtrain.nn.seeded``); None without a transform. The
             linears share them, so that compiled linears share the transform and the cast of xhat.
-        recipe, mode: recipe of fprop and mode that made ``xhat``.
+        recipe, mode: recipe of fprop and mode that made ``xhat``; the mode is never "auto".
     """
 
     h: torch.Tensor
@@ -125,10 +125,11 @@ class MXNorm(Seeded, nn.RMSNorm):
         p: exponent of the mean over block maxima, 1 or 2.
         estimator: "pre_round" (the method), "post_round" (ablation) or "exact" (control).
         recipe: as for ``MXLinear``; all linears of the norm must have its recipe of fprop.
-        mode: "auto", "native", "emulated" or "reference".
+        mode: as for ``MXLinear``.
 
     Raises:
-        ConfigError: for an unknown setting, a mode that the hardware lacks, or a ``dim`` that is not whole blocks.
+        ConfigError: for an unknown setting, a mode that no device of this machine runs, or a ``dim`` that is not whole
+            blocks.
     """
 
     def __init__(
@@ -144,7 +145,8 @@ class MXNorm(Seeded, nn.RMSNorm):
         **factory_kwargs,
     ):
         self.recipe = get_recipe(recipe)
-        self.mode = resolve_mode(mode)
+        check_mode(mode)
+        self.mode = mode
         fprop = self.recipe.fprop
         self.estimate = RMSEstimate.for_recipe(fprop, p, estimator, eps)
         if dim % fprop.block_size:
@@ -172,9 +174,10 @@ class MXNorm(Seeded, nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> NormedInput:
         """x [..., D], bf16 or fp32 -> NormedInput."""
         rows, recipe = x.reshape(-1, x.shape[-1]), self.recipe.fprop
-        h, rho, *xhat = _MXNormFunction.apply(rows, self.estimate, recipe, self.mode)
+        mode = mode_in_forward(self.mode, x.device.type)
+        h, rho, *xhat = _MXNormFunction.apply(rows, self.estimate, recipe, mode)
         signs = self.signs(x.device)
-        return NormedInput(h.view_as(x), Operand(*xhat), rho, self.weight, signs, recipe, self.mode)
+        return NormedInput(h.view_as(x), Operand(*xhat), rho, self.weight, signs, recipe, mode)
 
     def extra_repr(self) -> str:
         e = self.estimate
@@ -205,14 +208,15 @@ class MXNormLinear(QuantizedLinear):
         """
         if not isinstance(x, NormedInput):
             raise TypeError(f"MXNormLinear takes the result of an MXNorm, not {type(x).__name__}")
-        if x.recipe != self.recipe.fprop or x.mode != self.mode:
+        gemms = self.gemms(x.h.device)
+        if x.recipe != self.recipe.fprop or x.mode != gemms.mode:
             raise ConfigError(
-                f"this MXNormLinear has recipe {self.recipe.fprop} and mode {self.mode!r}, but its input was "
+                f"this MXNormLinear has recipe {self.recipe.fprop} and mode {gemms.mode!r}, but its input was "
                 f"normalized with recipe {x.recipe} and mode {x.mode!r}"
             )
         # A norm whose own recipe has no transform hands on no signs.
         signs = self.signs(x.h.device) if x.signs is None else x.signs
         rows, draws = x.h.reshape(-1, x.shape[-1]), self.draws(x.h.device)
-        y = _MXNormLinearFunction.apply(rows, x.gain, self.weight, self.gemms, x.rho, signs, draws, *x.xhat)
+        y = _MXNormLinearFunction.apply(rows, x.gain, self.weight, gemms, x.rho, signs, draws, *x.xhat)
         y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -21,7 +21,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.nn.seeded import Seeded
 from mxtrain.ops import quantize
 from mxtrain.ops.gemm import Operand, matmul
-from mxtrain.ops.hardware import resolve_mode
+from mxtrain.ops.hardware import check_mode, mode_in_forward
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import LinearRecipe
 
@@ -89,8 +89,8 @@ class QuantizedLinear(Seeded, nn.Linear):
         self, in_features: int, out_features: int, bias: bool = True, *, recipe="mxfp8", mode="auto", **factory_kwargs
     ):
         self.recipe = get_recipe(recipe)
-        self.mode = resolve_mode(mode)
-        self.gemms = ThreeGEMMs(self.recipe, self.mode)
+        check_mode(mode)
+        self.mode = mode
         check_features(in_features, out_features, self.recipe)
         super().__init__(in_features, out_features, bias, **factory_kwargs)
         self.set_seed(0, "")
@@ -108,6 +108,14 @@ class QuantizedLinear(Seeded, nn.Linear):
         )
         new.weight, new.bias = linear.weight, linear.bias
         return new.train(linear.training)
+
+    def gemms(self, device: torch.device) -> ThreeGEMMs:
+        """Return the GEMMs in the mode that "auto" stands for on ``device``, or in the mode of this layer.
+
+        Raises:
+            ConfigError: for a mode that the device lacks.
+        """
+        return ThreeGEMMs(self.recipe, mode_in_forward(self.mode, device.type))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}, mode={self.mode}"

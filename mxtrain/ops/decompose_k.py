@@ -4,10 +4,9 @@ The route is chosen when the op runs: a compiled graph holds one op and is not c
 changes.
 """
 
-import contextlib
-
 import torch
 
+from mxtrain.ops.full_precision import full_precision, wide_product
 from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
 from mxtrain.reference import decompose_k as reference
 
@@ -75,12 +74,12 @@ def by_plan(
     if plan.route == "bmm":
         product = _bmm(a, b, plan.splits)
     elif bias is None and epilogue in (None, "relu") and out_dtype == a.dtype:
-        with _full_precision(a):
+        with full_precision(a):
             product = torch.mm(a, b)
         # Rounding keeps the sign, so relu may come after it.
         return product if epilogue is None else product.relu_()
     else:
-        product = _wide(torch.mm, a, b)
+        product = wide_product(torch.mm, a, b)
     return reference.finish(product, bias, epilogue, out_dtype)
 
 
@@ -89,45 +88,8 @@ def _bmm(a: torch.Tensor, b: torch.Tensor, splits: int) -> torch.Tensor:
     chunk = a.shape[1] // splits
     whole = chunk * splits
     a_chunks = a[:, :whole].unflatten(1, (splits, chunk)).transpose(0, 1)
-    product = _wide(torch.bmm, a_chunks, b[:whole].unflatten(0, (splits, chunk))).sum(0)
-    return product if whole == a.shape[1] else product.add_(_wide(torch.mm, a[:, whole:], b[whole:]))
-
-
-def _wide(matmul, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The fp32 product of matrices, or of batches of matrices, of any dtype."""
-    if a.is_cuda and a.dtype != torch.float32:
-        return matmul(a, b, out_dtype=torch.float32)
-    with _full_precision(a):
-        return matmul(a.float(), b.float())
-
-
-# {dtype: (cuBLAS setting, forbidden value, value to use instead)}: no TF32 for fp32 operands, and fp32 sums where
-# cuBLAS itself splits a product of narrow operands.
-_PRECISION = {
-    torch.float32: ("fp32_precision", "tf32", "ieee"),
-    torch.bfloat16: ("allow_bf16_reduced_precision_reduction", True, False),
-    torch.float16: ("allow_fp16_reduced_precision_reduction", True, False),
-}
-_UNCHANGED = contextlib.nullcontext()
-
-
-def _full_precision(a: torch.Tensor) -> contextlib.AbstractContextManager:
-    """A context in which products of tensors like ``a`` use fp32 arithmetic, whatever PyTorch is set to."""
-    name, unwanted, wanted = _PRECISION.get(a.dtype, ("", None, None))
-    if not a.is_cuda or not name or getattr(torch.backends.cuda.matmul, name) != unwanted:
-        return _UNCHANGED
-    return _set(name, wanted)
-
-
-@contextlib.contextmanager
-def _set(name: str, value: str | bool):
-    settings = torch.backends.cuda.matmul
-    before = getattr(settings, name)
-    setattr(settings, name, value)
-    try:
-        yield
-    finally:
-        setattr(settings, name, before)
+    product = wide_product(torch.bmm, a_chunks, b[:whole].unflatten(0, (splits, chunk))).sum(0)
+    return product if whole == a.shape[1] else product.add_(wide_product(torch.mm, a[:, whole:], b[whole:]))
 
 
 def _fake(a, b, bias, epilogue, out_dtype):

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
+from mxtrain.ops.full_precision import full_precision, is_full_precision, wide_product
 from mxtrain.reference.casts import converted
 
 # The form of operand that the kernels write for each mode that uses them.
@@ -33,7 +34,7 @@ def image_dtype(x: torch.Tensor, mode: str) -> torch.dtype:
 
 
 def matmul(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
-    """Multiply a [M, K] by the transpose of b [N, K] -> [M, N] in ``out_dtype``, accumulated in fp32.
+    """Multiply a [M, K] by the transpose of b [N, K] -> [M, N], summed in fp32 and rounded once, to ``out_dtype``.
 
     Operands with scales run on the MX tensor cores. Operands without scales hold their values: an ordinary product
     sums the same exact products in another order.
@@ -41,7 +42,7 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
     # Autocast would round the fp32 operands of the reference mode to bf16.
     with torch.autocast(device_type=a.data.device.type, enabled=False):
         if a.scales is None:
-            return converted(a.data @ b.data.t(), out_dtype)
+            return _product_of_values(a.data, b.data.t(), out_dtype)
         a_data, a_scales, recipe, swizzle = _for_scaled_mm(a)
         b_data, b_scales, _, _ = _for_scaled_mm(b)
         return scaled_mm(
@@ -55,6 +56,38 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
             swizzle_b=swizzle,
             output_dtype=out_dtype,
         )
+
+
+def _product_of_values(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """a [M, K] times b [K, N] in ``out_dtype``."""
+    # A plain torch.mm wherever it is right: selective activation checkpointing knows it by name, and keeps its results.
+    if out_dtype.itemsize <= a.dtype.itemsize and is_full_precision(a.dtype, a.is_cuda):
+        return converted(torch.mm(a, b), out_dtype)
+    return guarded_mm(a, b, out_dtype)
+
+
+def _guarded_mm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    if out_dtype.itemsize > a.dtype.itemsize:
+        return converted(wide_product(torch.mm, a, b), out_dtype)
+    with full_precision(a):
+        return converted(torch.mm(a, b), out_dtype)
+
+
+# An op of its own, because no compiled graph can change PyTorch's settings around one of its products.
+_LIBRARY = torch.library.Library("mxtrain", "FRAGMENT")
+_LIBRARY.define("guarded_mm(Tensor a, Tensor b, ScalarType out_dtype) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("guarded_mm", _guarded_mm, _device)
+
+
+def _fake(a, b, out_dtype):
+    return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
+
+
+torch.library.register_fake("mxtrain::guarded_mm", _fake, lib=_LIBRARY)
+
+guarded_mm = torch.ops.mxtrain.guarded_mm.default
+"""a [M, K] b [K, N] in ``out_dtype`` with fp32 sums, without a gradient."""
 
 
 def _for_scaled_mm(operand: Operand) -> tuple[torch.Tensor, list[torch.Tensor], list[ScalingType], list[SwizzleType]]:

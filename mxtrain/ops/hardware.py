@@ -1,5 +1,6 @@
 """What this machine supports, and the execution mode that follows. Every capability check is here."""
 
+import functools
 import os
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -67,6 +68,14 @@ def describe_modes(device_type: str | None = None) -> list[ModeSupport]:
     ]
 
 
+def check_mode(mode: str) -> None:
+    """Raise ConfigError for an unknown mode, or a mode that no device of this machine runs."""
+    require_one_of("mode", mode, ("auto", *MODES))
+    device_types = dict.fromkeys((default_device_type(), "cpu"))
+    if mode != "auto" and not any(mode in _available(device_type) for device_type in device_types):
+        resolve_mode(mode)  # raises
+
+
 def resolve_mode(mode: str, device_type: str | None = None) -> str:
     """Return the execution mode to use: ``mode`` itself, or for ``"auto"`` the best one for the device type.
 
@@ -77,10 +86,33 @@ def resolve_mode(mode: str, device_type: str | None = None) -> str:
     """
     require_one_of("mode", mode, ("auto", *MODES))
     device_type = device_type or default_device_type()
-    support = {s.mode: s for s in describe_modes(device_type)}
+    available = _available(device_type)
     if mode == "auto":
-        return "reference" if device_type == "cpu" else next(s.mode for s in support.values() if s.available)
-    if not support[mode].available:
-        usable = ", ".join(repr(s.mode) for s in support.values() if s.available)
-        raise ConfigError(f"mode = {mode!r} cannot run here: {support[mode].reason}; use 'auto' or one of: {usable}")
+        return "reference" if device_type == "cpu" else available[0]
+    if mode not in available:
+        usable = ", ".join(map(repr, available))
+        raise ConfigError(
+            f"mode = {mode!r} cannot run here: {mode_reason(mode, device_type)}; use 'auto' or one of: {usable}"
+        )
     return mode
+
+
+def mode_reason(mode: str, device_type: str) -> str:
+    """Return why ``device_type`` runs ``mode``, or why not."""
+    return next(support.reason for support in describe_modes(device_type) if support.mode == mode)
+
+
+def _available(device_type: str) -> list[str]:
+    return [support.mode for support in describe_modes(device_type) if support.available]
+
+
+_cached_mode = functools.cache(resolve_mode)
+
+
+@torch.compiler.assume_constant_result
+def mode_in_forward(mode: str, device_type: str) -> str:
+    """``resolve_mode`` for the device of a layer's input: looked up once per process, a constant to ``torch.compile``.
+
+    A layer keeps its mode as configured, because a model may move to another device after it was converted.
+    """
+    return _cached_mode(mode, device_type)

@@ -15,7 +15,8 @@ from mxtrain.conversion.kernel_converters import DecomposeKRouterConverter, Fuse
 from mxtrain.conversion.mx_converters import MXLinearConverter, MXNormConverter
 from mxtrain.errors import ConfigError, require_one_of, setting_in
 from mxtrain.nn.fused_rms_norm import WHEN_COMPILED, runs_when_compiled
-from mxtrain.ops.hardware import describe_modes, resolve_mode
+from mxtrain.ops.full_precision import sum_bf16_products_in_fp32
+from mxtrain.ops.hardware import mode_reason, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, switches_in_effect
 from mxtrain.settings.registry import QUANTIZING_CONVERTERS
 from mxtrain.settings.relations import conflict_of_converters
@@ -97,12 +98,21 @@ class TitanMXLinear(_TitanConverter):
     def __init__(self, job_config, parallel_dims):
         super().__init__(job_config, parallel_dims)
         settings = active_settings(job_config)
-        reason = next(s.reason for s in describe_modes(utils.device_type) if s.mode == settings["mode"])
+        reason = mode_reason(settings["mode"], utils.device_type)
         logger.info(f"{self.name}: {settings}; mode {settings['mode']}: {reason}")
 
+    def convert(self, model: nn.Module) -> None:
+        super().convert(model)
+        if self._mode() == "emulated":
+            # Products that need no guard stay plain ones, whose results selective activation checkpointing keeps.
+            sum_bf16_products_in_fp32()
+            logger.info(f"{self.name}: bf16 products have fp32 sums in this run, as those of MX tensor cores have")
+
+    def _mode(self) -> str:
+        return resolve_mode(self.converter.mode, utils.device_type)
+
     def _description(self) -> str:
-        mode = resolve_mode(self.converter.mode, utils.device_type)
-        return f"{self.name} {self.converter.default_recipe.name}{self._rms()} ({mode})"
+        return f"{self.name} {self.converter.default_recipe.name}{self._rms()} ({self._mode()})"
 
     def _rms(self) -> str:
         return ""

@@ -14,6 +14,7 @@ from mxtrain.conversion.survey import Survey
 from mxtrain.conversion.weights import WeightFacts
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNormLinear
+from mxtrain.ops.hardware import default_device_type, resolve_mode
 from mxtrain.recipes.recipe import RECIPES
 
 NORM = NormFacts((64,), 1e-6, True)
@@ -59,6 +60,7 @@ def test_a_norm_and_the_linears_it_feeds():
     assert (result.norms, result.linears) == ({"norm": ["wq", "wk"]}, ["wo"])
     assert str(result).splitlines() == [
         "1 norm and 3 linears swapped, 1 kept; 75.0 % of the weights' multiplications are quantized",
+        "  mode emulated",
         "  norm -> wq, wk",
         "  wo",
         "  kept: output: is the output head",
@@ -66,8 +68,21 @@ def test_a_norm_and_the_linears_it_feeds():
     ]
 
 
-def test_mode_auto_is_that_of_the_parameters_device():
-    assert plan(block(), "mx_linear").swaps["wo"].mode == "reference"
+def test_mode_auto_stays_auto_and_the_report_says_what_it_is_now():
+    for survey, now in (
+        (block(), "mode reference on cpu, where the parameters are"),
+        (block(device_type=None), f"mode {resolve_mode('auto')} on {default_device_type()}"),
+    ):
+        result = plan(survey, "mx_linear")
+        assert result.swaps["wo"].mode == "auto"
+        assert result.details.splitlines()[0] == f'  {now}; "auto" follows the device'
+
+
+def test_a_mode_that_no_device_of_the_machine_runs_is_refused(monkeypatch):
+    monkeypatch.setattr("mxtrain.ops.hardware.default_device_type", lambda: "cpu")
+    for device_type in ("cpu", None):
+        with pytest.raises(ConfigError, match="mode = 'native' cannot run here: needs MX tensor cores"):
+            plan(block(device_type=device_type), mode="native")
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize(
     ("recipe", "mode", "autocast"),
     [
-        ("mxfp8", "reference", False),
+        ("mxfp8", "auto", False),
         ("mxfp8", "emulated", True),
         ("nvfp4", "emulated", True),
         pytest.param("nvfp4", "reference", False, marks=pytest.mark.sweep),

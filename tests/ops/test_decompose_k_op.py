@@ -1,7 +1,5 @@
 """The op behind ``mxtrain.decompose_k_mm``: every route against fp64, and which one is taken."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -153,34 +151,6 @@ def test_tf32_is_not_used(route, monkeypatch, device):
         finally:
             torch.set_float32_matmul_precision("highest")
         assert (got - want).norm() < 1e-6 * want.norm()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "name", "lax", "strict"),
-    [
-        (torch.float32, "fp32_precision", "tf32", "ieee"),
-        (torch.bfloat16, "allow_bf16_reduced_precision_reduction", True, False),
-        (torch.float16, "allow_fp16_reduced_precision_reduction", True, False),
-    ],
-    ids=str,
-)
-def test_settings_of_cublas_during_a_product_and_after_it(dtype, name, lax, strict):
-    """Of tensors that say they are on a GPU; a setting that is strict already stays, as do all after an error."""
-    settings = torch.backends.cuda.matmul
-    tensor, as_it_was = SimpleNamespace(is_cuda=True, dtype=dtype), getattr(settings, name)
-    try:
-        for before in (lax, strict):
-            setattr(settings, name, before)
-            with matmul._full_precision(tensor):
-                assert getattr(settings, name) == strict
-            with pytest.raises(KeyError), matmul._full_precision(tensor):
-                raise KeyError
-            assert getattr(settings, name) == before
-        setattr(settings, name, lax)
-        with matmul._full_precision(SimpleNamespace(is_cuda=False, dtype=dtype)):
-            assert getattr(settings, name) == lax
-    finally:
-        setattr(settings, name, as_it_was)
 
 
 def test_meta_tensors_have_shapes():

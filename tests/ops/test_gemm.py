@@ -20,13 +20,14 @@ def operands(m, n, k, recipe=MXFP8, mode="reference"):
     return activation(draw(m, k), recipe, mode), weight(draw(n, k, seed=1), recipe, mode, 1, None)
 
 
-@pytest.mark.parametrize(("mode", "tolerance"), [("reference", 1e-6), ("emulated", 2**-8)])
-def test_product_of_the_dequantized_values(mode, tolerance):
+@pytest.mark.parametrize("mode", ["reference", "emulated"])
+@pytest.mark.parametrize(("out_dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_product_of_the_dequantized_values(mode, out_dtype, tolerance):
     for m, n, k in ((32, 64, 96), (1, 32, 32)):
         a, b = operands(m, n, k, mode=mode)
         exact = a.data.double() @ b.data.double().t()
-        out = matmul(a, b, torch.float32)
-        assert (out.double() - exact).norm() <= tolerance * exact.norm()
+        out = matmul(a, b, out_dtype)
+        assert out.dtype == out_dtype and (out.double() - exact).norm() <= tolerance * exact.norm()
 
 
 def test_the_error_is_mxfp8s():

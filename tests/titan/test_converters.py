@@ -228,6 +228,19 @@ def test_settings_reach_the_modules():
     assert (linear.recipe.scale_rounding, linear.mode) == ("floor", "reference")
 
 
+@pytest.mark.parametrize(("mode", "lax"), [("emulated", False), ("reference", True)])
+def test_a_run_in_emulated_mode_has_fp32_sums_in_all_bf16_products(mode, lax):
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_bf16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = True
+    try:
+        model, _ = model_and_args("llama3", "debugmodel")
+        TitanMXLinear(config(f"--mxnorm.mode={mode}", converter="mx_linear"), None).convert(model)
+        assert settings.allow_bf16_reduced_precision_reduction == lax
+    finally:
+        settings.allow_bf16_reduced_precision_reduction = before
+
+
 def test_filters_reach_the_conversion():
     model, _ = model_and_args("llama3", "debugmodel")
     flags = ["--mxnorm.filter_fqns=output,layers.3.feed_forward", "--mxnorm.mode=reference"]

@@ -1,0 +1,121 @@
+"""The guard against TF32 and against partial sums in bf16, by itself and around the products of values."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mxtrain.ops import full_precision as guard
+from mxtrain.ops.full_precision import full_precision, sum_bf16_products_in_fp32
+from mxtrain.ops.gemm import Operand, matmul
+
+SETTINGS = torch.backends.cuda.matmul
+CASES = [
+    (torch.float32, "fp32_precision", "tf32", "ieee"),
+    (torch.bfloat16, "allow_bf16_reduced_precision_reduction", True, False),
+    (torch.float16, "allow_fp16_reduced_precision_reduction", True, False),
+]
+
+pytestmark = pytest.mark.usefixtures("device", "restored")
+
+
+@pytest.fixture
+def restored():
+    """Settings as they were, after the test."""
+    before = {name: getattr(SETTINGS, name) for _, name, _, _ in CASES}
+    yield
+    for name, value in before.items():
+        setattr(SETTINGS, name, value)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """On a CPU, heed the settings as on a GPU."""
+    is_strict = guard._is_strict
+    monkeypatch.setattr(guard, "_is_strict", lambda dtype, _: is_strict(dtype, True))
+
+
+@pytest.fixture
+def during_products(monkeypatch):
+    """Every setting during every call of torch.mm."""
+    seen, mm = [], torch.mm
+
+    def spy(*args, **kwargs):
+        seen.append({name: getattr(SETTINGS, name) for _, name, _, _ in CASES})
+        return mm(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "mm", spy)
+    return seen
+
+
+def operands(dtype):
+    """Gaussian a [16, 512] and b [8, 512], and their product in fp64."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    a, b = (torch.randn(n, 512, generator=generator, device="cpu") for n in (16, 8))
+    a, b = (t.to(torch.get_default_device(), dtype) for t in (a, b))
+    return Operand(a), Operand(b), a.double() @ b.double().t()
+
+
+@pytest.mark.parametrize(("dtype", "name", "lax", "strict"), CASES, ids=str)
+def test_settings_of_cublas_during_a_product_and_after_it(dtype, name, lax, strict):
+    """Of tensors that say they are on a GPU; a setting that is strict already stays, as do all after an error."""
+    tensor = SimpleNamespace(is_cuda=True, dtype=dtype)
+    for before in (lax, strict):
+        setattr(SETTINGS, name, before)
+        with full_precision(tensor):
+            assert getattr(SETTINGS, name) == strict
+        with pytest.raises(KeyError), full_precision(tensor):
+            raise KeyError
+        assert getattr(SETTINGS, name) == before
+    setattr(SETTINGS, name, lax)
+    with full_precision(SimpleNamespace(is_cuda=False, dtype=dtype)):
+        assert getattr(SETTINGS, name) == lax
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("dtype", "name", "lax", "strict"), CASES[:2], ids=str)
+def test_products_of_values_are_guarded(dtype, name, lax, strict, compiled, during_products, compile_backend):
+    """The reference's fp32 values and the emulation's bf16 values, whatever PyTorch is set to."""
+    a, b, exact = operands(dtype)
+    multiply = torch.compile(matmul, backend=compile_backend, fullgraph=True) if compiled else matmul
+    setattr(SETTINGS, name, lax)
+    for out_dtype in (dtype, torch.bfloat16, torch.float32):
+        during_products.clear()
+        result = multiply(a, b, out_dtype)
+        assert result.dtype == out_dtype
+        assert (result.double() - exact).norm() <= (1e-6 if out_dtype == torch.float32 else 2**-8) * exact.norm()
+        # Where bf16 values have an fp32 result, the sums are fp32 in any case.
+        assert out_dtype == torch.float32 != dtype or [now[name] for now in during_products] == [strict]
+        assert getattr(SETTINGS, name) == lax
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_product_that_needs_no_guard_is_a_plain_mm():
+    """TorchTitan's selective activation checkpointing keeps the results of aten.mm, and of no op of ours."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(func)
+            return func(*args, **(kwargs or {}))
+
+    sum_bf16_products_in_fp32()
+    called = []
+    with Watch():
+        matmul(*operands(torch.bfloat16)[:2], torch.bfloat16)
+    assert torch.ops.aten.mm.default in called and torch.ops.mxtrain.guarded_mm.default not in called
+
+
+def test_bf16_values_of_no_tokens_have_an_fp32_product():
+    """Under no tokens a weight's gradient is zero."""
+    for m, k in ((0, 32), (16, 0)):
+        a, b = torch.zeros(m, k, dtype=torch.bfloat16), torch.zeros(8, k, dtype=torch.bfloat16)
+        product = matmul(Operand(a), Operand(b), torch.float32)
+        assert product.shape == (m, 8) and product.dtype == torch.float32 and not product.any()
+
+
+def test_meta_tensors_have_shapes():
+    a, b = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((5, 8), (8, 3)))
+    c = torch.ops.mxtrain.guarded_mm(a, b, torch.float32)
+    assert c.is_meta and c.shape == (5, 3) and c.dtype == torch.float32
