@@ -190,6 +190,9 @@ def build_model(model: Model, variant: str, settings: Settings) -> Transformer:
     with torch.device("meta"):
         transformer = Transformer(args)
     VARIANTS[variant](transformer, settings.mode)
+    # As in ``mxtrain train``: bf16 products have fp32 sums where they stand for those of MX tensor cores.
+    is_peer = variant in ("bf16", "fused_rmsnorm", "torchao")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = is_peer
     transformer.to_empty(device=settings.device)
     torch.manual_seed(SEED)
     with torch.no_grad():
