@@ -11,16 +11,16 @@ class _MXLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, signs, draws, gemms: ThreeGEMMs):
-        ctx.save_for_backward(x, weight, signs, draws)
-        ctx.gemms = gemms
+        ctx.save_for_backward(x, weight, signs)
+        ctx.gemms, ctx.draws = gemms, draws
         return gemms.fprop(gemms.quantize_activation(x), weight, x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: torch.Tensor):
-        x, weight, signs, draws = ctx.saved_tensors
+        x, weight, signs = ctx.saved_tensors
         gemms, (needs_x, needs_weight, *_) = ctx.gemms, ctx.needs_input_grad
-        for_dx, for_dw = gemms.quantize_gradient(dy, needs_x, needs_weight, signs, draws)
+        for_dx, for_dw = gemms.quantize_gradient(dy, needs_x, needs_weight, signs, ctx.draws)
         dx = None if for_dx is None else gemms.dgrad(for_dx, weight, x.dtype)
         dw = None if for_dw is None else gemms.wgrad(for_dw, x, x.dtype, signs=signs).to(weight.dtype)
         return dx, dw, None, None, None

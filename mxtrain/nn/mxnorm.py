@@ -89,16 +89,16 @@ class _MXNormLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, gain, weight, gemms: ThreeGEMMs, rho, signs, draws, *xhat):
-        ctx.save_for_backward(h, gain, weight, rho, signs, draws)
-        ctx.gemms = gemms
+        ctx.save_for_backward(h, gain, weight, rho, signs)
+        ctx.gemms, ctx.draws = gemms, draws
         return gemms.fprop(Operand(*xhat), weight, compute_dtype(h), gain)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: torch.Tensor):
-        x, gain, weight, rho, signs, draws = ctx.saved_tensors
+        x, gain, weight, rho, signs = ctx.saved_tensors
         gemms, (needs_h, needs_gain, needs_weight, *others) = ctx.gemms, ctx.needs_input_grad
-        for_dgrad, for_wgrad = gemms.quantize_gradient(dy, needs_h, needs_weight or needs_gain, signs, draws)
+        for_dgrad, for_wgrad = gemms.quantize_gradient(dy, needs_h, needs_weight or needs_gain, signs, ctx.draws)
         dxhat = dgain = dweight = None
         if for_dgrad is not None:
             dxhat = gemms.dgrad(for_dgrad, weight, dy.dtype, gain).to(x.dtype)
