@@ -3,6 +3,7 @@
 import torch
 from torch.autograd.function import once_differentiable
 
+from mxtrain.nn.checks import check_dtype, check_input
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype
 
 
@@ -45,10 +46,16 @@ class MXLinear(QuantizedLinear):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in_features] -> [..., out_features]."""
+        """x [..., in_features], bf16 or fp32 -> [..., out_features].
+
+        Raises:
+            ValueError: for another dtype, shape or device.
+        """
+        gemms = self.gemms(x.device)
+        check_input(x, self.in_features, self.weight, self.recipe, gemms.mode)
         x = x.to(compute_dtype(x))
+        check_dtype("x under autocast", x.dtype, self.recipe, gemms.mode)
         rows = x.reshape(-1, x.shape[-1])
-        signs, draws, gemms = self.signs(x.device), self.draws(x.device), self.gemms(x.device)
-        y = _MXLinearFunction.apply(rows, self.weight, signs, draws, gemms)
+        y = _MXLinearFunction.apply(rows, self.weight, self.signs(x.device), self.draws(x.device), gemms)
         y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)

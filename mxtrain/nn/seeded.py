@@ -26,8 +26,8 @@ class Seeded(nn.Module):
         ``mxtrain.convert`` calls this. Before that, and in modules made by hand, the numbers are those of seed 0 and
         the empty name.
         """
+        numbers = [sign_mask(hadamard_signs(seed, fqn)), rounding_key(seed, fqn)]
         if self.recipe.needs_seeds:
-            numbers = [sign_mask(hadamard_signs(seed, fqn)), rounding_key(seed, fqn)]
             self._seeds = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             self._move_seeds()
 

@@ -43,16 +43,17 @@ def set_rounding_step(step: int | None, microbatch: int = 0, rank: int | None = 
             group.
 
     Raises:
-        ValueError: for a number that does not fit in 32 bits.
+        ValueError: for anything but an integer that fits in 32 bits.
     """
-    forget_calls()
     if step is None:
+        forget_calls()
         _position.clear()
         return
     numbers = (step, microbatch, _default_rank() if rank is None else rank)
     for name, number in zip(("step", "microbatch", "rank"), numbers):
-        if not 0 <= number < _WORD:
-            raise ValueError(f"{name} = {number} is not from 0 to {_WORD - 1}")
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < _WORD:
+            raise ValueError(f"{name} = {number!r} is not an integer from 0 to {_WORD - 1}")
+    forget_calls()
     for device_type in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         # A fill kernel, because copying from the CPU would wait for all work queued on the GPU.
         filled = [torch.full((), number, dtype=torch.int64, device=device_type) for number in numbers]

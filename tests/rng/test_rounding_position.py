@@ -48,5 +48,5 @@ def test_without_a_step_the_position_comes_from_pytorchs_generator(device):
 def test_numbers_out_of_range():
     for name in ("step", "microbatch", "rank"):
         for value in (-1, 2**32):
-            with pytest.raises(ValueError, match=f"{name} = {value} is not from 0 to 4294967295"):
+            with pytest.raises(ValueError, match=f"{name} = {value} is not an integer from 0 to 4294967295"):
                 set_rounding_step(**({"step": 0} | {name: value}))
