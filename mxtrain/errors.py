@@ -26,3 +26,9 @@ def require_one_of(field: str, value, allowed) -> None:
     if not any(type(value) is type(choice) and value == choice for choice in allowed):
         choices = ", ".join(repr(a) for a in allowed)
         raise ConfigError(f"{field} = {value!r} is not one of: {choices}")
+
+
+def require_positive_integer(field: str, value) -> None:
+    """Raise ConfigError unless ``value`` is an integer of at least 1; True is none."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{field} = {value!r} is not an integer of at least 1")

@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from mxtrain.errors import require_positive_integer
 from mxtrain.ops import decompose_k as ops
 from mxtrain.reference.casts import at_least_fp32
 
@@ -112,7 +113,15 @@ class DecomposeKRouter(nn.Linear):
         in_features: width K of a token.
         out_features: number N of experts.
         bias: whether to add a bias.
+
+    Raises:
+        ConfigError: for numbers of features that are no positive integers.
     """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **factory_kwargs):
+        require_positive_integer("in_features", in_features)
+        require_positive_integer("out_features", out_features)
+        super().__init__(in_features, out_features, bias, **factory_kwargs)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> "DecomposeKRouter":

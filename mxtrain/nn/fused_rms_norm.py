@@ -7,7 +7,7 @@ import torch.nn as nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
 from mxtrain.ops import rms_norm as ops
 from mxtrain.reference.casts import at_least_fp32
 
@@ -84,7 +84,11 @@ def _check(x, weight, eps, residual) -> None:
             raise ValueError(f"{name} of {tensor.dtype}: expected bfloat16, float16, float32 or float64")
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device}: expected {x.device}, where x is")
-    if not isinstance(eps, (int, float, torch.SymFloat)) or not 0 <= eps < math.inf:
+    _check_eps(eps)
+
+
+def _check_eps(eps) -> None:
+    if isinstance(eps, bool) or not isinstance(eps, (int, float, torch.SymFloat)) or not 0 <= eps < math.inf:
         raise ValueError(f"eps = {eps!r}: expected a number, not negative")
 
 
@@ -144,7 +148,8 @@ class FusedRMSNorm(nn.RMSNorm):
             fuse with its neighbours) or "auto" (the faster of the two as measured, AUTO_WHEN_COMPILED).
 
     Raises:
-        ConfigError: for another ``when_compiled``, or more than one dimension.
+        ConfigError: for another ``when_compiled``, a length that is no positive integer, or more than one dimension.
+        ValueError: for an eps that is no number, or negative.
     """
 
     def __init__(
@@ -157,6 +162,10 @@ class FusedRMSNorm(nn.RMSNorm):
         **factory_kwargs,
     ):
         require_one_of("when_compiled", when_compiled, WHEN_COMPILED)
+        if eps is not None:
+            _check_eps(eps)
+        for length in dim if isinstance(dim, (tuple, list)) else (dim,):
+            require_positive_integer("dim", length)
         super().__init__(dim, eps, elementwise_affine, **factory_kwargs)
         self.when_compiled = when_compiled
         if len(self.normalized_shape) != 1:

@@ -3,6 +3,7 @@
 import torch
 from torch.autograd.function import once_differentiable
 
+from mxtrain.nn.checks import check_dtype, check_input
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype
 
 
@@ -11,16 +12,16 @@ class _MXLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, signs, draws, gemms: ThreeGEMMs):
-        ctx.save_for_backward(x, weight, signs, draws)
-        ctx.gemms = gemms
+        ctx.save_for_backward(x, weight, signs)
+        ctx.gemms, ctx.draws = gemms, draws
         return gemms.fprop(gemms.quantize_activation(x), weight, x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: torch.Tensor):
-        x, weight, signs, draws = ctx.saved_tensors
+        x, weight, signs = ctx.saved_tensors
         gemms, (needs_x, needs_weight, *_) = ctx.gemms, ctx.needs_input_grad
-        for_dx, for_dw = gemms.quantize_gradient(dy, needs_x, needs_weight, signs, draws)
+        for_dx, for_dw = gemms.quantize_gradient(dy, needs_x, needs_weight, signs, ctx.draws)
         dx = None if for_dx is None else gemms.dgrad(for_dx, weight, x.dtype)
         dw = None if for_dw is None else gemms.wgrad(for_dw, x, x.dtype, signs=signs).to(weight.dtype)
         return dx, dw, None, None, None
@@ -45,10 +46,16 @@ class MXLinear(QuantizedLinear):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in_features] -> [..., out_features]."""
+        """x [..., in_features], bf16 or fp32 -> [..., out_features].
+
+        Raises:
+            ValueError: for another dtype, shape or device.
+        """
+        gemms = self.gemms(x.device)
+        check_input(x, self.in_features, self.weight, self.recipe, gemms.mode)
         x = x.to(compute_dtype(x))
+        check_dtype("x under autocast", x.dtype, self.recipe, gemms.mode)
         rows = x.reshape(-1, x.shape[-1])
-        signs, draws, gemms = self.signs(x.device), self.draws(x.device), self.gemms(x.device)
-        y = _MXLinearFunction.apply(rows, self.weight, signs, draws, gemms)
+        y = _MXLinearFunction.apply(rows, self.weight, self.signs(x.device), self.draws(x.device), gemms)
         y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)

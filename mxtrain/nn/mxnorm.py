@@ -28,7 +28,8 @@ import torch
 import torch.nn as nn
 from torch.autograd.function import once_differentiable
 
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, require_positive_integer
+from mxtrain.nn.checks import check_dtype, check_input
 from mxtrain.nn.seeded import Seeded
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype
 from mxtrain.ops.gemm import Operand
@@ -89,16 +90,16 @@ class _MXNormLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, gain, weight, gemms: ThreeGEMMs, rho, signs, draws, *xhat):
-        ctx.save_for_backward(h, gain, weight, rho, signs, draws)
-        ctx.gemms = gemms
+        ctx.save_for_backward(h, gain, weight, rho, signs)
+        ctx.gemms, ctx.draws = gemms, draws
         return gemms.fprop(Operand(*xhat), weight, compute_dtype(h), gain)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: torch.Tensor):
-        x, gain, weight, rho, signs, draws = ctx.saved_tensors
+        x, gain, weight, rho, signs = ctx.saved_tensors
         gemms, (needs_h, needs_gain, needs_weight, *others) = ctx.gemms, ctx.needs_input_grad
-        for_dgrad, for_wgrad = gemms.quantize_gradient(dy, needs_h, needs_weight or needs_gain, signs, draws)
+        for_dgrad, for_wgrad = gemms.quantize_gradient(dy, needs_h, needs_weight or needs_gain, signs, ctx.draws)
         dxhat = dgain = dweight = None
         if for_dgrad is not None:
             dxhat = gemms.dgrad(for_dgrad, weight, dy.dtype, gain).to(x.dtype)
@@ -149,6 +150,7 @@ class MXNorm(Seeded, nn.RMSNorm):
         self.mode = mode
         fprop = self.recipe.fprop
         self.estimate = RMSEstimate.for_recipe(fprop, p, estimator, eps)
+        require_positive_integer("dim", dim)
         if dim % fprop.block_size:
             raise ConfigError(
                 f"dim = {dim} is not a multiple of the block size {fprop.block_size} of recipe {fprop.name!r}"
@@ -172,9 +174,14 @@ class MXNorm(Seeded, nn.RMSNorm):
         return new.train(norm.training)
 
     def forward(self, x: torch.Tensor) -> NormedInput:
-        """x [..., D], bf16 or fp32 -> NormedInput."""
-        rows, recipe = x.reshape(-1, x.shape[-1]), self.recipe.fprop
+        """x [..., D], bf16 or fp32 -> NormedInput.
+
+        Raises:
+            ValueError: for another dtype, shape or device.
+        """
         mode = mode_in_forward(self.mode, x.device.type)
+        check_input(x, self.normalized_shape[0], self.weight, self.recipe, mode)
+        rows, recipe = x.reshape(-1, x.shape[-1]), self.recipe.fprop
         h, rho, *xhat = _MXNormFunction.apply(rows, self.estimate, recipe, mode)
         signs = self.signs(x.device)
         return NormedInput(h.view_as(x), Operand(*xhat), rho, self.weight, signs, recipe, mode)
@@ -205,6 +212,7 @@ class MXNormLinear(QuantizedLinear):
         Raises:
             TypeError: for a plain tensor: the RMSNorm before this layer was not swapped.
             ConfigError: for the result of an MXNorm with another recipe of fprop or another mode.
+            ValueError: for another dtype, shape or device.
         """
         if not isinstance(x, NormedInput):
             raise TypeError(f"MXNormLinear takes the result of an MXNorm, not {type(x).__name__}")
@@ -214,6 +222,8 @@ class MXNormLinear(QuantizedLinear):
                 f"this MXNormLinear has recipe {self.recipe.fprop} and mode {gemms.mode!r}, but its input was "
                 f"normalized with recipe {x.recipe} and mode {x.mode!r}"
             )
+        check_input(x.h, self.in_features, self.weight, self.recipe, gemms.mode)
+        check_dtype("x under autocast", compute_dtype(x.h), self.recipe, gemms.mode)
         # A norm whose own recipe has no transform hands on no signs.
         signs = self.signs(x.h.device) if x.signs is None else x.signs
         rows, draws = x.h.reshape(-1, x.shape[-1]), self.draws(x.h.device)

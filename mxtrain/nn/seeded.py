@@ -4,7 +4,8 @@ import torch
 import torch.nn as nn
 
 from mxtrain.recipes.recipe import LinearRecipe
-from mxtrain.rng.rounding_position import position
+from mxtrain.rng.call_number import draws_of_call
+from mxtrain.rng.rounding_position import position_as_set, random_position
 from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
 
 
@@ -25,8 +26,8 @@ class Seeded(nn.Module):
         ``mxtrain.convert`` calls this. Before that, and in modules made by hand, the numbers are those of seed 0 and
         the empty name.
         """
+        numbers = [sign_mask(hadamard_signs(seed, fqn)), rounding_key(seed, fqn)]
         if self.recipe.needs_seeds:
-            numbers = [sign_mask(hadamard_signs(seed, fqn)), rounding_key(seed, fqn)]
             self._seeds = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             self._move_seeds()
 
@@ -48,7 +49,13 @@ class Seeded(nn.Module):
         """Return the key and position of this forward, int64 [4] (``mxtrain.rng.rounding_position.Draws``).
 
         None if the recipe rounds to nearest, or if there will be no backward.
+
+        A backward must use the numbers of its own forward. Autograd functions therefore keep them as an attribute:
+        activation checkpointing replaces saved tensors by those of a second forward.
         """
         if not (self.recipe.needs_draws and torch.is_grad_enabled()):
             return None
-        return torch.cat((self._seeds.to(device)[1:], position(device)))
+        position = position_as_set(device.type)
+        if position is not None:
+            return draws_of_call(self._seeds, position).to(device)
+        return torch.cat((self._seeds.to(device)[1:], random_position(device)))

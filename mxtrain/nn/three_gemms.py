@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.nn.seeded import Seeded
 from mxtrain.ops import quantize
 from mxtrain.ops.gemm import Operand, matmul
@@ -123,6 +123,8 @@ class QuantizedLinear(Seeded, nn.Linear):
 
 def check_features(in_features: int, out_features: int, recipe: LinearRecipe) -> None:
     """Raise ConfigError unless both are multiples of the block sizes of fprop and of every GEMM that is quantized."""
+    require_positive_integer("in_features", in_features)
+    require_positive_integer("out_features", out_features)
     for of_gemm in recipe.gemms:
         if of_gemm.format is None and of_gemm != recipe.fprop:
             continue

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.ops.native_probe import fault_of_native_products
 
 MODES = ("native", "emulated", "reference")
 
@@ -51,14 +52,9 @@ def describe_modes(device_type: str | None = None) -> list[ModeSupport]:
         raise ConfigError(f"device type {device_type!r} is not one of: 'cpu', 'cuda'")
     capability = torch.cuda.get_device_capability()
     name = f"{torch.cuda.get_device_name()}, compute capability {capability[0]}.{capability[1]}"
-    has_mx = capability >= (10, 0)
     has_bf16 = capability >= (8, 0)
     return [
-        ModeSupport(
-            "native",
-            has_mx,
-            f"MX tensor cores {'found' if has_mx else 'need compute capability 10.0 or later'} ({name})",
-        ),
+        _native_support(capability, name),
         ModeSupport(
             "emulated",
             has_bf16,
@@ -66,6 +62,14 @@ def describe_modes(device_type: str | None = None) -> list[ModeSupport]:
         ),
         ModeSupport("reference", True, "plain PyTorch in float32"),
     ]
+
+
+def _native_support(capability: tuple[int, int], name: str) -> ModeSupport:
+    if capability < (10, 0):
+        return ModeSupport("native", False, f"MX tensor cores need compute capability 10.0 or later ({name})")
+    fault = fault_of_native_products() if capability >= (12, 0) else None
+    found = "MX tensor cores found" if fault is None else f"MX tensor cores found, but {fault}"
+    return ModeSupport("native", fault is None, f"{found} ({name})")
 
 
 def check_mode(mode: str) -> None:

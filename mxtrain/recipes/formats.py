@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from mxtrain.errors import require_one_of, require_positive_integer
+
 
 @dataclass(frozen=True)
 class BlockFormat:
@@ -54,12 +56,10 @@ def norm_constant(p: int, block_size: int) -> float:
         block_size: elements per block, at least 1.
 
     Raises:
-        ValueError: for any other ``p`` or ``block_size``.
+        ConfigError: for any other ``p`` or ``block_size``.
     """
-    if p not in P_VALUES:
-        raise ValueError(f"p = {p!r} is not one of: {', '.join(map(str, P_VALUES))}")
-    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-        raise ValueError(f"block_size = {block_size!r} is not a positive integer")
+    require_one_of("p", p, P_VALUES)
+    require_positive_integer("block_size", block_size)
 
     def integrand(m: float) -> float:
         tail = math.erfc(m / math.sqrt(2.0))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
 from mxtrain.recipes.formats import MXFP8, NVFP4, SCALE_ROUNDINGS, BlockFormat
 
 TENSOR_SCALES = ("static", "dynamic")
@@ -81,6 +81,11 @@ class Recipe(LinearRecipe):
     high_precision_share: float = 0.0
 
     def __post_init__(self):
+        require_one_of("format", self.format, (None, MXFP8, NVFP4))
+        if self.format is None:
+            require_positive_integer("block_size", self.block_size)
+        else:
+            require_one_of("block_size", self.block_size, (self.format.block_size,))
         if self.is_nvfp4:
             if self.scale_rounding is not None:
                 raise ConfigError(

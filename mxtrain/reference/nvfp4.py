@@ -16,7 +16,8 @@ import math
 
 import torch
 
-from mxtrain.recipes.formats import NVFP4, NVFP4_SCALE_MAX, NVFP4_SCALE_MIN, norm_constant
+from mxtrain.errors import require_one_of, require_positive_integer
+from mxtrain.recipes.formats import NVFP4, NVFP4_SCALE_MAX, NVFP4_SCALE_MIN, P_VALUES, norm_constant
 from mxtrain.reference.casts import at_least_fp32, converted, split_blocks
 
 # The magnitudes of E2M1 by code; bit 3 is the sign.
@@ -75,7 +76,9 @@ def static_tensor_scale(columns: int, p: int = 2, estimator: str = "pre_round", 
     Raises:
         ValueError: for another estimator or p, or a length that is not a positive multiple of 16.
     """
-    if columns < 1 or columns % NVFP4.block_size:
+    require_one_of("p", p, P_VALUES)
+    require_positive_integer("columns", columns)
+    if columns % NVFP4.block_size:
         raise ValueError(f"columns = {columns} is not a positive multiple of {NVFP4.block_size}")
     if estimator == "exact":
         bound = math.sqrt(columns)

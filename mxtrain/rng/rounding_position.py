@@ -8,6 +8,8 @@ from enum import IntEnum
 
 import torch
 
+from mxtrain.rng.call_number import forget_calls
+
 _WORD = 2**32
 # Largest matrix with random bits. Four elements share one draw, and the index of a draw must fit in 32 bits.
 MAX_ELEMENTS = 4 * _WORD
@@ -31,7 +33,8 @@ def set_rounding_step(step: int | None, microbatch: int = 0, rank: int | None = 
 
     Call it before every forward, as ``mxtrain.train`` does: a resumed run then repeats the random bits of every step.
     Without any call, each forward draws a random step from PyTorch's default generator. After a call, the position
-    stays: a loop that stops calling repeats the bits of its last step.
+    stays: further calls of a layer draw other bits in eager mode, and raise RuntimeError where the layer is compiled
+    (``mxtrain.rng.call_number``).
 
     Args:
         step: from 0 to 2^32 - 1; None removes the position, and forwards draw from the generator again.
@@ -40,26 +43,38 @@ def set_rounding_step(step: int | None, microbatch: int = 0, rank: int | None = 
             group.
 
     Raises:
-        ValueError: for a number that does not fit in 32 bits.
+        ValueError: for anything but an integer that fits in 32 bits.
     """
     if step is None:
+        forget_calls()
         _position.clear()
         return
     numbers = (step, microbatch, _default_rank() if rank is None else rank)
     for name, number in zip(("step", "microbatch", "rank"), numbers):
-        if not 0 <= number < _WORD:
-            raise ValueError(f"{name} = {number} is not from 0 to {_WORD - 1}")
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < _WORD:
+            raise ValueError(f"{name} = {number!r} is not an integer from 0 to {_WORD - 1}")
+    forget_calls()
     for device_type in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         # A fill kernel, because copying from the CPU would wait for all work queued on the GPU.
         filled = [torch.full((), number, dtype=torch.int64, device=device_type) for number in numbers]
         _position[device_type] = torch.stack(filled)
 
 
-def position(device: torch.device) -> torch.Tensor:
-    """Return step, microbatch and rank, int64 [3] on ``device``. The step is random if none was set."""
-    current = _position.get(device.type)
-    if current is not None:
-        return current.to(device)
+def step_is_set() -> bool:
+    """Return whether ``set_rounding_step`` has set a step."""
+    return bool(_position)
+
+
+def position_as_set(device_type: str) -> torch.Tensor | None:
+    """Return step, microbatch and rank, int64 [3] on the current device of this type; None if no step was set.
+
+    It is the same tensor until the next call of ``set_rounding_step``.
+    """
+    return _position.get(device_type)
+
+
+def random_position(device: torch.device) -> torch.Tensor:
+    """Return a random step, microbatch 0 and the rank, int64 [3] on ``device``."""
     step = torch.randint(_WORD, (), dtype=torch.int64, device=device)
     return torch.stack((step, torch.zeros_like(step), torch.full_like(step, _default_rank())))
 

@@ -18,6 +18,7 @@ from mxtrain.nn.fused_rms_norm import WHEN_COMPILED, runs_when_compiled
 from mxtrain.ops.full_precision import sum_bf16_products_in_fp32
 from mxtrain.ops.hardware import mode_reason, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, switches_in_effect
+from mxtrain.rng.rounding_position import step_is_set
 from mxtrain.settings.registry import QUANTIZING_CONVERTERS
 from mxtrain.settings.relations import conflict_of_converters
 from mxtrain.titan.terminal import note_conversion
@@ -107,6 +108,12 @@ class TitanMXLinear(_TitanConverter):
             # Products that need no guard stay plain ones, whose results selective activation checkpointing keeps.
             sum_bf16_products_in_fp32()
             logger.info(f"{self.name}: bf16 products have fp32 sums in this run, as those of MX tensor cores have")
+        recipes = [self.converter.default_recipe, *self.converter.recipe_by_pattern.values()]
+        if any(recipe.needs_draws for recipe in recipes) and not step_is_set():
+            logger.warning(
+                f"{self.name}: stochastic rounding takes its random bits from PyTorch's generator, because this "
+                "trainer does not set the step: a resumed run will not repeat them; train with -m mxtrain.train instead"
+            )
 
     def _mode(self) -> str:
         return resolve_mode(self.converter.mode, utils.device_type)

@@ -67,6 +67,7 @@ def test_linear_is_the_composition_of_casts(mode, dtype, tolerance):
     w = weight_values(linear.weight.detach().float())
     for tokens in (T, 32) if mode == "reference" else (21,):
         x, dy = draw(tokens, D, seed=0, dtype=dtype), draw(tokens, N, seed=1, dtype=dtype)
+        set_rounding_step(5, microbatch=2, rank=1)
         for_dgrad, for_wgrad = gradient_values(dy)
         expected = [values(x) @ w.t(), for_dgrad @ w, for_wgrad @ values(along_tokens(x, FQN)).t()]
         results = results_of(linear, x, dy)
@@ -185,6 +186,7 @@ def test_gradients_differ_by_step_microbatch_rank_seed_and_layer_and_by_nothing_
 def test_bits_belong_to_the_step_of_the_forward():
     linear, x, dy = layer(), draw(T, D, seed=0).requires_grad_(), draw(T, N, seed=1)
     _, want, _ = results_of(linear, x, dy)
+    set_rounding_step(5, microbatch=2, rank=1)
     y = linear(x)
     set_rounding_step(6)
     (got,) = torch.autograd.grad(y, x, dy)
@@ -287,11 +289,14 @@ def test_non_finite_values_reach_the_results(bad):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_changes_nothing(reentrant, explicit):
     block, x, dys = block_of(), draw(T, D, seed=0).requires_grad_(), [draw(T, N, seed=s) for s in (1, 2, 3)]
-    if not explicit:
-        set_rounding_step(None)
-    torch.manual_seed(0)
+
+    def start():
+        set_rounding_step(6 if explicit else None)
+        torch.manual_seed(0)
+
+    start()
     plain = results_of(block, x, *dys)
-    torch.manual_seed(0)
+    start()
     outputs = checkpoint(lambda t: tuple(block(t)), x, use_reentrant=reentrant)
     torch.autograd.backward(outputs, dys)
     for got, want in zip([x.grad, *(p.grad for p in block.parameters())], plain[3:]):

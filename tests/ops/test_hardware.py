@@ -16,7 +16,12 @@ def capability(monkeypatch):
 
 @pytest.mark.parametrize(
     ("version", "best", "missing"),
-    [((10, 0), "native", []), ((9, 0), "emulated", ["native"]), ((7, 5), "reference", ["native", "emulated"])],
+    [
+        ((10, 0), "native", []),
+        ((11, 0), "native", []),
+        ((9, 0), "emulated", ["native"]),
+        ((7, 5), "reference", ["native", "emulated"]),
+    ],
 )
 def test_auto_takes_the_best_mode_of_a_gpu(capability, version, best, missing):
     capability(*version)
@@ -28,6 +33,16 @@ def test_auto_takes_the_best_mode_of_a_gpu(capability, version, best, missing):
                 resolve_mode(mode, "cuda")
         else:
             assert resolve_mode(mode, "cuda") == mode
+
+
+@pytest.mark.parametrize("fault", [None, "a trial product in NVFP4 has a relative error of 0.9"])
+def test_compute_capability_12_is_native_if_trial_products_are_right(capability, fault, monkeypatch):
+    capability(12, 0)
+    monkeypatch.setattr("mxtrain.ops.hardware.fault_of_native_products", lambda: fault)
+    assert resolve_mode("auto", "cuda") == ("native" if fault is None else "emulated")
+    if fault is not None:
+        with pytest.raises(ConfigError, match=f"mode = 'native' cannot run here: MX tensor cores found, but {fault} "):
+            resolve_mode("native", "cuda")
 
 
 def test_cpu():

@@ -36,5 +36,5 @@ def test_unknown_p(p):
 
 @pytest.mark.parametrize("block_size", [0, -1, 32.0, True])
 def test_bad_block_size(block_size):
-    with pytest.raises(ValueError, match="not a positive integer"):
+    with pytest.raises(ValueError, match="is not an integer of at least 1"):
         norm_constant(2, block_size)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mxtrain import set_rounding_step
-from mxtrain.rng.rounding_position import position
+from mxtrain.rng.rounding_position import position_as_set, random_position, step_is_set
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -14,39 +14,39 @@ def forget():
 
 
 def test_a_step_stays_until_the_next_one(device):
-    here = torch.device(device)
+    assert position_as_set(device) is None and not step_is_set()
     set_rounding_step(7)
-    first = position(here)
+    first = position_as_set(device)
     assert first.tolist() == [7, 0, 0] and first.dtype == torch.int64 and first.device.type == device
-    assert position(here).tolist() == [7, 0, 0]
+    assert position_as_set(device) is first and step_is_set()
     set_rounding_step(2**32 - 1, microbatch=3, rank=5)
-    assert position(here).tolist() == [2**32 - 1, 3, 5]
+    assert position_as_set(device).tolist() == [2**32 - 1, 3, 5]
     assert first.tolist() == [7, 0, 0], "what a forward has saved does not change"
 
 
 def test_the_rank_is_that_of_the_process_group(device, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
-    assert position(torch.device(device))[1:].tolist() == [0, 3]
+    assert random_position(torch.device(device))[1:].tolist() == [0, 3]
     set_rounding_step(1)
-    assert position(torch.device(device)).tolist() == [1, 0, 3]
+    assert position_as_set(device).tolist() == [1, 0, 3]
 
 
 def test_without_a_step_the_position_comes_from_pytorchs_generator(device):
     here = torch.device(device)
     torch.manual_seed(0)
-    drawn = [position(here).tolist() for _ in range(10)]
+    drawn = [random_position(here).tolist() for _ in range(10)]
     assert len({step for step, *_ in drawn}) == 10 and all(0 <= step < 2**32 for step, *_ in drawn)
     assert max(step for step, *_ in drawn) > 2**31
     torch.manual_seed(0)
-    assert position(here).tolist() == drawn[0]
+    assert random_position(here).tolist() == drawn[0]
     set_rounding_step(1)
     set_rounding_step(None)
-    assert position(here).tolist() == drawn[1]
+    assert position_as_set(device) is None and random_position(here).tolist() == drawn[1]
 
 
 def test_numbers_out_of_range():
     for name in ("step", "microbatch", "rank"):
         for value in (-1, 2**32):
-            with pytest.raises(ValueError, match=f"{name} = {value} is not from 0 to 4294967295"):
+            with pytest.raises(ValueError, match=f"{name} = {value} is not an integer from 0 to 4294967295"):
                 set_rounding_step(**({"step": 0} | {name: value}))

@@ -10,7 +10,16 @@ from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
-from mxtrain import ConfigError, DecomposeKRouter, FusedRMSNorm, MXLinear, MXNorm, MXNormLinear, convert
+from mxtrain import (
+    ConfigError,
+    DecomposeKRouter,
+    FusedRMSNorm,
+    MXLinear,
+    MXNorm,
+    MXNormLinear,
+    convert,
+    set_rounding_step,
+)
 from mxtrain.nn.fused_rms_norm import AUTO_WHEN_COMPILED
 from mxtrain.titan.converters import (
     TitanDecomposeKRouter,
@@ -239,6 +248,22 @@ def test_a_run_in_emulated_mode_has_fp32_sums_in_all_bf16_products(mode, lax):
         assert settings.allow_bf16_reduced_precision_reduction == lax
     finally:
         settings.allow_bf16_reduced_precision_reduction = before
+
+
+@pytest.mark.parametrize(
+    ("recipe", "step", "warns"), [("nvfp4", None, True), ("nvfp4", 0, False), ("mxfp8", None, False)]
+)
+def test_random_bits_that_no_resumed_run_repeats_are_warned_of(recipe, step, warns, monkeypatch):
+    """Plain TorchTitan sets no step; mxtrain's trainer does, before it builds the model."""
+    lines = []
+    monkeypatch.setattr("mxtrain.titan.converters.logger.warning", lines.append)
+    model, _ = model_and_args("llama3", "debugmodel")
+    set_rounding_step(step)
+    try:
+        TitanMXNorm(config(f"--mxnorm.recipe={recipe}"), None).convert(model)
+    finally:
+        set_rounding_step(None)
+    assert len(lines) == warns and all("a resumed run will not repeat them; train with -m mxtrain" in s for s in lines)
 
 
 def test_filters_reach_the_conversion():

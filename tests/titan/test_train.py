@@ -13,7 +13,7 @@ from training_runs import CONFIG, MIXED_RECIPE, MIXED_RECIPES, Outcome, run_pyth
 
 from mxtrain import ConfigError
 from mxtrain.analysis import load_run
-from mxtrain.rng.rounding_position import position, set_rounding_step
+from mxtrain.rng.rounding_position import position_as_set, set_rounding_step
 from mxtrain.titan.parse import non_default_values, parse_job_config
 from mxtrain.titan.train import Trainer, _Trainer
 
@@ -53,7 +53,7 @@ def test_the_trainer_sets_step_and_microbatch(monkeypatch):
             self.forward_backward_step(input_dict={}, labels=None)
 
     def forward_backward_step(self, **kwargs):
-        seen.append(position(torch.device("cpu")).tolist())
+        seen.append(position_as_set("cpu").tolist())
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
     monkeypatch.setattr(Trainer, "forward_backward_step", forward_backward_step)

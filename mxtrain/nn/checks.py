@@ -1,0 +1,31 @@
+"""Checks of what layers are given. Each raises an error that names the argument, its value, and what is allowed."""
+
+import torch
+
+from mxtrain.recipes.recipe import LinearRecipe
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def check_input(x: torch.Tensor, features: int, weight: torch.Tensor | None, recipe: LinearRecipe, mode: str) -> None:
+    """Raise ValueError unless a layer with this weight, recipe and mode takes x [..., features]."""
+    if x.ndim == 0 or x.shape[-1] != features:
+        raise ValueError(f"x {tuple(x.shape)}: expected a last dimension of {features}")
+    check_dtype("x", x.dtype, recipe, mode)
+    if weight is not None:
+        check_dtype("weight", weight.dtype, recipe, mode)
+        if weight.device != x.device:
+            raise ValueError(f"weight is on {weight.device}: expected {x.device}, where x is")
+
+
+def check_dtype(name: str, dtype: torch.dtype, recipe: LinearRecipe, mode: str) -> None:
+    """Raise ValueError for a dtype that would be rounded before its cast. float64 needs GEMMs in float64."""
+    if dtype in DTYPES:
+        return
+    if dtype != torch.float64:
+        raise ValueError(f"{name} of {dtype}: expected bfloat16 or float32")
+    if mode != "reference" or any(gemm.format is not None for gemm in recipe.gemms):
+        raise ValueError(
+            f"{name} of {dtype} with recipe {recipe.name!r} in mode {mode!r}: expected bfloat16 or float32; float64 "
+            "needs recipe 'unquantized' in mode 'reference'"
+        )

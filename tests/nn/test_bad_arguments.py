@@ -1,0 +1,165 @@
+"""Arguments of a wrong type, dtype, shape or device are refused, and the message says which and what is allowed."""
+
+import re
+
+import pytest
+import torch
+import torch.nn as nn
+
+from mxtrain import (
+    ConfigError,
+    DecomposeKRouter,
+    FusedRMSNorm,
+    MXLinear,
+    MXNorm,
+    MXNormLinear,
+    Recipe,
+    decompose_k_mm,
+    mxnorm_cast,
+    norm_constant,
+    rms_norm,
+    set_rounding_step,
+    static_tensor_scale,
+)
+from mxtrain.recipes.formats import MXFP8, NVFP4
+
+pytestmark = pytest.mark.usefixtures("device")
+
+D = 64
+
+
+@pytest.fixture(autouse=True)
+def no_step():
+    yield
+    set_rounding_step(None)
+
+
+def ones(*shape, dtype=torch.float32, **kwargs):
+    return torch.ones(*shape, **kwargs).to(dtype)
+
+
+SETTINGS = [
+    (lambda: MXNorm("64"), "dim = '64' is not an integer of at least 1"),
+    (lambda: MXNorm(64.0), "dim = 64.0 is not an integer of at least 1"),
+    (lambda: MXNorm(0), "dim = 0 is not an integer of at least 1"),
+    (lambda: MXNorm(-32), "dim = -32 is not an integer of at least 1"),
+    (lambda: MXNorm((64,)), "dim = (64,) is not an integer of at least 1"),
+    (lambda: MXNorm(D, eps=True), "eps = True is not a finite number >= 0"),
+    (lambda: MXNorm(D, eps="1e-5"), "eps = '1e-5' is not a finite number >= 0"),
+    (lambda: MXNorm(D, eps=float("nan")), "eps = nan is not a finite number >= 0"),
+    (lambda: MXNorm(D, p=True), "p = True is not one of: 1, 2"),
+    (lambda: MXNorm(D, p=2.0), "p = 2.0 is not one of: 1, 2"),
+    (lambda: MXNorm(D, estimator=None), "estimator = None is not one of: 'pre_round', 'post_round', 'exact'"),
+    (lambda: MXNorm(D, recipe=None), "recipe = None is not one of: 'mxfp8', "),
+    (lambda: MXNorm(D, mode=None), "mode = None is not one of: 'auto', 'native', 'emulated', 'reference'"),
+    (lambda: MXLinear(True, D), "in_features = True is not an integer of at least 1"),
+    (lambda: MXLinear(D, 64.0), "out_features = 64.0 is not an integer of at least 1"),
+    (lambda: MXLinear(D, 0), "out_features = 0 is not an integer of at least 1"),
+    (lambda: MXLinear("64", D), "in_features = '64' is not an integer of at least 1"),
+    (lambda: MXNormLinear(None, D), "in_features = None is not an integer of at least 1"),
+    (lambda: MXLinear(D, D, mode=True), "mode = True is not one of: 'auto', "),
+    (lambda: FusedRMSNorm(64.0), "dim = 64.0 is not an integer of at least 1"),
+    (lambda: FusedRMSNorm(0), "dim = 0 is not an integer of at least 1"),
+    (lambda: FusedRMSNorm((True,)), "dim = True is not an integer of at least 1"),
+    (lambda: FusedRMSNorm(D, when_compiled=True), "when_compiled = True is not one of: 'auto', 'kernel', 'formula'"),
+    (lambda: DecomposeKRouter(True, 4), "in_features = True is not an integer of at least 1"),
+    (lambda: DecomposeKRouter(D, 4.0), "out_features = 4.0 is not an integer of at least 1"),
+    (lambda: mxnorm_cast(ones(4, D), p=True), "p = True is not one of: 1, 2"),
+    (lambda: mxnorm_cast(ones(4, D), eps=True), "eps = True is not a finite number >= 0"),
+    (lambda: mxnorm_cast(ones(4, D), scale_rounding=True), "scale_rounding = True is not one of: 'rceil', 'floor'"),
+    (lambda: mxnorm_cast(ones(4, D), mode=None), "mode = None is not one of: 'auto', "),
+    (lambda: norm_constant(True, 32), "p = True is not one of: 1, 2"),
+    (lambda: norm_constant(2.0, 32), "p = 2.0 is not one of: 1, 2"),
+    (lambda: norm_constant(2, 32.0), "block_size = 32.0 is not an integer of at least 1"),
+    (lambda: static_tensor_scale(D, p=True), "p = True is not one of: 1, 2"),
+    (lambda: static_tensor_scale(64.0), "columns = 64.0 is not an integer of at least 1"),
+    (lambda: Recipe("mine", "mxfp8", 32), "format = 'mxfp8' is not one of: None, "),
+    (lambda: Recipe("mine", MXFP8, 16), "block_size = 16 is not one of: 32"),
+    (lambda: Recipe("mine", NVFP4, True), "block_size = True is not one of: 16"),
+    (lambda: Recipe("mine", None, 32.0), "block_size = 32.0 is not an integer of at least 1"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), SETTINGS, ids=[message for _, message in SETTINGS])
+def test_settings(call, message):
+    with pytest.raises(ConfigError, match="^" + re.escape(message)):
+        call()
+
+
+NUMBERS = [
+    (lambda: set_rounding_step(True), "step = True is not an integer from 0 to 4294967295"),
+    (lambda: set_rounding_step(1.0), "step = 1.0 is not an integer from 0 to"),
+    (lambda: set_rounding_step("1"), "step = '1' is not an integer from 0 to"),
+    (lambda: set_rounding_step(torch.tensor(1, device="cpu")), "step = tensor(1) is not an integer from 0 to"),
+    (lambda: set_rounding_step(1, microbatch=None), "microbatch = None is not an integer from 0 to"),
+    (lambda: set_rounding_step(1, rank=True), "rank = True is not an integer from 0 to"),
+    (lambda: MXLinear(D, D).set_seed(True, "wq"), "seed = True is not an integer"),
+    (lambda: MXNorm(D, recipe="nvfp4").set_seed(1.0, "norm"), "seed = 1.0 is not an integer"),
+    (lambda: MXLinear(D, D, recipe="nvfp4").set_seed(1, None), "fqn = None is not a string"),
+    (lambda: rms_norm(ones(4, D), eps=True), "eps = True: expected a number, not negative"),
+    (lambda: rms_norm(ones(4, D), eps="1"), "eps = '1': expected a number, not negative"),
+    (lambda: FusedRMSNorm(D, eps=True), "eps = True: expected a number, not negative"),
+    (lambda: FusedRMSNorm(D, eps=-1e-5), "eps = -1e-05: expected a number, not negative"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), NUMBERS, ids=[message for _, message in NUMBERS])
+def test_numbers(call, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        call()
+
+
+TENSORS = [
+    (lambda: MXLinear(D, D)(ones(4, 32)), "x (4, 32): expected a last dimension of 64"),
+    (lambda: MXLinear(D, D)(ones(())), "x (): expected a last dimension of 64"),
+    (lambda: MXNorm(D)(ones(4, 96)), "x (4, 96): expected a last dimension of 64"),
+    (lambda: MXNormLinear(D, D)(MXNorm(96)(ones(4, 96))), "x (4, 96): expected a last dimension of 64"),
+    (lambda: MXLinear(D, D, device="cpu")(ones(4, D, device="cpu").to("meta")), "device type 'meta' is not one of: "),
+    (lambda: MXLinear(D, D, device="meta")(ones(4, D, device="cpu")), "weight is on meta: expected cpu, where x is"),
+    (lambda: MXNorm(D, device="meta")(ones(4, D, device="cpu")), "weight is on meta: expected cpu, where x is"),
+    (lambda: mxnorm_cast(ones(4, 48)), "x (4, 48): expected a last dimension that is a multiple of 32"),
+    (lambda: mxnorm_cast(ones(4, D, dtype=torch.float16)), "dtype torch.float16 of x (4, 64): expected bfloat16 or"),
+    (lambda: mxnorm_cast(ones(4, D, dtype=torch.float64)), "dtype torch.float64 of x (4, 64): expected bfloat16 or"),
+    (lambda: rms_norm(ones(4, D, dtype=torch.int32)), "x of torch.int32: expected bfloat16, float16, float32 or"),
+    (lambda: rms_norm(ones(4, D), ones(32)), "weight (32,) does not match x (4, 64)"),
+    (lambda: decompose_k_mm(ones(4, D), ones(D, 4), out_dtype="float32"), "out_dtype = float32 with operands of"),
+    (lambda: decompose_k_mm(ones(4, D), ones(D, 4), epilogue=True), "epilogue = True is not one of: None, 'relu'"),
+    (lambda: DecomposeKRouter(D, 4)(ones(4, D, dtype=torch.bfloat16)), "dtypes torch.bfloat16 of a and torch.float32"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), TENSORS, ids=[message for _, message in TENSORS])
+def test_tensors(call, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "unquantized"])
+@pytest.mark.parametrize("mode", ["reference", "emulated"])
+def test_dtypes_that_would_be_rounded_before_the_cast(mode, recipe, dtype):
+    x = ones(4, D, dtype=dtype)
+    for call in (MXLinear(D, D, recipe=recipe, mode=mode), MXNorm(D, recipe=recipe, mode=mode)):
+        with pytest.raises(ValueError, match=f"^x of {dtype}: expected bfloat16 or float32$"):
+            call(x)
+        if dtype.is_floating_point:
+            with pytest.raises(ValueError, match=f"^weight of {dtype}: expected bfloat16 or float32$"):
+                call.to(dtype)(ones(4, D))
+
+
+@pytest.mark.parametrize(("recipe", "mode"), [("mxfp8", "reference"), ("unquantized", "emulated")])
+def test_float64_needs_gemms_in_float64(recipe, mode):
+    message = f"^x of torch.float64 with recipe '{recipe}' in mode '{mode}': expected .* float64 needs recipe 'unquan"
+    for call in (MXLinear(D, D, recipe=recipe, mode=mode), MXNorm(D, recipe=recipe, mode=mode)):
+        with pytest.raises(ValueError, match=message):
+            call.double()(ones(4, D, dtype=torch.float64))
+    settings = dict(recipe="unquantized", mode="reference")
+    exact = nn.Sequential(MXNorm(D, **settings), MXNormLinear(D, D, **settings))
+    assert exact.double()(ones(4, D, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_autocast_to_float16():
+    with torch.autocast(torch.get_default_device().type, dtype=torch.float16):
+        for call in (MXLinear(D, D), nn.Sequential(MXNorm(D), MXNormLinear(D, D))):
+            with pytest.raises(ValueError, match="^x under autocast of torch.float16: expected bfloat16 or float32$"):
+                call(ones(4, D))
