@@ -17,9 +17,13 @@ from datetime import datetime
 from pathlib import Path
 
 from mxtrain.analysis import closing_summary
-from mxtrain.analysis.metrics_file import FILE_NAME as METRICS_FILE
+from mxtrain.cli.flags import checkpoint_settings, flag_value, section
 from mxtrain.config import load_config
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
+from mxtrain.launched import LAUNCHER_VARIABLE
+from mxtrain.run_folder.files import METRICS_FILE, WORKER_LOGS
+from mxtrain.run_folder.lock import locked
+from mxtrain.run_folder.start import find_start, require_folder
 
 WORKER = "mxtrain.train"
 """Module that every worker runs with ``python -m``"""
@@ -49,27 +53,35 @@ def train(config_file: str, flags: list[str]) -> int:
     requested = requested_processes(os.environ)
     devices = accelerator_count()
     processes = process_count(requested, devices)
-    wanted = flag_value(flags, "job.dump_folder") or config.get("job", {}).get("dump_folder")
-    folder, is_new = make_run_folder(config_file, wanted)
+    checkpoint = checkpoint_settings(config, flags)
+    wanted = flag_value(flags, "job.dump_folder")
+    if wanted is None:
+        wanted = section(config, "job").get("dump_folder")
 
-    print(f"mxtrain: run folder {folder}", flush=True)
-    set_worker_defaults(os.environ, processes, devices)
-    with _log_dir(folder, processes) as log_dir:
-        status = run_workers(worker_arguments(config_file, folder, flags), processes, log_dir)
-    if is_new and status == CONFIG_ERROR_STATUS and not (folder / METRICS_FILE).exists():
-        shutil.rmtree(folder)
+    folder, is_new = make_run_folder(config_file, wanted)
+    with locked(folder) as warning:
+        if warning:
+            print(f"mxtrain: warning: {warning}", file=sys.stderr, flush=True)
+        try:
+            find_start(folder, checkpoint, processes)
+            print(f"mxtrain: run folder {folder}", flush=True)
+            set_worker_defaults(os.environ, processes, devices)
+            with _log_dir(folder, processes) as log_dir:
+                status = run_workers(worker_arguments(config_file, folder, flags), processes, log_dir)
+        except ConfigError:
+            _remove_if_unused(folder, is_new)
+            raise
+        if status == CONFIG_ERROR_STATUS:
+            _remove_if_unused(folder, is_new)
     if status > 128:  # a worker that ends by itself prints its own summary
         print(closing_summary(folder), flush=True)
     return status
 
 
-def flag_value(flags: list[str], name: str) -> str | None:
-    """Return the value of ``--name`` in TorchTitan's flags, or None. Takes ``_`` or ``-``, and ``=`` or a space."""
-    for i, flag in enumerate(flags):
-        key, equals, value = flag.partition("=")
-        if key.replace("-", "_") == f"__{name}":
-            return value if equals else flags[i + 1] if i + 1 < len(flags) else ""
-    return None
+def _remove_if_unused(folder: Path, is_new: bool) -> None:
+    """Remove the folder of a run that a mistake in the settings stopped."""
+    if is_new and not (folder / METRICS_FILE).exists():
+        shutil.rmtree(folder)
 
 
 def requested_processes(environment) -> int | None:
@@ -122,14 +134,14 @@ def nvidia_gpus() -> list[str]:
     return re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", listing.stdout, flags=re.MULTILINE)
 
 
-def make_run_folder(config_file: str, wanted: str | None) -> tuple[Path, bool]:
+def make_run_folder(config_file: str, wanted: object) -> tuple[Path, bool]:
     """Create the run's folder, and return the folder and whether it is new.
 
     Without ``wanted`` the folder is ``outputs/<config>-<time>``, followed by a number if that name is taken.
     """
     try:
-        if wanted:
-            folder = Path(wanted)
+        if wanted is not None:
+            folder = require_folder(wanted)
             is_new = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             return folder, is_new
@@ -151,7 +163,7 @@ def make_run_folder(config_file: str, wanted: str | None) -> tuple[Path, bool]:
 def _log_dir(folder: Path, processes: int):
     """Return a folder for torchrun's engine: temporary for one worker, kept in the run's folder for several."""
     if processes > 1:
-        yield folder / "worker_logs"
+        yield folder / WORKER_LOGS
     else:
         with tempfile.TemporaryDirectory(prefix="mxtrain-", ignore_cleanup_errors=True) as temporary:
             yield Path(temporary)
@@ -209,6 +221,7 @@ def run_workers(arguments: list[str], processes: int, log_dir: Path) -> int:
         logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), redirects={rank: Std.ALL for rank in range(1, processes)}),
         signals_to_handle=",".join(FORWARDED_SIGNALS),
     )
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     try:
         with _quiet_elastic():
             elastic_launch(launch_config, sys.executable)("-u", "-m", WORKER, *arguments)
@@ -217,6 +230,8 @@ def run_workers(arguments: list[str], processes: int, log_dir: Path) -> int:
     except SignalException as error:
         print(f"mxtrain: stopped by {error.sigval.name}", file=sys.stderr, flush=True)
         return 128 + error.sigval
+    finally:
+        del os.environ[LAUNCHER_VARIABLE]
     return 0
 
 

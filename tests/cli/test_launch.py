@@ -89,7 +89,7 @@ def test_a_run_gets_a_folder_and_its_flags(launched, tmp_path):
     assert facts["arguments"] == ["--job.config_file", "tiny.toml", *own]
     assert out == f"mxtrain: run folder {relative}\nworker 0 speaks\n"  # the worker prints its own summary
     assert err == ""
-    assert sorted(p.name for p in folder.iterdir()) == ["metrics.jsonl", "rank0.json"]
+    assert sorted(p.name for p in folder.iterdir()) == [".lock", "metrics.jsonl", "rank0.json"]
 
 
 def test_ngpu_starts_that_many_processes_and_only_the_first_writes_to_the_terminal(launched, tmp_path):
@@ -212,21 +212,6 @@ def test_worker_defaults(monkeypatch, processes, devices, expected):
     environment = {}
     launch.set_worker_defaults(environment, processes, devices)
     assert environment == expected
-
-
-@pytest.mark.parametrize(
-    "flags, expected",
-    [
-        (["--job.dump_folder", "x"], "x"),
-        (["--a", "b", "--job.dump-folder=x=y"], "x=y"),
-        (["--job.dump_folder"], ""),
-        (["--job.dump_folders", "x"], None),
-        (["job.dump_folder", "x"], None),
-        ([], None),
-    ],
-)
-def test_flag_value(flags, expected):
-    assert launch.flag_value(flags, "job.dump_folder") == expected
 
 
 def test_runs_started_in_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
