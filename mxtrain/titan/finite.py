@@ -53,7 +53,7 @@ class LossWatch:
     @torch.no_grad()
     def record(self, step: int, losses: list[torch.Tensor]) -> None:
         """Send the sum of ``losses``, scalars of the microbatches of ``step``, on its way to the host."""
-        values = over_ranks(torch.stack([_local(loss).detach().float().sum() for loss in losses]).sum())
+        values = over_ranks(torch.stack([_local(loss) for loss in losses]).float().sum())
         event = None
         if self.device.type == "cuda":
             values = values.to("cpu", non_blocking=True)

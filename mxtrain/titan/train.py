@@ -123,6 +123,7 @@ def train(args: list[str], verbose: bool) -> None:
         except NonFiniteError as error:
             if is_first:
                 terminal.Screen().line(closing_summary(folder))
+            torch.distributed.barrier()  # all ranks are here, and torchrun stops the others when one ends
             raise NonFiniteError(f"{error}; training stops. {_ways_out(job_config)}") from error
         if is_first and not job_config.checkpoint.create_seed_checkpoint:
             terminal.Screen().line(closing_summary(folder))
