@@ -137,7 +137,8 @@ def test_a_killed_worker_is_named_with_its_signal(launched):
     assert err.strip() == "mxtrain: training failed: worker 1 of 2 ended with SIGKILL, often for lack of memory"
 
 
-def test_an_interrupted_run_is_stopped_and_ends_with_a_summary(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_ends_with_a_summary(number, tmp_path):
     slow = FAKE_WORKER.replace('elif kind == "mistake"', '    time.sleep(60)\nelif kind == "mistake"')
     (tmp_path / "fake_worker.py").write_text("import signal\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\n" + slow)
     (tmp_path / "tiny.toml").write_text("")
@@ -153,10 +154,10 @@ def test_an_interrupted_run_is_stopped_and_ends_with_a_summary(tmp_path):
     deadline = time.monotonic() + 120
     while not (tmp_path / "mine" / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
-    assert err == "mxtrain: stopped by SIGINT\n"
+    assert process.returncode == 128 + number
+    assert err == f"mxtrain: stopped by {number.name}\n"
     assert "8.0000 -> 6.0000" in out
 
 
