@@ -142,8 +142,8 @@ def make_run_folder(config_file: str, wanted: object) -> tuple[Path, bool]:
     try:
         if wanted is not None:
             folder = require_folder(wanted)
-            is_new = not folder.exists()
-            folder.mkdir(parents=True, exist_ok=True)
+            is_new = not folder.is_dir()
+            folder.mkdir(parents=True, exist_ok=not is_new)
             return folder, is_new
         base = Path("outputs") / f"{Path(config_file).stem}-{datetime.now():%Y%m%d-%H%M%S}"
         base.parent.mkdir(exist_ok=True)
