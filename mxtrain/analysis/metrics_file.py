@@ -87,14 +87,19 @@ class MetricsWriter:
         if self._file is None:
             self._drop_from(self._first_step)
             self._file = self.path.open("ab", buffering=0)
+        self._write_waiting()
+
+    def close(self) -> None:
+        """Write the rows that wait, and close the file. Raises OSError if they are lost."""
+        if self._file is not None:
+            with self._file:
+                self._write_waiting()
+            self._file = None
+
+    def _write_waiting(self) -> None:
         while self._unwritten:
             count = self._file.write(self._unwritten)  # a part of a row if the disk becomes full
             del self._unwritten[:count]
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
     def _drop_from(self, step: int) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

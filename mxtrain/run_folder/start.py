@@ -57,6 +57,15 @@ def latest_checkpoint(folder: Path, checkpoint: CheckpointSettings) -> Path | No
     return saved.path(max(saved.complete)) if checkpoint.enable and saved.complete else None
 
 
+def mark_incomplete(checkpoint: Path) -> None:
+    """Call before a checkpoint is saved in a folder that may hold one already, which a resumed run then replaces.
+
+    A run that is killed in the middle would otherwise leave a mixture that looks complete.
+    """
+    for mark in (DCP_MARK, HF_MARK):
+        (checkpoint / mark).unlink(missing_ok=True)
+
+
 def find_start(folder: Path, checkpoint: CheckpointSettings, processes: int) -> Start:
     """Return where a run with these settings and this number of processes starts in ``folder``, which need not exist.
 
@@ -211,5 +220,5 @@ def _left_alone(saved: _Checkpoints, step: int) -> list[str]:
         notes.append(f"incomplete checkpoints are left alone: {', '.join(saved.incomplete)}")
     later = [f"step-{other}" for other in sorted(saved.complete) if other > step]
     if later:
-        notes.append(f"checkpoints of later steps stay, and the next resume takes the latest: {', '.join(later)}")
+        notes.append(f"later checkpoints stay until they are replaced; a resume takes the latest: {', '.join(later)}")
     return notes

@@ -78,7 +78,10 @@ class MetricsFileLogger(BaseLogger):
             self.is_failing = False
 
     def close(self) -> None:
-        self.writer.close()
+        try:
+            self.writer.close()
+        except OSError as error:
+            logger.warning(f"{self.writer.path} cannot be written: {reason(error)}; the last rows are lost")
 
 
 class NonFiniteLogger(BaseLogger):

@@ -17,7 +17,7 @@ from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError, require_one_of
 from mxtrain.rng.rounding_position import set_rounding_step
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.lock import locked
-from mxtrain.run_folder.start import CheckpointSettings, find_start, latest_checkpoint, require_folder
+from mxtrain.run_folder.start import CheckpointSettings, find_start, latest_checkpoint, mark_incomplete, require_folder
 from mxtrain.titan import finite, terminal
 from mxtrain.titan.finite import LossWatch, NonFiniteError, nonfinite_weights
 from mxtrain.titan.metrics import leave_losses_to_trainer
@@ -76,7 +76,13 @@ class _Trainer(Trainer):
                     raise NonFiniteError(found)
                 logger.warning(f"{found}; no checkpoint is saved")
                 return
+            if _is_first():
+                mark_incomplete(Path(self.checkpointer._create_checkpoint_id(curr_step)))
         self._save(curr_step, last_step)
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _write_resolved_config(job_config) -> None:
@@ -106,8 +112,7 @@ def train(args: list[str], verbose: bool) -> None:
     job_config = parse_job_config(args)
     require_one_of(finite.SETTING, job_config.metrics.on_nonfinite_loss, finite.CHOICES)
     folder = require_folder(job_config.job.dump_folder)
-    is_first = os.environ.get("RANK", "0") == "0"
-    with locked(folder) if is_first else nullcontext() as warning:
+    with locked(folder) if _is_first() else nullcontext() as warning:
         # Every rank looks. Nothing changes in the folder before all ranks have met in the process group.
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         start = find_start(folder, CheckpointSettings.of(job_config.checkpoint), processes)
@@ -119,23 +124,23 @@ def train(args: list[str], verbose: bool) -> None:
         if start.step >= job_config.training.steps:
             terminal.note(f"nothing is left to train: training.steps = {job_config.training.steps}")
         try:
-            _train(job_config, is_first)
+            _train(job_config)
         except NonFiniteError as error:
-            if is_first:
+            if _is_first():
                 terminal.Screen().line(closing_summary(folder))
             torch.distributed.barrier()  # all ranks are here, and torchrun stops the others when one ends
             raise NonFiniteError(f"{error}; training stops. {_ways_out(job_config)}") from error
-        if is_first and not job_config.checkpoint.create_seed_checkpoint:
+        if _is_first() and not job_config.checkpoint.create_seed_checkpoint:
             terminal.Screen().line(closing_summary(folder))
 
 
-def _train(job_config, is_first: bool) -> None:
+def _train(job_config) -> None:
     trainer = None
     # Converters see that this trainer sets the step before every forward.
     set_rounding_step(0)
     try:
         trainer = _Trainer(job_config)
-        if is_first:
+        if _is_first():
             _write_resolved_config(job_config)
         if job_config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)

@@ -42,14 +42,17 @@ def wait(seconds: float, find):
 
 
 @pytest.mark.parametrize(
-    "launcher",
+    "launcher, seen",
     [
-        ["mxtrain.cli", "train", CONFIG],
-        ["torch.distributed.run", "--standalone", "-m", "mxtrain.train", "--job.config_file", CONFIG],
+        (["mxtrain.cli", "train", CONFIG], "run/.lock"),  # there before the worker: this kills at once
+        (
+            ["torch.distributed.run", "--standalone", "-m", "mxtrain.train", "--job.config_file", CONFIG],
+            "run/train.log",
+        ),
     ],
     ids=["mxtrain", "torchrun"],
 )
-def test_workers_end_when_their_launcher_is_killed(launcher, tmp_path):
+def test_workers_end_when_their_launcher_is_killed(launcher, seen, tmp_path):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY), "NGPU": "1"}
     environment["MXTRAIN_CACHE"] = str(tmp_path / "cache")
     with subprocess.Popen(
@@ -58,8 +61,7 @@ def test_workers_end_when_their_launcher_is_killed(launcher, tmp_path):
     ) as process:  # fmt: skip
         worker = wait(100, lambda: next(filter(is_worker, children(process.pid)), None))
         try:
-            # In the middle of its start.
-            assert wait(100, lambda: (tmp_path / "run" / "train.log").exists())
+            assert wait(100, lambda: (tmp_path / seen).exists())
         finally:
             process.kill()
     try:

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpoint import CheckpointManager
 
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.start import CheckpointSettings, find_start, latest_checkpoint
+from mxtrain.run_folder.start import CheckpointSettings, find_start, latest_checkpoint, mark_incomplete
 
 ON = CheckpointSettings(enable=True)
 
@@ -53,7 +53,7 @@ def test_an_earlier_step_leaves_the_later_ones_and_says_so(tmp_path):
     start = find_start(tmp_path, CheckpointSettings(enable=True, load_step=5), 1)
     assert start.step == 5
     assert start.notes[1:] == (
-        "checkpoints of later steps stay, and the next resume takes the latest: step-10, step-12",
+        "later checkpoints stay until they are replaced; a resume takes the latest: step-10, step-12",
     )
 
 
@@ -66,6 +66,13 @@ def test_weights_alone_are_told_from_a_full_checkpoint(tmp_path):
     assert start.step == 0 and start.notes == (
         f"training starts from the weights in {tmp_path / 'checkpoint' / 'step-10'}",
     )
+
+
+def test_a_checkpoint_that_is_being_replaced_is_incomplete(tmp_path):
+    save(tmp_path, 5)
+    mark_incomplete(save(tmp_path, 10))
+    mark_incomplete(tmp_path / "checkpoint" / "step-15")  # there is none
+    assert find_start(tmp_path, ON, 1).step == 5
 
 
 def test_a_new_run_needs_no_words(tmp_path):

@@ -172,7 +172,7 @@ def test_a_loss_that_is_not_finite_is_a_warning_where_no_trainer_of_ours_looks(t
     assert "the loss is nan" not in caplog.text
 
 
-def test_a_full_disk_is_one_warning_and_training_goes_on(tmp_path, monkeypatch, caplog):
+def test_a_full_disk_is_one_warning_and_training_goes_on(tmp_path, caplog, full_disk):
     folder = tmp_path / "run"
     folder.write_text("a file in place of the folder")
     with_room = MetricsFileLogger(folder / "metrics.jsonl")
@@ -186,6 +186,10 @@ def test_a_full_disk_is_one_warning_and_training_goes_on(tmp_path, monkeypatch, 
     with_room.log(row, 3)
     assert caplog.messages[1:] == [f"step 3: {folder / 'metrics.jsonl'} is complete again"]
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3]
+    with full_disk(0):
+        with_room.log(row, 4)
+        with_room.close()
+    assert caplog.messages[-1].endswith("cannot be written: File too large; the last rows are lost")
 
 
 def test_a_run_starts_without_run_json(tmp_path, caplog):

@@ -98,23 +98,30 @@ class FakeCheckpointer:
     enable = True
     saved = ()
 
+    def __init__(self, folder):
+        self.folder = folder
+
+    def _create_checkpoint_id(self, step):
+        return str(self.folder / f"step-{step}")
+
     def _should_save(self, step, last_step):
         return last_step or step % 2 == 0
 
     def save(self, step, last_step=False):
         if self._should_save(step, last_step):
+            assert not (self.folder / f"step-{step}" / ".metadata").exists()
             self.saved += (step,)
 
 
 @pytest.fixture
-def trainer(monkeypatch):
+def trainer(monkeypatch, tmp_path):
     """A trainer of a tiny model, ``_Trainer`` without TorchTitan's own ``__init__`` and ``train_step``."""
 
     def init(self, job_config):
         self.job_config = job_config
         self.device = torch.device("cpu")
         self.model_parts = [torch.nn.Linear(2, 2)]
-        self.checkpointer = FakeCheckpointer()
+        self.checkpointer = FakeCheckpointer(tmp_path)
         self.metrics_processor = SimpleNamespace(logger=None, should_log=lambda step: False)
 
     def train_step(self, losses):
@@ -128,7 +135,10 @@ def trainer(monkeypatch):
     set_rounding_step(None)
 
 
-def test_weights_that_are_not_finite_are_not_saved_though_every_loss_was(trainer, caplog):
+def test_weights_that_are_not_finite_are_not_saved_though_every_loss_was(trainer, caplog, tmp_path):
+    for step in (2, 4):  # of an earlier run: the first is replaced, the second stays
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / ".metadata").write_text("")
     stops, goes_on = trainer(), trainer("--metrics.on_nonfinite_loss=continue")
     for one in (stops, goes_on):
         for one.step in (1, 2):
@@ -147,6 +157,7 @@ def test_weights_that_are_not_finite_are_not_saved_though_every_loss_was(trainer
         f"{found.replace('4', '5')}; no checkpoint is saved",
     ]
     assert stops.checkpointer.saved == goes_on.checkpointer.saved == (2,)
+    assert (tmp_path / "step-4" / ".metadata").exists()
 
 
 def test_one_microbatch_that_is_not_finite_is_enough(trainer):
