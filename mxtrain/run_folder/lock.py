@@ -4,7 +4,6 @@
 when the last process that holds it ends, however it ends.
 """
 
-import errno
 import fcntl
 import os
 import socket
@@ -17,8 +16,6 @@ from mxtrain.launched import is_launcher_alive
 from mxtrain.run_folder.files import reason
 
 LOCK_FILE = ".lock"
-
-_IN_USE = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 @contextmanager
@@ -55,9 +52,7 @@ def _take(file, folder: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _write_owner(file, folder)
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _IN_USE:
-            raise
+    except BlockingIOError as error:
         raise ConfigError(
             f"job.dump_folder = {str(folder)!r} is in use by {_owner(file)}; wait until that run ends, stop it, or "
             "choose another folder"

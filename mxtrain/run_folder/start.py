@@ -188,17 +188,23 @@ def _step_to_load(saved: _Checkpoints, wanted: int) -> int | None:
 
 def _start_of_new_run(folder: Path, saved: _Checkpoints, checkpoint: CheckpointSettings) -> Start:
     _require_no_metrics(folder, f"{saved.folder} holds no checkpoint from which it could resume")
-    if not (checkpoint.initial_load_path or checkpoint.initial_load_in_hf):
+    initial = checkpoint.initial_load_path
+    if not (initial or checkpoint.initial_load_in_hf):
         if checkpoint.load_only:
             raise ConfigError(f"checkpoint.load_only: {saved.folder} holds no checkpoint that could be loaded")
         return Start(0)
     if saved.folder.exists():
+        setting = f"initial_load_path = {initial!r}" if initial else "initial_load_in_hf"
         raise ConfigError(
-            f"checkpoint.initial_load_path = {checkpoint.initial_load_path!r} would be ignored, because "
-            f"{saved.folder} exists, although empty; remove it"
+            f"checkpoint.{setting} would be ignored, because {saved.folder} exists, although empty; remove it"
         )
-    if checkpoint.initial_load_path and not Path(checkpoint.initial_load_path).is_dir():
-        raise ConfigError(f"checkpoint.initial_load_path = {checkpoint.initial_load_path!r} is not a folder")
+    if initial and not Path(initial).is_dir():
+        raise ConfigError(f"checkpoint.initial_load_path = {initial!r} is not a folder")
+    if initial and not checkpoint.initial_load_in_hf and not (Path(initial) / DCP_MARK).is_file():
+        raise ConfigError(
+            f"checkpoint.initial_load_path = {initial!r} holds no complete checkpoint: {DCP_MARK} is missing; name the "
+            "folder of one step, such as outputs/a/checkpoint/step-100"
+        )
     return Start(0)
 
 

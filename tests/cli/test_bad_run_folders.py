@@ -124,6 +124,17 @@ TRAIN = {
         ["--job.dump_folder=new", ENABLE, "--checkpoint.initial_load_path=weights"],
         "checkpoint.initial_load_path = 'weights' is not a folder",
     ),
+    "the folder of all checkpoints as initial weights": Case(
+        ["--job.dump_folder=new", ENABLE, "--checkpoint.initial_load_path=run/checkpoint"],
+        "checkpoint.initial_load_path = 'run/checkpoint' holds no complete checkpoint: .metadata is missing; name the "
+        "folder of one step, such as outputs/a/checkpoint/step-100",
+        saved(5),
+    ),
+    "an import beside an empty folder": Case(
+        [RUN, ENABLE, "--checkpoint.initial_load_in_hf"],
+        "checkpoint.initial_load_in_hf would be ignored, because run/checkpoint exists, although empty; remove it",
+        {"run/checkpoint/notes.txt": ""},
+    ),
     "initial weights without checkpoints": Case(
         ["--checkpoint.initial_load_path=weights"],
         "checkpoint.initial_load_path = 'weights' does nothing while checkpoint.enable is False; set both",
