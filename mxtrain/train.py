@@ -3,8 +3,10 @@
 import sys
 
 from mxtrain.cli.quiet import hide_library_warnings, take_verbose
+from mxtrain.launched import end_with_launcher
 
 if __name__ == "__main__":
+    end_with_launcher()
     verbose, arguments = take_verbose(sys.argv[1:])
     if not verbose:
         hide_library_warnings()

@@ -1,6 +1,8 @@
 """Shared fixtures. The suite needs no GPU; where there is one, tests that use ``device`` run on it as well."""
 
 import os
+import resource
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -37,3 +39,19 @@ def empty_cache(tmp_path, monkeypatch):
     tuned_plans.cache_clear()
     yield folder
     tuned_plans.cache_clear()
+
+
+@pytest.fixture
+def full_disk():
+    """``with full_disk(size)``: no file grows beyond ``size`` bytes, and writes fail in the middle of a row."""
+
+    @contextmanager
+    def full_disk(size):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return full_disk

@@ -15,8 +15,7 @@ import os
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
-
-FILE_NAME = "metrics.jsonl"
+from mxtrain.run_folder.files import reason, replace_file
 
 
 def encode_row(row: dict) -> str:
@@ -30,9 +29,15 @@ def encode_row(row: dict) -> str:
 def decode_row(line: str) -> dict:
     """Invert ``encode_row``. Raises ValueError if the line is not a row."""
     row = json.loads(line)
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
         raise ValueError("not a JSON object with an integer 'step'")
-    row.update({key: float(value) for key, value in row.pop("nonfinite", {}).items()})
+    nonfinite = row.pop("nonfinite", {})
+    if not isinstance(nonfinite, dict):
+        raise ValueError(f"'nonfinite' is {nonfinite!r}, not a JSON object")
+    row.update({key: float(value) for key, value in nonfinite.items()})
+    for key, value in row.items():
+        if value is not None and type(value) not in (int, float):
+            raise ValueError(f"{key!r} is {value!r}, not a number")
     return row
 
 
@@ -40,12 +45,15 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
     """Return all rows of a metrics file.
 
     A damaged last line is dropped: a process that dies while it writes leaves one. Raises ConfigError if the file is
-    missing or any other line is damaged.
+    missing or cannot be read, or if any other line is damaged.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist; a run creates this file at its first logged step")
-    lines = path.read_bytes().splitlines()
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} does not exist; a run creates this file at its first logged step") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {reason(error)}") from error
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -57,27 +65,41 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
 
 
 class MetricsWriter:
-    """Appends rows to ``path`` and flushes each row.
+    """Appends rows to ``path``, each as soon as it is written.
 
     The first row removes rows of the same and later steps from an existing file. A restarted run therefore begins
     with an empty file, and a run resumed from a checkpoint replaces the steps that it repeats.
+
+    Rows that cannot be written, on a full disk for example, wait in memory for the next call.
     """
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
         self._file = None
+        self._first_step = None
+        self._unwritten = bytearray()
 
     def write(self, row: dict) -> None:
+        """Write ``row``, after the rows that wait. Raises OSError if the file cannot be written; ``row`` then waits."""
+        if self._first_step is None:
+            self._first_step = row["step"]
+        self._unwritten += encode_row(row).encode() + b"\n"
         if self._file is None:
-            self._drop_from(row["step"])
-            self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(encode_row(row) + "\n")
-        self._file.flush()
+            self._drop_from(self._first_step)
+            self._file = self.path.open("ab", buffering=0)
+        self._write_waiting()
 
     def close(self) -> None:
+        """Write the rows that wait, and close the file. Raises OSError if they are lost."""
         if self._file is not None:
-            self._file.close()
+            with self._file:
+                self._write_waiting()
             self._file = None
+
+    def _write_waiting(self) -> None:
+        while self._unwritten:
+            count = self._file.write(self._unwritten)  # a part of a row if the disk becomes full
+            del self._unwritten[:count]
 
     def _drop_from(self, step: int) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,6 +112,4 @@ class MetricsWriter:
                     continue  # a damaged line must not stop a training run
                 if row["step"] < step:
                     kept.append(encode_row(row) + "\n")
-        replacement = self.path.with_name(self.path.name + ".tmp")
-        replacement.write_text("".join(kept), encoding="utf-8")
-        replacement.replace(self.path)  # atomic: the old rows survive a crash at any point
+        replace_file(self.path, "".join(kept).encode())

@@ -1,11 +1,14 @@
 """Draws loss curves of one or more runs as a PNG."""
 
+import io
 import os
 from pathlib import Path
 
 import numpy as np
 
 from mxtrain.analysis.runs import Run, labels
+from mxtrain.errors import ConfigError
+from mxtrain.run_folder.files import reason, replace_file
 
 SMOOTH_FROM = 50
 """Curves with at least this many points are drawn faintly, with a moving average on top"""
@@ -21,7 +24,12 @@ def plot(runs: list[Run], path: str | os.PathLike) -> Path:
 
     Losses that are not finite leave gaps, and the run's label names the first such step. Creates the folder of
     ``path`` if needed. Returns ``path``.
+
+    Raises ConfigError if ``path`` does not end in ".png" or cannot be written.
     """
+    path = Path(path)
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"the picture {str(path)!r} is not the name of a PNG file; end it in .png")
     from matplotlib.figure import Figure  # without pyplot there is no display and no global state
     from matplotlib.ticker import MaxNLocator
 
@@ -42,9 +50,13 @@ def plot(runs: list[Run], path: str | os.PathLike) -> Path:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9 if len(runs) <= 4 else 8, loc="upper right")
 
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, picture.getvalue())
+    except OSError as error:
+        raise ConfigError(f"the picture {path} cannot be written: {reason(error)}") from error
     return path
 
 

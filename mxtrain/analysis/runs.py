@@ -7,10 +7,13 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from mxtrain.analysis.metrics_file import FILE_NAME, read_metrics
+from mxtrain.analysis.metrics_file import read_metrics
 from mxtrain.errors import ConfigError
+from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE, reason
 
-FACTS_FILE_NAME = "run.json"
+# Types of the facts that tables and plots use. Any may be missing or null.
+FACT_TYPES = {"converter": str, "converters": list, "recipe": str, "recipes": dict, "estimator": str, "mode": str}
+FACT_TYPES |= {"world_size": int, "wandb": dict}
 
 
 @dataclass(frozen=True)
@@ -85,33 +88,38 @@ def load_run(folder: str | os.PathLike) -> Run:
     """Read ``folder/metrics.jsonl`` and, if it exists, ``folder/run.json``.
 
     Raises ConfigError if the folder or ``metrics.jsonl`` is missing, if no training step is logged, or if either
-    file is damaged. A damaged last line of ``metrics.jsonl`` is dropped instead.
+    file is damaged or cannot be read. A damaged last line of ``metrics.jsonl`` is dropped instead.
     """
     folder = Path(folder)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ConfigError(f"run folder {str(folder)!r} does not exist")
-    rows = read_metrics(folder / FILE_NAME)
+    rows = read_metrics(folder / METRICS_FILE)
     training = [row for row in rows if row.get("loss") is not None]
     if not training:
-        raise ConfigError(f"{folder / FILE_NAME} holds no training step")
+        raise ConfigError(f"{folder / METRICS_FILE} holds no training step")
     return Run(
         name=folder.resolve().name,
         folder=folder,
-        facts=_load_facts(folder / FACTS_FILE_NAME),
+        facts=_load_facts(folder / FACTS_FILE),
         training=training,
         validation=[row for row in rows if row.get("validation_loss") is not None],
     )
 
 
 def _load_facts(path: Path) -> dict:
-    if not path.is_file():
-        return {}
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {reason(error)}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(facts, dict):
         raise ConfigError(f"{path} is not a JSON object")
+    for key, expected in FACT_TYPES.items():
+        if not isinstance(facts.get(key), expected | None):
+            raise ConfigError(f"{path} is damaged: {key!r} is {facts[key]!r}")
     return facts
 
 

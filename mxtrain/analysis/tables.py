@@ -6,6 +6,7 @@ import os
 from mxtrain.analysis.plots import plot
 from mxtrain.analysis.runs import Run, labels, load_run
 from mxtrain.errors import ConfigError
+from mxtrain.run_folder.files import PICTURE_FILE
 
 
 def table(runs: list[Run]) -> str:
@@ -41,7 +42,6 @@ def summary(folder: str | os.PathLike) -> str:
     Raises ConfigError if the folder holds no run (see ``load_run``).
     """
     run = load_run(folder)
-    picture = plot([run], run.folder / "loss.png")
     details = ", ".join(word for word in (run.variant, run.facts.get("mode")) if word)
     lines = [("run", f"{run.name} ({details})")]
     lines.append(("loss", f"{_loss(run.first_loss)} -> {_loss(run.last_loss)}, {_verdict(run)}"))
@@ -51,12 +51,12 @@ def summary(folder: str | os.PathLike) -> str:
     lines.append(("tokens/s", _throughput(run)))
     lines.append(("memory", f"{_memory(run.peak_memory_gib)} GiB peak"))
     lines.append(("folder", str(run.folder)))
-    lines.append(("loss curve", str(picture)))
+    lines.append(("loss curve", _picture(run)))
     wandb = run.facts.get("wandb") or {}
     if wandb.get("mode") == "offline":
-        lines.append(("wandb", f"offline; upload with: {wandb['sync']}"))
+        lines.append(("wandb", f"offline; upload with: {wandb.get('sync')}"))
     elif wandb.get("mode") == "online":
-        lines.append(("wandb", wandb.get("url") or wandb["dir"]))
+        lines.append(("wandb", wandb.get("url") or str(wandb.get("dir"))))
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name.ljust(width)}  {text}" for name, text in lines)
 
@@ -77,6 +77,14 @@ def _verdict(run: Run) -> str:
         return f"one logged step ({steps})"
     moved = "fell" if run.tail_loss < run.first_loss else "DID NOT FALL"
     return f"{moved} over {steps} steps (mean of the last 10 %: {_loss(run.tail_loss)})"
+
+
+def _picture(run: Run) -> str:
+    """Draw the loss curve, and return the path of the picture, or why there is none."""
+    try:
+        return str(plot([run], run.folder / PICTURE_FILE))
+    except ConfigError as error:
+        return f"not drawn: {error}"
 
 
 def _throughput(run: Run) -> str:

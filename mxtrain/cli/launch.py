@@ -13,13 +13,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
 from mxtrain.analysis import closing_summary
-from mxtrain.analysis.metrics_file import FILE_NAME as METRICS_FILE
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
+from mxtrain.launched import LAUNCHER_VARIABLE
+from mxtrain.run_folder.files import METRICS_FILE, WORKER_LOGS
+from mxtrain.run_folder.lock import locked
+from mxtrain.run_folder.start import CheckpointSettings, find_start, require_folder
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.names import check_names
 from mxtrain.settings.read import config_file as named_config
@@ -62,17 +65,36 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
     processes = process_count(requested, devices)
     with places(arguments):
         check_machine(settings, Machine(processes, devices > 0))
-    folder, is_new = make_run_folder(config_file, settings.given.get("job.dump_folder"))
 
-    print(f"mxtrain: run folder {folder}", flush=True)
-    set_worker_defaults(os.environ, processes, devices)
-    with _log_dir(folder, processes) as log_dir:
-        status = run_workers([*arguments, "--job.dump_folder", str(folder), *worker_flags], processes, log_dir)
-    if is_new and status == CONFIG_ERROR_STATUS and not (folder / METRICS_FILE).exists():
-        shutil.rmtree(folder)
+    folder, made = make_run_folder(config_file, settings.given.get("job.dump_folder"))
+    with locked(folder) as warning:
+        if warning:
+            print(f"mxtrain: warning: {warning}", file=sys.stderr, flush=True)
+        try:
+            with places(arguments):
+                find_start(folder, CheckpointSettings.of(settings.section("checkpoint")), processes)
+            print(f"mxtrain: run folder {folder}", flush=True)
+            set_worker_defaults(os.environ, processes, devices)
+            with _log_dir(folder, processes) as log_dir:
+                status = run_workers([*arguments, "--job.dump_folder", str(folder), *worker_flags], processes, log_dir)
+        except ConfigError:
+            _remove_if_unused(folder, made)
+            raise
+        if status == CONFIG_ERROR_STATUS:
+            _remove_if_unused(folder, made)
     if status > 128:  # a worker that ends by itself prints its own summary
         print(closing_summary(folder), flush=True)
     return status
+
+
+def _remove_if_unused(folder: Path, made: list[Path]) -> None:
+    """Remove what was made for a run that a mistake in the settings stopped."""
+    if not made or (folder / METRICS_FILE).exists():
+        return
+    shutil.rmtree(folder)
+    with suppress(OSError):  # another run may have come into a parent meanwhile
+        for parent in made[1:]:
+            parent.rmdir()
 
 
 def requested_processes(environment) -> int | None:
@@ -127,24 +149,25 @@ def nvidia_gpus() -> list[str]:
     return re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", listing.stdout, flags=re.MULTILINE)
 
 
-def make_run_folder(config_file: str, wanted: str | None) -> tuple[Path, bool]:
-    """Create the run's folder, and return the folder and whether it is new.
+def make_run_folder(config_file: str, wanted: object) -> tuple[Path, list[Path]]:
+    """Create the run's folder, and return the folder and what was made: nothing, or it and its missing parents.
 
     Without ``wanted`` the folder is ``outputs/<config>-<time>``, followed by a number if that name is taken.
     """
     try:
-        if wanted:
-            folder = Path(wanted)
-            is_new = not folder.exists()
-            folder.mkdir(parents=True, exist_ok=True)
-            return folder, is_new
+        if wanted is not None:
+            folder = require_folder(wanted)
+            made = _missing(folder)
+            folder.mkdir(parents=True, exist_ok=not made)
+            return folder, made
         base = Path("outputs") / f"{Path(config_file).stem}-{datetime.now():%Y%m%d-%H%M%S}"
-        base.parent.mkdir(exist_ok=True)
         for attempt in range(1, 100):
             folder = base if attempt == 1 else base.with_name(f"{base.name}-{attempt}")
+            made = _missing(folder)
+            base.parent.mkdir(exist_ok=True)
             try:
                 folder.mkdir()
-                return folder, True
+                return folder, made
             except FileExistsError:
                 continue
         raise ConfigError(f"job.dump_folder: there are already 99 folders named {str(base)!r}; choose another name")
@@ -152,11 +175,16 @@ def make_run_folder(config_file: str, wanted: str | None) -> tuple[Path, bool]:
         raise ConfigError(f"job.dump_folder = {error.filename!r} cannot be created: {error.strerror}") from error
 
 
+def _missing(folder: Path) -> list[Path]:
+    """The folder and those of its parents that do not exist, innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.is_dir()]
+
+
 @contextmanager
 def _log_dir(folder: Path, processes: int):
     """Return a folder for torchrun's engine: temporary for one worker, kept in the run's folder for several."""
     if processes > 1:
-        yield folder / "worker_logs"
+        yield folder / WORKER_LOGS
     else:
         with tempfile.TemporaryDirectory(prefix="mxtrain-", ignore_cleanup_errors=True) as temporary:
             yield Path(temporary)
@@ -206,6 +234,7 @@ def run_workers(arguments: list[str], processes: int, log_dir: Path) -> int:
         logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), redirects={rank: Std.ALL for rank in range(1, processes)}),
         signals_to_handle=",".join(FORWARDED_SIGNALS),
     )
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     try:
         with _quiet_elastic():
             elastic_launch(launch_config, sys.executable)("-u", "-m", WORKER, *arguments)
@@ -214,6 +243,8 @@ def run_workers(arguments: list[str], processes: int, log_dir: Path) -> int:
     except SignalException as error:
         print(f"mxtrain: stopped by {error.sigval.name}", file=sys.stderr, flush=True)
         return 128 + error.sigval
+    finally:
+        del os.environ[LAUNCHER_VARIABLE]
     return 0
 
 

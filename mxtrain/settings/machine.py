@@ -30,10 +30,6 @@ def _is_missing(module: str) -> bool:
         return True
 
 
-def _checkpoint(s: Settings) -> Path:
-    return Path(s["job.dump_folder"], s["checkpoint.folder"], f"step-{s['checkpoint.load_step']}")
-
-
 def _degree(s: Settings, kind: str) -> int:
     return s[f"parallelism.{kind}_parallel_degree"]
 
@@ -76,14 +72,6 @@ RELATIONS = (
             s["checkpoint.initial_load_path"]
             and not os.path.isdir(s["checkpoint.initial_load_path"])
             and "is not a folder: give the folder of one checkpoint, such as outputs/RUN/checkpoint/step-1000"
-        ),
-    ),
-    Relation(
-        "checkpoint.load_step",
-        lambda s, machine: (
-            s["checkpoint.load_step"] != -1
-            and not _checkpoint(s).is_dir()
-            and f"has no checkpoint {str(_checkpoint(s))!r}; without checkpoint.load_step the latest one is loaded"
         ),
     ),
     Relation(

@@ -94,6 +94,8 @@ RELATIONS = (
             "initial_load_path": None,
             "exclude_from_loading": [],
             "create_seed_checkpoint": False,
+            "load_only": False,
+            "initial_load_in_hf": False,
         }.items()
     ),
     Relation(

@@ -148,9 +148,19 @@ class Model:
 
 
 @dataclass
+class Metrics:
+    on_nonfinite_loss: Literal["stop", "continue"] = "stop"
+    """
+    What happens when a loss or, before a checkpoint, a weight is NaN or infinite: "stop" (with exit status 1) or
+    "continue" (a warning). Weights that are not finite are never saved
+    """
+
+
+@dataclass
 class JobConfig:
     mxnorm: MXNorm = field(default_factory=MXNorm)
     fused_rmsnorm: FusedRMSNorm = field(default_factory=FusedRMSNorm)
     decompose_k_router: DecomposeKRouter = field(default_factory=DecomposeKRouter)
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
+    metrics: Metrics = field(default_factory=Metrics)

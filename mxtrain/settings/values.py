@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 from mxtrain.settings.fields import Field
 
@@ -20,6 +21,11 @@ class Settings:
 
     def __getitem__(self, name: str):
         return self.given[name] if name in self.given else self.known[name].default
+
+    def section(self, name: str) -> SimpleNamespace:
+        """The values of one table, as attributes."""
+        own = [field for field in self.known if field.rpartition(".")[0] == name]
+        return SimpleNamespace(**{field.rpartition(".")[2]: self[field] for field in own})
 
     def tables(self) -> dict:
         """The given values as nested tables, as in a TOML file."""

@@ -6,6 +6,7 @@
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import time
@@ -25,10 +26,11 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 import mxtrain
-from mxtrain.analysis.metrics_file import FILE_NAME, MetricsWriter
-from mxtrain.analysis.runs import FACTS_FILE_NAME
+from mxtrain.analysis.metrics_file import MetricsWriter
+from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE, reason, replace_file
+from mxtrain.run_folder.start import CheckpointSettings, find_start
 from mxtrain.titan.converters import active_settings
-from mxtrain.titan.terminal import note, show_line, show_status
+from mxtrain.titan.terminal import go_on_without, note, show_line, show_status
 from mxtrain.titan.wandb_run import wandb_defaults, wandb_facts
 
 # Key in a row of metrics.jsonl -> name of the same number in TorchTitan 0.2.2.
@@ -45,10 +47,14 @@ VALIDATION_KEYS = {"validation_loss": "validation_metrics/loss"}
 
 
 class MetricsFileLogger(BaseLogger):
-    """Writes TorchTitan's metrics to ``metrics.jsonl``, in the format of ``mxtrain.analysis.metrics_file``."""
+    """Writes TorchTitan's metrics to ``metrics.jsonl``, in the format of ``mxtrain.analysis.metrics_file``.
+
+    While the file cannot be written, for example on a full disk, training goes on and rows wait in memory.
+    """
 
     def __init__(self, path: Path):
         self.writer = MetricsWriter(path)
+        self.is_failing = False
 
     def log(self, metrics: dict, step: int) -> None:
         keys = VALIDATION_KEYS if VALIDATION_KEYS["validation_loss"] in metrics else TRAINING_KEYS
@@ -56,10 +62,41 @@ class MetricsFileLogger(BaseLogger):
         row.update({key: float(metrics[source]) for key, source in keys.items() if source in metrics})
         if "tokens_seen" in row:
             row["tokens_seen"] = int(row["tokens_seen"])
-        self.writer.write({**row, "time": time.time()})
+        row["time"] = time.time()
+        try:
+            self.writer.write(row)
+        except OSError as error:
+            if not self.is_failing:
+                logger.warning(
+                    f"step {step}: {self.writer.path} cannot be written: {reason(error)}; training goes on, and the "
+                    "rows are kept until they can be written"
+                )
+            self.is_failing = True
+        else:
+            if self.is_failing:
+                note(f"step {step}: {self.writer.path} is complete again")
+            self.is_failing = False
 
     def close(self) -> None:
-        self.writer.close()
+        try:
+            self.writer.close()
+        except OSError as error:
+            logger.warning(f"{self.writer.path} cannot be written: {reason(error)}; the last rows are lost")
+
+
+class NonFiniteLogger(BaseLogger):
+    """Warns when a logged training loss begins to be NaN or infinite."""
+
+    def __init__(self):
+        self.was_finite = True
+
+    def log(self, metrics: dict, step: int) -> None:
+        if TRAINING_KEYS["loss"] not in metrics:
+            return
+        loss = float(metrics[TRAINING_KEYS["loss"]])
+        if not math.isfinite(loss) and self.was_finite:
+            logger.warning(f"step {step}: the loss is {loss}; training goes on")
+        self.was_finite = math.isfinite(loss)
 
 
 class ProgressLogger(BaseLogger):
@@ -94,10 +131,15 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
     The process that TorchTitan chooses for metrics (rank 0, or the first rank of the last pipeline stage) also writes
     ``metrics.jsonl`` and ``run.json`` into ``job.dump_folder`` and shows progress, whatever loggers are enabled. The
     config of a wandb run receives ``run_facts``. If wandb cannot start, a warning is logged and training continues.
+
+    Raises:
+        ConfigError: if the run would replace the metrics of another.
     """
     on_metrics_rank = torch.distributed.get_rank() == _get_metrics_rank(parallel_dims, job_config)
     wants_wandb = job_config.metrics.enable_wandb and (on_metrics_rank or job_config.metrics.save_for_all_ranks)
     folder = Path(job_config.job.dump_folder)
+    if on_metrics_rank:  # once more for -m torchtitan.train; mxtrain's trainer looks before it builds anything
+        find_start(folder, CheckpointSettings.of(job_config.checkpoint), parallel_dims.world_size)
 
     with wandb_defaults(run_name=_run_name(job_config)) if wants_wandb else nullcontext():
         processor = MetricsProcessor(job_config, parallel_dims, tag)
@@ -107,12 +149,20 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
     facts = run_facts(job_config)
     facts["wandb"] = _update_wandb(processor.logger, facts, job_config) if wants_wandb else wandb_facts()
     if on_metrics_rank:
-        _write_facts(folder / FACTS_FILE_NAME, facts)
+        _write_facts(folder / FACTS_FILE, facts)
         if not isinstance(processor.logger, LoggerContainer):
             processor.logger = LoggerContainer()
-        processor.logger.add_logger(MetricsFileLogger(folder / FILE_NAME))
+        processor.logger.add_logger(MetricsFileLogger(folder / METRICS_FILE))
+        processor.logger.add_logger(NonFiniteLogger())
         processor.logger.add_logger(ProgressLogger(job_config.training.steps, facts["world_size"]))
     return processor
+
+
+def leave_losses_to_trainer(processor: MetricsProcessor) -> None:
+    """Remove the warnings about losses that are not finite, because the trainer looks at every step itself."""
+    if isinstance(processor.logger, LoggerContainer):
+        others = [one for one in processor.logger._loggers if not isinstance(one, NonFiniteLogger)]
+        processor.logger._loggers = others
 
 
 def _update_wandb(loggers: LoggerContainer, facts: dict, job_config) -> dict:
@@ -185,7 +235,6 @@ def _version(package: str) -> str | None:
 
 
 def _write_facts(path: Path, facts: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replacement = path.with_name(path.name + ".tmp")
-    replacement.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    replacement.replace(path)
+    with go_on_without(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, (json.dumps(facts, indent=2) + "\n").encode())

@@ -11,12 +11,14 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torchtitan.tools.logging import init_logger, logger
 
-LOG_FILE = "train.log"
-CONVERSION_FILE = "conversion.txt"
+from mxtrain.errors import ConfigError
+from mxtrain.run_folder.files import CONVERSION_FILE, LOG_FILE, WORKER_LOGS, reason
 
 # Beginnings of TorchTitan's warnings that a user cannot act on. They go to the log file only.
 LOG_ONLY = (
@@ -32,7 +34,8 @@ _ESCAPE_CODES = re.compile(r"\x1b\[[0-9;]*m")
 class Screen:
     """Writes lines to stdout. On a terminal, a status line stays at the bottom and is rewritten in place.
 
-    Rewriting takes a carriage return and spaces: no escape codes, and neither in a file or pipe.
+    Rewriting takes a carriage return and spaces: no escape codes, and neither in a file or pipe. What cannot be
+    written, to a file on a full disk or a closed pipe, is dropped: training goes on.
     """
 
     def __init__(self):
@@ -42,7 +45,7 @@ class Screen:
     def line(self, text: str) -> None:
         """Write ``text`` in the place of the status line, and keep it."""
         self.clear()
-        print(text, flush=True)
+        self._write(f"{text}\n")
 
     def status(self, text: str) -> None:
         """Show ``text`` until the next line or status. In a file or pipe it is a line like any other."""
@@ -51,20 +54,24 @@ class Screen:
             return
         self.clear()
         text = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps could not be rewritten
-        print(text, end="", flush=True)
+        self._write(text)
         self._shown = len(text)
 
     def clear(self) -> None:
         """Remove the status line."""
         if self._shown:
-            print("\r" + " " * self._shown + "\r", end="", flush=True)
+            self._write("\r" + " " * self._shown + "\r")
             self._shown = 0
 
     def close(self) -> None:
         """Keep the status line as it is now."""
         if self._shown:
-            print(flush=True)
+            self._write("\n")
             self._shown = 0
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError):
+            print(text, end="", flush=True)
 
 
 _screen: Screen | None = None  # of the first process of a run that is not verbose
@@ -73,16 +80,25 @@ _until_model_is_shown: list[str] = []
 
 
 def start(folder: Path, verbose: bool) -> None:
-    """Send TorchTitan's log to files in ``folder``, and to the terminal either all of it or what a person reads."""
+    """Send TorchTitan's log to files in ``folder``, and to the terminal either all of it or what a person reads.
+
+    Raises ConfigError if the files cannot be written.
+    """
     global _screen, _folder
     _screen = _folder = None
     init_logger()
     rank = os.environ.get("RANK", "0")
-    log_file = folder / LOG_FILE if rank == "0" else folder / "worker_logs" / f"rank{rank}.log"
-    log_file.parent.mkdir(parents=True, exist_ok=True)
+    log_file = folder / LOG_FILE if rank == "0" else folder / WORKER_LOGS / f"rank{rank}.log"
+    try:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        log = _LogFile(log_file, encoding="utf-8")
+        if rank == "0":
+            (folder / CONVERSION_FILE).unlink(missing_ok=True)
+    except OSError as error:
+        message = f"job.dump_folder = {str(folder)!r} cannot be written: {error.filename}: {reason(error)}"
+        raise ConfigError(message) from error
     if rank == "0":
         _folder = folder
-        (folder / CONVERSION_FILE).unlink(missing_ok=True)
         _until_model_is_shown.clear()
     if verbose:
         if not sys.stdout.isatty():
@@ -94,7 +110,6 @@ def start(folder: Path, verbose: bool) -> None:
         if rank == "0":
             _screen = Screen()
             logger.addHandler(_WarningHandler())
-    log = logging.FileHandler(log_file, encoding="utf-8")
     log.setFormatter(_PlainFormatter("%(asctime)s - %(name)s - %(levelname)s - %(message)s"))
     logger.addHandler(log)
 
@@ -150,9 +165,21 @@ def note_conversion(name: str, headline: str, details: str) -> None:
     logger.info(f"{headline}\n{details}")
     if _folder is None:
         return
-    with open(_folder / CONVERSION_FILE, "a", encoding="utf-8") as file:
-        file.write(f"{headline}\n{details}\n")
-    _until_model_is_shown.append(f"{headline}; details in {_folder / CONVERSION_FILE}")
+    path = _folder / CONVERSION_FILE
+    with go_on_without(path):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{headline}\n{details}\n")
+        headline = f"{headline}; details in {path}"
+    _until_model_is_shown.append(headline)
+
+
+@contextmanager
+def go_on_without(path: Path) -> Iterator[None]:
+    """Turn a failure to write ``path`` into a warning: training is worth more than one of its files."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning(f"{path} cannot be written: {reason(error)}; training goes on without it")
 
 
 class _PlainFormatter(logging.Formatter):
@@ -160,6 +187,20 @@ class _PlainFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return _ESCAPE_CODES.sub("", super().format(record))
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that warns once, on stderr, when it cannot be written, for example on a full disk."""
+
+    _has_warned = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_warned:
+            self._has_warned = True
+            _show_on_stderr(f"warning: {self.baseFilename} cannot be written: {reason(error)}; training goes on")
 
 
 class _WarningHandler(logging.Handler):
@@ -172,5 +213,11 @@ class _WarningHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record).rstrip()
         if not text.startswith(LOG_ONLY):
-            _screen.clear()
-            print(f"{record.levelname.lower()}: {text}", file=sys.stderr, flush=True)
+            _show_on_stderr(f"{record.levelname.lower()}: {text}")
+
+
+def _show_on_stderr(text: str) -> None:
+    if _screen is not None:
+        _screen.clear()
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)

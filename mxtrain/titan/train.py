@@ -4,44 +4,100 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from mxtrain.analysis import closing_summary
 from mxtrain.config import dump_config
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.rng.rounding_position import set_rounding_step
+from mxtrain.run_folder.files import CONFIG_FILE
+from mxtrain.run_folder.lock import locked
+from mxtrain.run_folder.start import CheckpointSettings, find_start, latest_checkpoint, mark_incomplete, require_folder
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import places
-from mxtrain.titan import terminal
+from mxtrain.titan import finite, terminal
+from mxtrain.titan.finite import LossWatch, NonFiniteError, nonfinite_weights
+from mxtrain.titan.metrics import leave_losses_to_trainer
 from mxtrain.titan.parse import non_default_values, parse_job_config, settings_of
 
 FIRST_WORD_SECONDS = 3.0
 
 
 class _Trainer(Trainer):
-    """TorchTitan's trainer that sets the step and the microbatch for stochastic rounding.
+    """TorchTitan's trainer with two additions.
 
-    Both follow from the trainer's own step, so a resumed run draws the same random bits as an uninterrupted run.
+    It sets the step and the microbatch for stochastic rounding. Both follow from the trainer's own step, so a resumed
+    run draws the same random bits as an uninterrupted run.
+
+    It looks for losses and weights that are not finite, and never saves such weights.
     """
 
+    def __init__(self, job_config):
+        super().__init__(job_config)
+        self._stops = job_config.metrics.on_nonfinite_loss == finite.STOP
+        self._watch = LossWatch(self.device, self._stops)
+        leave_losses_to_trainer(self.metrics_processor)
+        self._save = self.checkpointer.save
+        self.checkpointer.save = self._save_if_finite
+
+    def train(self):
+        try:
+            super().train()
+            self._watch.look(at_last_step=True)  # the text may end before the last step
+        except NonFiniteError:
+            if self.checkpointer.enable:
+                self.checkpointer._async_wait()  # the last checkpoint, with finite weights, becomes complete
+            raise
+
     def train_step(self, data_iterator):
-        self._microbatch = 0
+        self._losses = []
         super().train_step(data_iterator)
+        self._watch.record(self.step, self._losses)
+        # A CPU has finished the step, and logging waited for the device.
+        waited = self.device.type == "cpu" or self.metrics_processor.should_log(self.step)
+        self._watch.look(at_last_step=waited)
 
     def forward_backward_step(self, **kwargs):
-        set_rounding_step(self.step, self._microbatch)
-        self._microbatch += 1
-        return super().forward_backward_step(**kwargs)
+        set_rounding_step(self.step, microbatch=len(self._losses))
+        loss = super().forward_backward_step(**kwargs)
+        self._losses.append(loss.detach())
+        return loss
+
+    def _save_if_finite(self, curr_step: int, last_step: bool = False) -> None:
+        if self.checkpointer._should_save(curr_step, last_step):
+            self._watch.look(at_last_step=True)
+            # The loss of a step says nothing about the weights after it: gradients may have overflowed.
+            if found := nonfinite_weights(self.model_parts, self.device):
+                found = f"step {curr_step}: the weights after this step hold {found}"
+                if self._stops:
+                    raise NonFiniteError(found)
+                logger.warning(f"{found}; no checkpoint is saved")
+                return
+            if _is_first():
+                mark_incomplete(Path(self.checkpointer._create_checkpoint_id(curr_step)))
+        self._save(curr_step, last_step)
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _write_resolved_config(job_config) -> None:
-    """Write every setting that differs from its default, flags included, to ``config.toml`` in the run's folder."""
+    """Write every setting that differs from its default, flags included, to ``config.toml`` in the run's folder.
+
+    Without the folder's own name: a run of this file must not write into this folder.
+    """
     values = non_default_values(job_config)
-    values.get("job", {}).pop("config_file", None)
-    dump_config(values, Path(job_config.job.dump_folder) / "config.toml")
+    for name in ("config_file", "dump_folder"):
+        values.get("job", {}).pop(name, None)
+    path = Path(job_config.job.dump_folder) / CONFIG_FILE
+    with terminal.go_on_without(path):
+        dump_config(values, path)
 
 
 def train(args: list[str], verbose: bool) -> None:
@@ -52,46 +108,84 @@ def train(args: list[str], verbose: bool) -> None:
         verbose: show all lines of TorchTitan's log on the terminal.
 
     Raises:
-        ConfigError: for a mistake in the settings.
+        ConfigError: for a mistake in the settings, or a run's folder that is in use or holds another run.
+        NonFiniteError: if a loss or weight is NaN or infinite, and ``metrics.on_nonfinite_loss`` is "stop".
     """
     job_config = parse_job_config(args)
-    check_machine(settings_of(job_config), Machine(int(os.environ["WORLD_SIZE"]), torch.cuda.is_available()))
-    folder = Path(job_config.job.dump_folder)
-    terminal.start(folder, verbose)
+    folder = require_folder(job_config.job.dump_folder)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    check_machine(settings_of(job_config), Machine(processes, torch.cuda.is_available()))
+    with locked(folder) if _is_first() else nullcontext() as warning:
+        # Every rank looks. Nothing changes in the folder before all ranks have met in the process group.
+        start = find_start(folder, CheckpointSettings.of(job_config.checkpoint), processes)
+        terminal.start(folder, verbose)
+        if warning:
+            logger.warning(warning)
+        for note in start.notes:
+            terminal.note(note)
+        if start.step >= job_config.training.steps:
+            terminal.note(f"nothing is left to train: training.steps = {job_config.training.steps}")
+        try:
+            _train(job_config)
+        except NonFiniteError as error:
+            if _is_first():
+                terminal.Screen().line(closing_summary(folder))
+            torch.distributed.barrier()  # all ranks are here, and torchrun stops the others when one ends
+            raise NonFiniteError(f"{error}; training stops. {_ways_out(job_config)}") from error
+        if _is_first() and not job_config.checkpoint.create_seed_checkpoint:
+            terminal.Screen().line(closing_summary(folder))
+
+
+def _train(job_config) -> None:
     trainer = None
+    # Converters see that this trainer sets the step before every forward.
+    set_rounding_step(0)
     try:
         trainer = _Trainer(job_config)
-        is_first = torch.distributed.get_rank() == 0
-        if is_first:
+        if _is_first():
             _write_resolved_config(job_config)
         if job_config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
             terminal.note("Created seed checkpoint")
-            return
-        trainer.train()
+        else:
+            trainer.train()
     finally:
         if trainer is not None:
             trainer.close()
         terminal.finish()
-    if is_first:
-        print(closing_summary(folder), flush=True)
+
+
+def _ways_out(job_config) -> str:
+    saved = latest_checkpoint(Path(job_config.job.dump_folder), CheckpointSettings.of(job_config.checkpoint))
+    last = f"The last checkpoint, with finite weights, is {saved}" if saved else "There is no checkpoint"
+    return (
+        f"{last}. Try a lower optimizer.lr, more lr_scheduler.warmup_steps or a recipe with more bits; "
+        f'{finite.SETTING} = "{finite.CONTINUE}" only warns'
+    )
 
 
 def main(args: list[str], verbose: bool) -> None:
-    """Run ``train`` in a worker process and exit. A ConfigError becomes one line on stderr, without a traceback."""
+    """Run ``train`` in a worker process and exit. An error of the user's run is one line on stderr, no traceback."""
     status = 0
     try:
         with places(args):
             train(args, verbose)
     except ConfigError as error:
         status = CONFIG_ERROR_STATUS
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            # Most mistakes are found by all workers. The first one reports, and torchrun stops the others meanwhile.
-            time.sleep(FIRST_WORD_SECONDS)
-        print(f"mxtrain: error: {error}", file=sys.stderr, flush=True)
+        _report(error)
+    except NonFiniteError as error:
+        status = 1
+        _report(error)
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
     # Not after an interrupt or another exception: this rank may be alone, and would wait for the others.
-    if status in (0, CONFIG_ERROR_STATUS) and torch.distributed.is_initialized():
+    if status != 128 + signal.SIGINT and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(status)
+
+
+def _report(error: Exception) -> None:
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        # Most errors are found by all workers. The first one reports, and torchrun stops the others meanwhile.
+        time.sleep(FIRST_WORD_SECONDS)
+    print(f"mxtrain: error: {error}", file=sys.stderr, flush=True)

@@ -84,3 +84,32 @@ def test_any_other_damaged_line_is_an_error_with_its_number(tmp_path):
 def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_rows_wait_while_the_disk_is_full_and_no_row_is_torn(tmp_path, full_disk):
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    writer.write({"step": 1, "loss": 9.0})
+    with full_disk(path.stat().st_size + 10):  # room for a part of a row
+        for step in (2, 3):
+            with pytest.raises(OSError, match="File too large"):
+                writer.write({"step": step, "loss": 9.0})
+            assert steps(path) == [1]
+    writer.write({"step": 4, "loss": 9.0})
+    writer.close()
+    assert steps(path) == [1, 2, 3, 4] and len(path.read_bytes().splitlines()) == 4
+
+
+def test_rows_wait_while_the_file_cannot_be_opened(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    write(path, [{"step": s, "loss": 9.0} for s in range(1, 6)])
+    moved = path.parent.rename(tmp_path / "moved")
+    path.parent.write_text("a file in place of the folder")
+    writer = MetricsWriter(path)
+    with pytest.raises(OSError):
+        writer.write({"step": 3, "loss": 5.0})
+    path.parent.unlink()
+    moved.rename(path.parent)
+    writer.write({"step": 4, "loss": 5.0})
+    writer.close()
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(1, 9.0), (2, 9.0), (3, 5.0), (4, 5.0)]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from mxtrain.analysis import Run, plot
+from mxtrain.analysis import Run, plot, plots
 from mxtrain.analysis.plots import COLORS, SMOOTH_FROM, moving_average
 
 
@@ -39,6 +39,7 @@ def axes_of(monkeypatch):
     """``axes_of(runs)``: the axes that ``plot`` fills, without the time to draw them."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
+    monkeypatch.setattr(plots, "replace_file", lambda path, content: None)
 
     def axes_of(runs, folder="."):
         plot(runs, Path(folder) / "loss.png")

@@ -17,6 +17,14 @@ FACTS = {
 }
 
 
+def test_a_picture_that_cannot_be_written_does_not_hide_the_numbers(tmp_path):
+    (make_run(tmp_path / "a", [9.0, 8.0]) / "loss.png").mkdir()
+    lines = summary(tmp_path / "a").splitlines()
+    assert lines[1] == "loss        9.0000 -> 8.0000, fell over 2 steps (mean of the last 10 %: 8.0000)"
+    where = tmp_path / "a" / "loss.png"
+    assert lines[-1] == f"loss curve  not drawn: the picture {where} cannot be written: Is a directory"
+
+
 def make_run(folder, losses, validation=None, **facts):
     writer = MetricsWriter(folder / "metrics.jsonl")
     for step, loss in enumerate(losses, start=1):

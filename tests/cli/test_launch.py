@@ -89,7 +89,7 @@ def test_a_run_gets_a_folder_and_its_flags(launched, tmp_path):
     assert facts["arguments"] == ["--job.config_file=tiny.toml", *own]
     assert out == f"mxtrain: run folder {relative}\nworker 0 speaks\n"  # the worker prints its own summary
     assert err == ""
-    assert sorted(p.name for p in folder.iterdir()) == ["metrics.jsonl", "rank0.json"]
+    assert sorted(p.name for p in folder.iterdir()) == [".lock", "metrics.jsonl", "rank0.json"]
 
 
 def test_ngpu_starts_that_many_processes_and_only_the_first_writes_to_the_terminal(launched, tmp_path):
@@ -115,7 +115,7 @@ def test_after_a_mistake_in_the_settings_there_is_one_line_and_no_folder(launche
     status, _, err = launched("--job.description", "mistake@1", processes=2)
     assert status == 2
     assert err == "mxtrain: error: training.dataset = 'x' is wrong\n"
-    assert list((tmp_path / "outputs").iterdir()) == []
+    assert not (tmp_path / "outputs").exists()
 
 
 def test_a_mistake_does_not_remove_a_folder_that_was_there_or_that_holds_results(launched, tmp_path):
@@ -143,7 +143,8 @@ def test_a_killed_worker_is_named_with_its_signal(launched):
     assert err.strip() == "mxtrain: training failed: worker 1 of 2 ended with SIGKILL, often for lack of memory"
 
 
-def test_an_interrupted_run_is_stopped_and_ends_with_a_summary(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_ends_with_a_summary(number, tmp_path):
     slow = FAKE_WORKER.replace('elif kind == "mistake"', '    time.sleep(60)\nelif kind == "mistake"')
     (tmp_path / "fake_worker.py").write_text("import signal\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\n" + slow)
     (tmp_path / "tiny.toml").write_text("")
@@ -159,10 +160,10 @@ def test_an_interrupted_run_is_stopped_and_ends_with_a_summary(tmp_path):
     deadline = time.monotonic() + 120
     while not (tmp_path / "mine" / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
-    assert err == "mxtrain: stopped by SIGINT\n"
+    assert process.returncode == 128 + number
+    assert err == f"mxtrain: stopped by {number.name}\n"
     assert "8.0000 -> 6.0000" in out
 
 
@@ -231,7 +232,11 @@ def test_runs_started_in_one_second_get_folders_of_their_own(tmp_path, monkeypat
     monkeypatch.setattr(launch, "datetime", Noon)
     folders = [launch.make_run_folder("configs/a.toml", None) for _ in range(3)]
     assert [f.as_posix() for f, _ in folders] == [f"outputs/a-20200102-120000{suffix}" for suffix in ("", "-2", "-3")]
-    assert all(is_new and folder.is_dir() for folder, is_new in folders)
+    assert [[path.name for path in made] for _, made in folders] == [
+        [folders[0][0].name, "outputs"],
+        [folders[1][0].name],
+        [folders[2][0].name],
+    ]
 
 
 def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path):

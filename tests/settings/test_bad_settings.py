@@ -144,7 +144,7 @@ FLAGS = [
     ("--checkpoint.exclude_from_loading=model", "checkpoint.exclude_from_loading = ['model'] has no effect without"),
     ("--checkpoint.initial_load_in_hf_quantized", "checkpoint.initial_load_in_hf_quantized = True needs"),
     (
-        "--checkpoint.initial_load_in_hf --checkpoint.no-initial_load_model_only",
+        "--checkpoint.enable --checkpoint.initial_load_in_hf --checkpoint.no-initial_load_model_only",
         "checkpoint.initial_load_in_hf = True needs checkpoint.initial_load_model_only = true",
     ),
     # Settings that do not fit this machine: one process, no GPU
@@ -153,7 +153,7 @@ FLAGS = [
     ("--parallelism.data_parallel_shard_degree=4", "parallelism.data_parallel_shard_degree = 4 does not fit 1 process"),
     ("--profiling.enable_profiling", "profiling.enable_profiling = True needs a GPU; this machine has none"),
     ("--profiling.enable_memory_snapshot", "profiling.enable_memory_snapshot = True needs a GPU"),
-    ("--checkpoint.enable --checkpoint.load_step=7", "checkpoint.load_step = 7 has no checkpoint"),
+    ("--checkpoint.enable --checkpoint.load_step=7", "checkpoint.load_step = 7 is not among the steps in"),
     ("--checkpoint.enable --checkpoint.initial_load_path=/no/such", "checkpoint.initial_load_path = '/no/such' is not"),
     ("--training.dataset=files", "training.dataset_path = None matches no file; training.dataset = 'files' needs"),
     ("--training.dataset=files --training.dataset_path=/no/*.txt", "training.dataset_path = '/no/*.txt' matches no"),

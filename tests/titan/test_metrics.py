@@ -1,4 +1,5 @@
 import json
+import logging
 import math
 import os
 import shlex
@@ -17,7 +18,9 @@ from wandb.proto import wandb_internal_pb2
 
 import mxtrain
 from mxtrain.analysis import load_run, read_metrics, summary
-from mxtrain.titan.metrics import build_metrics_processor, run_facts
+from mxtrain.errors import ConfigError
+from mxtrain.run_folder.start import TRAINER_KEY
+from mxtrain.titan.metrics import MetricsFileLogger, build_metrics_processor, leave_losses_to_trainer, run_facts
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -132,13 +135,71 @@ def test_nonfinite_loss_does_not_stop_logging(tmp_path):
 
 
 def test_resumed_run_continues_the_file(tmp_path):
-    for steps in ((1, 2, 3, 4), (3, 4, 5)):
-        processor = build(make_config(tmp_path / "run"))
+    checkpoint = tmp_path / "run" / "checkpoint" / "step-2"
+    for steps, flags in (((1, 2, 3, 4), []), ((3, 4, 5), ["--checkpoint.enable"])):
+        processor = build(make_config(tmp_path / "run", *flags))
         for step in steps:
             log_step(processor, step, float(steps[0]))
         processor.close()
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / ".metadata").write_bytes(TRAINER_KEY)
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.0), (2, 1.0), (3, 3.0), (4, 3.0), (5, 3.0)]
+
+
+def test_a_run_that_would_replace_metrics_is_refused_by_every_trainer(tmp_path):
+    processor = build(make_config(tmp_path / "run"))
+    log_step(processor, 1, 9.0)
+    processor.close()
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    with pytest.raises(ConfigError, match="holds the metrics of a run"):
+        build(make_config(tmp_path / "run"))
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_a_loss_that_is_not_finite_is_a_warning_where_no_trainer_of_ours_looks(tmp_path, caplog):
+    processor = build(make_config(tmp_path / "run"))
+    for step, loss in enumerate([9.0, math.nan, math.inf, 8.0, -math.inf], start=1):
+        log_step(processor, step, loss)
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "step" in r.getMessage()] == [
+        "step 2: the loss is nan; training goes on",
+        "step 5: the loss is -inf; training goes on",
+    ]
+    caplog.clear()
+    leave_losses_to_trainer(processor)
+    log_step(processor, 6, math.nan)
+    processor.close()
+    assert "the loss is nan" not in caplog.text
+
+
+def test_a_full_disk_is_one_warning_and_training_goes_on(tmp_path, caplog, full_disk):
+    folder = tmp_path / "run"
+    folder.write_text("a file in place of the folder")
+    with_room = MetricsFileLogger(folder / "metrics.jsonl")
+    row = {"loss_metrics/global_avg_loss": 9.0}
+    with_room.log(row, 1)
+    with_room.log(row, 2)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(f"step 1: {folder / 'metrics.jsonl'} cannot be written: ")
+    folder.unlink()
+    caplog.set_level(logging.INFO)
+    with_room.log(row, 3)
+    assert caplog.messages[1:] == [f"step 3: {folder / 'metrics.jsonl'} is complete again"]
+    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3]
+    with full_disk(0):
+        with_room.log(row, 4)
+        with_room.close()
+    assert caplog.messages[-1].endswith("cannot be written: File too large; the last rows are lost")
+
+
+def test_a_run_starts_without_run_json(tmp_path, caplog):
+    (tmp_path / "run" / "run.json.tmp").mkdir(parents=True)  # cannot be written
+    processor = build(make_config(tmp_path / "run"))
+    log_step(processor, 1, 9.0)
+    processor.close()
+    warning = f"{tmp_path / 'run' / 'run.json'} cannot be written: Is a directory; training goes on without it"
+    assert warning in caplog.messages
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 1
 
 
 def test_only_the_metrics_rank_writes(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import warnings
 import pytest
 from torchtitan.tools.logging import logger
 
+from mxtrain.errors import ConfigError
 from mxtrain.titan import metrics, terminal
 from mxtrain.titan.metrics import ProgressLogger
 from mxtrain.titan.terminal import Screen
@@ -100,6 +101,11 @@ def test_verbose_brings_back_torchtitans_lines(one):
     require_lines("\n".join(text.splitlines()[-7:]), SUMMARY)
 
 
+class TerminalFile(io.TextIOWrapper):
+    def isatty(self):
+        return True
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -171,6 +177,52 @@ def test_conversions_follow_the_model_and_a_new_run_starts_a_new_list(started, c
     where = f"; details in {tmp_path}/conversion.txt"
     assert capsys.readouterr().out == f"the model\nmxnorm: 2 swapped{where}\nfused_rmsnorm: 1 swapped{where}\n"
     assert (tmp_path / "conversion.txt").read_text() == "mxnorm: 2 swapped\n  a\n  b\nfused_rmsnorm: 1 swapped\n  c\n"
+
+
+def test_a_conversion_that_cannot_be_written_is_shown_all_the_same(started, capsys, tmp_path):
+    started()
+    (tmp_path / "conversion.txt").mkdir()
+    terminal.note_conversion("mxnorm", "2 swapped", "  a")
+    terminal.note_model("the model")
+    out, err = capsys.readouterr()
+    assert out == "the model\nmxnorm: 2 swapped\n"
+    assert err == f"warning: {tmp_path}/conversion.txt cannot be written: Is a directory; training goes on without it\n"
+
+
+def test_a_log_on_a_full_disk_is_one_warning(started, capsys, tmp_path, full_disk):
+    started()
+    logger.info("before")
+    with full_disk((tmp_path / "train.log").stat().st_size):
+        for number in range(3):
+            logger.info(f"line {number}")
+    assert capsys.readouterr().err == (
+        f"warning: {tmp_path}/train.log cannot be written: File too large; training goes on\n"
+    )
+    logger.info("after")
+    assert (tmp_path / "train.log").read_text().endswith("after\n")
+
+
+@pytest.mark.parametrize("name", ["train.log", "conversion.txt"])
+def test_a_folder_whose_files_cannot_be_written_is_refused(name, started, tmp_path):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError) as error:
+        started()
+    assert str(error.value) == (
+        f"job.dump_folder = {str(tmp_path)!r} cannot be written: {tmp_path / name}: Is a directory"
+    )
+
+
+def test_training_goes_on_when_nobody_can_read_the_screen(monkeypatch):
+    for kind in (io.TextIOWrapper, TerminalFile):
+        full = kind(open("/dev/full", "wb", buffering=0), write_through=True)  # as with python -u
+        monkeypatch.setattr(sys, "stdout", full)
+        screen = Screen()
+        screen.status("step 1")
+        screen.line("kept")
+        screen.status("step 2")
+        screen.close()
+        with pytest.raises(OSError, match="No space left"):
+            print("lost")
 
 
 def test_without_a_terminal_conversions_go_to_torchtitans_logger(caplog):

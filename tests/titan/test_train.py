@@ -1,9 +1,11 @@
 """The trainer from end to end (see training_runs), and mistakes in settings."""
 
 import json
+import re
 import statistics
 import sys
 import types
+from types import SimpleNamespace
 
 import pytest
 import tomli
@@ -14,6 +16,7 @@ from training_runs import CONFIG, MIXED_RECIPE, MIXED_RECIPES, Outcome, run_pyth
 from mxtrain import ConfigError
 from mxtrain.analysis import load_run
 from mxtrain.rng.rounding_position import position_as_set, set_rounding_step
+from mxtrain.titan.finite import LossWatch, NonFiniteError
 from mxtrain.titan.parse import non_default_values, parse_job_config
 from mxtrain.titan.train import Trainer, _Trainer
 
@@ -45,6 +48,125 @@ def test_a_resumed_run_draws_the_random_bits_of_an_uninterrupted_run(one):
     assert numbers[0] == numbers[1] and len(numbers[0]) == 2
 
 
+def test_a_run_that_was_killed_resumes_as_if_nothing_had_happened(one):
+    names = ("killed, resumed", "mxnorm")
+    resumed, whole = ([(row["step"], row["loss"], row["grad_norm"]) for row in one[name].rows] for name in names)
+    assert resumed == whole and len(resumed) == 12
+    first = one["killed, resumed"].output[0].splitlines()[0]
+    assert re.fullmatch(r"resuming after step \d+, from .*/killed/run/checkpoint/step-\d+", first)
+
+
+def test_a_run_does_not_replace_another(one):
+    """The worker refuses, as under torchrun; tests/cli/test_bad_run_folders.py has what the launcher refuses."""
+    refused, owner = one["parts, replaced"], one["parts, resumed"]
+    assert refused.statuses == [2] and len(owner.rows) == 2
+    (line,) = refused.output[0].splitlines()
+    assert line.startswith("mxtrain: error: checkpoint.enable = False, but ") and "holds step-2;" in line
+    assert (owner.folder / "conversion.txt").stat().st_size > 0
+
+
+def test_a_loss_that_is_not_finite_stops_training(one, several):
+    stopped = one["nan"]
+    assert stopped.statuses == [1] and "Traceback" not in stopped.output[0]
+    assert stopped.output[0].splitlines()[-1] == (
+        "mxtrain: error: step 2: the loss is nan on rank 0; training stops. The last checkpoint, with finite weights, "
+        f"is {stopped.folder}/checkpoint/step-1. Try a lower optimizer.lr, more lr_scheduler.warmup_steps or a recipe "
+        'with more bits; metrics.on_nonfinite_loss = "continue" only warns'
+    )
+    both = several["nan"]
+    assert both.statuses == [1, 1]
+    for output in both.output:
+        (error,) = [line for line in output.splitlines() if line.startswith("mxtrain: error")]
+        assert "step 2: the loss is nan on ranks 0, 1; training stops. There is no checkpoint." in error
+
+
+def test_training_may_go_on_after_a_loss_that_is_not_finite_but_keeps_the_last_finite_checkpoint(one):
+    run = one["nan, continued"]
+    assert run.statuses == [0]
+    warnings = [line for line in run.output[0].splitlines() if line.startswith("warning: step")]
+    unsaved = "the weights after this step hold nan on rank 0; no checkpoint is saved"
+    assert warnings == [
+        'warning: step 2: the loss is nan on rank 0; training goes on (metrics.on_nonfinite_loss = "continue")',
+        *[f"warning: step {step}: {unsaved}" for step in (2, 3, 4)],
+    ]
+    assert [path.name for path in (run.folder / "checkpoint").iterdir()] == ["step-1"]
+
+
+class FakeCheckpointer:
+    """As TorchTitan's: ``_should_save`` decides, ``save`` saves."""
+
+    enable = True
+    saved = ()
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def _create_checkpoint_id(self, step):
+        return str(self.folder / f"step-{step}")
+
+    def _should_save(self, step, last_step):
+        return last_step or step % 2 == 0
+
+    def save(self, step, last_step=False):
+        if self._should_save(step, last_step):
+            assert not (self.folder / f"step-{step}" / ".metadata").exists()
+            self.saved += (step,)
+
+
+@pytest.fixture
+def trainer(monkeypatch, tmp_path):
+    """A trainer of a tiny model, ``_Trainer`` without TorchTitan's own ``__init__`` and ``train_step``."""
+
+    def init(self, job_config):
+        self.job_config = job_config
+        self.device = torch.device("cpu")
+        self.model_parts = [torch.nn.Linear(2, 2)]
+        self.checkpointer = FakeCheckpointer(tmp_path)
+        self.metrics_processor = SimpleNamespace(logger=None, should_log=lambda step: False)
+
+    def train_step(self, losses):
+        for loss in losses:
+            self.forward_backward_step(loss=loss)
+
+    monkeypatch.setattr(Trainer, "__init__", init)
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(Trainer, "forward_backward_step", lambda self, loss: torch.tensor(loss))
+    yield lambda *flags: _Trainer(parse_job_config(["--model.converters=", *flags]))
+    set_rounding_step(None)
+
+
+def test_weights_that_are_not_finite_are_not_saved_though_every_loss_was(trainer, caplog, tmp_path):
+    for step in (2, 4):  # of an earlier run: the first is replaced, the second stays
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / ".metadata").write_text("")
+    stops, goes_on = trainer(), trainer("--metrics.on_nonfinite_loss=continue")
+    for one in (stops, goes_on):
+        for one.step in (1, 2):
+            one.train_step([3.0, 2.0])
+            one.checkpointer.save(one.step)
+        one.model_parts[0].bias.data[1] = float("-inf")
+        one.checkpointer.save(3)  # no step to save
+    found = "step 4: the weights after this step hold inf on rank 0"
+    with pytest.raises(NonFiniteError) as error:
+        stops.checkpointer.save(4)
+    assert str(error.value) == found
+    goes_on.checkpointer.save(4)
+    goes_on.checkpointer.save(5, last_step=True)
+    assert [m for m in caplog.messages if m.startswith("step")] == [
+        f"{found}; no checkpoint is saved",
+        f"{found.replace('4', '5')}; no checkpoint is saved",
+    ]
+    assert stops.checkpointer.saved == goes_on.checkpointer.saved == (2,)
+    assert (tmp_path / "step-4" / ".metadata").exists()
+
+
+def test_one_microbatch_that_is_not_finite_is_enough(trainer):
+    one = trainer()
+    one.step = 7
+    with pytest.raises(NonFiniteError, match="^step 7: the loss is inf on rank 0$"):
+        one.train_step([3.0, float("inf"), 2.0])
+
+
 def test_the_trainer_sets_step_and_microbatch(monkeypatch):
     seen = []
 
@@ -54,10 +176,13 @@ def test_the_trainer_sets_step_and_microbatch(monkeypatch):
 
     def forward_backward_step(self, **kwargs):
         seen.append(position_as_set("cpu").tolist())
+        return torch.tensor(1.0)
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
     monkeypatch.setattr(Trainer, "forward_backward_step", forward_backward_step)
     trainer = object.__new__(_Trainer)
+    trainer.device = torch.device("cpu")
+    trainer._watch = LossWatch(trainer.device, stops=True)
     for trainer.step in (7, 8):
         trainer.train_step(None)
     set_rounding_step(None)
@@ -70,7 +195,7 @@ def test_a_run_records_its_settings(one):
     assert list(resolved["mxnorm"]["recipes"]) == list(MIXED_RECIPES)  # the last match wins
     assert resolved["training"] == {**CONFIG["training"], "dataset_path": resolved["training"]["dataset_path"]}
     assert resolved["model"] == {"flavor": "tiny", "converters": ["mxnorm"]}  # the name is the default
-    assert "config_file" not in resolved["job"]
+    assert resolved["job"] == {"custom_config_module": "mxtrain.titan.job_config"}  # no config_file, no dump_folder
     facts = json.loads((one["mixed"].folder / "run.json").read_text())
     assert facts["recipe"] == MIXED_RECIPE and facts["recipes"] == MIXED_RECIPES
     assert tomli.loads((one["p1"].folder / "config.toml").read_text())["mxnorm"] == {"p": 1}
@@ -79,6 +204,7 @@ def test_a_run_records_its_settings(one):
 MISTAKES = {
     "filter": "filter_fqns: 'outputs' matches no module",
     "recipe by name": "recipes: 'layer.0' matches no module; the top-level",
+    "nonfinite": "metrics.on_nonfinite_loss = 'maybe' is not one of: 'stop', 'continue'",
     "nothing to convert": "finds nothing to convert",
     "dataset": "training.dataset",
     "dataset path": "/no/such/text.jsonl",

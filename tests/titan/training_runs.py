@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing import forkserver
 from pathlib import Path
@@ -52,6 +53,9 @@ MIXED_RECIPE = "fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4"
 MIXED_RECIPES = {"layers.*.feed_forward.w2": "mxfp8", "layers.0": "bf16"}
 SAVE = ["--checkpoint.enable", "--checkpoint.interval=1000"]
 SEED = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
+SAVE_EACH = ["--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=2"]
+# The weights explode in the first step. No later step is logged.
+EXPLODE = ["--optimizer.lr=1e38", "--metrics.log_freq=100"]
 ACCUMULATE = ["--training.local_batch_size=2", "--training.global_batch_size=4"]
 
 
@@ -72,6 +76,7 @@ def validate(base: Path) -> list[str]:
 
 def one_process(base: Path) -> dict[str, "Outcome"]:
     """Train with one process: every converter, checkpoints across converters, and mistakes in the settings."""
+    _killed(base)
     mixed = ["--mxnorm.recipes", *(word for pair in MIXED_RECIPES.items() for word in pair)]
     experts = validate(base)
     return _done_once(
@@ -103,6 +108,11 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             "whole": [NVFP4, *ACCUMULATE, steps(2)],
             "parts": [NVFP4, *ACCUMULATE, *SAVE, "--checkpoint.no-last-save-model-only", steps(1)],
             "parts, resumed": [NVFP4, *ACCUMULATE, *SAVE, steps(2), f"--job.dump_folder={base / 'one' / 'parts'}"],
+            "parts, replaced": [steps(1), f"--job.dump_folder={base / 'one' / 'parts'}"],
+            "killed, resumed": [*SAVE_EACH, f"--job.dump_folder={base / 'killed' / 'run'}"],
+            # Losses that are not finite.
+            "nan": [*EXPLODE, *SAVE_EACH],
+            "nan, continued": [*EXPLODE, *SAVE_EACH, steps(4), "--metrics.on_nonfinite_loss=continue"],
             # The same as several processes do.
             "from seed": load(base, "seed", 0),
             "from seed, fused": [*load(base, "seed", 0), FUSED],
@@ -116,12 +126,26 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             # Mistakes.
             "filter": ["--mxnorm.filter_fqns=outputs"],
             "recipe by name": ["--mxnorm.recipes", "layer.0", "bf16"],
+            "nonfinite": ["--metrics.on_nonfinite_loss=maybe"],
             "nothing to convert": ["--mxnorm.filter_fqns=layers,output"],
             "dataset": ["--training.dataset=wiki"],
             "dataset path": ["--training.dataset_path=/no/such/text.jsonl"],
             "tokenizer": ["--model.hf_assets_path=/no/such/tokenizer"],
         },
     )
+
+
+def _killed(base: Path) -> None:
+    """Train with a checkpoint every step, and kill the process in the middle of it."""
+    metrics = base / "killed" / "run" / "metrics.jsonl"
+
+    def has_logged_four_steps() -> bool:
+        return metrics.exists() and metrics.read_text().count("\n") >= 4
+
+    with FileLock(base / "killed.lock"):
+        if not (base / "killed").exists():
+            _copy_text(base)
+            launch(base / "killed", {"run": SAVE_EACH}, 1, kill_when=has_logged_four_steps)
 
 
 def several_processes(base: Path) -> dict[str, "Outcome"]:
@@ -133,6 +157,7 @@ def several_processes(base: Path) -> dict[str, "Outcome"]:
         "experts, fsdp": [*experts, halves],
         "experts, ep": [*experts, halves, "--parallelism.expert_parallel_degree=2"],
         "nvfp4, fsdp": [*load(base, "seed", 0), NVFP4, halves],
+        "nan": [*EXPLODE, halves],
         "pipeline": ["--parallelism.pipeline_parallel_degree=2"],
     }
     degrees = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"]
@@ -213,9 +238,7 @@ class Outcome:
 def _done_once(base: Path, name: str, processes: int, runs: dict[str, list[str]]) -> dict[str, Outcome]:
     with FileLock(base / f"{name}.lock"):
         if not (base / name).exists():
-            # A copy: an edit during the tests would change the text. Not the caches, which other processes write now.
-            sources = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(REPOSITORY / "mxtrain", base / "text", ignore=sources, dirs_exist_ok=True)
+            _copy_text(base)
             launch(base / name, runs, processes)
     outcomes = {}
     for run, flags in runs.items():
@@ -226,12 +249,23 @@ def _done_once(base: Path, name: str, processes: int, runs: dict[str, list[str]]
     return outcomes
 
 
+def _copy_text(base: Path) -> None:
+    # A copy: an edit during the tests would change the text. Not the caches, which other processes write now.
+    sources = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(REPOSITORY / "mxtrain", base / "text", ignore=sources, dirs_exist_ok=True)
+
+
 # Runs are forked from a process that has imported these.
 PRELOADED = ["torch._inductor.compile_fx", "torchao.quantization", "datasets", "tyro", "wandb"]
 
 
-def launch(folder: Path, runs: dict[str, list[str]], processes: int) -> None:
-    """Do ``runs``, name -> flags, one after another with ``processes`` workers and no launcher in between."""
+def launch(
+    folder: Path, runs: dict[str, list[str]], processes: int, kill_when: Callable[[], bool] | None = None
+) -> None:
+    """Do ``runs``, name -> flags, one after another with ``processes`` workers and no launcher in between.
+
+    If ``kill_when`` is given, kill the workers with SIGKILL as soon as it is true.
+    """
     folder.mkdir(parents=True)
     data = {**CONFIG["training"], "dataset_path": f"{folder.parent / 'text'}/**/*.py"}
     with open(folder / "job.toml", "wb") as file:
@@ -263,6 +297,12 @@ def launch(folder: Path, runs: dict[str, list[str]], processes: int) -> None:
     for worker in workers:
         worker.start()
     end = time.monotonic() + 500
+    if kill_when is not None:
+        while not kill_when() and time.monotonic() < end:
+            time.sleep(0.01)
+        for worker in workers:
+            assert worker.is_alive()
+            worker.kill()
     for worker in workers:
         worker.join(max(0, end - time.monotonic()))
     late = [worker for worker in workers if worker.is_alive()]

@@ -1,0 +1,79 @@
+"""The lock on a run's folder, which keeps a second run out while a first one writes.
+
+``mxtrain train`` and the first worker both hold it, so either may end first. It is a ``flock``: the kernel releases it
+when the last process that holds it ends, however it ends.
+"""
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mxtrain.errors import ConfigError
+from mxtrain.launched import is_launcher_alive
+from mxtrain.run_folder.files import reason
+
+LOCK_FILE = ".lock"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[str | None]:
+    """Create ``folder`` and hold its lock. A worker of ``mxtrain train`` shares the lock of its parent.
+
+    Gives None, or a warning for the user if the file system has no locks.
+
+    Raises:
+        ConfigError: if another run holds the lock, or if the folder cannot be written.
+    """
+    path = folder / LOCK_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+b", buffering=0)
+    except OSError as error:
+        raise _not_writable(folder, path, error) from error
+    with file:
+        # A child, such as a dataloader worker, would keep the lock for as long as it outlives this process.
+        os.register_at_fork(after_in_child=file.close)
+        warning = None
+        try:
+            _take(file, folder)
+        except OSError as error:
+            warning = f"{path} cannot be locked ({reason(error)}): nothing keeps a second run out of this folder"
+        yield warning
+
+
+def _take(file, folder: Path) -> None:
+    """Take the lock. Raises ConfigError if it is taken, and OSError on a file system without locks."""
+    try:
+        if not is_launcher_alive():
+            # Every newcomer asks for the lock alone. The holder keeps a shared lock, so that its worker can join.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _write_owner(file, folder)
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"job.dump_folder = {str(folder)!r} is in use by {_owner(file)}; wait until that run ends, stop it, or "
+            "choose another folder"
+        ) from error
+
+
+def _write_owner(file, folder: Path) -> None:
+    try:
+        file.truncate(0)
+        file.write(f"{os.getpid()} {socket.gethostname()}".encode())
+    except OSError as error:  # a full disk, which would stop the run's own files too
+        raise _not_writable(folder, folder / LOCK_FILE, error) from error
+
+
+def _owner(file) -> str:
+    with suppress(OSError, ValueError):
+        file.seek(0)
+        process, host = file.read(1000).decode().split()
+        return f"process {process} on {host}"
+    return "another run"
+
+
+def _not_writable(folder: Path, path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"job.dump_folder = {str(folder)!r} cannot be written: {path}: {reason(error)}")

@@ -1,0 +1,219 @@
+"""Whether a run may start in a folder, and at which step: no run replaces the results of another.
+
+TorchTitan resumes from the newest complete checkpoint in the run's folder. Without one it starts at step 1 and says
+nothing, even if the folder holds results or damaged checkpoints. ``find_start`` looks first and stops such a run.
+"""
+
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from mxtrain.errors import ConfigError
+from mxtrain.run_folder.files import METRICS_FILE, reason
+
+# Files that TorchTitan 0.2.2 looks for to tell whether a checkpoint is complete. They are written last.
+DCP_MARK, HF_MARK = ".metadata", "model.safetensors.index.json"
+# Key in the metadata of every checkpoint from which a run can resume: the trainer's step.
+TRAINER_KEY = b"train_state"
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """The settings of ``[checkpoint]`` that decide where a run starts, with TorchTitan's names and defaults."""
+
+    enable: bool = False
+    folder: str = "checkpoint"
+    load_step: int = -1
+    load_only: bool = False
+    create_seed_checkpoint: bool = False
+    initial_load_path: str | None = None
+    initial_load_in_hf: bool = False
+    exclude_from_loading: list | tuple = ()
+
+    @classmethod
+    def of(cls, section) -> "CheckpointSettings":
+        """Copy the settings from TorchTitan's own section."""
+        return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
+
+
+@dataclass(frozen=True)
+class Start:
+    step: int
+    """Number of steps that are done"""
+    notes: tuple[str, ...] = ()
+    """Lines for the user: where the run starts, unless it starts from nothing, and what it leaves alone"""
+
+
+def require_folder(name: object) -> Path:
+    """Return ``job.dump_folder`` as a path. Raises ConfigError if it is not a name, for example empty."""
+    if not isinstance(name, str) or not name.strip():
+        raise ConfigError(f"job.dump_folder = {name!r} is not the name of a folder")
+    return Path(name)
+
+
+def latest_checkpoint(folder: Path, checkpoint: CheckpointSettings) -> Path | None:
+    """Return the newest complete checkpoint of the run in ``folder``."""
+    saved = _Checkpoints(folder / checkpoint.folder)
+    return saved.path(max(saved.complete)) if checkpoint.enable and saved.complete else None
+
+
+def mark_incomplete(checkpoint: Path) -> None:
+    """Call before a checkpoint is saved in a folder that may hold one already, which a resumed run then replaces.
+
+    A run that is killed in the middle would otherwise leave a mixture that looks complete.
+    """
+    for mark in (DCP_MARK, HF_MARK):
+        (checkpoint / mark).unlink(missing_ok=True)
+
+
+def find_start(folder: Path, checkpoint: CheckpointSettings, processes: int) -> Start:
+    """Return where a run with these settings and this number of processes starts in ``folder``, which need not exist.
+
+    Raises:
+        ConfigError: if the run would replace results, start at step 1 although the folder holds checkpoints, fail to
+            load its checkpoint, or ignore a setting; and if the folder cannot be read.
+    """
+    try:
+        return _find_start(folder, checkpoint, processes)
+    except OSError as error:
+        message = f"job.dump_folder = {str(folder)!r} cannot be read: {error.filename}: {reason(error)}"
+        raise ConfigError(message) from error
+
+
+def _find_start(folder: Path, checkpoint: CheckpointSettings, processes: int) -> Start:
+    saved = _Checkpoints(folder / checkpoint.folder)
+    if checkpoint.create_seed_checkpoint:
+        return _start_of_seed(folder, saved, checkpoint, processes)
+    if not checkpoint.enable:
+        if saved.found:
+            raise ConfigError(
+                f"checkpoint.enable = False, but {saved.folder} holds {saved.found[-1]}; set checkpoint.enable to "
+                "resume, or choose another job.dump_folder to start at step 1"
+            )
+        _require_no_metrics(folder, "checkpoint.enable is False")
+        return Start(0)
+    step = _step_to_load(saved, checkpoint.load_step)
+    if step is None:
+        return _start_of_new_run(folder, saved, checkpoint)
+
+    path = saved.path(step)
+    if step == 0 or "train_state" in checkpoint.exclude_from_loading:
+        _require_no_metrics(folder, f"with the weights in {path} training starts at step 1")
+        return Start(0, (f"training starts from the weights in {path}",))
+    _require_trainer_state(saved, step)
+    return Start(step, (f"resuming after step {step}, from {path}", *_left_alone(saved, step)))
+
+
+class _Checkpoints:
+    """The checkpoints in a folder, as TorchTitan finds them."""
+
+    def __init__(self, folder: Path):
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"checkpoint.folder: {folder} is not a folder")
+        self.folder = folder
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        self.found = sorted((name for name in names if re.search(r"step-\d+", name)), key=_number)
+        """Names of checkpoints, complete or not, in the order of their steps"""
+        complete = [name for name in self.found if any((folder / name / m).is_file() for m in (DCP_MARK, HF_MARK))]
+        self.incomplete = [name for name in self.found if name not in complete]
+        for name in complete:
+            if name != f"step-{_number(name)}":
+                # TorchTitan would look for step-N instead, and its purge of old checkpoints would delete this one.
+                raise ConfigError(
+                    f"checkpoint.folder: TorchTitan takes {folder / name} for the checkpoint of step {_number(name)}; "
+                    "move it out of this folder"
+                )
+        self.complete = [_number(name) for name in complete]
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step}"
+
+    def has_trainer_state(self, step: int) -> bool:
+        """Return False for weights alone: an export to Hugging Face's format, or a last checkpoint."""
+        metadata = self.path(step) / DCP_MARK
+        # A pickle, which holds its keys as they are. Loading it would need PyTorch.
+        return metadata.is_file() and TRAINER_KEY in metadata.read_bytes()
+
+
+def _number(name: str) -> int:
+    return int(re.search(r"step-(\d+)", name).group(1))
+
+
+def _require_no_metrics(folder: Path, because: str) -> None:
+    metrics = folder / METRICS_FILE
+    if metrics.is_file() and metrics.stat().st_size > 0:
+        raise ConfigError(
+            f"job.dump_folder = {str(folder)!r} holds the metrics of a run ({metrics}), which this run would replace "
+            f"({because}); choose another folder, or move the old one away"
+        )
+
+
+def _start_of_seed(folder: Path, saved: _Checkpoints, checkpoint: CheckpointSettings, processes: int) -> Start:
+    if processes > 1:
+        raise ConfigError(f"checkpoint.create_seed_checkpoint needs one process, not {processes}: set NGPU=1")
+    if checkpoint.load_only:
+        raise ConfigError("checkpoint.create_seed_checkpoint saves a checkpoint, and checkpoint.load_only forbids that")
+    if saved.found:
+        raise ConfigError(
+            f"checkpoint.create_seed_checkpoint: {saved.folder} already holds {saved.found[-1]}; choose another "
+            "job.dump_folder"
+        )
+    _require_no_metrics(folder, "a seed is where a run starts")
+    return Start(0)
+
+
+def _step_to_load(saved: _Checkpoints, wanted: int) -> int | None:
+    """Return the step of the checkpoint that is loaded, or None if the folder holds no checkpoint at all."""
+    complete = ", ".join(map(str, sorted(saved.complete))) or "no complete checkpoint"
+    if wanted != -1:
+        if wanted not in saved.complete:
+            raise ConfigError(f"checkpoint.load_step = {wanted} is not among the steps in {saved.folder}: {complete}")
+        return wanted
+    if saved.found and not saved.complete:
+        raise ConfigError(
+            f"checkpoint.folder: {saved.folder} holds no complete checkpoint, only parts ({', '.join(saved.found)}); "
+            "remove them and the run's metrics to start at step 1, or choose another job.dump_folder"
+        )
+    return max(saved.complete, default=None)
+
+
+def _start_of_new_run(folder: Path, saved: _Checkpoints, checkpoint: CheckpointSettings) -> Start:
+    _require_no_metrics(folder, f"{saved.folder} holds no checkpoint from which it could resume")
+    initial = checkpoint.initial_load_path
+    if not (initial or checkpoint.initial_load_in_hf):
+        if checkpoint.load_only:
+            raise ConfigError(f"checkpoint.load_only: {saved.folder} holds no checkpoint that could be loaded")
+        return Start(0)
+    if saved.folder.exists():
+        setting = f"initial_load_path = {initial!r}" if initial else "initial_load_in_hf"
+        raise ConfigError(
+            f"checkpoint.{setting} would be ignored, because {saved.folder} exists, although empty; remove it"
+        )
+    if initial and not checkpoint.initial_load_in_hf and not (Path(initial) / DCP_MARK).is_file():
+        raise ConfigError(
+            f"checkpoint.initial_load_path = {initial!r} holds no complete checkpoint: {DCP_MARK} is missing; name the "
+            "folder of one step, such as outputs/a/checkpoint/step-100"
+        )
+    return Start(0)
+
+
+def _require_trainer_state(saved: _Checkpoints, step: int) -> None:
+    if saved.has_trainer_state(step):
+        return
+    earlier = [other for other in saved.complete if 0 < other < step and saved.has_trainer_state(other)]
+    resume = f"resume from an earlier step with checkpoint.load_step = {max(earlier)}, or " if earlier else ""
+    raise ConfigError(
+        f"checkpoint.last_save_model_only: {saved.path(step)} is the end of a run and holds only its weights: "
+        f"no run can resume from it; {resume}start a new run from these weights in another job.dump_folder with "
+        f"checkpoint.initial_load_path = {str(saved.path(step))!r}"
+    )
+
+
+def _left_alone(saved: _Checkpoints, step: int) -> list[str]:
+    notes = []
+    if saved.incomplete:
+        notes.append(f"incomplete checkpoints are left alone: {', '.join(saved.incomplete)}")
+    later = [f"step-{other}" for other in sorted(saved.complete) if other > step]
+    if later:
+        notes.append(f"later checkpoints stay until they are replaced; a resume takes the latest: {', '.join(later)}")
+    return notes

@@ -1,0 +1,122 @@
+"""Stops training, or warns, when a loss or a weight is NaN or infinite.
+
+Every step ends with one small reduction: the loss of every rank, so that all ranks see the same and stop together. On
+a GPU the result is copied without waiting, and read one step later: the GPU then has the next step's work in its queue.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch.distributed.tensor import DTensor
+from torchtitan.tools.logging import logger
+
+STOP, CONTINUE = "stop", "continue"
+SETTING = "metrics.on_nonfinite_loss"
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or a weight is NaN or infinite, and training stops. The message is for the user, without a traceback."""
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Numbers on their way from the device to the host."""
+
+    step: int
+    values: torch.Tensor
+    event: torch.cuda.Event | None
+
+    def read(self) -> list[float]:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.values.tolist()
+
+
+class LossWatch:
+    """Looks at the loss of every step and of every rank.
+
+    Args:
+        device: where the losses are.
+        stops: raise NonFiniteError; otherwise warn, and again only after a finite loss.
+    """
+
+    def __init__(self, device: torch.device, stops: bool):
+        self.device = device
+        self.stops = stops
+        self.was_finite = True
+        self._copies: list[_Copy] = []
+
+    @torch.no_grad()
+    def record(self, step: int, losses: list[torch.Tensor]) -> None:
+        """Send the sum of ``losses``, scalars of the microbatches of ``step``, on its way to the host."""
+        values = over_ranks(torch.stack([_local(loss) for loss in losses]).float().sum())
+        event = None
+        if self.device.type == "cuda":
+            values = values.to("cpu", non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._copies.append(_Copy(step, values, event))
+
+    def look(self, at_last_step: bool) -> None:
+        """Read the losses that were recorded; the last one only if asked, because reading it waits for the device.
+
+        Raises NonFiniteError, on all ranks, for a loss that is NaN or infinite.
+        """
+        count = len(self._copies) if at_last_step else len(self._copies) - 1
+        for _ in range(count):
+            copy = self._copies.pop(0)
+            values = copy.read()
+            is_finite = all(map(math.isfinite, values))
+            if not is_finite and self.was_finite:
+                found = f"step {copy.step}: the loss is {describe(values)}"
+                if self.stops:
+                    raise NonFiniteError(found)
+                logger.warning(f'{found}; training goes on ({SETTING} = "{CONTINUE}")')
+            self.was_finite = is_finite
+
+
+@torch.no_grad()
+def nonfinite_weights(models: Iterable[torch.nn.Module], device: torch.device) -> str:
+    """Return which ranks hold a NaN or infinite parameter or buffer, such as "nan on rank 3", or "" if none does.
+
+    Every rank looks at its own shards, and all ranks get the same answer. Waits for the device.
+    """
+    tensors = chain.from_iterable(chain(model.parameters(), model.buffers()) for model in models)
+    shards = [_local(tensor) for tensor in tensors]
+    shards = [shard for shard in shards if shard.is_floating_point() and shard.numel() > 0]
+    # The sum of the largest magnitudes is NaN or infinite if and only if an element is.
+    largest = [torch.linalg.vector_norm(shard, math.inf).to(device, torch.float64) for shard in shards]
+    values = over_ranks(torch.stack(largest).sum()).tolist()
+    return "" if all(map(math.isfinite, values)) else describe(values)
+
+
+def over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """Return this scalar of every rank, [world size]."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return value.reshape(1)
+    values = value.new_zeros(torch.distributed.get_world_size())
+    values[torch.distributed.get_rank()] = value
+    torch.distributed.all_reduce(values)  # adds zeros, and 0 + NaN is NaN
+    return values
+
+
+def describe(values: list[float]) -> str:
+    """Name the values that are not finite and their ranks: "nan on ranks 0, 3, inf on rank 1"."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        if not math.isfinite(value):
+            ranks.setdefault(str(value), []).append(rank)
+    return ", ".join(f"{value} on {_ranks(where)}" for value, where in ranks.items())
+
+
+def _ranks(ranks: list[int], most: int = 8) -> str:
+    shown = ", ".join(map(str, ranks[:most]))
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

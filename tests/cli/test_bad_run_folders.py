@@ -1,0 +1,313 @@
+"""Folders and files that a run or a plot must refuse: one line, exit status 2, and nothing changes on the disk."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from mxtrain import cli
+from mxtrain.cli import launch
+
+ROW = json.dumps({"step": 1, "loss": 9.0}) + "\n"
+# The mark of a checkpoint: a pickle with the keys of what it holds.
+FULL, WEIGHTS = "...train_state.step...", "...layers.0.attention.wq.weight..."
+
+
+def holds_metrics(because: str) -> str:
+    return (
+        "job.dump_folder = 'run' holds the metrics of a run (run/metrics.jsonl), which this run would replace "
+        f"({because}); choose another folder, or move the old one away"
+    )
+
+
+@dataclass
+class Case:
+    flags: list[str]
+    message: str
+    """The whole line, without its prefix"""
+    files: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def saved(*steps: int, content: str = FULL) -> dict[str, str]:
+    """Complete checkpoints."""
+    return {f"run/checkpoint/step-{step}/.metadata": content for step in steps}
+
+
+METRICS = {"run/metrics.jsonl": ROW}
+PART = {"run/checkpoint/step-20/__0_0.distcp": ""}
+RUN, ENABLE = "--job.dump_folder=run", "--checkpoint.enable"
+
+TRAIN = {
+    # Metrics that would be replaced.
+    "a finished run": Case([RUN], holds_metrics("checkpoint.enable is False"), METRICS),
+    "a finished run, resumed without checkpoints": Case(
+        [RUN, ENABLE], holds_metrics("run/checkpoint holds no checkpoint from which it could resume"), METRICS
+    ),
+    "a finished run with a seed": Case(
+        [RUN, ENABLE], holds_metrics("with the weights in run/checkpoint/step-0 training starts at step 1"),
+        METRICS | saved(0, content=WEIGHTS),
+    ),
+    "step 0 of a run": Case(
+        [RUN, ENABLE, "--checkpoint.load_step=0"],
+        holds_metrics("with the weights in run/checkpoint/step-0 training starts at step 1"), METRICS | saved(0, 10),
+    ),
+    "weights without the step": Case(
+        [RUN, ENABLE, "--checkpoint.exclude_from_loading=dataloader,train_state"],
+        holds_metrics("with the weights in run/checkpoint/step-10 training starts at step 1"), METRICS | saved(10),
+    ),
+    "a seed over a run": Case(
+        [RUN, ENABLE, "--checkpoint.create_seed_checkpoint"], holds_metrics("a seed is where a run starts"), METRICS
+    ),
+    # Checkpoints that would not be loaded.
+    "checkpoints are off": Case(
+        [RUN],
+        "checkpoint.enable = False, but run/checkpoint holds step-10; set checkpoint.enable to resume, or choose "
+        "another job.dump_folder to start at step 1",
+        METRICS | saved(5, 10),
+    ),
+    "only parts of a checkpoint": Case(
+        [RUN, ENABLE],
+        "checkpoint.folder: run/checkpoint holds no complete checkpoint, only parts (step-20); remove them and the "
+        "run's metrics to start at step 1, or choose another job.dump_folder",
+        METRICS | PART,
+    ),
+    "a step that was not saved": Case(
+        [RUN, ENABLE, "--checkpoint.load_step=7"],
+        "checkpoint.load_step = 7 is not among the steps in run/checkpoint: 5, 10",
+        METRICS | saved(10, 5) | PART,
+    ),
+    "a step of a part": Case(
+        [RUN, ENABLE, "--checkpoint.load_step", "20"],
+        "checkpoint.load_step = 20 is not among the steps in run/checkpoint: 5", METRICS | saved(5) | PART,
+    ),
+    "a step in a new folder": Case(
+        ["--job.dump_folder=new", ENABLE, "--checkpoint.load_step=7"],
+        "checkpoint.load_step = 7 is not among the steps in new/checkpoint: no complete checkpoint",
+    ),
+    "a negative step": Case(
+        [RUN, ENABLE, "--checkpoint.load_step=-2"],
+        "checkpoint.load_step = -2 should be greater than or equal to -1", saved(5),
+    ),
+    "a renamed checkpoint": Case(
+        [RUN, ENABLE],
+        "checkpoint.folder: TorchTitan takes run/checkpoint/step-20-bad for the checkpoint of step 20; move it out of "
+        "this folder",
+        METRICS | saved(10) | {"run/checkpoint/step-20-bad/.metadata": FULL},
+    ),
+    "weights of a finished run": Case(
+        [RUN, ENABLE],
+        "checkpoint.last_save_model_only: run/checkpoint/step-12 is the end of a run and holds only its weights: no "
+        "run can resume from it; resume from an earlier step with checkpoint.load_step = 10, or start a new run from "
+        "these weights in another job.dump_folder with checkpoint.initial_load_path = 'run/checkpoint/step-12'",
+        METRICS | saved(5, 10) | saved(12, content=WEIGHTS),
+    ),
+    "an export of a finished run": Case(
+        [RUN, ENABLE],
+        "checkpoint.last_save_model_only: run/checkpoint/step-12 is the end of a run and holds only its weights: no "
+        "run can resume from it; start a new run from these weights in another job.dump_folder with "
+        "checkpoint.initial_load_path = 'run/checkpoint/step-12'",
+        METRICS | {"run/checkpoint/step-12/model.safetensors.index.json": "{}"},
+    ),
+    "no folder of checkpoints": Case(
+        [RUN, ENABLE], "checkpoint.folder: run/checkpoint is not a folder", {"run/checkpoint": ""}
+    ),
+    # Settings that would be ignored.
+    "initial weights beside an empty folder": Case(
+        [RUN, ENABLE, "--checkpoint.initial_load_path=weights"],
+        "checkpoint.initial_load_path = 'weights' would be ignored, because run/checkpoint exists, although empty; "
+        "remove it",
+        {"run/checkpoint/notes.txt": "", "weights/.metadata": WEIGHTS},
+    ),
+    "initial weights that are missing": Case(
+        ["--job.dump_folder=new", ENABLE, "--checkpoint.initial_load_path=weights"],
+        "checkpoint.initial_load_path = 'weights' is not a folder: give the folder of one checkpoint, such as "
+        "outputs/RUN/checkpoint/step-1000",
+    ),
+    "the folder of all checkpoints as initial weights": Case(
+        ["--job.dump_folder=new", ENABLE, "--checkpoint.initial_load_path=run/checkpoint"],
+        "checkpoint.initial_load_path = 'run/checkpoint' holds no complete checkpoint: .metadata is missing; name the "
+        "folder of one step, such as outputs/a/checkpoint/step-100",
+        saved(5),
+    ),
+    "an import beside an empty folder": Case(
+        [RUN, ENABLE, "--checkpoint.initial_load_in_hf"],
+        "checkpoint.initial_load_in_hf would be ignored, because run/checkpoint exists, although empty; remove it",
+        {"run/checkpoint/notes.txt": ""},
+    ),
+    "initial weights without checkpoints": Case(
+        ["--checkpoint.initial_load_path=weights"],
+        "checkpoint.initial_load_path = 'weights' has no effect without checkpoint.enable = true",
+    ),
+    "a seed without checkpoints": Case(
+        ["--job.dump_folder=new", "--checkpoint.create_seed_checkpoint"],
+        "checkpoint.create_seed_checkpoint = True has no effect without checkpoint.enable = true",
+    ),
+    "a seed that is not saved": Case(
+        [ENABLE, "--checkpoint.create_seed_checkpoint", "--checkpoint.load_only"],
+        "checkpoint.create_seed_checkpoint saves a checkpoint, and checkpoint.load_only forbids that",
+    ),
+    "a second seed": Case(
+        [RUN, ENABLE, "--checkpoint.create_seed_checkpoint"],
+        "checkpoint.create_seed_checkpoint: run/checkpoint already holds step-0; choose another job.dump_folder",
+        saved(0, content=WEIGHTS),
+    ),
+    "a seed of two processes": Case(
+        [ENABLE, "--checkpoint.create_seed_checkpoint"],
+        "checkpoint.create_seed_checkpoint needs one process, not 2: set NGPU=1", environment={"NGPU": "2"},
+    ),
+    "nothing to load": Case(
+        [RUN, ENABLE, "--checkpoint.load_only"],
+        "checkpoint.load_only: run/checkpoint holds no checkpoint that could be loaded",
+    ),
+    # Folders that are none.
+    "an empty name": Case(["--job.dump_folder="], "job.dump_folder = '' is not the name of a folder"),
+    "a name that is missing": Case(["--job.dump_folder"], "job.dump_folder needs a value"),
+    "a file": Case(
+        ["--job.dump_folder=file"], "job.dump_folder = 'file' cannot be created: File exists", {"file": ""}
+    ),
+    "below a file": Case(
+        ["--job.dump_folder=file/run"], "job.dump_folder = 'file/run' cannot be created: Not a directory", {"file": ""}
+    ),
+    "outputs is a file": Case([], "job.dump_folder = 'outputs' cannot be created: File exists", {"outputs": ""}),
+    "not writable": Case(
+        ["--job.dump_folder=/proc/self"],
+        "job.dump_folder = '/proc/self' cannot be written: /proc/self/.lock: No such file or directory",
+    ),
+    "no number of processes": Case(
+        [RUN], "NGPU = '2x' is not a number of processes: 1, 2, ...", environment={"NGPU": "2x"}
+    ),
+}  # fmt: skip
+
+PLOT = {
+    "no folder": Case(["nowhere"], "run folder 'nowhere' does not exist"),
+    "a file in place of a folder": Case(["run/a"], "run folder 'run/a' does not exist", {"run/a": ""}),
+    "no metrics": Case(
+        ["run"], "run/metrics.jsonl does not exist; a run creates this file at its first logged step", {"run/a": ""}
+    ),
+    "a folder in place of metrics": Case(
+        ["run"], "run/metrics.jsonl cannot be read: Is a directory", {"run/metrics.jsonl/a": ""}
+    ),
+    "empty metrics": Case(["run"], "run/metrics.jsonl holds no training step", {"run/metrics.jsonl": ""}),
+    "only a validation": Case(
+        ["run"], "run/metrics.jsonl holds no training step",
+        {"run/metrics.jsonl": '{"step": 1, "validation_loss": 9}\n'},
+    ),
+    "a block of zeros": Case(
+        ["run"], "run/metrics.jsonl, line 2: Expecting value: line 1 column 1 (char 0)",
+        {"run/metrics.jsonl": f"{ROW}\0\0\0\0\n{ROW}"},
+    ),
+    "a loss in words": Case(
+        ["run"], "run/metrics.jsonl, line 1: 'loss' is 'low', not a number",
+        {"run/metrics.jsonl": f'{{"step": 1, "loss": "low"}}\n{ROW}'},
+    ),
+    "a list of values that are not finite": Case(
+        ["run"], "run/metrics.jsonl, line 1: 'nonfinite' is ['loss'], not a JSON object",
+        {"run/metrics.jsonl": f'{{"step": 1, "nonfinite": ["loss"]}}\n{ROW}'},
+    ),
+    "half of the facts": Case(
+        ["run"],
+        "run/run.json is not JSON: Expecting ':' delimiter: line 1 column 8 (char 7)",
+        METRICS | {"run/run.json": '{"name"'},
+    ),
+    "facts of a wrong type": Case(
+        ["run"], "run/run.json is damaged: 'world_size' is '2'", METRICS | {"run/run.json": '{"world_size": "2"}'}
+    ),
+    "a folder in place of facts": Case(
+        ["run"], "run/run.json cannot be read: Is a directory", METRICS | {"run/run.json/a": ""}
+    ),
+    "a picture that is no PNG": Case(
+        ["run", "-o", "loss.pdf"], "the picture 'loss.pdf' is not the name of a PNG file; end it in .png", METRICS
+    ),
+    "no name for the picture": Case(
+        ["run", "-o", ""], "the picture '.' is not the name of a PNG file; end it in .png", METRICS
+    ),
+    "a picture below a file": Case(
+        ["run", "-o", "run/metrics.jsonl/a.png"],
+        "the picture run/metrics.jsonl/a.png cannot be written: File exists", METRICS,
+    ),
+    "a folder in place of the picture": Case(
+        ["run"], "the picture run/loss.png cannot be written: Is a directory", METRICS | {"run/loss.png/a": ""}
+    ),
+    "a picture that cannot be written": Case(
+        ["run", "-o", "/proc/self/a.png"],
+        "the picture /proc/self/a.png cannot be written: No such file or directory", METRICS,
+    ),
+}  # fmt: skip
+
+
+def written(folder: Path) -> dict[str, bytes | None]:
+    """Content of every file and None for every folder, without the lock that a run leaves."""
+    paths = sorted(folder.rglob("*"))
+    return {str(p): p.read_bytes() if p.is_file() else None for p in paths if p.name != ".lock"}
+
+
+def require_refusal(case: Case, command: list[str], capsys) -> None:
+    for name, content in case.files.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(content)
+    before = written(Path("."))
+    assert cli.main([*command, *case.flags]) == 2
+    assert capsys.readouterr().err == f"mxtrain: error: {case.message}\n"
+    assert written(Path(".")) == before
+
+
+@pytest.fixture
+def launcher(tmp_path, monkeypatch):
+    """No worker starts; a config in an empty folder. Returns what the launcher would have started."""
+    started = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NGPU", raising=False)
+    monkeypatch.setattr(launch, "accelerator_count", lambda: 0)
+    monkeypatch.setattr(launch, "set_worker_defaults", lambda *arguments: None)
+    monkeypatch.setattr(launch, "run_workers", lambda arguments, *_: started.append(arguments) or 0)
+    (tmp_path / "job.toml").write_text("")
+    return started
+
+
+@pytest.mark.parametrize("name", TRAIN)
+def test_a_run_that_is_refused(name, launcher, monkeypatch, capsys):
+    for variable, value in TRAIN[name].environment.items():
+        monkeypatch.setenv(variable, value)
+    Path("outputs" if name != "outputs is a file" else "other").mkdir()
+    require_refusal(TRAIN[name], ["train", "job.toml"], capsys)
+    assert launcher == []
+
+
+@pytest.mark.parametrize("name", PLOT)
+def test_a_plot_that_is_refused(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    require_refusal(PLOT[name], ["plot"], capsys)
+
+
+ALLOWED = {
+    "a new folder": ([RUN], {}),
+    "an empty folder": ([RUN, ENABLE], {"run/notes.txt": ""}),
+    "a run that wrote no metrics": ([RUN], {"run/metrics.jsonl": "", "run/config.toml": ""}),
+    "a resumed run": ([RUN, ENABLE], METRICS | saved(10)),
+    "a resumed run with parts": ([RUN, ENABLE], METRICS | saved(10) | PART),
+    "an earlier step": ([RUN, ENABLE, "--checkpoint.load_step=5"], METRICS | saved(5, 10)),
+    "a seed": ([RUN, ENABLE], saved(0, content=WEIGHTS)),
+    "a seed to make": ([RUN, ENABLE, "--checkpoint.create_seed_checkpoint"], {}),
+    "initial weights": ([RUN, ENABLE, "--checkpoint.initial_load_path=w"], {"w/.metadata": WEIGHTS}),
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_a_run_that_may_start(name, launcher):
+    flags, files = ALLOWED[name]
+    for path, content in files.items():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(content)
+    assert cli.main(["train", "job.toml", *flags]) == 0
+    assert launcher[0][: len(flags) + 1] == ["--job.config_file=job.toml", *flags]
+
+
+def test_a_run_in_the_folder_of_another(launcher, capsys):
+    with launch.locked(Path("run")):
+        assert cli.main(["train", "job.toml", RUN]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("mxtrain: error: job.dump_folder = 'run' is in use by process ")
+    assert cli.main(["train", "job.toml", RUN]) == 0  # the lock is free again
+    assert len(launcher) == 1

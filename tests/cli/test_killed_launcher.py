@@ -1,0 +1,90 @@
+"""Workers end with their launcher, even if it is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mxtrain.launched import LAUNCHER_VARIABLE
+
+REPOSITORY = Path(__file__).parents[2]
+# A worker that was not stopped would train for hours.
+RUN = ["--job.dump_folder", "run", "--training.steps", "1000000"]
+CONFIG = str(REPOSITORY / "train_configs" / "llama3_debug.toml")
+
+
+def children(process: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def is_worker(process: int) -> bool:
+    try:
+        return b"mxtrain.train" in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def wait(seconds: float, find):
+    """Return what ``find`` finds, as soon as it finds something, or None."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := find():
+            return found
+        time.sleep(0.02)
+    return None
+
+
+@pytest.mark.parametrize(
+    "launcher, seen",
+    [
+        (["mxtrain.cli", "train", CONFIG], "run/.lock"),  # there before the worker: this kills at once
+        (
+            ["torch.distributed.run", "--standalone", "-m", "mxtrain.train", "--job.config_file", CONFIG],
+            "run/train.log",
+        ),
+    ],
+    ids=["mxtrain", "torchrun"],
+)
+def test_workers_end_when_their_launcher_is_killed(launcher, seen, tmp_path):
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY), "NGPU": "1"}
+    environment["MXTRAIN_CACHE"] = str(tmp_path / "cache")
+    with subprocess.Popen(
+        [sys.executable, "-m", *launcher, *RUN],
+        cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    ) as process:  # fmt: skip
+        worker = wait(100, lambda: next(filter(is_worker, children(process.pid)), None))
+        try:
+            assert wait(100, lambda: (tmp_path / seen).exists())
+        finally:
+            process.kill()
+    try:
+        assert wait(5, lambda: not is_worker(worker))
+    finally:
+        if is_worker(worker):
+            os.kill(worker, signal.SIGKILL)
+
+
+END = "from mxtrain.launched import end_with_launcher; end_with_launcher(); print('alive')"
+
+
+@pytest.mark.parametrize(
+    "environment, status",
+    [
+        ({}, 0),  # no launcher: a process of a shell may outlive it
+        ({"TORCHELASTIC_RUN_ID": "x"}, 0),
+        ({"TORCHELASTIC_RUN_ID": "x", LAUNCHER_VARIABLE: str(os.getpid())}, 0),
+        ({"TORCHELASTIC_RUN_ID": "x", LAUNCHER_VARIABLE: "1"}, 128 + signal.SIGKILL),  # the launcher has gone
+    ],
+)
+def test_a_worker_whose_launcher_ended_first_does_not_start(environment, status):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "MXTRAIN"))}
+    process = subprocess.run([sys.executable, "-c", END], env={**clean, **environment}, capture_output=True, text=True)
+    assert process.returncode == status
+    assert process.stdout == ("alive\n" if status == 0 else "")

@@ -1,0 +1,93 @@
+import errno
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from mxtrain.errors import ConfigError
+from mxtrain.launched import LAUNCHER_VARIABLE
+from mxtrain.run_folder import lock
+from mxtrain.run_folder.lock import locked
+
+HOLDER = """
+import os, pathlib, sys, time
+from mxtrain.run_folder.lock import locked
+with locked(pathlib.Path(sys.argv[1])):
+    if os.fork() > 0:  # the child is like a dataloader worker, which outlives a killed parent for a while
+        print("locked", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the lock on ``tmp_path``, and has a child."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout.readline() == "locked\n"
+        yield process
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_the_lock_names_its_holder_and_is_free_when_the_holder_is_killed(tmp_path, holder):
+    with pytest.raises(ConfigError) as error, locked(tmp_path):
+        pass
+    assert str(error.value) == (
+        f"job.dump_folder = {str(tmp_path)!r} is in use by process {holder.pid} on {socket.gethostname()}; wait until "
+        "that run ends, stop it, or choose another folder"
+    )
+    holder.kill()
+    holder.wait()
+    with locked(tmp_path) as warning:
+        assert warning is None
+
+
+def test_a_worker_shares_the_lock_of_its_launcher_and_outlives_it(tmp_path, monkeypatch):
+    with locked(tmp_path):
+        monkeypatch.setenv(LAUNCHER_VARIABLE, str(os.getppid()))  # as if this process were the worker
+        worker = locked(tmp_path)
+        worker.__enter__()
+    monkeypatch.delenv(LAUNCHER_VARIABLE)
+    with pytest.raises(ConfigError, match="is in use by process"), locked(tmp_path):
+        pass
+    worker.__exit__(None, None, None)
+    with locked(tmp_path):
+        pass
+
+
+def test_a_variable_of_an_older_launcher_opens_no_lock(tmp_path, monkeypatch):
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "1")
+    with locked(tmp_path), pytest.raises(ConfigError, match="is in use"), locked(tmp_path):
+        pass
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with locked(tmp_path) as warning:
+        assert warning == (
+            f"{tmp_path / '.lock'} cannot be locked (No locks available): nothing keeps a second run out of this folder"
+        )
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, full_disk, monkeypatch):
+    with full_disk(0), pytest.raises(ConfigError, match=r"cannot be written: .*\.lock: File too large"):
+        with locked(tmp_path):
+            pass
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/run' cannot be written: .*Not a directory"):
+        with locked(tmp_path / "file" / "run"):
+            pass
+
+
+def test_a_damaged_lock_file_names_nobody(tmp_path):
+    with locked(tmp_path):
+        (tmp_path / lock.LOCK_FILE).write_bytes(b"\xff")
+        with pytest.raises(ConfigError, match="is in use by another run"), locked(tmp_path):
+            pass

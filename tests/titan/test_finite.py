@@ -1,0 +1,93 @@
+import math
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from mxtrain.titan import finite
+from mxtrain.titan.finite import LossWatch, NonFiniteError, describe, nonfinite_weights
+
+CPU = torch.device("cpu")
+
+
+def losses(*values):
+    return [torch.tensor(value) for value in values]
+
+
+def test_values_are_named_with_their_ranks():
+    assert describe([1.0, math.nan, math.inf, math.nan]) == "nan on ranks 1, 3, inf on rank 2"
+    assert describe([-math.inf, 1.0]) == "-inf on rank 0"
+    assert describe([math.nan] * 12) == "nan on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more"
+
+
+def test_a_loss_is_found_at_its_own_step_even_if_it_is_read_later():
+    watch = LossWatch(CPU, stops=True)
+    watch.record(1, losses(1.0))
+    watch.look(at_last_step=False)
+    watch.record(2, losses(1.0, math.nan))
+    watch.look(at_last_step=False)  # reads step 1
+    watch.record(3, losses(1.0))
+    with pytest.raises(NonFiniteError, match="^step 2: the loss is nan on rank 0$"):
+        watch.look(at_last_step=False)
+
+
+def test_the_last_step_is_read_when_asked():
+    watch = LossWatch(CPU, stops=True)
+    watch.record(1, losses(math.inf, -math.inf))
+    with pytest.raises(NonFiniteError, match="^step 1: the loss is nan on rank 0$"):
+        watch.look(at_last_step=True)
+
+
+def test_nothing_is_read_before_the_first_step():
+    for at_last_step in (False, True):
+        LossWatch(CPU, stops=True).look(at_last_step)
+
+
+def test_a_warning_for_every_time_that_losses_stop_being_finite(caplog):
+    watch = LossWatch(CPU, stops=False)
+    for step, value in enumerate([1.0, math.nan, math.nan, 1.0, math.inf], start=1):
+        watch.record(step, losses(value))
+        watch.look(at_last_step=True)
+    end = 'training goes on (metrics.on_nonfinite_loss = "continue")'
+    assert caplog.messages == [
+        f"step 2: the loss is nan on rank 0; {end}",
+        f"step 5: the loss is inf on rank 0; {end}",
+    ]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_weight_that_is_not_finite_is_found(bad):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).to(torch.bfloat16)
+    model.register_buffer("angles", torch.full((2,), math.nan, dtype=torch.complex64))  # no floats
+    model.register_parameter("empty", torch.nn.Parameter(torch.empty(0)))  # as a shard may be
+    assert nonfinite_weights([model], CPU) == ""
+    model[1].running_var[2] = bad
+    assert nonfinite_weights([model], CPU) == f"{'nan' if math.isnan(bad) else 'inf'} on rank 0"
+    model[1].running_var[2] = 3e38
+    model[0].weight.data[:] = 3e38  # large, and finite
+    assert nonfinite_weights([torch.nn.Linear(2, 2), model], CPU) == ""
+    model[0].weight.data[3, 3] = bad
+    assert nonfinite_weights([model, model], CPU) != ""
+
+
+@pytest.fixture
+def group():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_distributed_tensors_are_read_from_their_shards(group):
+    mesh = init_device_mesh("cpu", (1,))
+    watch = LossWatch(CPU, stops=True)
+    watch.record(1, [DTensor.from_local(torch.tensor(math.nan), mesh, [Replicate()])])
+    with pytest.raises(NonFiniteError):
+        watch.look(at_last_step=True)
+
+
+def test_every_rank_has_its_own_place_in_the_reduction(group, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    values = finite.over_ranks(torch.tensor(math.nan))
+    assert values[0] == values[2] == 0 and torch.isnan(values[1])
