@@ -42,7 +42,8 @@ def sum_bf16_products_in_fp32() -> None:
 def wide_product(matmul, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The fp32 product of matrices, or of batches of matrices, of any dtype; ``matmul`` is torch.mm or torch.bmm."""
     if a.is_cuda and a.dtype != torch.float32 and a.numel() and b.numel():
-        return matmul(a, b, out_dtype=torch.float32)
+        with full_precision(a):
+            return matmul(a, b, out_dtype=torch.float32)
     a, b = a.float(), b.float()
     with full_precision(a):
         return matmul(a, b)
