@@ -28,7 +28,7 @@ from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.titan.agreement import is_rank_0, prepare_together, run_on_all_ranks
 from mxtrain.titan.flavors import vocab_size
-from mxtrain.titan.run_data import RunLoader, keep_in_run_folder, record
+from mxtrain.titan.run_data import RunLoader, keep_in_run_folder
 from mxtrain.titan.terminal import note_progress
 
 
@@ -73,9 +73,8 @@ def build_dataloader(
         settings = job_config.training
         args = (name, settings.dataset_path, tokenizer, settings.seq_len, dp_rank, dp_world_size, infinite)
         dataset = HuggingFaceTextDataset(*args)
-    now = record(job_config, prepared)
     options = _loader_options(job_config.training)
-    return RunLoader(dataset, dp_rank, dp_world_size, job_config=job_config, now=now, **options)
+    return RunLoader(dataset, dp_rank, dp_world_size, job_config=job_config, prepared=prepared, **options)
 
 
 def build_validator(

@@ -17,11 +17,13 @@ from torchtitan.tools.logging import logger
 
 from mxtrain.data import Prepared
 from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
+from mxtrain.data.tokenizer import tokenizer_hash
 from mxtrain.errors import ConfigError
-from mxtrain.titan.agreement import differences
+from mxtrain.titan.agreement import differences, is_rank_0
 
 FILE_NAME = "data.json"
 TOKENIZER_FOLDER = "tokenizer"
+UNCHECKED = "whether this run goes on with the same text and tokenizer cannot be checked"
 EXCLUDE = 'checkpoint.exclude_from_loading = ["dataloader"]'
 
 
@@ -44,18 +46,30 @@ def record(job_config, prepared: Prepared) -> dict:
 def keep_in_run_folder(job_config, prepared: Prepared) -> None:
     """Write ``data.json`` and the tokenizer into the run's folder. For rank 0.
 
+    If the folder has checkpoints and no ``data.json``, nothing is written yet: the loader writes it, after the
+    checkpoint has shown that the data is the same.
+
     Raises:
         ConfigError: the folder has checkpoints of a run with other data, or cannot be written.
     """
-    folder, now = Path(job_config.job.dump_folder), record(job_config, prepared)
+    folder = Path(job_config.job.dump_folder)
     if job_config.checkpoint.enable and _has_checkpoints(folder / job_config.checkpoint.folder):
         kept = _read(folder / FILE_NAME)
         if kept is not None:
-            require_same(kept, now, job_config)
+            require_same(kept, record(job_config, prepared), job_config)
+        elif not _starts_anew(job_config):
+            return
+        else:
+            logger.warning(f"{folder} has checkpoints and no {FILE_NAME}: {UNCHECKED}")
+    _write(job_config, prepared)
+
+
+def _write(job_config, prepared: Prepared) -> None:
+    folder = Path(job_config.job.dump_folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         new = folder / f"{FILE_NAME}.new"
-        new.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
+        new.write_text(json.dumps(record(job_config, prepared), indent=2) + "\n", encoding="utf-8")
         os.replace(new, folder / FILE_NAME)
         _copy_tokenizer(prepared.tokenizer, folder / TOKENIZER_FOLDER)
     except OSError as error:
@@ -71,34 +85,43 @@ def require_same(kept: dict, now: dict, job_config) -> None:
         kept, now: two values of ``record``: of the run so far, and of its continuation.
         job_config: the job config of the continuation.
     """
-    starts_anew = "dataloader" in job_config.checkpoint.exclude_from_loading
-    keys = ["tokenizer"] if starts_anew else kept["identity"].keys() | now["identity"].keys()
+    keys = ["tokenizer"] if _starts_anew(job_config) else kept["identity"].keys() | now["identity"].keys()
     before, after = ({key: value["identity"].get(key) for key in keys} for value in (kept, now))
     if before == after:
         return
-    same_tokenizer = before["tokenizer"] == after["tokenizer"]
+    ways = [*_own_text(kept, job_config), *_other_text(kept, now, job_config)]
     raise ConfigError(
         f"training.dataset = {job_config.training.dataset!r} gives other data than the run so far "
-        f"({differences(before, after)}): {_own_text(kept, job_config)}{_other_text(same_tokenizer, job_config)}"
+        f"({differences(before, after)}): {'; or '.join(ways)}"
     )
 
 
-def _own_text(kept: dict, job_config) -> str:
+def _own_text(kept: dict, job_config) -> list[str]:
+    """Return how to go on with the run's own text."""
     name, cache = kept["prepared"], kept["cache"]
     if name is None:
-        return ""
+        return []
     if not (Path(cache) / name).is_dir():
-        return f"the run's own, {name!r}, is no longer in {cache}, and its sources have changed: bring them back; or "
+        return [f"bring back the files of the run's own text, {name!r}, which is no longer in {cache} either"]
     dataset = name.rpartition("-")[0]
     settings = "" if dataset == job_config.training.dataset else f"training.dataset = {dataset!r} and "
-    return f"set {settings}data.prepared = {name!r} to go on with the run's own; or "
+    return [f"set {settings}data.prepared = {name!r} to go on with the run's own"]
 
 
-def _other_text(same_tokenizer: bool, job_config) -> str:
-    if same_tokenizer:
-        return f"set {EXCLUDE} to start at the beginning of the new text"
+def _other_text(kept: dict, now: dict, job_config) -> list[str]:
+    """Return how to go on with the present text, which needs the run's tokenizer."""
+    if now["identity"]["tokenizer"] == kept["identity"]["tokenizer"]:
+        return [f"set {EXCLUDE} to start at the beginning of the new text"]
     tokenizer = Path(job_config.job.dump_folder) / TOKENIZER_FOLDER
-    return f"set model.hf_assets_path = {str(tokenizer)!r}, the run's own tokenizer, and {EXCLUDE} to read the new text"
+    if tokenizer_hash(tokenizer) != kept["identity"]["tokenizer"]:
+        return [f"set model.hf_assets_path to the run's own tokenizer and {EXCLUDE} to read the new text"]
+    return [
+        f"set model.hf_assets_path = {str(tokenizer)!r}, the run's own tokenizer, and {EXCLUDE} to read the new text"
+    ]
+
+
+def _starts_anew(job_config) -> bool:
+    return "dataloader" in job_config.checkpoint.exclude_from_loading
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
@@ -129,19 +152,20 @@ class RunLoader(ParallelAwareDataloader):
     """TorchTitan's data loader, with the identity of the data in its state.
 
     Args:
-        now: ``record`` of this run.
+        prepared: the data of this run.
         The other arguments are those of ParallelAwareDataloader.
     """
 
-    def __init__(self, dataset, dp_rank: int, dp_world_size: int, *, job_config, now: dict, **options):
+    def __init__(self, dataset, dp_rank: int, dp_world_size: int, *, job_config, prepared: Prepared, **options):
         super().__init__(dataset, dp_rank, dp_world_size, **options)
         self._job_config = job_config
-        self._now = now
+        self._prepared = prepared
 
     def state_dict(self) -> dict:
         state = super().state_dict()
         own = pickle.loads(state[self._rank_id])
-        kept = {key: self._now[key] for key in ("identity", "prepared", "cache")}
+        now = record(self._job_config, self._prepared)
+        kept = {key: now[key] for key in ("identity", "prepared", "cache")}
         return {**state, self._rank_id: pickle.dumps({**own, "data": kept})}
 
     def load_state_dict(self, state: dict) -> None:
@@ -157,12 +181,13 @@ class RunLoader(ParallelAwareDataloader):
                 f"set {EXCLUDE} to start at the beginning of the text"
             )
         if self._rank_id in state:
-            kept = pickle.loads(state[self._rank_id]).get("data")
-            if kept is None:
-                logger.warning(
-                    "the checkpoint has no hashes of its data, because an older version wrote it: whether this run "
-                    "reads the same text with the same tokenizer cannot be checked"
-                )
-            else:
-                require_same(kept, self._now, self._job_config)
+            self._check(pickle.loads(state[self._rank_id]).get("data"))
         super().load_state_dict(state)
+
+    def _check(self, kept: dict | None) -> None:
+        if kept is None:
+            logger.warning(f"the checkpoint has no hashes of its data, because an older version wrote it: {UNCHECKED}")
+        else:
+            require_same(kept, record(self._job_config, self._prepared), self._job_config)
+        if is_rank_0():
+            _write(self._job_config, self._prepared)

@@ -124,23 +124,38 @@ def test_other_contents_are_refused_and_the_own_text_goes_on(corpus):
 
 def test_a_checkpoint_alone_refuses_other_contents(corpus, tmp_path):
     """Without data.json, for example because only the checkpoints were copied."""
-    state, _ = has_trained(corpus)
+    state, expected = has_trained(corpus)
+    kept = json.loads((tmp_path / "run" / "data.json").read_text())
     (tmp_path / "run" / "data.json").unlink()
     write(corpus, range(1, 61))
     for workers in (0, 1):
         loader = loader_of(job(corpus, f"--training.dataloader.num_workers={workers}"))
-        with pytest.raises(
-            ConfigError, match="^training.dataset = 'files' gives other data than the run so far"
-        ) as caught:
+        with pytest.raises(ConfigError) as caught:
             loader.load_state_dict(state)
-        assert "\n" not in str(caught.value)
+        message = str(caught.value)
+        assert (
+            message.startswith("training.dataset = 'files' gives other data than the run so far")
+            and "\n" not in message
+        )
+        assert f"model.hf_assets_path = '{tmp_path / 'run' / 'tokenizer'}'" in message
+    assert not (tmp_path / "run" / "data.json").exists()
+    assert tokenizer_hash(tmp_path / "run" / "tokenizer") == kept["identity"]["tokenizer"]
+    shutil.rmtree(tmp_path / "run" / "tokenizer")
+    with pytest.raises(ConfigError, match="set model.hf_assets_path to the run's own tokenizer and"):
+        loader.load_state_dict(state)
+    own = loader_of(job(corpus, f"--data.prepared={kept['prepared']}"))
+    assert same(next_batch(own, state), expected)
+    assert json.loads((tmp_path / "run" / "data.json").read_text())["identity"] == kept["identity"]
+    assert tokenizer_hash(tmp_path / "run" / "tokenizer") == kept["identity"]["tokenizer"]
 
 
 def test_a_purged_text_whose_source_changed_says_so(corpus, cache):
     has_trained(corpus)
     shutil.rmtree(cache)
     write(corpus, range(1, 61))
-    with pytest.raises(ConfigError, match="is no longer in .*cache, and its sources have changed: bring them back; or"):
+    with pytest.raises(
+        ConfigError, match="bring back the files of .*'files-.*, which is no longer in .*cache either; or"
+    ):
         loader_of(job(corpus))
 
 
@@ -185,6 +200,16 @@ def test_a_checkpoint_of_an_older_version_resumes_with_one_warning(corpus, caplo
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("the checkpoint has no hashes of its data")
     next(iter(loader))
+
+
+def test_a_folder_of_an_older_version_that_starts_anew_is_warned_of(corpus, tmp_path, caplog):
+    has_trained(corpus)
+    (tmp_path / "run" / "data.json").write_text("{}")
+    caplog.clear()
+    loader_of(job(corpus, "--checkpoint.exclude_from_loading=dataloader"))
+    (line,) = [record.getMessage() for record in caplog.records if "data.json" in record.getMessage()]
+    assert line.startswith(f"{tmp_path / 'run'} has checkpoints and no data.json: whether ")
+    assert "identity" in json.loads((tmp_path / "run" / "data.json").read_text())
 
 
 def test_plain_torchtitan_reads_the_state(corpus):
