@@ -88,7 +88,7 @@ class DataConfig:
         if self.max_bytes and self.dataset not in ("python", "files"):
             raise ConfigError(
                 f"data.max_bytes = {self.max_bytes} does not apply to {self.section}.dataset = {self.dataset!r}, "
-                "which is streamed: the number of training steps limits how much is read"
+                "which is streamed: set it to 0; the number of training steps limits how much is read"
             )
 
     def setting(self, field_name: str) -> str:

@@ -9,18 +9,21 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from mxtrain.data import Prepared
 from mxtrain.errors import ConfigError
+from mxtrain.titan.terminal import note_progress
 
-PATIENCE = timedelta(hours=24)
+PATIENCE_SECONDS = 24 * 3600.0
 """How long a rank waits for the others. A launcher stops all ranks soon after one has died."""
 
-GOODBYE = timedelta(seconds=30)
+NOTE_SECONDS = 10.0
+"""Interval between progress lines of a rank that waits"""
+
+GOODBYE_SECONDS = 30.0
 """How long rank 0, which may hold the store, waits until all ranks have read the results"""
 
 WORDS = {"tokenizer": "tokenizer", "train": "training text", "validation": "validation text", "dtype": "token size"}
@@ -99,7 +102,7 @@ def _require_same(ranks: list[dict], setting: str) -> None:
         identity, expected = rank["result"]["identity"], first["result"]["identity"]
         if identity != expected:
             raise ConfigError(
-                f"{setting}: node {rank['node']} (rank {number}) has other data than node {first['node']} (rank 0): "
+                f"{setting}: rank {number} on node {rank['node']} has other data than rank 0 on node {first['node']}: "
                 f"{differences(expected, identity)}; give all nodes the same files and packages, or prepare the text "
                 "on one node in a data.cache_dir that all nodes see and name it in data.prepared"
             )
@@ -128,23 +131,28 @@ def _exchange(value: dict) -> list[dict]:
     name = f"mxtrain/{store.add(f'mxtrain/exchanges/{rank}', 1)}"
     store.set(f"{name}/{rank}", json.dumps(value))
     if rank == 0:
-        values = [json.loads(_wait_for(store, f"{name}/{other}")) for other in range(world)]
+        values = [json.loads(_wait_for(store, f"{name}/{other}", other)) for other in range(world)]
         store.set(f"{name}/all", json.dumps(values))
-    values = json.loads(_wait_for(store, f"{name}/all"))
+    values = json.loads(_wait_for(store, f"{name}/all", 0))
     store.add(f"{name}/readers", 1)
     if rank == 0:
-        end = time.monotonic() + GOODBYE.total_seconds()
+        end = time.monotonic() + GOODBYE_SECONDS
         while store.add(f"{name}/readers", 0) < world and time.monotonic() < end:
             time.sleep(0.01)
     return values
 
 
-def _wait_for(store, key: str) -> bytes:
+def _wait_for(store, key: str, rank: int) -> bytes:
+    """Return the value that another rank sets."""
     # Not ``store.wait``, which cannot be interrupted.
-    end, pause = time.monotonic() + PATIENCE.total_seconds(), 0.01
+    start, pause, next_line = time.monotonic(), 0.01, NOTE_SECONDS
     while not store.check([key]):
-        if time.monotonic() > end:
-            raise TimeoutError(f"another rank has not prepared its data after {PATIENCE}")
+        waited = time.monotonic() - start
+        if waited > PATIENCE_SECONDS:
+            raise TimeoutError(f"rank {rank} has not prepared its data after {waited:,.0f} s")
+        if waited > next_line:
+            note_progress(f"waiting for rank {rank} to prepare its data, {waited:,.0f} s")
+            next_line += NOTE_SECONDS
         time.sleep(pause)
         pause = min(1.0, 1.2 * pause)
     return store.get(key)

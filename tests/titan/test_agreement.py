@@ -14,6 +14,7 @@ import torch.distributed as dist
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain.data import DataConfig, cache_folders, prepare, prepared
 from mxtrain.errors import ConfigError
+from mxtrain.titan import agreement
 from mxtrain.titan.agreement import differences, prepare_together, run_on_all_ranks
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -45,7 +46,7 @@ def _rank(rank: int, scenario, world: int, ranks_per_node: int, folder: Path, qu
     )
     try:
         result = scenario(node, local_rank, folder)
-    except (ConfigError, RuntimeError, KeyError) as error:
+    except (ConfigError, RuntimeError, KeyError, TimeoutError) as error:
         result = f"{type(error).__name__}: {error}"
     queue.put((rank, result))
     queue.close()
@@ -106,7 +107,14 @@ def slow_rank_0(node, local_rank, folder):
         time.sleep(1.0 if node == 0 else 0.0)
         return {"node": node}
 
-    return [rank["result"] for rank in run_on_all_ranks(work)]
+    lines = []
+    agreement.NOTE_SECONDS, agreement.note_progress = 0.3, lines.append
+    return [rank["result"] for rank in run_on_all_ranks(work)], lines
+
+
+def alone(node, local_rank, folder):
+    agreement.PATIENCE_SECONDS = 0.2
+    return agreement._wait_for(dist.HashStore(), "answer", 1)
 
 
 def test_one_rank_of_each_node_reads_the_source(tmp_path):
@@ -126,7 +134,7 @@ def test_other_text_on_one_node_is_the_same_error_everywhere(tmp_path):
     host = socket.gethostname()
     assert len(set(errors)) == 1
     assert errors[0].startswith(
-        f"ConfigError: {SETTING}: node {host} (node 1) (rank 2) has other data than node {host} (rank 0): "
+        f"ConfigError: {SETTING}: rank 2 on node {host} (node 1) has other data than rank 0 on node {host}: "
     )
     assert "training text " in errors[0] and "data.prepared" in errors[0] and "\n" not in errors[0]
 
@@ -153,7 +161,15 @@ def test_a_bug_on_one_rank_does_not_leave_the_others_waiting(tmp_path):
 
 
 def test_ranks_wait_for_the_slowest(tmp_path):
-    assert ranks_of(slow_rank_0, 2, 1, tmp_path) == [[{"node": 0}, {"node": 1}]] * 2
+    (first, none), (second, lines) = ranks_of(slow_rank_0, 2, 1, tmp_path)
+    assert first == second == [{"node": 0}, {"node": 1}]
+    assert none == [] and 1 <= len(lines) <= 4
+    assert lines[0] == "waiting for rank 0 to prepare its data, 0 s"
+
+
+def test_a_rank_that_never_answers_is_an_error(tmp_path):
+    (error,) = ranks_of(alone, 1, 1, tmp_path)
+    assert error.startswith("TimeoutError: rank 1 has not prepared its data after 0 s")
 
 
 def test_one_process_needs_no_group():
