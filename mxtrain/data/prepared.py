@@ -65,16 +65,7 @@ def prepare(
     folder = config.cache_root() / _key(config, source)
     prepared, _ = _in_cache(config, folder)
     if prepared is None:
-        lines = Progress(progress)
-        with courtesy_lock(folder, lines):
-            prepared, damage = _in_cache(config, folder)
-            if damage:
-                logger.warning(f"the prepared text {folder} is damaged ({damage}) and is prepared again")
-            if prepared is None:
-                lines.say(f"preparing dataset {config.dataset!r} in {folder}")
-                _build(config, source, stream, folder, lines)
-                lines.say(f"prepared dataset {config.dataset!r}")
-                prepared = load_text(folder, config.tokenizer_path)
+        prepared = _build_or_wait(config, source, stream, folder, Progress(progress))
     _note_use(folder)
     return prepared
 
@@ -83,7 +74,7 @@ def _chosen(config: DataConfig) -> Prepared:
     """Load the text that ``config.prepared`` names."""
     setting = f"data.prepared = {config.prepared!r}"
     is_path = os.sep in config.prepared
-    folder = Path(config.prepared).expanduser() if is_path else config.cache_root() / config.prepared
+    folder = Path(config.prepared).expanduser().absolute() if is_path else config.cache_path() / config.prepared
     if not folder.is_dir():
         raise ConfigError(
             f"{setting}: there is no folder {str(folder)!r}; 'mxtrain cache' lists the prepared texts, and an empty "
@@ -140,6 +131,25 @@ def _key(config: DataConfig, source: Source | None) -> str:
         "listing": source.listing if source else None,
     }
     return f"{config.dataset}-{sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]}"
+
+
+def _build_or_wait(
+    config: DataConfig,
+    source: Source | None,
+    stream: Callable[[], Iterable[str]] | None,
+    folder: Path,
+    progress: Progress,
+) -> Prepared:
+    with courtesy_lock(folder, progress):
+        prepared, damage = _in_cache(config, folder)
+        if prepared is None:
+            if damage:
+                logger.warning(f"the prepared text {folder} is damaged ({damage}) and is prepared again")
+            progress.say(f"preparing dataset {config.dataset!r} in {folder}")
+            _build(config, source, stream, folder, progress)
+            progress.say(f"prepared dataset {config.dataset!r}")
+            prepared = load_text(folder, config.tokenizer_path)
+    return prepared
 
 
 def _build(

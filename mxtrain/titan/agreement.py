@@ -111,7 +111,7 @@ def _require_same(ranks: list[dict], setting: str) -> None:
 def differences(expected: dict, actual: dict) -> str:
     """Return in words how two data identities differ, with the beginnings of their hashes."""
     return ", ".join(
-        f"{words} {actual.get(key, 'none')[:12]} instead of {expected.get(key, 'none')[:12]}"
+        f"{words} {(actual.get(key) or 'none')[:12]} instead of {(expected.get(key) or 'none')[:12]}"
         for key, words in WORDS.items()
         if actual.get(key) != expected.get(key)
     )

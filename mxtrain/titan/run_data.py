@@ -61,7 +61,21 @@ def keep_in_run_folder(job_config, prepared: Prepared) -> None:
             return
         else:
             logger.warning(f"{folder} has checkpoints and no {FILE_NAME}: {UNCHECKED}")
+    elif job_config.checkpoint.enable and job_config.checkpoint.initial_load_path:
+        _warn_of_another_tokenizer(Path(job_config.checkpoint.initial_load_path), prepared)
     _write(job_config, prepared)
+
+
+def _warn_of_another_tokenizer(checkpoint: Path, prepared: Prepared) -> None:
+    """Log a warning if a new run starts with weights that were trained with another tokenizer."""
+    run = checkpoint.absolute().parent.parent  # RUN/checkpoint/step-N
+    kept = _read(run / FILE_NAME)
+    if kept is None or checkpoint.name == "step-0" or kept["identity"]["tokenizer"] == prepared.tokenizer_sha256:
+        return
+    logger.warning(
+        f"checkpoint.initial_load_path = {str(checkpoint)!r} has weights that were trained with another tokenizer; "
+        f"set model.hf_assets_path = {str(run / TOKENIZER_FOLDER)!r} to use it"
+    )
 
 
 def _write(job_config, prepared: Prepared) -> None:

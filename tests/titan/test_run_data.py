@@ -173,11 +173,16 @@ def test_the_runs_tokenizer_reads_a_new_text_from_the_beginning(corpus, tmp_path
     assert next(iter(loader_of(job(corpus, own, anew))))
 
 
-def test_another_dataset_is_named_with_its_text(corpus):
+def test_another_dataset_is_named_with_its_text(corpus, tmp_path_factory):
     has_trained(corpus)
     python = ("--training.dataset=python", "--training.dataset_path=", "--data.max_bytes=300000")
     with pytest.raises(ConfigError, match="set training.dataset = 'files' and data.prepared = 'files-"):
         loader_of(job(corpus, *python))
+    own = f"--model.hf_assets_path={corpus.parent / 'run' / 'tokenizer'}"
+    folder = tmp_path_factory.mktemp("own")
+    write(folder / "train.json", range(60))
+    with pytest.raises(ConfigError, match=r"\(training text none instead of \w+, validation text none instead of"):
+        loader_of(job(corpus, "--training.dataset=c4_test", f"--training.dataset_path={folder}", own))
 
 
 def test_a_folder_without_checkpoints_takes_other_data(corpus, tmp_path):
@@ -210,6 +215,20 @@ def test_a_folder_of_an_older_version_that_starts_anew_is_warned_of(corpus, tmp_
     (line,) = [record.getMessage() for record in caplog.records if "data.json" in record.getMessage()]
     assert line.startswith(f"{tmp_path / 'run'} has checkpoints and no data.json: whether ")
     assert "identity" in json.loads((tmp_path / "run" / "data.json").read_text())
+
+
+def test_weights_of_another_tokenizer_are_warned_of(corpus, tmp_path, caplog):
+    has_trained(corpus)
+    write(corpus, range(1, 61))
+    weights = f"--checkpoint.initial_load_path={tmp_path / 'run' / 'checkpoint' / 'step-3'}"
+    new, tokenizer = f"--job.dump_folder={tmp_path / 'new'}", tmp_path / "run" / "tokenizer"
+    own = f"--model.hf_assets_path={tokenizer}"
+    for flags, count in (([], 1), ([own], 0)):
+        caplog.clear()
+        loader_of(job(corpus, new, weights, *flags))
+        lines = [record.getMessage() for record in caplog.records if "another tokenizer" in record.getMessage()]
+        assert len(lines) == count
+        assert all(line.endswith(f"set model.hf_assets_path = {str(tokenizer)!r} to use it") for line in lines)
 
 
 def test_plain_torchtitan_reads_the_state(corpus):
