@@ -32,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
     _add_prepare(commands)
+    _add_cache(commands)
     _add_plot(commands)
     _add_doctor(commands)
     return parser
@@ -101,6 +102,29 @@ and tokens. The result is cached: training with the same [data] settings starts 
 """,
     )
     _add_config_and_flags(parser)
+
+
+def _add_cache(commands) -> None:
+    parser = _add(
+        commands,
+        "cache",
+        _cache,
+        "list, verify or remove the prepared texts",
+        """\
+List the prepared texts in the cache: name, size, last use, dataset, tokens, and whether a text is damaged. Set
+data.prepared to a name to train on exactly that text.
+
+  mxtrain cache
+  mxtrain cache --verify         also read the tokens and compare their hashes
+  mxtrain cache --prune 30       remove what was not used for 30 days, leftovers of killed processes included
+  mxtrain cache --remove python-0123456789abcdef
+""",
+    )
+    parser.add_argument("--cache-dir", metavar="DIR", default="", help="default: $MXTRAIN_CACHE, else ~/.cache/mxtrain")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--verify", action="store_true", help="read the tokens and compare their hashes")
+    action.add_argument("--prune", metavar="DAYS", type=float, help="remove what was not used for so many days")
+    action.add_argument("--remove", metavar="NAME", nargs="+", help="remove these")
 
 
 def _add_plot(commands) -> None:
@@ -175,6 +199,18 @@ def _prepare(options) -> int:
 
     screen = Screen()
     screen.line(prepare_from_job(job_config, progress=screen.status).report)
+    return 0
+
+
+def _cache(options) -> int:
+    from mxtrain.cli import cache_command
+
+    if options.prune is not None:
+        print(cache_command.prune(options.cache_dir, options.prune))
+    elif options.remove:
+        print(cache_command.remove(options.cache_dir, options.remove))
+    else:
+        print(cache_command.report(options.cache_dir, options.verify))
     return 0
 
 

@@ -1,6 +1,6 @@
 """The settings of a training text and its tokenizer."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from mxtrain.cache import cache_folder
@@ -11,6 +11,9 @@ DATASETS = ("python", "files", "hf")
 # A byte-level BPE starts from the 256 bytes and the two special tokens.
 SMALLEST_VOCABULARY = 258
 
+TYPES = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}
+"""Types of the fields, in words"""
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -20,7 +23,7 @@ class DataConfig:
     ``training.dataset_path``, ``tokenizer_path`` is ``model.hf_assets_path``, and the rest are in ``[data]``.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: a value has the wrong type or is out of range.
     """
 
     dataset: str = "python"
@@ -59,10 +62,17 @@ class DataConfig:
     cache_dir: str = ""
     """Folder for the results; empty means $MXTRAIN_CACHE, else ~/.cache/mxtrain"""
 
+    prepared: str = ""
+    """Name or path of a prepared text in the cache, which is used without reading any source; "" for none"""
+
     section: str = field(default="training", compare=False)
     """TOML section of ``dataset`` and ``path``, for error messages"""
 
     def __post_init__(self):
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if type(value) is not f.type and not (f.type is float and type(value) is int):
+                raise ConfigError(f"{self.setting(f.name)} = {value!r} is not {TYPES[f.type]}")
         if not self.tokenizer_path and self.vocab_size < SMALLEST_VOCABULARY:
             raise ConfigError(
                 f"data.vocab_size = {self.vocab_size} is too small: a byte-level BPE has at least "
@@ -75,27 +85,40 @@ class DataConfig:
         for name in ("max_bytes", "seed"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"data.{name} = {getattr(self, name)} is negative")
-        if self.dataset == "hf" and self.max_bytes:
+        if self.max_bytes and self.dataset not in ("python", "files"):
             raise ConfigError(
-                f"data.max_bytes = {self.max_bytes} does not apply to {self.section}.dataset = 'hf', which is "
-                "streamed: the number of training steps limits how much is read"
+                f"data.max_bytes = {self.max_bytes} does not apply to {self.section}.dataset = {self.dataset!r}, "
+                "which is streamed: set it to 0; the number of training steps limits how much is read"
             )
+
+    def setting(self, field_name: str) -> str:
+        """Return the full name of the TOML setting of a field, for error messages."""
+        special = {
+            "dataset": f"{self.section}.dataset",
+            "path": f"{self.section}.dataset_path",
+            "tokenizer_path": "model.hf_assets_path",
+        }
+        return special.get(field_name, f"data.{field_name}")
 
     def identity(self) -> dict:
         """Return the fields that decide the result, for the cache key."""
         fields = asdict(self)
-        for name in ("cache_dir", "section", "tokenizer_path"):  # the key hashes the tokenizer itself
+        for name in ("cache_dir", "prepared", "section", "tokenizer_path"):  # the key hashes the tokenizer itself
             del fields[name]
         return fields
 
+    def cache_path(self) -> Path:
+        """Return the path of the cache folder."""
+        return (Path(self.cache_dir).expanduser() if self.cache_dir else cache_folder()).absolute()
+
     def cache_root(self) -> Path:
         """Return the cache folder, and create it if needed. Raises ConfigError if that fails."""
-        root = Path(self.cache_dir).expanduser() if self.cache_dir else cache_folder()
+        root = self.cache_path()
         try:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"data.cache_dir: cannot create {str(root)!r} ({error.strerror}); "
+                f"data.cache_dir = {self.cache_dir!r}: cannot create {str(root)!r} ({error.strerror}); "
                 "set data.cache_dir or $MXTRAIN_CACHE to a writable folder"
             ) from error
         return root

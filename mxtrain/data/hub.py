@@ -1,9 +1,16 @@
 """Streams Hugging Face datasets as training text, without downloading them whole."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 
-from mxtrain.data.local_files import text_of
+from mxtrain.data.progress import one_line
+from mxtrain.data.rows import TextColumn
 from mxtrain.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_ROWS = 1000
+"""A stream that starts with this many rows without text is an error: it may have no end"""
 
 
 def open_stream(path: str, hf_config: str = "", split: str = "train", section: str = "training"):
@@ -30,11 +37,50 @@ def open_stream(path: str, hf_config: str = "", split: str = "train", section: s
     except Exception as error:  # the hub, its client and dataset scripts raise many types
         raise ConfigError(
             f"{section}.dataset_path = {path!r} (data.hf_config = {hf_config!r}, split {split!r}) cannot be opened "
-            f"as a Hugging Face dataset: {type(error).__name__}: {error}"
+            f"as a Hugging Face dataset: {type(error).__name__}: {one_line(error)}"
         ) from error
 
 
-def stream_texts(stream, text_key: str, path: str) -> Iterator[str]:
-    """Yield the text of every row. Raises ConfigError unless the column ``text_key`` holds strings."""
-    for row in stream:
-        yield text_of(row, text_key, path)
+class StreamedText:
+    """Called with a row of a stream, returns its text: "" for a row without text, with a warning for the first one.
+
+    Raises ConfigError if none of the first PATIENCE_ROWS rows has text.
+    """
+
+    def __init__(self, text_key: str, path: str):
+        self._column = TextColumn(text_key)
+        self._path = path
+
+    def __call__(self, row: dict) -> str:
+        text = self._column.text_of(row, self._path)
+        if text is not None:
+            return text
+        if self._column.without_text == 1:
+            logger.warning(f"{self._path} has rows without text in {self._column.text_key!r}; they count as empty")
+        if self._column.without_text == PATIENCE_ROWS:
+            self.require_text()
+        return ""
+
+    def require_text(self) -> None:
+        """Raise ConfigError if there were rows, and none of them had text."""
+        self._column.require_text()
+
+
+def stream_texts(stream, text_key: str, path: str, section: str = "training") -> Iterator[str]:
+    """Yield the text of every row.
+
+    Raises:
+        ConfigError: no row has a string in the column ``text_key``, or the stream breaks off.
+    """
+    text_of = StreamedText(text_key, path)
+    for row in readable(stream, f"{section}.dataset_path = {path!r}"):
+        yield text_of(row)
+    text_of.require_text()
+
+
+def readable(rows: Iterable, setting: str) -> Iterator:
+    """Yield ``rows``. An error while reading them becomes a ConfigError that begins with ``setting``."""
+    try:
+        yield from rows
+    except Exception as error:  # the network and each format's reader raise many types
+        raise ConfigError(f"{setting} cannot be read further: {type(error).__name__}: {one_line(error)}") from error

@@ -1,4 +1,4 @@
-"""Reads local JSONL, Parquet and text files as training text, through the ``datasets`` library.
+"""Reads local JSONL and Parquet files (through the ``datasets`` library) and text files as training text.
 
 Documents stay in file order; the data loader shuffles chunks of the tokenized text in each epoch.
 Duplicates are kept, because a mixture may repeat a file to give it more weight.
@@ -13,13 +13,15 @@ from pathlib import Path
 
 from mxtrain.data.config import DataConfig
 from mxtrain.data.documents import Document, FileEntry
-from mxtrain.data.progress import Progress
+from mxtrain.data.progress import Progress, one_line
+from mxtrain.data.rows import WITHOUT_TEXT, TextColumn
+from mxtrain.data.text_files import open_text, split_lines
 from mxtrain.errors import ConfigError
 
 FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
 """Format by suffix. Files with any other suffix are plain text."""
 
-COMPRESSIONS = (".gz", ".bz2", ".xz")
+COMPRESSED = (".gz", ".bz2", ".xz")
 
 # Longer text files are cut at line ends into documents of about this size, so that validation can hold out part of
 # a single large file. A typical source file or article fits into one document.
@@ -30,15 +32,19 @@ class LocalFiles:
     """The files that match ``config.path``. Implements ``Source``.
 
     Raises:
-        ConfigError: no files are found, formats are mixed, a file is unreadable, or the column ``text_key`` is missing.
+        ConfigError: no files are found, formats are mixed, a file is unreadable, or no row has text in ``text_key``.
     """
 
     def __init__(self, config: DataConfig):
         self._config = config
         self._setting = f"{config.section}.dataset_path = {config.path!r}"
-        self._root, self._files = self._find()
+        try:
+            self._root, self._files = self._find()
+            status = [(file, file.stat()) for file in self._files]
+        except OSError as error:  # no permission, or a file that was deleted meanwhile
+            raise ConfigError(f"{self._setting} cannot be read: {error}") from error
         self._format = self._one_format()
-        self.listing = [FileEntry(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in self._files]
+        self.listing = [FileEntry(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in status]
         self.dropped: Counter[str] = Counter()
         self.cut: dict[str, int] = {}
 
@@ -51,49 +57,51 @@ class LocalFiles:
         pass  # ``documents`` decides while it reads
 
     def documents(self) -> Iterator[Document]:
-        total, dropped = 0, Counter()
+        total, self.dropped = 0, Counter()
         for document in self._all_documents():
             if not document.text.strip():
-                dropped["empty"] += 1
+                self.dropped["empty"] += 1
                 continue
             total += len(document.text.encode("utf-8"))
             if self._config.max_bytes and total > self._config.max_bytes:
                 break
             yield document
-        self.dropped = dropped
 
     def _all_documents(self) -> Iterator[Document]:
-        if self._format == "text":
-            for name, row in zip(self._names(), self._rows(self._files), strict=True):
-                for position, piece in enumerate(split_lines(row["text"], PIECE_CHARACTERS)):
-                    yield Document(f"{name}:{position}", piece)
-            return
+        read = self._pieces if self._format == "text" else self._texts
+        column = TextColumn(self._config.text_key)
+        for file in self._files:
+            name = file.relative_to(self._root).as_posix()
+            try:
+                for position, text in read(file, column):
+                    yield Document(f"{name}:{position}", text)
+            except Exception as error:  # each format's reader raises its own types
+                raise ConfigError(
+                    f"{self._setting}: cannot read {file} as {self._format}: {one_line(error)}"
+                ) from error
+        column.require_text()
+
+    def _pieces(self, file: Path, _: TextColumn) -> Iterator[tuple[int, str]]:
+        with open_text(file) as opened:
+            yield from enumerate(split_lines(opened, PIECE_CHARACTERS))
+
+    def _texts(self, file: Path, column: TextColumn) -> Iterator[tuple[int, str]]:
         # Files may differ in their other columns, so each file is loaded by itself.
-        for name, file in zip(self._names(), self._files, strict=True):
-            for position, row in enumerate(self._rows([file])):
-                yield Document(f"{name}:{position}", text_of(row, self._config.text_key, str(file)))
+        for position, row in enumerate(self._rows(file)):
+            text = column.text_of(row, str(file))
+            if text is None:
+                self.dropped[WITHOUT_TEXT] += 1
+            else:
+                yield position, text
 
-    def _names(self) -> list[str]:
-        return [file.relative_to(self._root).as_posix() for file in self._files]
-
-    def _rows(self, files: list[Path]) -> Iterator[dict]:
+    def _rows(self, file: Path) -> Iterator[dict]:
         """Yield rows with ``datasets``, streamed: a normal load would write an Arrow copy of the data."""
         import datasets
 
-        options = {"sample_by": "document"} if self._format == "text" else {}
         with tempfile.TemporaryDirectory() as scratch:  # for lock files of ``datasets``
-            try:
-                yield from datasets.load_dataset(
-                    self._format,
-                    data_files=[glob.escape(str(file)) for file in files],
-                    split="train",
-                    streaming=True,
-                    cache_dir=scratch,
-                    **options,
-                )
-            except Exception as error:  # each format's reader raises its own types
-                names = files[0] if len(files) == 1 else f"one of {len(files):,} files (the first is {files[0]})"
-                raise ConfigError(f"{self._setting}: cannot read {names} as {self._format}: {error}") from error
+            yield from datasets.load_dataset(
+                self._format, data_files=[glob.escape(str(file))], split="train", streaming=True, cache_dir=scratch
+            )
 
     def _find(self) -> tuple[Path, list[Path]]:
         """Return the folder that keys are relative to, and the files in sorted order."""
@@ -128,34 +136,10 @@ class LocalFiles:
         return formats.pop()
 
 
-def text_of(row: dict, text_key: str, where: str) -> str:
-    """Return the text of one row, "" for null. Raises ConfigError unless the column ``text_key`` holds a string."""
-    if text_key not in row:
-        raise ConfigError(f"data.text_key = {text_key!r} is not a column of {where}, which has: {', '.join(row)}")
-    text = row[text_key]
-    if text is None:
-        return ""
-    if not isinstance(text, str):
-        raise ConfigError(f"data.text_key = {text_key!r} in {where} holds {type(text).__name__}, not text")
-    return text
-
-
-def split_lines(text: str, size: int) -> Iterator[str]:
-    """Cut ``text`` after line ends into pieces of at most ``size`` characters. A longer line stays whole."""
-    start = 0
-    while len(text) - start > size:
-        end = text.rfind("\n", start, start + size) + 1
-        if end == 0:
-            end = text.find("\n", start + size) + 1 or len(text)
-        yield text[start:end]
-        start = end
-    yield text[start:]
-
-
 def _suffix(file: Path) -> str:
     name = file.name.lower()
-    for compression in COMPRESSIONS:
-        name = name.removesuffix(compression)
+    for suffix in COMPRESSED:
+        name = name.removesuffix(suffix)
     return os.path.splitext(name)[1]
 
 

@@ -1,49 +1,32 @@
 """Builds the tokenizer and the tokenized text of a DataConfig, once: later calls load the result from the cache."""
 
 import json
+import logging
 import os
-import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
+from mxtrain.data.cache_folders import courtesy_lock, new_folder
 from mxtrain.data.config import DATASETS, DataConfig
 from mxtrain.data.documents import Source, fraction, is_held_out
 from mxtrain.data.hub import open_stream, stream_texts
 from mxtrain.data.local_files import LocalFiles
-from mxtrain.data.progress import Progress
+from mxtrain.data.prepared_text import SUMMARY, TOKENIZER, DamagedText, Prepared, load_text, write_summary
+from mxtrain.data.progress import Progress, one_line
 from mxtrain.data.python_source import PythonSource
 from mxtrain.data.text_report import TextReport
-from mxtrain.data.token_store import TokenFile, tokenize
+from mxtrain.data.token_store import tokenize
 from mxtrain.data.tokenizer import SAMPLE_BYTES, load_tokenizer, require_tokenizer, tokenizer_hash, train_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
 
-# Increase this when the same config and files give different tokens, so that old results are not used.
-CACHE_VERSION = 1
+logger = logging.getLogger(__name__)
 
-SUMMARY = "prepared.json"
-
-WAIT_SECONDS = 10.0
-"""Interval between progress lines while another process builds"""
-
-HEAD_START_SECONDS = 10.0
-"""Local ranks above 0 wait this long for local rank 0 to start building, because launchers show its output"""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A tokenizer and the tokenized text. Streamed datasets have no tokenized text."""
-
-    tokenizer: Path
-    """Folder with tokenizer.json and tokenizer_config.json"""
-
-    train: TokenFile | None
-    validation: TokenFile | None
-    report: TextReport
+# Increase this when the same config and files give different tokens, or a folder of the cache has other contents.
+CACHE_VERSION = 2
 
 
 def prepare(
@@ -54,8 +37,8 @@ def prepare(
     """Load the tokenizer and the tokenized text of ``config`` from the cache, or build them first.
 
     The cache key is a hash of the config and of the files' paths, sizes and times, so edited files are built again.
-    One process builds, under a lock; the others wait and load. Under torchrun local rank 0 builds. An interrupted
-    build is never used as a result.
+    ``Prepared.identity`` depends on the contents alone. An interrupted build is never used as a result. A damaged
+    result is built again, with a warning. With ``config.prepared`` exactly that text is loaded and no source is read.
 
     Args:
         config: the text and the tokenizer.
@@ -64,39 +47,80 @@ def prepare(
             Streamed text is not tokenized here.
 
     Raises:
-        ConfigError: the text or the tokenizer is missing, unreadable or empty.
+        ConfigError: the text or the tokenizer is missing, unreadable or empty, or the cache cannot be written.
     """
     if stream is None:
-        require_one_of(f"{config.section}.dataset", config.dataset, DATASETS)
+        require_one_of(config.setting("dataset"), config.dataset, DATASETS)
         if config.dataset == "hf":
             stream = partial(_hub_texts, config)
     if config.tokenizer_path:
         require_tokenizer(Path(config.tokenizer_path))
+    if config.prepared:
+        return _chosen(config)
     source = None
     if stream is None:
         source = PythonSource(config) if config.dataset == "python" else LocalFiles(config)
     elif config.tokenizer_path:
         return _existing_tokenizer(config)
     folder = config.cache_root() / _key(config, source)
+    prepared, _ = _in_cache(config, folder)
+    if prepared is None:
+        prepared = _build_or_wait(config, source, stream, folder, Progress(progress))
+    _note_use(folder)
+    return prepared
+
+
+def _chosen(config: DataConfig) -> Prepared:
+    """Load the text that ``config.prepared`` names."""
+    setting = f"data.prepared = {config.prepared!r}"
+    is_path = os.sep in config.prepared
+    folder = Path(config.prepared).expanduser().absolute() if is_path else config.cache_path() / config.prepared
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{setting}: there is no folder {str(folder)!r}; 'mxtrain cache' lists the prepared texts, and an empty "
+            "value prepares the text from its source"
+        )
+    try:
+        prepared = load_text(folder, config.tokenizer_path)
+    except DamagedText as error:
+        raise ConfigError(
+            f"{setting} is damaged ({error}); leave data.prepared empty to prepare the text again from its source"
+        ) from error
+    if prepared.report.dataset != config.dataset:
+        raise ConfigError(
+            f"{setting} is a text of {config.section}.dataset = {prepared.report.dataset!r}, not {config.dataset!r}; "
+            "set the dataset to that name, or leave data.prepared empty"
+        )
+    _note_use(folder)
+    return prepared
+
+
+def _in_cache(config: DataConfig, folder: Path) -> tuple[Prepared | None, str]:
+    """Return the text in ``folder``, or None and the damage: "" if there is no folder."""
     if not folder.exists():
-        lines = Progress(progress)
-        with _exclusive(folder, lines):
-            if not folder.exists():
-                lines.say(f"preparing dataset {config.dataset!r} in {folder}")
-                _build(config, source, stream, folder, lines)
-                lines.say(f"prepared dataset {config.dataset!r}")
-    return _load(config, folder)
+        return None, ""
+    try:
+        return load_text(folder, config.tokenizer_path), ""
+    except DamagedText as error:
+        return None, str(error)
+
+
+def _note_use(folder: Path) -> None:
+    """Set the time of the last use, which ``mxtrain cache`` shows."""
+    with suppress(OSError):  # a cache that others own
+        os.utime(folder / SUMMARY)
 
 
 def _hub_texts(config: DataConfig) -> Iterator[str]:
     stream = open_stream(config.path, config.hf_config, "train", config.section)
-    return stream_texts(stream, config.text_key, config.path)
+    return stream_texts(stream, config.text_key, config.path, config.section)
 
 
 def _existing_tokenizer(config: DataConfig) -> Prepared:
-    size = load_tokenizer(Path(config.tokenizer_path)).size
+    folder = Path(config.tokenizer_path)
+    size = load_tokenizer(folder).size
     report = TextReport(config.dataset, config.tokenizer_path, size, requested_vocab_size=0, streamed=True)
-    return Prepared(Path(config.tokenizer_path), None, None, report)
+    return Prepared(folder, tokenizer_hash(folder), None, None, report, None)
 
 
 def _key(config: DataConfig, source: Source | None) -> str:
@@ -109,27 +133,23 @@ def _key(config: DataConfig, source: Source | None) -> str:
     return f"{config.dataset}-{sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]}"
 
 
-@contextmanager
-def _exclusive(folder: Path, progress: Progress) -> Iterator[None]:
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(f"{folder}.lock")
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        deadline = time.monotonic() + HEAD_START_SECONDS
-        while time.monotonic() < deadline and not (folder.exists() or os.path.exists(lock.lock_file)):
-            time.sleep(0.1)
-    waiting = 0.0
-    while True:
-        try:
-            lock.acquire(timeout=WAIT_SECONDS if waiting else 0)
-            break
-        except Timeout:
-            progress.say(f"another process is preparing {folder}; waiting" + (f", {waiting:.0f} s" if waiting else ""))
-            waiting += WAIT_SECONDS
-    try:
-        yield
-    finally:
-        lock.release()
+def _build_or_wait(
+    config: DataConfig,
+    source: Source | None,
+    stream: Callable[[], Iterable[str]] | None,
+    folder: Path,
+    progress: Progress,
+) -> Prepared:
+    with courtesy_lock(folder, progress):
+        prepared, damage = _in_cache(config, folder)
+        if prepared is None:
+            if damage:
+                logger.warning(f"the prepared text {folder} is damaged ({damage}) and is prepared again")
+            progress.say(f"preparing dataset {config.dataset!r} in {folder}")
+            _build(config, source, stream, folder, progress)
+            progress.say(f"prepared dataset {config.dataset!r}")
+            prepared = load_text(folder, config.tokenizer_path)
+    return prepared
 
 
 def _build(
@@ -139,18 +159,14 @@ def _build(
     folder: Path,
     progress: Progress,
 ) -> None:
-    """Build in a folder next to ``folder``, then rename, so that ``folder`` is complete once it exists."""
-    building = folder.with_name(folder.name + ".building")
-    shutil.rmtree(building, ignore_errors=True)  # left by a killed build; we hold the lock
-    building.mkdir()
     try:
-        summary = _build_in(building, config, source, stream, progress)
-        summary["report"]["folder"] = str(folder)
-        (building / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
-        building.rename(folder)
-    except BaseException:
-        shutil.rmtree(building)
-        raise
+        with new_folder(folder, lambda existing: _in_cache(config, existing)[0] is not None) as building:
+            _build_in(building, config, source, stream, progress)
+    except OSError as error:  # sources raise ConfigError, so this is about the cache
+        raise ConfigError(
+            f"data.cache_dir = {config.cache_dir!r}: cannot write {str(folder)!r} ({error.strerror or one_line(error)})"
+            "; make room, or set data.cache_dir or $MXTRAIN_CACHE to a folder that can be written"
+        ) from error
 
 
 def _build_in(
@@ -159,13 +175,14 @@ def _build_in(
     source: Source | None,
     stream: Callable[[], Iterable[str]] | None,
     progress: Progress,
-) -> dict:
+) -> None:
     if source:
         source.scan(progress)
     if not config.tokenizer_path:
         texts = _training_texts(config, source) if source else stream()
-        train_tokenizer(_not_empty(texts, config), config.vocab_size, building / "tokenizer", progress)
-    tokenizer = load_tokenizer(Path(config.tokenizer_path or building / "tokenizer"))
+        train_tokenizer(_not_empty(texts, config), config.vocab_size, building / TOKENIZER, progress)
+    tokenizer_folder = Path(config.tokenizer_path or building / TOKENIZER)
+    tokenizer = load_tokenizer(tokenizer_folder)
     report = TextReport(
         dataset=config.dataset,
         folder="",
@@ -191,12 +208,8 @@ def _build_in(
             cut=source.cut,
         )
         if not report.documents:
-            raise ConfigError(f"{config.section}.dataset_path = {config.path!r} holds no text")
-    return {
-        "report": asdict(report),
-        "config": asdict(config),
-        "tokens": {split: {"dtype": file.dtype, "count": file.count} for split, file in files.items()},
-    }
+            raise ConfigError(f"{config.setting('path')} = {config.path!r} holds no text")
+    write_summary(building, config, tokenizer_hash(tokenizer_folder), files, report)
 
 
 def _training_texts(config: DataConfig, source: Source) -> Iterator[str]:
@@ -213,12 +226,7 @@ def _not_empty(texts: Iterable[str], config: DataConfig) -> Iterator[str]:
         empty = empty and not text.strip()
         yield text
     if empty:
-        where = f" ({config.section}.dataset_path = {config.path!r})" if config.path else ""
-        raise ConfigError(f"{config.section}.dataset = {config.dataset!r}{where} holds no text to train a tokenizer on")
-
-
-def _load(config: DataConfig, folder: Path) -> Prepared:
-    summary = json.loads((folder / SUMMARY).read_text())
-    tokens = {split: TokenFile(folder / f"{split}.bin", **facts) for split, facts in summary["tokens"].items()}
-    tokenizer = Path(config.tokenizer_path) if config.tokenizer_path else folder / "tokenizer"
-    return Prepared(tokenizer, tokens.get("train"), tokens.get("validation"), TextReport(**summary["report"]))
+        where = f" ({config.setting('path')} = {config.path!r})" if config.path else ""
+        raise ConfigError(
+            f"{config.setting('dataset')} = {config.dataset!r}{where} holds no text to train a tokenizer on"
+        )

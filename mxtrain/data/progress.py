@@ -1,4 +1,4 @@
-"""Reports progress as plain lines, which suit both logs and terminals."""
+"""Reports progress and errors as plain lines, which suit both logs and terminals."""
 
 import time
 from collections.abc import Callable
@@ -26,3 +26,8 @@ class Progress:
 
 def megabytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB"
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of an error in one line, or the error's type if it has no message."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from stat import S_ISREG
 from typing import NamedTuple
 
 from mxtrain.data.config import DataConfig
@@ -77,7 +78,12 @@ class PythonSource:
 
     def documents(self) -> Iterator[Document]:
         for file in self._kept:
-            yield Document(file.key, Path(file.path).read_bytes().decode("utf-8"))
+            try:
+                text = Path(file.path).read_bytes().decode("utf-8")
+            except (OSError, UnicodeDecodeError) as error:  # changed since ``scan``
+                setting = f"{self._config.section}.dataset = 'python'"
+                raise ConfigError(f"{setting}: {file.path} changed while it was read: {error}; try again") from error
+            yield Document(file.key, text)
 
 
 def list_files(installed: bool) -> list[SourceFile]:
@@ -96,11 +102,18 @@ def _walk(root: Path, prefix: str) -> list[SourceFile]:
         subfolders[:] = sorted(name for name in subfolders if name not in PACKAGE_FOLDERS)
         for name in sorted(names):
             path = os.path.join(folder, name)
-            if name.endswith(".py") and os.path.isfile(path):
-                status = os.stat(path)
+            status = _status(path) if name.endswith(".py") else None
+            if status and S_ISREG(status.st_mode):
                 key = f"{prefix}/{Path(path).relative_to(root).as_posix()}"
                 files.append(SourceFile(key, path, status.st_size, status.st_mtime_ns))
     return files
+
+
+def _status(path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except OSError:  # a link to nothing, or a file that was just deleted
+        return None
 
 
 def _shuffled(files: list[SourceFile], seed: int) -> list[SourceFile]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +26,27 @@ class TokenFile:
     count: int
     """Number of tokens"""
 
+    sha256: str = ""
+    """SHA-256 of the file's bytes, in hexadecimal digits"""
+
+    @property
+    def size(self) -> int:
+        """The size in bytes that the file must have."""
+        return self.count * np.dtype(self.dtype).itemsize
+
     def open(self) -> np.ndarray:
         """Return the tokens as a read-only array [count]."""
         if self.count == 0:  # an empty file cannot be mapped
             return np.empty(0, self.dtype)
         return np.memmap(self.path, self.dtype, mode="r", shape=(self.count,))
+
+    def read_hash(self) -> str:
+        """Read the file and return its SHA-256."""
+        digest = sha256()
+        with self.path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+        return digest.hexdigest()
 
 
 @dataclass
@@ -58,6 +75,7 @@ def tokenize(
     before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     after = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     tallies = {"train": Tally(), "validation": Tally()}
+    digests = {split: sha256() for split in tallies}
     paths = {split: folder / f"{split}.bin" for split in tallies}
     with paths["train"].open("wb") as train, paths["validation"].open("wb") as validation:
         files = {"train": train, "validation": validation}
@@ -67,13 +85,18 @@ def tokenize(
             for document, encoding in zip(batch, encodings, strict=True):
                 split = "validation" if is_held_out(document.key, validation_share) else "train"
                 tokens = np.array(before + encoding.ids + after, dtype)
-                tokens.tofile(files[split])
+                content = tokens.tobytes()
+                files[split].write(content)  # not ``tofile``, whose error does not say that the disk is full
+                digests[split].update(content)
                 tallies[split].documents += 1
                 tallies[split].bytes += len(document.text.encode("utf-8"))
                 tallies[split].tokens += len(tokens)
             done = sum(tally.bytes for tally in tallies.values())
             progress.tick(lambda done=done: f"tokenized {megabytes(done)} of about {megabytes(expected_bytes)}")
-    return {split: TokenFile(paths[split], dtype, tallies[split].tokens) for split in tallies}, tallies
+    files = {
+        split: TokenFile(paths[split], dtype, tallies[split].tokens, digests[split].hexdigest()) for split in tallies
+    }
+    return files, tallies
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from mxtrain.data.progress import Progress, megabytes
+from mxtrain.data.progress import Progress, megabytes, one_line
 from mxtrain.errors import ConfigError
 
 BOS_TOKEN = "<|begin_of_text|>"
@@ -23,6 +23,10 @@ SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+
+FILES = ("tokenizer.json", "tokenizer_config.json")
+"""The files that decide how text is tokenized"""
 
 
 class LoadedTokenizer(NamedTuple):
@@ -61,7 +65,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, progres
     progress.say(f"training a byte-level BPE tokenizer of {vocab_size:,} tokens")
     tokenizer.train_from_iterator(_sample(texts, progress), trainer)
     folder.mkdir(parents=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # Not ``tokenizer.save``: its error is not an OSError.
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS_TOKEN, "eos_token": EOS_TOKEN}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -78,10 +83,10 @@ def _sample(texts: Iterable[str], progress: Progress) -> Iterator[str]:
 
 
 def require_tokenizer(folder: Path) -> Path:
-    """Return the path of ``tokenizer.json`` in ``folder``. Raises ConfigError if the file is missing."""
+    """Return the path of ``tokenizer.json`` in ``folder``. Raises ConfigError if the file is missing or unreadable."""
     file = folder / "tokenizer.json"
-    if not file.is_file():
-        problem = "holds no tokenizer.json" if folder.is_dir() else "is not a folder"
+    if not (file.is_file() and os.access(file, os.R_OK)):
+        problem = "holds no tokenizer.json that can be read" if folder.is_dir() else "is not a folder"
         raise ConfigError(
             f"model.hf_assets_path = {str(folder)!r} {problem}; give a folder with a Hugging Face tokenizer, "
             "or leave it empty to train a tokenizer"
@@ -93,7 +98,8 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     """Load ``tokenizer.json`` from ``folder``; ``tokenizer_config.json`` names its bos and eos tokens.
 
     Raises:
-        ConfigError: ``tokenizer.json`` is missing or unreadable, or does not contain the bos or eos token.
+        ConfigError: ``tokenizer.json`` is missing, unreadable or empty, or does not contain the bos or eos token; or
+            ``tokenizer_config.json`` is damaged.
     """
     from tokenizers import Tokenizer
 
@@ -103,25 +109,41 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     try:
         encoder = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises plain Exception
-        raise ConfigError(f"{setting}: tokenizer.json cannot be read: {error}") from error
+        raise ConfigError(f"{setting}: tokenizer.json cannot be read: {one_line(error)}") from error
     encoder.encode_special_tokens = True
-    config_file = folder / "tokenizer_config.json"
-    config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    config = _tokenizer_config(folder, setting)
     ids = {}
     for name in ("bos_token", "eos_token"):
         token = config.get(name)
-        token = token["content"] if isinstance(token, dict) else token
+        token = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(token, str | None):
+            raise ConfigError(f"{setting}: tokenizer_config.json names {name} {token!r}, which is not text")
         ids[name] = None if token is None else encoder.token_to_id(token)
         if token is not None and ids[name] is None:
             raise ConfigError(f"{setting}: tokenizer_config.json names {name} {token!r}, absent from tokenizer.json")
-    size = 1 + max(encoder.get_vocab(with_added_tokens=True).values())
+    size = 1 + max(encoder.get_vocab(with_added_tokens=True).values(), default=-1)
+    if not size:
+        raise ConfigError(f"{setting}: tokenizer.json has no tokens")
     return LoadedTokenizer(encoder, ids["bos_token"], ids["eos_token"], size)
 
 
+def _tokenizer_config(folder: Path, setting: str) -> dict:
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting}: tokenizer_config.json cannot be read: {one_line(error)}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{setting}: tokenizer_config.json holds {type(config).__name__}, not an object")
+    return config
+
+
 def tokenizer_hash(folder: Path) -> str:
-    """Hash the files that decide how text is tokenized. A missing file counts as empty."""
+    """Hash FILES in a folder. A missing file counts as empty."""
     digest = sha256()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in FILES:
         file = folder / name
         digest.update(sha256(file.read_bytes() if file.is_file() else b"").digest())
     return digest.hexdigest()

@@ -140,6 +140,12 @@ class Data:
     cache_dir: str = ""
     """Folder for tokenizers and tokenized text; empty means $MXTRAIN_CACHE, else ~/.cache/mxtrain"""
 
+    prepared: str = ""
+    """
+    Name of a prepared text in the cache ("mxtrain cache" lists them), or its path: train on exactly this text, without
+    reading its source. Empty prepares the text from its source
+    """
+
 
 @dataclass
 class Model:

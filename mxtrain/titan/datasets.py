@@ -15,16 +15,20 @@ from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.components.validate import build_validator as build_titan_validator
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS as TITAN_DATASETS
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset, build_text_dataloader
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
+from torchtitan.tools.logging import logger
 
 from mxtrain.data import DataConfig, Prepared, TokenFile, prepare
 from mxtrain.data.config import DATASETS
-from mxtrain.data.hub import open_stream
-from mxtrain.data.local_files import text_of
+from mxtrain.data.hub import StreamedText, open_stream, readable
+from mxtrain.data.progress import one_line
+from mxtrain.data.rows import WITHOUT_TEXT
 from mxtrain.data.token_dataset import TokenDataset
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.titan.agreement import is_rank_0, prepare_together, run_on_all_ranks
 from mxtrain.titan.flavors import vocab_size
+from mxtrain.titan.run_data import RunLoader, keep_in_run_folder
 from mxtrain.titan.terminal import note_progress
 
 
@@ -51,18 +55,26 @@ def build_dataloader(
 ) -> ParallelAwareDataloader:
     """Return the training data loader of one rank. A batch is ({"input": int64 [B, S]}, labels int64 [B, S]).
 
+    Rank 0 keeps the identity of the data and the tokenizer in the run's folder.
+
     Raises:
-        ConfigError: as ``prepare_from_job``, and for too little text for one batch per rank.
+        ConfigError: as ``prepare_from_job``, for too little text for one batch per rank, and for a run's folder with
+            checkpoints of other data.
     """
     name = job_config.training.dataset
+    prepared = prepare_from_job(job_config)
+    run_on_all_ranks(partial(keep_in_run_folder, job_config, prepared) if is_rank_0() else None)
     if name in DATASETS and name != "hf":
-        tokens = prepare_from_job(job_config).train
-        dataset = _token_dataset(job_config, "training", tokens, dp_rank, dp_world_size, infinite)
+        _warn_of_rows_without_text(job_config, "training", prepared)
+        dataset = _token_dataset(job_config, "training", prepared.train, dp_rank, dp_world_size, infinite)
     elif name == "hf":
         dataset = _stream_dataset(job_config, "training", "train", tokenizer, dp_rank, dp_world_size, infinite)
     else:
-        return build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite)
-    return _loader(dataset, job_config.training, dp_rank, dp_world_size)
+        settings = job_config.training
+        args = (name, settings.dataset_path, tokenizer, settings.seq_len, dp_rank, dp_world_size, infinite)
+        dataset = HuggingFaceTextDataset(*args)
+    options = _loader_options(job_config.training)
+    return RunLoader(dataset, dp_rank, dp_world_size, job_config=job_config, prepared=prepared, **options)
 
 
 def build_validator(
@@ -89,7 +101,7 @@ def build_validator(
         # Finite for every validation.steps, so that each validation starts at the same text and losses compare.
         tokens = _held_out(job_config)
         dataset = _token_dataset(job_config, "validation", tokens, dp_rank, dp_world_size, infinite=False)
-    loader = _loader(dataset, job_config.validation, dp_rank, dp_world_size)
+    loader = ParallelAwareDataloader(dataset, dp_rank, dp_world_size, **_loader_options(job_config.validation))
     return LoaderValidator(job_config, loader, tokenizer=tokenizer, **parts)
 
 
@@ -123,11 +135,14 @@ class _ModelWithoutMasks:
 def prepare_from_job(job_config, progress: Callable[[str], None] = note_progress) -> Prepared:
     """Build or load the tokenizer and the tokenized training text of a job, once per process and config.
 
+    Under torch.distributed all ranks must call it. One rank of each node builds, and all check that they agree.
+
     Args:
         progress: called with a line of text every few seconds while something is built.
 
     Raises:
-        ConfigError: for an unknown dataset, a missing file, column or tokenizer, no text, or a value out of range.
+        ConfigError: for an unknown dataset, a missing file, column or tokenizer, no text, or a value out of range;
+            and if nodes have different data.
     """
     check_datasets(job_config)
     return _prepare(_data_config(job_config), progress)
@@ -144,9 +159,12 @@ def check_datasets(job_config) -> None:
 @lru_cache(maxsize=8)
 def _prepare(config: DataConfig, progress: Callable[[str], None]) -> Prepared:
     # Cached: a file edited while the job starts could otherwise give a tokenizer and tokens of different versions.
-    if config.dataset in DATASETS:
-        return prepare(config, progress)
-    return prepare(config, progress, stream=partial(_titan_texts, config.dataset, config.path))
+    stream = None if config.dataset in DATASETS else partial(_titan_texts, config.dataset, config.path)
+
+    def prepare_or_load(folder: str) -> Prepared:
+        return prepare(replace(config, prepared=folder) if folder else config, progress, stream)
+
+    return prepare_together(prepare_or_load, f"{config.setting('dataset')} = {config.dataset!r}")
 
 
 def _titan_texts(name: str, path: str) -> Iterator[str]:
@@ -156,9 +174,10 @@ def _titan_texts(name: str, path: str) -> Iterator[str]:
         rows = dataset.loader(path or dataset.path)
     except Exception as error:  # loaders raise many types, most often for a missing file or network
         raise ConfigError(
-            f"training.dataset = {name!r} cannot be opened at {path or dataset.path!r}: {type(error).__name__}: {error}"
+            f"training.dataset = {name!r} cannot be opened at {path or dataset.path!r}: {type(error).__name__}: "
+            f"{one_line(error)}"
         ) from error
-    return map(dataset.sample_processor, rows)
+    return readable(map(dataset.sample_processor, rows), f"training.dataset = {name!r}")
 
 
 def _data_config(job_config) -> DataConfig:
@@ -178,8 +197,9 @@ def _data_config(job_config) -> DataConfig:
         text_key=data.text_key,
         hf_config=data.hf_config or "",
         cache_dir=data.cache_dir,
+        prepared=data.prepared,
     )
-    return replace(config, cache_dir=str(config.cache_root()))  # resolved now: the environment may change
+    return replace(config, cache_dir=str(config.cache_path()))  # resolved now: the environment may change
 
 
 def _path(job_config, section: str) -> str:
@@ -204,11 +224,14 @@ def _held_out(job_config) -> TokenFile:
         dataset=dataset,
         path=path,
         tokenizer_path=str(prepare_from_job(job_config).tokenizer),
+        prepared="",  # names the training text
         section="validation",
     )
     if dataset == "python":
         return _prepare(config, note_progress).validation
-    return _prepare(replace(config, validation_share=0.0), note_progress).train
+    prepared = _prepare(replace(config, validation_share=0.0), note_progress)
+    _warn_of_rows_without_text(job_config, "validation", prepared)
+    return prepared.train
 
 
 def _token_dataset(
@@ -238,7 +261,7 @@ def _stream_dataset(
     TITAN_DATASETS["hf"] = DatasetConfig(
         path=path,
         loader=partial(open_stream, hf_config=data.hf_config or "", split=split, section=section),
-        sample_processor=partial(text_of, text_key=data.text_key, where=path),
+        sample_processor=StreamedText(data.text_key, path),
     )
     try:
         return HuggingFaceTextDataset("hf", path, tokenizer, settings.seq_len, dp_rank, dp_world_size, infinite)
@@ -246,6 +269,15 @@ def _stream_dataset(
         del TITAN_DATASETS["hf"]
 
 
-def _loader(dataset, settings, dp_rank: int, dp_world_size: int) -> ParallelAwareDataloader:
-    options = {**asdict(settings.dataloader), "batch_size": settings.local_batch_size}
-    return ParallelAwareDataloader(dataset, dp_rank, dp_world_size, **options)
+def _loader_options(settings) -> dict:
+    return {**asdict(settings.dataloader), "batch_size": settings.local_batch_size}
+
+
+def _warn_of_rows_without_text(job_config, section: str, prepared: Prepared) -> None:
+    rows = prepared.report.dropped.get(WITHOUT_TEXT, 0)
+    if rows and is_rank_0():
+        path = getattr(job_config, section).dataset_path
+        logger.warning(
+            f"{section}.dataset_path = {path!r} has {rows:,} row(s) without text in data.text_key = "
+            f"{job_config.data.text_key!r}; they are left out"
+        )

@@ -48,12 +48,14 @@ def vocab_size(job_config) -> int:
     """Return the model's vocabulary size: ``data.vocab_size``, or the flavor's if that is 0.
 
     Raises:
-        ConfigError: for an unknown ``model.flavor`` or a negative ``data.vocab_size``.
+        ConfigError: for an unknown ``model.flavor``, or a ``data.vocab_size`` that is negative or not an integer.
     """
-    if job_config.data.vocab_size < 0:
-        raise ConfigError(f"data.vocab_size = {job_config.data.vocab_size} is negative; 0 keeps the flavor's size")
-    if job_config.data.vocab_size > 0:
-        return job_config.data.vocab_size
+    size = job_config.data.vocab_size
+    if type(size) is not int or size < 0:  # TorchTitan does not check types in TOML files
+        problem = "not a whole number" if type(size) is not int else "negative"
+        raise ConfigError(f"data.vocab_size = {size!r} is {problem}; 0 keeps the flavor's size")
+    if size > 0:
+        return size
     flavors = get_train_spec(job_config.model.name).model_args
     require_one_of("model.flavor", job_config.model.flavor, flavors)
     return flavors[job_config.model.flavor].vocab_size

@@ -33,9 +33,9 @@ def test_an_existing_tokenizer_ignores_vocab_size():
 
 
 def test_identity_omits_settings_that_do_not_change_the_result():
-    here, there = DataConfig(cache_dir="a"), DataConfig(cache_dir="b", section="validation")
+    here, there = DataConfig(cache_dir="a"), DataConfig(cache_dir="b", section="validation", prepared="c")
     assert here.identity() == there.identity()
-    omitted = {"cache_dir", "section", "tokenizer_path"}
+    omitted = {"cache_dir", "prepared", "section", "tokenizer_path"}
     assert here.identity().keys() == {field.name for field in fields(DataConfig)} - omitted
     assert here.identity() != DataConfig(seed=1).identity()
 
@@ -50,5 +50,5 @@ def test_cache_root_is_the_setting_or_the_environment_or_the_default(tmp_path, m
 
 def test_a_cache_that_cannot_be_created_is_a_config_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="data.cache_dir: cannot create .*file/cache"):
+    with pytest.raises(ConfigError, match="data.cache_dir = .*: cannot create .*file/cache"):
         DataConfig(cache_dir=str(tmp_path / "file" / "cache")).cache_root()

@@ -1,7 +1,9 @@
+from itertools import count
+
 import datasets
 import pytest
 
-from mxtrain.data.hub import open_stream, stream_texts
+from mxtrain.data.hub import PATIENCE_ROWS, StreamedText, open_stream, stream_texts
 from mxtrain.errors import ConfigError
 
 
@@ -33,3 +35,26 @@ def test_texts_and_a_missing_text_column():
     assert list(stream_texts(rows, "text", "a/b")) == ["a", "", "b"]
     with pytest.raises(ConfigError, match="data.text_key = 'content' is not a column of a/b, which has: text"):
         list(stream_texts(rows, "content", "a/b"))
+
+
+def test_a_few_rows_without_text_are_empty_with_one_warning(caplog):
+    rows = [{"text": "a"}, {"body": "b"}, {"text": 3}] * 2 * PATIENCE_ROWS
+    text_of = StreamedText("text", "a/b")
+    assert [text_of(row) for row in rows] == ["a", "", ""] * 2 * PATIENCE_ROWS
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "a/b has rows without text in 'text'; they count as empty"
+
+
+def test_an_endless_stream_without_text_is_a_config_error():
+    with pytest.raises(ConfigError, match="data.text_key = 'text' in a/b holds int, not text"):
+        list(stream_texts(({"text": i} for i in count()), "text", "a/b"))
+
+
+def test_a_stream_that_breaks_off_is_a_config_error():
+    def rows():
+        yield {"text": "a"}
+        raise ConnectionError("reset\nby peer")
+
+    message = "^validation.dataset_path = 'a/b' cannot be read further: ConnectionError: reset by peer$"
+    with pytest.raises(ConfigError, match=message):
+        list(stream_texts(rows(), "text", "a/b", "validation"))

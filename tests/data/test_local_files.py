@@ -7,7 +7,7 @@ import pytest
 
 from mxtrain.data import DataConfig
 from mxtrain.data.documents import Document
-from mxtrain.data.local_files import LocalFiles, split_lines
+from mxtrain.data.local_files import LocalFiles
 from mxtrain.errors import ConfigError
 
 
@@ -24,7 +24,7 @@ def test_jsonl_without_empty_rows(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", ["one", "", None, "two\nlines", " \n"])
     source = LocalFiles(DataConfig(dataset="files", path=str(file)))
     assert list(source.documents()) == [("a.jsonl:0", "one"), ("a.jsonl:3", "two\nlines")]
-    assert source.dropped == {"empty": 3}
+    assert source.dropped == {"empty": 2, "without text": 1}
     assert source.listing == [(str(file), file.stat().st_size, file.stat().st_mtime_ns)]
 
 
@@ -86,20 +86,6 @@ def test_a_long_text_becomes_several_documents(tmp_path):
     assert len(found) == 4
     assert "".join(document.text for document in found) == text
     assert all(document.text.endswith("\n") for document in found)
-
-
-@pytest.mark.parametrize(
-    "text, pieces",
-    [
-        ("", [""]),
-        ("abc", ["abc"]),
-        ("ab\ncd\nef", ["ab\n", "cd\nef"]),
-        ("a\nbbbbbbbbbb\nc\nd", ["a\n", "bbbbbbbbbb\n", "c\nd"]),
-        ("aaaaaaaaaa", ["aaaaaaaaaa"]),
-    ],
-)
-def test_split_lines_cuts_after_line_ends(text, pieces):
-    assert [piece for piece in split_lines(text, 5) if piece or not text] == pieces
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import time
 import pytest
 from filelock import FileLock
 
-from mxtrain.data import DataConfig, Prepared, prepare, progress
+from mxtrain.data import DataConfig, Prepared, cache_folders, prepare, progress
 from mxtrain.data import prepared as prepared_module
 from mxtrain.data.tokenizer import load_tokenizer, tokenizer_hash
 from mxtrain.errors import ConfigError
@@ -89,53 +89,46 @@ def test_an_interrupted_build_leaves_nothing_behind(corpus, cache, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(prepared_module, "tokenize", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         prepare(config_of(corpus), silent)
-    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+    assert list(cache.iterdir()) == []
     assert prepare(config_of(corpus), silent).train.count > 0
 
 
 def test_the_leftovers_of_a_killed_build_are_not_used(corpus, cache):
     folder = cache / prepared_module._key(config_of(corpus), prepared_module.LocalFiles(config_of(corpus)))
-    leftover = folder.with_name(folder.name + ".building")
-    (leftover / "tokenizer").mkdir(parents=True)
-    (leftover / "train.bin").write_bytes(b"half")
+    old, recent = (folder.with_name(f"{folder.name}.building-{name}") for name in ("old", "recent"))
+    for leftover in (old, recent):
+        (leftover / "tokenizer").mkdir(parents=True)
+        (leftover / "train.bin").write_bytes(b"half")
+    long_ago = time.time() - 2 * cache_folders.LEFTOVER_SECONDS
+    for path in (old, *old.iterdir()):
+        os.utime(path, (long_ago, long_ago))
     prepared = prepare(config_of(corpus), silent)
-    assert prepared.tokenizer.parent == folder and not leftover.exists()
+    assert prepared.tokenizer.parent == folder and not old.exists()
+    assert recent.exists()  # perhaps another process still writes it
     assert load_tokenizer(prepared.tokenizer).size == 300
 
 
-def _prepare_as_rank(rank: int, config: DataConfig, queue) -> None:
-    os.environ["LOCAL_RANK"] = str(rank)
+def _prepare_in_process(config: DataConfig, queue) -> None:
     lines = []
-    queue.put("started")
-    prepared = prepare(config, lines.append)
-    queue.put((rank, prepared, "prepared dataset 'python'" in lines))
+    queue.put((prepare(config, lines.append), "prepared dataset 'python'" in lines))
 
 
-def test_local_rank_0_builds_and_the_other_rank_loads():
+def test_two_processes_build_once():
     config = DataConfig(vocab_size=300, max_bytes=300_000, validation_share=0.2)
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    workers = [context.Process(target=_prepare_as_rank, args=(rank, config, queue)) for rank in (1, 0)]
-    for worker in workers:  # rank 1 is first, and waits
+    workers = [context.Process(target=_prepare_in_process, args=(config, queue)) for _ in range(2)]
+    for worker in workers:
         worker.start()
-        assert queue.get(timeout=60) == "started"
-    results = sorted((queue.get(timeout=60) for _ in workers), key=lambda result: result[0])
+    (one, one_built), (two, two_built) = (queue.get(timeout=60) for _ in workers)
     for worker in workers:
         worker.join()
         assert worker.exitcode == 0
-    assert [(rank, built) for rank, _, built in results] == [(0, True), (1, False)]
-    (_, one, _), (_, two, _) = results
-    assert isinstance(one, Prepared) and one == two
-
-
-def test_another_rank_builds_if_rank_0_does_not_start(corpus, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setattr(prepared_module, "HEAD_START_SECONDS", 0.2)
-    assert prepare(config_of(corpus), silent).report.documents == 30
+    assert isinstance(one, Prepared) and one == two and one_built != two_built
 
 
 def test_a_waiting_process_reports_that_it_waits(corpus, cache, monkeypatch):
-    monkeypatch.setattr(prepared_module, "WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(cache_folders, "WAIT_SECONDS", 0.25)
     folder = cache / prepared_module._key(config_of(corpus), prepared_module.LocalFiles(config_of(corpus)))
     folder.parent.mkdir()
     lock, lines = FileLock(f"{folder}.lock"), []

@@ -28,6 +28,7 @@ def text(seed: int, words: int = 300) -> str:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the run's folder is ./outputs
     monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hf_datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
 

@@ -1,0 +1,107 @@
+"""Writes folders of the cache so that a folder is complete once it exists, also when several processes write it.
+
+This needs no locks, which some shared file systems do not have: every process writes a folder of its own and renames
+it. The first one wins. Where locks work, they only save the others the work.
+"""
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from uuid import uuid4
+
+from mxtrain.data.progress import Progress
+
+WAIT_SECONDS = 10.0
+"""Interval between progress lines while another process builds; a multiple of POLL_SECONDS"""
+
+POLL_SECONDS = 0.25
+
+BUILDING = ".building"
+"""In the names of unfinished folders"""
+
+LEFTOVER_SECONDS = 24 * 3600.0
+"""An unfinished folder that has not changed for this long belongs to a killed process"""
+
+
+@contextmanager
+def courtesy_lock(folder: Path, progress: Progress) -> Iterator[None]:
+    """Hold a lock beside ``folder``, after waiting for it. Goes on without a lock where locks do not work."""
+    path, waited = f"{folder}.lock", 0.0
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(path, "w"))
+            while not _lock(file):
+                if waited % WAIT_SECONDS == 0:
+                    after = f", {waited:.0f} s" if waited else ""
+                    progress.say(f"another process is preparing {folder}; waiting{after}")
+                time.sleep(POLL_SECONDS)
+                waited += POLL_SECONDS
+        except OSError:
+            pass  # no locks here; or the folder cannot be written, which the caller will find out
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                os.unlink(path)
+
+
+def _lock(file) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def new_folder(folder: Path, is_complete: Callable[[Path], bool]) -> Iterator[Path]:
+    """Yield an empty folder beside ``folder``, and give it that name at the end of the context.
+
+    If another process has made ``folder`` meanwhile, its folder stays and the new one is removed. A folder that is
+    not complete, by ``is_complete``, is replaced. After an exception nothing is left.
+
+    Raises:
+        OSError: a folder cannot be made or renamed.
+    """
+    for leftover in folder.parent.glob(f"{folder.name}{BUILDING}*"):
+        if time.time() - last_change(leftover) > LEFTOVER_SECONDS:
+            shutil.rmtree(leftover, ignore_errors=True)
+    building = _unused_name(folder)
+    building.mkdir()
+    try:
+        yield building
+        try:
+            building.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
+            if not is_complete(folder):
+                _replace(folder, building)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def last_change(folder: Path) -> float:
+    """Return when a folder or a file in it was last written, in seconds since 1970."""
+    times = [0.0]
+    for path in (folder, *folder.rglob("*")):
+        with suppress(OSError):  # removed meanwhile
+            times.append(path.stat().st_mtime)
+    return max(times)
+
+
+def _replace(folder: Path, building: Path) -> None:
+    old = _unused_name(folder)
+    folder.rename(old)
+    try:
+        building.rename(folder)
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _unused_name(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}{BUILDING}-{uuid4().hex[:12]}")

@@ -1,0 +1,207 @@
+"""Keeps the identity of a run's data in the run's folder and in its checkpoints, and refuses to resume with other data.
+
+The run's folder gets ``data.json`` (hashes, the name of the prepared text in the cache, and the settings) and a copy
+of the tokenizer. Every checkpoint has the hashes in the state of the data loader.
+"""
+
+import json
+import os
+import pickle
+import re
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.tools.logging import logger
+
+from mxtrain.data import Prepared
+from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
+from mxtrain.data.tokenizer import tokenizer_hash
+from mxtrain.errors import ConfigError
+from mxtrain.titan.agreement import differences, is_rank_0
+
+FILE_NAME = "data.json"
+TOKENIZER_FOLDER = "tokenizer"
+UNCHECKED = "whether this run goes on with the same text and tokenizer cannot be checked"
+EXCLUDE = 'checkpoint.exclude_from_loading = ["dataloader"]'
+
+
+def record(job_config, prepared: Prepared) -> dict:
+    """Return what is kept about the data of a run, as a JSON value."""
+    training = job_config.training
+    return {
+        "identity": prepared.identity,
+        "prepared": prepared.folder.name if prepared.folder else None,
+        "cache": str(prepared.folder.parent) if prepared.folder else None,
+        "settings": {
+            "training.dataset": training.dataset,
+            "training.dataset_path": training.dataset_path,
+            "model.hf_assets_path": job_config.model.hf_assets_path,
+            **{f"data.{name}": value for name, value in asdict(job_config.data).items()},
+        },
+    }
+
+
+def keep_in_run_folder(job_config, prepared: Prepared) -> None:
+    """Write ``data.json`` and the tokenizer into the run's folder. For rank 0.
+
+    If the folder has checkpoints and no ``data.json``, nothing is written yet: the loader writes it, after the
+    checkpoint has shown that the data is the same.
+
+    Raises:
+        ConfigError: the folder has checkpoints of a run with other data, or cannot be written.
+    """
+    folder = Path(job_config.job.dump_folder)
+    if job_config.checkpoint.enable and _has_checkpoints(folder / job_config.checkpoint.folder):
+        kept = _read(folder / FILE_NAME)
+        if kept is not None:
+            require_same(kept, record(job_config, prepared), job_config)
+        elif not _starts_anew(job_config):
+            return
+        else:
+            logger.warning(f"{folder} has checkpoints and no {FILE_NAME}: {UNCHECKED}")
+    elif job_config.checkpoint.enable and job_config.checkpoint.initial_load_path:
+        _warn_of_another_tokenizer(Path(job_config.checkpoint.initial_load_path), prepared)
+    _write(job_config, prepared)
+
+
+def _warn_of_another_tokenizer(checkpoint: Path, prepared: Prepared) -> None:
+    """Log a warning if a new run starts with weights that were trained with another tokenizer."""
+    run = checkpoint.absolute().parent.parent  # RUN/checkpoint/step-N
+    kept = _read(run / FILE_NAME)
+    if kept is None or checkpoint.name == "step-0" or kept["identity"]["tokenizer"] == prepared.tokenizer_sha256:
+        return
+    logger.warning(
+        f"checkpoint.initial_load_path = {str(checkpoint)!r} has weights that were trained with another tokenizer; "
+        f"set model.hf_assets_path = {str(run / TOKENIZER_FOLDER)!r} to use it"
+    )
+
+
+def _write(job_config, prepared: Prepared) -> None:
+    folder = Path(job_config.job.dump_folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        new = folder / f"{FILE_NAME}.new"
+        new.write_text(json.dumps(record(job_config, prepared), indent=2) + "\n", encoding="utf-8")
+        os.replace(new, folder / FILE_NAME)
+        _copy_tokenizer(prepared.tokenizer, folder / TOKENIZER_FOLDER)
+    except OSError as error:
+        raise ConfigError(f"job.dump_folder = {str(folder)!r} cannot be written: {error}") from error
+
+
+def require_same(kept: dict, now: dict, job_config) -> None:
+    """Raise ConfigError if a run would go on with other data.
+
+    A loader that starts at the beginning of its text (see EXCLUDE) may read another text, but needs the tokenizer.
+
+    Args:
+        kept, now: two values of ``record``: of the run so far, and of its continuation.
+        job_config: the job config of the continuation.
+    """
+    keys = ["tokenizer"] if _starts_anew(job_config) else kept["identity"].keys() | now["identity"].keys()
+    before, after = ({key: value["identity"].get(key) for key in keys} for value in (kept, now))
+    if before == after:
+        return
+    ways = [*_own_text(kept, job_config), *_other_text(kept, now, job_config)]
+    raise ConfigError(
+        f"training.dataset = {job_config.training.dataset!r} gives other data than the run so far "
+        f"({differences(before, after)}): {'; or '.join(ways)}"
+    )
+
+
+def _own_text(kept: dict, job_config) -> list[str]:
+    """Return how to go on with the run's own text."""
+    name, cache = kept["prepared"], kept["cache"]
+    if name is None:
+        return []
+    if not (Path(cache) / name).is_dir():
+        return [f"bring back the files of the run's own text, {name!r}, which is no longer in {cache} either"]
+    dataset = name.rpartition("-")[0]
+    settings = "" if dataset == job_config.training.dataset else f"training.dataset = {dataset!r} and "
+    return [f"set {settings}data.prepared = {name!r} to go on with the run's own"]
+
+
+def _other_text(kept: dict, now: dict, job_config) -> list[str]:
+    """Return how to go on with the present text, which needs the run's tokenizer."""
+    if now["identity"]["tokenizer"] == kept["identity"]["tokenizer"]:
+        return [f"set {EXCLUDE} to start at the beginning of the new text"]
+    tokenizer = Path(job_config.job.dump_folder) / TOKENIZER_FOLDER
+    if tokenizer_hash(tokenizer) != kept["identity"]["tokenizer"]:
+        return [f"set model.hf_assets_path to the run's own tokenizer and {EXCLUDE} to read the new text"]
+    return [
+        f"set model.hf_assets_path = {str(tokenizer)!r}, the run's own tokenizer, and {EXCLUDE} to read the new text"
+    ]
+
+
+def _starts_anew(job_config) -> bool:
+    return "dataloader" in job_config.checkpoint.exclude_from_loading
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    if source.resolve() == target.resolve():
+        return
+    target.mkdir(exist_ok=True)
+    for name in TOKENIZER_FILES:  # the source may also hold the weights of a model
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+        else:
+            (target / name).unlink(missing_ok=True)
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    """Return whether ``folder`` holds a checkpoint to resume from. Step 0 holds initial weights only."""
+    return any(re.fullmatch(r"step-[1-9]\d*", path.name) for path in folder.glob("step-*"))
+
+
+def _read(file: Path) -> dict | None:
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        return kept if {"tokenizer"} <= kept["identity"].keys() and {"prepared", "cache"} <= kept.keys() else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # of an older version, or damaged: the checkpoint has the hashes, too
+
+
+class RunLoader(ParallelAwareDataloader):
+    """TorchTitan's data loader, with the identity of the data in its state.
+
+    Args:
+        prepared: the data of this run.
+        The other arguments are those of ParallelAwareDataloader.
+    """
+
+    def __init__(self, dataset, dp_rank: int, dp_world_size: int, *, job_config, prepared: Prepared, **options):
+        super().__init__(dataset, dp_rank, dp_world_size, **options)
+        self._job_config = job_config
+        self._prepared = prepared
+
+    def state_dict(self) -> dict:
+        state = super().state_dict()
+        own = pickle.loads(state[self._rank_id])
+        now = record(self._job_config, self._prepared)
+        kept = {key: now[key] for key in ("identity", "prepared", "cache")}
+        return {**state, self._rank_id: pickle.dumps({**own, "data": kept})}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue at the state of a checkpoint.
+
+        Raises:
+            ConfigError: the checkpoint is of a run with other data or another number of data-parallel ranks.
+        """
+        if state and state["world_size"] != self.dp_world_size:
+            raise ConfigError(
+                f"parallelism.data_parallel_shard_degree: this run has {self.dp_world_size} data-parallel rank(s), and "
+                f"the checkpoint has the positions of {state['world_size']} in the training text; start as many, or "
+                f"set {EXCLUDE} to start at the beginning of the text"
+            )
+        if self._rank_id in state:
+            self._check(pickle.loads(state[self._rank_id]).get("data"))
+        super().load_state_dict(state)
+
+    def _check(self, kept: dict | None) -> None:
+        if kept is None:
+            logger.warning(f"the checkpoint has no hashes of its data, because an older version wrote it: {UNCHECKED}")
+        else:
+            require_same(kept, record(self._job_config, self._prepared), self._job_config)
+        if is_rank_0():
+            _write(self._job_config, self._prepared)

@@ -1,0 +1,244 @@
+"""Wrong settings and damaged files of the user: each is a ConfigError of one line, and nothing is left in the cache."""
+
+import bz2
+import gzip
+import json
+import math
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mxtrain.data import DataConfig, prepare, token_store
+from mxtrain.errors import ConfigError
+
+
+def require_one_line(error: ConfigError, message: str) -> None:
+    assert message in str(error), str(error)
+    assert "\n" not in str(error)
+
+
+# Values of the settings: field, value, message.
+VALUES = [
+    ("dataset", 3, "training.dataset = 3 is not a string"),
+    ("dataset", None, "training.dataset = None is not a string"),
+    ("path", ["a.txt"], "training.dataset_path = ['a.txt'] is not a string"),
+    ("vocab_size", 3.5, "data.vocab_size = 3.5 is not a whole number"),
+    ("vocab_size", True, "data.vocab_size = True is not a whole number"),
+    ("vocab_size", "many", "data.vocab_size = 'many' is not a whole number"),
+    ("vocab_size", -1, "data.vocab_size = -1 is too small"),
+    ("vocab_size", 257, "data.vocab_size = 257 is too small"),
+    ("tokenizer_path", 1, "model.hf_assets_path = 1 is not a string"),
+    ("installed", "yes", "data.installed = 'yes' is not true or false"),
+    ("installed", 1, "data.installed = 1 is not true or false"),
+    ("max_bytes", -1, "data.max_bytes = -1 is negative"),
+    ("max_bytes", 1e6, "data.max_bytes = 1000000.0 is not a whole number"),
+    ("package_share", math.nan, "data.package_share = nan is not in (0, 1]"),
+    ("package_share", 0, "data.package_share = 0 is not in (0, 1]"),
+    ("package_share", "0.2", "data.package_share = '0.2' is not a number"),
+    ("package_share", False, "data.package_share = False is not a number"),
+    ("validation_share", math.nan, "data.validation_share = nan is not in [0, 1)"),
+    ("validation_share", 1, "data.validation_share = 1 is not in [0, 1)"),
+    ("validation_share", math.inf, "data.validation_share = inf is not in [0, 1)"),
+    ("validation_share", None, "data.validation_share = None is not a number"),
+    ("seed", -3, "data.seed = -3 is negative"),
+    ("seed", 0.5, "data.seed = 0.5 is not a whole number"),
+    ("text_key", 3, "data.text_key = 3 is not a string"),
+    ("hf_config", None, "data.hf_config = None is not a string"),
+    ("cache_dir", 7, "data.cache_dir = 7 is not a string"),
+    ("prepared", False, "data.prepared = False is not a string"),
+]
+
+
+@pytest.mark.parametrize("field, value, message", VALUES)
+def test_values(field, value, message):
+    with pytest.raises(ConfigError) as caught:
+        DataConfig(**{field: value})
+    require_one_line(caught.value, message)
+
+
+@pytest.mark.parametrize("dataset", ["hf", "c4"])
+def test_max_bytes_does_not_apply_to_a_stream(dataset):
+    with pytest.raises(ConfigError) as caught:
+        DataConfig(dataset=dataset, path="some/set", max_bytes=5)
+    require_one_line(caught.value, f"data.max_bytes = 5 does not apply to training.dataset = '{dataset}'")
+
+
+GOOD = b"some text\n"
+LINE = b'{"text": "some text"}\n'
+PARQUET = {"body": ["some text"], "id": [1]}
+
+# Files: their contents by name, the path, other settings, and the message; {path} stands for the path.
+FILES = [
+    ({}, "", {}, "training.dataset = 'files' needs training.dataset_path"),
+    ({}, "none.txt", {}, "training.dataset_path = '{path}' does not exist and matches no files"),
+    ({}, "*.jsonl", {"section": "validation"}, "validation.dataset_path = '{path}' does not exist and matches no"),
+    ({"in/.hidden": GOOD}, "in", {}, "training.dataset_path = '{path}' holds no files"),
+    ({"a.txt": b""}, "a.txt", {}, "training.dataset_path = '{path}') holds no text to train a tokenizer on"),
+    ({"a.txt": b" \n"}, "a.txt", {}, "training.dataset_path = '{path}') holds no text"),
+    ({"in/a.txt": GOOD, "in/b.jsonl": LINE}, "in", {}, "mixes formats (1 .txt, 1 .jsonl); select one format with a"),
+    ({"a.txt": b"caf\xe9 au lait"}, "a.txt", {}, "cannot read {path} as text: 'utf-8' codec can't decode"),
+    ({"a.txt": bytes(range(256))}, "a.txt", {}, "cannot read {path} as text"),
+    ({"a.gz": gzip.compress(GOOD * 999)[:40]}, "a.gz", {}, "cannot read {path} as text: Compressed file ended"),
+    ({"a.bz2": bz2.compress(GOOD)[:20]}, "a.bz2", {}, "cannot read {path} as text: Compressed file ended"),
+    ({"a.jsonl": LINE + b"nope\n"}, "a.jsonl", {}, "cannot read {path} as json"),
+    ({"a.jsonl": b""}, "a.jsonl", {}, "training.dataset_path = '{path}'"),
+    ({"a.json.gz": b"not gzip"}, "a.json.gz", {}, "cannot read {path} as json"),
+    ({"a.parquet": b"not parquet"}, "a.parquet", {}, "cannot read {path} as parquet"),
+    ({"a.parquet": PARQUET}, "a.parquet", {}, "data.text_key = 'text' is not a column of {path}, which has: body, id"),
+    ({"a.parquet": PARQUET}, "a.parquet", {"text_key": "id"}, "data.text_key = 'id' in {path} holds int, not text"),
+    ({"a.jsonl": b'{"body": "a"}\n'}, "a.jsonl", {}, "data.text_key = 'text' is not a column of {path}, which has"),
+    ({"a.jsonl": b'{"text": 3}\n'}, "a.jsonl", {}, "data.text_key = 'text' in {path} holds int, not text"),
+    ({"a.jsonl": b'{"text": ["a"]}\n'}, "a.jsonl", {}, "data.text_key = 'text' in {path} holds list, not text"),
+    ({"a.jsonl": b'{"text": null}\n'}, "a.jsonl", {}, "data.text_key = 'text' in {path} holds only null, not text"),
+    ({"a.jsonl": LINE}, "a.jsonl", {"text_key": ""}, "data.text_key = '' is not a column of {path}"),
+    ({"a.txt": GOOD}, "a.txt", {"prepared": "files-0"}, "data.prepared = 'files-0': there is no folder"),
+    ({"a.txt": GOOD}, "a.txt", {"prepared": "no/such"}, "data.prepared = 'no/such': there is no folder"),
+]
+
+
+@pytest.mark.parametrize("files, path, settings, message", FILES)
+def test_files(files, path, settings, message, tmp_path, cache):
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        if isinstance(content, dict):
+            pq.write_table(pa.table(content), tmp_path / name)
+        else:
+            (tmp_path / name).write_bytes(content)
+    full = str(tmp_path / path) if path else ""
+    config = DataConfig(dataset="files", path=full, vocab_size=300, **settings)
+    with pytest.raises(ConfigError) as caught:
+        prepare(config, lambda line: None)
+    require_one_line(caught.value, message.replace("{path}", full))
+    assert not cache.exists() or list(cache.iterdir()) == []
+
+
+def test_unknown_dataset(cache):
+    with pytest.raises(ConfigError) as caught:
+        prepare(DataConfig(dataset="Python"), lambda line: None)
+    require_one_line(caught.value, "training.dataset = 'Python' is not one of: 'python', 'files', 'hf'")
+    assert not cache.exists()
+
+
+TOKENIZER = '{"model": {"type": "WordLevel", "vocab": {"some": 0, "text": 1}, "unk_token": "some"}}'
+
+# tokenizer.json, tokenizer_config.json, message.
+TOKENIZERS = [
+    (None, None, "holds no tokenizer.json"),
+    ("", None, "tokenizer.json cannot be read"),
+    ("{", None, "tokenizer.json cannot be read"),
+    ("{}", None, "tokenizer.json cannot be read"),
+    (TOKENIZER.replace('"some": 0, "text": 1', ""), None, "tokenizer.json has no tokens"),
+    (TOKENIZER, "", "tokenizer_config.json cannot be read"),
+    (TOKENIZER, "{'bos_token': 1}", "tokenizer_config.json cannot be read"),
+    (TOKENIZER, "[]", "tokenizer_config.json holds list, not an object"),
+    (TOKENIZER, '{"eos_token": "</s>"}', "tokenizer_config.json names eos_token '</s>', absent from tokenizer.json"),
+    (TOKENIZER, '{"bos_token": 5}', "tokenizer_config.json names bos_token 5, which is not text"),
+]
+
+
+@pytest.mark.parametrize("tokenizer, config, message", TOKENIZERS)
+def test_tokenizers(tokenizer, config, message, tmp_path, cache):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    for name, content in (("tokenizer.json", tokenizer), ("tokenizer_config.json", config)):
+        if content is not None:
+            (folder / name).write_text(content)
+    (tmp_path / "a.txt").write_bytes(GOOD)
+    with pytest.raises(ConfigError) as caught:
+        path = str(tmp_path / "a.txt")
+        prepare(DataConfig(dataset="files", path=path, tokenizer_path=str(folder)), lambda line: None)
+    require_one_line(caught.value, message)
+    assert str(caught.value).startswith(f"model.hf_assets_path = {str(folder)!r}")
+    assert not cache.exists() or list(cache.iterdir()) == []
+
+
+def test_the_tokenizer_of_these_tests_is_good(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(TOKENIZER)
+    (tmp_path / "a.txt").write_bytes(GOOD)
+    config = DataConfig(dataset="files", path=str(tmp_path / "a.txt"), tokenizer_path=str(tmp_path))
+    assert prepare(config, lambda line: None).report.vocab_size == 2
+
+
+# The cache
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(GOOD * 200)
+    return {"dataset": "files", "path": str(tmp_path / "a.txt"), "vocab_size": 300, "validation_share": 0.0}
+
+
+def test_a_cache_that_is_a_file(text, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        prepare(DataConfig(**text, cache_dir=text["path"]), lambda line: None)
+    require_one_line(caught.value, f"data.cache_dir = {text['path']!r}: cannot create {text['path']!r} (File exists)")
+
+
+def test_a_cache_that_cannot_be_written(text):
+    with pytest.raises(ConfigError) as caught:
+        prepare(DataConfig(**text, cache_dir="/proc"), lambda line: None)
+    require_one_line(caught.value, "data.cache_dir = '/proc': cannot write '/proc/files-")
+
+
+@pytest.mark.parametrize("limit", [500, 2000])
+def test_a_full_disk(text, cache, limit):
+    """A limit on the size of files stands for the disk: it stops the tokens (500 bytes), or the tokenizer."""
+    import resource
+
+    if limit == 500:  # with a tokenizer of few bytes
+        folder = cache.parent / "tokenizer"
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text(TOKENIZER.replace("}}", '}, "pre_tokenizer": {"type": "Whitespace"}}'))
+        text["tokenizer_path"] = str(folder)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(ConfigError) as caught:
+            prepare(DataConfig(**text), lambda line: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    require_one_line(caught.value, f"data.cache_dir = '': cannot write '{cache}/files-")
+    assert "(File too large); make room" in str(caught.value)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_file_that_vanishes_while_it_is_read(text, cache, tmp_path, monkeypatch):
+    tokenize = token_store.tokenize
+
+    def late(*args):
+        (tmp_path / "a.txt").unlink()
+        return tokenize(*args)
+
+    monkeypatch.setattr("mxtrain.data.prepared.tokenize", late)
+    with pytest.raises(ConfigError) as caught:
+        prepare(DataConfig(**text), lambda line: None)
+    require_one_line(caught.value, f"cannot read {text['path']} as text: [Errno 2] No such file or directory")
+    assert list(cache.iterdir()) == []
+
+
+def test_a_python_file_that_changes_while_it_is_read(python_machine, cache, monkeypatch):
+    library = python_machine({"a.py": "x = 1\n" * 20})
+
+    def late(*args):
+        (library / "a.py").write_bytes(b"\xff")
+        return token_store.tokenize(*args)
+
+    monkeypatch.setattr("mxtrain.data.prepared.tokenize", late)
+    with pytest.raises(ConfigError) as caught:
+        prepare(DataConfig(vocab_size=300), lambda line: None)
+    require_one_line(caught.value, f"training.dataset = 'python': {library / 'a.py'} changed while it was read")
+    assert list(cache.iterdir()) == []
+
+
+def test_a_few_rows_without_text_are_counted(tmp_path):
+    rows = [{"text": f"row {i} of a small text"} for i in range(50)]
+    bad = [{"text": None}, {"body": "x"}, {"text": 3}]
+    for name, lines in (("a.jsonl", rows[:25] + bad[:2]), ("b.jsonl", [{"body": "y"}]), ("c.jsonl", rows[25:])):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in lines))
+    (tmp_path / "d.jsonl").write_text(json.dumps(bad[2]) + "\n")
+    report = prepare(
+        DataConfig(dataset="files", path=str(tmp_path / "*.jsonl"), vocab_size=300), lambda line: None
+    ).report
+    assert report.documents == 50 and report.dropped == {"without text": 4}
+    assert "dropped    4 without text" in str(report)

@@ -1,0 +1,187 @@
+"""Several processes with a gloo group prepare their data, on nodes that are simulated by their environment."""
+
+import json
+import multiprocessing
+import os
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
+from mxtrain.data import DataConfig, cache_folders, prepare, prepared
+from mxtrain.errors import ConfigError
+from mxtrain.titan import agreement
+from mxtrain.titan.agreement import differences, prepare_together, run_on_all_ranks
+
+CONTEXT = multiprocessing.get_context("forkserver")
+SETTING = "training.dataset = 'files'"
+
+
+def ranks_of(scenario, nodes: int, ranks_per_node: int, folder: Path) -> list:
+    """Call ``scenario(node, local_rank, folder)`` in every rank, and return the results or one-line errors."""
+    CONTEXT.set_forkserver_preload(["mxtrain.titan.agreement", "tokenizers"])
+    queue = CONTEXT.Queue()
+    args = (scenario, nodes * ranks_per_node, ranks_per_node, folder, queue)
+    workers = [CONTEXT.Process(target=_rank, args=(rank, *args)) for rank in range(nodes * ranks_per_node)]
+    for worker in workers:
+        worker.start()
+    results = dict(queue.get(timeout=100) for _ in workers)
+    for worker in workers:
+        worker.join(30)
+    return [results[rank] for rank in range(len(workers))]
+
+
+def _rank(rank: int, scenario, world: int, ranks_per_node: int, folder: Path, queue) -> None:
+    node, local_rank = divmod(rank, ranks_per_node)
+    os.environ.update(
+        LOCAL_RANK=str(local_rank), GROUP_RANK=str(node), MXTRAIN_CACHE=str(folder / f"home{node}"), HOME=str(folder)
+    )
+    # Much shorter than the slow scenario takes, as preparing may take longer than the timeout of a process group.
+    dist.init_process_group(
+        "gloo", f"file://{folder / 'store'}", rank=rank, world_size=world, timeout=timedelta(seconds=20)
+    )
+    try:
+        result = scenario(node, local_rank, folder)
+    except (ConfigError, RuntimeError, KeyError, TimeoutError) as error:
+        result = f"{type(error).__name__}: {error}"
+    queue.put((rank, result))
+    queue.close()
+    queue.join_thread()
+
+
+def write(path: Path, count: int = 30) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": f"row {i} of a small text"}) + "\n" for i in range(count)))
+
+
+def prepared_on(node: int, folder: Path, local_rank: int, **fields) -> dict:
+    """Prepare the node's own files, and return the identity, and how often this rank listed and built them."""
+    calls = {"listed": 0, "built": 0}
+    find, build = prepared.LocalFiles._find, prepared._build
+
+    def counted(name, function):
+        def call(*args):
+            calls[name] += 1
+            return function(*args)
+
+        return call
+
+    prepared.LocalFiles._find, prepared._build = counted("listed", find), counted("built", build)
+    config = DataConfig(dataset="files", path=str(folder / f"node{node}" / "a.jsonl"), vocab_size=300, **fields)
+
+    def work(name: str):
+        own = DataConfig(**{**vars(config), "prepared": name}) if name else config
+        return prepare(own, lambda line: None)
+
+    result = prepare_together(work, SETTING)
+    assert result.train.open()[0] == 0
+    return {"identity": result.identity, **calls}
+
+
+def same_files(node, local_rank, folder):
+    return prepared_on(node, folder, local_rank)
+
+
+def one_cache_without_locks(node, local_rank, folder):
+    def no_locks(*args):
+        raise OSError(38, "Function not implemented")
+
+    cache_folders.fcntl.flock = no_locks
+    return prepared_on(0, folder, local_rank, cache_dir=str(folder / "shared"))
+
+
+def unexpected(node, local_rank, folder):
+    def work():
+        if node == 1:
+            raise KeyError("a bug")
+
+    return run_on_all_ranks(work)
+
+
+def slow_rank_0(node, local_rank, folder):
+    def work():
+        time.sleep(1.0 if node == 0 else 0.0)
+        return {"node": node}
+
+    lines = []
+    agreement.NOTE_SECONDS, agreement.note_progress = 0.3, lines.append
+    return [rank["result"] for rank in run_on_all_ranks(work)], lines
+
+
+def alone(node, local_rank, folder):
+    agreement.PATIENCE_SECONDS = 0.2
+    return agreement._wait_for(dist.HashStore(), "answer", 1)
+
+
+def test_one_rank_of_each_node_reads_the_source(tmp_path):
+    for node in range(2):
+        write(tmp_path / f"node{node}" / "a.jsonl")
+        os.utime(tmp_path / f"node{node}" / "a.jsonl", (node, node))  # the contents count, not the times
+    results = ranks_of(same_files, 2, 2, tmp_path)
+    assert [(result["listed"], result["built"]) for result in results] == [(1, 1), (0, 0)] * 2
+    assert len({json.dumps(result["identity"]) for result in results}) == 1
+    assert {path.name for path in tmp_path.glob("home*")} == {"home0", "home1"}
+
+
+def test_other_text_on_one_node_is_the_same_error_everywhere(tmp_path):
+    write(tmp_path / "node0" / "a.jsonl")
+    write(tmp_path / "node1" / "a.jsonl", 31)
+    errors = ranks_of(same_files, 2, 2, tmp_path)
+    host = socket.gethostname()
+    assert len(set(errors)) == 1
+    assert errors[0].startswith(
+        f"ConfigError: {SETTING}: rank 2 on node {host} (node 1) has other data than rank 0 on node {host}: "
+    )
+    assert "training text " in errors[0] and "data.prepared" in errors[0] and "\n" not in errors[0]
+
+
+def test_a_missing_file_on_one_node_is_the_same_error_everywhere(tmp_path):
+    write(tmp_path / "node0" / "a.jsonl")
+    errors = ranks_of(same_files, 2, 1, tmp_path)
+    assert len(set(errors)) == 1
+    assert errors[0].startswith(f"ConfigError: training.dataset_path = '{tmp_path / 'node1' / 'a.jsonl'}' does not")
+    assert errors[0].endswith(f"(on node {socket.gethostname()} (node 1))")
+
+
+def test_two_nodes_share_a_cache_on_a_file_system_without_locks(tmp_path):
+    write(tmp_path / "node0" / "a.jsonl")
+    one, two = ranks_of(one_cache_without_locks, 2, 1, tmp_path)
+    assert one["identity"] == two["identity"]
+    assert len(list((tmp_path / "shared").glob("files-*"))) == 1  # no unfinished folder is left
+
+
+def test_a_bug_on_one_rank_does_not_leave_the_others_waiting(tmp_path):
+    errors = ranks_of(unexpected, 2, 1, tmp_path)
+    assert errors[0].startswith("RuntimeError: rank 1 on ") and "a bug" in errors[0]
+    assert errors[1] == "KeyError: 'a bug'"
+
+
+def test_ranks_wait_for_the_slowest(tmp_path):
+    (first, none), (second, lines) = ranks_of(slow_rank_0, 2, 1, tmp_path)
+    assert first == second == [{"node": 0}, {"node": 1}]
+    assert none == [] and 1 <= len(lines) <= 4
+    assert lines[0] == "waiting for rank 0 to prepare its data, 0 s"
+
+
+def test_a_rank_that_never_answers_is_an_error(tmp_path):
+    (error,) = ranks_of(alone, 1, 1, tmp_path)
+    assert error.startswith("TimeoutError: rank 1 has not prepared its data after 0 s")
+
+
+def test_one_process_needs_no_group():
+    assert not dist.is_initialized()
+    with pytest.raises(ConfigError, match="^my own words$"):
+        run_on_all_ranks(lambda: (_ for _ in ()).throw(ConfigError("my own words")))
+    assert run_on_all_ranks(lambda: {"a": 1})[0]["result"] == {"a": 1}
+
+
+def test_differences_name_the_parts():
+    one, two = {"tokenizer": "a" * 64, "train": "b" * 64}, {"tokenizer": "c" * 64}
+    assert (
+        differences(one, two)
+        == "tokenizer cccccccccccc instead of aaaaaaaaaaaa, training text none instead of bbbbbbbbbbbb"
+    )
