@@ -97,6 +97,7 @@ FLAGS = [
     ("--mxnorm.recipe=nvfp4 --mxnorm.estimator=post_round", "mxnorm.estimator = 'post_round' reads rounded block"),
     ("--mxnorm.mode=warp", "mxnorm.mode = 'warp' should be 'auto', 'native', 'emulated' or 'reference'"),
     ("--fused_rmsnorm.when_compiled=never", "fused_rmsnorm.when_compiled = 'never' should be 'auto', 'kernel' or"),
+    ("--metrics.on_nonfinite_loss=maybe", "metrics.on_nonfinite_loss = 'maybe' should be 'stop' or 'continue'"),
     ("--optimizer.name=Lion", "optimizer.name = 'Lion' should be 'Adam' or 'AdamW'"),
     ("--optimizer.implementation=slow", "optimizer.implementation = 'slow' should be 'for-loop', 'foreach' or 'fused'"),
     ("--lr_scheduler.decay_type=wave", "lr_scheduler.decay_type = 'wave' should be 'linear', 'sqrt' or 'cosine'"),

@@ -1,7 +1,6 @@
 """Several processes with a gloo group prepare their data, on nodes that are simulated by their environment."""
 
 import json
-import multiprocessing
 import os
 import socket
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from forked import forking_context
 
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain.data import DataConfig, cache_folders, prepare, prepared
@@ -17,16 +17,15 @@ from mxtrain.errors import ConfigError
 from mxtrain.titan import agreement
 from mxtrain.titan.agreement import differences, prepare_together, run_on_all_ranks
 
-CONTEXT = multiprocessing.get_context("forkserver")
 SETTING = "training.dataset = 'files'"
 
 
 def ranks_of(scenario, nodes: int, ranks_per_node: int, folder: Path) -> list:
     """Call ``scenario(node, local_rank, folder)`` in every rank, and return the results or one-line errors."""
-    CONTEXT.set_forkserver_preload(["mxtrain.titan.agreement", "tokenizers"])
-    queue = CONTEXT.Queue()
+    context = forking_context()
+    queue = context.Queue()
     args = (scenario, nodes * ranks_per_node, ranks_per_node, folder, queue)
-    workers = [CONTEXT.Process(target=_rank, args=(rank, *args)) for rank in range(nodes * ranks_per_node)]
+    workers = [context.Process(target=_rank, args=(rank, *args)) for rank in range(nodes * ranks_per_node)]
     for worker in workers:
         worker.start()
     results = dict(queue.get(timeout=100) for _ in workers)

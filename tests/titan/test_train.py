@@ -204,7 +204,6 @@ def test_a_run_records_its_settings(one):
 MISTAKES = {
     "filter": "filter_fqns: 'outputs' matches no module",
     "recipe by name": "recipes: 'layer.0' matches no module; the top-level",
-    "nonfinite": "metrics.on_nonfinite_loss = 'maybe' is not one of: 'stop', 'continue'",
     "nothing to convert": "finds nothing to convert",
     "dataset": "training.dataset",
     "dataset path": "/no/such/text.jsonl",

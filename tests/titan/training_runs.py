@@ -6,7 +6,6 @@ once, by the pytest worker that needs them first.
 
 import atexit
 import json
-import multiprocessing
 import os
 import shutil
 import socket
@@ -15,12 +14,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver
 from pathlib import Path
-from unittest import mock
 
 import tomli_w
 from filelock import FileLock
+from forked import ENVIRONMENT, forking_context
 
 from mxtrain.analysis import load_run
 
@@ -126,7 +124,6 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             # Mistakes.
             "filter": ["--mxnorm.filter_fqns=outputs"],
             "recipe by name": ["--mxnorm.recipes", "layer.0", "bf16"],
-            "nonfinite": ["--metrics.on_nonfinite_loss=maybe"],
             "nothing to convert": ["--mxnorm.filter_fqns=layers,output"],
             "dataset": ["--training.dataset=wiki"],
             "dataset path": ["--training.dataset_path=/no/such/text.jsonl"],
@@ -255,10 +252,6 @@ def _copy_text(base: Path) -> None:
     shutil.copytree(REPOSITORY / "mxtrain", base / "text", ignore=sources, dirs_exist_ok=True)
 
 
-# Runs are forked from a process that has imported these.
-PRELOADED = ["torch._inductor.compile_fx", "torchao.quantization", "datasets", "tyro", "wandb"]
-
-
 def launch(
     folder: Path, runs: dict[str, list[str]], processes: int, kill_when: Callable[[], bool] | None = None
 ) -> None:
@@ -276,16 +269,10 @@ def launch(
         **os.environ,
         "WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        # As in training on a CPU: without Triton's interpreter, which other tests are for.
-        "TRITON_INTERPRET": "0",
+        **ENVIRONMENT,
         "MXTRAIN_CACHE": str(folder.parent / "cache"),
     }
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with mock.patch.dict(os.environ, environment):
-        forkserver.ensure_running()
+    context = forking_context()
     ports = _free_ports(len(runs))
     workers = [
         context.Process(
