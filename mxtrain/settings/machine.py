@@ -62,6 +62,7 @@ RELATIONS = (
         "training.dataset_path",
         lambda s, machine: (
             s["training.dataset"] == "files"
+            and not s["data.prepared"]  # its source is not read
             and _matches_no_file(s["training.dataset_path"])
             and "matches no file; training.dataset = 'files' needs a file, a folder or a glob such as 'text/**/*.jsonl'"
         ),

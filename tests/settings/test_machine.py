@@ -1,0 +1,49 @@
+"""Settings that fit one machine and not another."""
+
+import pytest
+
+from mxtrain.errors import ConfigError
+from mxtrain.settings.machine import Machine, check_machine
+from mxtrain.settings.read import read_settings
+
+
+def check(flags: str, processes: int = 1, has_gpus: bool = False) -> None:
+    check_machine(read_settings(["--model.hf_assets_path=", *flags.split()]), Machine(processes, has_gpus))
+
+
+@pytest.mark.parametrize(
+    "flags, processes",
+    [
+        ("", 1),
+        ("", 64),
+        ("--parallelism.data_parallel_shard_degree=64", 64),
+        ("--parallelism.data_parallel_replicate_degree=8", 64),
+        ("--parallelism.tensor_parallel_degree=2 --model.converters=fused_rmsnorm", 64),
+        ("--parallelism.context_parallel_degree=4", 64),
+        ("--parallelism.expert_parallel_degree=8", 64),
+        ("--training.local_batch_size=2 --training.global_batch_size=256", 64),
+        ("--training.dataset=files --training.dataset_path=/no/such --data.prepared=files-0123", 1),
+    ],
+)
+def test_layouts_that_fit(flags, processes):
+    check(flags, processes)
+
+
+@pytest.mark.parametrize(
+    "flags, processes",
+    [
+        ("--parallelism.data_parallel_shard_degree=32", 64),
+        ("--parallelism.data_parallel_replicate_degree=3", 64),
+        ("--parallelism.context_parallel_degree=5", 64),
+        ("--parallelism.tensor_parallel_degree=128", 64),
+    ],
+)
+def test_layouts_that_do_not_fit(flags, processes):
+    with pytest.raises(ConfigError, match="parallelism.data_parallel_shard_degree = -?[0-9]+ does not fit 64 process"):
+        check(flags, processes)
+
+
+def test_profiling_needs_a_gpu():
+    check("--profiling.enable_profiling", has_gpus=True)
+    with pytest.raises(ConfigError, match="profiling.enable_profiling = True needs a GPU"):
+        check("--profiling.enable_profiling")
