@@ -1,5 +1,6 @@
 """The fields of a job config by their full names, and the check of one value."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
@@ -26,12 +27,15 @@ class Field:
     default: Any
 
     def checked(self, value):
-        """Return a value from a TOML file: of the exact type (an integer may stand for a float), and in range.
+        """Return a value from a TOML file: of the exact type, and in range.
+
+        An integer may stand for a float, and what TOML lacks is written as in JSON: a list stands for a tuple or a
+        set, and a string for a path or an enumeration's value.
 
         Raises:
             ConfigError: says what is allowed.
         """
-        return self._check(value, lambda: TypeAdapter(self.type).validate_python(value, strict=True))
+        return self._check(value, lambda: _strictly(TypeAdapter(self.type), value))
 
     def parsed(self, text: str):
         """Return the value that ``text``, from the command line, stands for; raises as ``checked`` does."""
@@ -46,6 +50,10 @@ class Field:
             return self.checked(text)
         return self.checked(self._check(text, lambda: TypeAdapter(core).validate_strings(text)))
 
+    def parsed_words(self, words: list | dict):
+        """Return the list or table that ``words``, from the command line, stand for; raises as ``checked`` does."""
+        return self._check(words, lambda: TypeAdapter(self.type).validate_python(words))
+
     @property
     def is_switch(self) -> bool:
         """Whether it is true or false, so that its flag needs no value."""
@@ -54,6 +62,19 @@ class Field:
     @property
     def is_table(self) -> bool:
         return get_origin(_core(self.type)[0]) is dict
+
+    @property
+    def takes_words(self) -> bool:
+        """Whether its flag takes any number of words, as lists do except those of names, which are one word."""
+        core = _core(self.type)[0]
+        items = get_args(core)
+        is_names = get_origin(core) is list and (items[0] is str or get_origin(items[0]) is Literal)
+        return (get_origin(core) or core) in (list, tuple, set) and not is_names
+
+    @property
+    def is_list_of_lists(self) -> bool:
+        core = _core(self.type)[0]
+        return get_origin(core) is list and get_origin(get_args(core)[0]) is list
 
     def _check(self, value, validate):
         try:
@@ -66,6 +87,13 @@ class Field:
         if isinstance(value, (bool, float)) and isinstance(result, int) and type(result) is not type(value):
             raise ConfigError(f"{self.name} = {value!r} should be a valid integer")  # a Literal takes True for 1
         return result
+
+
+def _strictly(adapter: TypeAdapter, value):
+    try:
+        return adapter.validate_json(json.dumps(value), strict=True)
+    except (ValidationError, TypeError):  # wrong, which is said in Python's words, or a date
+        return adapter.validate_python(value, strict=True)
 
 
 def fields_of(job_config: type, section: str = "") -> dict[str, Field]:

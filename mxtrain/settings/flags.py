@@ -9,8 +9,8 @@ from mxtrain.settings.fields import Field, unknown
 def flag_values(words: list[str], known: Mapping[str, Field]) -> dict:
     """Return full name -> value of every flag; the last of two flags counts.
 
-    The rules are those of TorchTitan: "-" and "_" in names are the same, ``--section.no-name`` is false, a list is
-    one word with commas, and a table is words in pairs.
+    The rules are those of TorchTitan: "-" and "_" in names are the same, ``--section.no-name`` is false, a list of
+    names is one word with commas, any other list is words, and a table is words in pairs.
 
     Raises:
         ConfigError: for an unknown flag, a missing, wrong or additional value, or a word that belongs to no flag.
@@ -43,7 +43,9 @@ def _value(field: Field, words: list[str], is_off: bool):
     if field.is_table:
         if len(words) % 2:
             raise ConfigError(f"{field.name} takes pairs of a name and a value, not: {' '.join(words)}")
-        return field.checked(dict(zip(words[::2], words[1::2])))
+        return field.parsed_words(dict(zip(words[::2], words[1::2])))
+    if field.takes_words and words != ["None"]:
+        return field.parsed_words([word.split(",") for word in words] if field.is_list_of_lists else words)
     if is_off and words:
         raise ConfigError(f"{field.name} takes no value after --{field.name.replace('.', '.no-')}")
     if field.is_switch and not words:

@@ -1,5 +1,7 @@
 """Fields of a job config, and flags that set them."""
 
+from pathlib import Path
+
 import pytest
 import tomli_w
 
@@ -48,6 +50,12 @@ def test_every_default_is_allowed():
         ("--mxnorm.recipes layers.0 bf16 wo nvfp4", "mxnorm.recipes", {"layers.0": "bf16", "wo": "nvfp4"}),
         ("--training.dataloader.num_workers 2", "training.dataloader.num_workers", 2),
         ("--quantize.grouped_mm.mx.fqns=a,b", "quantize.grouped_mm.mx.fqns", ["a", "b"]),
+        (
+            "--parallelism.module_fqns_per_model_part a,b c",
+            "parallelism.module_fqns_per_model_part",
+            [["a", "b"], ["c"]],
+        ),
+        ("--parallelism.module_fqns_per_model_part None", "parallelism.module_fqns_per_model_part", None),
     ],
 )
 def test_flags(flags, name, value):
@@ -68,11 +76,40 @@ def test_flags_override_the_file_and_the_rest_are_defaults(tmp_path):
     assert settings.tables() == {"training": {"steps": 6, "dataloader": {"num_workers": 3}}, "job": path}
 
 
-def test_sections_of_the_users_own(tmp_path, monkeypatch):
-    (tmp_path / "my_sections.py").write_text(
-        "from dataclasses import dataclass, field\n"
-        "@dataclass\nclass Mine:\n    depth: int = 3\n"
-        "@dataclass\nclass JobConfig:\n    mine: Mine = field(default_factory=Mine)\n"
-    )
+OWN = """
+from dataclasses import dataclass, field
+from pathlib import Path
+
+@dataclass
+class Mine:
+    depth: int = 3
+    numbers: list[int] = field(default_factory=list)
+    pair: tuple[int, float] = (1, 2.0)
+    words: set[str] = field(default_factory=set)
+    path: Path = Path(".")
+    table: dict[str, int] = field(default_factory=dict)
+
+@dataclass
+class JobConfig:
+    mine: Mine = field(default_factory=Mine)
+"""
+
+
+@pytest.mark.parametrize(
+    "name, in_toml, flag, value",
+    [
+        ("depth", 4, "4", 4),
+        ("numbers", [1, 2], "1 2", [1, 2]),
+        ("pair", [1, 2.5], "1 2.5", (1, 2.5)),
+        ("words", ["a", "b"], "a b", {"a", "b"}),
+        ("path", "a/b", "a/b", Path("a/b")),
+        ("table", {"a": 1}, "a 1", {"a": 1}),
+    ],
+)
+def test_sections_of_the_users_own(tmp_path, monkeypatch, name, in_toml, flag, value):
+    (tmp_path / "my_sections.py").write_text(OWN)
+    (tmp_path / "a.toml").write_text(tomli_w.dumps({"mine": {name: in_toml}}))
     monkeypatch.syspath_prepend(tmp_path)
-    assert read_settings(["--job.custom_config_module=my_sections", "--mine.depth=4"])["mine.depth"] == 4
+    own = "--job.custom_config_module=my_sections"
+    assert read_settings([own, f"--mine.{name}", *flag.split()])[f"mine.{name}"] == value
+    assert read_settings([own, f"--job.config_file={tmp_path / 'a.toml'}"])[f"mine.{name}"] == value
