@@ -2,7 +2,9 @@
 
 from dataclasses import fields, is_dataclass
 from functools import reduce
+from importlib import import_module
 
+from pydantic_core import to_jsonable_python
 from torchtitan.config import ConfigManager
 from torchtitan.models import _supported_models
 from torchtitan.protocols import model_converter, train_spec
@@ -64,6 +66,8 @@ def parse_job_config(args: list[str]):
 
 def check_names(job_config) -> None:
     """Raise ConfigError for a model, flavor or converter that nobody has registered."""
+    if own := job_config.experimental.custom_import:
+        import_module(own)  # it registers names; TorchTitan imports it later
     models = sorted(_supported_models | train_spec._extra_train_specs.keys())
     require_one_of("model.name", job_config.model.name, models)
     flavors = train_spec.get_train_spec(job_config.model.name).model_args
@@ -83,5 +87,5 @@ def non_default_values(config, default=None) -> dict:
             if value:
                 values[f.name] = value
         elif value != usual and value is not None:
-            values[f.name] = list(value) if isinstance(value, tuple) else value
+            values[f.name] = to_jsonable_python(value)  # paths, tuples and sets of a user's own section
     return values

@@ -3,14 +3,15 @@
 import json
 import re
 import statistics
-import sys
-import types
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import tomli
 import tomli_w
 import torch
+from torchtitan.protocols import train_spec
 from training_runs import CONFIG, MIXED_RECIPE, MIXED_RECIPES, Outcome, run_python
 
 from mxtrain import ConfigError
@@ -228,9 +229,15 @@ def test_a_mistake_that_two_workers_find_prints_one_line(several):
     require_one_line(several["pipeline"], "pipeline_parallel_degree = 2")
 
 
-def test_names_that_the_users_own_module_may_register_are_checked_after_it_is_imported(monkeypatch):
-    monkeypatch.setitem(sys.modules, "own_models", types.ModuleType("own_models"))
+def test_names_that_the_users_own_module_registers_are_known(tmp_path, monkeypatch):
+    (tmp_path / "own_models.py").write_text(
+        "from torchtitan.protocols.train_spec import get_train_spec, register_train_spec\n"
+        'register_train_spec("own", get_train_spec("llama3"))\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(train_spec, "_extra_train_specs", dict(train_spec._extra_train_specs))
     own = ["--experimental.custom_import=own_models"]
+    assert parse_job_config([*own, "--model.name=own"]).model.name == "own"
     for flag, message in [
         ("--model.name=llama9", "model.name = 'llama9' is not one of"),
         ("--model.flavor=9B", "model.flavor = '9B' is not one of"),
@@ -266,6 +273,15 @@ def test_a_config_that_extends_another(tmp_path):
     (tmp_path / "variant.toml").write_text('extends = "base.toml"\n[mxnorm]\np = 1\n')
     job_config = parse_job_config(["--job.config_file", str(tmp_path / "variant.toml"), "--mxnorm.eps", "1e-6"])
     assert (job_config.mxnorm.p, job_config.mxnorm.estimator, job_config.mxnorm.eps) == (1, "exact", 1e-6)
+
+
+def test_values_that_toml_lacks_are_written_as_lists_and_strings():
+    @dataclass
+    class Own:
+        path: Path = Path(".")
+        pair: tuple = (1, 2)
+
+    assert non_default_values(Own(Path("a/b"), (3, 4))) == {"path": "a/b", "pair": [3, 4]}
 
 
 def test_only_settings_that_differ_from_the_defaults_are_written():
