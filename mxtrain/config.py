@@ -31,8 +31,10 @@ def dump_config(config: dict, path: str | os.PathLike) -> None:
     Path(path).write_text(tomli_w.dumps(config), encoding="utf-8")
 
 
-def find_setting(name: str, path: Path) -> tuple[Path, int] | None:
+def find_setting(name: str, path: Path, extended_by: tuple[Path, ...] = ()) -> tuple[Path, int] | None:
     """The file and line that set ``name`` ("training.steps"): in the config or, further up, in one that it extends."""
+    if any(_same_file(path, earlier) for earlier in extended_by):
+        return None
     table, extended = "", None
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -50,7 +52,7 @@ def find_setting(name: str, path: Path) -> tuple[Path, int] | None:
             continue
         if key.replace('"', "").replace("'", "") == name:
             return path, number
-    return find_setting(name, extended) if extended is not None else None
+    return find_setting(name, extended, (*extended_by, path)) if extended is not None else None
 
 
 def _load(path: Path, extended_by: tuple[Path, ...]) -> dict:

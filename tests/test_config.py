@@ -1,6 +1,6 @@
 import pytest
 
-from mxtrain.config import dump_config, load_config
+from mxtrain.config import dump_config, find_setting, load_config
 from mxtrain.errors import ConfigError
 
 
@@ -79,6 +79,13 @@ def test_a_circle_of_extends_names_its_files(write):
         load_config(write("self.toml", 'extends = "self.toml"\n'))
     with pytest.raises(ConfigError, match="extend each other in a circle"):
         load_config(write("sub/spelled_differently.toml", 'extends = "../sub/spelled_differently.toml"\n'))
+
+
+def test_the_search_for_a_setting_ends_in_a_circle_of_extends(write):
+    path = write("a.toml", 'extends = "b.toml"\n')
+    write("b.toml", 'extends = "./a.toml"\n[training]\nsteps = 3\n')
+    assert find_setting("configs", path) is None
+    assert find_setting("training.steps", path) == (path.parent / "b.toml", 3)
 
 
 def test_two_configs_may_extend_one_base(write):

@@ -4,6 +4,7 @@ TorchTitan resumes from the newest complete checkpoint in the run's folder. With
 nothing, even if the folder holds results or damaged checkpoints. ``find_start`` looks first and stops such a run.
 """
 
+import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -45,10 +46,13 @@ class Start:
 
 
 def require_folder(name: object) -> Path:
-    """Return ``job.dump_folder`` as a path. Raises ConfigError if it is not a name, for example empty."""
-    if not isinstance(name, str) or not name.strip():
+    """Return ``job.dump_folder`` as a path, with the user's home for "~".
+
+    Raises ConfigError if it is not a name, for example empty.
+    """
+    if not isinstance(name, str) or not name.strip() or "\0" in name:
         raise ConfigError(f"job.dump_folder = {name!r} is not the name of a folder")
-    return Path(name)
+    return Path(os.path.expanduser(name))
 
 
 def latest_checkpoint(folder: Path, checkpoint: CheckpointSettings) -> Path | None:

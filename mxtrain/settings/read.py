@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import MISSING, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -77,10 +78,29 @@ def _custom_module(arguments: list[str], config: dict) -> str:
 
 
 def _job_config_in(module: str) -> type:
+    setting = f"job.custom_config_module = {module!r}"
     try:
-        return import_module(module).JobConfig
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"job.custom_config_module = {module!r} has no class JobConfig: {error}") from None
+        job_config = import_module(module).JobConfig
+    except Exception as error:  # whatever the user's module raises
+        raise ConfigError(f"{setting} has no class JobConfig: {type(error).__name__}: {error}") from error
+    if problem := _problem_with(job_config):
+        raise ConfigError(f"{setting}: {problem}")
+    return job_config
+
+
+def _problem_with(job_config: type, section: str = "JobConfig") -> str | None:
+    """What keeps TorchTitan from merging a user's class into its own."""
+    if not is_dataclass(job_config):
+        return f"{section} is not a dataclass: write @dataclass above it"
+    for f in fields(job_config):
+        name = f"{section}.{f.name}"
+        if isinstance(f.type, str):
+            return f"the type of {name} is a string: remove quotes and 'from __future__ import annotations'"
+        if f.default is MISSING and f.default_factory is MISSING:
+            return f"{name} has no default"
+        if is_dataclass(f.type) and (problem := _problem_with(f.type, name)):
+            return problem
+    return None
 
 
 def _word_after(flags: tuple[str, ...], arguments: list[str]) -> str | None:

@@ -19,6 +19,7 @@ from mxtrain.settings.types import (
     Positive,
     PositiveNumber,
     PositiveOrMinusOne,
+    Seed,
     Share,
     ShareBelowOne,
     StepOrMinusOne,
@@ -74,7 +75,7 @@ ALLOWED = {
     "validation.steps": PositiveOrMinusOne,
     "validation.dataloader.num_workers": NotNegative,
     "validation.dataloader.prefetch_factor": Positive | None,
-    "debug.seed": NotNegative | None,
+    "debug.seed": Seed | None,
 }
 """Full name of a setting -> its type, where TorchTitan's own type allows values that cannot work"""
 

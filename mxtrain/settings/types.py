@@ -11,6 +11,8 @@ from tyro.constructors import PrimitiveConstructorSpec
 Positive = Annotated[int, Ge(1)]
 NotNegative = Annotated[int, Ge(0)]
 StepOrMinusOne = Annotated[int, Ge(-1)]
+Seed = Annotated[int, Interval(ge=0, lt=2**64)]
+"""What PyTorch takes"""
 
 PositiveNumber = Annotated[float, Gt(0)]
 Amount = Annotated[float, Interval(ge=0, lt=math.inf)]

@@ -113,6 +113,7 @@ def train(args: list[str], verbose: bool) -> None:
     """
     job_config = parse_job_config(args)
     folder = require_folder(job_config.job.dump_folder)
+    job_config.job.dump_folder = str(folder)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     check_machine(settings_of(job_config), Machine(processes, torch.cuda.is_available()))
     with locked(folder) if _is_first() else nullcontext() as warning:

@@ -311,3 +311,10 @@ def test_a_run_in_the_folder_of_another(launcher, capsys):
     assert error.startswith("mxtrain: error: job.dump_folder = 'run' is in use by process ")
     assert cli.main(["train", "job.toml", RUN]) == 0  # the lock is free again
     assert len(launcher) == 1
+
+
+def test_a_folder_in_the_users_home(launcher, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cli.main(["train", "job.toml", "--job.dump_folder=~/run"]) == 0
+    assert launcher[0][-2:] == ["--job.dump_folder", str(tmp_path / "home" / "run")]
+    assert not Path("~").exists()

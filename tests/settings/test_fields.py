@@ -1,10 +1,12 @@
 """Fields of a job config, and flags that set them."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import tomli_w
 
+from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import fields_of
 from mxtrain.settings.read import known_fields, read_settings
 from mxtrain.settings.titan_fields import ALLOWED, titan_job_config
@@ -110,6 +112,27 @@ def test_sections_of_the_users_own(tmp_path, monkeypatch, name, in_toml, flag, v
     (tmp_path / "my_sections.py").write_text(OWN)
     (tmp_path / "a.toml").write_text(tomli_w.dumps({"mine": {name: in_toml}}))
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_sections", raising=False)
     own = "--job.custom_config_module=my_sections"
     assert read_settings([own, f"--mine.{name}", *flag.split()])[f"mine.{name}"] == value
     assert read_settings([own, f"--job.config_file={tmp_path / 'a.toml'}"])[f"mine.{name}"] == value
+
+
+@pytest.mark.parametrize(
+    "code, problem",
+    [
+        ("x = = 1", " has no class JobConfig: SyntaxError: invalid syntax"),
+        ("1 / 0", " has no class JobConfig: ZeroDivisionError: division by zero"),
+        ("", " has no class JobConfig: AttributeError: module 'my_sections' has no attribute 'JobConfig'"),
+        ("class JobConfig: pass", ": JobConfig is not a dataclass: write @dataclass above it"),
+        ("from __future__ import annotations\n" + OWN.strip(), ": the type of JobConfig.mine is a string: remove"),
+        (OWN.replace("int = 3", "int"), ": JobConfig.mine.depth has no default"),
+    ],
+)
+def test_a_module_of_sections_that_cannot_be_used(tmp_path, monkeypatch, code, problem):
+    (tmp_path / "my_sections.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_sections", raising=False)
+    with pytest.raises(ConfigError) as error:
+        read_settings(["--job.custom_config_module=my_sections"])
+    assert str(error.value).startswith(f"job.custom_config_module = 'my_sections'{problem}")
