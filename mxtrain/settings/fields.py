@@ -81,9 +81,9 @@ class Field:
             result = validate()
         except ValidationError as error:
             what = error.errors()[0]
-            where = "".join(f"[{part!r}]" for part in what["loc"] if isinstance(part, int))
-            problem = what["msg"].removeprefix("Value error, ").removeprefix("Input ")
-            raise ConfigError(f"{self.name}{where} = {value!r} {problem}") from None
+            problem = what["msg"].removeprefix("Value error, ").removeprefix("Input ").partition(", unable")[0]
+            where, part = _part_at(what["loc"], value)
+            raise ConfigError(f"{self.name}{where} = {part!r} {problem}") from None
         if isinstance(value, (bool, float)) and isinstance(result, int) and type(result) is not type(value):
             raise ConfigError(f"{self.name} = {value!r} should be a valid integer")  # a Literal takes True for 1
         return result
@@ -94,6 +94,17 @@ def _strictly(adapter: TypeAdapter, value):
         return adapter.validate_json(json.dumps(value), strict=True)
     except (ValidationError, TypeError):  # wrong, which is said in Python's words, or a date
         return adapter.validate_python(value, strict=True)
+
+
+def _part_at(path: tuple, value) -> tuple[str, Any]:
+    """The place and the value that pydantic's ``path`` leads to in a list or table; it also names types of a union."""
+    where = ""
+    for step in path:
+        if isinstance(value, list) and isinstance(step, int):
+            where, value = f"{where}[{step}]", value[step]
+        elif isinstance(value, dict) and step in value:
+            where, value = f"{where}.{step!r}", value[step]
+    return where, value
 
 
 def fields_of(job_config: type, section: str = "") -> dict[str, Field]:

@@ -16,6 +16,7 @@ from mxtrain.settings.titan_fields import ALLOWED, titan_job_config
 from mxtrain.settings.values import Settings
 
 CONFIG_FLAGS = ("--job.config_file", "--job.config-file")
+HELP_FLAGS = ("-h", "--help")
 OWN_MODULE = "mxtrain.titan.job_config"
 
 
@@ -46,7 +47,9 @@ def places(arguments: list[str]):
     except ConfigError as error:
         message = str(error)
         name, path = setting_in(message), config_file(arguments)
-        is_flag = any(word.partition("=")[0].replace("-", "_") == f"__{name}" for word in arguments)
+        section, _, last = name.rpartition(".")
+        flags = (f"__{name}", f"__{section}.no_{last}")
+        is_flag = any(word.partition("=")[0].replace("-", "_") in flags for word in arguments)
         found = None if path is None or is_flag else find_setting(name, Path(path))
         place = f" ({found[0]}, line {found[1]})" if found else ""
         raise ConfigError(message.removesuffix(place) + place) from None
@@ -54,7 +57,7 @@ def places(arguments: list[str]):
 
 def asks_for_help(arguments: list[str]) -> bool:
     """Whether ``-h`` or ``--help`` is among the flags: TorchTitan prints the help then."""
-    return any(word in ("-h", "--help") for word in arguments)
+    return any(word in HELP_FLAGS for word in arguments)
 
 
 def config_file(arguments: list[str]) -> str | None:

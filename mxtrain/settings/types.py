@@ -1,11 +1,10 @@
 """Types of settings that say which values are allowed. ``pydantic`` checks them; tyro shows them in ``--help``."""
 
-import math
 from itertools import zip_longest
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Interval
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator
 from tyro.constructors import PrimitiveConstructorSpec
 
 Positive = Annotated[int, Ge(1)]
@@ -15,7 +14,7 @@ Seed = Annotated[int, Interval(ge=0, lt=2**64)]
 """What PyTorch takes"""
 
 PositiveNumber = Annotated[float, Gt(0)]
-Amount = Annotated[float, Interval(ge=0, lt=math.inf)]
+Amount = Annotated[float, Ge(0), AllowInfNan(False)]
 """A finite number that is not negative"""
 
 Share = Annotated[float, Interval(ge=0, le=1)]

@@ -12,7 +12,7 @@ from torchtitan.protocols import model_converter, train_spec
 from mxtrain.config import load_config
 from mxtrain.errors import require_one_of
 from mxtrain.settings.fields import fields_of
-from mxtrain.settings.read import asks_for_help, config_file, read_settings
+from mxtrain.settings.read import HELP_FLAGS, asks_for_help, config_file, read_settings
 from mxtrain.settings.sections import JobConfig
 from mxtrain.settings.values import Settings
 from mxtrain.titan.converters import active_settings
@@ -23,12 +23,19 @@ class _ConfigManager(ConfigManager):
 
     def parse_args(self, args: list[str]):
         if asks_for_help(args):
-            return super().parse_args(args)
+            self._print_help(args)
         settings = read_settings(args)
         tables = settings.tables()
         self.config = self._dict_to_dataclass(self._maybe_add_custom_config(args, tables), tables)
         self._validate_config()
         return self.config
+
+    def _print_help(self, args):
+        try:
+            super().parse_args(args)
+        except Exception:  # the config file is wrong
+            read_settings([word for word in args if word not in HELP_FLAGS])  # says what, in one line
+            raise
 
     def _maybe_load_toml(self, args):
         path = config_file(args)

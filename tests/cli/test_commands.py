@@ -105,6 +105,10 @@ def test_help_after_a_config_is_titans_with_our_sections(tmp_path, monkeypatch, 
     for part in (*sections, "12345", "Exponent of the p-mean"):
         assert part in text, part
     assert not (tmp_path / "outputs").exists()
+    (tmp_path / "base.toml").write_text("[training]\nstep = 12345\n")
+    assert cli.main(["train", "a.toml", "--help"]) == 2
+    message = "training.step is not a setting; the closest is training.steps (base.toml, line 2)"
+    assert capsys.readouterr().err == f"mxtrain: error: {message}\n"
 
 
 def test_prepare_prints_progress_and_the_report_and_nothing_else(tmp_path, monkeypatch, capsys):

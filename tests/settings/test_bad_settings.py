@@ -7,6 +7,8 @@ import pytest
 import tomli_w
 
 from mxtrain import cli
+from mxtrain.errors import ConfigError
+from mxtrain.settings.read import places
 
 # Flags -> the beginning of the message.
 FLAGS = [
@@ -31,8 +33,8 @@ FLAGS = [
     ("--metrics.log_freq=0", "metrics.log_freq = 0 should be greater than or equal to 1"),
     ("--metrics.log_freq=-1", "metrics.log_freq = -1 should be greater"),
     ("--optimizer.lr=-1", "optimizer.lr = -1.0 should be greater than or equal to 0"),
-    ("--optimizer.lr=inf", "optimizer.lr = inf should be less than inf"),
-    ("--optimizer.lr=nan", "optimizer.lr = nan should be"),
+    ("--optimizer.lr=inf", "optimizer.lr = inf should be a finite number"),
+    ("--optimizer.lr=nan", "optimizer.lr = nan should be a finite number"),
     ("--optimizer.beta1=1", "optimizer.beta1 = 1.0 should be less than 1"),
     ("--optimizer.beta2=-0.1", "optimizer.beta2 = -0.1 should be greater than or equal to 0"),
     ("--optimizer.eps=-1e-8", "optimizer.eps = -1e-08 should be greater"),
@@ -66,7 +68,7 @@ FLAGS = [
     ("--data.validation_share=nan", "data.validation_share = nan should be"),
     ("--data.seed=-1", "data.seed = -1 should be greater"),
     ("--mxnorm.eps=-1", "mxnorm.eps = -1.0 should be greater than or equal to 0"),
-    ("--mxnorm.eps=inf", "mxnorm.eps = inf should be less than inf"),
+    ("--mxnorm.eps=inf", "mxnorm.eps = inf should be a finite number"),
     ("--mxnorm.high_precision_share=1", "mxnorm.high_precision_share = 1.0 should be less than 1"),
     # Values of another type
     ("--training.steps=3.5", "training.steps = '3.5' should be a valid integer"),
@@ -108,8 +110,8 @@ FLAGS = [
     ("--activation_checkpoint.selective_ac_option=0", "activation_checkpoint.selective_ac_option = '0' should be 'op'"),
     ("--activation_checkpoint.determinism_check=x", "activation_checkpoint.determinism_check = 'x' should be"),
     ("--checkpoint.async_mode=later", "checkpoint.async_mode = 'later' should be 'disabled'"),
-    ("--checkpoint.exclude_from_loading=optim", "checkpoint.exclude_from_loading[0] = ['optim'] should be 'model'"),
-    ("--compile.components=model,los", "compile.components[1] = ['model', 'los'] should be 'model' or 'loss'"),
+    ("--checkpoint.exclude_from_loading=optim", "checkpoint.exclude_from_loading[0] = 'optim' should be 'model'"),
+    ("--compile.components=model,los", "compile.components[1] = 'los' should be 'model' or 'loss'"),
     ("--parallelism.pipeline_parallel_schedule=2F", "parallelism.pipeline_parallel_schedule = '2F' is not one of"),
     ("--model.name=llama9", "model.name = 'llama9' is not one of: llama3"),
     ("--model.flavor=9B", "model.flavor = '9B' is not one of: debugmodel"),
@@ -192,17 +194,17 @@ TABLES = [
     ({"mxnorm": {"eps": "1e-5"}}, "mxnorm.eps = '1e-5' should be a valid number", 2),
     ({"mxnorm": {"recipe": 8}}, "mxnorm.recipe = 8 should be a valid string", 2),
     ({"mxnorm": {"recipes": "bf16"}}, "mxnorm.recipes = 'bf16' should be a valid dictionary", 2),
-    ({"mxnorm": {"recipes": {"wo": 16}}}, "mxnorm.recipes = {'wo': 16} should be a valid string", 1),
+    ({"mxnorm": {"recipes": {"wo": 16}}}, "mxnorm.recipes.'wo' = 16 should be a valid string", 1),
     (
         {"mxnorm": {"recipes": {"layers": {"0": "bf16"}}}},
         "mxnorm.recipes = {'layers': {'0': 'bf16'}} holds a table",
         None,
     ),
     ({"mxnorm": {"filter_fqns": "output"}}, "mxnorm.filter_fqns = 'output' should be a valid list", 2),
-    ({"mxnorm": {"filter_fqns": [3]}}, "mxnorm.filter_fqns[0] = [3] should be a valid string", 2),
+    ({"mxnorm": {"filter_fqns": [3]}}, "mxnorm.filter_fqns[0] = 3 should be a valid string", 2),
     ({"mxnorm": {"hadamard": 1}}, "mxnorm.hadamard = 1 should be a valid boolean", 2),
     ({"model": {"converters": "mxnorm"}}, "model.converters = 'mxnorm' should be a valid list", 2),
-    ({"model": {"converters": ["mxnorm", 1]}}, "model.converters[1] = ['mxnorm', 1] should be a valid string", 2),
+    ({"model": {"converters": ["mxnorm", 1]}}, "model.converters[1] = 1 should be a valid string", 2),
     ({"training": {"steps": 3.0}}, "training.steps = 3.0 should be a valid integer", 2),
     ({"training": {"steps": "3"}}, "training.steps = '3' should be a valid integer", 2),
     ({"training": {"steps": True}}, "training.steps = True should be a valid integer", 2),
@@ -274,6 +276,10 @@ def test_a_mistake_in_a_file_that_is_extended_names_that_file(refused, tmp_path,
     assert refused({"extends": "bases/base.toml", "training": {"seq_len": 32}}).endswith("(bases/base.toml, line 5)")
     # A flag has no line; it is not blamed on the file.
     assert not refused({"extends": "bases/base.toml"}, "--training.steps=-1").endswith(")")
+    base.write_text("[checkpoint]\nenable = true\n")
+    with pytest.raises(ConfigError) as error, places(["--job.config_file=bases/base.toml", "--checkpoint.no-enable"]):
+        raise ConfigError("checkpoint.enable = False, but")
+    assert str(error.value) == "checkpoint.enable = False, but"
 
 
 def test_a_mistake_is_found_without_pytorch(tmp_path):
