@@ -31,9 +31,9 @@ def read_settings(arguments: list[str]) -> Settings:
     """
     path = config_file(arguments)
     config = {} if path is None else load_config(path)
-    known = known_fields(_custom_module(arguments, config))
-    flags = flag_values(arguments, known)
     with places(arguments):
+        known = known_fields(_custom_module(arguments, config))
+        flags = flag_values(arguments, known)
         settings = Settings(known, {**dict(_flat(config, known)), **flags})
         check_relations(settings)
     return settings

@@ -217,6 +217,7 @@ TABLES = [
     ({"optimizer": {"learning_rate": 1e-3}}, "optimizer.learning_rate is not a setting", 2),
     ({"checkpoint": {"enable": "yes"}}, "checkpoint.enable = 'yes' should be a valid boolean", 2),
     ({"data": {"installed": 1}}, "data.installed = 1 should be a valid boolean", 2),
+    ({"job": {"custom_config_module": "no.such"}}, "job.custom_config_module = 'no.such' has no class JobConfig", 2),
     ({"job": {"dump_folder": "a\0b"}}, "job.dump_folder = 'a\\x00b' is not the name of a folder", None),
     ({"steps": 3}, "steps is not a setting; the closest is training.steps", 1),
     ({"extends": 3}, "extends = 3 in", None),
