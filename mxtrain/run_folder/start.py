@@ -193,6 +193,11 @@ def _start_of_new_run(folder: Path, saved: _Checkpoints, checkpoint: CheckpointS
         raise ConfigError(
             f"checkpoint.{setting} would be ignored, because {saved.folder} exists, although empty; remove it"
         )
+    if initial and not Path(initial).is_dir():
+        raise ConfigError(
+            f"checkpoint.initial_load_path = {initial!r} is not a folder: give the folder of one checkpoint, such as "
+            "outputs/RUN/checkpoint/step-1000"
+        )
     if initial and not checkpoint.initial_load_in_hf and not (Path(initial) / DCP_MARK).is_file():
         raise ConfigError(
             f"checkpoint.initial_load_path = {initial!r} holds no complete checkpoint: {DCP_MARK} is missing; name the "

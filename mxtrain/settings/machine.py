@@ -68,14 +68,6 @@ RELATIONS = (
         ),
     ),
     Relation(
-        "checkpoint.initial_load_path",
-        lambda s, machine: (
-            s["checkpoint.initial_load_path"]
-            and not os.path.isdir(s["checkpoint.initial_load_path"])
-            and "is not a folder: give the folder of one checkpoint, such as outputs/RUN/checkpoint/step-1000"
-        ),
-    ),
-    Relation(
         "fault_tolerance.enable",
         lambda s, machine: s["fault_tolerance.enable"] and _is_missing("torchft") and "needs the package torchft",
     ),

@@ -287,6 +287,10 @@ ALLOWED = {
     "a run that wrote no metrics": ([RUN], {"run/metrics.jsonl": "", "run/config.toml": ""}),
     "a resumed run": ([RUN, ENABLE], METRICS | saved(10)),
     "a resumed run with parts": ([RUN, ENABLE], METRICS | saved(10) | PART),
+    "a resumed run whose initial weights are gone": (
+        [RUN, ENABLE, "--checkpoint.initial_load_path=gone"],
+        METRICS | saved(10),
+    ),
     "an earlier step": ([RUN, ENABLE, "--checkpoint.load_step=5"], METRICS | saved(5, 10)),
     "a seed": ([RUN, ENABLE], saved(0, content=WEIGHTS)),
     "a seed to make": ([RUN, ENABLE, "--checkpoint.create_seed_checkpoint"], {}),
