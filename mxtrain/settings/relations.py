@@ -60,6 +60,14 @@ RELATIONS = (
             "allowed is that or less"
         ),
     ),
+    Relation(
+        "training.dataset_path",
+        lambda s: (
+            s["training.dataset"] == "hf"
+            and not s["training.dataset_path"]
+            and "is missing: training.dataset = 'hf' needs the id of a Hugging Face dataset, such as 'allenai/c4'"
+        ),
+    ),
     _needs_workers("training", "prefetch_factor"),
     _needs_workers("training", "persistent_workers"),
     _needs_workers("validation", "prefetch_factor"),

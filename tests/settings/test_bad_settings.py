@@ -138,6 +138,7 @@ FLAGS = [
     ("--job.config_file=other.toml", "--job.config_file: the first argument of 'mxtrain train' already names"),
     # Settings that do not go together
     ("--validation.enable --training.seq_len=51 --validation.seq_len=64", "validation.seq_len = 64 is more than"),
+    ("--training.dataset=hf", "training.dataset_path = None is missing: training.dataset = 'hf' needs the id of a"),
     ("--training.dataloader.prefetch_factor=2", "training.dataloader.prefetch_factor = 2 needs training.dataloader."),
     ("--validation.dataloader.persistent_workers", "validation.dataloader.persistent_workers = True needs validation."),
     ("--activation_checkpoint.mode=memory_budget", "activation_checkpoint.mode = 'memory_budget' needs torch.compile"),
