@@ -1,6 +1,7 @@
 """The exception for a wrong setting, and its exit status."""
 
 import re
+from numbers import Integral
 
 CONFIG_ERROR_STATUS = 2
 """Exit status of a worker, and of ``mxtrain``, after a ``ConfigError``"""
@@ -30,5 +31,5 @@ def require_one_of(field: str, value, allowed) -> None:
 
 def require_positive_integer(field: str, value) -> None:
     """Raise ConfigError unless ``value`` is an integer of at least 1; True is none."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:  # NumPy's integers, too
         raise ConfigError(f"{field} = {value!r} is not an integer of at least 1")

@@ -5,11 +5,12 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 
 from mxtrain.data import DataConfig
-from mxtrain.data.cache_folders import BUILDING, last_change
+from mxtrain.data.cache_folders import BUILDING, LEFTOVER_SECONDS, last_change, statuses
 from mxtrain.data.prepared_text import DamagedText, Prepared, changed_files, load_text
-from mxtrain.data.progress import megabytes
+from mxtrain.data.progress import megabytes, one_line
 from mxtrain.errors import ConfigError
 
 DAY = 24 * 3600.0
@@ -56,10 +57,13 @@ def report(cache_dir: str = "", verify: bool = False) -> str:
 
 
 def prune(cache_dir: str, days: float) -> str:
-    """Remove what was not used or written for ``days`` days. Return a report, one line for each."""
+    """Remove what was not used or written for ``days`` days. Return a report, one line for each.
+
+    An unfinished folder that has changed within LEFTOVER_SECONDS stays: a process may be building it.
+    """
     if not days >= 0:
         raise ConfigError(f"--prune = {days} is not a number of days from 0")
-    old = [entry for entry in entries(cache_dir) if time.time() - entry.last_used > days * DAY]
+    old = [entry for entry in entries(cache_dir) if time.time() - entry.last_used > _patience(entry, days)]
     return _remove(old) or f"nothing is older than {days:g} days"
 
 
@@ -70,6 +74,10 @@ def remove(cache_dir: str, names: list[str]) -> str:
     if unknown:
         raise ConfigError(f"--remove: there is no {unknown[0]!r} in the cache; 'mxtrain cache' lists the names")
     return _remove([by_name[name] for name in names])
+
+
+def _patience(entry: Entry, days: float) -> float:
+    return max(days * DAY, LEFTOVER_SECONDS if BUILDING in entry.path.name else 0.0)
 
 
 def _is_text(path: Path) -> bool:
@@ -87,7 +95,7 @@ def _entry(path: Path) -> Entry:
             state = f"damaged: {error}"
         except ConfigError:
             state = "its tokenizer, outside the cache, is gone or changed"
-    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    size = sum(status.st_size for status in statuses(path) if S_ISREG(status.st_mode))
     return Entry(path, size, last_change(path), text, state)
 
 
@@ -112,6 +120,7 @@ def _remove(found: list[Entry]) -> str:
         try:
             shutil.rmtree(entry.path)
         except OSError as error:
-            raise ConfigError(f"data.cache_dir: cannot remove {str(entry.path)!r} ({error.strerror})") from error
+            why = error.strerror or one_line(error)
+            raise ConfigError(f"data.cache_dir: cannot remove {str(entry.path)!r} ({why})") from error
         lines.append(f"removed {entry.path.name}, {megabytes(entry.size)}")
     return "\n".join(lines)

@@ -143,6 +143,8 @@ class Plan:
     @property
     def quantized_share(self) -> float:
         """Share of the multiplications by weights that are quantized, 0 to 1 (see ``mxtrain.conversion.weights``)."""
+        if not self.weights:
+            return 0.0
         return sum(use.multiplications * use.quantized for use in self.weights.values()) / self._multiplications
 
     def share(self, weight: str) -> float:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 import torch.nn as nn
 from torch.nn.modules import module as module_globals
+from torch.utils._pytree import tree_leaves
 
 from mxtrain.conversion.instance_state import has_function_as_forward, hook_tables
 from mxtrain.errors import ConfigError
@@ -33,7 +34,7 @@ def without_global_hooks():
 
 
 def structural_copy(module: nn.Module) -> nn.Module:
-    """Copy a module with everything in it; parameters, buffers and attributes that are tensors become meta tensors.
+    """Copy a module with everything in it; parameters, buffers and tensors in attributes become meta tensors.
 
     Modules and parameters with several names have the same names in the copy. Nothing that the copy does reaches the
     original, which a forward pass on the original with other weights (``torch.func.functional_call``) would: where a
@@ -44,7 +45,10 @@ def structural_copy(module: nn.Module) -> nn.Module:
         ConfigError: for a module with attributes that Python cannot copy.
     """
     attributes = [
-        value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor)
+        value
+        for part in module.modules()
+        for value in tree_leaves(list(vars(part).values()))
+        if isinstance(value, torch.Tensor)
     ]
     copies = {id(table): type(table)() for part in module.modules() for table in hook_tables(part)}
     try:

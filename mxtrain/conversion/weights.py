@@ -111,8 +111,9 @@ def _share_of_a_token(fqn: str, shape: tuple[int, ...], modules: Mapping[str, nn
         container = ".".join(path[:depth])
         if path[depth - 1] == "experts" and isinstance(modules.get(container), (nn.ModuleList, nn.ModuleDict)):
             return _share_of_experts(container, len(modules[container]), modules)
-    # PyTorch's own modules with such weights are convolutions, all of whose elements multiply.
-    if len(shape) >= 3 and not type(modules[fqn]).__module__.startswith("torch.nn."):
+    # PyTorch's own modules with such weights are convolutions, all of whose elements multiply. A first dimension of 1
+    # is that of a batch, as in a table of positions [1, S, D].
+    if len(shape) >= 3 and shape[0] > 1 and not type(modules[fqn]).__module__.startswith("torch.nn."):
         return _share_of_experts(fqn, shape[0], modules)
     return 1.0, ""
 

@@ -87,11 +87,19 @@ def new_folder(folder: Path, is_complete: Callable[[Path], bool]) -> Iterator[Pa
 
 def last_change(folder: Path) -> float:
     """Return when a folder or a file in it was last written, in seconds since 1970."""
-    times = [0.0]
-    for path in (folder, *folder.rglob("*")):
-        with suppress(OSError):  # removed meanwhile
-            times.append(path.stat().st_mtime)
-    return max(times)
+    return max((status.st_mtime for status in statuses(folder)), default=0.0)
+
+
+def statuses(folder: Path) -> list[os.stat_result]:
+    """Return the status of a folder and of everything in it, less what another process removes meanwhile."""
+    paths = [folder]
+    for root, folders, files in os.walk(folder):
+        paths += [Path(root, name) for name in (*folders, *files)]
+    found = []
+    for path in paths:
+        with suppress(OSError):
+            found.append(path.stat())
+    return found
 
 
 def _replace(folder: Path, building: Path) -> None:

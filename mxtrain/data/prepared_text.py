@@ -102,6 +102,9 @@ def _read_summary(folder: Path) -> tuple[TextReport, dict[str, TokenFile], dict]
         report = replace(TextReport(**summary["report"]), folder=str(folder))
         files = {split: TokenFile(folder / f"{split}.bin", **facts) for split, facts in summary["tokens"].items()}
         tokenizer = {key: str(summary["tokenizer"][key]) for key in ("path", "sha256")}
+        for file in files.values():
+            if (type(file.count), type(file.sha256)) != (int, str):
+                raise TypeError("a token file has a whole number of tokens and a hash")
         sizes = [file.size for file in files.values()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedText(f"{SUMMARY} is missing, damaged or of an earlier version") from error

@@ -64,6 +64,7 @@ class TokenDataset(IterableDataset):
         self.batches_per_epoch = self.chunks // (batch_size * dp_world_size)
         self._position = 0
         self._resuming = False
+        self._mapped: np.ndarray | None = None
         if self.batches_per_epoch == 0:
             need = batch_size * dp_world_size * (seq_len + 1)
             remedies = ", raise data.validation_share" if section == "validation" else ""
@@ -82,7 +83,9 @@ class TokenDataset(IterableDataset):
     def _samples(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        tokens = self.tokens.open()
+        if self._mapped is None:  # kept: the file may be removed from the cache before the next iteration
+            self._mapped = self.tokens.open()
+        tokens = self._mapped
         epoch, order = None, None
         while True:
             batch, sample = divmod(self._position, self.batch_size)

@@ -24,6 +24,7 @@ from mxtrain.titan.agreement import differences, is_rank_0
 FILE_NAME = "data.json"
 TOKENIZER_FOLDER = "tokenizer"
 UNCHECKED = "whether this run goes on with the same text and tokenizer cannot be checked"
+STREAM_SETTINGS = ("training.dataset", "training.dataset_path", "data.hf_config", "data.text_key")
 EXCLUDE = 'checkpoint.exclude_from_loading = ["dataloader"]'
 
 
@@ -57,6 +58,8 @@ def keep_in_run_folder(job_config, prepared: Prepared) -> None:
         kept = _read(folder / FILE_NAME)
         if kept is not None:
             require_same(kept, record(job_config, prepared), job_config)
+            if prepared.train is None and not _starts_anew(job_config):
+                _warn_of_another_stream(kept, record(job_config, prepared))
         elif not _starts_anew(job_config):
             return
         else:
@@ -64,6 +67,17 @@ def keep_in_run_folder(job_config, prepared: Prepared) -> None:
     elif job_config.checkpoint.enable and job_config.checkpoint.initial_load_path:
         _warn_of_another_tokenizer(Path(job_config.checkpoint.initial_load_path), prepared)
     _write(job_config, prepared)
+
+
+def _warn_of_another_stream(kept: dict, now: dict) -> None:
+    """Log a warning if settings name another stream. Streamed text has no hash, and the same text may have moved."""
+    before, after = kept.get("settings", {}), now["settings"]
+    for name in STREAM_SETTINGS:
+        if name in before and before[name] != after[name]:
+            logger.warning(
+                f"{name} = {after[name]!r}, but was {before[name]!r} in the run so far: if that is another text, set "
+                f"{EXCLUDE} to start at its beginning"
+            )
 
 
 def _warn_of_another_tokenizer(checkpoint: Path, prepared: Prepared) -> None:

@@ -69,6 +69,20 @@ def test_prune_removes_what_is_old(texts, cache, capsys):
     assert {path.name for path in cache.iterdir()} == {texts["used"].name, texts["damaged"].name, "rms_norm"}
 
 
+def test_prune_leaves_a_folder_that_is_being_built(texts, capsys):
+    building = texts["used"].with_name(texts["used"].name + ".building-0123456789ab")
+    building.mkdir()
+    run(capsys, "--prune", "0")
+    assert building.exists() and not any(path.exists() for path in texts.values())
+
+
+def test_a_link_in_the_place_of_a_text_stays(texts, capsys):
+    link = texts["used"].with_name("files-0123456789abcdef")
+    link.symlink_to(texts["used"])
+    assert cli.main(["cache", "--remove", link.name]) == 2
+    assert "Cannot call rmtree on a symbolic link" in capsys.readouterr().err and link.exists()
+
+
 def test_loading_a_text_counts_as_use(texts, capsys):
     prepare(DataConfig(dataset="files", prepared=texts["old"].name), lambda line: None)
     assert [line.split(",")[0] for line in run(capsys, "--prune", "30")] == [f"removed {texts['leftover'].name}"]

@@ -2,6 +2,7 @@
 
 import types
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -399,6 +400,32 @@ def test_models_of_fake_tensors_convert(device):
     """TorchTitan estimates memory with them."""
     with FakeTensorMode(), torch.device(device):
         assert len(convert(llama(), mode="reference").norms) == 4
+
+
+class Listing(Llama):
+    """Keeps tensors in a list and a dict: a table that its forward reads, and a result with a gradient."""
+
+    def __init__(self):
+        super().__init__(layers=1)
+        self.tables, self.results = [torch.ones(DIM)], {}
+
+    def forward(self, tokens):
+        self.results["last"] = super().forward(tokens) + self.tables[0].sum()
+        return self.results["last"]
+
+
+def test_tensors_in_lists_and_dicts_are_followed_and_stay():
+    model = Listing()
+    last = model(TOKENS)
+    assert len(convert(model, mode="reference").norms) == 2
+    assert model.results["last"] is last and model.tables[0].device == TOKENS.device
+
+
+def test_numpy_integers_are_numbers_of_features():
+    model = llama(layers=1)
+    model.layers[0].attention.wo = nn.Linear(np.int64(DIM), np.int64(DIM), bias=False)
+    assert OTHER in convert(model, mode="reference").linears
+    loss(model).backward()
 
 
 def test_quantized_tensors_of_torchao_stay():

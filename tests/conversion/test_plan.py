@@ -137,6 +137,7 @@ def test_norms_and_gates():
     square = NormFacts((2, 32), 1e-6, True)
     survey = block(norms={"norm": NORM, "square": square}, lookalikes={"strange": "OneRMSNorm"})
     result = plan(survey, "fused_rmsnorm", when_compiled="kernel")
+    assert result.quantized_share == 0
     assert result.swaps == {"norm": ToFusedRMSNorm(NORM, "kernel")} and result.fused_norms == ["norm"]
     assert result.skipped == {
         "strange": "is a OneRMSNorm that does not compute what nn.RMSNorm does",

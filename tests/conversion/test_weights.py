@@ -52,19 +52,21 @@ class Positions(nn.Module):
     def __init__(self):
         super().__init__()
         self.table, self.bias = nn.Parameter(torch.zeros(5, 7)), nn.Parameter(torch.zeros(7))
-        self.up_bias = nn.Parameter(torch.zeros(8, 7))
+        self.up_bias, self.batched = nn.Parameter(torch.zeros(8, 7)), nn.Parameter(torch.zeros(1, 3, 7))
 
 
 def test_other_weights_multiply_with_all_elements():
     model = nn.ModuleDict({"conv": nn.Conv1d(4, 6, 3), "positions": Positions(), "lookup": nn.EmbeddingBag(9, 2)})
     uses = weight_uses(weights_of(model), {}, {})
+    assert uses["positions.batched"].note == "", "no experts"
     assert {name: use.multiplications for name, use in uses.items()} == {
         "conv.weight": 72,
         "positions.table": 35,
         "positions.up_bias": 0,
+        "positions.batched": 21,
         "lookup.weight": 0,
     }
-    assert list(weights_of(Positions())) == ["table", "up_bias"], "the model itself may hold weights"
+    assert list(weights_of(Positions())) == ["table", "up_bias", "batched"], "the model itself may hold weights"
 
 
 class Stacked(nn.Module):

@@ -1,3 +1,4 @@
+import os
 import threading
 from pathlib import Path
 
@@ -89,3 +90,17 @@ def test_the_last_change_is_that_of_the_newest_file(tmp_path):
     (tmp_path / "in" / "a").write_text("")
     assert last_change(tmp_path) == max(path.stat().st_mtime for path in (tmp_path, *tmp_path.rglob("*")))
     assert last_change(tmp_path / "none") == 0.0
+
+
+def test_a_folder_that_vanishes_while_it_is_read(tmp_path, monkeypatch):
+    """Another process may rename its unfinished folder at any time."""
+    (tmp_path / "in").mkdir()
+    scandir = os.scandir
+
+    def vanish(path):
+        if Path(path).name == "in":
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", vanish)
+    assert last_change(tmp_path) > 0 and last_change(tmp_path / "in") > 0

@@ -49,6 +49,8 @@ DAMAGES = [
         MISSING,
     ),
     ("prepared.json", edit_summary(tokens={"train": {"dtype": "<u2"}}), MISSING),
+    ("prepared.json", edit_summary(tokens={"train": {"dtype": "<u2", "count": "5"}}), MISSING),
+    ("prepared.json", edit_summary(tokens={"train": {"dtype": "<u2", "count": 5, "sha256": None}}), MISSING),
     ("prepared.json", edit_summary(tokens=None), MISSING),
     ("prepared.json", edit_summary(tokenizer=None), MISSING),
     ("prepared.json", edit_summary(report={"dataset": "files"}), MISSING),

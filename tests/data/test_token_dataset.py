@@ -41,6 +41,13 @@ def chunks_of(loader) -> list[list[int]]:
     return [(labels[:, 0] // (SEQ_LEN + 1)).tolist() for _, labels in loader]
 
 
+def test_a_file_removed_after_the_first_iteration_can_be_read_again(tokens):
+    validation = dataset(tokens, infinite=False)
+    first = chunks_of(StatefulDataLoader(validation, batch_size=BATCH))
+    tokens.path.unlink()
+    assert chunks_of(StatefulDataLoader(validation, batch_size=BATCH)) == first
+
+
 def test_labels_are_the_inputs_shifted_by_one_token(tokens):
     inputs, labels = next(iter(dataset(tokens)))
     assert list(inputs) == ["input"]

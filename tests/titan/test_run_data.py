@@ -261,6 +261,22 @@ def test_a_stream_keeps_its_tokenizer(corpus, tmp_path_factory):
         loader_of(job(corpus, *stream, "--data.vocab_size=310"))
 
 
+def test_another_stream_with_the_same_tokenizer_is_warned_of(corpus, tmp_path_factory, caplog):
+    one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
+    for folder in (one, two):
+        write(folder / "train.json", range(60))
+    own = f"--model.hf_assets_path={prepare_from_job(job(corpus)).tokenizer}"
+    stream = ("--training.dataset=c4_test", own)
+    has_trained(corpus, *stream, f"--training.dataset_path={one}")
+    anew = "--checkpoint.exclude_from_loading=dataloader"
+    for folder, flags, count in ((one, (), 0), (two, (), 1), (one, (anew,), 0)):
+        caplog.clear()
+        loader_of(job(corpus, *stream, f"--training.dataset_path={folder}", *flags))
+        lines = [record.getMessage() for record in caplog.records if "in the run so far" in record.getMessage()]
+        assert len(lines) == count
+        assert all(line.startswith(f"training.dataset_path = {str(two)!r}, but was {str(one)!r}") for line in lines)
+
+
 def test_rows_without_text_are_reported_at_every_start(corpus, caplog):
     with corpus.open("a") as file:
         file.write('{"text": null}\n{"body": "x"}\n')
