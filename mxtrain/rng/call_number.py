@@ -4,7 +4,8 @@ In eager mode the forwards of a layer are counted. Activation checkpointing runs
 that changes no bits, because a backward keeps the draws of the first forward (see ``mxtrain.nn``).
 
 A compiled graph counts nothing while it runs. Calls in one graph are numbered when the graph is traced, and a graph
-that would repeat bits, because it runs twice at one position, is refused.
+that would repeat bits, because it runs twice at one position, is refused. Calls that reach a layer in two ways at one
+position, eagerly and compiled or through two different graphs, are not told apart: they may repeat bits.
 """
 
 from collections import Counter
