@@ -5,17 +5,12 @@ nothing, even if the folder holds results or damaged checkpoints. ``find_start``
 """
 
 import os
-import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
+from mxtrain.run_folder.checkpoints import DCP_MARK, Checkpoints
 from mxtrain.run_folder.files import METRICS_FILE, reason
-
-# Files that TorchTitan 0.2.2 looks for to tell whether a checkpoint is complete. They are written last.
-DCP_MARK, HF_MARK = ".metadata", "model.safetensors.index.json"
-# Key in the metadata of every checkpoint from which a run can resume: the trainer's step.
-TRAINER_KEY = b"train_state"
 
 
 @dataclass(frozen=True)
@@ -57,17 +52,8 @@ def require_folder(name: object) -> Path:
 
 def latest_checkpoint(folder: Path, checkpoint: CheckpointSettings) -> Path | None:
     """Return the newest complete checkpoint of the run in ``folder``."""
-    saved = _Checkpoints(folder / checkpoint.folder)
+    saved = Checkpoints(folder / checkpoint.folder)
     return saved.path(max(saved.complete)) if checkpoint.enable and saved.complete else None
-
-
-def mark_incomplete(checkpoint: Path) -> None:
-    """Call before a checkpoint is saved in a folder that may hold one already, which a resumed run then replaces.
-
-    A run that is killed in the middle would otherwise leave a mixture that looks complete.
-    """
-    for mark in (DCP_MARK, HF_MARK):
-        (checkpoint / mark).unlink(missing_ok=True)
 
 
 def find_start(folder: Path, checkpoint: CheckpointSettings, processes: int) -> Start:
@@ -85,7 +71,12 @@ def find_start(folder: Path, checkpoint: CheckpointSettings, processes: int) -> 
 
 
 def _find_start(folder: Path, checkpoint: CheckpointSettings, processes: int) -> Start:
-    saved = _Checkpoints(folder / checkpoint.folder)
+    saved = Checkpoints(folder / checkpoint.folder)
+    for name in saved.misnamed:
+        raise ConfigError(
+            f"checkpoint.folder: TorchTitan would take {saved.folder / name} for a checkpoint to resume from, and not "
+            "find it; move it out of this folder"
+        )
     if checkpoint.create_seed_checkpoint:
         return _start_of_seed(folder, saved, checkpoint, processes)
     if not checkpoint.enable:
@@ -108,41 +99,6 @@ def _find_start(folder: Path, checkpoint: CheckpointSettings, processes: int) ->
     return Start(step, (f"resuming after step {step}, from {path}", *_left_alone(saved, step)))
 
 
-class _Checkpoints:
-    """The checkpoints in a folder, as TorchTitan finds them."""
-
-    def __init__(self, folder: Path):
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"checkpoint.folder: {folder} is not a folder")
-        self.folder = folder
-        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-        self.found = sorted((name for name in names if re.search(r"step-\d+", name)), key=_number)
-        """Names of checkpoints, complete or not, in the order of their steps"""
-        complete = [name for name in self.found if any((folder / name / m).is_file() for m in (DCP_MARK, HF_MARK))]
-        self.incomplete = [name for name in self.found if name not in complete]
-        for name in complete:
-            if name != f"step-{_number(name)}":
-                # TorchTitan would look for step-N instead, and its purge of old checkpoints would delete this one.
-                raise ConfigError(
-                    f"checkpoint.folder: TorchTitan takes {folder / name} for the checkpoint of step {_number(name)}; "
-                    "move it out of this folder"
-                )
-        self.complete = [_number(name) for name in complete]
-
-    def path(self, step: int) -> Path:
-        return self.folder / f"step-{step}"
-
-    def has_trainer_state(self, step: int) -> bool:
-        """Return False for weights alone: an export to Hugging Face's format, or a last checkpoint."""
-        metadata = self.path(step) / DCP_MARK
-        # A pickle, which holds its keys as they are. Loading it would need PyTorch.
-        return metadata.is_file() and TRAINER_KEY in metadata.read_bytes()
-
-
-def _number(name: str) -> int:
-    return int(re.search(r"step-(\d+)", name).group(1))
-
-
 def _require_no_metrics(folder: Path, because: str) -> None:
     metrics = folder / METRICS_FILE
     if metrics.is_file() and metrics.stat().st_size > 0:
@@ -152,7 +108,7 @@ def _require_no_metrics(folder: Path, because: str) -> None:
         )
 
 
-def _start_of_seed(folder: Path, saved: _Checkpoints, checkpoint: CheckpointSettings, processes: int) -> Start:
+def _start_of_seed(folder: Path, saved: Checkpoints, checkpoint: CheckpointSettings, processes: int) -> Start:
     if processes > 1:
         raise ConfigError(f"checkpoint.create_seed_checkpoint needs one process, not {processes}: set NGPU=1")
     if checkpoint.load_only:
@@ -166,7 +122,7 @@ def _start_of_seed(folder: Path, saved: _Checkpoints, checkpoint: CheckpointSett
     return Start(0)
 
 
-def _step_to_load(saved: _Checkpoints, wanted: int) -> int | None:
+def _step_to_load(saved: Checkpoints, wanted: int) -> int | None:
     """Return the step of the checkpoint that is loaded, or None if the folder holds no checkpoint at all."""
     complete = ", ".join(map(str, sorted(saved.complete))) or "no complete checkpoint"
     if wanted != -1:
@@ -181,7 +137,7 @@ def _step_to_load(saved: _Checkpoints, wanted: int) -> int | None:
     return max(saved.complete, default=None)
 
 
-def _start_of_new_run(folder: Path, saved: _Checkpoints, checkpoint: CheckpointSettings) -> Start:
+def _start_of_new_run(folder: Path, saved: Checkpoints, checkpoint: CheckpointSettings) -> Start:
     _require_no_metrics(folder, f"{saved.folder} holds no checkpoint from which it could resume")
     initial = checkpoint.initial_load_path
     if not (initial or checkpoint.initial_load_in_hf):
@@ -206,7 +162,7 @@ def _start_of_new_run(folder: Path, saved: _Checkpoints, checkpoint: CheckpointS
     return Start(0)
 
 
-def _require_trainer_state(saved: _Checkpoints, step: int) -> None:
+def _require_trainer_state(saved: Checkpoints, step: int) -> None:
     if saved.has_trainer_state(step):
         return
     earlier = [other for other in saved.complete if 0 < other < step and saved.has_trainer_state(other)]
@@ -218,7 +174,7 @@ def _require_trainer_state(saved: _Checkpoints, step: int) -> None:
     )
 
 
-def _left_alone(saved: _Checkpoints, step: int) -> list[str]:
+def _left_alone(saved: Checkpoints, step: int) -> list[str]:
     notes = []
     if saved.incomplete:
         notes.append(f"incomplete checkpoints are left alone: {', '.join(saved.incomplete)}")

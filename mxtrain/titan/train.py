@@ -15,9 +15,10 @@ from mxtrain.analysis import closing_summary
 from mxtrain.config import dump_config
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.rng.rounding_position import set_rounding_step
+from mxtrain.run_folder.checkpoints import Checkpoints, mark_incomplete
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.lock import locked
-from mxtrain.run_folder.start import CheckpointSettings, find_start, latest_checkpoint, mark_incomplete, require_folder
+from mxtrain.run_folder.start import CheckpointSettings, find_start, latest_checkpoint, require_folder
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import places
 from mxtrain.titan import finite, terminal
@@ -29,12 +30,14 @@ FIRST_WORD_SECONDS = 3.0
 
 
 class _Trainer(Trainer):
-    """TorchTitan's trainer with two additions.
+    """TorchTitan's trainer with three additions.
 
     It sets the step and the microbatch for stochastic rounding. Both follow from the trainer's own step, so a resumed
     run draws the same random bits as an uninterrupted run.
 
     It looks for losses and weights that are not finite, and never saves such weights.
+
+    It counts complete checkpoints only when it removes old ones.
     """
 
     def __init__(self, job_config):
@@ -44,6 +47,7 @@ class _Trainer(Trainer):
         leave_losses_to_trainer(self.metrics_processor)
         self._save = self.checkpointer.save
         self.checkpointer.save = self._save_if_finite
+        self.checkpointer._purge_stale_checkpoints = self._purge
 
     def train(self):
         try:
@@ -81,6 +85,12 @@ class _Trainer(Trainer):
             if _is_first():
                 mark_incomplete(Path(self.checkpointer._create_checkpoint_id(curr_step)))
         self._save(curr_step, last_step)
+
+    def _purge(self) -> None:
+        """Remove stale checkpoints, in TorchTitan's thread for that. TorchTitan counts parts of checkpoints, too."""
+        if _is_first():
+            for path in Checkpoints(Path(self.checkpointer.folder)).stale(self.checkpointer.keep_latest_k):
+                self.checkpointer.purge_queue.put(str(path))
 
 
 def _is_first() -> bool:

@@ -92,8 +92,8 @@ TRAIN = {
     ),
     "a renamed checkpoint": Case(
         [RUN, ENABLE],
-        "checkpoint.folder: TorchTitan takes run/checkpoint/step-20-bad for the checkpoint of step 20; move it out of "
-        "this folder",
+        "checkpoint.folder: TorchTitan would take run/checkpoint/step-20-bad for a checkpoint to resume from, and not "
+        "find it; move it out of this folder",
         METRICS | saved(10) | {"run/checkpoint/step-20-bad/.metadata": FULL},
     ),
     "weights of a finished run": Case(

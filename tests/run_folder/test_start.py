@@ -10,7 +10,8 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpoint import CheckpointManager
 
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.start import CheckpointSettings, find_start, latest_checkpoint, mark_incomplete
+from mxtrain.run_folder.checkpoints import mark_incomplete
+from mxtrain.run_folder.start import CheckpointSettings, find_start, latest_checkpoint
 
 ON = CheckpointSettings(enable=True)
 

@@ -17,6 +17,7 @@ from training_runs import CONFIG, MIXED_RECIPE, MIXED_RECIPES, Outcome, run_pyth
 from mxtrain import ConfigError
 from mxtrain.analysis import load_run
 from mxtrain.rng.rounding_position import position_as_set, set_rounding_step
+from mxtrain.run_folder.checkpoints import Checkpoints
 from mxtrain.titan.finite import LossWatch, NonFiniteError
 from mxtrain.titan.parse import non_default_values, parse_job_config
 from mxtrain.titan.train import Trainer, _Trainer
@@ -55,6 +56,9 @@ def test_a_run_that_was_killed_resumes_as_if_nothing_had_happened(one):
     assert resumed == whole and len(resumed) == 12
     first = one["killed, resumed"].output[0].splitlines()[0]
     assert re.fullmatch(r"resuming after step \d+, from .*/killed/run/checkpoint/step-\d+", first)
+    # TorchTitan alone would have removed step 10 and 11 for the sake of the two parts. The last save removes nothing.
+    saved = Checkpoints(one["killed, resumed"].folder / "checkpoint")
+    assert saved.complete == [10, 11, 12] and {"step-100", "step-200"} <= set(saved.incomplete)
 
 
 def test_a_run_does_not_replace_another(one):

@@ -143,6 +143,8 @@ def _killed(base: Path) -> None:
         if not (base / "killed").exists():
             _copy_text(base)
             launch(base / "killed", {"run": SAVE_EACH}, 1, kill_when=has_logged_four_steps)
+            for step in (100, 200):  # parts that earlier kills left
+                (base / "killed" / "run" / "checkpoint" / f"step-{step}").mkdir()
 
 
 def several_processes(base: Path) -> dict[str, "Outcome"]:
