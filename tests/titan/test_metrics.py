@@ -19,7 +19,7 @@ from wandb.proto import wandb_internal_pb2
 import mxtrain
 from mxtrain.analysis import load_run, read_metrics, summary
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.start import TRAINER_KEY
+from mxtrain.run_folder.checkpoints import TRAINER_KEY
 from mxtrain.titan.metrics import MetricsFileLogger, build_metrics_processor, leave_losses_to_trainer, run_facts
 
 
