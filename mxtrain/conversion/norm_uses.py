@@ -150,7 +150,7 @@ def watch(
 
 
 def _not_followed(*args, **kwargs):
-    raise NotImplementedError("a function was set in the place of its forward")
+    raise RuntimeError("a function was set in the place of its forward")
 
 
 def _watched(watcher: _Watcher, fqn: str, forward, hooks: str | None):

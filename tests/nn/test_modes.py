@@ -54,6 +54,14 @@ def test_a_model_that_moves_after_its_conversion_runs_in_the_mode_of_its_new_dev
     assert all(torch.equal(got, expected) for got, expected in results)
 
 
+@pytest.mark.parametrize("layer", [MXLinear, MXNorm])
+def test_the_device_is_that_of_the_input(layer):
+    """The meta device has no mode, so the error shows which device was looked up, on a machine without a GPU too."""
+    sizes = (D, N) if layer is MXLinear else (D,)
+    with pytest.raises(ConfigError, match="device type 'meta' is not one of: 'cpu', 'cuda'"):
+        layer(*sizes, device="meta")(torch.zeros(T, D, device="meta"))
+
+
 @pytest.mark.usefixtures("device")
 def test_auto_is_looked_up_in_every_forward(pretend):
     """One model gives the results of each mode in turn, bit for bit."""
