@@ -1,0 +1,122 @@
+"""The manifest of a checkpoint: which files belong to it, with sizes and hashes, and the run that wrote it.
+
+A checkpoint is written to a temporary folder, the manifest last, and then the folder is renamed. So a folder with a
+manifest was complete, and the manifest shows whether it still is.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from hashlib import sha256
+from pathlib import Path
+
+from mxtrain.run_folder.files import reason
+
+MANIFEST_FILE = "manifest.json"
+FORMAT = 1
+_PIECE = 1 << 22  # bytes read at a time
+
+
+class DamagedCheckpoint(Exception):
+    """A checkpoint that cannot be loaded. The message is for the user, and does not name the checkpoint."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    size: int
+    """Bytes"""
+    sha256: str
+    """SHA-256 of the content, in hexadecimal digits"""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    """Number of steps that are done"""
+    holds_trainer: bool
+    """A run can resume from it: it holds the optimizer, the position in the data and the step, not only weights"""
+    files: dict[str, FileRecord]
+    """Every file of the checkpoint but the manifest, by its path in the checkpoint"""
+    tensors: dict[str, dict] = field(default_factory=dict)
+    """Name of each of the model's tensors -> {"shape": [int, ...], "dtype": "float32"}"""
+    settings: dict = field(default_factory=dict)
+    """The run's settings that are not defaults, as the nested tables of its config.toml"""
+    versions: dict[str, str | None] = field(default_factory=dict)
+    tokenizer_sha256: str | None = None
+    processes: int = 1
+
+    @property
+    def size(self) -> int:
+        """The bytes of all files."""
+        return sum(record.size for record in self.files.values())
+
+
+def hash_file(path: Path) -> FileRecord:
+    """Read a file and return its size and hash. Raises OSError."""
+    digest, size = sha256(), 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+            size += len(piece)
+    return FileRecord(size, digest.hexdigest())
+
+
+def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
+    """Write the manifest into the folder ``checkpoint``, through to the disk. Raises OSError."""
+    content = {"format": FORMAT, **asdict(manifest)}
+    content["sha256"] = _own_hash(content)
+    with (checkpoint / MANIFEST_FILE).open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Read a checkpoint's manifest.
+
+    Raises:
+        DamagedCheckpoint: it is missing, unreadable or damaged, or of a newer version.
+    """
+    try:
+        content = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
+        if content.pop("sha256") != _own_hash(content):
+            raise ValueError("its hash is wrong")
+        if content["format"] != FORMAT:
+            raise DamagedCheckpoint(f"{MANIFEST_FILE} has format {content['format']}, and this version reads {FORMAT}")
+        content["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
+        return Manifest(**{f.name: content[f.name] for f in fields(Manifest)})
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} is missing") from None
+    except OSError as error:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} cannot be read: {reason(error)}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} is damaged") from error
+
+
+def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
+    """Raise DamagedCheckpoint if a file is missing or has another size. Reads no file."""
+    for name, record in manifest.files.items():
+        try:
+            size = (checkpoint / name).stat().st_size
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError)
+            problem = "is missing" if missing else f"cannot be read: {reason(error)}"
+            raise DamagedCheckpoint(f"{name} {problem}") from error
+        if size != record.size:
+            raise DamagedCheckpoint(f"{name} has {size:,} bytes instead of {record.size:,}")
+
+
+def check_hashes(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Read these files of a checkpoint. Raises DamagedCheckpoint if one of them has other content."""
+    for name in names:
+        try:
+            record = hash_file(checkpoint / name)
+        except OSError as error:
+            raise DamagedCheckpoint(f"{name} cannot be read: {reason(error)}") from error
+        if record != manifest.files[name]:
+            raise DamagedCheckpoint(f"{name} has other content than was saved")
+
+
+def _own_hash(content: dict) -> str:
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
