@@ -22,10 +22,16 @@ def end_with_launcher() -> None:
     Without it, a worker whose launcher was killed trains on, unseen. Does nothing in a process that neither
     ``mxtrain train`` nor ``torchrun`` started: such a process may outlive its shell.
     """
-    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    # SIGKILL, because a worker that waits for the others in a collective may never handle another signal.
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()
     # The launcher may have ended before the call. With torchrun, such a worker finds no rendezvous and ends anyway.
     if LAUNCHER_VARIABLE in os.environ and not is_launcher_alive():
         sys.exit(128 + signal.SIGKILL)
+
+
+def end_with_parent() -> None:
+    """Make the kernel kill this process as soon as its parent ends (on Linux)."""
+    if sys.platform == "linux":
+        # SIGKILL, because a process that waits for others in a collective may never handle another signal.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

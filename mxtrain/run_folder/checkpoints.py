@@ -1,57 +1,124 @@
-"""The checkpoints in a run's folder: which are complete, which can be resumed from, which are stale."""
+"""The checkpoints in a run's folder: which are whole, how a new one gets its place, which are removed or set aside.
 
+A checkpoint is written to ``.saving/step-N`` and renamed to ``step-N``, which is atomic: whatever has that name was
+complete. An old checkpoint goes the other way before it is removed. So a kill at any moment leaves whole checkpoints,
+and parts only in the two hidden folders, which the next run empties.
+"""
+
+import os
 import re
+import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
+from mxtrain.run_folder.manifest import MANIFEST_FILE, DamagedCheckpoint, Manifest, check_sizes, read_manifest
 
-# Files that TorchTitan 0.2.2 looks for to tell whether a checkpoint is complete. They are written last.
-DCP_MARK, HF_MARK = ".metadata", "model.safetensors.index.json"
-# Key in the metadata of every checkpoint from which a run can resume: the trainer's step.
-TRAINER_KEY = b"train_state"
+SAVING, REMOVING, SET_ASIDE = ".saving", ".removing", "set_aside"
+LEFTOVERS = (SAVING, REMOVING)
+DCP_METADATA = ".metadata"
+"""File with the index of a checkpoint in PyTorch's format"""
 
 
 class Checkpoints:
-    """The checkpoints in a folder, as TorchTitan finds them."""
+    """The checkpoints in a folder. Looks at the sizes of files, not at their contents."""
 
     def __init__(self, folder: Path):
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"checkpoint.folder: {folder} is not a folder")
         self.folder = folder
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-        self.found = sorted((name for name in names if re.search(r"step-\d+", name)), key=_number)
-        """Names of checkpoints, complete or not, in the order of their steps"""
-        marked = [name for name in self.found if any((folder / name / m).is_file() for m in (DCP_MARK, HF_MARK))]
-        self.incomplete = [name for name in self.found if name not in marked]
-        self.misnamed = [name for name in marked if name != f"step-{_number(name)}"]
-        """Complete, and renamed or copied: TorchTitan takes them for their step, and does not find them there"""
-        self.complete = [_number(name) for name in marked if name not in self.misnamed]
+        self.found = sorted((name for name in names if re.fullmatch(r"step-\d+", name)), key=step_of)
+        """Names of all checkpoints, whole or not, in the order of their steps"""
+        self.whole: dict[int, Manifest] = {}
+        """Step of each checkpoint whose files are all there -> its manifest, in the order of steps"""
+        self.problems: dict[str, str] = {}
+        """Name of each other checkpoint -> what is wrong with it"""
+        for name in self.found:
+            try:
+                self.whole[step_of(name)] = read_whole(folder / name)
+            except DamagedCheckpoint as error:
+                self.problems[name] = str(error)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
 
-    def has_trainer_state(self, step: int) -> bool:
-        """Return False for weights alone: an export to Hugging Face's format, or a last checkpoint."""
-        metadata = self.path(step) / DCP_MARK
-        # A pickle, which holds its keys as they are. Loading it would need PyTorch.
-        return metadata.is_file() and TRAINER_KEY in metadata.read_bytes()
-
     def stale(self, keep: int) -> list[Path]:
-        """Return the complete checkpoints but the newest ``keep``, oldest first. 0 keeps all.
+        """Return the whole checkpoints but the newest ``keep``, oldest first. 0 keeps all.
 
-        Parts of checkpoints do not count: a kill leaves them, and they would push out the checkpoints that are whole.
+        Damaged checkpoints do not count: they would push out those that are whole.
         """
-        return [self.path(step) for step in sorted(self.complete)[:-keep]] if keep else []
+        return [self.path(step) for step in list(self.whole)[:-keep]] if keep else []
+
+    def after(self, step: int) -> list[Path]:
+        """Return the checkpoints of later steps, whole or not."""
+        return [self.folder / name for name in self.found if step_of(name) > step]
 
 
-def mark_incomplete(checkpoint: Path) -> None:
-    """Call before a checkpoint is saved in a folder that may hold one already, which a resumed run then replaces.
+def step_of(name: str) -> int:
+    """Return the step of a checkpoint from its name, "step-N"."""
+    return int(name.removeprefix("step-"))
 
-    A run that is killed in the middle would otherwise leave a mixture that looks complete.
+
+def read_whole(checkpoint: Path) -> Manifest:
+    """Return the manifest of a checkpoint, after a look at the sizes of its files.
+
+    Raises DamagedCheckpoint.
     """
-    for mark in (DCP_MARK, HF_MARK):
-        (checkpoint / mark).unlink(missing_ok=True)
+    if not (checkpoint / MANIFEST_FILE).exists() and (checkpoint / DCP_METADATA).exists():
+        raise DamagedCheckpoint(
+            f"it has no {MANIFEST_FILE}: TorchTitan itself or an older mxtrain wrote it, and no run can resume from "
+            "it; a new run can start from its weights with checkpoint.initial_load_path"
+        )
+    manifest = read_manifest(checkpoint)
+    if re.fullmatch(r"step-\d+", checkpoint.name) and manifest.step != step_of(checkpoint.name):
+        raise DamagedCheckpoint(f"it is a copy of step-{manifest.step}")
+    check_sizes(checkpoint, manifest)
+    return manifest
 
 
-def _number(name: str) -> int:
-    return int(re.search(r"step-(\d+)", name).group(1))
+def publish(written: Path, checkpoint: Path) -> None:
+    """Give a complete checkpoint its name. A checkpoint that has the name is set aside."""
+    sync_folder(written)
+    if checkpoint.exists():
+        set_aside(checkpoint)
+    written.rename(checkpoint)
+    sync_folder(checkpoint.parent)
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Move a checkpoint to the folder ``set_aside``, where no run looks for it, and return its new path."""
+    folder = checkpoint.parent / SET_ASIDE
+    folder.mkdir(exist_ok=True)
+    target, number = folder / checkpoint.name, 2
+    while target.exists():
+        target, number = folder / f"{checkpoint.name}-{number}", number + 1
+    checkpoint.rename(target)
+    return target
+
+
+def withdraw(checkpoint: Path) -> Path:
+    """Move a checkpoint to where a half removed one harms nobody, and return its new path, for removal."""
+    folder = checkpoint.parent / REMOVING
+    folder.mkdir(exist_ok=True)
+    target = folder / checkpoint.name
+    shutil.rmtree(target, ignore_errors=True)
+    return checkpoint.rename(target)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove what killed runs left: parts of checkpoints that were being saved or removed, and an empty folder."""
+    for name in LEFTOVERS:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def sync_folder(folder: Path) -> None:
+    """Write a folder's list of files through to the disk, where the file system can do that."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,7 +1,8 @@
 """Whether a run may start in a folder, and at which step: no run replaces the results of another.
 
-TorchTitan resumes from the newest complete checkpoint in the run's folder. Without one it starts at step 1 and says
-nothing, even if the folder holds results or damaged checkpoints. ``find_start`` looks first and stops such a run.
+A run resumes from the newest whole checkpoint in its folder. Damaged ones are named and passed over, unless the user
+asked for one of them. TorchTitan alone would start at step 1 and say nothing in a folder with damaged checkpoints, or
+with the results of another run. ``find_start`` looks first and stops such a run.
 """
 
 import os
@@ -9,8 +10,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.checkpoints import DCP_MARK, Checkpoints
+from mxtrain.run_folder.checkpoints import DCP_METADATA, LEFTOVERS, SET_ASIDE, Checkpoints, read_whole
 from mxtrain.run_folder.files import METRICS_FILE, reason
+from mxtrain.run_folder.manifest import MANIFEST_FILE, DamagedCheckpoint
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,11 @@ class Start:
     step: int
     """Number of steps that are done"""
     notes: tuple[str, ...] = ()
-    """Lines for the user: where the run starts, unless it starts from nothing, and what it leaves alone"""
+    """Lines for the user: where the run starts, unless it starts from nothing, and what it passes over"""
+    checkpoint: Path | None = None
+    """The checkpoint that is loaded, with a manifest"""
+    abandoned: tuple[Path, ...] = ()
+    """Checkpoints of later steps, whole or not, which the run sets aside"""
 
 
 def require_folder(name: object) -> Path:
@@ -51,9 +57,9 @@ def require_folder(name: object) -> Path:
 
 
 def latest_checkpoint(folder: Path, checkpoint: CheckpointSettings) -> Path | None:
-    """Return the newest complete checkpoint of the run in ``folder``."""
+    """Return the newest whole checkpoint of the run in ``folder``."""
     saved = Checkpoints(folder / checkpoint.folder)
-    return saved.path(max(saved.complete)) if checkpoint.enable and saved.complete else None
+    return saved.path(max(saved.whole)) if checkpoint.enable and saved.whole else None
 
 
 def find_start(folder: Path, checkpoint: CheckpointSettings, processes: int) -> Start:
@@ -72,11 +78,6 @@ def find_start(folder: Path, checkpoint: CheckpointSettings, processes: int) -> 
 
 def _find_start(folder: Path, checkpoint: CheckpointSettings, processes: int) -> Start:
     saved = Checkpoints(folder / checkpoint.folder)
-    for name in saved.misnamed:
-        raise ConfigError(
-            f"checkpoint.folder: TorchTitan would take {saved.folder / name} for a checkpoint to resume from, and not "
-            "find it; move it out of this folder"
-        )
     if checkpoint.create_seed_checkpoint:
         return _start_of_seed(folder, saved, checkpoint, processes)
     if not checkpoint.enable:
@@ -94,9 +95,18 @@ def _find_start(folder: Path, checkpoint: CheckpointSettings, processes: int) ->
     path = saved.path(step)
     if step == 0 or "train_state" in checkpoint.exclude_from_loading:
         _require_no_metrics(folder, f"with the weights in {path} training starts at step 1")
-        return Start(0, (f"training starts from the weights in {path}",))
+        return Start(0, (f"training starts from the weights in {path}",), path)
     _require_trainer_state(saved, step)
-    return Start(step, (f"resuming after step {step}, from {path}", *_left_alone(saved, step)))
+    abandoned = () if checkpoint.load_only else tuple(saved.after(step))
+    notes = (f"resuming after step {step}, from {path}", *_passed_over(saved, step, abandoned))
+    return Start(step, notes, path, abandoned)
+
+
+def require_no_other_run(folder: Path, checkpoint: CheckpointSettings) -> None:
+    """Raise ConfigError if a run that starts in ``folder`` under TorchTitan's own trainer would replace metrics."""
+    steps = [path for path in (folder / checkpoint.folder).glob("step-*") if (path / DCP_METADATA).is_file()]
+    if not (checkpoint.enable and steps):
+        _require_no_metrics(folder, "there is no checkpoint from which it would resume")
 
 
 def _require_no_metrics(folder: Path, because: str) -> None:
@@ -124,17 +134,17 @@ def _start_of_seed(folder: Path, saved: Checkpoints, checkpoint: CheckpointSetti
 
 def _step_to_load(saved: Checkpoints, wanted: int) -> int | None:
     """Return the step of the checkpoint that is loaded, or None if the folder holds no checkpoint at all."""
-    complete = ", ".join(map(str, sorted(saved.complete))) or "no complete checkpoint"
     if wanted != -1:
-        if wanted not in saved.complete:
-            raise ConfigError(f"checkpoint.load_step = {wanted} is not among the steps in {saved.folder}: {complete}")
+        if problem := saved.problems.get(f"step-{wanted}"):
+            raise ConfigError(f"checkpoint.load_step = {wanted}: {saved.path(wanted)} cannot be loaded: {problem}")
+        if wanted not in saved.whole:
+            whole = ", ".join(map(str, saved.whole)) or "no whole checkpoint"
+            raise ConfigError(f"checkpoint.load_step = {wanted} is not among the steps in {saved.folder}: {whole}")
         return wanted
-    if saved.found and not saved.complete:
-        raise ConfigError(
-            f"checkpoint.folder: {saved.folder} holds no complete checkpoint, only parts ({', '.join(saved.found)}); "
-            "remove them and the run's metrics to start at step 1, or choose another job.dump_folder"
-        )
-    return max(saved.complete, default=None)
+    if saved.found and not saved.whole:
+        problems = "; ".join(f"{name}: {problem}" for name, problem in saved.problems.items())
+        raise ConfigError(f"checkpoint.folder: {saved.folder} holds no whole checkpoint ({problems})")
+    return max(saved.whole, default=None)
 
 
 def _start_of_new_run(folder: Path, saved: Checkpoints, checkpoint: CheckpointSettings) -> Start:
@@ -144,28 +154,39 @@ def _start_of_new_run(folder: Path, saved: Checkpoints, checkpoint: CheckpointSe
         if checkpoint.load_only:
             raise ConfigError(f"checkpoint.load_only: {saved.folder} holds no checkpoint that could be loaded")
         return Start(0)
-    if saved.folder.exists():
+    if saved.folder.is_dir() and any(path.name not in LEFTOVERS for path in saved.folder.iterdir()):
         setting = f"initial_load_path = {initial!r}" if initial else "initial_load_in_hf"
-        raise ConfigError(
-            f"checkpoint.{setting} would be ignored, because {saved.folder} exists, although empty; remove it"
-        )
+        raise ConfigError(f"checkpoint.{setting} would be ignored, because {saved.folder} is not empty; remove it")
     if initial and not Path(initial).is_dir():
         raise ConfigError(
             f"checkpoint.initial_load_path = {initial!r} is not a folder: give the folder of one checkpoint, such as "
             "outputs/RUN/checkpoint/step-1000"
         )
-    if initial and not checkpoint.initial_load_in_hf and not (Path(initial) / DCP_MARK).is_file():
-        raise ConfigError(
-            f"checkpoint.initial_load_path = {initial!r} holds no complete checkpoint: {DCP_MARK} is missing; name the "
-            "folder of one step, such as outputs/a/checkpoint/step-100"
-        )
+    if initial and not checkpoint.initial_load_in_hf:
+        return Start(0, (), _initial_checkpoint(Path(initial)))
     return Start(0)
 
 
+def _initial_checkpoint(path: Path) -> Path | None:
+    """Return the checkpoint of a run whose weights a new run starts with; None if it has no manifest."""
+    if (path / MANIFEST_FILE).is_file():
+        try:
+            read_whole(path)
+        except DamagedCheckpoint as error:
+            raise ConfigError(f"checkpoint.initial_load_path = {str(path)!r} cannot be loaded: {error}") from error
+        return path
+    if not (path / DCP_METADATA).is_file():
+        raise ConfigError(
+            f"checkpoint.initial_load_path = {str(path)!r} holds no complete checkpoint: {DCP_METADATA} is missing; "
+            "name the folder of one step, such as outputs/a/checkpoint/step-100"
+        )
+    return None
+
+
 def _require_trainer_state(saved: Checkpoints, step: int) -> None:
-    if saved.has_trainer_state(step):
+    if saved.whole[step].holds_trainer:
         return
-    earlier = [other for other in saved.complete if 0 < other < step and saved.has_trainer_state(other)]
+    earlier = [other for other, manifest in saved.whole.items() if 0 < other < step and manifest.holds_trainer]
     resume = f"resume from an earlier step with checkpoint.load_step = {max(earlier)}, or " if earlier else ""
     raise ConfigError(
         f"checkpoint.last_save_model_only: {saved.path(step)} is the end of a run and holds only its weights: "
@@ -174,11 +195,9 @@ def _require_trainer_state(saved: Checkpoints, step: int) -> None:
     )
 
 
-def _left_alone(saved: Checkpoints, step: int) -> list[str]:
-    notes = []
-    if saved.incomplete:
-        notes.append(f"incomplete checkpoints are left alone: {', '.join(saved.incomplete)}")
-    later = [f"step-{other}" for other in sorted(saved.complete) if other > step]
-    if later:
-        notes.append(f"later checkpoints stay until they are replaced; a resume takes the latest: {', '.join(later)}")
+def _passed_over(saved: Checkpoints, step: int, abandoned: tuple[Path, ...]) -> list[str]:
+    notes = [f"{saved.folder / name} cannot be loaded: {problem}" for name, problem in saved.problems.items()]
+    if abandoned:
+        later = ", ".join(path.name for path in abandoned)
+        notes.append(f"checkpoints after step {step} go to {saved.folder / SET_ASIDE}: {later}")
     return notes

@@ -72,6 +72,14 @@ RELATIONS = (
         lambda s, machine: s["fault_tolerance.enable"] and _is_missing("torchft") and "needs the package torchft",
     ),
     Relation(
+        "checkpoint.async_mode",
+        lambda s, machine: (
+            s["checkpoint.async_mode"] == "async_with_pinned_mem"
+            and not machine.has_gpus
+            and "needs a GPU, whose copies go through pinned memory; on a CPU use 'async'"
+        ),
+    ),
+    Relation(
         "parallelism.data_parallel_shard_degree",
         lambda s, machine: (
             _readers(s, machine) * _other_degrees(s) != machine.processes

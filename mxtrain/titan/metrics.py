@@ -28,7 +28,7 @@ from torchtitan.tools.logging import logger
 import mxtrain
 from mxtrain.analysis.metrics_file import MetricsWriter
 from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE, reason, replace_file
-from mxtrain.run_folder.start import CheckpointSettings, find_start
+from mxtrain.run_folder.start import CheckpointSettings, require_no_other_run
 from mxtrain.titan.converters import active_settings
 from mxtrain.titan.terminal import go_on_without, note, show_line, show_status
 from mxtrain.titan.wandb_run import wandb_defaults, wandb_facts
@@ -138,8 +138,8 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
     on_metrics_rank = torch.distributed.get_rank() == _get_metrics_rank(parallel_dims, job_config)
     wants_wandb = job_config.metrics.enable_wandb and (on_metrics_rank or job_config.metrics.save_for_all_ranks)
     folder = Path(job_config.job.dump_folder)
-    if on_metrics_rank:  # once more for -m torchtitan.train; mxtrain's trainer looks before it builds anything
-        find_start(folder, CheckpointSettings.of(job_config.checkpoint), parallel_dims.world_size)
+    if on_metrics_rank:  # for -m torchtitan.train; mxtrain's trainer looks before it builds anything
+        require_no_other_run(folder, CheckpointSettings.of(job_config.checkpoint))
 
     with wandb_defaults(run_name=_run_name(job_config)) if wants_wandb else nullcontext():
         processor = MetricsProcessor(job_config, parallel_dims, tag)

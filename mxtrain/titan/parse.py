@@ -83,6 +83,17 @@ def check_names(job_config) -> None:
         require_one_of("model.converters", name, model_converter._registry_model_converter_cls)
 
 
+def resolved_settings(job_config) -> dict:
+    """Return every setting that differs from its default, flags included, as nested tables for a TOML file.
+
+    Without the names of the config file and of the run's folder: a run of these settings must not write into it.
+    """
+    values = non_default_values(job_config)
+    for name in ("config_file", "dump_folder"):
+        values.get("job", {}).pop(name, None)
+    return values
+
+
 def non_default_values(config, default=None) -> dict:
     """Return the fields of a config dataclass that differ from its defaults, as nested tables for a TOML file."""
     default = type(config)() if default is None else default

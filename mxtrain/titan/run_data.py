@@ -188,6 +188,7 @@ class RunLoader(ParallelAwareDataloader):
         super().__init__(dataset, dp_rank, dp_world_size, **options)
         self._job_config = job_config
         self._prepared = prepared
+        self.tokenizer_sha256 = prepared.tokenizer_sha256
 
     def state_dict(self) -> dict:
         state = super().state_dict()

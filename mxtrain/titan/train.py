@@ -6,6 +6,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torchtitan.tools.logging import logger
@@ -15,16 +16,18 @@ from mxtrain.analysis import closing_summary
 from mxtrain.config import dump_config
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.rng.rounding_position import set_rounding_step
-from mxtrain.run_folder.checkpoints import Checkpoints, mark_incomplete
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.lock import locked
-from mxtrain.run_folder.start import CheckpointSettings, find_start, latest_checkpoint, require_folder
+from mxtrain.run_folder.manifest import Manifest
+from mxtrain.run_folder.start import CheckpointSettings, Start, find_start, latest_checkpoint, require_folder
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import places
 from mxtrain.titan import finite, terminal
+from mxtrain.titan.checkpointer import Checkpointer, SaveError
 from mxtrain.titan.finite import LossWatch, NonFiniteError, nonfinite_weights
-from mxtrain.titan.metrics import leave_losses_to_trainer
-from mxtrain.titan.parse import non_default_values, parse_job_config, settings_of
+from mxtrain.titan.metrics import leave_losses_to_trainer, run_facts
+from mxtrain.titan.parse import parse_job_config, resolved_settings, settings_of
+from mxtrain.titan.verified_start import verified_start
 
 FIRST_WORD_SECONDS = 3.0
 
@@ -37,26 +40,33 @@ class _Trainer(Trainer):
 
     It looks for losses and weights that are not finite, and never saves such weights.
 
-    It counts complete checkpoints only when it removes old ones.
+    It verifies the checkpoint from which a run starts, and saves whole checkpoints only.
     """
 
     def __init__(self, job_config):
-        super().__init__(job_config)
+        # TorchTitan's trainer looks the class up in its module.
+        with patch("torchtitan.train.CheckpointManager", Checkpointer):
+            super().__init__(job_config)
+        self.checkpointer.start = self._start
+        self.checkpointer.run = _manifest(job_config, self.dataloader)
+        self.checkpointer.may_save = self._is_finite
         self._stops = job_config.metrics.on_nonfinite_loss == finite.STOP
         self._watch = LossWatch(self.device, self._stops)
         leave_losses_to_trainer(self.metrics_processor)
-        self._save = self.checkpointer.save
-        self.checkpointer.save = self._save_if_finite
-        self.checkpointer._purge_stale_checkpoints = self._purge
+
+    def init_distributed(self):
+        parallel_dims = super().init_distributed()
+        # As soon as all ranks have met: what is built next looks into the run's folder, too.
+        self._start = _start(self.job_config)
+        return parallel_dims
 
     def train(self):
         try:
             super().train()
             self._watch.look(at_last_step=True)  # the text may end before the last step
-        except NonFiniteError:
-            if self.checkpointer.enable:
-                self.checkpointer._async_wait()  # the last checkpoint, with finite weights, becomes complete
-            raise
+        finally:
+            # Also after a loss that is not finite: the last checkpoint, with finite weights, becomes complete.
+            self.checkpointer.finish()
 
     def train_step(self, data_iterator):
         self._losses = []
@@ -72,25 +82,40 @@ class _Trainer(Trainer):
         self._losses.append(loss.detach())
         return loss
 
-    def _save_if_finite(self, curr_step: int, last_step: bool = False) -> None:
-        if self.checkpointer._should_save(curr_step, last_step):
-            self._watch.look(at_last_step=True)
-            # The loss of a step says nothing about the weights after it: gradients may have overflowed.
-            if found := nonfinite_weights(self.model_parts, self.device):
-                found = f"step {curr_step}: the weights after this step hold {found}"
-                if self._stops:
-                    raise NonFiniteError(found)
-                logger.warning(f"{found}; no checkpoint is saved")
-                return
-            if _is_first():
-                mark_incomplete(Path(self.checkpointer._create_checkpoint_id(curr_step)))
-        self._save(curr_step, last_step)
+    def _is_finite(self, step: int) -> bool:
+        """Return whether all losses up to this step and the weights after it are finite. A loss that is not raises."""
+        self._watch.look(at_last_step=True)
+        # The loss of a step says nothing about the weights after it: gradients may have overflowed.
+        if not (found := nonfinite_weights(self.model_parts, self.device)):
+            return True
+        found = f"step {step}: the weights after this step hold {found}"
+        if self._stops:
+            raise NonFiniteError(found)
+        logger.warning(f"{found}; no checkpoint is saved")
+        return False
 
-    def _purge(self) -> None:
-        """Remove stale checkpoints, in TorchTitan's thread for that. TorchTitan counts parts of checkpoints, too."""
-        if _is_first():
-            for path in Checkpoints(Path(self.checkpointer.folder)).stale(self.checkpointer.keep_latest_k):
-                self.checkpointer.purge_queue.put(str(path))
+
+def _start(job_config) -> Start:
+    """Return where the run starts, and tell the user."""
+    start = verified_start(Path(job_config.job.dump_folder), CheckpointSettings.of(job_config.checkpoint))
+    for line in start.notes:
+        terminal.note(line)
+    if start.step >= job_config.training.steps:
+        terminal.note(f"nothing is left to train: training.steps = {job_config.training.steps}")
+    return start
+
+
+def _manifest(job_config, dataloader) -> Manifest:
+    """Return what the manifests of all checkpoints of a run have in common."""
+    return Manifest(
+        step=0,
+        holds_trainer=False,
+        files={},
+        settings=resolved_settings(job_config),
+        versions=run_facts(job_config)["versions"],
+        tokenizer_sha256=getattr(dataloader, "tokenizer_sha256", None),  # a model of the user's may have its own loader
+        processes=torch.distributed.get_world_size(),
+    )
 
 
 def _is_first() -> bool:
@@ -98,16 +123,9 @@ def _is_first() -> bool:
 
 
 def _write_resolved_config(job_config) -> None:
-    """Write every setting that differs from its default, flags included, to ``config.toml`` in the run's folder.
-
-    Without the folder's own name: a run of this file must not write into this folder.
-    """
-    values = non_default_values(job_config)
-    for name in ("config_file", "dump_folder"):
-        values.get("job", {}).pop(name, None)
     path = Path(job_config.job.dump_folder) / CONFIG_FILE
     with terminal.go_on_without(path):
-        dump_config(values, path)
+        dump_config(resolved_settings(job_config), path)
 
 
 def train(args: list[str], verbose: bool) -> None:
@@ -128,14 +146,10 @@ def train(args: list[str], verbose: bool) -> None:
     check_machine(settings_of(job_config), Machine(processes, torch.cuda.is_available()))
     with locked(folder) if _is_first() else nullcontext() as warning:
         # Every rank looks. Nothing changes in the folder before all ranks have met in the process group.
-        start = find_start(folder, CheckpointSettings.of(job_config.checkpoint), processes)
+        find_start(folder, CheckpointSettings.of(job_config.checkpoint), processes)
         terminal.start(folder, verbose)
         if warning:
             logger.warning(warning)
-        for note in start.notes:
-            terminal.note(note)
-        if start.step >= job_config.training.steps:
-            terminal.note(f"nothing is left to train: training.steps = {job_config.training.steps}")
         try:
             _train(job_config)
         except NonFiniteError as error:
@@ -156,7 +170,9 @@ def _train(job_config) -> None:
         if _is_first():
             _write_resolved_config(job_config)
         if job_config.checkpoint.create_seed_checkpoint:
+            trainer.checkpointer.last_save_model_only = True
             trainer.checkpointer.save(curr_step=0, last_step=True)
+            trainer.checkpointer.finish()
             terminal.note("Created seed checkpoint")
         else:
             trainer.train()
@@ -184,7 +200,7 @@ def main(args: list[str], verbose: bool) -> None:
     except ConfigError as error:
         status = CONFIG_ERROR_STATUS
         _report(error)
-    except NonFiniteError as error:
+    except (NonFiniteError, SaveError) as error:
         status = 1
         _report(error)
     except KeyboardInterrupt:

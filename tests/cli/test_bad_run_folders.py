@@ -3,15 +3,15 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from mxtrain import cli
 from mxtrain.cli import launch
+from mxtrain.run_folder.manifest import MANIFEST_FILE, FileRecord, Manifest, write_manifest
 
 ROW = json.dumps({"step": 1, "loss": 9.0}) + "\n"
-# The mark of a checkpoint: a pickle with the keys of what it holds.
-FULL, WEIGHTS = "...train_state.step...", "...layers.0.attention.wq.weight..."
 
 
 def holds_metrics(because: str) -> str:
@@ -30,13 +30,29 @@ class Case:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def saved(*steps: int, content: str = FULL) -> dict[str, str]:
-    """Complete checkpoints."""
-    return {f"run/checkpoint/step-{step}/.metadata": content for step in steps}
+def saved(*steps: int, holds_trainer: bool = True, folder: str = "run/checkpoint/step-{}") -> dict[str, str]:
+    """Whole checkpoints, each with a file of three bytes."""
+    files = {}
+    for step in steps:
+        with TemporaryDirectory() as temporary:
+            write_manifest(Path(temporary), Manifest(step, holds_trainer, {"a": FileRecord(3, "?")}))
+            files[f"{folder.format(step)}/{MANIFEST_FILE}"] = Path(temporary, MANIFEST_FILE).read_text()
+        files[f"{folder.format(step)}/a"] = "123"
+    return files
+
+
+def weights(step: int) -> dict[str, str]:
+    return saved(step, holds_trainer=False)
 
 
 METRICS = {"run/metrics.jsonl": ROW}
 PART = {"run/checkpoint/step-20/__0_0.distcp": ""}
+TORN = saved(20) | {"run/checkpoint/step-20/a": "12"}
+FOREIGN = {"run/checkpoint/step-20/.metadata": ""}
+HOW_FOREIGN = (
+    "it has no manifest.json: TorchTitan itself or an older mxtrain wrote it, and no run can resume from it; a new run "
+    "can start from its weights with checkpoint.initial_load_path"
+)
 RUN, ENABLE = "--job.dump_folder=run", "--checkpoint.enable"
 
 TRAIN = {
@@ -47,7 +63,7 @@ TRAIN = {
     ),
     "a finished run with a seed": Case(
         [RUN, ENABLE], holds_metrics("with the weights in run/checkpoint/step-0 training starts at step 1"),
-        METRICS | saved(0, content=WEIGHTS),
+        METRICS | weights(0),
     ),
     "step 0 of a run": Case(
         [RUN, ENABLE, "--checkpoint.load_step=0"],
@@ -67,11 +83,15 @@ TRAIN = {
         "another job.dump_folder to start at step 1",
         METRICS | saved(5, 10),
     ),
-    "only parts of a checkpoint": Case(
+    "only parts of checkpoints": Case(
         [RUN, ENABLE],
-        "checkpoint.folder: run/checkpoint holds no complete checkpoint, only parts (step-20); remove them and the "
-        "run's metrics to start at step 1, or choose another job.dump_folder",
-        METRICS | PART,
+        "checkpoint.folder: run/checkpoint holds no whole checkpoint (step-10: a is missing; step-20: manifest.json is "
+        "missing)",
+        METRICS | PART | {name: text for name, text in saved(10).items() if name.endswith("json")},
+    ),
+    "a checkpoint of TorchTitan": Case(
+        [RUN, ENABLE], f"checkpoint.folder: run/checkpoint holds no whole checkpoint (step-20: {HOW_FOREIGN})",
+        METRICS | FOREIGN,
     ),
     "a step that was not saved": Case(
         [RUN, ENABLE, "--checkpoint.load_step=7"],
@@ -80,45 +100,48 @@ TRAIN = {
     ),
     "a step of a part": Case(
         [RUN, ENABLE, "--checkpoint.load_step", "20"],
-        "checkpoint.load_step = 20 is not among the steps in run/checkpoint: 5", METRICS | saved(5) | PART,
+        "checkpoint.load_step = 20: run/checkpoint/step-20 cannot be loaded: manifest.json is missing",
+        METRICS | saved(5) | PART,
+    ),
+    "a step of a torn checkpoint": Case(
+        [RUN, ENABLE, "--checkpoint.load_step", "20"],
+        "checkpoint.load_step = 20: run/checkpoint/step-20 cannot be loaded: a has 2 bytes instead of 3",
+        METRICS | saved(5) | TORN,
+    ),
+    "a step of TorchTitan": Case(
+        [RUN, ENABLE, "--checkpoint.load_step", "20"],
+        f"checkpoint.load_step = 20: run/checkpoint/step-20 cannot be loaded: {HOW_FOREIGN}",
+        METRICS | saved(5) | FOREIGN,
+    ),
+    "a copied step": Case(
+        [RUN, ENABLE, "--checkpoint.load_step", "6"],
+        "checkpoint.load_step = 6: run/checkpoint/step-6 cannot be loaded: it is a copy of step-5",
+        METRICS | saved(5) | saved(5, folder="run/checkpoint/step-6"),
     ),
     "a step in a new folder": Case(
         ["--job.dump_folder=new", ENABLE, "--checkpoint.load_step=7"],
-        "checkpoint.load_step = 7 is not among the steps in new/checkpoint: no complete checkpoint",
+        "checkpoint.load_step = 7 is not among the steps in new/checkpoint: no whole checkpoint",
     ),
     "a negative step": Case(
         [RUN, ENABLE, "--checkpoint.load_step=-2"],
         "checkpoint.load_step = -2 should be greater than or equal to -1", saved(5),
-    ),
-    "a renamed checkpoint": Case(
-        [RUN, ENABLE],
-        "checkpoint.folder: TorchTitan would take run/checkpoint/step-20-bad for a checkpoint to resume from, and not "
-        "find it; move it out of this folder",
-        METRICS | saved(10) | {"run/checkpoint/step-20-bad/.metadata": FULL},
     ),
     "weights of a finished run": Case(
         [RUN, ENABLE],
         "checkpoint.last_save_model_only: run/checkpoint/step-12 is the end of a run and holds only its weights: no "
         "run can resume from it; resume from an earlier step with checkpoint.load_step = 10, or start a new run from "
         "these weights in another job.dump_folder with checkpoint.initial_load_path = 'run/checkpoint/step-12'",
-        METRICS | saved(5, 10) | saved(12, content=WEIGHTS),
-    ),
-    "an export of a finished run": Case(
-        [RUN, ENABLE],
-        "checkpoint.last_save_model_only: run/checkpoint/step-12 is the end of a run and holds only its weights: no "
-        "run can resume from it; start a new run from these weights in another job.dump_folder with "
-        "checkpoint.initial_load_path = 'run/checkpoint/step-12'",
-        METRICS | {"run/checkpoint/step-12/model.safetensors.index.json": "{}"},
+        METRICS | saved(5, 10) | weights(12),
     ),
     "no folder of checkpoints": Case(
         [RUN, ENABLE], "checkpoint.folder: run/checkpoint is not a folder", {"run/checkpoint": ""}
     ),
     # Settings that would be ignored.
-    "initial weights beside an empty folder": Case(
+    "initial weights beside another folder": Case(
         [RUN, ENABLE, "--checkpoint.initial_load_path=weights"],
-        "checkpoint.initial_load_path = 'weights' would be ignored, because run/checkpoint exists, although empty; "
+        "checkpoint.initial_load_path = 'weights' would be ignored, because run/checkpoint is not empty; "
         "remove it",
-        {"run/checkpoint/notes.txt": "", "weights/.metadata": WEIGHTS},
+        {"run/checkpoint/notes.txt": "", "weights/.metadata": ""},
     ),
     "initial weights that are missing": Case(
         ["--job.dump_folder=new", ENABLE, "--checkpoint.initial_load_path=weights"],
@@ -131,9 +154,13 @@ TRAIN = {
         "folder of one step, such as outputs/a/checkpoint/step-100",
         saved(5),
     ),
-    "an import beside an empty folder": Case(
+    "damaged initial weights": Case(
+        ["--job.dump_folder=new", ENABLE, "--checkpoint.initial_load_path=run/checkpoint/step-20"],
+        "checkpoint.initial_load_path = 'run/checkpoint/step-20' cannot be loaded: a has 2 bytes instead of 3", TORN,
+    ),
+    "an import beside another folder": Case(
         [RUN, ENABLE, "--checkpoint.initial_load_in_hf"],
-        "checkpoint.initial_load_in_hf would be ignored, because run/checkpoint exists, although empty; remove it",
+        "checkpoint.initial_load_in_hf would be ignored, because run/checkpoint is not empty; remove it",
         {"run/checkpoint/notes.txt": ""},
     ),
     "initial weights without checkpoints": Case(
@@ -151,7 +178,7 @@ TRAIN = {
     "a second seed": Case(
         [RUN, ENABLE, "--checkpoint.create_seed_checkpoint"],
         "checkpoint.create_seed_checkpoint: run/checkpoint already holds step-0; choose another job.dump_folder",
-        saved(0, content=WEIGHTS),
+        weights(0),
     ),
     "a seed of two processes": Case(
         [ENABLE, "--checkpoint.create_seed_checkpoint"],
@@ -287,14 +314,20 @@ ALLOWED = {
     "a run that wrote no metrics": ([RUN], {"run/metrics.jsonl": "", "run/config.toml": ""}),
     "a resumed run": ([RUN, ENABLE], METRICS | saved(10)),
     "a resumed run with parts": ([RUN, ENABLE], METRICS | saved(10) | PART),
+    "a resumed run with a torn checkpoint": ([RUN, ENABLE], METRICS | saved(10) | TORN),
+    "a resumed run with a copy": ([RUN, ENABLE], METRICS | saved(10) | saved(10, folder="run/checkpoint/step-10-mine")),
+    "initial weights after a kill": (
+        [RUN, ENABLE, "--checkpoint.initial_load_path=w"],
+        {"run/checkpoint/.saving/a": "", "w/.metadata": ""},
+    ),
     "a resumed run whose initial weights are gone": (
         [RUN, ENABLE, "--checkpoint.initial_load_path=gone"],
         METRICS | saved(10),
     ),
     "an earlier step": ([RUN, ENABLE, "--checkpoint.load_step=5"], METRICS | saved(5, 10)),
-    "a seed": ([RUN, ENABLE], saved(0, content=WEIGHTS)),
+    "a seed": ([RUN, ENABLE], weights(0)),
     "a seed to make": ([RUN, ENABLE, "--checkpoint.create_seed_checkpoint"], {}),
-    "initial weights": ([RUN, ENABLE, "--checkpoint.initial_load_path=w"], {"w/.metadata": WEIGHTS}),
+    "initial weights": ([RUN, ENABLE, "--checkpoint.initial_load_path=w"], {"w/.metadata": ""}),
 }
 
 

@@ -1,20 +1,30 @@
-"""Which checkpoints are complete, and which are stale."""
+"""Which checkpoints are whole, and how a checkpoint gets its place and leaves it."""
 
 import pytest
 
-from mxtrain.run_folder.checkpoints import Checkpoints
+from mxtrain.errors import ConfigError
+from mxtrain.run_folder.checkpoints import Checkpoints, clear_leftovers, publish, set_aside, withdraw
+from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest
 
 
-def make(folder, *, complete=(), parts=()):
-    for step in (*complete, *parts):
-        (folder / f"step-{step}").mkdir(parents=True)
-    for step in complete:
-        (folder / f"step-{step}" / ".metadata").write_bytes(b"train_state")
+def write(path, step=None, content=b"weights"):
+    path.mkdir(parents=True)
+    (path / "data").write_bytes(content)
+    step = int(path.name.removeprefix("step-")) if step is None else step
+    write_manifest(path, Manifest(step, True, {"data": hash_file(path / "data")}))
+    return path
+
+
+def make(folder, *, whole=(), torn=()):
+    for step in (*whole, *torn):
+        path = write(folder / f"step-{step}")
+        if step in torn:
+            (path / "data").write_bytes(b"")
     return Checkpoints(folder)
 
 
 @pytest.mark.parametrize(
-    "complete, parts, keep, stale",
+    "whole, torn, keep, stale",
     [
         ([5, 10, 15], [], 2, [5]),
         ([5, 10, 100, 15], [], 2, [5, 10]),
@@ -26,20 +36,59 @@ def make(folder, *, complete=(), parts=()):
         ([5, 10, 15], [], 0, []),
     ],
 )
-def test_stale_checkpoints_are_counted_without_parts(tmp_path, complete, parts, keep, stale):
-    saved = make(tmp_path, complete=complete, parts=parts)
+def test_stale_checkpoints_are_counted_without_damaged_ones(tmp_path, whole, torn, keep, stale):
+    saved = make(tmp_path, whole=whole, torn=torn)
     assert saved.stale(keep) == [tmp_path / f"step-{step}" for step in stale]
 
 
-def test_a_folder_that_does_not_exist_has_none(tmp_path):
-    saved = Checkpoints(tmp_path / "none")
-    assert (saved.found, saved.complete, saved.stale(2)) == ([], [], [])
-
-
-def test_a_copy_beside_the_checkpoints_is_left_alone(tmp_path):
-    make(tmp_path, complete=[5, 10, 15])
-    (tmp_path / "step-10-mine").mkdir()
-    (tmp_path / "step-10-mine" / ".metadata").touch()
+def test_what_is_wrong_is_named(tmp_path):
+    make(tmp_path, whole=[5], torn=[10])
+    (tmp_path / "step-15").mkdir()
+    (tmp_path / "step-20").mkdir()
+    (tmp_path / "step-20" / ".metadata").touch()
+    write(tmp_path / "step-25", step=5)
     saved = Checkpoints(tmp_path)
-    assert saved.misnamed == ["step-10-mine"]
-    assert saved.stale(2) == [tmp_path / "step-5"]
+    assert list(saved.whole) == [5]
+    assert saved.problems.pop("step-20").startswith("it has no manifest.json: TorchTitan itself or an older mxtrain")
+    assert saved.problems == {
+        "step-10": "data has 0 bytes instead of 7",
+        "step-15": "manifest.json is missing",
+        "step-25": "it is a copy of step-5",
+    }
+    assert [path.name for path in saved.after(10)] == ["step-15", "step-20", "step-25"]
+
+
+def test_only_folders_named_after_a_step_are_checkpoints(tmp_path):
+    for name in ("step-10-mine", ".saving/step-20", ".removing/step-5", "set_aside/step-30"):
+        write(tmp_path / name, step=10)
+    assert Checkpoints(tmp_path).found == [] and Checkpoints(tmp_path / "none").found == []
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file is not a folder"):
+        Checkpoints(tmp_path / "file")
+
+
+def test_a_new_checkpoint_replaces_none(tmp_path):
+    for content in (b"first", b"second", b"third"):
+        publish(write(tmp_path / ".saving" / "step-5", content=content), tmp_path / "step-5")
+    contents = {str(path.parent.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("data")}
+    assert contents == {"step-5": b"third", "set_aside/step-5": b"first", "set_aside/step-5-2": b"second"}
+    assert list(Checkpoints(tmp_path).whole) == [5]
+
+
+def test_leftovers_of_a_kill_are_removed(tmp_path):
+    path = write(tmp_path / "run" / "step-5")
+    write(tmp_path / "run" / ".saving" / "step-10")
+    for _ in range(2):  # the second time something is in the way
+        assert withdraw(path) == tmp_path / "run" / ".removing" / "step-5"
+        assert not path.exists()
+        write(path)
+    kept = set_aside(path)
+    clear_leftovers(tmp_path / "run")
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["set_aside"] and kept.is_dir()
+
+
+def test_a_folder_with_nothing_but_leftovers_is_removed(tmp_path):
+    write(tmp_path / "run" / ".saving" / "step-10")
+    clear_leftovers(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    clear_leftovers(tmp_path / "run")

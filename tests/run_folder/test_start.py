@@ -5,75 +5,80 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from torchtitan.components.checkpoint import CheckpointManager
 
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.checkpoints import mark_incomplete
-from mxtrain.run_folder.start import CheckpointSettings, find_start, latest_checkpoint
+from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest
+from mxtrain.run_folder.start import CheckpointSettings, find_start, latest_checkpoint, require_no_other_run
 
 ON = CheckpointSettings(enable=True)
 
 
-class TrainState:
-    """Saved as TorchTitan saves its trainer."""
-
-    def state_dict(self):
-        return {"step": 3}
-
-    def load_state_dict(self, state):
-        pass
-
-
 def save(folder: Path, step: int, full: bool = True) -> Path:
     path = folder / "checkpoint" / f"step-{step}"
-    states = {"tok_embeddings.weight": torch.zeros(2), **({"train_state": TrainState()} if full else {})}
-    dcp.save(states, checkpoint_id=path, no_dist=True)
+    path.mkdir(parents=True)
+    (path / "data").write_text(f"{step}")
+    write_manifest(path, Manifest(step, full, {"data": hash_file(path / "data")}))
     return path
 
 
-def test_a_run_resumes_from_the_checkpoint_that_torchtitan_picks(tmp_path):
-    for step in (5, 10, 9):
-        path = save(tmp_path, step)
-    (tmp_path / "checkpoint" / "step-30").mkdir()
+def test_a_run_resumes_from_the_newest_whole_checkpoint(tmp_path):
+    five, ten, nine, twenty = (save(tmp_path, step) for step in (5, 10, 9, 20))
+    (nine / "data").unlink()
+    (twenty / "data").write_text("")
+    thirty = tmp_path / "checkpoint" / "step-30"
+    thirty.mkdir()
     start = find_start(tmp_path, ON, 2)
-    manager = object.__new__(CheckpointManager)
-    manager.enable, manager.folder = False, str(tmp_path / "checkpoint")
-    assert start.step == manager._find_load_step() == 10
+    assert (start.step, start.checkpoint, start.abandoned) == (10, ten, (twenty, thirty))
     assert start.notes == (
-        f"resuming after step 10, from {tmp_path / 'checkpoint' / 'step-10'}",
-        "incomplete checkpoints are left alone: step-30",
+        f"resuming after step 10, from {ten}",
+        f"{nine} cannot be loaded: data is missing",
+        f"{twenty} cannot be loaded: data has 0 bytes instead of 2",
+        f"{thirty} cannot be loaded: manifest.json is missing",
+        f"checkpoints after step 10 go to {tmp_path / 'checkpoint' / 'set_aside'}: step-20, step-30",
     )
-    assert latest_checkpoint(tmp_path, ON) == path.with_name("step-10")
+    assert latest_checkpoint(tmp_path, ON) == ten and five.is_dir() and thirty.is_dir()
 
 
-def test_an_earlier_step_leaves_the_later_ones_and_says_so(tmp_path):
-    for step in (5, 10, 12):
-        save(tmp_path, step, full=step < 12)
+def test_an_earlier_step_abandons_the_later_ones_and_says_so(tmp_path):
+    paths = [save(tmp_path, step, full=step < 12) for step in (5, 10, 12)]
     start = find_start(tmp_path, CheckpointSettings(enable=True, load_step=5), 1)
-    assert start.step == 5
+    assert start.step == 5 and start.abandoned == tuple(paths[1:])
     assert start.notes[1:] == (
-        "later checkpoints stay until they are replaced; a resume takes the latest: step-10, step-12",
+        f"checkpoints after step 5 go to {tmp_path / 'checkpoint' / 'set_aside'}: step-10, step-12",
     )
+    # A run that saves nothing has no reason to move them.
+    assert find_start(tmp_path, CheckpointSettings(enable=True, load_step=5, load_only=True), 1).abandoned == ()
 
 
 def test_weights_alone_are_told_from_a_full_checkpoint(tmp_path):
-    save(tmp_path, 10, full=False)
+    path = save(tmp_path, 10, full=False)
     with pytest.raises(ConfigError, match="step-10 is the end of a run and holds only its weights"):
         find_start(tmp_path, ON, 1)
     # Whoever loads only the weights gets them.
     start = find_start(tmp_path, CheckpointSettings(enable=True, exclude_from_loading=["train_state"]), 1)
-    assert start.step == 0 and start.notes == (
-        f"training starts from the weights in {tmp_path / 'checkpoint' / 'step-10'}",
-    )
+    assert (start.step, start.checkpoint) == (0, path)
+    assert start.notes == (f"training starts from the weights in {path}",)
 
 
-def test_a_checkpoint_that_is_being_replaced_is_incomplete(tmp_path):
-    save(tmp_path, 5)
-    mark_incomplete(save(tmp_path, 10))
-    mark_incomplete(tmp_path / "checkpoint" / "step-15")  # there is none
-    assert find_start(tmp_path, ON, 1).step == 5
+def test_initial_weights_of_another_run(tmp_path):
+    path = save(tmp_path / "other", 10)
+    settings = CheckpointSettings(enable=True, initial_load_path=str(path))
+    assert find_start(tmp_path, settings, 1).checkpoint == path
+    (path / "manifest.json").unlink()
+    (path / ".metadata").touch()  # as TorchTitan alone writes it
+    start = find_start(tmp_path, settings, 1)
+    assert (start.step, start.checkpoint) == (0, None)
+
+
+def test_torchtitans_own_trainer_may_resume_from_its_own_checkpoints(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("a row")
+    with pytest.raises(ConfigError, match="holds the metrics of a run"):
+        require_no_other_run(tmp_path, ON)
+    (tmp_path / "checkpoint" / "step-5").mkdir(parents=True)
+    (tmp_path / "checkpoint" / "step-5" / ".metadata").touch()
+    require_no_other_run(tmp_path, ON)
+    with pytest.raises(ConfigError, match="holds the metrics of a run"):
+        require_no_other_run(tmp_path, CheckpointSettings())
 
 
 def test_a_new_run_needs_no_words(tmp_path):

@@ -47,3 +47,11 @@ def test_profiling_needs_a_gpu():
     check("--profiling.enable_profiling", has_gpus=True)
     with pytest.raises(ConfigError, match="profiling.enable_profiling = True needs a GPU"):
         check("--profiling.enable_profiling")
+
+
+def test_pinned_memory_needs_a_gpu():
+    pinned = "--checkpoint.enable --checkpoint.async_mode=async_with_pinned_mem"
+    check(pinned, has_gpus=True)
+    check(pinned.replace("_with_pinned_mem", ""))
+    with pytest.raises(ConfigError, match="checkpoint.async_mode = 'async_with_pinned_mem' needs a GPU"):
+        check(pinned)

@@ -19,7 +19,6 @@ from wandb.proto import wandb_internal_pb2
 import mxtrain
 from mxtrain.analysis import load_run, read_metrics, summary
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.checkpoints import TRAINER_KEY
 from mxtrain.titan.metrics import MetricsFileLogger, build_metrics_processor, leave_losses_to_trainer, run_facts
 
 
@@ -142,7 +141,7 @@ def test_resumed_run_continues_the_file(tmp_path):
             log_step(processor, step, float(steps[0]))
         processor.close()
         checkpoint.mkdir(parents=True, exist_ok=True)
-        (checkpoint / ".metadata").write_bytes(TRAINER_KEY)
+        (checkpoint / ".metadata").touch()
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.0), (2, 1.0), (3, 3.0), (4, 3.0), (5, 3.0)]
 

@@ -54,11 +54,15 @@ def test_a_run_that_was_killed_resumes_as_if_nothing_had_happened(one):
     names = ("killed, resumed", "mxnorm")
     resumed, whole = ([(row["step"], row["loss"], row["grad_norm"]) for row in one[name].rows] for name in names)
     assert resumed == whole and len(resumed) == 12
-    first = one["killed, resumed"].output[0].splitlines()[0]
-    assert re.fullmatch(r"resuming after step \d+, from .*/killed/run/checkpoint/step-\d+", first)
-    # TorchTitan alone would have removed step 10 and 11 for the sake of the two parts. The last save removes nothing.
+    lines = one["killed, resumed"].output[0].splitlines()
+    assert re.fullmatch(r"resuming after step \d+, from .*/killed/run/checkpoint/step-\d+", lines[0])
+    # TorchTitan alone would have removed step 10 and 11 for the sake of the two parts.
+    assert re.fullmatch(r"checkpoints after step \d+ go to .*/checkpoint/set_aside: step-100, step-200", lines[3])
     saved = Checkpoints(one["killed, resumed"].folder / "checkpoint")
-    assert saved.complete == [10, 11, 12] and {"step-100", "step-200"} <= set(saved.incomplete)
+    assert list(saved.whole) == [11, 12] and not saved.problems
+    assert saved.whole[12].tensors["norm.weight"] == {"shape": [128], "dtype": "float32"}
+    assert saved.whole[12].settings["optimizer"] == {"lr": 1e-2}
+    assert re.fullmatch("[0-9a-f]{64}", saved.whole[12].tokenizer_sha256)
 
 
 def test_a_run_does_not_replace_another(one):
@@ -94,40 +98,30 @@ def test_training_may_go_on_after_a_loss_that_is_not_finite_but_keeps_the_last_f
         'warning: step 2: the loss is nan on rank 0; training goes on (metrics.on_nonfinite_loss = "continue")',
         *[f"warning: step {step}: {unsaved}" for step in (2, 3, 4)],
     ]
-    assert [path.name for path in (run.folder / "checkpoint").iterdir()] == ["step-1"]
+    assert Checkpoints(run.folder / "checkpoint").found == ["step-1"]
 
 
 class FakeCheckpointer:
-    """As TorchTitan's: ``_should_save`` decides, ``save`` saves."""
+    """As mxtrain's: saves every step that may be saved."""
 
-    enable = True
     saved = ()
 
-    def __init__(self, folder):
-        self.folder = folder
-
-    def _create_checkpoint_id(self, step):
-        return str(self.folder / f"step-{step}")
-
-    def _should_save(self, step, last_step):
-        return last_step or step % 2 == 0
-
     def save(self, step, last_step=False):
-        if self._should_save(step, last_step):
-            assert not (self.folder / f"step-{step}" / ".metadata").exists()
+        if self.may_save(step):
             self.saved += (step,)
 
 
 @pytest.fixture
-def trainer(monkeypatch, tmp_path):
+def trainer(monkeypatch):
     """A trainer of a tiny model, ``_Trainer`` without TorchTitan's own ``__init__`` and ``train_step``."""
 
     def init(self, job_config):
         self.job_config = job_config
         self.device = torch.device("cpu")
         self.model_parts = [torch.nn.Linear(2, 2)]
-        self.checkpointer = FakeCheckpointer(tmp_path)
+        self.checkpointer = FakeCheckpointer()
         self.metrics_processor = SimpleNamespace(logger=None, should_log=lambda step: False)
+        self.dataloader = self._start = None
 
     def train_step(self, losses):
         for loss in losses:
@@ -136,21 +130,18 @@ def trainer(monkeypatch, tmp_path):
     monkeypatch.setattr(Trainer, "__init__", init)
     monkeypatch.setattr(Trainer, "train_step", train_step)
     monkeypatch.setattr(Trainer, "forward_backward_step", lambda self, loss: torch.tensor(loss))
+    monkeypatch.setattr("mxtrain.titan.train._manifest", lambda *_: None)
     yield lambda *flags: _Trainer(parse_job_config(["--model.converters=", *flags]))
     set_rounding_step(None)
 
 
-def test_weights_that_are_not_finite_are_not_saved_though_every_loss_was(trainer, caplog, tmp_path):
-    for step in (2, 4):  # of an earlier run: the first is replaced, the second stays
-        (tmp_path / f"step-{step}").mkdir()
-        (tmp_path / f"step-{step}" / ".metadata").write_text("")
+def test_weights_that_are_not_finite_are_not_saved_though_every_loss_was(trainer, caplog):
     stops, goes_on = trainer(), trainer("--metrics.on_nonfinite_loss=continue")
     for one in (stops, goes_on):
         for one.step in (1, 2):
             one.train_step([3.0, 2.0])
             one.checkpointer.save(one.step)
         one.model_parts[0].bias.data[1] = float("-inf")
-        one.checkpointer.save(3)  # no step to save
     found = "step 4: the weights after this step hold inf on rank 0"
     with pytest.raises(NonFiniteError) as error:
         stops.checkpointer.save(4)
@@ -161,8 +152,7 @@ def test_weights_that_are_not_finite_are_not_saved_though_every_loss_was(trainer
         f"{found}; no checkpoint is saved",
         f"{found.replace('4', '5')}; no checkpoint is saved",
     ]
-    assert stops.checkpointer.saved == goes_on.checkpointer.saved == (2,)
-    assert (tmp_path / "step-4" / ".metadata").exists()
+    assert stops.checkpointer.saved == goes_on.checkpointer.saved == (1, 2)
 
 
 def test_one_microbatch_that_is_not_finite_is_enough(trainer):

@@ -1,0 +1,102 @@
+"""Writes a checkpoint with PyTorch's distributed checkpoint (DCP): complete, with hashes, or not at all.
+
+DCP asks every rank to write its part and to report what it wrote, and then rank 0 to finish. The same happens in the
+background with asynchronous saving, so hashing and renaming need no communication of their own.
+"""
+
+import errno
+import math
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from mxtrain.launched import end_with_parent
+from mxtrain.run_folder.checkpoints import DCP_METADATA, SAVING, publish
+from mxtrain.run_folder.manifest import FileRecord, Manifest, hash_file, write_manifest
+
+SPARE = 1.02
+"""Free space that a checkpoint needs, relative to its tensors: it also holds their names and shapes"""
+
+
+@dataclass(frozen=True)
+class _Part(WriteResult):
+    """One of the results of a rank, with the hashes of the files that the rank wrote."""
+
+    files: dict[str, FileRecord]
+
+
+class CheckpointWriter(FileSystemWriter):
+    """DCP's writer. Writes to ``.saving``, adds a manifest, and renames the folder when everything is on the disk.
+
+    Args:
+        checkpoint: the folder that the checkpoint will have, "step-N".
+        manifest: the manifest, still without files and tensors.
+        other_states: keys of the states that are not the model's; the model's tensors have no such prefix.
+    """
+
+    def __init__(self, checkpoint: Path, manifest: Manifest, other_states: frozenset[str]):
+        super().__init__(checkpoint.parent / SAVING / checkpoint.name)
+        self._checkpoint = checkpoint
+        self._manifest = manifest
+        self._other_states = other_states
+        self._process = os.getpid()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
+        if os.getpid() != self._process:  # DCP saves in a process of its own, which must not outlive a killed run
+            end_with_parent()
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """For rank 0, when no rank has written yet."""
+        shutil.rmtree(self.path)
+        self.path.mkdir(parents=True)
+        needed = SPARE * sum(_bytes(item) for plan in plans for item in plan.items)
+        free = shutil.disk_usage(self.path).free
+        if free < needed:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({_gib(needed)} needed, {_gib(free)} free)")
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = super().write_data(plan, planner).wait()
+        names = {result.storage_data.relative_path for result in results}
+        files = {name: hash_file(self.path / name) for name in names}
+        if results:
+            results[0] = _Part(**vars(results[0]), files=files)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """For rank 0, when all ranks have written."""
+        super().finish(metadata, results)
+        files = {DCP_METADATA: hash_file(self.path / DCP_METADATA)}
+        for part in (result for rank in results for result in rank if isinstance(result, _Part)):
+            files |= part.files
+        write_manifest(self.path, replace(self._manifest, files=files, tensors=self._tensors(metadata)))
+        publish(self.path, self._checkpoint)
+
+    def _tensors(self, metadata: Metadata) -> dict[str, dict]:
+        return {
+            name: {"shape": list(tensor.size), "dtype": str(tensor.properties.dtype).removeprefix("torch.")}
+            for name, tensor in metadata.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata) and name.partition(".")[0] not in self._other_states
+        }
+
+
+def _bytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    size = torch.empty((), dtype=item.tensor_data.properties.dtype).element_size()
+    return size * math.prod(item.tensor_data.chunk.sizes)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.2f} GiB"

@@ -1,0 +1,108 @@
+"""How long a training stands still while a checkpoint is saved, by ``checkpoint.async_mode``.
+
+    python scripts/bench/checkpoint.py train_configs/llama3_8b.toml
+    python scripts/bench/checkpoint.py train_configs/llama3_debug.toml --modes disabled async -- --training.seq_len 128
+
+Each mode is a run of ``mxtrain train``, with all flags after "--". The stall of a save is the time between the logged
+steps around it, minus the median of the other steps that no save overlaps. "complete" is the time from that step until
+the checkpoint has its name. The last save is not measured: it is never asynchronous.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+MODES = ("disabled", "async", "async_with_pinned_mem")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    parser.add_argument("flags", nargs="*", help="flags of mxtrain train, after --")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--interval", type=int, default=8, help="steps between two saves")
+    parser.add_argument("--saves", type=int, default=2, help="saves that are measured")
+    parser.add_argument("--folder", type=Path, help="where checkpoints go; default: a temporary folder")
+    parser.add_argument("--json", type=Path, help="also write all numbers to this file")
+    options = parser.parse_args()
+    results = []
+    for mode in options.modes:
+        folder = Path(tempfile.mkdtemp(prefix="mxtrain-", dir=options.folder))
+        try:
+            results += measure(mode, folder, options)
+        finally:
+            shutil.rmtree(folder)
+    print(f"{'mode':24}{'save':>5}{'GB':>8}{'step s':>9}{'stall s':>9}{'complete s':>12}")
+    for r in results:
+        complete = f"{r['complete']:.1f}" if r["complete"] is not None else "-"
+        print(f"{r['mode']:24}{r['save']:5}{r['gb']:8.1f}{r['step']:9.3f}{r['stall']:9.2f}{complete:>12}")
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+def measure(mode: str, folder: Path, options) -> list[dict]:
+    interval, saves = options.interval, options.saves
+    command = [sys.executable, "-m", "mxtrain.cli", "train", options.config, "--job.dump_folder", str(folder / "run")]
+    settings = {
+        "training.steps": interval * saves + interval - 1,
+        "checkpoint.interval": interval,
+        "checkpoint.keep_latest_k": 2,
+        "checkpoint.async_mode": mode,
+        "metrics.log_freq": 1,
+    }
+    flags = [f"--{name}={value}" for name, value in settings.items()]
+    watch = Watch(folder / "run" / "checkpoint")
+    subprocess.run([*command, "--checkpoint.enable", *flags, *options.flags], check=True)
+    named = watch.stop()
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    times = {row["step"]: row["time"] for row in rows if "loss" in row}
+    lengths = {step: times[step] - times[step - 1] for step in times if step - 1 in times}
+    # The first steps compile, and those after a save may share the machine with it.
+    plain = [lengths[step] for step in lengths if 3 <= step <= interval]
+    step_time = statistics.median(plain)
+    size = sum(f.stat().st_size for f in (folder / "run" / "checkpoint").glob(f"step-{interval * saves}/*"))
+    return [
+        {
+            "mode": mode,
+            "save": save,
+            "gb": size / 1e9,
+            "step": step_time,
+            "stall": lengths[step + 1] - step_time,
+            "complete": named[f"step-{step}"] - times[step] if f"step-{step}" in named else None,
+            "steps": lengths,
+        }
+        for save, step in ((n, n * interval) for n in range(1, saves + 1))
+    ]
+
+
+class Watch:
+    """Notes when folders appear in another one."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.times: dict[str, float] = {}
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self._look)
+        self.thread.start()
+
+    def _look(self) -> None:
+        while not self.done.wait(0.05):
+            if self.folder.is_dir():
+                for path in self.folder.glob("step-*"):
+                    self.times.setdefault(path.name, time.time())
+
+    def stop(self) -> dict[str, float]:
+        self.done.set()
+        self.thread.join()
+        return self.times
+
+
+if __name__ == "__main__":
+    main()

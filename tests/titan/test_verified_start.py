@@ -1,0 +1,101 @@
+"""Damaged checkpoints are found before a run loads them, by ranks that share the reading."""
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from mxtrain.errors import ConfigError
+from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest
+from mxtrain.run_folder.start import CheckpointSettings
+from mxtrain.titan import verified_start as module
+from mxtrain.titan.verified_start import verified_start
+
+ON = CheckpointSettings(enable=True)
+
+
+@pytest.fixture(autouse=True)
+def world(monkeypatch):
+    """Ranks without a process group: each test says how many, and which one this is."""
+
+    def set_world(rank, size):
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(dist, "get_world_size", lambda: size)
+
+    set_world(0, 1)
+    return set_world
+
+
+def save(run: Path, step: int, files: int = 2) -> Path:
+    path = run / "checkpoint" / f"step-{step}"
+    path.mkdir(parents=True)
+    for number in range(files):
+        (path / f"f{number}").write_bytes(b"content")
+    write_manifest(path, Manifest(step, True, {f"f{n}": hash_file(path / f"f{n}") for n in range(files)}))
+    return path
+
+
+def flip(path: Path) -> None:
+    path.write_bytes(b"cOntent")  # the size is right
+
+
+def test_damaged_checkpoints_are_set_aside_and_the_newest_whole_one_is_taken(tmp_path):
+    five, ten, fifteen = (save(tmp_path, step) for step in (5, 10, 15))
+    flip(ten / "f1")
+    flip(fifteen / "f0")
+    (tmp_path / "checkpoint" / ".saving" / "step-20").mkdir(parents=True)
+    start = verified_start(tmp_path, ON)
+    assert (start.step, start.checkpoint) == (5, five)
+    aside = tmp_path / "checkpoint" / "set_aside"
+    assert start.notes == (
+        f"{fifteen} is damaged (f0 has other content than was saved), and goes to {aside}/step-15",
+        f"{ten} is damaged (f1 has other content than was saved), and goes to {aside}/step-10",
+        f"resuming after step 5, from {five}",
+    )
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["set_aside", "step-5"]
+    assert sorted(path.name for path in aside.iterdir()) == ["step-10", "step-15"]
+
+
+def test_if_all_are_damaged_nothing_starts_over_in_silence(tmp_path):
+    flip(save(tmp_path, 5) / "f0")
+    (tmp_path / "metrics.jsonl").write_text("a row")
+    with pytest.raises(ConfigError, match="holds the metrics of a run"):
+        verified_start(tmp_path, ON)
+
+
+def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path):
+    path = save(tmp_path / "run", 5)
+    save(tmp_path / "run", 3)
+    flip(path / "f1")
+    problem = f"{path} is damaged: f1 has other content than was saved"
+    with pytest.raises(ConfigError) as error:
+        verified_start(tmp_path / "run", CheckpointSettings(enable=True, load_step=5))
+    assert str(error.value) == f"checkpoint.load_step = 5: {problem}"
+    with pytest.raises(ConfigError) as error:
+        verified_start(tmp_path / "new", CheckpointSettings(enable=True, initial_load_path=str(path)))
+    assert str(error.value) == f"checkpoint.initial_load_path = {str(path)!r}: {problem}"
+    assert path.is_dir()
+
+
+def test_later_steps_are_set_aside_once_the_earlier_one_is_known_to_be_whole(tmp_path):
+    paths = [save(tmp_path, step) for step in (5, 10, 15)]
+    assert verified_start(tmp_path, CheckpointSettings(enable=True, load_step=5)).checkpoint == paths[0]
+    assert [path.exists() for path in paths] == [True, False, False]
+    # A plain resume cannot take the abandoned steps.
+    assert verified_start(tmp_path, ON).checkpoint == paths[0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_ranks_share_the_files(tmp_path, monkeypatch, world, size):
+    path, read = save(tmp_path, 5, files=5), []
+    monkeypatch.setattr(module, "check_hashes", lambda checkpoint, manifest, names: read.extend(names))
+    for rank in range(size):
+        world(rank, size)
+        module._damage_in_share(path)
+    assert sorted(read) == ["f0", "f1", "f2", "f3", "f4"]
+
+
+def test_a_new_run_has_nothing_to_verify(tmp_path):
+    assert verified_start(tmp_path / "new", ON).step == 0
+    assert verified_start(tmp_path / "new", CheckpointSettings()).step == 0
+    assert not (tmp_path / "new").exists()
