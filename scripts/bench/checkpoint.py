@@ -25,13 +25,14 @@ MODES = ("disabled", "async", "async_with_pinned_mem")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
-    parser.add_argument("flags", nargs="*", help="flags of mxtrain train, after --")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--interval", type=int, default=8, help="steps between two saves")
     parser.add_argument("--saves", type=int, default=2, help="saves that are measured")
     parser.add_argument("--folder", type=Path, help="where checkpoints go; default: a temporary folder")
     parser.add_argument("--json", type=Path, help="also write all numbers to this file")
-    options = parser.parse_args()
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    options = parser.parse_args(words[:end], argparse.Namespace(flags=words[end + 1 :]))
     results = []
     for mode in options.modes:
         folder = Path(tempfile.mkdtemp(prefix="mxtrain-", dir=options.folder))
