@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torchtitan.components.checkpoint import MODEL, TRAIN_STATE, AsyncMode, CheckpointManager
+from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import GarbageCollection
 
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.checkpoints import Checkpoints, step_of, withdraw
@@ -23,6 +23,7 @@ from mxtrain.run_folder.files import reason
 from mxtrain.run_folder.manifest import Manifest, read_manifest
 from mxtrain.run_folder.start import Start
 from mxtrain.titan.checkpoint_writer import CheckpointWriter
+from mxtrain.titan.staging import KeptStager
 
 
 class SaveError(RuntimeError):
@@ -43,6 +44,17 @@ class Checkpointer(CheckpointManager):
 
     _failure: str | None = None
     """Why the latest checkpoint could not be saved"""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.enable and self.async_mode != AsyncMode.DISABLED and utils.device_type == "cuda":
+            self.stager = KeptStager(in_background=self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM)
+
+    def close(self) -> None:
+        super().close()
+        if isinstance(getattr(self, "stager", None), KeptStager):
+            self.stager.end()
+            self.stager = None
 
     def load(self, step: int = -1) -> bool:
         """Load the checkpoint from which the run starts, and return whether there is one.
@@ -110,13 +122,16 @@ class Checkpointer(CheckpointManager):
         if async_mode == AsyncMode.DISABLED:
             dcp.save(state_dict, storage_writer=writer)
             if enable_garbage_collection:
-                GarbageCollection.collect("GC collection invoked by checkpointer.")
+                utils.GarbageCollection.collect("GC collection invoked by checkpointer.")
             return None
-        pinned = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
-        options = (
-            {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self.stager} if pinned else {}
+        other_process = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
+        return dcp.async_save(
+            state_dict,
+            storage_writer=writer,
+            process_group=self.pg,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS if other_process else AsyncCheckpointerType.THREAD,
+            async_stager=self.stager,  # None on a CPU, where DCP copies the state by itself
         )
-        return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg, **options)
 
     def _async_wait(self) -> None:
         with self._going_on("the checkpoint before this one could not be saved"):
