@@ -50,12 +50,6 @@ class Checkpointer(CheckpointManager):
         if self.enable and self.async_mode != AsyncMode.DISABLED and utils.device_type == "cuda":
             self.stager = KeptStager(in_background=self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM)
 
-    def close(self) -> None:
-        super().close()
-        if isinstance(getattr(self, "stager", None), KeptStager):
-            self.stager.end()
-            self.stager = None
-
     def load(self, step: int = -1) -> bool:
         """Load the checkpoint from which the run starts, and return whether there is one.
 

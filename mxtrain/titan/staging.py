@@ -3,7 +3,16 @@
 The first save allocates the memory, as much as the state has bytes. Later saves only copy, at the speed of the bus.
 """
 
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+
+class _KeptMemory(StateDictStager):
+    def close(self) -> None:
+        """Do nothing: PyTorch 2.11 closes this object after every save and then uses it again."""
+
+    def free(self) -> None:
+        super().close()
 
 
 class KeptStager(DefaultStager):
@@ -22,10 +31,8 @@ class KeptStager(DefaultStager):
                 use_non_blocking_copy=True,
             )
         )
+        self._state_dict_stager = _KeptMemory(pin_memory=True, share_memory=in_background)
 
     def close(self) -> None:
-        """Do nothing: PyTorch 2.11 closes a stager after every save."""
-
-    def end(self) -> None:
-        """Free the memory."""
         super().close()
+        self._state_dict_stager.free()
