@@ -1,7 +1,6 @@
 """Train with TorchTitan's Trainer. Mistakes in the settings are found before anything is built."""
 
 import os
-import signal
 import sys
 import time
 from contextlib import nullcontext
@@ -14,6 +13,7 @@ from torchtitan.train import Trainer
 from mxtrain.analysis import closing_summary
 from mxtrain.config import dump_config
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
+from mxtrain.launched import report_stop
 from mxtrain.rng.rounding_position import set_rounding_step
 from mxtrain.run_folder.checkpoints import Checkpoints, mark_incomplete
 from mxtrain.run_folder.files import CONFIG_FILE
@@ -25,12 +25,13 @@ from mxtrain.titan import finite, terminal
 from mxtrain.titan.finite import LossWatch, NonFiniteError, nonfinite_weights
 from mxtrain.titan.metrics import leave_losses_to_trainer
 from mxtrain.titan.parse import non_default_values, parse_job_config, settings_of
+from mxtrain.titan.stop import Stop, StopSignals
 
 FIRST_WORD_SECONDS = 3.0
 
 
 class _Trainer(Trainer):
-    """TorchTitan's trainer with three additions.
+    """TorchTitan's trainer with four additions.
 
     It sets the step and the microbatch for stochastic rounding. Both follow from the trainer's own step, so a resumed
     run draws the same random bits as an uninterrupted run.
@@ -38,13 +39,21 @@ class _Trainer(Trainer):
     It looks for losses and weights that are not finite, and never saves such weights.
 
     It counts complete checkpoints only when it removes old ones.
+
+    It saves and stops, on all ranks after the same step, when one of them has got a stop signal. ``stop`` is then how.
     """
+
+    stop: Stop | None = None
 
     def __init__(self, job_config):
         super().__init__(job_config)
         self._stops = job_config.metrics.on_nonfinite_loss == finite.STOP
         self._watch = LossWatch(self.device, self._stops)
         leave_losses_to_trainer(self.metrics_processor)
+        self._signals = StopSignals()
+        self._is_due = self.checkpointer._should_save
+        self.checkpointer._should_save = self._should_save
+        self._saved_step = None
         self._save = self.checkpointer.save
         self.checkpointer.save = self._save_if_finite
         self.checkpointer._purge_stale_checkpoints = self._purge
@@ -53,24 +62,43 @@ class _Trainer(Trainer):
         try:
             super().train()
             self._watch.look(at_last_step=True)  # the text may end before the last step
+            if self.stop is not None and self.checkpointer.enable:
+                self.checkpointer._async_wait()  # the checkpoint of this step becomes complete
         except NonFiniteError:
             if self.checkpointer.enable:
                 self.checkpointer._async_wait()  # the last checkpoint, with finite weights, becomes complete
             raise
+        finally:
+            if self.stop is None:
+                self._signals.restore()
+
+    def should_continue_training(self) -> bool:
+        if not super().should_continue_training():
+            return False
+        if self._watch.stop_signal is None:
+            return True
+        self._signals.ignore()
+        self.stop = Stop(self._watch.stop_signal, self.step, is_saved=self._saved_step == self.step)
+        return False
 
     def train_step(self, data_iterator):
         self._losses = []
         super().train_step(data_iterator)
-        self._watch.record(self.step, self._losses)
+        self._watch.record(self.step, self._losses, self._signals.received)
         # A CPU has finished the step, and logging waited for the device.
         waited = self.device.type == "cpu" or self.metrics_processor.should_log(self.step)
         self._watch.look(at_last_step=waited)
+        # Until the first step is done, which compiles the model, there is nothing to save, and a signal stops at once.
+        self._signals.install()
 
     def forward_backward_step(self, **kwargs):
         set_rounding_step(self.step, microbatch=len(self._losses))
         loss = super().forward_backward_step(**kwargs)
         self._losses.append(loss.detach())
         return loss
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        return self._is_due(curr_step, last_step or self._watch.stop_signal is not None)
 
     def _save_if_finite(self, curr_step: int, last_step: bool = False) -> None:
         if self.checkpointer._should_save(curr_step, last_step):
@@ -84,6 +112,7 @@ class _Trainer(Trainer):
                 return
             if _is_first():
                 mark_incomplete(Path(self.checkpointer._create_checkpoint_id(curr_step)))
+            self._saved_step = curr_step
         self._save(curr_step, last_step)
 
     def _purge(self) -> None:
@@ -137,17 +166,22 @@ def train(args: list[str], verbose: bool) -> None:
         if start.step >= job_config.training.steps:
             terminal.note(f"nothing is left to train: training.steps = {job_config.training.steps}")
         try:
-            _train(job_config)
+            stop = _train(job_config)
         except NonFiniteError as error:
             if _is_first():
                 terminal.Screen().line(closing_summary(folder))
             torch.distributed.barrier()  # all ranks are here, and torchrun stops the others when one ends
             raise NonFiniteError(f"{error}; training stops. {_ways_out(job_config)}") from error
+        if stop is not None:
+            terminal.note(stop.describe(folder, CheckpointSettings.of(job_config.checkpoint)))
         if _is_first() and not job_config.checkpoint.create_seed_checkpoint:
             terminal.Screen().line(closing_summary(folder))
+        if _is_first() and stop is not None:
+            report_stop(stop.signal)
 
 
-def _train(job_config) -> None:
+def _train(job_config) -> Stop | None:
+    """Train, and return which signal stopped it, or None if it came to its end."""
     trainer = None
     # Converters see that this trainer sets the step before every forward.
     set_rounding_step(0)
@@ -160,6 +194,7 @@ def _train(job_config) -> None:
             terminal.note("Created seed checkpoint")
         else:
             trainer.train()
+        return trainer.stop
     finally:
         if trainer is not None:
             trainer.close()
@@ -187,10 +222,8 @@ def main(args: list[str], verbose: bool) -> None:
     except NonFiniteError as error:
         status = 1
         _report(error)
-    except KeyboardInterrupt:
-        status = 128 + signal.SIGINT
-    # Not after an interrupt or another exception: this rank may be alone, and would wait for the others.
-    if status != 128 + signal.SIGINT and torch.distributed.is_initialized():
+    # Not after another exception: this rank may be alone, and would wait for the others.
+    if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(status)
 
