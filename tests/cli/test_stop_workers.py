@@ -115,6 +115,15 @@ def test_a_terminals_interrupt_saves_and_stops_the_run(tmp_path):
     assert [path.name for path in (tmp_path / "my run" / "checkpoint").iterdir()] == [f"step-{step}"]
 
 
+def test_an_interrupt_while_a_worker_imports_ends_it_without_a_traceback(tmp_path):
+    process = start(["-m", "mxtrain.train", "--job.config_file", "none.toml"], tmp_path)
+    maps = Path(f"/proc/{process.pid}/maps")
+    wait_for(lambda: "libtorch_cpu" in maps.read_text())
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20) == ("", "")
+    assert process.returncode == -signal.SIGINT
+
+
 @pytest.mark.parametrize(
     "received, statuses, explains",
     [
