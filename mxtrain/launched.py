@@ -1,14 +1,39 @@
-"""What a worker knows about the process that started it: ``mxtrain train`` or ``torchrun``."""
+"""What a worker and the process that started it, ``mxtrain train`` or ``torchrun``, know about each other."""
 
 import ctypes
 import os
 import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 LAUNCHER_VARIABLE = "MXTRAIN_LAUNCHER_PID"
 """Environment variable by which ``mxtrain train`` tells its workers its process id"""
+STOP_FILE_VARIABLE = "MXTRAIN_STOP_FILE"
+"""Environment variable with the file in which a worker tells ``mxtrain train`` which signal stopped training"""
 
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that save and stop a run.
+
+    ``nohup`` makes its command ignore SIGHUP, and a script makes commands in its background ignore SIGINT: signals
+    that this process ignores so are left out. SIGUSR1 is Slurm's warning (``--signal=USR1@300``).
+    """
+    refusable = (signal.SIGINT, signal.SIGHUP)
+    refused = [number for number in refusable if signal.getsignal(number) is signal.SIG_IGN]
+    return [number for number in (signal.SIGTERM, signal.SIGUSR1, *refusable) if number not in refused]
+
+
+def report_stop(number: signal.Signals) -> None:
+    """Tell ``mxtrain train``, if it started this worker, that a signal stopped training and the work is saved.
+
+    The exit status cannot tell: when one worker ends with another status than 0, torchrun's engine stops the others.
+    """
+    if STOP_FILE_VARIABLE in os.environ:
+        with suppress(OSError):  # without the file, mxtrain train reports success
+            Path(os.environ[STOP_FILE_VARIABLE]).write_text(number.name)
 
 
 def is_launcher_alive() -> bool:

@@ -1,5 +1,6 @@
 """Worker of ``torchrun ... -m mxtrain.train --job.config_file CONFIG.toml [--verbose] [any TorchTitan flag]``."""
 
+import signal
 import sys
 
 from mxtrain.cli.quiet import hide_library_warnings, take_verbose
@@ -7,6 +8,9 @@ from mxtrain.launched import end_with_launcher
 
 if __name__ == "__main__":
     end_with_launcher()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Before training there is nothing to save: like SIGTERM, SIGINT ends the worker at once, without a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     verbose, arguments = take_verbose(sys.argv[1:])
     if not verbose:
         hide_library_warnings()

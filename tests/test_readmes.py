@@ -4,6 +4,8 @@ import ast
 import importlib
 import re
 import shlex
+import signal
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import fields
@@ -30,12 +32,13 @@ DOCUMENTS = {
         CODE,
         "scripts/bench/README.md",
         "scripts/evidence/README.md",
+        "scripts/faults/README.md",
         "CONTRIBUTING.md",
         "CHANGELOG.md",
     )
 }
-BENCHMARKS = ROOT / "scripts" / "bench"
-sys.path.insert(0, str(BENCHMARKS))
+BENCHMARKS, FAULTS = ROOT / "scripts" / "bench", ROOT / "scripts" / "faults"
+sys.path[:0] = [str(BENCHMARKS), str(FAULTS)]
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -99,9 +102,9 @@ def check_pip(words: list[str]) -> None:
 
 
 def check_python(words: list[str]) -> None:
-    """Parse the options of a benchmark: it prints its help only after valid options."""
+    """Parse the options of a script: it prints its help only after valid options."""
     script, *options = words
-    assert script.startswith("scripts/bench/")
+    assert script.startswith(("scripts/bench/", "scripts/faults/"))
     benchmark = importlib.import_module(Path(script).stem)
     assert Path(benchmark.__file__) == ROOT / script
     with pytest.raises(SystemExit) as end:
@@ -147,6 +150,14 @@ def test_usage_lines_of_the_benchmarks(monkeypatch, capsys):
             seen.add(script.stem)
     assert seen == {script.stem for script in BENCHMARKS.glob("*.py") if "\ndef main(" in script.read_text()}
     assert seen <= set(re.findall(r"^\| `(\w+)\.py` \|", DOCUMENTS["scripts/bench/README.md"], flags=re.MULTILINE))
+
+
+def test_the_slurm_job():
+    (script,) = blocks(DOCUMENTS[SETTINGS], "sh")
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    (command,) = re.findall(r"^srun mxtrain (.*)", script, flags=re.MULTILINE)
+    check_mxtrain(command.split())
+    assert f"-eq {128 + signal.SIGUSR1} " in script
 
 
 def test_every_document_has_commands():

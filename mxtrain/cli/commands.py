@@ -73,7 +73,8 @@ Train on this machine, with one process per accelerator (one process on a CPU), 
 
 The run's folder is outputs/CONFIG-TIME, or --job.dump_folder. It receives config.toml with all settings, run.json,
 metrics.jsonl, loss.png, train.log with TorchTitan's log, conversion.txt with the list of swapped modules, wandb files
-and checkpoints. To resume from checkpoints, give the folder again.
+and checkpoints. To resume from checkpoints, give the folder again. Ctrl-C and SIGTERM save the step and stop (with
+--checkpoint.enable); a second one stops at once.
 
 environment:
   NGPU             number of processes; at most one per accelerator, any number on a CPU
@@ -81,7 +82,7 @@ environment:
   MXTRAIN_VERBOSE  1 does the same as --verbose
 
 On several machines, start 'torchrun ... -m mxtrain.train --job.config_file CONFIG' on each. It takes the same flags.
-Exit status: 0 for success, 2 for a mistake in the settings, 1 for another failure.
+Exit status: 0 for success, 2 for a mistake in the settings, 128 + n after signal n, 1 for another failure.
 """,
     )
     _add_config_and_flags(parser)

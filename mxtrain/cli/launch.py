@@ -1,26 +1,18 @@
-"""``mxtrain train``: start one worker per accelerator with torchrun's engine, and report how they ended.
+"""``mxtrain train``: check the settings, make the run's folder, and start one worker per accelerator."""
 
-Only the first worker writes to the terminal. The output of the others goes to files, and torchrun's own reports are
-reduced to the worker's message.
-"""
-
-import logging
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from mxtrain.analysis import closing_summary
+from mxtrain.cli.workers import run_workers
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
-from mxtrain.launched import LAUNCHER_VARIABLE
-from mxtrain.run_folder.files import METRICS_FILE, WORKER_LOGS
+from mxtrain.run_folder.files import METRICS_FILE
 from mxtrain.run_folder.lock import locked
 from mxtrain.run_folder.start import CheckpointSettings, find_start, require_folder
 from mxtrain.settings.machine import Machine, check_machine
@@ -28,10 +20,6 @@ from mxtrain.settings.names import check_names
 from mxtrain.settings.read import config_file as named_config
 from mxtrain.settings.read import places, read_settings
 
-WORKER = "mxtrain.train"
-"""Module that every worker runs with ``python -m``"""
-
-FORWARDED_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Of which a machine with a GPU has one: NVIDIA's driver, AMD's, or Windows's under WSL"""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the new name and the old name
@@ -75,15 +63,13 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
                 find_start(folder, CheckpointSettings.of(settings.section("checkpoint")), processes)
             print(f"mxtrain: run folder {folder}", flush=True)
             set_worker_defaults(os.environ, processes, devices)
-            with _log_dir(folder, processes) as log_dir:
-                status = run_workers([*arguments, "--job.dump_folder", str(folder), *worker_flags], processes, log_dir)
+            worker_arguments = [*arguments, "--job.dump_folder", str(folder), *worker_flags]
+            status = run_workers(worker_arguments, processes, folder)
         except ConfigError:
             _remove_if_unused(folder, made)
             raise
         if status == CONFIG_ERROR_STATUS:
             _remove_if_unused(folder, made)
-    if status > 128:  # a worker that ends by itself prints its own summary
-        print(closing_summary(folder), flush=True)
     return status
 
 
@@ -180,16 +166,6 @@ def _missing(folder: Path) -> list[Path]:
     return [path for path in (folder, *folder.parents) if not path.is_dir()]
 
 
-@contextmanager
-def _log_dir(folder: Path, processes: int):
-    """Return a folder for torchrun's engine: temporary for one worker, kept in the run's folder for several."""
-    if processes > 1:
-        yield folder / WORKER_LOGS
-    else:
-        with tempfile.TemporaryDirectory(prefix="mxtrain-", ignore_cleanup_errors=True) as temporary:
-            yield Path(temporary)
-
-
 def set_worker_defaults(environment, processes: int, devices: int) -> None:
     """Set defaults in the workers' environment. Variables that the user has set stay.
 
@@ -209,89 +185,3 @@ def set_worker_defaults(environment, processes: int, devices: int) -> None:
         environment.setdefault("GOMP_SPINCOUNT", "1000")
     elif not any(name in environment for name in ALLOCATOR_VARIABLES):
         environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
-
-
-def run_workers(arguments: list[str], processes: int, log_dir: Path) -> int:
-    """Run the workers on this machine until they end, and return the exit status (see ``train``).
-
-    All workers but the first write to files under ``log_dir``. The last lines of a failed worker are printed.
-    """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    launch_config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        max_restarts=0,
-        run_id="workers",
-        # A free port of the loopback interface: several runs may share a machine, and host names may not resolve.
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), redirects={rank: Std.ALL for rank in range(1, processes)}),
-        signals_to_handle=",".join(FORWARDED_SIGNALS),
-    )
-    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
-    try:
-        with _quiet_elastic():
-            elastic_launch(launch_config, sys.executable)("-u", "-m", WORKER, *arguments)
-    except ChildFailedError as error:
-        return report_failure(list(error.failures.values()), processes, log_dir)
-    except SignalException as error:
-        print(f"mxtrain: stopped by {error.sigval.name}", file=sys.stderr, flush=True)
-        return 128 + error.sigval
-    finally:
-        del os.environ[LAUNCHER_VARIABLE]
-    return 0
-
-
-@contextmanager
-def _quiet_elastic():
-    """Silence all loggers of torchrun's engine, and restore the signal handlers that it replaces."""
-    handlers = {name: signal.getsignal(getattr(signal, name)) for name in FORWARDED_SIGNALS}
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-        for name, handler in handlers.items():
-            signal.signal(getattr(signal, name), handler)
-
-
-def report_failure(failures: list, processes: int, log_dir: Path) -> int:
-    """Print which worker failed first, and its last lines if they went to a file. Return the exit status.
-
-    ``failures`` are torchrun's ``ProcessFailure``s. Torchrun stops the other workers with SIGTERM when one fails.
-    """
-    config_errors = [failure for failure in failures if failure.exitcode == CONFIG_ERROR_STATUS]
-    if config_errors:
-        failure = min(config_errors, key=lambda f: f.local_rank)
-    else:
-        failure = min(failures, key=lambda f: (f.exitcode == -signal.SIGTERM, f.timestamp))
-    if failure.local_rank > 0:
-        print(_last_words(log_dir, failure), file=sys.stderr, flush=True)
-    if config_errors:
-        return CONFIG_ERROR_STATUS
-    how = f"exit status {failure.exitcode}"
-    if failure.exitcode < 0:
-        how = failure.signal_name()
-        if failure.exitcode == -signal.SIGKILL:
-            how += ", often for lack of memory"
-    who = "the worker" if processes == 1 else f"worker {failure.local_rank} of {processes}"
-    print(f"mxtrain: training failed: {who} ended with {how}", file=sys.stderr, flush=True)
-    return 1
-
-
-def _last_words(log_dir: Path, failure, lines: int = 40) -> str:
-    """Return the last lines of a redirected worker's stderr; only the message after a mistake in the settings."""
-    # Earlier runs in this folder left files too.
-    files = list(log_dir.glob(f"*/attempt_0/{failure.local_rank}/stderr.log"))
-    text = max(files, key=os.path.getmtime).read_text(errors="replace")
-    if failure.exitcode == CONFIG_ERROR_STATUS:
-        messages = re.findall(r"^mxtrain: error: .*", text, flags=re.MULTILINE)
-        if messages:
-            return messages[-1]
-    return "\n".join(text.rstrip().splitlines()[-lines:])

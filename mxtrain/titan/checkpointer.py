@@ -42,6 +42,12 @@ class Checkpointer(CheckpointManager):
     may_save: Callable[[int], bool]
     """(step) -> whether the weights after this step are worth a checkpoint. Called on all ranks"""
 
+    is_stopping: Callable[[], bool]
+    """Whether training ends after this step, whose checkpoint is then due. The same on all ranks"""
+
+    saved_step: int | None = None
+    """The latest step that was saved, or is being saved"""
+
     _failure: str | None = None
     """Why the latest checkpoint could not be saved"""
 
@@ -86,11 +92,14 @@ class Checkpointer(CheckpointManager):
         """Save a checkpoint if one is due. If the disk is full or cannot be written, training goes on without it."""
         if not self._should_save(curr_step, last_step) or not self.may_save(curr_step):
             return
-        self._failure = None
+        self._failure, self.saved_step = None, curr_step
         with self._going_on(f"step {curr_step}: the checkpoint cannot be saved"):
             super().save(curr_step, last_step)
             if last_step:  # TorchTitan removes nothing then
                 self._purge_stale_checkpoints()
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        return super()._should_save(curr_step, last_step or self.is_stopping())
 
     def finish(self) -> None:
         """Wait until the latest checkpoint is complete.

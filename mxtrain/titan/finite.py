@@ -1,10 +1,12 @@
-"""Stops training, or warns, when a loss or a weight is NaN or infinite.
+"""Stops training, or warns, when a loss or a weight is NaN or infinite, and stops it when a rank has got a stop signal.
 
-Every step ends with one small reduction: the loss of every rank, so that all ranks see the same and stop together. On
-a GPU the result is copied without waiting, and read one step later: the GPU then has the next step's work in its queue.
+Every step ends with one small reduction: the loss of every rank and the signal that it has got, so that all ranks see
+the same and stop together. On a GPU the result is copied without waiting, and read one step later: the GPU then has
+the next step's work in its queue.
 """
 
 import math
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -23,36 +25,44 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Copy:
-    """Numbers on their way from the device to the host."""
+    """Numbers on their way from the device to the host: [world size, 2], loss and signal of every rank."""
 
     step: int
     values: torch.Tensor
     event: torch.cuda.Event | None
 
-    def read(self) -> list[float]:
+    def read(self) -> tuple[list[float], list[float]]:
         if self.event is not None:
             self.event.synchronize()
-        return self.values.tolist()
+        return self.values[:, 0].tolist(), self.values[:, 1].tolist()
 
 
 class LossWatch:
-    """Looks at the loss of every step and of every rank.
+    """Looks at the loss of every step and of every rank, and at the stop signals that the ranks have got.
 
     Args:
         device: where the losses are.
         stops: raise NonFiniteError; otherwise warn, and again only after a finite loss.
+
+    Attributes:
+        stop_signal: the first stop signal that ``look`` has read, the same at the same step on all ranks, or None.
     """
 
     def __init__(self, device: torch.device, stops: bool):
         self.device = device
         self.stops = stops
         self.was_finite = True
+        self.stop_signal: signal.Signals | None = None
         self._copies: list[_Copy] = []
 
     @torch.no_grad()
-    def record(self, step: int, losses: list[torch.Tensor]) -> None:
-        """Send the sum of ``losses``, scalars of the microbatches of ``step``, on its way to the host."""
-        values = over_ranks(torch.stack([_local(loss) for loss in losses]).float().sum())
+    def record(self, step: int, losses: list[torch.Tensor], received: int = 0) -> None:
+        """Send the sum of ``losses``, scalars of the microbatches of ``step``, on its way to the host.
+
+        ``received`` is the number of the stop signal that this rank has got, or 0.
+        """
+        loss = torch.stack([_local(loss) for loss in losses]).float().sum()
+        values = over_ranks(torch.stack([loss, torch.full_like(loss, received)]))
         event = None
         if self.device.type == "cuda":
             values = values.to("cpu", non_blocking=True)
@@ -61,14 +71,16 @@ class LossWatch:
         self._copies.append(_Copy(step, values, event))
 
     def look(self, at_last_step: bool) -> None:
-        """Read the losses that were recorded; the last one only if asked, because reading it waits for the device.
+        """Read what was recorded; the last step only if asked, because reading it waits for the device.
 
         Raises NonFiniteError, on all ranks, for a loss that is NaN or infinite.
         """
         count = len(self._copies) if at_last_step else len(self._copies) - 1
         for _ in range(count):
             copy = self._copies.pop(0)
-            values = copy.read()
+            values, signals = copy.read()
+            if self.stop_signal is None and any(signals):
+                self.stop_signal = signal.Signals(int(max(signals)))
             is_finite = all(map(math.isfinite, values))
             if not is_finite and self.was_finite:
                 found = f"step {copy.step}: the loss is {describe(values)}"
@@ -94,10 +106,10 @@ def nonfinite_weights(models: Iterable[torch.nn.Module], device: torch.device) -
 
 
 def over_ranks(value: torch.Tensor) -> torch.Tensor:
-    """Return this scalar of every rank, [world size]."""
+    """Return this tensor of every rank, [world size, ...]."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return value.reshape(1)
-    values = value.new_zeros(torch.distributed.get_world_size())
+        return value.unsqueeze(0)
+    values = value.new_zeros(torch.distributed.get_world_size(), *value.shape)
     values[torch.distributed.get_rank()] = value
     torch.distributed.all_reduce(values)  # adds zeros, and 0 + NaN is NaN
     return values

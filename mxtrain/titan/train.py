@@ -1,7 +1,6 @@
 """Train with TorchTitan's Trainer. Mistakes in the settings are found before anything is built."""
 
 import os
-import signal
 import sys
 import time
 from contextlib import nullcontext
@@ -15,6 +14,7 @@ from torchtitan.train import Trainer
 from mxtrain.analysis import closing_summary
 from mxtrain.config import dump_config
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
+from mxtrain.launched import report_stop
 from mxtrain.rng.rounding_position import set_rounding_step
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.lock import locked
@@ -27,13 +27,14 @@ from mxtrain.titan.checkpointer import Checkpointer, SaveError
 from mxtrain.titan.finite import LossWatch, NonFiniteError, nonfinite_weights
 from mxtrain.titan.metrics import leave_losses_to_trainer, run_facts
 from mxtrain.titan.parse import parse_job_config, resolved_settings, settings_of
+from mxtrain.titan.stop import Stop, StopSignals
 from mxtrain.titan.verified_start import verified_start
 
 FIRST_WORD_SECONDS = 3.0
 
 
 class _Trainer(Trainer):
-    """TorchTitan's trainer with three additions.
+    """TorchTitan's trainer with four additions.
 
     It sets the step and the microbatch for stochastic rounding. Both follow from the trainer's own step, so a resumed
     run draws the same random bits as an uninterrupted run.
@@ -41,7 +42,11 @@ class _Trainer(Trainer):
     It looks for losses and weights that are not finite, and never saves such weights.
 
     It verifies the checkpoint from which a run starts, and saves whole checkpoints only.
+
+    It saves and stops, on all ranks after the same step, when one of them has got a stop signal. ``stop`` is then how.
     """
+
+    stop: Stop | None = None
 
     def __init__(self, job_config):
         # TorchTitan's trainer looks the class up in its module.
@@ -53,6 +58,8 @@ class _Trainer(Trainer):
         self._stops = job_config.metrics.on_nonfinite_loss == finite.STOP
         self._watch = LossWatch(self.device, self._stops)
         leave_losses_to_trainer(self.metrics_processor)
+        self.checkpointer.is_stopping = lambda: self._watch.stop_signal is not None
+        self._signals = StopSignals()
 
     def init_distributed(self):
         parallel_dims = super().init_distributed()
@@ -64,17 +71,32 @@ class _Trainer(Trainer):
         try:
             super().train()
             self._watch.look(at_last_step=True)  # the text may end before the last step
+        except NonFiniteError:
+            self.checkpointer.finish()  # the last checkpoint, with finite weights, becomes complete
+            raise
         finally:
-            # Also after a loss that is not finite: the last checkpoint, with finite weights, becomes complete.
-            self.checkpointer.finish()
+            if self.stop is None:
+                self._signals.restore()
+        self.checkpointer.finish()
+
+    def should_continue_training(self) -> bool:
+        if not super().should_continue_training():
+            return False
+        if self._watch.stop_signal is None:
+            return True
+        self._signals.ignore()
+        self.stop = Stop(self._watch.stop_signal, self.step, is_saved=self.checkpointer.saved_step == self.step)
+        return False
 
     def train_step(self, data_iterator):
         self._losses = []
         super().train_step(data_iterator)
-        self._watch.record(self.step, self._losses)
+        self._watch.record(self.step, self._losses, self._signals.received)
         # A CPU has finished the step, and logging waited for the device.
         waited = self.device.type == "cpu" or self.metrics_processor.should_log(self.step)
         self._watch.look(at_last_step=waited)
+        # Until the first step is done, which compiles the model, there is nothing to save, and a signal stops at once.
+        self._signals.install()
 
     def forward_backward_step(self, **kwargs):
         set_rounding_step(self.step, microbatch=len(self._losses))
@@ -151,17 +173,22 @@ def train(args: list[str], verbose: bool) -> None:
         if warning:
             logger.warning(warning)
         try:
-            _train(job_config)
+            stop = _train(job_config)
         except NonFiniteError as error:
             if _is_first():
                 terminal.Screen().line(closing_summary(folder))
             torch.distributed.barrier()  # all ranks are here, and torchrun stops the others when one ends
             raise NonFiniteError(f"{error}; training stops. {_ways_out(job_config)}") from error
+        if stop is not None:
+            terminal.note(stop.describe(folder, CheckpointSettings.of(job_config.checkpoint)))
         if _is_first() and not job_config.checkpoint.create_seed_checkpoint:
             terminal.Screen().line(closing_summary(folder))
+        if _is_first() and stop is not None:
+            report_stop(stop.signal)
 
 
-def _train(job_config) -> None:
+def _train(job_config) -> Stop | None:
+    """Train, and return which signal stopped it, or None if it came to its end."""
     trainer = None
     # Converters see that this trainer sets the step before every forward.
     set_rounding_step(0)
@@ -176,6 +203,7 @@ def _train(job_config) -> None:
             terminal.note("Created seed checkpoint")
         else:
             trainer.train()
+        return trainer.stop
     finally:
         if trainer is not None:
             trainer.close()
@@ -203,10 +231,8 @@ def main(args: list[str], verbose: bool) -> None:
     except (NonFiniteError, SaveError) as error:
         status = 1
         _report(error)
-    except KeyboardInterrupt:
-        status = 128 + signal.SIGINT
-    # Not after an interrupt or another exception: this rank may be alone, and would wait for the others.
-    if status != 128 + signal.SIGINT and torch.distributed.is_initialized():
+    # Not after another exception: this rank may be alone, and would wait for the others.
+    if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(status)
 

@@ -58,6 +58,7 @@ def build(tmp_path):
         one.start = find_start(tmp_path, CheckpointSettings.of(settings), 1)
         one.run = Manifest(0, False, {}, settings={"optimizer": {"lr": 0.5}}, tokenizer_sha256="abc")
         one.may_save = lambda step: True
+        one.is_stopping = lambda: False
         built.append(one)
         return one
 
@@ -106,6 +107,13 @@ def test_old_checkpoints_are_removed_at_the_last_step_too(build, tmp_path):
     one.close()  # waits for the thread that removes them
     assert list(saved(tmp_path).whole) == [8, 9]
     assert not any((tmp_path / "checkpoint" / ".removing").iterdir())
+
+
+def test_a_step_after_which_training_stops_is_due(build, tmp_path):
+    one = build("--checkpoint.last_save_model_only")
+    one.is_stopping = lambda: True
+    one.save(3)
+    assert one.saved_step == 3 and saved(tmp_path).whole[3].holds_trainer
 
 
 def test_weights_that_are_not_worth_it_are_not_saved(build, tmp_path):

@@ -1,4 +1,5 @@
 import math
+import signal
 
 import pytest
 import torch
@@ -91,3 +92,21 @@ def test_every_rank_has_its_own_place_in_the_reduction(group, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     values = finite.over_ranks(torch.tensor(math.nan))
     assert values[0] == values[2] == 0 and torch.isnan(values[1])
+
+
+def test_a_stop_signal_of_any_rank_is_read_with_its_step(group, monkeypatch):
+    def from_rank_1(values):
+        values[1] = torch.tensor([2.0, signal.SIGUSR1])
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", from_rank_1)
+    watch = LossWatch(CPU, stops=True)
+    watch.record(1, losses(1.0))
+    watch.look(at_last_step=False)
+    assert watch.stop_signal is None  # the step may still run on the device
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda values: None)
+    watch.record(2, losses(1.0), received=signal.SIGTERM)
+    watch.look(at_last_step=False)
+    assert watch.stop_signal is signal.SIGUSR1
+    watch.look(at_last_step=True)
+    assert watch.stop_signal is signal.SIGUSR1  # the first one

@@ -1,7 +1,9 @@
 """The trainer from end to end (see training_runs), and mistakes in settings."""
 
 import json
+import os
 import re
+import signal
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from mxtrain.rng.rounding_position import position_as_set, set_rounding_step
 from mxtrain.run_folder.checkpoints import Checkpoints
 from mxtrain.titan.finite import LossWatch, NonFiniteError
 from mxtrain.titan.parse import non_default_values, parse_job_config
+from mxtrain.titan.stop import Stop, StopSignals
 from mxtrain.titan.train import Trainer, _Trainer
 
 LEARNERS = ("mxnorm", "exact", "post_round", "mx_linear", "mixed", "bf16", "nvfp4", "deepseek_v3", "llama4", "qwen3")
@@ -102,13 +105,13 @@ def test_training_may_go_on_after_a_loss_that_is_not_finite_but_keeps_the_last_f
 
 
 class FakeCheckpointer:
-    """As mxtrain's: saves every step that may be saved."""
+    """As mxtrain's: saves even steps, and the one after which training stops."""
 
-    saved = ()
+    saved, saved_step = (), None
 
     def save(self, step, last_step=False):
-        if self.may_save(step):
-            self.saved += (step,)
+        if (last_step or step % 2 == 0 or self.is_stopping()) and self.may_save(step):
+            self.saved, self.saved_step = (*self.saved, step), step
 
 
 @pytest.fixture
@@ -131,8 +134,16 @@ def trainer(monkeypatch):
     monkeypatch.setattr(Trainer, "train_step", train_step)
     monkeypatch.setattr(Trainer, "forward_backward_step", lambda self, loss: torch.tensor(loss))
     monkeypatch.setattr("mxtrain.titan.train._manifest", lambda *_: None)
-    yield lambda *flags: _Trainer(parse_job_config(["--model.converters=", *flags]))
+    made = []
+
+    def make(*flags):
+        made.append(_Trainer(parse_job_config(["--model.converters=", *flags])))
+        return made[-1]
+
+    yield make
     set_rounding_step(None)
+    for one in reversed(made):
+        one._signals.restore()
 
 
 def test_weights_that_are_not_finite_are_not_saved_though_every_loss_was(trainer, caplog):
@@ -152,7 +163,28 @@ def test_weights_that_are_not_finite_are_not_saved_though_every_loss_was(trainer
         f"{found}; no checkpoint is saved",
         f"{found.replace('4', '5')}; no checkpoint is saved",
     ]
-    assert stops.checkpointer.saved == goes_on.checkpointer.saved == (1, 2)
+    assert stops.checkpointer.saved == goes_on.checkpointer.saved == (2,)
+
+
+def test_a_stop_signal_saves_the_step_in_which_it_came(trainer):
+    one = trainer("--training.steps=9")
+    for one.step in (1, 3):
+        one.train_step([3.0])
+        one.checkpointer.save(one.step)  # no interval ends here
+        assert one.should_continue_training() == (one.step == 1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert one.checkpointer.saved == (3,)
+    assert one.stop == Stop(signal.SIGUSR1, 3, is_saved=True)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+def test_a_signal_in_the_last_step_changes_nothing(trainer):
+    one = trainer("--training.steps=2")
+    for one.step in (1, 2):
+        one.train_step([3.0])
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert not one.should_continue_training()
+    assert one.stop is None
 
 
 def test_one_microbatch_that_is_not_finite_is_enough(trainer):
@@ -178,8 +210,10 @@ def test_the_trainer_sets_step_and_microbatch(monkeypatch):
     trainer = object.__new__(_Trainer)
     trainer.device = torch.device("cpu")
     trainer._watch = LossWatch(trainer.device, stops=True)
+    trainer._signals = StopSignals()
     for trainer.step in (7, 8):
         trainer.train_step(None)
+    trainer._signals.restore()
     set_rounding_step(None)
     assert seen == [[7, 0, 0], [7, 1, 0], [7, 2, 0], [8, 0, 0], [8, 1, 0], [8, 2, 0]]
 

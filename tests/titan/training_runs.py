@@ -136,13 +136,16 @@ def _killed(base: Path) -> None:
     """Train with a checkpoint every step, and kill the process in the middle of it."""
     metrics = base / "killed" / "run" / "metrics.jsonl"
 
-    def has_logged_four_steps() -> bool:
-        return metrics.exists() and metrics.read_text().count("\n") >= 4
+    def kill(workers: list) -> None:
+        wait_for_lines(metrics, 4)
+        for worker in workers:
+            assert worker.is_alive()
+            worker.kill()
 
     with FileLock(base / "killed.lock"):
         if not (base / "killed").exists():
-            _copy_text(base)
-            launch(base / "killed", {"run": SAVE_EACH}, 1, kill_when=has_logged_four_steps)
+            copy_text(base)
+            launch(base / "killed", {"run": SAVE_EACH}, 1, disturb=kill)
             for step in (100, 200):  # parts that earlier kills left
                 (base / "killed" / "run" / "checkpoint" / f"step-{step}").mkdir()
 
@@ -237,7 +240,7 @@ class Outcome:
 def _done_once(base: Path, name: str, processes: int, runs: dict[str, list[str]]) -> dict[str, Outcome]:
     with FileLock(base / f"{name}.lock"):
         if not (base / name).exists():
-            _copy_text(base)
+            copy_text(base)
             launch(base / name, runs, processes)
     outcomes = {}
     for run, flags in runs.items():
@@ -248,18 +251,25 @@ def _done_once(base: Path, name: str, processes: int, runs: dict[str, list[str]]
     return outcomes
 
 
-def _copy_text(base: Path) -> None:
+def copy_text(base: Path) -> None:
     # A copy: an edit during the tests would change the text. Not the caches, which other processes write now.
     sources = shutil.ignore_patterns("__pycache__")
     shutil.copytree(REPOSITORY / "mxtrain", base / "text", ignore=sources, dirs_exist_ok=True)
 
 
+def wait_for_lines(path: Path, count: int) -> None:
+    end = time.monotonic() + 200
+    while not path.exists() or path.read_text().count("\n") < count:
+        assert time.monotonic() < end, f"{path} has no {count} lines"
+        time.sleep(0.01)
+
+
 def launch(
-    folder: Path, runs: dict[str, list[str]], processes: int, kill_when: Callable[[], bool] | None = None
+    folder: Path, runs: dict[str, list[str]], processes: int, disturb: Callable[[list], None] | None = None
 ) -> None:
     """Do ``runs``, name -> flags, one after another with ``processes`` workers and no launcher in between.
 
-    If ``kill_when`` is given, kill the workers with SIGKILL as soon as it is true.
+    ``disturb`` is called with the workers, which are ``multiprocessing.Process``es, when they have started.
     """
     folder.mkdir(parents=True)
     data = {**CONFIG["training"], "dataset_path": f"{folder.parent / 'text'}/**/*.py"}
@@ -286,12 +296,8 @@ def launch(
     for worker in workers:
         worker.start()
     end = time.monotonic() + 500
-    if kill_when is not None:
-        while not kill_when() and time.monotonic() < end:
-            time.sleep(0.01)
-        for worker in workers:
-            assert worker.is_alive()
-            worker.kill()
+    if disturb is not None:
+        disturb(workers)
     for worker in workers:
         worker.join(max(0, end - time.monotonic()))
     late = [worker for worker in workers if worker.is_alive()]

@@ -1,0 +1,149 @@
+"""Signals to ``mxtrain train``: with its own worker, and with stand-ins that have a worker's ways."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from mxtrain.cli.stop_workers import StopWorkers
+from mxtrain.cli.workers import closing_summary
+
+REPOSITORY = Path(__file__).parents[2]
+
+IN_TRAINING = """
+import os, pathlib, signal, sys, time
+
+signal.signal(signal.SIGTERM, lambda *a: None)
+folder = pathlib.Path(sys.argv[sys.argv.index("--job.dump_folder") + 1])
+(folder / f"ready{os.environ['RANK']}").touch()
+time.sleep(60)
+"""
+NOT_IN_TRAINING = IN_TRAINING.replace(
+    "signal.signal(signal.SIGTERM, lambda *a: None)",
+    """row = '{"step": %d, "loss": %d.0, "tokens_per_second": 10.0, "memory_gib": 1.0}\\n'
+pathlib.Path("run/metrics.jsonl").write_text(row % (1, 8) + row % (2, 6))""",
+)
+LAUNCH = """
+from mxtrain.cli import launch, workers
+workers.WORKER = "stand_in"
+raise SystemExit(launch.train("tiny.toml", ["--job.dump_folder", "run"]))
+"""
+
+
+def start(command: list[str], folder: Path, **environment: str) -> subprocess.Popen:
+    path = os.pathsep.join(filter(None, [str(folder), str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MXTRAIN_", "NGPU"))}
+    own = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "MXTRAIN_CACHE": str(folder / "cache"), **environment}
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder, env={**clean, **own}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for(condition) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def launch_stand_ins(worker: str, folder: Path, processes: int) -> subprocess.Popen:
+    (folder / "stand_in.py").write_text(worker)
+    (folder / "tiny.toml").write_text("")
+    process = start(["-c", LAUNCH], folder, NGPU=str(processes))
+    wait_for(lambda: len(list(folder.glob("run/ready*"))) == processes)
+    return process
+
+
+def test_a_run_that_is_not_in_training_stops_at_once_with_a_summary(tmp_path):
+    process = launch_stand_ins(NOT_IN_TRAINING, tmp_path, 2)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err == "mxtrain: SIGTERM: stopping; a second SIGTERM kills the workers\nmxtrain: stopped by SIGTERM\n"
+    assert "8.0000 -> 6.0000" in out
+
+
+def test_a_second_signal_kills_workers_that_are_saving(tmp_path):
+    process = launch_stand_ins(IN_TRAINING, tmp_path, 1)
+    for _ in range(2):  # one signal, sent twice by a terminal or Slurm
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err.splitlines()[-1] == "mxtrain: stopped by SIGTERM"
+    assert out.splitlines()[-1] == closing_summary(tmp_path / "run").replace(str(tmp_path) + "/", "")
+
+
+def test_a_terminals_interrupt_saves_and_stops_the_run(tmp_path):
+    (tmp_path / "text.py").write_text((REPOSITORY / "mxtrain" / "titan" / "datasets.py").read_text() * 4)
+    config = {
+        "job": {"custom_config_module": "mxtrain.titan.job_config"},
+        "experimental": {"custom_import": "mxtrain.titan"},
+        "model": {"name": "llama3", "flavor": "debugmodel"},
+        "data": {"vocab_size": 300, "validation_share": 0.0},
+        "training": {
+            "dataset": "files", "dataset_path": "text.py", "local_batch_size": 1, "seq_len": 32, "steps": 1_000_000,
+            "mixed_precision_param": "float32",
+        },
+        "activation_checkpoint": {"mode": "none"},
+        "checkpoint": {"enable": True, "interval": 1_000_000},
+        "metrics": {"log_freq": 1},
+    }  # fmt: skip
+    (tmp_path / "tiny.toml").write_text(tomli_w.dumps(config))
+    process = start(["-m", "mxtrain.cli", "train", "tiny.toml", "--job.dump_folder", "my run"], tmp_path, NGPU="1")
+    metrics = tmp_path / "my run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
+    os.killpg(process.pid, signal.SIGINT)  # the workers are in groups of their own
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert err == "mxtrain: SIGINT: stopping; a second SIGINT kills the workers\n"
+    step = json.loads(metrics.read_text().splitlines()[-1])["step"]
+    line = f"stopped by SIGINT after step {step}, which is saved; resume with: mxtrain train --resume 'my run'"
+    assert out.splitlines().count(line) == out.count("stopped by") == 1
+    assert out.count("loss curve") == 1  # one summary
+    assert [path.name for path in (tmp_path / "my run" / "checkpoint").iterdir()] == [f"step-{step}"]
+
+
+def test_an_interrupt_while_a_worker_imports_ends_it_without_a_traceback(tmp_path):
+    process = start(["-m", "mxtrain.train", "--job.config_file", "none.toml"], tmp_path)
+    maps = Path(f"/proc/{process.pid}/maps")
+    wait_for(lambda: "libtorch_cpu" in maps.read_text())
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20) == ("", "")
+    assert process.returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    "received, statuses, explains",
+    [
+        ([], [-signal.SIGTERM], False),
+        ([signal.SIGTERM], [-signal.SIGTERM, -signal.SIGKILL], True),  # the engine kills the others
+        ([signal.SIGUSR1], [-signal.SIGUSR1], True),
+        ([signal.SIGTERM], [1, -signal.SIGKILL], False),  # an error while the workers saved
+        ([signal.SIGTERM], [-signal.SIGKILL], False),  # out of memory
+    ],
+)
+def test_what_a_stop_explains(received, statuses, explains, monkeypatch):
+    monkeypatch.setattr("mxtrain.cli.stop_workers._children", lambda: [2**30])  # no such process
+    earlier = signal.getsignal(signal.SIGTERM)
+    with StopWorkers() as stop:
+        for number in received:
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(signal.SIGTERM) == earlier
+    assert stop.received == (received[0] if received else None)
+    assert stop.explains(statuses) == explains
+
+
+def test_a_run_without_metrics_ends_with_a_line_that_says_so(tmp_path):
+    assert closing_summary(tmp_path).startswith("mxtrain: no summary: ")

@@ -1,0 +1,120 @@
+"""The fault drill: a small one on real runs, and that it notices every kind of harm."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts" / "faults"))
+
+import drill  # noqa: E402 - after the path is set
+import moments  # noqa: E402
+import report  # noqa: E402
+import verdict  # noqa: E402
+from moments import Saved  # noqa: E402
+
+from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest  # noqa: E402
+
+
+def test_two_kills_do_no_harm(tmp_path, capsys):
+    output = tmp_path / "drill.json"
+    options = ["--kills", "2", "--steps", "6", "--interval", "2", "--moments", "save ends", "save begins"]
+    status = drill.main([*options, "--output", str(output)])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    result = json.loads(output.read_text())
+    assert {kill["moment"] for kill in result["kills"]} == {"save ends", "save begins"}
+    assert all(kill["step"] >= 2 and kill["lost"] <= 3 for kill in result["kills"])
+    assert result["finished"] == [[]]
+    assert printed.splitlines()[-1] == "1 runs reached their end; 1 have the losses and gradient norms of the reference"
+
+
+@pytest.mark.parametrize("moment", ["upload", "nothing"])
+def test_moments_that_a_run_does_not_have_are_refused(moment, capsys):
+    with pytest.raises(SystemExit):
+        drill.main(["--moments", moment])
+    assert f"--moments: {moment} is not among random, first save, save begins" in capsys.readouterr().err
+
+
+def test_what_a_folder_holds(tmp_path):
+    assert moments.look(tmp_path / "none") == Saved({})
+    for name in ("step-3/.metadata", "step-3/a", "step-6/a", ".saving/step-9/a", "set_aside/step-12/a", "other/a"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert moments.look(tmp_path) == Saved({3: 2}, frozenset({"step-6", ".saving", ".saving/step-9"}), 1)
+
+
+NONE, THREE, TWO = Saved({}), Saved({3: 5}), Saved({3: 5, 6: 5})
+SAVING = Saved({3: 5}, frozenset({".saving", ".saving/step-6"}))
+
+
+@pytest.mark.parametrize(
+    "before, now, come",
+    [
+        (NONE, Saved({}, frozenset({"step-3"})), {"first save", "save begins", "save", "upload"}),
+        (THREE, SAVING, {"save begins", "save", "upload"}),
+        (SAVING, SAVING, set()),
+        (SAVING, TWO, {"save ends"}),
+        (TWO, Saved({3: 4, 6: 5}), {"purge", "overwrite"}),
+        (TWO, Saved({6: 5}), {"purge", "overwrite"}),
+        (TWO, Saved({3: 5, 6: 5}, set_aside=1), {"overwrite"}),
+    ],
+)
+def test_moments_are_recognised_by_what_changes(before, now, come):
+    found = [moment for moment in moments.moments(is_async=True, can_export=True) if moment.has_come]
+    assert {moment.name for moment in found if moment.has_come(before, now)} == come
+
+
+def row(step: int, loss: float) -> str:
+    return json.dumps({"step": step, "loss": loss, "grad_norm": 1.0}) + "\n"
+
+
+def test_a_loss_that_differs_in_its_last_bit_is_noticed(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(row(1, 0.1) + row(2, 0.30000000000000004) + '{"step": 3, "lo')
+    assert verdict.curve(tmp_path) == {1: (0.1, 1.0), 2: (0.30000000000000004, 1.0)}
+    assert verdict.differing(tmp_path, {1: (0.1, 1.0), 2: (0.3, 1.0)}) == [2]
+    assert verdict.differing(tmp_path, verdict.curve(tmp_path)) == []
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """Two checkpoints, the second one with a manifest."""
+    for step in (3, 6):
+        dcp.save({"model.weight": torch.ones(64), "step": step}, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
+    files = {path.name: hash_file(path) for path in (tmp_path / "step-6").iterdir()}
+    write_manifest(tmp_path / "step-6", Manifest(step=6, holds_trainer=True, files=files))
+    return tmp_path
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_damaged_checkpoints_are_noticed(checkpoints):
+    saved = moments.look(checkpoints)
+    assert saved.newest == 6 and verdict.damaged(checkpoints, saved) == {}
+    (data,) = (checkpoints / "step-6").glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    for path in (checkpoints / "step-3").glob("*.distcp"):
+        path.unlink()
+    found = verdict.damaged(checkpoints, saved)
+    assert found.keys() == {"step-3", "step-6"}
+    assert found["step-6"] == f"step-6: {data.name} has other content than was saved"
+
+
+def test_the_table_counts_harm_by_moment():
+    kills = [
+        report.Kill("save", step=9, kept=6),
+        report.Kill("save", step=8, kept=0, failure="status 1", damaged=["step-6: gone"]),
+        report.Kill("purge", step=9, kept=9, vanished=6, differing=[7, 8]),
+    ]
+    assert [kill.is_harmless for kill in kills] == [True, False, False]
+    assert str(kills[0]) == "save: at step 9, newest checkpoint 6" and "HARM" in str(kills[1])
+    lines = [line.split() for line in report.table(kills, [[], [3]]).splitlines()]
+    assert lines[1] == ["purge", "1", "0.0", "0", "0", "0", "1", "2"]
+    assert lines[2] == ["save", "2", "5.5", "8", "1", "1", "0", "0"]
+    assert lines[3] == ["all", "3", "3.7", "8", "1", "1", "1", "2"]
+    assert " ".join(lines[4]).startswith("2 runs reached their end; 1 have")
