@@ -25,12 +25,14 @@ from mxtrain.titan import finite, terminal
 from mxtrain.titan.finite import LossWatch, NonFiniteError, nonfinite_weights
 from mxtrain.titan.metrics import leave_losses_to_trainer
 from mxtrain.titan.parse import non_default_values, parse_job_config, settings_of
+from mxtrain.titan.random_state import RandomState
+from mxtrain.titan.token_count import TokenCount
 
 FIRST_WORD_SECONDS = 3.0
 
 
 class _Trainer(Trainer):
-    """TorchTitan's trainer with three additions.
+    """TorchTitan's trainer with some additions.
 
     It sets the step and the microbatch for stochastic rounding. Both follow from the trainer's own step, so a resumed
     run draws the same random bits as an uninterrupted run.
@@ -38,6 +40,8 @@ class _Trainer(Trainer):
     It looks for losses and weights that are not finite, and never saves such weights.
 
     It counts complete checkpoints only when it removes old ones.
+
+    Its checkpoints hold the random number generators' states, and the tokens seen by all ranks instead of one.
     """
 
     def __init__(self, job_config):
@@ -48,6 +52,8 @@ class _Trainer(Trainer):
         self._save = self.checkpointer.save
         self.checkpointer.save = self._save_if_finite
         self.checkpointer._purge_stale_checkpoints = self._purge
+        self.checkpointer.states["rng"] = RandomState()
+        self._tokens = TokenCount.of_layout(self.parallel_dims)
 
     def train(self):
         try:
@@ -71,6 +77,12 @@ class _Trainer(Trainer):
         loss = super().forward_backward_step(**kwargs)
         self._losses.append(loss.detach())
         return loss
+
+    def state_dict(self):
+        return {**super().state_dict(), "ntokens_seen": self._tokens.of_all_ranks(self.ntokens_seen)}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict({**state_dict, "ntokens_seen": self._tokens.share(state_dict["ntokens_seen"])})
 
     def _save_if_finite(self, curr_step: int, last_step: bool = False) -> None:
         if self.checkpointer._should_save(curr_step, last_step):
