@@ -143,7 +143,7 @@ def test_every_iteration_of_a_finite_loader_starts_at_the_beginning(tokens):
 def test_only_the_first_worker_of_rank_0_logs_the_end_of_an_epoch(tokens, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     for rank in range(2):
-        take(iter(loader(tokens, dp_rank=rank, dp_world_size=2)), 14)  # 6 batches per epoch
+        take(iter(loader(tokens, dp_rank=rank, dp_world_size=2)), 14)  # 84 samples
     monkeypatch.setattr(token_dataset, "get_worker_info", lambda: SimpleNamespace(id=1, num_workers=2))
     take(iter(loader(tokens)), 14)
     assert [record.message for record in caplog.records] == [

@@ -105,6 +105,7 @@ class FakeCheckpointer:
 
     def __init__(self, folder):
         self.folder = folder
+        self.states = {}
 
     def _create_checkpoint_id(self, step):
         return str(self.folder / f"step-{step}")
@@ -125,6 +126,7 @@ def trainer(monkeypatch, tmp_path):
     def init(self, job_config):
         self.job_config = job_config
         self.device = torch.device("cpu")
+        self.parallel_dims = SimpleNamespace(get_optional_mesh=lambda name: None)
         self.model_parts = [torch.nn.Linear(2, 2)]
         self.checkpointer = FakeCheckpointer(tmp_path)
         self.metrics_processor = SimpleNamespace(logger=None, should_log=lambda step: False)
