@@ -12,6 +12,7 @@ from torchtitan.config import ConfigManager
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain.data.tokenizer import tokenizer_hash
 from mxtrain.errors import ConfigError
+from mxtrain.titan import run_data
 from mxtrain.titan.datasets import _prepare, build_dataloader, build_tokenizer, prepare_from_job
 from mxtrain.titan.run_data import RunLoader
 
@@ -290,6 +291,24 @@ def test_a_stream_keeps_its_tokenizer(corpus, tmp_path_factory):
         ConfigError, match="gives other data than the run so far .tokenizer .*data.prepared = 'c4_test-"
     ):
         loader_of(job(corpus, *stream, "--data.vocab_size=310"))
+
+
+def test_every_rank_of_a_stream_has_its_own_state(corpus, tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("own")
+    write(folder / "train.json", range(60))
+    config = job(corpus, "--training.dataset=c4_test", f"--training.dataset_path={folder}")
+    loaders, own = ranks_of(config, 2), []
+    for loader in loaders:
+        next(iter(loader))
+        monkeypatch.setattr(run_data, "gather", lambda value: own.append(value) or [value])
+        loader.state_dict()
+    # Both ranks twice and in another order, as under tensor parallelism.
+    monkeypatch.setattr(run_data, "gather", lambda value: [*reversed(own), *own])
+    state, expected = loaders[0].state_dict(), [next(iter(loader)) for loader in loaders]
+    assert loaders[1].state_dict()["streams"] == state["streams"]
+    for new, (batch, _) in zip(ranks_of(config, 2), expected):
+        assert torch.equal(next_batch(new, state)[0]["input"], batch["input"])
+    assert not torch.equal(expected[0][0]["input"], expected[1][0]["input"])
 
 
 def test_a_stream_resumes_with_as_many_ranks_and_workers_only(corpus, tmp_path_factory):
