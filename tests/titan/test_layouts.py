@@ -48,6 +48,10 @@ def test_a_run_goes_on_with_other_numbers_of_processes(one, several):
         assert [row[key] for row in rows] == [row[key] for row in expected], key
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in rows] == pytest.approx([row[key] for row in expected], rel=1e-5), key
+    log = (several["resharded"].folder / "train.log").read_text()
+    for before, now in ((2, 1), (1, 4)):
+        line = f"generators of {before} process(es), and this run has {now}: the generators start from the seed"
+        assert log.count(line) == 1
 
 
 def test_checkpoints_load_across_converters(one):
