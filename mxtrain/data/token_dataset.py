@@ -1,10 +1,11 @@
-"""Reads batches from a token file for one data-parallel rank, and resumes at any batch.
+"""Reads batches from a token file for one data-parallel rank, from any place in the text.
 
 Only this file of ``mxtrain.data`` imports PyTorch.
 """
 
 import logging
 from collections.abc import Iterator
+from itertools import count
 
 import numpy as np
 import torch
@@ -19,15 +20,16 @@ logger = logging.getLogger(__name__)
 class TokenDataset(IterableDataset):
     """Yields one rank's samples ``({"input": tokens[:-1]}, tokens[1:])``, each tensor int64 [seq_len].
 
-    The token file is cut into non-overlapping chunks of ``seq_len + 1`` tokens. Each epoch reads the chunks in an
-    order drawn from ``seed`` and the epoch's number. A global batch is ``batch_size * dp_world_size`` consecutive
-    chunks of this order; each rank takes ``batch_size`` consecutive chunks of the global batch. Chunks that do not
-    fill the last global batch are skipped in that epoch, so every rank gets the same number of batches. Each epoch
-    skips different chunks. Data loader workers take whole batches in turn, so the order does not depend on their
-    number.
+    The token file is cut into non-overlapping chunks of ``seq_len + 1`` tokens. Each epoch reads all chunks in an order
+    drawn from ``seed`` and the epoch's number, and the next epoch follows without a gap. So the text is one endless
+    sequence of samples, which all ranks share: sample g is chunk ``g % chunks`` of epoch ``g // chunks``.
 
-    The state is the number of samples that this worker has yielded. A new iteration starts at the beginning, unless
-    ``load_state_dict`` was called just before.
+    The ranks take turns of ``batch_size`` samples. Any number of ranks therefore reads the same sequence, and a step
+    that takes N samples over all ranks and microbatches takes the next N. Data loader workers take whole batches in
+    turn, so the order does not depend on their number.
+
+    An iteration starts at sample ``start`` of the sequence, which any number of ranks may have reached. Data loader
+    workers copy the dataset, so set ``start`` before they start.
 
     Args:
         tokens: the token file.
@@ -35,11 +37,12 @@ class TokenDataset(IterableDataset):
         batch_size: samples per local batch.
         dp_rank, dp_world_size: this rank, and the number of ranks that read different data.
         seed: seed of the order.
-        infinite: continue with the next epoch after the first; False stops there.
+        infinite: continue with the next epoch after the first. False stops before it, and leaves out the chunks that do
+            not fill a batch on every rank, so that all ranks get the same number of batches.
         section: TOML section of seq_len and batch_size, for error messages.
 
     Raises:
-        ConfigError: the text is too short for one batch per rank, or ``load_state_dict`` gets a state of other data.
+        ConfigError: the text is too short for one batch per rank.
     """
 
     def __init__(
@@ -60,12 +63,10 @@ class TokenDataset(IterableDataset):
         self.dp_world_size = dp_world_size
         self.seed = seed
         self.infinite = infinite
+        self.start = 0
         self.chunks = tokens.count // (seq_len + 1)
-        self.batches_per_epoch = self.chunks // (batch_size * dp_world_size)
-        self._position = 0
-        self._resuming = False
         self._mapped: np.ndarray | None = None
-        if self.batches_per_epoch == 0:
+        if self.chunks < batch_size * dp_world_size:
             need = batch_size * dp_world_size * (seq_len + 1)
             remedies = ", raise data.validation_share" if section == "validation" else ""
             raise ConfigError(
@@ -74,33 +75,35 @@ class TokenDataset(IterableDataset):
                 f"{tokens.count:,}: lower them{remedies} or supply more text"
             )
 
-    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        if not self._resuming:
-            self._position = 0
-        self._resuming = False
-        return self._samples()
+    @property
+    def order(self) -> dict[str, int]:
+        """The settings that define the sequence of samples beside the text, by name: a place in it fits no other."""
+        return {"training.seq_len": self.seq_len, "data.seed": self.seed}
 
-    def _samples(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
         if self._mapped is None:  # kept: the file may be removed from the cache before the next iteration
             self._mapped = self.tokens.open()
-        tokens = self._mapped
         epoch, order = None, None
-        while True:
-            batch, sample = divmod(self._position, self.batch_size)
-            now, batch = divmod(first + batch * step, self.batches_per_epoch)
+        for sample in self._numbers(first, step):
+            now, place = divmod(sample, self.chunks)
             if now != epoch:
-                if now > 0 and not self.infinite:
-                    return
                 if epoch is not None and first == 0 and self.dp_rank == 0:
                     self._log_epoch(now)
                 epoch, order = now, self._order(now)
-            chunk = order[(batch * self.dp_world_size + self.dp_rank) * self.batch_size + sample]
-            start = int(chunk) * (self.seq_len + 1)
-            window = torch.from_numpy(tokens[start : start + self.seq_len + 1].astype(np.int64))
-            self._position += 1  # before the yield, so that a state taken after a batch points to the next one
+            start = int(order[place]) * (self.seq_len + 1)
+            window = torch.from_numpy(self._mapped[start : start + self.seq_len + 1].astype(np.int64))
             yield {"input": window[:-1]}, window[1:]
+
+    def _numbers(self, first: int, step: int) -> Iterator[int]:
+        """Yield the global numbers of the samples in this rank's batches ``first``, ``first + step``, ..."""
+        together = self.batch_size * self.dp_world_size  # samples of one batch on every rank
+        for batch in count(first, step):
+            if not self.infinite and self.start + (batch + 1) * together > self.chunks:
+                return
+            begin = self.start + batch * together + self.dp_rank * self.batch_size
+            yield from range(begin, begin + self.batch_size)
 
     def _order(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(self.chunks)
@@ -110,24 +113,3 @@ class TokenDataset(IterableDataset):
             f"Epoch {epoch} of the training text is complete ({self.tokens.count:,} tokens); "
             f"epoch {epoch + 1} reads the text again in another order"
         )
-
-    def _identity(self) -> dict[str, int]:
-        names = ("seq_len", "batch_size", "dp_world_size", "seed")
-        return {"tokens": self.tokens.count, **{name: getattr(self, name) for name in names}}
-
-    def state_dict(self) -> dict:
-        return {"position": self._position, "data": self._identity()}
-
-    def load_state_dict(self, state: dict) -> None:
-        differing = [
-            f"{name} was {old}, is {new}"
-            for (name, new), old in zip(self._identity().items(), state["data"].values(), strict=True)
-            if old != new
-        ]
-        if differing:
-            raise ConfigError(
-                f"the checkpoint's position in the training text does not fit this run ({'; '.join(differing)}); "
-                'set checkpoint.exclude_from_loading = ["dataloader"] to start at the beginning of the text'
-            )
-        self._position = state["position"]
-        self._resuming = True

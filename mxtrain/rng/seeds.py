@@ -1,6 +1,6 @@
-"""Numbers drawn once per layer from the job's seed and the layer's name: the same in every process and run.
+"""Numbers drawn from the job's seed and the name of a layer or parameter: the same in every process and run.
 
-The name is the layer's FQN in the model as built, before checkpointing, compilation, FSDP or a pipeline wrap it.
+The name is the FQN in the model as built, before checkpointing, compilation, FSDP or a pipeline wrap it.
 """
 
 import hashlib
@@ -32,6 +32,15 @@ def rounding_key(seed: int, fqn: str) -> int:
         ValueError: if ``seed`` is not an integer, or ``fqn`` not a string.
     """
     return _hash(b"rounding", seed, fqn) >> 1
+
+
+def weight_seed(seed: int, fqn: str, draw: int) -> int:
+    """Return the seed, 64 bits, of a generator for draw number ``draw`` of the initial values of parameter ``fqn``.
+
+    Raises:
+        ValueError: if ``seed`` is not an integer.
+    """
+    return _hash(b"initial weights", seed, f"{draw}:{fqn}")
 
 
 def _hash(purpose: bytes, seed: int, fqn: str) -> int:

@@ -1,7 +1,8 @@
 """Lets the ranks of a run prepare their data together and agree on it, or fail together with one message.
 
 Ranks exchange a few bytes through the store with which torch.distributed started. A collective would not do: preparing
-may take hours, longer than any timeout of a process group, and must also work before a GPU is used.
+may take hours, longer than any timeout of a process group, and must also work before a GPU is used. Only ``gather``,
+for checkpoints, is a collective.
 """
 
 import json
@@ -89,6 +90,15 @@ def run_on_all_ranks(work: Callable[[], dict | None] | None, before: list[dict] 
     for rank, earlier in zip(ranks, before or [], strict=False):
         rank["result"] = rank["result"] or earlier["result"]
     return ranks
+
+
+def gather(value: object) -> list:
+    """Return the values of all ranks, in the order of the ranks. All ranks must call it, and at about the same time."""
+    if not dist.is_initialized() or dist.get_backend() == "fake":  # "fake" imitates many ranks with one process
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def is_rank_0() -> bool:

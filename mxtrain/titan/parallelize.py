@@ -1,4 +1,7 @@
-"""mxtrain's additions to TorchTitan's parallelize functions: refuse layouts with wrong gradients, run FSDP2 on gloo."""
+"""mxtrain's additions to TorchTitan's parallelize functions.
+
+They refuse layouts with wrong gradients, run FSDP2 on gloo, and draw initial weights that fit every layout.
+"""
 
 import functools
 
@@ -8,13 +11,17 @@ from torch.distributed.fsdp import FSDPModule
 from mxtrain.conversion.recognition import has_router
 from mxtrain.errors import ConfigError
 from mxtrain.settings.machine import Machine, check_machine
+from mxtrain.titan.initial_weights import draw_by_name
 from mxtrain.titan.metrics import describe_model
 from mxtrain.titan.parse import settings_of
 from mxtrain.titan.terminal import note_model
 
 
 def checked_parallelize(parallelize_fn):
-    """Wrap ``parallelize_fn``: check the layout first, show the model, and make FSDP2 work on CPU process groups."""
+    """Wrap ``parallelize_fn``: check the layout first, and show the model.
+
+    The model that it returns works on CPU process groups, and draws initial weights that no layout changes.
+    """
 
     @functools.wraps(parallelize_fn)
     def parallelize(model, parallel_dims, job_config):
@@ -27,6 +34,7 @@ def checked_parallelize(parallelize_fn):
                 if isinstance(module, FSDPModule):
                     # FSDP2 expresses TorchTitan's gradient sum, scaled by 1, as PREMUL_SUM, which gloo lacks.
                     module.set_force_sum_reduction_for_comms(True)
+        draw_by_name(model, parallel_dims, job_config.debug.seed)
         return model
 
     return parallelize

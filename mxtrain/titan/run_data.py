@@ -12,14 +12,17 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.tools.logging import logger
 
 from mxtrain.data import Prepared
+from mxtrain.data.token_dataset import TokenDataset
 from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
 from mxtrain.data.tokenizer import tokenizer_hash
 from mxtrain.errors import ConfigError
-from mxtrain.titan.agreement import differences, is_rank_0
+from mxtrain.titan.agreement import differences, gather, is_rank_0
 
 FILE_NAME = "data.json"
 TOKENIZER_FOLDER = "tokenizer"
@@ -173,11 +176,17 @@ def _read(file: Path) -> dict | None:
         kept = json.loads(file.read_text(encoding="utf-8"))
         return kept if {"tokenizer"} <= kept["identity"].keys() and {"prepared", "cache"} <= kept.keys() else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # of an older version, or damaged: the checkpoint has the hashes, too
+        return None  # damaged: the checkpoint has the hashes, too
 
 
 class RunLoader(ParallelAwareDataloader):
-    """TorchTitan's data loader, with the identity of the data in its state.
+    """TorchTitan's data loader, whose state fits any layout of processes and names the data.
+
+    The state has the same keys and values on all ranks. For tokenized text it is one number, the samples that all
+    ranks have read. So a run may resume with other numbers of ranks and workers, and with another local batch size: it
+    reads the samples that the uninterrupted run would have read. A stream has one state per rank instead.
+
+    Batches count when the consumer gets them, not when a worker has prepared them.
 
     Args:
         prepared: the data of this run.
@@ -185,38 +194,82 @@ class RunLoader(ParallelAwareDataloader):
     """
 
     def __init__(self, dataset, dp_rank: int, dp_world_size: int, *, job_config, prepared: Prepared, **options):
-        super().__init__(dataset, dp_rank, dp_world_size, **options)
+        # With a generator of its own, because every iteration draws a number: a resumed run has one iteration more.
+        super().__init__(dataset, dp_rank, dp_world_size, generator=torch.Generator(), **options)
         self._job_config = job_config
         self._prepared = prepared
         self.tokenizer_sha256 = prepared.tokenizer_sha256
+        self._samples = 0
+
+    def __iter__(self):
+        if self._is_stream:
+            batches = super().__iter__()
+        else:
+            self.dataset.start = self._samples
+            self._iterator = None  # workers of an earlier iteration, if they persist, start elsewhere
+            batches = super().__iter__()
+        for batch in batches:
+            self._samples += self.batch_size * self.dp_world_size  # before the yield: the consumer has this batch
+            yield batch
+
+    @property
+    def _is_stream(self) -> bool:
+        return not isinstance(self.dataset, TokenDataset)
 
     def state_dict(self) -> dict:
-        state = super().state_dict()
-        own = pickle.loads(state[self._rank_id])
+        """Return the state. All ranks must call it at about the same time."""
         now = record(self._job_config, self._prepared)
-        kept = {key: now[key] for key in ("identity", "prepared", "cache")}
-        return {**state, self._rank_id: pickle.dumps({**own, "data": kept})}
+        data = {key: now[key] for key in ("identity", "prepared", "cache")}
+        if not self._is_stream:
+            data["order"] = self.dataset.order
+        return {"samples": self._samples, "data": json.dumps(data), "streams": self._streams()}
+
+    def _streams(self) -> bytes:
+        """Return the states of all data-parallel ranks' streams, in the order of these ranks."""
+        if not self._is_stream:
+            return b""
+        # One value instead of a key per rank: with more ranks than before, DCP would look for keys that do not exist.
+        state = {"workers": self.num_workers, "state": StatefulDataLoader.state_dict(self)}
+        return pickle.dumps([state for _, state in sorted(dict(gather((self.dp_rank, pickle.dumps(state)))).items())])
 
     def load_state_dict(self, state: dict) -> None:
         """Continue at the state of a checkpoint.
 
         Raises:
-            ConfigError: the checkpoint is of a run with other data or another number of data-parallel ranks.
+            ConfigError: the checkpoint is of a run with other data, or of a stream that other numbers of data-parallel
+                ranks or workers read.
         """
-        if state and state["world_size"] != self.dp_world_size:
-            raise ConfigError(
-                f"parallelism.data_parallel_shard_degree: this run has {self.dp_world_size} data-parallel rank(s), and "
-                f"the checkpoint has the positions of {state['world_size']} in the training text; start as many, or "
-                f"set {EXCLUDE} to start at the beginning of the text"
-            )
-        if self._rank_id in state:
-            self._check(pickle.loads(state[self._rank_id]).get("data"))
-        super().load_state_dict(state)
-
-    def _check(self, kept: dict | None) -> None:
-        if kept is None:
-            logger.warning(f"the checkpoint has no hashes of its data, because an older version wrote it: {UNCHECKED}")
+        kept = json.loads(state["data"])
+        require_same(kept, record(self._job_config, self._prepared), self._job_config)
+        if self._is_stream:
+            StatefulDataLoader.load_state_dict(self, self._own_stream(pickle.loads(state["streams"])))
         else:
-            require_same(kept, record(self._job_config, self._prepared), self._job_config)
+            self._require_order(kept["order"])
+        self._samples = state["samples"]
         if is_rank_0():
             _write(self._job_config, self._prepared)
+
+    def _require_order(self, before: dict[str, int]) -> None:
+        for name, value in self.dataset.order.items():
+            if value != before[name]:
+                raise ConfigError(
+                    f"{name} = {value}, but was {before[name]} in the run so far, whose position in the training text "
+                    f"has no meaning in another order: set it to {before[name]}, or set {EXCLUDE} to start at the "
+                    "beginning of the text"
+                )
+
+    def _own_stream(self, streams: list[bytes]) -> dict:
+        ways = f"or set {EXCLUDE} to start at the beginning of the text"
+        if len(streams) != self.dp_world_size:
+            raise ConfigError(
+                f"training.dataset = {self._job_config.training.dataset!r} is a stream, in which each data-parallel "
+                f"rank has a position: the checkpoint has {len(streams)} rank(s) and this run {self.dp_world_size}; "
+                f"start as many, {ways}"
+            )
+        stream = pickle.loads(streams[self.dp_rank])
+        if stream["workers"] != self.num_workers:
+            raise ConfigError(
+                f"training.dataloader.num_workers = {self.num_workers}, but was {stream['workers']} in the run so far, "
+                f"and each worker has a position in the stream: set it to {stream['workers']}, {ways}"
+            )
+        return stream["state"]

@@ -27,21 +27,24 @@ from mxtrain.titan.checkpointer import Checkpointer, SaveError
 from mxtrain.titan.finite import LossWatch, NonFiniteError, nonfinite_weights
 from mxtrain.titan.metrics import leave_losses_to_trainer, run_facts
 from mxtrain.titan.parse import parse_job_config, resolved_settings, settings_of
+from mxtrain.titan.random_state import RandomState
 from mxtrain.titan.stop import Stop, StopSignals
+from mxtrain.titan.token_count import TokenCount
 from mxtrain.titan.verified_start import verified_start
 
 FIRST_WORD_SECONDS = 3.0
 
 
 class _Trainer(Trainer):
-    """TorchTitan's trainer with four additions.
+    """TorchTitan's trainer with some additions.
 
     It sets the step and the microbatch for stochastic rounding. Both follow from the trainer's own step, so a resumed
     run draws the same random bits as an uninterrupted run.
 
     It looks for losses and weights that are not finite, and never saves such weights.
 
-    It verifies the checkpoint from which a run starts, and saves whole checkpoints only.
+    It verifies the checkpoint from which a run starts, and saves whole checkpoints only. They hold the random number
+    generators' states, and the tokens seen by all ranks instead of one.
 
     It saves and stops, on all ranks after the same step, when one of them has got a stop signal. ``stop`` is then how.
     """
@@ -59,6 +62,8 @@ class _Trainer(Trainer):
         self._watch = LossWatch(self.device, self._stops)
         leave_losses_to_trainer(self.metrics_processor)
         self.checkpointer.is_stopping = lambda: self._watch.stop_signal is not None
+        self.checkpointer.states["rng"] = RandomState()
+        self._tokens = TokenCount.of_layout(self.parallel_dims)
         self._signals = StopSignals()
 
     def init_distributed(self):
@@ -103,6 +108,12 @@ class _Trainer(Trainer):
         loss = super().forward_backward_step(**kwargs)
         self._losses.append(loss.detach())
         return loss
+
+    def state_dict(self):
+        return {**super().state_dict(), "ntokens_seen": self._tokens.of_all_ranks(self.ntokens_seen)}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict({**state_dict, "ntokens_seen": self._tokens.share(state_dict["ntokens_seen"])})
 
     def _is_finite(self, step: int) -> bool:
         """Return whether all losses up to this step and the weights after it are finite. A loss that is not raises."""

@@ -1,5 +1,5 @@
 import logging
-from dataclasses import replace
+from itertools import islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -60,7 +60,7 @@ def test_labels_are_the_inputs_shifted_by_one_token(tokens):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_ranks_split_an_epoch_evenly_without_overlap(tokens, workers):
+def test_ranks_split_a_finite_text_evenly_without_overlap(tokens, workers):
     world = 3
     ranks = [chunks_of(loader(tokens, workers, dp_rank=r, dp_world_size=world, infinite=False)) for r in range(world)]
     assert {len(batches) for batches in ranks} == {CHUNKS // (BATCH * world)}
@@ -75,40 +75,61 @@ def test_ranks_split_a_global_batch_in_order(tokens):
     assert [chunk for batches in zip(*ranks) for batch in batches for chunk in batch] == one
 
 
+def sequence(tokens, count, **options) -> list[int]:
+    """Return the first samples of the sequence that all ranks share, as one rank alone reads them."""
+    return [int(labels[0]) // (SEQ_LEN + 1) for _, labels in islice(dataset(tokens, batch_size=1, **options), count)]
+
+
 def test_each_epoch_reads_every_chunk_once_in_a_new_order(tokens):
-    per_epoch = CHUNKS // BATCH
-    batches = iter(loader(tokens))
-    first, second = (np.concatenate(take(batches, per_epoch)).tolist() for _ in range(2))
-    assert len(set(first)) == len(set(second)) == per_epoch * BATCH
-    assert first != second and first != sorted(first)
-    assert first == np.concatenate(take(iter(loader(tokens)), per_epoch)).tolist()
-    assert first != np.concatenate(take(iter(loader(tokens, seed=1)), per_epoch)).tolist()
+    three = sequence(tokens, 3 * CHUNKS)
+    epochs = [three[i : i + CHUNKS] for i in range(0, len(three), CHUNKS)]
+    assert all(sorted(epoch) == list(range(CHUNKS)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0] and epochs[0] != sorted(epochs[0])
+    assert sequence(tokens, CHUNKS) == epochs[0] != sequence(tokens, CHUNKS, seed=1)
+
+
+GLOBAL_BATCH = 12
+
+
+def steps(tokens, start, count, world, batch_size=BATCH, workers=0) -> list[list[int]]:
+    """Return the chunks of ``count`` optimizer steps that begin at sample ``start``, each in the order of the samples.
+
+    A step takes as many microbatches on each of ``world`` ranks as fill the global batch.
+    """
+    ranks = []
+    for rank in range(world):
+        data = dataset(tokens, batch_size=batch_size, dp_rank=rank, dp_world_size=world)
+        data.start = start
+        ranks.append(iter(StatefulDataLoader(data, batch_size=batch_size, num_workers=workers)))
+    microbatches = GLOBAL_BATCH // (batch_size * world)
+    return [
+        [chunk for _ in range(microbatches) for rank in ranks for batch in take(rank, 1) for chunk in batch]
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_order_does_not_change_with_the_number_of_ranks(tokens, workers):
+    """40 chunks and 12 samples a step: the fourth step straddles two epochs, and so do others."""
+    layouts = [(4, 3), (2, 3), (1, 4), (4, 1), (1, 12)]  # ranks and local batch size, one after another
+    read = []
+    for world, batch_size in layouts:
+        read += steps(tokens, GLOBAL_BATCH * len(read), 2, world, batch_size, workers)
+    whole = sequence(tokens, GLOBAL_BATCH * len(read))
+    assert [chunk for step in read for chunk in step] == whole
+    assert all(sorted(whole[i : i + CHUNKS]) == list(range(CHUNKS)) for i in range(0, 120, CHUNKS))
+
+
+def test_more_than_one_epoch_of_workers_batches_is_in_order(tokens):
+    """Every worker takes several epochs, and enters them in the middle of a batch."""
+    read = steps(tokens, 5, 12, world=2, batch_size=3, workers=3)
+    assert [chunk for step in read for chunk in step] == sequence(tokens, 5 + 12 * GLOBAL_BATCH)[5:]
 
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_the_order_does_not_depend_on_the_number_of_workers(tokens, workers):
     expected = take(iter(loader(tokens, dp_rank=1, dp_world_size=2)), 20)
     assert take(iter(loader(tokens, workers, dp_rank=1, dp_world_size=2)), 20) == expected
-
-
-def test_a_run_resumes_exactly(tokens):
-    whole = take(iter(loader(tokens)), 32)
-    # The first epoch has 13 batches.
-    for workers, done in [(0, 0), (0, 1), (0, 5), (0, 13), (0, 17), (2, 0), (2, 5), (2, 13)]:
-        stopped = loader(tokens, workers)
-        batches = iter(stopped)
-        assert take(batches, done) == whole[:done]
-        resumed = loader(tokens, workers)
-        resumed.load_state_dict(stopped.state_dict())
-        assert take(iter(resumed), 15) == whole[done : done + 15], (workers, done)
-
-
-def test_only_the_first_iteration_after_loading_a_state_resumes(tokens):
-    state = {**dataset(tokens).state_dict(), "position": 5}
-    resumed = dataset(tokens)
-    resumed.load_state_dict(state)
-    firsts = [next(iter(data))[1][0] for data in (dataset(tokens), resumed, resumed)]
-    assert firsts[1] != firsts[0] == firsts[2]
 
 
 def test_every_iteration_of_a_finite_loader_starts_at_the_beginning(tokens):
@@ -122,7 +143,7 @@ def test_every_iteration_of_a_finite_loader_starts_at_the_beginning(tokens):
 def test_only_the_first_worker_of_rank_0_logs_the_end_of_an_epoch(tokens, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     for rank in range(2):
-        take(iter(loader(tokens, dp_rank=rank, dp_world_size=2)), 14)  # 6 batches per epoch
+        take(iter(loader(tokens, dp_rank=rank, dp_world_size=2)), 14)  # 84 samples
     monkeypatch.setattr(token_dataset, "get_worker_info", lambda: SimpleNamespace(id=1, num_workers=2))
     take(iter(loader(tokens)), 14)
     assert [record.message for record in caplog.records] == [
@@ -141,17 +162,6 @@ def test_text_too_short_for_one_step_is_a_config_error(tokens):
         dataset(tokens, dp_world_size=14)
     with pytest.raises(ConfigError, match="validation.seq_len = 7 .* raise data.validation_share"):
         dataset(tokens, dp_world_size=14, section="validation")
-
-
-@pytest.mark.parametrize("change", [{"seed": 1}, {"seq_len": 6}, {"batch_size": 2}, {"dp_world_size": 2}])
-def test_a_state_of_other_data_is_a_config_error(tokens, change):
-    state = dataset(tokens).state_dict()
-    (name, value), = change.items()  # fmt: skip
-    with pytest.raises(ConfigError, match=rf"{name} was \d, is {value}.*exclude_from_loading"):
-        dataset(tokens, **change).load_state_dict(state)
-    with pytest.raises(ConfigError, match="tokens was 325, is 324"):
-        dataset(replace(tokens, count=324)).load_state_dict(state)
-    dataset(tokens).load_state_dict(state)
 
 
 def test_token_ids_above_16_bits(tmp_path):

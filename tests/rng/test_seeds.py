@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
+from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask, weight_seed
 
 FQNS = [f"layers.{i}.{name}" for i in range(32) for name in ("attention.wq", "attention.wo", "feed_forward.w2")]
 
@@ -13,6 +13,7 @@ def test_numbers_do_not_change_between_releases():
     """A run that resumes with a newer release keeps its numbers."""
     assert hadamard_signs(42, "layers.0.attention.wq") == (1, 1, -1, -1, 1, -1, 1, 1, -1, 1, 1, 1, 1, 1, 1, 1)
     assert rounding_key(42, "layers.0.attention.wq") == 2898033203299009445
+    assert weight_seed(42, "layers.0.attention.wq.weight", 0) == 8144521460818962419
 
 
 def test_numbers_are_the_same_in_another_process():
@@ -45,8 +46,19 @@ def test_every_layer_and_seed_has_a_key_of_its_own():
     assert rounding_key(1, "1.w") != rounding_key(11, ".w")
 
 
+def test_every_draw_of_every_parameter_has_a_seed_of_its_own():
+    names = ["", "1", "1:w", *FQNS]
+    seeds = {weight_seed(seed, fqn, draw) for seed in (0, 1, 11) for fqn in names for draw in (0, 1, 11)}
+    assert len(seeds) == 9 * len(names)
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    # A CPU generator takes 32 bits of its seed.
+    assert len({seed % 2**32 for seed in seeds}) == len(seeds)
+
+
 def test_bad_input():
     for seed in (None, 1.0, True, "1"):
+        with pytest.raises(ValueError, match="is not an integer"):
+            weight_seed(seed, "w", 0)
         with pytest.raises(ValueError, match="is not an integer"):
             hadamard_signs(seed, "w")
         with pytest.raises(ValueError, match="is not an integer"):

@@ -36,6 +36,24 @@ def test_nvfp4_on_two_processes_matches_one_but_for_its_random_bits(one, several
     require_equal(several["nvfp4, fsdp"], one["from seed"], [0.01, 0.05], 0.1)
 
 
+def test_a_run_goes_on_with_other_numbers_of_processes(one, several):
+    """Two steps each on two processes, on one and on four, with the global batch of an uninterrupted run on one.
+
+    The first step shows that two processes start with the weights of one.
+    """
+    for name in ("resharded", "resharded on one", "resharded on four"):
+        assert set(several[name].statuses) == {0}, several[name].output[0][-4000:]
+    rows, expected = several["resharded"].rows, one["bf16"].rows[:6]
+    for key in ("step", "tokens_seen", "lr"):
+        assert [row[key] for row in rows] == [row[key] for row in expected], key
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in rows] == pytest.approx([row[key] for row in expected], rel=1e-5), key
+    log = (several["resharded"].folder / "train.log").read_text()
+    for before, now in ((2, 1), (1, 4)):
+        line = f"generators of {before} process(es), and this run has {now}: the generators start from the seed"
+        assert log.count(line) == 1
+
+
 def test_checkpoints_load_across_converters(one):
     """Every run starts with the same text, so a first loss shows what the loaded weights had learnt."""
     mxnorm, bf16 = one["mxnorm, then mxnorm"].losses, one["mxnorm, then bf16"].losses

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import shutil
 
 import pytest
@@ -13,6 +12,7 @@ from torchtitan.config import ConfigManager
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain.data.tokenizer import tokenizer_hash
 from mxtrain.errors import ConfigError
+from mxtrain.titan import run_data
 from mxtrain.titan.datasets import _prepare, build_dataloader, build_tokenizer, prepare_from_job
 from mxtrain.titan.run_data import RunLoader
 
@@ -195,19 +195,7 @@ def test_a_folder_without_checkpoints_takes_other_data(corpus, tmp_path):
     assert kept["identity"] == prepare_from_job(job(corpus)).identity
 
 
-def test_a_checkpoint_of_an_older_version_resumes_with_one_warning(corpus, caplog):
-    config = job(corpus)
-    old = ParallelAwareDataloader(loader_of(config).dataset, 0, 1, batch_size=2)
-    next(iter(old))
-    loader = loader_of(config)
-    caplog.clear()
-    loader.load_state_dict(old.state_dict())
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("the checkpoint has no hashes of its data")
-    next(iter(loader))
-
-
-def test_a_folder_of_an_older_version_that_starts_anew_is_warned_of(corpus, tmp_path, caplog):
+def test_a_folder_with_a_damaged_record_that_starts_anew_is_warned_of(corpus, tmp_path, caplog):
     has_trained(corpus)
     (tmp_path / "run" / "data.json").write_text("{}")
     caplog.clear()
@@ -231,19 +219,63 @@ def test_weights_of_another_tokenizer_are_warned_of(corpus, tmp_path, caplog):
         assert all(line.endswith(f"set model.hf_assets_path = {str(tokenizer)!r} to use it") for line in lines)
 
 
-def test_plain_torchtitan_reads_the_state(corpus):
-    state, expected = has_trained(corpus)
-    assert "data" in pickle.loads(state["dp_rank_0"])
-    plain = ParallelAwareDataloader(loader_of(job(corpus)).dataset, 0, 1, batch_size=2)
-    assert same(next_batch(plain, state), expected)
+def ranks_of(config, count) -> list[ParallelAwareDataloader]:
+    """Build the loaders of ``count`` data-parallel ranks in this process."""
+    _prepare.cache_clear()
+    tokenizer = build_tokenizer(config)
+    return [build_dataloader(count, rank, tokenizer, config) for rank in range(count)]
 
 
-def test_another_number_of_ranks_is_one_line(corpus):
+def take(loaders, count) -> tuple[list, dict]:
+    """Return the next ``count`` samples of all ranks together, and the state that every rank then has."""
+    iterators, samples = [iter(loader) for loader in loaders], []
+    while len(samples) < count:
+        for iterator in iterators:
+            samples += [tuple(labels.tolist()) for labels in next(iterator)[1]]
+    states = [loader.state_dict() for loader in loaders]
+    assert all(state == states[0] for state in states)
+    return samples, states[0]
+
+
+def test_any_number_of_ranks_workers_and_samples_per_batch_reads_on(corpus):
+    """4 ranks, then 2, 1 and 4. Workers prepare batches in advance, which must not count."""
+    whole, _ = take(ranks_of(job(corpus, "--training.local_batch_size=16"), 1), 64)
+    read, state = [], None
+    for ranks, batch_size, workers in [(4, 2, 2), (2, 2, 0), (1, 8, 3), (4, 1, 0)]:
+        flags = (f"--training.local_batch_size={batch_size}", f"--training.dataloader.num_workers={workers}")
+        loaders = ranks_of(job(corpus, *flags), ranks)
+        for loader in loaders if state else []:
+            loader.load_state_dict(state)
+        samples, state = take(loaders, 16)
+        read += samples
+        assert state["samples"] == len(read)
+    assert read == whole
+
+
+def test_workers_that_persist_go_on_where_a_second_iteration_starts(corpus):
+    config = job(corpus, "--training.dataloader.num_workers=2", "--training.dataloader.persistent_workers")
+    whole, _ = take(ranks_of(config, 1), 12)
+    loaders = ranks_of(config, 1)
+    assert take(loaders, 6)[0] + take(loaders, 6)[0] == whole
+
+
+def test_an_iteration_takes_nothing_from_the_default_generator(corpus):
+    """A resumed run has one iteration more than an uninterrupted one, and restores the generator before."""
+    loader = loader_of(job(corpus))
+    before = torch.get_rng_state()
+    next(iter(loader))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("setting, old, new", [("training.seq_len", 16, 17), ("data.seed", 0, 1)])
+def test_a_position_in_another_order_is_refused(corpus, setting, old, new):
     state, _ = has_trained(corpus)
+    data = json.loads(state["data"])
+    own = f"--data.prepared={data['prepared']}"  # another seed would prepare another text
     with pytest.raises(
-        ConfigError, match="^parallelism.data_parallel_shard_degree: this run has 2 .* positions of 1 in"
+        ConfigError, match=f"^{setting} = {new}, but was {old} in the run so far.*: set it to {old}, or"
     ):
-        loader_of(job(corpus), dp_world_size=2).load_state_dict(state)
+        loader_of(job(corpus, own, f"--{setting}={new}")).load_state_dict(state)
 
 
 def test_a_stream_keeps_its_tokenizer(corpus, tmp_path_factory):
@@ -259,6 +291,36 @@ def test_a_stream_keeps_its_tokenizer(corpus, tmp_path_factory):
         ConfigError, match="gives other data than the run so far .tokenizer .*data.prepared = 'c4_test-"
     ):
         loader_of(job(corpus, *stream, "--data.vocab_size=310"))
+
+
+def test_every_rank_of_a_stream_has_its_own_state(corpus, tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("own")
+    write(folder / "train.json", range(60))
+    config = job(corpus, "--training.dataset=c4_test", f"--training.dataset_path={folder}")
+    loaders, own = ranks_of(config, 2), []
+    for loader in loaders:
+        next(iter(loader))
+        monkeypatch.setattr(run_data, "gather", lambda value: own.append(value) or [value])
+        loader.state_dict()
+    # Both ranks twice and in another order, as under tensor parallelism.
+    monkeypatch.setattr(run_data, "gather", lambda value: [*reversed(own), *own])
+    state, expected = loaders[0].state_dict(), [next(iter(loader)) for loader in loaders]
+    assert loaders[1].state_dict()["streams"] == state["streams"]
+    for new, (batch, _) in zip(ranks_of(config, 2), expected):
+        assert torch.equal(next_batch(new, state)[0]["input"], batch["input"])
+    assert not torch.equal(expected[0][0]["input"], expected[1][0]["input"])
+
+
+def test_a_stream_resumes_with_as_many_ranks_and_workers_only(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    write(folder / "train.json", range(60))
+    stream = ("--training.dataset=c4_test", f"--training.dataset_path={folder}")
+    state, _ = has_trained(corpus, *stream)
+    with pytest.raises(ConfigError, match="^training.dataset = 'c4_test' is a stream.*has 1 rank.* this run 2; start"):
+        loader_of(job(corpus, *stream), dp_world_size=2).load_state_dict(state)
+    workers = "^training.dataloader.num_workers = 1, but was 0 in the run so far.*: set it to 0, or set checkpoint.excl"
+    with pytest.raises(ConfigError, match=workers):
+        loader_of(job(corpus, *stream, "--training.dataloader.num_workers=1")).load_state_dict(state)
 
 
 def test_another_stream_with_the_same_tokenizer_is_warned_of(corpus, tmp_path_factory, caplog):

@@ -109,6 +109,9 @@ class FakeCheckpointer:
 
     saved, saved_step = (), None
 
+    def __init__(self):
+        self.states = {}
+
     def save(self, step, last_step=False):
         if (last_step or step % 2 == 0 or self.is_stopping()) and self.may_save(step):
             self.saved, self.saved_step = (*self.saved, step), step
@@ -121,6 +124,7 @@ def trainer(monkeypatch):
     def init(self, job_config):
         self.job_config = job_config
         self.device = torch.device("cpu")
+        self.parallel_dims = SimpleNamespace(get_optional_mesh=lambda name: None)
         self.model_parts = [torch.nn.Linear(2, 2)]
         self.checkpointer = FakeCheckpointer()
         self.metrics_processor = SimpleNamespace(logger=None, should_log=lambda step: False)

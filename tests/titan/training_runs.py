@@ -151,9 +151,15 @@ def _killed(base: Path) -> None:
 
 
 def several_processes(base: Path) -> dict[str, "Outcome"]:
-    """Train with two and with four processes, from the weights that ``one_process`` saved."""
+    """Train with two and with four processes, from the weights that ``one_process`` saved.
+
+    Only "resharded" starts from its own weights: two processes, then one and four in the same folder.
+    """
     halves, experts = "--training.local_batch_size=2", [*load(base, "seed of experts", 0), *GATES]
+    resharded = [BF16, *SAVE, "--checkpoint.no-last-save-model-only"]
+    resumed = [*resharded, f"--job.dump_folder={base / 'two' / 'resharded'}"]
     two = {
+        "resharded": [*resharded, halves, steps(2)],
         "fsdp": [*load(base, "seed", 0), halves],
         "tp": [*load(base, "seed", 0), FUSED, "--parallelism.tensor_parallel_degree=2"],
         "experts, fsdp": [*experts, halves],
@@ -164,7 +170,12 @@ def several_processes(base: Path) -> dict[str, "Outcome"]:
     }
     degrees = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"]
     four = {"hsdp": [*load(base, "seed", 0, 1), *degrees, "--training.local_batch_size=1"]}
-    return _done_once(base, "two", 2, two) | _done_once(base, "four", 4, four)
+    four["resharded on four"] = [*resumed, "--training.local_batch_size=1", steps(6)]
+    return (
+        _done_once(base, "two", 2, two)
+        | _done_once(base, "one after two", 1, {"resharded on one": [*resumed, steps(4)]})
+        | _done_once(base, "four", 4, four)
+    )
 
 
 def command_run(base: Path) -> "Outcome":
