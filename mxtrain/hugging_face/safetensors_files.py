@@ -74,8 +74,11 @@ class ShardWriter:
 
     def _flush(self) -> None:
         path = self._unnamed(len(self._shards))
+        path.touch()
+        mode = path.stat().st_mode  # safetensors makes files that only their owner reads
         try:
             save_file(self._pending, path, metadata={"format": "pt"})
+            path.chmod(mode)
         except SafetensorError as error:  # a full disk, for example
             raise OSError(f"{path.name}: {error}") from error
         self._shards.append(list(self._pending))

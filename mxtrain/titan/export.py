@@ -4,13 +4,11 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torchtitan.tools import utils
 
-from mxtrain.data.cache_folders import new_folder
 from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
@@ -20,13 +18,13 @@ from mxtrain.hugging_face.model_config import CONFIG_FILE, GENERATION_FILE, conf
 from mxtrain.hugging_face.safetensors_files import ShardWriter, shard_size
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
-from mxtrain.run_folder.files import reason
 from mxtrain.titan.held_out_loss import Losses, NoText, convert, held_out_losses
 from mxtrain.titan.hugging_face_names import Names, require_exact, require_supported, shape_of
-from mxtrain.titan.metrics import run_facts
+from mxtrain.titan.metrics import package_versions, run_facts
 from mxtrain.titan.parse import non_default_values
 from mxtrain.titan.run_data import TOKENIZER_FOLDER
 from mxtrain.titan.saved_run import SavedRun, open_run
+from mxtrain.titan.target_folder import new_target, require_new
 
 REPORT_FILE = "mxtrain.json"
 
@@ -94,7 +92,7 @@ def export(
         ConfigError: for a wrong argument, and a run that cannot be exported. Nothing is written then.
     """
     require_one_of("--format", format, FORMATS)
-    _require_target(target)
+    require_new(target, "DIR")
     saved = open_run(run, step)
     where = f"RUN = {str(run)!r}"
     require_supported(saved.model, where)
@@ -104,17 +102,22 @@ def export(
     notes = []
     losses = _losses(saved, loss_tokens, dtype, device, notes)
     writer = _Export(saved, format, fold_gain, dtype)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with new_folder(target, partial(_refuse, target)) as folder:
-            files = writer.write(folder, notes)
-            report = ExportReport(
-                target, run, saved.step, format, dtype, fold_gain, tuple(files), writer.bytes, losses,
-                _converter(saved), tuple(notes),
-            )  # fmt: skip
-            _write_report(folder, saved, report)
-    except OSError as error:
-        raise ConfigError(f"DIR = {str(target)!r} cannot be written: {reason(error)}") from error
+    with new_target(target, "DIR") as folder:
+        files = writer.write(folder, notes)
+        report = ExportReport(
+            folder=target,
+            run=run,
+            step=saved.step,
+            format=format,
+            dtype=dtype,
+            fold_gain=fold_gain,
+            files=tuple(files),
+            bytes=writer.bytes,
+            losses=losses,
+            converter=_converter(saved),
+            notes=tuple(notes),
+        )
+        _write_report(folder, saved, report)
     return report
 
 
@@ -198,17 +201,6 @@ def _facts(run: SavedRun, names: Names) -> RunFacts:
     )
 
 
-def _require_target(target: Path) -> None:
-    if target.is_dir() and not any(target.iterdir()):
-        return
-    if target.exists() or target.is_symlink():
-        raise ConfigError(f"DIR = {str(target)!r} exists; choose another folder, or remove it")
-
-
-def _refuse(target: Path, _: Path) -> bool:
-    raise ConfigError(f"DIR = {str(target)!r} was written by another process meanwhile")
-
-
 def _require_no_expert_bias(run: SavedRun, where: str) -> None:
     """transformers' Qwen3-MoE chooses experts without the bias with which TorchTitan balances their load."""
     for fqn in run.build().state_dict():
@@ -242,6 +234,9 @@ def _copy_tokenizer(source: Path, folder: Path, notes: list[str]) -> tuple[int |
 
 
 def _write_report(folder: Path, run: SavedRun, report: ExportReport) -> None:
+    settings = non_default_values(run.job_config)
+    for name in ("config_file", "dump_folder"):  # "run" says it
+        settings["job"].pop(name, None)
     content = {
         "run": str(run.folder.absolute()),
         "step": report.step,
@@ -250,8 +245,8 @@ def _write_report(folder: Path, run: SavedRun, report: ExportReport) -> None:
         "fold_gain": report.fold_gain,
         "loss": None if report.losses is None else asdict(report.losses),
         "notes": list(report.notes),
-        "settings": non_default_values(run.job_config),
-        "versions": run_facts(run.job_config)["versions"],
+        "settings": settings,
+        "versions": package_versions(),
     }
     (folder / REPORT_FILE).write_text(_json(content), encoding="utf-8")
 
