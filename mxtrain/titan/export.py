@@ -97,7 +97,7 @@ def export(
     where = f"RUN = {str(run)!r}"
     require_supported(saved.model, where)
     require_exact(saved.model, saved.args, where)
-    saved.weights.require(saved.build(), tied=shape_of(saved.model, saved.args).tie_word_embeddings)
+    saved.weights.require(saved.build(), saved.is_tied)
     _require_no_expert_bias(saved, where)
     notes = []
     losses = _losses(saved, loss_tokens, dtype, device, notes)

@@ -14,10 +14,10 @@ from torchtitan.protocols.model_converter import build_model_converters
 from mxtrain.data.prepared_text import DamagedText, load_text
 from mxtrain.data.token_store import TokenFile
 from mxtrain.errors import ConfigError
-from mxtrain.titan.run_data import FILE_NAME
+from mxtrain.titan.run_data import FILE_NAME, TOKENIZER_FOLDER
 from mxtrain.titan.saved_run import SavedRun
 
-TOKENS_PER_FORWARD = 2048
+TOKENS_PER_FORWARD, TOKENS_PER_HEAD = 2048, 256
 
 
 class NoText(Exception):
@@ -74,9 +74,11 @@ def load_model(run: SavedRun, device: torch.device, has_converters: bool) -> tor
     model = run.build()
     if has_converters:
         convert(run, model)
-    model.to_empty(device=device)
     with torch.no_grad():
-        model.init_weights(buffer_device=device)  # also computes the buffers that no checkpoint has
+        model.init_weights(buffer_device=device)  # computes the buffers, and nothing for parameters without memory
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    if run.is_tied:
+        model.output.weight = model.tok_embeddings.weight
     run.weights.load_into({fqn: weight for fqn, weight in model.state_dict().items() if fqn in run.weights})
     return model.eval()
 
@@ -97,7 +99,7 @@ def _held_out_text(folder: Path) -> TokenFile:
     if name is None:
         raise NoText("the run's text was streamed")
     try:
-        prepared = load_text(Path(cache) / name)
+        prepared = load_text(Path(cache) / name, str(folder / TOKENIZER_FOLDER))
     except (DamagedText, ConfigError) as error:
         raise NoText(f"the run's text {name!r} in {cache} is gone or damaged") from error
     if prepared.identity != identity:
@@ -130,9 +132,15 @@ def _batches(text: TokenFile, tokens: int, seq_len: int) -> tuple[Callable, int]
 @torch.no_grad()
 def _mean_loss(model: torch.nn.Module, batches: Callable, device: torch.device) -> float:
     total = count = 0
+    head = model.output
+    if type(head) is torch.nn.Linear:
+        model.output = torch.nn.Identity()  # logits of all tokens at once would take more memory than a small model
+    else:
+        head = torch.nn.Identity()
     for batch in batches():
         batch = batch.to(device)
-        logits = model(batch[:, :-1])
-        total += F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum").item()
-        count += batch[:, 1:].numel()
+        hidden, labels = model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
+        for rows, targets in zip(hidden.split(TOKENS_PER_HEAD), labels.split(TOKENS_PER_HEAD), strict=True):
+            total += F.cross_entropy(head(rows).float(), targets, reduction="sum").item()
+        count += len(labels)
     return total / count

@@ -34,6 +34,11 @@ class SavedRun:
     def model(self) -> str:
         return self.job_config.model.name
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether the output's weight is the embedding's."""
+        return getattr(self.args, "enable_weight_tying", False)
+
     def build(self) -> torch.nn.Module:
         """Return the run's model without converters, on the meta device, fp32."""
         with torch.device("meta"):
@@ -129,15 +134,15 @@ class SavedWeights:
         except (Exception, dcp.api.CheckpointException) as error:  # the latter is a BaseException
             raise _damaged(self._checkpoint, error) from error
 
-    def require(self, model: torch.nn.Module, tied: bool) -> None:
+    def require(self, model: torch.nn.Module, is_tied: bool) -> None:
         """Raise ConfigError unless the checkpoint has every weight of ``model``, in its shape.
 
         Args:
-            tied: the output's weight is the embedding's, and need not be saved twice.
+            is_tied: the output's weight is the embedding's, and need not be saved twice.
         """
         for fqn, weight in model.state_dict().items():
             if fqn not in self:
-                if not (tied and fqn == "output.weight"):
+                if not (is_tied and fqn == "output.weight"):
                     raise _damaged(self._checkpoint, f"{fqn} is missing")
             elif self._tensors[fqn].size != weight.shape:
                 shapes = f"{list(self._tensors[fqn].size)}, and {list(weight.shape)} by {CONFIG_FILE}"
