@@ -151,4 +151,4 @@ class SavedWeights:
 
 def _damaged(checkpoint: Path, error) -> ConfigError:
     cause = " ".join(str(error).split())[:300] or type(error).__name__
-    return ConfigError(f"--step: the checkpoint {checkpoint} cannot be used: {cause}; another step may be whole")
+    return ConfigError(f"RUN: the checkpoint {checkpoint} cannot be used: {cause}; choose another with --step")
