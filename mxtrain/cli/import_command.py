@@ -29,7 +29,9 @@ Without --config the settings are those of a short continuation with MXNorm on P
         "source", metavar="MODEL_DIR", type=Path, help="folder with config.json, safetensors, tokenizer"
     )
     parser.add_argument("target", metavar="RUN_DIR", type=Path, help="folder to make; it must not exist, or be empty")
-    parser.add_argument("--config", metavar="FILE", type=Path, help="TOML file with the settings of the run")
+    parser.add_argument(
+        "--config", dest="settings", metavar="FILE", type=Path, help="TOML file with the settings of the run"
+    )
 
 
 def _import(options) -> int:
@@ -37,5 +39,5 @@ def _import(options) -> int:
     import mxtrain.titan  # noqa: F401  registers the flavors
     from mxtrain.titan.import_model import import_model
 
-    print(import_model(options.source, options.target, options.config))
+    print(import_model(options.source, options.target, options.settings))
     return 0

@@ -2,6 +2,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import transformers
 
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import (
@@ -47,7 +48,6 @@ def test_a_shape_is_read_as_it_was_written(shape, tmp_path):
 
 @pytest.mark.parametrize("shape", [LLAMA, QWEN, EXPERTS])
 def test_transformers_takes_every_value(shape, tmp_path):
-    transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.from_pretrained(write(tmp_path, content(shape)))
     for name in ("hidden_size", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "vocab_size"):
         assert getattr(config, name) == getattr(shape, name), name
@@ -60,7 +60,6 @@ def test_transformers_takes_every_value(shape, tmp_path):
 
 @pytest.mark.parametrize("shape", [LLAMA, QWEN])
 def test_reads_what_transformers_writes(shape, tmp_path):
-    transformers = pytest.importorskip("transformers")
     transformers.AutoConfig.from_pretrained(write(tmp_path / "a", content(shape))).save_pretrained(tmp_path / "b")
     assert "rope_parameters" in json.loads((tmp_path / "b" / CONFIG_FILE).read_text()), "the names of transformers 5"
     assert read_shape(tmp_path / "b") == shape
