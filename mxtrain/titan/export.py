@@ -18,7 +18,7 @@ from mxtrain.hugging_face.model_config import CONFIG_FILE, GENERATION_FILE, conf
 from mxtrain.hugging_face.safetensors_files import ShardWriter, shard_size
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
-from mxtrain.titan.held_out_loss import Losses, NoText, convert, held_out_losses
+from mxtrain.titan.held_out_loss import Losses, NoLoss, convert, held_out_losses
 from mxtrain.titan.hugging_face_names import Names, require_exact, require_supported, shape_of
 from mxtrain.titan.metrics import package_versions, run_facts
 from mxtrain.titan.parse import non_default_values
@@ -216,7 +216,7 @@ def _losses(run: SavedRun, tokens: int, dtype: torch.dtype, device: str, notes: 
         return None
     try:
         return held_out_losses(run, tokens, dtype, torch.device(device or utils.device_type))
-    except NoText as error:
+    except NoLoss as error:
         notes.append(f"no loss is computed: {error}")
         return None
 

@@ -1,5 +1,6 @@
 """The loss of a saved run's weights on held-out text: as trained, and as a plain model in high precision."""
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,14 +15,15 @@ from torchtitan.protocols.model_converter import build_model_converters
 from mxtrain.data.prepared_text import DamagedText, load_text
 from mxtrain.data.token_store import TokenFile
 from mxtrain.errors import ConfigError
+from mxtrain.settings.registry import TITAN_QUANTIZING
 from mxtrain.titan.run_data import FILE_NAME, TOKENIZER_FOLDER
 from mxtrain.titan.saved_run import SavedRun
 
 TOKENS_PER_FORWARD, TOKENS_PER_HEAD = 2048, 256
 
 
-class NoText(Exception):
-    """There is no held-out text. The message says why."""
+class NoLoss(Exception):
+    """There is no held-out text, or the converters of the run do not run here. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,10 @@ def held_out_losses(run: SavedRun, tokens: int, dtype: torch.dtype, device: torc
         device: holds one model at a time, fp32.
 
     Raises:
-        NoText: the run's text has no held-out part, is gone or has changed.
+        NoLoss: the run's text has no held-out part, is gone or has changed; or TorchTitan quantized the run.
     """
+    if theirs := [name for name in run.job_config.model.converters if name.startswith(TITAN_QUANTIZING)]:
+        raise NoLoss(f"it would need TorchTitan's converter {theirs[0]!r}, which runs in training only")
     text = _held_out_text(run.folder)
     batches, count = _batches(text, tokens, run.job_config.training.seq_len)
     losses = []
@@ -64,9 +68,11 @@ def held_out_losses(run: SavedRun, tokens: int, dtype: torch.dtype, device: torc
 
 
 def convert(run: SavedRun, model: torch.nn.Module) -> None:
-    """Apply the run's converters to its model, as the trainer does."""
+    """Apply mxtrain's converters of the run to its model, as the trainer does. TorchTitan's own need their devices."""
     one_process = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size"), 1)
-    build_model_converters(run.job_config, ParallelDims(**one_process)).convert(model)
+    job_config = copy.deepcopy(run.job_config)
+    job_config.model.converters = [n for n in job_config.model.converters if not n.startswith(TITAN_QUANTIZING)]
+    build_model_converters(job_config, ParallelDims(**one_process)).convert(model)
 
 
 def load_model(run: SavedRun, device: torch.device, has_converters: bool) -> torch.nn.Module:
@@ -95,17 +101,17 @@ def _held_out_text(folder: Path) -> TokenFile:
         kept = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
         name, cache, identity = kept["prepared"], kept["cache"], kept["identity"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise NoText(f"{FILE_NAME}, which names the run's text, cannot be read") from error
+        raise NoLoss(f"{FILE_NAME}, which names the run's text, cannot be read") from error
     if name is None:
-        raise NoText("the run's text was streamed")
+        raise NoLoss("the run's text was streamed")
     try:
         prepared = load_text(Path(cache) / name, str(folder / TOKENIZER_FOLDER))
     except (DamagedText, ConfigError) as error:
-        raise NoText(f"the run's text {name!r} in {cache} is gone or damaged") from error
+        raise NoLoss(f"the run's text {name!r} in {cache} is gone or damaged") from error
     if prepared.identity != identity:
-        raise NoText(f"the text {name!r} in {cache} is not the run's: its hash differs")
+        raise NoLoss(f"the text {name!r} in {cache} is not the run's: its hash differs")
     if prepared.validation is None or prepared.validation.count < 2:
-        raise NoText(f"no part of the run's text {name!r} is held out: data.validation_share is 0")
+        raise NoLoss(f"no part of the run's text {name!r} is held out: data.validation_share is 0")
     return prepared.validation
 
 

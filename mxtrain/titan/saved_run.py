@@ -73,7 +73,8 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
     where = f"RUN = {str(folder)!r}"
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(f"{where} is no run: {CONFIG_FILE} is missing; give a run's folder, such as outputs/NAME")
-    arguments = [f"--job.config_file={folder / CONFIG_FILE}", f"--job.dump_folder={folder}"]
+    # All modes round to the same operands, and this machine may lack the mode of the training.
+    arguments = [f"--job.config_file={folder / CONFIG_FILE}", f"--job.dump_folder={folder}", "--mxnorm.mode=auto"]
     with places(arguments):
         job_config = parse_job_config(arguments)
     saved = Checkpoints(folder / job_config.checkpoint.folder)

@@ -67,14 +67,16 @@ def save_run(folder, model: str, flavor: str, step: int = 3, converters=("mxnorm
 
 
 def random_weights(model: str, flavor: str, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return weights with gains that are not ones, so that a lost gain shows."""
+    """Return weights that show mistakes: with gains that are not ones, and attention that sees positions."""
     torch.manual_seed(seed)
     with torch.no_grad():
         module = get_train_spec(model).model_cls(get_train_spec(model).model_args[flavor])
         module.init_weights()
-        for parameter in module.parameters():
+        for name, parameter in module.named_parameters():
             if parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5)
+            elif ".wq." in name or ".wk." in name:
+                parameter.normal_(std=0.25)
     return module.state_dict()
 
 

@@ -21,6 +21,7 @@ from mxtrain.titan.held_out_loss import load_model
 from mxtrain.titan.saved_run import open_run
 
 CPU = torch.device("cpu")
+SEQ_LEN = 256
 MODELS = [("llama3", "small"), ("qwen3", "small"), ("qwen3", "small_tied"), ("qwen3", "small_experts")]
 
 
@@ -40,7 +41,13 @@ def runs(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         saved_runs.add_flavors(patch)
         return {
-            (model, flavor): saved_runs.save_run(base / model / flavor, model, flavor, text=None if i else text)
+            (model, flavor): saved_runs.save_run(
+                base / model / flavor,
+                model,
+                flavor,
+                text=None if i else text,
+                training={"dataset": "python", "seq_len": SEQ_LEN},
+            )
             for i, (model, flavor) in enumerate(MODELS)
         }
 
@@ -64,7 +71,7 @@ def test_transformers_computes_what_the_trained_weights_compute_under_rmsnorm(na
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert theirs.dtype == torch.float32
     ours = load_model(open_run(runs[name]), CPU, has_converters=False)
-    tokens = torch.randint(0, saved_runs.VOCABULARY, (2, 32))
+    tokens = torch.randint(0, saved_runs.VOCABULARY, (2, SEQ_LEN))
     expected = logits(ours, tokens)
     assert expected.std() > 0.1
     assert (logits(theirs, tokens) - expected).abs().max() < 1e-5
@@ -95,20 +102,20 @@ def test_the_folder_is_complete(run, tmp_path):
 
 
 def test_the_losses_are_those_of_the_two_models(run, tmp_path):
-    report = export(run, tmp_path / "out", loss_tokens=320, device="cpu")
+    report = export(run, tmp_path / "out", loss_tokens=512, device="cpu")
     losses = report.losses
-    assert losses.tokens == 320 and losses.text.startswith("files-")
+    assert losses.tokens == 512 and losses.text.startswith("files-")
     assert losses.as_trained != losses.as_exported
     assert losses.as_trained == pytest.approx(losses.as_exported, abs=0.05), "the same weights"
     assert json.loads((tmp_path / "out" / "mxtrain.json").read_text())["loss"] == {
         "as_trained": losses.as_trained,
         "as_exported": losses.as_exported,
-        "tokens": 320,
+        "tokens": 512,
         "text": losses.text,
     }
     difference = f"{losses.as_exported - losses.as_trained:+.4f}"
     assert f"{losses.as_trained:.4f} as trained (mxnorm mxfp8), " in str(report) and difference in str(report)
-    assert "320 held-out tokens" in str(report)
+    assert "512 held-out tokens" in str(report)
 
 
 def test_without_text_and_tokenizer_the_weights_are_exported(runs, tmp_path):

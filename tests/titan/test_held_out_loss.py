@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from mxtrain.data.token_store import TokenFile
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.titan import held_out_loss
-from mxtrain.titan.held_out_loss import NoText, held_out_losses, load_model
+from mxtrain.titan.held_out_loss import NoLoss, held_out_losses, load_model
 from mxtrain.titan.saved_run import open_run
 
 CPU = torch.device("cpu")
@@ -100,15 +100,23 @@ def test_a_text_that_is_not_there_is_named(change, reason, run):
     kept = json.loads(file.read_text())
     change(kept, run)
     file.write_text(json.dumps(kept))
-    with pytest.raises(NoText, match=reason):
+    with pytest.raises(NoLoss, match=reason):
         held_out_losses(open_run(run), 64, torch.float32, CPU)
+
+
+def test_converters_of_titan_are_named(run, monkeypatch):
+    saved = open_run(run)
+    monkeypatch.setattr(saved.job_config.model, "converters", ["quantize.linear.float8"])
+    with pytest.raises(NoLoss, match="it would need TorchTitan's converter 'quantize.linear.float8', which runs in"):
+        held_out_losses(saved, 64, torch.float32, CPU)
+    held_out_loss.convert(saved, saved.build())  # an export of the weights works
 
 
 def test_nothing_held_out_is_named(run, tmp_path):
     other = saved_runs.save_run(
         tmp_path / "other", "llama3", "small", text=tmp_path / "text", data={"validation_share": 0.0}
     )
-    with pytest.raises(NoText, match="data.validation_share is 0"):
+    with pytest.raises(NoLoss, match="data.validation_share is 0"):
         held_out_losses(open_run(other), 64, torch.float32, CPU)
 
 

@@ -49,6 +49,12 @@ def test_a_checkpoint_of_bf16_is_loaded_into_fp32(run):
     assert torch.equal(target, weights["norm.weight"].float())
 
 
+def test_a_mode_that_this_machine_lacks_does_not_matter(run):
+    config = run / "config.toml"
+    config.write_text(config.read_text() + '[mxnorm]\nmode = "native"\n')
+    assert open_run(run).job_config.mxnorm.mode == "auto"
+
+
 def flip(file):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
