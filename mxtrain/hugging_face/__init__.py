@@ -1,1 +1,1 @@
-"""Models in Hugging Face's format: config.json, safetensors files, folded gains. Knows nothing of TorchTitan."""
+"""Models in Hugging Face's format: config.json, safetensors files, folded gains. Imports nothing of TorchTitan."""
