@@ -18,7 +18,7 @@ LAYERS = [
     {"reference", "kernels"},
     {"ops"},
     {"nn"},
-    {"conversion"},
+    {"conversion", "hugging_face"},
     {"titan"},
     {"cli"},
     {"train"},

@@ -41,6 +41,8 @@ PYTHON_WARNINGS = (
     r"Dynamo detected a call to a `functools\.lru_cache`-wrapped function",
     # Checkpoints: PyTorch's distributed checkpoint reads tensors through a class that PyTorch has deprecated.
     r"TypedStorage is deprecated",
+    # mxtrain reads and writes some checkpoints in one process, as this warning says.
+    r"torch\.distributed is disabled, unavailable or uninitialized",
     # wandb declares fields in a way that newer releases of pydantic warn about.
     r"The '\w+' attribute with value .* was provided to the `Field\(\)` function",
 )

@@ -107,6 +107,14 @@ RELATIONS = (
         }.items()
     ),
     Relation(
+        "checkpoint.last_save_in_hf",
+        lambda s: (
+            s["checkpoint.last_save_in_hf"]
+            and "is not supported: it would write no config.json and no tokenizer, and lose the last checkpoint where "
+            "something is missing; run 'mxtrain export RUN DIR' after the training"
+        ),
+    ),
+    Relation(
         "checkpoint.initial_load_in_hf",
         lambda s: (
             s["checkpoint.initial_load_in_hf"]

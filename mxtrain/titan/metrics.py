@@ -190,13 +190,18 @@ def run_facts(job_config) -> dict:
         "converters": list(job_config.model.converters),
         **active_settings(job_config),
         "precision": _precision(job_config),
-        "versions": {
-            "mxtrain": mxtrain.__version__,
-            "python": platform.python_version(),
-            **{package: _version(package) for package in ("torch", "torchtitan", "torchao", "triton")},
-        },
+        "versions": package_versions(),
         "device": _device(),
         "world_size": _world_size(),
+    }
+
+
+def package_versions() -> dict[str, str | None]:
+    """Return name -> version of mxtrain, Python and what computes; None for a package that is not installed."""
+    return {
+        "mxtrain": mxtrain.__version__,
+        "python": platform.python_version(),
+        **{package: _version(package) for package in ("torch", "torchtitan", "torchao", "triton")},
     }
 
 

@@ -25,6 +25,8 @@ LOG_ONLY = (
     "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",  # torchrun sets this variable, and TorchTitan overrides it
     "Error running lspci",  # TorchTitan then takes PyTorch's name of the device
     "Peak flops undefined for",  # for the MFU, which the terminal does not show
+    "model.safetensors.index.json not found",  # of interest only to TorchTitan's own export
+    "checkpoint.initial_load_path is provided but",  # a note says from which checkpoint the run goes on
     "Failed to use grouped mm",  # experts run one after another instead, as they must on this hardware
 )
 

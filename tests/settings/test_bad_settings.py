@@ -148,6 +148,7 @@ FLAGS = [
     ("--checkpoint.initial_load_path=a", "checkpoint.initial_load_path = 'a' has no effect without checkpoint.enable"),
     ("--checkpoint.exclude_from_loading=model", "checkpoint.exclude_from_loading = ['model'] has no effect without"),
     ("--checkpoint.initial_load_in_hf_quantized", "checkpoint.initial_load_in_hf_quantized = True needs"),
+    ("--checkpoint.enable --checkpoint.last_save_in_hf", "checkpoint.last_save_in_hf = True is not supported: it"),
     (
         "--checkpoint.enable --checkpoint.initial_load_in_hf --checkpoint.no-initial_load_model_only",
         "checkpoint.initial_load_in_hf = True needs checkpoint.initial_load_model_only = true",

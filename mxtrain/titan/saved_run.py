@@ -1,0 +1,155 @@
+"""A run's folder read back: its settings, one of its checkpoints, and the weights in it."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.protocols.train_spec import get_train_spec
+
+from mxtrain.errors import ConfigError
+from mxtrain.run_folder.checkpoints import Checkpoints
+from mxtrain.run_folder.files import CONFIG_FILE, FACTS_FILE
+from mxtrain.run_folder.manifest import MANIFEST_FILE, DamagedCheckpoint, check_hashes, check_sizes, read_manifest
+from mxtrain.settings.read import places
+from mxtrain.titan.parse import parse_job_config
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run and one of its checkpoints."""
+
+    folder: Path
+    step: int
+    checkpoint: Path
+    job_config: object
+    args: object
+    """TorchTitan's model arguments, with the settings of the run. Attention is causal, and "sdpa"."""
+
+    @property
+    def model(self) -> str:
+        return self.job_config.model.name
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the output's weight is the embedding's."""
+        return getattr(self.args, "enable_weight_tying", False)
+
+    def build(self) -> torch.nn.Module:
+        """Return the run's model without converters, on the meta device, fp32."""
+        with torch.device("meta"):
+            return get_train_spec(self.model).model_cls(self.args)
+
+    @cached_property
+    def weights(self) -> "SavedWeights":
+        return SavedWeights(self.checkpoint)
+
+    @cached_property
+    def weight_dtype(self) -> torch.dtype:
+        """The dtype in which the run's forward read its weights: FSDP's mixed precision rounds fp32 weights."""
+        training = self.job_config.training
+        dtype = training.mixed_precision_param if self._processes() > 1 else training.dtype
+        return TORCH_DTYPE_MAP[dtype]
+
+    def _processes(self) -> int:
+        if (self.checkpoint / MANIFEST_FILE).is_file():
+            return read_manifest(self.checkpoint).processes
+        try:
+            return int(json.loads((self.folder / FACTS_FILE).read_text(encoding="utf-8"))["world_size"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 1  # of an older version
+
+
+def open_run(folder: Path, step: int | None = None) -> SavedRun:
+    """Read the settings of the run in ``folder``, and find the checkpoint of ``step`` (None: the newest complete one).
+
+    Raises:
+        ConfigError: the folder is no run, its settings are wrong now, or it has no such checkpoint, or a damaged one.
+    """
+    where = f"RUN = {str(folder)!r}"
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(f"{where} is no run: {CONFIG_FILE} is missing; give a run's folder, such as outputs/NAME")
+    # All modes round to the same operands, and this machine may lack the mode of the training.
+    arguments = [f"--job.config_file={folder / CONFIG_FILE}", f"--job.dump_folder={folder}", "--mxnorm.mode=auto"]
+    with places(arguments):
+        job_config = parse_job_config(arguments)
+    saved = Checkpoints(folder / job_config.checkpoint.folder)
+    if not saved.complete:
+        raise ConfigError(f"{where} has no complete checkpoint in {saved.folder}; train with checkpoint.enable = true")
+    step = max(saved.complete) if step is None else step
+    if step not in saved.complete:
+        steps = ", ".join(map(str, sorted(saved.complete)))
+        raise ConfigError(f"--step = {step} is not among the steps in {saved.folder}: {steps}")
+    _check_manifest(saved.path(step))
+    args = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
+    args.update_from_config(job_config)
+    if getattr(args, "attn_type", "sdpa") != "sdpa":
+        args.attn_type, args.attn_mask_type = "sdpa", "causal"
+    return SavedRun(folder, step, saved.path(step), job_config, args)
+
+
+def _check_manifest(checkpoint: Path) -> None:
+    if not (checkpoint / MANIFEST_FILE).is_file():
+        return  # of a version that wrote none
+    try:
+        manifest = read_manifest(checkpoint)
+        check_sizes(checkpoint, manifest)
+        check_hashes(checkpoint, manifest, manifest.files)
+    except DamagedCheckpoint as error:
+        raise _damaged(checkpoint, error) from error
+
+
+class SavedWeights:
+    """The weights in a checkpoint of any layout, read one at a time on the CPU.
+
+    Raises:
+        ConfigError: the checkpoint's list of its tensors cannot be read.
+    """
+
+    def __init__(self, checkpoint: Path):
+        self._checkpoint = checkpoint
+        try:
+            metadata = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        except Exception as error:  # whatever the unpickler raises
+            raise _damaged(checkpoint, error) from error
+        self._tensors = {name: value for name, value in metadata.items() if isinstance(value, TensorStorageMetadata)}
+
+    def __contains__(self, fqn: str) -> bool:
+        return fqn in self._tensors
+
+    def __getitem__(self, fqn: str) -> torch.Tensor:
+        """Return a whole weight in the checkpoint's dtype. Raises ConfigError if it cannot be read."""
+        facts = self._tensors[fqn]
+        weight = torch.empty(facts.size, dtype=facts.properties.dtype)
+        self.load_into({fqn: weight})
+        return weight
+
+    def load_into(self, state: dict[str, torch.Tensor]) -> None:
+        """Copy the weights of these names into tensors of any dtype and device. Raises ConfigError as above."""
+        try:
+            dcp.load(state, checkpoint_id=self._checkpoint, no_dist=True)
+        except (Exception, dcp.api.CheckpointException) as error:  # the latter is a BaseException
+            raise _damaged(self._checkpoint, error) from error
+
+    def require(self, model: torch.nn.Module, is_tied: bool) -> None:
+        """Raise ConfigError unless the checkpoint has every weight of ``model``, in its shape.
+
+        Args:
+            is_tied: the output's weight is the embedding's, and need not be saved twice.
+        """
+        for fqn, weight in model.state_dict().items():
+            if fqn not in self:
+                if not (is_tied and fqn == "output.weight"):
+                    raise _damaged(self._checkpoint, f"{fqn} is missing")
+            elif self._tensors[fqn].size != weight.shape:
+                shapes = f"{list(self._tensors[fqn].size)}, and {list(weight.shape)} by {CONFIG_FILE}"
+                raise _damaged(self._checkpoint, f"{fqn} has shape {shapes}")
+
+
+def _damaged(checkpoint: Path, error) -> ConfigError:
+    cause = " ".join(str(error).split())[:300] or type(error).__name__
+    return ConfigError(f"RUN: the checkpoint {checkpoint} cannot be used: {cause}; choose another with --step")

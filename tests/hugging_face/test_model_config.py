@@ -1,0 +1,123 @@
+import json
+from dataclasses import replace
+
+import pytest
+import transformers
+
+from mxtrain.errors import ConfigError
+from mxtrain.hugging_face.model_config import (
+    CONFIG_FILE,
+    ModelShape,
+    RopeScaling,
+    config_json,
+    generation_config_json,
+    read_shape,
+)
+
+LLAMA = ModelShape(
+    model_type="llama",
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=96,
+    vocab_size=320,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
+)
+QWEN = replace(LLAMA, model_type="qwen3", head_dim=32, rope_scaling=None, tie_word_embeddings=True)
+EXPERTS = replace(QWEN, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+
+
+def write(folder, config):
+    folder.mkdir(exist_ok=True)
+    (folder / CONFIG_FILE).write_text(json.dumps(config) if isinstance(config, dict) else config)
+    return folder
+
+
+def content(shape=LLAMA):
+    return config_json(shape, "float32", 128, 0, 1)
+
+
+@pytest.mark.parametrize("shape", [LLAMA, QWEN, replace(LLAMA, rope_scaling=None)])
+def test_a_shape_is_read_as_it_was_written(shape, tmp_path):
+    assert read_shape(write(tmp_path, content(shape))) == shape
+
+
+@pytest.mark.parametrize("shape", [LLAMA, QWEN, EXPERTS])
+def test_transformers_takes_every_value(shape, tmp_path):
+    config = transformers.AutoConfig.from_pretrained(write(tmp_path, content(shape)))
+    for name in ("hidden_size", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "vocab_size"):
+        assert getattr(config, name) == getattr(shape, name), name
+    assert config.rope_parameters["rope_theta"] == shape.rope_theta
+    assert config.rope_parameters["rope_type"] == ("llama3" if shape.rope_scaling else "default")
+    assert (config.max_position_embeddings, config.bos_token_id, config.eos_token_id) == (128, 0, 1)
+    if shape.num_experts:
+        assert (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size) == (4, 2, 32)
+
+
+@pytest.mark.parametrize("shape", [LLAMA, QWEN])
+def test_reads_what_transformers_writes(shape, tmp_path):
+    transformers.AutoConfig.from_pretrained(write(tmp_path / "a", content(shape))).save_pretrained(tmp_path / "b")
+    assert "rope_parameters" in json.loads((tmp_path / "b" / CONFIG_FILE).read_text()), "the names of transformers 5"
+    assert read_shape(tmp_path / "b") == shape
+
+
+def test_missing_values_have_the_defaults_of_transformers(tmp_path):
+    config = content()
+    for name in ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_scaling", "rope_theta"):
+        del config[name]
+    shape = read_shape(write(tmp_path, config))
+    assert (shape.num_key_value_heads, shape.head_dim, shape.rms_norm_eps) == (4, 16, 1e-6)
+    assert (shape.rope_theta, shape.rope_scaling) == (10000.0, None)
+
+
+def test_differences_are_named_in_order():
+    other = replace(LLAMA, hidden_size=1, vocab_size=2, rope_theta=3.0)
+    assert LLAMA.differences(other) == ["hidden_size", "vocab_size", "rope_theta"]
+    assert LLAMA.differences(other, but=("hidden_size", "rope_theta")) == ["vocab_size"]
+
+
+def test_a_tokenizer_without_special_tokens_leaves_them_out():
+    assert generation_config_json(None, 7) == {"eos_token_id": 7}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "mistral"}, "model_type = 'mistral' in config.json is not supported; supported are: llama, qw"),
+        ({"model_type": None}, "model_type = None in config.json is not supported"),
+        ({"model_type": "qwen3_moe"}, "model_type = 'qwen3_moe' in config.json is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' in config.json is not supported; supported is 'silu'"),
+        ({"attention_bias": True}, "attention_bias = True in config.json is not supported"),
+        ({"mlp_bias": True}, "mlp_bias = True in config.json is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window = True in config.json is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "is not supported; supported are unquantized weights"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type = 'yarn' in config.json is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor = None in config.json is not a num"),
+        ({"rope_scaling": 8}, "rope_parameters = 8 in config.json is not an object"),
+        ({"hidden_size": "64"}, "hidden_size = '64' in config.json is not a positive integer"),
+        ({"hidden_size": None}, "hidden_size = None in config.json is not a positive integer"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0 in config.json is not a positive integer"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes' in config.json is not true or false"),
+    ],
+)
+def test_what_is_refused(change, message, tmp_path):
+    folder = write(tmp_path, content() | change)
+    with pytest.raises(ConfigError) as error:
+        read_shape(folder)
+    assert str(error.value).startswith(f"MODEL_DIR = {str(folder)!r}: ")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text, message", [("{", "is damaged: "), ("[1]", "holds list, not an object")])
+def test_a_damaged_file_is_one_line(text, message, tmp_path):
+    with pytest.raises(ConfigError, match=f"config.json {message}"):
+        read_shape(write(tmp_path, text))
+
+
+def test_a_missing_file_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="config.json is missing; give the folder of a Hugging Face model"):
+        read_shape(tmp_path)

@@ -1,0 +1,135 @@
+import json
+import os
+import stat
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mxtrain.errors import ConfigError
+from mxtrain.hugging_face.safetensors_files import INDEX_FILE, SINGLE_FILE, SavedTensors, ShardWriter, shard_size
+
+TENSORS = {name: torch.randn(10, 10) for name in ("a", "b", "c", "d", "e")}  # 400 bytes each
+SHAPES = {name: (10, 10) for name in TENSORS}
+FIRST = "model-00001-of-00003.safetensors"
+
+
+def write(folder, shard_bytes, tensors=TENSORS):
+    folder.mkdir(exist_ok=True)
+    writer = ShardWriter(folder, shard_bytes)
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    return writer.finish()
+
+
+def test_few_tensors_are_one_file(tmp_path):
+    assert write(tmp_path, 2000) == [SINGLE_FILE]
+    read = load_file(tmp_path / SINGLE_FILE)
+    assert read.keys() == TENSORS.keys() and all(torch.equal(read[name], TENSORS[name]) for name in read)
+    assert [path.name for path in tmp_path.iterdir()] == [SINGLE_FILE]
+
+
+def test_many_tensors_are_several_files_and_an_index(tmp_path):
+    names = write(tmp_path, 800)
+    assert names == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)] + [INDEX_FILE]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    index = json.loads((tmp_path / INDEX_FILE).read_text())
+    assert index["metadata"] == {"total_size": 2000}
+    assert [index["weight_map"][name] for name in "abcde"] == [names[i] for i in (0, 0, 1, 1, 2)]
+    saved = SavedTensors(tmp_path)
+    assert saved.shapes == SHAPES
+    assert all(torch.equal(saved[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_a_tensor_larger_than_a_file_has_its_own(tmp_path):
+    assert len(write(tmp_path, 100)) == 5 + 1
+
+
+def test_views_are_written_without_what_they_are_a_part_of(tmp_path):
+    base = torch.arange(12.0).view(3, 4)
+    write(tmp_path, 10**6, {"whole": base, "row": base[1], "transposed": base.t()})
+    read = load_file(tmp_path / SINGLE_FILE)
+    assert torch.equal(read["row"], base[1]) and torch.equal(read["transposed"], base.t())
+    assert (tmp_path / SINGLE_FILE).stat().st_size < 500
+
+
+def test_other_users_may_read_the_files_as_they_may_read_any(tmp_path):
+    write(tmp_path, 800)
+    (tmp_path / "any").touch()
+    modes = {stat.S_IMODE(os.stat(path).st_mode) for path in tmp_path.iterdir()}
+    assert len(modes) == 1
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path):
+    writer = ShardWriter(tmp_path, 1000)
+    writer.add("a", torch.zeros(1))
+    with pytest.raises(ValueError, match="two tensors are called 'a'"):
+        writer.add("a", torch.zeros(1))
+
+
+def test_a_full_disk_is_an_os_error(tmp_path, full_disk):
+    with full_disk(500), pytest.raises(OSError):
+        write(tmp_path, 10**6)
+
+
+def test_a_file_is_at_most_a_quarter_of_a_large_model():
+    assert shard_size(10**6) == 256_000_000 and shard_size(4 * 10**9) == 10**9 and shard_size(10**12) == 5 * 10**9
+
+
+def make_index(folder, weight_map):
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+
+
+BROKEN = {
+    f"{INDEX_FILE} names {FIRST}, which is missing": lambda f: (f / FIRST).unlink(),
+    f"{FIRST} is truncated or damaged: ": lambda f: os.truncate(f / FIRST, 500),
+    "model-00002-of-00003.safetensors is truncated or damaged: ": lambda f: (
+        f / "model-00002-of-00003.safetensors"
+    ).write_bytes(b""),
+    f"{INDEX_FILE} is damaged: JSONDecodeError": lambda f: (f / INDEX_FILE).write_text("{"),
+    f"{INDEX_FILE} is damaged: KeyError": lambda f: (f / INDEX_FILE).write_text("{}"),
+    f"{INDEX_FILE} is damaged: ValueError: weight_map names no": lambda f: make_index(f, {"a": "../a.safetensors"}),
+    f"{INDEX_FILE} names pytorch_model.bin, which is no safetensors": lambda f: make_index(
+        f, {"a": "pytorch_model.bin"}
+    ),
+    f"{INDEX_FILE} places e in {FIRST}, which does not hold it": lambda f: make_index(f, {"e": FIRST}),
+    "there is neither model.safetensors nor": lambda f: [path.unlink() for path in f.iterdir()],
+    "pytorch_model.bin is a pickle, which may run any code when it is read": lambda f: [
+        *[path.unlink() for path in f.iterdir()],
+        torch.save({}, f / "pytorch_model.bin"),
+    ],
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_broken_folders_are_refused_in_one_line(message, tmp_path):
+    write(tmp_path, 800)
+    BROKEN[message](tmp_path)
+    with pytest.raises(ConfigError) as error:
+        SavedTensors(tmp_path)
+    assert str(error.value).startswith(f"MODEL_DIR = {str(tmp_path)!r}: {message}")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"a": None}, "a is missing"),
+        ({"a": None, "b": None, "c": None, "d": None}, "a, b and 2 more are missing"),
+        ({"extra": torch.zeros(1)}, "extra is not part of this model"),
+        ({"a": torch.zeros(10, 11)}, r"a has shape [10, 11], and [10, 10] by config.json"),
+        ({"a": torch.zeros(10, 10, dtype=torch.int8)}, "a has dtype I8; supported are: F32, BF16, F16"),
+        ({"old": torch.zeros(3)}, r"old has shape [3], and [2] by config.json"),
+    ],
+)
+def test_tensors_of_another_model_are_refused(change, message, tmp_path):
+    tensors = {name: tensor for name, tensor in {**TENSORS, **change}.items() if tensor is not None}
+    save_file(tensors, tmp_path / SINGLE_FILE)
+    with pytest.raises(ConfigError) as error:
+        SavedTensors(tmp_path).require(SHAPES, optional={"old": (2,)})
+    assert str(error.value) == f"MODEL_DIR = {str(tmp_path)!r}: {message}"
+
+
+def test_optional_tensors_may_be_there(tmp_path):
+    save_file({**TENSORS, "old": torch.zeros(2)}, tmp_path / SINGLE_FILE)
+    SavedTensors(tmp_path).require(SHAPES, optional={"old": (2,), "older": (3,)})
