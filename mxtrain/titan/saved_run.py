@@ -1,9 +1,9 @@
 """A run's folder read back: its settings, one of its checkpoints, and the weights in it."""
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -11,10 +11,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.train_spec import get_train_spec
 
+from mxtrain.config import dump_config
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.checkpoints import Checkpoints
-from mxtrain.run_folder.files import CONFIG_FILE, FACTS_FILE
-from mxtrain.run_folder.manifest import MANIFEST_FILE, DamagedCheckpoint, check_hashes, check_sizes, read_manifest
+from mxtrain.run_folder.files import CONFIG_FILE
+from mxtrain.run_folder.manifest import DamagedCheckpoint, Manifest, check_hashes
 from mxtrain.settings.read import places
 from mxtrain.titan.parse import parse_job_config
 
@@ -27,6 +28,8 @@ class SavedRun:
     step: int
     checkpoint: Path
     job_config: object
+    processes: int
+    """Number of processes that trained"""
     args: object
     """TorchTitan's model arguments, with the settings of the run. Attention is causal, and "sdpa"."""
 
@@ -52,20 +55,12 @@ class SavedRun:
     def weight_dtype(self) -> torch.dtype:
         """The dtype in which the run's forward read its weights: FSDP's mixed precision rounds fp32 weights."""
         training = self.job_config.training
-        dtype = training.mixed_precision_param if self._processes() > 1 else training.dtype
+        dtype = training.mixed_precision_param if self.processes > 1 else training.dtype
         return TORCH_DTYPE_MAP[dtype]
-
-    def _processes(self) -> int:
-        if (self.checkpoint / MANIFEST_FILE).is_file():
-            return read_manifest(self.checkpoint).processes
-        try:
-            return int(json.loads((self.folder / FACTS_FILE).read_text(encoding="utf-8"))["world_size"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return 1  # of an older version
 
 
 def open_run(folder: Path, step: int | None = None) -> SavedRun:
-    """Read the settings of the run in ``folder``, and find the checkpoint of ``step`` (None: the newest complete one).
+    """Find the checkpoint of ``step`` in the run's folder (None: the newest whole one), and read its settings.
 
     Raises:
         ConfigError: the folder is no run, its settings are wrong now, or it has no such checkpoint, or a damaged one.
@@ -73,34 +68,44 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
     where = f"RUN = {str(folder)!r}"
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(f"{where} is no run: {CONFIG_FILE} is missing; give a run's folder, such as outputs/NAME")
-    # All modes round to the same operands, and this machine may lack the mode of the training.
-    arguments = [f"--job.config_file={folder / CONFIG_FILE}", f"--job.dump_folder={folder}", "--mxnorm.mode=auto"]
-    with places(arguments):
-        job_config = parse_job_config(arguments)
-    saved = Checkpoints(folder / job_config.checkpoint.folder)
-    if not saved.complete:
-        raise ConfigError(f"{where} has no complete checkpoint in {saved.folder}; train with checkpoint.enable = true")
-    step = max(saved.complete) if step is None else step
-    if step not in saved.complete:
-        steps = ", ".join(map(str, sorted(saved.complete)))
-        raise ConfigError(f"--step = {step} is not among the steps in {saved.folder}: {steps}")
-    _check_manifest(saved.path(step))
+    saved = Checkpoints(folder / _parse(folder / CONFIG_FILE, folder).checkpoint.folder)
+    if not saved.whole:
+        problems = "".join(f"; {name}: {problem}" for name, problem in saved.problems.items())
+        raise ConfigError(
+            f"{where} has no whole checkpoint in {saved.folder}{problems}; train with checkpoint.enable = true"
+        )
+    step = max(saved.whole) if step is None else step
+    if problem := saved.problems.get(f"step-{step}"):
+        raise _damaged(saved.path(step), problem)
+    if step not in saved.whole:
+        raise ConfigError(
+            f"--step = {step} is not among the steps in {saved.folder}: {', '.join(map(str, saved.whole))}"
+        )
+    manifest = saved.whole[step]
+    try:
+        check_hashes(saved.path(step), manifest, manifest.files)
+    except DamagedCheckpoint as error:
+        raise _damaged(saved.path(step), error) from error
+    job_config = _settings_of(manifest, folder)
     args = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
     args.update_from_config(job_config)
     if getattr(args, "attn_type", "sdpa") != "sdpa":
         args.attn_type, args.attn_mask_type = "sdpa", "causal"
-    return SavedRun(folder, step, saved.path(step), job_config, args)
+    return SavedRun(folder, step, saved.path(step), job_config, manifest.processes, args)
 
 
-def _check_manifest(checkpoint: Path) -> None:
-    if not (checkpoint / MANIFEST_FILE).is_file():
-        return  # of a version that wrote none
-    try:
-        manifest = read_manifest(checkpoint)
-        check_sizes(checkpoint, manifest)
-        check_hashes(checkpoint, manifest, manifest.files)
-    except DamagedCheckpoint as error:
-        raise _damaged(checkpoint, error) from error
+def _settings_of(manifest: Manifest, folder: Path):
+    """Return the job config of a checkpoint. The run may have resumed with other settings since."""
+    with TemporaryDirectory() as temporary:
+        dump_config(manifest.settings, Path(temporary, CONFIG_FILE))
+        return _parse(Path(temporary, CONFIG_FILE), folder)
+
+
+def _parse(config: Path, folder: Path):
+    # All modes round to the same operands, and this machine may lack the mode of the training.
+    arguments = [f"--job.config_file={config}", f"--job.dump_folder={folder}", "--mxnorm.mode=auto"]
+    with places(arguments):
+        return parse_job_config(arguments)
 
 
 class SavedWeights:
