@@ -27,6 +27,7 @@ from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.names import check_names
 from mxtrain.settings.read import config_file as named_config
 from mxtrain.settings.read import places, read_settings
+from mxtrain.settings.resume_check import check_resume
 
 WORKER = "mxtrain.train"
 """Module that every worker runs with ``python -m``"""
@@ -72,7 +73,8 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
             print(f"mxtrain: warning: {warning}", file=sys.stderr, flush=True)
         try:
             with places(arguments):
-                find_start(folder, CheckpointSettings.of(settings.section("checkpoint")), processes)
+                start = find_start(folder, CheckpointSettings.of(settings.section("checkpoint")), processes)
+                check_resume(folder, start.step, settings, processes)
             print(f"mxtrain: run folder {folder}", flush=True)
             set_worker_defaults(os.environ, processes, devices)
             with _log_dir(folder, processes) as log_dir:

@@ -21,19 +21,24 @@ from mxtrain.run_folder.lock import locked
 from mxtrain.run_folder.start import CheckpointSettings, find_start, latest_checkpoint, require_folder
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import places
+from mxtrain.settings.resume_check import check_resume
+from mxtrain.settings.resume_run import resolved
 from mxtrain.titan import finite, terminal
 from mxtrain.titan.finite import LossWatch, NonFiniteError, nonfinite_weights
 from mxtrain.titan.metrics import leave_losses_to_trainer
 from mxtrain.titan.parse import non_default_values, parse_job_config, settings_of
+from mxtrain.titan.resumed_optimizer import apply_settings
 
 FIRST_WORD_SECONDS = 3.0
 
 
 class _Trainer(Trainer):
-    """TorchTitan's trainer with three additions.
+    """TorchTitan's trainer with four additions.
 
     It sets the step and the microbatch for stochastic rounding. Both follow from the trainer's own step, so a resumed
     run draws the same random bits as an uninterrupted run.
+
+    It gives the optimizer of a resumed run its present settings, where the checkpoint has those of the run so far.
 
     It looks for losses and weights that are not finite, and never saves such weights.
 
@@ -45,6 +50,8 @@ class _Trainer(Trainer):
         self._stops = job_config.metrics.on_nonfinite_loss == finite.STOP
         self._watch = LossWatch(self.device, self._stops)
         leave_losses_to_trainer(self.metrics_processor)
+        self._load = self.checkpointer.load
+        self.checkpointer.load = self._load_and_apply_settings
         self._save = self.checkpointer.save
         self.checkpointer.save = self._save_if_finite
         self.checkpointer._purge_stale_checkpoints = self._purge
@@ -57,6 +64,14 @@ class _Trainer(Trainer):
             if self.checkpointer.enable:
                 self.checkpointer._async_wait()  # the last checkpoint, with finite weights, becomes complete
             raise
+
+    def _load_and_apply_settings(self, step: int = -1) -> bool:
+        loaded = self._load(step)
+        if loaded:
+            rates = apply_settings(self.optimizers, self.lr_schedulers)
+            if self.step > 0 and rates.kept != rates.present:
+                terminal.note(f"learning rate of step {self.step + 1}: {rates.present:.4g} (was {rates.kept:.4g})")
+        return loaded
 
     def train_step(self, data_iterator):
         self._losses = []
@@ -125,17 +140,22 @@ def train(args: list[str], verbose: bool) -> None:
     folder = require_folder(job_config.job.dump_folder)
     job_config.job.dump_folder = str(folder)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    check_machine(settings_of(job_config), Machine(processes, torch.cuda.is_available()))
+    settings = settings_of(job_config)
+    check_machine(settings, Machine(processes, torch.cuda.is_available()))
     with locked(folder) if _is_first() else nullcontext() as warning:
         # Every rank looks. Nothing changes in the folder before all ranks have met in the process group.
         start = find_start(folder, CheckpointSettings.of(job_config.checkpoint), processes)
+        changes = check_resume(folder, start.step, settings, processes)
         terminal.start(folder, verbose)
         if warning:
             logger.warning(warning)
-        for note in start.notes:
+        for note in (*start.notes, *changes):
             terminal.note(note)
         if start.step >= job_config.training.steps:
-            terminal.note(f"nothing is left to train: training.steps = {job_config.training.steps}")
+            terminal.note(
+                f"nothing is left to train: training.steps = {job_config.training.steps}; set it to more steps, such "
+                f"as --training.steps {2 * start.step}, and the run goes on"
+            )
         try:
             _train(job_config)
         except NonFiniteError as error:
@@ -156,6 +176,7 @@ def _train(job_config) -> None:
         if _is_first():
             _write_resolved_config(job_config)
         if job_config.checkpoint.create_seed_checkpoint:
+            trainer.checkpointer.last_save_model_only = True  # where a run starts, there is nothing else to keep
             trainer.checkpointer.save(curr_step=0, last_step=True)
             terminal.note("Created seed checkpoint")
         else:
@@ -179,6 +200,7 @@ def main(args: list[str], verbose: bool) -> None:
     """Run ``train`` in a worker process and exit. An error of the user's run is one line on stderr, no traceback."""
     status = 0
     try:
+        args = resolved(args)
         with places(args):
             train(args, verbose)
     except ConfigError as error:
