@@ -11,7 +11,7 @@ _ONCE = (
     "--checkpoint.load_step=-1",
     "--checkpoint.exclude_from_loading=",
     "--checkpoint.may_change=",
-    "--checkpoint.no-create_seed_checkpoint",
+    "--checkpoint.create_seed_checkpoint=false",
 )
 """How one start began, which config.toml keeps, too: the next start must not begin in the same way"""
 

@@ -31,7 +31,7 @@ from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE, reason, replace_f
 from mxtrain.run_folder.start import CheckpointSettings, find_start
 from mxtrain.titan.converters import active_settings
 from mxtrain.titan.terminal import go_on_without, note, show_line, show_status
-from mxtrain.titan.wandb_resume import EarlierRun, chosen_by_user, earlier_run, skip_known_steps
+from mxtrain.titan.wandb_resume import EarlierRun, chosen_by_user, earlier_run, skip_known_steps, sync_command
 from mxtrain.titan.wandb_run import wandb_defaults, wandb_facts
 
 # Key in a row of metrics.jsonl -> name of the same number in TorchTitan 0.2.2.
@@ -146,17 +146,17 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
     continued = None if chosen_by_user() else earlier
 
     run_id = continued.id if continued else None
-    with wandb_defaults(_run_name(job_config), run_id) if wants_wandb else nullcontext():
+    stay_offline = run_id is not None and sync_command(folder, run_id) is not None
+    with wandb_defaults(_run_name(job_config), run_id, stay_offline) if wants_wandb else nullcontext():
         processor = MetricsProcessor(job_config, parallel_dims, tag)
     if not (on_metrics_rank or wants_wandb):
         return processor
 
     facts = run_facts(job_config)
-    facts["wandb"] = wandb_facts()
-    if wants_wandb:
-        facts["wandb"] = _update_wandb(processor.logger, facts, job_config, continued)
-    if earlier and facts["wandb"]["id"] is None:
-        facts["wandb"]["id"] = earlier.id  # a later start may have wandb again
+    where = _update_wandb(processor.logger, facts, job_config, continued) if wants_wandb else wandb_facts()
+    if earlier and where["id"] is None:
+        where["id"] = earlier.id  # a later start may have wandb again
+    facts["wandb"] = where
     if on_metrics_rank:
         _write_facts(folder / FACTS_FILE, facts)
         if not isinstance(processor.logger, LoggerContainer):
@@ -195,8 +195,6 @@ def _update_wandb(loggers: LoggerContainer, facts: dict, job_config, continued: 
         logger.info(f"wandb is offline; upload this run with: {where['sync']}")
     elif where["mode"] == "online":
         note(f"wandb run: {where['url']}")
-        if where["sync"]:
-            logger.warning(f"wandb has only a part of this run; the earlier part is uploaded with: {where['sync']}")
     return where
 
 

@@ -25,6 +25,9 @@ LOG_ONLY = (
     "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",  # torchrun sets this variable, and TorchTitan overrides it
     "Error running lspci",  # TorchTitan then takes PyTorch's name of the device
     "Peak flops undefined for",  # for the MFU, which the terminal does not show
+    # A resumed run keeps the setting in its config, as a record of its first weights.
+    "checkpoint.initial_load_path is provided but the checkpoint.folder exists",
+    "checkpoint.initial_load_in_hf is True but the checkpoint.folder exists",
     "Failed to use grouped mm",  # experts run one after another instead, as they must on this hardware
 )
 

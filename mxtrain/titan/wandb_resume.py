@@ -2,13 +2,15 @@
 
 ``run.json`` keeps the id of the wandb run. A resumed run starts wandb with this id and resume = "allow", so that a
 server appends to the run. Offline, every start makes a local folder with the same id, and ``wandb sync`` of all of
-them uploads one run: wandb 0.31 goes by their start times, asks the server for the last step and appends.
+them uploads one run: wandb 0.31 goes by their start times, asks the server for the last step and appends. A first part
+that is uploaded last would replace all others, so a run stays offline until its earlier parts are uploaded.
 
 wandb's history only grows. A server that has step 10 drops what is logged for step 6 later, and ``wandb sync`` would
 give it the number 11. So steps that wandb has are not sent again: it keeps their first values. ``metrics.jsonl`` has
 the values of the run as it went on.
 """
 
+import glob
 import json
 import os
 import shlex
@@ -54,8 +56,9 @@ def sync_command(folder: Path, run_id: str) -> str | None:
     Args:
         folder: of the training run.
     """
-    places = [path for path in folder.glob(f"**/offline-run-*-{run_id}") if not any(path.glob("*.wandb.synced"))]
-    words = [shlex.quote(str(path.resolve())) for path in sorted(places, key=lambda path: path.name)]
+    files = folder.glob(f"**/offline-run-*/run-{glob.escape(run_id)}.wandb")
+    places = [file.resolve().parent for file in files if not file.with_name(f"{file.name}.synced").exists()]
+    words = [shlex.quote(str(place)) for place in sorted(places, key=lambda place: place.name)]  # begins with the time
     return f"wandb sync {' '.join(words)}" if words else None
 
 
@@ -63,7 +66,7 @@ def skip_known_steps(loggers: LoggerContainer, earlier: EarlierRun) -> int:
     """Send wandb only steps that it does not have, and return the last step that it has."""
     place, logger = next((i, one) for i, one in enumerate(loggers._loggers) if isinstance(one, WandBLogger))
     run = logger.wandb.run
-    last_step = run.step - 1 if run.resumed else earlier.last_step  # a server knows what has reached it
+    last_step = run.starting_step - 1 if run.resumed else earlier.last_step  # a server knows what has reached it
     loggers._loggers[place] = _NewSteps(logger, last_step)
     return last_step
 

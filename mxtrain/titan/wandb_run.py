@@ -22,10 +22,11 @@ NETWORK_TIMEOUT = 2.0
 
 
 @contextmanager
-def wandb_defaults(run_name: str, run_id: str | None = None):
+def wandb_defaults(run_name: str, run_id: str | None = None, stay_offline: bool = False):
     """Context in which ``wandb.init`` starts silently, in a mode that works here, with mxtrain's project and run name.
 
-    With ``run_id`` it continues the wandb run of that id, or starts it.
+    With ``run_id`` it continues the wandb run of that id, or starts it. With ``stay_offline`` it does so offline, unless
+    WANDB_MODE is set.
 
     Does not raise if wandb is missing or misconfigured: ``wandb.init`` raises the same, and TorchTitan reports it.
     """
@@ -36,22 +37,24 @@ def wandb_defaults(run_name: str, run_id: str | None = None):
     os.environ.update({key: names[key] for key in added})
     try:
         with suppress(Exception):  # see the docstring
-            _configure("allow" if run_id is not None else None)
+            _configure(run_id is not None, stay_offline)
         yield
     finally:
         for key in added:  # the next run in this process has its own name
             os.environ.pop(key, None)
 
 
-def _configure(resume: str | None) -> None:
+def _configure(resumes: bool, stay_offline: bool) -> None:
     import wandb
 
     # wandb reads the environment only once per process, so settings change through wandb.setup.
     choices = {"mode": choose_mode(wandb.setup().settings)}
+    if stay_offline and choices["mode"] == "online" and "WANDB_MODE" not in os.environ:
+        choices["mode"] = "offline"
     if "WANDB_SILENT" not in os.environ:
         choices["silent"] = True  # the summary says where the run is
-    if "WANDB_RESUME" not in os.environ:
-        choices["resume"] = resume
+    if resumes and "WANDB_RESUME" not in os.environ:
+        choices["resume"] = "allow"
     wandb.setup(settings=wandb.Settings(**choices))
 
 
@@ -119,6 +122,7 @@ def wandb_facts(run=None, folder: Path | None = None) -> dict:
     if run is None or run.disabled:
         return {"mode": "disabled", "id": None, "dir": None, "url": None, "sync": None}
     place = Path(run.dir).resolve().parent
-    sync = sync_command(folder or place.parent, run.id)
-    mode, url = ("offline", None) if run.offline else ("online", run.url)
-    return {"mode": mode, "id": run.id, "dir": str(place), "url": url, "sync": sync}
+    facts = {"mode": "online", "id": run.id, "dir": str(place), "url": run.url, "sync": None}
+    if run.offline:
+        facts |= {"mode": "offline", "url": None, "sync": sync_command(folder or place.parent, run.id)}
+    return facts

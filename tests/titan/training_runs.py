@@ -68,6 +68,10 @@ class Resumed:
     flags: list[str] = field(default_factory=list)
 
 
+Runs = dict[str, list[str] | Resumed]
+"""Name -> flags, or what to resume"""
+
+
 def steps(count: int) -> str:
     return f"--training.steps={count}"
 
@@ -254,7 +258,7 @@ class Outcome:
         return [row["loss"] for row in self.rows]
 
 
-def _done_once(base: Path, name: str, processes: int, runs: dict[str, list[str] | Resumed]) -> dict[str, Outcome]:
+def _done_once(base: Path, name: str, processes: int, runs: Runs) -> dict[str, Outcome]:
     with FileLock(base / f"{name}.lock"):
         if not (base / name).exists():
             _copy_text(base)
@@ -275,10 +279,8 @@ def _copy_text(base: Path) -> None:
     shutil.copytree(REPOSITORY / "mxtrain", base / "text", ignore=sources, dirs_exist_ok=True)
 
 
-def launch(
-    folder: Path, runs: dict[str, list[str] | Resumed], processes: int, kill_when: Callable[[], bool] | None = None
-) -> None:
-    """Do ``runs``, name -> flags or what to resume, one after another with ``processes`` workers and no launcher in between.
+def launch(folder: Path, runs: Runs, processes: int, kill_when: Callable[[], bool] | None = None) -> None:
+    """Do ``runs``, by name, one after another with ``processes`` workers and no launcher in between.
 
     If ``kill_when`` is given, kill the workers with SIGKILL as soon as it is true.
     """
@@ -346,7 +348,7 @@ def _copy_to_resume(folder: Path, name: str, resumed: Resumed, is_first: bool) -
         time.sleep(0.01)
 
 
-def _train_all(folder: Path, runs: dict[str, list[str] | Resumed], ports: list[int], environment: dict[str, str]) -> None:
+def _train_all(folder: Path, runs: Runs, ports: list[int], environment: dict[str, str]) -> None:
     """What ``python -m mxtrain.train`` does, once for every run."""
     os.environ.clear()
     os.environ.update(environment)
