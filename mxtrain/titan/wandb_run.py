@@ -25,8 +25,8 @@ NETWORK_TIMEOUT = 2.0
 def wandb_defaults(run_name: str, run_id: str | None = None, stay_offline: bool = False):
     """Context in which ``wandb.init`` starts silently, in a mode that works here, with mxtrain's project and run name.
 
-    With ``run_id`` it continues the wandb run of that id, or starts it. With ``stay_offline`` it does so offline, unless
-    WANDB_MODE is set.
+    With ``run_id`` it continues the wandb run of that id, or starts it. With ``stay_offline`` it does so offline,
+    unless WANDB_MODE is set.
 
     Does not raise if wandb is missing or misconfigured: ``wandb.init`` raises the same, and TorchTitan reports it.
     """
@@ -122,7 +122,7 @@ def wandb_facts(run=None, folder: Path | None = None) -> dict:
     if run is None or run.disabled:
         return {"mode": "disabled", "id": None, "dir": None, "url": None, "sync": None}
     place = Path(run.dir).resolve().parent
-    facts = {"mode": "online", "id": run.id, "dir": str(place), "url": run.url, "sync": None}
     if run.offline:
-        facts |= {"mode": "offline", "url": None, "sync": sync_command(folder or place.parent, run.id)}
-    return facts
+        sync = sync_command(folder or place.parent, run.id)
+        return {"mode": "offline", "id": run.id, "dir": str(place), "url": None, "sync": sync}
+    return {"mode": "online", "id": run.id, "dir": str(place), "url": run.url, "sync": None}
