@@ -153,7 +153,9 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
         return processor
 
     facts = run_facts(job_config)
-    where = _update_wandb(processor.logger, facts, job_config, continued) if wants_wandb else wandb_facts()
+    where = wandb_facts()
+    if wants_wandb:
+        where = _update_wandb(processor.logger, facts, job_config, continued, steps_done)
     if earlier and where["id"] is None:
         where["id"] = earlier.id  # a later start may have wandb again
     facts["wandb"] = where
@@ -174,10 +176,12 @@ def leave_losses_to_trainer(processor: MetricsProcessor) -> None:
         processor.logger._loggers = others
 
 
-def _update_wandb(loggers: LoggerContainer, facts: dict, job_config, continued: EarlierRun | None) -> dict:
+def _update_wandb(
+    loggers: LoggerContainer, facts: dict, job_config, continued: EarlierRun | None, steps_done: int
+) -> dict:
     """Add ``facts`` to the config of the wandb run among ``loggers``; return the run's mode and place.
 
-    Steps that ``continued``, the run so far, has logged are not logged again.
+    Steps that ``continued``, the run so far, has logged are not logged again; ``steps_done`` of them are not repeated.
     """
     run = next((one.wandb.run for one in loggers._loggers if isinstance(one, WandBLogger)), None)
     if run is None:
@@ -186,10 +190,10 @@ def _update_wandb(loggers: LoggerContainer, facts: dict, job_config, continued: 
     sections = job_config.to_dict()  # TorchTitan uses the names of these sections in the run's config
     run.config.update({key: value for key, value in facts.items() if key not in sections}, allow_val_change=True)
     if continued is not None and not run.disabled:
-        logger.info(
-            f"wandb run {run.id} continues after step {skip_known_steps(loggers, continued)}: what this run repeats "
-            "is in metrics.jsonl only"
-        )
+        last = skip_known_steps(loggers, continued)
+        logger.info(f"wandb run {run.id} continues after step {last}")
+        if last > steps_done:
+            note(f"wandb keeps its values of steps {steps_done + 1} to {last}; those of this run are in metrics.jsonl")
     where = wandb_facts(run, Path(job_config.job.dump_folder))
     if where["mode"] == "offline":
         logger.info(f"wandb is offline; upload this run with: {where['sync']}")

@@ -304,11 +304,13 @@ def resume(tmp_path):
     return resume
 
 
-def test_a_resumed_run_continues_its_wandb_run(tmp_path, resume):
+def test_a_resumed_run_continues_its_wandb_run(tmp_path, resume, caplog):
+    caplog.set_level(logging.INFO)
     first = resume(1, 2, 3, 4)
     assert resume(flags=())["id"] == first["id"]  # a start without wandb keeps the id
     second = resume(3, 4, 5, 6)
     assert second["id"] == first["id"] and second["dir"] != first["dir"]
+    assert "wandb keeps its values of steps 3 to 4; those of this run are in metrics.jsonl" in caplog.messages
     assert "WANDB_RUN_ID" not in os.environ
     assert second["sync"] == f"wandb sync {first['dir']} {second['dir']}"
     assert second["sync"] in summary(tmp_path / "run")
