@@ -39,7 +39,8 @@ def require_exact(resumed, whole, last: int) -> None:
     assert numbers(resumed) == numbers(whole)
     assert [row["step"] for row in resumed.rows] == list(range(1, last + 1))
     ours, theirs = content(resumed, last), content(whole, last)
-    assert any(name.startswith("layers") for name in ours) and "train_state" in ours and "lr_scheduler" in ours
+    parts = {name.partition(".")[0] for name in ours}
+    assert {"layers", "optimizer", "train_state", "lr_scheduler"} <= parts, parts
     require_same_content(ours, theirs)
     # The copy had the rows of the whole run. Those after the checkpoint were replaced.
     first_new = len(resumed.rows) - 1
@@ -109,3 +110,8 @@ def test_a_finished_run_says_how_it_goes_on(one):
     ) in done.output[0].splitlines()
     assert "fell over 12 steps" in done.output[0]
     assert json.loads((done.folder / "run.json").read_text())["world_size"] == 1
+
+
+def test_a_seed_holds_only_weights(one):
+    names = {name.partition(".")[0] for name in content(one["seed"], 0)}
+    assert names == {"layers", "tok_embeddings", "norm", "output"}
