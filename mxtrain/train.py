@@ -1,4 +1,7 @@
-"""Worker of ``torchrun ... -m mxtrain.train --job.config_file CONFIG.toml [--verbose] [any TorchTitan flag]``."""
+"""Worker of ``torchrun ... -m mxtrain.train --job.config_file CONFIG.toml [--verbose] [any TorchTitan flag]``.
+
+``--resume RUN`` in the place of ``--job.config_file CONFIG.toml`` continues a run with its own settings.
+"""
 
 import signal
 import sys

@@ -77,15 +77,18 @@ def check_config(words: list[str]) -> None:
 
 def check_mxtrain(words: list[str]) -> None:
     options = commands._parser().parse_args(words)
-    if "config" in options:
+    if getattr(options, "resume", None):
+        parse_job_config(options.resume[1:])  # the run's own config is not here
+    elif "config" in options:
         check_config([options.config, *options.flags])
 
 
 def check_torchrun(words: list[str]) -> None:
     options = get_args_parser().parse_args(words)
     assert options.module and options.training_script == "mxtrain.train"
-    assert options.training_script_args[0] == "--job.config_file"
-    parse_job_config(options.training_script_args)
+    first, _, *flags = options.training_script_args
+    assert first in ("--job.config_file", "--resume")
+    parse_job_config(flags if first == "--resume" else options.training_script_args)
 
 
 def check_pytest(words: list[str]) -> None:

@@ -67,25 +67,26 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
 class MetricsWriter:
     """Appends rows to ``path``, each as soon as it is written.
 
-    The first row removes rows of the same and later steps from an existing file. A restarted run therefore begins
-    with an empty file, and a run resumed from a checkpoint replaces the steps that it repeats.
+    The first row removes rows of steps that are not done from an existing file. A restarted run therefore begins with
+    an empty file, and a run resumed from a checkpoint replaces the steps that it repeats.
+
+    Args:
+        steps_done: number of steps before the first one that will be written. 0 for a run that does not resume.
 
     Rows that cannot be written, on a full disk for example, wait in memory for the next call.
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike, steps_done: int = 0):
         self.path = Path(path)
         self._file = None
-        self._first_step = None
+        self._steps_done = steps_done
         self._unwritten = bytearray()
 
     def write(self, row: dict) -> None:
         """Write ``row``, after the rows that wait. Raises OSError if the file cannot be written; ``row`` then waits."""
-        if self._first_step is None:
-            self._first_step = row["step"]
         self._unwritten += encode_row(row).encode() + b"\n"
         if self._file is None:
-            self._drop_from(self._first_step)
+            self._drop_steps_not_done()
             self._file = self.path.open("ab", buffering=0)
         self._write_waiting()
 
@@ -101,7 +102,7 @@ class MetricsWriter:
             count = self._file.write(self._unwritten)  # a part of a row if the disk becomes full
             del self._unwritten[:count]
 
-    def _drop_from(self, step: int) -> None:
+    def _drop_steps_not_done(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = []
         if self.path.is_file():
@@ -110,6 +111,6 @@ class MetricsWriter:
                     row = decode_row(line.decode())
                 except ValueError:
                     continue  # a damaged line must not stop a training run
-                if row["step"] < step:
+                if row["step"] <= self._steps_done:
                     kept.append(encode_row(row) + "\n")
         replace_file(self.path, "".join(kept).encode())

@@ -19,6 +19,7 @@ from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.names import check_names
 from mxtrain.settings.read import config_file as named_config
 from mxtrain.settings.read import places, read_settings
+from mxtrain.settings.resume_check import check_resume
 
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Of which a machine with a GPU has one: NVIDIA's driver, AMD's, or Windows's under WSL"""
@@ -60,7 +61,8 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
             print(f"mxtrain: warning: {warning}", file=sys.stderr, flush=True)
         try:
             with places(arguments):
-                find_start(folder, CheckpointSettings.of(settings.section("checkpoint")), processes)
+                start = find_start(folder, CheckpointSettings.of(settings.section("checkpoint")), processes)
+                check_resume(start, settings, processes)
             print(f"mxtrain: run folder {folder}", flush=True)
             set_worker_defaults(os.environ, processes, devices)
             worker_arguments = [*arguments, "--job.dump_folder", str(folder), *worker_flags]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.checkpoints import DCP_METADATA, LEFTOVERS, SET_ASIDE, Checkpoints, read_whole
+from mxtrain.run_folder.checkpoints import DCP_METADATA, LEFTOVERS, SET_ASIDE, Checkpoints, read_whole, step_of
 from mxtrain.run_folder.files import METRICS_FILE, reason
 from mxtrain.run_folder.manifest import MANIFEST_FILE, DamagedCheckpoint
 
@@ -62,6 +62,17 @@ def latest_checkpoint(folder: Path, checkpoint: CheckpointSettings) -> Path | No
     return saved.path(max(saved.whole)) if checkpoint.enable and saved.whole else None
 
 
+def resumed_step(folder: Path, checkpoint: CheckpointSettings) -> int:
+    """Return the number of steps that are done when the run in ``folder`` begins, under TorchTitan's trainer, too."""
+    if not checkpoint.enable or "train_state" in checkpoint.exclude_from_loading:
+        return 0
+    if checkpoint.load_step != -1:
+        return checkpoint.load_step
+    saved = Checkpoints(folder / checkpoint.folder)
+    of_titan = [step_of(name) for name in saved.found if (saved.folder / name / DCP_METADATA).is_file()]
+    return max(saved.whole or of_titan, default=0)
+
+
 def find_start(folder: Path, checkpoint: CheckpointSettings, processes: int) -> Start:
     """Return where a run with these settings and this number of processes starts in ``folder``, which need not exist.
 
@@ -104,8 +115,7 @@ def _find_start(folder: Path, checkpoint: CheckpointSettings, processes: int) ->
 
 def require_no_other_run(folder: Path, checkpoint: CheckpointSettings) -> None:
     """Raise ConfigError if a run that starts in ``folder`` under TorchTitan's own trainer would replace metrics."""
-    steps = [path for path in (folder / checkpoint.folder).glob("step-*") if (path / DCP_METADATA).is_file()]
-    if not (checkpoint.enable and steps):
+    if resumed_step(folder, checkpoint) == 0:
         _require_no_metrics(folder, "there is no checkpoint from which it would resume")
 
 

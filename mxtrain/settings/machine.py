@@ -45,9 +45,15 @@ def _other_degrees(s: Settings) -> int:
     return _degree(s, "tensor") * _degree(s, "pipeline") * _degree(s, "context")
 
 
-def _readers(s: Settings, machine: Machine) -> int:
+def _readers(s: Settings, processes: int) -> int:
     """The number of processes that read different text."""
-    return s["parallelism.data_parallel_replicate_degree"] * _shards(s, machine.processes)
+    return s["parallelism.data_parallel_replicate_degree"] * _shards(s, processes)
+
+
+def global_batch_size(s: Settings, processes: int) -> int:
+    """Return the sequences per step in effect, over all processes and microbatches."""
+    given = s["training.global_batch_size"]
+    return s["training.local_batch_size"] * _readers(s, processes) if given == -1 else given
 
 
 RELATIONS = (
@@ -82,7 +88,7 @@ RELATIONS = (
     Relation(
         "parallelism.data_parallel_shard_degree",
         lambda s, machine: (
-            _readers(s, machine) * _other_degrees(s) != machine.processes
+            _readers(s, machine.processes) * _other_degrees(s) != machine.processes
             and f"does not fit {machine.processes} process(es), which the product of all degrees must be; the others "
             f"are replicate {s['parallelism.data_parallel_replicate_degree']}, tensor {_degree(s, 'tensor')}, "
             f"pipeline {_degree(s, 'pipeline')} and context {_degree(s, 'context')}"
@@ -120,9 +126,9 @@ RELATIONS = (
         "training.global_batch_size",
         lambda s, machine: (
             s["training.global_batch_size"] != -1
-            and s["training.global_batch_size"] % (s["training.local_batch_size"] * _readers(s, machine))
+            and s["training.global_batch_size"] % (s["training.local_batch_size"] * _readers(s, machine.processes))
             and f"is not a multiple of training.local_batch_size = {s['training.local_batch_size']} times "
-            f"{_readers(s, machine)} data-parallel process(es)"
+            f"{_readers(s, machine.processes)} data-parallel process(es)"
         ),
     ),
     *(

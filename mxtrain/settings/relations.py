@@ -6,6 +6,7 @@ from typing import NamedTuple
 from mxtrain.errors import ConfigError
 from mxtrain.recipes.parse import SWITCHES, get_recipes
 from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.settings.fields import unknown
 from mxtrain.settings.registry import PIPELINE_SCHEDULES, QUANTIZING_CONVERTERS, ROUTER_CONVERTER, TITAN_QUANTIZING
 from mxtrain.settings.values import Settings
 
@@ -39,6 +40,12 @@ def conflict_of_converters(names: list[str]) -> str | None:
             f"the gates in {later[0]}.filter_fqns"
         )
     return None
+
+
+def _unknown_in(names: list[str], s: Settings) -> str | None:
+    """What is wrong with a list of settings' names."""
+    wrong = next((name for name in names if name not in s.known), None)
+    return None if wrong is None else f"has a name that does not exist: {unknown(wrong, s.known)}"
 
 
 def _needs_workers(section: str, setting: str) -> Relation:
@@ -104,7 +111,28 @@ RELATIONS = (
             "create_seed_checkpoint": False,
             "load_only": False,
             "initial_load_in_hf": False,
+            "may_change": [],
         }.items()
+    ),
+    Relation("checkpoint.may_change", lambda s: _unknown_in(s["checkpoint.may_change"] or [], s)),
+    *(
+        Relation(
+            f"checkpoint.{setting}",
+            lambda s, setting=setting, usual=usual: (
+                s[f"checkpoint.{setting}"] != usual
+                and not s["checkpoint.last_save_model_only"]
+                and "needs checkpoint.last_save_model_only = true: only the weights can be saved in that way"
+            ),
+        )
+        for setting, usual in {"last_save_in_hf": False, "export_dtype": "float32"}.items()
+    ),
+    Relation(
+        "lr_scheduler.total_steps",
+        lambda s: (
+            s["lr_scheduler.total_steps"] is not None
+            and s["lr_scheduler.total_steps"] < s["training.steps"]
+            and f"is less than training.steps = {s['training.steps']}: the learning rate would fall below zero after it"
+        ),
     ),
     Relation(
         "checkpoint.last_save_in_hf",

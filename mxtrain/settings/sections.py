@@ -163,6 +163,18 @@ class Metrics:
 
 
 @dataclass
+class Checkpoint:
+    last_save_model_only: bool = False
+    """Save only the weights after the last step: a smaller checkpoint, from which no run can resume"""
+
+    may_change: Names = field(default_factory=list)
+    """
+    Comma-separated full names of settings, such as "mxnorm.p", that this run may change when it resumes, although the
+    change makes the rest of the run another experiment. A change is reported
+    """
+
+
+@dataclass
 class JobConfig:
     mxnorm: MXNorm = field(default_factory=MXNorm)
     fused_rmsnorm: FusedRMSNorm = field(default_factory=FusedRMSNorm)
@@ -170,3 +182,4 @@ class JobConfig:
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
     metrics: Metrics = field(default_factory=Metrics)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)

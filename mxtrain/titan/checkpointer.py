@@ -45,6 +45,9 @@ class Checkpointer(CheckpointManager):
     is_stopping: Callable[[], bool]
     """Whether training ends after this step, whose checkpoint is then due. The same on all ranks"""
 
+    after_load: Callable[[], None]
+    """Called when a checkpoint has been loaded"""
+
     saved_step: int | None = None
     """The latest step that was saved, or is being saved"""
 
@@ -73,9 +76,12 @@ class Checkpointer(CheckpointManager):
             if checkpoint.parent == Path(self.folder):
                 step = step_of(checkpoint.name)
         try:
-            return super().load(step)
+            is_loaded = super().load(step)
         except CheckpointException as error:  # not an Exception: other handlers would let it pass
             raise RuntimeError(f"{checkpoint or 'the initial checkpoint'} cannot be loaded: {_words(error)}") from error
+        if is_loaded:
+            self.after_load()
+        return is_loaded
 
     def _require_same_model(self, checkpoint: Path) -> None:
         saved = read_manifest(checkpoint).tensors

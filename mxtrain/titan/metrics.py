@@ -28,9 +28,10 @@ from torchtitan.tools.logging import logger
 import mxtrain
 from mxtrain.analysis.metrics_file import MetricsWriter
 from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE, reason, replace_file
-from mxtrain.run_folder.start import CheckpointSettings, require_no_other_run
+from mxtrain.run_folder.start import CheckpointSettings, require_no_other_run, resumed_step
 from mxtrain.titan.converters import active_settings
 from mxtrain.titan.terminal import go_on_without, note, show_line, show_status
+from mxtrain.titan.wandb_resume import EarlierRun, chosen_by_user, earlier_run, skip_known_steps, sync_command
 from mxtrain.titan.wandb_run import wandb_defaults, wandb_facts
 
 # Key in a row of metrics.jsonl -> name of the same number in TorchTitan 0.2.2.
@@ -52,8 +53,8 @@ class MetricsFileLogger(BaseLogger):
     While the file cannot be written, for example on a full disk, training goes on and rows wait in memory.
     """
 
-    def __init__(self, path: Path):
-        self.writer = MetricsWriter(path)
+    def __init__(self, path: Path, steps_done: int = 0):
+        self.writer = MetricsWriter(path, steps_done)
         self.is_failing = False
 
     def log(self, metrics: dict, step: int) -> None:
@@ -138,21 +139,33 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
     on_metrics_rank = torch.distributed.get_rank() == _get_metrics_rank(parallel_dims, job_config)
     wants_wandb = job_config.metrics.enable_wandb and (on_metrics_rank or job_config.metrics.save_for_all_ranks)
     folder = Path(job_config.job.dump_folder)
-    if on_metrics_rank:  # for -m torchtitan.train; mxtrain's trainer looks before it builds anything
-        require_no_other_run(folder, CheckpointSettings.of(job_config.checkpoint))
+    steps_done, earlier = 0, None
+    if on_metrics_rank:
+        checkpoint = CheckpointSettings.of(job_config.checkpoint)
+        require_no_other_run(folder, checkpoint)  # -m torchtitan.train has not looked
+        steps_done = resumed_step(folder, checkpoint)
+        earlier = earlier_run(folder) if steps_done > 0 else None
+    continued = None if chosen_by_user() else earlier
 
-    with wandb_defaults(run_name=_run_name(job_config)) if wants_wandb else nullcontext():
+    run_id = continued.id if continued else None
+    stay_offline = run_id is not None and sync_command(folder, run_id) is not None
+    with wandb_defaults(_run_name(job_config), run_id, stay_offline) if wants_wandb else nullcontext():
         processor = MetricsProcessor(job_config, parallel_dims, tag)
     if not (on_metrics_rank or wants_wandb):
         return processor
 
     facts = run_facts(job_config)
-    facts["wandb"] = _update_wandb(processor.logger, facts, job_config) if wants_wandb else wandb_facts()
+    where = wandb_facts()
+    if wants_wandb:
+        where = _update_wandb(processor.logger, facts, job_config, continued, steps_done)
+    if earlier and where["id"] is None:
+        where["id"] = earlier.id  # a later start may have wandb again
+    facts["wandb"] = where
     if on_metrics_rank:
         _write_facts(folder / FACTS_FILE, facts)
         if not isinstance(processor.logger, LoggerContainer):
             processor.logger = LoggerContainer()
-        processor.logger.add_logger(MetricsFileLogger(folder / METRICS_FILE))
+        processor.logger.add_logger(MetricsFileLogger(folder / METRICS_FILE, steps_done))
         processor.logger.add_logger(NonFiniteLogger())
         processor.logger.add_logger(ProgressLogger(job_config.training.steps, facts["world_size"]))
     return processor
@@ -165,15 +178,25 @@ def leave_losses_to_trainer(processor: MetricsProcessor) -> None:
         processor.logger._loggers = others
 
 
-def _update_wandb(loggers: LoggerContainer, facts: dict, job_config) -> dict:
-    """Add ``facts`` to the config of the wandb run among ``loggers``; return the run's mode and place."""
+def _update_wandb(
+    loggers: LoggerContainer, facts: dict, job_config, continued: EarlierRun | None, steps_done: int
+) -> dict:
+    """Add ``facts`` to the config of the wandb run among ``loggers``; return the run's mode and place.
+
+    Steps that ``continued``, the run so far, has logged are not logged again; ``steps_done`` of them are not repeated.
+    """
     run = next((one.wandb.run for one in loggers._loggers if isinstance(one, WandBLogger)), None)
     if run is None:
         logger.warning("wandb did not start: training continues without it; metrics are in metrics.jsonl")
         return wandb_facts()
     sections = job_config.to_dict()  # TorchTitan uses the names of these sections in the run's config
-    run.config.update({key: value for key, value in facts.items() if key not in sections})
-    where = wandb_facts(run)
+    run.config.update({key: value for key, value in facts.items() if key not in sections}, allow_val_change=True)
+    if continued is not None and not run.disabled:
+        last = skip_known_steps(loggers, continued)
+        logger.info(f"wandb run {run.id} continues after step {last}")
+        if last > steps_done:
+            note(f"wandb keeps its values of steps {steps_done + 1} to {last}; those of this run are in metrics.jsonl")
+    where = wandb_facts(run, Path(job_config.job.dump_folder))
     if where["mode"] == "offline":
         logger.info(f"wandb is offline; upload this run with: {where['sync']}")
     elif where["mode"] == "online":

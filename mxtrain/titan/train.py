@@ -22,12 +22,15 @@ from mxtrain.run_folder.manifest import Manifest
 from mxtrain.run_folder.start import CheckpointSettings, Start, find_start, latest_checkpoint, require_folder
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import places
+from mxtrain.settings.resume_check import check_resume
+from mxtrain.settings.resume_run import resolved
 from mxtrain.titan import finite, terminal
 from mxtrain.titan.checkpointer import Checkpointer, SaveError
 from mxtrain.titan.finite import LossWatch, NonFiniteError, nonfinite_weights
 from mxtrain.titan.metrics import leave_losses_to_trainer, run_facts
 from mxtrain.titan.parse import parse_job_config, resolved_settings, settings_of
 from mxtrain.titan.random_state import RandomState
+from mxtrain.titan.resumed_optimizer import apply_settings
 from mxtrain.titan.stop import Stop, StopSignals
 from mxtrain.titan.token_count import TokenCount
 from mxtrain.titan.verified_start import verified_start
@@ -40,6 +43,8 @@ class _Trainer(Trainer):
 
     It sets the step and the microbatch for stochastic rounding. Both follow from the trainer's own step, so a resumed
     run draws the same random bits as an uninterrupted run.
+
+    It gives the optimizer of a resumed run its present settings, where the checkpoint has those of the run so far.
 
     It looks for losses and weights that are not finite, and never saves such weights.
 
@@ -62,6 +67,7 @@ class _Trainer(Trainer):
         self._watch = LossWatch(self.device, self._stops)
         leave_losses_to_trainer(self.metrics_processor)
         self.checkpointer.is_stopping = lambda: self._watch.stop_signal is not None
+        self.checkpointer.after_load = self._apply_settings
         self.checkpointer.states["rng"] = RandomState()
         self._tokens = TokenCount.of_layout(self.parallel_dims)
         self._signals = StopSignals()
@@ -92,6 +98,11 @@ class _Trainer(Trainer):
         self._signals.ignore()
         self.stop = Stop(self._watch.stop_signal, self.step, is_saved=self.checkpointer.saved_step == self.step)
         return False
+
+    def _apply_settings(self) -> None:
+        rates = apply_settings(self.optimizers, self.lr_schedulers)
+        if self.step > 0 and rates.kept != rates.present:
+            terminal.note(f"learning rate of step {self.step + 1}: {rates.present:.4g} (was {rates.kept:.4g})")
 
     def train_step(self, data_iterator):
         self._losses = []
@@ -129,12 +140,20 @@ class _Trainer(Trainer):
 
 
 def _start(job_config) -> Start:
-    """Return where the run starts, and tell the user."""
+    """Return where the run starts, and tell the user, also what has changed since then.
+
+    Raises:
+        ConfigError: as ``verified_start`` and ``check_resume``.
+    """
     start = verified_start(Path(job_config.job.dump_folder), CheckpointSettings.of(job_config.checkpoint))
-    for line in start.notes:
+    changes = check_resume(start, settings_of(job_config), torch.distributed.get_world_size())
+    for line in (*start.notes, *changes):
         terminal.note(line)
     if start.step >= job_config.training.steps:
-        terminal.note(f"nothing is left to train: training.steps = {job_config.training.steps}")
+        terminal.note(
+            f"nothing is left to train: training.steps = {job_config.training.steps}; set it to more steps, such as "
+            f"--training.steps {2 * start.step}, and the run goes on"
+        )
     return start
 
 
@@ -176,10 +195,12 @@ def train(args: list[str], verbose: bool) -> None:
     folder = require_folder(job_config.job.dump_folder)
     job_config.job.dump_folder = str(folder)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    check_machine(settings_of(job_config), Machine(processes, torch.cuda.is_available()))
+    settings = settings_of(job_config)
+    check_machine(settings, Machine(processes, torch.cuda.is_available()))
     with locked(folder) if _is_first() else nullcontext() as warning:
         # Every rank looks. Nothing changes in the folder before all ranks have met in the process group.
-        find_start(folder, CheckpointSettings.of(job_config.checkpoint), processes)
+        start = find_start(folder, CheckpointSettings.of(job_config.checkpoint), processes)
+        check_resume(start, settings, processes)
         terminal.start(folder, verbose)
         if warning:
             logger.warning(warning)
@@ -208,7 +229,7 @@ def _train(job_config) -> Stop | None:
         if _is_first():
             _write_resolved_config(job_config)
         if job_config.checkpoint.create_seed_checkpoint:
-            trainer.checkpointer.last_save_model_only = True
+            trainer.checkpointer.last_save_model_only = True  # where a run starts, there is nothing else to keep
             trainer.checkpointer.save(curr_step=0, last_step=True)
             trainer.checkpointer.finish()
             terminal.note("Created seed checkpoint")
@@ -234,6 +255,7 @@ def main(args: list[str], verbose: bool) -> None:
     """Run ``train`` in a worker process and exit. An error of the user's run is one line on stderr, no traceback."""
     status = 0
     try:
+        args = resolved(args)
         with places(args):
             train(args, verbose)
     except ConfigError as error:

@@ -2,12 +2,12 @@
 
 TorchTitan's ``WandBLogger`` calls ``wandb.init`` with settings from the environment. Without a key that call prompts or
 fails, and without a network it blocks for minutes. In both cases this module starts the run offline, which records the
-same data for ``wandb sync``. WANDB_MODE, WANDB_SILENT, WANDB_PROJECT and WANDB_RUN_NAME stay as the user set them.
+same data for ``wandb sync``. WANDB_MODE, WANDB_SILENT, WANDB_PROJECT, WANDB_RUN_NAME, WANDB_RUN_ID and WANDB_RESUME
+stay as the user set them.
 """
 
 import netrc
 import os
-import shlex
 import socket
 import threading
 from contextlib import contextmanager, suppress
@@ -15,35 +15,46 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from mxtrain.titan.wandb_resume import sync_command
+
 NETWORK_TIMEOUT = 2.0
 """Seconds to wait for wandb's server before a run starts offline"""
 
 
 @contextmanager
-def wandb_defaults(run_name: str):
+def wandb_defaults(run_name: str, run_id: str | None = None, stay_offline: bool = False):
     """Context in which ``wandb.init`` starts silently, in a mode that works here, with mxtrain's project and run name.
+
+    With ``run_id`` it continues the wandb run of that id, or starts it. With ``stay_offline`` it does so offline,
+    unless WANDB_MODE is set.
 
     Does not raise if wandb is missing or misconfigured: ``wandb.init`` raises the same, and TorchTitan reports it.
     """
     names = {"WANDB_PROJECT": "mxtrain", "WANDB_RUN_NAME": run_name}
+    if run_id is not None:
+        names["WANDB_RUN_ID"] = run_id
     added = [key for key in names if key not in os.environ]
     os.environ.update({key: names[key] for key in added})
     try:
         with suppress(Exception):  # see the docstring
-            _configure()
+            _configure(run_id is not None, stay_offline)
         yield
     finally:
         for key in added:  # the next run in this process has its own name
             os.environ.pop(key, None)
 
 
-def _configure() -> None:
+def _configure(resumes: bool, stay_offline: bool) -> None:
     import wandb
 
     # wandb reads the environment only once per process, so settings change through wandb.setup.
     choices = {"mode": choose_mode(wandb.setup().settings)}
+    if stay_offline and choices["mode"] == "online" and "WANDB_MODE" not in os.environ:
+        choices["mode"] = "offline"
     if "WANDB_SILENT" not in os.environ:
         choices["silent"] = True  # the summary says where the run is
+    if resumes and "WANDB_RESUME" not in os.environ:
+        choices["resume"] = "allow"
     wandb.setup(settings=wandb.Settings(**choices))
 
 
@@ -101,14 +112,17 @@ def is_reachable(url: str, timeout: float = NETWORK_TIMEOUT) -> bool:
     return answered.is_set()
 
 
-def wandb_facts(run=None) -> dict:
-    """Return a run's ``mode`` (online, offline or disabled), ``dir``, ``url`` and the ``sync`` command.
+def wandb_facts(run=None, folder: Path | None = None) -> dict:
+    """Return a run's ``mode`` (online, offline or disabled), ``id``, ``dir``, ``url`` and the ``sync`` command.
 
-    ``run`` is a ``wandb.Run``, or None for no run.
+    Args:
+        run: a ``wandb.Run``, or None for no run.
+        folder: of the training run, where the folders of earlier starts are.
     """
     if run is None or run.disabled:
-        return {"mode": "disabled", "dir": None, "url": None, "sync": None}
-    folder = str(Path(run.dir).resolve().parent)
+        return {"mode": "disabled", "id": None, "dir": None, "url": None, "sync": None}
+    place = Path(run.dir).resolve().parent
     if run.offline:
-        return {"mode": "offline", "dir": folder, "url": None, "sync": f"wandb sync {shlex.quote(folder)}"}
-    return {"mode": "online", "dir": folder, "url": run.url, "sync": None}
+        sync = sync_command(folder or place.parent, run.id)
+        return {"mode": "offline", "id": run.id, "dir": str(place), "url": None, "sync": sync}
+    return {"mode": "online", "id": run.id, "dir": str(place), "url": run.url, "sync": None}

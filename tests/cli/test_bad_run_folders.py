@@ -10,6 +10,7 @@ import pytest
 from mxtrain import cli
 from mxtrain.cli import launch
 from mxtrain.run_folder.manifest import MANIFEST_FILE, FileRecord, Manifest, write_manifest
+from mxtrain.settings.read import read_settings
 
 ROW = json.dumps({"step": 1, "loss": 9.0}) + "\n"
 
@@ -30,12 +31,16 @@ class Case:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def saved(*steps: int, holds_trainer: bool = True, folder: str = "run/checkpoint/step-{}") -> dict[str, str]:
+def saved(
+    *steps: int, holds_trainer: bool = True, folder: str = "run/checkpoint/step-{}", settings: dict | None = None
+) -> dict[str, str]:
     """Whole checkpoints, each with a file of three bytes."""
     files = {}
     for step in steps:
         with TemporaryDirectory() as temporary:
-            write_manifest(Path(temporary), Manifest(step, holds_trainer, {"a": FileRecord(3, "?")}))
+            write_manifest(
+                Path(temporary), Manifest(step, holds_trainer, {"a": FileRecord(3, "?")}, {}, settings or {})
+            )
             files[f"{folder.format(step)}/{MANIFEST_FILE}"] = Path(temporary, MANIFEST_FILE).read_text()
         files[f"{folder.format(step)}/a"] = "123"
     return files
@@ -207,6 +212,94 @@ TRAIN = {
     ),
 }  # fmt: skip
 
+OWN_CONFIG = "[checkpoint]\nenable = true\n[mxnorm]\np = 1\n[debug]\nseed = 3\n"
+FINISHED = METRICS | saved(5, 10, settings={"mxnorm": {"p": 1}, "debug": {"seed": 3}}) | {"run/config.toml": OWN_CONFIG}
+
+RESUME = {
+    "no folder": Case(
+        ["--resume", "nowhere"],
+        "--resume nowhere: no run has been here, nowhere/config.toml is missing; give the folder of a run",
+    ),
+    "no run": Case(
+        ["--resume=run"], "--resume run: no run has been here, run/config.toml is missing; give the folder of a run",
+        METRICS,
+    ),
+    "a file": Case(
+        ["--resume", "file"],
+        "--resume file: no run has been here, file/config.toml is missing; give the folder of a run", {"file": ""},
+    ),
+    "no name": Case(["--resume"], "--resume needs the folder of a run, such as outputs/a", FINISHED),
+    "an empty name": Case(["--resume="], "--resume needs the folder of a run, such as outputs/a", FINISHED),
+    "a flag in place of the name": Case(
+        ["--resume", "--training.steps", "5"], "--resume needs the folder of a run, such as outputs/a", FINISHED
+    ),
+    "neither a run nor a config": Case([], "CONFIG is missing: give a TOML file, or --resume and the folder of a run"),
+    "a config and a run": Case(
+        ["job.toml", "--resume", "run"],
+        "--resume: CONFIG = 'job.toml' is one run too many; a run resumes with its own config", FINISHED,
+    ),
+    "a run and a config": Case(
+        ["--resume", "run", "job.toml"], "'job.toml' belongs to no flag: write --section.name value", FINISHED
+    ),
+    "a run and a config's flag": Case(
+        ["--resume", "run", "--job.config_file=job.toml"],
+        "job.config_file: --resume run names the folder and its settings already", FINISHED,
+    ),
+    "a run and a folder": Case(
+        ["--resume", "run", "--job.dump-folder", "other"],
+        "job.dump-folder: --resume run names the folder and its settings already", FINISHED,
+    ),
+    "a run that saved nothing": Case(
+        ["--resume", "run"],
+        "checkpoint.enable = False, so run holds no checkpoint to resume from; start again with 'mxtrain train "
+        "run/config.toml --checkpoint.enable'",
+        METRICS | {"run/config.toml": ""},
+    ),
+    "a run that ended early": Case(
+        ["--resume", "run"],
+        "checkpoint.interval = 500: run holds no checkpoint to resume from, because the run ended before it saved one; "
+        "start again with 'mxtrain train run/config.toml --checkpoint.enable'",
+        METRICS | {"run/config.toml": OWN_CONFIG, "run/checkpoint/notes.txt": ""},
+    ),
+    "checkpoints that are switched off": Case(
+        ["--resume", "run", "--checkpoint.no-enable"],
+        "checkpoint.enable = False, but run/checkpoint holds step-10; set checkpoint.enable to resume, or choose "
+        "another job.dump_folder to start at step 1",
+        FINISHED,
+    ),
+    "a mistake in a flag": Case(
+        ["--resume", "run", "--training.steps=0"], "training.steps = 0 should be greater than or equal to 1", FINISHED
+    ),
+    "a damaged config": Case(
+        ["--resume", "run"], "config 'run/config.toml' is not valid TOML: Invalid value (at end of document)",
+        FINISHED | {"run/config.toml": "[checkpoint]\nenable ="},
+    ),
+    "another p": Case(
+        ["--resume", "run", "--mxnorm.p=2"],
+        "mxnorm.p = 2, but run/checkpoint/step-10 was trained with 1; set it to 1, or allow the change with "
+        "--checkpoint.may_change mxnorm.p",
+        FINISHED,
+    ),
+    "another p and seed": Case(
+        ["--resume", "run", "--mxnorm.p=2", "--debug.seed=0", "--checkpoint.load_step=5"],
+        "debug.seed = 0, but run/checkpoint/step-5 was trained with 3; set it to 3, or allow the change with "
+        "--checkpoint.may_change debug.seed,mxnorm.p; these differ, too: mxnorm.p (1 -> 2)",
+        FINISHED,
+    ),
+    "another number of processes": Case(
+        ["--resume", "run"],
+        "training.global_batch_size = 16 in effect, but run/checkpoint/step-10 was trained with 8; set it to 8, or "
+        "allow the change with --checkpoint.may_change training.global_batch_size",
+        FINISHED, {"NGPU": "2"},
+    ),
+    "a config that is not the run's own": Case(
+        ["job.toml", RUN, ENABLE, "--mxnorm.p=1"],
+        "debug.seed = None, but run/checkpoint/step-10 was trained with 3; set it to 3, or allow the change with "
+        "--checkpoint.may_change debug.seed",
+        FINISHED,
+    ),
+}  # fmt: skip
+
 PLOT = {
     "no folder": Case(["nowhere"], "run folder 'nowhere' does not exist"),
     "a file in place of a folder": Case(["run/a"], "run folder 'run/a' does not exist", {"run/a": ""}),
@@ -302,6 +395,14 @@ def test_a_run_that_is_refused(name, launcher, monkeypatch, capsys):
     assert launcher == []
 
 
+@pytest.mark.parametrize("name", RESUME)
+def test_a_resume_that_is_refused(name, launcher, monkeypatch, capsys):
+    for variable, value in RESUME[name].environment.items():
+        monkeypatch.setenv(variable, value)
+    require_refusal(RESUME[name], ["train"], capsys)
+    assert launcher == []
+
+
 @pytest.mark.parametrize("name", PLOT)
 def test_a_plot_that_is_refused(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -339,6 +440,20 @@ def test_a_run_that_may_start(name, launcher):
         Path(path).write_text(content)
     assert cli.main(["train", "job.toml", *flags]) == 0
     assert launcher[0][: len(flags) + 1] == ["--job.config_file=job.toml", *flags]
+
+
+@pytest.mark.parametrize("words", [["--resume", "run"], ["--resume=run"], ["--verbose", "--resume", "run"]])
+def test_a_run_that_may_resume(words, launcher):
+    for path, content in FINISHED.items():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(content)
+    flags = ["--optimizer.lr", "1e-4", "--mxnorm.p=2", "--checkpoint.may_change=mxnorm.p"]
+    assert cli.main(["train", *words, *flags]) == 0
+    (arguments,) = launcher
+    settings = read_settings([word for word in arguments if word != "--verbose"])
+    assert settings["job.dump_folder"] == "run" and settings["checkpoint.enable"]
+    assert [settings[name] for name in ("optimizer.lr", "mxnorm.p", "debug.seed")] == [1e-4, 2, 3]
+    assert ("--verbose" in arguments) == ("--verbose" in words)
 
 
 def test_a_run_in_the_folder_of_another(launcher, capsys):

@@ -40,7 +40,7 @@ def test_help_names_every_command_and_each_has_help_with_an_example(capsys):
         assert f"\n  mxtrain {command}" in text, command
 
 
-@pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["plot"]])
+@pytest.mark.parametrize("arguments", [[], ["trian"], ["prepare"], ["plot"]])
 def test_a_wrong_command_line_exits_with_2_and_usage(arguments, capsys):
     with pytest.raises(SystemExit) as exit:
         cli.main(arguments)

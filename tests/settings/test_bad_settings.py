@@ -150,6 +150,24 @@ FLAGS = [
     ("--checkpoint.initial_load_in_hf_quantized", "checkpoint.initial_load_in_hf_quantized = True needs"),
     ("--checkpoint.enable --checkpoint.last_save_in_hf", "checkpoint.last_save_in_hf = True is not supported: it"),
     (
+        "--checkpoint.may_change=mxnorm.p",
+        "checkpoint.may_change = ['mxnorm.p'] has no effect without checkpoint.enable",
+    ),
+    (
+        "--checkpoint.enable --checkpoint.may_change=mxnorm.p,mxnorm.q",
+        "checkpoint.may_change = ['mxnorm.p', 'mxnorm.q'] has a name that does not exist: mxnorm.q is not a setting; "
+        "the closest is mxnorm.p",
+    ),
+    ("--checkpoint.last_save_in_hf", "checkpoint.last_save_in_hf = True needs checkpoint.last_save_model_only = true"),
+    (
+        "--checkpoint.export_dtype=bfloat16",
+        "checkpoint.export_dtype = 'bfloat16' needs checkpoint.last_save_model_only",
+    ),
+    (
+        "--lr_scheduler.total_steps=5 --training.steps=6",
+        "lr_scheduler.total_steps = 5 is less than training.steps = 6: the learning rate would fall below zero",
+    ),
+    (
         "--checkpoint.enable --checkpoint.initial_load_in_hf --checkpoint.no-initial_load_model_only",
         "checkpoint.initial_load_in_hf = True needs checkpoint.initial_load_model_only = true",
     ),

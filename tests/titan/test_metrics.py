@@ -84,10 +84,10 @@ def read_wandb_file(path):
     return records
 
 
-def wandb_file(folder):
+def wandb_file(folder, name="offline-run-*"):
     """History as {step: {key: value}}, config as {key: value}, and the run's own record, of the only run below."""
     wandb.teardown()  # as at the end of the process: its service may still be writing when a run has finished
-    [path] = Path(folder).glob("**/offline-run-*/*.wandb")
+    [path] = Path(folder).glob(f"**/{name}/*.wandb")
     history, config, run = {}, {}, None
     for record in read_wandb_file(path):
         kind = record.WhichOneof("record_type")
@@ -224,7 +224,7 @@ def test_run_facts(tmp_path):
     config = make_config(tmp_path / "my-run", "--model.converters=mxnorm", "--mxnorm.p=1")
     build(config).close()
     facts = json.loads((tmp_path / "my-run" / "run.json").read_text())
-    assert facts.pop("wandb") == {"mode": "disabled", "dir": None, "url": None, "sync": None}
+    assert facts.pop("wandb") == {"mode": "disabled", "id": None, "dir": None, "url": None, "sync": None}
     assert facts == run_facts(config)
     assert (facts["name"], facts["model"], facts["flavor"]) == ("my-run", "llama3", "debugmodel")
     assert (facts["converters"], facts["converter"], facts["recipe"], facts["p"]) == (["mxnorm"], "mxnorm", "mxfp8", 1)
@@ -283,6 +283,50 @@ def test_wandb_runs_offline_without_a_key(tmp_path, capfd):
     assert (command, verb) == ("wandb", "sync") and list(Path(directory).glob("*.wandb"))
     assert facts["wandb"]["sync"] in summary(folder)
     assert "wandb:" not in capfd.readouterr().err  # its own prefix: silent
+
+
+@pytest.fixture
+def resume(tmp_path):
+    """Runs that log steps in one folder, which gets a checkpoint of step 2; returns the facts of the last run."""
+
+    def resume(*steps, flags=("--metrics.enable_wandb",)):
+        wandb.teardown()  # each start is a process of its own
+        processor = build(make_config(tmp_path / "run", *flags, "--checkpoint.enable"))
+        for step in steps:
+            log_step(processor, step, 10.0 - step)
+        processor.close()
+        checkpoint = tmp_path / "run" / "checkpoint" / "step-2"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / ".metadata").touch()
+        return json.loads((tmp_path / "run" / "run.json").read_text())["wandb"]
+
+    return resume
+
+
+def test_a_resumed_run_continues_its_wandb_run(tmp_path, resume, caplog):
+    caplog.set_level(logging.INFO)
+    first = resume(1, 2, 3, 4)
+    assert resume(flags=())["id"] == first["id"]  # a start without wandb keeps the id
+    second = resume(3, 4, 5, 6)
+    assert second["id"] == first["id"] and second["dir"] != first["dir"]
+    assert "wandb keeps its values of steps 3 to 4; those of this run are in metrics.jsonl" in caplog.messages
+    assert "WANDB_RUN_ID" not in os.environ
+    assert second["sync"] == f"wandb sync {first['dir']} {second['dir']}"
+    assert second["sync"] in summary(tmp_path / "run")
+    parts = [wandb_file(Path(facts["dir"]).parent, Path(facts["dir"]).name) for facts in (first, second)]
+    assert [list(history) for history, _, _ in parts] == [[1, 2, 3, 4], [5, 6]], "wandb cannot replace steps"
+    assert [run.run_id for _, _, run in parts] == [first["id"]] * 2
+    assert [run.resume for _, _, run in parts] == [False, True], "so that wandb sync appends"
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_user_may_start_another_wandb_run(resume, monkeypatch):
+    first = resume(1, 2)
+    monkeypatch.setenv("WANDB_RUN_ID", "their-id")
+    second = resume(3)
+    assert second["id"] == "their-id" != first["id"]
+    assert list(wandb_file(Path(second["dir"]).parent, "*their-id")[0]) == [3]
 
 
 def test_wandb_runs_offline_without_a_network(tmp_path, monkeypatch):

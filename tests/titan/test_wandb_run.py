@@ -130,14 +130,27 @@ def test_defaults_hold_within_the_context_only(monkeypatch):
     assert not {"WANDB_PROJECT", "WANDB_RUN_NAME", "WANDB_MODE", "WANDB_SILENT"} & set(os.environ)
 
 
+def test_a_run_whose_first_part_is_not_uploaded_stays_offline(monkeypatch, server):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_BASE_URL", server)
+    for stay_offline, mode in ((True, "offline"), (False, "online")):
+        wandb.teardown()
+        with wandb_defaults("a", run_id="abc", stay_offline=stay_offline):
+            assert os.environ["WANDB_RUN_ID"] == "abc"
+            settings = wandb.setup().settings
+            assert (settings.mode, settings.resume) == (mode, "allow")
+    assert "WANDB_RUN_ID" not in os.environ
+
+
 def test_what_the_user_set_is_left_alone(monkeypatch):
     user = {"WANDB_PROJECT": "p", "WANDB_RUN_NAME": "n", "WANDB_MODE": "disabled", "WANDB_SILENT": "false"}
+    user |= {"WANDB_RUN_ID": "i", "WANDB_RESUME": "must"}
     for name, value in user.items():
         monkeypatch.setenv(name, value)
-    with wandb_defaults(run_name="a"):
+    with wandb_defaults("a", run_id="abc"):
         assert user.items() <= os.environ.items()
         settings = wandb.setup().settings
-        assert settings.mode == "disabled" and not settings.silent
+        assert settings.mode == "disabled" and not settings.silent and settings.resume == "must"
     assert user.items() <= os.environ.items()
 
 
@@ -148,7 +161,7 @@ def test_a_broken_wandb_does_not_raise_here(monkeypatch):
 
 
 def test_facts_of_no_run():
-    assert wandb_facts() == {"mode": "disabled", "dir": None, "url": None, "sync": None}
+    assert wandb_facts() == {"mode": "disabled", "id": None, "dir": None, "url": None, "sync": None}
 
 
 def test_facts_of_a_run(tmp_path):
@@ -156,6 +169,6 @@ def test_facts_of_a_run(tmp_path):
     folder.mkdir()
     with wandb.init(mode="offline", dir=folder, settings=wandb.Settings(silent=True)) as run:
         facts = wandb_facts(run)
-    assert facts["mode"] == "offline" and facts["url"] is None
+    assert facts["mode"] == "offline" and facts["url"] is None and facts["id"] == run.id
     assert list((folder / "wandb").glob("offline-run-*")) == [wandb_run.Path(facts["dir"])]
     assert facts["sync"] == f"wandb sync '{facts['dir']}'"

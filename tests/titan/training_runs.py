@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import tomli_w
@@ -50,11 +50,26 @@ GATES = ["--model.name=deepseek_v3", "--model.converters=decompose_k_router"]
 MIXED_RECIPE = "fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4"
 MIXED_RECIPES = {"layers.*.feed_forward.w2": "mxfp8", "layers.0": "bf16"}
 SAVE = ["--checkpoint.enable", "--checkpoint.interval=1000"]
+SAVE_HALF_WAY = ["--checkpoint.enable", "--checkpoint.interval=6"]
 SEED = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
 SAVE_EACH = ["--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=2"]
 # The weights explode in the first step. No later step is logged.
 EXPLODE = ["--optimizer.lr=1e38", "--metrics.log_freq=100"]
 ACCUMULATE = ["--training.local_batch_size=2", "--training.global_batch_size=4"]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Resume a copy of a run."""
+
+    run: str
+    step: int
+    """The copy has no later checkpoints"""
+    flags: list[str] = field(default_factory=list)
+
+
+Runs = dict[str, list[str] | Resumed]
+"""Name -> flags, or what to resume"""
 
 
 def steps(count: int) -> str:
@@ -86,27 +101,32 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             "seed": SEED,
             "seed of experts": ["--model.name=deepseek_v3", BF16, *SEED],
             # Every variant learns.
-            "mxnorm": SAVE,
+            "mxnorm": SAVE_HALF_WAY,
             "mxnorm again": [steps(3), *validate(base), "--validation.freq=2", "--verbose"],
             "p1": ["--mxnorm.p=1", steps(3)],
             "exact": ["--mxnorm.estimator=exact"],
             "post_round": ["--mxnorm.estimator=post_round"],
             "mx_linear": ["--model.converters=mx_linear"],
-            "mixed": [f"--mxnorm.recipe={MIXED_RECIPE}", *mixed],
+            "mixed": [f"--mxnorm.recipe={MIXED_RECIPE}", *mixed, *SAVE_HALF_WAY],
             "bf16": [BF16],
-            "nvfp4": [NVFP4],
+            "nvfp4": [NVFP4, *SAVE_HALF_WAY],
             "deepseek_v3": [*GATES, *experts],
             "llama4": ["--model.name=llama4", "--model.converters=decompose_k_router", *experts],
-            "qwen3": ["--model.name=qwen3", "--model.converters=mxnorm,decompose_k_router", *experts],
+            "qwen3": ["--model.name=qwen3", "--model.converters=mxnorm,decompose_k_router", *experts, *SAVE_HALF_WAY],
             # Checkpoints load across converters.
             "mxnorm, then mxnorm": load(base, "mxnorm", 12),
             "mxnorm, then bf16": [*load(base, "mxnorm", 12), BF16],
             "bf16, then mxnorm": load(base, "mxnorm, then bf16", 2, 1),
-            # A run that stops and resumes, with two microbatches a step.
-            "whole": [NVFP4, *ACCUMULATE, steps(2)],
-            "parts": [NVFP4, *ACCUMULATE, *SAVE, "--checkpoint.no-last-save-model-only", steps(1)],
-            "parts, resumed": [NVFP4, *ACCUMULATE, *SAVE, steps(2), f"--job.dump_folder={base / 'one' / 'parts'}"],
-            "parts, replaced": [steps(1), f"--job.dump_folder={base / 'one' / 'parts'}"],
+            # Runs that resume: exactly as they were, and with other settings.
+            **{f"{name}, resumed": Resumed(name, 6) for name in ("mxnorm", "nvfp4", "mixed", "qwen3")},
+            "microbatches": [NVFP4, *ACCUMULATE, *SAVE_EACH, steps(2)],
+            "microbatches, resumed": Resumed("microbatches", 1),
+            "changed": Resumed("mxnorm", 6, ["--optimizer.lr=2e-3", steps(8)]),
+            "another p": Resumed("mxnorm", 6, ["--mxnorm.p=1"]),
+            "another p, allowed": Resumed("mxnorm", 6, ["--mxnorm.p=1", "--checkpoint.may_change=mxnorm.p", steps(7)]),
+            "longer": Resumed("mxnorm", 12, [steps(14), "--lr_scheduler.total_steps=14"]),
+            "done": Resumed("mxnorm", 12),
+            "replaced": [steps(1), f"--job.dump_folder={base / 'one' / 'mxnorm'}"],
             "killed, resumed": [*SAVE_EACH, f"--job.dump_folder={base / 'killed' / 'run'}"],
             # Losses that are not finite.
             "nan": [*EXPLODE, *SAVE_EACH],
@@ -156,15 +176,19 @@ def several_processes(base: Path) -> dict[str, "Outcome"]:
     Only "resharded" starts from its own weights: two processes, then one and four in the same folder.
     """
     halves, experts = "--training.local_batch_size=2", [*load(base, "seed of experts", 0), *GATES]
-    resharded = [BF16, *SAVE, "--checkpoint.no-last-save-model-only"]
+    resharded = [BF16, *SAVE]
     resumed = [*resharded, f"--job.dump_folder={base / 'two' / 'resharded'}"]
+    saved = [halves, "--checkpoint.interval=1"]
+    mixed = [f"--mxnorm.recipe={MIXED_RECIPE}", "--mxnorm.high_precision_share=0"]
     two = {
         "resharded": [*resharded, halves, steps(2)],
-        "fsdp": [*load(base, "seed", 0), halves],
+        "fsdp": [*load(base, "seed", 0), *saved],
         "tp": [*load(base, "seed", 0), FUSED, "--parallelism.tensor_parallel_degree=2"],
-        "experts, fsdp": [*experts, halves],
+        "experts, fsdp": [*experts, *saved],
         "experts, ep": [*experts, halves, "--parallelism.expert_parallel_degree=2"],
-        "nvfp4, fsdp": [*load(base, "seed", 0), NVFP4, halves],
+        "nvfp4, fsdp": [*load(base, "seed", 0), NVFP4, *saved],
+        "mixed, fsdp": [*load(base, "seed", 0), *mixed, *saved],
+        **{f"{name}fsdp, resumed": Resumed(f"{name}fsdp", 1) for name in ("", "nvfp4, ", "mixed, ", "experts, ")},
         "nan": [*EXPLODE, halves],
         "pipeline": ["--parallelism.pipeline_parallel_degree=2"],
     }
@@ -248,7 +272,7 @@ class Outcome:
         return [row["loss"] for row in self.rows]
 
 
-def _done_once(base: Path, name: str, processes: int, runs: dict[str, list[str]]) -> dict[str, Outcome]:
+def _done_once(base: Path, name: str, processes: int, runs: Runs) -> dict[str, Outcome]:
     with FileLock(base / f"{name}.lock"):
         if not (base / name).exists():
             copy_text(base)
@@ -257,6 +281,7 @@ def _done_once(base: Path, name: str, processes: int, runs: dict[str, list[str]]
     for run, flags in runs.items():
         statuses = [json.loads((base / name / run / f"rank{rank}.status").read_text()) for rank in range(processes)]
         output = [(base / name / run / f"rank{rank}.txt").read_text() for rank in range(processes)]
+        flags = flags.flags if isinstance(flags, Resumed) else flags
         own = [flag.partition("=")[2] for flag in flags if flag.startswith("--job.dump_folder=")]
         outcomes[run] = Outcome(Path(own[0]) if own else base / name / run, statuses, output)
     return outcomes
@@ -275,10 +300,8 @@ def wait_for_lines(path: Path, count: int) -> None:
         time.sleep(0.01)
 
 
-def launch(
-    folder: Path, runs: dict[str, list[str]], processes: int, disturb: Callable[[list], None] | None = None
-) -> None:
-    """Do ``runs``, name -> flags, one after another with ``processes`` workers and no launcher in between.
+def launch(folder: Path, runs: Runs, processes: int, disturb: Callable[[list], None] | None = None) -> None:
+    """Do ``runs``, by name, one after another with ``processes`` workers and no launcher in between.
 
     ``disturb`` is called with the workers, which are ``multiprocessing.Process``es, when they have started.
     """
@@ -286,8 +309,9 @@ def launch(
     data = {**CONFIG["training"], "dataset_path": f"{folder.parent / 'text'}/**/*.py"}
     with open(folder / "job.toml", "wb") as file:
         tomli_w.dump({**CONFIG, "training": data}, file)
-    for name in runs:
-        (folder / name).mkdir()
+    for name, run in runs.items():
+        if not isinstance(run, Resumed):
+            (folder / name).mkdir()
     environment = {
         **os.environ,
         "WORLD_SIZE": str(processes),
@@ -327,16 +351,29 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _train_all(folder: Path, runs: dict[str, list[str]], ports: list[int], environment: dict[str, str]) -> None:
+def _copy_to_resume(folder: Path, name: str, resumed: Resumed, is_first: bool) -> None:
+    """Copy a run for another one to resume. Returns as soon as the copy is there."""
+    copy = folder / name
+    if is_first:
+        part = folder / f"{name} (being copied)"
+        shutil.copytree(folder / resumed.run, part)
+        for checkpoint in (part / "checkpoint").iterdir():
+            if int(checkpoint.name.removeprefix("step-")) > resumed.step:
+                shutil.rmtree(checkpoint)
+        part.rename(copy)
+    while not copy.exists():
+        time.sleep(0.01)
+
+
+def _train_all(folder: Path, runs: Runs, ports: list[int], environment: dict[str, str]) -> None:
     """What ``python -m mxtrain.train`` does, once for every run."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(REPOSITORY)
     sys.path.insert(0, str(REPOSITORY))
-    if environment["WORLD_SIZE"] == "1":
-        # At the end of training TorchTitan sleeps for two seconds so that other ranks can complete.
-        sleep = time.sleep
-        time.sleep = lambda seconds: sleep(min(seconds, 0.1))
+    # At the end of training TorchTitan sleeps for two seconds so that other ranks can complete.
+    sleep, enough = time.sleep, 0.1 if environment["WORLD_SIZE"] == "1" else 0.5
+    time.sleep = lambda seconds: sleep(min(seconds, enough))
     import mxtrain.titan.train
     from mxtrain.cli.quiet import hide_library_warnings, take_verbose
 
@@ -346,13 +383,16 @@ def _train_all(folder: Path, runs: dict[str, list[str]], ports: list[int], envir
     for (name, flags), port in zip(runs.items(), ports, strict=True):
         os.environ.clear()  # of what TorchTitan set in the run before
         os.environ.update(environment, MASTER_PORT=str(port))
+        own = [f"--job.config_file={folder / 'job.toml'}", f"--job.dump_folder={folder / name}"]
+        if isinstance(flags, Resumed):
+            _copy_to_resume(folder, name, flags, is_first=rank == "0")
+            own, flags = ["--resume", str(folder / name)], flags.flags
         with open(folder / name / f"rank{rank}.txt", "w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         status = 1
         verbose, flags = take_verbose(flags)
         try:
-            own = [f"--job.config_file={folder / 'job.toml'}", f"--job.dump_folder={folder / name}"]
             mxtrain.titan.train.main([*own, *flags], verbose)
         except SystemExit as exit:
             status = exit.code

@@ -1,0 +1,115 @@
+"""Compares the settings of a resumed run with those it had so far: what changes, what is refused, what is reported."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from mxtrain.data.config import DATASETS
+from mxtrain.errors import ConfigError
+from mxtrain.settings.fields import Field
+from mxtrain.settings.resume_classes import ResumeClass, class_of
+from mxtrain.settings.values import Settings
+
+BATCH = "training.global_batch_size"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that differs between a run so far and its continuation."""
+
+    name: str
+    old: object
+    new: object
+    resume_class: ResumeClass
+
+
+def settings_before(tables: Mapping, known: Mapping[str, Field]) -> Settings:
+    """Return the settings of a run so far from the nested tables that it kept, which hold no defaults.
+
+    A setting that this version does not know is left out. A value that this version refuses stays as it is.
+    """
+    return Settings(known, dict(_known_values(tables, known)))
+
+
+def changes(before: Settings, now: Settings, batch_before: int | None, batch_now: int) -> list[Change]:
+    """Return every setting that differs, in the order of the tables, except those whose change has no effect.
+
+    Args:
+        before: the settings of the run so far (see ``settings_before``).
+        now: the settings of its continuation.
+        batch_before, batch_now: sequences per step, over all processes and microbatches; None if unknown.
+    """
+    found = []
+    for name in now.known:
+        old, new = before[name], now[name]
+        if name == BATCH:
+            old, new = (old if batch_before is None else batch_before), batch_now
+            if old == -1:
+                continue
+        if _differ(old, new):
+            resume_class = class_of(name)
+            if resume_class is ResumeClass.DATA:
+                resume_class = _class_of_data(before, now)
+            if resume_class is not ResumeClass.FREE:
+                found.append(Change(name, old, new, resume_class))
+    return found
+
+
+def require_allowed(found: list[Change], may_change: list[str], checkpoint: object) -> None:
+    """Raise ConfigError for changes that would make another experiment, unless ``may_change`` names them.
+
+    Args:
+        may_change: full names of settings.
+        checkpoint: names the checkpoint in the message.
+    """
+    refused = [c for c in found if c.resume_class is ResumeClass.REFUSED and c.name not in may_change]
+    if not refused:
+        return
+    first, *others = refused
+    names = [*may_change, *(change.name for change in refused)]
+    also = f"; these differ, too: {', '.join(f'{c.name} ({c.old!r} -> {c.new!r})' for c in others)}" if others else ""
+    raise ConfigError(
+        f"{first.name} = {first.new!r}{' in effect' if first.name == BATCH else ''}, but {checkpoint} was trained with "
+        f"{first.old!r}; set it to {first.old!r}, or allow the change with --checkpoint.may_change {','.join(names)}"
+        f"{also}"
+    )
+
+
+def report(found: list[Change], step: int) -> list[str]:
+    """Return one line per change, for a run that goes on at ``step``."""
+    return [f"{c.name} changes from {c.old!r} to {c.new!r} at step {step}" for c in found]
+
+
+def _class_of_data(before: Settings, now: Settings) -> ResumeClass:
+    """The class of settings that say which text is read."""
+    if "dataloader" in now["checkpoint.exclude_from_loading"]:
+        return ResumeClass.APPLIED  # the user asks for the beginning of a text
+    if _is_hashed(before) and _is_hashed(now):
+        return ResumeClass.FREE  # the same text may lie elsewhere, and the data loader compares hashes
+    return ResumeClass.REFUSED
+
+
+def _is_hashed(settings: Settings) -> bool:
+    """Whether the text is prepared before training, so that its hash is known, and not streamed."""
+    return bool(settings["data.prepared"]) or settings["training.dataset"] in set(DATASETS) - {"hf"}
+
+
+def _differ(old: object, new: object) -> bool:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return list(old.items()) != list(new.items())  # of several names that match a layer, the last one counts
+    return old != new
+
+
+def _known_values(tables: Mapping, known: Mapping[str, Field], section: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in tables.items():
+        name = f"{section}.{key}".removeprefix(".")
+        if name in known:
+            yield name, _as_checked(known[name], value)
+        elif isinstance(value, dict):
+            yield from _known_values(value, known, name)
+
+
+def _as_checked(field: Field, value: object) -> object:
+    try:
+        return field.checked(value)
+    except ConfigError:
+        return value

@@ -1,0 +1,32 @@
+"""Whether a run may resume with its present settings, and what changes since the checkpoint from which it goes on."""
+
+from mxtrain.run_folder.manifest import read_manifest
+from mxtrain.run_folder.start import Start
+from mxtrain.settings.machine import global_batch_size
+from mxtrain.settings.resume_changes import changes, report, require_allowed, settings_before
+from mxtrain.settings.values import Settings
+
+
+def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
+    """Compare a run's settings with those of the checkpoint that it resumes from.
+
+    Args:
+        start: where the run starts. At step 0 it does not resume, and nothing is compared.
+        settings: of the run's continuation.
+        processes: their number in its continuation.
+
+    Returns:
+        One line for every setting that changes, for the user.
+
+    Raises:
+        ConfigError: for a change that ``checkpoint.may_change`` would have to name.
+    """
+    if start.step == 0:
+        return []
+    manifest = read_manifest(start.checkpoint)
+    before = settings_before(manifest.settings, settings.known)
+    found = changes(
+        before, settings, global_batch_size(before, manifest.processes), global_batch_size(settings, processes)
+    )
+    require_allowed(found, settings["checkpoint.may_change"] or [], start.checkpoint)
+    return report(found, start.step + 1)

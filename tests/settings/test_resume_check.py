@@ -1,0 +1,42 @@
+"""What a resume compares its settings with."""
+
+import pytest
+
+from mxtrain.errors import ConfigError
+from mxtrain.run_folder.manifest import Manifest, write_manifest
+from mxtrain.run_folder.start import Start
+from mxtrain.settings.read import known_fields
+from mxtrain.settings.resume_check import check_resume
+from mxtrain.settings.values import Settings
+
+KNOWN = known_fields()
+
+
+def now(**sections) -> Settings:
+    return Settings(KNOWN, {f"{section}.{name}": v for section, table in sections.items() for name, v in table.items()})
+
+
+@pytest.fixture
+def start(tmp_path):
+    """The checkpoint of step 5 of a run of two processes."""
+    checkpoint = tmp_path / "checkpoint" / "step-5"
+    checkpoint.mkdir(parents=True)
+    write_manifest(checkpoint, Manifest(5, True, {}, settings={"optimizer": {"lr": 0.5}}, processes=2))
+    return Start(5, (), checkpoint)
+
+
+SAME = {"training": {"global_batch_size": 16}, "optimizer": {"lr": 0.5}}
+
+
+def test_the_manifest_of_the_checkpoint_counts(start):
+    assert check_resume(start, now(**SAME), 1) == []
+    assert check_resume(start, now(optimizer={"lr": 0.5}), 2) == []
+    assert check_resume(start, now(optimizer={"lr": 1.0}), 2) == ["optimizer.lr changes from 0.5 to 1.0 at step 6"]
+    with pytest.raises(ConfigError, match=r"^training.global_batch_size = 8 in effect, but .*/checkpoint/step-5 was"):
+        check_resume(start, now(**SAME | {"training": {}}), 1)
+    allowed = now(**SAME | {"training": {}, "checkpoint": {"may_change": ["training.global_batch_size"]}})
+    assert check_resume(start, allowed, 1) == ["training.global_batch_size changes from 16 to 8 at step 6"]
+
+
+def test_a_run_that_starts_is_not_compared():
+    assert check_resume(Start(0), now(debug={"seed": 1}), 3) == []
