@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.errors import ConfigError
-from mxtrain.hugging_face import formats, safetensors_files
+from mxtrain.hugging_face import registry, safetensors_files
 from mxtrain.titan import saved_run
 from mxtrain.titan.export import export
 from mxtrain.titan.held_out_loss import load_model
@@ -165,7 +165,7 @@ def test_a_format_replaces_tensors_and_adds_to_the_config(run, tmp_path, monkeyp
         as_trained = True
 
         def __init__(self, facts, dtype):
-            self.facts = facts
+            self.facts, self.dtype = facts, dtype or torch.float32
 
         def tensors(self, fqn, hf_name, weight, permute):
             seen[fqn] = weight
@@ -179,7 +179,7 @@ def test_a_format_replaces_tensors_and_adds_to_the_config(run, tmp_path, monkeyp
         def extra_files(self):
             return {"more.json": "{}"}
 
-    monkeypatch.setitem(formats.FORMATS, "halves", Halves)
+    monkeypatch.setitem(registry.FORMATS, "halves", Halves)
     export(run, tmp_path / "plain", fold_gain=True)
     export(run, tmp_path / "halves", format="halves")
     config = json.loads((tmp_path / "halves" / "config.json").read_text())
