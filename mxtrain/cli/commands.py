@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from mxtrain import __version__
-from mxtrain.cli import export_command, import_command, quiet
+from mxtrain.cli import eval_command, export_command, generate_command, import_command, quiet
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.settings.resume_flag import FLAG, separated
 
@@ -37,6 +37,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_plot(commands)
     export_command.add(commands)
     import_command.add(commands)
+    generate_command.add(commands)
+    eval_command.add(commands)
     _add_doctor(commands)
     return parser
 

@@ -27,15 +27,24 @@ weight after another. Models: llama3 and qwen3.
 
 The exported model has RMSNorm and plain linears, whatever the run was trained with. The command prints the loss on
 held-out text of both: as trained, with the run's converters, and as exported. DIR/mxtrain.json keeps both.
+
+--format mxfp8 and nvfp4 write the codes and scales that training multiplied in fprop, in compressed-tensors' layouts,
+which vLLM reads (transformers too, with compressed-tensors installed). Gains that training folded are folded; linears
+that trained in high precision or in another format stay in --dtype.
+
+  mxtrain export outputs/a exported/ --format mxfp8
 """,
     )
     parser.set_defaults(run=_export)
     parser.add_argument("source", metavar="RUN", type=Path, help="folder of a run, with config.toml and checkpoints")
     parser.add_argument("target", metavar="DIR", type=Path, help="folder to write; it must not exist, or be empty")
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest complete one)")
-    parser.add_argument("--format", default="hf", help="format of the weights (default: hf, in high precision)")
+    parser.add_argument("--format", default="hf", help="hf (the default: high precision), mxfp8 or nvfp4")
     parser.add_argument("--fold-gain", action="store_true", help="fold the gains of norms into the next linears")
-    parser.add_argument("--dtype", default="float32", help="float32 (the default) or bfloat16")
+    parser.add_argument(
+        "--dtype",
+        help="float32 or bfloat16, of all tensors in high precision (default: float32; mxfp8, nvfp4: bfloat16)",
+    )
     parser.add_argument(
         "--loss-tokens",
         metavar="N",
@@ -47,7 +56,8 @@ held-out text of both: as trained, with the run's converters, and as exported. D
 
 
 def _export(options) -> int:
-    require_one_of("--dtype", options.dtype, DTYPES)
+    if options.dtype is not None:
+        require_one_of("--dtype", options.dtype, DTYPES)
     require_one_of("--device", options.device, ("", "cpu", "cuda"))
     if options.loss_tokens < 0:
         raise ConfigError(f"--loss-tokens = {options.loss_tokens} is negative; 0 computes no loss")
@@ -64,7 +74,7 @@ def _export(options) -> int:
         step=options.step,
         format=options.format,
         fold_gain=options.fold_gain,
-        dtype=getattr(torch, options.dtype),
+        dtype=None if options.dtype is None else getattr(torch, options.dtype),
         loss_tokens=options.loss_tokens,
         device=options.device,
     )

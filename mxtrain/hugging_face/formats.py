@@ -39,6 +39,8 @@ class Format(Protocol):
     """True: ``tensors`` gets the values that training cast. Weights and gains are rounded to ``RunFacts.weight_dtype``,
     then the gains of ``RunFacts.merged_norms`` are folded in fp32; --fold-gain does the same for all other norms.
     False: gains are folded only for --fold-gain, and nothing is rounded."""
+    dtype: torch.dtype
+    """Of the tensors in high precision"""
 
     def tensors(self, fqn: str, hf_name: str, weight: torch.Tensor, permute: RowOrder) -> dict[str, torch.Tensor]:
         """Return the tensors to write for one weight: name in the safetensors file -> tensor.
@@ -48,6 +50,14 @@ class Format(Protocol):
             hf_name: its name in Hugging Face, "model.layers.0.mlp.up_proj.weight".
             weight: fp32, rows in TorchTitan's order, gain folded where gains are folded.
             permute: to apply to the rows of the weight, or of its codes and scales. Most weights keep their order.
+        """
+        ...
+
+    def values(self, fqn: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return what a model with this export multiplies in place of ``weight``, rows in TorchTitan's order.
+
+        Args:
+            fqn, weight: as for ``tensors``; the weights of experts may be stacked in front.
         """
         ...
 
@@ -64,19 +74,19 @@ class HighPrecision:
     """``hf``: every weight as one tensor, in one floating-point dtype."""
 
     as_trained = False
+    default_dtype = torch.float32
 
-    def __init__(self, facts: RunFacts, dtype: torch.dtype):
-        self._dtype = dtype
+    def __init__(self, facts: RunFacts, dtype: torch.dtype | None):
+        self.dtype = self.default_dtype if dtype is None else dtype
 
     def tensors(self, fqn: str, hf_name: str, weight: torch.Tensor, permute: RowOrder) -> dict[str, torch.Tensor]:
-        return {hf_name: permute(weight).to(self._dtype)}
+        return {hf_name: permute(weight).to(self.dtype)}
+
+    def values(self, fqn: str, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self.dtype)
 
     def config(self) -> dict:
         return {}
 
     def extra_files(self) -> dict[str, str]:
         return {}
-
-
-FORMATS: dict[str, Callable[[RunFacts, torch.dtype], Format]] = {"hf": HighPrecision}
-"""Name on the command line -> a function that makes the format. Its dtype is that of all tensors in high precision."""

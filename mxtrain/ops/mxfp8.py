@@ -31,6 +31,16 @@ def weight(w: torch.Tensor, recipe: Recipe, mode: str, dim: int, gain: torch.Ten
     return quantize(w, recipe, mode, (dim,), column_factor=gain)[dim]
 
 
+def weight_codes(w: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cast W [N, D], gain included, as ``weight`` does for fprop in every mode: to codes and plain scales.
+
+    Returns:
+        codes: float8_e4m3fn [N, D].
+        scales: float8_e8m0fnu [N, D / 32].
+    """
+    return casts.cast(w, recipe.format, recipe.scale_rounding)
+
+
 def gradient(dy: torch.Tensor, recipe: Recipe, mode: str, dims: tuple[int, ...], signs, draws) -> dict[int, Operand]:
     return quantize(dy, recipe, mode, dims)
 

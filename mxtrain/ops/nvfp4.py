@@ -67,12 +67,22 @@ def weight(w: torch.Tensor, recipe: Recipe, mode: str, dim: int, gain: torch.Ten
         return _from_kernel(cast, dim, scale, mode)
     if gain is not None:
         w = at_least_fp32(w) * gain
-    w = w if dim == 1 else w.t()
-    if not recipe.weight_tiles:
-        return _in_pytorch(w, mode)
     # The transpose of W has the tiles of W.
+    w = w if dim == 1 else w.t()
+    return _from_codes(*weight_codes(w, recipe), image_dtype(w, mode), mode)
+
+
+def weight_codes(w: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cast W [N, D] (for dgrad: its transpose), gain included, as ``weight`` does in every mode, to codes and scales.
+
+    Returns:
+        codes: uint8 [N, D / 2], two per byte.
+        scales: float8_e4m3fn [N, D / 16].
+        tensor_scale: fp32 [], a power of two.
+    """
     scale = power_of_two_tensor_scale(w)
-    return _from_codes(*reference.cast_tiles(w, scale), scale, image_dtype(w, mode), mode)
+    cast = reference.cast_tiles if recipe.weight_tiles else reference.cast
+    return *cast(w, scale), scale
 
 
 def gradient(

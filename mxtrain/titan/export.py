@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,12 +12,14 @@ from torchtitan.tools import utils
 from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.hugging_face.formats import FORMATS, Format, RunFacts
+from mxtrain.hugging_face.formats import Format, RunFacts
 from mxtrain.hugging_face.gain import fold, folded_norm, norm_before
 from mxtrain.hugging_face.model_config import CONFIG_FILE, GENERATION_FILE, config_json, generation_config_json
+from mxtrain.hugging_face.registry import FORMATS
 from mxtrain.hugging_face.safetensors_files import ShardWriter, shard_size
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
+from mxtrain.run_folder.manifest import MANIFEST_FILE, hash_file
 from mxtrain.titan.held_out_loss import Losses, NoLoss, convert, held_out_losses
 from mxtrain.titan.hugging_face_names import Names, require_exact, require_supported, shape_of
 from mxtrain.titan.metrics import package_versions, run_facts
@@ -27,6 +29,7 @@ from mxtrain.titan.saved_run import SavedRun, open_run
 from mxtrain.titan.target_folder import new_target, require_new
 
 REPORT_FILE = "mxtrain.json"
+LAST_NORM, HEAD = "norm", "output.weight"
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,11 @@ class ExportReport:
             f"{self.bytes / 1e6:,.1f} MB)"
         ]
         if self.losses is not None:
+            weights = "" if self.format == "hf" else f", {self.format} weights"
             difference = self.losses.as_exported - self.losses.as_trained
             lines += [
                 f"loss        {self.losses.as_trained:.4f} as trained ({self.converter}), "
-                f"{self.losses.as_exported:.4f} as exported (RMSNorm): {difference:+.4f}",
+                f"{self.losses.as_exported:.4f} as exported (RMSNorm{weights}): {difference:+.4f}",
                 f"            on {self.losses.tokens:,} held-out tokens of {self.losses.text}",
             ]
         return "\n".join([*lines, *(f"note        {note}" for note in self.notes)])
@@ -69,7 +73,7 @@ def export(
     step: int | None = None,
     format: str = "hf",
     fold_gain: bool = False,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     loss_tokens: int = 0,
     device: str = "",
 ) -> ExportReport:
@@ -84,7 +88,7 @@ def export(
         step: the step of the checkpoint; None takes the newest complete one.
         format: one of ``FORMATS``.
         fold_gain: fold the gains of norms that feed only linears into these, and write gains of one.
-        dtype: of all tensors in high precision.
+        dtype: of all tensors in high precision; None takes fp32 for "hf" and bf16 for the other formats.
         loss_tokens: number of held-out tokens on which to compute the loss as trained and as exported; 0 for none.
         device: where to compute the loss; "" for an accelerator if there is one.
 
@@ -100,8 +104,8 @@ def export(
     saved.weights.require(saved.build(), saved.is_tied)
     _require_no_expert_bias(saved, where)
     notes = []
-    losses = _losses(saved, loss_tokens, dtype, device, notes)
     writer = _Export(saved, format, fold_gain, dtype)
+    losses = _losses(saved, loss_tokens, writer.values, device, notes)
     with new_target(target, "DIR") as folder:
         files = writer.write(folder, notes)
         report = ExportReport(
@@ -109,7 +113,7 @@ def export(
             run=run,
             step=saved.step,
             format=format,
-            dtype=dtype,
+            dtype=writer.dtype,
             fold_gain=fold_gain,
             files=tuple(files),
             bytes=writer.bytes,
@@ -124,19 +128,28 @@ def export(
 class _Export:
     """Writes one export into a folder."""
 
-    def __init__(self, run: SavedRun, format: str, fold_gain: bool, dtype: torch.dtype):
+    def __init__(self, run: SavedRun, format: str, fold_gain: bool, dtype: torch.dtype | None):
         self._run = run
-        self._dtype = dtype
         self._parameters = [fqn for fqn in run.build().state_dict() if fqn in run.weights]
         self._names = Names(run.model, run.args)
         self._facts = _facts(run, self._names)
         self._format: Format = FORMATS[format](self._facts, dtype)
+        if fold_gain and self._format.as_trained:
+            raise ConfigError(
+                f"--fold-gain does not go with --format = {format!r}, which folds the gains that training folded and "
+                "leaves the others: leave it out"
+            )
         self._fold_gain = fold_gain
+        self.dtype = self._format.dtype
         self.bytes = 0
+
+    def values(self, fqn: str) -> torch.Tensor:
+        """Return what the exported model multiplies in place of a parameter, rows in TorchTitan's order."""
+        return self._format.values(fqn, self._weight(fqn))
 
     def write(self, folder: Path, notes: list[str]) -> list[str]:
         """Write all files and return their names. Adds to ``notes`` what is missing."""
-        bytes_of_model = sum(torch.Size(shape).numel() for shape in self._facts.shapes.values()) * self._dtype.itemsize
+        bytes_of_model = sum(torch.Size(shape).numel() for shape in self._facts.shapes.values()) * self.dtype.itemsize
         writer = ShardWriter(folder, shard_size(bytes_of_model))
         for fqn in self._parameters:
             for name, tensor in self._tensors(fqn):
@@ -145,7 +158,7 @@ class _Export:
         self.bytes = writer.total_bytes
         bos, eos = _copy_tokenizer(self._run.folder / TOKENIZER_FOLDER, folder, notes)
         shape = shape_of(self._run.model, self._run.args)
-        config = config_json(shape, _name(self._dtype), self._run.args.max_seq_len, bos, eos) | self._format.config()
+        config = config_json(shape, _name(self.dtype), self._run.args.max_seq_len, bos, eos) | self._format.config()
         texts = {
             CONFIG_FILE: _json(config),
             GENERATION_FILE: _json(generation_config_json(bos, eos)),
@@ -168,18 +181,28 @@ class _Export:
 
     def _weight(self, fqn: str) -> torch.Tensor:
         """Return a parameter in fp32, with the gain before it folded, or ones for a gain that is folded elsewhere."""
-        if (norm := folded_norm(fqn)) is not None and self._folds(norm):
+        if (norm := self._folded_norm(fqn)) is not None and self._folds(norm):
             return torch.ones(self._facts.shapes[fqn])
         weight = self._read(fqn)
-        if (norm := norm_before(fqn)) is not None and self._folds(norm):
+        if (norm := self._norm_before(fqn)) is not None and self._folds(norm):
             weight = fold(weight, self._read(f"{norm}.weight"))
         return weight.float()
+
+    # The last gain is folded only for a run that quantizes its head, and so has an MXNorm before it.
+
+    def _norm_before(self, fqn: str) -> str | None:
+        return LAST_NORM if fqn == HEAD else norm_before(fqn)
+
+    def _folded_norm(self, fqn: str) -> str | None:
+        return LAST_NORM if fqn == f"{LAST_NORM}.weight" else folded_norm(fqn)
 
     def _read(self, fqn: str) -> torch.Tensor:
         weight = self._run.weights[fqn]
         return weight.to(self._facts.weight_dtype) if self._format.as_trained else weight
 
     def _folds(self, norm: str) -> bool:
+        if norm == LAST_NORM and (self._run.is_tied or not self._format.as_trained):
+            return False  # a weight that is the embedding's, too, cannot hold a gain
         return self._fold_gain or (self._format.as_trained and norm in self._facts.merged_norms)
 
 
@@ -211,11 +234,13 @@ def _require_no_expert_bias(run: SavedRun, where: str) -> None:
             )
 
 
-def _losses(run: SavedRun, tokens: int, dtype: torch.dtype, device: str, notes: list[str]) -> Losses | None:
+def _losses(
+    run: SavedRun, tokens: int, exported: Callable[[str], torch.Tensor], device: str, notes: list[str]
+) -> Losses | None:
     if not tokens:
         return None
     try:
-        return held_out_losses(run, tokens, dtype, torch.device(device or utils.device_type))
+        return held_out_losses(run, tokens, exported, torch.device(device or utils.device_type))
     except NoLoss as error:
         notes.append(f"no loss is computed: {error}")
         return None
@@ -240,6 +265,7 @@ def _write_report(folder: Path, run: SavedRun, report: ExportReport) -> None:
     content = {
         "run": str(run.folder.absolute()),
         "step": report.step,
+        "manifest_sha256": _manifest_hash(run.checkpoint),
         "format": report.format,
         "dtype": _name(report.dtype),
         "fold_gain": report.fold_gain,
@@ -249,6 +275,12 @@ def _write_report(folder: Path, run: SavedRun, report: ExportReport) -> None:
         "versions": package_versions(),
     }
     (folder / REPORT_FILE).write_text(_json(content), encoding="utf-8")
+
+
+def _manifest_hash(checkpoint: Path) -> str | None:
+    """Return a hash that tells this checkpoint from all others; None if an older version wrote it."""
+    manifest = checkpoint / MANIFEST_FILE
+    return hash_file(manifest).sha256 if manifest.is_file() else None
 
 
 def _converter(run: SavedRun) -> str:

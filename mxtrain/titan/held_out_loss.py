@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model_converter import build_model_converters
+from torchtitan.tools.logging import logger
 
 from mxtrain.data.prepared_text import DamagedText, load_text
 from mxtrain.data.token_store import TokenFile
@@ -40,14 +42,16 @@ class Losses:
     """Name of the prepared text, whose held-out part was read"""
 
 
-def held_out_losses(run: SavedRun, tokens: int, dtype: torch.dtype, device: torch.device) -> Losses:
+def held_out_losses(
+    run: SavedRun, tokens: int, exported: Callable[[str], torch.Tensor], device: torch.device
+) -> Losses:
     """Compute the loss of the run's weights as trained and as exported, on the same held-out tokens.
 
     Both compute in fp32, but for the operands that the converters round: the difference is that of the converters.
 
     Args:
         tokens: how many tokens to predict, at most; whole sequences of the run's length.
-        dtype: that of the exported weights.
+        exported: FQN of a parameter -> the values that the exported model multiplies in its place.
         device: holds one model at a time, fp32.
 
     Raises:
@@ -61,7 +65,7 @@ def held_out_losses(run: SavedRun, tokens: int, dtype: torch.dtype, device: torc
     for has_converters in (True, False):
         model = load_model(run, device, has_converters)
         if not has_converters:
-            _round(model, dtype)
+            _load(model, run, exported)
         losses.append(_mean_loss(model, batches, device))
         del model  # before the next one is built
     return Losses(*losses, count, text.path.parent.name)
@@ -72,7 +76,13 @@ def convert(run: SavedRun, model: torch.nn.Module) -> None:
     one_process = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size"), 1)
     job_config = copy.deepcopy(run.job_config)
     job_config.model.converters = [n for n in job_config.model.converters if not n.startswith(TITAN_QUANTIZING)]
-    build_model_converters(job_config, ParallelDims(**one_process)).convert(model)
+    # No gradients are computed here, so the converters' warnings of rounding in the backward mean nothing.
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        build_model_converters(job_config, ParallelDims(**one_process)).convert(model)
+    finally:
+        logger.setLevel(level)
 
 
 def load_model(run: SavedRun, device: torch.device, has_converters: bool) -> torch.nn.Module:
@@ -89,10 +99,11 @@ def load_model(run: SavedRun, device: torch.device, has_converters: bool) -> tor
     return model.eval()
 
 
-def _round(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.to(dtype))
+def _load(model: torch.nn.Module, run: SavedRun, exported: Callable[[str], torch.Tensor]) -> None:
+    """Replace the weights of a model without converters by the exported ones, one after another."""
+    for fqn, weight in model.state_dict().items():
+        if fqn in run.weights:
+            weight.copy_(exported(fqn))
 
 
 def _held_out_text(folder: Path) -> TokenFile:

@@ -78,9 +78,8 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
     if problem := saved.problems.get(f"step-{step}"):
         raise _damaged(saved.path(step), problem)
     if step not in saved.whole:
-        raise ConfigError(
-            f"--step = {step} is not among the steps in {saved.folder}: {', '.join(map(str, saved.whole))}"
-        )
+        steps = ", ".join(map(str, saved.whole))
+        raise ConfigError(f"--step = {step} is not among the steps in {saved.folder}: {steps}")
     manifest = saved.whole[step]
     try:
         check_hashes(saved.path(step), manifest, manifest.files)

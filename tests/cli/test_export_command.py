@@ -23,7 +23,7 @@ def test_the_options_reach_the_export(seen, capsys):
     (paths, plain), (_, given) = seen
     assert [str(path) for path in paths] == ["a", "b"]
     common = {"format": "hf", "loss_tokens": 16384, "device": "", "step": None, "fold_gain": False}
-    assert plain == {**common, "dtype": torch.float32}
+    assert plain == {**common, "dtype": None}
     assert given == {**common, "step": 7, "fold_gain": True, "dtype": torch.bfloat16, "loss_tokens": 0, "device": "cpu"}
     assert capsys.readouterr().out == "report\nreport\n"
 

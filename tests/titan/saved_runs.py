@@ -1,6 +1,7 @@
 """Run folders for tests, as a training leaves them: tiny models with random weights, made within the process."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -10,7 +11,9 @@ from torchtitan.models.qwen3 import Qwen3ModelArgs
 from torchtitan.protocols.train_spec import get_train_spec
 
 import mxtrain.titan  # noqa: F401  registers models and converters
-from mxtrain.config import dump_config
+from mxtrain.config import dump_config, load_config
+from mxtrain.run_folder.files import CONFIG_FILE
+from mxtrain.run_folder.manifest import MANIFEST_FILE, Manifest, hash_file, write_manifest
 from mxtrain.titan.datasets import prepare_from_job
 from mxtrain.titan.flavors import configurable
 from mxtrain.titan.parse import parse_job_config
@@ -80,5 +83,21 @@ def random_weights(model: str, flavor: str, seed: int = 0) -> dict[str, torch.Te
     return module.state_dict()
 
 
-def save_weights(checkpoint, weights: dict[str, torch.Tensor]) -> None:
+def save_weights(checkpoint: Path, weights: dict[str, torch.Tensor], processes: int = 1) -> None:
+    """Write a checkpoint of a run, "RUN/checkpoint/step-N", with the settings in RUN/config.toml."""
     dcp.save(dict(weights), checkpoint_id=checkpoint, no_dist=True)
+    add_manifest(checkpoint, processes)
+
+
+def add_manifest(checkpoint: Path, processes: int = 1) -> None:
+    (checkpoint / MANIFEST_FILE).unlink(missing_ok=True)
+    write_manifest(
+        checkpoint,
+        Manifest(
+            step=int(checkpoint.name.removeprefix("step-")),
+            holds_trainer=False,
+            files={path.name: hash_file(path) for path in checkpoint.iterdir()},
+            settings=load_config(checkpoint.parents[1] / CONFIG_FILE),
+            processes=processes,
+        ),
+    )

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.errors import ConfigError
-from mxtrain.hugging_face import formats, safetensors_files
+from mxtrain.hugging_face import registry, safetensors_files
 from mxtrain.titan import saved_run
 from mxtrain.titan.export import export
 from mxtrain.titan.held_out_loss import load_model
@@ -165,7 +165,7 @@ def test_a_format_replaces_tensors_and_adds_to_the_config(run, tmp_path, monkeyp
         as_trained = True
 
         def __init__(self, facts, dtype):
-            self.facts = facts
+            self.facts, self.dtype = facts, dtype or torch.float32
 
         def tensors(self, fqn, hf_name, weight, permute):
             seen[fqn] = weight
@@ -179,7 +179,7 @@ def test_a_format_replaces_tensors_and_adds_to_the_config(run, tmp_path, monkeyp
         def extra_files(self):
             return {"more.json": "{}"}
 
-    monkeypatch.setitem(formats.FORMATS, "halves", Halves)
+    monkeypatch.setitem(registry.FORMATS, "halves", Halves)
     export(run, tmp_path / "plain", fold_gain=True)
     export(run, tmp_path / "halves", format="halves")
     config = json.loads((tmp_path / "halves" / "config.json").read_text())
@@ -209,6 +209,7 @@ def with_setting(name, value):
         file = copy_of(run, tmp_path) / "config.toml"
         text = re.sub(rf"(?m)^{name} = .*$", f"{name} = {json.dumps(value)}", file.read_text())
         file.write_text(text)
+        saved_runs.add_manifest(tmp_path / "run" / "checkpoint" / "step-3")
 
     return change
 
@@ -237,6 +238,7 @@ def of_deepseek(run, tmp_path):
     with_setting("name", "deepseek_v3")(run, tmp_path)
     file = tmp_path / "run" / "config.toml"
     file.write_text(file.read_text().replace('"small"', '"debugmodel"'))
+    saved_runs.add_manifest(tmp_path / "run" / "checkpoint" / "step-3")
 
 
 def existing_target(run, tmp_path):
@@ -248,7 +250,7 @@ def existing_target(run, tmp_path):
 BAD = {
     "no folder": (lambda run, tmp_path: None, {}, "RUN = '{tmp}/run' is no run: config.toml is missing"),
     "no run": (lambda run, tmp_path: (tmp_path / "run").mkdir(), {}, "RUN = '{tmp}/run' is no run: config.toml is"),
-    "no checkpoints": (without_checkpoints, {}, "RUN = '{tmp}/run' has no complete checkpoint in {tmp}/run/checkpoint"),
+    "no checkpoints": (without_checkpoints, {}, "RUN = '{tmp}/run' has no whole checkpoint in {tmp}/run/checkpoint"),
     "another step": (copy_of, {"step": 4}, "--step = 4 is not among the steps in {tmp}/run/checkpoint: 3"),
     "deepseek": (
         of_deepseek,
@@ -272,8 +274,8 @@ BAD = {
         {},
         "RUN: the checkpoint {tmp}/run/checkpoint/step-3 cannot be used: norm.weight has shape [65], and [64] by",
     ),
-    "truncated": (truncated, {}, "RUN: the checkpoint {tmp}/run/checkpoint/step-3 cannot be used: "),
-    "damaged list": (damaged_list, {}, "RUN: the checkpoint {tmp}/run/checkpoint/step-3 cannot be used: "),
+    "truncated": (truncated, {}, "RUN = '{tmp}/run' has no whole checkpoint in {tmp}/run/checkpoint; step-3: "),
+    "damaged list": (damaged_list, {}, "RUN = '{tmp}/run' has no whole checkpoint in {tmp}/run/checkpoint; step-3: "),
 }
 
 

@@ -42,16 +42,20 @@ def test_losses_are_the_mean_over_the_tokens_of_both_models(run):
         assert has_converters == any(isinstance(module, MXNorm) for module in model.modules())
         with torch.no_grad():
             expected.append(F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).item())
-    losses = held_out_losses(saved, 10**9, torch.float32, CPU)
+    losses = held_out_losses(saved, 10**9, saved.weights.__getitem__, CPU)
     assert losses.tokens == 32 * count
     assert losses.as_trained == pytest.approx(expected[0], rel=1e-5)
     assert losses.as_exported == pytest.approx(expected[1], rel=1e-5)
     assert expected[0] != expected[1]
 
 
-def test_the_exported_loss_has_weights_in_the_dtype_of_the_export(run):
+def test_the_exported_loss_has_the_exported_weights(run):
     saved = open_run(run)
-    fp32, bf16 = (held_out_losses(saved, 320, dtype, CPU) for dtype in (torch.float32, torch.bfloat16))
+
+    def rounded(fqn):
+        return saved.weights[fqn].bfloat16()
+
+    fp32, bf16 = (held_out_losses(saved, 320, exported, CPU) for exported in (saved.weights.__getitem__, rounded))
     assert fp32.as_trained == bf16.as_trained and fp32.as_exported != bf16.as_exported
     assert fp32.as_exported == pytest.approx(bf16.as_exported, abs=0.02)
 
@@ -101,14 +105,14 @@ def test_a_text_that_is_not_there_is_named(change, reason, run):
     change(kept, run)
     file.write_text(json.dumps(kept))
     with pytest.raises(NoLoss, match=reason):
-        held_out_losses(open_run(run), 64, torch.float32, CPU)
+        held_out_losses(open_run(run), 64, open_run(run).weights.__getitem__, CPU)
 
 
 def test_converters_of_titan_are_named(run, monkeypatch):
     saved = open_run(run)
     monkeypatch.setattr(saved.job_config.model, "converters", ["quantize.linear.float8"])
     with pytest.raises(NoLoss, match="it would need TorchTitan's converter 'quantize.linear.float8', which runs in"):
-        held_out_losses(saved, 64, torch.float32, CPU)
+        held_out_losses(saved, 64, saved.weights.__getitem__, CPU)
     held_out_loss.convert(saved, saved.build())  # an export of the weights works
 
 
@@ -117,7 +121,7 @@ def test_nothing_held_out_is_named(run, tmp_path):
         tmp_path / "other", "llama3", "small", text=tmp_path / "text", data={"validation_share": 0.0}
     )
     with pytest.raises(NoLoss, match="data.validation_share is 0"):
-        held_out_losses(open_run(other), 64, torch.float32, CPU)
+        held_out_losses(open_run(other), 64, open_run(other).weights.__getitem__, CPU)
 
 
 def test_a_tied_model_is_loaded_tied(tmp_path, monkeypatch):

@@ -1,0 +1,85 @@
+"""Loads a model and its tokenizer from a folder in Hugging Face's format, through transformers."""
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mxtrain.errors import ConfigError
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A causal language model, ready to run, and its tokenizer."""
+
+    model: torch.nn.Module
+    """``transformers.PreTrainedModel`` in evaluation mode"""
+    tokenizer: object
+    """``transformers.PreTrainedTokenizerBase``"""
+    first_token: int
+    """Every text begins with this token, as documents in training do: bos. Without a bos token it is eos, which in
+    training stands before the next document."""
+
+    @property
+    def max_seq_len(self) -> int:
+        """The longest sequence that the model's configuration allows."""
+        return self.model.config.max_position_embeddings
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of ``text``, without ``first_token``.
+
+        As in training, the spelling of a special token in the text is plain text.
+        """
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+
+
+def require_transformers() -> None:
+    """Raise ConfigError if transformers is not installed. Imports nothing."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError('transformers is not installed, and this command needs it: pip install "mxtrain[hf]"')
+
+
+def load(folder: Path) -> Pretrained:
+    """Load the model in ``folder`` to the accelerator if there is one, in the dtype that its config.json names.
+
+    Reads safetensors only, runs no code from the folder, and asks no server.
+
+    Raises:
+        ConfigError: transformers is not installed or cannot load the folder, weights are missing or have another
+            shape, or the tokenizer has neither bos nor eos.
+    """
+    require_transformers()
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    where = f"RUN = {str(folder)!r}"
+    if not (folder / TOKENIZER_FILE).is_file():
+        raise ConfigError(f"{where}: it has no tokenizer: {TOKENIZER_FILE} is missing")
+    local = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **local)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **local
+        )
+    except Exception as error:  # transformers, safetensors and tokenizers raise classes of their own
+        raise ConfigError(f"{where}: transformers cannot load it: {' '.join(str(error).split())[:300]}") from error
+    for problem in ("missing_keys", "mismatched_keys"):
+        if info[problem]:  # transformers would draw these weights at random
+            names = sorted(str(name) for name in info[problem])
+            raise ConfigError(f"{where}: {len(names)} weights are missing or have another shape, such as {names[0]}")
+    first_token = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if first_token is None:
+        raise ConfigError(f"{where}: its tokenizer has neither a bos nor an eos token for a text to begin with")
+    return Pretrained(model.to(_device()).eval(), tokenizer, first_token)
+
+
+def _device() -> torch.device:
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")

@@ -1,0 +1,120 @@
+"""The argument RUN of ``mxtrain generate`` and ``mxtrain eval``."""
+
+import json
+import sys
+from types import ModuleType
+
+import pytest
+
+from mxtrain import ConfigError
+from mxtrain.cli import model_folder as module
+from mxtrain.cli.model_folder import EXPORT_FILE, model_folder
+from mxtrain.run_folder.manifest import MANIFEST_FILE, Manifest, hash_file, write_manifest
+
+
+@pytest.fixture
+def exports(monkeypatch):
+    """The calls of an export that writes nothing but its report."""
+    calls = []
+
+    def export(run, target, step):
+        assert not target.exists()
+        calls.append(step)
+        target.mkdir(parents=True)
+        manifest = run / "checkpoint" / f"step-{step}" / MANIFEST_FILE
+        kept = hash_file(manifest).sha256 if manifest.is_file() else None
+        (target / EXPORT_FILE).write_text(json.dumps({"manifest_sha256": kept}))
+
+    fake = ModuleType("mxtrain.titan.export")
+    fake.export = export
+    monkeypatch.setitem(sys.modules, "mxtrain.titan.export", fake)
+    return calls
+
+
+def save_checkpoint(run, step: int, processes: int = 1, has_manifest: bool = True):
+    folder = run / "checkpoint" / f"step-{step}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ".metadata").write_bytes(b"")
+    if has_manifest:
+        write_manifest(folder, Manifest(step, True, {}, processes=processes))
+
+
+@pytest.fixture
+def run(tmp_path):
+    save_checkpoint(tmp_path, 10)
+    save_checkpoint(tmp_path, 20)
+    (tmp_path / "config.toml").write_text("")
+    return tmp_path
+
+
+def test_a_model_is_taken_as_it_is(tmp_path, exports):
+    (tmp_path / "config.json").write_text("{}")
+    assert model_folder(tmp_path, None) == tmp_path and not exports
+
+
+def test_a_run_is_exported_once_for_each_checkpoint(run, exports, capsys):
+    assert model_folder(run, None) == model_folder(run, None) == run / "exported" / "step-20"
+    assert model_folder(run, 10) == run / "exported" / "step-10"
+    assert exports == [20, 10]
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[0] == f"mxtrain: exporting step 20 to {run}/exported/step-20" and not captured.out
+
+
+def test_an_export_of_a_checkpoint_that_was_replaced_is_replaced(run, exports):
+    model_folder(run, 20)
+    save_checkpoint(run, 20, processes=2)
+    assert model_folder(run, 20) == run / "exported" / "step-20"
+    assert exports == [20, 20]
+
+
+@pytest.mark.parametrize("damage", ["{", "{}", "[]", None])
+def test_an_export_without_its_checkpoints_hash_is_replaced(damage, run, exports):
+    report = model_folder(run, 20) / EXPORT_FILE
+    if damage is None:
+        report.unlink()
+    else:
+        report.write_text(damage)
+    model_folder(run, 20)
+    assert exports == [20, 20]
+
+
+def test_a_checkpoint_that_is_not_whole_is_passed_over(run, exports):
+    save_checkpoint(run, 30, has_manifest=False)
+    assert model_folder(run, None) == run / "exported" / "step-20"
+
+
+def test_the_settings_name_the_folder_of_checkpoints(run, exports, monkeypatch):
+    (run / "checkpoint").rename(run / "saved")
+    (run / "config.toml").write_text('[checkpoint]\nfolder = "saved"\n')
+    monkeypatch.setattr(module, "_export", lambda run, target, step: exports.append(step))
+    model_folder(run, None)
+    assert exports == [20]
+
+
+def test_a_step_that_is_not_there_is_left_to_the_export_to_refuse(run, monkeypatch):
+    asked = []
+    monkeypatch.setattr(module, "_export", lambda run, target, step: asked.append(step))
+    model_folder(run, 15)
+    assert asked == [15]
+
+
+@pytest.mark.parametrize(
+    ("make", "step", "says"),
+    [
+        (lambda folder: None, None, "RUN = '{folder}' does not exist"),
+        (lambda folder: folder.write_text(""), None, "RUN = '{folder}' is not a folder"),
+        (lambda folder: folder.mkdir(), None, "RUN = '{folder}' is neither a run (config.toml is missing) nor a"),
+    ],
+)
+def test_other_folders_are_refused(make, step, says, tmp_path):
+    folder = tmp_path / "folder"
+    make(folder)
+    with pytest.raises(ConfigError) as caught:
+        model_folder(folder, step)
+    assert str(caught.value).startswith(says.format(folder=folder))
+
+
+def test_a_model_has_no_steps(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"^--step = 3: RUN = '.*' is a Hugging Face model, which has no steps"):
+        model_folder(tmp_path, 3)
