@@ -357,7 +357,7 @@ def _copy_to_resume(folder: Path, name: str, resumed: Resumed, is_first: bool) -
     if is_first:
         part = folder / f"{name} (being copied)"
         shutil.copytree(folder / resumed.run, part)
-        for checkpoint in (part / "checkpoint").iterdir():
+        for checkpoint in (part / "checkpoint").glob("step-*"):
             if int(checkpoint.name.removeprefix("step-")) > resumed.step:
                 shutil.rmtree(checkpoint)
         part.rename(copy)
