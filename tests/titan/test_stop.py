@@ -25,7 +25,7 @@ def stopped(base):
     Gives the run's folder, and a function from a rank to (status, output) of both runs.
     """
     folder, run = base / "stopped", base / "stopped" / "run"
-    endless = [*SAVE, "--training.local_batch_size=2", "--lr_scheduler.total_steps=1000", steps(1_000_000)]
+    endless = [*SAVE, "--training.local_batch_size=2", "--lr_scheduler.total_steps=1000000", steps(1_000_000)]
     resumed = [*endless, f"--job.dump_folder={run}", "--checkpoint.async_mode=async"]
     done = {"run": endless, "resumed": resumed}
 
@@ -93,7 +93,10 @@ def test_signals_that_nohup_and_scripts_ignore_stay_ignored(ignored, others):
     code = "from mxtrain.launched import stop_signals; print(*(number.name for number in stop_signals()))"
     trap = f"trap '' {ignored}; " if ignored else ""
     process = subprocess.run(
-        ["bash", "-c", f'{trap}exec "{sys.executable}" -c "{code}"'], capture_output=True, text=True
+        ["bash", "-c", f'{trap}exec "{sys.executable}" -c "{code}"'],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # these tests may run under nohup themselves
     )
     assert process.stdout == others + "\n"
 
