@@ -29,6 +29,8 @@ DOCUMENTS = {
     for name in (
         "README.md",
         SETTINGS,
+        "train_configs/RUNS.md",
+        "train_configs/MODELS.md",
         CODE,
         "scripts/bench/README.md",
         "scripts/evidence/README.md",
@@ -156,7 +158,7 @@ def test_usage_lines_of_the_benchmarks(monkeypatch, capsys):
 
 
 def test_the_slurm_job():
-    (script,) = blocks(DOCUMENTS[SETTINGS], "sh")
+    (script,) = blocks(DOCUMENTS["train_configs/RUNS.md"], "sh")
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     (command,) = re.findall(r"^srun mxtrain (.*)", script, flags=re.MULTILINE)
     check_mxtrain(command.split())

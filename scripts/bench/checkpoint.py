@@ -1,7 +1,7 @@
 """How long a training stands still while a checkpoint is saved, by ``checkpoint.async_mode``.
 
     python scripts/bench/checkpoint.py train_configs/llama3_8b.toml
-    python scripts/bench/checkpoint.py train_configs/llama3_debug.toml --modes disabled async -- --training.seq_len 128
+    python scripts/bench/checkpoint.py train_configs/llama3_debug.toml --modes disabled async
 
 Each mode is a run of ``mxtrain train``, with all flags after "--". The stall of a save is the time between the logged
 steps around it, minus the median of the other steps that no save overlaps. "complete" is the time from that step until
@@ -22,7 +22,7 @@ from pathlib import Path
 MODES = ("disabled", "async", "async_with_pinned_mem")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=2, help="saves that are measured")
     parser.add_argument("--folder", type=Path, help="where checkpoints go; default: a temporary folder")
     parser.add_argument("--json", type=Path, help="also write all numbers to this file")
-    words = sys.argv[1:]
+    words = sys.argv[1:] if arguments is None else arguments
     end = words.index("--") if "--" in words else len(words)
     options = parser.parse_args(words[:end], argparse.Namespace(flags=words[end + 1 :]))
     results = []
