@@ -84,6 +84,8 @@ def publish(written: Path, checkpoint: Path) -> None:
         set_aside(checkpoint)
     written.rename(checkpoint)
     sync_folder(checkpoint.parent)
+    with suppress(OSError):
+        written.parent.rmdir()
 
 
 def set_aside(checkpoint: Path) -> Path:

@@ -76,7 +76,7 @@ def test_eval_prints_its_figures_and_nothing_else(run, folder):
         "generate @nothing x": "RUN = '@nothing' does not exist",
         "generate @text.py x": "RUN = '@text.py' is not a folder",
         "generate @ x": "RUN = '@' is neither a run (config.toml is missing) nor a Hugging Face model (config.json",
-        "generate @run x": "RUN = '@run' has no complete checkpoint in @run/checkpoint",
+        "generate @run x": "RUN = '@run' has no whole checkpoint in @run/checkpoint",
         "generate @model x --step 1": "--step = 1: RUN = '@model' is a Hugging Face model, which has no steps",
         "generate @model x --greedy --top-p 0.5": "--greedy draws nothing: it does not go with --top-p",
         "generate @model x --temperature 0": "--temperature = 0.0 is not a positive number; --greedy stands for 0",
@@ -88,7 +88,7 @@ def test_eval_prints_its_figures_and_nothing_else(run, folder):
         "eval @model @binary": "FILE = '@binary' is not UTF-8 text: byte 0 is wrong",
         "eval @model @text.py --seq-len 33": "--seq-len = 33 is longer than the model's longest sequence, 32",
         "eval @model @text.py --seq-len 0": "--seq-len = 0 is not an integer of at least 1",
-        "eval @run @text.py": "RUN = '@run' has no complete checkpoint in @run/checkpoint",
+        "eval @run @text.py": "RUN = '@run' has no whole checkpoint in @run/checkpoint",
     }.items(),
 )
 def test_bad_input_is_one_line(line, says, run, folder):

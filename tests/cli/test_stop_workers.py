@@ -44,6 +44,8 @@ def start(command: list[str], folder: Path, **environment: str) -> subprocess.Po
         [sys.executable, *command],
         cwd=folder, env={**clean, **own}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True,
+        # These tests may run where a signal is ignored: under nohup, or in the background of a script.
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)],
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def group():
 
 @pytest.fixture
 def build(tmp_path):
-    built = []
+    built, loaded = [], []
 
     def checkpointer(*flags, model=None, value=0):
         flags = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=2", *flags]
@@ -59,9 +59,11 @@ def build(tmp_path):
         one.run = Manifest(0, False, {}, settings={"optimizer": {"lr": 0.5}}, tokenizer_sha256="abc")
         one.may_save = lambda step: True
         one.is_stopping = lambda: False
+        one.after_load = lambda: loaded.append(one)
         built.append(one)
         return one
 
+    checkpointer.loaded = loaded
     yield checkpointer
     for one in built:
         one.close()
@@ -93,7 +95,7 @@ def test_what_is_saved_is_loaded(build, tmp_path, mode):
     assert (manifest.settings, manifest.tokenizer_sha256) == ({"optimizer": {"lr": 0.5}}, "abc")
 
     other = build()
-    assert other.load()
+    assert other.load() and build.loaded == [other]
     assert torch.equal(other.states["model"].model[0].weight, weight)
     assert [other.states[k].value for k in ("dataloader", "lr_scheduler", "train_state")] == [7, 7, 7]
     assert other.states["optimizer"].value.tolist() == [7.0] * 5
@@ -229,4 +231,4 @@ def test_nothing_is_saved_without_checkpoints(build, tmp_path):
     one = build("--checkpoint.no-enable")
     one.save(2, last_step=True)
     one.finish()
-    assert not one.load() and list(tmp_path.iterdir()) == []
+    assert not one.load() and list(tmp_path.iterdir()) == [] and build.loaded == []

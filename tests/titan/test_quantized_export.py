@@ -38,7 +38,7 @@ def flavors(monkeypatch):
 def save_run(folder, name: str, processes: int = 1):
     _, model, converter, settings = RUNS[name]
     run = saved_runs.save_run(folder, model, "small", converters=[converter], mxnorm=settings)
-    (run / "run.json").write_text(json.dumps({"world_size": processes}))
+    saved_runs.add_manifest(run / "checkpoint" / "step-3", processes)
     return run
 
 

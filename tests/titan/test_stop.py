@@ -96,7 +96,8 @@ def test_signals_that_nohup_and_scripts_ignore_stay_ignored(ignored, others):
         ["bash", "-c", f'{trap}exec "{sys.executable}" -c "{code}"'],
         capture_output=True,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # these tests may run under nohup themselves
+        # These tests may run where a signal is ignored: under nohup, or in the background of a script.
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)],
     )
     assert process.stdout == others + "\n"
 
