@@ -1,0 +1,149 @@
+"""``mxtrain train`` and ``mxtrain prepare``: a config, and any of TorchTitan's flags."""
+
+import argparse
+
+from mxtrain.cli import quiet
+from mxtrain.errors import ConfigError
+from mxtrain.settings.resume_flag import FLAG
+
+
+def add(commands) -> None:
+    """Add both commands to the command line's ``commands``."""
+    _add_train(commands)
+    _add_prepare(commands)
+
+
+def _add_train(commands) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train the model of a TOML file",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="""\
+Train on this machine, with one process per accelerator (one process on a CPU), and print a summary at the end.
+
+  mxtrain train train_configs/llama3_debug.toml
+  mxtrain train train_configs/llama3_125m.toml --mxnorm.p 1 --training.steps 1000
+  NGPU=2 mxtrain train train_configs/llama3_1b.toml --job.dump_folder outputs/mine
+  mxtrain train --resume outputs/mine                     go on from its newest checkpoint, with its settings
+  mxtrain train --resume outputs/mine --training.steps 2000 --optimizer.lr 1e-4
+  mxtrain train train_configs/llama3_debug.toml --help    all flags of TorchTitan and mxtrain
+
+The run's folder is outputs/CONFIG-TIME, or --job.dump_folder. It receives config.toml with all settings, run.json,
+metrics.jsonl, loss.png, train.log with TorchTitan's log, conversion.txt with the list of swapped modules, wandb files
+and checkpoints. Ctrl-C and SIGTERM save the step and stop (with --checkpoint.enable); a second one stops at once.
+
+--resume RUN takes every setting from RUN/config.toml, and flags override them. The settings are compared with those of
+the checkpoint: a changed learning rate or number of steps is applied and reported. A change that would make the run
+another experiment (seed, data, model, recipe, batch size) is refused, unless --checkpoint.may_change names it.
+
+environment:
+  NGPU             number of processes; at most one per accelerator, any number on a CPU
+  OMP_NUM_THREADS  CPU threads per process (default: processes share the cores equally)
+  MXTRAIN_VERBOSE  1 does the same as --verbose
+
+On several machines, start 'torchrun ... -m mxtrain.train --job.config_file CONFIG' on each. It takes the same flags,
+and --resume RUN in the place of --job.config_file CONFIG.
+Exit status: 0 for success, 2 for a mistake in the settings, 128 + n after signal n, 1 for another failure.
+""",
+    )
+    parser.set_defaults(run=_train)
+    parser.usage = "mxtrain train [--verbose] CONFIG [FLAGS]\n       mxtrain train [--verbose] --resume RUN [FLAGS]"
+    parser.add_argument(
+        FLAG,
+        metavar="RUN",
+        nargs=argparse.REMAINDER,  # the flags follow, which argparse does not know
+        help="continue the run in this folder, with its settings, in the place of CONFIG",
+    )
+    _add_config_and_flags(parser, needs_config=False)
+
+
+def _add_prepare(commands) -> None:
+    parser = commands.add_parser(
+        "prepare",
+        help="build the tokenizer and the tokenized text of a config",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="""\
+Collect the text that a config trains on, build its tokenizer, tokenize the text, and print the number of files, bytes
+and tokens. The result is cached: training with the same [data] settings starts at once.
+
+  mxtrain prepare train_configs/llama3_125m.toml
+  mxtrain prepare train_configs/llama3_debug.toml --training.dataset files --training.dataset_path my_text/
+""",
+    )
+    parser.set_defaults(run=_prepare)
+    _add_config_and_flags(parser)
+
+
+def _add_config_and_flags(parser: argparse.ArgumentParser, needs_config: bool = True) -> None:
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        nargs=None if needs_config else "?",
+        help='TOML file; it may extend another with extends = "other.toml"',
+    )
+    parser.add_argument(
+        "flags",
+        metavar="FLAGS",
+        nargs=argparse.REMAINDER,
+        help="any TorchTitan flag, --section.key value; overrides the TOML; 'CONFIG --help' lists all flags",
+    )
+    parser.add_argument(quiet.FLAG, action="store_true", help="show TorchTitan's log and the warnings of all libraries")
+
+
+def _train(options) -> int:
+    verbose, flags = _take_verbose(options)
+    from mxtrain.settings.read import asks_for_help
+
+    config, flags = _config_or_run(options, flags)
+    if asks_for_help(flags):
+        _job_config(config, flags)  # TorchTitan prints the help, with the config's values, and exits
+    from mxtrain.cli.launch import train
+
+    return train(config, flags, [quiet.FLAG] if verbose else [])
+
+
+def _config_or_run(options, flags: list[str]) -> tuple[str, list[str]]:
+    """Return the config and the flags of 'train', which names a config or a run to resume."""
+    if options.resume is not None:
+        from mxtrain.settings.resume_run import resumed
+
+        return resumed(*(flags[:1] or [""]), flags[1:])
+    if options.config is None:
+        raise ConfigError("CONFIG is missing: give a TOML file, or --resume and the folder of a run")
+    if FLAG in flags:
+        raise ConfigError(f"{FLAG}: CONFIG = {options.config!r} is one run too many; a run resumes with its own config")
+    return options.config, flags
+
+
+def _prepare(options) -> int:
+    _, flags = _take_verbose(options)
+    job_config = _job_config(options.config, flags)
+    from mxtrain.titan.datasets import prepare_from_job
+    from mxtrain.titan.terminal import Screen
+
+    screen = Screen()
+    screen.line(prepare_from_job(job_config, progress=screen.status).report)
+    return 0
+
+
+def _take_verbose(options) -> tuple[bool, list[str]]:
+    """Return whether the run is verbose, and TorchTitan's flags. Hide library warnings unless the run is verbose."""
+    verbose, flags = quiet.take_verbose([*(getattr(options, "resume", None) or []), *options.flags])
+    verbose = verbose or options.verbose
+    if not verbose:
+        quiet.hide_library_warnings()
+    return verbose, flags
+
+
+def _job_config(config: str, flags: list[str]):
+    from mxtrain.settings.names import check_names
+    from mxtrain.settings.read import asks_for_help, places, read_settings
+
+    arguments = [f"--job.config_file={config}", *flags]
+    if not asks_for_help(flags):
+        settings = read_settings(arguments)  # finds mistakes before the slow import of TorchTitan
+        with places(arguments):
+            check_names(settings)
+    from mxtrain.titan.parse import parse_job_config
+
+    return parse_job_config(arguments)
