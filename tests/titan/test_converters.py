@@ -1,11 +1,10 @@
-import copy
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn as nn
-from torchtitan.config import ConfigManager, JobConfig
+from converter_checks import config, count, model_and_args
+from torchtitan.config import JobConfig
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
@@ -28,25 +27,9 @@ from mxtrain.titan.converters import (
     TitanMXNorm,
     active_settings,
 )
-from mxtrain.titan.parse import non_default_values, parse_job_config
+from mxtrain.titan.parse import parse_job_config
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
-
-
-def model_and_args(name, flavor):
-    spec = import_module(f"torchtitan.models.{name}").get_train_spec()
-    args = copy.deepcopy(spec.model_args[flavor])
-    args.update_from_config(JobConfig())
-    with torch.device("meta"):
-        return spec.model_cls(args), args
-
-
-def config(*flags, converter="mxnorm"):
-    return parse_job_config([f"--model.converters={converter}", *flags])
-
-
-def count(model, kind):
-    return sum(type(m) is kind for m in model.modules())
 
 
 @pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel_flex_attn", "debugmodel_varlen_attn"])
@@ -266,15 +249,6 @@ def test_random_bits_that_no_resumed_run_repeats_are_warned_of(recipe, step, war
     assert len(lines) == warns and all("a resumed run will not repeat them; train with -m mxtrain" in s for s in lines)
 
 
-def test_filters_reach_the_conversion():
-    model, _ = model_and_args("llama3", "debugmodel")
-    flags = ["--mxnorm.filter_fqns=output,layers.3.feed_forward", "--mxnorm.mode=reference"]
-    TitanMXNorm(config(*flags), None).convert(model)
-    layer = model.layers["3"]
-    assert (type(layer.ffn_norm), type(layer.feed_forward.w2)) == (nn.RMSNorm, nn.Linear)
-    assert (type(layer.attention_norm), type(layer.attention.wo)) == (MXNorm, MXLinear)
-
-
 @pytest.mark.parametrize(
     ("converters", "name", "flavor"),
     [("mxnorm", "llama3", "debugmodel"), ("fused_rmsnorm,decompose_k_router", "qwen3", "debugmodel_moe_16")],
@@ -346,188 +320,6 @@ def test_torchtitans_own_quantization_comes_before_the_router():
     job_config = parse_job_config(["--model.converters=fused_rmsnorm,decompose_k_router"])
     job_config.model.converters = names
     assert active_settings(job_config)["converter"] == "none"
-
-
-def test_unset_filters_keep_the_head_whatever_it_is_called():
-    assert config().mxnorm.filter_fqns is None
-    model, _ = model_and_args("llama3", "debugmodel")
-    model.to_vocabulary = model.output
-    del model.output
-    TitanMXLinear(config(converter="mx_linear"), None).convert(model)
-    assert type(model.to_vocabulary) is nn.Linear and count(model, nn.Linear) == 1
-
-
-def plain_torchtitan(args):
-    return ConfigManager().parse_args(["--job.custom_config_module=mxtrain.titan.job_config", *args])
-
-
-@pytest.mark.parametrize(
-    ("flag", "in_file", "expected"),
-    [
-        (None, None, None),
-        (None, [], []),
-        (None, ["wo", "layers.0"], ["wo", "layers.0"]),
-        ("", None, []),
-        ("", ["wo"], []),
-        ("None", ["wo"], None),
-        ("wo,layers.0", ["w2"], ["wo", "layers.0"]),
-    ],
-)
-@pytest.mark.parametrize("parse", [parse_job_config, plain_torchtitan])
-def test_filters_come_from_file_and_flags_and_are_saved(parse, flag, in_file, expected, tmp_path):
-    for table in ("mxnorm", "fused_rmsnorm", "decompose_k_router"):
-        (tmp_path / "job.toml").write_text("" if in_file is None else f"[{table}]\nfilter_fqns = {in_file}\n")
-        flags = [] if flag is None else [f"--{table}.filter_fqns={flag}"]
-        job_config = parse([f"--job.config_file={tmp_path / 'job.toml'}", *flags])
-        default = None if table == "mxnorm" else []
-        wanted = default if (flag, in_file) == (None, None) else expected
-        assert getattr(job_config, table).filter_fqns == wanted
-        saved = {} if wanted is None or wanted == default else {table: {"filter_fqns": wanted}}
-        assert {key: value for key, value in non_default_values(job_config).items() if key == table} == saved
-
-
-@pytest.mark.parametrize(
-    ("converter", "flags", "message"),
-    [
-        ("mxnorm", ["--mxnorm.filter_fqns=outputs"], "^mxnorm.filter_fqns: 'outputs' matches no module"),
-        ("mx_linear", ["--mxnorm.recipes", "norm", "bf16"], "^mxnorm.recipes: 'norm' names no linear"),
-        ("fused_rmsnorm", ["--fused_rmsnorm.filter_fqns=x"], "^fused_rmsnorm.filter_fqns: 'x' matches no module"),
-        ("decompose_k_router", [], "^converter = 'decompose_k_router' finds nothing to convert"),
-    ],
-)
-def test_a_mistake_that_the_model_shows_begins_with_the_full_name_of_the_setting(converter, flags, message):
-    model, _ = model_and_args("llama3", "debugmodel")
-    with pytest.raises(ConfigError, match=message):
-        build_model_converters(config(*flags, converter=converter), None).convert(model)
-
-
-def test_an_empty_filter_converts_the_head():
-    model, _ = model_and_args("llama3", "debugmodel")
-    TitanMXNorm(config("--mxnorm.filter_fqns="), None).convert(model)
-    assert type(model.norm) is MXNorm and type(model.output) is MXNormLinear
-
-
-def test_filters_in_help(capsys):
-    with pytest.raises(SystemExit):
-        config("--help")
-    assert "--mxnorm.filter-fqns A,B,C,..." in capsys.readouterr().out
-
-
-def test_active_settings():
-    settings = active_settings(config("--mxnorm.mode=reference", "--mxnorm.p=1"))
-    assert settings == {
-        "converter": "mxnorm",
-        "recipe": "mxfp8",
-        "p": 1,
-        "estimator": "pre_round",
-        "scale_rounding": "rceil",
-        "tensor_scale": None,
-        "weight_tiles": False,
-        "hadamard": False,
-        "stochastic_rounding": False,
-        "high_precision_share": 0.0,
-        "mode": "reference",
-        "eps": None,
-    }
-    nvfp4 = active_settings(config("--mxnorm.recipe=nvfp4", "--mxnorm.hadamard=False", "--mxnorm.mode=emulated"))
-    assert nvfp4 == settings | {
-        "recipe": "nvfp4",
-        "p": 2,
-        "scale_rounding": None,
-        "tensor_scale": "static",
-        "weight_tiles": True,
-        "stochastic_rounding": True,
-        "high_precision_share": 0.15,
-        "mode": "emulated",
-    }
-    linear = active_settings(config("--mxnorm.mode=reference", converter="mx_linear"))
-    assert linear["converter"] == "mx_linear" and linear["p"] is None and linear["recipe"] == "mxfp8"
-    for no_mx in ("", "fused_rmsnorm", "decompose_k_router"):
-        assert set(active_settings(config(converter=no_mx)).values()) == {"none", None}
-    assert active_settings(config(converter="fused_rmsnorm,mx_linear"))["converter"] == "mx_linear"
-
-
-def test_nvfp4_settings_reach_the_modules():
-    """Each switch is one key, and signs and random bits follow from debug.seed."""
-    flags = ["--mxnorm.recipe=nvfp4", "--mxnorm.mode=reference"]
-    switches = ["--mxnorm.tensor_scale=dynamic", "--mxnorm.high_precision_share=0.5"]
-    switches += [f"--mxnorm.{name}=False" for name in ("weight_tiles", "hadamard", "stochastic_rounding")]
-
-    def converted(*flags):
-        model, _ = model_and_args("llama3", "debugmodel")
-        TitanMXNorm(config(*flags), None).convert(model)
-        return model
-
-    model = converted(*flags, *switches)
-    for module in (model.layers["0"].ffn_norm, model.layers["2"].feed_forward.w1, model.layers["2"].attention.wo):
-        r = module.recipe
-        assert (r.tensor_scale, r.weight_tiles, r.hadamard, r.stochastic_rounding) == ("dynamic", False, False, False)
-    assert [type(layer.ffn_norm) for layer in model.layers.values()] == [MXNorm] * 3 + [nn.RMSNorm] * 3
-
-    def seeds(model):
-        layer = model.layers["1"]
-        modules = (layer.attention_norm, layer.attention.wq, layer.feed_forward.w2)
-        device = torch.device("cpu")
-        return [int(module.signs(device)) for module in modules], [module.draws(device)[:1] for module in modules[1:]]
-
-    (signs, keys), (same_signs, same_keys) = seeds(converted(*flags)), seeds(converted(*flags, "--debug.seed=0"))
-    assert signs == same_signs and torch.equal(torch.stack(keys), torch.stack(same_keys))
-    other_signs, other_keys = seeds(converted(*flags, "--debug.seed=1"))
-    assert signs != other_signs and not (torch.stack(keys) == torch.stack(other_keys)).any()
-
-
-FORWARD = "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8"
-
-
-def mixed_config(tmp_path, *flags):
-    text = f"""[model]\nconverters = ["mxnorm"]\n[mxnorm]\nrecipe = "{FORWARD}"
-[mxnorm.recipes]\n"layers.*.feed_forward.w2" = "mxfp8"\n"layers.0" = "bf16"\n"""
-    (tmp_path / "job.toml").write_text(text)
-    return parse_job_config([f"--job.config_file={tmp_path / 'job.toml'}", "--mxnorm.mode=reference", *flags])
-
-
-def test_mixed_recipes_reach_the_modules_from_a_file(tmp_path):
-    """And switches of both formats those GEMMs that have them."""
-    model, args = model_and_args("llama3", "debugmodel")
-    flags = ["--mxnorm.scale_rounding=floor", "--mxnorm.weight_tiles=False"]
-    TitanMXNorm(mixed_config(tmp_path, *flags), None).convert(model)
-    kinds = [type(layer.ffn_norm) for layer in model.layers.values()]
-    assert kinds == [nn.RMSNorm] + [MXNorm] * (args.n_layers - 2) + [nn.RMSNorm]
-    feed_forward = model.layers["1"].feed_forward
-    assert (feed_forward.w1.recipe.name, feed_forward.w2.recipe.name) == (FORWARD, "mxfp8")
-    assert feed_forward.w2.recipe == feed_forward.w1.recipe.dgrad and feed_forward.w2.recipe.scale_rounding == "floor"
-    assert not feed_forward.w1.recipe.fprop.weight_tiles
-
-
-def test_recipes_by_name_are_flags_too(tmp_path):
-    """They replace the table in the file."""
-    flags = ["--mxnorm.recipes", "layers.*.attention", "fprop=bf16, dgrad=mxfp8, wgrad=bf16", "layers.1", "bf16"]
-    expected = {"layers.*.attention": "fprop=bf16, dgrad=mxfp8, wgrad=bf16", "layers.1": "bf16"}
-    assert config(*flags).mxnorm.recipes == expected
-    job_config = mixed_config(tmp_path, *flags)
-    assert job_config.mxnorm.recipes == expected and job_config.mxnorm.recipe == FORWARD
-    assert mixed_config(tmp_path, "--mxnorm.recipes").mxnorm.recipes == {}
-    model, _ = model_and_args("llama3", "debugmodel")
-    TitanMXNorm(job_config, None).convert(model)
-    assert type(model.layers["1"].attention.wq) is nn.Linear
-    assert model.layers["2"].attention.wq.recipe.name == expected["layers.*.attention"]
-
-
-def test_a_name_without_a_recipe_is_refused():
-    with pytest.raises(ConfigError, match="^mxnorm.recipes takes pairs of a name and a value, not: layers.0"):
-        config("--mxnorm.recipes", "layers.0", "bf16", "layers.1")
-
-
-def test_active_settings_of_mixed_recipes(tmp_path):
-    settings = active_settings(mixed_config(tmp_path))
-    assert settings["recipe"] == FORWARD
-    assert settings["recipes"] == {"layers.*.feed_forward.w2": "mxfp8", "layers.0": "bf16"}
-    switches = ("scale_rounding", "tensor_scale", "weight_tiles", "hadamard", "stochastic_rounding")
-    assert [settings[switch] for switch in switches] == ["rceil", "static", True, False, False]
-    assert settings["high_precision_share"] == 0.15 and settings["mode"] == "reference"
-    assert active_settings(config("--mxnorm.recipe=wgrad=bf16,fprop=nvfp4, dgrad=mxfp8"))["recipe"] == (
-        "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16"
-    )
 
 
 @pytest.mark.parametrize("converter", [TitanMXNorm, TitanFusedRMSNorm, TitanDecomposeKRouter])

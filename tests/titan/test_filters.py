@@ -1,0 +1,93 @@
+"""Modules that stay: filters from files and flags, and their defaults."""
+
+import pytest
+import torch.nn as nn
+from converter_checks import config, count, model_and_args
+from torchtitan.config import ConfigManager
+from torchtitan.protocols.model_converter import build_model_converters
+
+from mxtrain import (
+    ConfigError,
+    MXLinear,
+    MXNorm,
+    MXNormLinear,
+)
+from mxtrain.titan.converters import (
+    TitanMXLinear,
+    TitanMXNorm,
+)
+from mxtrain.titan.parse import non_default_values, parse_job_config
+
+
+def test_filters_reach_the_conversion():
+    model, _ = model_and_args("llama3", "debugmodel")
+    flags = ["--mxnorm.filter_fqns=output,layers.3.feed_forward", "--mxnorm.mode=reference"]
+    TitanMXNorm(config(*flags), None).convert(model)
+    layer = model.layers["3"]
+    assert (type(layer.ffn_norm), type(layer.feed_forward.w2)) == (nn.RMSNorm, nn.Linear)
+    assert (type(layer.attention_norm), type(layer.attention.wo)) == (MXNorm, MXLinear)
+
+
+def test_unset_filters_keep_the_head_whatever_it_is_called():
+    assert config().mxnorm.filter_fqns is None
+    model, _ = model_and_args("llama3", "debugmodel")
+    model.to_vocabulary = model.output
+    del model.output
+    TitanMXLinear(config(converter="mx_linear"), None).convert(model)
+    assert type(model.to_vocabulary) is nn.Linear and count(model, nn.Linear) == 1
+
+
+def plain_torchtitan(args):
+    return ConfigManager().parse_args(["--job.custom_config_module=mxtrain.titan.job_config", *args])
+
+
+@pytest.mark.parametrize(
+    ("flag", "in_file", "expected"),
+    [
+        (None, None, None),
+        (None, [], []),
+        (None, ["wo", "layers.0"], ["wo", "layers.0"]),
+        ("", None, []),
+        ("", ["wo"], []),
+        ("None", ["wo"], None),
+        ("wo,layers.0", ["w2"], ["wo", "layers.0"]),
+    ],
+)
+@pytest.mark.parametrize("parse", [parse_job_config, plain_torchtitan])
+def test_filters_come_from_file_and_flags_and_are_saved(parse, flag, in_file, expected, tmp_path):
+    for table in ("mxnorm", "fused_rmsnorm", "decompose_k_router"):
+        (tmp_path / "job.toml").write_text("" if in_file is None else f"[{table}]\nfilter_fqns = {in_file}\n")
+        flags = [] if flag is None else [f"--{table}.filter_fqns={flag}"]
+        job_config = parse([f"--job.config_file={tmp_path / 'job.toml'}", *flags])
+        default = None if table == "mxnorm" else []
+        wanted = default if (flag, in_file) == (None, None) else expected
+        assert getattr(job_config, table).filter_fqns == wanted
+        saved = {} if wanted is None or wanted == default else {table: {"filter_fqns": wanted}}
+        assert {key: value for key, value in non_default_values(job_config).items() if key == table} == saved
+
+
+@pytest.mark.parametrize(
+    ("converter", "flags", "message"),
+    [
+        ("mxnorm", ["--mxnorm.filter_fqns=outputs"], "^mxnorm.filter_fqns: 'outputs' matches no module"),
+        ("mx_linear", ["--mxnorm.recipes", "norm", "bf16"], "^mxnorm.recipes: 'norm' names no linear"),
+        ("fused_rmsnorm", ["--fused_rmsnorm.filter_fqns=x"], "^fused_rmsnorm.filter_fqns: 'x' matches no module"),
+        ("decompose_k_router", [], "^converter = 'decompose_k_router' finds nothing to convert"),
+    ],
+)
+def test_a_mistake_that_the_model_shows_begins_with_the_full_name_of_the_setting(converter, flags, message):
+    model, _ = model_and_args("llama3", "debugmodel")
+    with pytest.raises(ConfigError, match=message):
+        build_model_converters(config(*flags, converter=converter), None).convert(model)
+
+
+def test_an_empty_filter_converts_the_head():
+    model, _ = model_and_args("llama3", "debugmodel")
+    TitanMXNorm(config("--mxnorm.filter_fqns="), None).convert(model)
+    assert type(model.norm) is MXNorm and type(model.output) is MXNormLinear
+
+
+def test_filters_in_help(capsys):
+    with pytest.raises(SystemExit):
+        config("--help")
+    assert "--mxnorm.filter-fqns A,B,C,..." in capsys.readouterr().out
