@@ -115,16 +115,13 @@ RELATIONS = (
         }.items()
     ),
     Relation("checkpoint.may_change", lambda s: _unknown_in(s["checkpoint.may_change"] or [], s)),
-    *(
-        Relation(
-            f"checkpoint.{setting}",
-            lambda s, setting=setting, usual=usual: (
-                s[f"checkpoint.{setting}"] != usual
-                and not s["checkpoint.last_save_model_only"]
-                and "needs checkpoint.last_save_model_only = true: only the weights can be saved in that way"
-            ),
-        )
-        for setting, usual in {"last_save_in_hf": False, "export_dtype": "float32"}.items()
+    Relation(
+        "checkpoint.export_dtype",
+        lambda s: (
+            s["checkpoint.export_dtype"] != "float32"
+            and not s["checkpoint.last_save_model_only"]
+            and "needs checkpoint.last_save_model_only = true: only the weights can be saved in that way"
+        ),
     ),
     Relation(
         "lr_scheduler.total_steps",

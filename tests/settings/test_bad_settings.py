@@ -158,7 +158,6 @@ FLAGS = [
         "checkpoint.may_change = ['mxnorm.p', 'mxnorm.q'] has a name that does not exist: mxnorm.q is not a setting; "
         "the closest is mxnorm.p",
     ),
-    ("--checkpoint.last_save_in_hf", "checkpoint.last_save_in_hf = True needs checkpoint.last_save_model_only = true"),
     (
         "--checkpoint.export_dtype=bfloat16",
         "checkpoint.export_dtype = 'bfloat16' needs checkpoint.last_save_model_only",

@@ -60,4 +60,4 @@ def test_checkpoints_load_across_converters(one):
     assert mxnorm[0] < one["mxnorm"].losses[0] - 0.7
     assert bf16[0] == pytest.approx(mxnorm[0], abs=0.05) and bf16[0] != mxnorm[0]
     back = one["bf16, then mxnorm"].losses
-    assert back[0] < bf16[0] - 0.1, "two more steps on the same text"
+    assert back[0] < one["mxnorm"].losses[0] - 0.7 and back[0] != bf16[0]
