@@ -1,9 +1,12 @@
 """What a worker and the process that started it, ``mxtrain train`` or ``torchrun``, know about each other."""
 
 import ctypes
+import functools
 import os
 import signal
 import sys
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -49,14 +52,24 @@ def end_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    end_with_parent()
+    # SIGKILL, because a worker that waits for the others in a collective may never handle another signal.
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # The launcher may have ended before the call. With torchrun, such a worker finds no rendezvous and ends anyway.
     if LAUNCHER_VARIABLE in os.environ and not is_launcher_alive():
         sys.exit(128 + signal.SIGKILL)
 
 
-def end_with_parent() -> None:
-    """Make the kernel kill this process as soon as its parent ends (on Linux)."""
-    if sys.platform == "linux":
-        # SIGKILL, because a process that waits for others in a collective may never handle another signal.
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+@functools.cache
+def end_with_parent(parent: int) -> None:
+    """End this process within a second of the end of its parent, process ``parent``.
+
+    Not by the kernel's own means as above: it means the thread that started this process, not the parent's process.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

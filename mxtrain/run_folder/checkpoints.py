@@ -8,8 +8,10 @@ and parts only in the two hidden folders, which the next run empties.
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.manifest import MANIFEST_FILE, DamagedCheckpoint, Manifest, check_sizes, read_manifest
@@ -21,14 +23,18 @@ DCP_METADATA = ".metadata"
 
 
 class Checkpoints:
-    """The checkpoints in a folder. Looks at the sizes of files, not at their contents."""
+    """The checkpoints in a folder. Looks at the sizes of files, not at their contents.
 
-    def __init__(self, folder: Path):
+    Args:
+        damaged: names of checkpoints whose contents are known to be wrong -> what is wrong with them.
+    """
+
+    def __init__(self, folder: Path, damaged: Mapping[str, str] = MappingProxyType({})):
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"checkpoint.folder: {folder} is not a folder")
         self.folder = folder
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-        self.found = sorted((name for name in names if re.fullmatch(r"step-\d+", name)), key=step_of)
+        self.found = sorted(filter(_is_step, names), key=step_of)
         """Names of all checkpoints, whole or not, in the order of their steps"""
         self.whole: dict[int, Manifest] = {}
         """Step of each checkpoint whose files are all there -> its manifest, in the order of steps"""
@@ -36,6 +42,8 @@ class Checkpoints:
         """Name of each other checkpoint -> what is wrong with it"""
         for name in self.found:
             try:
+                if name in damaged:
+                    raise DamagedCheckpoint(damaged[name])
                 self.whole[step_of(name)] = read_whole(folder / name)
             except DamagedCheckpoint as error:
                 self.problems[name] = str(error)
@@ -55,6 +63,10 @@ class Checkpoints:
         return [self.folder / name for name in self.found if step_of(name) > step]
 
 
+def _is_step(name: str) -> bool:
+    return re.fullmatch(r"step-(0|[1-9]\d*)", name) is not None
+
+
 def step_of(name: str) -> int:
     """Return the step of a checkpoint from its name, "step-N"."""
     return int(name.removeprefix("step-"))
@@ -71,7 +83,7 @@ def read_whole(checkpoint: Path) -> Manifest:
             "it; a new run can start from its weights with checkpoint.initial_load_path"
         )
     manifest = read_manifest(checkpoint)
-    if re.fullmatch(r"step-\d+", checkpoint.name) and manifest.step != step_of(checkpoint.name):
+    if _is_step(checkpoint.name) and manifest.step != step_of(checkpoint.name):
         raise DamagedCheckpoint(f"it is a copy of step-{manifest.step}")
     check_sizes(checkpoint, manifest)
     return manifest

@@ -6,13 +6,15 @@ with the results of another run. ``find_start`` looks first and stops such a run
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.checkpoints import DCP_METADATA, LEFTOVERS, SET_ASIDE, Checkpoints, read_whole, step_of
 from mxtrain.run_folder.files import METRICS_FILE, reason
-from mxtrain.run_folder.manifest import MANIFEST_FILE, DamagedCheckpoint
+from mxtrain.run_folder.manifest import MANIFEST_FILE, DamagedCheckpoint, read_manifest
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class CheckpointSettings:
     create_seed_checkpoint: bool = False
     initial_load_path: str | None = None
     initial_load_in_hf: bool = False
+    initial_load_model_only: bool = True
     exclude_from_loading: list | tuple = ()
 
     @classmethod
@@ -73,22 +76,27 @@ def resumed_step(folder: Path, checkpoint: CheckpointSettings) -> int:
     return max(saved.whole or of_titan, default=0)
 
 
-def find_start(folder: Path, checkpoint: CheckpointSettings, processes: int) -> Start:
+def find_start(
+    folder: Path, checkpoint: CheckpointSettings, processes: int, damaged: Mapping[str, str] = MappingProxyType({})
+) -> Start:
     """Return where a run with these settings and this number of processes starts in ``folder``, which need not exist.
+
+    Args:
+        damaged: names of checkpoints in the folder whose contents are known to be wrong -> what is wrong with them.
 
     Raises:
         ConfigError: if the run would replace results, start at step 1 although the folder holds checkpoints, fail to
             load its checkpoint, or ignore a setting; and if the folder cannot be read.
     """
     try:
-        return _find_start(folder, checkpoint, processes)
+        return _find_start(folder, checkpoint, processes, damaged)
     except OSError as error:
         message = f"job.dump_folder = {str(folder)!r} cannot be read: {error.filename}: {reason(error)}"
         raise ConfigError(message) from error
 
 
-def _find_start(folder: Path, checkpoint: CheckpointSettings, processes: int) -> Start:
-    saved = Checkpoints(folder / checkpoint.folder)
+def _find_start(folder: Path, checkpoint: CheckpointSettings, processes: int, damaged: Mapping[str, str]) -> Start:
+    saved = Checkpoints(folder / checkpoint.folder, damaged)
     if checkpoint.create_seed_checkpoint:
         return _start_of_seed(folder, saved, checkpoint, processes)
     if not checkpoint.enable:
@@ -108,6 +116,8 @@ def _find_start(folder: Path, checkpoint: CheckpointSettings, processes: int) ->
         _require_no_metrics(folder, f"with the weights in {path} training starts at step 1")
         return Start(0, (f"training starts from the weights in {path}",), path)
     _require_trainer_state(saved, step)
+    if checkpoint.load_only:
+        _require_no_metrics(folder, "checkpoint.load_only saves none of its steps")
     abandoned = () if checkpoint.load_only else tuple(saved.after(step))
     notes = (f"resuming after step {step}, from {path}", *_passed_over(saved, step, abandoned))
     return Start(step, notes, path, abandoned)
@@ -172,9 +182,18 @@ def _start_of_new_run(folder: Path, saved: Checkpoints, checkpoint: CheckpointSe
             f"checkpoint.initial_load_path = {initial!r} is not a folder: give the folder of one checkpoint, such as "
             "outputs/RUN/checkpoint/step-1000"
         )
-    if initial and not checkpoint.initial_load_in_hf:
-        return Start(0, (), _initial_checkpoint(Path(initial)))
-    return Start(0)
+    if not initial or checkpoint.initial_load_in_hf:
+        return Start(0)
+    path = _initial_checkpoint(Path(initial))
+    if checkpoint.initial_load_model_only:
+        return Start(0, (), path)
+    manifest = read_manifest(path) if path else None
+    if manifest is None or not manifest.holds_trainer:
+        raise ConfigError(
+            f"checkpoint.initial_load_model_only = False needs the whole state of a run, and {initial} holds only "
+            "weights"
+        )
+    return Start(manifest.step, (f"going on after step {manifest.step} of another run, from {path}",), path)
 
 
 def _initial_checkpoint(path: Path) -> Path | None:

@@ -1,5 +1,6 @@
 """``--resume RUN``: a run's own settings, read from its folder, and flags that override them."""
 
+import shlex
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
@@ -12,6 +13,7 @@ _ONCE = (
     "--checkpoint.exclude_from_loading=",
     "--checkpoint.may_change=",
     "--checkpoint.create_seed_checkpoint=false",
+    "--checkpoint.load_only=false",
 )
 """How one start began, which config.toml keeps, too: the next start must not begin in the same way"""
 
@@ -61,7 +63,8 @@ def _require_checkpoints(folder: Path, arguments: list[str]) -> None:
     saved = folder / settings["checkpoint.folder"]
     if any(saved.glob("step-*")):
         return
-    again = f"start again with 'mxtrain train {folder / CONFIG_FILE} --checkpoint.enable'"
+    config = shlex.quote(str(folder / CONFIG_FILE))
+    again = f"start again, in a new folder, with 'mxtrain train {config} --checkpoint.enable'"
     with places(arguments):
         if not settings["checkpoint.enable"]:
             raise ConfigError(f"checkpoint.enable = False, so {folder} holds no checkpoint to resume from; {again}")

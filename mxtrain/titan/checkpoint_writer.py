@@ -51,12 +51,12 @@ class CheckpointWriter(FileSystemWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
         if os.getpid() != self._process:  # DCP saves in a process of its own, which must not outlive a killed run
-            end_with_parent()
+            end_with_parent(self._process)
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """For rank 0, when no rank has written yet."""
-        shutil.rmtree(self.path)
+        shutil.rmtree(self.path.parent)  # also what earlier saves left on a full disk
         self.path.mkdir(parents=True)
         needed = SPARE * sum(_bytes(item) for plan in plans for item in plan.items)
         free = shutil.disk_usage(self.path).free
@@ -65,7 +65,10 @@ class CheckpointWriter(FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = super().write_data(plan, planner).wait()
+        try:
+            results = super().write_data(plan, planner).wait()
+        except RuntimeError as error:
+            raise _disk_error(error) from error
         names = {result.storage_data.relative_path for result in results}
         files = {name: hash_file(self.path / name) for name in names}
         if results:
@@ -96,6 +99,14 @@ def _bytes(item: WriteItem) -> int:
         return 0
     size = torch.empty((), dtype=item.tensor_data.properties.dtype).element_size()
     return size * math.prod(item.tensor_data.chunk.sizes)
+
+
+def _disk_error(error: RuntimeError) -> Exception:
+    """Return the error of the file system that ``torch.save`` reports as a RuntimeError, or ``error`` itself."""
+    if isinstance(error.__context__, OSError):
+        return error.__context__
+    # The writer of torch.save has seen fewer bytes arrive than it has sent.
+    return OSError(errno.EIO, os.strerror(errno.EIO)) if "inline_container" in str(error) else error
 
 
 def _gib(size: float) -> str:

@@ -4,6 +4,7 @@ TorchTitan decides when to save and what, and offers asynchronous saving. This f
 written, what happens if it cannot be, which one is loaded, and which old ones are removed.
 """
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.checkpoints import Checkpoints, step_of, withdraw
+from mxtrain.run_folder.checkpoints import SAVING, Checkpoints, step_of, withdraw
 from mxtrain.run_folder.files import reason
 from mxtrain.run_folder.manifest import Manifest, read_manifest
 from mxtrain.run_folder.start import Start
@@ -71,6 +72,8 @@ class Checkpointer(CheckpointManager):
         if not self.enable:
             return False
         checkpoint, step = self.start.checkpoint, -1
+        if checkpoint is None and Path(self.folder).exists():
+            return False  # TorchTitan would look for names that contain a step
         if checkpoint is not None:
             self._require_same_model(checkpoint)
             if checkpoint.parent == Path(self.folder):
@@ -98,6 +101,7 @@ class Checkpointer(CheckpointManager):
         """Save a checkpoint if one is due. If the disk is full or cannot be written, training goes on without it."""
         if not self._should_save(curr_step, last_step) or not self.may_save(curr_step):
             return
+        self._async_wait()
         self._failure, self.saved_step = None, curr_step
         with self._going_on(f"step {curr_step}: the checkpoint cannot be saved"):
             super().save(curr_step, last_step)
@@ -143,7 +147,7 @@ class Checkpointer(CheckpointManager):
         )
 
     def _async_wait(self) -> None:
-        with self._going_on("the checkpoint before this one could not be saved"):
+        with self._going_on(f"step {self.saved_step}: the checkpoint cannot be saved"):
             try:
                 super()._async_wait()
             finally:
@@ -154,18 +158,28 @@ class Checkpointer(CheckpointManager):
         """Turn a file system's failure into a warning. All ranks see the same failure."""
         try:
             yield
+        except OSError as error:  # the process in which DCP saves has ended
+            self._note_failure(f"{what}: {reason(error)}")
         except CheckpointException as error:
             failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
             if not all(isinstance(failure, OSError) for failure in failures.values()):
                 raise RuntimeError(f"{what}: {_words(error)}") from error
-            self._failure = f"{what}: {_words(error)}"
-            logger.warning(f"{self._failure}; training goes on")
+            self._note_failure(f"{what}: {_words(error)}")
+
+    def _note_failure(self, failure: str) -> None:
+        self._failure = failure
+        logger.warning(f"{failure}; training goes on")
+        if dist.get_rank() == 0:
+            shutil.rmtree(Path(self.folder) / SAVING, ignore_errors=True)  # the disk may be full
 
     def _purge_stale_checkpoints(self) -> None:
         """Remove stale checkpoints, in TorchTitan's thread for that. TorchTitan counts parts of checkpoints, too."""
         if self.keep_latest_k > 0 and dist.get_rank() == 0:
-            for path in Checkpoints(Path(self.folder)).stale(self.keep_latest_k):
-                self.purge_queue.put(str(withdraw(path)))
+            try:
+                for path in Checkpoints(Path(self.folder)).stale(self.keep_latest_k):
+                    self.purge_queue.put(str(withdraw(path)))
+            except OSError as error:
+                logger.warning(f"{error.filename}: old checkpoints cannot be removed: {reason(error)}")
 
 
 def _words(error: CheckpointException) -> str:

@@ -29,6 +29,7 @@ from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.titan.agreement import is_rank_0, prepare_together, run_on_all_ranks
 from mxtrain.titan.flavors import vocab_size
 from mxtrain.titan.run_data import RunLoader, keep_in_run_folder
+from mxtrain.titan.stop import ignore_stop_signals
 from mxtrain.titan.terminal import note_progress
 
 
@@ -270,7 +271,8 @@ def _stream_dataset(
 
 
 def _loader_options(settings) -> dict:
-    return {**asdict(settings.dataloader), "batch_size": settings.local_batch_size}
+    options = {**asdict(settings.dataloader), "batch_size": settings.local_batch_size}
+    return {**options, "worker_init_fn": ignore_stop_signals}
 
 
 def _warn_of_rows_without_text(job_config, section: str, prepared: Prepared) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mxtrain.launched import LAUNCHER_VARIABLE, stop_signals
-from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.start import CheckpointSettings, latest_checkpoint
 
 
@@ -53,6 +52,12 @@ class StopSignals:
         self.received = self.received or number
 
 
+def ignore_stop_signals(worker: int) -> None:
+    """For data loader workers, which get the signal too if it goes to a whole group: their reader decides."""
+    for number in stop_signals():
+        signal.signal(number, signal.SIG_IGN)
+
+
 @dataclass(frozen=True)
 class Stop:
     """A signal stopped training after this step."""
@@ -80,5 +85,4 @@ def resume_command(folder: Path) -> str:
     run = shlex.quote(str(folder))
     if LAUNCHER_VARIABLE in os.environ:
         return f"mxtrain train --resume {run}"
-    config = shlex.quote(str(folder / CONFIG_FILE))
-    return f"torchrun ... -m mxtrain.train --job.config_file {config} --job.dump_folder {run}"
+    return f"torchrun ... -m mxtrain.train --resume {run}"

@@ -16,6 +16,7 @@ from mxtrain.config import dump_config
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import report_stop
 from mxtrain.rng.rounding_position import set_rounding_step
+from mxtrain.run_folder.checkpoints import set_aside
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.lock import locked
 from mxtrain.run_folder.manifest import Manifest
@@ -67,7 +68,7 @@ class _Trainer(Trainer):
         self._watch = LossWatch(self.device, self._stops)
         leave_losses_to_trainer(self.metrics_processor)
         self.checkpointer.is_stopping = lambda: self._watch.stop_signal is not None
-        self.checkpointer.after_load = self._apply_settings
+        self.checkpointer.after_load = self._after_load
         self.checkpointer.states["rng"] = RandomState()
         self._tokens = TokenCount.of_layout(self.parallel_dims)
         self._signals = StopSignals()
@@ -99,7 +100,11 @@ class _Trainer(Trainer):
         self.stop = Stop(self._watch.stop_signal, self.step, is_saved=self.checkpointer.saved_step == self.step)
         return False
 
-    def _apply_settings(self) -> None:
+    def _after_load(self) -> None:
+        if _is_first():
+            # Only now: a run that was refused or failed before leaves the folder as it was.
+            for path in self._start.abandoned:
+                set_aside(path)
         rates = apply_settings(self.optimizers, self.lr_schedulers)
         if self.step > 0 and rates.kept != rates.present:
             terminal.note(f"learning rate of step {self.step + 1}: {rates.present:.4g} (was {rates.kept:.4g})")

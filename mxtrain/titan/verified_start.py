@@ -1,11 +1,12 @@
 """Where a run starts, after all ranks have read its checkpoint's files once and compared their hashes.
 
-A checkpoint whose files have other content than was saved is set aside, and the run starts from the newest whole one;
-if the user asked for the damaged one by name, the run is refused.
+A checkpoint whose files have other content than was saved is set aside, and the run starts from the newest whole one.
+If the user asked for the damaged one by name, or there is no other, the run is refused and nothing is moved.
 """
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,29 +23,28 @@ READERS = 8
 
 
 def verified_start(folder: Path, checkpoint: CheckpointSettings) -> Start:
-    """Return where the run in ``folder`` starts. Damaged checkpoints and those of later steps are set aside.
+    """Return where the run in ``folder`` starts. Damaged checkpoints are set aside if there is one that is whole.
 
     All ranks must call it, after torch.distributed has started.
 
     Raises:
-        ConfigError: as ``find_start``, and if a checkpoint that the user named is damaged. The same on every rank.
+        ConfigError: as ``find_start``; if a checkpoint that the user named is damaged, or all are. The same on every
+            rank.
     """
-    notes: tuple[str, ...] = ()
-    world = dist.get_world_size()
-    while (start := find_start(folder, checkpoint, world)).checkpoint is not None:
+    damaged: dict[str, str] = {}
+    while (start := find_start(folder, checkpoint, dist.get_world_size(), damaged)).checkpoint is not None:
         damage = _damage(start.checkpoint)
         if damage is None:
             break
-        if checkpoint.load_step != -1 or start.checkpoint.parent != folder / checkpoint.folder:
-            setting = "load_step" if checkpoint.load_step != -1 else "initial_load_path"
+        if start.checkpoint.parent != folder / checkpoint.folder:
             raise ConfigError(
-                f"checkpoint.{setting} = {getattr(checkpoint, setting)!r}: {start.checkpoint} is damaged: {damage}"
+                f"checkpoint.initial_load_path = {checkpoint.initial_load_path!r} cannot be loaded: {damage}"
             )
-        (moved,) = _on_rank_0(partial(_set_aside, [start.checkpoint]))
-        notes += (f"{start.checkpoint} is damaged ({damage}), and goes to {moved}",)
+        damaged[start.checkpoint.name] = damage
+    aside = [folder / checkpoint.folder / name for name in damaged]
     _on_rank_0(lambda: clear_leftovers(folder / checkpoint.folder))
-    _on_rank_0(partial(_set_aside, start.abandoned))
-    return Start(start.step, notes + start.notes, start.checkpoint)
+    _on_rank_0(lambda: [str(set_aside(path)) for path in aside])
+    return replace(start, abandoned=tuple(path for path in start.abandoned if path not in aside))
 
 
 def _damage(checkpoint: Path) -> str | None:
@@ -63,10 +63,6 @@ def _damage_in_share(checkpoint: Path) -> dict:
     except DamagedCheckpoint as error:
         return {"damage": str(error)}
     return {"damage": None}
-
-
-def _set_aside(checkpoints: list[Path]) -> list[str]:
-    return [str(set_aside(path)) for path in checkpoints]
 
 
 def _on_rank_0(work):

@@ -251,14 +251,14 @@ RESUME = {
     ),
     "a run that saved nothing": Case(
         ["--resume", "run"],
-        "checkpoint.enable = False, so run holds no checkpoint to resume from; start again with 'mxtrain train "
+        "checkpoint.enable = False, so run holds no checkpoint to resume from; start again, in a new folder, with 'mxtrain train "
         "run/config.toml --checkpoint.enable'",
         METRICS | {"run/config.toml": ""},
     ),
     "a run that ended early": Case(
         ["--resume", "run"],
         "checkpoint.interval = 500: run holds no checkpoint to resume from, because the run ended before it saved one; "
-        "start again with 'mxtrain train run/config.toml --checkpoint.enable'",
+        "start again, in a new folder, with 'mxtrain train run/config.toml --checkpoint.enable'",
         METRICS | {"run/config.toml": OWN_CONFIG, "run/checkpoint/notes.txt": ""},
     ),
     "checkpoints that are switched off": Case(

@@ -55,11 +55,12 @@ def test_what_is_wrong_is_named(tmp_path):
         "step-15": "manifest.json is missing",
         "step-25": "it is a copy of step-5",
     }
+    assert Checkpoints(tmp_path, {"step-5": "bad"}).problems["step-5"] == "bad"
     assert [path.name for path in saved.after(10)] == ["step-15", "step-20", "step-25"]
 
 
 def test_only_folders_named_after_a_step_are_checkpoints(tmp_path):
-    for name in ("step-10-mine", ".saving/step-20", ".removing/step-5", "set_aside/step-30"):
+    for name in ("step-10-mine", "step-010", "step-10.bak", ".saving/step-20", ".removing/step-5", "set_aside/step-30"):
         write(tmp_path / name, step=10)
     assert Checkpoints(tmp_path).found == [] and Checkpoints(tmp_path / "none").found == []
     (tmp_path / "file").touch()

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,11 @@ def test_an_earlier_step_abandons_the_later_ones_and_says_so(tmp_path):
         f"checkpoints after step 5 go to {tmp_path / 'checkpoint' / 'set_aside'}: step-10, step-12",
     )
     # A run that saves nothing has no reason to move them.
-    assert find_start(tmp_path, CheckpointSettings(enable=True, load_step=5, load_only=True), 1).abandoned == ()
+    looks = CheckpointSettings(enable=True, load_step=5, load_only=True)
+    assert find_start(tmp_path, looks, 1).abandoned == ()
+    (tmp_path / "metrics.jsonl").write_text("a row")
+    with pytest.raises(ConfigError, match=r"would replace \(checkpoint.load_only saves none of its steps\)"):
+        find_start(tmp_path, looks, 1)
 
 
 def test_weights_alone_are_told_from_a_full_checkpoint(tmp_path):
@@ -64,10 +69,18 @@ def test_initial_weights_of_another_run(tmp_path):
     path = save(tmp_path / "other", 10)
     settings = CheckpointSettings(enable=True, initial_load_path=str(path))
     assert find_start(tmp_path, settings, 1).checkpoint == path
+    whole = replace(settings, initial_load_model_only=False)
+    start = find_start(tmp_path, whole, 1)
+    assert (start.step, start.checkpoint) == (10, path)
+    assert start.notes == (f"going on after step 10 of another run, from {path}",)
+
     (path / "manifest.json").unlink()
     (path / ".metadata").touch()  # as TorchTitan alone writes it
     start = find_start(tmp_path, settings, 1)
     assert (start.step, start.checkpoint) == (0, None)
+    for checkpoint in (path, save(tmp_path / "weights", 10, full=False)):
+        with pytest.raises(ConfigError, match="initial_load_model_only = False needs the whole state of a run, and "):
+            find_start(tmp_path, replace(whole, initial_load_path=str(checkpoint)), 1)
 
 
 def test_torchtitans_own_trainer_may_resume_from_its_own_checkpoints(tmp_path):

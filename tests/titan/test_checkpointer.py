@@ -1,13 +1,19 @@
 """Checkpoints of one process: whole or absent, whatever happens while they are saved."""
 
 import errno
+import io
 import os
 import shutil
+import time
+from concurrent.futures import wait
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 
 from mxtrain.errors import ConfigError
@@ -170,6 +176,55 @@ def test_training_goes_on_without_a_checkpoint_that_cannot_be_saved(
     one.save(6)  # there is space again
     one.finish()
     assert list(saved(tmp_path).whole) == [2, 6]
+
+
+def test_a_disk_that_becomes_full_in_the_middle_of_a_file(build, tmp_path, monkeypatch, caplog):
+    """torch.save then raises a RuntimeError of its own."""
+
+    class Full(io.FileIO):
+        def write(self, content):
+            if self.tell() > 2000:
+                no_space()
+            return super().write(content)
+
+    one = build(model=torch.nn.Linear(100, 100))
+    one.save(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystem, "create_stream", lambda self, path, mode: Full(path, mode))
+        one.save(4)
+    assert "step 4: the checkpoint cannot be saved: " in caplog.text and "training goes on" in caplog.text
+    assert list(saved(tmp_path).whole) == [2] and not (tmp_path / "checkpoint" / ".saving").exists()
+
+
+def test_a_failure_that_a_later_checkpoint_made_good_is_forgotten(build, monkeypatch):
+    one = build("--checkpoint.async_mode=async")
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "write_data", no_space)
+        one.save(2)
+        wait([one.save_future])
+    one.save(4)
+    one.finish()
+
+
+def test_training_goes_on_if_old_checkpoints_cannot_be_removed(build, tmp_path, caplog):
+    one = build()
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / ".removing").touch()
+    for step in (2, 4, 6):
+        one.save(step)
+    assert list(saved(tmp_path).whole) == [2, 4, 6] and "old checkpoints cannot be removed: File exists" in caplog.text
+
+
+def test_another_process_saves_more_than_once(tmp_path, monkeypatch):
+    """As with pinned memory, which a CPU does not have. DCP starts the process in a thread that ends soon."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    for step in (2, 4):
+        writer = CheckpointWriter(tmp_path / f"step-{step}", Manifest(step, False, {}), frozenset())
+        dcp.async_save(
+            {"weight": torch.ones(3)}, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS
+        ).result()
+        time.sleep(0.5)
+    assert list(Checkpoints(tmp_path).whole) == [2, 4]
 
 
 def test_the_space_that_is_needed_is_named(build, monkeypatch, caplog):

@@ -40,49 +40,50 @@ def flip(path: Path) -> None:
 
 
 def test_damaged_checkpoints_are_set_aside_and_the_newest_whole_one_is_taken(tmp_path):
-    five, ten, fifteen = (save(tmp_path, step) for step in (5, 10, 15))
+    five, ten, fifteen, twenty = (save(tmp_path, step) for step in (5, 10, 15, 20))
     flip(ten / "f1")
     flip(fifteen / "f0")
-    (tmp_path / "checkpoint" / ".saving" / "step-20").mkdir(parents=True)
+    (twenty / "f0").unlink()
+    (tmp_path / "checkpoint" / ".saving" / "step-25").mkdir(parents=True)
     start = verified_start(tmp_path, ON)
-    assert (start.step, start.checkpoint) == (5, five)
+    assert (start.step, start.checkpoint, start.abandoned) == (5, five, (twenty,))
     aside = tmp_path / "checkpoint" / "set_aside"
     assert start.notes == (
-        f"{fifteen} is damaged (f0 has other content than was saved), and goes to {aside}/step-15",
-        f"{ten} is damaged (f1 has other content than was saved), and goes to {aside}/step-10",
         f"resuming after step 5, from {five}",
+        f"{ten} cannot be loaded: f1 has other content than was saved",
+        f"{fifteen} cannot be loaded: f0 has other content than was saved",
+        f"{twenty} cannot be loaded: f0 is missing",
+        f"checkpoints after step 5 go to {aside}: step-10, step-15, step-20",
     )
-    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["set_aside", "step-5"]
+    # The trainer moves step-20 when step-5 is loaded.
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["set_aside", "step-20", "step-5"]
     assert sorted(path.name for path in aside.iterdir()) == ["step-10", "step-15"]
 
 
-def test_if_all_are_damaged_nothing_starts_over_in_silence(tmp_path):
-    flip(save(tmp_path, 5) / "f0")
-    (tmp_path / "metrics.jsonl").write_text("a row")
-    with pytest.raises(ConfigError, match="holds the metrics of a run"):
+@pytest.mark.parametrize("step", [0, 5])
+def test_if_all_are_damaged_nothing_starts_over_in_silence(tmp_path, step):
+    path = save(tmp_path, step)
+    flip(path / "f0")
+    with pytest.raises(ConfigError) as error:
         verified_start(tmp_path, ON)
+    assert str(error.value) == (
+        f"checkpoint.folder: {path.parent} holds no whole checkpoint (step-{step}: f0 has other content than was saved)"
+    )
+    assert path.is_dir()
 
 
 def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path):
     path = save(tmp_path / "run", 5)
     save(tmp_path / "run", 3)
     flip(path / "f1")
-    problem = f"{path} is damaged: f1 has other content than was saved"
+    problem = "cannot be loaded: f1 has other content than was saved"
     with pytest.raises(ConfigError) as error:
         verified_start(tmp_path / "run", CheckpointSettings(enable=True, load_step=5))
-    assert str(error.value) == f"checkpoint.load_step = 5: {problem}"
+    assert str(error.value) == f"checkpoint.load_step = 5: {path} {problem}"
     with pytest.raises(ConfigError) as error:
         verified_start(tmp_path / "new", CheckpointSettings(enable=True, initial_load_path=str(path)))
-    assert str(error.value) == f"checkpoint.initial_load_path = {str(path)!r}: {problem}"
+    assert str(error.value) == f"checkpoint.initial_load_path = {str(path)!r} {problem}"
     assert path.is_dir()
-
-
-def test_later_steps_are_set_aside_once_the_earlier_one_is_known_to_be_whole(tmp_path):
-    paths = [save(tmp_path, step) for step in (5, 10, 15)]
-    assert verified_start(tmp_path, CheckpointSettings(enable=True, load_step=5)).checkpoint == paths[0]
-    assert [path.exists() for path in paths] == [True, False, False]
-    # A plain resume cannot take the abandoned steps.
-    assert verified_start(tmp_path, ON).checkpoint == paths[0]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
