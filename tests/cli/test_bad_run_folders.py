@@ -251,8 +251,8 @@ RESUME = {
     ),
     "a run that saved nothing": Case(
         ["--resume", "run"],
-        "checkpoint.enable = False, so run holds no checkpoint to resume from; start again, in a new folder, with 'mxtrain train "
-        "run/config.toml --checkpoint.enable'",
+        "checkpoint.enable = False, so run holds no checkpoint to resume from; start again, in a new folder, "
+        "with 'mxtrain train run/config.toml --checkpoint.enable'",
         METRICS | {"run/config.toml": ""},
     ),
     "a run that ended early": Case(
