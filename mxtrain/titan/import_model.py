@@ -52,9 +52,10 @@ class ImportReport:
     parameters: int
 
     def __str__(self) -> str:
+        command = f"mxtrain train {shlex.quote(str(self.folder / CONFIG_FILE))}"
         return (
             f"imported  {self.source} as {self.model} {self.flavor}, {self.parameters:,} parameters, vocabulary of "
-            f"{self.vocab_size:,}\nfolder    {self.folder}\ntrain     mxtrain train {shlex.quote(str(self.folder / CONFIG_FILE))}"
+            f"{self.vocab_size:,}\nfolder    {self.folder}\ntrain     {command}"
         )
 
 
