@@ -50,7 +50,7 @@ def new_target(target: Path, argument: str) -> Iterator[Path]:
             try:
                 yield folder
             except OSError as error:
-                if error.filename is None or folder in Path(error.filename).parents:
+                if error.filename is None or folder in Path(str(error.filename)).parents:
                     raise
                 raise ConfigError(f"{error.filename} cannot be read: {reason(error)}") from error
     except OSError as error:
