@@ -1,6 +1,7 @@
 """The console command ``mxtrain``. Only the subcommands that need PyTorch import it."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -11,10 +12,18 @@ from mxtrain.settings.resume_flag import separated
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit status. A mistake in the settings prints one line and returns 2."""
+    """Run the command line and return the exit status. A mistake in the settings prints one line and returns 2.
+
+    Where the reader of stdout has enough, such as "head", it ends without a word and returns 141, as shells do.
+    """
     options = _parser().parse_args(separated(sys.argv[1:] if arguments is None else arguments))
     try:
-        return options.run(options)
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at its end
+        return 141
     except ConfigError as error:
         print(f"mxtrain: error: {error}", file=sys.stderr)
         return CONFIG_ERROR_STATUS

@@ -1,7 +1,6 @@
 """``mxtrain generate``: continue a text with a run's weights."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -46,6 +45,12 @@ def _generate(options) -> int:
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.greedy and (drawing := [name for name in given if name != "max_new_tokens"]):
         raise ConfigError(f"--greedy draws nothing: it does not go with --{drawing[0].replace('_', '-')}")
+    try:
+        options.prompt.encode("utf-8")
+    except UnicodeEncodeError as error:  # Python keeps bytes of an argument that are not UTF-8 as lone surrogates
+        raise ConfigError(
+            f"TEXT = {options.prompt!r} is not UTF-8 text: character {error.start} is wrong; give it in UTF-8"
+        ) from error
     quiet.hide_library_warnings()
     from mxtrain.cli.model_folder import model_folder
     from mxtrain.hugging_face.generation import Sampling, generate
@@ -55,8 +60,6 @@ def _generate(options) -> int:
     sampling = Sampling(greedy=options.greedy, **given)
     require_transformers()
     pretrained = load(model_folder(options.source, options.step))
-    try:
-        generate(pretrained, options.prompt, sampling)
-    except BrokenPipeError:  # a reader such as "head" has enough; Python flushes stdout once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters that the model writes
+    generate(pretrained, options.prompt, sampling)
     return 0

@@ -19,15 +19,16 @@ EXPORTED = "exported"
 def model_folder(source: Path, step: int | None) -> Path:
     """Return a folder that transformers reads: ``source`` itself, or an export of the run in ``source``.
 
-    A run is exported to RUN/exported/step-N, in the dtype of its parameters. An export of the same checkpoint is used
-    again: the manifests of both have the same hash.
+    A run is exported to RUN/exported/step-N, in fp32. Such an export of the same checkpoint is used again: it names the
+    hash of the checkpoint's manifest.
 
     Args:
         source: the argument RUN.
         step: of the run's checkpoint; None takes the newest.
 
     Raises:
-        ConfigError: ``source`` is neither of the two or cannot be exported, or a step of a model is asked for.
+        ConfigError: ``source`` is neither of the two or cannot be exported, a step of a model is asked for, or
+            something else is where the export belongs.
     """
     where = f"RUN = {str(source)!r}"
     if not source.is_dir():
@@ -40,7 +41,7 @@ def model_folder(source: Path, step: int | None) -> Path:
         raise ConfigError(
             f"{where} is neither a run ({CONFIG_FILE} is missing) nor a Hugging Face model ({MODEL_FILE} is missing)"
         )
-    saved = Checkpoints(source / load_config(source / CONFIG_FILE).get("checkpoint", {}).get("folder", "checkpoint"))
+    saved = Checkpoints(source / _checkpoint_folder(source / CONFIG_FILE))
     step = max(saved.whole, default=None) if step is None else step
     exported = source / EXPORTED / f"step-{step}"
     if step in saved.whole and _is_of(exported, saved.path(step)):
@@ -49,20 +50,38 @@ def model_folder(source: Path, step: int | None) -> Path:
     return exported
 
 
+def _checkpoint_folder(config: Path) -> str:
+    """Return the setting ``checkpoint.folder`` of a run."""
+    table = load_config(config).get("checkpoint", {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"checkpoint = {table!r} in {config} is not a table; write [checkpoint]")
+    folder = table.get("folder", "checkpoint")
+    if not isinstance(folder, str):
+        raise ConfigError(f"checkpoint.folder = {folder!r} in {config} is not a string; give the name of a folder")
+    return folder
+
+
 def _is_of(exported: Path, checkpoint: Path) -> bool:
-    """Return whether ``exported`` was written from the checkpoint that is there now."""
+    """Return whether ``exported`` holds the weights of the checkpoint that is there now, as ``_export`` writes them."""
+    expected = {"format": "hf", "dtype": "float32", "fold_gain": False}
     try:
-        kept = json.loads((exported / EXPORT_FILE).read_text(encoding="utf-8"))["manifest_sha256"]
-        return kept == hash_file(checkpoint / MANIFEST_FILE).sha256
+        kept = json.loads((exported / EXPORT_FILE).read_text(encoding="utf-8"))
+        expected["manifest_sha256"] = hash_file(checkpoint / MANIFEST_FILE).sha256
+        return all(kept[name] == value for name, value in expected.items())
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # no export, or of another version; or no manifest
+        return False  # no export, or of another version
 
 
 def _export(run: Path, target: Path, step: int | None) -> None:
     from mxtrain.titan.export import export
 
+    if target.exists() and not (target / EXPORT_FILE).is_file():
+        raise ConfigError(
+            f"RUN = {str(run)!r}: {target}, where its export belongs, is no export ({EXPORT_FILE} is missing): move it "
+            "elsewhere"
+        )
     try:
-        if target.is_dir():  # of a checkpoint that was replaced
+        if target.exists():  # an export of a checkpoint that was replaced, or of another kind
             shutil.rmtree(target)
     except OSError as error:
         raise ConfigError(f"RUN = {str(run)!r}: {target} cannot be removed: {reason(error)}") from error

@@ -153,6 +153,8 @@ class _Reader:
         for name, allowed in plain.items():
             value = self._config.get(name)
             if value is not None and value not in allowed:
+                if isinstance(value, dict) and "quant_method" in value:  # one line cannot hold all of it
+                    name, value = f"{name}.quant_method", value["quant_method"]
                 only = f"supported is {allowed[0]!r}" if allowed else "supported are unquantized weights"
                 raise self._error(name, value, f"is not supported; {only}")
 

@@ -33,7 +33,17 @@ class Pretrained:
 
         As in training, the spelling of a special token in the text is plain text.
         """
-        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        return self._tokenized(text)["input_ids"]
+
+    def places(self, text: str) -> list[tuple[int, int]]:
+        """Return where each token of ``text`` begins and ends, in characters.
+
+        Tokens that are parts of one character are all where it is. Some tokenizers leave out spaces at a token's ends.
+        """
+        return self._tokenized(text, return_offsets_mapping=True)["offset_mapping"]
+
+    def _tokenized(self, text: str, **more):
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False, **more)
 
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
@@ -71,10 +81,15 @@ def load(folder: Path) -> Pretrained:
         )
     except Exception as error:  # transformers, safetensors and tokenizers raise classes of their own
         raise ConfigError(f"{where}: transformers cannot load it: {' '.join(str(error).split())[:300]}") from error
-    for problem in ("missing_keys", "mismatched_keys"):
-        if info[problem]:  # transformers would draw these weights at random
-            names = sorted(str(name) for name in info[problem])
-            raise ConfigError(f"{where}: {len(names)} weights are missing or have another shape, such as {names[0]}")
+    # transformers would draw these weights at random.
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(f"{where}: {len(missing)} of the model's weights are missing, such as {missing[0]}")
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, saved, expected = mismatched[0]
+        raise ConfigError(
+            f"{where}: {len(mismatched)} of the model's weights have another shape than in config.json, such as {name} "
+            f"with {list(saved)} instead of {list(expected)}"
+        )
     first_token = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if first_token is None:
         raise ConfigError(f"{where}: its tokenizer has neither a bos nor an eos token for a text to begin with")

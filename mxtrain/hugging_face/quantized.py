@@ -102,7 +102,8 @@ class Quantized:
                 "quantization_status": "compressed",
                 "format": layout.compression,
                 "config_groups": {"group_0": group},
-                "ignore": sorted(self._ignored),
+                # A head is never in the block format. Readers look for one that is the embedding under its own name.
+                "ignore": sorted({HEAD, *self._ignored}),
             }
         }
 

@@ -94,7 +94,8 @@ class SavedTensors:
     """The tensors in a folder's safetensors files, read one at a time. Never reads a pickle.
 
     Args:
-        folder: holds ``model.safetensors``, or an index and the files that it names.
+        folder: holds ``model.safetensors``, or an index and the files that it names. Of both, transformers reads the
+            single file, and so does this.
         argument: name of the command's argument that gives the folder, with which messages begin.
 
     Raises:
@@ -105,7 +106,8 @@ class SavedTensors:
         self._folder = folder
         self._where = f"{argument} = {str(folder)!r}"
         self._files = {}
-        places = self._read_index() if (folder / INDEX_FILE).is_file() else None
+        is_indexed = (folder / INDEX_FILE).is_file() and not (folder / SINGLE_FILE).is_file()
+        places = self._read_index() if is_indexed else None
         for name in sorted(set(places.values())) if places is not None else [self._single_file()]:
             self._files[name] = self._open(name)
         self._place = {tensor: name for name, file in self._files.items() for tensor in file.keys()}

@@ -54,9 +54,10 @@ class Checkpoints:
     def stale(self, keep: int) -> list[Path]:
         """Return the whole checkpoints but the newest ``keep``, oldest first. 0 keeps all.
 
-        Damaged checkpoints do not count: they would push out those that are whole.
+        Damaged checkpoints do not count: they would push out those that are whole. Step 0 is never among them, and
+        does not count either: it holds the weights that the run starts from.
         """
-        return [self.path(step) for step in list(self.whole)[:-keep]] if keep else []
+        return [self.path(step) for step in [step for step in self.whole if step][:-keep]] if keep else []
 
     def after(self, step: int) -> list[Path]:
         """Return the checkpoints of later steps, whole or not."""

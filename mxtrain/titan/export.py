@@ -105,8 +105,8 @@ def export(
     _require_no_expert_bias(saved, where)
     notes = []
     writer = _Export(saved, format, fold_gain, dtype)
-    losses = _losses(saved, loss_tokens, writer.values, device, notes)
-    with new_target(target, "DIR") as folder:
+    with new_target(target, "DIR") as folder:  # before the slow losses, which are lost if it cannot be written
+        losses = _losses(saved, loss_tokens, writer.values, device, notes)
         files = writer.write(folder, notes)
         report = ExportReport(
             folder=target,
@@ -265,7 +265,7 @@ def _write_report(folder: Path, run: SavedRun, report: ExportReport) -> None:
     content = {
         "run": str(run.folder.absolute()),
         "step": report.step,
-        "manifest_sha256": _manifest_hash(run.checkpoint),
+        "manifest_sha256": hash_file(run.checkpoint / MANIFEST_FILE).sha256,
         "format": report.format,
         "dtype": _name(report.dtype),
         "fold_gain": report.fold_gain,
@@ -275,12 +275,6 @@ def _write_report(folder: Path, run: SavedRun, report: ExportReport) -> None:
         "versions": package_versions(),
     }
     (folder / REPORT_FILE).write_text(_json(content), encoding="utf-8")
-
-
-def _manifest_hash(checkpoint: Path) -> str | None:
-    """Return a hash that tells this checkpoint from all others; None if an older version wrote it."""
-    manifest = checkpoint / MANIFEST_FILE
-    return hash_file(manifest).sha256 if manifest.is_file() else None
 
 
 def _converter(run: SavedRun) -> str:

@@ -1,5 +1,6 @@
 """``mxtrain import``: makes a folder from which a run continues the training of a Hugging Face model."""
 
+import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,9 +52,10 @@ class ImportReport:
     parameters: int
 
     def __str__(self) -> str:
+        command = f"mxtrain train {shlex.quote(str(self.folder / CONFIG_FILE))}"
         return (
             f"imported  {self.source} as {self.model} {self.flavor}, {self.parameters:,} parameters, vocabulary of "
-            f"{self.vocab_size:,}\nfolder    {self.folder}\ntrain     mxtrain train {self.folder / CONFIG_FILE}"
+            f"{self.vocab_size:,}\nfolder    {self.folder}\ntrain     {command}"
         )
 
 

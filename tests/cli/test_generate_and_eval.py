@@ -1,6 +1,8 @@
 """``mxtrain generate`` and ``mxtrain eval`` from the command line. tests/hugging_face tests what they compute."""
 
+import io
 import json
+import os
 
 import pytest
 import torch
@@ -49,15 +51,29 @@ def test_generate_prints_the_text_and_nothing_else(run):
     assert run(line)[1] == text != run(line.replace("1", "2"))[1]
 
 
-def test_generate_ends_quietly_when_nobody_reads(folder, monkeypatch, capfd):
-    def closed(*arguments):
-        raise BrokenPipeError
+@pytest.mark.parametrize("command", ["generate @model x --max-new-tokens 2", "eval @model @text.py"])
+def test_a_command_ends_quietly_when_nobody_reads(command, folder, monkeypatch, capfd):
+    """As in "mxtrain eval ... | head -0": the error comes when the buffer is written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", encoding="utf-8") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert cli.main([word.replace("@", f"{folder}/") for word in command.split()]) == 141
+        print("lost", flush=True)
+    assert capfd.readouterr().err == ""
 
-    monkeypatch.setattr("mxtrain.hugging_face.generation.generate", closed)
-    assert cli.main(["generate", str(folder / "model"), "x"]) == 0
-    print("lost", flush=True)
-    captured = capfd.readouterr()
-    assert (captured.out, captured.err) == ("", "")
+
+def test_generate_replaces_characters_that_stdout_lacks(folder, monkeypatch):
+    with io.TextIOWrapper(io.BytesIO(), encoding="ascii") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert cli.main(["generate", str(folder / "model"), "caf\u00e9", "--max-new-tokens", "1", "--greedy"]) == 0
+        assert stdout.buffer.getvalue().startswith(b"caf?")
+
+
+def test_text_that_is_not_utf8_is_one_line(folder, capsys):
+    assert cli.main(["generate", str(folder / "model"), os.fsdecode(b"x\xff")]) == 2
+    message = "TEXT = 'x\\udcff' is not UTF-8 text: character 1 is wrong; give it in UTF-8\n"
+    assert capsys.readouterr().err == f"mxtrain: error: {message}"
 
 
 def test_eval_prints_its_figures_and_nothing_else(run, folder):

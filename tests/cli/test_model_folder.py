@@ -21,9 +21,9 @@ def exports(monkeypatch):
         assert not target.exists()
         calls.append(step)
         target.mkdir(parents=True)
-        manifest = run / "checkpoint" / f"step-{step}" / MANIFEST_FILE
-        kept = hash_file(manifest).sha256 if manifest.is_file() else None
-        (target / EXPORT_FILE).write_text(json.dumps({"manifest_sha256": kept}))
+        kept = hash_file(run / "checkpoint" / f"step-{step}" / MANIFEST_FILE).sha256
+        report = {"manifest_sha256": kept, "format": "hf", "dtype": "float32", "fold_gain": False}
+        (target / EXPORT_FILE).write_text(json.dumps(report))
 
     fake = ModuleType("mxtrain.titan.export")
     fake.export = export
@@ -67,15 +67,46 @@ def test_an_export_of_a_checkpoint_that_was_replaced_is_replaced(run, exports):
     assert exports == [20, 20]
 
 
-@pytest.mark.parametrize("damage", ["{", "{}", "[]", None])
+@pytest.mark.parametrize("damage", ["{", "{}", "[]"])
 def test_an_export_without_its_checkpoints_hash_is_replaced(damage, run, exports):
-    report = model_folder(run, 20) / EXPORT_FILE
-    if damage is None:
-        report.unlink()
-    else:
-        report.write_text(damage)
+    (model_folder(run, 20) / EXPORT_FILE).write_text(damage)
     model_folder(run, 20)
     assert exports == [20, 20]
+
+
+@pytest.mark.parametrize("change", [{"format": "mxfp8"}, {"dtype": "bfloat16"}, {"fold_gain": True}])
+def test_an_export_of_another_kind_is_replaced(change, run, exports):
+    report = model_folder(run, 20) / EXPORT_FILE
+    report.write_text(json.dumps(json.loads(report.read_text()) | change))
+    model_folder(run, 20)
+    assert exports == [20, 20]
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_what_is_no_export_is_not_removed(is_folder, run, exports):
+    target = run / "exported" / "step-20"
+    precious = target / "mine" if is_folder else target
+    precious.parent.mkdir(parents=True)
+    precious.write_text("precious")
+    with pytest.raises(ConfigError) as caught:
+        model_folder(run, None)
+    assert str(caught.value).startswith(f"RUN = {str(run)!r}: {target}, where its export belongs, is no export (")
+    assert precious.read_text() == "precious" and not exports
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("checkpoint = 3", "checkpoint = 3 in {config} is not a table"),
+        ("[checkpoint]\nfolder = 3", "checkpoint.folder = 3 in {config} is not a string"),
+    ],
+)
+def test_settings_of_a_wrong_type_are_refused(text, says, run):
+    config = run / "config.toml"
+    config.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        model_folder(run, None)
+    assert str(caught.value).startswith(says.format(config=config)) and "\n" not in str(caught.value)
 
 
 def test_a_checkpoint_that_is_not_whole_is_passed_over(run, exports):

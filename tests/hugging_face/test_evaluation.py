@@ -99,6 +99,13 @@ def test_a_limit_of_tokens_counts_the_bytes_that_they_are(pretrained):
         evaluate(pretrained, ["𝄞"], Reading(max_tokens=2))
 
 
+def test_a_part_of_a_character_is_not_the_replacement_character(pretrained):
+    text = "a\ufffdb"
+    assert len(pretrained.encode(text)) == 5
+    sizes = [evaluate(pretrained, [text], Reading(max_tokens=n)) for n in range(1, 6)]
+    assert [(found.tokens, found.bytes) for found in sizes] == [(1, 1), (1, 1), (1, 1), (4, 4), (5, 5)]
+
+
 @pytest.mark.parametrize(
     ("reading", "says"),
     [

@@ -94,7 +94,11 @@ def test_a_tokenizer_without_special_tokens_leaves_them_out():
         ({"attention_bias": True}, "attention_bias = True in config.json is not supported"),
         ({"mlp_bias": True}, "mlp_bias = True in config.json is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window = True in config.json is not supported"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "is not supported; supported are unquantized weights"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "config_groups": {"group_0": {}}}},
+            ": quantization_config.quant_method = 'fp8' in config.json is not supported; supported are unquantized wei",
+        ),
+        ({"quantization_config": 8}, "quantization_config = 8 in config.json is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type = 'yarn' in config.json is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor = None in config.json is not a num"),
         ({"rope_scaling": 8}, "rope_parameters = 8 in config.json is not an object"),

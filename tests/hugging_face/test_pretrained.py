@@ -95,8 +95,12 @@ def code_of_its_own(folder):
     ("damage", "says"),
     [
         (no_special_tokens, "its tokenizer has neither a bos nor an eos token"),
-        (another_vocabulary, "2 weights are missing or have another shape, such as "),
-        (another_depth, "9 weights are missing or have another shape, such as model.layers.2."),
+        (
+            another_vocabulary,
+            "2 of the model's weights have another shape than in config.json, such as lm_head.weight with [320, 32] "
+            "instead of [321, 32]",
+        ),
+        (another_depth, "9 of the model's weights are missing, such as model.layers.2."),
         (no_weights, "transformers cannot load it: "),
         (damaged_weights, "transformers cannot load it: "),
         (a_pickle, "transformers cannot load it: "),

@@ -26,15 +26,17 @@ LAYER = "model.layers.0."
 class Run:
     """A block of Llama between an embedding and a head, with recipes by the ends of names; "" is all others."""
 
-    def __init__(self, recipes: dict[str, str | None], dtype=torch.bfloat16):
+    def __init__(self, recipes: dict[str, str | None], is_tied: bool = False):
         linears = {f"layers.0.{own}": f"{LAYER}{hf}" for own, hf in NAMES.items()} | {"output": "lm_head"}
         self.names = {f"{fqn}.weight": f"{hf}.weight" for fqn, hf in linears.items()}
         self.names |= {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+        if is_tied:
+            del self.names["output.weight"]
         named = {fqn: recipes.get(fqn.rpartition(".")[2], recipes.get("")) for fqn in linears} | {"output": None}
         self.facts = RunFacts(
             recipes={fqn: None if name is None else get_recipe(name) for fqn, name in named.items()},
             merged_norms=frozenset(),
-            names={fqn: (hf,) for fqn, hf in self.names.items()},
+            names={fqn: (hf,) for fqn, hf in self.names.items()} | ({"output.weight": ()} if is_tied else {}),
             shapes={fqn: self.weight(fqn).shape for fqn in self.names},
             weight_dtype=torch.float32,
         )
@@ -73,6 +75,13 @@ def test_linears_become_their_operands_and_all_else_is_rounded(name):
         assert torch.equal(tensors[run.names[fqn]], run.weight(fqn).bfloat16())
     suffixes = {"mxfp8": 2, "nvfp4": 3}
     assert len(tensors) == len(NAMES) * suffixes[name] + 3
+
+
+@pytest.mark.parametrize("name", ("mxfp8", "nvfp4"))
+def test_a_head_that_is_the_embedding_is_ignored(name):
+    """Its weight is not in the files, and a reader that took it for quantized would make up codes and scales."""
+    tensors, config = Run({"": name}, is_tied=True).write(name)
+    assert config["ignore"] == ["lm_head"] and not any(n.startswith("lm_head") for n in tensors)
 
 
 def test_weights_that_vllm_joins_have_one_tensor_scale():

@@ -41,6 +41,13 @@ def test_many_tensors_are_several_files_and_an_index(tmp_path):
     assert all(torch.equal(saved[name], TENSORS[name]) for name in TENSORS)
 
 
+def test_a_single_file_goes_before_an_index_as_in_transformers(tmp_path):
+    write(tmp_path, 800, {name: tensor + 1 for name, tensor in TENSORS.items()})
+    write(tmp_path, 2000)
+    saved = SavedTensors(tmp_path)
+    assert saved.shapes == SHAPES and all(torch.equal(saved[name], TENSORS[name]) for name in TENSORS)
+
+
 def test_a_tensor_larger_than_a_file_has_its_own(tmp_path):
     assert len(write(tmp_path, 100)) == 5 + 1
 

@@ -34,6 +34,9 @@ def make(folder, *, whole=(), torn=()):
         ([5], [10, 15, 20], 2, []),
         ([], [5, 10, 15], 2, []),
         ([5, 10, 15], [], 0, []),
+        ([0, 5, 10, 15], [], 2, [5]),  # step 0 is where the run starts
+        ([0, 5, 10], [], 2, []),
+        ([0], [], 1, []),
     ],
 )
 def test_stale_checkpoints_are_counted_without_damaged_ones(tmp_path, whole, torn, keep, stale):

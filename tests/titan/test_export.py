@@ -15,6 +15,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face import registry, safetensors_files
+from mxtrain.titan import export as export_module
 from mxtrain.titan import saved_run
 from mxtrain.titan.export import export
 from mxtrain.titan.held_out_loss import load_model
@@ -116,6 +117,13 @@ def test_the_losses_are_those_of_the_two_models(run, tmp_path):
     difference = f"{losses.as_exported - losses.as_trained:+.4f}"
     assert f"{losses.as_trained:.4f} as trained (mxnorm mxfp8), " in str(report) and difference in str(report)
     assert "512 held-out tokens" in str(report)
+
+
+def test_a_target_that_cannot_be_written_is_refused_before_the_losses_are_computed(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_module, "held_out_losses", lambda *arguments: pytest.fail("too late"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="^DIR = '.*file/out' cannot be written: "):
+        export(run, tmp_path / "file" / "out", loss_tokens=64)
 
 
 def test_without_text_and_tokenizer_the_weights_are_exported(runs, tmp_path):

@@ -10,6 +10,7 @@ import tomli
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.data.progress import Progress
 from mxtrain.data.tokenizer import train_tokenizer
@@ -19,7 +20,7 @@ from mxtrain.run_folder.start import CheckpointSettings, find_start
 from mxtrain.settings.read import read_settings
 from mxtrain.titan.export import export
 from mxtrain.titan.held_out_loss import load_model
-from mxtrain.titan.import_model import import_model
+from mxtrain.titan.import_model import ImportReport, import_model
 from mxtrain.titan.saved_run import open_run
 
 LLAMA_ROPE = {
@@ -82,6 +83,8 @@ def tensors_of(folder):
 def test_there_and_back(name, models, tmp_path):
     """TorchTitan computes the logits of transformers, and an export has the same bits."""
     source, run = models[name], tmp_path / "run"
+    args = get_train_spec(name[0]).model_args[name[1]]
+    vocabulary_and_length = args.vocab_size, args.max_seq_len
     report = import_model(source, run)
     assert (report.model, report.flavor) == name
     theirs = transformers.AutoModelForCausalLM.from_pretrained(source)
@@ -96,6 +99,8 @@ def test_there_and_back(name, models, tmp_path):
     export(run, tmp_path / "back")
     before, after = tensors_of(source), tensors_of(tmp_path / "back")
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+    args = get_train_spec(name[0]).model_args[name[1]]
+    assert (args.vocab_size, args.max_seq_len) == vocabulary_and_length, "TorchTitan's flavor is as it was"
     again = transformers.AutoConfig.from_pretrained(tmp_path / "back")
     assert again.rope_parameters == theirs.config.rope_parameters
     assert again.tie_word_embeddings == theirs.config.tie_word_embeddings
@@ -115,6 +120,11 @@ def test_the_folder_is_where_a_run_starts(models, tmp_path):
     assert start.step == 0 and "training starts from the weights in" in start.notes[0]
     assert find_start(tmp_path / "elsewhere", checkpoint, 1).step == 0
     assert checkpoint.initial_load_path == str(run / "checkpoint" / "step-0"), "a run elsewhere has the same weights"
+
+
+def test_the_command_that_is_printed_can_be_pasted(tmp_path):
+    report = ImportReport(tmp_path / "my run", tmp_path, "llama3", "small", 320, 1)
+    assert str(report).endswith(f"train     mxtrain train '{tmp_path / 'my run'}/config.toml'")
 
 
 def test_the_checkpoint_has_a_manifest(models, tmp_path):
@@ -193,6 +203,7 @@ def only_a_pickle(source):
 def sharded_with_a_missing_file(source):
     index = {"weight_map": dict.fromkeys(tensors_of(source), "model-00001-of-00002.safetensors")}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    (source / "model.safetensors").unlink()
 
 
 def larger_tokenizer(source):

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from mxtrain.errors import ConfigError
@@ -17,6 +19,36 @@ def test_an_empty_folder_is_taken(tmp_path):
     with new_target(tmp_path / "out", "DIR") as folder:
         (folder / "a").touch()
     assert (tmp_path / "out" / "a").exists()
+
+
+def test_a_link_to_an_empty_folder_is_followed(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "out").symlink_to("real")
+    with new_target(tmp_path / "out", "DIR") as folder:
+        (folder / "a").touch()
+    assert (tmp_path / "out").is_symlink() and (tmp_path / "real" / "a").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "real"]
+
+
+def test_the_current_folder_is_refused_and_a_new_one_in_it_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="^DIR = '.' is the folder that you are in; choose another folder$"):
+        with new_target(Path("."), "DIR"):
+            raise AssertionError("too late")
+    with new_target(Path("out"), "DIR") as folder:
+        (folder / "a").touch()
+    assert (tmp_path / "out" / "a").exists()
+
+
+def test_a_file_elsewhere_is_named_itself(tmp_path):
+    with pytest.raises(ConfigError) as caught, new_target(tmp_path / "out", "DIR"):
+        (tmp_path / "source").read_bytes()
+    assert str(caught.value) == f"{tmp_path / 'source'} cannot be read: No such file or directory"
+    with pytest.raises(ConfigError, match="^DIR = '.*out' cannot be written: Is a directory$"):
+        with new_target(tmp_path / "out", "DIR") as folder:
+            (folder / "a").mkdir()
+            (folder / "a").write_text("1")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_after_an_error_nothing_is_left(tmp_path):
