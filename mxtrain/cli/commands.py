@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(separated(sys.argv[1:] if arguments is None else arguments))
     try:
         status = options.run(options)
-        sys.stdout.flush()
+        _flush()
         return status
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at its end
@@ -30,6 +30,15 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("mxtrain: stopped by SIGINT", file=sys.stderr)
         return 130
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError:
+        pass  # stdout is a file on a full disk, and what the command did is done
 
 
 def _parser() -> argparse.ArgumentParser:

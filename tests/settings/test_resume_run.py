@@ -32,7 +32,8 @@ def test_a_run_resumes_with_its_settings_but_not_as_it_last_began(run):
             "training": {"steps": 9},
             "checkpoint": {
                 "enable": True,
-                "create_seed_checkpoint": False, "load_only": False,
+                "create_seed_checkpoint": False,
+                "load_only": False,
                 "load_step": -1,
                 "exclude_from_loading": [],
                 "may_change": [],
