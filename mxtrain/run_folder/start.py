@@ -14,6 +14,7 @@ from types import MappingProxyType
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.checkpoints import DCP_METADATA, LEFTOVERS, SET_ASIDE, Checkpoints, read_whole, step_of
 from mxtrain.run_folder.files import METRICS_FILE, reason
+from mxtrain.run_folder.interrupted import interrupted_after
 from mxtrain.run_folder.manifest import MANIFEST_FILE, DamagedCheckpoint, read_manifest
 
 
@@ -125,8 +126,17 @@ def _find_start(folder: Path, checkpoint: CheckpointSettings, processes: int, da
 
 def require_no_other_run(folder: Path, checkpoint: CheckpointSettings) -> None:
     """Raise ConfigError if a run that starts in ``folder`` under TorchTitan's own trainer would replace metrics."""
-    if resumed_step(folder, checkpoint) == 0:
+    if resumed_step(folder, checkpoint) == 0 and not _begins_again(folder, checkpoint):
         _require_no_metrics(folder, "there is no checkpoint from which it would resume")
+
+
+def _begins_again(folder: Path, checkpoint: CheckpointSettings) -> tuple[str, ...]:
+    """Return a line for the user if the run in ``folder`` was killed before it saved, else nothing."""
+    saved = Checkpoints(folder / checkpoint.folder)
+    last = None if saved.found or not checkpoint.enable else interrupted_after(folder, saved.folder)
+    if last is None:
+        return ()
+    return (f"the run in this folder ended near step {last}, before its first checkpoint: it begins again",)
 
 
 def _require_no_metrics(folder: Path, because: str) -> None:
@@ -168,12 +178,14 @@ def _step_to_load(saved: Checkpoints, wanted: int) -> int | None:
 
 
 def _start_of_new_run(folder: Path, saved: Checkpoints, checkpoint: CheckpointSettings) -> Start:
-    _require_no_metrics(folder, f"{saved.folder} holds no checkpoint from which it could resume")
+    again = _begins_again(folder, checkpoint)
+    if not again:
+        _require_no_metrics(folder, f"{saved.folder} holds no checkpoint from which it could resume")
     initial = checkpoint.initial_load_path
     if not (initial or checkpoint.initial_load_in_hf):
         if checkpoint.load_only:
             raise ConfigError(f"checkpoint.load_only: {saved.folder} holds no checkpoint that could be loaded")
-        return Start(0)
+        return Start(0, again)
     if saved.folder.is_dir() and any(path.name not in LEFTOVERS for path in saved.folder.iterdir()):
         setting = f"initial_load_path = {initial!r}" if initial else "initial_load_in_hf"
         raise ConfigError(f"checkpoint.{setting} would be ignored, because {saved.folder} is not empty; remove it")
@@ -183,10 +195,10 @@ def _start_of_new_run(folder: Path, saved: Checkpoints, checkpoint: CheckpointSe
             "outputs/RUN/checkpoint/step-1000"
         )
     if not initial or checkpoint.initial_load_in_hf:
-        return Start(0)
+        return Start(0, again)
     path = _initial_checkpoint(Path(initial))
     if checkpoint.initial_load_model_only:
-        return Start(0, (), path)
+        return Start(0, again, path)
     manifest = read_manifest(path) if path else None
     if manifest is None or not manifest.holds_trainer:
         raise ConfigError(

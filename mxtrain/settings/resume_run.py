@@ -5,6 +5,7 @@ from pathlib import Path
 
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import CONFIG_FILE
+from mxtrain.run_folder.interrupted import interrupted_after
 from mxtrain.settings.read import CONFIG_FLAGS, asks_for_help, places, read_settings
 from mxtrain.settings.resume_flag import FLAG, separated
 
@@ -61,7 +62,7 @@ def resolved(arguments: list[str]) -> list[str]:
 def _require_checkpoints(folder: Path, arguments: list[str]) -> None:
     settings = read_settings(arguments)
     saved = folder / settings["checkpoint.folder"]
-    if any(saved.glob("step-*")):
+    if any(saved.glob("step-*")) or interrupted_after(folder, saved) is not None:
         return
     config = shlex.quote(str(folder / CONFIG_FILE))
     again = f"start again, in a new folder, with 'mxtrain train {config} --checkpoint.enable'"
@@ -69,7 +70,4 @@ def _require_checkpoints(folder: Path, arguments: list[str]) -> None:
         if not settings["checkpoint.enable"]:
             raise ConfigError(f"checkpoint.enable = False, so {folder} holds no checkpoint to resume from; {again}")
         interval = settings["checkpoint.interval"]
-        raise ConfigError(
-            f"checkpoint.interval = {interval}: {folder} holds no checkpoint to resume from, because the run ended "
-            f"before it saved one; {again}"
-        )
+        raise ConfigError(f"checkpoint.interval = {interval}: {folder} holds no checkpoint to resume from; {again}")

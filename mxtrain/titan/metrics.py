@@ -27,6 +27,7 @@ from torchtitan.tools.logging import logger
 
 import mxtrain
 from mxtrain.analysis.metrics_file import MetricsWriter
+from mxtrain.rng.rounding_position import step_is_set
 from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE, reason, replace_file
 from mxtrain.run_folder.start import CheckpointSettings, require_no_other_run, resumed_step
 from mxtrain.titan.converters import active_settings
@@ -142,7 +143,8 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
     steps_done, earlier = 0, None
     if on_metrics_rank:
         checkpoint = CheckpointSettings.of(job_config.checkpoint)
-        require_no_other_run(folder, checkpoint)  # -m torchtitan.train has not looked
+        if not step_is_set():  # -m torchtitan.train, which has not looked
+            require_no_other_run(folder, checkpoint)
         steps_done = resumed_step(folder, checkpoint)
         earlier = earlier_run(folder) if steps_done > 0 else None
     continued = None if chosen_by_user() else earlier

@@ -255,11 +255,11 @@ RESUME = {
         "with 'mxtrain train run/config.toml --checkpoint.enable'",
         METRICS | {"run/config.toml": ""},
     ),
-    "a run that ended early": Case(
+    "a run whose checkpoints are gone": Case(
         ["--resume", "run"],
-        "checkpoint.interval = 500: run holds no checkpoint to resume from, because the run ended before it saved one; "
+        "checkpoint.interval = 500: run holds no checkpoint to resume from; "
         "start again, in a new folder, with 'mxtrain train run/config.toml --checkpoint.enable'",
-        METRICS | {"run/config.toml": OWN_CONFIG, "run/checkpoint/notes.txt": ""},
+        {"run/metrics.jsonl": ROW.replace("1", "600", 1), "run/config.toml": OWN_CONFIG},
     ),
     "checkpoints that are switched off": Case(
         ["--resume", "run", "--checkpoint.no-enable"],
@@ -414,6 +414,7 @@ ALLOWED = {
     "an empty folder": ([RUN, ENABLE], {"run/notes.txt": ""}),
     "a run that wrote no metrics": ([RUN], {"run/metrics.jsonl": "", "run/config.toml": ""}),
     "a resumed run": ([RUN, ENABLE], METRICS | saved(10)),
+    "a run that was killed early": ([RUN, ENABLE], METRICS | {"run/config.toml": OWN_CONFIG}),
     "a resumed run with parts": ([RUN, ENABLE], METRICS | saved(10) | PART),
     "a resumed run with a torn checkpoint": ([RUN, ENABLE], METRICS | saved(10) | TORN),
     "a resumed run with a copy": ([RUN, ENABLE], METRICS | saved(10) | saved(10, folder="run/checkpoint/step-10-mine")),

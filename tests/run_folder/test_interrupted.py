@@ -1,0 +1,61 @@
+"""Which runs may begin again, because a kill came before their first checkpoint."""
+
+import json
+
+import pytest
+
+from mxtrain.errors import ConfigError
+from mxtrain.run_folder.interrupted import interrupted_after
+from mxtrain.run_folder.start import CheckpointSettings, find_start, require_no_other_run
+
+ENABLED = "[checkpoint]\nenable = true\n"
+FIVE = f"{ENABLED}interval = 5\n[training]\nsteps = 20\n"
+
+
+def write(folder, config, last, saving=False):
+    (folder / "config.toml").write_text(config)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": n}) + "\n" for n in range(1, last + 1)))
+    if saving:
+        (folder / "checkpoint" / ".saving").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    "config, last, saving, begins_again",
+    [
+        (FIVE, 3, False, True),
+        (FIVE, 5, False, True),  # killed when the first save began
+        (FIVE, 7, True, True),  # while an asynchronous save went on
+        (FIVE, 7, False, False),  # it has saved, and the checkpoints are gone
+        (FIVE, 20, False, False),
+        (ENABLED, 499, False, True),
+        (ENABLED, 501, False, False),
+        (ENABLED + "[training]\nsteps = 100\n", 100, False, False),  # finished
+        (ENABLED + "[training]\nsteps = 100\n", 100, True, True),  # killed in its last save
+        (ENABLED + "load_only = true\n", 3, False, False),
+        ("", 3, False, False),
+        ("[checkpoint]\nenable =", 3, False, False),
+        ("checkpoint = 3\n", 3, False, False),
+    ],
+)
+def test_a_run_begins_again_only_if_nothing_can_have_been_saved(tmp_path, config, last, saving, begins_again):
+    write(tmp_path, config, last, saving)
+    settings = CheckpointSettings(enable=True)
+    if begins_again:
+        start = find_start(tmp_path, settings, 1)
+        assert start.step == 0 and start.notes[0].startswith("the run in this folder ended near step ")
+        require_no_other_run(tmp_path, settings)
+    else:
+        for look in (lambda: find_start(tmp_path, settings, 1), lambda: require_no_other_run(tmp_path, settings)):
+            with pytest.raises(ConfigError, match="holds the metrics of a run"):
+                look()
+    with pytest.raises(ConfigError, match="holds the metrics of a run"):
+        find_start(tmp_path, CheckpointSettings(), 1)  # this one would save nothing
+
+
+def test_a_row_that_the_kill_has_cut_does_not_count(tmp_path):
+    write(tmp_path, FIVE, 3)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert interrupted_after(tmp_path, tmp_path / "checkpoint") == 3
+    (tmp_path / "metrics.jsonl").write_text("nonsense\nnonsense\n")
+    assert interrupted_after(tmp_path, tmp_path / "checkpoint") is None
