@@ -21,7 +21,7 @@ class ResumeClass(Enum):
     """Makes the rest of the curve another experiment; refused unless checkpoint.may_change names it"""
 
 
-_CLASSES = {
+CLASSES = {
     ResumeClass.FREE: """
         job.* profiling.* comm.* memory_estimation.* compile.* activation_checkpoint.* validation.* checkpoint.*
         metrics.* parallelism.* training.dataloader.*
@@ -54,7 +54,7 @@ def classes_of(name: str) -> list[ResumeClass]:
     """Return the classes whose lists hold a setting: one, or none for a setting of the user's own module."""
     return [
         resume_class
-        for resume_class, patterns in _CLASSES.items()
+        for resume_class, patterns in CLASSES.items()
         if any(fnmatchcase(name, pattern) for pattern in patterns.split())
     ]
 
@@ -62,9 +62,3 @@ def classes_of(name: str) -> list[ResumeClass]:
 def class_of(name: str) -> ResumeClass:
     """Return the class of a setting. A setting of the user's own module is applied and reported."""
     return next(iter(classes_of(name)), ResumeClass.APPLIED)
-
-
-def unused_patterns(names) -> list[str]:
-    """Return the patterns that match none of ``names``."""
-    patterns = [pattern for text in _CLASSES.values() for pattern in text.split()]
-    return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]

@@ -41,6 +41,7 @@ def verified_start(folder: Path, checkpoint: CheckpointSettings) -> Start:
                 f"checkpoint.initial_load_path = {checkpoint.initial_load_path!r} cannot be loaded: {damage}"
             )
         damaged[start.checkpoint.name] = damage
+    run_on_all_ranks(None)  # every rank has looked before anything moves
     aside = [folder / checkpoint.folder / name for name in damaged]
     _on_rank_0(lambda: clear_leftovers(folder / checkpoint.folder))
     _on_rank_0(lambda: [str(set_aside(path)) for path in aside])

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest
-from mxtrain.run_folder.start import CheckpointSettings
+from mxtrain.run_folder.start import CheckpointSettings, find_start
 from mxtrain.titan import verified_start as module
 from mxtrain.titan.verified_start import verified_start
 
@@ -100,3 +100,22 @@ def test_a_new_run_has_nothing_to_verify(tmp_path):
     assert verified_start(tmp_path / "new", ON).step == 0
     assert verified_start(tmp_path / "new", CheckpointSettings()).step == 0
     assert not (tmp_path / "new").exists()
+
+
+def test_a_rank_that_comes_late_finds_what_the_first_one_found(tmp_path, monkeypatch):
+    """Here a run that was killed in its first save, of which the first rank removes the parts."""
+    (tmp_path / "config.toml").write_text("[checkpoint]\nenable = true\ninterval = 2\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    (tmp_path / "checkpoint" / ".saving").mkdir(parents=True)
+    found_late = []
+
+    def exchange(work):
+        result = work() if work else None
+        if not found_late:
+            found_late.append(find_start(tmp_path, ON, 2))
+        return [{"result": result}]
+
+    monkeypatch.setattr(module, "run_on_all_ranks", exchange)
+    start = verified_start(tmp_path, ON)
+    assert found_late == [start] and start.notes[0].startswith("the run in this folder ended near step 7")
+    assert not (tmp_path / "checkpoint").exists()
