@@ -66,7 +66,7 @@ def _export(options) -> int:
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device = 'cuda': PyTorch sees no GPU (see 'mxtrain doctor')")
-    from mxtrain.titan.export import export
+    from mxtrain.titan.hugging_face.export import export
 
     report = export(
         options.source,

@@ -37,7 +37,7 @@ Without --config the settings are those of a short continuation with MXNorm on P
 def _import(options) -> int:
     quiet.hide_library_warnings()
     import mxtrain.titan  # noqa: F401  registers the flavors
-    from mxtrain.titan.import_model import import_model
+    from mxtrain.titan.hugging_face.import_model import import_model
 
     print(import_model(options.source, options.target, options.settings))
     return 0

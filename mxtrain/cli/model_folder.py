@@ -12,7 +12,7 @@ from mxtrain.run_folder.files import CONFIG_FILE, reason
 from mxtrain.run_folder.manifest import MANIFEST_FILE, hash_file
 
 MODEL_FILE = "config.json"
-EXPORT_FILE = "mxtrain.json"  # mxtrain.titan.export.REPORT_FILE, whose module imports TorchTitan
+EXPORT_FILE = "mxtrain.json"  # mxtrain.titan.hugging_face.export.REPORT_FILE, whose module imports TorchTitan
 EXPORTED = "exported"
 
 
@@ -73,7 +73,7 @@ def _is_of(exported: Path, checkpoint: Path) -> bool:
 
 
 def _export(run: Path, target: Path, step: int | None) -> None:
-    from mxtrain.titan.export import export
+    from mxtrain.titan.hugging_face.export import export
 
     if target.exists() and not (target / EXPORT_FILE).is_file():
         raise ConfigError(

@@ -118,8 +118,8 @@ def _config_or_run(options, flags: list[str]) -> tuple[str, list[str]]:
 def _prepare(options) -> int:
     _, flags = _take_verbose(options)
     job_config = _job_config(options.config, flags)
-    from mxtrain.titan.datasets import prepare_from_job
-    from mxtrain.titan.terminal import Screen
+    from mxtrain.titan.data.datasets import prepare_from_job
+    from mxtrain.titan.reports.terminal import Screen
 
     screen = Screen()
     screen.line(prepare_from_job(job_config, progress=screen.status).report)

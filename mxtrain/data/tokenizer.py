@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -138,6 +139,18 @@ def _tokenizer_config(folder: Path, setting: str) -> dict:
     if not isinstance(config, dict):
         raise ConfigError(f"{setting}: tokenizer_config.json holds {type(config).__name__}, not an object")
     return config
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Make the folder ``target`` hold the tokenizer of ``source``, which may also hold the weights of a model."""
+    if source.resolve() == target.resolve():
+        return
+    target.mkdir(exist_ok=True)
+    for name in FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+        else:
+            (target / name).unlink(missing_ok=True)
 
 
 def tokenizer_hash(folder: Path) -> str:

@@ -21,7 +21,7 @@ from mxtrain.recipes.parse import SWITCHES, switches_in_effect
 from mxtrain.rng.rounding_position import step_is_set
 from mxtrain.settings.registry import QUANTIZING_CONVERTERS
 from mxtrain.settings.relations import conflict_of_converters
-from mxtrain.titan.terminal import note_conversion
+from mxtrain.titan.reports.terminal import note_conversion
 
 # Stands for debug.seed where that is unset.
 DEFAULT_SEED = 0

@@ -25,16 +25,17 @@ from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import places
 from mxtrain.settings.resume_check import check_resume
 from mxtrain.settings.resume_run import resolved
-from mxtrain.titan import finite, terminal
-from mxtrain.titan.checkpointer import Checkpointer, SaveError
+from mxtrain.titan import finite
+from mxtrain.titan.checkpoint.checkpointer import Checkpointer, SaveError
+from mxtrain.titan.checkpoint.random_state import RandomState
+from mxtrain.titan.checkpoint.resumed_optimizer import apply_settings
+from mxtrain.titan.checkpoint.token_count import TokenCount
+from mxtrain.titan.checkpoint.verified_start import verified_start
 from mxtrain.titan.finite import LossWatch, NonFiniteError, nonfinite_weights
-from mxtrain.titan.metrics import leave_losses_to_trainer, run_facts
 from mxtrain.titan.parse import parse_job_config, resolved_settings, settings_of
-from mxtrain.titan.random_state import RandomState
-from mxtrain.titan.resumed_optimizer import apply_settings
+from mxtrain.titan.reports import terminal
+from mxtrain.titan.reports.metrics import leave_losses_to_trainer, run_facts
 from mxtrain.titan.stop import Stop, StopSignals
-from mxtrain.titan.token_count import TokenCount
-from mxtrain.titan.verified_start import verified_start
 
 FIRST_WORD_SECONDS = 3.0
 

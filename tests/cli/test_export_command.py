@@ -7,7 +7,7 @@ from mxtrain.errors import ConfigError
 @pytest.fixture
 def seen(monkeypatch):
     """The arguments that the export gets."""
-    from mxtrain.titan import export
+    from mxtrain.titan.hugging_face import export
 
     calls = []
     monkeypatch.setattr(export, "export", lambda *args, **options: calls.append((args, options)) or "report")
@@ -48,7 +48,7 @@ def test_a_device_that_is_not_there_is_one_line(seen, capsys, monkeypatch):
 
 
 def test_an_error_of_the_export_is_one_line_and_status_2(monkeypatch, capsys):
-    from mxtrain.titan import export
+    from mxtrain.titan.hugging_face import export
 
     def refuse(*args, **options):
         raise ConfigError("DIR = 'b' exists; choose another folder, or remove it")

@@ -6,7 +6,7 @@ from mxtrain import cli
 
 
 def test_the_arguments_reach_the_import(monkeypatch, capsys):
-    from mxtrain.titan import import_model
+    from mxtrain.titan.hugging_face import import_model
 
     calls = []
     monkeypatch.setattr(import_model, "import_model", lambda *args: calls.append(args) or "report")

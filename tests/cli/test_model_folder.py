@@ -25,9 +25,9 @@ def exports(monkeypatch):
         report = {"manifest_sha256": kept, "format": "hf", "dtype": "float32", "fold_gain": False}
         (target / EXPORT_FILE).write_text(json.dumps(report))
 
-    fake = ModuleType("mxtrain.titan.export")
+    fake = ModuleType("mxtrain.titan.hugging_face.export")
     fake.export = export
-    monkeypatch.setitem(sys.modules, "mxtrain.titan.export", fake)
+    monkeypatch.setitem(sys.modules, "mxtrain.titan.hugging_face.export", fake)
     return calls
 
 

@@ -14,10 +14,10 @@ import mxtrain.titan  # noqa: F401  registers models and converters
 from mxtrain.config import dump_config, load_config
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.manifest import MANIFEST_FILE, Manifest, hash_file, write_manifest
-from mxtrain.titan.datasets import prepare_from_job
-from mxtrain.titan.flavors import configurable
+from mxtrain.titan.data.datasets import prepare_from_job
+from mxtrain.titan.data.run_data import keep_in_run_folder
+from mxtrain.titan.models.flavors import configurable
 from mxtrain.titan.parse import parse_job_config
-from mxtrain.titan.run_data import keep_in_run_folder
 
 VOCABULARY = 320
 _QWEN = Qwen3ModelArgs(

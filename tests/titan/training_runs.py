@@ -207,7 +207,7 @@ def command_run(base: Path) -> "Outcome":
     folder, text = base / "command", base / "one-file.py"
     with FileLock(base / "command.lock"):
         if not folder.exists():
-            text.write_text((REPOSITORY / "mxtrain" / "titan" / "datasets.py").read_text() * 4)
+            text.write_text((REPOSITORY / "mxtrain" / "titan" / "data" / "datasets.py").read_text() * 4)
             small = {"local_batch_size": 2, "seq_len": 32, "steps": 4, "dataset_path": str(text)}
             validation = {
                 "enable": True,
@@ -405,7 +405,7 @@ def _add_tiny_models() -> None:
     """Add the flavor "tiny" to every model: two layers, one of them dense where the others are experts."""
     from torchtitan.protocols.train_spec import get_train_spec
 
-    from mxtrain.titan.flavors import configurable
+    from mxtrain.titan.models.flavors import configurable
 
     debug = {name: get_train_spec(name).model_args for name in ("llama3", "llama4", "deepseek_v3", "qwen3")}
     few_heads = {"dim": 128, "n_layers": 2, "n_heads": 4}

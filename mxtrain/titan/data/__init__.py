@@ -1,0 +1,1 @@
+"""TorchTitan's data loading from prepared texts."""

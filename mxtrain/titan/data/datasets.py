@@ -1,0 +1,285 @@
+"""Build TorchTitan's tokenizer, data loader and validator from mxtrain's data.
+
+``training.dataset`` and ``validation.dataset`` are "python", "files" or "hf" (see ``mxtrain.data``), or the name of a
+dataset of TorchTitan, which TorchTitan's own code reads.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import lru_cache, partial
+from pathlib import Path
+
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.components.validate import BaseValidator, Validator
+from torchtitan.components.validate import build_validator as build_titan_validator
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS as TITAN_DATASETS
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
+from torchtitan.tools.logging import logger
+
+from mxtrain.data import DataConfig, Prepared, TokenFile, prepare
+from mxtrain.data.config import DATASETS
+from mxtrain.data.hub import StreamedText, open_stream, readable
+from mxtrain.data.progress import one_line
+from mxtrain.data.rows import WITHOUT_TEXT
+from mxtrain.data.token_dataset import TokenDataset
+from mxtrain.data.tokenizer import load_tokenizer
+from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.titan.agreement import is_rank_0, prepare_together, run_on_all_ranks
+from mxtrain.titan.data.run_data import RunLoader, keep_in_run_folder
+from mxtrain.titan.models.flavors import vocab_size
+from mxtrain.titan.reports.terminal import note_progress
+from mxtrain.titan.stop import ignore_stop_signals
+
+
+def build_tokenizer(job_config) -> HuggingFaceTokenizer:
+    """Return the tokenizer in ``model.hf_assets_path``, or a tokenizer built from the training text.
+
+    Raises:
+        ConfigError: as ``prepare_from_job``, and for a tokenizer with more tokens than the model.
+    """
+    folder = prepare_from_job(job_config).tokenizer
+    size, model_size = load_tokenizer(folder).size, vocab_size(job_config)
+    if size > model_size:
+        raise ConfigError(
+            f"model.hf_assets_path = {str(folder)!r} has {size:,} tokens, more than the model's {model_size:,}; "
+            f"set data.vocab_size to {size} or more"
+        )
+    tokenizer = HuggingFaceTokenizer(str(folder))
+    tokenizer.tokenizer.encode_special_tokens = True  # a special token spelled in streamed text stays text
+    return tokenizer
+
+
+def build_dataloader(
+    dp_world_size: int, dp_rank: int, tokenizer: HuggingFaceTokenizer, job_config, infinite: bool = True
+) -> ParallelAwareDataloader:
+    """Return the training data loader of one rank. A batch is ({"input": int64 [B, S]}, labels int64 [B, S]).
+
+    Rank 0 keeps the identity of the data and the tokenizer in the run's folder.
+
+    Raises:
+        ConfigError: as ``prepare_from_job``, for too little text for one batch per rank, and for a run's folder with
+            checkpoints of other data.
+    """
+    name = job_config.training.dataset
+    prepared = prepare_from_job(job_config)
+    run_on_all_ranks(partial(keep_in_run_folder, job_config, prepared) if is_rank_0() else None)
+    if name in DATASETS and name != "hf":
+        _warn_of_rows_without_text(job_config, "training", prepared)
+        dataset = _token_dataset(job_config, "training", prepared.train, dp_rank, dp_world_size, infinite)
+    elif name == "hf":
+        dataset = _stream_dataset(job_config, "training", "train", tokenizer, dp_rank, dp_world_size, infinite)
+    else:
+        settings = job_config.training
+        args = (name, settings.dataset_path, tokenizer, settings.seq_len, dp_rank, dp_world_size, infinite)
+        dataset = HuggingFaceTextDataset(*args)
+    options = _loader_options(job_config.training)
+    return RunLoader(dataset, dp_rank, dp_world_size, job_config=job_config, prepared=prepared, **options)
+
+
+def build_validator(
+    job_config, dp_world_size: int, dp_rank: int, tokenizer: HuggingFaceTokenizer, **parts
+) -> BaseValidator:
+    """Return a validator over held-out text. Takes the arguments of TorchTitan's ``build_validator``.
+
+    Raises:
+        ConfigError: as ``prepare_from_job``, for too little held-out text for one batch per rank, and for a stream
+            that several ranks read to its end, because ranks may find different numbers of batches.
+    """
+    name = job_config.validation.dataset
+    if name not in DATASETS:
+        return build_titan_validator(job_config, dp_world_size, dp_rank, tokenizer, **parts)
+    if name == "hf":
+        if job_config.validation.steps == -1 and dp_world_size > 1:
+            raise ConfigError(
+                "validation.steps = -1 reads validation.dataset = 'hf' to its end, which data-parallel ranks reach at "
+                "different steps; set validation.steps to a positive number"
+            )
+        args = ("validation", "validation", tokenizer, dp_rank, dp_world_size, job_config.validation.steps != -1)
+        dataset = _stream_dataset(job_config, *args)
+    else:
+        # Finite for every validation.steps, so that each validation starts at the same text and losses compare.
+        tokens = _held_out(job_config)
+        dataset = _token_dataset(job_config, "validation", tokens, dp_rank, dp_world_size, infinite=False)
+    loader = ParallelAwareDataloader(dataset, dp_rank, dp_world_size, **_loader_options(job_config.validation))
+    return LoaderValidator(job_config, loader, tokenizer=tokenizer, **parts)
+
+
+class LoaderValidator(Validator):
+    """TorchTitan's Validator over a given loader.
+
+    TorchTitan's ``__init__`` stores its arguments as attributes and builds a loader from its registry of datasets.
+    This class stores the same attributes.
+    """
+
+    def __init__(self, job_config, loader: ParallelAwareDataloader, **parts):
+        BaseValidator.__init__(self, job_config)
+        self.validation_dataloader = loader
+        self.pp_schedule = self.pp_has_first_stage = self.pp_has_last_stage = None
+        vars(self).update(parts)
+
+    def post_dataloading_process(self, input_dict, labels, model_parts):
+        # DeepSeek V3 and Llama 4 make a mask for every attention, and then their "sdpa" attention refuses the mask.
+        args = getattr(model_parts[0], "model_args", None)
+        if getattr(args, "attn_type", "sdpa") not in ("flex", "varlen"):
+            model_parts = [_ModelWithoutMasks]
+        return super().post_dataloading_process(input_dict, labels, model_parts)
+
+
+class _ModelWithoutMasks:
+    @staticmethod
+    def get_attention_masks(**inputs):
+        raise TypeError("attention takes no mask")  # TorchTitan's validator expects this error
+
+
+def prepare_from_job(job_config, progress: Callable[[str], None] = note_progress) -> Prepared:
+    """Build or load the tokenizer and the tokenized training text of a job, once per process and config.
+
+    Under torch.distributed all ranks must call it. One rank of each node builds, and all check that they agree.
+
+    Args:
+        progress: called with a line of text every few seconds while something is built.
+
+    Raises:
+        ConfigError: for an unknown dataset, a missing file, column or tokenizer, no text, or a value out of range;
+            and if nodes have different data.
+    """
+    check_datasets(job_config)
+    return _prepare(_data_config(job_config), progress)
+
+
+def check_datasets(job_config) -> None:
+    """Raise ConfigError unless the names of the job's datasets are known."""
+    allowed = dict.fromkeys([*DATASETS, *TITAN_DATASETS])
+    require_one_of("training.dataset", job_config.training.dataset, allowed)
+    if job_config.validation.enable:
+        require_one_of("validation.dataset", job_config.validation.dataset, allowed)
+
+
+@lru_cache(maxsize=8)
+def _prepare(config: DataConfig, progress: Callable[[str], None]) -> Prepared:
+    # Cached: a file edited while the job starts could otherwise give a tokenizer and tokens of different versions.
+    stream = None if config.dataset in DATASETS else partial(_titan_texts, config.dataset, config.path)
+
+    def prepare_or_load(folder: str) -> Prepared:
+        return prepare(replace(config, prepared=folder) if folder else config, progress, stream)
+
+    return prepare_together(prepare_or_load, f"{config.setting('dataset')} = {config.dataset!r}")
+
+
+def _titan_texts(name: str, path: str) -> Iterator[str]:
+    """Read the texts of a dataset of TorchTitan."""
+    dataset = TITAN_DATASETS[name]
+    try:
+        rows = dataset.loader(path or dataset.path)
+    except Exception as error:  # loaders raise many types, most often for a missing file or network
+        raise ConfigError(
+            f"training.dataset = {name!r} cannot be opened at {path or dataset.path!r}: {type(error).__name__}: "
+            f"{one_line(error)}"
+        ) from error
+    return readable(map(dataset.sample_processor, rows), f"training.dataset = {name!r}")
+
+
+def _data_config(job_config) -> DataConfig:
+    training, data = job_config.training, job_config.data
+    tokenizer_path = job_config.model.hf_assets_path
+    config = DataConfig(
+        dataset=training.dataset,
+        path=_path(job_config, "training"),
+        # An existing tokenizer has its own size; 0 keeps the model's size out of the cache key.
+        vocab_size=0 if tokenizer_path else vocab_size(job_config),
+        tokenizer_path=str(Path(tokenizer_path).expanduser().absolute()) if tokenizer_path else "",
+        installed=data.installed,
+        max_bytes=data.max_bytes,
+        package_share=data.package_share,
+        validation_share=data.validation_share,
+        seed=data.seed,
+        text_key=data.text_key,
+        hf_config=data.hf_config or "",
+        cache_dir=data.cache_dir,
+        prepared=data.prepared,
+    )
+    return replace(config, cache_dir=str(config.cache_path()))  # resolved now: the environment may change
+
+
+def _path(job_config, section: str) -> str:
+    settings = getattr(job_config, section)
+    path = settings.dataset_path or ""
+    if path and settings.dataset == "python":
+        raise ConfigError(
+            f"{section}.dataset_path = {path!r} does not apply to {section}.dataset = 'python', which reads this "
+            "machine's standard library; for files of your own set it to 'files'"
+        )
+    return path
+
+
+def _held_out(job_config) -> TokenFile:
+    """Return the validation tokens: held out from the training text, or all tokens of files used only here."""
+    training = _data_config(job_config)
+    dataset, path = job_config.validation.dataset, _path(job_config, "validation")
+    if dataset == training.dataset and path in ("", training.path):
+        return prepare_from_job(job_config).validation
+    config = replace(
+        training,
+        dataset=dataset,
+        path=path,
+        tokenizer_path=str(prepare_from_job(job_config).tokenizer),
+        prepared="",  # names the training text
+        section="validation",
+    )
+    if dataset == "python":
+        return _prepare(config, note_progress).validation
+    prepared = _prepare(replace(config, validation_share=0.0), note_progress)
+    _warn_of_rows_without_text(job_config, "validation", prepared)
+    return prepared.train
+
+
+def _token_dataset(
+    job_config, section: str, tokens: TokenFile, dp_rank: int, dp_world_size: int, infinite: bool
+) -> TokenDataset:
+    settings = getattr(job_config, section)
+    return TokenDataset(
+        tokens,
+        seq_len=settings.seq_len,
+        batch_size=settings.local_batch_size,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        seed=job_config.data.seed,
+        infinite=infinite,
+        section=section,
+    )
+
+
+def _stream_dataset(
+    job_config, section: str, split: str, tokenizer, dp_rank: int, dp_world_size: int, infinite: bool
+) -> HuggingFaceTextDataset:
+    """Build TorchTitan's streaming dataset, which finds its source in a registry: register this job's for the call."""
+    data, settings = job_config.data, getattr(job_config, section)
+    path = settings.dataset_path or ""
+    if not path and section == "validation" and job_config.training.dataset == "hf":
+        path = job_config.training.dataset_path or ""
+    TITAN_DATASETS["hf"] = DatasetConfig(
+        path=path,
+        loader=partial(open_stream, hf_config=data.hf_config or "", split=split, section=section),
+        sample_processor=StreamedText(data.text_key, path),
+    )
+    try:
+        return HuggingFaceTextDataset("hf", path, tokenizer, settings.seq_len, dp_rank, dp_world_size, infinite)
+    finally:
+        del TITAN_DATASETS["hf"]
+
+
+def _loader_options(settings) -> dict:
+    options = {**asdict(settings.dataloader), "batch_size": settings.local_batch_size}
+    return {**options, "worker_init_fn": ignore_stop_signals}
+
+
+def _warn_of_rows_without_text(job_config, section: str, prepared: Prepared) -> None:
+    rows = prepared.report.dropped.get(WITHOUT_TEXT, 0)
+    if rows and is_rank_0():
+        path = getattr(job_config, section).dataset_path
+        logger.warning(
+            f"{section}.dataset_path = {path!r} has {rows:,} row(s) without text in data.text_key = "
+            f"{job_config.data.text_key!r}; they are left out"
+        )

@@ -1,0 +1,1 @@
+"""Runs to Hugging Face folders and back."""

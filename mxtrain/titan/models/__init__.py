@@ -1,0 +1,1 @@
+"""TorchTitan's models with mxtrain's flavors, data and checks."""

@@ -1,0 +1,35 @@
+"""Register TorchTitan's models with mxtrain's flavors, data, metrics and checks of the layout."""
+
+from dataclasses import replace
+
+from torchtitan.models.deepseek_v3 import get_train_spec as deepseek_v3_spec
+from torchtitan.models.llama3 import get_train_spec as llama3_spec
+from torchtitan.models.llama4 import get_train_spec as llama4_spec
+from torchtitan.models.qwen3 import get_train_spec as qwen3_spec
+from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+
+from mxtrain.titan.data.datasets import build_dataloader, build_tokenizer, build_validator
+from mxtrain.titan.models.flavors import EXTRA_FLAVORS, configurable
+from mxtrain.titan.parallel.parallelize import checked_parallelize, checked_pipeline
+from mxtrain.titan.reports.metrics import build_metrics_processor
+
+_SPECS = {"llama3": llama3_spec, "llama4": llama4_spec, "qwen3": qwen3_spec, "deepseek_v3": deepseek_v3_spec}
+
+
+def register_train_specs() -> None:
+    """Register mxtrain's version of every supported model. TorchTitan prefers these versions to its own."""
+    for name, build_spec in _SPECS.items():
+        register_train_spec(name, _with_mxtrain(build_spec(), EXTRA_FLAVORS.get(name, {})))
+
+
+def _with_mxtrain(spec: TrainSpec, extra_flavors: dict) -> TrainSpec:
+    return replace(
+        spec,
+        model_args=configurable({**spec.model_args, **extra_flavors}),
+        parallelize_fn=checked_parallelize(spec.parallelize_fn),
+        pipelining_fn=checked_pipeline(spec.pipelining_fn),
+        build_dataloader_fn=build_dataloader,
+        build_tokenizer_fn=build_tokenizer,
+        build_validator_fn=build_validator,
+        build_metrics_processor_fn=build_metrics_processor,
+    )

@@ -1,0 +1,1 @@
+"""Layouts of a run over processes."""

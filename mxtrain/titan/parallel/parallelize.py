@@ -1,0 +1,69 @@
+"""mxtrain's additions to TorchTitan's parallelize functions.
+
+They refuse layouts with wrong gradients, run FSDP2 on gloo, and draw initial weights that fit every layout.
+"""
+
+import functools
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from mxtrain.conversion.recognition import has_router
+from mxtrain.errors import ConfigError
+from mxtrain.settings.machine import Machine, check_machine
+from mxtrain.titan.parallel.initial_weights import draw_by_name
+from mxtrain.titan.parse import settings_of
+from mxtrain.titan.reports.metrics import describe_model
+from mxtrain.titan.reports.terminal import note_model
+
+
+def checked_parallelize(parallelize_fn):
+    """Wrap ``parallelize_fn``: check the layout first, and show the model.
+
+    The model that it returns works on CPU process groups, and draws initial weights that no layout changes.
+    """
+
+    @functools.wraps(parallelize_fn)
+    def parallelize(model, parallel_dims, job_config):
+        check_layout(parallel_dims, job_config)
+        check_routers(parallel_dims, model)
+        note_model(describe_model(job_config, model))  # here, while the model is whole
+        model = parallelize_fn(model, parallel_dims, job_config)
+        if torch.distributed.get_backend() == "gloo":
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    # FSDP2 expresses TorchTitan's gradient sum, scaled by 1, as PREMUL_SUM, which gloo lacks.
+                    module.set_force_sum_reduction_for_comms(True)
+        draw_by_name(model, parallel_dims, job_config.debug.seed)
+        return model
+
+    return parallelize
+
+
+def check_routers(parallel_dims, model) -> None:
+    """Raise ConfigError for a mixture of experts in a layout that gives its routers wrong gradients.
+
+    With tensor parallelism every rank computes a part of the gradient of the gate's logits. TorchTitan 0.2.2 takes
+    this part for the whole gradient: after one step gates are off by a tenth, with every converter and without.
+    """
+    if parallel_dims.tp_enabled and has_router(model):
+        raise ConfigError(
+            f"parallelism.tensor_parallel_degree = {parallel_dims.tp} gives routers of experts wrong gradients in "
+            "TorchTitan 0.2.2: allowed is 1; use expert parallelism, expert_parallel_degree, or FSDP"
+        )
+
+
+def checked_pipeline(pipelining_fn):
+    """Wrap ``pipelining_fn``: check the layout first."""
+
+    @functools.wraps(pipelining_fn)
+    def pipeline(model, parallel_dims, job_config, *args, **kwargs):
+        check_layout(parallel_dims, job_config)
+        return pipelining_fn(model, parallel_dims, job_config, *args, **kwargs)
+
+    return pipeline
+
+
+def check_layout(parallel_dims, job_config) -> None:
+    """Raise ConfigError for a layout that does not fit the processes, or that gives wrong gradients."""
+    check_machine(settings_of(job_config), Machine(parallel_dims.world_size, torch.cuda.is_available()))

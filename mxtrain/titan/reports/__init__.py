@@ -1,0 +1,1 @@
+"""What a run tells: terminal, metrics.jsonl, run.json, wandb."""

@@ -1,0 +1,270 @@
+"""Write ``metrics.jsonl`` and ``run.json``, show progress, and add facts about the run to wandb.
+
+``build_metrics_processor`` returns TorchTitan's ``MetricsProcessor``, which computes loss, throughput and memory.
+``metrics.jsonl`` and the progress line are two more of its loggers, so they show the numbers of wandb and TensorBoard.
+"""
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torchtitan.components.metrics import (
+    BaseLogger,
+    LoggerContainer,
+    MetricsProcessor,
+    WandBLogger,
+    _get_metrics_rank,
+)
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
+
+import mxtrain
+from mxtrain.analysis.metrics_file import MetricsWriter
+from mxtrain.rng.rounding_position import step_is_set
+from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE, reason, replace_file
+from mxtrain.run_folder.start import CheckpointSettings, require_no_other_run, resumed_step
+from mxtrain.titan.converters import active_settings
+from mxtrain.titan.reports.terminal import go_on_without, note, show_line, show_status
+from mxtrain.titan.reports.wandb_resume import EarlierRun, chosen_by_user, earlier_run, skip_known_steps, sync_command
+from mxtrain.titan.reports.wandb_run import wandb_defaults, wandb_facts
+
+# Key in a row of metrics.jsonl -> name of the same number in TorchTitan 0.2.2.
+TRAINING_KEYS = {
+    "loss": "loss_metrics/global_avg_loss",
+    "max_loss": "loss_metrics/global_max_loss",
+    "grad_norm": "grad_norm",
+    "lr": "lr",
+    "tokens_per_second": "throughput(tps)",
+    "memory_gib": "memory/max_reserved(GiB)",
+    "tokens_seen": "n_tokens_seen",
+}
+VALIDATION_KEYS = {"validation_loss": "validation_metrics/loss"}
+
+
+class MetricsFileLogger(BaseLogger):
+    """Writes TorchTitan's metrics to ``metrics.jsonl``, in the format of ``mxtrain.analysis.metrics_file``.
+
+    While the file cannot be written, for example on a full disk, training goes on and rows wait in memory.
+    """
+
+    def __init__(self, path: Path, steps_done: int = 0):
+        self.writer = MetricsWriter(path, steps_done)
+        self.is_failing = False
+
+    def log(self, metrics: dict, step: int) -> None:
+        keys = VALIDATION_KEYS if VALIDATION_KEYS["validation_loss"] in metrics else TRAINING_KEYS
+        row = {"step": step}
+        row.update({key: float(metrics[source]) for key, source in keys.items() if source in metrics})
+        if "tokens_seen" in row:
+            row["tokens_seen"] = int(row["tokens_seen"])
+        row["time"] = time.time()
+        try:
+            self.writer.write(row)
+        except OSError as error:
+            if not self.is_failing:
+                logger.warning(
+                    f"step {step}: {self.writer.path} cannot be written: {reason(error)}; training goes on, and the "
+                    "rows are kept until they can be written"
+                )
+            self.is_failing = True
+        else:
+            if self.is_failing:
+                note(f"step {step}: {self.writer.path} is complete again")
+            self.is_failing = False
+
+    def close(self) -> None:
+        try:
+            self.writer.close()
+        except OSError as error:
+            logger.warning(f"{self.writer.path} cannot be written: {reason(error)}; the last rows are lost")
+
+
+class NonFiniteLogger(BaseLogger):
+    """Warns when a logged training loss begins to be NaN or infinite."""
+
+    def __init__(self):
+        self.was_finite = True
+
+    def log(self, metrics: dict, step: int) -> None:
+        if TRAINING_KEYS["loss"] not in metrics:
+            return
+        loss = float(metrics[TRAINING_KEYS["loss"]])
+        if not math.isfinite(loss) and self.was_finite:
+            logger.warning(f"step {step}: the loss is {loss}; training goes on")
+        self.was_finite = math.isfinite(loss)
+
+
+class ProgressLogger(BaseLogger):
+    """Shows every logged step on the terminal, and every validation loss in a line that stays."""
+
+    def __init__(self, steps: int, processes: int):
+        self.steps = steps
+        self.rate_unit = "tokens/s" if processes == 1 else "tokens/s per device"
+        self.first: tuple[int, float] | None = None  # the first logged step of this process, and its time
+
+    def log(self, metrics: dict, step: int) -> None:
+        now = time.perf_counter()
+        words = [f"step {step:{len(str(self.steps))}}/{self.steps}"]
+        if VALIDATION_KEYS["validation_loss"] in metrics:
+            show_line(f"{words[0]}  validation loss {metrics[VALIDATION_KEYS['validation_loss']]:.4f}")
+            return
+        words.append(f"loss {float(metrics[TRAINING_KEYS['loss']]):.4f}")
+        words.append(f"{metrics[TRAINING_KEYS['tokens_per_second']]:,.0f} {self.rate_unit}")
+        if self.first is None:
+            self.first = step, now
+        elif step < self.steps:
+            # At the mean speed since the first logged step, whose own time is mostly warm-up.
+            first_step, first_time = self.first
+            left = (self.steps - step) * (now - first_time) / (step - first_step)
+            words.append(f"{timedelta(seconds=round(left))} left")
+        show_status("  ".join(words))
+
+
+def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None) -> MetricsProcessor:
+    """Build TorchTitan's ``MetricsProcessor`` with the loggers of the job config and mxtrain's own.
+
+    The process that TorchTitan chooses for metrics (rank 0, or the first rank of the last pipeline stage) also writes
+    ``metrics.jsonl`` and ``run.json`` into ``job.dump_folder`` and shows progress, whatever loggers are enabled. The
+    config of a wandb run receives ``run_facts``. If wandb cannot start, a warning is logged and training continues.
+
+    Raises:
+        ConfigError: if the run would replace the metrics of another.
+    """
+    on_metrics_rank = torch.distributed.get_rank() == _get_metrics_rank(parallel_dims, job_config)
+    wants_wandb = job_config.metrics.enable_wandb and (on_metrics_rank or job_config.metrics.save_for_all_ranks)
+    folder = Path(job_config.job.dump_folder)
+    steps_done, earlier = 0, None
+    if on_metrics_rank:
+        checkpoint = CheckpointSettings.of(job_config.checkpoint)
+        if not step_is_set():  # -m torchtitan.train, which has not looked
+            require_no_other_run(folder, checkpoint)
+        steps_done = resumed_step(folder, checkpoint)
+        earlier = earlier_run(folder) if steps_done > 0 else None
+    continued = None if chosen_by_user() else earlier
+
+    run_id = continued.id if continued else None
+    stay_offline = run_id is not None and sync_command(folder, run_id) is not None
+    with wandb_defaults(_run_name(job_config), run_id, stay_offline) if wants_wandb else nullcontext():
+        processor = MetricsProcessor(job_config, parallel_dims, tag)
+    if not (on_metrics_rank or wants_wandb):
+        return processor
+
+    facts = run_facts(job_config)
+    where = wandb_facts()
+    if wants_wandb:
+        where = _update_wandb(processor.logger, facts, job_config, continued, steps_done)
+    if earlier and where["id"] is None:
+        where["id"] = earlier.id  # a later start may have wandb again
+    facts["wandb"] = where
+    if on_metrics_rank:
+        _write_facts(folder / FACTS_FILE, facts)
+        if not isinstance(processor.logger, LoggerContainer):
+            processor.logger = LoggerContainer()
+        processor.logger.add_logger(MetricsFileLogger(folder / METRICS_FILE, steps_done))
+        processor.logger.add_logger(NonFiniteLogger())
+        processor.logger.add_logger(ProgressLogger(job_config.training.steps, facts["world_size"]))
+    return processor
+
+
+def leave_losses_to_trainer(processor: MetricsProcessor) -> None:
+    """Remove the warnings about losses that are not finite, because the trainer looks at every step itself."""
+    if isinstance(processor.logger, LoggerContainer):
+        others = [one for one in processor.logger._loggers if not isinstance(one, NonFiniteLogger)]
+        processor.logger._loggers = others
+
+
+def _update_wandb(
+    loggers: LoggerContainer, facts: dict, job_config, continued: EarlierRun | None, steps_done: int
+) -> dict:
+    """Add ``facts`` to the config of the wandb run among ``loggers``; return the run's mode and place.
+
+    Steps that ``continued``, the run so far, has logged are not logged again; ``steps_done`` of them are not repeated.
+    """
+    run = next((one.wandb.run for one in loggers._loggers if isinstance(one, WandBLogger)), None)
+    if run is None:
+        logger.warning("wandb did not start: training continues without it; metrics are in metrics.jsonl")
+        return wandb_facts()
+    sections = job_config.to_dict()  # TorchTitan uses the names of these sections in the run's config
+    run.config.update({key: value for key, value in facts.items() if key not in sections}, allow_val_change=True)
+    if continued is not None and not run.disabled:
+        last = skip_known_steps(loggers, continued)
+        logger.info(f"wandb run {run.id} continues after step {last}")
+        if last > steps_done:
+            note(f"wandb keeps its values of steps {steps_done + 1} to {last}; those of this run are in metrics.jsonl")
+    where = wandb_facts(run, Path(job_config.job.dump_folder))
+    if where["mode"] == "offline":
+        logger.info(f"wandb is offline; upload this run with: {where['sync']}")
+    elif where["mode"] == "online":
+        note(f"wandb run: {where['url']}")
+    return where
+
+
+def run_facts(job_config) -> dict:
+    """Return the contents of ``run.json`` without ``wandb``: model, numerics, versions and device, all as JSON."""
+    return {
+        "name": _run_name(job_config),
+        "model": job_config.model.name,
+        "flavor": job_config.model.flavor,
+        "converters": list(job_config.model.converters),
+        **active_settings(job_config),
+        "precision": _precision(job_config),
+        "versions": package_versions(),
+        "device": _device(),
+        "world_size": _world_size(),
+    }
+
+
+def package_versions() -> dict[str, str | None]:
+    """Return name -> version of mxtrain, Python and what computes; None for a package that is not installed."""
+    return {
+        "mxtrain": mxtrain.__version__,
+        "python": platform.python_version(),
+        **{package: _version(package) for package in ("torch", "torchtitan", "torchao", "triton")},
+    }
+
+
+def describe_model(job_config, model: torch.nn.Module) -> str:
+    """Return one line: the model's name, flavor and parameters, the device, the processes and the precision."""
+    model_config, processes = job_config.model, _world_size()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return (
+        f"{model_config.name} {model_config.flavor}: {parameters:,} parameters, {_device()}, "
+        f"{processes} process{'es' if processes > 1 else ''}, {_precision(job_config)}"
+    )
+
+
+def _precision(job_config) -> str:
+    training = job_config.training
+    return f"{training.mixed_precision_param} compute, {training.dtype} parameters"
+
+
+def _device() -> str:
+    return utils.device_module.get_device_name(torch.device(utils.device_type))
+
+
+def _world_size() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def _run_name(job_config) -> str:
+    return os.path.basename(os.path.abspath(job_config.job.dump_folder))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _write_facts(path: Path, facts: dict) -> None:
+    with go_on_without(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, (json.dumps(facts, indent=2) + "\n").encode())

@@ -1,0 +1,289 @@
+"""Checkpoints of one process: whole or absent, whatever happens while they are saved."""
+
+import errno
+import io
+import os
+import shutil
+import time
+from concurrent.futures import wait
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.stateful import Stateful
+
+from mxtrain.errors import ConfigError
+from mxtrain.run_folder.checkpoints import Checkpoints
+from mxtrain.run_folder.manifest import Manifest, check_hashes
+from mxtrain.run_folder.start import CheckpointSettings, find_start
+from mxtrain.titan.checkpoint import writer as checkpoint_writer
+from mxtrain.titan.checkpoint.checkpointer import Checkpointer, SaveError
+from mxtrain.titan.checkpoint.writer import CheckpointWriter
+from mxtrain.titan.parse import parse_job_config
+
+
+class State(Stateful):
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def build(tmp_path):
+    built, loaded = [], []
+
+    def checkpointer(*flags, model=None, value=0):
+        flags = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=2", *flags]
+        settings = parse_job_config(flags).checkpoint
+        one = Checkpointer(
+            dataloader=State(value),
+            model_parts=[model or torch.nn.Linear(4, 3)],
+            optimizers=State(torch.full((5,), float(value))),
+            lr_schedulers=State(value),
+            states={"train_state": State(value)},
+            checkpoint_config=settings,
+            sd_adapter=None,
+            base_folder=str(tmp_path),
+        )
+        one.start = find_start(tmp_path, CheckpointSettings.of(settings), 1)
+        one.run = Manifest(0, False, {}, settings={"optimizer": {"lr": 0.5}}, tokenizer_sha256="abc")
+        one.may_save = lambda step: True
+        one.is_stopping = lambda: False
+        one.after_load = lambda: loaded.append(one)
+        built.append(one)
+        return one
+
+    checkpointer.loaded = loaded
+    yield checkpointer
+    for one in built:
+        one.close()
+
+
+def saved(tmp_path) -> Checkpoints:
+    """The checkpoints on the disk, all of them whole and with the hashes of their manifests."""
+    checkpoints = Checkpoints(tmp_path / "checkpoint")
+    assert checkpoints.problems == {}
+    for step, manifest in checkpoints.whole.items():
+        check_hashes(checkpoints.path(step), manifest, manifest.files)
+        assert {p.name for p in checkpoints.path(step).iterdir()} == {*manifest.files, "manifest.json"}
+    return checkpoints
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_what_is_saved_is_loaded(build, tmp_path, mode):
+    one = build(f"--checkpoint.async_mode={mode}", value=7)
+    weight = one.states["model"].model[0].weight.detach().clone()
+    for step in (1, 2, 3):  # only step 2 is due
+        one.save(step)
+    one.finish()
+    manifest = saved(tmp_path).whole[2]
+    assert list(saved(tmp_path).whole) == [2] and manifest.holds_trainer
+    assert manifest.tensors == {
+        "weight": {"shape": [3, 4], "dtype": "float32"},
+        "bias": {"shape": [3], "dtype": "float32"},
+    }
+    assert (manifest.settings, manifest.tokenizer_sha256) == ({"optimizer": {"lr": 0.5}}, "abc")
+
+    other = build()
+    assert other.load() and build.loaded == [other]
+    assert torch.equal(other.states["model"].model[0].weight, weight)
+    assert [other.states[k].value for k in ("dataloader", "lr_scheduler", "train_state")] == [7, 7, 7]
+    assert other.states["optimizer"].value.tolist() == [7.0] * 5
+
+
+def test_old_checkpoints_are_removed_at_the_last_step_too(build, tmp_path):
+    one = build()
+    for step in range(2, 10, 2):
+        one.save(step)
+    one.save(9, last_step=True)
+    one.close()  # waits for the thread that removes them
+    assert list(saved(tmp_path).whole) == [8, 9]
+    assert not any((tmp_path / "checkpoint" / ".removing").iterdir())
+
+
+def test_a_step_after_which_training_stops_is_due(build, tmp_path):
+    one = build("--checkpoint.last_save_model_only")
+    one.is_stopping = lambda: True
+    one.save(3)
+    assert one.saved_step == 3 and saved(tmp_path).whole[3].holds_trainer
+
+
+def test_weights_that_are_not_worth_it_are_not_saved(build, tmp_path):
+    one = build()
+    one.may_save = lambda step: step != 4
+    for step in (2, 4, 6):
+        one.save(step)
+    assert list(saved(tmp_path).whole) == [2, 6]
+
+
+def test_a_step_that_is_saved_again_sets_the_old_one_aside(build, tmp_path):
+    one = build()
+    one.save(2)
+    one.states["train_state"].value = 9
+    one.save(2)
+    assert list(saved(tmp_path).whole) == [2]
+    assert [p.name for p in (tmp_path / "checkpoint" / "set_aside").iterdir()] == ["step-2"]
+    other = build()
+    other.load()
+    assert other.states["train_state"].value == 9
+
+
+def no_space(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+FAILURES = {
+    "too little space": (shutil, "disk_usage", lambda path: SimpleNamespace(free=10)),
+    "a full disk": (CheckpointWriter, "write_data", no_space),
+    "a disk that is full at the end": (checkpoint_writer, "write_manifest", no_space),
+}
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_training_goes_on_without_a_checkpoint_that_cannot_be_saved(
+    build, tmp_path, monkeypatch, caplog, failure, mode
+):
+    one = build(f"--checkpoint.async_mode={mode}")
+    one.save(2)
+    one.finish()
+    with monkeypatch.context() as patch:
+        patch.setattr(*FAILURES[failure])
+        one.save(4)
+        with pytest.raises(SaveError) as error:
+            one.finish()
+    assert "No space left on device" in str(error.value)
+    assert str(error.value).endswith(f"the newest whole checkpoint is {tmp_path}/checkpoint/step-2")
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == 1 and warnings[0].endswith("; training goes on")
+    assert list(saved(tmp_path).whole) == [2]
+    one.save(6)  # there is space again
+    one.finish()
+    assert list(saved(tmp_path).whole) == [2, 6]
+
+
+def test_a_disk_that_becomes_full_in_the_middle_of_a_file(build, tmp_path, monkeypatch, caplog):
+    """torch.save then raises a RuntimeError of its own."""
+
+    class Full(io.FileIO):
+        def write(self, content):
+            if self.tell() > 2000:
+                no_space()
+            return super().write(content)
+
+    one = build(model=torch.nn.Linear(100, 100))
+    one.save(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystem, "create_stream", lambda self, path, mode: Full(path, mode))
+        one.save(4)
+    assert "step 4: the checkpoint cannot be saved: " in caplog.text and "training goes on" in caplog.text
+    assert list(saved(tmp_path).whole) == [2] and not (tmp_path / "checkpoint" / ".saving").exists()
+
+
+def test_a_failure_that_a_later_checkpoint_made_good_is_forgotten(build, monkeypatch):
+    one = build("--checkpoint.async_mode=async")
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "write_data", no_space)
+        one.save(2)
+        wait([one.save_future])
+    one.save(4)
+    one.finish()
+
+
+def test_training_goes_on_if_old_checkpoints_cannot_be_removed(build, tmp_path, caplog):
+    one = build()
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / ".removing").touch()
+    for step in (2, 4, 6):
+        one.save(step)
+    assert list(saved(tmp_path).whole) == [2, 4, 6] and "old checkpoints cannot be removed: File exists" in caplog.text
+
+
+def test_another_process_saves_more_than_once(tmp_path, monkeypatch):
+    """As with pinned memory, which a CPU does not have. DCP starts the process in a thread that ends soon."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    for step in (2, 4):
+        writer = CheckpointWriter(tmp_path / f"step-{step}", Manifest(step, False, {}), frozenset())
+        dcp.async_save(
+            {"weight": torch.ones(3)}, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS
+        ).result()
+        time.sleep(0.5)
+    assert list(Checkpoints(tmp_path).whole) == [2, 4]
+
+
+def test_the_space_that_is_needed_is_named(build, monkeypatch, caplog):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**29))
+    build(model=torch.nn.Linear(2**14, 2**14, bias=False, device="meta").to_empty(device="cpu")).save(2)
+    assert "No space left on device (1.02 GiB needed, 0.50 GiB free)" in caplog.text
+
+
+def test_another_failure_is_no_warning(build, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(CheckpointWriter, "write_data", fail)
+    with pytest.raises(RuntimeError, match="step 2: the checkpoint cannot be saved: ZeroDivisionError: oh"):
+        build().save(2)
+
+
+@pytest.mark.parametrize("moment", ["write_data", "finish"])
+def test_a_kill_leaves_nothing_that_has_the_name_of_a_checkpoint(build, tmp_path, monkeypatch, moment):
+    """Stopped in the middle of writing, and after everything but the renaming."""
+    one = build()
+    one.save(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_writer, "publish", lambda *_: 1 / 0)
+        if moment == "write_data":
+            patch.setattr(CheckpointWriter, "write_data", lambda *_: 1 / 0)
+        with pytest.raises(RuntimeError):
+            one.save(4)
+    assert (tmp_path / "checkpoint" / ".saving" / "step-4").is_dir()
+    assert list(saved(tmp_path).whole) == [2]
+    one.save(4)  # what was left does not get into the next one
+    assert list(saved(tmp_path).whole) == [2, 4]
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (torch.nn.Linear(4, 5), r"its weight has shape \[3, 4\], and this model's has \[5, 4\]"),
+        (torch.nn.Sequential(torch.nn.Linear(4, 3)), "it has no 0.weight"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(build, model, message):
+    build().save(2)
+    with pytest.raises(ConfigError, match=f"model.flavor: .*step-2 is of another model: {message}"):
+        build(model=model).load()
+
+
+def test_initial_weights_come_from_another_run(build, tmp_path):
+    first = build(value=7)
+    first.save(2)
+    weight = first.states["model"].model[0].weight.detach().clone()
+    (tmp_path / "checkpoint").rename(tmp_path / "elsewhere")
+    one = build(f"--checkpoint.initial_load_path={tmp_path / 'elsewhere' / 'step-2'}")
+    assert one.load() and torch.equal(one.states["model"].model[0].weight, weight)
+    assert one.states["train_state"].value == 0
+
+
+def test_nothing_is_saved_without_checkpoints(build, tmp_path):
+    one = build("--checkpoint.no-enable")
+    one.save(2, last_step=True)
+    one.finish()
+    assert not one.load() and list(tmp_path.iterdir()) == [] and build.loaded == []

@@ -1,0 +1,127 @@
+"""What a loaded checkpoint has put into optimizer and schedule gives way to the settings."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.components.optimizer import build_optimizers
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+
+from mxtrain.titan.checkpoint.resumed_optimizer import apply_settings
+
+ONE = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
+
+
+def build(steps=10, implementation="foreach", **optimizer):
+    """A model of two parts, its optimizers and schedulers."""
+    config = JobConfig()
+    config.lr_scheduler.warmup_steps = 2
+    config.optimizer.implementation = implementation
+    for name, value in optimizer.items():
+        setattr(config.optimizer, name, value)
+    torch.manual_seed(0)
+    parts = [torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4)}), torch.nn.ModuleDict({"b": torch.nn.Linear(4, 2)})]
+    optimizers = build_optimizers(parts, config.optimizer, ONE)
+    return parts, optimizers, build_lr_schedulers(optimizers, config.lr_scheduler, steps)
+
+
+def train(run, steps: int) -> None:
+    parts, optimizers, schedulers = run
+    for _ in range(steps):
+        optimizers.zero_grad()
+        parts[1]["b"](parts[0]["a"](torch.ones(3, 4))).square().sum().backward()
+        optimizers.step()
+        schedulers.step()
+
+
+def load(run, saved) -> None:
+    """As a checkpoint is loaded: weights, optimizer and schedule of another run."""
+    for part, other in zip(run[0], saved[0], strict=True):
+        part.load_state_dict(other.state_dict())
+    with warnings.catch_warnings(action="ignore"):
+        run[1].load_state_dict(copy.deepcopy(saved[1].state_dict()))
+    run[2].load_state_dict(saved[2].state_dict())
+
+
+def everything(run) -> list:
+    groups = [
+        {k: v for k, v in group.items() if k != "params"} for one in run[1].optimizers for group in one.param_groups
+    ]
+    schedules = [(s.base_lrs, s.last_epoch, s.get_last_lr()) for s in run[2].schedulers]
+    weights = [parameter.tolist() for part in run[0] for parameter in part.parameters()]
+    return [groups, schedules, weights]
+
+
+@pytest.fixture
+def saved():
+    run = build(lr=0.1)
+    train(run, 5)
+    return run
+
+
+def test_same_settings_change_no_bit(saved):
+    resumed = build(lr=0.1)
+    load(resumed, saved)
+    rates = apply_settings(resumed[1], resumed[2])
+    assert rates.kept == rates.present
+    assert everything(resumed) == everything(saved)
+    for run in (saved, resumed):
+        train(run, 5)
+    assert everything(resumed) == everything(saved)
+
+
+def test_every_setting_of_the_optimizer_takes_effect(saved):
+    new = {"lr": 0.02, "beta1": 0.5, "beta2": 0.75, "eps": 1e-3, "weight_decay": 0.25, "implementation": "for-loop"}
+    resumed = build(**new)
+    load(resumed, saved)
+    assert resumed[1].optimizers[0].param_groups[0]["eps"] == 1e-8, "loading brings the old settings"
+    rates = apply_settings(resumed[1], resumed[2])
+    assert rates.kept == 0.1 * saved[2].schedulers[0].lr_lambdas[0](5)
+    assert rates.present == pytest.approx(rates.kept / 5)
+    for optimizer, scheduler in zip(resumed[1].optimizers, resumed[2].schedulers, strict=True):
+        (group,) = optimizer.param_groups
+        assert group["betas"] == (0.5, 0.75) and (group["eps"], group["weight_decay"]) == (1e-3, 0.25)
+        assert not group["foreach"] and not group["fused"]
+        assert scheduler.base_lrs == [0.02] and scheduler.get_last_lr() == [group["lr"]] == [rates.present]
+        assert scheduler.last_epoch == 5
+    train(resumed, 1)
+    last = [scheduler.lr_lambdas[0](6) * 0.02 for scheduler in resumed[2].schedulers]
+    assert [one.param_groups[0]["lr"] for one in resumed[1].optimizers] == last
+
+
+def test_a_longer_schedule_goes_on_from_the_step(saved):
+    resumed = build(steps=100, lr=0.1)
+    load(resumed, saved)
+    rates = apply_settings(resumed[1], resumed[2])
+    assert rates.present == 0.1 * build(steps=100)[2].schedulers[0].lr_lambdas[0](5) > rates.kept
+
+
+def test_adam_does_not_stay_adamw(saved):
+    resumed = build(lr=0.1, name="Adam")
+    load(resumed, saved)
+    assert resumed[1].optimizers[0].param_groups[0]["decoupled_weight_decay"]
+    apply_settings(resumed[1], resumed[2])
+    assert not resumed[1].optimizers[0].param_groups[0]["decoupled_weight_decay"]
+
+
+@pytest.mark.parametrize("before, now", [("foreach", "fused"), ("fused", "for-loop"), ("for-loop", "foreach")])
+def test_another_implementation_trains_on(before, now, device):
+    first, second = build(implementation=before), build(implementation=now)
+    train(first, 3)
+    load(second, first)
+    apply_settings(second[1], second[2])
+    train(second, 1)
+    train(first, 1)
+    for ours, theirs in zip(everything(second)[2], everything(first)[2], strict=True):
+        assert torch.tensor(ours).cpu() == pytest.approx(torch.tensor(theirs).cpu(), rel=1e-5)
+
+
+def test_without_the_optimizers_state_the_schedule_decides(saved):
+    """checkpoint.exclude_from_loading = ["optimizer"]: TorchTitan would take one step at the first step's rate."""
+    resumed = build(lr=0.1)
+    resumed[2].load_state_dict(saved[2].state_dict())
+    apply_settings(resumed[1], resumed[2])
+    assert resumed[1].optimizers[0].param_groups[0]["lr"] == saved[1].optimizers[0].param_groups[0]["lr"]

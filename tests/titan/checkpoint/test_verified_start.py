@@ -1,0 +1,121 @@
+"""Damaged checkpoints are found before a run loads them, by ranks that share the reading."""
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from mxtrain.errors import ConfigError
+from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest
+from mxtrain.run_folder.start import CheckpointSettings, find_start
+from mxtrain.titan.checkpoint import verified_start as module
+from mxtrain.titan.checkpoint.verified_start import verified_start
+
+ON = CheckpointSettings(enable=True)
+
+
+@pytest.fixture(autouse=True)
+def world(monkeypatch):
+    """Ranks without a process group: each test says how many, and which one this is."""
+
+    def set_world(rank, size):
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(dist, "get_world_size", lambda: size)
+
+    set_world(0, 1)
+    return set_world
+
+
+def save(run: Path, step: int, files: int = 2) -> Path:
+    path = run / "checkpoint" / f"step-{step}"
+    path.mkdir(parents=True)
+    for number in range(files):
+        (path / f"f{number}").write_bytes(b"content")
+    write_manifest(path, Manifest(step, True, {f"f{n}": hash_file(path / f"f{n}") for n in range(files)}))
+    return path
+
+
+def flip(path: Path) -> None:
+    path.write_bytes(b"cOntent")  # the size is right
+
+
+def test_damaged_checkpoints_are_set_aside_and_the_newest_whole_one_is_taken(tmp_path):
+    five, ten, fifteen, twenty = (save(tmp_path, step) for step in (5, 10, 15, 20))
+    flip(ten / "f1")
+    flip(fifteen / "f0")
+    (twenty / "f0").unlink()
+    (tmp_path / "checkpoint" / ".saving" / "step-25").mkdir(parents=True)
+    start = verified_start(tmp_path, ON)
+    assert (start.step, start.checkpoint, start.abandoned) == (5, five, (twenty,))
+    aside = tmp_path / "checkpoint" / "set_aside"
+    assert start.notes == (
+        f"resuming after step 5, from {five}",
+        f"{ten} cannot be loaded: f1 has other content than was saved",
+        f"{fifteen} cannot be loaded: f0 has other content than was saved",
+        f"{twenty} cannot be loaded: f0 is missing",
+        f"checkpoints after step 5 go to {aside}: step-10, step-15, step-20",
+    )
+    # The trainer moves step-20 when step-5 is loaded.
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["set_aside", "step-20", "step-5"]
+    assert sorted(path.name for path in aside.iterdir()) == ["step-10", "step-15"]
+
+
+@pytest.mark.parametrize("step", [0, 5])
+def test_if_all_are_damaged_nothing_starts_over_in_silence(tmp_path, step):
+    path = save(tmp_path, step)
+    flip(path / "f0")
+    with pytest.raises(ConfigError) as error:
+        verified_start(tmp_path, ON)
+    assert str(error.value) == (
+        f"checkpoint.folder: {path.parent} holds no whole checkpoint (step-{step}: f0 has other content than was saved)"
+    )
+    assert path.is_dir()
+
+
+def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path):
+    path = save(tmp_path / "run", 5)
+    save(tmp_path / "run", 3)
+    flip(path / "f1")
+    problem = "cannot be loaded: f1 has other content than was saved"
+    with pytest.raises(ConfigError) as error:
+        verified_start(tmp_path / "run", CheckpointSettings(enable=True, load_step=5))
+    assert str(error.value) == f"checkpoint.load_step = 5: {path} {problem}"
+    with pytest.raises(ConfigError) as error:
+        verified_start(tmp_path / "new", CheckpointSettings(enable=True, initial_load_path=str(path)))
+    assert str(error.value) == f"checkpoint.initial_load_path = {str(path)!r} {problem}"
+    assert path.is_dir()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_ranks_share_the_files(tmp_path, monkeypatch, world, size):
+    path, read = save(tmp_path, 5, files=5), []
+    monkeypatch.setattr(module, "check_hashes", lambda checkpoint, manifest, names: read.extend(names))
+    for rank in range(size):
+        world(rank, size)
+        module._damage_in_share(path)
+    assert sorted(read) == ["f0", "f1", "f2", "f3", "f4"]
+
+
+def test_a_new_run_has_nothing_to_verify(tmp_path):
+    assert verified_start(tmp_path / "new", ON).step == 0
+    assert verified_start(tmp_path / "new", CheckpointSettings()).step == 0
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_rank_that_comes_late_finds_what_the_first_one_found(tmp_path, monkeypatch):
+    """Here a run that was killed in its first save, of which the first rank removes the parts."""
+    (tmp_path / "config.toml").write_text("[checkpoint]\nenable = true\ninterval = 2\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    (tmp_path / "checkpoint" / ".saving").mkdir(parents=True)
+    found_late = []
+
+    def exchange(work):
+        result = work() if work else None
+        if not found_late:
+            found_late.append(find_start(tmp_path, ON, 2))
+        return [{"result": result}]
+
+    monkeypatch.setattr(module, "run_on_all_ranks", exchange)
+    start = verified_start(tmp_path, ON)
+    assert found_late == [start] and start.notes[0].startswith("the run in this folder ended near step 7")
+    assert not (tmp_path / "checkpoint").exists()

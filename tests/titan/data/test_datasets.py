@@ -1,0 +1,357 @@
+import json
+import math
+import random
+from contextlib import nullcontext
+
+import datasets as hf_datasets
+import pytest
+import torch
+from torch import nn
+from torchtitan.config import ConfigManager
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools import utils
+
+import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
+from mxtrain.data.tokenizer import load_tokenizer
+from mxtrain.errors import ConfigError
+from mxtrain.titan.data import datasets as titan_datasets
+from mxtrain.titan.data.datasets import build_dataloader, build_tokenizer, build_validator, prepare_from_job
+
+VOCABULARY = 300
+TITAN_NAMES = {"c4", "c4_test", "c4_validation"}
+
+
+def text(seed: int, words: int = 300) -> str:
+    generator = random.Random(seed)
+    return " ".join("".join(generator.choices("abcdefgh", k=generator.randint(2, 6))) for _ in range(words))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the run's folder is ./outputs
+    monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hf_datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text(i)}) + "\n" for i in range(40)))
+    return path
+
+
+def job(*flags):
+    """A job config as TorchTitan parses it, small enough for these tests."""
+    defaults = {
+        "job.custom_config_module": "mxtrain.titan.job_config",
+        "model.name": "llama3",
+        "model.flavor": "debugmodel",
+        "data.vocab_size": VOCABULARY,
+        "data.validation_share": 0.3,
+        "training.seq_len": 16,
+        "training.local_batch_size": 4,
+        "validation.seq_len": 16,
+        "validation.local_batch_size": 4,
+    }
+    given = {flag.split("=")[0].removeprefix("--") for flag in flags}
+    return ConfigManager().parse_args([f"--{k}={v}" for k, v in defaults.items() if k not in given] + list(flags))
+
+
+def files_job(corpus, *flags):
+    return job("--training.dataset=files", f"--training.dataset_path={corpus}", *flags)
+
+
+def take(loader, count):
+    batches = iter(loader)
+    return [next(batches) for _ in range(count)]
+
+
+def same(one, two) -> bool:
+    return all(
+        torch.equal(a[0]["input"], b[0]["input"]) and torch.equal(a[1], b[1]) for a, b in zip(one, two, strict=True)
+    )
+
+
+def test_tokenizer_loads_in_torchtitan_with_one_bos_and_one_eos(corpus):
+    tokenizer = build_tokenizer(files_job(corpus))
+    assert tokenizer.get_vocab_size() == VOCABULARY
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
+    ids = tokenizer.encode("abc <|end_of_text|> é", add_bos=True, add_eos=True)
+    assert ids[0] == tokenizer.bos_id and ids.count(tokenizer.bos_id) == 1
+    assert ids[-1] == tokenizer.eos_id and ids.count(tokenizer.eos_id) == 1
+    assert tokenizer.decode(ids[1:-1]) == "abc <|end_of_text|> é"
+
+
+def test_batches_are_training_text(corpus):
+    config = files_job(corpus)
+    tokenizer = build_tokenizer(config)
+    train = prepare_from_job(config).train.open()
+    inputs, labels = take(build_dataloader(1, 0, tokenizer, config), 1)[0]
+    assert inputs["input"].shape == labels.shape == (4, 16)
+    assert inputs["input"].dtype == labels.dtype == torch.int64
+    assert torch.equal(inputs["input"][:, 1:], labels[:, :-1])
+    chunks = {tuple(train[i : i + 17].tolist()) for i in range(0, len(train) - 16, 17)}
+    for row, label in zip(inputs["input"], labels, strict=True):
+        assert (*row.tolist(), label[-1].item()) in chunks
+
+
+def test_ranks_read_different_text_and_resume(corpus):
+    config = files_job(corpus)
+    tokenizer = build_tokenizer(config)
+    batches = [take(build_dataloader(2, rank, tokenizer, config), 6) for rank in range(2)]
+    rows = [{tuple(row.tolist()) for inputs, _ in rank for row in inputs["input"]} for rank in batches]
+    assert not rows[0] & rows[1]
+    stopped = build_dataloader(2, 1, tokenizer, config)
+    assert same(take(stopped, 4), batches[1][:4])
+    resumed = build_dataloader(2, 1, tokenizer, config)
+    resumed.load_state_dict(stopped.state_dict())
+    assert same(take(resumed, 2), batches[1][4:])
+
+
+def test_dataloader_settings_reach_the_loader(corpus):
+    config = files_job(corpus, "--training.dataloader.num_workers=1")
+    tokenizer = build_tokenizer(config)
+    loader = build_dataloader(1, 0, tokenizer, config)
+    assert loader.num_workers == 1
+    assert same(take(loader, 3), take(build_dataloader(1, 0, tokenizer, files_job(corpus)), 3))
+
+
+def test_python_is_the_standard_library():
+    config = job("--training.dataset=python", "--data.max_bytes=600000")
+    prepared = prepare_from_job(config)
+    assert prepared.report.dataset == "python" and prepared.report.bytes > 500_000
+    assert load_tokenizer(prepared.tokenizer).size == VOCABULARY
+
+
+def test_an_existing_tokenizer_is_used_and_must_fit_the_model(corpus, tmp_path):
+    folder = prepare_from_job(files_job(corpus)).tokenizer
+    config = files_job(corpus, f"--model.hf_assets_path={folder}", "--data.vocab_size=0")
+    assert prepare_from_job(config).tokenizer == folder
+    assert build_tokenizer(config).get_vocab_size() == VOCABULARY
+    small = files_job(corpus, f"--model.hf_assets_path={folder}", "--data.vocab_size=290")
+    with pytest.raises(ConfigError, match="model.hf_assets_path = .* has 300 tokens, more than the model's 290"):
+        build_tokenizer(small)
+    with pytest.raises(ConfigError, match="model.hf_assets_path = .* holds no tokenizer.json"):
+        build_tokenizer(files_job(corpus, f"--model.hf_assets_path={tmp_path}"))
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--training.dataset=pyton"], "training.dataset = 'pyton' is not one of: 'python', 'files', 'hf', 'c4'"),
+        (["--training.dataset=python", "--training.dataset_path=x"], "training.dataset_path = 'x' does not apply"),
+        (["--training.dataset=files"], "training.dataset = 'files' needs training.dataset_path"),
+        (
+            ["--training.dataset=files", "--training.dataset_path=/nowhere"],
+            "training.dataset_path = '/nowhere' does not",
+        ),
+        (
+            ["--training.dataset=python", "--validation.enable", "--validation.dataset=c5"],
+            "validation.dataset = 'c5' is not one of: 'python', 'files', 'hf', 'c4'",
+        ),
+        (["--training.dataset=c4_test"], "training.dataset = 'c4_test' cannot be opened at 'tests/assets/c4_test'"),
+        (["--training.dataset=hf"], "training.dataset = 'hf' needs training.dataset_path"),
+    ],
+)
+def test_bad_settings_are_config_errors(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        build_tokenizer(job(*flags))
+
+
+def test_too_little_text_is_a_config_error(corpus):
+    config = files_job(corpus, "--training.seq_len=2048")
+    with pytest.raises(ConfigError, match="training.seq_len = 2048 on 32 data-parallel"):
+        build_dataloader(32, 0, build_tokenizer(config), config)
+
+
+# Validation
+
+
+class Bigrams(nn.Sequential):
+    """The smallest model: the next token's logits from this token."""
+
+    def get_attention_masks(self, **inputs):
+        raise TypeError("none needed")  # what TorchTitan's models do then
+
+
+class Recorder:
+    """Stands in for the metrics processor."""
+
+    def __init__(self):
+        self.ntokens_since_last_log = 0
+        self.losses = []
+
+    def log_validation(self, loss, step):
+        self.losses.append(loss)
+
+
+def validator(config, dp_world_size=1, dp_rank=0):
+    return build_validator(
+        job_config=config,
+        dp_world_size=dp_world_size,
+        dp_rank=dp_rank,
+        tokenizer=build_tokenizer(config),
+        parallel_dims=ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1),
+        loss_fn=lambda output, labels: nn.functional.cross_entropy(
+            output.flatten(0, 1), labels.flatten(), reduction="sum"
+        ),
+        validation_context=nullcontext,
+        maybe_enable_amp=nullcontext(),
+        metrics_processor=Recorder(),
+        pp_schedule=None,
+        pp_has_first_stage=None,
+        pp_has_last_stage=None,
+    )
+
+
+def rows_of(loader) -> list[tuple]:
+    return [
+        (*row.tolist(), label[-1].item())
+        for inputs, labels in loader
+        for row, label in zip(inputs["input"], labels, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("steps", [-1, 3])
+def test_torchtitans_validator_runs_on_held_out_text(corpus, steps):
+    config = files_job(corpus, "--validation.enable", "--validation.dataset=files", f"--validation.steps={steps}")
+    held_out = validator(config)
+    tokens = prepare_from_job(config).validation.open()
+    chunks = {tuple(tokens[i : i + 17].tolist()) for i in range(0, len(tokens) - 16, 17)}
+    rows = rows_of(held_out.validation_dataloader)
+    assert set(rows) <= chunks and len(rows) == len(chunks) // 4 * 4
+    torch.manual_seed(0)
+    model = Bigrams(nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)).to(utils.device_type)
+    for step in (1, 2):
+        held_out.validate([model], step)
+    first, second = held_out.metrics_processor.losses
+    # The same text twice; but the last bit of a mean may differ from run to run on a GPU.
+    assert second == pytest.approx(first, rel=1e-6) and abs(first - math.log(VOCABULARY)) < 1
+    read = 2 * 3 * 4 * 16 if steps == 3 else 2 * len(rows) * 16
+    assert held_out.metrics_processor.ntokens_since_last_log == read
+
+
+def test_every_rank_validates_the_same_number_of_batches(corpus):
+    config = files_job(corpus, "--validation.enable", "--validation.dataset=files")
+    ranks = [rows_of(validator(config, 3, rank).validation_dataloader) for rank in range(3)]
+    assert len({len(rows) for rows in ranks}) == 1
+    assert len(set().union(*ranks)) == sum(map(len, ranks)) > 0
+
+
+def test_validation_files_of_their_own_are_read_whole(corpus, tmp_path):
+    own = tmp_path / "own.jsonl"
+    own.write_text("".join(json.dumps({"text": text(1000 + i)}) + "\n" for i in range(3)))
+    flags = ("--validation.enable", "--validation.dataset=files", f"--validation.dataset_path={own}")
+    tokenizer = build_tokenizer(files_job(corpus, *flags))
+    tokens = titan_datasets._held_out(files_job(corpus, *flags))
+    decoded = tokenizer.decode(tokens.open().tolist(), skip_special_tokens=True)
+    assert decoded == "".join(text(1000 + i) for i in range(3))
+    missing = files_job(
+        corpus, "--validation.enable", "--validation.dataset=files", "--validation.dataset_path=/nowhere"
+    )
+    with pytest.raises(ConfigError, match="validation.dataset_path = '/nowhere' does not exist"):
+        validator(missing)
+
+
+def test_validating_on_python_takes_its_held_out_part(corpus):
+    config = files_job(corpus, "--validation.enable", "--validation.dataset=python", "--data.max_bytes=600000")
+    tokens = titan_datasets._held_out(config)
+    own = prepare_from_job(job("--training.dataset=python", "--data.max_bytes=600000"))
+    assert 0 < tokens.count and tokens.path.name == "validation.bin"
+    assert tokens.path.parent != own.tokenizer.parent  # tokenized with the training text's tokenizer
+
+
+def test_nothing_held_out_is_a_config_error(corpus):
+    config = files_job(corpus, "--validation.enable", "--validation.dataset=files", "--data.validation_share=0")
+    with pytest.raises(ConfigError, match="validation.seq_len = 16 .* there are 0.* raise data.validation_share"):
+        validator(config)
+
+
+# Streaming
+
+
+def rows(shards, split):
+    for shard in shards:
+        for i in range(60):
+            yield {"body": text(1000 * shard + i + (500_000 if split == "validation" else 0), 40), "url": "u"}
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub that holds one dataset, some/set, with two shards a split."""
+    opened = []
+
+    def load_dataset(path, name, split, streaming):
+        if path != "some/set":
+            raise FileNotFoundError(f"Dataset {path} does not exist")
+        assert streaming
+        opened.append((name, split))
+        return hf_datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": [0, 1], "split": split})
+
+    monkeypatch.setattr(hf_datasets, "load_dataset", load_dataset)
+    return opened
+
+
+def hf_job(*flags):
+    own = ("--training.dataset=hf", "--training.dataset_path=some/set", "--data.hf_config=en", "--data.text_key=body")
+    return job(*own, *flags)
+
+
+def test_a_stream_trains_a_tokenizer_and_feeds_the_loader(hub):
+    config = hf_job()
+    tokenizer = build_tokenizer(config)
+    assert tokenizer.get_vocab_size() == VOCABULARY and hub == [("en", "train")]
+    assert prepare_from_job(config).report.streamed
+    inputs, labels = take(build_dataloader(1, 0, tokenizer, config), 1)[0]
+    assert torch.equal(inputs["input"][0], torch.tensor(tokenizer.encode(text(0, 40), add_bos=True, add_eos=True)[:16]))
+    assert inputs["input"].shape == labels.shape == (4, 16)
+    assert set(titan_datasets.TITAN_DATASETS) == TITAN_NAMES  # TorchTitan's registry is as it was
+
+
+def test_a_stream_resumes_and_ranks_differ(hub):
+    config = hf_job()
+    tokenizer = build_tokenizer(config)
+    batches = [take(build_dataloader(2, rank, tokenizer, config), 8) for rank in range(2)]
+    assert not same(batches[0], batches[1])
+    whole = take(build_dataloader(1, 0, tokenizer, config), 8)
+    stopped = build_dataloader(1, 0, tokenizer, config)
+    take(stopped, 5)
+    resumed = build_dataloader(1, 0, tokenizer, config)
+    resumed.load_state_dict(stopped.state_dict())
+    assert same(take(resumed, 3), whole[5:])
+
+
+def test_a_stream_validates_on_its_validation_split(hub):
+    config = hf_job("--validation.enable", "--validation.dataset=hf", "--validation.steps=2")
+    held_out = validator(config, 2, 0)
+    assert hub[-1] == ("en", "validation")
+    first = take(held_out.validation_dataloader, 1)[0][0]["input"][0]
+    expected = held_out.tokenizer.encode(text(500_000, 40), add_bos=True, add_eos=True)[:16]
+    assert first.tolist() == expected
+
+
+def test_bad_streams_are_config_errors(hub):
+    with pytest.raises(ConfigError, match="training.dataset_path = 'no/set' .*Dataset no/set does not exist"):
+        build_tokenizer(hf_job("--training.dataset_path=no/set"))
+    with pytest.raises(ConfigError, match="data.text_key = 'text' is not a column of some/set, which has: body, url"):
+        build_tokenizer(job("--training.dataset=hf", "--training.dataset_path=some/set"))
+    with pytest.raises(ConfigError, match="validation.steps = -1 reads validation.dataset = 'hf' to its end"):
+        validator(hf_job("--validation.enable", "--validation.dataset=hf"), 2, 0)
+
+
+# TorchTitan's own datasets
+
+
+def test_torchtitans_own_names_go_to_its_own_code(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")  # datasets reads a split out of a path with "test" in it
+    (folder / "train.json").write_text("".join(json.dumps({"text": text(i)}) + "\n" for i in range(40)))
+    own = ["c4_test", str(folder)]
+    config = job(*(f"--{s}.dataset={own[0]}" for s in ("training", "validation")), "--validation.enable",
+                 *(f"--{s}.dataset_path={own[1]}" for s in ("training", "validation")))  # fmt: skip
+    tokenizer = build_tokenizer(config)
+    assert tokenizer.get_vocab_size() == VOCABULARY
+    loader = build_dataloader(1, 0, tokenizer, config)
+    assert type(loader.dataset) is titan_datasets.HuggingFaceTextDataset
+    first = take(loader, 1)[0][0]["input"][0]
+    assert first.tolist() == tokenizer.encode(text(0), add_bos=True, add_eos=True)[:16]
+    assert type(validator(config)) is titan_datasets.Validator

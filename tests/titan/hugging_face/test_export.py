@@ -1,0 +1,318 @@
+"""Exports of runs against transformers and against TorchTitan's own model."""
+
+import json
+import re
+import shutil
+import weakref
+from dataclasses import replace
+
+import pytest
+import saved_runs
+import torch
+import transformers
+from safetensors.torch import load_file
+from torchtitan.protocols.train_spec import get_train_spec
+
+from mxtrain.errors import ConfigError
+from mxtrain.hugging_face import registry, safetensors_files
+from mxtrain.titan.hugging_face import export as export_module
+from mxtrain.titan.hugging_face import saved_run
+from mxtrain.titan.hugging_face.export import export
+from mxtrain.titan.hugging_face.held_out_loss import load_model
+from mxtrain.titan.hugging_face.saved_run import open_run
+
+CPU = torch.device("cpu")
+SEQ_LEN = 256
+MODELS = [("llama3", "small"), ("qwen3", "small"), ("qwen3", "small_tied"), ("qwen3", "small_experts")]
+
+
+@pytest.fixture(autouse=True)
+def flavors(monkeypatch):
+    saved_runs.add_flavors(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run of each model, by name and flavor. The first one has text."""
+    base = tmp_path_factory.mktemp("runs")
+    text = base / "text"
+    text.mkdir()
+    for i in range(40):
+        (text / f"{i}.txt").write_text(f"def main{i}(a, b):\n    return a + b * {i}\n" * 12)
+    with pytest.MonkeyPatch.context() as patch:
+        saved_runs.add_flavors(patch)
+        return {
+            (model, flavor): saved_runs.save_run(
+                base / model / flavor,
+                model,
+                flavor,
+                text=None if i else text,
+                training={"dataset": "python", "seq_len": SEQ_LEN},
+            )
+            for i, (model, flavor) in enumerate(MODELS)
+        }
+
+
+@pytest.fixture
+def run(runs):
+    return runs[MODELS[0]]
+
+
+def logits(model, tokens):
+    with torch.no_grad():
+        out = model(tokens)
+    return getattr(out, "logits", out)
+
+
+@pytest.mark.parametrize("fold_gain", [False, True])
+@pytest.mark.parametrize("name", MODELS, ids="-".join)
+def test_transformers_computes_what_the_trained_weights_compute_under_rmsnorm(name, fold_gain, runs, tmp_path):
+    report = export(runs[name], tmp_path / "out", fold_gain=fold_gain)
+    assert (report.step, report.losses) == (3, None)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert theirs.dtype == torch.float32
+    ours = load_model(open_run(runs[name]), CPU, has_converters=False)
+    tokens = torch.randint(0, saved_runs.VOCABULARY, (2, SEQ_LEN))
+    expected = logits(ours, tokens)
+    assert expected.std() > 0.1
+    assert (logits(theirs, tokens) - expected).abs().max() < 1e-5
+    gains = [w for n, w in theirs.state_dict().items() if re.search("(input|post_attention)_layernorm", n)]
+    assert len(gains) == 4 and all(torch.equal(gain, torch.ones(64)) == fold_gain for gain in gains)
+    assert not torch.equal(theirs.model.norm.weight, torch.ones(64))
+
+
+def test_the_folder_is_complete(run, tmp_path):
+    target = tmp_path / "new" / "out"
+    report = export(run, target, dtype=torch.bfloat16)
+    assert sorted(path.name for path in target.parent.iterdir()) == ["out"]
+    names = {path.name for path in target.iterdir()}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json"}
+    assert names == {"model.safetensors", "config.json", "generation_config.json", "mxtrain.json", *tokenizer}
+    assert set(report.files) <= names and report.notes == ()
+    weights = load_file(target / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert report.bytes == sum(weight.nbytes for weight in weights.values())
+    assert transformers.AutoModelForCausalLM.from_pretrained(target).dtype == torch.bfloat16
+    kept = json.loads((target / "mxtrain.json").read_text())
+    assert (kept["run"], kept["step"], kept["dtype"], kept["loss"]) == (str(run), 3, "bfloat16", None)
+    assert kept["settings"]["model"]["flavor"] == "small" and kept["versions"]["torch"] == torch.__version__
+    loaded = transformers.AutoTokenizer.from_pretrained(target)
+    ids = loaded("def main1(a, b):")["input_ids"]
+    assert loaded.decode(ids) == "def main1(a, b):"
+    assert loaded.eos_token_id == transformers.GenerationConfig.from_pretrained(target).eos_token_id == 1
+
+
+def test_the_losses_are_those_of_the_two_models(run, tmp_path):
+    report = export(run, tmp_path / "out", loss_tokens=512, device="cpu")
+    losses = report.losses
+    assert losses.tokens == 512 and losses.text.startswith("files-")
+    assert losses.as_trained != losses.as_exported
+    assert losses.as_trained == pytest.approx(losses.as_exported, abs=0.05), "the same weights"
+    assert json.loads((tmp_path / "out" / "mxtrain.json").read_text())["loss"] == {
+        "as_trained": losses.as_trained,
+        "as_exported": losses.as_exported,
+        "tokens": 512,
+        "text": losses.text,
+    }
+    difference = f"{losses.as_exported - losses.as_trained:+.4f}"
+    assert f"{losses.as_trained:.4f} as trained (mxnorm mxfp8), " in str(report) and difference in str(report)
+    assert "512 held-out tokens" in str(report)
+
+
+def test_a_target_that_cannot_be_written_is_refused_before_the_losses_are_computed(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_module, "held_out_losses", lambda *arguments: pytest.fail("too late"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="^DIR = '.*file/out' cannot be written: "):
+        export(run, tmp_path / "file" / "out", loss_tokens=64)
+
+
+def test_without_text_and_tokenizer_the_weights_are_exported(runs, tmp_path):
+    report = export(runs["qwen3", "small"], tmp_path / "out", loss_tokens=64)
+    assert report.losses is None and (tmp_path / "out" / "model.safetensors").is_file()
+    assert "no loss is computed: data.json, which names the run's text, cannot be read" in str(report)
+    assert "the export has no tokenizer: " in str(report)
+
+
+def test_the_newest_complete_step_or_the_one_asked_for(run, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    saved_runs.save_weights(copy / "checkpoint" / "step-10", saved_runs.random_weights("llama3", "small", seed=1))
+    (copy / "checkpoint" / "step-20").mkdir()  # what a kill leaves
+    assert export(copy, tmp_path / "newest").step == 10
+    assert export(copy, tmp_path / "asked", step=3).step == 3
+    newest, asked = (load_file(tmp_path / name / "model.safetensors")["lm_head.weight"] for name in ("newest", "asked"))
+    assert not torch.equal(newest, asked)
+
+
+def test_weights_are_held_one_at_a_time(run, tmp_path, monkeypatch):
+    """Several small files: whatever is read is gone, but for what waits for its file to be full."""
+    live, peak = set(), [0]
+    read = saved_run.SavedWeights.__getitem__
+
+    def watched(weights, fqn):
+        weight = read(weights, fqn)
+        live.add((fqn, weight.nbytes))
+        weakref.finalize(weight.untyped_storage(), live.discard, (fqn, weight.nbytes))
+        peak[0] = max(peak[0], sum(size for _, size in live))
+        return weight
+
+    limit = 100_000
+    monkeypatch.setattr(saved_run.SavedWeights, "__getitem__", watched)
+    monkeypatch.setattr(safetensors_files, "SHARD_BYTES", limit)
+    report = export(run, tmp_path / "out")
+    largest = saved_runs.VOCABULARY * 64 * 4
+    assert report.bytes > 4 * limit and len(report.files) > 5
+    assert largest < peak[0] <= limit + 2 * largest
+
+
+def test_a_format_replaces_tensors_and_adds_to_the_config(run, tmp_path, monkeypatch):
+    """A format casts rows in TorchTitan's order, with the gains that training folded, and then permutes them."""
+    seen = {}
+
+    class Halves:
+        as_trained = True
+
+        def __init__(self, facts, dtype):
+            self.facts, self.dtype = facts, dtype or torch.float32
+
+        def tensors(self, fqn, hf_name, weight, permute):
+            seen[fqn] = weight
+            if self.facts.recipes.get(fqn.removesuffix(".weight")) is None:
+                return {hf_name: permute(weight)}
+            return {f"{hf_name}_codes": permute(weight * 2), f"{hf_name}_scales": permute(weight[:, :1] * 0 + 0.5)}
+
+        def config(self):
+            return {"quantization_config": {"seen": len(seen)}}
+
+        def extra_files(self):
+            return {"more.json": "{}"}
+
+    monkeypatch.setitem(registry.FORMATS, "halves", Halves)
+    export(run, tmp_path / "plain", fold_gain=True)
+    export(run, tmp_path / "halves", format="halves")
+    config = json.loads((tmp_path / "halves" / "config.json").read_text())
+    assert config["quantization_config"] == {"seen": len(seen)} and (tmp_path / "halves" / "more.json").is_file()
+    plain, halves = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "halves"))
+    quantized = [name for name in plain if f"{name}_codes" in halves]
+    assert len(quantized) == 2 * 7
+    for name in plain:
+        value = halves[f"{name}_codes"] * halves[f"{name}_scales"] if name in quantized else halves[name]
+        assert torch.equal(value, plain[name]), name
+    trained = open_run(run).weights
+    wq, gain = trained["layers.1.attention.wq.weight"], trained["layers.1.attention_norm.weight"]
+    assert torch.equal(seen["layers.1.attention.wq.weight"], wq * gain), "rows in TorchTitan's order"
+    assert not torch.equal(plain["model.layers.1.self_attn.q_proj.weight"], wq * gain)
+
+
+def copy_of(run, tmp_path):
+    return shutil.copytree(run, tmp_path / "run")
+
+
+def without_checkpoints(run, tmp_path):
+    shutil.rmtree(copy_of(run, tmp_path) / "checkpoint")
+
+
+def with_setting(name, value):
+    def change(run, tmp_path):
+        file = copy_of(run, tmp_path) / "config.toml"
+        text = re.sub(rf"(?m)^{name} = .*$", f"{name} = {json.dumps(value)}", file.read_text())
+        file.write_text(text)
+        saved_runs.add_manifest(tmp_path / "run" / "checkpoint" / "step-3")
+
+    return change
+
+
+def with_weights(change):
+    def make(run, tmp_path):
+        weights = saved_runs.random_weights("llama3", "small")
+        change(weights)
+        folder = copy_of(run, tmp_path) / "checkpoint" / "step-3"
+        shutil.rmtree(folder)
+        saved_runs.save_weights(folder, weights)
+
+    return make
+
+
+def truncated(run, tmp_path):
+    (file,) = (copy_of(run, tmp_path) / "checkpoint" / "step-3").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:2000])
+
+
+def damaged_list(run, tmp_path):
+    (copy_of(run, tmp_path) / "checkpoint" / "step-3" / ".metadata").write_bytes(b"nothing")
+
+
+def of_deepseek(run, tmp_path):
+    with_setting("name", "deepseek_v3")(run, tmp_path)
+    file = tmp_path / "run" / "config.toml"
+    file.write_text(file.read_text().replace('"small"', '"debugmodel"'))
+    saved_runs.add_manifest(tmp_path / "run" / "checkpoint" / "step-3")
+
+
+def existing_target(run, tmp_path):
+    copy_of(run, tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious.txt").write_text("mine")
+
+
+BAD = {
+    "no folder": (lambda run, tmp_path: None, {}, "RUN = '{tmp}/run' is no run: config.toml is missing"),
+    "no run": (lambda run, tmp_path: (tmp_path / "run").mkdir(), {}, "RUN = '{tmp}/run' is no run: config.toml is"),
+    "no checkpoints": (without_checkpoints, {}, "RUN = '{tmp}/run' has no whole checkpoint in {tmp}/run/checkpoint"),
+    "another step": (copy_of, {"step": 4}, "--step = 4 is not among the steps in {tmp}/run/checkpoint: 3"),
+    "deepseek": (
+        of_deepseek,
+        {},
+        "RUN = '{tmp}/run': model.name = 'deepseek_v3' has no Hugging Face form here; supported are: llama3, qwen3",
+    ),
+    "unknown setting": (
+        lambda run, tmp_path: (copy_of(run, tmp_path) / "config.toml").write_text("[model]\nflavour = 1\n"),
+        {},
+        "model.flavour is not a setting; the closest is model.flavor",
+    ),
+    "format": (copy_of, {"format": "gguf"}, "--format = 'gguf' is not one of: 'hf'"),
+    "target exists": (existing_target, {}, "DIR = '{tmp}/out' exists; choose another folder, or remove it"),
+    "missing weight": (
+        with_weights(lambda weights: weights.pop("norm.weight")),
+        {},
+        "RUN: the checkpoint {tmp}/run/checkpoint/step-3 cannot be used: norm.weight is missing",
+    ),
+    "wrong shape": (
+        with_weights(lambda weights: weights.update({"norm.weight": torch.ones(65)})),
+        {},
+        "RUN: the checkpoint {tmp}/run/checkpoint/step-3 cannot be used: norm.weight has shape [65], and [64] by",
+    ),
+    "truncated": (truncated, {}, "RUN = '{tmp}/run' has no whole checkpoint in {tmp}/run/checkpoint; step-3: "),
+    "damaged list": (damaged_list, {}, "RUN = '{tmp}/run' has no whole checkpoint in {tmp}/run/checkpoint; step-3: "),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_in_one_line_and_writes_nothing(case, run, tmp_path):
+    prepare, arguments, message = BAD[case]
+    prepare(run, tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError) as error:
+        export(tmp_path / "run", tmp_path / "out", **arguments)
+    assert str(error.value).startswith(message.format(tmp=tmp_path))
+    assert "\n" not in str(error.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_experts_with_a_bias_have_no_counterpart(runs, tmp_path):
+    weights = saved_runs.random_weights("qwen3", "small_experts")
+    weights["layers.1.moe.expert_bias"] += 0.1
+    folder = shutil.copytree(runs["qwen3", "small_experts"], tmp_path / "run")
+    saved_runs.save_weights(folder / "checkpoint" / "step-4", weights)
+    with pytest.raises(ConfigError, match="layers.1.moe.expert_bias is not zero, and transformers' Qwen3-MoE has no"):
+        export(folder, tmp_path / "out")
+    assert export(folder, tmp_path / "out", step=3).step == 3
+
+
+@pytest.mark.parametrize("name, value", {"num_shared_experts": 1, "score_func": "sigmoid", "gate_bias": True}.items())
+def test_experts_that_transformers_lacks_are_refused(name, value, runs, tmp_path, monkeypatch):
+    args = get_train_spec("qwen3").model_args["small_experts"]
+    args.moe_args = replace(args.moe_args, **{name: value})
+    monkeypatch.setitem(get_train_spec("qwen3").model_args, "small_experts", args)
+    with pytest.raises(ConfigError, match=f"a qwen3 with {name} = {value!r} has no counterpart in transformers"):
+        export(runs["qwen3", "small_experts"], tmp_path / "out")

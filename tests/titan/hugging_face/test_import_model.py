@@ -1,0 +1,288 @@
+"""Models of transformers as runs, and back."""
+
+import json
+import os
+import shutil
+
+import pytest
+import saved_runs
+import tomli
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torchtitan.protocols.train_spec import get_train_spec
+
+from mxtrain.data.progress import Progress
+from mxtrain.data.tokenizer import train_tokenizer
+from mxtrain.errors import ConfigError
+from mxtrain.run_folder.manifest import check_hashes, read_manifest
+from mxtrain.run_folder.start import CheckpointSettings, find_start
+from mxtrain.settings.read import read_settings
+from mxtrain.titan.hugging_face.export import export
+from mxtrain.titan.hugging_face.held_out_loss import load_model
+from mxtrain.titan.hugging_face.import_model import ImportReport, import_model
+from mxtrain.titan.hugging_face.saved_run import open_run
+
+LLAMA_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+QWEN = dict(SIZES, head_dim=32, intermediate_size=128, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+CONFIGS = {
+    ("llama3", "small"): lambda: transformers.LlamaConfig(
+        **SIZES, intermediate_size=192, rms_norm_eps=1e-5, rope_parameters=dict(LLAMA_ROPE), vocab_size=352
+    ),
+    ("llama3", "debugmodel"): lambda: transformers.LlamaConfig(
+        hidden_size=256, num_hidden_layers=6, num_attention_heads=16, intermediate_size=768, rms_norm_eps=1e-5,
+        rope_parameters=dict(LLAMA_ROPE), vocab_size=320,
+    ),
+    ("qwen3", "small"): lambda: transformers.Qwen3Config(**QWEN, vocab_size=352),
+    ("qwen3", "small_tied"): lambda: transformers.Qwen3Config(**QWEN, vocab_size=320, tie_word_embeddings=True),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def flavors(monkeypatch):
+    saved_runs.add_flavors(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizers") / "tokenizer"
+    train_tokenizer(["def main(a, b):\n    return a + b\n" * 50], saved_runs.VOCABULARY, folder, Progress(print))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, tokenizer):
+    """Folders of random models as transformers writes them, by TorchTitan's model and flavor; the first in shards."""
+    base = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    for (model, flavor), config in CONFIGS.items():
+        module = transformers.AutoModelForCausalLM.from_config(config())
+        for parameter in module.parameters():
+            if parameter.ndim == 1:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        folder = base / model / flavor
+        module.save_pretrained(folder, max_shard_size="100KB" if flavor == "small" else "5GB")
+        for file in tokenizer.iterdir():
+            shutil.copy(file, folder)
+    return {name: base / name[0] / name[1] for name in CONFIGS}
+
+
+def tensors_of(folder):
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", CONFIGS, ids="-".join)
+def test_there_and_back(name, models, tmp_path):
+    """TorchTitan computes the logits of transformers, and an export has the same bits."""
+    source, run = models[name], tmp_path / "run"
+    args = get_train_spec(name[0]).model_args[name[1]]
+    vocabulary_and_length = args.vocab_size, args.max_seq_len
+    report = import_model(source, run)
+    assert (report.model, report.flavor) == name
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(source)
+    assert report.parameters == sum(parameter.numel() for parameter in theirs.parameters())
+    saved = open_run(run)
+    ours = load_model(saved, torch.device("cpu"), has_converters=False)
+    tokens = torch.randint(0, theirs.config.vocab_size, (2, 32))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        assert expected.std() > 0.1
+        assert (ours(tokens) - expected).abs().max() < 1e-5
+    export(run, tmp_path / "back")
+    before, after = tensors_of(source), tensors_of(tmp_path / "back")
+    assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+    args = get_train_spec(name[0]).model_args[name[1]]
+    assert (args.vocab_size, args.max_seq_len) == vocabulary_and_length, "TorchTitan's flavor is as it was"
+    again = transformers.AutoConfig.from_pretrained(tmp_path / "back")
+    assert again.rope_parameters == theirs.config.rope_parameters
+    assert again.tie_word_embeddings == theirs.config.tie_word_embeddings
+
+
+def test_the_folder_is_where_a_run_starts(models, tmp_path):
+    source, run = models["llama3", "debugmodel"], tmp_path / "run"
+    import_model(source, run)
+    settings = read_settings([f"--job.config_file={run / 'config.toml'}"])
+    assert settings["job.dump_folder"] == str(run)
+    assert settings["model.converters"] == ["mxnorm"] and settings["data.vocab_size"] == 320
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (run / "tokenizer" / name).read_bytes() == (source / name).read_bytes()
+    assert settings["model.hf_assets_path"] == str(run / "tokenizer")
+    checkpoint = CheckpointSettings.of(settings.section("checkpoint"))
+    start = find_start(run, checkpoint, 1)
+    assert start.step == 0 and "training starts from the weights in" in start.notes[0]
+    assert find_start(tmp_path / "elsewhere", checkpoint, 1).step == 0
+    assert checkpoint.initial_load_path == str(run / "checkpoint" / "step-0"), "a run elsewhere has the same weights"
+
+
+def test_the_command_that_is_printed_can_be_pasted(tmp_path):
+    report = ImportReport(tmp_path / "my run", tmp_path, "llama3", "small", 320, 1)
+    assert str(report).endswith(f"train     mxtrain train '{tmp_path / 'my run'}/config.toml'")
+
+
+def test_the_checkpoint_has_a_manifest(models, tmp_path):
+    run = tmp_path / "run"
+    import_model(models["qwen3", "small_tied"], run)
+    checkpoint = run / "checkpoint" / "step-0"
+    manifest = read_manifest(checkpoint)
+    assert (manifest.step, manifest.holds_trainer, manifest.processes) == (0, False, 1)
+    assert manifest.files.keys() == {path.name for path in checkpoint.iterdir()} - {"manifest.json"}
+    check_hashes(checkpoint, manifest, manifest.files)
+    expected = saved_runs.random_weights("qwen3", "small_tied")
+    assert manifest.tensors == {n: {"shape": [*w.shape], "dtype": "float32"} for n, w in expected.items()}
+    assert manifest.settings == tomli.loads((run / "config.toml").read_text())
+    assert manifest.versions["torch"] == torch.__version__ and len(manifest.tokenizer_sha256) == 64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_becomes_fp32(dtype, models, tmp_path):
+    source = shutil.copytree(models["qwen3", "small"], tmp_path / "model")
+    halves = {name: tensor.to(dtype) for name, tensor in tensors_of(source).items()}
+    for file in source.glob("model*"):
+        file.unlink()
+    save_file(halves, source / "model.safetensors")
+    import_model(source, tmp_path / "run")
+    weights = open_run(tmp_path / "run").weights
+    assert weights["layers.0.attention.wq.weight"].dtype == torch.float32
+    assert torch.equal(weights["norm.weight"], halves["model.norm.weight"].float())
+
+
+def test_tensors_that_transformers_does_not_read_are_ignored(models, tmp_path):
+    source = shutil.copytree(models["qwen3", "small_tied"], tmp_path / "model")
+    extra = {"lm_head.weight": torch.zeros(320, 64), "model.layers.1.self_attn.rotary_emb.inv_freq": torch.zeros(16)}
+    save_file({**tensors_of(source), **extra}, source / "model.safetensors")
+    import_model(source, tmp_path / "run")
+    weights = open_run(tmp_path / "run").weights
+    assert torch.equal(weights["output.weight"], weights["tok_embeddings.weight"])
+    assert weights["output.weight"].any()
+
+
+def test_the_settings_of_a_config_are_kept(models, tmp_path):
+    config = tmp_path / "mine.toml"
+    config.write_text(
+        '[job]\ncustom_config_module = "mxtrain.titan.job_config"\n[experimental]\ncustom_import = "mxtrain.titan"\n'
+        '[model]\nname = "llama3"\nflavor = "debugmodel"\nconverters = ["mx_linear"]\n[optimizer]\nlr = 0.125\n'
+        "[checkpoint]\ninterval = 7\n[data]\nvocab_size = 0\n"
+    )
+    import_model(models["llama3", "debugmodel"], tmp_path / "run", config)
+    settings = read_settings([f"--job.config_file={tmp_path / 'run' / 'config.toml'}"])
+    assert settings["optimizer.lr"] == 0.125 and settings["model.converters"] == ["mx_linear"]
+    assert settings["checkpoint.interval"] == 7 and settings["checkpoint.enable"]
+    assert settings["data.vocab_size"] == 320, "0 stands for the flavor's size"
+
+
+def edit_config(**changes):
+    def change(source):
+        file = source / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return change
+
+
+def edit_tensors(change):
+    def edit(source):
+        tensors = tensors_of(source)
+        change(tensors)
+        save_file(tensors, source / "model.safetensors")
+
+    return edit
+
+
+def only_a_pickle(source):
+    torch.save(tensors_of(source), source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+
+
+def sharded_with_a_missing_file(source):
+    index = {"weight_map": dict.fromkeys(tensors_of(source), "model-00001-of-00002.safetensors")}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    (source / "model.safetensors").unlink()
+
+
+def larger_tokenizer(source):
+    file = source / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["another"] = 320
+    file.write_text(json.dumps(content))
+
+
+BAD = {
+    "no model": (lambda source: (source / "config.json").unlink(), "config.json is missing; give the folder of a Hug"),
+    "architecture": (edit_config(model_type="gemma"), "model_type = 'gemma' in config.json is not supported"),
+    "shape": (
+        edit_config(hidden_size=96),
+        "hidden_size = 96, and no flavor of llama3 has the same shape; the nearest is 'debugmodel', with hidden_size",
+    ),
+    "no scaling": (
+        edit_config(rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
+        "rope_scaling = None, and no flavor of llama3 has the same shape; the nearest is 'debugmodel', with rope_sca",
+    ),
+    "tied": (edit_config(tie_word_embeddings=True), "tie_word_embeddings = True, and no flavor of llama3 has the same"),
+    "vocabulary": (
+        edit_config(vocab_size=400),
+        "lm_head.weight has shape [320, 256], and [400, 256] by config.json",
+    ),
+    "tokenizer": (larger_tokenizer, "its tokenizer has 321 tokens, more than vocab_size = 320 in config.json"),
+    "no tokenizer": (lambda source: (source / "tokenizer.json").unlink(), "holds no tokenizer.json that can be read"),
+    "missing": (edit_tensors(lambda tensors: tensors.pop("model.norm.weight")), "model.norm.weight is missing"),
+    "unexpected": (
+        edit_tensors(lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(256)})),
+        "model.layers.0.self_attn.q_proj.bias is not part of this model",
+    ),
+    "wrong shape": (
+        edit_tensors(lambda tensors: tensors.update({"model.norm.weight": torch.zeros(255)})),
+        "model.norm.weight has shape [255], and [256] by config.json",
+    ),
+    "missing file": (sharded_with_a_missing_file, "model.safetensors.index.json names model-00001-of-00002.safetensor"),
+    "truncated": (lambda s: os.truncate(s / "model.safetensors", 10**5), "model.safetensors is truncated or damaged: "),
+    "pickle": (
+        only_a_pickle,
+        "pytorch_model.bin is a pickle, which may run any code when it is read; save the model as",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_models_are_refused_in_one_line_and_nothing_is_written(case, models, tmp_path, monkeypatch):
+    change, message = BAD[case]
+    source = shutil.copytree(models["llama3", "debugmodel"], tmp_path / "model")
+    change(source)
+    monkeypatch.setattr(torch, "load", None)  # nothing is unpickled
+    with pytest.raises(ConfigError) as error:
+        import_model(source, tmp_path / "run")
+    text = str(error.value)
+    assert text.startswith(f"MODEL_DIR = {str(source)!r}: {message}") and "\n" not in text
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_existing_run_is_refused(models, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="RUN_DIR = '.*run' exists; choose another folder, or remove it"):
+        import_model(models["llama3", "debugmodel"], tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('[model]\nname = "qwen3"\n', "model.name = 'qwen3' in {file} is not the model's: 'llama3'"),
+        ('[model]\nflavor = "8B"\n', "model.flavor = '8B' in {file} is not the model's: 'debugmodel'"),
+        ("[data]\nvocab_size = 2048\n", "data.vocab_size = 2048 in {file} is not the model's: 320"),
+        ("[training]\nsteps = 0\n", "training.steps = 0 "),
+        (None, "config '{file}' does not exist"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(text, message, models, tmp_path):
+    file = tmp_path / "mine.toml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        import_model(models["llama3", "debugmodel"], tmp_path / "run", file)
+    assert str(error.value).startswith(message.format(file=file)) and not (tmp_path / "run").exists()

@@ -1,0 +1,149 @@
+"""Exports in MXFP8 and NVFP4 against the weights that the run's own model multiplies."""
+
+import json
+
+import pytest
+import saved_runs
+import torch
+from safetensors.torch import load_file
+from stored_values import VALUES
+
+from mxtrain.errors import ConfigError
+from mxtrain.nn import three_gemms
+from mxtrain.nn.three_gemms import QuantizedLinear
+from mxtrain.titan.hugging_face import export as export_module
+from mxtrain.titan.hugging_face.export import export
+from mxtrain.titan.hugging_face.held_out_loss import load_model
+from mxtrain.titan.hugging_face.names import Names
+from mxtrain.titan.hugging_face.saved_run import open_run
+
+MIXED = "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16"
+# Format, model, converter and settings of [mxnorm]
+RUNS = {
+    "mxfp8": ("mxfp8", "llama3", "mxnorm", {}),
+    "mxfp8, floor, qwen3": ("mxfp8", "qwen3", "mxnorm", {"scale_rounding": "floor"}),
+    "mxfp8 without MXNorm": ("mxfp8", "llama3", "mx_linear", {}),
+    "nvfp4": ("nvfp4", "llama3", "mxnorm", {"recipe": "nvfp4", "high_precision_share": 0.5}),
+    "nvfp4 without tiles": ("nvfp4", "llama3", "mx_linear", {"recipe": "nvfp4", "weight_tiles": False}),
+    "mixed": ("nvfp4", "llama3", "mxnorm", {"recipe": MIXED, "recipes": {"layers.*.feed_forward.w2": "mxfp8"}}),
+    "quantized head": ("mxfp8", "llama3", "mxnorm", {"filter_fqns": ["layers.0"]}),
+}
+
+
+@pytest.fixture(autouse=True)
+def flavors(monkeypatch):
+    saved_runs.add_flavors(monkeypatch)
+
+
+def save_run(folder, name: str, processes: int = 1):
+    _, model, converter, settings = RUNS[name]
+    run = saved_runs.save_run(folder, model, "small", converters=[converter], mxnorm=settings)
+    saved_runs.add_manifest(run / "checkpoint" / "step-3", processes)
+    return run
+
+
+def operands(run, dtype, monkeypatch) -> dict[str, torch.Tensor]:
+    """FQN of every quantized linear -> the weight [N, D] that the run's model multiplies in its forward pass."""
+    model = load_model(run, torch.device("cpu"), has_converters=True)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    found, current, matmul = {}, [], three_gemms.matmul
+
+    def recorded(a, b, out_dtype):
+        found[current[-1]] = b.data
+        return matmul(a, b, out_dtype)
+
+    for fqn, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            module.mode = "reference"
+            module.register_forward_pre_hook(lambda module, arguments, fqn=fqn: current.append(fqn))
+        elif hasattr(module, "mode"):
+            module.mode = "reference"
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(three_gemms, "matmul", recorded)
+        model(torch.zeros(1, 32, dtype=torch.long))
+    return found
+
+
+def check_gains(name: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Gains that training folded become ones, and no others do."""
+    gains = [n for n in tensors if "layernorm" in n or n == "model.norm.weight"]
+    ones = {n for n in gains if torch.equal(tensors[n], torch.ones(64, dtype=torch.bfloat16))}
+    norms = [f"model.layers.{i}.{n}_layernorm.weight" for i in (0, 1) for n in ("input", "post_attention")]
+    expected = {
+        "mxfp8 without MXNorm": [],
+        "nvfp4 without tiles": [],
+        "nvfp4": norms[:2],
+        "quantized head": [*norms[2:], "model.norm.weight"],
+    }
+    assert ones == set(expected.get(name, norms)) and len(gains) == 5
+
+
+@pytest.mark.parametrize(("name", "processes"), [*((name, 1) for name in RUNS), ("mxfp8", 2), ("nvfp4", 2)])
+def test_the_exported_codes_are_those_that_training_multiplied(name, processes, tmp_path, monkeypatch):
+    """With two processes, FSDP rounds weights and gains to bf16 before they are cast."""
+    run = save_run(tmp_path / "run", name, processes)
+    format = RUNS[name][0]
+    report = export(run, tmp_path / "out", format=format)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    saved = open_run(run)
+    names, dtype = Names(saved.model, saved.args), torch.bfloat16 if processes == 2 else torch.float32
+    compared = 0
+    for fqn, operand in operands(saved, dtype, monkeypatch).items():
+        (hf_name,) = names.to_hf(f"{fqn}.weight", operand)
+        linear = hf_name.removesuffix(".weight")
+        order = names.row_order(f"{fqn}.weight", operand)
+        if fqn == "output":
+            assert torch.equal(tensors[hf_name].float(), operand) and linear in ignored
+        elif linear in ignored:
+            assert name == "mixed" and fqn.endswith("w2")
+            assert torch.equal(tensors[hf_name], saved.weights[f"{fqn}.weight"].bfloat16())
+        else:
+            assert torch.equal(VALUES[format](tensors, linear), order(operand)), fqn
+            compared += 1
+    quantized = {"nvfp4": 7, "mixed": 12, "quantized head": 7}.get(name, 14)
+    assert compared == quantized and len(ignored) == 15 - quantized
+    check_gains(name, tensors)
+    assert report.dtype == torch.bfloat16 and report.format == format
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "quantized head"])
+def test_the_loss_as_exported_is_computed_with_the_exported_values(name, tmp_path, monkeypatch):
+    seen = {}
+
+    def losses(run, tokens, exported, device):
+        names = Names(run.model, run.args)
+        for fqn in run.build().state_dict():
+            values = exported(fqn).float()
+            (hf_name,) = names.to_hf(fqn, values)
+            seen[hf_name] = names.row_order(fqn, values)(values)
+
+    monkeypatch.setattr(export_module, "held_out_losses", losses)
+    format = RUNS[name][0]
+    export(save_run(tmp_path / "run", name), tmp_path / "out", format=format, loss_tokens=1)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    for hf_name, values in seen.items():
+        linear = hf_name.removesuffix(".weight")
+        is_plain = f"{linear}.weight_scale" not in tensors
+        assert torch.equal(values, tensors[hf_name].float() if is_plain else VALUES[format](tensors, linear)), hf_name
+    assert len(seen) == 21
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            {"format": "nvfp4"},
+            "--format = 'nvfp4': training cast no weight of this run to nvfp4; its linears have mxfp8",
+        ),
+        ({"format": "mxfp8", "fold_gain": True}, "--fold-gain does not go with --format = 'mxfp8'"),
+        ({"format": "fp4"}, "--format = 'fp4' is not one of: 'hf', 'mxfp8', 'nvfp4'"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_before_anything_is_written(arguments, says, tmp_path):
+    run = save_run(tmp_path / "run", "mxfp8")
+    with pytest.raises(ConfigError) as caught:
+        export(run, tmp_path / "out", **arguments)
+    assert str(caught.value).startswith(says) and "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

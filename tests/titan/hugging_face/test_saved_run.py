@@ -1,0 +1,87 @@
+import pytest
+import saved_runs
+import torch
+
+from mxtrain.errors import ConfigError
+from mxtrain.titan.hugging_face.saved_run import open_run
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    saved_runs.add_flavors(monkeypatch)
+    return saved_runs.save_run(tmp_path / "run", "qwen3", "small_tied")
+
+
+def test_weights_are_read_as_they_were_saved(run):
+    saved = open_run(run)
+    weights = saved_runs.random_weights("qwen3", "small_tied")
+    assert all(torch.equal(saved.weights[fqn], weight) for fqn, weight in weights.items())
+    assert saved.is_tied and "output.weight" in saved.weights and "other" not in saved.weights
+    saved.weights.require(saved.build(), is_tied=True)
+
+
+def test_the_second_of_two_tied_weights_may_be_missing(run):
+    weights = saved_runs.random_weights("qwen3", "small_tied")
+    del weights["output.weight"]
+    saved_runs.save_weights(run / "checkpoint" / "step-4", weights)
+    saved = open_run(run)
+    saved.weights.require(saved.build(), is_tied=True)
+    with pytest.raises(ConfigError, match="output.weight is missing"):
+        saved.weights.require(saved.build(), is_tied=False)
+
+
+def test_a_checkpoint_of_bf16_is_loaded_into_fp32(run):
+    weights = {fqn: weight.bfloat16() for fqn, weight in saved_runs.random_weights("qwen3", "small_tied").items()}
+    saved_runs.save_weights(run / "checkpoint" / "step-4", weights)
+    saved, target = open_run(run).weights, torch.empty(64)
+    assert saved["norm.weight"].dtype == torch.bfloat16
+    saved.load_into({"norm.weight": target})
+    assert torch.equal(target, weights["norm.weight"].float())
+
+
+def test_a_mode_that_this_machine_lacks_does_not_matter(run):
+    config = run / "config.toml"
+    config.write_text(config.read_text() + '[mxnorm]\nmode = "native"\n')
+    saved_runs.add_manifest(run / "checkpoint" / "step-3")
+    assert open_run(run).job_config.mxnorm.mode == "auto"
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda file: file.unlink(), "__0_0.distcp is missing"),
+        (lambda file: file.write_bytes(b""), "__0_0.distcp has 0 bytes instead of"),
+        (flip, "__0_0.distcp has other content than was saved"),
+    ],
+)
+def test_a_file_that_differs_from_the_manifest_is_refused(damage, message, run):
+    checkpoint = run / "checkpoint" / "step-3"
+    assert open_run(run).step == 3
+    damage(checkpoint / "__0_0.distcp")
+    with pytest.raises(ConfigError, match=message):
+        open_run(run)
+
+
+@pytest.mark.parametrize(
+    "processes, precision, expected",
+    [(1, "bfloat16", "float32"), (2, "bfloat16", "bfloat16"), (2, "float32", "float32")],
+)
+def test_the_dtype_of_the_weights_in_the_forward(processes, precision, expected, run):
+    """One process keeps fp32 weights, and rounds activations; FSDP rounds the weights that it gathers."""
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("[training]", f'[training]\nmixed_precision_param = "{precision}"'))
+    saved_runs.add_manifest(run / "checkpoint" / "step-3", processes)
+    assert open_run(run).weight_dtype == getattr(torch, expected)
+
+
+def test_the_settings_are_those_of_the_checkpoint(run):
+    """The run resumed with another p, and has saved nothing since."""
+    config = run / "config.toml"
+    config.write_text(config.read_text() + "[mxnorm]\np = 1\n")
+    assert open_run(run).job_config.mxnorm.p == 2

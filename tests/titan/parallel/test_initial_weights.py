@@ -1,0 +1,265 @@
+"""Initial weights are the same on every layout, and follow the distributions that the model's code asks for."""
+
+import hashlib
+import json
+import os
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked import ENVIRONMENT, forking_context
+from torch import nn
+from torchtitan.models.utils import trunc_normal_
+
+from mxtrain.rng.seeds import weight_seed
+from mxtrain.titan.parallel.initial_weights import DrawsByName, draw_by_name, plain_name, shared_seed
+
+CPU = torch.device("cpu")
+ONE_RANK = SimpleNamespace(get_optional_mesh=lambda name: None)
+
+# Model -> layout -> processes, degrees of parallelism, flags. With 515 tokens, shards of an embedding differ in size.
+LAYOUTS = {
+    "llama3": {
+        "one": (1, {}, []),
+        "fsdp 2, converted": (2, {}, ["--model.converters=mxnorm"]),
+        "fsdp 4, compiled, checkpointed": (4, {}, ["--compile.enable", "--activation_checkpoint.mode=full"]),
+        "hsdp": (4, {"dp_replicate": 2}, []),
+    },
+    "qwen3": {
+        "one": (1, {}, []),
+        "fsdp 2": (2, {}, []),
+        "experts": (4, {"ep": 2}, ["--model.converters=decompose_k_router"]),
+        "in bf16": (1, {}, ["--training.dtype=bfloat16"]),
+        "in bf16, fsdp 4": (4, {}, ["--training.dtype=bfloat16"]),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> dict[str, dict[str, dict[str, str]]]:
+    """Model -> layout -> name of a parameter -> hash of its full tensor."""
+    folder = tmp_path_factory.mktemp("weights")
+    workers = [forking_context().Process(target=_build_all, args=(folder, rank)) for rank in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(200)
+        if worker.is_alive():
+            worker.kill()
+    assert [worker.exitcode for worker in workers] == [0] * 4
+    return json.loads((folder / "weights.json").read_text())
+
+
+def _build_all(folder: Path, rank: int) -> None:
+    """Build every model in every layout that has this rank. Rank 0 is in all, and writes the hashes."""
+    os.environ.update(ENVIRONMENT, RANK=str(rank), LOCAL_RANK=str(rank))
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import training_runs
+
+    import mxtrain.titan  # noqa: F401
+
+    training_runs._add_tiny_models()
+    hashes = {model: {} for model in LAYOUTS}
+    for model, layouts in LAYOUTS.items():
+        for number, (name, (processes, degrees, flags)) in enumerate(layouts.items()):
+            if rank < processes:
+                store = f"file://{folder}/{model}-{number}"
+                dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes)
+                hashes[model][name] = _hashes(_build(model, processes, degrees, flags))
+                dist.destroy_process_group()
+    if rank == 0:
+        (folder / "weights.json").write_text(json.dumps(hashes))
+
+
+def _build(name: str, processes: int, degrees: dict, flags: list[str]) -> nn.Module:
+    """Build a model as TorchTitan's trainer does."""
+    from torchtitan.config import TORCH_DTYPE_MAP
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.protocols.model_converter import build_model_converters
+    from torchtitan.protocols.train_spec import get_train_spec
+    from torchtitan.tools.utils import set_default_dtype
+
+    from mxtrain.titan.parse import parse_job_config
+
+    model = [f"--model.name={name}", "--model.flavor=tiny", "--data.vocab_size=515", "--debug.seed=3"]
+    job = parse_job_config([*model, "--model.converters=", "--activation_checkpoint.mode=none", *flags])
+    usual = dict.fromkeys(["dp_replicate", "cp", "tp", "pp", "ep", "etp"], 1)
+    layout = ParallelDims(**{**usual, "dp_shard": -1, **degrees, "world_size": processes})
+    layout.build_mesh()
+    torch.manual_seed(processes)  # which must not matter
+    spec = get_train_spec(name)
+    args = spec.model_args["tiny"]
+    args.update_from_config(job)
+    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job.training.dtype]):
+        model = spec.model_cls(args)
+    build_model_converters(job, layout).convert(model)
+    model = spec.parallelize_fn(model, layout, job)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+        model.init_weights(buffer_device=None)
+    return model
+
+
+def _hashes(model: nn.Module) -> dict[str, str]:
+    tensors = ((plain_name(name), parameter) for name, parameter in model.named_parameters())
+    full = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in tensors}
+    assert all(tensor.isfinite().all() for tensor in full.values())
+    content = {name: tensor.detach().contiguous().view(torch.uint8).numpy() for name, tensor in full.items()}
+    return {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in content.items()}
+
+
+@pytest.mark.parametrize("model, first, count", [("llama3", "one", 4), ("qwen3", "one", 3), ("qwen3", "in bf16", 2)])
+def test_weights_are_the_same_on_every_layout(weights, model, first, count):
+    expected = weights[model][first]
+    alike = [name for name, found in weights[model].items() if found == expected]
+    assert len(expected) > 15 and len(alike) == count, alike
+    drawn = [digest for name, digest in expected.items() if "norm" not in name]
+    assert len(set(drawn)) == len(drawn)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(64, 48))
+        self.bias = nn.Parameter(torch.empty(4000))
+
+
+class Model(nn.Module):
+    def __init__(self, names=("a", "b")):
+        super().__init__()
+        self.layers = nn.ModuleDict({name: Layer() for name in names})
+
+    @torch.no_grad()
+    def init_weights(self):
+        for layer in self.layers.values():
+            nn.init.normal_(layer.weight, mean=1.0, std=0.5)
+            nn.init.uniform_(layer.bias, -3.0, 5.0)
+
+
+def drawn(model, seed=7) -> dict[str, torch.Tensor]:
+    draw_by_name(model, ONE_RANK, seed)
+    model.init_weights()
+    return {plain_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def test_a_weight_depends_on_seed_and_name_alone():
+    whole, order, part = (drawn(Model(names)) for names in (("a", "b"), ("b", "a"), ("b",)))
+    torch.randn(5)
+    assert all(torch.equal(drawn(Model())[name], whole[name]) for name in whole)
+    assert all(torch.equal(order[name], whole[name]) for name in whole)
+    assert all(torch.equal(part[name], whole[name]) for name in part), "a stage of a pipeline has a part of the model"
+    assert not torch.equal(whole["layers.a.weight"], whole["layers.b.weight"])
+    assert not torch.equal(drawn(Model(), seed=8)["layers.a.weight"], whole["layers.a.weight"])
+
+
+def test_wrappers_do_not_change_names():
+    wrapped = Model()
+    wrapped.layers["a"] = nn.ModuleDict({"_checkpoint_wrapped_module": wrapped.layers["a"]})
+    wrapped.layers["b"] = nn.ModuleDict({"_orig_mod": wrapped.layers["b"]})
+    layers = [next(iter(layer.values())) for layer in wrapped.layers.values()]
+    wrapped.init_weights = lambda: Model.init_weights(SimpleNamespace(layers=dict(enumerate(layers))))
+    expected, found = drawn(Model()), drawn(wrapped)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_the_distribution_is_the_one_that_the_model_asks_for():
+    found = drawn(Model())
+    for name in "ab":
+        weight, bias = found[f"layers.{name}.weight"], found[f"layers.{name}.bias"]
+        generator = torch.Generator().manual_seed(weight_seed(7, f"layers.{name}.weight", 0))
+        assert torch.equal(weight, torch.empty(64, 48).normal_(1.0, 0.5, generator=generator))
+        generator = torch.Generator().manual_seed(weight_seed(7, f"layers.{name}.bias", 0))
+        assert torch.equal(bias, torch.empty(4000).uniform_(-3.0, 5.0, generator=generator))
+
+
+@contextmanager
+def drawing(*parameters, seed=1):
+    model = nn.ParameterDict({f"p{number}": parameter for number, parameter in enumerate(parameters)})
+    with torch.no_grad(), DrawsByName(model, seed, CPU):
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_that_are_rejected_are_drawn_again(dtype):
+    """PyTorch's truncated normal distribution draws into new tensors, and TorchTitan's into a float32 copy."""
+    first, second = (nn.Parameter(torch.empty(100, 100, dtype=dtype)) for _ in range(2))
+    with drawing(first, second):
+        for parameter in (second, first):
+            trunc_normal_(parameter, std=0.5, a=-0.6, b=0.6)
+    alone = nn.Parameter(torch.empty(100, 100, dtype=dtype))
+    with drawing(alone):
+        trunc_normal_(alone, std=0.5, a=-0.6, b=0.6)
+    assert torch.equal(alone, first) and not torch.equal(first, second)
+    values = first.detach().float()
+    # The variance of a normal distribution that is cut off at 1.2 standard deviations is 0.395 of the whole one's.
+    assert values.abs().max() <= 0.602 and values.std().item() == pytest.approx(0.5 * 0.395**0.5, rel=0.02)
+    assert len(values.unique()) > (6000 if dtype == torch.float32 else 200)
+
+
+def test_a_second_draw_differs_and_a_shared_parameter_is_one():
+    one, two = nn.Parameter(torch.empty(50)), nn.Parameter(torch.empty(50))
+    with drawing(one, one, two):
+        one.normal_()
+        first = one.clone()
+        one.normal_()
+        second = one.clone()
+        two.normal_()
+    assert len({tuple(tensor.tolist()) for tensor in (first, second, two)}) == 3
+    with drawing(one):
+        one.normal_()
+    assert torch.equal(one, first)
+
+
+def test_other_random_numbers_are_the_same_whatever_was_drawn_before():
+    def others():
+        buffer = torch.empty(9)
+        with drawing(parameter):
+            buffer.uniform_()
+            parameter.normal_()
+            return [buffer, torch.randn(9), torch.rand_like(buffer), torch.randperm(9), torch.bernoulli(buffer)]
+
+    parameter = nn.Parameter(torch.empty(9))
+    results = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        state = torch.get_rng_state()
+        results.append(others())
+        assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(one, two) for one, two in zip(*results))
+    buffer, normal, like, *_ = results[0]
+    assert not torch.equal(buffer, like) and normal.std() > 0
+
+
+def test_a_generator_of_the_models_own_does_not_make_ranks_differ():
+    results = []
+    for seed in (1, 2):
+        parameter = nn.Parameter(torch.empty(9))
+        with drawing(parameter):
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(seed))
+        results.append(parameter)
+    assert torch.equal(*results)
+
+
+def test_a_model_on_the_meta_device_stays_there():
+    parameter = nn.Parameter(torch.empty(9, device="meta"))
+    with drawing(parameter):
+        assert parameter.normal_() is parameter and parameter.is_meta
+
+
+def test_the_seed_is_the_jobs_or_the_one_that_all_ranks_share():
+    def stage(number):
+        return SimpleNamespace(get_optional_mesh={"pp": SimpleNamespace(get_local_rank=lambda: number)}.get)
+
+    assert shared_seed(stage(3), 5) == 5 and shared_seed(ONE_RANK, 0) == 0
+    for seed in (11, 2**64 - 2):
+        for number in range(4):  # as TorchTitan seeds the ranks of a stage
+            torch.manual_seed((seed + number) % 2**64)
+            assert shared_seed(stage(number), None) == seed
+        torch.manual_seed(seed)
+        assert shared_seed(ONE_RANK, None) == seed
