@@ -5,7 +5,8 @@
 
 Each mode is a run of ``mxtrain train``, with all flags after "--". The stall of a save is the time between the logged
 steps around it, minus the median of the other steps that no save overlaps. "complete" is the time from that step until
-the checkpoint has its name. The last save is not measured: it is never asynchronous.
+the checkpoint has its name. The run is killed when all measured saves have theirs, because it would end with a save
+that is never asynchronous.
 """
 
 import argparse
@@ -15,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -52,17 +52,17 @@ def measure(mode: str, folder: Path, options) -> list[dict]:
     interval, saves = options.interval, options.saves
     command = [sys.executable, "-m", "mxtrain.cli", "train", options.config, "--job.dump_folder", str(folder / "run")]
     settings = {
-        "training.steps": interval * saves + interval - 1,
+        "training.steps": interval * (saves + 1),
         "checkpoint.interval": interval,
         "checkpoint.keep_latest_k": 2,
         "checkpoint.async_mode": mode,
         "metrics.log_freq": 1,
     }
     flags = [f"--{name}={value}" for name, value in settings.items()]
-    watch = Watch(folder / "run" / "checkpoint")
-    subprocess.run([*command, "--checkpoint.enable", *flags, *options.flags], check=True)
-    named = watch.stop()
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    run = subprocess.Popen([*command, "--checkpoint.enable", *flags, *options.flags])
+    metrics = folder / "run" / "metrics.jsonl"
+    named = watch(run, folder / "run" / "checkpoint", metrics, last=interval * saves)
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     times = {row["step"]: row["time"] for row in rows if "loss" in row}
     lengths = {step: times[step] - times[step - 1] for step in times if step - 1 in times}
     # The first steps compile, and those after a save may share the machine with it.
@@ -83,26 +83,18 @@ def measure(mode: str, folder: Path, options) -> list[dict]:
     ]
 
 
-class Watch:
-    """Notes when folders appear in another one."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.times: dict[str, float] = {}
-        self.done = threading.Event()
-        self.thread = threading.Thread(target=self._look)
-        self.thread.start()
-
-    def _look(self) -> None:
-        while not self.done.wait(0.05):
-            if self.folder.is_dir():
-                for path in self.folder.glob("step-*"):
-                    self.times.setdefault(path.name, time.time())
-
-    def stop(self) -> dict[str, float]:
-        self.done.set()
-        self.thread.join()
-        return self.times
+def watch(run: subprocess.Popen, checkpoints: Path, metrics: Path, last: int) -> dict[str, float]:
+    """Note when checkpoints appear. Kill the run, and its workers with it, when step ``last`` is saved and logged."""
+    times: dict[str, float] = {}
+    while run.poll() is None:
+        time.sleep(0.05)
+        for path in checkpoints.glob("step-*"):
+            times.setdefault(path.name, time.time())
+        if f"step-{last}" in times and f'"step": {last + 1},' in metrics.read_text():
+            run.kill()
+            run.wait()
+            return times
+    raise RuntimeError(f"the run ended before it had saved and gone on from step {last}: exit status {run.returncode}")
 
 
 if __name__ == "__main__":
