@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from mxtrain.conversion.meta_pass import without_triton_launches
 from mxtrain.conversion.structural_copy import without_global_hooks
 from mxtrain.errors import ConfigError
 
@@ -139,7 +140,7 @@ def watch(
             forward = _not_followed if fqn in replaced_forwards else module.forward
             vars(module)["forward"] = _watched(watcher, fqn, forward, hooks.get(fqn))
     try:
-        with torch.no_grad(), without_global_hooks(), watcher:
+        with torch.no_grad(), without_global_hooks(), without_triton_launches(), watcher:
             watcher.note_other_use(model(*inputs), "the caller of the model")
     except Exception as error:
         raise ConfigError(
