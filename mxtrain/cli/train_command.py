@@ -4,6 +4,7 @@ import argparse
 
 from mxtrain.cli import quiet
 from mxtrain.errors import ConfigError
+from mxtrain.settings.own_modules import search_beside
 from mxtrain.settings.resume_flag import FLAG
 
 
@@ -92,6 +93,7 @@ def _add_config_and_flags(parser: argparse.ArgumentParser, needs_config: bool = 
 
 def _train(options) -> int:
     verbose, flags = _take_verbose(options)
+    search_beside(options.config)
     from mxtrain.settings.read import asks_for_help
 
     config, flags = _config_or_run(options, flags)
@@ -117,6 +119,7 @@ def _config_or_run(options, flags: list[str]) -> tuple[str, list[str]]:
 
 def _prepare(options) -> int:
     _, flags = _take_verbose(options)
+    search_beside(options.config)
     job_config = _job_config(options.config, flags)
     from mxtrain.titan.data.datasets import prepare_from_job
     from mxtrain.titan.reports.terminal import Screen
