@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from mxtrain import __version__
-from mxtrain.cli import eval_command, export_command, generate_command, import_command, train_command
+from mxtrain.cli import configs_command, eval_command, export_command, generate_command, import_command, train_command
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.settings.resume_flag import separated
 
@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mxtrain {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train_command.add(commands)
+    configs_command.add(commands)
     _add_cache(commands)
     _add_plot(commands)
     export_command.add(commands)

@@ -22,7 +22,7 @@ def _add_train(commands) -> None:
         description="""\
 Train on this machine, with one process per accelerator (one process on a CPU), and print a summary at the end.
 
-  mxtrain train train_configs/llama3_debug.toml
+  mxtrain train llama3_debug                              a preset: 'mxtrain configs' lists them
   mxtrain train train_configs/llama3_125m.toml --mxnorm.p 1 --training.steps 1000
   NGPU=2 mxtrain train train_configs/llama3_1b.toml --job.dump_folder outputs/mine
   mxtrain train --resume outputs/mine                     go on from its newest checkpoint, with its settings
@@ -80,7 +80,7 @@ def _add_config_and_flags(parser: argparse.ArgumentParser, needs_config: bool = 
         "config",
         metavar="CONFIG",
         nargs=None if needs_config else "?",
-        help='TOML file; it may extend another with extends = "other.toml"',
+        help='TOML file, which may extend another with extends = "other.toml"; or the name of a preset',
     )
     parser.add_argument(
         "flags",

@@ -28,7 +28,19 @@ def test_help_names_every_command_and_each_has_help_with_an_example(capsys):
     with pytest.raises(SystemExit) as exit:
         cli.main(["--help"])
     assert exit.value.code == 0
-    commands = ("train", "prepare", "cache", "plot", "export", "import", "generate", "eval", "doctor")
+    commands = (
+        "train",
+        "prepare",
+        "configs",
+        "init",
+        "cache",
+        "plot",
+        "export",
+        "import",
+        "generate",
+        "eval",
+        "doctor",
+    )
     text = capsys.readouterr().out
     assert all(f"\n    {command} " in text for command in commands)
     for command in commands:
