@@ -160,11 +160,11 @@ def test_a_preset_trains_from_an_empty_folder_with_an_installed_wheel(installed,
 
 def test_an_editable_installation_finds_the_presets_of_its_checkout(source, tmp_path):
     pip("install", "-e", source, "--no-deps", "--no-build-isolation", "--no-index", "--target", tmp_path / "target")
-    # Python reads the .pth files of site folders only, and not those of PYTHONPATH.
+    # Without site (-S), so that the tests' own installation, which may be editable, too, is not found.
     code = (
-        f"import site, sys; sys.path[:] = [p for p in sys.path if p != {str(ROOT)!r}]; sys.meta_path[:] = "
-        f"[f for f in sys.meta_path if 'Editable' not in repr(f)]; site.addsitedir({str(tmp_path / 'target')!r}); "
+        f"import site, sys, sysconfig; site.addsitedir({str(tmp_path / 'target')!r}); "
+        "sys.path.append(sysconfig.get_paths()['purelib']); "
         "from mxtrain.presets import presets; print(presets()['llama3_debug'])"
     )
-    result = run(["-c", code], tmp_path, tmp_path)
+    result = run(["-S", "-c", code], tmp_path, tmp_path)
     assert result.stdout.strip() == str(source / "train_configs" / "llama3_debug.toml"), result.stderr

@@ -6,7 +6,15 @@ import sys
 from pathlib import Path
 
 from mxtrain import __version__
-from mxtrain.cli import configs_command, eval_command, export_command, generate_command, import_command, train_command
+from mxtrain.cli import (
+    completion_command,
+    configs_command,
+    eval_command,
+    export_command,
+    generate_command,
+    import_command,
+    train_command,
+)
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.settings.resume_flag import separated
 
@@ -58,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     generate_command.add(commands)
     eval_command.add(commands)
     _add_doctor(commands)
+    completion_command.add(commands)
     return parser
 
 

@@ -8,11 +8,11 @@ from torchtitan.config import ConfigManager
 from torchtitan.models import _supported_models
 from torchtitan.protocols import model_converter, train_spec
 
-from mxtrain.config import load_config
 from mxtrain.errors import require_one_of
 from mxtrain.settings.fields import fields_of
+from mxtrain.settings.help import settings_help
 from mxtrain.settings.own_modules import import_own
-from mxtrain.settings.read import HELP_FLAGS, asks_for_help, config_file, read_settings
+from mxtrain.settings.read import asks_for_help, read_settings
 from mxtrain.settings.sections import JobConfig
 from mxtrain.settings.values import Settings
 from mxtrain.titan.converters import active_settings
@@ -20,27 +20,17 @@ from mxtrain.titan.data.datasets import check_datasets
 
 
 class _ConfigManager(ConfigManager):
-    """TorchTitan's manager with mxtrain's reading and checking of settings. Prints the help for ``--help``."""
+    """TorchTitan's manager with mxtrain's reading and checking of settings. Prints mxtrain's help for ``--help``."""
 
     def parse_args(self, args: list[str]):
         if asks_for_help(args):
-            self._print_help(args)
+            print(settings_help(args))
+            raise SystemExit(0)
         settings = read_settings(args)
         tables = settings.tables()
         self.config = self._dict_to_dataclass(self._maybe_add_custom_config(args, tables), tables)
         self._validate_config()
         return self.config
-
-    def _print_help(self, args):
-        try:
-            super().parse_args(args)
-        except Exception:  # the config file is wrong
-            read_settings([word for word in args if word not in HELP_FLAGS])  # says what, in one line
-            raise
-
-    def _maybe_load_toml(self, args):
-        path = config_file(args)
-        return None if path is None else load_config(path)
 
     def _maybe_add_custom_config(self, args, toml_values):
         config_cls = super()._maybe_add_custom_config(args, toml_values)
