@@ -16,6 +16,7 @@ from mxtrain.cli import (
     train_command,
 )
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
+from mxtrain.settings.own_modules import search_beside
 from mxtrain.settings.resume_flag import separated
 
 
@@ -25,6 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     Where the reader of stdout has enough, such as "head", it ends without a word and returns 141, as shells do.
     """
     options = _parser().parse_args(separated(sys.argv[1:] if arguments is None else arguments))
+    search_beside(None)  # a run may have models of the user's own
     try:
         status = options.run(options)
         _flush()

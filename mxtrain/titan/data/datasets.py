@@ -28,12 +28,7 @@ from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.registry import validation_dataset
 from mxtrain.titan.agreement import is_rank_0, prepare_together, run_on_all_ranks
 from mxtrain.titan.data.run_data import RunLoader, keep_in_run_folder
-from mxtrain.titan.data.streams import (
-    held_out_share,
-    training_stream,
-    validation_stream,
-    validation_stream_options,
-)
+from mxtrain.titan.data.streams import held_out_share, training_stream, validation_stream
 from mxtrain.titan.models.flavors import vocab_size
 from mxtrain.titan.reports.terminal import note_progress
 from mxtrain.titan.stop import ignore_stop_signals
@@ -100,7 +95,8 @@ def build_validator(
         return build_titan_validator(job_config, dp_world_size, dp_rank, tokenizer, **parts)
     if name == "hf":
         dataset = validation_stream(job_config, tokenizer, dp_rank, dp_world_size)
-        options = validation_stream_options(options)
+        if held_out_share(job_config):
+            options |= {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
     else:
         # Finite for every validation.steps, so that each validation starts at the same text and losses compare.
         tokens = _held_out(job_config)

@@ -60,15 +60,11 @@ def validation_stream(job_config, tokenizer, dp_rank: int, dp_world_size: int) -
     return _FirstSequences(stream, settings.steps * settings.local_batch_size, data.validation_share)
 
 
-def validation_stream_options(options: dict) -> dict:
-    """Return the options of the loader of a ``validation_stream``: it reads in this process, which keeps sequences."""
-    return {**options, "num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
-
-
 class _FirstSequences(IterableDataset):
     """The first sequences of a stream, which is read once: few of its documents are held out, and all are downloaded.
 
-    A stream with fewer sequences is repeated, so that all ranks have as many.
+    A stream with fewer sequences is repeated, so that all ranks have as many. No worker process may read it, which
+    would end with what it has read.
     """
 
     def __init__(self, stream: HuggingFaceTextDataset, count: int, share: float):
