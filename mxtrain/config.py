@@ -11,19 +11,21 @@ import tomli
 import tomli_w
 
 from mxtrain.errors import ConfigError
+from mxtrain.presets import config_path, presets
 
 
 def load_config(path: str | os.PathLike) -> dict:
     """Return a TOML file as nested dicts, with ``extends = "base.toml"`` resolved and removed.
 
-    The path in ``extends`` is relative to the file that contains it. The base file may extend another file.
+    ``path`` and the path in ``extends`` may also be the name of a preset (see ``config_path``). The path in ``extends``
+    is relative to the file that contains it. The base file may extend another file.
     Tables are merged key by key. Any other value, lists included, replaces the value in the base file.
 
     Raises:
         ConfigError: a file is missing, unreadable or not TOML (the message gives line and column), or files
             extend each other in a circle.
     """
-    return _load(Path(path), ())
+    return _load(config_path(path), ())
 
 
 def dump_config(config: dict, path: str | os.PathLike) -> None:
@@ -33,6 +35,7 @@ def dump_config(config: dict, path: str | os.PathLike) -> None:
 
 def find_setting(name: str, path: Path, extended_by: tuple[Path, ...] = ()) -> tuple[Path, int] | None:
     """The file and line that set ``name`` ("training.steps"): in the config or, further up, in one that it extends."""
+    path = config_path(path)
     if any(_same_file(path, earlier) for earlier in extended_by):
         return None
     table, extended = "", None
@@ -47,7 +50,7 @@ def find_setting(name: str, path: Path, extended_by: tuple[Path, ...] = ()) -> t
         elif assignment := re.match(r"\s*([\w.\"'-]+)\s*=\s*(.*)", line):
             key = f"{table}.{assignment[1]}".removeprefix(".")
             if key == "extends":
-                extended = path.parent / assignment[2].split("#")[0].strip().strip("\"'")
+                extended = config_path(assignment[2].split("#")[0].strip().strip("\"'"), path.parent)
         else:
             continue
         if key.replace('"', "").replace("'", "") == name:
@@ -63,7 +66,7 @@ def _load(path: Path, extended_by: tuple[Path, ...]) -> dict:
     if not isinstance(base, str):
         raise ConfigError(f"extends = {base!r} in {str(path)!r} is not a string: it takes the path of one TOML file")
     chain = (*extended_by, path)
-    base_path = path.parent / base
+    base_path = config_path(base, path.parent)
     for i, earlier in enumerate(chain):
         if _same_file(base_path, earlier):
             cycle = " extends ".join(repr(str(p)) for p in (*chain[i:], earlier))
@@ -79,11 +82,18 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict:
         with open(path, "rb") as file:
             return tomli.load(file)
     except FileNotFoundError:
-        raise ConfigError(f"{where} does not exist") from None
+        raise ConfigError(f"{where} does not exist{_hint(path)}") from None
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror}") from error
     except ValueError as error:  # not TOML, or not UTF-8
         raise ConfigError(f"{where} is not valid TOML: {error}") from error
+
+
+def _hint(path: Path) -> str:
+    """Which preset a file that does not exist stands for, or where their names are."""
+    if path.stem in presets():
+        return f"; a preset has that name: write {path.stem!r}"
+    return "" if path.suffix else "; 'mxtrain configs' lists the presets"
 
 
 def _same_file(a: Path, b: Path) -> bool:

@@ -6,8 +6,17 @@ import sys
 from pathlib import Path
 
 from mxtrain import __version__
-from mxtrain.cli import eval_command, export_command, generate_command, import_command, train_command
+from mxtrain.cli import (
+    completion_command,
+    configs_command,
+    eval_command,
+    export_command,
+    generate_command,
+    import_command,
+    train_command,
+)
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
+from mxtrain.settings.own_modules import search_beside
 from mxtrain.settings.resume_flag import separated
 
 
@@ -17,6 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     Where the reader of stdout has enough, such as "head", it ends without a word and returns 141, as shells do.
     """
     options = _parser().parse_args(separated(sys.argv[1:] if arguments is None else arguments))
+    search_beside(None)  # a run may have models of the user's own
     try:
         status = options.run(options)
         _flush()
@@ -50,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mxtrain {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train_command.add(commands)
+    configs_command.add(commands)
     _add_cache(commands)
     _add_plot(commands)
     export_command.add(commands)
@@ -57,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     generate_command.add(commands)
     eval_command.add(commands)
     _add_doctor(commands)
+    completion_command.add(commands)
     return parser
 
 

@@ -10,6 +10,7 @@ import torch
 
 import mxtrain
 from mxtrain.cli.launch import nvidia_gpus
+from mxtrain.cli.tested_versions import untested
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.ops.hardware import HAS_TRITON, default_device_type, describe_modes, resolve_mode
 from mxtrain.recipes.recipe import RECIPES
@@ -20,6 +21,7 @@ TIMED_SHAPE = (65536, 4096)
 # Relative difference between two kernel times that exceeds the spread between measurements.
 NOTICEABLE = 0.03
 
+MISSING = "not installed"
 KERNEL_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -33,7 +35,10 @@ def report() -> str:
 def versions() -> list[tuple[str, str]]:
     """Return (name, version) of Python, mxtrain, its main dependencies, PyTorch's CUDA and the C compiler."""
     rows = [("python", platform.python_version()), ("mxtrain", mxtrain.__version__)]
-    rows += [(name, _version(name)) for name in ("torch", "torchtitan", "torchao", "triton", "wandb")]
+    for name in ("torch", "torchtitan", "torchao", "triton", "wandb"):
+        found = _version(name)
+        problem = untested(name, found) if found != MISSING else ""
+        rows.append((name, f"{found}; {problem}" if problem else found))
     rows.append(("CUDA", torch.version.cuda or "none: a CPU build of PyTorch"))
     rows.append(("C compiler", shutil.which("cc") or shutil.which("gcc") or "none: torch.compile and Triton need one"))
     return rows
@@ -212,7 +217,7 @@ def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed"
+        return MISSING
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

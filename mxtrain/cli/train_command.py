@@ -4,6 +4,7 @@ import argparse
 
 from mxtrain.cli import quiet
 from mxtrain.errors import ConfigError
+from mxtrain.settings.own_modules import search_beside
 from mxtrain.settings.resume_flag import FLAG
 
 
@@ -17,16 +18,17 @@ def _add_train(commands) -> None:
     parser = commands.add_parser(
         "train",
         help="train the model of a TOML file",
+        add_help=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="""\
 Train on this machine, with one process per accelerator (one process on a CPU), and print a summary at the end.
 
-  mxtrain train train_configs/llama3_debug.toml
+  mxtrain train llama3_debug                              a preset: 'mxtrain configs' lists them
   mxtrain train train_configs/llama3_125m.toml --mxnorm.p 1 --training.steps 1000
   NGPU=2 mxtrain train train_configs/llama3_1b.toml --job.dump_folder outputs/mine
   mxtrain train --resume outputs/mine                     go on from its newest checkpoint, with its settings
   mxtrain train --resume outputs/mine --training.steps 2000 --optimizer.lr 1e-4
-  mxtrain train train_configs/llama3_debug.toml --help    all flags of TorchTitan and mxtrain
+  mxtrain train train_configs/llama3_debug.toml --help    all settings, with the values of this config
 
 The run's folder is outputs/CONFIG-TIME, or --job.dump_folder. It receives config.toml with all settings, run.json,
 metrics.jsonl, loss.png, train.log with TorchTitan's log, conversion.txt with the list of swapped modules, wandb files
@@ -47,6 +49,7 @@ Exit status: 0 for success, 2 for a mistake in the settings, 128 + n after signa
 """,
     )
     parser.set_defaults(run=_train)
+    parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show this help, with all settings, and exit")
     parser.usage = "mxtrain train [--verbose] CONFIG [FLAGS]\n       mxtrain train [--verbose] --resume RUN [FLAGS]"
     parser.add_argument(
         FLAG,
@@ -55,6 +58,17 @@ Exit status: 0 for success, 2 for a mistake in the settings, 128 + n after signa
         help="continue the run in this folder, with its settings, in the place of CONFIG",
     )
     _add_config_and_flags(parser, needs_config=False)
+
+
+class _Help(argparse.Action):
+    """Prints the help of the command and of all settings, which take a second to collect."""
+
+    def __call__(self, parser, *unused):
+        from mxtrain.settings.help import settings_help
+
+        print(parser.format_help())
+        print(settings_help([]))
+        parser.exit()
 
 
 def _add_prepare(commands) -> None:
@@ -79,7 +93,7 @@ def _add_config_and_flags(parser: argparse.ArgumentParser, needs_config: bool = 
         "config",
         metavar="CONFIG",
         nargs=None if needs_config else "?",
-        help='TOML file; it may extend another with extends = "other.toml"',
+        help='TOML file, which may extend another with extends = "other.toml"; or the name of a preset',
     )
     parser.add_argument(
         "flags",
@@ -92,11 +106,12 @@ def _add_config_and_flags(parser: argparse.ArgumentParser, needs_config: bool = 
 
 def _train(options) -> int:
     verbose, flags = _take_verbose(options)
+    search_beside(options.config)
     from mxtrain.settings.read import asks_for_help
 
     config, flags = _config_or_run(options, flags)
     if asks_for_help(flags):
-        _job_config(config, flags)  # TorchTitan prints the help, with the config's values, and exits
+        return _print_settings("train", config, flags)
     from mxtrain.cli.launch import train
 
     return train(config, flags, [quiet.FLAG] if verbose else [])
@@ -117,12 +132,25 @@ def _config_or_run(options, flags: list[str]) -> tuple[str, list[str]]:
 
 def _prepare(options) -> int:
     _, flags = _take_verbose(options)
+    search_beside(options.config)
+    from mxtrain.settings.read import asks_for_help
+
+    if asks_for_help(flags):
+        return _print_settings("prepare", options.config, flags)
     job_config = _job_config(options.config, flags)
     from mxtrain.titan.data.datasets import prepare_from_job
     from mxtrain.titan.reports.terminal import Screen
 
     screen = Screen()
     screen.line(prepare_from_job(job_config, progress=screen.status).report)
+    return 0
+
+
+def _print_settings(command: str, config: str, flags: list[str]) -> int:
+    from mxtrain.settings.help import settings_help
+
+    print(f"usage: mxtrain {command} CONFIG [FLAGS]\n")
+    print(settings_help([f"--job.config_file={config}", *flags]))
     return 0
 
 
@@ -137,13 +165,12 @@ def _take_verbose(options) -> tuple[bool, list[str]]:
 
 def _job_config(config: str, flags: list[str]):
     from mxtrain.settings.names import check_names
-    from mxtrain.settings.read import asks_for_help, places, read_settings
+    from mxtrain.settings.read import places, read_settings
 
     arguments = [f"--job.config_file={config}", *flags]
-    if not asks_for_help(flags):
-        settings = read_settings(arguments)  # finds mistakes before the slow import of TorchTitan
-        with places(arguments):
-            check_names(settings)
+    settings = read_settings(arguments)  # finds mistakes before the slow import of TorchTitan
+    with places(arguments):
+        check_names(settings)
     from mxtrain.titan.parse import parse_job_config
 
     return parse_job_config(arguments)

@@ -62,6 +62,9 @@ class DataConfig:
     cache_dir: str = ""
     """Folder for the results; empty means $MXTRAIN_CACHE, else ~/.cache/mxtrain"""
 
+    stream_share: float = 0.0
+    """"hf": share of the stream's documents held out for validation, from which no tokenizer is built; 0 for none"""
+
     prepared: str = ""
     """Name or path of a prepared text in the cache, which is used without reading any source; "" for none"""
 
@@ -105,6 +108,8 @@ class DataConfig:
         fields = asdict(self)
         for name in ("cache_dir", "prepared", "section", "tokenizer_path"):  # the key hashes the tokenizer itself
             del fields[name]
+        if not self.stream_share:
+            del fields["stream_share"]  # the text of a config from before this field has the same key as then
         return fields
 
     def cache_path(self) -> Path:

@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Iterable, Iterator
+from functools import partial
 
+from mxtrain.data.documents import is_held_out
 from mxtrain.data.progress import one_line
 from mxtrain.data.rows import TextColumn
 from mxtrain.errors import ConfigError
@@ -39,6 +41,24 @@ def open_stream(path: str, hf_config: str = "", split: str = "train", section: s
             f"{section}.dataset_path = {path!r} (data.hf_config = {hf_config!r}, split {split!r}) cannot be opened "
             f"as a Hugging Face dataset: {type(error).__name__}: {one_line(error)}"
         ) from error
+
+
+def hold_out(stream, text_key: str, share: float, held_out: bool):
+    """Return the documents of a ``datasets.IterableDataset`` that are held out for validation, or all others.
+
+    A stream has no paths, so a document's text decides. Equal documents are on the same side.
+
+    Args:
+        text_key: the column of the text. Rows without text are not held out.
+        share: share of the documents that is held out; 0 for none.
+        held_out: which side to return.
+    """
+    return stream.filter(partial(_is_on_side, text_key=text_key, share=share, held_out=held_out)) if share else stream
+
+
+def _is_on_side(row: dict, text_key: str, share: float, held_out: bool) -> bool:
+    text = row.get(text_key)
+    return held_out == (isinstance(text, str) and is_held_out(text, share))
 
 
 class StreamedText:

@@ -13,7 +13,7 @@ from pathlib import Path
 from mxtrain.data.cache_folders import courtesy_lock, new_folder
 from mxtrain.data.config import DATASETS, DataConfig
 from mxtrain.data.documents import Source, fraction, is_held_out
-from mxtrain.data.hub import open_stream, stream_texts
+from mxtrain.data.hub import hold_out, open_stream, stream_texts
 from mxtrain.data.local_files import LocalFiles
 from mxtrain.data.prepared_text import SUMMARY, TOKENIZER, DamagedText, Prepared, load_text, write_summary
 from mxtrain.data.progress import Progress, one_line
@@ -113,6 +113,7 @@ def _note_use(folder: Path) -> None:
 
 def _hub_texts(config: DataConfig) -> Iterator[str]:
     stream = open_stream(config.path, config.hf_config, "train", config.section)
+    stream = hold_out(stream, config.text_key, config.stream_share, held_out=False)
     return stream_texts(stream, config.text_key, config.path, config.section)
 
 

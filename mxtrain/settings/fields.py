@@ -60,6 +60,32 @@ class Field:
         return _core(self.type)[0] is bool
 
     @property
+    def flags(self) -> list[str]:
+        """The flags that set it."""
+        section, _, last = self.name.rpartition(".")
+        return [f"--{self.name}", *([f"--{section}.no_{last}"] if self.is_switch else [])]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """All its values, as on the command line; empty if there are too many."""
+        core = _core(self.type)[0]
+        return tuple(map(str, get_args(core))) if get_origin(core) is Literal else ()
+
+    @property
+    def placeholder(self) -> str:
+        """What stands for its value in the help."""
+        core = _core(self.type)[0]
+        if self.choices:
+            return f"{{{','.join(self.choices)}}}"
+        if self.is_table:
+            return "NAME VALUE ..."
+        if self.takes_words:
+            return "VALUE ..."
+        if get_origin(core) is list:
+            return "A,B,..."
+        return {int: "INTEGER", float: "NUMBER"}.get(core, "TEXT")
+
+    @property
     def is_table(self) -> bool:
         return get_origin(_core(self.type)[0]) is dict
 

@@ -61,7 +61,8 @@ RELATIONS = (
         "experimental.custom_import",
         lambda s, machine: (
             _is_missing(s["experimental.custom_import"])
-            and "is not a module that Python finds; mxtrain's is 'mxtrain.titan'"
+            and "is not a module that Python finds: mxtrain's is 'mxtrain.titan'; your own lies beside the config, in "
+            "the current folder or on PYTHONPATH"
         ),
     ),
     Relation(

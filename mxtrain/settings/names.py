@@ -1,4 +1,8 @@
-"""Names of models, flavors, converters and datasets that nobody knows."""
+"""Names of models, flavors, converters and datasets that nobody knows.
+
+The launcher checks them without PyTorch. A user's own module may register more of them when the workers import it, so
+with such a module the launcher leaves all names to the workers, which check them again.
+"""
 
 from mxtrain.settings.registry import ALL_DATASETS, CONVERTERS, FLAVORS
 from mxtrain.settings.relations import Relation, check, unknown_among
@@ -24,7 +28,7 @@ RELATIONS = (
     Relation("training.dataset", lambda s: unknown_among(s["training.dataset"], ALL_DATASETS)),
     Relation(
         "validation.dataset",
-        lambda s: s["validation.enable"] and unknown_among(s["validation.dataset"], ALL_DATASETS),
+        lambda s: s["validation.enable"] and unknown_among(s["validation.dataset"], ("", *ALL_DATASETS)),
     ),
 )
 

@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
-from importlib import import_module
 from pathlib import Path
 
 from mxtrain.config import find_setting, load_config
 from mxtrain.errors import ConfigError, setting_in
 from mxtrain.settings.fields import Field, fields_of, unknown
 from mxtrain.settings.flags import flag_values
+from mxtrain.settings.own_modules import import_own
 from mxtrain.settings.relations import check_relations
 from mxtrain.settings.sections import JobConfig
 from mxtrain.settings.titan_fields import ALLOWED, titan_job_config
@@ -81,11 +81,10 @@ def _custom_module(arguments: list[str], config: dict) -> str:
 
 
 def _job_config_in(module: str) -> type:
+    job_config = getattr(import_own("job.custom_config_module", module), "JobConfig", None)
     setting = f"job.custom_config_module = {module!r}"
-    try:
-        job_config = import_module(module).JobConfig
-    except Exception as error:  # whatever the user's module raises
-        raise ConfigError(f"{setting} has no class JobConfig: {type(error).__name__}: {error}") from error
+    if job_config is None:
+        raise ConfigError(f"{setting} has no class JobConfig")
     if problem := _problem_with(job_config):
         raise ConfigError(f"{setting}: {problem}")
     return job_config

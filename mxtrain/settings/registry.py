@@ -50,6 +50,18 @@ CONVERTERS = (
 TITAN_DATASETS = ("c4", "c4_test", "c4_validation")
 ALL_DATASETS = (*DATASETS, *TITAN_DATASETS)
 
+
+def validation_dataset(training: str, validation: str) -> str:
+    """Return the dataset that is validated on: ``validation``, or if that is "", the one that ``training`` leads to.
+
+    Documents are held out of mxtrain's datasets, and TorchTitan's have a split of their own. It is "" for a dataset of
+    the user's, of which nothing is known.
+    """
+    if validation or training in DATASETS:
+        return validation or training
+    return "c4_validation" if training in TITAN_DATASETS else ""
+
+
 PIPELINE_SCHEDULES = (
     "1F1B",
     "Interleaved1F1B",

@@ -126,7 +126,10 @@ class Data:
     """Dataset "python": largest share of the text from a single package, in (0, 1]"""
 
     validation_share: ShareBelowOne = 0.01
-    """Share of the documents held out for validation, in [0, 1), chosen by a hash of each document's path"""
+    """
+    Share of the documents held out for validation, in [0, 1), chosen by a hash of each document's path, or of its text
+    if it is streamed
+    """
 
     seed: NotNegative = 0
     """Seed of the order of the documents"""
@@ -151,6 +154,15 @@ class Data:
 class Model:
     hf_assets_path: str = ""
     """Folder with a Hugging Face tokenizer; empty builds a byte-level BPE tokenizer once from the training text"""
+
+
+@dataclass
+class Validation:
+    dataset: str = ""
+    """
+    Text for validation, as in training.dataset. Empty validates on documents that are held out of the training text,
+    and on "c4_validation" where training.dataset is TorchTitan's
+    """
 
 
 @dataclass
@@ -181,5 +193,6 @@ class JobConfig:
     decompose_k_router: DecomposeKRouter = field(default_factory=DecomposeKRouter)
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
+    validation: Validation = field(default_factory=Validation)
     metrics: Metrics = field(default_factory=Metrics)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

@@ -80,10 +80,15 @@ ALLOWED = {
 """Full name of a setting -> its type, where TorchTitan's own type allows values that cannot work"""
 
 
+def job_config_source() -> Path:
+    """The file in which TorchTitan declares its settings."""
+    (package,) = find_spec("torchtitan").submodule_search_locations
+    return Path(package, "config", "job_config.py")
+
+
 def titan_job_config() -> type:
     """TorchTitan's class ``JobConfig``, from its source: importing it would import PyTorch, which takes seconds."""
-    (package,) = find_spec("torchtitan").submodule_search_locations
-    file = Path(package, "config", "job_config.py")
+    file = job_config_source()
     tree = ast.parse(file.read_text(encoding="utf-8"))
     tree.body = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {"__name__": "torchtitan.config.job_config", "json": json, "os": os, "Any": Any, "Literal": Literal}

@@ -13,7 +13,9 @@ if not torch.cuda.is_available():
     cpu.use_cpu()
 
 from mxtrain.titan.converters import register_converters  # noqa: E402
-from mxtrain.titan.models.train_specs import register_train_specs  # noqa: E402
+from mxtrain.titan.models.train_specs import register_train_specs, with_mxtrain  # noqa: E402
+
+__all__ = ["with_mxtrain"]
 
 register_converters()
 register_train_specs()

@@ -2,44 +2,35 @@
 
 from dataclasses import fields, is_dataclass
 from functools import reduce
-from importlib import import_module
 
 from pydantic_core import to_jsonable_python
 from torchtitan.config import ConfigManager
 from torchtitan.models import _supported_models
 from torchtitan.protocols import model_converter, train_spec
 
-from mxtrain.config import load_config
 from mxtrain.errors import require_one_of
 from mxtrain.settings.fields import fields_of
-from mxtrain.settings.read import HELP_FLAGS, asks_for_help, config_file, read_settings
+from mxtrain.settings.help import settings_help
+from mxtrain.settings.own_modules import import_own
+from mxtrain.settings.read import asks_for_help, read_settings
 from mxtrain.settings.sections import JobConfig
 from mxtrain.settings.values import Settings
 from mxtrain.titan.converters import active_settings
+from mxtrain.titan.data.datasets import check_datasets
 
 
 class _ConfigManager(ConfigManager):
-    """TorchTitan's manager with mxtrain's reading and checking of settings. Prints the help for ``--help``."""
+    """TorchTitan's manager with mxtrain's reading and checking of settings. Prints mxtrain's help for ``--help``."""
 
     def parse_args(self, args: list[str]):
         if asks_for_help(args):
-            self._print_help(args)
+            print(settings_help(args))
+            raise SystemExit(0)
         settings = read_settings(args)
         tables = settings.tables()
         self.config = self._dict_to_dataclass(self._maybe_add_custom_config(args, tables), tables)
         self._validate_config()
         return self.config
-
-    def _print_help(self, args):
-        try:
-            super().parse_args(args)
-        except Exception:  # the config file is wrong
-            read_settings([word for word in args if word not in HELP_FLAGS])  # says what, in one line
-            raise
-
-    def _maybe_load_toml(self, args):
-        path = config_file(args)
-        return None if path is None else load_config(path)
 
     def _maybe_add_custom_config(self, args, toml_values):
         config_cls = super()._maybe_add_custom_config(args, toml_values)
@@ -72,15 +63,16 @@ def parse_job_config(args: list[str]):
 
 
 def check_names(job_config) -> None:
-    """Raise ConfigError for a model, flavor or converter that nobody has registered."""
+    """Raise ConfigError for a model, flavor, converter or dataset that nobody has registered."""
     if own := job_config.experimental.custom_import:
-        import_module(own)  # it registers names; TorchTitan imports it later
+        import_own("experimental.custom_import", own)  # it registers names; TorchTitan imports it later
     models = sorted(_supported_models | train_spec._extra_train_specs.keys())
     require_one_of("model.name", job_config.model.name, models)
     flavors = train_spec.get_train_spec(job_config.model.name).model_args
     require_one_of("model.flavor", job_config.model.flavor, flavors)
     for name in job_config.model.converters:
         require_one_of("model.converters", name, model_converter._registry_model_converter_cls)
+    check_datasets(job_config)
 
 
 def resolved_settings(job_config) -> dict:

@@ -183,7 +183,7 @@ FLAGS = [
     ("--model.hf_assets_path=/no/such", "model.hf_assets_path = '/no/such' is not a folder"),
     ("--model.hf_assets_path=.", "model.hf_assets_path = '.' holds no tokenizer.json"),
     ("--experimental.custom_import=no.such", "experimental.custom_import = 'no.such' is not a module"),
-    ("--job.custom_config_module=no.such", "job.custom_config_module = 'no.such' has no class JobConfig"),
+    ("--job.custom_config_module=no.such", "job.custom_config_module = 'no.such' cannot be imported"),
     ("--job.custom_config_module=json", "job.custom_config_module = 'json' has no class JobConfig"),
     ("--fault_tolerance.enable", "fault_tolerance.enable = True needs the package torchft"),
 ]
@@ -236,7 +236,7 @@ TABLES = [
     ({"optimizer": {"learning_rate": 1e-3}}, "optimizer.learning_rate is not a setting", 2),
     ({"checkpoint": {"enable": "yes"}}, "checkpoint.enable = 'yes' should be a valid boolean", 2),
     ({"data": {"installed": 1}}, "data.installed = 1 should be a valid boolean", 2),
-    ({"job": {"custom_config_module": "no.such"}}, "job.custom_config_module = 'no.such' has no class JobConfig", 2),
+    ({"job": {"custom_config_module": "no.such"}}, "job.custom_config_module = 'no.such' cannot be imported", 2),
     ({"job": {"dump_folder": "a\0b"}}, "job.dump_folder = 'a\\x00b' is not the name of a folder", None),
     ({"steps": 3}, "steps is not a setting; the closest is training.steps", 1),
     ({"extends": 3}, "extends = 3 in", None),

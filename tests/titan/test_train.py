@@ -46,6 +46,14 @@ def test_a_seed_fixes_the_curve(one):
     assert one["mxnorm again"].losses == one["mxnorm"].losses[:3]
 
 
+def test_validation_follows_the_training_text_without_changing_it(one):
+    run = one["validation follows"]
+    assert run.losses == one["mxnorm"].losses[:1]  # the same prepared text, whose validation part is read
+    assert [row["step"] for row in load_run(run.folder).validation] == [1]
+    kept = [json.loads((one[name].folder / "data.json").read_text()) for name in ("validation follows", "mxnorm")]
+    assert kept[0]["prepared"] == kept[1]["prepared"]
+
+
 def test_a_run_that_was_killed_resumes_as_if_nothing_had_happened(one):
     names = ("killed, resumed", "mxnorm")
     resumed, whole = ([(row["step"], row["loss"], row["grad_norm"]) for row in one[name].rows] for name in names)

@@ -55,6 +55,9 @@ SEED = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
 SAVE_EACH = ["--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=2"]
 # The weights explode in the first step. No later step is logged.
 EXPLODE = ["--optimizer.lr=1e38", "--metrics.log_freq=100"]
+VALIDATION_SIZES = [
+    "--validation.seq_len=64", "--validation.local_batch_size=4", "--validation.freq=10", "--validation.steps=1",
+]  # fmt: skip
 ACCUMULATE = ["--training.local_batch_size=2", "--training.global_batch_size=4"]
 
 
@@ -83,8 +86,7 @@ def load(base: Path, run: str, step: int, count: int = 2) -> list[str]:
 
 def validate(base: Path) -> list[str]:
     path = f"--validation.dataset_path={base / 'text'}/**/*.py"
-    sizes = ["--validation.seq_len=64", "--validation.local_batch_size=4", "--validation.freq=10"]
-    return ["--validation.enable", "--validation.dataset=files", path, *sizes, "--validation.steps=1"]
+    return ["--validation.enable", "--validation.dataset=files", path, *VALIDATION_SIZES]
 
 
 def one_process(base: Path) -> dict[str, "Outcome"]:
@@ -104,6 +106,7 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             "mxnorm": SAVE_HALF_WAY,
             "mxnorm again": [steps(3), *validate(base), "--validation.freq=2", "--verbose"],
             "p1": ["--mxnorm.p=1", steps(3)],
+            "validation follows": [steps(1), "--validation.enable", *VALIDATION_SIZES],
             "exact": ["--mxnorm.estimator=exact"],
             "post_round": ["--mxnorm.estimator=post_round"],
             "mx_linear": ["--model.converters=mx_linear"],

@@ -1,7 +1,7 @@
 """Build TorchTitan's tokenizer, data loader and validator from mxtrain's data.
 
 ``training.dataset`` and ``validation.dataset`` are "python", "files" or "hf" (see ``mxtrain.data``), or the name of a
-dataset of TorchTitan, which TorchTitan's own code reads.
+dataset of TorchTitan, which TorchTitan's own code reads. An empty ``validation.dataset`` follows ``training.dataset``.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,21 +13,22 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.components.validate import build_validator as build_titan_validator
-from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS as TITAN_DATASETS
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 from torchtitan.tools.logging import logger
 
 from mxtrain.data import DataConfig, Prepared, TokenFile, prepare
 from mxtrain.data.config import DATASETS
-from mxtrain.data.hub import StreamedText, open_stream, readable
+from mxtrain.data.hub import readable
 from mxtrain.data.progress import one_line
 from mxtrain.data.rows import WITHOUT_TEXT
 from mxtrain.data.token_dataset import TokenDataset
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.settings.registry import validation_dataset
 from mxtrain.titan.agreement import is_rank_0, prepare_together, run_on_all_ranks
 from mxtrain.titan.data.run_data import RunLoader, keep_in_run_folder
+from mxtrain.titan.data.streams import held_out_share, training_stream, validation_stream
 from mxtrain.titan.models.flavors import vocab_size
 from mxtrain.titan.reports.terminal import note_progress
 from mxtrain.titan.stop import ignore_stop_signals
@@ -69,7 +70,7 @@ def build_dataloader(
         _warn_of_rows_without_text(job_config, "training", prepared)
         dataset = _token_dataset(job_config, "training", prepared.train, dp_rank, dp_world_size, infinite)
     elif name == "hf":
-        dataset = _stream_dataset(job_config, "training", "train", tokenizer, dp_rank, dp_world_size, infinite)
+        dataset = training_stream(job_config, tokenizer, dp_rank, dp_world_size, infinite)
     else:
         settings = job_config.training
         args = (name, settings.dataset_path, tokenizer, settings.seq_len, dp_rank, dp_world_size, infinite)
@@ -84,25 +85,23 @@ def build_validator(
     """Return a validator over held-out text. Takes the arguments of TorchTitan's ``build_validator``.
 
     Raises:
-        ConfigError: as ``prepare_from_job``, for too little held-out text for one batch per rank, and for a stream
-            that several ranks read to its end, because ranks may find different numbers of batches.
+        ConfigError: as ``prepare_from_job`` and ``validation_stream``, and for too little held-out text for one batch
+            per rank.
     """
-    name = job_config.validation.dataset
+    name = _validation_dataset(job_config)
+    options = _loader_options(job_config.validation)
     if name not in DATASETS:
+        job_config = replace(job_config, validation=replace(job_config.validation, dataset=name))
         return build_titan_validator(job_config, dp_world_size, dp_rank, tokenizer, **parts)
     if name == "hf":
-        if job_config.validation.steps == -1 and dp_world_size > 1:
-            raise ConfigError(
-                "validation.steps = -1 reads validation.dataset = 'hf' to its end, which data-parallel ranks reach at "
-                "different steps; set validation.steps to a positive number"
-            )
-        args = ("validation", "validation", tokenizer, dp_rank, dp_world_size, job_config.validation.steps != -1)
-        dataset = _stream_dataset(job_config, *args)
+        dataset = validation_stream(job_config, tokenizer, dp_rank, dp_world_size)
+        if held_out_share(job_config):
+            options |= {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
     else:
         # Finite for every validation.steps, so that each validation starts at the same text and losses compare.
         tokens = _held_out(job_config)
         dataset = _token_dataset(job_config, "validation", tokens, dp_rank, dp_world_size, infinite=False)
-    loader = ParallelAwareDataloader(dataset, dp_rank, dp_world_size, **_loader_options(job_config.validation))
+    loader = ParallelAwareDataloader(dataset, dp_rank, dp_world_size, **options)
     return LoaderValidator(job_config, loader, tokenizer=tokenizer, **parts)
 
 
@@ -153,8 +152,18 @@ def check_datasets(job_config) -> None:
     """Raise ConfigError unless the names of the job's datasets are known."""
     allowed = dict.fromkeys([*DATASETS, *TITAN_DATASETS])
     require_one_of("training.dataset", job_config.training.dataset, allowed)
-    if job_config.validation.enable:
-        require_one_of("validation.dataset", job_config.validation.dataset, allowed)
+    if not job_config.validation.enable:
+        return
+    if not (name := _validation_dataset(job_config)):
+        raise ConfigError(
+            f"validation.dataset = '' holds nothing out of training.dataset = {job_config.training.dataset!r}, which "
+            f"is not mxtrain's: set it to one of: {', '.join(map(repr, allowed))}"
+        )
+    require_one_of("validation.dataset", name, allowed)
+
+
+def _validation_dataset(job_config) -> str:
+    return validation_dataset(job_config.training.dataset, job_config.validation.dataset)
 
 
 @lru_cache(maxsize=8)
@@ -186,7 +195,7 @@ def _data_config(job_config) -> DataConfig:
     tokenizer_path = job_config.model.hf_assets_path
     config = DataConfig(
         dataset=training.dataset,
-        path=_path(job_config, "training"),
+        path=_path(job_config, "training", training.dataset),
         # An existing tokenizer has its own size; 0 keeps the model's size out of the cache key.
         vocab_size=0 if tokenizer_path else vocab_size(job_config),
         tokenizer_path=str(Path(tokenizer_path).expanduser().absolute()) if tokenizer_path else "",
@@ -197,16 +206,16 @@ def _data_config(job_config) -> DataConfig:
         seed=data.seed,
         text_key=data.text_key,
         hf_config=data.hf_config or "",
+        stream_share=held_out_share(job_config),
         cache_dir=data.cache_dir,
         prepared=data.prepared,
     )
     return replace(config, cache_dir=str(config.cache_path()))  # resolved now: the environment may change
 
 
-def _path(job_config, section: str) -> str:
-    settings = getattr(job_config, section)
-    path = settings.dataset_path or ""
-    if path and settings.dataset == "python":
+def _path(job_config, section: str, dataset: str) -> str:
+    path = getattr(job_config, section).dataset_path or ""
+    if path and dataset == "python":
         raise ConfigError(
             f"{section}.dataset_path = {path!r} does not apply to {section}.dataset = 'python', which reads this "
             "machine's standard library; for files of your own set it to 'files'"
@@ -217,7 +226,8 @@ def _path(job_config, section: str) -> str:
 def _held_out(job_config) -> TokenFile:
     """Return the validation tokens: held out from the training text, or all tokens of files used only here."""
     training = _data_config(job_config)
-    dataset, path = job_config.validation.dataset, _path(job_config, "validation")
+    dataset = _validation_dataset(job_config)
+    path = _path(job_config, "validation", dataset)
     if dataset == training.dataset and path in ("", training.path):
         return prepare_from_job(job_config).validation
     config = replace(
@@ -249,25 +259,6 @@ def _token_dataset(
         infinite=infinite,
         section=section,
     )
-
-
-def _stream_dataset(
-    job_config, section: str, split: str, tokenizer, dp_rank: int, dp_world_size: int, infinite: bool
-) -> HuggingFaceTextDataset:
-    """Build TorchTitan's streaming dataset, which finds its source in a registry: register this job's for the call."""
-    data, settings = job_config.data, getattr(job_config, section)
-    path = settings.dataset_path or ""
-    if not path and section == "validation" and job_config.training.dataset == "hf":
-        path = job_config.training.dataset_path or ""
-    TITAN_DATASETS["hf"] = DatasetConfig(
-        path=path,
-        loader=partial(open_stream, hf_config=data.hf_config or "", split=split, section=section),
-        sample_processor=StreamedText(data.text_key, path),
-    )
-    try:
-        return HuggingFaceTextDataset("hf", path, tokenizer, settings.seq_len, dp_rank, dp_world_size, infinite)
-    finally:
-        del TITAN_DATASETS["hf"]
 
 
 def _loader_options(settings) -> dict:

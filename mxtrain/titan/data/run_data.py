@@ -21,19 +21,23 @@ from mxtrain.data.token_dataset import TokenDataset
 from mxtrain.data.tokenizer import copy_tokenizer, tokenizer_hash
 from mxtrain.errors import ConfigError
 from mxtrain.titan.agreement import differences, gather, is_rank_0
+from mxtrain.titan.data.streams import held_out_share
 
 FILE_NAME = "data.json"
 TOKENIZER_FOLDER = "tokenizer"
 UNCHECKED = "whether this run goes on with the same text and tokenizer cannot be checked"
 STREAM_SETTINGS = ("training.dataset", "training.dataset_path", "data.hf_config", "data.text_key")
+HELD_OUT = "held_out"
+"""In an identity: share of a stream's documents that training does not read"""
 EXCLUDE = 'checkpoint.exclude_from_loading = ["dataloader"]'
 
 
 def record(job_config, prepared: Prepared) -> dict:
     """Return what is kept about the data of a run, as a JSON value."""
     training = job_config.training
+    share = held_out_share(job_config)
     return {
-        "identity": prepared.identity,
+        "identity": prepared.identity | ({HELD_OUT: share} if share else {}),
         "prepared": prepared.folder.name if prepared.folder else None,
         "cache": str(prepared.folder.parent) if prepared.folder else None,
         "settings": {
@@ -114,6 +118,8 @@ def require_same(kept: dict, now: dict, job_config) -> None:
         kept, now: two values of ``record``: of the run so far, and of its continuation.
         job_config: the job config of the continuation.
     """
+    if not _starts_anew(job_config):
+        _require_same_share(kept, now, job_config)
     keys = ["tokenizer"] if _starts_anew(job_config) else kept["identity"].keys() | now["identity"].keys()
     before, after = ({key: value["identity"].get(key) for key in keys} for value in (kept, now))
     if before == after:
@@ -122,6 +128,22 @@ def require_same(kept: dict, now: dict, job_config) -> None:
     raise ConfigError(
         f"training.dataset = {job_config.training.dataset!r} gives other data than the run so far "
         f"({differences(before, after)}): {'; or '.join(ways)}"
+    )
+
+
+def _require_same_share(kept: dict, now: dict, job_config) -> None:
+    before, after = (value["identity"].get(HELD_OUT, 0.0) for value in (kept, now))
+    if before == after:
+        return
+    way = (
+        f"set validation.enable = true, validation.dataset = '' and data.validation_share = {before}"
+        if before
+        else "set validation.dataset to a text of its own, or validation.enable = false"
+    )
+    raise ConfigError(
+        f"validation.dataset = {job_config.validation.dataset!r} holds a share of {after} of the documents out of the "
+        f"training stream, but the run so far held out {before}: {way}; or set {EXCLUDE} to start at the beginning of "
+        "the text"
     )
 
 

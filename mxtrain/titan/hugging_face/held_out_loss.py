@@ -119,6 +119,8 @@ def _held_out_text(folder: Path) -> TokenFile:
         prepared = load_text(Path(cache) / name, str(folder / TOKENIZER_FOLDER))
     except (DamagedText, ConfigError) as error:
         raise NoLoss(f"the run's text {name!r} in {cache} is gone or damaged") from error
+    if prepared.report.streamed:
+        raise NoLoss("the run's text was streamed")
     if prepared.identity != identity:
         raise NoLoss(f"the text {name!r} in {cache} is not the run's: its hash differs")
     if prepared.validation is None or prepared.validation.count < 2:

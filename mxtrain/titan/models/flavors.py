@@ -1,6 +1,8 @@
 """mxtrain's additional model flavors, and a vocabulary size that the job config can set."""
 
 import copy
+from collections import UserDict
+from collections.abc import Mapping
 from dataclasses import fields
 
 from torchtitan.models.llama3.model.args import TransformerModelArgs
@@ -48,29 +50,43 @@ def vocab_size(job_config) -> int:
     """Return the model's vocabulary size: ``data.vocab_size``, or the flavor's if that is 0.
 
     Raises:
-        ConfigError: for an unknown ``model.flavor``, or a ``data.vocab_size`` that is negative or not an integer.
+        ConfigError: for an unknown ``model.flavor``, a ``data.vocab_size`` that is negative or not an integer, or
+            one that a user's own model does not take.
     """
     size = job_config.data.vocab_size
     if type(size) is not int or size < 0:  # TorchTitan does not check types in TOML files
         problem = "not a whole number" if type(size) is not int else "negative"
         raise ConfigError(f"data.vocab_size = {size!r} is {problem}; 0 keeps the flavor's size")
-    if size > 0:
+    name, flavor = job_config.model.name, job_config.model.flavor
+    flavors = get_train_spec(name).model_args
+    require_one_of("model.flavor", flavor, flavors)
+    if size > 0 and isinstance(flavors, _Flavors):
         return size
-    flavors = get_train_spec(job_config.model.name).model_args
-    require_one_of("model.flavor", job_config.model.flavor, flavors)
-    return flavors[job_config.model.flavor].vocab_size
+    own_size = flavors[flavor].vocab_size
+    if size not in (0, own_size):
+        raise ConfigError(
+            f"data.vocab_size = {size} is not the {own_size} of model.name = {name!r}, which takes no other: allowed "
+            "is 0; with_mxtrain from mxtrain.titan lets a model of your own take any size"
+        )
+    return own_size
 
 
-def configurable(flavors: dict) -> dict:
+def configurable(flavors: Mapping) -> Mapping:
     """Return the same model arguments by flavor, with a vocabulary size that the job config can set."""
-    return _Flavors({name: _with_configured_vocabulary(args) for name, args in flavors.items()})
+    return _Flavors(flavors)
 
 
-class _Flavors(dict):
-    """Model arguments by flavor. Every access returns a copy, because TorchTitan writes a job's settings into it."""
+class _Flavors(UserDict):
+    """Model arguments by flavor, with a vocabulary size that the job config can set, also those that a user adds.
+
+    Every access returns a copy, because TorchTitan writes a job's settings into it.
+    """
 
     def __getitem__(self, flavor):
         return copy.deepcopy(super().__getitem__(flavor))
+
+    def __setitem__(self, flavor, args):
+        super().__setitem__(flavor, _with_configured_vocabulary(args))
 
 
 def _with_configured_vocabulary(args):

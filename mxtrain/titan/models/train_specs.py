@@ -19,13 +19,22 @@ _SPECS = {"llama3": llama3_spec, "llama4": llama4_spec, "qwen3": qwen3_spec, "de
 def register_train_specs() -> None:
     """Register mxtrain's version of every supported model. TorchTitan prefers these versions to its own."""
     for name, build_spec in _SPECS.items():
-        register_train_spec(name, _with_mxtrain(build_spec(), EXTRA_FLAVORS.get(name, {})))
+        spec = build_spec()
+        flavors = {**spec.model_args, **EXTRA_FLAVORS.get(name, {})}
+        register_train_spec(name, with_mxtrain(replace(spec, model_args=flavors)))
 
 
-def _with_mxtrain(spec: TrainSpec, extra_flavors: dict) -> TrainSpec:
+def with_mxtrain(spec: TrainSpec) -> TrainSpec:
+    """Return a model's spec with mxtrain's data, tokenizer, validation, metrics and checks of the layout.
+
+    ``data.vocab_size`` then sets the model's vocabulary. A spec without it trains, too, with its own data and logs.
+
+    Args:
+        spec: of TorchTitan's models, or of a user's own, whose arguments are a dataclass with ``vocab_size``.
+    """
     return replace(
         spec,
-        model_args=configurable({**spec.model_args, **extra_flavors}),
+        model_args=configurable(spec.model_args),
         parallelize_fn=checked_parallelize(spec.parallelize_fn),
         pipelining_fn=checked_pipeline(spec.pipelining_fn),
         build_dataloader_fn=build_dataloader,

@@ -12,6 +12,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
+from mxtrain.data.documents import is_held_out
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.titan.data import datasets as titan_datasets
@@ -261,6 +262,17 @@ def test_validating_on_python_takes_its_held_out_part(corpus):
     assert tokens.path.parent != own.tokenizer.parent  # tokenized with the training text's tokenizer
 
 
+def test_files_without_a_validation_setting_are_validated_on_their_held_out_part(corpus, tmp_path):
+    config = files_job(corpus, "--validation.enable")
+    tokens = titan_datasets._held_out(config)
+    assert tokens == prepare_from_job(config).validation and tokens.count > 0
+    assert prepare_from_job(files_job(corpus)).folder == tokens.path.parent  # the prepared text stays the same
+    own = tmp_path / "own.jsonl"
+    own.write_text(json.dumps({"text": text(1000)}) + "\n")
+    other = titan_datasets._held_out(files_job(corpus, "--validation.enable", f"--validation.dataset_path={own}"))
+    assert other.path.parent != tokens.path.parent and other.path.name == "train.bin"
+
+
 def test_nothing_held_out_is_a_config_error(corpus):
     config = files_job(corpus, "--validation.enable", "--validation.dataset=files", "--data.validation_share=0")
     with pytest.raises(ConfigError, match="validation.seq_len = 16 .* there are 0.* raise data.validation_share"):
@@ -270,9 +282,14 @@ def test_nothing_held_out_is_a_config_error(corpus):
 # Streaming
 
 
+READ = []
+"""The rows that this process has read"""
+
+
 def rows(shards, split):
     for shard in shards:
         for i in range(60):
+            READ.append((shard, i))
             yield {"body": text(1000 * shard + i + (500_000 if split == "validation" else 0), 40), "url": "u"}
 
 
@@ -330,6 +347,89 @@ def test_a_stream_validates_on_its_validation_split(hub):
     assert first.tolist() == expected
 
 
+def held_out(split: bool, share: float) -> list[str]:
+    texts = (text(1000 * shard + i, 40) for shard in (0, 1) for i in range(60))
+    return [one for one in texts if is_held_out(one, share) == split]
+
+
+def decoded(tokenizer, loader, count: int) -> str:
+    """The text of the first ``count`` batches of one rank."""
+    return "".join(tokenizer.decode(list(row), skip_special_tokens=True) for row in rows_of(take(loader, count)))
+
+
+def test_a_stream_without_a_validation_setting_holds_documents_out_of_training(hub):
+    workers = ["--validation.dataloader.num_workers=1", "--validation.dataloader.persistent_workers"]
+    config = hf_job("--validation.enable", "--validation.steps=4", *workers)
+    tokenizer = build_tokenizer(config)
+    training, validation = held_out(False, 0.3), held_out(True, 0.3)
+    assert len(training) + len(validation) == 120 and 20 < len(validation) < 60
+    read = decoded(tokenizer, build_dataloader(1, 0, tokenizer, config), 40)
+    assert read.startswith("".join(training[:5])) and not any(one in read for one in validation)
+    own = validator(config)
+    first = take(own.validation_dataloader, 4)
+    READ.clear()
+    assert same(first, take(own.validation_dataloader, 4)) and len(rows_of(own.validation_dataloader)) == 4 * 4
+    seen = decoded(tokenizer, own.validation_dataloader, 4)
+    assert seen.startswith(validation[0]) and not any(one in seen for one in training)
+    assert READ == [], "the stream is read once"
+    again = validator(hf_job("--validation.enable", "--validation.steps=300"))
+    assert len(rows_of(again.validation_dataloader)) == 300 * 4, "a short stream is repeated, so that ranks agree"
+
+
+def test_a_stream_with_held_out_documents_resumes_exactly_and_ranks_differ(hub):
+    config = hf_job("--validation.enable", "--validation.steps=1")
+    tokenizer = build_tokenizer(config)
+    whole = take(build_dataloader(1, 0, tokenizer, config), 30)
+    stopped = build_dataloader(1, 0, tokenizer, config)
+    take(stopped, 17)
+    resumed = build_dataloader(1, 0, tokenizer, config)
+    resumed.load_state_dict(stopped.state_dict())
+    assert same(take(resumed, 13), whole[17:])
+    ranks = [rows_of(validator(config, 2, rank).validation_dataloader) for rank in range(2)]
+    assert len(ranks[0]) == len(ranks[1]) == 4 and not set(ranks[0]) & set(ranks[1])
+
+
+def test_a_run_on_a_stream_does_not_start_or_stop_to_hold_out_documents(hub):
+    plain, follows = hf_job(), hf_job("--validation.enable", "--validation.steps=1")
+    folder = build_tokenizer(plain) and prepare_from_job(plain).tokenizer
+    tokenizer = [f"--model.hf_assets_path={folder}", "--data.vocab_size=0"]  # equal, so the stream alone differs
+    plain, follows = hf_job(*tokenizer), hf_job("--validation.enable", "--validation.steps=1", *tokenizer)
+    loaders = [build_dataloader(1, 0, build_tokenizer(config), config) for config in (plain, follows)]
+    for loader in loaders:
+        take(loader, 1)
+    with pytest.raises(
+        ConfigError, match="validation.dataset = '' holds a share of 0.3 .* the run so far held out 0.0"
+    ):
+        loaders[1].load_state_dict(loaders[0].state_dict())
+    with pytest.raises(ConfigError, match="held out 0.3: set validation.enable = true, validation.dataset = ''"):
+        loaders[0].load_state_dict(loaders[1].state_dict())
+
+
+def test_streams_without_following_validation_are_prepared_as_before(hub):
+    plain = prepare_from_job(hf_job()).folder
+    for flags in (["--validation.dataset=hf"], ["--validation.dataset=files"], ["--validation.dataset_path=other/set"]):
+        assert prepare_from_job(hf_job("--validation.enable", *flags)).folder == plain
+    assert prepare_from_job(hf_job("--validation.enable")).folder != plain  # its tokenizer has read other documents
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--validation.steps=-1"], "validation.steps = -1 reads validation.dataset = 'hf' to its end"),
+        (["--data.validation_share=0", "--validation.steps=1"], "data.validation_share = 0 holds no document out of"),
+    ],
+)
+def test_streams_that_cannot_validate(hub, flags, message):
+    with pytest.raises(ConfigError, match=message):
+        validator(hf_job("--validation.enable", *flags))
+
+
+def test_too_few_held_out_documents_of_a_stream(hub):
+    config = hf_job("--validation.enable", "--validation.steps=1", "--data.validation_share=0.00001")
+    with pytest.raises(ConfigError, match="data.validation_share = 1e-05 holds out less text than one sequence"):
+        take(validator(config).validation_dataloader, 1)
+
+
 def test_bad_streams_are_config_errors(hub):
     with pytest.raises(ConfigError, match="training.dataset_path = 'no/set' .*Dataset no/set does not exist"):
         build_tokenizer(hf_job("--training.dataset_path=no/set"))
@@ -340,6 +440,25 @@ def test_bad_streams_are_config_errors(hub):
 
 
 # TorchTitan's own datasets
+
+
+def test_torchtitans_names_keep_torchtitans_validation(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(
+        titan_datasets, "build_titan_validator", lambda config, *args, **parts: seen.append(config.validation.dataset)
+    )
+    config = job("--training.dataset=c4", "--validation.enable")
+    build_validator(config, 1, 0, None)
+    assert seen == ["c4_validation"] and config.validation.dataset == ""
+    titan_datasets.check_datasets(config)
+
+
+def test_a_text_of_the_users_own_needs_a_validation_setting(monkeypatch):
+    monkeypatch.setitem(titan_datasets.TITAN_DATASETS, "stories", titan_datasets.TITAN_DATASETS["c4_test"])
+    titan_datasets.check_datasets(job("--training.dataset=stories"))
+    with pytest.raises(ConfigError, match="validation.dataset = '' holds nothing out of training.dataset = 'stories'"):
+        titan_datasets.check_datasets(job("--training.dataset=stories", "--validation.enable"))
+    titan_datasets.check_datasets(job("--training.dataset=stories", "--validation.enable", "--validation.dataset=c4"))
 
 
 def test_torchtitans_own_names_go_to_its_own_code(tmp_path_factory):

@@ -1,0 +1,71 @@
+"""``mxtrain configs`` and ``mxtrain init``: the configs that mxtrain brings along."""
+
+import argparse
+import re
+from pathlib import Path
+
+from mxtrain.errors import ConfigError
+from mxtrain.presets import presets, summary
+
+
+def add(commands) -> None:
+    """Add both commands to argparse's subcommands."""
+    parser = commands.add_parser(
+        "configs",
+        help="list the presets",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="""\
+List the presets: the configs that come with mxtrain. A preset is named as a file is, in any folder.
+
+  mxtrain configs
+  mxtrain train llama3_debug          trains one
+  mxtrain init llama3_125m my.toml    copies one, to edit it
+
+A TOML file may also extend a preset: extends = "llama3_125m".
+""",
+    )
+    parser.set_defaults(run=_configs)
+    parser = commands.add_parser(
+        "init",
+        help="copy a preset",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="""\
+Copy a preset with its comments, to edit it. A preset that extends another still does.
+
+  mxtrain init llama3_125m my.toml
+  mxtrain train my.toml
+""",
+    )
+    parser.set_defaults(run=_init)
+    parser.add_argument("name", metavar="NAME", help="a preset; 'mxtrain configs' lists them")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, nargs="?", help="the copy, which must not exist (default: NAME.toml)"
+    )
+
+
+def _configs(options) -> int:
+    found = presets()
+    width = max(map(len, found))
+    for name, path in found.items():
+        print(f"{name:<{width}}  {summary(path)}")
+    return 0
+
+
+def _init(options) -> int:
+    found = presets()
+    if options.name not in found:
+        raise ConfigError(f"NAME = {options.name!r} is not one of the presets: {', '.join(found)}")
+    file = options.file or Path(f"{options.name}.toml")
+    text = _independent_of_place(found[options.name].read_text(encoding="utf-8"))
+    try:
+        with file.open("x", encoding="utf-8") as copy:
+            copy.write(text)
+    except OSError as error:
+        raise ConfigError(f"FILE = {str(file)!r} cannot be written: {error.strerror}") from error
+    print(f"{file}: a copy of {options.name}; start it with 'mxtrain train {file}'")
+    return 0
+
+
+def _independent_of_place(config: str) -> str:
+    """Return the text of a preset, which extends others by the names of presets instead of files beside it."""
+    return re.sub(r'^(extends = ")(\w+)\.toml"', r'\1\2"', config, flags=re.MULTILINE)

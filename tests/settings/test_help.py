@@ -1,0 +1,74 @@
+"""The help: every setting once, mxtrain's first, with its values and its text, and without PyTorch."""
+
+import re
+import subprocess
+import sys
+
+import tomli_w
+
+from mxtrain.settings import sections
+from mxtrain.settings.fields import fields_of
+from mxtrain.settings.help import settings_help
+from mxtrain.settings.read import known_fields
+
+OWN = '''
+from dataclasses import dataclass, field
+
+@dataclass
+class Mine:
+    depth: int = 3
+    """How deep it is"""
+
+@dataclass
+class JobConfig:
+    mine: Mine = field(default_factory=Mine)
+'''
+
+
+def named(text: str) -> list[str]:
+    return re.findall(r"^  --(\w+(?:\.\w+)+)[ ,]?", text, flags=re.MULTILINE)
+
+
+def test_every_setting_stands_once_and_mxtrains_first():
+    found = named(settings_help([]))
+    own = list(fields_of(sections.JobConfig))
+    assert found[: len(own)] == own and len(own) > 30
+    assert sorted(found) == sorted(known_fields())
+
+
+def test_each_of_mxtrains_settings_is_described():
+    text = settings_help([])
+    for name in fields_of(sections.JobConfig):
+        (entry,) = re.findall(rf"^  --{re.escape(name)}[ ,\n].*\n((?: {{8}}.*\n)+)", text, flags=re.MULTILINE)
+        assert len(entry.partition("(default:")[0].split()) >= 4, name
+    # TorchTitan's own text, also of classes inside classes
+    assert "How often to collect profile traces" in text
+    assert re.search(r"--quantize.linear.float8.enable_fsdp_float8_all_gather.*\n +\w+", text)
+
+
+def test_values_of_a_config_and_of_flags(tmp_path):
+    (tmp_path / "a.toml").write_text(tomli_w.dumps({"extends": "llama3_debug", "training": {"steps": 7}}))
+    text = " ".join(settings_help([f"--job.config_file={tmp_path / 'a.toml'}", "--mxnorm.p=1", "--help"]).split())
+    assert "1 or 2 (set to 1; default: 2) --mxnorm.recipe" in text
+    assert re.search(r"--training.steps INTEGER [^()-]* \(set to 7; default: 10000\)", text)
+    assert "--checkpoint.enable, --checkpoint.no_enable Whether" in text
+
+
+def test_sections_of_the_users_own_come_with_mxtrains(tmp_path, monkeypatch):
+    (tmp_path / "my_help.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_help", raising=False)
+    text = settings_help(["--job.custom_config_module=my_help"])
+    assert re.search(r"\[mine\]\n  --mine.depth INTEGER\n +How deep it is \(default: 3\)", text)
+    assert text.index("--mine.depth") < text.index("Settings of TorchTitan")
+
+
+def test_train_help_is_complete_and_needs_no_pytorch(tmp_path):
+    code = (
+        "import sys; sys.argv = ['mxtrain', 'train', '--help']\nfrom mxtrain.cli import main\ntry: main()\n"
+        "except SystemExit as exit: assert exit.code == 0 and 'torch' not in sys.modules\nelse: raise AssertionError"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("usage: mxtrain train [--verbose] CONFIG [FLAGS]\n")
+    assert named(result.stdout)[0] == "mxnorm.p" and len(named(result.stdout)) == len(known_fields())

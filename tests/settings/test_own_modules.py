@@ -1,0 +1,97 @@
+"""A user's own project: the files of train_configs/CUSTOM.md, trained as a user trains them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli
+
+from mxtrain.analysis import load_run
+from mxtrain.errors import ConfigError
+from mxtrain.settings.own_modules import import_own, search_beside
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--training.steps=2", "--training.seq_len=32", "--training.local_batch_size=2", "--metrics.no-enable_wandb"]
+
+
+def mxtrain(*arguments, cwd):
+    # A console command has neither the current folder nor the config's on its path; "-c" adds the current one.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MXTRAIN_CACHE": str(cwd / "cache"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", "import sys; sys.path.remove(''); from mxtrain.cli import main; sys.exit(main())",
+         *arguments],
+        capture_output=True, text=True, cwd=cwd, env=environment, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def project(tmp_path):
+    """The files of the document in one folder, and their text in another, which is the current folder of the runs."""
+    document = (ROOT / "train_configs" / "CUSTOM.md").read_text()
+    for name, language in (("my_project.py", "python"), ("my.toml", "toml")):
+        (block,) = re.findall(rf"^```{language}\n(.*?)^```$", document, flags=re.MULTILINE | re.DOTALL)
+        (tmp_path / "project").mkdir(exist_ok=True)
+        (tmp_path / "project" / name).write_text(block)
+    stories = (
+        {"story": f"Once upon a time, number {i} met number {i * i}. They talked until noon."} for i in range(300)
+    )
+    (tmp_path / "stories.jsonl").write_text("".join(json.dumps(story) + "\n" for story in stories))
+    return tmp_path
+
+
+def test_a_project_beside_its_config_trains_with_its_own_model_converter_and_text(project):
+    result = mxtrain("train", "project/my.toml", *TINY, "--job.dump_folder=run", cwd=project)
+    assert result.returncode == 0, result.stderr
+    assert len(load_run(project / "run").training) == 2
+    facts = json.loads((project / "run" / "run.json").read_text())
+    assert (facts["model"], facts["flavor"]) == ("my_llama", "narrow")
+    assert facts["converters"] == ["mxnorm", "frozen_embedding"]
+    data = json.loads((project / "run" / "data.json").read_text())
+    assert data["settings"]["training.dataset"] == "stories"
+    assert "mxnorm" in (project / "run" / "conversion.txt").read_text()
+    assert tomli.loads((project / "run" / "config.toml").read_text())["experimental"] == {"custom_import": "my_project"}
+
+
+def test_a_flavor_of_a_users_own_in_a_model_of_mxtrain(project):
+    mistake = ["--model.converters=mxnorm,frozen_embeding"]
+    result = mxtrain("train", "project/my.toml", "--model.name=llama3", *TINY, *mistake, cwd=project)
+    # The flavor is checked before the converters, so it is known.
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("mxtrain: error: model.converters = 'frozen_embeding' is not one of: ")
+    assert "'mxnorm'" in line and "'frozen_embedding'" in line and line.endswith(")") is False
+    assert not any((project / "outputs").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "import no_such_module",
+            "cannot be imported: ModuleNotFoundError: No module named 'no_such_module' (.*, line 1)",
+        ),
+        ("\n1 / 0", "cannot be imported: ZeroDivisionError: division by zero (.*my_broken.py, line 2)"),
+        ("x = = 1", "cannot be imported: SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch, code, message):
+    (tmp_path / "my_broken.py").write_text(code)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_broken", raising=False)
+    search_beside(str(tmp_path / "my.toml"))
+    with pytest.raises(ConfigError) as error:
+        import_own("experimental.custom_import", "my_broken")
+    assert re.match("experimental.custom_import = 'my_broken' " + message.replace("(", r"\(").replace(")", r"\)"),
+                    str(error.value)), error.value  # fmt: skip
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_installed_comes_before_what_lies_beside_the_config(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    search_beside(str(tmp_path / "my.toml"))
+    search_beside(str(tmp_path / "my.toml"))
+    assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1
