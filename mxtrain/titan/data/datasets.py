@@ -29,6 +29,7 @@ from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.titan.agreement import is_rank_0, prepare_together, run_on_all_ranks
 from mxtrain.titan.data.run_data import RunLoader, keep_in_run_folder
 from mxtrain.titan.models.flavors import vocab_size
+from mxtrain.titan.parallel.context import share_of_validation_loss
 from mxtrain.titan.reports.terminal import note_progress
 from mxtrain.titan.stop import ignore_stop_signals
 
@@ -88,6 +89,7 @@ def build_validator(
             that several ranks read to its end, because ranks may find different numbers of batches.
     """
     name = job_config.validation.dataset
+    parts["loss_fn"] = share_of_validation_loss(parts["loss_fn"], parts["parallel_dims"].cp)
     if name not in DATASETS:
         return build_titan_validator(job_config, dp_world_size, dp_rank, tokenizer, **parts)
     if name == "hf":

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from mxtrain.conversion.recognition import has_router
 from mxtrain.errors import ConfigError
 from mxtrain.settings.machine import Machine, check_machine
+from mxtrain.titan.parallel.context import prepare_context_parallelism
 from mxtrain.titan.parallel.initial_weights import draw_by_name
 from mxtrain.titan.parse import settings_of
 from mxtrain.titan.reports.metrics import describe_model
@@ -27,6 +28,7 @@ def checked_parallelize(parallelize_fn):
     def parallelize(model, parallel_dims, job_config):
         check_layout(parallel_dims, job_config)
         check_routers(parallel_dims, model)
+        prepare_context_parallelism(parallel_dims, job_config)
         note_model(describe_model(job_config, model))  # here, while the model is whole
         model = parallelize_fn(model, parallel_dims, job_config)
         if torch.distributed.get_backend() == "gloo":

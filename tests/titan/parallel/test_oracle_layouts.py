@@ -1,19 +1,11 @@
-"""Gradients of FSDP, HSDP and gradient accumulation against one process."""
+"""Gradients of FSDP, HSDP and context parallelism against one process, and what the oracle itself sees."""
 
 from dataclasses import replace
 
 import oracle
 import pytest
-
-TOLERANCES = {"unquantized": 1e-4, "mxfp8": 5e-3, "mx_linear": 5e-3, "fused_rmsnorm": 1e-4}
-TWO = {
-    "fsdp 2, unquantized": [*oracle.layout(shard=2), *oracle.RECIPES["unquantized"]],
-    "fsdp 2, accumulated, mxfp8": [*oracle.layout(shard=2, accumulate=2), *oracle.RECIPES["mxfp8"]],
-}
-FOUR = {
-    "fsdp 4, mx_linear": [*oracle.layout(shard=4), *oracle.RECIPES["mx_linear"]],
-    "hsdp 2 x 2, mxfp8": [*oracle.layout(replicate=2, shard=2), *oracle.RECIPES["mxfp8"]],
-}
+import sharded_runs
+from sharded_runs import FOUR, TWO
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +13,45 @@ def one(base) -> dict[str, oracle.Training]:
     return oracle.one_process(base)
 
 
-@pytest.mark.parametrize("name", [*TWO, *FOUR])
-def test_gradients_match_one_process(base, one, name):
-    runs, processes = (TWO, 2) if name in TWO else (FOUR, 4)
-    found = oracle.train(base, f"oracle of FSDP on {processes}", processes, runs)[name]
+@pytest.mark.parametrize("name", TWO)
+def test_gradients_on_two_processes_match_one(base, one, name):
     recipe = name.rpartition(", ")[2]
-    oracle.compare(one[recipe], found, TOLERANCES[recipe])
+    found = oracle.read(sharded_runs.on_two(base)[name], 2)
+    oracle.compare(one[recipe], found, oracle.TOLERANCES[recipe])
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_gradients_on_four_processes_match_one(base, one, name):
+    recipe = name.rpartition(", ")[2]
+    found = oracle.read(sharded_runs.on_four(base)[name], 4)
+    oracle.compare(one[recipe], found, oracle.TOLERANCES[recipe])
+
+
+@pytest.mark.sweep
+def test_every_recipe_on_every_sharded_layout(base, one):
+    """And with activation checkpointing, which the shorter runs combine with some of them only."""
+    layouts = {
+        "fsdp 2": (2, oracle.layout(shard=2)),
+        "cp 2": (2, oracle.layout(context=2)),
+        "fsdp 4": (4, oracle.layout(shard=4)),
+        "hsdp 2 x 2": (4, oracle.layout(replicate=2, shard=2)),
+        "cp 2 x fsdp 2": (4, oracle.layout(shard=2, context=2)),
+        "cp 4": (4, [*oracle.layout(context=4), "--training.seq_len=256"]),
+    }
+    long = ["--training.seq_len=256"]
+    ones = {recipe: [*oracle.layout(), *long, *flags] for recipe, flags in oracle.RECIPES.items()}
+    long_ones = oracle.train(base, "oracle of one process, long", 1, ones)
+    for processes in (2, 4):
+        runs = {
+            f"{name}, {mode}, {recipe}": [*flags, f"--activation_checkpoint.mode={mode}", *oracle.RECIPES[recipe]]
+            for name, (count, flags) in layouts.items()
+            if count == processes
+            for mode, recipe in zip(("none", "selective", "full", "none", "selective", "full", "none"), oracle.RECIPES)
+        }
+        for name, found in oracle.train(base, f"every recipe on {processes}", processes, runs).items():
+            recipe = name.rpartition(", ")[2]
+            expected = long_ones if name.startswith("cp 4") else one
+            oracle.compare(expected[recipe], found, oracle.TOLERANCES[recipe])
 
 
 def test_the_oracle_names_the_worst_parameter(one):
@@ -35,7 +60,6 @@ def test_the_oracle_names_the_worst_parameter(one):
     assert len(training.gradients) == oracle.STEPS and oracle.compare(training, training, 0.0) == 0.0
     names = list(training.gradients[0])
     assert "layers.1.feed_forward.w2.weight" in names and "norm.weight" in names
-
     scaled = [dict(gradients) for gradients in training.gradients]
     scaled[2]["norm.weight"] = 1.001 * scaled[2]["norm.weight"]
     with pytest.raises(AssertionError, match="0.001 of their norm, more than 0.0001: step 3, norm.weight, .* 1.001 of"):
