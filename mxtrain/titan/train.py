@@ -32,6 +32,7 @@ from mxtrain.titan.checkpoint.resumed_optimizer import apply_settings
 from mxtrain.titan.checkpoint.token_count import TokenCount
 from mxtrain.titan.checkpoint.verified_start import verified_start
 from mxtrain.titan.finite import LossWatch, NonFiniteError, nonfinite_weights
+from mxtrain.titan.parallel.check_layout import check_model_layout
 from mxtrain.titan.parallel.context import correct_max_loss, tokens_of_other_ranks
 from mxtrain.titan.parse import parse_job_config, resolved_settings, settings_of
 from mxtrain.titan.reports import terminal
@@ -210,6 +211,7 @@ def train(args: list[str], verbose: bool) -> None:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     settings = settings_of(job_config)
     check_machine(settings, Machine(processes, torch.cuda.is_available()))
+    check_model_layout(settings)
     with locked(folder) if _is_first() else nullcontext() as warning:
         # Every rank looks. Nothing changes in the folder before all ranks have met in the process group.
         start = find_start(folder, CheckpointSettings.of(job_config.checkpoint), processes)

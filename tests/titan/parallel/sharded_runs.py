@@ -19,7 +19,7 @@ TWO = {
         SELECTIVE,
         *RECIPES["unquantized"],
     ],
-    "cp 2, compiled, full, mixed": [*layout(context=2), *COMPILED, FULL, *RECIPES["mixed"]],
+    "cp 2, full, mixed": [*layout(context=2), FULL, *RECIPES["mixed"]],
 }
 FOUR = {
     "fsdp 4, mx_linear": [*layout(shard=4), *RECIPES["mx_linear"]],
