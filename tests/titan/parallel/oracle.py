@@ -9,7 +9,7 @@ How to use it::
     def test_tensor_parallelism_matches_one_process(base):
         one = oracle.one_process(base)["unquantized"]
         found = oracle.train(base, "tensor parallelism", 2, LAYOUTS)  # one group of processes for all runs
-        oracle.compare(one, found["tp 2"], oracle.TOLERANCES["unquantized"])
+        oracle.require_match(one, found["tp 2"], "unquantized")
 
 ``train`` runs mxtrain's own trainer with real flags: the flavor "tiny" of llama3 (or ``--model.name=qwen3``), 5 steps,
 a global batch of 4 sequences of 128 tokens, and ``RECIPES`` for the recipe. Runs are done once in a session, by the
@@ -200,6 +200,18 @@ def compare(one: Training, other: Training, tolerance: float, steps: int = STEPS
             difference = abs(found - expected) / abs(expected)
             assert difference <= tolerance, f"step {step}: {what} {found:.8g}, of one process {expected:.8g}"
     return worst
+
+
+def require_match(one: Training, other: Training, recipe: str) -> None:
+    """Raise AssertionError unless a training of a recipe matches one process's.
+
+    In the first two steps, whose weights agree to the last bits, gradients are within ``TOLERANCES``. Later, with a
+    quantizing recipe, they are within four times as much: one value that is rounded to another code changes the
+    weights, and these change what is rounded next. Context parallelism with "mx_linear" has shown 0.94 % in step 5.
+    """
+    tolerance = TOLERANCES[recipe]
+    compare(one, other, tolerance, steps=2)
+    compare(one, other, tolerance if tolerance < 1e-3 else 4 * tolerance)
 
 
 def _scalars(one: Training, other: Training) -> dict[str, list[tuple[float, float]]]:

@@ -1,5 +1,6 @@
 """Gradients of FSDP, HSDP and context parallelism against one process, and what the oracle itself sees."""
 
+import itertools
 from dataclasses import replace
 
 import oracle
@@ -17,14 +18,14 @@ def one(base) -> dict[str, oracle.Training]:
 def test_gradients_on_two_processes_match_one(base, one, name):
     recipe = name.rpartition(", ")[2]
     found = oracle.read(sharded_runs.on_two(base)[name], 2)
-    oracle.compare(one[recipe], found, oracle.TOLERANCES[recipe])
+    oracle.require_match(one[recipe], found, recipe)
 
 
 @pytest.mark.parametrize("name", FOUR)
 def test_gradients_on_four_processes_match_one(base, one, name):
     recipe = name.rpartition(", ")[2]
     found = oracle.read(sharded_runs.on_four(base)[name], 4)
-    oracle.compare(one[recipe], found, oracle.TOLERANCES[recipe])
+    oracle.require_match(one[recipe], found, recipe)
 
 
 @pytest.mark.sweep
@@ -33,8 +34,6 @@ def test_every_recipe_on_every_sharded_layout(base, one):
     layouts = {
         "fsdp 2": (2, oracle.layout(shard=2)),
         "cp 2": (2, oracle.layout(context=2)),
-        "fsdp 4": (4, oracle.layout(shard=4)),
-        "hsdp 2 x 2": (4, oracle.layout(replicate=2, shard=2)),
         "cp 2 x fsdp 2": (4, oracle.layout(shard=2, context=2)),
         "cp 4": (4, [*oracle.layout(context=4), "--training.seq_len=256"]),
     }
@@ -46,12 +45,12 @@ def test_every_recipe_on_every_sharded_layout(base, one):
             f"{name}, {mode}, {recipe}": [*flags, f"--activation_checkpoint.mode={mode}", *oracle.RECIPES[recipe]]
             for name, (count, flags) in layouts.items()
             if count == processes
-            for mode, recipe in zip(("none", "selective", "full", "none", "selective", "full", "none"), oracle.RECIPES)
+            for mode, recipe in zip(itertools.cycle(("none", "selective", "full")), oracle.RECIPES)
         }
         for name, found in oracle.train(base, f"every recipe on {processes}", processes, runs).items():
             recipe = name.rpartition(", ")[2]
             expected = long_ones if name.startswith("cp 4") else one
-            oracle.compare(expected[recipe], found, oracle.TOLERANCES[recipe])
+            oracle.require_match(expected[recipe], found, recipe)
 
 
 def test_the_oracle_names_the_worst_parameter(one):
