@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import os
 import re
 import shlex
 import signal
@@ -32,6 +33,7 @@ DOCUMENTS = {
         "train_configs/RUNS.md",
         "train_configs/MODELS.md",
         "train_configs/CUSTOM.md",
+        "train_configs/LAYOUTS.md",
         CODE,
         "scripts/bench/README.md",
         "scripts/evidence/README.md",
@@ -118,7 +120,14 @@ def check_python(words: list[str]) -> None:
     assert end.value.code == 0
 
 
+def check_sbatch(words: list[str]) -> None:
+    script = next(number for number, word in enumerate(words) if not word.startswith("--"))
+    assert os.access(ROOT / words[script], os.X_OK)
+    check_config(words[script + 1 :])
+
+
 CHECKS = {
+    "sbatch": check_sbatch,
     "mxtrain": check_mxtrain,
     "torchrun": check_torchrun,
     "python": check_python,

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mxtrain.data.tokenizer import require_tokenizer
-from mxtrain.settings.relations import Relation, check, quantizing
+from mxtrain.settings.layout import RELATIONS as LAYOUT_RELATIONS
+from mxtrain.settings.relations import Relation, check
 from mxtrain.settings.values import Settings
 
 
@@ -28,32 +29,6 @@ def _is_missing(module: str) -> bool:
         return bool(module) and find_spec(module) is None
     except (ImportError, ValueError):
         return True
-
-
-def _degree(s: Settings, kind: str) -> int:
-    return s[f"parallelism.{kind}_parallel_degree"]
-
-
-def _shards(s: Settings, processes: int) -> int:
-    """The number of shards that ``data_parallel_shard_degree`` stands for; 0 if the other degrees leave none."""
-    given = s["parallelism.data_parallel_shard_degree"]
-    others = s["parallelism.data_parallel_replicate_degree"] * _other_degrees(s)
-    return processes // others if given == -1 else given
-
-
-def _other_degrees(s: Settings) -> int:
-    return _degree(s, "tensor") * _degree(s, "pipeline") * _degree(s, "context")
-
-
-def _readers(s: Settings, processes: int) -> int:
-    """The number of processes that read different text."""
-    return s["parallelism.data_parallel_replicate_degree"] * _shards(s, processes)
-
-
-def global_batch_size(s: Settings, processes: int) -> int:
-    """Return the sequences per step in effect, over all processes and microbatches."""
-    given = s["training.global_batch_size"]
-    return s["training.local_batch_size"] * _readers(s, processes) if given == -1 else given
 
 
 RELATIONS = (
@@ -86,52 +61,6 @@ RELATIONS = (
             and "needs a GPU, whose copies go through pinned memory; on a CPU use 'async'"
         ),
     ),
-    Relation(
-        "parallelism.data_parallel_shard_degree",
-        lambda s, machine: (
-            _readers(s, machine.processes) * _other_degrees(s) != machine.processes
-            and f"does not fit {machine.processes} process(es), which the product of all degrees must be; the others "
-            f"are replicate {s['parallelism.data_parallel_replicate_degree']}, tensor {_degree(s, 'tensor')}, "
-            f"pipeline {_degree(s, 'pipeline')} and context {_degree(s, 'context')}"
-        ),
-    ),
-    # TorchTitan 0.2.2 divides the loss by the number of tokens on all ranks, so gradients must be summed. DDP averages
-    # them: with two replicas the gradient norm is half of the correct value.
-    Relation(
-        "parallelism.data_parallel_replicate_degree",
-        lambda s, machine: (
-            s["parallelism.data_parallel_replicate_degree"] > 1
-            and _shards(s, machine.processes) * _degree(s, "context") == 1
-            and "without sharding is DDP, which averages gradients, but TorchTitan 0.2.2 needs their sum; use FSDP: "
-            "data_parallel_shard_degree = -1, alone or (HSDP) greater than 1 beside the replicate degree"
-        ),
-    ),
-    Relation(
-        "parallelism.tensor_parallel_degree",
-        lambda s, machine: (
-            _degree(s, "tensor") > 1
-            and quantizing(s)
-            and f"does not work with converter {quantizing(s)[0]!r}: allowed is 1"
-        ),
-    ),
-    # With two stages TorchTitan 0.2.2 does not divide by the number of tokens, and the gradient norm is about a
-    # thousand times too large.
-    Relation(
-        "parallelism.pipeline_parallel_degree",
-        lambda s, machine: (
-            _degree(s, "pipeline") > 1
-            and "gives wrong gradients in TorchTitan 0.2.2 (it does not divide by the number of tokens): allowed is 1"
-        ),
-    ),
-    Relation(
-        "training.global_batch_size",
-        lambda s, machine: (
-            s["training.global_batch_size"] != -1
-            and s["training.global_batch_size"] % (s["training.local_batch_size"] * _readers(s, machine.processes))
-            and f"is not a multiple of training.local_batch_size = {s['training.local_batch_size']} times "
-            f"{_readers(s, machine.processes)} data-parallel process(es)"
-        ),
-    ),
     *(
         Relation(
             f"profiling.{setting}",
@@ -145,7 +74,7 @@ RELATIONS = (
 
 
 def check_machine(settings: Settings, machine: Machine) -> None:
-    """Raise ConfigError for files that do not exist, and for a layout that does not fit or has wrong gradients."""
-    check(RELATIONS, settings, machine)
+    """Raise ConfigError for files that do not exist, and for a layout that does not fit."""
+    check((*LAYOUT_RELATIONS, *RELATIONS), settings, machine)
     if folder := settings["model.hf_assets_path"]:
         require_tokenizer(Path(folder).expanduser())

@@ -2,7 +2,7 @@
 
 from mxtrain.run_folder.manifest import read_manifest
 from mxtrain.run_folder.start import Start
-from mxtrain.settings.machine import global_batch_size
+from mxtrain.settings.layout import global_batch_size
 from mxtrain.settings.resume_changes import changes, report, require_allowed, settings_before
 from mxtrain.settings.values import Settings
 

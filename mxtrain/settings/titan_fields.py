@@ -55,7 +55,8 @@ ALLOWED = {
     "parallelism.pipeline_parallel_microbatch_size": Positive,
     "parallelism.pipeline_parallel_layers_per_stage": Positive | None,
     "parallelism.context_parallel_degree": Positive,
-    "parallelism.context_parallel_load_balancer": Literal["headtail", "ptrr"] | None,
+    # TorchTitan's None, no balancing, has no place in a TOML file, so a run that resumes would forget it.
+    "parallelism.context_parallel_load_balancer": Literal["headtail", "ptrr"],
     "parallelism.expert_parallel_degree": Positive,
     "parallelism.expert_tensor_parallel_degree": Positive,
     "checkpoint.interval": Positive,

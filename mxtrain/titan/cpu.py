@@ -2,7 +2,8 @@
 
 ``torchtitan.tools.utils`` falls back to the device type "cuda", and other modules of TorchTitan import the device type
 and module by name. ``use_cpu`` replaces them with "cpu" and a stand-in for ``torch.cuda``. For mixtures of experts,
-``torch.histc`` counts integers as it does on CUDA, and expert parallelism orders its tokens without Triton.
+``torch.histc`` counts integers as it does on CUDA, and expert parallelism orders its tokens without Triton. Under
+context parallelism attention gathers keys and values.
 """
 
 import functools
@@ -34,6 +35,9 @@ def use_cpu() -> None:
     from torchtitan.models.moe import kernels, utils
 
     utils.generate_permute_indices = functools.partial(kernels.generate_permute_indices, use_cpu=True)
+    from mxtrain.titan.cpu_attention import use_gathered_attention
+
+    use_gathered_attention()
 
 
 def histc(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:

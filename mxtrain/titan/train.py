@@ -33,6 +33,8 @@ from mxtrain.titan.checkpoint.resumed_optimizer import apply_settings
 from mxtrain.titan.checkpoint.token_count import TokenCount
 from mxtrain.titan.checkpoint.verified_start import verified_start
 from mxtrain.titan.finite import LossWatch, NonFiniteError, nonfinite_weights
+from mxtrain.titan.parallel.check_layout import check_model_layout
+from mxtrain.titan.parallel.context import correct_max_loss, tokens_of_other_ranks
 from mxtrain.titan.parse import parse_job_config, resolved_settings, settings_of
 from mxtrain.titan.reports import terminal
 from mxtrain.titan.reports.metrics import leave_losses_to_trainer, run_facts
@@ -69,6 +71,7 @@ class _Trainer(Trainer):
         self._stops = job_config.metrics.on_nonfinite_loss == finite.STOP
         self._watch = LossWatch(self.device, self._stops)
         leave_losses_to_trainer(self.metrics_processor)
+        correct_max_loss(self.metrics_processor, self.parallel_dims.cp)
         self.checkpointer.is_stopping = lambda: self._watch.stop_signal is not None
         self.checkpointer.after_load = self._after_load
         self.checkpointer.states["rng"] = RandomState()
@@ -110,6 +113,11 @@ class _Trainer(Trainer):
         rates = apply_settings(self.optimizers, self.lr_schedulers)
         if self.step > 0 and rates.kept != rates.present:
             terminal.note(f"learning rate of step {self.step + 1}: {rates.present:.4g} (was {rates.kept:.4g})")
+
+    def batch_generator(self, data_iterable):
+        for inputs, labels in super().batch_generator(data_iterable):
+            self.ntokens_seen -= tokens_of_other_ranks(labels, self.parallel_dims.cp)
+            yield inputs, labels
 
     def train_step(self, data_iterator):
         self._losses = []
@@ -204,6 +212,7 @@ def train(args: list[str], verbose: bool) -> None:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     settings = settings_of(job_config)
     check_machine(settings, Machine(processes, torch.cuda.is_available()))
+    check_model_layout(settings)
     with locked(folder) if _is_first() else nullcontext() as warning:
         # Every rank looks. Nothing changes in the folder before all ranks have met in the process group.
         start = find_start(folder, CheckpointSettings.of(job_config.checkpoint), processes)

@@ -125,7 +125,7 @@ def trainer(monkeypatch):
     def init(self, job_config):
         self.job_config = job_config
         self.device = torch.device("cpu")
-        self.parallel_dims = SimpleNamespace(get_optional_mesh=lambda name: None)
+        self.parallel_dims = SimpleNamespace(get_optional_mesh=lambda name: None, cp=1)
         self.model_parts = [torch.nn.Linear(2, 2)]
         self.checkpointer = FakeCheckpointer()
         self.metrics_processor = SimpleNamespace(logger=None, should_log=lambda step: False)

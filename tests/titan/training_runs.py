@@ -94,7 +94,7 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
     _killed(base)
     mixed = ["--mxnorm.recipes", *(word for pair in MIXED_RECIPES.items() for word in pair)]
     experts = validate(base)
-    return _done_once(
+    return done_once(
         base,
         "one",
         1,
@@ -199,9 +199,9 @@ def several_processes(base: Path) -> dict[str, "Outcome"]:
     four = {"hsdp": [*load(base, "seed", 0, 1), *degrees, "--training.local_batch_size=1"]}
     four["resharded on four"] = [*resumed, "--training.local_batch_size=1", steps(6)]
     return (
-        _done_once(base, "two", 2, two)
-        | _done_once(base, "one after two", 1, {"resharded on one": [*resumed, steps(4)]})
-        | _done_once(base, "four", 4, four)
+        done_once(base, "two", 2, two)
+        | done_once(base, "one after two", 1, {"resharded on one": [*resumed, steps(4)]})
+        | done_once(base, "four", 4, four)
     )
 
 
@@ -275,11 +275,14 @@ class Outcome:
         return [row["loss"] for row in self.rows]
 
 
-def _done_once(base: Path, name: str, processes: int, runs: Runs) -> dict[str, Outcome]:
+def done_once(
+    base: Path, name: str, processes: int, runs: Runs, prepare: Callable[[], None] | None = None
+) -> dict[str, Outcome]:
+    """Do ``runs`` with ``launch``, unless another pytest worker of this session has."""
     with FileLock(base / f"{name}.lock"):
         if not (base / name).exists():
             copy_text(base)
-            launch(base / name, runs, processes)
+            launch(base / name, runs, processes, prepare=prepare)
     outcomes = {}
     for run, flags in runs.items():
         statuses = [json.loads((base / name / run / f"rank{rank}.status").read_text()) for rank in range(processes)]
@@ -303,10 +306,17 @@ def wait_for_lines(path: Path, count: int) -> None:
         time.sleep(0.01)
 
 
-def launch(folder: Path, runs: Runs, processes: int, disturb: Callable[[list], None] | None = None) -> None:
+def launch(
+    folder: Path,
+    runs: Runs,
+    processes: int,
+    disturb: Callable[[list], None] | None = None,
+    prepare: Callable[[], None] | None = None,
+) -> None:
     """Do ``runs``, by name, one after another with ``processes`` workers and no launcher in between.
 
     ``disturb`` is called with the workers, which are ``multiprocessing.Process``es, when they have started.
+    ``prepare``, a function of a module, is called in every worker before its first run.
     """
     folder.mkdir(parents=True)
     data = {**CONFIG["training"], "dataset_path": f"{folder.parent / 'text'}/**/*.py"}
@@ -327,7 +337,7 @@ def launch(folder: Path, runs: Runs, processes: int, disturb: Callable[[list], N
     workers = [
         context.Process(
             target=_train_all,
-            args=(folder, runs, ports, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}),
+            args=(folder, runs, ports, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, prepare),
         )
         for rank in range(processes)
     ]
@@ -368,7 +378,13 @@ def _copy_to_resume(folder: Path, name: str, resumed: Resumed, is_first: bool) -
         time.sleep(0.01)
 
 
-def _train_all(folder: Path, runs: Runs, ports: list[int], environment: dict[str, str]) -> None:
+def _train_all(
+    folder: Path,
+    runs: Runs,
+    ports: list[int],
+    environment: dict[str, str],
+    prepare: Callable[[], None] | None,
+) -> None:
     """What ``python -m mxtrain.train`` does, once for every run."""
     os.environ.clear()
     os.environ.update(environment)
@@ -382,6 +398,8 @@ def _train_all(folder: Path, runs: Runs, ports: list[int], environment: dict[str
 
     hide_library_warnings()
     _add_tiny_models()
+    if prepare is not None:
+        prepare()
     rank = environment["RANK"]
     for (name, flags), port in zip(runs.items(), ports, strict=True):
         os.environ.clear()  # of what TorchTitan set in the run before
@@ -414,7 +432,8 @@ def _add_tiny_models() -> None:
     few_heads = {"dim": 128, "n_layers": 2, "n_heads": 4}
     latent = {"inter_dim": 256, "moe_inter_dim": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
     tiny = {
-        "llama3": replace(debug["llama3"]["debugmodel"], **few_heads, multiple_of=32),
+        # Feed-forward layers of 384 features, of which a quarter still holds whole blocks.
+        "llama3": replace(debug["llama3"]["debugmodel"], **few_heads, multiple_of=128),
         "llama4": replace(debug["llama4"]["debugmodel"], **few_heads, multiple_of=32),
         "deepseek_v3": replace(debug["deepseek_v3"]["debugmodel"], **few_heads, **latent, qk_rope_head_dim=16),
         "qwen3": replace(debug["qwen3"]["debugmodel_moe_16"], n_layers=2, dim=128, n_heads=4, head_dim=32,

@@ -30,6 +30,7 @@ from mxtrain.titan.agreement import is_rank_0, prepare_together, run_on_all_rank
 from mxtrain.titan.data.run_data import RunLoader, keep_in_run_folder
 from mxtrain.titan.data.streams import held_out_share, training_stream, validation_stream
 from mxtrain.titan.models.flavors import vocab_size
+from mxtrain.titan.parallel.context import share_of_validation_loss
 from mxtrain.titan.reports.terminal import note_progress
 from mxtrain.titan.stop import ignore_stop_signals
 
@@ -90,6 +91,7 @@ def build_validator(
     """
     name = _validation_dataset(job_config)
     options = _loader_options(job_config.validation)
+    parts["loss_fn"] = share_of_validation_loss(parts["loss_fn"], parts["parallel_dims"].cp)
     if name not in DATASETS:
         job_config = replace(job_config, validation=replace(job_config.validation, dataset=name))
         return build_titan_validator(job_config, dp_world_size, dp_rank, tokenizer, **parts)

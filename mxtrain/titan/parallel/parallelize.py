@@ -11,6 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from mxtrain.conversion.recognition import has_router
 from mxtrain.errors import ConfigError
 from mxtrain.settings.machine import Machine, check_machine
+from mxtrain.titan.parallel.check_layout import check_model_layout
+from mxtrain.titan.parallel.context import prepare_context_parallelism
 from mxtrain.titan.parallel.initial_weights import draw_by_name
 from mxtrain.titan.parse import settings_of
 from mxtrain.titan.reports.metrics import describe_model
@@ -27,6 +29,7 @@ def checked_parallelize(parallelize_fn):
     def parallelize(model, parallel_dims, job_config):
         check_layout(parallel_dims, job_config)
         check_routers(parallel_dims, model)
+        prepare_context_parallelism(parallel_dims, job_config)
         note_model(describe_model(job_config, model))  # here, while the model is whole
         model = parallelize_fn(model, parallel_dims, job_config)
         if torch.distributed.get_backend() == "gloo":
@@ -65,5 +68,7 @@ def checked_pipeline(pipelining_fn):
 
 
 def check_layout(parallel_dims, job_config) -> None:
-    """Raise ConfigError for a layout that does not fit the processes, or that gives wrong gradients."""
-    check_machine(settings_of(job_config), Machine(parallel_dims.world_size, torch.cuda.is_available()))
+    """Raise ConfigError for a layout that does not fit the processes or the model, or that gives wrong gradients."""
+    settings = settings_of(job_config)
+    check_machine(settings, Machine(parallel_dims.world_size, torch.cuda.is_available()))
+    check_model_layout(settings)

@@ -1,0 +1,156 @@
+"""Mistakes in a layout of processes that show without the model: degrees, sequences, batches.
+
+``mxtrain.titan.parallel.check_layout`` compares a layout with the model.
+"""
+
+from mxtrain.settings.relations import Relation, quantizing
+from mxtrain.settings.values import Settings
+
+BLOCK = 32
+"""Largest number of elements along an axis that share a scale"""
+
+
+def degree(s: Settings, kind: str) -> int:
+    return s[f"parallelism.{kind}_parallel_degree"]
+
+
+def global_batch_size(s: Settings, processes: int) -> int:
+    """Return the sequences per step in effect, over all processes and microbatches."""
+    given = s["training.global_batch_size"]
+    return s["training.local_batch_size"] * _readers(s, processes) if given == -1 else given
+
+
+def _shards(s: Settings, processes: int) -> int:
+    """The number of shards that ``data_parallel_shard_degree`` stands for; 0 if the other degrees leave none."""
+    given = s["parallelism.data_parallel_shard_degree"]
+    others = s["parallelism.data_parallel_replicate_degree"] * _other_degrees(s)
+    return processes // others if given == -1 else given
+
+
+def _other_degrees(s: Settings) -> int:
+    return degree(s, "tensor") * degree(s, "pipeline") * degree(s, "context")
+
+
+def _readers(s: Settings, processes: int) -> int:
+    """The number of processes that read different text."""
+    return s["parallelism.data_parallel_replicate_degree"] * _shards(s, processes)
+
+
+def _sequence_problem(s: Settings, length: int, needs_blocks: bool) -> str | None:
+    """What is wrong with the length of a sequence that context and tensor parallelism cut into parts.
+
+    Context parallelism cuts it into twice as many chunks as ranks, and gives every rank two. Every part must hold whole
+    blocks of tokens: the operands of wgrad have one scale for a block.
+    """
+    context, tensor = degree(s, "context"), degree(s, "tensor")
+    if context * tensor == 1:
+        return None
+    chunks = 2 * context if context > 1 else 1
+    divisor = chunks * tensor * BLOCK if needs_blocks else 2 * context * tensor
+    if length % divisor == 0:
+        return None
+    blocks = f" with blocks of {BLOCK} tokens" if needs_blocks else ""
+    return (
+        f"is not a multiple of {divisor}, which parallelism.context_parallel_degree = {context} and "
+        f"tensor_parallel_degree = {tensor} need{blocks}"
+    )
+
+
+def _cut_experts(s: Settings, processes: int) -> str | None:
+    """What is wrong with the degree of expert parallelism."""
+    experts, own = degree(s, "expert"), degree(s, "expert_tensor")
+    ranks = _shards(s, processes) * degree(s, "context") * degree(s, "tensor")
+    if experts == 1 or ranks % (experts * own) == 0:
+        return None
+    return (
+        f"times expert_tensor_parallel_degree = {own} does not divide {ranks}, the product of the degrees shard, "
+        "context and tensor"
+    )
+
+
+RELATIONS = (
+    Relation(
+        "parallelism.data_parallel_shard_degree",
+        lambda s, machine: (
+            _readers(s, machine.processes) * _other_degrees(s) != machine.processes
+            and f"does not fit {machine.processes} process(es), which the product of all degrees must be; the others "
+            f"are replicate {s['parallelism.data_parallel_replicate_degree']}, tensor {degree(s, 'tensor')}, "
+            f"pipeline {degree(s, 'pipeline')} and context {degree(s, 'context')}"
+        ),
+    ),
+    # TorchTitan 0.2.2 divides the loss by the number of tokens on all ranks, so gradients must be summed. DDP averages
+    # them: with two replicas the gradient norm is half of the correct value.
+    Relation(
+        "parallelism.data_parallel_replicate_degree",
+        lambda s, machine: (
+            s["parallelism.data_parallel_replicate_degree"] > 1
+            and _shards(s, machine.processes) * degree(s, "context") == 1
+            and "without sharding is DDP, which averages gradients, but TorchTitan 0.2.2 needs their sum; use FSDP: "
+            "data_parallel_shard_degree = -1, alone or (HSDP) greater than 1 beside the replicate degree"
+        ),
+    ),
+    Relation(
+        "parallelism.tensor_parallel_degree",
+        lambda s, machine: (
+            degree(s, "tensor") > 1
+            and quantizing(s)
+            and f"does not work with converter {quantizing(s)[0]!r}: allowed is 1"
+        ),
+    ),
+    # With two stages TorchTitan 0.2.2 does not divide by the number of tokens, and the gradient norm is about a
+    # thousand times too large.
+    Relation(
+        "parallelism.pipeline_parallel_degree",
+        lambda s, machine: (
+            degree(s, "pipeline") > 1
+            and "gives wrong gradients in TorchTitan 0.2.2 (it does not divide by the number of tokens): allowed is 1"
+        ),
+    ),
+    Relation(
+        "parallelism.enable_async_tensor_parallel",
+        lambda s, machine: (
+            s["parallelism.enable_async_tensor_parallel"]
+            and quantizing(s)
+            and f"finds no products to overlap with converter {quantizing(s)[0]!r}: allowed is false"
+        ),
+    ),
+    Relation(
+        "parallelism.enable_async_tensor_parallel",
+        lambda s, machine: (
+            s["parallelism.enable_async_tensor_parallel"]
+            and not (s["compile.enable"] and "model" in s["compile.components"])
+            and "needs compile.enable = true, and 'model' in compile.components"
+        ),
+    ),
+    Relation("parallelism.expert_parallel_degree", lambda s, machine: _cut_experts(s, machine.processes)),
+    Relation(
+        "parallelism.expert_tensor_parallel_degree",
+        lambda s, machine: (
+            degree(s, "expert_tensor") not in (1, degree(s, "tensor"))
+            and f"is neither 1 nor tensor_parallel_degree = {degree(s, 'tensor')}"
+        ),
+    ),
+    Relation("training.seq_len", lambda s, machine: _sequence_problem(s, s["training.seq_len"], bool(quantizing(s)))),
+    Relation(
+        "validation.seq_len",
+        lambda s, machine: s["validation.enable"] and _sequence_problem(s, s["validation.seq_len"], needs_blocks=False),
+    ),
+    Relation(
+        "training.local_batch_size",
+        lambda s, machine: (
+            degree(s, "pipeline") > 1
+            and s["training.local_batch_size"] % s["parallelism.pipeline_parallel_microbatch_size"]
+            and "is not a multiple of parallelism.pipeline_parallel_microbatch_size = "
+            f"{s['parallelism.pipeline_parallel_microbatch_size']}"
+        ),
+    ),
+    Relation(
+        "training.global_batch_size",
+        lambda s, machine: (
+            s["training.global_batch_size"] != -1
+            and s["training.global_batch_size"] % (s["training.local_batch_size"] * _readers(s, machine.processes))
+            and f"is not a multiple of training.local_batch_size = {s['training.local_batch_size']} times "
+            f"{_readers(s, machine.processes)} data-parallel process(es)"
+        ),
+    ),
+)

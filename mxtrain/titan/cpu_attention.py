@@ -1,0 +1,72 @@
+"""Attention under context parallelism on a machine without an accelerator.
+
+PyTorch has ring attention for CUDA's kernels only, and raises for a CPU's. Here every rank gathers all keys and values
+and attends from its part of the sequence. It needs memory for whole keys and values: for tests and small runs.
+"""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+import torchtitan.distributed.context_parallel as titan_context
+from torch.distributed._functional_collectives import all_gather_tensor, all_gather_tensor_autograd
+
+_NAME = "apply_cp_to_attention_module"
+SEQUENCE = 2
+"""Dimension of queries, keys and values, which are [B, heads, S, head_dim]"""
+
+
+def use_gathered_attention() -> None:
+    """Replace ``apply_cp_to_attention_module``, also in modules of TorchTitan that have imported it by name."""
+    replaced = getattr(titan_context, _NAME)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torchtitan.") and getattr(module, _NAME, None) is replaced:
+            setattr(module, _NAME, gather_in)
+
+
+def gather_in(attention_modules, cp_mesh, attention_type: str) -> None:
+    """Make attention modules gather keys and values over ``cp_mesh``.
+
+    Takes the arguments of TorchTitan's ``apply_cp_to_attention_module``.
+
+    Raises:
+        NotImplementedError: for an attention other than "sdpa".
+    """
+    if attention_type != "sdpa":
+        raise NotImplementedError(f"context parallelism on a CPU needs attention 'sdpa', not {attention_type!r}")
+    for module in attention_modules:
+        module.forward = GatheredAttention(cp_mesh)
+
+
+class GatheredAttention:
+    """Causal attention of one rank's part of the sequence to the whole sequence.
+
+    TorchTitan cuts the sequence into twice as many chunks as ranks, and gives rank r the r-th from the start and the
+    r-th from the end, so that causal masks leave every rank as much to compute.
+    """
+
+    def __init__(self, cp_mesh):
+        self._mesh = cp_mesh
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        is_causal: bool = True,
+    ) -> torch.Tensor:
+        k, v = (all_gather_tensor_autograd(x.contiguous(), SEQUENCE, self._mesh) for x in (k, v))
+        mask = None
+        if is_causal:
+            own = self._positions(q.shape[SEQUENCE], q.device)
+            mask = own[:, None] >= all_gather_tensor(own, 0, self._mesh)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+
+    def _positions(self, length: int, device: torch.device) -> torch.Tensor:
+        """Return where in the whole sequence the tokens of this rank stand."""
+        rank, half = self._mesh.get_local_rank(), length // 2
+        chunks = torch.arange(half, device=device)
+        return torch.cat([chunks + rank * half, chunks + (2 * self._mesh.size() - 1 - rank) * half])

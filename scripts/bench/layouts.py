@@ -1,0 +1,100 @@
+"""Gradients of parallel layouts against one process: the oracle of the tests, on GPUs under NCCL or on a CPU.
+
+For every layout and recipe it trains the tests' tiny model for 5 steps (``tests/titan/parallel/oracle.py``), and prints
+the largest difference of a parameter's gradient before clipping, relative to its norm, and of losses and gradient
+norms. Degrees are joined by x: ddp2xfsdp2 is HSDP. A layout needs as many GPUs as the product of its degrees.
+
+Usage:
+    python scripts/bench/layouts.py --layouts fsdp2,ddp2xfsdp2,tp2,pp2
+    python scripts/bench/layouts.py --layouts cp2 --dtype bfloat16 --reference fsdp2   attention needs 16 bits on GPUs
+
+In bfloat16 one process computes under autocast, and FSDP and context parallelism cast the weights: compare those two.
+"""
+
+import argparse
+import re
+import sys
+import tempfile
+from math import prod
+from pathlib import Path
+
+TESTS = Path(__file__).parents[2] / "tests" / "titan"
+sys.path[:0] = [str(TESTS), str(TESTS / "parallel")]
+DEGREES = {"ddp": "replicate", "fsdp": "shard", "cp": "context", "tp": "tensor", "pp": "pipeline"}
+ONE = "one"
+
+
+def degrees(layout: str) -> dict[str, int]:
+    """Return the degrees of a layout by the names of the oracle's parameters: "cp2xfsdp2" or "one"."""
+    found = [re.fullmatch(r"([a-z]+)(\d+)", part) for part in layout.split("x")] if layout != ONE else []
+    if not all(match and match[1] in DEGREES for match in found):
+        raise argparse.ArgumentTypeError(f"{layout!r} is not {ONE!r}, or some of {', '.join(DEGREES)} with numbers")
+    return {DEGREES[match[1]]: int(match[2]) for match in found}
+
+
+def layouts(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        degrees(name)
+    return names
+
+
+def layout(text: str) -> str:
+    degrees(text)
+    return text
+
+
+def train(base: Path, name: str, recipes: list[str], dtype: str, repeat: int) -> dict:
+    """Train all recipes on one layout. Return what every recipe gave: a training, or why it failed."""
+    import oracle
+
+    processes = prod(degrees(name).values())
+    flags = [*oracle.layout(**degrees(name)), f"--training.mixed_precision_param={dtype}"]
+    runs = {recipe: [*flags, *oracle.RECIPES[recipe]] for recipe in recipes}
+    results = {}
+    for recipe, outcome in oracle.outcomes_of(base, f"{name} {repeat}", processes, runs).items():
+        try:
+            results[recipe] = oracle.read(outcome, processes)
+        except AssertionError as error:
+            results[recipe] = str(error).strip().splitlines()[-1]
+    return results
+
+
+def differences(one, other) -> tuple[float, float, float]:
+    """Return the largest relative difference of a gradient, of losses and of gradient norms."""
+    import oracle
+
+    def largest(expected: list[float], found: list[float]) -> float:
+        return max(abs(b - a) / abs(a) for a, b in zip(expected, found, strict=True))
+
+    norms = largest(one.grad_norms, other.grad_norms)
+    return oracle.compare(one, other, float("inf")), largest(one.losses, other.losses), norms
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", type=layouts, default=["fsdp2"], help="such as fsdp2,tp2xfsdp2")
+    parser.add_argument("--recipes", default="unquantized,mxfp8,mx_linear,nvfp4", help="names of the oracle's recipes")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--reference", type=layout, default=ONE, help="layout to compare with")
+    options = parser.parse_args(argv)
+
+    import forked
+    import torch
+
+    if torch.cuda.is_available():
+        del forked.ENVIRONMENT["CUDA_VISIBLE_DEVICES"]  # which hides them from the tests' workers
+    recipes = options.recipes.split(",")
+    print(f"relative to {options.reference}, {options.dtype}, {'NCCL' if torch.cuda.is_available() else 'gloo'}")
+    print(f"{'layout':16} {'recipe':14} {'gradient':>9} {'loss':>9} {'norm':>9}")
+    with tempfile.TemporaryDirectory() as folder:
+        references = train(Path(folder), options.reference, recipes, options.dtype, repeat=0)
+        for name in options.layouts:
+            for recipe, result in train(Path(folder), name, recipes, options.dtype, repeat=1).items():
+                failed = next((text for text in (references[recipe], result) if isinstance(text, str)), None)
+                row = failed or " ".join(f"{value:9.1e}" for value in differences(references[recipe], result))
+                print(f"{name:16} {recipe:14} {row}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""The Slurm script on one machine: two launchers as two nodes, with stand-ins for Slurm's own programs."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from mxtrain.analysis import load_run
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "scripts" / "slurm").iterdir())
+# Starts the command twice, as on two nodes, and passes on signals to nobody: Slurm signals the processes of a step.
+SRUN = """#!/usr/bin/env bash
+shift  # --kill-on-bad-exit
+for node in 0 1; do "$@" & done
+status=0
+for node in 0 1; do wait -n || status=$?; done
+exit $status
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [ "$1" = show ]; then echo localhost; echo localhost; else echo "$@" >> "$SCONTROL_LOG"; fi
+"""
+
+
+def test_bash_parses_the_scripts():
+    assert [script.name for script in SCRIPTS] == ["node.sh", "train.sbatch"]
+    for script in SCRIPTS:
+        assert subprocess.run(["bash", "-n", script]).returncode == 0
+        assert script.stat().st_mode & 0o111, f"{script} is not executable"
+
+
+def slurm_job(folder: Path, *flags: str, restart: int) -> subprocess.Popen:
+    """Start the batch script as Slurm does: a copy of it, in the folder where it was submitted."""
+    environment = {
+        **os.environ,
+        "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "TRITON_INTERPRET": "0",
+        "MXTRAIN_CACHE": str(folder / "cache"),
+        "MXTRAIN_RUN": str(folder / "run"),
+        "NGPU": "1",
+        "SCONTROL_LOG": str(folder / "scontrol.log"),
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_NNODES": "2",
+        "SLURM_RESTART_COUNT": str(restart),
+    }
+    output = open(folder / f"output-{restart}.txt", "w")
+    command = ["bash", str(folder / "slurm_script"), str(folder / "job.toml"), *flags]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def processes_of_steps(job: subprocess.Popen) -> list[int]:
+    """Return the launchers and workers of a job. Workers have sessions of their own."""
+    listing = subprocess.run(["ps", "-ww", "-eo", "ppid=,pid=,args="], capture_output=True, text=True).stdout
+    rows = [line.split(maxsplit=2) for line in listing.splitlines()]
+    inside = {str(job.pid)}
+    while more := {pid for parent, pid, _ in rows if parent in inside} - inside:
+        inside |= more
+    return [int(pid) for _, pid, command in rows if pid in inside and "-m mxtrain.train" in command]
+
+
+@pytest.mark.sweep
+def test_a_job_on_two_nodes_saves_goes_back_into_the_queue_and_resumes(tmp_path):
+    for name, content in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(content)
+        (tmp_path / name).chmod(0o755)
+    shutil.copy(ROOT / "scripts" / "slurm" / "train.sbatch", tmp_path / "slurm_script")
+    config = {
+        "job": {"custom_config_module": "mxtrain.titan.job_config"},
+        "experimental": {"custom_import": "mxtrain.titan"},
+        "model": {"name": "llama3", "flavor": "debugmodel", "converters": ["mxnorm"]},
+        "data": {"vocab_size": 300},
+        "training": {
+            "dataset": "files",
+            "dataset_path": str(ROOT / "mxtrain" / "titan" / "*.py"),
+            "local_batch_size": 1,
+            "global_batch_size": 2,
+            "seq_len": 32,
+            "steps": 100000,
+        },
+        "metrics": {"log_freq": 1},
+    }
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(config))
+
+    job = slurm_job(tmp_path, restart=0)
+    try:
+        metrics, end = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
+        while not metrics.exists() or metrics.read_text().count("\n") < 3:
+            assert job.poll() is None and time.monotonic() < end, (tmp_path / "output-0.txt").read_text()[-4000:]
+            time.sleep(0.1)
+        assert len(processes_of_steps(job)) == 4
+        for process in processes_of_steps(job):
+            os.kill(process, signal.SIGUSR1)
+        status = job.wait(200)
+    finally:
+        for process in processes_of_steps(job):
+            os.kill(process, signal.SIGKILL)
+    output = (tmp_path / "output-0.txt").read_text()
+    assert status == 0 and "stopped by SIGUSR1 after step" in output, output[-4000:]
+    assert (tmp_path / "scontrol.log").read_text() == f"requeue {os.getpid()}\n"
+    (checkpoint,) = (tmp_path / "run" / "checkpoint").glob("step-*")
+    saved = int(checkpoint.name.removeprefix("step-"))
+
+    job = slurm_job(tmp_path, "--training.steps", str(saved + 2), restart=1)
+    assert job.wait(300) == 0, (tmp_path / "output-1.txt").read_text()[-4000:]
+    assert [row["step"] for row in load_run(tmp_path / "run").training] == list(range(1, saved + 3))
+    assert (tmp_path / "scontrol.log").read_text() == f"requeue {os.getpid()}\n", "a run that has ended stays so"

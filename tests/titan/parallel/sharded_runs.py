@@ -1,0 +1,58 @@
+"""Runs of the oracle on layouts without pipeline or tensor parallelism, shared by several test files.
+
+A run's name ends with the name of its recipe.
+"""
+
+from pathlib import Path
+
+import oracle
+from oracle import RECIPES, layout
+from training_runs import SAVE, Outcome, steps, validate
+
+COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
+SELECTIVE, FULL = (f"--activation_checkpoint.mode={mode}" for mode in ("selective", "full"))
+TWO = {
+    "fsdp 2, compiled, unquantized": [*layout(shard=2), *COMPILED, *RECIPES["unquantized"]],
+    "fsdp 2, accumulated, nvfp4": [*layout(shard=2, accumulate=2), *RECIPES["nvfp4"]],
+    "cp 2, accumulated, selective, unquantized": [
+        *layout(context=2, accumulate=2),
+        SELECTIVE,
+        *RECIPES["unquantized"],
+    ],
+    "cp 2, full, mixed": [*layout(context=2), FULL, *RECIPES["mixed"]],
+}
+FOUR = {
+    "fsdp 4, mx_linear": [*layout(shard=4), *RECIPES["mx_linear"]],
+    "hsdp 2 x 2, mxfp8": [*layout(replicate=2, shard=2), *RECIPES["mxfp8"]],
+    "cp 2 x fsdp 2, mxfp8": [*layout(shard=2, context=2), *RECIPES["mxfp8"]],
+    "cp 2 x hsdp 2 x 1, fused_rmsnorm": [*layout(replicate=2, context=2), *RECIPES["fused_rmsnorm"]],
+}
+VALIDATED = "--validation.seq_len=128"
+
+
+def validated(base: Path) -> list[str]:
+    """Return flags to validate after the first step, and after the last one."""
+    return [*validate(base), VALIDATED, f"--validation.freq={oracle.STEPS}"]
+
+
+def on_two(base: Path) -> dict[str, Outcome]:
+    more = {
+        "cp 2, validated, mxfp8": [*layout(context=2), *validated(base)],
+        "cp 2, saved": [*layout(context=2), *SAVE, steps(3)],
+        "qwen3, cp 2": ["--model.name=qwen3", *layout(context=2), *validated(base)],
+    }
+    return oracle.outcomes_of(base, "sharded on two", 2, TWO | more)
+
+
+def on_four(base: Path) -> dict[str, Outcome]:
+    return oracle.outcomes_of(base, "sharded on four", 4, FOUR)
+
+
+def on_one_after_two(base: Path) -> dict[str, Outcome]:
+    """What one process computes for comparison, and how it goes on where two have stopped."""
+    runs = {
+        "validated": [*layout(), *validated(base)],
+        "qwen3": ["--model.name=qwen3", *layout(), *validated(base)],
+        "resumed": [*layout(), *SAVE, f"--job.dump_folder={on_two(base)['cp 2, saved'].folder}"],
+    }
+    return oracle.outcomes_of(base, "sharded, then on one", 1, runs)

@@ -1,0 +1,83 @@
+"""Degrees of parallelism against the sizes of a model."""
+
+import pytest
+
+from mxtrain import ConfigError
+from mxtrain.titan.parallel.check_layout import check_model_layout
+from mxtrain.titan.parse import parse_job_config, settings_of
+
+
+def check(flags: str) -> None:
+    check_model_layout(settings_of(parse_job_config(["--model.converters=mxnorm", *flags.split()])))
+
+
+CP, TP, PP, EP = (f"--parallelism.{kind}_parallel_degree" for kind in ("context", "tensor", "pipeline", "expert"))
+LLAMA3_8B, QWEN3_8B = "--model.name=llama3 --model.flavor=8B", "--model.name=qwen3 --model.flavor=8B"
+PER_STAGE = "--parallelism.pipeline_parallel_layers_per_stage"
+INTERLEAVED = "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
+EXPERTS = "--model.name=deepseek_v3 --model.flavor=16B"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{LLAMA3_8B} {TP}=8 {PP}=4 {CP}=2",
+        f"{QWEN3_8B} {TP}=4 {PP}=2",
+        f"{LLAMA3_8B} {PP}=4 {INTERLEAVED}",
+        f"{LLAMA3_8B} {PP}=2 {PER_STAGE}=17",
+        f"{LLAMA3_8B} {PP}=2 {INTERLEAVED} {PER_STAGE}=9",
+        f"{EXPERTS} {EP}=8",
+        "--model.name=llama3 --model.flavor=70B --parallelism.tensor_parallel_degree=8",
+    ],
+)
+def test_layouts_that_fit_the_model(flags):
+    check(flags)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (f"{LLAMA3_8B} {TP}=64", "tensor_parallel_degree = 64 does not divide the 32 heads of llama3 8B"),
+        (f"{LLAMA3_8B} {TP}=16", "tensor_parallel_degree = 16 does not divide the 8 key-value heads of llama3 8B"),
+        (
+            "--model.name=llama3 --model.flavor=debugmodel --parallelism.tensor_parallel_degree=16",
+            "tensor_parallel_degree = 16 cuts the 256 features of layers.0.attention.wq in llama3 debugmodel into "
+            "shards of 16: with converter 'mxnorm' a shard has a multiple of 32",
+        ),
+        (
+            f"{LLAMA3_8B} {PP}=64",
+            "pipeline_parallel_degree = 64 makes 64 stages with schedule '1F1B' and the 32 layers of llama3 8B: Number",
+        ),
+        (
+            f"{LLAMA3_8B} {PP}=4 {PER_STAGE}=2",
+            "layers_per_stage = 2 makes 17 stages with schedule '1F1B' and the 32 layers of llama3 8B; each of 4 ranks "
+            "needs one stage, and all as many",
+        ),
+        (f"{LLAMA3_8B} {PP}=2 {INTERLEAVED} {PER_STAGE}=17", "makes 2 stages .* of 2 ranks needs two stages or more"),
+        (f"{LLAMA3_8B} {EP}=2", "expert_parallel_degree = 2 needs experts, which llama3 8B does not have"),
+        (f"{QWEN3_8B} {EP}=2", "expert_parallel_degree = 2 needs experts, which qwen3 8B does not have"),
+        (f"{EXPERTS} {EP}=3", "expert_parallel_degree = 3 does not divide the 64 experts of deepseek_v3 16B"),
+        (
+            f"--model.name=llama3 --model.flavor=debugmodel_varlen_attn {CP}=2",
+            "context_parallel_degree = 2 works with attention sdpa.*, and llama3 debugmodel_varlen_attn has 'varlen'",
+        ),
+        (
+            f"{LLAMA3_8B} {CP}=2 --parallelism.context_parallel_load_balancer=ptrr",
+            "context_parallel_load_balancer = 'ptrr' needs flex attention, and llama3 8B has 'sdpa'",
+        ),
+    ],
+)
+def test_one_line_says_what_does_not_fit(flags, message):
+    with pytest.raises(ConfigError, match=message) as raised:
+        check(flags)
+    assert "\n" not in str(raised.value) and str(raised.value).startswith("parallelism.")
+
+
+def test_shards_of_any_width_without_quantization():
+    check(f"--model.name=llama3 --model.flavor=debugmodel --model.converters=fused_rmsnorm {TP}=16")
+
+
+def test_llama3s_flavors_have_whole_blocks_on_a_node():
+    for flavor in ("1B", "8B", "70B", "405B"):
+        check(f"--model.name=llama3 --model.flavor={flavor} {TP}=8")
+    check(f"--model.name=llama3 --model.flavor=125M {TP}=4")

@@ -1,0 +1,71 @@
+"""Gradients of FSDP, HSDP and context parallelism against one process, and what the oracle itself sees."""
+
+import itertools
+from dataclasses import replace
+
+import oracle
+import pytest
+import sharded_runs
+from sharded_runs import FOUR, TWO
+
+
+@pytest.fixture(scope="module")
+def one(base) -> dict[str, oracle.Training]:
+    return oracle.one_process(base)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_gradients_on_two_processes_match_one(base, one, name):
+    recipe = name.rpartition(", ")[2]
+    found = oracle.read(sharded_runs.on_two(base)[name], 2)
+    oracle.require_match(one[recipe], found, recipe)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_gradients_on_four_processes_match_one(base, one, name):
+    recipe = name.rpartition(", ")[2]
+    found = oracle.read(sharded_runs.on_four(base)[name], 4)
+    oracle.require_match(one[recipe], found, recipe)
+
+
+@pytest.mark.sweep
+def test_every_recipe_on_every_sharded_layout(base, one):
+    """And with activation checkpointing, which the shorter runs combine with some of them only."""
+    layouts = {
+        "fsdp 2": (2, oracle.layout(shard=2)),
+        "cp 2": (2, oracle.layout(context=2)),
+        "cp 2 x fsdp 2": (4, oracle.layout(shard=2, context=2)),
+        "cp 4": (4, [*oracle.layout(context=4), "--training.seq_len=256"]),
+    }
+    long = ["--training.seq_len=256"]
+    ones = {recipe: [*oracle.layout(), *long, *flags] for recipe, flags in oracle.RECIPES.items()}
+    long_ones = oracle.train(base, "oracle of one process, long", 1, ones)
+    for processes in (2, 4):
+        runs = {
+            f"{name}, {mode}, {recipe}": [*flags, f"--activation_checkpoint.mode={mode}", *oracle.RECIPES[recipe]]
+            for name, (count, flags) in layouts.items()
+            if count == processes
+            for mode, recipe in zip(itertools.cycle(("none", "selective", "full")), oracle.RECIPES)
+        }
+        for name, found in oracle.train(base, f"every recipe on {processes}", processes, runs).items():
+            recipe = name.rpartition(", ")[2]
+            expected = long_ones if name.startswith("cp 4") else one
+            oracle.require_match(expected[recipe], found, recipe)
+
+
+def test_the_oracle_names_the_worst_parameter(one):
+    """A gradient that is scaled by 1.001, one that is missing, and a loss that is too large."""
+    training = one["unquantized"]
+    assert len(training.gradients) == oracle.STEPS and oracle.compare(training, training, 0.0) == 0.0
+    names = list(training.gradients[0])
+    assert "layers.1.feed_forward.w2.weight" in names and "norm.weight" in names
+    scaled = [dict(gradients) for gradients in training.gradients]
+    scaled[2]["norm.weight"] = 1.001 * scaled[2]["norm.weight"]
+    with pytest.raises(AssertionError, match="0.001 of their norm, more than 0.0001: step 3, norm.weight, .* 1.001 of"):
+        oracle.compare(training, replace(training, gradients=scaled), 1e-4)
+    missing = [{name: gradient for name, gradient in training.gradients[0].items() if name != "norm.weight"}]
+    with pytest.raises(AssertionError, match="norm.weight"):
+        oracle.compare(training, replace(training, gradients=missing), 1e-4, steps=1)
+    losses = [2 * loss for loss in training.losses]
+    with pytest.raises(AssertionError, match="step 1: loss 13"):
+        oracle.compare(training, replace(training, losses=losses), 1e-4)
