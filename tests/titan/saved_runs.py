@@ -42,7 +42,7 @@ FLAVORS = {
 
 def add_flavors(monkeypatch) -> None:
     for model, flavors in FLAVORS.items():
-        for name, args in configurable(flavors).items():
+        for name, args in configurable(model, flavors).items():
             monkeypatch.setitem(get_train_spec(model).model_args, name, args)
 
 

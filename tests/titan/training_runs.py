@@ -418,4 +418,4 @@ def _add_tiny_models() -> None:
                          n_kv_heads=2, hidden_dim=256, moe_inter_dim=64),
     }  # fmt: skip
     for name, args in tiny.items():
-        debug[name].update(configurable({"tiny": args}))
+        debug[name].update(configurable(name, {"tiny": args}))

@@ -10,22 +10,28 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from mxtrain.titan.data.datasets import build_dataloader, build_tokenizer, build_validator
 from mxtrain.titan.models.flavors import EXTRA_FLAVORS, configurable
+from mxtrain.titan.models.llama3 import Llama3, Llama3Adapter
 from mxtrain.titan.parallel.parallelize import checked_parallelize, checked_pipeline
 from mxtrain.titan.reports.metrics import build_metrics_processor
 
-_SPECS = {"llama3": llama3_spec, "llama4": llama4_spec, "qwen3": qwen3_spec, "deepseek_v3": deepseek_v3_spec}
+
+def _llama3_spec() -> TrainSpec:
+    return replace(llama3_spec(), model_cls=Llama3, state_dict_adapter=Llama3Adapter)
+
+
+_SPECS = {"llama3": _llama3_spec, "llama4": llama4_spec, "qwen3": qwen3_spec, "deepseek_v3": deepseek_v3_spec}
 
 
 def register_train_specs() -> None:
     """Register mxtrain's version of every supported model. TorchTitan prefers these versions to its own."""
     for name, build_spec in _SPECS.items():
-        register_train_spec(name, _with_mxtrain(build_spec(), EXTRA_FLAVORS.get(name, {})))
+        register_train_spec(name, _with_mxtrain(name, build_spec()))
 
 
-def _with_mxtrain(spec: TrainSpec, extra_flavors: dict) -> TrainSpec:
+def _with_mxtrain(name: str, spec: TrainSpec) -> TrainSpec:
     return replace(
         spec,
-        model_args=configurable({**spec.model_args, **extra_flavors}),
+        model_args=configurable(name, {**spec.model_args, **EXTRA_FLAVORS.get(name, {})}),
         parallelize_fn=checked_parallelize(spec.parallelize_fn),
         pipelining_fn=checked_pipeline(spec.pipelining_fn),
         build_dataloader_fn=build_dataloader,
