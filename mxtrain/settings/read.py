@@ -10,7 +10,7 @@ from mxtrain.config import find_setting, load_config
 from mxtrain.errors import ConfigError, setting_in
 from mxtrain.settings.fields import Field, fields_of, unknown
 from mxtrain.settings.flags import flag_values
-from mxtrain.settings.model_args import check_model_args
+from mxtrain.settings.model_settings import check_model_args
 from mxtrain.settings.relations import check_relations
 from mxtrain.settings.sections import JobConfig
 from mxtrain.settings.titan_fields import ALLOWED, titan_job_config

@@ -124,7 +124,7 @@ class DecomposeKRouter:
 class ModelArgs:
     """The model's own sizes, on top of ``model.flavor``. Unset keeps the flavor's.
 
-    ``mxtrain.settings.model_args`` lists which of them each model has. The vocabulary is ``data.vocab_size``.
+    ``mxtrain.settings.model_settings`` lists which of them each model has. The vocabulary is ``data.vocab_size``.
     """
 
     dim: Positive | None = None
@@ -155,7 +155,7 @@ class ModelArgs:
     """llama3 and qwen3: the output head has the weight of the embedding"""
 
     norm_eps: Amount | None = None
-    """Added to the mean square in every RMSNorm"""
+    """Added to the mean square in an RMSNorm. In deepseek_v3, TorchTitan leaves the last norm's at PyTorch's default"""
 
     max_seq_len: Positive | None = None
     """

@@ -55,6 +55,7 @@ SEED = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
 SAVE_EACH = ["--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=2"]
 # The weights explode in the first step. No later step is logged.
 EXPLODE = ["--optimizer.lr=1e38", "--metrics.log_freq=100"]
+TIED = ["--model_args.enable_weight_tying", "--model_args.hidden_dim=160", SAVE[0]]
 ACCUMULATE = ["--training.local_batch_size=2", "--training.global_batch_size=4"]
 
 
@@ -119,6 +120,8 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             "bf16, then mxnorm": load(base, "mxnorm, then bf16", 2, 1),
             # Runs that resume: exactly as they were, and with other settings.
             **{f"{name}, resumed": Resumed(name, 6) for name in ("mxnorm", "nvfp4", "mixed", "qwen3")},
+            "tied": [*TIED, steps(2)],
+            "tied, another size": Resumed("tied", 2, ["--model_args.n_layers=3", steps(3)]),
             "microbatches": [NVFP4, *ACCUMULATE, *SAVE_EACH, steps(2)],
             "microbatches, resumed": Resumed("microbatches", 1),
             "changed": Resumed("mxnorm", 6, ["--optimizer.lr=2e-3", steps(8)]),
@@ -144,6 +147,7 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             # Mistakes.
             "filter": ["--mxnorm.filter_fqns=outputs"],
             "recipe by name": ["--mxnorm.recipes", "layer.0", "bf16"],
+            "model size": ["--model_args.n_heads=3"],
             "nothing to convert": ["--mxnorm.filter_fqns=layers,output"],
             "dataset": ["--training.dataset=wiki"],
             "dataset path": ["--training.dataset_path=/no/such/text.jsonl"],
@@ -186,6 +190,7 @@ def several_processes(base: Path) -> dict[str, "Outcome"]:
         "tp": [*load(base, "seed", 0), FUSED, "--parallelism.tensor_parallel_degree=2"],
         "experts, fsdp": [*experts, *saved],
         "experts, ep": [*experts, halves, "--parallelism.expert_parallel_degree=2"],
+        "tied, fsdp": [*TIED, halves, steps(2)],
         "nvfp4, fsdp": [*load(base, "seed", 0), NVFP4, *saved],
         "mixed, fsdp": [*load(base, "seed", 0), *mixed, *saved],
         **{f"{name}fsdp, resumed": Resumed(f"{name}fsdp", 1) for name in ("", "nvfp4, ", "mixed, ", "experts, ")},

@@ -19,7 +19,7 @@ from mxtrain.hugging_face.model_config import ModelShape, read_shape
 from mxtrain.hugging_face.safetensors_files import SavedTensors
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest
-from mxtrain.settings.model_args import PLACES, SECTION
+from mxtrain.settings.model_settings import PLACES, SECTION
 from mxtrain.settings.read import read_settings
 from mxtrain.settings.values import Settings
 from mxtrain.titan.data.run_data import TOKENIZER_FOLDER
@@ -52,14 +52,17 @@ class ImportReport:
     source: Path
     model: str
     flavor: str
+    model_args: dict[str, object]
+    """Settings of [model_args] that set the flavor to the model's shape"""
     vocab_size: int
     parameters: int
 
     def __str__(self) -> str:
+        sizes = f" with [{SECTION}]" if self.model_args else ""
         command = f"mxtrain train {shlex.quote(str(self.folder / CONFIG_FILE))}"
         return (
-            f"imported  {self.source} as {self.model} {self.flavor}, {self.parameters:,} parameters, vocabulary of "
-            f"{self.vocab_size:,}\nfolder    {self.folder}\ntrain     {command}"
+            f"imported  {self.source} as {self.model} {self.flavor}{sizes}, {self.parameters:,} parameters, "
+            f"vocabulary of {self.vocab_size:,}\nfolder    {self.folder}\ntrain     {command}"
         )
 
 
@@ -94,7 +97,7 @@ def import_model(source: Path, target: Path, config: Path | None = None) -> Impo
         copy_tokenizer(source, folder_of_tokenizer)
         dump_config(settings, folder / CONFIG_FILE)
         weights.save(folder / SEED, settings, tokenizer_hash(folder_of_tokenizer))
-    return ImportReport(target, source, model, flavor, shape.vocab_size, weights.parameters)
+    return ImportReport(target, source, model, flavor, model_args, shape.vocab_size, weights.parameters)
 
 
 def find_model(shape: ModelShape, where: str) -> tuple[str, str, dict]:

@@ -10,7 +10,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import has_cuda_capability
 
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.titan.models.llama3 import Llama3Args, is_tied
+from mxtrain.titan.models.llama3 import Llama3Args
 from mxtrain.titan.models.model_args import given_in, set_model_args
 
 _LLAMA32 = dict(  # the rest of Llama 3.2's config.json, whose context is scaled four times as far as Llama 3.1's

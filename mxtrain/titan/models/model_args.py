@@ -9,7 +9,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from mxtrain.errors import ConfigError
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import LinearRecipe
-from mxtrain.settings.model_args import PLACES, SECTION
+from mxtrain.settings.model_settings import PLACES, SECTION
 from mxtrain.settings.registry import QUANTIZING_CONVERTERS
 
 Problem = tuple[tuple[str, ...], bool, str]
@@ -119,9 +119,9 @@ def _blocks(model: str, args, job_config) -> Iterator[Problem]:
     if not names or section.filter_fqns is not None or section.recipes:
         return
     block = _block_size(get_recipe(section.recipe))
-    why = f"of features is no multiple of {block}, the block size of mxnorm.recipe = {section.recipe!r}"
+    why = f"no multiple of {block}, the block size of mxnorm.recipe = {section.recipe!r}"
     for settings, features in _features(model, args).items():
-        yield settings, features % block > 0, f"does not fit: a linear with {features} {why}"
+        yield settings, features % block > 0, f"does not fit: a linear would have {features} features, {why}"
 
 
 def _block_size(recipe: LinearRecipe) -> int:
