@@ -87,7 +87,8 @@ def shard_bytes(model: torch.nn.Module, shards: int, dtype: torch.dtype) -> int:
 
 def gathered_bytes(model: torch.nn.Module, dtype: torch.dtype, expert_parallel: int = 1) -> int:
     """Return the bytes of the largest groups of weights that FSDP2 gathers at a time: blocks, embedding, head."""
-    groups = [model.tok_embeddings, *model.layers.values(), model.output]
+    is_tied = model.output.weight is model.tok_embeddings.weight  # then it is gathered once
+    groups = [model.output, *model.layers.values(), *([] if is_tied else [model.tok_embeddings])]
     elements = sorted(
         (sum(p.numel() // (expert_parallel if p.ndim > 2 else 1) for p in group.parameters()) for group in groups),
         reverse=True,

@@ -26,6 +26,7 @@ from mxtrain.titan.data.run_data import TOKENIZER_FOLDER
 from mxtrain.titan.hugging_face.names import MODELS, Names, settings_of, shape_of
 from mxtrain.titan.hugging_face.target_folder import new_target
 from mxtrain.titan.models.model_args import value_of, wrong_size
+from mxtrain.titan.parse import parse_job_config
 from mxtrain.titan.reports.metrics import package_versions
 
 SEED = "checkpoint/step-0"
@@ -96,6 +97,7 @@ def import_model(source: Path, target: Path, config: Path | None = None) -> Impo
         folder_of_tokenizer = folder / TOKENIZER_FOLDER
         copy_tokenizer(source, folder_of_tokenizer)
         dump_config(settings, folder / CONFIG_FILE)
+        _require_convertible(folder / CONFIG_FILE, f"MODEL_DIR = {str(source)!r}")
         weights.save(folder / SEED, settings, tokenizer_hash(folder_of_tokenizer))
     return ImportReport(target, source, model, flavor, model_args, shape.vocab_size, weights.parameters)
 
@@ -226,6 +228,14 @@ def _require_tokenizer(source: Path, vocab_size: int) -> None:
             f"MODEL_DIR = {str(source)!r}: its tokenizer has {size:,} tokens, more than vocab_size = {vocab_size:,} in "
             "config.json"
         )
+
+
+def _require_convertible(config: Path, where: str) -> None:
+    """Raise ConfigError if the run's converters do not take the model's sizes."""
+    try:
+        parse_job_config([f"--job.config_file={config}", "--mxnorm.mode=auto"])
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}; give --config FILE with other model.converters") from error
 
 
 def _settings(config: Path | None, own: dict, positions: int | None, target: Path) -> dict:

@@ -46,11 +46,7 @@ def is_tied(args) -> bool:
 
 
 class Llama3(Transformer):
-    """TorchTitan's model. With ``enable_weight_tying`` it treats the shared weight as TorchTitan's Qwen3 does.
-
-    FSDP2 shards the embedding and the head in groups of their own. The groups share the parameter again when
-    ``init_weights`` ties it, and add their gradients to it.
-    """
+    """TorchTitan's model. With ``enable_weight_tying`` it treats the shared weight as TorchTitan's Qwen3 does."""
 
     def __init__(self, model_args: Llama3Args):
         super().__init__(model_args)

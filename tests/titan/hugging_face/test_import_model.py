@@ -54,13 +54,13 @@ CONFIGS = {
     ),
     # Like SmolLM: odd numbers of heads, no power of two, another base
     ("llama3", "odd"): lambda: transformers.LlamaConfig(
-        hidden_size=72, num_hidden_layers=3, num_attention_heads=9, num_key_value_heads=3, intermediate_size=200,
+        hidden_size=96, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=1, intermediate_size=224,
         rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, vocab_size=320,
         tie_word_embeddings=True, max_position_embeddings=2048,
     ),
     ("qwen3", "odd"): lambda: transformers.Qwen3Config(
-        hidden_size=72, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, head_dim=24,
-        intermediate_size=200, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        hidden_size=96, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, head_dim=48,
+        intermediate_size=160, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
         vocab_size=320, max_position_embeddings=512,
     ),
     ("qwen3", "small"): lambda: transformers.Qwen3Config(**QWEN, vocab_size=352),
@@ -72,11 +72,11 @@ MODEL_ARGS = {
     ("llama3", "tied"): {"enable_weight_tying": True, "rope_factor": 32.0, "max_seq_len": 131072},
     ("llama3", "unscaled"): {"rope_factor": 1.0, "max_seq_len": 8192},
     ("llama3", "odd"): {
-        "dim": 72, "n_layers": 3, "n_heads": 9, "n_kv_heads": 3, "hidden_dim": 200, "norm_eps": 1e-6,
+        "dim": 96, "n_layers": 3, "n_heads": 3, "n_kv_heads": 1, "hidden_dim": 224, "norm_eps": 1e-6,
         "rope_theta": 10000.0, "rope_factor": 1.0,
     },
     ("qwen3", "odd"): {
-        "dim": 72, "n_layers": 3, "n_heads": 6,  "head_dim": 24, "hidden_dim": 200, "norm_eps": 1e-5,
+        "dim": 96, "n_layers": 3, "n_heads": 6, "head_dim": 48, "hidden_dim": 160, "norm_eps": 1e-5,
         "rope_theta": 5e5,
     },
 }  # fmt: skip
@@ -256,6 +256,18 @@ def edit_config(**changes):
     return change
 
 
+def edit_sizes(size):
+    """A model that TorchTitan trains, and no converter takes."""
+
+    def change(source):
+        config = transformers.LlamaConfig(
+            hidden_size=size, num_hidden_layers=1, num_attention_heads=2, intermediate_size=96, vocab_size=320
+        )
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(source)
+
+    return change
+
+
 def edit_tensors(change):
     def edit(source):
         tensors = tensors_of(source)
@@ -294,6 +306,7 @@ BAD = {
         edit_config(head_dim=32),
         "head_dim = 32 in config.json does not fit TorchTitan's llama3, which would have 16",
     ),
+    "blocks": (edit_sizes(72), "model_args.dim = 72 does not fit: a linear would have 72 features, no multiple of 32"),
     "heads": (
         edit_config(num_key_value_heads=3),
         "config.json does not fit: n_heads = 16 is no multiple of n_kv_heads = 3",
