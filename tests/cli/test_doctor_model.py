@@ -1,4 +1,4 @@
-"""``mxtrain doctor --model``: its figures against a model with memory, and against shards."""
+"""``mxtrain doctor --model``: its figures against a model with memory. ``test_describe.py`` has those of shards."""
 
 import re
 import resource
@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-from forked import forking_context
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain import cli
@@ -52,29 +51,6 @@ def test_memory_of_one_process_is_what_a_step_takes(flags):
     assert doctor_model.shard_bytes(on_meta, 1, getattr(torch, job_config.training.dtype)) == weights == gradients
     assert doctor_model.OPTIMIZER_STATES * weights == states
     assert dict(doctor_model.parameters(on_meta))["parameters"] == f"{sum(p.numel() for p in real.parameters()):,}"
-
-
-def shards_of_titan(results):
-    """Shard the debug model for 7 processes that do not exist; put the bytes of this one's weights."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torchtitan.models.llama3.infra.parallelize import apply_fsdp
-
-    torch.distributed.init_process_group("fake", rank=0, world_size=7)
-    model = build_on_meta(parse_job_config(["--model.flavor=debugmodel"]))
-    expected = doctor_model.shard_bytes(model, 7, torch.float32)
-    mesh = init_device_mesh("cpu", (7,), mesh_dim_names=("fsdp",))
-    apply_fsdp(model, mesh, torch.bfloat16, torch.float32, pp_enabled=False)
-    results.put((expected, sum(p.to_local().numel() * 4 for p in model.parameters())))
-
-
-def test_shards_are_those_of_fsdp():
-    context = forking_context()
-    results = context.Queue()
-    process = context.Process(target=shards_of_titan, args=(results,))
-    process.start()
-    expected, found = results.get(timeout=120)
-    process.join()
-    assert expected == found
 
 
 def test_the_report_of_8b_and_its_flags(capsys):
