@@ -128,7 +128,7 @@ def _add_doctor(commands) -> None:
         commands,
         "doctor",
         _doctor,
-        "show this machine's versions and devices, and how each recipe would run",
+        "show this machine's versions and devices, how each recipe would run, and what a config's model takes",
         """\
 Print versions, devices, and for each recipe the execution mode that mode = "auto" picks on this machine, and why.
 
@@ -136,7 +136,14 @@ Print versions, devices, and for each recipe the execution mode that mode = "aut
   mxtrain doctor --explain-norm 32768 4096           which kernels the fused RMSNorm runs for this shape, and why
   mxtrain doctor --explain-norm 32768 4096 --tune    find the fastest plan on this GPU first, and keep it
   mxtrain doctor --explain-router 8192 256 7168      which kernels a router's gate runs, and why; also takes --tune
+  mxtrain doctor --model CONFIG --mxnorm.p 1         a config's parameters, memory per GPU, multiplications, conversion
 """,
+    )
+    parser.add_argument(
+        "--model",
+        metavar="CONFIG",
+        nargs=argparse.REMAINDER,  # the flags follow, which argparse does not know
+        help="print only what the model of a TOML file takes; any flags of 'mxtrain train' follow",
     )
     parser.add_argument(
         "--explain-norm",
@@ -179,6 +186,11 @@ def _plot(options) -> int:
 
 
 def _doctor(options) -> int:
+    if options.model is not None:
+        from mxtrain.cli import doctor_model
+
+        print(doctor_model.report(options.model))
+        return 0
     asked = [sizes for sizes in (options.explain_norm, options.explain_router) if sizes is not None]
     if not asked and (options.dtype or options.tune):
         raise ConfigError("--dtype and --tune go with --explain-norm M N or --explain-router TOKENS EXPERTS HIDDEN")

@@ -14,8 +14,8 @@ def add(commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="""\
 Make a run's folder from a Hugging Face model: its weights as a checkpoint (step 0), its tokenizer, and a config.toml
-with which to continue its training. Models: Llama 3.1 and dense Qwen3 whose shape is a flavor of llama3 or qwen3, with
-any vocabulary, in safetensors files of fp32, bf16 or fp16. Pickles (.bin, .pt) are never read.
+with which to continue its training. Models: Llama and dense Qwen3 of any size, in safetensors files of fp32, bf16 or
+fp16. What differs from the nearest flavor of llama3 or qwen3 is in [model_args]. Pickles (.bin, .pt) are never read.
 
   mxtrain import models/Qwen3-0.6B outputs/qwen
   mxtrain import models/Llama-3.1-8B outputs/llama --config train_configs/llama3_8b.toml

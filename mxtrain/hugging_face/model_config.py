@@ -40,6 +40,8 @@ class ModelShape:
     rope_theta: float
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
+    max_position_embeddings: int | None = None
+    """Computes nothing, but ends what a user may ask for. None if config.json does not say"""
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -51,9 +53,7 @@ class ModelShape:
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
 
-def config_json(
-    shape: ModelShape, dtype: str, max_position_embeddings: int, bos_token_id: int | None, eos_token_id: int | None
-) -> dict:
+def config_json(shape: ModelShape, dtype: str, bos_token_id: int | None, eos_token_id: int | None) -> dict:
     """Return the content of config.json. ``dtype`` is that of the weights, such as "float32".
 
     The rotary parameters have the names of transformers 4, which transformers 5 and vLLM read, too.
@@ -69,7 +69,6 @@ def config_json(
         "architectures": [ARCHITECTURES[shape.model_type]],
         **values,
         "rope_scaling": None if scaling is None else {"rope_type": "llama3", **scaling},
-        "max_position_embeddings": max_position_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -139,7 +138,12 @@ class _Reader:
             rope_theta=theta,
             rope_scaling=scaling,
             tie_word_embeddings=self._get("tie_word_embeddings", bool, False),
+            max_position_embeddings=self._positions(),
         )
+
+    def _positions(self) -> int | None:
+        is_given = self._config.get("max_position_embeddings") is not None
+        return self._get("max_position_embeddings", int) if is_given else None
 
     def _require_plain_model(self) -> None:
         """Refuse parts that TorchTitan's models do not have."""
@@ -171,7 +175,7 @@ class _Reader:
             raise self._error("rope_type", kind, "is not supported; supported are: default, llama3")
         types = {field.name: field.type for field in fields(RopeScaling)}
         values = {name: self._number(name, scaling.get(name), kind) for name, kind in types.items()}
-        return theta, RopeScaling(**values)
+        return theta, None if values["factor"] == 1 else RopeScaling(**values)
 
     def _get(self, name: str, kind: type, default=None):
         value = self._config.get(name)

@@ -9,6 +9,7 @@ from mxtrain.config import find_setting, load_config
 from mxtrain.errors import ConfigError, setting_in
 from mxtrain.settings.fields import Field, fields_of, unknown
 from mxtrain.settings.flags import flag_values
+from mxtrain.settings.model_settings import check_model_args
 from mxtrain.settings.own_modules import import_own
 from mxtrain.settings.relations import check_relations
 from mxtrain.settings.sections import JobConfig
@@ -36,6 +37,7 @@ def read_settings(arguments: list[str]) -> Settings:
         flags = flag_values(arguments, known)
         settings = Settings(known, {**dict(_flat(config, known)), **flags})
         check_relations(settings)
+        check_model_args(settings)
     return settings
 
 

@@ -5,7 +5,7 @@ from mxtrain.data.config import DATASETS
 _LLAMA3 = ("debugmodel", "debugmodel_flex_attn", "debugmodel_varlen_attn", "8B", "8B_flex", "8B_varlen", "70B", "405B")
 
 FLAVORS = {
-    "llama3": (*_LLAMA3, "125M", "1B"),
+    "llama3": (*_LLAMA3, "125M", "1B", "3.2-1B", "3.2-3B"),
     "llama4": (
         "debugmodel",
         "17bx16e",

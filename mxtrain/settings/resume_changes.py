@@ -67,9 +67,12 @@ def require_allowed(found: list[Change], may_change: list[str], checkpoint: obje
     first, *others = refused
     names = [*may_change, *(change.name for change in refused)]
     also = f"; these differ, too: {', '.join(f'{c.name} ({c.old!r} -> {c.new!r})' for c in others)}" if others else ""
+    trained, back = f"with {first.old!r}", f"set it to {first.old!r}"
+    if first.old is None:
+        trained, back = "without it", "leave it unset"
     raise ConfigError(
-        f"{first.name} = {first.new!r}{' in effect' if first.name == BATCH else ''}, but {checkpoint} was trained with "
-        f"{first.old!r}; set it to {first.old!r}, or allow the change with --checkpoint.may_change {','.join(names)}"
+        f"{first.name} = {first.new!r}{' in effect' if first.name == BATCH else ''}, but {checkpoint} was trained "
+        f"{trained}; {back}, or allow the change with --checkpoint.may_change {','.join(names)}"
         f"{also}"
     )
 

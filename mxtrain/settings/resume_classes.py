@@ -39,7 +39,7 @@ CLASSES = {
         data.installed data.max_bytes data.package_share data.validation_share data.seed data.text_key data.hf_config
     """,
     ResumeClass.REFUSED: """
-        model.name model.flavor model.converters data.vocab_size quantize.* decompose_k_router.*
+        model.name model.flavor model.converters model_args.* data.vocab_size quantize.* decompose_k_router.*
         mxnorm.p mxnorm.recipe mxnorm.recipes mxnorm.estimator mxnorm.scale_rounding mxnorm.tensor_scale
         mxnorm.weight_tiles mxnorm.hadamard mxnorm.stochastic_rounding mxnorm.high_precision_share mxnorm.eps
         mxnorm.filter_fqns

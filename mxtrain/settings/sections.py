@@ -1,4 +1,4 @@
-"""mxtrain's TOML sections: ``[mxnorm]``, ``[fused_rmsnorm]``, ``[decompose_k_router]`` and ``[data]``.
+"""mxtrain's TOML sections: ``[mxnorm]``, ``[fused_rmsnorm]``, ``[decompose_k_router]``, ``[model_args]``, ``[data]``.
 
 With ``job.custom_config_module = "mxtrain.titan.job_config"`` TorchTitan merges ``JobConfig`` into its own job config,
 and shows the docstring under each field in ``--help``. This file must not postpone annotations: TorchTitan's merge of
@@ -11,7 +11,16 @@ from typing import Literal
 from mxtrain.recipes.formats import P_VALUES, SCALE_ROUNDINGS
 from mxtrain.recipes.recipe import TENSOR_SCALES
 from mxtrain.recipes.rms_estimate import ESTIMATORS
-from mxtrain.settings.types import Amount, Names, NotNegative, ShareAboveZero, ShareBelowOne, Table
+from mxtrain.settings.types import (
+    Amount,
+    FinitePositive,
+    Names,
+    NotNegative,
+    Positive,
+    ShareAboveZero,
+    ShareBelowOne,
+    Table,
+)
 
 
 @dataclass
@@ -112,6 +121,98 @@ class DecomposeKRouter:
 
 
 @dataclass
+class ModelArgs:
+    """The model's own sizes, on top of ``model.flavor``. Unset keeps the flavor's.
+
+    ``mxtrain.settings.model_settings`` lists which of them each model has. The vocabulary is ``data.vocab_size``.
+    """
+
+    dim: Positive | None = None
+    """Features of the residual stream"""
+
+    n_layers: Positive | None = None
+    """Number of transformer blocks"""
+
+    n_heads: Positive | None = None
+    """Number of query heads"""
+
+    n_kv_heads: Positive | None = None
+    """Number of key and value heads; divides n_heads"""
+
+    head_dim: Positive | None = None
+    """qwen3: features of a head; the other models have dim / n_heads, deepseek_v3 the qk_ and v_ sizes"""
+
+    hidden_dim: Positive | None = None
+    """Hidden features of a dense feed-forward, exactly. Unset, llama3 computes it from dim"""
+
+    multiple_of: Positive | None = None
+    """llama4: the hidden features of the feed-forward are rounded up to a multiple of this"""
+
+    ffn_dim_multiplier: FinitePositive | None = None
+    """llama4: factor of the feed-forward's hidden features, which are 8/3 of dim without it"""
+
+    enable_weight_tying: bool | None = None
+    """llama3 and qwen3: the output head has the weight of the embedding"""
+
+    norm_eps: Amount | None = None
+    """Added to the mean square in an RMSNorm. In deepseek_v3, TorchTitan leaves the last norm's at PyTorch's default"""
+
+    max_seq_len: Positive | None = None
+    """
+    llama3 and qwen3: the number of positions that config.json names after an export, at least training.seq_len, which
+    is the number in training. Unset is training.seq_len
+    """
+
+    rope_theta: FinitePositive | None = None
+    """Base of the rotary frequencies"""
+
+    rope_factor: FinitePositive | None = None
+    """Scaling of the rotary frequencies: long waves become so many times longer. llama3: 1 is no scaling"""
+
+    rope_low_freq_factor: FinitePositive | None = None
+    """llama3 and llama4: waves longer than rope_original_seq_len divided by this are scaled in full"""
+
+    rope_high_freq_factor: FinitePositive | None = None
+    """llama3 and llama4: waves shorter than rope_original_seq_len divided by this are not scaled"""
+
+    rope_original_seq_len: Positive | None = None
+    """Number of positions before the scaling of the rotary frequencies"""
+
+    num_experts: Positive | None = None
+    """Number of routed experts in a layer with experts"""
+
+    num_shared_experts: NotNegative | None = None
+    """llama4 and deepseek_v3: number of experts that every token uses"""
+
+    top_k: Positive | None = None
+    """Number of routed experts that a token uses"""
+
+    moe_inter_dim: Positive | None = None
+    """qwen3 and deepseek_v3: hidden features of an expert"""
+
+    n_dense_layers: NotNegative | None = None
+    """deepseek_v3: number of first layers without experts"""
+
+    interleave_moe_layer_step: Positive | None = None
+    """llama4: every so many layers, one has experts"""
+
+    q_lora_rank: NotNegative | None = None
+    """deepseek_v3: rank of the queries' projection; 0 is full rank"""
+
+    kv_lora_rank: Positive | None = None
+    """deepseek_v3: rank of the projection of keys and values"""
+
+    qk_nope_head_dim: Positive | None = None
+    """deepseek_v3: features of a query's or key's head without rotation"""
+
+    qk_rope_head_dim: Positive | None = None
+    """deepseek_v3: features of a query's or key's head with rotation"""
+
+    v_head_dim: Positive | None = None
+    """deepseek_v3: features of a value's head"""
+
+
+@dataclass
 class Data:
     installed: bool = False
     """Dataset "python": read the source of every installed package as well as the standard library"""
@@ -191,6 +292,7 @@ class JobConfig:
     mxnorm: MXNorm = field(default_factory=MXNorm)
     fused_rmsnorm: FusedRMSNorm = field(default_factory=FusedRMSNorm)
     decompose_k_router: DecomposeKRouter = field(default_factory=DecomposeKRouter)
+    model_args: ModelArgs = field(default_factory=ModelArgs)
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
     validation: Validation = field(default_factory=Validation)

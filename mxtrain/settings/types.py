@@ -17,6 +17,8 @@ PositiveNumber = Annotated[float, Gt(0)]
 Amount = Annotated[float, Ge(0), AllowInfNan(False)]
 """A finite number that is not negative"""
 
+FinitePositive = Annotated[float, Gt(0), AllowInfNan(False)]
+
 Share = Annotated[float, Interval(ge=0, le=1)]
 ShareBelowOne = Annotated[float, Interval(ge=0, lt=1)]
 ShareAboveZero = Annotated[float, Interval(gt=0, le=1)]

@@ -13,6 +13,7 @@ from torchtitan.tools.logging import logger
 from mxtrain.conversion.convert import apply
 from mxtrain.conversion.kernel_converters import DecomposeKRouterConverter, FusedRMSNormConverter
 from mxtrain.conversion.mx_converters import MXLinearConverter, MXNormConverter
+from mxtrain.conversion.plan import Plan
 from mxtrain.errors import ConfigError, require_one_of, setting_in
 from mxtrain.nn.fused_rms_norm import WHEN_COMPILED, runs_when_compiled
 from mxtrain.ops.full_precision import sum_bf16_products_in_fp32
@@ -75,12 +76,16 @@ class _TitanConverter:
         self.converter = self.from_job(job_config)
 
     def convert(self, model: nn.Module) -> None:
+        plan = self.apply_to(model)
+        note_conversion(self._description(), plan.headline, plan.details)
+
+    def apply_to(self, model: nn.Module) -> Plan:
+        """Convert one of TorchTitan's language models in place, and return the plan that was carried out."""
         try:
-            plan = apply(self.converter, model, _example_inputs(model))
+            return apply(self.converter, model, _example_inputs(model))
         except ConfigError as error:
             is_setting = setting_in(str(error)) in [setting.name for setting in fields(self.converter)]
             raise ConfigError(f"{self.section}.{error}") if is_setting else error from None
-        note_conversion(self._description(), plan.headline, plan.details)
 
     def _description(self) -> str:
         """The converter in a few words, for the terminal."""

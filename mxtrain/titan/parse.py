@@ -17,6 +17,7 @@ from mxtrain.settings.sections import JobConfig
 from mxtrain.settings.values import Settings
 from mxtrain.titan.converters import active_settings
 from mxtrain.titan.data.datasets import check_datasets
+from mxtrain.titan.models.model_args import check_model_args
 
 
 class _ConfigManager(ConfigManager):
@@ -59,6 +60,7 @@ def parse_job_config(args: list[str]):
     job_config = _ConfigManager().parse_args(args)
     check_names(job_config)
     active_settings(job_config)
+    check_model_args(job_config)
     return job_config
 
 

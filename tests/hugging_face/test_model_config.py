@@ -26,6 +26,7 @@ LLAMA = ModelShape(
     rms_norm_eps=1e-5,
     rope_theta=500000.0,
     rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
+    max_position_embeddings=128,
 )
 QWEN = replace(LLAMA, model_type="qwen3", head_dim=32, rope_scaling=None, tie_word_embeddings=True)
 EXPERTS = replace(QWEN, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
@@ -38,7 +39,7 @@ def write(folder, config):
 
 
 def content(shape=LLAMA):
-    return config_json(shape, "float32", 128, 0, 1)
+    return config_json(shape, "float32", 0, 1)
 
 
 @pytest.mark.parametrize("shape", [LLAMA, QWEN, replace(LLAMA, rope_scaling=None)])
@@ -67,11 +68,23 @@ def test_reads_what_transformers_writes(shape, tmp_path):
 
 def test_missing_values_have_the_defaults_of_transformers(tmp_path):
     config = content()
-    for name in ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_scaling", "rope_theta"):
+    for name in (
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "rope_scaling",
+        "rope_theta",
+        "max_position_embeddings",
+    ):
         del config[name]
     shape = read_shape(write(tmp_path, config))
     assert (shape.num_key_value_heads, shape.head_dim, shape.rms_norm_eps) == (4, 16, 1e-6)
-    assert (shape.rope_theta, shape.rope_scaling) == (10000.0, None)
+    assert (shape.rope_theta, shape.rope_scaling, shape.max_position_embeddings) == (10000.0, None, None)
+
+
+def test_a_scaling_by_one_is_none(tmp_path):
+    config = content(replace(LLAMA, rope_scaling=replace(LLAMA.rope_scaling, factor=1.0)))
+    assert read_shape(write(tmp_path, config)) == replace(LLAMA, rope_scaling=None)
 
 
 def test_differences_are_named_in_order():

@@ -72,8 +72,9 @@ def test_refused_unless_named(name):
     found = compare({name: old}, {name: new})
     with pytest.raises(ConfigError) as error:
         require_allowed(found, [], "step-100")
+    trained, back = ("without it", "leave it unset") if old is None else (f"with {old!r}", f"set it to {old!r}")
     assert str(error.value) == (
-        f"{name} = {new!r}, but step-100 was trained with {old!r}; set it to {old!r}, or allow the change with "
+        f"{name} = {new!r}, but step-100 was trained {trained}; {back}, or allow the change with "
         f"--checkpoint.may_change {name}"
     )
     require_allowed(found, [name], "step-100")

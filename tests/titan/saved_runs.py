@@ -16,7 +16,6 @@ from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.manifest import MANIFEST_FILE, Manifest, hash_file, write_manifest
 from mxtrain.titan.data.datasets import prepare_from_job
 from mxtrain.titan.data.run_data import keep_in_run_folder
-from mxtrain.titan.models.flavors import configurable
 from mxtrain.titan.parse import parse_job_config
 
 VOCABULARY = 320
@@ -42,7 +41,7 @@ FLAVORS = {
 
 def add_flavors(monkeypatch) -> None:
     for model, flavors in FLAVORS.items():
-        for name, args in configurable(flavors).items():
+        for name, args in flavors.items():
             monkeypatch.setitem(get_train_spec(model).model_args, name, args)
 
 

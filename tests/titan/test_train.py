@@ -238,6 +238,7 @@ def test_a_run_records_its_settings(one):
 MISTAKES = {
     "filter": "filter_fqns: 'outputs' matches no module",
     "recipe by name": "recipes: 'layer.0' matches no module; the top-level",
+    "model size": "model_args.n_heads = 3 does not fit: dim = 128 is no multiple of n_heads = 3",
     "nothing to convert": "finds nothing to convert",
     "dataset": "training.dataset",
     "dataset path": "/no/such/text.jsonl",

@@ -58,6 +58,7 @@ EXPLODE = ["--optimizer.lr=1e38", "--metrics.log_freq=100"]
 VALIDATION_SIZES = [
     "--validation.seq_len=64", "--validation.local_batch_size=4", "--validation.freq=10", "--validation.steps=1",
 ]  # fmt: skip
+TIED = ["--model_args.enable_weight_tying", "--model_args.hidden_dim=160", SAVE[0]]
 ACCUMULATE = ["--training.local_batch_size=2", "--training.global_batch_size=4"]
 
 
@@ -122,6 +123,8 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             "bf16, then mxnorm": load(base, "mxnorm, then bf16", 2, 1),
             # Runs that resume: exactly as they were, and with other settings.
             **{f"{name}, resumed": Resumed(name, 6) for name in ("mxnorm", "nvfp4", "mixed", "qwen3")},
+            "tied": [*TIED, steps(2)],
+            "tied, another size": Resumed("tied", 2, ["--model_args.n_layers=3", steps(3)]),
             "microbatches": [NVFP4, *ACCUMULATE, *SAVE_EACH, steps(2)],
             "microbatches, resumed": Resumed("microbatches", 1),
             "changed": Resumed("mxnorm", 6, ["--optimizer.lr=2e-3", steps(8)]),
@@ -147,6 +150,7 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             # Mistakes.
             "filter": ["--mxnorm.filter_fqns=outputs"],
             "recipe by name": ["--mxnorm.recipes", "layer.0", "bf16"],
+            "model size": ["--model_args.n_heads=3"],
             "nothing to convert": ["--mxnorm.filter_fqns=layers,output"],
             "dataset": ["--training.dataset=wiki"],
             "dataset path": ["--training.dataset_path=/no/such/text.jsonl"],
@@ -189,6 +193,7 @@ def several_processes(base: Path) -> dict[str, "Outcome"]:
         "tp": [*load(base, "seed", 0), FUSED, "--parallelism.tensor_parallel_degree=2"],
         "experts, fsdp": [*experts, *saved],
         "experts, ep": [*experts, halves, "--parallelism.expert_parallel_degree=2"],
+        "tied, fsdp": [*TIED, halves, steps(2)],
         "nvfp4, fsdp": [*load(base, "seed", 0), NVFP4, *saved],
         "mixed, fsdp": [*load(base, "seed", 0), *mixed, *saved],
         **{f"{name}fsdp, resumed": Resumed(f"{name}fsdp", 1) for name in ("", "nvfp4, ", "mixed, ", "experts, ")},
@@ -426,7 +431,6 @@ def _add_tiny_models() -> None:
     """Add the flavor "tiny" to every model: two layers, one of them dense where the others are experts."""
     from torchtitan.protocols.train_spec import get_train_spec
 
-    from mxtrain.titan.models.flavors import configurable
 
     debug = {name: get_train_spec(name).model_args for name in ("llama3", "llama4", "deepseek_v3", "qwen3")}
     few_heads = {"dim": 128, "n_layers": 2, "n_heads": 4}
@@ -440,4 +444,4 @@ def _add_tiny_models() -> None:
                          n_kv_heads=2, hidden_dim=256, moe_inter_dim=64),
     }  # fmt: skip
     for name, args in tiny.items():
-        debug[name].update(configurable({"tiny": args}))
+        debug[name]["tiny"] = args

@@ -156,8 +156,8 @@ class _Export:
         files = writer.finish()
         self.bytes = writer.total_bytes
         bos, eos = _copy_tokenizer(self._run.folder / TOKENIZER_FOLDER, folder, notes)
-        shape = shape_of(self._run.model, self._run.args)
-        config = config_json(shape, _name(self.dtype), self._run.args.max_seq_len, bos, eos) | self._format.config()
+        shape = shape_of(self._run.model, self._run.args, self._run.max_seq_len)
+        config = config_json(shape, _name(self.dtype), bos, eos) | self._format.config()
         texts = {
             CONFIG_FILE: _json(config),
             GENERATION_FILE: _json(generation_config_json(bos, eos)),

@@ -1,8 +1,10 @@
 """``mxtrain import``: makes a folder from which a run continues the training of a Hugging Face model."""
 
+import copy
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -12,14 +14,19 @@ from torchtitan.protocols.train_spec import get_train_spec
 from mxtrain.config import dump_config, load_config
 from mxtrain.data.tokenizer import copy_tokenizer, load_tokenizer, tokenizer_hash
 from mxtrain.errors import ConfigError
+from mxtrain.hugging_face.model_config import CONFIG_FILE as MODEL_CONFIG_FILE
 from mxtrain.hugging_face.model_config import ModelShape, read_shape
 from mxtrain.hugging_face.safetensors_files import SavedTensors
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest
+from mxtrain.settings.model_settings import PLACES, SECTION
 from mxtrain.settings.read import read_settings
+from mxtrain.settings.values import Settings
 from mxtrain.titan.data.run_data import TOKENIZER_FOLDER
-from mxtrain.titan.hugging_face.names import MODELS, Names, shape_of
+from mxtrain.titan.hugging_face.names import MODELS, Names, settings_of, shape_of
 from mxtrain.titan.hugging_face.target_folder import new_target
+from mxtrain.titan.models.model_args import value_of, wrong_size
+from mxtrain.titan.parse import parse_job_config
 from mxtrain.titan.reports.metrics import package_versions
 
 SEED = "checkpoint/step-0"
@@ -46,14 +53,17 @@ class ImportReport:
     source: Path
     model: str
     flavor: str
+    model_args: dict[str, object]
+    """Settings of [model_args] that set the flavor to the model's shape"""
     vocab_size: int
     parameters: int
 
     def __str__(self) -> str:
+        sizes = f" with [{SECTION}]" if self.model_args else ""
         command = f"mxtrain train {shlex.quote(str(self.folder / CONFIG_FILE))}"
         return (
-            f"imported  {self.source} as {self.model} {self.flavor}, {self.parameters:,} parameters, vocabulary of "
-            f"{self.vocab_size:,}\nfolder    {self.folder}\ntrain     {command}"
+            f"imported  {self.source} as {self.model} {self.flavor}{sizes}, {self.parameters:,} parameters, "
+            f"vocabulary of {self.vocab_size:,}\nfolder    {self.folder}\ntrain     {command}"
         )
 
 
@@ -72,43 +82,76 @@ def import_model(source: Path, target: Path, config: Path | None = None) -> Impo
     """
     with new_target(target, "RUN_DIR") as folder:
         shape = read_shape(source)
-        model, flavor = find_flavor(shape, f"MODEL_DIR = {str(source)!r}")
+        model, flavor, model_args = find_model(shape, f"MODEL_DIR = {str(source)!r}")
         args = get_train_spec(model).model_args[flavor]
+        args.set_model_args(model_args)
         args.vocab_size = shape.vocab_size
         weights = _Weights(source, model, args)
         _require_tokenizer(source, shape.vocab_size)
-        own = {"model": {"name": model, "flavor": flavor}, "data": {"vocab_size": shape.vocab_size}}
-        settings = _settings(config, own, target.absolute())
+        own = {
+            "model": {"name": model, "flavor": flavor},
+            SECTION: model_args,
+            "data": {"vocab_size": shape.vocab_size},
+        }
+        settings = _settings(config, own, shape.max_position_embeddings, target.absolute())
         folder_of_tokenizer = folder / TOKENIZER_FOLDER
         copy_tokenizer(source, folder_of_tokenizer)
         dump_config(settings, folder / CONFIG_FILE)
+        _require_convertible(folder / CONFIG_FILE, f"MODEL_DIR = {str(source)!r}")
         weights.save(folder / SEED, settings, tokenizer_hash(folder_of_tokenizer))
-    return ImportReport(target, source, model, flavor, shape.vocab_size, weights.parameters)
+    return ImportReport(target, source, model, flavor, model_args, shape.vocab_size, weights.parameters)
 
 
-def find_flavor(shape: ModelShape, where: str) -> tuple[str, str]:
-    """Return TorchTitan's name of the model and the flavor that has this shape. The vocabulary is a setting of its own.
+def find_model(shape: ModelShape, where: str) -> tuple[str, str, dict]:
+    """Return TorchTitan's name of the model, the flavor that needs the fewest settings of [model_args], and these.
+
+    The vocabulary and the number of positions are settings of their own.
 
     Raises:
-        ConfigError: there is none. The message begins with ``where`` and names the nearest flavor.
+        ConfigError: TorchTitan has no model of this shape. The message begins with ``where``.
     """
     found = []
     for model in MODELS:
-        flavors = get_train_spec(model).model_args
-        for flavor in flavors:
-            theirs = shape_of(model, flavors[flavor])
-            if theirs.model_type == shape.model_type:
-                differing = theirs.differences(shape, but=("vocab_size",))
-                found.append((len(differing), differing, model, flavor, theirs))
-    _, differing, model, flavor, theirs = min(found, key=lambda candidate: candidate[0])
-    if not differing:
-        return model, flavor
-    first = differing[0]
-    raise ConfigError(
-        f"{where}: {first} = {getattr(shape, first)}, and no flavor of {model} has the same shape; the nearest is "
-        f"{flavor!r}, with {first} = {getattr(theirs, first)}"
-        + (f" (it also differs in {', '.join(differing[1:])})" if differing[1:] else "")
-    )
+        for flavor, args in get_train_spec(model).model_args.items():
+            if shape_of(model, args).model_type == shape.model_type:
+                fit = _fit(model, copy.deepcopy(args), shape)
+                found.append((len(fit.differing), len(fit.settings), model, flavor, fit))
+    _, _, model, flavor, fit = min(found, key=lambda candidate: candidate[:2])
+    if fit.differing:
+        first = fit.differing[0]
+        raise ConfigError(
+            f"{where}: {first} = {getattr(shape, first)!r} in {MODEL_CONFIG_FILE} does not fit TorchTitan's {model}, "
+            f"which would have {getattr(shape_of(model, fit.args), first)!r}"
+        )
+    if problem := wrong_size(model, fit.args):
+        raise ConfigError(f"{where}: {MODEL_CONFIG_FILE} {problem}")
+    return model, flavor, fit.settings
+
+
+class _Fit(NamedTuple):
+    """Model arguments that were set to a shape."""
+
+    args: object
+    settings: dict[str, object]
+    """Of [model_args]"""
+    differing: list[str]
+    """Fields of the shape that no setting could set"""
+
+
+def _fit(model: str, args, shape: ModelShape) -> _Fit:
+    """Set ``args`` to ``shape`` with as few settings as possible."""
+    settings: dict = {}
+    tried: set[str] = set()
+    while True:
+        differing = shape_of(model, args).differences(shape, but=("vocab_size", "max_position_embeddings"))
+        wanted = {name: value for field in differing for name, value in settings_of(field, shape).items()}
+        more = {name: value for name, value in wanted.items() if name in PLACES[model] and name not in tried}
+        if not more:
+            return _Fit(args, settings, differing)
+        # Again, because some sizes follow from others, and differ only when those are set.
+        tried |= more.keys()
+        settings |= {name: value for name, value in more.items() if value_of(model, args, name) != value}
+        args.set_model_args(settings)
 
 
 class _Weights:
@@ -187,17 +230,37 @@ def _require_tokenizer(source: Path, vocab_size: int) -> None:
         )
 
 
-def _settings(config: Path | None, own: dict, target: Path) -> dict:
-    """Return the tables of the run's config.toml."""
+def _require_convertible(config: Path, where: str) -> None:
+    """Raise ConfigError if the run's converters do not take the model's sizes."""
+    try:
+        parse_job_config([f"--job.config_file={config}", "--mxnorm.mode=auto"])
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}; give --config FILE with other model.converters") from error
+
+
+def _settings(config: Path | None, own: dict, positions: int | None, target: Path) -> dict:
+    """Return the tables of the run's config.toml.
+
+    Args:
+        config: the user's file.
+        own: the tables that the model decides on.
+        positions: the model's number of positions, if it is known.
+        target: the run's folder.
+    """
     tables = DEFAULTS
+    seq_len = DEFAULTS["training"]["seq_len"]
+    keeps_positions = True
     if config is not None:
-        given = read_settings([f"--job.config_file={config}"]).given
-        for section, values in own.items():
-            for name, value in values.items():
-                theirs = given.get(f"{section}.{name}")
-                if theirs not in (None, value) and (section, name, theirs) != ("data", "vocab_size", 0):
-                    raise ConfigError(f"{section}.{name} = {theirs!r} in {config} is not the model's: {value!r}")
+        settings = read_settings([f"--job.config_file={config}"])
+        _require_no_other_model(settings, own, config)
         tables = load_config(config)
+        seq_len = settings["training.seq_len"]
+        keeps_positions = settings[f"{SECTION}.max_seq_len"] is None
+    elif positions is not None:
+        seq_len = min(seq_len, positions)
+        tables = {**DEFAULTS, "training": {**DEFAULTS["training"], "seq_len": seq_len}}
+    if keeps_positions and positions is not None and positions > seq_len:
+        own = {**own, SECTION: {**own[SECTION], "max_seq_len": positions}}
     paths = {
         # A run of this file starts here. TorchTitan's copy of it, in this folder, says less about where it runs: a run
         # of that copy elsewhere must start from the same weights.
@@ -208,5 +271,17 @@ def _settings(config: Path | None, own: dict, target: Path) -> dict:
     merged = {section: dict(values) for section, values in tables.items()}
     for tables in (own, paths):
         for section, values in tables.items():
-            merged[section] = merged.get(section, {}) | values
+            if values:
+                merged[section] = merged.get(section, {}) | values
     return merged
+
+
+def _require_no_other_model(settings: Settings, own: dict, config: Path) -> None:
+    """Raise ConfigError if the user's config says another model than the one that is imported."""
+    own = {f"{section}.{name}": value for section, values in own.items() for name, value in values.items()}
+    for name, value in settings.given.items():
+        is_size = name.startswith(f"{SECTION}.") and name != f"{SECTION}.max_seq_len" and value is not None
+        if name in own or is_size:
+            expected = own.get(name)
+            if value not in (None, expected) and (name, value) != ("data.vocab_size", 0):
+                raise ConfigError(f"{name} = {value!r} in {config} is not the model's: {expected or 'unset'!r}")

@@ -4,15 +4,29 @@ import re
 from dataclasses import replace
 
 import torch
-from torchtitan.models.llama3.model.model import FeedForward
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.formats import RowOrder
 from mxtrain.hugging_face.model_config import ModelShape, RopeScaling
+from mxtrain.titan.models.llama3 import hidden_dim, is_tied
 
 MODELS = {"llama3": "llama", "qwen3": "qwen3"}
 """Supported models of TorchTitan -> ``model_type`` of their dense flavors in Hugging Face"""
+
+
+SETTINGS = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "hidden_dim",
+    "rms_norm_eps": "norm_eps",
+    "rope_theta": "rope_theta",
+    "tie_word_embeddings": "enable_weight_tying",
+}
+"""Field of config.json -> the setting of [model_args] that has its value"""
 
 
 def require_supported(model: str, argument: str) -> None:
@@ -23,8 +37,8 @@ def require_supported(model: str, argument: str) -> None:
         )
 
 
-def shape_of(model: str, args) -> ModelShape:
-    """Return the shape of one of ``MODELS`` with TorchTitan's model arguments ``args``."""
+def shape_of(model: str, args, max_seq_len: int | None = None) -> ModelShape:
+    """Return the shape of one of ``MODELS`` with TorchTitan's model arguments ``args``, and this many positions."""
     shape = _llama_shape(args) if model == "llama3" else _qwen_shape(args)
     return ModelShape(
         hidden_size=args.dim,
@@ -34,13 +48,12 @@ def shape_of(model: str, args) -> ModelShape:
         vocab_size=args.vocab_size,
         rms_norm_eps=float(args.norm_eps),
         rope_theta=float(args.rope_theta),
+        max_position_embeddings=max_seq_len,
         **shape,
     )
 
 
 def _llama_shape(args) -> dict:
-    with torch.device("meta"):
-        feed_forward = FeedForward(args.dim, 4 * args.dim, args.multiple_of, args.ffn_dim_multiplier)
     rope = args.rope_scaling_args
     scaling = RopeScaling(
         factor=float(rope.scaling_factor),
@@ -51,7 +64,8 @@ def _llama_shape(args) -> dict:
     return {
         "model_type": "llama",
         "head_dim": args.dim // args.n_heads,
-        "intermediate_size": feed_forward.w1.out_features,
+        "intermediate_size": hidden_dim(args),
+        "tie_word_embeddings": is_tied(args),
         "rope_scaling": None if scaling.factor == 1 else scaling,
     }
 
@@ -73,6 +87,21 @@ def _qwen_shape(args) -> dict:
             "norm_topk_prob": experts.route_norm,
         }
     return shape
+
+
+def settings_of(field: str, shape: ModelShape) -> dict[str, object]:
+    """Return the settings of [model_args] that give a model this field of ``shape``, other than its experts."""
+    if field == "rope_scaling":
+        scaling = shape.rope_scaling
+        if scaling is None:
+            return {"rope_factor": 1.0}
+        return {
+            "rope_factor": scaling.factor,
+            "rope_low_freq_factor": scaling.low_freq_factor,
+            "rope_high_freq_factor": scaling.high_freq_factor,
+            "rope_original_seq_len": scaling.original_max_position_embeddings,
+        }
+    return {SETTINGS[field]: getattr(shape, field)} if field in SETTINGS else {}
 
 
 def require_exact(model: str, args, argument: str) -> None:
@@ -102,7 +131,7 @@ class Names:
 
     def __init__(self, model: str, args):
         adapter = get_train_spec(model).state_dict_adapter
-        self._is_tied = getattr(args, "enable_weight_tying", False)
+        self._is_tied = is_tied(args)
         # The adapter wants both tied weights at once, and here it gets one parameter at a time.
         self._adapter = adapter(replace(args, enable_weight_tying=False) if self._is_tied else args, None)
         self._orders: dict[tuple, torch.Tensor | None] = {}

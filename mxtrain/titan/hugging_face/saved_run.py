@@ -17,6 +17,8 @@ from mxtrain.run_folder.checkpoints import Checkpoints
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.manifest import DamagedCheckpoint, Manifest, check_hashes
 from mxtrain.settings.read import places
+from mxtrain.titan.models.llama3 import is_tied
+from mxtrain.titan.models.model_args import given_in
 from mxtrain.titan.parse import parse_job_config
 
 
@@ -40,7 +42,12 @@ class SavedRun:
     @property
     def is_tied(self) -> bool:
         """Whether the output's weight is the embedding's."""
-        return getattr(self.args, "enable_weight_tying", False)
+        return is_tied(self.args)
+
+    @property
+    def max_seq_len(self) -> int:
+        """The number of positions that an export names."""
+        return given_in(self.job_config).get("max_seq_len", self.args.max_seq_len)
 
     def build(self) -> torch.nn.Module:
         """Return the run's model without converters, on the meta device, fp32."""

@@ -1,17 +1,26 @@
-"""mxtrain's additional model flavors, and a vocabulary size that the job config can set."""
+"""mxtrain's additional model flavors, and model arguments that the job config can set."""
 
 import copy
 from collections import UserDict
 from collections.abc import Mapping
 from dataclasses import fields
 
-from torchtitan.models.llama3.model.args import TransformerModelArgs
+from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3 import Qwen3ModelArgs
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import has_cuda_capability
 
 from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.titan.models.llama3 import Llama3Args
+from mxtrain.titan.models.model_args import given_in, set_model_args
+
+_LLAMA32 = dict(  # the rest of Llama 3.2's config.json, whose context is scaled four times as far as Llama 3.1's
+    n_kv_heads=8,
+    rope_theta=500000,
+    rope_scaling_args=RoPEScalingArgs(scaling_factor=32.0),
+    enable_weight_tying=True,
+)
 
 EXTRA_FLAVORS = {
     "llama3": {
@@ -20,6 +29,8 @@ EXTRA_FLAVORS = {
         "1B": TransformerModelArgs(
             dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.5, rope_theta=500000
         ),
+        "3.2-1B": Llama3Args(dim=2048, n_layers=16, n_heads=32, ffn_dim_multiplier=1.5, **_LLAMA32),
+        "3.2-3B": Llama3Args(dim=3072, n_layers=28, n_heads=24, **_LLAMA32),
     },
     "qwen3": {
         # Smaller than TorchTitan's debugmodel_moe: its 300 million parameters take a CPU one minute per step.
@@ -71,38 +82,63 @@ def vocab_size(job_config) -> int:
     return own_size
 
 
-def configurable(flavors: Mapping) -> Mapping:
-    """Return the same model arguments by flavor, with a vocabulary size that the job config can set."""
-    return _Flavors(flavors)
+def configurable(model: str | None, flavors: Mapping) -> Mapping:
+    """Return the same model arguments by flavor, of which the job config can set the vocabulary and the sizes.
+
+    Args:
+        model: TorchTitan's name of the model; None for a model of the user's own, whose sizes ``[model_args]`` does
+            not set.
+        flavors: its model arguments by flavor.
+    """
+    return _Flavors(model, flavors)
 
 
 class _Flavors(UserDict):
-    """Model arguments by flavor, with a vocabulary size that the job config can set, also those that a user adds.
+    """Model arguments by flavor that the job config can set, also those that a user adds.
 
     Every access returns a copy, because TorchTitan writes a job's settings into it.
     """
+
+    def __init__(self, model: str | None, flavors: Mapping):
+        self._model = model
+        super().__init__(flavors)
 
     def __getitem__(self, flavor):
         return copy.deepcopy(super().__getitem__(flavor))
 
     def __setitem__(self, flavor, args):
-        super().__setitem__(flavor, _with_configured_vocabulary(args))
+        super().__setitem__(flavor, _configured(self._model, args))
 
 
-def _with_configured_vocabulary(args):
-    """Return the same model arguments with an ``update_from_config`` that also sets the vocabulary size.
+def _configured(model: str | None, args):
+    """Return the same model arguments with an ``update_from_config`` that also applies mxtrain's settings.
 
     It also makes experts run one after another on devices without a grouped matrix product, which only some of
     TorchTitan's models do themselves.
     """
+    if type(args) is TransformerModelArgs:
+        args = Llama3Args.of(args)
 
     class Configured(type(args)):
+        takes_model_args = model is not None
+
         def update_from_config(self, job_config, **kwargs) -> None:
             super().update_from_config(job_config, **kwargs)
+            self.set_model_args(given_in(job_config))
             if job_config.data.vocab_size > 0:
                 self.vocab_size = job_config.data.vocab_size
             if hasattr(self, "moe_args") and not has_cuda_capability(9, 0):
                 self.moe_args.use_grouped_mm = False
+
+        def set_model_args(self, given: dict) -> None:
+            if self.takes_model_args:
+                set_model_args(model, self, given)
+
+        def get_nparams_and_flops(self, module, seq_len: int) -> tuple[int, int]:
+            parameters, flops = super().get_nparams_and_flops(module, seq_len)
+            # TorchTitan leaves the weight of a tied head out of both numbers, although the head multiplies it.
+            missing = sum(weight.numel() for weight in module.parameters()) - parameters
+            return parameters + missing, flops + 6 * missing
 
     Configured.__name__ = Configured.__qualname__ = type(args).__name__
     return Configured(**{f.name: getattr(args, f.name) for f in fields(args)})

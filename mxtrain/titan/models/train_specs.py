@@ -10,10 +10,16 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from mxtrain.titan.data.datasets import build_dataloader, build_tokenizer, build_validator
 from mxtrain.titan.models.flavors import EXTRA_FLAVORS, configurable
+from mxtrain.titan.models.llama3 import Llama3, Llama3Adapter
 from mxtrain.titan.parallel.parallelize import checked_parallelize, checked_pipeline
 from mxtrain.titan.reports.metrics import build_metrics_processor
 
-_SPECS = {"llama3": llama3_spec, "llama4": llama4_spec, "qwen3": qwen3_spec, "deepseek_v3": deepseek_v3_spec}
+
+def _llama3_spec() -> TrainSpec:
+    return replace(llama3_spec(), model_cls=Llama3, state_dict_adapter=Llama3Adapter)
+
+
+_SPECS = {"llama3": _llama3_spec, "llama4": llama4_spec, "qwen3": qwen3_spec, "deepseek_v3": deepseek_v3_spec}
 
 
 def register_train_specs() -> None:
@@ -21,7 +27,7 @@ def register_train_specs() -> None:
     for name, build_spec in _SPECS.items():
         spec = build_spec()
         flavors = {**spec.model_args, **EXTRA_FLAVORS.get(name, {})}
-        register_train_spec(name, with_mxtrain(replace(spec, model_args=flavors)))
+        register_train_spec(name, _with_mxtrain(name, replace(spec, model_args=flavors)))
 
 
 def with_mxtrain(spec: TrainSpec) -> TrainSpec:
@@ -32,9 +38,13 @@ def with_mxtrain(spec: TrainSpec) -> TrainSpec:
     Args:
         spec: of TorchTitan's models, or of a user's own, whose arguments are a dataclass with ``vocab_size``.
     """
+    return _with_mxtrain(None, spec)
+
+
+def _with_mxtrain(model: str | None, spec: TrainSpec) -> TrainSpec:
     return replace(
         spec,
-        model_args=configurable(spec.model_args),
+        model_args=configurable(model, spec.model_args),
         parallelize_fn=checked_parallelize(spec.parallelize_fn),
         pipelining_fn=checked_pipeline(spec.pipelining_fn),
         build_dataloader_fn=build_dataloader,

@@ -14,6 +14,7 @@ from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.titan.parallel.check_layout import check_model_layout
 from mxtrain.titan.parallel.context import prepare_context_parallelism
 from mxtrain.titan.parallel.initial_weights import draw_by_name
+from mxtrain.titan.parallel.tied_weights import check_tied, shared_group
 from mxtrain.titan.parse import settings_of
 from mxtrain.titan.reports.metrics import describe_model
 from mxtrain.titan.reports.terminal import note_model
@@ -30,8 +31,10 @@ def checked_parallelize(parallelize_fn):
         check_layout(parallel_dims, job_config)
         check_routers(parallel_dims, model)
         prepare_context_parallelism(parallel_dims, job_config)
+        check_tied(parallel_dims, model)
         note_model(describe_model(job_config, model))  # here, while the model is whole
-        model = parallelize_fn(model, parallel_dims, job_config)
+        with shared_group(model):
+            model = parallelize_fn(model, parallel_dims, job_config)
         if torch.distributed.get_backend() == "gloo":
             for module in model.modules():
                 if isinstance(module, FSDPModule):

@@ -31,6 +31,7 @@ from mxtrain.rng.rounding_position import step_is_set
 from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE, reason, replace_file
 from mxtrain.run_folder.start import CheckpointSettings, require_no_other_run, resumed_step
 from mxtrain.titan.converters import active_settings
+from mxtrain.titan.models.model_args import given_in
 from mxtrain.titan.reports.terminal import go_on_without, note, show_line, show_status
 from mxtrain.titan.reports.wandb_resume import EarlierRun, chosen_by_user, earlier_run, skip_known_steps, sync_command
 from mxtrain.titan.reports.wandb_run import wandb_defaults, wandb_facts
@@ -212,6 +213,7 @@ def run_facts(job_config) -> dict:
         "name": _run_name(job_config),
         "model": job_config.model.name,
         "flavor": job_config.model.flavor,
+        **({"model_args": sizes} if (sizes := given_in(job_config)) else {}),
         "converters": list(job_config.model.converters),
         **active_settings(job_config),
         "precision": _precision(job_config),
@@ -235,7 +237,8 @@ def describe_model(job_config, model: torch.nn.Module) -> str:
     model_config, processes = job_config.model, _world_size()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return (
-        f"{model_config.name} {model_config.flavor}: {parameters:,} parameters, {_device()}, "
+        f"{model_config.name} {model_config.flavor}{' with [model_args]' if given_in(job_config) else ''}: "
+        f"{parameters:,} parameters, {_device()}, "
         f"{processes} process{'es' if processes > 1 else ''}, {_precision(job_config)}"
     )
 

@@ -95,6 +95,15 @@ def test_another_p_is_refused_unless_it_is_asked_for(one):
     assert allowed.losses[:6] == one["mxnorm"].losses[:6] and allowed.losses[6] != one["mxnorm"].losses[6]
 
 
+def test_another_model_size_is_refused(one):
+    (line,) = one["tied, another size"].output[0].splitlines()
+    checkpoint = one["tied, another size"].folder / "checkpoint" / "step-2"
+    assert line == (
+        f"mxtrain: error: model_args.n_layers = 3, but {checkpoint} was trained without it; leave it unset, or allow "
+        "the change with --checkpoint.may_change model_args.n_layers"
+    )
+
+
 def test_a_finished_run_goes_on_with_more_steps(one):
     longer = one["longer"]
     assert numbers(longer)[:12] == numbers(one["mxnorm"]) and len(longer.rows) == 14

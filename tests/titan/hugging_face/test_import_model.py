@@ -1,5 +1,6 @@
 """Models of transformers as runs, and back."""
 
+import copy
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.run_folder.manifest import check_hashes, read_manifest
 from mxtrain.run_folder.start import CheckpointSettings, find_start
 from mxtrain.settings.read import read_settings
-from mxtrain.titan.hugging_face.export import export
+from mxtrain.titan.hugging_face.export import REPORT_FILE, export
 from mxtrain.titan.hugging_face.held_out_loss import load_model
 from mxtrain.titan.hugging_face.import_model import ImportReport, import_model
 from mxtrain.titan.hugging_face.saved_run import open_run
@@ -41,9 +42,45 @@ CONFIGS = {
         hidden_size=256, num_hidden_layers=6, num_attention_heads=16, intermediate_size=768, rms_norm_eps=1e-5,
         rope_parameters=dict(LLAMA_ROPE), vocab_size=320,
     ),
+    # As Llama 3.2
+    ("llama3", "tied"): lambda: transformers.LlamaConfig(
+        **SIZES, intermediate_size=192, rms_norm_eps=1e-5, rope_parameters=LLAMA_ROPE | {"factor": 32.0},
+        vocab_size=320, tie_word_embeddings=True, max_position_embeddings=131072,
+    ),
+    # Llama 3.0, without scaling
+    ("llama3", "unscaled"): lambda: transformers.LlamaConfig(
+        **SIZES, intermediate_size=192, rms_norm_eps=1e-5, vocab_size=320, max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    ),
+    # Like SmolLM: odd numbers of heads, no power of two, another base
+    ("llama3", "odd"): lambda: transformers.LlamaConfig(
+        hidden_size=96, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=1, intermediate_size=224,
+        rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, vocab_size=320,
+        tie_word_embeddings=True, max_position_embeddings=2048,
+    ),
+    ("qwen3", "odd"): lambda: transformers.Qwen3Config(
+        hidden_size=96, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, head_dim=48,
+        intermediate_size=160, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        vocab_size=320, max_position_embeddings=512,
+    ),
     ("qwen3", "small"): lambda: transformers.Qwen3Config(**QWEN, vocab_size=352),
     ("qwen3", "small_tied"): lambda: transformers.Qwen3Config(**QWEN, vocab_size=320, tie_word_embeddings=True),
 }  # fmt: skip
+
+
+MODEL_ARGS = {
+    ("llama3", "tied"): {"enable_weight_tying": True, "rope_factor": 32.0, "max_seq_len": 131072},
+    ("llama3", "unscaled"): {"rope_factor": 1.0, "max_seq_len": 8192},
+    ("llama3", "odd"): {
+        "dim": 96, "n_layers": 3, "n_heads": 3, "n_kv_heads": 1, "hidden_dim": 224, "norm_eps": 1e-6,
+        "rope_theta": 10000.0, "rope_factor": 1.0,
+    },
+    ("qwen3", "odd"): {
+        "dim": 96, "n_layers": 3, "n_heads": 6, "head_dim": 48, "hidden_dim": 160, "norm_eps": 1e-5,
+        "rope_theta": 5e5,
+    },
+}  # fmt: skip
+"""[model_args] of the models whose shape is no flavor's: what differs from the nearest flavor"""
 
 
 @pytest.fixture(autouse=True)
@@ -83,10 +120,15 @@ def tensors_of(folder):
 def test_there_and_back(name, models, tmp_path):
     """TorchTitan computes the logits of transformers, and an export has the same bits."""
     source, run = models[name], tmp_path / "run"
-    args = get_train_spec(name[0]).model_args[name[1]]
-    vocabulary_and_length = args.vocab_size, args.max_seq_len
+    before_import = copy.deepcopy(dict(get_train_spec(name[0]).model_args))
     report = import_model(source, run)
-    assert (report.model, report.flavor) == name
+    sizes = tomli.loads((run / "config.toml").read_text()).get("model_args", {})
+    if name in MODEL_ARGS:
+        assert report.model == name[0] and sizes == MODEL_ARGS[name]
+        assert str(report).count("with [model_args]") == 1
+    else:
+        assert (report.model, report.flavor) == name
+        assert sizes.keys() <= {"max_seq_len"}, "a flavor's shape is short"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(source)
     assert report.parameters == sum(parameter.numel() for parameter in theirs.parameters())
     saved = open_run(run)
@@ -99,11 +141,18 @@ def test_there_and_back(name, models, tmp_path):
     export(run, tmp_path / "back")
     before, after = tensors_of(source), tensors_of(tmp_path / "back")
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
-    args = get_train_spec(name[0]).model_args[name[1]]
-    assert (args.vocab_size, args.max_seq_len) == vocabulary_and_length, "TorchTitan's flavor is as it was"
+    assert before_import == dict(get_train_spec(name[0]).model_args), "TorchTitan's flavors are as they were"
     again = transformers.AutoConfig.from_pretrained(tmp_path / "back")
     assert again.rope_parameters == theirs.config.rope_parameters
-    assert again.tie_word_embeddings == theirs.config.tie_word_embeddings
+    for field in ("tie_word_embeddings", "max_position_embeddings", "head_dim", "intermediate_size", "rms_norm_eps"):
+        assert getattr(again, field) == getattr(theirs.config, field), field
+    # What was exported is imported and exported to the same bytes.
+    import_model(tmp_path / "back", tmp_path / "run again")
+    export(tmp_path / "run again", tmp_path / "back again")
+    names = {path.name for path in (tmp_path / "back").iterdir()} - {REPORT_FILE}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+    for file in names:
+        assert (tmp_path / "back again" / file).read_bytes() == (tmp_path / "back" / file).read_bytes(), file
 
 
 def test_the_folder_is_where_a_run_starts(models, tmp_path):
@@ -123,7 +172,7 @@ def test_the_folder_is_where_a_run_starts(models, tmp_path):
 
 
 def test_the_command_that_is_printed_can_be_pasted(tmp_path):
-    report = ImportReport(tmp_path / "my run", tmp_path, "llama3", "small", 320, 1)
+    report = ImportReport(tmp_path / "my run", tmp_path, "llama3", "small", {}, 320, 1)
     assert str(report).endswith(f"train     mxtrain train '{tmp_path / 'my run'}/config.toml'")
 
 
@@ -178,10 +227,43 @@ def test_the_settings_of_a_config_are_kept(models, tmp_path):
     assert settings["data.vocab_size"] == 320, "0 stands for the flavor's size"
 
 
+@pytest.mark.parametrize(
+    "lines, message",
+    [
+        ("", None),
+        ("[model_args]\nrope_factor = 1.0\nmax_seq_len = 9000\n", None),
+        ("[model_args]\nrope_factor = 8.0\n", "model_args.rope_factor = 8.0 in {file} is not the model's: 1.0"),
+        ("[model_args]\ndim = 64\n", "model_args.dim = 64 in {file} is not the model's: 'unset'"),
+    ],
+)
+def test_the_sizes_of_a_config_are_the_models(lines, message, models, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(f"[training]\nseq_len = 4096\n{lines}")
+    try:
+        import_model(models["llama3", "unscaled"], tmp_path / "run", file)
+    except ConfigError as error:
+        assert str(error) == message.format(file=file)
+    else:
+        sizes = tomli.loads((tmp_path / "run" / "config.toml").read_text())["model_args"]
+        assert sizes == {"rope_factor": 1.0, "max_seq_len": 9000 if lines else 8192}
+
+
 def edit_config(**changes):
     def change(source):
         file = source / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return change
+
+
+def edit_sizes(size):
+    """A model that TorchTitan trains, and no converter takes."""
+
+    def change(source):
+        config = transformers.LlamaConfig(
+            hidden_size=size, num_hidden_layers=1, num_attention_heads=2, intermediate_size=96, vocab_size=320
+        )
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(source)
 
     return change
 
@@ -217,14 +299,18 @@ BAD = {
     "no model": (lambda source: (source / "config.json").unlink(), "config.json is missing; give the folder of a Hug"),
     "architecture": (edit_config(model_type="gemma"), "model_type = 'gemma' in config.json is not supported"),
     "shape": (
-        edit_config(hidden_size=96),
-        "hidden_size = 96, and no flavor of llama3 has the same shape; the nearest is 'debugmodel', with hidden_size",
+        edit_config(hidden_size=96, head_dim=None),
+        "lm_head.weight has shape [320, 256], and [320, 96] by",
     ),
-    "no scaling": (
-        edit_config(rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
-        "rope_scaling = None, and no flavor of llama3 has the same shape; the nearest is 'debugmodel', with rope_sca",
+    "head_dim": (
+        edit_config(head_dim=32),
+        "head_dim = 32 in config.json does not fit TorchTitan's llama3, which would have 16",
     ),
-    "tied": (edit_config(tie_word_embeddings=True), "tie_word_embeddings = True, and no flavor of llama3 has the same"),
+    "blocks": (edit_sizes(72), "model_args.dim = 72 does not fit: a linear would have 72 features, no multiple of 32"),
+    "heads": (
+        edit_config(num_key_value_heads=3),
+        "config.json does not fit: n_heads = 16 is no multiple of n_kv_heads = 3",
+    ),
     "vocabulary": (
         edit_config(vocab_size=400),
         "lm_head.weight has shape [320, 256], and [400, 256] by config.json",

@@ -26,6 +26,42 @@ def test_llama3_flavors(flavor, dim, layers, parameters):
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.01)
 
 
+PUBLISHED = {
+    # meta-llama's model cards and safetensors indices on Hugging Face
+    ("llama3", "3.2-1B"): 1_235_814_400,
+    ("llama3", "3.2-3B"): 3_212_749_824,
+    ("llama3", "8B"): 8_030_261_248,
+    ("llama3", "70B"): 70_553_706_496,
+    ("llama3", "405B"): 405_853_388_800,
+    # Qwen's; those up to 4B share one weight between embedding and head
+    ("qwen3", "0.6B"): 596_049_920,
+    ("qwen3", "1.7B"): 1_720_574_976,
+    ("qwen3", "4B"): 4_022_468_096,
+    ("qwen3", "8B"): 8_190_735_360,
+    ("qwen3", "14B"): 14_768_307_200,
+    ("qwen3", "32B"): 32_762_123_264,
+    ("qwen3", "30B-A3B"): 30_532_122_624,
+    ("qwen3", "235B-A22B"): 235_093_634_560,
+}
+"""Parameters of the published models"""
+
+
+@pytest.mark.parametrize("name, flavor", PUBLISHED)
+def test_flavors_have_the_parameters_of_the_published_models(name, flavor):
+    model, args, _ = build(f"--model.name={name}", f"--model.flavor={flavor}")
+    assert sum(p.numel() for p in model.parameters()) == PUBLISHED[name, flavor]
+    parameters, flops = args.get_nparams_and_flops(model, seq_len=0)
+    assert parameters == PUBLISHED[name, flavor]
+    if name == "llama3":  # without experts, every weight multiplies but an embedding of its own
+        idle = 0 if args.enable_weight_tying else model.tok_embeddings.weight.numel()
+        assert flops == 6 * (parameters - idle)
+
+
+def test_a_separate_head_makes_a_tied_model_larger():
+    model, *_ = build("--model.name=qwen3", "--model.flavor=0.6B", "--model_args.no_enable_weight_tying")
+    assert sum(p.numel() for p in model.parameters()) == 751_632_384
+
+
 @pytest.mark.parametrize(
     ("name", "flavor"),
     [

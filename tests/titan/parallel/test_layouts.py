@@ -1,6 +1,9 @@
 """Several processes against one, and checkpoints across converters: same weights, same text, same numbers."""
 
 import pytest
+import torch
+
+from mxtrain.titan.hugging_face.saved_run import SavedWeights
 
 
 def require_equal(ours, theirs, losses: list[float], grad_norm: float):
@@ -15,6 +18,15 @@ def test_fsdp_and_hsdp_match_one_process(one, several):
     # The second step sees the first one's update.
     require_equal(several["fsdp"], one["from seed"], [1e-3, 5e-3], 0.01)
     require_equal(several["hsdp"], one["from seed"], [1e-3], 0.01)
+
+
+def test_a_tied_head_on_two_processes_matches_one(one, several):
+    """The weight gets the gradients of the embedding and of the head, and stays one weight."""
+    require_equal(several["tied, fsdp"], one["tied"], [1e-3, 5e-3], 0.01)
+    for run in (several["tied, fsdp"], one["tied"]):
+        weights = SavedWeights(run.folder / "checkpoint" / "step-2")
+        assert torch.equal(weights["output.weight"], weights["tok_embeddings.weight"])
+    assert weights["output.weight"].std() < 0.2, "drawn as a head"
 
 
 def test_tensor_parallelism_with_fused_norms_matches_one_process(one, several):

@@ -1,0 +1,85 @@
+"""Which settings of ``[model_args]`` each model has, and where they stand in TorchTitan's model arguments."""
+
+from mxtrain.settings.relations import Relation, check
+from mxtrain.settings.values import Settings
+
+SECTION = "model_args"
+
+_COMMON = {name: name for name in ("dim", "n_layers", "n_heads", "norm_eps", "rope_theta")}
+_LLAMA_ROPE = {
+    "rope_factor": "rope_scaling_args.scaling_factor",
+    "rope_low_freq_factor": "rope_scaling_args.low_freq_factor",
+    "rope_high_freq_factor": "rope_scaling_args.high_freq_factor",
+    "rope_original_seq_len": "rope_scaling_args.original_max_position_embeddings",
+}
+_EXPORTED = {"max_seq_len": ""}  # no field: a run's model has training.seq_len positions
+_EXPERTS = {"num_experts": "moe_args.num_experts", "top_k": "moe_args.top_k"}
+_SHARED_EXPERTS = {"num_shared_experts": "moe_args.num_shared_experts"}
+
+
+def _same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+PLACES = {
+    "llama3": {**_COMMON, **_same("n_kv_heads", "hidden_dim", "enable_weight_tying"), **_LLAMA_ROPE, **_EXPORTED},
+    "llama4": {
+        **_COMMON,
+        **_same("n_kv_heads", "multiple_of", "ffn_dim_multiplier", "interleave_moe_layer_step"),
+        **_LLAMA_ROPE,
+        **_EXPERTS,
+        **_SHARED_EXPERTS,
+    },
+    "qwen3": {
+        **_COMMON,
+        **_same("n_kv_heads", "head_dim", "hidden_dim", "enable_weight_tying", "moe_inter_dim"),
+        **_EXPERTS,
+        **_EXPORTED,
+    },
+    "deepseek_v3": {
+        **_COMMON,
+        "hidden_dim": "inter_dim",
+        "rope_factor": "rope_factor",
+        "rope_original_seq_len": "original_seq_len",
+        **_same("n_dense_layers", "moe_inter_dim", "q_lora_rank", "kv_lora_rank"),
+        **_same("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        **_EXPERTS,
+        **_SHARED_EXPERTS,
+    },
+}
+"""Name of a model -> its settings in ``[model_args]`` -> the field of TorchTitan's model arguments ("" for none)"""
+
+
+def given_model_args(settings: Settings) -> dict[str, object]:
+    """Return the settings of ``[model_args]`` that are set, by their names without the table."""
+    return {name: value for name, value in vars(settings.section(SECTION)).items() if value is not None}
+
+
+def _not_of_the_model(name: str, s: Settings) -> str | None:
+    """What is wrong with one setting of ``[model_args]`` for ``model.name``."""
+    model = s["model.name"]
+    if s[f"{SECTION}.{name}"] is None or name in PLACES.get(model, {}):
+        return None
+    if model not in PLACES:
+        return f"has no effect on model.name = {model!r}: [{SECTION}] is for {', '.join(PLACES)}"
+    return f"is no setting of model.name = {model!r}, which has: {', '.join(PLACES[model])}"
+
+
+_NAMES = tuple(dict.fromkeys(name for places in PLACES.values() for name in places))
+
+RELATIONS = (
+    *(Relation(f"{SECTION}.{name}", lambda s, name=name: _not_of_the_model(name, s)) for name in _NAMES),
+    Relation(
+        f"{SECTION}.max_seq_len",
+        lambda s: (
+            s[f"{SECTION}.max_seq_len"] is not None
+            and s[f"{SECTION}.max_seq_len"] < s["training.seq_len"]
+            and f"is less than training.seq_len = {s['training.seq_len']}: allowed is that or more"
+        ),
+    ),
+)
+
+
+def check_model_args(settings: Settings) -> None:
+    """Raise ConfigError for a setting of ``[model_args]`` that the model does not have."""
+    check(RELATIONS, settings)

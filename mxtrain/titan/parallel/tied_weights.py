@@ -1,0 +1,47 @@
+"""FSDP2 for a model whose output head has the embedding's weight."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+import torchtitan.models.llama3.infra.parallelize as llama3
+import torchtitan.models.llama4.infra.parallelize as llama4
+from torch.distributed.fsdp import fully_shard
+
+from mxtrain.errors import ConfigError
+
+
+@contextmanager
+def shared_group(model: torch.nn.Module) -> Iterator[None]:
+    """Context in which TorchTitan's parallelize functions shard embedding, last norm and head as one group, if tied.
+
+    FSDP2 allows a weight in one group only. TorchTitan 0.2.2 puts the embedding and the head into two groups, which
+    PyTorch refuses in the first step, its own tied Qwen3 included.
+    """
+    if model.output.weight is not model.tok_embeddings.weight:
+        yield
+        return
+
+    def fully_shard_tied(module, **settings):
+        if module is model.tok_embeddings:
+            return module  # sharded with the head
+        if module == [model.norm, model.output]:
+            module = [model.tok_embeddings, *module]
+        return fully_shard(module, **settings)
+
+    # TorchTitan's other models take the function of llama4.
+    with (
+        patch.object(llama3, "fully_shard", fully_shard_tied),
+        patch.object(llama4, "fully_shard", fully_shard_tied),
+    ):
+        yield
+
+
+def check_tied(parallel_dims, model: torch.nn.Module) -> None:
+    """Raise ConfigError for a tied head in a layout that gives it a weight of its own: TP splits the two by itself."""
+    if parallel_dims.tp_enabled and parallel_dims.fsdp_enabled and model.output.weight is model.tok_embeddings.weight:
+        raise ConfigError(
+            f"parallelism.tensor_parallel_degree = {parallel_dims.tp} with FSDP does not work with a head that has the "
+            "embedding's weight: allowed is 1, or model_args.enable_weight_tying = false"
+        )

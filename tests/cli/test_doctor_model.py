@@ -1,0 +1,116 @@
+"""``mxtrain doctor --model``: its figures against a model with memory. ``test_describe.py`` has those of shards."""
+
+import re
+import resource
+import time
+
+import pytest
+import torch
+from torchtitan.protocols.train_spec import get_train_spec
+
+from mxtrain import cli
+from mxtrain.cli import doctor_model
+from mxtrain.titan.models.describe import build_on_meta
+from mxtrain.titan.parse import parse_job_config
+
+GIB = 2**30
+DEBUG = "train_configs/llama3_debug.toml"
+
+
+def rows_of(text):
+    """GPUs -> the figures of its row, in GiB: weights, gradients, optimizer, gathered, sum."""
+    lines = [line.rsplit(maxsplit=5) for line in text.splitlines()]
+    return {
+        line[0].strip(): [float(figure.replace(",", "")) for figure in line[1:]]
+        for line in lines
+        if len(line) == 6 and re.fullmatch(r"[\d,]+\.\d\d", line[-1])
+    }
+
+
+def measured(model):
+    """Bytes of weights, gradients and optimizer states of a model, after a step."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.arange(16)[None]
+    model(tokens).float().logsumexp(-1).mean().backward()
+    optimizer.step()
+    states = [v for state in optimizer.state.values() for name, v in state.items() if name != "step"]
+    tensors = list(model.parameters()), [p.grad for p in model.parameters()], states
+    return [sum(tensor.nbytes for tensor in each) for each in tensors]
+
+
+@pytest.mark.parametrize("flags", [[], ["--training.dtype=bfloat16"], ["--model_args.enable_weight_tying"]])
+def test_memory_of_one_process_is_what_a_step_takes(flags):
+    job_config = parse_job_config(["--model.flavor=debugmodel", "--training.seq_len=64", *flags])
+    args = get_train_spec("llama3").model_args["debugmodel"]
+    args.update_from_config(job_config)
+    real = get_train_spec("llama3").model_cls(args).to(getattr(torch, job_config.training.dtype))
+    with torch.no_grad():
+        real.init_weights()
+    weights, gradients, states = measured(real)
+    on_meta = build_on_meta(job_config)
+    assert doctor_model.shard_bytes(on_meta, 1, getattr(torch, job_config.training.dtype)) == weights == gradients
+    assert doctor_model.OPTIMIZER_STATES * weights == states
+    assert dict(doctor_model.parameters(on_meta))["parameters"] == f"{sum(p.numel() for p in real.parameters()):,}"
+
+
+def test_the_report_of_8b_and_its_flags(capsys):
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    assert cli.main(["doctor", "--model", "train_configs/llama3_8b.toml", "--mxnorm.p", "1"]) == 0
+    text = capsys.readouterr().out
+    assert time.monotonic() - start < 60
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1e6, "KiB: no weight got memory"
+    total, blocks, head = 8_030_261_248, 32 * 218_103_808, 128256 * 4096
+    assert f"parameters               {total:,}\n" in text
+    assert f"without embedding, head  {total - 2 * head:,}\n" in text
+    assert f"low precision  {blocks:,} ({blocks / (blocks + head):.1%})" in text
+    assert f"high           {head:,} (" in text and f"all            {blocks + head:,};" in text
+    weights = 4 * total / GIB
+    assert rows_of(text)["1"] == pytest.approx([weights, weights, 2 * weights, 0, 4 * weights], abs=0.006)
+    assert rows_of(text)["64"][0] == pytest.approx(weights / 64, abs=0.006)
+    assert rows_of(text)["64"][3] == pytest.approx(2 * 2 * head / GIB, abs=0.006), "embedding and head in bf16"
+    assert "32 x  layers.*.attention_norm -> layers.*.attention.wq, layers.*.attention.wk, layers.*.attention" in text
+    assert "1 x  kept: output: is the output head" in text
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (["--model_args.n_layers=3", "--model.converters="], ["  high           ", "low precision  0 (0.0%)"]),
+        (["--model.converters=fused_rmsnorm"], ["fused_rmsnorm: 13 norms swapped, 0 kept"]),
+        (["--model.converters=quantize.linear.mx"], ["quantize.linear.mx\n  TorchTitan's own converter is left out"]),
+        (["--mxnorm.mode=native"], ["mode reference on cpu" if not torch.cuda.is_available() else "mode "]),
+        (["--training.enable_cpu_offload"], ["all but the gathered weights is in the CPU's memory"]),
+        (
+            ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=4"],
+            ["\n  8 (2 x 4) "],
+        ),
+    ],
+)
+def test_flags_decide(flags, expected, capsys):
+    assert cli.main(["doctor", "--model", DEBUG, *flags]) == 0
+    text = capsys.readouterr().out
+    for words in expected:
+        assert words in text
+
+
+def test_experts_are_counted_as_a_token_uses_them(capsys):
+    assert cli.main(["doctor", "--model", "train_configs/qwen3_moe_debug.toml"]) == 0
+    text = capsys.readouterr().out
+    counts = {name: int(n.replace(",", "")) for name, n in re.findall(r"^  (\D+?)  +([\d,]+)$", text, re.M)}
+    assert counts["used by one token"] == counts["parameters"] - 4 * 12 * 3 * 256 * 256
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "--model: CONFIG is missing: give a TOML file, and any flags after it"),
+        (["--mxnorm.p", "1"], "--model: CONFIG is missing"),
+        (["no.toml"], "config 'no.toml' does not exist"),
+        ([DEBUG, "--model_args.n_heads=3"], "model_args.n_heads = 3 does not fit: dim = 256 is no multiple of n_heads"),
+        ([DEBUG, "--mxnorm.filter_fqns=outputs"], "mxnorm.filter_fqns: 'outputs' matches no module"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, capsys):
+    assert cli.main(["doctor", "--model", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"mxtrain: error: {message}") and error.count("\n") == 1

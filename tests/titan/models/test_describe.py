@@ -1,0 +1,41 @@
+"""The model on the meta device, and what ``mxtrain doctor --model`` says about its shards."""
+
+import torch
+from forked import forking_context
+
+from mxtrain.cli import doctor_model
+from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
+from mxtrain.titan.parse import parse_job_config
+
+
+def test_no_parameter_has_memory_before_and_after_its_conversion():
+    job_config = parse_job_config(["--model.converters=mxnorm,fused_rmsnorm", "--training.dtype=bfloat16"])
+    model = build_on_meta(job_config)
+    assert {(p.is_meta, p.dtype) for p in model.parameters()} == {(True, torch.bfloat16)}
+    assert torch.get_default_dtype() == torch.float32
+    plans = convert_on_meta(job_config, model)
+    assert list(plans) == ["mxnorm", "fused_rmsnorm"] and plans["mxnorm"].quantized_share > 0.5
+    assert all(p.is_meta for p in model.parameters())
+
+
+def shards_of_titan(results):
+    """Shard the debug model for 7 processes that do not exist; put the bytes of this one's weights."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.models.llama3.infra.parallelize import apply_fsdp
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=7)
+    model = build_on_meta(parse_job_config(["--model.flavor=debugmodel"]))
+    expected = doctor_model.shard_bytes(model, 7, torch.float32)
+    mesh = init_device_mesh("cpu", (7,), mesh_dim_names=("fsdp",))
+    apply_fsdp(model, mesh, torch.bfloat16, torch.float32, pp_enabled=False)
+    results.put((expected, sum(p.to_local().numel() * 4 for p in model.parameters())))
+
+
+def test_shards_are_those_of_fsdp():
+    context = forking_context()
+    results = context.Queue()
+    process = context.Process(target=shards_of_titan, args=(results,))
+    process.start()
+    expected, found = results.get(timeout=120)
+    process.join()
+    assert expected == found

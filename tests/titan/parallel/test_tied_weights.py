@@ -1,0 +1,70 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torchtitan.models.llama3.infra.parallelize as llama3
+import torchtitan.models.llama4.infra.parallelize as llama4
+from forked import forking_context
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from mxtrain.errors import ConfigError
+from mxtrain.titan.models.llama3 import Llama3, Llama3Args
+from mxtrain.titan.parallel.tied_weights import check_tied, shared_group
+
+SMALL = dict(dim=64, n_layers=2, n_heads=4, vocab_size=96, max_seq_len=32)
+PRECISION = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+def model(**changes):
+    with torch.device("meta"):
+        return Llama3(Llama3Args(**SMALL, **changes))
+
+
+def count_groups(results):
+    """Shard models for 4 processes that do not exist; put the number of weights in each FSDP group."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=4)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+    for changes in ({"enable_weight_tying": True}, {}):
+        module = model(**changes)
+        with shared_group(module):
+            llama3.apply_fsdp(module, mesh, **PRECISION, pp_enabled=False)
+        groups = [len(group.fsdp_params) for group in groups_of(module)]
+        results.put((sorted(groups), sum(p.numel() for p in module.parameters())))
+
+
+def groups_of(module):
+    states = {
+        id(part._get_fsdp_state()): part._get_fsdp_state() for part in module.modules() if hasattr(part, "unshard")
+    }
+    return [group for state in states.values() for group in state._fsdp_param_groups]
+
+
+def test_the_shared_weight_is_in_one_group():
+    """With two blocks of 9 weights. The second model has a weight of its own for the head."""
+    context = forking_context()
+    results = context.Queue()
+    process = context.Process(target=count_groups, args=(results,))
+    process.start()
+    tied, separate = results.get(timeout=120), results.get(timeout=120)
+    process.join()
+    assert (tied[0], separate[0]) == ([2, 9, 9], [1, 2, 9, 9])
+    assert separate[1] - tied[1] == 96 * 64
+
+
+def test_titans_functions_are_as_they_were():
+    with shared_group(model(enable_weight_tying=True)):
+        assert llama3.fully_shard is not fully_shard and llama4.fully_shard is not fully_shard
+    assert llama3.fully_shard is llama4.fully_shard is fully_shard
+    with shared_group(model()):
+        assert llama3.fully_shard is llama4.fully_shard is fully_shard
+
+
+@pytest.mark.parametrize("tp, fsdp, tied", [(2, True, True), (2, False, True), (2, True, False), (1, True, True)])
+def test_tensor_parallelism_with_fsdp_is_refused_for_a_tied_head(tp, fsdp, tied):
+    layout = SimpleNamespace(tp=tp, tp_enabled=tp > 1, fsdp_enabled=fsdp)
+    if (tp, fsdp, tied) == (2, True, True):
+        with pytest.raises(ConfigError, match="^parallelism.tensor_parallel_degree = 2 with FSDP does not work with"):
+            check_tied(layout, model(enable_weight_tying=tied))
+    else:
+        check_tied(layout, model(enable_weight_tying=tied))
