@@ -26,6 +26,8 @@ class Draws(IntEnum):
 
 # Device type -> int64 [3] (step, microbatch, rank). Empty until a step is set.
 _position: dict[str, torch.Tensor] = {}
+# Step, microbatch and rank as set by ``set_rounding_step``. Empty until then.
+_numbers: list[int] = []
 
 
 def set_rounding_step(step: int | None, microbatch: int = 0, rank: int | None = None) -> None:
@@ -48,8 +50,34 @@ def set_rounding_step(step: int | None, microbatch: int = 0, rank: int | None = 
     if step is None:
         forget_calls()
         _position.clear()
+        _numbers.clear()
         return
     numbers = (step, microbatch, _default_rank() if rank is None else rank)
+    _set(*numbers)
+    _numbers[:] = numbers
+
+
+def set_rounding_chunk(chunk: int, chunks: int) -> None:
+    """Set the chunk of the next forward, in a pipeline that splits the microbatch of ``set_rounding_step`` into chunks.
+
+    A chunk of a microbatch is then a microbatch of its own: number ``microbatch * chunks + chunk``. Does nothing while
+    no step is set.
+
+    Args:
+        chunk: from 0 to ``chunks`` - 1.
+        chunks: number of chunks of every microbatch.
+
+    Raises:
+        ValueError: as ``set_rounding_step``, and for a chunk that is not one of ``chunks``.
+    """
+    if not 0 <= chunk < chunks:
+        raise ValueError(f"chunk = {chunk!r} is not an integer from 0 to {chunks - 1}")
+    if _numbers:
+        step, microbatch, rank = _numbers
+        _set(step, microbatch * chunks + chunk, rank)
+
+
+def _set(*numbers: int) -> None:
     for name, number in zip(("step", "microbatch", "rank"), numbers):
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < _WORD:
             raise ValueError(f"{name} = {number!r} is not an integer from 0 to {_WORD - 1}")

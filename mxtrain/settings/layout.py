@@ -1,6 +1,7 @@
 """Mistakes in a layout of processes that show without the model: degrees, sequences, batches.
 
-``mxtrain.titan.parallel.check_layout`` compares a layout with the model.
+``mxtrain.settings.pipeline`` has those of pipelines. ``mxtrain.titan.parallel.check_layout`` compares a layout with the
+model.
 """
 
 from mxtrain.settings.relations import Relation, quantizing
@@ -78,32 +79,12 @@ RELATIONS = (
             f"pipeline {degree(s, 'pipeline')} and context {degree(s, 'context')}"
         ),
     ),
-    # TorchTitan 0.2.2 divides the loss by the number of tokens on all ranks, so gradients must be summed. DDP averages
-    # them: with two replicas the gradient norm is half of the correct value.
-    Relation(
-        "parallelism.data_parallel_replicate_degree",
-        lambda s, machine: (
-            s["parallelism.data_parallel_replicate_degree"] > 1
-            and _shards(s, machine.processes) * degree(s, "context") == 1
-            and "without sharding is DDP, which averages gradients, but TorchTitan 0.2.2 needs their sum; use FSDP: "
-            "data_parallel_shard_degree = -1, alone or (HSDP) greater than 1 beside the replicate degree"
-        ),
-    ),
     Relation(
         "parallelism.tensor_parallel_degree",
         lambda s, machine: (
             degree(s, "tensor") > 1
             and quantizing(s)
             and f"does not work with converter {quantizing(s)[0]!r}: allowed is 1"
-        ),
-    ),
-    # With two stages TorchTitan 0.2.2 does not divide by the number of tokens, and the gradient norm is about a
-    # thousand times too large.
-    Relation(
-        "parallelism.pipeline_parallel_degree",
-        lambda s, machine: (
-            degree(s, "pipeline") > 1
-            and "gives wrong gradients in TorchTitan 0.2.2 (it does not divide by the number of tokens): allowed is 1"
         ),
     ),
     Relation(
@@ -134,15 +115,6 @@ RELATIONS = (
     Relation(
         "validation.seq_len",
         lambda s, machine: s["validation.enable"] and _sequence_problem(s, s["validation.seq_len"], needs_blocks=False),
-    ),
-    Relation(
-        "training.local_batch_size",
-        lambda s, machine: (
-            degree(s, "pipeline") > 1
-            and s["training.local_batch_size"] % s["parallelism.pipeline_parallel_microbatch_size"]
-            and "is not a multiple of parallelism.pipeline_parallel_microbatch_size = "
-            f"{s['parallelism.pipeline_parallel_microbatch_size']}"
-        ),
     ),
     Relation(
         "training.global_batch_size",

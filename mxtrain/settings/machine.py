@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from mxtrain.data.tokenizer import require_tokenizer
 from mxtrain.settings.layout import RELATIONS as LAYOUT_RELATIONS
+from mxtrain.settings.pipeline import RELATIONS as PIPELINE_RELATIONS
 from mxtrain.settings.relations import Relation, check
 from mxtrain.settings.values import Settings
 
@@ -75,6 +76,6 @@ RELATIONS = (
 
 def check_machine(settings: Settings, machine: Machine) -> None:
     """Raise ConfigError for files that do not exist, and for a layout that does not fit."""
-    check((*LAYOUT_RELATIONS, *RELATIONS), settings, machine)
+    check((*LAYOUT_RELATIONS, *PIPELINE_RELATIONS, *RELATIONS), settings, machine)
     if folder := settings["model.hf_assets_path"]:
         require_tokenizer(Path(folder).expanduser())

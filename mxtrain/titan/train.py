@@ -3,7 +3,8 @@
 import os
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -35,6 +36,8 @@ from mxtrain.titan.checkpoint.verified_start import verified_start
 from mxtrain.titan.finite import LossWatch, NonFiniteError, nonfinite_weights
 from mxtrain.titan.parallel.check_layout import check_model_layout
 from mxtrain.titan.parallel.context import correct_max_loss, tokens_of_other_ranks
+from mxtrain.titan.parallel.pipeline import LossPerToken, SharedLoss, Stage
+from mxtrain.titan.parallel.replicate import Layout
 from mxtrain.titan.parse import parse_job_config, resolved_settings, settings_of
 from mxtrain.titan.reports import terminal
 from mxtrain.titan.reports.metrics import leave_losses_to_trainer, run_facts
@@ -45,6 +48,8 @@ FIRST_WORD_SECONDS = 3.0
 
 class _Trainer(Trainer):
     """TorchTitan's trainer with some additions.
+
+    It computes right gradients with replicas and pipelines, and every rank knows the loss of a pipeline.
 
     It sets the step and the microbatch for stochastic rounding. Both follow from the trainer's own step, so a resumed
     run draws the same random bits as an uninterrupted run.
@@ -62,8 +67,7 @@ class _Trainer(Trainer):
     stop: Stop | None = None
 
     def __init__(self, job_config):
-        # TorchTitan's trainer looks the class up in its module.
-        with patch("torchtitan.train.CheckpointManager", Checkpointer):
+        with _own_parts():
             super().__init__(job_config)
         self.checkpointer.start = self._start
         self.checkpointer.run = _manifest(job_config, self.dataloader)
@@ -77,6 +81,17 @@ class _Trainer(Trainer):
         self.checkpointer.states["rng"] = RandomState()
         self._tokens = TokenCount.of_layout(self.parallel_dims)
         self._signals = StopSignals()
+        # The stages of a pipeline have the same text, and draw other random bits because their layers differ.
+        self._rank_in_stage = torch.distributed.get_rank() % (self.parallel_dims.world_size // self.parallel_dims.pp)
+        if self.parallel_dims.pp_enabled:
+            self._share_loss_of_pipeline()
+
+    def _share_loss_of_pipeline(self) -> None:
+        self._loss = self.pp_schedule._loss_fn = LossPerToken(self.loss_fn)
+        group = self.parallel_dims.get_mesh("pp").get_group()
+        self.pp_schedule = SharedLoss(self.pp_schedule, self.pp_has_last_stage, group, self.device)
+        for user in (self, self.validator) if self.job_config.validation.enable else (self,):
+            user.pp_schedule, user.pp_has_last_stage = self.pp_schedule, True
 
     def init_distributed(self):
         parallel_dims = super().init_distributed()
@@ -129,9 +144,13 @@ class _Trainer(Trainer):
         # Until the first step is done, which compiles the model, there is nothing to save, and a signal stops at once.
         self._signals.install()
 
-    def forward_backward_step(self, **kwargs):
-        set_rounding_step(self.step, microbatch=len(self._losses))
-        loss = super().forward_backward_step(**kwargs)
+    def forward_backward_step(self, *, global_valid_tokens, **kwargs):
+        set_rounding_step(self.step, microbatch=len(self._losses), rank=self._rank_in_stage)
+        if self.parallel_dims.pp_enabled:
+            with self._loss.divided_by(global_valid_tokens):
+                loss = super().forward_backward_step(global_valid_tokens=1.0, **kwargs)
+        else:
+            loss = super().forward_backward_step(global_valid_tokens=global_valid_tokens, **kwargs)
         self._losses.append(loss.detach())
         return loss
 
@@ -152,6 +171,21 @@ class _Trainer(Trainer):
             raise NonFiniteError(found)
         logger.warning(f"{found}; no checkpoint is saved")
         return False
+
+
+@contextmanager
+def _own_parts() -> Iterator[None]:
+    """Let TorchTitan's trainer, which looks classes up in modules, find mxtrain's."""
+    parts = {
+        "torchtitan.train.CheckpointManager": Checkpointer,
+        "torchtitan.train.ParallelDims": Layout,
+        "torchtitan.train.ensure_pp_loss_visible": lambda *args: None,  # which warns that rank 0 does not know it
+        "torchtitan.distributed.pipeline_parallel.PipelineStage": Stage,
+    }
+    with ExitStack() as patches:
+        for name, part in parts.items():
+            patches.enter_context(patch(name, part))
+        yield
 
 
 def _start(job_config) -> Start:

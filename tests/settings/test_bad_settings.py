@@ -191,10 +191,9 @@ FLAGS = [
 # Settings that two processes bring to light.
 TWO_PROCESSES = [
     ("--parallelism.tensor_parallel_degree=2", "parallelism.tensor_parallel_degree = 2 does not work with converter"),
-    ("--parallelism.pipeline_parallel_degree=2", "parallelism.pipeline_parallel_degree = 2 gives wrong gradients"),
     (
-        "--parallelism.data_parallel_replicate_degree=2",
-        "parallelism.data_parallel_replicate_degree = 2 without sharding is DDP",
+        "--parallelism.pipeline_parallel_degree=2 --training.local_batch_size=1",
+        "parallelism.pipeline_parallel_schedule = '1F1B' needs 2 chunks or more",
     ),
     ("--parallelism.tensor_parallel_degree=3", "parallelism.data_parallel_shard_degree = -1 does not fit 2 process"),
     ("--training.global_batch_size=8", "training.global_batch_size = 8 is not a multiple of training.local_batch_size"),

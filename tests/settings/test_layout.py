@@ -74,8 +74,8 @@ def test_one_line_says_what_is_wrong(fine, processes, flag, message):
     assert "\n" not in str(raised.value)
 
 
-def test_blocks_of_tokens_and_microbatches_without_other_refusals():
-    """Of settings that converters and pipelines are refused for today."""
+def test_blocks_of_tokens_without_other_refusals():
+    """Of settings that converters are refused for today."""
     relations = [relation for relation in RELATIONS if relation.setting.startswith("training.")]
 
     def check_these(flags):
@@ -87,10 +87,6 @@ def test_blocks_of_tokens_and_microbatches_without_other_refusals():
     check_these(f"{TP}=2 {CP}=2 {MXNORM} --training.seq_len=256")
     with pytest.raises(ConfigError, match="training.seq_len = 128 is not a multiple of 256"):
         check_these(f"{TP}=2 {CP}=2 {MXNORM} --training.seq_len=128")
-    microbatches = f"{PP}=2 --parallelism.pipeline_parallel_microbatch_size=2 --training.local_batch_size"
-    check_these(f"{microbatches}=4")
-    with pytest.raises(ConfigError, match="training.local_batch_size = 3 is not a multiple of parallelism.pipeline"):
-        check_these(f"{microbatches}=3")
 
 
 def test_unbalanced_context_parallelism_is_refused():

@@ -59,6 +59,7 @@ VALIDATION_SIZES = [
     "--validation.seq_len=64", "--validation.local_batch_size=4", "--validation.freq=10", "--validation.steps=1",
 ]  # fmt: skip
 TIED = ["--model_args.enable_weight_tying", "--model_args.hidden_dim=160", SAVE[0]]
+SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 ACCUMULATE = ["--training.local_batch_size=2", "--training.global_batch_size=4"]
 
 
@@ -198,7 +199,7 @@ def several_processes(base: Path) -> dict[str, "Outcome"]:
         "mixed, fsdp": [*load(base, "seed", 0), *mixed, *saved],
         **{f"{name}fsdp, resumed": Resumed(f"{name}fsdp", 1) for name in ("", "nvfp4, ", "mixed, ", "experts, ")},
         "nan": [*EXPLODE, halves],
-        "pipeline": ["--parallelism.pipeline_parallel_degree=2"],
+        "pipeline": ["--parallelism.pipeline_parallel_degree=2", f"{SCHEDULE}=ZBVZeroBubble"],
     }
     degrees = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"]
     four = {"hsdp": [*load(base, "seed", 0, 1), *degrees, "--training.local_batch_size=1"]}
@@ -430,7 +431,6 @@ def _train_all(
 def _add_tiny_models() -> None:
     """Add the flavor "tiny" to every model: two layers, one of them dense where the others are experts."""
     from torchtitan.protocols.train_spec import get_train_spec
-
 
     debug = {name: get_train_spec(name).model_args for name in ("llama3", "llama4", "deepseek_v3", "qwen3")}
     few_heads = {"dim": 128, "n_layers": 2, "n_heads": 4}

@@ -46,7 +46,7 @@ def _with_mxtrain(model: str | None, spec: TrainSpec) -> TrainSpec:
         spec,
         model_args=configurable(model, spec.model_args),
         parallelize_fn=checked_parallelize(spec.parallelize_fn),
-        pipelining_fn=checked_pipeline(spec.pipelining_fn),
+        pipelining_fn=spec.pipelining_fn and checked_pipeline(spec.pipelining_fn),
         build_dataloader_fn=build_dataloader,
         build_tokenizer_fn=build_tokenizer,
         build_validator_fn=build_validator,

@@ -5,15 +5,13 @@ Sizes come from the model's flavor, and from one layer of it on the meta device,
 """
 
 import copy
-import math
 
 import torch
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.errors import ConfigError
 from mxtrain.settings.layout import BLOCK, degree
+from mxtrain.settings.pipeline import stages_problem
 from mxtrain.settings.relations import quantizing
 from mxtrain.settings.values import Settings
 
@@ -29,7 +27,7 @@ def check_model_layout(settings: Settings) -> None:
     _check_attention(settings, args, model)
     _check_heads(settings, args, model)
     _check_features(settings, args, model)
-    _check_layers(settings, args, model)
+    _check_stages(settings, args, model)
     _check_experts(settings, args, model)
 
 
@@ -95,28 +93,20 @@ def _linears(settings: Settings, args):
             yield name, module
 
 
-def _check_layers(settings: Settings, args, model: str) -> None:
-    """Refuse what TorchTitan's ``pipeline_llm`` cannot divide into stages."""
-    chosen, ranks = settings.section("parallelism"), degree(settings, "pipeline")
-    if ranks == 1 or chosen.module_fqns_per_model_part is not None:
+def _check_stages(settings: Settings, args, model: str) -> None:
+    """Refuse a model that cannot be divided into stages, and stages that would make another model."""
+    if degree(settings, "pipeline") == 1:
         return
-    single = issubclass(get_schedule_class(chosen.pipeline_parallel_schedule), PipelineScheduleSingle)
-    first = chosen.pipeline_parallel_first_stage_less_layers
-    last = chosen.pipeline_parallel_last_stage_less_layers
-    each = chosen.pipeline_parallel_layers_per_stage
-    stages = ranks * (1 if single else 2) if each is None else math.ceil((args.n_layers + first + last) / each)
-    what = f"with schedule {chosen.pipeline_parallel_schedule!r} and the {args.n_layers} layers of {model}"
-    if stages % ranks or (stages == ranks) != single:
-        allowed = "one stage" if single else "two stages or more"
+    if get_train_spec(settings["model.name"]).pipelining_fn is None:
+        _refuse(settings, "pipeline_parallel_degree", f"does not work with {model}: allowed is 1")
+    if getattr(args, "enable_weight_tying", False):
         _refuse(
             settings,
-            "pipeline_parallel_layers_per_stage",
-            f"makes {stages} stages {what}; each of {ranks} ranks needs {allowed}, and all as many",
+            "pipeline_parallel_degree",
+            f"separates the embedding of {model} from the head, which has the same weight: allowed is 1",
         )
-    try:
-        generate_llm_fqn_per_model_part(stages, args.n_layers, first, last)
-    except ValueError as error:
-        _refuse(settings, "pipeline_parallel_degree", f"makes {stages} stages {what}: {error}")
+    if problem := stages_problem(settings, args.n_layers):
+        raise ConfigError(problem)
 
 
 def _check_experts(settings: Settings, args, model: str) -> None:

@@ -14,6 +14,7 @@ from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.titan.parallel.check_layout import check_model_layout
 from mxtrain.titan.parallel.context import prepare_context_parallelism
 from mxtrain.titan.parallel.initial_weights import draw_by_name
+from mxtrain.titan.parallel.replicate import Layout
 from mxtrain.titan.parallel.tied_weights import check_tied, shared_group
 from mxtrain.titan.parse import settings_of
 from mxtrain.titan.reports.metrics import describe_model
@@ -32,7 +33,8 @@ def checked_parallelize(parallelize_fn):
         check_routers(parallel_dims, model)
         prepare_context_parallelism(parallel_dims, job_config)
         check_tied(parallel_dims, model)
-        note_model(describe_model(job_config, model))  # here, while the model is whole
+        if not parallel_dims.pp_enabled:
+            note_model(describe_model(job_config, model))  # here, while the model is whole
         with shared_group(model):
             model = parallelize_fn(model, parallel_dims, job_config)
         if torch.distributed.get_backend() == "gloo":
@@ -60,11 +62,12 @@ def check_routers(parallel_dims, model) -> None:
 
 
 def checked_pipeline(pipelining_fn):
-    """Wrap ``pipelining_fn``: check the layout first."""
+    """Wrap ``pipelining_fn``: check the layout first, and show the model."""
 
     @functools.wraps(pipelining_fn)
     def pipeline(model, parallel_dims, job_config, *args, **kwargs):
         check_layout(parallel_dims, job_config)
+        note_model(describe_model(job_config, model))  # here, while the model is not yet split into stages
         return pipelining_fn(model, parallel_dims, job_config, *args, **kwargs)
 
     return pipeline
@@ -75,3 +78,20 @@ def check_layout(parallel_dims, job_config) -> None:
     settings = settings_of(job_config)
     check_machine(settings, Machine(parallel_dims.world_size, torch.cuda.is_available()))
     check_model_layout(settings)
+    if not isinstance(parallel_dims, Layout):
+        check_torchtitans_own(parallel_dims)
+
+
+def check_torchtitans_own(parallel_dims) -> None:
+    """Raise ConfigError for a layout that has wrong gradients with ``-m torchtitan.train``.
+
+    Nobody divides a pipeline's loss by the number of tokens there, and replicas average their gradients
+    (``mxtrain.titan.parallel.replicate``).
+    """
+    if parallel_dims.pp_enabled:
+        setting = f"pipeline_parallel_degree = {parallel_dims.pp}"
+    elif parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled:
+        setting = f"data_parallel_replicate_degree = {parallel_dims.dp_replicate} without sharding"
+    else:
+        return
+    raise ConfigError(f"parallelism.{setting} has wrong gradients in TorchTitan 0.2.2: train with -m mxtrain.train")

@@ -13,6 +13,7 @@ import time
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torchtitan.components.metrics import (
@@ -20,7 +21,6 @@ from torchtitan.components.metrics import (
     LoggerContainer,
     MetricsProcessor,
     WandBLogger,
-    _get_metrics_rank,
 )
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
@@ -131,14 +131,14 @@ class ProgressLogger(BaseLogger):
 def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None) -> MetricsProcessor:
     """Build TorchTitan's ``MetricsProcessor`` with the loggers of the job config and mxtrain's own.
 
-    The process that TorchTitan chooses for metrics (rank 0, or the first rank of the last pipeline stage) also writes
-    ``metrics.jsonl`` and ``run.json`` into ``job.dump_folder`` and shows progress, whatever loggers are enabled. The
-    config of a wandb run receives ``run_facts``. If wandb cannot start, a warning is logged and training continues.
+    Rank 0 also writes ``metrics.jsonl`` and ``run.json`` into ``job.dump_folder`` and shows progress, whatever loggers
+    are enabled. The config of a wandb run receives ``run_facts``. If wandb cannot start, a warning is logged and
+    training continues.
 
     Raises:
         ConfigError: if the run would replace the metrics of another.
     """
-    on_metrics_rank = torch.distributed.get_rank() == _get_metrics_rank(parallel_dims, job_config)
+    on_metrics_rank = torch.distributed.get_rank() == 0
     wants_wandb = job_config.metrics.enable_wandb and (on_metrics_rank or job_config.metrics.save_for_all_ranks)
     folder = Path(job_config.job.dump_folder)
     steps_done, earlier = 0, None
@@ -152,7 +152,10 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
 
     run_id = continued.id if continued else None
     stay_offline = run_id is not None and sync_command(folder, run_id) is not None
-    with wandb_defaults(_run_name(job_config), run_id, stay_offline) if wants_wandb else nullcontext():
+    # TorchTitan chooses a rank of the last stage of a pipeline. Here all stages know the loss, and rank 0 the user.
+    first_rank = patch("torchtitan.components.metrics._get_metrics_rank", lambda *args: 0)
+    defaults = wandb_defaults(_run_name(job_config), run_id, stay_offline) if wants_wandb else nullcontext()
+    with first_rank, defaults:
         processor = MetricsProcessor(job_config, parallel_dims, tag)
     if not (on_metrics_rank or wants_wandb):
         return processor

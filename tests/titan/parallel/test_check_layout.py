@@ -22,7 +22,7 @@ EXPERTS = "--model.name=deepseek_v3 --model.flavor=16B"
     "flags",
     [
         f"{LLAMA3_8B} {TP}=8 {PP}=4 {CP}=2",
-        f"{QWEN3_8B} {TP}=4 {PP}=2",
+        f"{QWEN3_8B} {TP}=4",
         f"{LLAMA3_8B} {PP}=4 {INTERLEAVED}",
         f"{LLAMA3_8B} {PP}=2 {PER_STAGE}=17",
         f"{LLAMA3_8B} {PP}=2 {INTERLEAVED} {PER_STAGE}=9",
@@ -46,14 +46,17 @@ def test_layouts_that_fit_the_model(flags):
         ),
         (
             f"{LLAMA3_8B} {PP}=64",
-            "pipeline_parallel_degree = 64 makes 64 stages with schedule '1F1B' and the 32 layers of llama3 8B: Number",
+            "pipeline_parallel_degree = 64 with schedule 1F1B makes 64 stages, but the model has 34 parts: 32 layers, "
+            "plus 1 for the embedding and 1 for the head",
         ),
         (
             f"{LLAMA3_8B} {PP}=4 {PER_STAGE}=2",
-            "layers_per_stage = 2 makes 17 stages with schedule '1F1B' and the 32 layers of llama3 8B; each of 4 ranks "
-            "needs one stage, and all as many",
+            "layers_per_stage = 2 makes 17 stages: schedule 1F1B with parallelism.pipeline_parallel_degree = 4 needs 4",
         ),
-        (f"{LLAMA3_8B} {PP}=2 {INTERLEAVED} {PER_STAGE}=17", "makes 2 stages .* of 2 ranks needs two stages or more"),
+        (
+            f"--model.name=qwen3 --model.flavor=8B {PP}=2",
+            "pipeline_parallel_degree = 2 does not work with qwen3 8B: allowed is 1",
+        ),
         (f"{LLAMA3_8B} {EP}=2", "expert_parallel_degree = 2 needs experts, which llama3 8B does not have"),
         (f"{QWEN3_8B} {EP}=2", "expert_parallel_degree = 2 needs experts, which qwen3 8B does not have"),
         (f"{EXPERTS} {EP}=3", "expert_parallel_degree = 3 does not divide the 64 experts of deepseek_v3 16B"),

@@ -1,15 +1,16 @@
-from types import SimpleNamespace
-
 import pytest
 import torch.nn as nn
+from torchtitan.distributed import ParallelDims
 
 from mxtrain import ConfigError
 from mxtrain.titan.parallel.parallelize import check_layout, check_routers, checked_parallelize, checked_pipeline
+from mxtrain.titan.parallel.replicate import Layout
 from mxtrain.titan.parse import parse_job_config
 
 
-def dims(processes=1, tp=1):
-    return SimpleNamespace(world_size=processes, tp=tp, tp_enabled=tp > 1)
+def dims(processes=1, kind=Layout, **degrees):
+    usual = dict.fromkeys(["dp_replicate", "cp", "tp", "pp", "ep", "etp"], 1)
+    return kind(**{**usual, "dp_shard": -1, **degrees, "world_size": processes})
 
 
 def job(converters, **degrees):
@@ -17,10 +18,16 @@ def job(converters, **degrees):
     return parse_job_config([f"--model.converters={converters}", *flags])
 
 
-def test_ddp_is_refused_and_hsdp_is_not():
-    with pytest.raises(ConfigError, match="data_parallel_replicate_degree = 2 without sharding is DDP"):
-        check_layout(dims(2), job("", data_parallel_replicate=2))
-    check_layout(dims(4), job("mxnorm", data_parallel_replicate=2))
+@pytest.mark.parametrize("kind", ["data_parallel_replicate", "pipeline_parallel"])
+def test_replicas_and_pipelines_need_mxtrains_trainer(kind):
+    degree = {"data_parallel_replicate": "dp_replicate", "pipeline_parallel": "pp"}[kind]
+    check_layout(dims(2, **{degree: 2}), job("mxnorm", **{kind: 2}))
+    with pytest.raises(ConfigError, match=f"{kind}_degree = 2 .*has wrong gradients .*: train with -m mxtrain.train"):
+        check_layout(dims(2, ParallelDims, **{degree: 2}), job("mxnorm", **{kind: 2}))
+
+
+def test_hsdp_works_with_any_trainer():
+    check_layout(dims(4, ParallelDims, dp_replicate=2), job("mxnorm", data_parallel_replicate=2))
 
 
 def test_tensor_parallelism_is_refused_for_swapped_modules_only():
@@ -41,8 +48,8 @@ class TokenRouter(nn.Module):
 def test_tensor_parallelism_is_refused_for_mixtures_of_experts():
     experts, dense = nn.Sequential(TokenRouter()), nn.Sequential(nn.Linear(8, 4))
     with pytest.raises(ConfigError, match="tensor_parallel_degree = 2 gives routers of experts wrong gradients"):
-        check_routers(dims(tp=2), experts)
-    check_routers(dims(tp=2), dense)
+        check_routers(dims(2, tp=2), experts)
+    check_routers(dims(2, tp=2), dense)
     check_routers(dims(2), experts)
 
 
@@ -58,5 +65,5 @@ def test_the_layout_is_checked_before_the_model_is_touched(wrap, degree):
     touched = []
     wrapped = wrap(lambda model, dims, job: touched.append(model))
     with pytest.raises(ConfigError, match=f"{degree}_degree = 2"):
-        wrapped("model", dims(2, tp=2), job("mxnorm", **{degree: 2}))
+        wrapped("model", dims(2, ParallelDims, pp=2), job("mxnorm", **{degree: 2}))
     assert not touched

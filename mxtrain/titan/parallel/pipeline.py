@@ -1,0 +1,101 @@
+"""Pipeline parallelism with the loss, the gradients and the random bits of one process.
+
+PyTorch's schedules split a batch into chunks, and run the backward of the loss of each chunk. In TorchTitan 0.2.2 that
+loss is not divided by the number of tokens, only the last stage knows it, and the passes with which PyTorch finds out
+shapes count as training. This file corrects all three.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+
+from mxtrain.rng.rounding_position import set_rounding_chunk
+
+
+class LossPerToken:
+    """A loss function whose result can be divided by a number of tokens before the backward.
+
+    Args:
+        loss_fn: (prediction, labels) -> sum of the losses of all tokens, fp32 [].
+    """
+
+    def __init__(self, loss_fn: Callable[..., torch.Tensor]):
+        self.loss_fn = loss_fn
+        self._tokens: float | torch.Tensor = 1.0
+
+    def __call__(self, prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.loss_fn(prediction, labels) / self._tokens
+
+    @contextmanager
+    def divided_by(self, tokens: float | torch.Tensor) -> Iterator[None]:
+        """Divide by ``tokens``, the tokens of the whole global batch, inside of the context."""
+        self._tokens = tokens
+        try:
+            yield
+        finally:
+            self._tokens = 1.0
+
+
+class SharedLoss:
+    """A pipeline schedule that reports the loss of the last stage on the ranks of all stages.
+
+    Args:
+        schedule: PyTorch's schedule.
+        has_last_stage: whether the last stage is on this rank.
+        group: the ranks of one pipeline.
+        device: where the loss is.
+    """
+
+    def __init__(self, schedule, has_last_stage: bool, group: dist.ProcessGroup, device: torch.device):
+        self._schedule = schedule
+        self._has_last_stage = has_last_stage
+        self._group = group
+        self._device = device
+
+    def step(self, *args, target: torch.Tensor, losses: list[torch.Tensor], **kwargs) -> None:
+        """Run all forwards and backwards, and append the sum of the chunks' losses, fp32 [], to ``losses``."""
+        self._run(self._schedule.step, args, target, losses, kwargs)
+
+    def eval(self, *args, target: torch.Tensor, losses: list[torch.Tensor], **kwargs) -> None:
+        """Run all forwards, and append the sum of the chunks' losses, fp32 [], to ``losses``."""
+        self._run(self._schedule.eval, args, target, losses, {**kwargs, "return_outputs": False})
+
+    def _run(self, run: Callable, args: tuple, target: torch.Tensor, losses: list[torch.Tensor], kwargs: dict) -> None:
+        loss = torch.zeros((), device=self._device)
+        if self._has_last_stage:
+            of_chunks: list[torch.Tensor] = []
+            run(*args, target=target, losses=of_chunks, **kwargs)
+            loss += torch.stack(of_chunks).detach().sum().to(self._device)
+        else:
+            run(*args, target=None, losses=None, **kwargs)
+        dist.all_reduce(loss, group=self._group)  # adds zeros, and 0 + NaN is NaN
+        losses.append(loss)
+
+
+class Stage(PipelineStage):
+    """A stage that draws other random bits for every chunk, and whose shape-finding passes leave no trace.
+
+    PyTorch finds the shapes that stages exchange with real passes on arbitrary numbers: before the first step, and
+    whenever training changes to validation and back. So a position that counts forwards would differ in a resumed run.
+    The passes would also count tokens for the load balance of experts.
+    """
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
+        if self.has_backward:
+            set_rounding_chunk(fwd_chunk_id, self.chunks)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def _prepare_forward_infra(self, *args, **kwargs):
+        self._kept = [(buffer, buffer.clone()) for buffer in self.submod.buffers()]
+        return super()._prepare_forward_infra(*args, **kwargs)
+
+    @torch.no_grad()
+    def _post_metadata_inference_cleanup(self) -> None:
+        super()._post_metadata_inference_cleanup()
+        # Only now: the backward of a pass still needs the buffers of its forward.
+        for buffer, value in self._kept:
+            buffer.copy_(value)
+        self._kept = []

@@ -1,0 +1,179 @@
+"""Pipelines against one process: gradients, losses, random bits, validation, checkpoints and reports."""
+
+import json
+from math import prod
+
+import oracle
+import pytest
+import torch
+import training_runs
+from training_runs import SCHEDULE, Outcome, Resumed, done_once, steps
+
+from mxtrain.analysis import load_run
+from mxtrain.run_folder.manifest import read_manifest
+from mxtrain.titan.parallel.pipeline import LossPerToken
+
+SAVE = ["--checkpoint.enable", "--checkpoint.interval=1"]
+RECIPES = {
+    **oracle.RECIPES,
+    "nvfp4": [training_runs.NVFP4],
+    "mixed": ["--mxnorm.recipe=fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4"],
+    "experts": ["--model.name=deepseek_v3", "--model.converters=decompose_k_router"],
+}
+TOLERANCES = {"mxfp8": 5e-3, "mx_linear": 5e-3, "nvfp4": 5e-3, "mixed": 5e-3}
+
+
+def run(recipe: str, *flags: str, **degrees: int) -> list[str]:
+    return [*oracle.COMMON, *oracle.layout(**degrees), *RECIPES[recipe], *flags]
+
+
+def two(base) -> dict[str, Outcome]:
+    validated = [*training_runs.validate(base), "--validation.freq=2"]
+    runs = {
+        "1f1b, accumulated, unquantized": run("unquantized", *validated, pipeline=2, accumulate=2),
+        "interleaved, nvfp4": run("nvfp4", f"{SCHEDULE}=Interleaved1F1B", *SAVE, pipeline=2),
+        "interleaved, nvfp4, resumed": Resumed("interleaved, nvfp4", 2),
+    }
+    return done_once(base, "pipelines", 2, runs, oracle.record_all)
+
+
+def one(base) -> dict[str, Outcome]:
+    """One process. Tensors with one scale each and random bits differ by microbatch, so it sees chunk after chunk."""
+    validated = [*training_runs.validate(base), "--validation.freq=2"]
+    runs = {"unquantized": run("unquantized", *validated), "nvfp4": run("nvfp4", *SAVE, accumulate=4)}
+    return done_once(base, "one process for pipelines", 1, runs, oracle.record_all)
+
+
+SWEEP = {
+    2: {
+        "1f1b, mxfp8": run("mxfp8", pipeline=2),
+        "gpipe, bf16": run("bf16", f"{SCHEDULE}=GPipe", pipeline=2),
+        "looped, fused_rmsnorm": run("fused_rmsnorm", f"{SCHEDULE}=LoopedBFS", pipeline=2),
+        "interleaved, accumulated, mx_linear": run(
+            "mx_linear", f"{SCHEDULE}=Interleaved1F1B", pipeline=2, accumulate=2
+        ),
+        "large chunks, mxfp8": run("mxfp8", "--parallelism.pipeline_parallel_microbatch_size=2", pipeline=2),
+        "full checkpointing, nvfp4": run("nvfp4", "--activation_checkpoint.mode=full", pipeline=2),
+        "selective checkpointing, mixed": run("mixed", "--activation_checkpoint.mode=selective", pipeline=2),
+        "interleaved, compiled, checkpointed, nvfp4": run(
+            "nvfp4",
+            f"{SCHEDULE}=Interleaved1F1B",
+            "--compile.enable",
+            "--compile.backend=aot_eager",
+            "--activation_checkpoint.mode=selective",
+            pipeline=2,
+        ),
+        "experts": run("experts", pipeline=2),
+    },
+    4: {
+        "of four stages, unquantized": run("unquantized", pipeline=4),
+        "x fsdp, mxfp8": run("mxfp8", pipeline=2, shard=2),
+        "interleaved x fsdp, unquantized": run(
+            "unquantized", f"{SCHEDULE}=Interleaved1F1B", pipeline=2, shard=2, accumulate=2
+        ),
+        "x ddp, mx_linear": run("mx_linear", pipeline=2, replicate=2),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def found(base) -> dict[str, Outcome]:
+    return two(base)
+
+
+@pytest.fixture(scope="module")
+def expected(base) -> dict[str, Outcome]:
+    return one(base)
+
+
+def require_equal(expected: Outcome, found: Outcome, processes: int, recipe: str) -> None:
+    trainings = oracle.read(expected, 1), oracle.read(found, processes)
+    oracle.compare(*trainings, TOLERANCES.get(recipe, 1e-4))
+
+
+@pytest.mark.parametrize("name", ["1f1b, accumulated, unquantized", "interleaved, nvfp4"])
+def test_a_pipeline_matches_one_process(expected, found, name):
+    """In NVFP4 every chunk has the random bits of the microbatch with its number in one process."""
+    recipe = name.rpartition(", ")[2]
+    require_equal(expected[recipe], found[name], 2, recipe)
+    assert [row["tokens_seen"] for row in found[name].rows] == [row["tokens_seen"] for row in expected[recipe].rows]
+
+
+def test_validation_between_steps_matches_one_process(expected, found):
+    def losses(outcome: Outcome) -> list[float]:
+        return [row["validation_loss"] for row in load_run(outcome.folder).validation]
+
+    ours, theirs = losses(found["1f1b, accumulated, unquantized"]), losses(expected["unquantized"])
+    assert len(ours) == 3 and ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_resumed_pipeline_is_the_uninterrupted_one_bit_for_bit(found):
+    whole, resumed = found["interleaved, nvfp4"], found["interleaved, nvfp4, resumed"]
+    assert "resum" in resumed.output[0].lower()
+    ours, theirs = oracle.read(resumed, 2), oracle.read(whole, 2)
+    assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
+    for one_step, other in zip(ours.gradients, theirs.gradients, strict=True):
+        assert all(torch.equal(one_step[name], other[name]) for name in other)
+
+
+def test_a_checkpoint_holds_all_stages(expected, found):
+    ours, theirs = (
+        read_manifest(outcome.folder / "checkpoint" / "step-5")
+        for outcome in (found["interleaved, nvfp4"], expected["nvfp4"])
+    )
+    assert ours.tensors == theirs.tensors and ours.processes == 2
+
+
+def test_rank_0_reports_the_whole_model_and_the_loss_of_the_last_stage(expected, found):
+    ours, theirs = found["interleaved, nvfp4"], expected["nvfp4"]
+    assert json.loads((ours.folder / "run.json").read_text())["world_size"] == 2
+    count = sum(prod(tensor["shape"]) for tensor in read_manifest(theirs.folder / "checkpoint/step-5").tensors.values())
+    assert f"{count:,} parameters" in ours.output[0] and "4 norms and 14 linears swapped" in ours.output[0]
+    assert f"loss {ours.losses[0]:.4f}" in ours.output[0]
+    assert not ours.output[1].strip()
+    conversion = [(outcome.folder / "conversion.txt").read_text() for outcome in (ours, theirs)]
+    assert conversion[0] == conversion[1]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("processes, name", [(processes, name) for processes in SWEEP for name in SWEEP[processes]])
+def test_every_pipeline_matches_one_process(base, processes, name):
+    recipe = name.rpartition(", ")[2]
+    chunked = {"nvfp4": run("nvfp4", accumulate=4), "mixed": run("mixed", accumulate=4), "experts": run("experts")}
+    others = {key: run(key) for key in oracle.RECIPES}
+    theirs = done_once(base, "one process for all pipelines", 1, {**others, **chunked}, oracle.record_all)[recipe]
+    ours = done_once(base, f"all pipelines on {processes}", processes, SWEEP[processes], oracle.record_all)[name]
+    require_equal(theirs, ours, processes, recipe)
+
+
+@pytest.mark.sweep
+def test_a_run_goes_on_as_a_pipeline_as_one_process_and_with_replicas(base):
+    """Two steps in a pipeline, one in one process, one with replicas and one in a pipeline of four stages."""
+    folder = f"--job.dump_folder={base / 'resharded' / 'run'}"
+
+    def part(until: int, **degrees: int) -> list[str]:
+        return run("unquantized", *SAVE, folder, steps(until), **degrees)
+
+    groups = [
+        ("resharded", 2, {"run": part(2, pipeline=2)}),
+        ("resharded on one", 1, {"one": part(3)}),
+        ("resharded on two", 2, {"replicas": part(4, replicate=2), "pipeline": part(5, pipeline=2)}),
+    ]
+    for name, processes, runs in groups:
+        for outcome in done_once(base, name, processes, runs).values():
+            assert set(outcome.statuses) == {0}, outcome.output[0][-4000:]
+    ours, theirs = outcome.rows, oracle.outcomes_of(base, "one process, resharded", 1, {"run": run("unquantized")})
+    for key in ("step", "tokens_seen", "lr"):
+        assert [row[key] for row in ours] == [row[key] for row in theirs["run"].rows], key
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in ours] == pytest.approx([row[key] for row in theirs["run"].rows], rel=1e-5), key
+
+
+def test_a_loss_is_divided_by_the_tokens_inside_of_the_context_only():
+    loss = LossPerToken(lambda prediction, labels: (prediction - labels).sum())
+    prediction, labels = torch.full((4,), 3.0, requires_grad=True), torch.ones(4)
+    assert loss(prediction, labels) == 8
+    with loss.divided_by(torch.tensor(16.0)):
+        loss(prediction, labels).backward()
+    assert prediction.grad.tolist() == [1 / 16] * 4
+    assert loss(prediction, labels) == 8

@@ -1,0 +1,42 @@
+"""Replication (DDP) against one process."""
+
+import oracle
+import pytest
+
+TOLERANCES = {"mxfp8": 5e-3, "mx_linear": 5e-3, "mixed": 5e-3}
+
+
+def run(recipe: str, *flags: str, **degrees: int) -> list[str]:
+    return [*oracle.layout(**degrees), *oracle.RECIPES[recipe], *flags]
+
+
+TWO = {
+    "unquantized": run("unquantized", replicate=2),
+    "accumulated, mxfp8": run("mxfp8", replicate=2, accumulate=2),
+}
+SWEEP = {
+    2: {
+        "bf16": run("bf16", replicate=2, accumulate=2),
+        "mx_linear": run("mx_linear", replicate=2),
+        "accumulated, fused_rmsnorm": run("fused_rmsnorm", replicate=2, accumulate=2),
+        "full checkpointing, mxfp8": run("mxfp8", "--activation_checkpoint.mode=full", replicate=2),
+        "compiled, mxfp8": run("mxfp8", "--compile.enable", "--compile.backend=aot_eager", replicate=2),
+    },
+    4: {"of four, mxfp8": run("mxfp8", replicate=4)},
+}
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_replicas_match_one_process(base, name):
+    require_equal(base, name, oracle.train(base, "replicas", 2, TWO)[name])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("processes, name", [(processes, name) for processes in SWEEP for name in SWEEP[processes]])
+def test_all_replicas_match_one_process(base, processes, name):
+    require_equal(base, name, oracle.train(base, f"all replicas on {processes}", processes, SWEEP[processes])[name])
+
+
+def require_equal(base, name: str, found: oracle.Training) -> None:
+    recipe = name.rpartition(", ")[2]
+    oracle.compare(oracle.one_process(base)[recipe], found, TOLERANCES.get(recipe, 1e-4))
