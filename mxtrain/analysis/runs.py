@@ -13,7 +13,9 @@ from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE, reason
 
 # Types of the facts that tables and plots use. Any may be missing or null.
 FACT_TYPES = {"converter": str, "converters": list, "recipe": str, "recipes": dict, "estimator": str, "mode": str}
-FACT_TYPES |= {"world_size": int, "wandb": dict}
+FACT_TYPES |= {"world_size": int, "wandb": dict, "precision": str}
+
+SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -31,23 +33,8 @@ class Run:
 
     @property
     def variant(self) -> str:
-        """The converter and its settings in a few words: "mxnorm mxfp8 p=2", "mx_linear mxfp8", "bf16".
-
-        Recipes for single layers are counted, and other converters are listed: "mxnorm mxfp8 + 2 by name p=2,
-        fused_rmsnorm". Empty if ``run.json`` names no converter.
-        """
-        converter = self.facts.get("converter")
-        if converter is None:
-            return ""
-        others = [name for name in self.facts.get("converters", []) if name != converter]
-        words = ["bf16"] if converter == "none" else [converter, self.facts.get("recipe")]
-        if by_name := self.facts.get("recipes"):
-            words.append(f"+ {len(by_name)} by name")
-        if converter == "mxnorm":
-            estimator = self.facts.get("estimator")
-            words.append(None if estimator == "exact" else f"p={self.facts.get('p')}")  # the exact RMS has no p
-            words.append(None if estimator == "pre_round" else estimator)
-        return ", ".join([" ".join(word for word in words if word), *others])
+        """See ``variant_of``. Empty if ``run.json`` names no converter."""
+        return variant_of(self.facts)
 
     @property
     def first_loss(self) -> float:
@@ -104,6 +91,30 @@ def load_run(folder: str | os.PathLike) -> Run:
         training=training,
         validation=[row for row in rows if row.get("validation_loss") is not None],
     )
+
+
+def variant_of(facts: dict) -> str:
+    """Return the converter and its settings in a few words: "mxnorm mxfp8 p=2", "mx_linear mxfp8", "bf16", "fp32".
+
+    Recipes for single layers are counted, and other converters are listed: "mxnorm mxfp8 + 2 by name p=2,
+    fused_rmsnorm". Empty if ``facts`` name no converter.
+    """
+    converter = facts.get("converter")
+    if converter is None:
+        return ""
+    others = [name for name in facts.get("converters") or [] if name != converter]
+    if converter == "none":
+        compute = (facts.get("precision") or "bfloat16").partition(" ")[0]
+        words = [SHORT_DTYPES.get(compute, compute)]
+    else:
+        words = [converter, facts.get("recipe")]
+    if by_name := facts.get("recipes"):
+        words.append(f"+ {len(by_name)} by name")
+    if converter == "mxnorm":
+        estimator = facts.get("estimator")
+        words.append(None if estimator == "exact" else f"p={facts.get('p')}")  # the exact RMS has no p
+        words.append(None if estimator == "pre_round" else estimator)
+    return ", ".join([" ".join(word for word in words if word), *others])
 
 
 def _load_facts(path: Path) -> dict:
