@@ -4,12 +4,14 @@ import json
 import math
 import os
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import tomli
 
 from mxtrain.analysis.metrics_file import read_metrics
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE, reason
+from mxtrain.run_folder.files import CONFIG_FILE, FACTS_FILE, METRICS_FILE, reason
 
 # Types of the facts that tables and plots use. Any may be missing or null.
 FACT_TYPES = {"converter": str, "converters": list, "recipe": str, "recipes": dict, "estimator": str, "mode": str}
@@ -30,6 +32,8 @@ class Run:
     """Rows of ``metrics.jsonl`` with a ``loss``; at least one"""
     validation: list[dict]
     """Rows with a ``validation_loss``"""
+    settings: dict = field(default_factory=dict)
+    """Content of ``config.toml``, which holds no defaults; empty if the file is missing or damaged"""
 
     @property
     def variant(self) -> str:
@@ -90,6 +94,7 @@ def load_run(folder: str | os.PathLike) -> Run:
         facts=_load_facts(folder / FACTS_FILE),
         training=training,
         validation=[row for row in rows if row.get("validation_loss") is not None],
+        settings=_load_settings(folder / CONFIG_FILE),
     )
 
 
@@ -134,7 +139,8 @@ def _load_facts(path: Path) -> dict:
     return facts
 
 
-def labels(runs: list[Run]) -> list[str]:
-    """Return a name per run: the folder's name, or its path if another run has the same name."""
-    names = [run.name for run in runs]
-    return [run.name if names.count(run.name) == 1 else str(run.folder) for run in runs]
+def _load_settings(path: Path) -> dict:
+    try:
+        return tomli.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # they only tell runs apart

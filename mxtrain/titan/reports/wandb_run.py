@@ -57,9 +57,8 @@ class WandbLogger(BaseLogger):
         arguments = wandb_names(job_config.metrics, facts, settings, continued is not None)
         if continued is not None:
             arguments |= {"id": continued.id, "resume": settings.resume or "allow"}
-        stay_offline = (
-            continued is not None and sync_command(Path(job_config.job.dump_folder), continued.id) is not None
-        )
+        run_folder = Path(job_config.job.dump_folder)
+        stay_offline = continued is not None and sync_command(run_folder, continued.id) is not None
         sections = job_config.to_dict()
         self.run = start_run(stay_offline, dir=log_dir, config=sections, **arguments)
         if continued is not None and not self.run.disabled:
