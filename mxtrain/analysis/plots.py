@@ -69,11 +69,11 @@ def plot(
     panels[0].set_ylabel("loss (nats per token)")
     if baseline is not None:
         place = next(index for index, run in enumerate(runs) if run is baseline)
-        panels[1].axhline(0, **styles[place])
+        panels[1].axhline(0, **{**styles[place], "linewidth": 1.2})
         for index, (one, style) in enumerate(zip(curves, styles)):
             if index != place:
                 _draw(panels[1], one.minus(curves[place]), window(one, smooth), style)
-        panels[1].set_ylabel(f"loss minus that of\n{_short(names[place])}")
+        panels[1].set_ylabel(f"loss minus that of\n{_short(baseline.name)}")
     _finish(figure, panels, x, x_label, [window(one, smooth) for one in curves])
 
     picture = io.BytesIO()
@@ -138,4 +138,4 @@ def _x_label(x: XAxis, last: float) -> tuple[float, str]:
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= 45 else f"{name[:44]}…"
+    return name if len(name) <= 30 else f"{name[:29]}…"

@@ -127,7 +127,7 @@ def test_differences_to_a_baseline(axes_of):
     np.testing.assert_array_equal(a.get_ydata(), [0.5, 0.25, 0.0])
     np.testing.assert_array_equal(a_validation.get_xydata(), [(20, -0.5)])
     np.testing.assert_array_equal(b.get_ydata(), [-4.0, math.nan, 0.5, 0.5, math.nan])  # the baseline ends before it
-    assert panel.get_ylabel() == "loss minus that of\nbase (mxnorm mxfp8 p=2)"
+    assert panel.get_ylabel() == "loss minus that of\nbase"
     assert [line.get_color() for line in (a, b)] == [COLORS[0], COLORS[2]]
 
 
