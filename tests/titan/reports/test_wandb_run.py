@@ -128,7 +128,7 @@ def test_an_online_run_and_its_continuation(tmp_path, server):
     first = build(folder)
     for step in (1, 2):
         first.log({"loss_metrics/global_avg_loss": 10.0 - step, "n_tokens_seen": 64.0 * step}, step)
-    first.log({"validation_metrics/loss": 9.5}, 2)
+    first.log({"validation_metrics/loss": 9.5}, 3)  # without a row of training, which has the tokens seen
     first.close()
     assert wandb_facts(first.run)["url"] == f"{server.url}/someone/p/runs/{first.run.id}"
     run = server.runs[first.run.id]
@@ -137,15 +137,15 @@ def test_an_online_run_and_its_continuation(tmp_path, server):
     assert server.files["mxtrain/config.toml"] == (folder / "config.toml").read_bytes()
     assert server.files["mxtrain/conversion.txt"] == b"mxnorm: 2 norms\n"
     assert server.files["mxtrain/loss.png"].startswith(b"\x89PNG")
-    assert server.history[2]["validation_metrics/loss"] == 9.5 and server.history[2]["n_tokens_seen"] == 128
+    assert server.history[3]["validation_metrics/loss"] == 9.5 and server.history[3]["n_tokens_seen"] == 192
 
     second = build(folder, EarlierRun(first.run.id, last_step=2))
-    assert second.run.id == first.run.id and second.last_step == 2
-    for step in (2, 3):
+    assert second.run.id == first.run.id and second.last_step == 3, "a server knows more than the run's folder"
+    for step in (3, 4):
         second.log({"loss_metrics/global_avg_loss": 5.0, "n_tokens_seen": 64.0 * step}, step)
     second.close()
-    losses = {step: row["loss_metrics/global_avg_loss"] for step, row in server.history.items()}
-    assert losses == {1: 9.0, 2: 8.0, 3: 5.0}
+    losses = {step: row.get("loss_metrics/global_avg_loss") for step, row in server.history.items()}
+    assert losses == {1: 9.0, 2: 8.0, 3: None, 4: 5.0}
     assert set(server.later_names) == {None}, "a name that the user gave it on the server stays"
 
 
