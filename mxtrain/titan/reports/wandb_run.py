@@ -85,7 +85,7 @@ class WandbLogger(BaseLogger):
 
     def close(self) -> None:
         if self.folder is not None and not self.run.disabled:
-            draw_picture(self.folder)
+            self._try(lambda: draw_picture(self.folder))
             self._attach()
             # Only now: online, wandb asks its server before it takes a chart, and waits for 20 s if there is no answer.
             self._try(lambda: log_loss_chart(self.run, self.folder, self._key("losses")))
