@@ -31,6 +31,7 @@ DOCUMENTS = {
         SETTINGS,
         "train_configs/RUNS.md",
         "train_configs/MODELS.md",
+        "train_configs/FIRST_HOUR.md",
         CODE,
         "scripts/bench/README.md",
         "scripts/evidence/README.md",
