@@ -34,16 +34,18 @@ DOCUMENTS = {
         "train_configs/MODELS.md",
         "train_configs/CUSTOM.md",
         "train_configs/LAYOUTS.md",
+        "train_configs/FIRST_HOUR.md",
         CODE,
         "scripts/bench/README.md",
         "scripts/evidence/README.md",
         "scripts/faults/README.md",
+        "scripts/examples/README.md",
         "CONTRIBUTING.md",
         "CHANGELOG.md",
     )
 }
-BENCHMARKS, FAULTS = ROOT / "scripts" / "bench", ROOT / "scripts" / "faults"
-sys.path[:0] = [str(BENCHMARKS), str(FAULTS)]
+BENCHMARKS, FAULTS, EXAMPLES = (ROOT / "scripts" / name for name in ("bench", "faults", "examples"))
+sys.path[:0] = [str(BENCHMARKS), str(FAULTS), str(EXAMPLES)]
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -112,7 +114,7 @@ def check_pip(words: list[str]) -> None:
 def check_python(words: list[str]) -> None:
     """Parse the options of a script: it prints its help only after valid options."""
     script, *options = words
-    assert script.startswith(("scripts/bench/", "scripts/faults/"))
+    assert script.startswith(("scripts/bench/", "scripts/faults/", "scripts/examples/"))
     benchmark = importlib.import_module(Path(script).stem)
     assert Path(benchmark.__file__) == ROOT / script
     with pytest.raises(SystemExit) as end:

@@ -4,16 +4,20 @@ import json
 import math
 import os
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import tomli
 
 from mxtrain.analysis.metrics_file import read_metrics
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE, reason
+from mxtrain.run_folder.files import CONFIG_FILE, FACTS_FILE, METRICS_FILE, reason
 
 # Types of the facts that tables and plots use. Any may be missing or null.
 FACT_TYPES = {"converter": str, "converters": list, "recipe": str, "recipes": dict, "estimator": str, "mode": str}
-FACT_TYPES |= {"world_size": int, "wandb": dict}
+FACT_TYPES |= {"world_size": int, "wandb": dict, "precision": str}
+
+SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -28,26 +32,13 @@ class Run:
     """Rows of ``metrics.jsonl`` with a ``loss``; at least one"""
     validation: list[dict]
     """Rows with a ``validation_loss``"""
+    settings: dict = field(default_factory=dict)
+    """Content of ``config.toml``, which holds no defaults; empty if the file is missing or damaged"""
 
     @property
     def variant(self) -> str:
-        """The converter and its settings in a few words: "mxnorm mxfp8 p=2", "mx_linear mxfp8", "bf16".
-
-        Recipes for single layers are counted, and other converters are listed: "mxnorm mxfp8 + 2 by name p=2,
-        fused_rmsnorm". Empty if ``run.json`` names no converter.
-        """
-        converter = self.facts.get("converter")
-        if converter is None:
-            return ""
-        others = [name for name in self.facts.get("converters", []) if name != converter]
-        words = ["bf16"] if converter == "none" else [converter, self.facts.get("recipe")]
-        if by_name := self.facts.get("recipes"):
-            words.append(f"+ {len(by_name)} by name")
-        if converter == "mxnorm":
-            estimator = self.facts.get("estimator")
-            words.append(None if estimator == "exact" else f"p={self.facts.get('p')}")  # the exact RMS has no p
-            words.append(None if estimator == "pre_round" else estimator)
-        return ", ".join([" ".join(word for word in words if word), *others])
+        """See ``variant_of``. Empty if ``run.json`` names no converter."""
+        return variant_of(self.facts)
 
     @property
     def first_loss(self) -> float:
@@ -103,7 +94,32 @@ def load_run(folder: str | os.PathLike) -> Run:
         facts=_load_facts(folder / FACTS_FILE),
         training=training,
         validation=[row for row in rows if row.get("validation_loss") is not None],
+        settings=_load_settings(folder / CONFIG_FILE),
     )
+
+
+def variant_of(facts: dict) -> str:
+    """Return the converter and its settings in a few words: "mxnorm mxfp8 p=2", "mx_linear mxfp8", "bf16", "fp32".
+
+    Recipes for single layers are counted, and other converters are listed: "mxnorm mxfp8 + 2 by name p=2,
+    fused_rmsnorm". Empty if ``facts`` name no converter.
+    """
+    converter = facts.get("converter")
+    if converter is None:
+        return ""
+    others = [name for name in facts.get("converters") or [] if name != converter]
+    if converter == "none":
+        compute = (facts.get("precision") or "bfloat16").partition(" ")[0]
+        words = [SHORT_DTYPES.get(compute, compute)]
+    else:
+        words = [converter, facts.get("recipe")]
+    if by_name := facts.get("recipes"):
+        words.append(f"+ {len(by_name)} by name")
+    if converter == "mxnorm":
+        estimator = facts.get("estimator")
+        words.append(None if estimator == "exact" else f"p={facts.get('p')}")  # the exact RMS has no p
+        words.append(None if estimator == "pre_round" else estimator)
+    return ", ".join([" ".join(word for word in words if word), *others])
 
 
 def _load_facts(path: Path) -> dict:
@@ -123,7 +139,8 @@ def _load_facts(path: Path) -> dict:
     return facts
 
 
-def labels(runs: list[Run]) -> list[str]:
-    """Return a name per run: the folder's name, or its path if another run has the same name."""
-    names = [run.name for run in runs]
-    return [run.name if names.count(run.name) == 1 else str(run.folder) for run in runs]
+def _load_settings(path: Path) -> dict:
+    try:
+        return tomli.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # they only tell runs apart

@@ -3,8 +3,9 @@
 import math
 import os
 
+from mxtrain.analysis.labels import names
 from mxtrain.analysis.plots import plot
-from mxtrain.analysis.runs import Run, labels, load_run
+from mxtrain.analysis.runs import Run, load_run
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import PICTURE_FILE
 
@@ -24,7 +25,7 @@ def table(runs: list[Run]) -> str:
             _rate(run.tokens_per_second),
             _memory(run.peak_memory_gib),
         )
-        for label, run in zip(labels(runs), runs, strict=True)
+        for label, run in zip(names(runs), runs, strict=True)
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(

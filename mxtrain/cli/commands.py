@@ -111,16 +111,26 @@ def _add_plot(commands) -> None:
         "draw the loss curves of runs and compare the runs in a table",
         """\
 Draw the loss curves of one or more runs in one PNG. Print a table with the last loss, the mean loss of the last 10 %
-of the steps, tokens per second per device, and peak memory.
+of the steps, tokens per second per device, and peak memory. A folder that cannot be read is one line on stderr.
 
   mxtrain plot outputs/llama3_debug-*
   mxtrain plot outputs/a outputs/b -o comparison.png
+  mxtrain plot outputs/p1 outputs/p2 --baseline outputs/bf16     a second panel: losses minus those of bf16
+  mxtrain plot outputs/a --smooth 20 --x tokens
 """,
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, with metrics.jsonl")
     parser.add_argument(
         "-o", "--output", metavar="PNG", type=Path, help="default: loss.png, in the run's folder for a single run"
     )
+    parser.add_argument("--baseline", metavar="RUN", help="folder of the run to compare with, in a second panel")
+    parser.add_argument(
+        "--smooth",
+        metavar="N",
+        type=int,
+        help="draw the mean of N logged steps; 1: none (default: about 4 %% of a curve of 50 steps or more)",
+    )
+    parser.add_argument("--x", choices=("step", "tokens", "time"), default="step", help="the x-axis (default: step)")
 
 
 def _add_doctor(commands) -> None:
@@ -176,12 +186,11 @@ def _cache(options) -> int:
 
 
 def _plot(options) -> int:
-    from mxtrain.analysis import load_run, plot, table
+    from mxtrain.cli import plot_command
 
-    runs = [load_run(folder) for folder in options.runs]
-    default = runs[0].folder / "loss.png" if len(runs) == 1 else Path("loss.png")
-    print(table(runs))
-    print(f"loss curves: {plot(runs, options.output or default)}")
+    if options.smooth is not None and options.smooth < 1:
+        raise ConfigError(f"--smooth {options.smooth}: allowed is 1 (no smoothing) or more")
+    print(plot_command.draw(options.runs, options.output, options.baseline, options.smooth, options.x))
     return 0
 
 

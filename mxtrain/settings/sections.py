@@ -274,6 +274,21 @@ class Metrics:
     "continue" (a warning). Weights that are not finite are never saved
     """
 
+    wandb_project: str = ""
+    """Project of the wandb run; empty means $WANDB_PROJECT, else mxtrain"""
+
+    wandb_name: str = ""
+    """Name of the wandb run; empty means $WANDB_RUN_NAME, else model, flavor, converter, recipe and p"""
+
+    wandb_group: str = ""
+    """Group of the wandb run; empty means $WANDB_RUN_GROUP, else model and flavor"""
+
+    wandb_tags: Names = None
+    """
+    Comma-separated tags of the wandb run. Unset means $WANDB_TAGS, else model, flavor, converter, recipe and p; an
+    empty list means no tags
+    """
+
 
 @dataclass
 class Checkpoint:

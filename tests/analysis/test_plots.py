@@ -8,15 +8,19 @@ import pytest
 from matplotlib.figure import Figure
 
 from mxtrain.analysis import Run, plot, plots
-from mxtrain.analysis.plots import COLORS, SMOOTH_FROM, moving_average
+from mxtrain.analysis.curves import SMOOTH_FROM, moving_average
+from mxtrain.analysis.plots import COLORS, LINE_STYLES
 
 
-def make_run(name, losses, validation=(), folder="runs", converter="mxnorm"):
+def make_run(name, losses, validation=(), folder="runs", converter="mxnorm", p=2):
     return Run(
         name=name,
         folder=Path(folder) / name,
-        facts={"converter": converter, "recipe": "mxfp8", "p": 2, "estimator": "pre_round"} if converter else {},
-        training=[{"step": 10 * step, "loss": loss} for step, loss in enumerate(losses, start=1)],
+        facts={"converter": converter, "recipe": "mxfp8", "p": p, "estimator": "pre_round"} if converter else {},
+        training=[
+            {"step": 10 * step, "loss": loss, "tokens_seen": 640 * step, "time": 1e9 + 36 * step}
+            for step, loss in enumerate(losses, start=1)
+        ],
         validation=[{"step": step, "validation_loss": loss} for step, loss in validation],
     )
 
@@ -27,26 +31,31 @@ def falling(n, end=3.0, seed=0):
 
 
 def runs_drawn(path):
-    """The indices of the runs whose colors occur in the picture."""
+    """The indices of the runs whose colors occur in the picture, without black, which the text has, too."""
     pixels = (matplotlib.image.imread(path)[..., :3] * 255).round().astype(int) @ (1 << 16, 1 << 8, 1)
     present = set(np.unique(pixels))
-    colors = [int(matplotlib.colors.to_hex(color)[1:], 16) for color in COLORS]
+    colors = [int(matplotlib.colors.to_hex(color)[1:], 16) for color in COLORS[:-1]]
     return {i for i, color in enumerate(colors) if color in present}
 
 
 @pytest.fixture
 def axes_of(monkeypatch):
-    """``axes_of(runs)``: the axes that ``plot`` fills, without the time to draw them."""
+    """``axes_of(runs, **options)``: the axes that ``plot`` fills, without the time to draw them."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
     monkeypatch.setattr(plots, "replace_file", lambda path, content: None)
 
-    def axes_of(runs, folder="."):
-        plot(runs, Path(folder) / "loss.png")
-        [axes] = figures.pop().axes
-        return axes
+    def axes_of(runs, **options):
+        plot(runs, Path("loss.png"), **options)
+        panels = figures[-1].axes
+        return panels[0] if len(panels) == 1 else panels
 
     return axes_of
+
+
+def note(axes):
+    """The line below the plot."""
+    return axes.figure.get_supxlabel()
 
 
 def legend(axes):
@@ -54,7 +63,7 @@ def legend(axes):
 
 
 def test_every_run_has_a_color_in_the_picture(tmp_path):
-    count = len(COLORS)
+    count = len(COLORS) - 1
     runs = [make_run(f"run-{i}", falling(200, end=2 + i / 4, seed=i), [(1000, 5.0)]) for i in range(count)]
     path = plot(runs, tmp_path / "pictures" / "loss.png")
     assert path == tmp_path / "pictures" / "loss.png"
@@ -95,17 +104,66 @@ def test_a_long_run_gets_a_moving_average(axes_of):
     np.testing.assert_array_equal(points.get_ydata(), losses)
     np.testing.assert_array_equal(average.get_ydata(), moving_average(np.array(losses), half_width=1))
     assert points.get_alpha() < 1 and average.get_label() == "training"
+    assert note(points.axes) == "faint: every logged step; strong: mean of 3 logged steps"
 
 
-def test_moving_average():
-    line = np.arange(20.0)
-    smooth = moving_average(line, half_width=3)
-    np.testing.assert_allclose(smooth[:17], line[:17])  # symmetric windows keep a straight line, from the first point
-    np.testing.assert_allclose(smooth[-1], np.mean(line[-4:]))
-    np.testing.assert_allclose(moving_average(line, half_width=0), line)
+def test_the_number_of_points_in_a_mean_is_the_users_and_is_stated(axes_of):
+    losses = falling(SMOOTH_FROM)
+    runs = [make_run("a", losses), make_run("b", falling(3 * SMOOTH_FROM))]
+    axes = axes_of(runs, smooth=10)
+    np.testing.assert_array_equal(axes.get_lines()[1].get_ydata(), moving_average(np.array(losses), half_width=5))
+    assert note(axes) == "faint: every logged step; strong: mean of 11 logged steps"
+    assert note(axes_of(runs)) == "faint: every logged step; strong: mean of 3 to 7 logged steps"
+    axes = axes_of(runs, smooth=1)
+    assert len(axes.get_lines()) == 2 and note(axes) == ""
 
 
-def test_moving_average_skips_values_that_are_not_finite():
-    values = np.array([1.0, 1.0, np.nan, 1.0, np.inf, 1.0, 1.0])
-    expected = np.where(np.isfinite(values), 1.0, np.nan)
-    np.testing.assert_array_equal(moving_average(values, half_width=1), expected)
+def test_differences_to_a_baseline(axes_of):
+    base = make_run("base", [9.0, 8.0, 7.0, 6.0], [(20, 8.5), (40, 6.5)])
+    runs = [make_run("a", [9.5, 8.25, 7.0], [(20, 8.0)], p=1), base, make_run("b", [5.0, math.nan, 7.5, 6.5, 1.0])]
+    _, panel = axes_of(runs, baseline=base)
+    zero, a, a_validation, b = panel.get_lines()
+    assert list(zero.get_ydata()) == [0, 0] and zero.get_color() == COLORS[1]
+    np.testing.assert_array_equal(a.get_ydata(), [0.5, 0.25, 0.0])
+    np.testing.assert_array_equal(a_validation.get_xydata(), [(20, -0.5)])
+    np.testing.assert_array_equal(b.get_ydata(), [-4.0, math.nan, 0.5, 0.5, math.nan])  # the baseline ends before it
+    assert panel.get_ylabel() == "loss minus that of\nbase"
+    assert [line.get_color() for line in (a, b)] == [COLORS[0], COLORS[2]]
+
+
+def test_equal_curves_can_be_seen_below_one_another(axes_of):
+    lines = [line for line in axes_of([make_run(name, [9.0, 8.0]) for name in "abcd"]).get_lines()][:4]
+    widths = [line.get_linewidth() for line in lines]
+    assert widths == sorted(widths, reverse=True) and len(set(widths)) == 4
+    assert lines[0].get_linestyle() == "-" and all(line.get_linestyle() != "-" for line in lines[1:])
+    pairs = {(color, str(style)) for color, style, _ in zip(COLORS * 4, LINE_STYLES * 7, range(28))}
+    assert len(pairs) == 28
+
+
+def test_a_legend_of_many_runs_is_beside_the_curves(axes_of):
+    axes = axes_of([make_run(str(index), [9.0]) for index in range(5)])
+    assert axes.get_legend() is None
+    [outside] = axes.figure.legends
+    assert len(outside.get_texts()) == 5
+
+
+@pytest.mark.parametrize(
+    ("x", "values", "validation", "label"),
+    [
+        ("step", [10, 20, 30], 25, "step"),
+        ("tokens", [640, 1280, 1920], 1600, "tokens seen"),
+        ("time", [0, 36, 72], 54, "time since the first logged step (s)"),
+    ],
+)
+def test_the_x_axis(axes_of, x, values, validation, label):
+    axes = axes_of([make_run("a", [9.0, 8.0, 7.0], [(25, 7.5)])], x=x)
+    line, diamonds, _ = axes.get_lines()
+    assert list(line.get_xdata()) == values and list(diamonds.get_xdata()) == [validation]
+    assert axes.get_xlabel() == label
+
+
+@pytest.mark.parametrize(("count", "label", "last"), [(5, "min", 2.4), (250, "h", 2.49)])
+def test_time_has_a_unit_that_fits(axes_of, count, label, last):
+    axes = axes_of([make_run("a", [9.0] * count)], x="time", smooth=1)
+    assert axes.get_xlabel().endswith(f"({label})")
+    assert axes.get_lines()[0].get_xdata()[-1] == pytest.approx(last)

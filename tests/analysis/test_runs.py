@@ -66,6 +66,8 @@ def test_nonfinite_losses_are_kept(tmp_path):
     [
         ({"converter": "none", "recipe": None, "p": None, "estimator": None}, "bf16"),
         ({"converter": "none", "converters": ["fused_rmsnorm"]}, "bf16, fused_rmsnorm"),
+        ({"converter": "none", "precision": "float32 compute, float32 parameters"}, "fp32"),
+        ({"converter": "none", "precision": "bfloat16 compute, float32 parameters"}, "bf16"),
         (
             {"converter": "mxnorm", "converters": ["mxnorm", "decompose_k_router"], "recipe": "mxfp8", "p": 2}
             | {"estimator": "pre_round"},
@@ -103,3 +105,12 @@ def test_a_folder_without_a_readable_run_is_an_error(tmp_path):
     (folder / "run.json").write_text("[]")
     with pytest.raises(ConfigError, match="run.json is not a JSON object"):
         load_run(folder)
+
+
+def test_settings_are_read_where_they_can_be(tmp_path):
+    folder = make_run(tmp_path / "a", training([9.0]))
+    assert load_run(folder).settings == {}
+    (folder / "config.toml").write_text("[optimizer]\nlr = 0.001\n")
+    assert load_run(folder).settings == {"optimizer": {"lr": 0.001}}
+    (folder / "config.toml").write_text("[optimizer")
+    assert load_run(folder).settings == {}

@@ -10,8 +10,8 @@ import math
 import os
 import platform
 import time
-from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,7 +20,6 @@ from torchtitan.components.metrics import (
     BaseLogger,
     LoggerContainer,
     MetricsProcessor,
-    WandBLogger,
 )
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
@@ -33,8 +32,8 @@ from mxtrain.run_folder.start import CheckpointSettings, require_no_other_run, r
 from mxtrain.titan.converters import active_settings
 from mxtrain.titan.models.model_args import given_in
 from mxtrain.titan.reports.terminal import go_on_without, note, show_line, show_status
-from mxtrain.titan.reports.wandb_resume import EarlierRun, chosen_by_user, earlier_run, skip_known_steps, sync_command
-from mxtrain.titan.reports.wandb_run import wandb_defaults, wandb_facts
+from mxtrain.titan.reports.wandb_resume import chosen_by_user, earlier_run
+from mxtrain.titan.reports.wandb_run import WandbLogger, wandb_facts
 
 # Key in a row of metrics.jsonl -> name of the same number in TorchTitan 0.2.2.
 TRAINING_KEYS = {
@@ -150,27 +149,30 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
         earlier = earlier_run(folder) if steps_done > 0 else None
     continued = None if chosen_by_user() else earlier
 
-    run_id = continued.id if continued else None
-    stay_offline = run_id is not None and sync_command(folder, run_id) is not None
-    # TorchTitan chooses a rank of the last stage of a pipeline. Here all stages know the loss, and rank 0 the user.
-    first_rank = patch("torchtitan.components.metrics._get_metrics_rank", lambda *args: 0)
-    defaults = wandb_defaults(_run_name(job_config), run_id, stay_offline) if wants_wandb else nullcontext()
-    with first_rank, defaults:
+    facts = run_facts(job_config) if on_metrics_rank or wants_wandb else {}
+    wandb_logger = partial(WandbLogger, facts=facts, folder=folder if on_metrics_rank else None, continued=continued)
+    # TorchTitan's processor looks both up in its module. It would choose a rank of the last stage of a pipeline. Here
+    # all stages know the loss, and rank 0 the user.
+    own_parts = {"WandBLogger": wandb_logger, "_get_metrics_rank": lambda *args: 0}
+    with patch.multiple("torchtitan.components.metrics", **own_parts):
         processor = MetricsProcessor(job_config, parallel_dims, tag)
     if not (on_metrics_rank or wants_wandb):
         return processor
 
-    facts = run_facts(job_config)
+    if not isinstance(processor.logger, LoggerContainer):
+        processor.logger = LoggerContainer()
+    to_wandb = next((one for one in processor.logger._loggers if isinstance(one, WandbLogger)), None)
     where = wandb_facts()
-    if wants_wandb:
-        where = _update_wandb(processor.logger, facts, job_config, continued, steps_done)
+    if to_wandb is not None:
+        where = wandb_facts(to_wandb.run, folder)
+        _tell_about_wandb(where, to_wandb.last_step, steps_done)
+    elif wants_wandb:
+        logger.warning("wandb did not start: training continues without it; metrics are in metrics.jsonl")
     if earlier and where["id"] is None:
         where["id"] = earlier.id  # a later start may have wandb again
     facts["wandb"] = where
     if on_metrics_rank:
         _write_facts(folder / FACTS_FILE, facts)
-        if not isinstance(processor.logger, LoggerContainer):
-            processor.logger = LoggerContainer()
         processor.logger.add_logger(MetricsFileLogger(folder / METRICS_FILE, steps_done))
         processor.logger.add_logger(NonFiniteLogger())
         processor.logger.add_logger(ProgressLogger(job_config.training.steps, facts["world_size"]))
@@ -184,30 +186,16 @@ def leave_losses_to_trainer(processor: MetricsProcessor) -> None:
         processor.logger._loggers = others
 
 
-def _update_wandb(
-    loggers: LoggerContainer, facts: dict, job_config, continued: EarlierRun | None, steps_done: int
-) -> dict:
-    """Add ``facts`` to the config of the wandb run among ``loggers``; return the run's mode and place.
-
-    Steps that ``continued``, the run so far, has logged are not logged again; ``steps_done`` of them are not repeated.
-    """
-    run = next((one.wandb.run for one in loggers._loggers if isinstance(one, WandBLogger)), None)
-    if run is None:
-        logger.warning("wandb did not start: training continues without it; metrics are in metrics.jsonl")
-        return wandb_facts()
-    sections = job_config.to_dict()  # TorchTitan uses the names of these sections in the run's config
-    run.config.update({key: value for key, value in facts.items() if key not in sections}, allow_val_change=True)
-    if continued is not None and not run.disabled:
-        last = skip_known_steps(loggers, continued)
-        logger.info(f"wandb run {run.id} continues after step {last}")
-        if last > steps_done:
-            note(f"wandb keeps its values of steps {steps_done + 1} to {last}; those of this run are in metrics.jsonl")
-    where = wandb_facts(run, Path(job_config.job.dump_folder))
+def _tell_about_wandb(where: dict, last_step: int, steps_done: int) -> None:
+    """Show where the wandb run is. It has ``last_step`` steps already, ``steps_done`` of which are not repeated."""
+    if last_step > 0:
+        logger.info(f"wandb run {where['id']} continues after step {last_step}")
+    if last_step > steps_done:
+        note(f"wandb keeps its values of steps {steps_done + 1} to {last_step}; those of this run are in metrics.jsonl")
     if where["mode"] == "offline":
         logger.info(f"wandb is offline; upload this run with: {where['sync']}")
     elif where["mode"] == "online":
         note(f"wandb run: {where['url']}")
-    return where
 
 
 def run_facts(job_config) -> dict:

@@ -17,8 +17,6 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan.components.metrics import BaseLogger, LoggerContainer, WandBLogger
-
 from mxtrain.analysis.metrics_file import read_metrics
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE
@@ -60,27 +58,3 @@ def sync_command(folder: Path, run_id: str) -> str | None:
     places = [file.resolve().parent for file in files if not file.with_name(f"{file.name}.synced").exists()]
     words = [shlex.quote(str(place)) for place in sorted(places, key=lambda place: place.name)]  # begins with the time
     return f"wandb sync {' '.join(words)}" if words else None
-
-
-def skip_known_steps(loggers: LoggerContainer, earlier: EarlierRun) -> int:
-    """Send wandb only steps that it does not have, and return the last step that it has."""
-    place, logger = next((i, one) for i, one in enumerate(loggers._loggers) if isinstance(one, WandBLogger))
-    run = logger.wandb.run
-    last_step = run.starting_step - 1 if run.resumed else earlier.last_step  # a server knows what has reached it
-    loggers._loggers[place] = _NewSteps(logger, last_step)
-    return last_step
-
-
-class _NewSteps(BaseLogger):
-    """Passes on what is logged after ``last_step``."""
-
-    def __init__(self, logger: BaseLogger, last_step: int):
-        self.logger = logger
-        self.last_step = last_step
-
-    def log(self, metrics: dict, step: int) -> None:
-        if step > self.last_step:
-            self.logger.log(metrics, step)
-
-    def close(self) -> None:
-        self.logger.close()

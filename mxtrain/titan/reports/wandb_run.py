@@ -1,115 +1,152 @@
-"""Start wandb so that it never blocks or stops a training run.
+"""Log to wandb without letting it stop or block a training run.
 
-TorchTitan's ``WandBLogger`` calls ``wandb.init`` with settings from the environment. Without a key that call prompts or
-fails, and without a network it blocks for minutes. In both cases this module starts the run offline, which records the
-same data for ``wandb sync``. WANDB_MODE, WANDB_SILENT, WANDB_PROJECT, WANDB_RUN_NAME, WANDB_RUN_ID and WANDB_RESUME
-stay as the user set them.
+wandb itself says whether it has credentials, and gives up on its server after its own timeouts. Without credentials, or
+if the server does not answer in time, the run is offline: it records the same data for ``wandb sync``. WANDB_MODE,
+WANDB_SILENT and wandb's other settings stay as the user set them.
 """
 
-import netrc
 import os
-import socket
-import threading
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
-from mxtrain.titan.reports.wandb_resume import sync_command
+from torchtitan.components.metrics import BaseLogger
+from torchtitan.tools.logging import logger
 
-NETWORK_TIMEOUT = 2.0
-"""Seconds to wait for wandb's server before a run starts offline"""
+from mxtrain.titan.reports.wandb_files import attach, draw_picture, log_loss_chart
+from mxtrain.titan.reports.wandb_names import wandb_names
+from mxtrain.titan.reports.wandb_resume import EarlierRun, sync_command
+
+TIMEOUTS = {"init_timeout": 30.0, "finish_timeout": 120.0}
+"""
+Seconds that wandb waits for its server at the start, after which the run is offline, and for the upload at the end. The
+environment variables WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT set others
+"""
+
+TOKENS = "n_tokens_seen"
+BY_TOKENS = ("loss_metrics/*", "validation_metrics/loss", "grad_norm", "lr")
+"""Metrics whose charts have the tokens seen as their x-axis"""
 
 
-@contextmanager
-def wandb_defaults(run_name: str, run_id: str | None = None, stay_offline: bool = False):
-    """Context in which ``wandb.init`` starts silently, in a mode that works here, with mxtrain's project and run name.
+class WandbLogger(BaseLogger):
+    """Logs TorchTitan's metrics to wandb, with the run's files, and with both losses in one chart.
 
-    With ``run_id`` it continues the wandb run of that id, or starts it. With ``stay_offline`` it does so offline,
-    unless WANDB_MODE is set.
+    It takes the place of TorchTitan's ``WandBLogger`` and its arguments. A failure of wandb after the start is one
+    warning, and training goes on.
 
-    Does not raise if wandb is missing or misconfigured: ``wandb.init`` raises the same, and TorchTitan reports it.
+    Args:
+        facts: of the run, as in run.json.
+        folder: of the run, whose files are attached; None for none.
+        continued: the wandb run so far, which this one continues. Its steps are not logged again.
     """
-    names = {"WANDB_PROJECT": "mxtrain", "WANDB_RUN_NAME": run_name}
-    if run_id is not None:
-        names["WANDB_RUN_ID"] = run_id
-    added = [key for key in names if key not in os.environ]
-    os.environ.update({key: names[key] for key in added})
-    try:
-        with suppress(Exception):  # see the docstring
-            _configure(run_id is not None, stay_offline)
-        yield
-    finally:
-        for key in added:  # the next run in this process has its own name
-            os.environ.pop(key, None)
+
+    def __init__(
+        self,
+        log_dir: str,
+        job_config,
+        tag: str | None,
+        *,
+        facts: dict,
+        folder: Path | None,
+        continued: EarlierRun | None,
+    ):
+        import wandb
+
+        self.tag, self.folder = tag, folder
+        self.last_step, self.tokens_per_step, self.has_files, self.has_failed = 0, 0.0, False, False
+        os.makedirs(log_dir, exist_ok=True)
+        settings = wandb.setup().settings
+        arguments = wandb_names(job_config.metrics, facts, settings, continued is not None)
+        if continued is not None:
+            arguments |= {"id": continued.id, "resume": settings.resume or "allow"}
+        run_folder = Path(job_config.job.dump_folder)
+        stay_offline = continued is not None and sync_command(run_folder, continued.id) is not None
+        sections = job_config.to_dict()
+        self.run = start_run(stay_offline, dir=log_dir, config=sections, **arguments)
+        if continued is not None and not self.run.disabled:
+            # A server knows which steps have reached it.
+            self.last_step = self.run.starting_step - 1 if self.run.resumed else continued.last_step
+        # The sections of the job config keep their names.
+        own = {key: value for key, value in facts.items() if key not in sections}
+        self.run.config.update(own, allow_val_change=True)
+        self.run.define_metric(self._key(TOKENS))
+        for name in BY_TOKENS:
+            self.run.define_metric(self._key(name), step_metric=self._key(TOKENS))
+
+    def log(self, metrics: dict, step: int) -> None:
+        if step <= self.last_step:
+            return
+        if TOKENS in metrics:
+            self.tokens_per_step = metrics[TOKENS] / step
+        elif self.tokens_per_step:
+            metrics = {**metrics, TOKENS: round(self.tokens_per_step * step)}
+        self._try(lambda: self.run.log({self._key(name): value for name, value in metrics.items()}, step=step))
+        if not self.has_files:  # all of them are written before the first step
+            self.has_files = True
+            self._attach()
+
+    def close(self) -> None:
+        if self.folder is not None and not self.run.disabled:
+            self._try(lambda: draw_picture(self.folder))
+            self._attach()
+            # Only now: online, wandb asks its server before it takes a chart, and waits for 20 s if there is no answer.
+            self._try(lambda: log_loss_chart(self.run, self.folder, self._key("losses")))
+        try:
+            self.run.finish()
+        except TimeoutError:
+            place = Path(self.run.dir).resolve().parent
+            logger.warning(f"wandb's server did not take everything in time; upload the rest with: wandb sync {place}")
+        except Exception as error:
+            self._warn(error)
+
+    def _key(self, name: str) -> str:
+        return name if self.tag is None else f"{self.tag}/{name}"
+
+    def _attach(self) -> None:
+        if self.folder is not None and not self.run.disabled:
+            self._try(lambda: attach(self.run, self.folder))
+
+    def _try(self, action) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        if not self.has_failed:
+            logger.warning(f"wandb failed: {first_line(error)}; training goes on, and metrics are in metrics.jsonl")
+        self.has_failed = True
 
 
-def _configure(resumes: bool, stay_offline: bool) -> None:
+def start_run(stay_offline: bool = False, **arguments):
+    """Return ``wandb.init(**arguments)``, silent, and offline where it cannot be online.
+
+    Args:
+        stay_offline: do not go online, unless WANDB_MODE says so.
+
+    Raises whatever wandb raises for wrong settings, such as WANDB_MODE = "sideways".
+    """
     import wandb
 
     # wandb reads the environment only once per process, so settings change through wandb.setup.
-    choices = {"mode": choose_mode(wandb.setup().settings)}
-    if stay_offline and choices["mode"] == "online" and "WANDB_MODE" not in os.environ:
-        choices["mode"] = "offline"
+    choices = {name: seconds for name, seconds in TIMEOUTS.items() if f"WANDB_{name.upper()}" not in os.environ}
     if "WANDB_SILENT" not in os.environ:
         choices["silent"] = True  # the summary says where the run is
-    if resumes and "WANDB_RESUME" not in os.environ:
-        choices["resume"] = "allow"
-    wandb.setup(settings=wandb.Settings(**choices))
-
-
-def choose_mode(settings) -> str:
-    """Return the mode of ``WANDB_MODE`` or of ``settings``, or "offline" if "online" cannot work.
-
-    ``settings`` is a ``wandb.Settings``. Its default mode is "online".
-    """
-    if "WANDB_MODE" in os.environ:
-        return os.environ["WANDB_MODE"]
-    if settings.mode == "online" and not (has_key(settings) and is_reachable(settings.base_url)):
-        return "offline"
-    return settings.mode
-
-
-def has_key(settings) -> bool:
-    """Return whether wandb will find credentials in the environment, its settings file or netrc."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or settings.api_key:
-        return True
-    # requests and wandb read $NETRC, else ~/.netrc, else ~/_netrc.
-    candidates = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    path = next((p for p in (Path(c).expanduser() for c in candidates) if p.is_file()), None)
-    if path is None:
-        return False
-    try:
-        entries = netrc.netrc(path)
-    except (netrc.NetrcParseError, OSError):
-        return False
-    hosts = [urlsplit(settings.base_url).netloc]
-    if settings.base_url == type(settings)().base_url:
-        hosts.append("api.wandb.ai")  # the default server's older name, in most netrc files
-    return any(entries.authenticators(host) for host in hosts)
-
-
-def is_reachable(url: str, timeout: float = NETWORK_TIMEOUT) -> bool:
-    """Return whether the host of ``url``, or its proxy, accepts a TCP connection within ``timeout`` seconds."""
-    parts = urlsplit(url)
-    proxy = getproxies().get(parts.scheme)
-    if proxy and not proxy_bypass(parts.hostname):
-        parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    address = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
-    answered = threading.Event()
-
-    def connect() -> None:
+    wandb.setup(settings=wandb.Settings(**choices, finish_timeout_raises=True))
+    mode = wandb.setup().settings.mode
+    if mode == "online" and stay_offline and "WANDB_MODE" not in os.environ:
+        mode = "offline"
+    if mode == "online":
         try:
-            socket.create_connection(address, timeout=timeout).close()
-        except OSError:
-            return
-        answered.set()
+            if wandb.login(verify=False, prompt=False):
+                return wandb.init(**arguments)
+        except Exception as error:
+            logger.warning(f"wandb cannot be online: {first_line(error)}; the run is offline")
+        mode = "offline"
+    wandb.setup(settings=wandb.Settings(mode=mode))
+    return wandb.init(**arguments)
 
-    # In a thread, because a name lookup has no timeout and can take half a minute.
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(timeout)
-    return answered.is_set()
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def wandb_facts(run=None, folder: Path | None = None) -> dict:

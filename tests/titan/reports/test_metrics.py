@@ -5,6 +5,7 @@ import os
 import shlex
 import socket
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -258,9 +259,10 @@ def test_wandb_runs_offline_without_a_key(tmp_path, capfd):
     processor.close()
 
     history, logged_config, run = wandb_file(folder)
-    assert (run.project, run.display_name) == ("mxtrain", "my-run")
+    assert (run.project, run.display_name) == ("mxtrain", "llama3 debugmodel mxnorm mxfp8 p=1")
+    assert (run.run_group, list(run.tags)) == ("llama3 debugmodel", ["llama3", "debugmodel", "mxnorm", "mxfp8", "p=1"])
     assert [history[step]["loss_metrics/global_avg_loss"] for step in range(1, 13)] == losses
-    assert history[12]["validation_metrics/loss"] == 8.25
+    assert history[12]["validation_metrics/loss"] == 8.25 and history[12]["n_tokens_seen"] == 12 * 2048
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
     assert len(rows) == len(history) == 12
     for row in rows:
@@ -281,6 +283,21 @@ def test_wandb_runs_offline_without_a_key(tmp_path, capfd):
     assert (command, verb) == ("wandb", "sync") and list(Path(directory).glob("*.wandb"))
     assert facts["wandb"]["sync"] in summary(folder)
     assert "wandb:" not in capfd.readouterr().err  # its own prefix: silent
+
+    [path] = Path(directory).glob("*.wandb")
+    metrics = [record.metric for record in read_wandb_file(path) if record.WhichOneof("record_type") == "metric"]
+    by_tokens = {metric.name or metric.glob_name for metric in metrics if metric.step_metric == "n_tokens_seen"}
+    assert by_tokens == {"loss_metrics/*", "validation_metrics/loss", "grad_norm", "lr"}
+
+    # Both losses are in one chart, and the run's files are copied.
+    [table] = Path(directory).glob("files/media/table/losses_table_*.table.json")
+    rows = json.loads(table.read_text())["data"]
+    curves = {name: [(step, loss) for step, key, loss in rows if key == name] for name in ("training", "validation")}
+    assert curves == {"training": list(enumerate(losses, start=1)), "validation": [(12, 8.25)]}
+    attached = Path(directory, "files", "mxtrain")
+    assert {file.name for file in attached.iterdir()} == {"run.json", "loss.png"}  # this test has no trainer
+    assert json.loads((attached / "run.json").read_text()) == facts
+    assert not (attached / "run.json").is_symlink(), "an offline run may be moved before it is uploaded"
 
 
 @pytest.fixture
@@ -327,15 +344,21 @@ def test_the_user_may_start_another_wandb_run(resume, monkeypatch):
     assert list(wandb_file(Path(second["dir"]).parent, "*their-id")[0]) == [3]
 
 
-def test_wandb_runs_offline_without_a_network(tmp_path, monkeypatch):
+def test_wandb_runs_offline_without_a_network(tmp_path, monkeypatch, caplog):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")  # nothing listens there any more
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
+    start = time.monotonic()
     processor = build(make_config(tmp_path / "run", "--metrics.enable_wandb"))
+    assert time.monotonic() - start < 20
     log_step(processor, 1, 9.0)
     processor.close()
+    [warning] = [message for message in caplog.messages if message.startswith("wandb cannot be online: ")]
+    assert "Timed out" in warning and warning.endswith("; the run is offline")
     assert wandb_file(tmp_path)[0][1]["loss_metrics/global_avg_loss"] == 9.0
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["wandb"]["mode"] == "offline"
 
 
 def test_wandb_names_are_the_users_where_given(tmp_path, monkeypatch):
@@ -347,9 +370,10 @@ def test_wandb_names_are_the_users_where_given(tmp_path, monkeypatch):
 
 
 def test_two_runs_in_one_process_have_their_own_names(tmp_path):
-    for name in ("a", "b"):
-        build(make_config(tmp_path / name, "--metrics.enable_wandb")).close()
-        assert wandb_file(tmp_path / name)[2].display_name == name
+    for p in (1, 2):
+        flags = ["--metrics.enable_wandb", "--model.converters=mxnorm", f"--mxnorm.p={p}"]
+        build(make_config(tmp_path / str(p), *flags)).close()
+        assert wandb_file(tmp_path / str(p))[2].display_name == f"llama3 debugmodel mxnorm mxfp8 p={p}"
 
 
 def test_wandb_is_untouched_when_disabled(tmp_path, monkeypatch):

@@ -1,14 +1,28 @@
 import os
 import socket
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import wandb
+from torchtitan.tools.logging import logger
+from wandb_server import wandb_server
 
-from mxtrain.titan.reports import wandb_run
-from mxtrain.titan.reports.wandb_run import choose_mode, has_key, is_reachable, wandb_defaults, wandb_facts
+from mxtrain.settings.sections import Metrics
+from mxtrain.titan.reports.wandb_resume import EarlierRun
+from mxtrain.titan.reports.wandb_run import WandbLogger, start_run, wandb_facts
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
+FACTS = {
+    "model": "llama3",
+    "flavor": "125m",
+    "converter": "mxnorm",
+    "converters": ["mxnorm"],
+    "recipe": "mxfp8",
+    "p": 2,
+}
+FACTS |= {"estimator": "pre_round", "versions": {"torch": "2.13.0"}}
 
 
 @pytest.fixture(autouse=True)
@@ -24,140 +38,144 @@ def no_credentials(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def server():
-    """The URL of something on this machine that accepts connections."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+def server(monkeypatch):
+    with wandb_server() as server:
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_INIT_TIMEOUT", "20")
+        yield server
 
 
-@pytest.fixture
-def dead_url():
-    """The URL of a port on which nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    return f"http://127.0.0.1:{port}"
+def build(folder, continued=None):
+    """A logger as TorchTitan builds it, in a process of its own."""
+    wandb.teardown()
+    config = SimpleNamespace(metrics=Metrics(), job=SimpleNamespace(dump_folder=str(folder)))
+    config.to_dict = lambda: {"model": {"flavor": "125m"}}
+    return WandbLogger(str(folder / "tb"), config, None, facts=FACTS, folder=folder, continued=continued)
 
 
-def test_has_no_key_by_default():
-    assert not has_key(wandb.Settings())
+def warnings(caplog):
+    """What a user sees: wandb has loggers of its own."""
+    return [record.getMessage() for record in caplog.records if record.name == logger.name]
 
 
-@pytest.mark.parametrize("name", ["WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"])
-def test_key_in_the_environment(monkeypatch, name):
-    monkeypatch.setenv(name, KEY)
-    assert has_key(wandb.Settings())
+def mode_of(run):
+    run.finish()
+    return wandb_facts(run)["mode"]
 
 
-def test_key_in_the_settings():
-    assert has_key(wandb.Settings(api_key=KEY))
+def test_without_a_key_a_run_is_offline_and_nobody_is_asked_for_one(monkeypatch, tmp_path):
+    monkeypatch.setattr("wandb.errors.term.can_use_terminput", lambda: pytest.fail("asked for a key"))
+    assert mode_of(start_run(dir=tmp_path)) == "offline"
 
 
-@pytest.mark.parametrize(
-    ("machine", "base_url", "expected"),
-    [
-        ("wandb.example.com", "https://wandb.example.com", True),
-        ("wandb.example.com", None, False),
-        ("api.wandb.ai", None, True),
-        ("api.wandb.ai", "https://wandb.example.com", False),
-    ],
-)
-@pytest.mark.parametrize("place", [".netrc", "_netrc", "$NETRC"])
-def test_key_in_netrc(monkeypatch, tmp_path, machine, base_url, expected, place):
-    path = tmp_path / place.strip("$")
-    path.write_text(f"machine {machine}\n  login user\n  password {KEY}\n")
-    path.chmod(0o600)
-    if place == "$NETRC":
-        monkeypatch.setenv("NETRC", str(path))
-    assert has_key(wandb.Settings(base_url=base_url) if base_url else wandb.Settings()) is expected
+def test_a_damaged_key_is_one_warning(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    assert mode_of(start_run(dir=tmp_path)) == "offline"
+    [warning] = warnings(caplog)
+    assert warning.startswith("wandb cannot be online: WANDB_API_KEY invalid")
 
 
-def test_unreadable_netrc_holds_no_key(tmp_path):
-    (tmp_path / ".netrc").write_text("machine\n")
-    assert not has_key(wandb.Settings())
-
-
-def test_reachable(server, dead_url):
-    assert is_reachable(server)
-    assert not is_reachable(dead_url)
-
-
-def test_reachable_through_a_proxy(monkeypatch, server, dead_url):
-    monkeypatch.setenv("http_proxy", server)
-    assert is_reachable("http://wandb.invalid")
-    monkeypatch.setenv("http_proxy", dead_url)
-    assert not is_reachable("http://wandb.invalid")
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    assert is_reachable(server)
-
-
-def test_a_name_lookup_that_hangs_is_cut_short(monkeypatch):
-    def lookup(address, timeout):
-        time.sleep(1)
-        raise socket.gaierror
-
-    monkeypatch.setattr(socket, "create_connection", lookup)
-    start = time.perf_counter()
-    assert not is_reachable("https://wandb.invalid", timeout=0.1)
-    assert time.perf_counter() - start < 0.7
-
-
-def test_mode_needs_a_key_and_a_network(server, dead_url):
-    assert choose_mode(wandb.Settings(api_key=KEY, base_url=server)) == "online"
-    assert choose_mode(wandb.Settings(api_key=KEY, base_url=dead_url)) == "offline"
-    assert choose_mode(wandb.Settings(base_url=server)) == "offline"
-
-
-def test_without_a_key_the_network_is_not_touched(monkeypatch):
-    monkeypatch.setattr(wandb_run, "is_reachable", lambda url: pytest.fail("looked for the network"))
-    assert choose_mode(wandb.Settings()) == "offline"
-
-
-@pytest.mark.parametrize("mode", ["online", "offline", "disabled"])
-def test_the_users_mode_stands(monkeypatch, mode):
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_the_users_mode_stands(monkeypatch, tmp_path, server, mode):
     monkeypatch.setenv("WANDB_MODE", mode)
-    assert choose_mode(wandb.Settings()) == mode
+    assert mode_of(start_run(dir=tmp_path)) == mode
+    assert server.runs == {}
 
 
-def test_the_mode_of_wandbs_settings_file_stands(server):
-    assert choose_mode(wandb.Settings(mode="disabled", api_key=KEY, base_url=server)) == "disabled"
-
-
-def test_defaults_hold_within_the_context_only(monkeypatch):
-    with wandb_defaults(run_name="a"):
-        assert os.environ["WANDB_PROJECT"] == "mxtrain" and os.environ["WANDB_RUN_NAME"] == "a"
-        settings = wandb.setup().settings
-        assert settings.mode == "offline" and settings.silent
-    assert not {"WANDB_PROJECT", "WANDB_RUN_NAME", "WANDB_MODE", "WANDB_SILENT"} & set(os.environ)
-
-
-def test_a_run_whose_first_part_is_not_uploaded_stays_offline(monkeypatch, server):
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setenv("WANDB_BASE_URL", server)
-    for stay_offline, mode in ((True, "offline"), (False, "online")):
-        wandb.teardown()
-        with wandb_defaults("a", run_id="abc", stay_offline=stay_offline):
-            assert os.environ["WANDB_RUN_ID"] == "abc"
-            settings = wandb.setup().settings
-            assert (settings.mode, settings.resume) == (mode, "allow")
-    assert "WANDB_RUN_ID" not in os.environ
-
-
-def test_what_the_user_set_is_left_alone(monkeypatch):
-    user = {"WANDB_PROJECT": "p", "WANDB_RUN_NAME": "n", "WANDB_MODE": "disabled", "WANDB_SILENT": "false"}
-    user |= {"WANDB_RUN_ID": "i", "WANDB_RESUME": "must"}
-    for name, value in user.items():
-        monkeypatch.setenv(name, value)
-    with wandb_defaults("a", run_id="abc"):
-        assert user.items() <= os.environ.items()
-        settings = wandb.setup().settings
-        assert settings.mode == "disabled" and not settings.silent and settings.resume == "must"
-    assert user.items() <= os.environ.items()
-
-
-def test_a_broken_wandb_does_not_raise_here(monkeypatch):
+def test_a_wrong_mode_raises(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_MODE", "sideways")
-    with wandb_defaults(run_name="a"):
-        pass
+    with pytest.raises(ValueError, match="sideways|mode"):
+        start_run(dir=tmp_path)
+
+
+def test_a_server_that_never_answers_costs_the_time_limit(monkeypatch, tmp_path, caplog):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
+        start = time.monotonic()
+        assert mode_of(start_run(dir=tmp_path)) == "offline"
+        assert time.monotonic() - start < 15
+    assert "the run is offline" in caplog.text
+
+
+def test_a_run_whose_first_part_is_not_uploaded_stays_offline(tmp_path, server, monkeypatch):
+    assert mode_of(start_run(True, dir=tmp_path)) == "offline"
+    monkeypatch.setenv("WANDB_MODE", "online")
+    wandb.teardown()
+    assert mode_of(start_run(True, dir=tmp_path)) == "online"
+
+
+def test_timeouts_and_silence_are_the_users_where_given(monkeypatch, tmp_path):
+    run = start_run(dir=tmp_path)
+    run.finish()
+    assert (run.settings.init_timeout, run.settings.finish_timeout, run.settings.silent) == (30, 120, True)
+    wandb.teardown()
+    for name, value in {"INIT_TIMEOUT": "7", "FINISH_TIMEOUT": "8", "SILENT": "false"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    run = start_run(dir=tmp_path)
+    run.finish()
+    assert (run.settings.init_timeout, run.settings.finish_timeout, run.settings.silent) == (7, 8, False)
+
+
+def test_an_online_run_and_its_continuation(tmp_path, server):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.toml").write_text("[training]\nsteps = 2\n")
+    (folder / "conversion.txt").write_text("mxnorm: 2 norms\n")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n{"step": 2, "loss": 8.0}\n')
+    first = build(folder)
+    for step in (1, 2):
+        first.log({"loss_metrics/global_avg_loss": 10.0 - step, "n_tokens_seen": 64.0 * step}, step)
+    first.log({"validation_metrics/loss": 9.5}, 3)  # without a row of training, which has the tokens seen
+    first.close()
+    assert wandb_facts(first.run)["url"] == f"{server.url}/someone/p/runs/{first.run.id}"
+    run = server.runs[first.run.id]
+    assert (run["displayName"], run["groupName"]) == ("llama3 125m mxnorm mxfp8 p=2", "llama3 125m")
+    assert run["tags"] == ["llama3", "125m", "mxnorm", "mxfp8", "p=2"] and run["project"] == "mxtrain"
+    assert server.files["mxtrain/config.toml"] == (folder / "config.toml").read_bytes()
+    assert server.files["mxtrain/conversion.txt"] == b"mxnorm: 2 norms\n"
+    assert server.files["mxtrain/loss.png"].startswith(b"\x89PNG")
+    assert server.history[3]["validation_metrics/loss"] == 9.5 and server.history[3]["n_tokens_seen"] == 192
+
+    second = build(folder, EarlierRun(first.run.id, last_step=2))
+    assert second.run.id == first.run.id and second.last_step == 3, "a server knows more than the run's folder"
+    for step in (3, 4):
+        second.log({"loss_metrics/global_avg_loss": 5.0, "n_tokens_seen": 64.0 * step}, step)
+    second.close()
+    losses = {step: row.get("loss_metrics/global_avg_loss") for step, row in server.history.items()}
+    assert losses == {1: 9.0, 2: 8.0, 3: None, 4: 5.0}
+    assert set(server.later_names) == {None}, "a name that the user gave it on the server stays"
+
+
+def test_a_failure_during_the_run_is_one_warning(tmp_path, monkeypatch, caplog):
+    wandb_logger = build(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
+
+    def fail(*args, **kwargs):
+        raise ConnectionResetError("Connection lost")
+
+    for name in ("log", "save", "finish"):
+        monkeypatch.setattr(wandb_logger.run, name, fail)
+    wandb_logger.log({"lr": 1.0}, 1)
+    wandb_logger.log({"lr": 1.0}, 2)
+    wandb_logger.close()
+    assert warnings(caplog) == ["wandb failed: Connection lost; training goes on, and metrics are in metrics.jsonl"]
+
+
+def test_an_upload_that_takes_too_long_names_what_is_left(tmp_path, monkeypatch, caplog):
+    wandb_logger = build(tmp_path)
+
+    def too_long():
+        raise TimeoutError("Timed out finishing run.")
+
+    monkeypatch.setattr(wandb_logger.run, "finish", too_long)
+    wandb_logger.close()
+    place = Path(wandb_logger.run.dir).resolve().parent
+    assert warnings(caplog) == [
+        f"wandb's server did not take everything in time; upload the rest with: wandb sync {place}"
+    ]
 
 
 def test_facts_of_no_run():
@@ -170,5 +188,5 @@ def test_facts_of_a_run(tmp_path):
     with wandb.init(mode="offline", dir=folder, settings=wandb.Settings(silent=True)) as run:
         facts = wandb_facts(run)
     assert facts["mode"] == "offline" and facts["url"] is None and facts["id"] == run.id
-    assert list((folder / "wandb").glob("offline-run-*")) == [wandb_run.Path(facts["dir"])]
+    assert list((folder / "wandb").glob("offline-run-*")) == [Path(facts["dir"])]
     assert facts["sync"] == f"wandb sync '{facts['dir']}'"

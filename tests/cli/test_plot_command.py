@@ -1,0 +1,62 @@
+import json
+from typing import get_args
+
+import matplotlib.image
+import pytest
+
+from mxtrain import cli
+from mxtrain.analysis.curves import XAxis
+from mxtrain.cli import commands
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """Folders "p1" and "p2", and three that cannot be drawn, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    for p, end in ((1, 4), (2, 3)):
+        (tmp_path / f"p{p}").mkdir()
+        rows = [
+            {"step": step, "loss": 9.0 - step / p, "tokens_seen": 64 * step, "time": step} for step in range(1, end)
+        ]
+        (tmp_path / f"p{p}" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        facts = {"converter": "mxnorm", "recipe": "mxfp8", "p": p, "estimator": "pre_round"}
+        (tmp_path / f"p{p}" / "run.json").write_text(json.dumps(facts))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
+    return tmp_path
+
+
+def test_what_cannot_be_drawn_is_a_line_each_and_the_rest_is_drawn(runs, capsys):
+    arguments = ["plot", "p1", "gone", "empty", "old", "p2", "--baseline", "p2", "--x", "tokens", "-o", "x.png"]
+    assert cli.main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [
+        "mxtrain: not drawn: run folder 'gone' does not exist",
+        "mxtrain: not drawn: empty/metrics.jsonl does not exist; a run creates this file at its first logged step",
+        "mxtrain: not drawn: old: metrics.jsonl has no 'tokens_seen' in some rows, which --x tokens needs",
+        "mxtrain: note: p2: ends at step 2; the longest run ends at step 3",
+    ]
+    header, first, second, last = out.splitlines()
+    assert [line.split()[0] for line in (first, second)] == ["p2", "p1"] and last == "loss curves: x.png"
+    height, width, _ = matplotlib.image.imread("x.png").shape
+    assert height > 0.8 * width, "two panels"
+
+
+def test_a_single_run_or_a_baseline_that_cannot_be_drawn_is_an_error(runs, capsys):
+    for arguments in (["old", "--x", "time"], ["p1", "p2", "--baseline", "gone"], ["gone", "empty"]):
+        assert cli.main(["plot", *arguments]) == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith("mxtrain: error: ")
+    assert not list(runs.glob("**/*.png"))
+
+
+def test_a_wrong_number_of_points_is_an_error(runs, capsys):
+    assert cli.main(["plot", "p1", "--smooth", "0"]) == 2
+    assert capsys.readouterr().err == "mxtrain: error: --smooth 0: allowed is 1 (no smoothing) or more\n"
+
+
+def test_every_x_axis_is_a_choice(runs):
+    for x in get_args(XAxis):
+        assert commands._parser().parse_args(["plot", "p1", "--x", x]).x == x
+    with pytest.raises(SystemExit):
+        commands._parser().parse_args(["plot", "p1", "--x", "epochs"])

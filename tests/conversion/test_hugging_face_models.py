@@ -1,0 +1,96 @@
+"""Models of transformers, tiny and with random weights: what converts, what is refused, and that they train."""
+
+from collections import Counter
+
+import pytest
+import torch
+import transformers
+
+import mxtrain
+from mxtrain import ConfigError
+from mxtrain.nn.mx_linear import MXLinear
+from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+# Per layer: norms swapped, linears that a norm feeds, other linears (wo and w2).
+DENSE = (2, 5, 2)
+CONVERTED = {
+    "Llama": DENSE,
+    "Qwen2": DENSE,
+    "Qwen3": DENSE,  # the norms of queries and keys feed no linear
+    "Mistral": DENSE,
+    "SmolLM3": DENSE,
+    "Phi3": (2, 2, 2),  # one linear for queries, keys and values, and one for gate and up
+    "Mixtral": (1, 3, 1),  # experts are no linears, and the norm before them feeds them, too
+}
+REFUSED = {
+    "Gemma": "is a GemmaRMSNorm that does not compute what nn.RMSNorm does",  # its gain is 1 + weight
+    "Gemma2": "is a Gemma2RMSNorm that does not compute what nn.RMSNorm does",
+    "Olmo2": "model.layers.0.post_attention_layernorm: its output is used by add",  # norms after attention and MLP
+}
+
+
+def build(name):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES, **LAYERS, **(EXPERTS if name == "Mixtral" else {}))
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def loss(model):
+    tokens = torch.randint(1, 96, (2, 32), generator=torch.Generator().manual_seed(1))
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_model_converts_trains_and_is_saved(name, tmp_path):
+    model = build(name)
+    untouched = {key: value.clone() for key, value in model.state_dict().items()}
+    high_precision = loss(model).item()
+    mxtrain.convert(model)
+    kinds = Counter(type(module) for module in model.modules())
+    assert (kinds[MXNorm], kinds[MXNormLinear], kinds[MXLinear]) == tuple(2 * number for number in CONVERTED[name])
+    assert type(model.lm_head) is torch.nn.Linear
+    assert model.state_dict().keys() == untouched.keys()
+    assert all(torch.equal(value, untouched[key]) for key, value in model.state_dict().items())
+
+    before = loss(model)
+    assert before.item() == pytest.approx(high_precision, rel=0.02)
+    before.backward()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    optimizer.step()
+    after = loss(model)
+    assert after < before - 0.1
+
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.state_dict().keys() == untouched.keys()
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
+    assert MXNorm not in {type(module) for module in loaded.modules()}, "a plain model of transformers"
+    mxtrain.convert(loaded)
+    assert torch.equal(loss(loaded), after)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_whose_norms_cannot_be_swapped_is_refused_and_its_linears_convert(name):
+    model = build(name)
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(ConfigError, match=f"finds nothing to convert in this {name}ForCausalLM") as refusal:
+        mxtrain.convert(model)
+    assert REFUSED[name] in str(refusal.value)
+    assert [type(module) for module in model.modules()] == kinds
+    mxtrain.convert(model, "mx_linear")
+    assert sum(type(module) is MXLinear for module in model.modules()) == 14
+    before = loss(model)
+    before.backward()
+    torch.optim.AdamW(model.parameters(), lr=1e-3).step()
+    assert loss(model) < before
