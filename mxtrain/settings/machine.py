@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mxtrain.data.tokenizer import require_tokenizer
-from mxtrain.settings.relations import Relation, check, quantizing
+from mxtrain.settings.relations import Relation, check
 from mxtrain.settings.values import Settings
 
 
@@ -103,14 +103,6 @@ RELATIONS = (
             and _shards(s, machine.processes) * _degree(s, "context") == 1
             and "without sharding is DDP, which averages gradients, but TorchTitan 0.2.2 needs their sum; use FSDP: "
             "data_parallel_shard_degree = -1, alone or (HSDP) greater than 1 beside the replicate degree"
-        ),
-    ),
-    Relation(
-        "parallelism.tensor_parallel_degree",
-        lambda s, machine: (
-            _degree(s, "tensor") > 1
-            and quantizing(s)
-            and f"does not work with converter {quantizing(s)[0]!r}: allowed is 1"
         ),
     ),
     # With two stages TorchTitan 0.2.2 does not divide by the number of tokens, and the gradient norm is about a

@@ -1,9 +1,12 @@
 """mxtrain's additions to TorchTitan's parallelize functions.
 
-They refuse layouts with wrong gradients, run FSDP2 on gloo, and draw initial weights that fit every layout.
+They refuse layouts with wrong gradients, split swapped modules in tensor parallelism, run FSDP2 on gloo, and draw
+initial weights that fit every layout.
 """
 
 import functools
+import sys
+from contextlib import nullcontext
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -12,6 +15,7 @@ from mxtrain.conversion.recognition import has_router
 from mxtrain.errors import ConfigError
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.titan.parallel.initial_weights import draw_by_name
+from mxtrain.titan.parallel.tensor_parallel import plans_for_swapped_modules
 from mxtrain.titan.parse import settings_of
 from mxtrain.titan.reports.metrics import describe_model
 from mxtrain.titan.reports.terminal import note_model
@@ -28,7 +32,9 @@ def checked_parallelize(parallelize_fn):
         check_layout(parallel_dims, job_config)
         check_routers(parallel_dims, model)
         note_model(describe_model(job_config, model))  # here, while the model is whole
-        model = parallelize_fn(model, parallel_dims, job_config)
+        plans = sys.modules[parallelize_fn.__module__]
+        with plans_for_swapped_modules(plans) if parallel_dims.tp_enabled else nullcontext():
+            model = parallelize_fn(model, parallel_dims, job_config)
         if torch.distributed.get_backend() == "gloo":
             for module in model.modules():
                 if isinstance(module, FSDPModule):
