@@ -32,7 +32,7 @@ from torch.distributed.tensor import Partial
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.nn.checks import check_dtype, check_input
 from mxtrain.nn.seeded import Seeded
-from mxtrain.nn.tensor_parallel import SplitSequences
+from mxtrain.nn.split import SplitSequences
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype
 from mxtrain.ops.collectives import gather_tokens, sum_tokens
 from mxtrain.ops.gemm import Operand

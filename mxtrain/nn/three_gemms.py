@@ -19,7 +19,7 @@ import torch.nn as nn
 
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.nn.seeded import Seeded
-from mxtrain.nn.tensor_parallel import WHOLE, SplitMatrices
+from mxtrain.nn.split import WHOLE, SplitMatrices
 from mxtrain.ops import quantize
 from mxtrain.ops.gemm import Operand, matmul
 from mxtrain.ops.hardware import check_mode, mode_in_forward

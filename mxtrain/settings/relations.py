@@ -25,6 +25,11 @@ def quantizing(s: Settings) -> list[str]:
     return [name for name in s["model.converters"] if name in QUANTIZING_CONVERTERS]
 
 
+def _shards_of_sequences(s: Settings) -> int:
+    """The number that TorchTitan wants to divide the length of sequences."""
+    return s["parallelism.tensor_parallel_degree"] * 2 * s["parallelism.context_parallel_degree"]
+
+
 def conflict_of_converters(names: list[str]) -> str | None:
     """What is wrong with these converters beside one another; None if all is well."""
     ours = [name for name in names if name in QUANTIZING_CONVERTERS]
@@ -153,6 +158,25 @@ RELATIONS = (
             s["checkpoint.initial_load_in_hf_quantized"]
             and not s["checkpoint.initial_load_in_hf"]
             and "needs checkpoint.initial_load_in_hf = true"
+        ),
+    ),
+    # Async tensor parallelism looks for PyTorch's own matrix products in a compiled graph, and finds none of ours.
+    Relation(
+        "parallelism.enable_async_tensor_parallel",
+        lambda s: (
+            s["parallelism.enable_async_tensor_parallel"]
+            and quantizing(s)
+            and f"does not work with converter {quantizing(s)[0]!r}: allowed is False"
+        ),
+    ),
+    Relation(
+        "training.seq_len",
+        lambda s: (
+            s["parallelism.tensor_parallel_degree"] > 1
+            and s["training.seq_len"] % _shards_of_sequences(s)
+            and f"is not a multiple of {_shards_of_sequences(s)}: sequences are split over "
+            f"parallelism.tensor_parallel_degree = {s['parallelism.tensor_parallel_degree']} times twice "
+            f"parallelism.context_parallel_degree = {s['parallelism.context_parallel_degree']}"
         ),
     ),
     Relation(

@@ -429,7 +429,7 @@ def _add_tiny_models() -> None:
     few_heads = {"dim": 128, "n_layers": 2, "n_heads": 4}
     latent = {"inter_dim": 256, "moe_inter_dim": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
     tiny = {
-        "llama3": replace(debug["llama3"]["debugmodel"], **few_heads, multiple_of=32),
+        "llama3": replace(debug["llama3"]["debugmodel"], **few_heads, multiple_of=64),
         "llama4": replace(debug["llama4"]["debugmodel"], **few_heads, multiple_of=32),
         "deepseek_v3": replace(debug["deepseek_v3"]["debugmodel"], **few_heads, **latent, qk_rope_head_dim=16),
         "qwen3": replace(debug["qwen3"]["debugmodel_moe_16"], n_layers=2, dim=128, n_heads=4, head_dim=32,
@@ -437,3 +437,6 @@ def _add_tiny_models() -> None:
     }  # fmt: skip
     for name, args in tiny.items():
         debug[name].update(configurable({"tiny": args}))
+    dense = replace(tiny["qwen3"], moe_enabled=False)
+    tied = replace(dense, enable_weight_tying=True)
+    debug["qwen3"].update(configurable({"tiny_dense": dense, "tiny_tied": tied}))

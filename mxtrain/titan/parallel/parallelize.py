@@ -15,7 +15,7 @@ from mxtrain.conversion.recognition import has_router
 from mxtrain.errors import ConfigError
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.titan.parallel.initial_weights import draw_by_name
-from mxtrain.titan.parallel.tensor_parallel import plans_for_swapped_modules
+from mxtrain.titan.parallel.tensor_parallel import check_heads, plans_for_swapped_modules
 from mxtrain.titan.parse import settings_of
 from mxtrain.titan.reports.metrics import describe_model
 from mxtrain.titan.reports.terminal import note_model
@@ -31,6 +31,8 @@ def checked_parallelize(parallelize_fn):
     def parallelize(model, parallel_dims, job_config):
         check_layout(parallel_dims, job_config)
         check_routers(parallel_dims, model)
+        if parallel_dims.tp_enabled:
+            check_heads(model, parallel_dims.tp)
         note_model(describe_model(job_config, model))  # here, while the model is whole
         plans = sys.modules[parallelize_fn.__module__]
         with plans_for_swapped_modules(plans) if parallel_dims.tp_enabled else nullcontext():

@@ -29,10 +29,12 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from mxtrain.errors import ConfigError
 from mxtrain.nn.mxnorm import MXNorm, MXNormLinear, NormedInput
-from mxtrain.nn.tensor_parallel import SplitSequences, by_input_features, by_output_features
+from mxtrain.nn.split import SplitSequences, by_input_features, by_output_features
 from mxtrain.nn.three_gemms import QuantizedLinear
 
+DEGREE = "parallelism.tensor_parallel_degree"
 _SEQUENCES = (Shard(1),)
 
 
@@ -98,7 +100,7 @@ def style_for(module: nn.Module | None, style: ParallelStyle) -> ParallelStyle:
     """Return the style that does for ``module`` what ``style`` does for the module that it replaced.
 
     Raises:
-        ValueError: for a swapped module with a style that has no counterpart here.
+        ConfigError: for a swapped module with a style that has no counterpart here.
     """
     if isinstance(module, MXNorm | QuantizedLinear):
         for own in (GatheringNorm, Columnwise, Rowwise):
@@ -106,14 +108,37 @@ def style_for(module: nn.Module | None, style: ParallelStyle) -> ParallelStyle:
                 new = copy.copy(style)
                 new.__class__ = own
                 return new
-        raise ValueError(f"{type(module).__name__} with style {style}: expected ColwiseParallel, RowwiseParallel or "
-                         "SequenceParallel")  # fmt: skip
+        raise ConfigError(
+            f"{DEGREE} splits an {type(module).__name__} by {type(style).__name__}, which works for high precision "
+            "only: allowed is 1 for this model"
+        )
     if type(style) is PrepareModuleInput and any(isinstance(child, MXNormLinear) for child in module.children()):
         new = copy.copy(style)
         new.input_layouts = (None, *style.input_layouts[1:])
         new.desired_input_layouts = (None, *style.desired_input_layouts[1:])
         return new
     return style
+
+
+def check_heads(model: nn.Module, processes: int) -> None:
+    """Raise ConfigError unless every process gets the same number of whole heads of attention."""
+    args = model.model_args
+    heads = args.n_heads
+    for name, count in (("heads", heads), ("key and value heads", getattr(args, "n_kv_heads", None) or heads)):
+        if count % processes:
+            raise ConfigError(f"{DEGREE} = {processes} does not divide the {count} {name} of this model")
+
+
+def check_part(fqn: str, linear: QuantizedLinear, style: ParallelStyle, processes: int) -> None:
+    """Raise ConfigError unless every process's part of a linear is whole blocks."""
+    features = {"out_features": linear.out_features, "in_features": linear.in_features}
+    name = "out_features" if isinstance(style, Columnwise) else "in_features"
+    block = max((gemm.block_size for gemm in linear.recipe.gemms if gemm.format is not None), default=1)
+    if features[name] % (processes * block):
+        raise ConfigError(
+            f"{DEGREE} = {processes} splits {name} = {features[name]} of {fqn} into parts that are not whole blocks of "
+            f"{block} (recipe {linear.recipe.name!r}): allowed is a divisor of {features[name] // block}"
+        )
 
 
 @contextmanager
@@ -129,6 +154,9 @@ def plans_for_swapped_modules(module_of_plans) -> Iterator[None]:
         if isinstance(parallelize_plan, dict):
             modules = dict(module.named_modules())
             parallelize_plan = {fqn: style_for(modules.get(fqn), style) for fqn, style in parallelize_plan.items()}
+            for fqn, style in parallelize_plan.items():
+                if isinstance(linear := modules.get(fqn), QuantizedLinear):
+                    check_part(fqn, linear, style, device_mesh.size())
         return parallelize_module(module, device_mesh, parallelize_plan, **others)
 
     with patch.object(module_of_plans, "parallelize_module", parallelize):
