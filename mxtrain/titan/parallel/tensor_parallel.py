@@ -92,6 +92,18 @@ class Rowwise(RowwiseParallel):
         return RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, y, device_mesh)
 
 
+class WaitingEmbedding(RowwiseParallel):
+    """``RowwiseParallel`` for an embedding, whose result is ready.
+
+    PyTorch 2.13 loses the gradient of an asynchronous result that enters a compiled graph, here the first block.
+    """
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
+        outputs = outputs.redistribute(placements=output_layouts)
+        return outputs.to_local() if use_local_output else outputs
+
+
 def _group(device_mesh: DeviceMesh) -> str:
     return device_mesh.get_group().group_name
 
@@ -112,6 +124,10 @@ def style_for(module: nn.Module | None, style: ParallelStyle) -> ParallelStyle:
             f"{DEGREE} splits an {type(module).__name__} by {type(style).__name__}, which works for high precision "
             "only: allowed is 1 for this model"
         )
+    if type(style) is RowwiseParallel and isinstance(module, nn.Embedding):
+        new = copy.copy(style)
+        new.__class__ = WaitingEmbedding
+        return new
     if type(style) is PrepareModuleInput and any(isinstance(child, MXNormLinear) for child in module.children()):
         new = copy.copy(style)
         new.input_layouts = (None, *style.input_layouts[1:])
