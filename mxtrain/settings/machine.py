@@ -105,6 +105,19 @@ RELATIONS = (
             "data_parallel_shard_degree = -1, alone or (HSDP) greater than 1 beside the replicate degree"
         ),
     ),
+    # On a CPU, PyTorch 2.13 misplaces the state of the random numbers among the results of such a graph.
+    Relation(
+        "compile.enable",
+        lambda s, machine: (
+            s["compile.enable"]
+            and _degree(s, "tensor") > 1
+            and s["activation_checkpoint.mode"] != "none"
+            and not machine.has_gpus
+            and f"with parallelism.tensor_parallel_degree = {_degree(s, 'tensor')} and activation_checkpoint.mode = "
+            f"{s['activation_checkpoint.mode']!r} needs a GPU; on a CPU, PyTorch 2.13 compiles no such layers: set "
+            "activation_checkpoint.mode = 'none'"
+        ),
+    ),
     # With two stages TorchTitan 0.2.2 does not divide by the number of tokens, and the gradient norm is about a
     # thousand times too large.
     Relation(

@@ -185,18 +185,22 @@ FLAGS = [
     ("--experimental.custom_import=no.such", "experimental.custom_import = 'no.such' is not a module"),
     ("--job.custom_config_module=no.such", "job.custom_config_module = 'no.such' has no class JobConfig"),
     ("--job.custom_config_module=json", "job.custom_config_module = 'json' has no class JobConfig"),
+    (
+        "--parallelism.enable_async_tensor_parallel",
+        "parallelism.enable_async_tensor_parallel = True does not work with",
+    ),
     ("--fault_tolerance.enable", "fault_tolerance.enable = True needs the package torchft"),
 ]
 
 # Settings that two processes bring to light.
 TWO_PROCESSES = [
-    ("--parallelism.tensor_parallel_degree=2", "parallelism.tensor_parallel_degree = 2 does not work with converter"),
     ("--parallelism.pipeline_parallel_degree=2", "parallelism.pipeline_parallel_degree = 2 gives wrong gradients"),
     (
         "--parallelism.data_parallel_replicate_degree=2",
         "parallelism.data_parallel_replicate_degree = 2 without sharding is DDP",
     ),
-    ("--parallelism.tensor_parallel_degree=3", "parallelism.data_parallel_shard_degree = -1 does not fit 2 process"),
+    ("--parallelism.tensor_parallel_degree=4", "parallelism.data_parallel_shard_degree = -1 does not fit 2 process"),
+    ("--parallelism.tensor_parallel_degree=3", "training.seq_len = 2048 is not a multiple of 6"),
     ("--training.global_batch_size=8", "training.global_batch_size = 8 is not a multiple of training.local_batch_size"),
 ]
 
