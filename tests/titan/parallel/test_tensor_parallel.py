@@ -58,8 +58,17 @@ def recipe_of(name: str) -> str:
     return name.partition(", ")[0]
 
 
-def tolerance(recipe: str) -> float:
-    return 1e-4 if recipe in EXACT else 5e-3
+def compare(one: oracle.Training, found: oracle.Training, recipe: str) -> None:
+    """Sums of parts differ in their last bits, which now and then round an operand the other way. Steps amplify that.
+
+    A step of E2M1 is a third of an element, one of E4M3 a tenth or less.
+    """
+    if recipe in EXACT:
+        oracle.compare(one, found, 1e-4)
+    elif any("nvfp4" in flag for flag in FLAGS[recipe]):
+        oracle.compare(one, found, 2e-2, steps=1)
+    else:
+        oracle.compare(one, found, 5e-3, steps=3)
 
 
 def with_recipes(runs: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -69,7 +78,7 @@ def with_recipes(runs: dict[str, list[str]]) -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", TWO)
 def test_gradients_match_one_process(base, name):
     found = oracle.train(base, "tensor parallelism on 2", 2, with_recipes(TWO))[name]
-    oracle.compare(oracle.one_process(base)[recipe_of(name)], found, tolerance(recipe_of(name)))
+    compare(oracle.one_process(base)[recipe_of(name)], found, recipe_of(name))
 
 
 @pytest.mark.sweep
@@ -79,7 +88,7 @@ def test_gradients_of_every_layout_match_one_process(base, name):
     expected = oracle.train(base, "one process beside tensor parallelism", 1, alone)
     runs, processes = (TWO_SWEEP, 2) if name in TWO_SWEEP else (FOUR_SWEEP, 4)
     found = oracle.train(base, f"sweep of tensor parallelism on {processes}", processes, with_recipes(runs))[name]
-    oracle.compare(expected[recipe_of(name)], found, tolerance(recipe_of(name)))
+    compare(expected[recipe_of(name)], found, recipe_of(name))
 
 
 @pytest.mark.sweep
