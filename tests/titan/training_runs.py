@@ -437,6 +437,3 @@ def _add_tiny_models() -> None:
     }  # fmt: skip
     for name, args in tiny.items():
         debug[name].update(configurable({"tiny": args}))
-    dense = replace(tiny["qwen3"], moe_enabled=False)
-    tied = replace(dense, enable_weight_tying=True)
-    debug["qwen3"].update(configurable({"tiny_dense": dense, "tiny_tied": tied}))
