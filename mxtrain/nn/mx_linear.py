@@ -46,16 +46,16 @@ class MXLinear(QuantizedLinear):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in_features], bf16 or fp32 -> [..., out_features].
+        """x [..., in_features], bf16 or fp32 -> [..., out_features]; of split matrices, their parts.
 
         Raises:
             ValueError: for another dtype, shape or device.
         """
-        gemms = self.gemms(x.device)
-        check_input(x, self.in_features, self.weight, self.recipe, gemms.mode)
+        gemms, (weight, bias) = self.gemms(x.device), self.parts()
+        check_input(x, weight.shape[1], weight, self.recipe, gemms.mode)
         x = x.to(compute_dtype(x))
         check_dtype("x under autocast", x.dtype, self.recipe, gemms.mode)
         rows = x.reshape(-1, x.shape[-1])
-        y = _MXLinearFunction.apply(rows, self.weight, self.signs(x.device), self.draws(x.device), gemms)
-        y = y.view(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        y = _MXLinearFunction.apply(rows, weight, self.signs(x.device), self.draws(x.device), gemms)
+        y = y.view(*x.shape[:-1], weight.shape[0])
+        return y if bias is None else y + bias.to(y.dtype)

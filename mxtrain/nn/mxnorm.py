@@ -27,11 +27,14 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import Partial
 
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.nn.checks import check_dtype, check_input
 from mxtrain.nn.seeded import Seeded
+from mxtrain.nn.split import SplitSequences
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype
+from mxtrain.ops.collectives import gather_tokens, sum_tokens
 from mxtrain.ops.gemm import Operand
 from mxtrain.ops.hardware import check_mode, mode_in_forward
 from mxtrain.ops.mxnorm import fold_backward, norm_backward, normalize
@@ -85,6 +88,34 @@ class _MXNormFunction(torch.autograd.Function):
         return norm_backward(dxhat, x, rho, ctx.mode), None, None, None
 
 
+class _GatheredMXNormFunction(torch.autograd.Function):
+    """A shard x [B, S / P, D] of sequences -> as ``_MXNormFunction`` of the whole sequences, T = B S.
+
+    The shards are gathered once, before the norm: its kernel must read all rows for the cast anyway. Every linear
+    returns its process's part of dL/dxhat. The sum of the parts goes back to the shards, whose norm backward is local.
+    """
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str, split: SplitSequences):
+        whole = gather_tokens(x, split.group, split.processes)
+        h = whole.view(-1, x.shape[-1])
+        xhat, rho = normalize(h, estimate, recipe, mode)
+        own = rho.view(x.shape[0], split.processes, x.shape[1])[:, split.rank].reshape(-1)
+        ctx.save_for_backward(x, own)
+        ctx.mode, ctx.split, ctx.shape = mode, split, whole.shape
+        ctx.mark_non_differentiable(*(t for t in (rho, *xhat) if t is not None))
+        return h, rho, *xhat
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dxhat: torch.Tensor, *_):
+        x, rho = ctx.saved_tensors
+        dxhat = sum_tokens(dxhat.view(ctx.shape), ctx.split.group, ctx.split.processes)
+        rows = (-1, x.shape[-1])
+        dx = norm_backward(dxhat.view(rows), x.reshape(rows), rho, ctx.mode)
+        return dx.view(x.shape), None, None, None, None
+
+
 class _MXNormLinearFunction(torch.autograd.Function):
     """h, gamma, W, the quantized xhat and rho -> Y [T, N]. The gradient of h is dL/dxhat."""
 
@@ -115,7 +146,8 @@ class _MXNormLinearFunction(torch.autograd.Function):
 class MXNorm(Seeded, nn.RMSNorm):
     """RMSNorm with the RMS estimated from block maxima; its result is a ``NormedInput`` for ``MXNormLinear``.
 
-    The parameter (``weight``, the gain) and its FQN are RMSNorm's, so checkpoints load either way.
+    The parameter (``weight``, the gain) and its FQN are RMSNorm's, so checkpoints load either way. With ``split``, x is
+    a shard of the sequences and the result stands for whole sequences.
 
     Source: arXiv 2603.13180.
 
@@ -132,6 +164,8 @@ class MXNorm(Seeded, nn.RMSNorm):
         ConfigError: for an unknown setting, a mode that no device of this machine runs, or a ``dim`` that is not whole
             blocks.
     """
+
+    split: SplitSequences | None = None
 
     def __init__(
         self,
@@ -174,17 +208,28 @@ class MXNorm(Seeded, nn.RMSNorm):
         return new.train(norm.training)
 
     def forward(self, x: torch.Tensor) -> NormedInput:
-        """x [..., D], bf16 or fp32 -> NormedInput.
+        """x [..., D], bf16 or fp32 -> NormedInput; with ``split``, x [B, S / processes, D] -> NormedInput of [B, S, D].
 
         Raises:
             ValueError: for another dtype, shape or device.
         """
         mode = mode_in_forward(self.mode, x.device.type)
-        check_input(x, self.normalized_shape[0], self.weight, self.recipe, mode)
-        rows, recipe = x.reshape(-1, x.shape[-1]), self.recipe.fprop
-        h, rho, *xhat = _MXNormFunction.apply(rows, self.estimate, recipe, mode)
-        signs = self.signs(x.device)
-        return NormedInput(h.view_as(x), Operand(*xhat), rho, self.weight, signs, recipe, mode)
+        gain = self._gain()
+        check_input(x, self.normalized_shape[0], gain, self.recipe, mode)
+        recipe, split = self.recipe.fprop, self.split
+        if split is None:
+            shape, rows = x.shape, x.reshape(-1, x.shape[-1])
+            h, rho, *xhat = _MXNormFunction.apply(rows, self.estimate, recipe, mode)
+        else:
+            shape = (x.shape[0], x.shape[1] * split.processes, x.shape[2])
+            h, rho, *xhat = _GatheredMXNormFunction.apply(x, self.estimate, recipe, mode, split)
+        return NormedInput(h.view(shape), Operand(*xhat), rho, gain, self.signs(x.device), recipe, mode)
+
+    def _gain(self) -> torch.Tensor | None:
+        """The gain for the linears, each of which returns its process's part of the gradient."""
+        if self.weight is None or self.split is None:
+            return self.weight
+        return self.weight.to_local(grad_placements=[Partial()])
 
     def extra_repr(self) -> str:
         e = self.estimate
@@ -222,11 +267,12 @@ class MXNormLinear(QuantizedLinear):
                 f"this MXNormLinear has recipe {self.recipe.fprop} and mode {gemms.mode!r}, but its input was "
                 f"normalized with recipe {x.recipe} and mode {x.mode!r}"
             )
-        check_input(x.h, self.in_features, self.weight, self.recipe, gemms.mode)
+        weight, bias = self.parts()
+        check_input(x.h, self.in_features, weight, self.recipe, gemms.mode)
         check_dtype("x under autocast", compute_dtype(x.h), self.recipe, gemms.mode)
         # A norm whose own recipe has no transform hands on no signs.
         signs = self.signs(x.h.device) if x.signs is None else x.signs
         rows, draws = x.h.reshape(-1, x.shape[-1]), self.draws(x.h.device)
-        y = _MXNormLinearFunction.apply(rows, x.gain, self.weight, gemms, x.rho, signs, draws, *x.xhat)
-        y = y.view(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        y = _MXNormLinearFunction.apply(rows, x.gain, weight, gemms, x.rho, signs, draws, *x.xhat)
+        y = y.view(*x.shape[:-1], weight.shape[0])
+        return y if bias is None else y + bias.to(y.dtype)

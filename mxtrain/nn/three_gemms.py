@@ -19,6 +19,7 @@ import torch.nn as nn
 
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.nn.seeded import Seeded
+from mxtrain.nn.split import WHOLE, SplitMatrices
 from mxtrain.ops import quantize
 from mxtrain.ops.gemm import Operand, matmul
 from mxtrain.ops.hardware import check_mode, mode_in_forward
@@ -28,14 +29,15 @@ from mxtrain.recipes.recipe import LinearRecipe
 
 @dataclass(frozen=True)
 class ThreeGEMMs:
-    """The GEMMs of a layer with this recipe, in this execution mode."""
+    """The GEMMs of a layer with this recipe, in this execution mode, on matrices that may be split over processes."""
 
     recipe: LinearRecipe
     mode: str
+    split: SplitMatrices = WHOLE
 
     def quantize_activation(self, x: torch.Tensor) -> Operand:
         """X as fprop's operand."""
-        return quantize.activation(x, self.recipe.fprop, self.mode)
+        return quantize.activation(x, self.recipe.fprop, self.mode, self.split.x)
 
     def quantize_gradient(
         self,
@@ -46,19 +48,19 @@ class ThreeGEMMs:
         draws: torch.Tensor | None,
     ) -> tuple[Operand | None, Operand | None]:
         """dY as the operands of dgrad and wgrad; None for an operand that is not wanted."""
-        return quantize.gradient(dy, self.recipe, self.mode, for_dgrad, for_wgrad, signs, draws)
+        return quantize.gradient(dy, self.recipe, self.mode, for_dgrad, for_wgrad, signs, draws, self.split.dy)
 
     def fprop(
         self, x: Operand, w: torch.Tensor, out_dtype: torch.dtype, gain: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Y [T, N] from X quantized along D."""
-        return matmul(x, quantize.weight(w, self.recipe.fprop, self.mode, 1, gain), out_dtype)
+        return matmul(x, quantize.weight(w, self.recipe.fprop, self.mode, 1, gain, self.split.w), out_dtype)
 
     def dgrad(
         self, dy: Operand, w: torch.Tensor, out_dtype: torch.dtype, gain: torch.Tensor | None = None
     ) -> torch.Tensor:
         """dX [T, D] from dY quantized along N."""
-        return matmul(dy, quantize.weight(w, self.recipe.dgrad, self.mode, 0, gain), out_dtype)
+        return matmul(dy, quantize.weight(w, self.recipe.dgrad, self.mode, 0, gain, self.split.w), out_dtype)
 
     def wgrad(
         self,
@@ -69,7 +71,8 @@ class ThreeGEMMs:
         signs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """dW [N, D] from dY quantized along T."""
-        return matmul(dy, quantize.activation_along_tokens(x, self.recipe.wgrad, self.mode, rho, signs), out_dtype)
+        x = quantize.activation_along_tokens(x, self.recipe.wgrad, self.mode, rho, signs, self.split.x)
+        return matmul(dy, x, out_dtype)
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
@@ -82,8 +85,11 @@ class QuantizedLinear(Seeded, nn.Linear):
     """A linear layer with a recipe and an execution mode. Subclasses define ``forward``.
 
     Both feature counts must be multiples of the recipe's block sizes: fprop reduces over the input features and
-    dgrad over the output features.
+    dgrad over the output features. Under tensor parallelism, ``split`` says which matrices are split over processes,
+    and the weight is a DTensor, of which every process multiplies its part.
     """
+
+    split: SplitMatrices = WHOLE
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, recipe="mxfp8", mode="auto", **factory_kwargs
@@ -115,7 +121,13 @@ class QuantizedLinear(Seeded, nn.Linear):
         Raises:
             ConfigError: for a mode that the device lacks.
         """
-        return ThreeGEMMs(self.recipe, mode_in_forward(self.mode, device.type))
+        return ThreeGEMMs(self.recipe, mode_in_forward(self.mode, device.type), self.split)
+
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return weight and bias; if the matrices are split, this process's parts."""
+        if self.split == WHOLE:
+            return self.weight, self.bias
+        return self.weight.to_local(), None if self.bias is None else self.bias.to_local()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}, mode={self.mode}"

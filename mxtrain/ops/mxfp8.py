@@ -14,20 +14,22 @@ if HAS_TRITON:
     from mxtrain.kernels.mxfp8 import norm_cast as norm_cast_kernel
 
 
-# One function per role; mxtrain.ops.quantize documents them. MXFP8 ignores signs and draws.
+# One function per role; mxtrain.ops.quantize documents them. MXFP8 ignores signs, draws and groups.
 
 
-def activation(x: torch.Tensor, recipe: Recipe, mode: str) -> Operand:
+def activation(x: torch.Tensor, recipe: Recipe, mode: str, group: str | None = None) -> Operand:
     return quantize(x, recipe, mode, (1,))[1]
 
 
 def activation_along_tokens(
-    x: torch.Tensor, recipe: Recipe, mode: str, rho: torch.Tensor | None, signs: torch.Tensor | None
+    x: torch.Tensor, recipe: Recipe, mode: str, rho: torch.Tensor | None, signs, group: str | None = None
 ) -> Operand:
     return quantize(x, recipe, mode, (0,), row_factor=rho)[0]
 
 
-def weight(w: torch.Tensor, recipe: Recipe, mode: str, dim: int, gain: torch.Tensor | None) -> Operand:
+def weight(
+    w: torch.Tensor, recipe: Recipe, mode: str, dim: int, gain: torch.Tensor | None, group: str | None = None
+) -> Operand:
     return quantize(w, recipe, mode, (dim,), column_factor=gain)[dim]
 
 
@@ -41,7 +43,9 @@ def weight_codes(w: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.T
     return casts.cast(w, recipe.format, recipe.scale_rounding)
 
 
-def gradient(dy: torch.Tensor, recipe: Recipe, mode: str, dims: tuple[int, ...], signs, draws) -> dict[int, Operand]:
+def gradient(
+    dy: torch.Tensor, recipe: Recipe, mode: str, dims: tuple[int, ...], signs, draws, group: str | None = None
+) -> dict[int, Operand]:
     return quantize(dy, recipe, mode, dims)
 
 

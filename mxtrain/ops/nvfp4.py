@@ -5,12 +5,14 @@
     wgrad   dY^T and X^T in blocks along tokens, both Hadamard-transformed first; dY rounded stochastically
 
 The recipe can turn off tiles, transform and stochastic rounding. The tensor scale comes from the largest magnitude
-that is cast, after factors and transform; only MXNorm's static scale is known beforehand. Tensor scales are powers of
-two, so bf16 and fp32 operands hold their values exactly, tensor scale included.
+that is cast, after factors and transform, and all parts of a matrix on several processes share it; only MXNorm's
+static scale is known beforehand. Tensor scales are powers of two, so bf16 and fp32 operands hold their values exactly,
+tensor scale included.
 """
 
 import torch
 
+from mxtrain.ops.collectives import largest
 from mxtrain.ops.gemm import KERNEL_FORM, Operand, image_dtype
 from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
 from mxtrain.recipes.formats import NVFP4
@@ -35,29 +37,40 @@ NATIVE_MULTIPLE = 32
 # One function per role; mxtrain.ops.quantize documents them. Along tokens, T is rounded up to a multiple of 16.
 
 
-def activation(x: torch.Tensor, recipe: Recipe, mode: str, rho: torch.Tensor | None = None) -> Operand:
+def activation(
+    x: torch.Tensor, recipe: Recipe, mode: str, rho: torch.Tensor | None = None, group: str | None = None
+) -> Operand:
     if runs_kernels(mode, x.device.type):
-        scale = power_of_two_tensor_scale(nvfp4_amax(x, row_factor=rho)[0])
+        scale = _tensor_scale(nvfp4_amax(x, row_factor=rho)[0], group)
         return _from_kernel(nvfp4_cast(x, {1: scale}, KERNEL_FORM[mode], row_factor=rho)[1], 1, scale, mode)
-    return _in_pytorch(x if rho is None else scale_rows(x, rho), mode)
+    x = x if rho is None else scale_rows(x, rho)
+    return _in_pytorch(x, mode, _tensor_scale(x, group))
 
 
 def activation_along_tokens(
-    x: torch.Tensor, recipe: Recipe, mode: str, rho: torch.Tensor | None, signs: torch.Tensor | None
+    x: torch.Tensor,
+    recipe: Recipe,
+    mode: str,
+    rho: torch.Tensor | None,
+    signs: torch.Tensor | None,
+    group: str | None = None,
 ) -> Operand:
     if runs_kernels(mode, x.device.type):
         signs = signs if recipe.hadamard else None
         amax, transformed = nvfp4_amax(x, signs, rho)
-        scale = power_of_two_tensor_scale(amax if signs is None else transformed)
+        scale = _tensor_scale(amax if signs is None else transformed, group)
         results = nvfp4_cast(x, {0: scale}, KERNEL_FORM[mode], signs=signs, row_factor=rho)
         return _from_kernel(results[0], 0, scale, mode)
-    return _in_pytorch(_along_tokens(x if rho is None else scale_rows(x, rho), recipe, signs), mode)
+    x = _along_tokens(x if rho is None else scale_rows(x, rho), recipe, signs)
+    return _in_pytorch(x, mode, _tensor_scale(x, group))
 
 
-def weight(w: torch.Tensor, recipe: Recipe, mode: str, dim: int, gain: torch.Tensor | None) -> Operand:
+def weight(
+    w: torch.Tensor, recipe: Recipe, mode: str, dim: int, gain: torch.Tensor | None, group: str | None = None
+) -> Operand:
     if runs_kernels(mode, w.device.type):
         form = KERNEL_FORM[mode]
-        scale = power_of_two_tensor_scale(nvfp4_amax(w, column_factor=gain)[0])
+        scale = _tensor_scale(nvfp4_amax(w, column_factor=gain)[0], group)
         if not recipe.weight_tiles:
             cast = nvfp4_cast(w, {dim: scale}, form, column_factor=gain)[dim]
         else:
@@ -69,10 +82,12 @@ def weight(w: torch.Tensor, recipe: Recipe, mode: str, dim: int, gain: torch.Ten
         w = at_least_fp32(w) * gain
     # The transpose of W has the tiles of W.
     w = w if dim == 1 else w.t()
-    return _from_codes(*weight_codes(w, recipe), image_dtype(w, mode), mode)
+    return _from_codes(*weight_codes(w, recipe, group), image_dtype(w, mode), mode)
 
 
-def weight_codes(w: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def weight_codes(
+    w: torch.Tensor, recipe: Recipe, group: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Cast W [N, D] (for dgrad: its transpose), gain included, as ``weight`` does in every mode, to codes and scales.
 
     Returns:
@@ -80,7 +95,7 @@ def weight_codes(w: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.T
         scales: float8_e4m3fn [N, D / 16].
         tensor_scale: fp32 [], a power of two.
     """
-    scale = power_of_two_tensor_scale(w)
+    scale = _tensor_scale(w, group)
     cast = reference.cast_tiles if recipe.weight_tiles else reference.cast
     return *cast(w, scale), scale
 
@@ -92,23 +107,24 @@ def gradient(
     dims: tuple[int, ...],
     signs: torch.Tensor | None,
     draws: torch.Tensor | None,
+    group: str | None = None,
 ) -> dict[int, Operand]:
     if runs_kernels(mode, dy.device.type):
         signs = signs if recipe.hadamard and 0 in dims else None
         draws = draws if recipe.stochastic_rounding else None
         maxima = nvfp4_amax(dy, signs)
-        plain = power_of_two_tensor_scale(maxima[0])
-        scales = {dim: plain if dim == 1 or signs is None else power_of_two_tensor_scale(maxima[1]) for dim in dims}
+        scales = {dim: _tensor_scale(maxima[dim == 0 and signs is not None], group) for dim in dims}
         results = nvfp4_cast(dy, scales, KERNEL_FORM[mode], signs=signs, draws=draws)
         return {dim: _from_kernel(cast, dim, scales[dim], mode) for dim, cast in results.items()}
     operands = {}
     if 1 in dims:
-        operands[1] = _in_pytorch(dy, mode, bits=_bits(*dy.shape, 1, recipe, draws))
+        operands[1] = _in_pytorch(dy, mode, _tensor_scale(dy, group), _bits(*dy.shape, 1, recipe, draws))
     if 0 in dims:
         transposed = _along_tokens(dy, recipe, signs)
         columns, rows = transposed.shape
         bits = _bits(rows, columns, 0, recipe, draws)
-        operands[0] = _in_pytorch(transposed, mode, bits=None if bits is None else bits.t())
+        scale = _tensor_scale(transposed, group)
+        operands[0] = _in_pytorch(transposed, mode, scale, None if bits is None else bits.t())
     return operands
 
 
@@ -162,12 +178,8 @@ def _from_kernel(
     return _operand(data.t() if dim == 0 and scales is None else data, scales, tensor_scale, mode)
 
 
-def _in_pytorch(
-    x: torch.Tensor, mode: str, tensor_scale: torch.Tensor | None = None, bits: torch.Tensor | None = None
-) -> Operand:
+def _in_pytorch(x: torch.Tensor, mode: str, tensor_scale: torch.Tensor, bits: torch.Tensor | None = None) -> Operand:
     """Cast x [R, C] in blocks along C; stochastically with ``bits``."""
-    if tensor_scale is None:
-        tensor_scale = power_of_two_tensor_scale(x)
     if x.numel() == 0:  # no tokens
         codes = torch.empty(x.shape[0], x.shape[1] // 2, dtype=torch.uint8, device=x.device)
         scales = torch.empty(x.shape[0], x.shape[1] // NVFP4.block_size, dtype=torch.float8_e4m3fn, device=x.device)
@@ -182,6 +194,13 @@ def _from_codes(
     if mode == "native":
         return _operand(codes, to_blocked(scales), tensor_scale, mode)
     return Operand(reference.dequantize(codes, scales, tensor_scale, dtype))
+
+
+def _tensor_scale(x: torch.Tensor, group: str | None) -> torch.Tensor:
+    """Return the tensor scale, fp32 [], of a matrix or of its maxima; ``group`` holds the parts of the matrix."""
+    if group is not None:
+        x = largest(x.abs().amax() if x.numel() else x.new_zeros(()), group)
+    return power_of_two_tensor_scale(x)
 
 
 def _along_tokens(x: torch.Tensor, recipe: Recipe, signs: torch.Tensor | None) -> torch.Tensor:

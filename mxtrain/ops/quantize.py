@@ -9,6 +9,10 @@ GEMM reduces over:
 
 ``mxtrain.ops.mxfp8`` (which also serves recipes without a cast) and ``mxtrain.ops.nvfp4`` hold the casts.
 ``casts_of`` is the only place that chooses between them.
+
+Under tensor parallelism a process holds a part of some matrices. ``group`` is the name of the process group that holds
+such a matrix together, None for a whole one. NVFP4 takes the scale of a matrix from its largest magnitude, wherever
+that is; block scales and MXFP8 need no communication.
 """
 
 import torch
@@ -23,25 +27,32 @@ def casts_of(recipe: Recipe):
     return nvfp4 if recipe.is_nvfp4 else mxfp8
 
 
-def activation(x: torch.Tensor, recipe: Recipe, mode: str) -> Operand:
+def activation(x: torch.Tensor, recipe: Recipe, mode: str, group: str | None = None) -> Operand:
     """X as fprop's operand [T, D], where no MXNorm has made it."""
-    return casts_of(recipe).activation(x, recipe, mode)
+    return casts_of(recipe).activation(x, recipe, mode, group=group)
 
 
 def activation_along_tokens(
-    x: torch.Tensor, recipe: Recipe, mode: str, rho: torch.Tensor | None, signs: torch.Tensor | None
+    x: torch.Tensor,
+    recipe: Recipe,
+    mode: str,
+    rho: torch.Tensor | None,
+    signs: torch.Tensor | None,
+    group: str | None = None,
 ) -> Operand:
     """X as wgrad's operand [D, T]; with ``rho`` [T], X diag(rho) row by row.
 
     Args:
         signs: packed signs of the Hadamard transform, int64 []; None if the recipe has no transform.
     """
-    return casts_of(recipe).activation_along_tokens(x, recipe, mode, rho, signs)
+    return casts_of(recipe).activation_along_tokens(x, recipe, mode, rho, signs, group)
 
 
-def weight(w: torch.Tensor, recipe: Recipe, mode: str, dim: int, gain: torch.Tensor | None) -> Operand:
+def weight(
+    w: torch.Tensor, recipe: Recipe, mode: str, dim: int, gain: torch.Tensor | None, group: str | None = None
+) -> Operand:
     """W as the operand of fprop (dim 1: [N, D]) or dgrad (dim 0: [D, N]); with ``gain`` [D], W diag(gain)."""
-    return casts_of(recipe).weight(w, recipe, mode, dim, gain)
+    return casts_of(recipe).weight(w, recipe, mode, dim, gain, group)
 
 
 def gradient(
@@ -52,6 +63,7 @@ def gradient(
     for_wgrad: bool,
     signs: torch.Tensor | None,
     draws: torch.Tensor | None,
+    group: str | None = None,
 ) -> tuple[Operand | None, Operand | None]:
     """dY as dgrad's operand [T, N] and wgrad's operand [N, T]; None for an operand that is not wanted.
 
@@ -64,12 +76,12 @@ def gradient(
     """
     rows, columns = (1,) * for_dgrad, (0,) * for_wgrad
     if recipe.dgrad == recipe.wgrad:
-        operands = _gradient(dy, recipe.dgrad, mode, rows + columns, signs, draws)
+        operands = _gradient(dy, recipe.dgrad, mode, rows + columns, signs, draws, group)
     else:
-        operands = _gradient(dy, recipe.dgrad, mode, rows, signs, draws)
-        operands |= _gradient(dy, recipe.wgrad, mode, columns, signs, draws)
+        operands = _gradient(dy, recipe.dgrad, mode, rows, signs, draws, group)
+        operands |= _gradient(dy, recipe.wgrad, mode, columns, signs, draws, group)
     return operands.get(1), operands.get(0)
 
 
-def _gradient(dy: torch.Tensor, recipe: Recipe, mode: str, dims: tuple[int, ...], signs, draws) -> dict[int, Operand]:
-    return casts_of(recipe).gradient(dy, recipe, mode, dims, signs, draws) if dims else {}
+def _gradient(dy: torch.Tensor, recipe: Recipe, mode: str, dims: tuple[int, ...], *others) -> dict[int, Operand]:
+    return casts_of(recipe).gradient(dy, recipe, mode, dims, *others) if dims else {}

@@ -4,6 +4,8 @@
 model.
 """
 
+import math
+
 from mxtrain.settings.relations import Relation, quantizing
 from mxtrain.settings.values import Settings
 
@@ -40,14 +42,15 @@ def _readers(s: Settings, processes: int) -> int:
 def _sequence_problem(s: Settings, length: int, needs_blocks: bool) -> str | None:
     """What is wrong with the length of a sequence that context and tensor parallelism cut into parts.
 
-    Context parallelism cuts it into twice as many chunks as ranks, and gives every rank two. Every part must hold whole
-    blocks of tokens: the operands of wgrad have one scale for a block.
+    Context parallelism cuts it into twice as many chunks as ranks, and gives every rank two. Every chunk must hold whole
+    blocks of tokens: the operands of wgrad have one scale for a block. Tensor parallelism casts whole chunks, which its
+    ranks gather before.
     """
     context, tensor = degree(s, "context"), degree(s, "tensor")
     if context * tensor == 1:
         return None
-    chunks = 2 * context if context > 1 else 1
-    divisor = chunks * tensor * BLOCK if needs_blocks else 2 * context * tensor
+    needs_blocks &= context > 1
+    divisor = 2 * context * (math.lcm(tensor, BLOCK) if needs_blocks else tensor)
     if length % divisor == 0:
         return None
     blocks = f" with blocks of {BLOCK} tokens" if needs_blocks else ""
@@ -79,12 +82,17 @@ RELATIONS = (
             f"pipeline {degree(s, 'pipeline')} and context {degree(s, 'context')}"
         ),
     ),
+    # On a CPU, PyTorch 2.13 misplaces the state of the random numbers among the results of such a graph.
     Relation(
-        "parallelism.tensor_parallel_degree",
+        "compile.enable",
         lambda s, machine: (
-            degree(s, "tensor") > 1
-            and quantizing(s)
-            and f"does not work with converter {quantizing(s)[0]!r}: allowed is 1"
+            s["compile.enable"]
+            and degree(s, "tensor") > 1
+            and s["activation_checkpoint.mode"] != "none"
+            and not machine.has_gpus
+            and f"with parallelism.tensor_parallel_degree = {degree(s, 'tensor')} and activation_checkpoint.mode = "
+            f"{s['activation_checkpoint.mode']!r} needs a GPU; on a CPU, PyTorch 2.13 compiles no such layers: set "
+            "activation_checkpoint.mode = 'none'"
         ),
     ),
     Relation(

@@ -185,12 +185,15 @@ FLAGS = [
     ("--experimental.custom_import=no.such", "experimental.custom_import = 'no.such' is not a module"),
     ("--job.custom_config_module=no.such", "job.custom_config_module = 'no.such' cannot be imported"),
     ("--job.custom_config_module=json", "job.custom_config_module = 'json' has no class JobConfig"),
+    (
+        "--parallelism.enable_async_tensor_parallel",
+        "parallelism.enable_async_tensor_parallel = True finds no products to overlap with converter",
+    ),
     ("--fault_tolerance.enable", "fault_tolerance.enable = True needs the package torchft"),
 ]
 
 # Settings that two processes bring to light.
 TWO_PROCESSES = [
-    ("--parallelism.tensor_parallel_degree=2", "parallelism.tensor_parallel_degree = 2 does not work with converter"),
     (
         "--parallelism.pipeline_parallel_degree=2 --training.local_batch_size=1",
         "parallelism.pipeline_parallel_schedule = '1F1B' needs 2 chunks or more",

@@ -81,12 +81,12 @@ def test_blocks_of_tokens_without_other_refusals():
     def check_these(flags):
         check(relations, read_settings(flags.split()), Machine(8, has_gpus=False))
 
-    check_these(f"{TP}=4 {MXNORM} --training.seq_len=128")
+    check_these(f"{TP}=4 {MXNORM} --training.seq_len=8")
+    with pytest.raises(ConfigError, match="training.seq_len = 12 is not a multiple of 8"):
+        check_these(f"{TP}=4 {MXNORM} --training.seq_len=12")
+    check_these(f"{TP}=2 {CP}=2 {MXNORM} --training.seq_len=128")
     with pytest.raises(ConfigError, match="training.seq_len = 64 is not a multiple of 128"):
-        check_these(f"{TP}=4 {MXNORM} --training.seq_len=64")
-    check_these(f"{TP}=2 {CP}=2 {MXNORM} --training.seq_len=256")
-    with pytest.raises(ConfigError, match="training.seq_len = 128 is not a multiple of 256"):
-        check_these(f"{TP}=2 {CP}=2 {MXNORM} --training.seq_len=128")
+        check_these(f"{TP}=2 {CP}=2 {MXNORM} --training.seq_len=64")
 
 
 def test_unbalanced_context_parallelism_is_refused():

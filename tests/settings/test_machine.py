@@ -19,6 +19,8 @@ def check(flags: str, processes: int = 1, has_gpus: bool = False) -> None:
         ("--parallelism.data_parallel_shard_degree=64", 64),
         ("--parallelism.data_parallel_replicate_degree=8", 64),
         ("--parallelism.tensor_parallel_degree=2 --model.converters=fused_rmsnorm", 64),
+        ("--parallelism.tensor_parallel_degree=2 --model.converters=mxnorm", 64),
+        ("--parallelism.tensor_parallel_degree=2 --compile.enable --activation_checkpoint.mode=none", 2),
         ("--parallelism.context_parallel_degree=4", 64),
         ("--parallelism.expert_parallel_degree=8", 64),
         ("--training.local_batch_size=2 --training.global_batch_size=256", 64),
@@ -41,6 +43,13 @@ def test_layouts_that_fit(flags, processes):
 def test_layouts_that_do_not_fit(flags, processes):
     with pytest.raises(ConfigError, match="parallelism.data_parallel_shard_degree = -?[0-9]+ does not fit 64 process"):
         check(flags, processes)
+
+
+def test_compiled_and_checkpointed_layers_that_are_split_need_a_gpu():
+    flags = "--parallelism.tensor_parallel_degree=2 --compile.enable --activation_checkpoint.mode=full"
+    check(flags, processes=2, has_gpus=True)
+    with pytest.raises(ConfigError, match="compile.enable = True with .*tensor_parallel_degree = 2 .* needs a GPU"):
+        check(flags, processes=2)
 
 
 def test_profiling_needs_a_gpu():

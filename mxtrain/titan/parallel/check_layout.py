@@ -1,32 +1,28 @@
-"""Mistakes in a layout that take the model's sizes to see: heads, features, layers, experts, attention.
+"""Mistakes in a layout that take the model's sizes to see: heads, layers, experts, attention.
 
-Sizes come from the model's flavor, and from one layer of it on the meta device, before the model is built.
-``mxtrain.settings.layout`` has the mistakes that show without the model.
+Sizes come from the model's flavor and from ``[model_args]``, before the model is built. ``mxtrain.settings.layout`` has
+the mistakes that show without the model, ``mxtrain.titan.parallel.tensor_parallel`` those of single linears.
 """
-
-import copy
 
 import torch
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.errors import ConfigError
-from mxtrain.settings.layout import BLOCK, degree
+from mxtrain.settings.layout import degree
 from mxtrain.settings.pipeline import stages_problem
-from mxtrain.settings.relations import quantizing
 from mxtrain.settings.values import Settings
-
-# Linears that tensor parallelism shards along their output features, and along their input features.
-BY_OUTPUT, BY_INPUT = ("wq", "wk", "wv", "w1", "w3"), ("wo", "w2")
 
 
 def check_model_layout(settings: Settings) -> None:
     """Raise ConfigError for degrees of parallelism that the flavor of a model does not allow."""
     name, flavor = settings["model.name"], settings["model.flavor"]
     args = get_train_spec(name).model_args[flavor]
+    if getattr(args, "takes_model_args", False):
+        given = vars(settings.section("model_args"))
+        args.set_model_args({name: value for name, value in given.items() if value is not None})
     model = f"{name} {flavor}"
     _check_attention(settings, args, model)
     _check_heads(settings, args, model)
-    _check_features(settings, args, model)
     _check_stages(settings, args, model)
     _check_experts(settings, args, model)
 
@@ -63,34 +59,6 @@ def _check_heads(settings: Settings, args, model: str) -> None:
     for kind, number in heads.items():
         if number and number % tensor:
             _refuse(settings, "tensor_parallel_degree", f"does not divide the {number} {kind} of {model}")
-
-
-def _check_features(settings: Settings, args, model: str) -> None:
-    """Refuse shards of a linear that do not hold whole blocks: the scales of one process would not be theirs."""
-    tensor, converters = degree(settings, "tensor"), quantizing(settings)
-    if tensor == 1 or not converters:
-        return
-    for name, linear in _linears(settings, args):
-        kind = name.rpartition(".")[2]
-        features = linear.in_features if kind in BY_INPUT else linear.out_features
-        if kind in (*BY_INPUT, *BY_OUTPUT) and features % (tensor * BLOCK):
-            _refuse(
-                settings,
-                "tensor_parallel_degree",
-                f"cuts the {features} features of {name} in {model} into shards of {features / tensor:g}: with "
-                f"converter {converters[0]!r} a shard has a multiple of {BLOCK}",
-            )
-
-
-def _linears(settings: Settings, args):
-    """Yield name and module of every linear in the first layer."""
-    one_layer = copy.copy(args)
-    one_layer.n_layers = 1
-    with torch.device("meta"):
-        model = get_train_spec(settings["model.name"]).model_cls(one_layer)
-    for name, module in model.layers.named_modules(prefix="layers"):
-        if isinstance(module, torch.nn.Linear):
-            yield name, module
 
 
 def _check_stages(settings: Settings, args, model: str) -> None:

@@ -1,9 +1,12 @@
 """mxtrain's additions to TorchTitan's parallelize functions.
 
-They refuse layouts with wrong gradients, run FSDP2 on gloo, and draw initial weights that fit every layout.
+They refuse layouts with wrong gradients, split swapped modules in tensor parallelism, run FSDP2 on gloo, and draw
+initial weights that fit every layout.
 """
 
 import functools
+import sys
+from contextlib import nullcontext
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -15,6 +18,7 @@ from mxtrain.titan.parallel.check_layout import check_model_layout
 from mxtrain.titan.parallel.context import prepare_context_parallelism
 from mxtrain.titan.parallel.initial_weights import draw_by_name
 from mxtrain.titan.parallel.replicate import Layout
+from mxtrain.titan.parallel.tensor_parallel import plans_for_swapped_modules
 from mxtrain.titan.parallel.tied_weights import check_tied, shared_group
 from mxtrain.titan.parse import settings_of
 from mxtrain.titan.reports.metrics import describe_model
@@ -35,7 +39,8 @@ def checked_parallelize(parallelize_fn):
         check_tied(parallel_dims, model)
         if not parallel_dims.pp_enabled:
             note_model(describe_model(job_config, model))  # here, while the model is whole
-        with shared_group(model):
+        plans = sys.modules[parallelize_fn.__module__]
+        with shared_group(model), plans_for_swapped_modules(plans) if parallel_dims.tp_enabled else nullcontext():
             model = parallelize_fn(model, parallel_dims, job_config)
         if torch.distributed.get_backend() == "gloo":
             for module in model.modules():

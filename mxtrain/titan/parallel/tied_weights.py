@@ -40,8 +40,8 @@ def shared_group(model: torch.nn.Module) -> Iterator[None]:
 
 def check_tied(parallel_dims, model: torch.nn.Module) -> None:
     """Raise ConfigError for a tied head in a layout that gives it a weight of its own: TP splits the two by itself."""
-    if parallel_dims.tp_enabled and parallel_dims.fsdp_enabled and model.output.weight is model.tok_embeddings.weight:
+    if parallel_dims.tp_enabled and model.output.weight is model.tok_embeddings.weight:
         raise ConfigError(
-            f"parallelism.tensor_parallel_degree = {parallel_dims.tp} with FSDP does not work with a head that has the "
+            f"parallelism.tensor_parallel_degree = {parallel_dims.tp} does not work with a head that has the "
             "embedding's weight: allowed is 1, or model_args.enable_weight_tying = false"
         )

@@ -39,11 +39,7 @@ def test_layouts_that_fit_the_model(flags):
     [
         (f"{LLAMA3_8B} {TP}=64", "tensor_parallel_degree = 64 does not divide the 32 heads of llama3 8B"),
         (f"{LLAMA3_8B} {TP}=16", "tensor_parallel_degree = 16 does not divide the 8 key-value heads of llama3 8B"),
-        (
-            "--model.name=llama3 --model.flavor=debugmodel --parallelism.tensor_parallel_degree=16",
-            "tensor_parallel_degree = 16 cuts the 256 features of layers.0.attention.wq in llama3 debugmodel into "
-            "shards of 16: with converter 'mxnorm' a shard has a multiple of 32",
-        ),
+        (f"{LLAMA3_8B} --model_args.n_heads=24 {TP}=16", "degree = 16 does not divide the 24 heads of llama3 8B"),
         (
             f"{LLAMA3_8B} {PP}=64",
             "pipeline_parallel_degree = 64 with schedule 1F1B makes 64 stages, but the model has 34 parts: 32 layers, "

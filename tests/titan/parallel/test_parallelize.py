@@ -30,13 +30,9 @@ def test_hsdp_works_with_any_trainer():
     check_layout(dims(4, ParallelDims, dp_replicate=2), job("mxnorm", data_parallel_replicate=2))
 
 
-def test_tensor_parallelism_is_refused_for_swapped_modules_only():
-    for converter in ("mxnorm", "mx_linear"):
-        with pytest.raises(ConfigError, match=f"tensor_parallel_degree = 4 does not work with converter '{converter}'"):
-            check_layout(dims(4), job(converter, tensor_parallel=4))
-        with pytest.raises(ConfigError, match=f"does not work with converter '{converter}'"):
-            check_layout(dims(4), job(f"fused_rmsnorm,{converter}", tensor_parallel=4))
-    check_layout(dims(4), job("fused_rmsnorm", tensor_parallel=4))
+def test_tensor_parallelism_works_with_every_converter():
+    for converters in ("mxnorm", "mx_linear", "fused_rmsnorm", "fused_rmsnorm,mxnorm"):
+        check_layout(dims(4), job(converters, tensor_parallel=4))
 
 
 class TokenRouter(nn.Module):
@@ -59,7 +55,7 @@ def test_fsdp_and_one_process_are_fine():
 
 
 @pytest.mark.parametrize(
-    "wrap, degree", [(checked_parallelize, "tensor_parallel"), (checked_pipeline, "pipeline_parallel")]
+    "wrap, degree", [(checked_parallelize, "data_parallel_replicate"), (checked_pipeline, "pipeline_parallel")]
 )
 def test_the_layout_is_checked_before_the_model_is_touched(wrap, degree):
     touched = []

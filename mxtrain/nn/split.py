@@ -1,0 +1,51 @@
+"""What a layer knows about tensor parallelism: which of its matrices are split over a process group, and how.
+
+X is [T, D], W is [N, D], dY is [T, N]. A process group of P processes splits a linear layer in one of two ways:
+
+    by output features    W [N / P, D], dY [T, N / P], X whole        dX is a part of a sum
+    by input features     W [N, D / P], X [T, D / P], dY whole        Y is a part of a sum
+
+``mxtrain.titan.parallel.tensor_parallel`` sums the parts. Every operand is cast as in one process: blocks lie within a
+shard if the shards are whole blocks, and NVFP4's tensor scales come from the parts of all processes.
+
+Between the layers, sequence parallelism splits the sequences. Norms have whole rows and work on their own tokens.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SplitMatrices:
+    """Name of the process group that holds the parts of a linear layer's matrix; None for a whole matrix."""
+
+    x: str | None = None
+    w: str | None = None
+    dy: str | None = None
+
+
+WHOLE = SplitMatrices()
+
+
+def by_output_features(group: str) -> SplitMatrices:
+    """The matrices of a column-wise parallel linear layer."""
+    return SplitMatrices(w=group, dy=group)
+
+
+def by_input_features(group: str) -> SplitMatrices:
+    """The matrices of a row-wise parallel linear layer."""
+    return SplitMatrices(x=group, w=group)
+
+
+@dataclass(frozen=True)
+class SplitSequences:
+    """The processes that hold the shards [B, S / processes, D] of sequences.
+
+    Attributes:
+        group: name of the process group.
+        processes: their number.
+        rank: number of this process among them; it has shard ``rank``.
+    """
+
+    group: str
+    processes: int
+    rank: int

@@ -1,0 +1,29 @@
+"""Collectives between the processes of tensor parallelism, without gradients. They run eagerly and in compiled graphs.
+
+``group`` is the name of a process group. Results are plain tensors that are ready to be read: kernels take no
+asynchronous results. PyTorch's own wrappers return those in eager mode.
+"""
+
+import torch
+
+_ops = torch.ops._c10d_functional
+
+
+def largest(amax: torch.Tensor, group: str | None) -> torch.Tensor:
+    """Return the elementwise maximum of ``amax`` over the processes; ``amax`` itself without a group."""
+    return amax if group is None else _ops.wait_tensor(_ops.all_reduce(amax, "max", group))
+
+
+def gather_tokens(x: torch.Tensor, group: str, processes: int) -> torch.Tensor:
+    """Join shards [B, S / processes, ...] of sequences to [B, S, ...], in the order of the processes."""
+    parts = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), processes, group))
+    parts = parts.view(processes, *x.shape)
+    return parts.transpose(0, 1).reshape(x.shape[0], processes * x.shape[1], *x.shape[2:])
+
+
+def sum_tokens(x: torch.Tensor, group: str, processes: int) -> torch.Tensor:
+    """Sum [B, S, ...] over the processes, and return this process's shard [B, S / processes, ...] of the sequences."""
+    batch, length = x.shape[0], x.shape[1] // processes
+    parts = x.reshape(batch, processes, length, *x.shape[2:]).transpose(0, 1).contiguous()
+    parts = parts.view(processes * batch, length, *x.shape[2:])
+    return _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", processes, group))

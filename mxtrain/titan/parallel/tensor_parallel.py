@@ -1,0 +1,170 @@
+"""Tensor and sequence parallelism for swapped modules: styles for TorchTitan's plans.
+
+TorchTitan's plans say where every activation of a model is split. They stay. But their styles give DTensors to
+modules, whose operations PyTorch then splits by its own rules, and expect tensors from norms. An MXNorm gives a
+``NormedInput``, and the casts have no such rules: every process casts its local part. So each style is replaced by one
+for the swapped module:
+
+    norm              SequenceParallel      GatheringNorm       gathers the sequences itself, once for all its linears
+    attention, FFN    PrepareModuleInput    passes on what such a norm has gathered
+    wq, wk, wv, w1    ColwiseParallel       Columnwise          local tensors inside, DTensors of the plan outside
+    wo, w2            RowwiseParallel       Rowwise             the same; sums the parts of the result as planned
+"""
+
+import copy
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from mxtrain.errors import ConfigError
+from mxtrain.nn.mxnorm import MXNorm, MXNormLinear, NormedInput
+from mxtrain.nn.split import SplitSequences, by_input_features, by_output_features
+from mxtrain.nn.three_gemms import QuantizedLinear
+
+DEGREE = "parallelism.tensor_parallel_degree"
+_SEQUENCES = (Shard(1),)
+
+
+class GatheringNorm(SequenceParallel):
+    """An MXNorm takes a shard [B, S / P, D] of the sequences, and returns a NormedInput of whole sequences.
+
+    Its gain is replicated.
+    """
+
+    def _apply(self, module: MXNorm, device_mesh: DeviceMesh) -> nn.Module:
+        if self.sequence_sharding != _SEQUENCES:
+            raise ValueError(f"{self.sequence_sharding}: expected {_SEQUENCES}, the dimension that an MXNorm gathers")
+        self._replicate_module_fn("", module, device_mesh)
+        module.split = SplitSequences(_group(device_mesh), device_mesh.size(), device_mesh.get_local_rank())
+        return module
+
+
+class Columnwise(ColwiseParallel):
+    """``ColwiseParallel`` for a quantized linear, which has its part of the output features."""
+
+    def _apply(self, module: QuantizedLinear, device_mesh: DeviceMesh) -> nn.Module:
+        module.split = by_output_features(_group(device_mesh))
+        return super()._apply(module, device_mesh)
+
+    @staticmethod
+    def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
+        if isinstance(inputs[0], NormedInput):
+            return inputs
+        x = ColwiseParallel._prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
+        return x.to_local(grad_placements=[Partial()])
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
+        y = DTensor.from_local(outputs, device_mesh, [Shard(-1)], run_check=False)
+        return ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, y, device_mesh)
+
+
+class Rowwise(RowwiseParallel):
+    """``RowwiseParallel`` for a quantized linear, which has its part of the input features."""
+
+    def _apply(self, module: QuantizedLinear, device_mesh: DeviceMesh) -> nn.Module:
+        if module.bias is not None:
+            raise ValueError("a row-wise parallel linear with a bias: every process would add the bias")
+        module.split = by_input_features(_group(device_mesh))
+        return super()._apply(module, device_mesh)
+
+    @staticmethod
+    def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
+        x = RowwiseParallel._prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
+        return x.to_local()
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
+        y = DTensor.from_local(outputs, device_mesh, [Partial()], run_check=False)
+        return RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, y, device_mesh)
+
+
+class WaitingEmbedding(RowwiseParallel):
+    """``RowwiseParallel`` for an embedding, whose result is ready.
+
+    PyTorch 2.13 loses the gradient of an asynchronous result that enters a compiled graph, here the first block.
+    """
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
+        outputs = outputs.redistribute(placements=output_layouts)
+        return outputs.to_local() if use_local_output else outputs
+
+
+def _group(device_mesh: DeviceMesh) -> str:
+    return device_mesh.get_group().group_name
+
+
+def style_for(module: nn.Module | None, style: ParallelStyle) -> ParallelStyle:
+    """Return the style that does for ``module`` what ``style`` does for the module that it replaced.
+
+    Raises:
+        ConfigError: for a swapped module with a style that has no counterpart here.
+    """
+    if isinstance(module, MXNorm | QuantizedLinear):
+        for own in (GatheringNorm, Columnwise, Rowwise):
+            if type(style) is own.__base__:
+                new = copy.copy(style)
+                new.__class__ = own
+                return new
+        raise ConfigError(
+            f"{DEGREE} splits an {type(module).__name__} by {type(style).__name__}, which works for high precision "
+            "only: allowed is 1 for this model"
+        )
+    if type(style) is RowwiseParallel and isinstance(module, nn.Embedding):
+        new = copy.copy(style)
+        new.__class__ = WaitingEmbedding
+        return new
+    if type(style) is PrepareModuleInput and any(isinstance(child, MXNormLinear) for child in module.children()):
+        new = copy.copy(style)
+        new.input_layouts = (None, *style.input_layouts[1:])
+        new.desired_input_layouts = (None, *style.desired_input_layouts[1:])
+        return new
+    return style
+
+
+def check_part(fqn: str, linear: QuantizedLinear, style: ParallelStyle, processes: int) -> None:
+    """Raise ConfigError unless every process's part of a linear is whole blocks."""
+    features = {"out_features": linear.out_features, "in_features": linear.in_features}
+    name = "out_features" if isinstance(style, Columnwise) else "in_features"
+    block = max((gemm.block_size for gemm in linear.recipe.gemms if gemm.format is not None), default=1)
+    if features[name] % (processes * block):
+        raise ConfigError(
+            f"{DEGREE} = {processes} splits {name} = {features[name]} of {fqn} into parts that are not whole blocks of "
+            f"{block} (recipe {linear.recipe.name!r}): allowed is a divisor of {features[name] // block}"
+        )
+
+
+@contextmanager
+def plans_for_swapped_modules(module_of_plans) -> Iterator[None]:
+    """While active, the plans of a Python module of TorchTitan's serve models with swapped modules.
+
+    Args:
+        module_of_plans: the module that looks up ``parallelize_module`` by name.
+    """
+
+    @functools.wraps(parallelize_module)
+    def parallelize(module, device_mesh=None, parallelize_plan=None, **others):
+        if isinstance(parallelize_plan, dict):
+            modules = dict(module.named_modules())
+            parallelize_plan = {fqn: style_for(modules.get(fqn), style) for fqn, style in parallelize_plan.items()}
+            for fqn, style in parallelize_plan.items():
+                if isinstance(linear := modules.get(fqn), QuantizedLinear):
+                    check_part(fqn, linear, style, device_mesh.size())
+        return parallelize_module(module, device_mesh, parallelize_plan, **others)
+
+    with patch.object(module_of_plans, "parallelize_module", parallelize):
+        yield

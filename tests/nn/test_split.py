@@ -1,0 +1,131 @@
+"""Layers whose matrices are split over two processes, as in tensor parallelism, against whole ones.
+
+Operands are compared bit for bit. The data has heavy tails: on Gaussian data nearly all blocks have the same scales,
+and blocks that begin at the wrong token would not show.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn as nn
+from layer_checks import NormBlock, assert_near, draw, in_two_processes, mx_linear
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from mxtrain.nn import three_gemms
+from mxtrain.nn.split import SplitSequences, by_input_features, by_output_features
+from mxtrain.ops.gemm import Operand, matmul
+from mxtrain.recipes.parse import get_recipe
+
+# Half a sequence is 48 tokens, which are no whole blocks: sequences are joined before anything is cast along tokens.
+BATCH, SEQUENCE, DIM, OUTPUTS = 2, 96, 128, 64
+RECIPES = [
+    "mxfp8",
+    get_recipe("nvfp4", stochastic_rounding=False),
+    get_recipe("nvfp4_dynamic", stochastic_rounding=False),
+    get_recipe("fprop=mxfp8, dgrad=nvfp4, wgrad=nvfp4", stochastic_rounding=False, hadamard=False),
+]
+
+
+def heavy_tailed(*shape: int, seed: int) -> torch.Tensor:
+    """Maxima of blocks are so far apart that NVFP4's smallest scales depend on the largest element of the matrix."""
+    return draw(*shape, seed=seed) ** 25
+
+
+def with_heavy_tails(module: nn.Module) -> nn.Module:
+    for seed, parameter in enumerate(module.parameters()):
+        if parameter.ndim == 2:
+            parameter.data.copy_(heavy_tailed(*parameter.shape, seed=20 + seed))
+    return module
+
+
+@contextmanager
+def recorded(operands: list[Operand]) -> Iterator[None]:
+    """Append both operands of every product."""
+
+    def record(a, b, out_dtype):
+        operands.extend((a.data, b.data))
+        return matmul(a, b, out_dtype)
+
+    with mock.patch.object(three_gemms, "matmul", record):
+        yield
+
+
+def run(module: nn.Module, x: torch.Tensor, dys: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return outputs and full gradients of x and the parameters, and the operands of all products in their order."""
+    operands = []
+    with recorded(operands):
+        x = x.clone().requires_grad_()
+        outputs = module(x)
+        outputs = outputs if isinstance(outputs, list) else [outputs]
+        gradients = torch.autograd.grad(outputs, [x, *module.parameters()], dys)
+    gradients = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
+    return [*(y.detach() for y in outputs), *gradients], operands
+
+
+def split_weight(linear: nn.Linear, mesh, placement) -> None:
+    linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [placement]))
+
+
+def part(tensor: torch.Tensor, mesh, dim: int) -> torch.Tensor:
+    return tensor.chunk(mesh.size(), dim)[mesh.get_local_rank()]
+
+
+def assert_equal(found, expected) -> None:
+    for number, (got, want) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(got, want), f"operand {number}: {(got != want).sum()} of {got.numel()} elements differ"
+
+
+def check_norm_and_columns(mesh, recipe) -> None:
+    """A norm of shards of sequences feeds two linears with parts of their output features."""
+    group = mesh.get_group().group_name
+    x, dys = (
+        heavy_tailed(BATCH, SEQUENCE, DIM, seed=0),
+        [heavy_tailed(BATCH, SEQUENCE, OUTPUTS, seed=s) for s in (1, 2)],
+    )
+    block = with_heavy_tails(NormBlock(DIM, OUTPUTS, recipe, recipe))
+    expected, operands = run(block, x, dys)
+    whole_rho = block.norm(x).rho
+
+    block.norm.weight = nn.Parameter(distribute_tensor(block.norm.weight.detach(), mesh, [Replicate()]))
+    block.norm.split = SplitSequences(group, mesh.size(), mesh.get_local_rank())
+    for linear in block.linears:
+        split_weight(linear, mesh, Shard(0))
+        linear.split = by_output_features(group)
+    own = part(x, mesh, 1)
+    results, found = run(block, own, [part(dy, mesh, 2) for dy in dys])
+    assert torch.equal(block.norm(own).rho, whole_rho)
+    fprop, backward = operands[:4], operands[4:]
+    wanted = [fprop[0], part(fprop[1], mesh, 0), fprop[2], part(fprop[3], mesh, 0)]
+    for dy, w, dy_t, x_t in (backward[:4], backward[4:]):
+        wanted += [part(dy, mesh, 1), part(w, mesh, 1), part(dy_t, mesh, 0), x_t]
+    assert_equal(found, wanted)
+    y1, y2, dx, *parameters = expected
+    assert_near(results, [part(y1, mesh, 2), part(y2, mesh, 2), part(dx, mesh, 1), *parameters], 1e-6)
+
+
+def check_rows(mesh, recipe) -> None:
+    """A linear with a part of its input features. Its result is a part of a sum."""
+    x, dy = heavy_tailed(BATCH, SEQUENCE, DIM, seed=0), heavy_tailed(BATCH, SEQUENCE, OUTPUTS, seed=1)
+    linear = with_heavy_tails(mx_linear(DIM, OUTPUTS, recipe))
+    (y, dx, dw), (x_rows, w, dy_rows, w_t, dy_t, x_t) = run(linear, x, [dy])
+    split_weight(linear, mesh, Shard(1))
+    linear.split = by_input_features(mesh.get_group().group_name)
+    (sum_part, *gradients), found = run(linear, part(x, mesh, 2), [dy])
+    wanted = [part(x_rows, mesh, 1), part(w, mesh, 1), dy_rows, part(w_t, mesh, 0), dy_t, part(x_t, mesh, 0)]
+    assert_equal(found, wanted)
+    torch.distributed.all_reduce(sum_part)
+    assert_near([sum_part, *gradients], [y, part(dx, mesh, 2), dw], 1e-6)
+
+
+def two_processes(mesh) -> None:
+    for recipe in RECIPES:
+        check_norm_and_columns(mesh, recipe)
+        check_rows(mesh, recipe)
+
+
+@pytest.mark.usefixtures("device")
+def test_operands_of_two_processes_are_parts_of_whole_ones(device):
+    in_two_processes(two_processes, device)
