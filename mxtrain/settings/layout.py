@@ -42,9 +42,9 @@ def _readers(s: Settings, processes: int) -> int:
 def _sequence_problem(s: Settings, length: int, needs_blocks: bool) -> str | None:
     """What is wrong with the length of a sequence that context and tensor parallelism cut into parts.
 
-    Context parallelism cuts it into twice as many chunks as ranks, and gives every rank two. Every chunk must hold whole
-    blocks of tokens: the operands of wgrad have one scale for a block. Tensor parallelism casts whole chunks, which its
-    ranks gather before.
+    Context parallelism cuts it into twice as many chunks as ranks, and gives every rank two. Every chunk must hold
+    whole blocks of tokens: the operands of wgrad have one scale for a block. Tensor parallelism gathers the chunks
+    before they are cast.
     """
     context, tensor = degree(s, "context"), degree(s, "tensor")
     if context * tensor == 1:

@@ -1,8 +1,11 @@
 """The settings of [model_args] on models as they are built."""
 
+from dataclasses import replace
 from functools import reduce
 
 import pytest
+from torchtitan.models.llama3.model.args import TransformerModelArgs
+from torchtitan.protocols import train_spec
 from torchtitan.protocols.train_spec import get_train_spec
 
 import mxtrain.titan  # noqa: F401  registers the flavors
@@ -123,7 +126,7 @@ def test_experts_of_a_flavor_keep_their_own_size():
 
 
 def test_a_model_of_the_users_own_is_named(monkeypatch):
-    flavors = get_train_spec("llama3").model_args
-    monkeypatch.setitem(flavors, "mine", object())
+    own = replace(get_train_spec("llama3"), model_args={"debugmodel": TransformerModelArgs()})
+    monkeypatch.setitem(train_spec._extra_train_specs, "llama3", own)
     with pytest.raises(ConfigError, match="^model_args.dim = 64 has no effect: model.name = 'llama3' is registered by"):
-        parse_job_config(["--model.flavor=mine", "--model_args.dim=64"])
+        parse_job_config(["--model.flavor=debugmodel", "--model_args.dim=64"])

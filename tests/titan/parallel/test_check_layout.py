@@ -39,7 +39,10 @@ def test_layouts_that_fit_the_model(flags):
     [
         (f"{LLAMA3_8B} {TP}=64", "tensor_parallel_degree = 64 does not divide the 32 heads of llama3 8B"),
         (f"{LLAMA3_8B} {TP}=16", "tensor_parallel_degree = 16 does not divide the 8 key-value heads of llama3 8B"),
-        (f"{LLAMA3_8B} --model_args.n_heads=24 {TP}=16", "degree = 16 does not divide the 24 heads of llama3 8B"),
+        (
+            f"{LLAMA3_8B} --model_args.n_kv_heads=4 {TP}=8",
+            "degree = 8 does not divide the 4 key-value heads of llama3 8B",
+        ),
         (
             f"{LLAMA3_8B} {PP}=64",
             "pipeline_parallel_degree = 64 with schedule 1F1B makes 64 stages, but the model has 34 parts: 32 layers, "

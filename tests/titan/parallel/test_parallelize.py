@@ -55,11 +55,12 @@ def test_fsdp_and_one_process_are_fine():
 
 
 @pytest.mark.parametrize(
-    "wrap, degree", [(checked_parallelize, "data_parallel_replicate"), (checked_pipeline, "pipeline_parallel")]
+    "wrap, degree, name",
+    [(checked_parallelize, "data_parallel_replicate", "dp_replicate"), (checked_pipeline, "pipeline_parallel", "pp")],
 )
-def test_the_layout_is_checked_before_the_model_is_touched(wrap, degree):
+def test_the_layout_is_checked_before_the_model_is_touched(wrap, degree, name):
     touched = []
     wrapped = wrap(lambda model, dims, job: touched.append(model))
     with pytest.raises(ConfigError, match=f"{degree}_degree = 2"):
-        wrapped("model", dims(2, ParallelDims, pp=2), job("mxnorm", **{degree: 2}))
+        wrapped("model", dims(2, ParallelDims, **{name: 2}), job("mxnorm", **{degree: 2}))
     assert not touched
