@@ -84,6 +84,7 @@ def main(argv: list[str] | None = None) -> None:
 
     if torch.cuda.is_available():
         del forked.ENVIRONMENT["CUDA_VISIBLE_DEVICES"]  # which hides them from the tests' workers
+        forked.PRELOADED.clear()  # importing some of them uses the GPU, which a process forked later then cannot
     recipes = options.recipes.split(",")
     print(f"relative to {options.reference}, {options.dtype}, {'NCCL' if torch.cuda.is_available() else 'gloo'}")
     print(f"{'layout':16} {'recipe':14} {'gradient':>9} {'loss':>9} {'norm':>9}")

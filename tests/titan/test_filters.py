@@ -90,4 +90,4 @@ def test_an_empty_filter_converts_the_head():
 def test_filters_in_help(capsys):
     with pytest.raises(SystemExit):
         config("--help")
-    assert "--mxnorm.filter-fqns A,B,C,..." in capsys.readouterr().out
+    assert "--mxnorm.filter_fqns A,B,..." in capsys.readouterr().out

@@ -105,6 +105,10 @@ def test_training_may_go_on_after_a_loss_that_is_not_finite_but_keeps_the_last_f
     assert Checkpoints(run.folder / "checkpoint").found == ["step-1"]
 
 
+def one_process() -> SimpleNamespace:
+    return SimpleNamespace(get_optional_mesh=lambda name: None, cp=1, pp=1, pp_enabled=False, world_size=1)
+
+
 class FakeCheckpointer:
     """As mxtrain's: saves even steps, and the one after which training stops."""
 
@@ -125,7 +129,7 @@ def trainer(monkeypatch):
     def init(self, job_config):
         self.job_config = job_config
         self.device = torch.device("cpu")
-        self.parallel_dims = SimpleNamespace(get_optional_mesh=lambda name: None, cp=1)
+        self.parallel_dims = one_process()
         self.model_parts = [torch.nn.Linear(2, 2)]
         self.checkpointer = FakeCheckpointer()
         self.metrics_processor = SimpleNamespace(logger=None, should_log=lambda step: False)
@@ -133,11 +137,12 @@ def trainer(monkeypatch):
 
     def train_step(self, losses):
         for loss in losses:
-            self.forward_backward_step(loss=loss)
+            self.forward_backward_step(loss=loss, global_valid_tokens=1.0)
 
     monkeypatch.setattr(Trainer, "__init__", init)
     monkeypatch.setattr(Trainer, "train_step", train_step)
-    monkeypatch.setattr(Trainer, "forward_backward_step", lambda self, loss: torch.tensor(loss))
+    monkeypatch.setattr(Trainer, "forward_backward_step", lambda self, loss, global_valid_tokens: torch.tensor(loss))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr("mxtrain.titan.train._manifest", lambda *_: None)
     made = []
 
@@ -204,7 +209,7 @@ def test_the_trainer_sets_step_and_microbatch(monkeypatch):
 
     def train_step(self, data_iterator):
         for _ in range(3):
-            self.forward_backward_step(input_dict={}, labels=None)
+            self.forward_backward_step(input_dict={}, labels=None, global_valid_tokens=1.0)
 
     def forward_backward_step(self, **kwargs):
         seen.append(position_as_set("cpu").tolist())
@@ -213,7 +218,7 @@ def test_the_trainer_sets_step_and_microbatch(monkeypatch):
     monkeypatch.setattr(Trainer, "train_step", train_step)
     monkeypatch.setattr(Trainer, "forward_backward_step", forward_backward_step)
     trainer = object.__new__(_Trainer)
-    trainer.device = torch.device("cpu")
+    trainer.device, trainer.parallel_dims, trainer._rank_in_stage = torch.device("cpu"), one_process(), 0
     trainer._watch = LossWatch(trainer.device, stops=True)
     trainer._signals = StopSignals()
     for trainer.step in (7, 8):

@@ -291,6 +291,7 @@ def done_once(
             launch(base / name, runs, processes, prepare=prepare)
     outcomes = {}
     for run, flags in runs.items():
+        assert (base / name / run / "rank0.status").exists(), f"{run} did not run: a run before it broke the processes"
         statuses = [json.loads((base / name / run / f"rank{rank}.status").read_text()) for rank in range(processes)]
         output = [(base / name / run / f"rank{rank}.txt").read_text() for rank in range(processes)]
         flags = flags.flags if isinstance(flags, Resumed) else flags

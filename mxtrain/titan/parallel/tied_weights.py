@@ -19,7 +19,7 @@ def shared_group(model: torch.nn.Module) -> Iterator[None]:
     FSDP2 allows a weight in one group only. TorchTitan 0.2.2 puts the embedding and the head into two groups, which
     PyTorch refuses in the first step, its own tied Qwen3 included.
     """
-    if model.output.weight is not model.tok_embeddings.weight:
+    if not _is_tied(model):
         yield
         return
 
@@ -40,8 +40,14 @@ def shared_group(model: torch.nn.Module) -> Iterator[None]:
 
 def check_tied(parallel_dims, model: torch.nn.Module) -> None:
     """Raise ConfigError for a tied head in a layout that gives it a weight of its own: TP splits the two by itself."""
-    if parallel_dims.tp_enabled and model.output.weight is model.tok_embeddings.weight:
+    if parallel_dims.tp_enabled and _is_tied(model):
         raise ConfigError(
             f"parallelism.tensor_parallel_degree = {parallel_dims.tp} does not work with a head that has the "
             "embedding's weight: allowed is 1, or model_args.enable_weight_tying = false"
         )
+
+
+def _is_tied(model: torch.nn.Module) -> bool:
+    """Whether head and embedding share their weight. A stage of a pipeline has None in the place of one or both."""
+    head, embedding = getattr(model, "output", None), getattr(model, "tok_embeddings", None)
+    return head is not None and embedding is not None and head.weight is embedding.weight

@@ -448,7 +448,7 @@ def test_torchtitans_names_keep_torchtitans_validation(monkeypatch, tmp_path):
         titan_datasets, "build_titan_validator", lambda config, *args, **parts: seen.append(config.validation.dataset)
     )
     config = job("--training.dataset=c4", "--validation.enable")
-    build_validator(config, 1, 0, None)
+    build_validator(config, 1, 0, None, loss_fn=None, parallel_dims=SimpleNamespace(cp=1))
     assert seen == ["c4_validation"] and config.validation.dataset == ""
     titan_datasets.check_datasets(config)
 
