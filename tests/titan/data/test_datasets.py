@@ -2,6 +2,7 @@ import json
 import math
 import random
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import datasets as hf_datasets
 import pytest
