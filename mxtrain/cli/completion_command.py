@@ -30,9 +30,11 @@ _mxtrain() {{
 {values}
         esac
     fi
-    COMPREPLY=($(compgen -W "$candidates" -- "$word"))
+    local IFS=$'\n'
+    COMPREPLY=($(compgen -W "${{candidates// /$'\n'}}" -- "$word"))
     if [ "$COMP_CWORD" -gt 1 ] && [ "${{word#-}}" = "$word" ]; then
         COMPREPLY+=($(compgen -f -- "$word"))
+        compopt -o filenames 2>/dev/null || true
     fi
 }}
 complete -F _mxtrain mxtrain
@@ -74,6 +76,7 @@ def completion_script(parsers: dict[str, argparse.ArgumentParser]) -> str:
     for name in WITH_SETTINGS:
         values += [_case(f"{name} --{f.name}", list(f.choices)) for f in known.values() if f.choices]
     values += [_case(f"{name} {name}", list(presets())) for name in WITH_PRESETS]
+    values += [_case(before, list(presets())) for before in ("doctor --model", "import --config")]
     values.append(_case("completion completion", list(SHELLS)))
     return SCRIPT.format(commands=quote(" ".join(parsers)), options="\n".join(options), values="\n".join(values))
 

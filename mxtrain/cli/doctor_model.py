@@ -45,6 +45,7 @@ def _report(words: list[str]) -> str:
 
     job_config = parse_job_config(words)
     model = build_on_meta(job_config)
+    _check(model, job_config)
     parts = [
         _table(f"{job_config.model.name} {job_config.model.flavor}", parameters(model)),
         _memory(model, job_config),
@@ -54,6 +55,23 @@ def _report(words: list[str]) -> str:
     parts.append(_multiplications(uses or weight_uses(find_weights(dict(model.named_modules())), {}, {})))
     parts += [_conversion(name, plan) for name, plan in plans.items()]
     return "\n\n".join(parts)
+
+
+def _check(model: torch.nn.Module, job_config) -> None:
+    """Raise ConfigError for a model with other parts than TorchTitan's language models, and for a split tied head."""
+    missing = [name for name in ("tok_embeddings", "layers", "output") if getattr(model, name, None) is None]
+    if missing:
+        raise ConfigError(
+            f"model.name = {job_config.model.name!r} has no {', '.join(missing)}: doctor --model takes models with "
+            "tok_embeddings, layers and output, as TorchTitan's language models have them"
+        )
+    if model.output.weight is model.tok_embeddings.weight:
+        for name in ("tensor_parallel_degree", "pipeline_parallel_degree"):
+            if (degree := getattr(job_config.parallelism, name)) > 1:
+                raise ConfigError(
+                    f"parallelism.{name} = {degree} does not work with a head that has the embedding's weight: allowed "
+                    "is 1"
+                )
 
 
 def parameters(model: torch.nn.Module) -> list[tuple[str, str]]:
@@ -126,7 +144,7 @@ def _layouts(parallelism) -> Iterator[tuple[str, int]]:
     )
     counts = PROCESSES if given == -1 else (replicas * given * others,)
     for count in counts:
-        if count % (replicas * others) or (replicas > 1 and count == replicas):
+        if count % (replicas * others) or (given == -1 and replicas > 1 and count == replicas):
             continue
         shards = count // replicas
         yield (f"{count}" if replicas == 1 else f"{count} ({replicas} x {shards})"), shards
@@ -142,7 +160,7 @@ def _multiplications(uses: dict[str, WeightUse]) -> str:
 
 def _conversion(name: str, plan: Plan | None) -> str:
     if plan is None:
-        return f"{name}\n  TorchTitan's own converter is left out here"
+        return f"{name}\n  left out here: not a converter of mxtrain; what it changes is not in these numbers"
     return f"{name}: {plan.headline}\n{_grouped(plan.details)}"
 
 

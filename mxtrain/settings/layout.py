@@ -91,7 +91,7 @@ RELATIONS = (
             and s["activation_checkpoint.mode"] != "none"
             and not machine.has_gpus
             and f"with parallelism.tensor_parallel_degree = {degree(s, 'tensor')} and activation_checkpoint.mode = "
-            f"{s['activation_checkpoint.mode']!r} needs a GPU; on a CPU, PyTorch 2.13 compiles no such layers: set "
+            f"{s['activation_checkpoint.mode']!r}: PyTorch 2.13 compiles no such layers on a CPU; set "
             "activation_checkpoint.mode = 'none'"
         ),
     ),

@@ -28,6 +28,7 @@ CLASSES = {
         training.local_batch_size training.gc_freq training.gc_debug training.enable_cpu_offload
         model.print_after_conversion debug.deterministic debug.deterministic_warn_only
         data.cache_dir data.prepared model.hf_assets_path model.tokenizer_path fused_rmsnorm.* mxnorm.mode
+        model_args.max_seq_len
     """,
     ResumeClass.APPLIED: """
         lr_scheduler.* optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay
@@ -39,7 +40,8 @@ CLASSES = {
         data.installed data.max_bytes data.package_share data.validation_share data.seed data.text_key data.hf_config
     """,
     ResumeClass.REFUSED: """
-        model.name model.flavor model.converters model_args.* data.vocab_size quantize.* decompose_k_router.*
+        model.name model.flavor model.converters model_args.[!m]* model_args.m[!a]* data.vocab_size quantize.*
+        decompose_k_router.*
         mxnorm.p mxnorm.recipe mxnorm.recipes mxnorm.estimator mxnorm.scale_rounding mxnorm.tensor_scale
         mxnorm.weight_tiles mxnorm.hadamard mxnorm.stochastic_rounding mxnorm.high_precision_share mxnorm.eps
         mxnorm.filter_fqns

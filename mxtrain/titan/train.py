@@ -89,7 +89,9 @@ class _Trainer(Trainer):
     def _share_loss_of_pipeline(self) -> None:
         self._loss = self.pp_schedule._loss_fn = LossPerToken(self.loss_fn)
         group = self.parallel_dims.get_mesh("pp").get_group()
-        self.pp_schedule = SharedLoss(self.pp_schedule, self.pp_has_last_stage, group, self.device)
+        self.pp_schedule = SharedLoss(
+            self.pp_schedule, self.pp_has_last_stage, group, self.device, self.parallel_dims.cp
+        )
         for user in (self, self.validator) if self.job_config.validation.enable else (self,):
             user.pp_schedule, user.pp_has_last_stage = self.pp_schedule, True
 

@@ -8,6 +8,7 @@ Usage:
     python scripts/bench/layouts.py --layouts fsdp2,ddp2xfsdp2,tp2,pp2
     python scripts/bench/layouts.py --layouts cp2 --dtype bfloat16 --reference fsdp2   attention needs 16 bits on GPUs
 
+NVFP4's tensor scales are those of a pipeline's chunk, so its gradients differ from one process's without a fault.
 In bfloat16 one process computes under autocast, and FSDP and context parallelism cast the weights: compare those two.
 """
 

@@ -77,7 +77,10 @@ def test_the_report_of_8b_and_its_flags(capsys):
     [
         (["--model_args.n_layers=3", "--model.converters="], ["  high           ", "low precision  0 (0.0%)"]),
         (["--model.converters=fused_rmsnorm"], ["fused_rmsnorm: 13 norms swapped, 0 kept"]),
-        (["--model.converters=quantize.linear.mx"], ["quantize.linear.mx\n  TorchTitan's own converter is left out"]),
+        (
+            ["--model.converters=quantize.linear.mx"],
+            ["quantize.linear.mx\n  left out here: not a converter of mxtrain"],
+        ),
         (["--mxnorm.mode=native"], ["mode reference on cpu" if not torch.cuda.is_available() else "mode "]),
         (["--training.enable_cpu_offload"], ["all but the gathered weights is in the CPU's memory"]),
         (

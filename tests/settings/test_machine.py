@@ -48,7 +48,7 @@ def test_layouts_that_do_not_fit(flags, processes):
 def test_compiled_and_checkpointed_layers_that_are_split_need_a_gpu():
     flags = "--parallelism.tensor_parallel_degree=2 --compile.enable --activation_checkpoint.mode=full"
     check(flags, processes=2, has_gpus=True)
-    with pytest.raises(ConfigError, match="compile.enable = True with .*tensor_parallel_degree = 2 .* needs a GPU"):
+    with pytest.raises(ConfigError, match="compile.enable = True with .*tensor_parallel_degree = 2 .* on a CPU; set"):
         check(flags, processes=2)
 
 

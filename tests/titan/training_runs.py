@@ -247,7 +247,7 @@ def run_python(module: str, *arguments: str, **environment: str) -> subprocess.C
     """Run a module in a process of its own, as a user does on a machine without a GPU or a wandb key."""
     hidden = ("WANDB_", "TRITON_INTERPRET", "MXTRAIN_", "NGPU")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-    group = {"WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_ports(1)[0])}
+    group = {"WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
         env={
@@ -340,11 +340,10 @@ def launch(
         "MXTRAIN_CACHE": str(folder.parent / "cache"),
     }
     context = forking_context()
-    ports = _free_ports(len(runs))
     workers = [
         context.Process(
             target=_train_all,
-            args=(folder, runs, ports, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, prepare),
+            args=(folder, runs, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, prepare),
         )
         for rank in range(processes)
     ]
@@ -361,14 +360,21 @@ def launch(
     assert not late, "".join(path.read_text()[-2000:] for path in folder.glob("*/rank*.txt"))
 
 
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
+def _free_port() -> str:
+    with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+        return str(probe.getsockname()[1])
+
+
+def _agree_on_port(folder: Path, is_first: bool) -> str:
+    """Return a free port. The first rank chooses it when the run begins: another process may take one that waits."""
+    file = folder / "port"
+    if is_first:
+        (folder / "port being written").write_text(_free_port())
+        (folder / "port being written").rename(file)
+    while not file.exists():
+        time.sleep(0.01)
+    return file.read_text()
 
 
 def _copy_to_resume(folder: Path, name: str, resumed: Resumed, is_first: bool) -> None:
@@ -388,7 +394,6 @@ def _copy_to_resume(folder: Path, name: str, resumed: Resumed, is_first: bool) -
 def _train_all(
     folder: Path,
     runs: Runs,
-    ports: list[int],
     environment: dict[str, str],
     prepare: Callable[[], None] | None,
 ) -> None:
@@ -408,13 +413,14 @@ def _train_all(
     if prepare is not None:
         prepare()
     rank = environment["RANK"]
-    for (name, flags), port in zip(runs.items(), ports, strict=True):
+    for name, flags in runs.items():
         os.environ.clear()  # of what TorchTitan set in the run before
-        os.environ.update(environment, MASTER_PORT=str(port))
+        os.environ.update(environment)
         own = [f"--job.config_file={folder / 'job.toml'}", f"--job.dump_folder={folder / name}"]
         if isinstance(flags, Resumed):
             _copy_to_resume(folder, name, flags, is_first=rank == "0")
             own, flags = ["--resume", str(folder / name)], flags.flags
+        os.environ["MASTER_PORT"] = _agree_on_port(folder / name, rank == "0")
         with open(folder / name / f"rank{rank}.txt", "w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)

@@ -233,7 +233,8 @@ def _require_tokenizer(source: Path, vocab_size: int) -> None:
 def _require_convertible(config: Path, where: str) -> None:
     """Raise ConfigError if the run's converters do not take the model's sizes."""
     try:
-        parse_job_config([f"--job.config_file={config}", "--mxnorm.mode=auto"])
+        # Without the tokenizer, whose folder is being built under another name.
+        parse_job_config([f"--job.config_file={config}", "--mxnorm.mode=auto", "--model.hf_assets_path="])
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}; give --config FILE with other model.converters") from error
 
@@ -259,7 +260,7 @@ def _settings(config: Path | None, own: dict, positions: int | None, target: Pat
     elif positions is not None:
         seq_len = min(seq_len, positions)
         tables = {**DEFAULTS, "training": {**DEFAULTS["training"], "seq_len": seq_len}}
-    if keeps_positions and positions is not None and positions > seq_len:
+    if keeps_positions and positions is not None and positions >= seq_len:
         own = {**own, SECTION: {**own[SECTION], "max_seq_len": positions}}
     paths = {
         # A run of this file starts here. TorchTitan's copy of it, in this folder, says less about where it runs: a run

@@ -11,6 +11,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.settings.layout import degree
 from mxtrain.settings.pipeline import stages_problem
 from mxtrain.settings.values import Settings
+from mxtrain.titan.parallel.pipeline import FINDS_SHAPES_AGAIN
 
 
 def check_model_layout(settings: Settings) -> None:
@@ -75,6 +76,13 @@ def _check_stages(settings: Settings, args, model: str) -> None:
         )
     if problem := stages_problem(settings, args.n_layers):
         raise ConfigError(problem)
+    for name in ("local_batch_size", "seq_len") if settings["validation.enable"] and not FINDS_SHAPES_AGAIN else ():
+        value, in_training = settings[f"validation.{name}"], settings[f"training.{name}"]
+        if value != in_training:
+            raise ConfigError(
+                f"validation.{name} = {value} differs from training.{name}: a pipeline in PyTorch {torch.__version__} "
+                f"allows only {in_training}"
+            )
 
 
 def _check_experts(settings: Settings, args, model: str) -> None:

@@ -5,7 +5,6 @@ initial weights that fit every layout.
 """
 
 import functools
-import sys
 from contextlib import nullcontext
 
 import torch
@@ -39,8 +38,7 @@ def checked_parallelize(parallelize_fn):
         check_tied(parallel_dims, model)
         if not parallel_dims.pp_enabled:
             note_model(describe_model(job_config, model))  # here, while the model is whole
-        plans = sys.modules[parallelize_fn.__module__]
-        with shared_group(model), plans_for_swapped_modules(plans) if parallel_dims.tp_enabled else nullcontext():
+        with shared_group(model), plans_for_swapped_modules() if parallel_dims.tp_enabled else nullcontext():
             model = parallelize_fn(model, parallel_dims, job_config)
         if torch.distributed.get_backend() == "gloo":
             for module in model.modules():

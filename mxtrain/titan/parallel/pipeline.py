@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
 from mxtrain.rng.rounding_position import set_rounding_chunk
 
@@ -47,40 +48,49 @@ class SharedLoss:
         has_last_stage: whether the last stage is on this rank.
         group: the ranks of one pipeline.
         device: where the loss is.
+        parts: number of parts of every sequence in context parallelism. The validator counts the tokens of one part.
     """
 
-    def __init__(self, schedule, has_last_stage: bool, group: dist.ProcessGroup, device: torch.device):
+    def __init__(self, schedule, has_last_stage: bool, group: dist.ProcessGroup, device: torch.device, parts: int):
         self._schedule = schedule
         self._has_last_stage = has_last_stage
         self._group = group
         self._device = device
+        self._parts = parts
 
     def step(self, *args, target: torch.Tensor, losses: list[torch.Tensor], **kwargs) -> None:
         """Run all forwards and backwards, and append the sum of the chunks' losses, fp32 [], to ``losses``."""
         self._run(self._schedule.step, args, target, losses, kwargs)
 
     def eval(self, *args, target: torch.Tensor, losses: list[torch.Tensor], **kwargs) -> None:
-        """Run all forwards, and append the sum of the chunks' losses, fp32 [], to ``losses``."""
+        """Run all forwards, and append the sum of the chunks' losses over ``parts``, fp32 [], to ``losses``."""
         self._run(self._schedule.eval, args, target, losses, {**kwargs, "return_outputs": False})
+        losses[-1] = losses[-1] / self._parts
 
     def _run(self, run: Callable, args: tuple, target: torch.Tensor, losses: list[torch.Tensor], kwargs: dict) -> None:
         loss = torch.zeros((), device=self._device)
         if self._has_last_stage:
             of_chunks: list[torch.Tensor] = []
             run(*args, target=target, losses=of_chunks, **kwargs)
-            loss += torch.stack(of_chunks).detach().sum().to(self._device)
+            total = torch.stack(of_chunks).detach().sum()
+            # With loss parallel it is a DTensor.
+            loss += (total.full_tensor() if isinstance(total, DTensor) else total).to(self._device)
         else:
             run(*args, target=None, losses=None, **kwargs)
         dist.all_reduce(loss, group=self._group)  # adds zeros, and 0 + NaN is NaN
         losses.append(loss)
 
 
+FINDS_SHAPES_AGAIN = hasattr(PipelineStage, "_post_metadata_inference_cleanup")
+"""Whether stages may exchange other shapes in validation than in training: not in PyTorch 2.11"""
+
+
 class Stage(PipelineStage):
     """A stage that draws other random bits for every chunk, and whose shape-finding passes leave no trace.
 
-    PyTorch finds the shapes that stages exchange with real passes on arbitrary numbers: before the first step, and
-    whenever training changes to validation and back. So a position that counts forwards would differ in a resumed run.
-    The passes would also count tokens for the load balance of experts.
+    PyTorch finds the shapes that stages exchange with real passes on arbitrary numbers: before the first step, and from
+    2.13 on whenever training changes to validation and back. So a position that counts forwards would differ in a
+    resumed run. The passes would also count tokens for the load balance of experts.
     """
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
@@ -90,12 +100,18 @@ class Stage(PipelineStage):
 
     def _prepare_forward_infra(self, *args, **kwargs):
         self._kept = [(buffer, buffer.clone()) for buffer in self.submod.buffers()]
-        return super()._prepare_forward_infra(*args, **kwargs)
+        result = super()._prepare_forward_infra(*args, **kwargs)
+        if not FINDS_SHAPES_AGAIN:  # the pass was a forward only
+            self._restore()
+        return result
 
-    @torch.no_grad()
     def _post_metadata_inference_cleanup(self) -> None:
         super()._post_metadata_inference_cleanup()
         # Only now: the backward of a pass still needs the buffers of its forward.
+        self._restore()
+
+    @torch.no_grad()
+    def _restore(self) -> None:
         for buffer, value in self._kept:
             buffer.copy_(value)
         self._kept = []

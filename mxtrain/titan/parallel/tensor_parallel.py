@@ -13,8 +13,9 @@ for the swapped module:
 
 import copy
 import functools
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import torch.nn as nn
@@ -149,11 +150,10 @@ def check_part(fqn: str, linear: QuantizedLinear, style: ParallelStyle, processe
 
 
 @contextmanager
-def plans_for_swapped_modules(module_of_plans) -> Iterator[None]:
-    """While active, the plans of a Python module of TorchTitan's serve models with swapped modules.
+def plans_for_swapped_modules() -> Iterator[None]:
+    """While active, the plans of TorchTitan and of a user's own models serve models with swapped modules.
 
-    Args:
-        module_of_plans: the module that looks up ``parallelize_module`` by name.
+    ``parallelize_module`` is replaced in every Python module that has imported it by name, except PyTorch's own.
     """
 
     @functools.wraps(parallelize_module)
@@ -166,5 +166,9 @@ def plans_for_swapped_modules(module_of_plans) -> Iterator[None]:
                     check_part(fqn, linear, style, device_mesh.size())
         return parallelize_module(module, device_mesh, parallelize_plan, **others)
 
-    with patch.object(module_of_plans, "parallelize_module", parallelize):
+    with ExitStack() as patches:
+        for name, holder in list(sys.modules.items()):
+            is_own = name == __name__ or name.split(".")[0] == "torch"
+            if not is_own and vars(holder).get("parallelize_module") is parallelize_module:
+                patches.enter_context(patch.object(holder, "parallelize_module", parallelize))
         yield

@@ -124,7 +124,8 @@ def test_there_and_back(name, models, tmp_path):
     report = import_model(source, run)
     sizes = tomli.loads((run / "config.toml").read_text()).get("model_args", {})
     if name in MODEL_ARGS:
-        assert report.model == name[0] and sizes == MODEL_ARGS[name]
+        positions = CONFIGS[name]().max_position_embeddings
+        assert report.model == name[0] and sizes == {**MODEL_ARGS[name], "max_seq_len": positions}
         assert str(report).count("with [model_args]") == 1
     else:
         assert (report.model, report.flavor) == name

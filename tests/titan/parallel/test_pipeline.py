@@ -66,6 +66,7 @@ SWEEP = {
         "experts": run("experts", pipeline=2),
     },
     4: {
+        "tensor, mxfp8": run("mxfp8", pipeline=2, tensor=2),
         "of four stages, unquantized": run("unquantized", pipeline=4),
         "x fsdp, mxfp8": run("mxfp8", pipeline=2, shard=2),
         "interleaved x fsdp, unquantized": run(
@@ -99,11 +100,13 @@ def test_a_pipeline_matches_one_process(expected, found, name):
     assert [row["tokens_seen"] for row in found[name].rows] == [row["tokens_seen"] for row in expected[recipe].rows]
 
 
-def test_validation_between_steps_matches_one_process(expected, found):
-    def losses(outcome: Outcome) -> list[float]:
-        return [row["validation_loss"] for row in load_run(outcome.folder).validation]
+def losses_of_validation(outcome: Outcome) -> list[float]:
+    return [row["validation_loss"] for row in load_run(outcome.folder).validation]
 
-    ours, theirs = losses(found["1f1b, accumulated, unquantized"]), losses(expected["unquantized"])
+
+def test_validation_between_steps_matches_one_process(expected, found):
+    ours = losses_of_validation(found["1f1b, accumulated, unquantized"])
+    theirs = losses_of_validation(expected["unquantized"])
     assert len(ours) == 3 and ours == pytest.approx(theirs, rel=1e-5)
 
 
@@ -144,6 +147,20 @@ def test_every_pipeline_matches_one_process(base, processes, name):
     theirs = done_once(base, "one process for all pipelines", 1, {**others, **chunked}, oracle.record_all)[recipe]
     ours = done_once(base, f"all pipelines on {processes}", processes, SWEEP[processes], oracle.record_all)[name]
     require_equal(theirs, ours, processes, recipe)
+
+
+@pytest.mark.sweep
+def test_pipelines_beside_parallelism_within_layers_match_one_process(base, expected):
+    """Gradients and validation: a loss in parts, and parts of sequences."""
+    validated = [*training_runs.validate(base), "--validation.freq=2"]
+    runs = {
+        "tensor, unquantized": run("unquantized", *validated, pipeline=2, tensor=2),
+        "context, unquantized": run("unquantized", *validated, pipeline=2, context=2),
+    }
+    theirs = expected["unquantized"]
+    for ours in done_once(base, "pipelines beside others", 4, runs, oracle.record_all).values():
+        require_equal(theirs, ours, 4, "unquantized")
+        assert losses_of_validation(ours) == pytest.approx(losses_of_validation(theirs), rel=1e-5)
 
 
 @pytest.mark.sweep
