@@ -1,4 +1,4 @@
-"""Reads and writes TOML configs, which may extend one another.
+"""Reads and writes TOML configs, which may extend one another, and finds those that mxtrain brings along by name.
 
 Imports nothing heavy, because the launcher reads configs before PyTorch is needed.
 """
@@ -11,7 +11,31 @@ import tomli
 import tomli_w
 
 from mxtrain.errors import ConfigError
-from mxtrain.presets import config_path, presets
+
+_PACKAGE = Path(__file__).parent
+
+
+def presets() -> dict[str, Path]:
+    """Return name -> file of every preset, sorted by name."""
+    # In a checkout, and in an editable installation of one, the folder is beside the package; a wheel has it inside.
+    inside, beside = _PACKAGE / "train_configs", _PACKAGE.parent / "train_configs"
+    return {path.stem: path for path in sorted((inside if inside.is_dir() else beside).glob("*.toml"))}
+
+
+def config_path(config: str | os.PathLike, folder: Path | None = None) -> Path:
+    """Return the file that ``config`` names: a path, or a preset if there is no such file.
+
+    Args:
+        folder: the path is relative to it; None for the current folder.
+    """
+    path = Path(config) if folder is None else folder / config
+    return path if path.is_file() else presets().get(str(config), path)
+
+
+def summary(preset: Path) -> str:
+    """Return the first line of a preset's comment, which describes it."""
+    first = preset.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip()
 
 
 def load_config(path: str | os.PathLike) -> dict:

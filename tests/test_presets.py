@@ -12,9 +12,8 @@ import pytest
 import tomli
 
 from mxtrain import cli
-from mxtrain.config import find_setting, load_config
+from mxtrain.config import config_path, find_setting, load_config, presets, summary
 from mxtrain.errors import ConfigError
-from mxtrain.presets import config_path, presets, summary
 
 ROOT = Path(__file__).parents[1]
 FILES = {path.stem: path for path in (ROOT / "train_configs").glob("*.toml")}
@@ -164,7 +163,7 @@ def test_an_editable_installation_finds_the_presets_of_its_checkout(source, tmp_
     code = (
         f"import site, sys, sysconfig; site.addsitedir({str(tmp_path / 'target')!r}); "
         "sys.path.append(sysconfig.get_paths()['purelib']); "
-        "from mxtrain.presets import presets; print(presets()['llama3_debug'])"
+        "from mxtrain.config import presets; print(presets()['llama3_debug'])"
     )
     result = run(["-S", "-c", code], tmp_path, tmp_path)
     assert result.stdout.strip() == str(source / "train_configs" / "llama3_debug.toml"), result.stderr

@@ -3,7 +3,7 @@
 import argparse
 from shlex import quote
 
-from mxtrain.presets import presets
+from mxtrain.config import presets
 from mxtrain.settings.read import known_fields
 
 SHELLS = ("bash", "zsh")

@@ -4,8 +4,8 @@ import argparse
 import re
 from pathlib import Path
 
+from mxtrain.config import presets, summary
 from mxtrain.errors import ConfigError
-from mxtrain.presets import presets, summary
 
 
 def add(commands) -> None:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from mxtrain import cli
-from mxtrain.presets import presets
+from mxtrain.config import presets
 from mxtrain.settings.read import known_fields
 
 

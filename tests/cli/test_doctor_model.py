@@ -87,6 +87,10 @@ def test_the_report_of_8b_and_its_flags(capsys):
             ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=4"],
             ["\n  8 (2 x 4) "],
         ),
+        (
+            ["--parallelism.data_parallel_replicate_degree=4", "--parallelism.data_parallel_shard_degree=1"],
+            ["\n  4 (4 x 1) "],
+        ),
     ],
 )
 def test_flags_decide(flags, expected, capsys):
@@ -117,3 +121,11 @@ def test_mistakes_are_one_line(arguments, message, capsys):
     assert cli.main(["doctor", "--model", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"mxtrain: error: {message}") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_layouts_that_a_tied_head_does_not_take_are_refused(kind, capsys):
+    flags = ["--model_args.enable_weight_tying", f"--parallelism.{kind}_parallel_degree=2"]
+    assert cli.main(["doctor", "--model", DEBUG, *flags]) == 2
+    problem = f"parallelism.{kind}_parallel_degree = 2 does not work with a head that has the embedding's weight"
+    assert problem in capsys.readouterr().err

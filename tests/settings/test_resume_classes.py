@@ -18,5 +18,10 @@ def test_every_pattern_names_a_setting():
     assert [pattern for pattern in patterns if not matching(known_fields(), pattern)] == []
 
 
+def test_positions_that_only_an_export_names_may_change_and_sizes_may_not():
+    assert class_of("model_args.max_seq_len") is ResumeClass.FREE
+    assert class_of("model_args.multiple_of") is class_of("model_args.dim") is ResumeClass.REFUSED
+
+
 def test_a_setting_of_the_users_own_module_is_reported():
     assert classes_of("mine.depth") == [] and class_of("mine.depth") is ResumeClass.APPLIED

@@ -76,7 +76,9 @@ def _check_stages(settings: Settings, args, model: str) -> None:
         )
     if problem := stages_problem(settings, args.n_layers):
         raise ConfigError(problem)
-    for name in ("local_batch_size", "seq_len") if settings["validation.enable"] and not FINDS_SHAPES_AGAIN else ():
+    if FINDS_SHAPES_AGAIN or not settings["validation.enable"]:
+        return
+    for name in ("local_batch_size", "seq_len"):
         value, in_training = settings[f"validation.{name}"], settings[f"training.{name}"]
         if value != in_training:
             raise ConfigError(

@@ -3,6 +3,7 @@
 import pytest
 
 from mxtrain import ConfigError
+from mxtrain.titan.parallel import check_layout
 from mxtrain.titan.parallel.check_layout import check_model_layout
 from mxtrain.titan.parse import parse_job_config, settings_of
 
@@ -83,3 +84,14 @@ def test_llama3s_flavors_have_whole_blocks_on_a_node():
     for flavor in ("1B", "8B", "70B", "405B"):
         check(f"--model.name=llama3 --model.flavor={flavor} {TP}=8")
     check(f"--model.name=llama3 --model.flavor=125M {TP}=4")
+
+
+def test_pytorch_2_11_takes_no_other_sizes_in_validation(monkeypatch):
+    validated = f"{LLAMA3_8B} {PP}=2 --validation.enable --validation.local_batch_size=8 --validation.seq_len"
+    check(f"{validated}=1024")
+    monkeypatch.setattr(check_layout, "FINDS_SHAPES_AGAIN", False)
+    check(f"{validated}=2048")
+    with pytest.raises(
+        ConfigError, match="^validation.seq_len = 1024 differs from training.seq_len: .* allows only 2048"
+    ):
+        check(f"{validated}=1024")

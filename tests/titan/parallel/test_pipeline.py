@@ -7,10 +7,12 @@ import oracle
 import pytest
 import torch
 import training_runs
+from torch.distributed.pipelining import PipelineStage
 from training_runs import SCHEDULE, Outcome, Resumed, done_once, steps
 
 from mxtrain.analysis import load_run
 from mxtrain.run_folder.manifest import read_manifest
+from mxtrain.titan.parallel import pipeline
 from mxtrain.titan.parallel.pipeline import LossPerToken
 
 SAVE = ["--checkpoint.enable", "--checkpoint.interval=1"]
@@ -194,3 +196,21 @@ def test_a_loss_is_divided_by_the_tokens_inside_of_the_context_only():
         loss(prediction, labels).backward()
     assert prediction.grad.tolist() == [1 / 16] * 4
     assert loss(prediction, labels) == 8
+
+
+@pytest.mark.parametrize("finds_again", [True, False])
+def test_finding_shapes_leaves_the_buffers_as_they_were(monkeypatch, finds_again):
+    """Also in PyTorch 2.11, which has one pass and no clean-up after it."""
+    stage = object.__new__(pipeline.Stage)
+    stage.submod = torch.nn.BatchNorm1d(2)
+
+    def find(self, *args, **kwargs):
+        self.submod.num_batches_tracked += 1
+
+    monkeypatch.setattr(PipelineStage, "_prepare_forward_infra", find)
+    monkeypatch.setattr(PipelineStage, "_post_metadata_inference_cleanup", lambda self: None, raising=False)
+    monkeypatch.setattr(pipeline, "FINDS_SHAPES_AGAIN", finds_again)
+    stage._prepare_forward_infra()
+    assert stage.submod.num_batches_tracked == finds_again
+    stage._post_metadata_inference_cleanup()
+    assert stage.submod.num_batches_tracked == 0

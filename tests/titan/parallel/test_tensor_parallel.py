@@ -1,8 +1,13 @@
 """Gradients under tensor and sequence parallelism against one process, and what is refused."""
 
+import sys
+from types import ModuleType
+
 import oracle
 import pytest
+import torch.distributed.tensor.parallel as torch_parallel
 import torch.nn as nn
+import torchtitan.models.llama3.infra.parallelize as llama3_plans
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
@@ -142,3 +147,13 @@ def test_parts_that_are_no_whole_blocks_are_refused(style, recipe, processes, al
         check_part("wq", linear(recipe), own, processes)
     check_part("wq", linear(recipe), own, processes // 2)
     check_part("wq", linear("unquantized"), own, processes)
+
+
+def test_plans_of_a_users_own_module_are_followed(monkeypatch):
+    own, original = ModuleType("own_plans"), torch_parallel.parallelize_module
+    own.parallelize_module = original
+    monkeypatch.setitem(sys.modules, "own_plans", own)
+    with tensor_parallel.plans_for_swapped_modules():
+        assert own.parallelize_module is llama3_plans.parallelize_module is not original
+        assert torch_parallel.parallelize_module is original, "which the replacement calls"
+    assert own.parallelize_module is llama3_plans.parallelize_module is original
