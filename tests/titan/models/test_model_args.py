@@ -13,6 +13,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.settings.model_settings import PLACES
 from mxtrain.titan.models.describe import build_on_meta
 from mxtrain.titan.models.model_args import value_of
+from mxtrain.titan.models.train_specs import with_mxtrain
 from mxtrain.titan.parse import parse_job_config
 
 FAMILY = {name: ["--model.name", name, "--model.flavor", "debugmodel"] for name in PLACES}
@@ -125,8 +126,9 @@ def test_experts_of_a_flavor_keep_their_own_size():
         parse_job_config(config)
 
 
-def test_a_model_of_the_users_own_is_named(monkeypatch):
+@pytest.mark.parametrize("wrap", [lambda spec: spec, with_mxtrain])
+def test_a_model_of_the_users_own_is_named(monkeypatch, wrap):
     own = replace(get_train_spec("llama3"), model_args={"debugmodel": TransformerModelArgs()})
-    monkeypatch.setitem(train_spec._extra_train_specs, "llama3", own)
+    monkeypatch.setitem(train_spec._extra_train_specs, "llama3", wrap(own))
     with pytest.raises(ConfigError, match="^model_args.dim = 64 has no effect: model.name = 'llama3' is registered by"):
         parse_job_config(["--model.flavor=debugmodel", "--model_args.dim=64"])

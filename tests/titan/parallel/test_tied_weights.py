@@ -66,3 +66,13 @@ def test_tensor_parallelism_is_refused_for_a_tied_head():
         check_tied(layout, model(enable_weight_tying=True))
     check_tied(layout, model())
     check_tied(one, model(enable_weight_tying=True))
+
+
+@pytest.mark.parametrize("absent", ["output", "tok_embeddings"])
+def test_stages_without_head_or_embedding_and_models_of_ones_own_are_not_tied(absent):
+    stage = model(enable_weight_tying=True)
+    setattr(stage, absent, None)
+    for part in (stage, torch.nn.Sequential(torch.nn.Linear(2, 2))):
+        check_tied(SimpleNamespace(tp=2, tp_enabled=True), part)
+        with shared_group(part):
+            assert llama3.fully_shard is fully_shard
