@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -161,8 +162,8 @@ def test_an_editable_installation_finds_the_presets_of_its_checkout(source, tmp_
     pip("install", "-e", source, "--no-deps", "--no-build-isolation", "--no-index", "--target", tmp_path / "target")
     # Without site (-S), so that the tests' own installation, which may be editable, too, is not found.
     code = (
-        f"import site, sys, sysconfig; site.addsitedir({str(tmp_path / 'target')!r}); "
-        "sys.path.append(sysconfig.get_paths()['purelib']); "
+        f"import site, sys; site.addsitedir({str(tmp_path / 'target')!r}); "
+        f"sys.path.append({sysconfig.get_paths()['purelib']!r}); "
         "from mxtrain.config import presets; print(presets()['llama3_debug'])"
     )
     result = run(["-S", "-c", code], tmp_path, tmp_path)
