@@ -4,8 +4,13 @@ For every layout and recipe it trains the tests' tiny model for 5 steps (``tests
 the largest difference of a parameter's gradient before clipping, relative to its norm, and of losses and gradient
 norms. Degrees are joined by x: ddp2xfsdp2 is HSDP. A layout needs as many GPUs as the product of its degrees.
 
+A rounding that flips changes later steps, whatever the layout: "perturbed" is one process whose initial weights differ
+by 1e-7 of themselves. With --follow, each step starts from the weights that one process had there.
+
 Usage:
     python scripts/bench/layouts.py --layouts fsdp2,ddp2xfsdp2,tp2,pp2
+    python scripts/bench/layouts.py --layouts perturbed,tp2,cp2
+    python scripts/bench/layouts.py --layouts tp2,cp2 --follow
     python scripts/bench/layouts.py --layouts cp2 --dtype bfloat16 --reference fsdp2   attention needs 16 bits on GPUs
 
 NVFP4's tensor scales are those of a pipeline's chunk, so its gradients differ from one process's without a fault.
@@ -22,14 +27,17 @@ from pathlib import Path
 TESTS = Path(__file__).parents[2] / "tests" / "titan"
 sys.path[:0] = [str(TESTS), str(TESTS / "parallel")]
 DEGREES = {"ddp": "replicate", "fsdp": "shard", "cp": "context", "tp": "tensor", "pp": "pipeline"}
-ONE = "one"
+ONE, PERTURBED = "one", "perturbed"
 
 
 def degrees(layout: str) -> dict[str, int]:
     """Return the degrees of a layout by the names of the oracle's parameters: "cp2xfsdp2" or "one"."""
-    found = [re.fullmatch(r"([a-z]+)(\d+)", part) for part in layout.split("x")] if layout != ONE else []
+    if layout in (ONE, PERTURBED):
+        return {}
+    found = [re.fullmatch(r"([a-z]+)(\d+)", part) for part in layout.split("x")]
     if not all(match and match[1] in DEGREES for match in found):
-        raise argparse.ArgumentTypeError(f"{layout!r} is not {ONE!r}, or some of {', '.join(DEGREES)} with numbers")
+        allowed = f"{ONE!r}, {PERTURBED!r}, or some of {', '.join(DEGREES)} with numbers"
+        raise argparse.ArgumentTypeError(f"{layout!r} is not {allowed}")
     return {DEGREES[match[1]]: int(match[2]) for match in found}
 
 
@@ -45,15 +53,22 @@ def layout(text: str) -> str:
     return text
 
 
-def train(base: Path, name: str, recipes: list[str], dtype: str, repeat: int) -> dict:
-    """Train all recipes on one layout. Return what every recipe gave: a training, or why it failed."""
+def train(base: Path, name: str, recipes: list[str], dtype: str, repeat: int, follow: str = "") -> dict:
+    """Train all recipes on one layout. Return what every recipe gave: a training, or why it failed.
+
+    Args:
+        repeat: 0 for the reference, 1 for others.
+        follow: "" or the reference, a layout of one process whose weights each step starts from.
+    """
     import oracle
 
     processes = prod(degrees(name).values())
     flags = [*oracle.layout(**degrees(name)), f"--training.mixed_precision_param={dtype}"]
-    runs = {recipe: [*flags, *oracle.RECIPES[recipe]] for recipe in recipes}
+    followed = {recipe: oracle.follow(base, recipe, f"{follow} 0") if follow else [] for recipe in recipes}
+    runs = {recipe: [*flags, *oracle.RECIPES[recipe], *followed[recipe]] for recipe in recipes}
     results = {}
-    for recipe, outcome in oracle.outcomes_of(base, f"{name} {repeat}", processes, runs).items():
+    outcomes = oracle.outcomes_of(base, f"{name} {repeat}", processes, runs, perturbed=name == PERTURBED)
+    for recipe, outcome in outcomes.items():
         try:
             results[recipe] = oracle.read(outcome, processes)
         except AssertionError as error:
@@ -69,7 +84,8 @@ def differences(one, other) -> tuple[float, float, float]:
         return max(abs(b - a) / abs(a) for a, b in zip(expected, found, strict=True))
 
     norms = largest(one.grad_norms, other.grad_norms)
-    return oracle.compare(one, other, float("inf")), largest(one.losses, other.losses), norms
+    gradient = max(difference for difference, _ in oracle.differences(one, other))
+    return gradient, largest(one.losses, other.losses), norms
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -78,7 +94,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--recipes", default="unquantized,mxfp8,mx_linear,nvfp4", help="names of the oracle's recipes")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--reference", type=layout, default=ONE, help="layout to compare with")
+    parser.add_argument("--follow", action="store_true", help="start each step from the weights of one process")
     options = parser.parse_args(argv)
+    if options.follow and options.reference != ONE:
+        parser.error("--follow needs the reference 'one'")
 
     import forked
     import torch
@@ -89,10 +108,11 @@ def main(argv: list[str] | None = None) -> None:
     recipes = options.recipes.split(",")
     print(f"relative to {options.reference}, {options.dtype}, {'NCCL' if torch.cuda.is_available() else 'gloo'}")
     print(f"{'layout':16} {'recipe':14} {'gradient':>9} {'loss':>9} {'norm':>9}")
+    follow = ONE if options.follow else ""
     with tempfile.TemporaryDirectory() as folder:
         references = train(Path(folder), options.reference, recipes, options.dtype, repeat=0)
         for name in options.layouts:
-            for recipe, result in train(Path(folder), name, recipes, options.dtype, repeat=1).items():
+            for recipe, result in train(Path(folder), name, recipes, options.dtype, 1, follow).items():
                 failed = next((text for text in (references[recipe], result) if isinstance(text, str)), None)
                 row = failed or " ".join(f"{value:9.1e}" for value in differences(references[recipe], result))
                 print(f"{name:16} {recipe:14} {row}", flush=True)

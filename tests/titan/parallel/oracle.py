@@ -11,6 +11,8 @@ How to use it::
         found = oracle.train(base, "tensor parallelism", 2, LAYOUTS)  # one group of processes for all runs
         oracle.require_match(one, found["tp 2"], "unquantized")
 
+Flags of a recipe that quantizes also need ``oracle.follow(base, recipe)``.
+
 ``train`` runs mxtrain's own trainer with real flags: the flavor "tiny" of llama3 (or ``--model.name=qwen3``), 5 steps,
 a global batch of 4 sequences of 128 tokens, and ``RECIPES`` for the recipe. Runs are done once in a session, by the
 pytest worker that needs them first, so a group's name must be unique.
@@ -21,6 +23,11 @@ have the same full gradient, which ``train`` checks bit for bit.
 
 The same seed gives the same initial weights on every layout (``mxtrain.titan.parallel.initial_weights``). A step reads
 the same 4 sequences on every layout, in another order: rank r of a data-parallel group of R reads every R-th one.
+
+Runs that quantize start each step from the weights that one process had there (``follow``). Left alone, they go apart
+whatever the layout: sums in another order change the last bits of weights, now and then one of them is rounded to
+another code, and that changes later steps. ``scripts/bench/layouts.py --layouts perturbed`` shows this in one process.
+Runs in high precision do not follow.
 
 Everything is float32. TorchTitan 0.2.2 computes in ``training.mixed_precision_param`` by other means on other layouts:
 under autocast in one process, under a MixedPrecisionPolicy with FSDP or context parallelism, and not at all (that is,
@@ -57,8 +64,10 @@ RECIPES = {
     "mixed": ["--mxnorm.recipe=fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4", NEAREST],
 }
 """Name -> flags. "bf16" is the model without a converter, here in float32."""
-TOLERANCES = {**dict.fromkeys(RECIPES, 5e-3), **dict.fromkeys(("bf16", "unquantized", "fused_rmsnorm"), 1e-4)}
-"""Name -> largest difference. Another order of sums can change how a value is rounded, which is much more than a sum"""
+ALONE = "oracle of one process"
+FOLLOWS = "starts every step from the weights of "
+HIGH_PRECISION = {"bf16", "unquantized", "fused_rmsnorm", "experts"}
+"""Names of recipes that do not quantize: of ``RECIPES``, and DeepSeek's experts among the tests of pipelines"""
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,29 @@ def layout(
 
 def one_process(base: Path) -> dict[str, Training]:
     """Return what one process computes, by the name of a recipe."""
-    return train(base, "oracle of one process", 1, {name: [*layout(), *flags] for name, flags in RECIPES.items()})
+    return train(base, ALONE, 1, {name: [*layout(), *flags] for name, flags in RECIPES.items()})
+
+
+def follow(base: Path, recipe: str, group: str = ALONE) -> list[str]:
+    """Return a flag that makes every step start from the weights that a run of one process had there.
+
+    That run must be done before. Its folder goes into ``job.description``, which nothing else uses.
+
+    Args:
+        base: the fixture ``base``.
+        recipe: the run's name in ``group``.
+        group: name of a group of runs of one process.
+    """
+    return [f"--job.description={FOLLOWS}{base / group / recipe}"]
+
+
+def following(base: Path, runs: dict[str, list[str]], group: str = ALONE) -> dict[str, list[str]]:
+    """Make those of ``runs`` that quantize follow one process. The name of a run ends with ", " and its recipe's."""
+    recipes = {name: name.rpartition(", ")[2] for name in runs}
+    return {
+        name: flags if recipes[name] in HIGH_PRECISION else [*flags, *follow(base, recipes[name], group)]
+        for name, flags in runs.items()
+    }
 
 
 def train(base: Path, group: str, processes: int, runs: dict[str, list[str]]) -> dict[str, Training]:
@@ -106,13 +137,20 @@ def train(base: Path, group: str, processes: int, runs: dict[str, list[str]]) ->
     return {name: read(outcome, processes) for name, outcome in outcomes.items()}
 
 
-def outcomes_of(base: Path, group: str, processes: int, runs: dict[str, list[str]]) -> dict[str, Outcome]:
-    """Do ``runs`` as ``train`` does, and return exit statuses, output and folders."""
-    return done_once(base, group, processes, {name: [*COMMON, *flags] for name, flags in runs.items()}, record_all)
+def outcomes_of(
+    base: Path, group: str, processes: int, runs: dict[str, list[str]], perturbed: bool = False
+) -> dict[str, Outcome]:
+    """Do ``runs`` as ``train`` does, and return exit statuses, output and folders.
+
+    Args:
+        perturbed: change all initial weights by 1e-7 of themselves, about as much as another order of sums does.
+    """
+    prepare = record_perturbed if perturbed else record_all
+    return done_once(base, group, processes, {name: [*COMMON, *flags] for name, flags in runs.items()}, prepare)
 
 
 def record_all() -> None:
-    """Make every trainer of this process write its full gradients before they are clipped."""
+    """Make every trainer of this process write its full gradients before they are clipped, and follow another run."""
     import torchtitan.distributed.utils as dist_utils
 
     from mxtrain.titan.train import _Trainer
@@ -126,27 +164,66 @@ def record_all() -> None:
 
     def train_step_of(trainer, data_iterator):
         trainers[:] = [trainer]
+        _follow(trainer)
         return train_step(trainer, data_iterator)
 
     dist_utils.clip_grad_norm_, _Trainer.train_step = record_and_clip, train_step_of
 
 
+def record_perturbed() -> None:
+    """Do as ``record_all``, and change the initial weights by normal random shares with a deviation of 1e-7."""
+    from mxtrain.titan.train import _Trainer
+
+    record_all()
+    train_step = _Trainer.train_step
+
+    def train_step_of(trainer, data_iterator):
+        if trainer.step == 1:
+            for _, parameter in _named_parameters(trainer):
+                parameter.data.mul_(1 + 1e-7 * torch.randn_like(parameter))
+        return train_step(trainer, data_iterator)
+
+    _Trainer.train_step = train_step_of
+
+
 @torch.no_grad()
-def _record(trainer) -> None:
-    """Write all digests, and those gradients for which this is the first rank."""
+def _follow(trainer) -> None:
+    """Take the weights of the run to follow, which must be nearly those that this run's optimizer has made."""
+    _, follows, folder = trainer.job_config.job.description.partition(FOLLOWS)
+    if not follows:
+        return
+    weights = torch.load(Path(folder) / f"gradients-{trainer.step}-0.pt")["weights"]
+    for name, parameter in _named_parameters(trainer):
+        ours, full = parameter, weights[name].to(parameter.device)
+        if hasattr(parameter, "full_tensor"):
+            (shard,) = parameter.__create_chunk_list__()  # the part that a checkpoint takes from this rank
+            full = full[tuple(slice(start, start + size) for start, size in zip(shard.offsets, shard.sizes))]
+            ours = parameter.to_local()
+        difference = (ours - full).norm() / full.norm().clamp(min=1e-30)
+        assert difference <= 1e-3, f"step {trainer.step}: {name} differs by {difference:.3g} before it follows"
+        ours.copy_(full)
+
+
+def _named_parameters(trainer) -> list[tuple[str, torch.nn.Parameter]]:
     from mxtrain.titan.parallel.initial_weights import plain_name
 
-    parameters = [item for part in trainer.model_parts for item in part.named_parameters() if item[1].grad is not None]
-    full = {plain_name(name): _full(parameter.grad) for name, parameter in parameters}
-    names = [list(full)]
+    return [(plain_name(name), value) for part in trainer.model_parts for name, value in part.named_parameters()]
+
+
+@torch.no_grad()
+def _record(trainer) -> None:
+    """Write all digests, and those gradients for which this is the first rank. One process writes its weights, too."""
+    parameters = _named_parameters(trainer)
+    full = {name: _full(parameter.grad) for name, parameter in parameters if parameter.grad is not None}
+    names, rank = [list(full)], 0
     if torch.distributed.is_initialized():
-        names = [None] * torch.distributed.get_world_size()
+        names, rank = [None] * torch.distributed.get_world_size(), torch.distributed.get_rank()
         torch.distributed.all_gather_object(names, list(full))
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     others = {name for before in names[:rank] for name in before}
     record = {
         "digests": {name: sha256(tensor.cpu().numpy().tobytes()).hexdigest() for name, tensor in full.items()},
         "gradients": {name: tensor.cpu() for name, tensor in full.items() if name not in others},
+        "weights": {name: parameter.detach().cpu() for name, parameter in parameters} if len(names) == 1 else {},
     }
     torch.save(record, Path(trainer.job_config.job.dump_folder) / f"gradients-{trainer.step}-{rank}.pt")
 
@@ -176,42 +253,53 @@ def _unite(folder: Path, step: int, processes: int) -> dict[str, torch.Tensor]:
     return gradients
 
 
-def compare(one: Training, other: Training, tolerance: float, steps: int = STEPS) -> float:
-    """Return the largest relative difference of a parameter's gradient, as a norm, over the first ``steps`` steps.
+def differences(one: Training, other: Training) -> list[tuple[float, str]]:
+    """Return the largest relative difference of a parameter's gradient, as a norm, and what differs, for every step.
 
     Raises:
-        AssertionError: this, or a difference of losses or gradient norms, is more than ``tolerance``, or the parameters
-            differ in number, name or shape. The message names the step and the worst parameter.
+        AssertionError: the parameters differ in number, name or shape, or the number of steps.
     """
-    assert len(other.losses) >= steps and len(one.losses) >= steps, (len(one.losses), len(other.losses))
-    worst, where = 0.0, "no parameter"
-    for step in range(steps):
-        ours, theirs = other.gradients[step], one.gradients[step]
+    worst = []
+    for step, (ours, theirs) in enumerate(zip(other.gradients, one.gradients, strict=True), start=1):
         assert ours.keys() == theirs.keys(), sorted(ours.keys() ^ theirs.keys())
+        largest, where = 0.0, "no parameter"
         for name, expected in theirs.items():
             assert ours[name].shape == expected.shape, (name, ours[name].shape, expected.shape)
             difference = _relative(ours[name], expected)
-            if not difference <= worst:  # NaN is worse than every number
+            if not difference <= largest:  # NaN is worse than every number
                 ratio = (ours[name].norm() / expected.norm()).item()
-                worst, where = difference, f"step {step + 1}, {name}, whose norm is {ratio:.6g} of one process's"
-    assert worst <= tolerance, f"gradients differ by {worst:.3g} of their norm, more than {tolerance:g}: {where}"
-    for what, values in _scalars(one, other).items():
-        for step, (expected, found) in enumerate(values[:steps], start=1):
-            difference = abs(found - expected) / abs(expected)
-            assert difference <= tolerance, f"step {step}: {what} {found:.8g}, of one process {expected:.8g}"
+                largest, where = difference, f"step {step}, {name}, whose norm is {ratio:.6g} of one process's"
+        worst.append((largest, where))
     return worst
 
 
-def require_match(one: Training, other: Training, recipe: str) -> None:
-    """Raise AssertionError unless a training of a recipe matches one process's.
+def compare(one: Training, other: Training, tolerance: float) -> None:
+    """Raise AssertionError if a gradient, a loss or a gradient norm differs by more than ``tolerance`` in any step.
 
-    In the first two steps, whose weights agree to the last bits, gradients are within ``TOLERANCES``. Later, with a
-    quantizing recipe, they are within four times as much: one value that is rounded to another code changes the
-    weights, and these change what is rounded next. Context parallelism with "mx_linear" has shown 0.94 % in step 5.
+    The message names the step and the worst parameter.
     """
-    tolerance = TOLERANCES[recipe]
-    compare(one, other, tolerance, steps=2)
-    compare(one, other, tolerance if tolerance < 1e-3 else 4 * tolerance)
+    for difference, where in differences(one, other):
+        assert difference <= tolerance, f"gradients differ by {difference:.3g} of their norm, > {tolerance:g}: {where}"
+    for what, values in _scalars(one, other).items():
+        for step, (expected, found) in enumerate(values, start=1):
+            difference = abs(found - expected) / abs(expected)
+            assert difference <= tolerance, f"step {step}: {what} {found:.8g}, of one process {expected:.8g}"
+
+
+def require_match(one: Training, other: Training, recipe: str) -> None:
+    """Raise AssertionError unless a training of a recipe matches one process's, which it followed if it quantizes.
+
+    In high precision all steps agree to 1e-4. When it quantizes, a sum in another order now and then rounds an operand
+    to another code, which has changed a gradient by up to 0.3 %. That happens in some steps and not
+    in others, but a fault shows in all of them. So one step must agree to 1e-4, the middle one to 0.5 %, all to 1 %.
+    """
+    if recipe in HIGH_PRECISION:
+        return compare(one, other, 1e-4)
+    compare(one, other, 1e-2)
+    found = sorted(difference for difference, _ in differences(one, other))
+    assert found[0] <= 1e-4 and found[len(found) // 2] <= 5e-3, (
+        f"differences of gradients in {len(found)} steps: {found}"
+    )
 
 
 def _scalars(one: Training, other: Training) -> dict[str, list[tuple[float, float]]]:

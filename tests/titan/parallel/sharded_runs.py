@@ -36,16 +36,18 @@ def validated(base: Path) -> list[str]:
 
 
 def on_two(base: Path) -> dict[str, Outcome]:
+    oracle.one_process(base)
     more = {
         "cp 2, validated, mxfp8": [*layout(context=2), *validated(base)],
         "cp 2, saved": [*layout(context=2), *SAVE, steps(3)],
         "qwen3, cp 2": ["--model.name=qwen3", *layout(context=2), *validated(base)],
     }
-    return oracle.outcomes_of(base, "sharded on two", 2, TWO | more)
+    return oracle.outcomes_of(base, "sharded on two", 2, oracle.following(base, TWO) | more)
 
 
 def on_four(base: Path) -> dict[str, Outcome]:
-    return oracle.outcomes_of(base, "sharded on four", 4, FOUR)
+    oracle.one_process(base)
+    return oracle.outcomes_of(base, "sharded on four", 4, oracle.following(base, FOUR))
 
 
 def on_one_after_two(base: Path) -> dict[str, Outcome]:

@@ -1,6 +1,5 @@
 """What context parallelism reports, counts and validates, against one process."""
 
-import oracle
 import pytest
 import sharded_runs
 import torch
@@ -26,8 +25,7 @@ def test_a_run_goes_on_on_one_process_with_the_same_text_and_token_count(base):
     expected = expected["validated"].rows
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert [row["tokens_seen"] for row in rows] == [row["tokens_seen"] for row in expected]
-    tolerance = oracle.TOLERANCES["mxfp8"]
-    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=tolerance)
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=5e-3)
 
 
 def test_parts_add_up_to_the_whole():

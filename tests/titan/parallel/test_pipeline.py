@@ -22,7 +22,9 @@ RECIPES = {
     "mixed": ["--mxnorm.recipe=fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4"],
     "experts": ["--model.name=deepseek_v3", "--model.converters=decompose_k_router"],
 }
-TOLERANCES = {"mxfp8": 5e-3, "mx_linear": 5e-3, "nvfp4": 5e-3, "mixed": 5e-3}
+
+
+ONE, ALL_ON_ONE = "one process for pipelines", "one process for all pipelines"
 
 
 def run(recipe: str, *flags: str, **degrees: int) -> list[str]:
@@ -31,9 +33,12 @@ def run(recipe: str, *flags: str, **degrees: int) -> list[str]:
 
 def two(base) -> dict[str, Outcome]:
     validated = [*training_runs.validate(base), "--validation.freq=2"]
+    one(base)
     runs = {
         "1f1b, accumulated, unquantized": run("unquantized", *validated, pipeline=2, accumulate=2),
-        "interleaved, nvfp4": run("nvfp4", f"{SCHEDULE}=Interleaved1F1B", *SAVE, pipeline=2),
+        "interleaved, nvfp4": run(
+            "nvfp4", f"{SCHEDULE}=Interleaved1F1B", *SAVE, *oracle.follow(base, "nvfp4", ONE), pipeline=2
+        ),
         "interleaved, nvfp4, resumed": Resumed("interleaved, nvfp4", 2),
     }
     return done_once(base, "pipelines", 2, runs, oracle.record_all)
@@ -43,7 +48,7 @@ def one(base) -> dict[str, Outcome]:
     """One process. Tensors with one scale each and random bits differ by microbatch, so it sees chunk after chunk."""
     validated = [*training_runs.validate(base), "--validation.freq=2"]
     runs = {"unquantized": run("unquantized", *validated), "nvfp4": run("nvfp4", *SAVE, accumulate=4)}
-    return done_once(base, "one process for pipelines", 1, runs, oracle.record_all)
+    return done_once(base, ONE, 1, runs, oracle.record_all)
 
 
 SWEEP = {
@@ -91,7 +96,7 @@ def expected(base) -> dict[str, Outcome]:
 
 def require_equal(expected: Outcome, found: Outcome, processes: int, recipe: str) -> None:
     trainings = oracle.read(expected, 1), oracle.read(found, processes)
-    oracle.compare(*trainings, TOLERANCES.get(recipe, 1e-4))
+    oracle.require_match(*trainings, recipe)
 
 
 @pytest.mark.parametrize("name", ["1f1b, accumulated, unquantized", "interleaved, nvfp4"])
@@ -146,8 +151,9 @@ def test_every_pipeline_matches_one_process(base, processes, name):
     recipe = name.rpartition(", ")[2]
     chunked = {"nvfp4": run("nvfp4", accumulate=4), "mixed": run("mixed", accumulate=4), "experts": run("experts")}
     others = {key: run(key) for key in oracle.RECIPES}
-    theirs = done_once(base, "one process for all pipelines", 1, {**others, **chunked}, oracle.record_all)[recipe]
-    ours = done_once(base, f"all pipelines on {processes}", processes, SWEEP[processes], oracle.record_all)[name]
+    theirs = done_once(base, ALL_ON_ONE, 1, {**others, **chunked}, oracle.record_all)[recipe]
+    runs = oracle.following(base, SWEEP[processes], ALL_ON_ONE)
+    ours = done_once(base, f"all pipelines on {processes}", processes, runs, oracle.record_all)[name]
     require_equal(theirs, ours, processes, recipe)
 
 

@@ -3,8 +3,6 @@
 import oracle
 import pytest
 
-TOLERANCES = {"mxfp8": 5e-3, "mx_linear": 5e-3, "mixed": 5e-3}
-
 
 def run(recipe: str, *flags: str, **degrees: int) -> list[str]:
     return [*oracle.layout(**degrees), *oracle.RECIPES[recipe], *flags]
@@ -28,15 +26,16 @@ SWEEP = {
 
 @pytest.mark.parametrize("name", TWO)
 def test_replicas_match_one_process(base, name):
-    require_equal(base, name, oracle.train(base, "replicas", 2, TWO)[name])
+    require_match(base, name, "replicas", 2, TWO)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("processes, name", [(processes, name) for processes in SWEEP for name in SWEEP[processes]])
 def test_all_replicas_match_one_process(base, processes, name):
-    require_equal(base, name, oracle.train(base, f"all replicas on {processes}", processes, SWEEP[processes])[name])
+    require_match(base, name, f"all replicas on {processes}", processes, SWEEP[processes])
 
 
-def require_equal(base, name: str, found: oracle.Training) -> None:
-    recipe = name.rpartition(", ")[2]
-    oracle.compare(oracle.one_process(base)[recipe], found, TOLERANCES.get(recipe, 1e-4))
+def require_match(base, name: str, group: str, processes: int, runs: dict[str, list[str]]) -> None:
+    recipe, one = name.rpartition(", ")[2], oracle.one_process(base)
+    found = oracle.train(base, group, processes, oracle.following(base, runs))
+    oracle.require_match(one[recipe], found[name], recipe)

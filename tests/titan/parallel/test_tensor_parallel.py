@@ -25,11 +25,11 @@ FLAGS = {
     "quantized head": ["--mxnorm.filter_fqns=layers.0"],
     "both converters": ["--model.converters=mxnorm,fused_rmsnorm"],
 }
-EXACT = {"bf16", "unquantized", "fused_rmsnorm"}
 AC = "--activation_checkpoint.mode="
 # The same graphs as in training, without the minutes that Inductor takes on a CPU.
 COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
 NO_LOSS_PARALLEL = "--parallelism.disable_loss_parallel"
+BESIDE = "one process beside tensor parallelism"
 TWO = {
     "unquantized, loss parallel off": [*oracle.layout(tensor=2), NO_LOSS_PARALLEL],
     "mxfp8, accumulated, full": [*oracle.layout(tensor=2, accumulate=2), f"{AC}full"],
@@ -60,37 +60,28 @@ def recipe_of(name: str) -> str:
     return name.partition(", ")[0]
 
 
-def compare(one: oracle.Training, found: oracle.Training, recipe: str) -> None:
-    """Sums of parts differ in their last bits, which now and then round an operand the other way. Steps amplify that.
-
-    A step of E2M1 is a third of an element, one of E4M3 a tenth or less.
-    """
-    if recipe in EXACT:
-        oracle.compare(one, found, 1e-4)
-    elif any("nvfp4" in flag for flag in FLAGS[recipe]):
-        oracle.compare(one, found, 2e-2, steps=1)
-    else:
-        oracle.compare(one, found, 5e-3, steps=3)
-
-
-def with_recipes(runs: dict[str, list[str]]) -> dict[str, list[str]]:
-    return {name: [*flags, *FLAGS[recipe_of(name)]] for name, flags in runs.items()}
+def with_recipes(base, runs: dict[str, list[str]], group: str = oracle.ALONE) -> dict[str, list[str]]:
+    followed = {recipe: oracle.follow(base, recipe, group) for recipe in FLAGS.keys() - oracle.HIGH_PRECISION}
+    recipes = {name: recipe_of(name) for name in runs}
+    return {name: [*flags, *FLAGS[recipes[name]], *followed.get(recipes[name], [])] for name, flags in runs.items()}
 
 
 @pytest.mark.parametrize("name", TWO)
 def test_gradients_match_one_process(base, name):
-    found = oracle.train(base, "tensor parallelism on 2", 2, with_recipes(TWO))[name]
-    compare(oracle.one_process(base)[recipe_of(name)], found, recipe_of(name))
+    one = oracle.one_process(base)
+    found = oracle.train(base, "tensor parallelism on 2", 2, with_recipes(base, TWO))[name]
+    oracle.require_match(one[recipe_of(name)], found, recipe_of(name))
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", [*TWO_SWEEP, *FOUR_SWEEP])
 def test_gradients_of_every_layout_match_one_process(base, name):
     alone = {recipe: [*oracle.layout(), *FLAGS[recipe]] for recipe in FLAGS}
-    expected = oracle.train(base, "one process beside tensor parallelism", 1, alone)
+    expected = oracle.train(base, BESIDE, 1, alone)
     runs, processes = (TWO_SWEEP, 2) if name in TWO_SWEEP else (FOUR_SWEEP, 4)
-    found = oracle.train(base, f"sweep of tensor parallelism on {processes}", processes, with_recipes(runs))[name]
-    compare(expected[recipe_of(name)], found, recipe_of(name))
+    runs = with_recipes(base, runs, BESIDE)
+    found = oracle.train(base, f"sweep of tensor parallelism on {processes}", processes, runs)[name]
+    oracle.require_match(expected[recipe_of(name)], found, recipe_of(name))
 
 
 @pytest.mark.sweep
