@@ -7,6 +7,7 @@ import oracle
 import pytest
 import torch
 import training_runs
+from recording import record_all
 from torch.distributed.pipelining import PipelineStage
 from training_runs import SCHEDULE, Outcome, Resumed, done_once, steps
 
@@ -22,8 +23,6 @@ RECIPES = {
     "mixed": ["--mxnorm.recipe=fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4"],
     "experts": ["--model.name=deepseek_v3", "--model.converters=decompose_k_router"],
 }
-
-
 ONE, ALL_ON_ONE = "one process for pipelines", "one process for all pipelines"
 
 
@@ -41,14 +40,14 @@ def two(base) -> dict[str, Outcome]:
         ),
         "interleaved, nvfp4, resumed": Resumed("interleaved, nvfp4", 2),
     }
-    return done_once(base, "pipelines", 2, runs, oracle.record_all)
+    return done_once(base, "pipelines", 2, runs, record_all)
 
 
 def one(base) -> dict[str, Outcome]:
     """One process. Tensors with one scale each and random bits differ by microbatch, so it sees chunk after chunk."""
     validated = [*training_runs.validate(base), "--validation.freq=2"]
     runs = {"unquantized": run("unquantized", *validated), "nvfp4": run("nvfp4", *SAVE, accumulate=4)}
-    return done_once(base, ONE, 1, runs, oracle.record_all)
+    return done_once(base, ONE, 1, runs, record_all)
 
 
 SWEEP = {
@@ -151,9 +150,9 @@ def test_every_pipeline_matches_one_process(base, processes, name):
     recipe = name.rpartition(", ")[2]
     chunked = {"nvfp4": run("nvfp4", accumulate=4), "mixed": run("mixed", accumulate=4), "experts": run("experts")}
     others = {key: run(key) for key in oracle.RECIPES}
-    theirs = done_once(base, ALL_ON_ONE, 1, {**others, **chunked}, oracle.record_all)[recipe]
+    theirs = done_once(base, ALL_ON_ONE, 1, {**others, **chunked}, record_all)[recipe]
     runs = oracle.following(base, SWEEP[processes], ALL_ON_ONE)
-    ours = done_once(base, f"all pipelines on {processes}", processes, runs, oracle.record_all)[name]
+    ours = done_once(base, f"all pipelines on {processes}", processes, runs, record_all)[name]
     require_equal(theirs, ours, processes, recipe)
 
 
@@ -166,7 +165,7 @@ def test_pipelines_beside_parallelism_within_layers_match_one_process(base, expe
         "context, unquantized": run("unquantized", *validated, pipeline=2, context=2),
     }
     theirs = expected["unquantized"]
-    for ours in done_once(base, "pipelines beside others", 4, runs, oracle.record_all).values():
+    for ours in done_once(base, "pipelines beside others", 4, runs, record_all).values():
         require_equal(theirs, ours, 4, "unquantized")
         assert losses_of_validation(ours) == pytest.approx(losses_of_validation(theirs), rel=1e-5)
 

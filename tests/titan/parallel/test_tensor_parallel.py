@@ -52,6 +52,7 @@ FOUR_SWEEP = {
     "unquantized, tp 2 x fsdp 2, accumulated": oracle.layout(tensor=2, shard=2, accumulate=2),
     "mxfp8, tp 2 x fsdp 2, selective": [*oracle.layout(tensor=2, shard=2), f"{AC}selective"],
     "mxfp8, tp 2 x ddp 2": oracle.layout(tensor=2, replicate=2),
+    "mxfp8, cp 2 x tp 2": oracle.layout(context=2, tensor=2),
     "unquantized, tp 2 x fsdp 2, compiled": [*oracle.layout(tensor=2, shard=2), *COMPILED],
 }
 
