@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,6 +59,17 @@ def end_with_launcher() -> None:
     # The launcher may have ended before the call. With torchrun, such a worker finds no rendezvous and ends anyway.
     if LAUNCHER_VARIABLE in os.environ and not is_launcher_alive():
         sys.exit(128 + signal.SIGKILL)
+
+
+def end_with_this_process() -> Callable[[], None]:
+    """Return what a new process calls before its program, so that SIGTERM stops it when this process ends (on Linux).
+
+    To be called in the thread that starts the process, for as long as that lives.
+    """
+    if sys.platform != "linux":
+        return lambda: None
+    library = ctypes.CDLL(None, use_errno=True)  # loaded here: between fork and exec little is safe
+    return lambda: library.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 @functools.cache

@@ -12,10 +12,14 @@ import tomli
 from mxtrain.analysis.metrics_file import read_metrics
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import CONFIG_FILE, FACTS_FILE, METRICS_FILE, reason
+from mxtrain.run_folder.interrupted import STEPS
 
 # Types of the facts that tables and plots use. Any may be missing or null.
 FACT_TYPES = {"converter": str, "converters": list, "recipe": str, "recipes": dict, "estimator": str, "mode": str}
 FACT_TYPES |= {"world_size": int, "wandb": dict, "precision": str}
+
+LOG_FREQ = 10
+"""TorchTitan's default of metrics.log_freq, which config.toml leaves out"""
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -68,6 +72,23 @@ class Run:
     @property
     def peak_memory_gib(self) -> float | None:
         return max((row["memory_gib"] for row in self.training if row.get("memory_gib") is not None), default=None)
+
+    @property
+    def planned_steps(self) -> int | None:
+        """The number of steps that its settings ask for; None without settings."""
+        steps = self.setting("training", "steps", STEPS)
+        return steps if self.settings and isinstance(steps, int) else None
+
+    @property
+    def log_freq(self) -> int:
+        """Number of steps between logged ones: the last logged step may be so many before the end, less one."""
+        frequency = self.setting("metrics", "log_freq", LOG_FREQ)
+        return frequency if isinstance(frequency, int) else LOG_FREQ
+
+    def setting(self, section: str, name: str, default: object = None) -> object:
+        """Return a setting; ``default`` where config.toml, which holds no defaults, does not set it."""
+        table = self.settings.get(section)
+        return table.get(name, default) if isinstance(table, dict) else default
 
     @property
     def first_nonfinite_step(self) -> int | None:

@@ -27,6 +27,11 @@ def table(runs: list[Run]) -> str:
         )
         for label, run in zip(names(runs), runs, strict=True)
     ]
+    return aligned(rows)
+
+
+def aligned(rows: list[tuple[str, ...]]) -> str:
+    """Return a table of cells, one line per row: words in the first two columns, numbers in the others."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from mxtrain import __version__
 from mxtrain.cli import (
+    compare_command,
     completion_command,
     configs_command,
     eval_command,
     export_command,
     generate_command,
     import_command,
+    report_command,
     train_command,
 )
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
@@ -63,6 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     configs_command.add(commands)
     _add_cache(commands)
     _add_plot(commands)
+    compare_command.add(commands)
+    report_command.add(commands)
     export_command.add(commands)
     import_command.add(commands)
     generate_command.add(commands)

@@ -41,6 +41,9 @@ class DataConfig:
     installed: bool = False
     """"python": add every installed package to the standard library"""
 
+    other_files: bool = False
+    """"python": add C, C++ and CUDA source, stubs, documentation and text, and those and the manual of the system"""
+
     max_bytes: int = 0
     """Upper limit on the text, in bytes of UTF-8; 0 means no limit"""
 
@@ -51,7 +54,7 @@ class DataConfig:
     """Share of the documents held out for validation, in [0, 1)"""
 
     seed: int = 0
-    """Seed of the order of Python files"""
+    """Seed of the order of the files"""
 
     text_key: str = "text"
     """The text column of JSONL, Parquet and Hugging Face datasets"""
@@ -110,6 +113,8 @@ class DataConfig:
             del fields[name]
         if not self.stream_share:
             del fields["stream_share"]  # the text of a config from before this field has the same key as then
+        if not self.other_files:
+            del fields["other_files"]  # likewise
         return fields
 
     def cache_path(self) -> Path:

@@ -1,28 +1,19 @@
 """Reads Python source code as training text: the standard library and, optionally, every installed package.
 
-Python source is real text that is on every machine and needs no network. A file's key is its path relative to
-its root ("stdlib/json/decoder.py", "site-packages/numpy/version.py"), so order and split are the same on every
-machine, wherever Python is installed.
+Python source is real text that is on every machine and needs no network. With ``data.other_files``, C and C++ source,
+documentation and manual pages come to it. ``machine_files.py`` lists the files.
 """
 
-import os
-import sys
-import sysconfig
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from hashlib import sha256
-from pathlib import Path
-from stat import S_ISREG
-from typing import NamedTuple
 
 from mxtrain.data.config import DataConfig
 from mxtrain.data.documents import Document, FileEntry, fraction
+from mxtrain.data.machine_files import MAX_FILE_BYTES, SourceFile, has_control_characters, list_files, read_bytes
 from mxtrain.data.progress import Progress, megabytes
 from mxtrain.errors import ConfigError
-
-PACKAGE_FOLDERS = ("site-packages", "dist-packages")
-STANDARD_LIBRARY = "stdlib"
 
 # Generated tables and bindings compress better than hand-written code. At zlib's level 1, character tables and
 # protobuf bindings compress to 0.05-0.14 of their size; of 12,277 installed files 1.3 % are below 0.17. The default
@@ -34,28 +25,15 @@ MACHINE_MADE_LEVEL = 1
 MACHINE_MADE_FROM_BYTES = 4096
 
 
-class SourceFile(NamedTuple):
-    key: str
-    path: str
-    size: int
-    mtime_ns: int
-
-    @property
-    def package(self) -> str | None:
-        """Top-level folder or module in site-packages; None for the standard library."""
-        root, first, *_ = self.key.split("/")
-        return None if root == STANDARD_LIBRARY else first.removesuffix(".py")
-
-
 class PythonSource:
-    """The Python files of this machine. Implements ``Source``.
+    """The Python files of this machine, and its other text if asked for. Implements ``Source``.
 
     ``scan`` raises ConfigError if no file is kept.
     """
 
     def __init__(self, config: DataConfig):
         self._config = config
-        self._files = list_files(config.installed)
+        self._files = list_files(config.installed, config.other_files)
         self._kept: list[SourceFile] = []
         self.listing = [FileEntry(file.path, file.size, file.mtime_ns) for file in self._files]
         self.dropped: Counter[str] = Counter()
@@ -74,46 +52,16 @@ class PythonSource:
                 f"{self._config.section}.dataset = 'python' found no usable text in {len(self._files):,} files with "
                 f"data.max_bytes = {self._config.max_bytes}, data.package_share = {self._config.package_share}"
             )
-        progress.say(f"kept {len(self._kept):,} of {len(self._files):,} Python files, {megabytes(self.text_bytes)}")
+        progress.say(f"kept {len(self._kept):,} of {len(self._files):,} files, {megabytes(self.text_bytes)}")
 
     def documents(self) -> Iterator[Document]:
         for file in self._kept:
             try:
-                text = Path(file.path).read_bytes().decode("utf-8")
+                text = read_bytes(file).decode("utf-8")
             except (OSError, UnicodeDecodeError) as error:  # changed since ``scan``
                 setting = f"{self._config.section}.dataset = 'python'"
                 raise ConfigError(f"{setting}: {file.path} changed while it was read: {error}; try again") from error
             yield Document(file.key, text)
-
-
-def list_files(installed: bool) -> list[SourceFile]:
-    """List every ``.py`` file of the standard library and, if ``installed``, of the packages on ``sys.path``."""
-    files = _walk(Path(sysconfig.get_paths()["stdlib"]), STANDARD_LIBRARY)
-    if installed:
-        folders = (Path(entry).resolve() for entry in sys.path if Path(entry).name in PACKAGE_FOLDERS)
-        for folder in dict.fromkeys(folders):
-            files += _walk(folder, "site-packages")
-    return files
-
-
-def _walk(root: Path, prefix: str) -> list[SourceFile]:
-    files = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = sorted(name for name in subfolders if name not in PACKAGE_FOLDERS)
-        for name in sorted(names):
-            path = os.path.join(folder, name)
-            status = _status(path) if name.endswith(".py") else None
-            if status and S_ISREG(status.st_mode):
-                key = f"{prefix}/{Path(path).relative_to(root).as_posix()}"
-                files.append(SourceFile(key, path, status.st_size, status.st_mtime_ns))
-    return files
-
-
-def _status(path: str) -> os.stat_result | None:
-    try:
-        return os.stat(path)
-    except OSError:  # a link to nothing, or a file that was just deleted
-        return None
 
 
 def _shuffled(files: list[SourceFile], seed: int) -> list[SourceFile]:
@@ -125,18 +73,25 @@ def _clean(files: list[SourceFile], max_bytes: int, dropped: Counter, progress: 
     """Return the readable, distinct, hand-written files that fit into ``max_bytes``, in order; 0 means no limit."""
     kept, seen, total = [], set(), 0
     for position, file in enumerate(files):
-        progress.tick(lambda position=position: f"read {position:,} of {len(files):,} Python files")
+        progress.tick(lambda position=position: f"read {position:,} of {len(files):,} files")
         if max_bytes and total + file.size > max_bytes:
             dropped["over max_bytes"] += 1
             continue
         try:
-            content = Path(file.path).read_bytes()
+            content = read_bytes(file)
+            if not file.is_python and len(content) > MAX_FILE_BYTES:
+                dropped[f"over {megabytes(MAX_FILE_BYTES)}"] += 1
+                continue
             content.decode("utf-8")
         except (OSError, UnicodeDecodeError):
             dropped["unreadable"] += 1
             continue
         digest = sha256(content).digest()
-        if not content.strip():
+        if max_bytes and total + len(content) > max_bytes:  # a compressed file is longer than it seemed
+            dropped["over max_bytes"] += 1
+        elif not file.is_python and has_control_characters(content):
+            dropped["not text"] += 1
+        elif not content.strip():
             dropped["empty"] += 1
         elif digest in seen:
             dropped["duplicate"] += 1

@@ -37,7 +37,8 @@ CLASSES = {
     """,
     ResumeClass.DATA: """
         training.dataset training.dataset_path
-        data.installed data.max_bytes data.package_share data.validation_share data.seed data.text_key data.hf_config
+        data.installed data.other_files data.max_bytes data.package_share data.validation_share data.seed data.text_key
+        data.hf_config
     """,
     ResumeClass.REFUSED: """
         model.name model.flavor model.converters model_args.[!m]* model_args.m[!a]* data.vocab_size quantize.*

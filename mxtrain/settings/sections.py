@@ -217,6 +217,12 @@ class Data:
     installed: bool = False
     """Dataset "python": read the source of every installed package as well as the standard library"""
 
+    other_files: bool = False
+    """
+    Dataset "python": also read the C, C++ and CUDA source, Python stubs, documentation and text of these packages, and
+    the headers, documentation and manual pages of the system, each file up to 1 MB
+    """
+
     vocab_size: NotNegative = 0
     """Vocabulary size of the model, and of the tokenizer if one is built; 0 keeps the model flavor's size"""
 

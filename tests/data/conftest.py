@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from mxtrain.data import python_source
+from mxtrain.data import machine_files
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,9 @@ def python_machine(tmp_path, monkeypatch):
                 path = root / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        monkeypatch.setattr(python_source.sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+        monkeypatch.setattr(machine_files.sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+        system_folders = {root: str(tmp_path / root) for root in machine_files.SYSTEM_FOLDERS}
+        monkeypatch.setattr(machine_files, "SYSTEM_FOLDERS", system_folders)
         monkeypatch.setattr(sys, "path", [str(tmp_path), str(packages), str(packages)])
         return library
 

@@ -31,7 +31,7 @@ from mxtrain.titan.data.run_data import RunLoader, keep_in_run_folder
 from mxtrain.titan.data.streams import held_out_share, training_stream, validation_stream
 from mxtrain.titan.models.flavors import vocab_size
 from mxtrain.titan.parallel.context import share_of_validation_loss
-from mxtrain.titan.reports.terminal import note_progress
+from mxtrain.titan.reports.terminal import note, note_progress
 from mxtrain.titan.stop import ignore_stop_signals
 
 
@@ -70,6 +70,8 @@ def build_dataloader(
     if name in DATASETS and name != "hf":
         _warn_of_rows_without_text(job_config, "training", prepared)
         dataset = _token_dataset(job_config, "training", prepared.train, dp_rank, dp_world_size, infinite)
+        if is_rank_0() and infinite:
+            _note_epochs(job_config, dataset)
     elif name == "hf":
         dataset = training_stream(job_config, tokenizer, dp_rank, dp_world_size, infinite)
     else:
@@ -202,6 +204,7 @@ def _data_config(job_config) -> DataConfig:
         vocab_size=0 if tokenizer_path else vocab_size(job_config),
         tokenizer_path=str(Path(tokenizer_path).expanduser().absolute()) if tokenizer_path else "",
         installed=data.installed,
+        other_files=data.other_files,
         max_bytes=data.max_bytes,
         package_share=data.package_share,
         validation_share=data.validation_share,
@@ -261,6 +264,20 @@ def _token_dataset(
         infinite=infinite,
         section=section,
     )
+
+
+def _note_epochs(job_config, dataset: TokenDataset) -> None:
+    """Tell the user, before training, that the run will read its text more than once."""
+    training = job_config.training
+    sequences = training.global_batch_size
+    if sequences < 0:  # TorchTitan's default: no accumulation of gradients
+        sequences = training.local_batch_size * dataset.dp_world_size
+    asked, available = training.steps * sequences * training.seq_len, dataset.chunks * training.seq_len
+    if asked > available:
+        note(
+            f"the text has {available:,} tokens, and {training.steps:,} steps take {asked:,}: it is read "
+            f"{asked / available:.1f} times"
+        )
 
 
 def _loader_options(settings) -> dict:

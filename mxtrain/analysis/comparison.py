@@ -1,0 +1,198 @@
+"""Compares results: means over seeds and paired differences to a baseline, by variant and learning rate.
+
+Results of different models, and rows of a CSV of different lengths, are compared apart. Runs of one model whose curves
+have different lengths are compared at the last number of tokens (or steps) that all of them have.
+"""
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from mxtrain.analysis.estimates import Estimate, estimate, paired_difference
+from mxtrain.analysis.results import Result
+from mxtrain.analysis.runs import Run
+from mxtrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One variant at one learning rate. Losses are in nats, and their differences are to the baseline."""
+
+    variant: str
+    lr: float | None
+    count: int
+    """Number of runs, one per seed"""
+    validation: Estimate | None
+    tail: Estimate
+    validation_difference: Estimate | None
+    """None without a pair, and for the baseline"""
+    tail_difference: Estimate | None
+    spikes: int | None
+    """In all runs; None if none of them has a curve"""
+    tokens_per_second: float | None
+    """Mean over the runs, per device"""
+    memory_gib: float | None
+    """The largest of the runs' peaks"""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Results that can be compared."""
+
+    title: str
+    baseline: str
+    results: list[Result]
+    """Those that count; of equal length"""
+    cells: list[Cell]
+    """By learning rate, then in the order in which the variants came"""
+    notes: list[str]
+    """What a reader must know: results that do not count, shorter curves, seeds without a pair"""
+
+
+def compare(results: list[Result], baseline: str | None = None) -> list[Group]:
+    """Return the groups of ``results`` that can be compared, in the order in which they came.
+
+    Args:
+        baseline: name of a variant; None for the first variant of each group.
+
+    Raises ConfigError if no result counts, or no variant has the name ``baseline``.
+    """
+    variants = list(dict.fromkeys(result.variant for result in results))
+    if baseline is not None and baseline not in variants:
+        raise ConfigError(f"--baseline {baseline!r} is not one of the variants: {', '.join(map(repr, variants))}")
+    keys = [_key(result) for result in results]
+    parts = ([result for result, other in zip(results, keys) if other == key] for key in dict.fromkeys(keys))
+    groups = [group for part in parts if (group := _group(part, baseline))]
+    if not groups:
+        problems = "; ".join(f"{result.name}: {result.problem}" for result in results)
+        raise ConfigError(f"no run has finite losses to compare: {problems}" if results else "there are no runs")
+    return groups
+
+
+def _key(result: Result) -> tuple:
+    # A curve can be cut to another's length, and a row of a CSV cannot.
+    return (result.flavor, None) if result.run else (result.flavor, result.tokens or result.steps)
+
+
+def _group(results: list[Result], baseline: str | None) -> Group | None:
+    counted, notes = _counted(results)
+    if not counted:
+        return None
+    counted, more = _cut_to_one_length(counted)
+    names = list(dict.fromkeys(result.variant for result in counted))
+    chosen = baseline if baseline in names else names[0]
+    if baseline not in (None, chosen):
+        notes.append(f"no run of the baseline {baseline!r} counts here: differences are to {chosen!r}")
+    cells = []
+    for lr in sorted({result.lr for result in counted}, key=lambda lr: (lr is not None, lr)):
+        at_rate = {name: [r for r in counted if r.variant == name and r.lr == lr] for name in names}
+        cells += [_cell(members, at_rate[chosen]) for members in at_rate.values() if members]
+        more += _unpaired(at_rate, chosen, lr)
+    return Group(_title(counted), chosen, counted, cells, notes + more)
+
+
+def _counted(results: list[Result]) -> tuple[list[Result], list[str]]:
+    """Return the results that count in means, one per variant, learning rate and seed, and a line for each other."""
+    notes, found = [], {}
+    has_ended = any(not result.problem for result in results)
+    for result in results:
+        if result.problem and (has_ended or not result.is_finite):
+            notes.append(f"{result.name} ({result.variant}): does not count: {result.problem}")
+            continue
+        if result.problem:
+            notes.append(f"{result.name} ({result.variant}): {result.problem}; no run has ended yet")
+        # Runs without a seed are different draws.
+        key = (result.variant, result.lr, result.name if result.seed is None else result.seed)
+        if earlier := found.pop(key, None):
+            notes.append(
+                f"{earlier.name} and {result.name} have the same variant ({result.variant}), learning rate and seed: "
+                f"only {result.name}, which came last, counts"
+            )
+        found[key] = result
+    return list(found.values()), notes
+
+
+def _cut_to_one_length(results: list[Result]) -> tuple[list[Result], list[str]]:
+    """Cut longer curves to the shortest. Results without a curve are of one length."""
+    if any(result.run is None for result in results):
+        return results, []
+    unit = "tokens" if all(result.tokens for result in results) else "steps"
+    lengths = [getattr(result, unit) for result in results]
+    shortest = results[lengths.index(min(lengths))]
+    notes = []
+    if min(lengths) < max(lengths):
+        notes.append(
+            f"curves have different lengths ({min(lengths):,} to {max(lengths):,} {unit}): all are compared after "
+            f"{min(lengths):,} {unit}, where {shortest.name} ends. Where the learning rate decays, longer runs had a "
+            "higher one there"
+        )
+    places = [{_place(row["step"], result, unit): row for row in result.run.validation} for result in results]
+    common = set.intersection(*[set(own) for own in places if own]) if any(places) else set()
+    last = max((place for place in common), default=None)
+    if any(places) and last is None:
+        notes.append("the runs were not validated after the same number of tokens: validation is not compared")
+    elif last is not None and any(last < max(own) for own in places if own):
+        notes.append(f"validation is compared after {last:,} {unit}, the last validation that all runs have")
+    cut = []
+    for result, own in zip(results, places):
+        run = _cut(result.run, unit, min(lengths))
+        validation = own[last]["validation_loss"] if last in own else None
+        values = {"steps": run.training[-1]["step"], "tail": run.tail_loss, "validation": validation}
+        cut.append(replace(result, **values, **({"tokens": min(lengths)} if unit == "tokens" else {})))
+    return cut, notes
+
+
+def _place(step: int, result: Result, unit: str) -> int:
+    """Return where a step is on the axis of tokens or steps."""
+    return step if unit == "steps" else round(step * result.tokens / result.steps)
+
+
+def _cut(run: Run, unit: str, length: int) -> Run:
+    key = "step" if unit == "steps" else "tokens_seen"
+    kept = [row for row in run.training if row.get(key) is not None and row[key] <= length]
+    return replace(run, training=kept or run.training[:1])
+
+
+def _cell(members: list[Result], baseline: list[Result]) -> Cell:
+    is_baseline = members is baseline
+    losses, differences = {}, {}
+    for name in ("validation", "tail"):
+        known = [value for member in members if (value := getattr(member, name)) is not None]
+        losses[name] = estimate(known) if len(known) == len(members) else None
+        pairs = (_by_seed(members, name), _by_seed(baseline, name))
+        differences[f"{name}_difference"] = None if is_baseline else paired_difference(*pairs)
+    spikes = [member.spikes for member in members if member.spikes is not None]
+    rates = [member.tokens_per_second for member in members if member.tokens_per_second is not None]
+    return Cell(
+        variant=members[0].variant,
+        lr=members[0].lr,
+        count=len(members),
+        **losses,
+        **differences,
+        spikes=sum(spikes) if spikes else None,
+        tokens_per_second=statistics.fmean(rates) if rates else None,
+        memory_gib=max((m.memory_gib for m in members if m.memory_gib is not None), default=None),
+    )
+
+
+def _by_seed(results: Iterable[Result], name: str) -> dict[int, float]:
+    values = {result.seed: getattr(result, name) for result in results}
+    return {seed: value for seed, value in values.items() if seed is not None and value is not None}
+
+
+def _unpaired(at_rate: dict[str, list[Result]], baseline: str, lr: float | None) -> list[str]:
+    """Return a line for each variant that has runs without a partner of the same seed in the baseline."""
+    seeds = {result.seed for result in at_rate[baseline]} - {None}
+    lines = []
+    for name, members in at_rate.items():
+        alone = [str("none" if m.seed is None else m.seed) for m in members if m.seed not in seeds]
+        if name != baseline and alone:
+            at = "" if lr is None else f" at learning rate {lr:g}"
+            lines.append(f"{name}{at}: no pair with the baseline for seed {', '.join(alone)}")
+    return lines
+
+
+def _title(results: list[Result]) -> str:
+    first = results[0]
+    length = f"{first.tokens / 1e6:,.4g} million tokens" if first.tokens else f"{first.steps:,} steps"
+    return ", ".join(word for word in (first.flavor, length) if word)

@@ -1,0 +1,52 @@
+"""Finds the results in run folders, comparisons, folders of runs, and CSVs of results."""
+
+from pathlib import Path
+
+from mxtrain.analysis.labels import variants
+from mxtrain.analysis.results import Result, read_results, result_of
+from mxtrain.analysis.runs import Run, load_run
+from mxtrain.errors import ConfigError
+from mxtrain.run_folder.comparison import read_comparison
+from mxtrain.run_folder.files import CONFIG_FILE, METRICS_FILE
+
+
+def read_sources(paths: list[Path]) -> tuple[list[Result], list[str]]:
+    """Return all results in the order of ``paths``, and a line for whatever cannot be read."""
+    results: list[Result | None] = []
+    runs: list[tuple[int, Run]] = []  # those that no comparison names, and their place among the results
+    notes: list[str] = []
+    for path in paths:
+        try:
+            if path.is_file():
+                found, left_out = read_results(path)
+                results += found
+                notes += left_out
+            else:
+                for folder, variant in _folders(path):
+                    _add(folder, variant, results, runs, notes)
+        except ConfigError as error:
+            notes.append(str(error))
+    for (place, run), variant in zip(runs, variants([run for _, run in runs]), strict=True):
+        results[place] = result_of(run, variant)
+    return results, notes
+
+
+def _add(folder: Path, variant: str | None, results: list, runs: list, notes: list[str]) -> None:
+    try:
+        run = load_run(folder)
+    except ConfigError as error:
+        notes.append(str(error))
+        return
+    if variant is None:
+        runs.append((len(results), run))
+    results.append(None if variant is None else result_of(run, variant))
+
+
+def _folders(path: Path) -> list[tuple[Path, str | None]]:
+    """Return the run folders that ``path`` stands for, with the variant's name where a comparison gives one."""
+    if planned := read_comparison(path):
+        return [(path / run.name, run.variant) for run in planned.values()]
+    if (path / METRICS_FILE).exists() or (path / CONFIG_FILE).exists() or not path.is_dir():
+        return [(path, None)]
+    inside = sorted(file.parent for file in path.glob(f"*/{METRICS_FILE}"))
+    return [(folder, None) for folder in inside] or [(path, None)]

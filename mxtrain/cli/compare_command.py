@@ -1,0 +1,171 @@
+"""``mxtrain compare``: paired runs of several configs, one per GPU side by side, and a report."""
+
+import argparse
+import os
+import shlex
+import sys
+from datetime import datetime
+from pathlib import Path
+
+from mxtrain.errors import ConfigError
+
+DESCRIPTION = """\
+Train variants with the same seeds, and report how their losses differ. Runs of one seed start from the same weights
+and read the same text in the same order, so their difference says more than their losses.
+
+  mxtrain compare llama3_125m_bf16 llama3_125m_mx_linear llama3_125m --seeds 3 --steps 4000
+  mxtrain compare llama3_125m_mx_linear "p1=llama3_125m --mxnorm.p 1" "exact=llama3_125m --mxnorm.estimator exact"
+  mxtrain compare llama3_125m_bf16 llama3_125m --lr 3e-4,1e-3,3e-3 --seeds 2 -o outputs/rates --dry-run
+  mxtrain compare --resume outputs/rates
+
+A VARIANT is a config or a preset, or in quotes '[NAME=]CONFIG FLAGS'. Variants come first; all flags that are not
+listed below go to every run: --training.local_batch_size 16 --checkpoint.enable. The first variant is the baseline.
+
+Every run is an 'mxtrain train' with a folder and a log of its own in the comparison's folder. A run that fails is
+reported, and the others go on. Ctrl-C stops all of them, and the same command or --resume goes on: finished runs stay,
+others resume from their checkpoints (with --checkpoint.enable) or start again. More seeds, rates and variants may come
+to the same folder later. The report is drawn at the end; 'mxtrain report FOLDER' draws it again.
+
+Exit status: 0 if all runs finished, 1 if one failed, 2 for a mistake in the settings, 128 + n after signal n.
+"""
+
+
+def add(commands) -> None:
+    """Add the command to argparse's subcommands."""
+    parser = commands.add_parser(
+        "compare",
+        help="train variants with the same seeds, and report the differences",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=DESCRIPTION,
+        parents=[_options()],
+    )
+    parser.usage = "mxtrain compare VARIANT... [options] [FLAGS]\n       mxtrain compare --resume FOLDER [options]"
+    parser.set_defaults(run=_compare)
+    # argparse does not know TorchTitan's flags, which may stand between the options.
+    parser.add_argument("words", metavar="VARIANT", nargs=argparse.REMAINDER, help="config, or '[NAME=]CONFIG FLAGS'")
+
+
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--seeds", metavar="N", type=int, default=1, help="seeds 0 to N - 1 (default: 1)")
+    parser.add_argument("--lr", metavar="A,B,...", default="", help="learning rates (default: that of each config)")
+    parser.add_argument("--steps", metavar="N", type=int, help="the same as --training.steps N")
+    parser.add_argument("--gpus", metavar="N", type=int, default=1, help="GPUs (on a CPU: processes) of each run")
+    parser.add_argument(
+        "--side-by-side", metavar="N", type=int, help="runs at a time (default: as many as there are GPUs for; CPU: 1)"
+    )
+    parser.add_argument("--baseline", metavar="NAME", help="variant to compare with (default: the first one)")
+    parser.add_argument("-o", "--output", metavar="FOLDER", type=Path, help="default: outputs/compare-TIME")
+    parser.add_argument("--resume", metavar="FOLDER", type=Path, help="go on with the comparison in this folder")
+    parser.add_argument("--dry-run", action="store_true", help="check the settings, print the runs, and train nothing")
+    return parser
+
+
+def _compare(options) -> int:
+    words = options.words
+    count = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    options, flags = _options().parse_known_args(words[count:], options)
+    return compare(options, words[:count], flags)
+
+
+def compare(options, variants: list[str], flags: list[str]) -> int:
+    """Do the runs and write the report; see DESCRIPTION. Returns the exit status."""
+    from mxtrain.cli.comparison_plan import joined, planned, unpaired_settings
+    from mxtrain.cli.side_by_side import SideBySide, resume_command
+    from mxtrain.run_folder.comparison import read_comparison, write_comparison
+    from mxtrain.run_folder.lock import locked
+
+    for name in ("seeds", "steps", "gpus", "side_by_side"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: allowed is 1 or more")
+    folder = options.resume or options.output or Path("outputs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
+    earlier = read_comparison(folder)
+    if options.resume is not None:
+        if variants or flags or options.steps or options.lr:
+            raise ConfigError(
+                "--resume takes the variants and flags of the comparison; give --side-by-side, --gpus only"
+            )
+        if not earlier:
+            raise ConfigError(f"--resume {folder}: no comparison has been here, comparison.json is missing")
+        plan = earlier
+    else:
+        if not variants:
+            raise ConfigError("VARIANT is missing: give configs, or --resume and the folder of a comparison")
+        steps = [] if options.steps is None else [f"--training.steps={options.steps}"]
+        plan = planned(variants, options.seeds, _rates(options.lr), [*flags, *steps])
+    runs = joined(earlier, plan, folder)
+    if options.baseline is not None and options.baseline not in {run.variant for run in runs.values()}:
+        names = ", ".join(dict.fromkeys(run.variant for run in runs.values()))
+        raise ConfigError(f"--baseline {options.baseline!r} is not one of the variants: {names}")
+    for line in unpaired_settings(runs):
+        print(f"mxtrain: note: {line}", file=sys.stderr)
+    devices = _devices(options.gpus, options.side_by_side)
+    if options.dry_run:
+        print(_described(runs, devices, folder))
+        return 0
+
+    with locked(folder) as warning:
+        if warning:
+            print(f"mxtrain: warning: {warning}", file=sys.stderr)
+        write_comparison(folder, runs)
+        print(f"mxtrain: {len(runs)} runs in {folder}, {len(devices)} at a time", flush=True)
+        side_by_side = SideBySide(folder, runs, devices, options.gpus)
+        side_by_side.finish()
+    failed = [run.name for run in runs.values() if run.status != 0]
+    _report(folder, options.baseline)
+    if failed:
+        print(f"mxtrain: {len(failed)} of {len(runs)} runs are not finished: {', '.join(failed)}", file=sys.stderr)
+        print(f"mxtrain: go on with: {resume_command(folder)}", file=sys.stderr)
+    if side_by_side.stopped_by is not None:
+        return 128 + side_by_side.stopped_by
+    return 1 if failed else 0
+
+
+def _rates(text: str) -> list[str]:
+    """Return the learning rates as short texts. Raises ConfigError for what is not a positive number."""
+    rates = []
+    for word in filter(None, text.split(",")):
+        try:
+            rate = float(word)
+        except ValueError:
+            rate = 0.0
+        if not 0 < rate < float("inf"):
+            raise ConfigError(f"--lr {text}: {word!r} is not a positive number")
+        rates.append(f"{rate:g}")
+    return list(dict.fromkeys(rates))
+
+
+def _devices(gpus: int, side_by_side: int | None) -> list[str | None]:
+    """Return the GPUs of each run that goes on at a time; None on a CPU.
+
+    Raises ConfigError if there are too few GPUs.
+    """
+    from mxtrain.cli.launch import accelerator_count
+
+    count = accelerator_count()
+    if count == 0:
+        return [None] * (side_by_side or 1)
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    names = visible or [str(number) for number in range(count)]
+    places = side_by_side or count // gpus
+    if places < 1 or places * gpus > count:
+        asked = f"--side-by-side {side_by_side} of " if side_by_side else ""
+        raise ConfigError(f"{asked}--gpus {gpus}: PyTorch sees {count} GPUs, which are too few")
+    return [",".join(names[place * gpus : (place + 1) * gpus]) for place in range(places)]
+
+
+def _described(runs: dict, devices: list[str | None], folder: Path) -> str:
+    lines = [f"{len(runs)} runs in {folder}, {len(devices)} at a time"]
+    for run in runs.values():
+        state = "finished" if run.status == 0 else shlex.join(["mxtrain", "train", *run.arguments])
+        lines.append(f"{run.name}: {state}")
+    return "\n".join(lines)
+
+
+def _report(folder: Path, baseline: str | None) -> None:
+    from mxtrain.cli import report_command
+
+    try:
+        print(report_command.write([folder], baseline, folder))
+    except ConfigError as error:
+        print(f"mxtrain: no report: {error}", file=sys.stderr)

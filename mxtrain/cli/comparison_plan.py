@@ -1,0 +1,135 @@
+"""Which runs a comparison consists of: every variant with every learning rate and seed."""
+
+import hashlib
+import json
+import re
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mxtrain.config import load_config
+from mxtrain.errors import ConfigError
+from mxtrain.run_folder.comparison import PairedRun
+from mxtrain.settings.names import check_names
+from mxtrain.settings.own_modules import search_beside
+from mxtrain.settings.read import CONFIG_FLAGS, places, read_settings
+
+OWN_SETTINGS = ("job.dump_folder", "job.config_file", "debug.seed")
+"""Settings that the comparison itself gives every run"""
+
+PAIRING_SETTINGS = (
+    "training.dataset", "training.dataset_path", "training.seq_len", "training.global_batch_size",
+    "training.local_batch_size", "training.steps", "data.installed", "data.other_files", "data.vocab_size",
+    "data.max_bytes", "data.package_share", "data.validation_share", "data.seed", "model.name", "model.flavor",
+)  # fmt: skip
+"""Settings in which paired runs must agree to read the same text in the same steps, and to start from equal weights"""
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    config: str
+    flags: list[str]
+
+
+def variant_of(words: str) -> Variant:
+    """Read ``[NAME=]CONFIG [FLAGS]``, which is one word of the command line.
+
+    Without NAME, the name is that of the config file, followed by the flags.
+
+    Raises ConfigError if CONFIG is missing.
+    """
+    first, *flags = shlex.split(words) or [""]
+    name, equals, config = first.partition("=")
+    if not equals or not re.fullmatch(r"[\w.+-]+", name) or Path(first).is_file():
+        name, config = "", first
+    if not config or config.startswith("-"):
+        raise ConfigError(f"VARIANT = {words!r} names no config: write CONFIG, or '[NAME=]CONFIG FLAGS' in quotes")
+    path = Path(config)
+    stem = path.resolve().parent.name if path.stem == "config" else path.stem  # a run's folder holds config.toml
+    name = name or re.sub(r"[^\w.+-]+", "-", "-".join([stem, *(flag.lstrip("-") for flag in flags)]))
+    return Variant(name, config, flags)
+
+
+def planned(variants: list[str], seeds: int, rates: list[str], flags: list[str]) -> dict[str, PairedRun]:
+    """Return the runs by name, seed after seed: after the first ones, every variant has a result.
+
+    Args:
+        variants: see ``variant_of``.
+        seeds: number of seeds: 0, 1, ...
+        rates: learning rates; empty for that of each config.
+        flags: for every run; those of a variant override them.
+
+    Raises:
+        ConfigError: for two variants of one name, a flag that the comparison sets itself, and every mistake in the
+            settings that shows without PyTorch.
+    """
+    found = [variant_of(words) for words in variants]
+    names = [variant.name for variant in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"two variants have the name {twice[0]!r}: write NAME=CONFIG to name them")
+    own = (*OWN_SETTINGS, *(["optimizer.lr"] if rates else []))
+    for variant in found:
+        for flag in [*flags, *variant.flags]:
+            if flag.partition("=")[0].removeprefix("--").replace("-", "_") in own:
+                raise ConfigError(f"{flag.partition('=')[0]}: 'mxtrain compare' sets it for every run")
+    runs = {}
+    for seed in range(seeds):
+        for rate in rates or [None]:
+            for variant in found:
+                run = _run(variant, seed, rate, flags)
+                if run.name in runs:
+                    raise ConfigError(f"two runs have the name {run.name!r}: write NAME=CONFIG with other names")
+                runs[run.name] = run
+    for run in runs.values():
+        settings_of(run)
+    return runs
+
+
+def _run(variant: Variant, seed: int, rate: str | None, flags: list[str]) -> PairedRun:
+    arguments = [variant.config, *flags, *variant.flags, *([f"--optimizer.lr={rate}"] if rate else [])]
+    content = json.dumps(load_config(variant.config), sort_keys=True, default=str)
+    name = f"{variant.name}{f'-lr{rate}' if rate else ''}-seed{seed}"
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    return PairedRun(name, variant.name, [*arguments, f"--debug.seed={seed}"], digest)
+
+
+def settings_of(run: PairedRun):
+    """Return the settings of a run. Raises ConfigError for a mistake."""
+    config, *flags = run.arguments
+    search_beside(config)
+    arguments = [f"{CONFIG_FLAGS[0]}={config}", *flags]
+    settings = read_settings(arguments)
+    with places(arguments):
+        check_names(settings)
+    return settings
+
+
+def joined(earlier: dict[str, PairedRun], plan: dict[str, PairedRun], folder: Path) -> dict[str, PairedRun]:
+    """Return the runs of a comparison that was begun before, with what is planned now: more seeds, rates or variants.
+
+    Raises ConfigError if a run of the same name had other settings.
+    """
+    for name, run in plan.items():
+        before = earlier.get(name, run)
+        if before.arguments != run.arguments:
+            what = f"was begun with other flags ({shlex.join(before.arguments)})"
+        elif before.config_sha256 != run.config_sha256:
+            what = f"was begun before {run.arguments[0]} changed"
+        else:
+            continue
+        raise ConfigError(f"--output = {str(folder)!r}: its run {name} {what}; choose another folder")
+    return {**earlier, **{name: replace(run, status=earlier.get(name, run).status) for name, run in plan.items()}}
+
+
+def unpaired_settings(runs: dict[str, PairedRun]) -> list[str]:
+    """Return a line for each of PAIRING_SETTINGS in which variants differ."""
+    first_of = {run.variant: run for run in reversed(runs.values())}
+    settings = {name: settings_of(run) for name, run in reversed(first_of.items())}
+    lines = []
+    for name in PAIRING_SETTINGS:
+        values = {variant: own[name] for variant, own in settings.items()}
+        if len(set(map(repr, values.values()))) > 1:
+            shown = ", ".join(f"{value!r} in {variant}" for variant, value in values.items())
+            lines.append(f"variants differ in {name} ({shown}): their runs are not paired step by step")
+    return lines

@@ -1,0 +1,178 @@
+"""Does the runs of a comparison, several at a time, each as ``mxtrain train`` in a process and folder of its own."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+
+from mxtrain.analysis.runs import load_run
+from mxtrain.cli.comparison_plan import settings_of
+from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
+from mxtrain.launched import end_with_this_process, stop_signals
+from mxtrain.run_folder.comparison import SET_ASIDE, PairedRun, write_comparison
+from mxtrain.run_folder.lock import locked
+from mxtrain.run_folder.start import CheckpointSettings, find_start
+
+TRAIN = [sys.executable, "-m", "mxtrain.cli", "train"]
+POLL_SECONDS = 0.1
+
+
+@dataclass
+class _Started:
+    run: PairedRun
+    process: subprocess.Popen
+    place: int
+    """Index among the devices"""
+    since: float = field(default_factory=time.monotonic)
+
+
+@dataclass
+class SideBySide:
+    """The runs of the comparison in ``folder``, one at a time on each of ``devices``.
+
+    Attributes:
+        folder: of the comparison.
+        runs: all its runs by name; ``status`` is kept up to date, here and in ``comparison.json``.
+        devices: values of CUDA_VISIBLE_DEVICES, or None where a run takes what it finds: a CPU.
+        processes: number of processes of each run.
+        stopped_by: the first stop signal, or None.
+    """
+
+    folder: Path
+    runs: dict[str, PairedRun]
+    devices: list[str | None]
+    processes: int = 1
+    stopped_by: signal.Signals | None = None
+    _running: dict[str, _Started] = field(default_factory=dict)
+
+    def finish(self) -> None:
+        """Do all runs that are not finished. After a stop signal, runs in progress save and stop, and none begins.
+
+        A run that fails is reported, and the others go on.
+        """
+        waiting = [run for run in self.runs.values() if run.status != 0]
+        earlier = {number: signal.signal(number, self._pass_on) for number in stop_signals()}
+        try:
+            while self._running or (waiting and self.stopped_by is None):
+                free = [
+                    place for place in range(len(self.devices)) if all(s.place != place for s in self._running.values())
+                ]
+                if waiting and free and self.stopped_by is None:
+                    self._start(waiting.pop(0), free[0])
+                    continue
+                for started in list(self._running.values()):
+                    if (status := started.process.poll()) is not None:
+                        self._end(started, status)
+                time.sleep(POLL_SECONDS)
+        finally:
+            for number, handler in earlier.items():
+                signal.signal(number, handler)
+
+    def log_of(self, run: PairedRun) -> Path:
+        """Return the file with what a run has printed."""
+        return self.folder / f"{run.name}.log"
+
+    def _start(self, run: PairedRun, place: int) -> None:
+        folder, device = self.folder / run.name, self.devices[place]
+        try:
+            how = _prepare(folder, run, self.processes)
+        except ConfigError as error:
+            self.runs[run.name] = replace(run, status=CONFIG_ERROR_STATUS)
+            _say(f"{run.name}: FAILED: {error}")
+            return
+        environment = {**os.environ, "NGPU": str(self.processes)}
+        if device is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = device
+        if len(self.devices) > 1:
+            cores = len(os.sched_getaffinity(0)) // (len(self.devices) * self.processes)
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
+        with open(self.log_of(run), "ab") as log:
+            # In a session of its own: Ctrl-C on a terminal reaches this process alone, which passes it on once.
+            process = subprocess.Popen(
+                [*TRAIN, *run.arguments, f"--job.dump_folder={folder}"],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=end_with_this_process(),
+            )
+        self._running[run.name] = _Started(run, process, place)
+        if self.stopped_by is not None:  # the signal came while the process was started
+            process.send_signal(self.stopped_by)
+        where = "" if device is None else f" on GPU {device}"
+        _say(f"{run.name}: {how}{where}, log in {self.log_of(run)}")
+
+    def _end(self, started: _Started, status: int) -> None:
+        run = replace(started.run, status=status)
+        del self._running[run.name]
+        self.runs[run.name] = run
+        write_comparison(self.folder, self.runs)
+        minutes = (time.monotonic() - started.since) / 60
+        if status == 0:
+            done = sum(other.status == 0 for other in self.runs.values())
+            _say(
+                f"{run.name}: {_losses(self.folder / run.name)}, {minutes:.1f} min; {done} of {len(self.runs)} finished"
+            )
+        elif self.stopped_by is not None:
+            _say(f"{run.name}: stopped after {minutes:.1f} min")
+        else:
+            last = _last_words(self.log_of(run))
+            _say(f"{run.name}: FAILED after {minutes:.1f} min with exit status {status}, and the rest goes on: {last}")
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        if self.stopped_by is None:
+            self.stopped_by = signal.Signals(number)
+            _say(f"{self.stopped_by.name}: stopping {len(self._running)} runs; the same again stops them at once")
+        for started in self._running.values():
+            started.process.send_signal(number)
+
+
+def _prepare(folder: Path, run: PairedRun, processes: int) -> str:
+    """Say how a run begins, after moving away what would keep it from starting in its folder.
+
+    That is a run without a checkpoint to resume from, or one with damaged checkpoints only.
+
+    Raises ConfigError if a process still works in the folder.
+    """
+    if not folder.exists():
+        return "starts"
+    with locked(folder):
+        try:
+            start = find_start(folder, CheckpointSettings.of(settings_of(run).section("checkpoint")), processes)
+            return f"resumes after step {start.step}" if start.step else "starts"
+        except ConfigError:
+            numbered = (folder.parent / SET_ASIDE / f"{run.name}-{number}" for number in count(1))
+            aside = next(path for path in numbered if not path.exists())
+            aside.parent.mkdir(exist_ok=True)
+            folder.rename(aside)
+            return f"starts again; its earlier files are in {aside}"
+
+
+def _losses(folder: Path) -> str:
+    try:
+        run = load_run(folder)
+    except ConfigError as error:
+        return f"finished without metrics ({error})"
+    validation = "" if run.validation_loss is None else f", validation {run.validation_loss:.4f}"
+    return f"finished: loss {run.tail_loss:.4f} (last 10 %){validation}"
+
+
+def _last_words(log: Path) -> str:
+    """Return the last line of a log that mxtrain itself wrote, or else the last line."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    own = [line for line in lines[-40:] if line.startswith("mxtrain: error: ")]
+    return (own or lines or ["it printed nothing"])[-1]
+
+
+def resume_command(folder: Path) -> str:
+    return f"mxtrain compare --resume {shlex.quote(str(folder))}"
+
+
+def _say(text: str) -> None:
+    print(f"mxtrain: {text}", flush=True)

@@ -1,0 +1,58 @@
+"""The file ``comparison.json`` in a folder of paired runs: which runs belong to it, and how each of them ended."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from mxtrain.errors import ConfigError
+from mxtrain.run_folder.files import reason, replace_file
+
+COMPARISON_FILE = "comparison.json"
+SET_ASIDE = "set_aside"
+"""Folder inside of a comparison for runs that could not go on and were started again"""
+
+
+@dataclass(frozen=True)
+class PairedRun:
+    """One run of a comparison."""
+
+    name: str
+    """Of its folder inside of the comparison's folder"""
+    variant: str
+    """Runs of one variant differ in seed and learning rate only"""
+    arguments: list[str]
+    """Config and flags of 'mxtrain train', without the folder"""
+    config_sha256: str
+    """Hash of what the config file held"""
+    status: int | None = None
+    """Exit status of the last start; 0: finished, None: has not ended"""
+
+
+def read_comparison(folder: Path) -> dict[str, PairedRun]:
+    """Return the runs of the comparison in ``folder`` by name; empty if there is none.
+
+    Raises ConfigError if the file cannot be read or is damaged.
+    """
+    path = folder / COMPARISON_FILE
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        runs = [PairedRun(**row) for row in rows]
+        if any(not isinstance(getattr(run, name), str) for run in runs for name in ("name", "variant")):
+            raise TypeError("a name is not a string")
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {reason(error)}") from error
+    except (ValueError, TypeError) as error:
+        names = ", ".join(field.name for field in fields(PairedRun))
+        raise ConfigError(f"{path} is damaged: it is not a JSON list of runs with {names}") from error
+    return {run.name: run for run in runs}
+
+
+def write_comparison(folder: Path, runs: dict[str, PairedRun]) -> None:
+    """Write the runs of a comparison. Raises ConfigError if that fails."""
+    try:
+        content = json.dumps([asdict(run) for run in runs.values()], indent=1) + "\n"
+        replace_file(folder / COMPARISON_FILE, content.encode())
+    except OSError as error:
+        raise ConfigError(f"{folder / COMPARISON_FILE} cannot be written: {reason(error)}") from error
