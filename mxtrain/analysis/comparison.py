@@ -131,7 +131,7 @@ def _cut_to_one_length(results: list[Result]) -> tuple[list[Result], list[str]]:
     last = max((place for place in common), default=None)
     if any(places) and last is None:
         notes.append("the runs were not validated after the same number of tokens: validation is not compared")
-    elif last is not None and any(last < max(own) for own in places if own):
+    elif last is not None and last < min(max(own) for own in places if own):
         notes.append(f"validation is compared after {last:,} {unit}, the last validation that all runs have")
     cut = []
     for result, own in zip(results, places):
@@ -194,5 +194,5 @@ def _unpaired(at_rate: dict[str, list[Result]], baseline: str, lr: float | None)
 
 def _title(results: list[Result]) -> str:
     first = results[0]
-    length = f"{first.tokens / 1e6:,.4g} million tokens" if first.tokens else f"{first.steps:,} steps"
+    length = f"{first.tokens:,} tokens" if first.tokens else f"{first.steps:,} steps"
     return ", ".join(word for word in (first.flavor, length) if word)

@@ -16,7 +16,7 @@ EXPLANATION = (
     "Losses are in nats per token: mean over seeds ± standard error. “Last 10 %” is the mean training loss of the last "
     "10 % of the logged steps. A difference is the mean, over seeds, of a run's loss minus the loss of the baseline's "
     "run with the same seed and learning rate; the range behind it is the "
-    f"{CONFIDENCE:.0%} confidence interval of Student's t. One pair gives no interval. Spikes are those of all runs: "
+    f"{100 * CONFIDENCE:g} % confidence interval of Student's t. One pair gives no interval. Spikes are those of all runs: "
     f"{RULE}. Tokens per second are per device; memory is the largest peak of a device."
 )
 
@@ -68,8 +68,8 @@ def losses_table(group: Group) -> Table:
 
 
 def _loss_row(cell: Cell, is_baseline: bool) -> tuple[str, ...]:
-    differences = [cell.validation_difference, cell.tail_difference]
-    shown = ["baseline" if is_baseline else _difference(difference) for difference in differences]
+    pairs = [(cell.validation, cell.validation_difference), (cell.tail, cell.tail_difference)]
+    shown = ["-" if loss is None else "baseline" if is_baseline else _difference(d) for loss, d in pairs]
     return (
         cell.variant, _form(cell.lr, "g", "default"), str(cell.count), _loss(cell.validation), shown[0],
         _loss(cell.tail), shown[1], _form(cell.spikes, "d"), _form(cell.tokens_per_second, ",.0f"),
@@ -102,8 +102,7 @@ def _difference(value: Estimate | None) -> str:
     if value.half_width is None:
         return f"{value.mean:+.4f} (one pair)"
     low, high = value.mean - value.half_width, value.mean + value.half_width
-    pairs = f"{value.count} pairs"
-    return f"{value.mean:+.4f} [{low:+.4f}, {high:+.4f}] ({pairs})"
+    return f"{value.mean:+.4f} [{low:+.4f}, {high:+.4f}] ({value.count} pairs)"
 
 
 def _form(value: float | int | None, form: str, missing: str = "-") -> str:

@@ -142,9 +142,10 @@ def _prepare(folder: Path, run: PairedRun, processes: int) -> str:
     """
     if not folder.exists():
         return "starts"
+    checkpoint = CheckpointSettings.of(settings_of(run).section("checkpoint"))
     with locked(folder):
         try:
-            start = find_start(folder, CheckpointSettings.of(settings_of(run).section("checkpoint")), processes)
+            start = find_start(folder, checkpoint, processes)
             return f"resumes after step {start.step}" if start.step else "starts"
         except ConfigError:
             numbered = (folder.parent / SET_ASIDE / f"{run.name}-{number}" for number in count(1))

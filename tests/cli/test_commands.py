@@ -36,6 +36,8 @@ def test_help_names_every_command_and_each_has_help_with_an_example(capsys):
         "init",
         "cache",
         "plot",
+        "compare",
+        "report",
         "export",
         "import",
         "generate",
@@ -54,7 +56,7 @@ def test_help_names_every_command_and_each_has_help_with_an_example(capsys):
         assert f"\n  mxtrain {command}" in text, command
 
 
-@pytest.mark.parametrize("arguments", [[], ["trian"], ["prepare"], ["plot"]])
+@pytest.mark.parametrize("arguments", [[], ["trian"], ["prepare"], ["plot"], ["report"]])
 def test_a_wrong_command_line_exits_with_2_and_usage(arguments, capsys):
     with pytest.raises(SystemExit) as exit:
         cli.main(arguments)

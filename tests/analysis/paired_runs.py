@@ -1,0 +1,36 @@
+"""Folders of runs as training leaves them, for tests of comparisons."""
+
+import json
+from pathlib import Path
+
+import tomli_w
+
+
+def make_run(
+    folder: Path, losses, seed=0, lr=1e-3, validation=None, steps=None, p=2, tokens_per_step=64, settings=None, **facts
+) -> Path:
+    """Write a run with one logged step per loss. ``validation``: step -> loss."""
+    folder.mkdir(parents=True)
+    rows = [
+        {"step": step, "loss": loss, "tokens_per_second": 100.0, "memory_gib": 1.5, "time": 1.6e9 + step}
+        | ({"tokens_seen": step * tokens_per_step} if tokens_per_step else {})
+        for step, loss in enumerate(losses, start=1)
+    ]
+    for row in rows:
+        if row["loss"] != row["loss"]:
+            row.update(loss=None, nonfinite={"loss": "nan"})
+    rows += [{"step": step, "validation_loss": loss} for step, loss in (validation or {}).items()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "training": {"steps": len(losses) if steps is None else steps},
+        "metrics": {"log_freq": 1},
+        "optimizer": {} if lr is None else {"lr": lr},
+        "debug": {} if seed is None else {"seed": seed},
+        "mxnorm": {"p": p},
+    }
+    for section, table in (settings or {}).items():
+        config.setdefault(section, {}).update(table)
+    (folder / "config.toml").write_text(tomli_w.dumps(config))
+    facts = {"converter": "mxnorm", "recipe": "mxfp8", "p": p, "estimator": "pre_round", "flavor": "tiny", **facts}
+    (folder / "run.json").write_text(json.dumps(facts))
+    return folder

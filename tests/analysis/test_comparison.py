@@ -1,0 +1,120 @@
+import math
+
+import pytest
+from paired_runs import make_run
+
+from mxtrain.analysis import load_run
+from mxtrain.analysis.comparison import compare
+from mxtrain.analysis.results import Result, result_of
+from mxtrain.errors import ConfigError
+
+
+def row(variant, seed, validation, tail=2.0, lr=1e-3, **other):
+    """A row of a CSV."""
+    fields = {"steps": 10, "tokens": 640, "name": f"{variant}{seed}", "flavor": "tiny", **other}
+    return Result(variant=variant, lr=lr, seed=seed, tail=tail, validation=validation, **fields)
+
+
+@pytest.fixture
+def ran(tmp_path):
+    """``ran(name, losses, variant, **settings)``: the result of a run."""
+    return lambda name, losses, variant=None, **s: result_of(load_run(make_run(tmp_path / name, losses, **s)), variant)
+
+
+def test_means_and_paired_differences_by_hand():
+    first = [row("mx", 0, 2.570), row("mx", 1, 2.518), row("mx", 0, 3.0, lr=5e-3)]
+    second = [row("p2", 1, 2.524, memory_gib=2.0, tokens_per_second=10.0), row("p2", 0, 2.551, memory_gib=3.0)]
+    (group,) = compare([*first, *second])
+    assert group.baseline == "mx" and group.notes == []
+    assert [(cell.variant, cell.lr, cell.count) for cell in group.cells] == [("mx", 1e-3, 2), ("p2", 1e-3, 2), ("mx", 5e-3, 1)]
+    mx, p2, alone = group.cells
+    assert mx.validation.mean == pytest.approx(2.544) and mx.validation.error == pytest.approx(0.026)
+    assert mx.validation_difference is None
+    assert p2.validation_difference.mean == pytest.approx(-0.0065)
+    assert p2.validation_difference.half_width == pytest.approx(12.7062047 * 0.0125)
+    assert p2.tail_difference.mean == 0.0
+    assert (p2.memory_gib, p2.tokens_per_second, p2.spikes, alone.validation.error) == (3.0, 10.0, None, None)
+
+
+def test_the_baseline_is_chosen_by_name():
+    results = [row("a", 0, 2.0), row("b", 0, 2.5)]
+    (group,) = compare(results, "b")
+    assert group.cells[0].validation_difference.mean == -0.5 and group.cells[1].validation_difference is None
+    with pytest.raises(ConfigError, match="--baseline 'c' is not one of the variants: 'a', 'b'"):
+        compare(results, "c")
+
+
+def test_runs_that_do_not_count_are_named_and_the_rest_is_compared(ran):
+    results = [
+        ran("a0", [4.0, 3.0], "a"), ran("a1", [4.0, 2.0], "a", seed=1), ran("b0", [4.0, math.nan], "b"),
+        ran("b1", [4.0], "b", seed=1, steps=2), ran("b2", [4.0, 2.5], "b", seed=2), ran("c0", [4.0, 2.9], "c"),
+    ]  # fmt: skip
+    (group,) = compare(results)
+    assert group.notes == [
+        "b0 (b): does not count: its loss is not finite at step 2",
+        "b1 (b): does not count: it ends at step 1 of 2",
+        "b at learning rate 0.001: no pair with the baseline for seed 2",
+    ]
+    assert [(cell.variant, cell.count, cell.tail_difference and cell.tail_difference.count) for cell in group.cells] == [
+        ("a", 2, None), ("b", 1, None), ("c", 1, 1),
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="no run has finite losses to compare: b0: its loss is not finite at step 2"):
+        compare([results[2]])
+
+
+def test_without_a_run_that_has_ended_all_are_compared_where_the_shortest_is(ran):
+    results = [ran("a", [5.0, 4.0], "a", steps=9), ran("b", [5.0, 4.5, 4.0], "b", steps=9)]
+    (group,) = compare(results)
+    assert [r.tail for r in group.results] == [4.0, 4.5]
+    assert group.notes[0] == "a (a): it ends at step 2 of 9; no run has ended yet"
+
+
+def test_curves_of_different_lengths_are_compared_at_the_last_common_tokens(ran):
+    short = ran("short", [5.0, 4.0, 3.0, 2.0], "a", validation={2: 4.5, 4: 2.5})
+    long = ran("long", [5.0, 4.2] + [3.2] * 6, "b", validation={1: 9.0, 2: 4.1, 8: 1.0}, tokens_per_step=128)
+    (group,) = compare([short, long])
+    assert group.title == "tiny, 256 tokens"
+    assert [(r.steps, r.tokens, r.tail) for r in group.results] == [(4, 256, 2.0), (2, 256, 4.2)]
+    assert [r.validation for r in group.results] == [2.5, 4.1]  # after 256 tokens: steps 4 and 2
+    assert len(group.notes) == 1 and "256 to 1,024 tokens): all are compared after 256 tokens, where short ends" in group.notes[0]
+
+
+def test_validation_is_compared_at_the_last_place_that_all_runs_have(ran):
+    first = ran("first", [3.0] * 4, "a", validation={2: 2.2, 4: 2.4})
+    second = ran("second", [3.0] * 4, "b", validation={2: 2.1, 3: 2.3})
+    never = ran("never", [3.0] * 4, "c")
+    (group,) = compare([first, second, never])
+    assert [r.validation for r in group.results] == [2.2, 2.1, None]
+    assert group.notes == ["validation is compared after 128 tokens, the last validation that all runs have"]
+    (group,) = compare([first, ran("third", [3.0] * 4, "b", validation={3: 2.3})])
+    assert [r.validation for r in group.results] == [None, None] and "validation is not compared" in group.notes[0]
+
+
+def test_steps_are_compared_where_tokens_are_not_logged(ran):
+    (group,) = compare([ran("a", [3.0, 2.0], "a", tokens_per_step=0), ran("b", [3.0, 2.5, 1.0], "b")])
+    assert [r.tail for r in group.results] == [2.0, 2.5] and "after 2 steps" in group.notes[0]
+
+
+def test_of_two_runs_of_one_variant_rate_and_seed_the_last_counts():
+    (group,) = compare([row("a", 0, 2.0, name="x"), row("a", 0, 3.0, name="y"), row("a", 0, 4.0, lr=2e-3, name="z")])
+    assert [cell.validation.mean for cell in group.cells] == [3.0, 4.0]
+    assert group.notes == ["x and y have the same variant (a), learning rate and seed: only y, which came last, counts"]
+
+
+def test_runs_without_a_seed_count_and_have_no_pair():
+    (group,) = compare([row("a", 0, 2.0), row("b", None, 3.0, name="x"), row("b", None, 5.0, name="y")])
+    assert (group.cells[1].validation.mean, group.cells[1].validation_difference) == (4.0, None)
+    assert group.notes == ["b at learning rate 0.001: no pair with the baseline for seed none, none"]
+
+
+def test_other_models_and_rows_of_other_lengths_are_compared_apart():
+    results = [row("a", 0, 2.0), row("b", 0, 1.0, flavor="1B"), row("a", 0, 1.5, tokens=6400), row("b", 0, 2.2)]
+    groups = compare(results, "a")
+    assert [group.title for group in groups] == ["tiny, 640 tokens", "1B, 640 tokens", "tiny, 6,400 tokens"]
+    assert [[r.variant for r in group.results] for group in groups] == [["a", "b"], ["b"], ["a"]]
+    assert groups[1].notes == ["no run of the baseline 'a' counts here: differences are to 'b'"]
+
+
+def test_nothing_to_compare_is_an_error():
+    with pytest.raises(ConfigError, match="there are no runs"):
+        compare([])

@@ -1,0 +1,48 @@
+from pathlib import Path
+
+from paired_runs import make_run
+
+from mxtrain.analysis.results import append_results
+from mxtrain.analysis.sources import read_sources
+from mxtrain.run_folder.comparison import PairedRun, write_comparison
+
+
+def found(*paths):
+    results, notes = read_sources(list(map(Path, paths)))
+    return [(result.name, result.variant, result.seed, result.lr) for result in results], notes
+
+
+def test_runs_done_by_hand_are_told_apart_by_their_settings(tmp_path):
+    make_run(tmp_path / "a", [3.0], lr=3e-4)
+    make_run(tmp_path / "b", [3.0], seed=1, p=1)
+    make_run(tmp_path / "c", [3.0], seed=1, settings={"optimizer": {"beta2": 0.99}})
+    make_run(tmp_path / "d", [3.0, 2.0], seed=2, settings={"job": {"description": "long"}})
+    expected = [
+        ("a", "mxnorm mxfp8 p=2, optimizer.beta2 default", 0, 3e-4),
+        ("b", "mxnorm mxfp8 p=1", 1, 1e-3),
+        ("c", "mxnorm mxfp8 p=2, optimizer.beta2 0.99", 1, 1e-3),
+        ("d", "mxnorm mxfp8 p=2, optimizer.beta2 default", 2, 1e-3),
+    ]
+    assert found(*(tmp_path / name for name in "abcd")) == (expected, [])
+    assert found(tmp_path) == (expected, [])  # a folder of runs
+
+
+def test_a_comparison_names_its_variants_and_what_is_missing_is_a_line(tmp_path):
+    folder = tmp_path / "compared"
+    make_run(folder / "x-seed0", [3.0])
+    (folder / "y-seed0").mkdir()
+    runs = [PairedRun(f"{name}-seed0", name, ["a.toml"], "") for name in ("x", "y", "z")]
+    write_comparison(folder, {run.name: run for run in runs})
+    results, notes = found(folder)
+    assert results == [("x-seed0", "x", 0, 1e-3)]
+    assert [note.partition(folder.name)[2].split("'")[0].split(" ")[0] for note in notes] == ["/y-seed0/metrics.jsonl", "/z-seed0"]
+
+
+def test_csv_files_and_folders_come_together_and_what_cannot_be_read_is_a_line(tmp_path):
+    results, _ = read_sources([make_run(tmp_path / "a", [3.0])])
+    append_results(tmp_path / "r.csv", results)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "comparison.json").write_text('[{"name": 1}]')
+    names, notes = found(tmp_path / "a", tmp_path / "gone", tmp_path / "bad", tmp_path / "r.csv")
+    assert [name for name, *_ in names] == ["a", "r.csv, line 2"]
+    assert "does not exist" in notes[0] and "is damaged" in notes[1] and len(notes) == 2

@@ -1,0 +1,203 @@
+"""``mxtrain compare`` with a stand-in for ``mxtrain train``, and once with the real one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mxtrain import cli
+from mxtrain.analysis import load_run
+from mxtrain.cli import compare_command, launch, side_by_side
+
+STAND_IN = """
+import json, os, pathlib, signal, sys, time
+
+arguments = sys.argv[1:]
+value = lambda name: next(a.partition("=")[2] for a in arguments if a.startswith(name + "="))
+folder, seed = pathlib.Path(value("--job.dump_folder")), int(value("--debug.seed"))
+kind = value("--job.description")
+seen = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "NGPU", "OMP_NUM_THREADS")}
+with open(folder.parent / "starts.jsonl", "a") as file:
+    file.write(json.dumps({"run": folder.name, "time": time.time(), **seen}) + "\\n")
+folder.mkdir(exist_ok=True)
+loss = float("nan") if kind == "nan" and seed == 1 else 3.0 - seed
+row = {"step": 1, "loss": None, "nonfinite": {"loss": "nan"}} if loss != loss else {"step": 1, "loss": loss}
+if kind == "wait":
+    signal.signal(signal.SIGINT, lambda *a: (print("stopped", flush=True), os._exit(130)))
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
+    time.sleep(60)
+if kind == "crash" and seed == 1 and not (folder.parent / "mended").exists():
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
+    print("RuntimeError: out of memory")
+    sys.exit(1)
+(folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
+(folder / "config.toml").write_text(f"[training]\\nsteps = 1\\n[debug]\\nseed = {seed}\\n")
+time.sleep(0.3)
+(folder.parent / f"{folder.name}.ended").write_text(str(time.time()))
+sys.exit(1 if kind == "nan" and seed == 1 else 0)
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """Start the stand-in instead of ``mxtrain train``, on a machine without GPUs; the current folder is empty."""
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    monkeypatch.setattr(side_by_side, "TRAIN", [sys.executable, "-S", str(tmp_path / "stand_in.py")])
+    monkeypatch.setattr(launch, "accelerator_count", lambda: 0)
+    for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "c"
+
+
+def compare(*words, kind="train"):
+    return cli.main(["compare", *words, f"--job.description={kind}", "-o", "c"])
+
+
+def starts(folder):
+    return [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
+
+
+def test_finished_runs_stay_and_more_seeds_come_to_them(stand_in, capfd):
+    assert compare("llama3_debug", "p1=llama3_debug --mxnorm.p 1") == 0
+    assert (stand_in / "report.html").exists()
+    assert compare("llama3_debug", "p1=llama3_debug --mxnorm.p 1", "--seeds", "2", "--side-by-side", "2") == 0
+    assert [start["run"] for start in starts(stand_in)][:2] == ["llama3_debug-seed0", "p1-seed0"]
+    later = starts(stand_in)[2:]
+    assert sorted(start["run"] for start in later) == ["llama3_debug-seed1", "p1-seed1"]
+    ended = min(float((stand_in / f"{start['run']}.ended").read_text()) for start in later)
+    assert max(start["time"] for start in later) < ended, "both ran at the same time"
+    cores = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert {(s["NGPU"], s["CUDA_VISIBLE_DEVICES"], s["OMP_NUM_THREADS"]) for s in later} == {("1", None, str(cores))}
+    assert "| llama3_debug | default | 2 |" in (stand_in / "report.md").read_text()
+    out, err = capfd.readouterr()
+    assert "p1-seed1: finished: loss 2.0000" in out and "4 of 4 finished" in out and err == ""
+    assert compare("llama3_debug", kind="other") == 2
+    assert "llama3_debug-seed0 was begun with other flags" in capfd.readouterr().err
+    assert cli.main(["compare", "--resume", "c"]) == 0 and len(starts(stand_in)) == 4, "nothing is left to do"
+
+
+@pytest.mark.parametrize("kind, problem", [("crash", "RuntimeError: out of memory"), ("nan", "it printed nothing")])
+def test_a_failed_seed_is_reported_the_rest_goes_on_and_it_starts_again(stand_in, capfd, kind, problem):
+    assert compare("llama3_debug", "--seeds", "3", kind=kind) == 1
+    out, err = capfd.readouterr()
+    assert f"llama3_debug-seed1: FAILED after 0.0 min with exit status 1, and the rest goes on: {problem}" in out
+    assert "1 of 3 runs are not finished: llama3_debug-seed1" in err
+    assert "go on with: mxtrain compare --resume c" in err
+    assert ("does not count: its loss is not finite at step 1" in err) == (kind == "nan")
+    (stand_in / "mended").touch()
+    assert cli.main(["compare", "--resume", "c"]) == (1 if kind == "nan" else 0)
+    assert [start["run"][-1] for start in starts(stand_in)] == ["0", "1", "2", "1"]
+    assert "starts again; its earlier files are in c/set_aside/llama3_debug-seed1-1" in capfd.readouterr().out
+    assert (stand_in / "set_aside" / "llama3_debug-seed1-1" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_ctrl_c_stops_all_runs_and_says_how_to_go_on(stand_in, killed):
+    code = (
+        "import sys; from mxtrain import cli; from mxtrain.cli import launch, side_by_side; "
+        f"side_by_side.TRAIN = {side_by_side.TRAIN}; launch.accelerator_count = lambda: 0; sys.exit(cli.main(sys.argv[1:]))"
+    )
+    words = ["compare", "llama3_debug", "--seeds=3", "--side-by-side=2", "--job.description=wait", "-o", "c"]
+    repository = str(Path(cli.__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([repository, os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    end = time.monotonic() + 60
+    while len(list(stand_in.glob("*/metrics.jsonl"))) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL if killed else signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    runs = [json.loads((stand_in / "comparison.json").read_text())[seed] for seed in range(3)]
+    if killed:
+        assert [run["status"] for run in runs] == [None] * 3
+        workers = [path for path in Path("/proc").glob("[0-9]*/cmdline") if _is_of(path, stand_in)]
+        time.sleep(0.5)
+        assert not [path for path in workers if _is_of(path, stand_in)], "runs end with the command"
+        return
+    assert process.returncode == 130
+    assert [run["status"] for run in runs] == [130, 130, None]
+    assert "SIGINT: stopping 2 runs" in out and "llama3_debug-seed1: stopped after" in out
+    assert "go on with: mxtrain compare --resume c" in err
+    assert (stand_in / "llama3_debug-seed0.log").read_text() == "stopped\n", "each run got the signal once"
+
+
+def _is_of(cmdline: Path, folder: Path) -> bool:
+    try:
+        return str(folder.parent / "stand_in.py").encode() in cmdline.read_bytes() and b"wait" in cmdline.read_bytes()
+    except OSError:
+        return False
+
+
+def test_a_dry_run_shows_the_commands_and_leaves_nothing(stand_in, capsys):
+    assert compare("llama3_debug", "--lr", "3e-4,0.001", "--steps", "7", "--dry-run") == 0
+    out = capsys.readouterr().out.splitlines()
+    flags = "--job.description=train --training.steps=7 --optimizer.lr=0.0003 --debug.seed=0"
+    assert out[:2] == [
+        "2 runs in c, 1 at a time",
+        f"llama3_debug-lr0.0003-seed0: mxtrain train llama3_debug {flags}",
+    ]
+    assert not stand_in.exists()
+
+
+@pytest.mark.parametrize(
+    "words, problem",
+    [
+        (["--seeds", "2"], "VARIANT is missing: give configs, or --resume"),
+        (["llama3_debug", "--seeds", "0"], "--seeds 0: allowed is 1 or more"),
+        (["llama3_debug", "--side-by-side=-1"], "--side-by-side -1: allowed is 1 or more"),
+        (["llama3_debug", "--lr", "1e-3,fast"], "--lr 1e-3,fast: 'fast' is not a positive number"),
+        (["llama3_debug", "--lr", "0"], "--lr 0: '0' is not a positive number"),
+        (["llama3_debug", "--baseline", "p1"], "--baseline 'p1' is not one of the variants: llama3_debug"),
+        (["llama3_debug", "--training.step=3"], "training.step is not a setting; the closest is training.steps"),
+        (["--resume", "gone"], "--resume gone: no comparison has been here, comparison.json is missing"),
+        (["llama3_debug", "--resume", "gone"], "--resume takes the variants and flags of the comparison"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing(stand_in, capsys, words, problem):
+    assert cli.main(["compare", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"mxtrain: error: {problem}")
+    assert [path.name for path in stand_in.parent.iterdir()] == ["stand_in.py"]
+
+
+@pytest.mark.parametrize(
+    "visible, gpus, asked, expected",
+    [
+        (None, 1, None, ["0", "1", "2", "3"]), ("4,5,6,7", 2, None, ["4,5", "6,7"]), (None, 1, 2, ["0", "1"]),
+        (None, 3, None, ["0,1,2"]), (None, 5, None, "--gpus 5: PyTorch sees 4 GPUs, which are too few"),
+        (None, 2, 3, "--side-by-side 3 of --gpus 2: PyTorch sees 4 GPUs"),
+    ],
+)  # fmt: skip
+def test_every_run_gets_gpus_of_its_own(monkeypatch, visible, gpus, asked, expected):
+    monkeypatch.setattr(launch, "accelerator_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if isinstance(expected, str):
+        with pytest.raises(compare_command.ConfigError, match=expected):
+            compare_command._devices(gpus, asked)
+    else:
+        assert compare_command._devices(gpus, asked) == expected
+
+
+@pytest.mark.sweep
+def test_two_variants_from_start_to_report(tmp_path):
+    """The first-step losses of two variants that differ in the kernels of a high-precision norm are equal."""
+    sizes = ["--training.seq_len=32", "--training.local_batch_size=2", "--data.max_bytes=200000"]
+    quiet = ["--validation.no-enable", "--metrics.no-enable_wandb", "--metrics.log_freq=1"]
+    words = ["compare", "llama3_debug_bf16", "fused=llama3_debug_fused_rmsnorm", "--steps=2", *sizes, *quiet, "-o", "c"]
+    environment = {**os.environ, "MXTRAIN_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+    repository = str(Path(cli.__file__).parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join([repository, os.environ.get("PYTHONPATH", "")])
+    result = subprocess.run(
+        [sys.executable, "-m", "mxtrain.cli", *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    losses = [load_run(tmp_path / "c" / f"{name}-seed0").first_loss for name in ("llama3_debug_bf16", "fused")]
+    assert losses[1] == pytest.approx(losses[0], rel=3e-7)  # two units in the last place of an fp32 sum
+    assert "fused" in (tmp_path / "c" / "report.md").read_text()

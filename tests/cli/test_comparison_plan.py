@@ -1,0 +1,68 @@
+import pytest
+
+from mxtrain.cli.comparison_plan import Variant, joined, planned, unpaired_settings, variant_of
+from mxtrain.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("llama3_debug", Variant("llama3_debug", "llama3_debug", [])),
+        ("p1=llama3_debug --mxnorm.p 1", Variant("p1", "llama3_debug", ["--mxnorm.p", "1"])),
+        ("a/b.toml --mxnorm.p=1", Variant("b-mxnorm.p-1", "a/b.toml", ["--mxnorm.p=1"])),
+        ("outputs/mine/config.toml", Variant("mine", "outputs/mine/config.toml", [])),
+        ("out/lr=3/x.toml", Variant("x", "out/lr=3/x.toml", [])),
+    ],
+)
+def test_a_variant_is_a_config_with_a_name_and_flags(words, expected):
+    assert variant_of(words) == expected
+
+
+def test_every_variant_gets_every_rate_and_seed_and_the_variants_flags_come_last():
+    runs = planned(["a=llama3_debug --mxnorm.p 1", "llama3_debug_bf16"], 2, ["0.001"], ["--mxnorm.p", "2"])
+    assert list(runs) == [
+        "a-lr0.001-seed0", "llama3_debug_bf16-lr0.001-seed0", "a-lr0.001-seed1", "llama3_debug_bf16-lr0.001-seed1",
+    ]  # fmt: skip
+    run = runs["a-lr0.001-seed1"]
+    flags = ["--mxnorm.p", "2", "--mxnorm.p", "1", "--optimizer.lr=0.001", "--debug.seed=1"]
+    assert (run.variant, run.arguments, run.status) == ("a", ["llama3_debug", *flags], None)
+    assert list(planned(["llama3_debug"], 1, [], [])) == ["llama3_debug-seed0"]
+
+
+@pytest.mark.parametrize(
+    "variants, rates, flags, problem",
+    [
+        ([""], [], [], "VARIANT = '' names no config"),
+        (["a=--x"], [], [], "VARIANT = 'a=--x' names no config"),
+        (["llama3_debug", "llama3_debug"], [], [], "two variants have the name 'llama3_debug': write NAME=CONFIG"),
+        (["llama3_debug --debug.seed 1"], [], [], "--debug.seed: 'mxtrain compare' sets it for every run"),
+        (["llama3_debug"], [], ["--job.dump-folder=x"], "--job.dump-folder: 'mxtrain compare' sets it"),
+        (["llama3_debug"], ["1"], ["--optimizer.lr=1"], "--optimizer.lr: 'mxtrain compare' sets it"),
+        (["llama3_debug", "b=llama3_debug --mxnorm.p 3"], [], [], "mxnorm.p = "),
+        (["llama3_debug --model.flavor=gone"], [], [], "model.flavor = 'gone'"),
+        (["gone.toml"], [], [], "config 'gone.toml' does not exist"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_found_before_any_run(variants, rates, flags, problem):
+    with pytest.raises(ConfigError, match=problem):
+        planned(variants, 1, rates, flags)
+
+
+def test_a_comparison_grows_and_does_not_change(tmp_path):
+    config = tmp_path / "a.toml"
+    config.write_text("[training]\nsteps = 3\n")
+    first = planned([str(config)], 1, [], [])
+    done = {name: type(run)(**{**vars(run), "status": 0}) for name, run in first.items()}
+    more = joined(done, planned([str(config), "llama3_debug"], 2, [], []), tmp_path)
+    assert [run.status for run in more.values()] == [0, None, None, None]
+    with pytest.raises(ConfigError, match="--output = .* a-seed0 was begun with other flags .*; choose another folder"):
+        joined(done, planned([str(config)], 1, [], ["--training.steps=4"]), tmp_path)
+    config.write_text("[training]\nsteps = 4\n")
+    with pytest.raises(ConfigError, match="a-seed0 was begun before .*a.toml changed"):
+        joined(done, planned([str(config)], 1, [], []), tmp_path)
+
+
+def test_variants_that_read_other_text_are_named():
+    runs = planned(["llama3_debug", "llama3_debug_p1", "b=llama3_debug --training.seq_len 64"], 1, [], [])
+    (line,) = unpaired_settings(runs)
+    assert line.startswith("variants differ in training.seq_len (128 in llama3_debug, 128 in llama3_debug_p1, 64 in b)")
