@@ -15,9 +15,9 @@ MARKDOWN_FILE, HTML_FILE = "report.md", "report.html"
 EXPLANATION = (
     "Losses are in nats per token: mean over seeds ± standard error. “Last 10 %” is the mean training loss of the last "
     "10 % of the logged steps. A difference is the mean, over seeds, of a run's loss minus the loss of the baseline's "
-    "run with the same seed and learning rate; the range behind it is the "
-    f"{100 * CONFIDENCE:g} % confidence interval of Student's t. One pair gives no interval. Spikes are those of all runs: "
-    f"{RULE}. Tokens per second are per device; memory is the largest peak of a device."
+    "run with the same seed and learning rate. The range behind it is the "
+    f"{100 * CONFIDENCE:g} % confidence interval of Student's t; one pair gives none. Spikes are those of all runs: "
+    f"{RULE}. Tokens per second are per device. Memory is the largest peak of a device."
 )
 
 

@@ -51,7 +51,10 @@ def test_rows_that_cannot_be_used_are_a_line_each(tmp_path):
     assert notes == [f"{path}, line {n}: left out: {p}" for n, p in zip((3, 4, 5, 7), problems, strict=True)]
 
 
-@pytest.mark.parametrize("content, problem", [("a,b\n1,2\n", "has no column 'variant'"), ("", "has no column"), (b"\xff\xfe\x00", "is not a CSV file")])
+@pytest.mark.parametrize(
+    "content, problem",
+    [("a,b\n1,2\n", "has no column 'variant'"), ("", "has no column"), (b"\xff\xfe\x00", "is not a CSV file")],
+)
 def test_a_file_that_is_no_csv_of_results_is_an_error(tmp_path, content, problem):
     path = tmp_path / "a.csv"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -35,7 +35,10 @@ def test_a_comparison_names_its_variants_and_what_is_missing_is_a_line(tmp_path)
     write_comparison(folder, {run.name: run for run in runs})
     results, notes = found(folder)
     assert results == [("x-seed0", "x", 0, 1e-3)]
-    assert [note.partition(folder.name)[2].split("'")[0].split(" ")[0] for note in notes] == ["/y-seed0/metrics.jsonl", "/z-seed0"]
+    assert [note.partition(folder.name)[2].split("'")[0].split(" ")[0] for note in notes] == [
+        "/y-seed0/metrics.jsonl",
+        "/z-seed0",
+    ]
 
 
 def test_csv_files_and_folders_come_together_and_what_cannot_be_read_is_a_line(tmp_path):

@@ -17,7 +17,7 @@ def test_noise_a_falling_loss_and_a_step_down_are_no_spikes():
 
 def test_a_spike_is_higher_than_both_limits_and_neighbours_are_one():
     run = losses(60)
-    run[30], run[40], run[41], run[50] = 3.08, 3.2, 4.0, 3.15
+    run[30], run[40], run[41], run[50] = 3.08, 3.2, 4.0, 3.3
     assert spikes(run) == [40, 50]
     wide = [3.0 + 10 * NOISE[i % 5] for i in range(60)]  # six deviations are 0.89
     wide[40], wide[50] = 3.8, 4.0

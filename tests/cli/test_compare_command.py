@@ -101,7 +101,8 @@ def test_a_failed_seed_is_reported_the_rest_goes_on_and_it_starts_again(stand_in
 def test_ctrl_c_stops_all_runs_and_says_how_to_go_on(stand_in, killed):
     code = (
         "import sys; from mxtrain import cli; from mxtrain.cli import launch, side_by_side; "
-        f"side_by_side.TRAIN = {side_by_side.TRAIN}; launch.accelerator_count = lambda: 0; sys.exit(cli.main(sys.argv[1:]))"
+        f"side_by_side.TRAIN = {side_by_side.TRAIN}; launch.accelerator_count = lambda: 0; "
+        "sys.exit(cli.main(sys.argv[1:]))"
     )
     words = ["compare", "llama3_debug", "--seeds=3", "--side-by-side=2", "--job.description=wait", "-o", "c"]
     repository = str(Path(cli.__file__).parents[2])

@@ -63,6 +63,8 @@ def test_a_comparison_grows_and_does_not_change(tmp_path):
 
 
 def test_variants_that_read_other_text_are_named():
-    runs = planned(["llama3_debug", "llama3_debug_p1", "b=llama3_debug --training.seq_len 64"], 1, [], [])
+    runs = planned(["llama3_debug", "llama3_debug_p1", "b=llama3_debug --training.seq_len 256"], 1, [], [])
     (line,) = unpaired_settings(runs)
-    assert line.startswith("variants differ in training.seq_len (128 in llama3_debug, 128 in llama3_debug_p1, 64 in b)")
+    assert line.startswith(
+        "variants differ in training.seq_len (128 in llama3_debug, 128 in llama3_debug_p1, 256 in b)"
+    )

@@ -29,11 +29,14 @@ def prose():
 
 @pytest.fixture
 def python_machine(tmp_path, monkeypatch):
-    """``python_machine({"json/decoder.py": text}, {"numpy/core.py": text})`` replaces this machine's Python files."""
+    """``python_machine({"json/decoder.py": text}, {"numpy/core.py": text})`` replaces this machine's Python files.
 
-    def build(standard: dict, installed: dict | None = None):
+    ``system`` holds the files of SYSTEM_FOLDERS: {"man/man1/ls.1": text}.
+    """
+
+    def build(standard: dict, installed: dict | None = None, system: dict | None = None):
         library, packages = tmp_path / "lib", tmp_path / "lib" / "site-packages"
-        for root, files in ((library, standard), (packages, installed or {})):
+        for root, files in ((library, standard), (packages, installed or {}), (tmp_path, system or {})):
             for name, text in files.items():
                 path = root / name
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -36,11 +36,10 @@ def test_identity_omits_settings_that_do_not_change_the_result():
     here, there = DataConfig(cache_dir="a"), DataConfig(cache_dir="b", section="validation", prepared="c")
     assert here.identity() == there.identity()
     omitted = {"cache_dir", "prepared", "section", "tokenizer_path"}
-    with_share = DataConfig(stream_share=0.1).identity()
-    assert with_share.keys() == {field.name for field in fields(DataConfig)} - omitted
-    assert here.identity().keys() == with_share.keys() - {
-        "stream_share"
-    }  # texts from before this setting keep their key
+    newer = DataConfig(stream_share=0.1, other_files=True).identity()
+    assert newer.keys() == {field.name for field in fields(DataConfig)} - omitted
+    # Texts from before these settings keep their key.
+    assert here.identity().keys() == newer.keys() - {"stream_share", "other_files"}
     assert here.identity() != DataConfig(seed=1).identity()
 
 

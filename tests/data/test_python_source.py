@@ -8,15 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mxtrain.data import DataConfig
+from mxtrain.data.machine_files import SourceFile, list_files
 from mxtrain.data.progress import Progress
-from mxtrain.data.python_source import (
-    PythonSource,
-    SourceFile,
-    cap_packages,
-    is_machine_made,
-    list_files,
-    package_limit,
-)
+from mxtrain.data.python_source import PythonSource, cap_packages, is_machine_made, package_limit
 from mxtrain.errors import ConfigError
 
 SILENT = Progress(lambda line: None)

@@ -114,6 +114,7 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             "mx_linear": ["--model.converters=mx_linear"],
             "mixed": [f"--mxnorm.recipe={MIXED_RECIPE}", *mixed, *SAVE_HALF_WAY],
             "bf16": [BF16],
+            "fused": [FUSED, steps(1)],
             "nvfp4": [NVFP4, *SAVE_HALF_WAY],
             "deepseek_v3": [*GATES, *experts],
             "llama4": ["--model.name=llama4", "--model.converters=decompose_k_router", *experts],

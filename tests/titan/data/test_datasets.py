@@ -110,6 +110,30 @@ def test_ranks_read_different_text_and_resume(corpus):
     assert same(take(resumed, 2), batches[1][4:])
 
 
+def test_a_text_that_is_read_more_than_once_is_one_line(corpus, monkeypatch):
+    lines = []
+    monkeypatch.setattr(titan_datasets, "note", lines.append)
+    corpus.write_text(json.dumps({"text": text(0, 155)}) + "\n")
+
+    def config(steps, batch=-1):
+        flags = [f"--training.steps={steps}", f"--training.global_batch_size={batch}", "--data.validation_share=0"]
+        return files_job(corpus, *flags)
+
+    tokenizer = build_tokenizer(config(1))
+    chunks = prepare_from_job(config(1)).train.count // 17
+    assert 24 <= chunks < 32, "three steps of 2 x 4 sequences, and not four; two steps of 12, and not three"
+    for once in (config(3), config(2, batch=12)):
+        build_dataloader(2, 0, tokenizer, once)
+    assert lines == []
+    for more, asked in ((config(4), "512"), (config(3, batch=12), "576")):
+        build_dataloader(2, 0, tokenizer, more)
+        times = f"{int(asked) / (16 * chunks):.1f}"
+        said = (
+            f"the text has {16 * chunks} tokens, and {more.training.steps} steps take {asked}: it is read {times} times"
+        )
+        assert lines.pop() == said and not lines
+
+
 def test_dataloader_settings_reach_the_loader(corpus):
     config = files_job(corpus, "--training.dataloader.num_workers=1")
     tokenizer = build_tokenizer(config)

@@ -1,0 +1,39 @@
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from mxtrain.analysis.comparison import compare
+from mxtrain.analysis.report import MARKDOWN_FILE, report
+from mxtrain.analysis.report_blocks import markdown
+from mxtrain.analysis.results import COLUMNS, read_results, row_of
+
+ROOT = Path(__file__).parents[2]
+EVIDENCE = ROOT / "scripts" / "evidence"
+sys.path[:0] = [str(EVIDENCE), str(ROOT / "tests" / "analysis")]
+collect = importlib.import_module("collect")
+make_run = importlib.import_module("paired_runs").make_run
+
+
+def test_runs_are_appended_and_what_is_no_result_is_a_line(tmp_path, capsys):
+    folders = [make_run(tmp_path / "a", [3.0], 1), make_run(tmp_path / "b", [3.0], steps=2), tmp_path / "gone"]
+    diverged = make_run(tmp_path / "c", [float("nan")], 2)
+    csv = tmp_path / "all.csv"
+    assert collect.main([str(csv), *map(str, folders)]) == collect.main([str(csv), str(diverged)]) == 0
+    results, notes = read_results(csv)
+    assert [(result.seed, result.problem) for result in results] == [(1, ""), (2, "its loss is not finite")]
+    unfinished, gone = capsys.readouterr().err.splitlines()
+    assert unfinished.endswith("b: skipped: it ends at step 1 of 2") and "gone: skipped: " in gone and not notes
+
+
+@pytest.mark.parametrize("table", sorted(EVIDENCE.glob("*.csv")), ids=lambda path: path.stem)
+def test_the_committed_tables_are_read_whole_and_their_reports_are_up_to_date(table):
+    results, notes = read_results(table)
+    assert notes == []
+    rows = [",".join(COLUMNS), *(",".join(row_of(result).values()) for result in results)]
+    assert table.read_text().splitlines() == rows
+    text = (EVIDENCE / table.stem / MARKDOWN_FILE).read_text()
+    baseline = text.partition("Baseline: ")[2].partition("\n")[0]
+    drawn = markdown(report(table.name, compare(results, baseline), []))
+    assert text == drawn, "draw it again with the command in scripts/evidence/README.md"
