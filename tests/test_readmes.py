@@ -19,7 +19,8 @@ import torch.nn as nn
 from torch.distributed.run import get_args_parser
 
 import mxtrain
-from mxtrain.cli import commands
+from mxtrain.cli import commands, compare_command
+from mxtrain.cli.comparison_plan import planned
 from mxtrain.titan.job_config import JobConfig
 from mxtrain.titan.parse import parse_job_config
 
@@ -84,7 +85,10 @@ def check_config(words: list[str]) -> None:
 
 def check_mxtrain(words: list[str]) -> None:
     options = commands._parser().parse_args(words)
-    if getattr(options, "resume", None):
+    if words[0] == "compare":
+        options, variants, flags = compare_command.separated(options)
+        assert options.resume or planned(variants, options.seeds, [], flags)
+    elif getattr(options, "resume", None):
         parse_job_config(options.resume[1:])  # the run's own config is not here
     elif "config" in options:
         check_config([options.config, *options.flags])

@@ -44,6 +44,8 @@ def curves_figure(group: Group) -> str | None:
     results = [result for result in group.results if result.run is not None]
     if not results:
         return None
+    from matplotlib.ticker import EngFormatter
+
     by_tokens = all(row.get("tokens_seen") is not None for result in results for row in result.run.training)
     rates = list(dict.fromkeys(cell.lr for cell in group.cells))
     figure, panels = _figure(len(rates))
@@ -57,9 +59,10 @@ def curves_figure(group: Group) -> str | None:
             style = {key: value for key, value in styles[result.variant].items() if key != "marker"}
             label = None if result.variant in is_named else result.variant
             is_named.add(result.variant)
-            axes.plot(one.x / 1e6 if by_tokens else one.x, one.loss, **style, alpha=0.8, label=label)
+            axes.plot(one.x, one.loss, **style, alpha=0.8, label=label)
         axes.set_title("" if rate is None else f"learning rate {rate:g}", fontsize=10)
-        axes.set_xlabel("million tokens" if by_tokens else "step")
+        axes.set_xlabel("tokens seen" if by_tokens else "step")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.set_ylabel("training loss (nats)")
     figure.legend(loc="outside upper center", frameon=False, fontsize=9, ncols=3)
     return _svg(figure)

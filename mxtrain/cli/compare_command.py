@@ -62,10 +62,15 @@ def _options() -> argparse.ArgumentParser:
 
 
 def _compare(options) -> int:
+    return compare(*separated(options))
+
+
+def separated(options) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """Return the command's own options, the variants, and the flags for every run."""
     words = options.words
     count = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
     options, flags = _options().parse_known_args(words[count:], options)
-    return compare(options, words[:count], flags)
+    return options, words[:count], flags
 
 
 def compare(options, variants: list[str], flags: list[str]) -> int:
