@@ -75,7 +75,7 @@ def separated(options) -> tuple[argparse.Namespace, list[str], list[str]]:
 
 def compare(options, variants: list[str], flags: list[str]) -> int:
     """Do the runs and write the report; see DESCRIPTION. Returns the exit status."""
-    from mxtrain.cli.comparison_plan import joined, planned, unpaired_settings
+    from mxtrain.cli.comparison_plan import joined, planned, planned_again, unpaired_settings
     from mxtrain.cli.side_by_side import SideBySide, resume_command
     from mxtrain.run_folder.comparison import read_comparison, write_comparison
     from mxtrain.run_folder.lock import locked
@@ -92,7 +92,7 @@ def compare(options, variants: list[str], flags: list[str]) -> int:
             )
         if not earlier:
             raise ConfigError(f"--resume {folder}: no comparison has been here, comparison.json is missing")
-        plan = earlier
+        plan = planned_again(earlier)
     else:
         if not variants:
             raise ConfigError("VARIANT is missing: give configs, or --resume and the folder of a comparison")

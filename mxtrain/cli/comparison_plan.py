@@ -88,10 +88,18 @@ def planned(variants: list[str], seeds: int, rates: list[str], flags: list[str])
 
 def _run(variant: Variant, seed: int, rate: str | None, flags: list[str]) -> PairedRun:
     arguments = [variant.config, *flags, *variant.flags, *([f"--optimizer.lr={rate}"] if rate else [])]
-    content = json.dumps(load_config(variant.config), sort_keys=True, default=str)
     name = f"{variant.name}{f'-lr{rate}' if rate else ''}-seed{seed}"
-    digest = hashlib.sha256(content.encode()).hexdigest()
-    return PairedRun(name, variant.name, [*arguments, f"--debug.seed={seed}"], digest)
+    return PairedRun(name, variant.name, [*arguments, f"--debug.seed={seed}"], _hash(variant.config))
+
+
+def planned_again(earlier: dict[str, PairedRun]) -> dict[str, PairedRun]:
+    """Return the runs of a comparison that was begun before, with their configs as they are now."""
+    return {name: replace(run, config_sha256=_hash(run.arguments[0])) for name, run in earlier.items()}
+
+
+def _hash(config: str) -> str:
+    content = json.dumps(load_config(config), sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def settings_of(run: PairedRun):

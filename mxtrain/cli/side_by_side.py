@@ -1,6 +1,7 @@
 """Does the runs of a comparison, several at a time, each as ``mxtrain train`` in a process and folder of its own."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from mxtrain.analysis.runs import load_run
 from mxtrain.cli.comparison_plan import settings_of
+from mxtrain.cli.stop_workers import say_from_handler
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import end_with_this_process, stop_signals
 from mxtrain.run_folder.comparison import SET_ASIDE, PairedRun, write_comparison
@@ -128,7 +130,8 @@ class SideBySide:
     def _pass_on(self, number: int, frame: object) -> None:
         if self.stopped_by is None:
             self.stopped_by = signal.Signals(number)
-            _say(f"{self.stopped_by.name}: stopping {len(self._running)} runs; the same again stops them at once")
+            again = f"a second {self.stopped_by.name} kills them"
+            say_from_handler(f"{self.stopped_by.name}: stopping {len(self._running)} runs; {again}")
         for started in self._running.values():
             started.process.send_signal(number)
 
@@ -165,10 +168,10 @@ def _losses(folder: Path) -> str:
 
 
 def _last_words(log: Path) -> str:
-    """Return the last line of a log that mxtrain itself wrote, or else the last line."""
+    """Return the last error in a log, or else its last line."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    own = [line for line in lines[-40:] if line.startswith("mxtrain: error: ")]
-    return (own or lines or ["it printed nothing"])[-1]
+    errors = [line for line in lines[-60:] if re.match(r"mxtrain: error: |[\w.]*(Error|Exception)\b", line)]
+    return (errors or lines or ["it printed nothing"])[-1]
 
 
 def resume_command(folder: Path) -> str:

@@ -61,7 +61,9 @@ class StopWorkers:
         workers = _children()
         if self.received is None:
             self.received = number
-            _say(f"{number.name}: stopping" + f"; a second {number.name} kills the workers" * (number in IMPATIENT))
+            say_from_handler(
+                f"{number.name}: stopping" + f"; a second {number.name} kills the workers" * (number in IMPATIENT)
+            )
             if not workers:
                 from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -83,7 +85,7 @@ def _children() -> list[int]:
     return found
 
 
-def _say(text: str) -> None:
+def say_from_handler(text: str) -> None:
     """Write a line to stderr, from a signal handler: the interpreter may be in the middle of a print."""
     start = "\n" if os.isatty(2) else ""  # after a worker's status line and the terminal's ^C
     with suppress(OSError):

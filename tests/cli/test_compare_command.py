@@ -33,7 +33,7 @@ if kind == "wait":
     time.sleep(60)
 if kind == "crash" and seed == 1 and not (folder.parent / "mended").exists():
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
-    print("RuntimeError: out of memory")
+    print("RuntimeError: out of memory\\nmxtrain: training failed: the worker ended with exit status 1")
     sys.exit(1)
 (folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
 (folder / "config.toml").write_text(f"[training]\\nsteps = 1\\n[debug]\\nseed = {seed}\\n")
@@ -126,7 +126,7 @@ def test_ctrl_c_stops_all_runs_and_says_how_to_go_on(stand_in, killed):
         return
     assert process.returncode == 130
     assert [run["status"] for run in runs] == [130, 130, None]
-    assert "SIGINT: stopping 2 runs" in out and "llama3_debug-seed1: stopped after" in out
+    assert "SIGINT: stopping 2 runs" in err and "llama3_debug-seed1: stopped after" in out
     assert "go on with: mxtrain compare --resume c" in err
     assert (stand_in / "llama3_debug-seed0.log").read_text() == "stopped\n", "each run got the signal once"
 

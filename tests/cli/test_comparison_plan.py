@@ -1,6 +1,6 @@
 import pytest
 
-from mxtrain.cli.comparison_plan import Variant, joined, planned, unpaired_settings, variant_of
+from mxtrain.cli.comparison_plan import Variant, joined, planned, planned_again, unpaired_settings, variant_of
 from mxtrain.errors import ConfigError
 
 
@@ -59,7 +59,7 @@ def test_a_comparison_grows_and_does_not_change(tmp_path):
         joined(done, planned([str(config)], 1, [], ["--training.steps=4"]), tmp_path)
     config.write_text("[training]\nsteps = 4\n")
     with pytest.raises(ConfigError, match="a-seed0 was begun before .*a.toml changed"):
-        joined(done, planned([str(config)], 1, [], []), tmp_path)
+        joined(done, planned_again(done), tmp_path)
 
 
 def test_variants_that_read_other_text_are_named():
