@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mxtrain import cli
-from mxtrain.analysis import load_run
+from mxtrain.analysis import load_run, report
 from mxtrain.cli import compare_command, launch, side_by_side
 
 STAND_IN = """
@@ -52,6 +52,7 @@ def stand_in(tmp_path, monkeypatch):
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.setattr(side_by_side, "TRAIN", [sys.executable, "-S", str(tmp_path / "stand_in.py")])
     monkeypatch.setattr(launch, "accelerator_count", lambda: 0)
+    monkeypatch.setattr(report, "curves_figure", lambda group: None)  # drawing is slow, and tested elsewhere
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -101,7 +102,8 @@ def test_a_failed_seed_is_reported_the_rest_goes_on_and_it_starts_again(stand_in
 @pytest.mark.parametrize("killed", [False, True])
 def test_ctrl_c_stops_all_runs_and_says_how_to_go_on(stand_in, killed):
     code = (
-        "import sys; from mxtrain import cli; from mxtrain.cli import launch, side_by_side; "
+        "import sys; from mxtrain import cli; from mxtrain.analysis import report; "
+        "from mxtrain.cli import launch, side_by_side; report.curves_figure = lambda group: None; "
         f"side_by_side.TRAIN = {side_by_side.TRAIN}; launch.accelerator_count = lambda: 0; "
         "sys.exit(cli.main(sys.argv[1:]))"
     )

@@ -2,6 +2,7 @@ import random
 import sys
 
 import pytest
+import tokenizers  # noqa: F401  (before python_machine hides the installed packages)
 
 from mxtrain.data import machine_files
 
