@@ -60,9 +60,10 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
 
 def _product_of_values(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """a [M, K] times b [K, N] in ``out_dtype``."""
-    # A plain torch.mm wherever it is right: selective activation checkpointing knows it by name, and keeps its results.
-    if out_dtype.itemsize <= a.dtype.itemsize and is_full_precision(a.dtype, a.is_cuda):
-        return converted(torch.mm(a, b), out_dtype)
+    # A plain torch.mm wherever it is right: TorchTitan's own selective activation checkpointing knows no other product.
+    # Where the result is converted, one op does both, so that checkpointing keeps the result, not the larger product.
+    if out_dtype == a.dtype and is_full_precision(a.dtype, a.is_cuda):
+        return torch.mm(a, b)
     return guarded_mm(a, b, out_dtype)
 
 

@@ -94,7 +94,7 @@ def test_products_of_values_are_guarded(dtype, name, lax, strict, compiled, duri
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_product_that_needs_no_guard_is_a_plain_mm():
-    """TorchTitan's selective activation checkpointing keeps the results of aten.mm, and of no op of ours."""
+    """TorchTitan's own selective activation checkpointing keeps the results of aten.mm, and of no op of ours."""
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -1,7 +1,7 @@
 """mxtrain's additions to TorchTitan's parallelize functions.
 
-They refuse layouts with wrong gradients, split swapped modules in tensor parallelism, run FSDP2 on gloo, and draw
-initial weights that fit every layout.
+They refuse layouts with wrong gradients, split swapped modules in tensor parallelism, let selective activation
+checkpointing know mxtrain's operations, run FSDP2 on gloo, and draw initial weights that fit every layout.
 """
 
 import functools
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from mxtrain.conversion.recognition import has_router
 from mxtrain.errors import ConfigError
 from mxtrain.settings.machine import Machine, check_machine
+from mxtrain.titan.parallel.activation_checkpoint import knows_own_operations
 from mxtrain.titan.parallel.check_layout import check_model_layout
 from mxtrain.titan.parallel.context import prepare_context_parallelism
 from mxtrain.titan.parallel.initial_weights import draw_by_name
@@ -38,7 +39,8 @@ def checked_parallelize(parallelize_fn):
         check_tied(parallel_dims, model)
         if not parallel_dims.pp_enabled:
             note_model(describe_model(job_config, model))  # here, while the model is whole
-        with shared_group(model), plans_for_swapped_modules() if parallel_dims.tp_enabled else nullcontext():
+        plans = plans_for_swapped_modules() if parallel_dims.tp_enabled else nullcontext()
+        with shared_group(model), plans, knows_own_operations():
             model = parallelize_fn(model, parallel_dims, job_config)
         if torch.distributed.get_backend() == "gloo":
             for module in model.modules():

@@ -1,0 +1,78 @@
+"""Selective activation checkpointing that knows mxtrain's operations: what a layer keeps for its backward.
+
+With ``activation_checkpoint.mode = "selective"`` and option "op", TorchTitan 0.2.2 keeps the results of attention and
+of every second ``aten.mm``, and computes everything else again. It does not know the operations below.
+
+An operation is worth keeping by the bytes of memory traffic that a kept byte saves. A product of bf16 results with K
+summands takes K operations per byte, and an H200 computes about 110 operations while it moves a byte. In a layer of
+Llama 3 8B (K = 4096) on an H200:
+
+    result                          bytes kept       saved per byte   kept
+    product                         2 per element    37               as TorchTitan keeps those of aten.mm
+    attention                       2 per element    more             yes; TorchTitan knows the kernels of GPUs
+    largest magnitudes for NVFP4    115 KiB for w1   1,000            yes: the same for fprop and dgrad
+    codes and scales of MXFP8       1.03 per element 3                no
+    images (emulated operands)      2 per element    2                no
+    rho                             4 per token      none             no: comes with the operand, see below
+
+Codes replace nothing that is kept in bf16. A norm's backward needs the norm's input, wgrad needs other codes (in blocks
+along tokens) of the same values, and attention and SwiGLU need theirs in bf16. So codes would come on top, and a
+product saves twelve times as much for the same bytes. rho is free: the products that are computed again need their
+operand, so the norm and cast runs again in any case.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+import torch.utils.checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from mxtrain.ops.decompose_k import decompose_k_mm
+from mxtrain.ops.gemm import guarded_mm
+from mxtrain.ops.hardware import HAS_TRITON
+
+PRODUCTS = (
+    torch.ops.aten._scaled_mm_v2.default,  # of codes and scales: mode "native"
+    guarded_mm,  # of values, where PyTorch's settings or the result's dtype do not fit
+    decompose_k_mm,  # a router's logits
+)
+"""Products of two matrices, the second of them [K, N]: kept and counted as ``aten.mm`` is"""
+
+KEPT = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,  # so that a CPU keeps what a GPU keeps
+    *([torch.ops.mxtrain.nvfp4_amax.default] if HAS_TRITON else []),  # reads a whole matrix for the tensor scale
+)
+"""Operations whose results are always kept"""
+
+
+@contextmanager
+def knows_own_operations() -> Iterator[None]:
+    """While active, TorchTitan's ``apply_ac`` treats ``PRODUCTS`` as it treats ``aten.mm``, and keeps ``KEPT``."""
+
+    def contexts(policy, *args, **kwargs):
+        return create_selective_checkpoint_contexts(_with_own_operations(policy), *args, **kwargs)
+
+    # TorchTitan imports the function when it wraps a layer.
+    with patch.object(torch.utils.checkpoint, create_selective_checkpoint_contexts.__name__, contexts):
+        yield
+
+
+def _with_own_operations(policy: Callable) -> Callable:
+    def decide(ctx, func, *args, **kwargs) -> CheckpointPolicy:
+        if func in KEPT:
+            return CheckpointPolicy.MUST_SAVE
+        if func in PRODUCTS:
+            return policy(ctx, torch.ops.aten.mm.default, args[0], _matrix(args[1]))
+        return policy(ctx, func, *args, **kwargs)
+
+    return decide
+
+
+def _matrix(b: torch.Tensor) -> torch.Tensor | SimpleNamespace:
+    """The second factor, or its shape in elements: TorchTitan compares it with the shapes that the settings name."""
+    if b.dtype != torch.float4_e2m1fn_x2:
+        return b
+    return SimpleNamespace(shape=torch.Size((2 * b.shape[0], b.shape[1])))
