@@ -79,8 +79,6 @@ def test_every_config_parses_to_its_variant_with_settings_that_fit(name):
     assert validation.local_batch_size == training.local_batch_size
     assert validation.freq <= training.steps
     assert job_config.lr_scheduler.warmup_steps < training.steps
-    # mxnorm supports neither tensor nor pipeline parallelism yet.
-    assert job_config.parallelism.tensor_parallel_degree == job_config.parallelism.pipeline_parallel_degree == 1
     assert job_config.metrics.enable_wandb
 
 
@@ -109,7 +107,9 @@ def test_settings_of_each_llama_size():
         assert job_config.training.mixed_precision_param == ("bfloat16" if on_gpu else "float32")
         assert job_config.checkpoint.enable == (size in ("8b", "70b"))
     modes = [parse(f"llama3_{size}").activation_checkpoint.mode for size in LLAMAS]
-    assert modes == ["none", "none", "none", "selective", "full"]
+    assert modes == ["none", "none", "none", "selective", "selective"]
+    layouts = [parse(f"llama3_{size}").parallelism for size in LLAMAS]
+    assert [(p.tensor_parallel_degree, p.pipeline_parallel_degree) for p in layouts] == [(1, 1)] * 4 + [(8, 2)]
 
 
 def test_settings_of_mixtures_of_experts():

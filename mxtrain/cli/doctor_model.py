@@ -3,21 +3,15 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
 
 import torch
 
 from mxtrain.cli import quiet
+from mxtrain.cli.doctor_memory import memory_table
 from mxtrain.conversion.plan import Plan
 from mxtrain.conversion.weights import WeightUse, find_weights, weight_uses
 from mxtrain.errors import ConfigError
 from mxtrain.settings.read import places
-
-PROCESSES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-OPTIMIZER_STATES = 2
-"""Tensors of a weight's shape and dtype that Adam and AdamW keep: the means of the gradient and of its square"""
-GATHERED_GROUPS = 2
-"""FSDP gathers the weights of a block while it computes with those of the block before"""
 
 
 def report(arguments: list[str]) -> str:
@@ -48,7 +42,7 @@ def _report(words: list[str]) -> str:
     _check(model, job_config)
     parts = [
         _table(f"{job_config.model.name} {job_config.model.flavor}", parameters(model)),
-        _memory(model, job_config),
+        memory_table(model, job_config),
     ]
     plans = convert_on_meta(job_config, model)
     uses = next((plan.weights for plan in plans.values() if plan is not None and plan.weights), None)
@@ -85,69 +79,6 @@ def parameters(model: torch.nn.Module) -> list[tuple[str, str]]:
 
 def _count(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def shard_bytes(model: torch.nn.Module, shards: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the weights that the first of ``shards`` processes holds with FSDP2.
-
-    FSDP2 divides a weight's first dimension and rounds up. Stacked experts [E, in, out] may be divided otherwise, and
-    are counted in equal parts.
-    """
-    elements = 0
-    for parameter in model.parameters():
-        first, *rest = parameter.shape
-        if len(rest) < 2:
-            elements += math.ceil(first / shards) * math.prod(rest)
-        else:
-            elements += math.ceil(parameter.numel() / shards)
-    return elements * dtype.itemsize
-
-
-def gathered_bytes(model: torch.nn.Module, dtype: torch.dtype, expert_parallel: int = 1) -> int:
-    """Return the bytes of the largest groups of weights that FSDP2 gathers at a time: blocks, embedding, head."""
-    is_tied = model.output.weight is model.tok_embeddings.weight  # then it is gathered once
-    groups = [model.output, *model.layers.values(), *([] if is_tied else [model.tok_embeddings])]
-    elements = sorted(
-        (sum(p.numel() // (expert_parallel if p.ndim > 2 else 1) for p in group.parameters()) for group in groups),
-        reverse=True,
-    )
-    return sum(elements[:GATHERED_GROUPS]) * dtype.itemsize
-
-
-def _memory(model: torch.nn.Module, job_config) -> str:
-    training = job_config.training
-    dtype, compute = getattr(torch, training.dtype), getattr(torch, training.mixed_precision_param)
-    lines = [
-        f"memory per GPU in GiB: {training.dtype} weights, gradients and {job_config.optimizer.name} states, sharded",
-        f"  {'GPUs':<16}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'gathered':>10}{'sum':>10}",
-    ]
-    for name, shards in _layouts(job_config.parallelism):
-        weights = shard_bytes(model, shards, dtype)
-        gathered = gathered_bytes(model, compute, job_config.parallelism.expert_parallel_degree) if shards > 1 else 0
-        columns = [weights, weights, OPTIMIZER_STATES * weights, gathered]
-        texts = [f"{value / 2**30:,.2f}" for value in (*columns, sum(columns))]
-        lines.append(f"  {name:<16}{texts[0]:>10}{texts[1]:>11}{texts[2]:>11}{texts[3]:>10}{texts[4]:>10}")
-    lines.append(
-        f"  gathered: the two largest groups of weights, in {training.mixed_precision_param}. Left out: activations, "
-        "logits, gathered gradients,\n  copies by autocast on one GPU, and what the allocator reserves"
-    )
-    if training.enable_cpu_offload:
-        lines.append("  training.enable_cpu_offload = true: all but the gathered weights is in the CPU's memory")
-    return "\n".join(lines)
-
-
-def _layouts(parallelism) -> Iterator[tuple[str, int]]:
-    """Yield numbers of processes, in words, and among how many of them each weight is divided."""
-    replicas, given = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
-    others = (
-        parallelism.tensor_parallel_degree * parallelism.context_parallel_degree * parallelism.pipeline_parallel_degree
-    )
-    counts = PROCESSES if given == -1 else (replicas * given * others,)
-    for count in counts:
-        if count % (replicas * others) or (given == -1 and replicas > 1 and count == replicas):
-            continue
-        shards = count // replicas
-        yield (f"{count}" if replicas == 1 else f"{count} ({replicas} x {shards})"), shards
 
 
 def _multiplications(uses: dict[str, WeightUse]) -> str:

@@ -8,9 +8,12 @@ import pytest
 import torch
 from torchtitan.protocols.train_spec import get_train_spec
 
-from mxtrain import cli
-from mxtrain.cli import doctor_model
+from mxtrain import ConfigError, cli
+from mxtrain.cli import doctor_memory, doctor_model
+from mxtrain.settings.machine import Machine, check_machine
+from mxtrain.settings.read import read_settings
 from mxtrain.titan.models.describe import build_on_meta
+from mxtrain.titan.parallel.check_layout import check_model_layout
 from mxtrain.titan.parse import parse_job_config
 
 GIB = 2**30
@@ -48,8 +51,8 @@ def test_memory_of_one_process_is_what_a_step_takes(flags):
         real.init_weights()
     weights, gradients, states = measured(real)
     on_meta = build_on_meta(job_config)
-    assert doctor_model.shard_bytes(on_meta, 1, getattr(torch, job_config.training.dtype)) == weights == gradients
-    assert doctor_model.OPTIMIZER_STATES * weights == states
+    assert doctor_memory.shard_bytes(on_meta, 1, getattr(torch, job_config.training.dtype)) == weights == gradients
+    assert doctor_memory.OPTIMIZER_STATES * weights == states
     assert dict(doctor_model.parameters(on_meta))["parameters"] == f"{sum(p.numel() for p in real.parameters()):,}"
 
 
@@ -98,6 +101,34 @@ def test_flags_decide(flags, expected, capsys):
     text = capsys.readouterr().out
     for words in expected:
         assert words in text
+
+
+def test_the_layout_of_70b_fits_64_gpus_of_80_gb(capsys):
+    """Every rank of the pipeline has 40 layers, and the embedding or the head. Norms are not divided by 8."""
+    settings = read_settings(["--job.config_file=train_configs/llama3_70b.toml"])
+    check_machine(settings, Machine(64, has_gpus=True))
+    check_model_layout(settings)
+    with pytest.raises(ConfigError, match="data_parallel_shard_degree"):
+        check_machine(settings, Machine(56, has_gpus=True))
+    assert cli.main(["doctor", "--model", "train_configs/llama3_70b.toml"]) == 0
+    text = capsys.readouterr().out
+    matrices = (40 * (8192 * (2 * 8192 + 2 * 1024) + 3 * 8192 * 28672) + 128256 * 8192) / 8
+    held, gains = 4 * matrices / 4 / GIB, 4 * 80 * 8192 / 4 / GIB
+    weights = held + gains
+    gathered = 6 * (matrices + 80 * 8192) / GIB
+    row = rows_of(text)["64 (pipeline 2 x tensor 8 x 4)"]
+    assert row == pytest.approx([weights, weights, 2 * weights, gathered, 4 * weights + gathered], abs=0.006)
+    assert 41 < row[-1] < 42
+    assert "gathered are all weights, and its gradients, in float32, until the last chunk\n" in text
+
+
+def test_a_pipeline_that_frees_gathered_weights_holds_two_groups_of_them(capsys):
+    flags = ["--parallelism.fsdp_reshard_after_forward=always", "--parallelism.pipeline_parallel_schedule=LoopedBFS"]
+    assert cli.main(["doctor", "--model", "train_configs/llama3_70b.toml", *flags]) == 0
+    gradients = 4 * (40 * (8192 * (2 * 8192 + 2 * 1024) + 3 * 8192 * 28672) + 128256 * 8192) / 8 / GIB
+    head_and_block = 2 * (128256 * 8192 + 8192 * (2 * 8192 + 2 * 1024) + 3 * 8192 * 28672) / 8 / GIB
+    row = rows_of(capsys.readouterr().out)["64 (pipeline 2 x tensor 8 x 4)"]
+    assert row[3] == pytest.approx(gradients + head_and_block, rel=2e-2)
 
 
 def test_experts_are_counted_as_a_token_uses_them(capsys):

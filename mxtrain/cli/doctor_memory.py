@@ -1,0 +1,118 @@
+"""The memory that a model takes on each GPU, by the layout of processes, for ``mxtrain doctor --model``."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn as nn
+
+PROCESSES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+OPTIMIZER_STATES = 2
+"""Tensors of a weight's shape and dtype that Adam and AdamW keep: the means of the gradient and of its square"""
+GATHERED_GROUPS = 2
+"""FSDP gathers the weights of a block while it computes with those of the block before"""
+
+
+def memory_table(model: nn.Module, job_config) -> str:
+    """Return a table of the memory per GPU, with a row for every number of processes that the degrees allow.
+
+    In a pipeline it is that of the rank with most weights.
+    """
+    training, parallelism = job_config.training, job_config.parallelism
+    dtype, compute, reduce = (
+        getattr(torch, name)
+        for name in (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
+    )
+    tensor, pipeline = parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree
+    rank = max(groups_of_ranks(model, parallelism), key=lambda groups: shard_bytes(nn.ModuleList(groups), 1, dtype))
+    held = model if pipeline == 1 else nn.ModuleList(rank)
+    reshards = parallelism.fsdp_reshard_after_forward == "always"
+    weights_gathered = shard_bytes(held, 1, compute, tensor)
+    layouts = list(_layouts(parallelism))
+    width = max([16, *(len(name) + 2 for name, *_ in layouts)])
+    lines = [
+        f"memory per GPU in GiB: {training.dtype} weights, gradients and {job_config.optimizer.name} states, sharded",
+        f"  {'GPUs':<{width}}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'gathered':>10}{'sum':>10}",
+    ]
+    for name, count, shards in layouts:
+        weights = shard_bytes(held, shards, dtype, tensor)
+        gathered = 0
+        if count > 1 and (shards > 1 or tensor * pipeline > 1):
+            gathered = gathered_bytes(rank, compute, parallelism.expert_parallel_degree, tensor)
+        if pipeline > 1:
+            # PyTorch adds up the chunks' gradients before it divides them among processes.
+            gathered = shard_bytes(held, 1, reduce, tensor) + (gathered if reshards else weights_gathered)
+        columns = [weights, weights, OPTIMIZER_STATES * weights, gathered]
+        texts = [f"{value / 2**30:,.2f}" for value in (*columns, sum(columns))]
+        lines.append(f"  {name:<{width}}{texts[0]:>10}{texts[1]:>11}{texts[2]:>11}{texts[3]:>10}{texts[4]:>10}")
+    lines.append(
+        f"  gathered: the two largest groups of weights, in {training.mixed_precision_param}. Left out: activations, "
+        "logits, gathered gradients,\n  copies by autocast on one GPU, and what the allocator reserves"
+    )
+    if pipeline > 1:
+        lines.append(
+            f"  in a pipeline: the rank with most weights; gathered {'also' if reshards else 'are all weights, and'} its "
+            f"gradients, in {training.mixed_precision_reduce}, until the last chunk"
+        )
+    if training.enable_cpu_offload:
+        lines.append("  training.enable_cpu_offload = true: all but the gathered weights is in the CPU's memory")
+    return "\n".join(lines)
+
+
+def shard_bytes(module: nn.Module, shards: int, dtype: torch.dtype, tensor: int = 1) -> int:
+    """Return the bytes of the weights that the first of ``shards`` processes holds with FSDP2.
+
+    FSDP2 divides a weight's first dimension and rounds up. Tensor parallelism divides matrices by ``tensor`` before
+    that; vectors are whole. Stacked experts [E, in, out] may be divided otherwise, and are counted in equal parts.
+    """
+    elements = 0
+    for parameter in module.parameters():
+        first, *rest = parameter.shape
+        if len(rest) < 2:
+            parts = shards * tensor if rest else shards
+            elements += math.ceil(first / parts) * math.prod(rest)
+        else:
+            elements += math.ceil(parameter.numel() / (shards * tensor))
+    return elements * dtype.itemsize
+
+
+def groups_of_ranks(model: nn.Module, parallelism) -> list[list[nn.Module]]:
+    """Return the weights that FSDP2 gathers at a time, for each rank of the pipeline: blocks, embedding, head.
+
+    The final norm, which is gathered with the head, is left out.
+    """
+    from mxtrain.titan.parallel.pipeline import modules_of_stages
+
+    ranks = parallelism.pipeline_parallel_degree
+    if ranks == 1:
+        is_tied = model.output.weight is model.tok_embeddings.weight  # then it is gathered once
+        return [[model.output, *model.layers.values(), *([] if is_tied else [model.tok_embeddings])]]
+    modules = dict(model.named_modules())
+    groups: list[list[nn.Module]] = [[] for _ in range(ranks)]
+    for number, names in enumerate(modules_of_stages(len(model.layers), parallelism)):
+        groups[number % ranks] += [modules[name] for name in names if name != "norm"]
+    return groups
+
+
+def gathered_bytes(groups: list[nn.Module], dtype: torch.dtype, expert_parallel: int = 1, tensor: int = 1) -> int:
+    """Return the bytes of the largest groups of weights that FSDP2 gathers at a time."""
+    elements = sorted(
+        (sum(p.numel() // (expert_parallel if p.ndim > 2 else 1) for p in group.parameters()) for group in groups),
+        reverse=True,
+    )
+    return sum(elements[:GATHERED_GROUPS]) * dtype.itemsize // tensor
+
+
+def _layouts(parallelism) -> Iterator[tuple[str, int, int]]:
+    """Yield layouts: in words, the number of processes, and among how many of them FSDP2 divides each weight."""
+    replicas, given = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    tensor, pipeline = parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree
+    others = tensor * pipeline * parallelism.context_parallel_degree
+    counts = PROCESSES if given == -1 else (replicas * given * others,)
+    for count in counts:
+        if count % (replicas * others) or (given == -1 and replicas > 1 and count == replicas):
+            continue
+        shards = count // (replicas * tensor * pipeline)
+        parts = [f"{replicas}"] * (replicas > 1) + [f"{shards}"] * (replicas > 1 or tensor * pipeline > 1)
+        parts = [f"pipeline {pipeline}"] * (pipeline > 1) + [f"tensor {tensor}"] * (tensor > 1) + parts
+        yield f"{count} ({' x '.join(parts)})" if parts else f"{count}", count, shards
