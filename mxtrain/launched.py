@@ -15,8 +15,18 @@ LAUNCHER_VARIABLE = "MXTRAIN_LAUNCHER_PID"
 """Environment variable by which ``mxtrain train`` tells its workers its process id"""
 STOP_FILE_VARIABLE = "MXTRAIN_STOP_FILE"
 """Environment variable with the file in which a worker tells ``mxtrain train`` which signal stopped training"""
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the new name and the old name
 
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+
+
+def let_memory_segments_grow(environment) -> None:
+    """Let the segments of a GPU's memory grow, as in TorchTitan's own launcher, unless the user has set the allocator.
+
+    Otherwise freed memory is fragmented, and the peak is higher. Must come before PyTorch is imported.
+    """
+    if not any(name in environment for name in ALLOCATOR_VARIABLES):
+        environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -3,14 +3,16 @@
 ``--resume RUN`` in the place of ``--job.config_file CONFIG.toml`` continues a run with its own settings.
 """
 
+import os
 import signal
 import sys
 
 from mxtrain.cli.quiet import hide_library_warnings, take_verbose
-from mxtrain.launched import end_with_launcher
+from mxtrain.launched import end_with_launcher, let_memory_segments_grow
 
 if __name__ == "__main__":
     end_with_launcher()
+    let_memory_segments_grow(os.environ)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Before training there is nothing to save: like SIGTERM, SIGINT ends the worker at once, without a traceback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -50,9 +50,10 @@ def memory_table(model: nn.Module, job_config) -> str:
         "logits, gathered gradients,\n  copies by autocast on one GPU, and what the allocator reserves"
     )
     if pipeline > 1:
+        others = "also" if reshards else "are all weights, and"
         lines.append(
-            f"  in a pipeline: the rank with most weights; gathered {'also' if reshards else 'are all weights, and'} its "
-            f"gradients, in {training.mixed_precision_reduce}, until the last chunk"
+            f"  in a pipeline: the rank with most weights; gathered {others} its gradients, in "
+            f"{training.mixed_precision_reduce}, until the last chunk"
         )
     if training.enable_cpu_offload:
         lines.append("  training.enable_cpu_offload = true: all but the gathered weights is in the CPU's memory")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mxtrain.cli.workers import run_workers
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
+from mxtrain.launched import let_memory_segments_grow
 from mxtrain.run_folder.files import METRICS_FILE
 from mxtrain.run_folder.lock import locked
 from mxtrain.run_folder.start import CheckpointSettings, find_start, require_folder
@@ -23,7 +24,6 @@ from mxtrain.settings.resume_check import check_resume
 
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Of which a machine with a GPU has one: NVIDIA's driver, AMD's, or Windows's under WSL"""
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the new name and the old name
 
 
 def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) -> int:
@@ -173,8 +173,7 @@ def set_worker_defaults(environment, processes: int, devices: int) -> None:
 
     Several workers share the cores equally.
 
-    On a GPU, memory segments may grow, as in TorchTitan's own launcher. Otherwise freed memory is fragmented, and the
-    peak is higher.
+    On a GPU, memory segments may grow.
 
     On a CPU, waiting threads sleep early. By default OpenMP spins for milliseconds, and training is several times
     slower when another process needs a core. Measured on two cores: 2,000 tokens/s alone and 150 beside another
@@ -185,5 +184,5 @@ def set_worker_defaults(environment, processes: int, devices: int) -> None:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     if devices == 0:
         environment.setdefault("GOMP_SPINCOUNT", "1000")
-    elif not any(name in environment for name in ALLOCATOR_VARIABLES):
-        environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+    else:
+        let_memory_segments_grow(environment)

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import runpy
 import signal
 import time
 
@@ -12,6 +13,7 @@ import torch
 
 from mxtrain.cli import launch, workers
 from mxtrain.errors import ConfigError
+from mxtrain.launched import ALLOCATOR_VARIABLES
 
 FAKE_WORKER = """
 import json, os, pathlib, signal, sys, time
@@ -167,7 +169,7 @@ def test_users_thread_settings_stand():
     assert environment == {"OMP_NUM_THREADS": "7", "GOMP_SPINCOUNT": "9"}
 
 
-@pytest.mark.parametrize("name", launch.ALLOCATOR_VARIABLES)
+@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
 def test_users_allocator_settings_stand(name):
     environment = {name: "max_split_size_mb:512"}
     launch.set_worker_defaults(environment, processes=1, devices=1)
@@ -189,6 +191,19 @@ def test_worker_defaults(monkeypatch, processes, devices, expected):
     environment = {}
     launch.set_worker_defaults(environment, processes, devices)
     assert environment == expected
+
+
+def test_workers_of_torchrun_let_memory_segments_grow_too(monkeypatch):
+    """Before training, and so before anything is on a GPU."""
+    found = []
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("mxtrain.titan.train.main", lambda *_: found.append(os.environ.get(ALLOCATOR_VARIABLES[0])))
+    monkeypatch.setattr("mxtrain.launched.end_with_launcher", lambda: None)
+    monkeypatch.setattr("mxtrain.cli.quiet.hide_library_warnings", lambda: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    runpy.run_module("mxtrain.train", run_name="__main__")
+    assert found == ["expandable_segments:True"]
 
 
 def test_runs_started_in_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
