@@ -18,7 +18,7 @@ LAYERS = [
     {"reference", "kernels"},
     {"ops"},
     {"nn"},
-    {"conversion", "hugging_face"},
+    {"conversion", "hugging_face", "diagnostics"},
     {"titan"},
     {"cli"},
     {"train"},

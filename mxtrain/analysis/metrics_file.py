@@ -2,7 +2,8 @@
 
 A training row has ``step``, ``loss``, ``max_loss``, ``grad_norm``, ``lr``, ``tokens_per_second`` (per device),
 ``memory_gib`` (peak since the previous row), ``tokens_seen`` and ``time`` (Unix seconds). A validation row has
-``step``, ``validation_loss`` and ``time``.
+``step``, ``validation_loss`` and ``time``. A row of diagnostics has ``step``, the figures of
+``mxtrain.analysis.numerics`` and ``time``.
 
 JSON has no NaN or infinity. Such a value is written as null, and the row's extra key ``nonfinite`` holds its name:
 ``{"step": 7, "loss": null, ..., "nonfinite": {"loss": "nan"}}``. Any JSON reader can parse the line and sees a

@@ -28,7 +28,7 @@ def block_amax(x: torch.Tensor, block_size: int) -> torch.Tensor:
     return at_least_fp32(split_blocks(x, block_size).abs().amax(-1))
 
 
-def _mean_square(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> torch.Tensor:
+def mean_square(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> torch.Tensor:
     """Estimate the squared RMS of every row in fp64: no square overflows, and the order of the sum does not matter."""
     if estimate.estimator == "exact":
         return x.double().square().mean(-1)
@@ -45,7 +45,7 @@ def inverse_rms(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> torch
 
     A row with a NaN gives NaN; a row with an infinity gives 0.
     """
-    rho = 1.0 / torch.sqrt(_mean_square(x, estimate, recipe) + estimate.eps)
+    rho = 1.0 / torch.sqrt(mean_square(x, estimate, recipe) + estimate.eps)
     return rho.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -125,7 +125,7 @@ def cast(
         raise ValueError(f"bits: {bits.dtype} {tuple(bits.shape)}; expected torch.int64 {tuple(x.shape)}")
     blocks = split_blocks(at_least_fp32(x), NVFP4.block_size)
     tensor_scale = _as_tensor(tensor_scale, x)
-    scales = _block_scales(blocks.abs().amax(-1), tensor_scale)
+    scales = block_scales(blocks.abs().amax(-1), tensor_scale)
     scaled = blocks * _inverse(scales, tensor_scale).unsqueeze(-1)
     return _pack(_encode(scaled.reshape(x.shape), bits)), scales
 
@@ -156,7 +156,7 @@ def cast_tiles(w: torch.Tensor, tensor_scale: float | torch.Tensor) -> tuple[tor
     amax = torch.nn.functional.pad(blocks.abs().amax(-1), (0, 0, 0, -rows % tile))
     amax = amax.reshape(-1, tile, amax.shape[1]).amax(1)
     tensor_scale = _as_tensor(tensor_scale, w)
-    scales = _block_scales(amax, tensor_scale).repeat_interleave(tile, 0)[:rows]
+    scales = block_scales(amax, tensor_scale).repeat_interleave(tile, 0)[:rows]
     scaled = blocks * _inverse(scales, tensor_scale).unsqueeze(-1)
     return _pack(_encode(scaled.reshape(w.shape), None)), scales
 
@@ -193,7 +193,7 @@ def _as_tensor(tensor_scale: float | torch.Tensor, like: torch.Tensor) -> torch.
     return torch.full((), tensor_scale, device=like.device, dtype=torch.float32)
 
 
-def _block_scales(amax: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor:
+def block_scales(amax: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor:
     """Return the float8_e4m3fn scales of block maxima, same shape."""
     wanted = amax / amax.new_full((), NVFP4.element_max) / tensor_scale
     return wanted.clamp(NVFP4_SCALE_MIN, NVFP4_SCALE_MAX).to(torch.float8_e4m3fn)

@@ -114,6 +114,14 @@ RELATIONS = (
             "may_change": [],
         }.items()
     ),
+    Relation(
+        "mxnorm.diagnostics.every",
+        lambda s: (
+            s["mxnorm.diagnostics.every"]
+            and s["optimizer.early_step_in_backward"]
+            and "needs optimizer.early_step_in_backward = false: its extra backward would change the weights"
+        ),
+    ),
     Relation("checkpoint.may_change", lambda s: _unknown_in(s["checkpoint.may_change"] or [], s)),
     Relation(
         "checkpoint.export_dtype",

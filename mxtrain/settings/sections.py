@@ -14,6 +14,7 @@ from mxtrain.recipes.rms_estimate import ESTIMATORS
 from mxtrain.settings.types import (
     Amount,
     FinitePositive,
+    Groups,
     Names,
     NotNegative,
     Positive,
@@ -21,6 +22,24 @@ from mxtrain.settings.types import (
     ShareBelowOne,
     Table,
 )
+
+
+@dataclass
+class Diagnostics:
+    every: NotNegative = 0
+    """
+    Measure norms, casts and matrix products in every step whose number is a multiple of this, and log the figures; 0 is
+    off. The next two settings say what is measured
+    """
+
+    fqns: Names = None
+    """
+    Comma-separated names of modules to measure, written as in mxnorm.filter_fqns. Every name must match a norm or
+    linear that is swapped. Unset measures all of them
+    """
+
+    tokens: Groups = 512
+    """Number of tokens per process that are measured, a positive multiple of 32, spread over the first sequences"""
 
 
 @dataclass
@@ -100,6 +119,8 @@ class MXNorm:
     FQN, each a literal or a glob: "output", "layers.0", "layers.*.attention.wo". Every name must match a module. Unset
     keeps the model's output head; an empty list keeps nothing
     """
+
+    diagnostics: Diagnostics = field(default_factory=Diagnostics)
 
 
 @dataclass

@@ -3,12 +3,14 @@
 from itertools import zip_longest
 from typing import Annotated
 
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Ge, Gt, Interval, MultipleOf
 from pydantic import AfterValidator, AllowInfNan, BeforeValidator
 from tyro.constructors import PrimitiveConstructorSpec
 
 Positive = Annotated[int, Ge(1)]
 NotNegative = Annotated[int, Ge(0)]
+Groups = Annotated[int, Ge(32), MultipleOf(32)]
+"""Tokens in groups of 32"""
 StepOrMinusOne = Annotated[int, Ge(-1)]
 Seed = Annotated[int, Interval(ge=0, lt=2**64)]
 """What PyTorch takes"""

@@ -22,6 +22,7 @@ from mxtrain.recipes.parse import SWITCHES, switches_in_effect
 from mxtrain.rng.rounding_position import step_is_set
 from mxtrain.settings.registry import QUANTIZING_CONVERTERS
 from mxtrain.settings.relations import conflict_of_converters
+from mxtrain.titan.reports.numerics import check_patterns
 from mxtrain.titan.reports.terminal import note_conversion
 
 # Stands for debug.seed where that is unset.
@@ -103,12 +104,14 @@ class TitanMXLinear(_TitanConverter):
 
     def __init__(self, job_config, parallel_dims):
         super().__init__(job_config, parallel_dims)
+        self.diagnostics = job_config.mxnorm.diagnostics
         settings = active_settings(job_config)
         reason = mode_reason(settings["mode"], utils.device_type)
         logger.info(f"{self.name}: {settings}; mode {settings['mode']}: {reason}")
 
     def convert(self, model: nn.Module) -> None:
         super().convert(model)
+        self._check_diagnostics(model)
         if self._mode() == "emulated":
             # Products that need no guard stay plain ones, whose results selective activation checkpointing keeps.
             sum_bf16_products_in_fp32()
@@ -119,6 +122,15 @@ class TitanMXLinear(_TitanConverter):
                 f"{self.name}: stochastic rounding takes its random bits from PyTorch's generator, because this "
                 "trainer does not set the step: a resumed run will not repeat them; train with -m mxtrain.train instead"
             )
+
+    def _check_diagnostics(self, model: nn.Module) -> None:
+        if self.diagnostics.every:
+            check_patterns(self.diagnostics.fqns, model)
+            if not step_is_set():
+                raise ConfigError(
+                    f"mxnorm.diagnostics.every = {self.diagnostics.every} needs mxtrain's trainer: train with "
+                    "-m mxtrain.train, or set 0"
+                )
 
     def _mode(self) -> str:
         return resolve_mode(self.converter.mode, utils.device_type)

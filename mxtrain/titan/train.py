@@ -41,6 +41,7 @@ from mxtrain.titan.parallel.replicate import Layout
 from mxtrain.titan.parse import parse_job_config, resolved_settings, settings_of
 from mxtrain.titan.reports import terminal
 from mxtrain.titan.reports.metrics import leave_losses_to_trainer, run_facts
+from mxtrain.titan.reports.numerics import Numerics
 from mxtrain.titan.stop import Stop, StopSignals
 
 FIRST_WORD_SECONDS = 3.0
@@ -60,6 +61,8 @@ class _Trainer(Trainer):
 
     It verifies the checkpoint from which a run starts, and saves whole checkpoints only. They hold the random number
     generators' states, and the tokens seen by all ranks instead of one.
+
+    It runs the extra pass of a step with diagnostics (``mxtrain.titan.reports.numerics``).
 
     It saves and stops, on all ranks after the same step, when one of them has got a stop signal. ``stop`` is then how.
     """
@@ -81,6 +84,7 @@ class _Trainer(Trainer):
         self.checkpointer.states["rng"] = RandomState()
         self._tokens = TokenCount.of_layout(self.parallel_dims)
         self._signals = StopSignals()
+        self._numerics = Numerics.of_job(job_config, self.model_parts)
         # The stages of a pipeline have the same text, and draw other random bits because their layers differ.
         self._rank_in_stage = torch.distributed.get_rank() % (self.parallel_dims.world_size // self.parallel_dims.pp)
         if self.parallel_dims.pp_enabled:
@@ -146,15 +150,30 @@ class _Trainer(Trainer):
         # Until the first step is done, which compiles the model, there is nothing to save, and a signal stops at once.
         self._signals.install()
 
-    def forward_backward_step(self, *, global_valid_tokens, **kwargs):
+    def forward_backward_step(self, **kwargs):
+        if self._numerics is not None and self._numerics.is_due(self.step) and not self._losses:
+            self._measure(**kwargs)
         set_rounding_step(self.step, microbatch=len(self._losses), rank=self._rank_in_stage)
-        if self.parallel_dims.pp_enabled:
-            with self._loss.divided_by(global_valid_tokens):
-                loss = super().forward_backward_step(global_valid_tokens=1.0, **kwargs)
-        else:
-            loss = super().forward_backward_step(global_valid_tokens=global_valid_tokens, **kwargs)
+        loss = self._forward_and_backward(**kwargs)
         self._losses.append(loss.detach())
         return loss
+
+    def _forward_and_backward(self, *, global_valid_tokens, **kwargs) -> torch.Tensor:
+        if self.parallel_dims.pp_enabled:
+            with self._loss.divided_by(global_valid_tokens):
+                return super().forward_backward_step(global_valid_tokens=1.0, **kwargs)
+        return super().forward_backward_step(global_valid_tokens=global_valid_tokens, **kwargs)
+
+    def _measure(self, *, input_dict, labels, global_valid_tokens) -> None:
+        if not self.parallel_dims.pp_enabled:  # whose schedule takes whole microbatches
+            input_dict, labels = self._numerics.sample(input_dict, labels)
+        set_rounding_step(self.step, rank=self._rank_in_stage)
+        with self._numerics.recording():
+            self._forward_and_backward(
+                input_dict=dict(input_dict), labels=labels, global_valid_tokens=global_valid_tokens
+            )
+        if figures := self._numerics.figures():
+            self.metrics_processor.logger.log(figures, self.step)
 
     def state_dict(self):
         return {**super().state_dict(), "ntokens_seen": self._tokens.of_all_ranks(self.ntokens_seen)}

@@ -26,6 +26,7 @@ from torchtitan.tools.logging import logger
 
 import mxtrain
 from mxtrain.analysis.metrics_file import MetricsWriter
+from mxtrain.analysis.numerics import PREFIX
 from mxtrain.rng.rounding_position import step_is_set
 from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE, reason, replace_file
 from mxtrain.run_folder.start import CheckpointSettings, require_no_other_run, resumed_step
@@ -62,6 +63,7 @@ class MetricsFileLogger(BaseLogger):
         keys = VALIDATION_KEYS if VALIDATION_KEYS["validation_loss"] in metrics else TRAINING_KEYS
         row = {"step": step}
         row.update({key: float(metrics[source]) for key, source in keys.items() if source in metrics})
+        row.update({key: value for key, value in metrics.items() if key.startswith(PREFIX)})
         if "tokens_seen" in row:
             row["tokens_seen"] = int(row["tokens_seen"])
         row["time"] = time.time()
@@ -114,6 +116,8 @@ class ProgressLogger(BaseLogger):
         words = [f"step {step:{len(str(self.steps))}}/{self.steps}"]
         if VALIDATION_KEYS["validation_loss"] in metrics:
             show_line(f"{words[0]}  validation loss {metrics[VALIDATION_KEYS['validation_loss']]:.4f}")
+            return
+        if TRAINING_KEYS["loss"] not in metrics:
             return
         words.append(f"loss {float(metrics[TRAINING_KEYS['loss']]):.4f}")
         words.append(f"{metrics[TRAINING_KEYS['tokens_per_second']]:,.0f} {self.rate_unit}")

@@ -1,0 +1,210 @@
+"""Diagnostics of a run: every N steps, an extra pass measures the norms and linears that a converter has swapped.
+
+Hooks on modules inside of a compiled block do not run, or break its graph. So training is left as it is, and before
+the first microbatch of such a step the trainer runs its own forward and backward once more: eagerly, with hooks, on
+the step's own text and weights. Compiled blocks (``force_eager``), FSDP2, tensor and context parallelism, activation
+checkpointing and pipelines need nothing special, because this pass is theirs. Without a pipeline it takes as many
+sequences as hold ``tokens``; a pipeline takes its whole microbatch, of which the first chunk is measured.
+
+The pass leaves no trace: there are no gradients before the first microbatch, and those of the pass are removed; random
+number generators and buffers get their values back; the trainer sets the position of stochastic rounding before every
+microbatch. Training gives the same bits with diagnostics and without.
+
+A linear is measured when its output gradient arrives: FSDP2 has its weight gathered then.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, reduce
+
+import torch
+import torch.distributed as dist
+
+from mxtrain.analysis.numerics import MODEL, PREFIX
+from mxtrain.conversion.selection import matches
+from mxtrain.diagnostics.linears import Input, linear_figures, linear_totals
+from mxtrain.diagnostics.norms import norm_figures, norm_totals
+from mxtrain.diagnostics.products import norm_to_noise
+from mxtrain.diagnostics.sample import sampled_tokens
+from mxtrain.diagnostics.totals import Totals, combined, numbers
+from mxtrain.errors import ConfigError
+from mxtrain.nn.mxnorm import MXNorm, NormedInput
+from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype
+from mxtrain.titan.parallel.initial_weights import plain_name
+
+FQNS = "mxnorm.diagnostics.fqns"
+NORM = "norm"
+
+
+class Numerics:
+    """Measures a model every ``every`` steps.
+
+    Args:
+        every: number of steps, at least 1.
+        fqns: patterns of the modules to measure; None for all that a converter has swapped.
+        tokens: number of tokens to measure per process.
+        model_parts: the trainer's: the model, or the stages of a pipeline on this process.
+    """
+
+    def __init__(self, every: int, fqns: list[str] | None, tokens: int, model_parts: list[torch.nn.Module]):
+        self.every, self.tokens, self._parts = every, tokens, model_parts
+        modules = {plain_name(fqn): module for part in model_parts for fqn, module in part.named_modules()}
+        self._norms = {fqn: module for fqn, module in modules.items() if isinstance(module, MXNorm)}
+        self._linears = {
+            fqn: module
+            for fqn, module in modules.items()
+            if isinstance(module, QuantizedLinear) and is_watched(fqn, fqns)
+        }
+        self._watched_norms = {fqn for fqn in self._norms if is_watched(fqn, fqns)}
+        self._found: dict[tuple[str, str], Totals] = {}
+
+    @classmethod
+    def of_job(cls, job_config, model_parts: list[torch.nn.Module]) -> "Numerics | None":
+        """Return what measures this job; None if its diagnostics are off."""
+        settings = diagnostics_of(job_config)
+        if settings is None or settings.every == 0:
+            return None
+        return cls(settings.every, settings.fqns, settings.tokens, model_parts)
+
+    def is_due(self, step: int) -> bool:
+        return step % self.every == 0
+
+    def sample(self, input_dict: dict, labels: torch.Tensor) -> tuple[dict, torch.Tensor]:
+        """Return the first sequences of a microbatch [B, S], as many as hold the tokens to measure."""
+        count = math.ceil(self.tokens / labels.shape[1])
+        return {key: part[:count] if torch.is_tensor(part) else part for key, part in input_dict.items()}, labels[
+            :count
+        ]
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Measure one forward and backward inside of the context, and undo what they change."""
+        self._found, self._seen, self._estimates = {}, set(), {}
+        with ExitStack() as stack:
+            stack.enter_context(_unchanged(self._parts))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            for fqn, module in self._norms.items():
+                handle = module.register_forward_hook(partial(self._after_norm, fqn), prepend=True)
+                stack.callback(handle.remove)
+            for fqn, module in self._linears.items():
+                # Before the hooks of tensor parallelism, which make DTensors of the results.
+                handle = module.register_forward_hook(partial(self._after_linear, fqn), prepend=True)
+                stack.callback(handle.remove)
+            yield
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures of the last recording over all processes, by their keys; empty except on rank 0."""
+        own = numbers(self._found)
+        of_ranks = [own]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            of_ranks = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            dist.gather_object(own, of_ranks)
+        return {} if of_ranks is None else figures_of(of_ranks)
+
+    def _is_new(self, fqn: str) -> bool:
+        """Whether this is a module's first forward: not another chunk, nor one that checkpointing repeats."""
+        return fqn not in self._seen and not self._seen.add(fqn)
+
+    @torch.no_grad()
+    def _after_norm(self, fqn: str, norm: MXNorm, args: tuple, result: NormedInput) -> None:
+        # The tensor is new in every forward, and the norm's linears follow before it is freed.
+        self._estimates[result.rho.data_ptr()] = norm.estimate
+        if fqn in self._watched_norms and self._is_new(fqn):
+            rows = args[0].reshape(-1, args[0].shape[-1])
+            if len(index := sampled_tokens(len(rows), self.tokens, rows.device)):
+                self._found[fqn, NORM] = norm_totals(rows[index], norm.estimate, norm.recipe.fprop)
+
+    def _after_linear(self, fqn: str, linear: QuantizedLinear, args: tuple, y: torch.Tensor) -> None:
+        if y.requires_grad and self._is_new(fqn):
+            given, index = self._input(linear, args[0])
+            if len(index):
+                # A hook of the node runs after the hooks of its result, in which FSDP2 gathers weights.
+                y.grad_fn.register_prehook(partial(self._at_gradient, fqn, linear, given, index))
+
+    @torch.no_grad()
+    def _input(self, linear: QuantizedLinear, x: torch.Tensor | NormedInput) -> tuple[Input, torch.Tensor]:
+        """The sample of a linear's input, without draws, and the indices of its tokens."""
+        h = x.h if isinstance(x, NormedInput) else x
+        rows = h.reshape(-1, h.shape[-1])
+        index = sampled_tokens(len(rows), self.tokens, rows.device)
+        if not isinstance(x, NormedInput):
+            return Input(rows[index].to(compute_dtype(x)), signs=linear.signs(x.device)), index
+        gain = None if x.gain is None else x.gain.clone()  # FSDP2 frees the memory of the gathered one
+        signs = linear.signs(h.device) if x.signs is None else x.signs
+        return Input(rows[index], x.rho[index], gain, self._estimates[x.rho.data_ptr()], signs), index
+
+    def _at_gradient(self, fqn: str, linear: QuantizedLinear, given: Input, index: torch.Tensor, gradients) -> None:
+        (dy,) = gradients
+        if dy is None:
+            return
+        with torch.enable_grad():  # without, a layer takes no random bits
+            draws = linear.draws(dy.device)
+        with torch.no_grad():
+            given = Input(given.x, given.rho, given.gain, given.estimate, given.signs, draws)
+            dy = dy.reshape(-1, dy.shape[-1])[index]
+            found = linear_totals(linear.gemms(dy.device), given, linear.parts()[0].detach(), dy)
+        self._found |= {(fqn, name): totals for name, totals in found.items()}
+
+
+def diagnostics_of(job_config):
+    """Return the section [mxnorm.diagnostics]; None for a job without mxtrain's sections."""
+    return getattr(getattr(job_config, "mxnorm", None), "diagnostics", None)
+
+
+def is_watched(fqn: str, patterns: list[str] | None) -> bool:
+    return patterns is None or any(matches(fqn, pattern) for pattern in patterns)
+
+
+def check_patterns(patterns: list[str] | None, model: torch.nn.Module) -> None:
+    """Raise ConfigError for a pattern that matches no swapped norm or linear of a whole model."""
+    swapped = [fqn for fqn, module in model.named_modules() if isinstance(module, MXNorm | QuantizedLinear)]
+    for pattern in patterns or []:
+        if not any(matches(fqn, pattern) for fqn in swapped):
+            raise ConfigError(
+                f"{FQNS} = {patterns!r}: {pattern!r} matches no norm or linear that is swapped; conversion.txt in the "
+                f"run's folder lists them, such as {swapped[0]!r}"
+                if swapped
+                else f"{FQNS} = {patterns!r}: no norm or linear is swapped in this model"
+            )
+
+
+def figures_of(ranks: list[dict[tuple[str, str], Totals]]) -> dict[str, float]:
+    """Return the figures of a model by their keys, from the totals of all processes.
+
+    Processes that have the same module hold other tokens of it, or other parts of its matrices.
+    """
+    together = defaultdict(list)
+    for found in ranks:
+        for key, totals in found.items():
+            together[key].append(totals)
+    of_modules: dict[str, dict[str, Totals]] = defaultdict(dict)
+    for (fqn, name), parts in together.items():
+        of_modules[fqn][name] = reduce(combined, parts)
+    figures = {}
+    for fqn, found in of_modules.items():
+        own = norm_figures(found[NORM]) if NORM in found else linear_figures(found)
+        figures |= {f"{PREFIX}{fqn}/{name}": value for name, value in own.items()}
+    if gradients := [found["wgrad"] for found in of_modules.values() if "wgrad" in found]:
+        figures[f"{PREFIX}{MODEL}/grad_norm_to_noise"] = norm_to_noise(reduce(combined, gradients))
+    return {key: float(f"{value:.6g}") for key, value in figures.items()}
+
+
+@contextmanager
+def _unchanged(parts: list[torch.nn.Module]) -> Iterator[None]:
+    """Give gradients, buffers and the states of random number generators their values back after the context."""
+    gradients = [(parameter, parameter.grad) for part in parts for parameter in part.parameters()]
+    buffers = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
