@@ -38,16 +38,21 @@ class Figure:
     high: float | None = None
 
     def is_noteworthy(self, value: float) -> bool:
-        low, high = (self.low is not None and value < self.low), (self.high is not None and value > self.high)
-        return low or high or not math.isfinite(value)
+        return self.distance(value) > 0
+
+    def distance(self, value: float) -> float:
+        """Return how far a value is beyond a limit; infinite for NaN."""
+        if math.isnan(value):
+            return math.inf
+        low = -math.inf if self.low is None else self.low - value
+        high = -math.inf if self.high is None else value - self.high
+        return max(low, high)
 
     @property
     def limit(self) -> str:
         """The limits in words; empty without any."""
-        words = [f"below {self.low:.3g}"] * (self.low is not None) + [f"above {self.high:.3g}"] * (
-            self.high is not None
-        )
-        return " or ".join(words)
+        limits = (("below", self.low), ("above", self.high))
+        return " or ".join(f"{word} {limit:.3g}" for word, limit in limits if limit is not None)
 
 
 NORM_FIGURES = (
@@ -101,8 +106,8 @@ def by_figure(rows: list[dict]) -> dict[str, dict[str, dict[int, float]]]:
     }
 
 
-def _order(module: str) -> list[tuple[int, int, str]]:
-    return [(0, int(word), "") if word.isdecimal() else (1, 0, word) for word in re.split(r"\.", module)]
+def _order(module: str) -> list[tuple[bool, int, str]]:
+    return [(not word.isdecimal(), int(word) if word.isdecimal() else 0, word) for word in module.split(".")]
 
 
 def wandb_key(key: str) -> str:

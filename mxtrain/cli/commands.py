@@ -121,6 +121,10 @@ of the steps, tokens per second per device, and peak memory. A folder that canno
   mxtrain plot outputs/a outputs/b -o comparison.png
   mxtrain plot outputs/p1 outputs/p2 --baseline outputs/bf16     a second panel: losses minus those of bf16
   mxtrain plot outputs/a --smooth 20 --x tokens
+
+With --numerics, draw the figures of one run with mxnorm.diagnostics.every > 0: a heat map of modules by steps for each.
+
+  mxtrain plot --numerics outputs/a
 """,
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, with metrics.jsonl")
@@ -133,6 +137,9 @@ of the steps, tokens per second per device, and peak memory. A folder that canno
         metavar="N",
         type=int,
         help="draw the mean of N logged steps; 1: none (default: about 4 %% of a curve of 50 steps or more)",
+    )
+    parser.add_argument(
+        "--numerics", action="store_true", help="draw the figures of diagnostics (default: numerics.png, in the folder)"
     )
     parser.add_argument("--x", choices=("step", "tokens", "time"), default="step", help="the x-axis (default: step)")
 
@@ -192,6 +199,11 @@ def _cache(options) -> int:
 def _plot(options) -> int:
     from mxtrain.cli import plot_command
 
+    if options.numerics:
+        if len(options.runs) > 1 or options.baseline or options.smooth or options.x != "step":
+            raise ConfigError("--numerics draws one RUN, over steps: allowed beside it is -o PNG")
+        print(plot_command.draw_figures(options.runs[0], options.output))
+        return 0
     if options.smooth is not None and options.smooth < 1:
         raise ConfigError(f"--smooth {options.smooth}: allowed is 1 (no smoothing) or more")
     print(plot_command.draw(options.runs, options.output, options.baseline, options.smooth, options.x))

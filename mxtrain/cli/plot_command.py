@@ -1,12 +1,14 @@
-"""``mxtrain plot``: the loss curves of runs in one picture, and a table of the runs."""
+"""``mxtrain plot``: the loss curves of runs in one picture, and a table; with --numerics the figures of one run."""
 
 import sys
 from pathlib import Path
 
 from mxtrain.analysis import Run, load_run, plot, table
 from mxtrain.analysis.curves import XAxis, curve, notes
+from mxtrain.analysis.heat_maps import draw_numerics
 from mxtrain.analysis.labels import names
 from mxtrain.errors import ConfigError
+from mxtrain.run_folder.files import NUMERICS_FILE
 
 
 def draw(folders: list[str], output: Path | None, baseline: str | None, smooth: int | None, x: XAxis) -> str:
@@ -38,6 +40,15 @@ def draw(folders: list[str], output: Path | None, baseline: str | None, smooth: 
         print(f"mxtrain: note: {line}", file=sys.stderr)
     path = output or (runs[0].folder / "loss.png" if len(runs) == 1 else Path("loss.png"))
     return f"{table(runs)}\nloss curves: {plot(runs, path, compared, smooth, x)}"
+
+
+def draw_figures(folder: str, output: Path | None) -> str:
+    """Draw the figures of a run's diagnostics; return what deserves a look in them, and where the picture is.
+
+    Raises ConfigError as ``draw_numerics``.
+    """
+    path, remarks = draw_numerics(folder, output or Path(folder) / NUMERICS_FILE)
+    return "\n".join([*remarks, f"numerics: {path}"])
 
 
 def _load(folder: str, x: XAxis) -> Run:

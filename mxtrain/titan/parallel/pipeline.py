@@ -110,6 +110,9 @@ class Stage(PipelineStage):
     resumed run. The passes would also count tokens for the load balance of experts.
     """
 
+    finds_shapes = False
+    """Whether a stage of this process now runs a forward that finds out shapes"""
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
         if self.has_backward:
             set_rounding_chunk(fwd_chunk_id, self.chunks)
@@ -117,7 +120,11 @@ class Stage(PipelineStage):
 
     def _prepare_forward_infra(self, *args, **kwargs):
         self._kept = [(buffer, buffer.clone()) for buffer in self.submod.buffers()]
-        result = super()._prepare_forward_infra(*args, **kwargs)
+        Stage.finds_shapes = True
+        try:
+            result = super()._prepare_forward_infra(*args, **kwargs)
+        finally:
+            Stage.finds_shapes = False
         if not FINDS_SHAPES_AGAIN:  # the pass was a forward only
             self._restore()
         return result

@@ -33,6 +33,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.nn.mxnorm import MXNorm, NormedInput
 from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype
 from mxtrain.titan.parallel.initial_weights import plain_name
+from mxtrain.titan.parallel.pipeline import Stage
 
 FQNS = "mxnorm.diagnostics.fqns"
 NORM = "norm"
@@ -105,7 +106,7 @@ class Numerics:
 
     def _is_new(self, fqn: str) -> bool:
         """Whether this is a module's first forward: not another chunk, nor one that checkpointing repeats."""
-        return fqn not in self._seen and not self._seen.add(fqn)
+        return not Stage.finds_shapes and fqn not in self._seen and not self._seen.add(fqn)
 
     @torch.no_grad()
     def _after_norm(self, fqn: str, norm: MXNorm, args: tuple, result: NormedInput) -> None:

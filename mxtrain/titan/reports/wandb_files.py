@@ -1,17 +1,18 @@
-"""What a wandb run holds beside its metrics: the run's files, and a chart of both losses."""
+"""What a wandb run holds beside its metrics: the run's files and pictures, and a chart of both losses."""
 
 import math
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from mxtrain.analysis.heat_maps import draw_numerics
 from mxtrain.analysis.plots import plot
 from mxtrain.analysis.runs import load_run
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import CONFIG_FILE, CONVERSION_FILE, FACTS_FILE, PICTURE_FILE
+from mxtrain.run_folder.files import CONFIG_FILE, CONVERSION_FILE, FACTS_FILE, NUMERICS_FILE, PICTURE_FILE
 
-ATTACHED = (CONFIG_FILE, FACTS_FILE, CONVERSION_FILE, PICTURE_FILE)
-"""Every setting; versions and device; what was swapped; the loss curve"""
+ATTACHED = (CONFIG_FILE, FACTS_FILE, CONVERSION_FILE, PICTURE_FILE, NUMERICS_FILE)
+"""Every setting; versions and device; what was swapped; the loss curve; heat maps of diagnostics"""
 
 CHART_POINTS = 1000
 """Largest number of points per curve, which keeps the chart of a long run small"""
@@ -33,10 +34,12 @@ def attach(run, folder: Path) -> None:
             run.save(str(place / name), base_path=run.dir, policy="now")
 
 
-def draw_picture(folder: Path) -> None:
-    """Draw the loss curve of a training run, if it has logged a step and the picture can be written."""
+def draw_pictures(folder: Path) -> None:
+    """Draw the loss curve and the figures of diagnostics of a training run, each if it has any and can be written."""
     with suppress(ConfigError):
         plot([load_run(folder)], folder / PICTURE_FILE)
+    with suppress(ConfigError):
+        draw_numerics(folder, folder / NUMERICS_FILE)
 
 
 def log_loss_chart(run, folder: Path, key: str) -> None:

@@ -12,7 +12,7 @@ from torchtitan.components.metrics import BaseLogger
 from torchtitan.tools.logging import logger
 
 from mxtrain.analysis.numerics import PREFIX, wandb_key
-from mxtrain.titan.reports.wandb_files import attach, draw_picture, log_loss_chart
+from mxtrain.titan.reports.wandb_files import attach, draw_pictures, log_loss_chart
 from mxtrain.titan.reports.wandb_names import wandb_names
 from mxtrain.titan.reports.wandb_resume import EarlierRun, sync_command
 
@@ -87,7 +87,7 @@ class WandbLogger(BaseLogger):
 
     def close(self) -> None:
         if self.folder is not None and not self.run.disabled:
-            self._try(lambda: draw_picture(self.folder))
+            self._try(lambda: draw_pictures(self.folder))
             self._attach()
             # Only now: online, wandb asks its server before it takes a chart, and waits for 20 s if there is no answer.
             self._try(lambda: log_loss_chart(self.run, self.folder, self._key("losses")))

@@ -1,0 +1,111 @@
+"""Draws the figures of diagnostics as a PNG: one heat map per figure, modules of the model by steps."""
+
+import io
+import math
+import os
+from pathlib import Path
+
+from mxtrain.analysis.metrics_file import read_metrics
+from mxtrain.analysis.numerics import CAST_FIGURES, NORM_FIGURES, PRODUCT_FIGURES, Figure, by_figure, numerics_rows
+from mxtrain.errors import ConfigError
+from mxtrain.run_folder.files import METRICS_FILE, reason, replace_file
+
+COLUMNS = 6
+"""Panels beside each other: one per cast"""
+COLORS = "viridis"
+"""A color map that color-blind readers see as others do; dark is low, light is high"""
+LABELS = 12
+"""Largest number of modules, and half of the largest number of steps, that are named beside a panel"""
+
+
+def draw_numerics(folder: str | os.PathLike, path: str | os.PathLike) -> tuple[Path, list[str]]:
+    """Draw all figures of a run. Values that deserve a look have a cross.
+
+    Returns:
+        path: of the picture.
+        remarks: one line per figure with such values in the last diagnostic step.
+
+    Raises ConfigError if the run has no figures, if ``path`` does not end in ".png", or if a file cannot be read or
+    written.
+    """
+    folder, path = Path(folder), Path(path)
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"the picture {str(path)!r} is not the name of a PNG file; end it in .png")
+    if not folder.is_dir():
+        raise ConfigError(f"run folder {str(folder)!r} does not exist")
+    rows = numerics_rows(read_metrics(folder / METRICS_FILE))
+    if not rows:
+        raise ConfigError(f"{folder / METRICS_FILE} has no figures: train with mxnorm.diagnostics.every = 50")
+    values, steps = by_figure(rows), sorted({row["step"] for row in rows})
+
+    from matplotlib.figure import Figure as Picture  # without pyplot there is no display and no global state
+
+    groups = [[figure for figure in group if figure.name in values] for group in _groups()]
+    lines = [group for group in groups if group]
+    modules = max(len(of_modules) for of_modules in values.values())
+    height = min(6.0, max(2.6, 0.06 * modules))
+    picture = Picture(figsize=(4.2 * COLUMNS, 1 + height * len(lines)), dpi=80, layout="constrained")
+    picture.suptitle(
+        f"{folder.resolve().name}: numerics by module (down, in the order of the model) and step (right). "
+        "Dark is low, light is high; white was not measured; a cross marks values that deserve a look.",
+        fontsize=14,
+    )
+    panels = picture.subplots(len(lines), COLUMNS, squeeze=False)
+    for line, group in zip(panels, lines):
+        for axes in line[len(group) :]:
+            axes.set_visible(False)
+        for axes, figure in zip(line, group):
+            _draw(picture, axes, figure, values[figure.name], steps)
+    content = io.BytesIO()
+    picture.savefig(content, format="png")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content.getvalue())
+    except OSError as error:
+        raise ConfigError(f"the picture {path} cannot be written: {reason(error)}") from error
+    return path, remarks(values, steps[-1])
+
+
+def remarks(values: dict[str, dict[str, dict[int, float]]], step: int) -> list[str]:
+    """Return a line per figure that has values that deserve a look in ``step``: how many, and the worst."""
+    lines = []
+    for figure in (*NORM_FIGURES, *PRODUCT_FIGURES):
+        found = {module: of_steps[step] for module, of_steps in values.get(figure.name, {}).items() if step in of_steps}
+        worthy = {module: value for module, value in found.items() if figure.is_noteworthy(value)}
+        if worthy:
+            worst = max(worthy, key=lambda module: figure.distance(worthy[module]))
+            lines.append(
+                f"step {step}: {figure.title} is {figure.limit} in {len(worthy)} of {len(found)} modules; "
+                f"{worst}: {worthy[worst]:.4g}"
+            )
+    return lines
+
+
+def _groups() -> list[tuple[Figure, ...]]:
+    """The figures of each line of panels."""
+    figures = (*NORM_FIGURES, *PRODUCT_FIGURES)
+    lines = [figures[start : start + COLUMNS] for start in range(0, len(figures), COLUMNS)]
+    return lines + [CAST_FIGURES[start : start + COLUMNS] for start in range(0, len(CAST_FIGURES), COLUMNS)]
+
+
+def _draw(picture, axes, figure: Figure, of_modules: dict[str, dict[int, float]], steps: list[int]) -> None:
+    names = list(of_modules)
+    table = [[of_steps.get(step, math.nan) for step in steps] for of_steps in of_modules.values()]
+    table = [[value if math.isfinite(value) else math.nan for value in row] for row in table]
+    image = axes.imshow(table, aspect="auto", cmap=COLORS, interpolation="nearest")
+    picture.colorbar(image, ax=axes, shrink=0.9).formatter.set_useOffset(False)
+    marks = [
+        (column, line)
+        for line, of_steps in enumerate(of_modules.values())
+        for column, step in enumerate(steps)
+        if step in of_steps and figure.is_noteworthy(of_steps[step])
+    ]
+    if marks:
+        axes.plot(*zip(*marks), linestyle="none", marker="x", markersize=4, color="black", markeredgewidth=2.5)
+        axes.plot(*zip(*marks), linestyle="none", marker="x", markersize=4, color="white", markeredgewidth=1.2)
+    axes.set_title(figure.title + (f"\n(look at: {figure.limit})" if figure.limit else ""), fontsize=9)
+    shown = range(0, len(names), math.ceil(len(names) / LABELS))
+    axes.set_yticks(shown, [names[index] for index in shown], fontsize=6)
+    shown = range(0, len(steps), math.ceil(2 * len(steps) / LABELS))
+    axes.set_xticks(shown, [str(steps[index]) for index in shown], fontsize=7)
+    axes.set_xlabel("step", fontsize=7)
