@@ -47,7 +47,7 @@ def norm_totals(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> Total
     e, t = (torch.where(counts, values, 0.0) for values in (estimated, true))
     sums = {"rows": counts, "ratio": ratios, "ratio^2": ratios.square(), "outliers": amax > OUTLIER * true}
     sums |= {"e": e, "t": t, "ee": e * e, "tt": t * t, "et": e * t}
-    output = amax * inverse_rms(x, estimate, recipe)
+    output = torch.where(counts, amax * inverse_rms(x, estimate, recipe), 0.0)
     return Totals(
         {name: values.sum(dtype=torch.float64) for name, values in sums.items()},
         {"ratio": torch.where(counts, ratios, math.inf).amin()},

@@ -60,6 +60,7 @@ VALIDATION_SIZES = [
 ]  # fmt: skip
 TIED = ["--model_args.enable_weight_tying", "--model_args.hidden_dim=160", SAVE[0]]
 SCHEDULE = "--parallelism.pipeline_parallel_schedule"
+NUMERICS = ["--mxnorm.diagnostics.every=2", "--mxnorm.diagnostics.tokens=64"]
 ACCUMULATE = ["--training.local_batch_size=2", "--training.global_batch_size=4"]
 
 
@@ -128,7 +129,7 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             "tied": [*TIED, steps(2)],
             "tied, another size": Resumed("tied", 2, ["--model_args.n_layers=3", steps(3)]),
             "microbatches": [NVFP4, *ACCUMULATE, *SAVE_EACH, steps(2)],
-            "microbatches, resumed": Resumed("microbatches", 1),
+            "microbatches, resumed": Resumed("microbatches", 1, NUMERICS),
             "changed": Resumed("mxnorm", 6, ["--optimizer.lr=2e-3", steps(8)]),
             "another p": Resumed("mxnorm", 6, ["--mxnorm.p=1"]),
             "another p, allowed": Resumed("mxnorm", 6, ["--mxnorm.p=1", "--checkpoint.may_change=mxnorm.p", steps(7)]),
@@ -198,7 +199,8 @@ def several_processes(base: Path) -> dict[str, "Outcome"]:
         "tied, fsdp": [*TIED, halves, steps(2)],
         "nvfp4, fsdp": [*load(base, "seed", 0), NVFP4, *saved],
         "mixed, fsdp": [*load(base, "seed", 0), *mixed, *saved],
-        **{f"{name}fsdp, resumed": Resumed(f"{name}fsdp", 1) for name in ("", "nvfp4, ", "mixed, ", "experts, ")},
+        **{f"{name}fsdp, resumed": Resumed(f"{name}fsdp", 1) for name in ("", "mixed, ", "experts, ")},
+        "nvfp4, fsdp, resumed": Resumed("nvfp4, fsdp", 1, NUMERICS),
         "nan": [*EXPLODE, halves],
         "pipeline": ["--parallelism.pipeline_parallel_degree=2", f"{SCHEDULE}=ZBVZeroBubble"],
     }

@@ -11,11 +11,13 @@ from recording import record_all
 from torch.distributed.pipelining import PipelineStage
 from training_runs import SCHEDULE, Outcome, Resumed, done_once, steps
 
-from mxtrain.analysis import load_run
+from mxtrain.analysis import load_run, read_metrics
+from mxtrain.analysis.numerics import by_figure, numerics_rows
 from mxtrain.run_folder.manifest import read_manifest
 from mxtrain.titan.parallel import pipeline
 from mxtrain.titan.parallel.pipeline import LossPerToken
 
+DIAGNOSTICS = ["--mxnorm.diagnostics.every=3", "--mxnorm.diagnostics.tokens=64"]
 SAVE = ["--checkpoint.enable", "--checkpoint.interval=1"]
 RECIPES = {
     **oracle.RECIPES,
@@ -38,7 +40,7 @@ def two(base) -> dict[str, Outcome]:
         "interleaved, nvfp4": run(
             "nvfp4", f"{SCHEDULE}=Interleaved1F1B", *SAVE, *oracle.follow(base, "nvfp4", ONE), pipeline=2
         ),
-        "interleaved, nvfp4, resumed": Resumed("interleaved, nvfp4", 2),
+        "interleaved, nvfp4, resumed": Resumed("interleaved, nvfp4", 2, DIAGNOSTICS),
     }
     return done_once(base, "pipelines", 2, runs, record_all)
 
@@ -123,6 +125,10 @@ def test_a_resumed_pipeline_is_the_uninterrupted_one_bit_for_bit(found):
     assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
     for one_step, other in zip(ours.gradients, theirs.gradients, strict=True):
         assert all(torch.equal(one_step[name], other[name]) for name in other)
+    # With diagnostics in the first step after it resumes, whose first pass finds out the shapes of stages.
+    (figures,) = numerics_rows(read_metrics(resumed.folder / "metrics.jsonl"))
+    found = by_figure([figures])
+    assert figures["step"] == 3 and len(found["wgrad_error"]) == 14 and len(found["rms_r2"]) == 4
 
 
 def test_a_checkpoint_holds_all_stages(expected, found):

@@ -1,0 +1,86 @@
+"""The figures of a layer against the layer itself: its forward and backward give what the figures are about."""
+
+import pytest
+import torch
+
+from mxtrain.diagnostics.linears import Input, linear_figures, linear_totals
+from mxtrain.diagnostics.totals import numbers
+from mxtrain.nn.mx_linear import MXLinear
+from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
+from mxtrain.rng.rounding_position import set_rounding_step
+
+RECIPES = ("mxfp8", "nvfp4", "nvfp4_dynamic", "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16")
+
+
+@pytest.fixture(autouse=True)
+def same_random_bits():
+    set_rounding_step(0)
+    yield
+    set_rounding_step(None)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).double().norm() / expected.double().norm()).item()
+
+
+def measured(linear, given: Input, dy: torch.Tensor) -> dict[str, float]:
+    set_rounding_step(0)  # the layer's first call draws the bits of its backward again
+    draws = linear.draws(dy.device)
+    given = Input(given.x, given.rho, given.gain, given.estimate, linear.signs(dy.device), draws)
+    return linear_figures(numbers(linear_totals(linear.gemms(dy.device), given, linear.weight.detach(), dy)))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_errors_are_those_of_the_layers_own_results(recipe):
+    torch.manual_seed(0)
+    linear = MXLinear(64, 96, bias=False, recipe=recipe, mode="reference")
+    x, dy = torch.randn(96, 64, requires_grad=True), torch.randn(96, 96)
+    y = linear(x)
+    y.backward(dy)
+    w = linear.weight.detach()
+    expected = {"fprop": relative(y, x @ w.t()), "dgrad": relative(x.grad, dy @ w)}
+    expected["wgrad"] = relative(linear.weight.grad, dy.t() @ x)
+    figures = measured(linear, Input(x.detach()), dy)
+    formats = {gemm: getattr(linear.recipe, gemm).format for gemm in expected}
+    for gemm, error in expected.items():
+        if formats[gemm] is None:
+            assert not any(name.startswith(gemm) for name in figures) and error < 1e-5
+        else:
+            assert figures[f"{gemm}_error"] == pytest.approx(error, rel=1e-3)
+    if formats["wgrad"]:
+        assert figures["grad_norm_to_noise"] == pytest.approx(1 / expected["wgrad"], rel=1e-3)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_errors_after_a_norm_are_those_of_the_layers_own_results(recipe):
+    torch.manual_seed(0)
+    norm = MXNorm(64, recipe=recipe, mode="reference")
+    linear = MXNormLinear(64, 96, bias=False, recipe=recipe, mode="reference")
+    with torch.no_grad():
+        norm.weight.copy_(1 + 0.3 * torch.randn(64))
+    x, dy = torch.randn(96, 64), torch.randn(96, 96)
+    normed = norm(x)
+    h = normed.h.detach().requires_grad_()  # whose gradient is dL/dxhat
+    y = linear(normed._replace(h=h))
+    y.backward(dy)
+    w, gain, xhat = linear.weight.detach(), norm.weight.detach(), x * normed.rho.unsqueeze(1)
+    expected = {"fprop": relative(y, xhat @ (w * gain).t()), "dgrad": relative(h.grad, dy @ (w * gain))}
+    expected["wgrad"] = relative(linear.weight.grad, (dy.t() @ xhat) * gain)
+    figures = measured(linear, Input(x, normed.rho, gain, norm.estimate), dy)
+    assert figures["fprop_error"] == pytest.approx(expected["fprop"], rel=1e-3)
+    assert figures["dgrad_error"] == pytest.approx(expected["dgrad"], rel=1e-3)
+    if linear.recipe.wgrad.format:  # the layer's gradient has the gain, the GEMM's result does not
+        assert figures["wgrad_error"] == pytest.approx(expected["wgrad"], rel=0.1)
+
+
+def test_ranges_of_block_scales_and_shares():
+    linear = MXLinear(32, 32, bias=False, mode="reference")
+    with torch.no_grad():
+        linear.weight.fill_(448.0)
+    x = torch.full((32, 32), 2.0 * 448)
+    x[:, 0] = 2.0**-10  # rounds to zero beside 896 in a row, and stands alone in a column
+    figures = measured(linear, Input(x), torch.full((32, 32), 448.0))
+    assert figures["fprop_input_scale_min_exponent"] == figures["fprop_input_scale_max_exponent"] == 1
+    assert figures["fprop_input_underflowed"] == 1 / 32 and figures["wgrad_input_underflowed"] == 0.0
+    assert (figures["wgrad_input_scale_min_exponent"], figures["wgrad_input_scale_max_exponent"]) == (-18, 1)
+    assert figures["dgrad_grad_scale_max_exponent"] == figures["dgrad_weight_scale_max_exponent"] == 0

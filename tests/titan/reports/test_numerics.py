@@ -1,0 +1,167 @@
+"""Diagnostics in training: they change nothing, and they measure every module that is swapped."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from training_runs import NUMERICS, NVFP4, done_once, steps
+
+import mxtrain
+from mxtrain.analysis import read_metrics
+from mxtrain.analysis.numerics import PREFIX, by_figure, numerics_rows
+from mxtrain.diagnostics.totals import numbers
+from mxtrain.errors import ConfigError
+from mxtrain.rng.rounding_position import set_rounding_step
+from mxtrain.titan.reports.numerics import Numerics, check_patterns, figures_of
+
+COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
+DEGREE = "--parallelism.{}_parallel_degree=2"
+LAYOUTS = {
+    "compiled, fsdp": [*COMPILED, "--training.local_batch_size=2"],
+    "tensor": [DEGREE.format("tensor"), "--activation_checkpoint.mode=selective"],
+    "context": [DEGREE.format("context"), "--training.seq_len=128"],
+}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(64), nn.Linear(64, 96), nn.Linear(96, 64, bias=False)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    model = Model()
+    mxtrain.convert(model, example_inputs=(torch.randn(1, 32, 64),), mode="reference", filter_fqns=[])
+    set_rounding_step(0)
+    yield model
+    set_rounding_step(None)
+    torch._dynamo.reset()
+
+
+def measure(model, x, fqns=None) -> dict[str, float]:
+    numerics = Numerics(1, fqns, 64, [model])
+    with numerics.recording():
+        model(x).square().mean().backward()
+    return numerics.figures()
+
+
+def test_compiled_blocks_are_measured_as_eager_ones_and_stay_compiled(model):
+    eager, x = copy.deepcopy(model), torch.randn(2, 48, 64)
+    for layer in model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    set_rounding_step(1)
+    before = model(x)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    set_rounding_step(0)
+    figures = measure(model, x)
+    set_rounding_step(1)
+    assert torch.equal(model(x), before)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
+    set_rounding_step(0)
+    assert measure(eager, x) == figures
+    assert len(by_figure([{"step": 1, **figures}])["wgrad_error"]) == 4
+
+
+def test_a_pass_leaves_no_trace(model):
+    x = torch.randn(2, 48, 64)
+    gradient = torch.ones(64)
+    model.layers[0].norm.weight.grad = gradient
+    state, calls = torch.get_rng_state(), model.layers[1].calls.clone()
+    assert measure(model, x)
+    assert model.layers[0].norm.weight.grad is gradient and torch.equal(gradient, torch.ones(64))
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["layers.0.norm.weight"]
+    assert torch.equal(torch.get_rng_state(), state) and torch.equal(model.layers[1].calls, calls)
+    assert not any(module._forward_hooks for module in model.modules())
+    assert model(x).grad_fn is not None
+
+
+def test_patterns_select_modules(model):
+    figures = measure(model, torch.randn(1, 64, 64), ["layers.1.norm", "up"])
+    modules = {key.removeprefix(PREFIX).partition("/")[0] for key in figures}
+    assert modules == {"layers.1.norm", "layers.0.up", "layers.1.up", "model"}
+
+
+def test_a_pattern_must_match(model):
+    check_patterns(["layers.*.up", "norm"], model)
+    with pytest.raises(
+        ConfigError, match=r"mxnorm.diagnostics.fqns = \['up', 'gate'\]: 'gate' matches no norm or linear"
+    ):
+        check_patterns(["up", "gate"], model)
+    with pytest.raises(ConfigError, match="no norm or linear is swapped in this model"):
+        check_patterns(["up"], nn.Linear(2, 2))
+
+
+def test_two_processes_with_half_of_the_rows_each_have_the_figures_of_all(model):
+    """MXFP8's casts along features and the norms see rows alone; other figures depend on which tokens are together."""
+    x = torch.randn(2, 32, 64)
+    whole, halves = measure(model, x), []
+    for half in x:
+        numerics = Numerics(1, ["layers.0.norm"], 64, [model])
+        with numerics.recording():
+            model(half).sum().backward()
+        halves.append(numbers(numerics._found))
+    together = figures_of(halves)
+    assert len(together) == 8
+    for key, value in together.items():
+        assert value == pytest.approx(whole[key], rel=1e-5)
+
+
+def figures_in(outcome) -> list[dict]:
+    assert set(outcome.statuses) == {0}, outcome.output[0][-4000:]
+    return numerics_rows(read_metrics(outcome.folder / "metrics.jsonl"))
+
+
+def require_equal_training(on, off, steps: int = 2) -> None:
+    ours, theirs = ([(row["step"], row["loss"], row["grad_norm"]) for row in outcome.rows] for outcome in (on, off))
+    assert ours == theirs and len(ours) == steps
+
+
+def test_figures_of_all_modules_are_logged_and_training_is_the_same(one):
+    """The microbatches that ran before this run resumed had no diagnostics, nor had the run that is compared."""
+    (row,) = figures_in(one["microbatches, resumed"])
+    found = by_figure([row])
+    assert row["step"] == 2 and list(found["rms_ratio_mean"])[:2] == ["layers.0.attention_norm", "layers.0.ffn_norm"]
+    assert len(found["fprop_error"]) == 14 and all(
+        0 < value < 0.3 for value in found["fprop_error"]["layers.0.attention.wq"].values()
+    )
+    assert not figures_in(one["microbatches"])
+    require_equal_training(one["microbatches, resumed"], one["microbatches"])
+
+
+def test_fsdp_has_the_figures_of_all_ranks_and_trains_the_same(several):
+    (row,) = figures_in(several["nvfp4, fsdp, resumed"])
+    assert len(by_figure([row])["grad_norm_to_noise"]) == 15  # the model's is one of them
+    require_equal_training(several["nvfp4, fsdp, resumed"], several["nvfp4, fsdp"])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_has_the_figures_and_trains_the_same(base, name):
+    runs = {
+        f"{layout}, {state}": [*flags, NVFP4, steps(2), *(NUMERICS if state == "on" else [])]
+        for layout, flags in LAYOUTS.items()
+        for state in ("on", "off")
+    }
+    found = done_once(base, "diagnostics on two processes", 2, runs)
+    (row,) = figures_in(found[f"{name}, on"])
+    assert len(by_figure([row])["grad_norm_to_noise"]) == 15 and len(by_figure([row])["rms_r2"]) == 4
+    require_equal_training(found[f"{name}, on"], found[f"{name}, off"])
