@@ -35,6 +35,7 @@ DOCUMENTS = {
         "train_configs/MODELS.md",
         "train_configs/CUSTOM.md",
         "train_configs/LAYOUTS.md",
+        "train_configs/NUMERICS.md",
         "train_configs/FIRST_HOUR.md",
         CODE,
         "scripts/bench/README.md",

@@ -55,6 +55,20 @@ def test_a_wrong_number_of_points_is_an_error(runs, capsys):
     assert capsys.readouterr().err == "mxtrain: error: --smooth 0: allowed is 1 (no smoothing) or more\n"
 
 
+def test_numerics_draws_one_run_over_steps(runs, capsys):
+    row = {"step": 50, "numerics/layers.0.ffn_norm/rms_r2": 0.25}
+    (runs / "p1" / "metrics.jsonl").write_text(json.dumps(row))
+    assert cli.main(["plot", "--numerics", "p1"]) == 0
+    remark, last = capsys.readouterr().out.splitlines()
+    assert "below 0.95 in 1 of 1 modules; layers.0.ffn_norm: 0.25" in remark and last == "numerics: p1/numerics.png"
+    assert (runs / "p1" / "numerics.png").is_file()
+    for wrong in (["p1", "p2"], ["p1", "--x", "tokens"], ["p1", "--smooth", "3"], ["p1", "--baseline", "p2"]):
+        assert cli.main(["plot", "--numerics", *wrong]) == 2
+        assert "--numerics draws one RUN, over steps" in capsys.readouterr().err
+    assert cli.main(["plot", "--numerics", "p2"]) == 2
+    assert "p2/metrics.jsonl has no figures" in capsys.readouterr().err
+
+
 def test_every_x_axis_is_a_choice(runs):
     for x in get_args(XAxis):
         assert commands._parser().parse_args(["plot", "p1", "--x", x]).x == x

@@ -14,6 +14,9 @@ from mxtrain.settings.read import places
 FLAGS = [
     # Numbers out of range
     ("--training.steps=-5", "training.steps = -5 should be greater than or equal to 1"),
+    ("--mxnorm.diagnostics.every=-1", "mxnorm.diagnostics.every = -1 should be greater than or equal to 0"),
+    ("--mxnorm.diagnostics.tokens=0", "mxnorm.diagnostics.tokens = 0 should be greater than or equal to 32"),
+    ("--mxnorm.diagnostics.tokens=100", "mxnorm.diagnostics.tokens = 100 should be a multiple of 32"),
     ("--training.steps=0", "training.steps = 0 should be greater than or equal to 1"),
     ("--training.seq_len=0", "training.seq_len = 0 should be greater than or equal to 1"),
     ("--training.seq_len=-8", "training.seq_len = -8 should be greater than or equal to 1"),
@@ -149,6 +152,10 @@ FLAGS = [
     ("--checkpoint.exclude_from_loading=model", "checkpoint.exclude_from_loading = ['model'] has no effect without"),
     ("--checkpoint.initial_load_in_hf_quantized", "checkpoint.initial_load_in_hf_quantized = True needs"),
     ("--checkpoint.enable --checkpoint.last_save_in_hf", "checkpoint.last_save_in_hf = True is not supported: it"),
+    (
+        "--mxnorm.diagnostics.every=5 --optimizer.early_step_in_backward",
+        "mxnorm.diagnostics.every = 5 needs optimizer.early_step_in_backward = false: its extra backward would change",
+    ),
     (
         "--checkpoint.may_change=mxnorm.p",
         "checkpoint.may_change = ['mxnorm.p'] has no effect without checkpoint.enable",

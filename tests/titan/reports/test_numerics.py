@@ -19,7 +19,7 @@ COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
 DEGREE = "--parallelism.{}_parallel_degree=2"
 LAYOUTS = {
     "compiled, fsdp": [*COMPILED, "--training.local_batch_size=2"],
-    "tensor": [DEGREE.format("tensor"), "--activation_checkpoint.mode=selective"],
+    "tensor": [NVFP4, DEGREE.format("tensor"), "--activation_checkpoint.mode=selective"],
     "context": [DEGREE.format("context"), "--training.seq_len=128"],
 }
 
@@ -66,8 +66,7 @@ def measure(model, x, fqns=None) -> dict[str, float]:
 
 def test_compiled_blocks_are_measured_as_eager_ones_and_stay_compiled(model):
     eager, x = copy.deepcopy(model), torch.randn(2, 48, 64)
-    for layer in model.layers:
-        layer.compile(backend="aot_eager", fullgraph=True)
+    model.layers[1].compile(backend="eager", fullgraph=True)
     set_rounding_step(1)
     before = model(x)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -157,7 +156,7 @@ def test_fsdp_has_the_figures_of_all_ranks_and_trains_the_same(several):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_figures_and_trains_the_same(base, name):
     runs = {
-        f"{layout}, {state}": [*flags, NVFP4, steps(2), *(NUMERICS if state == "on" else [])]
+        f"{layout}, {state}": [*flags, steps(2), *(NUMERICS if state == "on" else [])]
         for layout, flags in LAYOUTS.items()
         for state in ("on", "off")
     }
