@@ -32,6 +32,7 @@ from mxtrain.diagnostics.totals import Totals, combined, numbers
 from mxtrain.errors import ConfigError
 from mxtrain.nn.mxnorm import MXNorm, NormedInput
 from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype
+from mxtrain.settings.registry import QUANTIZING_CONVERTERS
 from mxtrain.titan.parallel.initial_weights import plain_name
 from mxtrain.titan.parallel.pipeline import Stage
 
@@ -63,9 +64,9 @@ class Numerics:
 
     @classmethod
     def of_job(cls, job_config, model_parts: list[torch.nn.Module]) -> "Numerics | None":
-        """Return what measures this job; None if its diagnostics are off."""
-        settings = diagnostics_of(job_config)
-        if settings is None or settings.every == 0:
+        """Return what measures this job; None if its diagnostics are off, or if nothing is swapped."""
+        settings = getattr(getattr(job_config, "mxnorm", None), "diagnostics", None)  # a user may lack the section
+        if settings is None or settings.every == 0 or not set(QUANTIZING_CONVERTERS) & set(job_config.model.converters):
             return None
         return cls(settings.every, settings.fqns, settings.tokens, model_parts)
 
@@ -75,9 +76,8 @@ class Numerics:
     def sample(self, input_dict: dict, labels: torch.Tensor) -> tuple[dict, torch.Tensor]:
         """Return the first sequences of a microbatch [B, S], as many as hold the tokens to measure."""
         count = math.ceil(self.tokens / labels.shape[1])
-        return {key: part[:count] if torch.is_tensor(part) else part for key, part in input_dict.items()}, labels[
-            :count
-        ]
+        inputs = {key: part[:count] if torch.is_tensor(part) else part for key, part in input_dict.items()}
+        return inputs, labels[:count]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -147,11 +147,6 @@ class Numerics:
             dy = dy.reshape(-1, dy.shape[-1])[index]
             found = linear_totals(linear.gemms(dy.device), given, linear.parts()[0].detach(), dy)
         self._found |= {(fqn, name): totals for name, totals in found.items()}
-
-
-def diagnostics_of(job_config):
-    """Return the section [mxnorm.diagnostics]; None for a job without mxtrain's sections."""
-    return getattr(getattr(job_config, "mxnorm", None), "diagnostics", None)
 
 
 def is_watched(fqn: str, patterns: list[str] | None) -> bool:

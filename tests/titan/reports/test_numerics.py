@@ -1,6 +1,7 @@
 """Diagnostics in training: they change nothing, and they measure every module that is swapped."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,6 +123,17 @@ def test_two_processes_with_half_of_the_rows_each_have_the_figures_of_all(model)
     assert len(together) == 8
     for key, value in together.items():
         assert value == pytest.approx(whole[key], rel=1e-5)
+
+
+@pytest.mark.parametrize("converters, every, runs", [(["mxnorm"], 5, True), (["mxnorm"], 0, False), ([], 5, False)])
+def test_only_a_run_with_swapped_modules_and_diagnostics_is_measured(model, converters, every, runs):
+    diagnostics = SimpleNamespace(every=every, fqns=None, tokens=64)
+    job_config = SimpleNamespace(
+        model=SimpleNamespace(converters=converters), mxnorm=SimpleNamespace(diagnostics=diagnostics)
+    )
+    numerics = Numerics.of_job(job_config, [model])
+    assert (numerics is not None) == runs
+    assert numerics is None or [step for step in range(1, 12) if numerics.is_due(step)] == [5, 10]
 
 
 def figures_in(outcome) -> list[dict]:
