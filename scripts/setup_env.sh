@@ -86,11 +86,18 @@ make_venv() {
         "$("${PYTHON:-python3}" --version 2>/dev/null || echo missing); install one, or name it: PYTHON=/path/to/python3"
 }
 
+# The releases of PyTorch that pyproject.toml allows, such as torch>=2.11,<2.16.
+torch_requirement() { sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' "$ROOT/pyproject.toml"; }
+
+# The newest CPU build of torch that pip finds by name, such as 2.13.0+cpu. Empty if there is none.
+cpu_build() { venv_pip index versions torch 2>/dev/null | grep -o '[0-9.]*+cpu' | head -n 1 || true; }
+
 # With a GPU, torch is installed together with the other packages, so that pip picks the matching Triton. Without a GPU,
-# torch is installed first, and a warning precedes the download of a CUDA build, which is useless there.
+# torch is installed first: a CPU build, although a CUDA build may be newer. If there is none, a warning precedes the
+# download of a CUDA build, which is useless there.
 install_torch() {
-    local requirement planned
-    requirement="$(sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' "$ROOT/pyproject.toml")"
+    local requirement planned build
+    requirement="$(torch_requirement)"
     if [ -n "${MXTRAIN_TORCH_INDEX_URL:-}" ]; then
         say "installing $requirement from MXTRAIN_TORCH_INDEX_URL"
         venv_pip install -qq --index-url "$MXTRAIN_TORCH_INDEX_URL" "$requirement"
@@ -98,6 +105,10 @@ install_torch() {
         # An older pip downloads whole packages to read their dependencies.
         "$VENV/bin/python" -c 'import pip, sys; sys.exit([int(n) for n in pip.__version__.split(".")[:2]] < [23, 3])' ||
             venv_pip install -qq --upgrade pip
+        build="$(cpu_build)"
+        if [ -n "$build" ] && venv_pip install --dry-run "$requirement,==$build" >/dev/null 2>&1; then
+            requirement="$requirement,==$build"
+        fi
         planned="$(venv_pip install --dry-run "$requirement" 2>/dev/null | grep '^Would install ' || true)"
         if [[ "$planned" == *" nvidia-"* || "$planned" == *" cuda-"* ]]; then
             say "this machine has no NVIDIA GPU, but pip's index offers only a CUDA build of torch: several gigabytes."

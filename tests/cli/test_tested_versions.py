@@ -4,7 +4,7 @@ from mxtrain import cli
 from mxtrain.cli import doctor, tested_versions
 from mxtrain.cli.tested_versions import untested
 
-NEEDED = ["torch<2.14,>=2.11", "torchtitan==0.2.2", "torchao<0.19,>=0.17", 'pytest>=8; extra == "dev"']
+NEEDED = ["torch<2.16,>=2.11", "torchtitan==0.2.2", "torchao<0.19,>=0.17", 'pytest>=8; extra == "dev"']
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +23,8 @@ def test_tested_versions_and_unknown_packages(name, version):
 @pytest.mark.parametrize(
     ("name", "version", "advice"),
     [
-        ("torch", "2.14.0", "pip install 'torch<2.14,>=2.11'"),
-        ("torch", "2.10.1+cu126", "pip install 'torch<2.14,>=2.11'"),
+        ("torch", "2.16.0", "pip install 'torch<2.16,>=2.11'"),
+        ("torch", "2.10.1+cu126", "pip install 'torch<2.16,>=2.11'"),
         ("torchao", "0.19.0", "pip install 'torchao<0.19,>=0.17'"),
         ("torchtitan", "0.3.0", "such as 0.3, have other ones); pip install 'torchtitan==0.2.2'"),
     ],

@@ -17,7 +17,8 @@ case "$*" in
 "- mxtrain "*) exit ${FAKE_ACTIVE:-1} ;;
 "-m venv --clear "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
 "-c import pip"*) exit ${FAKE_OLD_PIP:-0} ;;
-"-m pip install --dry-run "*) echo "Would install $FAKE_PLAN" ;;
+"-m pip install --dry-run "*) echo "Would install $FAKE_PLAN"; case "$*" in *"${FAKE_REFUSED:-none}") exit 1 ;; esac ;;
+"-m pip index versions torch") echo "Available versions: $FAKE_VERSIONS" ;;
 *"--editable"*) exit ${FAKE_PIP_STATUS:-0} ;;
 *"--target"*) mkdir -p .venv/torchao-0.17 ;;
 "-m mxtrain.cli "*)
@@ -71,7 +72,7 @@ class Checkout:
         return [call.removeprefix("-qq ").replace(str(self.root), "ROOT") for call in installs]
 
 
-TORCH = "torch>=2.11,<2.14"
+TORCH = "torch>=2.11,<2.16"
 
 
 def test_first_use_installs_and_second_use_does_not(checkout):
@@ -160,6 +161,16 @@ def test_without_a_gpu_cuda_packages_are_announced_with_the_way_around_them(chec
     shutil.rmtree(checkout.root / ".venv")
     result = checkout.run("scripts/train.sh", "train_configs/a.toml", FAKE_PLAN="filelock-3.20 torch-2.13.0+cpu")
     assert "MXTRAIN_TORCH_INDEX_URL" not in result.stderr
+
+
+def test_without_a_gpu_a_cpu_build_is_taken_although_a_cuda_build_is_newer(checkout):
+    versions = "2.15.0, 2.13.0+cpu, 2.13.0, 2.12.0+cpu"
+    result = checkout.run("scripts/train.sh", "train_configs/a.toml", FAKE_VERSIONS=versions)
+    assert result.returncode == 0 and checkout.pip_calls() == [f"{TORCH},==2.13.0+cpu", "--editable ROOT"]
+    shutil.rmtree(checkout.root / ".venv")
+    # A CPU build that pyproject.toml does not allow.
+    checkout.run("scripts/train.sh", "train_configs/a.toml", FAKE_VERSIONS=versions, FAKE_REFUSED="==2.13.0+cpu")
+    assert checkout.pip_calls()[0] == TORCH
 
 
 def test_a_pip_too_old_to_ask_without_downloading_is_replaced_first(checkout):
