@@ -61,7 +61,7 @@ def end_with_launcher() -> None:
     Without it, a worker whose launcher was killed trains on, unseen. Does nothing in a process that neither
     ``mxtrain train`` nor ``torchrun`` started: such a process may outlive its shell.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if LAUNCHER_VARIABLE not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     # SIGKILL, because a worker that waits for the others in a collective may never handle another signal.
     if sys.platform == "linux":

@@ -18,6 +18,14 @@ ECHO_SECONDS = 1.0
 """A signal that arrives again within this time is the same: a terminal or Slurm may send one twice"""
 
 
+class StoppedAtOnce(Exception):
+    """Signal ``number`` ended the workers before they could save, or came before any worker had started."""
+
+    def __init__(self, number: signal.Signals):
+        super().__init__(number.name)
+        self.number = number
+
+
 class StopWorkers:
     """Context with handlers that pass every stop signal on to the workers once.
 
@@ -65,9 +73,7 @@ class StopWorkers:
                 f"{number.name}: stopping" + f"; a second {number.name} kills the workers" * (number in IMPATIENT)
             )
             if not workers:
-                from torch.distributed.elastic.multiprocessing.api import SignalException
-
-                raise SignalException("no worker has started", number)
+                raise StoppedAtOnce(number)
         for worker in workers:
             with suppress(OSError):  # it may have ended
                 os.kill(worker, number)

@@ -80,7 +80,9 @@ END = "from mxtrain.launched import end_with_launcher; end_with_launcher(); prin
         ({}, 0),  # no launcher: a process of a shell may outlive it
         ({"TORCHELASTIC_RUN_ID": "x"}, 0),
         ({"TORCHELASTIC_RUN_ID": "x", LAUNCHER_VARIABLE: str(os.getpid())}, 0),
+        ({LAUNCHER_VARIABLE: str(os.getpid())}, 0),
         ({"TORCHELASTIC_RUN_ID": "x", LAUNCHER_VARIABLE: "1"}, 128 + signal.SIGKILL),  # the launcher has gone
+        ({LAUNCHER_VARIABLE: "1"}, 128 + signal.SIGKILL),
     ],
 )
 def test_a_worker_whose_launcher_ended_first_does_not_start(environment, status):
