@@ -1,4 +1,4 @@
-"""``mxtrain train`` with stand-ins for the worker module, on real torchrun processes."""
+"""``mxtrain train`` with stand-ins for the worker module, in real processes."""
 
 import json
 import logging
@@ -6,6 +6,8 @@ import os
 import re
 import runpy
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -88,6 +90,14 @@ def test_a_run_gets_a_folder_and_its_flags(launched, tmp_path):
     assert out == f"mxtrain: run folder {relative}\nworker 0 speaks\n"  # the worker prints its own summary
     assert err == ""
     assert sorted(p.name for p in folder.iterdir()) == [".lock", "metrics.jsonl", "rank0.json"]
+
+
+def test_a_single_worker_starts_without_an_import_of_pytorch(launched, tmp_path):
+    code = (
+        "import sys; from mxtrain.cli import launch, workers; workers.WORKER = 'fake_worker'; "
+        "status = launch.train('tiny.toml', ['--job.description', 'work']); sys.exit(status or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 0
 
 
 def test_ngpu_starts_that_many_processes_and_only_the_first_writes_to_the_terminal(launched, tmp_path):

@@ -6,6 +6,7 @@ WANDB_SILENT and wandb's other settings stay as the user set them.
 """
 
 import os
+import sys
 from pathlib import Path
 
 from torchtitan.components.metrics import BaseLogger
@@ -25,6 +26,10 @@ environment variables WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT set others
 TOKENS = "n_tokens_seen"
 BY_TOKENS = ("loss_metrics/*", "validation_metrics/loss", "grad_norm", "lr")
 """Metrics whose charts have the tokens seen as their x-axis"""
+
+
+LAUNCH = "wandb.sdk.launch"
+"""wandb's package for jobs of its launch agent, whose import takes 0.5 s or more"""
 
 
 class WandbLogger(BaseLogger):
@@ -133,6 +138,8 @@ def start_run(stay_offline: bool = False, **arguments):
     if "WANDB_SILENT" not in os.environ:
         choices["silent"] = True  # the summary says where the run is
     wandb.setup(settings=wandb.Settings(**choices, finish_timeout_raises=True))
+    if LAUNCH not in sys.modules:  # without it there are no inputs of a launch job, and the look for them imports it
+        wandb.Run._detect_and_apply_job_inputs = lambda run: None
     mode = wandb.setup().settings.mode
     if mode == "online" and stay_offline and "WANDB_MODE" not in os.environ:
         mode = "offline"
