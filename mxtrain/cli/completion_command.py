@@ -30,8 +30,9 @@ _mxtrain() {{
 {values}
         esac
     fi
-    local IFS=$'\n'
-    COMPREPLY=($(compgen -W "${{candidates// /$'\n'}}" -- "$word"))
+    local newline=$'\n'  # in double quotes zsh would not read $'' as a newline
+    local IFS="$newline"
+    COMPREPLY=($(compgen -W "${{candidates// /$newline}}" -- "$word"))
     if [ "$COMP_CWORD" -gt 1 ] && [ "${{word#-}}" = "$word" ]; then
         COMPREPLY+=($(compgen -f -- "$word"))
         compopt -o filenames 2>/dev/null || true

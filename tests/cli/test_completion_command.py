@@ -1,5 +1,6 @@
 """The completion script, in bash as a user has it: what the Tab key offers."""
 
+import re
 import subprocess
 import sys
 
@@ -66,6 +67,8 @@ def test_zsh_runs_the_same_functions(script, capsys):
     assert cli.main(["completion", "zsh"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("autoload ") and text.endswith(script) and text.count("bashcompinit") == 2
+    # zsh reads $'...' as a quoted string outside of double quotes only.
+    assert not [line for line in text.splitlines() if re.search(r"\"[^\"]*\$'[^\"]*\"", line)]
 
 
 def test_bash_registers_the_function(script):
