@@ -20,6 +20,7 @@ case "$*" in
 "-m pip install --dry-run "*) echo "Would install $FAKE_PLAN"; case "$*" in *"${FAKE_REFUSED:-none}") exit 1 ;; esac ;;
 "-m pip index versions torch") echo "Available versions: $FAKE_VERSIONS" ;;
 *"--editable"*) exit ${FAKE_PIP_STATUS:-0} ;;
+"-c "*importlib*) printf '%s\t%s\t0.18.0\n' "$(basename "$(dirname "$(dirname "$0")")")" "${FAKE_TRITON:-3.9.0}" ;;
 *"--target"*) mkdir -p .venv/torchao-0.17 ;;
 "-m mxtrain.cli "*)
     if (: <&9) 2>/dev/null; then echo "training holds the lock"; fi
@@ -151,6 +152,21 @@ def test_ci_lints_and_tests(checkout, tmp_path):
     shutil.rmtree(checkout.root / ".venv")
     result = checkout.run(".ci/run", cwd=tmp_path)
     assert result.returncode == 1 and "tested" not in result.stdout
+
+
+def test_the_matrix_tests_each_release_in_an_environment_of_its_own_and_prints_a_table(checkout):
+    result = checkout.run(".ci/matrix", "2.12", "newest", MATRIX=str(checkout.root / "m"), TESTS="tests/nn tests/ops")
+    assert result.returncode == 0, result.stderr
+    assert checkout.pip_calls() == [f"{TORCH},==2.12.* --editable ROOT[dev]", f"{TORCH} --editable ROOT[dev]"]
+    head, *rows = result.stdout.splitlines()
+    assert head.split() == ["torch", "triton", "torchao", "result"]
+    assert [row.split()[0] for row in rows] == ["torch-2.12", "torch-newest"]
+    assert all(f"tested in {checkout.root} with -m pytest -n auto -q tests/nn tests/ops;" in row for row in rows)
+    checkout.run(".ci/matrix", "2.11", MATRIX=str(checkout.root / "m"), FAKE_TRITON="3.6.0")
+    assert checkout.pip_calls()[-1] == "numpy<2.4"
+    checkout.program("python3", FAKE_PYTHON.replace("case", '[ "$2" = pytest ] && exit 1\ncase', 1))
+    result = checkout.run(".ci/matrix", "2.13", MATRIX=str(checkout.root / "m"))
+    assert result.returncode == 1 and "torch-2.13" in result.stdout
 
 
 def test_without_a_gpu_cuda_packages_are_announced_with_the_way_around_them(checkout):
