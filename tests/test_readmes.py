@@ -103,6 +103,10 @@ def check_torchrun(words: list[str]) -> None:
     parse_job_config(flags if first == "--resume" else options.training_script_args)
 
 
+def check_matrix(words: list[str]) -> None:
+    assert all(re.fullmatch(r"\d+\.\d+", release) for release in words), words
+
+
 def check_pytest(words: list[str]) -> None:
     markers = tomli.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
     for option, word in zip([""] + words, words):
@@ -144,6 +148,7 @@ CHECKS = {
     "./scripts/test.sh": check_pytest,
     "scripts/test.sh": check_pytest,
     ".ci/run": check_pytest,
+    ".ci/matrix": check_matrix,
     "ruff": lambda words: None,
 }
 
