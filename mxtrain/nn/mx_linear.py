@@ -23,7 +23,9 @@ class _MXLinearFunction(torch.autograd.Function):
         gemms, (needs_x, needs_weight, *_) = ctx.gemms, ctx.needs_input_grad
         for_dx, for_dw = gemms.quantize_gradient(dy, needs_x, needs_weight, signs, ctx.draws)
         dx = None if for_dx is None else gemms.dgrad(for_dx, weight, x.dtype)
-        dw = None if for_dw is None else gemms.wgrad(for_dw, x, x.dtype, signs=signs).to(weight.dtype)
+        dw = None
+        if for_dw is not None:
+            dw = gemms.wgrad(for_dw, gemms.quantize_along_tokens(x, signs=signs), x.dtype).to(weight.dtype)
         return dx, dw, None, None, None
 
 

@@ -31,10 +31,10 @@ from torch.distributed.tensor import Partial
 
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.nn.checks import check_dtype, check_input
+from mxtrain.nn.gathered_norm import GatheredColumns, GatherThenNorm, NormThenGather, gathers_codes
 from mxtrain.nn.seeded import Seeded
 from mxtrain.nn.split import SplitSequences
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype
-from mxtrain.ops.collectives import gather_tokens, sum_tokens
 from mxtrain.ops.gemm import Operand
 from mxtrain.ops.hardware import check_mode, mode_in_forward
 from mxtrain.ops.mxnorm import fold_backward, norm_backward, normalize
@@ -49,11 +49,14 @@ class NormedInput(NamedTuple):
     Attributes:
         h: x [..., D]; its gradient is dL/dxhat.
         xhat: the normalized rows [T, D] as fprop's operand, without a gradient.
-        rho: inverse RMS estimate, fp32 [T].
+        rho: inverse RMS estimate, fp32 [T]; with ``gathered``, of this process's tokens.
         gain: the norm's weight gamma [D], which the linears fold into theirs; None for a norm without a weight.
         signs: signs of the Hadamard transform in wgrad (see ``mxtrain.nn.seeded``); None without a transform. The
             linears share them, so that compiled linears share the transform and the cast of xhat.
         recipe, mode: recipe of fprop and mode that made ``xhat``; the mode is never "auto".
+        x: what wgrad casts: None for ``h``; with ``gathered``, this process's shard of the sequences, and then ``h``
+            has a shape but no data.
+        gathered: gathers wgrad's operand, where codes are sent instead of x.
     """
 
     h: torch.Tensor
@@ -63,6 +66,8 @@ class NormedInput(NamedTuple):
     signs: torch.Tensor | None
     recipe: Recipe
     mode: str
+    x: torch.Tensor | None = None
+    gathered: GatheredColumns | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -88,41 +93,13 @@ class _MXNormFunction(torch.autograd.Function):
         return norm_backward(dxhat, x, rho, ctx.mode), None, None, None
 
 
-class _GatheredMXNormFunction(torch.autograd.Function):
-    """A shard x [B, S / P, D] of sequences -> as ``_MXNormFunction`` of the whole sequences, T = B S.
-
-    The shards are gathered once, before the norm: its kernel must read all rows for the cast anyway. Every linear
-    returns its process's part of dL/dxhat. The sum of the parts goes back to the shards, whose norm backward is local.
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str, split: SplitSequences):
-        whole = gather_tokens(x, split.group, split.processes)
-        h = whole.view(-1, x.shape[-1])
-        xhat, rho = normalize(h, estimate, recipe, mode)
-        own = rho.view(x.shape[0], split.processes, x.shape[1])[:, split.rank].reshape(-1)
-        ctx.save_for_backward(x, own)
-        ctx.mode, ctx.split, ctx.shape = mode, split, whole.shape
-        ctx.mark_non_differentiable(*(t for t in (rho, *xhat) if t is not None))
-        return h, rho, *xhat
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dxhat: torch.Tensor, *_):
-        x, rho = ctx.saved_tensors
-        dxhat = sum_tokens(dxhat.view(ctx.shape), ctx.split.group, ctx.split.processes)
-        rows = (-1, x.shape[-1])
-        dx = norm_backward(dxhat.view(rows), x.reshape(rows), rho, ctx.mode)
-        return dx.view(x.shape), None, None, None, None
-
-
 class _MXNormLinearFunction(torch.autograd.Function):
-    """h, gamma, W, the quantized xhat and rho -> Y [T, N]. The gradient of h is dL/dxhat."""
+    """h, gamma, W, the quantized xhat and rho -> Y [T, N]. The gradient of h is dL/dxhat. x as in ``NormedInput``."""
 
     @staticmethod
-    def forward(ctx, h, gain, weight, gemms: ThreeGEMMs, rho, signs, draws, *xhat):
-        ctx.save_for_backward(h, gain, weight, rho, signs)
-        ctx.gemms, ctx.draws = gemms, draws
+    def forward(ctx, h, gain, weight, gemms: ThreeGEMMs, x, rho, gathered, signs, draws, *xhat):
+        ctx.save_for_backward(h if x is None else x, gain, weight, rho, signs)
+        ctx.gemms, ctx.gathered, ctx.draws = gemms, gathered, draws
         return gemms.fprop(Operand(*xhat), weight, compute_dtype(h), gain)
 
     @staticmethod
@@ -135,7 +112,11 @@ class _MXNormLinearFunction(torch.autograd.Function):
         if for_dgrad is not None:
             dxhat = gemms.dgrad(for_dgrad, weight, dy.dtype, gain).to(x.dtype)
         if for_wgrad is not None:
-            dweight = gemms.wgrad(for_wgrad, x, dy.dtype, rho, signs)
+            if ctx.gathered is None:
+                for_x = gemms.quantize_along_tokens(x, rho, signs)
+            else:
+                for_x = ctx.gathered.operand(x, rho, signs, gemms.recipe.wgrad, gemms.mode)
+            dweight = gemms.wgrad(for_wgrad, for_x, dy.dtype)
             if gain is None:
                 dweight = dweight.to(weight.dtype)
             else:
@@ -217,13 +198,17 @@ class MXNorm(Seeded, nn.RMSNorm):
         gain = self._gain()
         check_input(x, self.normalized_shape[0], gain, self.recipe, mode)
         recipe, split = self.recipe.fprop, self.split
+        shape, own, columns = x.shape, None, None
         if split is None:
-            shape, rows = x.shape, x.reshape(-1, x.shape[-1])
-            h, rho, *xhat = _MXNormFunction.apply(rows, self.estimate, recipe, mode)
+            h, rho, *xhat = _MXNormFunction.apply(x.reshape(-1, x.shape[-1]), self.estimate, recipe, mode)
         else:
             shape = (x.shape[0], x.shape[1] * split.processes, x.shape[2])
-            h, rho, *xhat = _GatheredMXNormFunction.apply(x, self.estimate, recipe, mode, split)
-        return NormedInput(h.view(shape), Operand(*xhat), rho, gain, self.signs(x.device), recipe, mode)
+            if gathers_codes(x, self.recipe, mode, split):
+                own, columns = x.detach(), GatheredColumns(split)
+                h, rho, *xhat = NormThenGather.apply(x, self.estimate, recipe, mode, split, columns)
+            else:
+                h, rho, *xhat = GatherThenNorm.apply(x, self.estimate, recipe, mode, split)
+        return NormedInput(h.view(shape), Operand(*xhat), rho, gain, self.signs(x.device), recipe, mode, own, columns)
 
     def _gain(self) -> torch.Tensor | None:
         """The gain for the linears, each of which returns its process's part of the gradient."""
@@ -270,9 +255,12 @@ class MXNormLinear(QuantizedLinear):
         weight, bias = self.parts()
         check_input(x.h, self.in_features, weight, self.recipe, gemms.mode)
         check_dtype("x under autocast", compute_dtype(x.h), self.recipe, gemms.mode)
-        # A norm whose own recipe has no transform hands on no signs.
-        signs = self.signs(x.h.device) if x.signs is None else x.signs
+        signs, gathered = x.signs, x.gathered
+        if signs is None and self.recipe.needs_signs:
+            # A norm whose own recipe has no transform hands on no signs. The linears' own differ.
+            signs, gathered = self.signs(x.h.device), None if gathered is None else GatheredColumns(gathered.split)
         rows, draws = x.h.reshape(-1, x.shape[-1]), self.draws(x.h.device)
-        y = _MXNormLinearFunction.apply(rows, x.gain, weight, gemms, x.rho, signs, draws, *x.xhat)
+        others = (x.x, x.rho, gathered, signs, draws, *x.xhat)
+        y = _MXNormLinearFunction.apply(rows, x.gain, weight, gemms, *others)
         y = y.view(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias.to(y.dtype)

@@ -44,8 +44,13 @@ class SplitSequences:
         group: name of the process group.
         processes: their number.
         rank: number of this process among them; it has shard ``rank``.
+        gather: what a norm sends: "high_precision" (its input), "quantized" (codes and scales), or "auto" (fewer
+            bytes).
+        forwards: how often a norm's forward runs for one backward: 2 inside of activation checkpointing.
     """
 
     group: str
     processes: int
     rank: int
+    gather: str = "auto"
+    forwards: int = 1

@@ -62,16 +62,14 @@ class ThreeGEMMs:
         """dX [T, D] from dY quantized along N."""
         return matmul(dy, quantize.weight(w, self.recipe.dgrad, self.mode, 0, gain, self.split.w), out_dtype)
 
-    def wgrad(
-        self,
-        dy: Operand,
-        x: torch.Tensor,
-        out_dtype: torch.dtype,
-        rho: torch.Tensor | None = None,
-        signs: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """dW [N, D] from dY quantized along T."""
-        x = quantize.activation_along_tokens(x, self.recipe.wgrad, self.mode, rho, signs, self.split.x)
+    def quantize_along_tokens(
+        self, x: torch.Tensor, rho: torch.Tensor | None = None, signs: torch.Tensor | None = None
+    ) -> Operand:
+        """X [T, D] as wgrad's operand; with ``rho`` [T], X diag(rho) row by row."""
+        return quantize.activation_along_tokens(x, self.recipe.wgrad, self.mode, rho, signs, self.split.x)
+
+    def wgrad(self, dy: Operand, x: Operand, out_dtype: torch.dtype) -> torch.Tensor:
+        """dW [N, D] from dY and X quantized along T."""
         return matmul(dy, x, out_dtype)
 
 

@@ -4,9 +4,14 @@
 asynchronous results. PyTorch's own wrappers return those in eager mode.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 _ops = torch.ops._c10d_functional
+
+GATHER_PARTS = _ops.all_gather_into_tensor_coalesced.default
+"""The op of ``gather_parts``. Nothing else in TorchTitan's models uses it, so a checkpointing policy can name it."""
 
 
 def largest(amax: torch.Tensor, group: str | None) -> torch.Tensor:
@@ -19,6 +24,12 @@ def gather_tokens(x: torch.Tensor, group: str, processes: int) -> torch.Tensor:
     parts = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), processes, group))
     parts = parts.view(processes, *x.shape)
     return parts.transpose(0, 1).reshape(x.shape[0], processes * x.shape[1], *x.shape[2:])
+
+
+def gather_parts(parts: Sequence[torch.Tensor], group: str, processes: int) -> list[torch.Tensor]:
+    """Gather several matrices in one call, ``GATHER_PARTS``: [R, C] of every process -> [processes, R, C]."""
+    gathered = GATHER_PARTS([part.contiguous() for part in parts], processes, group)
+    return [_ops.wait_tensor(whole).view(processes, *part.shape) for whole, part in zip(gathered, parts)]
 
 
 def sum_tokens(x: torch.Tensor, group: str, processes: int) -> torch.Tensor:

@@ -33,6 +33,11 @@ def image_dtype(x: torch.Tensor, mode: str) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32) if mode == "reference" else torch.bfloat16
 
 
+def values_dtype(mode: str) -> torch.dtype:
+    """Return the dtype in which ``mode`` multiplies the values of codes."""
+    return torch.float32 if mode == "reference" else torch.bfloat16
+
+
 def matmul(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
     """Multiply a [M, K] by the transpose of b [N, K] -> [M, N], summed in fp32 and rounded once, to ``out_dtype``.
 

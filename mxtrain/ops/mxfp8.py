@@ -2,7 +2,8 @@
 
 import torch
 
-from mxtrain.ops.gemm import KERNEL_FORM, Operand, image_dtype
+from mxtrain.ops.codes import Codes
+from mxtrain.ops.gemm import KERNEL_FORM, Operand, image_dtype, values_dtype
 from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
 from mxtrain.recipes.recipe import Recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
@@ -57,11 +58,37 @@ def normalize(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str)
     return quantize(x, recipe, mode, (1,), row_factor=rho)[1], rho
 
 
-def normalized_codes(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str) -> tuple[torch.Tensor, ...]:
+def normalized_codes(
+    x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str, group: str | None = None
+) -> tuple[Codes, torch.Tensor]:
+    if recipe.format is None:
+        operand, rho = normalize(x, estimate, recipe, mode)
+        return Codes(operand.data), rho
     if runs_kernels(mode, x.device.type):
-        return norm_cast_kernel.mxnorm_cast(x, estimate, recipe, "codes")[:3]
+        result = norm_cast_kernel.mxnorm_cast(x, estimate, recipe, "codes")
+        return Codes(result.data, result.scales), result.rho
     rho = inverse_rms(x, estimate, recipe)
-    return *casts.cast(scale_rows(x, rho), recipe.format, recipe.scale_rounding), rho
+    return Codes(*casts.cast(scale_rows(x, rho), recipe.format, recipe.scale_rounding)), rho
+
+
+def codes_along_tokens(
+    x: torch.Tensor, recipe: Recipe, mode: str, rho: torch.Tensor, signs, group: str | None = None
+) -> Codes:
+    if recipe.format is None:
+        return Codes(activation_along_tokens(x, recipe, mode, rho, signs).data)
+    if runs_kernels(mode, x.device.type):
+        return Codes(*cast_kernel.cast(x, recipe, (0,), "codes", rho)[0])
+    return Codes(*casts.cast(scale_rows(x, rho).t(), recipe.format, recipe.scale_rounding))
+
+
+def from_codes(codes: Codes, recipe: Recipe, mode: str, dim: int) -> Operand:
+    data, scales, _ = codes
+    if recipe.format is not None:
+        if mode == "native":
+            return Operand(data, casts.to_blocked(scales))
+        data = casts.dequantize(data, scales, recipe.format, values_dtype(mode))
+    # The memory layout of ``quantize``, because products in another layout may add up in another order.
+    return Operand(data if dim == 1 else data.t().contiguous().t())
 
 
 def quantize(

@@ -64,6 +64,7 @@ def mxnorm_cast(
         raise ValueError(f"x {tuple(x.shape)}: expected a last dimension that is a multiple of {recipe.block_size}")
     leading = x.shape[:-1]
     rows = x.reshape(math.prod(leading), x.shape[-1])
-    codes, scales, rho, *tensor_scale = casts_of(recipe).normalized_codes(rows, estimate, recipe, mode)
-    codes, scales = (t.view(*leading, t.shape[1]) for t in (codes, scales))
+    cast, rho = casts_of(recipe).normalized_codes(rows, estimate, recipe, mode)
+    codes, scales = (t.view(*leading, t.shape[1]) for t in (cast.data, cast.scales))
+    tensor_scale = (cast.tensor_scale,) if recipe.tensor_scale == "dynamic" else ()
     return codes, scales, rho.view(leading), *tensor_scale

@@ -12,8 +12,9 @@ tensor scale included.
 
 import torch
 
+from mxtrain.ops.codes import Codes
 from mxtrain.ops.collectives import largest
-from mxtrain.ops.gemm import KERNEL_FORM, Operand, image_dtype
+from mxtrain.ops.gemm import KERNEL_FORM, Operand, image_dtype, values_dtype
 from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
 from mxtrain.recipes.formats import NVFP4
 from mxtrain.recipes.recipe import Recipe
@@ -141,16 +142,52 @@ def normalize(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str)
     return _in_pytorch(scale_rows(x, rho), mode, tensor_scale), rho
 
 
-def normalized_codes(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str) -> tuple[torch.Tensor, ...]:
+def normalized_codes(
+    x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str, group: str | None = None
+) -> tuple[Codes, torch.Tensor]:
+    kernels = runs_kernels(mode, x.device.type)
     static = _static_tensor_scale(x, estimate, recipe)
-    if static is not None and runs_kernels(mode, x.device.type):
-        return nvfp4_norm(x, estimate, static, "codes")[:3]
-    rho = inverse_rms(x, estimate, recipe)
-    xhat = scale_rows(x, rho)
     if static is not None:
-        return *reference.cast(xhat, static), rho
-    tensor_scale = power_of_two_tensor_scale(xhat)
-    return *reference.cast(xhat, tensor_scale), rho, tensor_scale
+        tensor_scale = torch.full((), static, dtype=torch.float32, device=x.device)
+        if kernels:
+            result = nvfp4_norm(x, estimate, static, "codes")
+            return Codes(result.data, result.scales, tensor_scale), result.rho
+    rho = inverse_rms(x, estimate, recipe)
+    if kernels:
+        tensor_scale = _tensor_scale(nvfp4_amax(x, row_factor=rho)[0], group)
+        cast = nvfp4_cast(x, {1: tensor_scale}, "codes", row_factor=rho)[1]
+        return Codes(*cast, tensor_scale), rho
+    xhat = scale_rows(x, rho)
+    if static is None:
+        tensor_scale = _tensor_scale(xhat, group)
+    return Codes(*reference.cast(xhat, tensor_scale), tensor_scale), rho
+
+
+def codes_along_tokens(
+    x: torch.Tensor,
+    recipe: Recipe,
+    mode: str,
+    rho: torch.Tensor,
+    signs: torch.Tensor | None,
+    group: str | None = None,
+) -> Codes:
+    if runs_kernels(mode, x.device.type):
+        signs = signs if recipe.hadamard else None
+        amax, transformed = nvfp4_amax(x, signs, rho)
+        tensor_scale = _tensor_scale(amax if signs is None else transformed, group)
+        cast = nvfp4_cast(x, {0: tensor_scale}, "codes", signs=signs, row_factor=rho)[0]
+        return Codes(*cast, tensor_scale)
+    x = _along_tokens(scale_rows(x, rho), recipe, signs)
+    tensor_scale = _tensor_scale(x, group)
+    return Codes(*reference.cast(x, tensor_scale), tensor_scale)
+
+
+def from_codes(codes: Codes, recipe: Recipe, mode: str, dim: int) -> Operand:
+    operand = _from_codes(*codes, values_dtype(mode), mode)
+    if dim == 0 and mode != "native" and runs_kernels(mode, codes.data.device.type):
+        # The memory layout of a kernel's values, because products in another layout may add up in another order.
+        return Operand(operand.data.t().contiguous().t())
+    return operand
 
 
 def _static_tensor_scale(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> float | None:

@@ -18,6 +18,7 @@ that is; block scales and MXFP8 need no communication.
 import torch
 
 from mxtrain.ops import mxfp8, nvfp4
+from mxtrain.ops.codes import Codes
 from mxtrain.ops.gemm import Operand
 from mxtrain.recipes.recipe import LinearRecipe, Recipe
 
@@ -46,6 +47,32 @@ def activation_along_tokens(
         signs: packed signs of the Hadamard transform, int64 []; None if the recipe has no transform.
     """
     return casts_of(recipe).activation_along_tokens(x, recipe, mode, rho, signs, group)
+
+
+def codes_along_tokens(
+    x: torch.Tensor,
+    recipe: Recipe,
+    mode: str,
+    rho: torch.Tensor,
+    signs: torch.Tensor | None,
+    group: str | None = None,
+) -> Codes:
+    """X diag(rho), row by row, as codes [D, T] of wgrad's operand; ``group`` holds the other tokens.
+
+    Args:
+        x: [T, D], T a multiple of the block size.
+        signs: as for ``activation_along_tokens``.
+    """
+    return casts_of(recipe).codes_along_tokens(x, recipe, mode, rho, signs, group)
+
+
+def from_codes(codes: Codes, recipe: Recipe, mode: str, dim: int) -> Operand:
+    """The operand that the codes stand for, with the bits and the memory layout of the functions above.
+
+    Args:
+        dim: 1 for codes of X [T, D] along D, 0 for codes [D, T] along tokens.
+    """
+    return casts_of(recipe).from_codes(codes, recipe, mode, dim)
 
 
 def weight(

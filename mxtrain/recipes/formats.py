@@ -16,20 +16,27 @@ class BlockFormat:
         block_size: elements per scale, along the reduction axis of the GEMM.
         element_max: largest finite element magnitude.
         element_max_exponent: floor(log2(element_max)), the exponent that FLOOR scale rounding targets.
+        element_bits: bits of an element; a scale has 8.
     """
 
     name: str
     block_size: int
     element_max: float
     element_max_exponent: int
+    element_bits: int
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Bytes of codes and block scales per element."""
+        return self.element_bits / 8 + 1 / self.block_size
 
 
 # E4M3 elements, one E8M0 (power of two) scale per block.
-MXFP8 = BlockFormat("mxfp8", block_size=32, element_max=448.0, element_max_exponent=8)
+MXFP8 = BlockFormat("mxfp8", block_size=32, element_max=448.0, element_max_exponent=8, element_bits=8)
 
 # E2M1 elements, one E4M3 scale per block, one fp32 scale per tensor. As in torchao, the smallest block scale is E4M3's
 # smallest normal number; TransformerEngine lets block scales go down to zero.
-NVFP4 = BlockFormat("nvfp4", block_size=16, element_max=6.0, element_max_exponent=2)
+NVFP4 = BlockFormat("nvfp4", block_size=16, element_max=6.0, element_max_exponent=2, element_bits=4)
 NVFP4_SCALE_MAX = 448.0
 NVFP4_SCALE_MIN = 2.0**-6
 

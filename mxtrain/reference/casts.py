@@ -6,6 +6,7 @@ release in the package's range. All scale arithmetic is torchao's own.
 
 import contextlib
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -132,9 +133,7 @@ def rounded_amax(amax: torch.Tensor, fmt: BlockFormat, scale_rounding: str) -> t
     For ``"rceil"`` this is scale * element_max (never below amax), for ``"floor"`` scale * 2^element_max_exponent
     (amax rounded down to a power of two). torchao computes the scale: each amax is cast as a block of one element.
     """
-    _, scales = cast(
-        amax.unsqueeze(-1), BlockFormat(fmt.name, 1, fmt.element_max, fmt.element_max_exponent), scale_rounding
-    )
+    _, scales = cast(amax.unsqueeze(-1), replace(fmt, block_size=1), scale_rounding)
     top = fmt.element_max if scale_rounding == "rceil" else 2.0**fmt.element_max_exponent
     values = get_fp_scale(scales.squeeze(-1)) * top
     # Zero blocks and tiny blocks share the smallest scale, but a zero block must not look like a nonzero one.

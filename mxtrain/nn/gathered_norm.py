@@ -1,0 +1,153 @@
+"""MXNorm under tensor parallelism: a shard of the sequences goes in, and xhat of whole sequences comes out.
+
+X is [B, S, D], and a process of P has the shard [B, S / P, D]. The linears after a norm need all tokens, so one gather
+per norm serves all its linears. What is sent is a choice of ``SplitSequences.gather``:
+
+    "high_precision"    x, before the norm. The linears save the whole x for wgrad.
+    "quantized"         codes and scales of xhat along D, after the norm, for fprop; and in the backward codes and
+                        scales along tokens, for wgrad. Every process saves its own x only, which its norm saves anyway.
+    "auto"              whichever sends fewer bytes
+
+Bytes per element of X, with activation checkpointing, which runs a forward twice, in parentheses:
+
+    bf16    2.0 (4.0)        MXFP8    2 x 1.03 (3 x 1.03)        NVFP4    2 x 0.5625 (3 x 0.5625)
+
+Operands of the GEMMs are equal bit for bit. Rows are whole on every process. Blocks along tokens are those of whole
+sequences, because "quantized" needs shards of whole blocks. NVFP4's tensor scales come from the maxima of all shards.
+rho is not sent: after the casts only the norm's backward reads it, each process that of its own tokens.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from mxtrain.nn.split import SplitSequences
+from mxtrain.ops.codes import Codes, gather_codes
+from mxtrain.ops.collectives import gather_tokens, sum_tokens
+from mxtrain.ops.gemm import Operand, values_dtype
+from mxtrain.ops.mxnorm import norm_backward, normalize, normalized_codes
+from mxtrain.ops.quantize import codes_along_tokens, from_codes
+from mxtrain.recipes.formats import MXFP8
+from mxtrain.recipes.recipe import LinearRecipe, Recipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
+
+TOKENS = MXFP8.block_size
+"""Shards of sequences whose length is a multiple of this are whole blocks in every format."""
+
+
+def gathers_codes(x: torch.Tensor, recipe: LinearRecipe, mode: str, split: SplitSequences) -> bool:
+    """Return whether a norm with this recipe sends codes of its shard x [B, S / P, D], not x itself.
+
+    Raises:
+        ValueError: codes are asked for, and the shard is not whole blocks of tokens.
+    """
+    whole_blocks = x.shape[1] % TOKENS == 0
+    if split.gather == "quantized" and not whole_blocks:
+        raise ValueError(
+            f"x {tuple(x.shape)}: {x.shape[1]} tokens on each of {split.processes} processes are not whole blocks of "
+            f"{TOKENS}, which gather = 'quantized' needs"
+        )
+    if split.gather != "auto":
+        return split.gather == "quantized"
+    fprop, wgrad = (_bytes_per_element(gemm, mode) for gemm in (recipe.fprop, recipe.wgrad))
+    return whole_blocks and split.forwards * fprop + wgrad < split.forwards * x.element_size()
+
+
+def _bytes_per_element(recipe: Recipe, mode: str) -> float:
+    return values_dtype(mode).itemsize if recipe.format is None else recipe.format.bytes_per_element
+
+
+class GatherThenNorm(torch.autograd.Function):
+    """A shard x [B, S / P, D] of sequences -> h = X [T, D], T = B S, rho [T] and the tensors of xhat's operand.
+
+    The shards are gathered before the norm: its kernel must read all rows for the cast anyway. Every linear returns its
+    process's part of dL/dxhat, the gradient of h. The sum of the parts goes back to the shards, whose norm backward is
+    local.
+    """
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str, split: SplitSequences):
+        whole = gather_tokens(x, split.group, split.processes)
+        h = whole.view(-1, x.shape[-1])
+        xhat, rho = normalize(h, estimate, recipe, mode)
+        own = rho.view(x.shape[0], split.processes, x.shape[1])[:, split.rank].reshape(-1)
+        ctx.save_for_backward(x, own)
+        ctx.mode, ctx.split = mode, split
+        ctx.mark_non_differentiable(*(t for t in (rho, *xhat) if t is not None))
+        return h, rho, *xhat
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dxhat: torch.Tensor, *_):
+        return _norm_backward(ctx, dxhat), None, None, None, None
+
+
+class NormThenGather(torch.autograd.Function):
+    """As ``GatherThenNorm``, with codes gathered after the norm. h has X's shape and dtype, but no data.
+
+    rho is that of the shard's tokens, [B S / P].
+    """
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str, split: SplitSequences, columns):
+        rows = x.reshape(-1, x.shape[-1])
+        codes, rho = normalized_codes(rows, estimate, recipe, mode, split.group)
+        xhat = _gathered(codes, recipe, mode, split, x.shape[0], dim=1)
+        ctx.save_for_backward(x, rho)
+        ctx.mode, ctx.split, ctx.columns = mode, split, columns
+        ctx.mark_non_differentiable(*(t for t in (rho, *xhat) if t is not None))
+        return x.new_zeros(()).expand(split.processes * rows.shape[0], rows.shape[1]), rho, *xhat
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dxhat: torch.Tensor, *_):
+        ctx.columns.release()
+        return _norm_backward(ctx, dxhat), None, None, None, None, None
+
+
+def _norm_backward(ctx, dxhat: torch.Tensor) -> torch.Tensor:
+    """This process's part of dL/dxhat of whole sequences [T, D] -> dx of its shard."""
+    x, rho = ctx.saved_tensors
+    batch, length, features = x.shape
+    dxhat = dxhat.view(batch, ctx.split.processes * length, features)
+    dxhat = sum_tokens(dxhat, ctx.split.group, ctx.split.processes)
+    return norm_backward(dxhat.view(-1, features), x.reshape(-1, features), rho, ctx.mode).view(x.shape)
+
+
+def _gathered(codes: Codes, recipe: Recipe, mode: str, split: SplitSequences, batch: int, dim: int) -> Operand:
+    """Codes of a shard's tokens -> the operand of whole sequences; ``dim`` as for ``quantize.from_codes``."""
+    return from_codes(gather_codes(codes, 1 - dim, batch, split.group, split.processes), recipe, mode, dim)
+
+
+class GatheredColumns:
+    """Gives the linears of one norm their operand of wgrad [D, T] from codes that are cast and gathered only once.
+
+    The linear whose backward comes first gathers. Linears with another recipe of wgrad need codes of their own. In
+    a compiled graph every linear gathers, and the compiler keeps one of the equal calls.
+    """
+
+    def __init__(self, split: SplitSequences):
+        self.split = split
+        self._operands: dict[Recipe, Operand] = {}
+
+    def operand(
+        self, x: torch.Tensor, rho: torch.Tensor, signs: torch.Tensor | None, recipe: Recipe, mode: str
+    ) -> Operand:
+        """The operand of whole sequences, from this process's shard x [B, S / P, D] and its rho [B S / P].
+
+        Args:
+            signs: as for ``quantize.activation_along_tokens``; those of all linears with this recipe.
+        """
+        if torch.compiler.is_compiling():
+            return self._gather(x, rho, signs, recipe, mode)
+        if recipe not in self._operands:
+            self._operands[recipe] = self._gather(x, rho, signs, recipe, mode)
+        return self._operands[recipe]
+
+    def release(self) -> None:
+        """Forget the operands. The norm's backward calls this, after those of all its linears."""
+        if not torch.compiler.is_compiling():
+            self._operands.clear()
+
+    def _gather(self, x, rho, signs, recipe: Recipe, mode: str) -> Operand:
+        codes = codes_along_tokens(x.reshape(-1, x.shape[-1]), recipe, mode, rho, signs, self.split.group)
+        return _gathered(codes, recipe, mode, self.split, x.shape[0], dim=0)
