@@ -10,9 +10,6 @@ import torch
 
 _ops = torch.ops._c10d_functional
 
-GATHER_PARTS = _ops.all_gather_into_tensor_coalesced.default
-"""The op of ``gather_parts``. Nothing else in TorchTitan's models uses it, so a checkpointing policy can name it."""
-
 
 def largest(amax: torch.Tensor, group: str | None) -> torch.Tensor:
     """Return the elementwise maximum of ``amax`` over the processes; ``amax`` itself without a group."""
@@ -27,9 +24,32 @@ def gather_tokens(x: torch.Tensor, group: str, processes: int) -> torch.Tensor:
 
 
 def gather_parts(parts: Sequence[torch.Tensor], group: str, processes: int) -> list[torch.Tensor]:
-    """Gather several matrices in one call, ``GATHER_PARTS``: [R, C] of every process -> [processes, R, C]."""
-    gathered = GATHER_PARTS([part.contiguous() for part in parts], processes, group)
+    """Gather several matrices in one call, by the op ``GATHER_PARTS``: [R, C] of every process -> [processes, R, C]."""
+    return GATHER_PARTS([part.contiguous() for part in parts], processes, group)
+
+
+def _gather_parts(parts: list[torch.Tensor], processes: int, group: str) -> list[torch.Tensor]:
+    gathered = _ops.all_gather_into_tensor_coalesced(parts, processes, group)
     return [_ops.wait_tensor(whole).view(processes, *part.shape) for whole, part in zip(gathered, parts)]
+
+
+# An op of its own, so that policies of activation checkpointing can name it, and because torch.compile runs a plain
+# collective in the forward if it can, and saves the result: a gather for the backward alone must stay there.
+_LIBRARY = torch.library.Library("mxtrain", "FRAGMENT")
+_LIBRARY.define(
+    "gather_parts(Tensor[] parts, int processes, str group) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,)
+)
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("gather_parts", _gather_parts, _device)
+
+
+def _fake(parts, processes, group):
+    return [part.new_empty(processes, *part.shape) for part in parts]
+
+
+torch.library.register_fake("mxtrain::gather_parts", _fake, lib=_LIBRARY)
+
+GATHER_PARTS = torch.ops.mxtrain.gather_parts.default
 
 
 def sum_tokens(x: torch.Tensor, group: str, processes: int) -> torch.Tensor:
