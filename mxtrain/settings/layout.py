@@ -60,6 +60,24 @@ def _sequence_problem(s: Settings, length: int, needs_blocks: bool) -> str | Non
     )
 
 
+def _gather_problem(s: Settings) -> str | None:
+    """What is wrong with sending codes between norms and linears that tensor parallelism splits."""
+    tensor, context = degree(s, "tensor"), degree(s, "context")
+    if tensor == 1 or not quantizing(s) or s["mxnorm.gather"] != "quantized":
+        return None
+    if "mxnorm" not in s["model.converters"]:
+        return f"needs converter 'mxnorm', not {quantizing(s)[0]!r}, whose norms send no codes; allowed is 'auto'"
+    for name in ("training", "validation") if s["validation.enable"] else ("training",):
+        length = s[f"{name}.seq_len"]
+        if length % (context * tensor * BLOCK):
+            return (
+                f"needs whole blocks of {BLOCK} tokens on each of {context * tensor} processes, tensor_parallel_degree "
+                f"times context_parallel_degree, and {name}.seq_len = {length} is not a multiple of "
+                f"{context * tensor * BLOCK}; allowed is 'auto'"
+            )
+    return None
+
+
 def _cut_experts(s: Settings, processes: int) -> str | None:
     """What is wrong with the degree of expert parallelism."""
     experts, own = degree(s, "expert"), degree(s, "expert_tensor")
@@ -111,6 +129,7 @@ RELATIONS = (
             and "needs compile.enable = true, and 'model' in compile.components"
         ),
     ),
+    Relation("mxnorm.gather", lambda s, machine: _gather_problem(s)),
     Relation("parallelism.expert_parallel_degree", lambda s, machine: _cut_experts(s, machine.processes)),
     Relation(
         "parallelism.expert_tensor_parallel_degree",

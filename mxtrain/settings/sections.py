@@ -110,6 +110,12 @@ class MXNorm:
     "reference" (plain PyTorch in float32, any device), or "auto" (the first of these that the hardware supports)
     """
 
+    gather: Literal["auto", "high_precision", "quantized"] = "auto"
+    """
+    Tensor parallelism: what is sent between a norm and its linears: "high_precision" (the norm's input), "quantized"
+    (codes and scales; training.seq_len of a process is a multiple of 32), or "auto" (what takes fewer bytes)
+    """
+
     eps: Amount | None = None
     """Added to the squared RMS estimate. Unset keeps the eps of each replaced norm"""
 

@@ -11,16 +11,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
+from gathers import split_block
 from layer_checks import NormBlock, assert_near, draw, in_two_processes, mx_linear
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from mxtrain.nn import three_gemms
-from mxtrain.nn.split import SplitSequences, by_input_features, by_output_features
+from mxtrain.nn.split import by_input_features
 from mxtrain.ops.gemm import Operand, matmul
 from mxtrain.recipes.parse import get_recipe
 
 # Half a sequence is 48 tokens, which are no whole blocks: sequences are joined before anything is cast along tokens.
 BATCH, SEQUENCE, DIM, OUTPUTS = 2, 96, 128, 64
+# Where codes are joined, half a sequence is whole blocks.
+LENGTHS = {"high_precision": SEQUENCE, "quantized": 64}
 RECIPES = [
     "mxfp8",
     get_recipe("nvfp4", stochastic_rounding=False),
@@ -78,25 +81,18 @@ def assert_equal(found, expected) -> None:
         assert torch.equal(got, want), f"operand {number}: {(got != want).sum()} of {got.numel()} elements differ"
 
 
-def check_norm_and_columns(mesh, recipe) -> None:
+def check_norm_and_columns(mesh, recipe, gather: str) -> None:
     """A norm of shards of sequences feeds two linears with parts of their output features."""
-    group = mesh.get_group().group_name
-    x, dys = (
-        heavy_tailed(BATCH, SEQUENCE, DIM, seed=0),
-        [heavy_tailed(BATCH, SEQUENCE, OUTPUTS, seed=s) for s in (1, 2)],
-    )
+    x, *dys = (heavy_tailed(BATCH, LENGTHS[gather], size, seed=s) for s, size in enumerate((DIM, OUTPUTS, OUTPUTS)))
     block = with_heavy_tails(NormBlock(DIM, OUTPUTS, recipe, recipe))
     expected, operands = run(block, x, dys)
     whole_rho = block.norm(x).rho
 
-    block.norm.weight = nn.Parameter(distribute_tensor(block.norm.weight.detach(), mesh, [Replicate()]))
-    block.norm.split = SplitSequences(group, mesh.size(), mesh.get_local_rank())
-    for linear in block.linears:
-        split_weight(linear, mesh, Shard(0))
-        linear.split = by_output_features(group)
+    split_block(block, mesh, gather)
     own = part(x, mesh, 1)
     results, found = run(block, own, [part(dy, mesh, 2) for dy in dys])
-    assert torch.equal(block.norm(own).rho, whole_rho)
+    rho = whole_rho if gather == "high_precision" else part(whole_rho.view(BATCH, -1), mesh, 1).reshape(-1)
+    assert torch.equal(block.norm(own).rho, rho)
     fprop, backward = operands[:4], operands[4:]
     wanted = [fprop[0], part(fprop[1], mesh, 0), fprop[2], part(fprop[3], mesh, 0)]
     for dy, w, dy_t, x_t in (backward[:4], backward[4:]):
@@ -122,7 +118,8 @@ def check_rows(mesh, recipe) -> None:
 
 def two_processes(mesh) -> None:
     for recipe in RECIPES:
-        check_norm_and_columns(mesh, recipe)
+        for gather in LENGTHS:
+            check_norm_and_columns(mesh, recipe, gather)
         check_rows(mesh, recipe)
 
 

@@ -23,6 +23,9 @@ GOOD = [
     (f"{EP}=4 {TP}=2 {FUSED}", 4),
     (f"{EP}=2 {ETP}=2 {TP}=2 {FUSED}", 4),
     (f"{ASYNC} {TP}=2 {FUSED} --compile.enable --activation_checkpoint.mode=none", 2),
+    (f"{TP}=2 {MXNORM} --mxnorm.gather=quantized --training.seq_len=192", 2),
+    (f"{TP}=2 {MXNORM} --training.seq_len=96", 2),
+    (f"{MXNORM} --mxnorm.gather=quantized --training.seq_len=33", 1),
     ("--training.local_batch_size=3 --parallelism.pipeline_parallel_microbatch_size=2", 1),
 ]
 BAD = [
@@ -43,6 +46,25 @@ BAD = [
         2,
         "--validation.seq_len=126",
         "validation.seq_len = 126 is not a multiple of 4",
+    ),
+    (
+        f"{TP}=2 {MXNORM} --mxnorm.gather=quantized",
+        2,
+        "--training.seq_len=96",
+        "mxnorm.gather = 'quantized' needs whole blocks of 32 tokens on each of 2 processes .*, and training.seq_len = "
+        "96 is not a multiple of 64; allowed is 'auto'$",
+    ),
+    (
+        f"{TP}=2 {MXNORM} --mxnorm.gather=quantized --training.seq_len=128 --validation.enable --validation.seq_len=64",
+        2,
+        "--validation.seq_len=32",
+        "and validation.seq_len = 32 is not a multiple of 64",
+    ),
+    (
+        f"{TP}=2 --model.converters=mx_linear",
+        2,
+        "--mxnorm.gather=quantized",
+        "mxnorm.gather = 'quantized' needs converter 'mxnorm', not 'mx_linear', whose norms send no codes",
     ),
     ("", 4, f"{EP}=3", "expert_parallel_degree = 3 times expert_tensor_parallel_degree = 1 does not divide 4"),
     (f"{TP}=2 {FUSED}", 2, f"{ETP}=4", "expert_tensor_parallel_degree = 4 is neither 1 nor tensor_parallel_degree = 2"),

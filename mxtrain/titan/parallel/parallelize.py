@@ -14,11 +14,12 @@ from mxtrain.conversion.recognition import has_router
 from mxtrain.errors import ConfigError
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.titan.parallel.activation_checkpoint import knows_own_operations
+from mxtrain.settings.relations import quantizing
 from mxtrain.titan.parallel.check_layout import check_model_layout
 from mxtrain.titan.parallel.context import prepare_context_parallelism
 from mxtrain.titan.parallel.initial_weights import draw_by_name
 from mxtrain.titan.parallel.replicate import Layout
-from mxtrain.titan.parallel.tensor_parallel import plans_for_swapped_modules
+from mxtrain.titan.parallel.tensor_parallel import choose_gathers, plans_for_swapped_modules
 from mxtrain.titan.parallel.tied_weights import check_tied, shared_group
 from mxtrain.titan.parse import settings_of
 from mxtrain.titan.reports.metrics import describe_model
@@ -42,6 +43,9 @@ def checked_parallelize(parallelize_fn):
         plans = plans_for_swapped_modules() if parallel_dims.tp_enabled else nullcontext()
         with shared_group(model), plans, knows_own_operations():
             model = parallelize_fn(model, parallel_dims, job_config)
+        settings = settings_of(job_config)
+        if parallel_dims.tp_enabled and quantizing(settings):
+            choose_gathers(model, settings["mxnorm.gather"])
         if torch.distributed.get_backend() == "gloo":
             for module in model.modules():
                 if isinstance(module, FSDPModule):

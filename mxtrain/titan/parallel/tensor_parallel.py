@@ -5,7 +5,7 @@ modules, whose operations PyTorch then splits by its own rules, and expect tenso
 ``NormedInput``, and the casts have no such rules: every process casts its local part. So each style is replaced by one
 for the swapped module:
 
-    norm              SequenceParallel      GatheringNorm       gathers the sequences itself, once for all its linears
+    norm              SequenceParallel      GatheringNorm       gathers sequences or codes, once for all its linears
     attention, FFN    PrepareModuleInput    passes on what such a norm has gathered
     wq, wk, wv, w1    ColwiseParallel       Columnwise          local tensors inside, DTensors of the plan outside
     wo, w2            RowwiseParallel       Rowwise             the same; sums the parts of the result as planned
@@ -16,9 +16,11 @@ import functools
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import (
@@ -135,6 +137,23 @@ def style_for(module: nn.Module | None, style: ParallelStyle) -> ParallelStyle:
         new.desired_input_layouts = (None, *style.desired_input_layouts[1:])
         return new
     return style
+
+
+def choose_gathers(model: nn.Module, gather: str) -> None:
+    """Tell every norm whose sequences are split what it sends ("mxnorm.gather"), and how often its forward runs.
+
+    Layers are wrapped for activation checkpointing before this is called.
+    """
+    repeated = {
+        module
+        for wrapper in model.modules()
+        if isinstance(wrapper, CheckpointWrapper)
+        for module in wrapper.modules()
+        if isinstance(module, MXNorm)
+    }
+    for module in model.modules():
+        if isinstance(module, MXNorm) and module.split is not None:
+            module.split = replace(module.split, gather=gather, forwards=2 if module in repeated else 1)
 
 
 def check_part(fqn: str, linear: QuantizedLinear, style: ParallelStyle, processes: int) -> None:

@@ -1,0 +1,159 @@
+"""What a norm of sharded sequences sends: codes give the same results as high precision, bit for bit, in fewer bytes.
+
+The data has heavy tails and two sequences: blocks that begin at the wrong token, or join two sequences, would show.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from gathers import GATHERS, bytes_of, counted, split_block
+from layer_checks import CHECKPOINTING, NormBlock, draw, in_two_processes
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from mxtrain.nn.gathered_norm import gathers_codes
+from mxtrain.nn.split import SplitSequences
+from mxtrain.ops.collectives import GATHER_PARTS
+from mxtrain.recipes.parse import get_recipe
+
+BATCH, SEQUENCE, DIM, OUTPUTS = 2, 128, 128, 64
+ROWS, COLUMNS = "rows", "columns"
+MXFP8, NVFP4, FP32 = 1 + 1 / 32, 0.5 + 1 / 16, 4.0
+# Recipe -> bytes per element of what fprop and wgrad read.
+RECIPES = {
+    "mxfp8": (MXFP8, MXFP8),
+    "nvfp4": (NVFP4, NVFP4),
+    "nvfp4_dynamic": (NVFP4, NVFP4),
+    "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8": (NVFP4, MXFP8),
+    "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16": (MXFP8, FP32),
+}
+
+
+def save_gathers(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op is GATHER_PARTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CHECKPOINTS = {
+    "none": lambda module, x: module(x),
+    **CHECKPOINTING,
+    "gathers kept": partial(
+        checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, save_gathers)
+    ),
+}
+
+
+def heavy_tailed(*shape: int, seed: int) -> torch.Tensor:
+    return draw(*shape, seed=seed) ** 25
+
+
+def results_of(block, call, mesh) -> list[torch.Tensor]:
+    """Outputs and gradients of this process: its sequences, its outputs."""
+    rank = mesh.get_local_rank()
+    x = heavy_tailed(BATCH, SEQUENCE, DIM, seed=0).chunk(2, 1)[rank].contiguous().requires_grad_()
+    dys = [heavy_tailed(BATCH, SEQUENCE, OUTPUTS, seed=s).chunk(2, 2)[rank].contiguous() for s in (1, 2, 3)]
+    outputs = call(x)
+    gradients = torch.autograd.grad(outputs, [x, *block.parameters()], dys)
+    return [t.detach().to_local() if isinstance(t, DTensor) else t.detach() for t in (*outputs, *gradients)]
+
+
+def split_blocks(mesh, recipe: str) -> list[NormBlock]:
+    """The same norm and three linears twice, with both kinds of gathers."""
+    recipe = get_recipe(recipe, stochastic_rounding=False if "nvfp4" in recipe else None)
+    blocks = [NormBlock(DIM, OUTPUTS, *[recipe] * 3) for _ in range(2)]
+    for block, gather in zip(blocks, ("high_precision", "quantized")):
+        split_block(block, mesh, gather)
+    return blocks
+
+
+def check_eager(mesh, recipe: str, mode: str) -> None:
+    """One gather per norm and pass, of the expected size; the recomputed forward gathers again unless told not to."""
+    outcomes = []
+    for block in split_blocks(mesh, recipe):
+        with counted() as counts:
+            results = results_of(block, partial(CHECKPOINTS[mode], block), mesh)
+        outcomes.append((results, [count / (BATCH * SEQUENCE * DIM) for count in counts]))
+    (expected, sent), (found, sent_codes) = outcomes
+    again = mode in ("full", "selective")
+    fprop, wgrad = RECIPES[recipe]
+    assert sent == [FP32] * (1 if mode == "none" else 2)
+    assert sent_codes == [fprop] * (1 + again) + [wgrad]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (recipe, mode)
+
+
+def check_compiled(mesh, recipe: str, mode: str) -> None:
+    """The graphs gather once for all linears: rows in the forward, columns in the backward."""
+    gathers = []
+
+    def count(graph, inputs):
+        gathers.append([bytes_of(node.meta["val"]) for node in graph.graph.nodes if node.target in GATHERS])
+        return graph.forward
+
+    backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    plain, block = split_blocks(mesh, recipe)
+    torch._dynamo.reset()
+    # The state of the random numbers would enter the graph, which PyTorch 2.13 does not compile on a CPU.
+    options = {} if mode == "none" else {"preserve_rng_state": False}
+    compiled = torch.compile(partial(CHECKPOINTS[mode], block, **options), backend=backend, fullgraph=True)
+    found = results_of(block, compiled, mesh)
+    expected = results_of(plain, plain, mesh)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (recipe, mode)
+    # With checkpointing, too: no operation after the linears needs their results again in the backward.
+    assert gathers == [[round(size * BATCH * SEQUENCE * DIM)] for size in RECIPES[recipe]]
+
+
+def check_refused(mesh) -> None:
+    (_, block) = split_blocks(mesh, "mxfp8")
+    with pytest.raises(ValueError, match=r"x \(1, 48, 128\): 48 tokens on each of 2 processes are not whole blocks of"):
+        block(draw(1, 48, DIM, seed=0))
+
+
+def two_processes(mesh) -> None:
+    for recipe in RECIPES:
+        check_eager(mesh, recipe, "none")
+    for mode in CHECKPOINTS:
+        check_eager(mesh, "mxfp8", mode)
+    check_refused(mesh)
+
+
+def every_case(mesh) -> None:
+    for recipe in RECIPES:
+        for mode in CHECKPOINTS:
+            check_eager(mesh, recipe, mode)
+    for mode in ("none", "full", "selective"):
+        check_compiled(mesh, "mxfp8", mode)
+    check_compiled(mesh, "nvfp4_dynamic", "none")
+
+
+@pytest.mark.usefixtures("device")
+def test_codes_give_the_bits_of_high_precision(device):
+    in_two_processes(two_processes, device)
+
+
+@pytest.mark.sweep
+@pytest.mark.usefixtures("device")
+def test_codes_give_the_bits_of_high_precision_in_every_case(device):
+    """And in compiled graphs."""
+    in_two_processes(every_case, device)
+
+
+@pytest.mark.parametrize(
+    "recipe, dtype, forwards, tokens, codes",
+    [
+        ("mxfp8", torch.bfloat16, 1, 64, False),  # 2.06 bytes, not 2
+        ("mxfp8", torch.bfloat16, 2, 64, True),  # 3.09, not 4
+        ("mxfp8", torch.float32, 1, 64, True),
+        ("nvfp4", torch.bfloat16, 1, 64, True),  # 1.125, not 2
+        ("nvfp4", torch.bfloat16, 2, 48, False),  # half a block of 32 tokens
+        ("unquantized", torch.bfloat16, 2, 64, False),
+        ("fprop=mxfp8, dgrad=mxfp8, wgrad=bf16", torch.bfloat16, 2, 64, False),  # 4.06, not 4
+    ],
+)
+def test_auto_sends_what_takes_fewer_bytes(recipe, dtype, forwards, tokens, codes):
+    x = torch.empty(2, tokens, DIM, dtype=dtype, device="meta")
+    recipe = get_recipe(recipe)
+    for gather, expected in (("auto", codes), ("high_precision", False)):
+        split = SplitSequences("group", 2, 0, gather, forwards)
+        assert gathers_codes(x, recipe, "emulated", split) == expected
