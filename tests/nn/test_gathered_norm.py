@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from gathers import GATHERS, bytes_of, counted, split_block
+from gather_counts import GATHERS, bytes_of, counted, split_block
 from layer_checks import CHECKPOINTING, NormBlock, draw, in_two_processes
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
-from gathers import split_block
+from gather_counts import split_block
 from layer_checks import NormBlock, assert_near, draw, in_two_processes, mx_linear
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 

@@ -11,7 +11,7 @@ from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
 from mxtrain.rng.seeds import hadamard_signs, sign_mask
 
-TOKENS, DIM = 32, 96
+TOKENS, DIM = 64, 96
 
 
 def assert_same_operand(found, expected) -> None:

@@ -8,12 +8,14 @@ import pytest
 import torch.distributed.tensor.parallel as torch_parallel
 import torch.nn as nn
 import torchtitan.models.llama3.infra.parallelize as llama3_plans
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear
+from mxtrain.nn.split import SplitSequences
 from mxtrain.titan.parallel import tensor_parallel
-from mxtrain.titan.parallel.tensor_parallel import check_part, style_for
+from mxtrain.titan.parallel.tensor_parallel import check_part, choose_gathers, style_for
 
 NEAREST = "--mxnorm.stochastic_rounding=False"
 FLAGS = {
@@ -28,17 +30,20 @@ FLAGS = {
 AC = "--activation_checkpoint.mode="
 # The same graphs as in training, without the minutes that Inductor takes on a CPU.
 COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
+CODES, HIGH_PRECISION = "--mxnorm.gather=quantized", "--mxnorm.gather=high_precision"
 NO_LOSS_PARALLEL = "--parallelism.disable_loss_parallel"
 BESIDE = "one process beside tensor parallelism"
 TWO = {
     "unquantized, loss parallel off": [*oracle.layout(tensor=2), NO_LOSS_PARALLEL],
-    "mxfp8, accumulated, full": [*oracle.layout(tensor=2, accumulate=2), f"{AC}full"],
+    "mxfp8, accumulated, full": [*oracle.layout(tensor=2, accumulate=2), f"{AC}full", CODES],
 }
 TWO_SWEEP = {
     "bf16, compiled": [*oracle.layout(tensor=2), *COMPILED],
     "unquantized, compiled": [*oracle.layout(tensor=2), *COMPILED],
     "unquantized, selective": [*oracle.layout(tensor=2), f"{AC}selective"],
-    "mxfp8, loss parallel off": [*oracle.layout(tensor=2), NO_LOSS_PARALLEL],
+    "mxfp8, loss parallel off": [*oracle.layout(tensor=2), NO_LOSS_PARALLEL, HIGH_PRECISION],
+    "mxfp8, selective": [*oracle.layout(tensor=2), f"{AC}selective", CODES],
+    "mxfp8, selective, high precision": [*oracle.layout(tensor=2), f"{AC}selective", HIGH_PRECISION],
     "mx_linear": oracle.layout(tensor=2),
     "nvfp4": oracle.layout(tensor=2),
     "nvfp4_dynamic": oracle.layout(tensor=2),
@@ -83,6 +88,25 @@ def test_gradients_of_every_layout_match_one_process(base, name):
     runs = with_recipes(base, runs, BESIDE)
     found = oracle.train(base, f"sweep of tensor parallelism on {processes}", processes, runs)[name]
     oracle.require_match(expected[recipe_of(name)], found, recipe_of(name))
+
+
+@pytest.mark.sweep
+def test_what_norms_send_changes_no_bit_of_a_training(base):
+    found = oracle.train(base, "sweep of tensor parallelism on 2", 2, with_recipes(TWO_SWEEP))
+    assert oracle.compare(found["mxfp8, selective"], found["mxfp8, selective, high precision"], 0.0) == 0.0
+
+
+def test_norms_know_whether_their_layer_is_checkpointed():
+    model = nn.ModuleDict({"checkpointed": checkpoint_wrapper(MXNorm(32)), "plain": MXNorm(32), "whole": MXNorm(32)})
+    norms = [module for module in model.modules() if isinstance(module, MXNorm)]
+    for norm in norms[:2]:
+        norm.split = SplitSequences("group", 2, 0)
+    choose_gathers(model, "quantized")
+    assert [norm.split and (norm.split.gather, norm.split.forwards) for norm in norms] == [
+        ("quantized", 2),
+        ("quantized", 1),
+        None,
+    ]
 
 
 @pytest.mark.sweep
