@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 from gather_counts import split_block
 from layer_checks import NormBlock, assert_near, draw, in_two_processes, mx_linear
+from test_gathered_norm import check_gathers
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from mxtrain.nn import three_gemms
@@ -121,6 +122,7 @@ def two_processes(mesh) -> None:
         for gather in LENGTHS:
             check_norm_and_columns(mesh, recipe, gather)
         check_rows(mesh, recipe)
+    check_gathers(mesh)
 
 
 @pytest.mark.usefixtures("device")

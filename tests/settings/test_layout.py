@@ -51,8 +51,8 @@ BAD = [
         f"{TP}=2 {MXNORM} --mxnorm.gather=quantized",
         2,
         "--training.seq_len=96",
-        "mxnorm.gather = 'quantized' needs whole blocks of 32 tokens on each of 2 processes, .*, and training.seq_len = "
-        "96 is not a multiple of 64; allowed is 'auto'$",
+        "mxnorm.gather = 'quantized' needs whole blocks of 32 tokens on each of 2 processes, .*, and training.seq_len "
+        "= 96 is not a multiple of 64; allowed is 'auto'$",
     ),
     (
         f"{TP}=2 {MXNORM} --mxnorm.gather=quantized --training.seq_len=128 --validation.enable --validation.seq_len=64",
