@@ -73,8 +73,8 @@ def split_weight(linear: nn.Linear, mesh, placement) -> None:
     linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [placement]))
 
 
-def part(tensor: torch.Tensor, mesh, dim: int) -> torch.Tensor:
-    return tensor.chunk(mesh.size(), dim)[mesh.get_local_rank()]
+def part(tensor: torch.Tensor, mesh, dim: int, rank: int | None = None) -> torch.Tensor:
+    return tensor.chunk(mesh.size(), dim)[mesh.get_local_rank() if rank is None else rank]
 
 
 def assert_equal(found, expected) -> None:
@@ -85,6 +85,8 @@ def assert_equal(found, expected) -> None:
 def check_norm_and_columns(mesh, recipe, gather: str) -> None:
     """A norm of shards of sequences feeds two linears with parts of their output features."""
     x, *dys = (heavy_tailed(BATCH, LENGTHS[gather], size, seed=s) for s, size in enumerate((DIM, OUTPUTS, OUTPUTS)))
+    # Flat rows on one process: after the norm, only the other process has the largest element.
+    part(x, mesh, 1, rank=1).sign_()
     block = with_heavy_tails(NormBlock(DIM, OUTPUTS, recipe, recipe))
     expected, operands = run(block, x, dys)
     whole_rho = block.norm(x).rho
