@@ -68,7 +68,7 @@ def find_setting(name: str, path: Path, extended_by: tuple[Path, ...] = ()) -> t
     except (OSError, ValueError):
         return None
     for number, line in enumerate(lines, start=1):
-        if header := re.match(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$", line):
+        if header := re.match(r"\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?$", line):
             table = header[1]
             key = table
         elif assignment := re.match(r"\s*([\w.\"'-]+)\s*=\s*(.*)", line):

@@ -34,6 +34,23 @@ TOKENS = MXFP8.block_size
 """Shards of sequences whose length is a multiple of this are whole blocks in every format."""
 
 
+def normalize_shard(
+    x: torch.Tensor, estimate: RMSEstimate, recipe: LinearRecipe, mode: str, split: SplitSequences
+) -> tuple[torch.Tensor, torch.Tensor, list, torch.Tensor | None, "GatheredColumns | None"]:
+    """A shard x [B, S / P, D] -> h [B, S, D], rho, the tensors of xhat's operand, and x and gathered of ``NormedInput``.
+
+    Raises:
+        ValueError: as for ``gathers_codes``.
+    """
+    own = columns = None
+    if gathers_codes(x, recipe, mode, split):
+        own, columns = x.detach(), GatheredColumns(split)
+        h, rho, *xhat = NormThenGather.apply(x, estimate, recipe.fprop, mode, split, columns)
+    else:
+        h, rho, *xhat = GatherThenNorm.apply(x, estimate, recipe.fprop, mode, split)
+    return h.view(x.shape[0], split.processes * x.shape[1], x.shape[2]), rho, xhat, own, columns
+
+
 def gathers_codes(x: torch.Tensor, recipe: LinearRecipe, mode: str, split: SplitSequences) -> bool:
     """Return whether a norm with this recipe sends codes of its shard x [B, S / P, D], not x itself.
 
@@ -102,6 +119,20 @@ class NormThenGather(torch.autograd.Function):
     def backward(ctx, dxhat: torch.Tensor, *_):
         ctx.columns.release()
         return _norm_backward(ctx, dxhat), None, None, None, None, None
+
+
+class GatherSequences(torch.autograd.Function):
+    """A shard [B, S / P, D] of sequences -> the whole sequences [B, S, D], of which every linear returns its part."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, split: SplitSequences):
+        ctx.split = split
+        return gather_tokens(x, split.group, split.processes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx: torch.Tensor):
+        return sum_tokens(dx, ctx.split.group, ctx.split.processes), None
 
 
 def _norm_backward(ctx, dxhat: torch.Tensor) -> torch.Tensor:

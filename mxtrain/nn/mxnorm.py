@@ -26,18 +26,20 @@ from typing import NamedTuple
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Partial
 
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.nn.checks import check_dtype, check_input
-from mxtrain.nn.gathered_norm import GatheredColumns, GatherThenNorm, NormThenGather, gathers_codes
+from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard
 from mxtrain.nn.seeded import Seeded
 from mxtrain.nn.split import SplitSequences
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype
 from mxtrain.ops.gemm import Operand
 from mxtrain.ops.hardware import check_mode, mode_in_forward
 from mxtrain.ops.mxnorm import fold_backward, norm_backward, normalize
+from mxtrain.recipes.layer_state import LayerState
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import Recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
@@ -147,6 +149,8 @@ class MXNorm(Seeded, nn.RMSNorm):
     """
 
     split: SplitSequences | None = None
+    is_plain = False
+    """Compute RMSNorm in high precision; the linears then take a plain tensor"""
 
     def __init__(
         self,
@@ -188,27 +192,37 @@ class MXNorm(Seeded, nn.RMSNorm):
         new.weight = norm.weight
         return new.train(norm.training)
 
-    def forward(self, x: torch.Tensor) -> NormedInput:
+    @property
+    def state(self) -> LayerState:
+        """What this norm computes with now."""
+        return LayerState(self.recipe, self.estimate, self.is_plain)
+
+    def take(self, state: LayerState) -> None:
+        super().take(state)
+        self.estimate, self.is_plain = state.estimate, state.is_plain
+
+    def forward(self, x: torch.Tensor) -> NormedInput | torch.Tensor:
         """x [..., D], bf16 or fp32 -> NormedInput; with ``split``, x [B, S / processes, D] -> NormedInput of [B, S, D].
+
+        A plain norm returns a tensor in the place of the NormedInput.
 
         Raises:
             ValueError: for another dtype, shape or device.
         """
+        if self.is_plain:
+            y = F.rms_norm(x, self.normalized_shape, self._gain(), self.eps)
+            return y if self.split is None else GatherSequences.apply(y, self.split)
         mode = mode_in_forward(self.mode, x.device.type)
         gain = self._gain()
         check_input(x, self.normalized_shape[0], gain, self.recipe, mode)
         recipe, split = self.recipe.fprop, self.split
-        shape, own, columns = x.shape, None, None
+        own = columns = None
         if split is None:
             h, rho, *xhat = _MXNormFunction.apply(x.reshape(-1, x.shape[-1]), self.estimate, recipe, mode)
+            h = h.view(x.shape)
         else:
-            shape = (x.shape[0], x.shape[1] * split.processes, x.shape[2])
-            if gathers_codes(x, self.recipe, mode, split):
-                own, columns = x.detach(), GatheredColumns(split)
-                h, rho, *xhat = NormThenGather.apply(x, self.estimate, recipe, mode, split, columns)
-            else:
-                h, rho, *xhat = GatherThenNorm.apply(x, self.estimate, recipe, mode, split)
-        return NormedInput(h.view(shape), Operand(*xhat), rho, gain, self.signs(x.device), recipe, mode, own, columns)
+            h, rho, xhat, own, columns = normalize_shard(x, self.estimate, self.recipe, mode, split)
+        return NormedInput(h, Operand(*xhat), rho, gain, self.signs(x.device), recipe, mode, own, columns)
 
     def _gain(self) -> torch.Tensor | None:
         """The gain for the linears, each of which returns its process's part of the gradient."""
@@ -236,14 +250,31 @@ class MXNormLinear(QuantizedLinear):
         ConfigError: as for ``MXLinear``.
     """
 
-    def forward(self, x: NormedInput) -> torch.Tensor:
+    is_plain = False
+    """Compute ``torch.nn.Linear`` in high precision; the norm is plain, too"""
+
+    @property
+    def state(self) -> LayerState:
+        """What this layer computes with now."""
+        return LayerState(self.recipe, is_plain=self.is_plain)
+
+    def take(self, state: LayerState) -> None:
+        super().take(state)
+        self.is_plain = state.is_plain
+
+    def forward(self, x: NormedInput | torch.Tensor) -> torch.Tensor:
         """NormedInput of [..., in_features] -> [..., out_features], in autocast's dtype if it is on, else in x's.
+
+        A plain layer takes the tensor of a plain norm.
 
         Raises:
             TypeError: for a plain tensor: the RMSNorm before this layer was not swapped.
             ConfigError: for the result of an MXNorm with another recipe of fprop or another mode.
             ValueError: for another dtype, shape or device.
         """
+        if self.is_plain:
+            weight, bias = self.parts()
+            return F.linear(x, weight, bias)
         if not isinstance(x, NormedInput):
             raise TypeError(f"MXNormLinear takes the result of an MXNorm, not {type(x).__name__}")
         gemms = self.gemms(x.h.device)

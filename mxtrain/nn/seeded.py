@@ -3,6 +3,7 @@
 import torch
 import torch.nn as nn
 
+from mxtrain.recipes.layer_state import LayerState, Timeline
 from mxtrain.recipes.recipe import LinearRecipe
 from mxtrain.rng.call_number import draws_of_call
 from mxtrain.rng.rounding_position import position_as_set, random_position
@@ -13,10 +14,13 @@ class Seeded(nn.Module):
     """Gives a module with a recipe the signs of its Hadamard transform and the key of its stochastic rounding.
 
     The numbers are a plain tensor. ``to_empty`` would lose a buffer, and ``torch.compile`` would recompile for every
-    Python number. A module whose recipe needs no random numbers has no tensor.
+    Python number. A module has the tensor from its first recipe on that needs random numbers.
+
+    The recipe may change between steps. ``take`` sets it, and ``timeline`` says when; None for one recipe throughout.
     """
 
     recipe: LinearRecipe
+    timeline: Timeline | None = None
     # int64 [2] on the device of the parameters: signs packed by ``mxtrain.rng.seeds.sign_mask``, key.
     _seeds: torch.Tensor | None = None
 
@@ -26,9 +30,18 @@ class Seeded(nn.Module):
         ``mxtrain.convert`` calls this. Before that, and in modules made by hand, the numbers are those of seed 0 and
         the empty name.
         """
-        numbers = [sign_mask(hadamard_signs(seed, fqn)), rounding_key(seed, fqn)]
-        if self.recipe.needs_seeds:
-            self._seeds = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        self._numbers = [sign_mask(hadamard_signs(seed, fqn)), rounding_key(seed, fqn)]
+        self._seeds = None
+        self._make_seeds()
+
+    def take(self, state: LayerState) -> None:
+        """Compute with ``state`` from now on. ``torch.compile`` compiles once for every new state."""
+        self.recipe = state.recipe
+        self._make_seeds()
+
+    def _make_seeds(self) -> None:
+        if self._seeds is None and self.recipe.needs_seeds:
+            self._seeds = torch.tensor(self._numbers, dtype=torch.int64, device="cpu")
             self._move_seeds()
 
     def _apply(self, fn, recurse=True):

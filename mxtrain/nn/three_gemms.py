@@ -23,6 +23,7 @@ from mxtrain.nn.split import WHOLE, SplitMatrices
 from mxtrain.ops import quantize
 from mxtrain.ops.gemm import Operand, matmul
 from mxtrain.ops.hardware import check_mode, mode_in_forward
+from mxtrain.recipes.layer_state import LayerState
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import LinearRecipe
 
@@ -120,6 +121,18 @@ class QuantizedLinear(Seeded, nn.Linear):
             ConfigError: for a mode that the device lacks.
         """
         return ThreeGEMMs(self.recipe, mode_in_forward(self.mode, device.type), self.split)
+
+    @property
+    def state(self) -> LayerState:
+        """What this layer computes with now."""
+        return LayerState(self.recipe)
+
+    @property
+    def recipes(self) -> tuple[LinearRecipe, ...]:
+        """Every recipe that this layer has in the run."""
+        if self.timeline is None:
+            return (self.recipe,)
+        return tuple(state.recipe for state in self.timeline.all_states if not state.is_plain)
 
     def parts(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight and bias; if the matrices are split, this process's parts."""

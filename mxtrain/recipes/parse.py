@@ -61,14 +61,18 @@ def switches_in_effect(recipes: Sequence[LinearRecipe]) -> dict[str, str | bool 
     return {**values, "high_precision_share": recipes[0].high_precision_share}
 
 
-def _parse(field: str, spec: str | LinearRecipe) -> LinearRecipe:
-    if isinstance(spec, LinearRecipe):
-        return spec
-    if isinstance(spec, dict):  # from an unquoted key: layers.0 = "bf16"
-        raise ConfigError(f'{field} = {spec!r} is not a string: write a pattern with dots in quotes, "layers.0" = ...')
+def parse_gemms(field: str, spec: str) -> dict[str, Recipe]:
+    """Parse a recipe that may leave GEMMs out: GEMM -> recipe, for all three if ``spec`` is one name.
+
+    Args:
+        field: name of the setting in error messages.
+
+    Raises:
+        ConfigError: for an unknown recipe or GEMM, or a GEMM that is named twice.
+    """
     if not isinstance(spec, str) or "=" not in spec:
         require_one_of(field, spec, RECIPES)
-        return RECIPES[spec]
+        return dict.fromkeys(GEMMS, RECIPES[spec])
     of_gemm = {}
     for part in spec.split(","):
         gemm, _, name = (word.strip() for word in part.partition("="))
@@ -77,6 +81,20 @@ def _parse(field: str, spec: str | LinearRecipe) -> LinearRecipe:
             raise ConfigError(f"{field} = {spec!r} names {gemm} twice")
         require_one_of(f"{field} = {spec!r}: {gemm}", name, RECIPES)
         of_gemm[gemm] = RECIPES[name]
+    return of_gemm
+
+
+def with_switches(recipe: Recipe, switches: Mapping) -> Recipe:
+    """Return the recipe of a GEMM with those ``switches`` that are not None and that its format has."""
+    return replace(recipe, **{k: v for k, v in switches.items() if v is not None and recipe.has(k)})
+
+
+def _parse(field: str, spec: str | LinearRecipe) -> LinearRecipe:
+    if isinstance(spec, LinearRecipe):
+        return spec
+    if isinstance(spec, dict):  # from an unquoted key: layers.0 = "bf16"
+        raise ConfigError(f'{field} = {spec!r} is not a string: write a pattern with dots in quotes, "layers.0" = ...')
+    of_gemm = parse_gemms(field, spec)
     if missing := [gemm for gemm in GEMMS if gemm not in of_gemm]:
         raise ConfigError(f"{field} = {spec!r} says nothing of {' and '.join(missing)}; name all of {', '.join(GEMMS)}")
     return _linear_recipe(**of_gemm)
@@ -104,7 +122,7 @@ def _check_switch(switch: str, value, recipes: list[LinearRecipe]) -> None:
 def _with_switches(recipe: LinearRecipe, given: dict) -> LinearRecipe:
     if not given:
         return recipe
-    return _linear_recipe(*(replace(r, **{k: v for k, v in given.items() if r.has(k)}) for r in recipe.gemms))
+    return _linear_recipe(*(with_switches(r, given) for r in recipe.gemms))
 
 
 def _linear_recipe(fprop: Recipe, dgrad: Recipe, wgrad: Recipe) -> LinearRecipe:

@@ -6,9 +6,12 @@ from typing import NamedTuple
 from mxtrain.errors import ConfigError
 from mxtrain.recipes.parse import SWITCHES, get_recipes
 from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.schedule import CHANGE_KEYS, Change, Entry, parse_entries, require_no_norm_keys
 from mxtrain.settings.fields import unknown
 from mxtrain.settings.registry import PIPELINE_SCHEDULES, QUANTIZING_CONVERTERS, ROUTER_CONVERTER, TITAN_QUANTIZING
 from mxtrain.settings.values import Settings
+
+SCHEDULE, GUARD = "mxnorm.schedule", "mxnorm.guard"
 
 
 class Relation(NamedTuple):
@@ -178,12 +181,37 @@ def check_relations(settings: Settings) -> None:
 
 
 def _check_recipes(s: Settings) -> None:
-    switches = {switch: s[f"mxnorm.{switch}"] for switch in SWITCHES}
+    section = s.section("mxnorm")
+    switches = switches_of(section)
     try:
         recipe, _ = get_recipes(s["mxnorm.recipe"], s["mxnorm.recipes"], **switches)
         RMSEstimate.for_recipe(recipe.fprop, s["mxnorm.p"], s["mxnorm.estimator"])
     except ConfigError as error:
         raise ConfigError(f"mxnorm.{error}") from None
+    guard = s.section("mxnorm.guard")
+    schedule_of(section, s["training.steps"])
+    fallback_of(section, guard)
+    if "mxnorm" not in quantizing(s):
+        for index, entry in enumerate(s[SCHEDULE]):
+            require_no_norm_keys(entry, f"{SCHEDULE}[{index}]", quantizing(s)[0])
+        require_no_norm_keys(vars(guard), GUARD, quantizing(s)[0])
+
+
+def switches_of(section) -> dict:
+    """The settings of [mxnorm] that override those of its recipes."""
+    return {switch: getattr(section, switch) for switch in SWITCHES}
+
+
+def schedule_of(section, steps: int) -> list[Entry]:
+    """The entries of [[mxnorm.schedule]] in a run of so many steps; ``section`` has the settings of [mxnorm]."""
+    return parse_entries(section.schedule, steps, switches_of(section), SCHEDULE)
+
+
+def fallback_of(section, guard) -> Change | None:
+    """What the guard with the settings ``guard`` changes; None if there is no guard."""
+    given = {key: getattr(guard, key) for key in CHANGE_KEYS}
+    is_on = any(value is not None for value in given.values())
+    return Change.parse(GUARD, given, switches_of(section)) if is_on else None
 
 
 def check(relations: tuple[Relation, ...], settings: Settings, *machine) -> None:

@@ -45,7 +45,7 @@ CLASSES = {
         decompose_k_router.*
         mxnorm.p mxnorm.recipe mxnorm.recipes mxnorm.estimator mxnorm.scale_rounding mxnorm.tensor_scale
         mxnorm.weight_tiles mxnorm.hadamard mxnorm.stochastic_rounding mxnorm.high_precision_share mxnorm.eps
-        mxnorm.filter_fqns
+        mxnorm.filter_fqns mxnorm.schedule mxnorm.guard.*
         optimizer.name optimizer.early_step_in_backward
         training.global_batch_size training.seq_len training.dtype training.mixed_precision_param
         training.mixed_precision_reduce debug.seed debug.moe_force_load_balance

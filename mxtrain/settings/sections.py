@@ -11,13 +11,16 @@ from typing import Literal
 from mxtrain.recipes.formats import P_VALUES, SCALE_ROUNDINGS
 from mxtrain.recipes.recipe import TENSOR_SCALES
 from mxtrain.recipes.rms_estimate import ESTIMATORS
+from mxtrain.recipes.schedule import RMSNORM
 from mxtrain.settings.types import (
     Amount,
+    AtLeastTwo,
     FinitePositive,
     Groups,
     Names,
     NotNegative,
     Positive,
+    Schedule,
     ShareAboveZero,
     ShareBelowOne,
     Table,
@@ -40,6 +43,34 @@ class Diagnostics:
 
     tokens: Groups = 512
     """Number of tokens per process that are measured, a positive multiple of 32, spread over the first sequences"""
+
+
+@dataclass
+class Guard:
+    recipe: str | None = None
+    """
+    Switches the guard on: recipe of all swapped layers for some steps after a spike of the loss, as in
+    mxnorm.schedule: "bf16", or a recipe for some GEMMs, such as "fprop=bf16". Unset, and without p, estimator and norm,
+    there is no guard
+    """
+
+    p: Literal[P_VALUES] | None = None
+    """p of all norms after a spike"""
+
+    estimator: Literal[ESTIMATORS] | None = None
+    """Estimator of all norms after a spike: "exact", for example"""
+
+    norm: Literal[RMSNORM] | None = None
+    """After a spike, "rmsnorm": norms and the linears that they feed are in high precision"""
+
+    window: AtLeastTwo = 100
+    """Number of losses, one a step, whose mean and standard deviation a loss is compared with"""
+
+    sigmas: FinitePositive = 6.0
+    """A loss is a spike if it is more than so many standard deviations above the mean"""
+
+    steps: Positive = 100
+    """Number of steps with the other recipe"""
 
 
 @dataclass
@@ -118,6 +149,16 @@ class MXNorm:
 
     eps: Amount | None = None
     """Added to the squared RMS estimate. Unset keeps the eps of each replaced norm"""
+
+    schedule: Schedule = field(default_factory=list)
+    """
+    Other recipes for some steps, in the TOML as [[mxnorm.schedule]]. An entry has from_step (the first step) or
+    from_share (0.9 begins after 90 % of training.steps); until_step (the last step) or until_share, else it lasts to
+    the end; modules, names as in mxnorm.filter_fqns, else all swapped layers; and what changes: recipe (some GEMMs,
+    "fprop=bf16", or all), p, estimator, or norm = "rmsnorm" for norms and the linears they feed in high precision
+    """
+
+    guard: Guard = field(default_factory=Guard)
 
     filter_fqns: Names = None
     """

@@ -1,13 +1,21 @@
 """Types of settings that say which values are allowed. ``pydantic`` checks them; tyro shows them in ``--help``."""
 
+import json
 from itertools import zip_longest
-from typing import Annotated
+from typing import Annotated, Literal
 
+import tomli
 from annotated_types import Ge, Gt, Interval, MultipleOf
-from pydantic import AfterValidator, AllowInfNan, BeforeValidator
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator, ConfigDict
+from typing_extensions import TypedDict  # before Python 3.12, pydantic takes this one only
 from tyro.constructors import PrimitiveConstructorSpec
 
+from mxtrain.recipes.formats import P_VALUES
+from mxtrain.recipes.rms_estimate import ESTIMATORS
+from mxtrain.recipes.schedule import RMSNORM
+
 Positive = Annotated[int, Ge(1)]
+AtLeastTwo = Annotated[int, Ge(2)]
 NotNegative = Annotated[int, Ge(0)]
 Groups = Annotated[int, Ge(32), MultipleOf(32)]
 """Tokens in groups of 32"""
@@ -79,6 +87,46 @@ Table = Annotated[
         instance_from_str=_pairs,
         is_instance=lambda value: isinstance(value, dict),
         str_from_instance=_words,
+    ),
+]
+
+
+def _entry(value):
+    """An entry of an array of tables; from the command line, an inline table of TOML."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return tomli.loads(f"entry = {value}")["entry"]
+    except tomli.TOMLDecodeError as error:
+        example = '{from_share = 0.9, recipe = "fprop=bf16"}'
+        raise ValueError(f"is not an inline table of TOML, such as {example} ({error})") from None
+
+
+class ScheduleEntry(TypedDict, total=False):
+    """An entry of a schedule: where it begins and ends, which modules it selects, and what changes in them."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    from_step: int
+    from_share: float
+    until_step: int
+    until_share: float
+    modules: list[str]
+    recipe: str
+    p: Literal[P_VALUES]
+    estimator: Literal[ESTIMATORS]
+    norm: Literal[RMSNORM]
+
+
+# Entries in the TOML as an array of tables. A flag has one word per entry.
+Schedule = Annotated[
+    list[Annotated[ScheduleEntry, BeforeValidator(_entry)]],
+    PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="{...} ...",
+        instance_from_str=lambda words: [_entry(word) for word in words],
+        is_instance=lambda value: isinstance(value, list),
+        str_from_instance=lambda entries: [json.dumps(entry) for entry in entries],
     ),
 ]
 

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from mxtrain.conversion.recognition import has_router
 from mxtrain.errors import ConfigError
 from mxtrain.settings.machine import Machine, check_machine
-from mxtrain.titan.parallel.activation_checkpoint import knows_own_operations
 from mxtrain.settings.relations import quantizing
+from mxtrain.titan.parallel.activation_checkpoint import knows_own_operations
 from mxtrain.titan.parallel.check_layout import check_model_layout
 from mxtrain.titan.parallel.context import prepare_context_parallelism
 from mxtrain.titan.parallel.initial_weights import draw_by_name

@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from mxtrain.errors import ConfigError
-from mxtrain.nn.mxnorm import MXNorm, MXNormLinear, NormedInput
+from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
 from mxtrain.nn.split import SplitSequences, by_input_features, by_output_features
 from mxtrain.nn.three_gemms import QuantizedLinear
 
@@ -64,8 +64,8 @@ class Columnwise(ColwiseParallel):
 
     @staticmethod
     def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
-        if isinstance(inputs[0], NormedInput):
-            return inputs
+        if isinstance(mod, MXNormLinear):
+            return inputs  # whole sequences, which the norm has gathered
         x = ColwiseParallel._prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
         return x.to_local(grad_placements=[Partial()])
 
@@ -160,12 +160,13 @@ def check_part(fqn: str, linear: QuantizedLinear, style: ParallelStyle, processe
     """Raise ConfigError unless every process's part of a linear is whole blocks."""
     features = {"out_features": linear.out_features, "in_features": linear.in_features}
     name = "out_features" if isinstance(style, Columnwise) else "in_features"
-    block = max((gemm.block_size for gemm in linear.recipe.gemms if gemm.format is not None), default=1)
-    if features[name] % (processes * block):
-        raise ConfigError(
-            f"{DEGREE} = {processes} splits {name} = {features[name]} of {fqn} into parts that are not whole blocks of "
-            f"{block} (recipe {linear.recipe.name!r}): allowed is a divisor of {features[name] // block}"
-        )
+    for recipe in linear.recipes:
+        block = max((gemm.block_size for gemm in recipe.gemms if gemm.format is not None), default=1)
+        if features[name] % (processes * block):
+            raise ConfigError(
+                f"{DEGREE} = {processes} splits {name} = {features[name]} of {fqn} into parts that are not whole "
+                f"blocks of {block} (recipe {recipe.name!r}): allowed is a divisor of {features[name] // block}"
+            )
 
 
 @contextmanager

@@ -1,0 +1,220 @@
+"""Plans the precision schedule of a converted model: for every swapped layer, its state at every step of the run."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from itertools import combinations
+
+import torch.nn as nn
+
+from mxtrain.conversion.selection import selected
+from mxtrain.errors import ConfigError
+from mxtrain.nn.mxnorm import MXNorm
+from mxtrain.nn.seeded import Seeded
+from mxtrain.nn.three_gemms import QuantizedLinear, check_features
+from mxtrain.recipes.layer_state import LayerState, Timeline
+from mxtrain.recipes.recipe import GEMMS, HIGH_PRECISION, RECIPES, LinearRecipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.schedule import NORM_KEYS, Change, Entry
+
+# What an entry may change of a layer (a GEMM, or one of NORM_KEYS), and the FQN of the layer.
+Part = tuple[str, str]
+# The recipe of a plain norm and its linears.
+_PLAIN = RECIPES[HIGH_PRECISION]
+# Entries with everything that they change.
+Active = Sequence[tuple[Entry, frozenset[Part]]]
+
+
+def attach_schedule(
+    model: nn.Module,
+    feeds: Mapping[str, Sequence[str]],
+    entries: Sequence[Entry],
+    fallback: Change | None = None,
+    guard: str = "guard",
+) -> None:
+    """Give every swapped layer its timeline: the states that entries and the guard's change lead to.
+
+    A pattern selects linears by their names, and norms by their own names or those of the linears that they feed. So a
+    norm and its linears, which share the recipe of fprop, are selected together.
+
+    Args:
+        model: a model whose modules are swapped, before it is split or wrapped.
+        feeds: FQN of every MXNorm -> FQNs of the linears that it feeds (``Plan.norms``).
+        entries: of the schedule.
+        fallback: the change of the guard, in all swapped layers; None without a guard.
+        guard: name of the guard's table in error messages.
+
+    Raises:
+        ConfigError: a pattern matches no module or no swapped one, an entry has nothing to change in the modules that
+            it selects, two entries change the same thing at the same step, or a layer does not take a recipe.
+    """
+    for fqn, timeline in _Planner(model, feeds, entries, fallback, guard).timelines().items():
+        module = model.get_submodule(fqn)
+        module.timeline = timeline
+        # All later states have the attributes that this one sets, so that torch.compile knows a state that comes back.
+        module.take(timeline.at(1))
+
+
+def set_step(model: nn.Module, step: int, falls_back: bool = False) -> None:
+    """Give every swapped layer of a model, or of a part of one, its state of this step.
+
+    Args:
+        step: from 1.
+        falls_back: whether the guard's change is in effect, too.
+    """
+    for module in model.modules():
+        if isinstance(module, Seeded) and module.timeline is not None:
+            state = module.timeline.at(step, falls_back)
+            if state != module.state:
+                module.take(state)
+
+
+class _Planner:
+    """The parts of the layers that every entry changes. Arguments and errors as for ``attach_schedule``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        feeds: Mapping[str, Sequence[str]],
+        entries: Sequence[Entry],
+        fallback: Change | None = None,
+        guard: str = "guard",
+    ):
+        self.modules = dict(model.named_modules())
+        self.names = _names(model, self.modules)
+        self.feeds = {norm: tuple(linears) for norm, linears in feeds.items()}
+        self.norm_of = {linear: norm for norm, linears in feeds.items() for linear in linears}
+        self.linears = [fqn for fqn, module in self.modules.items() if isinstance(module, QuantizedLinear)]
+        # In the order of the entries; the guard's change comes on top of all.
+        self.parts = [(entry, self._parts(entry)) for entry in entries]
+        _refuse_overlaps(self.parts)
+        self.fallback = None
+        if fallback is not None:
+            always = Entry(guard, 1, 1, None, fallback)
+            self.fallback = (always, self._parts(always))
+
+    def timelines(self) -> dict[str, Timeline]:
+        steps = {1}
+        for entry, _ in self.parts:
+            steps |= {entry.first, entry.last + 1}
+        states: dict[str, dict[int, LayerState]] = defaultdict(dict)
+        fallbacks: dict[str, dict[int, LayerState]] = defaultdict(dict)
+        for step in sorted(steps):
+            active = [pair for pair in self.parts if pair[0].first <= step <= pair[0].last]
+            for fqn, state in self._states(active).items():
+                states[fqn][step] = state
+            if self.fallback is not None:
+                for fqn, state in self._states([*active, self.fallback]).items():
+                    fallbacks[fqn][step] = state
+        return {fqn: Timeline(of_steps, fallbacks[fqn]) for fqn, of_steps in states.items()}
+
+    def _parts(self, entry: Entry) -> frozenset[Part]:
+        """Everything that an entry changes."""
+        hits = self._selected(entry)
+        linears = [fqn for fqn in self.linears if fqn in hits]
+        norms = [norm for norm, fed in self.feeds.items() if norm in hits or hits.intersection(fed)]
+        if not linears and not norms:
+            raise ConfigError(
+                f"{entry.name}.modules = {list(entry.modules)} selects no swapped layer: those modules stay in high "
+                "precision for the whole run"
+            )
+        change = entry.change
+        parts = {(gemm, fqn) for gemm in change.gemms for fqn in linears}
+        if change.norm is not None:
+            parts |= {(key, norm) for key in NORM_KEYS for norm in norms}
+            parts |= {(gemm, fqn) for gemm in GEMMS for norm in norms for fqn in self.feeds[norm]}
+        parts |= {(key, norm) for key in NORM_KEYS if getattr(change, key) is not None for norm in norms}
+        for key, value in (("recipe", change.gemms), ("norms", any(getattr(change, key) for key in NORM_KEYS))):
+            if value and not (linears if key == "recipe" else norms):
+                kind = "linear" if key == "recipe" else "norm"
+                where = "" if entry.modules is None else f".modules = {list(entry.modules)}"
+                raise ConfigError(f"{entry.name}{where} selects no swapped {kind}, which its {change} could change")
+        return frozenset(parts)
+
+    def _selected(self, entry: Entry) -> set[str]:
+        if entry.modules is None:
+            return {*self.linears, *self.feeds}
+        hits: set[str] = set()
+        for pattern in entry.modules:
+            found = set(selected(self.names, pattern, f"{entry.name}.modules"))
+            if not found.intersection((*self.linears, *self.feeds)):
+                raise ConfigError(
+                    f"{entry.name}.modules: {pattern!r} selects no swapped layer: what it names stays in high precision"
+                )
+            hits |= found
+        return hits
+
+    def _states(self, active: Active) -> dict[str, LayerState]:
+        """The state of every swapped layer while these changes are in effect."""
+        recipes = {fqn: self._recipe(fqn, active) for fqn in self.linears}
+        norms = {norm: self._norm(norm, active, recipes) for norm in self.feeds}
+        plain = {norm for norm, state in norms.items() if state.is_plain}
+        linears = {}
+        for fqn, recipe in recipes.items():
+            if self.norm_of.get(fqn) in plain:
+                linears[fqn] = LayerState(_PLAIN, is_plain=True)
+                continue
+            linear = self.modules[fqn]
+            with _named(active, fqn):
+                check_features(linear.in_features, linear.out_features, recipe)
+            linears[fqn] = LayerState(recipe)
+        return {**linears, **norms}
+
+    def _recipe(self, fqn: str, active: Active) -> LinearRecipe:
+        recipe = self.modules[fqn].recipe
+        gemms = {}
+        for entry, parts in active:
+            gemms |= {gemm: new for gemm, new in entry.change.gemms.items() if (gemm, fqn) in parts}
+        return Change(gemms).of_recipe(recipe) if gemms else recipe
+
+    def _norm(self, norm: str, active: Active, recipes: Mapping[str, LinearRecipe]) -> LayerState:
+        module: MXNorm = self.modules[norm]
+        now = {"p": module.estimate.p, "estimator": module.estimate.estimator, "norm": None}
+        for entry, parts in active:
+            now |= {key: getattr(entry.change, key) for key in NORM_KEYS if (key, norm) in parts}
+        if now["norm"] is not None:
+            return LayerState(_PLAIN, module.estimate, is_plain=True)
+        fed = [recipes[linear] for linear in self.feeds[norm]]
+        if len({recipe.fprop for recipe in fed}) > 1:
+            fprops = ", ".join(f"{linear}: {recipes[linear].fprop.name}" for linear in self.feeds[norm])
+            raise ConfigError(
+                f"{_entries(active)} gives the linears behind {norm} different recipes of fprop ({fprops}): name all "
+                "of them"
+            )
+        # As in the conversion: if any linear transforms its operands of wgrad, the norm draws the signs for all.
+        recipe = max(fed, key=lambda recipe: recipe.needs_signs)
+        with _named(active, norm):
+            estimate = RMSEstimate.for_recipe(recipe.fprop, now["p"], now["estimator"], module.estimate.eps)
+        return LayerState(recipe, estimate)
+
+
+@contextmanager
+def _named(active: Active, fqn: str):
+    """Put the entries and the name of a layer before a ConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{_entries(active)}: {fqn}: {error}") from None
+
+
+def _entries(active: Active) -> str:
+    return " and ".join(entry.name for entry, _ in active)
+
+
+def _names(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Every name of every module -> its FQN, which is the first of them."""
+    fqns = {id(module): fqn for fqn, module in modules.items()}
+    return {name: fqns[id(module)] for name, module in model.named_modules(remove_duplicate=False) if name}
+
+
+def _refuse_overlaps(of_entries: Active) -> None:
+    for (one, parts), (other, other_parts) in combinations(of_entries, 2):
+        first, last = max(one.first, other.first), min(one.last, other.last)
+        common = sorted(parts & other_parts)
+        if first <= last and common:
+            part, fqn = common[0]
+            more = f" and {len(common) - 1} more" if len(common) > 1 else ""
+            raise ConfigError(
+                f"{other.name} and {one.name} both change {part} of {fqn}{more} at steps {first} to {last}: end one "
+                "before the other begins, or name different modules"
+            )

@@ -1,0 +1,154 @@
+"""The precision schedule: which steps of a run have another recipe, estimate or norm than the rest, as a value.
+
+Steps are counted from 1, as in the log. ``mxtrain.conversion.schedule`` applies the entries to the layers of a model.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from mxtrain.errors import ConfigError
+from mxtrain.recipes.parse import parse_gemms, with_switches
+from mxtrain.recipes.recipe import GEMMS, LinearRecipe, MixedRecipe, Recipe
+
+RMSNORM = "rmsnorm"
+NORM_KEYS = ("p", "estimator", "norm")
+"""What an entry may say of norms. Linears without an MXNorm have none of it"""
+CHANGE_KEYS = ("recipe", *NORM_KEYS)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What differs from the settings of the whole run.
+
+    Attributes:
+        gemms: GEMM -> its recipe; GEMMs that are not named keep theirs.
+        p, estimator: as for ``RMSEstimate``; None keeps the norm's.
+        norm: "rmsnorm" runs norms and the linears that they feed in high precision, as before the conversion; None
+            keeps them.
+    """
+
+    gemms: Mapping[str, Recipe] = field(default_factory=dict)
+    p: int | None = None
+    estimator: str | None = None
+    norm: str | None = None
+
+    @classmethod
+    def parse(cls, name: str, given: Mapping, switches: Mapping) -> "Change":
+        """Parse the keys of ``CHANGE_KEYS`` in ``given``, where None stands for a key that is not there.
+
+        Args:
+            name: of the entry or table in error messages, "mxnorm.schedule[0]".
+            switches: as for ``mxtrain.recipes.parse.get_recipe``; they hold for these recipes, too.
+
+        Raises:
+            ConfigError: nothing is changed, a recipe is unknown, or "rmsnorm" is combined with another change.
+        """
+        given = {key: given[key] for key in CHANGE_KEYS if given.get(key) is not None}
+        if not given:
+            raise ConfigError(f"{name} changes nothing: set one of: {', '.join(CHANGE_KEYS)}")
+        if "norm" in given and len(given) > 1:
+            other = next(key for key in given if key != "norm")
+            raise ConfigError(
+                f'{name}.{other} = {given[other]!r} has no meaning beside norm = "{RMSNORM}", which leaves the norm '
+                "and the linears that it feeds in high precision: write two entries for different modules"
+            )
+        recipe = given.pop("recipe", None)
+        gemms = {} if recipe is None else parse_gemms(f"{name}.recipe", recipe)
+        return cls({gemm: with_switches(gemms[gemm], switches) for gemm in GEMMS if gemm in gemms}, **given)
+
+    def of_recipe(self, base: LinearRecipe) -> LinearRecipe:
+        """Return the recipe of a linear that had ``base``.
+
+        A GEMM in high precision has blocks, too: those of MXNorm's estimate. They stay the blocks of ``base``, so that
+        the estimate does not change when only the cast goes away.
+        """
+        block_size = base.fprop.block_size
+        gemms = []
+        for gemm in GEMMS:
+            recipe = self.gemms.get(gemm, getattr(base, gemm))
+            gemms.append(replace(recipe, block_size=block_size) if recipe.format is None else recipe)
+        return gemms[0] if gemms[0] == gemms[1] == gemms[2] else MixedRecipe(*gemms)
+
+    def __str__(self) -> str:
+        if self.norm is not None:
+            return self.norm
+        names = {gemm: recipe.name for gemm, recipe in self.gemms.items()}
+        same = len(names) == len(GEMMS) and len(set(names.values())) == 1
+        words = [names["fprop"]] if same else [f"{gemm}={name}" for gemm, name in names.items()]
+        words += [f"p={self.p}"] if self.p is not None else []
+        return ", ".join(words + ([self.estimator] if self.estimator is not None else []))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of the schedule.
+
+    Attributes:
+        name: as in error messages, "mxnorm.schedule[0]".
+        first, last: the first and the last step with the change.
+        modules: patterns of modules; None for all that are swapped.
+    """
+
+    name: str
+    first: int
+    last: int
+    modules: tuple[str, ...] | None
+    change: Change
+
+    @property
+    def where(self) -> str:
+        return "all swapped layers" if self.modules is None else ", ".join(self.modules)
+
+
+def parse_entries(tables: Iterable[Mapping], steps: int, switches: Mapping, name: str) -> list[Entry]:
+    """Parse the entries of a run with ``steps`` steps.
+
+    Args:
+        tables: for each entry the keys from_step or from_share, until_step or until_share or neither, modules if not
+            all, and those of ``Change``. A share s stands for the first floor(s * steps) steps: the entry begins after
+            them, or ends with the last of them.
+        name: of the setting.
+
+    Raises:
+        ConfigError: for a wrong entry. It names the entry and says what is allowed.
+    """
+    return [_entry(f"{name}[{index}]", table, steps, switches) for index, table in enumerate(tables)]
+
+
+def _entry(name: str, given: Mapping, steps: int, switches: Mapping) -> Entry:
+    starts = [key for key in ("from_step", "from_share") if key in given]
+    ends = [key for key in ("until_step", "until_share") if key in given]
+    if len(starts) != 1:
+        found = "both" if starts else "neither"
+        raise ConfigError(f"{name} has {found} of from_step and from_share: set one of them")
+    if len(ends) > 1:
+        raise ConfigError(f"{name} has both of until_step and until_share: set at most one of them")
+    for key in (*starts, *ends):
+        if key.endswith("step") and not 1 <= given[key] <= steps:
+            raise ConfigError(f"{name}.{key} = {given[key]!r} is not a step of this run: allowed is 1 to {steps}")
+        if key.endswith("share") and not 0 <= given[key] <= 1:
+            raise ConfigError(f"{name}.{key} = {given[key]!r} is not a share of the run: allowed is 0 to 1")
+    first = given["from_step"] if "from_step" in given else _done(given["from_share"], steps) + 1
+    last = given["until_step"] if "until_step" in given else _done(given.get("until_share", 1), steps)
+    if first > steps:
+        raise ConfigError(f"{name}.{starts[0]} = {given[starts[0]]!r} is past the last step, {steps}")
+    if last < first:
+        raise ConfigError(f"{name}.{ends[0]} = {given[ends[0]]!r} ends the entry before its first step, {first}")
+    modules = given.get("modules")
+    if modules is not None and not modules:
+        raise ConfigError(f"{name}.modules = [] names no module: leave it unset for all swapped layers")
+    return Entry(name, first, last, None if modules is None else tuple(modules), Change.parse(name, given, switches))
+
+
+def _done(share: float, steps: int) -> int:
+    """The number of steps in the first ``share`` of a run, of the decimal number as written: 0.29 of 100 are 29."""
+    return math.floor(Fraction(str(share)) * steps)
+
+
+def require_no_norm_keys(given: Mapping, name: str, converter: str) -> None:
+    """Raise ConfigError for a change of norms in an entry or table of a run whose converter has no MXNorm."""
+    for key in NORM_KEYS:
+        if given.get(key) is not None:
+            raise ConfigError(f"{name}.{key} = {given[key]!r} needs the converter 'mxnorm', not {converter!r}")
