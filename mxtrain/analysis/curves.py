@@ -5,6 +5,7 @@ from typing import Literal
 
 import numpy as np
 
+from mxtrain.analysis.metrics_file import EVENT
 from mxtrain.analysis.runs import Run
 from mxtrain.errors import ConfigError
 
@@ -61,6 +62,12 @@ def curve(run: Run, x: XAxis = "step") -> Curve:
         np.interp(validation_steps, steps, along),  # a validation row has neither tokens nor a time of its own step
         _column(run.validation, "validation_loss"),
     )
+
+
+def events(run: Run, x: XAxis = "step") -> list[tuple[float, str]]:
+    """Return where on ``x`` the events of a run are, and their texts. ``x`` must be logged, as for ``curve``."""
+    steps = _column(run.training, "step")
+    return [(float(np.interp(row["step"], steps, curve(run, x).x)), row[EVENT]) for row in run.events]
 
 
 def window(curve: Curve, points: int | None) -> int:

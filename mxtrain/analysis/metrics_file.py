@@ -3,7 +3,8 @@
 A training row has ``step``, ``loss``, ``max_loss``, ``grad_norm``, ``lr``, ``tokens_per_second`` (per device),
 ``memory_gib`` (peak since the previous row), ``tokens_seen`` and ``time`` (Unix seconds). A validation row has
 ``step``, ``validation_loss`` and ``time``. A row of diagnostics has ``step``, the figures of
-``mxtrain.analysis.numerics`` and ``time``.
+``mxtrain.analysis.numerics`` and ``time``. An event row has ``step``, ``event`` and ``time``: a text that says what
+changes with this step, such as another recipe.
 
 JSON has no NaN or infinity. Such a value is written as null, and the row's extra key ``nonfinite`` holds its name:
 ``{"step": 7, "loss": null, ..., "nonfinite": {"loss": "nan"}}``. Any JSON reader can parse the line and sees a
@@ -18,9 +19,12 @@ from pathlib import Path
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import reason, replace_file
 
+EVENT = "event"
+"""Key of the text in an event row"""
+
 
 def encode_row(row: dict) -> str:
-    """Return one line of strict JSON, without a newline. ``row`` is flat and holds numbers."""
+    """Return one line of strict JSON, without a newline. ``row`` is flat and holds numbers, and the text of an event."""
     nonfinite = {key: str(value) for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
     if nonfinite:
         row = {**row, **dict.fromkeys(nonfinite), "nonfinite": nonfinite}
@@ -37,7 +41,9 @@ def decode_row(line: str) -> dict:
         raise ValueError(f"'nonfinite' is {nonfinite!r}, not a JSON object")
     row.update({key: float(value) for key, value in nonfinite.items()})
     for key, value in row.items():
-        if value is not None and type(value) not in (int, float):
+        if key == EVENT and type(value) is not str:
+            raise ValueError(f"{key!r} is {value!r}, not a text")
+        if key != EVENT and value is not None and type(value) not in (int, float):
             raise ValueError(f"{key!r} is {value!r}, not a number")
     return row
 

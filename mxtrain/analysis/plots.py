@@ -5,7 +5,7 @@ import os
 from itertools import cycle
 from pathlib import Path
 
-from mxtrain.analysis.curves import Curve, XAxis, curve, window
+from mxtrain.analysis.curves import Curve, XAxis, curve, events, window
 from mxtrain.analysis.labels import labels
 from mxtrain.analysis.runs import Run
 from mxtrain.errors import ConfigError
@@ -32,7 +32,7 @@ def plot(
     smooth: int | None = None,
     x: XAxis = "step",
 ) -> Path:
-    """Draw training loss, one line per run, and validation losses as diamonds.
+    """Draw training loss, one line per run, validation losses as diamonds, and events as vertical lines.
 
     Losses that are not finite leave gaps, and the run's label names the first such step. Creates the folder of
     ``path`` if needed. Returns ``path``.
@@ -63,6 +63,8 @@ def plot(
         if run.first_nonfinite_step is not None:
             name += f" (not finite at step {run.first_nonfinite_step})"
         _draw(panels[0], one, window(one, smooth), style, name if len(runs) > 1 else "training")
+    for run, style in zip(runs, styles):
+        _mark(panels, [(place / scale, text) for place, text in events(run, x)], style["color"])
     if any(run.validation for run in runs):
         panels[0].plot([], [], label="validation", color="white", **VALIDATION_MARKER)  # one entry for all runs
     panels[0].set_title(names[0] if len(runs) == 1 else "Training loss")
@@ -104,6 +106,18 @@ def _draw(axes, one: Curve, points: int, style: dict, label: str | None = None) 
         axes.plot(one.x, one.loss, **style, marker=".", markersize=5, label=label)
     if len(one.validation_x):
         axes.plot(one.validation_x, one.validation_loss, color=style["color"], **VALIDATION_MARKER)
+
+
+def _mark(panels, marks: list[tuple[float, str]], color: str) -> None:
+    """Draw a vertical line where something changes in a run, with a label in the first panel."""
+    for place, text in marks:
+        for axes in panels:
+            axes.axvline(place, color=color, linestyle=":", linewidth=1, alpha=0.8)
+        # Half-way up: a loss curve begins above, ends below, and the legend is above.
+        transform = panels[0].get_xaxis_transform()
+        panels[0].text(
+            place, 0.5, _short(text), transform=transform, rotation=90, ha="right", va="center", fontsize=7, color=color
+        )
 
 
 def _finish(figure, panels, x: XAxis, x_label: str, windows: list[int]) -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import tomli
 
-from mxtrain.analysis.metrics_file import read_metrics
+from mxtrain.analysis.metrics_file import EVENT, read_metrics
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import CONFIG_FILE, FACTS_FILE, METRICS_FILE, reason
 from mxtrain.run_folder.interrupted import STEPS
 
 # Types of the facts that tables and plots use. Any may be missing or null.
 FACT_TYPES = {"converter": str, "converters": list, "recipe": str, "recipes": dict, "estimator": str, "mode": str}
-FACT_TYPES |= {"world_size": int, "wandb": dict, "precision": str}
+FACT_TYPES |= {"schedule": list, "world_size": int, "wandb": dict, "precision": str}
 
 LOG_FREQ = 10
 """TorchTitan's default of metrics.log_freq, which config.toml leaves out"""
@@ -36,6 +36,8 @@ class Run:
     """Rows of ``metrics.jsonl`` with a ``loss``; at least one"""
     validation: list[dict]
     """Rows with a ``validation_loss``"""
+    events: list[dict] = field(default_factory=list)
+    """Rows with an ``event``"""
     settings: dict = field(default_factory=dict)
     """Content of ``config.toml``, which holds no defaults; empty if the file is missing or damaged"""
 
@@ -115,6 +117,7 @@ def load_run(folder: str | os.PathLike) -> Run:
         facts=_load_facts(folder / FACTS_FILE),
         training=training,
         validation=[row for row in rows if row.get("validation_loss") is not None],
+        events=[row for row in rows if EVENT in row],
         settings=_load_settings(folder / CONFIG_FILE),
     )
 
@@ -122,8 +125,8 @@ def load_run(folder: str | os.PathLike) -> Run:
 def variant_of(facts: dict) -> str:
     """Return the converter and its settings in a few words: "mxnorm mxfp8 p=2", "mx_linear mxfp8", "bf16", "fp32".
 
-    Recipes for single layers are counted, and other converters are listed: "mxnorm mxfp8 + 2 by name p=2,
-    fused_rmsnorm". Empty if ``facts`` name no converter.
+    Recipes for single layers and entries of a schedule are counted, and other converters are listed: "mxnorm mxfp8 + 2
+    by name + 1 scheduled p=2, fused_rmsnorm". Empty if ``facts`` name no converter.
     """
     converter = facts.get("converter")
     if converter is None:
@@ -136,6 +139,8 @@ def variant_of(facts: dict) -> str:
         words = [converter, facts.get("recipe")]
     if by_name := facts.get("recipes"):
         words.append(f"+ {len(by_name)} by name")
+    if scheduled := facts.get("schedule"):
+        words.append(f"+ {len(scheduled)} scheduled")
     if converter == "mxnorm":
         estimator = facts.get("estimator")
         words.append(None if estimator == "exact" else f"p={facts.get('p')}")  # the exact RMS has no p

@@ -37,7 +37,7 @@ TOKENS = MXFP8.block_size
 def normalize_shard(
     x: torch.Tensor, estimate: RMSEstimate, recipe: LinearRecipe, mode: str, split: SplitSequences
 ) -> tuple[torch.Tensor, torch.Tensor, list, torch.Tensor | None, "GatheredColumns | None"]:
-    """A shard x [B, S / P, D] -> h [B, S, D], rho, the tensors of xhat's operand, and x and gathered of ``NormedInput``.
+    """A shard x [B, S / P, D] -> h [B, S, D], rho, xhat's tensors, and ``x`` and ``gathered`` of ``NormedInput``.
 
     Raises:
         ValueError: as for ``gathers_codes``.

@@ -97,9 +97,9 @@ class Entry:
     modules: tuple[str, ...] | None
     change: Change
 
-    @property
-    def where(self) -> str:
-        return "all swapped layers" if self.modules is None else ", ".join(self.modules)
+    def __str__(self) -> str:
+        where = "all swapped layers" if self.modules is None else ", ".join(self.modules)
+        return f"steps {self.first} to {self.last}: {self.change} in {where}"
 
 
 def parse_entries(tables: Iterable[Mapping], steps: int, switches: Mapping, name: str) -> list[Entry]:

@@ -14,6 +14,7 @@ from mxtrain.conversion.convert import apply
 from mxtrain.conversion.kernel_converters import DecomposeKRouterConverter, FusedRMSNormConverter
 from mxtrain.conversion.mx_converters import MXLinearConverter, MXNormConverter
 from mxtrain.conversion.plan import Plan
+from mxtrain.conversion.schedule import attach_schedule
 from mxtrain.errors import ConfigError, require_one_of, setting_in
 from mxtrain.nn.fused_rms_norm import WHEN_COMPILED, runs_when_compiled
 from mxtrain.ops.full_precision import sum_bf16_products_in_fp32
@@ -21,7 +22,7 @@ from mxtrain.ops.hardware import mode_reason, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, switches_in_effect
 from mxtrain.rng.rounding_position import step_is_set
 from mxtrain.settings.registry import QUANTIZING_CONVERTERS
-from mxtrain.settings.relations import conflict_of_converters
+from mxtrain.settings.relations import GUARD, conflict_of_converters, fallback_of, schedule_of
 from mxtrain.titan.reports.numerics import check_patterns
 from mxtrain.titan.reports.terminal import note_conversion
 
@@ -36,7 +37,7 @@ _FACTS = ("recipe", "p", "estimator", *SWITCHES, "mode", "eps")
 def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] | None]:
     """The numerics of a run, with ``mode`` resolved for this hardware; all None but the converter in high precision.
 
-    "recipes", the recipes by pattern, is present only if there are any.
+    "recipes", the recipes by pattern, and "schedule", its entries in words, are present only if there are any.
 
     Raises:
         ConfigError: for any wrong setting in the section of a converter of this run.
@@ -57,6 +58,8 @@ def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] 
         "recipe": converter.default_recipe.name,
         "mode": resolve_mode(converter.mode, utils.device_type),
     }
+    if entries := schedule_of(_section(job_config, "mxnorm"), job_config.training.steps):
+        settings["schedule"] = [str(entry) for entry in entries]
     if by_pattern:
         settings["recipes"] = {pattern: recipe.name for pattern, recipe in by_pattern.items()}
     return settings
@@ -106,8 +109,17 @@ class TitanMXLinear(_TitanConverter):
         super().__init__(job_config, parallel_dims)
         self.diagnostics = job_config.mxnorm.diagnostics
         settings = active_settings(job_config)
+        section = _section(job_config, "mxnorm")
+        self.entries = schedule_of(section, job_config.training.steps)
+        self.fallback = fallback_of(section, section.guard)
         reason = mode_reason(settings["mode"], utils.device_type)
         logger.info(f"{self.name}: {settings}; mode {settings['mode']}: {reason}")
+
+    def apply_to(self, model: nn.Module) -> Plan:
+        plan = super().apply_to(model)
+        if self.entries or self.fallback:
+            attach_schedule(model, plan.norms, self.entries, self.fallback, GUARD)
+        return plan
 
     def convert(self, model: nn.Module) -> None:
         super().convert(model)

@@ -7,7 +7,7 @@ the next step's work in its queue.
 
 import math
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -46,7 +46,10 @@ class LossWatch:
 
     Attributes:
         stop_signal: the first stop signal that ``look`` has read, the same at the same step on all ranks, or None.
+        on_losses: (step, loss of every rank) is called for every step that ``look`` reads; None for no call.
     """
+
+    on_losses: Callable[[int, list[float]], None] | None = None
 
     def __init__(self, device: torch.device, stops: bool):
         self.device = device
@@ -88,6 +91,8 @@ class LossWatch:
                     raise NonFiniteError(found)
                 logger.warning(f'{found}; training goes on ({SETTING} = "{CONTINUE}")')
             self.was_finite = is_finite
+            if self.on_losses is not None:
+                self.on_losses(copy.step, values)
 
 
 @torch.no_grad()

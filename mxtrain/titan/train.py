@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -28,7 +29,7 @@ from mxtrain.settings.read import config_file, places
 from mxtrain.settings.resume_check import check_resume
 from mxtrain.settings.resume_run import resolved
 from mxtrain.titan import finite
-from mxtrain.titan.checkpoint.checkpointer import Checkpointer, SaveError
+from mxtrain.titan.checkpoint.checkpointer import GUARD, Checkpointer, SaveError
 from mxtrain.titan.checkpoint.random_state import RandomState
 from mxtrain.titan.checkpoint.resumed_optimizer import apply_settings
 from mxtrain.titan.checkpoint.token_count import TokenCount
@@ -40,8 +41,9 @@ from mxtrain.titan.parallel.pipeline import LossPerToken, SharedLoss, Stage
 from mxtrain.titan.parallel.replicate import Layout
 from mxtrain.titan.parse import parse_job_config, resolved_settings, settings_of
 from mxtrain.titan.reports import terminal
-from mxtrain.titan.reports.metrics import leave_losses_to_trainer, run_facts
+from mxtrain.titan.reports.metrics import leave_losses_to_trainer, log_event, run_facts
 from mxtrain.titan.reports.numerics import Numerics
+from mxtrain.titan.schedule import RecipeSwitch
 from mxtrain.titan.stop import Stop, StopSignals
 
 FIRST_WORD_SECONDS = 3.0
@@ -51,6 +53,8 @@ class _Trainer(Trainer):
     """TorchTitan's trainer with some additions.
 
     It computes right gradients with replicas and pipelines, and every rank knows the loss of a pipeline.
+
+    It gives the layers the recipes that the schedule and the guard have for a step.
 
     It sets the step and the microbatch for stochastic rounding. Both follow from the trainer's own step, so a resumed
     run draws the same random bits as an uninterrupted run.
@@ -82,6 +86,13 @@ class _Trainer(Trainer):
         self.checkpointer.is_stopping = lambda: self._watch.stop_signal is not None
         self.checkpointer.after_load = self._after_load
         self.checkpointer.states["rng"] = RandomState()
+        self._switch = RecipeSwitch(job_config, self.model_parts, partial(log_event, self.metrics_processor))
+        if (guard := self._switch.guard) is not None:
+            # All stages of a pipeline and all ranks of tensor parallelism have the same loss.
+            mesh = self.parallel_dims.get_optional_mesh("loss")
+            copies = self.parallel_dims.world_size // (1 if mesh is None else mesh.size())
+            self._watch.on_losses = lambda step, losses: guard.observe(step, sum(losses) / copies)
+            self.checkpointer.states[GUARD] = guard
         self._tokens = TokenCount.of_layout(self.parallel_dims)
         self._signals = StopSignals()
         self._numerics = Numerics.of_job(job_config, self.model_parts)
@@ -142,6 +153,7 @@ class _Trainer(Trainer):
 
     def train_step(self, data_iterator):
         self._losses = []
+        self._switch.begin_step(self.step)
         super().train_step(data_iterator)
         self._watch.record(self.step, self._losses, self._signals.received)
         # A CPU has finished the step, and logging waited for the device.

@@ -26,6 +26,9 @@ from mxtrain.run_folder.start import Start
 from mxtrain.titan.checkpoint.staging import KeptStager
 from mxtrain.titan.checkpoint.writer import CheckpointWriter
 
+GUARD = "guard"
+"""Name of the guard's state in checkpoints of runs that have a guard (``mxtrain.recipes.spike_guard``)"""
+
 
 class SaveError(RuntimeError):
     """The last checkpoint of a run cannot be saved. The message is for the user, without a traceback."""
@@ -85,6 +88,12 @@ class Checkpointer(CheckpointManager):
         if is_loaded:
             self.after_load()
         return is_loaded
+
+    def _states_to_load(self, model_only: bool) -> dict:
+        states = super()._states_to_load(model_only)
+        if GUARD in states and not _holds(self.start.checkpoint, GUARD):
+            del states[GUARD]  # the run so far had no guard, and this one begins with an empty window
+        return states
 
     def _require_same_model(self, checkpoint: Path) -> None:
         saved = read_manifest(checkpoint).tensors
@@ -180,6 +189,11 @@ class Checkpointer(CheckpointManager):
                     self.purge_queue.put(str(withdraw(path)))
             except OSError as error:
                 logger.warning(f"{error.filename}: old checkpoints cannot be removed: {reason(error)}")
+
+
+def _holds(checkpoint: Path, state: str) -> bool:
+    names = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    return any(name == state or name.startswith(f"{state}.") for name in names)
 
 
 def _words(error: CheckpointException) -> str:

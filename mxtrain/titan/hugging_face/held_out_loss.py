@@ -14,6 +14,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.tools.logging import logger
 
+from mxtrain.conversion.schedule import set_step
 from mxtrain.data.prepared_text import DamagedText, load_text
 from mxtrain.data.token_store import TokenFile
 from mxtrain.errors import ConfigError
@@ -83,6 +84,7 @@ def convert(run: SavedRun, model: torch.nn.Module) -> None:
         build_model_converters(job_config, ParallelDims(**one_process)).convert(model)
     finally:
         logger.setLevel(level)
+    set_step(model, max(1, run.step))  # the recipes that a schedule has for this step
 
 
 def load_model(run: SavedRun, device: torch.device, has_converters: bool) -> torch.nn.Module:

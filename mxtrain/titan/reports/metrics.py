@@ -27,6 +27,7 @@ from torchtitan.tools.logging import logger
 import mxtrain
 from mxtrain.analysis.metrics_file import MetricsWriter
 from mxtrain.analysis.numerics import PREFIX
+from mxtrain.errors import ConfigError
 from mxtrain.rng.rounding_position import step_is_set
 from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE, reason, replace_file
 from mxtrain.run_folder.start import CheckpointSettings, require_no_other_run, resumed_step
@@ -35,6 +36,7 @@ from mxtrain.titan.models.model_args import given_in
 from mxtrain.titan.reports.terminal import go_on_without, note, show_line, show_status
 from mxtrain.titan.reports.wandb_resume import chosen_by_user, earlier_run
 from mxtrain.titan.reports.wandb_run import WandbLogger, wandb_facts
+from mxtrain.titan.schedule import guard_in, schedule_in
 
 # Key in a row of metrics.jsonl -> name of the same number in TorchTitan 0.2.2.
 TRAINING_KEYS = {
@@ -66,19 +68,25 @@ class MetricsFileLogger(BaseLogger):
         row.update({key: value for key, value in metrics.items() if key.startswith(PREFIX)})
         if "tokens_seen" in row:
             row["tokens_seen"] = int(row["tokens_seen"])
+        self._write(row)
+
+    def log_event(self, step: int, text: str) -> None:
+        self._write({"step": step, "event": text})
+
+    def _write(self, row: dict) -> None:
         row["time"] = time.time()
         try:
             self.writer.write(row)
         except OSError as error:
             if not self.is_failing:
                 logger.warning(
-                    f"step {step}: {self.writer.path} cannot be written: {reason(error)}; training goes on, and the "
+                    f"step {row['step']}: {self.writer.path} cannot be written: {reason(error)}; training goes on, and the "
                     "rows are kept until they can be written"
                 )
             self.is_failing = True
         else:
             if self.is_failing:
-                note(f"step {step}: {self.writer.path} is complete again")
+                note(f"step {row['step']}: {self.writer.path} is complete again")
             self.is_failing = False
 
     def close(self) -> None:
@@ -149,6 +157,10 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
         checkpoint = CheckpointSettings.of(job_config.checkpoint)
         if not step_is_set():  # -m torchtitan.train, which has not looked
             require_no_other_run(folder, checkpoint)
+            if schedule_in(job_config) or guard_in(job_config):
+                raise ConfigError(
+                    "mxnorm.schedule and mxnorm.guard need mxtrain's trainer: train with -m mxtrain.train"
+                )
         steps_done = resumed_step(folder, checkpoint)
         earlier = earlier_run(folder) if steps_done > 0 else None
     continued = None if chosen_by_user() else earlier
@@ -181,6 +193,14 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
         processor.logger.add_logger(NonFiniteLogger())
         processor.logger.add_logger(ProgressLogger(job_config.training.steps, facts["world_size"]))
     return processor
+
+
+def log_event(processor: MetricsProcessor, step: int, text: str) -> None:
+    """Log that something changes with ``step``, in a few words, to metrics.jsonl and wandb."""
+    if isinstance(processor.logger, LoggerContainer):
+        for one in processor.logger._loggers:
+            if isinstance(one, MetricsFileLogger | WandbLogger):
+                one.log_event(step, text)
 
 
 def leave_losses_to_trainer(processor: MetricsProcessor) -> None:

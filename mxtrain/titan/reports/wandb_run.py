@@ -90,6 +90,11 @@ class WandbLogger(BaseLogger):
             self.has_files = True
             self._attach()
 
+    def log_event(self, step: int, text: str) -> None:
+        """Log a text with a step, in the column "event"; the run's summary keeps the last one."""
+        if step > self.last_step:
+            self._try(lambda: self.run.log({self._key("event"): text}, step=step))
+
     def close(self) -> None:
         if self.folder is not None and not self.run.disabled:
             self._try(lambda: draw_pictures(self.folder))
