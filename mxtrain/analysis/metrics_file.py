@@ -24,7 +24,7 @@ EVENT = "event"
 
 
 def encode_row(row: dict) -> str:
-    """Return one line of strict JSON, without a newline. ``row`` is flat and holds numbers, and the text of an event."""
+    """Return one line of strict JSON, without a newline. ``row`` is flat: numbers, and an event's text."""
     nonfinite = {key: str(value) for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
     if nonfinite:
         row = {**row, **dict.fromkeys(nonfinite), "nonfinite": nonfinite}

@@ -36,10 +36,10 @@ class Run:
     """Rows of ``metrics.jsonl`` with a ``loss``; at least one"""
     validation: list[dict]
     """Rows with a ``validation_loss``"""
-    events: list[dict] = field(default_factory=list)
-    """Rows with an ``event``"""
     settings: dict = field(default_factory=dict)
     """Content of ``config.toml``, which holds no defaults; empty if the file is missing or damaged"""
+    events: list[dict] = field(default_factory=list)
+    """Rows with an ``event``"""
 
     @property
     def variant(self) -> str:
@@ -126,7 +126,7 @@ def variant_of(facts: dict) -> str:
     """Return the converter and its settings in a few words: "mxnorm mxfp8 p=2", "mx_linear mxfp8", "bf16", "fp32".
 
     Recipes for single layers and entries of a schedule are counted, and other converters are listed: "mxnorm mxfp8 + 2
-    by name + 1 scheduled p=2, fused_rmsnorm". Empty if ``facts`` name no converter.
+    by name p=2 + 1 scheduled, fused_rmsnorm". Empty if ``facts`` name no converter.
     """
     converter = facts.get("converter")
     if converter is None:
@@ -139,12 +139,12 @@ def variant_of(facts: dict) -> str:
         words = [converter, facts.get("recipe")]
     if by_name := facts.get("recipes"):
         words.append(f"+ {len(by_name)} by name")
-    if scheduled := facts.get("schedule"):
-        words.append(f"+ {len(scheduled)} scheduled")
     if converter == "mxnorm":
         estimator = facts.get("estimator")
         words.append(None if estimator == "exact" else f"p={facts.get('p')}")  # the exact RMS has no p
         words.append(None if estimator == "pre_round" else estimator)
+    if scheduled := facts.get("schedule"):
+        words.append(f"+ {len(scheduled)} scheduled")
     return ", ".join([" ".join(word for word in words if word), *others])
 
 

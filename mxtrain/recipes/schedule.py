@@ -99,7 +99,8 @@ class Entry:
 
     def __str__(self) -> str:
         where = "all swapped layers" if self.modules is None else ", ".join(self.modules)
-        return f"steps {self.first} to {self.last}: {self.change} in {where}"
+        steps = f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
+        return f"{steps}: {self.change} in {where}"
 
 
 def parse_entries(tables: Iterable[Mapping], steps: int, switches: Mapping, name: str) -> list[Entry]:

@@ -80,8 +80,8 @@ class MetricsFileLogger(BaseLogger):
         except OSError as error:
             if not self.is_failing:
                 logger.warning(
-                    f"step {row['step']}: {self.writer.path} cannot be written: {reason(error)}; training goes on, and the "
-                    "rows are kept until they can be written"
+                    f"step {row['step']}: {self.writer.path} cannot be written: {reason(error)}; training goes on, and "
+                    "the rows are kept until they can be written"
                 )
             self.is_failing = True
         else:

@@ -1,0 +1,204 @@
+"""Layers that change their recipe between steps, and the plan of a schedule for a model."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+from conversion_models import Llama
+
+import mxtrain
+from mxtrain.conversion.schedule import attach_schedule, set_step
+from mxtrain.errors import ConfigError
+from mxtrain.recipes.schedule import Change, parse_entries
+
+STEPS = 10
+TOKENS = torch.arange(64).reshape(2, 32) % 96
+
+
+@pytest.fixture(autouse=True)
+def no_step():
+    yield
+    mxtrain.set_rounding_step(None)
+
+
+def original():
+    torch.manual_seed(0)
+    return Llama()
+
+
+def scheduled(*tables, recipe="mxfp8", converter="mxnorm", fallback=None, **settings):
+    model = original()
+    plan = mxtrain.convert(model, converter, recipe=recipe, high_precision_share=0.0, mode="reference", **settings)
+    entries = parse_entries(tables, STEPS, {}, "mxnorm.schedule")
+    fallback = None if fallback is None else Change.parse("mxnorm.guard", fallback, {})
+    attach_schedule(model, plan.norms, entries, fallback, "mxnorm.guard")
+    return model
+
+
+def results(model, step=None, falls_back=False):
+    """Logits and gradients at a step."""
+    if step is not None:
+        set_step(model, step, falls_back)
+    mxtrain.set_rounding_step(7)
+    logits = model(TOKENS)
+    return [logits, *torch.autograd.grad(logits.square().mean(), list(model.parameters()))]
+
+
+def same(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "settings"),
+    [
+        ({"recipe": "nvfp4"}, {"recipe": "nvfp4"}),  # which needs random numbers that the first recipe did without
+        ({"recipe": "dgrad=bf16"}, {"recipe": "fprop=mxfp8, dgrad=bf16, wgrad=mxfp8"}),
+        ({"recipe": "fprop=bf16"}, {"recipe": "fprop=bf16, dgrad=mxfp8, wgrad=mxfp8"}),
+        ({"p": 1}, {"p": 1}),
+        ({"estimator": "exact"}, {"estimator": "exact"}),
+    ],
+)
+def test_a_step_computes_what_a_model_with_its_recipe_computes(change, settings):
+    model = scheduled({"from_step": 3, "until_step": 5, **change})
+    own = original()
+    mxtrain.convert(own, mode="reference", high_precision_share=0.0, **settings)
+    before = results(model, 2)
+    assert same(results(model, 3), results(own)) and same(results(model, 5), results(own))
+    assert not same(results(model, 5), before) and same(results(model, 6), before)
+
+
+def test_plain_norms_and_their_linears_compute_what_they_did_before_the_conversion():
+    model = scheduled({"from_step": 2, "norm": "rmsnorm"}, {"from_step": 2, "modules": ["wo", "w2"], "recipe": "bf16"})
+    assert same(results(model, 2), results(original()))
+
+
+def test_a_forward_in_high_precision_keeps_the_estimate():
+    """Block maxima over the blocks of the format that is no longer cast to, and no new ratio c(p, B)."""
+    model = scheduled({"from_step": 2, "recipe": "fprop=bf16"}, recipe="nvfp4")
+    norm, x = model.layers[0].attention_norm, torch.randn(5, 64)
+    before, with_cast = norm(x), model.layers[0].attention.wq(norm(x))
+    set_step(model, 2)
+    after = norm(x)
+    assert torch.equal(after.rho, before.rho) and after.recipe.block_size == 16
+    torch.testing.assert_close(after.xhat.data, x * before.rho[:, None])
+    assert not torch.equal(model.layers[0].attention.wq(after), with_cast)
+
+
+def test_a_pattern_selects_a_norm_with_its_linears():
+    model = scheduled(
+        {"from_step": 2, "modules": ["layers.1.attention_norm"], "norm": "rmsnorm"},
+        {"from_step": 2, "modules": ["layers.0.*.wq"], "p": 1},
+        {"from_step": 2, "modules": ["w2"], "recipe": "nvfp4"},
+    )
+    set_step(model, 2)
+    first, second = model.layers
+    assert second.attention_norm.is_plain and second.attention.wk.is_plain and not second.ffn_norm.is_plain
+    assert (first.attention_norm.estimate.p, first.ffn_norm.estimate.p) == (1, 2)
+    assert [layer.feed_forward.w2.recipe.name for layer in model.layers] == ["nvfp4"] * 2
+    assert first.feed_forward.w1.recipe.name == second.attention.wo.recipe.name == "mxfp8"
+
+
+def test_the_change_of_the_guard_comes_on_top_of_the_entry_of_the_step():
+    model = scheduled({"from_step": 2, "recipe": "wgrad=nvfp4"}, fallback={"recipe": "fprop=bf16"})
+    set_step(model, 2, falls_back=True)
+    assert model.layers[0].attention.wq.recipe.name == "fprop=bf16, dgrad=mxfp8, wgrad=nvfp4"
+    set_step(model, 1, falls_back=True)
+    assert model.layers[0].attention.wq.recipe.name == "fprop=bf16, dgrad=mxfp8, wgrad=mxfp8"
+    set_step(model, 1)
+    assert model.layers[0].attention.wq.recipe.name == "mxfp8"
+
+
+def test_entries_of_mx_linear():
+    model = scheduled({"from_step": 2, "modules": ["layers.0"], "recipe": "bf16"}, converter="mx_linear")
+    set_step(model, 2)
+    assert [layer.attention.wq.recipe.name for layer in model.layers] == ["bf16", "mxfp8"]
+
+
+def at_2(**keys):
+    return {"from_step": 2, **keys}
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([at_2(modules=["layer.0"], p=1)], "mxnorm.schedule[0].modules: 'layer.0' matches no module; the top-level"),
+        ([at_2(modules=["w2", "output"], recipe="bf16")], "mxnorm.schedule[0].modules: 'output' selects no swapped "),
+        ([at_2(modules=["wo"], p=1)], "mxnorm.schedule[0].modules = ['wo'] selects no swapped norm"),
+        ([at_2(modules=["ffn_norm"], recipe="bf16")], "mxnorm.schedule[0].modules = ['ffn_norm'] selects no swapped li"),
+        (
+            [at_2(recipe="fprop=bf16", until_step=5), {"from_step": 5, "modules": ["layers.1"], "recipe": "nvfp4"}],
+            "mxnorm.schedule[1] and mxnorm.schedule[0] both change fprop of layers.1.attention.wk and 6 more at steps "
+            "5 to 5: end one",
+        ),
+        ([at_2(p=1), at_2(modules=["wq"], p=1)], "mxnorm.schedule[1] and mxnorm.schedule[0] both change p of layers.0"),
+        ([at_2(norm="rmsnorm"), at_2(modules=["w1"], recipe="bf16")], "mxnorm.schedule[1] and mxnorm.schedule[0] both"),
+        ([at_2(modules=["wq"], recipe="fprop=bf16")], "mxnorm.schedule[0] gives the linears behind layers.0.attention_"),
+        ([at_2(recipe="nvfp4", estimator="post_round")], "mxnorm.schedule[0]: layers.0.attention_norm: estimator = "),
+    ],
+)  # fmt: skip
+def test_mistakes_that_take_the_model_to_see(tables, message):
+    with pytest.raises(ConfigError) as error:
+        scheduled(*tables)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+def test_different_things_may_change_at_the_same_step():
+    scheduled(at_2(recipe="fprop=bf16"), at_2(recipe="wgrad=nvfp4"), at_2(p=1), {"from_step": 1, "until_step": 1, "p": 1})
+
+
+def test_features_that_a_later_recipe_cannot_divide_are_found_before_training():
+    model = original()
+    model.layers[0].feed_forward.w2 = nn.Linear(128, 48, bias=False)  # 3 blocks of 16
+    plan = mxtrain.convert(model, "mx_linear", recipe="nvfp4", high_precision_share=0.0)
+    entries = parse_entries([at_2(recipe="mxfp8")], STEPS, {}, "mxnorm.schedule")
+    with pytest.raises(ConfigError, match=r"mxnorm.schedule\[0\]: layers.0.feed_forward.w2: out_features = 48 is not"):
+        attach_schedule(model, plan.norms, entries)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.RMSNorm(32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x))
+
+
+class Blocks(nn.Module):
+    """Two blocks, which are compiled as TorchTitan compiles its blocks: one by one, with the same code."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_blocks_compile_at_most_once_for_an_entry():
+    """A state that comes back, and a second block with the same state, are not compiled again."""
+    model, x = Blocks(), torch.randn(4, 32)
+    plan = mxtrain.convert(model, mode="reference", filter_fqns=[], example_inputs=(x,))
+    tables = [{"from_step": 2, "until_step": 2, "recipe": "fprop=bf16"}, {"from_step": 3, "norm": "rmsnorm"}]
+    fallback = Change.parse("mxnorm.guard", {"estimator": "exact"}, {})
+    attach_schedule(model, plan.norms, parse_entries(tables, 3, {}, "mxnorm.schedule"), fallback)
+    eager, graphs = copy.deepcopy(model), []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    for index, block in enumerate(model.layers):
+        model.layers[index] = torch.compile(block, backend=count, fullgraph=True)
+    compiled = []
+    for step, falls_back in [(1, False), (2, False), (3, False), (4, False), (1, True), (4, False), (1, True)]:
+        for each in (model, eager):
+            set_step(each, step, falls_back)
+        ours, theirs = model(x), eager(x)
+        assert torch.equal(ours, theirs)
+        compiled.append(len(graphs))
+    assert compiled == [1, 2, 3, 3, 4, 4, 4]
