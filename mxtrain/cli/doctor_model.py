@@ -36,6 +36,7 @@ def report(arguments: list[str]) -> str:
 def _report(words: list[str]) -> str:
     from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
     from mxtrain.titan.parse import parse_job_config
+    from mxtrain.titan.schedule import schedule_in
 
     job_config = parse_job_config(words)
     model = build_on_meta(job_config)
@@ -48,6 +49,8 @@ def _report(words: list[str]) -> str:
     uses = next((plan.weights for plan in plans.values() if plan is not None and plan.weights), None)
     parts.append(_multiplications(uses or weight_uses(find_weights(dict(model.named_modules())), {}, {})))
     parts += [_conversion(name, plan) for name, plan in plans.items()]
+    if entries := schedule_in(job_config):
+        parts.append("\n".join(["precision schedule", *(f"  {entry} ({entry.name})" for entry in entries)]))
     return "\n\n".join(parts)
 
 

@@ -177,6 +177,27 @@ FLAGS = [
         "--checkpoint.enable --checkpoint.initial_load_in_hf --checkpoint.no-initial_load_model_only",
         "checkpoint.initial_load_in_hf = True needs checkpoint.initial_load_model_only = true",
     ),
+    # Schedules and guards
+    ("--mxnorm.schedule 0.9", "mxnorm.schedule[0] = '0.9' should be a valid dictionary"),
+    ("--mxnorm.schedule {from_step=", "mxnorm.schedule[0] = '{from_step=' is not an inline table of TOML"),
+    (
+        "--training.steps=9 --mxnorm.schedule {from_step=10,p=1}",
+        "mxnorm.schedule[0].from_step = 10 is not a step of this run: allowed is 1 to 9",
+    ),
+    (
+        '--mxnorm.schedule {from_share=1.1,recipe="bf16"}',
+        "mxnorm.schedule[0].from_share = 1.1 is not a share of the run",
+    ),
+    (
+        "--model.converters=mx_linear --mxnorm.schedule {from_step=1,p=1}",
+        "mxnorm.schedule[0].p = 1 needs the converter",
+    ),
+    (
+        "--model.converters=mx_linear --mxnorm.guard.norm=rmsnorm",
+        "mxnorm.guard.norm = 'rmsnorm' needs the converter 'm",
+    ),
+    ("--mxnorm.guard.recipe=fp4", "mxnorm.guard.recipe = 'fp4' is not one of: 'mxfp8'"),
+    ("--mxnorm.guard.window=1", "mxnorm.guard.window = 1 should be greater than or equal to 2"),
     # Settings that do not fit this machine: one process, no GPU
     ("--training.global_batch_size=3", "training.global_batch_size = 3 is not a multiple of training.local_batch_size"),
     ("--parallelism.tensor_parallel_degree=2", "parallelism.data_parallel_shard_degree = -1 does not fit 1 process"),
@@ -228,6 +249,9 @@ TABLES = [
         "mxnorm.recipes = {'layers': {'0': 'bf16'}} holds a table",
         None,
     ),
+    ({"mxnorm": {"schedule": [{"from_step": 3}]}}, "mxnorm.schedule[0] changes nothing", None),
+    ({"mxnorm": {"schedule": [{"from": 3}]}}, "mxnorm.schedule[0].'from' = 3 Extra inputs are not permitted", None),
+    ({"mxnorm": {"schedule": [{"from_step": True}]}}, "mxnorm.schedule[0].'from_step' = True should be a valid", None),
     ({"mxnorm": {"filter_fqns": "output"}}, "mxnorm.filter_fqns = 'output' should be a valid list", 2),
     ({"mxnorm": {"filter_fqns": [3]}}, "mxnorm.filter_fqns[0] = 3 should be a valid string", 2),
     ({"mxnorm": {"hadamard": 1}}, "mxnorm.hadamard = 1 should be a valid boolean", 2),

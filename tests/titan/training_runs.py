@@ -61,6 +61,16 @@ VALIDATION_SIZES = [
 TIED = ["--model_args.enable_weight_tying", "--model_args.hidden_dim=160", SAVE[0]]
 SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 NUMERICS = ["--mxnorm.diagnostics.every=2", "--mxnorm.diagnostics.tokens=64"]
+SCHEDULE_ENTRIES = [
+    "--mxnorm.schedule",
+    '{from_step = 3, until_step = 5, modules = ["layers.1"], recipe = "fprop=bf16"}',
+]
+# With SPIKE, the loss of step 3 is a spike.
+GUARD = [
+    "--mxnorm.guard.recipe=wgrad=bf16", "--mxnorm.guard.estimator=exact", "--mxnorm.guard.window=2",
+    "--mxnorm.guard.sigmas=2", "--mxnorm.guard.steps=2",
+]  # fmt: skip
+SPIKE = ["--optimizer.lr=0.3", "--checkpoint.enable", "--checkpoint.interval=2"]
 ACCUMULATE = ["--training.local_batch_size=2", "--training.global_batch_size=4"]
 
 
@@ -126,6 +136,15 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             "bf16, then mxnorm": load(base, "mxnorm, then bf16", 2, 1),
             # Runs that resume: exactly as they were, and with other settings.
             **{f"{name}, resumed": Resumed(name, 6) for name in ("mxnorm", "nvfp4", "mixed", "qwen3")},
+            "scheduled": [*SCHEDULE_ENTRIES, *GUARD, *SPIKE, steps(7)],
+            "scheduled, resumed": Resumed("scheduled", 4),
+            "scheduled, another entry": Resumed("scheduled", 4, ["--mxnorm.schedule", "{from_step = 4, p = 1}"]),
+            "unscheduled": [*SPIKE, steps(3)],
+            "unscheduled, resumed with a guard": Resumed(
+                "unscheduled",
+                3,
+                ["--mxnorm.guard.recipe=bf16", "--checkpoint.may_change=mxnorm.guard.recipe", steps(4)],
+            ),
             "tied": [*TIED, steps(2)],
             "tied, another size": Resumed("tied", 2, ["--model_args.n_layers=3", steps(3)]),
             "microbatches": [NVFP4, *ACCUMULATE, *SAVE_EACH, steps(2)],
