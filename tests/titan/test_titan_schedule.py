@@ -88,10 +88,11 @@ def test_every_layout_switches_as_one_process(base, one):
         '{from_step = 4, recipe = "nvfp4"}',
     ]
     exact = ["--mxnorm.stochastic_rounding=false", "--mxnorm.hadamard=false", "--optimizer.lr=1e-3"]
-    guard = [*GUARD[1:], "--mxnorm.guard.sigmas=0.5"]
-    flags = [*load(base, "seed", 0, 5), "--mxnorm.schedule", *entries, *exact, *guard]
+    guard = [*GUARD[1:], "--mxnorm.guard.sigmas=0.1"]
+    flags = [*load(base, "seed", 0, 7), "--mxnorm.schedule", *entries, *exact, *guard]
     pipeline = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_microbatch_size=2"]
     expected = done_once(base, "scheduled alone", 1, {"alone": flags})["alone"]
+    assert any(text.startswith("guard: ") for _, text in events(expected))
     layouts = {
         "fsdp": [*flags, ACCUMULATE[0]],
         "tp": [*flags, "--parallelism.tensor_parallel_degree=2"],
