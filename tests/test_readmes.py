@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -230,7 +230,11 @@ def test_toml_snippets_parse(document, tmp_path):
         job_config = parse_job_config(["--job.config_file", str(path)])
         for section in config.keys() - {"extends"}:
             for name, value in config[section].items():
-                assert getattr(getattr(job_config, section), name) == value
+                read = getattr(getattr(job_config, section), name)
+                if is_dataclass(read):
+                    assert {key: getattr(read, key) for key in value} == value
+                else:
+                    assert read == value
 
 
 # Tables
