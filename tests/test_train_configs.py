@@ -22,6 +22,7 @@ VARIANTS = {
     "_bf16": {"model": {"converters": []}},
     "_fused_rmsnorm": {"model": {"converters": ["fused_rmsnorm"]}},
     "_nvfp4": {"mxnorm": {"recipe": "nvfp4"}},
+    "_schedule": {"mxnorm": {"recipe": "nvfp4", "schedule": [{"from_share": 0.9, "recipe": "fprop=bf16"}]}},
     "_mixed": {
         "mxnorm": {
             "recipe": "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8",
@@ -38,6 +39,7 @@ CONVERTERS = {
 SIZES_OF = dict.fromkeys(VARIANTS, LLAMAS) | {
     "_fused_rmsnorm": ("debug", "125m"),
     "_nvfp4": ("debug", "125m"),
+    "_schedule": ("debug",),
     "_mixed": ("debug",),
 }
 CHANGES = {f"llama3_{size}{variant}": VARIANTS[variant] for variant, sizes in SIZES_OF.items() for size in sizes}
