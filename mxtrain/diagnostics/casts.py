@@ -4,11 +4,11 @@ Values and images are matrices [R, K] in blocks along K, the axis that the GEMM 
 """
 
 import math
+from dataclasses import replace
 
 import torch
 
 from mxtrain.diagnostics.totals import Totals, ratio
-from mxtrain.recipes.formats import BlockFormat
 from mxtrain.recipes.recipe import Recipe
 from mxtrain.reference import casts, nvfp4
 from mxtrain.reference.mxnorm import block_amax
@@ -35,8 +35,7 @@ def block_scales(
         scales = nvfp4.block_scales(amax, tensor_scale).float()
         return scales, scales * tensor_scale * fmt.element_max
     # Each maximum is cast as a block of one element.
-    one = BlockFormat(fmt.name, 1, fmt.element_max, fmt.element_max_exponent)
-    scales = casts.cast(amax.unsqueeze(-1), one, recipe.scale_rounding)[1].squeeze(-1).float()
+    scales = casts.cast(amax.unsqueeze(-1), replace(fmt, block_size=1), recipe.scale_rounding)[1].squeeze(-1).float()
     return scales, scales * fmt.element_max
 
 

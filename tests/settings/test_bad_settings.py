@@ -180,6 +180,7 @@ FLAGS = [
     # Schedules and guards
     ("--mxnorm.schedule 0.9", "mxnorm.schedule[0] = '0.9' should be a valid dictionary"),
     ("--mxnorm.schedule {from_step=", "mxnorm.schedule[0] = '{from_step=' is not an inline table of TOML"),
+    ("--mxnorm.schedule {from_step=3}", "mxnorm.schedule[0] changes nothing"),
     (
         "--training.steps=9 --mxnorm.schedule {from_step=10,p=1}",
         "mxnorm.schedule[0].from_step = 10 is not a step of this run: allowed is 1 to 9",
@@ -249,7 +250,6 @@ TABLES = [
         "mxnorm.recipes = {'layers': {'0': 'bf16'}} holds a table",
         None,
     ),
-    ({"mxnorm": {"schedule": [{"from_step": 3}]}}, "mxnorm.schedule[0] changes nothing", None),
     ({"mxnorm": {"schedule": [{"from": 3}]}}, "mxnorm.schedule[0].'from' = 3 Extra inputs are not permitted", None),
     ({"mxnorm": {"schedule": [{"from_step": True}]}}, "mxnorm.schedule[0].'from_step' = True should be a valid", None),
     ({"mxnorm": {"filter_fqns": "output"}}, "mxnorm.filter_fqns = 'output' should be a valid list", 2),
@@ -288,9 +288,9 @@ def refused(tmp_path, monkeypatch, capsys):
 
     def refused(config, flags=""):
         (tmp_path / "a.toml").write_text(tomli_w.dumps(config))
-        begin = time.perf_counter()
+        begin = time.process_time()  # not the time of other processes on the same cores
         assert cli.main(["train", "a.toml", *flags.split()]) == 2
-        assert time.perf_counter() - begin < 3
+        assert time.process_time() - begin < 3
         (line,) = capsys.readouterr().err.splitlines()
         assert [path.name for path in tmp_path.iterdir()] == ["a.toml"]
         prefix, message = line[:16], line[16:]

@@ -15,8 +15,9 @@ A linear is measured when its output gradient arrives: FSDP2 has its weight gath
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial, reduce
 
 import torch
@@ -85,6 +86,7 @@ class Numerics:
         self._found, self._seen, self._estimates = {}, set(), {}
         with ExitStack() as stack:
             stack.enter_context(_unchanged(self._parts))
+            stack.enter_context(_sending_inputs(self._norms.values()))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for fqn, module in self._norms.items():
                 handle = module.register_forward_hook(partial(self._after_norm, fqn), prepend=True)
@@ -109,7 +111,9 @@ class Numerics:
         return not Stage.finds_shapes and fqn not in self._seen and not self._seen.add(fqn)
 
     @torch.no_grad()
-    def _after_norm(self, fqn: str, norm: MXNorm, args: tuple, result: NormedInput) -> None:
+    def _after_norm(self, fqn: str, norm: MXNorm, args: tuple, result: NormedInput | torch.Tensor) -> None:
+        if norm.is_plain:
+            return
         # The tensor is new in every forward, and the norm's linears follow before it is freed.
         self._estimates[result.rho.data_ptr()] = norm.estimate
         if fqn in self._watched_norms and self._is_new(fqn):
@@ -118,7 +122,7 @@ class Numerics:
                 self._found[fqn, NORM] = norm_totals(rows[index], norm.estimate, norm.recipe.fprop)
 
     def _after_linear(self, fqn: str, linear: QuantizedLinear, args: tuple, y: torch.Tensor) -> None:
-        if y.requires_grad and self._is_new(fqn):
+        if y.requires_grad and not linear.state.is_plain and self._is_new(fqn):
             given, index = self._input(linear, args[0])
             if len(index):
                 # A hook of the node runs after the hooks of its result, in which FSDP2 gathers weights.
@@ -185,6 +189,19 @@ def figures_of(ranks: list[dict[tuple[str, str], Totals]]) -> dict[str, float]:
     if gradients := [found["wgrad"] for found in of_modules.values() if "wgrad" in found]:
         figures[f"{PREFIX}{MODEL}/grad_norm_to_noise"] = norm_to_noise(reduce(combined, gradients))
     return {key: float(f"{value:.6g}") for key, value in figures.items()}
+
+
+@contextmanager
+def _sending_inputs(norms: Iterable[MXNorm]) -> Iterator[None]:
+    """Let norms of split sequences send their input, not codes: linears then have values, and results are the same."""
+    splits = {norm: norm.split for norm in norms if norm.split is not None}
+    try:
+        for norm, split in splits.items():
+            norm.split = replace(split, gather="high_precision")
+        yield
+    finally:
+        for norm, split in splits.items():
+            norm.split = split
 
 
 @contextmanager

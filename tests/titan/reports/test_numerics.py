@@ -1,6 +1,7 @@
 """Diagnostics in training: they change nothing, and they measure every module that is swapped."""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from mxtrain.analysis import read_metrics
 from mxtrain.analysis.numerics import PREFIX, by_figure, numerics_rows
 from mxtrain.diagnostics.totals import numbers
 from mxtrain.errors import ConfigError
+from mxtrain.recipes.parse import get_recipe
 from mxtrain.rng.rounding_position import set_rounding_step
 from mxtrain.titan.reports.numerics import Numerics, check_patterns, figures_of
 
@@ -20,7 +22,7 @@ COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
 DEGREE = "--parallelism.{}_parallel_degree=2"
 LAYOUTS = {
     "compiled, fsdp": [*COMPILED, "--training.local_batch_size=2"],
-    "tensor": [NVFP4, DEGREE.format("tensor"), "--activation_checkpoint.mode=selective"],
+    "tensor": [NVFP4, DEGREE.format("tensor"), "--activation_checkpoint.mode=selective", "--mxnorm.gather=quantized"],
     "context": [DEGREE.format("context"), "--training.seq_len=128"],
 }
 
@@ -98,6 +100,16 @@ def test_patterns_select_modules(model):
     figures = measure(model, torch.randn(1, 64, 64), ["layers.1.norm", "up"])
     modules = {key.removeprefix(PREFIX).partition("/")[0] for key in figures}
     assert modules == {"layers.1.norm", "layers.0.up", "layers.1.up", "model"}
+
+
+def test_layers_that_are_in_high_precision_now_have_no_figures(model):
+    first, second = model.layers
+    for layer in (first.norm, first.up):
+        layer.take(replace(layer.state, is_plain=True))
+    second.down.take(replace(second.down.state, recipe=get_recipe("bf16")))
+    figures = measure(model, torch.randn(1, 64, 64))
+    modules = {key.removeprefix(PREFIX).partition("/")[0] for key in figures}
+    assert modules == {"layers.0.down", "layers.1.norm", "layers.1.up", "model"}
 
 
 def test_a_pattern_must_match(model):
