@@ -404,7 +404,7 @@ def _copy_to_resume(folder: Path, name: str, resumed: Resumed, is_first: bool) -
     copy = folder / name
     if is_first:
         part = folder / f"{name} (being copied)"
-        shutil.copytree(folder / resumed.run, part)
+        shutil.copytree(folder / resumed.run, part, ignore=shutil.ignore_patterns("port"))  # which others would take
         for checkpoint in (part / "checkpoint").glob("step-*"):
             if int(checkpoint.name.removeprefix("step-")) > resumed.step:
                 shutil.rmtree(checkpoint)
