@@ -17,6 +17,8 @@ sequences, because "quantized" needs shards of whole blocks. NVFP4's tensor scal
 rho is not sent: after the casts only the norm's backward reads it, each process that of its own tokens.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -30,14 +32,24 @@ from mxtrain.recipes.formats import MXFP8
 from mxtrain.recipes.recipe import LinearRecipe, Recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
 
-TOKENS = MXFP8.block_size
+BLOCK_OF_TOKENS = MXFP8.block_size
 """Shards of sequences whose length is a multiple of this are whole blocks in every format."""
+
+
+class NormedSequences(NamedTuple):
+    """Whole sequences after a norm. The names are those of ``NormedInput``."""
+
+    h: torch.Tensor
+    xhat: Operand
+    rho: torch.Tensor
+    x: torch.Tensor | None
+    gathered: "GatheredColumns | None"
 
 
 def normalize_shard(
     x: torch.Tensor, estimate: RMSEstimate, recipe: LinearRecipe, mode: str, split: SplitSequences
-) -> tuple[torch.Tensor, torch.Tensor, list, torch.Tensor | None, "GatheredColumns | None"]:
-    """A shard x [B, S / P, D] -> h [B, S, D], rho, xhat's tensors, and ``x`` and ``gathered`` of ``NormedInput``.
+) -> NormedSequences:
+    """Normalize a shard x [B, S / P, D] and gather, in the order that ``split.gather`` says.
 
     Raises:
         ValueError: as for ``gathers_codes``.
@@ -48,7 +60,8 @@ def normalize_shard(
         h, rho, *xhat = NormThenGather.apply(x, estimate, recipe.fprop, mode, split, columns)
     else:
         h, rho, *xhat = GatherThenNorm.apply(x, estimate, recipe.fprop, mode, split)
-    return h.view(x.shape[0], split.processes * x.shape[1], x.shape[2]), rho, xhat, own, columns
+    h = h.view(x.shape[0], split.processes * x.shape[1], x.shape[2])
+    return NormedSequences(h, Operand(*xhat), rho, own, columns)
 
 
 def gathers_codes(x: torch.Tensor, recipe: LinearRecipe, mode: str, split: SplitSequences) -> bool:
@@ -57,11 +70,11 @@ def gathers_codes(x: torch.Tensor, recipe: LinearRecipe, mode: str, split: Split
     Raises:
         ValueError: codes are asked for, and the shard is not whole blocks of tokens.
     """
-    whole_blocks = x.shape[1] % TOKENS == 0
+    whole_blocks = x.shape[1] % BLOCK_OF_TOKENS == 0
     if split.gather == "quantized" and not whole_blocks:
         raise ValueError(
             f"x {tuple(x.shape)}: {x.shape[1]} tokens on each of {split.processes} processes are not whole blocks of "
-            f"{TOKENS}, which gather = 'quantized' needs"
+            f"{BLOCK_OF_TOKENS}, which gather = 'quantized' needs"
         )
     if split.gather != "auto":
         return split.gather == "quantized"

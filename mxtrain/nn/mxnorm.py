@@ -150,7 +150,7 @@ class MXNorm(Seeded, nn.RMSNorm):
 
     split: SplitSequences | None = None
     is_plain = False
-    """Compute RMSNorm in high precision; the linears then take a plain tensor"""
+    """Compute RMSNorm in high precision, with ``plain_eps``; the linears then take a plain tensor"""
 
     def __init__(
         self,
@@ -175,6 +175,7 @@ class MXNorm(Seeded, nn.RMSNorm):
                 f"dim = {dim} is not a multiple of the block size {fprop.block_size} of recipe {fprop.name!r}"
             )
         super().__init__(dim, eps, elementwise_affine, **factory_kwargs)
+        self.plain_eps: float | None = eps
         self.set_seed(0, "")
 
     @classmethod
@@ -189,7 +190,7 @@ class MXNorm(Seeded, nn.RMSNorm):
             eps = norm.eps if norm.eps is not None else torch.finfo(torch.float32).eps
         settings = dict(p=p, estimator=estimator, recipe=recipe, mode=mode)
         new = cls(norm.normalized_shape[0], eps, norm.elementwise_affine, **settings, device="meta")
-        new.weight = norm.weight
+        new.weight, new.plain_eps = norm.weight, norm.eps
         return new.train(norm.training)
 
     @property
@@ -210,19 +211,18 @@ class MXNorm(Seeded, nn.RMSNorm):
             ValueError: for another dtype, shape or device.
         """
         if self.is_plain:
-            y = F.rms_norm(x, self.normalized_shape, self._gain(), self.eps)
+            y = F.rms_norm(x, self.normalized_shape, self._gain(), self.plain_eps)
             return y if self.split is None else GatherSequences.apply(y, self.split)
         mode = mode_in_forward(self.mode, x.device.type)
         gain = self._gain()
         check_input(x, self.normalized_shape[0], gain, self.recipe, mode)
         recipe, split = self.recipe.fprop, self.split
-        own = columns = None
+        signs = self.signs(x.device)
         if split is None:
             h, rho, *xhat = _MXNormFunction.apply(x.reshape(-1, x.shape[-1]), self.estimate, recipe, mode)
-            h = h.view(x.shape)
-        else:
-            h, rho, xhat, own, columns = normalize_shard(x, self.estimate, self.recipe, mode, split)
-        return NormedInput(h, Operand(*xhat), rho, gain, self.signs(x.device), recipe, mode, own, columns)
+            return NormedInput(h.view(x.shape), Operand(*xhat), rho, gain, signs, recipe, mode)
+        whole = normalize_shard(x, self.estimate, self.recipe, mode, split)
+        return NormedInput(whole.h, whole.xhat, whole.rho, gain, signs, recipe, mode, whole.x, whole.gathered)
 
     def _gain(self) -> torch.Tensor | None:
         """The gain for the linears, each of which returns its process's part of the gradient."""
@@ -231,6 +231,8 @@ class MXNorm(Seeded, nn.RMSNorm):
         return self.weight.to_local(grad_placements=[Partial()])
 
     def extra_repr(self) -> str:
+        if self.is_plain:
+            return f"{super().extra_repr()}, in high precision"
         e = self.estimate
         return f"{super().extra_repr()}, p={e.p}, estimator={e.estimator}, recipe={self.recipe.fprop}, mode={self.mode}"
 

@@ -1,6 +1,6 @@
 """Recipes: which format each GEMM of a linear layer casts its operands to."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
 from mxtrain.recipes.formats import MXFP8, NVFP4, SCALE_ROUNDINGS, BlockFormat
@@ -67,7 +67,8 @@ class Recipe(LinearRecipe):
             If False, weights have blocks of 16 along the reduced axis, like all other operands.
         hadamard: NVFP4: both operands of wgrad are Hadamard-transformed along the tokens before their cast.
         stochastic_rounding: NVFP4: output gradients are rounded stochastically, for dgrad and wgrad.
-        high_precision_share: share of a model's blocks, the last ones, that ``mxtrain.convert`` does not change.
+        high_precision_share: share of a model's blocks, the last ones, that ``mxtrain.convert`` does not change. Not
+            compared when recipes are: a layer computes the same.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Recipe(LinearRecipe):
     weight_tiles: bool = False
     hadamard: bool = False
     stochastic_rounding: bool = False
-    high_precision_share: float = 0.0
+    high_precision_share: float = field(default=0.0, compare=False)
 
     def __post_init__(self):
         require_one_of("format", self.format, (None, MXFP8, NVFP4))

@@ -29,7 +29,7 @@ from mxtrain.titan.reports.terminal import note_conversion
 # Stands for debug.seed where that is unset.
 DEFAULT_SEED = 0
 # Fields of the section [mxnorm] that MXNorm alone has.
-_NORM_KEYS = ("p", "estimator", "eps")
+_MXNORM_KEYS = ("p", "estimator", "eps")
 # Facts in run.json.
 _FACTS = ("recipe", "p", "estimator", *SWITCHES, "mode", "eps")
 
@@ -169,7 +169,7 @@ class TitanMXNorm(TitanMXLinear):
     @classmethod
     def from_job(cls, job_config) -> MXNormConverter:
         section = _section(job_config, "mxnorm")
-        return MXNormConverter(**_linear_settings(job_config), **{key: getattr(section, key) for key in _NORM_KEYS})
+        return MXNormConverter(**_linear_settings(job_config), **{key: getattr(section, key) for key in _MXNORM_KEYS})
 
 
 class TitanFusedRMSNorm(_TitanConverter):

@@ -31,6 +31,10 @@ def _quantizes(job_config) -> bool:
     return any(name in QUANTIZING_CONVERTERS for name in job_config.model.converters)
 
 
+GRAPHS = 8
+"""Graphs of a function that torch.compile allows by default"""
+
+
 class RecipeSwitch:
     """Switches the layers of a run's model, or of this rank's stages, between steps.
 
@@ -89,11 +93,16 @@ class RecipeSwitch:
             yield f"in effect from step {self.guard.first} to {self.guard.last}: guard: {self._fallback}"
 
     def _allow_recompiling(self) -> None:
-        """Let torch.compile compile every kind of block for every state. It stops training at a limit otherwise."""
+        """Let torch.compile compile every kind of block for every state. It stops training at a limit otherwise.
+
+        Numbers of the states are constants of the graphs. Dynamo would make inputs of those that change, such as
+        c(p, B), and fails where it compares recipes that hold one.
+        """
         layers = sum(getattr(module, "timeline", None) is not None for part in self._parts for module in part.modules())
         more = (len(self._switches) + 1) * (2 if self.guard else 1) * layers
         config = torch._dynamo.config
-        config.recompile_limit += more
+        config.specialize_float = True
+        config.recompile_limit = max(config.recompile_limit, GRAPHS + more)
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
 
 

@@ -29,7 +29,7 @@ from mxtrain.settings.read import config_file, places
 from mxtrain.settings.resume_check import check_resume
 from mxtrain.settings.resume_run import resolved
 from mxtrain.titan import finite
-from mxtrain.titan.checkpoint.checkpointer import GUARD, Checkpointer, SaveError
+from mxtrain.titan.checkpoint.checkpointer import GUARD_STATE, Checkpointer, SaveError
 from mxtrain.titan.checkpoint.random_state import RandomState
 from mxtrain.titan.checkpoint.resumed_optimizer import apply_settings
 from mxtrain.titan.checkpoint.token_count import TokenCount
@@ -92,7 +92,7 @@ class _Trainer(Trainer):
             mesh = self.parallel_dims.get_optional_mesh("loss")
             copies = self.parallel_dims.world_size // (1 if mesh is None else mesh.size())
             self._watch.on_losses = lambda step, losses: guard.observe(step, sum(losses) / copies)
-            self.checkpointer.states[GUARD] = guard
+            self.checkpointer.states[GUARD_STATE] = guard
         self._tokens = TokenCount.of_layout(self.parallel_dims)
         self._signals = StopSignals()
         self._numerics = Numerics.of_job(job_config, self.model_parts)

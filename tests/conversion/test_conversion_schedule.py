@@ -1,6 +1,7 @@
 """Layers that change their recipe between steps, and the plan of a schedule for a model."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -180,14 +181,13 @@ class Blocks(nn.Module):
         return x
 
 
-def test_blocks_compile_at_most_once_for_an_entry():
-    """A state that comes back, and a second block with the same state, are not compiled again."""
-    model, x = Blocks(), torch.randn(4, 32, requires_grad=True)
-    plan = mxtrain.convert(model, mode="reference", filter_fqns=[], example_inputs=(x,))
-    tables = [{"from_step": 2, "until_step": 2, "recipe": "fprop=bf16"}, {"from_step": 3, "norm": "rmsnorm"}]
-    fallback = Change.parse("mxnorm.guard", {"estimator": "exact"}, {})
-    attach_schedule(model, plan.norms, parse_entries(tables, 3, {}, "mxnorm.schedule"), fallback)
-    eager, graphs = copy.deepcopy(model), []
+def compiled_beside_eager(recipe, converter, tables, fallback=None) -> Callable[..., int]:
+    """Return what gives two blocks the state of a step, compares them with eager ones, and counts all graphs so far."""
+    model, x, graphs = Blocks(), torch.randn(16, 32, requires_grad=True), []
+    plan = mxtrain.convert(model, converter, recipe=recipe, mode="reference", filter_fqns=[], example_inputs=(x,))
+    fallback = None if fallback is None else Change.parse("mxnorm.guard", fallback, {})
+    attach_schedule(model, plan.norms, parse_entries(tables, 4, {}, "mxnorm.schedule"), fallback)
+    eager = copy.deepcopy(model)
 
     def count(graph, inputs):
         graphs.append(graph)
@@ -196,11 +196,40 @@ def test_blocks_compile_at_most_once_for_an_entry():
     torch._dynamo.reset()
     for index, block in enumerate(model.layers):
         model.layers[index] = torch.compile(block, backend=count, fullgraph=True)
-    compiled = []
-    for step, falls_back in [(1, False), (2, False), (3, False), (4, False), (1, True), (4, False), (1, True)]:
+
+    def compare(step: int, falls_back: bool = False) -> int:
+        outputs = []
         for each in (model, eager):
             set_step(each, step, falls_back)
-        ours, theirs = model(x), eager(x)
-        assert torch.equal(ours, theirs)
-        compiled.append(len(graphs))
-    assert compiled == [1, 2, 3, 3, 4, 4, 4]
+            mxtrain.set_rounding_step(step)
+            outputs.append(each(x))
+        assert torch.equal(*outputs)
+        return len(graphs)
+
+    return compare
+
+
+def test_blocks_compile_at_most_once_for_an_entry():
+    """A state that comes back, and a second block with the same state, are not compiled again."""
+    tables = [{"from_step": 2, "until_step": 2, "recipe": "fprop=bf16"}, {"from_step": 3, "norm": "rmsnorm"}]
+    compare = compiled_beside_eager("mxfp8", "mxnorm", tables, {"estimator": "exact"})
+    steps = [(1, False), (2, False), (3, False), (4, False), (1, True), (4, False), (1, True)]
+    assert [compare(*step) for step in steps] == [1, 2, 3, 3, 4, 4, 4]
+
+
+@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
+@torch._dynamo.config.patch(specialize_float=True)  # as mxtrain.titan.schedule does
+def test_compiled_blocks_take_another_format(converter):
+    """Formats differ in the share of blocks that stay in high precision, which Dynamo must not make an input."""
+    tables = [{"from_step": 2, "until_step": 2, "recipe": "mxfp8"}, {"from_step": 3, "recipe": "bf16"}]
+    compare = compiled_beside_eager("nvfp4", converter, tables)
+    assert [compare(step) for step in (1, 2, 3, 1, 2)] == [1, 2, 3, 3, 3]
+
+
+def test_a_plain_norm_has_the_eps_of_the_norm_before_conversion():
+    model, x = Blocks(), torch.randn(4, 32)
+    before = model(x)
+    plan = mxtrain.convert(model, eps=0.5, mode="reference", filter_fqns=[], example_inputs=(x,))
+    attach_schedule(model, plan.norms, parse_entries([at_2(norm="rmsnorm")], 4, {}, "mxnorm.schedule"))
+    set_step(model, 2)
+    assert torch.equal(model(x), before)

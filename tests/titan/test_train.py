@@ -210,7 +210,7 @@ def test_one_microbatch_that_is_not_finite_is_enough(trainer):
 
 
 def test_the_trainer_sets_step_and_microbatch(monkeypatch):
-    seen = []
+    seen, begun = [], []
 
     def train_step(self, data_iterator):
         for _ in range(3):
@@ -225,12 +225,14 @@ def test_the_trainer_sets_step_and_microbatch(monkeypatch):
     trainer = object.__new__(_Trainer)
     trainer.device, trainer.parallel_dims, trainer._rank_in_stage = torch.device("cpu"), one_process(), 0
     trainer._watch = LossWatch(trainer.device, stops=True)
-    trainer._signals = StopSignals()
+    trainer._signals, trainer._numerics = StopSignals(), None
+    trainer._switch = SimpleNamespace(begin_step=begun.append)
     for trainer.step in (7, 8):
         trainer.train_step(None)
     trainer._signals.restore()
     set_rounding_step(None)
     assert seen == [[7, 0, 0], [7, 1, 0], [7, 2, 0], [8, 0, 0], [8, 1, 0], [8, 2, 0]]
+    assert begun == [7, 8]
 
 
 def test_a_run_records_its_settings(one):

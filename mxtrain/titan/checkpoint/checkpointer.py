@@ -26,7 +26,7 @@ from mxtrain.run_folder.start import Start
 from mxtrain.titan.checkpoint.staging import KeptStager
 from mxtrain.titan.checkpoint.writer import CheckpointWriter
 
-GUARD = "guard"
+GUARD_STATE = "guard"
 """Name of the guard's state in checkpoints of runs that have a guard (``mxtrain.recipes.spike_guard``)"""
 
 
@@ -91,8 +91,8 @@ class Checkpointer(CheckpointManager):
 
     def _states_to_load(self, model_only: bool) -> dict:
         states = super()._states_to_load(model_only)
-        if GUARD in states and not _holds(self.start.checkpoint, GUARD):
-            del states[GUARD]  # the run so far had no guard, and this one begins with an empty window
+        if GUARD_STATE in states and not _holds(self.start.checkpoint, GUARD_STATE):
+            del states[GUARD_STATE]  # the run so far had no guard, and this one begins with an empty window
         return states
 
     def _require_same_model(self, checkpoint: Path) -> None:

@@ -11,6 +11,9 @@ number generators and buffers get their values back; the trainer sets the positi
 microbatch. Training gives the same bits with diagnostics and without.
 
 A linear is measured when its output gradient arrives: FSDP2 has its weight gathered then.
+
+Hooks see a module's first forward, not the one that checkpointing repeats. So they may not use operations whose results
+selective checkpointing keeps, such as products: it would give them to the repeated forward.
 """
 
 import math
