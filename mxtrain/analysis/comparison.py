@@ -9,7 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from mxtrain.analysis.estimates import Estimate, estimate, paired_difference
-from mxtrain.analysis.results import Result
+from mxtrain.analysis.labels import flat_settings
+from mxtrain.analysis.pairing import STEPS, unpaired
+from mxtrain.analysis.results import Result, curve_numbers
 from mxtrain.analysis.runs import Run
 from mxtrain.errors import ConfigError
 
@@ -46,7 +48,7 @@ class Group:
     cells: list[Cell]
     """By learning rate, then in the order in which the variants came"""
     notes: list[str]
-    """What a reader must know: results that do not count, shorter curves, seeds without a pair"""
+    """What a reader must know: results that do not count, other settings, shorter curves, seeds without a pair"""
 
 
 def compare(results: list[Result], baseline: str | None = None) -> list[Group]:
@@ -71,14 +73,17 @@ def compare(results: list[Result], baseline: str | None = None) -> list[Group]:
 
 def _key(result: Result) -> tuple:
     # A curve can be cut to another's length, and a row of a CSV cannot.
-    return (result.flavor, None) if result.run else (result.flavor, result.tokens or result.steps)
+    return (result.model, result.flavor, None if result.run else result.tokens or result.steps)
 
 
 def _group(results: list[Result], baseline: str | None) -> Group | None:
     counted, notes = _counted(results)
     if not counted:
         return None
+    settings = [(r.variant, flat_settings(r.run)) for r in counted if r.run and r.run.settings]
+    notes += unpaired(settings, left_out=(STEPS,))
     counted, more = _cut_to_one_length(counted)
+    more += _early_validation(counted)
     names = list(dict.fromkeys(result.variant for result in counted))
     chosen = baseline if baseline in names else names[0]
     if baseline not in (None, chosen):
@@ -128,18 +133,27 @@ def _cut_to_one_length(results: list[Result]) -> tuple[list[Result], list[str]]:
         )
     places = [{_place(row["step"], result, unit): row for row in result.run.validation} for result in results]
     common = set.intersection(*[set(own) for own in places if own]) if any(places) else set()
-    last = max((place for place in common), default=None)
+    last = max(common, default=None)
     if any(places) and last is None:
         notes.append("the runs were not validated after the same number of tokens: validation is not compared")
-    elif last is not None and last < min(max(own) for own in places if own):
-        notes.append(f"validation is compared after {last:,} {unit}, the last validation that all runs have")
     cut = []
     for result, own in zip(results, places):
         run = _cut(result.run, unit, min(lengths))
-        validation = own[last]["validation_loss"] if last in own else None
-        values = {"steps": run.training[-1]["step"], "tail": run.tail_loss, "validation": validation}
-        cut.append(replace(result, **values, **({"tokens": min(lengths)} if unit == "tokens" else {})))
+        validated = own.get(last, {})
+        values = {"validation": validated.get("validation_loss"), "validation_step": validated.get("step")}
+        values |= {"tokens": min(lengths)} if unit == "tokens" else {}
+        cut.append(replace(result, **curve_numbers(run), **values))
     return cut, notes
+
+
+def _early_validation(results: list[Result]) -> list[str]:
+    """Return a line if validation losses are from before the last logged step."""
+    places = {(result.validation_step, result.steps) for result in results if result.validation_step is not None}
+    early = sorted(place for place in places if place[0] < place[1])
+    if not early:
+        return []
+    shown = ", ".join(f"{step:,} of {steps:,}" for step, steps in early)
+    return [f"validation losses are not from the end: the last common validation was after step {shown}"]
 
 
 def _place(step: int, result: Result, unit: str) -> int:
@@ -195,4 +209,4 @@ def _unpaired(at_rate: dict[str, list[Result]], baseline: str, lr: float | None)
 def _title(results: list[Result]) -> str:
     first = results[0]
     length = f"{first.tokens:,} tokens" if first.tokens else f"{first.steps:,} steps"
-    return ", ".join(word for word in (first.flavor, length) if word)
+    return ", ".join(word for word in (f"{first.model} {first.flavor}".strip(), length) if word)

@@ -5,7 +5,7 @@ from mxtrain.analysis.runs import Run
 COMPARED = {"model": ("model", "flavor"), "lr": ("optimizer", "lr"), "seed": ("debug", "seed")}
 """Word in a label -> section and name of the setting, which is shown where runs differ in it"""
 
-OTHER_SECTIONS = (
+OTHERS = (
     "job",
     "profiling",
     "metrics",
@@ -15,8 +15,17 @@ OTHER_SECTIONS = (
     "compile",
     "activation_checkpoint",
     "validation",
+    "model.name",  # other models are compared apart
+    "model.flavor",
+    "model_args",
+    "optimizer.lr",
+    "debug.seed",
+    "training.steps",
+    "data.cache_dir",
+    "data.prepared",
+    "mxnorm.diagnostics",  # changes no bit of the training
+    "mxnorm.gather",
 )
-OTHER_SETTINGS = ("optimizer.lr", "debug.seed", "training.steps", "data.cache_dir", "data.prepared")
 """Sections and settings that do not make another variant"""
 
 
@@ -60,12 +69,30 @@ def variants(runs: list[Run]) -> list[str]:
     return found
 
 
-def _compared(run: Run) -> dict[str, object]:
-    """Return the settings that make a variant, by full name."""
-    flat = {
-        f"{section}.{name}": value
+def flat_settings(run: Run) -> dict[str, object]:
+    """Return the settings in config.toml by full name: "mxnorm.guard.recipe", "mxnorm.schedule[0].modules"."""
+    return {
+        name: value
         for section, table in run.settings.items()
-        if isinstance(table, dict) and section not in OTHER_SECTIONS
-        for name, value in table.items()
+        if isinstance(table, dict)
+        for name, value in _flat(section, table).items()
     }
-    return {name: value for name, value in flat.items() if name not in OTHER_SETTINGS}
+
+
+def _flat(name: str, value: object) -> dict[str, object]:
+    if isinstance(value, dict):
+        parts = [(f"{name}.{key}", part) for key, part in value.items()]
+    elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
+        parts = [(f"{name}[{index}]", part) for index, part in enumerate(value)]
+    else:
+        return {name: value}
+    return {full: leaf for part in parts for full, leaf in _flat(*part).items()}
+
+
+def _compared(run: Run) -> dict[str, str]:
+    """Return the settings that make a variant, by full name."""
+    return {
+        name: " ".join(map(str, value)) if isinstance(value, list) else str(value)
+        for name, value in flat_settings(run).items()
+        if not any(name == other or name.startswith(f"{other}.") for other in OTHERS)
+    }

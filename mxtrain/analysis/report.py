@@ -6,6 +6,7 @@ from mxtrain.analysis.comparison import Cell, Group
 from mxtrain.analysis.estimates import CONFIDENCE, Estimate
 from mxtrain.analysis.report_blocks import Block, Heading, Lines, Picture, Table, Text, html_page, markdown
 from mxtrain.analysis.report_figures import curves_figure, rates_figure
+from mxtrain.analysis.results import Result
 from mxtrain.analysis.spikes import RULE
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import reason, replace_file
@@ -16,7 +17,9 @@ EXPLANATION = (
     "Losses are in nats per token: mean over seeds ± standard error. “Last 10 %” is the mean training loss of the last "
     "10 % of the logged steps. A difference is the mean, over seeds, of a run's loss minus the loss of the baseline's "
     "run with the same seed and learning rate. The range behind it is the "
-    f"{100 * CONFIDENCE:g} % confidence interval of Student's t; one pair gives none. Spikes are those of all runs: "
+    f"{100 * CONFIDENCE:g} % confidence interval of Student's t; one pair gives none. Intervals are not corrected for "
+    "the number of variants: with many, some exclude zero by chance. Differences are at equal learning rates, not "
+    "between each variant's best. Spikes are those of all runs: "
     f"{RULE}. Tokens per second are per device. Memory is the largest peak of a device."
 )
 
@@ -83,11 +86,16 @@ def runs_table(group: Group) -> Table:
     rows = [
         (
             r.name, r.variant, _form(r.lr, "g", "default"), _form(r.seed, "d", "none"), f"{r.steps:,}",
-            _form(r.validation, ".4f"), f"{r.tail:.4f}", _form(r.spikes, "d"), r.device or "-",
+            _validation(r), f"{r.tail:.4f}", _form(r.spikes, "d"), r.device or "-",
         )
         for r in group.results
     ]  # fmt: skip
     return Table(header, rows)
+
+
+def _validation(result: Result) -> str:
+    after = "" if result.validation_step is None else f" (step {result.validation_step:,})"
+    return "-" if result.validation is None else f"{result.validation:.4f}{after}"
 
 
 def _loss(value: Estimate | None) -> str:

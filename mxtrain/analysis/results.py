@@ -13,8 +13,8 @@ from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import reason
 
 COLUMNS = (
-    "date", "flavor", "variant", "lr", "seed", "steps", "tokens", "validation", "last_10_percent", "tokens_per_second",
-    "memory_gib", "device", "torch",
+    "date", "model", "flavor", "variant", "lr", "seed", "steps", "tokens", "validation", "validation_step",
+    "last_10_percent", "tokens_per_second", "memory_gib", "device", "torch",
 )  # fmt: skip
 REQUIRED = ("variant", "lr", "seed", "steps", "last_10_percent")
 """Columns of a CSV without which a row says nothing"""
@@ -32,9 +32,15 @@ class Result:
     """Last logged step"""
     tail: float
     """Mean training loss of the last 10 % of the logged steps"""
+    model: str = ""
+    """``model.name``"""
     flavor: str = ""
+    """``model.flavor``, and each setting of ``[model_args]``: "125M n_layers=4\""""
     tokens: int | None = None
     validation: float | None = None
+    """The last validation loss"""
+    validation_step: int | None = None
+    """The step after which that was"""
     tokens_per_second: float | None = None
     memory_gib: float | None = None
     device: str = ""
@@ -60,25 +66,35 @@ def result_of(run: Run, variant: str | None = None) -> Result:
     """
     last = run.training[-1]
     versions = run.facts.get("versions")
+    flavor = str(run.facts.get("flavor") or run.setting("model", "flavor") or "")
     return Result(
         name=run.name,
         variant=variant or run.variant or run.name,
         lr=_number(run.setting("optimizer", "lr"), float),
         seed=_number(run.setting("debug", "seed"), int),
-        steps=last["step"],
-        tail=run.tail_loss,
-        flavor=str(run.facts.get("flavor") or run.setting("model", "flavor") or ""),
+        **curve_numbers(run),
+        model=str(run.facts.get("model") or run.setting("model", "name") or ""),
+        flavor=" ".join([flavor, *(f"{name}={value}" for name, value in sorted(run.table("model_args").items()))]),
         tokens=_number(last.get("tokens_seen"), int),
         validation=run.validation_loss,
-        tokens_per_second=run.tokens_per_second,
-        memory_gib=run.peak_memory_gib,
+        validation_step=run.validation[-1]["step"] if run.validation else None,
         device=str(run.facts.get("device") or ""),
         torch=str(versions.get("torch") or "") if isinstance(versions, dict) else "",
         date=date.fromtimestamp(last["time"]).isoformat() if last.get("time") is not None else "",
-        spikes=len(spikes([row["loss"] for row in run.training])),
         problem=_problem(run),
         run=run,
     )
+
+
+def curve_numbers(run: Run) -> dict[str, float | int | None]:
+    """Return the fields of a Result that follow from the logged training steps, of which ``run`` may have a part."""
+    return {
+        "steps": run.training[-1]["step"],
+        "tail": run.tail_loss,
+        "tokens_per_second": run.tokens_per_second,
+        "memory_gib": run.peak_memory_gib,
+        "spikes": len(spikes([row["loss"] for row in run.training])),
+    }
 
 
 def _problem(run: Run) -> str:
@@ -92,16 +108,22 @@ def _problem(run: Run) -> str:
 def row_of(result: Result) -> dict[str, str]:
     """Return the result as a row of a CSV with ``COLUMNS``; "" where a number is not known."""
     values = (
-        result.date, result.flavor, result.variant, _text(result.lr, "g"), _text(result.seed, "d"),
-        str(result.steps), _text(result.tokens, "d"), _text(result.validation, ".4f"), _text(result.tail, ".4f"),
-        _text(result.tokens_per_second, ".0f"), _text(result.memory_gib, ".2f"), result.device, result.torch,
+        result.date, result.model, result.flavor, result.variant, _text(result.lr, ""), _text(result.seed, "d"),
+        str(result.steps), _text(result.tokens, "d"), _text(result.validation, ".4f"),
+        _text(result.validation_step, "d"), _text(result.tail, ".4f"), _text(result.tokens_per_second, ".0f"),
+        _text(result.memory_gib, ".2f"), result.device, result.torch,
     )  # fmt: skip
     return dict(zip(COLUMNS, values, strict=True))
 
 
 def append_results(path: str | os.PathLike, results: list[Result]) -> None:
-    """Append a row per result to a CSV, which is created if it does not exist."""
+    """Append a row per result to a CSV, which is created if it does not exist.
+
+    Raises ConfigError if the CSV has other columns: rows would not fit under its header.
+    """
     is_new = not Path(path).exists()
+    if not is_new and (header := Path(path).read_text(encoding="utf-8").partition("\n")[0]) != ",".join(COLUMNS):
+        raise ConfigError(f"{path} has the columns {header!r}; rows are appended under {','.join(COLUMNS)!r} only")
     with open(path, "a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         if is_new:
@@ -143,7 +165,7 @@ def _result_in(row: dict, name: str) -> Result:
         key: _parsed(texts, key, type_)
         for key, type_ in (
             ("lr", float), ("seed", int), ("steps", int), ("tokens", int), ("validation", float),
-            ("last_10_percent", float), ("tokens_per_second", float), ("memory_gib", float),
+            ("validation_step", int), ("last_10_percent", float), ("tokens_per_second", float), ("memory_gib", float),
         )
     }  # fmt: skip
     if not texts["variant"]:
@@ -155,7 +177,7 @@ def _result_in(row: dict, name: str) -> Result:
         name=name,
         tail=numbers.pop("last_10_percent"),
         **numbers,
-        **{key: texts[key] for key in ("variant", "flavor", "device", "torch", "date")},
+        **{key: texts[key] for key in ("variant", "model", "flavor", "device", "torch", "date")},
     )
     return result if result.is_finite else replace(result, problem="its loss is not finite")
 

@@ -89,8 +89,12 @@ class Run:
 
     def setting(self, section: str, name: str, default: object = None) -> object:
         """Return a setting; ``default`` where config.toml, which holds no defaults, does not set it."""
+        return self.table(section).get(name, default)
+
+    def table(self, section: str) -> dict[str, object]:
+        """Return the settings of a section in config.toml, which holds no defaults."""
         table = self.settings.get(section)
-        return table.get(name, default) if isinstance(table, dict) else default
+        return table if isinstance(table, dict) else {}
 
     @property
     def first_nonfinite_step(self) -> int | None:

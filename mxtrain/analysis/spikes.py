@@ -14,7 +14,7 @@ HEIGHT = 0.1
 RULE = (
     f"a spike is a logged loss more than {DEVIATIONS:g} standard deviations and {HEIGHT:g} nats above the median of "
     f"the {WINDOW} logged losses before it (deviations by 1.4826 times the median absolute deviation); neighbours "
-    "count as one"
+    f"count as one, and the first {WINDOW} logged losses of a run cannot be spikes"
 )
 
 

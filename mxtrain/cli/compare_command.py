@@ -38,6 +38,7 @@ def add(commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=DESCRIPTION,
         parents=[_options()],
+        allow_abbrev=False,  # "--seed" is a mistake for "--debug.seed", and not "--seeds"
     )
     parser.usage = "mxtrain compare VARIANT... [options] [FLAGS]\n       mxtrain compare --resume FOLDER [options]"
     parser.set_defaults(run=_compare)
@@ -46,8 +47,8 @@ def add(commands) -> None:
 
 
 def _options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--seeds", metavar="N", type=int, default=1, help="seeds 0 to N - 1 (default: 1)")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--seeds", metavar="N", type=int, help="seeds 0 to N - 1 (default: 1)")
     parser.add_argument("--lr", metavar="A,B,...", default="", help="learning rates (default: that of each config)")
     parser.add_argument("--steps", metavar="N", type=int, help="the same as --training.steps N")
     parser.add_argument("--gpus", metavar="N", type=int, default=1, help="GPUs (on a CPU: processes) of each run")
@@ -86,9 +87,10 @@ def compare(options, variants: list[str], flags: list[str]) -> int:
     folder = options.resume or options.output or Path("outputs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
     earlier = read_comparison(folder)
     if options.resume is not None:
-        if variants or flags or options.steps or options.lr:
+        if variants or flags or options.steps or options.lr or options.seeds or options.output:
             raise ConfigError(
-                "--resume takes the variants and flags of the comparison; give --side-by-side, --gpus only"
+                "--resume takes the variants, seeds and flags of the comparison, in its folder; allowed are "
+                "--side-by-side, --gpus, --baseline and --dry-run. To add seeds, repeat the first command with --seeds"
             )
         if not earlier:
             raise ConfigError(f"--resume {folder}: no comparison has been here, comparison.json is missing")
@@ -97,7 +99,7 @@ def compare(options, variants: list[str], flags: list[str]) -> int:
         if not variants:
             raise ConfigError("VARIANT is missing: give configs, or --resume and the folder of a comparison")
         steps = [] if options.steps is None else [f"--training.steps={options.steps}"]
-        plan = planned(variants, options.seeds, _rates(options.lr), [*flags, *steps])
+        plan = planned(variants, options.seeds or 1, _rates(options.lr), [*flags, *steps])
     runs = joined(earlier, plan, folder)
     if options.baseline is not None and options.baseline not in {run.variant for run in runs.values()}:
         names = ", ".join(dict.fromkeys(run.variant for run in runs.values()))
@@ -109,7 +111,7 @@ def compare(options, variants: list[str], flags: list[str]) -> int:
         print(_described(runs, devices, folder))
         return 0
 
-    with locked(folder) as warning:
+    with locked(folder, "--output" if options.resume is None else "--resume") as warning:
         if warning:
             print(f"mxtrain: warning: {warning}", file=sys.stderr)
         write_comparison(folder, runs)
@@ -127,7 +129,7 @@ def compare(options, variants: list[str], flags: list[str]) -> int:
 
 
 def _rates(text: str) -> list[str]:
-    """Return the learning rates as short texts. Raises ConfigError for what is not a positive number."""
+    """Return the learning rates as their shortest exact texts. Raises ConfigError for what is not a positive number."""
     rates = []
     for word in filter(None, text.split(",")):
         try:
@@ -136,7 +138,7 @@ def _rates(text: str) -> list[str]:
             rate = 0.0
         if not 0 < rate < float("inf"):
             raise ConfigError(f"--lr {text}: {word!r} is not a positive number")
-        rates.append(f"{rate:g}")
+        rates.append(repr(rate))
     return list(dict.fromkeys(rates))
 
 

@@ -7,6 +7,7 @@ import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mxtrain.analysis.pairing import PAIRING_SETTINGS, unpaired
 from mxtrain.config import load_config
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.comparison import PairedRun
@@ -17,12 +18,8 @@ from mxtrain.settings.read import CONFIG_FLAGS, places, read_settings
 OWN_SETTINGS = ("job.dump_folder", "job.config_file", "debug.seed")
 """Settings that the comparison itself gives every run"""
 
-PAIRING_SETTINGS = (
-    "training.dataset", "training.dataset_path", "training.seq_len", "training.global_batch_size",
-    "training.local_batch_size", "training.steps", "data.installed", "data.other_files", "data.vocab_size",
-    "data.max_bytes", "data.package_share", "data.validation_share", "data.seed", "model.name", "model.flavor",
-)  # fmt: skip
-"""Settings in which paired runs must agree to read the same text in the same steps, and to start from equal weights"""
+LONGEST_NAME = 200
+"""Bytes in a run's name, of which a file system allows 255: files beside the run's folder have longer names"""
 
 
 @dataclass(frozen=True)
@@ -37,9 +34,12 @@ def variant_of(words: str) -> Variant:
 
     Without NAME, the name is that of the config file, followed by the flags.
 
-    Raises ConfigError if CONFIG is missing.
+    Raises ConfigError if CONFIG is missing, or a quote is not closed.
     """
-    first, *flags = shlex.split(words) or [""]
+    try:
+        first, *flags = shlex.split(words) or [""]
+    except ValueError as error:
+        raise ConfigError(f"VARIANT = {words!r} cannot be split into words: {error}") from error
     name, equals, config = first.partition("=")
     if not equals or not re.fullmatch(r"[\w.+-]+", name) or Path(first).is_file():
         name, config = "", first
@@ -61,8 +61,8 @@ def planned(variants: list[str], seeds: int, rates: list[str], flags: list[str])
         flags: for every run; those of a variant override them.
 
     Raises:
-        ConfigError: for two variants of one name, a flag that the comparison sets itself, and every mistake in the
-            settings that shows without PyTorch.
+        ConfigError: for two variants of one name, a name that is too long for a folder, a flag that the comparison
+            sets itself, and every mistake in the settings that shows without PyTorch.
     """
     found = [variant_of(words) for words in variants]
     names = [variant.name for variant in found]
@@ -89,6 +89,11 @@ def planned(variants: list[str], seeds: int, rates: list[str], flags: list[str])
 def _run(variant: Variant, seed: int, rate: str | None, flags: list[str]) -> PairedRun:
     arguments = [variant.config, *flags, *variant.flags, *([f"--optimizer.lr={rate}"] if rate else [])]
     name = f"{variant.name}{f'-lr{rate}' if rate else ''}-seed{seed}"
+    if (length := len(name.encode())) > LONGEST_NAME:
+        raise ConfigError(
+            f"the folder's name {name[:40]!r}... has {length} bytes, and at most {LONGEST_NAME} are allowed: "
+            "write NAME=CONFIG with a short NAME"
+        )
     return PairedRun(name, variant.name, [*arguments, f"--debug.seed={seed}"], _hash(variant.config))
 
 
@@ -133,11 +138,5 @@ def joined(earlier: dict[str, PairedRun], plan: dict[str, PairedRun], folder: Pa
 def unpaired_settings(runs: dict[str, PairedRun]) -> list[str]:
     """Return a line for each of PAIRING_SETTINGS in which variants differ."""
     first_of = {run.variant: run for run in reversed(runs.values())}
-    settings = {name: settings_of(run) for name, run in reversed(first_of.items())}
-    lines = []
-    for name in PAIRING_SETTINGS:
-        values = {variant: own[name] for variant, own in settings.items()}
-        if len(set(map(repr, values.values()))) > 1:
-            shown = ", ".join(f"{value!r} in {variant}" for variant, value in values.items())
-            lines.append(f"variants differ in {name} ({shown}): their runs are not paired step by step")
-    return lines
+    settings = [(variant, settings_of(run)) for variant, run in reversed(first_of.items())]
+    return unpaired((variant, {name: own[name] for name in PAIRING_SETTINGS}) for variant, own in settings)

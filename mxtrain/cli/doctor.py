@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 import mxtrain
-from mxtrain.cli.launch import nvidia_gpus
+from mxtrain.cli.launch import core_count, nvidia_gpus
 from mxtrain.cli.tested_versions import untested
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.ops.hardware import HAS_TRITON, default_device_type, describe_modes, resolve_mode
@@ -46,9 +46,8 @@ def versions() -> list[tuple[str, str]]:
 
 def devices() -> list[tuple[str, str]]:
     """Return (device, description) of the CPU and of every GPU, GPUs that PyTorch cannot use included."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    rows = [("cpu", f"{platform.machine()}, {cores} cores, {memory:.0f} GiB")]
+    rows = [("cpu", f"{platform.machine()}, {core_count()} cores, {memory:.0f} GiB")]
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         capability = f"compute capability {gpu.major}.{gpu.minor}"

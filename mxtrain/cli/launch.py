@@ -168,6 +168,11 @@ def _missing(folder: Path) -> list[Path]:
     return [path for path in (folder, *folder.parents) if not path.is_dir()]
 
 
+def core_count() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def set_worker_defaults(environment, processes: int, devices: int) -> None:
     """Set defaults in the workers' environment. Variables that the user has set stay.
 
@@ -180,8 +185,7 @@ def set_worker_defaults(environment, processes: int, devices: int) -> None:
     process by default, 1,900 and 900 with 1,000 spins.
     """
     if processes > 1:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, core_count() // processes)))
     if devices == 0:
         environment.setdefault("GOMP_SPINCOUNT", "1000")
     else:

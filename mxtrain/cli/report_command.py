@@ -56,6 +56,7 @@ def write(sources: list[Path], baseline: str | None = None, output: Path | None 
     from mxtrain.analysis.report import losses_table, report, write_report
     from mxtrain.analysis.sources import read_sources
     from mxtrain.analysis.tables import aligned
+    from mxtrain.run_folder.comparison import COMPARISON_FILE
 
     results, notes = read_sources(sources)
     for line in notes:
@@ -66,7 +67,8 @@ def write(sources: list[Path], baseline: str | None = None, output: Path | None 
     for group in groups:
         for line in group.notes:
             print(f"mxtrain: note: {line}", file=sys.stderr)
-    folder = output or (sources[0] if len(sources) == 1 and sources[0].is_dir() else Path("report"))
+    is_comparison = len(sources) == 1 and (sources[0] / COMPARISON_FILE).is_file()
+    folder = output or (sources[0] if is_comparison else Path("report"))
     title = ", ".join(dict.fromkeys(source.resolve().name for source in sources[:3])) + " ..." * (len(sources) > 3)
     files = write_report(folder, report(title, groups, notes))
     tables = [(losses_table(group), group) for group in groups]

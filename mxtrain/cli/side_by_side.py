@@ -1,5 +1,6 @@
 """Does the runs of a comparison, several at a time, each as ``mxtrain train`` in a process and folder of its own."""
 
+import math
 import os
 import re
 import shlex
@@ -13,12 +14,13 @@ from pathlib import Path
 
 from mxtrain.analysis.runs import load_run
 from mxtrain.cli.comparison_plan import settings_of
-from mxtrain.cli.stop_workers import say_from_handler
+from mxtrain.cli.launch import core_count
+from mxtrain.cli.stop_workers import IMPATIENT, say_from_handler
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import end_with_this_process, stop_signals
 from mxtrain.run_folder.comparison import SET_ASIDE, PairedRun, write_comparison
 from mxtrain.run_folder.lock import locked
-from mxtrain.run_folder.start import CheckpointSettings, find_start
+from mxtrain.run_folder.start import CheckpointSettings, NothingToResume, find_start
 
 TRAIN = [sys.executable, "-m", "mxtrain.cli", "train"]
 POLL_SECONDS = 0.1
@@ -81,6 +83,9 @@ class SideBySide:
 
     def _start(self, run: PairedRun, place: int) -> None:
         folder, device = self.folder / run.name, self.devices[place]
+        if problem := _ended_without_finite_loss(folder, run):
+            _say(f"{run.name}: FAILED before: {problem}; to start it again, remove {folder}")
+            return
         try:
             how = _prepare(folder, run, self.processes)
         except ConfigError as error:
@@ -91,7 +96,7 @@ class SideBySide:
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
         if len(self.devices) > 1:
-            cores = len(os.sched_getaffinity(0)) // (len(self.devices) * self.processes)
+            cores = core_count() // (len(self.devices) * self.processes)
             environment.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
         with open(self.log_of(run), "ab") as log:
             # In a session of its own: Ctrl-C on a terminal reaches this process alone, which passes it on once.
@@ -130,8 +135,8 @@ class SideBySide:
     def _pass_on(self, number: int, frame: object) -> None:
         if self.stopped_by is None:
             self.stopped_by = signal.Signals(number)
-            again = f"a second {self.stopped_by.name} kills them"
-            say_from_handler(f"{self.stopped_by.name}: stopping {len(self._running)} runs; {again}")
+            again = f"; a second {self.stopped_by.name} kills them" * (number in IMPATIENT)
+            say_from_handler(f"{self.stopped_by.name}: stopping {len(self._running)} runs{again}")
         for started in self._running.values():
             started.process.send_signal(number)
 
@@ -141,7 +146,7 @@ def _prepare(folder: Path, run: PairedRun, processes: int) -> str:
 
     That is a run without a checkpoint to resume from, or one with damaged checkpoints only.
 
-    Raises ConfigError if a process still works in the folder.
+    Raises ConfigError if a process still works in the folder, or if the run cannot start for another reason.
     """
     if not folder.exists():
         return "starts"
@@ -150,7 +155,7 @@ def _prepare(folder: Path, run: PairedRun, processes: int) -> str:
         try:
             start = find_start(folder, checkpoint, processes)
             return f"resumes after step {start.step}" if start.step else "starts"
-        except ConfigError:
+        except NothingToResume:
             numbered = (folder.parent / SET_ASIDE / f"{run.name}-{number}" for number in count(1))
             aside = next(path for path in numbered if not path.exists())
             aside.parent.mkdir(exist_ok=True)
@@ -158,12 +163,25 @@ def _prepare(folder: Path, run: PairedRun, processes: int) -> str:
             return f"starts again; its earlier files are in {aside}"
 
 
+def _ended_without_finite_loss(folder: Path, run: PairedRun) -> str:
+    """Say that the run's loss was not finite when it failed, or "". The same seed would bring the same loss again."""
+    if run.status is None or not 0 < run.status < 128:  # it has not ended, or a signal ended it
+        return ""
+    try:
+        earlier = load_run(folder)
+    except ConfigError:
+        return ""
+    is_finite = math.isfinite(earlier.last_loss)
+    return "" if is_finite else f"its loss is not finite at step {earlier.first_nonfinite_step}"
+
+
 def _losses(folder: Path) -> str:
     try:
         run = load_run(folder)
     except ConfigError as error:
         return f"finished without metrics ({error})"
-    validation = "" if run.validation_loss is None else f", validation {run.validation_loss:.4f}"
+    last = run.validation[-1] if run.validation else None
+    validation = "" if last is None else f", validation {last['validation_loss']:.4f} (step {last['step']})"
     return f"finished: loss {run.tail_loss:.4f} (last 10 %){validation}"
 
 

@@ -19,10 +19,13 @@ LOCK_FILE = ".lock"
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[str | None]:
+def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | None]:
     """Create ``folder`` and hold its lock. A worker of ``mxtrain train`` shares the lock of its parent.
 
     Gives None, or a warning for the user if the file system has no locks.
+
+    Args:
+        setting: what the user gave the folder to, for messages.
 
     Raises:
         ConfigError: if another run holds the lock, or if the folder cannot be written.
@@ -32,39 +35,39 @@ def locked(folder: Path) -> Iterator[str | None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+b", buffering=0)
     except OSError as error:
-        raise _not_writable(folder, path, error) from error
+        raise _not_writable(setting, folder, path, error) from error
     with file:
         # A child, such as a dataloader worker, would keep the lock for as long as it outlives this process.
         os.register_at_fork(after_in_child=file.close)
         warning = None
         try:
-            _take(file, folder)
+            _take(file, folder, setting)
         except OSError as error:
             warning = f"{path} cannot be locked ({reason(error)}): nothing keeps a second run out of this folder"
         yield warning
 
 
-def _take(file, folder: Path) -> None:
+def _take(file, folder: Path, setting: str) -> None:
     """Take the lock. Raises ConfigError if it is taken, and OSError on a file system without locks."""
     try:
         if not is_launcher_alive():
             # Every newcomer asks for the lock alone. The holder keeps a shared lock, so that its worker can join.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _write_owner(file, folder)
+            _write_owner(file, folder, setting)
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ConfigError(
-            f"job.dump_folder = {str(folder)!r} is in use by {_owner(file)}; wait until that run ends, stop it, or "
+            f"{setting} = {str(folder)!r} is in use by {_owner(file)}; wait until that run ends, stop it, or "
             "choose another folder"
         ) from error
 
 
-def _write_owner(file, folder: Path) -> None:
+def _write_owner(file, folder: Path, setting: str) -> None:
     try:
         file.truncate(0)
         file.write(f"{os.getpid()} {socket.gethostname()}".encode())
     except OSError as error:  # a full disk, which would stop the run's own files too
-        raise _not_writable(folder, folder / LOCK_FILE, error) from error
+        raise _not_writable(setting, folder, folder / LOCK_FILE, error) from error
 
 
 def _owner(file) -> str:
@@ -75,5 +78,5 @@ def _owner(file) -> str:
     return "another run"
 
 
-def _not_writable(folder: Path, path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"job.dump_folder = {str(folder)!r} cannot be written: {path}: {reason(error)}")
+def _not_writable(setting: str, folder: Path, path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{setting} = {str(folder)!r} cannot be written: {path}: {reason(error)}")

@@ -38,6 +38,10 @@ class CheckpointSettings:
         return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
 
 
+class NothingToResume(ConfigError):
+    """The folder holds the results of a run, but no whole checkpoint from which it could go on."""
+
+
 @dataclass(frozen=True)
 class Start:
     step: int
@@ -86,8 +90,9 @@ def find_start(
         damaged: names of checkpoints in the folder whose contents are known to be wrong -> what is wrong with them.
 
     Raises:
-        ConfigError: if the run would replace results, start at step 1 although the folder holds checkpoints, fail to
-            load its checkpoint, or ignore a setting; and if the folder cannot be read.
+        NothingToResume: if the run would replace results, or all checkpoints are damaged.
+        ConfigError: if it would start at step 1 although the folder holds checkpoints, fail to load its checkpoint, or
+            ignore a setting; and if the folder cannot be read.
     """
     try:
         return _find_start(folder, checkpoint, processes, damaged)
@@ -142,7 +147,7 @@ def _begins_again(folder: Path, checkpoint: CheckpointSettings) -> tuple[str, ..
 def _require_no_metrics(folder: Path, because: str) -> None:
     metrics = folder / METRICS_FILE
     if metrics.is_file() and metrics.stat().st_size > 0:
-        raise ConfigError(
+        raise NothingToResume(
             f"job.dump_folder = {str(folder)!r} holds the metrics of a run ({metrics}), which this run would replace "
             f"({because}); choose another folder, or move the old one away"
         )
@@ -173,7 +178,7 @@ def _step_to_load(saved: Checkpoints, wanted: int) -> int | None:
         return wanted
     if saved.found and not saved.whole:
         problems = "; ".join(f"{name}: {problem}" for name, problem in saved.problems.items())
-        raise ConfigError(f"checkpoint.folder: {saved.folder} holds no whole checkpoint ({problems})")
+        raise NothingToResume(f"checkpoint.folder: {saved.folder} holds no whole checkpoint ({problems})")
     return max(saved.whole, default=None)
 
 

@@ -26,7 +26,11 @@ def main(arguments: list[str]) -> int:
             print(f"{folder}: skipped: {result.problem}", file=sys.stderr)
         else:
             results.append(result)
-    append_results(path, results)
+    try:
+        append_results(path, results)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0
 
 

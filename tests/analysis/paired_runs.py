@@ -31,6 +31,14 @@ def make_run(
     for section, table in (settings or {}).items():
         config.setdefault(section, {}).update(table)
     (folder / "config.toml").write_text(tomli_w.dumps(config))
-    facts = {"converter": "mxnorm", "recipe": "mxfp8", "p": p, "estimator": "pre_round", "flavor": "tiny", **facts}
+    facts = {
+        "converter": "mxnorm",
+        "recipe": "mxfp8",
+        "p": p,
+        "estimator": "pre_round",
+        "model": "llama3",
+        "flavor": "tiny",
+        **facts,
+    }
     (folder / "run.json").write_text(json.dumps(facts))
     return folder

@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -11,7 +12,7 @@ from mxtrain.errors import ConfigError
 
 def row(variant, seed, validation, tail=2.0, lr=1e-3, **other):
     """A row of a CSV."""
-    fields = {"steps": 10, "tokens": 640, "name": f"{variant}{seed}", "flavor": "tiny", **other}
+    fields = {"steps": 10, "tokens": 640, "name": f"{variant}{seed}", "model": "llama3", "flavor": "tiny", **other}
     return Result(variant=variant, lr=lr, seed=seed, tail=tail, validation=validation, **fields)
 
 
@@ -77,7 +78,7 @@ def test_curves_of_different_lengths_are_compared_at_the_last_common_tokens(ran)
     short = ran("short", [5.0, 4.0, 3.0, 2.0], "a", validation={2: 4.5, 4: 2.5})
     long = ran("long", [5.0, 4.2] + [3.2] * 6, "b", validation={1: 9.0, 2: 4.1, 8: 1.0}, tokens_per_step=128)
     (group,) = compare([short, long])
-    assert group.title == "tiny, 256 tokens"
+    assert group.title == "llama3 tiny, 256 tokens"
     assert [(r.steps, r.tokens, r.tail) for r in group.results] == [(4, 256, 2.0), (2, 256, 4.2)]
     assert [r.validation for r in group.results] == [2.5, 4.1]  # after 256 tokens: steps 4 and 2
     assert (
@@ -92,7 +93,11 @@ def test_validation_is_compared_at_the_last_place_that_all_runs_have(ran):
     never = ran("never", [3.0] * 4, "c")
     (group,) = compare([first, second, never])
     assert [r.validation for r in group.results] == [2.2, 2.1, None]
-    assert group.notes == ["validation is compared after 128 tokens, the last validation that all runs have"]
+    early = "validation losses are not from the end: the last common validation was after step"
+    assert group.notes == [f"{early} 2 of 4"]
+    assert [r.validation_step for r in group.results] == [2, 2, None]
+    (group,) = compare([row("a", 0, 2.0, validation_step=10), row("b", 0, 2.0, validation_step=1)])
+    assert group.notes == [f"{early} 1 of 10"]
     (group,) = compare([first, ran("third", [3.0] * 4, "b", validation={3: 2.3})])
     assert [r.validation for r in group.results] == [None, None] and "validation is not compared" in group.notes[0]
 
@@ -114,10 +119,46 @@ def test_runs_without_a_seed_count_and_have_no_pair():
     assert group.notes == ["b at learning rate 0.001: no pair with the baseline for seed none, none"]
 
 
+def test_numbers_of_longer_curves_are_those_of_the_part_that_is_compared(ran, tmp_path):
+    folder = make_run(tmp_path / "long", [3.0] * 30 + [9.0, 3.0], lr=1e-3)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for r in rows[25:]:
+        r.update(tokens_per_second=900.0, memory_gib=9.0)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    long = result_of(load_run(folder), "b")
+    assert (long.spikes, long.memory_gib) == (1, 9.0)
+    (group,) = compare([ran("short", [3.0] * 25, "a"), long])
+    assert [(c.spikes, c.tokens_per_second, c.memory_gib) for c in group.cells] == [(0, 100.0, 1.5)] * 2
+
+
+def test_runs_of_other_text_are_compared_with_a_note(ran):
+    results = [
+        ran("a0", [3.0], "a", settings={"training": {"seq_len": 64}}),
+        ran("a1", [3.0], "a", seed=1, settings={"training": {"seq_len": 64}}),
+        ran("b0", [3.0], "b", settings={"validation": {"steps": 5}, "data": {"max_bytes": 100}}),
+    ]
+    (group,) = compare(results)
+    assert group.notes == [
+        "variants differ in training.seq_len (64 in a, default in b): their runs are not paired step by step",
+        "variants differ in data.max_bytes (default in a, 100 in b): their runs are not paired step by step",
+        "variants differ in validation.steps (default in a, 5 in b): their validation losses are not of the same text",
+    ]
+
+
+def test_models_of_one_flavor_and_with_other_sizes_are_compared_apart(ran):
+    results = [
+        ran("a", [3.0], "x"), ran("b", [2.0], "x", seed=1, model="qwen3"), ran("c", [1.0], "x"),
+        ran("d", [4.0], "x", settings={"model_args": {"n_layers": 2}}),
+    ]  # fmt: skip
+    titles = ["llama3 tiny, 64 tokens", "qwen3 tiny, 64 tokens", "llama3 tiny n_layers=2, 64 tokens"]
+    assert [group.title for group in compare(results)] == titles
+
+
 def test_other_models_and_rows_of_other_lengths_are_compared_apart():
     results = [row("a", 0, 2.0), row("b", 0, 1.0, flavor="1B"), row("a", 0, 1.5, tokens=6400), row("b", 0, 2.2)]
     groups = compare(results, "a")
-    assert [group.title for group in groups] == ["tiny, 640 tokens", "1B, 640 tokens", "tiny, 6,400 tokens"]
+    titles = ["llama3 tiny, 640 tokens", "llama3 1B, 640 tokens", "llama3 tiny, 6,400 tokens"]
+    assert [group.title for group in groups] == titles
     assert [[r.variant for r in group.results] for group in groups] == [["a", "b"], ["b"], ["a"]]
     assert groups[1].notes == ["no run of the baseline 'a' counts here: differences are to 'b'"]
 

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from mxtrain.analysis import Run
-from mxtrain.analysis.labels import labels, names
+from mxtrain.analysis.labels import labels, names, variants
 
 P = [{"converter": "mxnorm", "recipe": "mxfp8", "p": p, "estimator": "pre_round"} for p in (1, 2)]
 
@@ -33,3 +33,17 @@ def test_settings_in_which_runs_agree_are_left_out():
         "a (mxnorm mxfp8 p=1)",
         "b (mxnorm mxfp8 p=1)",
     ]
+
+
+def test_a_variant_names_settings_in_tables_one_by_one_and_not_what_changes_no_training():
+    guard = {"guard": {"recipe": "bf16"}, "schedule": [{"recipe": "bf16", "modules": ["layers.0", "*.w2"]}]}
+    same = {"diagnostics": {"every": 5}, "gather": "quantized"}
+    runs = [
+        make_run("a", P[1], {"mxnorm": guard}),
+        make_run("b", P[1], {"mxnorm": guard | same, "model": {"flavor": "1B"}, "model_args": {"n_layers": 2}}),
+        make_run("c", P[1], {}),
+    ]
+    own = "mxnorm.guard.recipe bf16, mxnorm.schedule[0].modules layers.0 *.w2, mxnorm.schedule[0].recipe bf16"
+    without = own.replace("bf16", "default").replace("layers.0 *.w2", "default")
+    assert variants(runs) == [f"mxnorm mxfp8 p=2, {text}" for text in (own, own, without)]
+    assert variants(runs[:2]) == ["mxnorm mxfp8 p=2"] * 2

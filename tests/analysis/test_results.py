@@ -10,16 +10,27 @@ from mxtrain.errors import ConfigError
 
 def test_a_run_becomes_a_row_and_the_row_the_same_numbers(tmp_path):
     versions, path = {"torch": "2.11.0"}, tmp_path / "a.csv"
-    folder = make_run(tmp_path / "a", [4.0, 3.0], 5, 3e-4, {2: 3.5}, device="NVIDIA H200", versions=versions)
+    folder = make_run(tmp_path / "a", [4.0, 3.0], 5, 3.0000001e-4, {2: 3.5}, device="NVIDIA H200", versions=versions)
     result = result_of(load_run(folder))
     append_results(path, [result])
     append_results(path, [result])
     header, row, again = path.read_text().splitlines()
     assert header == ",".join(COLUMNS) and row == again
-    assert row == "2020-09-13,tiny,mxnorm mxfp8 p=2,0.0003,5,2,128,3.5000,3.0000,100,1.50,NVIDIA H200,2.11.0"
+    assert (
+        row
+        == "2020-09-13,llama3,tiny,mxnorm mxfp8 p=2,0.00030000001,5,2,128,3.5000,2,3.0000,100,1.50,NVIDIA H200,2.11.0"
+    )
     (read, _), notes = read_results(path)
     assert row_of(read) == row_of(result) and not notes
     assert (read.run, read.spikes, result.spikes, result.problem) == (None, None, 0, "")
+
+
+def test_rows_are_not_appended_under_other_columns(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("variant,lr,seed,steps,last_10_percent\n")
+    with pytest.raises(ConfigError, match="a.csv has the columns 'variant,lr,seed,steps,last_10_percent'; rows are"):
+        append_results(path, [result_of(load_run(make_run(tmp_path / "a", [4.0])))])
+    assert path.read_text().count("\n") == 1
 
 
 def test_what_a_run_does_not_tell_is_empty(tmp_path):

@@ -93,7 +93,12 @@ def test_a_failed_seed_is_reported_the_rest_goes_on_and_it_starts_again(stand_in
     assert "go on with: mxtrain compare --resume c" in err
     assert ("does not count: its loss is not finite at step 1" in err) == (kind == "nan")
     (stand_in / "mended").touch()
-    assert cli.main(["compare", "--resume", "c"]) == (1 if kind == "nan" else 0)
+    if kind == "nan":
+        assert cli.main(["compare", "--resume", "c"]) == 1 and len(starts(stand_in)) == 3
+        again = "llama3_debug-seed1: FAILED before: its loss is not finite at step 1; to start it again, remove c/"
+        assert again in capfd.readouterr().out
+        return
+    assert cli.main(["compare", "--resume", "c"]) == 0
     assert [start["run"][-1] for start in starts(stand_in)] == ["0", "1", "2", "1"]
     assert "starts again; its earlier files are in c/set_aside/llama3_debug-seed1-1" in capfd.readouterr().out
     assert (stand_in / "set_aside" / "llama3_debug-seed1-1" / "metrics.jsonl").exists()
@@ -140,13 +145,31 @@ def _is_of(cmdline: Path, folder: Path) -> bool:
         return False
 
 
+def test_a_run_that_cannot_start_keeps_its_folder(stand_in, capfd):
+    assert compare("llama3_debug", kind="crash") == 0
+    path = stand_in / "comparison.json"
+    path.write_text(path.read_text().replace('"status": 0', '"status": null'))
+    (stand_in / "llama3_debug-seed0" / "metrics.jsonl").unlink()
+    (stand_in / "llama3_debug-seed0" / "checkpoint").write_text("not a folder")
+    assert cli.main(["compare", "--resume", "c"]) == 1
+    out, _ = capfd.readouterr()
+    assert "FAILED: checkpoint.folder: " in out and "is not a folder" in out and not (stand_in / "set_aside").exists()
+
+
+def test_only_signals_that_kill_when_they_come_again_are_said_to(tmp_path, capfd):
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        side_by_side.SideBySide(tmp_path, {}, [None])._pass_on(number, None)
+    err = capfd.readouterr().err
+    assert "SIGINT: stopping 0 runs; a second SIGINT kills them" in err and "SIGUSR1: stopping 0 runs\n" in err
+
+
 def test_a_dry_run_shows_the_commands_and_leaves_nothing(stand_in, capsys):
-    assert compare("llama3_debug", "--lr", "3e-4,0.001", "--steps", "7", "--dry-run") == 0
+    assert compare("llama3_debug", "--lr", "3.0000001e-4,0.001", "--steps", "7", "--dry-run") == 0
     out = capsys.readouterr().out.splitlines()
-    flags = "--job.description=train --training.steps=7 --optimizer.lr=0.0003 --debug.seed=0"
+    flags = "--job.description=train --training.steps=7 --optimizer.lr=0.00030000001 --debug.seed=0"
     assert out[:2] == [
         "2 runs in c, 1 at a time",
-        f"llama3_debug-lr0.0003-seed0: mxtrain train llama3_debug {flags}",
+        f"llama3_debug-lr0.00030000001-seed0: mxtrain train llama3_debug {flags}",
     ]
     assert not stand_in.exists()
 
@@ -162,7 +185,11 @@ def test_a_dry_run_shows_the_commands_and_leaves_nothing(stand_in, capsys):
         (["llama3_debug", "--baseline", "p1"], "--baseline 'p1' is not one of the variants: llama3_debug"),
         (["llama3_debug", "--training.step=3"], "training.step is not a setting; the closest is training.steps"),
         (["--resume", "gone"], "--resume gone: no comparison has been here, comparison.json is missing"),
-        (["llama3_debug", "--resume", "gone"], "--resume takes the variants and flags of the comparison"),
+        (["llama3_debug", "--resume", "gone"], "--resume takes the variants, seeds and flags of the comparison"),
+        (["--resume", "gone", "--seeds", "3"], "--resume takes the variants, seeds and flags of the comparison"),
+        (["--resume", "gone", "-o", "g"], "--resume takes the variants, seeds and flags of the comparison"),
+        (["llama3_debug", "--seed", "2"], "seed is not a setting"),
+        (["llama3_debug", "-o", "/proc/nope"], "--output = '/proc/nope' cannot be written: "),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing(stand_in, capsys, words, problem):

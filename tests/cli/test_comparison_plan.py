@@ -33,6 +33,8 @@ def test_every_variant_gets_every_rate_and_seed_and_the_variants_flags_come_last
     "variants, rates, flags, problem",
     [
         ([""], [], [], "VARIANT = '' names no config"),
+        (["'llama3_debug"], [], [], "VARIANT = .* cannot be split into words: No closing quotation"),
+        (["llama3_debug --job.description=" + "x" * 180], [], [], "has 215 bytes, and at most 200 .*write NAME=CONFIG"),
         (["a=--x"], [], [], "VARIANT = 'a=--x' names no config"),
         (["llama3_debug", "llama3_debug"], [], [], "two variants have the name 'llama3_debug': write NAME=CONFIG"),
         (["llama3_debug --debug.seed 1"], [], [], "--debug.seed: 'mxtrain compare' sets it for every run"),
@@ -63,8 +65,9 @@ def test_a_comparison_grows_and_does_not_change(tmp_path):
 
 
 def test_variants_that_read_other_text_are_named():
-    runs = planned(["llama3_debug", "llama3_debug_p1", "b=llama3_debug --training.seq_len 256"], 1, [], [])
-    (line,) = unpaired_settings(runs)
+    other = "b=llama3_debug --training.seq_len 256 --validation.steps 3"
+    line, validation = unpaired_settings(planned(["llama3_debug", "llama3_debug_p1", other], 1, [], []))
+    assert validation.startswith("variants differ in validation.steps (")
     assert line.startswith(
         "variants differ in training.seq_len (128 in llama3_debug, 128 in llama3_debug_p1, 256 in b)"
     )

@@ -9,7 +9,13 @@ import pytest
 
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest
-from mxtrain.run_folder.start import CheckpointSettings, find_start, latest_checkpoint, require_no_other_run
+from mxtrain.run_folder.start import (
+    CheckpointSettings,
+    NothingToResume,
+    find_start,
+    latest_checkpoint,
+    require_no_other_run,
+)
 
 ON = CheckpointSettings(enable=True)
 
@@ -57,8 +63,13 @@ def test_an_earlier_step_abandons_the_later_ones_and_says_so(tmp_path):
 
 def test_weights_alone_are_told_from_a_full_checkpoint(tmp_path):
     path = save(tmp_path, 10, full=False)
-    with pytest.raises(ConfigError, match="step-10 is the end of a run and holds only its weights"):
+    with pytest.raises(ConfigError, match="step-10 is the end of a run and holds only its weights") as error:
         find_start(tmp_path, ON, 1)
+    assert not isinstance(error.value, NothingToResume), "nobody may move such a folder away"
+    (path / "data").unlink()
+    with pytest.raises(NothingToResume, match="holds no whole checkpoint"):
+        find_start(tmp_path, ON, 1)
+    (path / "data").write_text("10")
     # Whoever loads only the weights gets them.
     start = find_start(tmp_path, CheckpointSettings(enable=True, exclude_from_loading=["train_state"]), 1)
     assert (start.step, start.checkpoint) == (0, path)
@@ -85,7 +96,7 @@ def test_initial_weights_of_another_run(tmp_path):
 
 def test_torchtitans_own_trainer_may_resume_from_its_own_checkpoints(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("a row")
-    with pytest.raises(ConfigError, match="holds the metrics of a run"):
+    with pytest.raises(NothingToResume, match="holds the metrics of a run"):
         require_no_other_run(tmp_path, ON)
     (tmp_path / "checkpoint" / "step-5").mkdir(parents=True)
     (tmp_path / "checkpoint" / "step-5" / ".metadata").touch()

@@ -1,0 +1,37 @@
+"""Settings in which runs must agree, so that their losses can be compared step by step."""
+
+from collections.abc import Iterable, Mapping
+
+STEPS = "training.steps"
+"""Changes the learning rate's schedule. The steps of finished runs are compared by their curves instead"""
+
+PAIRING_SETTINGS = (
+    "training.dataset", "training.dataset_path", "training.seq_len", "training.global_batch_size",
+    "training.local_batch_size", STEPS, "data.installed", "data.other_files", "data.vocab_size", "data.max_bytes",
+    "data.package_share", "data.validation_share", "data.seed", "model.name", "model.flavor", "validation.dataset",
+    "validation.dataset_path", "validation.steps", "validation.seq_len", "validation.local_batch_size",
+)  # fmt: skip
+"""Settings in which paired runs must agree: they read the same text in the same steps, start from equal weights, and
+are validated on the same text"""
+
+
+def unpaired(runs: Iterable[tuple[str, Mapping[str, object]]], left_out: tuple[str, ...] = ()) -> list[str]:
+    """Return a line for each of PAIRING_SETTINGS in which runs differ.
+
+    Args:
+        runs: variant and settings by full name, per run. A setting that is missing has its default.
+        left_out: settings that are not compared.
+    """
+    runs, lines = list(runs), []
+    for name in PAIRING_SETTINGS:
+        found = dict.fromkeys((repr(own[name]) if name in own else "default", variant) for variant, own in runs)
+        if name not in left_out and len({value for value, _ in found}) > 1:
+            shown = ", ".join(f"{value} in {variant}" for value, variant in found)
+            lines.append(f"variants differ in {name} ({shown}): {_effect(name)}")
+    return lines
+
+
+def _effect(name: str) -> str:
+    if name.startswith("validation."):
+        return "their validation losses are not of the same text"
+    return "their runs are not paired step by step"
