@@ -6,7 +6,15 @@ import os
 from pathlib import Path
 
 from mxtrain.analysis.metrics_file import read_metrics
-from mxtrain.analysis.numerics import CAST_FIGURES, NORM_FIGURES, PRODUCT_FIGURES, Figure, by_figure, numerics_rows
+from mxtrain.analysis.numerics import (
+    CAST_FIGURES,
+    NORM_FIGURES,
+    PRODUCT_FIGURES,
+    Figure,
+    by_figure,
+    noteworthy,
+    numerics_rows,
+)
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import METRICS_FILE, reason, replace_file
 
@@ -14,8 +22,12 @@ COLUMNS = 6
 """Panels beside each other: one per cast"""
 COLORS = "viridis"
 """A color map that color-blind readers see as others do; dark is low, light is high"""
-LABELS = 12
-"""Largest number of modules, and half of the largest number of steps, that are named beside a panel"""
+STEP_LABELS = 6
+"""Largest number of steps that are named below a panel"""
+LABEL_HEIGHT = 0.1
+"""Of a module's name, in inches"""
+MARGIN = 0.8
+"""Height of a panel's title and steps, in inches"""
 
 
 def draw_numerics(folder: str | os.PathLike, path: str | os.PathLike) -> tuple[Path, list[str]]:
@@ -43,7 +55,7 @@ def draw_numerics(folder: str | os.PathLike, path: str | os.PathLike) -> tuple[P
     groups = [[figure for figure in group if figure.name in values] for group in _groups()]
     lines = [group for group in groups if group]
     modules = max(len(of_modules) for of_modules in values.values())
-    height = min(6.0, max(2.6, 0.06 * modules))
+    height = min(6.0, max(2.6, MARGIN + LABEL_HEIGHT * modules))
     picture = Picture(figsize=(4.2 * COLUMNS, 1 + height * len(lines)), dpi=80, layout="constrained")
     picture.suptitle(
         f"{folder.resolve().name}: numerics by module (down, in the order of the model) and step (right). "
@@ -55,7 +67,8 @@ def draw_numerics(folder: str | os.PathLike, path: str | os.PathLike) -> tuple[P
         for axes in line[len(group) :]:
             axes.set_visible(False)
         for axes, figure in zip(line, group):
-            _draw(picture, axes, figure, values[figure.name], steps)
+            _draw(picture, axes, figure, values, steps)
+            _label(axes, list(values[figure.name]), steps, height - MARGIN)
     content = io.BytesIO()
     picture.savefig(content, format="png")
     try:
@@ -70,8 +83,8 @@ def remarks(values: dict[str, dict[str, dict[int, float]]], step: int) -> list[s
     """Return a line per figure that has values that deserve a look in ``step``: how many, and the worst."""
     lines = []
     for figure in (*NORM_FIGURES, *PRODUCT_FIGURES):
-        found = {module: of_steps[step] for module, of_steps in values.get(figure.name, {}).items() if step in of_steps}
-        worthy = {module: value for module, value in found.items() if figure.is_noteworthy(value)}
+        found = [module for module, of_steps in values.get(figure.name, {}).items() if step in of_steps]
+        worthy = {module: at[step] for module, at in noteworthy(figure, values).items() if step in at}
         if worthy:
             worst = max(worthy, key=lambda module: figure.distance(worthy[module]))
             lines.append(
@@ -88,24 +101,28 @@ def _groups() -> list[tuple[Figure, ...]]:
     return lines + [CAST_FIGURES[start : start + COLUMNS] for start in range(0, len(CAST_FIGURES), COLUMNS)]
 
 
-def _draw(picture, axes, figure: Figure, of_modules: dict[str, dict[int, float]], steps: list[int]) -> None:
-    names = list(of_modules)
+def _draw(picture, axes, figure: Figure, values: dict[str, dict[str, dict[int, float]]], steps: list[int]) -> None:
+    of_modules = values[figure.name]
     table = [[of_steps.get(step, math.nan) for step in steps] for of_steps in of_modules.values()]
     table = [[value if math.isfinite(value) else math.nan for value in row] for row in table]
-    image = axes.imshow(table, aspect="auto", cmap=COLORS, interpolation="nearest")
+    limits = {}
+    if figure.is_share:
+        # Zero is dark, also where all are zero.
+        limits = {"vmin": 0, "vmax": max((value for row in table for value in row if value > 0), default=1)}
+    image = axes.imshow(table, aspect="auto", cmap=COLORS, interpolation="nearest", **limits)
     picture.colorbar(image, ax=axes, shrink=0.9).formatter.set_useOffset(False)
-    marks = [
-        (column, line)
-        for line, of_steps in enumerate(of_modules.values())
-        for column, step in enumerate(steps)
-        if step in of_steps and figure.is_noteworthy(of_steps[step])
-    ]
+    lines, worthy = {module: line for line, module in enumerate(of_modules)}, noteworthy(figure, values)
+    marks = [(steps.index(step), lines[module]) for module, at in worthy.items() for step in at]
     if marks:
         axes.plot(*zip(*marks), linestyle="none", marker="x", markersize=4, color="black", markeredgewidth=2.5)
         axes.plot(*zip(*marks), linestyle="none", marker="x", markersize=4, color="white", markeredgewidth=1.2)
     axes.set_title(figure.title + (f"\n(look at: {figure.limit})" if figure.limit else ""), fontsize=9)
-    shown = range(0, len(names), math.ceil(len(names) / LABELS))
-    axes.set_yticks(shown, [names[index] for index in shown], fontsize=6)
-    shown = range(0, len(steps), math.ceil(2 * len(steps) / LABELS))
+
+
+def _label(axes, modules: list[str], steps: list[int], inches: float) -> None:
+    """Name as many modules as the panel's height has room for, and some steps."""
+    shown = range(0, len(modules), math.ceil(len(modules) * LABEL_HEIGHT / inches))
+    axes.set_yticks(shown, [modules[index] for index in shown], fontsize=6)
+    shown = range(0, len(steps), math.ceil(len(steps) / STEP_LABELS))
     axes.set_xticks(shown, [str(steps[index]) for index in shown], fontsize=7)
     axes.set_xlabel("step", fontsize=7)

@@ -30,15 +30,21 @@ class Figure:
 
     Attributes:
         low, high: values below ``low`` or above ``high`` deserve a look; None for no limit.
+        only_above: a second figure and a value. Where the second figure of the same module and step is not above this
+            value, the first one deserves no look; None for no such rule.
+        is_share: whether the values are shares, from 0 to 1.
     """
 
     name: str
     title: str
     low: float | None = None
     high: float | None = None
+    only_above: tuple[str, float] | None = None
+    is_share: bool = False
 
-    def is_noteworthy(self, value: float) -> bool:
-        return self.distance(value) > 0
+    def is_noteworthy(self, value: float, second: float = math.nan) -> bool:
+        """Whether a value deserves a look. ``second``: that of the figure in ``only_above``; NaN if there is none."""
+        return self.distance(value) > 0 and not (self.only_above and second <= self.only_above[1])
 
     def distance(self, value: float) -> float:
         """Return how far a value is beyond a limit; infinite for NaN."""
@@ -52,7 +58,8 @@ class Figure:
     def limit(self) -> str:
         """The limits in words; empty without any."""
         limits = (("below", self.low), ("above", self.high))
-        return " or ".join(f"{word} {limit:.3g}" for word, limit in limits if limit is not None)
+        words = " or ".join(f"{word} {limit:.3g}" for word, limit in limits if limit is not None)
+        return f"{words} where {self.only_above[0]} is above {self.only_above[1]:.3g}" if self.only_above else words
 
 
 NORM_FIGURES = (
@@ -60,10 +67,11 @@ NORM_FIGURES = (
     Figure("rms_ratio_std", "estimated / true RMS: standard deviation"),
     Figure("rms_ratio_min", "estimated / true RMS: least", 0.5),
     Figure("rms_ratio_max", "estimated / true RMS: largest", None, 2.0),
-    Figure("rms_r2", "r² of estimated and true RMS", 0.95),
+    # Rows of nearly equal RMS have a low r² with any estimate: only a noisy one deserves a look.
+    Figure("rms_r2", "r² of estimated and true RMS", 0.95, only_above=("rms_ratio_std", 0.1)),
     Figure("output_max", "largest |output| of the norm"),
     Figure("output_max_over_bound", "largest |output| / its bound", None, 0.9),
-    Figure("outlier_rows", "share of rows with an element above 10 RMS"),
+    Figure("outlier_rows", "share of rows with an element above 10 RMS", is_share=True),
 )
 _OF_CAST = (
     ("sqnr_db", "SQNR (dB)"),
@@ -73,13 +81,26 @@ _OF_CAST = (
     ("scale_max_exponent", "largest block scale, log2"),
 )
 CAST_FIGURES = tuple(
-    Figure(f"{cast}_{name}", f"{of}: {title}") for name, title in _OF_CAST for cast, of in CASTS.items()
+    Figure(f"{cast}_{name}", f"{of}: {title}", is_share=title.startswith("share"))
+    for name, title in _OF_CAST
+    for cast, of in CASTS.items()
 )
 PRODUCT_FIGURES = (
     *(Figure(f"{gemm}_error", f"{gemm}: relative error of the result") for gemm in ("fprop", "dgrad", "wgrad")),
     Figure("grad_norm_to_noise", "weight gradient: norm / quantization noise", math.sqrt(3)),
 )
 FIGURES = (*NORM_FIGURES, *PRODUCT_FIGURES, *CAST_FIGURES)
+
+
+def noteworthy(figure: Figure, values: dict[str, dict[str, dict[int, float]]]) -> dict[str, dict[int, float]]:
+    """Return module -> step -> value of the values of a figure that deserve a look, among those of ``by_figure``."""
+    seconds = values.get(figure.only_above[0], {}) if figure.only_above else {}
+    found: dict[str, dict[int, float]] = {}
+    for module, of_steps in values.get(figure.name, {}).items():
+        for step, value in of_steps.items():
+            if figure.is_noteworthy(value, seconds.get(module, {}).get(step, math.nan)):
+                found.setdefault(module, {})[step] = value
+    return found
 
 
 def numerics_rows(rows: Iterable[dict]) -> list[dict]:

@@ -16,7 +16,7 @@ from mxtrain.run_folder.interrupted import STEPS
 
 # Types of the facts that tables and plots use. Any may be missing or null.
 FACT_TYPES = {"converter": str, "converters": list, "recipe": str, "recipes": dict, "estimator": str, "mode": str}
-FACT_TYPES |= {"schedule": list, "world_size": int, "wandb": dict, "precision": str}
+FACT_TYPES |= {"schedule": list, "guard": str, "world_size": int, "wandb": dict, "precision": str}
 
 LOG_FREQ = 10
 """TorchTitan's default of metrics.log_freq, which config.toml leaves out"""
@@ -129,8 +129,8 @@ def load_run(folder: str | os.PathLike) -> Run:
 def variant_of(facts: dict) -> str:
     """Return the converter and its settings in a few words: "mxnorm mxfp8 p=2", "mx_linear mxfp8", "bf16", "fp32".
 
-    Recipes for single layers and entries of a schedule are counted, and other converters are listed: "mxnorm mxfp8 + 2
-    by name p=2 + 1 scheduled, fused_rmsnorm". Empty if ``facts`` name no converter.
+    Recipes for single layers and entries of a schedule are counted, a guard is named, and other converters are listed:
+    "mxnorm mxfp8 + 2 by name p=2 + 1 scheduled + guard, fused_rmsnorm". Empty if ``facts`` name no converter.
     """
     converter = facts.get("converter")
     if converter is None:
@@ -149,6 +149,7 @@ def variant_of(facts: dict) -> str:
         words.append(None if estimator == "pre_round" else estimator)
     if scheduled := facts.get("schedule"):
         words.append(f"+ {len(scheduled)} scheduled")
+    words.append("+ guard" if facts.get("guard") else None)
     return ", ".join([" ".join(word for word in words if word), *others])
 
 

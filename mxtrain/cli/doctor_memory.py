@@ -45,15 +45,18 @@ def memory_table(model: nn.Module, job_config) -> str:
         columns = [weights, weights, OPTIMIZER_STATES * weights, gathered]
         texts = [f"{value / 2**30:,.2f}" for value in (*columns, sum(columns))]
         lines.append(f"  {name:<{width}}{texts[0]:>10}{texts[1]:>11}{texts[2]:>11}{texts[3]:>10}{texts[4]:>10}")
-    lines.append(
-        f"  gathered: the two largest groups of weights, in {training.mixed_precision_param}. Left out: activations, "
-        "logits, gathered gradients,\n  copies by autocast on one GPU, and what the allocator reserves"
-    )
-    if pipeline > 1:
-        others = "also" if reshards else "are all weights, and"
+    of_weights = "the two largest groups of weights" if pipeline == 1 or reshards else "all weights of the rank"
+    gathered = f"  gathered: {of_weights}, in {training.mixed_precision_param}"
+    if pipeline == 1:
         lines.append(
-            f"  in a pipeline: the rank with most weights; gathered {others} its gradients, in "
-            f"{training.mixed_precision_reduce}, until the last chunk"
+            f"{gathered}. Left out: gathered gradients, activations, logits,\n"
+            "  copies by autocast on one GPU, and what the allocator reserves"
+        )
+    else:
+        lines.append(
+            f"{gathered}, and all its gradients, in {training.mixed_precision_reduce}, divided after the last chunk.\n"
+            "  It is the rank of the pipeline with most weights. Left out: activations, logits, and what the allocator "
+            "reserves"
         )
     if training.enable_cpu_offload:
         lines.append("  training.enable_cpu_offload = true: all but the gathered weights is in the CPU's memory")

@@ -36,7 +36,7 @@ def report(arguments: list[str]) -> str:
 def _report(words: list[str]) -> str:
     from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
     from mxtrain.titan.parse import parse_job_config
-    from mxtrain.titan.schedule import schedule_in
+    from mxtrain.titan.schedule import guard_in, schedule_in
 
     job_config = parse_job_config(words)
     model = build_on_meta(job_config)
@@ -51,6 +51,13 @@ def _report(words: list[str]) -> str:
     parts += [_conversion(name, plan) for name, plan in plans.items()]
     if entries := schedule_in(job_config):
         parts.append("\n".join(["precision schedule", *(f"  {entry} ({entry.name})" for entry in entries)]))
+    if guard := guard_in(job_config):
+        settings = job_config.mxnorm.guard
+        parts.append(
+            f"guard\n  {guard[1]} in all swapped layers for {settings.steps} steps, after a loss that is more than "
+            f"{settings.sigmas:g} standard deviations\n  above the mean of the {settings.window} losses before it, or "
+            "not finite"
+        )
     return "\n\n".join(parts)
 
 

@@ -1,7 +1,7 @@
 """Plans the precision schedule of a converted model: for every swapped layer, its state at every step of the run."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import combinations
 
@@ -45,8 +45,8 @@ def attach_schedule(
         guard: name of the guard's table in error messages.
 
     Raises:
-        ConfigError: a pattern matches no module or no swapped one, an entry has nothing to change in the modules that
-            it selects, two entries change the same thing at the same step, or a layer does not take a recipe.
+        ConfigError: a pattern matches no module or no swapped one, an entry has nothing to change in what one of
+            its patterns selects, two entries change the same thing at the same step, or a layer does not take a recipe.
     """
     for fqn, timeline in _Planner(model, feeds, entries, fallback, guard).timelines().items():
         module = model.get_submodule(fqn)
@@ -110,39 +110,39 @@ class _Planner:
 
     def _parts(self, entry: Entry) -> frozenset[Part]:
         """Everything that an entry changes."""
-        hits = self._selected(entry)
-        linears = [fqn for fqn in self.linears if fqn in hits]
+        change, parts = entry.change, set()
+        for where, hits in self._selections(entry):
+            of_hits = self._changed(change, hits)
+            if not of_hits:
+                raise _nothing_to_change(where, "linear" if change.gemms else "norm", change)
+            parts |= of_hits
+        keys_of = {"linear": change.gemms, "norm": [key for key in NORM_KEYS if getattr(change, key) is not None]}
+        for kind, keys in keys_of.items():
+            if keys and not any(key in keys for key, _ in parts):
+                where = "" if entry.modules is None else f".modules = {list(entry.modules)}"
+                raise _nothing_to_change(f"{entry.name}{where}", kind, change)
+        return frozenset(parts)
+
+    def _changed(self, change: Change, hits: set[str]) -> set[Part]:
         norms = [norm for norm, fed in self.feeds.items() if norm in hits or hits.intersection(fed)]
-        if not linears and not norms:
-            raise ConfigError(
-                f"{entry.name}.modules = {list(entry.modules)} selects no swapped layer: those modules stay in high "
-                "precision for the whole run"
-            )
-        change = entry.change
-        parts = {(gemm, fqn) for gemm in change.gemms for fqn in linears}
+        parts = {(gemm, fqn) for gemm in change.gemms for fqn in self.linears if fqn in hits}
         if change.norm is not None:
             parts |= {(key, norm) for key in NORM_KEYS for norm in norms}
             parts |= {(gemm, fqn) for gemm in GEMMS for norm in norms for fqn in self.feeds[norm]}
-        parts |= {(key, norm) for key in NORM_KEYS if getattr(change, key) is not None for norm in norms}
-        for key, value in (("recipe", change.gemms), ("norms", any(getattr(change, key) for key in NORM_KEYS))):
-            if value and not (linears if key == "recipe" else norms):
-                kind = "linear" if key == "recipe" else "norm"
-                where = "" if entry.modules is None else f".modules = {list(entry.modules)}"
-                raise ConfigError(f"{entry.name}{where} selects no swapped {kind}, which its {change} could change")
-        return frozenset(parts)
+        return parts | {(key, norm) for key in NORM_KEYS if getattr(change, key) is not None for norm in norms}
 
-    def _selected(self, entry: Entry) -> set[str]:
+    def _selections(self, entry: Entry) -> Iterator[tuple[str, set[str]]]:
+        """Yield what each pattern selects, with the setting and the pattern in words."""
         if entry.modules is None:
-            return {*self.linears, *self.feeds}
-        hits: set[str] = set()
-        for pattern in entry.modules:
-            found = set(selected(self.names, pattern, f"{entry.name}.modules"))
-            if not found.intersection((*self.linears, *self.feeds)):
+            yield entry.name, {*self.linears, *self.feeds}
+        for pattern in entry.modules or ():
+            where = f"{entry.name}.modules"
+            hits = set(selected(self.names, pattern, where))
+            if not hits.intersection((*self.linears, *self.feeds)):
                 raise ConfigError(
-                    f"{entry.name}.modules: {pattern!r} selects no swapped layer: what it names stays in high precision"
+                    f"{where}: {pattern!r} selects no swapped layer: what it names stays in high precision"
                 )
-            hits |= found
-        return hits
+            yield f"{where}: {pattern!r}", hits
 
     def _states(self, active: Active) -> dict[str, LayerState]:
         """The state of every swapped layer while these changes are in effect."""
@@ -186,6 +186,10 @@ class _Planner:
         with _named(active, norm):
             estimate = RMSEstimate.for_recipe(recipe.fprop, now["p"], now["estimator"], module.estimate.eps)
         return LayerState(recipe, estimate)
+
+
+def _nothing_to_change(where: str, kind: str, change: Change) -> ConfigError:
+    return ConfigError(f"{where} selects no swapped {kind}, which its {change} could change")
 
 
 @contextmanager

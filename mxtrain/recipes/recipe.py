@@ -57,9 +57,9 @@ class Recipe(LinearRecipe):
         format: the format of both operands; None leaves them in high precision.
         block_size: elements per scale, and per block maximum of MXNorm's estimate.
         scale_rounding: how block scales are rounded to a power of two. ``"rceil"`` is
-            2^ceil(log2(amax / element_max)) and never overflows. ``"floor"`` is OCP's rule, 2^(floor(log2 amax) -
-            element_max_exponent); elements that overflow saturate. None for NVFP4: its scales are E4M3, rounded to
-            nearest.
+            2^ceil(log2(amax / element_max)) in fp32, so an amax within its rounding error above a power of two times
+            element_max saturates. ``"floor"`` is OCP's rule, 2^(floor(log2 amax) - element_max_exponent); elements
+            that overflow saturate. None for NVFP4: its scales are E4M3, rounded to nearest.
         tensor_scale: NVFP4: the source of the scale of a whole matrix, always a power of two. ``"dynamic"`` takes the
             largest element. ``"static"`` takes the bound of MXNorm's output for that output, and the largest element
             for all other operands. None for other formats.

@@ -35,12 +35,19 @@ class Change:
     norm: str | None = None
 
     @classmethod
-    def parse(cls, name: str, given: Mapping, switches: Mapping) -> "Change":
+    def parse(
+        cls,
+        name: str,
+        given: Mapping,
+        switches: Mapping,
+        instead: str = "write two entries for different modules",
+    ) -> "Change":
         """Parse the keys of ``CHANGE_KEYS`` in ``given``, where None stands for a key that is not there.
 
         Args:
             name: of the entry or table in error messages, "mxnorm.schedule[0]".
             switches: as for ``mxtrain.recipes.parse.get_recipe``; they hold for these recipes, too.
+            instead: what to write instead of "rmsnorm" beside another change.
 
         Raises:
             ConfigError: nothing is changed, a recipe is unknown, or "rmsnorm" is combined with another change.
@@ -52,7 +59,7 @@ class Change:
             other = next(key for key in given if key != "norm")
             raise ConfigError(
                 f'{name}.{other} = {given[other]!r} has no meaning beside norm = "{RMSNORM}", which leaves the norm '
-                "and the linears that it feeds in high precision: write two entries for different modules"
+                f"and the linears that it feeds in high precision: {instead}"
             )
         recipe = given.pop("recipe", None)
         gemms = {} if recipe is None else parse_gemms(f"{name}.recipe", recipe)

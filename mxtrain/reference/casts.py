@@ -130,8 +130,9 @@ def image(x: torch.Tensor, fmt: BlockFormat, scale_rounding: str, dim: int, dtyp
 def rounded_amax(amax: torch.Tensor, fmt: BlockFormat, scale_rounding: str) -> torch.Tensor:
     """Return the block maximum that the rounded scale of ``amax`` stands for, fp32, shape of ``amax``.
 
-    For ``"rceil"`` this is scale * element_max (never below amax), for ``"floor"`` scale * 2^element_max_exponent
-    (amax rounded down to a power of two). torchao computes the scale: each amax is cast as a block of one element.
+    For ``"rceil"`` this is scale * element_max (amax or more, up to rounding), for ``"floor"`` scale *
+    2^element_max_exponent (amax rounded down to a power of two). torchao computes the scale: each amax is cast as a
+    block of one element.
     """
     _, scales = cast(amax.unsqueeze(-1), replace(fmt, block_size=1), scale_rounding)
     top = fmt.element_max if scale_rounding == "rceil" else 2.0**fmt.element_max_exponent

@@ -108,7 +108,7 @@ class Field:
         except ValidationError as error:
             what = error.errors()[0]
             problem = what["msg"].removeprefix("Value error, ").removeprefix("Input ").partition(", unable")[0]
-            where, part = _part_at(what["loc"], value)
+            where, part = _part_at(what["loc"], value, what["input"])
             raise ConfigError(f"{self.name}{where} = {part!r} {problem}") from None
         if isinstance(value, (bool, float)) and isinstance(result, int) and type(result) is not type(value):
             raise ConfigError(f"{self.name} = {value!r} should be a valid integer")  # a Literal takes True for 1
@@ -122,14 +122,20 @@ def _strictly(adapter: TypeAdapter, value):
         return adapter.validate_python(value, strict=True)
 
 
-def _part_at(path: tuple, value) -> tuple[str, Any]:
-    """The place and the value that pydantic's ``path`` leads to in a list or table; it also names types of a union."""
+def _part_at(path: tuple, value, part) -> tuple[str, Any]:
+    """The place and the value that pydantic's ``path`` leads to in a list or table; it also names types of a union.
+
+    ``part`` is the wrong value as pydantic read it: a part of an inline table, which ``value`` has as text.
+    """
     where = ""
     for step in path:
         if isinstance(value, list) and isinstance(step, int):
             where, value = f"{where}[{step}]", value[step]
         elif isinstance(value, dict) and step in value:
-            where, value = f"{where}.{step!r}", value[step]
+            # A table's keys may be any text, and an entry's keys are names.
+            where, value = f"{where}.{step if where else repr(step)}", value[step]
+        elif isinstance(value, str) and value.startswith("{"):
+            where, value = f"{where}.{step}", part
     return where, value
 
 

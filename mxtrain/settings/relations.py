@@ -125,6 +125,18 @@ RELATIONS = (
             and "needs optimizer.early_step_in_backward = false: its extra backward would change the weights"
         ),
     ),
+    *(
+        Relation(
+            f"{GUARD}.{setting}",
+            lambda s, name=f"{GUARD}.{setting}": (
+                bool(quantizing(s))
+                and s[name] != s.known[name].default
+                and all(s[f"{GUARD}.{key}"] is None for key in CHANGE_KEYS)
+                and "has no effect without a guard: set one of " + ", ".join(f"{GUARD}.{key}" for key in CHANGE_KEYS)
+            ),
+        )
+        for setting in ("window", "sigmas", "steps")
+    ),
     Relation("checkpoint.may_change", lambda s: _unknown_in(s["checkpoint.may_change"] or [], s)),
     Relation(
         "checkpoint.export_dtype",
@@ -211,7 +223,7 @@ def fallback_of(section, guard) -> Change | None:
     """What the guard with the settings ``guard`` changes; None if there is no guard."""
     given = {key: getattr(guard, key) for key in CHANGE_KEYS}
     is_on = any(value is not None for value in given.values())
-    return Change.parse(GUARD, given, switches_of(section)) if is_on else None
+    return Change.parse(GUARD, given, switches_of(section), "set one of the two") if is_on else None
 
 
 def check(relations: tuple[Relation, ...], settings: Settings, *machine) -> None:

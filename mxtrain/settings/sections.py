@@ -101,8 +101,8 @@ class MXNorm:
 
     scale_rounding: Literal[SCALE_ROUNDINGS] | None = None
     """
-    How a block's scale is rounded to a power of two: "rceil" (never overflows, the default) or "floor" (OCP,
-    saturates). Not for NVFP4
+    How a block's scale is rounded to a power of two: "rceil" (up, the default) or "floor" (OCP, saturates). Not for
+    NVFP4
     """
 
     tensor_scale: Literal[TENSOR_SCALES] | None = None

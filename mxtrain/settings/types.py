@@ -1,12 +1,13 @@
 """Types of settings that say which values are allowed. ``pydantic`` checks them; tyro shows them in ``--help``."""
 
 import json
+from difflib import get_close_matches
 from itertools import zip_longest
 from typing import Annotated, Literal
 
 import tomli
 from annotated_types import Ge, Gt, Interval, MultipleOf
-from pydantic import AfterValidator, AllowInfNan, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator
 from typing_extensions import TypedDict  # before Python 3.12, pydantic takes this one only
 from tyro.constructors import PrimitiveConstructorSpec
 
@@ -91,31 +92,40 @@ Table = Annotated[
 ]
 
 
-def _entry(value):
-    """An entry of an array of tables; from the command line, an inline table of TOML."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return tomli.loads(f"entry = {value}")["entry"]
-    except tomli.TOMLDecodeError as error:
-        example = '{from_share = 0.9, recipe = "fprop=bf16"}'
-        raise ValueError(f"is not an inline table of TOML, such as {example} ({error})") from None
+def _not_text(names):
+    if isinstance(names, str):
+        raise ValueError(f"should be a list: {json.dumps([name.strip() for name in names.split(',')])}")
+    return names
 
 
 class ScheduleEntry(TypedDict, total=False):
     """An entry of a schedule: where it begins and ends, which modules it selects, and what changes in them."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
     from_step: int
     from_share: float
     until_step: int
     until_share: float
-    modules: list[str]
+    modules: Annotated[list[str], BeforeValidator(_not_text)]
     recipe: str
     p: Literal[P_VALUES]
     estimator: Literal[ESTIMATORS]
     norm: Literal[RMSNORM]
+
+
+def _entry(value):
+    """An entry of an array of tables; from the command line, an inline table of TOML."""
+    if isinstance(value, str):
+        try:
+            value = tomli.loads(f"entry = {value}")["entry"]
+        except tomli.TOMLDecodeError as error:
+            example = '{from_share = 0.9, recipe = "fprop=bf16"}'
+            raise ValueError(f"is not an inline table of TOML, such as {example} ({error})") from None
+    keys = ScheduleEntry.__annotations__
+    if unknown := [key for key in value if key not in keys] if isinstance(value, dict) else []:
+        close = get_close_matches(unknown[0], keys, n=1)
+        hint = f"; the closest is {close[0]}" if close else f"; allowed are {', '.join(keys)}"
+        raise ValueError(f"has the key {unknown[0]}, which does not exist{hint}")
+    return value
 
 
 # Entries in the TOML as an array of tables. A flag has one word per entry.

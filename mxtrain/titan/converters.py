@@ -37,7 +37,8 @@ _FACTS = ("recipe", "p", "estimator", *SWITCHES, "mode", "eps")
 def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] | None]:
     """The numerics of a run, with ``mode`` resolved for this hardware; all None but the converter in high precision.
 
-    "recipes", the recipes by pattern, and "schedule", its entries in words, are present only if there are any.
+    "recipes", the recipes by pattern, "schedule", its entries in words, and "guard", its change in words, are present
+    only if there are any.
 
     Raises:
         ConfigError: for any wrong setting in the section of a converter of this run.
@@ -58,8 +59,11 @@ def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] 
         "recipe": converter.default_recipe.name,
         "mode": resolve_mode(converter.mode, utils.device_type),
     }
-    if entries := schedule_of(_section(job_config, "mxnorm"), job_config.training.steps):
+    section = _section(job_config, "mxnorm")
+    if entries := schedule_of(section, job_config.training.steps):
         settings["schedule"] = [str(entry) for entry in entries]
+    if fallback := fallback_of(section, section.guard):
+        settings["guard"] = str(fallback)
     if by_pattern:
         settings["recipes"] = {pattern: recipe.name for pattern, recipe in by_pattern.items()}
     return settings

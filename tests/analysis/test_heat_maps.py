@@ -1,3 +1,4 @@
+import matplotlib.figure
 import matplotlib.image
 import numpy as np
 import pytest
@@ -15,11 +16,13 @@ def write(folder, rows):
     writer.close()
 
 
-def row(step, r2, ratio=5.0):
-    key = "numerics/layers.{}.ffn_norm/rms_r2"
+def row(step, r2, ratio=5.0, spread=0.2, saturated=0.0):
+    key = "numerics/layers.{}.ffn_norm/{}"
     return {
         "step": step,
-        **{key.format(layer): value for layer, value in enumerate(r2)},
+        **{key.format(layer, "rms_r2"): value for layer, value in enumerate(r2)},
+        **{key.format(layer, "rms_ratio_std"): spread for layer in range(len(r2))},
+        "numerics/layers.0.feed_forward.w1/fprop_input_saturated": saturated,
         "numerics/layers.0.feed_forward.w1/grad_norm_to_noise": ratio,
         "numerics/layers.0.feed_forward.w1/fprop_input_sqnr_db": 31.0,
     }
@@ -33,8 +36,48 @@ def test_the_picture_shows_values_and_marks(tmp_path):
         path, lines = draw_numerics(tmp_path / name, tmp_path / name / "numerics.png")
         pixels.append(matplotlib.image.imread(path))
         assert len(lines) == (name == "b")
-    assert lines == ["step 20: r² of estimated and true RMS is below 0.95 in 1 of 2 modules; layers.1.ffn_norm: 0.5"]
+    assert lines == [
+        "step 20: r² of estimated and true RMS is below 0.95 where rms_ratio_std is above 0.1 in 1 of 2 modules; "
+        "layers.1.ffn_norm: 0.5"
+    ]
     assert pixels[0].shape == pixels[1].shape and np.abs(pixels[0] - pixels[1]).max() > 0.5
+
+
+@pytest.fixture
+def panels(tmp_path, monkeypatch):
+    """Draws rows; returns the panels by the first line of their titles."""
+
+    def panels(*rows):
+        pictures = []
+        save = matplotlib.figure.Figure.savefig
+
+        def saved(picture, *args, **keywords):
+            pictures.append(picture)
+            save(picture, *args, **keywords)
+
+        monkeypatch.setattr(matplotlib.figure.Figure, "savefig", saved)
+        write(tmp_path / "run", rows)
+        draw_numerics(tmp_path / "run", tmp_path / "a.png")
+        return {axes.get_title().partition("\n")[0]: axes for axes in pictures[0].axes}
+
+    return panels
+
+
+def test_a_low_r2_of_a_precise_estimate_has_no_cross(panels):
+    """Rows of equal RMS: the ratio's spread is small, and r² says nothing."""
+    found = panels(row(10, [0.4, 0.99], spread=0.05), row(20, [0.4, 0.4], spread=0.2))
+    (mark, _) = found["r² of estimated and true RMS"].lines
+    assert sorted(zip(*mark.get_data())) == [(1, 0), (1, 1)], "step 20 of both modules"
+
+
+def test_zero_shares_are_dark_and_as_many_modules_have_names_as_there_is_room_for(panels):
+    linears = [f"layers.{layer}.wo" for layer in range(40)]
+    found = panels(row(10, [0.99] * 60) | {f"numerics/{linear}/fprop_error": 0.03 for linear in linears})
+    image = found["fprop: input: share saturated"].images[0]
+    assert image.norm.vmin == 0 and image.norm(0.0) == 0, "not the middle of the scale"
+    names = {title: [text.get_text() for text in axes.get_yticklabels()] for title, axes in found.items()}
+    assert names["fprop: relative error of the result"] == linears
+    assert names["r² of estimated and true RMS"] == [f"layers.{layer}.ffn_norm" for layer in range(0, 60, 2)]
 
 
 def test_remarks_name_the_worst_module():

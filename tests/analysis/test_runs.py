@@ -82,6 +82,11 @@ def test_nonfinite_losses_are_kept(tmp_path):
             | {"estimator": "pre_round"},
             "mxnorm nvfp4 + 2 by name p=2",
         ),
+        (
+            {"converter": "mx_linear", "converters": ["fused_rmsnorm"], "recipe": "nvfp4", "guard": "bf16"}
+            | {"schedule": ["step 3: bf16 in w2"]},
+            "mx_linear nvfp4 + 1 scheduled + guard, fused_rmsnorm",
+        ),
         (None, ""),
     ],
 )

@@ -85,7 +85,22 @@ def test_the_report_of_8b_and_its_flags(capsys):
             ["quantize.linear.mx\n  left out here: not a converter of mxtrain"],
         ),
         (["--mxnorm.mode=native"], ["mode reference on cpu" if not torch.cuda.is_available() else "mode "]),
-        (["--training.enable_cpu_offload"], ["all but the gathered weights is in the CPU's memory"]),
+        (
+            ["--mxnorm.schedule", '{from_step = 3, modules = ["layers.0"], p = 1}', "--mxnorm.guard.recipe=bf16"]
+            + ["--mxnorm.guard.steps=7", "--mxnorm.guard.window=9"],
+            [
+                "precision schedule\n  steps 3 to 100: p=1 in layers.0 (mxnorm.schedule[0])\n",
+                "guard\n  bf16 in all swapped layers for 7 steps, after a loss that is more than 6 standard ",
+                " deviations\n  above the mean of the 9 losses before it, or not finite\n",
+            ],
+        ),
+        (
+            ["--training.enable_cpu_offload"],
+            [
+                "  gathered: the two largest groups of weights, in float32. Left out: gathered gradients, activations",
+                "all but the gathered weights is in the CPU's memory",
+            ],
+        ),
         (
             ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=4"],
             ["\n  8 (2 x 4) "],
@@ -119,7 +134,11 @@ def test_the_layout_of_70b_fits_64_gpus_of_80_gb(capsys):
     row = rows_of(text)["64 (pipeline 2 x tensor 8 x 4)"]
     assert row == pytest.approx([weights, weights, 2 * weights, gathered, 4 * weights + gathered], abs=0.006)
     assert 41 < row[-1] < 42
-    assert "gathered are all weights, and its gradients, in float32, until the last chunk\n" in text
+    assert (
+        "  gathered: all weights of the rank, in bfloat16, and all its gradients, in float32, divided after the last "
+        "chunk.\n  It is the rank of the pipeline with most weights. Left out: activations, " in text
+    )
+    assert text.count("gathered:") == text.count("Left out") == 1
 
 
 def test_a_pipeline_that_frees_gathered_weights_holds_two_groups_of_them(capsys):
@@ -127,8 +146,9 @@ def test_a_pipeline_that_frees_gathered_weights_holds_two_groups_of_them(capsys)
     assert cli.main(["doctor", "--model", "train_configs/llama3_70b.toml", *flags]) == 0
     gradients = 4 * (40 * (8192 * (2 * 8192 + 2 * 1024) + 3 * 8192 * 28672) + 128256 * 8192) / 8 / GIB
     head_and_block = 2 * (128256 * 8192 + 8192 * (2 * 8192 + 2 * 1024) + 3 * 8192 * 28672) / 8 / GIB
-    row = rows_of(capsys.readouterr().out)["64 (pipeline 2 x tensor 8 x 4)"]
-    assert row[3] == pytest.approx(gradients + head_and_block, rel=2e-2)
+    text = capsys.readouterr().out
+    assert rows_of(text)["64 (pipeline 2 x tensor 8 x 4)"][3] == pytest.approx(gradients + head_and_block, rel=2e-2)
+    assert "gathered: the two largest groups of weights, in bfloat16, and all its gradients, in float32, div" in text
 
 
 def test_experts_are_counted_as_a_token_uses_them(capsys):

@@ -125,8 +125,13 @@ def at_2(**keys):
     [
         ([at_2(modules=["layer.0"], p=1)], "mxnorm.schedule[0].modules: 'layer.0' matches no module; the top-level"),
         ([at_2(modules=["w2", "output"], recipe="bf16")], "mxnorm.schedule[0].modules: 'output' selects no swapped "),
-        ([at_2(modules=["wo"], p=1)], "mxnorm.schedule[0].modules = ['wo'] selects no swapped norm"),
-        ([at_2(modules=["ffn_norm"], recipe="bf16")], "mxnorm.schedule[0].modules = ['ffn_norm'] selects no swapped l"),
+        (
+            [at_2(modules=["layers.0", "w2"], p=1)],
+            "mxnorm.schedule[0].modules: 'w2' selects no swapped norm, which its p=1 could change",
+        ),
+        ([at_2(modules=["w2", "wo"], norm="rmsnorm")], "mxnorm.schedule[0].modules: 'w2' selects no swapped norm, whi"),
+        ([at_2(modules=["wq", "ffn_norm"], recipe="bf16")], "mxnorm.schedule[0].modules: 'ffn_norm' selects no swapp"),
+        ([at_2(modules=["w2", "wo"], recipe="bf16", p=1)], "mxnorm.schedule[0].modules = ['w2', 'wo'] selects no swap"),
         (
             [at_2(recipe="fprop=bf16", until_step=5), {"from_step": 5, "modules": ["layers.1"], "recipe": "nvfp4"}],
             "mxnorm.schedule[1] and mxnorm.schedule[0] both change fprop of layers.1.attention.wk and 6 more at steps "

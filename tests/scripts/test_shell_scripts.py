@@ -169,6 +169,19 @@ def test_the_matrix_tests_each_release_in_an_environment_of_its_own_and_prints_a
     assert result.returncode == 1 and "torch-2.13" in result.stdout
 
 
+def test_the_matrix_goes_on_after_a_failed_installation(checkout):
+    """Its table has a row for the release that failed, and the results of those before and after it."""
+    fails = "*'==2.13.* --editable'*) exit 1 ;;\n*'torch-2.14') exit 1 ;;\n"
+    checkout.program("python3", FAKE_PYTHON.replace("--version)", fails + "--version)", 1))
+    releases = ["2.12", "2.13", "2.14", "newest"]
+    result = checkout.run(".ci/matrix", *releases, MATRIX=str(checkout.root / "m"))
+    assert result.returncode == 1, result.stderr
+    rows = [row.split(maxsplit=3) for row in result.stdout.splitlines()[1:]]
+    assert [row[0] for row in rows] == ["torch-2.12", "2.13", "2.14", "torch-newest"]
+    assert [row[3].startswith("tested in ") for row in rows] == [True, False, False, True]
+    assert rows[1][1:] == rows[2][1:] == ["-", "-", "the installation failed"]
+
+
 def test_without_a_gpu_cuda_packages_are_announced_with_the_way_around_them(checkout):
     plan = "filelock-3.20 nvidia-cublas-13.0 torch-2.13.0"
     result = checkout.run("scripts/train.sh", "train_configs/a.toml", FAKE_PLAN=plan)

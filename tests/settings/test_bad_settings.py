@@ -180,6 +180,16 @@ FLAGS = [
     # Schedules and guards
     ("--mxnorm.schedule 0.9", "mxnorm.schedule[0] = '0.9' should be a valid dictionary"),
     ("--mxnorm.schedule {from_step=", "mxnorm.schedule[0] = '{from_step=' is not an inline table of TOML"),
+    (
+        '--mxnorm.schedule {from_step=3,p=1} {from_step=3,modulez=["wo"]}',
+        "mxnorm.schedule[1] = '{from_step=3,modulez=[\"wo\"]}' has the key modulez, which does not exist; the closest "
+        "is modules",
+    ),
+    ("--mxnorm.schedule {from_step=3,p=7}", "mxnorm.schedule[0].p = 7 should be 1 or 2"),
+    (
+        '--mxnorm.schedule {from_step=3,modules="wo,w2"}',
+        'mxnorm.schedule[0].modules = \'wo,w2\' should be a list: ["wo", "w2"]',
+    ),
     ("--mxnorm.schedule {from_step=3}", "mxnorm.schedule[0] changes nothing"),
     (
         "--training.steps=9 --mxnorm.schedule {from_step=10,p=1}",
@@ -199,6 +209,16 @@ FLAGS = [
     ),
     ("--mxnorm.guard.recipe=fp4", "mxnorm.guard.recipe = 'fp4' is not one of: 'mxfp8'"),
     ("--mxnorm.guard.window=1", "mxnorm.guard.window = 1 should be greater than or equal to 2"),
+    (
+        "--mxnorm.guard.window=5",
+        "mxnorm.guard.window = 5 has no effect without a guard: set one of mxnorm.guard.recipe, ",
+    ),
+    ("--model.converters=mx_linear --mxnorm.guard.steps=9", "mxnorm.guard.steps = 9 has no effect without a guard"),
+    (
+        "--mxnorm.guard.norm=rmsnorm --mxnorm.guard.p=1",
+        'mxnorm.guard.p = 1 has no meaning beside norm = "rmsnorm", which leaves the norm and the linears that it '
+        "feeds in high precision: set one of the two",
+    ),
     # Settings that do not fit this machine: one process, no GPU
     ("--training.global_batch_size=3", "training.global_batch_size = 3 is not a multiple of training.local_batch_size"),
     ("--parallelism.tensor_parallel_degree=2", "parallelism.data_parallel_shard_degree = -1 does not fit 1 process"),
@@ -250,8 +270,21 @@ TABLES = [
         "mxnorm.recipes = {'layers': {'0': 'bf16'}} holds a table",
         None,
     ),
-    ({"mxnorm": {"schedule": [{"from": 3}]}}, "mxnorm.schedule[0].'from' = 3 Extra inputs are not permitted", None),
-    ({"mxnorm": {"schedule": [{"from_step": True}]}}, "mxnorm.schedule[0].'from_step' = True should be a valid", None),
+    (
+        {"mxnorm": {"schedule": [{"q": 3}]}},
+        "mxnorm.schedule[0] = {'q': 3} has the key q, which does not exist; allowed are from_step, from_share, ",
+        None,
+    ),
+    (
+        {"mxnorm": {"schedule": [{"from_step": True}]}},
+        "mxnorm.schedule[0].from_step = True should be a valid integ",
+        None,
+    ),
+    (
+        {"mxnorm": {"schedule": [{"from_step": 1, "modules": "layers.0"}]}},
+        "mxnorm.schedule[0].modules = 'layers.0' should be a list: [\"layers.0\"]",
+        None,
+    ),
     ({"mxnorm": {"filter_fqns": "output"}}, "mxnorm.filter_fqns = 'output' should be a valid list", 2),
     ({"mxnorm": {"filter_fqns": [3]}}, "mxnorm.filter_fqns[0] = 3 should be a valid string", 2),
     ({"mxnorm": {"hadamard": 1}}, "mxnorm.hadamard = 1 should be a valid boolean", 2),

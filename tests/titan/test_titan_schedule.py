@@ -30,7 +30,7 @@ def test_changes_are_logged(one):
     (guard,) = [line for line in lines if line.startswith("step 5: guard: wgrad=bf16, exact, to step 6: the loss of ")]
     first, second, third = run.losses[:3]
     assert f"step 3 is {third:.4f}, above {(first + second) / 2:.4f} + " in guard
-    assert load_run(run.folder).variant == "mxnorm mxfp8 p=2 + 1 scheduled"
+    assert load_run(run.folder).variant == "mxnorm mxfp8 p=2 + 1 scheduled + guard"
 
 
 def test_a_change_has_its_effect_from_its_first_step_on(one):
