@@ -116,7 +116,12 @@ def test_ctrl_c_stops_all_runs_and_says_how_to_go_on(stand_in, killed):
     repository = str(Path(cli.__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([repository, os.environ.get("PYTHONPATH", "")])}
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore it
     )
     end = time.monotonic() + 60
     while len(list(stand_in.glob("*/metrics.jsonl"))) < 2:

@@ -20,6 +20,7 @@ from moments import Saved  # noqa: E402
 from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest  # noqa: E402
 
 
+@pytest.mark.sweep
 def test_two_kills_do_no_harm(tmp_path, capsys):
     output = tmp_path / "drill.json"
     options = ["--kills", "2", "--steps", "6", "--interval", "2", "--moments", "save ends", "save begins"]

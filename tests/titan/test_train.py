@@ -44,7 +44,7 @@ def test_every_variant_learns_and_each_computes_something_else(one):
 
 def test_variants_start_from_equal_weights_and_read_the_same_text(one):
     # Both compute in fp32 and differ in the order of sums only. Other weights or text would differ in the second digit.
-    assert one["fused"].losses[0] == pytest.approx(one["bf16"].losses[0], rel=3e-7)
+    assert one["fused"].losses[0] == pytest.approx(one["bf16"].losses[0], rel=2e-6)
 
 
 def test_a_seed_fixes_the_curve(one):
