@@ -72,6 +72,16 @@ def with_recipes(base, runs: dict[str, list[str]], group: str = oracle.ALONE) ->
     return {name: [*flags, *FLAGS[recipes[name]], *followed.get(recipes[name], [])] for name, flags in runs.items()}
 
 
+def beside(base) -> dict[str, oracle.Training]:
+    """What one process computes, by the names of ``FLAGS``. The runs of ``sweep`` follow it."""
+    return oracle.train(base, BESIDE, 1, {recipe: [*oracle.layout(), *FLAGS[recipe]] for recipe in FLAGS})
+
+
+def sweep(base, processes: int) -> dict[str, oracle.Training]:
+    runs = with_recipes(base, {2: TWO_SWEEP, 4: FOUR_SWEEP}[processes], BESIDE)
+    return oracle.train(base, f"sweep of tensor parallelism on {processes}", processes, runs)
+
+
 @pytest.mark.parametrize("name", TWO)
 def test_gradients_match_one_process(base, name):
     one = oracle.one_process(base)
@@ -82,18 +92,15 @@ def test_gradients_match_one_process(base, name):
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", [*TWO_SWEEP, *FOUR_SWEEP])
 def test_gradients_of_every_layout_match_one_process(base, name):
-    alone = {recipe: [*oracle.layout(), *FLAGS[recipe]] for recipe in FLAGS}
-    expected = oracle.train(base, BESIDE, 1, alone)
-    runs, processes = (TWO_SWEEP, 2) if name in TWO_SWEEP else (FOUR_SWEEP, 4)
-    runs = with_recipes(base, runs, BESIDE)
-    found = oracle.train(base, f"sweep of tensor parallelism on {processes}", processes, runs)[name]
-    oracle.require_match(expected[recipe_of(name)], found, recipe_of(name))
+    one, processes = beside(base)[recipe_of(name)], 2 if name in TWO_SWEEP else 4
+    oracle.require_match(one, sweep(base, processes)[name], recipe_of(name))
 
 
 @pytest.mark.sweep
 def test_what_norms_send_changes_no_bit_of_a_training(base):
-    found = oracle.train(base, "sweep of tensor parallelism on 2", 2, with_recipes(TWO_SWEEP))
-    assert oracle.compare(found["mxfp8, selective"], found["mxfp8, selective, high precision"], 0.0) == 0.0
+    beside(base)
+    found = sweep(base, 2)
+    oracle.compare(found["mxfp8, selective"], found["mxfp8, selective, high precision"], 0.0)
 
 
 def test_norms_know_whether_their_layer_is_checkpointed():
