@@ -53,7 +53,7 @@ class RecipeSwitch:
         self._last_step: int | None = None
         self._fell_back = False
         if self._entries or self.guard:
-            self._allow_recompiling()
+            allow_recompiling(model_parts, (len(self._switches) + 1) * (2 if self.guard else 1))
 
     def begin_step(self, step: int) -> None:
         """Give the layers their states of ``step``, before its first forward."""
@@ -92,18 +92,18 @@ class RecipeSwitch:
         if self.guard is not None and self.guard.first < step <= self.guard.last:
             yield f"in effect from step {self.guard.first} to {self.guard.last}: guard: {self._fallback}"
 
-    def _allow_recompiling(self) -> None:
-        """Let torch.compile compile every kind of block for every state. It stops training at a limit otherwise.
 
-        Numbers of the states are constants of the graphs. Dynamo would make inputs of those that change, such as
-        c(p, B), and fails where it compares recipes that hold one.
-        """
-        layers = sum(getattr(module, "timeline", None) is not None for part in self._parts for module in part.modules())
-        more = (len(self._switches) + 1) * (2 if self.guard else 1) * layers
-        config = torch._dynamo.config
-        config.specialize_float = True
-        config.recompile_limit = max(config.recompile_limit, GRAPHS + more)
-        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
+def allow_recompiling(model_parts: list[torch.nn.Module], states: int) -> None:
+    """Let torch.compile compile every block for every state. At its own limit it would stop training.
+
+    A number that differs between states, such as c(p, B), becomes a constant of each graph. By default it would become
+    an input, which a kernel would have to read from the GPU.
+    """
+    layers = sum(getattr(module, "timeline", None) is not None for part in model_parts for module in part.modules())
+    config = torch._dynamo.config
+    config.specialize_float = True
+    config.recompile_limit = max(config.recompile_limit, GRAPHS + states * layers)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
 
 
 def _words(entry: Entry) -> str:

@@ -1,14 +1,20 @@
 """The schedule and the guard in the trainer (see training_runs), and their mistakes in settings."""
 
 import pytest
+import torch
+import torch.nn as nn
 from training_runs import ACCUMULATE, GUARD, done_once, load
 
+import mxtrain
 from mxtrain import ConfigError
 from mxtrain.analysis import load_run
+from mxtrain.conversion.schedule import attach_schedule, set_step
+from mxtrain.recipes.schedule import parse_entries
 from mxtrain.rng.rounding_position import set_rounding_step
 from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
 from mxtrain.titan.parse import parse_job_config
 from mxtrain.titan.reports.metrics import build_metrics_processor
+from mxtrain.titan.schedule import allow_recompiling
 
 EVENTS = [
     (3, "fprop=bf16 in layers.1"),
@@ -55,6 +61,26 @@ def test_other_entries_are_another_experiment(one):
     refused = one["scheduled, another entry"]
     assert refused.statuses == [2]
     assert "error: mxnorm.schedule = [{'from_step': 4, 'p': 1}], but" in refused.output[0]
+
+
+def test_numbers_that_change_are_constants_of_compiled_graphs():
+    model, graphs, x = nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 32)), [], torch.randn(4, 32)
+    plan = mxtrain.convert(model, mode="reference", filter_fqns=[], example_inputs=(x,))
+    attach_schedule(model, plan.norms, parse_entries([{"from_step": 2, "p": 1}], 2, {}, "mxnorm.schedule"))
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=1):
+        allow_recompiling([model], 2)
+        compiled = torch.compile(model, backend=keep, fullgraph=True)
+        for step in (1, 2):
+            set_step(model, step)
+            compiled(x)
+    inputs = [[node.name for node in graph.graph.nodes if node.op == "placeholder"] for graph in graphs]
+    assert len(graphs) == 2 and inputs[0] == inputs[1]
 
 
 def convert(*flags):
