@@ -1,6 +1,5 @@
 """Draws the figures of diagnostics as a PNG: one heat map per figure, modules of the model by steps."""
 
-import io
 import math
 import os
 from pathlib import Path
@@ -15,8 +14,9 @@ from mxtrain.analysis.numerics import (
     noteworthy,
     numerics_rows,
 )
+from mxtrain.analysis.pictures import save_picture
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import METRICS_FILE, reason, replace_file
+from mxtrain.run_folder.files import METRICS_FILE
 
 COLUMNS = 6
 """Panels beside each other: one per cast"""
@@ -69,13 +69,7 @@ def draw_numerics(folder: str | os.PathLike, path: str | os.PathLike) -> tuple[P
         for axes, figure in zip(line, group):
             _draw(picture, axes, figure, values, steps)
             _label(axes, list(values[figure.name]), steps, height - MARGIN)
-    content = io.BytesIO()
-    picture.savefig(content, format="png")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, content.getvalue())
-    except OSError as error:
-        raise ConfigError(f"the picture {path} cannot be written: {reason(error)}") from error
+    save_picture(picture, path)
     return path, remarks(values, steps[-1])
 
 

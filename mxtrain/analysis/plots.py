@@ -1,15 +1,14 @@
 """Draws loss curves of one or more runs as a PNG."""
 
-import io
 import os
 from itertools import cycle
 from pathlib import Path
 
 from mxtrain.analysis.curves import Curve, XAxis, curve, events, window
 from mxtrain.analysis.labels import labels
+from mxtrain.analysis.pictures import save_picture
 from mxtrain.analysis.runs import Run
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import reason, replace_file
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """The palette of Okabe and Ito, which color-blind readers can tell apart, without its yellow, too faint on white"""
@@ -78,13 +77,7 @@ def plot(
         panels[1].set_ylabel(f"loss minus that of\n{_short(baseline.name)}")
     _finish(figure, panels, x, x_label, [window(one, smooth) for one in curves])
 
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, picture.getvalue())
-    except OSError as error:
-        raise ConfigError(f"the picture {path} cannot be written: {reason(error)}") from error
+    save_picture(figure, path)
     return path
 
 

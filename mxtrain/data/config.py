@@ -42,7 +42,7 @@ class DataConfig:
     """"python": add every installed package to the standard library"""
 
     other_files: bool = False
-    """"python": add C, C++ and CUDA source, stubs, documentation and text, and those and the manual of the system"""
+    """"python": add C, C++ and CUDA source, type stubs and documentation, and the system's headers and manual pages"""
 
     max_bytes: int = 0
     """Upper limit on the text, in bytes of UTF-8; 0 means no limit"""

@@ -50,8 +50,8 @@ def list_files(installed: bool, other_files: bool = False) -> list[SourceFile]:
 
     Args:
         installed: also the packages on ``sys.path``.
-        other_files: also C, C++ and CUDA source, Python stubs, and text in Markdown, reStructuredText or without
-            markup, of the same folders; and those and the manual pages of the system.
+        other_files: also the C, C++ and CUDA source, type stubs and documentation (Markdown, reStructuredText and plain
+            text) in these folders. From the system come headers, documentation and manual pages.
     """
     is_wanted = _is_text if other_files else _is_python
     files = _walk(Path(sysconfig.get_paths()["stdlib"]), STANDARD_LIBRARY, is_wanted)

@@ -57,11 +57,8 @@ def activation_along_tokens(
     group: str | None = None,
 ) -> Operand:
     if runs_kernels(mode, x.device.type):
-        signs = signs if recipe.hadamard else None
-        amax, transformed = nvfp4_amax(x, signs, rho)
-        scale = _tensor_scale(amax if signs is None else transformed, group)
-        results = nvfp4_cast(x, {0: scale}, KERNEL_FORM[mode], signs=signs, row_factor=rho)
-        return _from_kernel(results[0], 0, scale, mode)
+        cast, scale = _cast_along_tokens(x, recipe, KERNEL_FORM[mode], rho, signs, group)
+        return _from_kernel(cast, 0, scale, mode)
     x = _along_tokens(x if rho is None else scale_rows(x, rho), recipe, signs)
     return _in_pytorch(x, mode, _tensor_scale(x, group))
 
@@ -172,10 +169,7 @@ def codes_along_tokens(
     group: str | None = None,
 ) -> Codes:
     if runs_kernels(mode, x.device.type):
-        signs = signs if recipe.hadamard else None
-        amax, transformed = nvfp4_amax(x, signs, rho)
-        tensor_scale = _tensor_scale(amax if signs is None else transformed, group)
-        cast = nvfp4_cast(x, {0: tensor_scale}, "codes", signs=signs, row_factor=rho)[0]
+        cast, tensor_scale = _cast_along_tokens(x, recipe, "codes", rho, signs, group)
         return Codes(*cast, tensor_scale)
     x = _along_tokens(scale_rows(x, rho), recipe, signs)
     tensor_scale = _tensor_scale(x, group)
@@ -188,6 +182,14 @@ def from_codes(codes: Codes, recipe: Recipe, mode: str, dim: int) -> Operand:
         # The memory layout of a kernel's values, because products in another layout may add up in another order.
         return Operand(operand.data.t().contiguous().t())
     return operand
+
+
+def _cast_along_tokens(x: torch.Tensor, recipe: Recipe, form: str, rho, signs, group: str | None):
+    """X [T, D], row t times rho[t] -> what the kernel gives for blocks along tokens, and the tensor scale."""
+    signs = signs if recipe.hadamard else None
+    amax, transformed = nvfp4_amax(x, signs, rho)
+    scale = _tensor_scale(amax if signs is None else transformed, group)
+    return nvfp4_cast(x, {0: scale}, form, signs=signs, row_factor=rho)[0], scale
 
 
 def _static_tensor_scale(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> float | None:

@@ -287,8 +287,8 @@ class Data:
 
     other_files: bool = False
     """
-    Dataset "python": also read the C, C++ and CUDA source, Python stubs, documentation and text of these packages, and
-    the headers, documentation and manual pages of the system, each file up to 1 MB
+    Dataset "python": also read C, C++ and CUDA source, type stubs and documentation beside the Python source, and the
+    system's headers, documentation and manual pages. Such files above 1 MB are left out
     """
 
     vocab_size: NotNegative = 0

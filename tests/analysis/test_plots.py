@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from mxtrain.analysis import Run, plot, plots
+from mxtrain.analysis import Run, pictures, plot
 from mxtrain.analysis.curves import SMOOTH_FROM, moving_average
 from mxtrain.analysis.plots import COLORS, LINE_STYLES
 
@@ -43,7 +43,7 @@ def axes_of(monkeypatch):
     """``axes_of(runs, **options)``: the axes that ``plot`` fills, without the time to draw them."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
-    monkeypatch.setattr(plots, "replace_file", lambda path, content: None)
+    monkeypatch.setattr(pictures, "replace_file", lambda path, content: None)
 
     def axes_of(runs, **options):
         plot(runs, Path("loss.png"), **options)

@@ -1,0 +1,18 @@
+"""Writes a figure of matplotlib as a PNG file."""
+
+import io
+from pathlib import Path
+
+from mxtrain.errors import ConfigError
+from mxtrain.run_folder.files import reason, replace_file
+
+
+def save_picture(figure, path: Path) -> None:
+    """Write ``figure`` to ``path`` at once, or leave the file as it was. Raises ConfigError if it cannot be written."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content.getvalue())
+    except OSError as error:
+        raise ConfigError(f"the picture {path} cannot be written: {reason(error)}") from error
