@@ -11,6 +11,7 @@ Usage:
     python scripts/bench/layouts.py --layouts fsdp2,ddp2xfsdp2,tp2,pp2
     python scripts/bench/layouts.py --layouts perturbed,tp2,cp2
     python scripts/bench/layouts.py --layouts tp2,cp2 --follow
+    python scripts/bench/layouts.py --recipes unquantized --mode reference             fp32 products on GPUs, too
     python scripts/bench/layouts.py --layouts cp2 --dtype bfloat16 --reference fsdp2   attention needs 16 bits on GPUs
 
 NVFP4's tensor scales are those of a pipeline's chunk, so its gradients differ from one process's without a fault.
@@ -53,17 +54,18 @@ def layout(text: str) -> str:
     return text
 
 
-def train(base: Path, name: str, recipes: list[str], dtype: str, repeat: int, follow: str = "") -> dict:
+def train(base: Path, name: str, recipes: list[str], flags: list[str], repeat: int, follow: str = "") -> dict:
     """Train all recipes on one layout. Return what every recipe gave: a training, or why it failed.
 
     Args:
+        flags: of every training, beside those of its layout and recipe.
         repeat: 0 for the reference, 1 for others.
         follow: "" or the reference, a layout of one process whose weights each step starts from.
     """
     import oracle
 
     processes = prod(degrees(name).values())
-    flags = [*oracle.layout(**degrees(name)), f"--training.mixed_precision_param={dtype}"]
+    flags = [*oracle.layout(**degrees(name)), *flags]
     followed = {recipe: oracle.follow(base, recipe, f"{follow} 0") if follow else [] for recipe in recipes}
     runs = {recipe: [*flags, *oracle.RECIPES[recipe], *followed[recipe]] for recipe in recipes}
     results = {}
@@ -95,7 +97,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--reference", type=layout, default=ONE, help="layout to compare with")
     parser.add_argument("--follow", action="store_true", help="start each step from the weights of one process")
+    parser.add_argument("--mode", default="auto", choices=["auto", "reference"], help="mode of quantized layers")
     options = parser.parse_args(argv)
+    flags = [f"--training.mixed_precision_param={options.dtype}", f"--mxnorm.mode={options.mode}"]
     if options.follow and options.reference != ONE:
         parser.error("--follow needs the reference 'one'")
 
@@ -110,9 +114,9 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{'layout':16} {'recipe':14} {'gradient':>9} {'loss':>9} {'norm':>9}")
     follow = ONE if options.follow else ""
     with tempfile.TemporaryDirectory() as folder:
-        references = train(Path(folder), options.reference, recipes, options.dtype, repeat=0)
+        references = train(Path(folder), options.reference, recipes, flags, repeat=0)
         for name in options.layouts:
-            for recipe, result in train(Path(folder), name, recipes, options.dtype, 1, follow).items():
+            for recipe, result in train(Path(folder), name, recipes, flags, 1, follow).items():
                 failed = next((text for text in (references[recipe], result) if isinstance(text, str)), None)
                 row = failed or " ".join(f"{value:9.1e}" for value in differences(references[recipe], result))
                 print(f"{name:16} {recipe:14} {row}", flush=True)

@@ -88,6 +88,7 @@ def test_llama3s_flavors_have_whole_blocks_on_a_node():
 
 def test_pytorch_2_11_takes_no_other_sizes_in_validation(monkeypatch):
     validated = f"{LLAMA3_8B} {PP}=2 --validation.enable --validation.local_batch_size=8 --validation.seq_len"
+    monkeypatch.setattr(check_layout, "FINDS_SHAPES_AGAIN", True)
     check(f"{validated}=1024")
     monkeypatch.setattr(check_layout, "FINDS_SHAPES_AGAIN", False)
     check(f"{validated}=2048")
