@@ -34,7 +34,7 @@ class ThreeGEMMs:
 
     recipe: LinearRecipe
     mode: str
-    split: SplitMatrices = WHOLE
+    split: SplitMatrices
 
     def quantize_activation(self, x: torch.Tensor) -> Operand:
         """X as fprop's operand."""
@@ -88,6 +88,8 @@ class QuantizedLinear(Seeded, nn.Linear):
     and the weight is a DTensor, of which every process multiplies its part.
     """
 
+    split: SplitMatrices = WHOLE
+
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, recipe="mxfp8", mode="auto", **factory_kwargs
     ):
@@ -96,8 +98,6 @@ class QuantizedLinear(Seeded, nn.Linear):
         self.mode = mode
         check_features(in_features, out_features, self.recipe)
         super().__init__(in_features, out_features, bias, **factory_kwargs)
-        # Of the instance, because torch.compile of PyTorch 2.11 reads no such attribute of a class.
-        self.split: SplitMatrices = WHOLE
         self.set_seed(0, "")
 
     @classmethod

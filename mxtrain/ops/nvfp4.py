@@ -110,8 +110,9 @@ def gradient(
     if runs_kernels(mode, dy.device.type):
         signs = signs if recipe.hadamard and 0 in dims else None
         draws = draws if recipe.stochastic_rounding else None
-        maxima = nvfp4_amax(dy, signs)
-        scales = {dim: _tensor_scale(maxima[dim == 0 and signs is not None], group) for dim in dims}
+        amax, transformed = nvfp4_amax(dy, signs)
+        maxima = {1: amax, 0: amax if signs is None else transformed}
+        scales = {dim: _tensor_scale(maxima[dim], group) for dim in dims}
         results = nvfp4_cast(dy, scales, KERNEL_FORM[mode], signs=signs, draws=draws)
         return {dim: _from_kernel(cast, dim, scales[dim], mode) for dim, cast in results.items()}
     operands = {}
