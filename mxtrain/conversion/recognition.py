@@ -100,9 +100,10 @@ def is_gate_of(parent: nn.Module, name: str) -> bool:
     return name == "gate" and ("router" in type(parent).__name__.lower() or "experts" in parent._modules)
 
 
-def has_router(model: nn.Module) -> bool:
-    """Whether any module of ``model`` is a router with a linear gate."""
-    return any(linear.is_gate for linear in find_linears(dict(model.named_modules())).values())
+def find_gates(model: nn.Module) -> dict[str, nn.Module]:
+    """Every linear gate of a router by FQN."""
+    modules = dict(model.named_modules())
+    return {fqn: modules[fqn] for fqn, linear in find_linears(modules).items() if linear.is_gate}
 
 
 def find_norms(modules: Mapping[str, nn.Module]) -> tuple[dict[str, NormFacts], dict[str, str]]:

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from mxtrain.errors import require_positive_integer
+from mxtrain.nn.split import own_part
 from mxtrain.ops import decompose_k as ops
 from mxtrain.reference.casts import at_least_fp32
 
@@ -107,7 +108,8 @@ class DecomposeKRouter(nn.Linear):
     """The gate of a router: an ``nn.Linear`` to few experts whose logits are always fp32.
 
     The parameters are those of ``nn.Linear``, so checkpoints load either way. Autocast casts the operands, not the
-    logits. A DTensor weight must be replicated, as in TorchTitan's tensor parallelism.
+    logits. A DTensor weight must be replicated, as in TorchTitan's tensor parallelism. With x as a DTensor, every
+    process has the whole gradient of the logits; with a plain x, a part, and so gets a part of all other gradients.
 
     Args:
         in_features: width K of a token.
@@ -136,20 +138,23 @@ class DecomposeKRouter(nn.Linear):
         Raises:
             ValueError: for mismatched dtypes of x and weight, or DTensors that are not replicated.
         """
-        if isinstance(x, DTensor) or isinstance(self.weight, DTensor):
-            return self._forward_replicated(x)
-        return _logits(x, self.weight, self.bias)
+        parameters = [parameter for parameter in (self.weight, self.bias) if parameter is not None]
+        if any(isinstance(tensor, DTensor) for tensor in (x, *parameters)):
+            _check_replicated(x, parameters)
+        if isinstance(x, DTensor):
+            logits = _logits(x.to_local(), *(parameter.to_local() for parameter in parameters))
+            return DTensor.from_local(logits, x.device_mesh, x.placements, run_check=False)
+        return _logits(x, *(own_part(parameter) for parameter in parameters))
 
-    def _forward_replicated(self, x: DTensor) -> DTensor:
-        tensors = [tensor for tensor in (x, self.weight, self.bias) if tensor is not None]
-        if not all(isinstance(t, DTensor) and all(p.is_replicate() for p in t.placements) for t in tensors):
-            placements = ", ".join(str(getattr(tensor, "placements", "a plain tensor")) for tensor in tensors)
-            raise ValueError(
-                f"x and parameters of a DecomposeKRouter are {placements}: expected all plain, or all replicated"
-            )
-        x, *parameters = tensors
-        logits = _logits(x.to_local(), *(p.to_local() for p in parameters))
-        return DTensor.from_local(logits, x.device_mesh, x.placements, run_check=False)
+
+def _check_replicated(x: torch.Tensor, parameters: list[torch.Tensor]) -> None:
+    given = parameters if not isinstance(x, DTensor) else [x, *parameters]
+    if not all(isinstance(t, DTensor) and all(p.is_replicate() for p in t.placements) for t in given):
+        placements = ", ".join(str(getattr(tensor, "placements", "a plain tensor")) for tensor in (x, *parameters))
+        raise ValueError(
+            f"x and parameters of a DecomposeKRouter are {placements}: expected all plain, or replicated parameters "
+            "with a plain or replicated x"
+        )
 
 
 def _logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -28,13 +28,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import Partial
 
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.nn.checks import check_dtype, check_input
 from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard
 from mxtrain.nn.seeded import Seeded
-from mxtrain.nn.split import SplitSequences
+from mxtrain.nn.split import SplitSequences, own_part
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype
 from mxtrain.ops.gemm import Operand
 from mxtrain.ops.hardware import check_mode, mode_in_forward
@@ -226,9 +225,7 @@ class MXNorm(Seeded, nn.RMSNorm):
 
     def _gain(self) -> torch.Tensor | None:
         """The gain for the linears, each of which returns its process's part of the gradient."""
-        if self.weight is None or self.split is None:
-            return self.weight
-        return self.weight.to_local(grad_placements=[Partial()])
+        return self.weight if self.split is None else own_part(self.weight)
 
     def extra_repr(self) -> str:
         if self.is_plain:

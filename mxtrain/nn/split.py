@@ -13,6 +13,9 @@ Between the layers, sequence parallelism splits the sequences. Norms have whole 
 
 from dataclasses import dataclass
 
+import torch
+from torch.distributed.tensor import DTensor, Partial
+
 
 @dataclass(frozen=True)
 class SplitMatrices:
@@ -54,3 +57,14 @@ class SplitSequences:
     rank: int
     gather: str = "auto"
     forwards: int = 1
+
+
+def own_part(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """Return what this process has of a parameter: its shard, or the whole if every process has the whole.
+
+    The gradient of a whole is this process's part of a sum, for a layer that computes a part of a sum.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    parts = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
+    return parameter.to_local(grad_placements=parts)

@@ -9,9 +9,9 @@ from mxtrain.conversion.recognition import (
     LinearFacts,
     find_blocks,
     find_heads,
+    find_gates,
     find_linears,
     find_norms,
-    has_router,
     rms_norm_facts,
 )
 
@@ -125,12 +125,13 @@ def test_the_modules_of_a_model():
     assert find_blocks(modules) == ("blocks", "router", "own", "strange", "a", "b"), "the outermost container counts"
     assert find_blocks(dict(model["blocks"].named_modules())) == ("0", "1")
     assert find_norms(dict(nn.RMSNorm(8).named_modules())) == ({}, {}), "nothing can replace the model itself"
-    assert has_router(model) and not has_router(model["blocks"]) and has_router(model["router"])
+    assert find_gates(model) == {"router.gate": model["router"].gate, "own.gate": model["own"].gate}
+    assert not find_gates(model["blocks"]) and list(find_gates(model["router"])) == ["gate"]
 
 
 def test_a_gate_beside_experts_is_a_routers():
     block = nn.ModuleDict({"gate": nn.Linear(8, 4), "experts": nn.ModuleList()})
-    assert has_router(block) and not has_router(nn.ModuleDict({"gate": nn.Linear(8, 4), "up": nn.Linear(8, 4)}))
+    assert find_gates(block) and not find_gates(nn.ModuleDict({"gate": nn.Linear(8, 4), "up": nn.Linear(8, 4)}))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from mxtrain.conversion.recognition import has_router
+from mxtrain.conversion.recognition import find_gates
 from mxtrain.errors import ConfigError
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.relations import quantizing
@@ -18,8 +18,9 @@ from mxtrain.titan.parallel.activation_checkpoint import knows_own_operations
 from mxtrain.titan.parallel.check_layout import check_model_layout
 from mxtrain.titan.parallel.context import prepare_context_parallelism
 from mxtrain.titan.parallel.initial_weights import draw_by_name
+from mxtrain.titan.parallel.plans import plans_with_own_styles
 from mxtrain.titan.parallel.replicate import Layout
-from mxtrain.titan.parallel.tensor_parallel import choose_gathers, plans_for_swapped_modules
+from mxtrain.titan.parallel.tensor_parallel import DEGREE, choose_gathers
 from mxtrain.titan.parallel.tied_weights import check_tied, shared_group
 from mxtrain.titan.parse import settings_of
 from mxtrain.titan.reports.metrics import describe_model
@@ -35,14 +36,15 @@ def checked_parallelize(parallelize_fn):
     @functools.wraps(parallelize_fn)
     def parallelize(model, parallel_dims, job_config):
         check_layout(parallel_dims, job_config)
-        check_routers(parallel_dims, model)
         prepare_context_parallelism(parallel_dims, job_config)
         check_tied(parallel_dims, model)
         if not parallel_dims.pp_enabled:
             note_model(describe_model(job_config, model))  # here, while the model is whole
-        plans = plans_for_swapped_modules() if parallel_dims.tp_enabled else nullcontext()
-        with shared_group(model), plans, knows_own_operations():
+        gates = find_gates(model) if parallel_dims.tp_enabled else {}
+        plans = plans_with_own_styles() if parallel_dims.tp_enabled else nullcontext(set())
+        with shared_group(model), plans as inner, knows_own_operations():
             model = parallelize_fn(model, parallel_dims, job_config)
+        check_gates(gates, inner)
         settings = settings_of(job_config)
         if parallel_dims.tp_enabled and quantizing(settings):
             choose_gathers(model, settings["mxnorm.gather"])
@@ -57,17 +59,17 @@ def checked_parallelize(parallelize_fn):
     return parallelize
 
 
-def check_routers(parallel_dims, model) -> None:
-    """Raise ConfigError for a mixture of experts in a layout that gives its routers wrong gradients.
+def check_gates(gates: dict[str, torch.nn.Module], inner: set[torch.nn.Module]) -> None:
+    """Raise ConfigError for a gate that is not ``inner``, within a mixture of experts that sums its gradients.
 
-    With tensor parallelism every rank computes a part of the gradient of the gate's logits. TorchTitan 0.2.2 takes
-    this part for the whole gradient: after one step gates are off by a tenth, with every converter and without.
+    Every process has a part of the gradient of such a gate's logits, which nobody would sum.
     """
-    if parallel_dims.tp_enabled and has_router(model):
-        raise ConfigError(
-            f"parallelism.tensor_parallel_degree = {parallel_dims.tp} gives routers of experts wrong gradients in "
-            "TorchTitan 0.2.2: allowed is 1; use expert parallelism, expert_parallel_degree, or FSDP"
-        )
+    for fqn, gate in gates.items():
+        if gate not in inner:
+            raise ConfigError(
+                f"{DEGREE} gives {fqn} wrong gradients, because no module around it has the style "
+                "PrepareModuleInputOutput with output_layouts = Partial(): allowed is 1"
+            )
 
 
 def checked_pipeline(pipelining_fn):

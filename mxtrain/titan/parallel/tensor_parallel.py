@@ -9,15 +9,12 @@ for the swapped module:
     attention, FFN    PrepareModuleInput    passes on what such a norm has gathered
     wq, wk, wv, w1    ColwiseParallel       Columnwise          local tensors inside, DTensors of the plan outside
     wo, w2            RowwiseParallel       Rowwise             the same; sums the parts of the result as planned
+
+``mxtrain.titan.parallel.plans`` puts them into the plans. ``expert_styles`` has those for mixtures of experts.
 """
 
 import copy
-import functools
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from unittest.mock import patch
 
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -28,7 +25,6 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    parallelize_module,
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
@@ -167,28 +163,3 @@ def check_part(fqn: str, linear: QuantizedLinear, style: ParallelStyle, processe
                 f"{DEGREE} = {processes} splits {name} = {features[name]} of {fqn} into parts that are not whole "
                 f"blocks of {block} (recipe {recipe.name!r}): allowed is a divisor of {features[name] // block}"
             )
-
-
-@contextmanager
-def plans_for_swapped_modules() -> Iterator[None]:
-    """While active, the plans of TorchTitan and of a user's own models serve models with swapped modules.
-
-    ``parallelize_module`` is replaced in every Python module that has imported it by name, except PyTorch's own.
-    """
-
-    @functools.wraps(parallelize_module)
-    def parallelize(module, device_mesh=None, parallelize_plan=None, **others):
-        if isinstance(parallelize_plan, dict):
-            modules = dict(module.named_modules())
-            parallelize_plan = {fqn: style_for(modules.get(fqn), style) for fqn, style in parallelize_plan.items()}
-            for fqn, style in parallelize_plan.items():
-                if isinstance(linear := modules.get(fqn), QuantizedLinear):
-                    check_part(fqn, linear, style, device_mesh.size())
-        return parallelize_module(module, device_mesh, parallelize_plan, **others)
-
-    with ExitStack() as patches:
-        for name, holder in list(sys.modules.items()):
-            is_own = name == __name__ or name.split(".")[0] == "torch"
-            if not is_own and vars(holder).get("parallelize_module") is parallelize_module:
-                patches.enter_context(patch.object(holder, "parallelize_module", parallelize))
-        yield

@@ -1,0 +1,142 @@
+"""Tensor parallelism within a mixture of experts: parts of sums inside, and one sum at its boundary.
+
+Every process sees all tokens of a mixture of experts, and returns a part of its result: from its share of every
+expert's features, or from some of the experts. So all gradients inside are parts of sums as well, those of the gate
+and of the tokens among them. TorchTitan 0.2.2 sums the gradient of what goes into the experts, and takes the other
+parts for whole gradients: gates are wrong, and without tensor parallelism inside of the experts the tokens, too. Here
+only the boundary sums, which scatters the tokens' gradient to the shards of the sequences anyway. Later releases of
+TorchTitan do the same (pull request 2416).
+
+    moe                 PrepareModuleInputOutput             Boundary
+    gate                NoParallel                           Replicated
+    w1, w3 (shared)     ColwiseParallel                      InnerColumnwise
+    w2 (shared)         RowwiseParallel                      InnerRowwise
+    experts             TensorParallel                       SplitExperts
+    experts             ExpertTensorParallel                 ExchangedSplitExperts
+"""
+
+import copy
+
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from torchtitan.distributed import NoParallel
+from torchtitan.distributed.expert_parallel import ExpertParallel, ExpertTensorParallel, TensorParallel
+
+from mxtrain.errors import ConfigError
+from mxtrain.nn.decompose_k_router import DecomposeKRouter
+from mxtrain.nn.local_linear import LocalLinear
+from mxtrain.nn.three_gemms import QuantizedLinear
+from mxtrain.titan.parallel.tensor_parallel import DEGREE, Columnwise, Rowwise
+
+
+class Boundary(PrepareModuleInput):
+    """``PrepareModuleInput`` that gives local tensors, whose gradients are parts of sums."""
+
+    def _prepare_input_arg(self, input, mesh, input_layout, desired_layout):
+        x = super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+        return x if input_layout is None else x.to_local(grad_placements=[Partial()])
+
+
+class Replicated(NoParallel):
+    """``NoParallel`` for a gate whose logits' gradients are parts of sums."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(_local(module), device_mesh)
+
+
+class InnerColumnwise(Columnwise):
+    """``ColwiseParallel`` from all tokens to this process's features of the result, without sums of gradients."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        own = Columnwise if isinstance(module, QuantizedLinear) else ColwiseParallel
+        return own._apply(self, _local(module), device_mesh)
+
+    @staticmethod
+    def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
+        return inputs
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
+        return outputs
+
+
+class InnerRowwise(Rowwise):
+    """``RowwiseParallel`` from this process's features to a part of the result."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if module.bias is not None:
+            raise ValueError("a row-wise parallel linear with a bias: every process would add the bias")
+        own = Rowwise if isinstance(module, QuantizedLinear) else RowwiseParallel
+        return own._apply(self, _local(module), device_mesh)
+
+    @staticmethod
+    def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
+        return inputs
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
+        return outputs
+
+
+class SplitExperts(TensorParallel):
+    """``TensorParallel`` that leaves the gradient of the routed tokens in parts."""
+
+    def _prepare_input_fn(self, mod, inputs, device_mesh):
+        return inputs
+
+
+class ExchangedSplitExperts(ExpertTensorParallel):
+    """``ExpertTensorParallel`` that leaves the gradient of the routed tokens in parts."""
+
+    def _token_dispatch(self, mod, inputs, device_mesh):
+        return ExpertParallel._token_dispatch(self, mod, inputs, device_mesh["ep"])
+
+
+def _local(module: nn.Module) -> nn.Module:
+    """Make a linear compute on local tensors, and return it."""
+    if type(module) is nn.Linear:
+        module.__class__ = LocalLinear
+    elif not isinstance(module, DecomposeKRouter | QuantizedLinear):
+        raise ConfigError(
+            f"{DEGREE} does not know the gradients of {type(module).__name__} in a mixture of experts: allowed is 1"
+        )
+    return module
+
+
+def is_boundary(style: ParallelStyle) -> bool:
+    """Whether a module with this style returns parts of sums, as mixtures of experts do in TorchTitan's plans."""
+    return type(style) is PrepareModuleInputOutput and style.prepare_module_output.output_layouts == (Partial(),)
+
+
+def boundary(style: PrepareModuleInputOutput) -> PrepareModuleInputOutput:
+    """Return the same style with gradients of the input as parts of sums."""
+    new, new.prepare_module_input = copy.copy(style), copy.copy(style.prepare_module_input)
+    new.prepare_module_input.__class__ = Boundary
+    new.prepare_module_input.use_local_output = False  # Boundary makes the local tensor
+    return new
+
+
+_INNER = {
+    NoParallel: Replicated,
+    ColwiseParallel: InnerColumnwise,
+    RowwiseParallel: InnerRowwise,
+    TensorParallel: SplitExperts,
+    ExpertTensorParallel: ExchangedSplitExperts,
+}
+
+
+def inner_style(style: ParallelStyle) -> ParallelStyle:
+    """Return the style that does within a boundary what ``style`` does in TorchTitan's plans, with parts of sums."""
+    if type(style) not in _INNER:
+        return style
+    new = copy.copy(style)
+    new.__class__ = _INNER[type(style)]
+    return new

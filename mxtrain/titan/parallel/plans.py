@@ -1,0 +1,67 @@
+"""The plans of tensor parallelism, TorchTitan's and those of a user's own models, with mxtrain's styles in them."""
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch.nn as nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from mxtrain.nn.three_gemms import QuantizedLinear
+from mxtrain.titan.parallel.expert_styles import boundary, inner_style, is_boundary
+from mxtrain.titan.parallel.local_heads import with_local_heads
+from mxtrain.titan.parallel.tensor_parallel import check_part, style_for
+
+
+@contextmanager
+def plans_with_own_styles() -> Iterator[set[nn.Module]]:
+    """While active, plans serve models with swapped modules, and give mixtures of experts right gradients.
+
+    ``parallelize_module`` is replaced in every Python module that has imported it by name, except PyTorch's own.
+
+    Yields:
+        The modules within mixtures of experts, as far as they are parallelized.
+    """
+    inner: set[nn.Module] = set()
+
+    @functools.wraps(parallelize_module)
+    def parallelize(module, device_mesh=None, parallelize_plan=None, **others):
+        if isinstance(parallelize_plan, dict):
+            parallelize_plan = _own_plan(module, parallelize_plan, inner)
+            for fqn, style in parallelize_plan.items():
+                if isinstance(linear := _modules(module).get(fqn), QuantizedLinear):
+                    check_part(fqn, linear, style, device_mesh.size())
+        elif module in inner:
+            parallelize_plan = inner_style(parallelize_plan)
+        return parallelize_module(module, device_mesh, parallelize_plan, **others)
+
+    with ExitStack() as patches:
+        for name, holder in list(sys.modules.items()):
+            is_own = name == __name__ or name.split(".")[0] == "torch"
+            if not is_own and vars(holder).get("parallelize_module") is parallelize_module:
+                patches.enter_context(patch.object(holder, "parallelize_module", parallelize))
+        yield inner
+
+
+def _modules(module: nn.Module) -> dict[str, nn.Module]:
+    return dict(module.named_modules())
+
+
+def _own_plan(module: nn.Module, plan: dict[str, ParallelStyle], inner: set[nn.Module]) -> dict[str, ParallelStyle]:
+    """Return ``plan`` with mxtrain's styles, and put the modules within boundaries into ``inner``."""
+    modules = _modules(module)
+    for fqn, style in plan.items():
+        if fqn in modules and is_boundary(style):
+            inner.update(set(modules[fqn].modules()) - {modules[fqn]})
+    own = {}
+    for fqn, style in with_local_heads(plan).items():
+        if is_boundary(style):
+            own[fqn] = boundary(style)
+        elif modules.get(fqn) in inner:
+            own[fqn] = inner_style(style)
+        else:
+            own[fqn] = style_for(modules.get(fqn), style)
+    return own
