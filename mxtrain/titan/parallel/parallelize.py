@@ -21,7 +21,7 @@ from mxtrain.titan.parallel.initial_weights import draw_by_name
 from mxtrain.titan.parallel.plans import plans_with_own_styles
 from mxtrain.titan.parallel.replicate import Layout
 from mxtrain.titan.parallel.tensor_parallel import DEGREE, choose_gathers
-from mxtrain.titan.parallel.tied_weights import check_tied, shared_group
+from mxtrain.titan.parallel.tied_weights import shared_group
 from mxtrain.titan.parse import settings_of
 from mxtrain.titan.reports.metrics import describe_model
 from mxtrain.titan.reports.terminal import note_model
@@ -37,7 +37,6 @@ def checked_parallelize(parallelize_fn):
     def parallelize(model, parallel_dims, job_config):
         check_layout(parallel_dims, job_config)
         prepare_context_parallelism(parallel_dims, job_config)
-        check_tied(parallel_dims, model)
         if not parallel_dims.pp_enabled:
             note_model(describe_model(job_config, model))  # here, while the model is whole
         gates = find_gates(model) if parallel_dims.tp_enabled else {}

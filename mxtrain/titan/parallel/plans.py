@@ -14,6 +14,7 @@ from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.titan.parallel.expert_styles import boundary, inner_style, is_boundary
 from mxtrain.titan.parallel.local_heads import with_local_heads
 from mxtrain.titan.parallel.tensor_parallel import check_part, style_for
+from mxtrain.titan.parallel.tied_weights import stays_tied
 
 
 @contextmanager
@@ -36,7 +37,8 @@ def plans_with_own_styles() -> Iterator[set[nn.Module]]:
                     check_part(fqn, linear, style, device_mesh.size())
         elif module in inner:
             parallelize_plan = inner_style(parallelize_plan)
-        return parallelize_module(module, device_mesh, parallelize_plan, **others)
+        with stays_tied(module):
+            return parallelize_module(module, device_mesh, parallelize_plan, **others)
 
     with ExitStack() as patches:
         for name, holder in list(sys.modules.items()):

@@ -1,4 +1,4 @@
-"""FSDP2 for a model whose output head has the embedding's weight."""
+"""FSDP2 and tensor parallelism for a model whose output head has the embedding's weight."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,13 +38,23 @@ def shared_group(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def check_tied(parallel_dims, model: torch.nn.Module) -> None:
-    """Raise ConfigError for a tied head in a layout that gives it a weight of its own: TP splits the two by itself."""
-    if parallel_dims.tp_enabled and _is_tied(model):
+@contextmanager
+def stays_tied(model: torch.nn.Module) -> Iterator[None]:
+    """Context after which head and embedding share their weight again, if they did and tensor parallelism split it.
+
+    TorchTitan's plans give every process the same tokens of the vocabulary in both.
+    """
+    tied = _is_tied(model)
+    yield
+    if not tied:
+        return
+    parts = [getattr(module.weight, "placements", None) for module in (model.output, model.tok_embeddings)]
+    if parts[0] != parts[1]:
         raise ConfigError(
-            f"parallelism.tensor_parallel_degree = {parallel_dims.tp} does not work with a head that has the "
-            "embedding's weight: allowed is 1, or model_args.enable_weight_tying = false"
+            f"parallelism.tensor_parallel_degree splits a head that has the embedding's weight into {parts[0]}, and the "
+            f"embedding into {parts[1]}: allowed is 1, or model_args.enable_weight_tying = false"
         )
+    model.output.weight = model.tok_embeddings.weight
 
 
 def _is_tied(model: torch.nn.Module) -> bool:
