@@ -2,7 +2,8 @@
 
 For every layout and recipe it trains the tests' tiny model for 5 steps (``tests/titan/parallel/oracle.py``), and prints
 the largest difference of a parameter's gradient before clipping, relative to its norm, and of losses and gradient
-norms. Degrees are joined by x: ddp2xfsdp2 is HSDP. A layout needs as many GPUs as the product of its degrees.
+norms. Degrees are joined by x: ddp2xfsdp2 is HSDP. A layout needs as many GPUs as the product of its degrees, without
+those of experts: ep (expert parallelism) and etp (tensor parallelism of its experts).
 
 A rounding that flips changes later steps, whatever the layout: "perturbed" is one process whose initial weights differ
 by 1e-7 of themselves. With --follow, each step starts from the weights that one process had there.
@@ -13,8 +14,10 @@ Usage:
     python scripts/bench/layouts.py --layouts tp2,cp2 --follow
     python scripts/bench/layouts.py --recipes unquantized --mode reference             fp32 products on GPUs, too
     python scripts/bench/layouts.py --layouts cp2 --dtype bfloat16 --reference fsdp2   attention needs 16 bits on GPUs
+    python scripts/bench/layouts.py --model qwen3 --layouts tp2,tp2xep2,pp2 --follow
 
 NVFP4's tensor scales are those of a pipeline's chunk, so its gradients differ from one process's without a fault.
+qwen3, llama4 and deepseek_v3 have experts, whose products on GPUs are bf16 in every dtype.
 In bfloat16 one process computes under autocast, and FSDP and context parallelism cast the weights: compare those two.
 """
 
@@ -27,7 +30,15 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[2] / "tests" / "titan"
 sys.path[:0] = [str(TESTS), str(TESTS / "parallel")]
-DEGREES = {"ddp": "replicate", "fsdp": "shard", "cp": "context", "tp": "tensor", "pp": "pipeline"}
+OF_EXPERTS = {"ep": "expert", "etp": "expert_tensor"}
+DEGREES = {
+    "ddp": "replicate",
+    "fsdp": "shard",
+    "cp": "context",
+    "tp": "tensor",
+    "pp": "pipeline",
+    **OF_EXPERTS,
+}
 ONE, PERTURBED = "one", "perturbed"
 
 
@@ -54,18 +65,18 @@ def layout(text: str) -> str:
     return text
 
 
-def train(base: Path, name: str, recipes: list[str], flags: list[str], repeat: int, follow: str = "") -> dict:
+def train(base: Path, name: str, recipes: list[str], common: list[str], repeat: int, follow: str = "") -> dict:
     """Train all recipes on one layout. Return what every recipe gave: a training, or why it failed.
 
     Args:
-        flags: of every training, beside those of its layout and recipe.
+        common: flags of all runs.
         repeat: 0 for the reference, 1 for others.
         follow: "" or the reference, a layout of one process whose weights each step starts from.
     """
     import oracle
 
-    processes = prod(degrees(name).values())
-    flags = [*oracle.layout(**degrees(name)), *flags]
+    processes = prod(degree for kind, degree in degrees(name).items() if kind not in OF_EXPERTS.values())
+    flags = [*oracle.layout(**degrees(name)), *common]
     followed = {recipe: oracle.follow(base, recipe, f"{follow} 0") if follow else [] for recipe in recipes}
     runs = {recipe: [*flags, *oracle.RECIPES[recipe], *followed[recipe]] for recipe in recipes}
     results = {}
@@ -93,13 +104,13 @@ def differences(one, other) -> tuple[float, float, float]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", type=layouts, default=["fsdp2"], help="such as fsdp2,tp2xfsdp2")
+    parser.add_argument("--model", default="llama3", choices=["llama3", "llama4", "qwen3", "deepseek_v3"])
     parser.add_argument("--recipes", default="unquantized,mxfp8,mx_linear,nvfp4", help="names of the oracle's recipes")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--reference", type=layout, default=ONE, help="layout to compare with")
     parser.add_argument("--follow", action="store_true", help="start each step from the weights of one process")
     parser.add_argument("--mode", default="auto", choices=["auto", "reference"], help="mode of quantized layers")
     options = parser.parse_args(argv)
-    flags = [f"--training.mixed_precision_param={options.dtype}", f"--mxnorm.mode={options.mode}"]
     if options.follow and options.reference != ONE:
         parser.error("--follow needs the reference 'one'")
 
@@ -110,13 +121,20 @@ def main(argv: list[str] | None = None) -> None:
         del forked.ENVIRONMENT["CUDA_VISIBLE_DEVICES"]  # which hides them from the tests' workers
         forked.PRELOADED.clear()  # importing some of them uses the GPU, which a process forked later then cannot
     recipes = options.recipes.split(",")
-    print(f"relative to {options.reference}, {options.dtype}, {'NCCL' if torch.cuda.is_available() else 'gloo'}")
+    common = [
+        f"--model.name={options.model}",
+        f"--training.mixed_precision_param={options.dtype}",
+        f"--mxnorm.mode={options.mode}",
+    ]
+    print(
+        f"{options.model}, relative to {options.reference}, {options.dtype}, {'NCCL' if torch.cuda.is_available() else 'gloo'}"
+    )
     print(f"{'layout':16} {'recipe':14} {'gradient':>9} {'loss':>9} {'norm':>9}")
     follow = ONE if options.follow else ""
     with tempfile.TemporaryDirectory() as folder:
-        references = train(Path(folder), options.reference, recipes, flags, repeat=0)
+        references = train(Path(folder), options.reference, recipes, common, repeat=0)
         for name in options.layouts:
-            for recipe, result in train(Path(folder), name, recipes, flags, 1, follow).items():
+            for recipe, result in train(Path(folder), name, recipes, common, 1, follow).items():
                 failed = next((text for text in (references[recipe], result) if isinstance(text, str)), None)
                 row = failed or " ".join(f"{value:9.1e}" for value in differences(references[recipe], result))
                 print(f"{name:16} {recipe:14} {row}", flush=True)

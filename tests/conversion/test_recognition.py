@@ -8,8 +8,8 @@ from mxtrain import DecomposeKRouter, FusedRMSNorm, MXNorm
 from mxtrain.conversion.recognition import (
     LinearFacts,
     find_blocks,
-    find_heads,
     find_gates,
+    find_heads,
     find_linears,
     find_norms,
     rms_norm_facts,

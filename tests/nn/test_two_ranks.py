@@ -1,4 +1,4 @@
-"""FusedRMSNorm and DecomposeKRouter in two processes, sharded as TorchTitan shards them, against one process."""
+"""FusedRMSNorm, DecomposeKRouter and LocalLinear in two processes, sharded as in training, against one process."""
 
 from functools import partial
 
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from mxtrain import DecomposeKRouter, FusedRMSNorm, rms_norm
+from mxtrain.nn.local_linear import LocalLinear
 
 D, EXPERTS, EPS = 32, 8, 1e-5
 
@@ -26,6 +27,12 @@ def gate_of(bias=False):
     for seed, parameter in enumerate(gate.parameters()):
         parameter.data.copy_(draw(*parameter.shape, seed=1 + seed))
     return DecomposeKRouter.from_linear(gate)
+
+
+def local_gate():
+    gate = gate_of(bias=True)
+    gate.__class__ = LocalLinear
+    return gate
 
 
 class Block(nn.Module):
@@ -124,15 +131,40 @@ def check_replicated_gate(mesh):
     assert_whole(results, expected)
 
 
+def check_parts_of_gradients(mesh, make):
+    """Whole parameters and plain tensors, where every rank has a part of the result's gradient."""
+    x, dy = draw(6, D, seed=0).requires_grad_(), draw(6, EXPERTS, seed=3)
+    y, dx, *of_parameters = gradients(make(), x, dy)
+    share = 0.25 + 0.5 * mesh.get_local_rank()
+    result, part, *parts = gradients(distribute_module(make(), mesh), x, share * dy)
+    assert_whole([result, part, *parts], [y, share * dx, *of_parameters])
+
+
+def check_local_features(mesh):
+    """Parts of the output features, then of the input features, without a sum of anything."""
+    up, down, x = draw(EXPERTS, D, seed=1), draw(D, EXPERTS, seed=2), draw(6, D, seed=0).requires_grad_()
+    layers = nn.Sequential(nn.Linear(D, EXPERTS, bias=False), nn.Linear(EXPERTS, D, bias=False))
+    for layer, weight in zip(layers, (up, down)):
+        layer.weight.data.copy_(weight)
+    y, dx, *expected = gradients(layers, x, draw(6, D, seed=3))
+    for layer, placement in zip(layers, (Shard(0), Shard(1))):
+        layer.__class__ = LocalLinear
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [placement]))
+    part, dx_part, *found = gradients(layers, x, draw(6, D, seed=3))
+    for sum_of_parts in (part, dx_part):
+        torch.distributed.all_reduce(sum_of_parts.detach())
+    assert_whole([part, dx_part, *found], [y, dx, *expected])
+
+
 def check_mixed_is_refused(mesh):
     x = draw(6, D, seed=0)
     with pytest.raises(TypeError, match="Tensor, DTensor: all or none as DTensor"):
         rms_norm(x, distribute_tensor(draw(D, seed=1), mesh, [Replicate()]), EPS)
-    gate = distribute_module(gate_of(), mesh)
-    with pytest.raises(ValueError, match=r"are a plain tensor, \(Replicate\(\),\): expected all plain, or all repl"):
-        gate(x)
-    with pytest.raises(ValueError, match=r"Shard\(dim=0\).*expected all plain, or all replicated"):
+    gate, expected = distribute_module(gate_of(), mesh), "expected all plain, or replicated parameters with a plain or"
+    with pytest.raises(ValueError, match=rf"Shard\(dim=0\).*{expected}"):
         gate(distribute_tensor(x, mesh, [Shard(0)]))
+    with pytest.raises(ValueError, match=rf"Replicate\(\),\), a plain tensor: {expected}"):
+        gate_of()(distribute_tensor(x, mesh, [Replicate()]))
 
 
 def two_ranks(mesh):
@@ -144,6 +176,9 @@ def two_ranks(mesh):
     for compiled in (False, True):
         check_sequence_parallel(mesh, compiled)
     check_replicated_gate(mesh)
+    for make in (partial(gate_of, bias=True), local_gate):
+        check_parts_of_gradients(mesh, make)
+    check_local_features(mesh)
     check_mixed_is_refused(mesh)
 
 

@@ -26,7 +26,7 @@ def test_one_layout_that_works_and_one_that_is_refused():
     result = run("--layouts", "perturbed,cp2,fsdp3", "--recipes", "unquantized", "--follow")
     assert result.returncode == 0, result.stderr
     head, _, followed, works, refused = result.stdout.splitlines()
-    assert head == "relative to one, float32, gloo"
+    assert head == "llama3, relative to one, float32, gloo"
     layout, recipe, *numbers = works.split()
     assert followed.split()[:3] == ["perturbed", "unquantized", "0.0e+00"], "its weights are taken from one process"
     assert (layout, recipe) == ("cp2", "unquantized") and 0 < float(numbers[0]) < 1e-4

@@ -86,8 +86,16 @@ class InnerRowwise(Rowwise):
         return outputs
 
 
+WHOLE_FEATURES = 8
+"""PyTorch's grouped products take rows of 16 bytes each, which are 8 features in bf16"""
+
+
 class SplitExperts(TensorParallel):
     """``TensorParallel`` that leaves the gradient of the routed tokens in parts."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _check_features(module, device_mesh.size())
+        return super()._apply(module, device_mesh)
 
     def _prepare_input_fn(self, mod, inputs, device_mesh):
         return inputs
@@ -95,6 +103,10 @@ class SplitExperts(TensorParallel):
 
 class ExchangedSplitExperts(ExpertTensorParallel):
     """``ExpertTensorParallel`` that leaves the gradient of the routed tokens in parts."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _check_features(module, device_mesh["etp"].size())
+        return super()._apply(module, device_mesh)
 
     def _token_dispatch(self, mod, inputs, device_mesh):
         return ExpertParallel._token_dispatch(self, mod, inputs, device_mesh["ep"])
@@ -109,6 +121,17 @@ def _local(module: nn.Module) -> nn.Module:
             f"{DEGREE} does not know the gradients of {type(module).__name__} in a mixture of experts: allowed is 1"
         )
     return module
+
+
+def _check_features(experts: nn.Module, processes: int) -> None:
+    """Raise ConfigError unless every process's part of the experts' hidden features is what products take."""
+    features = experts.w1.shape[1]
+    if features % (processes * WHOLE_FEATURES):
+        raise ConfigError(
+            f"{DEGREE} = {processes} splits the {features} hidden features of every expert into parts that are not "
+            f"multiples of {WHOLE_FEATURES}, as grouped products need: allowed is a divisor of "
+            f"{features // WHOLE_FEATURES}"
+        )
 
 
 def is_boundary(style: ParallelStyle) -> bool:

@@ -17,7 +17,9 @@ _HEADS = (Shard(2),)
 
 def with_local_heads(plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
     """Return a plan in which attention modules with norms of heads compute on local tensors."""
-    norms = [fqn for fqn, style in plan.items() if type(style) is SequenceParallel and style.sequence_sharding == _HEADS]
+    norms = [
+        fqn for fqn, style in plan.items() if type(style) is SequenceParallel and style.sequence_sharding == _HEADS
+    ]
     attentions = {fqn.rpartition(".")[0] for fqn in norms}
     return {fqn: _local(style) if _belongs(fqn, attentions) else style for fqn, style in plan.items()}
 

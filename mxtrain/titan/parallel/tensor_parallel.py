@@ -121,7 +121,7 @@ def style_for(module: nn.Module | None, style: ParallelStyle) -> ParallelStyle:
                 return new
         raise ConfigError(
             f"{DEGREE} splits an {type(module).__name__} by {type(style).__name__}, which works for high precision "
-            "only: allowed is 1 for this model"
+            "only: allowed is 1, or mxnorm.filter_fqns that leave such modules in high precision"
         )
     if type(style) is RowwiseParallel and isinstance(module, nn.Embedding):
         new = copy.copy(style)

@@ -51,7 +51,7 @@ def stays_tied(model: torch.nn.Module) -> Iterator[None]:
     parts = [getattr(module.weight, "placements", None) for module in (model.output, model.tok_embeddings)]
     if parts[0] != parts[1]:
         raise ConfigError(
-            f"parallelism.tensor_parallel_degree splits a head that has the embedding's weight into {parts[0]}, and the "
+            f"parallelism.tensor_parallel_degree splits a head with the embedding's weight into {parts[0]}, and the "
             f"embedding into {parts[1]}: allowed is 1, or model_args.enable_weight_tying = false"
         )
     model.output.weight = model.tok_embeddings.weight

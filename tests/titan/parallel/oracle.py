@@ -79,14 +79,27 @@ class Training:
 
 
 def layout(
-    replicate: int = 1, shard: int = 1, context: int = 1, tensor: int = 1, pipeline: int = 1, accumulate: int = 1
+    replicate: int = 1,
+    shard: int = 1,
+    context: int = 1,
+    tensor: int = 1,
+    pipeline: int = 1,
+    expert: int = 1,
+    expert_tensor: int = 1,
+    accumulate: int = 1,
 ) -> list[str]:
-    """Return the flags of a layout, whose processes are the product of all degrees.
+    """Return the flags of a layout, whose processes are the product of all degrees but those of experts.
 
     Args:
         accumulate: number of microbatches of gradient accumulation.
     """
-    degrees = {"tensor": tensor, "pipeline": pipeline, "context": context}
+    degrees = {
+        "tensor": tensor,
+        "pipeline": pipeline,
+        "context": context,
+        "expert": expert,
+        "expert_tensor": expert_tensor,
+    }
     return [
         f"--parallelism.data_parallel_replicate_degree={replicate}",
         f"--parallelism.data_parallel_shard_degree={shard}",

@@ -28,6 +28,7 @@ FOUR = {
     "cp 2 x hsdp 2 x 1, fused_rmsnorm": [*layout(replicate=2, context=2), *RECIPES["fused_rmsnorm"]],
 }
 VALIDATED = "--validation.seq_len=128"
+AFTER_TWO = "sharded, then on one"
 
 
 def validated(base: Path) -> list[str]:
@@ -57,4 +58,4 @@ def on_one_after_two(base: Path) -> dict[str, Outcome]:
         "qwen3": ["--model.name=qwen3", *layout(), *validated(base)],
         "resumed": [*layout(), *SAVE, f"--job.dump_folder={on_two(base)['cp 2, saved'].folder}"],
     }
-    return oracle.outcomes_of(base, "sharded, then on one", 1, runs)
+    return oracle.outcomes_of(base, AFTER_TWO, 1, runs)

@@ -23,7 +23,9 @@ EXPERTS = "--model.name=deepseek_v3 --model.flavor=16B"
     "flags",
     [
         f"{LLAMA3_8B} {TP}=8 {PP}=4 {CP}=2",
-        f"{QWEN3_8B} {TP}=4",
+        f"{QWEN3_8B} {TP}=4 {PP}=2",
+        f"--model.name=qwen3 --model.flavor=30B-A3B {TP}=4 {EP}=8 {PP}=2",
+        f"--model.name=qwen3 --model.flavor=0.6B {TP}=8",
         f"{LLAMA3_8B} {PP}=4 {INTERLEAVED}",
         f"{LLAMA3_8B} {PP}=2 {PER_STAGE}=17",
         f"{LLAMA3_8B} {PP}=2 {INTERLEAVED} {PER_STAGE}=9",
@@ -54,8 +56,8 @@ def test_layouts_that_fit_the_model(flags):
             "layers_per_stage = 2 makes 17 stages: schedule 1F1B with parallelism.pipeline_parallel_degree = 4 needs 4",
         ),
         (
-            f"--model.name=qwen3 --model.flavor=8B {PP}=2",
-            "pipeline_parallel_degree = 2 does not work with qwen3 8B: allowed is 1",
+            f"--model.name=qwen3 --model.flavor=0.6B {PP}=2",
+            "pipeline_parallel_degree = 2 separates the embedding of qwen3 0.6B from the head, .*: allowed is 1",
         ),
         (f"{LLAMA3_8B} {EP}=2", "expert_parallel_degree = 2 needs experts, which llama3 8B does not have"),
         (f"{QWEN3_8B} {EP}=2", "expert_parallel_degree = 2 needs experts, which qwen3 8B does not have"),

@@ -3,7 +3,7 @@ import torch.nn as nn
 from torchtitan.distributed import ParallelDims
 
 from mxtrain import ConfigError
-from mxtrain.titan.parallel.parallelize import check_layout, check_routers, checked_parallelize, checked_pipeline
+from mxtrain.titan.parallel.parallelize import check_gates, check_layout, checked_parallelize, checked_pipeline
 from mxtrain.titan.parallel.replicate import Layout
 from mxtrain.titan.parse import parse_job_config
 
@@ -35,18 +35,13 @@ def test_tensor_parallelism_works_with_every_converter():
         check_layout(dims(4), job(converters, tensor_parallel=4))
 
 
-class TokenRouter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(8, 4)
-
-
-def test_tensor_parallelism_is_refused_for_mixtures_of_experts():
-    experts, dense = nn.Sequential(TokenRouter()), nn.Sequential(nn.Linear(8, 4))
-    with pytest.raises(ConfigError, match="tensor_parallel_degree = 2 gives routers of experts wrong gradients"):
-        check_routers(dims(2, tp=2), experts)
-    check_routers(dims(2, tp=2), dense)
-    check_routers(dims(2), experts)
+def test_gates_outside_of_a_boundary_are_refused():
+    gate = nn.Linear(8, 4)
+    check_gates({"router.gate": gate}, {gate})
+    with pytest.raises(
+        ConfigError, match="tensor_parallel_degree gives router.gate wrong gradients, .*: allowed is 1$"
+    ):
+        check_gates({"router.gate": gate}, set())
 
 
 def test_fsdp_and_one_process_are_fine():

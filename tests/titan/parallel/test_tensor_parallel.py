@@ -1,13 +1,9 @@
 """Gradients under tensor and sequence parallelism against one process, and what is refused."""
 
-import sys
-from types import ModuleType
-
 import oracle
 import pytest
-import torch.distributed.tensor.parallel as torch_parallel
+import sharded_runs
 import torch.nn as nn
-import torchtitan.models.llama3.infra.parallelize as llama3_plans
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
@@ -34,11 +30,11 @@ CODES, HIGH_PRECISION = "--mxnorm.gather=quantized", "--mxnorm.gather=high_preci
 NO_LOSS_PARALLEL = "--parallelism.disable_loss_parallel"
 BESIDE = "one process beside tensor parallelism"
 TWO = {
-    "unquantized, loss parallel off": [*oracle.layout(tensor=2), NO_LOSS_PARALLEL],
     "mxfp8, accumulated, full": [*oracle.layout(tensor=2, accumulate=2), f"{AC}full", CODES],
 }
+QWEN3 = ["--model.name=qwen3", "--model.converters=mxnorm,fused_rmsnorm,decompose_k_router"]
 TWO_SWEEP = {
-    "bf16, compiled": [*oracle.layout(tensor=2), *COMPILED],
+    "unquantized, loss parallel off": [*oracle.layout(tensor=2), NO_LOSS_PARALLEL],
     "unquantized, compiled": [*oracle.layout(tensor=2), *COMPILED],
     "unquantized, selective": [*oracle.layout(tensor=2), f"{AC}selective"],
     "mxfp8, loss parallel off": [*oracle.layout(tensor=2), NO_LOSS_PARALLEL, HIGH_PRECISION],
@@ -58,7 +54,6 @@ FOUR_SWEEP = {
     "mxfp8, tp 2 x fsdp 2, selective": [*oracle.layout(tensor=2, shard=2), f"{AC}selective"],
     "mxfp8, tp 2 x ddp 2": oracle.layout(tensor=2, replicate=2),
     "mxfp8, cp 2 x tp 2": oracle.layout(context=2, tensor=2),
-    "unquantized, tp 2 x fsdp 2, compiled": [*oracle.layout(tensor=2, shard=2), *COMPILED],
 }
 
 
@@ -82,11 +77,25 @@ def sweep(base, processes: int) -> dict[str, oracle.Training]:
     return oracle.train(base, f"sweep of tensor parallelism on {processes}", processes, runs)
 
 
+def two(base) -> dict[str, oracle.Training]:
+    """Llama 3, and Qwen3 with experts. Both follow a run of one process."""
+    oracle.one_process(base)
+    sharded_runs.on_one_after_two(base)
+    qwen3 = [*oracle.layout(tensor=2), NO_LOSS_PARALLEL, *QWEN3, *oracle.follow(base, "qwen3", sharded_runs.AFTER_TWO)]
+    return oracle.train(base, "tensor parallelism on 2", 2, {**with_recipes(base, TWO), "qwen3": qwen3})
+
+
 @pytest.mark.parametrize("name", TWO)
 def test_gradients_match_one_process(base, name):
-    one = oracle.one_process(base)
-    found = oracle.train(base, "tensor parallelism on 2", 2, with_recipes(base, TWO))[name]
-    oracle.require_match(one[recipe_of(name)], found, recipe_of(name))
+    one, found = oracle.one_process(base), two(base)
+    oracle.require_match(one[recipe_of(name)], found[name], recipe_of(name))
+
+
+def test_gradients_of_qwen3_with_experts_match_one_process(base):
+    """Those of the gates and of the norms of heads, too."""
+    one, found = oracle.read(sharded_runs.on_one_after_two(base)["qwen3"], 1), two(base)["qwen3"]
+    assert {"layers.0.moe.router.gate.weight", "layers.1.attention.q_norm.weight"} < found.gradients[0].keys()
+    oracle.require_match(one, found, "mxfp8")
 
 
 @pytest.mark.sweep
@@ -170,13 +179,3 @@ def test_parts_that_are_no_whole_blocks_are_refused(style, recipe, processes, al
         check_part("wq", linear(recipe), own, processes)
     check_part("wq", linear(recipe), own, processes // 2)
     check_part("wq", linear("unquantized"), own, processes)
-
-
-def test_plans_of_a_users_own_module_are_followed(monkeypatch):
-    own, original = ModuleType("own_plans"), torch_parallel.parallelize_module
-    own.parallelize_module = original
-    monkeypatch.setitem(sys.modules, "own_plans", own)
-    with tensor_parallel.plans_for_swapped_modules():
-        assert own.parallelize_module is llama3_plans.parallelize_module is not original
-        assert torch_parallel.parallelize_module is original, "which the replacement calls"
-    assert own.parallelize_module is llama3_plans.parallelize_module is original

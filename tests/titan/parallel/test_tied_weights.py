@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torchtitan.models.llama3.infra.parallelize as llama3
@@ -7,10 +5,11 @@ import torchtitan.models.llama4.infra.parallelize as llama4
 from forked import forking_context
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 from mxtrain.errors import ConfigError
 from mxtrain.titan.models.llama3 import Llama3, Llama3Args
-from mxtrain.titan.parallel.tied_weights import check_tied, shared_group
+from mxtrain.titan.parallel.tied_weights import shared_group, stays_tied
 
 SMALL = dict(dim=64, n_layers=2, n_heads=4, vocab_size=96, max_seq_len=32)
 PRECISION = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -60,12 +59,24 @@ def test_titans_functions_are_as_they_were():
         assert llama3.fully_shard is llama4.fully_shard is fully_shard
 
 
-def test_tensor_parallelism_is_refused_for_a_tied_head():
-    layout, one = (SimpleNamespace(tp=tp, tp_enabled=tp > 1) for tp in (2, 1))
-    with pytest.raises(ConfigError, match="^parallelism.tensor_parallel_degree = 2 does not work with a head that"):
-        check_tied(layout, model(enable_weight_tying=True))
-    check_tied(layout, model())
-    check_tied(one, model(enable_weight_tying=True))
+def test_a_tied_head_stays_tied_when_both_weights_are_split():
+    tied, separate = model(enable_weight_tying=True), model()
+    for module in (tied, separate):
+        with stays_tied(module):
+            for part in (module.output, module.tok_embeddings):
+                part.weight = torch.nn.Parameter(part.weight.detach()[:48])
+    assert tied.output.weight is tied.tok_embeddings.weight
+    assert separate.output.weight is not separate.tok_embeddings.weight
+
+
+def test_a_tied_head_that_is_split_in_another_way_is_refused():
+    tied = model(enable_weight_tying=True)
+    with pytest.raises(
+        ConfigError, match=r"weight into \(Shard\(dim=1\),\), and the embedding into None: allowed is 1"
+    ):
+        with stays_tied(tied):
+            tied.output.weight = torch.nn.Parameter(tied.output.weight.detach().clone())
+            tied.output.weight.placements = (Shard(1),)
 
 
 @pytest.mark.parametrize("absent", ["output", "tok_embeddings"])
@@ -73,6 +84,5 @@ def test_stages_without_head_or_embedding_and_models_of_ones_own_are_not_tied(ab
     stage = model(enable_weight_tying=True)
     setattr(stage, absent, None)
     for part in (stage, torch.nn.Sequential(torch.nn.Linear(2, 2))):
-        check_tied(SimpleNamespace(tp=2, tp_enabled=True), part)
-        with shared_group(part):
+        with stays_tied(part), shared_group(part):
             assert llama3.fully_shard is fully_shard

@@ -1,0 +1,119 @@
+"""Gradients of mixtures of experts under tensor parallelism against one process, and what is refused."""
+
+import oracle
+import pytest
+import torch.nn as nn
+from test_tensor_parallel import COMPILED
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torchtitan.distributed import NoParallel
+from torchtitan.distributed.expert_parallel import ExpertTensorParallel, TensorParallel
+from torchtitan.models.moe.moe import GroupedExperts
+
+from mxtrain import ConfigError
+from mxtrain.titan.parallel import expert_styles
+from mxtrain.titan.parallel.expert_styles import inner_style
+
+SIZES = {"n_layers": 2, "dim": 128, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "hidden_dim": 256}
+MODELS = {
+    "experts, unquantized": [
+        "--model.name=qwen3",
+        "--model.converters=mxnorm,fused_rmsnorm,decompose_k_router",
+        "--mxnorm.recipe=unquantized",
+    ],
+    # Shared experts, of which one is quantized and the other not.
+    "shared experts, mx_linear": [
+        "--model.name=deepseek_v3",
+        "--model_args.n_layers=3",
+        "--model.converters=mx_linear",
+        "--mxnorm.filter_fqns=output,attention,layers.1",
+    ],
+    "tied head, unquantized": [
+        "--model.name=qwen3",
+        "--model.flavor=debugmodel",
+        *(f"--model_args.{name}={size}" for name, size in SIZES.items()),
+        "--mxnorm.recipe=unquantized",
+    ],
+}
+LAYOUTS = {
+    2: {
+        "tensor 2, experts in its place, experts, unquantized": [*oracle.layout(tensor=2, expert=2), *COMPILED],
+        "tensor 2, shared experts, mx_linear": oracle.layout(tensor=2),
+        "tensor 2, tied head, unquantized": oracle.layout(tensor=2, accumulate=2),
+    },
+    4: {
+        "tensor 2 x expert 2, experts, unquantized": [
+            *oracle.layout(tensor=2, shard=2, expert=2, expert_tensor=2),
+            *COMPILED,
+        ],
+        "pipeline 2 x tensor 2, experts in its place, experts, unquantized": oracle.layout(
+            pipeline=2, tensor=2, expert=2
+        ),
+    },
+}
+ONE = "one process beside experts"
+
+
+def model_of(name: str) -> str:
+    return next(model for model in MODELS if name.endswith(f", {model}"))
+
+
+def flags(base, name: str, layout: list[str]) -> list[str]:
+    model = model_of(name)
+    follow = [] if model.endswith("unquantized") else oracle.follow(base, model, ONE)
+    return [*layout, *MODELS[model], *follow]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("processes, name", [(processes, name) for processes in LAYOUTS for name in LAYOUTS[processes]])
+def test_gradients_match_one_process(base, processes, name):
+    one = oracle.train(base, ONE, 1, {model: [*oracle.layout(), *own] for model, own in MODELS.items()})
+    runs = {name: flags(base, name, layout) for name, layout in LAYOUTS[processes].items()}
+    found = oracle.train(base, f"experts and tensor parallelism on {processes}", processes, runs)[name]
+    oracle.require_match(one[model_of(name)], found, model_of(name).rpartition(", ")[2])
+
+
+def test_inner_styles_leave_gradients_in_parts():
+    pairs = {
+        NoParallel: "Replicated",
+        ColwiseParallel: "InnerColumnwise",
+        RowwiseParallel: "InnerRowwise",
+        TensorParallel: "SplitExperts",
+        ExpertTensorParallel: "ExchangedSplitExperts",
+    }
+    for theirs, ours in pairs.items():
+        assert type(inner_style(style := theirs())) is getattr(expert_styles, ours) and type(style) is theirs
+    other = object()
+    assert inner_style(other) is other
+
+
+class Mesh:
+    """Sizes of a mesh, which is all that is read before a refusal."""
+
+    def __init__(self, **sizes: int):
+        self._sizes = sizes
+
+    def __getitem__(self, name: str) -> "Mesh":
+        return Mesh(**{name: self._sizes[name]})
+
+    def size(self) -> int:
+        (size,) = self._sizes.values()
+        return size
+
+
+@pytest.mark.parametrize(
+    "style, mesh", [(TensorParallel, Mesh(tp=4)), (ExpertTensorParallel, Mesh(ep=2, etp=4))], ids=["alone", "exchanged"]
+)
+def test_features_that_no_grouped_product_takes_are_refused(style, mesh):
+    message = "tensor_parallel_degree = 4 splits the 48 hidden features of every expert .* a divisor of 6$"
+    with pytest.raises(ConfigError, match=message):
+        inner_style(style())._apply(GroupedExperts(64, 48, 2, use_grouped_mm=False), mesh)
+
+
+class OwnLinear(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize("style", [NoParallel, ColwiseParallel, RowwiseParallel])
+def test_linears_with_unknown_gradients_are_refused(style):
+    with pytest.raises(ConfigError, match="tensor_parallel_degree does not know the gradients of OwnLinear .* is 1$"):
+        inner_style(style())._apply(OwnLinear(8, 8, bias=False), Mesh(tp=2))
