@@ -126,9 +126,8 @@ def main(argv: list[str] | None = None) -> None:
         f"--training.mixed_precision_param={options.dtype}",
         f"--mxnorm.mode={options.mode}",
     ]
-    print(
-        f"{options.model}, relative to {options.reference}, {options.dtype}, {'NCCL' if torch.cuda.is_available() else 'gloo'}"
-    )
+    backend = "NCCL" if torch.cuda.is_available() else "gloo"
+    print(f"{options.model}, relative to {options.reference}, {options.dtype}, {backend}")
     print(f"{'layout':16} {'recipe':14} {'gradient':>9} {'loss':>9} {'norm':>9}")
     follow = ONE if options.follow else ""
     with tempfile.TemporaryDirectory() as folder:
