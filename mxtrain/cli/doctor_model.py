@@ -62,20 +62,19 @@ def _report(words: list[str]) -> str:
 
 
 def _check(model: torch.nn.Module, job_config) -> None:
-    """Raise ConfigError for a model with other parts than TorchTitan's language models, and for a split tied head."""
+    """Raise ConfigError for other parts than TorchTitan's language models have, and for a tied head in a pipeline."""
     missing = [name for name in ("tok_embeddings", "layers", "output") if getattr(model, name, None) is None]
     if missing:
         raise ConfigError(
             f"model.name = {job_config.model.name!r} has no {', '.join(missing)}: doctor --model takes models with "
             "tok_embeddings, layers and output, as TorchTitan's language models have them"
         )
-    if model.output.weight is model.tok_embeddings.weight:
-        for name in ("tensor_parallel_degree", "pipeline_parallel_degree"):
-            if (degree := getattr(job_config.parallelism, name)) > 1:
-                raise ConfigError(
-                    f"parallelism.{name} = {degree} does not work with a head that has the embedding's weight: allowed "
-                    "is 1"
-                )
+    stages = job_config.parallelism.pipeline_parallel_degree
+    if stages > 1 and model.output.weight is model.tok_embeddings.weight:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_degree = {stages} does not work with a head that has the embedding's "
+            "weight: allowed is 1"
+        )
 
 
 def parameters(model: torch.nn.Module) -> list[tuple[str, str]]:

@@ -49,7 +49,7 @@ class Replicated(NoParallel):
     """``NoParallel`` for a gate whose logits' gradients are parts of sums."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(_local(module), device_mesh)
+        return distribute_module(_local(module, device_mesh), device_mesh)
 
 
 class InnerColumnwise(Columnwise):
@@ -57,7 +57,7 @@ class InnerColumnwise(Columnwise):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         own = Columnwise if isinstance(module, QuantizedLinear) else ColwiseParallel
-        return own._apply(self, _local(module), device_mesh)
+        return own._apply(self, _local(module, device_mesh), device_mesh)
 
     @staticmethod
     def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
@@ -75,7 +75,7 @@ class InnerRowwise(Rowwise):
         if module.bias is not None:
             raise ValueError("a row-wise parallel linear with a bias: every process would add the bias")
         own = Rowwise if isinstance(module, QuantizedLinear) else RowwiseParallel
-        return own._apply(self, _local(module), device_mesh)
+        return own._apply(self, _local(module, device_mesh), device_mesh)
 
     @staticmethod
     def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
@@ -112,13 +112,14 @@ class ExchangedSplitExperts(ExpertTensorParallel):
         return ExpertParallel._token_dispatch(self, mod, inputs, device_mesh["ep"])
 
 
-def _local(module: nn.Module) -> nn.Module:
+def _local(module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
     """Make a linear compute on local tensors, and return it."""
     if type(module) is nn.Linear:
         module.__class__ = LocalLinear
     elif not isinstance(module, DecomposeKRouter | QuantizedLinear):
         raise ConfigError(
-            f"{DEGREE} does not know the gradients of {type(module).__name__} in a mixture of experts: allowed is 1"
+            f"{DEGREE} = {device_mesh.size()} does not know the gradients of {type(module).__name__} in a mixture of "
+            "experts: allowed is 1"
         )
     return module
 

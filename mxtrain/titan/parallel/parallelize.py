@@ -43,7 +43,7 @@ def checked_parallelize(parallelize_fn):
         plans = plans_with_own_styles() if parallel_dims.tp_enabled else nullcontext(set())
         with shared_group(model), plans as inner, knows_own_operations():
             model = parallelize_fn(model, parallel_dims, job_config)
-        check_gates(gates, inner)
+        check_gates(parallel_dims.tp, gates, inner)
         settings = settings_of(job_config)
         if parallel_dims.tp_enabled and quantizing(settings):
             choose_gathers(model, settings["mxnorm.gather"])
@@ -58,15 +58,15 @@ def checked_parallelize(parallelize_fn):
     return parallelize
 
 
-def check_gates(gates: dict[str, torch.nn.Module], inner: set[torch.nn.Module]) -> None:
-    """Raise ConfigError for a gate that is not ``inner``, within a mixture of experts that sums its gradients.
+def check_gates(processes: int, gates: dict[str, torch.nn.Module], inner: set[torch.nn.Module]) -> None:
+    """Raise ConfigError for a gate that is not one of the ``inner`` modules, those within mixtures of experts.
 
-    Every process has a part of the gradient of such a gate's logits, which nobody would sum.
+    Each of the ``processes`` of tensor parallelism would take its part of the gradient of such a gate for the whole.
     """
     for fqn, gate in gates.items():
         if gate not in inner:
             raise ConfigError(
-                f"{DEGREE} gives {fqn} wrong gradients, because no module around it has the style "
+                f"{DEGREE} = {processes} gives {fqn} wrong gradients, because no module around it has the style "
                 "PrepareModuleInputOutput with output_layouts = Partial(): allowed is 1"
             )
 

@@ -115,5 +115,7 @@ class OwnLinear(nn.Linear):
 
 @pytest.mark.parametrize("style", [NoParallel, ColwiseParallel, RowwiseParallel])
 def test_linears_with_unknown_gradients_are_refused(style):
-    with pytest.raises(ConfigError, match="tensor_parallel_degree does not know the gradients of OwnLinear .* is 1$"):
+    with pytest.raises(
+        ConfigError, match="tensor_parallel_degree = 2 does not know the gradients of OwnLinear .* is 1$"
+    ):
         inner_style(style())._apply(OwnLinear(8, 8, bias=False), Mesh(tp=2))

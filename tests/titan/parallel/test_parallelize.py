@@ -37,11 +37,11 @@ def test_tensor_parallelism_works_with_every_converter():
 
 def test_gates_outside_of_a_boundary_are_refused():
     gate = nn.Linear(8, 4)
-    check_gates({"router.gate": gate}, {gate})
+    check_gates(2, {"router.gate": gate}, {gate})
     with pytest.raises(
-        ConfigError, match="tensor_parallel_degree gives router.gate wrong gradients, .*: allowed is 1$"
+        ConfigError, match="tensor_parallel_degree = 2 gives router.gate wrong gradients, .*: allowed is 1$"
     ):
-        check_gates({"router.gate": gate}, set())
+        check_gates(2, {"router.gate": gate}, set())
 
 
 def test_fsdp_and_one_process_are_fine():
