@@ -1,30 +1,39 @@
 #!/usr/bin/env python3
-"""CPU time of an eager call of one trivial Triton kernel, by the way it becomes a PyTorch op.
+"""CPU time of an eager call of a Triton kernel: one trivial kernel as every kind of PyTorch op, and each of our ops.
 
     python scripts/bench/op_overhead.py --json op_overhead.json
 
-Every way allocates a result of 1024 elements and launches the same kernel on it. A round enqueues many calls without
-waiting for the GPU, whose time per kernel is shorter than a call's. The table shows the fastest round of each way and
-its distance from the bare launch.
+Every way allocates a result of 1024 elements and launches the same kernel on it. Our ops are those of cast.py, norm.py
+and nvfp4.py, on matrices of 64 x 64. A round enqueues many calls without waiting for the GPU, whose time per kernel is
+shorter than a call's. The table shows the fastest round and its distance from the bare launch. ``launches`` counts our
+kernels in a call.
 
 Without a GPU, set TRITON_INTERPRET=1: the script then checks the results and times nothing.
 """
 
 import argparse
+import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import benchmarking
+import cast
+import norm
+import nvfp4
 import torch
 import triton
 import triton.language as tl
+from kernel_benchmark import Entry
 
 from mxtrain.kernels.device import INTERPRETED
 from mxtrain.kernels.launch import Launch, register_op
 
 N = 1024
-COLUMNS = {"what": "<", "us per call": ".2f", "us over bare launch": ".2f", "check": "<"}
+COLUMNS = {"what": "<", "launches": "d", "us per call": ".2f", "us over bare launch": ".2f", "check": "<"}
+# Shape of the matrices that our ops take.
+SHAPE = (64, 64)
 
 
 @triton.jit
@@ -91,14 +100,31 @@ WAYS = {
 }
 
 
-def us_per_call(call: Callable, x: torch.Tensor, calls: int, rounds: int) -> float:
+def our_ops(device: str) -> Iterator[Entry]:
+    """Yield an entry for every kernel in the other benchmarks, under the names that it has there."""
+    for module, sections in {"cast": cast.SECTIONS, "norm": norm.sections(False), "nvfp4": nvfp4.SECTIONS}.items():
+        for name, section in sections.items():
+            for entry in section.entries(SHAPE, device, False):
+                # These are compiled.
+                if entry.ours and not entry.name.startswith("amax + cast"):
+                    yield entry._replace(name=f"{module}.py {name}: {entry.name}")
+
+
+def launches_in(call: Callable) -> int:
+    """Return how many of our kernels a call launches."""
+    with mock.patch.object(Launch, "run", autospec=True) as run:
+        call()
+    return run.call_count
+
+
+def us_per_call(call: Callable, calls: int, rounds: int) -> float:
     """Return the CPU microseconds per call in the fastest of ``rounds`` rounds of ``calls`` calls."""
     times = []
     for _ in range(rounds):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(calls):
-            call(x)
+            call()
         times.append((time.perf_counter() - start) / calls * 1e6)
     return min(times)
 
@@ -118,19 +144,27 @@ def main(argv: list[str] | None = None) -> int:
     print(benchmarking.describe(facts))
     x = torch.arange(N, dtype=torch.float32, device=device)
     rows = []
+
+    def add(row: dict, call: Callable) -> None:
+        if has_gpu:
+            row["us per call"] = us_per_call(call, args.calls, args.rounds)
+            row["us over bare launch"] = row["us per call"] - rows[0]["us per call"] if rows else 0.0
+        rows.append(row)
+
     for name, make in WAYS.items():
-        row = {"what": name}
+        row, call = {"what": name}, None
         try:
-            call = make()
-            row["check"] = "ok" if torch.equal(call(x), x + 1) else "wrong"
+            call = functools.partial(make(), x)
+            row["check"] = "ok" if torch.equal(call(), x + 1) else "wrong"
         except Exception as error:
             if has_gpu:
                 raise
             row["check"] = f"skipped: {type(error).__name__} in the interpreter"
-        if has_gpu:
-            row["us per call"] = us_per_call(call, x, args.calls, args.rounds)
-            row["us over bare launch"] = row["us per call"] - rows[0]["us per call"] if rows else 0.0
-        rows.append(row)
+        add(row, call)
+    for entry in our_ops(device):
+        call = entry.make()
+        check = "ok" if entry.check(call()) else "wrong"
+        add({"what": entry.name, "launches": launches_in(call), "check": check}, call)
     print(benchmarking.table(rows, COLUMNS))
     if args.json:
         benchmarking.write_json(args.json, {**facts, "calls": args.calls, "rounds": args.rounds, "rows": rows})

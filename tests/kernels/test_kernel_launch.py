@@ -1,6 +1,7 @@
 """Launches, their compilation in the background, integer arithmetic, and device facts."""
 
 import contextlib
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,10 @@ import torch
 import triton
 from kernel_checks import RECIPES, draw, gpu_only
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 
 from mxtrain.kernels import device, integers, launch
 from mxtrain.kernels.launch import Launch
@@ -83,6 +88,85 @@ def test_a_launch_waits_for_compilation_and_raises_its_error():
     with pytest.raises(RuntimeError, match="out of shared memory"):
         Launch(kernel, (1,), (torch.empty(4),), {"grid": (1,)}).run(torch.device("cpu"))
     assert not launch._compiling
+
+
+class Compiled(CompiledKernel):
+    """Stands for a compiled kernel, and records its launches."""
+
+    packed_metadata = name = None
+    module = function = 1
+
+    def __init__(self, launches):
+        def run(*args):
+            launches.append((self, args))
+
+        self._run, self.src = run, None
+
+    def __del__(self):
+        """No binary was loaded."""
+
+
+def _kernel(x_ptr, y_ptr, n, eps, BLOCK: triton.language.constexpr):
+    pass
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Return (kernel, launches): Triton looks up a kernel as on a GPU, and a stand-in for its compiler records."""
+    launches, kernel = [], JITFunction(_kernel)
+
+    def compile(key, *_):
+        return kernel.device_caches[0][0].setdefault(key, Compiled(launches))
+
+    gpu = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 7,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
+    monkeypatch.setattr(driver, "_active", gpu)
+    monkeypatch.setattr(kernel, "_do_compile", compile)
+    monkeypatch.setattr(launch, "_compiled", {})
+    return kernel, launches
+
+
+def test_a_launch_runs_the_kernel_that_triton_compiled_for_its_arguments(launches):
+    """Whatever ran before: a kernel for aligned pointers or multiples of 16 must not run for others."""
+    kernel, launches = launches
+    x = torch.empty(64)
+    assert x.data_ptr() % 16 == 0
+    tensors = (x, x[1:], x[4:], x.bfloat16(), x.bfloat16()[1:], x.to(torch.uint8), x.to(torch.uint8)[8:], None)
+    integers = (0, 1, 2, 16, 17, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1)
+    cases = [
+        *((a, b, 16, 1e-5, 32) for a, b in itertools.product(tensors, tensors)),
+        *((x, x[1:], n, 1e-5, block) for n, block in itertools.product(integers, (32, 64))),
+        (x, x, 16, 0.5, 32),
+    ]
+    for _ in range(2):
+        for *args, block in cases:
+            Launch(kernel, (3, 2), tuple(args), {"BLOCK": block}).run(torch.device("cpu"))
+            ran, passed = launches[-1]
+            assert passed[:4] == (3, 2, 1, 7), "the grid and the stream"
+            assert all(a is b for a, b in zip(passed[9:], (*args, block), strict=True))
+            expected = kernel[(3, 2)](*args, BLOCK=block, enable_fp_fusion=True)
+            assert ran is expected, (args, block)
+    assert len(set(map(id, (ran for ran, _ in launches)))) > 40
+
+
+def test_a_known_kernel_runs_without_tritons_lookup_and_with_its_hooks(launches, monkeypatch):
+    kernel, launches = launches
+    lookups = []
+    run = kernel.run
+    monkeypatch.setattr(kernel, "run", lambda *args, **kwargs: lookups.append(args) or run(*args, **kwargs))
+    step = Launch(kernel, (1,), (torch.empty(4), None, 16, 1e-5), {"BLOCK": 32})
+    for count in range(1, 4):
+        step.run(torch.device("cpu"))
+        assert len(launches) == count and len(lookups) == 1
+    for _, args in launches:
+        assert args[7] is triton.knobs.runtime.launch_enter_hook and args[8] is triton.knobs.runtime.launch_exit_hook
+    seen = []
+    kernel.add_pre_run_hook(lambda *args, **kwargs: seen.append(kwargs["BLOCK"]))
+    step.run(torch.device("cpu"))
+    assert seen == [32] and len(launches) == 4
 
 
 def test_floating_point_fusion_is_on_unless_a_launch_turns_it_off():

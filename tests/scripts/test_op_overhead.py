@@ -1,4 +1,4 @@
-"""The benchmark of op overhead runs without a GPU and gets right results from every way it can run."""
+"""The benchmark of op overhead runs without a GPU and gets right results from every way and op it can run."""
 
 import json
 import os
@@ -22,6 +22,11 @@ def test_it_checks_results_without_a_gpu(tmp_path):
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    checks = {row["what"]: row["check"] for row in json.loads(path.read_text())["rows"]}
+    rows = json.loads(path.read_text())["rows"]
+    ops = {row["what"]: row["launches"] for row in rows if "launches" in row}
+    assert ops["cast.py dual: cast (0, 1) image"] == ops["nvfp4.py norm: nvfp4_norm p=2 image"] == 1
+    assert ops["norm.py forward: mxtrain"] == 1 and ops["norm.py backward: mxtrain"] == 2
+    checks = {row["what"]: row["check"] for row in rows}
+    assert all(checks.pop(name) == "ok" for name in ops)
     assert checks.pop("bare launch") == checks.pop("register_op") == "ok"
     assert len(checks) == 3 and all(check == "ok" or check.startswith("skipped") for check in checks.values())

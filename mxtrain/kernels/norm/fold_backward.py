@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from mxtrain.kernels.checks import check_matrix, check_same, check_vector
-from mxtrain.kernels.integers import cdiv
+from mxtrain.kernels.integers import cdiv, next_power_of_2
 from mxtrain.kernels.launch import Launch, register_op
 
 # Rows and columns that a program holds at once, and its warps.
@@ -41,7 +41,7 @@ def _fold_backward_kernel(
 
 def _rows_per_program(rows: int, columns: int) -> int:
     """Return the rows that one program walks down: few enough for 1024 programs, which fill a GPU several times."""
-    return min(128, max(ROWS, triton.next_power_of_2(rows * cdiv(columns, COLUMNS) // 1024)))
+    return min(128, max(ROWS, next_power_of_2(rows * cdiv(columns, COLUMNS) // 1024)))
 
 
 def _implementation(

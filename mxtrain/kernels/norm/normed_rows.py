@@ -13,7 +13,7 @@ import triton.language as tl
 from mxtrain.kernels.blocks import magnitude_bits
 from mxtrain.kernels.cast_results import Storage, as_bytes, empty_cast, flat
 from mxtrain.kernels.checks import check_matrix, check_same
-from mxtrain.kernels.integers import cdiv
+from mxtrain.kernels.integers import cdiv, next_power_of_2
 from mxtrain.kernels.launch import Launch
 from mxtrain.kernels.mxfp8.arithmetic import rounded_amax
 from mxtrain.kernels.norm.row_lengths import MAX_COLUMNS, MAX_PERSISTENT_COLUMNS
@@ -168,11 +168,11 @@ def row_tile(columns: int, three_quarters: bool = False) -> RowTile:
     if columns > MAX_PERSISTENT_COLUMNS:
         return RowTile(False, 1, 8192, 0, 8)
     filled = cdiv(columns, 32) * 32
-    width = triton.next_power_of_2(filled)
+    width = next_power_of_2(filled)
     rows = max(1, 2048 // width)
     if width > filled:
         half = width // 2
-        tail = triton.next_power_of_2(filled - half)
+        tail = next_power_of_2(filled - half)
         if tail < (half if half < 4096 or three_quarters else half // 2):
             return RowTile(True, rows, half, tail, 1 if half <= 4096 else half // 2048)
     return RowTile(True, rows, width, 0, 8 if width > 8192 else max(1, min(4, width // 1024)))

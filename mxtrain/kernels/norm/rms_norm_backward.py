@@ -20,6 +20,7 @@ import triton.language as tl
 
 from mxtrain.kernels.checks import check_matrix, check_same, check_vector
 from mxtrain.kernels.device import shared_memory, sm_count
+from mxtrain.kernels.integers import cdiv
 from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.norm.rms_norm_plan import (
     DTYPES,
@@ -178,7 +179,7 @@ def rms_norm_backward_by_plan(
     height, width, warps = reduction_tile(programs, columns, sm_count(x.device))
     reduction = Launch(
         _sum_partials_kernel,
-        (triton.cdiv(columns, width),),
+        (cdiv(columns, width),),
         (partials, results[1], programs, columns),
         dict(PROGRAMS=height, COLUMNS=width, num_warps=warps),
     )

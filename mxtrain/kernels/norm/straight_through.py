@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from mxtrain.kernels.checks import check_matrix, check_same, check_vector
-from mxtrain.kernels.integers import cdiv
+from mxtrain.kernels.integers import cdiv, next_power_of_2
 from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.norm.row_lengths import MAX_PERSISTENT_COLUMNS
 
@@ -58,7 +58,7 @@ def _backward_tile(columns: int) -> tuple[bool, int, int, int]:
     """Return (persistent, rows per program, columns held at once, warps), the fastest measured for this row length."""
     if columns > MAX_PERSISTENT_COLUMNS:
         return False, 1, 8192, 16
-    width = triton.next_power_of_2(columns)
+    width = next_power_of_2(columns)
     rows = max(1, 2048 // width)
     return True, rows, width, max(2, min(32, rows * width // 512))
 
