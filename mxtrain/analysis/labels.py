@@ -25,6 +25,7 @@ OTHERS = (
     "data.prepared",
     "mxnorm.diagnostics",  # changes no bit of the training
     "mxnorm.gather",
+    "mxnorm.cache_weights",  # changes no bit of the training
 )
 """Sections and settings that do not make another variant"""
 

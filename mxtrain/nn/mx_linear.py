@@ -14,7 +14,7 @@ class _MXLinearFunction(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, signs, draws, gemms: ThreeGEMMs):
         ctx.save_for_backward(x, weight, signs)
         ctx.gemms, ctx.draws = gemms, draws
-        return gemms.fprop(gemms.quantize_activation(x), weight, x.dtype)
+        return gemms.fprop(gemms.quantize_activation(x), weight, x.dtype, ready=gemms.ready)
 
     @staticmethod
     @once_differentiable
@@ -22,7 +22,7 @@ class _MXLinearFunction(torch.autograd.Function):
         x, weight, signs = ctx.saved_tensors
         gemms, (needs_x, needs_weight, *_) = ctx.gemms, ctx.needs_input_grad
         for_dx, for_dw = gemms.quantize_gradient(dy, needs_x, needs_weight, signs, ctx.draws)
-        dx = None if for_dx is None else gemms.dgrad(for_dx, weight, x.dtype)
+        dx = None if for_dx is None else gemms.dgrad(for_dx, weight, x.dtype, ready=gemms.ready)
         dw = None
         if for_dw is not None:
             dw = gemms.wgrad(for_dw, gemms.quantize_along_tokens(x, signs=signs), x.dtype).to(weight.dtype)

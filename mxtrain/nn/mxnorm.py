@@ -101,7 +101,7 @@ class _MXNormLinearFunction(torch.autograd.Function):
     def forward(ctx, h, gain, weight, gemms: ThreeGEMMs, x, rho, gathered, signs, draws, *xhat):
         ctx.save_for_backward(h if x is None else x, gain, weight, rho, signs)
         ctx.gemms, ctx.gathered, ctx.draws = gemms, gathered, draws
-        return gemms.fprop(Operand(*xhat), weight, compute_dtype(h), gain)
+        return gemms.fprop(Operand(*xhat), weight, compute_dtype(h), gain, gemms.ready)
 
     @staticmethod
     @once_differentiable
@@ -111,7 +111,7 @@ class _MXNormLinearFunction(torch.autograd.Function):
         for_dgrad, for_wgrad = gemms.quantize_gradient(dy, needs_h, needs_weight or needs_gain, signs, ctx.draws)
         dxhat = dgain = dweight = None
         if for_dgrad is not None:
-            dxhat = gemms.dgrad(for_dgrad, weight, dy.dtype, gain).to(x.dtype)
+            dxhat = gemms.dgrad(for_dgrad, weight, dy.dtype, gain, gemms.ready).to(x.dtype)
         if for_wgrad is not None:
             if ctx.gathered is None:
                 for_x = gemms.quantize_along_tokens(x, rho, signs)
@@ -251,6 +251,7 @@ class MXNormLinear(QuantizedLinear):
 
     is_plain = False
     """Compute ``torch.nn.Linear`` in high precision; the norm is plain, too"""
+    fed_by = None
 
     @property
     def state(self) -> LayerState:

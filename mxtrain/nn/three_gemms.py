@@ -12,7 +12,8 @@ high-precision values: a row-wise quantized X says nothing exact about blocks al
 After an MXNorm, X stands for X diag(rho) and W for W diag(gain).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -28,13 +29,24 @@ from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import LinearRecipe
 
 
+class ReadyWeight(NamedTuple):
+    """W, with the gain where there is one, as the operands of two GEMMs: cast before the forward, to be used often."""
+
+    fprop: Operand
+    dgrad: Operand
+
+
 @dataclass(frozen=True)
 class ThreeGEMMs:
-    """The GEMMs of a layer with this recipe, in this execution mode, on matrices that may be split over processes."""
+    """The GEMMs of a layer with this recipe, in this execution mode, on matrices that may be split over processes.
+
+    ``ready`` is the layer's weight where it is cast already (``mxtrain.nn.ready_weights``).
+    """
 
     recipe: LinearRecipe
     mode: str
     split: SplitMatrices
+    ready: ReadyWeight | None = field(default=None, compare=False)
 
     def quantize_activation(self, x: torch.Tensor) -> Operand:
         """X as fprop's operand."""
@@ -52,15 +64,29 @@ class ThreeGEMMs:
         return quantize.gradient(dy, self.recipe, self.mode, for_dgrad, for_wgrad, signs, draws, self.split.dy)
 
     def fprop(
-        self, x: Operand, w: torch.Tensor, out_dtype: torch.dtype, gain: torch.Tensor | None = None
+        self,
+        x: Operand,
+        w: torch.Tensor,
+        out_dtype: torch.dtype,
+        gain: torch.Tensor | None = None,
+        ready: ReadyWeight | None = None,
     ) -> torch.Tensor:
-        """Y [T, N] from X quantized along D."""
+        """Y [T, N] from X quantized along D. ``ready`` takes the place of W and gain."""
+        if ready is not None:
+            return matmul(x, ready.fprop, out_dtype)
         return matmul(x, quantize.weight(w, self.recipe.fprop, self.mode, 1, gain, self.split.w), out_dtype)
 
     def dgrad(
-        self, dy: Operand, w: torch.Tensor, out_dtype: torch.dtype, gain: torch.Tensor | None = None
+        self,
+        dy: Operand,
+        w: torch.Tensor,
+        out_dtype: torch.dtype,
+        gain: torch.Tensor | None = None,
+        ready: ReadyWeight | None = None,
     ) -> torch.Tensor:
-        """dX [T, D] from dY quantized along N."""
+        """dX [T, D] from dY quantized along N. ``ready`` takes the place of W and gain."""
+        if ready is not None:
+            return matmul(dy, ready.dgrad, out_dtype)
         return matmul(dy, quantize.weight(w, self.recipe.dgrad, self.mode, 0, gain, self.split.w), out_dtype)
 
     def quantize_along_tokens(
@@ -89,6 +115,8 @@ class QuantizedLinear(Seeded, nn.Linear):
     """
 
     split: SplitMatrices = WHOLE
+    fed_by: tuple[nn.Module, ...] | None = ()
+    """The MXNorm before this layer, if there is one; None if it is not known (``mxtrain.nn.ready_weights``)"""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, recipe="mxfp8", mode="auto", **factory_kwargs
@@ -98,6 +126,8 @@ class QuantizedLinear(Seeded, nn.Linear):
         self.mode = mode
         check_features(in_features, out_features, self.recipe)
         super().__init__(in_features, out_features, bias, **factory_kwargs)
+        # An attribute from the start: torch.compile would compile again when it appears.
+        self.ready: ReadyWeight | None = None
         self.set_seed(0, "")
 
     @classmethod
@@ -120,7 +150,7 @@ class QuantizedLinear(Seeded, nn.Linear):
         Raises:
             ConfigError: for a mode that the device lacks.
         """
-        return ThreeGEMMs(self.recipe, mode_in_forward(self.mode, device.type), self.split)
+        return ThreeGEMMs(self.recipe, mode_in_forward(self.mode, device.type), self.split, self.ready)
 
     @property
     def state(self) -> LayerState:

@@ -34,6 +34,13 @@ def weight(
     return quantize(w, recipe, mode, (dim,), column_factor=gain)[dim]
 
 
+def weight_for_both(
+    w: torch.Tensor, recipe: Recipe, mode: str, gain: torch.Tensor | None, group: str | None = None
+) -> tuple[Operand, Operand]:
+    operands = quantize(w, recipe, mode, (1, 0), column_factor=gain)
+    return operands[1], operands[0]
+
+
 def weight_codes(w: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast W [N, D], gain included, as ``weight`` does for fprop in every mode: to codes and plain scales.
 

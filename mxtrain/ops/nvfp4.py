@@ -67,20 +67,35 @@ def weight(
     w: torch.Tensor, recipe: Recipe, mode: str, dim: int, gain: torch.Tensor | None, group: str | None = None
 ) -> Operand:
     if runs_kernels(mode, w.device.type):
-        form = KERNEL_FORM[mode]
-        scale = _tensor_scale(nvfp4_amax(w, column_factor=gain)[0], group)
-        if not recipe.weight_tiles:
-            cast = nvfp4_cast(w, {dim: scale}, form, column_factor=gain)[dim]
-        else:
-            tiles = nvfp4_weight(w, scale, form, gain)
-            # One image serves both orientations.
-            cast = tiles[:2] if dim == 1 or form == "image" else tiles[2:]
-        return _from_kernel(cast, dim, scale, mode)
+        return _weight_by_kernels(w, recipe, mode, (dim,), gain, group)[dim]
     if gain is not None:
         w = at_least_fp32(w) * gain
     # The transpose of W has the tiles of W.
     w = w if dim == 1 else w.t()
     return _from_codes(*weight_codes(w, recipe, group), image_dtype(w, mode), mode)
+
+
+def weight_for_both(
+    w: torch.Tensor, recipe: Recipe, mode: str, gain: torch.Tensor | None, group: str | None = None
+) -> tuple[Operand, Operand]:
+    if runs_kernels(mode, w.device.type):
+        operands = _weight_by_kernels(w, recipe, mode, (1, 0), gain, group)
+        return operands[1], operands[0]
+    return weight(w, recipe, mode, 1, gain, group), weight(w, recipe, mode, 0, gain, group)
+
+
+def _weight_by_kernels(
+    w: torch.Tensor, recipe: Recipe, mode: str, dims: tuple[int, ...], gain: torch.Tensor | None, group: str | None
+) -> dict[int, Operand]:
+    form = KERNEL_FORM[mode]
+    scale = _tensor_scale(nvfp4_amax(w, column_factor=gain)[0], group)
+    if not recipe.weight_tiles:
+        casts = nvfp4_cast(w, dict.fromkeys(dims, scale), form, column_factor=gain)
+    else:
+        tiles = nvfp4_weight(w, scale, form, gain)
+        # One image serves both orientations.
+        casts = {1: tiles[:2], 0: tiles[:2] if form == "image" else tiles[2:]}
+    return {dim: _from_kernel(casts[dim], dim, scale, mode) for dim in dims}
 
 
 def weight_codes(

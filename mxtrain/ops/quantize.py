@@ -82,6 +82,15 @@ def weight(
     return casts_of(recipe).weight(w, recipe, mode, dim, gain, group)
 
 
+def weight_for_both(
+    w: torch.Tensor, recipe: LinearRecipe, mode: str, gain: torch.Tensor | None, group: str | None = None
+) -> tuple[Operand, Operand]:
+    """W as the operands of fprop [N, D] and dgrad [D, N], from one read of W if both have the same recipe."""
+    if recipe.fprop == recipe.dgrad:
+        return casts_of(recipe.fprop).weight_for_both(w, recipe.fprop, mode, gain, group)
+    return weight(w, recipe.fprop, mode, 1, gain, group), weight(w, recipe.dgrad, mode, 0, gain, group)
+
+
 def gradient(
     dy: torch.Tensor,
     recipe: LinearRecipe,

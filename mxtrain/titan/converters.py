@@ -17,6 +17,7 @@ from mxtrain.conversion.plan import Plan
 from mxtrain.conversion.schedule import attach_schedule
 from mxtrain.errors import ConfigError, require_one_of, setting_in
 from mxtrain.nn.fused_rms_norm import WHEN_COMPILED, runs_when_compiled
+from mxtrain.nn.ready_weights import note_norms
 from mxtrain.ops.full_precision import sum_bf16_products_in_fp32
 from mxtrain.ops.hardware import mode_reason, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, switches_in_effect
@@ -121,6 +122,7 @@ class TitanMXLinear(_TitanConverter):
 
     def apply_to(self, model: nn.Module) -> Plan:
         plan = super().apply_to(model)
+        note_norms(model, plan.norms)
         if self.entries or self.fallback:
             attach_schedule(model, plan.norms, self.entries, self.fallback, GUARD)
         return plan

@@ -17,6 +17,7 @@ from mxtrain.analysis import closing_summary
 from mxtrain.config import dump_config
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import report_stop
+from mxtrain.nn.ready_weights import ReadyWeights
 from mxtrain.rng.rounding_position import set_rounding_step
 from mxtrain.run_folder.checkpoints import set_aside
 from mxtrain.run_folder.files import CONFIG_FILE
@@ -61,6 +62,8 @@ class _Trainer(Trainer):
 
     It gives the optimizer of a resumed run its present settings, where the checkpoint has those of the run so far.
 
+    It casts the weights once per step, where a step has several microbatches.
+
     It looks for losses and weights that are not finite, and never saves such weights.
 
     It verifies the checkpoint from which a run starts, and saves whole checkpoints only. They hold the random number
@@ -93,6 +96,9 @@ class _Trainer(Trainer):
             copies = self.parallel_dims.world_size // (1 if mesh is None else mesh.size())
             self._watch.on_losses = lambda step, losses: guard.observe(step, sum(losses) / copies)
             self.checkpointer.states[GUARD_STATE] = guard
+        has_microbatches = self.gradient_accumulation_steps > 1 or self.parallel_dims.pp_enabled
+        caches = job_config.mxnorm.cache_weights and has_microbatches
+        self._ready = ReadyWeights(self.model_parts) if caches else None
         self._tokens = TokenCount.of_layout(self.parallel_dims)
         self._signals = StopSignals()
         self._numerics = Numerics.of_job(job_config, self.model_parts)
@@ -166,8 +172,12 @@ class _Trainer(Trainer):
         if self._numerics is not None and self._numerics.is_due(self.step) and not self._losses:
             self._measure(**kwargs)
         set_rounding_step(self.step, microbatch=len(self._losses), rank=self._rank_in_stage)
+        if self._ready is not None:
+            self._ready.refresh()
         loss = self._forward_and_backward(**kwargs)
         self._losses.append(loss.detach())
+        if self._ready is not None and len(self._losses) == self.gradient_accumulation_steps:
+            self._ready.drop()
         return loss
 
     def _forward_and_backward(self, *, global_valid_tokens, **kwargs) -> torch.Tensor:

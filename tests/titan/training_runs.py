@@ -148,7 +148,7 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             "tied": [*TIED, steps(2)],
             "tied, another size": Resumed("tied", 2, ["--model_args.n_layers=3", steps(3)]),
             "microbatches": [NVFP4, *ACCUMULATE, *SAVE_EACH, steps(2)],
-            "microbatches, resumed": Resumed("microbatches", 1, NUMERICS),
+            "microbatches, resumed": Resumed("microbatches", 1, [*NUMERICS, "--mxnorm.cache_weights=false"]),
             "changed": Resumed("mxnorm", 6, ["--optimizer.lr=2e-3", steps(8)]),
             "another p": Resumed("mxnorm", 6, ["--mxnorm.p=1"]),
             "another p, allowed": Resumed("mxnorm", 6, ["--mxnorm.p=1", "--checkpoint.may_change=mxnorm.p", steps(7)]),
