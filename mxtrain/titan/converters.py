@@ -101,7 +101,7 @@ class _TitanConverter:
         return self.name
 
     def post_optimizer_hook(self, model) -> None:
-        """Does nothing: every forward casts the current weights."""
+        """Does nothing: weights are cast in every forward, or before the first one of a step."""
 
 
 class TitanMXLinear(_TitanConverter):
