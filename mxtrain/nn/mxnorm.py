@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.nn.checks import check_dtype, check_input
 from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard
+from mxtrain.nn.group import GroupCall, LinearGroup
 from mxtrain.nn.seeded import Seeded
 from mxtrain.nn.split import SplitSequences, own_part
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype
@@ -58,6 +59,7 @@ class NormedInput(NamedTuple):
         x: what wgrad casts: None for ``h``; with ``gathered``, this process's shard of the sequences, and then ``h``
             has a shape but no data.
         gathered: gathers wgrad's operand, where codes are sent instead of x.
+        call: the linears as one GEMM each way (``mxtrain.nn.group``); None for single linears.
     """
 
     h: torch.Tensor
@@ -69,6 +71,7 @@ class NormedInput(NamedTuple):
     mode: str
     x: torch.Tensor | None = None
     gathered: GatheredColumns | None = None
+    call: GroupCall | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -148,6 +151,8 @@ class MXNorm(Seeded, nn.RMSNorm):
     """
 
     split: SplitSequences | None = None
+    group: LinearGroup | None = None
+    """The linears that the norm feeds, if they are to be one GEMM each way"""
     is_plain = False
     """Compute RMSNorm in high precision, with ``plain_eps``; the linears then take a plain tensor"""
 
@@ -217,11 +222,12 @@ class MXNorm(Seeded, nn.RMSNorm):
         check_input(x, self.normalized_shape[0], gain, self.recipe, mode)
         recipe, split = self.recipe.fprop, self.split
         signs = self.signs(x.device)
+        call = None if self.group is None else GroupCall(self.group)
         if split is None:
             h, rho, *xhat = _MXNormFunction.apply(x.reshape(-1, x.shape[-1]), self.estimate, recipe, mode)
-            return NormedInput(h.view(x.shape), Operand(*xhat), rho, gain, signs, recipe, mode)
+            return NormedInput(h.view(x.shape), Operand(*xhat), rho, gain, signs, recipe, mode, call=call)
         whole = normalize_shard(x, self.estimate, self.recipe, mode, split)
-        return NormedInput(whole.h, whole.xhat, whole.rho, gain, signs, recipe, mode, whole.x, whole.gathered)
+        return NormedInput(whole.h, whole.xhat, whole.rho, gain, signs, recipe, mode, whole.x, whole.gathered, call)
 
     def _gain(self) -> torch.Tensor | None:
         """The gain for the linears, each of which returns its process's part of the gradient."""
@@ -286,12 +292,17 @@ class MXNormLinear(QuantizedLinear):
         weight, bias = self.parts()
         check_input(x.h, self.in_features, weight, self.recipe, gemms.mode)
         check_dtype("x under autocast", compute_dtype(x.h), self.recipe, gemms.mode)
+        y = None if x.call is None else x.call.output(self, x, gemms)
+        if y is None:
+            y = self._multiply(x, weight, gemms)
+        y = y.view(*x.shape[:-1], weight.shape[0])
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def _multiply(self, x: NormedInput, weight: torch.Tensor, gemms: ThreeGEMMs) -> torch.Tensor:
         signs, gathered = x.signs, x.gathered
         if signs is None and self.recipe.needs_signs:
             # A norm whose own recipe has no transform hands on no signs. The linears' own differ.
             signs, gathered = self.signs(x.h.device), None if gathered is None else GatheredColumns(gathered.split)
         rows, draws = x.h.reshape(-1, x.shape[-1]), self.draws(x.h.device)
         others = (x.x, x.rho, gathered, signs, draws, *x.xhat)
-        y = _MXNormLinearFunction.apply(rows, x.gain, weight, gemms, *others)
-        y = y.view(*x.shape[:-1], weight.shape[0])
-        return y if bias is None else y + bias.to(y.dtype)
+        return _MXNormLinearFunction.apply(rows, x.gain, weight, gemms, *others)

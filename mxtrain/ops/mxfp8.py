@@ -1,5 +1,7 @@
 """GEMM operands in MXFP8, or left in high precision for recipes without a format."""
 
+from collections.abc import Sequence
+
 import torch
 
 from mxtrain.ops.codes import Codes
@@ -12,6 +14,7 @@ from mxtrain.reference.mxnorm import inverse_rms, scale_rows
 
 if HAS_TRITON:
     from mxtrain.kernels.mxfp8 import cast as cast_kernel
+    from mxtrain.kernels.mxfp8 import joined_cast as joined_cast_kernel
     from mxtrain.kernels.mxfp8 import norm_cast as norm_cast_kernel
 
 
@@ -55,6 +58,18 @@ def gradient(
     dy: torch.Tensor, recipe: Recipe, mode: str, dims: tuple[int, ...], signs, draws, group: str | None = None
 ) -> dict[int, Operand]:
     return quantize(dy, recipe, mode, dims)
+
+
+def weights(
+    ws: Sequence[torch.Tensor], recipe: Recipe, mode: str, dim: int, gain: torch.Tensor | None, group: str | None = None
+) -> Operand:
+    return quantize_joined(ws, 0, recipe, mode, (dim,), gain)[dim]
+
+
+def gradients(
+    dys: Sequence[torch.Tensor], recipe: Recipe, mode: str, dims: tuple[int, ...], signs, draws, group=None
+) -> dict[int, Operand]:
+    return quantize_joined(dys, 1, recipe, mode, dims)
 
 
 def normalize(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str) -> tuple[Operand, torch.Tensor]:
@@ -120,17 +135,36 @@ def quantize(
     """
     if recipe.format is not None and runs_kernels(mode, x.device.type):
         form = KERNEL_FORM[mode]
-        results = cast_kernel.cast(x, recipe, dims, form, row_factor, column_factor)
-        # The kernel transposes codes because the tensor cores need that. Images only need a transposed view.
-        return {
-            dim: Operand(data.t() if dim == 0 and form == "image" else data, scales)
-            for dim, (data, scales) in zip(dims, results)
-        }
+        return _operands(dims, form, cast_kernel.cast(x, recipe, dims, form, row_factor, column_factor))
     if row_factor is not None:
         x = scale_rows(x, row_factor)
     if column_factor is not None:
         x = casts.at_least_fp32(x) * column_factor
     return {dim: _in_pytorch(x, recipe, mode, dim) for dim in dims}
+
+
+def quantize_joined(
+    parts: Sequence[torch.Tensor],
+    axis: int,
+    recipe: Recipe,
+    mode: str,
+    dims: tuple[int, ...],
+    column_factor: torch.Tensor | None = None,
+) -> dict[int, Operand]:
+    """``quantize`` of ``torch.cat(parts, axis)``, for parts of whole blocks. The kernel stores no joined matrix."""
+    if not runs_kernels(mode, parts[0].device.type):
+        # Block scales need no other parts.
+        return quantize(torch.cat(tuple(parts), axis), recipe, mode, dims, column_factor=column_factor)
+    form = KERNEL_FORM[mode]
+    return _operands(dims, form, joined_cast_kernel.joined_cast(parts, axis, recipe, dims, form, column_factor))
+
+
+def _operands(dims: tuple[int, ...], form: str, results: Sequence[tuple]) -> dict[int, Operand]:
+    # The kernel transposes codes because the tensor cores need that. Images only need a transposed view.
+    return {
+        dim: Operand(data.t() if dim == 0 and form == "image" else data, scales)
+        for dim, (data, scales) in zip(dims, results)
+    }
 
 
 def _in_pytorch(x: torch.Tensor, recipe: Recipe, mode: str, dim: int) -> Operand:

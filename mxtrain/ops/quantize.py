@@ -15,6 +15,8 @@ such a matrix together, None for a whole one. NVFP4 takes the scale of a matrix 
 that is; block scales and MXFP8 need no communication.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from mxtrain.ops import mxfp8, nvfp4
@@ -117,6 +119,57 @@ def gradient(
         operands = _gradient(dy, recipe.dgrad, mode, rows, signs, draws, group)
         operands |= _gradient(dy, recipe.wgrad, mode, columns, signs, draws, group)
     return operands.get(1), operands.get(0)
+
+
+def joins(recipe: LinearRecipe, mode: str) -> bool:
+    """Return whether ``weights`` and ``gradients`` take matrices with this recipe in this mode.
+
+    A GEMM in high precision needs no cast, so that joining its operands would be a copy. Native NVFP4 has one tensor
+    scale for an operand, and the parts have one each.
+    """
+    return all(gemm.format is not None and not (gemm.is_nvfp4 and mode == "native") for gemm in recipe.gemms)
+
+
+def weights(
+    ws: Sequence[torch.Tensor],
+    recipe: Recipe,
+    mode: str,
+    dim: int,
+    gain: torch.Tensor | None,
+    group: str | None = None,
+) -> Operand:
+    """Weights [N_i, D] as one operand of fprop (dim 1: [sum N_i, D]) or dgrad (dim 0: [D, sum N_i]).
+
+    Every part has the bits that ``weight`` gives it.
+    """
+    return casts_of(recipe).weights(ws, recipe, mode, dim, gain, group)
+
+
+def gradients(
+    dys: Sequence[torch.Tensor],
+    recipe: LinearRecipe,
+    mode: str,
+    for_dgrad: bool,
+    for_wgrad: bool,
+    signs: torch.Tensor | None,
+    draws: Sequence[torch.Tensor | None],
+    group: str | None = None,
+) -> tuple[Operand | None, Operand | None]:
+    """Gradients [T, N_i] as one operand of dgrad [T, sum N_i] and one of wgrad [sum N_i, T].
+
+    Every part has the bits that ``gradient`` gives it with its own draws.
+    """
+    rows, columns = (1,) * for_dgrad, (0,) * for_wgrad
+    if recipe.dgrad == recipe.wgrad:
+        operands = _gradients(dys, recipe.dgrad, mode, rows + columns, signs, draws, group)
+    else:
+        operands = _gradients(dys, recipe.dgrad, mode, rows, signs, draws, group)
+        operands |= _gradients(dys, recipe.wgrad, mode, columns, signs, draws, group)
+    return operands.get(1), operands.get(0)
+
+
+def _gradients(dys, recipe: Recipe, mode: str, dims: tuple[int, ...], *others) -> dict[int, Operand]:
+    return casts_of(recipe).gradients(dys, recipe, mode, dims, *others) if dims else {}
 
 
 def _gradient(dy: torch.Tensor, recipe: Recipe, mode: str, dims: tuple[int, ...], *others) -> dict[int, Operand]:

@@ -34,10 +34,10 @@ DIMS = ((1,), (0,), (1, 0), (0, 1))
 
 @triton.jit
 def _along_rows(
-    x, first_row, column, offsets, mask, rows, columns, data_ptr, scales_ptr,
+    x, first_row, column, offsets, mask, end_row, end_column, columns, data_ptr, scales_ptr,
     FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile [ROWS, COLUMNS] in blocks of 32 columns, and store it at the offsets of x."""
+    """Cast a tile [ROWS, COLUMNS] in blocks of 32 columns, and store it at ``offsets``."""
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS, COLUMNS // 32, 32))
     code = scale_code(block_amax(x, 2), RCEIL)
@@ -48,17 +48,17 @@ def _along_rows(
     else:
         tl.store(data_ptr + offsets, tl.reshape(e4m3_codes(y, HARDWARE), (ROWS, COLUMNS)), mask=mask)
         block = (column // 32 + tl.arange(0, COLUMNS // 32))[None, :]
-        blocks = columns // 32
-        scale_offsets = scale_offset(row[:, None], block, blocks, FORM)
-        tl.store(scales_ptr + scale_offsets, code.to(tl.uint8), mask=(row < rows)[:, None] & (block < blocks))
+        scale_offsets = scale_offset(row[:, None], block, columns // 32, FORM)
+        scale_mask = (row < end_row)[:, None] & (block < end_column // 32)
+        tl.store(scales_ptr + scale_offsets, code.to(tl.uint8), mask=scale_mask)
 
 
 @triton.jit
 def _along_columns(
-    x, first_row, column, offsets, mask, rows, columns, data_ptr, scales_ptr,
+    x, first_row, column, offsets, mask, end_row, end_column, rows, data_ptr, scales_ptr,
     FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile in blocks of 32 rows. Store an image at the offsets of x, and codes and scales transposed."""
+    """Cast a tile in blocks of 32 rows. Store an image at ``offsets``, and codes and scales transposed."""
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS // 32, 32, COLUMNS))
     code = scale_code(block_amax(x, 1), RCEIL)
@@ -70,21 +70,23 @@ def _along_columns(
         codes = tl.trans(tl.reshape(e4m3_codes(y, HARDWARE), (ROWS, COLUMNS)))
         out_row = (column + tl.arange(0, COLUMNS)).to(tl.int64)[:, None]
         # The last block is padded with zeros.
-        blocks = (rows + 31) // 32
+        blocks, end_block = (rows + 31) // 32, (end_row + 31) // 32
         out_column = row[None, :]
-        out_mask = (out_row < columns) & (out_column < blocks * 32)
+        out_mask = (out_row < end_column) & (out_column < end_block * 32)
         tl.store(data_ptr + out_row * (blocks * 32) + out_column, codes, mask=out_mask)
         block = (first_row // 32 + tl.arange(0, ROWS // 32))[None, :]
         scale_offsets = scale_offset(out_row, block, blocks, FORM)
-        tl.store(scales_ptr + scale_offsets, tl.trans(code.to(tl.uint8)), mask=(out_row < columns) & (block < blocks))
+        scale_mask = (out_row < end_column) & (block < end_block)
+        tl.store(scales_ptr + scale_offsets, tl.trans(code.to(tl.uint8)), mask=scale_mask)
 
 
 @triton.jit
 def _cast_kernel(
     x_ptr, row_factor_ptr, column_factor_ptr,
     row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns,
+    rows_before, columns_before, all_rows, all_columns,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
-    FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    IS_PART: tl.constexpr, FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first_row, column = tile_start(columns, ROWS, COLUMNS)
     row = first_row + tl.arange(0, ROWS)
@@ -98,14 +100,19 @@ def _cast_kernel(
         x *= tl.load(column_factor_ptr + across, mask=across < columns, other=0.0).to(tl.float32)[None, :]
         # The padding of the last block must not become a negative zero.
         x = tl.where(mask, x, 0.0)
+    if IS_PART:
+        # The results are those of a larger matrix, and x lies somewhere in it.
+        first_row, column = first_row + rows_before, column + columns_before
+        rows, columns = rows + rows_before, columns + columns_before
+        offsets = ((row + rows_before) * all_columns)[:, None] + (across + columns_before)[None, :]
     if ALONG_ROWS:
         _along_rows(
-            x, first_row, column, offsets, mask, rows, columns, row_data_ptr, row_scales_ptr,
+            x, first_row, column, offsets, mask, rows, columns, all_columns, row_data_ptr, row_scales_ptr,
             FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
     if ALONG_COLUMNS:
         _along_columns(
-            x, first_row, column, offsets, mask, rows, columns, column_data_ptr, column_scales_ptr,
+            x, first_row, column, offsets, mask, rows, columns, all_rows, column_data_ptr, column_scales_ptr,
             FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
 
@@ -120,6 +127,53 @@ def _cast_tile(along_rows: bool, along_columns: bool, form: str) -> tuple[int, i
     return 32, 128, 1
 
 
+def results_for(rows: int, columns: int, along_rows: bool, along_columns: bool, form: str, device) -> tuple[Cast, Cast]:
+    """Allocate the casts of a matrix along its rows and along its columns; without tensors if not wanted."""
+    by_row = by_column = Cast(None, None)
+    if along_rows:
+        by_row = empty_cast(MXFP8_STORAGE, rows, columns, form, device)
+    if along_columns:
+        by_column = empty_column_cast(MXFP8_STORAGE, rows, columns, form, device)
+    return by_row, by_column
+
+
+def launch_cast(
+    x: torch.Tensor,
+    row_factor: torch.Tensor | None,
+    column_factor: torch.Tensor | None,
+    by_row: Cast,
+    by_column: Cast,
+    scale_rounding: str,
+    form: str,
+    place: tuple[int, int, int, int] | None = None,
+) -> Launch | None:
+    """Return the launch that fills the results of x; None if x is empty.
+
+    Args:
+        place: the results are those of a larger matrix, of which x is a part: the numbers of rows above x and of
+            columns left of x, which are whole blocks, and all rows and columns.
+    """
+    if x.numel() == 0:
+        return None
+    along_rows, along_columns = by_row.data is not None, by_column.data is not None
+    rows_at_once, columns_at_once, warps = _cast_tile(along_rows, along_columns, form)
+    rows, columns = x.shape
+    return Launch(
+        _cast_kernel,
+        (cdiv(rows, rows_at_once) * cdiv(columns, columns_at_once),),
+        (
+            x, row_factor, column_factor, *(as_bytes(t) for t in (*by_row, *by_column)), rows, columns,
+            *(place or (0, 0, rows, columns)),
+        ),
+        dict(
+            ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, ROW_FACTOR=row_factor is not None,
+            COLUMN_FACTOR=column_factor is not None, IS_PART=place is not None, FORM=form,
+            RCEIL=scale_rounding == "rceil", HARDWARE=converts_fp8(x), ROWS=rows_at_once, COLUMNS=columns_at_once,
+            num_warps=warps,
+        ),
+    )  # fmt: skip
+
+
 def _implementation(
     x: torch.Tensor,
     row_factor: torch.Tensor | None,
@@ -129,27 +183,9 @@ def _implementation(
     scale_rounding: str,
     form: str,
 ) -> tuple[list[torch.Tensor], Launch | None]:
-    rows, columns = x.shape
-    by_row = by_column = (None, None)
-    if along_rows:
-        by_row = empty_cast(MXFP8_STORAGE, rows, columns, form, x.device)
-    if along_columns:
-        by_column = empty_column_cast(MXFP8_STORAGE, rows, columns, form, x.device)
-    results = flat(*by_row, *by_column)
-    if x.numel() == 0:
-        return results, None
-    rows_at_once, columns_at_once, warps = _cast_tile(along_rows, along_columns, form)
-    launch = Launch(
-        _cast_kernel,
-        (cdiv(rows, rows_at_once) * cdiv(columns, columns_at_once),),
-        (x, row_factor, column_factor, *(as_bytes(t) for t in (*by_row, *by_column)), rows, columns),
-        dict(
-            ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, ROW_FACTOR=row_factor is not None,
-            COLUMN_FACTOR=column_factor is not None, FORM=form, RCEIL=scale_rounding == "rceil",
-            HARDWARE=converts_fp8(x), ROWS=rows_at_once, COLUMNS=columns_at_once, num_warps=warps,
-        ),
-    )  # fmt: skip
-    return results, launch
+    results = results_for(*x.shape, along_rows, along_columns, form, x.device)
+    launch = launch_cast(x, row_factor, column_factor, *results, scale_rounding, form)
+    return flat(*(t for result in results for t in result)), launch
 
 
 _cast = register_op(

@@ -1,0 +1,150 @@
+"""One GEMM for all linears of a norm: wq, wk and wv, or w1 and w3, as fprop, dgrad and wgrad of one large matrix.
+
+The linears share X [T, D]. Their weights [N_i, D] one below the other are W [N, D], N = sum N_i, and their output
+gradients side by side are dY [T, N]:
+
+    fprop   Y  = X  W^T     Y_i are columns of Y
+    dgrad   dX = dY W       the sum over the linears happens in the GEMM, in fp32
+    wgrad   dW = dY^T X     dW_i are rows of dW
+
+W and dY are never stored: the casts write every part to its place in one operand (``mxtrain.ops.quantize.weights`` and
+``gradients``). Every part has the bits that it has alone, with its own random numbers. Only the order of sums differs:
+single linears round their parts of dX to the compute dtype, and autograd adds them up.
+
+For T tokens of bf16 this saves two writes and two reads of T x D elements for three linears (one each for two) of
+dX's parts and their sum.
+
+Parameters, hooks and names stay per linear. The first linear that is called multiplies for all, and the others find
+their columns in the ``GroupCall`` of this forward. It multiplies for itself alone if anything differs between them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from mxtrain.nn.split import WHOLE
+from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype
+from mxtrain.ops import quantize
+from mxtrain.ops.gemm import Operand, matmul
+from mxtrain.ops.mxnorm import fold_backward
+
+
+class LinearGroup:
+    """The linears that one norm feeds, each of which is called once in a forward, with the norm's result.
+
+    Attributes:
+        linears: in the order of their calls.
+        joins_fprop: whether fprop is one GEMM, too. Its result stays in memory as long as a part of it is needed.
+    """
+
+    def __init__(self, linears: Sequence[QuantizedLinear]):
+        self.linears = tuple(linears)
+        self.joins_fprop = True
+
+
+class GroupCall:
+    """One forward of a group."""
+
+    def __init__(self, group: LinearGroup):
+        self.group = group
+        self._outputs: dict[int, torch.Tensor] = {}
+        self._made_from: tuple = ()
+
+    def output(self, linear: QuantizedLinear, x, gemms: ThreeGEMMs) -> torch.Tensor | None:
+        """Return Y [T, N_i] of one linear, without its bias; None if the linears do not make one GEMM.
+
+        Args:
+            x: the norm's result, a ``NormedInput``. A hook may have put another one in its place.
+            gemms: of this linear.
+        """
+        linears = self.group.linears
+        place = next((i for i, other in enumerate(linears) if other is linear), None)
+        if place is None or not _is_one_gemm(linears, linear, x, gemms):
+            return None
+        dtype = compute_dtype(x.h)
+        made_here = self._made_from and self._made_from[0] is x.h and self._made_from[1:] == (dtype, x.h.requires_grad)
+        # Checkpointing of a part of the layer calls a linear again with the same input.
+        if not made_here or place not in self._outputs:
+            self._outputs = dict(enumerate(self._multiply(x, gemms, dtype)))
+            self._made_from = (x.h, dtype, x.h.requires_grad)
+        return self._outputs.pop(place)
+
+    def _multiply(self, x, gemms: ThreeGEMMs, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        linears = self.group.linears
+        rows = x.h.reshape(-1, x.shape[-1])
+        weights = [linear.parts()[0] for linear in linears]
+        draws = [linear.draws(x.h.device) for linear in linears]
+        others = (x.x, x.rho, x.gathered, x.signs, *x.xhat)
+        return _GroupFunction.apply(
+            rows, x.gain, gemms, dtype, self.group.joins_fprop, *others, len(weights), *draws, *weights
+        )
+
+
+def _is_one_gemm(linears: Sequence[QuantizedLinear], first: QuantizedLinear, x, gemms: ThreeGEMMs) -> bool:
+    """Whether the linears differ in nothing but their weights, biases and random bits."""
+    if not quantize.joins(gemms.recipe, gemms.mode) or (x.signs is None and gemms.recipe.needs_signs):
+        return False
+    weight = first.weight
+    for linear in linears:
+        if linear.recipe != first.recipe or linear.mode != first.mode or linear.split != first.split:
+            return False
+        if linear.is_plain:
+            return False
+        if linear.split == WHOLE and (isinstance(linear.weight, DTensor) or linear._forward_pre_hooks):
+            # FSDP2 gathers this weight alone, when its linear is called. Other hooks may change weights or inputs.
+            return False
+        if linear.weight.requires_grad != weight.requires_grad or linear.weight.dtype != weight.dtype:
+            return False
+    return True
+
+
+class _GroupFunction(torch.autograd.Function):
+    """h, gamma, the quantized xhat and rho, and n weights -> n outputs. Arguments as in ``NormedInput``.
+
+    The outputs are columns of one product. The gradient of h is dL/dxhat.
+    """
+
+    @staticmethod
+    def forward(ctx, h, gain, gemms: ThreeGEMMs, dtype, joins_fprop, x, rho, gathered, signs, data, scales, tensor_scale,
+                n: int, *draws_and_weights):  # fmt: skip
+        draws, weights = draws_and_weights[:n], draws_and_weights[n:]
+        ctx.save_for_backward(h if x is None else x, gain, rho, signs, *weights)
+        ctx.gemms, ctx.gathered, ctx.draws = gemms, gathered, draws
+        xhat = Operand(data, scales, tensor_scale)
+        if not joins_fprop:
+            return tuple(gemms.fprop(xhat, weight, dtype, gain) for weight in weights)
+        joined = quantize.weights(weights, gemms.recipe.fprop, gemms.mode, 1, gain, gemms.split.w)
+        return matmul(xhat, joined, dtype).split([weight.shape[0] for weight in weights], 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *dys: torch.Tensor):
+        x, gain, rho, signs, *weights = ctx.saved_tensors
+        gemms, split = ctx.gemms, ctx.gemms.split
+        recipe, mode = gemms.recipe, gemms.mode
+        needs_h, needs_gain, *others = ctx.needs_input_grad
+        needs_weights = any(others)
+        for_dgrad, for_wgrad = quantize.gradients(
+            dys, recipe, mode, needs_h, needs_weights or needs_gain, signs, ctx.draws, split.dy
+        )
+        dxhat = dgain = None
+        dweights = [None] * len(weights)
+        if for_dgrad is not None:
+            joined = quantize.weights(weights, recipe.dgrad, mode, 0, gain, split.w)
+            dxhat = matmul(for_dgrad, joined, dys[0].dtype).to(x.dtype)
+        if for_wgrad is not None:
+            if ctx.gathered is None:
+                for_x = gemms.quantize_along_tokens(x, rho, signs)
+            else:
+                for_x = ctx.gathered.operand(x, rho, signs, recipe.wgrad, mode)
+            whole = gemms.wgrad(for_wgrad, for_x, dys[0].dtype)
+            dweights = whole.split([weight.shape[0] for weight in weights])
+            if gain is None:
+                dweights = [dweight.to(weight.dtype) for dweight, weight in zip(dweights, weights)]
+            else:
+                folded = [fold_backward(dw, weight, gain, mode) for dw, weight in zip(dweights, weights)]
+                dweights, dgains = zip(*folded)
+                dgain = sum(dgains[1:], start=dgains[0])
+        return dxhat, dgain, *[None] * (len(others) - len(weights)), *dweights

@@ -1,0 +1,50 @@
+"""Casts of several matrices into one operand: the bits of the cast of the joined matrix."""
+
+import itertools
+
+import pytest
+import torch
+from kernel_checks import DTYPES, RECIPES, bits, draw, kernel_tests, poisoned_memory, ugly
+
+from mxtrain.kernels.cast_results import FORMS
+from mxtrain.kernels.mxfp8.cast import cast
+from mxtrain.kernels.mxfp8.joined_cast import joined_cast
+
+pytestmark = kernel_tests
+
+
+def check(parts, axis, dims, form, rounding="rceil", **factor):
+    recipe = RECIPES[rounding]
+    expected = cast(torch.cat(parts, axis), recipe, dims, form, **factor)
+    with poisoned_memory():
+        results = joined_cast(parts, axis, recipe, dims, form, **factor)
+    for got, want in zip(results, expected, strict=True):
+        for a, b in zip(got, want, strict=True):
+            assert (a is None) == (b is None) and (a is None or torch.equal(bits(a), bits(b)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_bits_of_the_joined_matrix(form):
+    """Parts of 32 and of 96 rows or columns: tiles of 128 in the blocked layout of scales hold several parts."""
+    for dims, rounding, dtype in zip([(1,), (0,), (1, 0), (0, 1)], itertools.cycle(RECIPES), itertools.cycle(DTYPES)):
+        side_by_side = [ugly(43, columns, seed=columns, dtype=dtype) for columns in (96, 32, 160)]
+        check(side_by_side, 1, dims, form, rounding)
+        stacked = [ugly(rows, 160, seed=rows, dtype=dtype) for rows in (96, 32, 64)]
+        check(stacked, 0, dims, form, rounding, column_factor=draw(160, dtype=dtype))
+    check([transposed.t() for transposed in (draw(64, 40), draw(32, 40))], 1, (0, 1), form)
+    check([draw(0, 64), draw(0, 32)], 1, (0, 1), form)
+    check([draw(32, 64)], 0, (0, 1), form)
+
+
+@pytest.mark.parametrize(
+    ("parts", "axis", "message"),
+    [
+        (((32, 64), (32, 32)), 0, "expected the dtype, the device and the size in dimension 1 of parts"),
+        (((40, 64), (32, 64)), 0, "multiple of 32"),
+        (((32, 64), (32, 40)), 1, "multiple of 32"),
+        (((32,), (32,)), 0, "expected a matrix"),
+    ],
+)
+def test_wrong_parts(parts, axis, message):
+    with pytest.raises(ValueError, match=message):
+        joined_cast([draw(*shape) for shape in parts], axis, RECIPES["rceil"], (0,))
