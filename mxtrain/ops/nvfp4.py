@@ -10,6 +10,8 @@ static scale is known beforehand. Tensor scales are powers of two, so bf16 and f
 tensor scale included.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from mxtrain.ops.codes import Codes
@@ -28,6 +30,7 @@ from mxtrain.reference.philox import rounding_bits, rounding_words
 
 if HAS_TRITON:
     from mxtrain.kernels.nvfp4.cast import nvfp4_amax, nvfp4_cast
+    from mxtrain.kernels.nvfp4.joined_cast import nvfp4_joined_cast, nvfp4_joined_weight
     from mxtrain.kernels.nvfp4.norm_cast import nvfp4_norm
     from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
 
@@ -140,6 +143,40 @@ def gradient(
         scale = _tensor_scale(transposed, group)
         operands[0] = _in_pytorch(transposed, mode, scale, None if bits is None else bits.t())
     return operands
+
+
+def weights(
+    ws: Sequence[torch.Tensor], recipe: Recipe, mode: str, dim: int, gain: torch.Tensor | None, group: str | None = None
+) -> Operand:
+    if not runs_kernels(mode, ws[0].device.type):
+        parts = [weight(w, recipe, mode, dim, gain, group).data for w in ws]
+        return Operand(torch.cat(parts, 1 - dim))
+    scales = [_tensor_scale(nvfp4_amax(w, column_factor=gain)[0], group) for w in ws]
+    if recipe.weight_tiles:
+        image = nvfp4_joined_weight(ws, scales, gain)
+    else:
+        image = nvfp4_joined_cast(ws, 0, {dim: scales}, column_factor=gain)[dim]
+    return Operand(image if dim == 1 else image.t())
+
+
+def gradients(
+    dys: Sequence[torch.Tensor],
+    recipe: Recipe,
+    mode: str,
+    dims: tuple[int, ...],
+    signs: torch.Tensor | None,
+    draws: Sequence[torch.Tensor | None],
+    group: str | None = None,
+) -> dict[int, Operand]:
+    if not runs_kernels(mode, dys[0].device.type):
+        parts = [gradient(dy, recipe, mode, dims, signs, of_dy, group) for dy, of_dy in zip(dys, draws)]
+        return {dim: Operand(torch.cat([part[dim].data for part in parts], dim)) for dim in dims}
+    signs = signs if recipe.hadamard and 0 in dims else None
+    maxima = [nvfp4_amax(dy, signs) for dy in dys]
+    scales = {dim: [_tensor_scale(of_dy[dim == 0 and signs is not None], group) for of_dy in maxima] for dim in dims}
+    draws = draws if recipe.stochastic_rounding else None
+    images = nvfp4_joined_cast(dys, 1, scales, signs=signs, draws=draws)
+    return {dim: Operand(image if dim == 1 else image.t()) for dim, image in images.items()}
 
 
 def normalize(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str) -> tuple[Operand, torch.Tensor]:

@@ -49,7 +49,7 @@ from mxtrain.rng.rounding_position import MAX_ELEMENTS, Draws
 
 @triton.jit
 def _along_rows(
-    strip, words, tensor_scale_ptr, first_row, column, rows, columns, data_ptr, scales_ptr,
+    strip, words, tensor_scale_ptr, first_row, column, rows, columns, stride, data_ptr, scales_ptr,
     STOCHASTIC: tl.constexpr, FORM: tl.constexpr, HARDWARE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Cast each row of a strip in blocks of 16 columns and store it."""
@@ -69,7 +69,7 @@ def _along_rows(
             if not STOCHASTIC:
                 y = round_to_nearest(y)
             image = tl.reshape(image_of(y, scale[:, None], tensor_scale), (COLUMNS,))
-            tl.store(data_ptr + row * columns + across, image, mask=across < length)
+            tl.store(data_ptr + row * stride + across, image, mask=across < length)
         else:
             first, second = tl.split(tl.reshape(y, (COLUMNS // 2, 2)))
             if STOCHASTIC:
@@ -82,7 +82,7 @@ def _along_rows(
 
 @triton.jit
 def _along_columns(
-    strip, words, tensor_scale_ptr, first_row, column, rows, columns, data_ptr, scales_ptr,
+    strip, words, tensor_scale_ptr, first_row, column, rows, columns, stride, data_ptr, scales_ptr,
     STOCHASTIC: tl.constexpr, FORM: tl.constexpr, HARDWARE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Cast a strip in blocks of its 16 rows. Store an image at the offsets of x, and codes and scales transposed."""
@@ -104,9 +104,9 @@ def _along_columns(
             if not STOCHASTIC:
                 first, second = round_to_nearest(first), round_to_nearest(second)
             # Store all 16 rows: the transform gives values to the padding of the last block.
-            at = data_ptr + row * columns + across
+            at = data_ptr + row * stride + across
             tl.store(at, image_of(first, scale, tensor_scale), mask=inside)
-            tl.store(at + columns, image_of(second, scale, tensor_scale), mask=inside)
+            tl.store(at + stride, image_of(second, scale, tensor_scale), mask=inside)
         else:
             if STOCHASTIC:
                 packed = pack(first, second)
@@ -121,7 +121,7 @@ def _along_columns(
 @triton.jit(do_not_specialize=["signs_ptr", "draws_ptr"])
 def _nvfp4_cast_kernel(
     x_ptr, row_factor_ptr, column_factor_ptr, row_scale_ptr, column_scale_ptr,
-    row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns, signs_ptr, draws_ptr,
+    row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns, stride, signs_ptr, draws_ptr,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
     HADAMARD: tl.constexpr, ROWS_STOCHASTIC: tl.constexpr, COLUMNS_STOCHASTIC: tl.constexpr,
     FORM: tl.constexpr, HARDWARE: tl.constexpr, COLUMNS: tl.constexpr,
@@ -136,15 +136,15 @@ def _nvfp4_cast_kernel(
             words = words + (random_words(draws_ptr, first_row + i, column // 4, columns, COLUMNS // 4),)
     if ALONG_ROWS:
         _along_rows(
-            strip, words, row_scale_ptr, first_row, column, rows, columns, row_data_ptr, row_scales_ptr,
+            strip, words, row_scale_ptr, first_row, column, rows, columns, stride, row_data_ptr, row_scales_ptr,
             ROWS_STOCHASTIC, FORM, HARDWARE, COLUMNS,
         )  # fmt: skip
     if ALONG_COLUMNS:
         if HADAMARD:
             strip = hadamard(strip, tl.load(signs_ptr))
         _along_columns(
-            strip, words, column_scale_ptr, first_row, column, rows, columns, column_data_ptr, column_scales_ptr,
-            COLUMNS_STOCHASTIC, FORM, HARDWARE, COLUMNS,
+            strip, words, column_scale_ptr, first_row, column, rows, columns, stride,
+            column_data_ptr, column_scales_ptr, COLUMNS_STOCHASTIC, FORM, HARDWARE, COLUMNS,
         )  # fmt: skip
 
 
@@ -180,16 +180,37 @@ def _implementation(
         by_row = empty_cast(NVFP4_STORAGE, rows, columns, form, x.device)
     if column_scale is not None:
         by_column = empty_column_cast(NVFP4_STORAGE, round_up(rows, BLOCK), columns, form, x.device)
-    results = flat(*by_row, *by_column)
+    launch = launch_nvfp4_cast(
+        x, row_factor, column_factor, row_scale, column_scale, by_row, by_column, signs, draws, stochastic, form
+    )
+    return flat(*by_row, *by_column), launch
+
+
+def launch_nvfp4_cast(
+    x: torch.Tensor,
+    row_factor: torch.Tensor | None,
+    column_factor: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
+    column_scale: torch.Tensor | None,
+    by_row: tuple[torch.Tensor | None, torch.Tensor | None],
+    by_column: tuple[torch.Tensor | None, torch.Tensor | None],
+    signs: torch.Tensor | None,
+    draws: torch.Tensor | None,
+    stochastic: list[int],
+    form: str,
+) -> Launch | None:
+    """Return the launch that fills the results of x; None if x is empty. Images may be columns of a wider matrix."""
     if x.numel() == 0:
-        return results, None
+        return None
+    rows, columns = x.shape
+    image = by_column[0] if row_scale is None else by_row[0]
     tile = tile_columns(columns)
-    launch = Launch(
+    return Launch(
         _nvfp4_cast_kernel,
         (cdiv(rows, BLOCK) * cdiv(columns, tile),),
         (
             x, row_factor, column_factor, row_scale, column_scale,
-            *(as_bytes(t) for t in (*by_row, *by_column)), rows, columns,
+            *(as_bytes(t) for t in (*by_row, *by_column)), rows, columns, image.stride(0),
             signs, draws,
         ),
         dict(
@@ -199,7 +220,6 @@ def _implementation(
             FORM=form, HARDWARE=converts_fp4(x), COLUMNS=tile, num_warps=WARPS, enable_fp_fusion=False,
         ),
     )  # fmt: skip
-    return results, launch
 
 
 def _amax_implementation(

@@ -89,17 +89,31 @@ def _implementation(
     t_data = t_scales = None
     if form != "image":
         t_data, t_scales = empty_column_cast(NVFP4_STORAGE, rows, columns, form, w.device)
-    results = flat(data, scales, t_data, t_scales)
+    launch = launch_weight_cast(w, gain, tensor_scale, data, scales, t_data, t_scales, form)
+    return flat(data, scales, t_data, t_scales), launch
+
+
+def launch_weight_cast(
+    w: torch.Tensor,
+    gain: torch.Tensor | None,
+    tensor_scale: torch.Tensor,
+    data: torch.Tensor,
+    scales: torch.Tensor | None,
+    t_data: torch.Tensor | None,
+    t_scales: torch.Tensor | None,
+    form: str,
+) -> Launch | None:
+    """Return the launch that fills the results; None if w is empty."""
     if w.numel() == 0:
-        return results, None
+        return None
+    rows, columns = w.shape
     tile = tile_columns(columns)
-    launch = Launch(
+    return Launch(
         _nvfp4_weight_kernel,
         (cdiv(rows, BLOCK) * cdiv(columns, tile),),
         (w, gain, tensor_scale, data, as_bytes(scales), t_data, as_bytes(t_scales), rows, columns),
         dict(GAIN=gain is not None, FORM=form, HARDWARE=converts_fp4(w), COLUMNS=tile, num_warps=WARPS),
     )
-    return results, launch
 
 
 _nvfp4_weight = register_op(
