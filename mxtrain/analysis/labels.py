@@ -26,6 +26,7 @@ OTHERS = (
     "mxnorm.diagnostics",  # changes no bit of the training
     "mxnorm.gather",
     "mxnorm.cache_weights",  # changes no bit of the training
+    "mxnorm.group_linears",
 )
 """Sections and settings that do not make another variant"""
 

@@ -164,6 +164,7 @@ class MXNormConverter(MXLinearConverter):
     Attributes:
         p, estimator: see ``mxtrain.mxnorm_cast``.
         eps: added to the squared RMS estimate; None keeps the eps of each norm.
+        group_linears: whether the linears of a norm are one GEMM each way (``mxtrain.nn.group``).
     """
 
     name: ClassVar[str] = "mxnorm"
@@ -172,9 +173,11 @@ class MXNormConverter(MXLinearConverter):
     p: int = 2
     estimator: str = "pre_round"
     eps: float | None = None
+    group_linears: bool = True
 
     def __post_init__(self):
         super().__post_init__()
+        require_one_of("group_linears", self.group_linears, (True, False))
         RMSEstimate.for_recipe(self.default_recipe.fprop, self.p, self.estimator, 0.0 if self.eps is None else self.eps)
 
     def plan(self, survey: Survey) -> Plan:
@@ -201,7 +204,10 @@ class MXNormConverter(MXLinearConverter):
                 RMSEstimate.for_recipe(recipe_of[linear].fprop, self.p, self.estimator)
         # The linears agree on fprop. If any of them transforms its wgrad operands, the norm draws the signs for all.
         recipe = max((recipe_of[linear] for linear in linears), key=lambda recipe: recipe.needs_signs)
-        norm = ToMXNorm(survey.norms[fqn], linears, self.p, self.estimator, self.eps, recipe, self.mode, self.seed)
+        grouped = self.group_linears and len(linears) > 1
+        norm = ToMXNorm(
+            survey.norms[fqn], linears, self.p, self.estimator, self.eps, recipe, self.mode, self.seed, grouped
+        )
         fed = {linear: ToQuantizedLinear(MXNormLinear, recipe_of[linear], self.mode, self.seed) for linear in linears}
         return {fqn: norm, **fed}
 

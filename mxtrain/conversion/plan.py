@@ -22,6 +22,7 @@ class ToMXNorm:
     Attributes:
         feeds: FQNs of the linears that take its result; the plan makes them MXNormLinear.
         eps: None keeps the norm's own.
+        grouped: whether the linears are one GEMM each way.
     """
 
     norm: NormFacts
@@ -32,6 +33,7 @@ class ToMXNorm:
     recipe: LinearRecipe
     mode: str
     seed: int
+    grouped: bool = False
 
     def build(self, fqn: str, old: nn.Module) -> MXNorm:
         """The MXNorm that takes the place of ``old``, called ``fqn``; they share the weight."""
@@ -117,6 +119,11 @@ class Plan:
     def norms(self) -> dict[str, list[str]]:
         """FQN of every norm that becomes an MXNorm -> FQNs of the linears it feeds, which become MXNormLinear."""
         return {fqn: list(swap.feeds) for fqn, swap in self.swaps.items() if isinstance(swap, ToMXNorm)}
+
+    @property
+    def groups(self) -> dict[str, list[str]]:
+        """The norms among ``norms`` whose linears are one GEMM each way."""
+        return {fqn: linears for fqn, linears in self.norms.items() if self.swaps[fqn].grouped}
 
     @property
     def linears(self) -> list[str]:

@@ -5,6 +5,7 @@ import torch.nn as nn
 
 from mxtrain.conversion.instance_state import move_attributes
 from mxtrain.conversion.plan import Plan, Swap
+from mxtrain.nn.group import LinearGroup
 
 
 def swap(model: nn.Module, plan: Plan) -> None:
@@ -18,7 +19,10 @@ def swap(model: nn.Module, plan: Plan) -> None:
     """
     old = {fqn: model.get_submodule(fqn) for fqn in plan.swaps}
     with torch.inference_mode(False):  # tensors that a new module makes would be useless for training
-        new = {id(old[fqn]): _build(fqn, old[fqn], step) for fqn, step in plan.swaps.items()}
+        built = {fqn: _build(fqn, old[fqn], step) for fqn, step in plan.swaps.items()}
+    for norm, linears in plan.groups.items():
+        built[norm].group = LinearGroup([built[fqn] for fqn in linears])
+    new = {id(old[fqn]): module for fqn, module in built.items()}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if id(child) in new:

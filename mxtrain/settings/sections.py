@@ -157,6 +157,12 @@ class MXNorm:
     parallelism split are cast every time
     """
 
+    group_linears: bool = True
+    """
+    Multiply the linears that share a norm (wq, wk, wv; w1, w3) as one: one product each for outputs, input gradients
+    and weight gradients, where their recipes agree. Changes only the order of sums
+    """
+
     schedule: Schedule = field(default_factory=list)
     """
     Other recipes for some steps, in the TOML as [[mxnorm.schedule]]. An entry has from_step (the first step) or

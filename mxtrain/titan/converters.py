@@ -30,7 +30,7 @@ from mxtrain.titan.reports.terminal import note_conversion
 # Stands for debug.seed where that is unset.
 DEFAULT_SEED = 0
 # Fields of the section [mxnorm] that MXNorm alone has.
-_MXNORM_KEYS = ("p", "estimator", "eps")
+_MXNORM_KEYS = ("p", "estimator", "eps", "group_linears")
 # Facts in run.json.
 _FACTS = ("recipe", "p", "estimator", *SWITCHES, "mode", "eps")
 

@@ -9,7 +9,7 @@ The model trains as TorchTitan trains it on one device: fp32 weights under bf16 
 with fullgraph=True, compiled cross-entropy, fused AdamW, gradients clipped to norm 1, no activation checkpointing.
 Tokens are random and new in every step, so the loss only shows that the step is sound. NVFP4 keeps the last 15 % of the
 blocks in bf16, its recipe's default; variants that end in "_all" keep none. "mxnorm_mixed" runs NVFP4 forward and MXFP8
-backward.
+backward. "mxnorm_single" multiplies each linear of a norm alone, not all of them as one.
 
 The first step is timed with empty Inductor and Triton caches, after a throw-away model has paid for imports and compile
 workers. Memory is the peak that the allocator holds during the timed steps.
@@ -127,6 +127,10 @@ VARIANTS = {
         for converter in ("mx_linear", "mxnorm")
         for suffix, share in (("", None), ("_all", 0.0))
     },
+    "mxnorm_single": lambda model, mode: mxtrain.convert(model, "mxnorm", mode=mode, group_linears=False),
+    "mxnorm_single_nvfp4": lambda model, mode: mxtrain.convert(
+        model, "mxnorm", recipe="nvfp4", mode=mode, group_linears=False
+    ),
     "mxnorm_mixed": lambda model, mode: mxtrain.convert(model, "mxnorm", recipe=MIXED, mode=mode),
     "fused_rmsnorm": lambda model, mode: mxtrain.convert(model, "fused_rmsnorm", when_compiled="kernel"),
     "torchao": lambda model, mode: convert_torchao(model),

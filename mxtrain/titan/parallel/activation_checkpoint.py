@@ -20,6 +20,10 @@ along tokens) of the same values, and attention and SwiGLU need theirs in bf16. 
 product saves twelve times as much for the same bytes. rho is free: the products that are computed again need their
 operand, so the norm and cast runs again in any case. (MX tensor cores multiply about five times as fast: a product then
 saves 7, which is still more than codes do.)
+
+The linears of a norm could be one product forward (``mxtrain.nn.group``). It would be kept or computed again as a
+whole: a layer of Llama 3 8B would have four products and keep wq, wk, wv, w1 and w3, 86 KB per token and not 56. So
+under this option these linears multiply one by one forward, and together backward.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,6 +35,7 @@ import torch
 import torch.utils.checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.ops.decompose_k import decompose_k_mm
 from mxtrain.ops.gemm import guarded_mm
 from mxtrain.ops.hardware import HAS_TRITON
@@ -59,6 +64,13 @@ def knows_own_operations() -> Iterator[None]:
     # TorchTitan imports the function when it wraps a layer.
     with patch.object(torch.utils.checkpoint, create_selective_checkpoint_contexts.__name__, contexts):
         yield
+
+
+def multiply_one_by_one(model: torch.nn.Module) -> None:
+    """Let the linears of a norm multiply one by one forward, as the choice of what is kept needs it."""
+    for module in model.modules():
+        if isinstance(module, MXNorm) and module.group is not None:
+            module.group.joins_fprop = False
 
 
 def _with_own_operations(policy: Callable) -> Callable:

@@ -14,7 +14,7 @@ from mxtrain.conversion.recognition import find_gates
 from mxtrain.errors import ConfigError
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.relations import quantizing
-from mxtrain.titan.parallel.activation_checkpoint import knows_own_operations
+from mxtrain.titan.parallel.activation_checkpoint import knows_own_operations, multiply_one_by_one
 from mxtrain.titan.parallel.check_layout import check_model_layout
 from mxtrain.titan.parallel.context import prepare_context_parallelism
 from mxtrain.titan.parallel.initial_weights import draw_by_name
@@ -47,6 +47,9 @@ def checked_parallelize(parallelize_fn):
         settings = settings_of(job_config)
         if parallel_dims.tp_enabled and quantizing(settings):
             choose_gathers(model, settings["mxnorm.gather"])
+        checkpointing = job_config.activation_checkpoint
+        if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
+            multiply_one_by_one(model)
         if torch.distributed.get_backend() == "gloo":
             for module in model.modules():
                 if isinstance(module, FSDPModule):
