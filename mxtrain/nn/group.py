@@ -112,6 +112,7 @@ class _GroupFunction(torch.autograd.Function):
         draws, weights = draws_and_weights[:n], draws_and_weights[n:]
         ctx.save_for_backward(h if x is None else x, gain, rho, signs, *weights)
         ctx.gemms, ctx.gathered, ctx.draws = gemms, gathered, draws
+        ctx.set_materialize_grads(False)
         xhat = Operand(data, scales, tensor_scale)
         if not joins_fprop:
             return tuple(gemms.fprop(xhat, weight, dtype, gain) for weight in weights)
@@ -120,8 +121,12 @@ class _GroupFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *dys: torch.Tensor):
+    def backward(ctx, *dys: torch.Tensor | None):
         x, gain, rho, signs, *weights = ctx.saved_tensors
+        # A linear whose output the loss does not need has no gradient, as it would alone.
+        used = [dy is not None for dy in dys]
+        like = next(dy for dy in dys if dy is not None)
+        dys = [like.new_zeros(len(like), len(w)) if dy is None else dy for dy, w in zip(dys, weights)]
         gemms, split = ctx.gemms, ctx.gemms.split
         recipe, mode = gemms.recipe, gemms.mode
         needs_h, needs_gain, *others = ctx.needs_input_grad
@@ -133,18 +138,19 @@ class _GroupFunction(torch.autograd.Function):
         dweights = [None] * len(weights)
         if for_dgrad is not None:
             joined = quantize.weights(weights, recipe.dgrad, mode, 0, gain, split.w)
-            dxhat = matmul(for_dgrad, joined, dys[0].dtype).to(x.dtype)
+            dxhat = matmul(for_dgrad, joined, like.dtype).to(x.dtype)
         if for_wgrad is not None:
             if ctx.gathered is None:
                 for_x = gemms.quantize_along_tokens(x, rho, signs)
             else:
                 for_x = ctx.gathered.operand(x, rho, signs, recipe.wgrad, mode)
-            whole = gemms.wgrad(for_wgrad, for_x, dys[0].dtype)
-            dweights = whole.split([weight.shape[0] for weight in weights])
+            dweight = gemms.wgrad(for_wgrad, for_x, like.dtype)
+            dweights = dweight.split([weight.shape[0] for weight in weights])
             if gain is None:
-                dweights = [dweight.to(weight.dtype) for dweight, weight in zip(dweights, weights)]
+                dweights = [dw.to(weight.dtype) for dw, weight in zip(dweights, weights)]
             else:
                 folded = [fold_backward(dw, weight, gain, mode) for dw, weight in zip(dweights, weights)]
                 dweights, dgains = zip(*folded)
                 dgain = sum(dgains[1:], start=dgains[0])
+            dweights = [dw if is_used else None for dw, is_used in zip(dweights, used)]
         return dxhat, dgain, *[None] * (len(others) - len(weights)), *dweights

@@ -51,7 +51,7 @@ def test_a_norm_and_the_linears_it_feeds():
     recipe = RECIPES["mxfp8"]
     result = plan(block(), p=1, eps=1e-3, mode="emulated", seed=7)
     assert result.swaps == {
-        "norm": ToMXNorm(NORM, ("wq", "wk"), 1, "pre_round", 1e-3, recipe, "emulated", 7),
+        "norm": ToMXNorm(NORM, ("wq", "wk"), 1, "pre_round", 1e-3, recipe, "emulated", 7, True),
         "wq": ToQuantizedLinear(MXNormLinear, recipe, "emulated", 7),
         "wk": ToQuantizedLinear(MXNormLinear, recipe, "emulated", 7),
         "wo": ToQuantizedLinear(MXLinear, recipe, "emulated", 7),

@@ -1,0 +1,242 @@
+"""Linears of one norm as one GEMM each way: the results of single linears, and when they stay single."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn as nn
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from layer_checks import CHECKPOINTING, NormBlock, assert_near, draw, fill, results_of
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mxtrain.nn.group import LinearGroup
+from mxtrain.nn.mxnorm import NormedInput
+from mxtrain.ops.gemm import guarded_mm
+from mxtrain.ops.quantize import joins
+from mxtrain.recipes.parse import get_recipe
+
+D, TOKENS, OUTPUTS = 96, (2, 20), (64, 32, 96)
+MIXED = "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8"
+PRODUCTS = (torch.ops.aten.mm.default, guarded_mm)
+
+pytestmark = pytest.mark.usefixtures("device", "rounding_step")
+
+
+def block_of(recipe="mxfp8", mode="emulated", grouped=True, dtype=torch.float32, recipes=None, **settings) -> NormBlock:
+    """One norm that feeds three linears of different sizes."""
+    recipes = recipes or [recipe] * 3
+    block = NormBlock(D, 32, *recipes, mode=mode, dtype=dtype, **settings)
+    for linear, outputs in zip(block.linears, OUTPUTS):
+        linear.out_features = outputs
+        linear.weight = nn.Parameter(torch.empty(outputs, D, dtype=dtype))
+        if linear.bias is not None:
+            linear.bias = nn.Parameter(torch.empty(outputs, dtype=dtype))
+    if grouped:
+        block.norm.group = LinearGroup(block.linears)
+    return fill(block)
+
+
+def inputs(dtype=torch.float32):
+    return draw(*TOKENS, D, seed=0, dtype=dtype), [draw(*TOKENS, n, seed=n, dtype=dtype) for n in OUTPUTS]
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in PRODUCTS
+        return func(*args, **(kwargs or {}))
+
+
+def run(block, x=None, dys=None) -> tuple[list[torch.Tensor], int]:
+    """Outputs, gradients of x and of all parameters, and the number of products."""
+    own_x, own_dys = inputs(next(block.parameters()).dtype)
+    with Products() as products:
+        results = results_of(block, own_x if x is None else x, *(dys or own_dys))
+    return results, products.count
+
+
+def assert_same(got, want):
+    """Outputs and gradients of weights and biases to the bit; those of x and of the gain sum in another order."""
+    *outputs, dx, dgain = got[:5]
+    assert_near([dx, dgain], want[3:5], 1e-6)
+    for a, b in zip([*outputs, *got[5:]], [*want[:3], *want[5:]], strict=True):
+        assert b.any() and torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mode"),
+    [("mxfp8", "reference"), ("mxfp8", "emulated"), ("nvfp4", "reference"), ("nvfp4", "emulated"), (MIXED, "emulated")],
+)
+def test_one_gemm_each_way_with_the_results_of_three(recipe, mode):
+    """The rounding bits of each linear are its own, so operands are equal to the bit."""
+    single, of_single = run(block_of(recipe, mode, grouped=False, bias=True))
+    grouped, of_group = run(block_of(recipe, mode, bias=True))
+    assert (of_single, of_group) == (9, 3)
+    assert_same(grouped, single)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("rounding", ["rceil", "floor"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_other_settings(rounding, affine):
+    for recipe in (get_recipe("mxfp8", rounding), get_recipe("nvfp4", weight_tiles=False), "nvfp4_dynamic"):
+        single, _ = run(block_of(recipe, grouped=False, affine=affine))
+        grouped, products = run(block_of(recipe, affine=affine))
+        assert products == 3
+        for a, b in zip(grouped, single, strict=True):
+            assert_near([a], [b], 1e-6)
+
+
+def test_fprop_may_stay_single():
+    block = block_of()
+    block.norm.group.joins_fprop = False
+    results, products = run(block)
+    assert products == 5
+    assert_same(results, run(block_of(grouped=False))[0])
+
+
+def hooked(block):
+    block.linears[1].register_forward_pre_hook(lambda module, args: None)
+
+
+def sharded(block):
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    block.linears[2].weight = nn.Parameter(distribute_tensor(block.linears[2].weight.detach(), mesh, [Replicate()]))
+
+
+def frozen(block):
+    block.linears[0].weight.requires_grad_(False)
+
+
+def other_dtype(block):
+    block.linears[0].to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "settings"),
+    [
+        (hooked, {}),
+        (frozen, {}),
+        (other_dtype, {}),
+        (None, {"recipes": ["mxfp8", "mxfp8", "fprop=mxfp8, dgrad=mxfp8, wgrad=nvfp4"]}),
+        (None, {"recipe": "fprop=mxfp8, dgrad=mxfp8, wgrad=bf16"}),
+        (None, {"recipe": "fprop=mxfp8, dgrad=mxfp8, wgrad=nvfp4", "norm": "mxfp8"}),
+    ],
+    ids=["hook", "frozen weight", "dtype", "recipe", "high precision", "own signs"],
+)
+def test_linears_that_differ_stay_single(change, settings):
+    found = []
+    for grouped in (False, True):
+        block = block_of(grouped=grouped, **settings)
+        if change:
+            change(block)
+        x, dys = inputs()
+        with Products() as products:
+            outputs = block(x.requires_grad_())
+            torch.autograd.backward(outputs, [dy.to(y.dtype) for y, dy in zip(outputs, dys)])
+        found.append(([*outputs, x.grad, *(p.grad for p in block.parameters() if p.requires_grad)], products.count))
+    (single, of_single), (grouped, of_group) = found
+    assert of_group == of_single >= 8
+    assert all(torch.equal(a, b) for a, b in zip(grouped, single, strict=True))
+
+
+def test_a_sharded_weight_keeps_its_linear_for_itself(device):
+    """FSDP2 gathers the weight of a linear that is a unit of its own when that linear is called, not before."""
+    if device != "cpu":
+        pytest.skip("a process group without communication, on the CPU")
+    block = block_of()
+    try:
+        sharded(block)
+        call = block.norm(inputs()[0]).call
+        first = block.linears[0]
+        assert call.output(first, block.norm(inputs()[0]), first.gemms(torch.device("cpu"))) is None
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_native_nvfp4_stays_single():
+    """Its operands have one tensor scale each."""
+    for recipe, mode, expected in (
+        ("nvfp4", "native", False),
+        ("nvfp4", "emulated", True),
+        ("mxfp8", "native", True),
+        (MIXED, "native", False),
+        ("unquantized", "reference", False),
+    ):
+        assert joins(get_recipe(recipe), mode) == expected
+
+
+def test_outputs_that_the_loss_does_not_need():
+    found = []
+    for grouped in (False, True):
+        block = block_of(grouped=grouped)
+        x, dys = inputs()
+        outputs = block(x.requires_grad_())
+        torch.autograd.backward(outputs[1], dys[1])
+        assert block.linears[0].weight.grad is None and block.linears[2].weight.grad is None
+        found.append([outputs[1], x.grad, block.norm.weight.grad, block.linears[1].weight.grad])
+    assert_near(found[1], found[0], 1e-6)
+
+
+def test_an_input_that_a_hook_replaced_has_its_own_outputs():
+    block, (x, _) = block_of(), inputs()
+    normed = block.norm(x)
+    first = block.linears[0](normed)
+    other = block.norm(2 * x + 1)
+    mixed = NormedInput(*other[:-1], normed.call)
+    expected = block_of(grouped=False)(2 * x + 1)[1]
+    assert torch.equal(block.linears[1](mixed), expected) and not torch.equal(block.linears[1](normed), expected)
+    assert torch.equal(first, block_of(grouped=False)(x)[0])
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTING)
+def test_checkpointing_of_the_linears_without_their_norm(kind):
+    """The linears run again with the NormedInput of the first forward."""
+    block, (x, dys) = block_of(), inputs()
+    expected, _ = run(block)
+    x = x.requires_grad_()
+    normed = block.norm(x)
+    outputs = CHECKPOINTING[kind](lambda n: [linear(n) for linear in block.linears], normed)
+    gradients = torch.autograd.grad(outputs, [x, *block.parameters()], dys)
+    assert all(torch.equal(a, b) for a, b in zip([*outputs, *gradients], expected, strict=True))
+
+
+def test_no_grad_and_outputs_are_not_kept():
+    block, (x, _) = block_of(), inputs()
+    expected = block_of(grouped=False)(x)
+    with torch.no_grad():
+        normed = block.norm(x)
+        outputs = [linear(normed) for linear in block.linears]
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected))
+    assert not normed.call._outputs
+
+
+def test_compiled_graphs_hold_three_products_and_no_copies(device):
+    """Two blocks with the same code compile once each, without a graph break."""
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(Counter(str(node.target).removesuffix(".default") for node in graph.graph.nodes))
+        return make_boxed_func(graph)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(2):
+            block = block_of(dtype=torch.bfloat16)
+            x, dys = inputs(torch.bfloat16)
+            compiled = results_of(torch.compile(block, backend=backend, fullgraph=True), x, *dys)
+    assert_near(compiled, results_of(block, x, *dys), 1e-2)
+    forward, backward = graphs
+    assert forward["aten.mm"] == 1 and backward["aten.mm"] == 2
+    assert not any(name.split(".")[1] in ("cat", "clone") for name in (*forward, *backward) if name.startswith("aten"))
+    # A graph that the block alone has; the same graph serves both blocks.
+    assert len(graphs) == 2
