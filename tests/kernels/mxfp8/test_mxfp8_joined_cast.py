@@ -25,15 +25,27 @@ def check(parts, axis, dims, form, rounding="rceil", **factor):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_bits_of_the_joined_matrix(form):
-    """Parts of 32 and of 96 rows or columns: tiles of 128 in the blocked layout of scales hold several parts."""
-    for dims, rounding, dtype in zip([(1,), (0,), (1, 0), (0, 1)], itertools.cycle(RECIPES), itertools.cycle(DTYPES)):
-        side_by_side = [ugly(43, columns, seed=columns, dtype=dtype) for columns in (96, 32, 160)]
-        check(side_by_side, 1, dims, form, rounding)
+    """Parts of 32 and of 96 rows or columns: a tile of 128 in the blocked layout of scales holds several parts."""
+    side_by_side = [ugly(43, columns, seed=columns, dtype=torch.bfloat16) for columns in (96, 32)]
+    check(side_by_side, 1, (1, 0), form, "floor")
+    stacked = [ugly(rows, 64, seed=rows) for rows in (96, 32, 64)]
+    for dims in ((1,), (0,)):
+        check(stacked, 0, dims, form, column_factor=draw(64))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("form", FORMS)
+def test_every_setting(form):
+    for dims, rounding, dtype in itertools.product([(1,), (0,), (1, 0), (0, 1)], RECIPES, DTYPES):
+        check([ugly(43, columns, seed=columns, dtype=dtype) for columns in (96, 32, 160)], 1, dims, form, rounding)
         stacked = [ugly(rows, 160, seed=rows, dtype=dtype) for rows in (96, 32, 64)]
         check(stacked, 0, dims, form, rounding, column_factor=draw(160, dtype=dtype))
-    check([transposed.t() for transposed in (draw(64, 40), draw(32, 40))], 1, (0, 1), form)
-    check([draw(0, 64), draw(0, 32)], 1, (0, 1), form)
-    check([draw(32, 64)], 0, (0, 1), form)
+
+
+def test_views_no_tokens_and_one_part():
+    check([part.t() for part in (draw(64, 5), draw(32, 5))], 1, (0, 1), "blocked")
+    check([draw(0, 64), draw(0, 32)], 1, (0, 1), "blocked")
+    check([draw(32, 32)], 0, (0, 1), "blocked")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,62 @@
+"""NVFP4 images of several matrices in one: every part has the bits that it has alone."""
+
+import pytest
+import torch
+from kernel_checks import draw, kernel_tests, poisoned_memory, ugly
+
+from mxtrain.kernels.nvfp4.cast import nvfp4_cast
+from mxtrain.kernels.nvfp4.joined_cast import nvfp4_joined_cast, nvfp4_joined_weight
+from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
+
+pytestmark = kernel_tests
+
+
+def scale(exponent: int) -> torch.Tensor:
+    return torch.tensor(2.0**exponent)
+
+
+def assert_equal(got: torch.Tensor, parts: list[torch.Tensor], axis: int) -> None:
+    want = torch.cat(parts, axis)
+    assert got.dtype == torch.bfloat16 and torch.equal(got.view(torch.int16), want.view(torch.int16))
+
+
+def test_gradients_side_by_side_with_their_own_scales_and_bits():
+    """The random bits of an element follow from its place in its own matrix, and its key."""
+    parts = [draw(21, columns, seed=columns) for columns in (48, 16)]
+    scales = {1: [scale(-6), scale(-3)], 0: [scale(-4), scale(-5)]}
+    draws = [torch.tensor([key, 5, 2, 1]) for key in (7, 8)]
+    signs = torch.tensor(0b1010011)
+    for dims in ((1, 0), (1,)):
+        chosen = {dim: scales[dim] for dim in dims}
+        with poisoned_memory():
+            images = nvfp4_joined_cast(parts, 1, chosen, signs=signs, draws=draws)
+        alone = [
+            nvfp4_cast(part, {dim: scales[dim][i] for dim in dims}, "image", signs=signs, draws=draws[i])
+            for i, part in enumerate(parts)
+        ]
+        assert images.keys() == chosen.keys()
+        for dim, image in images.items():
+            assert_equal(image, [results[dim].data for results in alone], 1)
+
+
+def test_weights_one_below_the_other():
+    parts, scales, gain = [ugly(rows, 48, seed=rows) for rows in (32, 16)], [scale(3), scale(-2)], draw(48)
+    with poisoned_memory():
+        tiles = nvfp4_joined_weight(parts, scales, gain)
+        rows = nvfp4_joined_cast(parts, 0, {1: scales}, column_factor=gain)[1]
+    assert_equal(tiles, [nvfp4_weight(w, s, "image", gain).data for w, s in zip(parts, scales)], 0)
+    alone = [nvfp4_cast(w, {1: s}, "image", column_factor=gain)[1].data for w, s in zip(parts, scales)]
+    assert_equal(rows, alone, 0)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "scales", "message"),
+    [
+        (((16, 32), (16, 16)), 2, "size in dimension 1 of parts"),
+        (((24, 16), (16, 16)), 2, "multiple of 16"),
+        (((16, 16), (16, 16)), 1, "1 tensor scales for 2 parts"),
+    ],
+)
+def test_wrong_parts(shapes, scales, message):
+    with pytest.raises(ValueError, match=message):
+        nvfp4_joined_weight([draw(*shape) for shape in shapes], [scale(0)] * scales)
