@@ -23,12 +23,14 @@ from mxtrain.kernels import device
 from mxtrain.kernels.cast_results import FORMS
 from mxtrain.kernels.launch import Launch
 from mxtrain.kernels.mxfp8.cast import cast
+from mxtrain.kernels.mxfp8.joined_cast import joined_cast
 from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
 from mxtrain.kernels.norm.fold_backward import fold_backward
 from mxtrain.kernels.norm.rms_norm import rms_norm
 from mxtrain.kernels.norm.rms_norm_backward import rms_norm_backward
 from mxtrain.kernels.norm.straight_through import norm_backward
 from mxtrain.kernels.nvfp4.cast import nvfp4_amax, nvfp4_cast
+from mxtrain.kernels.nvfp4.joined_cast import nvfp4_joined_cast
 from mxtrain.kernels.nvfp4.norm_cast import nvfp4_norm
 from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
 from mxtrain.kernels.router.decompose_k import decompose_k_by_plan
@@ -99,6 +101,10 @@ def cases(everything: bool) -> dict:
     add_cast("bf16 floor", matrix(bf16), recipe=floor, dims=(0, 1), form="image")
     add_cast("bf16 row factor", matrix(bf16), dims=(0,), form="image", row_factor=vector(ROWS))
     add_cast("bf16 column factor", matrix(bf16), dims=(0, 1), form="blocked", column_factor=vector(4096, bf16))
+    for form in ("blocked", "image"):
+        found[f"cast joined {form}"] = lambda form=form: joined_cast(
+            [matrix(bf16), matrix(bf16)], 1, rceil, (1, 0), form
+        )
     for name, dtype in DTYPES.items():
         x, rho, gain = matrix(dtype), vector(ROWS), vector(4096, dtype)
         found[f"norm_backward {name}"] = lambda x=x, rho=rho: norm_backward(x, x, rho)
@@ -176,6 +182,8 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
     rows, columns = vector(ROWS), vector(4096, bf16)
     add("bf16 row factor", nvfp4_cast, x, {0: scale}, "image", signs=number, row_factor=rows)
     add("bf16 blocked column factor", nvfp4_cast, x, {1: scale, 0: scale}, "blocked", column_factor=columns)
+    strip, two = matrix(bf16, 32, rows=16), {1: [scale, scale], 0: [scale, scale]}
+    add("one strip gradient", nvfp4_joined_cast, [strip, strip], 1, two, signs=number, draws=[draws, draws])
     add("bf16", nvfp4_amax, x)
     add("bf16 transformed", nvfp4_amax, x, number)
     add("bf16 transformed row factor", nvfp4_amax, x, number, rows)
