@@ -76,9 +76,9 @@ class GroupCall:
         rows = x.h.reshape(-1, x.shape[-1])
         weights = [linear.parts()[0] for linear in linears]
         draws = [linear.draws(x.h.device) for linear in linears]
-        others = (x.x, x.rho, x.gathered, x.signs, *x.xhat)
+        settings = (gemms, dtype, self.group.joins_fprop)
         return _GroupFunction.apply(
-            rows, x.gain, gemms, dtype, self.group.joins_fprop, *others, len(weights), *draws, *weights
+            rows, x.gain, *settings, x.x, x.rho, x.gathered, x.signs, *x.xhat, len(weights), *draws, *weights
         )
 
 
@@ -101,15 +101,30 @@ def _is_one_gemm(linears: Sequence[QuantizedLinear], first: QuantizedLinear, x, 
 
 
 class _GroupFunction(torch.autograd.Function):
-    """h, gamma, the quantized xhat and rho, and n weights -> n outputs. Arguments as in ``NormedInput``.
+    """h, gamma, the quantized xhat, rho, and draws and weights of n linears -> n outputs, columns of one product.
 
-    The outputs are columns of one product. The gradient of h is dL/dxhat.
+    The gradient of h is dL/dxhat. Arguments as in ``NormedInput``.
     """
 
     @staticmethod
-    def forward(ctx, h, gain, gemms: ThreeGEMMs, dtype, joins_fprop, x, rho, gathered, signs, data, scales, tensor_scale,
-                n: int, *draws_and_weights):  # fmt: skip
-        draws, weights = draws_and_weights[:n], draws_and_weights[n:]
+    def forward(
+        ctx,
+        h,
+        gain,
+        gemms: ThreeGEMMs,
+        dtype,
+        joins_fprop,
+        x,
+        rho,
+        gathered,
+        signs,
+        data,
+        scales,
+        tensor_scale,
+        n,
+        *rest,
+    ):
+        draws, weights = rest[:n], rest[n:]
         ctx.save_for_backward(h if x is None else x, gain, rho, signs, *weights)
         ctx.gemms, ctx.gathered, ctx.draws = gemms, gathered, draws
         ctx.set_materialize_grads(False)

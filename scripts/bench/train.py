@@ -9,7 +9,8 @@ The model trains as TorchTitan trains it on one device: fp32 weights under bf16 
 with fullgraph=True, compiled cross-entropy, fused AdamW, gradients clipped to norm 1, no activation checkpointing.
 Tokens are random and new in every step, so the loss only shows that the step is sound. NVFP4 keeps the last 15 % of the
 blocks in bf16, its recipe's default; variants that end in "_all" keep none. "mxnorm_mixed" runs NVFP4 forward and MXFP8
-backward. "mxnorm_single" multiplies each linear of a norm alone, not all of them as one.
+backward. "mxnorm_single" multiplies each linear of a norm alone, not all of them as one, and
+"mxnorm_single_fprop" does so forward only, as under selective activation checkpointing.
 
 The first step is timed with empty Inductor and Triton caches, after a throw-away model has paid for imports and compile
 workers. Memory is the peak that the allocator holds during the timed steps.
@@ -38,6 +39,7 @@ from torchtitan.models.llama3.model.model import Transformer
 
 import mxtrain
 from mxtrain.ops.hardware import default_device_type, resolve_mode
+from mxtrain.titan.parallel.activation_checkpoint import multiply_one_by_one
 
 KERNEL_PACKAGES = ("mxtrain", "torchao")
 MIXED = "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8"
@@ -72,6 +74,11 @@ MODELS = {
 
 def nvfp4(converter: str, high_precision_share: float | None, model: nn.Module, mode: str) -> None:
     mxtrain.convert(model, converter, recipe="nvfp4", mode=mode, high_precision_share=high_precision_share)
+
+
+def convert_grouped(model: nn.Module, mode: str) -> nn.Module:
+    mxtrain.convert(model, "mxnorm", mode=mode)
+    return model
 
 
 class TorchaoLinear(nn.Linear):
@@ -131,6 +138,7 @@ VARIANTS = {
     "mxnorm_single_nvfp4": lambda model, mode: mxtrain.convert(
         model, "mxnorm", recipe="nvfp4", mode=mode, group_linears=False
     ),
+    "mxnorm_single_fprop": lambda model, mode: multiply_one_by_one(convert_grouped(model, mode)),
     "mxnorm_mixed": lambda model, mode: mxtrain.convert(model, "mxnorm", recipe=MIXED, mode=mode),
     "fused_rmsnorm": lambda model, mode: mxtrain.convert(model, "fused_rmsnorm", when_compiled="kernel"),
     "torchao": lambda model, mode: convert_torchao(model),

@@ -43,6 +43,18 @@ def test_mxnorm_swaps_what_the_norms_feed_and_the_other_linears():
     assert "layers.0.ffn_norm -> layers.0.feed_forward.w1, layers.0.feed_forward.w3" in str(report)
 
 
+def test_a_norm_knows_its_linears_also_in_a_copy():
+    model = llama()
+    report = convert(model)
+    assert report.groups == report.norms
+    for layer in (model.layers[1], copy.deepcopy(model).layers[1]):
+        attention, ffn = layer.attention, layer.feed_forward
+        assert layer.attention_norm.group.linears == (attention.wq, attention.wk, attention.wv)
+        assert layer.ffn_norm.group.linears == (ffn.w1, ffn.w3)
+    single = llama()
+    assert convert(single, group_linears=False).groups == {} and single.layers[1].ffn_norm.group is None
+
+
 def test_mx_linear_swaps_every_linear_and_no_norm():
     model = llama()
     report = convert(model, "mx_linear")

@@ -86,7 +86,8 @@ def _cast_kernel(
     row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns,
     rows_before, columns_before, all_rows, all_columns,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
-    IS_PART: tl.constexpr, FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    IS_PART: tl.constexpr, FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first_row, column = tile_start(columns, ROWS, COLUMNS)
     row = first_row + tl.arange(0, ROWS)
