@@ -76,7 +76,7 @@ def assert_same(got, want):
         ("mxfp8", "reference"),
         ("mxfp8", "emulated"),
         ("nvfp4", "reference"),
-        (MIXED, "emulated"),
+        pytest.param(MIXED, "emulated", marks=pytest.mark.sweep),
         pytest.param("nvfp4", "emulated", marks=pytest.mark.sweep),
     ],
 )

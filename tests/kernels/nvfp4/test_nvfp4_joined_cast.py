@@ -22,11 +22,11 @@ def assert_equal(got: torch.Tensor, parts: list[torch.Tensor], axis: int) -> Non
 
 def test_gradients_side_by_side_with_their_own_scales_and_bits():
     """The random bits of an element follow from its place in its own matrix, and its key."""
-    parts = [draw(21, columns, seed=columns) for columns in (48, 16)]
+    parts = [draw(5, columns, seed=columns) for columns in (48, 16)]
     scales = {1: [scale(-6), scale(-3)], 0: [scale(-4), scale(-5)]}
     draws = [torch.tensor([key, 5, 2, 1]) for key in (7, 8)]
     signs = torch.tensor(0b1010011)
-    for dims in ((1, 0), (1,)):
+    for dims in ((1, 0),):
         chosen = {dim: scales[dim] for dim in dims}
         with poisoned_memory():
             images = nvfp4_joined_cast(parts, 1, chosen, signs=signs, draws=draws)
