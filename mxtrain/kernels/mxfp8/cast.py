@@ -33,7 +33,7 @@ DIMS = ((1,), (0,), (1, 0), (0, 1))
 
 
 @triton.jit
-def _along_rows(
+def along_rows(
     x, first_row, column, offsets, mask, end_row, end_column, columns, data_ptr, scales_ptr,
     FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def _along_rows(
 
 
 @triton.jit
-def _along_columns(
+def along_columns(
     x, first_row, column, offsets, mask, end_row, end_column, rows, data_ptr, scales_ptr,
     FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -107,12 +107,12 @@ def _cast_kernel(
         rows, columns = rows + rows_before, columns + columns_before
         offsets = ((row + rows_before) * all_columns)[:, None] + (across + columns_before)[None, :]
     if ALONG_ROWS:
-        _along_rows(
+        along_rows(
             x, first_row, column, offsets, mask, rows, columns, all_columns, row_data_ptr, row_scales_ptr,
             FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
     if ALONG_COLUMNS:
-        _along_columns(
+        along_columns(
             x, first_row, column, offsets, mask, rows, columns, all_rows, column_data_ptr, column_scales_ptr,
             FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip

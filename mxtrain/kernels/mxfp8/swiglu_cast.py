@@ -1,0 +1,320 @@
+"""SwiGLU and the MXFP8 casts around it: what the linear layers of a gated feed-forward cast, without storing SwiGLU.
+
+The forward kernel reads gate and up and writes casts of h = silu(gate) * up, the input of w2. The backward kernel reads
+dh, gate and up, and writes the casts of dgate and dup, the output gradients of w1 and w3, and on request the cast of h
+along its columns, which the weight gradient of w2 multiplies: so h is not kept for the backward.
+
+    s = 1 / (1 + exp(-gate))
+    h = gate s up       dup = gate s dh       dgate = dh up s (1 + gate (1 - s))
+
+Everything is computed in fp32 and rounded once, to the dtype of the inputs, before the cast. This is what
+``torch.compile`` makes of ``F.silu(gate) * up``. (PyTorch's eager operations also round silu(gate).)
+
+Matrices [T, H] that are read or written, as images: 2 + 1 forward, or 2 + 2 with both casts of h; 3 + 5 backward.
+Separate kernels: 3 for h, 2 for each cast of h, 5 for dgate and dup, 3 for both casts of each.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from mxtrain.errors import require_one_of
+from mxtrain.kernels.blocks import tile_start
+from mxtrain.kernels.cast_results import (
+    FORMS,
+    MXFP8_STORAGE,
+    Cast,
+    as_bytes,
+    casts_of,
+    empty_cast,
+    empty_column_cast,
+    flat,
+)
+from mxtrain.kernels.checks import check_matrix, check_mxfp8, check_whole_blocks
+from mxtrain.kernels.device import INTERPRETED, converts_fp8
+from mxtrain.kernels.integers import cdiv
+from mxtrain.kernels.launch import Launch, register_op
+from mxtrain.kernels.mxfp8.arithmetic import BLOCK
+from mxtrain.kernels.mxfp8.cast import DIMS, along_columns, along_rows
+from mxtrain.recipes.recipe import Recipe
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr):
+    """x (fp32) rounded to nearest even in DTYPE, as fp32."""
+    if DTYPE == tl.float32:
+        return x
+    if not _INTERPRETED:
+        return x.to(DTYPE).to(tl.float32)
+    # The interpreter truncates.
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return tl.where(x != x, x, rounded.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def sigmoid(gate):
+    """1 / (1 + exp(-gate)), fp32."""
+    return 1.0 / (1.0 + tl.exp(-gate))
+
+
+@triton.jit
+def swiglu(gate, s, up, DTYPE: tl.constexpr):
+    """silu(gate) * up with s = sigmoid(gate), rounded to DTYPE. With dh as ``up`` it is dup."""
+    return _rounded(gate * s * up, DTYPE)
+
+
+@triton.jit
+def swiglu_dgate(gate, s, up, dh, DTYPE: tl.constexpr):
+    """The gradient of gate with s = sigmoid(gate), rounded to DTYPE."""
+    return _rounded(dh * up * s * (1.0 + gate * (1.0 - s)), DTYPE)
+
+
+@triton.jit
+def _load(ptr, stride, row, across, mask):
+    return tl.load(ptr + (row * stride)[:, None] + across[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_casts(
+    x, first_row, column, mask, rows, columns, left, width,
+    row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr,
+    ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr,
+    FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Store the casts of a tile. Arguments as for ``along_rows``."""
+    row = first_row + tl.arange(0, ROWS)
+    offsets = (row * width)[:, None] + (left + column + tl.arange(0, COLUMNS))[None, :]
+    if ALONG_ROWS:
+        along_rows(
+            x, first_row, column, offsets, mask, rows, columns, left, width, row_data_ptr, row_scales_ptr,
+            FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
+        )  # fmt: skip
+    if ALONG_COLUMNS:
+        along_columns(
+            x, first_row, column, offsets, mask, rows, columns, left, width, column_data_ptr, column_scales_ptr,
+            FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _swiglu_cast_kernel(
+    gate_ptr, up_ptr, row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr,
+    rows, columns, gate_stride, up_stride,
+    ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr,
+    FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    first_row, column = tile_start(columns, ROWS, COLUMNS)
+    row, across = first_row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+    mask = (row < rows)[:, None] & (across < columns)[None, :]
+    gate = _load(gate_ptr, gate_stride, row, across, mask)
+    up = _load(up_ptr, up_stride, row, across, mask)
+    h = swiglu(gate, sigmoid(gate), up, gate_ptr.dtype.element_ty)
+    _store_casts(
+        h, first_row, column, mask, rows, columns, 0, columns,
+        row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr,
+        ALONG_ROWS, ALONG_COLUMNS, FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _swiglu_backward_cast_kernel(
+    dh_ptr, gate_ptr, up_ptr,
+    dgate_row_data_ptr, dgate_row_scales_ptr, dgate_column_data_ptr, dgate_column_scales_ptr,
+    dup_row_data_ptr, dup_row_scales_ptr, dup_column_data_ptr, dup_column_scales_ptr,
+    h_data_ptr, h_scales_ptr, rows, columns, dh_stride, gate_stride, up_stride, dup_left, width,
+    ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, H_COLUMNS: tl.constexpr,
+    FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    first_row, column = tile_start(columns, ROWS, COLUMNS)
+    row, across = first_row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+    mask = (row < rows)[:, None] & (across < columns)[None, :]
+    gate = _load(gate_ptr, gate_stride, row, across, mask)
+    up = _load(up_ptr, up_stride, row, across, mask)
+    dh = _load(dh_ptr, dh_stride, row, across, mask)
+    DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
+    s = sigmoid(gate)
+    if H_COLUMNS:
+        _store_casts(
+            swiglu(gate, s, up, DTYPE), first_row, column, mask, rows, columns, 0, columns,
+            None, None, h_data_ptr, h_scales_ptr, False, True, FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
+        )  # fmt: skip
+    _store_casts(
+        swiglu(gate, s, dh, DTYPE), first_row, column, mask, rows, columns, dup_left, width,
+        dup_row_data_ptr, dup_row_scales_ptr, dup_column_data_ptr, dup_column_scales_ptr,
+        ALONG_ROWS, ALONG_COLUMNS, FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
+    )  # fmt: skip
+    _store_casts(
+        swiglu_dgate(gate, s, up, dh, DTYPE), first_row, column, mask, rows, columns, 0, width,
+        dgate_row_data_ptr, dgate_row_scales_ptr, dgate_column_data_ptr, dgate_column_scales_ptr,
+        ALONG_ROWS, ALONG_COLUMNS, FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
+    )  # fmt: skip
+
+
+def _tile(along_columns: bool, backward: bool, form: str) -> tuple[int, int, int]:
+    """Return (rows, columns, warps) per program."""
+    if not along_columns:
+        return 32, 128, 4
+    if form == "image":
+        return (32, 64, 2)
+    # One warp holds whole columns, so neither their maxima nor transposed codes pass between warps.
+    return (32, 64, 1) if backward else (32, 128, 1)
+
+
+def _launch(kernel, results, tensors, numbers, tile, form, scale_rounding, **constants) -> Launch | None:
+    """The launch of ``kernel`` over tiles of the matrix that ``tensors`` begins with."""
+    x = tensors[0]
+    rows_at_once, columns_at_once, warps = tile
+    constants |= dict(
+        FORM=form, RCEIL=scale_rounding == "rceil", HARDWARE=converts_fp8(x),
+        ROWS=rows_at_once, COLUMNS=columns_at_once, num_warps=warps,
+    )  # fmt: skip
+    grid = (cdiv(x.shape[0], rows_at_once) * cdiv(x.shape[1], columns_at_once),)
+    return Launch(kernel, grid, (*tensors, *map(as_bytes, results), *x.shape, *numbers), constants)
+
+
+def _casts(x: torch.Tensor, width: int, along_rows: bool, along_columns: bool, form: str) -> tuple:
+    """Allocate the casts of a matrix [T, width]: data and scales along rows, then along columns, None for no cast."""
+    rows = x.shape[0]
+    by_row = empty_cast(MXFP8_STORAGE, rows, width, form, x.device) if along_rows else (None, None)
+    by_column = empty_column_cast(MXFP8_STORAGE, rows, width, form, x.device) if along_columns else (None, None)
+    return *by_row, *by_column
+
+
+def _forward(
+    gate: torch.Tensor, up: torch.Tensor, along_rows: bool, along_columns: bool, scale_rounding: str, form: str
+) -> tuple[list[torch.Tensor], Launch | None]:
+    gate, up = _unit_stride(gate), _unit_stride(up)
+    results = _casts(gate, gate.shape[1], along_rows, along_columns, form)
+    if gate.numel() == 0:
+        return flat(*results), None
+    return flat(*results), _launch(
+        _swiglu_cast_kernel, results, (gate, up), (gate.stride(0), up.stride(0)),
+        _tile(along_columns, False, form), form, scale_rounding,
+        ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns,
+    )  # fmt: skip
+
+
+def _backward(
+    dh: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    along_rows: bool,
+    along_columns: bool,
+    h_columns: bool,
+    joined: bool,
+    scale_rounding: str,
+    form: str,
+) -> tuple[list[torch.Tensor], Launch | None]:
+    dh, gate, up = _unit_stride(dh), _unit_stride(gate), _unit_stride(up)
+    columns = gate.shape[1]
+    left, width = (columns, 2 * columns) if joined else (0, columns)
+    dgate = _casts(gate, width, along_rows, along_columns, form)
+    dup = dgate if joined else _casts(gate, width, along_rows, along_columns, form)
+    h = _casts(gate, columns, False, h_columns, form)[2:]
+    results = flat(*dgate, *(() if joined else dup), *h)
+    if gate.numel() == 0:
+        return results, None
+    return results, _launch(
+        _swiglu_backward_cast_kernel, (*dgate, *dup, *h), (dh, gate, up),
+        (dh.stride(0), gate.stride(0), up.stride(0), left, width),
+        _tile(along_columns or h_columns, True, form), form, scale_rounding,
+        ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, H_COLUMNS=h_columns,
+    )  # fmt: skip
+
+
+def _unit_stride(x: torch.Tensor) -> torch.Tensor:
+    # The kernels take rows at any distance: gate and up may be halves of one matrix.
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+_swiglu_cast = register_op(
+    "swiglu_cast(Tensor gate, Tensor up, bool along_rows, bool along_columns, str scale_rounding, str form)"
+    " -> Tensor[]",
+    _forward,
+)
+_swiglu_backward_cast = register_op(
+    "swiglu_backward_cast(Tensor dh, Tensor gate, Tensor up, bool along_rows, bool along_columns, bool h_columns,"
+    " bool joined, str scale_rounding, str form) -> Tensor[]",
+    _backward,
+)
+
+
+def swiglu_cast(
+    gate: torch.Tensor, up: torch.Tensor, recipe: Recipe, dims: tuple[int, ...] = (1,), form: str = "codes"
+) -> dict[int, Cast]:
+    """Return the MXFP8 casts of h = silu(gate) * up along each of ``dims``, from one read of gate and up.
+
+    Args:
+        gate, up: bf16 or fp32 [T, H], H a multiple of 32, both of one dtype, with any distance between rows.
+        recipe, dims, form: as for ``mxtrain.kernels.mxfp8.cast.cast``.
+
+    Returns:
+        (data, scales) for each dimension; scales is None for an image.
+
+    Raises:
+        ValueError: for another shape, dtype or device.
+    """
+    _check(recipe, dims, form, gate=gate, up=up)
+    results = _swiglu_cast(gate, up, 1 in dims, 0 in dims, recipe.scale_rounding, form)
+    return dict(zip(sorted(dims, reverse=True), casts_of(results, form)))
+
+
+class SwiGLUBackwardCasts(NamedTuple):
+    """Casts of dgate and dup by dimension, and of h along its columns.
+
+    With ``joined``, ``dgate`` has the casts of [dgate, dup] and ``dup`` is empty.
+    """
+
+    dgate: dict[int, Cast]
+    dup: dict[int, Cast]
+    h: Cast | None
+
+
+def swiglu_backward_cast(
+    dh: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    recipe: Recipe,
+    dims: tuple[int, ...] = (1, 0),
+    form: str = "codes",
+    *,
+    h_columns: bool = False,
+    joined: bool = False,
+) -> SwiGLUBackwardCasts:
+    """Return the MXFP8 casts of the gradients of gate and up along each of ``dims``, from one read of dh, gate and up.
+
+    Args:
+        dh: gradient of h = silu(gate) * up, dtype and shape of gate.
+        gate, up, recipe, dims, form: as for ``swiglu_cast``.
+        h_columns: also cast h along dimension 0.
+        joined: cast [dgate, dup], [T, 2 H], as one matrix.
+
+    Raises:
+        ValueError: for another shape, dtype or device.
+    """
+    _check(recipe, dims, form, gate=gate, up=up, dh=dh)
+    results = _swiglu_backward_cast(
+        dh, gate, up, 1 in dims, 0 in dims, h_columns, joined, recipe.scale_rounding, form
+    )  # fmt: skip
+    casts, dims = casts_of(results, form), sorted(dims, reverse=True)
+    count = len(dims)
+    dup = {} if joined else dict(zip(dims, casts[count:]))
+    return SwiGLUBackwardCasts(dict(zip(dims, casts)), dup, casts[-1] if h_columns else None)
+
+
+def _check(recipe: Recipe, dims: tuple[int, ...], form: str, **matrices: torch.Tensor) -> None:
+    require_one_of("form", form, FORMS)
+    require_one_of("dims", tuple(dims), DIMS)
+    check_mxfp8(recipe)
+    gate = matrices["gate"]
+    for name, x in matrices.items():
+        check_matrix(name, x)
+        if (x.shape, x.dtype, x.device) != (gate.shape, gate.dtype, gate.device):
+            theirs = f"gate {tuple(gate.shape)} of {gate.dtype} on {gate.device}"
+            raise ValueError(f"{name} {tuple(x.shape)} of {x.dtype} on {x.device} does not go with {theirs}")
+    check_whole_blocks("gate", gate, BLOCK)

@@ -1,0 +1,174 @@
+"""Casts of SwiGLU and of its gradients, against the formula and the reference's cast of its result."""
+
+import itertools
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from kernel_checks import (
+    DTYPES,
+    LAYOUTS,
+    RECIPES,
+    assert_is_cast,
+    assert_same_results,
+    careful_call,
+    draw,
+    kernel_tests,
+    ugly,
+)
+
+from mxtrain.kernels.cast_results import FORMS
+from mxtrain.kernels.mxfp8.swiglu_cast import sigmoid, swiglu, swiglu_backward_cast, swiglu_cast, swiglu_dgate
+from mxtrain.reference import swiglu as reference
+
+pytestmark = kernel_tests
+MXFP8 = RECIPES["rceil"]
+TILE = 2048
+
+
+@triton.jit
+def _formula_kernel(dh_ptr, gate_ptr, up_ptr, h_ptr, dup_ptr, dgate_ptr, count, TILE: tl.constexpr):
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    gate, up, dh = (
+        tl.load(gate_ptr + at, mask=at < count).to(tl.float32),
+        tl.load(up_ptr + at, mask=at < count).to(tl.float32),
+        tl.load(dh_ptr + at, mask=at < count).to(tl.float32),
+    )
+    s = sigmoid(gate)
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
+    tl.store(h_ptr + at, swiglu(gate, s, up, dtype), mask=at < count)
+    tl.store(dup_ptr + at, swiglu(gate, s, dh, dtype), mask=at < count)
+    tl.store(dgate_ptr + at, swiglu_dgate(gate, s, up, dh, dtype), mask=at < count)
+
+
+def formula(dh, gate, up):
+    """h, dup and dgate as the kernels compute them before they cast, in fp32."""
+    dh, gate, up = (t.contiguous() for t in (dh, gate, up))
+    results = [torch.full(gate.shape, float("nan")) for _ in range(3)]
+    _formula_kernel[(triton.cdiv(gate.numel(), TILE),)](dh, gate, up, *results, gate.numel(), TILE)
+    return results
+
+
+def inputs(rows, columns, dtype=torch.bfloat16):
+    """dh, gate and up. Half of the rows of gate have ordinary values, between which silu bends."""
+    dh, gate, up = (ugly(rows, columns, seed, dtype) for seed in range(3))
+    gate[1::2] = draw(*gate[1::2].shape, seed=3, dtype=dtype) * 4
+    return dh, gate, up
+
+
+def check_forward(gate, up, rounding="rceil", form="codes", dims=(1, 0)):
+    with careful_call(gate, up):
+        got = swiglu_cast(gate, up, RECIPES[rounding], dims, form)
+    h, _, _ = formula(up, gate, up)
+    assert got.keys() == {*dims}
+    for dim in dims:
+        assert_is_cast(got[dim], h, rounding, form, dim)
+
+
+def check_backward(dh, gate, up, rounding="rceil", form="codes", dims=(1, 0), h_columns=True, joined=False):
+    with careful_call(dh, gate, up):
+        got = swiglu_backward_cast(dh, gate, up, RECIPES[rounding], dims, form, h_columns=h_columns, joined=joined)
+    h, dup, dgate = formula(dh, gate, up)
+    dgate = torch.cat([dgate, dup], 1) if joined else dgate
+    assert (got.dgate.keys(), got.dup.keys(), got.h is None) == ({*dims}, set() if joined else {*dims}, not h_columns)
+    for dim in dims:
+        assert_is_cast(got.dgate[dim], dgate, rounding, form, dim)
+        if not joined:
+            assert_is_cast(got.dup[dim], dup, rounding, form, dim)
+    if h_columns:
+        assert_is_cast(got.h, h, rounding, form, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_formula_is_rounded_once(dtype):
+    dh, gate, up = inputs(64, 160, dtype)
+    (h, dup, dgate), wide = formula(dh, gate, up), [t.float() for t in (dh, gate, up)]
+    want_dgate, want_dup = reference.swiglu_backward(*wide)
+    s = torch.sigmoid(wide[1])
+    cancelling = (wide[0] * wide[2] * s).abs() * (1 + wide[1].abs() * (1 - s))
+    pairs = (h, reference.swiglu(*wide[1:]), None), (dup, want_dup, None), (dgate, want_dgate, cancelling)
+    for got, want, scale in pairs:
+        scale = (want if scale is None else scale).abs().nan_to_num(0, 0, 0)
+        step = 2.0**-8 if dtype == torch.bfloat16 else 0.0
+        error = 2.0**-20 * scale + step * want.abs().nan_to_num(0, 0, 0) * 1.001 + 1e-37
+        assert torch.equal(got.isnan(), want.isnan())
+        finite = want.abs() < 3e38
+        assert torch.equal(got[want.isinf()], want[want.isinf()])
+        assert ((got - want).abs() <= error)[finite].all()
+        assert finite.float().mean() > 0.7 and (want[finite] != 0).float().mean() > 0.3
+        assert torch.equal(got.to(dtype).float().nan_to_num(0), got.nan_to_num(0))
+
+
+def test_every_setting_on_ugly_rows():
+    for form, rounding in itertools.product(FORMS, RECIPES):
+        dh, gate, up = inputs(43, 160)
+        check_forward(gate, up, rounding, form)
+        check_backward(dh, gate, up, rounding, form, joined=rounding == "floor")
+    dh, gate, up = inputs(43, 160, torch.float32)
+    for form, dims in itertools.product(FORMS, [(1,), (0,)]):
+        check_forward(gate, up, form=form, dims=dims)
+        check_backward(dh, gate, up, form=form, dims=dims, h_columns=False, joined=form == "blocked")
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (33, 96), (70, 192)])
+def test_cut_tiles_and_an_incomplete_block_of_tokens(shape):
+    dh, gate, up = inputs(*shape)
+    for form, joined in itertools.product(FORMS, (False, True)):
+        check_forward(gate, up, form=form)
+        check_backward(dh, gate, up, form=form, joined=joined)
+
+
+def test_gate_and_up_may_be_halves_of_one_matrix():
+    dh, gate, up = inputs(40, 96)
+    both = torch.cat([gate, up], 1)
+    left, right = both.chunk(2, 1)
+    assert left.stride() == (192, 1)
+    check_forward(left, right, form="image")
+    check_backward(dh, left, right, form="image", joined=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_strides(layout):
+    dh, gate, up = (layout(t) for t in inputs(33, 64))
+    check_forward(gate, up)
+    check_backward(dh, gate, up)
+
+
+def test_no_tokens():
+    empty = torch.empty(0, 64, dtype=torch.bfloat16)
+    assert swiglu_cast(empty, empty, MXFP8, (1, 0), "image")[0].data.shape == (0, 64)
+    casts = swiglu_backward_cast(empty, empty, empty, MXFP8, (1, 0), "image", h_columns=True, joined=True)
+    assert casts.dgate[1].data.shape == (0, 128) and casts.h.data.shape == (0, 64)
+
+
+def test_the_same_bits_from_every_combination():
+    """One cast alone, both casts, joined or not: the arithmetic is the same."""
+    dh, gate, up = inputs(33, 64)
+    both, rows = (swiglu_backward_cast(dh, gate, up, MXFP8, dims, h_columns=True) for dims in ((1, 0), (1,)))
+    for one, other in ((both.dgate[1], rows.dgate[1]), (both.dup[1], rows.dup[1]), (both.h, rows.h)):
+        assert_same_results(one, other)
+    assert_same_results(both.h, swiglu_cast(gate, up, MXFP8, (0,))[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t[:, :32], r"does not go with gate \(33, 64\)"),
+        (lambda t: t.float(), "of torch.float32 on"),
+        (lambda t: t[0], "expected a matrix"),
+        (lambda t: t.half(), "expected bfloat16 or float32"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(change, message):
+    dh, gate, up = inputs(33, 64)
+    with pytest.raises(ValueError, match=message):
+        swiglu_cast(gate, change(up), MXFP8)
+    with pytest.raises(ValueError, match=message):
+        swiglu_backward_cast(change(dh), gate, up, MXFP8)
+
+
+def test_rows_must_be_whole_blocks():
+    x = draw(4, 48)
+    with pytest.raises(ValueError, match="multiple of 32"):
+        swiglu_cast(x, x, MXFP8)
