@@ -189,7 +189,7 @@ def _implementation(
     return flat(*(t for result in results for t in result)), launch
 
 
-_cast = register_op(
+cast_op = register_op(
     "cast(Tensor x, Tensor? row_factor, Tensor? column_factor, bool along_rows, bool along_columns,"
     " str scale_rounding, str form) -> Tensor[]",
     _implementation,
@@ -230,7 +230,7 @@ def cast(
     if 1 in dims:
         check_whole_blocks("x", x, BLOCK)
     row_factor, column_factor = contiguous_factors(x, row_factor, column_factor)
-    results = _cast(
+    results = cast_op(
         x.contiguous(), row_factor, column_factor, 1 in dims, 0 in dims, recipe.scale_rounding, form
     )  # fmt: skip
     by_dim = dict(zip(sorted(dims, reverse=True), casts_of(results, form)))

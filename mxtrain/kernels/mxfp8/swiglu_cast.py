@@ -232,12 +232,12 @@ def _unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-_swiglu_cast = register_op(
+swiglu_cast_op = register_op(
     "swiglu_cast(Tensor gate, Tensor up, bool along_rows, bool along_columns, str scale_rounding, str form)"
     " -> Tensor[]",
     _forward,
 )
-_swiglu_backward_cast = register_op(
+swiglu_backward_cast_op = register_op(
     "swiglu_backward_cast(Tensor dh, Tensor gate, Tensor up, bool along_rows, bool along_columns, bool h_columns,"
     " bool joined, str scale_rounding, str form) -> Tensor[]",
     _backward,
@@ -260,7 +260,7 @@ def swiglu_cast(
         ValueError: for another shape, dtype or device.
     """
     _check(recipe, dims, form, gate=gate, up=up)
-    results = _swiglu_cast(gate, up, 1 in dims, 0 in dims, recipe.scale_rounding, form)
+    results = swiglu_cast_op(gate, up, 1 in dims, 0 in dims, recipe.scale_rounding, form)
     return dict(zip(sorted(dims, reverse=True), casts_of(results, form)))
 
 
@@ -298,7 +298,7 @@ def swiglu_backward_cast(
         ValueError: for another shape, dtype or device.
     """
     _check(recipe, dims, form, gate=gate, up=up, dh=dh)
-    results = _swiglu_backward_cast(
+    results = swiglu_backward_cast_op(
         dh, gate, up, 1 in dims, 0 in dims, h_columns, joined, recipe.scale_rounding, form
     )  # fmt: skip
     casts, dims = casts_of(results, form), sorted(dims, reverse=True)

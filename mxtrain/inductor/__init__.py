@@ -1,0 +1,1 @@
+"""Passes over the graphs that torch.compile makes of a training step."""

@@ -1,0 +1,125 @@
+"""Recognize what a chain of pointwise operations in a graph computes, by computing it.
+
+PyTorch releases write the same function as different operations (a silu is one operation, or x / (1 + exp(-x)), or
+x * sigmoid(x)), and models differ in the order of factors. So a chain is compared with a formula on numbers, in fp64,
+where two ways to compute the same function agree in nine digits and two functions do not.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.fx import Node
+from torch.utils._python_dispatch import _disable_current_modes
+
+aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default)
+_CONVERSIONS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+# Longer chains are not followed. A silu and its gradient together have about 20 operations.
+_LONGEST = 40
+
+
+def without_views(node: Node) -> Node:
+    """Return the node whose rows ``node`` is, before any view that only regroups rows."""
+    while node.op == "call_function" and node.target in _VIEWS and _row_length(node) == _row_length(node.args[0]):
+        node = node.args[0]
+    return node
+
+
+def final_users(node: Node) -> set[Node]:
+    """Return what uses ``node`` or a view that only regroups its rows, without those views."""
+    found = set()
+    for user in node.users:
+        is_view = user.op == "call_function" and user.target in _VIEWS and _row_length(user) == _row_length(node)
+        found |= final_users(user) if is_view else {user}
+    return found
+
+
+class Chain:
+    """The pointwise operations that end in ``node``, and the tensors of the same shape that they read.
+
+    Attributes:
+        inputs: nodes that are no pointwise operations on tensors of this shape, in the order of the graph's use; empty
+            if the chain is too long.
+    """
+
+    def __init__(self, node: Node):
+        self._last = without_views(node)
+        self._operations: set[Node] = set()
+        self.inputs: tuple[Node, ...] = ()
+        inputs: dict[Node, None] = {}
+        waiting = [self._last]
+        while waiting:
+            node = without_views(waiting.pop())
+            if node in self._operations or node in inputs:
+                continue
+            if not _is_pointwise(node):
+                inputs[node] = None
+                continue
+            self._operations.add(node)
+            if len(self._operations) > _LONGEST:
+                return
+            waiting += node.all_input_nodes
+        self.inputs = tuple(inputs)
+
+    def computes(self, formula: Callable[..., torch.Tensor], *inputs: Node) -> bool:
+        """Return whether the chain computes ``formula`` of ``inputs``, element by element."""
+        if {*inputs} != {*self.inputs}:
+            return False
+        # Passes run while PyTorch traces with tensors that have no data.
+        with _disable_current_modes(), torch.no_grad():
+            numbers = _numbers(len(inputs))
+            try:
+                got = self._evaluate(self._last, dict(zip(inputs, numbers)))
+            except (TypeError, RuntimeError, NotImplementedError):  # an operation that needs more than numbers
+                return False
+            want = formula(*numbers)
+            return got.shape == want.shape and torch.allclose(got, want, rtol=1e-9, atol=1e-9)
+
+    def _evaluate(self, node: Node, known: dict[Node, torch.Tensor]) -> torch.Tensor:
+        node = without_views(node)
+        if node not in known:
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: self._evaluate(n, known))
+            # In fp64, without any rounding in between.
+            known[node] = args[0] if node.target in _CONVERSIONS else node.target(*args, **kwargs)
+        return known[node]
+
+
+def _numbers(count: int) -> list[torch.Tensor]:
+    """Vectors of fp64 numbers from -1e5 to 1e5, most of them near zero, in an order of their own for each vector."""
+    ends = torch.tensor([-1e5, -300.0, -50.0, 50.0, 300.0, 1e5], dtype=torch.float64, device="cpu")
+    numbers = torch.cat([torch.linspace(-9.5, 10, 95, dtype=torch.float64, device="cpu"), ends])
+    # The steps have no divisor in common with the length.
+    at = torch.arange(len(numbers), device="cpu")
+    return [numbers[(at * step) % len(numbers)] for step in (1, 10, 37)[:count]]
+
+
+def _is_pointwise(node: Node) -> bool:
+    """Whether the node is a pointwise operation on floating-point tensors of its own shape and on numbers."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.pointwise not in node.target.tags and node.target not in _CONVERSIONS:
+        return False
+    mine = _value(node)
+    return isinstance(mine, torch.Tensor) and all(
+        _value(n) is not None and _same_rows(_value(n), mine) for n in node.all_input_nodes
+    )
+
+
+def _same_rows(a, b: torch.Tensor) -> bool:
+    return (
+        isinstance(a, torch.Tensor)
+        and a.is_floating_point()
+        and b.is_floating_point()
+        and a.ndim > 1
+        and b.ndim > 1
+        and a.shape == b.shape
+    )
+
+
+def _row_length(node: Node):
+    value = _value(node)
+    return value.shape[-1] if isinstance(value, torch.Tensor) and value.ndim else None
+
+
+def _value(node: Node):
+    return node.meta.get("val")

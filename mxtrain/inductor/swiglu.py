@@ -1,0 +1,177 @@
+"""A pass that replaces SwiGLU followed by MXFP8 casts by the kernels that do both.
+
+The graph of a gated feed-forward, w2(silu(w1(x)) * w3(x)), holds SwiGLU as pointwise operations and the casts of its
+result and of its gradients as operations ``mxtrain::cast``. The pass works on the joint graph of forward and backward,
+because there h is one tensor for both. Fused, its cast along columns is computed in the backward, from gate and up,
+which the backward needs in any case: so no form of h is kept. After PyTorch has split the graph, a cast of h that the
+forward computes can no longer move.
+
+A cast is replaced only if casts alone use what it reads: otherwise SwiGLU's result would be stored in any case.
+"""
+
+import operator
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from mxtrain.inductor.pointwise import Chain, final_users, without_views
+from mxtrain.ops.hardware import HAS_TRITON
+from mxtrain.reference.swiglu import swiglu, swiglu_backward
+
+if HAS_TRITON:
+    from mxtrain.kernels.mxfp8.cast import cast_op
+    from mxtrain.kernels.mxfp8.swiglu_cast import swiglu_backward_cast_op, swiglu_cast_op
+
+aten = torch.ops.aten
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class _Product(NamedTuple):
+    """Casts of silu(gate) * factor: h if the factor is up, dup if it is dh."""
+
+    gate: Node
+    factor: Node
+    casts: list[Node]
+
+
+class _Gradient(NamedTuple):
+    """Casts of dgate, or of [dgate, dup]. The formula of dgate does not tell dh from up."""
+
+    gate: Node
+    factors: frozenset[Node]
+    casts: list[Node]
+    dup: _Product | None = None
+
+
+def fuse_swiglu(graph: Graph) -> None:
+    """Replace SwiGLU and its gradients, where only MXFP8 casts use them, by kernels that write the casts."""
+    if not HAS_TRITON:
+        return
+    found = [match for source, casts in _cast_sources(graph).items() if (match := _match(source, casts))]
+    products = {(match.gate, match.factor): match for match in found if isinstance(match, _Product)}
+    if not found:
+        return
+    backward = _that_depend_on_tangents(graph)
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    done: set[Node] = set()
+    for gradient in found:
+        if isinstance(gradient, _Gradient) and len(gradient.factors & backward) == 1:
+            done |= _fuse_backward(graph, gradient, products, backward, place)
+    for gate, factor, casts in products.values():
+        for cast in casts:
+            if factor not in backward and cast not in done:
+                _replace(graph, swiglu_cast_op, (gate, factor), cast.args[3:], [cast], cast)
+    graph.eliminate_dead_code()
+
+
+def _fuse_backward(graph: Graph, gradient: _Gradient, products: dict, backward: set[Node], place: dict) -> set[Node]:
+    """Fuse the casts of dgate and dup, and the cast of h along columns if there is one; return the casts replaced."""
+    (dh,) = gradient.factors & backward
+    (up,) = gradient.factors - backward
+    gate, (cast, *others) = gradient.gate, gradient.casts
+    dup = gradient.dup or products.get((gate, dh))
+    if others or dup is None or (dup.gate, dup.factor) != (gate, dh):
+        return set()
+    casts = [cast, *dup.casts]
+    along_rows, along_columns, rounding, form = settings = cast.args[3:]
+    if gradient.dup is None and [c.args[3:] for c in dup.casts] != [settings]:
+        return set()
+    # The cast of h must come after dh: nothing that leads to dh may need it.
+    h = [
+        c
+        for c in (products[gate, up].casts if (gate, up) in products else ())
+        if c.args[3:] == (False, True, rounding, form) and place[c] > place[dh]
+    ][:1]
+    first = min([*casts, *h], key=place.__getitem__)
+    if any(place[n] > place[first] for n in (dh, gate, up)):
+        return set()
+    others = (along_rows, along_columns, bool(h), gradient.dup is not None, rounding, form)
+    _replace(graph, swiglu_backward_cast_op, (dh, gate, up), others, [*casts, *h], first)
+    return {*casts, *h}
+
+
+def _replace(graph: Graph, op, matrices: Iterable[Node], others: tuple, casts: list[Node], before: Node) -> None:
+    """Put ``op`` before a node, and let it give the results of ``casts``, in their order."""
+    with graph.inserting_before(before):
+        new = graph.call_function(op, (*(_as_matrix(graph, m) for m in matrices), *others))
+    # What the partitioner knows of a cast (whether it is part of the backward, whether it may be kept) goes for all.
+    new.meta = {
+        **casts[0].meta,
+        "val": [value for cast in casts for value in cast.meta["val"]],
+        # Inductor keeps to the strides of these.
+        "eager_input_vals": torch.fx.map_arg((new.args, {}), lambda node: node.meta["val"]),
+    }
+    first = 0
+    for cast in casts:
+        for result in list(cast.users):
+            result.args = (new, first + result.args[1])
+        first += len(cast.meta["val"])
+        graph.erase_node(cast)
+
+
+def _as_matrix(graph: Graph, node: Node) -> Node:
+    value = node.meta["val"]
+    if value.ndim == 2:
+        return node
+    matrix = graph.call_function(aten.view.default, (node, [-1, value.shape[-1]]))
+    matrix.meta = {**node.meta, "val": value.view(-1, value.shape[-1])}
+    return matrix
+
+
+def _cast_sources(graph: Graph) -> dict[Node, list[Node]]:
+    """Return {tensor: its MXFP8 casts} for the tensors that nothing but casts uses."""
+    sources: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        if node.target is cast_op and node.args[1:3] == (None, None):
+            sources.setdefault(without_views(node.args[0]), []).append(node)
+    return {
+        source: casts
+        for source, casts in sources.items()
+        if final_users(source) == {*casts} and all(u.target is operator.getitem for c in casts for u in c.users)
+    }
+
+
+def _match(source: Node, casts: list[Node]) -> _Product | _Gradient | None:
+    """Return what the casts of ``source`` are casts of."""
+    if source.target is aten.cat.default:
+        return _match_joined(source, casts)
+    chain = Chain(source)
+    dtypes = {node.meta["val"].dtype for node in (source, *chain.inputs)}
+    if len(dtypes) > 1 or not dtypes <= {*_DTYPES}:
+        return None
+    for gate in chain.inputs:
+        factors = [node for node in chain.inputs if node is not gate]
+        if len(factors) == 1 and chain.computes(swiglu, gate, *factors):
+            return _Product(gate, *factors, casts)
+        if len(factors) == 2 and chain.computes(_dgate, gate, *factors):
+            return _Gradient(gate, frozenset(factors), casts)
+    return None
+
+
+def _match_joined(source: Node, casts: list[Node]) -> _Gradient | None:
+    """Return the match if ``source`` is [dgate, dup], as for a layer that computes gate and up as one matrix."""
+    parts, dim = source.args[0], source.args[1] if len(source.args) > 1 else 0
+    if len(parts) != 2 or dim not in (-1, source.meta["val"].ndim - 1):
+        return None
+    if any(final_users(without_views(part)) != {source} for part in parts):
+        return None
+    dgate, dup = (_match(without_views(part), casts) for part in parts)
+    if isinstance(dgate, _Gradient) and dgate.dup is None and isinstance(dup, _Product):
+        return dgate._replace(dup=dup._replace(casts=[]))
+    return None
+
+
+def _dgate(gate: torch.Tensor, up: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
+    return swiglu_backward(dh, gate, up)[0]
+
+
+def _that_depend_on_tangents(graph: Graph) -> set[Node]:
+    """Return the nodes that depend on the gradients of the graph's results."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and "tangents" in node.target
+        if is_tangent or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
