@@ -21,10 +21,9 @@ from mxtrain.ops.hardware import HAS_TRITON
 from mxtrain.reference.swiglu import swiglu, swiglu_backward
 
 if HAS_TRITON:
-    from mxtrain.kernels.mxfp8.cast import cast_op
-    from mxtrain.kernels.mxfp8.swiglu_cast import swiglu_backward_cast_op, swiglu_cast_op
+    import mxtrain.kernels.mxfp8.swiglu_cast  # noqa: F401  (registers the operations)
 
-aten = torch.ops.aten
+aten, ours = torch.ops.aten, torch.ops.mxtrain
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -62,7 +61,7 @@ def fuse_swiglu(graph: Graph) -> None:
     for gate, factor, casts in products.values():
         for cast in casts:
             if factor not in backward and cast not in done:
-                _replace(graph, swiglu_cast_op, (gate, factor), cast.args[3:], [cast], cast)
+                _replace(graph, ours.swiglu_cast.default, (gate, factor), cast.args[3:], [cast], cast)
     graph.eliminate_dead_code()
 
 
@@ -88,7 +87,7 @@ def _fuse_backward(graph: Graph, gradient: _Gradient, products: dict, backward: 
     if any(place[n] > place[first] for n in (dh, gate, up)):
         return set()
     others = (along_rows, along_columns, bool(h), gradient.dup is not None, rounding, form)
-    _replace(graph, swiglu_backward_cast_op, (dh, gate, up), others, [*casts, *h], first)
+    _replace(graph, ours.swiglu_backward_cast.default, (dh, gate, up), others, [*casts, *h], first)
     return {*casts, *h}
 
 
@@ -124,7 +123,7 @@ def _cast_sources(graph: Graph) -> dict[Node, list[Node]]:
     """Return {tensor: its MXFP8 casts} for the tensors that nothing but casts uses."""
     sources: dict[Node, list[Node]] = {}
     for node in graph.nodes:
-        if node.target is cast_op and node.args[1:3] == (None, None):
+        if node.target is ours.cast.default and node.args[1:3] == (None, None):
             sources.setdefault(without_views(node.args[0]), []).append(node)
     return {
         source: casts

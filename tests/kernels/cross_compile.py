@@ -25,6 +25,7 @@ from mxtrain.kernels.launch import Launch
 from mxtrain.kernels.mxfp8.cast import cast
 from mxtrain.kernels.mxfp8.joined_cast import joined_cast
 from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
+from mxtrain.kernels.mxfp8.swiglu_cast import swiglu_backward_cast, swiglu_cast
 from mxtrain.kernels.norm.fold_backward import fold_backward
 from mxtrain.kernels.norm.rms_norm import rms_norm
 from mxtrain.kernels.norm.rms_norm_backward import rms_norm_backward
@@ -55,7 +56,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 # One case per kernel: the settings whose code depends most on the architecture.
 REPRESENTATIVES = {
-    "mxnorm_cast bf16 blocked", "cast bf16 codes (0, 1)", "norm_backward bf16 residual", "fold_backward bf16",
+    "mxnorm_cast bf16 blocked", "cast bf16 codes (0, 1)", "swiglu_cast bf16 image",
+    "swiglu_backward_cast bf16 blocked", "norm_backward bf16 residual", "fold_backward bf16",
     "rms_norm bf16 7168 columns", "rms_norm_backward bf16 7168 columns", "decompose_k 64 tokens",
     "decompose_k few tokens: one", "nvfp4_norm bf16 codes", "nvfp4_cast one strip gradient",
     "nvfp4_amax bf16 transformed", "nvfp4_weight bf16 codes",
@@ -104,6 +106,17 @@ def cases(everything: bool) -> dict:
     for form in ("blocked", "image"):
         found[f"cast joined {form}"] = lambda form=form: joined_cast(
             [matrix(bf16), matrix(bf16)], 1, rceil, (1, 0), form
+    for form in ("image", "blocked") if everything else ():
+        x, wide = matrix(bf16), matrix(bf16, 8192)
+        found[f"swiglu_cast halves {form}"] = lambda form=form, w=wide: swiglu_cast(*w.chunk(2, 1), rceil, (1, 0), form)
+        found[f"swiglu_backward_cast bf16 joined {form}"] = lambda form=form, x=x: swiglu_backward_cast(
+            x, x, x, rceil, (1, 0), form, h_columns=True, joined=True
+        )
+    x = matrix(bf16)
+    found["swiglu_cast bf16 image"] = lambda x=x: swiglu_cast(x, x, rceil, (1,), "image")
+    for form in ("image", "blocked"):
+        found[f"swiglu_backward_cast bf16 {form}"] = lambda form=form, x=x: swiglu_backward_cast(
+            x, x, x, rceil, (1, 0), form, h_columns=True
         )
     for name, dtype in DTYPES.items():
         x, rho, gain = matrix(dtype), vector(ROWS), vector(4096, dtype)
@@ -138,6 +151,7 @@ def cases(everything: bool) -> dict:
     one = matrix(bf16, 32, rows=1)
     add_norm("one block", one)
     add_cast("one block", one, dims=(0, 1), form="blocked", row_factor=vector(1), column_factor=vector(32))
+    found["swiglu_backward_cast one block"] = lambda: swiglu_backward_cast(one, one, one, rceil, (1, 0), "codes")
     element = matrix(bf16, 1, rows=1)
     found["norm_backward one element"] = lambda: norm_backward(element, element, vector(1))
     found["rms_norm one element"] = lambda: rms_norm(element, vector(1), 1e-5)

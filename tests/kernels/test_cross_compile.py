@@ -65,7 +65,7 @@ def faults(
         found.append("more shared memory than a program has on this GPU")
     if f".target sm_{capability}" not in ptx or not cubin_bytes:
         found.append("not compiled for this GPU")
-    casts = case.startswith(("mxnorm_cast", "cast"))
+    casts = case.startswith(("mxnorm_cast", "cast", "swiglu"))
     if capability >= 90 and casts and HARDWARE_CONVERSION not in ptx:
         found.append("no hardware conversion to E4M3")
     if capability < 89 and "e4m3" in ptx:
@@ -99,7 +99,8 @@ def faults(
 def check_every_kernel(capability: int, folder: Path, *options: str) -> None:
     compiled = compile_kernels(capability, folder, *options)
     assert {case.split()[0] for case in compiled} == {
-        "mxnorm_cast", "cast", "norm_backward", "fold_backward", "rms_norm", "rms_norm_backward", "decompose_k",
+        "mxnorm_cast", "cast", "swiglu_cast", "swiglu_backward_cast",
+        "norm_backward", "fold_backward", "rms_norm", "rms_norm_backward", "decompose_k",
         "nvfp4_norm", "nvfp4_cast", "nvfp4_amax", "nvfp4_weight",
     }  # fmt: skip
     assert [fault for case, result in compiled.items() for fault in faults(case, **result, capability=capability)] == []

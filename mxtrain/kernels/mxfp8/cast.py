@@ -37,7 +37,11 @@ def along_rows(
     x, first_row, column, offsets, mask, end_row, end_column, columns, data_ptr, scales_ptr,
     FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile [ROWS, COLUMNS] in blocks of 32 columns, and store it at ``offsets``."""
+    """Cast a tile [ROWS, COLUMNS] in blocks of 32 columns, and store it at ``offsets``.
+
+    x is fp32 and zero outside of ``mask``. It may be a tile of a part of the result: first_row, column and offsets are
+    places in the whole result, end_row and end_column the ends of the part, and ``columns`` are those of the whole.
+    """
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS, COLUMNS // 32, 32))
     code = scale_code(block_amax(x, 2), RCEIL)
@@ -58,7 +62,10 @@ def along_columns(
     x, first_row, column, offsets, mask, end_row, end_column, rows, data_ptr, scales_ptr,
     FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile in blocks of 32 rows. Store an image at ``offsets``, and codes and scales transposed."""
+    """Cast a tile in blocks of 32 rows. Store an image at ``offsets``, and codes and scales transposed.
+
+    Arguments as for ``along_rows``; ``rows`` are those of the whole.
+    """
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS // 32, 32, COLUMNS))
     code = scale_code(block_amax(x, 1), RCEIL)
@@ -189,7 +196,7 @@ def _implementation(
     return flat(*(t for result in results for t in result)), launch
 
 
-cast_op = register_op(
+_cast = register_op(
     "cast(Tensor x, Tensor? row_factor, Tensor? column_factor, bool along_rows, bool along_columns,"
     " str scale_rounding, str form) -> Tensor[]",
     _implementation,
@@ -230,7 +237,7 @@ def cast(
     if 1 in dims:
         check_whole_blocks("x", x, BLOCK)
     row_factor, column_factor = contiguous_factors(x, row_factor, column_factor)
-    results = cast_op(
+    results = _cast(
         x.contiguous(), row_factor, column_factor, 1 in dims, 0 in dims, recipe.scale_rounding, form
     )  # fmt: skip
     by_dim = dict(zip(sorted(dims, reverse=True), casts_of(results, form)))

@@ -86,17 +86,18 @@ def _store_casts(
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr,
     FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Store the casts of a tile. Arguments as for ``along_rows``."""
+    """Store the casts of a tile of a matrix [rows, columns], which begins in column ``left`` of [rows, width]."""
+    column += left
     row = first_row + tl.arange(0, ROWS)
-    offsets = (row * width)[:, None] + (left + column + tl.arange(0, COLUMNS))[None, :]
+    offsets = (row * width)[:, None] + (column + tl.arange(0, COLUMNS))[None, :]
     if ALONG_ROWS:
         along_rows(
-            x, first_row, column, offsets, mask, rows, columns, left, width, row_data_ptr, row_scales_ptr,
+            x, first_row, column, offsets, mask, rows, left + columns, width, row_data_ptr, row_scales_ptr,
             FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
     if ALONG_COLUMNS:
         along_columns(
-            x, first_row, column, offsets, mask, rows, columns, left, width, column_data_ptr, column_scales_ptr,
+            x, first_row, column, offsets, mask, rows, left + columns, rows, column_data_ptr, column_scales_ptr,
             FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
 
@@ -232,12 +233,12 @@ def _unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-swiglu_cast_op = register_op(
+_swiglu_cast = register_op(
     "swiglu_cast(Tensor gate, Tensor up, bool along_rows, bool along_columns, str scale_rounding, str form)"
     " -> Tensor[]",
     _forward,
 )
-swiglu_backward_cast_op = register_op(
+_swiglu_backward_cast = register_op(
     "swiglu_backward_cast(Tensor dh, Tensor gate, Tensor up, bool along_rows, bool along_columns, bool h_columns,"
     " bool joined, str scale_rounding, str form) -> Tensor[]",
     _backward,
@@ -260,7 +261,7 @@ def swiglu_cast(
         ValueError: for another shape, dtype or device.
     """
     _check(recipe, dims, form, gate=gate, up=up)
-    results = swiglu_cast_op(gate, up, 1 in dims, 0 in dims, recipe.scale_rounding, form)
+    results = _swiglu_cast(gate, up, 1 in dims, 0 in dims, recipe.scale_rounding, form)
     return dict(zip(sorted(dims, reverse=True), casts_of(results, form)))
 
 
@@ -298,7 +299,7 @@ def swiglu_backward_cast(
         ValueError: for another shape, dtype or device.
     """
     _check(recipe, dims, form, gate=gate, up=up, dh=dh)
-    results = swiglu_backward_cast_op(
+    results = _swiglu_backward_cast(
         dh, gate, up, 1 in dims, 0 in dims, h_columns, joined, recipe.scale_rounding, form
     )  # fmt: skip
     casts, dims = casts_of(results, form), sorted(dims, reverse=True)

@@ -1,0 +1,194 @@
+"""Which graphs the fusion of SwiGLU changes, what is left of them, and that they compute the same."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch.utils.checkpoint import checkpoint
+
+from mxtrain import MXLinear
+from mxtrain.inductor.swiglu import fuse_swiglu
+from mxtrain.ops.hardware import runs_kernels
+
+T, D, H = 34, 32, 64
+aten = torch.ops.aten
+POINTWISE = (aten.exp.default, aten.sigmoid.default, aten.div.Tensor)
+PRODUCTS = {
+    "silu first": lambda gate, up: F.silu(gate) * up,
+    "silu second": lambda gate, up: up * F.silu(gate),
+    "sigmoid": lambda gate, up: gate * up * torch.sigmoid(gate),
+    # As the kernels, and as compiled code for GPUs: not rounded before the end.
+    "in fp32": lambda gate, up: (F.silu(gate.float()) * up).to(gate.dtype),
+}
+OTHERS = {
+    "gelu": lambda gate, up: F.gelu(gate) * up,
+    "bounded": lambda gate, up: F.silu(gate) * up.clamp(-1e4, 1e4),
+    "shifted": lambda gate, up: F.silu(gate) * (up + 1),
+}
+
+
+class FeedForward(nn.Module):
+    """w2(product(w1(x), w3(x))); with ``joined``, w1 and w3 are one layer."""
+
+    def __init__(self, product=PRODUCTS["silu first"], recipe="mxfp8", down=None, joined=False, also_h=False):
+        super().__init__()
+        self.product, self.joined, self.also_h = product, joined, also_h
+        linear = partial(MXLinear, bias=False, mode="emulated")
+        self.w13 = nn.ModuleList(linear(D, h, recipe=recipe) for h in ([2 * H] if joined else [H, H]))
+        self.w2 = linear(H, D, recipe=down or recipe)
+        generator = torch.Generator("cpu").manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") / 4)
+
+    def forward(self, x):
+        gate, up = self.w13[0](x).chunk(2, -1) if self.joined else (w(x) for w in self.w13)
+        h = self.product(gate, up)
+        y = self.w2(h)
+        return y + h.mean() if self.also_h else y
+
+
+@pytest.fixture(autouse=True)
+def kernels(device):
+    if not runs_kernels("emulated", device):
+        pytest.skip("no kernels on this device: the casts are not single operations there")
+    torch._dynamo.reset()
+    return device
+
+
+def graphs_of(module, rewrite=fuse_swiglu, autocast=True, execute=False):
+    """Compile forward and backward; return their graphs, and the output with all gradients, which hold zeros unless
+    the graphs are executed."""
+    graphs = []
+
+    def compiled(graph, _):
+        graphs.append(graph.graph)
+        return make_boxed_func(graph if execute else partial(zeros, graph.graph))
+
+    def partition(graph, *args, **kwargs):
+        rewrite(graph.graph)
+        graph.graph.lint()
+        graph.recompile()
+        return min_cut_rematerialization_partition(graph, *args, **kwargs)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=compiled, partition_fn=partition, decompositions=select_decomp_table())
+    x = torch.randn(2, T // 2, D, generator=torch.Generator("cpu").manual_seed(1), device="cpu")
+    x = x.to(torch.get_default_device()).requires_grad_()
+    module.zero_grad()
+    with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=autocast):
+        y = torch.compile(module, backend=backend, fullgraph=True)(x)
+    y.float().square().sum().backward()
+    return graphs, [y, x.grad, *(p.grad for p in module.parameters())]
+
+
+def zeros(graph, *_):
+    """What the graph returns, with zeros for results."""
+    (output,) = graph.find_nodes(op="output")
+    values = [None if node is None else node.meta["val"] for node in output.args[0]]
+    return [None if v is None else torch.zeros(v.shape, dtype=v.dtype, device=v.device) for v in values]
+
+
+def casts(*graphs) -> Counter:
+    """Count the casts of activations and gradients: operation, and whether along rows and along columns."""
+    found = Counter()
+    for node in (node for graph in graphs for node in graph.nodes):
+        name = str(node.target).removeprefix("mxtrain.").removesuffix(".default")
+        if name == "cast" and node.args[0].op != "placeholder":
+            found[(name, *node.args[3:5])] += 1
+        elif name.startswith("swiglu"):
+            found[(name, *(a for a in node.args if isinstance(a, bool)))] += 1
+    return found
+
+
+def kept_for_backward(graph) -> int:
+    """Tensors with the size of h that the forward's graph returns."""
+    (output,) = graph.find_nodes(op="output")
+    return sum(node.meta["val"].numel() == T * H for node in output.args[0])
+
+
+ROWS, COLUMNS, BOTH = ("cast", True, False), ("cast", False, True), ("cast", True, True)
+FORWARD, BACKWARD = ("swiglu_cast", True, False), ("swiglu_backward_cast", True, True, True, False)
+FORWARDS = {FORWARD: 1, ("swiglu_cast", False, True): 1}
+OF_X_AND_DY = {ROWS: 1, COLUMNS: 1, BOTH: 1}
+# h both ways, and dgate and dup.
+UNFUSED = {ROWS: 2, COLUMNS: 2, BOTH: 3}
+
+
+def check_fused(forward, backward):
+    assert casts(forward)[FORWARD] == casts(backward)[BACKWARD] == 1
+    assert casts(forward, backward) == {**OF_X_AND_DY, FORWARD: 1, BACKWARD: 1}
+    assert kept_for_backward(forward) == 2, "gate and up"
+    assert not any(node.target in POINTWISE for graph in (forward, backward) for node in graph.nodes)
+
+
+@pytest.mark.parametrize("mode", ["autocast", *(pytest.param(m, marks=pytest.mark.sweep) for m in ("fp32", "joined"))])
+def test_two_kernels_give_the_same_outputs_and_gradients(mode):
+    """The formulas differ in the last bits of fp32, which moves hardly any code."""
+    module, autocast = FeedForward(PRODUCTS["in fp32"], joined=mode == "joined"), mode != "fp32"
+    _, want = graphs_of(module, lambda graph: None, autocast, execute=True)
+    graphs, got = graphs_of(module, autocast=autocast, execute=True)
+    if mode != "joined":
+        check_fused(*graphs)
+    for one, other in zip(got, want, strict=True):
+        assert ((one - other).norm() <= 2e-3 * other.norm()).item()
+        assert other.norm() > 0
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_any_way_to_write_swiglu(name, autocast):
+    check_fused(*graphs_of(FeedForward(PRODUCTS[name]), autocast=autocast)[0])
+
+
+@pytest.mark.parametrize("name", ["bounded", *(pytest.param(n, marks=pytest.mark.sweep) for n in ("gelu", "shifted"))])
+def test_other_products_stay_as_they_are(name):
+    graphs, _ = graphs_of(FeedForward(OTHERS[name]))
+    assert casts(*graphs) == UNFUSED
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        # Something else reads h, too, so it is stored in any case.
+        (dict(also_h=True), UNFUSED),
+        (dict(recipe="nvfp4"), {}),
+        # w2 in bf16 reads h itself; w1 and w3 still read casts of their gradients.
+        (dict(down="unquantized"), {ROWS: 1, COLUMNS: 1, ("swiglu_backward_cast", True, True, False, False): 1}),
+        # dgate and dup are operands of dgrad themselves.
+        (dict(recipe="fprop=mxfp8, dgrad=bf16, wgrad=mxfp8"), {ROWS: 1, COLUMNS: 4, **FORWARDS}),
+        # h, dgate and dup are operands of wgrad themselves.
+        (dict(recipe="fprop=mxfp8, dgrad=mxfp8, wgrad=bf16"), {ROWS: 5}),
+        (dict(joined=True), {**OF_X_AND_DY, FORWARD: 1, ("swiglu_backward_cast", True, True, True, True): 1}),
+    ],
+)
+def test_what_is_left(settings, left):
+    graphs, _ = graphs_of(FeedForward(**settings))
+    assert casts(*graphs) == left
+
+
+class Block(nn.Module):
+    """A feed-forward under activation checkpointing, which computes gate and up again in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.feed_forward = FeedForward()
+
+    def forward(self, x):
+        return x + checkpoint(self.feed_forward, x, use_reentrant=False)
+
+
+@pytest.mark.sweep
+def test_with_activation_checkpointing_h_is_not_computed_again():
+    (forward, backward), _ = graphs_of(Block())
+    assert kept_for_backward(forward) == 0
+    assert casts(forward) == {ROWS: 1, FORWARD: 1} and casts(backward)[BACKWARD] == 1
+    assert casts(backward)[FORWARD] == 0
