@@ -134,26 +134,30 @@ def _swiglu_backward_cast_kernel(
     first_row, column = tile_start(columns, ROWS, COLUMNS)
     row, across = first_row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
     mask = (row < rows)[:, None] & (across < columns)[None, :]
+    DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
+    # Registers hold one result at a time. The inputs of the second and the third come from the L1 cache.
     gate = _load(gate_ptr, gate_stride, row, across, mask)
     up = _load(up_ptr, up_stride, row, across, mask)
     dh = _load(dh_ptr, dh_stride, row, across, mask)
-    DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
-    s = sigmoid(gate)
-    if H_COLUMNS:
-        _store_casts(
-            swiglu(gate, s, up, DTYPE), first_row, column, mask, rows, columns, 0, columns,
-            None, None, h_data_ptr, h_scales_ptr, False, True, FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
-        )  # fmt: skip
     _store_casts(
-        swiglu(gate, s, dh, DTYPE), first_row, column, mask, rows, columns, dup_left, width,
-        dup_row_data_ptr, dup_row_scales_ptr, dup_column_data_ptr, dup_column_scales_ptr,
-        ALONG_ROWS, ALONG_COLUMNS, FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
-    )  # fmt: skip
-    _store_casts(
-        swiglu_dgate(gate, s, up, dh, DTYPE), first_row, column, mask, rows, columns, 0, width,
+        swiglu_dgate(gate, sigmoid(gate), up, dh, DTYPE), first_row, column, mask, rows, columns, 0, width,
         dgate_row_data_ptr, dgate_row_scales_ptr, dgate_column_data_ptr, dgate_column_scales_ptr,
         ALONG_ROWS, ALONG_COLUMNS, FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
+    gate = _load(gate_ptr, gate_stride, row, across, mask)
+    dh = _load(dh_ptr, dh_stride, row, across, mask)
+    _store_casts(
+        swiglu(gate, sigmoid(gate), dh, DTYPE), first_row, column, mask, rows, columns, dup_left, width,
+        dup_row_data_ptr, dup_row_scales_ptr, dup_column_data_ptr, dup_column_scales_ptr,
+        ALONG_ROWS, ALONG_COLUMNS, FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
+    )  # fmt: skip
+    if H_COLUMNS:
+        gate = _load(gate_ptr, gate_stride, row, across, mask)
+        up = _load(up_ptr, up_stride, row, across, mask)
+        _store_casts(
+            swiglu(gate, sigmoid(gate), up, DTYPE), first_row, column, mask, rows, columns, 0, columns,
+            None, None, h_data_ptr, h_scales_ptr, False, True, FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
+        )  # fmt: skip
 
 
 def _tile(along_columns: bool, backward: bool, form: str) -> tuple[int, int, int]:
