@@ -18,6 +18,7 @@ LAYERS = [
     {"reference", "kernels"},
     {"ops"},
     {"nn"},
+    {"inductor"},
     {"conversion", "hugging_face", "diagnostics"},
     {"titan"},
     {"cli"},

@@ -27,6 +27,7 @@ OTHERS = (
     "mxnorm.gather",
     "mxnorm.cache_weights",  # changes no bit of the training
     "mxnorm.group_linears",
+    "mxnorm.graph_passes",
 )
 """Sections and settings that do not make another variant"""
 

@@ -7,6 +7,7 @@ from mxtrain.conversion.plan import Plan
 from mxtrain.conversion.registry import get_converter
 from mxtrain.conversion.survey import survey
 from mxtrain.conversion.swap import swap
+from mxtrain.inductor.passes import install, remove
 
 
 def convert(model: nn.Module, converter: str = "mxnorm", *, example_inputs: tuple | None = None, **settings) -> Plan:
@@ -48,4 +49,6 @@ def apply(converter: Converter, model: nn.Module, example_inputs: tuple | None =
     facts = survey(model, example_inputs, watch_norms=converter.watches_norms)
     plan = converter.plan(facts)
     swap(model, plan)
+    if converter.graph_passes is not None:
+        install() if converter.graph_passes else remove()
     return plan

@@ -39,6 +39,8 @@ class MXLinearConverter(Converter):
             ``mxtrain.Recipe``; None keeps the recipe's own. Blocks are the members of the outermost ModuleLists and
             ModuleDicts; of n blocks the last share * n, rounded to nearest, stay.
         mode: "native", "emulated", "reference", or "auto": the best mode of the device that a layer's input is on.
+        graph_passes: whether graphs that ``torch.compile`` makes in this process from now on are changed so that casts
+            are fused with what is computed before them (``mxtrain.inductor``).
         seed: with the FQN of a layer, determines the signs of its Hadamard transform and its random bits. Training
             loops call ``mxtrain.set_rounding_step`` before every forward.
     """
@@ -55,6 +57,7 @@ class MXLinearConverter(Converter):
     high_precision_share: float | None = None
     mode: str = "auto"
     seed: int = 0
+    graph_passes: bool = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -62,6 +65,7 @@ class MXLinearConverter(Converter):
             self.recipe, self.recipes, **{switch: getattr(self, switch) for switch in SWITCHES}
         )
         require_one_of("mode", self.mode, ("auto", *MODES))
+        require_one_of("graph_passes", self.graph_passes, (True, False))
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError(f"seed = {self.seed!r} is not an integer")
 

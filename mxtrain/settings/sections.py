@@ -147,6 +147,12 @@ class MXNorm:
     (codes and scales; training.seq_len of a process is a multiple of 32), or "auto" (what takes fewer bytes)
     """
 
+    graph_passes: bool = True
+    """
+    Let torch.compile fuse casts with what is computed before them (SwiGLU, in MXFP8). Changes SwiGLU's result by its
+    last bit in fp32 at most, before it is rounded
+    """
+
     eps: Amount | None = None
     """Added to the squared RMS estimate. Unset keeps the eps of each replaced norm"""
 

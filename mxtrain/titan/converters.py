@@ -221,7 +221,10 @@ def register_converters() -> None:
 def _linear_settings(job_config) -> dict:
     section = _section(job_config, "mxnorm")
     return {
-        **{key: getattr(section, key) for key in ("recipe", "recipes", "mode", "filter_fqns", *SWITCHES)},
+        **{
+            key: getattr(section, key)
+            for key in ("recipe", "recipes", "mode", "graph_passes", "filter_fqns", *SWITCHES)
+        },
         "seed": DEFAULT_SEED if job_config.debug.seed is None else job_config.debug.seed,
     }
 

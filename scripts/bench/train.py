@@ -4,6 +4,7 @@
     python scripts/bench/train.py --models 88m --variants bf16 mxnorm --profile
     python scripts/bench/train.py --variants bf16 mxnorm mxnorm_nvfp4 mx_linear_nvfp4
     python scripts/bench/train.py --repeat 3 --json train.json --plot train.png
+    python scripts/bench/train.py --variants bf16 mxnorm --no-graph-passes
 
 The model trains as TorchTitan trains it on one device: fp32 weights under bf16 autocast, every block compiled alone
 with fullgraph=True, compiled cross-entropy, fused AdamW, gradients clipped to norm 1, no activation checkpointing.
@@ -38,6 +39,7 @@ from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
 import mxtrain
+from mxtrain.inductor import passes
 from mxtrain.ops.hardware import default_device_type, resolve_mode
 from mxtrain.titan.parallel.activation_checkpoint import multiply_one_by_one
 
@@ -160,6 +162,7 @@ class Settings:
     warmup: int
     steps: int
     profile: bool
+    graph_passes: bool
 
 
 class Trainer:
@@ -202,6 +205,8 @@ def build_model(model: Model, variant: str, settings: Settings) -> Transformer:
     with torch.device("meta"):
         transformer = Transformer(args)
     VARIANTS[variant](transformer, settings.mode)
+    if not settings.graph_passes:
+        passes.remove()
     # As in ``mxtrain train``: bf16 products have fp32 sums where they stand for those of MX tensor cores.
     is_peer = variant in ("bf16", "fused_rmsnorm", "torchao")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = is_peer
@@ -412,6 +417,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
     parser.add_argument("--repeat", type=int, default=1, help="runs of the list of variants; medians are reported")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU only")
+    parser.add_argument(
+        "--graph-passes", action=argparse.BooleanOptionalAction, default=True, help="mxtrain's passes over graphs"
+    )
     parser.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=True, help="to bf16")
     parser.add_argument("--profile", action="store_true", help=f"profile {PROFILED_STEPS} more steps (GPU only)")
     parser.add_argument("--json", metavar="FILE")
@@ -436,6 +444,7 @@ def main(argv: list[str] | None = None) -> int:
         args.warmup,
         args.steps,
         args.profile,
+        args.graph_passes,
     )
     facts = {**benchmarking.machine(args.device), "settings": {**vars(args), "mode": settings.mode}}
     print(f"{benchmarking.describe(facts)}; mode {settings.mode}, {'compiled' if settings.compile else 'eager'}")

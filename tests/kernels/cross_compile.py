@@ -106,6 +106,7 @@ def cases(everything: bool) -> dict:
     for form in ("blocked", "image"):
         found[f"cast joined {form}"] = lambda form=form: joined_cast(
             [matrix(bf16), matrix(bf16)], 1, rceil, (1, 0), form
+        )
     for form in ("image", "blocked") if everything else ():
         x, wide = matrix(bf16), matrix(bf16, 8192)
         found[f"swiglu_cast halves {form}"] = lambda form=form, w=wide: swiglu_cast(*w.chunk(2, 1), rceil, (1, 0), form)
