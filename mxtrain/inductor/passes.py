@@ -24,7 +24,7 @@ class _Joint(CustomGraphPass):
             one(graph)
 
     def uuid(self) -> object | None:
-        """Part of the key of Inductor's cache. A pass without a uuid switches the cache off, as it does without ours."""
+        """Part of the key of Inductor's cache. A pass of others without a uuid switches the cache off."""
         theirs = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others]
         files = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
         return None if None in theirs else (get_hash_for_files(files), *theirs)
