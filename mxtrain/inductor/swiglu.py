@@ -48,7 +48,7 @@ def fuse_swiglu(graph: Graph) -> None:
     """Replace SwiGLU and its gradients, where only MXFP8 casts use them, by kernels that write the casts."""
     if not HAS_TRITON:
         return
-    found = [match for source, casts in _cast_sources(graph).items() if (match := _match(source, casts))]
+    found = [match for parts, casts in _sources(graph).items() if (match := _match(parts, casts))]
     products = {(match.gate, match.factor): match for match in found if isinstance(match, _Product)}
     if not found:
         return
@@ -61,7 +61,7 @@ def fuse_swiglu(graph: Graph) -> None:
     for gate, factor, casts in products.values():
         for cast in casts:
             if factor not in backward and cast not in done:
-                _replace(graph, ours.swiglu_cast.default, (gate, factor), cast.args[3:], [cast], cast)
+                _replace(graph, ours.swiglu_cast.default, (gate, factor), cast.args[-4:], [cast], cast)
     graph.eliminate_dead_code()
 
 
@@ -74,14 +74,14 @@ def _fuse_backward(graph: Graph, gradient: _Gradient, products: dict, backward: 
     if others or dup is None or (dup.gate, dup.factor) != (gate, dh):
         return set()
     casts = [cast, *dup.casts]
-    along_rows, along_columns, rounding, form = settings = cast.args[3:]
-    if gradient.dup is None and [c.args[3:] for c in dup.casts] != [settings]:
+    along_rows, along_columns, rounding, form = settings = cast.args[-4:]
+    if gradient.dup is None and [c.args[-4:] for c in dup.casts] != [settings]:
         return set()
     # The cast of h must come after dh: nothing that leads to dh may need it.
     h = [
         c
         for c in (products[gate, up].casts if (gate, up) in products else ())
-        if c.args[3:] == (False, True, rounding, form) and place[c] > place[dh]
+        if c.args[-4:] == (False, True, rounding, form) and place[c] > place[dh]
     ][:1]
     first = min([*casts, *h], key=place.__getitem__)
     if any(place[n] > place[first] for n in (dh, gate, up)):
@@ -119,25 +119,46 @@ def _as_matrix(graph: Graph, node: Node) -> Node:
     return matrix
 
 
-def _cast_sources(graph: Graph) -> dict[Node, list[Node]]:
-    """Return {tensor: its MXFP8 casts} for the tensors that nothing but casts uses."""
-    sources: dict[Node, list[Node]] = {}
+def _sources(graph: Graph) -> dict[tuple[Node, ...], list[Node]]:
+    """Return {tensors side by side: their MXFP8 casts} for the tensors that nothing but these casts uses."""
+    sources: dict[tuple[Node, ...], list[Node]] = {}
     for node in graph.nodes:
-        if node.target is ours.cast.default and node.args[1:3] == (None, None):
-            sources.setdefault(without_views(node.args[0]), []).append(node)
+        if parts := _parts(node):
+            sources.setdefault(parts, []).append(node)
     return {
-        source: casts
-        for source, casts in sources.items()
-        if final_users(source) == {*casts} and all(u.target is operator.getitem for c in casts for u in c.users)
+        parts: casts
+        for parts, casts in sources.items()
+        if all(_readers(part) == {*casts} for part in parts)
+        and all(user.target is operator.getitem for cast in casts for user in cast.users)
     }
 
 
-def _match(source: Node, casts: list[Node]) -> _Product | _Gradient | None:
-    """Return what the casts of ``source`` are casts of."""
-    if source.target is aten.cat.default:
-        return _match_joined(source, casts)
-    chain = Chain(source)
-    dtypes = {node.meta["val"].dtype for node in (source, *chain.inputs)}
+def _parts(node: Node) -> tuple[Node, ...]:
+    """Return the tensors side by side, one as a rule, whose cast without factors ``node`` is; none for other nodes."""
+    if node.target is not ours.cast.default or node.args[1:3] != (None, None):
+        return ()
+    source = without_views(node.args[0])
+    if source.target is aten.cat.default and source.args[1:] in ((-1,), (source.meta["val"].ndim - 1,)):
+        return tuple(without_views(part) for part in source.args[0])
+    return (source,)
+
+
+def _readers(part: Node) -> set[Node]:
+    """Return what uses a tensor, alone or as a part of a larger one."""
+    users = final_users(part)
+    return {r for user in users for r in (final_users(user) if user.target is aten.cat.default else (user,))}
+
+
+def _match(parts: tuple[Node, ...], casts: list[Node]) -> _Product | _Gradient | None:
+    """Return what the casts of ``parts`` are casts of. Two parts are those of one layer for gate and up."""
+    if len(parts) == 2:
+        dgate, dup = (_match((part,), []) for part in parts)
+        if isinstance(dgate, _Gradient) and isinstance(dup, _Product):
+            return dgate._replace(casts=casts, dup=dup)
+    if len(parts) > 1:
+        return None
+    chain = Chain(*parts)
+    dtypes = {node.meta["val"].dtype for node in (*parts, *chain.inputs)}
     if len(dtypes) > 1 or not dtypes <= {*_DTYPES}:
         return None
     for gate in chain.inputs:
@@ -146,19 +167,6 @@ def _match(source: Node, casts: list[Node]) -> _Product | _Gradient | None:
             return _Product(gate, *factors, casts)
         if len(factors) == 2 and chain.computes(_dgate, gate, *factors):
             return _Gradient(gate, frozenset(factors), casts)
-    return None
-
-
-def _match_joined(source: Node, casts: list[Node]) -> _Gradient | None:
-    """Return the match if ``source`` is [dgate, dup], as for a layer that computes gate and up as one matrix."""
-    parts, dim = source.args[0], source.args[1] if len(source.args) > 1 else 0
-    if len(parts) != 2 or dim not in (-1, source.meta["val"].ndim - 1):
-        return None
-    if any(final_users(without_views(part)) != {source} for part in parts):
-        return None
-    dgate, dup = (_match(without_views(part), casts) for part in parts)
-    if isinstance(dgate, _Gradient) and dgate.dup is None and isinstance(dup, _Product):
-        return dgate._replace(dup=dup._replace(casts=[]))
     return None
 
 
