@@ -27,8 +27,9 @@ class Converter(ABC):
     name: ClassVar[str]
     watches_norms: ClassVar[bool] = False
     """Whether ``plan`` needs to know what uses the outputs of norms"""
-    graph_passes: ClassVar[bool | None] = None
-    """Whether mxtrain's passes over compiled graphs run from now on; None leaves that as it is"""
+    # Whether mxtrain's passes over compiled graphs run from now on; None leaves that as it is. No annotation: only
+    # converters whose layers have casts make this a setting.
+    graph_passes = None
 
     filter_fqns: Iterable[str] | None = None
 
