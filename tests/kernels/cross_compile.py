@@ -27,6 +27,8 @@ from mxtrain.kernels.mxfp8.joined_cast import joined_cast
 from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
 from mxtrain.kernels.mxfp8.swiglu_cast import swiglu_backward_cast, swiglu_cast
 from mxtrain.kernels.norm.fold_backward import fold_backward
+from mxtrain.kernels.norm.layer_norm import layer_norm
+from mxtrain.kernels.norm.layer_norm_backward import layer_norm_backward
 from mxtrain.kernels.norm.rms_norm import rms_norm
 from mxtrain.kernels.norm.rms_norm_backward import rms_norm_backward
 from mxtrain.kernels.norm.straight_through import norm_backward
@@ -58,8 +60,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 REPRESENTATIVES = {
     "mxnorm_cast bf16 blocked", "cast bf16 codes (0, 1)", "swiglu_cast bf16 image",
     "swiglu_backward_cast bf16 blocked", "norm_backward bf16 residual", "fold_backward bf16",
-    "rms_norm bf16 7168 columns", "rms_norm_backward bf16 7168 columns", "decompose_k 64 tokens",
-    "decompose_k few tokens: one", "nvfp4_norm bf16 codes", "nvfp4_cast one strip gradient",
+    "rms_norm bf16 7168 columns", "rms_norm_backward bf16 7168 columns", "layer_norm bf16 7168 columns",
+    "layer_norm_backward bf16 7168 columns", "decompose_k 64 tokens", "decompose_k few tokens: one",
+    "nvfp4_norm bf16 codes", "nvfp4_cast one strip gradient",
     "nvfp4_amax bf16 transformed", "nvfp4_weight bf16 codes",
 }  # fmt: skip
 
@@ -134,6 +137,10 @@ def cases(everything: bool) -> dict:
             case = f"{name} {columns} columns"
             found[f"rms_norm {case}"] = lambda x=x, weight=weight: rms_norm(x, weight, 1e-5)
             found[f"rms_norm_backward {case}"] = lambda x=x, r=rstd, weight=weight: rms_norm_backward(x, x, r, weight)
+            found[f"layer_norm {case}"] = lambda x=x, weight=weight: layer_norm(x, weight, weight, 1e-5)
+            found[f"layer_norm_backward {case}"] = lambda x=x, r=rstd, weight=weight: layer_norm_backward(
+                x, x, r, r, weight, None, weight.dtype, weight.dtype
+            )
     for columns in (4096, LOOPED) if everything else ():
         x, rstd, weight = matrix(bf16, columns), vector(ROWS), vector(columns, bf16)
         found[f"rms_norm {columns} residual"] = lambda x=x, weight=weight: rms_norm(x, weight, 1e-5, x)
@@ -143,9 +150,20 @@ def cases(everything: bool) -> dict:
             x, x, r, w, needs_dweight=False
         )
         found[f"rms_norm_backward {columns} no weight"] = lambda x=x, r=rstd: rms_norm_backward(x, x, r)
-    # This case fills the shared memory.
+        found[f"layer_norm {columns} residual"] = lambda x=x, weight=weight: layer_norm(x, weight, None, 1e-5, x)
+        found[f"layer_norm {columns} bias alone"] = lambda x=x, bias=weight: layer_norm(x, None, bias, 1e-5)
+        found[f"layer_norm_backward {columns} dtotal"] = lambda x=x, r=rstd, w=weight: layer_norm_backward(
+            x, x, r, r, w, x, torch.float32, bf16
+        )
+        found[f"layer_norm_backward {columns} dbias alone"] = lambda x=x, r=rstd: layer_norm_backward(
+            x, x, r, r, None, None, None, bf16
+        )
+    # These cases fill the shared memory.
     x, rstd, weight = matrix(torch.float32, 8192), vector(ROWS), vector(8192)
     found["rms_norm_backward fp32 dtotal"] = lambda x=x, r=rstd, w=weight: rms_norm_backward(x, x, r, w, x)
+    found["layer_norm_backward fp32 dtotal"] = lambda x=x, r=rstd, w=weight: layer_norm_backward(
+        x, x, r, r, w, x, w.dtype, w.dtype
+    )
     add_products(found)
     add_nvfp4(found, matrix, vector, everything)
     # Triton turns a count of one into a constant.
@@ -157,6 +175,10 @@ def cases(everything: bool) -> dict:
     found["norm_backward one element"] = lambda: norm_backward(element, element, vector(1))
     found["rms_norm one element"] = lambda: rms_norm(element, vector(1), 1e-5)
     found["rms_norm_backward one element"] = lambda: rms_norm_backward(element, element, vector(1), vector(1))
+    found["layer_norm one element"] = lambda: layer_norm(element, vector(1), vector(1), 1e-5)
+    found["layer_norm_backward one element"] = lambda: layer_norm_backward(
+        element, element, vector(1), vector(1), vector(1), None, torch.float32, torch.float32
+    )
     found["fold_backward one row"] = lambda: fold_backward(one, one, vector(32))
     return found
 

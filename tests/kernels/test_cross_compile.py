@@ -16,7 +16,11 @@ FP4_CONVERSION = "cvt.rn.satfinite.e2m1x2.f32"
 LOAD = re.compile(r"(?:ld\.global|cp\.async\.c[ag])[\w.:]*")
 ATOMIC = re.compile(r"\b(?:atom|red)\.[\w.:]+")
 # Instructions that flush denormals, by kernel. Their inputs are never denormal: block scales, a mean square plus eps.
-NEVER_DENORMAL = {"nvfp4": "rcp.approx.ftz.f32", "rms_norm ": "rsqrt.approx.ftz.f32"}
+NEVER_DENORMAL = {
+    "nvfp4": "rcp.approx.ftz.f32",
+    "rms_norm ": "rsqrt.approx.ftz.f32",
+    "layer_norm ": "rsqrt.approx.ftz.f32",
+}
 # Loads of at least 16 bytes. A copy to shared memory that bypasses L1 always has 16.
 IS_WIDE = re.compile(r"\.(v4\.\w32|v2\.\w64|v8\.\w32|v4\.\w64)$|^cp\.async\.cg")
 IS_HALF_WIDE = re.compile(r"\.v[24]\.\w32$")
@@ -89,7 +93,7 @@ def faults(
         found.append(f"no wide loads: {sorted(set(loads))}")
     if casts and "factor" not in case and " one " not in case and len(wide) < len(loads):
         found.append(f"narrow loads: {sorted(set(loads) - set(wide))}")
-    if case.startswith("rms_norm_backward") and " one " not in case and "launch" not in case:
+    if case.startswith(("rms_norm_backward", "layer_norm_backward")) and " one " not in case and "launch" not in case:
         # Rows of 16384 fill the SM, so their plan has no second load in flight.
         if "cp.async" not in ptx and "16384 columns" not in case:
             found.append("no load is in flight ahead of its use")
@@ -99,9 +103,9 @@ def faults(
 def check_every_kernel(capability: int, folder: Path, *options: str) -> None:
     compiled = compile_kernels(capability, folder, *options)
     assert {case.split()[0] for case in compiled} == {
-        "mxnorm_cast", "cast", "swiglu_cast", "swiglu_backward_cast",
-        "norm_backward", "fold_backward", "rms_norm", "rms_norm_backward", "decompose_k",
-        "nvfp4_norm", "nvfp4_cast", "nvfp4_amax", "nvfp4_weight",
+        "mxnorm_cast", "cast", "swiglu_cast", "swiglu_backward_cast", "norm_backward", "fold_backward", "rms_norm",
+        "rms_norm_backward", "layer_norm", "layer_norm_backward", "decompose_k", "nvfp4_norm", "nvfp4_cast",
+        "nvfp4_amax", "nvfp4_weight",
     }  # fmt: skip
     assert [fault for case, result in compiled.items() for fault in faults(case, **result, capability=capability)] == []
 

@@ -1,19 +1,21 @@
 """RMSNorm of every row, with an optional residual add: one read of x, one write of y.
 
+The kernel also computes LayerNorm (``layer_norm.py``): CENTERED subtracts the mean of the row first, BIAS adds a bias.
+
 Rows too long for registers are read twice, the second time mostly from the L2 cache.
 
 Bytes per row: D elements of x read and D of y written, and 4 bytes of rstd. A residual adds D elements read and D
-elements of the sum written.
+elements of the sum written, LayerNorm 4 bytes of the mean.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from mxtrain.kernels.checks import check_matrix, check_same, check_vector
 from mxtrain.kernels.device import INTERPRETED
 from mxtrain.kernels.launch import Launch, register_op
-from mxtrain.kernels.norm.rms_norm_plan import DTYPES, Plan, check_columns, choose_forward, tiles
+from mxtrain.kernels.norm.operands import check_operands, contiguous
+from mxtrain.kernels.norm.rms_norm_plan import FORWARD, LAYER_FORWARD, Plan, choose_forward, tiles
 
 
 @triton.jit
@@ -27,24 +29,52 @@ def _load_total(x_ptr, residual_ptr, offsets, mask, eviction: tl.constexpr, RESI
 
 
 @triton.jit
-def _inverse_rms(squares, columns, eps, PRECISE: tl.constexpr, NORMAL: tl.constexpr):
-    """1 / sqrt(mean + eps) of every row.  squares [R, C] -> [R, 1]
+def _row_mean(x, columns, PRECISE: tl.constexpr):
+    """The mean of every row.  x [R, C], zero behind the row's end -> [R].  PRECISE: see ``_inverse_root``"""
+    # Computed while the rows are being loaded.
+    inverse = 1.0 / tl.cast(columns, tl.float32)
+    row_sum = tl.sum(x, 1)
+    if PRECISE:
+        return tl.div_rn(row_sum, tl.cast(columns, tl.float32))
+    return row_sum * inverse
+
+
+@triton.jit
+def _inverse_root(mean_square, eps, PRECISE: tl.constexpr, NORMAL: tl.constexpr):
+    """1 / sqrt(mean_square + eps) of every row.  [R] -> [R, 1]
 
     PRECISE: round every step correctly, which shows only in fp32 results and takes longer than the GPU's instruction.
     NORMAL: eps is not a denormal number.
     """
-    # Computed while the rows are being loaded.
-    inverse = 1.0 / tl.cast(columns, tl.float32)
-    row_sum = tl.sum(squares, 1)
     if PRECISE:
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(row_sum, tl.cast(columns, tl.float32)) + eps))
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps))
     else:
         # tl.rsqrt flushes denormals (ftz), so a small sum would count as zero. Without ftz rsqrt takes longer.
         name: tl.constexpr = "rsqrt.approx.ftz.f32" if NORMAL else "rsqrt.approx.f32"
         rstd = tl.inline_asm_elementwise(
-            name + " $0, $1;", "=f,f", [row_sum * inverse + eps], tl.float32, is_pure=True, pack=1
+            name + " $0, $1;", "=f,f", [mean_square + eps], tl.float32, is_pure=True, pack=1
         )
     return rstd[:, None]
+
+
+@triton.jit
+def _mean_and_variance(means, counts, squares, columns, PRECISE: tl.constexpr):
+    """Mean [R, 1] and variance [R] of every row, from those of its parts (Chan, Golub, LeVeque 1979).
+
+    The mean's own rounding error is found and removed: it counts in rows whose elements are nearly equal.
+
+    means: the mean of each part, [R, C]. counts: its number of elements, zero behind the row's end; [1, C].
+    squares: the sum over each part of the squared distances from its mean; [R, C].
+    """
+    mean = _row_mean(means * counts, columns, PRECISE)[:, None]
+    distance = tl.where(counts > 0, means - mean, 0.0)
+    weighted = distance * counts
+    correction = _row_mean(weighted, columns, PRECISE)
+    variance = _row_mean(squares + weighted * distance, columns, PRECISE)
+    # Rounding can make the difference negative. A sum that overflows stays infinite, and NaN stays NaN.
+    below = tl.maximum(variance - correction * correction, 0.0)
+    variance = tl.where(variance < float("inf"), below, variance)
+    return mean + correction[:, None], variance
 
 
 @triton.jit
@@ -56,10 +86,11 @@ def _below(index, end, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, rows, columns, eps,
-    RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, PERSISTENT: tl.constexpr, EXACT: tl.constexpr,
-    PRECISE: tl.constexpr, NORMAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+def _norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr, rows, columns, eps,
+    CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    PERSISTENT: tl.constexpr, EXACT: tl.constexpr, PRECISE: tl.constexpr, NORMAL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     lane = tl.arange(0, COLUMNS)[None, :]
@@ -80,33 +111,100 @@ def _rms_norm_kernel(
         if WEIGHT:
             # Loaded while the row is being summed.
             weight = tl.load(weight_ptr + lane, mask=column_mask, other=0.0, eviction_policy="evict_last")
-        rstd = _inverse_rms(total * total, columns, eps, PRECISE, NORMAL)
-        y = total * rstd
+        if BIAS:
+            bias = tl.load(bias_ptr + lane, mask=column_mask, other=0.0, eviction_policy="evict_last")
+        if CENTERED:
+            counts = column_mask.to(tl.float32)
+            mean, variance = _mean_and_variance(total, counts, 0.0, columns, PRECISE)
+            rstd = _inverse_root(variance, eps, PRECISE, NORMAL)
+            y = (total - mean) * rstd
+        else:
+            rstd = _inverse_root(_row_mean(total * total, columns, PRECISE), eps, PRECISE, NORMAL)
+            y = total * rstd
         if WEIGHT:
             y *= weight.to(tl.float32)
+        if BIAS:
+            y += bias.to(tl.float32)
         tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
         if RESIDUAL:
             tl.store(total_ptr + offsets, total.to(total_ptr.dtype.element_ty), mask=mask)
     else:
         squares = tl.zeros((ROWS, COLUMNS), tl.float32)
+        if CENTERED:
+            # Welford's update: every lane has the mean of its elements, and the squared distances from that mean.
+            means = tl.zeros((ROWS, COLUMNS), tl.float32)
         for first in range(0, columns, COLUMNS):
             column = first + lane
-            mask = row_mask & _below(column, columns, EXACT)
+            column_mask = _below(column, columns, EXACT)
+            mask = row_mask & column_mask
             total = _load_total(x_ptr, residual_ptr, in_tile + column, mask, "evict_last", RESIDUAL)
-            squares += total * total
-        rstd = _inverse_rms(squares, columns, eps, PRECISE, NORMAL)
+            if CENTERED:
+                distance = tl.where(column_mask, total - means, 0.0)
+                means += distance * (1.0 / (first // COLUMNS + 1).to(tl.float32))
+                squares += distance * tl.where(column_mask, total - means, 0.0)
+            else:
+                squares += total * total
+        if CENTERED:
+            counts = tl.cdiv(columns - lane, COLUMNS).to(tl.float32)
+            mean, variance = _mean_and_variance(means, counts, squares, columns, PRECISE)
+            rstd = _inverse_root(variance, eps, PRECISE, NORMAL)
+        else:
+            rstd = _inverse_root(_row_mean(squares, columns, PRECISE), eps, PRECISE, NORMAL)
         for first in range(0, columns, COLUMNS):
             column = first + lane
             column_mask = _below(column, columns, EXACT)
             mask = row_mask & column_mask
             total = _load_total(x_ptr, residual_ptr, in_tile + column, mask, "evict_first", RESIDUAL)
-            y = total * rstd
+            if CENTERED:
+                y = (total - mean) * rstd
+            else:
+                y = total * rstd
             if WEIGHT:
                 y *= tl.load(weight_ptr + column, mask=column_mask, other=0.0).to(tl.float32)
+            if BIAS:
+                y += tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)
             tl.store(y_ptr + in_tile + column, y.to(y_ptr.dtype.element_ty), mask=mask)
             if RESIDUAL:
                 tl.store(total_ptr + in_tile + column, total.to(total_ptr.dtype.element_ty), mask=mask)
     tl.store(rstd_ptr + row, rstd, mask=row_mask)
+    if CENTERED:
+        tl.store(mean_ptr + row, mean, mask=row_mask)
+
+
+def norm_by_plan(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    centered: bool,
+    plan: Plan | None = None,
+) -> tuple[list[torch.Tensor], Launch | None]:
+    """The results of an op, and the launch that fills them: y, rstd, if ``centered`` mean, and with a residual total.
+
+    ``centered`` is LayerNorm. Without ``plan`` the shape's own plan is chosen.
+    """
+    rows, columns = x.shape
+    numbers = [torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2 if centered else 1)]
+    total = None if residual is None else torch.empty_like(x)
+    results = [torch.empty_like(x), *numbers, *([] if total is None else [total])]
+    # A symbolic size has no plan, and comparing it would fix its value. Nothing is launched while tracing anyway.
+    if isinstance(rows, torch.SymInt) or isinstance(columns, torch.SymInt) or x.numel() == 0:
+        return results, None
+    plan = plan or choose_forward(rows, columns, x.dtype, x.device, LAYER_FORWARD if centered else FORWARD).plan
+    mean = numbers[1] if centered else None
+    launch = Launch(
+        _norm_kernel,
+        (tiles(plan, rows),),
+        (x, residual, weight, bias, results[0], total, mean, numbers[0], rows, columns, eps),
+        dict(
+            CENTERED=centered, RESIDUAL=residual is not None, WEIGHT=weight is not None, BIAS=bias is not None,
+            PERSISTENT=plan.persistent, EXACT=rows % plan.rows == 0 and columns % plan.columns == 0,
+            PRECISE=INTERPRETED or x.dtype == torch.float32, NORMAL=eps >= torch.finfo(torch.float32).tiny,
+            ROWS=plan.rows, COLUMNS=plan.columns, num_warps=plan.warps,
+        ),
+    )  # fmt: skip
+    return results, launch
 
 
 def rms_norm_by_plan(
@@ -116,32 +214,8 @@ def rms_norm_by_plan(
     eps: float,
     plan: Plan | None = None,
 ) -> tuple[list[torch.Tensor], Launch | None]:
-    """The op's results (y, rstd and, with a residual, total) and the launch that fills them.
-
-    Without ``plan`` the shape's own plan is chosen.
-    """
-    rows, columns = x.shape
-    results = [torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)]
-    total = None
-    if residual is not None:
-        total = torch.empty_like(x)
-        results.append(total)
-    # A symbolic size has no plan, and comparing it would fix its value. Nothing is launched while tracing anyway.
-    if isinstance(rows, torch.SymInt) or isinstance(columns, torch.SymInt) or x.numel() == 0:
-        return results, None
-    plan = plan or choose_forward(rows, columns, x.dtype, x.device).plan
-    launch = Launch(
-        _rms_norm_kernel,
-        (tiles(plan, rows),),
-        (x, residual, weight, results[0], total, results[1], rows, columns, eps),
-        dict(
-            RESIDUAL=residual is not None, WEIGHT=weight is not None, PERSISTENT=plan.persistent,
-            EXACT=rows % plan.rows == 0 and columns % plan.columns == 0,
-            PRECISE=INTERPRETED or x.dtype == torch.float32, NORMAL=eps >= torch.finfo(torch.float32).tiny,
-            ROWS=plan.rows, COLUMNS=plan.columns, num_warps=plan.warps,
-        ),
-    )  # fmt: skip
-    return results, launch
+    """The op's results (y, rstd and, with a residual, total) and the launch; see ``norm_by_plan``."""
+    return norm_by_plan(x, residual, weight, None, eps, False, plan)
 
 
 _rms_norm = register_op("rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps) -> Tensor[]", rms_norm_by_plan)
@@ -166,14 +240,6 @@ def rms_norm(
     Raises:
         ValueError: for unsupported shapes, dtypes or devices.
     """
-    check_matrix("x", x, DTYPES)
-    check_columns(x)
-    if residual is not None:
-        check_matrix("residual", residual, DTYPES)
-        check_same("residual", residual, "x", x)
-        residual = residual.contiguous()
-    if weight is not None:
-        check_vector("weight", weight, x.shape[1], x.device, DTYPES)
-        weight = weight.contiguous()
-    y, rstd, *total = _rms_norm(x.contiguous(), residual, weight, eps)
+    check_operands(x, residual=residual, weight=weight)
+    y, rstd, *total = _rms_norm(*map(contiguous, (x, residual, weight)), eps)
     return y, rstd, total[0] if total else x

@@ -1,12 +1,15 @@
 """The backward of RMSNorm, dx and dweight, in one pass over dy and x.
 
+The kernels also compute the backward of LayerNorm (``layer_norm_backward.py``): CENTERED and DBIAS.
+
 With xhat = x * rstd and h = dy * weight:
 
     dx = rstd * (h - xhat * mean_D(h * xhat)) + dtotal        dweight = sum_T(dy * xhat)
 
 dx needs sums along rows, dweight needs sums over rows. A program walks tiles of rows, stores their dx and sums its
-share of dweight in registers. At the end it stores one row of partial sums, and a small second kernel sums the rows of
-all programs. The order of programs does not matter: the bits are the same every time.
+share of dweight in registers. At the end it stores one row of partial sums, and a small second kernel
+(``partial_sums.py``) sums the rows of all programs. The order of programs does not matter: the bits are the same every
+time.
 
 Rows too long for registers are read twice, the second time mostly from the L2 cache, and every program keeps its
 partial sums in its own row of memory.
@@ -14,30 +17,47 @@ partial sums in its own row of memory.
 Bytes per row: D elements each of dy, x, dx and dtotal, and 4 bytes of rstd.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from mxtrain.kernels.checks import check_matrix, check_same, check_vector
-from mxtrain.kernels.device import shared_memory, sm_count
-from mxtrain.kernels.integers import cdiv
+from mxtrain.kernels.device import shared_memory
 from mxtrain.kernels.launch import Launch, register_op
+from mxtrain.kernels.norm.operands import check_operands, contiguous
+from mxtrain.kernels.norm.partial_sums import sum_partials
 from mxtrain.kernels.norm.rms_norm_plan import (
-    DTYPES,
+    BACKWARD,
+    LAYER_BACKWARD,
     Plan,
-    check_columns,
     choose_backward,
     fitting_stages,
     holds_weight,
-    reduction_tile,
     tiles,
 )
 
 
+class Wanted(NamedTuple):
+    """The dtypes of the gradients of weight and bias; None for a gradient that is not needed."""
+
+    dweight: torch.dtype | None = None
+    dbias: torch.dtype | None = None
+
+
+@triton.jit
+def _partials_of_dbias(partials_ptr, columns, DWEIGHT: tl.constexpr):
+    """The program's row of partial sums of dbias. They lie behind those of dweight, if there are any."""
+    row = tl.cast(tl.program_id(0), tl.int64)
+    if DWEIGHT:
+        row += tl.num_programs(0)
+    return partials_ptr + row * columns
+
+
 @triton.jit
 def _persistent_kernel(
-    dy_ptr, x_ptr, rstd_ptr, weight_ptr, dtotal_ptr, dx_ptr, partials_ptr, rows, columns,
-    WEIGHT: tl.constexpr, DTOTAL: tl.constexpr, DWEIGHT: tl.constexpr,
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, dtotal_ptr, dx_ptr, partials_ptr, rows, columns,
+    CENTERED: tl.constexpr, WEIGHT: tl.constexpr, DTOTAL: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, HOLD_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -50,6 +70,8 @@ def _persistent_kernel(
     if DWEIGHT:
         # As large as a tile: rows lie in different threads, and are summed at the end.
         dweight = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if DBIAS:
+        dbias = tl.zeros((ROWS, COLUMNS), tl.float32)
     for tile in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + row_in_tile
         start = tl.cast(tile, tl.int64) * (ROWS * columns)
@@ -57,27 +79,37 @@ def _persistent_kernel(
         dy = tl.load(dy_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
         xhat = tl.load(x_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
+        if CENTERED:
+            xhat -= tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
         xhat *= rstd
         if DWEIGHT:
             dweight += dy * xhat
+        if DBIAS:
+            dbias += dy
         h = dy
         if WEIGHT:
             if not HOLD_WEIGHT:
                 weight = tl.load(weight_ptr + column[None, :], mask=inside, other=0.0).to(tl.float32)
             h *= weight
-        dx = (h - xhat * (tl.sum(h * xhat, 1)[:, None] / columns)) * rstd
+        dxhat = h - xhat * (tl.sum(h * xhat, 1)[:, None] / columns)
+        if CENTERED:
+            dxhat -= tl.sum(h, 1)[:, None] / columns
+        dx = dxhat * rstd
         if DTOTAL:
             dx += tl.load(dtotal_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if DWEIGHT:
         partials = partials_ptr + tl.cast(program, tl.int64) * columns + column
         tl.store(partials, tl.sum(dweight, 0), mask=column < columns)
+    if DBIAS:
+        partials = _partials_of_dbias(partials_ptr, columns, DWEIGHT) + column
+        tl.store(partials, tl.sum(dbias, 0), mask=column < columns)
 
 
 @triton.jit
 def _looped_kernel(
-    dy_ptr, x_ptr, rstd_ptr, weight_ptr, dtotal_ptr, dx_ptr, partials_ptr, rows, columns,
-    WEIGHT: tl.constexpr, DTOTAL: tl.constexpr, DWEIGHT: tl.constexpr,
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, dtotal_ptr, dx_ptr, partials_ptr, rows, columns,
+    CENTERED: tl.constexpr, WEIGHT: tl.constexpr, DTOTAL: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -87,6 +119,9 @@ def _looped_kernel(
         start = row.to(tl.int64) * columns
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
         products = tl.zeros((ROWS, COLUMNS), tl.float32)
+        if CENTERED:
+            mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+            sums = tl.zeros((ROWS, COLUMNS), tl.float32)
         for first in tl.range(0, columns, COLUMNS, num_stages=STAGES):
             column = (first + lane)[None, :]
             mask = (row < rows) & (column < columns)
@@ -94,8 +129,13 @@ def _looped_kernel(
             x = tl.load(x_ptr + start + column, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
             if WEIGHT:
                 h *= tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
+            if CENTERED:
+                x -= mean
+                sums += h
             products += h * (x * rstd)
         projection = tl.sum(products, 1)[:, None] / columns
+        if CENTERED:
+            mean_of_h = tl.sum(sums, 1)[:, None] / columns
         # The program's first tile starts the sums.
         to_add_to = tl.where(tile == program, 0, columns)
         for first in tl.range(0, columns, COLUMNS, num_stages=STAGES):
@@ -103,11 +143,16 @@ def _looped_kernel(
             mask = (row < rows) & (column < columns)
             dy = tl.load(dy_ptr + start + column, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
             x = tl.load(x_ptr + start + column, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            if CENTERED:
+                x -= mean
             xhat = x * rstd
             h = dy
             if WEIGHT:
                 h *= tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
-            dx = (h - xhat * projection) * rstd
+            dxhat = h - xhat * projection
+            if CENTERED:
+                dxhat -= mean_of_h
+            dx = dxhat * rstd
             if DTOTAL:
                 dx += tl.load(dtotal_ptr + start + column, mask=mask, other=0.0).to(tl.float32)
             tl.store(dx_ptr + start + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -116,23 +161,59 @@ def _looped_kernel(
                 partials = partials_ptr + tl.cast(program, tl.int64) * columns + first + lane
                 before = tl.load(partials, mask=first + lane < to_add_to, other=0.0)
                 tl.store(partials, before + tl.sum(dy * xhat, 0), mask=inside)
-        if DWEIGHT:
+            if DBIAS:
+                inside = first + lane < columns
+                partials = _partials_of_dbias(partials_ptr, columns, DWEIGHT) + first + lane
+                before = tl.load(partials, mask=first + lane < to_add_to, other=0.0)
+                tl.store(partials, before + tl.sum(dy, 0), mask=inside)
+        if DWEIGHT or DBIAS:
             # Threads may load partial sums that another thread stored.
             tl.debug_barrier()
 
 
-@triton.jit
-def _sum_partials_kernel(
-    partials_ptr, dweight_ptr, programs, columns, PROGRAMS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < columns
-    total = tl.zeros((PROGRAMS, COLUMNS), tl.float32)
-    for first in range(0, programs, PROGRAMS):
-        program = first + tl.arange(0, PROGRAMS)
-        offsets = program.to(tl.int64)[:, None] * columns + column[None, :]
-        total += tl.load(partials_ptr + offsets, mask=(program < programs)[:, None] & inside[None, :], other=0.0)
-    tl.store(dweight_ptr + column, tl.sum(total, 0).to(dweight_ptr.dtype.element_ty), mask=inside)
+def norm_backward_by_plan(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    dtotal: torch.Tensor | None,
+    wanted: Wanted,
+    plan: Plan | None = None,
+) -> tuple[list[torch.Tensor], tuple[Launch, ...]]:
+    """The results of an op (dx and the wanted gradients of vectors) and the launches that fill them.
+
+    A ``mean`` makes it LayerNorm's. Without ``plan`` the shape's own plan is chosen.
+    """
+    rows, columns = x.shape
+    dtypes = [dtype for dtype in wanted if dtype is not None]
+    empty = torch.zeros if x.numel() == 0 else torch.empty
+    results = [torch.empty_like(x), *(empty(columns, dtype=dtype, device=x.device) for dtype in dtypes)]
+    # A symbolic size has no plan, and comparing it would fix its value. Nothing is launched while tracing anyway.
+    if isinstance(rows, torch.SymInt) or isinstance(columns, torch.SymInt) or x.numel() == 0:
+        return results, ()
+    operation = BACKWARD if mean is None else LAYER_BACKWARD
+    plan = plan or choose_backward(rows, columns, x.dtype, weight is not None, x.device, operation).plan
+    programs = min(plan.programs, tiles(plan, rows))
+    partials = [torch.empty(len(dtypes), programs, columns, dtype=torch.float32, device=x.device)] if dtypes else []
+    # The plan ignores whether there is a dtotal, and what dtypes the tensors have: fewer stages may fit.
+    loaded = [dy, x, dtotal] if plan.persistent else [dy, x, dtotal, weight, *partials * len(dtypes)]
+    element = sum(tensor.element_size() for tensor in loaded if tensor is not None)
+    fitting = fitting_stages(plan.rows * plan.columns * element, shared_memory(x.device))
+    constants = dict(
+        CENTERED=mean is not None, WEIGHT=weight is not None, DTOTAL=dtotal is not None,
+        DWEIGHT=wanted.dweight is not None, DBIAS=wanted.dbias is not None,
+        ROWS=plan.rows, COLUMNS=plan.columns, STAGES=min(plan.stages, fitting), num_warps=plan.warps,
+    )  # fmt: skip
+    if plan.persistent:
+        constants["HOLD_WEIGHT"] = holds_weight(plan)
+    walk = Launch(
+        _persistent_kernel if plan.persistent else _looped_kernel,
+        (programs,),
+        (dy, x, mean, rstd, weight, dtotal, results[0], *(partials or [None]), rows, columns),
+        constants,
+    )
+    return results, (walk, *(sum_partials(each, results[1:]) for each in partials))
 
 
 def rms_norm_backward_by_plan(
@@ -144,46 +225,9 @@ def rms_norm_backward_by_plan(
     needs_dweight: bool,
     plan: Plan | None = None,
 ) -> tuple[list[torch.Tensor], tuple[Launch, ...]]:
-    """The op's results (dx and, if needed, dweight) and the launches that fill them.
-
-    Without ``plan`` the shape's own plan is chosen.
-    """
-    rows, columns = x.shape
-    results = [torch.empty_like(x)]
-    if needs_dweight:
-        results.append(torch.zeros_like(weight) if x.numel() == 0 else torch.empty_like(weight))
-    # A symbolic size has no plan, and comparing it would fix its value. Nothing is launched while tracing anyway.
-    if isinstance(rows, torch.SymInt) or isinstance(columns, torch.SymInt) or x.numel() == 0:
-        return results, ()
-    plan = plan or choose_backward(rows, columns, x.dtype, weight is not None, x.device).plan
-    programs = min(plan.programs, tiles(plan, rows))
-    partials = torch.empty(programs, columns, dtype=torch.float32, device=x.device) if needs_dweight else None
-    # The plan ignores whether there is a dtotal, and what dtypes the tensors have: fewer stages may fit.
-    loaded = [dy, x, dtotal] if plan.persistent else [dy, x, dtotal, weight, partials]
-    element = sum(tensor.element_size() for tensor in loaded if tensor is not None)
-    fitting = fitting_stages(plan.rows * plan.columns * element, shared_memory(x.device))
-    constants = dict(
-        WEIGHT=weight is not None, DTOTAL=dtotal is not None, DWEIGHT=needs_dweight,
-        ROWS=plan.rows, COLUMNS=plan.columns, STAGES=min(plan.stages, fitting), num_warps=plan.warps,
-    )  # fmt: skip
-    if plan.persistent:
-        constants["HOLD_WEIGHT"] = holds_weight(plan)
-    walk = Launch(
-        _persistent_kernel if plan.persistent else _looped_kernel,
-        (programs,),
-        (dy, x, rstd, weight, dtotal, results[0], partials, rows, columns),
-        constants,
-    )
-    if not needs_dweight:
-        return results, (walk,)
-    height, width, warps = reduction_tile(programs, columns, sm_count(x.device))
-    reduction = Launch(
-        _sum_partials_kernel,
-        (cdiv(columns, width),),
-        (partials, results[1], programs, columns),
-        dict(PROGRAMS=height, COLUMNS=width, num_warps=warps),
-    )
-    return results, (walk, reduction)
+    """The op's results (dx and, if needed, dweight) and the launches; see ``norm_backward_by_plan``."""
+    wanted = Wanted(dweight=weight.dtype if needs_dweight else None)
+    return norm_backward_by_plan(dy, x, None, rstd, weight, dtotal, wanted, plan)
 
 
 _rms_norm_backward = register_op(
@@ -218,21 +262,8 @@ def rms_norm_backward(
     Raises:
         ValueError: for unsupported shapes, dtypes or devices.
     """
-    check_matrix("x", x, DTYPES)
-    check_columns(x)
-    for name, other in (("dy", dy), ("dtotal", dtotal)):
-        if other is not None:
-            check_matrix(name, other, DTYPES)
-            check_same(name, other, "x", x)
-    check_vector("rstd", rstd, x.shape[0], x.device, (torch.float32,))
-    if weight is not None:
-        check_vector("weight", weight, x.shape[1], x.device, DTYPES)
+    check_operands(x, dy=dy, dtotal=dtotal, rstd=rstd, weight=weight)
     dx, *dweight = _rms_norm_backward(
-        dy.contiguous(),
-        x.contiguous(),
-        rstd.contiguous(),
-        None if weight is None else weight.contiguous(),
-        None if dtotal is None else dtotal.contiguous(),
-        needs_dweight and weight is not None,
+        *map(contiguous, (dy, x, rstd, weight, dtotal)), needs_dweight and weight is not None
     )
     return dx, dweight[0] if dweight else None

@@ -1,4 +1,4 @@
-"""How the RMSNorm kernels walk a matrix: what a plan is, and which plan a shape gets.
+"""How the kernels of RMSNorm and LayerNorm walk a matrix: what a plan is, and which plan a shape gets.
 
 The first of these that has settings for a shape decides: the user's tuned settings, the table measured on this kind of
 GPU, a general rule. Settings describe a plan for a range of shapes; ``fit_...`` turns them into the plan for one shape.
@@ -68,6 +68,9 @@ class BackwardSettings(NamedTuple):
 
 FORWARD = Operation("rms_norm_forward", 2, ("rows", "columns"), ForwardSettings)
 BACKWARD = Operation("rms_norm_backward", 2, ("rows", "columns"), BackwardSettings)
+# The same kernels. LayerNorm's backward sums dbias, too, so other plans can be faster.
+LAYER_FORWARD = FORWARD._replace(name="layer_norm_forward", version=1)
+LAYER_BACKWARD = BACKWARD._replace(name="layer_norm_backward", version=1)
 
 
 def check_columns(x: torch.Tensor) -> None:
@@ -167,18 +170,29 @@ def backward_rule(columns: int) -> BackwardSettings:
     return BackwardSettings(True, tile, tile // 1024, 3, LONGEST_TILE_WITH_WEIGHT // tile)
 
 
-def choose_forward(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Choice:
+def choose_forward(
+    rows: int, columns: int, dtype: torch.dtype, device: torch.device, operation: Operation = FORWARD
+) -> Choice:
     """Choose how ``rms_norm`` walks a matrix [rows, columns] of ``dtype`` on ``device``.
+
+    ``operation`` LAYER_FORWARD stands for ``layer_norm``.
 
     Raises:
         ValueError: for an empty matrix, or rows too long for the kernel.
     """
-    return _choose(FORWARD, rows, columns, dtype, True, gpu_of(device))
+    return _choose(operation, rows, columns, dtype, True, gpu_of(device))
 
 
-def choose_backward(rows: int, columns: int, dtype: torch.dtype, has_weight: bool, device: torch.device) -> Choice:
+def choose_backward(
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    has_weight: bool,
+    device: torch.device,
+    operation: Operation = BACKWARD,
+) -> Choice:
     """Choose how ``rms_norm_backward`` walks a matrix [rows, columns] of ``dtype``; see ``choose_forward``."""
-    return _choose(BACKWARD, rows, columns, dtype, has_weight, gpu_of(device))
+    return _choose(operation, rows, columns, dtype, has_weight, gpu_of(device))
 
 
 def key(rows: int, columns: int, dtype: torch.dtype, has_weight: bool) -> str:
@@ -186,10 +200,15 @@ def key(rows: int, columns: int, dtype: torch.dtype, has_weight: bool) -> str:
     return f"{rows}x{columns} {str(dtype).removeprefix('torch.')} {'weight' if has_weight else 'no weight'}"
 
 
+def is_forward(operation: Operation) -> bool:
+    """Whether an operation is a forward."""
+    return operation.settings is ForwardSettings
+
+
 @functools.lru_cache(4096)
 def fit(operation: Operation, settings: tuple, rows: int, columns: int, itemsize: int, gpu: GPU) -> Plan:
-    """The plan of either operation for a matrix [rows, columns]."""
-    fitted = fit_forward if operation is FORWARD else fit_backward
+    """The plan of any operation for a matrix [rows, columns]."""
+    fitted = fit_forward if is_forward(operation) else fit_backward
     return fitted(settings, rows, columns, itemsize, gpu)
 
 
@@ -203,7 +222,7 @@ def choose_settings(
             return Choice(found[0], "tuned", found[1])
     if row := find(operation, gpu.table, (rows, columns)):
         return Choice(row.settings, f"table {gpu.table}", reason(row))
-    settings = forward_rule(columns) if operation is FORWARD else backward_rule(columns)
+    settings = forward_rule(columns) if is_forward(operation) else backward_rule(columns)
     return Choice(settings, "rule", f"no plan was measured on {gpu.name}; --tune finds the fastest")
 
 

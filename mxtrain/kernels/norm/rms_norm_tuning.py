@@ -1,4 +1,4 @@
-"""Find the fastest plans of the RMSNorm kernels for one shape on the current GPU, and keep them."""
+"""Find the fastest plans of RMSNorm and LayerNorm for one shape on the current GPU, and keep them."""
 
 import functools
 
@@ -6,11 +6,13 @@ import torch
 
 from mxtrain.kernels import tuning
 from mxtrain.kernels.integers import next_power_of_2
-from mxtrain.kernels.norm.rms_norm import rms_norm_by_plan
-from mxtrain.kernels.norm.rms_norm_backward import rms_norm_backward_by_plan
+from mxtrain.kernels.norm.rms_norm import norm_by_plan
+from mxtrain.kernels.norm.rms_norm_backward import Wanted, norm_backward_by_plan
 from mxtrain.kernels.norm.rms_norm_plan import (
     BACKWARD,
     FORWARD,
+    LAYER_BACKWARD,
+    LAYER_FORWARD,
     MAX_TILE,
     BackwardSettings,
     ForwardSettings,
@@ -19,19 +21,29 @@ from mxtrain.kernels.norm.rms_norm_plan import (
     choose_forward,
     choose_settings,
     fit,
+    is_forward,
     is_valid,
     key,
 )
 from mxtrain.kernels.plan_table import GPU, Choice, Operation, gpu_of
 from mxtrain.kernels.tuning import Search
 
-FIELDS = {FORWARD: ("warps", "tile"), BACKWARD: ("programs_per_sm", "warps", "tile", "stages")}
+FORWARD_FIELDS = ("warps", "tile")
+BACKWARD_FIELDS = ("programs_per_sm", "warps", "tile", "stages")
+FIELDS = {
+    FORWARD: FORWARD_FIELDS,
+    BACKWARD: BACKWARD_FIELDS,
+    LAYER_FORWARD: FORWARD_FIELDS,
+    LAYER_BACKWARD: BACKWARD_FIELDS,
+}
 # Rows of this length and up, while registers can hold them, are tried in both variants.
 FEWEST_COLUMNS_IN_DOUBT = 2048
 
 
-def tune_forward(rows: int, columns: int, dtype: torch.dtype) -> Choice:
+def tune_forward(rows: int, columns: int, dtype: torch.dtype, operation: Operation = FORWARD) -> Choice:
     """Find and keep the fastest plan of ``rms_norm`` for a matrix [rows, columns] of ``dtype`` on the current GPU.
+
+    ``operation`` LAYER_FORWARD stands for ``layer_norm``.
 
     Returns:
         The choice from now on.
@@ -42,41 +54,56 @@ def tune_forward(rows: int, columns: int, dtype: torch.dtype) -> Choice:
     """
     check_shape(rows, columns)
     device = tuning.gpu()
-    tuning.tune(search_forward(rows, columns, dtype, device), device)
-    return choose_forward(rows, columns, dtype, device)
+    tuning.tune(search_forward(rows, columns, dtype, device, operation), device)
+    return choose_forward(rows, columns, dtype, device, operation)
 
 
-def tune_backward(rows: int, columns: int, dtype: torch.dtype, has_weight: bool = True) -> Choice:
-    """Find and keep the fastest plan of ``rms_norm_backward``; see ``tune_forward``. A weight comes with dweight."""
+def tune_backward(
+    rows: int, columns: int, dtype: torch.dtype, has_weight: bool = True, operation: Operation = BACKWARD
+) -> Choice:
+    """Find and keep the fastest plan of ``rms_norm_backward``; see ``tune_forward``.
+
+    A weight comes with dweight, and in LayerNorm with dbias.
+    """
     check_shape(rows, columns)
     device = tuning.gpu()
-    tuning.tune(search_backward(rows, columns, dtype, device, has_weight), device)
-    return choose_backward(rows, columns, dtype, has_weight, device)
+    tuning.tune(search_backward(rows, columns, dtype, device, has_weight, operation), device)
+    return choose_backward(rows, columns, dtype, has_weight, device, operation)
 
 
-def search_forward(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Search:
-    """The search for the fastest plan of ``rms_norm``, on random inputs."""
+def search_forward(
+    rows: int, columns: int, dtype: torch.dtype, device: torch.device, operation: Operation = FORWARD
+) -> Search:
+    """The search for the fastest plan of ``rms_norm`` or ``layer_norm``, on random inputs."""
     draw = functools.partial(torch.randn, dtype=dtype, device=device)
-    x, weight = draw(rows, columns), draw(columns)
+    x, weight, centered = draw(rows, columns), draw(columns), operation is LAYER_FORWARD
+    bias = draw(columns) if centered else None
 
     def launches(plan):
-        return (rms_norm_by_plan(x, None, weight, 1e-5, plan)[1],)
+        return (norm_by_plan(x, None, weight, bias, 1e-5, centered, plan)[1],)
 
-    return _search(FORWARD, rows, columns, dtype, True, device, launches)
+    return _search(operation, rows, columns, dtype, True, device, launches)
 
 
 def search_backward(
-    rows: int, columns: int, dtype: torch.dtype, device: torch.device, has_weight: bool = True
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    has_weight: bool = True,
+    operation: Operation = BACKWARD,
 ) -> Search:
-    """The search for the fastest plan of ``rms_norm_backward``, on random inputs."""
+    """The search for the fastest plan of the backward of ``rms_norm`` or ``layer_norm``, on random inputs."""
     draw = functools.partial(torch.randn, dtype=dtype, device=device)
     dy, x, weight = draw(rows, columns), draw(rows, columns), draw(columns) if has_weight else None
     rstd = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).div(columns**0.5).reciprocal()
+    mean = x.mean(1, dtype=torch.float32) if operation is LAYER_BACKWARD else None
+    wanted = Wanted(dtype if has_weight else None, dtype if has_weight and mean is not None else None)
 
     def launches(plan):
-        return rms_norm_backward_by_plan(dy, x, rstd, weight, None, has_weight, plan)[1]
+        return norm_backward_by_plan(dy, x, mean, rstd, weight, None, wanted, plan)[1]
 
-    return _search(BACKWARD, rows, columns, dtype, has_weight, device, launches)
+    return _search(operation, rows, columns, dtype, has_weight, device, launches)
 
 
 def neighbour(
@@ -107,7 +134,7 @@ def starts(operation: Operation, settings, columns: int) -> tuple:
         return (settings,)
     tile = min(4096, width) if settings.persistent else width
     other = {"persistent": not settings.persistent, "tile": tile, "warps": max(1, min(32, tile // 1024))}
-    if operation is FORWARD:
+    if is_forward(operation):
         return settings, ForwardSettings(**other)
     return settings, BackwardSettings(**other, stages=1, programs_per_sm=1)
 

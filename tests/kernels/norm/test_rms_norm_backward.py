@@ -18,6 +18,7 @@ from rms_norm_checks import (
     pairs_of_dtypes,
 )
 
+import mxtrain.kernels.norm.partial_sums
 import mxtrain.kernels.norm.rms_norm_backward
 from mxtrain.kernels.device import INTERPRETED
 from mxtrain.kernels.norm.rms_norm_backward import rms_norm_backward, rms_norm_backward_by_plan
@@ -99,7 +100,7 @@ def test_every_plan(plan):
 
 
 def test_more_partial_rows_than_are_summed_at_once(monkeypatch):
-    monkeypatch.setattr(mxtrain.kernels.norm.rms_norm_backward, "reduction_tile", lambda *sizes: (4, 8, 1))
+    monkeypatch.setattr(mxtrain.kernels.norm.partial_sums, "reduction_tile", lambda *sizes: (4, 8, 1))
     check_by_plan(backward_inputs(11, 13, FP32, FP32), Plan(True, 1, 16, 1, 1, 11))
 
 

@@ -1,0 +1,60 @@
+"""LayerNorm of every row, with an optional residual add: one read of x, one write of y.
+
+The kernel is RMSNorm's, with CENTERED. A row in registers is summed for the mean, and then the squared distances from
+the mean are summed, so that a large mean costs no digits. A longer row is read twice: the first time every lane keeps
+the mean of its elements and the squared distances from it (Welford), which are combined at the end (Chan).
+"""
+
+import torch
+
+from mxtrain.kernels.launch import Launch, register_op
+from mxtrain.kernels.norm.operands import check_operands, contiguous
+from mxtrain.kernels.norm.rms_norm import norm_by_plan
+from mxtrain.kernels.norm.rms_norm_plan import Plan
+
+
+def layer_norm_by_plan(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    plan: Plan | None = None,
+) -> tuple[list[torch.Tensor], Launch | None]:
+    """The op's results (y, rstd, mean and, with a residual, total) and the launch; see ``norm_by_plan``."""
+    return norm_by_plan(x, residual, weight, bias, eps, True, plan)
+
+
+_layer_norm = register_op(
+    "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps) -> Tensor[]", layer_norm_by_plan
+)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Bring every row to mean 0 and variance 1, multiply by the weight and add the bias, in fp32; y is rounded once.
+
+    Args:
+        x: bf16, fp16 or fp32 [T, D], D at most 65536.
+        weight: bf16, fp16 or fp32 [D], or None for ones.
+        bias: bf16, fp16 or fp32 [D], or None for zeros.
+        eps: added to the variance.
+        residual: bf16, fp16 or fp32 [T, D], added to x first.
+
+    Returns:
+        y: [T, D] in the dtype of ``x``.
+        mean: fp32 [T], of the rows of total.
+        rstd: fp32 [T], 1 / sqrt(variance + eps); the variance is mean_D((total - mean)^2).
+        total: x + residual [T, D], rounded to the dtype of ``x``; ``x`` itself without a residual.
+
+    Raises:
+        ValueError: for unsupported shapes, dtypes or devices.
+    """
+    check_operands(x, residual=residual, weight=weight, bias=bias)
+    y, rstd, mean, *total = _layer_norm(*map(contiguous, (x, residual, weight, bias)), eps)
+    return y, mean, rstd, total[0] if total else x
