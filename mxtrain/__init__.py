@@ -18,6 +18,8 @@ _PUBLIC = {
     "MXLinear": "mxtrain.nn.mx_linear",
     "rms_norm": "mxtrain.nn.fused_rms_norm",
     "FusedRMSNorm": "mxtrain.nn.fused_rms_norm",
+    "layer_norm": "mxtrain.nn.fused_layer_norm",
+    "FusedLayerNorm": "mxtrain.nn.fused_layer_norm",
     "DecomposeKRouter": "mxtrain.nn.decompose_k_router",
     "convert": "mxtrain.conversion.convert",
     "ConfigError": "mxtrain.errors",

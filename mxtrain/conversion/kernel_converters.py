@@ -7,7 +7,7 @@ from mxtrain.conversion.base import NOT_ONE_DIMENSION, Converter, lookalikes
 from mxtrain.conversion.plan import Plan, ToDecomposeKRouter, ToFusedRMSNorm
 from mxtrain.conversion.survey import Survey
 from mxtrain.errors import require_one_of
-from mxtrain.nn.fused_rms_norm import WHEN_COMPILED
+from mxtrain.nn.row_norms import WHEN_COMPILED
 
 
 @dataclass(kw_only=True)

@@ -20,7 +20,7 @@ def rms_norm(
 
     See ``mxtrain.reference.rms_norm``; the kernel returns the inverse RMS as [T].
     """
-    if not _has_kernels(x):
+    if not has_kernels(x):
         return reference.rms_norm(x, weight, eps, residual)
     rows = (-1, x.shape[-1])
     residual = None if residual is None else residual.reshape(rows)
@@ -37,7 +37,7 @@ def rms_norm_backward(
     needs_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return dx [..., D] and dweight [D]; see ``mxtrain.reference.rms_norm``."""
-    if not _has_kernels(total):
+    if not has_kernels(total):
         return reference.rms_norm_backward(dy, total, rstd, weight, dtotal)
     rows = (-1, total.shape[-1])
     dtotal = None if dtotal is None else dtotal.reshape(rows)
@@ -47,6 +47,7 @@ def rms_norm_backward(
     return dx.view(total.shape), dweight
 
 
-def _has_kernels(x: torch.Tensor) -> bool:
+def has_kernels(x: torch.Tensor) -> bool:
+    """Whether the kernels of norms take x; plain PyTorch takes all others."""
     # The modes native and emulated share these kernels.
     return runs_kernels("emulated", x.device.type) and x.dtype != torch.float64

@@ -16,11 +16,8 @@ FP4_CONVERSION = "cvt.rn.satfinite.e2m1x2.f32"
 LOAD = re.compile(r"(?:ld\.global|cp\.async\.c[ag])[\w.:]*")
 ATOMIC = re.compile(r"\b(?:atom|red)\.[\w.:]+")
 # Instructions that flush denormals, by kernel. Their inputs are never denormal: block scales, a mean square plus eps.
-NEVER_DENORMAL = {
-    "nvfp4": "rcp.approx.ftz.f32",
-    "rms_norm ": "rsqrt.approx.ftz.f32",
-    "layer_norm ": "rsqrt.approx.ftz.f32",
-}
+RSQRT = "rsqrt.approx.ftz.f32"
+NEVER_DENORMAL = {"nvfp4": "rcp.approx.ftz.f32", "rms_norm ": RSQRT, "layer_norm ": RSQRT}
 # Loads of at least 16 bytes. A copy to shared memory that bypasses L1 always has 16.
 IS_WIDE = re.compile(r"\.(v4\.\w32|v2\.\w64|v8\.\w32|v4\.\w64)$|^cp\.async\.cg")
 IS_HALF_WIDE = re.compile(r"\.v[24]\.\w32$")

@@ -8,7 +8,7 @@ from torchtitan.models import _supported_models
 from torchtitan.protocols import model_converter, train_spec
 
 import mxtrain.titan  # noqa: F401  registers models and converters
-from mxtrain.nn.fused_rms_norm import WHEN_COMPILED
+from mxtrain.nn.row_norms import WHEN_COMPILED
 from mxtrain.ops.hardware import MODES
 from mxtrain.settings import registry, sections
 

@@ -19,7 +19,7 @@ from mxtrain import (
     convert,
     set_rounding_step,
 )
-from mxtrain.nn.fused_rms_norm import AUTO_WHEN_COMPILED
+from mxtrain.nn.row_norms import AUTO_WHEN_COMPILED
 from mxtrain.titan.converters import (
     TitanDecomposeKRouter,
     TitanFusedRMSNorm,

@@ -1,0 +1,160 @@
+"""What RMSNorm and LayerNorm with gradients share: checks, autocast, DTensors, and what runs when compiled."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
+from mxtrain.ops.rms_norm import DTYPES
+from mxtrain.reference.casts import at_least_fp32
+
+WHEN_COMPILED = ("auto", "kernel", "formula")
+
+# Measured faster: Inductor fuses the formula with the residual add before it and the casts after it, the kernel not.
+AUTO_WHEN_COMPILED = "formula"
+
+Vectors = Mapping[str, torch.Tensor | None]
+"""Weight and bias by name, in the order in which the autograd function takes them; None for one that is absent"""
+
+
+def casts_under_autocast(op: str) -> bool:
+    """Whether autocast on a GPU casts to fp32 before this op of PyTorch: "rms_norm" (not in 2.11) or "layer_norm"."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "AutocastCUDA")
+
+
+def runs_when_compiled(when_compiled: str) -> str:
+    """Return "kernel" or "formula", whichever a fused norm with this setting runs under ``torch.compile``."""
+    return AUTO_WHEN_COMPILED if when_compiled == "auto" else when_compiled
+
+
+def apply_to_rows(
+    function: type[torch.autograd.Function],
+    name: str,
+    autocasts: bool,
+    x: torch.Tensor,
+    vectors: Vectors,
+    residual: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Check the operands and apply ``function`` to x, the vectors, the residual and eps; to the shards of DTensors.
+
+    Args:
+        name: of the public function, for messages.
+        autocasts: whether autocast on a GPU casts x to fp32.
+
+    Raises:
+        ValueError: for mismatched shapes or devices, a negative eps, or an unsupported dtype.
+        TypeError: for a mix of DTensors and plain tensors.
+    """
+    _check(x, vectors, residual)
+    check_eps(eps)
+    if autocasts and x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+        x = at_least_fp32(x)
+    given = [tensor for tensor in (x, *vectors.values(), residual) if tensor is not None]
+    if not any(isinstance(tensor, DTensor) for tensor in given):
+        return function.apply(x, *vectors.values(), residual, eps)
+    if not all(isinstance(tensor, DTensor) for tensor in given):
+        raise TypeError(f"{name} of {', '.join(type(tensor).__name__ for tensor in given)}: all or none as DTensor")
+    return _apply_to_shards(function, x, vectors, residual, eps)
+
+
+def _check(x: torch.Tensor, vectors: Vectors, residual: torch.Tensor | None) -> None:
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x {shape_of(x)}: expected a last dimension of at least 1")
+    for name, vector in vectors.items():
+        if vector is not None and vector.shape != x.shape[-1:]:
+            raise ValueError(f"{name} {shape_of(vector)} does not match x {shape_of(x)}: expected its last dimension")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual {shape_of(residual)} does not match x {shape_of(x)}: expected its shape")
+    for name, tensor in (("x", x), *vectors.items(), ("residual", residual)):
+        if tensor is not None and tensor.dtype not in DTYPES:
+            raise ValueError(f"{name} of {tensor.dtype}: expected bfloat16, float16, float32 or float64")
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}: expected {x.device}, where x is")
+
+
+def check_eps(eps) -> None:
+    """Raise ValueError for an eps that is no number, negative or infinite."""
+    if isinstance(eps, bool) or not isinstance(eps, (int, float, torch.SymFloat)) or not 0 <= eps < math.inf:
+        raise ValueError(f"eps = {eps!r}: expected a number, not negative")
+
+
+def shape_of(x: torch.Tensor) -> tuple[int, ...]:
+    """The shape as messages show it."""
+    return tuple(x.shape)
+
+
+def _apply_to_shards(function, x: DTensor, vectors: Vectors, residual: DTensor | None, eps: float):
+    """Every rank normalizes its rows and gets its part of the gradients of the vectors."""
+    mesh, last = x.device_mesh, x.ndim - 1
+    # Normalization needs whole rows and finished sums: gather shards of the last dimension, reduce partial sums.
+    rows = tuple(p if p.is_shard() and p.dim not in (-1, last) else Replicate() for p in x.placements)
+    parts = tuple(Partial() if p.is_shard() else p for p in rows)
+    shape, stride = x.shape, _contiguous_stride(x.shape)
+
+    def whole_vector(vector):
+        if vector is None:
+            return None
+        return _placed(vector, (Replicate(),) * mesh.ndim).to_local(grad_placements=parts)
+
+    results = function.apply(
+        _placed(x, rows).to_local(),
+        *map(whole_vector, vectors.values()),
+        None if residual is None else _placed(residual, rows).to_local(),
+        eps,
+    )
+
+    def whole(local):
+        # Explicit shape and stride: DTensor cannot infer them from shards of different sizes.
+        return DTensor.from_local(local, mesh, rows, run_check=False, shape=shape, stride=stride)
+
+    return whole(results) if residual is None else tuple(whole(local) for local in results)
+
+
+def _placed(x: DTensor, placements: tuple) -> DTensor:
+    # Redistribute only if needed: it also redistributes the gradient, and would sum the weight's parts at every norm.
+    return x if x.placements == placements else x.redistribute(placements=placements)
+
+
+def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    stride = [1]
+    for size in reversed(shape[1:]):
+        stride.append(stride[-1] * max(size, 1))
+    return tuple(reversed(stride))
+
+
+def check_settings(dim, when_compiled: str) -> None:
+    """Raise ConfigError for the settings of a fused norm: a length that is no positive integer, or several of them."""
+    require_one_of("when_compiled", when_compiled, WHEN_COMPILED)
+    lengths = dim if isinstance(dim, (tuple, list)) else (dim,)
+    for length in lengths:
+        require_positive_integer("dim", length)
+    if len(lengths) != 1:
+        raise ConfigError(f"normalized_shape = {tuple(lengths)} has more than one dimension")
+
+
+class FusedNorm(nn.Module):
+    """The forward of a fused norm. A subclass has this class and then PyTorch's norm as bases.
+
+    It defines ``_fused(x, residual)``, which calls the public function.
+    """
+
+    when_compiled: str
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """x [..., D] -> y [..., D]; with a residual [..., D] (y, x + residual)."""
+        if x.shape[-1:] != self.normalized_shape:
+            raise ValueError(f"x {shape_of(x)}: expected a last dimension of {self.normalized_shape[0]}")
+        if torch.compiler.is_compiling() and runs_when_compiled(self.when_compiled) == "formula":
+            total = x if residual is None else (x + residual).to(x.dtype)
+            y = super().forward(total)
+            return y if residual is None else (y, total)
+        return self._fused(x, residual)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, when_compiled={self.when_compiled}"
