@@ -131,7 +131,9 @@ def _norm_kernel(
     else:
         squares = tl.zeros((ROWS, COLUMNS), tl.float32)
         if CENTERED:
-            # Welford's update: every lane has the mean of its elements, and the squared distances from that mean.
+            # Welford's update: every lane has the mean of its elements, and the squared distances from that mean. All
+            # count from the first element of the row, so that a large mean costs no digits.
+            origin = _load_total(x_ptr, residual_ptr, in_tile, row_mask, "", RESIDUAL)
             means = tl.zeros((ROWS, COLUMNS), tl.float32)
         for first in range(0, columns, COLUMNS):
             column = first + lane
@@ -139,14 +141,16 @@ def _norm_kernel(
             mask = row_mask & column_mask
             total = _load_total(x_ptr, residual_ptr, in_tile + column, mask, "evict_last", RESIDUAL)
             if CENTERED:
+                total -= origin
                 distance = tl.where(column_mask, total - means, 0.0)
-                means += distance * (1.0 / (first // COLUMNS + 1).to(tl.float32))
+                means += distance * (1.0 / tl.cast(first // COLUMNS + 1, tl.float32))
                 squares += distance * tl.where(column_mask, total - means, 0.0)
             else:
                 squares += total * total
         if CENTERED:
             counts = tl.cdiv(columns - lane, COLUMNS).to(tl.float32)
             mean, variance = _mean_and_variance(means, counts, squares, columns, PRECISE)
+            mean += origin
             rstd = _inverse_root(variance, eps, PRECISE, NORMAL)
         else:
             rstd = _inverse_root(_row_mean(squares, columns, PRECISE), eps, PRECISE, NORMAL)
