@@ -63,7 +63,17 @@ class Converter(ABC):
 
 
 def lookalikes(survey: Survey) -> dict[str, str]:
+    """The modules that are only called an RMSNorm -> why they stay."""
+    return _lookalikes(survey, survey.lookalikes, "RMSNorm")
+
+
+def layer_norm_lookalikes(survey: Survey) -> dict[str, str]:
+    """The modules that are only called a LayerNorm -> why they stay."""
+    return _lookalikes(survey, survey.layer_norm_lookalikes, "LayerNorm")
+
+
+def _lookalikes(survey: Survey, found: Mapping[str, str], name: str) -> dict[str, str]:
     return {
-        fqn: survey.unswappable.get(fqn, f"is a {kind} that does not compute what nn.RMSNorm does")
-        for fqn, kind in survey.lookalikes.items()
+        fqn: survey.unswappable.get(fqn, f"is a {kind} that does not compute what nn.{name} does")
+        for fqn, kind in found.items()
     }

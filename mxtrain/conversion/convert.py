@@ -19,10 +19,11 @@ def convert(model: nn.Module, converter: str = "mxnorm", *, example_inputs: tupl
     - ``"mxnorm"`` turns every RMSNorm that feeds only linears into an MXNorm, those linears into MXNormLinear, and the
       other linears into MXLinear.
     - ``"mx_linear"`` turns every linear into MXLinear and keeps the norms.
+    - ``"fused_norm"`` turns every RMSNorm into a FusedRMSNorm and every LayerNorm into a FusedLayerNorm.
     - ``"fused_rmsnorm"`` turns every RMSNorm into a FusedRMSNorm.
     - ``"decompose_k_router"`` turns the gate of every mixture-of-experts router into a DecomposeKRouter.
 
-    The last two give the same model before and after the first two.
+    The last three give the same model before and after the first two.
 
     Args:
         model: any module tree, on any device, meta included.

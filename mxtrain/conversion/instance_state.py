@@ -10,6 +10,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
 
 from mxtrain.errors import ConfigError
+from mxtrain.nn.fused_layer_norm import FusedLayerNorm
 from mxtrain.nn.fused_rms_norm import FusedRMSNorm
 
 # The tables of hooks of an nn.Module whose hooks see inputs, outputs or their gradients.
@@ -32,6 +33,8 @@ _STANDARD = {
     nn.Linear: nn.Linear(1, 1, device="meta"),
     nn.RMSNorm: nn.RMSNorm(1, device="meta"),
     FusedRMSNorm: FusedRMSNorm(1, device="meta"),
+    nn.LayerNorm: nn.LayerNorm(1, device="meta"),
+    FusedLayerNorm: FusedLayerNorm(1, device="meta"),
 }
 
 _MODULE = nn.Module()
@@ -87,8 +90,9 @@ def why_it_must_stay(module: nn.Module) -> str | None:
         return f"has a parametrization of {names}, which a swap would lose: register it after conversion"
     if hooks := [kind for table, kind in _HOOKS.items() if getattr(module, table)]:
         return f"has {' and '.join(hooks)}, which a swap would lose: register it after conversion"
-    if reason := _why_weight_must_stay(module):
-        return reason
+    for name in ("weight",) if isinstance(module, nn.Linear) else ("weight", "bias"):
+        if reason := _why_parameter_must_stay(module, name):
+            return reason
     if methods := [name for name in vars(module) if callable(getattr(type(module), name, None))]:
         return f"has its own {methods[0]}, which a swap would lose: set it after conversion"
     if type(module) in _STANDARD:
@@ -103,20 +107,21 @@ def why_it_must_stay(module: nn.Module) -> str | None:
     return None
 
 
-def _why_weight_must_stay(module: nn.Module) -> str | None:
-    if type(module) in _STANDARD and "weight" not in module._parameters:
-        return "has no parameter called weight"
-    weight = module._parameters.get("weight")
-    if weight is None:
+def _why_parameter_must_stay(module: nn.Module, name: str) -> str | None:
+    standard = _STANDARD.get(type(module))
+    if standard is not None and name in standard._parameters and name not in module._parameters:
+        return f"has no parameter called {name}"
+    parameter = module._parameters.get(name)
+    if parameter is None:
         return None
-    if type(weight) not in (nn.Parameter, FakeTensor):
-        return f"has a weight of class {type(weight).__name__}, not a torch.nn.Parameter"
-    if weight.layout is not torch.strided:
-        return f"has a weight of layout {weight.layout}"
-    if weight.dtype not in _FLOATS:
-        return f"has a weight of {weight.dtype}"
-    if isinstance(module, nn.Linear) and weight.shape != (module.out_features, module.in_features):
-        return f"has a weight of shape {tuple(weight.shape)}, not (out_features, in_features)"
+    if type(parameter) not in (nn.Parameter, FakeTensor):
+        return f"has a {name} of class {type(parameter).__name__}, not a torch.nn.Parameter"
+    if parameter.layout is not torch.strided:
+        return f"has a {name} of layout {parameter.layout}"
+    if parameter.dtype not in _FLOATS:
+        return f"has a {name} of {parameter.dtype}"
+    if isinstance(module, nn.Linear) and parameter.shape != (module.out_features, module.in_features):
+        return f"has a weight of shape {tuple(parameter.shape)}, not (out_features, in_features)"
     return None
 
 

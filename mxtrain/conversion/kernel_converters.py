@@ -3,22 +3,23 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mxtrain.conversion.base import NOT_ONE_DIMENSION, Converter, lookalikes
-from mxtrain.conversion.plan import Plan, ToDecomposeKRouter, ToFusedRMSNorm
+from mxtrain.conversion.base import NOT_ONE_DIMENSION, Converter, layer_norm_lookalikes, lookalikes
+from mxtrain.conversion.plan import Plan, ToDecomposeKRouter, ToFusedLayerNorm, ToFusedRMSNorm
 from mxtrain.conversion.survey import Survey
 from mxtrain.errors import require_one_of
 from mxtrain.nn.row_norms import WHEN_COMPILED
 
 
 @dataclass(kw_only=True)
-class FusedRMSNormConverter(Converter):
-    """Every RMSNorm becomes a FusedRMSNorm, whatever uses its output.
+class FusedNormConverter(Converter):
+    """Every RMSNorm becomes a FusedRMSNorm, every LayerNorm a FusedLayerNorm, whatever uses its output.
 
     Attributes:
         when_compiled: see ``mxtrain.FusedRMSNorm``.
     """
 
-    name: ClassVar[str] = "fused_rmsnorm"
+    name: ClassVar[str] = "fused_norm"
+    takes_layer_norms: ClassVar[bool] = True
 
     when_compiled: str = "auto"
 
@@ -28,18 +29,30 @@ class FusedRMSNormConverter(Converter):
 
     def plan(self, survey: Survey) -> Plan:
         kept = self._filtered(survey)
+        fused = {fqn: ToFusedRMSNorm(norm, self.when_compiled) for fqn, norm in survey.norms.items()}
         swaps, skipped = {}, lookalikes(survey)
-        for fqn, norm in survey.norms.items():
+        if self.takes_layer_norms:
+            fused |= {fqn: ToFusedLayerNorm(norm, self.when_compiled) for fqn, norm in survey.layer_norms.items()}
+            skipped |= layer_norm_lookalikes(survey)
+        for fqn, swap in fused.items():
             if fqn in kept:
                 skipped[fqn] = kept[fqn]
-            elif len(norm.normalized_shape) != 1:
+            elif len(swap.norm.normalized_shape) != 1:
                 skipped[fqn] = NOT_ONE_DIMENSION
             else:
-                swaps[fqn] = ToFusedRMSNorm(norm, self.when_compiled)
+                swaps[fqn] = swap
         # A model whose norms an earlier conversion has turned into MXNorms needs nothing.
         if not swaps and "MXNorm" not in survey.converted.values():
             raise self._nothing_to_convert(survey, skipped)
         return Plan(swaps, skipped)
+
+
+@dataclass(kw_only=True)
+class FusedRMSNormConverter(FusedNormConverter):
+    """Every RMSNorm becomes a FusedRMSNorm; a LayerNorm stays."""
+
+    name: ClassVar[str] = "fused_rmsnorm"
+    takes_layer_norms: ClassVar[bool] = False
 
 
 @dataclass(kw_only=True)

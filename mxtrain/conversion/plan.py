@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 
 import torch.nn as nn
 
-from mxtrain.conversion.recognition import NormFacts
+from mxtrain.conversion.recognition import LayerNormFacts, NormFacts
 from mxtrain.conversion.weights import WeightUse
 from mxtrain.nn.decompose_k_router import DecomposeKRouter
+from mxtrain.nn.fused_layer_norm import FusedLayerNorm
 from mxtrain.nn.fused_rms_norm import FusedRMSNorm
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm
@@ -74,6 +75,18 @@ class ToFusedRMSNorm:
 
 
 @dataclass(frozen=True)
+class ToFusedLayerNorm:
+    """A LayerNorm becomes a FusedLayerNorm."""
+
+    norm: LayerNormFacts
+    when_compiled: str
+
+    def build(self, fqn: str, old: nn.Module) -> FusedLayerNorm:
+        """The FusedLayerNorm that takes the place of ``old``; they share the weight and the bias."""
+        return FusedLayerNorm.from_layer_norm(self.norm.as_layer_norm(old), when_compiled=self.when_compiled)
+
+
+@dataclass(frozen=True)
 class ToDecomposeKRouter:
     """The gate of a router becomes a DecomposeKRouter."""
 
@@ -93,7 +106,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-Swap = ToMXNorm | ToQuantizedLinear | ToFusedRMSNorm | ToDecomposeKRouter
+Swap = ToMXNorm | ToQuantizedLinear | ToFusedRMSNorm | ToFusedLayerNorm | ToDecomposeKRouter
 
 
 @dataclass(frozen=True)
@@ -133,8 +146,8 @@ class Plan:
 
     @property
     def fused_norms(self) -> list[str]:
-        """FQNs of the norms that become FusedRMSNorm."""
-        return [fqn for fqn, swap in self.swaps.items() if isinstance(swap, ToFusedRMSNorm)]
+        """FQNs of the norms that become FusedRMSNorm or FusedLayerNorm."""
+        return [fqn for fqn, swap in self.swaps.items() if isinstance(swap, ToFusedRMSNorm | ToFusedLayerNorm)]
 
     @property
     def gates(self) -> list[str]:

@@ -1,9 +1,9 @@
 """The norms, linears and blocks of a model, as plain values.
 
-An RMSNorm is recognised by what it computes, PyTorch's own or anybody's; the gate of a router by its name.
+An RMSNorm or LayerNorm is recognised by what it computes, PyTorch's own or anybody's; the gate of a router by its name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mxtrain.conversion.structural_copy import structural_copy, without_global_hooks
+from mxtrain.nn.fused_layer_norm import FusedLayerNorm
 from mxtrain.nn.fused_rms_norm import FusedRMSNorm
 
 # Rows of these magnitudes tell any eps apart from its neighbours: with eps = 1e-6 it dominates the smallest rows.
@@ -32,6 +33,21 @@ class NormFacts(NamedTuple):
         """An ``nn.RMSNorm`` that shares the weight of ``module``, the module that these facts are about."""
         norm = nn.RMSNorm(self.normalized_shape, self.eps, self.elementwise_affine, device="meta")
         norm.weight = module.weight
+        return norm.train(module.training)
+
+
+class LayerNormFacts(NamedTuple):
+    """The arguments of the ``nn.LayerNorm`` that a module is or computes."""
+
+    normalized_shape: tuple[int, ...]
+    eps: float
+    elementwise_affine: bool
+    bias: bool
+
+    def as_layer_norm(self, module: nn.Module) -> nn.LayerNorm:
+        """An ``nn.LayerNorm`` that shares the parameters of ``module``, the module that these facts are about."""
+        norm = nn.LayerNorm(*self, device="meta")
+        norm.weight, norm.bias = module.weight, module.bias if self.bias else None
         return norm.train(module.training)
 
 
@@ -59,6 +75,11 @@ def looks_like_rms_norm(module: nn.Module) -> bool:
     return "rmsnorm" in type(module).__name__.lower()
 
 
+def looks_like_layer_norm(module: nn.Module) -> bool:
+    """Whether the module's class is called a LayerNorm."""
+    return "layernorm" in type(module).__name__.lower()
+
+
 def rms_norm_facts(module: nn.Module) -> NormFacts | None:
     """Which ``nn.RMSNorm`` the module is or computes; None for any other module.
 
@@ -69,25 +90,61 @@ def rms_norm_facts(module: nn.Module) -> NormFacts | None:
     """
     if type(module) in (nn.RMSNorm, FusedRMSNorm):
         return NormFacts(tuple(module.normalized_shape), module.eps, module.elementwise_affine)
-    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-    if not looks_like_rms_norm(module) or parameters.keys() != {"weight"} or buffers or parameters["weight"].ndim != 1:
+    if not looks_like_rms_norm(module) or dict(module.named_parameters()).keys() != {"weight"}:
         return None
-    dim = parameters["weight"].shape[0]
+    eps = _eps_of(module, lambda rows, weight, eps: F.rms_norm(rows, weight.shape, weight, eps))
+    return None if eps is None else NormFacts(tuple(module.weight.shape), eps, True)
+
+
+def layer_norm_facts(module: nn.Module) -> LayerNormFacts | None:
+    """Which ``nn.LayerNorm`` the module is or computes; None for any other module.
+
+    A model's own class with "LayerNorm" in its name is tried out as ``rms_norm_facts`` does, with a weight and perhaps
+    a bias.
+    """
+    if type(module) in (nn.LayerNorm, FusedLayerNorm):
+        has_bias = module.bias is not None
+        return LayerNormFacts(tuple(module.normalized_shape), module.eps, module.elementwise_affine, has_bias)
+    names = dict(module.named_parameters()).keys()
+    if not looks_like_layer_norm(module) or names not in ({"weight"}, {"weight", "bias"}):
+        return None
+
+    def normalize(rows, weight, eps, bias=None):
+        return F.layer_norm(rows, weight.shape, weight, bias, eps)
+
+    # Differences and sums may cancel.
+    eps = _eps_of(module, normalize, noise=1e-5)
+    return None if eps is None else LayerNormFacts(tuple(module.weight.shape), eps, True, "bias" in names)
+
+
+def _eps_of(module: nn.Module, normalize: Callable[..., torch.Tensor], noise: float = 0.0) -> float | None:
+    """The eps with which ``module`` computes what ``normalize(rows, weight=..., eps=...)`` does; None for no eps.
+
+    Args:
+        normalize: gets random rows, and a random vector for every parameter under its name.
+        noise: how far a result may be off, as a share of the largest one in its row.
+    """
+    parameters = dict(module.named_parameters())
+    shapes = {parameter.shape for parameter in parameters.values()}
+    if dict(module.named_buffers()) or len(shapes) != 1 or len(next(iter(shapes))) != 1:
+        return None
+    (dim,) = shapes.pop()
     generator = torch.Generator("cpu").manual_seed(0)
     in_fp32 = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
     rows = torch.randn(len(_MAGNITUDES), dim, generator=generator, **in_fp32)
     rows *= torch.tensor(_MAGNITUDES, **in_fp32).unsqueeze(1)
-    weight = torch.randn(dim, generator=generator, **in_fp32)
+    vectors = {name: torch.randn(dim, generator=generator, **in_fp32) for name in sorted(parameters, reverse=True)}
     try:
         with torch.no_grad(), without_global_hooks():
-            result = torch.func.functional_call(structural_copy(module), {"weight": weight}, (rows,))
-    except Exception:  # the module is no function of rows and a weight
+            result = torch.func.functional_call(structural_copy(module), vectors, (rows,))
+    except Exception:  # the module is no function of rows and these vectors
         return None
     if not isinstance(result, torch.Tensor) or result.shape != rows.shape:
         return None
     for eps in {value for value in vars(module).values() if isinstance(value, float)}:
-        if torch.allclose(result.float(), F.rms_norm(rows, (dim,), weight, eps), rtol=1e-4, atol=0):
-            return NormFacts((dim,), eps, True)
+        want = normalize(rows, eps=eps, **vectors)
+        if ((result.float() - want).abs() <= 1e-4 * want.abs() + noise * want.abs().amax(1, keepdim=True)).all():
+            return eps
     return None
 
 
@@ -112,13 +169,22 @@ def find_norms(modules: Mapping[str, nn.Module]) -> tuple[dict[str, NormFacts], 
     Args:
         modules: every module of a model by FQN. The model itself, called "", is left out: nothing can replace it.
     """
+    return _find(modules, rms_norm_facts, looks_like_rms_norm)
+
+
+def find_layer_norms(modules: Mapping[str, nn.Module]) -> tuple[dict[str, LayerNormFacts], dict[str, str]]:
+    """Every LayerNorm, and the class names of modules that are only called so; see ``find_norms``."""
+    return _find(modules, layer_norm_facts, looks_like_layer_norm)
+
+
+def _find(modules: Mapping[str, nn.Module], facts_of: Callable, looks_like: Callable) -> tuple[dict, dict[str, str]]:
     norms, lookalikes = {}, {}
     for fqn, module in modules.items():
         if not fqn:
             continue
-        if facts := rms_norm_facts(module):
+        if facts := facts_of(module):
             norms[fqn] = facts
-        elif looks_like_rms_norm(module):
+        elif looks_like(module):
             lookalikes[fqn] = type(module).__name__
     return norms, lookalikes
 

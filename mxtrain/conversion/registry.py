@@ -4,13 +4,19 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from mxtrain.conversion.base import Converter
-from mxtrain.conversion.kernel_converters import DecomposeKRouterConverter, FusedRMSNormConverter
+from mxtrain.conversion.kernel_converters import DecomposeKRouterConverter, FusedNormConverter, FusedRMSNormConverter
 from mxtrain.conversion.mx_converters import MXLinearConverter, MXNormConverter
 from mxtrain.errors import require_one_of
 
 CONVERTERS = {
     converter.name: converter
-    for converter in (MXNormConverter, MXLinearConverter, FusedRMSNormConverter, DecomposeKRouterConverter)
+    for converter in (
+        MXNormConverter,
+        MXLinearConverter,
+        FusedNormConverter,
+        FusedRMSNormConverter,
+        DecomposeKRouterConverter,
+    )
 }
 
 

@@ -1,7 +1,7 @@
 """What a model consists of, as plain values. Surveying a model does not change it."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn as nn
@@ -13,7 +13,16 @@ from mxtrain.conversion.instance_state import (
     why_it_must_stay,
 )
 from mxtrain.conversion.norm_uses import NormUses, watch
-from mxtrain.conversion.recognition import LinearFacts, NormFacts, find_blocks, find_heads, find_linears, find_norms
+from mxtrain.conversion.recognition import (
+    LayerNormFacts,
+    LinearFacts,
+    NormFacts,
+    find_blocks,
+    find_heads,
+    find_layer_norms,
+    find_linears,
+    find_norms,
+)
 from mxtrain.conversion.refusals import refuse_unfit_model
 from mxtrain.conversion.structural_copy import structural_copy
 from mxtrain.conversion.weights import WeightFacts, find_weights
@@ -42,6 +51,8 @@ class Survey:
         dtypes: every parameter, under all its names -> its dtype.
         converted: every MXNorm, MXNormLinear and MXLinear of an earlier conversion -> name of its class.
         uses: what uses the outputs of ``norms``; None if that was not asked for.
+        layer_norms: every module that is a LayerNorm or computes one.
+        layer_norm_lookalikes: modules that are called a LayerNorm and compute something else -> name of their class.
     """
 
     kind: str
@@ -58,6 +69,8 @@ class Survey:
     dtypes: Mapping[str, torch.dtype]
     converted: Mapping[str, str]
     uses: NormUses | None
+    layer_norms: Mapping[str, LayerNormFacts] = field(default_factory=dict)
+    layer_norm_lookalikes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> dict[str, str]:
@@ -81,6 +94,8 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
     fqns = {id(module): fqn for fqn, module in modules.items()}
     device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     norms, lookalikes = find_norms(modules)
+    layer_norms, layer_norm_lookalikes = find_layer_norms(modules)
+    norm_like = (*norms, *lookalikes, *layer_norms, *layer_norm_lookalikes)
     linears, blocks = find_linears(modules), find_blocks(modules)
     return Survey(
         kind=type(model).__name__,
@@ -96,7 +111,7 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
         lookalikes=lookalikes,
         linears=linears,
         heads=find_heads(modules, linears, blocks),
-        unswappable=_unswappable(modules, (*norms, *lookalikes, *linears)),
+        unswappable=_unswappable(modules, (*norm_like, *linears)),
         weights=find_weights(modules),
         dtypes={name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)},
         converted={
@@ -105,6 +120,8 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
             if isinstance(module, (MXNorm, QuantizedLinear))
         },
         uses=_watch(model, modules, norms, linears, example_inputs) if watch_norms and norms else None,
+        layer_norms=layer_norms,
+        layer_norm_lookalikes=layer_norm_lookalikes,
     )
 
 

@@ -39,6 +39,7 @@ TITAN_QUANTIZING = "quantize."
 """How the names of TorchTitan's own converters begin"""
 CONVERTERS = (
     *QUANTIZING_CONVERTERS,
+    "fused_norm",
     "fused_rmsnorm",
     ROUTER_CONVERTER,
     "quantize.linear.float8",

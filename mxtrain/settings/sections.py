@@ -1,4 +1,4 @@
-"""mxtrain's TOML sections: ``[mxnorm]``, ``[fused_rmsnorm]``, ``[decompose_k_router]``, ``[model_args]``, ``[data]``.
+"""mxtrain's TOML sections: ``[mxnorm]``, ``[fused_norm]``, ``[decompose_k_router]``, ``[model_args]``, ``[data]``.
 
 With ``job.custom_config_module = "mxtrain.titan.job_config"`` TorchTitan merges ``JobConfig`` into its own job config,
 and shows the docstring under each field in ``--help``. This file must not postpone annotations: TorchTitan's merge of
@@ -190,7 +190,7 @@ class MXNorm:
 
 
 @dataclass
-class FusedRMSNorm:
+class FusedNorm:
     when_compiled: Literal["auto", "kernel", "formula"] = "auto"
     """
     Implementation in layers compiled by torch.compile: "kernel" (mxtrain's), "formula" (PyTorch's, which the compiler
@@ -199,6 +199,11 @@ class FusedRMSNorm:
 
     filter_fqns: Names = field(default_factory=list)
     """Comma-separated names of norms, or of modules with norms, that stay PyTorch's; see mxnorm.filter_fqns"""
+
+
+@dataclass
+class FusedRMSNorm(FusedNorm):
+    """The same for the converter ``fused_rmsnorm``, which leaves LayerNorm to PyTorch."""
 
 
 @dataclass
@@ -398,6 +403,7 @@ class Checkpoint:
 @dataclass
 class JobConfig:
     mxnorm: MXNorm = field(default_factory=MXNorm)
+    fused_norm: FusedNorm = field(default_factory=FusedNorm)
     fused_rmsnorm: FusedRMSNorm = field(default_factory=FusedRMSNorm)
     decompose_k_router: DecomposeKRouter = field(default_factory=DecomposeKRouter)
     model_args: ModelArgs = field(default_factory=ModelArgs)

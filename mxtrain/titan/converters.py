@@ -11,7 +11,7 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from mxtrain.conversion.convert import apply
-from mxtrain.conversion.kernel_converters import DecomposeKRouterConverter, FusedRMSNormConverter
+from mxtrain.conversion.kernel_converters import DecomposeKRouterConverter, FusedNormConverter, FusedRMSNormConverter
 from mxtrain.conversion.mx_converters import MXLinearConverter, MXNormConverter
 from mxtrain.conversion.plan import Plan
 from mxtrain.conversion.schedule import attach_schedule
@@ -178,10 +178,11 @@ class TitanMXNorm(TitanMXLinear):
         return MXNormConverter(**_linear_settings(job_config), **{key: getattr(section, key) for key in _MXNORM_KEYS})
 
 
-class TitanFusedRMSNorm(_TitanConverter):
-    """``fused_rmsnorm``, with the settings of the section [fused_rmsnorm]."""
+class TitanFusedNorm(_TitanConverter):
+    """``fused_norm``, with the settings of the section [fused_norm]."""
 
-    name = section = "fused_rmsnorm"
+    name = section = "fused_norm"
+    kind = FusedNormConverter
 
     def __init__(self, job_config, parallel_dims):
         super().__init__(job_config, parallel_dims)
@@ -193,10 +194,17 @@ class TitanFusedRMSNorm(_TitanConverter):
             )
 
     @classmethod
-    def from_job(cls, job_config) -> FusedRMSNormConverter:
+    def from_job(cls, job_config) -> FusedNormConverter:
         section = _section(job_config, cls.name)
-        require_one_of("fused_rmsnorm.when_compiled", section.when_compiled, WHEN_COMPILED)
-        return FusedRMSNormConverter(filter_fqns=section.filter_fqns, when_compiled=section.when_compiled)
+        require_one_of(f"{cls.name}.when_compiled", section.when_compiled, WHEN_COMPILED)
+        return cls.kind(filter_fqns=section.filter_fqns, when_compiled=section.when_compiled)
+
+
+class TitanFusedRMSNorm(TitanFusedNorm):
+    """``fused_rmsnorm``, with the settings of the section [fused_rmsnorm]."""
+
+    name = section = "fused_rmsnorm"
+    kind = FusedRMSNormConverter
 
 
 class TitanDecomposeKRouter(_TitanConverter):
@@ -209,7 +217,7 @@ class TitanDecomposeKRouter(_TitanConverter):
         return DecomposeKRouterConverter(filter_fqns=_section(job_config, cls.name).filter_fqns)
 
 
-TITAN_CONVERTERS = (TitanMXNorm, TitanMXLinear, TitanFusedRMSNorm, TitanDecomposeKRouter)
+TITAN_CONVERTERS = (TitanMXNorm, TitanMXLinear, TitanFusedNorm, TitanFusedRMSNorm, TitanDecomposeKRouter)
 
 
 def register_converters() -> None:
