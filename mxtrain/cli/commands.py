@@ -155,6 +155,7 @@ Print versions, devices, and for each recipe the execution mode that mode = "aut
 
   mxtrain doctor
   mxtrain doctor --explain-norm 32768 4096           which kernels the fused RMSNorm runs for this shape, and why
+  mxtrain doctor --explain-norm 32768 4096 --norm layer   the same for the fused LayerNorm
   mxtrain doctor --explain-norm 32768 4096 --tune    find the fastest plan on this GPU first, and keep it
   mxtrain doctor --explain-router 8192 256 7168      which kernels a router's gate runs, and why; also takes --tune
   mxtrain doctor --model CONFIG --mxnorm.p 1         a config's parameters, memory per GPU, multiplications, conversion
@@ -173,6 +174,7 @@ Print versions, devices, and for each recipe the execution mode that mode = "aut
         metavar=("M", "N"),
         help="print only which kernels the fused RMSNorm of an M x N matrix runs here, and why",
     )
+    parser.add_argument("--norm", help="with --explain-norm: rms (RMSNorm, the default) or layer (LayerNorm)")
     parser.add_argument(
         "--explain-router",
         nargs=3,
@@ -219,6 +221,8 @@ def _doctor(options) -> int:
     asked = [sizes for sizes in (options.explain_norm, options.explain_router) if sizes is not None]
     if not asked and (options.dtype or options.tune):
         raise ConfigError("--dtype and --tune go with --explain-norm M N or --explain-router TOKENS EXPERTS HIDDEN")
+    if options.norm and not options.explain_norm:
+        raise ConfigError("--norm goes with --explain-norm M N")
     if len(asked) > 1:
         raise ConfigError("--explain-norm and --explain-router: ask for one at a time")
     from mxtrain.cli import doctor
@@ -227,5 +231,6 @@ def _doctor(options) -> int:
         print(doctor.report())
     else:
         explain = doctor.explain_norm if options.explain_norm else doctor.explain_router
-        print(explain(*asked[0], options.dtype or "bfloat16", options.tune))
+        kind = {"norm": options.norm} if options.norm else {}
+        print(explain(*asked[0], options.dtype or "bfloat16", options.tune, **kind))
     return 0

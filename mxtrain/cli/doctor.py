@@ -23,6 +23,7 @@ NOTICEABLE = 0.03
 
 MISSING = "not installed"
 KERNEL_DTYPES = ("bfloat16", "float16", "float32")
+NORMS = {"rms": "RMSNorm", "layer": "LayerNorm"}
 
 
 def report() -> str:
@@ -99,17 +100,19 @@ def advise(pre_round: float, exact: float) -> str:
     )
 
 
-def explain_norm(rows: int, columns: int, dtype: str = "bfloat16", tune: bool = False) -> str:
-    """Describe how the kernels of ``mxtrain.rms_norm`` walk a matrix [rows, columns] on this machine, and why.
+def explain_norm(rows: int, columns: int, dtype: str = "bfloat16", tune: bool = False, norm: str = "rms") -> str:
+    """Describe how the kernels of a norm walk a matrix [rows, columns] on this machine, and why.
 
     Args:
         dtype: of the matrix: bfloat16, float16 or float32.
         tune: time other plans first, and keep the fastest for this and later processes.
+        norm: "rms" for ``mxtrain.rms_norm``, "layer" for ``mxtrain.layer_norm``.
 
     Raises:
         ConfigError: for an unsupported shape or dtype, without Triton, or for ``tune`` without a GPU.
     """
     _check_kernels("--explain-norm", dtype)
+    require_one_of("--norm", norm, NORMS)
     from mxtrain.kernels.norm import rms_norm_plan, rms_norm_tuning
 
     if rows < 1 or not 1 <= columns <= rms_norm_plan.MAX_COLUMNS:
@@ -118,16 +121,17 @@ def explain_norm(rows: int, columns: int, dtype: str = "bfloat16", tune: bool = 
         )
     _check_tuning(tune)
     shape = rows, columns, getattr(torch, dtype)
+    forward, backward = rms_norm_plan.OPERATIONS[norm]
     if tune:
-        rms_norm_tuning.tune_forward(*shape)
-        rms_norm_tuning.tune_backward(*shape, has_weight=True)
+        rms_norm_tuning.tune_forward(*shape, operation=forward)
+        rms_norm_tuning.tune_backward(*shape, has_weight=True, operation=backward)
     device, where = _where()
     choices = {
-        "forward": rms_norm_plan.choose_forward(*shape, device),
-        "backward": rms_norm_plan.choose_backward(*shape, True, device),
+        "forward": rms_norm_plan.choose_forward(*shape, device, forward),
+        "backward": rms_norm_plan.choose_backward(*shape, True, device, backward),
     }
     texts = [f"{name}\n{_table(_norm_rows(choice))}" for name, choice in choices.items()]
-    return "\n\n".join([f"RMSNorm of {rows} x {columns}, {dtype}, on {where}", *texts])
+    return "\n\n".join([f"{NORMS[norm]} of {rows} x {columns}, {dtype}, on {where}", *texts])
 
 
 def _norm_rows(choice) -> list[tuple[str, str]]:

@@ -71,6 +71,8 @@ BACKWARD = Operation("rms_norm_backward", 2, ("rows", "columns"), BackwardSettin
 # The same kernels. LayerNorm's backward sums dbias, too, so other plans can be faster.
 LAYER_FORWARD = FORWARD._replace(name="layer_norm_forward", version=1)
 LAYER_BACKWARD = BACKWARD._replace(name="layer_norm_backward", version=1)
+# Kind of norm -> its forward and its backward.
+OPERATIONS = {"rms": (FORWARD, BACKWARD), "layer": (LAYER_FORWARD, LAYER_BACKWARD)}
 
 
 def check_columns(x: torch.Tensor) -> None:
