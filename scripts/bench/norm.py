@@ -1,35 +1,37 @@
-"""The fused RMSNorm, forward and backward, against its peers: time, bytes moved, share of the copy bandwidth.
+"""The fused RMSNorm or LayerNorm, forward and backward, against peers: time, bytes moved, share of the copy bandwidth.
 
     python scripts/bench/norm.py --profiler                       every section, nine shapes: kernel times
+    python scripts/bench/norm.py --norm layer --only backward --profiler     LayerNorm
     python scripts/bench/norm.py --only backward --shapes 32768x4096 --json norm.json --plot norm.png
     python scripts/bench/norm.py --tune --profiler                also our kernels with a plan tuned per shape
     python scripts/bench/norm.py --check                          results only, no times
 
-forward   x, weight -> y, bf16
+forward   x, weight -> y, bf16; LayerNorm reads a bias, too
 training  the same with gradients enabled, so that rstd is kept for the backward. mxtrain always keeps it; compiled
           F.rms_norm keeps it only here
-backward  dy, x, weight -> dx, dweight, bf16
+backward  dy, x, weight -> dx, dweight, bf16, and dbias for LayerNorm
 
 Peers are PyTorch's own kernels, torch.compile in its default mode and with max-autotune, and Liger and Quack if they
-are installed. "x peer" compares with the fastest peer at that shape. There are two compiled backwards: the formula, and
-autograd through a compiled F.rms_norm. Bytes count the tensors named above; rstd does not count.
+are installed; Quack has no backward of LayerNorm. "x peer" compares with the fastest peer at that shape. RMSNorm has
+two compiled backwards: the formula, and autograd through a compiled F.rms_norm. Bytes count the tensors named above;
+rstd and the mean do not count.
 
-Every result is compared with the plain PyTorch reference before it is timed: "ok" is equal up to rounding. A peer whose
-result is not is marked "differs". "of copy", "of same-size copy" and times are defined as in cast.py. The run starts
-without tuned plans, and plans it tunes are discarded at its end.
+Every result is compared with the plain PyTorch reference in fp64 before it is timed: "ok" is equal up to rounding. A
+peer whose result is not is marked "differs". "of copy", "of same-size copy" and times are defined as in cast.py. The
+run starts without tuned plans, and plans it tunes are discarded at its end.
 """
 
+import functools
 import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from unittest import mock
 
 import kernel_benchmark
 import torch
-import torch.nn.functional as F
 from kernel_benchmark import (
     COLUMNS,
     Entry,
@@ -42,10 +44,10 @@ from kernel_benchmark import (
     is_rounding_apart,
     ours,
 )
+from norm_kinds import KINDS, RMS, Kind
 
-from mxtrain.reference.rms_norm import rms_norm, rms_norm_backward
+from mxtrain.kernels.norm import rms_norm_plan, rms_norm_tuning
 
-EPS = 1e-5
 DTYPE = torch.bfloat16
 # The share of the copy bandwidth counts from this size on; smaller shapes fit partly in the L2 cache.
 MEMORY_BOUND_BYTES = 100e6
@@ -79,147 +81,121 @@ def our_entries(name: str, run: Callable, reads: tuple, check: Callable, choose:
 # Sections forward and training
 
 
-def forward_entries(tune: bool, training: bool, shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels.norm.rms_norm import rms_norm as kernel
-    from mxtrain.kernels.norm.rms_norm_plan import choose_forward
-    from mxtrain.kernels.norm.rms_norm_tuning import tune_forward
-
-    x, weight = draw(shape, device), draw(shape[1:], device)
-    reads = (x, weight)
+def forward_entries(
+    kind: Kind, tune: bool, training: bool, shape: Shape, device: str, max_autotune: bool
+) -> list[Entry]:
+    reads = (draw(shape, device), *(draw(shape[1:], device) for _ in kind.vectors))
     inputs = tuple(t.detach().requires_grad_(training) for t in reads)
 
+    @functools.cache
+    def want() -> torch.Tensor:
+        return kind.reference(*(t.double() for t in reads))[0].to(DTYPE)
+
     def check(y) -> bool:
-        return is_rounding_apart(y.detach(), rms_norm(x, weight, EPS)[0])
+        return is_rounding_apart(y.detach(), want())
 
     entries = [
-        Entry("F.rms_norm", lambda: partial(f_rms_norm, *inputs), reads, check),
-        *compiled("F.rms_norm", f_rms_norm, inputs, max_autotune, check),
+        Entry(kind.title, lambda: partial(kind.function, *inputs), reads, check),
+        *compiled(kind.title, kind.function, inputs, max_autotune, check),
     ]
     if importlib.util.find_spec("liger_kernel"):
-        entries.append(Entry("Liger", lambda: liger_forward(x, weight), reads, check))
+        entries.append(Entry("Liger", lambda: kind.liger(*reads), reads, check))
     if importlib.util.find_spec("quack"):
-        entries.append(Entry("Quack", lambda: quack_forward(x, weight), reads, check))
+        entries.append(Entry("Quack", lambda: kind.quack(*reads), reads, check))
+    operation, _ = rms_norm_plan.OPERATIONS[kind.operations]
     entries += our_entries(
         "mxtrain",
-        lambda: kernel(x, weight, EPS)[0],
+        lambda: kind.kernel(*reads),
         reads,
         check,
-        partial(choose_forward, *shape, DTYPE, x.device),
-        partial(tune_forward, *shape, DTYPE) if tune else None,
+        partial(rms_norm_plan.choose_forward, *shape, DTYPE, reads[0].device, operation),
+        partial(rms_norm_tuning.tune_forward, *shape, DTYPE, operation) if tune else None,
     )
     return against_all(entries)
-
-
-def f_rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return F.rms_norm(x, x.shape[-1:], weight, EPS)
-
-
-def liger_forward(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], object]:
-    from liger_kernel.ops.rms_norm import rms_norm_forward
-
-    return lambda: rms_norm_forward(x, weight, EPS, 0.0, "llama", False)[0]
-
-
-def quack_forward(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], object]:
-    from quack.rmsnorm import rmsnorm_fwd
-
-    return lambda: rmsnorm_fwd(x, weight, eps=EPS, store_rstd=True)[0]
 
 
 # Section backward
 
 
-def backward_entries(tune: bool, shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels.norm.rms_norm_backward import rms_norm_backward as kernel
-    from mxtrain.kernels.norm.rms_norm_plan import choose_backward
-    from mxtrain.kernels.norm.rms_norm_tuning import tune_backward
-
-    dy, x, weight = draw(shape, device), draw(shape, device), draw(shape[1:], device)
-    rstd = rms_norm(x, None, EPS)[1]
+def backward_entries(kind: Kind, tune: bool, shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
+    dy, x, *vectors = (draw(shape, device), draw(shape, device), *(draw(shape[1:], device) for _ in kind.vectors))
+    _, *numbers = kind.reference(x.double(), *(vector.double() for vector in vectors))
+    numbers, weight = [each.float() for each in numbers], vectors[0]
     reads = (dy, x, weight)
 
-    def check(gradients) -> bool:
-        return all(map(is_rounding_apart, gradients, rms_norm_backward(dy, x, rstd, weight)))
+    @functools.cache
+    def wants() -> list[torch.Tensor]:
+        wide = (each.double() for each in (dy, x, *numbers, weight))
+        return [gradient.to(DTYPE) for gradient in kind.reference_backward(*wide)]
 
+    def check(gradients) -> bool:
+        return all(map(is_rounding_apart, gradients, wants(), strict=True))
+
+    args = (dy, x, *numbers, weight)
     entries = [
-        Entry("F.rms_norm", lambda: eager_backward(dy, x, weight), reads, check),
+        Entry(kind.title, lambda: kind.eager_backward(dy, x, *vectors), reads, check),
         *(
             entry._replace(reads=reads)
-            for entry in compiled("formula", rms_norm_backward, (dy, x, rstd, weight), max_autotune, check)
+            for entry in compiled("formula", kind.reference_backward, args, max_autotune, check)
+            if kind.formula
         ),
         *(
-            Entry(f"F.rms_norm, {word}", partial(compiled_backward, dy, x, weight, mode), reads, check)
+            Entry(f"{kind.title}, {word}", partial(compiled_backward, kind, dy, x, vectors, mode), reads, check)
             for word, mode in compile_modes(max_autotune).items()
         ),
     ]
     if importlib.util.find_spec("liger_kernel"):
-        entries.append(Entry("Liger", lambda: liger_backward(dy, x, weight), reads, check))
-    if importlib.util.find_spec("quack"):
-        entries.append(Entry("Quack", lambda: quack_backward(dy, x, weight, rstd), reads, check))
+        entries.append(Entry("Liger", lambda: kind.liger_backward(dy, x, *vectors), reads, check))
+    if importlib.util.find_spec("quack") and kind.quack_backward:
+        entries.append(Entry("Quack", lambda: kind.quack_backward(dy, x, *numbers, *vectors), reads, check))
+    _, operation = rms_norm_plan.OPERATIONS[kind.operations]
     entries += our_entries(
         "mxtrain",
-        lambda: kernel(dy, x, rstd, weight),
+        lambda: kind.backward_kernel(*args),
         reads,
         check,
-        partial(choose_backward, *shape, DTYPE, True, x.device),
-        partial(tune_backward, *shape, DTYPE, True) if tune else None,
+        partial(rms_norm_plan.choose_backward, *shape, DTYPE, True, x.device, operation),
+        partial(rms_norm_tuning.tune_backward, *shape, DTYPE, True, operation) if tune else None,
     )
     return against_all(entries)
 
 
-def eager_backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Callable[[], object]:
-    """Return PyTorch's own backward kernels, called without autograd."""
-    _, rstd = torch.ops.aten._fused_rms_norm(x, x.shape[-1:], weight, EPS)
-    return lambda: torch.ops.aten._fused_rms_norm_backward(dy, x, x.shape[-1:], rstd, weight, [True, True])
-
-
 def compiled_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mode: str | None
+    kind: Kind, dy: torch.Tensor, x: torch.Tensor, vectors: Sequence[torch.Tensor], mode: str | None
 ) -> Callable[[], object]:
-    """Return the backward graph of a compiled F.rms_norm, ready to run many times."""
-    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    """Return the backward graph of PyTorch's function, compiled, ready to run many times."""
+    inputs = tuple(t.detach().requires_grad_() for t in (x, *vectors))
     # By default the backward may overwrite saved tensors, so it could run only once.
     with torch._functorch.config.patch(donated_buffer=False):
-        y = compiled_function(f_rms_norm, mode)(x, weight)
-        run = partial(torch.autograd.grad, y, (x, weight), dy, retain_graph=True)
+        y = compiled_function(kind.function, mode)(*inputs)
+        run = partial(torch.autograd.grad, y, inputs, dy, retain_graph=True)
         run()
     return run
-
-
-def liger_backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Callable[[], object]:
-    from liger_kernel.ops.rms_norm import rms_norm_backward, rms_norm_forward
-
-    _, _, rstd, block_size, warps, casting = rms_norm_forward(x, weight, EPS, 0.0, "llama", False)
-    return lambda: rms_norm_backward(dy, x, weight, rstd, 0.0, casting, block_size, warps, False, False)[:2]
-
-
-def quack_backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor) -> Callable[[], object]:
-    from quack.rmsnorm import rmsnorm_bwd
-
-    return lambda: rmsnorm_bwd(x, weight, dy, rstd)[:2]
 
 
 # Running them
 
 
-def sections(tune: bool) -> dict[str, Section]:
-    """Return all sections; with ``tune`` they include our tuned kernels."""
-    forward, training = (partial(forward_entries, tune, training) for training in (False, True))
-    backward = partial(backward_entries, tune)
+def sections(tune: bool, kind: Kind = RMS) -> dict[str, Section]:
+    """Return all sections for a kind of norm; with ``tune`` they include our tuned kernels."""
+    forward, training = (partial(forward_entries, kind, tune, training) for training in (False, True))
+    backward = partial(backward_entries, kind, tune)
+    given, gradients = (", ".join(f"{prefix}{name}" for name in kind.vectors) for prefix in ("", "d"))
     return {
-        "forward": Section("x, weight -> y, bf16", SHAPES, forward, fastest=True),
-        "training": Section("x, weight -> y, bf16, before a backward", SHAPES, training, fastest=True),
-        "backward": Section("dy, x, weight -> dx, dweight, bf16", SHAPES, backward, fastest=True),
+        "forward": Section(f"x, {given} -> y, bf16", SHAPES, forward, fastest=True),
+        "training": Section(f"x, {given} -> y, bf16, before a backward", SHAPES, training, fastest=True),
+        "backward": Section(f"dy, x, weight -> dx, {gradients}, bf16", SHAPES, backward, fastest=True),
     }
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = kernel_benchmark.parser(__doc__, sections(False), max_autotune=True)
+    parser.add_argument("--norm", choices=KINDS, default="rms", help="RMSNorm (the default) or LayerNorm")
     parser.add_argument("--tune", action="store_true", help="add our kernels with a plan tuned per shape")
     args = parser.parse_args(argv)
     columns = COLUMNS | {"peer": "<", "note": "<"}
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"MXTRAIN_CACHE": folder}):
-        return kernel_benchmark.run("norm.py", sections(args.tune), args, columns, MEMORY_BOUND_BYTES)
+        return kernel_benchmark.run("norm.py", sections(args.tune, KINDS[args.norm]), args, columns, MEMORY_BOUND_BYTES)
 
 
 if __name__ == "__main__":

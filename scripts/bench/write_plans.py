@@ -67,11 +67,14 @@ class Subject(NamedTuple):
     small: tuple[int, ...]
 
 
-def norm_subject(operation: Operation, search: Callable, inputs: int) -> Subject:
+def norm_subject(operation: Operation) -> Subject:
     bf16 = torch.bfloat16
+    is_forward = rms_norm_plan.is_forward(operation)
+    search = rms_norm_tuning.search_forward if is_forward else rms_norm_tuning.search_backward
+    inputs = 1 if is_forward else 2
     return Subject(
         operation,
-        lambda at, device: search(*at, bf16, device),
+        lambda at, device: search(*at, bf16, device, operation=operation),
         lambda at: inputs * 2 * math.prod(at),
         lambda at, gpu: rms_norm_plan.choose_settings(operation, *at, bf16, True, gpu).plan,
         None,
@@ -108,8 +111,7 @@ def product_ranges(at: tuple[int, int, int]) -> tuple[tuple[int, int], ...]:
 SUBJECTS = {
     subject.operation.name: subject
     for subject in (
-        norm_subject(rms_norm_plan.FORWARD, rms_norm_tuning.search_forward, 1),
-        norm_subject(rms_norm_plan.BACKWARD, rms_norm_tuning.search_backward, 2),
+        *(norm_subject(operation) for pair in rms_norm_plan.OPERATIONS.values() for operation in pair),
         product_subject(True),
         product_subject(False),
     )

@@ -300,6 +300,7 @@ class TestNorm:
 
     def test_a_plan_is_tuned_only_when_its_entry_runs(self, monkeypatch):
         from mxtrain.kernels.norm import rms_norm_tuning
+        from mxtrain.kernels.norm.rms_norm_plan import FORWARD
 
         tuned = []
         monkeypatch.setattr(rms_norm_tuning, "tune_forward", lambda *args: tuned.append(args))
@@ -307,7 +308,7 @@ class TestNorm:
         ours.make()
         assert tuned == []
         ours_tuned.make()
-        assert tuned == [(8, 96, torch.bfloat16)]
+        assert tuned == [(8, 96, torch.bfloat16, FORWARD)]
 
     def test_max_autotune_is_the_default(self):
         parse = kernel_benchmark.parser("", bench_norm.sections(False), max_autotune=True).parse_args

@@ -30,9 +30,9 @@ def _sum_partials_kernel(
     row = tl.sum(total, 0)
     if TWO:
         # Two stores, because the results may have different dtypes.
-        is_first = tl.program_id(1) == 0
-        tl.store(second_ptr + column, row.to(second_ptr.dtype.element_ty), mask=inside & (not is_first))
-        inside &= is_first
+        of_first = tl.where(tl.program_id(1) == 0, columns, 0)
+        tl.store(second_ptr + column, row.to(second_ptr.dtype.element_ty), mask=column < columns - of_first)
+        inside = column < of_first
     tl.store(results, row.to(first_ptr.dtype.element_ty), mask=inside)
 
 

@@ -1,0 +1,189 @@
+"""What ``norm.py`` knows of each kind of norm: mxtrain's kernels, the reference, and the peers.
+
+"vectors" are weight, and bias for LayerNorm. "numbers" are what the forward keeps of each row for the backward: rstd,
+and before it the mean for LayerNorm.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from mxtrain.reference import layer_norm, rms_norm
+
+EPS = 1e-5
+
+
+class Kind(NamedTuple):
+    """A kind of norm. Every ``..._backward`` of a peer returns a function that takes no arguments.
+
+    Attributes:
+        title: how PyTorch calls it, for the names of peers.
+        vectors: names of its vectors.
+        operations: its forward and backward among ``rms_norm_plan.OPERATIONS``.
+        function: (x, *vectors) -> y, PyTorch's.
+        reference: (x, *vectors) -> y and numbers, in the dtype of x or fp32.
+        reference_backward: (dy, x, *numbers, weight) -> gradients of x and of the vectors.
+        kernel: (x, *vectors) -> y, mxtrain's.
+        backward_kernel: (dy, x, *numbers, weight) -> gradients, mxtrain's.
+        formula: whether the reference's backward, compiled, is a peer of its own. LayerNorm's is what Inductor makes
+            of F.layer_norm's backward.
+        eager_backward: (dy, x, *vectors), PyTorch's own kernels.
+        liger: (x, *vectors).
+        liger_backward: (dy, x, *vectors).
+        quack: (x, *vectors).
+        quack_backward: (dy, x, *numbers, *vectors); None if Quack has none.
+    """
+
+    title: str
+    vectors: tuple[str, ...]
+    operations: str
+    function: Callable
+    reference: Callable
+    reference_backward: Callable
+    kernel: Callable
+    backward_kernel: Callable
+    formula: bool
+    eager_backward: Callable
+    liger: Callable
+    liger_backward: Callable
+    quack: Callable
+    quack_backward: Callable | None
+
+
+# RMSNorm
+
+
+def f_rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, EPS)
+
+
+def rms_norm_kernel(x, weight):
+    from mxtrain.kernels.norm.rms_norm import rms_norm as kernel
+
+    return kernel(x, weight, EPS)[0]
+
+
+def rms_norm_backward_kernel(dy, x, rstd, weight):
+    from mxtrain.kernels.norm.rms_norm_backward import rms_norm_backward as kernel
+
+    return kernel(dy, x, rstd, weight)
+
+
+def eager_rms_norm_backward(dy, x, weight):
+    _, rstd = torch.ops.aten._fused_rms_norm(x, x.shape[-1:], weight, EPS)
+    return lambda: torch.ops.aten._fused_rms_norm_backward(dy, x, x.shape[-1:], rstd, weight, [True, True])
+
+
+def liger_rms_norm(x, weight):
+    from liger_kernel.ops.rms_norm import rms_norm_forward
+
+    return lambda: rms_norm_forward(x, weight, EPS, 0.0, "llama", False)[0]
+
+
+def liger_rms_norm_backward(dy, x, weight):
+    from liger_kernel.ops.rms_norm import rms_norm_backward, rms_norm_forward
+
+    _, _, rstd, block_size, warps, casting = rms_norm_forward(x, weight, EPS, 0.0, "llama", False)
+    return lambda: rms_norm_backward(dy, x, weight, rstd, 0.0, casting, block_size, warps, False, False)[:2]
+
+
+def quack_rms_norm(x, weight):
+    from quack.rmsnorm import rmsnorm_fwd
+
+    return lambda: rmsnorm_fwd(x, weight, eps=EPS, store_rstd=True)[0]
+
+
+def quack_rms_norm_backward(dy, x, rstd, weight):
+    from quack.rmsnorm import rmsnorm_bwd
+
+    return lambda: rmsnorm_bwd(x, weight, dy, rstd)[:2]
+
+
+RMS = Kind(
+    title="F.rms_norm",
+    vectors=("weight",),
+    operations="rms",
+    function=f_rms_norm,
+    reference=lambda x, weight: rms_norm.rms_norm(x, weight, EPS)[:2],
+    reference_backward=rms_norm.rms_norm_backward,
+    kernel=rms_norm_kernel,
+    backward_kernel=rms_norm_backward_kernel,
+    formula=True,
+    eager_backward=eager_rms_norm_backward,
+    liger=liger_rms_norm,
+    liger_backward=liger_rms_norm_backward,
+    quack=quack_rms_norm,
+    quack_backward=quack_rms_norm_backward,
+)
+
+
+# LayerNorm
+
+
+def f_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+
+
+def layer_norm_kernel(x, weight, bias):
+    from mxtrain.kernels.norm.layer_norm import layer_norm as kernel
+
+    return kernel(x, weight, bias, EPS)[0]
+
+
+def layer_norm_backward_reference(dy, x, mean, rstd, weight):
+    return layer_norm.layer_norm_backward(dy, x, mean, rstd, weight, None, weight.dtype, weight.dtype)
+
+
+def layer_norm_backward_kernel(dy, x, mean, rstd, weight):
+    from mxtrain.kernels.norm.layer_norm_backward import layer_norm_backward as kernel
+
+    return kernel(dy, x, mean, rstd, weight, None, weight.dtype, weight.dtype)
+
+
+def eager_layer_norm_backward(dy, x, weight, bias):
+    shape = x.shape[-1:]
+    _, mean, rstd = torch.ops.aten.native_layer_norm(x, shape, weight, bias, EPS)
+    wanted = [True, True, True]
+    return lambda: torch.ops.aten.native_layer_norm_backward(dy, x, shape, mean, rstd, weight, bias, wanted)
+
+
+def liger_layer_norm(x, weight, bias):
+    from liger_kernel.ops.layer_norm import layer_norm_forward
+
+    return lambda: layer_norm_forward(x, weight, bias, EPS)[0]
+
+
+def liger_layer_norm_backward(dy, x, weight, bias):
+    from liger_kernel.ops.layer_norm import layer_norm_backward, layer_norm_forward
+
+    _, _, mean, rstd, *_ = layer_norm_forward(x, weight, bias, EPS)
+    return lambda: layer_norm_backward(dy, x, weight, bias, mean, rstd)[:3]
+
+
+def quack_layer_norm(x, weight, bias):
+    from quack.rmsnorm import layernorm_fwd
+
+    weight, bias = weight.float(), bias.float()  # it takes no others
+    return lambda: layernorm_fwd(x, weight, bias, EPS, True, True)[0]
+
+
+LAYER = Kind(
+    title="F.layer_norm",
+    vectors=("weight", "bias"),
+    operations="layer",
+    function=f_layer_norm,
+    reference=lambda x, weight, bias: layer_norm.layer_norm(x, weight, bias, EPS)[:3],
+    reference_backward=layer_norm_backward_reference,
+    kernel=layer_norm_kernel,
+    backward_kernel=layer_norm_backward_kernel,
+    formula=False,
+    eager_backward=eager_layer_norm_backward,
+    liger=liger_layer_norm,
+    liger_backward=liger_layer_norm_backward,
+    quack=quack_layer_norm,
+    quack_backward=None,
+)
+
+KINDS = {"rms": RMS, "layer": LAYER}
