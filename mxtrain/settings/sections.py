@@ -202,11 +202,6 @@ class FusedNorm:
 
 
 @dataclass
-class FusedRMSNorm(FusedNorm):
-    """The same for the converter ``fused_rmsnorm``, which leaves LayerNorm to PyTorch."""
-
-
-@dataclass
 class DecomposeKRouter:
     filter_fqns: Names = field(default_factory=list)
     """Comma-separated names of gates, or of modules with gates, that stay PyTorch's; see mxnorm.filter_fqns"""
@@ -404,7 +399,7 @@ class Checkpoint:
 class JobConfig:
     mxnorm: MXNorm = field(default_factory=MXNorm)
     fused_norm: FusedNorm = field(default_factory=FusedNorm)
-    fused_rmsnorm: FusedRMSNorm = field(default_factory=FusedRMSNorm)
+    fused_rmsnorm: FusedNorm = field(default_factory=FusedNorm)
     decompose_k_router: DecomposeKRouter = field(default_factory=DecomposeKRouter)
     model_args: ModelArgs = field(default_factory=ModelArgs)
     data: Data = field(default_factory=Data)

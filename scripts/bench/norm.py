@@ -129,7 +129,7 @@ def backward_entries(kind: Kind, tune: bool, shape: Shape, device: str, max_auto
         return [gradient.to(DTYPE) for gradient in kind.reference_backward(*wide)]
 
     def check(gradients) -> bool:
-        return all(map(is_rounding_apart, gradients, wants(), strict=True))
+        return all(is_rounding_apart(gradient, want) for gradient, want in zip(gradients, wants(), strict=True))
 
     args = (dy, x, *numbers, weight)
     entries = [

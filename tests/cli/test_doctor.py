@@ -67,16 +67,24 @@ def test_estimators_are_timed_on_a_gpu_only():
 
 
 @pytest.mark.usefixtures("empty_cache")
-@pytest.mark.parametrize(("shape", "variant"), [((32768, 768), "persistent"), ((512, 65536), "looped")])
-def test_the_norm_of_a_shape_is_explained(shape, variant, monkeypatch):
+@pytest.mark.parametrize(
+    ("shape", "variant", "norm"),
+    [
+        ((32768, 768), "persistent", "rms"),
+        ((512, 65536), "looped", "rms"),
+        ((32768, 576), "persistent", "layer"),
+    ],
+)
+def test_the_norm_of_a_shape_is_explained(shape, variant, norm, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    title, _, *lines = doctor.explain_norm(*shape).splitlines()
-    assert title == f"RMSNorm of {shape[0]} x {shape[1]}, bfloat16, on 132 SMs (no GPU here)"
+    title, _, *lines = doctor.explain_norm(*shape, norm=norm).splitlines()
+    forward, backward_operation = rms_norm_plan.OPERATIONS[norm]
+    assert title == f"{'RMSNorm' if norm == 'rms' else 'LayerNorm'} of {shape[0]} x {shape[1]}, bfloat16, on 132 SMs (no GPU here)"
     backward = lines.index("backward")
     device = torch.device("cpu")
     for part, choice in [
-        (lines[1 : backward - 1], rms_norm_plan.choose_forward(*shape, torch.bfloat16, device)),
-        (lines[backward + 1 :], rms_norm_plan.choose_backward(*shape, torch.bfloat16, True, device)),
+        (lines[1 : backward - 1], rms_norm_plan.choose_forward(*shape, torch.bfloat16, device, forward)),
+        (lines[backward + 1 :], rms_norm_plan.choose_backward(*shape, torch.bfloat16, True, device, backward_operation)),
     ]:
         texts = [line.strip().split("  ", 1) for line in part]
         facts = {name: text.strip() for name, text in texts}
@@ -94,12 +102,12 @@ def test_the_norm_of_a_shape_is_explained(shape, variant, monkeypatch):
 
 
 @pytest.mark.usefixtures("empty_cache")
-def test_tuning_comes_before_the_explanation(monkeypatch):
+@pytest.mark.parametrize("norm", rms_norm_plan.OPERATIONS)
+def test_tuning_comes_before_the_explanation(norm, monkeypatch):
     """With a stand-in for the timing, which finds that 16 warps are the fastest."""
     shape, found = (2048, 2048), []
 
-    def tuned(rows, columns, dtype, has_weight=None):
-        operation = rms_norm_plan.FORWARD if has_weight is None else rms_norm_plan.BACKWARD
+    def tuned(rows, columns, dtype, operation, has_weight=True):
         settings = rms_norm_plan.choose_settings(
             operation, rows, columns, dtype, True, gpu_of(torch.device("cpu"))
         ).plan
@@ -111,8 +119,8 @@ def test_tuning_comes_before_the_explanation(monkeypatch):
     monkeypatch.setattr(rms_norm_tuning, "tune_backward", tuned)
     monkeypatch.setattr(doctor, "default_device_type", lambda: "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    lines = [line.split() for line in doctor.explain_norm(*shape, "float16", tune=True).splitlines()]
-    assert found == ["rms_norm_forward", "rms_norm_backward"]
+    lines = [line.split() for line in doctor.explain_norm(*shape, "float16", True, norm).splitlines()]
+    assert found == [f"{norm}_norm_forward", f"{norm}_norm_backward"]
     assert lines.count(["source", "tuned"]) == 2 and lines.count(["warps", "16"]) == 2
 
 
@@ -124,6 +132,7 @@ def test_tuning_comes_before_the_explanation(monkeypatch):
         ((4, 0), "--explain-norm 4 0: expected"),
         ((4, 64, "float64"), "--dtype = 'float64' is not one of: 'bfloat16', 'float16', 'float32'"),
         ((4, 64, "bfloat16", True), "--tune times kernels on a GPU, and PyTorch sees none here"),
+        ((4, 64, "bfloat16", False, "group"), "--norm = 'group' is not one of: 'rms', 'layer'"),
     ],
 )
 def test_a_norm_that_cannot_be_explained(arguments, message, monkeypatch):

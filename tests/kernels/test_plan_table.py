@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from mxtrain.kernels import plan_table
-from mxtrain.kernels.norm.rms_norm_plan import BACKWARD, FORWARD, fit, is_valid
+from mxtrain.kernels.norm.rms_norm_plan import OPERATIONS as NORMS
+from mxtrain.kernels.norm.rms_norm_plan import fit, is_valid
 from mxtrain.kernels.plan_table import FOLDER, GPU, H200, Operation, Row, find, gpu_of, read, rows_of, write
 from mxtrain.kernels.router import decompose_k_plan
 from mxtrain.kernels.router.decompose_k_plan import ALONG_K, ROW_MAJOR, ranges
 
-OPERATIONS = {operation.name: operation for operation in (FORWARD, BACKWARD, ALONG_K, ROW_MAJOR)}
+NORM_OPERATIONS = [operation for pair in NORMS.values() for operation in pair]
+OPERATIONS = {operation.name: operation for operation in (*NORM_OPERATIONS, ALONG_K, ROW_MAJOR)}
 FILES = sorted(FOLDER.glob("*/*.csv"))
 AN_H200 = GPU("NVIDIA H200", H200, 132, 227 * 1024)
 
@@ -69,7 +71,7 @@ def corners(row):
     return itertools.product(*((first, last or 10**6) for first, last in row.ranges))
 
 
-@pytest.mark.parametrize("operation", [FORWARD, BACKWARD], ids=lambda operation: operation.name)
+@pytest.mark.parametrize("operation", NORM_OPERATIONS, ids=lambda operation: operation.name)
 def test_every_norm_has_a_row(operation):
     edges = {edge for row in rows_of(operation, H200) for edge in row.ranges[1]}
     for rows in (1, 131, 16895, 16896, 2**31):

@@ -27,6 +27,6 @@ def test_converters_datasets_and_schedules():
 
 
 def test_choices_of_sections():
-    types = {cls: cls.__annotations__ for cls in (sections.MXNorm, sections.FusedRMSNorm)}
+    types = {cls: cls.__annotations__ for cls in (sections.MXNorm, sections.FusedNorm)}
     assert get_args(types[sections.MXNorm]["mode"]) == ("auto", *MODES)
-    assert get_args(types[sections.FusedRMSNorm]["when_compiled"]) == WHEN_COMPILED
+    assert get_args(types[sections.FusedNorm]["when_compiled"]) == WHEN_COMPILED
