@@ -78,13 +78,17 @@ def test_estimators_are_timed_on_a_gpu_only():
 def test_the_norm_of_a_shape_is_explained(shape, variant, norm, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     title, _, *lines = doctor.explain_norm(*shape, norm=norm).splitlines()
-    forward, backward_operation = rms_norm_plan.OPERATIONS[norm]
-    assert title == f"{'RMSNorm' if norm == 'rms' else 'LayerNorm'} of {shape[0]} x {shape[1]}, bfloat16, on 132 SMs (no GPU here)"
+    operations = rms_norm_plan.OPERATIONS[norm]
+    name = {"rms": "RMSNorm", "layer": "LayerNorm"}[norm]
+    assert title == f"{name} of {shape[0]} x {shape[1]}, bfloat16, on 132 SMs (no GPU here)"
     backward = lines.index("backward")
     device = torch.device("cpu")
     for part, choice in [
-        (lines[1 : backward - 1], rms_norm_plan.choose_forward(*shape, torch.bfloat16, device, forward)),
-        (lines[backward + 1 :], rms_norm_plan.choose_backward(*shape, torch.bfloat16, True, device, backward_operation)),
+        (lines[1 : backward - 1], rms_norm_plan.choose_forward(*shape, torch.bfloat16, device, operations[0])),
+        (
+            lines[backward + 1 :],
+            rms_norm_plan.choose_backward(*shape, torch.bfloat16, True, device, operations[1]),
+        ),
     ]:
         texts = [line.strip().split("  ", 1) for line in part]
         facts = {name: text.strip() for name, text in texts}

@@ -1,8 +1,8 @@
 """LayerNorm of every row, with an optional residual add: one read of x, one write of y.
 
-The kernel is RMSNorm's, with CENTERED. A row in registers is summed for the mean, and then the squared distances from
-the mean are summed, so that a large mean costs no digits. A longer row is read twice: the first time every lane keeps
-the mean of its elements and the squared distances from it (Welford), which are combined at the end (Chan).
+The kernel is RMSNorm's, with CENTERED. A large mean costs no digits: the kernel sums distances from an origin near the
+mean, and their squares. In a row that registers hold, the origin is the mean as first summed; in a longer row, which is
+read twice, the mean of its first chunk. The sums then give the mean and the variance.
 """
 
 import torch

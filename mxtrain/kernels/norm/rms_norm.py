@@ -58,23 +58,19 @@ def _inverse_root(mean_square, eps, PRECISE: tl.constexpr, NORMAL: tl.constexpr)
 
 
 @triton.jit
-def _mean_and_variance(means, counts, squares, columns, PRECISE: tl.constexpr):
-    """Mean [R, 1] and variance [R] of every row, from those of its parts (Chan, Golub, LeVeque 1979).
+def _mean_and_variance(origin, distances, squares, columns, PRECISE: tl.constexpr):
+    """Mean [R, 1] and variance [R] of every row, from sums of distances from an origin near the mean.
 
-    The mean's own rounding error is found and removed: it counts in rows whose elements are nearly equal.
+    Whatever the mean is, the sums lose few digits: the mean of any C elements of a row is within sqrt(D / C) standard
+    deviations of the mean of the row. A rounding error of the origin cancels, which counts in rows of equal elements.
 
-    means: the mean of each part, [R, C]. counts: its number of elements, zero behind the row's end; [1, C].
-    squares: the sum over each part of the squared distances from its mean; [R, C].
+    origin: [R, 1]. distances, squares: parts of the sums of x - origin and (x - origin)^2, [R, C].
     """
-    mean = _row_mean(means * counts, columns, PRECISE)[:, None]
-    distance = tl.where(counts > 0, means - mean, 0.0)
-    weighted = distance * counts
-    correction = _row_mean(weighted, columns, PRECISE)
-    variance = _row_mean(squares + weighted * distance, columns, PRECISE)
+    offset = _row_mean(distances, columns, PRECISE)
+    variance = _row_mean(squares, columns, PRECISE)
     # Rounding can make the difference negative. A sum that overflows stays infinite, and NaN stays NaN.
-    below = tl.maximum(variance - correction * correction, 0.0)
-    variance = tl.where(variance < float("inf"), below, variance)
-    return mean + correction[:, None], variance
+    variance = tl.where(variance < float("inf"), tl.maximum(variance - offset * offset, 0.0), variance)
+    return origin + offset[:, None], variance
 
 
 @triton.jit
@@ -114,8 +110,9 @@ def _norm_kernel(
         if BIAS:
             bias = tl.load(bias_ptr + lane, mask=column_mask, other=0.0, eviction_policy="evict_last")
         if CENTERED:
-            counts = column_mask.to(tl.float32)
-            mean, variance = _mean_and_variance(total, counts, 0.0, columns, PRECISE)
+            origin = _row_mean(total, columns, False)[:, None]
+            distance = tl.where(column_mask, total - origin, 0.0)
+            mean, variance = _mean_and_variance(origin, distance, distance * distance, columns, PRECISE)
             rstd = _inverse_root(variance, eps, PRECISE, NORMAL)
             y = (total - mean) * rstd
         else:
@@ -129,28 +126,29 @@ def _norm_kernel(
         if RESIDUAL:
             tl.store(total_ptr + offsets, total.to(total_ptr.dtype.element_ty), mask=mask)
     else:
-        squares = tl.zeros((ROWS, COLUMNS), tl.float32)
         if CENTERED:
-            # Welford's update: every lane has the mean of its elements, and the squared distances from that mean. All
-            # count from the first element of the row, so that a large mean costs no digits.
-            origin = _load_total(x_ptr, residual_ptr, in_tile, row_mask, "", RESIDUAL)
-            means = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for first in range(0, columns, COLUMNS):
+            # The mean of the first chunk is the origin.
+            column_mask = _below(lane, columns, EXACT)
+            mask = row_mask & column_mask
+            total = _load_total(x_ptr, residual_ptr, in_tile + lane, mask, "evict_last", RESIDUAL)
+            origin = _row_mean(total, tl.minimum(columns, COLUMNS), False)[:, None]
+            distances = tl.where(column_mask, total - origin, 0.0)
+            squares = distances * distances
+        else:
+            squares = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in range(COLUMNS if CENTERED else 0, columns, COLUMNS):
             column = first + lane
             column_mask = _below(column, columns, EXACT)
             mask = row_mask & column_mask
             total = _load_total(x_ptr, residual_ptr, in_tile + column, mask, "evict_last", RESIDUAL)
             if CENTERED:
-                total -= origin
-                distance = tl.where(column_mask, total - means, 0.0)
-                means += distance * (1.0 / tl.cast(first // COLUMNS + 1, tl.float32))
-                squares += distance * tl.where(column_mask, total - means, 0.0)
+                distance = tl.where(column_mask, total - origin, 0.0)
+                distances += distance
+                squares += distance * distance
             else:
                 squares += total * total
         if CENTERED:
-            counts = tl.cdiv(columns - lane, COLUMNS).to(tl.float32)
-            mean, variance = _mean_and_variance(means, counts, squares, columns, PRECISE)
-            mean += origin
+            mean, variance = _mean_and_variance(origin, distances, squares, columns, PRECISE)
             rstd = _inverse_root(variance, eps, PRECISE, NORMAL)
         else:
             rstd = _inverse_root(_row_mean(squares, columns, PRECISE), eps, PRECISE, NORMAL)
