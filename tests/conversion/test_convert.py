@@ -8,6 +8,7 @@ from conversion_models import DIM, TOKENS, Llama, kinds, llama, loss
 
 from mxtrain import (
     ConfigError,
+    FusedLayerNorm,
     FusedRMSNorm,
     MXLinear,
     MXNorm,
@@ -193,6 +194,33 @@ def test_norms_that_are_not_fused():
         "other": "is a OnePlusRMSNorm that does not compute what nn.RMSNorm does",
     }
     assert type(model["own"]) is FusedRMSNorm and model["own"].weight is weight and model["own"].eps == 1e-3
+
+
+def test_layer_norms_are_fused_with_their_parameters():
+    torch.manual_seed(0)
+    norms = nn.LayerNorm(DIM), nn.LayerNorm(DIM, bias=False), nn.RMSNorm(DIM, 1e-3)
+    model = nn.Sequential(*norms)
+    model[0].tag = "mine"
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    x, parameters = torch.randn(3, DIM), dict(model.named_parameters())
+    want = model(x)
+    report = convert(model, "fused_norm", when_compiled="kernel")
+    assert [type(norm) for norm in model] == [FusedLayerNorm, FusedLayerNorm, FusedRMSNorm]
+    assert report.headline == "3 norms swapped, 0 kept" and model[0].tag == "mine"
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    torch.testing.assert_close(model(x), want)
+    assert convert(model, "fused_norm").fused_norms == ["2", "0", "1"], "as before a first conversion"
+
+
+def test_a_layer_norm_with_a_bias_of_its_own_kind_stays():
+    model = nn.Sequential(nn.LayerNorm(DIM), nn.LayerNorm(DIM), nn.RMSNorm(DIM))
+    model[0].bias.data = model[0].bias.data.to(torch.float8_e4m3fn)
+    model[1].register_forward_hook(lambda *args: None)
+    assert list(convert(model, "fused_norm").skipped.values()) == [
+        "has a bias of torch.float8_e4m3fn",
+        "has a forward hook, which a swap would lose: register it after conversion",
+    ]
 
 
 def test_filtering_one_linear_of_a_group_keeps_its_norm_exact():

@@ -7,8 +7,15 @@ import torch
 
 from mxtrain import ConfigError
 from mxtrain.conversion.norm_uses import NormUses
-from mxtrain.conversion.plan import Plan, ToDecomposeKRouter, ToFusedRMSNorm, ToMXNorm, ToQuantizedLinear
-from mxtrain.conversion.recognition import LinearFacts, NormFacts
+from mxtrain.conversion.plan import (
+    Plan,
+    ToDecomposeKRouter,
+    ToFusedLayerNorm,
+    ToFusedRMSNorm,
+    ToMXNorm,
+    ToQuantizedLinear,
+)
+from mxtrain.conversion.recognition import LayerNormFacts, LinearFacts, NormFacts
 from mxtrain.conversion.registry import get_converter
 from mxtrain.conversion.survey import Survey
 from mxtrain.conversion.weights import WeightFacts
@@ -147,6 +154,28 @@ def test_norms_and_gates():
     gates = {"gate": replace(LINEAR, is_gate=True), "own": replace(LINEAR, is_gate=True, is_plain=False, kind="Mine")}
     result = plan(replace(survey, linears=gates), "decompose_k_router")
     assert result.swaps == {"gate": ToDecomposeKRouter()} and result.skipped == {"own": "is a Mine"}
+
+
+def test_both_kinds_of_norms():
+    layer, square = LayerNormFacts((64,), 1e-6, True, True), LayerNormFacts((2, 32), 1e-6, True, False)
+    survey = block(
+        lookalikes={"strange": "OneRMSNorm"},
+        layer_norms={"layer": layer, "square": square, "tagged": layer},
+        layer_norm_lookalikes={"t5": "T5LayerNorm"},
+        unswappable={"tagged": "has a forward hook"},
+    )
+    result = plan(survey, "fused_norm", when_compiled="kernel")
+    assert result.swaps == {"norm": ToFusedRMSNorm(NORM, "kernel"), "layer": ToFusedLayerNorm(layer, "kernel")}
+    assert result.fused_norms == ["norm", "layer"]
+    assert result.skipped == {
+        "strange": "is a OneRMSNorm that does not compute what nn.RMSNorm does",
+        "t5": "is a T5LayerNorm that does not compute what nn.LayerNorm does",
+        "square": "normalizes more than one dimension",
+        "tagged": "has a forward hook",
+    }
+    before = plan(survey, "fused_rmsnorm")
+    assert before.fused_norms == ["norm"] and list(before.skipped) == ["strange"], "as without LayerNorm in the model"
+    assert plan(block(norms={}, layer_norms={"layer": layer}), "fused_norm").fused_norms == ["layer"]
 
 
 def test_a_model_whose_norms_are_mxnorms_has_no_norm_left_to_fuse():

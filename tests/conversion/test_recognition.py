@@ -4,14 +4,16 @@ import pytest
 import torch
 import torch.nn as nn
 
-from mxtrain import DecomposeKRouter, FusedRMSNorm, MXNorm
+from mxtrain import DecomposeKRouter, FusedLayerNorm, FusedRMSNorm, MXNorm
 from mxtrain.conversion.recognition import (
     LinearFacts,
     find_blocks,
     find_gates,
     find_heads,
+    find_layer_norms,
     find_linears,
     find_norms,
+    layer_norm_facts,
     rms_norm_facts,
 )
 
@@ -91,6 +93,52 @@ def test_pytorchs_norm_and_the_fused_norm_keep_their_arguments(kind):
 )  # fmt: skip
 def test_modules_that_compute_something_else(module):
     assert rms_norm_facts(module) is None
+
+
+class OwnLayerNorm(OwnRMSNorm):
+    """As in Cohere's models; with a bias, in which a sum may cancel."""
+
+    def __init__(self, dim=64, eps=1e-6, bias=False):
+        super().__init__(dim, eps)
+        self.bias = nn.Parameter(torch.full((dim,), 2.0)) if bias else None
+
+    def forward(self, x):
+        y = super().forward(x - x.mean(-1, keepdim=True))
+        return y if self.bias is None else y + self.bias
+
+
+class T5LayerNorm(OwnRMSNorm):
+    """Called a LayerNorm, but does not subtract the mean."""
+
+
+class UnbiasedLayerNorm(OwnRMSNorm):
+    def forward(self, x):
+        return self.weight * (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + self.eps).sqrt()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("eps", "dim"), [(1e-6, 64), (1e-5, 4096)])
+def test_a_models_own_layer_norm_is_found_with_its_eps(eps, dim, bias):
+    own = OwnLayerNorm(dim, eps, bias).eval()
+    facts = layer_norm_facts(own)
+    assert facts == ((dim,), eps, True, bias) and (own.weight == 3).all() and rms_norm_facts(own) is None
+    norm = facts.as_layer_norm(own)
+    assert type(norm) is nn.LayerNorm and norm.eps == eps and not norm.training
+    assert norm.weight is own.weight and norm.bias is own.bias
+
+
+def test_pytorchs_layer_norm_and_the_fused_one_keep_their_arguments():
+    for kind in (nn.LayerNorm, FusedLayerNorm):
+        assert layer_norm_facts(kind(64, 1e-3)) == ((64,), 1e-3, True, True)
+        assert layer_norm_facts(kind(64, bias=False)) == ((64,), 1e-5, True, False)
+        norm = kind(64, elementwise_affine=False)
+        facts = layer_norm_facts(norm)
+        assert facts == ((64,), 1e-5, False, False) and facts.as_layer_norm(norm).weight is None
+    others = nn.ModuleDict({"t5": T5LayerNorm(), "unbiased": UnbiasedLayerNorm(), "rms": nn.RMSNorm(8)})
+    assert find_layer_norms(dict(others.named_modules())) == (
+        {},
+        {"t5": "T5LayerNorm", "unbiased": "UnbiasedLayerNorm"},
+    )
 
 
 class Router(nn.Module):

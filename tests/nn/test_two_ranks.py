@@ -1,4 +1,4 @@
-"""FusedRMSNorm, DecomposeKRouter and LocalLinear in two processes, sharded as in training, against one process."""
+"""FusedRMSNorm, FusedLayerNorm, DecomposeKRouter and LocalLinear in two processes, sharded as in training."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-from mxtrain import DecomposeKRouter, FusedRMSNorm, rms_norm
+from mxtrain import DecomposeKRouter, FusedLayerNorm, FusedRMSNorm, layer_norm, rms_norm
 from mxtrain.nn.local_linear import LocalLinear
 
 D, EXPERTS, EPS = 32, 8, 1e-5
@@ -36,14 +36,16 @@ def local_gate():
 
 
 class Block(nn.Module):
-    """A norm and a gate between other operations."""
+    """Norms and a gate between other operations."""
 
     def __init__(self):
         super().__init__()
-        self.norm, self.gate = norm_of(), gate_of()
+        self.first, self.norm, self.gate = FusedLayerNorm(D, EPS), norm_of(), gate_of()
+        self.first.weight.data.copy_(draw(D, seed=5))
+        self.first.bias.data.copy_(draw(D, seed=6))
 
     def forward(self, x):
-        return torch.sigmoid(self.gate(self.norm(x.sin())))
+        return torch.sigmoid(self.gate(self.norm(self.first(x.sin()))))
 
 
 class NormAlone(nn.Module):
@@ -72,9 +74,8 @@ def check_fsdp(mesh):
     x, dy = draw(2, 4, D, seed=0).requires_grad_(), draw(2, 4, EXPERTS, seed=3)
     y, _, *expected = gradients(Block(), x, dy)
     block = Block()
-    fully_shard(block.norm, mesh=mesh)
-    fully_shard(block, mesh=mesh)
-    for part in (block, block.norm):
+    for part in (block.first, block.norm, block):
+        fully_shard(part, mesh=mesh)
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
     rank = mesh.get_local_rank()
@@ -103,6 +104,22 @@ def check_norm_of_shards(mesh, placement, tokens, with_residual):
         assert y.placements == (placement,), "rows stay on their rank"
         assert dweight.placements[0].is_partial(), "every rank has a part, summed when it is needed"
     assert_whole(results, run(tensors, dys))
+
+
+def check_layer_norm_of_shards(mesh):
+    """Rows stay on their rank; the gradients of weight and bias are parts there, summed when they are needed."""
+    tensors = [draw(2, 3, D, seed=0), draw(D, seed=1), draw(D, seed=2)]
+
+    def run(tensors, dy):
+        tensors = [t.detach().requires_grad_() for t in tensors]
+        y = layer_norm(*tensors, EPS)
+        return [y, *torch.autograd.grad(y, tensors, dy)]
+
+    placements, dy = (Shard(1), Replicate(), Replicate()), draw(2, 3, D, seed=3)
+    sharded = [distribute_tensor(t, mesh, [p]) for t, p in zip(tensors, placements)]
+    results = run(sharded, distribute_tensor(dy, mesh, [Shard(1)]))
+    assert results[0].placements == (Shard(1),) and all(each.placements[0].is_partial() for each in results[2:])
+    assert_whole(results, run(tensors, dy))
 
 
 def check_sequence_parallel(mesh, compiled):
@@ -173,6 +190,7 @@ def two_ranks(mesh):
         check_norm_of_shards(mesh, placement, 2, with_residual)
     check_norm_of_shards(mesh, Shard(1), 3, True)  # two rows per batch on one rank, one on the other
     check_norm_of_shards(mesh, Shard(1), 1, False)  # one row, and none
+    check_layer_norm_of_shards(mesh)
     for compiled in (False, True):
         check_sequence_parallel(mesh, compiled)
     check_replicated_gate(mesh)

@@ -1,0 +1,165 @@
+"""layer_norm and FusedLayerNorm against PyTorch's. What they share with RMSNorm (``row_norms.py``) is tested there."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from layer_checks import assert_near, draw
+from torch._dynamo.backends.common import aot_autograd
+
+import mxtrain.nn.fused_layer_norm as module
+from mxtrain import ConfigError, FusedLayerNorm, layer_norm
+from mxtrain.ops.hardware import runs_kernels
+
+D, EPS = 40, 1e-5
+
+pytestmark = pytest.mark.usefixtures("device")
+
+
+def inputs(dtype=torch.float32, weight=True, bias=True, residual=False, vector_dtype=None):
+    """x [2, 3, D], weight, bias and residual; None for those not wanted."""
+
+    def vector(seed, wanted):
+        return draw(D, seed=seed, dtype=vector_dtype or dtype).requires_grad_() if wanted else None
+
+    x, other = (draw(2, 3, D, seed=seed, dtype=dtype).requires_grad_() for seed in (0, 3))
+    return x, vector(1, weight), vector(2, bias), other if residual else None
+
+
+def gradients(function, tensors, dys):
+    """Outputs of ``function``, and gradients of those tensors that are not None."""
+    outputs = function(*tensors)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    wanted = [tensor for tensor in tensors if tensor is not None]
+    return [*outputs, *torch.autograd.grad(outputs, wanted, dys[: len(outputs)])]
+
+
+def in_pytorch(x, weight, bias, residual):
+    total = x if residual is None else x + residual
+    y = F.layer_norm(total, total.shape[-1:], weight, bias, EPS)
+    return y if residual is None else (y, total)
+
+
+def run(x, weight, bias, residual=None):
+    return layer_norm(x, weight, bias, EPS, residual)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight", "bias", "residual"),
+    [
+        (torch.float32, True, True, True),
+        (torch.float16, True, False, False),
+        (torch.float16, False, True, False),
+        (torch.float32, False, False, True),
+    ],
+    ids=str,
+)
+def test_outputs_and_gradients_match_autograd_in_fp64(dtype, weight, bias, residual):
+    tensors = inputs(dtype, weight, bias, residual)
+    dys = [draw(2, 3, D, seed=s, dtype=dtype) for s in (4, 5)]
+    wide = [None if t is None else t.detach().double().requires_grad_() for t in tensors]
+    expected = gradients(in_pytorch, wide, [dy.double() for dy in dys])
+    for got, want in zip(gradients(run, tensors, dys), expected, strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), want, rtol=torch.finfo(dtype).eps, atol=2e-6 * want.abs().max().item())
+
+
+def test_gradcheck():
+    """The formulas, in fp64, which plain PyTorch computes on every device."""
+    tensors = [t.detach()[..., :5].contiguous().requires_grad_() for t in inputs(torch.float64, residual=True)]
+    assert torch.autograd.gradcheck(run, tensors)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dtypes_are_those_of_f_layer_norm(autocast):
+    """Also under autocast, which casts to fp32 before F.layer_norm on a GPU, not on a CPU."""
+    tensors = inputs(torch.bfloat16, vector_dtype=torch.float32)
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=autocast):
+        results = [function(*tensors) for function in (run, in_pytorch)]
+    grads = [torch.autograd.grad(y.float().square().sum(), tensors[:3]) for y in results]
+    assert [t.dtype for t in (results[0], *grads[0])] == [t.dtype for t in (results[1], *grads[1])]
+    torch.testing.assert_close(*results, rtol=torch.finfo(results[1].dtype).eps * 2, atol=1e-2)
+
+
+def test_only_needed_gradients_are_computed(monkeypatch):
+    calls, original = [], module.ops.layer_norm_backward
+    monkeypatch.setattr(module.ops, "layer_norm_backward", lambda *args: calls.append(args) or original(*args))
+    x, weight, bias, residual = inputs(residual=True)
+    torch.autograd.grad(run(x, weight.detach(), bias).sum(), [x])
+    assert calls[-1][-2:] == (None, torch.float32), "the weight needs none"
+    torch.autograd.grad(run(x, weight, bias.detach(), residual)[0].sum(), [x, weight, residual])
+    assert calls[-1][-2:] == (torch.float32, None) and calls[-1][5] is None, "nor does the bias; the sum is not used"
+    dx, dresidual = torch.autograd.grad(run(x, weight, bias, residual)[1].sum(), [x, residual])
+    assert len(calls) == 2 and (dx == 1).all() and (dresidual == 1).all(), "y is not used"
+
+
+def test_second_derivatives_are_refused():
+    x, weight, bias, _ = inputs()
+    (dx,) = torch.autograd.grad(run(x, weight, bias).square().sum(), [x], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def test_wrong_arguments():
+    x, zeros = torch.zeros(4, D), torch.zeros
+    for arguments, message in (
+        ((x, None, zeros(D + 1)), r"bias \(41,\) does not match x \(4, 40\): expected its last dimension"),
+        ((x, zeros(D), zeros(D).long()), "bias of torch.int64: expected bfloat16, float16, float32 or float64"),
+        ((x, None, None, -1.0), r"eps = -1.0: expected a number, not negative"),
+        ((x, None, None, EPS, zeros(D)), r"residual \(40,\) does not match x"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer_norm(*arguments)
+    with pytest.raises(ConfigError, match="when_compiled = 'kernels' is not one of: 'auto', 'kernel', 'formula'"):
+        FusedLayerNorm(D, when_compiled="kernels")
+    with pytest.raises(ConfigError, match=r"normalized_shape = \(4, 10\) has more than one dimension"):
+        FusedLayerNorm.from_layer_norm(nn.LayerNorm((4, 10)))
+    with pytest.raises(ValueError, match=r"eps = -1: expected a number, not negative"):
+        FusedLayerNorm(D, eps=-1)
+
+
+def test_the_module_replaces_nn_layer_norm():
+    norm = nn.LayerNorm(D, eps=1e-3, dtype=torch.float64).eval()
+    fused = FusedLayerNorm.from_layer_norm(norm, when_compiled="kernel")
+    assert fused.weight is norm.weight and fused.bias is norm.bias and fused.eps == 1e-3 and not fused.training
+    assert fused.state_dict().keys() == norm.state_dict().keys() and isinstance(fused, nn.LayerNorm)
+    settings = f"({D},), eps=0.001, elementwise_affine=True, bias=True, when_compiled=kernel"
+    # Releases of PyTorch differ in whether they show the bias.
+    assert repr(fused) in (f"FusedLayerNorm({settings})", f"FusedLayerNorm({settings.replace(', bias=True', '')})")
+    x = draw(3, D, seed=0, dtype=torch.float64)
+    torch.testing.assert_close(fused(x), norm(x))
+    for options in (dict(bias=False), dict(elementwise_affine=False)):
+        plain = nn.LayerNorm(D, **options)
+        fused = FusedLayerNorm.from_layer_norm(plain)
+        assert fused.weight is plain.weight and fused.bias is None
+    with torch.device("meta"):
+        y, total = FusedLayerNorm(D)(torch.empty(2, 3, D), torch.empty(2, 3, D))
+    assert y.is_meta and y.shape == total.shape == (2, 3, D)
+
+
+@pytest.mark.parametrize("when_compiled", ["kernel", pytest.param("auto", marks=pytest.mark.sweep)])
+def test_compiles_without_a_graph_break(when_compiled, compile_backend):
+    """The graphs hold the kernels' ops if asked for, and no others; residual included."""
+    norm, ops = FusedLayerNorm(D, EPS, when_compiled=when_compiled), []
+    x, weight, bias, residual = inputs(residual=True)
+    norm.weight.data.copy_(weight.detach()), norm.bias.data.copy_(bias.detach())
+
+    def note(graph, _):
+        ops.extend(str(node.target) for node in graph.graph.nodes if "mxtrain" in str(node.target))
+        return make_boxed_func(graph.forward)
+
+    def block_gradients(function):
+        y, total = function(x, residual)
+        return [
+            y,
+            total,
+            *torch.autograd.grad((y, total), [x, residual, *norm.parameters()], [x.detach(), total.detach()]),
+        ]
+
+    backend = aot_autograd(fw_compiler=note) if compile_backend != "inductor" else compile_backend
+    compiled = torch.compile(norm, backend=backend, fullgraph=True)
+    assert_near(block_gradients(compiled), block_gradients(norm), 1e-5)
+    if compile_backend != "inductor" and runs_kernels("emulated", "cpu"):
+        kernels = ["mxtrain.layer_norm.default", "mxtrain.layer_norm_backward.default"]
+        assert ops == (kernels if when_compiled == "kernel" else [])
