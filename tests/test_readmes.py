@@ -254,7 +254,7 @@ def test_settings_name_every_field():
         expected += [f"{prefix}{name}" for name in names if section.name != "model"]
         for name in names:
             assert f"`{prefix}{name}`" in text, f"{section.name}.{name}"
-    converters = {"mxnorm", "mx_linear", "fused_rmsnorm", "decompose_k_router"}
+    converters = {"mxnorm", "mx_linear", "fused_norm", "fused_rmsnorm", "decompose_k_router"}
     files = {path.name for path in (ROOT / "train_configs").glob("*.toml")}
     assert set(first_cells) == {*expected, *converters, *files}, "a row without a field, or a field without a row"
     assert {name for name, count in Counter(first_cells).items() if count > 1} == set()

@@ -1,4 +1,4 @@
-"""FusedRMSNorm, FusedLayerNorm, DecomposeKRouter and LocalLinear in two processes, sharded as in training."""
+"""Fused norms, DecomposeKRouter and LocalLinear in two processes, sharded as in training, against one process."""
 
 from functools import partial
 

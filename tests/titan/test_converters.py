@@ -22,6 +22,7 @@ from mxtrain import (
 from mxtrain.nn.row_norms import AUTO_WHEN_COMPILED
 from mxtrain.titan.converters import (
     TitanDecomposeKRouter,
+    TitanFusedNorm,
     TitanFusedRMSNorm,
     TitanMXLinear,
     TitanMXNorm,
@@ -158,11 +159,13 @@ def test_mx_linear_keeps_norms(name):
     assert count(model, nn.Linear) == 1 and count(model, MXLinear) == 7 * len(model.layers)
 
 
-@pytest.mark.parametrize(("name", "of_a_layer"), [("llama3", 2), ("qwen3", 4)])
-def test_fused_rmsnorm_takes_every_norm(name, of_a_layer):
+@pytest.mark.parametrize(
+    ("name", "of_a_layer", "converter"), [("llama3", 2, TitanFusedRMSNorm), ("qwen3", 4, TitanFusedNorm)]
+)
+def test_a_fused_norm_takes_every_norm(name, of_a_layer, converter):
     model, args = model_and_args(name, "debugmodel")
     names = list(model.state_dict())
-    TitanFusedRMSNorm(config(converter="fused_rmsnorm"), None).convert(model)
+    converter(config(converter=converter.name), None).convert(model)
     assert count(model, FusedRMSNorm) == of_a_layer * args.n_layers + 1 and count(model, nn.RMSNorm) == 0
     assert count(model, nn.Linear) == 7 * args.n_layers + 1
     assert list(model.state_dict()) == names
@@ -182,10 +185,12 @@ def test_converters_go_together_in_either_order(converters):
     ]
 
 
-def test_fused_rmsnorm_settings_reach_the_modules():
+@pytest.mark.parametrize("converter", [TitanFusedRMSNorm, TitanFusedNorm])
+def test_settings_of_a_fused_norm_reach_the_modules(converter):
     model, args = model_and_args("llama3", "debugmodel")
-    flags = ["--fused_rmsnorm.when_compiled=kernel", "--fused_rmsnorm.filter_fqns=norm,layers.0"]
-    TitanFusedRMSNorm(config(*flags, converter="fused_rmsnorm"), None).convert(model)
+    name = converter.name
+    flags = [f"--{name}.when_compiled=kernel", f"--{name}.filter_fqns=norm,layers.0"]
+    converter(config(*flags, converter=name), None).convert(model)
     assert type(model.norm) is nn.RMSNorm and type(model.layers["0"].ffn_norm) is nn.RMSNorm
     assert model.layers["1"].ffn_norm.when_compiled == "kernel"
     assert count(model, FusedRMSNorm) == 2 * (args.n_layers - 1)

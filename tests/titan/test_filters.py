@@ -55,7 +55,7 @@ def plain_torchtitan(args):
 )
 @pytest.mark.parametrize("parse", [parse_job_config, plain_torchtitan])
 def test_filters_come_from_file_and_flags_and_are_saved(parse, flag, in_file, expected, tmp_path):
-    for table in ("mxnorm", "fused_rmsnorm", "decompose_k_router"):
+    for table in ("mxnorm", "fused_norm", "fused_rmsnorm", "decompose_k_router"):
         (tmp_path / "job.toml").write_text("" if in_file is None else f"[{table}]\nfilter_fqns = {in_file}\n")
         flags = [] if flag is None else [f"--{table}.filter_fqns={flag}"]
         job_config = parse([f"--job.config_file={tmp_path / 'job.toml'}", *flags])
