@@ -21,7 +21,9 @@ from mxtrain.ops.hardware import HAS_TRITON
 from mxtrain.reference.swiglu import swiglu, swiglu_backward
 
 if HAS_TRITON:
-    import mxtrain.kernels.mxfp8.swiglu_cast  # noqa: F401  (registers the operations)
+    # They register the operations.
+    import mxtrain.kernels.mxfp8.joined_cast
+    import mxtrain.kernels.mxfp8.swiglu_cast  # noqa: F401
 
 aten, ours = torch.ops.aten, torch.ops.mxtrain
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -135,6 +137,8 @@ def _sources(graph: Graph) -> dict[tuple[Node, ...], list[Node]]:
 
 def _parts(node: Node) -> tuple[Node, ...]:
     """Return the tensors side by side, one as a rule, whose cast without factors ``node`` is; none for other nodes."""
+    if node.target is ours.joined_cast.default and node.args[2:4] == (1, None):
+        return tuple(without_views(part) for part in (node.args[0], *node.args[1]))
     if node.target is not ours.cast.default or node.args[1:3] != (None, None):
         return ()
     source = without_views(node.args[0])
