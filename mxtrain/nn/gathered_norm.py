@@ -96,14 +96,15 @@ class GatherThenNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str, split: SplitSequences):
-        whole = gather_tokens(x, split.group, split.processes)
-        h = whole.view(-1, x.shape[-1])
-        xhat, rho = normalize(h, estimate, recipe, mode)
+        whole = gather_tokens(x, split.group, split.processes).view(-1, x.shape[-1])
+        xhat, rho = normalize(whole, estimate, recipe, mode)
         own = rho.view(x.shape[0], split.processes, x.shape[1])[:, split.rank].reshape(-1)
         ctx.save_for_backward(x, own)
         ctx.mode, ctx.split = mode, split
         ctx.mark_non_differentiable(*(t for t in (rho, *xhat) if t is not None))
-        return h, rho, *xhat
+        # A view, because compiled code of PyTorch 2.11 gives a result no gradient that an operation has returned as it
+        # is: here contiguous() in front of the kernel.
+        return whole.view_as(whole), rho, *xhat
 
     @staticmethod
     @once_differentiable
