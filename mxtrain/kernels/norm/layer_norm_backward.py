@@ -1,5 +1,7 @@
 """The backward of LayerNorm, dx, dweight and dbias, in one pass over dy and x, by the kernels of RMSNorm's backward.
 
+Where registers do not hold a row beside both of its sums, the kernel of ``wide_rows_backward.py`` takes over.
+
 With xhat = (x - mean) * rstd and h = dy * weight:
 
     dx = rstd * (h - mean_D(h) - xhat * mean_D(h * xhat)) + dtotal

@@ -36,6 +36,7 @@ from mxtrain.kernels.norm.rms_norm_plan import (
     holds_weight,
     tiles,
 )
+from mxtrain.kernels.norm.wide_rows_backward import wide_rows_kernel
 
 
 class Wanted(NamedTuple):
@@ -201,14 +202,21 @@ def norm_backward_by_plan(
     element = sum(tensor.element_size() for tensor in loaded if tensor is not None)
     fitting = fitting_stages(plan.rows * plan.columns * element, shared_memory(x.device))
     constants = dict(
-        CENTERED=mean is not None, WEIGHT=weight is not None, DTOTAL=dtotal is not None,
-        DWEIGHT=wanted.dweight is not None, DBIAS=wanted.dbias is not None,
-        ROWS=plan.rows, COLUMNS=plan.columns, STAGES=min(plan.stages, fitting), num_warps=plan.warps,
+        WEIGHT=weight is not None, DTOTAL=dtotal is not None, COLUMNS=plan.columns, num_warps=plan.warps
     )  # fmt: skip
-    if plan.persistent:
-        constants["HOLD_WEIGHT"] = holds_weight(plan)
+    # A tile without registers for the weight has none for a second sum either.
+    if plan.persistent and plan.rows == 1 and not holds_weight(plan) and mean is not None and len(dtypes) == 2:
+        kernel = wide_rows_kernel
+    else:
+        kernel = _persistent_kernel if plan.persistent else _looped_kernel
+        constants |= dict(
+            CENTERED=mean is not None, DWEIGHT=wanted.dweight is not None, DBIAS=wanted.dbias is not None,
+            ROWS=plan.rows, STAGES=min(plan.stages, fitting),
+        )  # fmt: skip
+        if plan.persistent:
+            constants["HOLD_WEIGHT"] = holds_weight(plan)
     walk = Launch(
-        _persistent_kernel if plan.persistent else _looped_kernel,
+        kernel,
         (programs,),
         (dy, x, mean, rstd, weight, dtotal, results[0], *(partials or [None]), rows, columns),
         constants,

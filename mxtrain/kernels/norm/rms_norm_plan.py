@@ -68,9 +68,9 @@ class BackwardSettings(NamedTuple):
 
 FORWARD = Operation("rms_norm_forward", 2, ("rows", "columns"), ForwardSettings)
 BACKWARD = Operation("rms_norm_backward", 2, ("rows", "columns"), BackwardSettings)
-# The same kernels. LayerNorm's backward sums dbias, too, so other plans can be faster.
+# The same kernels, but for wide rows in the backward, which sums dbias, too. So other plans can be faster.
 LAYER_FORWARD = FORWARD._replace(name="layer_norm_forward", version=1)
-LAYER_BACKWARD = BACKWARD._replace(name="layer_norm_backward", version=1)
+LAYER_BACKWARD = BACKWARD._replace(name="layer_norm_backward", version=2)
 # Kind of norm -> its forward and its backward.
 OPERATIONS = {"rms": (FORWARD, BACKWARD), "layer": (LAYER_FORWARD, LAYER_BACKWARD)}
 

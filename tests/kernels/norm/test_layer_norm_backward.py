@@ -1,5 +1,7 @@
 """The backward of LayerNorm by kernel against fp64 autograd of the plain formula, element by element."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,20 +11,26 @@ from rms_norm_checks import WIDTHS, by_plan
 
 import mxtrain.kernels.norm.partial_sums
 from mxtrain.kernels.device import INTERPRETED
+from mxtrain.kernels.norm import rms_norm_plan
 from mxtrain.kernels.norm.layer_norm_backward import layer_norm_backward, layer_norm_backward_by_plan
 from mxtrain.kernels.norm.rms_norm_plan import LAYER_BACKWARD, Plan, choose_backward
+from mxtrain.kernels.norm.wide_rows_backward import wide_rows_kernel
 
 pytestmark = kernel_tests
 
 FP32 = torch.float32
 # Rows of 100 elements: held whole, and read twice in chunks; programs walk two tiles, the last tile is cut off.
 HELD, CHUNKED = Plan(True, 2, 128, 1, 2, 2), Plan(False, 2, 64, 1, 2, 2)
-VARIANTS = pytest.mark.parametrize("plan", [HELD, CHUNKED], ids=["held", "chunked"])
+# The kernel for wide rows, on rows of 100 elements.
+WIDE = Plan(True, 1, 128, 1, 1, 2)
+VARIANTS = pytest.mark.parametrize("plan", [HELD, CHUNKED, WIDE], ids=["held", "chunked", "wide"])
 
 
 def run(plan, arguments, dweight=FP32, dbias=FP32):
     """(dx, dweight or None, dbias or None) by a plan."""
-    dx, *sums = by_plan(layer_norm_backward_by_plan, (*arguments, dweight, dbias), plan)
+    longest = 64 if plan == WIDE else rms_norm_plan.LONGEST_TILE_WITH_WEIGHT
+    with mock.patch.object(rms_norm_plan, "LONGEST_TILE_WITH_WEIGHT", longest):
+        dx, *sums = by_plan(layer_norm_backward_by_plan, (*arguments, dweight, dbias), plan)
     found = iter(sums)
     return dx, *(None if dtype is None else next(found) for dtype in (dweight, dbias))
 
@@ -51,6 +59,21 @@ def test_every_width(columns):
     with careful_call(*arguments):
         results = layer_norm_backward(*arguments, FP32, torch.float16)
     assert_is_backward(results, *arguments, FP32, torch.float16)
+
+
+def test_wide_rows_with_both_sums_have_a_kernel_of_their_own():
+    """RMSNorm's kernel has registers for one sum. The wide rows' kernel walks one row at a time."""
+    arguments = backward_inputs(2, 8200, torch.bfloat16)
+    for plan, dweight, dbias in (
+        (None, FP32, FP32),
+        (None, FP32, None),
+        (None, None, None),
+        (Plan(True, 2, 16384, 32, 1, 1), FP32, FP32),
+        (Plan(False, 1, 4096, 8, 3, 1), FP32, FP32),
+    ):
+        launch, *_ = layer_norm_backward_by_plan(*arguments, dweight, dbias, plan)[1]
+        assert (launch.kernel is wide_rows_kernel) == (plan is None and dbias is not None)
+    check(WIDE, backward_inputs(3, 100, FP32))
 
 
 @pytest.mark.parametrize(
