@@ -2,26 +2,39 @@
 
 from pathlib import Path
 
-from torch._inductor import config
+from torch._inductor import config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
+from mxtrain.inductor.residual_add import fuse_residual_add
 from mxtrain.inductor.swiglu import fuse_swiglu
 
 JOINT = (fuse_swiglu,)
 """Functions f(graph: torch.fx.Graph) -> None, called in this order on every graph before PyTorch splits it into forward
 and backward"""
 
+POST_GRAD = (fuse_residual_add,)
+"""The same for forward graphs and backward graphs, after Inductor's own passes"""
 
-class _Joint(CustomGraphPass):
-    """``JOINT``, then the passes that were set before."""
+PASSES = {"joint_custom_pre_pass": JOINT, "post_grad_custom_post_pass": POST_GRAD}
+"""By the field of Inductor's settings that holds them"""
 
-    def __init__(self, others: tuple):
-        self.others = others
+# A pass that is told whether a graph is for inference. PyTorch 2.11 has none.
+InferenceAware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
 
-    def __call__(self, graph: Graph) -> None:
-        for one in (*JOINT, *self.others):
-            one(graph)
+
+class _Passes(InferenceAware or CustomGraphPass):
+    """Our passes, then those that were set before."""
+
+    def __init__(self, ours: tuple, others: tuple):
+        self.ours, self.others = ours, others
+
+    def __call__(self, graph: Graph, is_inference: bool = False) -> None:
+        for one in (*self.ours, *self.others):
+            if InferenceAware and isinstance(one, InferenceAware):
+                one(graph, is_inference)
+            else:
+                one(graph)
 
     def uuid(self) -> object | None:
         """Part of the key of Inductor's cache. A pass of others without a uuid switches the cache off."""
@@ -33,19 +46,21 @@ class _Joint(CustomGraphPass):
 def install() -> None:
     """Let Inductor run the passes on all graphs that this process compiles from now on.
 
-    Graphs without mxtrain's operations stay as they are. A pass in ``joint_custom_pre_pass`` still runs, after these.
-    Whoever sets that field later replaces these passes: compiled models are then correct, but slower.
+    Graphs without mxtrain's operations stay as they are. Passes that were in Inductor's fields still run, after these.
+    Whoever sets such a field later replaces these passes: compiled models are then correct, but slower.
     """
-    before = config.joint_custom_pre_pass
-    if isinstance(before, _Joint):
-        return
-    others = before if isinstance(before, (list, tuple)) else () if before is None else (before,)
-    config.joint_custom_pre_pass = _Joint(tuple(others))
+    for field, ours in PASSES.items():
+        before = getattr(config, field)
+        if not isinstance(before, _Passes):
+            others = before if isinstance(before, (list, tuple)) else () if before is None else (before,)
+            setattr(config, field, _Passes(ours, tuple(others)))
 
 
 def remove() -> None:
     """Undo ``install`` for graphs that are compiled from now on."""
-    installed = config.joint_custom_pre_pass
-    if isinstance(installed, _Joint):
-        # One pass alone: PyTorch 2.11 takes no sequence.
-        config.joint_custom_pre_pass = installed.others[0] if len(installed.others) == 1 else installed.others or None
+    for field in PASSES:
+        installed = getattr(config, field)
+        if isinstance(installed, _Passes):
+            # One pass alone: PyTorch 2.11 takes no sequence.
+            others = installed.others
+            setattr(config, field, others[0] if len(others) == 1 else others or None)

@@ -11,27 +11,12 @@ import torch
 from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
+from mxtrain.inductor.nodes import without_views
+
 aten = torch.ops.aten
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default)
 _CONVERSIONS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 # Longer chains are not followed. A silu and its gradient together have about 20 operations.
 _LONGEST = 40
-
-
-def without_views(node: Node) -> Node:
-    """Return the node whose rows ``node`` is, before any view that only regroups rows."""
-    while node.op == "call_function" and node.target in _VIEWS and _row_length(node) == _row_length(node.args[0]):
-        node = node.args[0]
-    return node
-
-
-def final_users(node: Node) -> set[Node]:
-    """Return what uses ``node`` or a view that only regroups its rows, without those views."""
-    found = set()
-    for user in node.users:
-        is_view = user.op == "call_function" and user.target in _VIEWS and _row_length(user) == _row_length(node)
-        found |= final_users(user) if is_view else {user}
-    return found
 
 
 class Chain:
@@ -114,11 +99,6 @@ def _same_rows(a, b: torch.Tensor) -> bool:
         and b.ndim > 1
         and a.shape == b.shape
     )
-
-
-def _row_length(node: Node):
-    value = _value(node)
-    return value.shape[-1] if isinstance(value, torch.Tensor) and value.ndim else None
 
 
 def _value(node: Node):

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from mxtrain.inductor.pointwise import Chain, final_users, without_views
+from mxtrain.inductor.nodes import as_matrix, describe_call, final_users, without_views
+from mxtrain.inductor.pointwise import Chain
 from mxtrain.ops.hardware import HAS_TRITON
 from mxtrain.reference.swiglu import swiglu, swiglu_backward
 
@@ -96,29 +97,15 @@ def _fuse_backward(graph: Graph, gradient: _Gradient, products: dict, backward: 
 def _replace(graph: Graph, op, matrices: Iterable[Node], others: tuple, casts: list[Node], before: Node) -> None:
     """Put ``op`` before a node, and let it give the results of ``casts``, in their order."""
     with graph.inserting_before(before):
-        new = graph.call_function(op, (*(_as_matrix(graph, m) for m in matrices), *others))
+        new = graph.call_function(op, (*(as_matrix(graph, m) for m in matrices), *others))
     # What the partitioner knows of a cast (whether it is part of the backward, whether it may be kept) goes for all.
-    new.meta = {
-        **casts[0].meta,
-        "val": [value for cast in casts for value in cast.meta["val"]],
-        # Inductor keeps to the strides of these.
-        "eager_input_vals": torch.fx.map_arg((new.args, {}), lambda node: node.meta["val"]),
-    }
+    describe_call(new, casts[0], [value for cast in casts for value in cast.meta["val"]])
     first = 0
     for cast in casts:
         for result in list(cast.users):
             result.args = (new, first + result.args[1])
         first += len(cast.meta["val"])
         graph.erase_node(cast)
-
-
-def _as_matrix(graph: Graph, node: Node) -> Node:
-    value = node.meta["val"]
-    if value.ndim == 2:
-        return node
-    matrix = graph.call_function(aten.view.default, (node, [-1, value.shape[-1]]))
-    matrix.meta = {**node.meta, "val": value.view(-1, value.shape[-1])}
-    return matrix
 
 
 def _sources(graph: Graph) -> dict[tuple[Node, ...], list[Node]]:

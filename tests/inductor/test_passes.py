@@ -3,55 +3,76 @@
 import pytest
 import torch
 from torch._inductor import config
-from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import mxtrain
 from mxtrain.errors import ConfigError
 from mxtrain.inductor import passes
 
+FIELDS = ("joint_custom_pre_pass", "post_grad_custom_post_pass")
+
 
 @pytest.fixture(autouse=True)
 def no_passes():
-    with config.patch(joint_custom_pre_pass=None):
+    with config.patch(dict.fromkeys(FIELDS)):
         yield
 
 
-def seen_by(monkeypatch) -> list:
+@pytest.fixture
+def seen(monkeypatch) -> list:
+    """What runs in the place of our passes notes its field here."""
     seen = []
-    monkeypatch.setattr(passes, "JOINT", (lambda graph: seen.append("ours"),))
+    for field in FIELDS:
+        monkeypatch.setitem(passes.PASSES, field, (lambda graph, field=field: seen.append(field),))
     return seen
 
 
-def run_inductors_passes():
-    graph = torch.fx.Graph()
-    graph.output((graph.placeholder("x"),))
-    with config.patch(pattern_matcher=False):
-        joint_graph_passes(torch.fx.GraphModule(torch.nn.Module(), graph))
+def run_inductor():
+    torch._dynamo.reset()
+    with config.patch(force_disable_caches=True):
+        torch.compile(lambda x: x + 1)(torch.zeros(2, requires_grad=True))
 
 
-def test_inductor_runs_the_passes_once_and_only_while_they_are_installed(monkeypatch):
-    seen = seen_by(monkeypatch)
-    run_inductors_passes()
-    assert seen == []
+def installed() -> list:
+    return [getattr(config, field) for field in FIELDS]
+
+
+def test_inductor_runs_the_passes_once_and_only_while_they_are_installed(seen):
     passes.install()
     passes.install()
-    run_inductors_passes()
-    assert seen == ["ours"]
+    run_inductor()
+    assert seen == ["joint_custom_pre_pass", "post_grad_custom_post_pass"]
     passes.remove()
-    run_inductors_passes()
-    assert seen == ["ours"] and config.joint_custom_pre_pass is None
+    run_inductor()
+    assert len(seen) == 2 and installed() == [None, None]
 
 
-def test_passes_of_others_still_run(monkeypatch):
-    seen = seen_by(monkeypatch)
+@pytest.mark.parametrize("field", FIELDS)
+def test_passes_of_others_still_run(seen, field):
     other = lambda graph: seen.append("other")  # noqa: E731
-    config.joint_custom_pre_pass = other
+    setattr(config, field, other)
     passes.install()
-    run_inductors_passes()
-    assert seen == ["ours", "other"]
-    assert config.joint_custom_pre_pass.uuid() is None
+    getattr(config, field)(torch.fx.Graph())
+    assert seen == [field, "other"]
+    assert getattr(config, field).uuid() is None
     passes.remove()
-    assert config.joint_custom_pre_pass is other
+    assert getattr(config, field) is other
+
+
+@pytest.mark.skipif(passes.InferenceAware is None, reason="PyTorch 2.11 has no such passes")
+def test_passes_of_others_learn_whether_a_graph_is_for_inference(seen):
+    class Other(passes.InferenceAware or CustomGraphPass):
+        def __call__(self, graph, is_inference):
+            seen.append(is_inference)
+
+        def uuid(self):
+            return "a name"
+
+    config.post_grad_custom_post_pass = [Other(), Other()]
+    passes.install()
+    config.post_grad_custom_post_pass(torch.fx.Graph(), is_inference=True)
+    assert seen == ["post_grad_custom_post_pass", True, True]
+    assert config.post_grad_custom_post_pass.uuid()[1:] == ("a name", "a name")
 
 
 @pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
@@ -62,9 +83,9 @@ def test_a_conversion_installs_or_removes_the_passes(converter):
     inputs = (torch.zeros(2, 32),)
     for graph_passes in (True, False):
         mxtrain.convert(model(), converter, example_inputs=inputs, filter_fqns=[], graph_passes=graph_passes)
-        assert (config.joint_custom_pre_pass is not None) == graph_passes
+        assert [each is not None for each in installed()] == [graph_passes] * 2
     mxtrain.convert(model(), "fused_rmsnorm", example_inputs=inputs)
-    assert config.joint_custom_pre_pass is None
+    assert installed() == [None, None]
     with pytest.raises(ConfigError, match="graph_passes"):
         mxtrain.convert(model(), converter, graph_passes="no")
 

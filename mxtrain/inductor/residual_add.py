@@ -1,0 +1,117 @@
+"""A pass that moves the residual add before an MXNorm into the norm's kernel.
+
+    h = x + residual;  norm(h), h used elsewhere, too     becomes     norm and h from one read of x and residual
+
+The kernel rounds h to its dtype and normalizes the rounded h, so every bit is that of the unfused graph.
+
+Bytes per element in the forward of a Llama block, whose second norm has its residual add in the same graph. fp32: a
+residual stream of fp32 beside linears in bf16 (fp32 weights under autocast). bf16: a stream of bf16 (FSDP's mixed
+precision). The norm writes bf16 images.
+
+    stream   add: reads, writes   norm: reads, writes   sum   fused: reads, writes
+    fp32     4 + 2, 4             4, 2                  16    4 + 2, 4 + 2   12
+    bf16     2 + 2, 2             2, 2                  10    2 + 2, 2 + 2    8
+
+Inductor cannot compute x and residual while the kernel loads them, as it can inside of its own addition. Summands that
+only pointwise operations read and write would have to be stored for the kernel, which costs at least what the fusion
+saves, so these graphs stay as they are. In Llama both summands are in memory: x is the block's input, and residual is a
+matrix product.
+
+The pass works on the graphs after PyTorch has split forward and backward, so a block that is computed again in the
+backward is fused there, too.
+"""
+
+import operator
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from mxtrain.inductor.nodes import as_matrix, describe_call, final_users, without_views
+from mxtrain.ops.hardware import HAS_TRITON
+
+if HAS_TRITON:
+    # They register the operations.
+    import mxtrain.kernels.mxfp8.norm_cast
+    import mxtrain.kernels.nvfp4.norm_cast  # noqa: F401
+
+aten, ours = torch.ops.aten, torch.ops.mxtrain
+_CONVERT = torch.ops.prims.convert_element_type.default
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def fuse_residual_add(graph: Graph) -> None:
+    """Replace every MXNorm of a sum that its kernel can add, by the kernel that adds, too."""
+    if not HAS_TRITON:
+        return
+    # Operations f(x, residual, *numbers) -> [..., total], where total is x + residual in the dtype of x.
+    for op in (ours.mxnorm_cast.default, ours.nvfp4_norm.default):
+        for norm in list(graph.find_nodes(op="call_function", target=op)):
+            total = without_views(norm.args[0])
+            if norm.args[1] is None and (summands := _x_and_residual(total)):
+                _fuse(graph, norm, *summands, total)
+                graph.eliminate_dead_code()
+
+
+def _x_and_residual(total: Node) -> tuple[Node, Node] | None:
+    """The summands of ``total``, first the one that has its dtype, because the kernel rounds the sum to that dtype."""
+    # A new view can have one symbolic size.
+    if total.target is not aten.add.Tensor or total.kwargs.get("alpha", 1) != 1 or _sizes(total).count(-1) > 1:
+        return None
+    if not all(isinstance(each, Node) and _has_shape_of(each, total) for each in total.args):
+        return None
+    one, other = map(_without_widening, total.args)
+    if not all(_is_input_of_kernels(each) and _is_in_memory(each) for each in (one, other)):
+        return None
+    for x, residual in ((one, other), (other, one)):
+        if x.meta["val"].dtype == total.meta["val"].dtype:
+            return x, residual
+    return None
+
+
+def _fuse(graph: Graph, norm: Node, x: Node, residual: Node, total: Node) -> None:
+    """Put the fused norm in the place of the sum, before all that reads either of them."""
+    rows, _, *numbers = norm.args
+    with graph.inserting_before(total):
+        matrices = (as_matrix(graph, x), as_matrix(graph, residual))
+        fused = graph.call_function(norm.target, (*matrices, *numbers))
+        describe_call(fused, norm, [*norm.meta["val"], rows.meta["val"]])
+        stored = graph.call_function(operator.getitem, (fused, len(norm.meta["val"])))
+        stored.meta = {**total.meta, "val": rows.meta["val"]}
+        new_total = graph.call_function(aten.view.default, (stored, _sizes(total)))
+        new_total.meta = total.meta
+    total.replace_all_uses_with(new_total)
+    norm.replace_all_uses_with(fused)
+
+
+def _without_widening(node: Node) -> Node:
+    """Return the node whose rows ``node`` is, before any exact conversion: the kernel converts while it loads."""
+    node = without_views(node)
+    while node.target is _CONVERT and (node.args[0].meta["val"].dtype, node.args[1]) == (torch.bfloat16, torch.float32):
+        node = without_views(node.args[0])
+    return node
+
+
+def _is_input_of_kernels(node: Node) -> bool:
+    value = node.meta["val"]
+    return value.dtype in _DTYPES and value.is_contiguous()
+
+
+def _is_in_memory(node: Node) -> bool:
+    """Whether Inductor stores the result of ``node`` in any case: it cannot compute it inside of every user."""
+    return not _is_fusible(node) or not all(map(_is_fusible, final_users(node)))
+
+
+def _is_fusible(node: Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.pointwise in node.target.tags or node.target in (_CONVERT, aten.clone.default)
+
+
+def _has_shape_of(node: Node, other: Node) -> bool:
+    mine, others = node.meta["val"].shape, other.meta["val"].shape
+    return len(mine) == len(others) and all(statically_known_true(a == b) for a, b in zip(mine, others))
+
+
+def _sizes(node: Node) -> list[int]:
+    return [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
