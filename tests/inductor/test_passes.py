@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.fx_passes.post_grad import post_grad_passes
 
 import mxtrain
 from mxtrain.errors import ConfigError
@@ -27,10 +29,13 @@ def seen(monkeypatch) -> list:
     return seen
 
 
-def run_inductor():
-    torch._dynamo.reset()
-    with config.patch(force_disable_caches=True):
-        torch.compile(lambda x: x + 1)(torch.zeros(2, requires_grad=True))
+def run_inductor(is_inference=False):
+    graph = torch.fx.Graph()
+    graph.output((graph.placeholder("x"),))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    with config.patch(pattern_matcher=False):
+        joint_graph_passes(module)
+        post_grad_passes(module, is_inference)
 
 
 def installed() -> list:
@@ -41,7 +46,7 @@ def test_inductor_runs_the_passes_once_and_only_while_they_are_installed(seen):
     passes.install()
     passes.install()
     run_inductor()
-    assert seen == ["joint_custom_pre_pass", "post_grad_custom_post_pass"]
+    assert seen == [*FIELDS]
     passes.remove()
     run_inductor()
     assert len(seen) == 2 and installed() == [None, None]
@@ -52,17 +57,18 @@ def test_passes_of_others_still_run(seen, field):
     other = lambda graph: seen.append("other")  # noqa: E731
     setattr(config, field, other)
     passes.install()
-    getattr(config, field)(torch.fx.Graph())
-    assert seen == [field, "other"]
+    run_inductor()
+    assert seen[seen.index(field) + 1] == "other" and len(seen) == 3
     assert getattr(config, field).uuid() is None
     passes.remove()
     assert getattr(config, field) is other
 
 
-@pytest.mark.skipif(passes.InferenceAware is None, reason="PyTorch 2.11 has no such passes")
-def test_passes_of_others_learn_whether_a_graph_is_for_inference(seen):
+def test_passes_of_others_learn_what_inductor_would_tell_them(seen):
+    """PyTorch 2.11 has no passes that are told whether a graph is for inference."""
+
     class Other(passes.InferenceAware or CustomGraphPass):
-        def __call__(self, graph, is_inference):
+        def __call__(self, graph, is_inference="unknown"):
             seen.append(is_inference)
 
         def uuid(self):
@@ -70,8 +76,8 @@ def test_passes_of_others_learn_whether_a_graph_is_for_inference(seen):
 
     config.post_grad_custom_post_pass = [Other(), Other()]
     passes.install()
-    config.post_grad_custom_post_pass(torch.fx.Graph(), is_inference=True)
-    assert seen == ["post_grad_custom_post_pass", True, True]
+    run_inductor(is_inference=True)
+    assert seen == [*FIELDS, *[True if passes.InferenceAware else "unknown"] * 2]
     assert config.post_grad_custom_post_pass.uuid()[1:] == ("a name", "a name")
 
 

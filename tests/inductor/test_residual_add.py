@@ -1,0 +1,166 @@
+"""A norm's kernel adds the residual, and leaves other graphs alone."""
+
+import pytest
+import torch
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mxtrain.inductor.residual_add import fuse_residual_add
+from mxtrain.ops.hardware import runs_kernels
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
+
+B, S, D = 2, 3, 64
+T = B * S
+FP32, BF16 = torch.float32, torch.bfloat16
+MXFP8, NVFP4 = (get_recipe(name).fprop for name in ("mxfp8", "nvfp4"))
+
+
+@pytest.fixture(autouse=True)
+def kernels(device):
+    if not runs_kernels("emulated", device):
+        pytest.skip("no kernels on this device: the norms are not single operations there")
+
+
+def draw(*shape, seed):
+    drawn = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return drawn.to(torch.get_default_device())
+
+
+def mxfp8(rows, form="image"):
+    from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
+
+    return results(mxnorm_cast(rows, RMSEstimate.for_recipe(MXFP8, 2, "pre_round", 1e-5), MXFP8, form))
+
+
+def nvfp4(rows, form="image"):
+    from mxtrain.kernels.nvfp4.norm_cast import nvfp4_norm
+
+    return results(nvfp4_norm(rows, RMSEstimate.for_recipe(NVFP4, 2, "pre_round", 1e-5), 2.0**-8, form))
+
+
+def results(cast):
+    return [each.view(torch.uint8) if each.itemsize == 1 else each for each in cast if each is not None]
+
+
+def rewritten(function, *inputs, symbolic=False) -> torch.fx.GraphModule:
+    """The graph of a function as Inductor's passes see it, after the fusion."""
+    mode = "symbolic" if symbolic else "fake"
+    module = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode=mode)(*inputs)
+    module.graph.eliminate_dead_code()  # as Inductor does before all passes
+    fuse_residual_add(module.graph)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def operations(module) -> list[str]:
+    """Names of all operations but views and selections of results, in order."""
+    names = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
+    return [name for name in names if not any(each in name for each in ("view", "getitem", "alias"))]
+
+
+def norms(module) -> list[torch.fx.Node]:
+    return [node for node in module.graph.nodes if "norm" in str(node.target)]
+
+
+def assert_same(module, function, *inputs):
+    """The same bits, and the shapes and dtypes that the graph says."""
+    want = function(*inputs)
+    (output,) = module.graph.find_nodes(op="output")
+    for one, other, node in zip(module(*inputs), want, output.args[0], strict=True):
+        described = node.meta["val"]
+        assert torch.equal(one, other) and one.dtype == other.dtype == described.dtype
+        assert not isinstance(described.shape[0], int) or one.shape == described.shape
+
+
+@pytest.mark.parametrize("residual_dtype", [FP32, BF16])
+@pytest.mark.parametrize("form", ["image", "codes"])
+@pytest.mark.parametrize(("name", "norm"), [("mxnorm_cast", mxfp8), ("nvfp4_norm", nvfp4)])
+def test_the_kernel_adds_and_keeps_the_sum(name, norm, form, residual_dtype):
+    """With the views, the implicit conversion and the order of a Llama block; another reader comes before the norm."""
+
+    def block(x, residual):
+        h = x + residual.view(B, S, D)
+        before = h.abs()
+        return before, *norm(h.view(-1, D), form), h
+
+    inputs = draw(B, S, D, seed=0), draw(T, D, seed=1).to(residual_dtype)
+    module = rewritten(block, *inputs)
+    assert operations(module) == [f"mxtrain.{name}.default", "aten.abs.default"]
+    assert_same(module, block, *inputs)
+
+
+def test_the_sum_has_the_dtype_of_x():
+    """Whichever comes first: bf16 + fp32 is fp32."""
+
+    def block(x, residual):
+        h = residual.view(B, S, D) + x
+        return *mxfp8(h.view(-1, D)), h
+
+    inputs = draw(B, S, D, seed=0), draw(T, D, seed=1).to(BF16)
+    module = rewritten(block, *inputs)
+    (norm,) = norms(module)
+    assert [node.meta["val"].dtype for node in norm.args[:2]] == [FP32, BF16]
+    assert_same(module, block, *inputs)
+
+
+def test_norms_of_one_residual_stream_follow_each_other():
+    def blocks(x, first, second):
+        h = x + first.view(B, S, D)
+        one = mxfp8(h.view(-1, D))
+        h = h + second.view(B, S, D)
+        return *one, *nvfp4(h.view(-1, D)), h
+
+    inputs = draw(B, S, D, seed=0), draw(T, D, seed=1).to(BF16), draw(T, D, seed=3)
+    module = rewritten(blocks, *inputs)
+    assert operations(module) == ["mxtrain.mxnorm_cast.default", "mxtrain.nvfp4_norm.default"]
+    assert_same(module, blocks, *inputs)
+
+
+def test_symbolic_rows():
+    def block(x, residual):
+        torch._check(x.shape[1] == D)  # as the norm's weight says in a model
+        h = x + residual
+        return *mxfp8(h), h
+
+    module = rewritten(block, draw(T, D, seed=1), draw(T, D, seed=2), symbolic=True)
+    assert operations(module)[-1:] == ["mxtrain.mxnorm_cast.default"] and norms(module)[0].args[1] is not None
+    assert_same(module, block, draw(20, D, seed=4), draw(20, D, seed=5))
+
+
+LEFT_ALONE = {
+    "broadcast": lambda x, r: mxfp8((x + r[:1]).view(-1, D)),
+    "a factor": lambda x, r: mxfp8(torch.add(x, r.view(B, S, D), alpha=2).view(-1, D)),
+    "a number": lambda x, r: mxfp8((x + 1.0).view(-1, D)),
+    "a difference": lambda x, r: mxfp8((x - r.view(B, S, D)).view(-1, D)),
+    "no summand in the dtype of the sum": lambda x, r: mxfp8(x.to(BF16).float().view(T, D) + r.to(BF16).float()),
+    "a transposed residual": lambda x, r: mxfp8((r.view(D, T).t() + x.view(T, D))),
+    "fp16": lambda x, r: mxfp8((x.half() + r.half().view(B, S, D)).float().view(-1, D)),
+    "a residual that the compiler computes": lambda x, r: mxfp8((x + r.view(B, S, D).tanh()).view(-1, D)),
+    "an x that the compiler computes": lambda x, r: mxfp8((x * 2 + r.view(B, S, D)).view(-1, D)),
+    "a rounded sum": lambda x, r: mxfp8((x + r.view(B, S, D)).to(BF16).view(-1, D)),
+    "a part of the sum": lambda x, r: mxfp8((x + r.view(B, S, D)).view(-1, D)[:4]),
+    "other rows of the sum": lambda x, r: mxfp8((x + r.view(B, S, D)).view(-1, D // 2)),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_left_alone(name):
+    function, inputs = LEFT_ALONE[name], (draw(B, S, D, seed=0), draw(T, D, seed=1))
+    module = rewritten(function, *inputs)
+    (norm,) = norms(module)
+    assert norm.args[1] is None
+    assert_same(module, function, *inputs)
+
+
+def test_a_computed_residual_that_is_stored_anyway_is_added_in_the_kernel():
+    def block(x, residual, weight):
+        residual = residual.tanh()
+        h = x.view(T, D) + residual
+        return *mxfp8(h), h, torch.mm(residual, weight)
+
+    inputs = draw(B, S, D, seed=0), draw(T, D, seed=1), draw(D, D, seed=2)
+    module = rewritten(block, *inputs)
+    assert norms(module)[0].args[1] is not None
+    assert_same(module, block, *inputs)
