@@ -149,8 +149,8 @@ class MXNorm:
 
     graph_passes: bool = True
     """
-    Let torch.compile fuse casts with what is computed before them (SwiGLU, in MXFP8). Changes SwiGLU's result by its
-    last bit in fp32 at most, before it is rounded
+    Let torch.compile fuse casts with what is computed before them (SwiGLU, in MXFP8; the residual add before a norm).
+    Changes SwiGLU's result by its last bit in fp32 at most, before it is rounded
     """
 
     eps: Amount | None = None
