@@ -135,7 +135,7 @@ LEFT_ALONE = {
     "a number": lambda x, r: mxfp8((x + 1.0).view(-1, D)),
     "a difference": lambda x, r: mxfp8((x - r.view(B, S, D)).view(-1, D)),
     "no summand in the dtype of the sum": lambda x, r: mxfp8(x.to(BF16).float().view(T, D) + r.to(BF16).float()),
-    "a transposed residual": lambda x, r: mxfp8(r.view(D, T).t() + x.view(T, D)),
+    "a transposed residual": lambda x, r: mxfp8(x.view(T, D) + r.view(D, T).t()),
     "fp16": lambda x, r: mxfp8((x.half() + r.half().view(B, S, D)).float().view(-1, D)),
     "a residual that the compiler computes": lambda x, r: mxfp8((x + r.view(B, S, D).tanh()).view(-1, D)),
     "an x that the compiler computes": lambda x, r: mxfp8((x * 2 + r.view(B, S, D)).view(-1, D)),
