@@ -19,6 +19,7 @@ their columns in the ``GroupCall`` of this forward. It multiplies for itself alo
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -31,17 +32,46 @@ from mxtrain.ops.gemm import Operand, matmul
 from mxtrain.ops.mxnorm import fold_backward
 
 
+class ReadyGroup(NamedTuple):
+    """The weights of a group, with the norm's gain where there is one, cast before the forward, to be used often.
+
+    Attributes:
+        fprop: one operand [sum N_i, D]; without ``LinearGroup.joins_fprop``, one [N_i, D] for each linear.
+        dgrad: [D, sum N_i].
+    """
+
+    fprop: tuple[Operand, ...]
+    dgrad: Operand
+
+
 class LinearGroup:
     """The linears that one norm feeds, each of which is called once in a forward, with the norm's result.
 
     Attributes:
         linears: in the order of their calls.
         joins_fprop: whether fprop is one GEMM, too. Its result stays in memory as long as a part of it is needed.
+        ready: the weights where they are cast already (``mxtrain.nn.ready_weights``). Single linears do not use it.
     """
 
     def __init__(self, linears: Sequence[QuantizedLinear]):
         self.linears = tuple(linears)
         self.joins_fprop = True
+        # An attribute from the start: torch.compile would compile again when it appears.
+        self.ready: ReadyGroup | None = None
+
+    def is_one_gemm(self, mode: str, has_signs: bool) -> bool:
+        """Return whether the linears differ in nothing but their weights, biases and random bits.
+
+        Args:
+            mode: of the first linear, never "auto".
+            has_signs: whether the norm has signs for the Hadamard transform of wgrad's operands.
+        """
+        first, *others = self.linears
+        if not quantize.joins(first.recipe, mode) or (first.recipe.needs_signs and not has_signs):
+            return False
+        if any(_stays_single(linear) for linear in self.linears):
+            return False
+        return all(_traits(linear) == _traits(first) for linear in others)
 
 
 class GroupCall:
@@ -59,9 +89,8 @@ class GroupCall:
             x: the norm's result, a ``NormedInput``. A hook may have put another one in its place.
             gemms: of this linear.
         """
-        linears = self.group.linears
-        place = next((i for i, other in enumerate(linears) if other is linear), None)
-        if place is None or not _is_one_gemm(linears, linear, x, gemms):
+        place = next((i for i, other in enumerate(self.group.linears) if other is linear), None)
+        if place is None or not self.group.is_one_gemm(gemms.mode, x.signs is not None):
             return None
         dtype = compute_dtype(x.h)
         made_here = self._made_from and self._made_from[0] is x.h and self._made_from[1:] == (dtype, x.h.requires_grad)
@@ -76,28 +105,21 @@ class GroupCall:
         rows = x.h.reshape(-1, x.shape[-1])
         weights = [linear.parts()[0] for linear in linears]
         draws = [linear.draws(x.h.device) for linear in linears]
-        settings = (gemms, dtype, self.group.joins_fprop)
+        settings = (gemms, dtype, self.group.joins_fprop, self.group.ready)
         return _GroupFunction.apply(
             rows, x.gain, *settings, x.x, x.rho, x.gathered, x.signs, *x.xhat, len(weights), *draws, *weights
         )
 
 
-def _is_one_gemm(linears: Sequence[QuantizedLinear], first: QuantizedLinear, x, gemms: ThreeGEMMs) -> bool:
-    """Whether the linears differ in nothing but their weights, biases and random bits."""
-    if not quantize.joins(gemms.recipe, gemms.mode) or (x.signs is None and gemms.recipe.needs_signs):
-        return False
-    weight = first.weight
-    for linear in linears:
-        if linear.recipe != first.recipe or linear.mode != first.mode or linear.split != first.split:
-            return False
-        if linear.is_plain:
-            return False
-        if linear.split == WHOLE and (isinstance(linear.weight, DTensor) or linear._forward_pre_hooks):
-            # FSDP2 gathers this weight alone, when its linear is called. Other hooks may change weights or inputs.
-            return False
-        if linear.weight.requires_grad != weight.requires_grad or linear.weight.dtype != weight.dtype:
-            return False
-    return True
+def _stays_single(linear: QuantizedLinear) -> bool:
+    # FSDP2 gathers a DTensor when its linear is called, not before. Other hooks may change weights or inputs.
+    is_own_unit = isinstance(linear.weight, DTensor) or len(linear._forward_pre_hooks) > 0
+    return linear.is_plain or (linear.split == WHOLE and is_own_unit)
+
+
+def _traits(linear: QuantizedLinear) -> tuple:
+    """What the linears of one GEMM have in common."""
+    return linear.recipe, linear.mode, linear.split, linear.weight.requires_grad, linear.weight.dtype
 
 
 class _GroupFunction(torch.autograd.Function):
@@ -114,6 +136,7 @@ class _GroupFunction(torch.autograd.Function):
         gemms: ThreeGEMMs,
         dtype,
         joins_fprop,
+        ready: ReadyGroup | None,
         x,
         rho,
         gathered,
@@ -126,12 +149,17 @@ class _GroupFunction(torch.autograd.Function):
     ):
         draws, weights = rest[:n], rest[n:]
         ctx.save_for_backward(h if x is None else x, gain, rho, signs, *weights)
-        ctx.gemms, ctx.gathered, ctx.draws = gemms, gathered, draws
+        ctx.gemms, ctx.gathered, ctx.draws, ctx.ready = gemms, gathered, draws, ready
         ctx.set_materialize_grads(False)
         xhat = Operand(data, scales, tensor_scale)
         if not joins_fprop:
+            if ready is not None:
+                return tuple(matmul(xhat, weight, dtype) for weight in ready.fprop)
             return tuple(gemms.fprop(xhat, weight, dtype, gain) for weight in weights)
-        joined = quantize.weights(weights, gemms.recipe.fprop, gemms.mode, 1, gain, gemms.split.w)
+        if ready is not None:
+            (joined,) = ready.fprop
+        else:
+            joined = quantize.weights(weights, gemms.recipe.fprop, gemms.mode, 1, gain, gemms.split.w)
         return matmul(xhat, joined, dtype).split([weight.shape[0] for weight in weights], 1)
 
     @staticmethod
@@ -152,7 +180,10 @@ class _GroupFunction(torch.autograd.Function):
         dxhat = dgain = None
         dweights = [None] * len(weights)
         if for_dgrad is not None:
-            joined = quantize.weights(weights, recipe.dgrad, mode, 0, gain, split.w)
+            if ctx.ready is not None:
+                joined = ctx.ready.dgrad
+            else:
+                joined = quantize.weights(weights, recipe.dgrad, mode, 0, gain, split.w)
             dxhat = matmul(for_dgrad, joined, like.dtype).to(x.dtype)
         if for_wgrad is not None:
             if ctx.gathered is None:

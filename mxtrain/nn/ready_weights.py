@@ -2,20 +2,23 @@
 
 A forward casts W for fprop, and a backward for dgrad. With gradient accumulation, W is the same in all microbatches of
 a step. ``ReadyWeights`` casts it before the first one and gives the operands to the layers, which use them in the place
-of a cast. ``torch.compile`` takes them as inputs of a block's graph, because they are attributes of a module.
+of a cast. The linears of a norm that are one GEMM (``mxtrain.nn.group``) have joined operands, and none of their own.
+``torch.compile`` takes operands as inputs of a block's graph, because they are attributes of a module or a group.
 
 The bits are those of a cast in every microbatch. Memory, until ``drop``: two operands per weight, together 4 bytes per
 element in mode "emulated", 8 in "reference", 2 (MXFP8) or 1.1 (NVFP4) in "native"; with the tiles of NVFP4 and mode
-"emulated" 2, because one image serves both.
+"emulated" 2, because one image serves both (4 in a group whose linears multiply one by one forward).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from mxtrain.nn.three_gemms import QuantizedLinear, ReadyWeight
+from mxtrain.nn.group import LinearGroup, ReadyGroup
+from mxtrain.nn.mxnorm import MXNorm
+from mxtrain.nn.three_gemms import QuantizedLinear, ReadyWeight, ThreeGEMMs
 from mxtrain.ops import quantize
 
 
@@ -41,31 +44,71 @@ class ReadyWeights:
     def __init__(self, parts: Iterable[nn.Module]):
         modules = [module for part in parts for module in part.modules()]
         self._linears = [module for module in modules if isinstance(module, QuantizedLinear)]
-        self._made_from: dict[QuantizedLinear, tuple] = {}
+        self._norms = [module for module in modules if isinstance(module, MXNorm) and module.group is not None]
+        self._made_from: dict[QuantizedLinear | LinearGroup, tuple] = {}
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Cast every weight that has changed since its last cast. Call it before every forward.
 
         A weight has changed if it or its gain is another tensor, or was written to, or if the layer has another
-        recipe. Writes through ``tensor.data`` do not count as such in PyTorch, and go unseen until ``drop``.
+        recipe. A group casts all its weights if one of them has changed. Writes through ``tensor.data`` do not count as
+        such in PyTorch, and go unseen until ``drop``.
         """
+        joined = {linear for norm in self._norms if self._refresh_group(norm) for linear in norm.group.linears}
         for linear in self._linears:
-            weight, gain = linear.weight, _gain_of(linear)
-            if isinstance(weight, DTensor) or linear.fed_by is None or linear.state.is_plain:
-                linear.ready = None
-                continue
-            gemms = linear.gemms(weight.device)
-            made_from = (gemms.recipe, gemms.mode, *_identity(weight), *_identity(gain))
-            if linear.ready is None or self._made_from[linear] != made_from:
-                linear.ready = None  # frees the old operands before the new ones are allocated
-                linear.ready = ReadyWeight(*quantize.weight_for_both(weight, gemms.recipe, gemms.mode, gain))
-                self._made_from[linear] = made_from
+            if linear not in joined:
+                self._refresh_single(linear)
 
     def drop(self) -> None:
         """Free all operands. Every forward casts again, until the next ``refresh``."""
-        for linear in self._linears:
+        for holder in (*self._linears, *(norm.group for norm in self._norms)):
+            holder.ready = None
+
+    def _refresh_group(self, norm: MXNorm) -> bool:
+        """Cast the weights of a norm's linears as one, if the group would use them now; return whether it would."""
+        group, gain = norm.group, norm.weight
+        first, weights = group.linears[0], [linear.weight for linear in group.linears]
+        gemms = first.gemms(first.weight.device)
+        if not group.is_one_gemm(gemms.mode, norm.recipe.needs_signs):
+            group.ready = None
+            return False
+        for linear in group.linears:
             linear.ready = None
+        if any(isinstance(parameter, DTensor) for parameter in (gain, *weights)):
+            group.ready = None
+        else:
+            made_from = (gemms.recipe, gemms.mode, group.joins_fprop, *map(_identity, (gain, *weights)))
+            self._keep(group, made_from, lambda: _cast_group(group, weights, gemms, gain))
+        return True
+
+    def _refresh_single(self, linear: QuantizedLinear) -> None:
+        weight, gain = linear.weight, _gain_of(linear)
+        if isinstance(weight, DTensor) or linear.fed_by is None or linear.state.is_plain:
+            linear.ready = None
+            return
+        gemms = linear.gemms(weight.device)
+        made_from = (gemms.recipe, gemms.mode, _identity(weight), _identity(gain))
+        self._keep(
+            linear, made_from, lambda: ReadyWeight(*quantize.weight_for_both(weight, gemms.recipe, gemms.mode, gain))
+        )
+
+    def _keep(self, holder: QuantizedLinear | LinearGroup, made_from: tuple, cast: Callable) -> None:
+        if holder.ready is None or self._made_from.get(holder) != made_from:
+            holder.ready = None  # frees the old operands before the new ones are allocated
+            holder.ready = cast()
+            self._made_from[holder] = made_from
+
+
+def _cast_group(
+    group: LinearGroup, weights: Sequence[torch.Tensor], gemms: ThreeGEMMs, gain: torch.Tensor | None
+) -> ReadyGroup:
+    recipe, mode = gemms.recipe, gemms.mode
+    if group.joins_fprop:
+        fprop, dgrad = quantize.weights_for_both(weights, recipe, mode, gain)
+        return ReadyGroup((fprop,), dgrad)
+    fprops = tuple(quantize.weight(weight, recipe.fprop, mode, 1, gain) for weight in weights)
+    return ReadyGroup(fprops, quantize.weights(weights, recipe.dgrad, mode, 0, gain))
 
 
 def _gain_of(linear: QuantizedLinear) -> torch.Tensor | None:

@@ -66,6 +66,13 @@ def weights(
     return quantize_joined(ws, 0, recipe, mode, (dim,), gain)[dim]
 
 
+def weights_for_both(
+    ws: Sequence[torch.Tensor], recipe: Recipe, mode: str, gain: torch.Tensor | None, group: str | None = None
+) -> tuple[Operand, Operand]:
+    operands = quantize_joined(ws, 0, recipe, mode, (1, 0), gain)
+    return operands[1], operands[0]
+
+
 def gradients(
     dys: Sequence[torch.Tensor], recipe: Recipe, mode: str, dims: tuple[int, ...], signs, draws, group=None
 ) -> dict[int, Operand]:

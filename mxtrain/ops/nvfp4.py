@@ -148,15 +148,36 @@ def gradient(
 def weights(
     ws: Sequence[torch.Tensor], recipe: Recipe, mode: str, dim: int, gain: torch.Tensor | None, group: str | None = None
 ) -> Operand:
+    return _weights(ws, recipe, mode, (dim,), gain, group)[dim]
+
+
+def weights_for_both(
+    ws: Sequence[torch.Tensor], recipe: Recipe, mode: str, gain: torch.Tensor | None, group: str | None = None
+) -> tuple[Operand, Operand]:
+    operands = _weights(ws, recipe, mode, (1, 0), gain, group)
+    return operands[1], operands[0]
+
+
+def _weights(
+    ws: Sequence[torch.Tensor],
+    recipe: Recipe,
+    mode: str,
+    dims: tuple[int, ...],
+    gain: torch.Tensor | None,
+    group: str | None,
+) -> dict[int, Operand]:
     if not runs_kernels(mode, ws[0].device.type):
-        parts = [weight(w, recipe, mode, dim, gain, group).data for w in ws]
-        return Operand(torch.cat(parts, 1 - dim))
+        return {
+            dim: Operand(torch.cat([weight(w, recipe, mode, dim, gain, group).data for w in ws], 1 - dim))
+            for dim in dims
+        }
     scales = [_tensor_scale(nvfp4_amax(w, column_factor=gain)[0], group) for w in ws]
     if recipe.weight_tiles:
-        image = nvfp4_joined_weight(ws, scales, gain)
+        # One image serves both orientations.
+        images = dict.fromkeys(dims, nvfp4_joined_weight(ws, scales, gain))
     else:
-        image = nvfp4_joined_cast(ws, 0, {dim: scales}, column_factor=gain)[dim]
-    return Operand(image if dim == 1 else image.t())
+        images = nvfp4_joined_cast(ws, 0, dict.fromkeys(dims, scales), column_factor=gain)
+    return {dim: Operand(images[dim] if dim == 1 else images[dim].t()) for dim in dims}
 
 
 def gradients(

@@ -145,6 +145,15 @@ def weights(
     return casts_of(recipe).weights(ws, recipe, mode, dim, gain, group)
 
 
+def weights_for_both(
+    ws: Sequence[torch.Tensor], recipe: LinearRecipe, mode: str, gain: torch.Tensor | None, group: str | None = None
+) -> tuple[Operand, Operand]:
+    """Weights as the operands of fprop and dgrad that ``weights`` makes, from one read if both have the same recipe."""
+    if recipe.fprop == recipe.dgrad:
+        return casts_of(recipe.fprop).weights_for_both(ws, recipe.fprop, mode, gain, group)
+    return weights(ws, recipe.fprop, mode, 1, gain, group), weights(ws, recipe.dgrad, mode, 0, gain, group)
+
+
 def gradients(
     dys: Sequence[torch.Tensor],
     recipe: LinearRecipe,

@@ -1,14 +1,17 @@
 """Weights that are cast once for several forwards: the same bits as a cast in every forward, and never old ones."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn as nn
 from layer_checks import NormBlock, draw, mx_linear
+from torch._dynamo import lookup_backend
 from torch.utils.checkpoint import checkpoint
 
 from mxtrain import set_rounding_step
+from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.ready_weights import ReadyWeights, note_norms
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.ops import quantize
@@ -28,19 +31,31 @@ def no_step():
 
 @pytest.fixture
 def casts(monkeypatch):
-    """Record the casts of weights ahead of the layers."""
-    found, function = [], quantize.weight_for_both
-    monkeypatch.setattr(quantize, "weight_for_both", lambda *args: found.append(args) or function(*args))
+    """Record the casts of weights ahead of the layers: those of single linears and of groups."""
+    found = []
+
+    def record(function):
+        return lambda *args: found.append(function.__name__) or function(*args)
+
+    for function in (quantize.weight_for_both, quantize.weights_for_both):
+        monkeypatch.setattr(quantize, function.__name__, record(function))
     return found
 
 
 class Block(nn.Module):
-    """A norm, two linears that it feeds, and a linear without a norm."""
+    """A norm, two linears that it feeds, and a linear without a norm. The two are one GEMM if ``grouped``."""
 
-    def __init__(self, recipe, mode="reference"):
+    def __init__(self, recipe, mode="reference", grouped=True, joins_fprop=True):
         super().__init__()
         self.normed, self.out = NormBlock(D, N, recipe, recipe, mode=mode), mx_linear(N, D, recipe, mode)
         note_norms(self, {"normed.norm": ["normed.linears.0", "normed.linears.1"]})
+        if grouped:
+            self.normed.norm.group = LinearGroup(self.normed.linears)
+            self.group.joins_fprop = joins_fprop
+
+    @property
+    def group(self) -> LinearGroup:
+        return self.normed.norm.group
 
     def forward(self, x):
         a, b = self.normed(x)
@@ -51,11 +66,22 @@ def _no_layer_casts(*args):
     raise AssertionError("a layer casts its weight")
 
 
+class Graphs:
+    """A backend of ``torch.compile`` that keeps the names of the inputs of every graph."""
+
+    def __init__(self, backend: str):
+        self.backend, self.inputs = lookup_backend(backend), []
+
+    def __call__(self, graph, example_inputs):
+        assert not any(node.op == "get_attr" and "ready" in str(node.target) for node in graph.graph.nodes)
+        self.inputs.append([node.name for node in graph.graph.nodes if node.op == "placeholder"])
+        return self.backend(graph, example_inputs)
+
+
 def gradients(
-    recipe, mode, steps: int, microbatches: int, caches: bool, checkpointed=False, backend=None
+    block: Block, steps: int, microbatches: int, caches: bool, checkpointed=False, backend=None
 ) -> list[torch.Tensor]:
     """Gradients and weights of some steps of training with gradient accumulation."""
-    block = Block(recipe, mode)
     ready = ReadyWeights([block])
     optimizer = torch.optim.AdamW(block.parameters(), lr=0.1)
     run = block if backend is None else torch.compile(block, backend=backend, fullgraph=True)
@@ -75,38 +101,57 @@ def gradients(
     return found
 
 
+SINGLE, ONE_BY_ONE = dict(grouped=False), dict(joins_fprop=False)
+
+
 @pytest.mark.parametrize(
-    ("recipe", "way", "steps", "microbatches"),
+    ("recipe", "mode", "way", "settings", "steps", "microbatches"),
     [
-        ("mxfp8", "eager", 3, 4),
-        ("mxfp8", "checkpointed", 3, 4),
-        ("mxfp8", "compiled", 2, 2),
-        pytest.param("mxfp8", "compiled", 3, 4, marks=pytest.mark.sweep),
-        pytest.param("mxfp8", "checkpointed and compiled", 3, 4, marks=pytest.mark.sweep),
-        ("nvfp4", "eager", 3, 4),
-        pytest.param("nvfp4", "compiled", 2, 2, marks=pytest.mark.sweep),
+        ("mxfp8", "reference", "eager", {}, 3, 4),
+        ("mxfp8", "reference", "eager", SINGLE, 3, 4),
+        ("mxfp8", "reference", "checkpointed", {}, 3, 4),
+        ("mxfp8", "reference", "checkpointed", ONE_BY_ONE, 3, 4),
+        ("nvfp4", "reference", "eager", {}, 3, 4),
+        # The casts of the kernels are single operations in a graph, those of plain PyTorch take long to trace.
+        pytest.param("mxfp8", "emulated", "compiled", {}, 2, 2, marks=pytest.mark.sweep),
+        pytest.param("mxfp8", "emulated", "compiled", ONE_BY_ONE, 2, 2, marks=pytest.mark.sweep),
+        pytest.param("mxfp8", "emulated", "checkpointed and compiled", {}, 2, 2, marks=pytest.mark.sweep),
+        # Interpreted kernels of NVFP4 are slow.
+        pytest.param("nvfp4", "emulated", "eager", {}, 2, 2, marks=pytest.mark.sweep),
     ],
 )
 def test_every_weight_is_cast_once_per_step_and_no_bit_changes(
-    recipe, way, steps, microbatches, casts, compile_backend, monkeypatch
+    recipe, mode, way, settings, steps, microbatches, casts, compile_backend, monkeypatch
 ):
-    is_compiled = "compiled" in way
-    # The casts of the kernels are single operations in a graph, those of plain PyTorch take long to trace.
-    mode = "emulated" if is_compiled else "reference"
-    how = dict(checkpointed="checkpointed" in way, backend=compile_backend if is_compiled else None)
-    expected = gradients(recipe, mode, steps, microbatches, caches=False, **how)
+    graphs = Graphs(compile_backend) if "compiled" in way else None
+    how = dict(checkpointed="checkpointed" in way, backend=graphs)
+    expected = gradients(Block(recipe, mode, **settings), steps, microbatches, caches=False, **how)
     torch._dynamo.reset()
-    if recipe == "mxfp8":  # whose casts ahead do not use this function
+    if recipe == "mxfp8" and settings != ONE_BY_ONE:  # whose casts ahead do not use these functions
         monkeypatch.setattr(quantize, "weight", _no_layer_casts)
+        monkeypatch.setattr(quantize, "weights", _no_layer_casts)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        found = gradients(recipe, mode, steps, microbatches, caches=True, **how)
-    assert len(casts) == 3 * steps
+        found = gradients(Block(recipe, mode, **settings), steps, microbatches, caches=True, **how)
+    joined = {"grouped": 0, "joins_fprop": 0}.get(next(iter(settings), None), 1)
+    single = 3 if settings == SINGLE else 1
+    assert Counter(casts) == Counter(weights_for_both=joined * steps, weight_for_both=single * steps)
     assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected))
+    if graphs is not None:
+        uncached, cached = graphs.inputs
+        fprops = 2 if settings == ONE_BY_ONE else 1
+        assert sum("ready" in name for name in uncached) == 0
+        assert sum("group" in name and "ready" in name for name in cached) == fprops + 1
+        assert sum("ready" in name for name in cached) == fprops + 3
 
 
 def _write_weight(block):
     with torch.no_grad():
         block.out.weight.mul_(2)
+
+
+def _write_weight_of_group(block):
+    with torch.no_grad():
+        block.normed.linears[1].weight.mul_(2)
 
 
 def _write_gain(block):
@@ -115,7 +160,8 @@ def _write_gain(block):
 
 
 def _replace_weight(block):
-    block.out.weight = nn.Parameter(block.out.weight.detach() * 2)
+    first = block.normed.linears[0]
+    first.weight = nn.Parameter(first.weight.detach() * 2)
 
 
 def _load(block):
@@ -127,20 +173,56 @@ def _switch_recipe(block):
         layer.take(replace(layer.state, recipe=get_recipe("mxfp8", scale_rounding="floor")))
 
 
-CHANGES = {_write_weight: 1, _write_gain: 2, _replace_weight: 1, _load: 3, _switch_recipe: 3}
+# How many single linears, and how many of them in a group, cast again.
+CHANGES = {
+    _write_weight: (1, 1),
+    _write_weight_of_group: (1, 1),
+    _write_gain: (2, 1),
+    _replace_weight: (1, 1),
+    _load: (3, 2),
+    _switch_recipe: (3, 2),
+}
 
 
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize(("change", "stale"), CHANGES.items(), ids=[change.__name__ for change in CHANGES])
-def test_a_change_between_two_microbatches_is_seen(change, stale, casts):
-    block, other, x = Block("mxfp8"), Block("mxfp8"), draw(T, D, seed=0)
+def test_a_change_between_two_microbatches_is_seen(change, stale, grouped, casts):
+    block, other, x = Block("mxfp8", grouped=grouped), Block("mxfp8", grouped=grouped), draw(T, D, seed=0)
     ready = ReadyWeights([block])
     ready.refresh()
     before = block(x)
     change(block), change(other)
     casts.clear()
     ready.refresh()
-    assert len(casts) == stale
+    assert len(casts) == stale[grouped]
     assert torch.equal(block(x), other(x)) and not torch.equal(block(x), before)
+
+
+@pytest.mark.parametrize("joins_fprop", [True, False])
+def test_a_group_that_falls_apart_uses_no_old_operand(joins_fprop):
+    block, other = (Block("mxfp8", joins_fprop=joins_fprop) for _ in range(2))
+    x, (first, second) = draw(T, D, seed=0), block.normed.linears
+    ready = ReadyWeights([block])
+    ready.refresh()
+    assert block.group.ready is not None and first.ready is None and second.ready is None
+    with torch.no_grad():
+        for changed in (block, other):
+            changed.normed.linears[0].weight.mul_(2)
+    hook = first.register_forward_pre_hook(lambda module, args: None)
+    # Before the next refresh, too: the single linears cast.
+    assert torch.equal(block(x), other(x))
+    ready.refresh()
+    assert block.group.ready is None and first.ready is not None and second.ready is not None
+    assert torch.equal(block(x), other(x))
+    hook.remove()
+    with torch.no_grad():
+        for changed in (block, other):
+            changed.normed.linears[1].weight.mul_(2)
+    # The group casts, and does not use the single operands.
+    assert torch.equal(block(x), other(x))
+    ready.refresh()
+    assert block.group.ready is not None and first.ready is None and second.ready is None
+    assert torch.equal(block(x), other(x))
 
 
 def test_writes_through_data_are_seen_after_drop():
@@ -160,7 +242,7 @@ def test_writes_through_data_are_seen_after_drop():
 
 def test_what_is_left_out(casts):
     """Linears behind a norm that is not known, and plain ones; the others have operands until they are dropped."""
-    block = Block("mxfp8")
+    block = Block("mxfp8", grouped=False)
     block.normed.linears[0].fed_by = None
     block.normed.linears[1].is_plain = True
     ready = ReadyWeights([block])
@@ -170,6 +252,16 @@ def test_what_is_left_out(casts):
     ready.drop()
     assert all(linear.ready is None for linear in linears)
     assert not any("ready" in name or "fed_by" in name for name in block.state_dict())
+
+
+def test_a_dropped_group_holds_no_operands():
+    block = Block("mxfp8")
+    ready = ReadyWeights([block])
+    ready.refresh()
+    shapes = [operand.data.shape for operand in (*block.group.ready.fprop, block.group.ready.dgrad)]
+    assert shapes == [(2 * N, D), (D, 2 * N)]
+    ready.drop()
+    assert block.group.ready is None
 
 
 @pytest.mark.parametrize(
@@ -190,6 +282,10 @@ def test_both_operands_of_a_weight_are_those_of_single_casts(recipe, mode):
     both = quantize.weight_for_both(w, recipe, mode, gain)
     gemms = ((1, recipe.fprop), (0, recipe.dgrad))
     single = [quantize.weight(w, of_gemm, mode, dim, gain) for dim, of_gemm in gemms]
+    if quantize.joins(recipe, mode):
+        parts = [w, draw(64, 32, seed=2)]
+        both += quantize.weights_for_both(parts, recipe, mode, gain)
+        single += [quantize.weights(parts, of_gemm, mode, dim, gain) for dim, of_gemm in gemms]
     for operand, expected in zip(both, single, strict=True):
         for a, b in zip(operand, expected, strict=True):
             assert (a is None) == (b is None)

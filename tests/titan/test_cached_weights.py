@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from mxtrain import MXNorm
 from mxtrain.nn.ready_weights import ReadyWeights
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
@@ -25,7 +26,12 @@ def test_all_linears_of_a_converted_model_are_cast_ahead(converter):
     ReadyWeights([model]).refresh()
     linears = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     assert len(linears) == 7 * len(model.layers)
-    assert all(linear.ready is not None for linear in linears.values())
     layer = next(iter(model.layers.values()))
+    joined = {linear for norm in model.modules() if isinstance(norm, MXNorm) for linear in norm.group.linears}
+    assert len(joined) == (5 * len(model.layers) if converter == "mxnorm" else 0)
+    assert all((linear.ready is None) == (linear in joined) for linear in linears.values())
+    if converter == "mxnorm":
+        assert layer.attention_norm.group.ready is not None and layer.ffn_norm.group.ready is not None
+        assert layer.attention_norm.group.linears[0] is layer.attention.wq
     norm = layer.attention_norm
     assert layer.attention.wq.fed_by == ((norm,) if converter == "mxnorm" else ())
