@@ -81,7 +81,7 @@ class Graphs:
 def gradients(
     block: Block, steps: int, microbatches: int, caches: bool, checkpointed=False, backend=None
 ) -> list[torch.Tensor]:
-    """Gradients and weights of some steps of training with gradient accumulation."""
+    """Gradients of inputs and weights, and weights, of some steps of training with gradient accumulation."""
     ready = ReadyWeights([block])
     optimizer = torch.optim.AdamW(block.parameters(), lr=0.1)
     run = block if backend is None else torch.compile(block, backend=backend, fullgraph=True)
@@ -91,9 +91,10 @@ def gradients(
             set_rounding_step(step, microbatch=microbatch)
             if caches:
                 ready.refresh()
-            x = draw(T, D, seed=10 * step + microbatch)
+            x = draw(T, D, seed=10 * step + microbatch).requires_grad_()
             y = checkpoint(run, x, use_reentrant=False) if checkpointed else run(x)
             y.square().sum().backward()
+            found.append(x.grad)
         ready.drop()
         optimizer.step()
         found += [tensor.clone() for p in block.parameters() for tensor in (p.grad, p.detach())]
@@ -132,7 +133,7 @@ def test_every_weight_is_cast_once_per_step_and_no_bit_changes(
         monkeypatch.setattr(quantize, "weights", _no_layer_casts)
     with torch._dynamo.config.patch(error_on_recompile=True):
         found = gradients(Block(recipe, mode, **settings), steps, microbatches, caches=True, **how)
-    joined = {"grouped": 0, "joins_fprop": 0}.get(next(iter(settings), None), 1)
+    joined = 0 if settings in (SINGLE, ONE_BY_ONE) else 1
     single = 3 if settings == SINGLE else 1
     assert Counter(casts) == Counter(weights_for_both=joined * steps, weight_for_both=single * steps)
     assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected))
