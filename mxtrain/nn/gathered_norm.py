@@ -17,6 +17,7 @@ sequences, because "quantized" needs shards of whole blocks. NVFP4's tensor scal
 rho is not sent: after the casts only the norm's backward reads it, each process that of its own tokens.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,9 +41,9 @@ class NormedSequences(NamedTuple):
     """Whole sequences after a norm. The names are those of ``NormedInput``."""
 
     h: torch.Tensor
+    x: torch.Tensor
     xhat: Operand
     rho: torch.Tensor
-    x: torch.Tensor | None
     gathered: "GatheredColumns | None"
 
 
@@ -54,14 +55,19 @@ def normalize_shard(
     Raises:
         ValueError: as for ``gathers_codes``.
     """
-    own = columns = None
+    columns = None
     if gathers_codes(x, recipe, mode, split):
-        own, columns = x.detach(), GatheredColumns(split)
+        for_wgrad, columns = x.detach(), GatheredColumns(split)
         h, rho, *xhat = NormThenGather.apply(x, estimate, recipe.fprop, mode, split, columns)
     else:
-        h, rho, *xhat = GatherThenNorm.apply(x, estimate, recipe.fprop, mode, split)
+        h, for_wgrad, rho, *xhat = GatherThenNorm.apply(x, estimate, recipe.fprop, mode, split)
     h = h.view(x.shape[0], split.processes * x.shape[1], x.shape[2])
-    return NormedSequences(h, Operand(*xhat), rho, own, columns)
+    return NormedSequences(h, for_wgrad, Operand(*xhat), rho, columns)
+
+
+def without_data(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor with the dtype and device of ``x`` and this shape, whose elements are all the same number in memory."""
+    return x.new_zeros(()).expand(shape)
 
 
 def gathers_codes(x: torch.Tensor, recipe: LinearRecipe, mode: str, split: SplitSequences) -> bool:
@@ -87,7 +93,7 @@ def _bytes_per_element(recipe: Recipe, mode: str) -> float:
 
 
 class GatherThenNorm(torch.autograd.Function):
-    """A shard x [B, S / P, D] of sequences -> h = X [T, D], T = B S, rho [T] and the tensors of xhat's operand.
+    """A shard x [B, S / P, D] -> h and X [T, D], T = B S, rho [T] and the tensors of xhat's operand.
 
     The shards are gathered before the norm: its kernel must read all rows for the cast anyway. Every linear returns its
     process's part of dL/dxhat, the gradient of h. The sum of the parts goes back to the shards, whose norm backward is
@@ -101,10 +107,8 @@ class GatherThenNorm(torch.autograd.Function):
         own = rho.view(x.shape[0], split.processes, x.shape[1])[:, split.rank].reshape(-1)
         ctx.save_for_backward(x, own)
         ctx.mode, ctx.split = mode, split
-        ctx.mark_non_differentiable(*(t for t in (rho, *xhat) if t is not None))
-        # A view, because compiled code of PyTorch 2.11 gives a result no gradient that an operation has returned as it
-        # is: here contiguous() in front of the kernel.
-        return whole.view_as(whole), rho, *xhat
+        ctx.mark_non_differentiable(*(t for t in (whole, rho, *xhat) if t is not None))
+        return without_data(whole, whole.shape), whole, rho, *xhat
 
     @staticmethod
     @once_differentiable
@@ -113,10 +117,7 @@ class GatherThenNorm(torch.autograd.Function):
 
 
 class NormThenGather(torch.autograd.Function):
-    """As ``GatherThenNorm``, with codes gathered after the norm. h has X's shape and dtype, but no data.
-
-    rho is that of the shard's tokens, [B S / P].
-    """
+    """As ``GatherThenNorm``, with codes gathered after the norm; without X, and rho is that of the shard's tokens."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str, split: SplitSequences, columns):
@@ -126,7 +127,7 @@ class NormThenGather(torch.autograd.Function):
         ctx.save_for_backward(x, rho)
         ctx.mode, ctx.split, ctx.columns = mode, split, columns
         ctx.mark_non_differentiable(*(t for t in (rho, *xhat) if t is not None))
-        return x.new_zeros(()).expand(split.processes * rows.shape[0], rows.shape[1]), rho, *xhat
+        return without_data(x, (split.processes * rows.shape[0], rows.shape[1])), rho, *xhat
 
     @staticmethod
     @once_differentiable

@@ -93,11 +93,14 @@ class GroupCall:
         if place is None or not self.group.is_one_gemm(gemms.mode, x.signs is not None):
             return None
         dtype = compute_dtype(x.h)
-        made_here = self._made_from and self._made_from[0] is x.h and self._made_from[1:] == (dtype, x.h.requires_grad)
-        # Checkpointing of a part of the layer calls a linear again with the same input.
-        if not made_here or place not in self._outputs:
+        # Other modes of autograd need outputs of their own. So does a checkpointed part of a layer, which replaces what
+        # is saved and calls its linears again.
+        hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
+        made_from = (dtype, x.h.requires_grad, torch.is_grad_enabled(), hooks)
+        is_same = self._made_from and self._made_from[0] is x.h and self._made_from[1:] == made_from
+        if not is_same or place not in self._outputs:
             self._outputs = dict(enumerate(self._multiply(x, gemms, dtype)))
-            self._made_from = (x.h, dtype, x.h.requires_grad)
+            self._made_from = (x.h, *made_from)
         return self._outputs.pop(place)
 
     def _multiply(self, x, gemms: ThreeGEMMs, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -114,12 +117,15 @@ class GroupCall:
 def _stays_single(linear: QuantizedLinear) -> bool:
     # FSDP2 gathers a DTensor when its linear is called, not before. Other hooks may change weights or inputs.
     is_own_unit = isinstance(linear.weight, DTensor) or len(linear._forward_pre_hooks) > 0
-    return linear.is_plain or (linear.split == WHOLE and is_own_unit)
+    # Whoever replaces forward may fetch the weight there.
+    is_replaced = "forward" in linear.__dict__
+    return linear.is_plain or is_replaced or (linear.split == WHOLE and is_own_unit)
 
 
 def _traits(linear: QuantizedLinear) -> tuple:
     """What the linears of one GEMM have in common."""
-    return linear.recipe, linear.mode, linear.split, linear.weight.requires_grad, linear.weight.dtype
+    weight = linear.weight
+    return linear.recipe, linear.mode, linear.split, weight.requires_grad, weight.dtype, weight.device
 
 
 class _GroupFunction(torch.autograd.Function):
@@ -148,7 +154,7 @@ class _GroupFunction(torch.autograd.Function):
         *rest,
     ):
         draws, weights = rest[:n], rest[n:]
-        ctx.save_for_backward(h if x is None else x, gain, rho, signs, *weights)
+        ctx.save_for_backward(x, gain, rho, signs, *weights)
         ctx.gemms, ctx.gathered, ctx.draws, ctx.ready = gemms, gathered, draws, ready
         ctx.set_materialize_grads(False)
         xhat = Operand(data, scales, tensor_scale)

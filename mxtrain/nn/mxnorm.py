@@ -17,9 +17,9 @@ that the norm feeds:
 
     dW = G diag(gamma)     dgamma_j = sum_n W_nj G_nj     dx = rho (g - xhat mean_D(g xhat))
 
-The norm runs once for all its linears (wq, wk, wv; w1, w3) and hands them a ``NormedInput``. Its field ``h`` is x, and
-every linear returns g as the gradient of ``h``: autograd adds them up, then one norm backward runs. The backward needs
-x, which the residual stream keeps anyway, and one rho per token; wgrad recomputes xhat from them.
+The norm runs once for all its linears (wq, wk, wv; w1, w3) and hands them a ``NormedInput``. Its field ``h`` stands for
+x, and every linear returns g as the gradient of ``h``: autograd adds them up, then one norm backward runs. The backward
+needs x, which the residual stream keeps anyway, and one rho per token; wgrad recomputes xhat from them.
 """
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.nn.checks import check_dtype, check_input
-from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard
+from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard, without_data
 from mxtrain.nn.group import GroupCall, LinearGroup
 from mxtrain.nn.seeded import Seeded
 from mxtrain.nn.split import SplitSequences, own_part
@@ -49,27 +49,27 @@ class NormedInput(NamedTuple):
     """MXNorm's result, for the linears that it feeds. T is the product of the leading dimensions of x.
 
     Attributes:
-        h: x [..., D]; its gradient is dL/dxhat.
+        h: has the shape and dtype of x [..., D], but no data; its gradient is dL/dxhat.
+        x: what wgrad casts, without a gradient: x as rows [T, D]; with ``gathered``, this process's shard of the
+            sequences.
         xhat: the normalized rows [T, D] as fprop's operand, without a gradient.
         rho: inverse RMS estimate, fp32 [T]; with ``gathered``, of this process's tokens.
         gain: the norm's weight gamma [D], which the linears fold into theirs; None for a norm without a weight.
         signs: signs of the Hadamard transform in wgrad (see ``mxtrain.nn.seeded``); None without a transform. The
             linears share them, so that compiled linears share the transform and the cast of xhat.
         recipe, mode: recipe of fprop and mode that made ``xhat``; the mode is never "auto".
-        x: what wgrad casts: None for ``h``; with ``gathered``, this process's shard of the sequences, and then ``h``
-            has a shape but no data.
         gathered: gathers wgrad's operand, where codes are sent instead of x.
         call: the linears as one GEMM each way (``mxtrain.nn.group``); None for single linears.
     """
 
     h: torch.Tensor
+    x: torch.Tensor
     xhat: Operand
     rho: torch.Tensor
     gain: torch.Tensor | None
     signs: torch.Tensor | None
     recipe: Recipe
     mode: str
-    x: torch.Tensor | None = None
     gathered: GatheredColumns | None = None
     call: GroupCall | None = None
 
@@ -80,7 +80,11 @@ class NormedInput(NamedTuple):
 
 
 class _MXNormFunction(torch.autograd.Function):
-    """x [T, D] -> h = x, rho and the tensors of xhat's operand. The gradient of h is dL/dxhat."""
+    """x [T, D] -> h, rho and the tensors of xhat's operand. The gradient of h is dL/dxhat.
+
+    h has no data. If it were x itself, and a compiled graph ended between a norm and its linears, PyTorch would take the
+    gradient of h for that of x, and skip this backward.
+    """
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str):
@@ -88,7 +92,7 @@ class _MXNormFunction(torch.autograd.Function):
         ctx.save_for_backward(x, rho)
         ctx.mode = mode
         ctx.mark_non_differentiable(*(t for t in (rho, *xhat) if t is not None))
-        return x.view_as(x), rho, *xhat
+        return without_data(x, x.shape), rho, *xhat
 
     @staticmethod
     @once_differentiable
@@ -102,7 +106,7 @@ class _MXNormLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, gain, weight, gemms: ThreeGEMMs, x, rho, gathered, signs, draws, *xhat):
-        ctx.save_for_backward(h if x is None else x, gain, weight, rho, signs)
+        ctx.save_for_backward(x, gain, weight, rho, signs)
         ctx.gemms, ctx.gathered, ctx.draws = gemms, gathered, draws
         return gemms.fprop(Operand(*xhat), weight, compute_dtype(h), gain, gemms.ready)
 
@@ -224,10 +228,13 @@ class MXNorm(Seeded, nn.RMSNorm):
         signs = self.signs(x.device)
         call = None if self.group is None else GroupCall(self.group)
         if split is None:
-            h, rho, *xhat = _MXNormFunction.apply(x.reshape(-1, x.shape[-1]), self.estimate, recipe, mode)
-            return NormedInput(h.view(x.shape), Operand(*xhat), rho, gain, signs, recipe, mode, call=call)
+            rows = x.reshape(-1, x.shape[-1])
+            h, rho, *xhat = _MXNormFunction.apply(rows, self.estimate, recipe, mode)
+            common = (Operand(*xhat), rho, gain, signs, recipe, mode)
+            return NormedInput(h.view(x.shape), rows.detach(), *common, call=call)
         whole = normalize_shard(x, self.estimate, self.recipe, mode, split)
-        return NormedInput(whole.h, whole.xhat, whole.rho, gain, signs, recipe, mode, whole.x, whole.gathered, call)
+        common = (whole.xhat, whole.rho, gain, signs, recipe, mode)
+        return NormedInput(whole.h, whole.x, *common, whole.gathered, call)
 
     def _gain(self) -> torch.Tensor | None:
         """The gain for the linears, each of which returns its process's part of the gradient."""

@@ -134,13 +134,12 @@ class Numerics:
     @torch.no_grad()
     def _input(self, linear: QuantizedLinear, x: torch.Tensor | NormedInput) -> tuple[Input, torch.Tensor]:
         """The sample of a linear's input, without draws, and the indices of its tokens."""
-        h = x.h if isinstance(x, NormedInput) else x
-        rows = h.reshape(-1, h.shape[-1])
+        rows = x.x if isinstance(x, NormedInput) else x.reshape(-1, x.shape[-1])
         index = sampled_tokens(len(rows), self.tokens, rows.device)
         if not isinstance(x, NormedInput):
             return Input(rows[index].to(compute_dtype(x)), signs=linear.signs(x.device)), index
         gain = None if x.gain is None else x.gain.clone()  # FSDP2 frees the memory of the gathered one
-        signs = linear.signs(h.device) if x.signs is None else x.signs
+        signs = linear.signs(rows.device) if x.signs is None else x.signs
         return Input(rows[index], x.rho[index], gain, self._estimates[x.rho.data_ptr()], signs), index
 
     def _at_gradient(self, fqn: str, linear: QuantizedLinear, given: Input, index: torch.Tensor, gradients) -> None:
