@@ -82,8 +82,8 @@ class NormedInput(NamedTuple):
 class _MXNormFunction(torch.autograd.Function):
     """x [T, D] -> h, rho and the tensors of xhat's operand. The gradient of h is dL/dxhat.
 
-    h has no data. If it were x itself, and a compiled graph ended between a norm and its linears, PyTorch would take the
-    gradient of h for that of x, and skip this backward.
+    h has no data. If it were x itself, and a compiled graph ended between a norm and its linears, PyTorch would take
+    the gradient of h for that of x, and skip this backward.
     """
 
     @staticmethod

@@ -72,6 +72,14 @@ def test_compiled_without_a_step_every_forward_draws_new_bits(compile_backend):
     assert torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1])
 
 
+def test_a_graph_may_end_between_a_norm_and_its_linears(compile_backend):
+    block = NormBlock(D, N, "mxfp8", "mxfp8")
+    x, dys = draw(T, D, seed=0), [draw(T, N, seed=s) for s in (1, 2)]
+    expected = results_of(block, x, *dys)
+    block.norm.compile(backend=compile_backend, fullgraph=True)
+    assert_near(results_of(block, x, *dys), expected, 1e-6)
+
+
 def test_compiled_consumers_share_casts(device):
     """x is cast along tokens once for the three weight gradients, and every dY once for both of its GEMMs."""
     if not runs_kernels("emulated", device):

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.mxnorm import NormedInput
@@ -42,6 +43,17 @@ def block_of(recipe="mxfp8", mode="emulated", grouped=True, dtype=torch.float32,
 
 def inputs(dtype=torch.float32):
     return draw(*TOKENS, D, seed=0, dtype=dtype), [draw(*TOKENS, n, seed=n, dtype=dtype) for n in OUTPUTS]
+
+
+class Called(nn.Module):
+    """A block whose linears are called by a function of the block and the norm's result."""
+
+    def __init__(self, block, call):
+        super().__init__()
+        self.block, self.call = block, call
+
+    def forward(self, x):
+        return self.call(self.block, self.block.norm(x))
 
 
 class Products(TorchDispatchMode):
@@ -213,6 +225,27 @@ def test_checkpointing_of_the_linears_without_their_norm(kind):
     outputs = CHECKPOINTING[kind](lambda n: [linear(n) for linear in block.linears], normed)
     gradients = torch.autograd.grad(outputs, [x, *block.parameters()], dys)
     assert all(torch.equal(a, b) for a, b in zip([*outputs, *gradients], expected, strict=True))
+
+
+def test_a_linear_after_one_in_another_mode_of_autograd():
+    """Under no_grad, or in a checkpointed part of the layer that begins with the second linear."""
+    x, dys = inputs()
+
+    def first_without_gradients(block, normed):
+        with torch.no_grad():
+            block.linears[0](normed)
+        return [linear(normed) for linear in block.linears]
+
+    def later_ones_checkpointed(block, normed):
+        def silu(linear, normed):
+            return nn.functional.silu(linear(normed))
+
+        first, *others = block.linears
+        return [first(normed), *(checkpoint(silu, linear, normed, use_reentrant=False) for linear in others)]
+
+    for call in (first_without_gradients, later_ones_checkpointed):
+        expected, found = (results_of(Called(block_of(grouped=g), call), x, *dys) for g in (False, True))
+        assert_near(found, expected, 1e-6)
 
 
 def test_no_grad_and_outputs_are_not_kept():
