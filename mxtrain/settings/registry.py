@@ -34,13 +34,13 @@ FLAVORS = {
 """Name of a model -> its flavors"""
 
 QUANTIZING_CONVERTERS = ("mxnorm", "mx_linear")
+NORM_CONVERTERS = ("fused_norm", "fused_rmsnorm")
 ROUTER_CONVERTER = "decompose_k_router"
 TITAN_QUANTIZING = "quantize."
 """How the names of TorchTitan's own converters begin"""
 CONVERTERS = (
     *QUANTIZING_CONVERTERS,
-    "fused_norm",
-    "fused_rmsnorm",
+    *NORM_CONVERTERS,
     ROUTER_CONVERTER,
     "quantize.linear.float8",
     "quantize.grouped_mm.float8",

@@ -8,7 +8,13 @@ from mxtrain.recipes.parse import SWITCHES, get_recipes
 from mxtrain.recipes.rms_estimate import RMSEstimate
 from mxtrain.recipes.schedule import CHANGE_KEYS, Change, Entry, parse_entries, require_no_norm_keys
 from mxtrain.settings.fields import unknown
-from mxtrain.settings.registry import PIPELINE_SCHEDULES, QUANTIZING_CONVERTERS, ROUTER_CONVERTER, TITAN_QUANTIZING
+from mxtrain.settings.registry import (
+    NORM_CONVERTERS,
+    PIPELINE_SCHEDULES,
+    QUANTIZING_CONVERTERS,
+    ROUTER_CONVERTER,
+    TITAN_QUANTIZING,
+)
 from mxtrain.settings.values import Settings
 
 SCHEDULE, GUARD = "mxnorm.schedule", "mxnorm.guard"
@@ -31,8 +37,9 @@ def quantizing(s: Settings) -> list[str]:
 def conflict_of_converters(names: list[str]) -> str | None:
     """What is wrong with these converters beside one another; None if all is well."""
     ours = [name for name in names if name in QUANTIZING_CONVERTERS]
-    if len(ours) > 1:
-        return f"choose one of {ours}"
+    for same in (ours, [name for name in names if name in NORM_CONVERTERS]):
+        if len(same) > 1:
+            return f"choose one of {same}"
     theirs = [name for name in names if name.startswith(TITAN_QUANTIZING)]
     if ours and theirs:
         return f"has {ours[0]!r} and {theirs[0]!r}, which both quantize: remove one of them"

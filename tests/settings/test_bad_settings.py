@@ -120,6 +120,7 @@ FLAGS = [
     ("--model.flavor=9B", "model.flavor = '9B' is not one of: debugmodel"),
     ("--model.converters=mxnrom", "model.converters = ['mxnrom'] has 'mxnrom', which is not one of: mxnorm"),
     ("--model.converters=mxnorm,mx_linear", "model.converters = ['mxnorm', 'mx_linear'] choose one of"),
+    ("--model.converters=fused_norm,fused_rmsnorm", "model.converters = ['fused_norm', 'fused_rmsnorm'] choose one of"),
     ("--training.dataset=wiki", "training.dataset = 'wiki' is not one of: python, files, hf"),
     ("--validation.enable --validation.dataset=wiki", "validation.dataset = 'wiki' is not one of"),
     # Names that do not exist, and words that are no flags
