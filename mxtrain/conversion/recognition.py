@@ -84,8 +84,9 @@ def rms_norm_facts(module: nn.Module) -> NormFacts | None:
     """Which ``nn.RMSNorm`` the module is or computes; None for any other module.
 
     Many models bring an RMSNorm class of their own, with a 1-D ``weight`` and an eps under some name. Such a module is
-    run on random rows with a random weight. It is an RMSNorm if its results are those of ``F.rms_norm`` for one of the
-    floats that it holds as attributes. (A norm that scales by 1 + weight is none.) A copy of the module runs; its own
+    run on random rows with a random weight, as a matrix and as a batch of sequences, which tells the last dimension
+    apart from the second one. It is an RMSNorm if its results are those of ``F.rms_norm`` for one of the floats that it
+    holds as attributes. (A norm that scales by 1 + weight is none.) A copy of the module runs; its own
     weight may be on the meta device.
     """
     if type(module) in (nn.RMSNorm, FusedRMSNorm):
@@ -134,16 +135,20 @@ def _eps_of(module: nn.Module, normalize: Callable[..., torch.Tensor], noise: fl
     rows = torch.randn(len(_MAGNITUDES), dim, generator=generator, **in_fp32)
     rows *= torch.tensor(_MAGNITUDES, **in_fp32).unsqueeze(1)
     vectors = {name: torch.randn(dim, generator=generator, **in_fp32) for name in sorted(parameters, reverse=True)}
+    # A norm of another dimension than the last differs, or fails, where that one has another length.
+    sequences = rows.view(-1, 4 if dim == 2 else 2, dim)
     try:
         with torch.no_grad(), without_global_hooks():
-            result = torch.func.functional_call(structural_copy(module), vectors, (rows,))
+            copy = structural_copy(module)
+            results = [torch.func.functional_call(copy, vectors, (x,)) for x in (rows, sequences)]
     except Exception:  # the module is no function of rows and these vectors
         return None
-    if not isinstance(result, torch.Tensor) or result.shape != rows.shape:
+    if any(not isinstance(y, torch.Tensor) or y.shape != x.shape for x, y in zip((rows, sequences), results)):
         return None
     for eps in {value for value in vars(module).values() if isinstance(value, float)}:
         want = normalize(rows, eps=eps, **vectors)
-        if ((result.float() - want).abs() <= 1e-4 * want.abs() + noise * want.abs().amax(1, keepdim=True)).all():
+        limit = 1e-4 * want.abs() + noise * want.abs().amax(1, keepdim=True)
+        if all(((result.float().reshape(rows.shape) - want).abs() <= limit).all() for result in results):
             return eps
     return None
 

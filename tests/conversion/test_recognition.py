@@ -141,6 +141,30 @@ def test_pytorchs_layer_norm_and_the_fused_one_keep_their_arguments():
     )
 
 
+class OtherDimensionRMSNorm(OwnRMSNorm):
+    def forward(self, x):
+        return super().forward(x.transpose(1, -1)).transpose(1, -1)
+
+
+class OtherDimensionLayerNorm(nn.LayerNorm):
+    """As in speech models, for [B, C, T]: on rows without a T, the second dimension is the last one."""
+
+    def forward(self, x):
+        return super().forward(x.transpose(1, -1)).transpose(1, -1)
+
+
+class OverTokensRMSNorm(OwnRMSNorm):
+    def normalize(self, x, eps):
+        return x * torch.rsqrt(x.square().mean(1, keepdim=True) + eps)
+
+
+@pytest.mark.parametrize("dim", [2, 64])
+def test_norms_of_another_dimension_than_the_last_are_none_of_ours(dim):
+    assert rms_norm_facts(OwnRMSNorm(dim)) and layer_norm_facts(OwnLayerNorm(dim))
+    assert rms_norm_facts(OtherDimensionRMSNorm(dim)) is rms_norm_facts(OverTokensRMSNorm(dim)) is None
+    assert layer_norm_facts(OtherDimensionLayerNorm(dim)) is None
+
+
 class Router(nn.Module):
     def __init__(self, gate):
         super().__init__()
