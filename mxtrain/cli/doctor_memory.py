@@ -38,7 +38,7 @@ def memory_table(model: nn.Module, job_config) -> str:
         weights = shard_bytes(held, shards, dtype, tensor)
         gathered = 0
         if count > 1 and (shards > 1 or tensor * pipeline > 1):
-            gathered = gathered_bytes(rank, compute, parallelism.expert_parallel_degree, tensor)
+            gathered = gathered_bytes(rank, compute, parallelism)
         if pipeline > 1:
             # PyTorch adds up the chunks' gradients before it divides them among processes.
             gathered = shard_bytes(held, 1, reduce, tensor) + (gathered if reshards else weights_gathered)
@@ -98,13 +98,20 @@ def groups_of_ranks(model: nn.Module, parallelism) -> list[list[nn.Module]]:
     return groups
 
 
-def gathered_bytes(groups: list[nn.Module], dtype: torch.dtype, expert_parallel: int = 1, tensor: int = 1) -> int:
-    """Return the bytes of the largest groups of weights that FSDP2 gathers at a time."""
+def gathered_bytes(groups: list[nn.Module], dtype: torch.dtype, parallelism) -> int:
+    """Return the bytes of the largest groups of weights that FSDP2 gathers at a time.
+
+    Stacked experts [E, in, out] are divided by expert parallelism, and then by features only as far as
+    ``expert_tensor_parallel_degree`` says; everything else is divided by tensor parallelism.
+    """
+    tensor = parallelism.tensor_parallel_degree
+    experts = parallelism.expert_parallel_degree * parallelism.expert_tensor_parallel_degree
+    of_experts = experts if parallelism.expert_parallel_degree > 1 else tensor
     elements = sorted(
-        (sum(p.numel() // (expert_parallel if p.ndim > 2 else 1) for p in group.parameters()) for group in groups),
+        (sum(p.numel() // (of_experts if p.ndim > 2 else tensor) for p in group.parameters()) for group in groups),
         reverse=True,
     )
-    return sum(elements[:GATHERED_GROUPS]) * dtype.itemsize // tensor
+    return sum(elements[:GATHERED_GROUPS]) * dtype.itemsize
 
 
 def _layouts(parallelism) -> Iterator[tuple[str, int, int]]:

@@ -159,6 +159,19 @@ def test_experts_are_counted_as_a_token_uses_them(capsys):
 
 
 @pytest.mark.parametrize(
+    "tensor, expert, expert_tensor, of_experts", [(1, 4, 1, 4), (2, 1, 1, 2), (2, 4, 1, 4), (2, 4, 2, 8)]
+)
+def test_gathered_experts_are_divided_by_features_only_with_expert_tensor_parallelism(
+    tensor, expert, expert_tensor, of_experts
+):
+    degrees = {"tensor": tensor, "expert": expert, "expert_tensor": expert_tensor}
+    flags = [f"--parallelism.{name}_parallel_degree={degree}" for name, degree in degrees.items()]
+    group = torch.nn.ParameterList([torch.empty(8, 16, 32, device="meta"), torch.empty(16, 8, device="meta")])
+    gathered = doctor_memory.gathered_bytes([group], torch.bfloat16, parse_job_config(flags).parallelism)
+    assert gathered == 2 * (8 * 16 * 32 // of_experts + 16 * 8 // tensor)
+
+
+@pytest.mark.parametrize(
     "arguments, message",
     [
         ([], "--model: CONFIG is missing: give a TOML file, and any flags after it"),
