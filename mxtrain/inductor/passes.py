@@ -44,8 +44,10 @@ class _Passes(InferenceAware or CustomGraphPass):
 
 
 def install() -> None:
-    """Let Inductor run the passes on all graphs that this process compiles from now on.
+    """Let Inductor run the passes on all graphs that are compiled from now on with the caller's configuration.
 
+    In PyTorch 2.13 each thread and each ``contextvars`` context has a configuration of its own. Call this in the one
+    that compiles the model, which is the one that first runs it.
     Graphs without mxtrain's operations stay as they are. Passes that were in Inductor's fields still run, after these.
     Whoever sets such a field later replaces these passes: compiled models are then correct, but slower.
     """

@@ -3,6 +3,10 @@
 PyTorch releases write the same function as different operations (a silu is one operation, or x / (1 + exp(-x)), or
 x * sigmoid(x)), and models differ in the order of factors. So a chain is compared with a formula on numbers, in fp64,
 where two ways to compute the same function agree in nine digits and two functions do not.
+
+Inductor computes in fp32 between the first and the last operation, without the roundings to bf16 in between. So a
+conversion among these dtypes counts as nothing. A conversion to a shorter one, such as fp8, changes values, and a chain
+ends there.
 """
 
 from collections.abc import Callable
@@ -15,6 +19,7 @@ from mxtrain.inductor.nodes import without_views
 
 aten = torch.ops.aten
 _CONVERSIONS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 # Longer chains are not followed. A silu and its gradient together have about 20 operations.
 _LONGEST = 40
 
@@ -79,14 +84,16 @@ def _numbers(count: int) -> list[torch.Tensor]:
 
 
 def _is_pointwise(node: Node) -> bool:
-    """Whether the node is a pointwise operation on floating-point tensors of its own shape and on numbers."""
+    """Whether the node, of one of ``_DTYPES``, is a pointwise operation on tensors of its own shape and on numbers."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     if torch.Tag.pointwise not in node.target.tags and node.target not in _CONVERSIONS:
         return False
     mine = _value(node)
-    return isinstance(mine, torch.Tensor) and all(
-        _value(n) is not None and _same_rows(_value(n), mine) for n in node.all_input_nodes
+    return (
+        isinstance(mine, torch.Tensor)
+        and mine.dtype in _DTYPES
+        and all(_value(n) is not None and _same_rows(_value(n), mine) for n in node.all_input_nodes)
     )
 
 

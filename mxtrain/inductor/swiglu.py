@@ -6,7 +6,9 @@ because there h is one tensor for both. Fused, its cast along columns is compute
 which the backward needs in any case: so no form of h is kept. After PyTorch has split the graph, a cast of h that the
 forward computes can no longer move.
 
-A cast is replaced only if casts alone use what it reads: otherwise SwiGLU's result would be stored in any case.
+A cast is replaced only if casts alone use what it reads: otherwise SwiGLU's result would be stored in any case. Nothing
+is replaced with ``torch._inductor.config.emulate_precision_casts = True``, which asks for the roundings of eager mode:
+the kernels do not round between operations.
 """
 
 import operator
@@ -14,6 +16,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+from torch._inductor import config
 from torch.fx import Graph, Node
 
 from mxtrain.inductor.nodes import as_matrix, describe_call, final_users, without_views
@@ -49,7 +52,7 @@ class _Gradient(NamedTuple):
 
 def fuse_swiglu(graph: Graph) -> None:
     """Replace SwiGLU and its gradients, where only MXFP8 casts use them, by kernels that write the casts."""
-    if not HAS_TRITON:
+    if not HAS_TRITON or config.emulate_precision_casts:
         return
     found = [match for parts, casts in _sources(graph).items() if (match := _match(parts, casts))]
     products = {(match.gate, match.factor): match for match in found if isinstance(match, _Product)}

@@ -30,6 +30,8 @@ OTHERS = {
     "gelu": lambda gate, up: F.gelu(gate) * up,
     "bounded": lambda gate, up: F.silu(gate) * up.clamp(-1e4, 1e4),
     "shifted": lambda gate, up: F.silu(gate) * (up + 1),
+    "up through fp8": lambda gate, up: F.silu(gate) * up.to(torch.float8_e4m3fn).to(gate.dtype),
+    "h through fp8": lambda gate, up: (F.silu(gate) * up).to(torch.float8_e5m2).to(gate.dtype),
 }
 
 
@@ -148,9 +150,22 @@ def test_any_way_to_write_swiglu(name, autocast):
     check_fused(*graphs_of(FeedForward(PRODUCTS[name]), autocast=autocast)[0])
 
 
-@pytest.mark.parametrize("name", ["bounded", *(pytest.param(n, marks=pytest.mark.sweep) for n in ("gelu", "shifted"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bounded",
+        "h through fp8",
+        *(pytest.param(n, marks=pytest.mark.sweep) for n in ("gelu", "shifted", "up through fp8")),
+    ],
+)
 def test_other_products_stay_as_they_are(name):
     graphs, _ = graphs_of(FeedForward(OTHERS[name]))
+    assert casts(*graphs) == UNFUSED
+
+
+def test_roundings_of_eager_mode_are_kept_if_asked_for():
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        graphs, _ = graphs_of(FeedForward())
     assert casts(*graphs) == UNFUSED
 
 
