@@ -52,8 +52,8 @@ class ReadyWeights:
         """Cast every weight that has changed since its last cast. Call it before every forward.
 
         A weight has changed if it or its gain is another tensor, or was written to, or if the layer has another
-        recipe. A group casts all its weights if one of them has changed. Writes through ``tensor.data`` do not count as
-        such in PyTorch, and go unseen until ``drop``.
+        recipe. A group casts all its weights if one of them has changed. Writes through ``tensor.data`` and those of a
+        fused optimizer do not count as such in PyTorch, and go unseen until ``drop``.
         """
         joined = {linear for norm in self._norms if self._refresh_group(norm) for linear in norm.group.linears}
         for linear in self._linears:

@@ -71,6 +71,7 @@ GUARD = [
     "--mxnorm.guard.sigmas=2", "--mxnorm.guard.steps=2",
 ]  # fmt: skip
 SPIKE = ["--optimizer.lr=0.3", "--checkpoint.enable", "--checkpoint.interval=2"]
+EARLY = ["--optimizer.early_step_in_backward", "--lr_scheduler.warmup_steps=0"]
 ACCUMULATE = ["--training.local_batch_size=2", "--training.global_batch_size=4"]
 
 
@@ -149,6 +150,8 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             "tied, another size": Resumed("tied", 2, ["--model_args.n_layers=3", steps(3)]),
             "microbatches": [NVFP4, *ACCUMULATE, *SAVE_EACH, steps(2)],
             "microbatches, resumed": Resumed("microbatches", 1, [*NUMERICS, "--mxnorm.cache_weights=false"]),
+            "early steps": [*ACCUMULATE, *EARLY, steps(2)],
+            "early steps, cast every time": [*ACCUMULATE, *EARLY, steps(2), "--mxnorm.cache_weights=false"],
             "changed": Resumed("mxnorm", 6, ["--optimizer.lr=2e-3", steps(8)]),
             "another p": Resumed("mxnorm", 6, ["--mxnorm.p=1"]),
             "another p, allowed": Resumed("mxnorm", 6, ["--mxnorm.p=1", "--checkpoint.may_change=mxnorm.p", steps(7)]),
