@@ -113,6 +113,20 @@ RELATIONS = (
             "activation_checkpoint.mode = 'none'"
         ),
     ),
+    # On a CPU, PyTorch 2.13 then computes a wrong loss without a word, also of a model without a converter.
+    Relation(
+        "compile.components",
+        lambda s, machine: (
+            s["compile.enable"]
+            and "loss" in s["compile.components"]
+            and s["compile.backend"] == "inductor"
+            and degree(s, "tensor") > 1
+            and not s["parallelism.disable_loss_parallel"]
+            and not machine.has_gpus
+            and f"with parallelism.tensor_parallel_degree = {degree(s, 'tensor')}: PyTorch 2.13 compiles a wrong loss "
+            "on a CPU; set compile.components = ['model']"
+        ),
+    ),
     Relation(
         "parallelism.enable_async_tensor_parallel",
         lambda s, machine: (

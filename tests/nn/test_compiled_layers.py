@@ -38,7 +38,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize(
     ("recipe", "mode", "autocast"),
     [
-        ("mxfp8", "auto", False),
+        pytest.param("mxfp8", "auto", False, marks=pytest.mark.sweep),
         ("mxfp8", "emulated", True),
         ("nvfp4", "emulated", True),
         pytest.param("nvfp4", "reference", False, marks=pytest.mark.sweep),

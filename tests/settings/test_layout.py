@@ -22,7 +22,7 @@ GOOD = [
     (f"{MXNORM} --training.seq_len=33", 2),
     (f"{EP}=4 {TP}=2 {FUSED}", 4),
     (f"{EP}=2 {ETP}=2 {TP}=2 {FUSED}", 4),
-    (f"{ASYNC} {TP}=2 {FUSED} --compile.enable --activation_checkpoint.mode=none", 2),
+    (f"{ASYNC} {TP}=2 {FUSED} --compile.enable --compile.components=model --activation_checkpoint.mode=none", 2),
     (f"{TP}=2 {MXNORM} --mxnorm.gather=quantized --training.seq_len=192", 2),
     (f"{TP}=2 {MXNORM} --training.seq_len=96", 2),
     (f"{MXNORM} --mxnorm.gather=quantized --training.seq_len=33", 1),

@@ -11,6 +11,9 @@ def check(flags: str, processes: int = 1, has_gpus: bool = False) -> None:
     check_machine(read_settings(["--model.hf_assets_path=", *flags.split()]), Machine(processes, has_gpus))
 
 
+COMPILED_TP = "--parallelism.tensor_parallel_degree=2 --compile.enable"
+
+
 @pytest.mark.parametrize(
     "flags, processes",
     [
@@ -20,7 +23,8 @@ def check(flags: str, processes: int = 1, has_gpus: bool = False) -> None:
         ("--parallelism.data_parallel_replicate_degree=8", 64),
         ("--parallelism.tensor_parallel_degree=2 --model.converters=fused_rmsnorm", 64),
         ("--parallelism.tensor_parallel_degree=2 --model.converters=mxnorm", 64),
-        ("--parallelism.tensor_parallel_degree=2 --compile.enable --activation_checkpoint.mode=none", 2),
+        (f"{COMPILED_TP} --compile.components=model --activation_checkpoint.mode=none", 2),
+        (f"{COMPILED_TP} --activation_checkpoint.mode=none --parallelism.disable_loss_parallel", 2),
         ("--parallelism.context_parallel_degree=4", 64),
         ("--parallelism.expert_parallel_degree=8", 64),
         ("--training.local_batch_size=2 --training.global_batch_size=256", 64),
@@ -45,10 +49,17 @@ def test_layouts_that_do_not_fit(flags, processes):
         check(flags, processes)
 
 
-def test_compiled_and_checkpointed_layers_that_are_split_need_a_gpu():
-    flags = "--parallelism.tensor_parallel_degree=2 --compile.enable --activation_checkpoint.mode=full"
+@pytest.mark.parametrize(
+    ("mode", "refused"),
+    [
+        ("full", "compile.enable = True with .*tensor_parallel_degree = 2 .* on a CPU; set"),
+        ("none", "compile.components = .*'loss'.* with .*_degree = 2: .* wrong loss on a CPU; set compile.components"),
+    ],
+)
+def test_compiled_tensor_parallelism_on_a_cpu(mode, refused):
+    flags = f"{COMPILED_TP} --activation_checkpoint.mode={mode}"
     check(flags, processes=2, has_gpus=True)
-    with pytest.raises(ConfigError, match="compile.enable = True with .*tensor_parallel_degree = 2 .* on a CPU; set"):
+    with pytest.raises(ConfigError, match=refused):
         check(flags, processes=2)
 
 

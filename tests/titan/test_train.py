@@ -139,6 +139,7 @@ def trainer(monkeypatch):
         self.checkpointer = FakeCheckpointer()
         self.metrics_processor = SimpleNamespace(logger=None, should_log=lambda step: False)
         self.dataloader = self._start = None
+        self.gradient_accumulation_steps = 1
 
     def train_step(self, losses):
         for loss in losses:
@@ -225,7 +226,7 @@ def test_the_trainer_sets_step_and_microbatch(monkeypatch):
     trainer = object.__new__(_Trainer)
     trainer.device, trainer.parallel_dims, trainer._rank_in_stage = torch.device("cpu"), one_process(), 0
     trainer._watch = LossWatch(trainer.device, stops=True)
-    trainer._signals, trainer._numerics = StopSignals(), None
+    trainer._signals, trainer._numerics, trainer._ready = StopSignals(), None, None
     trainer._switch = SimpleNamespace(begin_step=begun.append)
     for trainer.step in (7, 8):
         trainer.train_step(None)
