@@ -101,8 +101,7 @@ def test_one_gemm_each_way_with_the_results_of_three(recipe, mode):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("rounding", ["rceil", "floor"])
-@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(("rounding", "affine"), [("floor", True), ("rceil", False)])
 def test_other_settings(rounding, affine):
     for recipe in (get_recipe("mxfp8", rounding), get_recipe("nvfp4", weight_tiles=False), "nvfp4_dynamic"):
         single, _ = run(block_of(recipe, grouped=False, affine=affine))
