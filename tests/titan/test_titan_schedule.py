@@ -107,7 +107,7 @@ def test_another_trainer_is_refused(monkeypatch, tmp_path):
 
 @pytest.mark.sweep
 def test_every_layout_switches_as_one_process(base, one):
-    """FSDP2, tensor parallelism and pipelines: every kind of change, and the guard's decision if the text leads to one."""
+    """FSDP2, tensor parallelism and pipelines: every kind of change, and the guard if the text makes it act."""
     entries = [
         '{from_step = 2, until_step = 2, recipe = "fprop=bf16"}',
         '{from_step = 3, until_step = 3, norm = "rmsnorm"}',
