@@ -22,6 +22,15 @@ def device(request):
     torch.set_default_device(None)
 
 
+@pytest.fixture(autouse=True)
+def no_rounding_step():
+    """The next test begins without the step of this one."""
+    yield
+    from mxtrain import set_rounding_step
+
+    set_rounding_step(None)
+
+
 @pytest.fixture
 def compile_backend(device):
     """Inductor on a GPU; on a CPU, where Inductor is not used for training, the same graphs without its code."""

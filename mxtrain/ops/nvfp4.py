@@ -128,9 +128,7 @@ def gradient(
     if runs_kernels(mode, dy.device.type):
         signs = signs if recipe.hadamard and 0 in dims else None
         draws = draws if recipe.stochastic_rounding else None
-        amax, transformed = nvfp4_amax(dy, signs)
-        maxima = {1: amax, 0: amax if signs is None else transformed}
-        scales = {dim: _tensor_scale(maxima[dim], group) for dim in dims}
+        scales = _tensor_scales_of_gradient(dy, dims, signs, group)
         results = nvfp4_cast(dy, scales, KERNEL_FORM[mode], signs=signs, draws=draws)
         return {dim: _from_kernel(cast, dim, scales[dim], mode) for dim, cast in results.items()}
     operands = {}
@@ -143,6 +141,15 @@ def gradient(
         scale = _tensor_scale(transposed, group)
         operands[0] = _in_pytorch(transposed, mode, scale, None if bits is None else bits.t())
     return operands
+
+
+def _tensor_scales_of_gradient(
+    dy: torch.Tensor, dims: tuple[int, ...], signs: torch.Tensor | None, group: str | None
+) -> dict[int, torch.Tensor]:
+    """Return the tensor scale for a cast along each dimension: of dY along N, of the transformed dY along tokens."""
+    amax, transformed = nvfp4_amax(dy, signs)
+    maxima = {1: amax, 0: amax if signs is None else transformed}
+    return {dim: _tensor_scale(maxima[dim], group) for dim in dims}
 
 
 def weights(
@@ -193,8 +200,8 @@ def gradients(
         parts = [gradient(dy, recipe, mode, dims, signs, of_dy, group) for dy, of_dy in zip(dys, draws)]
         return {dim: Operand(torch.cat([part[dim].data for part in parts], dim)) for dim in dims}
     signs = signs if recipe.hadamard and 0 in dims else None
-    maxima = [nvfp4_amax(dy, signs) for dy in dys]
-    scales = {dim: [_tensor_scale(of_dy[dim == 0 and signs is not None], group) for of_dy in maxima] for dim in dims}
+    by_dy = [_tensor_scales_of_gradient(dy, dims, signs, group) for dy in dys]
+    scales = {dim: [of_dy[dim] for of_dy in by_dy] for dim in dims}
     draws = draws if recipe.stochastic_rounding else None
     images = nvfp4_joined_cast(dys, 1, scales, signs=signs, draws=draws)
     return {dim: Operand(image if dim == 1 else image.t()) for dim, image in images.items()}

@@ -17,12 +17,6 @@ STEPS = 10
 TOKENS = torch.arange(64).reshape(2, 32) % 96
 
 
-@pytest.fixture(autouse=True)
-def no_step():
-    yield
-    mxtrain.set_rounding_step(None)
-
-
 def original():
     torch.manual_seed(0)
     return Llama()

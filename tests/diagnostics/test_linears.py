@@ -15,8 +15,6 @@ RECIPES = ("mxfp8", "nvfp4", "nvfp4_dynamic", "fprop=nvfp4, dgrad=mxfp8, wgrad=b
 @pytest.fixture(autouse=True)
 def same_random_bits():
     set_rounding_step(0)
-    yield
-    set_rounding_step(None)
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -62,7 +62,7 @@ REPRESENTATIVES = {
     "swiglu_backward_cast bf16 blocked", "norm_backward bf16 residual", "fold_backward bf16",
     "rms_norm bf16 7168 columns", "rms_norm_backward bf16 7168 columns", "layer_norm bf16 7168 columns",
     "layer_norm_backward bf16 7168 columns", "decompose_k 64 tokens", "decompose_k few tokens: one",
-    "nvfp4_norm bf16 codes", "nvfp4_cast one strip gradient",
+    "nvfp4_norm bf16 codes", "nvfp4_cast one strip gradient", "nvfp4_joined_cast one strip gradient",
     "nvfp4_amax bf16 transformed", "nvfp4_weight bf16 codes",
 }  # fmt: skip
 

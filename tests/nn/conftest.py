@@ -7,5 +7,3 @@ from mxtrain import set_rounding_step
 def rounding_step():
     """Stochastic rounding at a known position."""
     set_rounding_step(5, microbatch=2, rank=1)
-    yield
-    set_rounding_step(None)

@@ -28,12 +28,6 @@ pytestmark = pytest.mark.usefixtures("device")
 D = 64
 
 
-@pytest.fixture(autouse=True)
-def no_step():
-    yield
-    set_rounding_step(None)
-
-
 def ones(*shape, dtype=torch.float32, **kwargs):
     return torch.ones(*shape, **kwargs).to(dtype)
 

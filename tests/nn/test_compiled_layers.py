@@ -10,6 +10,7 @@ from layer_checks import NormBlock, assert_near, draw, mx_linear, results_of
 from torch._dynamo.backends.common import aot_autograd
 
 from mxtrain import set_rounding_step
+from mxtrain.nn.group import LinearGroup
 from mxtrain.ops.hardware import runs_kernels
 
 D, N, T = 64, 32, 5
@@ -18,21 +19,17 @@ MIXED = "fprop=nvfp4_dynamic, dgrad=bf16, wgrad=mxfp8"
 pytestmark = pytest.mark.usefixtures("device")
 
 
-@pytest.fixture(autouse=True)
-def no_step():
-    yield
-    set_rounding_step(None)
-
-
 class Block(nn.Module):
-    """A norm, the linear that it feeds, and a linear without a norm."""
+    """A norm, the group of linears that it feeds, and a linear without a norm."""
 
     def __init__(self, recipe, mode):
         super().__init__()
-        self.normed, self.out = NormBlock(D, N, recipe, mode=mode), mx_linear(N, D, recipe, mode)
+        self.normed, self.out = NormBlock(D, N, recipe, recipe, mode=mode), mx_linear(N, D, recipe, mode)
+        self.normed.norm.group = LinearGroup(self.normed.linears)
 
     def forward(self, x):
-        return self.out(self.normed(x)[0]) + x
+        gate, up = self.normed(x)
+        return self.out(gate + up) + x
 
 
 @pytest.mark.parametrize(

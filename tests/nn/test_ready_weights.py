@@ -23,12 +23,6 @@ MIXED = "fprop=nvfp4, dgrad=bf16, wgrad=mxfp8"
 pytestmark = pytest.mark.usefixtures("device")
 
 
-@pytest.fixture(autouse=True)
-def no_step():
-    yield
-    set_rounding_step(None)
-
-
 @pytest.fixture
 def casts(monkeypatch):
     """Record the casts of weights ahead of the layers: those of single linears and of groups."""

@@ -15,12 +15,6 @@ D, T = 32, 16
 pytestmark = pytest.mark.usefixtures("device")
 
 
-@pytest.fixture(autouse=True)
-def no_step():
-    yield
-    set_rounding_step(None)
-
-
 class Twice(nn.Module):
     """Linear layers that every forward calls twice: one by itself, and one behind a norm."""
 

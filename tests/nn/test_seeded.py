@@ -17,8 +17,6 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def step():
     set_rounding_step(11, microbatch=2, rank=1)
-    yield
-    set_rounding_step(None)
 
 
 def layer(recipe="nvfp4", seeded=True, **kwargs):

@@ -11,12 +11,6 @@ KEY = 2**63 - 5
 STEP = 0x9E3779B97F4A7C15
 
 
-@pytest.fixture(autouse=True)
-def forget():
-    yield
-    set_rounding_step(None)
-
-
 def seeds(key=KEY):
     return torch.tensor([0, key], dtype=torch.int64)
 

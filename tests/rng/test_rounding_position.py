@@ -7,12 +7,6 @@ from mxtrain.rng.rounding_position import position_as_set, random_position, step
 pytestmark = pytest.mark.usefixtures("device")
 
 
-@pytest.fixture(autouse=True)
-def forget():
-    yield
-    set_rounding_step(None)
-
-
 def test_a_step_stays_until_the_next_one(device):
     assert position_as_set(device) is None and not step_is_set()
     set_rounding_step(7)

@@ -18,8 +18,7 @@ def example(monkeypatch):
     """``example(name)``: the module of an example, on the CPU."""
     monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    yield importlib.import_module
-    mxtrain.set_rounding_step(None)
+    return importlib.import_module
 
 
 def weights(folder):

@@ -247,10 +247,7 @@ def test_random_bits_that_no_resumed_run_repeats_are_warned_of(recipe, step, war
     monkeypatch.setattr("mxtrain.titan.converters.logger.warning", lines.append)
     model, _ = model_and_args("llama3", "debugmodel")
     set_rounding_step(step)
-    try:
-        TitanMXNorm(config(f"--mxnorm.recipe={recipe}"), None).convert(model)
-    finally:
-        set_rounding_step(None)
+    TitanMXNorm(config(f"--mxnorm.recipe={recipe}"), None).convert(model)
     assert len(lines) == warns and all("a resumed run will not repeat them; train with -m mxtrain" in s for s in lines)
 
 

@@ -10,7 +10,6 @@ from mxtrain import ConfigError
 from mxtrain.analysis import load_run
 from mxtrain.conversion.schedule import attach_schedule, set_step
 from mxtrain.recipes.schedule import parse_entries
-from mxtrain.rng.rounding_position import set_rounding_step
 from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
 from mxtrain.titan.parse import parse_job_config
 from mxtrain.titan.reports.metrics import build_metrics_processor
@@ -98,7 +97,6 @@ def test_the_model_of_a_job_is_checked_before_training():
 
 
 def test_another_trainer_is_refused(monkeypatch, tmp_path):
-    set_rounding_step(None)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     flags = ["--model.converters=mxnorm", "--mxnorm.guard.recipe=bf16", f"--job.dump_folder={tmp_path}"]
     with pytest.raises(ConfigError, match="mxnorm.schedule and mxnorm.guard need mxtrain's trainer"):

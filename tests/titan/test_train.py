@@ -18,7 +18,7 @@ from training_runs import CONFIG, MIXED_RECIPE, MIXED_RECIPES, Outcome, run_pyth
 
 from mxtrain import ConfigError
 from mxtrain.analysis import load_run
-from mxtrain.rng.rounding_position import position_as_set, set_rounding_step
+from mxtrain.rng.rounding_position import position_as_set
 from mxtrain.run_folder.checkpoints import Checkpoints
 from mxtrain.titan.finite import LossWatch, NonFiniteError
 from mxtrain.titan.parse import non_default_values, parse_job_config
@@ -157,7 +157,6 @@ def trainer(monkeypatch):
         return made[-1]
 
     yield make
-    set_rounding_step(None)
     for one in reversed(made):
         one._signals.restore()
 
@@ -231,7 +230,6 @@ def test_the_trainer_sets_step_and_microbatch(monkeypatch):
     for trainer.step in (7, 8):
         trainer.train_step(None)
     trainer._signals.restore()
-    set_rounding_step(None)
     assert seen == [[7, 0, 0], [7, 1, 0], [7, 2, 0], [8, 0, 0], [8, 1, 0], [8, 2, 0]]
     assert begun == [7, 8]
 

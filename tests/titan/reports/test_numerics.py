@@ -56,7 +56,6 @@ def model():
     mxtrain.convert(model, example_inputs=(torch.randn(1, 32, 64),), mode="reference", filter_fqns=[])
     set_rounding_step(0)
     yield model
-    set_rounding_step(None)
     torch._dynamo.reset()
 
 
