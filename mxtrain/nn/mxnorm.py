@@ -230,6 +230,8 @@ class MXNorm(Seeded, nn.RMSNorm):
         if split is None:
             rows = x.reshape(-1, x.shape[-1])
             h, rho, *xhat = _MXNormFunction.apply(rows, self.estimate, recipe, mode)
+            # Where a compiled graph ends here, PyTorch 2.11 takes them for differentiable.
+            xhat = [None if t is None else t.detach() for t in xhat]
             common = (Operand(*xhat), rho, gain, signs, recipe, mode)
             return NormedInput(h.view(x.shape), rows.detach(), *common, call=call)
         whole = normalize_shard(x, self.estimate, self.recipe, mode, split)
