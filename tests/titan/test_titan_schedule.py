@@ -1,5 +1,7 @@
 """The schedule and the guard in the trainer (see training_runs), and their mistakes in settings."""
 
+import random
+
 import pytest
 import torch
 import torch.nn as nn
@@ -105,7 +107,12 @@ def test_another_trainer_is_refused(monkeypatch, tmp_path):
 
 @pytest.mark.sweep
 def test_every_layout_switches_as_one_process(base, one):
-    """FSDP2, tensor parallelism and pipelines: every kind of change, and the guard if the text makes it act."""
+    """FSDP2, tensor parallelism and pipelines: every kind of change, and the guard.
+
+    The text is the same every time, because it decides where the guard acts.
+    """
+    text = base / "letters.py"
+    text.write_text("".join(random.Random(0).choices("etaoin shrdlu\n", k=40_000)))
     entries = [
         '{from_step = 2, until_step = 2, recipe = "fprop=bf16"}',
         '{from_step = 3, until_step = 3, norm = "rmsnorm"}',
@@ -113,7 +120,8 @@ def test_every_layout_switches_as_one_process(base, one):
     ]
     exact = ["--mxnorm.stochastic_rounding=false", "--mxnorm.hadamard=false", "--optimizer.lr=1e-3"]
     guard = [*GUARD[1:], "--mxnorm.guard.sigmas=0.1"]
-    flags = [*load(base, "seed", 0, 7), "--mxnorm.schedule", *entries, *exact, *guard]
+    data = [f"--training.dataset_path={text}", "--data.validation_share=0"]
+    flags = [*load(base, "seed", 0, 7), *data, "--mxnorm.schedule", *entries, *exact, *guard]
     pipeline = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_microbatch_size=2"]
     expected = done_once(base, "scheduled alone", 1, {"alone": flags})["alone"]
     layouts = {
@@ -121,6 +129,7 @@ def test_every_layout_switches_as_one_process(base, one):
         "tp": [*flags, "--parallelism.tensor_parallel_degree=2"],
         "pp": [*flags, *pipeline],
     }
+    assert any(event.startswith("guard: ") for _, event in events(expected))
     for name, run in done_once(base, "scheduled in two", 2, layouts).items():
         assert run.losses == pytest.approx(expected.losses, rel=1e-5), name
         norms = [[row["grad_norm"] for row in each.rows] for each in (run, expected)]
