@@ -62,7 +62,7 @@ REPRESENTATIVES = {
     "swiglu_backward_cast bf16 blocked", "norm_backward bf16 residual", "fold_backward bf16",
     "rms_norm bf16 7168 columns", "rms_norm_backward bf16 7168 columns", "layer_norm bf16 7168 columns",
     "layer_norm_backward bf16 7168 columns", "decompose_k 64 tokens", "decompose_k few tokens: one",
-    "nvfp4_norm bf16 codes", "nvfp4_cast one strip gradient", "nvfp4_joined_cast one strip gradient",
+    "nvfp4_norm bf16 codes", "nvfp4_cast bf16 codes gradient", "nvfp4_joined_cast one strip gradient",
     "nvfp4_amax bf16 transformed", "nvfp4_weight bf16 codes",
 }  # fmt: skip
 
@@ -224,8 +224,6 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
     add("bf16", nvfp4_amax, x)
     add("bf16 transformed", nvfp4_amax, x, number)
     add("bf16 transformed row factor", nvfp4_amax, x, number, rows)
-    # With one column per thread the training cast compiles four times faster.
-    add("one strip gradient", nvfp4_cast, matrix(bf16, 32, rows=16), {1: scale, 0: scale}, "codes", **gradient)
     one = matrix(bf16, 16, rows=1)
     add("one block codes", nvfp4_norm, one, estimate(), 2.0**-8)
     add("one block", nvfp4_amax, one, number)
