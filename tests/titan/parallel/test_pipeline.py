@@ -183,19 +183,12 @@ def test_pipelines_beside_parallelism_within_layers_match_one_process(base, expe
 
 
 @pytest.mark.sweep
-def test_a_run_goes_on_as_a_pipeline_as_one_process_and_with_replicas(base):
-    """Two steps in a pipeline, one in one process, one with replicas and one in a pipeline of four stages."""
-    folder = f"--job.dump_folder={base / 'resharded' / 'run'}"
-
-    def part(until: int, **degrees: int) -> list[str]:
-        return run("unquantized", *SAVE, folder, steps(until), **degrees)
-
-    groups = [
-        ("resharded", 2, {"run": part(2, pipeline=2)}),
-        ("resharded on one", 1, {"one": part(3)}),
-        ("resharded on two", 2, {"replicas": part(4, replicate=2), "pipeline": part(5, pipeline=2)}),
-    ]
-    for name, processes, runs in groups:
+def test_a_run_goes_on_under_one_layout_after_another(base):
+    """One step each on four processes in four layouts, and one in one process."""
+    flags = ["unquantized", *SAVE, f"--job.dump_folder={base / 'under every layout'}"]
+    layouts = [{"shard": 4}, {"tensor": 2, "shard": 2}, {"pipeline": 2, "shard": 2}, {"pipeline": 2, "replicate": 2}]
+    on_four = {f"step {step}": run(*flags, steps(step), **degrees) for step, degrees in enumerate(layouts, 1)}
+    for name, processes, runs in (("resharded", 4, on_four), ("resharded on one", 1, {"step 5": run(*flags)})):
         for outcome in done_once(base, name, processes, runs).values():
             assert set(outcome.statuses) == {0}, outcome.output[0][-4000:]
     ours, theirs = outcome.rows, oracle.outcomes_of(base, "one process, resharded", 1, {"run": run("unquantized")})
