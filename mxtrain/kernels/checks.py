@@ -1,5 +1,7 @@
 """Checks of operands. Each raises ValueError with the offending shape, dtype or device."""
 
+from collections.abc import Sequence
+
 import torch
 
 from mxtrain.kernels.device import INTERPRETED
@@ -32,6 +34,20 @@ def check_whole_blocks(name: str, x: torch.Tensor, block_size: int) -> None:
     """Require rows that consist of whole blocks."""
     if x.shape[1] % block_size:
         raise ValueError(f"{name} {tuple(x.shape)}: expected a row length that is a multiple of {block_size}")
+
+
+def check_parts(parts: Sequence[torch.Tensor], axis: int, block_size: int) -> None:
+    """Require matrices that one cast can join along ``axis``: equal but for their whole blocks along it."""
+    first = parts[0]
+    for i, part in enumerate(parts):
+        name = f"parts[{i}]"
+        check_matrix(name, part)
+        if part.dtype != first.dtype or part.device != first.device or part.shape[1 - axis] != first.shape[1 - axis]:
+            raise ValueError(
+                f"{name} {tuple(part.shape)}, {part.dtype}: expected the dtype, the device and the size in dimension "
+                f"{1 - axis} of parts[0] {tuple(first.shape)}, {first.dtype}"
+            )
+        check_whole_blocks(name, part.t() if axis == 0 else part, block_size)
 
 
 def check_vector(name: str, x: torch.Tensor, length: int, device: torch.device, dtypes=FLOAT_DTYPES) -> None:

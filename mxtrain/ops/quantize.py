@@ -15,7 +15,7 @@ such a matrix together, None for a whole one. NVFP4 takes the scale of a matrix 
 that is; block scales and MXFP8 need no communication.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -112,13 +112,11 @@ def gradient(
         draws: what stochastic rounding derives its random bits from (``mxtrain.rng.rounding_position.Draws``);
             None if the recipe rounds to nearest.
     """
-    rows, columns = (1,) * for_dgrad, (0,) * for_wgrad
-    if recipe.dgrad == recipe.wgrad:
-        operands = _gradient(dy, recipe.dgrad, mode, rows + columns, signs, draws, group)
-    else:
-        operands = _gradient(dy, recipe.dgrad, mode, rows, signs, draws, group)
-        operands |= _gradient(dy, recipe.wgrad, mode, columns, signs, draws, group)
-    return operands.get(1), operands.get(0)
+
+    def cast(gemm: Recipe, dims: tuple[int, ...]) -> dict[int, Operand]:
+        return casts_of(gemm).gradient(dy, gemm, mode, dims, signs, draws, group)
+
+    return _for_dgrad_and_wgrad(cast, recipe, for_dgrad, for_wgrad)
 
 
 def joins(recipe: LinearRecipe, mode: str) -> bool:
@@ -168,18 +166,24 @@ def gradients(
 
     Every part has the bits that ``gradient`` gives it with its own draws.
     """
+
+    def cast(gemm: Recipe, dims: tuple[int, ...]) -> dict[int, Operand]:
+        return casts_of(gemm).gradients(dys, gemm, mode, dims, signs, draws, group)
+
+    return _for_dgrad_and_wgrad(cast, recipe, for_dgrad, for_wgrad)
+
+
+def _for_dgrad_and_wgrad(
+    cast: Callable[[Recipe, tuple[int, ...]], dict[int, Operand]],
+    recipe: LinearRecipe,
+    for_dgrad: bool,
+    for_wgrad: bool,
+) -> tuple[Operand | None, Operand | None]:
+    """The wanted operands: both from one cast along both dimensions if dgrad and wgrad have the same recipe."""
     rows, columns = (1,) * for_dgrad, (0,) * for_wgrad
     if recipe.dgrad == recipe.wgrad:
-        operands = _gradients(dys, recipe.dgrad, mode, rows + columns, signs, draws, group)
+        operands = cast(recipe.dgrad, rows + columns) if rows or columns else {}
     else:
-        operands = _gradients(dys, recipe.dgrad, mode, rows, signs, draws, group)
-        operands |= _gradients(dys, recipe.wgrad, mode, columns, signs, draws, group)
+        operands = cast(recipe.dgrad, rows) if rows else {}
+        operands |= cast(recipe.wgrad, columns) if columns else {}
     return operands.get(1), operands.get(0)
-
-
-def _gradients(dys, recipe: Recipe, mode: str, dims: tuple[int, ...], *others) -> dict[int, Operand]:
-    return casts_of(recipe).gradients(dys, recipe, mode, dims, *others) if dims else {}
-
-
-def _gradient(dy: torch.Tensor, recipe: Recipe, mode: str, dims: tuple[int, ...], *others) -> dict[int, Operand]:
-    return casts_of(recipe).gradient(dy, recipe, mode, dims, *others) if dims else {}

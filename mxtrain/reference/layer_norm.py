@@ -25,20 +25,17 @@ def layer_norm(
     eps: float,
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Bring every row to mean 0 and variance 1, multiply by the weight and add the bias, in fp32 (fp64 for fp64 input).
+    """Return (y, mean, rstd, total), y = (total - mean) * rstd * weight + bias, in fp32 (fp64 for fp64 input).
 
     Args:
-        x: [..., D].
-        weight: [D], or None for ones.
+        x, weight, residual: as for ``mxtrain.reference.rms_norm.rms_norm``.
         bias: [D], or None for zeros.
         eps: added to the variance.
-        residual: [..., D], added to x first.
 
     Returns:
-        y: [..., D] in the dtype of ``x``.
         mean: [...], of the rows of total, fp32 (fp64 for fp64 input).
-        rstd: [...], 1 / sqrt(mean_D((total - mean)^2) + eps), fp32 (fp64 for fp64 input).
-        total: x + residual [..., D] in the dtype of ``x``; ``x`` itself without a residual.
+        rstd: [...], 1 / sqrt(mean_D((total - mean)^2) + eps), in the dtype of ``mean``.
+        y, total: as ``rms_norm`` returns them.
     """
     total = x if residual is None else converted(at_least_fp32(x) + at_least_fp32(residual), x.dtype)
     wide = at_least_fp32(total)
@@ -70,14 +67,9 @@ def layer_norm_backward(
     dweight and dbias are the sums of dy * xhat and of dy over rows. The residual's gradient is dx.
 
     Args:
-        dy: dL/dy [..., D].
-        x: ``total`` of the forward [..., D].
+        dy, x, rstd, weight, dtotal: as for ``mxtrain.reference.rms_norm.rms_norm_backward``.
         mean: ``mean`` of the forward [...].
-        rstd: ``rstd`` of the forward [...].
-        weight: [D], or None for ones.
-        dtotal: [..., D], the gradient of ``total`` from its other uses.
-        dweight: dtype of the weight's gradient; None if it is not needed.
-        dbias: dtype of the bias's gradient; None if it is not needed.
+        dweight, dbias: dtypes of these gradients; None for one that is not needed.
 
     Returns:
         dx [..., D] in the dtype of ``x``, dweight and dbias [D] in their dtypes, or None.

@@ -6,20 +6,15 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxtrain.inductor.residual_add import fuse_residual_add
-from mxtrain.ops.hardware import runs_kernels
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 B, S, D = 2, 3, 64
 T = B * S
 FP32, BF16 = torch.float32, torch.bfloat16
 MXFP8, NVFP4 = (get_recipe(name).fprop for name in ("mxfp8", "nvfp4"))
-
-
-@pytest.fixture(autouse=True)
-def kernels(device):
-    if not runs_kernels("emulated", device):
-        pytest.skip("no kernels on this device: the norms are not single operations there")
 
 
 def draw(*shape, seed):

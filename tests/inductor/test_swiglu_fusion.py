@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mxtrain import MXLinear
 from mxtrain.inductor.swiglu import fuse_swiglu
-from mxtrain.ops.hardware import runs_kernels
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 T, D, H = 34, 32, 64
 aten = torch.ops.aten
@@ -54,14 +55,6 @@ class FeedForward(nn.Module):
         h = self.product(gate, up)
         y = self.w2(h)
         return y + h.mean() if self.also_h else y
-
-
-@pytest.fixture(autouse=True)
-def kernels(device):
-    if not runs_kernels("emulated", device):
-        pytest.skip("no kernels on this device: the casts are not single operations there")
-    torch._dynamo.reset()
-    return device
 
 
 def graphs_of(module, rewrite=fuse_swiglu, autocast=True, execute=False):

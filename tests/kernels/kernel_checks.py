@@ -168,6 +168,16 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, error: torch.Tensor) -> 
         raise AssertionError(f"{wrong.sum().item()} of {wrong.numel()} are off; the first at {at}: {numbers}")
 
 
+def assert_is_sum(total: torch.Tensor, x: torch.Tensor, residual: torch.Tensor) -> None:
+    """Require x + residual, rounded to the dtype of x."""
+    exact = x.float() + residual.float()
+    if INTERPRETED and x.dtype == torch.bfloat16:
+        assert total.dtype == x.dtype
+        assert_close(total, exact.double(), torch.zeros_like(exact))
+    else:
+        assert_same_bits(total, exact.to(x.dtype))
+
+
 def rms_estimate(p: int = 2, estimator: str = "pre_round", eps: float = 1e-5) -> RMSEstimate:
     return RMSEstimate.for_recipe(RECIPES["rceil"], p, estimator, eps)
 
@@ -190,12 +200,7 @@ def check_mxnorm_cast(x, rounding="rceil", form="codes", residual=None, **estima
     if residual is None:
         assert total is None
     else:
-        exact = x.float() + residual.float()
-        if INTERPRETED and x.dtype == torch.bfloat16:
-            assert total.dtype == x.dtype
-            assert_close(total, exact.double(), torch.zeros_like(exact))
-        else:
-            assert_same_bits(total, exact.to(x.dtype))
+        assert_is_sum(total, x, residual)
         x = total
     assert_within_ulps(rho, mxnorm.inverse_rms(x, estimate, RECIPES[rounding]), 2)
     assert_is_cast((data, scales), mxnorm.scale_rows(x, rho), rounding, form)

@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
+from fused_norm_checks import assert_rounded_once, doubles, gradients, noting_backend
 from layer_checks import assert_near, draw
-from torch._dynamo.backends.common import aot_autograd
 
 import mxtrain.nn.fused_layer_norm as module
 from mxtrain import ConfigError, FusedLayerNorm, layer_norm
@@ -25,14 +24,6 @@ def inputs(dtype=torch.float32, weight=True, bias=True, residual=False, vector_d
 
     x, other = (draw(2, 3, D, seed=seed, dtype=dtype).requires_grad_() for seed in (0, 3))
     return x, vector(1, weight), vector(2, bias), other if residual else None
-
-
-def gradients(function, tensors, dys):
-    """Outputs of ``function``, and gradients of those tensors that are not None."""
-    outputs = function(*tensors)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    wanted = [tensor for tensor in tensors if tensor is not None]
-    return [*outputs, *torch.autograd.grad(outputs, wanted, dys[: len(outputs)])]
 
 
 def in_pytorch(x, weight, bias, residual):
@@ -58,11 +49,8 @@ def run(x, weight, bias, residual=None):
 def test_outputs_and_gradients_match_autograd_in_fp64(dtype, weight, bias, residual):
     tensors = inputs(dtype, weight, bias, residual)
     dys = [draw(2, 3, D, seed=s, dtype=dtype) for s in (4, 5)]
-    wide = [None if t is None else t.detach().double().requires_grad_() for t in tensors]
-    expected = gradients(in_pytorch, wide, [dy.double() for dy in dys])
-    for got, want in zip(gradients(run, tensors, dys), expected, strict=True):
-        assert got.dtype == dtype
-        torch.testing.assert_close(got.double(), want, rtol=torch.finfo(dtype).eps, atol=2e-6 * want.abs().max().item())
+    expected = gradients(in_pytorch, doubles(tensors), [dy.double() for dy in dys])
+    assert_rounded_once(gradients(run, tensors, dys), expected, dtype)
 
 
 def test_gradcheck():
@@ -145,10 +133,6 @@ def test_compiles_without_a_graph_break(when_compiled, compile_backend):
     x, weight, bias, residual = inputs(residual=True)
     norm.weight.data.copy_(weight.detach()), norm.bias.data.copy_(bias.detach())
 
-    def note(graph, _):
-        ops.extend(str(node.target) for node in graph.graph.nodes if "mxtrain" in str(node.target))
-        return make_boxed_func(graph.forward)
-
     def block_gradients(function):
         y, total = function(x, residual)
         return [
@@ -157,7 +141,7 @@ def test_compiles_without_a_graph_break(when_compiled, compile_backend):
             *torch.autograd.grad((y, total), [x, residual, *norm.parameters()], [x.detach(), total.detach()]),
         ]
 
-    backend = aot_autograd(fw_compiler=note) if compile_backend != "inductor" else compile_backend
+    backend = noting_backend(ops) if compile_backend != "inductor" else compile_backend
     compiled = torch.compile(norm, backend=backend, fullgraph=True)
     assert_near(block_gradients(compiled), block_gradients(norm), 1e-5)
     if compile_backend != "inductor" and runs_kernels("emulated", "cpu"):

@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
+from fused_norm_checks import assert_rounded_once, doubles, gradients, noting_backend
 from layer_checks import CHECKPOINTING, assert_near, draw
-from torch._dynamo.backends.common import aot_autograd
 
 import mxtrain.nn.fused_rms_norm as module
 from mxtrain import ConfigError, FusedRMSNorm, rms_norm
@@ -25,23 +24,11 @@ def inputs(dtype=torch.float32, weight_dtype=None, leading=LEADING, affine=True,
     return x, weight, draw(*leading, D, seed=2, dtype=dtype).requires_grad_() if residual else None
 
 
-def gradients(function, tensors, dys):
-    """Outputs of ``function``, and gradients of those tensors that are not None."""
-    outputs = function(*tensors)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    wanted = [tensor for tensor in tensors if tensor is not None]
-    return [*outputs, *torch.autograd.grad(outputs, wanted, dys[: len(outputs)])]
-
-
 def in_pytorch(x, weight, residual):
     """The same in fp64, differentiated by autograd."""
     total = x if residual is None else x + residual
     y = F.rms_norm(total, total.shape[-1:], weight, EPS)
     return y if residual is None else (y, total)
-
-
-def doubles(tensors):
-    return [None if t is None else t.detach().double().requires_grad_() for t in tensors]
 
 
 def run(x, weight, residual=None):
@@ -68,10 +55,7 @@ def test_outputs_and_gradients_match_autograd_in_fp64(dtype, affine, residual):
         torch.testing.assert_close(total, wide[0] + wide[2], rtol=torch.finfo(dtype).eps, atol=0)
         wide[0], wide[2] = total.requires_grad_(), torch.zeros_like(total).requires_grad_()
     expected = gradients(in_pytorch, wide, [dy.double() for dy in dys])
-    # One rounding of each result; an fp32 sum differs by more than its rounding where its terms cancel.
-    for got, want in zip(gradients(run, tensors, dys), expected, strict=True):
-        assert got.dtype == dtype
-        torch.testing.assert_close(got.double(), want, rtol=torch.finfo(dtype).eps, atol=2e-6 * want.abs().max().item())
+    assert_rounded_once(gradients(run, tensors, dys), expected, dtype)
 
 
 def test_gradcheck():
@@ -231,16 +215,11 @@ def test_compiles_without_a_graph_break(when_compiled, with_residual, autocast, 
     block = Block(when_compiled=when_compiled)
     x, _, residual = inputs(residual=with_residual)
     ops = []
-
-    def note(graph, _):
-        ops.extend(str(node.target) for node in graph.graph.nodes if "mxtrain" in str(node.target))
-        return make_boxed_func(graph.forward)
-
     on_cpu = compile_backend != "inductor"
     with torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=autocast):
         dy = draw(*LEADING, D, seed=3, dtype=block(x, residual).dtype)
         eager = block_gradients(block, x, dy, residual)
-        backend = aot_autograd(fw_compiler=note) if on_cpu else compile_backend
+        backend = noting_backend(ops) if on_cpu else compile_backend
         compiled = torch.compile(block, backend=backend, fullgraph=True)
         results = block_gradients(compiled, x, dy, residual)
     assert_near(results, eager, 1e-2 if autocast or not on_cpu else 1e-5)

@@ -12,7 +12,7 @@ import torch
 
 from mxtrain.errors import require_one_of
 from mxtrain.kernels.cast_results import FORMS, Cast, casts_of, flat
-from mxtrain.kernels.checks import check_matrix, check_mxfp8, check_whole_blocks, contiguous_factors
+from mxtrain.kernels.checks import check_mxfp8, check_parts, check_whole_blocks, contiguous_factors
 from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.mxfp8.arithmetic import BLOCK
 from mxtrain.kernels.mxfp8.cast import DIMS, launch_cast, results_for
@@ -69,19 +69,10 @@ def joined_cast(
     require_one_of("dims", tuple(dims), DIMS)
     require_one_of("axis", axis, (0, 1) if column_factor is None else (0,))
     check_mxfp8(recipe)
-    first = parts[0]
-    for i, part in enumerate(parts):
-        name = f"parts[{i}]"
-        check_matrix(name, part)
-        if part.dtype != first.dtype or part.device != first.device or part.shape[1 - axis] != first.shape[1 - axis]:
-            raise ValueError(
-                f"{name} {tuple(part.shape)}, {part.dtype}: expected the dtype, the device and the size in dimension "
-                f"{1 - axis} of parts[0] {tuple(first.shape)}, {first.dtype}"
-            )
-        check_whole_blocks(name, part.t() if axis == 0 else part, BLOCK)
-        if 1 in dims:
-            check_whole_blocks(name, part, BLOCK)
-    _, column_factor = contiguous_factors(first, None, column_factor)
+    check_parts(parts, axis, BLOCK)
+    if 1 in dims:
+        check_whole_blocks("parts[0]", parts[0], BLOCK)
+    _, column_factor = contiguous_factors(parts[0], None, column_factor)
     first, *others = (part.contiguous() for part in parts)
     results = _joined_cast(first, others, axis, column_factor, 1 in dims, 0 in dims, recipe.scale_rounding, form)
     by_dim = dict(zip(sorted(dims, reverse=True), casts_of(results, form)))

@@ -41,7 +41,7 @@ def _fold_backward_kernel(
 
 def _rows_per_program(rows: int, columns: int) -> int:
     """Return the rows that one program walks down: few enough for 1024 programs, which fill a GPU several times."""
-    return min(128, max(ROWS, next_power_of_2(rows * cdiv(columns, COLUMNS) // 1024)))
+    return min(128, next_power_of_2(max(ROWS, rows * cdiv(columns, COLUMNS) // 1024)))
 
 
 def _implementation(

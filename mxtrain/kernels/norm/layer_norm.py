@@ -37,23 +37,20 @@ def layer_norm(
     eps: float,
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Bring every row to mean 0 and variance 1, multiply by the weight and add the bias, in fp32; y is rounded once.
+    """Compute (y, mean, rstd, total) of every row; the arithmetic is fp32, and y is rounded once.
 
     Args:
-        x: bf16, fp16 or fp32 [T, D], D at most 65536.
-        weight: bf16, fp16 or fp32 [D], or None for ones.
+        x, weight, residual: as for ``rms_norm``.
         bias: bf16, fp16 or fp32 [D], or None for zeros.
         eps: added to the variance.
-        residual: bf16, fp16 or fp32 [T, D], added to x first.
 
     Returns:
-        y: [T, D] in the dtype of ``x``.
         mean: fp32 [T], of the rows of total.
         rstd: fp32 [T], 1 / sqrt(variance + eps); the variance is mean_D((total - mean)^2).
-        total: x + residual [T, D], rounded to the dtype of ``x``; ``x`` itself without a residual.
+        y, total: as ``rms_norm`` returns them.
 
     Raises:
-        ValueError: for unsupported shapes, dtypes or devices.
+        ValueError: as ``rms_norm`` does.
     """
     check_operands(x, residual=residual, weight=weight, bias=bias)
     y, rstd, mean, *total = _layer_norm(*map(contiguous, (x, residual, weight, bias)), eps)

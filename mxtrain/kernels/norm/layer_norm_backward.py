@@ -54,20 +54,15 @@ def layer_norm_backward(
     """Compute (dx, dweight, dbias) of ``layer_norm``; the arithmetic is fp32, and each result is rounded once.
 
     Args:
-        dy: dL/dy, bf16, fp16 or fp32 [T, D], D at most 65536.
-        x: the forward's ``total``, which was normalized, bf16, fp16 or fp32 [T, D].
+        dy, x, rstd, weight, dtotal: as for ``rms_norm_backward``.
         mean: fp32 [T], from the forward.
-        rstd: fp32 [T], from the forward.
-        weight: bf16, fp16 or fp32 [D], or None for ones.
-        dtotal: bf16, fp16 or fp32 [T, D], another gradient of ``total``, added to dx.
-        dweight: dtype of the weight's gradient; None if it is not needed. Either costs a second, small launch.
-        dbias: dtype of the bias's gradient; None if it is not needed.
+        dweight, dbias: as in ``Wanted``. One or both cost a second, small launch.
 
     Returns:
-        dx [T, D] in the dtype of ``x``, which is also the residual's gradient; dweight and dbias [D], or None.
+        dx as ``rms_norm_backward`` returns it; dweight and dbias [D] in their dtypes, or None.
 
     Raises:
-        ValueError: for unsupported shapes, dtypes or devices.
+        ValueError: as ``rms_norm_backward`` does.
     """
     check_operands(x, dy=dy, dtotal=dtotal, mean=mean, rstd=rstd, weight=weight)
     dx, *vectors = _layer_norm_backward(*map(contiguous, (dy, x, mean, rstd, weight, dtotal)), dweight, dbias)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from mxtrain.errors import require_one_of
-from mxtrain.kernels.checks import check_matrix, check_number, check_vector, check_whole_blocks, contiguous_factors
+from mxtrain.kernels.checks import check_number, check_parts, check_vector, check_whole_blocks, contiguous_factors
 from mxtrain.kernels.integers import round_up
 from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.nvfp4.arithmetic import BLOCK
@@ -109,7 +109,8 @@ def nvfp4_joined_cast(
     if not dims or not {*dims} <= {0, 1}:
         raise ValueError(f"tensor_scales for dimensions {dims}: expected 0, 1 or both")
     require_one_of("axis", axis, (0, 1) if column_factor is None else (0,))
-    _check_parts(parts, axis)
+    check_parts(parts, axis, BLOCK)
+    check_whole_blocks("parts[0]", parts[0], BLOCK)
     device = parts[0].device
     for dim in dims:
         _check_scales(tensor_scales[dim], parts)
@@ -141,26 +142,12 @@ def nvfp4_joined_weight(
     Raises:
         ValueError: for another shape, dtype or device.
     """
-    _check_parts(ws, 0)
+    check_parts(ws, 0, BLOCK)
+    check_whole_blocks("parts[0]", ws[0], BLOCK)
     _check_scales(tensor_scales, ws)
     _, gain = contiguous_factors(ws[0], None, gain)
     first, *others = (w.contiguous() for w in ws)
     return _nvfp4_joined_weight(first, others, list(tensor_scales), gain)[0]
-
-
-def _check_parts(parts: Sequence[torch.Tensor], axis: int) -> None:
-    first = parts[0]
-    for i, part in enumerate(parts):
-        name = f"parts[{i}]"
-        check_matrix(name, part)
-        if part.dtype != first.dtype or part.device != first.device or part.shape[1 - axis] != first.shape[1 - axis]:
-            raise ValueError(
-                f"{name} {tuple(part.shape)}, {part.dtype}: expected the dtype, the device and the size in dimension "
-                f"{1 - axis} of parts[0] {tuple(first.shape)}, {first.dtype}"
-            )
-        check_whole_blocks(name, part, BLOCK)
-        if axis == 0:
-            check_whole_blocks(name, part.t(), BLOCK)
 
 
 def _check_scales(scales: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:

@@ -52,12 +52,8 @@ class Replicated(NoParallel):
         return distribute_module(_local(module, device_mesh), device_mesh)
 
 
-class InnerColumnwise(Columnwise):
-    """``ColwiseParallel`` from all tokens to this process's features of the result, without sums of gradients."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        own = Columnwise if isinstance(module, QuantizedLinear) else ColwiseParallel
-        return own._apply(self, _local(module, device_mesh), device_mesh)
+class _LocalTensors(ParallelStyle):
+    """A style whose module takes and returns local tensors, so that nothing is prepared."""
 
     @staticmethod
     def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
@@ -68,7 +64,15 @@ class InnerColumnwise(Columnwise):
         return outputs
 
 
-class InnerRowwise(Rowwise):
+class InnerColumnwise(_LocalTensors, Columnwise):
+    """``ColwiseParallel`` from all tokens to this process's features of the result, without sums of gradients."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        own = Columnwise if isinstance(module, QuantizedLinear) else ColwiseParallel
+        return own._apply(self, _local(module, device_mesh), device_mesh)
+
+
+class InnerRowwise(_LocalTensors, Rowwise):
     """``RowwiseParallel`` from this process's features to a part of the result."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -76,14 +80,6 @@ class InnerRowwise(Rowwise):
             raise ValueError("a row-wise parallel linear with a bias: every process would add the bias")
         own = Rowwise if isinstance(module, QuantizedLinear) else RowwiseParallel
         return own._apply(self, _local(module, device_mesh), device_mesh)
-
-    @staticmethod
-    def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
-        return inputs
-
-    @staticmethod
-    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
-        return outputs
 
 
 WHOLE_FEATURES = 8

@@ -16,6 +16,7 @@ from kernel_checks import (
     kernel_tests,
 )
 
+from mxtrain.kernels.integers import next_power_of_2
 from mxtrain.kernels.norm import fold_backward as module
 from mxtrain.kernels.norm.fold_backward import fold_backward
 
@@ -45,6 +46,17 @@ def test_many_rows(monkeypatch):
     assert module._rows_per_program(17500, 3) == 2 * module.ROWS
     monkeypatch.setattr(module, "_rows_per_program", lambda rows, columns: 3 * module.ROWS)
     check_fold_backward(*inputs(110, 140))
+
+
+def test_small_and_empty_weights(monkeypatch):
+    """``next_power_of_2`` takes positive numbers only."""
+    asked = []
+    monkeypatch.setattr(module, "next_power_of_2", lambda n: asked.append(n) or next_power_of_2(n))
+    for rows, columns in ((0, 96), (96, 0), (40, 96)):
+        g, weight, gain = inputs(rows, columns)
+        d_weight, d_gain = fold_backward(g, weight, gain)
+        assert d_weight.shape == weight.shape and d_gain.shape == gain.shape and (rows or not d_gain.any())
+    assert asked == [module.ROWS] * 3
 
 
 def test_it_is_the_gradient_of_the_product():

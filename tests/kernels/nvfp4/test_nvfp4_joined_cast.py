@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_checks import draw, kernel_tests, poisoned_memory, ugly
+from kernel_checks import assert_same_bits, draw, kernel_tests, poisoned_memory, ugly
 
 from mxtrain.kernels.nvfp4.cast import nvfp4_cast
 from mxtrain.kernels.nvfp4.joined_cast import nvfp4_joined_cast, nvfp4_joined_weight
@@ -13,11 +13,6 @@ pytestmark = kernel_tests
 
 def scale(exponent: int) -> torch.Tensor:
     return torch.tensor(2.0**exponent)
-
-
-def assert_equal(got: torch.Tensor, parts: list[torch.Tensor], axis: int) -> None:
-    want = torch.cat(parts, axis)
-    assert got.dtype == torch.bfloat16 and torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 
 def test_gradients_side_by_side_with_their_own_scales_and_bits():
@@ -36,7 +31,7 @@ def test_gradients_side_by_side_with_their_own_scales_and_bits():
         ]
         assert images.keys() == chosen.keys()
         for dim, image in images.items():
-            assert_equal(image, [results[dim].data for results in alone], 1)
+            assert_same_bits(image, torch.cat([results[dim].data for results in alone], 1))
 
 
 def test_weights_one_below_the_other():
@@ -44,19 +39,24 @@ def test_weights_one_below_the_other():
     with poisoned_memory():
         tiles = nvfp4_joined_weight(parts, scales, gain)
         rows = nvfp4_joined_cast(parts, 0, {1: scales}, column_factor=gain)[1]
-    assert_equal(tiles, [nvfp4_weight(w, s, "image", gain).data for w, s in zip(parts, scales)], 0)
+    alone = [nvfp4_weight(w, s, "image", gain).data for w, s in zip(parts, scales)]
+    assert_same_bits(tiles, torch.cat(alone))
     alone = [nvfp4_cast(w, {1: s}, "image", column_factor=gain)[1].data for w, s in zip(parts, scales)]
-    assert_equal(rows, alone, 0)
+    assert_same_bits(rows, torch.cat(alone))
 
 
 @pytest.mark.parametrize(
-    ("shapes", "scales", "message"),
+    ("shape", "scales", "message"),
     [
-        (((16, 32), (16, 16)), 2, "size in dimension 1 of parts"),
-        (((24, 16), (16, 16)), 2, "multiple of 16"),
-        (((16, 16), (16, 16)), 1, "1 tensor scales for 2 parts"),
+        ((24, 16), 2, "multiple of 16"),
+        ((16, 24), 2, "multiple of 16"),
+        ((16, 16), 1, "1 tensor scales for 2 parts"),
     ],
+    ids=["rows", "columns", "scales"],
 )
-def test_wrong_parts(shapes, scales, message):
+def test_wrong_parts(shape, scales, message):
+    parts, scales = [draw(*shape)] * 2, [scale(0)] * scales
     with pytest.raises(ValueError, match=message):
-        nvfp4_joined_weight([draw(*shape) for shape in shapes], [scale(0)] * scales)
+        nvfp4_joined_weight(parts, scales)
+    with pytest.raises(ValueError, match=message):
+        nvfp4_joined_cast(parts, 0, {1: scales})
