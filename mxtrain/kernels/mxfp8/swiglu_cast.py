@@ -22,22 +22,13 @@ import triton.language as tl
 
 from mxtrain.errors import require_one_of
 from mxtrain.kernels.blocks import tile_start
-from mxtrain.kernels.cast_results import (
-    FORMS,
-    MXFP8_STORAGE,
-    Cast,
-    as_bytes,
-    casts_of,
-    empty_cast,
-    empty_column_cast,
-    flat,
-)
+from mxtrain.kernels.cast_results import FORMS, Cast, as_bytes, casts_of, flat
 from mxtrain.kernels.checks import check_matrix, check_mxfp8, check_whole_blocks
 from mxtrain.kernels.device import INTERPRETED, converts_fp8
 from mxtrain.kernels.integers import cdiv
 from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.mxfp8.arithmetic import BLOCK
-from mxtrain.kernels.mxfp8.cast import DIMS, along_columns, along_rows
+from mxtrain.kernels.mxfp8.cast import DIMS, along_columns, along_rows, results_for
 from mxtrain.recipes.recipe import Recipe
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -184,9 +175,7 @@ def _launch(kernel, results, tensors, numbers, tile, form, scale_rounding, **con
 
 def _casts(x: torch.Tensor, width: int, along_rows: bool, along_columns: bool, form: str) -> tuple:
     """Allocate the casts of a matrix [T, width]: data and scales along rows, then along columns, None for no cast."""
-    rows = x.shape[0]
-    by_row = empty_cast(MXFP8_STORAGE, rows, width, form, x.device) if along_rows else (None, None)
-    by_column = empty_column_cast(MXFP8_STORAGE, rows, width, form, x.device) if along_columns else (None, None)
+    by_row, by_column = results_for(x.shape[0], width, along_rows, along_columns, form, x.device)
     return *by_row, *by_column
 
 
