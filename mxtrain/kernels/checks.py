@@ -37,7 +37,7 @@ def check_whole_blocks(name: str, x: torch.Tensor, block_size: int) -> None:
 
 
 def check_parts(parts: Sequence[torch.Tensor], axis: int, block_size: int) -> None:
-    """Require matrices that one cast can join along ``axis``: equal but for their whole blocks along it."""
+    """Require matrices of one dtype, device and size across ``axis``, which consist of whole blocks along it."""
     first = parts[0]
     for i, part in enumerate(parts):
         name = f"parts[{i}]"

@@ -70,7 +70,7 @@ def joined_cast(
     require_one_of("axis", axis, (0, 1) if column_factor is None else (0,))
     check_mxfp8(recipe)
     check_parts(parts, axis, BLOCK)
-    if 1 in dims:
+    if 1 in dims:  # with axis 0 all parts have this row length, with axis 1 all are checked
         check_whole_blocks("parts[0]", parts[0], BLOCK)
     _, column_factor = contiguous_factors(parts[0], None, column_factor)
     first, *others = (part.contiguous() for part in parts)

@@ -53,7 +53,10 @@ class Replicated(NoParallel):
 
 
 class _LocalTensors(ParallelStyle):
-    """A style whose module takes and returns local tensors, so that nothing is prepared."""
+    """A style whose module takes and returns local tensors, so that nothing is prepared.
+
+    (``inner_style`` could not assign a class with a base that is no ParallelStyle.)
+    """
 
     @staticmethod
     def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
