@@ -49,15 +49,18 @@ def layer_norm(
     GPU casts x to fp32, as before ``F.layer_norm``. DTensors may be sharded along any dimension but the last.
 
     Args:
-        x, weight, residual: as for ``mxtrain.rms_norm``.
-        bias: [D], any dtype that x may have, or None for zeros.
+        x: bf16, fp16, fp32 or fp64, [..., D] with D at most 65536 on a GPU. fp64 runs in plain PyTorch.
+        weight: [D], any of these dtypes, or None for ones.
+        bias: [D], any of these dtypes, or None for zeros.
         eps: added to the variance.
+        residual: [..., D]; the sum x + residual is rounded to the dtype of x.
 
     Returns:
         y [..., D] in the dtype of ``x``; with a residual, the pair (y, x + residual).
 
     Raises:
-        ValueError, TypeError: as ``mxtrain.rms_norm`` does.
+        ValueError: for mismatched shapes or devices, a negative eps, or an unsupported dtype or width.
+        TypeError: for a mix of DTensors and plain tensors.
     """
     vectors = {"weight": weight, "bias": bias}
     return apply_to_rows(_LayerNormFunction, "layer_norm", _AUTOCASTS, x, vectors, residual, eps)
