@@ -62,7 +62,7 @@ def _report(words: list[str]) -> str:
 
 
 def _check(model: torch.nn.Module, job_config) -> None:
-    """Raise ConfigError for other parts than TorchTitan's language models have, and for a tied head in a pipeline."""
+    """Raise ConfigError for a model without TorchTitan's names for its parts, and for a tied head in a pipeline."""
     missing = [name for name in ("tok_embeddings", "layers", "output") if getattr(model, name, None) is None]
     if missing:
         raise ConfigError(

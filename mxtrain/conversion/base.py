@@ -27,8 +27,8 @@ class Converter(ABC):
     name: ClassVar[str]
     watches_norms: ClassVar[bool] = False
     """Whether ``plan`` needs to know what uses the outputs of norms"""
-    # Whether mxtrain's passes over compiled graphs run from now on; None leaves that as it is. No annotation: only
-    # converters whose layers have casts make this a setting.
+    # Whether mxtrain's passes over compiled graphs run from now on; None changes nothing. Only converters whose layers
+    # have casts make this a setting, so it has no annotation here.
     graph_passes = None
 
     filter_fqns: Iterable[str] | None = None
@@ -63,12 +63,12 @@ class Converter(ABC):
 
 
 def lookalikes(survey: Survey) -> dict[str, str]:
-    """The modules that are only called an RMSNorm -> why they stay."""
+    """The modules that are called an RMSNorm but compute something else -> why they stay."""
     return _lookalikes(survey, survey.lookalikes, "RMSNorm")
 
 
 def layer_norm_lookalikes(survey: Survey) -> dict[str, str]:
-    """The modules that are only called a LayerNorm -> why they stay."""
+    """The modules that are called a LayerNorm but compute something else -> why they stay."""
     return _lookalikes(survey, survey.layer_norm_lookalikes, "LayerNorm")
 
 

@@ -23,7 +23,7 @@ def convert(model: nn.Module, converter: str = "mxnorm", *, example_inputs: tupl
     - ``"fused_rmsnorm"`` turns every RMSNorm into a FusedRMSNorm.
     - ``"decompose_k_router"`` turns the gate of every mixture-of-experts router into a DecomposeKRouter.
 
-    The last three give the same model before and after the first two.
+    The last three may run before or after the first two, with the same result.
 
     Args:
         model: any module tree, on any device, meta included.

@@ -39,8 +39,8 @@ class MXLinearConverter(Converter):
             ``mxtrain.Recipe``; None keeps the recipe's own. Blocks are the members of the outermost ModuleLists and
             ModuleDicts; of n blocks the last share * n, rounded to nearest, stay.
         mode: "native", "emulated", "reference", or "auto": the best mode of the device that a layer's input is on.
-        graph_passes: whether graphs that ``torch.compile`` makes in this thread from now on are changed so that casts
-            are fused with what is computed before them (``mxtrain.inductor``).
+        graph_passes: whether ``torch.compile``, in this thread and from now on, fuses casts with the operations before
+            them (``mxtrain.inductor``).
         seed: with the FQN of a layer, determines the signs of its Hadamard transform and its random bits. Training
             loops call ``mxtrain.set_rounding_step`` before every forward.
     """

@@ -1,6 +1,6 @@
 """The norms, linears and blocks of a model, as plain values.
 
-An RMSNorm or LayerNorm is recognised by what it computes, PyTorch's own or anybody's; the gate of a router by its name.
+An RMSNorm or LayerNorm of any class is recognised by its results, the gate of a router by its name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -84,10 +84,10 @@ def rms_norm_facts(module: nn.Module) -> NormFacts | None:
     """Which ``nn.RMSNorm`` the module is or computes; None for any other module.
 
     Many models bring an RMSNorm class of their own, with a 1-D ``weight`` and an eps under some name. Such a module is
-    run on random rows with a random weight, as a matrix and as a batch of sequences, which tells the last dimension
-    apart from the second one. It is an RMSNorm if its results are those of ``F.rms_norm`` for one of the floats that it
-    holds as attributes. (A norm that scales by 1 + weight is none.) A copy of the module runs; its own
-    weight may be on the meta device.
+    run on random rows with a random weight. The rows form a matrix and then a batch of sequences, which shows whether
+    the module normalizes the last dimension. It is an RMSNorm if its results are those of ``F.rms_norm`` for one of the
+    floats that it holds as attributes. (A norm that scales by 1 + weight is not.) A copy of the module runs; the
+    module's own weight may be on the meta device.
     """
     if type(module) in (nn.RMSNorm, FusedRMSNorm):
         return NormFacts(tuple(module.normalized_shape), module.eps, module.elementwise_affine)
@@ -100,8 +100,8 @@ def rms_norm_facts(module: nn.Module) -> NormFacts | None:
 def layer_norm_facts(module: nn.Module) -> LayerNormFacts | None:
     """Which ``nn.LayerNorm`` the module is or computes; None for any other module.
 
-    A model's own class with "LayerNorm" in its name is tried out as ``rms_norm_facts`` does, with a weight and perhaps
-    a bias.
+    A model's own class with "LayerNorm" in its name runs on random rows as in ``rms_norm_facts``, with a random weight
+    and, if it has a bias, a random bias.
     """
     if type(module) in (nn.LayerNorm, FusedLayerNorm):
         has_bias = module.bias is not None
@@ -113,17 +113,17 @@ def layer_norm_facts(module: nn.Module) -> LayerNormFacts | None:
     def normalize(rows, weight, eps, bias=None):
         return F.layer_norm(rows, weight.shape, weight, bias, eps)
 
-    # Differences and sums may cancel.
+    # Digits may cancel where the mean is subtracted and the bias added.
     eps = _eps_of(module, normalize, noise=1e-5)
     return None if eps is None else LayerNormFacts(tuple(module.weight.shape), eps, True, "bias" in names)
 
 
 def _eps_of(module: nn.Module, normalize: Callable[..., torch.Tensor], noise: float = 0.0) -> float | None:
-    """The eps with which ``module`` computes what ``normalize(rows, weight=..., eps=...)`` does; None for no eps.
+    """The eps for which ``module`` has the results of ``normalize(rows, weight=..., eps=...)``; None if there is none.
 
     Args:
         normalize: gets random rows, and a random vector for every parameter under its name.
-        noise: how far a result may be off, as a share of the largest one in its row.
+        noise: allowed error beside a relative error of 1e-4, as a share of the largest result in the row.
     """
     parameters = dict(module.named_parameters())
     shapes = {parameter.shape for parameter in parameters.values()}
@@ -135,7 +135,7 @@ def _eps_of(module: nn.Module, normalize: Callable[..., torch.Tensor], noise: fl
     rows = torch.randn(len(_MAGNITUDES), dim, generator=generator, **in_fp32)
     rows *= torch.tensor(_MAGNITUDES, **in_fp32).unsqueeze(1)
     vectors = {name: torch.randn(dim, generator=generator, **in_fp32) for name in sorted(parameters, reverse=True)}
-    # A norm of another dimension than the last differs, or fails, where that one has another length.
+    # A norm of another dimension gives other results or fails, because that dimension has another length.
     sequences = rows.view(-1, 4 if dim == 2 else 2, dim)
     try:
         with torch.no_grad(), without_global_hooks():
@@ -178,7 +178,7 @@ def find_norms(modules: Mapping[str, nn.Module]) -> tuple[dict[str, NormFacts], 
 
 
 def find_layer_norms(modules: Mapping[str, nn.Module]) -> tuple[dict[str, LayerNormFacts], dict[str, str]]:
-    """Every LayerNorm, and the class names of modules that are only called so; see ``find_norms``."""
+    """Every LayerNorm, and the class names of modules that are only called a LayerNorm; see ``find_norms``."""
     return _find(modules, layer_norm_facts, looks_like_layer_norm)
 
 

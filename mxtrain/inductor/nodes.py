@@ -1,6 +1,6 @@
-"""Nodes of a graph, and views that only regroup rows.
+"""Helpers for nodes of a graph, and for views that only regroup rows.
 
-The result of a node, a fake tensor with shape, dtype and strides, is in ``node.meta["val"]``.
+``node.meta["val"]`` holds the result of a node: a fake tensor with shape, dtype and strides.
 """
 
 import torch
@@ -12,14 +12,14 @@ _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, at
 
 
 def without_views(node: Node) -> Node:
-    """Return the node whose rows ``node`` is, before any view that only regroups rows."""
+    """Return the node that computed the rows of ``node``, before all views that only regroup rows."""
     while _regroups_rows(node):
         node = node.args[0]
     return node
 
 
 def final_users(node: Node) -> set[Node]:
-    """Return what uses ``node`` or a view that only regroups its rows, without those views."""
+    """Return the users of ``node`` and of its views that only regroup rows. The views themselves are left out."""
     found = set()
     for user in node.users:
         found |= final_users(user) if _regroups_rows(user) else {user}
@@ -27,7 +27,7 @@ def final_users(node: Node) -> set[Node]:
 
 
 def as_matrix(graph: Graph, node: Node) -> Node:
-    """Return the rows of ``node`` as a matrix; a new view unless it is one."""
+    """Return ``node`` as a matrix [rows, last dimension]: the node itself, or a new view of it."""
     value = node.meta["val"]
     if value.ndim == 2:
         return node
@@ -37,11 +37,11 @@ def as_matrix(graph: Graph, node: Node) -> Node:
 
 
 def describe_call(node: Node, like: Node, results: list[torch.Tensor]) -> None:
-    """Give a new call of an operation its ``results``, and what PyTorch knows of the call ``like`` for all else."""
+    """Give a new call of an operation its ``results``, and all other metadata of the call ``like``."""
     node.meta = {
         **like.meta,
         "val": results,
-        # Inductor keeps to the strides of these.
+        # Inductor passes arguments with the strides of these tensors.
         "eager_input_vals": torch.fx.map_arg((node.args, {}), lambda argument: argument.meta["val"]),
     }
 

@@ -14,17 +14,17 @@ JOINT = (fuse_swiglu,)
 and backward"""
 
 POST_GRAD = (fuse_residual_add,)
-"""The same for forward graphs and backward graphs, after Inductor's own passes"""
+"""Functions with the same signature, called on forward graphs and on backward graphs after Inductor's own passes"""
 
 PASSES = {"joint_custom_pre_pass": JOINT, "post_grad_custom_post_pass": POST_GRAD}
-"""By the field of Inductor's settings that holds them"""
+"""Field of Inductor's configuration -> the passes that ``install`` adds there"""
 
-# A pass that is told whether a graph is for inference. PyTorch 2.11 has none.
+# The base class of passes that learn whether a graph is for inference. PyTorch 2.11 does not have this class.
 InferenceAware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
 
 
 class _Passes(InferenceAware or CustomGraphPass):
-    """Our passes, then those that were set before."""
+    """mxtrain's passes, then the passes that the field held before."""
 
     def __init__(self, ours: tuple, others: tuple):
         self.ours, self.others = ours, others
@@ -37,7 +37,7 @@ class _Passes(InferenceAware or CustomGraphPass):
                 one(graph)
 
     def uuid(self) -> object | None:
-        """Part of the key of Inductor's cache. A pass of others without a uuid switches the cache off."""
+        """Part of the key of Inductor's cache; None, which switches the cache off, if another pass has no uuid."""
         theirs = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others]
         files = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
         return None if None in theirs else (get_hash_for_files(files), *theirs)
@@ -46,10 +46,11 @@ class _Passes(InferenceAware or CustomGraphPass):
 def install() -> None:
     """Let Inductor run the passes on all graphs that are compiled from now on with the caller's configuration.
 
-    In PyTorch 2.13 each thread and each ``contextvars`` context has a configuration of its own. Call this in the one
-    that compiles the model, which is the one that first runs it.
-    Graphs without mxtrain's operations stay as they are. Passes that were in Inductor's fields still run, after these.
-    Whoever sets such a field later replaces these passes: compiled models are then correct, but slower.
+    In PyTorch 2.13 each thread and each ``contextvars`` context has a configuration of its own. Call this function in
+    the thread and context that first run the model, because they compile it.
+
+    Graphs without mxtrain's operations do not change. Passes that Inductor's fields held before still run, after
+    mxtrain's. Code that sets these fields later replaces the passes: compiled models are then correct, but slower.
     """
     for field, ours in PASSES.items():
         before = getattr(config, field)
@@ -63,6 +64,6 @@ def remove() -> None:
     for field in PASSES:
         installed = getattr(config, field)
         if isinstance(installed, _Passes):
-            # One pass alone: PyTorch 2.11 takes no sequence.
+            # A single pass stands alone, because PyTorch 2.11 takes no sequence.
             others = installed.others
             setattr(config, field, others[0] if len(others) == 1 else others or None)

@@ -1,12 +1,11 @@
-"""Recognize what a chain of pointwise operations in a graph computes, by computing it.
+"""Recognize the formula that a chain of pointwise operations computes, by running both on numbers.
 
 PyTorch releases write the same function as different operations (a silu is one operation, or x / (1 + exp(-x)), or
-x * sigmoid(x)), and models differ in the order of factors. So a chain is compared with a formula on numbers, in fp64,
-where two ways to compute the same function agree in nine digits and two functions do not.
+x * sigmoid(x)), and models differ in the order of factors. So a chain is compared with a formula on numbers in fp64.
+There, two ways to compute the same function agree in nine digits, and two different functions do not.
 
-Inductor computes in fp32 between the first and the last operation, without the roundings to bf16 in between. So a
-conversion among these dtypes counts as nothing. A conversion to a shorter one, such as fp8, changes values, and a chain
-ends there.
+Inductor computes a chain in fp32 and skips the roundings to bf16 between its operations. So conversions among bf16,
+fp32 and fp64 are ignored here. A conversion to a shorter dtype such as fp8 changes values, and a chain ends there.
 """
 
 from collections.abc import Callable
@@ -28,8 +27,7 @@ class Chain:
     """The pointwise operations that end in ``node``, and the tensors of the same shape that they read.
 
     Attributes:
-        inputs: nodes that are no pointwise operations on tensors of this shape, in the order of the graph's use; empty
-            if the chain is too long.
+        inputs: the nodes of the tensors that the chain reads; empty if the chain is too long.
     """
 
     def __init__(self, node: Node):
@@ -60,7 +58,7 @@ class Chain:
             numbers = _numbers(len(inputs))
             try:
                 got = self._evaluate(self._last, dict(zip(inputs, numbers)))
-            except (TypeError, RuntimeError, NotImplementedError):  # an operation that needs more than numbers
+            except (TypeError, RuntimeError, NotImplementedError):  # an operation that does not run on these vectors
                 return False
             want = formula(*numbers)
             return got.shape == want.shape and torch.allclose(got, want, rtol=1e-9, atol=1e-9)
@@ -69,13 +67,13 @@ class Chain:
         node = without_views(node)
         if node not in known:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: self._evaluate(n, known))
-            # In fp64, without any rounding in between.
+            # Conversions are skipped: all numbers stay in fp64.
             known[node] = args[0] if node.target in _CONVERSIONS else node.target(*args, **kwargs)
         return known[node]
 
 
 def _numbers(count: int) -> list[torch.Tensor]:
-    """Vectors of fp64 numbers from -1e5 to 1e5, most of them near zero, in an order of their own for each vector."""
+    """Vectors of the same fp64 numbers from -1e5 to 1e5, most of them near zero, each vector in another order."""
     ends = torch.tensor([-1e5, -300.0, -50.0, 50.0, 300.0, 1e5], dtype=torch.float64, device="cpu")
     numbers = torch.cat([torch.linspace(-9.5, 10, 95, dtype=torch.float64, device="cpu"), ends])
     # The steps have no divisor in common with the length.

@@ -1,8 +1,9 @@
 """A pass that moves the residual add before an MXNorm into the norm's kernel.
 
-    h = x + residual;  norm(h), h used elsewhere, too     becomes     norm and h from one read of x and residual
+    before    h = x + residual; norm(h); other operations use h, too
+    after     one kernel reads x and residual, and writes norm(h) and h
 
-The kernel rounds h to its dtype and normalizes the rounded h, so every bit is that of the unfused graph.
+The kernel rounds h to its dtype and normalizes the rounded h, so all results have the bits of the unfused graph.
 
 Bytes per element in the forward of a Llama block, whose second norm has its residual add in the same graph. fp32: a
 residual stream of fp32 beside linears in bf16 (fp32 weights under autocast). bf16: a stream of bf16 (FSDP's mixed
@@ -12,10 +13,10 @@ precision). The norm writes bf16 images.
     fp32     4 + 2, 4             4, 2                  16    4 + 2, 4 + 2   12
     bf16     2 + 2, 2             2, 2                  10    2 + 2, 2 + 2    8
 
-Inductor cannot compute x and residual while the kernel loads them, as it can inside of its own addition. Summands that
-only pointwise operations read and write would have to be stored for the kernel, which costs at least what the fusion
-saves, so these graphs stay as they are. In Llama both summands are in memory: x is the block's input, and residual is a
-matrix product.
+The kernel reads both summands from memory. Without the fusion, Inductor computes a summand inside its own addition if
+only pointwise operations produce and use the summand. Storing such a summand for the kernel costs at least as much as
+the fusion saves, so these graphs stay unfused. In Llama both summands are in memory: x is the block's input, and
+residual is a matrix product.
 
 The pass works on the graphs after PyTorch has split forward and backward, so a block that is computed again in the
 backward is fused there, too.
@@ -31,7 +32,7 @@ from mxtrain.inductor.nodes import as_matrix, describe_call, final_users, withou
 from mxtrain.ops.hardware import HAS_TRITON
 
 if HAS_TRITON:
-    # They register the operations.
+    # These modules register the operations.
     import mxtrain.kernels.mxfp8.norm_cast
     import mxtrain.kernels.nvfp4.norm_cast  # noqa: F401
 
@@ -41,7 +42,7 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 
 def fuse_residual_add(graph: Graph) -> None:
-    """Replace every MXNorm of a sum that its kernel can add, by the kernel that adds, too."""
+    """Let the kernel of every MXNorm compute the sum that it normalizes, where the kernel can."""
     if not HAS_TRITON:
         return
     # Operations f(x, residual, *numbers) -> [..., total], where total is x + residual in the dtype of x.
@@ -54,8 +55,11 @@ def fuse_residual_add(graph: Graph) -> None:
 
 
 def _x_and_residual(total: Node) -> tuple[Node, Node] | None:
-    """The summands of ``total``, first the one that has its dtype, because the kernel rounds the sum to that dtype."""
-    # A new view can have one symbolic size.
+    """Return the summands of ``total`` as (x, residual), or None if the kernel cannot add them.
+
+    x has the dtype of ``total``, because the kernel rounds the sum to the dtype of x.
+    """
+    # ``_fuse`` makes a view with the sizes of ``total``, of which one may be symbolic.
     if total.target is not aten.add.Tensor or total.kwargs.get("alpha", 1) != 1 or _sizes(total).count(-1) > 1:
         return None
     if not all(isinstance(each, Node) and _has_shape_of(each, total) for each in total.args):
@@ -70,7 +74,7 @@ def _x_and_residual(total: Node) -> tuple[Node, Node] | None:
 
 
 def _fuse(graph: Graph, norm: Node, x: Node, residual: Node, total: Node) -> None:
-    """Put the fused norm in the place of the sum, before all that reads either of them."""
+    """Put the fused norm in the place of the sum, before all users of the sum and of the norm."""
     rows, _, *numbers = norm.args
     with graph.inserting_before(total):
         matrices = (as_matrix(graph, x), as_matrix(graph, residual))
@@ -85,7 +89,10 @@ def _fuse(graph: Graph, norm: Node, x: Node, residual: Node, total: Node) -> Non
 
 
 def _without_widening(node: Node) -> Node:
-    """Return the node whose rows ``node`` is, before any exact conversion: the kernel converts while it loads."""
+    """Return the node that computed the rows of ``node``, before conversions from bf16 to fp32.
+
+    The kernel makes these exact conversions while it loads.
+    """
     node = without_views(node)
     while node.target is _CONVERT and (node.args[0].meta["val"].dtype, node.args[1]) == (torch.bfloat16, torch.float32):
         node = without_views(node.args[0])
@@ -98,7 +105,7 @@ def _is_input_of_kernels(node: Node) -> bool:
 
 
 def _is_in_memory(node: Node) -> bool:
-    """Whether Inductor stores the result of ``node`` in any case: it cannot compute it inside of every user."""
+    """Whether Inductor stores the result of ``node`` in any case, because it cannot compute it inside every user."""
     return not _is_fusible(node) or not all(map(_is_fusible, final_users(node)))
 
 

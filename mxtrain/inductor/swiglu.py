@@ -1,12 +1,13 @@
-"""A pass that replaces SwiGLU followed by MXFP8 casts by the kernels that do both.
+"""A pass that puts kernels of SwiGLU with MXFP8 casts in the place of SwiGLU followed by casts.
 
-The graph of a gated feed-forward, w2(silu(w1(x)) * w3(x)), holds SwiGLU as pointwise operations and the casts of its
-result and of its gradients as operations ``mxtrain::cast``. The pass works on the joint graph of forward and backward,
-because there h is one tensor for both. Fused, its cast along columns is computed in the backward, from gate and up,
-which the backward needs in any case: so no form of h is kept. After PyTorch has split the graph, a cast of h that the
-forward computes can no longer move.
+A gated feed-forward computes w2(h) with h = silu(gate) * up, gate = w1(x), up = w3(x). Its graph holds SwiGLU as
+pointwise operations, and the casts of h and of the gradients of gate and up as operations ``mxtrain::cast``.
 
-A cast is replaced only if casts alone use what it reads: otherwise SwiGLU's result would be stored in any case. Nothing
+The pass works on the joint graph of forward and backward, where h is one tensor for both. The fused backward computes
+the cast of h along columns from gate and up, which the backward needs in any case. So the forward keeps neither h nor
+its casts. After PyTorch has split the graph, a cast of h can no longer move from the forward to the backward.
+
+A cast is replaced only if nothing but casts reads its input: otherwise SwiGLU's result is stored in any case. Nothing
 is replaced with ``torch._inductor.config.emulate_precision_casts = True``, which asks for the roundings of eager mode:
 the kernels do not round between operations.
 """
@@ -25,7 +26,7 @@ from mxtrain.ops.hardware import HAS_TRITON
 from mxtrain.reference.swiglu import swiglu, swiglu_backward
 
 if HAS_TRITON:
-    # They register the operations.
+    # These modules register the operations.
     import mxtrain.kernels.mxfp8.joined_cast
     import mxtrain.kernels.mxfp8.swiglu_cast  # noqa: F401
 
@@ -42,7 +43,7 @@ class _Product(NamedTuple):
 
 
 class _Gradient(NamedTuple):
-    """Casts of dgate, or of [dgate, dup]. The formula of dgate does not tell dh from up."""
+    """Casts of dgate, or of [dgate, dup]. dgate is symmetric in dh and up, which are the ``factors``."""
 
     gate: Node
     factors: frozenset[Node]
@@ -83,7 +84,7 @@ def _fuse_backward(graph: Graph, gradient: _Gradient, products: dict, backward: 
     along_rows, along_columns, rounding, form = settings = cast.args[-4:]
     if gradient.dup is None and [c.args[-4:] for c in dup.casts] != [settings]:
         return set()
-    # The cast of h must come after dh: nothing that leads to dh may need it.
+    # The kernel reads dh, so the cast of h must come after dh: nothing that leads to dh may need this cast.
     h = [
         c
         for c in (products[gate, up].casts if (gate, up) in products else ())
@@ -98,10 +99,10 @@ def _fuse_backward(graph: Graph, gradient: _Gradient, products: dict, backward: 
 
 
 def _replace(graph: Graph, op, matrices: Iterable[Node], others: tuple, casts: list[Node], before: Node) -> None:
-    """Put ``op`` before a node, and let it give the results of ``casts``, in their order."""
+    """Insert ``op`` before a node. Its results replace the results of ``casts``, in their order."""
     with graph.inserting_before(before):
         new = graph.call_function(op, (*(as_matrix(graph, m) for m in matrices), *others))
-    # What the partitioner knows of a cast (whether it is part of the backward, whether it may be kept) goes for all.
+    # The first cast's metadata tells the partitioner whether the call is part of the backward, and may be kept.
     describe_call(new, casts[0], [value for cast in casts for value in cast.meta["val"]])
     first = 0
     for cast in casts:
@@ -126,7 +127,7 @@ def _sources(graph: Graph) -> dict[tuple[Node, ...], list[Node]]:
 
 
 def _parts(node: Node) -> tuple[Node, ...]:
-    """Return the tensors side by side, one as a rule, whose cast without factors ``node`` is; none for other nodes."""
+    """Return the tensors, usually one, that a cast without factors reads side by side; none for other nodes."""
     if node.target is ours.joined_cast.default and node.args[2:4] == (1, None):
         return tuple(without_views(part) for part in (node.args[0], *node.args[1]))
     if node.target is not ours.cast.default or node.args[1:3] != (None, None):
@@ -138,13 +139,13 @@ def _parts(node: Node) -> tuple[Node, ...]:
 
 
 def _readers(part: Node) -> set[Node]:
-    """Return what uses a tensor, alone or as a part of a larger one."""
+    """Return the users of a tensor, and of a concatenation that it is a part of."""
     users = final_users(part)
     return {r for user in users for r in (final_users(user) if user.target is aten.cat.default else (user,))}
 
 
 def _match(parts: tuple[Node, ...], casts: list[Node]) -> _Product | _Gradient | None:
-    """Return what the casts of ``parts`` are casts of. Two parts are those of one layer for gate and up."""
+    """Recognize SwiGLU or its gradient in the tensors that are cast. Two tensors side by side are [dgate, dup]."""
     if len(parts) == 2:
         dgate, dup = (_match((part,), []) for part in parts)
         if isinstance(dgate, _Gradient) and isinstance(dup, _Product):

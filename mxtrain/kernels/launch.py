@@ -17,7 +17,7 @@ _compiled: dict[tuple, tuple[CompiledKernel, tuple]] = {}
 
 
 def _kinds(args: tuple) -> tuple:
-    """Return the properties of arguments that Triton compiles a kernel anew for.
+    """Return the properties of arguments on which a compiled kernel depends: for other properties Triton compiles anew.
 
     A pointer may be aligned to 16 bytes. An integer may be 1, a multiple of 16, or too large for 32 bits. A dtype
     stands for an aligned tensor.
@@ -58,8 +58,8 @@ class Launch(NamedTuple):
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self.run(device)
-        # Triton takes 10 to 18 us to look up a kernel by its arguments and constants, this takes 3. What a compiled
-        # kernel reads at every launch, such as a profiler's hooks, stays the same.
+        # Triton takes 10 to 18 us to look up a kernel by its arguments and constants, this lookup takes 3. A compiled
+        # kernel still reads a profiler's hooks at every launch.
         key = (self.kernel, device, *_kinds(self.args), *self.constants.items())
         compiled, constants = _compiled.get(key, (None, ()))
         if compiled is not None and not self.kernel.pre_run_hooks:

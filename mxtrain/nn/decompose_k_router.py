@@ -108,8 +108,9 @@ class DecomposeKRouter(nn.Linear):
     """The gate of a router: an ``nn.Linear`` to few experts whose logits are always fp32.
 
     The parameters are those of ``nn.Linear``, so checkpoints load either way. Autocast casts the operands, not the
-    logits. A DTensor weight must be replicated, as in TorchTitan's tensor parallelism. With x as a DTensor, every
-    process has the whole gradient of the logits; with a plain x, a part, and so gets a part of all other gradients.
+    logits. A DTensor weight must be replicated, as in TorchTitan's tensor parallelism. With a DTensor x, every
+    process has the whole gradient of the logits. With a plain x, every process has a part of this gradient, and returns
+    parts of all other gradients.
 
     Args:
         in_features: width K of a token.

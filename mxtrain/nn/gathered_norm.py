@@ -66,7 +66,7 @@ def normalize_shard(
 
 
 def without_data(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor with the dtype and device of ``x`` and this shape, whose elements are all the same number in memory."""
+    """Return a tensor with the dtype and device of ``x`` and this shape, whose elements share one number in memory."""
     return x.new_zeros(()).expand(shape)
 
 
@@ -117,7 +117,7 @@ class GatherThenNorm(torch.autograd.Function):
 
 
 class NormThenGather(torch.autograd.Function):
-    """As ``GatherThenNorm``, with codes gathered after the norm; without X, and rho is that of the shard's tokens."""
+    """Like ``GatherThenNorm``, but gathers codes after the norm. Without X; rho is of the shard's tokens only."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str, split: SplitSequences, columns):

@@ -8,14 +8,15 @@ gradients side by side are dY [T, N]:
     wgrad   dW = dY^T X     dW_i are rows of dW
 
 W and dY are never stored: the casts write every part to its place in one operand (``mxtrain.ops.quantize.weights`` and
-``gradients``). Every part has the bits that it has alone, with its own random numbers. Only the order of sums differs:
-single linears round their parts of dX to the compute dtype, and autograd adds them up.
+``gradients``). Every part has the bits of its own cast, with its own random numbers. Only the sum of dX differs: single
+linears round their parts of dX to the compute dtype, and autograd adds up the parts.
 
-For T tokens of bf16 this saves two writes and two reads of T x D elements for three linears (one each for two) of
-dX's parts and their sum.
+Single linears write n parts of dX, and the sum reads them. One GEMM writes one dX [T, D]: for three linears this saves
+at least two writes and two reads of T x D elements, for two linears one of each.
 
-Parameters, hooks and names stay per linear. The first linear that is called multiplies for all, and the others find
-their columns in the ``GroupCall`` of this forward. It multiplies for itself alone if anything differs between them.
+Every linear keeps its own parameters, hooks and name. The first linear that is called multiplies for all linears, and
+the others take their columns from the ``GroupCall`` of this forward. If the linears differ in more than their weights,
+biases and random bits, each multiplies alone.
 """
 
 from collections.abc import Sequence
@@ -33,10 +34,10 @@ from mxtrain.ops.mxnorm import fold_backward
 
 
 class ReadyGroup(NamedTuple):
-    """The weights of a group, with the norm's gain where there is one, cast before the forward, to be used often.
+    """The weights of a group, times the norm's gain if there is one, cast ahead for several forwards.
 
     Attributes:
-        fprop: one operand [sum N_i, D]; without ``LinearGroup.joins_fprop``, one [N_i, D] for each linear.
+        fprop: one operand [sum N_i, D]; without ``LinearGroup.joins_fprop``, an operand [N_i, D] for each linear.
         dgrad: [D, sum N_i].
     """
 
@@ -49,18 +50,18 @@ class LinearGroup:
 
     Attributes:
         linears: in the order of their calls.
-        joins_fprop: whether fprop is one GEMM, too. Its result stays in memory as long as a part of it is needed.
-        ready: the weights where they are cast already (``mxtrain.nn.ready_weights``). Single linears do not use it.
+        joins_fprop: whether fprop is one GEMM, too. Its result stays in memory as long as any part is needed.
+        ready: the weights, if ``mxtrain.nn.ready_weights`` has cast them. A linear that multiplies alone ignores it.
     """
 
     def __init__(self, linears: Sequence[QuantizedLinear]):
         self.linears = tuple(linears)
         self.joins_fprop = True
-        # An attribute from the start: torch.compile would compile again when it appears.
+        # Set from the start, because torch.compile would compile again when the attribute appears.
         self.ready: ReadyGroup | None = None
 
     def is_one_gemm(self, mode: str, has_signs: bool) -> bool:
-        """Return whether the linears differ in nothing but their weights, biases and random bits.
+        """Return whether the linears can be one GEMM: they differ only in their weights, biases and random bits.
 
         Args:
             mode: of the first linear, never "auto".
@@ -86,15 +87,15 @@ class GroupCall:
         """Return Y [T, N_i] of one linear, without its bias; None if the linears do not make one GEMM.
 
         Args:
-            x: the norm's result, a ``NormedInput``. A hook may have put another one in its place.
+            x: the norm's result, a ``NormedInput``. A hook may have replaced it.
             gemms: of this linear.
         """
         place = next((i for i, other in enumerate(self.group.linears) if other is linear), None)
         if place is None or not self.group.is_one_gemm(gemms.mode, x.signs is not None):
             return None
         dtype = compute_dtype(x.h)
-        # Other modes of autograd need outputs of their own. So does a checkpointed part of a layer, which replaces what
-        # is saved and calls its linears again.
+        # Another mode of autograd needs new outputs. So does a checkpointed part of a layer, which saves other tensors
+        # and calls its linears again.
         hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
         made_from = (dtype, x.h.requires_grad, torch.is_grad_enabled(), hooks)
         is_same = self._made_from and self._made_from[0] is x.h and self._made_from[1:] == made_from
@@ -117,13 +118,13 @@ class GroupCall:
 def _stays_single(linear: QuantizedLinear) -> bool:
     # FSDP2 gathers a DTensor when its linear is called, not before. Other hooks may change weights or inputs.
     is_own_unit = isinstance(linear.weight, DTensor) or len(linear._forward_pre_hooks) > 0
-    # Whoever replaces forward may fetch the weight there.
+    # A replaced forward may fetch the weight.
     is_replaced = "forward" in linear.__dict__
     return linear.is_plain or is_replaced or (linear.split == WHOLE and is_own_unit)
 
 
 def _traits(linear: QuantizedLinear) -> tuple:
-    """What the linears of one GEMM have in common."""
+    """The properties that all linears of one GEMM share."""
     weight = linear.weight
     return linear.recipe, linear.mode, linear.split, weight.requires_grad, weight.dtype, weight.device
 
@@ -172,7 +173,7 @@ class _GroupFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *dys: torch.Tensor | None):
         x, gain, rho, signs, *weights = ctx.saved_tensors
-        # A linear whose output the loss does not need has no gradient, as it would alone.
+        # A linear whose output the loss does not need gets no gradient, as if it had multiplied alone.
         used = [dy is not None for dy in dys]
         like = next(dy for dy in dys if dy is not None)
         dys = [like.new_zeros(len(like), len(w)) if dy is None else dy for dy, w in zip(dys, weights)]

@@ -49,9 +49,9 @@ class NormedInput(NamedTuple):
     """MXNorm's result, for the linears that it feeds. T is the product of the leading dimensions of x.
 
     Attributes:
-        h: has the shape and dtype of x [..., D], but no data; its gradient is dL/dxhat.
-        x: what wgrad casts, without a gradient: x as rows [T, D]; with ``gathered``, this process's shard of the
-            sequences.
+        h: stands for x [..., D], with the same shape and dtype but without data; its gradient is dL/dxhat.
+        x: the values that wgrad casts, without a gradient: x as rows [T, D]; with ``gathered``, this process's shard
+            of the sequences.
         xhat: the normalized rows [T, D] as fprop's operand, without a gradient.
         rho: inverse RMS estimate, fp32 [T]; with ``gathered``, of this process's tokens.
         gain: the norm's weight gamma [D], which the linears fold into theirs; None for a norm without a weight.
@@ -59,7 +59,7 @@ class NormedInput(NamedTuple):
             linears share them, so that compiled linears share the transform and the cast of xhat.
         recipe, mode: recipe of fprop and mode that made ``xhat``; the mode is never "auto".
         gathered: gathers wgrad's operand, where codes are sent instead of x.
-        call: the linears as one GEMM each way (``mxtrain.nn.group``); None for single linears.
+        call: this forward of linears that are one GEMM each way (``mxtrain.nn.group``); None for single linears.
     """
 
     h: torch.Tensor
@@ -230,7 +230,7 @@ class MXNorm(Seeded, nn.RMSNorm):
         if split is None:
             rows = x.reshape(-1, x.shape[-1])
             h, rho, *xhat = _MXNormFunction.apply(rows, self.estimate, recipe, mode)
-            # Where a compiled graph ends here, PyTorch 2.11 takes them for differentiable.
+            # PyTorch 2.11 treats these tensors as differentiable where a compiled graph ends here.
             xhat = [None if t is None else t.detach() for t in xhat]
             common = (Operand(*xhat), rho, gain, signs, recipe, mode)
             return NormedInput(h.view(x.shape), rows.detach(), *common, call=call)

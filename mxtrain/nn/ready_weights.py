@@ -1,13 +1,13 @@
 """Weights cast once per optimizer step, for all microbatches between two updates.
 
-A forward casts W for fprop, and a backward for dgrad. With gradient accumulation, W is the same in all microbatches of
-a step. ``ReadyWeights`` casts it before the first one and gives the operands to the layers, which use them in the place
-of a cast. The linears of a norm that are one GEMM (``mxtrain.nn.group``) have joined operands, and none of their own.
+A forward casts W for fprop, and a backward casts W for dgrad. With gradient accumulation, W is the same in all
+microbatches of a step. ``ReadyWeights`` casts W before the first microbatch and gives the operands to the layers, which
+then do not cast. Linears that are one GEMM (``mxtrain.nn.group``) share joined operands instead of having their own.
 ``torch.compile`` takes operands as inputs of a block's graph, because they are attributes of a module or a group.
 
-The bits are those of a cast in every microbatch. Memory, until ``drop``: two operands per weight, together 4 bytes per
-element in mode "emulated", 8 in "reference", 2 (MXFP8) or 1.1 (NVFP4) in "native"; with the tiles of NVFP4 and mode
-"emulated" 2, because one image serves both (4 in a group whose linears multiply one by one forward).
+Results have the same bits as with a cast in every microbatch. Memory, until ``drop``: two operands per weight, together
+4 bytes per element in mode "emulated", 8 in "reference", 2 (MXFP8) or 1.1 (NVFP4) in "native". With the tiles of NVFP4,
+mode "emulated" takes 2, because one image serves both (4 in a group whose linears multiply one by one forward).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,8 +52,8 @@ class ReadyWeights:
         """Cast every weight that has changed since its last cast. Call it before every forward.
 
         A weight has changed if it or its gain is another tensor, or was written to, or if the layer has another
-        recipe. A group casts all its weights if one of them has changed. Writes through ``tensor.data`` and those of a
-        fused optimizer do not count as such in PyTorch, and go unseen until ``drop``.
+        recipe. A group casts all its weights if one of them has changed. PyTorch does not count writes through
+        ``tensor.data`` and writes of a fused optimizer, so these stay unseen until ``drop``.
         """
         joined = {linear for norm in self._norms if self._refresh_group(norm) for linear in norm.group.linears}
         for linear in self._linears:
@@ -66,7 +66,7 @@ class ReadyWeights:
             holder.ready = None
 
     def _refresh_group(self, norm: MXNorm) -> bool:
-        """Cast the weights of a norm's linears as one, if the group would use them now; return whether it would."""
+        """Cast the weights of a norm's linears as one, if the linears are one GEMM now; return whether they are."""
         group, gain = norm.group, norm.weight
         first, weights = group.linears[0], [linear.weight for linear in group.linears]
         gemms = first.gemms(first.weight.device)

@@ -1,4 +1,4 @@
-"""What RMSNorm and LayerNorm with gradients share: checks, autocast, DTensors, and what runs when compiled."""
+"""Common parts of the fused RMSNorm and LayerNorm: checks, autocast, DTensors, and the choice made when compiled."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from mxtrain.reference.casts import at_least_fp32
 
 WHEN_COMPILED = ("auto", "kernel", "formula")
 
-# Measured faster: Inductor fuses the formula with the residual add before it and the casts after it, the kernel not.
+# Measured to be faster: Inductor fuses the residual add and the casts around the norm with the formula only.
 AUTO_WHEN_COMPILED = "formula"
 
 Vectors = Mapping[str, torch.Tensor | None]
@@ -39,9 +39,10 @@ def apply_to_rows(
     residual: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Check the operands and apply ``function`` to x, the vectors, the residual and eps; to the shards of DTensors.
+    """Check the operands, and apply ``function`` to x, the vectors, the residual and eps, or to shards of DTensors.
 
     Args:
+        function: takes x [..., D], the vectors [D], the residual [..., D] and eps; returns y, or (y, x + residual).
         name: of the public function, for messages.
         autocasts: whether autocast on a GPU casts x to fp32.
 
@@ -88,7 +89,7 @@ def shape_of(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def _apply_to_shards(function, x: DTensor, vectors: Vectors, residual: DTensor | None, eps: float):
-    """Every rank normalizes its rows and gets its part of the gradients of the vectors."""
+    """Every rank normalizes its rows and computes its part of the gradients of the vectors."""
     mesh, last = x.device_mesh, x.ndim - 1
     # Normalization needs whole rows and finished sums: gather shards of the last dimension, reduce partial sums.
     rows = tuple(p if p.is_shard() and p.dim not in (-1, last) else Replicate() for p in x.placements)

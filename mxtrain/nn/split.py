@@ -60,9 +60,9 @@ class SplitSequences:
 
 
 def own_part(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """Return what this process has of a parameter: its shard, or the whole if every process has the whole.
+    """Return this process's tensor of a parameter: its shard of a DTensor, or the whole of a replicated or plain one.
 
-    The gradient of a whole is this process's part of a sum, for a layer that computes a part of a sum.
+    The gradient of a replicated DTensor is this process's part of a sum.
     """
     if not isinstance(parameter, DTensor):
         return parameter

@@ -30,7 +30,7 @@ from mxtrain.recipes.recipe import LinearRecipe
 
 
 class ReadyWeight(NamedTuple):
-    """W, with the gain where there is one, as the operands of two GEMMs: cast before the forward, to be used often."""
+    """W, times the gain if there is one, as the operands of two GEMMs: cast ahead for several forwards."""
 
     fprop: Operand
     dgrad: Operand
@@ -40,7 +40,7 @@ class ReadyWeight(NamedTuple):
 class ThreeGEMMs:
     """The GEMMs of a layer with this recipe, in this execution mode, on matrices that may be split over processes.
 
-    ``ready`` is the layer's weight where it is cast already (``mxtrain.nn.ready_weights``).
+    ``ready`` is the layer's weight, if ``mxtrain.nn.ready_weights`` has cast it.
     """
 
     recipe: LinearRecipe
@@ -116,7 +116,7 @@ class QuantizedLinear(Seeded, nn.Linear):
 
     split: SplitMatrices = WHOLE
     fed_by: tuple[nn.Module, ...] | None = ()
-    """The MXNorm before this layer, if there is one; None if it is not known (``mxtrain.nn.ready_weights``)"""
+    """The MXNorm that feeds this layer, if there is one; None if it is not known (``mxtrain.nn.ready_weights``)"""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, recipe="mxfp8", mode="auto", **factory_kwargs
@@ -126,7 +126,7 @@ class QuantizedLinear(Seeded, nn.Linear):
         self.mode = mode
         check_features(in_features, out_features, self.recipe)
         super().__init__(in_features, out_features, bias, **factory_kwargs)
-        # An attribute from the start: torch.compile would compile again when it appears.
+        # Set from the start, because torch.compile would compile again when the attribute appears.
         self.ready: ReadyWeight | None = None
         self.set_seed(0, "")
 

@@ -160,7 +160,7 @@ def quantize_joined(
 ) -> dict[int, Operand]:
     """``quantize`` of ``torch.cat(parts, axis)``, for parts of whole blocks. The kernel stores no joined matrix."""
     if not runs_kernels(mode, parts[0].device.type):
-        # Block scales need no other parts.
+        # Every block lies in one part, so its scale does not depend on other parts.
         return quantize(torch.cat(tuple(parts), axis), recipe, mode, dims, column_factor=column_factor)
     form = KERNEL_FORM[mode]
     return _operands(dims, form, joined_cast_kernel.joined_cast(parts, axis, recipe, dims, form, column_factor))

@@ -266,7 +266,7 @@ def from_codes(codes: Codes, recipe: Recipe, mode: str, dim: int) -> Operand:
 
 
 def _cast_along_tokens(x: torch.Tensor, recipe: Recipe, form: str, rho, signs, group: str | None):
-    """X [T, D], row t times rho[t] -> what the kernel gives for blocks along tokens, and the tensor scale."""
+    """Cast X [T, D], row t times rho[t], in blocks along tokens; return the kernel's result and the tensor scale."""
     signs = signs if recipe.hadamard else None
     amax, transformed = nvfp4_amax(x, signs, rho)
     scale = _tensor_scale(amax if signs is None else transformed, group)

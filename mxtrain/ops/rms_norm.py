@@ -48,6 +48,6 @@ def rms_norm_backward(
 
 
 def has_kernels(x: torch.Tensor) -> bool:
-    """Whether the kernels of norms take x; plain PyTorch takes all others."""
+    """Whether the norms' kernels take x. Plain PyTorch takes every other input."""
     # The modes native and emulated share these kernels.
     return runs_kernels("emulated", x.device.type) and x.dtype != torch.float64

@@ -113,7 +113,7 @@ RELATIONS = (
             "activation_checkpoint.mode = 'none'"
         ),
     ),
-    # On a CPU, PyTorch 2.13 then computes a wrong loss without a word, also of a model without a converter.
+    # On a CPU, PyTorch 2.13 then computes a wrong loss without an error, also for a model without a converter.
     Relation(
         "compile.components",
         lambda s, machine: (

@@ -1,4 +1,7 @@
-"""mxtrain's TOML sections: ``[mxnorm]``, ``[fused_norm]``, ``[decompose_k_router]``, ``[model_args]``, ``[data]``.
+"""mxtrain's TOML sections, and its fields in TorchTitan's sections.
+
+The sections are ``[mxnorm]``, ``[fused_norm]``, ``[fused_rmsnorm]``, ``[decompose_k_router]``, ``[model_args]`` and
+``[data]``.
 
 With ``job.custom_config_module = "mxtrain.titan.job_config"`` TorchTitan merges ``JobConfig`` into its own job config,
 and shows the docstring under each field in ``--help``. This file must not postpone annotations: TorchTitan's merge of
@@ -149,8 +152,8 @@ class MXNorm:
 
     graph_passes: bool = True
     """
-    Let torch.compile fuse casts with what is computed before them (SwiGLU, in MXFP8; the residual add before a norm).
-    Changes SwiGLU's result by its last bit in fp32 at most, before it is rounded
+    Let torch.compile fuse casts with the operations before them: SwiGLU with its MXFP8 casts, the residual add with the
+    MXNorm after it. Before it is rounded, the fp32 result of SwiGLU may differ in its last bits
     """
 
     eps: Amount | None = None
@@ -158,15 +161,15 @@ class MXNorm:
 
     cache_weights: bool = True
     """
-    With gradient accumulation or a pipeline: cast every weight once per step, not once per microbatch. The results are
-    the same bits. Takes 4 bytes per weight element while a step runs (mode emulated). Weights that FSDP or tensor
-    parallelism split are cast every time
+    With gradient accumulation or a pipeline: cast every weight once per step, not once per microbatch. Results have the
+    same bits. Takes 4 bytes per weight element while a step runs (mode emulated). Weights that FSDP or tensor
+    parallelism split are cast every time, and so are all weights with optimizer.early_step_in_backward
     """
 
     group_linears: bool = True
     """
-    Multiply the linears that share a norm (wq, wk, wv; w1, w3) as one: one product each for outputs, input gradients
-    and weight gradients, where their recipes agree. Changes only the order of sums
+    Multiply the linears that share a norm (wq, wk, wv; w1, w3) together: one product for their outputs, one for input
+    gradients, one for weight gradients, where their recipes agree. Changes only the order of sums
     """
 
     schedule: Schedule = field(default_factory=list)

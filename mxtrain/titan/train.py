@@ -62,7 +62,7 @@ class _Trainer(Trainer):
 
     It gives the optimizer of a resumed run its present settings, where the checkpoint has those of the run so far.
 
-    It casts the weights once per step, where a step has several microbatches between which they do not change.
+    It casts the weights once per step, if a step has several microbatches and the weights stay the same between them.
 
     It looks for losses and weights that are not finite, and never saves such weights.
 
@@ -97,7 +97,7 @@ class _Trainer(Trainer):
             self._watch.on_losses = lambda step, losses: guard.observe(step, sum(losses) / copies)
             self.checkpointer.states[GUARD_STATE] = guard
         has_microbatches = self.gradient_accumulation_steps > 1 or self.parallel_dims.pp_enabled
-        changes_between = job_config.optimizer.early_step_in_backward  # unseen by ReadyWeights if it is fused
+        changes_between = job_config.optimizer.early_step_in_backward  # ReadyWeights cannot see fused steps
         caches = job_config.mxnorm.cache_weights and has_microbatches and not changes_between
         self._ready = ReadyWeights(self.model_parts) if caches else None
         self._tokens = TokenCount.of_layout(self.parallel_dims)

@@ -39,8 +39,8 @@ def along_rows(
 ):  # fmt: skip
     """Cast a tile [ROWS, COLUMNS] in blocks of 32 columns, and store it at ``offsets``.
 
-    x is fp32 and zero outside of ``mask``. It may be a tile of a part of the result: first_row, column and offsets are
-    places in the whole result, end_row and end_column the ends of the part, and ``columns`` are those of the whole.
+    x is fp32 and zero outside of ``mask``. The matrix may be a part of a larger result: first_row, column and offsets
+    are positions in the whole result, end_row and end_column the ends of the part, ``columns`` the width of the whole.
     """
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS, COLUMNS // 32, 32))
@@ -64,7 +64,7 @@ def along_columns(
 ):  # fmt: skip
     """Cast a tile in blocks of 32 rows. Store an image at ``offsets``, and codes and scales transposed.
 
-    Arguments as for ``along_rows``; ``rows`` are those of the whole.
+    Arguments as for ``along_rows``; ``rows`` is the height of the whole result.
     """
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS // 32, 32, COLUMNS))
@@ -109,7 +109,7 @@ def _cast_kernel(
         # The padding of the last block must not become a negative zero.
         x = tl.where(mask, x, 0.0)
     if IS_PART:
-        # The results are those of a larger matrix, and x lies somewhere in it.
+        # x is a part of a larger matrix, whose casts are the results.
         first_row, column = first_row + rows_before, column + columns_before
         rows, columns = rows + rows_before, columns + columns_before
         offsets = ((row + rows_before) * all_columns)[:, None] + (across + columns_before)[None, :]
@@ -136,7 +136,7 @@ def _cast_tile(along_rows: bool, along_columns: bool, form: str) -> tuple[int, i
 
 
 def results_for(rows: int, columns: int, along_rows: bool, along_columns: bool, form: str, device) -> tuple[Cast, Cast]:
-    """Allocate the casts of a matrix along its rows and along its columns; without tensors if not wanted."""
+    """Allocate the casts of a matrix along its rows and along its columns. A cast not wanted has no tensors."""
     by_row = by_column = Cast(None, None)
     if along_rows:
         by_row = empty_cast(MXFP8_STORAGE, rows, columns, form, device)
@@ -155,11 +155,11 @@ def launch_cast(
     form: str,
     place: tuple[int, int, int, int] | None = None,
 ) -> Launch | None:
-    """Return the launch that fills the results of x; None if x is empty.
+    """Return the launch that stores the casts of x in ``by_row`` and ``by_column``; None if x is empty.
 
     Args:
-        place: the results are those of a larger matrix, of which x is a part: the numbers of rows above x and of
-            columns left of x, which are whole blocks, and all rows and columns.
+        place: if x is a part of a larger matrix, whose casts are the results: the rows above x and the columns left of
+            x, both in whole blocks, and all rows and all columns of that matrix.
     """
     if x.numel() == 0:
         return None

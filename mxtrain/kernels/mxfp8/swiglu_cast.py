@@ -1,17 +1,18 @@
-"""SwiGLU and the MXFP8 casts around it: what the linear layers of a gated feed-forward cast, without storing SwiGLU.
+"""SwiGLU and its gradients, cast to MXFP8 for the linear layers of a gated feed-forward and never stored themselves.
 
 The forward kernel reads gate and up and writes casts of h = silu(gate) * up, the input of w2. The backward kernel reads
 dh, gate and up, and writes the casts of dgate and dup, the output gradients of w1 and w3, and on request the cast of h
-along its columns, which the weight gradient of w2 multiplies: so h is not kept for the backward.
+along its columns, an operand of w2's weight gradient. So h is not kept for the backward.
 
     s = 1 / (1 + exp(-gate))
     h = gate s up       dup = gate s dh       dgate = dh up s (1 + gate (1 - s))
 
 Everything is computed in fp32 and rounded once, to the dtype of the inputs, before the cast. This is what
-``torch.compile`` makes of ``F.silu(gate) * up``. (PyTorch's eager operations also round silu(gate).)
+``torch.compile`` makes of ``F.silu(gate) * up``. (PyTorch's eager operations also round silu(gate).) SwiGLU is from
+Shazeer, *GLU Variants Improve Transformer*, arXiv 2002.05202.
 
-Matrices [T, H] that are read or written, as images: 2 + 1 forward, or 2 + 2 with both casts of h; 3 + 5 backward.
-Separate kernels: 3 for h, 2 for each cast of h, 5 for dgate and dup, 3 for both casts of each.
+Matrices [T, H] read + written, with images as casts: forward 2 + 1, or 2 + 2 with both casts of h; backward 3 + 5.
+Separate kernels move 3 matrices for h, 2 for each cast of h, 5 for dgate and dup, 3 for both casts of dgate or of dup.
 """
 
 from typing import NamedTuple
@@ -41,7 +42,7 @@ def _rounded(x, DTYPE: tl.constexpr):
         return x
     if not _INTERPRETED:
         return x.to(DTYPE).to(tl.float32)
-    # The interpreter truncates.
+    # The interpreter truncates where it should round.
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
     return tl.where(x != x, x, rounded.to(tl.float32, bitcast=True))
@@ -55,7 +56,7 @@ def sigmoid(gate):
 
 @triton.jit
 def swiglu(gate, s, up, DTYPE: tl.constexpr):
-    """silu(gate) * up with s = sigmoid(gate), rounded to DTYPE. With dh as ``up`` it is dup."""
+    """silu(gate) * up with s = sigmoid(gate), rounded to DTYPE. With dh in the place of ``up`` the result is dup."""
     return _rounded(gate * s * up, DTYPE)
 
 
@@ -126,7 +127,7 @@ def _swiglu_backward_cast_kernel(
     row, across = first_row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
     mask = (row < rows)[:, None] & (across < columns)[None, :]
     DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
-    # Registers hold one result at a time. The inputs of the second and the third come from the L1 cache.
+    # Registers hold one result at a time. The second and the third result load their inputs again, from the L1 cache.
     gate = _load(gate_ptr, gate_stride, row, across, mask)
     up = _load(up_ptr, up_stride, row, across, mask)
     dh = _load(dh_ptr, dh_stride, row, across, mask)
@@ -222,7 +223,7 @@ def _backward(
 
 
 def _unit_stride(x: torch.Tensor) -> torch.Tensor:
-    # The kernels take rows at any distance: gate and up may be halves of one matrix.
+    # Rows may lie at any distance: gate and up may be halves of one matrix.
     return x if x.stride(1) == 1 else x.contiguous()
 
 

@@ -12,7 +12,7 @@ _NUMBERS = ("rstd", "mean")
 def check_operands(x: torch.Tensor, **others: torch.Tensor | None) -> None:
     """Raise ValueError unless the kernels take x [T, D] and the others by name.
 
-    weight and bias are [D], rstd and mean fp32 [T]; all others are like x. An operand may be None.
+    weight and bias are [D], rstd and mean fp32 [T]; all others have the shape and device of x. Any of them may be None.
     """
     check_matrix("x", x, DTYPES)
     check_columns(x)
@@ -29,5 +29,5 @@ def check_operands(x: torch.Tensor, **others: torch.Tensor | None) -> None:
 
 
 def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
-    """The operand as kernels read it; None stays."""
+    """Return the operand without gaps between elements, as kernels read it; None for None."""
     return None if x is None else x.contiguous()

@@ -37,7 +37,7 @@ def _sum_partials_kernel(
 
 
 def sum_partials(partials: torch.Tensor, results: Sequence[torch.Tensor]) -> Launch:
-    """The launch that sums partials, fp32 [1 or 2, programs, D], over programs into one or two results [D]."""
+    """Return the launch that sums partials, fp32 [1 or 2, programs, D], over programs into one or two results [D]."""
     count, programs, columns = partials.shape
     height, width, warps = reduction_tile(programs, columns, sm_count(partials.device))
     return Launch(

@@ -5,7 +5,7 @@ The kernel also computes LayerNorm (``layer_norm.py``): CENTERED subtracts the m
 Rows too long for registers are read twice, the second time mostly from the L2 cache.
 
 Bytes per row: D elements of x read and D of y written, and 4 bytes of rstd. A residual adds D elements read and D
-elements of the sum written, LayerNorm 4 bytes of the mean.
+elements of the sum written. LayerNorm adds 4 bytes of the mean.
 """
 
 import torch
@@ -61,8 +61,9 @@ def _inverse_root(mean_square, eps, PRECISE: tl.constexpr, NORMAL: tl.constexpr)
 def _mean_and_variance(origin, distances, squares, columns, PRECISE: tl.constexpr):
     """Mean [R, 1] and variance [R] of every row, from sums of distances from an origin near the mean.
 
-    Whatever the mean is, the sums lose few digits: the mean of any C elements of a row is within sqrt(D / C) standard
-    deviations of the mean of the row. A rounding error of the origin cancels, which counts in rows of equal elements.
+    The sums lose few digits even where the mean is large: the mean of any C elements of a row is within sqrt(D / C)
+    standard deviations of the mean of the row. A rounding error of the origin cancels, which matters in rows of equal
+    elements.
 
     origin: [R, 1]. distances, squares: parts of the sums of x - origin and (x - origin)^2, [R, C].
     """
@@ -182,9 +183,10 @@ def norm_by_plan(
     centered: bool,
     plan: Plan | None = None,
 ) -> tuple[list[torch.Tensor], Launch | None]:
-    """The results of an op, and the launch that fills them: y, rstd, if ``centered`` mean, and with a residual total.
+    """Return the results of an op and the launch that fills them.
 
-    ``centered`` is LayerNorm. Without ``plan`` the shape's own plan is chosen.
+    The results are y and rstd, then the mean if ``centered`` (LayerNorm), then the total if there is a residual.
+    Without ``plan`` the shape's own plan is chosen.
     """
     rows, columns = x.shape
     numbers = [torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2 if centered else 1)]

@@ -48,7 +48,7 @@ class Wanted(NamedTuple):
 
 @triton.jit
 def _partials_of_dbias(partials_ptr, columns, DWEIGHT: tl.constexpr):
-    """The program's row of partial sums of dbias. They lie behind those of dweight, if there are any."""
+    """The program's row of partial sums of dbias. These rows follow the rows of dweight, if dweight is wanted."""
     row = tl.cast(tl.program_id(0), tl.int64)
     if DWEIGHT:
         row += tl.num_programs(0)
@@ -182,9 +182,9 @@ def norm_backward_by_plan(
     wanted: Wanted,
     plan: Plan | None = None,
 ) -> tuple[list[torch.Tensor], tuple[Launch, ...]]:
-    """The results of an op (dx and the wanted gradients of vectors) and the launches that fill them.
+    """Return the results of an op (dx, then the wanted gradients of weight and bias) and the launches that fill them.
 
-    A ``mean`` makes it LayerNorm's. Without ``plan`` the shape's own plan is chosen.
+    With a ``mean`` it is LayerNorm's backward. Without ``plan`` the shape's own plan is chosen.
     """
     rows, columns = x.shape
     dtypes = [dtype for dtype in wanted if dtype is not None]

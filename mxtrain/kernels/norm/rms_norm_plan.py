@@ -68,7 +68,7 @@ class BackwardSettings(NamedTuple):
 
 FORWARD = Operation("rms_norm_forward", 2, ("rows", "columns"), ForwardSettings)
 BACKWARD = Operation("rms_norm_backward", 2, ("rows", "columns"), BackwardSettings)
-# The same kernels, but for wide rows in the backward, which sums dbias, too. So other plans can be faster.
+# LayerNorm runs RMSNorm's kernels, except for wide rows in the backward. It also sums dbias, so other plans may win.
 LAYER_FORWARD = FORWARD._replace(name="layer_norm_forward", version=1)
 LAYER_BACKWARD = BACKWARD._replace(name="layer_norm_backward", version=2)
 # Kind of norm -> its forward and its backward.
@@ -177,7 +177,7 @@ def choose_forward(
 ) -> Choice:
     """Choose how ``rms_norm`` walks a matrix [rows, columns] of ``dtype`` on ``device``.
 
-    ``operation`` LAYER_FORWARD stands for ``layer_norm``.
+    With ``operation`` LAYER_FORWARD the choice is for ``layer_norm``.
 
     Raises:
         ValueError: for an empty matrix, or rows too long for the kernel.

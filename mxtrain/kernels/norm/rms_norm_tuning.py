@@ -43,7 +43,7 @@ FEWEST_COLUMNS_IN_DOUBT = 2048
 def tune_forward(rows: int, columns: int, dtype: torch.dtype, operation: Operation = FORWARD) -> Choice:
     """Find and keep the fastest plan of ``rms_norm`` for a matrix [rows, columns] of ``dtype`` on the current GPU.
 
-    ``operation`` LAYER_FORWARD stands for ``layer_norm``.
+    With ``operation`` LAYER_FORWARD the plan is for ``layer_norm``.
 
     Returns:
         The choice from now on.
@@ -63,7 +63,7 @@ def tune_backward(
 ) -> Choice:
     """Find and keep the fastest plan of ``rms_norm_backward``; see ``tune_forward``.
 
-    A weight comes with dweight, and in LayerNorm with dbias.
+    With a weight, the backward also computes dweight, and for LayerNorm dbias.
     """
     check_shape(rows, columns)
     device = tuning.gpu()

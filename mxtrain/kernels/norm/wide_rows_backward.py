@@ -1,12 +1,12 @@
 """The backward of LayerNorm for rows so wide that the partial sums of dweight and dbias fill half of an SM's registers.
 
-With rows of 16384 elements these sums take 128 KiB of 256. dy, x and temporary values do not fit in the rest until the
-sums along the row are known. So a program reads dy and x a second time for dx. They lie in the L1 cache then: an SM
-runs one program, and a row of both is 64 KiB in bf16. The sums along a row are taken half by half, which halves the
-temporary values.
+With rows of 16384 elements these sums take 128 KiB of 256. The rest cannot hold dy, x and temporary values until the
+sums along the row are known. So a program reads dy and x a second time for dx, from the L1 cache: an SM runs one
+program, and a row of both is 64 KiB in bf16. The sums along a row are taken half by half, which halves the temporary
+values.
 
-For compute capability 9.0, Triton 3.6 spills 56 bytes a thread with 16 warps. ``_persistent_kernel`` spills 208 with 32
-warps and takes 365 us at 4096 x 16384 (H200). Expected of this kernel, not measured yet: 120 to 150 us.
+For compute capability 9.0, Triton 3.6 spills 56 bytes a thread with 16 warps. RMSNorm's ``_persistent_kernel`` spills
+208 with 32 warps and takes 365 us at 4096 x 16384 (H200). Expected of this kernel, not measured: 120 to 150 us.
 """
 
 import triton
@@ -40,7 +40,7 @@ def wide_rows_kernel(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, dtotal_ptr, dx_ptr, partials_ptr, rows, columns,
     WEIGHT: tl.constexpr, DTOTAL: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Arguments as of ``_persistent_kernel``, with rows of more than COLUMNS / 2 elements."""
+    """Arguments as for ``_persistent_kernel`` of ``rms_norm_backward.py``; rows have more than COLUMNS / 2 elements."""
     program = tl.program_id(0)
     HALF: tl.constexpr = COLUMNS // 2
     low = tl.arange(0, HALF)
@@ -53,7 +53,7 @@ def wide_rows_kernel(
         start = tl.cast(row, tl.int64) * columns
         mean = tl.load(mean_ptr + row)
         rstd = tl.load(rstd_ptr + row)
-        # The whole row is loaded before the first sum: no load passes the barrier of a sum.
+        # The whole row is loaded before the first sum, because a load cannot move before the barrier of a sum.
         dy_low = _load(dy_ptr + start, low, columns, "evict_last")
         x_low = _load(x_ptr + start, low, columns, "evict_last")
         dy_high = _load(dy_ptr + start, high, columns, "evict_last")
@@ -68,7 +68,7 @@ def wide_rows_kernel(
         mean_of_h = (h + more_h) / columns
         for half in tl.static_range(2):
             column = half * HALF + low
-            # With another eviction policy these are other loads to the compiler, which would keep the values otherwise.
+            # The compiler would keep the values of equal loads in registers. Another eviction policy makes them differ.
             dy = _load(dy_ptr + start, column, columns, "evict_first")
             x = _load(x_ptr + start, column, columns, "evict_first")
             xhat, h = _xhat_and_h(dy, x, mean, rstd, weight_ptr, column, columns, WEIGHT, "evict_first")

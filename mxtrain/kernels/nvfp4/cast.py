@@ -199,7 +199,7 @@ def launch_nvfp4_cast(
     stochastic: list[int],
     form: str,
 ) -> Launch | None:
-    """Return the launch that fills the results of x; None if x is empty. Images may be columns of a wider matrix."""
+    """Return the launch that stores the casts of x; None if x is empty. An image may be columns of a wider matrix."""
     if x.numel() == 0:
         return None
     rows, columns = x.shape

@@ -103,7 +103,7 @@ def launch_weight_cast(
     t_scales: torch.Tensor | None,
     form: str,
 ) -> Launch | None:
-    """Return the launch that fills the results; None if w is empty."""
+    """Return the launch that stores the casts of w; None if w is empty."""
     if w.numel() == 0:
         return None
     rows, columns = w.shape

@@ -21,7 +21,8 @@ def _llama3_spec() -> TrainSpec:
 
 
 def _qwen3_spec() -> TrainSpec:
-    # TorchTitan 0.2.2 gives Qwen3 no stages, but its parts are named as Llama's, and it computes without some of them.
+    # TorchTitan 0.2.2 sets no pipelining_fn for Qwen3. The one for Llama works: parts have the same names, and Qwen3's
+    # forward skips the parts that a stage does not have.
     return replace(qwen3_spec(), pipelining_fn=pipeline_llm)
 
 

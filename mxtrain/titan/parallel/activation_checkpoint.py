@@ -21,9 +21,9 @@ product saves twelve times as much for the same bytes. rho is free: the products
 operand, so the norm and cast runs again in any case. (MX tensor cores multiply about five times as fast: a product then
 saves 7, which is still more than codes do.)
 
-The linears of a norm could be one product forward (``mxtrain.nn.group``). It would be kept or computed again as a
-whole: a layer of Llama 3 8B would have four products and keep wq, wk, wv, w1 and w3, 86 KB per token and not 56. So
-under this option these linears multiply one by one forward, and together backward.
+The linears of a norm could be one product forward (``mxtrain.nn.group``). This product would be kept or computed again
+as a whole: a layer of Llama 3 8B would have four products and keep the outputs of wq, wk, wv, w1 and w3, 86 KB per
+token instead of 56. So under this option these linears multiply one by one forward, and together backward.
 """
 
 from collections.abc import Callable, Iterator
@@ -67,7 +67,7 @@ def knows_own_operations() -> Iterator[None]:
 
 
 def multiply_one_by_one(model: torch.nn.Module) -> None:
-    """Let the linears of a norm multiply one by one forward, as the choice of what is kept needs it."""
+    """Let the linears of a norm multiply one by one forward, so that each output is kept or computed again alone."""
     for module in model.modules():
         if isinstance(module, MXNorm) and module.group is not None:
             module.group.joins_fprop = False

@@ -1,8 +1,9 @@
 """Attention on local heads where TorchTitan's plan would give it DTensors: Qwen3.
 
-TorchTitan 0.2.2 normalizes Qwen3's queries and keys head by head as DTensors, and so attends with DTensors, which
-PyTorch has no rule for on a CPU. A process has whole heads. So everything between wq, wk, wv and wo is local, as in
-TorchTitan's plan for Llama; only the two norms see DTensors, which split the gradient of their weights.
+TorchTitan 0.2.2 normalizes Qwen3's queries and keys head by head as DTensors. So its attention gets DTensors, for which
+PyTorch has no rule on a CPU. Every process has whole heads. Here all tensors between wq, wk, wv and wo are therefore
+local, as in TorchTitan's plan for Llama. Only the two norms compute with DTensors, so that every process's part of the
+gradient of their weights counts.
 """
 
 import copy

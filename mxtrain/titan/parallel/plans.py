@@ -1,4 +1,4 @@
-"""The plans of tensor parallelism, TorchTitan's and those of a user's own models, with mxtrain's styles in them."""
+"""Put mxtrain's styles into plans of tensor parallelism: TorchTitan's plans and the plans of a user's own models."""
 
 import functools
 import sys
@@ -24,7 +24,7 @@ def plans_with_own_styles() -> Iterator[set[nn.Module]]:
     ``parallelize_module`` is replaced in every Python module that has imported it by name, except PyTorch's own.
 
     Yields:
-        The modules within mixtures of experts, as far as they are parallelized.
+        A set that collects the modules within mixtures of experts while plans are applied to them.
     """
     inner: set[nn.Module] = set()
 

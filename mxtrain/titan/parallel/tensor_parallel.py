@@ -10,7 +10,7 @@ for the swapped module:
     wq, wk, wv, w1    ColwiseParallel       Columnwise          local tensors inside, DTensors of the plan outside
     wo, w2            RowwiseParallel       Rowwise             the same; sums the parts of the result as planned
 
-``mxtrain.titan.parallel.plans`` puts them into the plans. ``expert_styles`` has those for mixtures of experts.
+``plans.py`` puts these styles into the plans. ``expert_styles.py`` has the styles within mixtures of experts.
 """
 
 import copy

@@ -40,10 +40,10 @@ def shared_group(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def stays_tied(model: torch.nn.Module) -> Iterator[None]:
-    """Context after which head and embedding share their weight again, if they did and tensor parallelism split it.
+    """Context that ends with one weight for head and embedding, if they shared one before tensor parallelism split it.
 
-    TorchTitan's plans give every process the same tokens of the vocabulary in both. FSDP2 would gather and reduce two
-    weights.
+    TorchTitan's plans give every process the same tokens of the vocabulary in both. Without this context, FSDP2 would
+    gather and reduce two weights.
     """
     tied = _is_tied(model)
     yield
