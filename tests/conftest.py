@@ -24,7 +24,7 @@ def device(request):
 
 @pytest.fixture(autouse=True)
 def no_rounding_step():
-    """The next test begins without the step of this one."""
+    """Clear the rounding step after every test."""
     yield
     from mxtrain import set_rounding_step
 

@@ -3,11 +3,11 @@
     python scripts/bench/compiled_norm.py --profiler              three shapes: kernel times
     python scripts/bench/compiled_norm.py --check                 results only, no times
 
-x, residual -> x + residual, MXNorm's image of it in bf16, rho. fp32 is a residual stream in fp32 beside linears in
-bf16, as autocast makes it; bf16 is a stream in bf16. "fused" is compiled with the passes of mxtrain.inductor, "unfused"
-without them.
+Inputs are x and residual; results are x + residual, MXNorm's bf16 image of the sum, and rho. "fp32" is a residual
+stream in fp32 beside linears in bf16, as under autocast; "bf16" is a stream in bf16. "fused" is compiled with the
+passes of mxtrain.inductor, "unfused" without them.
 
-Every result is compared before it is timed, and "fused" also fails if Inductor runs another operation beside the
+Every result is checked before it is timed. "fused" also fails if Inductor runs another operation beside the
 kernel. Bytes count the tensors named above. Columns and times are those of ``cast.py``.
 """
 
@@ -33,7 +33,7 @@ STREAMS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def fused(function: Callable, inputs: tuple) -> Callable[[], object]:
-    """``function(*inputs)`` compiled with mxtrain's passes, which leave one operation of the graph."""
+    """``function(*inputs)`` compiled with mxtrain's passes, after which the graph has one operation."""
     operations = []
 
     def note(graph: torch.fx.Graph) -> None:

@@ -2,8 +2,8 @@
 
 For every layout and recipe it trains the tests' tiny model for 5 steps (``tests/titan/parallel/oracle.py``), and prints
 the largest difference of a parameter's gradient before clipping, relative to its norm, and of losses and gradient
-norms. Degrees are joined by x: ddp2xfsdp2 is HSDP. A layout needs as many GPUs as the product of its degrees, without
-those of experts: ep (expert parallelism) and etp (tensor parallelism of its experts).
+norms. Degrees are joined by x: ddp2xfsdp2 is HSDP. A layout needs as many GPUs as the product of its degrees, where ep
+(expert parallelism) and etp (tensor parallelism of experts) do not count.
 
 A rounding that flips changes later steps, whatever the layout: "perturbed" is one process whose initial weights differ
 by 1e-7 of themselves. With --follow, each step starts from the weights that one process had there.

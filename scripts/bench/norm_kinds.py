@@ -1,7 +1,7 @@
-"""What ``norm.py`` knows of each kind of norm: mxtrain's kernels, the reference, and the peers.
+"""The kinds of norm that ``norm.py`` measures: mxtrain's kernels, the reference, and the peers.
 
-"vectors" are weight, and bias for LayerNorm. "numbers" are what the forward keeps of each row for the backward: rstd,
-and before it the mean for LayerNorm.
+"vectors" are the weight and, for LayerNorm, the bias. "numbers" are the values of each row that the forward keeps for
+the backward: rstd for RMSNorm, mean and rstd for LayerNorm.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,16 @@ class Kind(NamedTuple):
     """A kind of norm. Every ``..._backward`` of a peer returns a function that takes no arguments.
 
     Attributes:
-        title: how PyTorch calls it, for the names of peers.
+        title: PyTorch's name of the function, for the names of peers.
         vectors: names of its vectors.
         operations: its forward and backward among ``rms_norm_plan.OPERATIONS``.
-        function: (x, *vectors) -> y, PyTorch's.
+        function: (x, *vectors) -> y, PyTorch's function.
         reference: (x, *vectors) -> y and numbers, in the dtype of x or fp32.
         reference_backward: (dy, x, *numbers, weight) -> gradients of x and of the vectors.
         kernel: (x, *vectors) -> y, mxtrain's.
         backward_kernel: (dy, x, *numbers, weight) -> gradients, mxtrain's.
-        formula: whether the reference's backward, compiled, is a peer of its own. LayerNorm's is what Inductor makes
-            of F.layer_norm's backward.
+        formula: whether the compiled reference backward is a separate peer. It is not for LayerNorm, where Inductor
+            makes the same formula of F.layer_norm's backward.
         eager_backward: (dy, x, *vectors), PyTorch's own kernels.
         liger: (x, *vectors).
         liger_backward: (dy, x, *vectors).

@@ -5,8 +5,8 @@
 
 Every way allocates a result of 1024 elements and launches the same kernel on it. Our ops are those of cast.py, norm.py
 and nvfp4.py, on matrices of 64 x 64. A round enqueues many calls without waiting for the GPU, whose time per kernel is
-shorter than a call's. The table shows the fastest round and its distance from the bare launch. ``launches`` counts our
-kernels in a call.
+shorter than a call's. The table shows the time of the fastest round, and how much longer it is than the bare launch.
+``launches`` counts our kernels in a call.
 
 Without a GPU, set TRITON_INTERPRET=1: the script then checks the results and times nothing.
 """

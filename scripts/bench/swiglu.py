@@ -1,13 +1,13 @@
-"""SwiGLU with the MXFP8 casts around it against compiled SwiGLU followed by casts.
+"""SwiGLU fused with its MXFP8 casts against compiled SwiGLU followed by casts.
 
     python scripts/bench/swiglu.py
     python scripts/bench/swiglu.py --only backward --shapes 16384x8192 --profiler
     python scripts/bench/swiglu.py --only tiles --profiler          other tiles and numbers of warps
     python scripts/bench/swiglu.py --check                          results only, no times
 
-Shapes are [tokens, hidden features]. "step" is all that a training step does with h, dgate and dup, in forward and
-backward, apart from the matrix products. Casts must have the reference's bits for the SwiGLU that the kernels compute,
-and that SwiGLU must be within two roundings of PyTorch's. Columns and times are those of ``cast.py``.
+Shapes are [tokens, hidden features]. "step" is all work of a training step on h, dgate and dup, forward and backward,
+except the matrix products. Casts must have the bits of the reference's cast of the SwiGLU that the kernels compute, and
+this SwiGLU must be within two roundings of PyTorch's. Columns and times are those of ``cast.py``.
 """
 
 import sys
@@ -51,14 +51,14 @@ def _formula_kernel(dh_ptr, gate_ptr, up_ptr, h_ptr, dup_ptr, dgate_ptr, count, 
 
 
 class Inputs:
-    """dh, gate and up of a shape, and what the kernels make of them before the casts."""
+    """dh, gate and up of a shape, and the values that the kernels compute from them before the casts."""
 
     def __init__(self, shape: Shape, device: str):
         self.dh, self.gate, self.up = self.all = tuple(draw(shape, device) for _ in range(3))
         self._exact: tuple | None = None
 
     def exact(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """h, dgate and dup as the kernels round them, which is near the reference's."""
+        """h, dgate and dup as the kernels round them. Raises AssertionError unless they are near the reference's."""
         if self._exact is None:
             h, dup, dgate = (torch.empty_like(self.gate, dtype=torch.float32) for _ in range(3))
             grid = (triton.cdiv(h.numel(), _SIZE),)

@@ -10,8 +10,8 @@ The model trains as TorchTitan trains it on one device: fp32 weights under bf16 
 with fullgraph=True, compiled cross-entropy, fused AdamW, gradients clipped to norm 1, no activation checkpointing.
 Tokens are random and new in every step, so the loss only shows that the step is sound. NVFP4 keeps the last 15 % of the
 blocks in bf16, its recipe's default; variants that end in "_all" keep none. "mxnorm_mixed" runs NVFP4 forward and MXFP8
-backward. "mxnorm_single" multiplies each linear of a norm alone, not all of them as one, and
-"mxnorm_single_fprop" does so forward only, as under selective activation checkpointing.
+backward. "mxnorm_single" multiplies the linears of a norm one by one, "mxnorm_single_fprop" in the forward only, as
+under selective activation checkpointing.
 
 The first step is timed with empty Inductor and Triton caches, after a throw-away model has paid for imports and compile
 workers. Memory is the peak that the allocator holds during the timed steps.

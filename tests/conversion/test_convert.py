@@ -44,7 +44,7 @@ def test_mxnorm_swaps_what_the_norms_feed_and_the_other_linears():
     assert "layers.0.ffn_norm -> layers.0.feed_forward.w1, layers.0.feed_forward.w3" in str(report)
 
 
-def test_a_norm_knows_its_linears_also_in_a_copy():
+def test_a_norm_groups_its_own_linears_also_in_a_copy_of_the_model():
     model = llama()
     report = convert(model)
     assert report.groups == report.norms
@@ -213,7 +213,7 @@ def test_layer_norms_are_fused_with_their_parameters():
     assert convert(model, "fused_norm").fused_norms == ["2", "0", "1"], "as before a first conversion"
 
 
-def test_a_layer_norm_with_a_bias_of_its_own_kind_stays():
+def test_a_layer_norm_with_an_fp8_bias_or_a_hook_stays():
     model = nn.Sequential(nn.LayerNorm(DIM), nn.LayerNorm(DIM), nn.RMSNorm(DIM))
     model[0].bias.data = model[0].bias.data.to(torch.float8_e4m3fn)
     model[1].register_forward_hook(lambda *args: None)

@@ -96,7 +96,7 @@ def test_modules_that_compute_something_else(module):
 
 
 class OwnLayerNorm(OwnRMSNorm):
-    """As in Cohere's models; with a bias, in which a sum may cancel."""
+    """As in Cohere's models, and with a bias; adding the bias may cancel digits."""
 
     def __init__(self, dim=64, eps=1e-6, bias=False):
         super().__init__(dim, eps)
@@ -147,7 +147,7 @@ class OtherDimensionRMSNorm(OwnRMSNorm):
 
 
 class OtherDimensionLayerNorm(nn.LayerNorm):
-    """As in speech models, for [B, C, T]: on rows without a T, the second dimension is the last one."""
+    """As in speech models, for [B, C, T]. On a matrix [B, C], its dimension is the last one."""
 
     def forward(self, x):
         return super().forward(x.transpose(1, -1)).transpose(1, -1)
@@ -159,7 +159,7 @@ class OverTokensRMSNorm(OwnRMSNorm):
 
 
 @pytest.mark.parametrize("dim", [2, 64])
-def test_norms_of_another_dimension_than_the_last_are_none_of_ours(dim):
+def test_norms_of_another_dimension_than_the_last_are_not_recognised(dim):
     assert rms_norm_facts(OwnRMSNorm(dim)) and layer_norm_facts(OwnLayerNorm(dim))
     assert rms_norm_facts(OtherDimensionRMSNorm(dim)) is rms_norm_facts(OverTokensRMSNorm(dim)) is None
     assert layer_norm_facts(OtherDimensionLayerNorm(dim)) is None

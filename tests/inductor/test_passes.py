@@ -1,4 +1,4 @@
-"""Inductor runs mxtrain's passes, after ``install`` and until ``remove``, beside those of others."""
+"""Inductor runs mxtrain's passes from ``install`` to ``remove``, together with other passes."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def no_passes():
 
 @pytest.fixture
 def seen(monkeypatch) -> list:
-    """What runs in the place of our passes notes its field here."""
+    """A list to which stand-ins for mxtrain's passes add the name of their field."""
     seen = []
     for field in FIELDS:
         monkeypatch.setitem(passes.PASSES, field, (lambda graph, field=field: seen.append(field),))
@@ -53,7 +53,7 @@ def test_inductor_runs_the_passes_once_and_only_while_they_are_installed(seen):
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_passes_of_others_still_run(seen, field):
+def test_other_passes_still_run(seen, field):
     other = lambda graph: seen.append("other")  # noqa: E731
     setattr(config, field, other)
     passes.install()
@@ -64,8 +64,8 @@ def test_passes_of_others_still_run(seen, field):
     assert getattr(config, field) is other
 
 
-def test_passes_of_others_learn_what_inductor_would_tell_them(seen):
-    """PyTorch 2.11 has no passes that are told whether a graph is for inference."""
+def test_other_passes_learn_whether_a_graph_is_for_inference(seen):
+    """PyTorch 2.11 has no such passes."""
 
     class Other(passes.InferenceAware or CustomGraphPass):
         def __call__(self, graph, is_inference="unknown"):

@@ -1,4 +1,4 @@
-"""A norm's kernel adds the residual, and leaves other graphs alone."""
+"""A norm's kernel adds the residual; graphs that do not fit stay unfused."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def norms(module) -> list[torch.fx.Node]:
 
 
 def assert_same(module, function, *inputs):
-    """The same bits, and the shapes and dtypes that the graph says."""
+    """Check that the graph has the function's bits, and that its metadata has their shapes and dtypes."""
     want = function(*inputs)
     (output,) = module.graph.find_nodes(op="output")
     for one, other, node in zip(module(*inputs), want, output.args[0], strict=True):
@@ -73,7 +73,7 @@ def assert_same(module, function, *inputs):
 @pytest.mark.parametrize("form", ["image", "codes"])
 @pytest.mark.parametrize(("name", "norm"), [("mxnorm_cast", mxfp8), ("nvfp4_norm", nvfp4)])
 def test_the_kernel_adds_and_keeps_the_sum(name, norm, form, residual_dtype):
-    """With the views, the implicit conversion and the order of a Llama block; another reader comes before the norm."""
+    """With the views, implicit conversion and order of a Llama block. Another operation reads the sum first."""
 
     def block(x, residual):
         h = x + residual.view(B, S, D)
@@ -87,7 +87,7 @@ def test_the_kernel_adds_and_keeps_the_sum(name, norm, form, residual_dtype):
 
 
 def test_the_sum_has_the_dtype_of_x():
-    """Whichever comes first: bf16 + fp32 is fp32."""
+    """bf16 + fp32 is fp32, in either order."""
 
     def block(x, residual):
         h = residual.view(B, S, D) + x
@@ -115,7 +115,7 @@ def test_norms_of_one_residual_stream_follow_each_other():
 
 def test_symbolic_rows():
     def block(x, residual):
-        torch._check(x.shape[1] == D)  # as the norm's weight says in a model
+        torch._check(x.shape[1] == D)  # in a model, the norm's weight says this
         h = x + residual
         return *mxfp8(h), h
 
@@ -141,7 +141,7 @@ LEFT_ALONE = {
 
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
-def test_left_alone(name):
+def test_graphs_that_stay_unfused(name):
     function, inputs = LEFT_ALONE[name], (draw(B, S, D, seed=0), draw(T, D, seed=1))
     module = rewritten(function, *inputs)
     (norm,) = norms(module)

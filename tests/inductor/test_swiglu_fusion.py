@@ -1,4 +1,4 @@
-"""Which graphs the fusion of SwiGLU changes, what is left of them, and that they compute the same."""
+"""The fusion of SwiGLU: which graphs it changes, which casts remain, and that results stay the same."""
 
 from collections import Counter
 from functools import partial
@@ -24,7 +24,7 @@ PRODUCTS = {
     "silu first": lambda gate, up: F.silu(gate) * up,
     "silu second": lambda gate, up: up * F.silu(gate),
     "sigmoid": lambda gate, up: gate * up * torch.sigmoid(gate),
-    # As the kernels, and as compiled code for GPUs: not rounded before the end.
+    # Rounded only at the end, as by the kernels and by compiled code for GPUs.
     "in fp32": lambda gate, up: (F.silu(gate.float()) * up).to(gate.dtype),
 }
 OTHERS = {
@@ -125,7 +125,7 @@ def check_fused(forward, backward):
 
 @pytest.mark.parametrize("mode", ["autocast", *(pytest.param(m, marks=pytest.mark.sweep) for m in ("fp32", "joined"))])
 def test_two_kernels_give_the_same_outputs_and_gradients(mode):
-    """The formulas differ in the last bits of fp32, which moves hardly any code."""
+    """The formulas differ in the last bits of fp32, which changes few codes."""
     module, autocast = FeedForward(PRODUCTS["in fp32"], joined=mode == "joined"), mode != "fp32"
     _, want = graphs_of(module, lambda graph: None, autocast, execute=True)
     graphs, got = graphs_of(module, autocast=autocast, execute=True)
@@ -139,7 +139,7 @@ def test_two_kernels_give_the_same_outputs_and_gradients(mode):
 @pytest.mark.sweep
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_any_way_to_write_swiglu(name, autocast):
+def test_swiglu_is_found_however_it_is_written(name, autocast):
     check_fused(*graphs_of(FeedForward(PRODUCTS[name]), autocast=autocast)[0])
 
 
@@ -150,13 +150,13 @@ def test_any_way_to_write_swiglu(name, autocast):
         *(pytest.param(n, marks=pytest.mark.sweep) for n in ("bounded", "gelu", "shifted", "up through fp8")),
     ],
 )
-def test_other_products_stay_as_they_are(name):
+def test_other_products_stay_unfused(name):
     graphs, _ = graphs_of(FeedForward(OTHERS[name]))
     assert casts(*graphs) == UNFUSED
 
 
 @pytest.mark.sweep
-def test_roundings_of_eager_mode_are_kept_if_asked_for():
+def test_nothing_is_fused_with_emulate_precision_casts():
     with torch._inductor.config.patch(emulate_precision_casts=True):
         graphs, _ = graphs_of(FeedForward())
     assert casts(*graphs) == UNFUSED
@@ -169,16 +169,16 @@ def test_roundings_of_eager_mode_are_kept_if_asked_for():
         # Something else reads h, too, so it is stored in any case.
         (dict(also_h=True), UNFUSED),
         (dict(recipe="nvfp4"), {}),
-        # w2 in bf16 reads h itself; w1 and w3 still read casts of their gradients.
+        # w2 in bf16 reads h; w1 and w3 still read casts of dgate and dup.
         (dict(down="unquantized"), {ROWS: 1, COLUMNS: 1, ("swiglu_backward_cast", True, True, False, False): 1}),
-        # dgate and dup are operands of dgrad themselves.
+        # dgrad in bf16 reads dgate and dup.
         (dict(recipe="fprop=mxfp8, dgrad=bf16, wgrad=mxfp8"), {ROWS: 1, COLUMNS: 4, **FORWARDS}),
-        # h, dgate and dup are operands of wgrad themselves.
+        # wgrad in bf16 reads h, dgate and dup.
         (dict(recipe="fprop=mxfp8, dgrad=mxfp8, wgrad=bf16"), {ROWS: 5}),
         (dict(joined=True), {**OF_X_AND_DY, FORWARD: 1, ("swiglu_backward_cast", True, True, True, True): 1}),
     ],
 )
-def test_what_is_left(settings, left):
+def test_casts_that_remain_when_something_else_reads_a_value(settings, left):
     graphs, _ = graphs_of(FeedForward(**settings))
     assert casts(*graphs) == left
 

@@ -32,7 +32,7 @@ def forward_inputs(rows, columns, dtype=torch.float32, weight=None, bias=None, r
 
 
 def assert_is_layer_norm(results, x, weight, bias, residual, eps=EPS):
-    """``results`` as the public function returns them. Allows a few fp32 roundings of y, and of the mean."""
+    """``results`` as the public function returns them. Allow a few fp32 roundings of y and of the mean."""
     y, mean, rstd, total = results
     if residual is None:
         assert total is x
@@ -55,7 +55,7 @@ def assert_is_layer_norm(results, x, weight, bias, residual, eps=EPS):
 
 
 def backward_inputs(rows, columns, dtype=torch.float32, weight=None, dtotal=None, dy=None, seed=0):
-    """(dy, x, mean, rstd, weight, dtotal). dy has a mean and a component along x, which errors in them need to show."""
+    """(dy, x, mean, rstd, weight, dtotal). dy has a mean and a component along x, so that errors in both show."""
     x, weight, _, dtotal = forward_inputs(rows, columns, dtype, weight, None, dtotal, seed)
     mean, rstd = (each.float() for each in statistics(x))
     along = (x.float() - mean[:, None]) * rstd[:, None]
@@ -74,12 +74,12 @@ def autograd_in_fp64(dy, x, weight, dtotal, eps=EPS):
 
 
 def assert_is_backward(results, dy, x, mean, rstd, weight, dtotal, dweight=None, dbias=None):
-    """Allows a few fp32 roundings of each term, of the sums, and of the mean. The last two are dtypes, or None."""
+    """Allow a few fp32 roundings of each term, of the sums and of the mean. The last two are dtypes or None."""
     wants = autograd_in_fp64(dy, x, weight, dtotal)
     rounded_mean = (mean.abs() * MEAN_ERROR * rstd).double()[:, None]
     xhat = ((x.double() - mean.double()[:, None]) * rstd.double()[:, None]).abs()
     h = dy.double().abs() if weight is None else (dy.double() * weight.double()).abs()
-    # xhat is off by the rounding of the mean, as an addend of dx and in the sums.
+    # The rounding of the mean changes xhat, which is a term of dx and of the sums.
     projection = (h * (xhat + rounded_mean / SUM_ERROR)).mean(1, keepdim=True)
     terms = (h + h.mean(1, keepdim=True) + (xhat + rounded_mean / SUM_ERROR) * projection) * rstd.double()[:, None]
     if dtotal is not None:

@@ -130,7 +130,7 @@ def launches(monkeypatch):
 
 
 def test_a_launch_runs_the_kernel_that_triton_compiled_for_its_arguments(launches):
-    """Whatever ran before: a kernel for aligned pointers or multiples of 16 must not run for others."""
+    """In any order of calls: a kernel for aligned pointers or multiples of 16 must not run for other arguments."""
     kernel, launches = launches
     x = torch.empty(64)
     assert x.data_ptr() % 16 == 0

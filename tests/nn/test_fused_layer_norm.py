@@ -1,4 +1,4 @@
-"""layer_norm and FusedLayerNorm against PyTorch's. What they share with RMSNorm (``row_norms.py``) is tested there."""
+"""layer_norm and FusedLayerNorm against PyTorch's. ``test_fused_rms_norm.py`` tests the code of ``row_norms.py``."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("device")
 
 
 def inputs(dtype=torch.float32, weight=True, bias=True, residual=False, vector_dtype=None):
-    """x [2, 3, D], weight, bias and residual; None for those not wanted."""
+    """x [2, 3, D], weight, bias and residual; None for a tensor that is not wanted."""
 
     def vector(seed, wanted):
         return draw(D, seed=seed, dtype=vector_dtype or dtype).requires_grad_() if wanted else None
@@ -75,9 +75,9 @@ def test_only_needed_gradients_are_computed(monkeypatch):
     monkeypatch.setattr(module.ops, "layer_norm_backward", lambda *args: calls.append(args) or original(*args))
     x, weight, bias, residual = inputs(residual=True)
     torch.autograd.grad(run(x, weight.detach(), bias).sum(), [x])
-    assert calls[-1][-2:] == (None, torch.float32), "the weight needs none"
+    assert calls[-1][-2:] == (None, torch.float32), "the weight needs no gradient"
     torch.autograd.grad(run(x, weight, bias.detach(), residual)[0].sum(), [x, weight, residual])
-    assert calls[-1][-2:] == (torch.float32, None) and calls[-1][5] is None, "nor does the bias; the sum is not used"
+    assert calls[-1][-2:] == (torch.float32, None) and calls[-1][5] is None, "no bias gradient, unused sum"
     dx, dresidual = torch.autograd.grad(run(x, weight, bias, residual)[1].sum(), [x, residual])
     assert len(calls) == 2 and (dx == 1).all() and (dresidual == 1).all(), "y is not used"
 

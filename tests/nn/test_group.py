@@ -1,4 +1,4 @@
-"""Linears of one norm as one GEMM each way: the results of single linears, and when they stay single."""
+"""Linears of one norm as one GEMM each way: they give the results of single linears, and stay single if they differ."""
 
 from collections import Counter
 
@@ -75,7 +75,7 @@ def run(block, x=None, dys=None) -> tuple[list[torch.Tensor], int]:
 
 
 def assert_same(got, want):
-    """Outputs and gradients of weights and biases to the bit; those of x and of the gain sum in another order."""
+    """Outputs and gradients of weights and biases have the same bits; gradients of x and gain sum in another order."""
     *outputs, dx, dgain = got[:5]
     assert_near([dx, dgain], want[3:5], 1e-6)
     for a, b in zip([*outputs, *got[5:]], [*want[:3], *want[5:]], strict=True):
@@ -102,7 +102,7 @@ def test_one_gemm_each_way_with_the_results_of_three(recipe, mode):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("rounding", "affine"), [("floor", True), ("rceil", False)])
-def test_other_settings(rounding, affine):
+def test_other_recipes_and_norms_without_a_gain(rounding, affine):
     for recipe in (get_recipe("mxfp8", rounding), get_recipe("nvfp4", weight_tiles=False), "nvfp4_dynamic"):
         single, _ = run(block_of(recipe, grouped=False, affine=affine))
         grouped, products = run(block_of(recipe, affine=affine))
@@ -180,7 +180,7 @@ def test_a_sharded_weight_keeps_its_linear_for_itself(device):
 
 
 def test_native_nvfp4_stays_single():
-    """Its operands have one tensor scale each."""
+    """An operand has a single tensor scale, and each weight needs its own."""
     for recipe, mode, expected in (
         ("nvfp4", "native", False),
         ("nvfp4", "emulated", True),

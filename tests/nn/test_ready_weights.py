@@ -1,4 +1,4 @@
-"""Weights that are cast once for several forwards: the same bits as a cast in every forward, and never old ones."""
+"""Weights that are cast once for several forwards: the bits of a cast in every forward, and never old operands."""
 
 from collections import Counter
 from dataclasses import replace
@@ -122,7 +122,7 @@ def test_every_weight_is_cast_once_per_step_and_no_bit_changes(
     how = dict(checkpointed="checkpointed" in way, backend=graphs)
     expected = gradients(Block(recipe, mode, **settings), steps, microbatches, caches=False, **how)
     torch._dynamo.reset()
-    if recipe == "mxfp8" and settings != ONE_BY_ONE:  # whose casts ahead do not use these functions
+    if recipe == "mxfp8" and settings != ONE_BY_ONE:  # ONE_BY_ONE casts ahead with other functions
         monkeypatch.setattr(quantize, "weight", _no_layer_casts)
         monkeypatch.setattr(quantize, "weights", _no_layer_casts)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -194,7 +194,7 @@ def test_a_change_between_two_microbatches_is_seen(change, stale, grouped, casts
 
 
 @pytest.mark.parametrize("joins_fprop", [True, False])
-def test_a_group_that_falls_apart_uses_no_old_operand(joins_fprop):
+def test_linears_that_become_single_use_no_old_operand(joins_fprop):
     block, other = (Block("mxfp8", joins_fprop=joins_fprop) for _ in range(2))
     x, (first, second) = draw(T, D, seed=0), block.normed.linears
     ready = ReadyWeights([block])
@@ -235,8 +235,8 @@ def test_writes_through_data_are_seen_after_drop():
     assert torch.equal(block(x), uncached) and not torch.equal(uncached, before)
 
 
-def test_what_is_left_out(casts):
-    """Linears behind a norm that is not known, and plain ones; the others have operands until they are dropped."""
+def test_layers_that_are_not_cast_ahead(casts):
+    """Linears whose norm is not known, and plain linears. The other layers have operands until ``drop``."""
     block = Block("mxfp8", grouped=False)
     block.normed.linears[0].fed_by = None
     block.normed.linears[1].is_plain = True

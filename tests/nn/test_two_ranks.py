@@ -107,7 +107,7 @@ def check_norm_of_shards(mesh, placement, tokens, with_residual):
 
 
 def check_layer_norm_of_shards(mesh):
-    """Rows stay on their rank; the gradients of weight and bias are parts there, summed when they are needed."""
+    """Rows stay on their rank. Its gradients of weight and bias are parts of sums, which are summed when needed."""
     tensors = [draw(2, 3, D, seed=0), draw(D, seed=1), draw(D, seed=2)]
 
     def run(tensors, dy):
@@ -158,7 +158,7 @@ def check_parts_of_gradients(mesh, make):
 
 
 def check_local_features(mesh):
-    """Parts of the output features, then of the input features, without a sum of anything."""
+    """Shards of the output features, then of the input features. Nothing is summed over ranks."""
     up, down, x = draw(EXPERTS, D, seed=1), draw(D, EXPERTS, seed=2), draw(6, D, seed=0).requires_grad_()
     layers = nn.Sequential(nn.Linear(D, EXPERTS, bias=False), nn.Linear(EXPERTS, D, bias=False))
     for layer, weight in zip(layers, (up, down)):

@@ -1,4 +1,4 @@
-"""The benchmark of op overhead runs without a GPU and gets right results from every way and op it can run."""
+"""The benchmark of op overhead runs without a GPU, and every op that it can run there gives right results."""
 
 import json
 import os

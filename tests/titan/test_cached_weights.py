@@ -1,4 +1,4 @@
-"""The trainer's converters tell linears by which norm they are fed, so that weights can be cast ahead with its gain."""
+"""The trainer's converters tell every linear which norm feeds it, so its weight can be cast ahead with the gain."""
 
 import copy
 

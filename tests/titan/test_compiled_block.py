@@ -1,4 +1,4 @@
-"""A compiled block of TorchTitan's Llama 3: the second norm adds the residual, with the linears of a norm as one."""
+"""A compiled block of TorchTitan's Llama 3: the second norm adds the residual; linears of a norm are one GEMM."""
 
 import copy
 
@@ -69,6 +69,6 @@ def test_the_second_norm_of_a_block_adds(checkpointing, again):
         y = block(torch.randn(2, 32, TINY.dim, requires_grad=True), model._precompute_freqs_cis(), None)
     y.sum().backward()
     forward, backward = found
-    # PyTorch 2.11 keeps what its partitioner would compute again here.
+    # PyTorch 2.11 keeps values that later releases compute again.
     assert forward == [False, True] and backward in ([], again)
     assert all(parameter.grad.any() for parameter in model.layers.parameters())

@@ -1,4 +1,4 @@
-"""Casts of several matrices into one operand: the bits of the cast of the joined matrix."""
+"""Casts of several matrices into one operand have the bits of a cast of the joined matrix."""
 
 import itertools
 

@@ -51,7 +51,7 @@ def formula(dh, gate, up):
 
 
 def inputs(rows, columns, dtype=torch.bfloat16):
-    """dh, gate and up. Half of the rows of gate have ordinary values, between which silu bends."""
+    """dh, gate and up. Half of the rows of gate have ordinary values, where silu is not linear."""
     dh, gate, up = (ugly(rows, columns, seed, dtype) for seed in range(3))
     gate[1::2] = draw(*gate[1::2].shape, seed=3, dtype=dtype) * 4
     return dh, gate, up
@@ -150,7 +150,7 @@ def test_no_tokens():
 
 
 def test_the_same_bits_from_every_combination():
-    """One cast alone, both casts, joined or not: the arithmetic is the same."""
+    """One cast, both casts, joined or not."""
     dh, gate, up = inputs(33, 64)
     both, rows = (swiglu_backward_cast(dh, gate, up, MXFP8, dims, h_columns=True) for dims in ((1, 0), (1,)))
     for one, other in ((both.dgate[1], rows.dgate[1]), (both.dup[1], rows.dup[1]), (both.h, rows.h)):

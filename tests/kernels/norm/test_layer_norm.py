@@ -1,4 +1,4 @@
-"""LayerNorm by kernel against the formula in fp64, element by element. What it shares with RMSNorm is tested there."""
+"""LayerNorm by kernel against the formula in fp64, element by element. RMSNorm's tests cover the shared code."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_nothing_is_cut_off(plan):
 
 @VARIANTS
 def test_a_large_mean_costs_the_variance_no_digits(plan):
-    """mean(x^2) - mean(x)^2 would lose them all: at a mean of 3e4 its error is more than the variance, which is 1."""
+    """mean(x^2) - mean(x)^2 would lose all digits: at a mean of 3e4 its error is larger than the variance, 1."""
     for dtype, mean in ((FP32, 1e3), (FP32, -3e4), (torch.float16, 1e3)):
         x = (draw(9, 100) + mean).to(dtype)
         _, _, rstd, _ = check(plan, x, draw(100, seed=1))
@@ -72,7 +72,7 @@ def test_a_large_mean_costs_the_variance_no_digits(plan):
 
 @VARIANTS
 def test_a_row_of_equal_numbers_becomes_the_bias(plan):
-    """1 / sqrt(eps) multiplies the rounding error of the mean, unless that is removed."""
+    """1 / sqrt(eps) multiplies the rounding error of the mean, unless this error cancels."""
     x = torch.tensor([0.0, 1000.1, -0.3, 7.7e8, 1e-30]).repeat_interleave(100).view(5, 100)
     y, mean, rstd, _ = run(plan, x, draw(100), draw(100, seed=1), eps=1e-8)
     assert_same_results((y, mean), (draw(100, seed=1).expand(5, 100).contiguous(), x[:, 0].contiguous()))

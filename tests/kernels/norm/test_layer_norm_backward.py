@@ -42,7 +42,7 @@ def check(plan, arguments, dweight=FP32, dbias=FP32):
 
 
 @VARIANTS
-def test_every_dtype_and_every_need(plan):
+def test_every_dtype_and_every_choice_of_gradients(plan):
     bf16, fp16 = torch.bfloat16, torch.float16
     for dtypes, dweight, dbias in (
         ((FP32, fp16, bf16, bf16), fp16, bf16),
@@ -86,7 +86,7 @@ def test_wide_rows_with_both_sums_have_a_kernel_of_their_own():
     ids=str,
 )
 def test_every_plan(plan):
-    """Many tiles for a program, and many programs; dx, which no two rows share, is the same without the sums."""
+    """Many tiles for a program, and many programs. Without the sums, dx has the same bits."""
     arguments = backward_inputs(35, 100, FP32, FP32, FP32)
     dx, *_ = check(plan, arguments)
     alone, *_ = check(plan, arguments, None, None)
@@ -119,7 +119,7 @@ def test_ugly_rows(plan):
     x[4, 7], x[5], x[6] = 1e4, x[5] * 1e15, x[6] * 1e-15
     mean, rstd = (each.float() for each in statistics(x))
     check(plan, (dy, x, mean, rstd, weight, dtotal))
-    # What is constant along the row goes into the mean, and has no gradient.
+    # A constant along the row changes only the mean, and has no gradient.
     dy[7] = 1
     dx, *_ = run(plan, (dy, x, mean, rstd, None, None))
     assert dx[7].abs().max() <= 1e-5 * rstd[7]

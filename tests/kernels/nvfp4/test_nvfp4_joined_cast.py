@@ -1,4 +1,4 @@
-"""NVFP4 images of several matrices in one: every part has the bits that it has alone."""
+"""NVFP4 images of several matrices in one: every part has the bits of its own cast."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def scale(exponent: int) -> torch.Tensor:
 
 
 def test_gradients_side_by_side_with_their_own_scales_and_bits():
-    """The random bits of an element follow from its place in its own matrix, and its key."""
+    """The random bits of an element depend on its position in its own matrix, and on the key of this matrix."""
     parts = [draw(5, columns, seed=columns) for columns in (48, 16)]
     scales = {1: [scale(-6), scale(-3)], 0: [scale(-4), scale(-5)]}
     draws = [torch.tensor([key, 5, 2, 1]) for key in (7, 8)]

@@ -20,7 +20,7 @@ MODELS = {
         "--model.converters=mxnorm,fused_rmsnorm,decompose_k_router",
         "--mxnorm.recipe=unquantized",
     ],
-    # Shared experts, of which one is quantized and the other not.
+    # The shared experts of one layer are quantized, those of another are not.
     "shared experts, mx_linear": [
         "--model.name=deepseek_v3",
         "--model_args.n_layers=3",
@@ -87,7 +87,7 @@ def test_inner_styles_leave_gradients_in_parts():
 
 
 class Mesh:
-    """Sizes of a mesh, which is all that is read before a refusal."""
+    """The sizes of a mesh. Nothing else is read before a refusal."""
 
     def __init__(self, **sizes: int):
         self._sizes = sizes

@@ -27,6 +27,6 @@ def test_attention_with_norms_of_heads_gets_local_tensors():
     assert all(own[name] is given[name] for name in ("ffn.w1", "ffn_norm"))
 
 
-def test_other_attention_is_left_as_it_is():
+def test_plans_without_norms_of_heads_do_not_change():
     for given in (plan(), plan(q_norm=SequenceParallel())):
         assert with_local_heads(given) == given

@@ -92,7 +92,7 @@ def test_gradients_match_one_process(base, name):
 
 
 def test_gradients_of_qwen3_with_experts_match_one_process(base):
-    """Those of the gates and of the norms of heads, too."""
+    """Also the gradients of the gates and of the norms of heads."""
     one, found = oracle.read(sharded_runs.on_one_after_two(base)["qwen3"], 1), two(base)["qwen3"]
     assert {"layers.0.moe.router.gate.weight", "layers.1.attention.q_norm.weight"} < found.gradients[0].keys()
     oracle.require_match(one, found, "mxfp8")
