@@ -101,8 +101,9 @@ def groups_of_ranks(model: nn.Module, parallelism) -> list[list[nn.Module]]:
 def gathered_bytes(groups: list[nn.Module], dtype: torch.dtype, parallelism) -> int:
     """Return the bytes of the largest groups of weights that FSDP2 gathers at a time.
 
-    Stacked experts [E, in, out] are divided by expert parallelism, and then by features only as far as
-    ``expert_tensor_parallel_degree`` says; everything else is divided by tensor parallelism.
+    Stacked experts (weights of three dimensions) are divided by ``expert_parallel_degree`` and then, by features, by
+    ``expert_tensor_parallel_degree``; without expert parallelism, by features as all other weights are: by
+    ``tensor_parallel_degree``.
     """
     tensor = parallelism.tensor_parallel_degree
     experts = parallelism.expert_parallel_degree * parallelism.expert_tensor_parallel_degree

@@ -7,9 +7,10 @@ gradients side by side are dY [T, N]:
     dgrad   dX = dY W       the sum over the linears happens in the GEMM, in fp32
     wgrad   dW = dY^T X     dW_i are rows of dW
 
-W and dY are never stored: the casts write every part to its place in one operand (``mxtrain.ops.quantize.weights`` and
-``gradients``). Every part has the bits of its own cast, with its own random numbers. Only the sum of dX differs: single
-linears round their parts of dX to the compute dtype, and autograd adds up the parts.
+Kernels do not store W and dY: their casts write every part to its place in one operand (``quantize.weights`` and
+``quantize.gradients`` in ``mxtrain.ops``). Every part has the bits of its own cast, with its own random numbers. Only
+sums over the linears differ. Single linears round their parts of dX to the compute dtype, and autograd adds up these
+parts, and the parts of the gain's gradient in another order.
 
 Single linears write n parts of dX, and the sum reads them. One GEMM writes one dX [T, D]: for three linears this saves
 at least two writes and two reads of T x D elements, for two linears one of each.

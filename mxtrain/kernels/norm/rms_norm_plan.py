@@ -1,4 +1,4 @@
-"""How the kernels of RMSNorm and LayerNorm walk a matrix: what a plan is, and which plan a shape gets.
+"""How the kernels of RMSNorm and LayerNorm walk a matrix: the fields of a plan, and the plan of each shape.
 
 The first of these that has settings for a shape decides: the user's tuned settings, the table measured on this kind of
 GPU, a general rule. Settings describe a plan for a range of shapes; ``fit_...`` turns them into the plan for one shape.
