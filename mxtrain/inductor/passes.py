@@ -64,6 +64,6 @@ def remove() -> None:
     for field in PASSES:
         installed = getattr(config, field)
         if isinstance(installed, _Passes):
-            # A single pass stands alone, because PyTorch 2.11 takes no sequence.
+            # A single pass is not put into a tuple: PyTorch 2.11 accepts no sequence.
             others = installed.others
             setattr(config, field, others[0] if len(others) == 1 else others or None)

@@ -124,7 +124,7 @@ RELATIONS = (
             and not s["parallelism.disable_loss_parallel"]
             and not machine.has_gpus
             and f"with parallelism.tensor_parallel_degree = {degree(s, 'tensor')}: PyTorch 2.13 compiles a wrong loss "
-            "on a CPU; set compile.components = ['model']"
+            "on a CPU; set compile.components = ['model'] or parallelism.disable_loss_parallel = true"
         ),
     ),
     Relation(
