@@ -67,7 +67,8 @@ def shard_bytes(module: nn.Module, shards: int, dtype: torch.dtype, tensor: int 
     """Return the bytes of the weights that the first of ``shards`` processes holds with FSDP2.
 
     FSDP2 divides a weight's first dimension and rounds up. Tensor parallelism divides matrices by ``tensor`` before
-    that; vectors are whole. Stacked experts [E, in, out] may be divided otherwise, and are counted in equal parts.
+    that; vectors are whole. Stacked experts (three dimensions) may be divided otherwise, and are counted in equal
+    parts.
     """
     elements = 0
     for parameter in module.parameters():

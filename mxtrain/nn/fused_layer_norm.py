@@ -1,4 +1,4 @@
-"""LayerNorm with gradients: fused kernels on a GPU, plain PyTorch elsewhere."""
+"""LayerNorm (arXiv 1607.06450) with gradients: fused kernels on a GPU, plain PyTorch elsewhere."""
 
 import torch
 import torch.nn as nn

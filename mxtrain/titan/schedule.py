@@ -97,7 +97,7 @@ def allow_recompiling(model_parts: list[torch.nn.Module], states: int) -> None:
     """Let torch.compile compile every block for every state. Beyond its own limit, it stops training.
 
     A number that differs between states, such as c(p, B), becomes a constant of each graph. By default, torch.compile
-    would make the number an input, which a kernel would have to read from the GPU.
+    would make it an input of the graph once it has changed.
     """
     layers = sum(getattr(module, "timeline", None) is not None for part in model_parts for module in part.modules())
     config = torch._dynamo.config

@@ -124,7 +124,7 @@ def _local(module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
 
 
 def _check_features(experts: nn.Module, processes: int) -> None:
-    """Raise ConfigError unless every process's part of the experts' hidden features is what products take."""
+    """Raise ConfigError unless every process's part of the experts' hidden features is whole rows of products."""
     features = experts.w1.shape[1]
     if features % (processes * WHOLE_FEATURES):
         raise ConfigError(
