@@ -61,7 +61,7 @@ class Chain:
             except (TypeError, RuntimeError, NotImplementedError):  # an operation that does not run on these vectors
                 return False
             want = formula(*numbers)
-            return got.shape == want.shape and torch.allclose(got, want, rtol=1e-9, atol=1e-9)
+            return got.shape == want.shape and torch.allclose(got, want, rtol=1e-9, atol=1e-30, equal_nan=True)
 
     def _evaluate(self, node: Node, known: dict[Node, torch.Tensor]) -> torch.Tensor:
         node = without_views(node)
@@ -73,9 +73,12 @@ class Chain:
 
 
 def _numbers(count: int) -> list[torch.Tensor]:
-    """Vectors of the same fp64 numbers from -1e5 to 1e5, most of them near zero, each vector in another order."""
-    ends = torch.tensor([-1e5, -300.0, -50.0, 50.0, 300.0, 1e5], dtype=torch.float64, device="cpu")
-    numbers = torch.cat([torch.linspace(-9.5, 10, 95, dtype=torch.float64, device="cpu"), ends])
+    """Vectors of fp64 numbers, most of them near zero, in an order of their own for each vector.
+
+    The ends lie outside the range of bf16 and fp32, so that no bound within it goes unseen.
+    """
+    ends = torch.tensor([-1e60, -300.0, -50.0, 50.0, 300.0, 1e60, torch.nan], dtype=torch.float64, device="cpu")
+    numbers = torch.cat([torch.linspace(-9.5, 10, 94, dtype=torch.float64, device="cpu"), ends])
     # The steps have no divisor in common with the length.
     at = torch.arange(len(numbers), device="cpu")
     return [numbers[(at * step) % len(numbers)] for step in (1, 10, 37)[:count]]

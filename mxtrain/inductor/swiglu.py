@@ -23,6 +23,7 @@ from torch.fx import Graph, Node
 from mxtrain.inductor.nodes import as_matrix, describe_call, final_users, without_views
 from mxtrain.inductor.pointwise import Chain
 from mxtrain.ops.hardware import HAS_TRITON
+from mxtrain.recipes.formats import MXFP8
 from mxtrain.reference.swiglu import swiglu, swiglu_backward
 
 if HAS_TRITON:
@@ -146,7 +147,7 @@ def _readers(part: Node) -> set[Node]:
 
 def _match(parts: tuple[Node, ...], casts: list[Node]) -> _Product | _Gradient | None:
     """Recognize SwiGLU or its gradient in the tensors that are cast. Two tensors side by side are [dgate, dup]."""
-    if len(parts) == 2:
+    if len(parts) == 2 and parts[0].meta["val"].shape[-1] % MXFP8.block_size == 0:  # no block holds both
         dgate, dup = (_match((part,), []) for part in parts)
         if isinstance(dgate, _Gradient) and isinstance(dup, _Product):
             return dgate._replace(casts=casts, dup=dup)

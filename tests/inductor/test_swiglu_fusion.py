@@ -29,7 +29,7 @@ PRODUCTS = {
 }
 OTHERS = {
     "gelu": lambda gate, up: F.gelu(gate) * up,
-    "bounded": lambda gate, up: F.silu(gate) * up.clamp(-1e4, 1e4),
+    "bounded": lambda gate, up: F.silu(gate) * up.clamp(-1e6, 1e6),
     "shifted": lambda gate, up: F.silu(gate) * (up + 1),
     "up through fp8": lambda gate, up: F.silu(gate) * up.to(torch.float8_e4m3fn).to(gate.dtype),
     "h through fp8": lambda gate, up: (F.silu(gate) * up).to(torch.float8_e5m2).to(gate.dtype),
@@ -181,6 +181,16 @@ def test_nothing_is_fused_with_emulate_precision_casts():
 def test_casts_that_remain_when_something_else_reads_a_value(settings, left):
     graphs, _ = graphs_of(FeedForward(**settings))
     assert casts(*graphs) == left
+
+
+@pytest.mark.parametrize(("features", "fused"), [(H, 1), (48, 0)])
+def test_a_block_with_elements_of_both_gradients_is_not_divided(features, fused):
+    """One layer for gate and up. w2 is not quantized, so it takes any number of features."""
+    module = FeedForward(down="unquantized", joined=True)
+    module.w13[0] = MXLinear(D, 2 * features, bias=False, mode="emulated")
+    module.w2 = nn.Linear(features, D, bias=False)
+    graphs, _ = graphs_of(module)
+    assert casts(*graphs)["swiglu_backward_cast", True, True, False, True] == fused
 
 
 class Block(nn.Module):
