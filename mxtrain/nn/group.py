@@ -61,6 +61,10 @@ class LinearGroup:
         # Set from the start, because torch.compile would compile again when the attribute appears.
         self.ready: ReadyGroup | None = None
 
+    def __getstate__(self) -> dict:
+        # Nothing would renew the operands of a copy.
+        return {**self.__dict__, "ready": None}
+
     def is_one_gemm(self, mode: str, has_signs: bool) -> bool:
         """Return whether the linears can be one GEMM: they differ only in their weights, biases and random bits.
 
@@ -83,6 +87,7 @@ class GroupCall:
         self.group = group
         self._outputs: dict[int, torch.Tensor] = {}
         self._made_from: tuple = ()
+        self._weights: list[tuple[torch.Tensor, int | None]] = []
 
     def output(self, linear: QuantizedLinear, x, gemms: ThreeGEMMs) -> torch.Tensor | None:
         """Return Y [T, N_i] of one linear, without its bias; None if the linears do not make one GEMM.
@@ -100,10 +105,16 @@ class GroupCall:
         hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
         made_from = (dtype, x.h.requires_grad, torch.is_grad_enabled(), hooks)
         is_same = self._made_from and self._made_from[0] is x.h and self._made_from[1:] == made_from
-        if not is_same or place not in self._outputs:
+        if not is_same or place not in self._outputs or self._has_changed(place):
+            self._weights = [(other.weight, _version(other.weight)) for other in self.group.linears]
             self._outputs = dict(enumerate(self._multiply(x, gemms, dtype)))
             self._made_from = (x.h, *made_from)
         return self._outputs.pop(place)
+
+    def _has_changed(self, place: int) -> bool:
+        """Whether a linear has another weight than when the outputs were made, or one that was written to."""
+        weight, version = self._weights[place]
+        return self.group.linears[place].weight is not weight or _version(weight) != version
 
     def _multiply(self, x, gemms: ThreeGEMMs, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         linears = self.group.linears
@@ -114,6 +125,11 @@ class GroupCall:
         return _GroupFunction.apply(
             rows, x.gain, *settings, x.x, x.rho, x.gathered, x.signs, *x.xhat, len(weights), *draws, *weights
         )
+
+
+def _version(weight: torch.Tensor) -> int | None:
+    """The number of writes to a weight; compiled graphs have none."""
+    return None if torch.compiler.is_compiling() else weight._version
 
 
 def _stays_single(linear: QuantizedLinear) -> bool:
@@ -168,7 +184,8 @@ class _GroupFunction(torch.autograd.Function):
             (joined,) = ready.fprop
         else:
             joined = quantize.weights(weights, gemms.recipe.fprop, gemms.mode, 1, gain, gemms.split.w)
-        return matmul(xhat, joined, dtype).split([weight.shape[0] for weight in weights], 1)
+        # Not views for autograd, which would forbid writes to them.
+        return matmul(xhat, joined, dtype).unsafe_split_with_sizes([weight.shape[0] for weight in weights], 1)
 
     @staticmethod
     @once_differentiable
@@ -176,6 +193,8 @@ class _GroupFunction(torch.autograd.Function):
         x, gain, rho, signs, *weights = ctx.saved_tensors
         # A linear whose output the loss does not need gets no gradient, as if it had multiplied alone.
         used = [dy is not None for dy in dys]
+        if not any(used):
+            return (None,) * len(ctx.needs_input_grad)
         like = next(dy for dy in dys if dy is not None)
         dys = [like.new_zeros(len(like), len(w)) if dy is None else dy for dy, w in zip(dys, weights)]
         gemms, split = ctx.gemms, ctx.gemms.split

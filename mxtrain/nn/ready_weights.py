@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdRef
 
 from mxtrain.nn.group import LinearGroup, ReadyGroup
 from mxtrain.nn.mxnorm import MXNorm
@@ -116,4 +117,5 @@ def _gain_of(linear: QuantizedLinear) -> torch.Tensor | None:
 
 
 def _identity(x: torch.Tensor | None) -> tuple:
-    return (None,) if x is None else (x.data_ptr(), x._version)
+    # Another tensor may lie where a freed one lay.
+    return (None,) if x is None else (WeakIdRef(x), x.data_ptr(), x._version)

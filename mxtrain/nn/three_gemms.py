@@ -144,6 +144,10 @@ class QuantizedLinear(Seeded, nn.Linear):
         new.weight, new.bias = linear.weight, linear.bias
         return new.train(linear.training)
 
+    def __getstate__(self) -> dict:
+        # Nothing would renew the operands of a copy.
+        return {**self.__dict__, "ready": None}
+
     def gemms(self, device: torch.device) -> ThreeGEMMs:
         """Return the GEMMs in the mode that "auto" stands for on ``device``, or in the mode of this layer.
 

@@ -247,6 +247,49 @@ def test_a_linear_after_one_in_another_mode_of_autograd():
         assert_near(found, expected, 1e-6)
 
 
+@pytest.mark.parametrize("change", ["written to", "replaced"])
+def test_a_weight_that_changes_after_the_first_linear_was_called(change):
+    def call(block, normed):
+        first, second, third = block.linears
+        y = first(normed)
+        if change == "replaced":
+            return [y, torch.func.functional_call(second, {"weight": 2 * second.weight}, (normed,)), third(normed)]
+        with torch.no_grad():
+            third.weight.mul_(2)
+        return [y, second(normed), third(normed)]
+
+    x, _ = inputs()
+    blocks = [block_of(mode="reference", grouped=grouped) for grouped in (False, True)]
+    expected, found = (call(block, block.norm(x)) for block in blocks)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_outputs_may_be_written_to():
+    def call(block, normed):
+        return [linear(normed).mul_(2) for linear in block.linears]
+
+    x, dys = inputs()
+    expected, found = (results_of(Called(block_of(mode="reference", grouped=g), call), x, *dys) for g in (False, True))
+    assert_near(found, expected, 1e-6)
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+def test_outputs_whose_gradients_are_none():
+    block, (x, dys) = block_of(mode="reference"), inputs()
+    x.requires_grad_()
+    torch.autograd.backward([x.sum(), *map(NoGradient.apply, block(x))], [None, *dys])
+    assert torch.equal(x.grad, torch.ones_like(x)) and block.norm.weight.grad is None
+
+
 def test_no_grad_and_outputs_are_not_kept():
     block, (x, _) = block_of(mode="reference"), inputs()
     expected = block_of(mode="reference", grouped=False)(x)

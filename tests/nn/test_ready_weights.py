@@ -1,6 +1,8 @@
 """Weights that are cast once for several forwards: the bits of a cast in every forward, and never old operands."""
 
+import pickle
 from collections import Counter
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -233,6 +235,36 @@ def test_writes_through_data_are_seen_after_drop():
     uncached = block(x)
     ready.refresh()
     assert torch.equal(block(x), uncached) and not torch.equal(uncached, before)
+
+
+def test_a_new_weight_in_the_memory_of_an_old_one_is_seen():
+    block, x = Block("mxfp8"), draw(T, D, seed=0)
+    memory = draw(D, N, seed=1)
+
+    def use_memory():
+        block.out.weight = nn.Parameter(torch.empty(0).set_(memory.untyped_storage(), 0, (D, N), (N, 1)))
+
+    use_memory()
+    ready = ReadyWeights([block])
+    ready.refresh()
+    before = block(x)
+    memory.mul_(2)
+    use_memory()
+    ready.refresh()
+    cached = block(x)
+    ready.drop()
+    assert torch.equal(cached, block(x)) and not torch.equal(cached, before)
+
+
+@pytest.mark.parametrize("copy", [deepcopy, lambda block: pickle.loads(pickle.dumps(block))], ids=["copy", "pickle"])
+def test_copies_have_no_operands(copy):
+    """Nothing would renew them when the weights of the copy change."""
+    block = Block("mxfp8")
+    ReadyWeights([block]).refresh()
+    other = copy(block)
+    assert block.group.ready is not None and block.out.ready is not None
+    assert other.group.ready is None and other.out.ready is None
+    assert other.group.linears == (*other.normed.linears,) and other.normed.linears[0].fed_by == (other.normed.norm,)
 
 
 def test_layers_that_are_not_cast_ahead(casts):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torchtitan.protocols import model_converter
 
 from mxtrain import ConfigError
 from mxtrain.nn import gathered_norm, mxnorm
@@ -16,10 +17,19 @@ from mxtrain.titan.models.describe import build_on_meta
 from mxtrain.titan.parse import parse_job_config
 
 EVIDENCE = Path(__file__).parents[2] / "scripts" / "evidence"
-sys.path.insert(0, str(EVIDENCE))
-norm_gradients = importlib.import_module("norm_gradients")
-
 RECIPE = get_recipe("mxfp8").fprop
+
+
+@pytest.fixture(scope="module")
+def norm_gradients():
+    """The module, whose converters TorchTitan knows as long as these tests run."""
+    before = dict(model_converter._registry_model_converter_cls)
+    sys.path.insert(0, str(EVIDENCE))
+    yield importlib.import_module("norm_gradients")
+    sys.path.remove(str(EVIDENCE))
+    del sys.modules["norm_gradients"]
+    model_converter._registry_model_converter_cls.clear()
+    model_converter._registry_model_converter_cls.update(before)
 
 
 def rows(estimator):
@@ -35,7 +45,7 @@ def along(dx, x):
     return (dx * x).mean(-1)
 
 
-def test_orthogonal_gradient_has_no_part_along_x_and_the_same_part_across():
+def test_orthogonal_gradient_has_no_part_along_x_and_the_same_part_across(norm_gradients):
     g, x, rho = rows("pre_round")
     dx = norm_gradients.gradient_with(norm_gradients.orthogonal)(g, x, rho, "reference")
     straight_through = norm_backward(g, x, rho)
@@ -44,7 +54,7 @@ def test_orthogonal_gradient_has_no_part_along_x_and_the_same_part_across():
     torch.testing.assert_close(dx, across)
 
 
-def test_radial_gradient_has_the_part_along_x_that_the_estimate_leaves():
+def test_radial_gradient_has_the_part_along_x_that_the_estimate_leaves(norm_gradients):
     g, x, rho = rows("exact")
     dx = norm_gradients.gradient_with(norm_gradients.radial)(g, x, rho, "reference")
     mean_square = along(x, x) * inverse_rms(x, RMSEstimate.for_recipe(RECIPE, 2, "pre_round", 0.0), RECIPE) ** 2
@@ -57,7 +67,7 @@ def test_radial_gradient_has_the_part_along_x_that_the_estimate_leaves():
 
 
 @pytest.mark.parametrize("name", ["orthogonal_gradient", "radial_gradient"])
-def test_the_configs_change_the_gradient_of_every_norm(name, monkeypatch):
+def test_the_configs_change_the_gradient_of_every_norm(norm_gradients, name, monkeypatch):
     for module in (mxnorm, gathered_norm):
         monkeypatch.setattr(module, "norm_backward", module.norm_backward)
     job_config = parse_job_config([f"--job.config_file={EVIDENCE / name}.toml", "--model.flavor=debugmodel"])
@@ -76,7 +86,7 @@ def test_the_configs_change_the_gradient_of_every_norm(name, monkeypatch):
     assert (along(after, x).abs().max() < 1e-6) == (name == "orthogonal_gradient")
 
 
-def test_radial_gradient_needs_the_exact_norm():
+def test_radial_gradient_needs_the_exact_norm(norm_gradients):
     job_config = parse_job_config(
         [f"--job.config_file={EVIDENCE / 'radial_gradient.toml'}", "--mxnorm.estimator=pre_round"]
     )
