@@ -6,7 +6,9 @@ from collections.abc import Iterator
 import torch
 import torch.nn as nn
 
-PROCESSES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+from mxtrain.errors import ConfigError
+
+MOST_PROCESSES = 256
 OPTIMIZER_STATES = 2
 """Tensors of a weight's shape and dtype that Adam and AdamW keep: the means of the gradient and of its square"""
 GATHERED_GROUPS = 2
@@ -27,8 +29,13 @@ def memory_table(model: nn.Module, job_config) -> str:
     rank = max(groups_of_ranks(model, parallelism), key=lambda groups: shard_bytes(nn.ModuleList(groups), 1, dtype))
     held = model if pipeline == 1 else nn.ModuleList(rank)
     reshards = parallelism.fsdp_reshard_after_forward == "always"
-    weights_gathered = shard_bytes(held, 1, compute, tensor)
     layouts = list(_layouts(parallelism))
+    if not layouts:
+        raise ConfigError(
+            f"parallelism.expert_parallel_degree = {parallelism.expert_parallel_degree} times expert_tensor_parallel_"
+            f"degree = {parallelism.expert_tensor_parallel_degree} does not divide the product of the degrees shard, "
+            f"context and tensor on any number of processes up to {MOST_PROCESSES}"
+        )
     width = max([16, *(len(name) + 2 for name, *_ in layouts)])
     lines = [
         f"memory per GPU in GiB: {training.dtype} weights, gradients and {job_config.optimizer.name} states, sharded",
@@ -41,7 +48,8 @@ def memory_table(model: nn.Module, job_config) -> str:
             gathered = gathered_bytes(rank, compute, parallelism)
         if pipeline > 1:
             # PyTorch adds up the chunks' gradients before it divides them among processes.
-            gathered = shard_bytes(held, 1, reduce, tensor) + (gathered if reshards else weights_gathered)
+            weights_gathered = gathered if reshards else gathered_bytes(rank, compute, parallelism, len(rank))
+            gathered = gathered_bytes(rank, reduce, parallelism, len(rank)) + weights_gathered
         columns = [weights, weights, OPTIMIZER_STATES * weights, gathered]
         texts = [f"{value / 2**30:,.2f}" for value in (*columns, sum(columns))]
         lines.append(f"  {name:<{width}}{texts[0]:>10}{texts[1]:>11}{texts[2]:>11}{texts[3]:>10}{texts[4]:>10}")
@@ -99,21 +107,22 @@ def groups_of_ranks(model: nn.Module, parallelism) -> list[list[nn.Module]]:
     return groups
 
 
-def gathered_bytes(groups: list[nn.Module], dtype: torch.dtype, parallelism) -> int:
-    """Return the bytes of the largest groups of weights that FSDP2 gathers at a time.
+def gathered_bytes(groups: list[nn.Module], dtype: torch.dtype, parallelism, count: int = GATHERED_GROUPS) -> int:
+    """Return the bytes of the ``count`` largest groups of weights, as FSDP2 gathers them.
 
     Stacked experts (weights of three dimensions) are divided by ``expert_parallel_degree`` and then, by features, by
     ``expert_tensor_parallel_degree``; without expert parallelism, by features as all other weights are: by
-    ``tensor_parallel_degree``.
+    ``tensor_parallel_degree``. Vectors are whole.
     """
     tensor = parallelism.tensor_parallel_degree
     experts = parallelism.expert_parallel_degree * parallelism.expert_tensor_parallel_degree
     of_experts = experts if parallelism.expert_parallel_degree > 1 else tensor
+    parts = (1, 1, tensor, of_experts)  # by the number of dimensions
     elements = sorted(
-        (sum(p.numel() // (of_experts if p.ndim > 2 else tensor) for p in group.parameters()) for group in groups),
+        (sum(math.ceil(p.numel() / parts[min(p.ndim, 3)]) for p in group.parameters()) for group in groups),
         reverse=True,
     )
-    return sum(elements[:GATHERED_GROUPS]) * dtype.itemsize
+    return sum(elements[:count]) * dtype.itemsize
 
 
 def _layouts(parallelism) -> Iterator[tuple[str, int, int]]:
@@ -121,11 +130,15 @@ def _layouts(parallelism) -> Iterator[tuple[str, int, int]]:
     replicas, given = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
     tensor, pipeline = parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree
     others = tensor * pipeline * parallelism.context_parallel_degree
-    counts = PROCESSES if given == -1 else (replicas * given * others,)
+    counts = [replicas * given * others]
+    if given == -1:
+        counts = [replicas * others * 2**doublings for doublings in range(MOST_PROCESSES.bit_length())]
     for count in counts:
-        if count % (replicas * others) or (given == -1 and replicas > 1 and count == replicas):
+        if given == -1 and (count > MOST_PROCESSES or count == replicas > 1):
             continue
         shards = count // (replicas * tensor * pipeline)
+        if shards * tensor % (parallelism.expert_parallel_degree * parallelism.expert_tensor_parallel_degree):
+            continue
         parts = [f"{replicas}"] * (replicas > 1) + [f"{shards}"] * (replicas > 1 or tensor * pipeline > 1)
         parts = [f"pipeline {pipeline}"] * (pipeline > 1) + [f"tensor {tensor}"] * (tensor > 1) + parts
         yield f"{count} ({' x '.join(parts)})" if parts else f"{count}", count, shards

@@ -11,7 +11,9 @@ from mxtrain.cli.doctor_memory import memory_table
 from mxtrain.conversion.plan import Plan
 from mxtrain.conversion.weights import WeightUse, find_weights, weight_uses
 from mxtrain.errors import ConfigError
+from mxtrain.settings.pipeline import RELATIONS as PIPELINE_RELATIONS
 from mxtrain.settings.read import places
+from mxtrain.settings.relations import check
 
 
 def report(arguments: list[str]) -> str:
@@ -21,7 +23,8 @@ def report(arguments: list[str]) -> str:
         arguments: the config file, then flags as training takes them.
 
     Raises:
-        ConfigError: for mistakes in the settings, and a model that cannot be converted.
+        ConfigError: for mistakes in the settings, a layout that does not fit the model, and a model that cannot be
+            converted.
     """
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError("--model: CONFIG is missing: give a TOML file, and any flags after it")
@@ -35,12 +38,16 @@ def report(arguments: list[str]) -> str:
 
 def _report(words: list[str]) -> str:
     from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
-    from mxtrain.titan.parse import parse_job_config
+    from mxtrain.titan.parallel.check_layout import check_model_layout
+    from mxtrain.titan.parse import parse_job_config, settings_of
     from mxtrain.titan.schedule import guard_in, schedule_in
 
     job_config = parse_job_config(words)
+    settings = settings_of(job_config)
+    check(PIPELINE_RELATIONS, settings, None)  # which need no machine
+    check_model_layout(settings, has_gpus=True)
     model = build_on_meta(job_config)
-    _check(model, job_config)
+    _check_parts(model, job_config)
     parts = [
         _table(f"{job_config.model.name} {job_config.model.flavor}", parameters(model)),
         memory_table(model, job_config),
@@ -61,19 +68,13 @@ def _report(words: list[str]) -> str:
     return "\n\n".join(parts)
 
 
-def _check(model: torch.nn.Module, job_config) -> None:
-    """Raise ConfigError for a model without TorchTitan's names for its parts, and for a tied head in a pipeline."""
+def _check_parts(model: torch.nn.Module, job_config) -> None:
+    """Raise ConfigError for a model without TorchTitan's names for its parts."""
     missing = [name for name in ("tok_embeddings", "layers", "output") if getattr(model, name, None) is None]
     if missing:
         raise ConfigError(
             f"model.name = {job_config.model.name!r} has no {', '.join(missing)}: doctor --model takes models with "
             "tok_embeddings, layers and output, as TorchTitan's language models have them"
-        )
-    stages = job_config.parallelism.pipeline_parallel_degree
-    if stages > 1 and model.output.weight is model.tok_embeddings.weight:
-        raise ConfigError(
-            f"parallelism.pipeline_parallel_degree = {stages} does not work with a head that has the embedding's "
-            "weight: allowed is 1"
         )
 
 

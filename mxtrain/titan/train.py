@@ -290,7 +290,7 @@ def train(args: list[str], verbose: bool) -> None:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     settings = settings_of(job_config)
     check_machine(settings, Machine(processes, torch.cuda.is_available()))
-    check_model_layout(settings)
+    check_model_layout(settings, torch.cuda.is_available())
     with locked(folder) if _is_first() else nullcontext() as warning:
         # Every rank looks. Nothing changes in the folder before all ranks have met in the process group.
         start = find_start(folder, CheckpointSettings.of(job_config.checkpoint), processes)

@@ -122,7 +122,7 @@ def test_the_layout_of_70b_fits_64_gpus_of_80_gb(capsys):
     """Every rank of the pipeline has 40 layers, and the embedding or the head. Norms are not divided by 8."""
     settings = read_settings(["--job.config_file=train_configs/llama3_70b.toml"])
     check_machine(settings, Machine(64, has_gpus=True))
-    check_model_layout(settings)
+    check_model_layout(settings, has_gpus=True)
     with pytest.raises(ConfigError, match="data_parallel_shard_degree"):
         check_machine(settings, Machine(56, has_gpus=True))
     assert cli.main(["doctor", "--model", "train_configs/llama3_70b.toml"]) == 0
@@ -187,9 +187,45 @@ def test_mistakes_are_one_line(arguments, message, capsys):
     assert error.startswith(f"mxtrain: error: {message}") and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--parallelism.tensor_parallel_degree=3"], "does not divide the 16 heads of llama3 debugmodel"),
+        (["--parallelism.expert_parallel_degree=2"], "needs experts, which llama3 debugmodel does not have"),
+        (
+            ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
+            "runs the backward of every layer twice: allowed are 1F1B, GPipe,",
+        ),
+        (
+            ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_layers_per_stage=2"],
+            "makes 4 stages: schedule 1F1B with parallelism.pipeline_parallel_degree = 2 needs 2",
+        ),
+    ],
+)
+def test_a_layout_that_training_refuses_is_refused(flags, message, capsys):
+    assert cli.main(["doctor", "--model", DEBUG, *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("tensor, expert, expert_tensor", [(1, 4, 1), (2, 4, 2)])
+def test_a_pipeline_holds_its_share_of_the_experts_and_its_layouts_fit_them(tensor, expert, expert_tensor, capsys):
+    """Every rank has a block of experts, and the embedding or the head."""
+    degrees = {"pipeline": 2, "tensor": tensor, "expert": expert, "expert_tensor": expert_tensor}
+    flags = [f"--parallelism.{name}_parallel_degree={degree}" for name, degree in degrees.items()]
+    sizes = ["--model_args.n_layers=2", "--model_args.num_experts=64", "--model_args.moe_inter_dim=1024"]
+    assert cli.main(["doctor", "--model", "train_configs/qwen3_moe_debug.toml", *flags, *sizes]) == 0
+    rows = rows_of(capsys.readouterr().out)
+    experts = 64 * 3 * 1024 * 256
+    gathered = 2 * 4 * experts / (expert * expert_tensor) / GIB  # weights and gradients in float32
+    assert min(int(name.split()[0]) for name in rows) == 2 * expert * expert_tensor
+    for row in rows.values():
+        assert row[3] == pytest.approx(gathered, abs=0.02)
+
+
 def test_a_tied_head_is_refused_in_a_pipeline_only(capsys):
     flags = [DEBUG, "--model_args.enable_weight_tying", "--parallelism.pipeline_parallel_degree=2"]
     assert cli.main(["doctor", "--model", *flags]) == 2
-    problem = "parallelism.pipeline_parallel_degree = 2 does not work with a head that has the embedding's weight"
+    problem = "parallelism.pipeline_parallel_degree = 2 separates the embedding of llama3 debugmodel from the head"
     assert problem in capsys.readouterr().err
     assert cli.main(["doctor", "--model", *flags[:2], "--parallelism.tensor_parallel_degree=2"]) == 0

@@ -14,15 +14,15 @@ from mxtrain.settings.values import Settings
 from mxtrain.titan.parallel.pipeline import FINDS_SHAPES_AGAIN
 
 
-def check_model_layout(settings: Settings) -> None:
-    """Raise ConfigError for degrees of parallelism that the flavor of a model does not allow."""
+def check_model_layout(settings: Settings, has_gpus: bool) -> None:
+    """Raise ConfigError for degrees of parallelism that the flavor of a model does not allow, with or without GPUs."""
     name, flavor = settings["model.name"], settings["model.flavor"]
     args = get_train_spec(name).model_args[flavor]
     if getattr(args, "takes_model_args", False):
         given = vars(settings.section("model_args"))
         args.set_model_args({name: value for name, value in given.items() if value is not None})
     model = f"{name} {flavor}"
-    _check_attention(settings, args, model)
+    _check_attention(settings, args, model, has_gpus)
     _check_heads(settings, args, model)
     _check_stages(settings, args, model)
     _check_experts(settings, args, model)
@@ -32,13 +32,13 @@ def _refuse(settings: Settings, setting: str, problem: str) -> None:
     raise ConfigError(f"parallelism.{setting} = {settings[f'parallelism.{setting}']!r} {problem}")
 
 
-def _check_attention(settings: Settings, args, model: str) -> None:
+def _check_attention(settings: Settings, args, model: str, has_gpus: bool) -> None:
     if degree(settings, "context") == 1:
         return
     attention = getattr(args, "attn_type", "sdpa")
     # In TorchTitan 0.2.2 Llama 3 alone has flex attention under context parallelism; PyTorch has it for GPUs.
     allowed = ["sdpa"]
-    if settings["model.name"] == "llama3" and torch.cuda.is_available():
+    if settings["model.name"] == "llama3" and has_gpus:
         allowed.append("flex")
     if attention not in allowed:
         _refuse(

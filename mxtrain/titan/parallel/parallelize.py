@@ -90,7 +90,7 @@ def check_layout(parallel_dims, job_config) -> None:
     """Raise ConfigError for a layout that does not fit the processes or the model, or that gives wrong gradients."""
     settings = settings_of(job_config)
     check_machine(settings, Machine(parallel_dims.world_size, torch.cuda.is_available()))
-    check_model_layout(settings)
+    check_model_layout(settings, torch.cuda.is_available())
     if not isinstance(parallel_dims, Layout):
         check_torchtitans_own(parallel_dims)
 

@@ -22,9 +22,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial, reduce
+from itertools import chain
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from mxtrain.analysis.numerics import MODEL, PREFIX
 from mxtrain.conversion.selection import matches
@@ -209,6 +211,10 @@ def _sending_inputs(norms: Iterable[MXNorm]) -> Iterator[None]:
 @contextmanager
 def _unchanged(parts: list[torch.nn.Module]) -> Iterator[None]:
     """Give gradients, buffers and the states of random number generators their values back after the context."""
+    for module in chain.from_iterable(part.modules() for part in parts):
+        if isinstance(module, FSDPModule):
+            # After a validation some weights are still whole, and are then not the parameters that have the gradients.
+            module.reshard()
     gradients = [(parameter, parameter.grad) for part in parts for parameter in part.parameters()]
     buffers = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers()]
     for parameter, _ in gradients:

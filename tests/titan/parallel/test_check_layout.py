@@ -9,7 +9,7 @@ from mxtrain.titan.parse import parse_job_config, settings_of
 
 
 def check(flags: str) -> None:
-    check_model_layout(settings_of(parse_job_config(["--model.converters=mxnorm", *flags.split()])))
+    check_model_layout(settings_of(parse_job_config(["--model.converters=mxnorm", *flags.split()])), has_gpus=True)
 
 
 CP, TP, PP, EP = (f"--parallelism.{kind}_parallel_degree" for kind in ("context", "tensor", "pipeline", "expert"))

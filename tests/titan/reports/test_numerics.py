@@ -6,7 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from training_runs import NUMERICS, NVFP4, done_once, steps
 
 import mxtrain
@@ -134,6 +137,22 @@ def test_two_processes_with_half_of_the_rows_each_have_the_figures_of_all(model)
     assert len(together) == 8
     for key, value in together.items():
         assert value == pytest.approx(whole[key], rel=1e-5)
+
+
+def test_weights_that_a_validation_leaves_whole_keep_no_gradients_of_the_pass(model):
+    """FSDP2 gathers the weights of the last layers in a forward, and frees them in the backward, which is missing."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=False)
+        x = torch.randn(2, 32, 64)
+        with torch.no_grad():
+            model(x)
+        with Numerics(every=1, fqns=None, tokens=64, model_parts=[model]).recording():
+            model(x).sum().backward()
+        assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == []
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("converters, every, runs", [(["mxnorm"], 5, True), (["mxnorm"], 0, False), ([], 5, False)])
