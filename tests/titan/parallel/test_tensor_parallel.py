@@ -22,6 +22,7 @@ FLAGS = {
     "mx_linear nvfp4": ["--model.converters=mx_linear", "--mxnorm.recipe=nvfp4", NEAREST],
     "quantized head": ["--mxnorm.filter_fqns=layers.0"],
     "both converters": ["--model.converters=mxnorm,fused_rmsnorm"],
+    "recipes of layers": ["--mxnorm.recipes", "layers.0", "nvfp4", NEAREST],
 }
 AC = "--activation_checkpoint.mode="
 # The same graphs as in training, without the minutes that Inductor takes on a CPU.
@@ -47,6 +48,7 @@ TWO_SWEEP = {
     "mx_linear nvfp4": oracle.layout(tensor=2),
     "quantized head": oracle.layout(tensor=2),
     "both converters": oracle.layout(tensor=2),
+    "recipes of layers, compiled": [*oracle.layout(tensor=2), *COMPILED],
 }
 FOUR_SWEEP = {
     "unquantized, tp 4": oracle.layout(tensor=4),
