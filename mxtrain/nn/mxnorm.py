@@ -293,8 +293,7 @@ class MXNormLinear(QuantizedLinear):
         if not isinstance(x, NormedInput):
             raise TypeError(f"MXNormLinear takes the result of an MXNorm, not {type(x).__name__}")
         gemms = self.gemms(x.h.device)
-        # Not "!=": torch.compile cannot negate the equality of recipes whose numbers differ between layers.
-        if not (x.recipe == self.recipe.fprop and x.mode == gemms.mode):
+        if x.recipe != self.recipe.fprop or x.mode != gemms.mode:
             raise ConfigError(
                 f"this MXNormLinear has recipe {self.recipe.fprop} and mode {gemms.mode!r}, but its input was "
                 f"normalized with recipe {x.recipe} and mode {x.mode!r}"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from mxtrain.conversion.compiled_numbers import make_numbers_constant
 from mxtrain.conversion.schedule import set_step
 from mxtrain.recipes.schedule import Entry
 from mxtrain.recipes.spike_guard import SpikeGuard
@@ -94,14 +95,10 @@ class RecipeSwitch:
 
 
 def allow_recompiling(model_parts: list[torch.nn.Module], states: int) -> None:
-    """Let torch.compile compile every block for every state. Beyond its own limit, it stops training.
-
-    A number that differs between states, such as c(p, B), becomes a constant of each graph. By default, torch.compile
-    would make it an input of the graph once it has changed.
-    """
+    """Let torch.compile compile every block for every state. Beyond its own limit, it stops training."""
+    make_numbers_constant()
     layers = sum(getattr(module, "timeline", None) is not None for part in model_parts for module in part.modules())
     config = torch._dynamo.config
-    config.specialize_float = True
     config.recompile_limit = max(config.recompile_limit, GRAPHS + states * layers)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
 

@@ -168,3 +168,33 @@ def test_a_model_learns_in_mixed_formats():
     convert(model, "mx_linear", recipe=FORWARD, recipes=recipes, **NO_SHARE)
     losses = trained(model)
     assert losses[-1] < losses[0] - 1
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.w1, self.w2 = nn.RMSNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        normed = self.norm(x)
+        return self.w1(normed) + self.w2(normed)
+
+
+@pytest.mark.parametrize("recipes", [{"0": "nvfp4"}, {}], ids=["by name", "one"])
+def test_layers_of_other_recipes_compile_once_each(recipes):
+    """Block sizes and c(p, B) differ between them, and are constants of their graphs."""
+    torch.manual_seed(0)
+    model, x, graphs = nn.Sequential(Layer(), Layer(), Layer()), torch.randn(3, 64), []
+
+    def keep(graph, inputs):
+        graphs.append({type(value) for value in inputs})
+        return graph
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(specialize_int=False, specialize_float=False):
+        convert(model, recipes=recipes, filter_fqns=[], example_inputs=(x,), mode="emulated", high_precision_share=0)
+        for layer in model:
+            expected = layer(x)
+            layer.compile(backend=keep, fullgraph=True)
+            torch.testing.assert_close(layer(x), expected)
+    assert len(graphs) == 1 + len(recipes) and all(types <= {torch.Tensor, nn.Parameter} for types in graphs)
