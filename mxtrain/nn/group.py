@@ -106,15 +106,15 @@ class GroupCall:
         made_from = (dtype, x.h.requires_grad, torch.is_grad_enabled(), hooks)
         is_same = self._made_from and self._made_from[0] is x.h and self._made_from[1:] == made_from
         if not is_same or place not in self._outputs or self._has_changed(place):
-            self._weights = [(other.weight, _version(other.weight)) for other in self.group.linears]
+            self._weights = [(other.weight, version(other.weight)) for other in self.group.linears]
             self._outputs = dict(enumerate(self._multiply(x, gemms, dtype)))
             self._made_from = (x.h, *made_from)
         return self._outputs.pop(place)
 
     def _has_changed(self, place: int) -> bool:
         """Whether a linear has another weight than when the outputs were made, or one that was written to."""
-        weight, version = self._weights[place]
-        return self.group.linears[place].weight is not weight or _version(weight) != version
+        weight, before = self._weights[place]
+        return self.group.linears[place].weight is not weight or version(weight) != before
 
     def _multiply(self, x, gemms: ThreeGEMMs, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         linears = self.group.linears
@@ -127,9 +127,9 @@ class GroupCall:
         )
 
 
-def _version(weight: torch.Tensor) -> int | None:
-    """The number of writes to a weight; compiled graphs have none."""
-    return None if torch.compiler.is_compiling() else weight._version
+def version(weight: torch.Tensor) -> int | None:
+    """The number of writes to a weight, which PyTorch does not count in compiled graphs and for inference tensors."""
+    return None if torch.compiler.is_compiling() or weight.is_inference() else weight._version
 
 
 def _stays_single(linear: QuantizedLinear) -> bool:

@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdRef
 
-from mxtrain.nn.group import LinearGroup, ReadyGroup
+from mxtrain.nn.group import LinearGroup, ReadyGroup, version
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear, ReadyWeight, ThreeGEMMs
 from mxtrain.ops import quantize
@@ -118,4 +118,4 @@ def _gain_of(linear: QuantizedLinear) -> torch.Tensor | None:
 
 def _identity(x: torch.Tensor | None) -> tuple:
     # Another tensor may lie where a freed one lay.
-    return (None,) if x is None else (WeakIdRef(x), x.data_ptr(), x._version)
+    return (None,) if x is None else (WeakIdRef(x), x.data_ptr(), version(x))

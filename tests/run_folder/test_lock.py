@@ -17,8 +17,8 @@ HOLDER = """
 import os, pathlib, sys, time
 from mxtrain.run_folder.lock import locked
 with locked(pathlib.Path(sys.argv[1])):
-    if os.fork() > 0:  # the child is like a dataloader worker, which outlives a killed parent for a while
-        print("locked", flush=True)
+    if os.fork() == 0:  # the child is like a dataloader worker, which outlives a killed parent for a while
+        print("locked", flush=True)  # and has closed the lock's file
     time.sleep(60)
 """
 
