@@ -48,19 +48,26 @@ def matmul(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
     with torch.autocast(device_type=a.data.device.type, enabled=False):
         if a.scales is None:
             return _product_of_values(a.data, b.data.t(), out_dtype)
-        a_data, a_scales, recipe, swizzle = _for_scaled_mm(a)
-        b_data, b_scales, _, _ = _for_scaled_mm(b)
-        return scaled_mm(
-            a_data,
-            b_data.t(),
-            scale_a=a_scales,
-            scale_recipe_a=recipe,
-            scale_b=b_scales,
-            scale_recipe_b=recipe,
-            swizzle_a=swizzle,
-            swizzle_b=swizzle,
-            output_dtype=out_dtype,
-        )
+        return _product_of_codes(*a, *b, out_dtype)
+
+
+# Dynamo of PyTorch 2.11 cannot look into scaled_mm.
+@torch.compiler.allow_in_graph
+def _product_of_codes(a, a_scales, a_tensor_scale, b, b_scales, b_tensor_scale, out_dtype: torch.dtype) -> torch.Tensor:
+    """The fields of two operands with scales -> their product in ``out_dtype``."""
+    a_data, a_scales, recipe, swizzle = _for_scaled_mm(Operand(a, a_scales, a_tensor_scale))
+    b_data, b_scales, _, _ = _for_scaled_mm(Operand(b, b_scales, b_tensor_scale))
+    return scaled_mm(
+        a_data,
+        b_data.t(),
+        scale_a=a_scales,
+        scale_recipe_a=recipe,
+        scale_b=b_scales,
+        scale_recipe_b=recipe,
+        swizzle_a=swizzle,
+        swizzle_b=swizzle,
+        output_dtype=out_dtype,
+    )
 
 
 def _product_of_values(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

@@ -36,7 +36,14 @@ def groups_of(module):
     states = {
         id(part._get_fsdp_state()): part._get_fsdp_state() for part in module.modules() if hasattr(part, "unshard")
     }
-    return [group for state in states.values() for group in state._fsdp_param_groups]
+    return [group for state in states.values() for group in groups_of_state(state)]
+
+
+def groups_of_state(state):
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    # PyTorch 2.11 has at most one.
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def test_the_shared_weight_is_in_one_group():
