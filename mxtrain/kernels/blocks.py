@@ -1,7 +1,11 @@
-"""What the casts to both formats compute inside kernels: tiles, block maxima, and where a scale is stored."""
+"""What the casts to both formats compute inside kernels: tiles, block maxima, rounding, and where a scale is stored."""
 
 import triton
 import triton.language as tl
+
+from mxtrain.kernels.device import INTERPRETED
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -40,3 +44,14 @@ def scale_offset(row, block, blocks, FORM: tl.constexpr):
         return blocked_offset(row, block, blocks)
     else:
         return row * blocks + block
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """Round x (fp32) to the nearest number of DTYPE, bf16 or fp32; ties go to even."""
+    if _INTERPRETED and DTYPE == tl.bfloat16:
+        # The interpreter truncates where it should round.
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = tl.where(x != x, x, bits.to(tl.float32, bitcast=True))
+    return x.to(DTYPE)

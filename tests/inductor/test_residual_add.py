@@ -69,10 +69,10 @@ def assert_same(module, function, *inputs):
         assert not isinstance(described.shape[0], int) or one.shape == described.shape
 
 
-@pytest.mark.parametrize("residual_dtype", [FP32, BF16])
+@pytest.mark.parametrize(("dtype", "residual_dtype"), [(FP32, FP32), (FP32, BF16), (BF16, BF16)])
 @pytest.mark.parametrize("form", ["image", "codes"])
 @pytest.mark.parametrize(("name", "norm"), [("mxnorm_cast", mxfp8), ("nvfp4_norm", nvfp4)])
-def test_the_kernel_adds_and_keeps_the_sum(name, norm, form, residual_dtype):
+def test_the_kernel_adds_and_keeps_the_sum(name, norm, form, dtype, residual_dtype):
     """With the views, implicit conversion and order of a Llama block. Another operation reads the sum first."""
 
     def block(x, residual):
@@ -80,7 +80,7 @@ def test_the_kernel_adds_and_keeps_the_sum(name, norm, form, residual_dtype):
         before = h.abs()
         return before, *norm(h.view(-1, D), form), h
 
-    inputs = draw(B, S, D, seed=0), draw(T, D, seed=1).to(residual_dtype)
+    inputs = draw(B, S, D, seed=0).to(dtype), draw(T, D, seed=1).to(residual_dtype)
     module = rewritten(block, *inputs)
     assert operations(module) == [f"mxtrain.{name}.default", "aten.abs.default"]
     assert_same(module, block, *inputs)

@@ -22,30 +22,15 @@ import triton
 import triton.language as tl
 
 from mxtrain.errors import require_one_of
-from mxtrain.kernels.blocks import tile_start
+from mxtrain.kernels.blocks import rounded, tile_start
 from mxtrain.kernels.cast_results import FORMS, Cast, as_bytes, casts_of, flat
 from mxtrain.kernels.checks import check_matrix, check_mxfp8, check_whole_blocks
-from mxtrain.kernels.device import INTERPRETED, converts_fp8
+from mxtrain.kernels.device import converts_fp8
 from mxtrain.kernels.integers import cdiv
 from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.mxfp8.arithmetic import BLOCK
 from mxtrain.kernels.mxfp8.cast import DIMS, along_columns, along_rows, results_for
 from mxtrain.recipes.recipe import Recipe
-
-_INTERPRETED = tl.constexpr(INTERPRETED)
-
-
-@triton.jit
-def _rounded(x, DTYPE: tl.constexpr):
-    """x (fp32) rounded to nearest even in DTYPE, as fp32."""
-    if DTYPE == tl.float32:
-        return x
-    if not _INTERPRETED:
-        return x.to(DTYPE).to(tl.float32)
-    # The interpreter truncates where it should round.
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-    return tl.where(x != x, x, rounded.to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -57,13 +42,13 @@ def sigmoid(gate):
 @triton.jit
 def swiglu(gate, s, up, DTYPE: tl.constexpr):
     """silu(gate) * up with s = sigmoid(gate), rounded to DTYPE. With dh in the place of ``up`` the result is dup."""
-    return _rounded(gate * s * up, DTYPE)
+    return rounded(gate * s * up, DTYPE).to(tl.float32)
 
 
 @triton.jit
 def swiglu_dgate(gate, s, up, dh, DTYPE: tl.constexpr):
     """The gradient of gate with s = sigmoid(gate), rounded to DTYPE."""
-    return _rounded(dh * up * s * (1.0 + gate * (1.0 - s)), DTYPE)
+    return rounded(dh * up * s * (1.0 + gate * (1.0 - s)), DTYPE).to(tl.float32)
 
 
 @triton.jit

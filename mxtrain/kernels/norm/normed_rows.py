@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.kernels.blocks import magnitude_bits
+from mxtrain.kernels.blocks import magnitude_bits, rounded
 from mxtrain.kernels.cast_results import Storage, as_bytes, empty_cast, flat
 from mxtrain.kernels.checks import check_matrix, check_same
 from mxtrain.kernels.integers import cdiv, next_power_of_2
@@ -41,7 +41,7 @@ def load_total(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL: tl.const
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if RESIDUAL:
         x += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        total = x.to(x_ptr.dtype.element_ty)
+        total = rounded(x, x_ptr.dtype.element_ty)
         if STORE:
             tl.store(total_ptr + offsets, total, mask=mask)
         x = total.to(tl.float32)
