@@ -58,7 +58,7 @@ class Chain:
             numbers = _numbers(len(inputs))
             try:
                 got = self._evaluate(self._last, dict(zip(inputs, numbers)))
-            except (TypeError, RuntimeError, NotImplementedError):  # an operation that does not run on these vectors
+            except (TypeError, RuntimeError):  # an operation that does not run on these vectors
                 return False
             want = formula(*numbers)
             return got.shape == want.shape and torch.allclose(got, want, rtol=1e-9, atol=1e-30, equal_nan=True)
