@@ -44,10 +44,11 @@ def _formula_kernel(dh_ptr, gate_ptr, up_ptr, h_ptr, dup_ptr, dgate_ptr, count, 
     up = tl.load(up_ptr + at, mask=at < count).to(tl.float32)
     dh = tl.load(dh_ptr + at, mask=at < count).to(tl.float32)
     s = sigmoid(gate)
+    silu = gate * s
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
-    tl.store(h_ptr + at, swiglu(gate, s, up, dtype), mask=at < count)
-    tl.store(dup_ptr + at, swiglu(gate, s, dh, dtype), mask=at < count)
-    tl.store(dgate_ptr + at, swiglu_dgate(gate, s, up, dh, dtype), mask=at < count)
+    tl.store(h_ptr + at, swiglu(silu, up, dtype), mask=at < count)
+    tl.store(dup_ptr + at, swiglu(silu, dh, dtype), mask=at < count)
+    tl.store(dgate_ptr + at, swiglu_dgate(silu, s, up, dh, dtype), mask=at < count)
 
 
 class Inputs:

@@ -36,10 +36,11 @@ def _formula_kernel(dh_ptr, gate_ptr, up_ptr, h_ptr, dup_ptr, dgate_ptr, count, 
         tl.load(dh_ptr + at, mask=at < count).to(tl.float32),
     )
     s = sigmoid(gate)
+    silu = gate * s
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
-    tl.store(h_ptr + at, swiglu(gate, s, up, dtype), mask=at < count)
-    tl.store(dup_ptr + at, swiglu(gate, s, dh, dtype), mask=at < count)
-    tl.store(dgate_ptr + at, swiglu_dgate(gate, s, up, dh, dtype), mask=at < count)
+    tl.store(h_ptr + at, swiglu(silu, up, dtype), mask=at < count)
+    tl.store(dup_ptr + at, swiglu(silu, dh, dtype), mask=at < count)
+    tl.store(dgate_ptr + at, swiglu_dgate(silu, s, up, dh, dtype), mask=at < count)
 
 
 def formula(dh, gate, up):
@@ -91,7 +92,9 @@ def test_the_formula_is_rounded_once(dtype):
     for got, want, scale in pairs:
         scale = (want if scale is None else scale).abs().nan_to_num(0, 0, 0)
         step = 2.0**-8 if dtype == torch.bfloat16 else 0.0
-        error = 2.0**-20 * scale + step * want.abs().nan_to_num(0, 0, 0) * 1.001 + 1e-37
+        # The argument of exp is rounded, which changes its result by up to 2^-24 |gate|; twice that is allowed.
+        error = (2.0**-20 + 2.0**-23 * wide[1].abs().nan_to_num(0, 0, 0).clamp(max=128)) * scale
+        error += step * want.abs().nan_to_num(0, 0, 0) * 1.001 + 1e-37
         assert torch.equal(got.isnan(), want.isnan())
         finite = want.abs() < 3e38
         assert torch.equal(got[want.isinf()], want[want.isinf()])
