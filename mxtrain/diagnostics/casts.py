@@ -1,90 +1,173 @@
-"""How much a cast to a block format changes values: noise, saturation, underflow, and the range of its block scales.
+"""How much casts to a block format change values: noise, saturation, underflow, and the range of block scales.
 
-Values and images are matrices [R, K] in blocks along K, the axis that the GEMM reduces over.
+On a GPU, many small operations take longer than the few large ones. So all casts of a layer are measured together:
+casts of the same matrix share what does not depend on the cast, and block scales come from one calculation.
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
-from mxtrain.diagnostics.totals import Totals, ratio
-from mxtrain.recipes.recipe import Recipe
-from mxtrain.reference import casts, nvfp4
-from mxtrain.reference.mxnorm import block_amax
+from mxtrain.diagnostics.totals import Totals, norms, ratio
+from mxtrain.ops.collectives import largest
+from mxtrain.recipes.formats import NVFP4, BlockFormat
+from mxtrain.reference import casts as reference
+from mxtrain.reference import nvfp4
+from mxtrain.reference.hadamard import pad
 
 
-def block_scales(
-    values: torch.Tensor, recipe: Recipe, tensor_scale: torch.Tensor | None = None, tiles: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the block scales that the recipe's cast gives ``values`` [R, K], and the largest magnitude below each.
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A matrix before its casts.
 
-    Args:
-        tensor_scale: NVFP4: fp32 [].
+    Attributes:
+        values: [R, C], fp32.
+        group: the name of the process group that holds the matrix together; None for a whole matrix.
+    """
+
+    values: torch.Tensor
+    group: str | None = None
+
+    @cached_property
+    def magnitudes(self) -> torch.Tensor:
+        return self.values.abs()
+
+    @cached_property
+    def nonzero(self) -> torch.Tensor:
+        return torch.count_nonzero(self.values)
+
+
+class Cast(NamedTuple):
+    """A cast of a matrix [R, C].
+
+    Attributes:
+        image: [R, C], the values that the cast's codes and scales stand for.
+        dim: the dimension along which blocks lie, 0 or 1: the axis that the GEMM reduces over.
         tiles: NVFP4: tiles of 16 x 16 share a scale.
-
-    Returns:
-        scales: fp32 [R, K / B], as stored: without the tensor scale.
-        tops: fp32 [R, K / B], what elements above saturate to.
+        tensor_scale: NVFP4: known before the cast; None if it comes from the values.
     """
-    amax = block_amax(values, recipe.block_size)
-    fmt = recipe.format
-    if recipe.is_nvfp4:
-        if tiles:
-            amax = _amax_of_tiles(amax, fmt.block_size)
-        scales = nvfp4.block_scales(amax, tensor_scale).float()
-        return scales, scales * tensor_scale * fmt.element_max
-    # Each maximum is cast as a block of one element.
-    scales = casts.cast(amax.unsqueeze(-1), replace(fmt, block_size=1), recipe.scale_rounding)[1].squeeze(-1).float()
-    return scales, scales * fmt.element_max
+
+    matrix: Matrix
+    image: torch.Tensor
+    dim: int
+    tiles: bool = False
+    tensor_scale: float | None = None
+
+    def blocks(self, size: int) -> torch.Tensor:
+        """The magnitudes of the matrix in blocks: dimension ``dim`` becomes two, of which the second is the block."""
+        return self.matrix.magnitudes.unflatten(self.dim, (-1, size))
+
+    def block_maxima(self, size: int) -> torch.Tensor:
+        """[R, C / size] or [R / size, C]; blocks of the same tile have the maximum of the tile."""
+        amax = self.blocks(size).amax(self.dim + 1)
+        if not self.tiles:
+            return amax
+        across = 1 - self.dim
+        tiles = pad(amax, across).unflatten(across, (-1, size))
+        of_tiles = tiles.amax(across + 1, keepdim=True).expand_as(tiles).flatten(across, across + 1)
+        return of_tiles.narrow(across, 0, amax.shape[across])
 
 
-def _amax_of_tiles(amax: torch.Tensor, tile: int) -> torch.Tensor:
-    """[R, K / B] -> [R, K / B], equal in all rows of a tile. Zeros pad the last tile."""
-    rows = amax.shape[0]
-    padded = torch.nn.functional.pad(amax, (0, 0, 0, -rows % tile))
-    return padded.reshape(-1, tile, amax.shape[1]).amax(1).repeat_interleave(tile, 0)[:rows]
-
-
-def cast_totals(values: torch.Tensor, image: torch.Tensor, scales: torch.Tensor, tops: torch.Tensor) -> Totals:
-    """Measure a cast.
-
-    Args:
-        values: [R, K], fp32, before the cast.
-        image: [R, K], the values that the cast's codes and scales stand for.
-        scales, tops: of ``block_scales``.
-    """
-    blocks = casts.split_blocks(values, values.shape[-1] // scales.shape[-1]).abs()
-    used = blocks.amax(-1) > 0  # a block of zeros has the smallest scale there is
-    exponents = torch.frexp(scales).exponent.double() - 1
-    return Totals(
-        {
-            "elements": float(values.numel()),
-            "nonzero": torch.count_nonzero(values).double(),
-            "signal": energy(values),
-            "noise": energy(values - image),
-            "saturated": (blocks > tops.unsqueeze(-1)).sum().double(),
-            "underflowed": ((values != 0) & (image == 0)).sum().double(),
-        },
-        {"exponent": torch.where(used, exponents, math.inf).amin()},
-        {"exponent": torch.where(used, exponents, -math.inf).amax()},
-    )
+def cast_totals(casts: dict[str, Cast], fmt: BlockFormat, scale_rounding: str | None) -> dict[str, Totals]:
+    """Measure casts to a format; by name. ``scale_rounding`` as in ``Recipe``."""
+    matrices = list(dict.fromkeys(cast.matrix for cast in casts.values()))
+    noises = [cast.matrix.values - cast.image for cast in casts.values()]
+    found = norms([matrix.values for matrix in matrices] + noises)
+    signal, noise = dict(zip(matrices, found)), dict(zip(casts, found[len(matrices) :]))
+    ranges = dict(zip(casts, _block_ranges(list(casts.values()), fmt, scale_rounding)))
+    return {
+        name: Totals(
+            {
+                "elements": float(cast.image.numel()),
+                "nonzero": cast.matrix.nonzero,
+                "saturated": torch.count_nonzero(cast.blocks(fmt.block_size) > ranges[name].tops),
+                "kept": torch.count_nonzero(torch.logical_and(cast.matrix.values, cast.image)),
+            },
+            {"scale": ranges[name].least},
+            {"scale": ranges[name].largest},
+            {"signal": signal[cast.matrix], "noise": noise[name]},
+        )
+        for name, cast in casts.items()
+    }
 
 
 def cast_figures(totals: Totals) -> dict[str, float]:
     """Return the figures of a cast by name. Exponents are those of the block scales of blocks that are not zero."""
-    sums, least, largest = totals
+    sums, least, largest, norms = totals
     figures = {
         "saturated": ratio(sums["saturated"], sums["elements"]),
-        "underflowed": ratio(sums["underflowed"], sums["nonzero"]),
+        "underflowed": ratio(sums["nonzero"] - sums["kept"], sums["nonzero"]),
     }
-    if sums["signal"] > 0 and sums["noise"] > 0:
-        figures["sqnr_db"] = 10 * math.log10(sums["signal"] / sums["noise"])
-    if math.isfinite(least["exponent"]):
-        figures |= {"scale_min_exponent": least["exponent"], "scale_max_exponent": largest["exponent"]}
+    if norms["signal"] > 0 and norms["noise"] > 0:
+        figures["sqnr_db"] = 20 * math.log10(norms["signal"] / norms["noise"])
+    if math.isfinite(least["scale"]):
+        figures |= {"scale_min_exponent": exponent(least["scale"]), "scale_max_exponent": exponent(largest["scale"])}
     return figures
 
 
-def energy(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares, fp64 []. No square of an fp32 number overflows or underflows."""
-    return torch.linalg.vector_norm(x, dtype=torch.float64).square()
+def exponent(scale: float) -> float:
+    """Return log2 of a positive number, rounded down."""
+    return float(math.frexp(scale)[1] - 1)
+
+
+def block_scales(
+    amax: torch.Tensor, fmt: BlockFormat, scale_rounding: str | None, tensor_scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the block scales that the cast to a format gives blocks, and the largest magnitude below each.
+
+    Args:
+        amax: the maxima of the blocks, fp32, any shape.
+        tensor_scale: NVFP4: of the matrix of each block, fp32, shape of ``amax`` or [].
+
+    Returns:
+        scales: fp32, shape of ``amax``, as stored: without the tensor scale.
+        tops: fp32, shape of ``amax``, what elements above saturate to.
+    """
+    if fmt == NVFP4:
+        scales = nvfp4.block_scales(amax, tensor_scale).float()
+        return scales, scales * tensor_scale * fmt.element_max
+    # Each maximum is cast as a block of one element.
+    scales = reference.cast(amax.unsqueeze(-1), replace(fmt, block_size=1), scale_rounding)[1]
+    scales = scales.squeeze(-1).float()
+    return scales, scales * fmt.element_max
+
+
+class _BlockRanges(NamedTuple):
+    tops: torch.Tensor
+    """What elements above saturate to; broadcasts with ``Cast.blocks``"""
+    least: torch.Tensor
+    largest: torch.Tensor
+    """Extremes of the scales of blocks that are not zero, fp32 []; infinite if all are zero"""
+
+
+def _block_ranges(casts: Sequence[Cast], fmt: BlockFormat, scale_rounding: str | None) -> list[_BlockRanges]:
+    maxima = [cast.block_maxima(fmt.block_size) for cast in casts]
+    sizes = [amax.numel() for amax in maxima]
+    amax = torch.cat([amax.flatten() for amax in maxima])
+    tensor_scales = None
+    if fmt == NVFP4:
+        of_casts = _tensor_scales(casts, maxima)
+        tensor_scales = torch.cat([scale.expand(size) for scale, size in zip(of_casts, sizes)])
+    scales, tops = block_scales(amax, fmt, scale_rounding, tensor_scales)
+    used = amax > 0  # a block of zeros has the smallest scale there is
+    low, high = torch.where(used, scales, math.inf), torch.where(used, scales, -math.inf)
+    parts = zip(casts, maxima, *(joined.split(sizes) for joined in (tops, low, high)))
+    return [
+        _BlockRanges(tops.view(amax.shape).unsqueeze(cast.dim + 1), low.amin(), high.amax())
+        for cast, amax, tops, low, high in parts
+    ]
+
+
+def _tensor_scales(casts: Sequence[Cast], maxima: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """NVFP4: the tensor scale of every cast, fp32 []."""
+    from_values = nvfp4.power_of_two_tensor_scales(
+        torch.stack([largest(amax.amax(), cast.matrix.group) for cast, amax in zip(casts, maxima)])
+    ).unbind()
+    return [
+        scale if cast.tensor_scale is None else torch.full_like(scale, cast.tensor_scale)
+        for cast, scale in zip(casts, from_values)
+    ]

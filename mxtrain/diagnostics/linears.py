@@ -11,21 +11,18 @@ The operands come from the functions that training calls (``mxtrain.ops.quantize
 the images of mode "emulated", which hold the same values. A dynamic tensor scale of NVFP4 is that of the sample.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
-from mxtrain.diagnostics.casts import block_scales, cast_figures, cast_totals
+from mxtrain.diagnostics.casts import Cast, Matrix, cast_figures, cast_totals
 from mxtrain.diagnostics.products import norm_to_noise, product_totals, relative_error
 from mxtrain.diagnostics.totals import Totals
 from mxtrain.nn.three_gemms import ThreeGEMMs
 from mxtrain.ops import quantize
-from mxtrain.ops.collectives import largest
 from mxtrain.ops.gemm import Operand
 from mxtrain.ops.mxnorm import normalize
-from mxtrain.recipes.recipe import Recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
 from mxtrain.reference import nvfp4
 from mxtrain.reference.casts import at_least_fp32
@@ -54,15 +51,6 @@ class Input:
     draws: torch.Tensor | None = None
 
 
-class _Cast(NamedTuple):
-    values: torch.Tensor
-    operand: Operand
-    group: str | None
-    tiles: bool = False
-    tensor_scale: float | None = None
-    """NVFP4: known before the cast; None if it comes from the values"""
-
-
 def linear_totals(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, dy: torch.Tensor) -> dict[str, Totals]:
     """Measure a linear's casts and GEMMs; by name. GEMMs without a format are left out.
 
@@ -73,12 +61,13 @@ def linear_totals(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, dy: tor
     """
     if gemms.mode == "native":
         gemms = replace(gemms, mode="emulated")
-    found = {}
-    for gemm, a_name, a, b_name, b in _operands(gemms, given, weight, dy):
+    found, by_format = {}, defaultdict(dict)
+    for gemm, casts in _casts(gemms, given, weight, dy).items():
         recipe = getattr(gemms.recipe, gemm)
-        for name, cast in ((a_name, a), (b_name, b)):
-            found[f"{gemm}_{name}"] = _cast_totals(cast, recipe)
-        found[gemm] = product_totals(a.values, b.values, a.operand, b.operand)
+        found[gemm] = _product_totals(*casts.values())
+        by_format[recipe.format, recipe.scale_rounding] |= {f"{gemm}_{name}": cast for name, cast in casts.items()}
+    for (fmt, scale_rounding), casts in by_format.items():
+        found |= cast_totals(casts, fmt, scale_rounding)
     return found
 
 
@@ -95,50 +84,55 @@ def linear_figures(found: dict[str, Totals]) -> dict[str, float]:
     return figures
 
 
-def _operands(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, dy: torch.Tensor) -> Iterator[tuple]:
-    """For each GEMM with a format: its name, then name and cast of each of its two operands."""
+def _casts(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, dy: torch.Tensor) -> dict[str, dict[str, Cast]]:
+    """For each GEMM with a format: its two casts by name."""
     recipe, mode, split = gemms.recipe, gemms.mode, gemms.split
-    x = at_least_fp32(given.x) if given.rho is None else scale_rows(given.x, given.rho)
-    w = at_least_fp32(weight) if given.gain is None else at_least_fp32(weight) * given.gain
-    dgrad, wgrad = recipe.dgrad.format is not None, recipe.wgrad.format is not None
+    fprop, dgrad, wgrad = (of_gemm.format is not None for of_gemm in recipe.gemms)
+    x_values = at_least_fp32(given.x) if given.rho is None else scale_rows(given.x, given.rho)
+    w_values = at_least_fp32(weight) if given.gain is None else at_least_fp32(weight) * given.gain
+    x, w, grad = Matrix(x_values, split.x), Matrix(w_values, split.w), Matrix(at_least_fp32(dy), split.dy)
+    w_rows, w_columns = quantize.weight_for_both(weight, recipe, mode, given.gain, split.w)
     dy_rows, dy_columns = quantize.gradient(dy, recipe, mode, dgrad, wgrad, given.signs, given.draws, split.dy)
-    dy = at_least_fp32(dy)
-    if (fprop := recipe.fprop).format is not None:
-        weight_cast = quantize.weight(weight, fprop, mode, 1, given.gain, split.w)
-        yield "fprop", "input", _input(gemms, given, x), "weight", _Cast(w, weight_cast, split.w, fprop.weight_tiles)
+    found = {}
+    if fprop:
+        of_w = Cast(w, w_rows.data, 1, recipe.fprop.weight_tiles)
+        found["fprop"] = {"input": _input(gemms, given, x), "weight": of_w}
     if dgrad:
-        weight_cast = quantize.weight(weight, recipe.dgrad, mode, 0, given.gain, split.w)
-        of_weight = _Cast(w.t(), weight_cast, split.w, recipe.dgrad.weight_tiles)
-        yield "dgrad", "grad", _Cast(dy, dy_rows, split.dy), "weight", of_weight
+        of_w = Cast(w, w_columns.data.t(), 0, recipe.dgrad.weight_tiles)
+        found["dgrad"] = {"grad": Cast(grad, dy_rows.data, 1), "weight": of_w}
     if wgrad:
         x_columns = quantize.activation_along_tokens(given.x, recipe.wgrad, mode, given.rho, given.signs, split.x)
-        of_dy, of_x = (_along_tokens(values, recipe.wgrad, given.signs) for values in (dy, x))
-        yield "wgrad", "grad", _Cast(of_dy, dy_columns, split.dy), "input", _Cast(of_x, x_columns, split.x)
+        if recipe.wgrad.hadamard:
+            grad, x = _transformed(grad, x, given.signs)
+        found["wgrad"] = {"grad": Cast(grad, dy_columns.data.t(), 0), "input": Cast(x, x_columns.data.t(), 0)}
+    return found
 
 
-def _input(gemms: ThreeGEMMs, given: Input, x: torch.Tensor) -> _Cast:
+def _input(gemms: ThreeGEMMs, given: Input, x: Matrix) -> Cast:
     """The cast of fprop's input; ``x`` are its values."""
     fprop, estimate = gemms.recipe.fprop, given.estimate
     if estimate is None:
-        return _Cast(x, quantize.activation(given.x, fprop, gemms.mode, gemms.split.x), gemms.split.x)
+        return Cast(x, quantize.activation(given.x, fprop, gemms.mode, gemms.split.x).data, 1)
     static = None
     if fprop.tensor_scale == "static":
-        static = nvfp4.static_tensor_scale(x.shape[-1], estimate.p, estimate.estimator, estimate.constant)
-    return _Cast(x, normalize(given.x, estimate, fprop, gemms.mode)[0], gemms.split.x, tensor_scale=static)
+        columns = x.values.shape[-1]
+        static = nvfp4.static_tensor_scale(columns, estimate.p, estimate.estimator, estimate.constant)
+    return Cast(x, normalize(given.x, estimate, fprop, gemms.mode)[0].data, 1, tensor_scale=static)
 
 
-def _along_tokens(x: torch.Tensor, recipe: Recipe, signs: torch.Tensor | None) -> torch.Tensor:
-    """x [R, C] -> what is cast [C, R]: the transform of x if the recipe says so."""
-    return (hadamard(pad(x, 0), unpack_signs(signs), 0) if recipe.hadamard else x).t()
+def _transformed(a: Matrix, b: Matrix, signs: torch.Tensor) -> tuple[Matrix, Matrix]:
+    """The Hadamard transforms of two matrices along tokens, from one calculation."""
+    both = hadamard(pad(torch.cat((a.values, b.values), 1), 0), unpack_signs(signs), 0)
+    of_a, of_b = both.split((a.values.shape[1], b.values.shape[1]), 1)
+    return Matrix(of_a, a.group), Matrix(of_b, b.group)
 
 
-def _cast_totals(cast: _Cast, recipe: Recipe) -> Totals:
-    values = cast.values.contiguous()
-    scale = None
-    if recipe.is_nvfp4:
-        if cast.tensor_scale is not None:
-            scale = torch.full((), cast.tensor_scale, dtype=torch.float32, device=values.device)
-        else:
-            scale = nvfp4.power_of_two_tensor_scale(largest(values.abs().amax(), cast.group))
-    scales, tops = block_scales(values, recipe, scale, cast.tiles)
-    return cast_totals(values, cast.operand.data, scales, tops)
+def _product_totals(a: Cast, b: Cast) -> Totals:
+    return product_totals(
+        *(_reduced_last(cast.matrix.values, cast.dim) for cast in (a, b)),
+        *(Operand(_reduced_last(cast.image, cast.dim)) for cast in (a, b)),
+    )
+
+
+def _reduced_last(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x if dim == 1 else x.t()

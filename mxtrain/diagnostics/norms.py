@@ -49,7 +49,7 @@ def norm_totals(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> Total
     sums |= {"e": e, "t": t, "ee": e * e, "tt": t * t, "et": e * t}
     output = torch.where(counts, amax * inverse_rms(x, estimate, recipe), 0.0)
     return Totals(
-        {name: values.sum(dtype=torch.float64) for name, values in sums.items()},
+        dict(zip(sums, torch.stack([values.double() for values in sums.values()]).sum(-1))),
         {"ratio": torch.where(counts, ratios, math.inf).amin()},
         {"ratio": ratios.amax(), "output": output.amax(), "bound": output_bound(x.shape[-1], estimate, recipe)},
     )
@@ -57,7 +57,7 @@ def norm_totals(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> Total
 
 def norm_figures(totals: Totals) -> dict[str, float]:
     """Return the figures of a norm by name; none for a sample without a row that counts."""
-    sums, least, largest = totals
+    sums, least, largest, _ = totals
     rows = sums["rows"]
     if rows == 0:
         return {}

@@ -8,12 +8,9 @@ With noise of standard deviation s in each of d elements, the denominator is s s
 "FP4 All the Way: Fully Quantized Training of LLMs", arXiv 2505.19115, find that training stalls below sqrt(3).
 """
 
-import math
-
 import torch
 
-from mxtrain.diagnostics.casts import energy
-from mxtrain.diagnostics.totals import Totals, ratio
+from mxtrain.diagnostics.totals import Totals, norms, ratio
 from mxtrain.ops.gemm import Operand, matmul
 
 
@@ -26,14 +23,15 @@ def product_totals(a: torch.Tensor, b: torch.Tensor, a_cast: Operand, b_cast: Op
     """
     exact = matmul(Operand(a), Operand(b), torch.float32)
     quantized = matmul(a_cast, b_cast, torch.float32)
-    return Totals({"signal": energy(exact), "noise": energy(quantized - exact)}, {}, {})
+    signal, noise = norms([exact, quantized - exact])
+    return Totals({}, {}, {}, {"signal": signal, "noise": noise})
 
 
 def relative_error(totals: Totals) -> float:
     """Return the norm of the difference over the norm of the product in high precision."""
-    return math.sqrt(ratio(totals.sums["noise"], totals.sums["signal"]))
+    return ratio(totals.norms["noise"], totals.norms["signal"])
 
 
 def norm_to_noise(totals: Totals) -> float:
     """Return the norm of the product in high precision over the norm of the difference."""
-    return math.sqrt(ratio(totals.sums["signal"], totals.sums["noise"]))
+    return ratio(totals.norms["signal"], totals.norms["noise"])

@@ -1,5 +1,7 @@
 """Which tokens are measured: groups of neighbors, spread evenly over the batch."""
 
+from functools import lru_cache
+
 import torch
 
 GROUP = 32
@@ -8,6 +10,7 @@ Tokens in a group: the longest block of any format. Wgrad casts in blocks along 
 """
 
 
+@lru_cache(maxsize=16)  # all modules of a model have the same few numbers of tokens
 def sampled_tokens(available: int, wanted: int, device: torch.device) -> torch.Tensor:
     """Return the indices of at most ``wanted`` of ``available`` tokens, int64, a multiple of 32 of them in order.
 

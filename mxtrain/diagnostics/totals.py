@@ -1,5 +1,7 @@
 """What is kept of a measurement: values that can be combined over batches and processes without any error."""
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,11 +10,13 @@ Values = dict[str, torch.Tensor | float]
 
 
 class Totals(NamedTuple):
-    """Values by name. Numbers, or fp64 tensors [] while they are on a device."""
+    """Values by name. Numbers, or tensors [] in fp64, fp32 or int64 while they are on a device."""
 
     sums: Values
     least: Values
     largest: Values
+    norms: Values = {}
+    """Roots of sums of squares"""
 
 
 def combined(a: Totals, b: Totals) -> Totals:
@@ -21,24 +25,35 @@ def combined(a: Totals, b: Totals) -> Totals:
         {name: value + b.sums[name] for name, value in a.sums.items()},
         {name: min(value, b.least[name]) for name, value in a.least.items()},
         {name: max(value, b.largest[name]) for name, value in a.largest.items()},
+        {name: math.hypot(value, b.norms[name]) for name, value in a.norms.items()},
     )
 
 
 def numbers(found: dict[tuple, Totals]) -> dict[tuple, Totals]:
-    """Return the same totals with Python numbers. All tensors are read from their device at once."""
-    tensors = [
-        value
-        for totals in found.values()
-        for values in totals
-        for value in values.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    read = iter(torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else [])
+    """Return the same totals with Python numbers. All tensors of a dtype are read from their device at once."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for totals in found.values():
+        for values in totals:
+            for value in values.values():
+                if isinstance(value, torch.Tensor):
+                    by_dtype.setdefault(value.dtype, []).append(value)
+    read = {}
+    for tensors in by_dtype.values():
+        read |= zip(map(id, tensors), torch.stack(tensors).tolist())
 
     def as_numbers(values: Values) -> Values:
-        return {name: next(read) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+        return {name: read.get(id(value), value) for name, value in values.items()}
 
     return {key: Totals(*(as_numbers(values) for values in totals)) for key, totals in found.items()}
+
+
+def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the square root of the sum of squares of every fp32 tensor, fp64 []. No square overflows or underflows.
+
+    On a GPU, ``torch.linalg.vector_norm`` would copy every tensor to fp64 first. This function reads them as they are,
+    in one launch.
+    """
+    return torch._foreach_norm(tensors, 2, torch.float64)
 
 
 def ratio(part: float, whole: float) -> float:

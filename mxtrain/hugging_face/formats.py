@@ -25,7 +25,7 @@ class RunFacts:
     recipes: Mapping[str, LinearRecipe | None]
     """FQN in TorchTitan of every linear, such as "layers.0.attention.wq" -> its recipe; None in high precision"""
     merged_norms: frozenset[str]
-    """FQNs of the norms whose gain training folded into the next weights: those that the run's converter made MXNorm"""
+    """FQNs of the norms whose gain training folded into the next weights: the MXNorms of this step"""
     names: Mapping[str, tuple[str, ...]]
     """FQN of every parameter -> its names in Hugging Face: one, or one for each expert; none if it is left out"""
     shapes: Mapping[str, tuple[int, ...]]

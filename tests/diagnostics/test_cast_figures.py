@@ -3,16 +3,18 @@ import math
 import pytest
 import torch
 
-from mxtrain.diagnostics.casts import block_scales, cast_figures, cast_totals, energy
+from mxtrain.diagnostics.casts import Cast, Matrix, block_scales, cast_figures, cast_totals
 from mxtrain.diagnostics.totals import combined, numbers
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.reference import casts, nvfp4
+from mxtrain.reference.mxnorm import block_amax
 
 FLOOR, RCEIL, NVFP4 = get_recipe("mxfp8", "floor"), get_recipe("mxfp8"), get_recipe("nvfp4")
 
 
-def totals_of(values, recipe, image, *tensor_scale):
-    return numbers({"cast": cast_totals(values, image, *block_scales(values, recipe, *tensor_scale))})["cast"]
+def totals_of(values, recipe, image, dim=1, **options):
+    cast = Cast(Matrix(values), image, dim, **options)
+    return numbers(cast_totals({"cast": cast}, recipe.format, recipe.scale_rounding))["cast"]
 
 
 def test_a_block_by_hand():
@@ -32,7 +34,7 @@ def test_a_block_by_hand():
 def test_mxfp8_scales_are_those_of_the_cast(recipe):
     torch.manual_seed(0)
     values = torch.randn(16, 128) * torch.logspace(-20, 20, 16).unsqueeze(1)
-    scales, tops = block_scales(values, recipe)
+    scales, tops = block_scales(block_amax(values, 32), recipe.format, recipe.scale_rounding)
     assert torch.equal(scales, casts.cast(values, recipe.format, recipe.scale_rounding)[1].float())
     assert torch.equal(tops, scales * 448)
     assert (values.view(16, 4, 32).abs() <= tops.unsqueeze(-1)).all() == (recipe is RCEIL)
@@ -44,9 +46,14 @@ def test_nvfp4_scales_are_those_of_the_cast(tiles):
     values = torch.randn(24, 64) * torch.logspace(-3, 1, 24).unsqueeze(1)
     scale = nvfp4.power_of_two_tensor_scale(values)
     codes, expected = (nvfp4.cast_tiles if tiles else nvfp4.cast)(values, scale)
-    scales, tops = block_scales(values, NVFP4, scale, tiles)
-    assert torch.equal(scales, expected.float())
-    figures = cast_figures(totals_of(values, NVFP4, nvfp4.dequantize(codes, expected, scale), scale, tiles))
+    image = nvfp4.dequantize(codes, expected, scale)
+    maxima = Cast(Matrix(values), image, 1, tiles).block_maxima(16)
+    scales, tops = block_scales(maxima, NVFP4.format, None, scale)
+    assert torch.equal(scales, expected.float()) and torch.equal(tops, 6 * (scales * scale))
+    totals = totals_of(values, NVFP4, image, tiles=tiles)
+    assert totals == totals_of(values, NVFP4, image, tiles=tiles, tensor_scale=scale.item())
+    assert totals == totals_of(values.t(), NVFP4, image.t(), 0, tiles=tiles)
+    figures = cast_figures(totals)
     above = values.view(24, 4, 16).abs() > 6 * (scales * scale).unsqueeze(-1)
     assert figures["saturated"] == above.sum().item() / 1536 > 0
     assert 10 < figures["sqnr_db"] < 25 and figures["scale_max_exponent"] <= 8
@@ -60,8 +67,27 @@ def test_totals_of_two_parts_are_those_of_the_whole():
     assert cast_figures(parts) == pytest.approx(cast_figures(totals_of(values, RCEIL, image)))
 
 
-def test_squares_of_small_gradients_count():
-    assert energy(torch.full((4,), 1e-30)).item() == pytest.approx(4e-60)
+@pytest.mark.parametrize("recipe", (RCEIL, NVFP4))
+def test_casts_measured_together_have_the_totals_of_each(recipe):
+    torch.manual_seed(0)
+    a = Matrix(torch.randn(32, 64) * torch.logspace(-1, 1, 64))
+    b = Matrix(100 * torch.randn(32, 96) * torch.logspace(-1, 1, 96))
+    together = {
+        f"{name} {dim}": Cast(matrix, matrix.values.bfloat16().where(matrix.values.abs() > 0.1, 0), dim)
+        for name, matrix in (("a", a), ("b", b))
+        for dim in (1, 0)
+    }
+    found = numbers(cast_totals(together, recipe.format, recipe.scale_rounding))
+    for name, cast in together.items():
+        assert found[name] == totals_of(cast.matrix.values, recipe, cast.image, cast.dim)
+    assert len({totals.least["scale"] for totals in found.values()}) > 1
+
+
+def test_zeros_in_a_block_with_a_nan_do_not_underflow():
+    values = torch.zeros(1, 64)
+    values[0, 0], values[0, 40] = math.nan, 448.0
+    figures = cast_figures(totals_of(values, RCEIL, casts.image(values, RCEIL.format, "rceil", 1, torch.float32)))
+    assert figures == {"saturated": 0, "underflowed": 0, "scale_min_exponent": 0, "scale_max_exponent": 0}
 
 
 def test_a_cast_without_noise_or_values_has_fewer_figures():
