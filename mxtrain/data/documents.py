@@ -13,7 +13,8 @@ from mxtrain.data.progress import Progress
 
 class Document(NamedTuple):
     key: str
-    """Path of the text relative to the root of its source, with "/" on every platform"""
+    """What the hashes go by. Python source: the path relative to its root, with "/" on every platform. Files: the
+    text itself, because the same text may stand in several files and rows"""
 
     text: str
 

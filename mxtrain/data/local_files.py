@@ -1,7 +1,8 @@
 """Reads local JSONL and Parquet files (through the ``datasets`` library) and text files as training text.
 
 Documents stay in file order; the data loader shuffles chunks of the tokenized text in each epoch.
-Duplicates are kept, because a mixture may repeat a file to give it more weight.
+Duplicates are kept, because a mixture may repeat a file to give it more weight. A document's text decides whether it
+is held out, as in a stream: equal documents are on the same side, and stay there when files or rows come and go.
 """
 
 import glob
@@ -71,28 +72,27 @@ class LocalFiles:
         read = self._pieces if self._format == "text" else self._texts
         column = TextColumn(self._config.text_key)
         for file in self._files:
-            name = file.relative_to(self._root).as_posix()
             try:
-                for position, text in read(file, column):
-                    yield Document(f"{name}:{position}", text)
+                for text in read(file, column):
+                    yield Document(text, text)
             except Exception as error:  # each format's reader raises its own types
                 raise ConfigError(
                     f"{self._setting}: cannot read {file} as {self._format}: {one_line(error)}"
                 ) from error
         column.require_text()
 
-    def _pieces(self, file: Path, _: TextColumn) -> Iterator[tuple[int, str]]:
+    def _pieces(self, file: Path, _: TextColumn) -> Iterator[str]:
         with open_text(file) as opened:
-            yield from enumerate(split_lines(opened, PIECE_CHARACTERS))
+            yield from split_lines(opened, PIECE_CHARACTERS)
 
-    def _texts(self, file: Path, column: TextColumn) -> Iterator[tuple[int, str]]:
+    def _texts(self, file: Path, column: TextColumn) -> Iterator[str]:
         # Files may differ in their other columns, so each file is loaded by itself.
-        for position, row in enumerate(self._rows(file)):
+        for row in self._rows(file):
             text = column.text_of(row, str(file))
             if text is None:
                 self.dropped[WITHOUT_TEXT] += 1
             else:
-                yield position, text
+                yield text
 
     def _rows(self, file: Path) -> Iterator[dict]:
         """Yield rows with ``datasets``, streamed: a normal load would write an Arrow copy of the data."""

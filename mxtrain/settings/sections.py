@@ -324,8 +324,8 @@ class Data:
 
     validation_share: ShareBelowOne = 0.01
     """
-    Share of the documents held out for validation, in [0, 1), chosen by a hash of each document's path, or of its text
-    if it is streamed
+    Share of the documents held out for validation, in [0, 1), chosen by a hash of each document's path for dataset
+    "python", of its text for "files" and "hf"
     """
 
     seed: NotNegative = 0

@@ -6,13 +6,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from mxtrain.data import DataConfig
-from mxtrain.data.documents import Document
+from mxtrain.data.documents import is_held_out
 from mxtrain.data.local_files import LocalFiles
 from mxtrain.errors import ConfigError
 
 
-def documents(path, **fields) -> list[Document]:
-    return list(LocalFiles(DataConfig(dataset="files", path=str(path), **fields)).documents())
+def documents(path, **fields) -> list[str]:
+    found = list(LocalFiles(DataConfig(dataset="files", path=str(path), **fields)).documents())
+    assert all(document.key == document.text for document in found)
+    return [document.text for document in found]
 
 
 def write_jsonl(path, texts, key="text"):
@@ -23,19 +25,19 @@ def write_jsonl(path, texts, key="text"):
 def test_jsonl_without_empty_rows(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", ["one", "", None, "two\nlines", " \n"])
     source = LocalFiles(DataConfig(dataset="files", path=str(file)))
-    assert list(source.documents()) == [("a.jsonl:0", "one"), ("a.jsonl:3", "two\nlines")]
+    assert [document.text for document in source.documents()] == ["one", "two\nlines"]
     assert source.dropped == {"empty": 2, "without text": 1}
     assert source.listing == [(str(file), file.stat().st_size, file.stat().st_mtime_ns)]
 
 
 def test_parquet_with_another_column(tmp_path):
     pq.write_table(pa.table({"n": [1, 2], "content": ["one", "two"]}), tmp_path / "a.parquet")
-    assert documents(tmp_path / "a.parquet", text_key="content") == [("a.parquet:0", "one"), ("a.parquet:1", "two")]
+    assert documents(tmp_path / "a.parquet", text_key="content") == ["one", "two"]
 
 
 def test_compressed_jsonl(tmp_path):
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(b'{"text": "packed"}\n'))
-    assert documents(tmp_path / "a.json.gz") == [("a.json.gz:0", "packed")]
+    assert documents(tmp_path / "a.json.gz") == ["packed"]
 
 
 def test_a_folder_is_read_recursively_in_order_without_hidden_files(tmp_path):
@@ -43,32 +45,41 @@ def test_a_folder_is_read_recursively_in_order_without_hidden_files(tmp_path):
         path = tmp_path / "text" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{name}\n")
-    expected = [("a.md:0", "a.md\n"), ("b.txt:0", "b.txt\n"), ("sub/c.py:0", "sub/c.py\n")]
+    expected = ["a.md\n", "b.txt\n", "sub/c.py\n"]
     assert documents(tmp_path / "text") == expected
 
 
 def test_files_may_differ_in_other_columns(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a", "n": 1}\n')
     (tmp_path / "b.jsonl").write_text('{"meta": {"x": 1}, "text": "b"}\n')
-    assert [document.text for document in documents(tmp_path)] == ["a", "b"]
+    assert documents(tmp_path) == ["a", "b"]
 
 
 def test_globs_and_names_with_pattern_characters(tmp_path):
     write_jsonl(tmp_path / "part[1].jsonl", ["odd name"])
     (tmp_path / "readme.txt").write_text("not this one")
-    assert documents(tmp_path / "part[1].jsonl") == [("part[1].jsonl:0", "odd name")]
-    assert documents(tmp_path / "*.jsonl") == [("part[1].jsonl:0", "odd name")]
+    assert documents(tmp_path / "part[1].jsonl") == ["odd name"]
+    assert documents(tmp_path / "*.jsonl") == ["odd name"]
     (tmp_path / "x[2]").mkdir()
     (tmp_path / "x[2]" / "a.txt").write_text("in an odd folder")
-    assert documents(tmp_path / "x[2]") == [("a.txt:0", "in an odd folder")]
+    assert documents(tmp_path / "x[2]") == ["in an odd folder"]
 
 
-def test_keys_do_not_depend_on_where_the_folder_is(tmp_path):
-    for place in ("here", "there/deep"):
-        (tmp_path / place).mkdir(parents=True)
-        (tmp_path / place / "a.txt").write_text("text")
-    assert documents(tmp_path / "here") == documents(tmp_path / "there" / "deep")
-    assert documents(tmp_path / "here" / "*.txt") == documents(tmp_path / "here" / "a.txt")
+def test_copies_of_a_held_out_text_are_held_out_too_and_stay_so_when_rows_are_added(tmp_path):
+    rows = [f"text {i}" for i in range(100)]
+
+    def split(path):
+        config = DataConfig(dataset="files", path=str(path))
+        held_out = {d.text for d in LocalFiles(config).documents() if is_held_out(d.key, 0.2)}
+        return held_out, {d.text for d in LocalFiles(config).documents() if not is_held_out(d.key, 0.2)}
+
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    held_out, trained = split(tmp_path / "a.jsonl")
+    assert 5 < len(held_out) < 40 and len(trained) == 100 - len(held_out)
+    write_jsonl(tmp_path / "a.jsonl", ["a new first row", *rows])
+    write_jsonl(tmp_path / "b.jsonl", reversed(rows))
+    later_held_out, later_trained = split(tmp_path)
+    assert held_out <= later_held_out and trained <= later_trained and not later_held_out & later_trained
 
 
 def test_max_bytes_counts_utf8(tmp_path):
@@ -84,8 +95,8 @@ def test_a_long_text_becomes_several_documents(tmp_path):
     (tmp_path / "long.txt").write_text(text)
     found = documents(tmp_path / "long.txt")
     assert len(found) == 4
-    assert "".join(document.text for document in found) == text
-    assert all(document.text.endswith("\n") for document in found)
+    assert "".join(found) == text
+    assert all(document.endswith("\n") for document in found)
 
 
 @pytest.mark.parametrize(
