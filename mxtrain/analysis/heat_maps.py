@@ -4,7 +4,7 @@ import math
 import os
 from pathlib import Path
 
-from mxtrain.analysis.metrics_file import read_metrics
+from mxtrain.analysis.metrics_file import metrics_of_run
 from mxtrain.analysis.numerics import (
     CAST_FIGURES,
     NORM_FIGURES,
@@ -43,9 +43,7 @@ def draw_numerics(folder: str | os.PathLike, path: str | os.PathLike) -> tuple[P
     folder, path = Path(folder), Path(path)
     if path.suffix.lower() != ".png":
         raise ConfigError(f"the picture {str(path)!r} is not the name of a PNG file; end it in .png")
-    if not folder.is_dir():
-        raise ConfigError(f"run folder {str(folder)!r} does not exist")
-    rows = numerics_rows(read_metrics(folder / METRICS_FILE))
+    rows = numerics_rows(metrics_of_run(folder))
     if not rows:
         raise ConfigError(f"{folder / METRICS_FILE} has no figures: train with mxnorm.diagnostics.every = 50")
     values, steps = by_figure(rows), sorted({row["step"] for row in rows})

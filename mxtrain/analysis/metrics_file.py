@@ -17,7 +17,7 @@ import os
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import reason, replace_file
+from mxtrain.run_folder.files import METRICS_FILE, reason, replace_file
 
 EVENT = "event"
 """Key of the text in an event row"""
@@ -69,6 +69,14 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
             if number < len(lines):
                 raise ConfigError(f"{path}, line {number}: {error}") from error
     return rows
+
+
+def metrics_of_run(folder: Path) -> list[dict]:
+    """Return all rows of a run's metrics. Raises ConfigError if there is no such folder, and as ``read_metrics``."""
+    if not folder.is_dir():
+        what = "is a file: name the run's folder" if folder.exists() else "does not exist"
+        raise ConfigError(f"run folder {str(folder)!r} {what}")
+    return read_metrics(folder / METRICS_FILE)
 
 
 class MetricsWriter:

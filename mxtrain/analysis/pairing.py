@@ -8,8 +8,10 @@ STEPS = "training.steps"
 PAIRING_SETTINGS = (
     "training.dataset", "training.dataset_path", "training.seq_len", "training.global_batch_size",
     "training.local_batch_size", STEPS, "data.installed", "data.other_files", "data.vocab_size", "data.max_bytes",
-    "data.package_share", "data.validation_share", "data.seed", "model.name", "model.flavor", "validation.dataset",
-    "validation.dataset_path", "validation.steps", "validation.seq_len", "validation.local_batch_size",
+    "data.package_share", "data.validation_share", "data.seed", "data.text_key", "data.hf_config", "data.prepared",
+    "model.name", "model.flavor", "model.hf_assets_path", "model.tokenizer_path", "checkpoint.initial_load_path",
+    "checkpoint.initial_load_in_hf", "validation.dataset", "validation.dataset_path", "validation.steps",
+    "validation.seq_len", "validation.local_batch_size",
 )  # fmt: skip
 """Settings in which paired runs must agree: they read the same text in the same steps, start from equal weights, and
 are validated on the same text"""
@@ -34,4 +36,6 @@ def unpaired(runs: Iterable[tuple[str, Mapping[str, object]]], left_out: tuple[s
 def _effect(name: str) -> str:
     if name.startswith("validation."):
         return "their validation losses are not of the same text"
+    if name.startswith("checkpoint."):
+        return "their runs do not start from equal weights"
     return "their runs are not paired step by step"

@@ -70,7 +70,7 @@ def result_of(run: Run, variant: str | None = None) -> Result:
     return Result(
         name=run.name,
         variant=variant or run.variant or run.name,
-        lr=_number(run.setting("optimizer", "lr"), float),
+        lr=run.learning_rate,
         seed=_number(run.setting("debug", "seed"), int),
         **curve_numbers(run),
         model=str(run.facts.get("model") or run.setting("model", "name") or ""),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tomli
 
-from mxtrain.analysis.metrics_file import EVENT, read_metrics
+from mxtrain.analysis.metrics_file import EVENT, metrics_of_run
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import CONFIG_FILE, FACTS_FILE, METRICS_FILE, reason
 from mxtrain.run_folder.interrupted import STEPS
@@ -20,6 +20,9 @@ FACT_TYPES |= {"schedule": list, "guard": str, "world_size": int, "wandb": dict,
 
 LOG_FREQ = 10
 """TorchTitan's default of metrics.log_freq, which config.toml leaves out"""
+
+LEARNING_RATE = 8e-4
+"""TorchTitan's default of optimizer.lr"""
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -82,6 +85,13 @@ class Run:
         return steps if self.settings and isinstance(steps, int) else None
 
     @property
+    def learning_rate(self) -> float | None:
+        """The base learning rate; None without settings."""
+        rate = self.setting("optimizer", "lr", LEARNING_RATE)
+        is_number = isinstance(rate, int | float) and not isinstance(rate, bool) and math.isfinite(rate)
+        return float(rate) if self.settings and is_number else None
+
+    @property
     def log_freq(self) -> int:
         """Number of steps between logged ones: the last logged step may be so many before the end, less one."""
         frequency = self.setting("metrics", "log_freq", LOG_FREQ)
@@ -109,9 +119,7 @@ def load_run(folder: str | os.PathLike) -> Run:
     file is damaged or cannot be read. A damaged last line of ``metrics.jsonl`` is dropped instead.
     """
     folder = Path(folder)
-    if not os.path.isdir(folder):
-        raise ConfigError(f"run folder {str(folder)!r} does not exist")
-    rows = read_metrics(folder / METRICS_FILE)
+    rows = metrics_of_run(folder)
     training = [row for row in rows if row.get("loss") is not None]
     if not training:
         raise ConfigError(f"{folder / METRICS_FILE} holds no training step")

@@ -136,12 +136,18 @@ With --numerics, draw the figures of one run with mxnorm.diagnostics.every > 0: 
         "--smooth",
         metavar="N",
         type=int,
-        help="draw the mean of N logged steps; 1: none (default: about 4 %% of a curve of 50 steps or more)",
+        help="draw the mean of N logged steps, an even N as N + 1; 1: none (default: about 4 %% of a curve of 50 steps "
+        "or more)",
     )
     parser.add_argument(
         "--numerics", action="store_true", help="draw the figures of diagnostics (default: numerics.png, in the folder)"
     )
-    parser.add_argument("--x", choices=("step", "tokens", "time"), default="step", help="the x-axis (default: step)")
+    parser.add_argument(
+        "--x",
+        choices=("step", "tokens", "time"),
+        default="step",
+        help="the x-axis (default: step); time includes validation and the pauses of a resumed run",
+    )
 
 
 def _add_doctor(commands) -> None:

@@ -135,12 +135,23 @@ def test_runs_of_other_text_are_compared_with_a_note(ran):
     results = [
         ran("a0", [3.0], "a", settings={"training": {"seq_len": 64}}),
         ran("a1", [3.0], "a", seed=1, settings={"training": {"seq_len": 64}}),
-        ran("b0", [3.0], "b", settings={"validation": {"steps": 5}, "data": {"max_bytes": 100}}),
-    ]
+        ran(
+            "b0", [3.0], "b",
+            settings={
+                "validation": {"steps": 5}, "data": {"max_bytes": 100, "prepared": "text"},
+                "checkpoint": {"initial_load_path": "a/step-9"}, "model": {"hf_assets_path": "tokenizer"},
+            },
+        ),
+    ]  # fmt: skip
     (group,) = compare(results)
     assert group.notes == [
         "variants differ in training.seq_len (64 in a, default in b): their runs are not paired step by step",
         "variants differ in data.max_bytes (default in a, 100 in b): their runs are not paired step by step",
+        "variants differ in data.prepared (default in a, 'text' in b): their runs are not paired step by step",
+        "variants differ in model.hf_assets_path (default in a, 'tokenizer' in b): their runs are not paired step "
+        "by step",
+        "variants differ in checkpoint.initial_load_path (default in a, 'a/step-9' in b): their runs do not start from "
+        "equal weights",
         "variants differ in validation.steps (default in a, 5 in b): their validation losses are not of the same text",
     ]
 

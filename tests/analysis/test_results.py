@@ -37,9 +37,10 @@ def test_what_a_run_does_not_tell_is_empty(tmp_path):
     folder = make_run(tmp_path / "a", [4.0], seed=None, lr=None, tokens_per_step=0)
     (folder / "run.json").unlink()
     result = result_of(load_run(folder))
-    assert (result.variant, result.lr, result.seed, result.tokens, result.validation) == ("a", None, None, None, None)
+    assert (result.variant, result.lr, result.seed, result.tokens, result.validation) == ("a", 8e-4, None, None, None)
     (folder / "config.toml").unlink()
-    assert result_of(load_run(folder)).problem == ""  # nothing says how long it was to be
+    result = result_of(load_run(folder))
+    assert (result.lr, result.problem) == (None, "")  # nothing says which rate it had, and how long it was to be
 
 
 @pytest.mark.parametrize("logged, log_freq, steps, ends_early", [(9, 1, 10, True), (9, 2, 10, False), (3, 1, 3, False)])

@@ -4,7 +4,9 @@ import math
 import pytest
 
 from mxtrain.analysis import load_run
+from mxtrain.analysis.runs import LEARNING_RATE, LOG_FREQ
 from mxtrain.errors import ConfigError
+from mxtrain.settings.read import known_fields
 
 
 def make_run(folder, rows, facts=None):
@@ -114,8 +116,13 @@ def test_a_folder_without_a_readable_run_is_an_error(tmp_path):
 
 def test_settings_are_read_where_they_can_be(tmp_path):
     folder = make_run(tmp_path / "a", training([9.0]))
-    assert load_run(folder).settings == {}
+    assert load_run(folder).settings == {} and load_run(folder).learning_rate is None
     (folder / "config.toml").write_text("[optimizer]\nlr = 0.001\n")
-    assert load_run(folder).settings == {"optimizer": {"lr": 0.001}}
+    assert load_run(folder).settings == {"optimizer": {"lr": 0.001}} and load_run(folder).learning_rate == 0.001
     (folder / "config.toml").write_text("[optimizer")
     assert load_run(folder).settings == {}
+
+
+def test_defaults_that_a_config_leaves_out_are_titans():
+    known = known_fields()
+    assert known["metrics.log_freq"].default == LOG_FREQ and known["optimizer.lr"].default == LEARNING_RATE

@@ -302,7 +302,7 @@ RESUME = {
 
 PLOT = {
     "no folder": Case(["nowhere"], "run folder 'nowhere' does not exist"),
-    "a file in place of a folder": Case(["run/a"], "run folder 'run/a' does not exist", {"run/a": ""}),
+    "a file": Case(["run/a"], "run folder 'run/a' is a file: name the run's folder", {"run/a": ""}),
     "no metrics": Case(
         ["run"], "run/metrics.jsonl does not exist; a run creates this file at its first logged step", {"run/a": ""}
     ),

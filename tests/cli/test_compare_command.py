@@ -76,7 +76,7 @@ def test_finished_runs_stay_and_more_seeds_come_to_them(stand_in, capfd):
     assert sorted(start["run"] for start in later) == ["llama3_debug-seed1", "p1-seed1"]
     cores = max(1, len(os.sched_getaffinity(0)) // 2)
     assert {(s["NGPU"], s["CUDA_VISIBLE_DEVICES"], s["OMP_NUM_THREADS"]) for s in later} == {("1", None, str(cores))}
-    assert "| llama3_debug | default | 2 |" in (stand_in / "report.md").read_text()
+    assert "| llama3_debug | 0.0008 | 2 |" in (stand_in / "report.md").read_text()
     out, err = capfd.readouterr()
     assert "p1-seed1: finished: loss 2.0000" in out and "4 of 4 finished" in out and err == ""
     assert compare("llama3_debug", kind="other") == 2
