@@ -9,6 +9,7 @@ from typing import NamedTuple
 from mxtrain.data.tokenizer import require_tokenizer
 from mxtrain.settings.layout import RELATIONS as LAYOUT_RELATIONS
 from mxtrain.settings.pipeline import RELATIONS as PIPELINE_RELATIONS
+from mxtrain.settings.registry import QUANTIZING_CONVERTERS
 from mxtrain.settings.relations import Relation, check
 from mxtrain.settings.values import Settings
 
@@ -60,6 +61,20 @@ RELATIONS = (
             s["checkpoint.async_mode"] == "async_with_pinned_mem"
             and not machine.has_gpus
             and "needs a GPU, whose copies go through pinned memory; on a CPU use 'async'"
+        ),
+    ),
+    # On a CPU, Inductor of PyTorch 2.13 fails on casts to MXFP8 and takes minutes for casts to NVFP4.
+    Relation(
+        "compile.backend",
+        lambda s, machine: (
+            s["compile.enable"]
+            and "model" in s["compile.components"]
+            and s["compile.backend"] == "inductor"
+            and not machine.has_gpus
+            and any(name in QUANTIZING_CONVERTERS for name in s["model.converters"])
+            and (s["mxnorm.recipe"] != "unquantized" or s["mxnorm.recipes"])
+            and "does not compile casts to MX formats on a CPU: set compile.enable = false or compile.backend = "
+            "'aot_eager'"
         ),
     ),
     *(

@@ -3,6 +3,7 @@
 from mxtrain.run_folder.manifest import read_manifest
 from mxtrain.run_folder.start import Start
 from mxtrain.settings.layout import global_batch_size
+from mxtrain.settings.relations import SCHEDULE, quantizing, schedule_of
 from mxtrain.settings.resume_changes import changes, report, require_allowed, settings_before
 from mxtrain.settings.values import Settings
 
@@ -16,7 +17,7 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
         processes: their number in its continuation.
 
     Returns:
-        One line for every setting that changes, for the user.
+        One line for every setting that changes, and for every entry of the schedule that moves, for the user.
 
     Raises:
         ConfigError: for a change that ``checkpoint.may_change`` would have to name.
@@ -29,4 +30,17 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
         before, settings, global_batch_size(before, manifest.processes), global_batch_size(settings, processes)
     )
     require_allowed(found, settings["checkpoint.may_change"] or [], start.checkpoint)
-    return report(found, start.step + 1)
+    return [*report(found, start.step + 1), *_moved_entries(before, settings)]
+
+
+def _moved_entries(before: Settings, now: Settings) -> list[str]:
+    """Return a line for each entry of an unchanged schedule whose steps follow from the number of steps."""
+    if not quantizing(now) or before[SCHEDULE] != now[SCHEDULE]:
+        return []
+    section = now.section("mxnorm")
+    pairs = zip(*(schedule_of(section, settings["training.steps"]) for settings in (before, now)), strict=True)
+    return [
+        f"{new.name} moves from steps {old.first} to {old.last} to steps {new.first} to {new.last}"
+        for old, new in pairs
+        if old != new
+    ]

@@ -75,3 +75,15 @@ def test_pinned_memory_needs_a_gpu():
     check(pinned.replace("_with_pinned_mem", ""))
     with pytest.raises(ConfigError, match="checkpoint.async_mode = 'async_with_pinned_mem' needs a GPU"):
         check(pinned)
+
+
+def test_inductor_does_not_compile_mx_casts_on_a_cpu():
+    compiled = "--compile.enable --model.converters=mxnorm"
+    for allowed in ("--compile.backend=aot_eager", "--mxnorm.recipe=unquantized", "--model.converters=fused_norm"):
+        check(f"{compiled} {allowed}")
+    check(compiled, has_gpus=True)
+    for refused in ("", "--mxnorm.recipe=unquantized --mxnorm.recipes layers.0 mxfp8"):
+        with pytest.raises(
+            ConfigError, match="compile.backend = 'inductor' does not compile casts to MX formats on a CPU"
+        ):
+            check(f"{compiled} {refused}")

@@ -38,5 +38,20 @@ def test_the_manifest_of_the_checkpoint_counts(start):
     assert check_resume(start, allowed, 1) == ["training.global_batch_size changes from 16 to 8 at step 6"]
 
 
+def test_entries_of_the_schedule_that_move_with_the_number_of_steps_are_reported(start):
+    entries = [{"from_share": 0.9, "recipe": "bf16"}, {"from_step": 1, "until_step": 2, "p": 1}]
+    model, mxnorm = {"converters": ["mxnorm"]}, {"schedule": entries}
+    settings = {"optimizer": {"lr": 0.5}, "model": model, "mxnorm": mxnorm, "training": {"steps": 100}}
+    write_manifest(start.checkpoint, Manifest(5, True, {}, settings=settings, processes=2))
+    assert check_resume(start, now(**settings), 2) == []
+    assert check_resume(start, now(**settings | {"training": {"steps": 200}}), 2) == [
+        "training.steps changes from 100 to 200 at step 6",
+        "mxnorm.schedule[0] moves from steps 91 to 100 to steps 181 to 200",
+    ]
+    other = {"mxnorm": {"schedule": entries[:1]}, "checkpoint": {"may_change": ["mxnorm.schedule"]}}
+    changes = check_resume(start, now(**settings | other | {"training": {"steps": 200}}), 2)
+    assert len(changes) == 2 and not any("moves" in change for change in changes), "a new schedule has not moved"
+
+
 def test_a_run_that_starts_is_not_compared():
     assert check_resume(Start(0), now(debug={"seed": 1}), 3) == []
