@@ -91,8 +91,10 @@ class Checkpointer(CheckpointManager):
 
     def _states_to_load(self, model_only: bool) -> dict:
         states = super()._states_to_load(model_only)
-        if GUARD_STATE in states and not _holds(self.start.checkpoint, GUARD_STATE):
-            del states[GUARD_STATE]  # the run so far had no guard, and this one begins with an empty window
+        # The guard's state has numbers of steps, which mean nothing to a run that starts at step 1 again.
+        begins = "train_state" in self.exclude_from_loading
+        if GUARD_STATE in states and (begins or not _holds(self.start.checkpoint, GUARD_STATE)):
+            del states[GUARD_STATE]  # this run begins with an empty window
         return states
 
     def _require_same_model(self, checkpoint: Path) -> None:

@@ -216,7 +216,10 @@ def _facts(run: SavedRun, names: Names) -> RunFacts:
             for fqn, module in modules.items()
             if isinstance(module, torch.nn.Linear)
         },
-        merged_norms=frozenset(fqn for fqn, module in modules.items() if isinstance(module, MXNorm)),
+        # A schedule may have returned norms to RMSNorm at this step: these gains are not folded.
+        merged_norms=frozenset(
+            fqn for fqn, module in modules.items() if isinstance(module, MXNorm) and not module.is_plain
+        ),
         names={fqn: tuple(names.to_hf(fqn, weight)) for fqn, weight in parameters.items()},
         shapes={fqn: tuple(weight.shape) for fqn, weight in parameters.items()},
         weight_dtype=run.weight_dtype,

@@ -77,6 +77,8 @@ def convert(run: SavedRun, model: torch.nn.Module) -> None:
     one_process = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size"), 1)
     job_config = copy.deepcopy(run.job_config)
     job_config.model.converters = [n for n in job_config.model.converters if not n.startswith(TITAN_QUANTIZING)]
+    if hasattr(job_config, "mxnorm"):
+        job_config.mxnorm.diagnostics.every = 0  # they need the trainer
     # No gradients are computed here, so the converters' warnings of rounding in the backward mean nothing.
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -126,7 +128,7 @@ def _held_out_text(folder: Path) -> TokenFile:
     if prepared.identity != identity:
         raise NoLoss(f"the text {name!r} in {cache} is not the run's: its hash differs")
     if prepared.validation is None or prepared.validation.count < 2:
-        raise NoLoss(f"no part of the run's text {name!r} is held out: data.validation_share is 0")
+        raise NoLoss(f"no part of the run's text {name!r} is held out: it is short, or data.validation_share is 0")
     return prepared.validation
 
 

@@ -123,12 +123,12 @@ def _configured(model: str | None, args):
         takes_model_args = model is not None
 
         def update_from_config(self, job_config, **kwargs) -> None:
+            if hasattr(self, "moe_args") and not has_cuda_capability(9, 0):
+                self.moe_args.use_grouped_mm = False  # first, because some of TorchTitan's models warn of a failure
             super().update_from_config(job_config, **kwargs)
             self.set_model_args(given_in(job_config))
             if job_config.data.vocab_size > 0:
                 self.vocab_size = job_config.data.vocab_size
-            if hasattr(self, "moe_args") and not has_cuda_capability(9, 0):
-                self.moe_args.use_grouped_mm = False
 
         def set_model_args(self, given: dict) -> None:
             if self.takes_model_args:

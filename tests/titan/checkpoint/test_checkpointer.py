@@ -21,7 +21,7 @@ from mxtrain.run_folder.checkpoints import Checkpoints
 from mxtrain.run_folder.manifest import Manifest, check_hashes
 from mxtrain.run_folder.start import CheckpointSettings, find_start
 from mxtrain.titan.checkpoint import writer as checkpoint_writer
-from mxtrain.titan.checkpoint.checkpointer import Checkpointer, SaveError
+from mxtrain.titan.checkpoint.checkpointer import GUARD_STATE, Checkpointer, SaveError
 from mxtrain.titan.checkpoint.writer import CheckpointWriter
 from mxtrain.titan.parse import parse_job_config
 
@@ -280,6 +280,17 @@ def test_initial_weights_come_from_another_run(build, tmp_path):
     one = build(f"--checkpoint.initial_load_path={tmp_path / 'elsewhere' / 'step-2'}")
     assert one.load() and torch.equal(one.states["model"].model[0].weight, weight)
     assert one.states["train_state"].value == 0
+
+
+@pytest.mark.parametrize("excluded, kept", [("dataloader", 7), ("dataloader,train_state", 0)])
+def test_a_run_that_begins_at_step_1_does_not_get_the_guards_state(build, excluded, kept):
+    """It names steps of the earlier run: until then, no loss would be a spike."""
+    first = build(value=7)
+    first.states[GUARD_STATE] = State(7)
+    first.save(2)
+    again = build(f"--checkpoint.exclude_from_loading={excluded}")
+    again.states[GUARD_STATE] = State(0)
+    assert again.load() and again.states[GUARD_STATE].value == kept
 
 
 def test_nothing_is_saved_without_checkpoints(build, tmp_path):

@@ -34,7 +34,7 @@ def flavors(monkeypatch):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run of each model, by name and flavor. The first one has text."""
+    """A run of each model, by name and flavor. The first one has text. They were measured while they trained."""
     base = tmp_path_factory.mktemp("runs")
     text = base / "text"
     text.mkdir()
@@ -49,6 +49,7 @@ def runs(tmp_path_factory):
                 flavor,
                 text=None if i else text,
                 training={"dataset": "python", "seq_len": SEQ_LEN},
+                mxnorm={"diagnostics": {"every": 2}},
             )
             for i, (model, flavor) in enumerate(MODELS)
         }

@@ -120,7 +120,7 @@ def test_nothing_held_out_is_named(run, tmp_path):
     other = saved_runs.save_run(
         tmp_path / "other", "llama3", "small", text=tmp_path / "text", data={"validation_share": 0.0}
     )
-    with pytest.raises(NoLoss, match="data.validation_share is 0"):
+    with pytest.raises(NoLoss, match="is held out: it is short, or data.validation_share is 0"):
         held_out_losses(open_run(other), 64, open_run(other).weights.__getitem__, CPU)
 
 

@@ -26,6 +26,7 @@ RUNS = {
     "nvfp4": ("nvfp4", "llama3", "mxnorm", {"recipe": "nvfp4", "high_precision_share": 0.5}),
     "nvfp4 without tiles": ("nvfp4", "llama3", "mx_linear", {"recipe": "nvfp4", "weight_tiles": False}),
     "mixed": ("nvfp4", "llama3", "mxnorm", {"recipe": MIXED, "recipes": {"layers.*.feed_forward.w2": "mxfp8"}}),
+    "scheduled RMSNorm": ("mxfp8", "llama3", "mxnorm", {"schedule": [{"from_step": 3, "norm": "rmsnorm"}]}),
     "quantized head": ("mxfp8", "llama3", "mxnorm", {"filter_fqns": ["layers.0"]}),
 }
 
@@ -73,6 +74,7 @@ def check_gains(name: str, tensors: dict[str, torch.Tensor]) -> None:
     expected = {
         "mxfp8 without MXNorm": [],
         "nvfp4 without tiles": [],
+        "scheduled RMSNorm": [],
         "nvfp4": norms[:2],
         "quantized head": [*norms[2:], "model.norm.weight"],
     }
@@ -102,7 +104,7 @@ def test_the_exported_codes_are_those_that_training_multiplied(name, processes, 
         else:
             assert torch.equal(VALUES[format](tensors, linear), order(operand)), fqn
             compared += 1
-    quantized = {"nvfp4": 7, "mixed": 12, "quantized head": 7}.get(name, 14)
+    quantized = {"nvfp4": 7, "mixed": 12, "quantized head": 7, "scheduled RMSNorm": 4}.get(name, 14)
     assert compared == quantized and len(ignored) == 15 - quantized
     check_gains(name, tensors)
     assert report.dtype == torch.bfloat16 and report.format == format
