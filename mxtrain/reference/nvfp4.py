@@ -44,8 +44,7 @@ def dynamic_tensor_scale(x: torch.Tensor) -> torch.Tensor:
     """
     if x.numel() == 0:
         return torch.full((), MIN_TENSOR_SCALE, dtype=torch.float32, device=x.device)
-    amax = x.abs().amax().float()
-    return (amax / amax.new_full((), RANGE)).clamp(min=MIN_TENSOR_SCALE)
+    return _dynamic(x.abs().amax().float())
 
 
 def power_of_two_tensor_scale(x: torch.Tensor) -> torch.Tensor:
@@ -53,7 +52,19 @@ def power_of_two_tensor_scale(x: torch.Tensor) -> torch.Tensor:
 
     NaN or infinity if ``x`` holds one.
     """
-    scale = dynamic_tensor_scale(x)
+    return _to_power_of_two(dynamic_tensor_scale(x))
+
+
+def power_of_two_tensor_scales(amax: torch.Tensor) -> torch.Tensor:
+    """Return ``power_of_two_tensor_scale`` of several matrices from their largest magnitudes, fp32, same shape."""
+    return _to_power_of_two(_dynamic(amax))
+
+
+def _dynamic(amax: torch.Tensor) -> torch.Tensor:
+    return (amax / amax.new_full((), RANGE)).clamp(min=MIN_TENSOR_SCALE)
+
+
+def _to_power_of_two(scale: torch.Tensor) -> torch.Tensor:
     # In the bits of fp32: carry any mantissa into the exponent, then drop the mantissa.
     rounded = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     return torch.where(scale.isfinite(), rounded, scale)

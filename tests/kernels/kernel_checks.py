@@ -123,18 +123,22 @@ def assert_same_bits(got: torch.Tensor, want: torch.Tensor, ignore: torch.Tensor
 def assert_is_cast(got, x: torch.Tensor, rounding: str, form: str, dim: int = 1) -> None:
     """Require ``got`` = (data, scales) to be torchao's cast of x (fp32) along ``dim`` in this form, to the bit."""
     data, scales = got
+    padded = torch.nn.functional.pad(x.t(), (0, -x.shape[0] % 32)).contiguous() if dim == 0 else x
+    codes, row_major = casts.cast(padded, MXFP8, rounding)
+    # On a GPU, torchao multiplies a block with an infinity by exp2(-127), a denormal number, which is inexact there.
+    infinite = ((bits(row_major) == 254) & x.is_cuda).repeat_interleave(32, 1)
     if form == "image":
         assert scales is None
         want = casts.image(x, MXFP8, rounding, dim, torch.float32)
-        denormal = (want != 0) & (want.abs() < SMALLEST_NORMAL)
-        assert_same_bits(data, want.bfloat16(), ignore=denormal if INTERPRETED else None)
+        ignore = infinite.t()[: x.shape[0]] if dim == 0 else infinite
+        if INTERPRETED:
+            ignore = (want != 0) & (want.abs() < SMALLEST_NORMAL)
+        assert_same_bits(data, want.bfloat16(), ignore=ignore)
         return
-    if dim == 0:
-        x = torch.nn.functional.pad(x.t(), (0, -x.shape[0] % 32)).contiguous()
-    codes, row_major = casts.cast(x, MXFP8, rounding)
     assert_same_bits(scales, casts.to_blocked(row_major) if form == "blocked" else row_major)
     # Releases of torchao differ in the codes of a block with a NaN. Its NaN scale makes the codes irrelevant.
-    assert_same_bits(data, codes, ignore=(bits(row_major) == 255).repeat_interleave(32, 1))
+    is_nan = (bits(row_major) == 255).repeat_interleave(32, 1)
+    assert_same_bits(data, codes, ignore=infinite | is_nan)
 
 
 def assert_same_results(got, want) -> None:

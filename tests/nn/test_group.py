@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from mxtrain.kernels.device import INTERPRETED
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.mxnorm import NormedInput
 from mxtrain.ops.gemm import guarded_mm
@@ -75,11 +76,19 @@ def run(block, x=None, dys=None) -> tuple[list[torch.Tensor], int]:
 
 
 def assert_same(got, want):
-    """Outputs and gradients of weights and biases have the same bits; gradients of x and gain sum in another order."""
+    """Outputs and gradients of weights and biases are equal; gradients of x and gain sum in another order."""
     *outputs, dx, dgain = got[:5]
     assert_near([dx, dgain], want[3:5], 1e-6)
-    for a, b in zip([*outputs, *got[5:]], [*want[:3], *want[5:]], strict=True):
-        assert b.any() and torch.equal(a, b)
+    assert all(b.any() for b in want)
+    assert_same_products([*outputs, *got[5:]], [*want[:3], *want[5:]])
+
+
+def assert_same_products(got, want):
+    """Same bits on a CPU. On a GPU, cuBLAS chooses its kernel, and with it the order of sums, by the shape."""
+    if want[0].is_cuda:
+        assert_near(got, want, 1e-6)
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -209,9 +218,10 @@ def test_an_input_that_a_hook_replaced_has_its_own_outputs():
     first = block.linears[0](normed)
     other = block.norm(2 * x + 1)
     mixed = NormedInput(*other[:-1], normed.call)
-    expected = block_of(mode="reference", grouped=False)(2 * x + 1)[1]
-    assert torch.equal(block.linears[1](mixed), expected) and not torch.equal(block.linears[1](normed), expected)
-    assert torch.equal(first, block_of(mode="reference", grouped=False)(x)[0])
+    single = block_of(mode="reference", grouped=False)
+    expected = [single(x)[0], single(2 * x + 1)[1]]
+    assert_same_products([first, block.linears[1](mixed)], expected)
+    assert not torch.allclose(block.linears[1](normed), expected[1])
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTING)
@@ -261,7 +271,7 @@ def test_a_weight_that_changes_after_the_first_linear_was_called(change):
     x, _ = inputs()
     blocks = [block_of(mode="reference", grouped=grouped) for grouped in (False, True)]
     expected, found = (call(block, block.norm(x)) for block in blocks)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert_same_products(found, expected)
 
 
 def test_outputs_may_be_written_to():
@@ -296,7 +306,7 @@ def test_no_grad_and_outputs_are_not_kept():
     with torch.no_grad():
         normed = block.norm(x)
         outputs = [linear(normed) for linear in block.linears]
-    assert all(torch.equal(a, b) for a, b in zip(outputs, expected))
+    assert_same_products(outputs, expected)
     assert not normed.call._outputs
 
 
@@ -327,6 +337,6 @@ def test_compiled_graphs_hold_three_products_and_no_copies(device):
             x, dys = inputs(torch.bfloat16)
             compiled = results_of(torch.compile(block, backend=backend, fullgraph=True), x, *dys)
     assert_near(compiled, results_of(block, x, *dys), 1e-2)
-    forward, backward = graphs
-    assert forward["aten.mm"] == 1 and backward["aten.mm"] == 2
-    assert not any(name.split(".")[1] in ("cat", "clone") for name in (*forward, *backward) if name.startswith("aten"))
+    assert [graph["aten.mm"] + graph["mxtrain.guarded_mm"] for graph in graphs] == [1, 2]
+    if device == "cuda" or INTERPRETED:  # the casts are kernels
+        assert not any(name in ("aten.cat", "aten.clone") for graph in graphs for name in graph)

@@ -76,7 +76,10 @@ def test_a_row_of_equal_numbers_becomes_the_bias(plan):
     x = torch.tensor([0.0, 1000.1, -0.3, 7.7e8, 1e-30]).repeat_interleave(100).view(5, 100)
     y, mean, rstd, _ = run(plan, x, draw(100), draw(100, seed=1), eps=1e-8)
     assert_same_results((y, mean), (draw(100, seed=1).expand(5, 100).contiguous(), x[:, 0].contiguous()))
-    torch.testing.assert_close(rstd, torch.full((5,), 1e4))
+    variance = 1 / rstd.double() ** 2 - 1e-8
+    # A GPU's mean may be off by one ulp, whose squares cancel to their rounding error.
+    rounding = 2.0**-24 * (2.0**-23 * x[:, 0].double()) ** 2 if x.is_cuda else 0
+    assert (variance.abs() <= 1e-14 + rounding).all()
 
 
 @VARIANTS
