@@ -218,14 +218,15 @@ def require_match(one: Training, other: Training, recipe: str) -> None:
     """Raise AssertionError unless a training of a recipe matches one process's, which it followed if it quantizes.
 
     In high precision all steps agree to 1e-4. When it quantizes, a sum in another order now and then rounds an operand
-    to another code, which has changed a gradient by up to 0.3 % (MXFP8) and 1 % (NVFP4). That happens in some steps and
-    not in others, but a fault shows in all. So one step must agree to 0.1 %, the middle one to 0.5 %, all to 5 %.
+    to another code, which changes more codes in the layers after it. In 175 steps of one process whose weights were
+    changed by 1e-7, the gradients of 56 differed by 0.1 % to 1 %, with MX linears those of two in three. A fault shows
+    in all steps. So one step must agree to 0.3 %, three to 1 %, all to 5 %.
     """
     if recipe in HIGH_PRECISION:
         return compare(one, other, 1e-4)
     compare(one, other, 5e-2)
     found = sorted(difference for difference, _ in differences(one, other))
-    assert found[0] <= 1e-3 and found[len(found) // 2] <= 5e-3, (
+    assert found[0] <= 3e-3 and found[len(found) // 2] <= 1e-2, (
         f"differences of gradients in {len(found)} steps: {found}"
     )
 
