@@ -143,6 +143,57 @@ def test_a_wheel_holds_all_packages_presets_and_tables(installed):
         assert f"\n{line}" in text
 
 
+def metadata(folder: Path, target: Path) -> str:
+    code = "import sys; from setuptools.build_meta import prepare_metadata_for_build_wheel as p; p(sys.argv[1])"
+    target.mkdir()
+    subprocess.run([sys.executable, "-c", code, target], cwd=folder, check=True, capture_output=True)
+    return next(target.glob("*.dist-info/METADATA")).read_text()
+
+
+def test_links_of_a_package_lead_to_the_repository_that_it_was_built_from(source, tmp_path):
+    copy = shutil.copytree(source, tmp_path / "copy", ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    subprocess.run(["git", "init", "-q", copy], check=True)
+    subprocess.run(["git", "-C", copy, "remote", "add", "origin", "git@example.org:some/one.git"], check=True)
+    text = metadata(copy, tmp_path / "checkout")
+    for line in (
+        "Project-URL: Paper, https://arxiv.org/abs/2603.13180\n",
+        "Project-URL: Repository, https://example.org/some/one\n",
+        "Project-URL: Changelog, https://example.org/some/one/blob/HEAD/CHANGELOG.md\n",
+        "](https://example.org/some/one/raw/HEAD/.github/loss.png)\n",
+        "](https://example.org/some/one/blob/HEAD/train_configs/CHOOSING.md), [first hour]",
+        "[TorchTitan](https://github.com/pytorch/torchtitan)",
+        "[Limits](#limits)",
+    ):
+        assert line in text
+    # A source distribution has no Git, but these metadata.
+    shutil.rmtree(copy / ".git")
+    (copy / "PKG-INFO").write_text(text)
+    assert metadata(copy, tmp_path / "sdist") == text
+
+
+@pytest.mark.parametrize(
+    ("remote", "address"),
+    [
+        ("https://example.org/some/one.git", "https://example.org/some/one"),
+        ("https://name:secret@example.org/some/one", "https://example.org/some/one"),
+        ("ssh://git@example.org/group/some/one.git", "https://example.org/group/some/one"),
+        ("/home/me/one", None),
+        ("../one.git", None),
+        ("", None),
+    ],
+)
+def test_the_address_of_a_repository(remote, address, source, tmp_path):
+    code = "import setuptools; setuptools.setup = lambda **_: None; import setup; print(setup.repository())"
+    shutil.copy(source / "setup.py", tmp_path)
+    shutil.copy(source / "README.md", tmp_path)
+    (tmp_path / "mxtrain").mkdir()
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    if remote:
+        subprocess.run(["git", "-C", tmp_path, "remote", "add", "origin", remote], check=True)
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == str(address)
+
+
 def test_a_preset_trains_from_an_empty_folder_with_an_installed_wheel(installed, tmp_path):
     _, target = installed
     empty = tmp_path / "empty"
