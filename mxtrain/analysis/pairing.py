@@ -14,18 +14,21 @@ PAIRING_SETTINGS = (
     "validation.seq_len", "validation.local_batch_size",
 )  # fmt: skip
 """Settings in which paired runs must agree: they read the same text in the same steps, start from equal weights, and
-are validated on the same text"""
+are validated on the same text. So are all of ``MODEL_ARGS``"""
+
+MODEL_ARGS = "model_args."
 
 
 def unpaired(runs: Iterable[tuple[str, Mapping[str, object]]], left_out: tuple[str, ...] = ()) -> list[str]:
-    """Return a line for each of PAIRING_SETTINGS in which runs differ.
+    """Return a line for each of PAIRING_SETTINGS, and of MODEL_ARGS, in which runs differ.
 
     Args:
         runs: variant and settings by full name, per run. A setting that is missing has its default.
         left_out: settings that are not compared.
     """
     runs, lines = list(runs), []
-    for name in PAIRING_SETTINGS:
+    sizes = sorted({name for _, own in runs for name in own if name.startswith(MODEL_ARGS)})
+    for name in (*PAIRING_SETTINGS, *sizes):
         found = dict.fromkeys((repr(own[name]) if name in own else "default", variant) for variant, own in runs)
         if name not in left_out and len({value for value, _ in found}) > 1:
             shown = ", ".join(f"{value} in {variant}" for value, variant in found)
@@ -36,6 +39,8 @@ def unpaired(runs: Iterable[tuple[str, Mapping[str, object]]], left_out: tuple[s
 def _effect(name: str) -> str:
     if name.startswith("validation."):
         return "their validation losses are not of the same text"
+    if name.startswith(MODEL_ARGS):
+        return "their models differ"
     if name.startswith("checkpoint."):
         return "their runs do not start from equal weights"
     return "their runs are not paired step by step"

@@ -136,7 +136,8 @@ def joined(earlier: dict[str, PairedRun], plan: dict[str, PairedRun], folder: Pa
 
 
 def unpaired_settings(runs: dict[str, PairedRun]) -> list[str]:
-    """Return a line for each of PAIRING_SETTINGS in which variants differ."""
+    """Return a line for each setting in which variants differ and paired runs must not."""
     first_of = {run.variant: run for run in reversed(runs.values())}
     settings = [(variant, settings_of(run)) for variant, run in reversed(first_of.items())]
-    return unpaired((variant, {name: own[name] for name in PAIRING_SETTINGS}) for variant, own in settings)
+    # With defaults, but for [model_args], whose defaults are the flavor's.
+    return unpaired((variant, {name: own[name] for name in PAIRING_SETTINGS} | own.given) for variant, own in settings)

@@ -64,9 +64,13 @@ def test_a_comparison_grows_and_does_not_change(tmp_path):
         joined(done, planned_again(done), tmp_path)
 
 
-def test_variants_that_read_other_text_are_named():
-    other = "b=llama3_debug --training.seq_len 256 --validation.steps 3"
-    line, validation = unpaired_settings(planned(["llama3_debug", "llama3_debug_p1", other], 1, [], []))
+def test_variants_that_read_other_text_or_train_other_models_are_named():
+    other = "b=llama3_debug --training.seq_len 256 --validation.steps 3 --model_args.rope_theta 1e4"
+    line, validation, model = unpaired_settings(planned(["llama3_debug", "llama3_debug_p1", other], 1, [], []))
+    assert model == (
+        "variants differ in model_args.rope_theta (default in llama3_debug, default in llama3_debug_p1, 10000.0 in b): "
+        "their models differ"
+    )
     assert validation.startswith("variants differ in validation.steps (")
     assert line.startswith(
         "variants differ in training.seq_len (128 in llama3_debug, 128 in llama3_debug_p1, 256 in b)"
