@@ -131,15 +131,16 @@ def gradient(
         scales = _tensor_scales_of_gradient(dy, dims, signs, group)
         results = nvfp4_cast(dy, scales, KERNEL_FORM[mode], signs=signs, draws=draws)
         return {dim: _from_kernel(cast, dim, scales[dim], mode) for dim, cast in results.items()}
+    transposed = _along_tokens(dy, recipe, signs) if 0 in dims else None
+    rows, columns = dy.shape if transposed is None else transposed.t().shape  # padding adds rows
+    words = _words(rows, columns, recipe, draws)
     operands = {}
     if 1 in dims:
-        operands[1] = _in_pytorch(dy, mode, _tensor_scale(dy, group), _bits(*dy.shape, 1, recipe, draws))
+        bits = None if words is None else rounding_bits(words[: len(dy)], 1)
+        operands[1] = _in_pytorch(dy, mode, _tensor_scale(dy, group), bits)
     if 0 in dims:
-        transposed = _along_tokens(dy, recipe, signs)
-        columns, rows = transposed.shape
-        bits = _bits(rows, columns, 0, recipe, draws)
-        scale = _tensor_scale(transposed, group)
-        operands[0] = _in_pytorch(transposed, mode, scale, None if bits is None else bits.t())
+        bits = None if words is None else rounding_bits(words, 0).t()
+        operands[0] = _in_pytorch(transposed, mode, _tensor_scale(transposed, group), bits)
     return operands
 
 
@@ -329,9 +330,9 @@ def _along_tokens(x: torch.Tensor, recipe: Recipe, signs: torch.Tensor | None) -
     return (hadamard(x, unpack_signs(signs), 0) if recipe.hadamard else x).t()
 
 
-def _bits(rows: int, columns: int, dim: int, recipe: Recipe, draws: torch.Tensor | None) -> torch.Tensor | None:
-    """Derive random bits [rows, columns] from ``draws`` (``Draws``); None if the recipe rounds to nearest."""
+def _words(rows: int, columns: int, recipe: Recipe, draws: torch.Tensor | None) -> torch.Tensor | None:
+    """Derive random words [rows, columns] from ``draws`` (``Draws``); None if the recipe rounds to nearest."""
     if not recipe.stochastic_rounding:
         return None
     key, step, microbatch, rank = draws.unbind()
-    return rounding_bits(rounding_words(rows, columns, key, step, rank, microbatch, draws.device), dim)
+    return rounding_words(rows, columns, key, step, rank, microbatch, draws.device)

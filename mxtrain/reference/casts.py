@@ -106,8 +106,17 @@ def dequantize(
 
     An E4M3 code times a power of two is exact in bf16 and fp32, except below their smallest normal numbers.
     """
-    blocks = split_blocks(codes.to(torch.float32), fmt.block_size)
+    blocks = split_blocks(_values(codes), fmt.block_size)
     return (blocks * get_fp_scale(scales).unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def _values(codes: torch.Tensor) -> torch.Tensor:
+    """Return the values of E4M3 codes without their scales, fp32."""
+    if codes.device.type != "cpu":
+        return codes.to(torch.float32)
+    # On a CPU a table takes 0.5 ms for 1024 x 768 codes, PyTorch's conversion 2.4, half of the whole cast.
+    table = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).to(torch.float32)
+    return table.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
 
 
 def image(x: torch.Tensor, fmt: BlockFormat, scale_rounding: str, dim: int, dtype: torch.dtype) -> torch.Tensor:

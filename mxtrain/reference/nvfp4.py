@@ -185,7 +185,9 @@ def dequantize(
     even in the dtype of the original tensor, so its values can differ in the last bit.)
     """
     magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=codes.device)
-    values = torch.cat([magnitudes, -magnitudes])[_unpack(codes).int()]
+    elements = torch.cat([magnitudes, -magnitudes])
+    pairs = torch.stack([elements.repeat(16), elements.repeat_interleave(16)], 1)  # the two elements of every byte
+    values = pairs.index_select(0, codes.flatten().int()).view(*codes.shape[:-1], 2 * codes.shape[-1])
     blocks = split_blocks(values, NVFP4.block_size) * scales.float().unsqueeze(-1)
     return converted(blocks.reshape(values.shape) * _as_tensor(tensor_scale, codes), dtype)
 
@@ -220,22 +222,18 @@ def _encode(y: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
     magnitude = y.abs().clamp(max=NVFP4.element_max).nan_to_num(nan=0.0)
     # Neighbours are 0.5 apart below 2, 1 apart below 4, then 2 apart. Position, in units of that distance, plus
     # ``first`` gives the code. ``first`` is even, so rounding ties to an even position gives an even code.
-    low, middle = magnitude < 2, magnitude < 4
-    position = torch.where(low, magnitude * 2, torch.where(middle, magnitude, magnitude * 0.5))
-    first = torch.where(low, 0, torch.where(middle, 2, 4))
+    # Sums of 0 and 1 in the place of torch.where, which takes ten times as long on a CPU.
+    below_2, below_4 = (magnitude < 2).float(), (magnitude < 4).float()
+    position = magnitude * (0.5 + 0.5 * below_4 + below_2)
+    first = 4 - 2 * (below_2 + below_4)
     if bits is None:
-        steps = position.round().long()
+        steps = position.round()
     else:
-        steps = ((position * 2.0**16).round().long() + bits) >> 16
-    return (first + steps + 8 * y.signbit()).to(torch.uint8)
+        steps = (((position * 2.0**16).round() + bits) * 2.0**-16).floor()  # every number is exact in fp32
+    return (first + steps).to(torch.uint8) | (y.signbit().to(torch.uint8) << 3)
 
 
 def _pack(elements: torch.Tensor) -> torch.Tensor:
     """Pack [..., D] codes, one per byte, into [..., D / 2], two per byte."""
     pairs = split_blocks(elements, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
-
-
-def _unpack(codes: torch.Tensor) -> torch.Tensor:
-    """Unpack [..., D / 2], two codes per byte, into [..., D], one per byte."""
-    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2)

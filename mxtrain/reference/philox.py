@@ -40,9 +40,9 @@ def philox(key: Word, c0: Word, c1: Word, c2: Word, c3: Word) -> tuple[Word, Wor
 
 def _multiply(word: Word, factor: int) -> tuple[Word, Word]:
     """Return the upper and lower 32 bits of the product of two 32-bit words."""
-    # Multiply by one half of the factor at a time: the whole product overflows a signed 64-bit integer.
-    upper, lower = word * (factor >> 16), word * (factor & 0xFFFF)
-    return upper + (lower >> 16) >> 16, ((upper & 0xFFFF) << 16) + lower & _WORD
+    # In int64 the product overflows, and keeps the right 64 bits.
+    product = word * factor
+    return product >> 32 & _WORD, product & _WORD
 
 
 def rounding_words(
