@@ -6,6 +6,7 @@ and module by name. ``use_cpu`` replaces them with "cpu" and a stand-in for ``to
 context parallelism attention gathers keys and values.
 """
 
+import ctypes
 import functools
 import math
 import os
@@ -18,6 +19,8 @@ import torch
 import torchtitan.tools.utils as titan_utils
 
 _histc = torch.histc
+# From glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def use_cpu() -> None:
@@ -38,6 +41,19 @@ def use_cpu() -> None:
     from mxtrain.titan.cpu_attention import use_gathered_attention
 
     use_gathered_attention()
+    keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep the memory of freed tensors up to 32 MiB, its limit, for later tensors.
+
+    glibc gives much of it back to the kernel, which clears every page again for the next tensor. Steps of a small model
+    with MX casts on a CPU take 10 to 15 % less time without that.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries may lack it
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def histc(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:

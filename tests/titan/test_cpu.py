@@ -8,6 +8,7 @@ from mxtrain.titan.cpu import histc
 
 CODE = """
 import math
+import resource
 import torch
 torch.cuda.is_available = lambda: False
 import torchtitan.components.metrics  # imports the device by name before mxtrain is
@@ -24,6 +25,12 @@ after = monitor.get_peak_stats().max_reserved_gib
 assert before + 0.1 < after < before + 0.4, (before, after)
 assert math.isnan(metrics.utils.get_peak_flops("a CPU"))
 assert 0 < monitor.get_peak_stats().max_reserved_pct < 100
+
+def page_faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+torch.ones(2**21)
+before = page_faults()
+for _ in range(20): torch.ones(2**21)  # 8 MiB: 40,960 pages in all, if all are new
+assert page_faults() - before < 2000, page_faults() - before
 """
 
 
@@ -34,7 +41,7 @@ def test_histc_counts_integers(dtype):
     assert counts.dtype == dtype and counts.tolist() == [1, 0, 2, 3]
 
 
-def test_titan_uses_the_cpu_also_in_modules_that_have_imported_the_device():
+def test_titan_uses_the_cpu_also_in_modules_that_have_imported_the_device_and_memory_is_kept():
     ballast = bytearray(2**30)  # resident here, in the parent process, whose memory is not the child's
     ballast[::4096] = b"1" * len(ballast[::4096])
     process = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
