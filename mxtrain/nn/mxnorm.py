@@ -78,6 +78,12 @@ class NormedInput(NamedTuple):
         """Shape of x. Attention modules read their batch and sequence sizes from it."""
         return self.h.shape
 
+    def __getattr__(self, name: str):
+        raise AttributeError(
+            f"the result of an MXNorm has no {name!r}, because it is no tensor: name the linears that get adapters "
+            "such as LoRA in filter_fqns, or convert the model with 'mx_linear'"
+        )
+
 
 class _MXNormFunction(torch.autograd.Function):
     """x [T, D] -> h, rho and the tensors of xhat's operand. The gradient of h is dL/dxhat.

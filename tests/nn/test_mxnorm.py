@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 from layer_checks import NormBlock, assert_near, draw, results_of
 
-from mxtrain import ConfigError, MXNorm, MXNormLinear, mxnorm_cast
+from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, mxnorm_cast
 from mxtrain.nn import mxnorm as module
 from mxtrain.nn.mxnorm import NormedInput
 from mxtrain.recipes.formats import MXFP8
@@ -306,3 +306,23 @@ def test_one_row_and_odd_token_counts():
         y, _, _, dx, *grads = results_of(block, x, *dys)
         assert y.shape == (*tokens, N) and dx.shape == x.shape
         assert all(g.isfinite().all() and g.norm() > 0 for g in (dx, *grads))
+
+
+class LoRA(nn.Module):
+    """An adapter of peft on a linear: ``peft.tuners.lora.layer.Linear``."""
+
+    def __init__(self, linear, rank=4):
+        super().__init__()
+        self.base_layer = linear
+        self.a, self.b = nn.Linear(D, rank, bias=False), nn.Linear(rank, N, bias=False)
+
+    def forward(self, x):
+        y = self.base_layer(x)
+        return y + self.b(self.a(x if x.dtype == self.a.weight.dtype else x.to(self.a.weight.dtype)))
+
+
+def test_an_adapter_behind_an_mxnorm_is_told_the_way_out():
+    norm, linear = MXNorm(D, mode="reference"), LoRA(MXNormLinear(D, N, mode="reference"))
+    with pytest.raises(AttributeError, match="no 'dtype', because it is no tensor: name the linears that get adapters"):
+        linear(norm(draw(2, D, seed=0)))
+    assert LoRA(MXLinear(D, N, mode="reference"))(nn.RMSNorm(D)(draw(2, D, seed=0))).shape == (2, N)
