@@ -65,7 +65,7 @@ def set_step(model: nn.Module, step: int, falls_back: bool = False) -> None:
     for module in model.modules():
         if isinstance(module, Seeded) and module.timeline is not None:
             state = module.timeline.at(step, falls_back)
-            if state != module.state:
+            if state != module.layer_state:
                 module.take(state)
 
 

@@ -208,7 +208,7 @@ class MXNorm(Seeded, nn.RMSNorm):
         return new.train(norm.training)
 
     @property
-    def state(self) -> LayerState:
+    def layer_state(self) -> LayerState:
         """What this norm computes with now."""
         return LayerState(self.recipe, self.estimate, self.is_plain)
 
@@ -277,7 +277,7 @@ class MXNormLinear(QuantizedLinear):
     fed_by = None
 
     @property
-    def state(self) -> LayerState:
+    def layer_state(self) -> LayerState:
         """What this layer computes with now."""
         return LayerState(self.recipe, is_plain=self.is_plain)
 

@@ -85,7 +85,7 @@ class ReadyWeights:
 
     def _refresh_single(self, linear: QuantizedLinear) -> None:
         weight, gain = linear.weight, _gain_of(linear)
-        if isinstance(weight, DTensor) or linear.fed_by is None or linear.state.is_plain:
+        if isinstance(weight, DTensor) or linear.fed_by is None or linear.layer_state.is_plain:
             linear.ready = None
             return
         gemms = linear.gemms(weight.device)

@@ -157,7 +157,7 @@ class QuantizedLinear(Seeded, nn.Linear):
         return ThreeGEMMs(self.recipe, mode_in_forward(self.mode, device.type), self.split, self.ready)
 
     @property
-    def state(self) -> LayerState:
+    def layer_state(self) -> LayerState:
         """What this layer computes with now."""
         return LayerState(self.recipe)
 

@@ -326,3 +326,9 @@ def test_an_adapter_behind_an_mxnorm_is_told_the_way_out():
     with pytest.raises(AttributeError, match="no 'dtype', because it is no tensor: name the linears that get adapters"):
         linear(norm(draw(2, D, seed=0)))
     assert LoRA(MXLinear(D, N, mode="reference"))(nn.RMSNorm(D)(draw(2, D, seed=0))).shape == (2, N)
+
+
+def test_layers_have_no_attribute_called_state():
+    """peft sets ``linear.state`` anew where it finds one, as layers of bitsandbytes have it."""
+    for layer in (MXNorm(D), MXNormLinear(D, N), MXLinear(D, N)):
+        assert not hasattr(layer, "state")

@@ -167,7 +167,7 @@ def _load(block):
 
 def _switch_recipe(block):
     for layer in (block.normed.norm, *block.normed.linears, block.out):
-        layer.take(replace(layer.state, recipe=get_recipe("mxfp8", scale_rounding="floor")))
+        layer.take(replace(layer.layer_state, recipe=get_recipe("mxfp8", scale_rounding="floor")))
 
 
 # How many single linears, and how many of them in a group, cast again.

@@ -127,7 +127,7 @@ class Numerics:
                 self._found[fqn, NORM] = norm_totals(rows[index], norm.estimate, norm.recipe.fprop)
 
     def _after_linear(self, fqn: str, linear: QuantizedLinear, args: tuple, y: torch.Tensor) -> None:
-        if y.requires_grad and not linear.state.is_plain and self._is_new(fqn):
+        if y.requires_grad and not linear.layer_state.is_plain and self._is_new(fqn):
             given, index = self._input(linear, args[0])
             if len(index):
                 # A hook of the node runs after the hooks of its result, in which FSDP2 gathers weights.

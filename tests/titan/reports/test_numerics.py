@@ -107,8 +107,8 @@ def test_patterns_select_modules(model):
 def test_layers_that_are_in_high_precision_now_have_no_figures(model):
     first, second = model.layers
     for layer in (first.norm, first.up):
-        layer.take(replace(layer.state, is_plain=True))
-    second.down.take(replace(second.down.state, recipe=get_recipe("bf16")))
+        layer.take(replace(layer.layer_state, is_plain=True))
+    second.down.take(replace(second.down.layer_state, recipe=get_recipe("bf16")))
     figures = measure(model, torch.randn(1, 64, 64))
     modules = {key.removeprefix(PREFIX).partition("/")[0] for key in figures}
     assert modules == {"layers.0.down", "layers.1.norm", "layers.1.up", "model"}
