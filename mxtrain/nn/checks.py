@@ -2,6 +2,7 @@
 
 import torch
 
+from mxtrain.errors import ConfigError
 from mxtrain.recipes.recipe import LinearRecipe
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -28,4 +29,20 @@ def check_dtype(name: str, dtype: torch.dtype, recipe: LinearRecipe, mode: str) 
         raise ValueError(
             f"{name} of {dtype} with recipe {recipe.name!r} in mode {mode!r}: expected bfloat16 or float32; float64 "
             "needs recipe 'unquantized' in mode 'reference'"
+        )
+
+
+def check_norm_result(rho: torch.Tensor, gain: torch.Tensor | None) -> None:
+    """Raise ConfigError for an MXNorm's result that would give wrong gradients, or none; see ``NormedInput``."""
+    if rho.dtype not in (torch.float32, torch.float64):
+        raise ConfigError(
+            f"the result of an MXNorm was cast to {rho.dtype} before its linears: set cast_forward_inputs=False in "
+            "FSDP's mixed precision of modules between the norm and its linears"
+        )
+    if torch.compiler.is_compiling():
+        return
+    if gain is not None and gain.untyped_storage().size() == 0:
+        raise ConfigError(
+            "the gain of an MXNorm was freed before its linears: let FSDP shard the norm together with its linears, or "
+            "a module that holds them all"
         )

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from mxtrain.errors import ConfigError, require_positive_integer
-from mxtrain.nn.checks import check_dtype, check_input
+from mxtrain.nn.checks import check_dtype, check_input, check_norm_result
 from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard, without_data
 from mxtrain.nn.group import GroupCall, LinearGroup
 from mxtrain.nn.seeded import Seeded
@@ -292,7 +292,8 @@ class MXNormLinear(QuantizedLinear):
 
         Raises:
             TypeError: for a plain tensor: the RMSNorm before this layer was not swapped.
-            ConfigError: for the result of an MXNorm with another recipe of fprop or another mode.
+            ConfigError: for the result of an MXNorm with another recipe of fprop or another mode, or one that FSDP has
+                cast, or whose gain it has freed.
             ValueError: for another dtype, shape or device.
         """
         if self.is_plain:
@@ -300,6 +301,7 @@ class MXNormLinear(QuantizedLinear):
             return F.linear(x, weight, bias)
         if not isinstance(x, NormedInput):
             raise TypeError(f"MXNormLinear takes the result of an MXNorm, not {type(x).__name__}")
+        check_norm_result(x.rho, x.gain)
         gemms = self.gemms(x.h.device)
         if x.recipe != self.recipe.fprop or x.mode != gemms.mode:
             raise ConfigError(
