@@ -1,6 +1,9 @@
 """Checks of what layers are given. Each raises an error that names the argument, its value, and what is allowed."""
 
+from traceback import walk_stack
+
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from mxtrain.errors import ConfigError
 from mxtrain.recipes.recipe import LinearRecipe
@@ -32,7 +35,7 @@ def check_dtype(name: str, dtype: torch.dtype, recipe: LinearRecipe, mode: str) 
         )
 
 
-def check_norm_result(rho: torch.Tensor, gain: torch.Tensor | None) -> None:
+def check_norm_result(h: torch.Tensor, rho: torch.Tensor, gain: torch.Tensor | None) -> None:
     """Raise ConfigError for an MXNorm's result that would give wrong gradients, or none; see ``NormedInput``."""
     if rho.dtype not in (torch.float32, torch.float64):
         raise ConfigError(
@@ -46,3 +49,12 @@ def check_norm_result(rho: torch.Tensor, gain: torch.Tensor | None) -> None:
             "the gain of an MXNorm was freed before its linears: let FSDP shard the norm together with its linears, or "
             "a module that holds them all"
         )
+    if h.requires_grad and not torch.is_grad_enabled() and _in_reentrant_checkpoint():
+        raise ConfigError(
+            "a checkpoint with use_reentrant=True between an MXNorm and its linears loses their gradients: set "
+            "use_reentrant=False"
+        )
+
+
+def _in_reentrant_checkpoint() -> bool:
+    return any(frame.f_code is CheckpointFunction.forward.__code__ for frame, _ in walk_stack(None))

@@ -292,8 +292,8 @@ class MXNormLinear(QuantizedLinear):
 
         Raises:
             TypeError: for a plain tensor: the RMSNorm before this layer was not swapped.
-            ConfigError: for the result of an MXNorm with another recipe of fprop or another mode, or one that FSDP has
-                cast, or whose gain it has freed.
+            ConfigError: for the result of an MXNorm with another recipe of fprop or another mode, or one that FSDP or
+                a reentrant checkpoint between the norm and this layer has made useless.
             ValueError: for another dtype, shape or device.
         """
         if self.is_plain:
@@ -301,7 +301,7 @@ class MXNormLinear(QuantizedLinear):
             return F.linear(x, weight, bias)
         if not isinstance(x, NormedInput):
             raise TypeError(f"MXNormLinear takes the result of an MXNorm, not {type(x).__name__}")
-        check_norm_result(x.rho, x.gain)
+        check_norm_result(x.h, x.rho, x.gain)
         gemms = self.gemms(x.h.device)
         if x.recipe != self.recipe.fprop or x.mode != gemms.mode:
             raise ConfigError(

@@ -6,6 +6,7 @@ import torch.nn as nn
 from layer_checks import draw
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import mxtrain
 from mxtrain import ConfigError
@@ -80,3 +81,17 @@ def test_fsdp_must_not_free_the_gain_before_the_linears(mesh):
     fully_shard([layer.norm, layer.attention], mesh=mesh)
     for got, expected in zip(gradients(fully_shard(layer, mesh=mesh)), want, strict=True):
         assert torch.equal(got, expected)
+
+
+def test_a_reentrant_checkpoint_must_not_lose_gradients():
+    """Such a checkpoint passes gradients to tensors only, and the norm's result is none."""
+    want = gradients(converted())
+    for reentrant in (True, False):
+        layer = converted()
+        attend = layer.attention.forward
+        layer.attention.forward = lambda x: checkpoint(attend, x, use_reentrant=reentrant)  # noqa: B023
+        if reentrant:
+            with pytest.raises(ConfigError, match="loses their gradients: set use_reentrant=False"):
+                gradients(layer)
+        else:
+            assert all(torch.equal(got, expected) for got, expected in zip(gradients(layer), want, strict=True))
