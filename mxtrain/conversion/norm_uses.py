@@ -42,10 +42,12 @@ class _Watcher(TorchFunctionMode):
 
     Attributes:
         running: FQN of the innermost module whose forward is running.
+        where: the device of the forward pass and, if it was not given by the user, its input.
     """
 
-    def __init__(self, norms: Collection[str], linear_of: Mapping[int, str]):
+    def __init__(self, norms: Collection[str], linear_of: Mapping[int, str], where: str):
         super().__init__()
+        self.where = where
         self.linears: dict[str, list[str]] = {fqn: [] for fqn in norms}
         self.others: dict[str, set[str]] = {fqn: set() for fqn in norms}
         self.calls = dict.fromkeys(linear_of.values(), 0)
@@ -73,7 +75,7 @@ class _Watcher(TorchFunctionMode):
     def note_unfollowed(self, module: str, values, error: Exception) -> None:
         """Give up on the norms in a module that failed half-way, and on the norms whose outputs it was given."""
         first_line = (str(error).splitlines() or [""])[0]
-        reason = f"{module}, which fails on the meta device ({type(error).__name__}: {first_line})"
+        reason = f"{module}, which fails {self.where} ({type(error).__name__}: {first_line})"
         self.unfollowed.append(reason)
         self.note_other_use(values, reason)
         for norm, others in self.others.items():
@@ -131,10 +133,12 @@ def watch(
             f"converter = 'mxnorm' cannot follow the forward of this {type(model).__name__}: a function was set in its "
             "place; set it after conversion"
         )
+    where = "on the meta device"
     if example_inputs is None:
         example_inputs = (torch.zeros(1, 32, dtype=torch.long),)
+        where += " with 32 token ids as example_inputs"
     inputs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), example_inputs)
-    watcher = _Watcher(norms, {id(model.get_submodule(fqn).weight): fqn for fqn in linears})
+    watcher = _Watcher(norms, {id(model.get_submodule(fqn).weight): fqn for fqn in linears}, where)
     for fqn, module in model.named_modules():
         if fqn:
             forward = _not_followed if fqn in replaced_forwards else module.forward
@@ -145,7 +149,7 @@ def watch(
     except Exception as error:
         raise ConfigError(
             f"converter = 'mxnorm' cannot see which linears the norms of this {type(model).__name__} feed: one forward "
-            f"pass on the meta device failed with {type(error).__name__}: {error}"
+            f"pass {where} failed with {type(error).__name__}: {error}"
         ) from error
     return watcher.uses()
 

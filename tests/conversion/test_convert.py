@@ -333,10 +333,13 @@ def test_a_module_that_cannot_run_on_meta_is_stepped_over():
     assert type(model[0].norm) is nn.RMSNorm
 
 
-def test_inputs_of_the_wrong_shape():
+@pytest.mark.parametrize(
+    ("given", "shown"), [({"example_inputs": (torch.zeros(1, 4),)}, ""), ({}, " with 32 token ids as example_inputs")]
+)
+def test_inputs_of_the_wrong_shape(given, shown):
     model = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
-    with pytest.raises(ConfigError, match="not followed: 0, which fails on the meta device"):
-        convert(model, filter_fqns=[], example_inputs=(torch.zeros(1, 4),))
+    with pytest.raises(ConfigError, match=rf"not followed: 0, which fails on the meta device{shown} \("):
+        convert(model, filter_fqns=[], **given)
 
 
 def unchanged(model):
