@@ -17,12 +17,12 @@ from mxtrain.cli.comparison_plan import settings_of
 from mxtrain.cli.launch import core_count
 from mxtrain.cli.stop_workers import IMPATIENT, say_from_handler
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
-from mxtrain.launched import end_with_this_process, stop_signals
+from mxtrain.launched import end_with_this_process, import_flags, stop_signals
 from mxtrain.run_folder.comparison import SET_ASIDE, PairedRun, write_comparison
 from mxtrain.run_folder.lock import locked
 from mxtrain.run_folder.start import CheckpointSettings, NothingToResume, find_start
 
-TRAIN = [sys.executable, "-m", "mxtrain.cli", "train"]
+TRAIN = [sys.executable, *import_flags(), "-m", "mxtrain.cli", "train"]
 POLL_SECONDS = 0.1
 
 

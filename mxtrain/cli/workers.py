@@ -21,7 +21,7 @@ from pathlib import Path
 from mxtrain.analysis import closing_summary
 from mxtrain.cli.stop_workers import StoppedAtOnce, StopWorkers
 from mxtrain.errors import CONFIG_ERROR_STATUS
-from mxtrain.launched import LAUNCHER_VARIABLE, STOP_FILE_VARIABLE
+from mxtrain.launched import LAUNCHER_VARIABLE, STOP_FILE_VARIABLE, import_flags
 from mxtrain.run_folder.files import WORKER_LOGS
 
 WORKER = "mxtrain.train"
@@ -62,7 +62,7 @@ def run_workers(arguments: list[str], processes: int, folder: Path) -> int:
         stop_file = Path(temporary) / "stopped_by"
         os.environ.update({LAUNCHER_VARIABLE: str(os.getpid()), STOP_FILE_VARIABLE: str(stop_file)})
         stop = StopWorkers()
-        command = ["-u", "-m", WORKER, *arguments]
+        command = [*import_flags(), "-u", "-m", WORKER, *arguments]
         try:
             with stop:
                 failures = _run_in_engine(command, processes, log_dir) if processes > 1 else _run_one(command)

@@ -92,6 +92,18 @@ def test_a_run_gets_a_folder_and_its_flags(launched, tmp_path):
     assert sorted(p.name for p in folder.iterdir()) == [".lock", "metrics.jsonl", "rank0.json"]
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no flag -P")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_files_in_the_current_folder_do_not_stand_in_for_packages(processes, tmp_path, monkeypatch):
+    for folder, name, text in [("a", "fake_worker.py", "import wave; wave.Wave_read"), ("b", "wave.py", "")]:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text(text)
+    monkeypatch.setattr(workers, "WORKER", "fake_worker")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path / "a"), os.environ.get("PYTHONPATH")])))
+    monkeypatch.chdir(tmp_path / "b")
+    assert workers.run_workers([], processes, tmp_path / "b") == 0
+
+
 def test_a_single_worker_starts_without_an_import_of_pytorch(launched, tmp_path):
     code = (
         "import sys; from mxtrain.cli import launch, workers; workers.WORKER = 'fake_worker'; "
