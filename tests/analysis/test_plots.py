@@ -98,6 +98,17 @@ def test_several_runs_are_named_in_the_legend(axes_of):
     assert legend(axes) == ["a (mxnorm mxfp8 p=2)", "x/b (mxnorm mxfp8 p=2) (not finite at step 20)", "y/b"]
 
 
+def test_names_are_drawn_as_they_are_written(axes_of):
+    """Matplotlib reads $...$ as math, and hides labels that begin with an underscore."""
+    runs = [make_run(name, [9.0, 8.0], converter=None) for name in ("_a", "lr$x^$", "$")]
+    axes = axes_of(runs)
+    axes.figure.draw_without_rendering()  # raises for broken math
+    assert [text.replace(r"\$", "$") for text in legend(axes)] == [" _a", "lr$x^$", "$"]
+    title = axes_of(runs[1:2], baseline=runs[1])[0].title
+    title.figure.draw_without_rendering()
+    assert title.get_text() == r"lr\$x^\$"
+
+
 def test_a_long_run_gets_a_moving_average(axes_of):
     losses = falling(SMOOTH_FROM)
     points, average = axes_of([make_run("a", losses)]).get_lines()
