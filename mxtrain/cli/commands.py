@@ -27,9 +27,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     Where the reader of stdout has enough, such as "head", it ends without a word and returns 141, as shells do.
     """
-    options = _parser().parse_args(separated(sys.argv[1:] if arguments is None else arguments))
-    search_beside(None)  # a run may have models of the user's own
     try:
+        options = _parser().parse_args(separated(sys.argv[1:] if arguments is None else arguments))
+        search_beside(None)  # a run may have models of the user's own
         status = options.run(options)
         _flush()
         return status

@@ -56,6 +56,14 @@ def test_help_names_every_command_and_each_has_help_with_an_example(capsys):
         assert f"\n  mxtrain {command}" in text, command
 
 
+def test_help_whose_reader_has_enough_ends_without_a_word(tmp_path):
+    command = [sys.executable, "-m", "mxtrain.cli", "train", "--help"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
 @pytest.mark.parametrize("arguments", [[], ["trian"], ["prepare"], ["plot"], ["report"]])
 def test_a_wrong_command_line_exits_with_2_and_usage(arguments, capsys):
     with pytest.raises(SystemExit) as exit:
