@@ -65,7 +65,7 @@ install() {
     venv_pip install -qq --editable "$ROOT${extra:+[$extra]}"
     stamp >"$VENV/installed"
     if [ -n "$extra" ]; then stamp >"$VENV/installed-$extra"; fi
-    say "set up in $((SECONDS - started)) s"
+    say "set up in $((SECONDS - started)) s; for the command mxtrain in your shell: source $(printf %q "$VENV")/bin/activate"
 }
 
 venv_pip() { "$VENV/bin/python" -m pip "$@"; }
@@ -73,8 +73,9 @@ venv_pip() { "$VENV/bin/python" -m pip "$@"; }
 is_python_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; }
 
 make_venv() {
-    local python
-    for python in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10 python}; do
+    local python candidates=(python3 python3.13 python3.12 python3.11 python3.10 python)
+    if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi
+    for python in "${candidates[@]}"; do
         if is_python_new_enough "$python"; then
             say "making $VENV with $("$python" --version)"
             "$python" -m venv --clear "$VENV" ||

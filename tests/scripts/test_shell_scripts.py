@@ -239,6 +239,13 @@ def test_an_old_python_is_refused(checkout):
     assert result.stderr.startswith("mxtrain: error: Python 3.10 or later is needed, but python3 is Python 3.11.7;")
 
 
+def test_the_python_that_is_named_may_have_spaces_in_its_path(checkout):
+    checkout.program("my python", FAKE_PYTHON)
+    result = checkout.run("scripts/train.sh", "train_configs/a.toml", PYTHON=f"{checkout.bin}/my python")
+    assert result.returncode == 0, result.stderr
+    assert any(call.startswith("my python -m venv") for call in checkout.calls)
+
+
 def test_a_missing_config_is_reported_before_anything_is_set_up(checkout):
     result = checkout.run("scripts/train.sh", "train_configs/b.toml")
     assert result.returncode == 2
