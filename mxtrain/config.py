@@ -64,7 +64,7 @@ def find_setting(name: str, path: Path, extended_by: tuple[Path, ...] = ()) -> t
         return None
     table, extended = "", None
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, ValueError):
         return None
     for number, line in enumerate(lines, start=1):
@@ -103,8 +103,7 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict:
     if extended_by:
         where += f" (which {str(extended_by[-1])!r} extends)"
     try:
-        with open(path, "rb") as file:
-            return tomli.load(file)
+        return tomli.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows begin a file with a BOM
     except FileNotFoundError:
         raise ConfigError(f"{where} does not exist{_hint(path)}") from None
     except OSError as error:

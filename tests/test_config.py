@@ -88,6 +88,12 @@ def test_the_search_for_a_setting_ends_in_a_circle_of_extends(write):
     assert find_setting("training.steps", path) == (path.parent / "b.toml", 3)
 
 
+def test_a_file_may_begin_with_a_byte_order_mark_and_have_crlf_line_ends(tmp_path):
+    path = tmp_path / "windows.toml"
+    path.write_bytes(b"\xef\xbb\xbfx = 1\r\ny = 2\r\n")
+    assert load_config(path) == {"x": 1, "y": 2} and find_setting("x", path) == (path, 1)
+
+
 def test_two_configs_may_extend_one_base(write):
     write("base.toml", "x = 1\n")
     assert load_config(write("a.toml", 'extends = "base.toml"\n')) == {"x": 1}
