@@ -30,6 +30,7 @@ from mxtrain.settings.read import config_file, places
 from mxtrain.settings.resume_check import check_resume
 from mxtrain.settings.resume_run import resolved
 from mxtrain.titan import finite
+from mxtrain.titan.buffers import kept_buffers
 from mxtrain.titan.checkpoint.checkpointer import GUARD_STATE, Checkpointer, SaveError
 from mxtrain.titan.checkpoint.random_state import RandomState
 from mxtrain.titan.checkpoint.resumed_optimizer import apply_settings
@@ -107,6 +108,9 @@ class _Trainer(Trainer):
         self._rank_in_stage = torch.distributed.get_rank() % (self.parallel_dims.world_size // self.parallel_dims.pp)
         if self.parallel_dims.pp_enabled:
             self._share_loss_of_pipeline()
+        if job_config.validation.enable:
+            # Tokens of a validation would count for the next step's load balance of experts.
+            self.validator.validate = kept_buffers(self.model_parts)(self.validator.validate)
 
     def _share_loss_of_pipeline(self) -> None:
         self._loss = self.pp_schedule._loss_fn = LossPerToken(self.loss_fn)

@@ -140,6 +140,18 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             "bf16, then mxnorm": load(base, "mxnorm, then bf16", 2, 1),
             # Runs that resume: exactly as they were, and with other settings.
             **{f"{name}, resumed": Resumed(name, 6) for name in ("mxnorm", "nvfp4", "mixed", "qwen3")},
+            # Validated after the steps that are saved, on a text that goes to other experts.
+            "validated": [
+                *GATES,
+                *validate(base),
+                f"--validation.dataset_path={REPOSITORY / 'LICENSE'}",
+                "--validation.freq=1",
+                "--validation.steps=-1",
+                "--checkpoint.enable",
+                "--checkpoint.interval=1",
+                steps(4),
+            ],
+            "validated, resumed": Resumed("validated", 1),
             "scheduled": [*SCHEDULE_ENTRIES, *GUARD, *SPIKE, steps(7)],
             "scheduled, resumed": Resumed("scheduled", 4),
             "scheduled, another entry": Resumed("scheduled", 4, ["--mxnorm.schedule", "{from_step = 4, p = 1}"]),

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
+import torch
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.components.validate import BaseValidator, Validator
@@ -105,7 +106,8 @@ def build_validator(
         # Finite for every validation.steps, so that each validation starts at the same text and losses compare.
         tokens = _held_out(job_config)
         dataset = _token_dataset(job_config, "validation", tokens, dp_rank, dp_world_size, infinite=False)
-    loader = ParallelAwareDataloader(dataset, dp_rank, dp_world_size, **options)
+    # With a generator of its own, as in training: a resumed run does not repeat the validation after its checkpoint.
+    loader = ParallelAwareDataloader(dataset, dp_rank, dp_world_size, generator=torch.Generator(), **options)
     return LoaderValidator(job_config, loader, tokenizer=tokenizer, **parts)
 
 

@@ -39,6 +39,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.nn.mxnorm import MXNorm, NormedInput
 from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype
 from mxtrain.settings.registry import QUANTIZING_CONVERTERS
+from mxtrain.titan.buffers import kept_buffers
 from mxtrain.titan.parallel.initial_weights import plain_name
 from mxtrain.titan.parallel.pipeline import Stage
 
@@ -216,16 +217,12 @@ def _unchanged(parts: list[torch.nn.Module]) -> Iterator[None]:
             # After a validation some weights are still whole, and are then not the parameters that have the gradients.
             module.reshard()
     gradients = [(parameter, parameter.grad) for part in parts for parameter in part.parameters()]
-    buffers = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers()]
     for parameter, _ in gradients:
         parameter.grad = None
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices), kept_buffers(parts):
         try:
             yield
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)

@@ -52,6 +52,10 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(one, name):
     require_exact(one[f"{name}, resumed"], one[name], 12)
 
 
+def test_a_validation_after_a_checkpoint_changes_nothing(one):
+    require_exact(one["validated, resumed"], one["validated"], 4)
+
+
 def test_a_resumed_run_draws_the_random_bits_of_every_microbatch(one):
     require_exact(one["microbatches, resumed"], one["microbatches"], 2)
 
