@@ -79,12 +79,16 @@ RELATIONS = (
     ),
     *(
         Relation(
-            f"profiling.{setting}",
+            setting,
             lambda s, machine, setting=setting: (
-                s[f"profiling.{setting}"] and not machine.has_gpus and "needs a GPU; this machine has none"
+                s[setting] and not machine.has_gpus and "needs a GPU; this machine has none"
             ),
         )
-        for setting in ("enable_profiling", "enable_memory_snapshot")
+        for setting in (
+            "profiling.enable_profiling",
+            "profiling.enable_memory_snapshot",
+            "training.enable_cpu_offload",
+        )
     ),
 )
 

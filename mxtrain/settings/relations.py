@@ -134,6 +134,17 @@ RELATIONS = (
     ),
     *(
         Relation(
+            "optimizer.early_step_in_backward",
+            lambda s, degree=f"parallelism.{kind}_parallel_degree": (
+                s["optimizer.early_step_in_backward"]
+                and s[degree] > 1
+                and f"does not work with {degree} = {s[degree]} in TorchTitan 0.2.2: allowed is false"
+            ),
+        )
+        for kind in ("pipeline", "expert")
+    ),
+    *(
+        Relation(
             f"{GUARD}.{setting}",
             lambda s, name=f"{GUARD}.{setting}": (
                 bool(quantizing(s))

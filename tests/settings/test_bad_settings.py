@@ -226,6 +226,14 @@ FLAGS = [
     ("--parallelism.data_parallel_shard_degree=4", "parallelism.data_parallel_shard_degree = 4 does not fit 1 process"),
     ("--profiling.enable_profiling", "profiling.enable_profiling = True needs a GPU; this machine has none"),
     ("--profiling.enable_memory_snapshot", "profiling.enable_memory_snapshot = True needs a GPU"),
+    ("--training.enable_cpu_offload", "training.enable_cpu_offload = True needs a GPU; this machine has none"),
+    *(
+        (
+            f"--optimizer.early_step_in_backward --{degree}=2",
+            f"optimizer.early_step_in_backward = True does not work with {degree} = 2 in TorchTitan 0.2.2",
+        )
+        for degree in ("parallelism.pipeline_parallel_degree", "parallelism.expert_parallel_degree")
+    ),
     ("--checkpoint.enable --checkpoint.load_step=7", "checkpoint.load_step = 7 is not among the steps in"),
     ("--checkpoint.enable --checkpoint.initial_load_path=/no/such", "checkpoint.initial_load_path = '/no/such' is not"),
     ("--training.dataset=files", "training.dataset_path = None matches no file; training.dataset = 'files' needs"),
