@@ -210,6 +210,8 @@ def _start_of_new_run(folder: Path, saved: Checkpoints, checkpoint: CheckpointSe
             f"checkpoint.initial_load_model_only = False needs the whole state of a run, and {initial} holds only "
             "weights"
         )
+    if "train_state" in checkpoint.exclude_from_loading:
+        return Start(0, (f"training starts from the weights in {path}",), path)
     return Start(manifest.step, (f"going on after step {manifest.step} of another run, from {path}",), path)
 
 

@@ -125,6 +125,15 @@ RELATIONS = (
         }.items()
     ),
     Relation(
+        "checkpoint.exclude_from_loading",
+        lambda s: (
+            "train_state" in s["checkpoint.exclude_from_loading"]
+            and "lr_scheduler" not in s["checkpoint.exclude_from_loading"]
+            and "needs 'lr_scheduler' beside 'train_state': the run starts at step 1, and the learning rate would go "
+            "on after the checkpoint's step, below zero in the end"
+        ),
+    ),
+    Relation(
         "mxnorm.diagnostics.every",
         lambda s: (
             s["mxnorm.diagnostics.every"]

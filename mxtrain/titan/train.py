@@ -31,7 +31,7 @@ from mxtrain.settings.resume_check import check_resume
 from mxtrain.settings.resume_run import resolved
 from mxtrain.titan import finite
 from mxtrain.titan.buffers import kept_buffers
-from mxtrain.titan.checkpoint.checkpointer import GUARD_STATE, Checkpointer, SaveError
+from mxtrain.titan.checkpoint.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer, SaveError
 from mxtrain.titan.checkpoint.random_state import RandomState
 from mxtrain.titan.checkpoint.resumed_optimizer import apply_settings
 from mxtrain.titan.checkpoint.token_count import TokenCount
@@ -89,7 +89,7 @@ class _Trainer(Trainer):
         correct_max_loss(self.metrics_processor, self.parallel_dims.cp)
         self.checkpointer.is_stopping = lambda: self._watch.stop_signal is not None
         self.checkpointer.after_load = self._after_load
-        self.checkpointer.states["rng"] = RandomState()
+        self.checkpointer.states[RANDOM_STATE] = RandomState()
         self._switch = RecipeSwitch(job_config, self.model_parts, partial(log_event, self.metrics_processor))
         if (guard := self._switch.guard) is not None:
             # All stages of a pipeline and all ranks of tensor parallelism have the same loss.

@@ -84,6 +84,8 @@ def test_initial_weights_of_another_run(tmp_path):
     start = find_start(tmp_path, whole, 1)
     assert (start.step, start.checkpoint) == (10, path)
     assert start.notes == (f"going on after step 10 of another run, from {path}",)
+    start = find_start(tmp_path, replace(whole, exclude_from_loading=["train_state"]), 1)
+    assert (start.step, start.checkpoint) == (0, path)
 
     (path / "manifest.json").unlink()
     (path / ".metadata").touch()  # as TorchTitan alone writes it

@@ -235,6 +235,10 @@ FLAGS = [
         for degree in ("parallelism.pipeline_parallel_degree", "parallelism.expert_parallel_degree")
     ),
     ("--checkpoint.enable --checkpoint.load_step=7", "checkpoint.load_step = 7 is not among the steps in"),
+    (
+        "--checkpoint.enable --checkpoint.exclude_from_loading=train_state,dataloader",
+        "checkpoint.exclude_from_loading = ['train_state', 'dataloader'] needs 'lr_scheduler' beside 'train_state'",
+    ),
     ("--checkpoint.enable --checkpoint.initial_load_path=/no/such", "checkpoint.initial_load_path = '/no/such' is not"),
     ("--training.dataset=files", "training.dataset_path = None matches no file; training.dataset = 'files' needs"),
     ("--training.dataset=files --training.dataset_path=/no/*.txt", "training.dataset_path = '/no/*.txt' matches no"),

@@ -28,6 +28,8 @@ from mxtrain.titan.checkpoint.writer import CheckpointWriter
 
 GUARD_STATE = "guard"
 """Name of the guard's state in checkpoints of runs that have a guard (``mxtrain.recipes.spike_guard``)"""
+RANDOM_STATE = "rng"
+"""Name of the random number generators' states (``mxtrain.titan.checkpoint.random_state``)"""
 
 
 class SaveError(RuntimeError):
@@ -91,10 +93,12 @@ class Checkpointer(CheckpointManager):
 
     def _states_to_load(self, model_only: bool) -> dict:
         states = super()._states_to_load(model_only)
-        # The guard's state has numbers of steps, which mean nothing to a run that starts at step 1 again.
+        # A run that starts at step 1 again begins with an empty window, because the guard's state has numbers of steps,
+        # and with its own seed. A checkpoint of weights has neither state.
         begins = "train_state" in self.exclude_from_loading
-        if GUARD_STATE in states and (begins or not _holds(self.start.checkpoint, GUARD_STATE)):
-            del states[GUARD_STATE]  # this run begins with an empty window
+        for name in (GUARD_STATE, RANDOM_STATE):
+            if name in states and (begins or not _holds(self.start.checkpoint, name)):
+                del states[name]
         return states
 
     def _require_same_model(self, checkpoint: Path) -> None:

@@ -21,7 +21,7 @@ from mxtrain.run_folder.checkpoints import Checkpoints
 from mxtrain.run_folder.manifest import Manifest, check_hashes
 from mxtrain.run_folder.start import CheckpointSettings, find_start
 from mxtrain.titan.checkpoint import writer as checkpoint_writer
-from mxtrain.titan.checkpoint.checkpointer import GUARD_STATE, Checkpointer, SaveError
+from mxtrain.titan.checkpoint.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer, SaveError
 from mxtrain.titan.checkpoint.writer import CheckpointWriter
 from mxtrain.titan.parse import parse_job_config
 
@@ -282,15 +282,24 @@ def test_initial_weights_come_from_another_run(build, tmp_path):
     assert one.states["train_state"].value == 0
 
 
-@pytest.mark.parametrize("excluded, kept", [("dataloader", 7), ("dataloader,train_state", 0)])
-def test_a_run_that_begins_at_step_1_does_not_get_the_guards_state(build, excluded, kept):
-    """It names steps of the earlier run: until then, no loss would be a spike."""
+@pytest.mark.parametrize("state", [GUARD_STATE, RANDOM_STATE])
+@pytest.mark.parametrize("excluded, kept", [("dataloader", 7), ("lr_scheduler,train_state", 0)])
+def test_a_run_that_begins_at_step_1_has_its_own_guard_and_random_numbers(build, state, excluded, kept):
+    """The guard names steps of the earlier run: until then, no loss would be a spike."""
     first = build(value=7)
-    first.states[GUARD_STATE] = State(7)
+    first.states[state] = State(7)
     first.save(2)
     again = build(f"--checkpoint.exclude_from_loading={excluded}")
-    again.states[GUARD_STATE] = State(0)
-    assert again.load() and again.states[GUARD_STATE].value == kept
+    again.states[state] = State(0)
+    assert again.load() and again.states[state].value == kept
+
+
+def test_a_run_may_begin_with_the_weights_at_the_end_of_another(build):
+    first = build("--checkpoint.last_save_model_only", value=7)
+    first.save(2, last_step=True)
+    again = build("--checkpoint.exclude_from_loading=optimizer,lr_scheduler,dataloader,train_state")
+    again.states[RANDOM_STATE] = State(0)
+    assert again.load() and torch.equal(again.states["model"].model[0].weight, first.states["model"].model[0].weight)
 
 
 def test_nothing_is_saved_without_checkpoints(build, tmp_path):
