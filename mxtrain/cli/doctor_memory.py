@@ -125,6 +125,11 @@ def gathered_bytes(groups: list[nn.Module], dtype: torch.dtype, parallelism, cou
     return sum(elements[:count]) * dtype.itemsize
 
 
+def fewest_processes(parallelism) -> int | None:
+    """Return the least number of processes that the degrees allow; None if they allow none."""
+    return next((count for _, count, _ in _layouts(parallelism)), None)
+
+
 def _layouts(parallelism) -> Iterator[tuple[str, int, int]]:
     """Yield layouts: in words, the number of processes, and among how many of them FSDP2 divides each weight."""
     replicas, given = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree

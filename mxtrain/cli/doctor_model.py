@@ -7,10 +7,12 @@ from collections import Counter
 import torch
 
 from mxtrain.cli import quiet
-from mxtrain.cli.doctor_memory import memory_table
+from mxtrain.cli.doctor_memory import fewest_processes, memory_table
 from mxtrain.conversion.plan import Plan
 from mxtrain.conversion.weights import WeightUse, find_weights, weight_uses
 from mxtrain.errors import ConfigError
+from mxtrain.settings.layout import RELATIONS as LAYOUT_RELATIONS
+from mxtrain.settings.machine import Machine
 from mxtrain.settings.pipeline import RELATIONS as PIPELINE_RELATIONS
 from mxtrain.settings.read import places
 from mxtrain.settings.relations import check
@@ -46,6 +48,8 @@ def _report(words: list[str]) -> str:
     settings = settings_of(job_config)
     check(PIPELINE_RELATIONS, settings, None)  # which need no machine
     check_model_layout(settings, has_gpus=True)
+    if (processes := fewest_processes(job_config.parallelism)) is not None:
+        check(LAYOUT_RELATIONS, settings, Machine(processes, has_gpus=True))
     model = build_on_meta(job_config)
     _check_parts(model, job_config)
     parts = [

@@ -200,6 +200,10 @@ def test_mistakes_are_one_line(arguments, message, capsys):
             ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_layers_per_stage=2"],
             "makes 4 stages: schedule 1F1B with parallelism.pipeline_parallel_degree = 2 needs 2",
         ),
+        (
+            ["--parallelism.context_parallel_degree=2", "--training.seq_len=96", "--validation.no-enable"],
+            "training.seq_len = 96 is not a multiple of 128, which parallelism.context_parallel_degree = 2 and",
+        ),
     ],
 )
 def test_a_layout_that_training_refuses_is_refused(flags, message, capsys):
