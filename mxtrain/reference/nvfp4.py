@@ -138,7 +138,7 @@ def cast(
     tensor_scale = _as_tensor(tensor_scale, x)
     scales = block_scales(blocks.abs().amax(-1), tensor_scale)
     scaled = blocks * _inverse(scales, tensor_scale).unsqueeze(-1)
-    return _pack(_encode(scaled.reshape(x.shape), bits)), scales
+    return _pack(_encode(scaled.reshape(x.shape), bits)).contiguous(), scales.contiguous()
 
 
 def cast_tiles(w: torch.Tensor, tensor_scale: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,7 +169,7 @@ def cast_tiles(w: torch.Tensor, tensor_scale: float | torch.Tensor) -> tuple[tor
     tensor_scale = _as_tensor(tensor_scale, w)
     scales = block_scales(amax, tensor_scale).repeat_interleave(tile, 0)[:rows]
     scaled = blocks * _inverse(scales, tensor_scale).unsqueeze(-1)
-    return _pack(_encode(scaled.reshape(w.shape), None)), scales
+    return _pack(_encode(scaled.reshape(w.shape), None)).contiguous(), scales.contiguous()
 
 
 def dequantize(
