@@ -26,7 +26,9 @@ def repository() -> str | None:
         remote = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     except OSError:  # no Git
         return None
-    found = re.fullmatch(r"(?:https://|ssh://git@|git@)(?:[^@/]*@)?([\w.-]+\.\w+)[:/](.+?)(?:\.git)?/?", remote)
+    # A port is not the web server's, so such an address is passed over.
+    found = re.fullmatch(r"(?:https://(?:[^@/]*@)?|ssh://git@)([\w.-]+)/(.+?)(?:\.git)?/?", remote)
+    found = found or re.fullmatch(r"git@([\w.-]+):(.+?)(?:\.git)?/?", remote)
     return found and "https://{}/{}".format(*found.groups())
 
 

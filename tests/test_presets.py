@@ -177,6 +177,8 @@ def test_links_of_a_package_lead_to_the_repository_that_it_was_built_from(source
         ("https://example.org/some/one.git", "https://example.org/some/one"),
         ("https://name:secret@example.org/some/one", "https://example.org/some/one"),
         ("ssh://git@example.org/group/some/one.git", "https://example.org/group/some/one"),
+        ("git@example.org:some/one", "https://example.org/some/one"),
+        ("ssh://git@example.org:2222/some/one.git", None),
         ("/home/me/one", None),
         ("../one.git", None),
         ("", None),

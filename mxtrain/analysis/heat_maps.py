@@ -14,7 +14,7 @@ from mxtrain.analysis.numerics import (
     noteworthy,
     numerics_rows,
 )
-from mxtrain.analysis.pictures import save_picture
+from mxtrain.analysis.pictures import literal, save_picture
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import METRICS_FILE
 
@@ -56,7 +56,7 @@ def draw_numerics(folder: str | os.PathLike, path: str | os.PathLike) -> tuple[P
     height = min(6.0, max(2.6, MARGIN + LABEL_HEIGHT * modules))
     picture = Picture(figsize=(4.2 * COLUMNS, 1 + height * len(lines)), dpi=80, layout="constrained")
     picture.suptitle(
-        f"{folder.resolve().name}: numerics by module (down, in the order of the model) and step (right). "
+        f"{literal(folder.resolve().name)}: numerics by module (down, in the order of the model) and step (right). "
         "Dark is low, light is high; white was not measured; a cross marks values that deserve a look.",
         fontsize=14,
     )

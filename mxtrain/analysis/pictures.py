@@ -1,10 +1,15 @@
-"""Writes a figure of matplotlib as a PNG file."""
+"""What all pictures by Matplotlib share: names as labels, and PNG files."""
 
 import io
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import reason, replace_file
+
+
+def literal(name: str) -> str:
+    """Return a label that Matplotlib draws as ``name``: it reads $...$ as math, and hides labels that begin with _."""
+    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
 def save_picture(figure, path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mxtrain.analysis.curves import Curve, XAxis, curve, events, window
 from mxtrain.analysis.labels import labels
-from mxtrain.analysis.pictures import save_picture
+from mxtrain.analysis.pictures import literal, save_picture
 from mxtrain.analysis.runs import Run
 from mxtrain.errors import ConfigError
 
@@ -61,12 +61,12 @@ def plot(
     for run, name, one, style in zip(runs, names, curves, styles):
         if run.first_nonfinite_step is not None:
             name += f" (not finite at step {run.first_nonfinite_step})"
-        _draw(panels[0], one, window(one, smooth), style, _literal(name) if len(runs) > 1 else "training")
+        _draw(panels[0], one, window(one, smooth), style, literal(name) if len(runs) > 1 else "training")
     for run, style in zip(runs, styles):
         _mark(panels, [(place / scale, text) for place, text in events(run, x)], style["color"])
     if any(run.validation for run in runs):
         panels[0].plot([], [], label="validation", color="white", **VALIDATION_MARKER)  # one entry for all runs
-    panels[0].set_title(_literal(names[0]) if len(runs) == 1 else "Training loss")
+    panels[0].set_title(literal(names[0]) if len(runs) == 1 else "Training loss")
     panels[0].set_ylabel("loss (nats per token)")
     if baseline is not None:
         place = next(index for index, run in enumerate(runs) if run is baseline)
@@ -74,7 +74,7 @@ def plot(
         for index, (one, style) in enumerate(zip(curves, styles)):
             if index != place:
                 _draw(panels[1], one.minus(curves[place]), window(one, smooth), style)
-        panels[1].set_ylabel(f"loss minus that of\n{_literal(_short(baseline.name))}")
+        panels[1].set_ylabel(f"loss minus that of\n{literal(_short(baseline.name))}")
     _finish(figure, panels, x, x_label, [window(one, smooth) for one in curves])
 
     save_picture(figure, path)
@@ -142,11 +142,6 @@ def _x_label(x: XAxis, last: float) -> tuple[float, str]:
         return 1.0, {"step": "step", "tokens": "tokens seen"}[x]
     unit, seconds = next(((u, s) for u, s in (("h", 3600.0), ("min", 60.0)) if last >= 2 * s), ("s", 1.0))
     return seconds, f"time since the first logged step ({unit})"
-
-
-def _literal(name: str) -> str:
-    """Return a label that Matplotlib draws as ``name``: it reads $...$ as math, and hides labels that begin with _."""
-    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
 def _short(name: str) -> str:

@@ -5,6 +5,7 @@ import math
 
 from mxtrain.analysis.comparison import Group
 from mxtrain.analysis.curves import curve, window
+from mxtrain.analysis.pictures import literal
 from mxtrain.analysis.plots import COLORS, LINE_STYLES
 
 MARKERS = "osD^vPX"
@@ -28,7 +29,7 @@ def rates_figure(group: Group) -> str | None:
         losses = [cell.validation if is_validated else cell.tail for cell in points]
         errors = [loss.error or math.nan for loss in losses]
         means = [loss.mean for loss in losses]
-        axes.errorbar([c.lr for c in points], means, errors, **style, capsize=3, markersize=5, label=name)
+        axes.errorbar([c.lr for c in points], means, errors, **style, capsize=3, markersize=5, label=literal(name))
     axes.set_xscale("log")
     rates = sorted({cell.lr for cell in cells})
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
@@ -57,7 +58,7 @@ def curves_figure(group: Group) -> str | None:
             one = curve(result.run, "tokens" if by_tokens else "step")
             one = one.smoothed(window(one, None))
             style = {key: value for key, value in styles[result.variant].items() if key != "marker"}
-            label = None if result.variant in is_named else result.variant
+            label = None if result.variant in is_named else literal(result.variant)
             is_named.add(result.variant)
             axes.plot(one.x, one.loss, **style, alpha=0.8, label=label)
         axes.set_title("" if rate is None else f"learning rate {rate:g}", fontsize=10)

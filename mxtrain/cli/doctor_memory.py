@@ -139,7 +139,7 @@ def _layouts(parallelism) -> Iterator[tuple[str, int, int]]:
     if given == -1:
         counts = [replicas * others * 2**doublings for doublings in range(MOST_PROCESSES.bit_length())]
     for count in counts:
-        if given == -1 and (count > MOST_PROCESSES or count == replicas > 1):
+        if given == -1 and count > MOST_PROCESSES:
             continue
         shards = count // (replicas * tensor * pipeline)
         if shards * tensor % (parallelism.expert_parallel_degree * parallelism.expert_tensor_parallel_degree):

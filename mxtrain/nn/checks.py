@@ -36,7 +36,10 @@ def check_dtype(name: str, dtype: torch.dtype, recipe: LinearRecipe, mode: str) 
 
 
 def check_norm_result(h: torch.Tensor, rho: torch.Tensor, gain: torch.Tensor | None) -> None:
-    """Raise ConfigError for an MXNorm's result that would give wrong gradients, or none; see ``NormedInput``."""
+    """Raise ConfigError for an MXNorm's result that would give wrong gradients, or none; see ``NormedInput``.
+
+    In a compiled graph only the dtype is checked: Dynamo cannot trace the rest.
+    """
     if rho.dtype not in (torch.float32, torch.float64):
         raise ConfigError(
             f"the result of an MXNorm was cast to {rho.dtype} before its linears: set cast_forward_inputs=False in "

@@ -49,6 +49,19 @@ def test_the_report_is_markdown_with_figures_and_one_html_file_without_other_fil
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before, "equal reports are equal files"
 
 
+def test_figures_show_names_as_they_are(tmp_path):
+    """Matplotlib reads $...$ as math, and hides labels that begin with an underscore."""
+    results = [
+        result_of(load_run(make_run(tmp_path / f"{i}{lr}", [3.0, 2.0], 0, lr, {2: 2.0})), name)
+        for i, name in enumerate(("_a", "lr$x^$"))
+        for lr in (1e-3, 3e-3)
+    ]
+    write_report(tmp_path / "report", report("t", compare(results), []))
+    for name in ("curves.svg", "learning_rates.svg"):
+        svg = (tmp_path / "report" / name).read_text()
+        assert "> _a</text>" in svg and ">lr$x^$</text>" in svg
+
+
 def test_one_rate_without_curves_has_no_figure_and_one_seed_no_interval():
     rows = [Result(name, name, 1e-3, 0, 10, 2.0 + shift, "tiny") for shift, name in enumerate("ab")]
     (group,) = compare(rows)

@@ -109,6 +109,10 @@ def test_the_report_of_8b_and_its_flags(capsys):
             ["--parallelism.data_parallel_replicate_degree=4", "--parallelism.data_parallel_shard_degree=1"],
             ["\n  4 (4 x 1) "],
         ),
+        (
+            ["--parallelism.data_parallel_replicate_degree=2", "--training.global_batch_size=16"],
+            ["\n  2 (2 x 1) ", "\n  4 (2 x 2) "],
+        ),
     ],
 )
 def test_flags_decide(flags, expected, capsys):
