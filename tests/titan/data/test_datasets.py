@@ -1,38 +1,20 @@
 import json
 import math
-import random
-from contextlib import nullcontext
 from types import SimpleNamespace
 
-import datasets as hf_datasets
 import pytest
 import torch
+from data_checks import VOCABULARY, Bigrams, job, rows_of, same, take, text, validator
 from torch import nn
-from torchtitan.config import ConfigManager
-from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
-from mxtrain.data.documents import is_held_out
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.titan.data import datasets as titan_datasets
 from mxtrain.titan.data.datasets import build_dataloader, build_tokenizer, build_validator, prepare_from_job
 
-VOCABULARY = 300
-TITAN_NAMES = {"c4", "c4_test", "c4_validation"}
-
-
-def text(seed: int, words: int = 300) -> str:
-    generator = random.Random(seed)
-    return " ".join("".join(generator.choices("abcdefgh", k=generator.randint(2, 6))) for _ in range(words))
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # the run's folder is ./outputs
-    monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hf_datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 @pytest.fixture
@@ -42,36 +24,8 @@ def corpus(tmp_path):
     return path
 
 
-def job(*flags):
-    """A job config as TorchTitan parses it, small enough for these tests."""
-    defaults = {
-        "job.custom_config_module": "mxtrain.titan.job_config",
-        "model.name": "llama3",
-        "model.flavor": "debugmodel",
-        "data.vocab_size": VOCABULARY,
-        "data.validation_share": 0.3,
-        "training.seq_len": 16,
-        "training.local_batch_size": 4,
-        "validation.seq_len": 16,
-        "validation.local_batch_size": 4,
-    }
-    given = {flag.split("=")[0].removeprefix("--") for flag in flags}
-    return ConfigManager().parse_args([f"--{k}={v}" for k, v in defaults.items() if k not in given] + list(flags))
-
-
 def files_job(corpus, *flags):
     return job("--training.dataset=files", f"--training.dataset_path={corpus}", *flags)
-
-
-def take(loader, count):
-    batches = iter(loader)
-    return [next(batches) for _ in range(count)]
-
-
-def same(one, two) -> bool:
-    return all(
-        torch.equal(a[0]["input"], b[0]["input"]) and torch.equal(a[1], b[1]) for a, b in zip(one, two, strict=True)
-    )
 
 
 def test_tokenizer_loads_in_torchtitan_with_one_bos_and_one_eos(corpus):
@@ -193,51 +147,6 @@ def test_too_little_text_is_a_config_error(corpus):
 # Validation
 
 
-class Bigrams(nn.Sequential):
-    """The smallest model: the next token's logits from this token."""
-
-    def get_attention_masks(self, **inputs):
-        raise TypeError("none needed")  # what TorchTitan's models do then
-
-
-class Recorder:
-    """Stands in for the metrics processor."""
-
-    def __init__(self):
-        self.ntokens_since_last_log = 0
-        self.losses = []
-
-    def log_validation(self, loss, step):
-        self.losses.append(loss)
-
-
-def validator(config, dp_world_size=1, dp_rank=0):
-    return build_validator(
-        job_config=config,
-        dp_world_size=dp_world_size,
-        dp_rank=dp_rank,
-        tokenizer=build_tokenizer(config),
-        parallel_dims=ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1),
-        loss_fn=lambda output, labels: nn.functional.cross_entropy(
-            output.flatten(0, 1), labels.flatten(), reduction="sum"
-        ),
-        validation_context=nullcontext,
-        maybe_enable_amp=nullcontext(),
-        metrics_processor=Recorder(),
-        pp_schedule=None,
-        pp_has_first_stage=None,
-        pp_has_last_stage=None,
-    )
-
-
-def rows_of(loader) -> list[tuple]:
-    return [
-        (*row.tolist(), label[-1].item())
-        for inputs, labels in loader
-        for row, label in zip(inputs["input"], labels, strict=True)
-    ]
-
-
 @pytest.mark.parametrize("steps", [-1, 3])
 def test_torchtitans_validator_runs_on_held_out_text(corpus, steps):
     config = files_job(corpus, "--validation.enable", "--validation.dataset=files", f"--validation.steps={steps}")
@@ -255,6 +164,14 @@ def test_torchtitans_validator_runs_on_held_out_text(corpus, steps):
     assert second == pytest.approx(first, rel=1e-6) and abs(first - math.log(VOCABULARY)) < 1
     read = 2 * 3 * 4 * 16 if steps == 3 else 2 * len(rows) * 16
     assert held_out.metrics_processor.ntokens_since_last_log == read
+
+
+def test_a_validation_takes_nothing_from_the_default_generator(corpus):
+    """A resumed run does not repeat the validation after its checkpoint, whose generator it restores."""
+    held_out = validator(files_job(corpus, "--validation.enable", "--validation.dataset=files"))
+    before = torch.get_rng_state()
+    take(held_out.validation_dataloader, 1)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_every_rank_validates_the_same_number_of_batches(corpus):
@@ -302,166 +219,6 @@ def test_nothing_held_out_is_a_config_error(corpus):
     config = files_job(corpus, "--validation.enable", "--validation.dataset=files", "--data.validation_share=0")
     with pytest.raises(ConfigError, match="validation.seq_len = 16 .* there are 0.* raise data.validation_share"):
         validator(config)
-
-
-# Streaming
-
-
-READ = []
-"""The rows that this process has read"""
-
-
-def rows(shards, split):
-    for shard in shards:
-        for i in range(60):
-            READ.append((shard, i))
-            yield {"body": text(1000 * shard + i + (500_000 if split == "validation" else 0), 40), "url": "u"}
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """A hub that holds one dataset, some/set, with two shards a split."""
-    opened = []
-
-    def load_dataset(path, name, split, streaming):
-        if path != "some/set":
-            raise FileNotFoundError(f"Dataset {path} does not exist")
-        assert streaming
-        opened.append((name, split))
-        return hf_datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": [0, 1], "split": split})
-
-    monkeypatch.setattr(hf_datasets, "load_dataset", load_dataset)
-    return opened
-
-
-def hf_job(*flags):
-    own = ("--training.dataset=hf", "--training.dataset_path=some/set", "--data.hf_config=en", "--data.text_key=body")
-    return job(*own, *flags)
-
-
-def test_a_stream_trains_a_tokenizer_and_feeds_the_loader(hub):
-    config = hf_job()
-    tokenizer = build_tokenizer(config)
-    assert tokenizer.get_vocab_size() == VOCABULARY and hub == [("en", "train")]
-    assert prepare_from_job(config).report.streamed
-    inputs, labels = take(build_dataloader(1, 0, tokenizer, config), 1)[0]
-    assert torch.equal(inputs["input"][0], torch.tensor(tokenizer.encode(text(0, 40), add_bos=True, add_eos=True)[:16]))
-    assert inputs["input"].shape == labels.shape == (4, 16)
-    assert set(titan_datasets.TITAN_DATASETS) == TITAN_NAMES  # TorchTitan's registry is as it was
-
-
-def test_a_stream_resumes_and_ranks_differ(hub):
-    config = hf_job()
-    tokenizer = build_tokenizer(config)
-    batches = [take(build_dataloader(2, rank, tokenizer, config), 8) for rank in range(2)]
-    assert not same(batches[0], batches[1])
-    whole = take(build_dataloader(1, 0, tokenizer, config), 8)
-    stopped = build_dataloader(1, 0, tokenizer, config)
-    take(stopped, 5)
-    resumed = build_dataloader(1, 0, tokenizer, config)
-    resumed.load_state_dict(stopped.state_dict())
-    assert same(take(resumed, 3), whole[5:])
-
-
-def test_a_stream_validates_on_its_validation_split(hub):
-    config = hf_job("--validation.enable", "--validation.dataset=hf", "--validation.steps=2")
-    held_out = validator(config, 2, 0)
-    assert hub[-1] == ("en", "validation")
-    first = take(held_out.validation_dataloader, 1)[0][0]["input"][0]
-    expected = held_out.tokenizer.encode(text(500_000, 40), add_bos=True, add_eos=True)[:16]
-    assert first.tolist() == expected
-
-
-def held_out(split: bool, share: float) -> list[str]:
-    texts = (text(1000 * shard + i, 40) for shard in (0, 1) for i in range(60))
-    return [one for one in texts if is_held_out(one, share) == split]
-
-
-def decoded(tokenizer, loader, count: int) -> str:
-    """The text of the first ``count`` batches of one rank."""
-    return "".join(tokenizer.decode(list(row), skip_special_tokens=True) for row in rows_of(take(loader, count)))
-
-
-def test_a_stream_without_a_validation_setting_holds_documents_out_of_training(hub):
-    workers = ["--validation.dataloader.num_workers=1", "--validation.dataloader.persistent_workers"]
-    config = hf_job("--validation.enable", "--validation.steps=4", *workers)
-    tokenizer = build_tokenizer(config)
-    training, validation = held_out(False, 0.3), held_out(True, 0.3)
-    assert len(training) + len(validation) == 120 and 20 < len(validation) < 60
-    read = decoded(tokenizer, build_dataloader(1, 0, tokenizer, config), 40)
-    assert read.startswith("".join(training[:5])) and not any(one in read for one in validation)
-    own = validator(config)
-    first = take(own.validation_dataloader, 4)
-    READ.clear()
-    assert same(first, take(own.validation_dataloader, 4)) and len(rows_of(own.validation_dataloader)) == 4 * 4
-    seen = decoded(tokenizer, own.validation_dataloader, 4)
-    assert seen.startswith(validation[0]) and not any(one in seen for one in training)
-    assert READ == [], "the stream is read once"
-    again = validator(hf_job("--validation.enable", "--validation.steps=300"))
-    assert len(rows_of(again.validation_dataloader)) == 300 * 4, "a short stream is repeated, so that ranks agree"
-
-
-def test_a_stream_with_held_out_documents_resumes_exactly_and_ranks_differ(hub):
-    config = hf_job("--validation.enable", "--validation.steps=1")
-    tokenizer = build_tokenizer(config)
-    whole = take(build_dataloader(1, 0, tokenizer, config), 30)
-    stopped = build_dataloader(1, 0, tokenizer, config)
-    take(stopped, 17)
-    resumed = build_dataloader(1, 0, tokenizer, config)
-    resumed.load_state_dict(stopped.state_dict())
-    assert same(take(resumed, 13), whole[17:])
-    ranks = [rows_of(validator(config, 2, rank).validation_dataloader) for rank in range(2)]
-    assert len(ranks[0]) == len(ranks[1]) == 4 and not set(ranks[0]) & set(ranks[1])
-
-
-def test_a_run_on_a_stream_does_not_start_or_stop_to_hold_out_documents(hub):
-    plain, follows = hf_job(), hf_job("--validation.enable", "--validation.steps=1")
-    folder = build_tokenizer(plain) and prepare_from_job(plain).tokenizer
-    tokenizer = [f"--model.hf_assets_path={folder}", "--data.vocab_size=0"]  # equal, so the stream alone differs
-    plain, follows = hf_job(*tokenizer), hf_job("--validation.enable", "--validation.steps=1", *tokenizer)
-    loaders = [build_dataloader(1, 0, build_tokenizer(config), config) for config in (plain, follows)]
-    for loader in loaders:
-        take(loader, 1)
-    with pytest.raises(
-        ConfigError, match="validation.dataset = '' holds a share of 0.3 .* the run so far held out 0.0"
-    ):
-        loaders[1].load_state_dict(loaders[0].state_dict())
-    with pytest.raises(ConfigError, match="held out 0.3: set validation.enable = true, validation.dataset = ''"):
-        loaders[0].load_state_dict(loaders[1].state_dict())
-
-
-def test_streams_without_following_validation_are_prepared_as_before(hub):
-    plain = prepare_from_job(hf_job()).folder
-    for flags in (["--validation.dataset=hf"], ["--validation.dataset=files"], ["--validation.dataset_path=other/set"]):
-        assert prepare_from_job(hf_job("--validation.enable", *flags)).folder == plain
-    assert prepare_from_job(hf_job("--validation.enable")).folder != plain  # its tokenizer has read other documents
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--validation.steps=-1"], "validation.steps = -1 reads validation.dataset = 'hf' to its end"),
-        (["--data.validation_share=0", "--validation.steps=1"], "data.validation_share = 0 holds no document out of"),
-    ],
-)
-def test_streams_that_cannot_validate(hub, flags, message):
-    with pytest.raises(ConfigError, match=message):
-        validator(hf_job("--validation.enable", *flags))
-
-
-def test_too_few_held_out_documents_of_a_stream(hub):
-    config = hf_job("--validation.enable", "--validation.steps=1", "--data.validation_share=0.00001")
-    with pytest.raises(ConfigError, match="data.validation_share = 1e-05 holds out less text than one sequence"):
-        take(validator(config).validation_dataloader, 1)
-
-
-def test_bad_streams_are_config_errors(hub):
-    with pytest.raises(ConfigError, match="training.dataset_path = 'no/set' .*Dataset no/set does not exist"):
-        build_tokenizer(hf_job("--training.dataset_path=no/set"))
-    with pytest.raises(ConfigError, match="data.text_key = 'text' is not a column of some/set, which has: body, url"):
-        build_tokenizer(job("--training.dataset=hf", "--training.dataset_path=some/set"))
-    with pytest.raises(ConfigError, match="validation.steps = -1 reads validation.dataset = 'hf' to its end"):
-        validator(hf_job("--validation.enable", "--validation.dataset=hf"), 2, 0)
 
 
 # TorchTitan's own datasets
