@@ -7,6 +7,7 @@ import torch
 from mxtrain.titan.cpu import histc
 
 CODE = """
+import ctypes
 import math
 import resource
 import torch
@@ -25,6 +26,16 @@ after = monitor.get_peak_stats().max_reserved_gib
 assert before + 0.1 < after < before + 0.4, (before, after)
 assert math.isnan(metrics.utils.get_peak_flops("a CPU"))
 assert 0 < monitor.get_peak_stats().max_reserved_pct < 100
+
+# The count of blocks that glibc has mapped one by one, which it gives back when they are freed. Page faults alone vary:
+# a small block behind the freed ones may keep them, too.
+class Mallinfo(ctypes.Structure):
+    _fields_ = [(f"field{i}", ctypes.c_int) for i in range(10)]
+mallinfo = ctypes.CDLL(None).mallinfo
+mallinfo.restype = Mallinfo
+mapped = mallinfo().field3
+large = torch.ones(31 * 2**18)  # 31 MiB
+assert mallinfo().field3 == mapped, (mallinfo().field3, mapped)
 
 def page_faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for step in range(20):
