@@ -1,12 +1,9 @@
 """The ablations of the norm's gradient: what they change, what they leave, and what they refuse."""
 
-import importlib
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torchtitan.protocols import model_converter
 
 from mxtrain import ConfigError
 from mxtrain.nn import gathered_norm, mxnorm
@@ -21,15 +18,8 @@ RECIPE = get_recipe("mxfp8").fprop
 
 
 @pytest.fixture(scope="module")
-def norm_gradients():
-    """The module, whose converters TorchTitan knows as long as these tests run."""
-    before = dict(model_converter._registry_model_converter_cls)
-    sys.path.insert(0, str(EVIDENCE))
-    yield importlib.import_module("norm_gradients")
-    sys.path.remove(str(EVIDENCE))
-    del sys.modules["norm_gradients"]
-    model_converter._registry_model_converter_cls.clear()
-    model_converter._registry_model_converter_cls.update(before)
+def norm_gradients(import_evidence):
+    return import_evidence("norm_gradients")
 
 
 def rows(estimator):
