@@ -1,0 +1,75 @@
+"""Converters for an ablation: MXNorm's estimate counts only where it exceeds the true RMS, or only where it is below.
+
+In a row with few large elements the estimate is above the true RMS, with p = 2 and blocks of 32 up to 2.4 times: MXNorm
+makes such rows smaller than RMSNorm does. In a row of even magnitudes it is below, down to 0.42 times: MXNorm makes the
+row larger. To see which of the two makes runs with the estimate differ, one of them is left out:
+
+    damped_rms       after mxnorm: divides by the larger of both. No row is larger than after RMSNorm.
+    amplified_rms    after mxnorm: divides by the smaller of both. No row is smaller than after RMSNorm.
+
+Everything else is MXNorm's: eps, the casts, and the straight-through gradient, with the inverse of this RMS as rho.
+damped_rms.toml and amplified_rms.toml, in this folder, train llama3_125m with them.
+"""
+
+import torch
+from torchtitan.protocols.model_converter import register_model_converter
+
+from mxtrain.errors import ConfigError
+from mxtrain.nn import mxnorm
+from mxtrain.ops.gemm import Operand
+from mxtrain.ops.mxfp8 import quantize
+from mxtrain.recipes.recipe import Recipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.reference.mxnorm import mean_square
+
+
+def normalize_with(choose):
+    """Return the function that takes the place of ``mxtrain.ops.mxnorm.normalize``.
+
+    Args:
+        choose: gets the squares of the true RMS and of the estimate, fp64 [T], and returns what the norm takes.
+    """
+
+    def normalize(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str) -> tuple[Operand, torch.Tensor]:
+        square = choose(x.double().square().mean(-1), mean_square(x, estimate, recipe))
+        rho = (1 / torch.sqrt(square + estimate.eps)).to(torch.promote_types(x.dtype, torch.float32))
+        return quantize(x, recipe, mode, (1,), row_factor=rho)[1], rho
+
+    return normalize
+
+
+class _Ablation:
+    def __init__(self, job_config, parallel_dims):
+        section = job_config.mxnorm
+        # These would leave the ablation out without a word: there is no second RMS to choose, shards are normalized
+        # elsewhere, and diagnostics measure the estimate that the norm names.
+        for setting, value, needed in (
+            ("mxnorm.estimator", section.estimator, "pre_round"),
+            ("mxnorm.diagnostics.every", section.diagnostics.every, 0),
+            ("parallelism.tensor_parallel_degree", job_config.parallelism.tensor_parallel_degree, 1),
+        ):
+            if value != needed:
+                raise ConfigError(f"{setting} = {value!r}: an ablation of the norm's forward needs {needed!r}")
+
+    def convert(self, model: torch.nn.Module) -> None:
+        norms = [module for module in model.modules() if isinstance(module, mxnorm.MXNorm)]
+        if not norms:
+            raise ConfigError("model.converters: an ablation of the norm's forward comes after 'mxnorm'")
+        if nvfp4 := [norm.recipe.fprop.name for norm in norms if norm.recipe.fprop.is_nvfp4]:
+            raise ConfigError(f"mxnorm.recipe = {nvfp4[0]!r}: an ablation of the norm's forward has no NVFP4")
+        mxnorm.normalize = normalize_with(self.choose)
+
+    def post_optimizer_hook(self, model) -> None:
+        pass
+
+
+class DampedRMS(_Ablation):
+    choose = staticmethod(torch.maximum)
+
+
+class AmplifiedRMS(_Ablation):
+    choose = staticmethod(torch.minimum)
+
+
+register_model_converter(DampedRMS, "damped_rms")
+register_model_converter(AmplifiedRMS, "amplified_rms")

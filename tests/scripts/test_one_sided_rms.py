@@ -1,0 +1,150 @@
+"""The ablations of the norm's forward: which RMS they take, what they leave, and what they refuse."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from mxtrain import ConfigError
+from mxtrain.nn import mxnorm
+from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
+from mxtrain.recipes.formats import norm_constant
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.reference.casts import image
+from mxtrain.titan.parse import parse_job_config
+
+EVIDENCE = Path(__file__).parents[2] / "scripts" / "evidence"
+RECIPE = get_recipe("mxfp8").fprop
+EPS = 1e-2
+NAMES = ["damped_rms", "amplified_rms"]
+
+
+@pytest.fixture(scope="module")
+def one_sided_rms(import_evidence):
+    return import_evidence("one_sided_rms")
+
+
+@pytest.fixture
+def ablation(one_sided_rms, monkeypatch):
+    """Build the converter of a name for its config and these flags. After the test, norms are MXNorm's again."""
+    monkeypatch.setattr(mxnorm, "normalize", mxnorm.normalize)
+
+    def ablation(name, *flags):
+        job_config = parse_job_config(
+            [f"--job.config_file={EVIDENCE / name}.toml", "--model.flavor=debugmodel", *flags]
+        )
+        assert job_config.model.converters == ["mxnorm", name]
+        kind = {"damped_rms": one_sided_rms.DampedRMS, "amplified_rms": one_sided_rms.AmplifiedRMS}[name]
+        return kind(job_config, None)
+
+    return ablation
+
+
+def rows():
+    """Rows whose estimate is far above the true RMS, far below it, and near it, and a row of zeros."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 96)
+    x[0], x[1], x[2] = 0, 0, x[2].sign()
+    x[1, 40] = 3.0
+    x[3] = x[3] ** 3
+    return x
+
+
+def squares(x):
+    """The squares of the true RMS and of the estimate with p = 2, [T]."""
+    maxima = torch.stack([block.abs().amax(-1) for block in x.double().split(32, -1)], -1)
+    return x.double().square().mean(-1), maxima.square().mean(-1) / norm_constant(2, 32) ** 2
+
+
+def wanted_rho(name, x):
+    true, estimate = squares(x)
+    larger = true.where(true > estimate, estimate)
+    square = larger if name == "damped_rms" else true + estimate - larger
+    return (1 / (square + EPS).sqrt()).float()
+
+
+@pytest.mark.parametrize("mode", ["reference", "emulated"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_operand_is_the_cast_of_x_over_the_chosen_rms(ablation, name, mode, device):
+    x = rows()
+    true, estimate = squares(x)
+    assert (estimate > 5 * true)[1] and (5 * estimate < true)[2] and true[0] == estimate[0] == 0
+    ablation(name).convert(norm := MXNorm(96, EPS, mode=mode))
+    result = norm(x)
+    torch.testing.assert_close(result.rho, wanted_rho(name, x), rtol=1e-6, atol=0)
+    want = image(x * result.rho[:, None], RECIPE.format, RECIPE.scale_rounding, 1, result.xhat.data.dtype)
+    assert torch.equal(result.xhat.data, want)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_where_the_estimate_is_chosen_the_operand_is_mxnorms(ablation, name):
+    x = rows().bfloat16()
+    norm = MXNorm(96, EPS, mode="reference")
+    mx, exact = (MXNorm(96, EPS, mode="reference", estimator=e)(x) for e in ("pre_round", "exact"))
+    ablation(name).convert(norm)
+    result = norm(x)
+    true, estimate = squares(x)
+    is_estimate = (estimate > true) == (name == "damped_rms")
+    assert 2 < is_estimate.sum() < 6
+    for got, of_mx, of_exact in ((result.rho, mx.rho, exact.rho), (result.xhat.data, mx.xhat.data, exact.xhat.data)):
+        assert torch.equal(got[is_estimate], of_mx[is_estimate])
+        assert torch.equal(got[~is_estimate], of_exact[~is_estimate])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_rms_norms_where_the_true_rms_is_chosen(ablation, name):
+    """Elsewhere, they are straight-through gradients: those of RMSNorm if this rho were the inverse of its RMS."""
+    x, g = rows().requires_grad_(), torch.randn(8, 96)
+    ablation(name).convert(norm := MXNorm(96, EPS, mode="reference"))
+    (dx,) = torch.autograd.grad(norm(x).h, x, g)
+    (of_rms_norm,) = torch.autograd.grad(F.rms_norm(x, (96,), eps=EPS), x, g)
+    true, estimate = squares(x.detach())
+    is_true = (true >= estimate) == (name == "damped_rms")
+    torch.testing.assert_close(dx[is_true], of_rms_norm[is_true])
+    rho = wanted_rho(name, x.detach())[:, None]
+    xhat = x.detach() * rho
+    torch.testing.assert_close(dx, rho * (g - xhat * (g * xhat).mean(-1, keepdim=True)))
+    assert not torch.allclose(dx[~is_true], of_rms_norm[~is_true], rtol=1e-2)
+
+
+def test_compiled_layers_have_the_results_of_eager_ones(ablation, compile_backend):
+    torch.manual_seed(0)
+    model = nn.Sequential(MXNorm(96, EPS, mode="emulated"), MXNormLinear(96, 64, mode="emulated"))
+    ablation("damped_rms").convert(model)
+    x, dy = rows().requires_grad_(), torch.randn(8, 64)
+    results = []
+    for run in (model, torch.compile(model, backend=compile_backend, fullgraph=True)):
+        y = run(x)
+        results.append((y, *torch.autograd.grad(y, [x, *model.parameters()], dy)))
+    # Inductor sums in another order, and a code next to a rounding boundary may flip.
+    tolerance = 2e-2 if compile_backend == "inductor" else 1e-6
+    for eager, compiled in zip(*results):
+        assert (compiled - eager).norm() <= tolerance * eager.norm()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_without_mxnorms_is_refused(ablation, name):
+    with pytest.raises(ConfigError, match="comes after 'mxnorm'"):
+        ablation(name).convert(nn.RMSNorm(96))
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--mxnorm.estimator=exact",
+        "--mxnorm.diagnostics.every=50",
+        "--parallelism.tensor_parallel_degree=2",
+    ],
+)
+def test_settings_that_would_leave_the_ablation_out_are_refused(ablation, flag):
+    with pytest.raises(
+        ConfigError, match=f"{flag[2:].partition('=')[0]} = .*: an ablation of the norm's forward needs"
+    ):
+        ablation("damped_rms", flag)
+
+
+def test_nvfp4_is_refused(ablation):
+    with pytest.raises(ConfigError, match="mxnorm.recipe = 'nvfp4': an ablation of the norm's forward has no NVFP4"):
+        ablation("amplified_rms").convert(MXNorm(96, recipe="nvfp4"))
