@@ -1,7 +1,8 @@
 """How much casts to a block format change values: noise, saturation, underflow, and the range of block scales.
 
 On a GPU, many small operations take longer than the few large ones. So all casts of a layer are measured together:
-casts of the same matrix share what does not depend on the cast, and block scales come from one calculation.
+casts of the same matrix share what does not depend on the cast, and block scales come from one calculation. A cast that
+has several names, or that several layers share, is measured once.
 """
 
 import math
@@ -41,7 +42,8 @@ class Matrix:
         return torch.count_nonzero(self.values)
 
 
-class Cast(NamedTuple):
+@dataclass(eq=False)
+class Cast:
     """A cast of a matrix [R, C].
 
     Attributes:
@@ -49,6 +51,7 @@ class Cast(NamedTuple):
         dim: the dimension along which blocks lie, 0 or 1: the axis that the GEMM reduces over.
         tiles: NVFP4: tiles of 16 x 16 share a scale.
         tensor_scale: NVFP4: known before the cast; None if it comes from the values.
+        totals: of this cast; None until ``cast_totals`` has measured it.
     """
 
     matrix: Matrix
@@ -56,6 +59,7 @@ class Cast(NamedTuple):
     dim: int
     tiles: bool = False
     tensor_scale: float | None = None
+    totals: Totals | None = None
 
     def blocks(self, size: int) -> torch.Tensor:
         """The magnitudes of the matrix in blocks: dimension ``dim`` becomes two, of which the second is the block."""
@@ -74,25 +78,29 @@ class Cast(NamedTuple):
 
 def cast_totals(casts: dict[str, Cast], fmt: BlockFormat, scale_rounding: str | None) -> dict[str, Totals]:
     """Measure casts to a format; by name. ``scale_rounding`` as in ``Recipe``."""
-    matrices = list(dict.fromkeys(cast.matrix for cast in casts.values()))
-    noises = [cast.matrix.values - cast.image for cast in casts.values()]
+    new = list(dict.fromkeys(cast for cast in casts.values() if cast.totals is None))
+    if new:
+        _measure(new, fmt, scale_rounding)
+    return {name: cast.totals for name, cast in casts.items()}
+
+
+def _measure(casts: Sequence[Cast], fmt: BlockFormat, scale_rounding: str | None) -> None:
+    matrices = list(dict.fromkeys(cast.matrix for cast in casts))
+    noises = [cast.matrix.values - cast.image for cast in casts]
     found = norms([matrix.values for matrix in matrices] + noises)
-    signal, noise = dict(zip(matrices, found)), dict(zip(casts, found[len(matrices) :]))
-    ranges = dict(zip(casts, _block_ranges(list(casts.values()), fmt, scale_rounding)))
-    return {
-        name: Totals(
+    signal = dict(zip(matrices, found))
+    for cast, noise, blocks in zip(casts, found[len(matrices) :], _block_ranges(casts, fmt, scale_rounding)):
+        cast.totals = Totals(
             {
                 "elements": float(cast.image.numel()),
                 "nonzero": cast.matrix.nonzero,
-                "saturated": torch.count_nonzero(cast.blocks(fmt.block_size) > ranges[name].tops),
+                "saturated": torch.count_nonzero(cast.blocks(fmt.block_size) > blocks.tops),
                 "kept": torch.count_nonzero(torch.logical_and(cast.matrix.values, cast.image)),
             },
-            {"scale": ranges[name].least},
-            {"scale": ranges[name].largest},
-            {"signal": signal[cast.matrix], "noise": noise[name]},
+            {"scale": blocks.least},
+            {"scale": blocks.largest},
+            {"signal": signal[cast.matrix], "noise": noise},
         )
-        for name, cast in casts.items()
-    }
 
 
 def cast_figures(totals: Totals) -> dict[str, float]:

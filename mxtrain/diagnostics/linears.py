@@ -7,12 +7,16 @@
 After an MXNorm, X stands for X diag(rho) and fprop's and dgrad's W for W diag(gain). Where wgrad's operands are
 Hadamard-transformed before their cast, values and images are those after the transform.
 
+Linears with the same input (wq, wk, wv; w1, w3) share its sample. The first one measures the casts of the input. The
+others take its figures and operands where they have the same recipe and signs.
+
 The operands come from the functions that training calls (``mxtrain.ops.quantize``). Mode "native" is measured through
 the images of mode "emulated", which hold the same values. A dynamic tensor scale of NVFP4 is that of the sample.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -30,39 +34,59 @@ from mxtrain.reference.hadamard import hadamard, pad, unpack_signs
 from mxtrain.reference.mxnorm import scale_rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Input:
-    """A sample of what a linear gets, R tokens.
+    """A sample of what linears get, R tokens.
 
     Attributes:
         x: [R, D]; the input of the norm if an MXNorm comes first.
         rho: inverse RMS estimates, fp32 [R]; None without an MXNorm.
         gain: the norm's gain [D]; None without.
         estimate: the norm's estimate; None without an MXNorm.
-        signs: of the Hadamard transform, int64 []; None without.
-        draws: of stochastic rounding, int64 [4]; None without.
+        group: as in ``Matrix``.
+        casts: those made so far, by GEMM, recipe, mode and signs.
     """
 
     x: torch.Tensor
     rho: torch.Tensor | None = None
     gain: torch.Tensor | None = None
     estimate: RMSEstimate | None = None
+    group: str | None = None
+    casts: dict[tuple, Cast] = field(default_factory=dict)
+
+    @cached_property
+    def matrix(self) -> Matrix:
+        """X [R, D], after the norm if there is one."""
+        values = at_least_fp32(self.x) if self.rho is None else scale_rows(self.x, self.rho)
+        return Matrix(values, self.group)
+
+
+@dataclass(frozen=True, eq=False)
+class Gradient:
+    """The output gradient of a linear for a sample.
+
+    Attributes:
+        dy: [R, N].
+        signs: of the Hadamard transform, int64 []; None without.
+        draws: of stochastic rounding, int64 [4]; None without.
+    """
+
+    dy: torch.Tensor
     signs: torch.Tensor | None = None
     draws: torch.Tensor | None = None
 
 
-def linear_totals(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, dy: torch.Tensor) -> dict[str, Totals]:
+def linear_totals(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradient: Gradient) -> dict[str, Totals]:
     """Measure a linear's casts and GEMMs; by name. GEMMs without a format are left out.
 
     Args:
         gemms: recipe, mode and split of the linear.
         weight: W [N, D], or this process's part.
-        dy: the output gradient of the sample, [R, N].
     """
     if gemms.mode == "native":
         gemms = replace(gemms, mode="emulated")
     found, by_format = {}, defaultdict(dict)
-    for gemm, casts in _casts(gemms, given, weight, dy).items():
+    for gemm, casts in _casts(gemms, given, weight, gradient).items():
         recipe = getattr(gemms.recipe, gemm)
         found[gemm] = _product_totals(*casts.values())
         by_format[recipe.format, recipe.scale_rounding] |= {f"{gemm}_{name}": cast for name, cast in casts.items()}
@@ -84,47 +108,65 @@ def linear_figures(found: dict[str, Totals]) -> dict[str, float]:
     return figures
 
 
-def _casts(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, dy: torch.Tensor) -> dict[str, dict[str, Cast]]:
+def _casts(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradient: Gradient) -> dict[str, dict[str, Cast]]:
     """For each GEMM with a format: its two casts by name."""
     recipe, mode, split = gemms.recipe, gemms.mode, gemms.split
+    dy, signs, draws = gradient.dy, gradient.signs, gradient.draws
     fprop, dgrad, wgrad = (of_gemm.format is not None for of_gemm in recipe.gemms)
-    x_values = at_least_fp32(given.x) if given.rho is None else scale_rows(given.x, given.rho)
     w_values = at_least_fp32(weight) if given.gain is None else at_least_fp32(weight) * given.gain
-    x, w, grad = Matrix(x_values, split.x), Matrix(w_values, split.w), Matrix(at_least_fp32(dy), split.dy)
+    w, grad = Matrix(w_values, split.w), Matrix(at_least_fp32(dy), split.dy)
     w_rows, w_columns = quantize.weight_for_both(weight, recipe, mode, given.gain, split.w)
-    dy_rows, dy_columns = quantize.gradient(dy, recipe, mode, dgrad, wgrad, given.signs, given.draws, split.dy)
+    dy_rows, dy_columns = quantize.gradient(dy, recipe, mode, dgrad, wgrad, signs, draws, split.dy)
     found = {}
     if fprop:
         of_w = Cast(w, w_rows.data, 1, recipe.fprop.weight_tiles)
-        found["fprop"] = {"input": _input(gemms, given, x), "weight": of_w}
+        found["fprop"] = {"input": _input_along_features(gemms, given), "weight": of_w}
     if dgrad:
         of_w = Cast(w, w_columns.data.t(), 0, recipe.dgrad.weight_tiles)
         found["dgrad"] = {"grad": Cast(grad, dy_rows.data, 1), "weight": of_w}
     if wgrad:
-        x_columns = quantize.activation_along_tokens(given.x, recipe.wgrad, mode, given.rho, given.signs, split.x)
-        if recipe.wgrad.hadamard:
-            grad, x = _transformed(grad, x, given.signs)
-        found["wgrad"] = {"grad": Cast(grad, dy_columns.data.t(), 0), "input": Cast(x, x_columns.data.t(), 0)}
+        grad, of_x = _along_tokens(gemms, given, grad, signs)
+        found["wgrad"] = {"grad": Cast(grad, dy_columns.data.t(), 0), "input": of_x}
     return found
 
 
-def _input(gemms: ThreeGEMMs, given: Input, x: Matrix) -> Cast:
-    """The cast of fprop's input; ``x`` are its values."""
-    fprop, estimate = gemms.recipe.fprop, given.estimate
-    if estimate is None:
-        return Cast(x, quantize.activation(given.x, fprop, gemms.mode, gemms.split.x).data, 1)
-    static = None
-    if fprop.tensor_scale == "static":
-        columns = x.values.shape[-1]
-        static = nvfp4.static_tensor_scale(columns, estimate.p, estimate.estimator, estimate.constant)
-    return Cast(x, normalize(given.x, estimate, fprop, gemms.mode)[0].data, 1, tensor_scale=static)
+def _input_along_features(gemms: ThreeGEMMs, given: Input) -> Cast:
+    """The cast of fprop's input."""
+    fprop, mode, estimate = gemms.recipe.fprop, gemms.mode, given.estimate
+    key = ("fprop", fprop, mode)
+    if key not in given.casts:
+        static = None
+        if estimate is None:
+            operand = quantize.activation(given.x, fprop, mode, given.group)
+        else:
+            operand = normalize(given.x, estimate, fprop, mode)[0]
+            if fprop.tensor_scale == "static":
+                columns = given.x.shape[-1]
+                static = nvfp4.static_tensor_scale(columns, estimate.p, estimate.estimator, estimate.constant)
+        given.casts[key] = Cast(given.matrix, operand.data, 1, tensor_scale=static)
+    return given.casts[key]
 
 
-def _transformed(a: Matrix, b: Matrix, signs: torch.Tensor) -> tuple[Matrix, Matrix]:
-    """The Hadamard transforms of two matrices along tokens, from one calculation."""
-    both = hadamard(pad(torch.cat((a.values, b.values), 1), 0), unpack_signs(signs), 0)
-    of_a, of_b = both.split((a.values.shape[1], b.values.shape[1]), 1)
-    return Matrix(of_a, a.group), Matrix(of_b, b.group)
+def _along_tokens(gemms: ThreeGEMMs, given: Input, grad: Matrix, signs: torch.Tensor | None) -> tuple[Matrix, Cast]:
+    """The output gradient as wgrad casts it, and the cast of wgrad's input."""
+    wgrad, mode = gemms.recipe.wgrad, gemms.mode
+    key = ("wgrad", wgrad, mode, signs)
+    is_new = key not in given.casts
+    matrices = [grad, given.matrix] if is_new else [grad]
+    if wgrad.hadamard:
+        matrices = _transformed(matrices, signs)
+    if is_new:
+        operand = quantize.activation_along_tokens(given.x, wgrad, mode, given.rho, signs, given.group)
+        given.casts[key] = Cast(matrices[1], operand.data.t(), 0)
+    return matrices[0], given.casts[key]
+
+
+def _transformed(matrices: list[Matrix], signs: torch.Tensor) -> list[Matrix]:
+    """The Hadamard transforms of matrices along tokens, from one calculation."""
+    joined = torch.cat([matrix.values for matrix in matrices], 1)
+    parts = hadamard(pad(joined, 0), unpack_signs(signs), 0).split([m.values.shape[1] for m in matrices], 1)
+    # A single tensor with gaps between its rows would make ``norms`` of all tensors slow.
+    return [Matrix(values.contiguous(), matrix.group) for values, matrix in zip(parts, matrices)]
 
 
 def _product_totals(a: Cast, b: Cast) -> Totals:

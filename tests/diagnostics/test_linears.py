@@ -1,12 +1,17 @@
 """The figures of a layer against the layer itself: its forward and backward give what the figures are about."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
-from mxtrain.diagnostics.linears import Input, linear_figures, linear_totals
+from mxtrain.diagnostics import linears as linear_casts
+from mxtrain.diagnostics.linears import Gradient, Input, linear_figures, linear_totals
 from mxtrain.diagnostics.totals import numbers
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
+from mxtrain.ops import quantize
 from mxtrain.rng.rounding_position import set_rounding_step
 
 RECIPES = ("mxfp8", "nvfp4", "nvfp4_dynamic", "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16")
@@ -23,9 +28,8 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def measured(linear, given: Input, dy: torch.Tensor) -> dict[str, float]:
     set_rounding_step(0)  # the layer's first call draws the bits of its backward again
-    draws = linear.draws(dy.device)
-    given = Input(given.x, given.rho, given.gain, given.estimate, linear.signs(dy.device), draws)
-    return linear_figures(numbers(linear_totals(linear.gemms(dy.device), given, linear.weight.detach(), dy)))
+    gradient = Gradient(dy, linear.signs(dy.device), linear.draws(dy.device))
+    return linear_figures(numbers(linear_totals(linear.gemms(dy.device), given, linear.weight.detach(), gradient)))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -82,3 +86,41 @@ def test_ranges_of_block_scales_and_shares():
     assert figures["fprop_input_underflowed"] == 1 / 32 and figures["wgrad_input_underflowed"] == 0.0
     assert (figures["wgrad_input_scale_min_exponent"], figures["wgrad_input_scale_max_exponent"]) == (-18, 1)
     assert figures["dgrad_grad_scale_max_exponent"] == figures["dgrad_weight_scale_max_exponent"] == 0
+
+
+def counted(calls: list, function, *args):
+    calls.append(function)
+    return function(*args)
+
+
+SHARED = ("mxfp8", "nvfp4", "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8", "fprop=mxfp8, dgrad=mxfp8, wgrad=nvfp4")
+
+
+@pytest.mark.parametrize("recipe", SHARED)
+def test_linears_that_share_an_input_have_the_figures_of_each_alone(recipe, monkeypatch):
+    """The second linear has the first one's recipe and signs, the third other signs, the fourth another recipe."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(64, 64) * torch.logspace(-1, 1, 64), torch.randn(64, 96)
+    norm = MXNorm(64, recipe=recipe, mode="reference")
+    rho, gain = norm(x).rho, norm.weight.detach()
+    linears = [MXNormLinear(64, 96, bias=False, recipe=r, mode="reference") for r in (*[recipe] * 3, "mxfp8")]
+    linears[2].set_seed(0, "another")
+    gradients = [Gradient(dy, linear.signs(dy.device), linear.draws(dy.device)) for linear in linears]
+    gradients[1] = replace(gradients[1], signs=gradients[0].signs)
+
+    def totals(linear, given, gradient):
+        return numbers(linear_totals(linear.gemms(dy.device), given, linear.weight.detach(), gradient))
+
+    alone = [totals(linear, Input(x, rho, gain, norm.estimate), g) for linear, g in zip(linears, gradients)]
+    casts = []
+    for module, name in ((linear_casts, "normalize"), (quantize, "activation_along_tokens")):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, partial(counted, casts, function))
+    given = Input(x, rho, gain, norm.estimate)
+    made = []
+    for linear, gradient, expected in zip(linears, gradients, alone):
+        assert totals(linear, given, gradient) == expected
+        made.append(len(casts))
+    first, last = linears[0].recipe, linears[3].recipe
+    of_third, of_fourth = first.wgrad.hadamard, (first.fprop != last.fprop) + (first.wgrad != last.wgrad)
+    assert made == [2, 2, 2 + of_third, 2 + of_third + of_fourth]

@@ -10,7 +10,8 @@ The pass leaves no trace: there are no gradients before the first microbatch, an
 number generators and buffers get their values back; the trainer sets the position of stochastic rounding before every
 microbatch. Training gives the same bits with diagnostics and without.
 
-A linear is measured when its output gradient arrives: FSDP2 has its weight gathered then.
+A linear is measured when its output gradient arrives: FSDP2 has its weight gathered then. Linears that get the same
+tensor share its sample until the last of them is measured.
 
 Hooks see a module's first forward, not the one that checkpointing repeats. So they may not use operations whose results
 selective checkpointing keeps, such as products: it would give them to the repeated forward.
@@ -27,10 +28,11 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mxtrain.analysis.numerics import MODEL, PREFIX
 from mxtrain.conversion.selection import matches
-from mxtrain.diagnostics.linears import Input, linear_figures, linear_totals
+from mxtrain.diagnostics.linears import Gradient, Input, linear_figures, linear_totals
 from mxtrain.diagnostics.norms import norm_figures, norm_totals
 from mxtrain.diagnostics.products import norm_to_noise
 from mxtrain.diagnostics.sample import sampled_tokens
@@ -68,6 +70,9 @@ class Numerics:
         }
         self._watched_norms = {fqn for fqn in self._norms if is_watched(fqn, fqns)}
         self._found: dict[tuple[str, str], Totals] = {}
+        # By the tensor that a linear gets; of a norm's result, by its rho, which is new in every forward.
+        self._estimates, self._inputs = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        self._pending: dict[str, tuple[Input, torch.Tensor | None]] = {}  # with signs; by linear
 
     @classmethod
     def of_job(cls, job_config, model_parts: list[torch.nn.Module]) -> "Numerics | None":
@@ -89,8 +94,10 @@ class Numerics:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Measure one forward and backward inside of the context, and undo what they change."""
-        self._found, self._seen, self._estimates = {}, set(), {}
+        self._found, self._seen = {}, set()
         with ExitStack() as stack:
+            for kept in (self._estimates, self._inputs, self._pending):
+                stack.callback(kept.clear)
             stack.enter_context(_unchanged(self._parts))
             stack.enter_context(_sending_inputs(self._norms.values()))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -120,41 +127,51 @@ class Numerics:
     def _after_norm(self, fqn: str, norm: MXNorm, args: tuple, result: NormedInput | torch.Tensor) -> None:
         if norm.is_plain:
             return
-        # The tensor is new in every forward, and the norm's linears follow before it is freed.
-        self._estimates[result.rho.data_ptr()] = norm.estimate
+        self._estimates[result.rho] = norm.estimate
         if fqn in self._watched_norms and self._is_new(fqn):
             rows = args[0].reshape(-1, args[0].shape[-1])
             if len(index := sampled_tokens(len(rows), self.tokens, rows.device)):
                 self._found[fqn, NORM] = norm_totals(rows[index], norm.estimate, norm.recipe.fprop)
 
-    def _after_linear(self, fqn: str, linear: QuantizedLinear, args: tuple, y: torch.Tensor) -> None:
-        if y.requires_grad and not linear.layer_state.is_plain and self._is_new(fqn):
-            given, index = self._input(linear, args[0])
-            if len(index):
-                # A hook of the node runs after the hooks of its result, in which FSDP2 gathers weights.
-                y.grad_fn.register_prehook(partial(self._at_gradient, fqn, linear, given, index))
-
     @torch.no_grad()
-    def _input(self, linear: QuantizedLinear, x: torch.Tensor | NormedInput) -> tuple[Input, torch.Tensor]:
-        """The sample of a linear's input, without draws, and the indices of its tokens."""
+    def _after_linear(self, fqn: str, linear: QuantizedLinear, args: tuple, y: torch.Tensor) -> None:
+        if not y.requires_grad or linear.layer_state.is_plain or not self._is_new(fqn):
+            return
+        (x,) = args
         rows = x.x if isinstance(x, NormedInput) else x.reshape(-1, x.shape[-1])
         index = sampled_tokens(len(rows), self.tokens, rows.device)
-        if not isinstance(x, NormedInput):
-            return Input(rows[index].to(compute_dtype(x)), signs=linear.signs(x.device)), index
-        gain = None if x.gain is None else x.gain.clone()  # FSDP2 frees the memory of the gathered one
-        signs = linear.signs(rows.device) if x.signs is None else x.signs
-        return Input(rows[index], x.rho[index], gain, self._estimates[x.rho.data_ptr()], signs), index
+        if len(index):
+            signs = x.signs if isinstance(x, NormedInput) and x.signs is not None else linear.signs(rows.device)
+            self._pending[fqn] = self._input(linear, x, rows, index), signs
+            # A hook of the node runs after the hooks of its result, in which FSDP2 gathers weights.
+            y.grad_fn.register_prehook(partial(self._at_gradient, fqn, linear, index))
 
-    def _at_gradient(self, fqn: str, linear: QuantizedLinear, given: Input, index: torch.Tensor, gradients) -> None:
+    def _input(
+        self, linear: QuantizedLinear, x: torch.Tensor | NormedInput, rows: torch.Tensor, index: torch.Tensor
+    ) -> Input:
+        """The sample of a linear's input, the same for all linears that get this tensor."""
+        source = x.rho if isinstance(x, NormedInput) else x
+        samples = self._inputs.setdefault(source, {})
+        made_from = (source._version, compute_dtype(source), linear.split.x)
+        if made_from not in samples:
+            if isinstance(x, NormedInput):
+                gain = None if x.gain is None else x.gain.clone()  # FSDP2 frees the memory of the gathered one
+                new = Input(rows[index], x.rho[index], gain, self._estimates[x.rho], linear.split.x)
+            else:
+                new = Input(rows[index].to(compute_dtype(x)), group=linear.split.x)
+            samples[made_from] = new
+        return samples[made_from]
+
+    def _at_gradient(self, fqn: str, linear: QuantizedLinear, index: torch.Tensor, gradients) -> None:
+        given, signs = self._pending.pop(fqn)
         (dy,) = gradients
         if dy is None:
             return
         with torch.enable_grad():  # without, a layer takes no random bits
             draws = linear.draws(dy.device)
         with torch.no_grad():
-            given = Input(given.x, given.rho, given.gain, given.estimate, given.signs, draws)
-            dy = dy.reshape(-1, dy.shape[-1])[index]
-            found = linear_totals(linear.gemms(dy.device), given, linear.parts()[0].detach(), dy)
+            gradient = Gradient(dy.reshape(-1, dy.shape[-1])[index], signs, draws)
+            found = linear_totals(linear.gemms(dy.device), given, linear.parts()[0].detach(), gradient)
         self._found |= {(fqn, name): totals for name, totals in found.items()}
 
 

@@ -1,6 +1,7 @@
 """Diagnostics in training: they change nothing, and they measure every module that is swapped."""
 
 import copy
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,10 +16,12 @@ from training_runs import NUMERICS, NVFP4, done_once, steps
 import mxtrain
 from mxtrain.analysis import read_metrics
 from mxtrain.analysis.numerics import PREFIX, by_figure, numerics_rows
+from mxtrain.diagnostics.linears import linear_totals
 from mxtrain.diagnostics.totals import numbers
 from mxtrain.errors import ConfigError
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.rng.rounding_position import set_rounding_step
+from mxtrain.titan.reports import numerics as numerics_module
 from mxtrain.titan.reports.numerics import Numerics, check_patterns, figures_of
 
 COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
@@ -153,6 +156,41 @@ def test_weights_that_a_validation_leaves_whole_keep_no_gradients_of_the_pass(mo
         assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == []
     finally:
         dist.destroy_process_group()
+
+
+class Pairs(nn.Module):
+    """Two blocks, whose linears share an input two by two."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(64) for _ in range(2))
+        self.pairs = nn.ModuleList(nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2)) for _ in range(2))
+
+    def forward(self, x):
+        for norm, (left, right) in zip(self.norms, self.pairs):
+            y = norm(x)
+            x = x + left(y) * torch.sigmoid(right(y))
+        return x
+
+
+@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
+def test_a_shared_sample_is_freed_after_its_last_linear(converter, monkeypatch):
+    model, samples, alive = Pairs(), [], []
+    mxtrain.convert(model, converter, example_inputs=(torch.randn(1, 32, 64),), mode="reference", filter_fqns=[])
+
+    def measured(gemms, given, *others):
+        samples.append(weakref.ref(given))
+        alive.append(len({sample() for sample in samples} - {None}))
+        return linear_totals(gemms, given, *others)
+
+    monkeypatch.setattr(numerics_module, "linear_totals", measured)
+    numerics = Numerics(1, None, 64, [model])
+    x = torch.randn(2, 32, 64)
+    with numerics.recording():
+        loss = model(x).sum()
+        loss.backward()
+    assert alive == [1, 1, 1, 1]
+    assert [sample() for sample in samples] == [None] * 4 and loss.grad_fn is not None
 
 
 @pytest.mark.parametrize("converters, every, runs", [(["mxnorm"], 5, True), (["mxnorm"], 0, False), ([], 5, False)])
