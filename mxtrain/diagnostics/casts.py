@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from mxtrain.diagnostics.totals import Totals, norms, ratio
+from mxtrain.diagnostics.totals import Totals, maxima, norms, ratio
 from mxtrain.ops.collectives import largest
 from mxtrain.recipes.formats import NVFP4, BlockFormat
 from mxtrain.reference import casts as reference
@@ -153,27 +153,28 @@ class _BlockRanges(NamedTuple):
 
 
 def _block_ranges(casts: Sequence[Cast], fmt: BlockFormat, scale_rounding: str | None) -> list[_BlockRanges]:
-    maxima = [cast.block_maxima(fmt.block_size) for cast in casts]
-    sizes = [amax.numel() for amax in maxima]
-    amax = torch.cat([amax.flatten() for amax in maxima])
+    block_maxima = [cast.block_maxima(fmt.block_size) for cast in casts]
+    sizes = [amax.numel() for amax in block_maxima]
+    amax = torch.cat([amax.flatten() for amax in block_maxima])
     tensor_scales = None
     if fmt == NVFP4:
-        of_casts = _tensor_scales(casts, maxima)
+        of_casts = _tensor_scales(casts, amax.split(sizes))
         tensor_scales = torch.cat([scale.expand(size) for scale, size in zip(of_casts, sizes)])
     scales, tops = block_scales(amax, fmt, scale_rounding, tensor_scales)
-    used = amax > 0  # a block of zeros has the smallest scale there is
-    low, high = torch.where(used, scales, math.inf), torch.where(used, scales, -math.inf)
-    parts = zip(casts, maxima, *(joined.split(sizes) for joined in (tops, low, high)))
+    used = (amax > 0).repeat(2)  # a block of zeros has the smallest scale there is
+    extremes = maxima(torch.where(used, torch.cat((scales, -scales)), -math.inf).split(sizes + sizes))
+    highest, lowest = extremes[: len(casts)], torch._foreach_neg(extremes[len(casts) :])
     return [
-        _BlockRanges(tops.view(amax.shape).unsqueeze(cast.dim + 1), low.amin(), high.amax())
-        for cast, amax, tops, low, high in parts
+        _BlockRanges(tops.view(amax.shape).unsqueeze(cast.dim + 1), low, high)
+        for cast, amax, tops, low, high in zip(casts, block_maxima, tops.split(sizes), lowest, highest)
     ]
 
 
-def _tensor_scales(casts: Sequence[Cast], maxima: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _tensor_scales(casts: Sequence[Cast], block_maxima: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """NVFP4: the tensor scale of every cast, fp32 []."""
+    own = maxima(block_maxima)
     from_values = nvfp4.power_of_two_tensor_scales(
-        torch.stack([largest(amax.amax(), cast.matrix.group) for cast, amax in zip(casts, maxima)])
+        torch.stack([largest(amax, cast.matrix.group) for cast, amax in zip(casts, own)])
     ).unbind()
     return [
         scale if cast.tensor_scale is None else torch.full_like(scale, cast.tensor_scale)

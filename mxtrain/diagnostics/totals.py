@@ -56,6 +56,11 @@ def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return torch._foreach_norm(tensors, 2, torch.float64)
 
 
+def maxima(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the largest element of every tensor, [], in one launch on a GPU. Tensors with a NaN give NaN."""
+    return torch._foreach_max(tensors)
+
+
 def ratio(part: float, whole: float) -> float:
     """Return part / whole, and 0 for 0 / 0."""
     if whole == 0:
