@@ -90,6 +90,11 @@ def linear_totals(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradien
         recipe = getattr(gemms.recipe, gemm)
         found[gemm] = _product_totals(*casts.values())
         by_format[recipe.format, recipe.scale_rounding] |= {f"{gemm}_{name}": cast for name, cast in casts.items()}
+    fprop, dgrad, _ = gemms.recipe.gemms
+    if fprop.weight_tiles and fprop == dgrad:
+        # A tile is the same block along either axis: one measurement serves both names.
+        casts = by_format[fprop.format, fprop.scale_rounding]
+        casts["dgrad_weight"] = casts["fprop_weight"]
     for (fmt, scale_rounding), casts in by_format.items():
         found |= cast_totals(casts, fmt, scale_rounding)
     return found

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from mxtrain.diagnostics import casts as measured_casts
 from mxtrain.diagnostics import linears as linear_casts
 from mxtrain.diagnostics.linears import Gradient, Input, linear_figures, linear_totals
 from mxtrain.diagnostics.totals import numbers
@@ -89,7 +90,7 @@ def test_ranges_of_block_scales_and_shares():
 
 
 def counted(calls: list, function, *args):
-    calls.append(function)
+    calls.append(args[0])
     return function(*args)
 
 
@@ -124,3 +125,14 @@ def test_linears_that_share_an_input_have_the_figures_of_each_alone(recipe, monk
     first, last = linears[0].recipe, linears[3].recipe
     of_third, of_fourth = first.wgrad.hadamard, (first.fprop != last.fprop) + (first.wgrad != last.wgrad)
     assert made == [2, 2, 2 + of_third, 2 + of_third + of_fourth]
+
+
+@pytest.mark.parametrize("recipe, count", [("nvfp4", 5), ("fprop=nvfp4, dgrad=nvfp4_dynamic, wgrad=nvfp4", 6)])
+def test_weights_in_tiles_are_measured_once_for_both_directions(recipe, count, monkeypatch):
+    torch.manual_seed(0)
+    linear, calls = MXLinear(64, 96, bias=False, recipe=recipe, mode="reference"), []
+    monkeypatch.setattr(measured_casts, "_measure", partial(counted, calls, measured_casts._measure))
+    figures = measured(linear, Input(torch.randn(32, 64)), torch.randn(32, 96))
+    assert sum(len(casts) for casts in calls) == count
+    names = [name for name in figures if name.startswith("fprop_weight")]
+    assert len(names) == 5 and all(figures[name] == figures[name.replace("fprop", "dgrad")] for name in names)
