@@ -200,10 +200,8 @@ class _GroupFunction(torch.autograd.Function):
         gemms, split = ctx.gemms, ctx.gemms.split
         recipe, mode = gemms.recipe, gemms.mode
         needs_h, needs_gain, *others = ctx.needs_input_grad
-        needs_weights = any(others)
-        for_dgrad, for_wgrad = quantize.gradients(
-            dys, recipe, mode, needs_h, needs_weights or needs_gain, signs, ctx.draws, split.dy
-        )
+        needs_wgrad = (needs_gain or any(others)) and gemms.runs_wgrad
+        for_dgrad, for_wgrad = quantize.gradients(dys, recipe, mode, needs_h, needs_wgrad, signs, ctx.draws, split.dy)
         dxhat = dgain = None
         dweights = [None] * len(weights)
         if for_dgrad is not None:

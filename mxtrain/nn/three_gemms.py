@@ -40,13 +40,15 @@ class ReadyWeight(NamedTuple):
 class ThreeGEMMs:
     """The GEMMs of a layer with this recipe, in this execution mode, on matrices that may be split over processes.
 
-    ``ready`` is the layer's weight, if ``mxtrain.nn.ready_weights`` has cast it.
+    ``ready`` is the layer's weight, if ``mxtrain.nn.ready_weights`` has cast it. If ``runs_wgrad`` is False, weight and
+    gain get no gradient.
     """
 
     recipe: LinearRecipe
     mode: str
     split: SplitMatrices
     ready: ReadyWeight | None = field(default=None, compare=False)
+    runs_wgrad: bool = True
 
     def quantize_activation(self, x: torch.Tensor) -> Operand:
         """X as fprop's operand."""
@@ -61,6 +63,7 @@ class ThreeGEMMs:
         draws: torch.Tensor | None,
     ) -> tuple[Operand | None, Operand | None]:
         """dY as the operands of dgrad and wgrad; None for an operand that is not wanted."""
+        for_wgrad = for_wgrad and self.runs_wgrad
         return quantize.gradient(dy, self.recipe, self.mode, for_dgrad, for_wgrad, signs, draws, self.split.dy)
 
     def fprop(
@@ -128,6 +131,7 @@ class QuantizedLinear(Seeded, nn.Linear):
         super().__init__(in_features, out_features, bias, **factory_kwargs)
         # Set from the start, because torch.compile would compile again when the attribute appears.
         self.ready: ReadyWeight | None = None
+        self.runs_wgrad = True
         self.set_seed(0, "")
 
     @classmethod
@@ -154,7 +158,7 @@ class QuantizedLinear(Seeded, nn.Linear):
         Raises:
             ConfigError: for a mode that the device lacks.
         """
-        return ThreeGEMMs(self.recipe, mode_in_forward(self.mode, device.type), self.split, self.ready)
+        return ThreeGEMMs(self.recipe, mode_in_forward(self.mode, device.type), self.split, self.ready, self.runs_wgrad)
 
     @property
     def layer_state(self) -> LayerState:

@@ -6,7 +6,7 @@ the step's own text and weights. Compiled blocks (``force_eager``), FSDP2, tenso
 checkpointing and pipelines need nothing special, because this pass is theirs. Without a pipeline it takes as many
 sequences as hold ``tokens``; a pipeline takes its whole microbatch, of which the first chunk is measured.
 
-The pass leaves no trace: there are no gradients before the first microbatch, and those of the pass are removed; random
+The pass leaves no trace: quantized linears make no gradients of their weights, and other gradients are removed; random
 number generators and buffers get their values back; the trainer sets the position of stochastic rounding before every
 microbatch. Training gives the same bits with diagnostics and without.
 
@@ -100,6 +100,7 @@ class Numerics:
                 stack.callback(kept.clear)
             stack.enter_context(_unchanged(self._parts))
             stack.enter_context(_sending_inputs(self._norms.values()))
+            stack.enter_context(_without_wgrad(self._parts))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for fqn, module in self._norms.items():
                 handle = module.register_forward_hook(partial(self._after_norm, fqn), prepend=True)
@@ -224,6 +225,19 @@ def _sending_inputs(norms: Iterable[MXNorm]) -> Iterator[None]:
     finally:
         for norm, split in splits.items():
             norm.split = split
+
+
+@contextmanager
+def _without_wgrad(parts: list[torch.nn.Module]) -> Iterator[None]:
+    """Let quantized linears leave out the gradients of their weights, which the pass would only throw away."""
+    linears = [module for part in parts for module in part.modules() if isinstance(module, QuantizedLinear)]
+    try:
+        for linear in linears:
+            linear.runs_wgrad = False
+        yield
+    finally:
+        for linear in linears:
+            linear.runs_wgrad = True
 
 
 @contextmanager

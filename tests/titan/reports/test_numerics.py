@@ -101,6 +101,18 @@ def test_a_pass_leaves_no_trace(model):
     assert model(x).grad_fn is not None
 
 
+def test_the_pass_makes_no_gradients_of_quantized_weights(model):
+    """Embeddings and output heads may have some."""
+    with Numerics(1, None, 64, [model]).recording():
+        model(torch.randn(2, 32, 64)).sum().backward()
+        assert {name for name, p in model.named_parameters() if p.grad is not None} == {
+            "layers.0.up.bias",
+            "layers.1.up.bias",
+        }
+    model(torch.randn(2, 32, 64)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_patterns_select_modules(model):
     figures = measure(model, torch.randn(1, 64, 64), ["layers.1.norm", "up"])
     modules = {key.removeprefix(PREFIX).partition("/")[0] for key in figures}
