@@ -51,16 +51,15 @@ class Launch(NamedTuple):
         return {"enable_fp_fusion": True, **self.constants}
 
     def run(self, device: torch.device) -> None:
-        """Launch on the current stream of ``device``, after background compilation has finished."""
-        if _compiling:
-            wait(list(_compiling.values()))
-            _compiling.clear()
+        """Launch on the current stream of ``device``, after the kernel's compilation in the background has finished."""
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self.run(device)
         # Triton takes 10 to 18 us to look up a kernel by its arguments and constants, this lookup takes 3. A compiled
         # kernel still reads a profiler's hooks at every launch.
         key = (self.kernel, device, *_kinds(self.args), *self.constants.items())
+        if _compiling and (ahead := _compiling.pop(key, None)):
+            wait([ahead])
         compiled, constants = _compiled.get(key, (None, ()))
         if compiled is not None and not self.kernel.pre_run_hooks:
             compiled[(*self.grid, 1, 1)[:3]](*self.args, *constants)

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -75,18 +76,49 @@ def test_nothing_is_compiled_ahead_for_a_cpu():
     assert not kernel.compiled
 
 
-@pytest.mark.usefixtures("pretended_gpu")
-def test_a_launch_waits_for_compilation_and_raises_its_error():
-    """An error in the background is raised again where the kernel is launched."""
+class Slow(Kernel):
+    """Compilation in the background lasts until ``go`` is set."""
 
-    class Failing(Kernel):
-        def __getitem__(self, grid):
-            return self.warmup
+    pre_run_hooks = ()
 
-    kernel = Failing(RuntimeError("out of shared memory"))
-    Launch(kernel, (1,), (torch.empty(4),), {}).compile_ahead(CUDA)
+    def __init__(self, error: Exception | None = None):
+        super().__init__(error)
+        self.go = threading.Event()
+
+    def warmup(self, *args, grid, **constants):
+        assert self.go.wait(20)
+        return super().warmup(*args, grid=grid, **constants)
+
+    def __getitem__(self, grid):
+        return lambda *args, **constants: super(Slow, self).warmup(*args, grid=grid, **constants)
+
+
+@pytest.fixture
+def current_gpu(pretended_gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: CUDA.index)
+
+
+@pytest.mark.usefixtures("current_gpu")
+def test_a_launch_waits_for_its_own_compilation_only():
+    slow = Slow()
+    other = Launch(slow, (1,), (torch.empty(4),), {"BLOCK": 1})
+    other.compile_ahead(CUDA)
+    another = Launch(slow, (1,), (torch.empty(4),), {"BLOCK": 2})
+    another.run(CUDA)
+    assert [constants["BLOCK"] for _, constants in slow.compiled] == [2]
+    threading.Timer(0.05, slow.go.set).start()
+    other.run(CUDA)
+    assert [constants["BLOCK"] for _, constants in slow.compiled] == [2, 1, 1]
+
+
+@pytest.mark.usefixtures("current_gpu")
+def test_an_error_in_the_background_is_raised_again_where_the_kernel_is_launched():
+    kernel = Slow(RuntimeError("out of shared memory"))
+    kernel.go.set()
+    step = Launch(kernel, (1,), (torch.empty(4),), {})
+    step.compile_ahead(CUDA)
     with pytest.raises(RuntimeError, match="out of shared memory"):
-        Launch(kernel, (1,), (torch.empty(4),), {"grid": (1,)}).run(torch.device("cpu"))
+        step.run(CUDA)
     assert not launch._compiling
 
 
