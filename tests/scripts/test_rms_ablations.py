@@ -22,12 +22,12 @@ NAMES = ["damped_rms", "amplified_rms"]
 
 
 @pytest.fixture(scope="module")
-def one_sided_rms(import_evidence):
-    return import_evidence("one_sided_rms")
+def rms_ablations(import_evidence):
+    return import_evidence("rms_ablations")
 
 
 @pytest.fixture
-def ablation(one_sided_rms, monkeypatch):
+def ablation(rms_ablations, monkeypatch):
     """Build the converter of a name for its config and these flags. After the test, norms are MXNorm's again."""
     monkeypatch.setattr(mxnorm, "normalize", mxnorm.normalize)
 
@@ -36,8 +36,8 @@ def ablation(one_sided_rms, monkeypatch):
             [f"--job.config_file={EVIDENCE / name}.toml", "--model.flavor=debugmodel", *flags]
         )
         assert job_config.model.converters == ["mxnorm", name]
-        kind = {"damped_rms": one_sided_rms.DampedRMS, "amplified_rms": one_sided_rms.AmplifiedRMS}[name]
-        return kind(job_config, None)
+        kinds = rms_ablations.DampedRMS, rms_ablations.AmplifiedRMS, rms_ablations.EvenlyDampedRMS
+        return dict(zip((*NAMES, "evenly_damped_rms"), kinds))[name](job_config, None)
 
     return ablation
 
@@ -91,6 +91,16 @@ def test_where_the_estimate_is_chosen_the_operand_is_mxnorms(ablation, name):
     for got, of_mx, of_exact in ((result.rho, mx.rho, exact.rho), (result.xhat.data, mx.xhat.data, exact.xhat.data)):
         assert torch.equal(got[is_estimate], of_mx[is_estimate])
         assert torch.equal(got[~is_estimate], of_exact[~is_estimate])
+
+
+def test_even_damping_divides_all_rows_by_the_same_multiple_of_the_true_rms(ablation):
+    """The mean ratio of the estimate to the true RMS; a row of zeros has the ratio 1."""
+    x = rows()
+    true, estimate = squares(x)
+    ratios = (estimate[1:] / true[1:]).sqrt()
+    ablation("evenly_damped_rms").convert(norm := MXNorm(96, EPS, mode="reference"))
+    want = 1 / (true * ((1 + ratios.sum()) / 8) ** 2 + EPS).sqrt()
+    torch.testing.assert_close(norm(x).rho, want.float(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,14 +1,16 @@
-"""Converters for an ablation: MXNorm's estimate counts only where it exceeds the true RMS, or only where it is below.
+"""Converters for an ablation: MXNorm divides by its estimate of the RMS in part only.
 
 In a row with few large elements the estimate is above the true RMS, with p = 2 and blocks of 32 up to 2.4 times: MXNorm
 makes such rows smaller than RMSNorm does. In a row of even magnitudes it is below, down to 0.42 times: MXNorm makes the
-row larger. To see which of the two makes runs with the estimate differ, one of them is left out:
+row larger. To see what makes runs with the estimate differ, a part is left out. After mxnorm:
 
-    damped_rms       after mxnorm: divides by the larger of both. No row is larger than after RMSNorm.
-    amplified_rms    after mxnorm: divides by the smaller of both. No row is smaller than after RMSNorm.
+    damped_rms           divides by the larger of both. No row is larger than after RMSNorm.
+    amplified_rms        divides by the smaller of both. No row is smaller than after RMSNorm.
+    evenly_damped_rms    divides by the true RMS, times the mean over all rows of the estimate's ratio to it. Rows are
+                         as small on average as after MXNorm, but keep their sizes relative to each other.
 
 Everything else is MXNorm's: eps, the casts, and the straight-through gradient, with the inverse of this RMS as rho.
-damped_rms.toml and amplified_rms.toml, in this folder, train llama3_125m with them.
+The files of these names in this folder train llama3_125m with them.
 """
 
 import torch
@@ -21,6 +23,11 @@ from mxtrain.ops.mxfp8 import quantize
 from mxtrain.recipes.recipe import Recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
 from mxtrain.reference.mxnorm import mean_square
+
+
+def evenly_damped(true: torch.Tensor, estimate: torch.Tensor) -> torch.Tensor:
+    """The squares of the true RMS, [T], times one number. Rows of zeros do not count."""
+    return true * torch.where(true > 0, estimate / true, 1).sqrt().mean().square()
 
 
 def normalize_with(choose):
@@ -71,5 +78,10 @@ class AmplifiedRMS(_Ablation):
     choose = staticmethod(torch.minimum)
 
 
+class EvenlyDampedRMS(_Ablation):
+    choose = staticmethod(evenly_damped)
+
+
 register_model_converter(DampedRMS, "damped_rms")
 register_model_converter(AmplifiedRMS, "amplified_rms")
+register_model_converter(EvenlyDampedRMS, "evenly_damped_rms")
