@@ -47,6 +47,8 @@ def dynamic_tensor_scale(x: torch.Tensor) -> torch.Tensor:
     return _dynamic(x.abs().amax().float())
 
 
+# Compiled NVFP4 layers call this often. Dynamo takes 10 ms to look into it.
+@torch.compiler.allow_in_graph
 def power_of_two_tensor_scale(x: torch.Tensor) -> torch.Tensor:
     """Return the smallest power of two >= ``dynamic_tensor_scale(x)``, fp32 []. Multiplying by it is exact.
 

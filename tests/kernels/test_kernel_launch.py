@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from mxtrain.kernels import device, integers, launch
 from mxtrain.kernels.launch import Launch
-from mxtrain.kernels.mxfp8.cast import _cast_kernel, cast
+from mxtrain.kernels.mxfp8.cast import _cast_kernel, _checked_cast, cast
 
 CUDA = torch.device("cuda", 0)
 
@@ -239,3 +239,20 @@ def test_which_gpus_overlap_launches(monkeypatch):
         monkeypatch.setattr(device, "_capability", lambda index, capability=capability: capability)
         assert device.overlaps_launches(x) == overlap
     assert not device.overlaps_launches(torch.empty(1))
+
+
+def test_dynamo_does_not_trace_the_checks_of_a_cast_which_still_raise():
+    targets = []
+
+    def backend(graph_module, inputs):
+        targets.extend(node.target for node in graph_module.graph.nodes if node.op == "call_function")
+        return graph_module
+
+    def run(x):
+        return cast(x, RECIPES["rceil"], (1, 0), "image")[0].data
+
+    x, compiled = draw(32, 64), torch.compile(run, backend=backend, fullgraph=True)
+    assert torch.equal(compiled(x), run(x))
+    assert _checked_cast in targets and torch.ops.mxtrain.cast.default not in targets
+    with pytest.raises(Exception, match="expected a row length that is a multiple of 32"):
+        compiled(draw(32, 65))

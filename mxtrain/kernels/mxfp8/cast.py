@@ -25,7 +25,7 @@ from mxtrain.kernels.cast_results import (
 from mxtrain.kernels.checks import check_matrix, check_mxfp8, check_whole_blocks, contiguous_factors
 from mxtrain.kernels.device import converts_fp8
 from mxtrain.kernels.integers import cdiv
-from mxtrain.kernels.launch import Launch, register_op
+from mxtrain.kernels.launch import Launch, register_op, untraced
 from mxtrain.kernels.mxfp8.arithmetic import BLOCK, e4m3_codes, e4m3_image, multiplier, scale_code, scale_value
 from mxtrain.recipes.recipe import Recipe
 
@@ -230,15 +230,18 @@ def cast(
     Raises:
         ValueError: for another shape, dtype or device.
     """
-    require_one_of("form", form, FORMS)
-    require_one_of("dims", tuple(dims), DIMS)
     check_mxfp8(recipe)
+    results = _checked_cast(x, row_factor, column_factor, tuple(dims), recipe.scale_rounding, form)
+    by_dim = dict(zip(sorted(dims, reverse=True), casts_of(results, form)))
+    return tuple(by_dim[dim] for dim in dims)
+
+
+@untraced
+def _checked_cast(x, row_factor, column_factor, dims, scale_rounding, form):
+    require_one_of("form", form, FORMS)
+    require_one_of("dims", dims, DIMS)
     check_matrix("x", x)
     if 1 in dims:
         check_whole_blocks("x", x, BLOCK)
     row_factor, column_factor = contiguous_factors(x, row_factor, column_factor)
-    results = _cast(
-        x.contiguous(), row_factor, column_factor, 1 in dims, 0 in dims, recipe.scale_rounding, form
-    )  # fmt: skip
-    by_dim = dict(zip(sorted(dims, reverse=True), casts_of(results, form)))
-    return tuple(by_dim[dim] for dim in dims)
+    return _cast(x.contiguous(), row_factor, column_factor, 1 in dims, 0 in dims, scale_rounding, form)

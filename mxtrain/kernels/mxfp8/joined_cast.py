@@ -13,7 +13,7 @@ import torch
 from mxtrain.errors import require_one_of
 from mxtrain.kernels.cast_results import FORMS, Cast, casts_of, flat
 from mxtrain.kernels.checks import check_mxfp8, check_parts, check_whole_blocks, contiguous_factors
-from mxtrain.kernels.launch import Launch, register_op
+from mxtrain.kernels.launch import Launch, register_op, untraced
 from mxtrain.kernels.mxfp8.arithmetic import BLOCK
 from mxtrain.kernels.mxfp8.cast import DIMS, launch_cast, results_for
 from mxtrain.recipes.recipe import Recipe
@@ -65,15 +65,20 @@ def joined_cast(
     Raises:
         ValueError: for another shape, dtype or device.
     """
-    require_one_of("form", form, FORMS)
-    require_one_of("dims", tuple(dims), DIMS)
-    require_one_of("axis", axis, (0, 1) if column_factor is None else (0,))
     check_mxfp8(recipe)
+    results = _checked_cast(list(parts), axis, column_factor, tuple(dims), recipe.scale_rounding, form)
+    by_dim = dict(zip(sorted(dims, reverse=True), casts_of(results, form)))
+    return tuple(by_dim[dim] for dim in dims)
+
+
+@untraced
+def _checked_cast(parts, axis, column_factor, dims, scale_rounding, form):
+    require_one_of("form", form, FORMS)
+    require_one_of("dims", dims, DIMS)
+    require_one_of("axis", axis, (0, 1) if column_factor is None else (0,))
     check_parts(parts, axis, BLOCK)
     if 1 in dims:  # with axis 0 all parts have this row length, with axis 1 all are checked
         check_whole_blocks("parts[0]", parts[0], BLOCK)
     _, column_factor = contiguous_factors(parts[0], None, column_factor)
     first, *others = (part.contiguous() for part in parts)
-    results = _joined_cast(first, others, axis, column_factor, 1 in dims, 0 in dims, recipe.scale_rounding, form)
-    by_dim = dict(zip(sorted(dims, reverse=True), casts_of(results, form)))
-    return tuple(by_dim[dim] for dim in dims)
+    return _joined_cast(first, others, axis, column_factor, 1 in dims, 0 in dims, scale_rounding, form)

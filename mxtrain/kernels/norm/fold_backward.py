@@ -12,7 +12,7 @@ import triton.language as tl
 
 from mxtrain.kernels.checks import check_matrix, check_same, check_vector
 from mxtrain.kernels.integers import cdiv, next_power_of_2
-from mxtrain.kernels.launch import Launch, register_op
+from mxtrain.kernels.launch import Launch, register_op, untraced
 
 # Rows and columns that a program holds at once, and its warps.
 ROWS, COLUMNS, WARPS = 16, 128, 2
@@ -65,6 +65,7 @@ def _implementation(
 _fold_backward = register_op("fold_backward(Tensor g, Tensor weight, Tensor gain) -> (Tensor, Tensor)", _implementation)
 
 
+@untraced
 def fold_backward(g: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (dW, dgain) from the gradient of W diag(gain).
 

@@ -29,7 +29,7 @@ from mxtrain.kernels.cast_results import (
 from mxtrain.kernels.checks import check_matrix, check_number, check_vector, check_whole_blocks, contiguous_factors
 from mxtrain.kernels.device import converts_fp4
 from mxtrain.kernels.integers import cdiv, round_up
-from mxtrain.kernels.launch import Launch, register_op
+from mxtrain.kernels.launch import Launch, register_op, untraced
 from mxtrain.kernels.nvfp4.arithmetic import (
     BLOCK,
     amax_across,
@@ -289,13 +289,21 @@ def nvfp4_cast(
     Raises:
         ValueError: for another shape, dtype or device.
     """
-    require_one_of("form", form, FORMS)
     dims = sorted(tensor_scales, reverse=True)
     if not dims or not {*dims} <= {0, 1}:
         raise ValueError(f"tensor_scales for dimensions {dims}: expected 0, 1 or both")
+    scales = tensor_scales.get(1), tensor_scales.get(0)
+    results = _checked_cast(x, row_factor, column_factor, *scales, signs, draws, tuple(stochastic), form)
+    return dict(zip(dims, casts_of(results, form)))
+
+
+@untraced
+def _checked_cast(x, row_factor, column_factor, row_scale, column_scale, signs, draws, stochastic, form):
+    require_one_of("form", form, FORMS)
     x, row_factor, column_factor = _contiguous_operands(x, row_factor, column_factor)
-    for dim in dims:
-        check_number(f"tensor_scales[{dim}]", tensor_scales[dim], torch.float32, x.device)
+    scales = {dim: scale for dim, scale in ((1, row_scale), (0, column_scale)) if scale is not None}
+    for dim, scale in scales.items():
+        check_number(f"tensor_scales[{dim}]", scale, torch.float32, x.device)
     if signs is not None:
         check_number("signs", signs, torch.int64, x.device)
     if draws is None:
@@ -304,13 +312,13 @@ def nvfp4_cast(
         check_vector("draws", draws, len(Draws), x.device, (torch.int64,))
         if x.numel() > MAX_ELEMENTS:
             raise ValueError(f"x {tuple(x.shape)}: more than the {MAX_ELEMENTS} elements that have random bits")
-    results = _nvfp4_cast(
-        x, row_factor, column_factor, tensor_scales.get(1), tensor_scales.get(0), signs,
-        draws, [dim for dim in dims if dim in stochastic], form,
+    return _nvfp4_cast(
+        x, row_factor, column_factor, row_scale, column_scale, signs,
+        draws, [dim for dim in scales if dim in stochastic], form,
     )  # fmt: skip
-    return dict(zip(dims, casts_of(results, form)))
 
 
+@untraced
 def nvfp4_amax(
     x: torch.Tensor,
     signs: torch.Tensor | None = None,

@@ -13,7 +13,7 @@ import torch
 from mxtrain.errors import require_one_of
 from mxtrain.kernels.checks import check_number, check_parts, check_vector, check_whole_blocks, contiguous_factors
 from mxtrain.kernels.integers import round_up
-from mxtrain.kernels.launch import Launch, register_op
+from mxtrain.kernels.launch import Launch, register_op, untraced
 from mxtrain.kernels.nvfp4.arithmetic import BLOCK
 from mxtrain.kernels.nvfp4.cast import launch_nvfp4_cast
 from mxtrain.kernels.nvfp4.weight_cast import launch_weight_cast
@@ -108,27 +108,32 @@ def nvfp4_joined_cast(
     dims = sorted(tensor_scales, reverse=True)
     if not dims or not {*dims} <= {0, 1}:
         raise ValueError(f"tensor_scales for dimensions {dims}: expected 0, 1 or both")
+    scales = [list(tensor_scales[dim]) for dim in dims]
+    images = _checked_cast(list(parts), axis, tuple(dims), scales, signs, list(draws or ()), column_factor)
+    return dict(zip(dims, images))
+
+
+@untraced
+def _checked_cast(parts, axis, dims, scales, signs, draws, column_factor):
     require_one_of("axis", axis, (0, 1) if column_factor is None else (0,))
     check_parts(parts, axis, BLOCK)
     check_whole_blocks("parts[0]", parts[0], BLOCK)
     device = parts[0].device
-    for dim in dims:
-        _check_scales(tensor_scales[dim], parts)
+    for of_dim in scales:
+        _check_scales(of_dim, parts)
     if signs is not None:
         check_number("signs", signs, torch.int64, device)
-    for part, bits in zip(parts, draws or ()):
+    for part, bits in zip(parts, draws):
         check_vector("draws", bits, len(Draws), device, (torch.int64,))
         if part.numel() > MAX_ELEMENTS:
             raise ValueError(f"x {tuple(part.shape)}: more than the {MAX_ELEMENTS} elements that have random bits")
     _, column_factor = contiguous_factors(parts[0], None, column_factor)
     first, *others = (part.contiguous() for part in parts)
-    row_scales, column_scales = (list(tensor_scales.get(dim, ())) for dim in (1, 0))
-    images = _nvfp4_joined_cast(
-        first, others, axis, column_factor, row_scales, column_scales, signs, list(draws or ())
-    )  # fmt: skip
-    return dict(zip(dims, images))
+    row_scales, column_scales = (dict(zip(dims, scales)).get(dim, []) for dim in (1, 0))
+    return _nvfp4_joined_cast(first, others, axis, column_factor, row_scales, column_scales, signs, draws)
 
 
+@untraced
 def nvfp4_joined_weight(
     ws: Sequence[torch.Tensor], tensor_scales: Sequence[torch.Tensor], gain: torch.Tensor | None = None
 ) -> torch.Tensor:
