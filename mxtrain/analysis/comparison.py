@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from mxtrain.analysis.estimates import Estimate, estimate, paired_difference
 from mxtrain.analysis.labels import flat_settings
 from mxtrain.analysis.pairing import STEPS, unpaired
-from mxtrain.analysis.results import Result, curve_numbers
+from mxtrain.analysis.results import Result, curve_numbers, nonfinite_loss
 from mxtrain.analysis.runs import Run
 from mxtrain.errors import ConfigError
 
@@ -101,7 +101,9 @@ def _counted(results: list[Result]) -> tuple[list[Result], list[str]]:
     notes, found = [], {}
     has_ended = any(not result.problem for result in results)
     for result in results:
-        if result.problem and (has_ended or not result.is_finite):
+        # A curve that is cut may end where its loss is not finite.
+        is_finite = result.is_finite and not (result.run and nonfinite_loss(result.run))
+        if result.problem and (has_ended or not is_finite):
             notes.append(f"{result.name} ({result.variant}): does not count: {result.problem}")
             continue
         if result.problem:

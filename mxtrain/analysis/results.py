@@ -97,9 +97,18 @@ def curve_numbers(run: Run) -> dict[str, float | int | None]:
     }
 
 
-def _problem(run: Run) -> str:
+def nonfinite_loss(run: Run) -> str:
+    """Say where a loss of the run is NaN or infinite; empty if all are finite."""
     if run.first_nonfinite_step is not None:
         return f"its loss is not finite at step {run.first_nonfinite_step}"
+    # Training losses are from before a step's update, so the last update may show in the validation alone.
+    step = next((row["step"] for row in run.validation if not math.isfinite(row["validation_loss"])), None)
+    return "" if step is None else f"its validation loss is not finite at step {step}"
+
+
+def _problem(run: Run) -> str:
+    if problem := nonfinite_loss(run):
+        return problem
     if run.planned_steps is not None and run.training[-1]["step"] + run.log_freq <= run.planned_steps:
         return f"it ends at step {run.training[-1]['step']} of {run.planned_steps}"
     return ""

@@ -74,6 +74,23 @@ def test_without_a_run_that_has_ended_all_are_compared_where_the_shortest_is(ran
     assert group.notes[0] == "a (a): it ends at step 2 of 9; no run has ended yet"
 
 
+def test_a_validation_loss_that_is_not_finite_does_not_count(ran):
+    lost = [
+        ran(f"b{seed}", [4.0, 2.0], "b", seed=seed, validation={2: loss}) for seed, loss in enumerate([2.1, math.nan])
+    ]
+    (group,) = compare([ran("a0", [4.0, 3.0], "a", validation={2: 2.0}), *lost])
+    assert group.notes == ["b1 (b): does not count: its validation loss is not finite at step 2"]
+    assert [cell.validation.mean for cell in group.cells] == [2.0, 2.1]
+
+
+def test_a_loss_that_was_not_finite_for_a_while_does_not_count_in_a_shorter_curve(ran):
+    """The curves are cut after step 2, where the loss of b1 is not finite."""
+    results = [ran("a0", [4.0, 3.0], "a", steps=9), ran("b0", [4.0, 3.0], "b", steps=9)]
+    (group,) = compare([*results, ran("b1", [4.0, math.nan, 3.0], "b", seed=1, steps=9)])
+    assert "b1 (b): does not count: its loss is not finite at step 2" in group.notes
+    assert [cell.count for cell in group.cells] == [1, 1]
+
+
 def test_curves_of_different_lengths_are_compared_at_the_last_common_tokens(ran):
     short = ran("short", [5.0, 4.0, 3.0, 2.0], "a", validation={2: 4.5, 4: 2.5})
     long = ran("long", [5.0, 4.2] + [3.2] * 6, "b", validation={1: 9.0, 2: 4.1, 8: 1.0}, tokens_per_step=128)
