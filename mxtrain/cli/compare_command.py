@@ -4,6 +4,7 @@ import argparse
 import os
 import shlex
 import sys
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -51,7 +52,9 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", metavar="N", type=int, help="seeds 0 to N - 1 (default: 1)")
     parser.add_argument("--lr", metavar="A,B,...", default="", help="learning rates (default: that of each config)")
     parser.add_argument("--steps", metavar="N", type=int, help="the same as --training.steps N")
-    parser.add_argument("--gpus", metavar="N", type=int, default=1, help="GPUs (on a CPU: processes) of each run")
+    parser.add_argument(
+        "--gpus", metavar="N", type=int, help="GPUs (on a CPU: processes) of each run (default: as so far, or 1)"
+    )
     parser.add_argument(
         "--side-by-side", metavar="N", type=int, help="runs at a time (default: as many as there are GPUs for; CPU: 1)"
     )
@@ -100,13 +103,15 @@ def compare(options, variants: list[str], flags: list[str]) -> int:
             raise ConfigError("VARIANT is missing: give configs, or --resume and the folder of a comparison")
         steps = [] if options.steps is None else [f"--training.steps={options.steps}"]
         plan = planned(variants, options.seeds or 1, _rates(options.lr), [*flags, *steps])
-    runs = joined(earlier, plan, folder)
+    # Another number would change the sequences per step, and with them what the runs that are left would train on.
+    gpus = options.gpus or next((run.gpus for run in earlier.values()), 1)
+    runs = {name: replace(run, gpus=gpus) for name, run in joined(earlier, plan, folder).items()}
     if options.baseline is not None and options.baseline not in {run.variant for run in runs.values()}:
         names = ", ".join(dict.fromkeys(run.variant for run in runs.values()))
         raise ConfigError(f"--baseline {options.baseline!r} is not one of the variants: {names}")
     for line in unpaired_settings(runs):
         print(f"mxtrain: note: {line}", file=sys.stderr)
-    devices = _devices(options.gpus, options.side_by_side)
+    devices = _devices(gpus, options.side_by_side)
     if options.dry_run:
         print(_described(runs, devices, folder))
         return 0
@@ -116,7 +121,7 @@ def compare(options, variants: list[str], flags: list[str]) -> int:
             print(f"mxtrain: warning: {warning}", file=sys.stderr)
         write_comparison(folder, runs)
         print(f"mxtrain: {len(runs)} runs in {folder}, {len(devices)} at a time", flush=True)
-        side_by_side = SideBySide(folder, runs, devices, options.gpus)
+        side_by_side = SideBySide(folder, runs, devices, gpus)
         side_by_side.finish()
     failed = [run.name for run in runs.values() if run.status != 0]
     _report(folder, options.baseline)

@@ -26,6 +26,8 @@ class PairedRun:
     """Hash of what the config file held"""
     status: int | None = None
     """Exit status of the last start; 0: finished, None: has not ended"""
+    gpus: int = 1
+    """GPUs (on a CPU: processes) of its next start"""
 
 
 def read_comparison(folder: Path) -> dict[str, PairedRun]:
