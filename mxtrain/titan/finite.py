@@ -20,7 +20,15 @@ SETTING = "metrics.on_nonfinite_loss"
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or a weight is NaN or infinite, and training stops. The message is for the user, without a traceback."""
+    """A loss or a weight is NaN or infinite, and training stops. The message is for the user, without a traceback.
+
+    Args:
+        step, loss: the step whose loss is not finite, and the sum of this loss over ranks; None and None for a weight.
+    """
+
+    def __init__(self, message: str, step: int | None = None, loss: float | None = None):
+        super().__init__(message)
+        self.step, self.loss = step, loss
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ class LossWatch:
             if not is_finite and self.was_finite:
                 found = f"step {copy.step}: the loss is {describe(values)}"
                 if self.stops:
-                    raise NonFiniteError(found)
+                    raise NonFiniteError(found, copy.step, sum(values))
                 logger.warning(f'{found}; training goes on ({SETTING} = "{CONTINUE}")')
             self.was_finite = is_finite
             if self.on_losses is not None:

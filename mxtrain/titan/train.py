@@ -43,7 +43,7 @@ from mxtrain.titan.parallel.pipeline import LossPerToken, SharedLoss, Stage
 from mxtrain.titan.parallel.replicate import Layout
 from mxtrain.titan.parse import parse_job_config, resolved_settings, settings_of
 from mxtrain.titan.reports import terminal
-from mxtrain.titan.reports.metrics import leave_losses_to_trainer, log_event, run_facts
+from mxtrain.titan.reports.metrics import leave_losses_to_trainer, log_event, log_loss, run_facts
 from mxtrain.titan.reports.numerics import Numerics
 from mxtrain.titan.schedule import RecipeSwitch
 from mxtrain.titan.stop import Stop, StopSignals
@@ -131,13 +131,22 @@ class _Trainer(Trainer):
         try:
             super().train()
             self._watch.look(at_last_step=True)  # the text may end before the last step
-        except NonFiniteError:
+        except NonFiniteError as error:
+            self._log_last_loss(error)
             self.checkpointer.finish()  # the last checkpoint, with finite weights, becomes complete
             raise
         finally:
             if self.stop is None:
                 self._signals.restore()
         self.checkpointer.finish()
+
+    def _log_last_loss(self, error: NonFiniteError) -> None:
+        """Log the loss that ends the run, unless its row or that of the step after it is there."""
+        if error.step is None or any(map(self.metrics_processor.should_log, {error.step, self.step})):
+            return
+        tokens = self._tokens.of_all_ranks(self.ntokens_seen)
+        # All steps have as many tokens. A GPU has begun the next step.
+        log_loss(self.metrics_processor, error.step, error.loss, tokens * error.step // self.step)
 
     def should_continue_training(self) -> bool:
         if not super().should_continue_training():

@@ -1,6 +1,7 @@
 """The trainer from end to end (see training_runs), and mistakes in settings."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -92,6 +93,9 @@ def test_a_loss_that_is_not_finite_stops_training(one, several):
         'with more bits; metrics.on_nonfinite_loss = "continue" only warns'
     )
     both = several["nan"]
+    for run in (stopped, both):  # logged, although no step but the first one was to be
+        first, last = load_run(run.folder).training
+        assert (last["step"], last["tokens_seen"]) == (2, 2 * first["tokens_seen"]) and math.isnan(last["loss"])
     assert both.statuses == [1, 1]
     for output in both.output:
         (error,) = [line for line in output.splitlines() if line.startswith("mxtrain: error")]

@@ -203,6 +203,14 @@ def log_event(processor: MetricsProcessor, step: int, text: str) -> None:
                 one.log_event(step, text)
 
 
+def log_loss(processor: MetricsProcessor, step: int, loss: float, tokens_seen: int) -> None:
+    """Write a row to metrics.jsonl with nothing but the loss of a step and the tokens of all ranks up to it."""
+    if isinstance(processor.logger, LoggerContainer):
+        for one in processor.logger._loggers:
+            if isinstance(one, MetricsFileLogger):
+                one.log({TRAINING_KEYS["loss"]: loss, TRAINING_KEYS["tokens_seen"]: tokens_seen}, step)
+
+
 def leave_losses_to_trainer(processor: MetricsProcessor) -> None:
     """Remove the warnings about losses that are not finite, because the trainer looks at every step itself."""
     if isinstance(processor.logger, LoggerContainer):
