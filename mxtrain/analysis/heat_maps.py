@@ -80,7 +80,8 @@ def remarks(values: dict[str, dict[str, dict[int, float]]], step: int) -> list[s
         if worthy:
             worst = max(worthy, key=lambda module: figure.distance(worthy[module]))
             lines.append(
-                f"step {step}: {figure.title} is {figure.limit} in {len(worthy)} of {len(found)} modules; "
+                # Of a figure without limits, only NaN deserves a look.
+                f"step {step}: {figure.title} is {figure.limit or 'NaN'} in {len(worthy)} of {len(found)} modules; "
                 f"{worst}: {worthy[worst]:.4g}"
             )
     return lines

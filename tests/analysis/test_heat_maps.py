@@ -1,3 +1,5 @@
+import math
+
 import matplotlib.figure
 import matplotlib.image
 import numpy as np
@@ -85,6 +87,11 @@ def test_remarks_name_the_worst_module():
     values = {"grad_norm_to_noise": {"a": {5: 1.6}, "b": {5: 1.2}, "c": {5: 9.0}}, "rms_r2": {"d": {4: 0.1}}}
     title = "weight gradient: norm / quantization noise"
     assert remarks(values, 5) == [f"step 5: {title} is below 1.73 in 2 of 3 modules; b: 1.2"]
+
+
+def test_a_remark_on_a_figure_without_limits_says_nan():
+    (line,) = remarks({"fprop_error": {"a": {5: math.nan}, "b": {5: 9.0}}}, 5)
+    assert line == "step 5: fprop: relative error of the result is NaN in 1 of 2 modules; a: nan"
 
 
 def test_a_run_without_figures_and_a_wrong_name_are_errors(tmp_path):
