@@ -1,5 +1,6 @@
 """Whether a run may resume with its present settings, and what changes since the checkpoint from which it goes on."""
 
+from mxtrain.recipes.schedule import Entry
 from mxtrain.run_folder.manifest import read_manifest
 from mxtrain.run_folder.start import Start
 from mxtrain.settings.layout import global_batch_size
@@ -30,17 +31,26 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
         before, settings, global_batch_size(before, manifest.processes), global_batch_size(settings, processes)
     )
     require_allowed(found, settings["checkpoint.may_change"] or [], start.checkpoint)
-    return [*report(found, start.step + 1), *_moved_entries(before, settings)]
+    moves = [
+        f"{new.name} moves from steps {old.first} to {old.last} to steps {new.first} to {new.last}"
+        for old, new in _moved(before, settings)
+    ]
+    return [*report(found, start.step + 1), *moves]
 
 
-def _moved_entries(before: Settings, now: Settings) -> list[str]:
-    """Return a line for each entry of an unchanged schedule whose steps follow from the number of steps."""
+def moved_entries(start: Start, settings: Settings) -> list[tuple[Entry, Entry]]:
+    """Return the entries of an unchanged schedule whose steps follow from the number of steps: as before, and now.
+
+    Arguments as for ``check_resume``.
+    """
+    if start.step == 0:
+        return []
+    return _moved(settings_before(read_manifest(start.checkpoint).settings, settings.known), settings)
+
+
+def _moved(before: Settings, now: Settings) -> list[tuple[Entry, Entry]]:
     if not quantizing(now) or before[SCHEDULE] != now[SCHEDULE]:
         return []
     section = now.section("mxnorm")
     pairs = zip(*(schedule_of(section, settings["training.steps"]) for settings in (before, now)), strict=True)
-    return [
-        f"{new.name} moves from steps {old.first} to {old.last} to steps {new.first} to {new.last}"
-        for old, new in pairs
-        if old != new
-    ]
+    return [(old, new) for old, new in pairs if old != new]

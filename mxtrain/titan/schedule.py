@@ -3,7 +3,7 @@
 Every rank decides by the number of the step and, for the guard, by losses that all ranks have. So no rank waits.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -41,15 +41,22 @@ class RecipeSwitch:
 
     Args:
         log_event: (step, text) logs the beginning or end of a change.
+        moved: entries whose steps are others than before the run resumed: as before, and now.
 
     Attributes:
         guard: to be given the loss of every step; None for a run without a guard.
     """
 
-    def __init__(self, job_config, model_parts: list[torch.nn.Module], log_event: Callable[[int, str], None]):
+    def __init__(
+        self,
+        job_config,
+        model_parts: list[torch.nn.Module],
+        log_event: Callable[[int, str], None],
+        moved: Sequence[tuple[Entry, Entry]] = (),
+    ):
         self._entries = schedule_in(job_config)
         self.guard, self._fallback = guard_in(job_config) or (None, "")
-        self._parts, self._log_event = model_parts, log_event
+        self._parts, self._log_event, self._moved = model_parts, log_event, moved
         self._switches = {step for entry in self._entries for step in (entry.first, entry.last + 1)}
         self._last_step: int | None = None
         self._fell_back = False
@@ -72,6 +79,12 @@ class RecipeSwitch:
 
     def _events(self, step: int, falls_back: bool) -> Iterator[tuple[str, str]]:
         """Yield what begins or ends with a step: a few words, and details."""
+        for before, now in self._moved if self._last_step is None else ():
+            was, is_now = before.first < step <= before.last + 1, now.first <= step <= now.last
+            if was and not is_now and step != now.last + 1:
+                yield f"end of {_words(before)}", f" ({before.name})"
+            if is_now and not was and step != now.first:
+                yield _words(now), f", to step {now.last} ({now.name})"
         for entry in self._entries:
             if step == entry.last + 1:
                 yield f"end of {_words(entry)}", f" ({entry.name})"

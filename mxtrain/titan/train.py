@@ -27,7 +27,7 @@ from mxtrain.run_folder.start import CheckpointSettings, Start, find_start, late
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.own_modules import search_beside
 from mxtrain.settings.read import config_file, places
-from mxtrain.settings.resume_check import check_resume
+from mxtrain.settings.resume_check import check_resume, moved_entries
 from mxtrain.settings.resume_run import resolved
 from mxtrain.titan import finite
 from mxtrain.titan.buffers import kept_buffers
@@ -90,7 +90,8 @@ class _Trainer(Trainer):
         self.checkpointer.is_stopping = lambda: self._watch.stop_signal is not None
         self.checkpointer.after_load = self._after_load
         self.checkpointer.states[RANDOM_STATE] = RandomState()
-        self._switch = RecipeSwitch(job_config, self.model_parts, partial(log_event, self.metrics_processor))
+        moved = moved_entries(self._start, settings_of(job_config))
+        self._switch = RecipeSwitch(job_config, self.model_parts, partial(log_event, self.metrics_processor), moved)
         if (guard := self._switch.guard) is not None:
             # All stages of a pipeline and all ranks of tensor parallelism have the same loss.
             mesh = self.parallel_dims.get_optional_mesh("loss")

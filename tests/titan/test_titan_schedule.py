@@ -15,7 +15,7 @@ from mxtrain.recipes.schedule import parse_entries
 from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
 from mxtrain.titan.parse import parse_job_config
 from mxtrain.titan.reports.metrics import build_metrics_processor
-from mxtrain.titan.schedule import allow_recompiling
+from mxtrain.titan.schedule import RecipeSwitch, allow_recompiling
 
 EVENTS = [
     (3, "fprop=bf16 in layers.1"),
@@ -82,6 +82,24 @@ def test_numbers_that_change_are_constants_of_compiled_graphs():
             compiled(x)
     inputs = [[node.name for node in graph.graph.nodes if node.op == "placeholder"] for graph in graphs]
     assert len(graphs) == 2 and inputs[0] == inputs[1]
+
+
+@pytest.mark.parametrize(
+    "before, now, step, expected",
+    [
+        (10, 20, 11, ["end of bf16"]),  # a finished run goes on with more steps
+        (10, 20, 5, []),
+        (20, 10, 10, []),  # begins now, which the schedule says
+        (40, 20, 20, ["bf16"]),
+        (10, 11, 11, []),  # stays
+    ],
+)
+def test_entries_that_move_when_a_run_resumes_begin_and_end_with_an_event(before, now, step, expected):
+    (old,), (new,) = (parse_entries([{"from_share": 0.9, "recipe": "bf16"}], steps, {}, "s") for steps in (before, now))
+    logged = []
+    job_config = parse_job_config(["--model.name=llama3", "--model.flavor=debugmodel", "--model.converters=mxnorm"])
+    RecipeSwitch(job_config, [], lambda step, text: logged.append(text), [(old, new)]).begin_step(step)
+    assert logged == expected
 
 
 def convert(*flags):
