@@ -6,7 +6,7 @@ from mxtrain.analysis.labels import variants
 from mxtrain.analysis.results import Result, read_results, result_of
 from mxtrain.analysis.runs import Run, load_run
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.comparison import read_comparison
+from mxtrain.run_folder.comparison import COMPARISON_FILE, read_comparison
 from mxtrain.run_folder.files import CONFIG_FILE, METRICS_FILE
 
 
@@ -15,7 +15,7 @@ def read_sources(paths: list[Path]) -> tuple[list[Result], list[str]]:
     results: list[Result | None] = []
     runs: list[tuple[int, Run]] = []  # those that no comparison names, and their place among the results
     notes: list[str] = []
-    for path in paths:
+    for path in [one for given in paths for one in _inside(given)]:
         try:
             if path.is_file():
                 found, left_out = read_results(path)
@@ -42,11 +42,16 @@ def _add(folder: Path, variant: str | None, results: list, runs: list, notes: li
     results.append(None if variant is None else result_of(run, variant))
 
 
+def _inside(path: Path) -> list[Path]:
+    """Return the runs and comparisons in a folder that is neither; ``path`` itself if there are none."""
+    if not path.is_dir() or any((path / name).exists() for name in (METRICS_FILE, CONFIG_FILE, COMPARISON_FILE)):
+        return [path]
+    return sorted({file.parent for name in (METRICS_FILE, COMPARISON_FILE) for file in path.glob(f"*/{name}")}) or [
+        path
+    ]
+
+
 def _folders(path: Path) -> list[tuple[Path, str | None]]:
     """Return the run folders that ``path`` stands for, with the variant's name where a comparison gives one."""
-    if planned := read_comparison(path):
-        return [(path / run.name, run.variant) for run in planned.values()]
-    if (path / METRICS_FILE).exists() or (path / CONFIG_FILE).exists() or not path.is_dir():
-        return [(path, None)]
-    inside = sorted(file.parent for file in path.glob(f"*/{METRICS_FILE}"))
-    return [(folder, None) for folder in inside] or [(path, None)]
+    planned = read_comparison(path)
+    return [(path / run.name, run.variant) for run in planned.values()] or [(path, None)]

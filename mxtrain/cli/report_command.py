@@ -30,7 +30,7 @@ Runs are told apart by converter, learning rate and seed, which their folders ho
         metavar="RUN",
         nargs="+",
         type=Path,
-        help="folder of a run, folder of a comparison or of several runs, or a CSV of results",
+        help="folder of a run or a comparison, a folder that holds several of them, or a CSV of results",
     )
     parser.add_argument("--baseline", metavar="NAME", help="variant to compare with (default: the first one)")
     parser.add_argument(

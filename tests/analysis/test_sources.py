@@ -41,6 +41,17 @@ def test_a_comparison_names_its_variants_and_what_is_missing_is_a_line(tmp_path)
     ]
 
 
+def test_a_folder_may_hold_comparisons_beside_runs(tmp_path):
+    make_run(tmp_path / "run", [3.0])
+    make_run(tmp_path / "compared" / "x-seed0", [3.0])
+    write_comparison(tmp_path / "compared", {"x-seed0": PairedRun("x-seed0", "x", ["a.toml"], "")})
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "comparison.json").write_text("[")
+    results, notes = found(tmp_path)
+    assert results == [("x-seed0", "x", 0, 1e-3), ("run", "mxnorm mxfp8 p=2", 0, 1e-3)]
+    assert len(notes) == 1 and "damaged/comparison.json is damaged" in notes[0]
+
+
 def test_csv_files_and_folders_come_together_and_what_cannot_be_read_is_a_line(tmp_path):
     results, _ = read_sources([make_run(tmp_path / "a", [3.0])])
     append_results(tmp_path / "r.csv", results)
