@@ -46,9 +46,8 @@ def _inside(path: Path) -> list[Path]:
     """Return the runs and comparisons in a folder that is neither; ``path`` itself if there are none."""
     if not path.is_dir() or any((path / name).exists() for name in (METRICS_FILE, CONFIG_FILE, COMPARISON_FILE)):
         return [path]
-    return sorted({file.parent for name in (METRICS_FILE, COMPARISON_FILE) for file in path.glob(f"*/{name}")}) or [
-        path
-    ]
+    found = {file.parent for name in (METRICS_FILE, COMPARISON_FILE) for file in path.glob(f"*/{name}")}
+    return sorted(found) or [path]
 
 
 def _folders(path: Path) -> list[tuple[Path, str | None]]:
