@@ -1,5 +1,6 @@
 """Finds the results in run folders, comparisons, folders of runs, and CSVs of results."""
 
+import os
 from pathlib import Path
 
 from mxtrain.analysis.labels import variants
@@ -44,7 +45,9 @@ def _add(folder: Path, variant: str | None, results: list, runs: list, notes: li
 
 def _inside(path: Path) -> list[Path]:
     """Return the runs and comparisons in a folder that is neither; ``path`` itself if there are none."""
-    if not path.is_dir() or any((path / name).exists() for name in (METRICS_FILE, CONFIG_FILE, COMPARISON_FILE)):
+    # Unlike Path's, these functions raise no error for a folder that may not be searched.
+    own = (os.path.exists(path / name) for name in (METRICS_FILE, CONFIG_FILE, COMPARISON_FILE))
+    if not os.path.isdir(path) or any(own):
         return [path]
     found = {file.parent for name in (METRICS_FILE, COMPARISON_FILE) for file in path.glob(f"*/{name}")}
     return sorted(found) or [path]

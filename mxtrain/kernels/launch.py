@@ -11,8 +11,9 @@ from mxtrain.kernels.device import INTERPRETED
 
 untraced = torch.compiler.allow_in_graph
 """
-Decorator of a function of tensors, numbers and strings that returns tensors. Dynamo puts a call of it into its graph as
-one node: its own way through checks of arguments takes up to 20 ms a call. AOTAutograd sees the operations inside
+Decorator of a function of tensors, numbers and strings, None and lists of them, which returns tensors. Dynamo puts a
+call into its graph as one node: its own way through checks of arguments takes up to 20 ms a call. AOTAutograd sees the
+operations inside. A ValueError of a check becomes PyTorch's error for a failed compilation, with the same text
 """
 
 _LIBRARY = torch.library.Library("mxtrain", "DEF")
@@ -64,8 +65,9 @@ class Launch(NamedTuple):
         # Triton takes 10 to 18 us to look up a kernel by its arguments and constants, this lookup takes 3. A compiled
         # kernel still reads a profiler's hooks at every launch.
         key = (self.kernel, device, *_kinds(self.args), *self.constants.items())
-        if _compiling and (ahead := _compiling.pop(key, None)):
+        if _compiling and (ahead := _compiling.get(key)):
             wait([ahead])
+            _compiling.pop(key, None)
         compiled, constants = _compiled.get(key, (None, ()))
         if compiled is not None and not self.kernel.pre_run_hooks:
             compiled[(*self.grid, 1, 1)[:3]](*self.args, *constants)

@@ -76,6 +76,7 @@ class _Trainer(Trainer):
     """
 
     stop: Stop | None = None
+    _last_step = 0
 
     def __init__(self, job_config):
         with _own_parts():
@@ -143,11 +144,11 @@ class _Trainer(Trainer):
 
     def _log_last_loss(self, error: NonFiniteError) -> None:
         """Log the loss that ends the run, unless its row or that of the step after it is there."""
-        if error.step is None or any(map(self.metrics_processor.should_log, {error.step, self.step})):
+        if error.step is None or any(map(self.metrics_processor.should_log, {error.step, self._last_step})):
             return
         tokens = self._tokens.of_all_ranks(self.ntokens_seen)
-        # All steps have as many tokens. A GPU has begun the next step.
-        log_loss(self.metrics_processor, error.step, error.loss, tokens * error.step // self.step)
+        # A GPU has done the next step, too. Steps have as many tokens, unless a resumed run has changed that.
+        log_loss(self.metrics_processor, error.step, error.loss, tokens * error.step // self._last_step)
 
     def should_continue_training(self) -> bool:
         if not super().should_continue_training():
@@ -177,6 +178,7 @@ class _Trainer(Trainer):
         self._switch.begin_step(self.step)
         super().train_step(data_iterator)
         self._watch.record(self.step, self._losses, self._signals.received)
+        self._last_step = self.step  # TorchTitan counts one more step where the text ends
         # A CPU has finished the step, and logging waited for the device.
         waited = self.device.type == "cpu" or self.metrics_processor.should_log(self.step)
         self._watch.look(at_last_step=waited)

@@ -21,6 +21,7 @@ from mxtrain import ConfigError
 from mxtrain.analysis import load_run
 from mxtrain.rng.rounding_position import position_as_set
 from mxtrain.run_folder.checkpoints import Checkpoints
+from mxtrain.run_folder.start import Start
 from mxtrain.titan.finite import LossWatch, NonFiniteError
 from mxtrain.titan.parse import non_default_values, parse_job_config
 from mxtrain.titan.stop import Stop, StopSignals
@@ -142,7 +143,7 @@ def trainer(monkeypatch):
         self.model_parts = [torch.nn.Linear(2, 2)]
         self.checkpointer = FakeCheckpointer()
         self.metrics_processor = SimpleNamespace(logger=None, should_log=lambda step: False)
-        self.dataloader = self._start = None
+        self.dataloader, self._start = None, Start(0)
         self.gradient_accumulation_steps = 1
 
     def train_step(self, losses):
@@ -163,6 +164,18 @@ def trainer(monkeypatch):
     yield make
     for one in reversed(made):
         one._signals.restore()
+
+
+def test_a_loss_that_ends_a_run_has_a_row_unless_it_was_logged(trainer, monkeypatch):
+    """Where the text ends, TorchTitan counts a step that was not done."""
+    rows = []
+    monkeypatch.setattr("mxtrain.titan.train.log_loss", lambda _, *row: rows.append(row))
+    one = trainer()
+    one.step, one._last_step, one.ntokens_seen = 4, 3, 96
+    for logged in (2, 3, 4):
+        one.metrics_processor.should_log = logged.__eq__
+        one._log_last_loss(NonFiniteError("step 2: the loss is inf", 2, float("inf")))
+    assert rows == [(2, float("inf"), 64)]
 
 
 def test_weights_that_are_not_finite_are_not_saved_though_every_loss_was(trainer, caplog):
