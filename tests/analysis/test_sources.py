@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 from paired_runs import make_run
@@ -50,6 +51,20 @@ def test_a_folder_may_hold_comparisons_beside_runs(tmp_path):
     results, notes = found(tmp_path)
     assert results == [("x-seed0", "x", 0, 1e-3), ("run", "mxnorm mxfp8 p=2", 0, 1e-3)]
     assert len(notes) == 1 and "damaged/comparison.json is damaged" in notes[0]
+
+
+def test_a_folder_that_may_not_be_searched_is_a_line(tmp_path, monkeypatch):
+    make_run(tmp_path / "a", [3.0])
+    locked, stat = tmp_path / "b", os.stat
+
+    def no_stat_inside(path, *args, **kwargs):
+        if str(path).startswith(f"{locked}{os.sep}"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", no_stat_inside)
+    results, notes = found(tmp_path / "a", locked)
+    assert [name for name, *_ in results] == ["a"] and len(notes) == 1 and str(locked) in notes[0]
 
 
 def test_csv_files_and_folders_come_together_and_what_cannot_be_read_is_a_line(tmp_path):

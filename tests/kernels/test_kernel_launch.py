@@ -17,7 +17,12 @@ from triton.runtime.jit import JITFunction
 
 from mxtrain.kernels import device, integers, launch
 from mxtrain.kernels.launch import Launch
-from mxtrain.kernels.mxfp8.cast import _cast_kernel, _checked_cast, cast
+from mxtrain.kernels.mxfp8 import cast as mxfp8
+from mxtrain.kernels.mxfp8 import joined_cast as joined_mxfp8
+from mxtrain.kernels.mxfp8.cast import _cast_kernel, cast
+from mxtrain.kernels.norm.fold_backward import fold_backward
+from mxtrain.kernels.nvfp4 import cast as nvfp4
+from mxtrain.kernels.nvfp4 import joined_cast as joined_nvfp4
 
 CUDA = torch.device("cuda", 0)
 
@@ -241,18 +246,29 @@ def test_which_gpus_overlap_launches(monkeypatch):
     assert not device.overlaps_launches(torch.empty(1))
 
 
-def test_dynamo_does_not_trace_the_checks_of_a_cast_which_still_raise():
-    targets = []
+def test_dynamo_does_not_trace_the_checks_of_kernels_which_still_raise():
+    targets = set()
 
     def backend(graph_module, inputs):
-        targets.extend(node.target for node in graph_module.graph.nodes if node.op == "call_function")
+        targets.update(node.target for node in graph_module.graph.nodes if node.op == "call_function")
         return graph_module
 
     def run(x):
-        return cast(x, RECIPES["rceil"], (1, 0), "image")[0].data
+        one = x.new_ones(())
+        return (
+            mxfp8.cast(x, RECIPES["rceil"], (1, 0), "image")[0].data,
+            joined_mxfp8.joined_cast([x, x], 1, RECIPES["rceil"], (1, 0), "image")[0].data,
+            nvfp4.nvfp4_cast(x, {1: one, 0: one}, "image")[0].data,
+            nvfp4.nvfp4_amax(x)[0],
+            joined_nvfp4.nvfp4_joined_cast([x, x], 1, {1: [one, one]})[1],
+            joined_nvfp4.nvfp4_joined_weight([x, x], [one, one]),
+            *fold_backward(x, x, x[0]),
+        )
 
     x, compiled = draw(32, 64), torch.compile(run, backend=backend, fullgraph=True)
-    assert torch.equal(compiled(x), run(x))
-    assert _checked_cast in targets and torch.ops.mxtrain.cast.default not in targets
+    for got, want in zip(compiled(x), run(x), strict=True):
+        assert torch.equal(got, want)
+    casts = [module._checked_cast for module in (mxfp8, joined_mxfp8, nvfp4, joined_nvfp4)]
+    assert targets >= {*casts, nvfp4.nvfp4_amax, joined_nvfp4.nvfp4_joined_weight, fold_backward}
     with pytest.raises(Exception, match="expected a row length that is a multiple of 32"):
         compiled(draw(32, 65))

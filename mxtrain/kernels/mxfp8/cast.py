@@ -203,6 +203,12 @@ _cast = register_op(
 )
 
 
+def in_order(results: list[torch.Tensor], dims: tuple[int, ...], form: str) -> tuple[Cast, ...]:
+    """Return the casts that an op returned, the one along dimension 1 first, in the order of ``dims``."""
+    by_dim = dict(zip(sorted(dims, reverse=True), casts_of(results, form)))
+    return tuple(by_dim[dim] for dim in dims)
+
+
 def cast(
     x: torch.Tensor,
     recipe: Recipe,
@@ -232,8 +238,7 @@ def cast(
     """
     check_mxfp8(recipe)
     results = _checked_cast(x, row_factor, column_factor, tuple(dims), recipe.scale_rounding, form)
-    by_dim = dict(zip(sorted(dims, reverse=True), casts_of(results, form)))
-    return tuple(by_dim[dim] for dim in dims)
+    return in_order(results, dims, form)
 
 
 @untraced

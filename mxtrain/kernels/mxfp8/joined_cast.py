@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from mxtrain.errors import require_one_of
-from mxtrain.kernels.cast_results import FORMS, Cast, casts_of, flat
+from mxtrain.kernels.cast_results import FORMS, Cast, flat
 from mxtrain.kernels.checks import check_mxfp8, check_parts, check_whole_blocks, contiguous_factors
 from mxtrain.kernels.launch import Launch, register_op, untraced
 from mxtrain.kernels.mxfp8.arithmetic import BLOCK
-from mxtrain.kernels.mxfp8.cast import DIMS, launch_cast, results_for
+from mxtrain.kernels.mxfp8.cast import DIMS, in_order, launch_cast, results_for
 from mxtrain.recipes.recipe import Recipe
 
 
@@ -67,8 +67,7 @@ def joined_cast(
     """
     check_mxfp8(recipe)
     results = _checked_cast(list(parts), axis, column_factor, tuple(dims), recipe.scale_rounding, form)
-    by_dim = dict(zip(sorted(dims, reverse=True), casts_of(results, form)))
-    return tuple(by_dim[dim] for dim in dims)
+    return in_order(results, dims, form)
 
 
 @untraced

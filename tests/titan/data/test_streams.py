@@ -55,17 +55,22 @@ def test_a_stream_trains_a_tokenizer_and_feeds_the_loader(hub):
     assert set(titan_datasets.TITAN_DATASETS) == TITAN_NAMES  # TorchTitan's registry is as it was
 
 
+def require_exact_resume(config, tokenizer, stop, end):
+    """A stream that stops after ``stop`` batches and resumes has the batches up to ``end`` of one that does not."""
+    whole = take(build_dataloader(1, 0, tokenizer, config), end)
+    stopped = build_dataloader(1, 0, tokenizer, config)
+    take(stopped, stop)
+    resumed = build_dataloader(1, 0, tokenizer, config)
+    resumed.load_state_dict(stopped.state_dict())
+    assert same(take(resumed, end - stop), whole[stop:])
+
+
 def test_a_stream_resumes_and_ranks_differ(hub):
     config = hf_job()
     tokenizer = build_tokenizer(config)
     batches = [take(build_dataloader(2, rank, tokenizer, config), 8) for rank in range(2)]
     assert not same(batches[0], batches[1])
-    whole = take(build_dataloader(1, 0, tokenizer, config), 8)
-    stopped = build_dataloader(1, 0, tokenizer, config)
-    take(stopped, 5)
-    resumed = build_dataloader(1, 0, tokenizer, config)
-    resumed.load_state_dict(stopped.state_dict())
-    assert same(take(resumed, 3), whole[5:])
+    require_exact_resume(config, tokenizer, 5, 8)
 
 
 def test_a_stream_validates_on_its_validation_split(hub):
@@ -109,12 +114,7 @@ def test_a_stream_without_a_validation_setting_holds_documents_out_of_training(h
 def test_a_stream_with_held_out_documents_resumes_exactly_and_ranks_differ(hub):
     config = hf_job("--validation.enable", "--validation.steps=1")
     tokenizer = build_tokenizer(config)
-    whole = take(build_dataloader(1, 0, tokenizer, config), 30)
-    stopped = build_dataloader(1, 0, tokenizer, config)
-    take(stopped, 17)
-    resumed = build_dataloader(1, 0, tokenizer, config)
-    resumed.load_state_dict(stopped.state_dict())
-    assert same(take(resumed, 13), whole[17:])
+    require_exact_resume(config, tokenizer, 17, 30)
     ranks = [rows_of(validator(config, 2, rank).validation_dataloader) for rank in range(2)]
     assert len(ranks[0]) == len(ranks[1]) == 4 and not set(ranks[0]) & set(ranks[1])
 
