@@ -56,6 +56,7 @@ def test_a_folder_may_hold_comparisons_beside_runs(tmp_path):
 def test_a_folder_that_may_not_be_searched_is_a_line(tmp_path, monkeypatch):
     make_run(tmp_path / "a", [3.0])
     locked, stat = tmp_path / "b", os.stat
+    locked.mkdir()
 
     def no_stat_inside(path, *args, **kwargs):
         if str(path).startswith(f"{locked}{os.sep}"):

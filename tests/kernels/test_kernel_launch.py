@@ -105,15 +105,17 @@ def current_gpu(pretended_gpu, monkeypatch):
 
 @pytest.mark.usefixtures("current_gpu")
 def test_a_launch_waits_for_its_own_compilation_only():
-    slow = Slow()
-    other = Launch(slow, (1,), (torch.empty(4),), {"BLOCK": 1})
-    other.compile_ahead(CUDA)
-    another = Launch(slow, (1,), (torch.empty(4),), {"BLOCK": 2})
-    another.run(CUDA)
-    assert [constants["BLOCK"] for _, constants in slow.compiled] == [2]
+    slow, quick = Slow(), Slow()
+    quick.go.set()
+    of_slow, of_quick = (Launch(kernel, (1,), (torch.empty(4),), {}) for kernel in (slow, quick))
+    of_slow.compile_ahead(CUDA)
+    of_quick.compile_ahead(CUDA)
+    of_quick.run(CUDA)
+    (waiting,) = launch._compiling.values()
+    assert len(quick.compiled) == 2 and not waiting.done()
     threading.Timer(0.05, slow.go.set).start()
-    other.run(CUDA)
-    assert [constants["BLOCK"] for _, constants in slow.compiled] == [2, 1, 1]
+    of_slow.run(CUDA)
+    assert len(slow.compiled) == 2 and waiting.done()
 
 
 @pytest.mark.usefixtures("current_gpu")
