@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten = torch.ops.aten
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default)
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default)
 
 
 def without_views(node: Node) -> Node:
@@ -47,7 +47,7 @@ def describe_call(node: Node, like: Node, results: list[torch.Tensor]) -> None:
 
 
 def _regroups_rows(node: Node) -> bool:
-    if node.op != "call_function" or node.target not in _VIEWS:
+    if node.op != "call_function" or node.target not in VIEWS:
         return False
     mine, others = _row_length(node), _row_length(node.args[0])
     return mine is not None and others is not None and statically_known_true(mine == others)

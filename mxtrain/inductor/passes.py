@@ -7,13 +7,14 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph
 
 from mxtrain.inductor.residual_add import fuse_residual_add
+from mxtrain.inductor.rounding import fuse_rounding
 from mxtrain.inductor.swiglu import fuse_swiglu
 
 JOINT = (fuse_swiglu,)
 """Functions f(graph: torch.fx.Graph) -> None, called in this order on every graph before PyTorch splits it into forward
 and backward"""
 
-POST_GRAD = (fuse_residual_add,)
+POST_GRAD = (fuse_residual_add, fuse_rounding)
 """Functions with the same signature, called on forward graphs and on backward graphs after Inductor's own passes"""
 
 PASSES = {"joint_custom_pre_pass": JOINT, "post_grad_custom_post_pass": POST_GRAD}

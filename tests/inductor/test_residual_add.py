@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from torch._inductor.decomposition import select_decomp_table
-from torch.fx.experimental.proxy_tensor import make_fx
+from graph_checks import assert_same, draw, graph_after, operations
 
 from mxtrain.inductor.residual_add import fuse_residual_add
 from mxtrain.recipes.parse import get_recipe
@@ -15,11 +14,6 @@ B, S, D = 2, 3, 64
 T = B * S
 FP32, BF16 = torch.float32, torch.bfloat16
 MXFP8, NVFP4 = (get_recipe(name).fprop for name in ("mxfp8", "nvfp4"))
-
-
-def draw(*shape, seed):
-    drawn = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
-    return drawn.to(torch.get_default_device())
 
 
 def mxfp8(rows, form="image"):
@@ -39,34 +33,11 @@ def results(cast):
 
 
 def rewritten(function, *inputs, symbolic=False) -> torch.fx.GraphModule:
-    """The graph of a function as Inductor's passes see it, after the fusion."""
-    mode = "symbolic" if symbolic else "fake"
-    module = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode=mode)(*inputs)
-    module.graph.eliminate_dead_code()  # as Inductor does before all passes
-    fuse_residual_add(module.graph)
-    module.graph.lint()
-    module.recompile()
-    return module
-
-
-def operations(module) -> list[str]:
-    """Names of all operations but views and selections of results, in order."""
-    names = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
-    return [name for name in names if not any(each in name for each in ("view", "getitem", "alias"))]
+    return graph_after(fuse_residual_add, function, *inputs, symbolic=symbolic)
 
 
 def norms(module) -> list[torch.fx.Node]:
     return [node for node in module.graph.nodes if "norm" in str(node.target)]
-
-
-def assert_same(module, function, *inputs):
-    """Check that the graph has the function's bits, and that its metadata has their shapes and dtypes."""
-    want = function(*inputs)
-    (output,) = module.graph.find_nodes(op="output")
-    for one, other, node in zip(module(*inputs), want, output.args[0], strict=True):
-        described = node.meta["val"]
-        assert torch.equal(one, other) and one.dtype == other.dtype == described.dtype
-        assert not isinstance(described.shape[0], int) or one.shape == described.shape
 
 
 @pytest.mark.parametrize(("dtype", "residual_dtype"), [(FP32, FP32), (FP32, BF16), (BF16, BF16)])

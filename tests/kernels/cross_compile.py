@@ -106,6 +106,9 @@ def cases(everything: bool) -> dict:
     add_cast("bf16 floor", matrix(bf16), recipe=floor, dims=(0, 1), form="image")
     add_cast("bf16 row factor", matrix(bf16), dims=(0,), form="image", row_factor=vector(ROWS))
     add_cast("bf16 column factor", matrix(bf16), dims=(0, 1), form="blocked", column_factor=vector(4096, bf16))
+    found["cast fp32 to bf16 image"] = lambda: torch.ops.mxtrain.cast(
+        matrix(torch.float32), None, None, True, True, True, "rceil", "image"
+    )
     for form in ("blocked", "image"):
         found[f"cast joined {form}"] = lambda form=form: joined_cast(
             [matrix(bf16), matrix(bf16)], 1, rceil, (1, 0), form

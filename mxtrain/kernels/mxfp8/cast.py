@@ -1,7 +1,8 @@
 """MXFP8 cast of a matrix along its rows, its columns, or both, from one read.
 
 Optional factors per row and per column are multiplied in first: x * rho for the weight gradient of a normalized input,
-W diag(gamma) for a weight with the norm's gain.
+W diag(gamma) for a weight with the norm's gain. An fp32 matrix can be rounded to bf16 before that, which
+``mxtrain.inductor.rounding`` uses.
 
 Bytes per element: 2 or 4 read; 1 + 1/32 (codes and scales) or 2 (image) written for each of the two casts.
 """
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 
 from mxtrain.errors import require_one_of
-from mxtrain.kernels.blocks import block_amax, scale_offset, tile_start
+from mxtrain.kernels.blocks import block_amax, rounded, scale_offset, tile_start
 from mxtrain.kernels.cast_results import (
     FORMS,
     MXFP8_STORAGE,
@@ -93,7 +94,7 @@ def _cast_kernel(
     row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns,
     rows_before, columns_before, all_rows, all_columns,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
-    IS_PART: tl.constexpr, FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr,
+    TO_BF16: tl.constexpr, IS_PART: tl.constexpr, FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first_row, column = tile_start(columns, ROWS, COLUMNS)
@@ -101,7 +102,10 @@ def _cast_kernel(
     across = column + tl.arange(0, COLUMNS)
     offsets = (row * columns)[:, None] + across[None, :]
     mask = (row < rows)[:, None] & (across < columns)[None, :]
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+    if TO_BF16:
+        x = rounded(x, tl.bfloat16)
+    x = x.to(tl.float32)
     if ROW_FACTOR:
         x *= tl.load(row_factor_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
     if COLUMN_FACTOR:
@@ -149,6 +153,7 @@ def launch_cast(
     x: torch.Tensor,
     row_factor: torch.Tensor | None,
     column_factor: torch.Tensor | None,
+    to_bf16: bool,
     by_row: Cast,
     by_column: Cast,
     scale_rounding: str,
@@ -158,6 +163,7 @@ def launch_cast(
     """Return the launch that stores the casts of x in ``by_row`` and ``by_column``; None if x is empty.
 
     Args:
+        to_bf16: round an fp32 x to bf16 first.
         place: if x is a part of a larger matrix, whose casts are the results: the rows above x and the columns left of
             x, both in whole blocks, and all rows and all columns of that matrix.
     """
@@ -175,9 +181,9 @@ def launch_cast(
         ),
         dict(
             ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, ROW_FACTOR=row_factor is not None,
-            COLUMN_FACTOR=column_factor is not None, IS_PART=place is not None, FORM=form,
-            RCEIL=scale_rounding == "rceil", HARDWARE=converts_fp8(x), ROWS=rows_at_once, COLUMNS=columns_at_once,
-            num_warps=warps,
+            COLUMN_FACTOR=column_factor is not None, TO_BF16=to_bf16 and x.dtype == torch.float32,
+            IS_PART=place is not None, FORM=form, RCEIL=scale_rounding == "rceil", HARDWARE=converts_fp8(x),
+            ROWS=rows_at_once, COLUMNS=columns_at_once, num_warps=warps,
         ),
     )  # fmt: skip
 
@@ -186,18 +192,19 @@ def _implementation(
     x: torch.Tensor,
     row_factor: torch.Tensor | None,
     column_factor: torch.Tensor | None,
+    to_bf16: bool,
     along_rows: bool,
     along_columns: bool,
     scale_rounding: str,
     form: str,
 ) -> tuple[list[torch.Tensor], Launch | None]:
     results = results_for(*x.shape, along_rows, along_columns, form, x.device)
-    launch = launch_cast(x, row_factor, column_factor, *results, scale_rounding, form)
+    launch = launch_cast(x, row_factor, column_factor, to_bf16, *results, scale_rounding, form)
     return flat(*(t for result in results for t in result)), launch
 
 
 _cast = register_op(
-    "cast(Tensor x, Tensor? row_factor, Tensor? column_factor, bool along_rows, bool along_columns,"
+    "cast(Tensor x, Tensor? row_factor, Tensor? column_factor, bool to_bf16, bool along_rows, bool along_columns,"
     " str scale_rounding, str form) -> Tensor[]",
     _implementation,
 )
@@ -249,4 +256,4 @@ def _checked_cast(x, row_factor, column_factor, dims, scale_rounding, form):
     if 1 in dims:
         check_whole_blocks("x", x, BLOCK)
     row_factor, column_factor = contiguous_factors(x, row_factor, column_factor)
-    return _cast(x.contiguous(), row_factor, column_factor, 1 in dims, 0 in dims, scale_rounding, form)
+    return _cast(x.contiguous(), row_factor, column_factor, False, 1 in dims, 0 in dims, scale_rounding, form)

@@ -62,6 +62,17 @@ def test_the_product_is_not_rounded_before_the_cast(which):
     check_cast(draw(96, 320, dtype=torch.bfloat16), dims=(0, 1), **factors(which, 96, 320, torch.bfloat16))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_an_fp32_matrix_can_be_rounded_to_bf16_first(form):
+    for x, which in ((ugly(43, 160), "none"), (draw(96, 160), "both")):
+        of_factors = factors(which, *x.shape).values() or (None, None)
+        run = lambda x, to_bf16: torch.ops.mxtrain.cast(x, *of_factors, to_bf16, True, True, "rceil", form)  # noqa: B023, E731
+        rounded = x.bfloat16()
+        assert_same_results(run(x, True), run(rounded, False))
+        assert_same_results(run(rounded, True), run(rounded, False))
+    assert not torch.equal(bits(run(x, True)[0]), bits(run(x, False)[0]))
+
+
 def test_every_shape():
     for shape, form in zip([(1, 32), (31, 64), (130, 32), (33, 288)], itertools.cycle(FORMS)):
         check_cast(draw(*shape), form=form, dims=(1, 0))
@@ -141,5 +152,5 @@ def test_compiles_without_a_graph_break(compile_backend):
 def test_op_matches_its_schema_and_fake(form, along_rows):
     """No input is changed or returned; shapes, dtypes and strides are as the fake says."""
     for row_factor, column_factor in [(None, None), (draw(33), draw(96))]:
-        arguments = (draw(33, 96), row_factor, column_factor, along_rows, True, "rceil", form)
+        arguments = (draw(33, 96), row_factor, column_factor, False, along_rows, True, "rceil", form)
         torch.library.opcheck(torch.ops.mxtrain.cast.default, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -1,0 +1,37 @@
+"""Graphs of functions as Inductor's passes see them, and checks of what a pass made of them."""
+
+import torch
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+
+def draw(*shape, seed):
+    drawn = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return drawn.to(torch.get_default_device())
+
+
+def graph_after(one_pass, function, *inputs, symbolic=False) -> torch.fx.GraphModule:
+    """The graph of a function after a pass."""
+    mode = "symbolic" if symbolic else "fake"
+    module = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode=mode)(*inputs)
+    module.graph.eliminate_dead_code()  # as Inductor does before all passes
+    one_pass(module.graph)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def operations(module) -> list[str]:
+    """Names of all operations but views and selections of results, in order."""
+    names = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
+    return [name for name in names if not any(each in name for each in ("view", "getitem", "alias"))]
+
+
+def assert_same(module, function, *inputs):
+    """Check that the graph has the function's bits, and that its metadata has their shapes and dtypes."""
+    want = function(*inputs)
+    (output,) = module.graph.find_nodes(op="output")
+    for one, other, node in zip(module(*inputs), want, output.args[0], strict=True):
+        described = node.meta["val"]
+        assert torch.equal(one, other) and one.dtype == other.dtype == described.dtype
+        assert not isinstance(described.shape[0], int) or one.shape == described.shape
