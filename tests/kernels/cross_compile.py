@@ -1,12 +1,12 @@
 """Compile kernels for one GPU architecture, without a GPU, and print the results as JSON.
 
-    TRITON_INTERPRET=0 python cross_compile.py 90 [--all]
+    TRITON_INTERPRET=0 python cross_compile.py 90
 
-prints {case: {"ptx": ..., "cubin_bytes": ..., "fits": ..., "launches": ..., "prepared": ...}} for the representative
-cases, or for all. "fits" says whether a program's shared memory fits on the GPU, "launches" how many launches the call
-makes, and "prepared" whether this launch may start before the one ahead of it ends. The public functions are called on
-fake CUDA tensors, so each kernel is compiled for the arguments, tile sizes and warps of a launch on this architecture.
-The script needs a process of its own: kernels that were defined for the interpreter cannot be compiled.
+prints {case: {"ptx": ..., "cubin_bytes": ..., "fits": ..., "launches": ..., "prepared": ...}}. "fits" says whether a
+program's shared memory fits on the GPU, "launches" how many launches the call makes, and "prepared" whether this launch
+may start before the one ahead of it ends. The public functions are called on fake CUDA tensors, so each kernel is
+compiled for the arguments, tile sizes and warps of a launch on this architecture. The script needs a process of its
+own: kernels that were defined for the interpreter cannot be compiled.
 """
 
 import itertools
@@ -54,17 +54,6 @@ ROWS, LOOPED = 512, 20480
 # Bytes of shared memory per program, by compute capability (CUDA C++ Programming Guide).
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-# One case per kernel: the settings whose code depends most on the architecture.
-REPRESENTATIVES = {
-    "mxnorm_cast bf16 blocked", "cast bf16 codes (0, 1)", "swiglu_cast bf16 image",
-    "swiglu_backward_cast bf16 blocked", "norm_backward bf16 residual", "fold_backward bf16",
-    "rms_norm bf16 7168 columns", "rms_norm_backward bf16 7168 columns", "layer_norm bf16 7168 columns",
-    "layer_norm_backward bf16 7168 columns", "decompose_k 64 tokens", "decompose_k few tokens: one",
-    "nvfp4_norm bf16 codes", "nvfp4_cast bf16 codes gradient", "nvfp4_joined_cast one strip gradient",
-    "nvfp4_amax bf16 transformed", "nvfp4_weight bf16 codes",
-}  # fmt: skip
 
 
 def cases(everything: bool) -> dict:
@@ -298,16 +287,14 @@ def source_and_options(launch: Launch) -> tuple[ASTSource, dict]:
     return ASTSource(launch.kernel, signature, constants, attributes), options
 
 
-def main(capability: int, everything: bool) -> None:
+def main(capability: int) -> None:
     launches = []
     Launch.compile_ahead = lambda launch, _: launches.append(launch)
     torch.cuda.get_device_capability = lambda *_: divmod(capability, 10)
     device.H100_SHARED_MEMORY = SHARED_MEMORY[capability]
     results = {}
     with FakeTensorMode():
-        for name, call in cases(everything and capability == 90).items():
-            if not everything and name not in REPRESENTATIVES:
-                continue
+        for name, call in cases(everything=capability == 90).items():
             launches.clear()
             call()
             assert launches, name
@@ -326,4 +313,4 @@ def main(capability: int, everything: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), "--all" in sys.argv)
+    main(int(sys.argv[1]))
