@@ -1,21 +1,22 @@
 """How much casts to a block format change values: noise, saturation, underflow, and the range of block scales.
 
-On a GPU, many small operations take longer than the few large ones. So all casts of a layer are measured together:
-casts of the same matrix share what does not depend on the cast, and block scales come from one calculation. A cast that
-has several names, or that several layers share, is measured once.
+On a GPU, many small operations take longer than the few large ones. So the casts of several layers are measured
+together: casts of the same matrix share what does not depend on the cast, block scales come from one calculation, and
+each kind of sum from one call. A cast that has several names, or that several layers share, is measured once.
 """
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
-from mxtrain.diagnostics.totals import Totals, maxima, norms, ratio
+from mxtrain.diagnostics.totals import Totals, count_where, maxima, norms, ratio
 from mxtrain.ops.collectives import largest
 from mxtrain.recipes.formats import NVFP4, BlockFormat
+from mxtrain.recipes.recipe import Recipe
 from mxtrain.reference import casts as reference
 from mxtrain.reference import nvfp4
 from mxtrain.reference.hadamard import pad
@@ -33,14 +34,6 @@ class Matrix:
     values: torch.Tensor
     group: str | None = None
 
-    @cached_property
-    def magnitudes(self) -> torch.Tensor:
-        return self.values.abs()
-
-    @cached_property
-    def nonzero(self) -> torch.Tensor:
-        return torch.count_nonzero(self.values)
-
 
 @dataclass(eq=False)
 class Cast:
@@ -48,6 +41,7 @@ class Cast:
 
     Attributes:
         image: [R, C], the values that the cast's codes and scales stand for.
+        recipe: of the cast; has a format.
         dim: the dimension along which blocks lie, 0 or 1: the axis that the GEMM reduces over.
         tiles: NVFP4: tiles of 16 x 16 share a scale.
         tensor_scale: NVFP4: known before the cast; None if it comes from the values.
@@ -56,50 +50,58 @@ class Cast:
 
     matrix: Matrix
     image: torch.Tensor
+    recipe: Recipe
     dim: int
     tiles: bool = False
     tensor_scale: float | None = None
     totals: Totals | None = None
 
-    def blocks(self, size: int) -> torch.Tensor:
-        """The magnitudes of the matrix in blocks: dimension ``dim`` becomes two, of which the second is the block."""
-        return self.matrix.magnitudes.unflatten(self.dim, (-1, size))
+    def blocks(self, magnitudes: torch.Tensor) -> torch.Tensor:
+        """The matrix's magnitudes in blocks: dimension ``dim`` becomes two, of which the second is the block."""
+        return magnitudes.unflatten(self.dim, (-1, self.recipe.block_size))
 
-    def block_maxima(self, size: int) -> torch.Tensor:
+    def block_maxima(self, blocks: torch.Tensor) -> torch.Tensor:
         """[R, C / size] or [R / size, C]; blocks of the same tile have the maximum of the tile."""
-        amax = self.blocks(size).amax(self.dim + 1)
+        amax = blocks.amax(self.dim + 1)
         if not self.tiles:
             return amax
         across = 1 - self.dim
-        tiles = pad(amax, across).unflatten(across, (-1, size))
+        tiles = pad(amax, across).unflatten(across, (-1, self.recipe.block_size))
         of_tiles = tiles.amax(across + 1, keepdim=True).expand_as(tiles).flatten(across, across + 1)
         return of_tiles.narrow(across, 0, amax.shape[across])
 
 
-def cast_totals(casts: dict[str, Cast], fmt: BlockFormat, scale_rounding: str | None) -> dict[str, Totals]:
-    """Measure casts to a format; by name. ``scale_rounding`` as in ``Recipe``."""
-    new = list(dict.fromkeys(cast for cast in casts.values() if cast.totals is None))
-    if new:
+def cast_totals(casts: dict[Hashable, Cast]) -> dict[Hashable, Totals]:
+    """Measure casts; by name. A cast that has its totals is not measured again."""
+    together = defaultdict(list)
+    for cast in dict.fromkeys(casts.values()):
+        if cast.totals is None:
+            together[cast.recipe.format, cast.recipe.scale_rounding].append(cast)
+    for (fmt, scale_rounding), new in together.items():
         _measure(new, fmt, scale_rounding)
     return {name: cast.totals for name, cast in casts.items()}
 
 
 def _measure(casts: Sequence[Cast], fmt: BlockFormat, scale_rounding: str | None) -> None:
     matrices = list(dict.fromkeys(cast.matrix for cast in casts))
-    noises = [cast.matrix.values - cast.image for cast in casts]
-    found = norms([matrix.values for matrix in matrices] + noises)
-    signal = dict(zip(matrices, found))
-    for cast, noise, blocks in zip(casts, found[len(matrices) :], _block_ranges(casts, fmt, scale_rounding)):
+    values = [matrix.values for matrix in matrices]
+    pairs = [(cast.matrix.values, cast.image) for cast in casts]
+    # Of the matrices first, then of the casts.
+    roots = norms([*values, *torch._foreach_sub(*zip(*pairs))])
+    nonzero = count_where(torch.logical_and, [*zip(values, values), *pairs])
+    of_matrix = dict(zip(matrices, zip(roots, nonzero)))
+    of_casts = zip(roots[len(matrices) :], nonzero[len(matrices) :])
+    magnitudes = dict(zip(matrices, torch._foreach_abs(values)))
+    blocks = [cast.blocks(magnitudes[cast.matrix]) for cast in casts]
+    ranges = _block_ranges(casts, blocks, fmt, scale_rounding)
+    saturated = count_where(torch.gt, list(zip(blocks, [found.tops for found in ranges])))
+    for cast, (noise, kept), found, above in zip(casts, of_casts, ranges, saturated):
+        signal, nonzero = of_matrix[cast.matrix]
         cast.totals = Totals(
-            {
-                "elements": float(cast.image.numel()),
-                "nonzero": cast.matrix.nonzero,
-                "saturated": torch.count_nonzero(cast.blocks(fmt.block_size) > blocks.tops),
-                "kept": torch.count_nonzero(torch.logical_and(cast.matrix.values, cast.image)),
-            },
-            {"scale": blocks.least},
-            {"scale": blocks.largest},
-            {"signal": signal[cast.matrix], "noise": noise},
+            {"elements": float(cast.image.numel()), "nonzero": nonzero, "saturated": above, "kept": kept},
+            {"scale": found.least},
+            {"scale": found.largest},
+            {"signal": signal, "noise": noise},
         )
 
 
@@ -152,8 +154,10 @@ class _BlockRanges(NamedTuple):
     """Extremes of the scales of blocks that are not zero, fp32 []; infinite if all are zero"""
 
 
-def _block_ranges(casts: Sequence[Cast], fmt: BlockFormat, scale_rounding: str | None) -> list[_BlockRanges]:
-    block_maxima = [cast.block_maxima(fmt.block_size) for cast in casts]
+def _block_ranges(
+    casts: Sequence[Cast], blocks: Sequence[torch.Tensor], fmt: BlockFormat, scale_rounding: str | None
+) -> list[_BlockRanges]:
+    block_maxima = [cast.block_maxima(of_cast) for cast, of_cast in zip(casts, blocks)]
     sizes = [amax.numel() for amax in block_maxima]
     amax = torch.cat([amax.flatten() for amax in block_maxima])
     tensor_scales = None

@@ -14,14 +14,13 @@ The operands come from the functions that training calls (``mxtrain.ops.quantize
 the images of mode "emulated", which hold the same values. A dynamic tensor scale of NVFP4 is that of the sample.
 """
 
-from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
-from mxtrain.diagnostics.casts import Cast, Matrix, cast_figures, cast_totals
-from mxtrain.diagnostics.products import norm_to_noise, product_totals, relative_error
+from mxtrain.diagnostics.casts import Cast, Matrix, cast_figures
+from mxtrain.diagnostics.products import both_products, norm_to_noise, product_totals, relative_error
 from mxtrain.diagnostics.totals import Totals
 from mxtrain.nn.three_gemms import ThreeGEMMs
 from mxtrain.ops import quantize
@@ -76,8 +75,10 @@ class Gradient:
     draws: torch.Tensor | None = None
 
 
-def linear_totals(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradient: Gradient) -> dict[str, Totals]:
-    """Measure a linear's casts and GEMMs; by name. GEMMs without a format are left out.
+def products_and_casts(
+    gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradient: Gradient
+) -> tuple[dict[str, Totals], dict[str, Cast]]:
+    """Measure a linear's GEMMs, and make its casts for ``cast_totals``; by name. GEMMs without a format are left out.
 
     Args:
         gemms: recipe, mode and split of the linear.
@@ -85,19 +86,16 @@ def linear_totals(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradien
     """
     if gemms.mode == "native":
         gemms = replace(gemms, mode="emulated")
-    found, by_format = {}, defaultdict(dict)
-    for gemm, casts in _casts(gemms, given, weight, gradient).items():
-        recipe = getattr(gemms.recipe, gemm)
-        found[gemm] = _product_totals(*casts.values())
-        by_format[recipe.format, recipe.scale_rounding] |= {f"{gemm}_{name}": cast for name, cast in casts.items()}
+    by_gemm = _casts(gemms, given, weight, gradient)
+    if not by_gemm:
+        return {}, {}
+    found = product_totals({gemm: _products(*casts.values()) for gemm, casts in by_gemm.items()})
+    casts = {f"{gemm}_{name}": cast for gemm, of_gemm in by_gemm.items() for name, cast in of_gemm.items()}
     fprop, dgrad, _ = gemms.recipe.gemms
     if fprop.weight_tiles and fprop == dgrad:
         # A tile is the same block along either axis: one measurement serves both names.
-        casts = by_format[fprop.format, fprop.scale_rounding]
         casts["dgrad_weight"] = casts["fprop_weight"]
-    for (fmt, scale_rounding), casts in by_format.items():
-        found |= cast_totals(casts, fmt, scale_rounding)
-    return found
+    return found, casts
 
 
 def linear_figures(found: dict[str, Totals]) -> dict[str, float]:
@@ -118,20 +116,21 @@ def _casts(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradient: Grad
     recipe, mode, split = gemms.recipe, gemms.mode, gemms.split
     dy, signs, draws = gradient.dy, gradient.signs, gradient.draws
     fprop, dgrad, wgrad = (of_gemm.format is not None for of_gemm in recipe.gemms)
-    w_values = at_least_fp32(weight) if given.gain is None else at_least_fp32(weight) * given.gain
+    # Never the weight itself: casts are measured later, and FSDP2 frees the memory of the gathered one.
+    w_values = weight.to(torch.float32, copy=True) if given.gain is None else at_least_fp32(weight) * given.gain
     w, grad = Matrix(w_values, split.w), Matrix(at_least_fp32(dy), split.dy)
     w_rows, w_columns = quantize.weight_for_both(weight, recipe, mode, given.gain, split.w)
     dy_rows, dy_columns = quantize.gradient(dy, recipe, mode, dgrad, wgrad, signs, draws, split.dy)
     found = {}
     if fprop:
-        of_w = Cast(w, w_rows.data, 1, recipe.fprop.weight_tiles)
+        of_w = Cast(w, w_rows.data, recipe.fprop, 1, recipe.fprop.weight_tiles)
         found["fprop"] = {"input": _input_along_features(gemms, given), "weight": of_w}
     if dgrad:
-        of_w = Cast(w, w_columns.data.t(), 0, recipe.dgrad.weight_tiles)
-        found["dgrad"] = {"grad": Cast(grad, dy_rows.data, 1), "weight": of_w}
+        of_w = Cast(w, w_columns.data.t(), recipe.dgrad, 0, recipe.dgrad.weight_tiles)
+        found["dgrad"] = {"grad": Cast(grad, dy_rows.data, recipe.dgrad, 1), "weight": of_w}
     if wgrad:
         grad, of_x = _along_tokens(gemms, given, grad, signs)
-        found["wgrad"] = {"grad": Cast(grad, dy_columns.data.t(), 0), "input": of_x}
+        found["wgrad"] = {"grad": Cast(grad, dy_columns.data.t(), recipe.wgrad, 0), "input": of_x}
     return found
 
 
@@ -148,7 +147,7 @@ def _input_along_features(gemms: ThreeGEMMs, given: Input) -> Cast:
             if fprop.tensor_scale == "static":
                 columns = given.x.shape[-1]
                 static = nvfp4.static_tensor_scale(columns, estimate.p, estimate.estimator, estimate.constant)
-        given.casts[key] = Cast(given.matrix, operand.data, 1, tensor_scale=static)
+        given.casts[key] = Cast(given.matrix, operand.data, fprop, 1, tensor_scale=static)
     return given.casts[key]
 
 
@@ -162,7 +161,7 @@ def _along_tokens(gemms: ThreeGEMMs, given: Input, grad: Matrix, signs: torch.Te
         matrices = _transformed(matrices, signs)
     if is_new:
         operand = quantize.activation_along_tokens(given.x, wgrad, mode, given.rho, signs, given.group)
-        given.casts[key] = Cast(matrices[1], operand.data.t(), 0)
+        given.casts[key] = Cast(matrices[1], operand.data.t(), wgrad, 0)
     return matrices[0], given.casts[key]
 
 
@@ -174,8 +173,8 @@ def _transformed(matrices: list[Matrix], signs: torch.Tensor) -> list[Matrix]:
     return [Matrix(values.contiguous(), matrix.group) for values, matrix in zip(parts, matrices)]
 
 
-def _product_totals(a: Cast, b: Cast) -> Totals:
-    return product_totals(
+def _products(a: Cast, b: Cast) -> tuple[torch.Tensor, torch.Tensor]:
+    return both_products(
         *(_reduced_last(cast.matrix.values, cast.dim) for cast in (a, b)),
         *(Operand(_reduced_last(cast.image, cast.dim)) for cast in (a, b)),
     )

@@ -15,7 +15,7 @@ import torch
 from mxtrain.diagnostics.totals import Totals, ratio
 from mxtrain.recipes.recipe import Recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
-from mxtrain.reference.mxnorm import inverse_rms, mean_square
+from mxtrain.reference.mxnorm import inverse_root, mean_square
 
 OUTLIER = 10.0
 """
@@ -39,15 +39,16 @@ def output_bound(columns: int, estimate: RMSEstimate, recipe: Recipe) -> float:
 
 def norm_totals(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> Totals:
     """Measure the estimate on the rows of ``x`` [T, D], bf16 or fp32, before the norm."""
-    estimated = mean_square(x, estimate, recipe).sqrt().double()
+    squared = mean_square(x, estimate, recipe)
+    estimated = squared.sqrt()
     true = x.double().square().mean(-1).sqrt()
     amax = x.abs().amax(-1).double()
-    counts = (true > 0) & true.isfinite() & estimated.isfinite()
+    counts = (true > 0) & (true < math.inf) & (estimated < math.inf)
     ratios = torch.where(counts, estimated / true, 0.0)
     e, t = (torch.where(counts, values, 0.0) for values in (estimated, true))
     sums = {"rows": counts, "ratio": ratios, "ratio^2": ratios.square(), "outliers": amax > OUTLIER * true}
     sums |= {"e": e, "t": t, "ee": e * e, "tt": t * t, "et": e * t}
-    output = torch.where(counts, amax * inverse_rms(x, estimate, recipe), 0.0)
+    output = torch.where(counts, amax * inverse_root(squared, estimate).float(), 0.0)
     return Totals(
         dict(zip(sums, torch.stack([values.double() for values in sums.values()]).sum(-1))),
         {"ratio": torch.where(counts, ratios, math.inf).amin()},

@@ -14,17 +14,26 @@ from mxtrain.diagnostics.totals import Totals, norms, ratio
 from mxtrain.ops.gemm import Operand, matmul
 
 
-def product_totals(a: torch.Tensor, b: torch.Tensor, a_cast: Operand, b_cast: Operand) -> Totals:
-    """Compare a b^T with the product of the operands that the casts give.
+def both_products(
+    a: torch.Tensor, b: torch.Tensor, a_cast: Operand, b_cast: Operand
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a b^T, and the product of the operands that the casts give, both fp32 [M, N].
 
     Args:
         a, b: [M, K] and [N, K], fp32, before the casts.
         a_cast, b_cast: the operands with their values as images, [M, K] and [N, K].
     """
-    exact = matmul(Operand(a), Operand(b), torch.float32)
-    quantized = matmul(a_cast, b_cast, torch.float32)
-    signal, noise = norms([exact, quantized - exact])
-    return Totals({}, {}, {}, {"signal": signal, "noise": noise})
+    return matmul(Operand(a), Operand(b), torch.float32), matmul(a_cast, b_cast, torch.float32)
+
+
+def product_totals(found: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Totals]:
+    """Compare the two products of every GEMM; by name."""
+    exact, quantized = zip(*found.values())
+    measured = norms([*exact, *torch._foreach_sub(quantized, exact)])
+    return {
+        name: Totals({}, {}, {}, {"signal": signal, "noise": noise})
+        for name, signal, noise in zip(found, measured, measured[len(found) :])
+    }
 
 
 def relative_error(totals: Totals) -> float:

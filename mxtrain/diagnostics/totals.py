@@ -1,7 +1,7 @@
 """What is kept of a measurement: values that can be combined over batches and processes without any error."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ Values = dict[str, torch.Tensor | float]
 
 
 class Totals(NamedTuple):
-    """Values by name. Numbers, or tensors [] in fp64, fp32 or int64 while they are on a device."""
+    """Values by name. Numbers, or tensors [] in fp64 or fp32 while they are on a device."""
 
     sums: Values
     least: Values
@@ -54,6 +54,18 @@ def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     in one launch.
     """
     return torch._foreach_norm(tensors, 2, torch.float64)
+
+
+def count_where(compare: Callable, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """Return for how many elements ``compare`` (such as ``torch.gt``) holds, for every pair of tensors, fp64 [].
+
+    Args:
+        pairs: the first tensor is fp32, of the shape of the comparison.
+    """
+    # On a GPU, ``torch.count_nonzero`` takes three kernels a mask, and copies the mask to int64. This takes one a mask
+    # and one launch for all sums. A sum of zeros and ones is exact in fp64.
+    masks = [compare(a, b, out=torch.empty_like(a)) for a, b in pairs]
+    return torch._foreach_norm(masks, 1, torch.float64)
 
 
 def maxima(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

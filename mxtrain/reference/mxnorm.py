@@ -45,8 +45,12 @@ def inverse_rms(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> torch
 
     A row with a NaN gives NaN; a row with an infinity gives 0.
     """
-    rho = 1.0 / torch.sqrt(mean_square(x, estimate, recipe) + estimate.eps)
-    return rho.to(torch.promote_types(x.dtype, torch.float32))
+    return inverse_root(mean_square(x, estimate, recipe), estimate).to(torch.promote_types(x.dtype, torch.float32))
+
+
+def inverse_root(squared: torch.Tensor, estimate: RMSEstimate) -> torch.Tensor:
+    """Return 1 / sqrt(r^2 + eps) of every row from ``mean_square``: [...] -> [...], fp64."""
+    return 1.0 / torch.sqrt(squared + estimate.eps)
 
 
 def scale_rows(x: torch.Tensor, rho: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ import torch
 
 from mxtrain.diagnostics import casts as measured_casts
 from mxtrain.diagnostics import linears as linear_casts
-from mxtrain.diagnostics.linears import Gradient, Input, linear_figures, linear_totals
-from mxtrain.diagnostics.totals import numbers
+from mxtrain.diagnostics.linears import Gradient, Input, linear_figures, products_and_casts
+from mxtrain.diagnostics.totals import Totals, numbers
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
 from mxtrain.ops import quantize
@@ -27,10 +27,15 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).double().norm() / expected.double().norm()).item()
 
 
+def linear_totals(linear, given: Input, gradient: Gradient) -> dict[str, Totals]:
+    found, casts = products_and_casts(linear.gemms(gradient.dy.device), given, linear.weight.detach(), gradient)
+    return numbers(found | measured_casts.cast_totals(casts))
+
+
 def measured(linear, given: Input, dy: torch.Tensor) -> dict[str, float]:
     set_rounding_step(0)  # the layer's first call draws the bits of its backward again
     gradient = Gradient(dy, linear.signs(dy.device), linear.draws(dy.device))
-    return linear_figures(numbers(linear_totals(linear.gemms(dy.device), given, linear.weight.detach(), gradient)))
+    return linear_figures(linear_totals(linear, given, gradient))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -94,6 +99,19 @@ def counted(calls: list, function, *args):
     return function(*args)
 
 
+@pytest.mark.parametrize("gain", (None, torch.linspace(0.5, 2, 64)))
+def test_casts_are_measured_alike_after_the_memory_of_the_weight_is_used_again(gain):
+    """FSDP2 does so after the backward of a layer."""
+    torch.manual_seed(0)
+    linear, dy = MXLinear(64, 96, bias=False, mode="reference"), torch.randn(32, 96)
+    given = Input(torch.randn(32, 64), gain=gain)
+    expected = linear_totals(linear, given, Gradient(dy))
+    found, casts = products_and_casts(linear.gemms(dy.device), given, linear.weight.detach(), Gradient(dy))
+    with torch.no_grad():
+        linear.weight.zero_()
+    assert numbers(found | measured_casts.cast_totals(casts)) == expected
+
+
 SHARED = ("mxfp8", "nvfp4", "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8", "fprop=mxfp8, dgrad=mxfp8, wgrad=nvfp4")
 
 
@@ -109,10 +127,7 @@ def test_linears_that_share_an_input_have_the_figures_of_each_alone(recipe, monk
     gradients = [Gradient(dy, linear.signs(dy.device), linear.draws(dy.device)) for linear in linears]
     gradients[1] = replace(gradients[1], signs=gradients[0].signs)
 
-    def totals(linear, given, gradient):
-        return numbers(linear_totals(linear.gemms(dy.device), given, linear.weight.detach(), gradient))
-
-    alone = [totals(linear, Input(x, rho, gain, norm.estimate), g) for linear, g in zip(linears, gradients)]
+    alone = [linear_totals(linear, Input(x, rho, gain, norm.estimate), g) for linear, g in zip(linears, gradients)]
     casts = []
     for module, name in ((linear_casts, "normalize"), (quantize, "activation_along_tokens")):
         function = getattr(module, name)
@@ -120,7 +135,7 @@ def test_linears_that_share_an_input_have_the_figures_of_each_alone(recipe, monk
     given = Input(x, rho, gain, norm.estimate)
     made = []
     for linear, gradient, expected in zip(linears, gradients, alone):
-        assert totals(linear, given, gradient) == expected
+        assert linear_totals(linear, given, gradient) == expected
         made.append(len(casts))
     first, last = linears[0].recipe, linears[3].recipe
     of_third, of_fourth = first.wgrad.hadamard, (first.fprop != last.fprop) + (first.wgrad != last.wgrad)

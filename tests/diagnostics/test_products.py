@@ -3,13 +3,13 @@ import math
 import pytest
 import torch
 
-from mxtrain.diagnostics.products import norm_to_noise, product_totals, relative_error
+from mxtrain.diagnostics.products import both_products, norm_to_noise, product_totals, relative_error
 from mxtrain.diagnostics.totals import combined, numbers
 from mxtrain.ops.gemm import Operand
 
 
 def totals_of(a, b, a_cast, b_cast):
-    return numbers({"product": product_totals(a, b, Operand(a_cast), Operand(b_cast))})["product"]
+    return numbers(product_totals({"product": both_products(a, b, Operand(a_cast), Operand(b_cast))}))["product"]
 
 
 def test_error_and_ratio_by_hand():

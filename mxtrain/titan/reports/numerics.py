@@ -10,8 +10,8 @@ The pass leaves no trace: quantized linears make no gradients of their weights, 
 number generators and buffers get their values back; the trainer sets the position of stochastic rounding before every
 microbatch. Training gives the same bits with diagnostics and without.
 
-A linear is measured when its output gradient arrives: FSDP2 has its weight gathered then. Linears that get the same
-tensor share its sample until the last of them is measured.
+A linear makes its casts and products when its output gradient arrives: FSDP2 has its weight gathered then. Linears that
+get the same tensor share its sample until the last of them has done so. Casts of several linears are measured together.
 
 Hooks see a module's first forward, not the one that checkpointing repeats. So they may not use operations whose results
 selective checkpointing keeps, such as products: it would give them to the repeated forward.
@@ -32,7 +32,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mxtrain.analysis.numerics import MODEL, PREFIX
 from mxtrain.conversion.selection import matches
-from mxtrain.diagnostics.linears import Gradient, Input, linear_figures, linear_totals
+from mxtrain.diagnostics.casts import Cast, cast_totals
+from mxtrain.diagnostics.linears import Gradient, Input, linear_figures, products_and_casts
 from mxtrain.diagnostics.norms import norm_figures, norm_totals
 from mxtrain.diagnostics.products import norm_to_noise
 from mxtrain.diagnostics.sample import sampled_tokens
@@ -47,6 +48,11 @@ from mxtrain.titan.parallel.pipeline import Stage
 
 FQNS = "mxnorm.diagnostics.fqns"
 NORM = "norm"
+
+CASTS_AT_ONCE = 2**26
+"""
+Casts are measured together once they have this many elements, and the rest at the end. An element takes up to 16 bytes
+"""
 
 
 class Numerics:
@@ -73,6 +79,7 @@ class Numerics:
         # By the tensor that a linear gets; of a norm's result, by its rho, which is new in every forward.
         self._estimates, self._inputs = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self._pending: dict[str, tuple[Input, torch.Tensor | None]] = {}  # with signs; by linear
+        self._casts: dict[tuple[str, str], Cast] = {}  # those not yet measured
 
     @classmethod
     def of_job(cls, job_config, model_parts: list[torch.nn.Module]) -> "Numerics | None":
@@ -96,7 +103,7 @@ class Numerics:
         """Measure one forward and backward inside of the context, and undo what they change."""
         self._found, self._seen = {}, set()
         with ExitStack() as stack:
-            for kept in (self._estimates, self._inputs, self._pending):
+            for kept in (self._estimates, self._inputs, self._pending, self._casts):
                 stack.callback(kept.clear)
             stack.enter_context(_unchanged(self._parts))
             stack.enter_context(_sending_inputs(self._norms.values()))
@@ -110,6 +117,7 @@ class Numerics:
                 handle = module.register_forward_hook(partial(self._after_linear, fqn), prepend=True)
                 stack.callback(handle.remove)
             yield
+            self._measure_casts()
 
     def figures(self) -> dict[str, float]:
         """Return the figures of the last recording over all processes, by their keys; empty except on rank 0."""
@@ -172,8 +180,16 @@ class Numerics:
             draws = linear.draws(dy.device)
         with torch.no_grad():
             gradient = Gradient(dy.reshape(-1, dy.shape[-1])[index], signs, draws)
-            found = linear_totals(linear.gemms(dy.device), given, linear.parts()[0].detach(), gradient)
+            found, casts = products_and_casts(linear.gemms(dy.device), given, linear.parts()[0].detach(), gradient)
         self._found |= {(fqn, name): totals for name, totals in found.items()}
+        self._casts |= {(fqn, name): cast for name, cast in casts.items()}
+        if sum(cast.image.numel() for cast in self._casts.values()) >= CASTS_AT_ONCE:
+            self._measure_casts()
+
+    @torch.no_grad()
+    def _measure_casts(self) -> None:
+        self._found |= cast_totals(self._casts)
+        self._casts.clear()
 
 
 def is_watched(fqn: str, patterns: list[str] | None) -> bool:

@@ -16,7 +16,8 @@ from training_runs import NUMERICS, NVFP4, done_once, steps
 import mxtrain
 from mxtrain.analysis import read_metrics
 from mxtrain.analysis.numerics import PREFIX, by_figure, numerics_rows
-from mxtrain.diagnostics.linears import linear_totals
+from mxtrain.diagnostics.casts import cast_totals
+from mxtrain.diagnostics.linears import products_and_casts
 from mxtrain.diagnostics.totals import numbers
 from mxtrain.errors import ConfigError
 from mxtrain.recipes.parse import get_recipe
@@ -113,6 +114,22 @@ def test_the_pass_makes_no_gradients_of_quantized_weights(model):
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.parametrize("at_once, sizes", [(2**26, [24]), (1, [6] * 4), (40_000, [12, 12])])
+def test_casts_are_measured_together_up_to_a_size(model, at_once, sizes, monkeypatch):
+    x, found = torch.randn(2, 32, 64), []
+    expected = measure(model, x)
+
+    def counted(casts):
+        found.append(len(casts))
+        return cast_totals(casts)
+
+    monkeypatch.setattr(numerics_module, "CASTS_AT_ONCE", at_once)
+    monkeypatch.setattr(numerics_module, "cast_totals", counted)
+    set_rounding_step(0)
+    assert measure(model, x) == expected
+    assert [size for size in found if size] == sizes
+
+
 def test_patterns_select_modules(model):
     figures = measure(model, torch.randn(1, 64, 64), ["layers.1.norm", "up"])
     modules = {key.removeprefix(PREFIX).partition("/")[0] for key in figures}
@@ -193,9 +210,9 @@ def test_a_shared_sample_is_freed_after_its_last_linear(converter, monkeypatch):
     def measured(gemms, given, *others):
         samples.append(weakref.ref(given))
         alive.append(len({sample() for sample in samples} - {None}))
-        return linear_totals(gemms, given, *others)
+        return products_and_casts(gemms, given, *others)
 
-    monkeypatch.setattr(numerics_module, "linear_totals", measured)
+    monkeypatch.setattr(numerics_module, "products_and_casts", measured)
     numerics = Numerics(1, None, 64, [model])
     x = torch.randn(2, 32, 64)
     with numerics.recording():
