@@ -22,8 +22,6 @@ x, and every linear returns g as the gradient of ``h``: autograd adds them up, t
 needs x, which the residual stream keeps anyway, and one rho per token; wgrad recomputes xhat from them.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -33,6 +31,7 @@ from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.nn.checks import check_dtype, check_input, check_norm_result
 from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard, without_data
 from mxtrain.nn.group import GroupCall, LinearGroup
+from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.seeded import Seeded
 from mxtrain.nn.split import SplitSequences, own_part
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype
@@ -43,46 +42,6 @@ from mxtrain.recipes.layer_state import LayerState
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import Recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
-
-
-class NormedInput(NamedTuple):
-    """MXNorm's result, for the linears that it feeds. T is the product of the leading dimensions of x.
-
-    Attributes:
-        h: stands for x [..., D], with the same shape and dtype but without data; its gradient is dL/dxhat.
-        x: the values that wgrad casts, without a gradient: x as rows [T, D]; with ``gathered``, this process's shard
-            of the sequences.
-        xhat: the normalized rows [T, D] as fprop's operand, without a gradient.
-        rho: inverse RMS estimate, fp32 [T]; with ``gathered``, of this process's tokens.
-        gain: the norm's weight gamma [D], which the linears fold into theirs; None for a norm without a weight.
-        signs: signs of the Hadamard transform in wgrad (see ``mxtrain.nn.seeded``); None without a transform. The
-            linears share them, so that compiled linears share the transform and the cast of xhat.
-        recipe, mode: recipe of fprop and mode that made ``xhat``; the mode is never "auto".
-        gathered: gathers wgrad's operand, where codes are sent instead of x.
-        call: this forward of linears that are one GEMM each way (``mxtrain.nn.group``); None for single linears.
-    """
-
-    h: torch.Tensor
-    x: torch.Tensor
-    xhat: Operand
-    rho: torch.Tensor
-    gain: torch.Tensor | None
-    signs: torch.Tensor | None
-    recipe: Recipe
-    mode: str
-    gathered: GatheredColumns | None = None
-    call: GroupCall | None = None
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of x. Attention modules read their batch and sequence sizes from it."""
-        return self.h.shape
-
-    def __getattr__(self, name: str):
-        raise AttributeError(
-            f"the result of an MXNorm has no {name!r}, because it is no tensor: name the linears that get adapters "
-            "such as LoRA in filter_fqns, or convert the model with 'mx_linear'"
-        )
 
 
 class _MXNormFunction(torch.autograd.Function):
@@ -241,10 +200,10 @@ class MXNorm(Seeded, nn.RMSNorm):
                 # ends. Kernels return no views, and with detach() PyTorch 2.11 would keep their results twice.
                 xhat = [None if t is None else t.detach() for t in xhat]
             common = (Operand(*xhat), rho, gain, signs, recipe, mode)
-            return NormedInput(h.view(x.shape), rows.detach(), *common, call=call)
+            return NormedInput(self, h.view(x.shape), rows.detach(), *common, call=call)
         whole = normalize_shard(x, self.estimate, self.recipe, mode, split)
         common = (whole.xhat, whole.rho, gain, signs, recipe, mode)
-        return NormedInput(whole.h, whole.x, *common, whole.gathered, call)
+        return NormedInput(self, whole.h, whole.x, *common, whole.gathered, call)
 
     def _gain(self) -> torch.Tensor | None:
         """The gain for the linears, each of which returns its process's part of the gradient."""

@@ -23,6 +23,12 @@ class Seeded(nn.Module):
     timeline: Timeline | None = None
     # int64 [2] on the device of the parameters: signs packed by ``mxtrain.rng.seeds.sign_mask``, key.
     _seeds: torch.Tensor | None = None
+    _fqn: str = ""
+
+    @property
+    def fqn(self) -> str:
+        """The name that ``set_seed`` was given, for messages."""
+        return self._fqn
 
     def set_seed(self, seed: int, fqn: str) -> None:
         """Take the numbers of layer ``fqn`` in a job with this seed.
@@ -30,6 +36,7 @@ class Seeded(nn.Module):
         ``mxtrain.convert`` calls this. Before that, and in modules made by hand, the numbers are those of seed 0 and
         the empty name.
         """
+        self._fqn = fqn
         self._numbers = [sign_mask(hadamard_signs(seed, fqn)), rounding_key(seed, fqn)]
         self._seeds = None
         self._make_seeds()

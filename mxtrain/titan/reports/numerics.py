@@ -39,7 +39,8 @@ from mxtrain.diagnostics.products import norm_to_noise
 from mxtrain.diagnostics.sample import sampled_tokens
 from mxtrain.diagnostics.totals import Totals, combined, numbers
 from mxtrain.errors import ConfigError
-from mxtrain.nn.mxnorm import MXNorm, NormedInput
+from mxtrain.nn.mxnorm import MXNorm
+from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype
 from mxtrain.settings.registry import QUANTIZING_CONVERTERS
 from mxtrain.titan.buffers import kept_buffers

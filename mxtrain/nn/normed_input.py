@@ -1,0 +1,94 @@
+"""What an MXNorm hands to its linears. It stands for a tensor and is none: every other use of it is refused."""
+
+from typing import NamedTuple
+
+import torch
+
+from mxtrain.nn.gathered_norm import GatheredColumns
+from mxtrain.nn.group import GroupCall
+from mxtrain.nn.seeded import Seeded
+from mxtrain.ops.gemm import Operand
+from mxtrain.recipes.recipe import Recipe
+
+
+class NormedInput(NamedTuple):
+    """MXNorm's result, for the linears that it feeds. T is the product of the leading dimensions of x.
+
+    A tuple, because PyTorch finds tensors in tuples: for FSDP, for hooks on gradients, and where a compiled graph ends.
+    ``_REFUSED`` lists what a model must not do with the tuple. PyTorch itself needs iteration and ``len``, so these
+    stay. The norm comes first, so that a model that iterates fails at the first item.
+
+    Attributes:
+        norm: the MXNorm.
+        h: stands for x [..., D], with the same shape and dtype but without data; its gradient is dL/dxhat.
+        x: the values that wgrad casts, without a gradient: x as rows [T, D]; with ``gathered``, this process's shard
+            of the sequences.
+        xhat: the normalized rows [T, D] as fprop's operand, without a gradient.
+        rho: inverse RMS estimate, fp32 [T]; with ``gathered``, of this process's tokens.
+        gain: the norm's weight gamma [D], which the linears fold into theirs; None for a norm without a weight.
+        signs: signs of the Hadamard transform in wgrad (see ``mxtrain.nn.seeded``); None without a transform. The
+            linears share them, so that compiled linears share the transform and the cast of xhat.
+        recipe, mode: recipe of fprop and mode that made ``xhat``; the mode is never "auto".
+        gathered: gathers wgrad's operand, where codes are sent instead of x.
+        call: this forward of linears that are one GEMM each way (``mxtrain.nn.group``); None for single linears.
+    """
+
+    norm: Seeded
+    h: torch.Tensor
+    x: torch.Tensor
+    xhat: Operand
+    rho: torch.Tensor
+    gain: torch.Tensor | None
+    signs: torch.Tensor | None
+    recipe: Recipe
+    mode: str
+    gathered: GatheredColumns | None = None
+    call: GroupCall | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of x. Attention modules read their batch and sequence sizes from it."""
+        return self.h.shape
+
+    def __getattr__(self, name: str):
+        raise AttributeError(_refusal(self, f"has no {name!r}"))
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        values = torch.utils._pytree.tree_leaves((args, kwargs), is_leaf=lambda value: isinstance(value, cls))
+        normed = next(value for value in values if isinstance(value, cls))
+        raise TypeError(_refusal(normed, f"cannot be an argument of {torch.overrides.resolve_name(function)}"))
+
+    def __repr__(self) -> str:
+        return f"<the result of {_name(self)}, {list(self.shape)}, for linears only>"
+
+
+_REFUSED = (
+    *("getitem", "setitem", "contains", "reversed", "bool", "float", "int", "index", "array"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs"),
+    *(side + name for name in ("add", "sub", "mul", "truediv", "pow", "matmul") for side in ("", "r")),
+)
+
+
+def _name(normed: NormedInput) -> str:
+    # Dynamo asks an empty tuple of this class for its attributes.
+    norm = next(iter(normed), None)
+    return f"MXNorm {norm.fqn!r}" if norm is not None and norm.fqn else "an MXNorm"
+
+
+def _refusal(normed: NormedInput, what: str) -> str:
+    return (
+        f"the result of {_name(normed)} {what}, because it is no tensor and only linears can use it: name the norm "
+        "in filter_fqns, or the linears that get adapters such as LoRA, or convert the model with 'mx_linear'"
+    )
+
+
+def _refuse(name: str):
+    def refuse(self, *_):
+        raise TypeError(_refusal(self, f"has no {name}"))
+
+    return refuse
+
+
+for _method in (*(f"__{name}__" for name in _REFUSED), "index", "count"):
+    setattr(NormedInput, _method, _refuse(_method))

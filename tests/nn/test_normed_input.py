@@ -1,0 +1,133 @@
+"""Every use of an MXNorm's result besides its linears is refused, because the result holds no values."""
+
+import copy
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+from layer_checks import NormBlock, draw, results_of
+from torch.utils.checkpoint import checkpoint
+
+import mxtrain
+
+D, N = 64, 32
+
+USES = {
+    "[0]": lambda h: h[0],
+    "[..., 0]": lambda h: h[..., 0],
+    "[:1]": lambda h: h[:1],
+    "h + h": lambda h: h + h,
+    "x + h": lambda h: torch.ones(2, D) + h,
+    "h * 2": lambda h: h * 2,
+    "2 * h": lambda h: 2 * h,
+    "-h": lambda h: -h,
+    "h == 0": lambda h: h == 0,
+    "h != h": lambda h: h != h,
+    "h < h": lambda h: h < h,
+    "bool": lambda h: bool(h),
+    "0 in h": lambda h: 0 in h,
+    "index": lambda h: h.index(0),
+    "float": lambda h: h.float(),
+    "sum": lambda h: torch.sum(h),
+    "cat": lambda h: torch.cat([h]),
+    "linear": lambda h: nn.functional.linear(h, torch.ones(N, D)),
+    "copy_": lambda h: torch.zeros(2, D).copy_(h),
+}
+UNCOMPILED = {
+    "reversed": lambda h: list(reversed(h)),
+    "numpy": lambda h: np.asarray(h),
+    "item": lambda h: h.__setitem__(0, 1.0),
+    "in place": lambda h: h.mul_(2),
+    "checkpoint": lambda h: checkpoint(lambda t: t[0], h, use_reentrant=False),
+}
+REFUSAL = (
+    r"the result of MXNorm 'layers.0.attention_norm' (has no|cannot be an argument of) .* because it is no tensor and "
+    "only linears can use it: name the norm in filter_fqns"
+)
+
+
+def new_norm() -> nn.Module:
+    return NormBlock(D, N, "mxfp8").norm
+
+
+@pytest.mark.parametrize("use", {**USES, **UNCOMPILED}.values(), ids={**USES, **UNCOMPILED})
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_every_use_of_a_result_is_refused(use, mode):
+    norm = new_norm()
+    with mode(), pytest.raises((TypeError, AttributeError), match=REFUSAL):
+        use(norm(draw(2, D, seed=0)))
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_every_use_in_a_compiled_graph_is_refused(use):
+    norm = new_norm()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: use(norm(x)), backend="eager")
+    with pytest.raises((TypeError, AttributeError), match=REFUSAL):
+        compiled(draw(2, D, seed=0))
+
+
+@pytest.mark.parametrize("use", [USES["[0]"], USES["h * 2"], USES["sum"]])
+def test_every_use_behind_the_end_of_a_graph_is_refused(use):
+    torch._dynamo.reset()
+    compiled = torch.compile(use, backend="eager")
+    with pytest.raises(TypeError, match=REFUSAL):
+        compiled(new_norm()(draw(2, D, seed=0)))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda h: [row + 1 for row in h],
+        lambda h: torch.stack(list(h)),
+        lambda h: torch.cat(h),
+        lambda h: sum(h),
+        lambda h: torch.tensor(h),
+    ],
+)
+def test_a_loop_over_a_result_fails_at_the_first_item(use):
+    with pytest.raises((TypeError, ValueError)):
+        use(new_norm()(draw(2, D, seed=0)))
+
+
+class Model(nn.Module):
+    """Reads the norm's output where the survey, which runs once, does not look."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out = nn.RMSNorm(D), nn.Linear(D, D)
+        self.pools = False
+
+    def forward(self, x):
+        h = self.norm(x)
+        return self.out(h) + (h[0] if self.pools else 0)
+
+
+def test_a_path_that_the_survey_did_not_see():
+    model = Model()
+    mxtrain.convert(model, converter="mxnorm", mode="reference", example_inputs=(torch.zeros(2, D),))
+    x = draw(2, D, seed=0)
+    assert model(x).shape == (2, D)
+    model.pools = True
+    with pytest.raises(TypeError, match="the result of MXNorm 'norm' has no __getitem__"):
+        model(x)
+
+
+def test_a_result_shows_its_norm_and_has_a_shape():
+    h = new_norm()(draw(2, 3, D, seed=0))
+    assert h.shape == (2, 3, D)
+    assert repr(h) == "<the result of MXNorm 'layers.0.attention_norm', [2, 3, 64], for linears only>"
+    assert "an MXNorm" in repr(mxtrain.MXNorm(D)(draw(2, D, seed=0)))
+    assert re.search(REFUSAL, str(pytest.raises(TypeError, lambda: copy.copy(h)[0]).value))
+
+
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_on_a_norms_gradient_find_it(kind):
+    block, seen = NormBlock(D, N, "mxfp8", "mxfp8"), []
+    getattr(block.norm, kind)(lambda module, *gradients: seen.append(gradients))
+    x, dys = draw(2, 3, D, seed=0), [draw(2, 3, N, seed=s) for s in (1, 2)]
+    results_of(block, x, *dys)
+    _, of_h, *_ = seen[0][-1]
+    assert of_h.shape == x.shape and of_h.norm() > 0
