@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from mxtrain.nn.split import WHOLE
-from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype
+from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, are_same, compute_dtype
 from mxtrain.ops import quantize
 from mxtrain.ops.gemm import Operand, matmul
 from mxtrain.ops.mxnorm import fold_backward
@@ -40,10 +40,12 @@ class ReadyGroup(NamedTuple):
     Attributes:
         fprop: one operand [sum N_i, D]; without ``LinearGroup.joins_fprop``, an operand [N_i, D] for each linear.
         dgrad: [D, sum N_i].
+        made_from: the weights and the gain, as in ``ReadyWeight``.
     """
 
     fprop: tuple[Operand, ...]
     dgrad: Operand
+    made_from: tuple[torch.Tensor | None, ...]
 
 
 class LinearGroup:
@@ -121,7 +123,10 @@ class GroupCall:
         rows = x.h.reshape(-1, x.shape[-1])
         weights = [linear.parts()[0] for linear in linears]
         draws = [linear.draws(x.h.device) for linear in linears]
-        settings = (gemms, dtype, self.group.joins_fprop, self.group.ready)
+        ready = self.group.ready
+        if ready is not None and not are_same((*weights, x.gain), ready.made_from):
+            ready = None
+        settings = (gemms, dtype, self.group.joins_fprop, ready)
         return _GroupFunction.apply(
             rows, x.gain, *settings, x.x, x.rho, x.gathered, x.signs, *x.xhat, len(weights), *draws, *weights
         )

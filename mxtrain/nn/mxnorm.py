@@ -261,7 +261,7 @@ class MXNormLinear(QuantizedLinear):
         if not isinstance(x, NormedInput):
             raise TypeError(f"MXNormLinear takes the result of an MXNorm, not {type(x).__name__}")
         check_norm_result(x.h, x.rho, x.gain)
-        gemms = self.gemms(x.h.device)
+        gemms = self.gemms(x.h.device, x.gain)
         if x.recipe != self.recipe.fprop or x.mode != gemms.mode:
             raise ConfigError(
                 f"this MXNormLinear has recipe {self.recipe.fprop} and mode {gemms.mode!r}, but its input was "

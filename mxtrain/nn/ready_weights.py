@@ -91,7 +91,9 @@ class ReadyWeights:
         gemms = linear.gemms(weight.device)
         made_from = (gemms.recipe, gemms.mode, _identity(weight), _identity(gain))
         self._keep(
-            linear, made_from, lambda: ReadyWeight(*quantize.weight_for_both(weight, gemms.recipe, gemms.mode, gain))
+            linear,
+            made_from,
+            lambda: ReadyWeight(*quantize.weight_for_both(weight, gemms.recipe, gemms.mode, gain), (weight, gain)),
         )
 
     def _keep(self, holder: QuantizedLinear | LinearGroup, made_from: tuple, cast: Callable) -> None:
@@ -104,12 +106,12 @@ class ReadyWeights:
 def _cast_group(
     group: LinearGroup, weights: Sequence[torch.Tensor], gemms: ThreeGEMMs, gain: torch.Tensor | None
 ) -> ReadyGroup:
-    recipe, mode = gemms.recipe, gemms.mode
+    recipe, mode, made_from = gemms.recipe, gemms.mode, (*weights, gain)
     if group.joins_fprop:
         fprop, dgrad = quantize.weights_for_both(weights, recipe, mode, gain)
-        return ReadyGroup((fprop,), dgrad)
+        return ReadyGroup((fprop,), dgrad, made_from)
     fprops = tuple(quantize.weight(weight, recipe.fprop, mode, 1, gain) for weight in weights)
-    return ReadyGroup(fprops, quantize.weights(weights, recipe.dgrad, mode, 0, gain))
+    return ReadyGroup(fprops, quantize.weights(weights, recipe.dgrad, mode, 0, gain), made_from)
 
 
 def _gain_of(linear: QuantizedLinear) -> torch.Tensor | None:

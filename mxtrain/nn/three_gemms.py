@@ -12,6 +12,7 @@ high-precision values: a row-wise quantized X says nothing exact about blocks al
 After an MXNorm, X stands for X diag(rho) and W for W diag(gain).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,10 +31,19 @@ from mxtrain.recipes.recipe import LinearRecipe
 
 
 class ReadyWeight(NamedTuple):
-    """W, times the gain if there is one, as the operands of two GEMMs: cast ahead for several forwards."""
+    """W, times the gain if there is one, as the operands of two GEMMs: cast ahead for several forwards.
+
+    ``made_from`` holds W and gain. A forward with other parameters (``torch.func.functional_call``) casts them itself.
+    """
 
     fprop: Operand
     dgrad: Operand
+    made_from: tuple[torch.Tensor | None, ...]
+
+
+def are_same(parameters: Iterable[torch.Tensor | None], others: Iterable[torch.Tensor | None]) -> bool:
+    """Return whether both are the same tensors, not only equal ones."""
+    return all(parameter is other for parameter, other in zip(parameters, others, strict=True))
 
 
 @dataclass(frozen=True)
@@ -152,13 +162,19 @@ class QuantizedLinear(Seeded, nn.Linear):
         # Nothing would renew the operands of a copy.
         return {**self.__dict__, "ready": None}
 
-    def gemms(self, device: torch.device) -> ThreeGEMMs:
+    def gemms(self, device: torch.device, gain: torch.Tensor | None = None) -> ThreeGEMMs:
         """Return the GEMMs in the mode that "auto" stands for on ``device``, or in the mode of this layer.
+
+        Args:
+            gain: the one that this forward folds into the weight.
 
         Raises:
             ConfigError: for a mode that the device lacks.
         """
-        return ThreeGEMMs(self.recipe, mode_in_forward(self.mode, device.type), self.split, self.ready, self.runs_wgrad)
+        mode, ready = mode_in_forward(self.mode, device.type), self.ready
+        if ready is not None and not are_same((self.weight, gain), ready.made_from):
+            ready = None
+        return ThreeGEMMs(self.recipe, mode, self.split, ready, self.runs_wgrad)
 
     @property
     def layer_state(self) -> LayerState:

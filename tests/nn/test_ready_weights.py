@@ -195,6 +195,31 @@ def test_a_change_between_two_microbatches_is_seen(change, stale, grouped, casts
     assert torch.equal(block(x), other(x)) and not torch.equal(block(x), before)
 
 
+@pytest.mark.parametrize("name", ["normed.norm.weight", "normed.linears.1.weight", "out.weight"])
+@pytest.mark.parametrize("settings", [{}, SINGLE, ONE_BY_ONE], ids=["grouped", "single", "one by one"])
+def test_a_functional_call_uses_the_weights_that_it_is_given(settings, name):
+    block, x = Block("mxfp8", **settings), draw(T, D, seed=0)
+    other = {name: (block.get_parameter(name).detach() * 2 + 1).requires_grad_()}
+
+    def results():
+        y = torch.func.functional_call(block, other, x)
+        return [y, *torch.autograd.grad(y.square().sum(), [other[name], block.normed.linears[0].weight])]
+
+    expected = results()
+    ReadyWeights([block]).refresh()
+    assert all(torch.equal(a, b) for a, b in zip(results(), expected, strict=True))
+
+
+def test_a_compiled_functional_call_uses_the_weights_that_it_is_given(compile_backend):
+    block, x = Block("mxfp8", "emulated"), draw(T, D, seed=0)
+    other = {name: p.detach() * 2 + 1 for name, p in block.named_parameters()}
+    call = torch.compile(lambda x: torch.func.functional_call(block, other, x), backend=compile_backend, fullgraph=True)
+    with torch.no_grad():
+        expected = call(x)
+        ReadyWeights([block]).refresh()
+        assert torch.equal(call(x), expected)
+
+
 @pytest.mark.parametrize("joins_fprop", [True, False])
 def test_linears_that_become_single_use_no_old_operand(joins_fprop):
     block, other = (Block("mxfp8", joins_fprop=joins_fprop) for _ in range(2))
