@@ -6,6 +6,7 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from mxtrain.errors import ConfigError
+from mxtrain.nn.normed_input import NormedInput
 from mxtrain.recipes.recipe import LinearRecipe
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -35,15 +36,20 @@ def check_dtype(name: str, dtype: torch.dtype, recipe: LinearRecipe, mode: str) 
         )
 
 
-def check_norm_result(h: torch.Tensor, rho: torch.Tensor, gain: torch.Tensor | None) -> None:
-    """Raise ConfigError for an MXNorm's result that would give wrong gradients, or none; see ``NormedInput``.
+def check_norm_result(normed: NormedInput, weight: torch.Tensor) -> None:
+    """Raise an error for an MXNorm's result that would give a linear with this weight wrong gradients, or none.
 
     In a compiled graph only the dtype is checked: Dynamo cannot trace the rest.
+
+    Raises:
+        ConfigError: FSDP or a reentrant checkpoint between the norm and the linear has made the result useless.
+        RuntimeError: x was written to after the norm, as PyTorch raises it for saved tensors.
     """
-    if rho.dtype not in (torch.float32, torch.float64):
+    h, gain = normed.h, normed.gain
+    if normed.rho.dtype not in (torch.float32, torch.float64):
         raise ConfigError(
-            f"the result of an MXNorm was cast to {rho.dtype} before its linears: set cast_forward_inputs=False in "
-            "FSDP's mixed precision of modules between the norm and its linears"
+            f"the result of an MXNorm was cast to {normed.rho.dtype} before its linears: set cast_forward_inputs=False "
+            "in FSDP's mixed precision of modules between the norm and its linears"
         )
     if torch.compiler.is_compiling():
         return
@@ -56,6 +62,15 @@ def check_norm_result(h: torch.Tensor, rho: torch.Tensor, gain: torch.Tensor | N
         raise ConfigError(
             "a checkpoint with use_reentrant=True between an MXNorm and its linears loses their gradients: set "
             "use_reentrant=False"
+        )
+    # PyTorch counts the writes only from the linear on, which saves x, or from the norm on if x needs a gradient.
+    needs_x = weight.requires_grad or (gain is not None and gain.requires_grad)
+    writes_before = normed.x_version
+    if writes_before is not None and needs_x and torch.is_grad_enabled() and normed.x._version > writes_before:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: the input "
+            f"{list(normed.x.shape)} of an MXNorm is at version {normed.x._version} before its linears; expected "
+            f"version {writes_before}, which was normalized"
         )
 
 

@@ -132,9 +132,9 @@ class GroupCall:
         )
 
 
-def version(weight: torch.Tensor) -> int | None:
-    """The number of writes to a weight, which PyTorch does not count in compiled graphs and for inference tensors."""
-    return None if torch.compiler.is_compiling() or weight.is_inference() else weight._version
+def version(x: torch.Tensor) -> int | None:
+    """The number of writes to a tensor, which PyTorch does not count in compiled graphs and for inference tensors."""
+    return None if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 def _stays_single(linear: QuantizedLinear) -> bool:

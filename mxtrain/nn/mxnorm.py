@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.nn.checks import check_dtype, check_input, check_norm_result
 from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard, without_data
-from mxtrain.nn.group import GroupCall, LinearGroup
+from mxtrain.nn.group import GroupCall, LinearGroup, version
 from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.seeded import Seeded
 from mxtrain.nn.split import SplitSequences, own_part
@@ -200,10 +200,10 @@ class MXNorm(Seeded, nn.RMSNorm):
                 # ends. Kernels return no views, and with detach() PyTorch 2.11 would keep their results twice.
                 xhat = [None if t is None else t.detach() for t in xhat]
             common = (Operand(*xhat), rho, gain, signs, recipe, mode)
-            return NormedInput(self, h.view(x.shape), rows.detach(), *common, call=call)
+            return NormedInput(self, h.view(x.shape), rows.detach(), *common, call=call, x_version=version(rows))
         whole = normalize_shard(x, self.estimate, self.recipe, mode, split)
         common = (whole.xhat, whole.rho, gain, signs, recipe, mode)
-        return NormedInput(self, whole.h, whole.x, *common, whole.gathered, call)
+        return NormedInput(self, whole.h, whole.x, *common, whole.gathered, call, version(whole.x))
 
     def _gain(self) -> torch.Tensor | None:
         """The gain for the linears, each of which returns its process's part of the gradient."""
@@ -254,13 +254,14 @@ class MXNormLinear(QuantizedLinear):
             ConfigError: for the result of an MXNorm with another recipe of fprop or another mode, or one that FSDP or
                 a reentrant checkpoint between the norm and this layer has made useless.
             ValueError: for another dtype, shape or device.
+            RuntimeError: for a norm's input that was written to after the norm and that the weight's gradient needs.
         """
         if self.is_plain:
             weight, bias = self.parts()
             return F.linear(x, weight, bias)
         if not isinstance(x, NormedInput):
             raise TypeError(f"MXNormLinear takes the result of an MXNorm, not {type(x).__name__}")
-        check_norm_result(x.h, x.rho, x.gain)
+        check_norm_result(x, self.weight)
         gemms = self.gemms(x.h.device, x.gain)
         if x.recipe != self.recipe.fprop or x.mode != gemms.mode:
             raise ConfigError(

@@ -31,6 +31,7 @@ class NormedInput(NamedTuple):
         recipe, mode: recipe of fprop and mode that made ``xhat``; the mode is never "auto".
         gathered: gathers wgrad's operand, where codes are sent instead of x.
         call: this forward of linears that are one GEMM each way (``mxtrain.nn.group``); None for single linears.
+        x_version: number of writes to x before the norm; None if PyTorch does not count them.
     """
 
     norm: Seeded
@@ -44,6 +45,7 @@ class NormedInput(NamedTuple):
     mode: str
     gathered: GatheredColumns | None = None
     call: GroupCall | None = None
+    x_version: int | None = None
 
     @property
     def shape(self) -> torch.Size:

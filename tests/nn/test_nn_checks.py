@@ -3,13 +3,15 @@
 import pytest
 import torch
 import torch.nn as nn
-from layer_checks import draw
+from layer_checks import NormBlock, draw
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import mxtrain
 from mxtrain import ConfigError
+from mxtrain.nn.group import LinearGroup
+from mxtrain.nn.normed_input import NormedInput
 
 D, TOKENS = 64, 20
 BF16 = torch.bfloat16
@@ -95,3 +97,31 @@ def test_a_reentrant_checkpoint_must_not_lose_gradients():
                 gradients(layer)
         else:
             assert all(torch.equal(got, expected) for got, expected in zip(gradients(layer), want, strict=True))
+
+
+@pytest.mark.parametrize("needs_gradient", [True, False])
+@pytest.mark.parametrize("grouped", [True, False])
+def test_a_write_to_the_norms_input_must_not_change_the_weights_gradients(grouped, needs_gradient):
+    """The linears cast x for wgrad, and PyTorch counts writes to it only after they have saved it."""
+    block, x = NormBlock(D, D, "mxfp8", "mxfp8"), draw(TOKENS, D, seed=0)
+    if grouped:
+        block.norm.group = LinearGroup(block.linears)
+
+    def written() -> NormedInput:
+        normed = block.norm(x.clone().requires_grad_(needs_gradient))
+        normed.x.mul_(2)
+        return normed
+
+    for linear in block.linears:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation: the input .* at version 1 "):
+            linear(written())
+    with torch.no_grad():
+        assert torch.equal(block.linears[0](written()), block(x)[0])
+    block.norm.weight.requires_grad_(False), block.linears[0].weight.requires_grad_(False)
+    assert torch.equal(block.linears[0](written()), block(x)[0])
+
+
+def test_an_input_that_was_written_to_before_the_norm():
+    block, x = NormBlock(D, D, "mxfp8"), draw(TOKENS, D, seed=0)
+    expected = block(2 * x)[0]
+    assert torch.equal(block(x.mul_(2))[0], expected)
