@@ -80,10 +80,9 @@ class RecipeSwitch:
     def _events(self, step: int, falls_back: bool) -> Iterator[tuple[str, str]]:
         """Yield what begins or ends with a step: a few words, and details."""
         for before, now in self._moved if self._last_step is None else ():
-            was, is_now = before.first < step <= before.last + 1, now.first <= step <= now.last
-            if was and not is_now and step != now.last + 1:
+            if _was_in_effect(before, step) and not now.first <= step <= now.last + 1:
                 yield f"end of {_words(before)}", f" ({before.name})"
-            if is_now and not was and step != now.first:
+            if not _was_in_effect(before, step) and now.first < step <= now.last:
                 yield _words(now), f", to step {now.last} ({now.name})"
         for entry in self._entries:
             if step == entry.last + 1:
@@ -100,11 +99,18 @@ class RecipeSwitch:
 
     def _in_effect(self, step: int) -> Iterator[str]:
         """Yield a line for every change that began before ``step``, with which a run resumes."""
+        # An entry that moved and so begins with this step is an event.
+        begun = [now for before, now in self._moved if not _was_in_effect(before, step)]
         for entry in self._entries:
-            if entry.first < step <= entry.last:
+            if entry.first < step <= entry.last and entry not in begun:
                 yield f"in effect from step {entry.first} to {entry.last}: {_words(entry)} ({entry.name})"
         if self.guard is not None and self.guard.first < step <= self.guard.last:
             yield f"in effect from step {self.guard.first} to {self.guard.last}: guard: {self._fallback}"
+
+
+def _was_in_effect(before: Entry, step: int) -> bool:
+    """Whether an entry, as it was before the run resumed with ``step``, was in effect in the step before."""
+    return before.first < step <= before.last + 1
 
 
 def allow_recompiling(model_parts: list[torch.nn.Module], states: int) -> None:

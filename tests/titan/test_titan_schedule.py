@@ -102,6 +102,23 @@ def test_entries_that_move_when_a_run_resumes_begin_and_end_with_an_event(before
     assert logged == expected
 
 
+def test_an_entry_that_moved_is_noted_once(monkeypatch):
+    entry, noted, logged = {"from_share": 0.9, "recipe": "bf16"}, [], []
+    old, new = (parse_entries([entry], steps, {}, "mxnorm.schedule") for steps in (40, 20))
+    monkeypatch.setattr("mxtrain.titan.reports.terminal.note", noted.append)
+    flags = ["--training.steps=20", "--mxnorm.schedule", '{from_share = 0.9, recipe = "bf16"}']
+    job_config = parse_job_config(
+        ["--model.name=llama3", "--model.flavor=debugmodel", "--model.converters=mxnorm", *flags]
+    )
+    for moved in (list(zip(old, new)), []):
+        RecipeSwitch(job_config, [], lambda step, text: logged.append(text), moved).begin_step(20)
+    assert noted == [
+        "step 20: bf16, to step 20 (mxnorm.schedule[0])",
+        "in effect from step 19 to 20: bf16 (mxnorm.schedule[0])",
+    ]
+    assert logged == ["bf16"]
+
+
 def convert(*flags):
     job_config = parse_job_config(["--model.name=llama3", "--model.flavor=debugmodel", *flags])
     return convert_on_meta(job_config, build_on_meta(job_config))
