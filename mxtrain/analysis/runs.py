@@ -27,6 +27,10 @@ LEARNING_RATE = 8e-4
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
+NONFINITE_WEIGHTS = "weights are not finite"
+"""The event of a run that ends after a step because a weight is NaN or infinite"""
+
+
 @dataclass(frozen=True)
 class Run:
     """The logs of a run. Losses are in nats per token and may be ``nan`` or ``inf``."""
@@ -110,6 +114,11 @@ class Run:
     def first_nonfinite_step(self) -> int | None:
         """The first logged step whose loss is NaN or infinite."""
         return next((row["step"] for row in self.training if not math.isfinite(row["loss"])), None)
+
+    @property
+    def nonfinite_weights_step(self) -> int | None:
+        """The step after which the run ended because a weight was NaN or infinite."""
+        return next((row["step"] for row in self.events if row[EVENT] == NONFINITE_WEIGHTS), None)
 
 
 def load_run(folder: str | os.PathLike) -> Run:

@@ -78,6 +78,8 @@ def closing_summary(folder: str | os.PathLike) -> str:
 def _verdict(run: Run) -> str:
     if run.first_nonfinite_step is not None:
         return f"NOT FINITE, first at step {run.first_nonfinite_step}"
+    if run.nonfinite_weights_step is not None:
+        return f"WEIGHTS NOT FINITE after step {run.nonfinite_weights_step}"
     steps = run.training[-1]["step"]
     if len(run.training) == 1:
         return f"one logged step ({steps})"

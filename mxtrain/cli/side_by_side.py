@@ -83,7 +83,7 @@ class SideBySide:
 
     def _start(self, run: PairedRun, place: int) -> None:
         folder, device = self.folder / run.name, self.devices[place]
-        if problem := _ended_without_finite_loss(folder, run):
+        if problem := _ended_nonfinite(folder, run):
             _say(f"{run.name}: FAILED before: {problem}; to start it again, remove {folder}")
             return
         try:
@@ -163,16 +163,18 @@ def _prepare(folder: Path, run: PairedRun, processes: int) -> str:
             return f"starts again; its earlier files are in {aside}"
 
 
-def _ended_without_finite_loss(folder: Path, run: PairedRun) -> str:
-    """Say that the run's loss was not finite when it failed, or "". The same seed would bring the same loss again."""
+def _ended_nonfinite(folder: Path, run: PairedRun) -> str:
+    """Say that loss or weights were not finite when the run failed, or "". The same seed would bring them again."""
     if run.status is None or not 0 < run.status < 128:  # it has not ended, or a signal ended it
         return ""
     try:
         earlier = load_run(folder)
     except ConfigError:
         return ""
-    is_finite = math.isfinite(earlier.last_loss)
-    return "" if is_finite else f"its loss is not finite at step {earlier.first_nonfinite_step}"
+    if not math.isfinite(earlier.last_loss):
+        return f"its loss is not finite at step {earlier.first_nonfinite_step}"
+    step = earlier.nonfinite_weights_step
+    return "" if step is None else f"its weights are not finite after step {step}"
 
 
 def _losses(folder: Path) -> str:

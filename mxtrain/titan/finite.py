@@ -23,10 +23,11 @@ class NonFiniteError(RuntimeError):
     """A loss or a weight is NaN or infinite, and training stops. The message is for the user, without a traceback.
 
     Args:
-        step, loss: the step whose loss is not finite, and the sum of this loss over ranks; None and None for a weight.
+        step: the step whose loss is not finite, or after which a weight is not.
+        loss: the sum of this loss over ranks; None for a weight.
     """
 
-    def __init__(self, message: str, step: int | None = None, loss: float | None = None):
+    def __init__(self, message: str, step: int, loss: float | None = None):
         super().__init__(message)
         self.step, self.loss = step, loss
 

@@ -14,6 +14,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from mxtrain.analysis import closing_summary
+from mxtrain.analysis.runs import NONFINITE_WEIGHTS
 from mxtrain.config import dump_config
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import report_stop
@@ -134,7 +135,7 @@ class _Trainer(Trainer):
             super().train()
             self._watch.look(at_last_step=True)  # the text may end before the last step
         except NonFiniteError as error:
-            self._log_last_loss(error)
+            self._log_end(error)
             self.checkpointer.finish()  # the last checkpoint, with finite weights, becomes complete
             raise
         finally:
@@ -142,9 +143,15 @@ class _Trainer(Trainer):
                 self._signals.restore()
         self.checkpointer.finish()
 
-    def _log_last_loss(self, error: NonFiniteError) -> None:
-        """Log the loss that ends the run, unless its row or that of the step after it is there."""
-        if error.step is None or any(map(self.metrics_processor.should_log, {error.step, self._last_step})):
+    def _log_end(self, error: NonFiniteError) -> None:
+        """Log the weights or the loss that end the run; the loss unless its row or that of the step after it is there.
+
+        A comparison does not start such a run again, and a report does not count it.
+        """
+        if error.loss is None:
+            log_event(self.metrics_processor, error.step, NONFINITE_WEIGHTS)
+            return
+        if any(map(self.metrics_processor.should_log, {error.step, self._last_step})):
             return
         tokens = self._tokens.of_all_ranks(self.ntokens_seen)
         # A GPU has done the next step, too. Steps have as many tokens, unless a resumed run has changed that.
@@ -228,7 +235,7 @@ class _Trainer(Trainer):
             return True
         found = f"step {step}: the weights after this step hold {found}"
         if self._stops:
-            raise NonFiniteError(found)
+            raise NonFiniteError(found, step)
         logger.warning(f"{found}; no checkpoint is saved")
         return False
 
@@ -320,7 +327,7 @@ def train(args: list[str], verbose: bool) -> None:
             if _is_first():
                 terminal.Screen().line(closing_summary(folder))
             torch.distributed.barrier()  # all ranks are here, and torchrun stops the others when one ends
-            raise NonFiniteError(f"{error}; training stops. {_ways_out(job_config)}") from error
+            raise NonFiniteError(f"{error}; training stops. {_ways_out(job_config)}", error.step, error.loss) from error
         if stop is not None:
             terminal.note(stop.describe(folder, CheckpointSettings.of(job_config.checkpoint)))
         if _is_first() and not job_config.checkpoint.create_seed_checkpoint:

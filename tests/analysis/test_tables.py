@@ -94,6 +94,13 @@ def test_a_summary_warns_unless_the_loss_fell(tmp_path, without_picture, losses,
     assert verdict in text and "fell over" not in text
 
 
+def test_a_summary_warns_of_weights_that_are_not_finite(tmp_path, without_picture):
+    run = make_run(tmp_path / "a", [9.0, 8.0])
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "event": "weights are not finite"}\n')
+    assert "WEIGHTS NOT FINITE after step 2" in summary(run)
+
+
 def test_a_summary_gives_the_address_of_a_wandb_run_or_the_upload_command(tmp_path, without_picture):
     wandb = {"mode": "offline", "dir": "tb/w", "url": None, "sync": "wandb sync tb/w"}
     assert "offline; upload with: wandb sync tb/w" in summary(make_run(tmp_path / "a", [9.0], wandb=wandb))

@@ -35,14 +35,15 @@ if kind == "crash" and seed == 1 and not (folder.parent / "mended").exists():
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
     print("RuntimeError: out of memory\\nmxtrain: training failed: the worker ended with exit status 1")
     sys.exit(1)
-(folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
+end = {"step": 1, "event": "weights are not finite"} if kind == "weights" and seed == 1 else None
+(folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\\n" for r in (row, end) if r))
 (folder / "config.toml").write_text(f"[training]\\nsteps = 1\\n[debug]\\nseed = {seed}\\n")
 end = time.monotonic() + 60  # two runs at a time: each waits for the other
 while seed == 1 and kind == "train" and (folder.parent / "starts.jsonl").read_text().count("seed1") < 2:
     if time.monotonic() > end:
         sys.exit(1)
     time.sleep(0.02)
-sys.exit(1 if kind == "nan" and seed == 1 else 0)
+sys.exit(1 if kind in ("nan", "weights") and seed == 1 else 0)
 """
 
 
@@ -84,18 +85,24 @@ def test_finished_runs_stay_and_more_seeds_come_to_them(stand_in, capfd):
     assert cli.main(["compare", "--resume", "c"]) == 0 and len(starts(stand_in)) == 4, "nothing is left to do"
 
 
-@pytest.mark.parametrize("kind, problem", [("crash", "RuntimeError: out of memory"), ("nan", "it printed nothing")])
+NONFINITE = {"nan": "its loss is not finite at step 1", "weights": "its weights are not finite after step 1"}
+
+
+@pytest.mark.parametrize(
+    "kind, problem", [("crash", "RuntimeError: out of memory"), *dict.fromkeys(NONFINITE, "it printed nothing").items()]
+)
 def test_a_failed_seed_is_reported_the_rest_goes_on_and_it_starts_again(stand_in, capfd, kind, problem):
     assert compare("llama3_debug", "--seeds", "3", kind=kind) == 1
     out, err = capfd.readouterr()
     assert f"llama3_debug-seed1: FAILED after 0.0 min with exit status 1, and the rest goes on: {problem}" in out
     assert "1 of 3 runs are not finished: llama3_debug-seed1" in err
     assert "go on with: mxtrain compare --resume c" in err
-    assert ("does not count: its loss is not finite at step 1" in err) == (kind == "nan")
+    found = NONFINITE.get(kind)
+    assert found is None or f"does not count: {found}" in err
     (stand_in / "mended").touch()
-    if kind == "nan":
+    if found is not None:
         assert cli.main(["compare", "--resume", "c"]) == 1 and len(starts(stand_in)) == 3
-        again = "llama3_debug-seed1: FAILED before: its loss is not finite at step 1; to start it again, remove c/"
+        again = f"llama3_debug-seed1: FAILED before: {found}; to start it again, remove c/"
         assert again in capfd.readouterr().out
         return
     assert cli.main(["compare", "--resume", "c"]) == 0

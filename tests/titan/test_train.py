@@ -19,6 +19,7 @@ from training_runs import CONFIG, MIXED_RECIPE, MIXED_RECIPES, Outcome, run_pyth
 
 from mxtrain import ConfigError
 from mxtrain.analysis import load_run
+from mxtrain.analysis.runs import NONFINITE_WEIGHTS
 from mxtrain.rng.rounding_position import position_as_set
 from mxtrain.run_folder.checkpoints import Checkpoints
 from mxtrain.run_folder.start import Start
@@ -174,8 +175,20 @@ def test_a_loss_that_ends_a_run_has_a_row_unless_it_was_logged(trainer, monkeypa
     one.step, one._last_step, one.ntokens_seen = 4, 3, 96
     for logged in (2, 3, 4):
         one.metrics_processor.should_log = logged.__eq__
-        one._log_last_loss(NonFiniteError("step 2: the loss is inf", 2, float("inf")))
+        one._log_end(NonFiniteError("step 2: the loss is inf", 2, float("inf")))
         assert rows == [(2, float("inf"), 64)] * (logged == 4)
+
+
+def test_weights_that_end_a_run_are_an_event(trainer, monkeypatch):
+    logged = []
+    monkeypatch.setattr("mxtrain.titan.train.log_event", lambda _, *event: logged.append(event))
+    monkeypatch.setattr(Trainer, "train", lambda self: self.checkpointer.save(4))
+    one = trainer()
+    one.checkpointer.finish = lambda: None
+    one.model_parts[0].bias.data[1] = float("nan")
+    with pytest.raises(NonFiniteError, match="^step 4: the weights after this step hold nan on rank 0$"):
+        one.train()
+    assert logged == [(4, NONFINITE_WEIGHTS)]
 
 
 def test_weights_that_are_not_finite_are_not_saved_though_every_loss_was(trainer, caplog):
