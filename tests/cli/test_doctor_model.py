@@ -195,6 +195,11 @@ def test_mistakes_are_one_line(arguments, message, capsys):
     "flags, message",
     [
         (["--parallelism.tensor_parallel_degree=3"], "does not divide the 16 heads of llama3 debugmodel"),
+        (
+            ["--parallelism.tensor_parallel_degree=16"],
+            "parallelism.tensor_parallel_degree = 16 splits out_features = 256 of attention.wq into parts that are not "
+            "whole blocks of 32 (recipe 'mxfp8'): allowed is a divisor of 8",
+        ),
         (["--parallelism.expert_parallel_degree=2"], "needs experts, which llama3 debugmodel does not have"),
         (
             ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],

@@ -163,3 +163,17 @@ def check_part(fqn: str, linear: QuantizedLinear, style: ParallelStyle, processe
                 f"{DEGREE} = {processes} splits {name} = {features[name]} of {fqn} into parts that are not whole "
                 f"blocks of {block} (recipe {recipe.name!r}): allowed is a divisor of {features[name] // block}"
             )
+
+
+def check_parts_of_layers(model: nn.Module, processes: int) -> None:
+    """Raise ConfigError as ``check_part`` does, for a converted model that is not split, with TorchTitan's names.
+
+    Training checks the linears of the plan that splits them, whatever their names.
+    """
+    column, row = Columnwise(), Rowwise()
+    styles = {f"attention.{name}": column for name in ("wq", "wk", "wv")} | {"attention.wo": row}
+    styles |= {"feed_forward.w1": column, "feed_forward.w2": row, "feed_forward.w3": column}
+    for layer in model.layers.values():
+        for fqn, linear in layer.named_modules():
+            if fqn in styles and isinstance(linear, QuantizedLinear):
+                check_part(fqn, linear, styles[fqn], processes)
