@@ -227,6 +227,8 @@ def _why_norm_stays(
         return NOT_ONE_DIMENSION
     if uses.others[fqn]:
         return f"its output is used by {', '.join(uses.others[fqn])}"
+    if fqn in uses.overwritten:
+        return "its input is written to in place after it"
     if not linears:
         unfollowed = f"; not followed: {uses.unfollowed[0]}" if uses.unfollowed else ""
         return f"no linear was seen to use its output{unfollowed}"

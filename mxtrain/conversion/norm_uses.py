@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from mxtrain.conversion.meta_pass import without_triton_launches
 from mxtrain.conversion.structural_copy import without_global_hooks
 from mxtrain.errors import ConfigError
+from mxtrain.nn.group import version
 
 # Functions that a model may call on an MXNorm's result besides multiplying it: a NormedInput has a shape.
 _HARMLESS = {torch.Tensor.shape.__get__}
@@ -29,12 +30,15 @@ class NormUses:
         others: norm FQN -> everything else that uses its output, sorted.
         calls: linear FQN -> how often the forward pass calls it.
         unfollowed: modules that cannot run on the meta device, and why.
+        overwritten: FQNs of the norms whose input is written to in place after they have read it. Compiled, PyTorch
+            would give the linears of an MXNorm the new values in their backward, without an error.
     """
 
     linears: Mapping[str, tuple[str, ...]]
     others: Mapping[str, tuple[str, ...]]
     calls: Mapping[str, int]
     unfollowed: tuple[str, ...]
+    overwritten: frozenset[str] = frozenset()
 
 
 class _Watcher(TorchFunctionMode):
@@ -56,6 +60,7 @@ class _Watcher(TorchFunctionMode):
         self._linear_of = linear_of
         # Outputs are kept alive: Python gives the id of a collected tensor to another one.
         self._outputs: dict[int, tuple[str, torch.Tensor]] = {}
+        self._inputs: list[tuple[str, torch.Tensor, int | None]] = []
 
     def uses(self) -> NormUses:
         return NormUses(
@@ -63,10 +68,12 @@ class _Watcher(TorchFunctionMode):
             others={fqn: tuple(sorted(others)) for fqn, others in self.others.items()},
             calls=self.calls,
             unfollowed=tuple(self.unfollowed),
+            overwritten=frozenset(norm for norm, x, writes in self._inputs if version(x) != writes),
         )
 
-    def track(self, norm: str, output: torch.Tensor) -> None:
+    def track(self, norm: str, inputs, output: torch.Tensor) -> None:
         self._outputs[id(output)] = (norm, output)
+        self._inputs += [(norm, x, version(x)) for x in tree_flatten(inputs)[0] if isinstance(x, torch.Tensor)]
 
     def note_other_use(self, values, user: str) -> None:
         for norm in self._norms_of(values):
@@ -176,7 +183,7 @@ def _watched(watcher: _Watcher, fqn: str, forward, hooks: str | None):
         if hooks:
             watcher.note_other_use((args, kwargs, output), f"{hooks} of {fqn}")
         if fqn in watcher.linears:
-            watcher.track(fqn, output)
+            watcher.track(fqn, (args, kwargs), output)
         return output
 
     return run

@@ -316,6 +316,27 @@ def test_norms_that_cannot_be_proven_are_left_alone(module, reason):
     inner(torch.randn(3, DIM)).sum().backward()
 
 
+class AddsInPlace(UsesNormTwice):
+    def forward(self, x):
+        x = x * 1
+        x += self.linear(self.norm(x))
+        return self.other(x)
+
+
+def test_a_norm_whose_input_is_overwritten_is_left_alone():
+    """PyTorch would hand an autograd function in a compiled graph the new values, and no error."""
+    plain = nn.Sequential(AddsInPlace(), nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
+    model, x = copy.deepcopy(plain), torch.randn(3, DIM)
+    report = convert(model, example_inputs=(x,), recipe="unquantized", estimator="exact")
+    gradients = []
+    for each in (plain, model):
+        torch._dynamo.reset()
+        torch.compile(each, backend="aot_eager")(x).square().sum().backward()
+        gradients.append(each[0].linear.weight.grad)
+    assert report.skipped["0.norm"] == "its input is written to in place after it" and report.norms == {"1": ["2"]}
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
 def test_a_shared_weight_stays_in_high_precision(converter):
     model = llama()
