@@ -151,7 +151,8 @@ def watch(
             forward = _not_followed if fqn in replaced_forwards else module.forward
             vars(module)["forward"] = _watched(watcher, fqn, forward, hooks.get(fqn))
     try:
-        with torch.no_grad(), without_global_hooks(), without_triton_launches(), watcher:
+        # Writes are not counted in inference mode.
+        with torch.inference_mode(False), torch.no_grad(), without_global_hooks(), without_triton_launches(), watcher:
             watcher.note_other_use(model(*inputs), "the caller of the model")
     except Exception as error:
         raise ConfigError(

@@ -65,8 +65,8 @@ def check_norm_result(normed: NormedInput, weight: torch.Tensor) -> None:
         )
     # PyTorch counts the writes only from the linear on, which saves x, or from the norm on if x needs a gradient.
     needs_x = weight.requires_grad or (gain is not None and gain.requires_grad)
-    writes_before = normed.x_version
-    if writes_before is not None and needs_x and torch.is_grad_enabled() and normed.x._version > writes_before:
+    of_x, writes_before = normed.x_writes or (None, 0)
+    if of_x == id(normed.x) and needs_x and torch.is_grad_enabled() and normed.x._version > writes_before:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: the input "
             f"{list(normed.x.shape)} of an MXNorm is at version {normed.x._version} before its linears; expected "

@@ -200,7 +200,9 @@ class MXNorm(Seeded, nn.RMSNorm):
                 # ends. Kernels return no views, and with detach() PyTorch 2.11 would keep their results twice.
                 xhat = [None if t is None else t.detach() for t in xhat]
             common = (Operand(*xhat), rho, gain, signs, recipe, mode)
-            return NormedInput(self, h.view(x.shape), rows.detach(), *common, call=call, x_version=version(rows))
+            kept, writes = rows.detach(), version(rows)
+            x_writes = None if writes is None else (id(kept), writes)
+            return NormedInput(self, h.view(x.shape), kept, *common, call=call, x_writes=x_writes)
         whole = normalize_shard(x, self.estimate, self.recipe, mode, split)
         common = (whole.xhat, whole.rho, gain, signs, recipe, mode)
         return NormedInput(self, whole.h, whole.x, *common, whole.gathered, call, version(whole.x))

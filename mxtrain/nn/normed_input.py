@@ -16,10 +16,11 @@ class NormedInput(NamedTuple):
 
     A tuple, because PyTorch finds tensors in tuples: for FSDP, for hooks on gradients, and where a compiled graph ends.
     ``_REFUSED`` lists what a model must not do with the tuple. PyTorch itself needs iteration and ``len``, so these
-    stay. The norm comes first, so that a model that iterates fails at the first item.
+    stay. The norm comes first, so that a model that iterates fails at the first item. Hooks on the gradients of a norm
+    are those of ``register_full_backward_hook``; the deprecated ``register_backward_hook`` takes the first item.
 
     Attributes:
-        norm: the MXNorm.
+        made_by: the MXNorm.
         h: stands for x [..., D], with the same shape and dtype but without data; its gradient is dL/dxhat.
         x: the values that wgrad casts, without a gradient: x as rows [T, D]; with ``gathered``, this process's shard
             of the sequences.
@@ -31,10 +32,11 @@ class NormedInput(NamedTuple):
         recipe, mode: recipe of fprop and mode that made ``xhat``; the mode is never "auto".
         gathered: gathers wgrad's operand, where codes are sent instead of x.
         call: this forward of linears that are one GEMM each way (``mxtrain.nn.group``); None for single linears.
-        x_version: number of writes to x before the norm; None if PyTorch does not count them.
+        x_writes: id of x, and the number of writes to it before the norm; None if PyTorch does not count them. A hook
+            may have put a copy in the place of x, with a count of its own.
     """
 
-    norm: Seeded
+    made_by: Seeded
     h: torch.Tensor
     x: torch.Tensor
     xhat: Operand
@@ -45,7 +47,7 @@ class NormedInput(NamedTuple):
     mode: str
     gathered: GatheredColumns | None = None
     call: GroupCall | None = None
-    x_version: int | None = None
+    x_writes: tuple[int, int] | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -67,8 +69,9 @@ class NormedInput(NamedTuple):
 
 _REFUSED = (
     *("getitem", "setitem", "contains", "reversed", "bool", "float", "int", "index", "array"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "round"),
     *(side + name for name in ("add", "sub", "mul", "truediv", "pow", "matmul") for side in ("", "r")),
+    *(side + name for name in ("floordiv", "mod", "divmod", "and", "or", "xor") for side in ("", "r")),
 )
 
 

@@ -98,7 +98,7 @@ def test_a_failed_seed_is_reported_the_rest_goes_on_and_it_starts_again(stand_in
     assert "1 of 3 runs are not finished: llama3_debug-seed1" in err
     assert "go on with: mxtrain compare --resume c" in err
     found = NONFINITE.get(kind)
-    assert found is None or f"does not count: {found}" in err
+    assert f"does not count: {found}" in err if found else "does not count" not in err
     (stand_in / "mended").touch()
     if found is not None:
         assert cli.main(["compare", "--resume", "c"]) == 1 and len(starts(stand_in)) == 3

@@ -327,6 +327,8 @@ def test_a_norm_whose_input_is_overwritten_is_left_alone():
     """PyTorch would hand an autograd function in a compiled graph the new values, and no error."""
     plain = nn.Sequential(AddsInPlace(), nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
     model, x = copy.deepcopy(plain), torch.randn(3, DIM)
+    with torch.inference_mode():
+        assert "0.norm" in convert(copy.deepcopy(plain), example_inputs=(x,)).skipped
     report = convert(model, example_inputs=(x,), recipe="unquantized", estimator="exact")
     gradients = []
     for each in (plain, model):

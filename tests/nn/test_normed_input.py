@@ -11,6 +11,7 @@ from layer_checks import NormBlock, draw, results_of
 from torch.utils.checkpoint import checkpoint
 
 import mxtrain
+from mxtrain.nn.normed_input import NormedInput
 
 D, N = 64, 32
 
@@ -28,6 +29,8 @@ USES = {
     "h < h": lambda h: h < h,
     "bool": lambda h: bool(h),
     "0 in h": lambda h: 0 in h,
+    "h // 2": lambda h: h // 2,
+    "norm": lambda h: h.norm(),
     "index": lambda h: h.index(0),
     "float": lambda h: h.float(),
     "sum": lambda h: torch.sum(h),
@@ -36,6 +39,8 @@ USES = {
     "copy_": lambda h: torch.zeros(2, D).copy_(h),
 }
 UNCOMPILED = {
+    "~h": lambda h: ~h,
+    "round": lambda h: round(h),
     "reversed": lambda h: list(reversed(h)),
     "numpy": lambda h: np.asarray(h),
     "item": lambda h: h.__setitem__(0, 1.0),
@@ -131,3 +136,22 @@ def test_hooks_on_a_norms_gradient_find_it(kind):
     results_of(block, x, *dys)
     _, of_h, *_ = seen[0][-1]
     assert of_h.shape == x.shape and of_h.norm() > 0
+
+
+def test_no_field_takes_the_place_of_a_method_of_tensors():
+    assert {*NormedInput._fields} & {*dir(torch.Tensor)} == {"mode"}
+
+
+def test_a_copy_of_a_result_trains():
+    """A copy counts its writes anew."""
+    block, x = NormBlock(D, N, "mxfp8"), draw(2, D, seed=0)
+    normed, linear = block.norm(x), block.linears[0]
+    expected, *got = (
+        torch.autograd.grad(linear(each).sum(), linear.weight)[0]
+        for each in (
+            block.norm(x),
+            copy.deepcopy(normed),
+            normed._replace(x=torch.empty_like(normed.x).copy_(normed.x)),
+        )
+    )
+    assert all(torch.equal(gradient, expected) for gradient in got)

@@ -196,7 +196,7 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
 
 
 def log_event(processor: MetricsProcessor, step: int, text: str) -> None:
-    """Log that something changes with ``step``, in a few words, to metrics.jsonl and wandb."""
+    """Log what changes with ``step``, or ends the run after it, in a few words, to metrics.jsonl and wandb."""
     if isinstance(processor.logger, LoggerContainer):
         for one in processor.logger._loggers:
             if isinstance(one, MetricsFileLogger | WandbLogger):

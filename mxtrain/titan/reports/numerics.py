@@ -184,7 +184,7 @@ class Numerics:
             found, casts = products_and_casts(linear.gemms(dy.device), given, linear.parts()[0].detach(), gradient)
         self._found |= {(fqn, name): totals for name, totals in found.items()}
         self._casts |= {(fqn, name): cast for name, cast in casts.items()}
-        if sum(cast.image.numel() for cast in self._casts.values()) >= CASTS_AT_ONCE:
+        if sum(cast.image.numel() for cast in {*self._casts.values()}) >= CASTS_AT_ONCE:
             self._measure_casts()
 
     @torch.no_grad()
