@@ -30,8 +30,8 @@ from torch.autograd.function import once_differentiable
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.nn.checks import check_dtype, check_input, check_norm_result
 from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard, without_data
-from mxtrain.nn.group import GroupCall, LinearGroup, version
-from mxtrain.nn.normed_input import NormedInput
+from mxtrain.nn.group import GroupCall, LinearGroup
+from mxtrain.nn.normed_input import NormedInput, writes_to
 from mxtrain.nn.seeded import Seeded
 from mxtrain.nn.split import SplitSequences, own_part
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype
@@ -200,12 +200,11 @@ class MXNorm(Seeded, nn.RMSNorm):
                 # ends. Kernels return no views, and with detach() PyTorch 2.11 would keep their results twice.
                 xhat = [None if t is None else t.detach() for t in xhat]
             common = (Operand(*xhat), rho, gain, signs, recipe, mode)
-            kept, writes = rows.detach(), version(rows)
-            x_writes = None if writes is None else (id(kept), writes)
-            return NormedInput(self, h.view(x.shape), kept, *common, call=call, x_writes=x_writes)
+            kept = rows.detach()
+            return NormedInput(self, h.view(x.shape), kept, *common, call=call, x_writes=writes_to(kept))
         whole = normalize_shard(x, self.estimate, self.recipe, mode, split)
         common = (whole.xhat, whole.rho, gain, signs, recipe, mode)
-        return NormedInput(self, whole.h, whole.x, *common, whole.gathered, call, version(whole.x))
+        return NormedInput(self, whole.h, whole.x, *common, whole.gathered, call, writes_to(whole.x))
 
     def _gain(self) -> torch.Tensor | None:
         """The gain for the linears, each of which returns its process's part of the gradient."""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from mxtrain.nn.gathered_norm import GatheredColumns
-from mxtrain.nn.group import GroupCall
+from mxtrain.nn.group import GroupCall, version
 from mxtrain.nn.seeded import Seeded
 from mxtrain.ops.gemm import Operand
 from mxtrain.recipes.recipe import Recipe
@@ -32,8 +32,8 @@ class NormedInput(NamedTuple):
         recipe, mode: recipe of fprop and mode that made ``xhat``; the mode is never "auto".
         gathered: gathers wgrad's operand, where codes are sent instead of x.
         call: this forward of linears that are one GEMM each way (``mxtrain.nn.group``); None for single linears.
-        x_writes: id of x, and the number of writes to it before the norm; None if PyTorch does not count them. A hook
-            may have put a copy in the place of x, with a count of its own.
+        x_writes: ``writes_to(x)`` before the linears. A hook may have put a copy in the place of x since, with a count
+            of its own.
     """
 
     made_by: Seeded
@@ -65,6 +65,12 @@ class NormedInput(NamedTuple):
 
     def __repr__(self) -> str:
         return f"<the result of {_name(self)}, {list(self.shape)}, for linears only>"
+
+
+def writes_to(x: torch.Tensor) -> tuple[int, int] | None:
+    """Return the id of x and the number of writes to it so far; None if PyTorch does not count them."""
+    writes = version(x)
+    return None if writes is None else (id(x), writes)
 
 
 _REFUSED = (
