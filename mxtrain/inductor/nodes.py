@@ -8,6 +8,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten = torch.ops.aten
+CONVERT = torch.ops.prims.convert_element_type.default
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default)
 
 

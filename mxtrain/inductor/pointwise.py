@@ -14,10 +14,10 @@ import torch
 from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mxtrain.inductor.nodes import without_views
+from mxtrain.inductor.nodes import CONVERT, without_views
 
 aten = torch.ops.aten
-_CONVERSIONS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+_CONVERSIONS = (CONVERT, aten._to_copy.default)
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 # Longer chains are not followed. A silu and its gradient together have about 20 operations.
 _LONGEST = 40

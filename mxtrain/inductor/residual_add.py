@@ -28,7 +28,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from mxtrain.inductor.nodes import as_matrix, describe_call, final_users, without_views
+from mxtrain.inductor.nodes import CONVERT, as_matrix, describe_call, final_users, without_views
 from mxtrain.ops.hardware import HAS_TRITON
 
 if HAS_TRITON:
@@ -37,7 +37,6 @@ if HAS_TRITON:
     import mxtrain.kernels.nvfp4.norm_cast  # noqa: F401
 
 aten, ours = torch.ops.aten, torch.ops.mxtrain
-_CONVERT = torch.ops.prims.convert_element_type.default
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -94,7 +93,7 @@ def _without_widening(node: Node) -> Node:
     The kernel makes these exact conversions while it loads.
     """
     node = without_views(node)
-    while node.target is _CONVERT and (node.args[0].meta["val"].dtype, node.args[1]) == (torch.bfloat16, torch.float32):
+    while node.target is CONVERT and (node.args[0].meta["val"].dtype, node.args[1]) == (torch.bfloat16, torch.float32):
         node = without_views(node.args[0])
     return node
 
@@ -112,7 +111,7 @@ def _is_in_memory(node: Node) -> bool:
 def _is_fusible(node: Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    return torch.Tag.pointwise in node.target.tags or node.target in (_CONVERT, aten.clone.default)
+    return torch.Tag.pointwise in node.target.tags or node.target in (CONVERT, aten.clone.default)
 
 
 def _has_shape_of(node: Node, other: Node) -> bool:

@@ -18,7 +18,7 @@ where something else reads the rounded gradient.
 import torch
 from torch.fx import Graph, Node
 
-from mxtrain.inductor.nodes import VIEWS, describe_call
+from mxtrain.inductor.nodes import CONVERT, VIEWS, describe_call
 from mxtrain.ops.hardware import HAS_TRITON
 
 if HAS_TRITON:
@@ -27,7 +27,6 @@ if HAS_TRITON:
     import mxtrain.kernels.mxfp8.joined_cast  # noqa: F401
 
 aten, ours = torch.ops.aten, torch.ops.mxtrain
-_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def fuse_rounding(graph: Graph) -> None:
@@ -65,11 +64,15 @@ def _before_rounding(matrix: Node, cast: Node) -> Node | None:
     node, user = matrix, cast
     while node.target in VIEWS and {*node.users} == {user}:
         node, user = node.args[0], node
-    if node.target is not _CONVERT or {*node.users} != {user}:
+    if node.target is not CONVERT or {*node.users} != {user}:
         return None
-    source = origin = node.args[0]
-    if source.meta["val"].dtype != torch.float32 or not source.meta["val"].is_contiguous():
-        return None
-    while origin.target in VIEWS:
-        origin = origin.args[0]
-    return source if origin.op == "placeholder" or origin.target is aten.view_as_real.default else None
+    source = node.args[0]
+    value = source.meta["val"]
+    return source if value.dtype == torch.float32 and value.is_contiguous() and _is_in_memory(source) else None
+
+
+def _is_in_memory(node: Node) -> bool:
+    """Whether ``node`` is an input of the graph, the result of an operation on complex numbers, or a view of either."""
+    while node.target in VIEWS:
+        node = node.args[0]
+    return node.op == "placeholder" or node.target is aten.view_as_real.default
