@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from mxtrain.conversion.meta_pass import without_triton_launches
 from mxtrain.conversion.structural_copy import without_global_hooks
 from mxtrain.errors import ConfigError
-from mxtrain.nn.group import version
+from mxtrain.nn.writes import version
 
 # Functions that a model may call on an MXNorm's result besides multiplying it: a NormedInput has a shape.
 _HARMLESS = {torch.Tensor.shape.__get__}

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from mxtrain.nn.split import WHOLE
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, are_same, compute_dtype
+from mxtrain.nn.writes import version
 from mxtrain.ops import quantize
 from mxtrain.ops.gemm import Operand, matmul
 from mxtrain.ops.mxnorm import fold_backward
@@ -130,11 +131,6 @@ class GroupCall:
         return _GroupFunction.apply(
             rows, x.gain, *settings, x.x, x.rho, x.gathered, x.signs, *x.xhat, len(weights), *draws, *weights
         )
-
-
-def version(x: torch.Tensor) -> int | None:
-    """The number of writes to a tensor, which PyTorch does not count in compiled graphs and for inference tensors."""
-    return None if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 def _stays_single(linear: QuantizedLinear) -> bool:

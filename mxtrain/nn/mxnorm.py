@@ -31,10 +31,11 @@ from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.nn.checks import check_dtype, check_input, check_norm_result
 from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard, without_data
 from mxtrain.nn.group import GroupCall, LinearGroup
-from mxtrain.nn.normed_input import NormedInput, writes_to
+from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.seeded import Seeded
 from mxtrain.nn.split import SplitSequences, own_part
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype
+from mxtrain.nn.writes import writes_to
 from mxtrain.ops.gemm import Operand
 from mxtrain.ops.hardware import check_mode, mode_in_forward
 from mxtrain.ops.mxnorm import fold_backward, norm_backward, normalize

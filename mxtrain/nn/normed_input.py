@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from mxtrain.nn.gathered_norm import GatheredColumns
-from mxtrain.nn.group import GroupCall, version
+from mxtrain.nn.group import GroupCall
 from mxtrain.nn.seeded import Seeded
 from mxtrain.ops.gemm import Operand
 from mxtrain.recipes.recipe import Recipe
@@ -65,12 +65,6 @@ class NormedInput(NamedTuple):
 
     def __repr__(self) -> str:
         return f"<the result of {_name(self)}, {list(self.shape)}, for linears only>"
-
-
-def writes_to(x: torch.Tensor) -> tuple[int, int] | None:
-    """Return the id of x and the number of writes to it so far; None if PyTorch does not count them."""
-    writes = version(x)
-    return None if writes is None else (id(x), writes)
 
 
 _REFUSED = (

@@ -17,9 +17,10 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdRef
 
-from mxtrain.nn.group import LinearGroup, ReadyGroup, version
+from mxtrain.nn.group import LinearGroup, ReadyGroup
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear, ReadyWeight, ThreeGEMMs
+from mxtrain.nn.writes import version
 from mxtrain.ops import quantize
 
 
