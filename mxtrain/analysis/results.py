@@ -133,12 +133,15 @@ def append_results(path: str | os.PathLike, results: list[Result]) -> None:
     Raises ConfigError if the CSV has other columns: rows would not fit under its header.
     """
     is_new = not Path(path).exists()
-    if not is_new and (header := Path(path).read_text(encoding="utf-8").partition("\n")[0]) != ",".join(COLUMNS):
+    before = "" if is_new else Path(path).read_text(encoding="utf-8")
+    if not is_new and (header := before.partition("\n")[0]) != ",".join(COLUMNS):
         raise ConfigError(f"{path} has the columns {header!r}; rows are appended under {','.join(COLUMNS)!r} only")
     with open(path, "a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         if is_new:
             writer.writeheader()
+        elif not before.endswith("\n"):  # an editor has left the last line open
+            file.write("\n")
         writer.writerows(map(row_of, results))
 
 
@@ -171,6 +174,8 @@ def read_results(path: str | os.PathLike) -> tuple[list[Result], list[str]]:
 
 
 def _result_in(row: dict, name: str) -> Result:
+    if None in row:  # two rows in one line, for example
+        raise ValueError("it has more values than the header has columns")
     texts = {key: row.get(key) or "" for key in COLUMNS}
     numbers = {
         key: _parsed(texts, key, type_)

@@ -33,6 +33,23 @@ def test_rows_are_not_appended_under_other_columns(tmp_path):
     assert path.read_text().count("\n") == 1
 
 
+def test_rows_are_appended_below_a_last_line_without_an_end(tmp_path):
+    path, result = tmp_path / "a.csv", result_of(load_run(make_run(tmp_path / "a", [4.0])))
+    append_results(path, [result])
+    path.write_text(path.read_text().removesuffix("\n"))
+    append_results(path, [result])
+    (first, second), notes = read_results(path)
+    assert row_of(first) == row_of(second) == row_of(result) and not notes
+
+
+def test_two_rows_in_one_line_are_a_note(tmp_path):
+    path, result = tmp_path / "a.csv", result_of(load_run(make_run(tmp_path / "a", [4.0])))
+    append_results(path, [result, result])
+    header, row, again = path.read_text().splitlines()
+    path.write_text(f"{header}\n{row}{again}\n")
+    assert read_results(path) == ([], [f"{path}, line 2: left out: it has more values than the header has columns"])
+
+
 def test_what_a_run_does_not_tell_is_empty(tmp_path):
     folder = make_run(tmp_path / "a", [4.0], seed=None, lr=None, tokens_per_step=0)
     (folder / "run.json").unlink()
