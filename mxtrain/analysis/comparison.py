@@ -64,10 +64,17 @@ def compare(results: list[Result], baseline: str | None = None) -> list[Group]:
         raise ConfigError(f"--baseline {baseline!r} is not one of the variants: {', '.join(map(repr, variants))}")
     keys = [_key(result) for result in results]
     parts = ([result for result, other in zip(results, keys) if other == key] for key in dict.fromkeys(keys))
-    groups = [group for part in parts if (group := _group(part, baseline))]
+    groups, lost = [], []
+    for part in parts:
+        counted, notes = _counted(part)
+        if counted:
+            groups.append(_group(counted, notes, baseline))
+        else:  # runs that diverged early, or the only ones of their model
+            lost += notes
     if not groups:
         problems = "; ".join(f"{result.name}: {result.problem}" for result in results)
         raise ConfigError(f"no run has finite losses to compare: {problems}" if results else "there are no runs")
+    groups[0].notes.extend(lost)
     return groups
 
 
@@ -76,10 +83,7 @@ def _key(result: Result) -> tuple:
     return (result.model, result.flavor, None if result.run else result.tokens or result.steps)
 
 
-def _group(results: list[Result], baseline: str | None) -> Group | None:
-    counted, notes = _counted(results)
-    if not counted:
-        return None
+def _group(counted: list[Result], notes: list[str], baseline: str | None) -> Group:
     settings = [(r.variant, flat_settings(r.run)) for r in counted if r.run and r.run.settings]
     notes += unpaired(settings, left_out=(STEPS,))
     counted, more = _cut_to_one_length(counted)

@@ -2,14 +2,17 @@
 
 python scripts/evidence/collect.py scripts/evidence/llama3_125m.csv outputs/a outputs/b
 
-A run that has not ended is left out with a line. ``mxtrain report`` draws the CSV.
+A run that has not ended is left out with a line. A run whose loss or weights are not finite has nan as its losses.
+``mxtrain report`` draws the CSV.
 """
 
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from mxtrain.analysis import load_run
-from mxtrain.analysis.results import append_results, result_of
+from mxtrain.analysis.results import append_results, nonfinite_loss, result_of
 from mxtrain.errors import ConfigError
 
 
@@ -22,7 +25,10 @@ def main(arguments: list[str]) -> int:
         except ConfigError as error:
             print(f"{folder}: skipped: {error}", file=sys.stderr)
             continue
-        if result.problem and result.is_finite:
+        if nonfinite_loss(result.run):
+            # Left out, it would be missing in the report without a line, as if every seed had come to its end.
+            results.append(replace(result, tail=math.nan, validation=None, validation_step=None))
+        elif result.problem:
             print(f"{folder}: skipped: {result.problem}", file=sys.stderr)
         else:
             results.append(result)

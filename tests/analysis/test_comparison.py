@@ -74,6 +74,13 @@ def test_without_a_run_that_has_ended_all_are_compared_where_the_shortest_is(ran
     assert group.notes[0] == "a (a): it ends at step 2 of 9; no run has ended yet"
 
 
+def test_rows_of_runs_that_diverged_early_are_named():
+    """They are shorter than the others, and so in no group."""
+    lost = row("b", 1, math.nan, math.nan, steps=4, tokens=256, problem="its loss is not finite")
+    (group,) = compare([row("a", 0, 2.0), row("b", 0, 2.1), lost])
+    assert group.notes == ["b1 (b): does not count: its loss is not finite"]
+
+
 def test_a_validation_loss_that_is_not_finite_does_not_count(ran):
     lost = [
         ran(f"b{seed}", [4.0, 2.0], "b", seed=seed, validation={2: loss}) for seed, loss in enumerate([2.1, math.nan])

@@ -27,6 +27,19 @@ def test_runs_are_appended_and_what_is_no_result_is_a_line(tmp_path, capsys):
     assert unfinished.endswith("b: skipped: it ends at step 1 of 2") and "gone: skipped: " in gone and not notes
 
 
+def test_a_run_whose_weights_are_not_finite_is_a_row_that_does_not_count(tmp_path):
+    """Its last logged loss is from before the update that lost the weights."""
+    lost = make_run(tmp_path / "lost", [4.0, 3.0], 1, validation={2: 3.1}, steps=9)
+    with (lost / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "event": "weights are not finite", "time": 1.0}\n')
+    csv = tmp_path / "all.csv"
+    assert collect.main([str(csv), str(make_run(tmp_path / "a", [4.0, 3.0, 3.0])), str(lost)]) == 0
+    results, _ = read_results(csv)
+    assert [(result.seed, result.problem) for result in results] == [(0, ""), (1, "its loss is not finite")]
+    (group,) = compare(results)
+    assert "does not count: its loss is not finite" in group.notes[0] and group.cells[0].count == 1
+
+
 @pytest.mark.parametrize("table", sorted(EVIDENCE.glob("*.csv")), ids=lambda path: path.stem)
 def test_the_committed_tables_are_read_whole_and_their_reports_are_up_to_date(table):
     results, notes = read_results(table)
