@@ -49,7 +49,8 @@ def _inside(path: Path) -> list[Path]:
     own = (os.path.exists(path / name) for name in (METRICS_FILE, CONFIG_FILE, COMPARISON_FILE))
     if not os.path.isdir(path) or any(own):
         return [path]
-    found = {file.parent for name in (METRICS_FILE, COMPARISON_FILE) for file in path.glob(f"*/{name}")}
+    # A run that failed before its first logged step has no metrics, and becomes a line.
+    found = {file.parent for name in (METRICS_FILE, CONFIG_FILE, COMPARISON_FILE) for file in path.glob(f"*/{name}")}
     return sorted(found) or [path]
 
 

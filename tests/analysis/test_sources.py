@@ -53,6 +53,13 @@ def test_a_folder_may_hold_comparisons_beside_runs(tmp_path):
     assert len(notes) == 1 and "damaged/comparison.json is damaged" in notes[0]
 
 
+def test_a_run_in_a_folder_of_runs_that_failed_before_its_first_step_is_a_line(tmp_path):
+    make_run(tmp_path / "a", [3.0])
+    (make_run(tmp_path / "b", [3.0], seed=1) / "metrics.jsonl").unlink()
+    results, notes = found(tmp_path)
+    assert [name for name, *_ in results] == ["a"] and len(notes) == 1 and "b/metrics.jsonl does not exist" in notes[0]
+
+
 def test_a_folder_that_may_not_be_searched_is_a_line(tmp_path, monkeypatch):
     make_run(tmp_path / "a", [3.0])
     locked, stat = tmp_path / "b", os.stat
