@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from mxtrain.analysis.estimates import Estimate, estimate, paired_difference
 from mxtrain.analysis.labels import flat_settings
-from mxtrain.analysis.pairing import STEPS, unpaired
+from mxtrain.analysis.pairing import STEPS, other_batches, other_texts, unpaired
 from mxtrain.analysis.results import Result, curve_numbers, nonfinite_loss
 from mxtrain.analysis.runs import Run
 from mxtrain.errors import ConfigError
@@ -86,6 +86,8 @@ def _key(result: Result) -> tuple:
 def _group(counted: list[Result], notes: list[str], baseline: str | None) -> Group:
     settings = [(r.variant, flat_settings(r.run)) for r in counted if r.run and r.run.settings]
     notes += unpaired(settings, left_out=(STEPS,))
+    notes += other_texts((r.name, r.run.text) for r in counted if r.run)
+    notes += other_batches((r.name, r.tokens, r.steps) for r in counted if r.tokens)
     counted, more = _cut_to_one_length(counted)
     more += _early_validation(counted)
     names = list(dict.fromkeys(result.variant for result in counted))

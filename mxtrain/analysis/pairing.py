@@ -1,4 +1,4 @@
-"""Settings in which runs must agree, so that their losses can be compared step by step."""
+"""What runs must have in common, so that their losses can be compared step by step."""
 
 from collections.abc import Iterable, Mapping
 
@@ -18,6 +18,20 @@ are validated on the same text. So are all of ``MODEL_ARGS``"""
 
 MODEL_ARGS = "model_args."
 
+HASH_DIGITS = 12
+"""Shown of a hash"""
+
+TEXT = {
+    "tokenizer": ("tokenizer", "their losses are per token of different tokenizers"),
+    "train": ("training text", "their runs are not paired step by step"),
+    "validation": ("held-out text", "their validation losses may not be of the same text"),
+    "held_out": ("share held out of a stream", "their runs are not paired step by step"),
+}
+"""
+Key in a run's ``data.json`` -> what it identifies, and the effect of a difference. Files may change between two runs of
+equal settings
+"""
+
 
 def unpaired(runs: Iterable[tuple[str, Mapping[str, object]]], left_out: tuple[str, ...] = ()) -> list[str]:
     """Return a line for each of PAIRING_SETTINGS, and of MODEL_ARGS, in which runs differ.
@@ -34,6 +48,39 @@ def unpaired(runs: Iterable[tuple[str, Mapping[str, object]]], left_out: tuple[s
             shown = ", ".join(f"{value} in {variant}" for value, variant in found)
             lines.append(f"variants differ in {name} ({shown}): {_effect(name)}")
     return lines
+
+
+def other_texts(runs: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """Return a line for each part of TEXT in which runs differ.
+
+    Args:
+        runs: name and hashes per run. A run without hashes is not compared.
+    """
+    runs, lines = [(name, own) for name, own in runs if own], []
+    for key, (what, effect) in TEXT.items():
+        values = [own.get(key, "none")[:HASH_DIGITS] for _, own in runs]
+        if len(set(values)) > 1:
+            lines.append(f"runs differ in their {what} ({_shown([name for name, _ in runs], values)}): {effect}")
+    return lines
+
+
+def other_batches(runs: Iterable[tuple[str, int, int]]) -> list[str]:
+    """Return a line if runs differ in their tokens per step. ``runs``: name, tokens and steps per run."""
+    runs = list(runs)
+    values = [f"{tokens / steps:,.10g}" for _, tokens, steps in runs]
+    if len(set(values)) < 2:
+        return []
+    shown = _shown([name for name, _, _ in runs], values)
+    return [f"runs differ in tokens per step ({shown}): they are not paired step by step"]
+
+
+def _shown(names: list[str], values: list[str]) -> str:
+    """Return every value with the runs that have it: "64 in a and 2 more, 128 in b"."""
+    words = []
+    for value in dict.fromkeys(values):
+        first, *others = [name for name, own in zip(names, values, strict=True) if own == value]
+        words.append(f"{value} in {first}" + (f" and {len(others)} more" if others else ""))
+    return ", ".join(words)
 
 
 def _effect(name: str) -> str:

@@ -11,7 +11,7 @@ import tomli
 
 from mxtrain.analysis.metrics_file import EVENT, metrics_of_run
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import CONFIG_FILE, FACTS_FILE, METRICS_FILE, reason
+from mxtrain.run_folder.files import CONFIG_FILE, DATA_FILE, FACTS_FILE, METRICS_FILE, reason
 from mxtrain.run_folder.interrupted import STEPS
 
 # Types of the facts that tables and plots use. Any may be missing or null.
@@ -47,6 +47,8 @@ class Run:
     """Content of ``config.toml``, which holds no defaults; empty if the file is missing or damaged"""
     events: list[dict] = field(default_factory=list)
     """Rows with an ``event``"""
+    text: dict[str, str] = field(default_factory=dict)
+    """Hashes of the tokenizer and of the tokens, from ``data.json``; empty if the file is missing or damaged"""
 
     @property
     def variant(self) -> str:
@@ -140,6 +142,7 @@ def load_run(folder: str | os.PathLike) -> Run:
         validation=[row for row in rows if row.get("validation_loss") is not None],
         events=[row for row in rows if EVENT in row],
         settings=_load_settings(folder / CONFIG_FILE),
+        text=_load_text(folder / DATA_FILE),
     )
 
 
@@ -192,3 +195,11 @@ def _load_settings(path: Path) -> dict:
         return tomli.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}  # they only tell runs apart
+
+
+def _load_text(path: Path) -> dict[str, str]:
+    try:
+        identity = json.loads(path.read_text(encoding="utf-8"))["identity"]
+        return {name: str(value) for name, value in identity.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}  # an earlier version wrote none

@@ -5,6 +5,7 @@ from pathlib import Path
 CONFIG_FILE = "config.toml"
 FACTS_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
+DATA_FILE = "data.json"
 PICTURE_FILE = "loss.png"
 NUMERICS_FILE = "numerics.png"
 LOG_FILE = "train.log"

@@ -105,10 +105,9 @@ def test_curves_of_different_lengths_are_compared_at_the_last_common_tokens(ran)
     assert group.title == "llama3 tiny, 256 tokens"
     assert [(r.steps, r.tokens, r.tail) for r in group.results] == [(4, 256, 2.0), (2, 256, 4.2)]
     assert [r.validation for r in group.results] == [2.5, 4.1]  # after 256 tokens: steps 4 and 2
-    assert (
-        len(group.notes) == 1
-        and "256 to 1,024 tokens): all are compared after 256 tokens, where short ends" in group.notes[0]
-    )
+    batches, lengths = group.notes
+    assert batches == "runs differ in tokens per step (64 in short, 128 in long): they are not paired step by step"
+    assert "256 to 1,024 tokens): all are compared after 256 tokens, where short ends" in lengths
 
 
 def test_validation_is_compared_at_the_last_place_that_all_runs_have(ran):
@@ -178,6 +177,38 @@ def test_runs_of_other_text_are_compared_with_a_note(ran):
         "equal weights",
         "variants differ in validation.steps (default in a, 5 in b): their validation losses are not of the same text",
     ]
+
+
+def test_runs_whose_files_changed_between_them_are_compared_with_a_note(tmp_path):
+    """Their settings are the same. The hashes of what they read are in data.json."""
+    results = []
+    for name, train in {"a0": "1" * 64, "a1": "1" * 64, "b0": "2" * 64, "b1": None}.items():
+        folder = make_run(tmp_path / name, [3.0], seed=int(name[1]))
+        if train:
+            identity = {"tokenizer": "t", "train": train, "validation": "v", "dtype": "<u2"}
+            (folder / "data.json").write_text(json.dumps({"identity": identity, "prepared": None, "cache": None}))
+        results.append(result_of(load_run(folder), name[0]))
+    (group,) = compare(results)
+    assert group.notes == [
+        f"runs differ in their training text ({'1' * 12} in a0 and 1 more, {'2' * 12} in b0): their runs are not "
+        "paired step by step"
+    ]
+
+
+def test_runs_with_other_tokens_per_step_are_compared_with_a_note(ran):
+    """One process instead of two halves the sequences per step, where training.global_batch_size is not set."""
+    first = [ran(f"a{seed}", [3.0] * 2, "a", seed=seed, tokens_per_step=128) for seed in (0, 1)]
+    (group,) = compare([*first, ran("b0", [3.0] * 4, "b")])
+    assert group.notes == [
+        "runs differ in tokens per step (128 in a0 and 1 more, 64 in b0): they are not paired step by step"
+    ]
+
+
+@pytest.mark.parametrize("damaged", ["", "[]", "{}", '{"identity": 3}'])
+def test_a_damaged_file_of_hashes_is_none(tmp_path, damaged):
+    folder = make_run(tmp_path / "a", [3.0])
+    (folder / "data.json").write_text(damaged)
+    assert load_run(folder).text == {}
 
 
 def test_models_of_one_flavor_and_with_other_sizes_are_compared_apart(ran):

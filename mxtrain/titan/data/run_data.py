@@ -20,10 +20,10 @@ from mxtrain.data import Prepared
 from mxtrain.data.token_dataset import TokenDataset
 from mxtrain.data.tokenizer import copy_tokenizer, tokenizer_hash
 from mxtrain.errors import ConfigError
+from mxtrain.run_folder.files import DATA_FILE
 from mxtrain.titan.agreement import differences, gather, is_rank_0
 from mxtrain.titan.data.streams import held_out_share
 
-FILE_NAME = "data.json"
 TOKENIZER_FOLDER = "tokenizer"
 UNCHECKED = "whether this run goes on with the same text and tokenizer cannot be checked"
 STREAM_SETTINGS = ("training.dataset", "training.dataset_path", "data.hf_config", "data.text_key")
@@ -60,7 +60,7 @@ def keep_in_run_folder(job_config, prepared: Prepared) -> None:
     """
     folder = Path(job_config.job.dump_folder)
     if job_config.checkpoint.enable and _has_checkpoints(folder / job_config.checkpoint.folder):
-        kept = _read(folder / FILE_NAME)
+        kept = _read(folder / DATA_FILE)
         if kept is not None:
             require_same(kept, record(job_config, prepared), job_config)
             if prepared.train is None and not _starts_anew(job_config):
@@ -68,7 +68,7 @@ def keep_in_run_folder(job_config, prepared: Prepared) -> None:
         elif not _starts_anew(job_config):
             return
         else:
-            logger.warning(f"{folder} has checkpoints and no {FILE_NAME}: {UNCHECKED}")
+            logger.warning(f"{folder} has checkpoints and no {DATA_FILE}: {UNCHECKED}")
     elif job_config.checkpoint.enable and job_config.checkpoint.initial_load_path:
         _warn_of_another_tokenizer(Path(job_config.checkpoint.initial_load_path), prepared)
     _write(job_config, prepared)
@@ -88,7 +88,7 @@ def _warn_of_another_stream(kept: dict, now: dict) -> None:
 def _warn_of_another_tokenizer(checkpoint: Path, prepared: Prepared) -> None:
     """Log a warning if a new run starts with weights that were trained with another tokenizer."""
     run = checkpoint.absolute().parent.parent  # RUN/checkpoint/step-N
-    kept = _read(run / FILE_NAME)
+    kept = _read(run / DATA_FILE)
     if kept is None or checkpoint.name == "step-0" or kept["identity"]["tokenizer"] == prepared.tokenizer_sha256:
         return
     logger.warning(
@@ -101,9 +101,9 @@ def _write(job_config, prepared: Prepared) -> None:
     folder = Path(job_config.job.dump_folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        new = folder / f"{FILE_NAME}.new"
+        new = folder / f"{DATA_FILE}.new"
         new.write_text(json.dumps(record(job_config, prepared), indent=2) + "\n", encoding="utf-8")
-        os.replace(new, folder / FILE_NAME)
+        os.replace(new, folder / DATA_FILE)
         copy_tokenizer(prepared.tokenizer, folder / TOKENIZER_FOLDER)
     except OSError as error:
         raise ConfigError(f"job.dump_folder = {str(folder)!r} cannot be written: {error}") from error

@@ -18,8 +18,9 @@ from mxtrain.conversion.schedule import set_step
 from mxtrain.data.prepared_text import DamagedText, load_text
 from mxtrain.data.token_store import TokenFile
 from mxtrain.errors import ConfigError
+from mxtrain.run_folder.files import DATA_FILE
 from mxtrain.settings.registry import TITAN_QUANTIZING
-from mxtrain.titan.data.run_data import FILE_NAME, TOKENIZER_FOLDER
+from mxtrain.titan.data.run_data import TOKENIZER_FOLDER
 from mxtrain.titan.hugging_face.saved_run import SavedRun
 
 TOKENS_PER_FORWARD, TOKENS_PER_HEAD = 2048, 256
@@ -113,10 +114,10 @@ def _load(model: torch.nn.Module, run: SavedRun, exported: Callable[[str], torch
 def _held_out_text(folder: Path) -> TokenFile:
     """Return the held-out tokens of the text that ``data.json`` names."""
     try:
-        kept = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+        kept = json.loads((folder / DATA_FILE).read_text(encoding="utf-8"))
         name, cache, identity = kept["prepared"], kept["cache"], kept["identity"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise NoLoss(f"{FILE_NAME}, which names the run's text, cannot be read") from error
+        raise NoLoss(f"{DATA_FILE}, which names the run's text, cannot be read") from error
     if name is None:
         raise NoLoss("the run's text was streamed")
     try:
