@@ -103,9 +103,13 @@ def compare(options, variants: list[str], flags: list[str]) -> int:
             raise ConfigError("VARIANT is missing: give configs, or --resume and the folder of a comparison")
         steps = [] if options.steps is None else [f"--training.steps={options.steps}"]
         plan = planned(variants, options.seeds or 1, _rates(options.lr), [*flags, *steps])
-    # Another number would change the sequences per step, and with them what the runs that are left would train on.
-    gpus = options.gpus or next((run.gpus for run in earlier.values()), 1)
-    runs = {name: replace(run, gpus=gpus) for name, run in joined(earlier, plan, folder).items()}
+    # Another number may change the sequences per step, and with them what the runs that are left would train on.
+    so_far = [run.gpus for run in sorted(earlier.values(), key=lambda run: run.status != 0)]
+    gpus = options.gpus or (so_far[-1] if so_far else 1)
+    runs = {
+        name: replace(run, gpus=earlier[name].gpus if run.status == 0 else gpus)
+        for name, run in joined(earlier, plan, folder).items()
+    }
     if options.baseline is not None and options.baseline not in {run.variant for run in runs.values()}:
         names = ", ".join(dict.fromkeys(run.variant for run in runs.values()))
         raise ConfigError(f"--baseline {options.baseline!r} is not one of the variants: {names}")

@@ -11,9 +11,11 @@ from mxtrain.analysis.pairing import PAIRING_SETTINGS, unpaired
 from mxtrain.config import load_config
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.comparison import PairedRun
+from mxtrain.settings.layout import global_batch_size
 from mxtrain.settings.names import check_names
 from mxtrain.settings.own_modules import search_beside
 from mxtrain.settings.read import CONFIG_FLAGS, places, read_settings
+from mxtrain.settings.resume_changes import BATCH
 
 OWN_SETTINGS = ("job.dump_folder", "job.config_file", "debug.seed")
 """Settings that the comparison itself gives every run"""
@@ -136,8 +138,14 @@ def joined(earlier: dict[str, PairedRun], plan: dict[str, PairedRun], folder: Pa
 
 
 def unpaired_settings(runs: dict[str, PairedRun]) -> list[str]:
-    """Return a line for each setting in which variants differ and paired runs must not."""
-    first_of = {run.variant: run for run in reversed(runs.values())}
-    settings = [(variant, settings_of(run)) for variant, run in reversed(first_of.items())]
+    """Return a line for each setting in which variants differ, or runs of one variant, and paired runs must not."""
+    first_of = {(run.variant, run.gpus): run for run in reversed(runs.values())}
+    return unpaired((run.variant, _paired_settings(run)) for run in reversed(first_of.values()))
+
+
+def _paired_settings(run: PairedRun) -> dict[str, object]:
+    settings = settings_of(run)
     # With defaults, but for [model_args], whose defaults are the flavor's.
-    return unpaired((variant, {name: own[name] for name in PAIRING_SETTINGS} | own.given) for variant, own in settings)
+    found = {name: settings[name] for name in PAIRING_SETTINGS} | settings.given
+    # Unset, it follows from the layout: tensor parallelism leaves fewer processes that read different text.
+    return found | {BATCH: global_batch_size(settings, run.gpus)}

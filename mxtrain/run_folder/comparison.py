@@ -27,7 +27,7 @@ class PairedRun:
     status: int | None = None
     """Exit status of the last start; 0: finished, None: has not ended"""
     gpus: int = 1
-    """GPUs (on a CPU: processes) of its next start"""
+    """GPUs (on a CPU: processes) of its next start, or of a finished run"""
 
 
 def read_comparison(folder: Path) -> dict[str, PairedRun]:

@@ -111,14 +111,19 @@ def test_a_failed_seed_is_reported_the_rest_goes_on_and_it_starts_again(stand_in
     assert (stand_in / "set_aside" / "llama3_debug-seed1-1" / "metrics.jsonl").exists()
 
 
-def test_a_comparison_goes_on_with_the_gpus_that_it_was_begun_with(stand_in):
+def test_a_comparison_goes_on_with_the_gpus_that_it_was_begun_with(stand_in, capfd):
     assert compare("llama3_debug", "--seeds=2", "--gpus=2", kind="crash") == 1
     (stand_in / "mended").touch()
     assert cli.main(["compare", "--resume", "c"]) == 0
     assert compare("llama3_debug", "--seeds=3", kind="crash") == 0
     assert [start["NGPU"] for start in starts(stand_in)] == ["2"] * 4
+    assert "training.global_batch_size" not in capfd.readouterr().err
     assert compare("llama3_debug", "--seeds=4", "--gpus=1", kind="crash") == 0
     assert starts(stand_in)[-1]["NGPU"] == "1"
+    # The finished runs had twice as many sequences per step.
+    assert "variants differ in training.global_batch_size (16 in llama3_debug, 8 in " in capfd.readouterr().err
+    assert [run["gpus"] for run in json.loads((stand_in / "comparison.json").read_text())] == [2, 2, 2, 1]
+    assert compare("llama3_debug", "--seeds=5", kind="crash") == 0 and starts(stand_in)[-1]["NGPU"] == "1"
 
 
 @pytest.mark.parametrize("killed", [False, True])

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from mxtrain.cli.comparison_plan import Variant, joined, planned, planned_again, unpaired_settings, variant_of
@@ -75,3 +77,14 @@ def test_variants_that_read_other_text_or_train_other_models_are_named():
     assert line.startswith(
         "variants differ in training.seq_len (128 in llama3_debug, 128 in llama3_debug_p1, 256 in b)"
     )
+
+
+def test_variants_whose_layout_gives_other_sequences_per_step_are_named():
+    flags = ["--training.local_batch_size=4"]
+    halves = "b=llama3_debug --parallelism.tensor_parallel_degree 2"
+    runs = {name: replace(run, gpus=2) for name, run in planned(["a=llama3_debug", halves], 1, [], flags).items()}
+    (line,) = unpaired_settings(runs)
+    assert line.startswith("variants differ in training.global_batch_size (8 in a, 4 in b)")
+    same = f"{halves} --training.global_batch_size 8"
+    runs = {name: replace(run, gpus=2) for name, run in planned(["a=llama3_debug", same], 1, [], flags).items()}
+    assert unpaired_settings(runs) == []
