@@ -5,7 +5,8 @@ A training row has ``step``, ``loss``, ``max_loss``, ``grad_norm``, ``lr``, ``to
 between logged steps has ``step``, ``loss``, ``tokens_seen`` and ``time``. A validation row has ``step``,
 ``validation_loss`` and ``time``. A row of diagnostics has ``step``, the figures of
 ``mxtrain.analysis.numerics`` and ``time``. An event row has ``step``, ``event`` and ``time``: a text that says what
-changes with this step, such as another recipe, or that weights after it are not finite, which ends the run.
+changes with this step, such as another recipe or a setting of a resumed run, or that weights after it are not finite,
+which ends the run.
 
 JSON has no NaN or infinity. Such a value is written as null, and the row's extra key ``nonfinite`` holds its name:
 ``{"step": 7, "loss": null, ..., "nonfinite": {"loss": "nan"}}``. Any JSON reader can parse the line and sees a

@@ -30,6 +30,9 @@ SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 NONFINITE_WEIGHTS = "weights are not finite"
 """The event of a run that ends after a step because a weight is NaN or infinite"""
 
+SETTING_CHANGES = " changes from "
+"""In the event of a run that resumes with another setting, after the setting's name"""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -121,6 +124,11 @@ class Run:
     def nonfinite_weights_step(self) -> int | None:
         """The step after which the run ended because a weight was NaN or infinite."""
         return next((row["step"] for row in self.events if row[EVENT] == NONFINITE_WEIGHTS), None)
+
+    @property
+    def changed_settings(self) -> list[str]:
+        """The events of settings that changed when the run resumed. ``settings`` are those of its latest start."""
+        return [row[EVENT] for row in self.events if SETTING_CHANGES in row[EVENT]]
 
 
 def load_run(folder: str | os.PathLike) -> Run:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from mxtrain.analysis.runs import SETTING_CHANGES
 from mxtrain.data.config import DATASETS
 from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import Field
@@ -79,7 +80,7 @@ def require_allowed(found: list[Change], may_change: list[str], checkpoint: obje
 
 def report(found: list[Change], step: int) -> list[str]:
     """Return one line per change, for a run that goes on at ``step``."""
-    return [f"{c.name} changes from {c.old!r} to {c.new!r} at step {step}" for c in found]
+    return [f"{c.name}{SETTING_CHANGES}{c.old!r} to {c.new!r} at step {step}" for c in found]
 
 
 def _class_of_data(before: Settings, now: Settings) -> ResumeClass:

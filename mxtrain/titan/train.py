@@ -14,7 +14,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from mxtrain.analysis import closing_summary
-from mxtrain.analysis.runs import NONFINITE_WEIGHTS
+from mxtrain.analysis.runs import NONFINITE_WEIGHTS, SETTING_CHANGES
 from mxtrain.config import dump_config
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import report_stop
@@ -127,7 +127,7 @@ class _Trainer(Trainer):
     def init_distributed(self):
         parallel_dims = super().init_distributed()
         # As soon as all ranks have met: what is built next looks into the run's folder, too.
-        self._start = _start(self.job_config)
+        self._start, self._changes = _start(self.job_config)
         return parallel_dims
 
     def train(self):
@@ -174,6 +174,10 @@ class _Trainer(Trainer):
         rates = apply_settings(self.optimizers, self.lr_schedulers)
         if self.step > 0 and rates.kept != rates.present:
             terminal.note(f"learning rate of step {self.step + 1}: {rates.present:.4g} (was {rates.kept:.4g})")
+        if 0 < self.step < self.job_config.training.steps:
+            # config.toml will have the new settings alone.
+            for line in self._changes:
+                log_event(self.metrics_processor, self.step + 1, line)
 
     def batch_generator(self, data_iterable):
         for inputs, labels in super().batch_generator(data_iterable):
@@ -255,8 +259,8 @@ def _own_parts() -> Iterator[None]:
         yield
 
 
-def _start(job_config) -> Start:
-    """Return where the run starts, and tell the user, also what has changed since then.
+def _start(job_config) -> tuple[Start, list[str]]:
+    """Return where the run starts and which settings have changed since then, and tell the user.
 
     Raises:
         ConfigError: as ``verified_start`` and ``check_resume``.
@@ -270,7 +274,7 @@ def _start(job_config) -> Start:
             f"nothing is left to train: training.steps = {job_config.training.steps}; set it to more steps, such as "
             f"--training.steps {2 * start.step}, and the run goes on"
         )
-    return start
+    return start, [line for line in changes if SETTING_CHANGES in line]
 
 
 def _manifest(job_config, dataloader) -> Manifest:

@@ -179,6 +179,18 @@ def test_runs_of_other_text_are_compared_with_a_note(ran):
     ]
 
 
+def test_a_run_that_resumed_with_another_setting_is_compared_with_a_note(tmp_path):
+    """Its config.toml, which names its learning rate in the report, has that of the latest start."""
+    folder = make_run(tmp_path / "b", [3.0, 2.5], lr=5e-4)
+    change = "optimizer.lr changes from 0.001 to 0.0005 at step 2"
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("".join(json.dumps({"step": 2, "event": text}) + "\n" for text in (change, "guard: bf16")))
+    (group,) = compare(
+        [result_of(load_run(make_run(tmp_path / "a", [3.0, 2.0], lr=5e-4)), "a"), result_of(load_run(folder), "b")]
+    )
+    assert group.notes == [f"b (b): {change}"]
+
+
 def test_runs_whose_files_changed_between_them_are_compared_with_a_note(tmp_path):
     """Their settings are the same. The hashes of what they read are in data.json."""
     results = []
