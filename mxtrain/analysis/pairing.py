@@ -24,7 +24,7 @@ HASH_DIGITS = 12
 TEXT = {
     "tokenizer": ("tokenizer", "their losses are per token of different tokenizers"),
     "train": ("training text", "their runs are not paired step by step"),
-    "validation": ("held-out text", "their validation losses may not be of the same text"),
+    "validation": ("validation text", "their validation losses are not of the same text"),
     "held_out": ("share held out of a stream", "their runs are not paired step by step"),
 }
 """

@@ -207,7 +207,8 @@ def _load_settings(path: Path) -> dict:
 
 def _load_text(path: Path) -> dict[str, str]:
     try:
-        identity = json.loads(path.read_text(encoding="utf-8"))["identity"]
-        return {name: str(value) for name, value in identity.items()}
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        own = {"validation": kept["validation_text"]} if "validation_text" in kept else {}
+        return {name: str(value) for name, value in {**kept["identity"], **own}.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}  # an earlier version wrote none

@@ -216,6 +216,21 @@ def test_runs_with_other_tokens_per_step_are_compared_with_a_note(ran):
     ]
 
 
+def test_runs_that_were_validated_on_other_files_are_compared_with_a_note(tmp_path):
+    """The hash of files of their own is beside those of the training text and of what it holds out."""
+    results = []
+    for name, own in {"a": "1", "b": "2"}.items():
+        folder = make_run(tmp_path / name, [3.0])
+        kept = {"identity": {"tokenizer": "t", "train": "t", "validation": "v"}, "validation_text": own * 64}
+        (folder / "data.json").write_text(json.dumps(kept))
+        results.append(result_of(load_run(folder), name))
+    (group,) = compare(results)
+    assert group.notes == [
+        f"runs differ in their validation text ({'1' * 12} in a, {'2' * 12} in b): their validation losses are not of "
+        "the same text"
+    ]
+
+
 @pytest.mark.parametrize("damaged", ["", "[]", "{}", '{"identity": 3}'])
 def test_a_damaged_file_of_hashes_is_none(tmp_path, damaged):
     folder = make_run(tmp_path / "a", [3.0])

@@ -28,7 +28,7 @@ from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.registry import validation_dataset
 from mxtrain.titan.agreement import is_rank_0, prepare_together, run_on_all_ranks
-from mxtrain.titan.data.run_data import RunLoader, keep_in_run_folder
+from mxtrain.titan.data.run_data import RunLoader, keep_in_run_folder, keep_validation_text
 from mxtrain.titan.data.streams import held_out_share, training_stream, validation_stream
 from mxtrain.titan.models.flavors import vocab_size
 from mxtrain.titan.parallel.context import share_of_validation_loss
@@ -105,6 +105,7 @@ def build_validator(
     else:
         # Finite for every validation.steps, so that each validation starts at the same text and losses compare.
         tokens = _held_out(job_config)
+        run_on_all_ranks(partial(keep_validation_text, job_config, tokens) if is_rank_0() else None)
         dataset = _token_dataset(job_config, "validation", tokens, dp_rank, dp_world_size, infinite=False)
     # With a generator of its own, as in training: a resumed run does not repeat the validation after its checkpoint.
     loader = ParallelAwareDataloader(dataset, dp_rank, dp_world_size, generator=torch.Generator(), **options)

@@ -1,7 +1,7 @@
 """Keeps the identity of a run's data in the run's folder and in its checkpoints, and refuses to resume with other data.
 
-The run's folder gets ``data.json`` (hashes, the name of the prepared text in the cache, and the settings) and a copy
-of the tokenizer. Every checkpoint has the hashes in the state of the data loader.
+The run's folder gets ``data.json`` (hashes, also of the validation text, the name of the prepared text in the
+cache, and the settings) and a copy of the tokenizer. Every checkpoint has the hashes in the state of the data loader.
 """
 
 import json
@@ -18,6 +18,7 @@ from torchtitan.tools.logging import logger
 
 from mxtrain.data import Prepared
 from mxtrain.data.token_dataset import TokenDataset
+from mxtrain.data.token_store import TokenFile
 from mxtrain.data.tokenizer import copy_tokenizer, tokenizer_hash
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import DATA_FILE
@@ -29,6 +30,8 @@ UNCHECKED = "whether this run goes on with the same text and tokenizer cannot be
 STREAM_SETTINGS = ("training.dataset", "training.dataset_path", "data.hf_config", "data.text_key")
 HELD_OUT = "held_out"
 """In an identity: share of a stream's documents that training does not read"""
+VALIDATION_TEXT = "validation_text"
+"""In ``data.json``: hash of the tokens on which the run is validated, also where they are not of its training text"""
 EXCLUDE = 'checkpoint.exclude_from_loading = ["dataloader"]'
 
 
@@ -99,14 +102,40 @@ def _warn_of_another_tokenizer(checkpoint: Path, prepared: Prepared) -> None:
 
 def _write(job_config, prepared: Prepared) -> None:
     folder = Path(job_config.job.dump_folder)
+    before = _read(folder / DATA_FILE) or {}
+    validation = {VALIDATION_TEXT: before[VALIDATION_TEXT]} if VALIDATION_TEXT in before else {}
+    _write_file(folder, record(job_config, prepared) | validation, prepared.tokenizer)
+
+
+def _write_file(folder: Path, content: dict, tokenizer: Path | None = None) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         new = folder / f"{DATA_FILE}.new"
-        new.write_text(json.dumps(record(job_config, prepared), indent=2) + "\n", encoding="utf-8")
+        new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         os.replace(new, folder / DATA_FILE)
-        copy_tokenizer(prepared.tokenizer, folder / TOKENIZER_FOLDER)
+        if tokenizer is not None:
+            copy_tokenizer(tokenizer, folder / TOKENIZER_FOLDER)
     except OSError as error:
         raise ConfigError(f"job.dump_folder = {str(folder)!r} cannot be written: {error}") from error
+
+
+def keep_validation_text(job_config, tokens: TokenFile) -> None:
+    """Write the hash of the validation text into ``data.json``, and warn if the run so far had another. For rank 0.
+
+    Raises:
+        ConfigError: the run's folder cannot be written.
+    """
+    folder = Path(job_config.job.dump_folder)
+    kept = _read(folder / DATA_FILE)
+    if kept is None:  # see ``keep_in_run_folder``
+        return
+    before = kept.get(VALIDATION_TEXT)
+    if before not in (None, tokens.sha256) and _has_checkpoints(folder / job_config.checkpoint.folder):
+        logger.warning(
+            f"the validation text ({tokens.sha256[:12]}) is another than that of the run so far ({str(before)[:12]}): "
+            "validation losses do not go on where they were"
+        )
+    _write_file(folder, kept | {VALIDATION_TEXT: tokens.sha256})
 
 
 def require_same(kept: dict, now: dict, job_config) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,13 @@ import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain.data.tokenizer import tokenizer_hash
 from mxtrain.errors import ConfigError
 from mxtrain.titan.data import run_data
-from mxtrain.titan.data.datasets import _prepare, build_dataloader, build_tokenizer, prepare_from_job
+from mxtrain.titan.data.datasets import (
+    _prepare,
+    build_dataloader,
+    build_tokenizer,
+    build_validator,
+    prepare_from_job,
+)
 from mxtrain.titan.data.run_data import RunLoader
 
 
@@ -120,6 +127,30 @@ def test_other_contents_are_refused_and_the_own_text_goes_on(corpus):
     own = loader_of(job(corpus, f"--data.prepared={name}"))
     assert same(next_batch(own, state), expected)
     assert json.loads((corpus.parent / "run" / "data.json").read_text())["prepared"] == name
+
+
+def test_a_validation_text_that_has_changed_is_a_warning(corpus, tmp_path, caplog):
+    """It is not in the hashes of the training text, so nothing refuses it."""
+    own, run = tmp_path / "own.jsonl", corpus.parent / "run"
+    flags = ["--validation.enable", "--validation.dataset=files", f"--validation.dataset_path={own}"]
+    flags += ["--validation.seq_len=16", "--validation.local_batch_size=2"]
+
+    def validated(numbers) -> str:
+        write(own, numbers)
+        loader = loader_of(job(corpus, *flags))
+        parts = {"loss_fn": None, "parallel_dims": SimpleNamespace(cp=1)}
+        build_validator(job(corpus, *flags), 1, 0, build_tokenizer(job(corpus)), **parts)
+        if states:
+            loader.load_state_dict(states[0])
+        return json.loads((run / "data.json").read_text())["validation_text"]
+
+    states = []
+    first = validated(range(100, 120))
+    states.append(has_trained(corpus)[0])
+    assert validated(range(100, 120)) == first and "validation text" not in caplog.text
+    second = validated(range(200, 220))
+    assert second != first
+    assert f"the validation text ({second[:12]}) is another than that of the run so far ({first[:12]})" in caplog.text
 
 
 def test_a_checkpoint_alone_refuses_other_contents(corpus, tmp_path):
