@@ -11,10 +11,12 @@ PAIRING_SETTINGS = (
     "data.package_share", "data.validation_share", "data.seed", "data.text_key", "data.hf_config", "data.prepared",
     "model.name", "model.flavor", "model.hf_assets_path", "model.tokenizer_path", "checkpoint.initial_load_path",
     "checkpoint.initial_load_in_hf", "validation.dataset", "validation.dataset_path", "validation.steps",
-    "validation.seq_len", "validation.local_batch_size",
+    "validation.seq_len", "validation.local_batch_size", "metrics.log_freq",
 )  # fmt: skip
-"""Settings in which paired runs must agree: they read the same text in the same steps, start from equal weights, and
-are validated on the same text. So are all of ``MODEL_ARGS``"""
+"""
+Settings in which paired runs must agree: they read the same text in the same steps, start from equal weights, are
+validated on the same text, and log the same steps. So are all of ``MODEL_ARGS``
+"""
 
 MODEL_ARGS = "model_args."
 
@@ -88,6 +90,8 @@ def _effect(name: str) -> str:
         return "their validation losses are not of the same text"
     if name.startswith(MODEL_ARGS):
         return "their models differ"
+    if name.startswith("metrics."):
+        return "their last 10 % and their spikes are of other steps"
     if name.startswith("checkpoint."):
         return "their runs do not start from equal weights"
     return "their runs are not paired step by step"

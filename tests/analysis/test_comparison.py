@@ -179,6 +179,14 @@ def test_runs_of_other_text_are_compared_with_a_note(ran):
     ]
 
 
+def test_runs_that_log_other_steps_are_compared_with_a_note(ran):
+    """Of equal curves, the mean of the last 10 steps is above the loss of the last one."""
+    (group,) = compare([ran("a", [3.0], "a"), ran("b", [3.0], "b", settings={"metrics": {"log_freq": 10}})])
+    assert group.notes == [
+        "variants differ in metrics.log_freq (1 in a, 10 in b): their last 10 % and their spikes are of other steps"
+    ]
+
+
 def test_a_run_that_resumed_with_another_setting_is_compared_with_a_note(tmp_path):
     """Its config.toml, which names its learning rate in the report, has that of the latest start."""
     folder = make_run(tmp_path / "b", [3.0, 2.5], lr=5e-4)
