@@ -9,13 +9,6 @@ from triton.compiler import CompiledKernel
 
 from mxtrain.kernels.device import INTERPRETED
 
-untraced = torch.compiler.allow_in_graph
-"""
-Decorator of a function of tensors, numbers and strings, None and lists of them, which returns tensors. Dynamo puts a
-call into its graph as one node: its own way through checks of arguments takes up to 20 ms a call. AOTAutograd sees the
-operations inside. A ValueError of a check becomes PyTorch's error for a failed compilation, with the same text
-"""
-
 _LIBRARY = torch.library.Library("mxtrain", "DEF")
 _COMPILER = ThreadPoolExecutor(8, thread_name_prefix="mxtrain-compile")
 _compiling: dict[tuple, Future] = {}

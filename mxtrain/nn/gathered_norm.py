@@ -18,6 +18,7 @@ rho is not sent: after the casts only the norm's backward reads it, each process
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ def normalize_shard(
     """
     columns = None
     if gathers_codes(x, recipe, mode, split):
-        for_wgrad, columns = x.detach(), GatheredColumns(split)
+        for_wgrad, columns = x.detach(), GatheredColumns.empty(split)
         h, rho, *xhat = NormThenGather.apply(x, estimate, recipe.fprop, mode, split, columns)
     else:
         h, for_wgrad, rho, *xhat = GatherThenNorm.apply(x, estimate, recipe.fprop, mode, split)
@@ -156,7 +157,8 @@ def _norm_backward(ctx, dxhat: torch.Tensor) -> torch.Tensor:
     batch, length, features = x.shape
     dxhat = dxhat.view(batch, ctx.split.processes * length, features)
     dxhat = sum_tokens(dxhat, ctx.split.group, ctx.split.processes)
-    return norm_backward(dxhat.view(-1, features), x.reshape(-1, features), rho, ctx.mode).view(x.shape)
+    is_compiled = torch.compiler.is_compiling()
+    return norm_backward(dxhat.view(-1, features), x.reshape(-1, features), rho, ctx.mode, is_compiled).view(x.shape)
 
 
 def _gathered(codes: Codes, recipe: Recipe, mode: str, split: SplitSequences, batch: int, dim: int) -> Operand:
@@ -164,16 +166,28 @@ def _gathered(codes: Codes, recipe: Recipe, mode: str, split: SplitSequences, ba
     return from_codes(gather_codes(codes, 1 - dim, batch, split.group, split.processes), recipe, mode, dim)
 
 
+@dataclass(frozen=True, eq=False)
 class GatheredColumns:
     """Gives the linears of one norm their operand of wgrad [D, T] from codes that are cast and gathered only once.
 
     The linear whose backward comes first gathers. Linears with another recipe of wgrad need codes of their own. In
     a compiled graph every linear gathers, and the compiler keeps one of the equal calls.
+
+    Attributes:
+        operands: the operands so far; None for the linears of a compiled graph.
     """
 
-    def __init__(self, split: SplitSequences):
-        self.split = split
-        self._operands: dict[Recipe, Operand] = {}
+    split: SplitSequences
+    operands: dict[Recipe, Operand] | None
+
+    @classmethod
+    def empty(cls, split: SplitSequences) -> "GatheredColumns":
+        """Return one without operands, for one forward and backward."""
+        return cls(split, {})
+
+    def for_linear(self) -> "GatheredColumns":
+        """Return what a linear's autograd function takes."""
+        return GatheredColumns(self.split, None) if torch.compiler.is_compiling() else self
 
     def operand(
         self, x: torch.Tensor, rho: torch.Tensor, signs: torch.Tensor | None, recipe: Recipe, mode: str
@@ -183,16 +197,16 @@ class GatheredColumns:
         Args:
             signs: as for ``quantize.activation_along_tokens``; those of all linears with this recipe.
         """
-        if torch.compiler.is_compiling():
+        if self.operands is None:
             return self._gather(x, rho, signs, recipe, mode)
-        if recipe not in self._operands:
-            self._operands[recipe] = self._gather(x, rho, signs, recipe, mode)
-        return self._operands[recipe]
+        if recipe not in self.operands:
+            self.operands[recipe] = self._gather(x, rho, signs, recipe, mode)
+        return self.operands[recipe]
 
     def release(self) -> None:
         """Forget the operands. The norm's backward calls this, after those of all its linears."""
         if not torch.compiler.is_compiling():
-            self._operands.clear()
+            self.operands.clear()
 
     def _gather(self, x, rho, signs, recipe: Recipe, mode: str) -> Operand:
         codes = codes_along_tokens(x.reshape(-1, x.shape[-1]), recipe, mode, rho, signs, self.split.group)

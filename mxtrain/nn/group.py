@@ -33,6 +33,7 @@ from mxtrain.nn.writes import version
 from mxtrain.ops import quantize
 from mxtrain.ops.gemm import Operand, matmul
 from mxtrain.ops.mxnorm import fold_backward
+from mxtrain.untraced import untraced
 
 
 class ReadyGroup(NamedTuple):
@@ -128,8 +129,9 @@ class GroupCall:
         if ready is not None and not are_same((*weights, x.gain), ready.made_from):
             ready = None
         settings = (gemms, dtype, self.group.joins_fprop, ready)
+        gathered = None if x.gathered is None else x.gathered.for_linear()
         return _GroupFunction.apply(
-            rows, x.gain, *settings, x.x, x.rho, x.gathered, x.signs, *x.xhat, len(weights), *draws, *weights
+            rows, x.gain, *settings, x.x, x.rho, gathered, x.signs, *x.xhat, len(weights), *draws, *weights
         )
 
 
@@ -147,6 +149,7 @@ def _traits(linear: QuantizedLinear) -> tuple:
     return linear.recipe, linear.mode, linear.split, weight.requires_grad, weight.dtype, weight.device
 
 
+@untraced
 class _GroupFunction(torch.autograd.Function):
     """h, gamma, the quantized xhat, rho, and draws and weights of n linears -> n outputs, columns of one product.
 

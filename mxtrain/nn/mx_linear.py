@@ -5,8 +5,10 @@ from torch.autograd.function import once_differentiable
 
 from mxtrain.nn.checks import check_dtype, check_input
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype
+from mxtrain.untraced import untraced
 
 
+@untraced
 class _MXLinearFunction(torch.autograd.Function):
     """X [T, D], W [N, D] -> Y [T, N] in the dtype of X; the casts pass gradients straight through."""
 

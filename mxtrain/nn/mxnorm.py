@@ -39,12 +39,14 @@ from mxtrain.nn.writes import writes_to
 from mxtrain.ops.gemm import Operand
 from mxtrain.ops.hardware import check_mode, mode_in_forward
 from mxtrain.ops.mxnorm import fold_backward, norm_backward, normalize
+from mxtrain.recipes.kept import from_key
 from mxtrain.recipes.layer_state import LayerState
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import Recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.untraced import untraced
 
 
+@untraced
 class _MXNormFunction(torch.autograd.Function):
     """x [T, D] -> h, rho and the tensors of xhat's operand. The gradient of h is dL/dxhat.
 
@@ -53,10 +55,10 @@ class _MXNormFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str):
-        xhat, rho = normalize(x, estimate, recipe, mode)
+    def forward(ctx, x: torch.Tensor, estimate_key: str, recipe_key: str, mode: str, is_compiled: bool):
+        xhat, rho = normalize(x, from_key(estimate_key), from_key(recipe_key), mode)
         ctx.save_for_backward(x, rho)
-        ctx.mode = mode
+        ctx.mode, ctx.is_compiled = mode, is_compiled
         ctx.mark_non_differentiable(*(t for t in (rho, *xhat) if t is not None))
         return without_data(x, x.shape), rho, *xhat
 
@@ -64,9 +66,10 @@ class _MXNormFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dxhat: torch.Tensor, *_):
         x, rho = ctx.saved_tensors
-        return norm_backward(dxhat, x, rho, ctx.mode), None, None, None
+        return norm_backward(dxhat, x, rho, ctx.mode, ctx.is_compiled), None, None, None, None
 
 
+@untraced
 class _MXNormLinearFunction(torch.autograd.Function):
     """h, gamma, W, the quantized xhat and rho -> Y [T, N]. The gradient of h is dL/dxhat. x as in ``NormedInput``."""
 
@@ -195,7 +198,8 @@ class MXNorm(Seeded, nn.RMSNorm):
         call = None if self.group is None else GroupCall(self.group)
         if split is None:
             rows = x.reshape(-1, x.shape[-1])
-            h, rho, *xhat = _MXNormFunction.apply(rows, self.estimate, recipe, mode)
+            keys = self.estimate.key, recipe.key
+            h, rho, *xhat = _MXNormFunction.apply(rows, *keys, mode, torch.compiler.is_compiling())
             if mode == "reference":
                 # MXFP8's values are a view here, which PyTorch 2.11 treats as differentiable where a compiled graph
                 # ends. Kernels return no views, and with detach() PyTorch 2.11 would keep their results twice.
@@ -283,7 +287,9 @@ class MXNormLinear(QuantizedLinear):
         signs, gathered = x.signs, x.gathered
         if signs is None and self.recipe.needs_signs:
             # A norm whose own recipe has no transform hands on no signs. The linears' own differ.
-            signs, gathered = self.signs(x.h.device), None if gathered is None else GatheredColumns(gathered.split)
+            signs = self.signs(x.h.device)
+            gathered = None if gathered is None else GatheredColumns.empty(gathered.split)
+        gathered = None if gathered is None else gathered.for_linear()
         rows, draws = x.h.reshape(-1, x.shape[-1]), self.draws(x.h.device)
         others = (x.x, x.rho, gathered, signs, draws, *x.xhat)
         return _MXNormLinearFunction.apply(rows, x.gain, weight, gemms, *others)

@@ -25,6 +25,7 @@ from mxtrain.nn.split import WHOLE, SplitMatrices
 from mxtrain.ops import quantize
 from mxtrain.ops.gemm import Operand, matmul
 from mxtrain.ops.hardware import check_mode, mode_in_forward
+from mxtrain.recipes.kept import from_key
 from mxtrain.recipes.layer_state import LayerState
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import LinearRecipe
@@ -54,11 +55,16 @@ class ThreeGEMMs:
     gain get no gradient.
     """
 
-    recipe: LinearRecipe
+    recipe_key: str
     mode: str
     split: SplitMatrices
     ready: ReadyWeight | None = field(default=None, compare=False)
     runs_wgrad: bool = True
+
+    @property
+    def recipe(self) -> LinearRecipe:
+        """The layer's recipe."""
+        return from_key(self.recipe_key)
 
     def quantize_activation(self, x: torch.Tensor) -> Operand:
         """X as fprop's operand."""
@@ -174,7 +180,7 @@ class QuantizedLinear(Seeded, nn.Linear):
         mode, ready = mode_in_forward(self.mode, device.type), self.ready
         if ready is not None and not are_same((self.weight, gain), ready.made_from):
             ready = None
-        return ThreeGEMMs(self.recipe, mode, self.split, ready, self.runs_wgrad)
+        return ThreeGEMMs(self.recipe.key, mode, self.split, ready, self.runs_wgrad)
 
     @property
     def layer_state(self) -> LayerState:

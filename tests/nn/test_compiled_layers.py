@@ -12,6 +12,8 @@ from torch._dynamo.backends.common import aot_autograd
 from mxtrain import set_rounding_step
 from mxtrain.nn.group import LinearGroup
 from mxtrain.ops.hardware import runs_kernels
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
 
 D, N, T = 64, 32, 5
 MIXED = "fprop=nvfp4_dynamic, dgrad=bf16, wgrad=mxfp8"
@@ -96,3 +98,32 @@ def test_compiled_consumers_share_casts(device):
     weights_along_rows, weights_along_columns = (False, True, True, False), (False, True, False, True)
     x_along_tokens, gradient_both_ways = (True, False, False, True), (False, False, True, True)
     assert graphs == [{weights_along_rows: 3}, {weights_along_columns: 3, x_along_tokens: 1, gradient_both_ways: 3}]
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_dynamo_does_not_follow_autograd_functions(joined):
+    """A function that Dynamo follows is a module in its graph, which takes up to 150 ms to trace."""
+    bodies = []
+
+    def backend(graph, inputs):
+        bodies.extend(name for name, _ in graph.named_children())
+        return graph.forward
+
+    block = Block("mxfp8", "auto")
+    if not joined:
+        block.normed.norm.group = None
+    torch._dynamo.reset()
+    torch.compile(block, backend=backend, fullgraph=True)(draw(T, D, seed=0).requires_grad_())
+    assert not bodies
+
+
+def test_compiled_layers_take_settings_that_differ_in_numbers():
+    """Two norms and linears of one code, made by hand: numbers that differ stay constants."""
+    x, dys = draw(T, D, seed=0), [draw(T, N, seed=1)]
+    torch._dynamo.reset()
+    for recipe, eps in (("mxfp8", 1e-5), ("mxfp8", 0.5), ("nvfp4", 0.5), ("unquantized", 1e-5)):
+        recipe = get_recipe(recipe, stochastic_rounding=False if recipe == "nvfp4" else None)
+        block = NormBlock(D, N, recipe, mode="reference")
+        block.norm.estimate = RMSEstimate.for_recipe(recipe, eps=eps)
+        compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+        assert_near(results_of(compiled, x, *dys), results_of(block, x, *dys), 1e-6)

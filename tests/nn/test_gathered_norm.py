@@ -111,6 +111,18 @@ def check_compiled_kernels(mesh) -> None:
     assert_near(found, results_of(block, block, mesh), 1e-6)
 
 
+def check_graph_that_ends_after_the_norm(mesh) -> None:
+    """The linears' graphs take the gathered columns of another graph, or of a norm in eager mode."""
+    plain, block = split_blocks(mesh, "mxfp8")
+    expected = results_of(plain, plain, mesh)
+    for modules in ([block.norm], block.linears):
+        for module in modules:
+            module.compile(backend="aot_eager", fullgraph=True)
+        assert_near(results_of(block, block, mesh), expected, 1e-6)
+    block.norm._compiled_call_impl = None
+    assert_near(results_of(block, block, mesh), expected, 1e-6)
+
+
 def check_refused(mesh) -> None:
     (_, block) = split_blocks(mesh, "mxfp8")
     with pytest.raises(ValueError, match=r"x \(1, 48, 128\): 48 tokens on each of 2 processes are not whole blocks of"):
@@ -124,6 +136,7 @@ def check_gathers(mesh) -> None:
     for mode in CHECKPOINTS:
         check_eager(mesh, "mxfp8", mode)
     check_compiled_kernels(mesh)
+    check_graph_that_ends_after_the_norm(mesh)
     check_refused(mesh)
 
 

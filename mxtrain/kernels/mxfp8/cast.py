@@ -26,9 +26,10 @@ from mxtrain.kernels.cast_results import (
 from mxtrain.kernels.checks import check_matrix, check_mxfp8, check_whole_blocks, contiguous_factors
 from mxtrain.kernels.device import converts_fp8
 from mxtrain.kernels.integers import cdiv
-from mxtrain.kernels.launch import Launch, register_op, untraced
+from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.mxfp8.arithmetic import BLOCK, e4m3_codes, e4m3_image, multiplier, scale_code, scale_value
 from mxtrain.recipes.recipe import Recipe
+from mxtrain.untraced import untraced
 
 DIMS = ((1,), (0,), (1, 0), (0, 1))
 

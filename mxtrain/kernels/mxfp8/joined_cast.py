@@ -13,10 +13,11 @@ import torch
 from mxtrain.errors import require_one_of
 from mxtrain.kernels.cast_results import FORMS, Cast, flat
 from mxtrain.kernels.checks import check_mxfp8, check_parts, check_whole_blocks, contiguous_factors
-from mxtrain.kernels.launch import Launch, register_op, untraced
+from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.mxfp8.arithmetic import BLOCK
 from mxtrain.kernels.mxfp8.cast import DIMS, in_order, launch_cast, results_for
 from mxtrain.recipes.recipe import Recipe
+from mxtrain.untraced import untraced
 
 
 def _implementation(

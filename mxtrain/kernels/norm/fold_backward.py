@@ -12,7 +12,8 @@ import triton.language as tl
 
 from mxtrain.kernels.checks import check_matrix, check_same, check_vector
 from mxtrain.kernels.integers import cdiv, next_power_of_2
-from mxtrain.kernels.launch import Launch, register_op, untraced
+from mxtrain.kernels.launch import Launch, register_op
+from mxtrain.untraced import untraced
 
 # Rows and columns that a program holds at once, and its warps.
 ROWS, COLUMNS, WARPS = 16, 128, 2

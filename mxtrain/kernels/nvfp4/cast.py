@@ -29,7 +29,7 @@ from mxtrain.kernels.cast_results import (
 from mxtrain.kernels.checks import check_matrix, check_number, check_vector, check_whole_blocks, contiguous_factors
 from mxtrain.kernels.device import converts_fp4
 from mxtrain.kernels.integers import cdiv, round_up
-from mxtrain.kernels.launch import Launch, register_op, untraced
+from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.nvfp4.arithmetic import (
     BLOCK,
     amax_across,
@@ -45,6 +45,7 @@ from mxtrain.kernels.nvfp4.arithmetic import (
 )
 from mxtrain.kernels.nvfp4.strip import WARPS, hadamard, length_of, load_strip, store_columns, store_row, tile_columns
 from mxtrain.rng.rounding_position import MAX_ELEMENTS, Draws
+from mxtrain.untraced import untraced
 
 
 @triton.jit

@@ -13,11 +13,12 @@ import torch
 from mxtrain.errors import require_one_of
 from mxtrain.kernels.checks import check_number, check_parts, check_vector, check_whole_blocks, contiguous_factors
 from mxtrain.kernels.integers import round_up
-from mxtrain.kernels.launch import Launch, register_op, untraced
+from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.nvfp4.arithmetic import BLOCK
 from mxtrain.kernels.nvfp4.cast import launch_nvfp4_cast
 from mxtrain.kernels.nvfp4.weight_cast import launch_weight_cast
 from mxtrain.rng.rounding_position import MAX_ELEMENTS, Draws
+from mxtrain.untraced import untraced
 
 
 def _places(parts: list[torch.Tensor], axis: int, multiple: int = 1) -> tuple[torch.Tensor, list[torch.Tensor]]:
