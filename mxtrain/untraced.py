@@ -9,7 +9,7 @@ which returns tensors; or of an autograd function like that. Dynamo puts a call 
 through the checks of a kernel's arguments takes up to 20 ms a call, and through an autograd function up to 150 ms.
 AOTAutograd sees the operations inside.
 
-A frozen dataclass is made again from all its fields, in their order; one with numbers goes as a key
-(``mxtrain.recipes.kept``). A ValueError of a check becomes PyTorch's error for
-a failed compilation, with the same text. Inside, ``torch.compiler.is_compiling()`` is False with PyTorch 2.11
+Dynamo makes a frozen dataclass again from all its fields, in their order; one with numbers goes as a key
+(``mxtrain.recipes.keyed``). A ValueError of a check becomes PyTorch's error for a failed compilation, with the same
+text. Inside, ``torch.compiler.is_compiling()`` is False with PyTorch 2.11
 """

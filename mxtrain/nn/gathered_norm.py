@@ -63,7 +63,16 @@ def normalize_shard(
     else:
         h, for_wgrad, rho, *xhat = GatherThenNorm.apply(x, estimate, recipe.fprop, mode, split)
     h = h.view(x.shape[0], split.processes * x.shape[1], x.shape[2])
-    return NormedSequences(h, for_wgrad, Operand(*xhat), rho, columns)
+    return NormedSequences(h, for_wgrad, constant_operand(xhat, mode), rho, columns)
+
+
+def constant_operand(xhat: Sequence[torch.Tensor | None], mode: str) -> Operand:
+    """Return the operand of these tensors, the results of an autograd function, without a gradient."""
+    if mode == "reference":
+        # MXFP8's values are a view here, which PyTorch 2.11 treats as differentiable where a compiled graph ends.
+        # Kernels return no views, and with detach() PyTorch 2.11 would keep their results twice.
+        xhat = [None if t is None else t.detach() for t in xhat]
+    return Operand(*xhat)
 
 
 def without_data(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

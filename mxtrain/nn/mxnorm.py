@@ -29,7 +29,13 @@ from torch.autograd.function import once_differentiable
 
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.nn.checks import check_dtype, check_input, check_norm_result
-from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard, without_data
+from mxtrain.nn.gathered_norm import (
+    GatheredColumns,
+    GatherSequences,
+    constant_operand,
+    normalize_shard,
+    without_data,
+)
 from mxtrain.nn.group import GroupCall, LinearGroup
 from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.seeded import Seeded
@@ -39,7 +45,7 @@ from mxtrain.nn.writes import writes_to
 from mxtrain.ops.gemm import Operand
 from mxtrain.ops.hardware import check_mode, mode_in_forward
 from mxtrain.ops.mxnorm import fold_backward, norm_backward, normalize
-from mxtrain.recipes.kept import from_key
+from mxtrain.recipes.keyed import from_key
 from mxtrain.recipes.layer_state import LayerState
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
@@ -200,11 +206,7 @@ class MXNorm(Seeded, nn.RMSNorm):
             rows = x.reshape(-1, x.shape[-1])
             keys = self.estimate.key, recipe.key
             h, rho, *xhat = _MXNormFunction.apply(rows, *keys, mode, torch.compiler.is_compiling())
-            if mode == "reference":
-                # MXFP8's values are a view here, which PyTorch 2.11 treats as differentiable where a compiled graph
-                # ends. Kernels return no views, and with detach() PyTorch 2.11 would keep their results twice.
-                xhat = [None if t is None else t.detach() for t in xhat]
-            common = (Operand(*xhat), rho, gain, signs, recipe, mode)
+            common = (constant_operand(xhat, mode), rho, gain, signs, recipe, mode)
             kept = rows.detach()
             return NormedInput(self, h.view(x.shape), kept, *common, call=call, x_writes=writes_to(kept))
         whole = normalize_shard(x, self.estimate, self.recipe, mode, split)

@@ -81,7 +81,7 @@ class ReadyWeights:
             group.ready = None
         else:
             made_from = (gemms.recipe, gemms.mode, group.joins_fprop, *map(_identity, (gain, *weights)))
-            self._keep(group, made_from, lambda: _cast_group(group, weights, gemms, gain))
+            self._register(group, made_from, lambda: _cast_group(group, weights, gemms, gain))
         return True
 
     def _refresh_single(self, linear: QuantizedLinear) -> None:
@@ -91,13 +91,13 @@ class ReadyWeights:
             return
         gemms = linear.gemms(weight.device)
         made_from = (gemms.recipe, gemms.mode, _identity(weight), _identity(gain))
-        self._keep(
+        self._register(
             linear,
             made_from,
             lambda: ReadyWeight(*quantize.weight_for_both(weight, gemms.recipe, gemms.mode, gain), (weight, gain)),
         )
 
-    def _keep(self, holder: QuantizedLinear | LinearGroup, made_from: tuple, cast: Callable) -> None:
+    def _register(self, holder: QuantizedLinear | LinearGroup, made_from: tuple, cast: Callable) -> None:
         if holder.ready is None or self._made_from.get(holder) != made_from:
             holder.ready = None  # frees the old operands before the new ones are allocated
             holder.ready = cast()

@@ -4,13 +4,13 @@ from dataclasses import dataclass, field, replace
 
 from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
 from mxtrain.recipes.formats import MXFP8, NVFP4, SCALE_ROUNDINGS, BlockFormat
-from mxtrain.recipes.kept import Kept
+from mxtrain.recipes.keyed import Keyed
 
 TENSOR_SCALES = ("static", "dynamic")
 GEMMS = ("fprop", "dgrad", "wgrad")
 
 
-class LinearRecipe(Kept):
+class LinearRecipe(Keyed):
     """The recipe of a linear layer: a ``Recipe`` for all three GEMMs, or a ``MixedRecipe`` with one for each.
 
     Attributes:
@@ -106,7 +106,7 @@ class Recipe(LinearRecipe):
         share = self.high_precision_share
         if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share < 1:
             raise ConfigError(f"high_precision_share = {share!r} is not a number from 0 to less than 1")
-        self._keep()
+        self._register()
 
     @property
     def is_nvfp4(self) -> bool:
@@ -147,7 +147,7 @@ class MixedRecipe(LinearRecipe):
     wgrad: Recipe
 
     def __post_init__(self):
-        self._keep()
+        self._register()
 
     @property
     def name(self) -> str:

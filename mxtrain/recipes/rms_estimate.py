@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.recipes.formats import P_VALUES, norm_constant
-from mxtrain.recipes.kept import Kept
+from mxtrain.recipes.keyed import Keyed
 from mxtrain.recipes.recipe import Recipe
 
 ESTIMATORS = ("pre_round", "post_round", "exact")
 
 
 @dataclass(frozen=True)
-class RMSEstimate(Kept):
+class RMSEstimate(Keyed):
     """How MXNorm estimates the RMS of a row.
 
     Attributes:
@@ -36,7 +36,7 @@ class RMSEstimate(Kept):
         if not isinstance(self.eps, (int, float)) or isinstance(self.eps, bool) or not 0 <= self.eps < math.inf:
             raise ConfigError(f"eps = {self.eps!r} is not a finite number >= 0")
         object.__setattr__(self, "constant", norm_constant(self.p, self.block_size))
-        self._keep()
+        self._register()
 
     @classmethod
     def for_recipe(cls, recipe: Recipe, p: int = 2, estimator: str = "pre_round", eps: float = 1e-5) -> "RMSEstimate":

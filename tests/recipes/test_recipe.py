@@ -5,7 +5,7 @@ import pytest
 
 from mxtrain import ConfigError, Recipe
 from mxtrain.recipes.formats import MXFP8, NVFP4, norm_constant
-from mxtrain.recipes.kept import _KEPT, from_key
+from mxtrain.recipes.keyed import _REGISTERED, from_key
 from mxtrain.recipes.parse import SWITCHES, get_recipe, get_recipes, switches_in_effect
 from mxtrain.recipes.recipe import GEMMS, RECIPES, MixedRecipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
@@ -170,8 +170,8 @@ def test_estimate_carries_its_constant():
 
 def test_an_object_is_found_by_its_key_also_after_a_copy_from_another_process():
     mixed = get_recipe("fprop=nvfp4_dynamic, dgrad=bf16, wgrad=mxfp8")
-    for kept in (mixed, mixed.fprop, RMSEstimate(1, "exact", 0.25, 32)):
-        copy = pickle.dumps(kept)
-        _KEPT.pop(kept.key)
-        assert pickle.loads(copy) == kept == from_key(kept.key)
+    for keyed in (mixed, mixed.fprop, RMSEstimate(1, "exact", 0.25, 32)):
+        copy = pickle.dumps(keyed)
+        _REGISTERED.pop(keyed.key)
+        assert pickle.loads(copy) == keyed == from_key(keyed.key)
     assert RMSEstimate(1, "exact", 0.25, 32).key != RMSEstimate(1, "exact", 0.5, 32).key

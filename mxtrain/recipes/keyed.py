@@ -1,10 +1,10 @@
-"""Settings that compiled code gets as a text."""
+"""Settings that compiled code takes as a text."""
 
 from dataclasses import fields
 
 
-class Kept:
-    """A frozen dataclass that ``from_key`` finds by its key.
+class Keyed:
+    """A frozen dataclass that ``from_key`` finds again by its key.
 
     Dynamo makes every number that has changed since the last compilation an input of the graph. A text stays a
     constant, and another text is compiled anew. So an ``untraced`` function takes the key in the place of the numbers.
@@ -15,21 +15,21 @@ class Kept:
 
     key: str
 
-    def _keep(self) -> None:
+    def _register(self) -> None:
         values = [getattr(self, field.name) for field in fields(self) if field.compare]
-        key = repr((type(self).__name__, *(value.key if isinstance(value, Kept) else value for value in values)))
+        key = repr((type(self).__name__, *(value.key if isinstance(value, Keyed) else value for value in values)))
         object.__setattr__(self, "key", key)
-        _KEPT[key] = self
+        _REGISTERED[key] = self
 
     def __setstate__(self, state: dict) -> None:
         # A copy, maybe from another process, does not run __init__.
         self.__dict__.update(state)
-        self._keep()
+        self._register()
 
 
-_KEPT: dict[str, Kept] = {}
+_REGISTERED: dict[str, Keyed] = {}
 
 
 def from_key(key: str):
     """Return the object with this key."""
-    return _KEPT[key]
+    return _REGISTERED[key]
