@@ -42,7 +42,9 @@ def radial(xhat: torch.Tensor, x: torch.Tensor, rho: torch.Tensor) -> torch.Tens
 def gradient_with(factor):
     """Return the function that takes the place of ``mxtrain.ops.mxnorm.norm_backward``, with c from ``factor``."""
 
-    def norm_backward(g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor, mode: str) -> torch.Tensor:
+    def norm_backward(
+        g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor, mode: str, is_compiled: bool
+    ) -> torch.Tensor:
         xhat = scale_rows(x, rho)
         g = at_least_fp32(g)
         projection = (g * xhat).mean(-1, keepdim=True)
