@@ -69,7 +69,7 @@ def compare(results: list[Result], baseline: str | None = None) -> list[Group]:
         counted, notes = _counted(part)
         if counted:
             groups.append(_group(counted, notes, baseline))
-        else:  # runs that diverged early, or the only ones of their model
+        else:  # no run of this part counts
             lost += notes
     if not groups:
         problems = "; ".join(f"{result.name}: {result.problem}" for result in results)
@@ -88,7 +88,7 @@ def _group(counted: list[Result], notes: list[str], baseline: str | None) -> Gro
     notes += unpaired(settings, left_out=(STEPS,))
     notes += [f"{r.name} ({r.variant}): {line}" for r in counted if r.run for line in r.run.changed_settings]
     notes += other_texts((r.name, r.run.text) for r in counted if r.run)
-    notes += other_batches((r.name, r.tokens, r.steps) for r in counted if r.tokens)
+    notes += other_batches((r.name, r.tokens, r.steps) for r in counted if r.tokens and r.steps)
     counted, more = _cut_to_one_length(counted)
     more += _early_validation(counted)
     names = list(dict.fromkeys(result.variant for result in counted))

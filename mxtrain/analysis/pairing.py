@@ -56,13 +56,16 @@ def other_texts(runs: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
     """Return a line for each part of TEXT in which runs differ.
 
     Args:
-        runs: name and hashes per run. A run without hashes is not compared.
+        runs: name and hashes per run. A run without hashes is not compared, nor is the validation text of a run that
+            was not validated, or that an earlier version made.
     """
     runs, lines = [(name, own) for name, own in runs if own], []
     for key, (what, effect) in TEXT.items():
-        values = [own.get(key, "none")[:HASH_DIGITS] for _, own in runs]
-        if len(set(values)) > 1:
-            lines.append(f"runs differ in their {what} ({_shown([name for name, _ in runs], values)}): {effect}")
+        own = {
+            name: of_run.get(key, "none")[:HASH_DIGITS] for name, of_run in runs if key in of_run or key != "validation"
+        }
+        if len(set(own.values())) > 1:
+            lines.append(f"runs differ in their {what} ({_shown([*own], [*own.values()])}): {effect}")
     return lines
 
 
@@ -91,7 +94,7 @@ def _effect(name: str) -> str:
     if name.startswith(MODEL_ARGS):
         return "their models differ"
     if name.startswith("metrics."):
-        return "their last 10 % and their spikes are of other steps"
+        return "their last 10 % and their spikes are computed from other steps"
     if name.startswith("checkpoint."):
         return "their runs do not start from equal weights"
     return "their runs are not paired step by step"

@@ -208,7 +208,8 @@ def _load_settings(path: Path) -> dict:
 def _load_text(path: Path) -> dict[str, str]:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        own = {"validation": kept["validation_text"]} if "validation_text" in kept else {}
-        return {name: str(value) for name, value in {**kept["identity"], **own}.items()}
+        # The held-out part of the training text is not always what the run is validated on.
+        own = {**kept["identity"], "validation": kept.get("validation_text")}
+        return {name: str(value) for name, value in own.items() if value is not None}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}  # an earlier version wrote none

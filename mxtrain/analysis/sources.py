@@ -8,7 +8,7 @@ from mxtrain.analysis.results import Result, read_results, result_of
 from mxtrain.analysis.runs import Run, load_run
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.comparison import COMPARISON_FILE, read_comparison
-from mxtrain.run_folder.files import CONFIG_FILE, METRICS_FILE
+from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE
 
 
 def read_sources(paths: list[Path]) -> tuple[list[Result], list[str]]:
@@ -46,11 +46,11 @@ def _add(folder: Path, variant: str | None, results: list, runs: list, notes: li
 def _inside(path: Path) -> list[Path]:
     """Return the runs and comparisons in a folder that is neither; ``path`` itself if there are none."""
     # Unlike Path's, these functions raise no error for a folder that may not be searched.
-    own = (os.path.exists(path / name) for name in (METRICS_FILE, CONFIG_FILE, COMPARISON_FILE))
+    own = (os.path.exists(path / name) for name in (METRICS_FILE, FACTS_FILE, COMPARISON_FILE))
     if not os.path.isdir(path) or any(own):
         return [path]
     # A run that failed before its first logged step has no metrics, and becomes a line.
-    found = {file.parent for name in (METRICS_FILE, CONFIG_FILE, COMPARISON_FILE) for file in path.glob(f"*/{name}")}
+    found = {file.parent for name in (METRICS_FILE, FACTS_FILE, COMPARISON_FILE) for file in path.glob(f"*/{name}")}
     return sorted(found) or [path]
 
 

@@ -67,7 +67,7 @@ def normalize_shard(
 
 
 def constant_operand(xhat: Sequence[torch.Tensor | None], mode: str) -> Operand:
-    """Return the operand of these tensors, the results of an autograd function, without a gradient."""
+    """Return the operand of these results of an autograd function, for which no gradient is computed."""
     if mode == "reference":
         # MXFP8's values are a view here, which PyTorch 2.11 treats as differentiable where a compiled graph ends.
         # Kernels return no views, and with detach() PyTorch 2.11 would keep their results twice.
@@ -195,7 +195,7 @@ class GatheredColumns:
         return cls(split, {})
 
     def for_linear(self) -> "GatheredColumns":
-        """Return what a linear's autograd function takes."""
+        """Return itself; in a compiled graph one without operands, because a graph takes no dict."""
         return GatheredColumns(self.split, None) if torch.compiler.is_compiling() else self
 
     def operand(

@@ -4,20 +4,20 @@ from dataclasses import fields
 
 
 class Keyed:
-    """A frozen dataclass that ``from_key`` finds again by its key.
+    """Base class of frozen dataclasses that ``from_key`` finds by their keys. ``__post_init__`` calls ``_register``.
 
     Dynamo makes every number that has changed since the last compilation an input of the graph. A text stays a
     constant, and another text is compiled anew. So an ``untraced`` function takes the key in the place of the numbers.
 
     Attributes:
-        key: names the class and the values of all fields that are compared. Equal objects have equal keys.
+        key: names the class and the values of all fields that are compared. Objects with the same key compute the same.
     """
 
     key: str
 
     def _register(self) -> None:
         values = [getattr(self, field.name) for field in fields(self) if field.compare]
-        key = repr((type(self).__name__, *(value.key if isinstance(value, Keyed) else value for value in values)))
+        key = repr((type(self).__qualname__, *(value.key if isinstance(value, Keyed) else value for value in values)))
         object.__setattr__(self, "key", key)
         _REGISTERED[key] = self
 

@@ -27,7 +27,7 @@ class PairedRun:
     status: int | None = None
     """Exit status of the last start; 0: finished, None: has not ended"""
     gpus: int = 1
-    """GPUs (on a CPU: processes) of its next start, or of a finished run"""
+    """GPUs (on a CPU: processes) of its next start; of its last one if it has finished"""
 
 
 def read_comparison(folder: Path) -> dict[str, PairedRun]:

@@ -175,9 +175,9 @@ class _Trainer(Trainer):
         if self.step > 0 and rates.kept != rates.present:
             terminal.note(f"learning rate of step {self.step + 1}: {rates.present:.4g} (was {rates.kept:.4g})")
         if 0 < self.step < self.job_config.training.steps:
-            # config.toml will have the new settings alone.
-            for line in self._changes:
-                log_event(self.metrics_processor, self.step + 1, line)
+            # config.toml will have the new settings alone. One event, because wandb keeps one for each step.
+            if self._changes:
+                log_event(self.metrics_processor, self.step + 1, "; ".join(self._changes))
 
     def batch_generator(self, data_iterable):
         for inputs, labels in super().batch_generator(data_iterable):

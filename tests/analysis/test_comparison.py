@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 
@@ -183,7 +184,7 @@ def test_runs_that_log_other_steps_are_compared_with_a_note(ran):
     """Of equal curves, the mean of the last 10 steps is above the loss of the last one."""
     (group,) = compare([ran("a", [3.0], "a"), ran("b", [3.0], "b", settings={"metrics": {"log_freq": 10}})])
     assert group.notes == [
-        "variants differ in metrics.log_freq (1 in a, 10 in b): their last 10 % and their spikes are of other steps"
+        "variants differ in metrics.log_freq (1 in a, 10 in b): their last 10 % and their spikes are computed from other steps"
     ]
 
 
@@ -237,6 +238,22 @@ def test_runs_that_were_validated_on_other_files_are_compared_with_a_note(tmp_pa
         f"runs differ in their validation text ({'1' * 12} in a, {'2' * 12} in b): their validation losses are not of "
         "the same text"
     ]
+
+
+def test_a_run_that_names_no_validation_text_is_not_compared_by_it(tmp_path):
+    """One of an earlier version, or one that was not validated. The held-out text may be another."""
+    results = []
+    for name, own in {"old": {}, "new": {"validation_text": "9" * 64}}.items():
+        folder = make_run(tmp_path / name, [3.0])
+        (folder / "data.json").write_text(json.dumps({"identity": {"tokenizer": "t", "train": "t"} | own, **own}))
+        results.append(result_of(load_run(folder), name))
+    (group,) = compare(results)
+    assert group.notes == []
+
+
+def test_a_row_of_no_steps_is_compared(ran):
+    (group,) = compare([ran("a", [3.0]), dataclasses.replace(ran("b", [3.0]), steps=0)])
+    assert [one.name for one in group.results] == ["a", "b"]
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", "{}", '{"identity": 3}'])

@@ -60,6 +60,14 @@ def test_a_run_in_a_folder_of_runs_that_failed_before_its_first_step_is_a_line(t
     assert [name for name, *_ in results] == ["a"] and len(notes) == 1 and "b/metrics.jsonl does not exist" in notes[0]
 
 
+def test_an_imported_model_in_a_folder_of_runs_is_none(tmp_path):
+    make_run(tmp_path / "a", [3.0])
+    (tmp_path / "imported").mkdir()
+    (tmp_path / "imported" / "config.toml").write_text("")
+    results, notes = found(tmp_path)
+    assert [name for name, *_ in results] == ["a"] and notes == []
+
+
 def test_a_folder_that_may_not_be_searched_is_a_line(tmp_path, monkeypatch):
     make_run(tmp_path / "a", [3.0])
     locked, stat = tmp_path / "b", os.stat

@@ -102,7 +102,7 @@ def _warn_of_another_tokenizer(checkpoint: Path, prepared: Prepared) -> None:
 
 def _write(job_config, prepared: Prepared) -> None:
     folder = Path(job_config.job.dump_folder)
-    before = _read(folder / DATA_FILE) or {}
+    before = (_read(folder / DATA_FILE) if _has_checkpoints(folder / job_config.checkpoint.folder) else None) or {}
     validation = {VALIDATION_TEXT: before[VALIDATION_TEXT]} if VALIDATION_TEXT in before else {}
     _write_file(folder, record(job_config, prepared) | validation, prepared.tokenizer)
 
