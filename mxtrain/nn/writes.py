@@ -4,7 +4,7 @@ import torch
 
 
 def version(x: torch.Tensor) -> int | None:
-    """Return the number of writes to x so far; None in compiled graphs and for inference tensors: they have no count."""
+    """Return the number of writes to x so far; None in compiled graphs and for inference tensors: these have none."""
     return None if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
