@@ -31,8 +31,10 @@ from mxtrain.ops.gemm import Operand, values_dtype
 from mxtrain.ops.mxnorm import norm_backward, normalize, normalized_codes
 from mxtrain.ops.quantize import codes_along_tokens, from_codes
 from mxtrain.recipes.formats import MXFP8
+from mxtrain.recipes.keyed import from_key
 from mxtrain.recipes.recipe import LinearRecipe, Recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.untraced import untraced
 
 BLOCK_OF_TOKENS = MXFP8.block_size
 """Shards of sequences whose length is a multiple of this are whole blocks in every format."""
@@ -57,11 +59,12 @@ def normalize_shard(
         ValueError: as for ``gathers_codes``.
     """
     columns = None
+    settings = (estimate.key, recipe.fprop.key, mode, split.key, torch.compiler.is_compiling())
     if gathers_codes(x, recipe, mode, split):
-        for_wgrad, columns = x.detach(), GatheredColumns.empty(split)
-        h, rho, *xhat = NormThenGather.apply(x, estimate, recipe.fprop, mode, split, columns)
+        for_wgrad, columns = x.detach(), GatheredColumns.empty(split.key)
+        h, rho, *xhat = NormThenGather.apply(x, *settings, columns.for_function())
     else:
-        h, for_wgrad, rho, *xhat = GatherThenNorm.apply(x, estimate, recipe.fprop, mode, split)
+        h, for_wgrad, rho, *xhat = GatherThenNorm.apply(x, *settings)
     h = h.view(x.shape[0], split.processes * x.shape[1], x.shape[2])
     return NormedSequences(h, for_wgrad, constant_operand(xhat, mode), rho, columns)
 
@@ -102,6 +105,7 @@ def _bytes_per_element(recipe: Recipe, mode: str) -> float:
     return values_dtype(mode).itemsize if recipe.format is None else recipe.format.bytes_per_element
 
 
+@untraced
 class GatherThenNorm(torch.autograd.Function):
     """A shard x [B, S / P, D] -> h and X [T, D], T = B S, rho [T] and the tensors of xhat's operand.
 
@@ -111,31 +115,34 @@ class GatherThenNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str, split: SplitSequences):
+    def forward(ctx, x: torch.Tensor, estimate_key: str, recipe_key: str, mode: str, split_key: str, is_compiled: bool):
+        split = from_key(split_key)
         whole = gather_tokens(x, split.group, split.processes).view(-1, x.shape[-1])
-        xhat, rho = normalize(whole, estimate, recipe, mode)
+        xhat, rho = normalize(whole, from_key(estimate_key), from_key(recipe_key), mode)
         own = rho.view(x.shape[0], split.processes, x.shape[1])[:, split.rank].reshape(-1)
         ctx.save_for_backward(x, own)
-        ctx.mode, ctx.split = mode, split
+        ctx.mode, ctx.split, ctx.is_compiled = mode, split, is_compiled
         ctx.mark_non_differentiable(*(t for t in (whole, rho, *xhat) if t is not None))
         return without_data(whole, whole.shape), whole, rho, *xhat
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dxhat: torch.Tensor, *_):
-        return _norm_backward(ctx, dxhat), None, None, None, None
+        return _norm_backward(ctx, dxhat), *[None] * 5
 
 
+@untraced
 class NormThenGather(torch.autograd.Function):
     """Like ``GatherThenNorm``, but gathers codes after the norm. Without X; rho is of the shard's tokens only."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str, split: SplitSequences, columns):
+    def forward(ctx, x, estimate_key: str, recipe_key: str, mode: str, split_key: str, is_compiled: bool, columns):
+        recipe, split = from_key(recipe_key), from_key(split_key)
         rows = x.reshape(-1, x.shape[-1])
-        codes, rho = normalized_codes(rows, estimate, recipe, mode, split.group)
+        codes, rho = normalized_codes(rows, from_key(estimate_key), recipe, mode, split.group)
         xhat = _gathered(codes, recipe, mode, split, x.shape[0], dim=1)
         ctx.save_for_backward(x, rho)
-        ctx.mode, ctx.split, ctx.columns = mode, split, columns
+        ctx.mode, ctx.split, ctx.is_compiled, ctx.columns = mode, split, is_compiled, columns
         ctx.mark_non_differentiable(*(t for t in (rho, *xhat) if t is not None))
         return without_data(x, (split.processes * rows.shape[0], rows.shape[1])), rho, *xhat
 
@@ -143,15 +150,16 @@ class NormThenGather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dxhat: torch.Tensor, *_):
         ctx.columns.release()
-        return _norm_backward(ctx, dxhat), None, None, None, None, None
+        return _norm_backward(ctx, dxhat), *[None] * 6
 
 
+@untraced
 class GatherSequences(torch.autograd.Function):
     """A shard [B, S / P, D] of sequences -> the whole sequences [B, S, D], of which every linear returns its part."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, split: SplitSequences):
-        ctx.split = split
+    def forward(ctx, x: torch.Tensor, split_key: str):
+        ctx.split = split = from_key(split_key)
         return gather_tokens(x, split.group, split.processes)
 
     @staticmethod
@@ -166,8 +174,8 @@ def _norm_backward(ctx, dxhat: torch.Tensor) -> torch.Tensor:
     batch, length, features = x.shape
     dxhat = dxhat.view(batch, ctx.split.processes * length, features)
     dxhat = sum_tokens(dxhat, ctx.split.group, ctx.split.processes)
-    is_compiled = torch.compiler.is_compiling()
-    return norm_backward(dxhat.view(-1, features), x.reshape(-1, features), rho, ctx.mode, is_compiled).view(x.shape)
+    dx = norm_backward(dxhat.view(-1, features), x.reshape(-1, features), rho, ctx.mode, ctx.is_compiled)
+    return dx.view(x.shape)
 
 
 def _gathered(codes: Codes, recipe: Recipe, mode: str, split: SplitSequences, batch: int, dim: int) -> Operand:
@@ -183,20 +191,21 @@ class GatheredColumns:
     a compiled graph every linear gathers, and the compiler keeps one of the equal calls.
 
     Attributes:
-        operands: the operands so far; None for the linears of a compiled graph.
+        split_key: the key of the SplitSequences.
+        operands: the operands so far; None in a compiled graph.
     """
 
-    split: SplitSequences
+    split_key: str
     operands: dict[Recipe, Operand] | None
 
     @classmethod
-    def empty(cls, split: SplitSequences) -> "GatheredColumns":
+    def empty(cls, split_key: str) -> "GatheredColumns":
         """Return one without operands, for one forward and backward."""
-        return cls(split, {})
+        return cls(split_key, {})
 
-    def for_linear(self) -> "GatheredColumns":
+    def for_function(self) -> "GatheredColumns":
         """Return itself; in a compiled graph one without operands, because a graph takes no dict."""
-        return GatheredColumns(self.split, None) if torch.compiler.is_compiling() else self
+        return GatheredColumns(self.split_key, None) if torch.compiler.is_compiling() else self
 
     def operand(
         self, x: torch.Tensor, rho: torch.Tensor, signs: torch.Tensor | None, recipe: Recipe, mode: str
@@ -214,9 +223,10 @@ class GatheredColumns:
 
     def release(self) -> None:
         """Forget the operands. The norm's backward calls this, after those of all its linears."""
-        if not torch.compiler.is_compiling():
+        if self.operands is not None:
             self.operands.clear()
 
     def _gather(self, x, rho, signs, recipe: Recipe, mode: str) -> Operand:
-        codes = codes_along_tokens(x.reshape(-1, x.shape[-1]), recipe, mode, rho, signs, self.split.group)
-        return _gathered(codes, recipe, mode, self.split, x.shape[0], dim=0)
+        split = from_key(self.split_key)
+        codes = codes_along_tokens(x.reshape(-1, x.shape[-1]), recipe, mode, rho, signs, split.group)
+        return _gathered(codes, recipe, mode, split, x.shape[0], dim=0)

@@ -129,7 +129,7 @@ class GroupCall:
         if ready is not None and not are_same((*weights, x.gain), ready.made_from):
             ready = None
         settings = (gemms, dtype, self.group.joins_fprop, ready)
-        gathered = None if x.gathered is None else x.gathered.for_linear()
+        gathered = None if x.gathered is None else x.gathered.for_function()
         return _GroupFunction.apply(
             rows, x.gain, *settings, x.x, x.rho, gathered, x.signs, *x.xhat, len(weights), *draws, *weights
         )

@@ -195,7 +195,7 @@ class MXNorm(Seeded, nn.RMSNorm):
         """
         if self.is_plain:
             y = F.rms_norm(x, self.normalized_shape, self._gain(), self.plain_eps)
-            return y if self.split is None else GatherSequences.apply(y, self.split)
+            return y if self.split is None else GatherSequences.apply(y, self.split.key)
         mode = mode_in_forward(self.mode, x.device.type)
         gain = self._gain()
         check_input(x, self.normalized_shape[0], gain, self.recipe, mode)
@@ -290,8 +290,8 @@ class MXNormLinear(QuantizedLinear):
         if signs is None and self.recipe.needs_signs:
             # A norm whose own recipe has no transform hands on no signs. The linears' own differ.
             signs = self.signs(x.h.device)
-            gathered = None if gathered is None else GatheredColumns.empty(gathered.split)
-        gathered = None if gathered is None else gathered.for_linear()
+            gathered = None if gathered is None else GatheredColumns.empty(gathered.split_key)
+        gathered = None if gathered is None else gathered.for_function()
         rows, draws = x.h.reshape(-1, x.shape[-1]), self.draws(x.h.device)
         others = (x.x, x.rho, gathered, signs, draws, *x.xhat)
         return _MXNormLinearFunction.apply(rows, x.gain, weight, gemms, *others)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
+from mxtrain.recipes.keyed import Keyed
+
 
 @dataclass(frozen=True)
 class SplitMatrices:
@@ -40,7 +42,7 @@ def by_input_features(group: str) -> SplitMatrices:
 
 
 @dataclass(frozen=True)
-class SplitSequences:
+class SplitSequences(Keyed):
     """The processes that hold the shards [B, S / processes, D] of sequences.
 
     Attributes:
@@ -57,6 +59,9 @@ class SplitSequences:
     rank: int
     gather: str = "auto"
     forwards: int = 1
+
+    def __post_init__(self):
+        self._register()
 
 
 def own_part(parameter: torch.Tensor | None) -> torch.Tensor | None:

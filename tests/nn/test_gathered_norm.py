@@ -3,6 +3,7 @@
 The data has heavy tails and two sequences: blocks that begin at the wrong token, or join two sequences, would show.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -111,10 +112,35 @@ def check_compiled_kernels(mesh) -> None:
     assert_near(found, results_of(block, block, mesh), 1e-6)
 
 
+def check_dynamo_follows_no_function(mesh) -> None:
+    """Numbers that differ between norms are no inputs of a graph, and no autograd function is a module in it."""
+    bodies, inputs = [], []
+
+    def backend(graph, values):
+        bodies.extend(name for name, _ in graph.named_children())
+        inputs.append(len(values))
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(specialize_int=False, specialize_float=False):
+        for is_plain in (False, True):
+            for gather in ("high_precision", "quantized"):
+                for eps, forwards in ((1e-5, 1), (0.5, 2)):
+                    block = NormBlock(DIM, OUTPUTS, "mxfp8")
+                    split_block(block, mesh, gather, forwards)
+                    block.norm.is_plain = is_plain
+                    block.norm.estimate = replace(block.norm.estimate, eps=eps)
+                    torch.compile(block.norm, backend=backend, fullgraph=True)(
+                        draw(1, 64, DIM, seed=0).requires_grad_()
+                    )
+    assert not bodies and len(inputs) >= 6 and set(inputs) == {2}, inputs
+
+
 def check_graph_that_ends_after_the_norm(mesh) -> None:
     """The linears' graphs take the gathered columns of another graph, or of a norm in eager mode."""
     plain, block = split_blocks(mesh, "mxfp8")
     expected = results_of(plain, plain, mesh)
+    torch._dynamo.reset()
     for modules in ([block.norm], block.linears):
         for module in modules:
             module.compile(backend="aot_eager", fullgraph=True)
@@ -136,6 +162,7 @@ def check_gathers(mesh) -> None:
     for mode in CHECKPOINTS:
         check_eager(mesh, "mxfp8", mode)
     check_compiled_kernels(mesh)
+    check_dynamo_follows_no_function(mesh)
     check_graph_that_ends_after_the_norm(mesh)
     check_refused(mesh)
 
