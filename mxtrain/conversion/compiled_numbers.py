@@ -6,9 +6,10 @@ import torch
 def make_numbers_constant() -> None:
     """Let ``torch.compile`` make every number that is no tensor a constant of the graphs that it compiles from now on.
 
-    By default, a number that differs between two calls of the same code becomes an input of the graph. Recipes that
-    differ between layers, or between steps, have such numbers: block sizes and c(p, B). Kernels need them as constants,
-    and PyTorch 2.13 and 2.15 stop with an error where they are not. Each recipe is then compiled once.
+    By default, Dynamo makes a number a variable if it differs between two calls of the same code. Autograd functions
+    take keys (``mxtrain.recipes.keyed``), but the layers compare their recipes before: block sizes differ between
+    layers, or between steps. Under tensor parallelism, PyTorch 2.13 stops with an error where ``MXNormLinear.forward``
+    compares its recipe with the norm's. PyTorch 2.11 compiles one of the graphs twice.
 
     As for ``mxtrain.inductor.passes.install``, threads have a configuration of their own.
     """
