@@ -79,7 +79,7 @@ def separated(options) -> tuple[argparse.Namespace, list[str], list[str]]:
 
 def compare(options, variants: list[str], flags: list[str]) -> int:
     """Do the runs and write the report; see DESCRIPTION. Returns the exit status."""
-    from mxtrain.cli.comparison_plan import joined, planned, planned_again, unpaired_settings
+    from mxtrain.cli.comparison_plan import check_machine_of, joined, planned, planned_again, unpaired_settings
     from mxtrain.cli.side_by_side import SideBySide, resume_command
     from mxtrain.run_folder.comparison import read_comparison, write_comparison
     from mxtrain.run_folder.lock import locked
@@ -113,9 +113,11 @@ def compare(options, variants: list[str], flags: list[str]) -> int:
     if options.baseline is not None and options.baseline not in {run.variant for run in runs.values()}:
         names = ", ".join(dict.fromkeys(run.variant for run in runs.values()))
         raise ConfigError(f"--baseline {options.baseline!r} is not one of the variants: {names}")
+    devices = _devices(gpus, options.side_by_side)
+    # A dry run may plan runs for another machine.
+    check_machine_of(runs, has_gpus=options.dry_run or devices[0] is not None)
     for line in unpaired_settings(runs):
         print(f"mxtrain: note: {line}", file=sys.stderr)
-    devices = _devices(gpus, options.side_by_side)
     if options.dry_run:
         print(_described(runs, devices, folder))
         return 0

@@ -12,10 +12,12 @@ from mxtrain.config import load_config
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.comparison import PairedRun
 from mxtrain.settings.layout import global_batch_size
+from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.names import check_names
 from mxtrain.settings.own_modules import search_beside
 from mxtrain.settings.read import CONFIG_FLAGS, places, read_settings
 from mxtrain.settings.resume_changes import BATCH
+from mxtrain.settings.values import Settings
 
 OWN_SETTINGS = ("job.dump_folder", "job.config_file", "debug.seed")
 """Settings that the comparison itself gives every run"""
@@ -109,15 +111,26 @@ def _hash(config: str) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def settings_of(run: PairedRun):
-    """Return the settings of a run. Raises ConfigError for a mistake."""
+def settings_of(run: PairedRun, machine: Machine | None = None) -> Settings:
+    """Return the settings of a run. Raises ConfigError for a mistake, and for what the machine does not allow."""
     config, *flags = run.arguments
     search_beside(config)
     arguments = [f"{CONFIG_FLAGS[0]}={config}", *flags]
     settings = read_settings(arguments)
     with places(arguments):
         check_names(settings)
+        if machine is not None:
+            check_machine(settings, machine)
     return settings
+
+
+def check_machine_of(runs: dict[str, PairedRun], has_gpus: bool) -> None:
+    """Raise ConfigError if an unfinished run could not start on this machine with its number of processes."""
+    for run in {run.variant: run for run in runs.values() if run.status != 0}.values():
+        try:
+            settings_of(run, Machine(run.gpus, has_gpus))
+        except ConfigError as error:
+            raise ConfigError(f"{run.name}: {error}") from None
 
 
 def joined(earlier: dict[str, PairedRun], plan: dict[str, PairedRun], folder: Path) -> dict[str, PairedRun]:

@@ -198,6 +198,7 @@ def test_a_dry_run_shows_the_commands_and_leaves_nothing(stand_in, capsys):
         "2 runs in c, 1 at a time",
         f"llama3_debug-lr0.00030000001-seed0: mxtrain train llama3_debug {flags}",
     ]
+    assert compare("llama3_125m", "--dry-run") == 0, "a plan for a machine with GPUs, which torch.compile needs"
     assert not stand_in.exists()
 
 
@@ -216,6 +217,11 @@ def test_a_dry_run_shows_the_commands_and_leaves_nothing(stand_in, capsys):
         (["--resume", "gone", "--seeds", "3"], "--resume takes the variants, seeds and flags of the comparison"),
         (["--resume", "gone", "-o", "g"], "--resume takes the variants, seeds and flags of the comparison"),
         (["llama3_debug", "--seed", "2"], "seed is not a setting"),
+        (
+            ["llama3_debug", "b=llama3_debug --parallelism.tensor_parallel_degree=3", "--gpus=2"],
+            "b-seed0: parallelism.data_parallel_shard_degree = -1 does not fit 2 process(es), which",
+        ),
+        (["llama3_debug --training.dataset=files --training.dataset_path=gone"], "llama3_debug-training.dataset-files"),
         (["llama3_debug", "-o", "/proc/nope"], "--output = '/proc/nope' cannot be written: "),
     ],
 )
