@@ -34,6 +34,12 @@ from mxtrain.nn.split import SplitSequences, by_input_features, by_output_featur
 from mxtrain.nn.three_gemms import QuantizedLinear
 
 DEGREE = "parallelism.tensor_parallel_degree"
+# By TorchTitan's names, and by those of Hugging Face's Llama.
+SPLIT_BY_COLUMNS = {
+    *(f"attention.{name}" for name in ("wq", "wk", "wv")), *(f"self_attn.{name}_proj" for name in "qkv"),
+    "feed_forward.w1", "feed_forward.w3", "mlp.gate_proj", "mlp.up_proj",
+}  # fmt: skip
+SPLIT_BY_ROWS = {"attention.wo", "self_attn.o_proj", "feed_forward.w2", "mlp.down_proj"}
 _SEQUENCES = (Shard(1),)
 
 
@@ -166,14 +172,13 @@ def check_part(fqn: str, linear: QuantizedLinear, style: ParallelStyle, processe
 
 
 def check_parts_of_layers(model: nn.Module, processes: int) -> None:
-    """Raise ConfigError as ``check_part`` does, for a converted model that is not split, with TorchTitan's names.
+    """Raise ConfigError as ``check_part`` does, for a converted model that is not split.
 
-    Training checks the linears of the plan that splits them, whatever their names.
+    Without a plan, the names of linears tell how they are split. Training checks the linears of its plan, whatever
+    their names.
     """
     column, row = Columnwise(), Rowwise()
-    styles = {f"attention.{name}": column for name in ("wq", "wk", "wv")} | {"attention.wo": row}
-    styles |= {"feed_forward.w1": column, "feed_forward.w2": row, "feed_forward.w3": column}
     for layer in model.layers.values():
         for fqn, linear in layer.named_modules():
-            if fqn in styles and isinstance(linear, QuantizedLinear):
-                check_part(fqn, linear, styles[fqn], processes)
+            if fqn in SPLIT_BY_COLUMNS | SPLIT_BY_ROWS and isinstance(linear, QuantizedLinear):
+                check_part(fqn, linear, column if fqn in SPLIT_BY_COLUMNS else row, processes)

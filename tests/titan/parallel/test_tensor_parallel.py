@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear
 from mxtrain.nn.split import SplitSequences
 from mxtrain.titan.parallel import tensor_parallel
-from mxtrain.titan.parallel.tensor_parallel import check_part, choose_gathers, style_for
+from mxtrain.titan.parallel.tensor_parallel import check_part, check_parts_of_layers, choose_gathers, style_for
 
 NEAREST = "--mxnorm.stochastic_rounding=False"
 FLAGS = {
@@ -181,3 +181,14 @@ def test_parts_that_are_no_whole_blocks_are_refused(style, recipe, processes, al
         check_part("wq", linear(recipe), own, processes)
     check_part("wq", linear(recipe), own, processes // 2)
     check_part("wq", linear("unquantized"), own, processes)
+
+
+@pytest.mark.parametrize("fqn", ["attention.wq", "feed_forward.w3", "self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"])
+def test_parts_are_checked_without_a_plan_by_torchtitans_and_hugging_faces_names(fqn):
+    outer, inner = fqn.split(".")
+    layer = nn.ModuleDict({outer: nn.ModuleDict({inner: MXLinear(64, 64, device="meta")})})
+    model = nn.Module()
+    model.layers = nn.ModuleDict({"0": layer})
+    check_parts_of_layers(model, 2)
+    with pytest.raises(ConfigError, match=rf"= 4 splits .*_features = 64 of {fqn} into parts that are not whole"):
+        check_parts_of_layers(model, 4)
