@@ -27,12 +27,17 @@ TEXT = {
     "tokenizer": ("tokenizer", "their losses are per token of different tokenizers"),
     "train": ("training text", "their runs are not paired step by step"),
     "validation": ("validation text", "their validation losses are not of the same text"),
+    "stream": ("version of a stream", "they may have read other text, and are then not paired step by step"),
     "held_out": ("share held out of a stream", "their runs are not paired step by step"),
 }
 """
 Key in a run's ``data.json`` -> what it identifies, and the effect of a difference. Files may change between two runs of
 equal settings
 """
+
+
+OPTIONAL = ("validation", "stream")
+"""Keys of TEXT that a run may lack: it was not validated, streams no text, or an earlier version made it"""
 
 
 def unpaired(runs: Iterable[tuple[str, Mapping[str, object]]], left_out: tuple[str, ...] = ()) -> list[str]:
@@ -56,13 +61,12 @@ def other_texts(runs: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
     """Return a line for each part of TEXT in which runs differ.
 
     Args:
-        runs: name and hashes per run. A run without hashes is not compared, nor is the validation text of a run that
-            was not validated, or that an earlier version made.
+        runs: name and hashes per run. A run without hashes is not compared, nor is one of OPTIONAL that a run lacks.
     """
     runs, lines = [(name, own) for name, own in runs if own], []
     for key, (what, effect) in TEXT.items():
         own = {
-            name: of_run.get(key, "none")[:HASH_DIGITS] for name, of_run in runs if key in of_run or key != "validation"
+            name: of_run.get(key, "none")[:HASH_DIGITS] for name, of_run in runs if key in of_run or key not in OPTIONAL
         }
         if len(set(own.values())) > 1:
             lines.append(f"runs differ in their {what} ({_shown([*own], [*own.values()])}): {effect}")

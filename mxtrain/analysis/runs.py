@@ -51,7 +51,10 @@ class Run:
     events: list[dict] = field(default_factory=list)
     """Rows with an ``event``"""
     text: dict[str, str] = field(default_factory=dict)
-    """Hashes of the tokenizer and of the tokens, from ``data.json``; empty if the file is missing or damaged"""
+    """
+    Hashes of the tokenizer and of the tokens, and a stream's version, from ``data.json``; empty if the file is missing
+    or damaged
+    """
 
     @property
     def variant(self) -> str:
@@ -209,7 +212,7 @@ def _load_text(path: Path) -> dict[str, str]:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         # The held-out part of the training text is not always what the run is validated on.
-        own = {**kept["identity"], "validation": kept.get("validation_text")}
+        own = {**kept["identity"], "validation": kept.get("validation_text"), "stream": kept.get("stream_version")}
         return {name: str(value) for name, value in own.items() if value is not None}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}  # an earlier version wrote none

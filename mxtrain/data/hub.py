@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 from mxtrain.data.documents import is_held_out
 from mxtrain.data.progress import one_line
@@ -15,8 +16,15 @@ PATIENCE_ROWS = 1000
 """A stream that starts with this many rows without text is an error: it may have no end"""
 
 
-def open_stream(path: str, hf_config: str = "", split: str = "train", section: str = "training"):
-    """Open the Hugging Face dataset ``path`` as a ``datasets.IterableDataset``.
+class OpenStream(NamedTuple):
+    rows: Iterable[dict]
+    """A ``datasets.IterableDataset``"""
+    version: str | None
+    """The commit of a dataset on the hub, or a hash of local files' names and times; None where it is not known"""
+
+
+def open_stream(path: str, hf_config: str = "", split: str = "train", section: str = "training") -> OpenStream:
+    """Open the Hugging Face dataset ``path`` for streaming.
 
     Args:
         path: the dataset's id, for example "allenai/c4".
@@ -35,7 +43,8 @@ def open_stream(path: str, hf_config: str = "", split: str = "train", section: s
             "for example 'allenai/c4' (with data.hf_config = 'en')"
         )
     try:
-        return datasets.load_dataset(path, name=hf_config or None, split=split, streaming=True)
+        builder = datasets.load_dataset_builder(path, name=hf_config or None)
+        return OpenStream(builder.as_streaming_dataset(split=split), builder.hash)
     except Exception as error:  # the hub, its client and dataset scripts raise many types
         raise ConfigError(
             f"{section}.dataset_path = {path!r} (data.hf_config = {hf_config!r}, split {split!r}) cannot be opened "

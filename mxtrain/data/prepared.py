@@ -112,7 +112,7 @@ def _note_use(folder: Path) -> None:
 
 
 def _hub_texts(config: DataConfig) -> Iterator[str]:
-    stream = open_stream(config.path, config.hf_config, "train", config.section)
+    stream = open_stream(config.path, config.hf_config, "train", config.section).rows
     stream = hold_out(stream, config.text_key, config.stream_share, held_out=False)
     return stream_texts(stream, config.text_key, config.path, config.section)
 

@@ -252,6 +252,20 @@ def test_a_run_that_names_no_validation_text_is_not_compared_by_it(tmp_path):
     assert group.notes == []
 
 
+def test_runs_on_other_versions_of_a_stream_are_compared_with_a_note(tmp_path):
+    """A stream has no hash of its text. Earlier versions kept nothing of it."""
+    results = []
+    for name, own in {"a": {"stream_version": "1" * 40}, "b": {"stream_version": "2" * 40}, "old": {}}.items():
+        folder = make_run(tmp_path / name, [3.0])
+        (folder / "data.json").write_text(json.dumps({"identity": {"tokenizer": "t"}, **own}))
+        results.append(result_of(load_run(folder), name))
+    (group,) = compare(results)
+    assert group.notes == [
+        f"runs differ in their version of a stream ({'1' * 12} in a, {'2' * 12} in b): they may have read other text, "
+        "and are then not paired step by step"
+    ]
+
+
 def test_a_row_of_no_steps_is_compared(ran):
     (group,) = compare([dataclasses.replace(ran("a", [3.0]), steps=0)])
     assert [one.name for one in group.results] == ["a"]

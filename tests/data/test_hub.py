@@ -1,4 +1,6 @@
+import os
 from itertools import count
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -9,20 +11,33 @@ from mxtrain.errors import ConfigError
 
 def test_a_stream_is_opened_with_the_settings(monkeypatch):
     calls = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: calls.append((args, options)) or [])
-    open_stream("allenai/c4", "en", "validation")
-    open_stream("some/set")
-    assert calls == [
-        (("allenai/c4",), {"name": "en", "split": "validation", "streaming": True}),
-        (("some/set",), {"name": None, "split": "train", "streaming": True}),
-    ]
+
+    def load_dataset_builder(path, name):
+        calls.append((path, name))
+        return SimpleNamespace(as_streaming_dataset=lambda split: [split], hash="c0ffee")
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
+    assert open_stream("allenai/c4", "en", "validation") == (["validation"], "c0ffee")
+    assert open_stream("some/set") == (["train"], "c0ffee")
+    assert calls == [("allenai/c4", "en"), ("some/set", None)]
+
+
+def test_a_stream_of_local_files_has_another_version_when_they_change(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}\n')
+    stream = open_stream(str(tmp_path))
+    assert list(stream_texts(stream.rows, "text", "a")) == ["a"]
+    assert stream.version and open_stream(str(tmp_path)).version == stream.version
+    file.write_text('{"text": "b"}\n')
+    os.utime(file, (1, 1))
+    assert open_stream(str(tmp_path)).version != stream.version
 
 
 def test_a_dataset_that_cannot_be_opened_is_a_config_error(monkeypatch):
     def fail(*args, **options):
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setattr(datasets, "load_dataset_builder", fail)
     message = r"training.dataset_path = 'a/b' \(data.hf_config = 'en', split 'train'\) .*ConnectionError: no network"
     with pytest.raises(ConfigError, match=message):
         open_stream("a/b", "en")

@@ -28,7 +28,7 @@ from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.registry import validation_dataset
 from mxtrain.titan.agreement import is_rank_0, prepare_together, run_on_all_ranks
-from mxtrain.titan.data.run_data import RunLoader, keep_in_run_folder, keep_validation_text
+from mxtrain.titan.data.run_data import RunLoader, keep_in_run_folder, keep_stream_version, keep_validation_text
 from mxtrain.titan.data.streams import held_out_share, training_stream, validation_stream
 from mxtrain.titan.models.flavors import vocab_size
 from mxtrain.titan.parallel.context import share_of_validation_loss
@@ -75,6 +75,8 @@ def build_dataloader(
             _note_epochs(job_config, dataset)
     elif name == "hf":
         dataset = training_stream(job_config, tokenizer, dp_rank, dp_world_size, infinite)
+        version = dataset.version
+        run_on_all_ranks(partial(keep_stream_version, job_config, version) if is_rank_0() and version else None)
     else:
         settings = job_config.training
         args = (name, settings.dataset_path, tokenizer, settings.seq_len, dp_rank, dp_world_size, infinite)

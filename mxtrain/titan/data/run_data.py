@@ -32,6 +32,8 @@ HELD_OUT = "held_out"
 """In an identity: share of a stream's documents that training does not read"""
 VALIDATION_TEXT = "validation_text"
 """In ``data.json``: hash of the tokens on which the run is validated, also where they are not of its training text"""
+STREAM_VERSION = "stream_version"
+"""In ``data.json``: ``OpenStream.version`` of a training stream, which has no hash of its text"""
 EXCLUDE = 'checkpoint.exclude_from_loading = ["dataloader"]'
 
 
@@ -103,8 +105,8 @@ def _warn_of_another_tokenizer(checkpoint: Path, prepared: Prepared) -> None:
 def _write(job_config, prepared: Prepared) -> None:
     folder = Path(job_config.job.dump_folder)
     before = (_read(folder / DATA_FILE) if _has_checkpoints(folder / job_config.checkpoint.folder) else None) or {}
-    validation = {VALIDATION_TEXT: before[VALIDATION_TEXT]} if VALIDATION_TEXT in before else {}
-    _write_file(folder, record(job_config, prepared) | validation, prepared.tokenizer)
+    kept = {key: before[key] for key in (VALIDATION_TEXT, STREAM_VERSION) if key in before}
+    _write_file(folder, record(job_config, prepared) | kept, prepared.tokenizer)
 
 
 def _write_file(folder: Path, content: dict, tokenizer: Path | None = None) -> None:
@@ -125,17 +127,28 @@ def keep_validation_text(job_config, tokens: TokenFile) -> None:
     Raises:
         ConfigError: the run's folder cannot be written.
     """
+    _keep(
+        job_config, VALIDATION_TEXT, tokens.sha256, "validation text", "validation losses do not go on where they were"
+    )
+
+
+def keep_stream_version(job_config, version: str) -> None:
+    """Do the same for the version of the training stream. It may be another one if the stream starts anew."""
+    effect = f"the position in it may be in another text; set {EXCLUDE} to start at its beginning"
+    _keep(job_config, STREAM_VERSION, version, "version of the stream", effect, warns=not _starts_anew(job_config))
+
+
+def _keep(job_config, key: str, value: str, what: str, effect: str, warns: bool = True) -> None:
     folder = Path(job_config.job.dump_folder)
     kept = _read(folder / DATA_FILE)
     if kept is None:  # see ``keep_in_run_folder``
         return
-    before = kept.get(VALIDATION_TEXT)
-    if before not in (None, tokens.sha256) and _has_checkpoints(folder / job_config.checkpoint.folder):
+    before = kept.get(key)
+    if warns and before not in (None, value) and _has_checkpoints(folder / job_config.checkpoint.folder):
         logger.warning(
-            f"the validation text ({tokens.sha256[:12]}) is another than that of the run so far ({str(before)[:12]}): "
-            "validation losses do not go on where they were"
+            f"the {what} ({value[:12]}) is another than that of the run so far ({str(before)[:12]}): {effect}"
         )
-    _write_file(folder, kept | {VALIDATION_TEXT: tokens.sha256})
+    _write_file(folder, kept | {key: value})
 
 
 def require_same(kept: dict, now: dict, job_config) -> None:

@@ -98,16 +98,18 @@ def _stream(
 
     Args:
         choose: called with the whole stream, returns the one to read.
+
+    Returns:
+        The dataset; its attribute ``version`` is that of ``OpenStream``.
     """
     data = job_config.data
-
-    def load(path: str):
-        return choose(open_stream(path, hf_config=data.hf_config or "", split=split, section=section))
-
-    source = DatasetConfig(path, load, StreamedText(data.text_key, path))
+    stream = open_stream(path, hf_config=data.hf_config or "", split=split, section=section)
+    source = DatasetConfig(path, lambda path: choose(stream.rows), StreamedText(data.text_key, path))
     TITAN_DATASETS["hf"] = source
     try:
         seq_len = getattr(job_config, section).seq_len
-        return HuggingFaceTextDataset("hf", path, tokenizer, seq_len, dp_rank, dp_world_size, infinite)
+        dataset = HuggingFaceTextDataset("hf", path, tokenizer, seq_len, dp_rank, dp_world_size, infinite)
     finally:
         del TITAN_DATASETS["hf"]
+    dataset.version = stream.version
+    return dataset

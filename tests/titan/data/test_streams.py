@@ -1,3 +1,7 @@
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
 import datasets as hf_datasets
 import pytest
 import torch
@@ -14,6 +18,8 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 TITAN_NAMES = {"c4", "c4_test", "c4_validation"}
 READ = []
 """The rows that this process has read"""
+VERSION = {"some/set": "c0ffee"}
+"""Of the one dataset on the hub"""
 
 
 def rows(shards, split):
@@ -28,14 +34,17 @@ def hub(monkeypatch):
     """A hub that holds one dataset, some/set, with two shards a split."""
     opened = []
 
-    def load_dataset(path, name, split, streaming):
+    def load_dataset_builder(path, name):
         if path != "some/set":
             raise FileNotFoundError(f"Dataset {path} does not exist")
-        assert streaming
-        opened.append((name, split))
-        return hf_datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": [0, 1], "split": split})
 
-    monkeypatch.setattr(hf_datasets, "load_dataset", load_dataset)
+        def as_streaming_dataset(split):
+            opened.append((name, split))
+            return hf_datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": [0, 1], "split": split})
+
+        return SimpleNamespace(as_streaming_dataset=as_streaming_dataset, hash=VERSION[path])
+
+    monkeypatch.setattr(hf_datasets, "load_dataset_builder", load_dataset_builder)
     return opened
 
 
@@ -53,6 +62,28 @@ def test_a_stream_trains_a_tokenizer_and_feeds_the_loader(hub):
     assert torch.equal(inputs["input"][0], torch.tensor(tokenizer.encode(text(0, 40), add_bos=True, add_eos=True)[:16]))
     assert inputs["input"].shape == labels.shape == (4, 16)
     assert set(titan_datasets.TITAN_DATASETS) == TITAN_NAMES  # TorchTitan's registry is as it was
+
+
+def test_the_version_of_a_stream_is_kept_and_another_one_is_a_warning(hub, monkeypatch, caplog):
+    flags = ["--checkpoint.enable"]
+    config = hf_job(*flags)
+    file = Path(config.job.dump_folder) / "data.json"
+    loader = build_dataloader(1, 0, build_tokenizer(config), config)
+    take(loader, 1)
+    assert json.loads(file.read_text())["stream_version"] == "c0ffee"
+    (file.parent / "checkpoint" / "step-1").mkdir(parents=True)
+    resumed = build_dataloader(1, 0, build_tokenizer(config), config)
+    resumed.load_state_dict(loader.state_dict())
+    assert json.loads(file.read_text())["stream_version"] == "c0ffee" and "version of" not in caplog.text
+    monkeypatch.setitem(VERSION, "some/set", "decade")
+    anew = hf_job(*flags, "--checkpoint.exclude_from_loading=dataloader,lr_scheduler")
+    for resumed, warns in ((config, True), (anew, False)):
+        file.write_text(file.read_text().replace("decade", "c0ffee"))
+        caplog.clear()
+        build_dataloader(1, 0, build_tokenizer(resumed), resumed)
+        assert json.loads(file.read_text())["stream_version"] == "decade"
+        line = "the version of the stream (decade) is another than that of the run so far (c0ffee)"
+        assert (line in caplog.text) == warns
 
 
 def require_exact_resume(config, tokenizer, stop, end):
