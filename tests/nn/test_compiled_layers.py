@@ -64,6 +64,18 @@ def test_blocks_compile_once_without_a_graph_break(recipe, mode, autocast, compi
         assert_near(results, results_of(block, x, dy), tolerance)
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.sweep)])
+def test_blocks_compile_with_dynamic_shapes(recipe):
+    """Other numbers of rows, also such as are no whole blocks. Inductor was not tried."""
+    torch._dynamo.reset()
+    block = Block(recipe, "emulated")
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=True)
+    for step, rows in enumerate((32, 64, 5)):
+        x, dy = draw(rows, D, seed=rows), draw(rows, D, seed=1)
+        set_rounding_step(step)
+        assert_near(results_of(compiled, x, dy), results_of(block, x, dy), 1e-6)
+
+
 def test_compiled_without_a_step_every_forward_draws_new_bits(compile_backend):
     x, dy = draw(T, D, seed=0), draw(T, N, seed=1)
     compiled = torch.compile(mx_linear(D, N, "nvfp4", "emulated"), backend=compile_backend, fullgraph=True)
