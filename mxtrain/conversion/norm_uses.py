@@ -158,6 +158,7 @@ def watch(
         raise ConfigError(
             f"converter = 'mxnorm' cannot see which linears the norms of this {type(model).__name__} feed: one forward "
             f"pass {where} failed with {type(error).__name__}: {error}"
+            + (f"; before that it did not follow {'; '.join(watcher.unfollowed)}" if watcher.unfollowed else "")
         ) from error
     return watcher.uses()
 

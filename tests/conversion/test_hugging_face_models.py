@@ -80,6 +80,20 @@ def test_a_model_converts_trains_and_is_saved(name, tmp_path):
     assert torch.equal(loss(loaded), after)
 
 
+def test_a_model_without_a_cache_is_refused_with_the_reason_and_converts_with_one():
+    """Without a cache, transformers reads position ids, which the meta device does not have."""
+    model = build("Llama")
+    model.config.use_cache = False
+    with pytest.raises(
+        ConfigError, match=r"before that it did not follow model, which fails .*\(RuntimeError: Tensor.item"
+    ):
+        mxtrain.convert(model)
+    model.config.use_cache = True
+    mxtrain.convert(model)
+    model.config.use_cache = False
+    loss(model).backward()
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_whose_norms_cannot_be_swapped_is_refused_and_its_linears_convert(name):
     model = build(name)
