@@ -61,7 +61,8 @@ def other_texts(runs: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
     """Return a line for each part of TEXT in which runs differ.
 
     Args:
-        runs: name and hashes per run. A run without hashes is not compared, nor is one of OPTIONAL that a run lacks.
+        runs: name and hashes per run. A run without hashes is not compared, and one without a key of OPTIONAL
+            not by that key.
     """
     runs, lines = [(name, own) for name, own in runs if own], []
     for key, (what, effect) in TEXT.items():

@@ -226,16 +226,22 @@ def test_runs_with_other_tokens_per_step_are_compared_with_a_note(ran):
     ]
 
 
+def notes_of_runs_with_data(folder, **data):
+    """The notes of a comparison of runs, from the content of each run's data.json."""
+    results = []
+    for name, content in data.items():
+        own = make_run(folder / name, [3.0])
+        (own / "data.json").write_text(json.dumps(content))
+        results.append(result_of(load_run(own), name))
+    (group,) = compare(results)
+    return group.notes
+
+
 def test_runs_that_were_validated_on_other_files_are_compared_with_a_note(tmp_path):
     """The hash of files of their own is beside those of the training text and of what it holds out."""
-    results = []
-    for name, own in {"a": "1", "b": "2"}.items():
-        folder = make_run(tmp_path / name, [3.0])
-        kept = {"identity": {"tokenizer": "t", "train": "t", "validation": "v"}, "validation_text": own * 64}
-        (folder / "data.json").write_text(json.dumps(kept))
-        results.append(result_of(load_run(folder), name))
-    (group,) = compare(results)
-    assert group.notes == [
+    identity = {"tokenizer": "t", "train": "t", "validation": "v"}
+    a, b = ({"identity": identity, "validation_text": digit * 64} for digit in "12")
+    assert notes_of_runs_with_data(tmp_path, a=a, b=b) == [
         f"runs differ in their validation text ({'1' * 12} in a, {'2' * 12} in b): their validation losses are not of "
         "the same text"
     ]
@@ -243,24 +249,16 @@ def test_runs_that_were_validated_on_other_files_are_compared_with_a_note(tmp_pa
 
 def test_a_run_that_names_no_validation_text_is_not_compared_by_it(tmp_path):
     """One of an earlier version, or one that was not validated. The held-out text may be another."""
-    results = []
-    for name, own in {"old": {}, "new": {"validation_text": "9" * 64}}.items():
-        folder = make_run(tmp_path / name, [3.0])
-        (folder / "data.json").write_text(json.dumps({"identity": {"tokenizer": "t", "train": "t"} | own, **own}))
-        results.append(result_of(load_run(folder), name))
-    (group,) = compare(results)
-    assert group.notes == []
+    old = {"identity": {"tokenizer": "t", "train": "t"}}
+    new = {"identity": old["identity"] | {"validation_text": "9" * 64}, "validation_text": "9" * 64}
+    assert notes_of_runs_with_data(tmp_path, old=old, new=new) == []
 
 
 def test_runs_on_other_versions_of_a_stream_are_compared_with_a_note(tmp_path):
     """A stream has no hash of its text. Earlier versions kept nothing of it."""
-    results = []
-    for name, own in {"a": {"stream_version": "1" * 40}, "b": {"stream_version": "2" * 40}, "old": {}}.items():
-        folder = make_run(tmp_path / name, [3.0])
-        (folder / "data.json").write_text(json.dumps({"identity": {"tokenizer": "t"}, **own}))
-        results.append(result_of(load_run(folder), name))
-    (group,) = compare(results)
-    assert group.notes == [
+    old = {"identity": {"tokenizer": "t"}}
+    a, b = (old | {"stream_version": digit * 40} for digit in "12")
+    assert notes_of_runs_with_data(tmp_path, a=a, b=b, old=old) == [
         f"runs differ in their version of a stream ({'1' * 12} in a, {'2' * 12} in b): they may have read other text, "
         "and are then not paired step by step"
     ]

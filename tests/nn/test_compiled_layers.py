@@ -66,7 +66,7 @@ def test_blocks_compile_once_without_a_graph_break(recipe, mode, autocast, compi
 
 @pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.sweep)])
 def test_blocks_compile_with_dynamic_shapes(recipe):
-    """Other numbers of rows, also such as are no whole blocks. Inductor was not tried."""
+    """Numbers of rows that differ; 5 rows are no whole block. Not with Inductor."""
     torch._dynamo.reset()
     block = Block(recipe, "emulated")
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=True)

@@ -34,12 +34,13 @@ from mxtrain.nn.split import SplitSequences, by_input_features, by_output_featur
 from mxtrain.nn.three_gemms import QuantizedLinear
 
 DEGREE = "parallelism.tensor_parallel_degree"
-# By TorchTitan's names, and by those of Hugging Face's Llama.
-SPLIT_BY_COLUMNS = {
-    *(f"attention.{name}" for name in ("wq", "wk", "wv")), *(f"self_attn.{name}_proj" for name in "qkv"),
-    "feed_forward.w1", "feed_forward.w3", "mlp.gate_proj", "mlp.up_proj",
-}  # fmt: skip
-SPLIT_BY_ROWS = {"attention.wo", "self_attn.o_proj", "feed_forward.w2", "mlp.down_proj"}
+COLUMNWISE_NAMES = (
+    *("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"),
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
+)
+"""Linears of a layer that are split by output features: TorchTitan's names, and those of Hugging Face's Llama"""
+ROWWISE_NAMES = ("attention.wo", "feed_forward.w2", "self_attn.o_proj", "mlp.down_proj")
+"""Those that are split by input features"""
 _SEQUENCES = (Shard(1),)
 
 
@@ -177,8 +178,8 @@ def check_parts_of_layers(model: nn.Module, processes: int) -> None:
     Without a plan, the names of linears tell how they are split. Training checks the linears of its plan, whatever
     their names.
     """
-    column, row = Columnwise(), Rowwise()
+    styles = dict.fromkeys(COLUMNWISE_NAMES, Columnwise()) | dict.fromkeys(ROWWISE_NAMES, Rowwise())
     for layer in model.layers.values():
         for fqn, linear in layer.named_modules():
-            if fqn in SPLIT_BY_COLUMNS | SPLIT_BY_ROWS and isinstance(linear, QuantizedLinear):
-                check_part(fqn, linear, column if fqn in SPLIT_BY_COLUMNS else row, processes)
+            if fqn in styles and isinstance(linear, QuantizedLinear):
+                check_part(fqn, linear, styles[fqn], processes)
