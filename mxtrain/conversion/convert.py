@@ -3,7 +3,6 @@
 import torch.nn as nn
 
 from mxtrain.conversion.base import Converter
-from mxtrain.conversion.compiled_numbers import make_numbers_constant
 from mxtrain.conversion.plan import Plan
 from mxtrain.conversion.registry import get_converter
 from mxtrain.conversion.survey import survey
@@ -51,8 +50,6 @@ def apply(converter: Converter, model: nn.Module, example_inputs: tuple | None =
     facts = survey(model, example_inputs, watch_norms=converter.watches_norms)
     plan = converter.plan(facts)
     swap(model, plan)
-    if plan.recipes:
-        make_numbers_constant()
     if converter.graph_passes is not None:
         install() if converter.graph_passes else remove()
     return plan

@@ -41,7 +41,7 @@ def by_input_features(group: str) -> SplitMatrices:
     return SplitMatrices(x=group, w=group)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SplitSequences(Keyed):
     """The processes that hold the shards [B, S / processes, D] of sequences.
 

@@ -4,16 +4,26 @@ from dataclasses import fields
 
 
 class Keyed:
-    """Base class of frozen dataclasses that ``from_key`` finds by their keys. ``__post_init__`` calls ``_register``.
+    """Base class of frozen dataclasses that are compared by their keys, and that ``from_key`` finds by them.
 
     Dynamo makes every number that has changed since the last compilation an input of the graph. A text stays a
-    constant, and another text is compiled anew. So an ``untraced`` function takes the key in the place of the numbers.
+    constant, and another text is compiled anew. So an ``untraced`` function takes the key in the place of the numbers,
+    and traced code compares keys. PyTorch 2.13 and 2.15 stop with an error if numbers that have changed are compared.
+
+    Subclasses are declared with ``eq=False``, and their ``__post_init__`` calls ``_register``.
 
     Attributes:
-        key: names the class and the values of all fields that are compared. Objects with the same key compute the same.
+        key: names the class and the values of all fields with ``compare=True``. Objects with the same key compute the
+            same.
     """
 
     key: str
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Keyed) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
     def _register(self) -> None:
         values = [getattr(self, field.name) for field in fields(self) if field.compare]

@@ -46,7 +46,7 @@ class LinearRecipe(Keyed):
         return self.needs_signs or self.needs_draws
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Recipe(LinearRecipe):
     """How one GEMM casts its two operands. As the recipe of a layer, it applies to fprop, dgrad and wgrad alike.
 
@@ -138,7 +138,7 @@ class Recipe(LinearRecipe):
 FLAGS = ("weight_tiles", "hadamard", "stochastic_rounding")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MixedRecipe(LinearRecipe):
     """A recipe for each GEMM of a linear layer. The three are not all equal."""
 

@@ -11,7 +11,7 @@ from mxtrain.recipes.recipe import Recipe
 ESTIMATORS = ("pre_round", "post_round", "exact")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RMSEstimate(Keyed):
     """How MXNorm estimates the RMS of a row.
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from mxtrain.conversion.compiled_numbers import make_numbers_constant
 from mxtrain.conversion.schedule import set_step
 from mxtrain.recipes.schedule import Entry
 from mxtrain.recipes.spike_guard import SpikeGuard
@@ -115,7 +114,6 @@ def _was_in_effect(before: Entry, step: int) -> bool:
 
 def allow_recompiling(model_parts: list[torch.nn.Module], states: int) -> None:
     """Let torch.compile compile every block for every state. Beyond its own limit, it stops training."""
-    make_numbers_constant()
     layers = sum(getattr(module, "timeline", None) is not None for part in model_parts for module in part.modules())
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, GRAPHS + states * layers)

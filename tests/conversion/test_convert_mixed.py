@@ -191,10 +191,11 @@ def test_layers_of_other_recipes_compile_once_each(recipes):
         return graph
 
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(specialize_int=False, specialize_float=False):
-        convert(model, recipes=recipes, filter_fqns=[], example_inputs=(x,), mode="emulated", high_precision_share=0)
-        for layer in model:
-            expected = layer(x)
-            layer.compile(backend=keep, fullgraph=True)
-            torch.testing.assert_close(layer(x), expected)
+    settings = torch._dynamo.config.get_config_copy()
+    convert(model, recipes=recipes, filter_fqns=[], example_inputs=(x,), mode="emulated", high_precision_share=0)
+    for layer in model:
+        expected = layer(x)
+        layer.compile(backend=keep, fullgraph=True)
+        torch.testing.assert_close(layer(x), expected)
+    assert torch._dynamo.config.get_config_copy() == settings
     assert len(graphs) == 1 + len(recipes) and all(types <= {torch.Tensor, nn.Parameter} for types in graphs)

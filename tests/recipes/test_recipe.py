@@ -2,6 +2,7 @@ import dataclasses
 import pickle
 
 import pytest
+import torch
 
 from mxtrain import ConfigError, Recipe
 from mxtrain.recipes.formats import MXFP8, NVFP4, norm_constant
@@ -175,3 +176,33 @@ def test_an_object_is_found_by_its_key_also_after_a_copy_from_another_process():
         _REGISTERED.pop(keyed.key)
         assert pickle.loads(copy) == keyed == from_key(keyed.key)
     assert RMSEstimate(1, "exact", 0.25, 32).key != RMSEstimate(1, "exact", 0.5, 32).key
+
+
+def test_objects_are_equal_if_their_compared_fields_are():
+    recipe, estimate = RECIPES["mxfp8"], RMSEstimate(2, "exact", 1e-5, 32)
+    mixed = MixedRecipe(recipe, recipe, RECIPES["nvfp4"])
+    for one in (recipe, mixed, estimate):
+        assert one == dataclasses.replace(one) and len({one, dataclasses.replace(one)}) == 1
+    assert recipe == dataclasses.replace(recipe, high_precision_share=0.5)
+    for other in (
+        RECIPES["nvfp4"],
+        MixedRecipe(recipe, recipe, recipe),
+        dataclasses.replace(recipe, name="other"),
+        "mxfp8",
+    ):
+        assert recipe != other
+    assert mixed != dataclasses.replace(mixed, wgrad=recipe) and estimate != dataclasses.replace(estimate, p=1)
+
+
+def test_compiled_code_compares_recipes_whose_numbers_have_changed():
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(len(inputs))
+        return graph
+
+    torch._dynamo.reset()
+    differ = torch.compile(lambda x, one, other: x + (one != other), backend=keep, fullgraph=True)
+    pairs = [("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), ("bf16", "bf16"), ("mxfp8", "mxfp8"), ("nvfp4", "mxfp8")]
+    results = [differ(torch.zeros(()), RECIPES[one], dataclasses.replace(RECIPES[other])) for one, other in pairs]
+    assert results == [0, 0, 0, 0, 1] and graphs == [1] * 4

@@ -74,8 +74,11 @@ def test_numbers_that_change_are_constants_of_compiled_graphs():
         return graph.forward
 
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=1):
+    config, limits = torch._dynamo.config, {"recompile_limit": 1, "accumulated_recompile_limit": 1}
+    with config.patch(limits):
+        before = config.get_config_copy()
         allow_recompiling([model], 2)
+        assert config.get_config_copy() | limits == before
         compiled = torch.compile(model, backend=keep, fullgraph=True)
         for step in (1, 2):
             set_step(model, step)
