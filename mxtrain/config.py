@@ -11,6 +11,7 @@ import tomli
 import tomli_w
 
 from mxtrain.errors import ConfigError
+from mxtrain.run_folder.files import CONFIG_FILE
 
 _PACKAGE = Path(__file__).parent
 
@@ -106,6 +107,8 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict:
         return tomli.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows begin a file with a BOM
     except FileNotFoundError:
         raise ConfigError(f"{where} does not exist{_hint(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{where} is a folder{_way_on(path)}") from None
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror}") from error
     except ValueError as error:  # not TOML, or not UTF-8
@@ -117,6 +120,15 @@ def _hint(path: Path) -> str:
     if path.stem in presets():
         return f"; a preset has that name: write {path.stem!r}"
     return "" if path.suffix else "; 'mxtrain configs' lists the presets"
+
+
+def _way_on(folder: Path) -> str:
+    """What leads on from a folder that stands in the place of a TOML file."""
+    if (config := folder / CONFIG_FILE).is_file():
+        return f": write {str(config)!r} for the run's settings; 'mxtrain train --resume' continues a run"
+    if (folder / "config.json").is_file():
+        return " with a Hugging Face model: 'mxtrain import MODEL_DIR RUN_DIR' makes a run of it, with a config.toml"
+    return ", not a TOML file"
 
 
 def _same_file(a: Path, b: Path) -> bool:

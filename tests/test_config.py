@@ -120,9 +120,29 @@ def test_broken_files_are_config_errors(write, text, complaint):
         load_config(write("broken.toml", text))
 
 
+@pytest.mark.parametrize(
+    "file, way_on",
+    [
+        ("config.toml", ": write '{0}/config.toml' for the run's settings; 'mxtrain train --resume' continues a run"),
+        (
+            "config.json",
+            " with a Hugging Face model: 'mxtrain import MODEL_DIR RUN_DIR' makes a run of it, with a config.toml",
+        ),
+        ("notes.txt", ", not a TOML file"),
+    ],
+)
+def test_a_folder_is_named_for_what_it_holds(write, tmp_path, file, way_on):
+    write(f"a folder/{file}", "")
+    folder = tmp_path / "a folder"
+    with pytest.raises(ConfigError) as error:
+        load_config(folder)
+    assert str(error.value) == f"config '{folder}' is a folder" + way_on.format(folder)
+
+
 def test_unreadable_paths_are_config_errors(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
-        load_config(tmp_path)
+    (tmp_path / "a").write_text("")
+    with pytest.raises(ConfigError, match="cannot be read: Not a directory"):
+        load_config(tmp_path / "a" / "b.toml")
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"x = '\xff'\n")
     with pytest.raises(ConfigError, match="not valid TOML"):
