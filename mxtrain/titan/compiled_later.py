@@ -9,6 +9,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 
@@ -39,8 +40,5 @@ def attention_compiled_later() -> Iterator[None]:
         caller = sys._getframe(1).f_globals["__name__"]
         return (CompiledLater if caller == ATTENTION else compile_now)(*args, **options)
 
-    torch.compile = compile_later
-    try:
+    with patch.object(torch, "compile", compile_later):
         yield
-    finally:
-        torch.compile = compile_now

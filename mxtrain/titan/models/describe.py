@@ -3,6 +3,7 @@
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.tools.utils import set_default_dtype
 
 from mxtrain.conversion.plan import Plan
 from mxtrain.titan.converters import TITAN_CONVERTERS
@@ -13,13 +14,8 @@ def build_on_meta(job_config) -> torch.nn.Module:
     spec = get_train_spec(job_config.model.name)
     args = spec.model_args[job_config.model.flavor]
     args.update_from_config(job_config)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype])
-    try:
-        with torch.device("meta"):
-            return spec.model_cls(args)
-    finally:
-        torch.set_default_dtype(before)
+    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
+        return spec.model_cls(args)
 
 
 def convert_on_meta(job_config, model: torch.nn.Module) -> dict[str, Plan | None]:

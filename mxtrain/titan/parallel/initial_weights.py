@@ -123,15 +123,9 @@ def plain_name(fqn: str) -> str:
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Seed the default generators of the CPU and the current GPU for the time of one operation."""
-    generators = [torch.default_generator]
-    if torch.cuda.is_available():
-        torch.cuda.init()
-        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    states = [generator.get_state() for generator in generators]
-    try:
-        for generator in generators:
-            generator.manual_seed(seed)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.manual_seed(seed)
         yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)

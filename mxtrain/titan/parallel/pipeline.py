@@ -7,7 +7,7 @@ shapes count as training. This file corrects all three.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_
 
 from mxtrain.rng.rounding_position import set_rounding_chunk
 from mxtrain.settings.pipeline import ONE_STAGE
+from mxtrain.titan.buffers import kept_buffers
 
 
 def modules_of_stages(layers: int, parallelism) -> list[list[str]]:
@@ -119,23 +120,18 @@ class Stage(PipelineStage):
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def _prepare_forward_infra(self, *args, **kwargs):
-        self._kept = [(buffer, buffer.clone()) for buffer in self.submod.buffers()]
+        self._kept = ExitStack()
+        self._kept.enter_context(kept_buffers([self.submod]))
         Stage.finds_shapes = True
         try:
             result = super()._prepare_forward_infra(*args, **kwargs)
         finally:
             Stage.finds_shapes = False
         if not FINDS_SHAPES_AGAIN:  # the pass was a forward only
-            self._restore()
+            self._kept.close()
         return result
 
     def _post_metadata_inference_cleanup(self) -> None:
         super()._post_metadata_inference_cleanup()
         # Only now: the backward of a pass still needs the buffers of its forward.
-        self._restore()
-
-    @torch.no_grad()
-    def _restore(self) -> None:
-        for buffer, value in self._kept:
-            buffer.copy_(value)
-        self._kept = []
+        self._kept.close()
