@@ -7,12 +7,12 @@ from pathlib import Path
 
 from mxtrain.config import load_config
 from mxtrain.errors import ConfigError
+from mxtrain.hugging_face.model_config import CONFIG_FILE as MODEL_FILE
+from mxtrain.hugging_face.model_config import REPORT_FILE
 from mxtrain.run_folder.checkpoints import Checkpoints
 from mxtrain.run_folder.files import CONFIG_FILE, reason
 from mxtrain.run_folder.manifest import MANIFEST_FILE, hash_file
 
-MODEL_FILE = "config.json"
-EXPORT_FILE = "mxtrain.json"  # mxtrain.titan.hugging_face.export.REPORT_FILE, whose module imports TorchTitan
 EXPORTED = "exported"
 
 
@@ -65,7 +65,7 @@ def _is_of(exported: Path, checkpoint: Path) -> bool:
     """Return whether ``exported`` holds the weights of the checkpoint that is there now, as ``_export`` writes them."""
     expected = {"format": "hf", "dtype": "float32", "fold_gain": False}
     try:
-        kept = json.loads((exported / EXPORT_FILE).read_text(encoding="utf-8"))
+        kept = json.loads((exported / REPORT_FILE).read_text(encoding="utf-8"))
         expected["manifest_sha256"] = hash_file(checkpoint / MANIFEST_FILE).sha256
         return all(kept[name] == value for name, value in expected.items())
     except (OSError, ValueError, KeyError, TypeError):
@@ -75,9 +75,9 @@ def _is_of(exported: Path, checkpoint: Path) -> bool:
 def _export(run: Path, target: Path, step: int | None) -> None:
     from mxtrain.titan.hugging_face.export import export
 
-    if target.exists() and not (target / EXPORT_FILE).is_file():
+    if target.exists() and not (target / REPORT_FILE).is_file():
         raise ConfigError(
-            f"RUN = {str(run)!r}: {target}, where its export belongs, is no export ({EXPORT_FILE} is missing): move it "
+            f"RUN = {str(run)!r}: {target}, where its export belongs, is no export ({REPORT_FILE} is missing): move it "
             "elsewhere"
         )
     try:

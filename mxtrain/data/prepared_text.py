@@ -12,6 +12,7 @@ from mxtrain.data.text_report import TextReport
 from mxtrain.data.token_store import TokenFile
 from mxtrain.data.tokenizer import tokenizer_hash
 from mxtrain.errors import ConfigError
+from mxtrain.run_folder.manifest import hash_file
 
 SUMMARY = "prepared.json"
 TOKENIZER = "tokenizer"
@@ -93,7 +94,7 @@ def load_text(folder: Path, tokenizer_path: str = "") -> Prepared:
 def changed_files(prepared: Prepared) -> list[str]:
     """Read the token files and return the names of those whose contents changed since they were written."""
     files = [file for file in (prepared.train, prepared.validation) if file is not None]
-    return [file.path.name for file in files if file.sha256 != file.read_hash()]
+    return [file.path.name for file in files if file.sha256 != hash_file(file.path).sha256]
 
 
 def _read_summary(folder: Path) -> tuple[TextReport, dict[str, TokenFile], dict]:

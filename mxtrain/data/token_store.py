@@ -40,14 +40,6 @@ class TokenFile:
             return np.empty(0, self.dtype)
         return np.memmap(self.path, self.dtype, mode="r", shape=(self.count,))
 
-    def read_hash(self) -> str:
-        """Read the file and return its SHA-256."""
-        digest = sha256()
-        with self.path.open("rb") as file:
-            while piece := file.read(1 << 20):
-                digest.update(piece)
-        return digest.hexdigest()
-
 
 @dataclass
 class Tally:

@@ -7,6 +7,8 @@ from pathlib import Path
 from mxtrain.errors import ConfigError
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+REPORT_FILE = "mxtrain.json"
+"""In the folder of an export: which run and checkpoint it holds, and its losses"""
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 """``model_type`` -> name of the class in transformers"""

@@ -8,7 +8,8 @@ import pytest
 
 from mxtrain import ConfigError
 from mxtrain.cli import model_folder as module
-from mxtrain.cli.model_folder import EXPORT_FILE, model_folder
+from mxtrain.cli.model_folder import model_folder
+from mxtrain.hugging_face.model_config import REPORT_FILE
 from mxtrain.run_folder.manifest import MANIFEST_FILE, Manifest, hash_file, write_manifest
 
 
@@ -23,7 +24,7 @@ def exports(monkeypatch):
         target.mkdir(parents=True)
         kept = hash_file(run / "checkpoint" / f"step-{step}" / MANIFEST_FILE).sha256
         report = {"manifest_sha256": kept, "format": "hf", "dtype": "float32", "fold_gain": False}
-        (target / EXPORT_FILE).write_text(json.dumps(report))
+        (target / REPORT_FILE).write_text(json.dumps(report))
 
     fake = ModuleType("mxtrain.titan.hugging_face.export")
     fake.export = export
@@ -69,14 +70,14 @@ def test_an_export_of_a_checkpoint_that_was_replaced_is_replaced(run, exports):
 
 @pytest.mark.parametrize("damage", ["{", "{}", "[]"])
 def test_an_export_without_its_checkpoints_hash_is_replaced(damage, run, exports):
-    (model_folder(run, 20) / EXPORT_FILE).write_text(damage)
+    (model_folder(run, 20) / REPORT_FILE).write_text(damage)
     model_folder(run, 20)
     assert exports == [20, 20]
 
 
 @pytest.mark.parametrize("change", [{"format": "mxfp8"}, {"dtype": "bfloat16"}, {"fold_gain": True}])
 def test_an_export_of_another_kind_is_replaced(change, run, exports):
-    report = model_folder(run, 20) / EXPORT_FILE
+    report = model_folder(run, 20) / REPORT_FILE
     report.write_text(json.dumps(json.loads(report.read_text()) | change))
     model_folder(run, 20)
     assert exports == [20, 20]

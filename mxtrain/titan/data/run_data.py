@@ -5,7 +5,6 @@ cache, and the settings) and a copy of the tokenizer. Every checkpoint has the h
 """
 
 import json
-import os
 import pickle
 import re
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from mxtrain.data.token_dataset import TokenDataset
 from mxtrain.data.token_store import TokenFile
 from mxtrain.data.tokenizer import copy_tokenizer, tokenizer_hash
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import DATA_FILE
+from mxtrain.run_folder.files import DATA_FILE, replace_file
 from mxtrain.titan.agreement import differences, gather, is_rank_0
 from mxtrain.titan.data.streams import held_out_share
 
@@ -65,7 +64,7 @@ def keep_in_run_folder(job_config, prepared: Prepared) -> None:
     """
     folder = Path(job_config.job.dump_folder)
     if job_config.checkpoint.enable and _has_checkpoints(folder / job_config.checkpoint.folder):
-        kept = _read(folder / DATA_FILE)
+        kept = read_record(folder)
         if kept is not None:
             require_same(kept, record(job_config, prepared), job_config)
             if prepared.train is None and not _starts_anew(job_config):
@@ -93,7 +92,7 @@ def _warn_of_another_stream(kept: dict, now: dict) -> None:
 def _warn_of_another_tokenizer(checkpoint: Path, prepared: Prepared) -> None:
     """Log a warning if a new run starts with weights that were trained with another tokenizer."""
     run = checkpoint.absolute().parent.parent  # RUN/checkpoint/step-N
-    kept = _read(run / DATA_FILE)
+    kept = read_record(run)
     if kept is None or checkpoint.name == "step-0" or kept["identity"]["tokenizer"] == prepared.tokenizer_sha256:
         return
     logger.warning(
@@ -104,7 +103,7 @@ def _warn_of_another_tokenizer(checkpoint: Path, prepared: Prepared) -> None:
 
 def _write(job_config, prepared: Prepared) -> None:
     folder = Path(job_config.job.dump_folder)
-    before = (_read(folder / DATA_FILE) if _has_checkpoints(folder / job_config.checkpoint.folder) else None) or {}
+    before = (read_record(folder) if _has_checkpoints(folder / job_config.checkpoint.folder) else None) or {}
     kept = {key: before[key] for key in (VALIDATION_TEXT, STREAM_VERSION) if key in before}
     _write_file(folder, record(job_config, prepared) | kept, prepared.tokenizer)
 
@@ -112,9 +111,7 @@ def _write(job_config, prepared: Prepared) -> None:
 def _write_file(folder: Path, content: dict, tokenizer: Path | None = None) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        new = folder / f"{DATA_FILE}.new"
-        new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(new, folder / DATA_FILE)
+        replace_file(folder / DATA_FILE, (json.dumps(content, indent=2) + "\n").encode())
         if tokenizer is not None:
             copy_tokenizer(tokenizer, folder / TOKENIZER_FOLDER)
     except OSError as error:
@@ -140,7 +137,7 @@ def keep_stream_version(job_config, version: str) -> None:
 
 def _keep(job_config, key: str, value: str, what: str, effect: str, warns: bool = True) -> None:
     folder = Path(job_config.job.dump_folder)
-    kept = _read(folder / DATA_FILE)
+    kept = read_record(folder)
     if kept is None:  # see ``keep_in_run_folder``
         return
     before = kept.get(key)
@@ -222,9 +219,10 @@ def _has_checkpoints(folder: Path) -> bool:
     return any(re.fullmatch(r"step-[1-9]\d*", path.name) for path in folder.glob("step-*"))
 
 
-def _read(file: Path) -> dict | None:
+def read_record(folder: Path) -> dict | None:
+    """Return what ``data.json`` in a run's folder holds (see ``record``), or None if it is missing or damaged."""
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
+        kept = json.loads((folder / DATA_FILE).read_text(encoding="utf-8"))
         return kept if {"tokenizer"} <= kept["identity"].keys() and {"prepared", "cache"} <= kept.keys() else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # damaged: the checkpoint has the hashes, too

@@ -13,7 +13,13 @@ from mxtrain.data.tokenizer import copy_tokenizer, load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.hugging_face.formats import Format, RunFacts
 from mxtrain.hugging_face.gain import fold, folded_norm, norm_before
-from mxtrain.hugging_face.model_config import CONFIG_FILE, GENERATION_FILE, config_json, generation_config_json
+from mxtrain.hugging_face.model_config import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    REPORT_FILE,
+    config_json,
+    generation_config_json,
+)
 from mxtrain.hugging_face.registry import FORMATS
 from mxtrain.hugging_face.safetensors_files import ShardWriter, shard_size
 from mxtrain.nn.mxnorm import MXNorm
@@ -24,10 +30,9 @@ from mxtrain.titan.hugging_face.held_out_loss import Losses, NoLoss, convert, he
 from mxtrain.titan.hugging_face.names import Names, require_exact, require_supported, shape_of
 from mxtrain.titan.hugging_face.saved_run import SavedRun, open_run
 from mxtrain.titan.hugging_face.target_folder import new_target, require_new
-from mxtrain.titan.parse import non_default_values
+from mxtrain.titan.parse import resolved_settings
 from mxtrain.titan.reports.metrics import package_versions, run_facts
 
-REPORT_FILE = "mxtrain.json"
 LAST_NORM, HEAD = "norm", "output.weight"
 
 
@@ -259,9 +264,6 @@ def _copy_tokenizer(source: Path, folder: Path, notes: list[str]) -> tuple[int |
 
 
 def _write_report(folder: Path, run: SavedRun, report: ExportReport) -> None:
-    settings = non_default_values(run.job_config)
-    for name in ("config_file", "dump_folder"):  # "run" says it
-        settings["job"].pop(name, None)
     content = {
         "run": str(run.folder.absolute()),
         "step": report.step,
@@ -271,7 +273,7 @@ def _write_report(folder: Path, run: SavedRun, report: ExportReport) -> None:
         "fold_gain": report.fold_gain,
         "loss": None if report.losses is None else asdict(report.losses),
         "notes": list(report.notes),
-        "settings": settings,
+        "settings": resolved_settings(run.job_config),
         "versions": package_versions(),
     }
     (folder / REPORT_FILE).write_text(_json(content), encoding="utf-8")

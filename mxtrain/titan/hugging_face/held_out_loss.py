@@ -1,7 +1,6 @@
 """The loss of a saved run's weights on held-out text: as trained, and as a plain model in high precision."""
 
 import copy
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from mxtrain.data.token_store import TokenFile
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import DATA_FILE
 from mxtrain.settings.registry import TITAN_QUANTIZING
-from mxtrain.titan.data.run_data import TOKENIZER_FOLDER
+from mxtrain.titan.data.run_data import TOKENIZER_FOLDER, read_record
 from mxtrain.titan.hugging_face.saved_run import SavedRun
 
 TOKENS_PER_FORWARD, TOKENS_PER_HEAD = 2048, 256
@@ -113,11 +112,10 @@ def _load(model: torch.nn.Module, run: SavedRun, exported: Callable[[str], torch
 
 def _held_out_text(folder: Path) -> TokenFile:
     """Return the held-out tokens of the text that ``data.json`` names."""
-    try:
-        kept = json.loads((folder / DATA_FILE).read_text(encoding="utf-8"))
-        name, cache, identity = kept["prepared"], kept["cache"], kept["identity"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise NoLoss(f"{DATA_FILE}, which names the run's text, cannot be read") from error
+    kept = read_record(folder)
+    if kept is None:
+        raise NoLoss(f"{DATA_FILE}, which names the run's text, cannot be read")
+    name, cache = kept["prepared"], kept["cache"]
     if name is None:
         raise NoLoss("the run's text was streamed")
     try:
@@ -126,7 +124,7 @@ def _held_out_text(folder: Path) -> TokenFile:
         raise NoLoss(f"the run's text {name!r} in {cache} is gone or damaged") from error
     if prepared.report.streamed:
         raise NoLoss("the run's text was streamed")
-    if prepared.identity != identity:
+    if prepared.identity != kept["identity"]:
         raise NoLoss(f"the text {name!r} in {cache} is not the run's: its hash differs")
     if prepared.validation is None or prepared.validation.count < 2:
         raise NoLoss(f"no part of the run's text {name!r} is held out: it is short, or data.validation_share is 0")

@@ -9,8 +9,10 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.errors import ConfigError
 from mxtrain.settings.layout import degree
+from mxtrain.settings.model_settings import given_model_args
 from mxtrain.settings.pipeline import stages_problem
 from mxtrain.settings.values import Settings
+from mxtrain.titan.models.llama3 import is_tied
 from mxtrain.titan.parallel.pipeline import FINDS_SHAPES_AGAIN
 
 
@@ -19,8 +21,7 @@ def check_model_layout(settings: Settings, has_gpus: bool) -> None:
     name, flavor = settings["model.name"], settings["model.flavor"]
     args = get_train_spec(name).model_args[flavor]
     if getattr(args, "takes_model_args", False):
-        given = vars(settings.section("model_args"))
-        args.set_model_args({name: value for name, value in given.items() if value is not None})
+        args.set_model_args(given_model_args(settings))
     model = f"{name} {flavor}"
     _check_attention(settings, args, model, has_gpus)
     _check_heads(settings, args, model)
@@ -68,7 +69,7 @@ def _check_stages(settings: Settings, args, model: str) -> None:
         return
     if get_train_spec(settings["model.name"]).pipelining_fn is None:
         _refuse(settings, "pipeline_parallel_degree", f"does not work with {model}: allowed is 1")
-    if getattr(args, "enable_weight_tying", False):
+    if is_tied(args):
         _refuse(
             settings,
             "pipeline_parallel_degree",

@@ -17,10 +17,11 @@ from torchtitan.protocols.train_spec import get_train_spec
 from mxtrain.data.progress import Progress
 from mxtrain.data.tokenizer import train_tokenizer
 from mxtrain.errors import ConfigError
+from mxtrain.hugging_face.model_config import REPORT_FILE
 from mxtrain.run_folder.manifest import check_hashes, read_manifest
 from mxtrain.run_folder.start import CheckpointSettings, find_start
 from mxtrain.settings.read import read_settings
-from mxtrain.titan.hugging_face.export import REPORT_FILE, export
+from mxtrain.titan.hugging_face.export import export
 from mxtrain.titan.hugging_face.held_out_loss import load_model
 from mxtrain.titan.hugging_face.import_model import ImportReport, import_model
 from mxtrain.titan.hugging_face.saved_run import open_run

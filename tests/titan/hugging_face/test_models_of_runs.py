@@ -7,9 +7,8 @@ import pytest
 import saved_runs
 
 from mxtrain import cli
-from mxtrain.cli.model_folder import EXPORT_FILE
+from mxtrain.hugging_face.model_config import REPORT_FILE
 from mxtrain.run_folder.manifest import hash_file
-from mxtrain.titan.hugging_face.export import REPORT_FILE
 
 
 @pytest.fixture
@@ -44,7 +43,6 @@ def test_a_run_is_exported_when_its_checkpoint_is_new(run, capfd):
 
 
 def test_the_report_of_an_export_names_its_checkpoint(run, tmp_path):
-    assert EXPORT_FILE == REPORT_FILE
     assert cli.main(["export", str(run), str(tmp_path / "out"), "--loss-tokens", "0"]) == 0
-    kept = json.loads((tmp_path / "out" / EXPORT_FILE).read_text())["manifest_sha256"]
+    kept = json.loads((tmp_path / "out" / REPORT_FILE).read_text())["manifest_sha256"]
     assert kept == hash_file(run / "checkpoint" / "step-3" / "manifest.json").sha256
