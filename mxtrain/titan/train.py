@@ -44,7 +44,7 @@ from mxtrain.titan.parallel.pipeline import LossPerToken, SharedLoss, Stage
 from mxtrain.titan.parallel.replicate import Layout
 from mxtrain.titan.parse import parse_job_config, resolved_settings, settings_of
 from mxtrain.titan.reports import terminal
-from mxtrain.titan.reports.metrics import leave_losses_to_trainer, log_event, log_loss, run_facts
+from mxtrain.titan.reports.metrics import log_event, log_loss, run_facts
 from mxtrain.titan.reports.numerics import Numerics
 from mxtrain.titan.schedule import RecipeSwitch
 from mxtrain.titan.stop import Stop, StopSignals
@@ -87,7 +87,6 @@ class _Trainer(Trainer):
         self.checkpointer.may_save = self._is_finite
         self._stops = job_config.metrics.on_nonfinite_loss == finite.STOP
         self._watch = LossWatch(self.device, self._stops)
-        leave_losses_to_trainer(self.metrics_processor)
         correct_max_loss(self.metrics_processor, self.parallel_dims.cp)
         self.checkpointer.is_stopping = lambda: self._watch.stop_signal is not None
         self.checkpointer.after_load = self._after_load

@@ -190,7 +190,8 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
     if on_metrics_rank:
         _write_facts(folder / FACTS_FILE, facts)
         processor.logger.add_logger(MetricsFileLogger(folder / METRICS_FILE, steps_done))
-        processor.logger.add_logger(NonFiniteLogger())
+        if not step_is_set():  # mxtrain's trainer looks at the loss of every step itself
+            processor.logger.add_logger(NonFiniteLogger())
         processor.logger.add_logger(ProgressLogger(job_config.training.steps, facts["world_size"]))
     return processor
 
@@ -209,13 +210,6 @@ def log_loss(processor: MetricsProcessor, step: int, loss: float, tokens_seen: i
         for one in processor.logger._loggers:
             if isinstance(one, MetricsFileLogger):
                 one.log({TRAINING_KEYS["loss"]: loss, TRAINING_KEYS["tokens_seen"]: tokens_seen}, step)
-
-
-def leave_losses_to_trainer(processor: MetricsProcessor) -> None:
-    """Remove the warnings about losses that are not finite, because the trainer looks at every step itself."""
-    if isinstance(processor.logger, LoggerContainer):
-        others = [one for one in processor.logger._loggers if not isinstance(one, NonFiniteLogger)]
-        processor.logger._loggers = others
 
 
 def _tell_about_wandb(where: dict, last_step: int, steps_done: int) -> None:
