@@ -9,8 +9,7 @@ from typing import NamedTuple
 from mxtrain.data.tokenizer import require_tokenizer
 from mxtrain.settings.layout import RELATIONS as LAYOUT_RELATIONS
 from mxtrain.settings.pipeline import RELATIONS as PIPELINE_RELATIONS
-from mxtrain.settings.registry import QUANTIZING_CONVERTERS
-from mxtrain.settings.relations import Relation, check
+from mxtrain.settings.relations import Relation, check, quantizing
 from mxtrain.settings.values import Settings
 
 
@@ -71,7 +70,7 @@ RELATIONS = (
             and "model" in s["compile.components"]
             and s["compile.backend"] == "inductor"
             and not machine.has_gpus
-            and any(name in QUANTIZING_CONVERTERS for name in s["model.converters"])
+            and quantizing(s)
             and (s["mxnorm.recipe"] != "unquantized" or s["mxnorm.recipes"])
             and "does not compile casts to MX formats on a CPU: set compile.enable = false or compile.backend = "
             "'aot_eager'"

@@ -1,5 +1,7 @@
 """The names of models, flavors, converters and datasets, without importing the packages that register them."""
 
+from collections.abc import Iterable
+
 from mxtrain.data.config import DATASETS
 
 _LLAMA3 = ("debugmodel", "debugmodel_flex_attn", "debugmodel_varlen_attn", "8B", "8B_flex", "8B_varlen", "70B", "405B")
@@ -47,6 +49,12 @@ CONVERTERS = (
     "quantize.linear.mx",
     "quantize.grouped_mm.mx",
 )
+
+
+def quantizing_among(converters: Iterable[str]) -> list[str]:
+    """Return the names of mxtrain's quantizing converters among ``converters``."""
+    return [name for name in converters if name in QUANTIZING_CONVERTERS]
+
 
 TITAN_DATASETS = ("c4", "c4_test", "c4_validation")
 ALL_DATASETS = (*DATASETS, *TITAN_DATASETS)

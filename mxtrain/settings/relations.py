@@ -11,9 +11,9 @@ from mxtrain.settings.fields import unknown
 from mxtrain.settings.registry import (
     NORM_CONVERTERS,
     PIPELINE_SCHEDULES,
-    QUANTIZING_CONVERTERS,
     ROUTER_CONVERTER,
     TITAN_QUANTIZING,
+    quantizing_among,
 )
 from mxtrain.settings.values import Settings
 
@@ -31,12 +31,12 @@ def unknown_among(name: str, allowed) -> str:
 
 
 def quantizing(s: Settings) -> list[str]:
-    return [name for name in s["model.converters"] if name in QUANTIZING_CONVERTERS]
+    return quantizing_among(s["model.converters"])
 
 
 def conflict_of_converters(names: list[str]) -> str | None:
     """What is wrong with these converters beside one another; None if all is well."""
-    ours = [name for name in names if name in QUANTIZING_CONVERTERS]
+    ours = quantizing_among(names)
     for same in (ours, [name for name in names if name in NORM_CONVERTERS]):
         if len(same) > 1:
             return f"choose one of {same}"

@@ -22,7 +22,7 @@ from mxtrain.ops.full_precision import sum_bf16_products_in_fp32
 from mxtrain.ops.hardware import mode_reason, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, switches_in_effect
 from mxtrain.rng.rounding_position import step_is_set
-from mxtrain.settings.registry import QUANTIZING_CONVERTERS
+from mxtrain.settings.registry import quantizing_among
 from mxtrain.settings.relations import GUARD, conflict_of_converters, fallback_of, schedule_of
 from mxtrain.titan.reports.numerics import check_patterns
 from mxtrain.titan.reports.terminal import note_conversion
@@ -48,7 +48,7 @@ def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] 
     if problem := conflict_of_converters(names):
         raise ConfigError(f"model.converters = {names!r} {problem}")
     converters = {kind.name: kind.from_job(job_config) for kind in TITAN_CONVERTERS if kind.name in names}
-    active = [name for name in names if name in QUANTIZING_CONVERTERS]
+    active = quantizing_among(names)
     if not active:
         return {"converter": "none", **dict.fromkeys(_FACTS)}
     converter = converters[active[0]]
@@ -112,9 +112,9 @@ class TitanMXLinear(_TitanConverter):
 
     def __init__(self, job_config, parallel_dims):
         super().__init__(job_config, parallel_dims)
-        self.diagnostics = job_config.mxnorm.diagnostics
+        section = job_config.mxnorm
+        self.diagnostics = section.diagnostics
         settings = active_settings(job_config)
-        section = _section(job_config, "mxnorm")
         self.entries = schedule_of(section, job_config.training.steps)
         self.fallback = fallback_of(section, section.guard)
         reason = mode_reason(settings["mode"], utils.device_type)

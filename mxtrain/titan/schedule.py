@@ -10,7 +10,7 @@ import torch
 from mxtrain.conversion.schedule import set_step
 from mxtrain.recipes.schedule import Entry
 from mxtrain.recipes.spike_guard import SpikeGuard
-from mxtrain.settings.registry import QUANTIZING_CONVERTERS
+from mxtrain.settings.registry import quantizing_among
 from mxtrain.settings.relations import fallback_of, schedule_of
 from mxtrain.titan.reports import terminal
 
@@ -28,7 +28,7 @@ def guard_in(job_config) -> tuple[SpikeGuard, str] | None:
 
 
 def _quantizes(job_config) -> bool:
-    return any(name in QUANTIZING_CONVERTERS for name in job_config.model.converters)
+    return bool(quantizing_among(job_config.model.converters))
 
 
 GRAPHS = 8

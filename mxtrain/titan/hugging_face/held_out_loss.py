@@ -77,8 +77,7 @@ def convert(run: SavedRun, model: torch.nn.Module) -> None:
     one_process = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size"), 1)
     job_config = copy.deepcopy(run.job_config)
     job_config.model.converters = [n for n in job_config.model.converters if not n.startswith(TITAN_QUANTIZING)]
-    if hasattr(job_config, "mxnorm"):
-        job_config.mxnorm.diagnostics.every = 0  # they need the trainer
+    job_config.mxnorm.diagnostics.every = 0  # they need the trainer
     # No gradients are computed here, so the converters' warnings of rounding in the backward mean nothing.
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -10,7 +10,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import LinearRecipe
 from mxtrain.settings.model_settings import PLACES, SECTION
-from mxtrain.settings.registry import QUANTIZING_CONVERTERS
+from mxtrain.settings.registry import quantizing_among
 
 Problem = tuple[tuple[str, ...], bool, str]
 """Settings, the first of which is named; whether they are wrong; what is wrong"""
@@ -114,9 +114,8 @@ def _sizes(model: str, args) -> Iterator[Problem]:
 
 def _blocks(model: str, args, job_config) -> Iterator[Problem]:
     """Features that no block of a quantizing converter divides. With filters, only the converter knows its layers."""
-    section = getattr(job_config, "mxnorm", None)
-    names = [name for name in job_config.model.converters if name in QUANTIZING_CONVERTERS]
-    if not names or section.filter_fqns is not None or section.recipes:
+    section = job_config.mxnorm
+    if not quantizing_among(job_config.model.converters) or section.filter_fqns is not None or section.recipes:
         return
     block = _block_size(get_recipe(section.recipe))
     why = f"no multiple of {block}, the block size of mxnorm.recipe = {section.recipe!r}"

@@ -42,7 +42,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype
-from mxtrain.settings.registry import QUANTIZING_CONVERTERS
+from mxtrain.settings.registry import quantizing_among
 from mxtrain.titan.buffers import kept_buffers
 from mxtrain.titan.parallel.initial_weights import plain_name
 from mxtrain.titan.parallel.pipeline import Stage
@@ -85,8 +85,8 @@ class Numerics:
     @classmethod
     def of_job(cls, job_config, model_parts: list[torch.nn.Module]) -> "Numerics | None":
         """Return what measures this job; None if its diagnostics are off, or if nothing is swapped."""
-        settings = getattr(getattr(job_config, "mxnorm", None), "diagnostics", None)  # a user may lack the section
-        if settings is None or settings.every == 0 or not set(QUANTIZING_CONVERTERS) & set(job_config.model.converters):
+        settings = job_config.mxnorm.diagnostics
+        if settings.every == 0 or not quantizing_among(job_config.model.converters):
             return None
         return cls(settings.every, settings.fqns, settings.tokens, model_parts)
 
