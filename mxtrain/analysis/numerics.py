@@ -89,7 +89,6 @@ PRODUCT_FIGURES = (
     *(Figure(f"{gemm}_error", f"{gemm}: relative error of the result") for gemm in ("fprop", "dgrad", "wgrad")),
     Figure("grad_norm_to_noise", "weight gradient: norm / quantization noise", math.sqrt(3)),
 )
-FIGURES = (*NORM_FIGURES, *PRODUCT_FIGURES, *CAST_FIGURES)
 
 
 def noteworthy(figure: Figure, values: dict[str, dict[str, dict[int, float]]]) -> dict[str, dict[int, float]]:

@@ -3,14 +3,6 @@
 import math
 
 
-def central_probability(t: float, degrees: int) -> float:
-    """Return the probability that Student's t lies in [-t, t].
-
-    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
-    """
-    return _central(math.atan2(t, math.sqrt(degrees)), degrees)
-
-
 def t_quantile(confidence: float, degrees: int) -> float:
     """Return the t for which [-t, t] holds the share ``confidence`` of the distribution: 4.303 for 0.95 and 2 degrees.
 
@@ -21,14 +13,18 @@ def t_quantile(confidence: float, degrees: int) -> float:
     low, high = 0.0, math.pi / 2  # the angle whose tangent is t / sqrt(degrees)
     for _ in range(100):  # halving: more often than a float has bits
         middle = (low + high) / 2
-        if _central(middle, degrees) < confidence:
+        if central_probability(middle, degrees) < confidence:
             low = middle
         else:
             high = middle
     return math.sqrt(degrees) * math.tan((low + high) / 2)
 
 
-def _central(angle: float, degrees: int) -> float:
+def central_probability(angle: float, degrees: int) -> float:
+    """Return the probability that Student's t lies in [-t, t], t = sqrt(degrees) * tan(angle).
+
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
+    """
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = degrees % 2
     term = cosine if odd else 1.0

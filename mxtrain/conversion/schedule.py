@@ -77,8 +77,8 @@ class _Planner:
         model: nn.Module,
         feeds: Mapping[str, Sequence[str]],
         entries: Sequence[Entry],
-        fallback: Change | None = None,
-        guard: str = "guard",
+        fallback: Change | None,
+        guard: str,
     ):
         self.modules = dict(model.named_modules())
         self.names = _names(model, self.modules)

@@ -88,17 +88,16 @@ def generation_config_json(bos_token_id: int | None, eos_token_id: int | None) -
     return {name: value for name, value in ids.items() if value is not None}
 
 
-def read_shape(folder: Path, argument: str = "MODEL_DIR") -> ModelShape:
+def read_shape(folder: Path) -> ModelShape:
     """Read config.json, of transformers 4 or 5, of a dense Llama or Qwen3.
 
     Args:
         folder: holds config.json.
-        argument: name of the command's argument that gives the folder, with which messages begin.
 
     Raises:
         ConfigError: config.json is missing or damaged, or describes a model that TorchTitan does not compute alike.
     """
-    where = f"{argument} = {str(folder)!r}"
+    where = f"MODEL_DIR = {str(folder)!r}"
     try:
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except OSError as error:

@@ -96,15 +96,14 @@ class SavedTensors:
     Args:
         folder: holds ``model.safetensors``, or an index and the files that it names. Of both, transformers reads the
             single file, and so does this.
-        argument: name of the command's argument that gives the folder, with which messages begin.
 
     Raises:
         ConfigError: files are missing, truncated or damaged, or the folder holds only pickles.
     """
 
-    def __init__(self, folder: Path, argument: str = "MODEL_DIR"):
+    def __init__(self, folder: Path):
         self._folder = folder
-        self._where = f"{argument} = {str(folder)!r}"
+        self._where = f"MODEL_DIR = {str(folder)!r}"
         self._files = {}
         is_indexed = (folder / INDEX_FILE).is_file() and not (folder / SINGLE_FILE).is_file()
         places = self._read_index() if is_indexed else None

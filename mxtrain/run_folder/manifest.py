@@ -46,11 +46,6 @@ class Manifest:
     tokenizer_sha256: str | None = None
     processes: int = 1
 
-    @property
-    def size(self) -> int:
-        """The bytes of all files."""
-        return sum(record.size for record in self.files.values())
-
 
 def hash_file(path: Path) -> FileRecord:
     """Read a file and return its size and hash. Raises OSError."""

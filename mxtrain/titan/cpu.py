@@ -75,14 +75,6 @@ class CpuDevice:
         return 0
 
     @staticmethod
-    def device_count() -> int:
-        return 1
-
-    @staticmethod
-    def is_available() -> bool:
-        return True
-
-    @staticmethod
     def synchronize(device=None) -> None:
         pass
 
@@ -107,10 +99,6 @@ class CpuDevice:
     @staticmethod
     def reset_peak_memory_stats(device=None) -> None:
         """Do nothing: ``memory_stats`` reports the peak since the process started."""
-
-    current_stream = staticmethod(torch.cpu.current_stream)
-    stream = staticmethod(torch.cpu.stream)
-    Stream = torch.cpu.Stream
 
 
 def _peak_resident_bytes() -> int:

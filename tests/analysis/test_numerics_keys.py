@@ -1,6 +1,15 @@
 import math
 
-from mxtrain.analysis.numerics import FIGURES, Figure, by_figure, numerics_rows, split_key, wandb_key
+from mxtrain.analysis.numerics import (
+    CAST_FIGURES,
+    NORM_FIGURES,
+    PRODUCT_FIGURES,
+    Figure,
+    by_figure,
+    numerics_rows,
+    split_key,
+    wandb_key,
+)
 
 ROWS = [
     {"step": 10, "loss": 3.0},
@@ -29,4 +38,5 @@ def test_what_deserves_a_look():
     assert [figure.is_noteworthy(value) for value in (0.4, 0.5, 2.0, 2.1, math.nan)] == [True, False, False, True, True]
     assert figure.limit == "below 0.5 or above 2" and Figure("x", "x").limit == ""
     assert figure.distance(0.1) > figure.distance(0.4) and not Figure("x", "x").is_noteworthy(math.inf)
-    assert len({figure.name for figure in FIGURES}) == len(FIGURES) == 42
+    figures = (*NORM_FIGURES, *PRODUCT_FIGURES, *CAST_FIGURES)
+    assert len({figure.name for figure in figures}) == len(figures) == 42
