@@ -44,7 +44,8 @@ from mxtrain.titan.parallel.pipeline import LossPerToken, SharedLoss, Stage
 from mxtrain.titan.parallel.replicate import Layout
 from mxtrain.titan.parse import parse_job_config, resolved_settings, settings_of
 from mxtrain.titan.reports import terminal
-from mxtrain.titan.reports.metrics import log_event, log_loss, run_facts
+from mxtrain.titan.reports.facts import package_versions
+from mxtrain.titan.reports.metrics import log_event, log_loss
 from mxtrain.titan.reports.numerics import Numerics
 from mxtrain.titan.schedule import RecipeSwitch
 from mxtrain.titan.stop import Stop, StopSignals
@@ -283,7 +284,7 @@ def _manifest(job_config, dataloader) -> Manifest:
         holds_trainer=False,
         files={},
         settings=resolved_settings(job_config),
-        versions=run_facts(job_config)["versions"],
+        versions=package_versions(),
         tokenizer_sha256=getattr(dataloader, "tokenizer_sha256", None),  # a model of the user's may have its own loader
         processes=torch.distributed.get_world_size(),
     )

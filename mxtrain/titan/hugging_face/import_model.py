@@ -27,7 +27,7 @@ from mxtrain.titan.hugging_face.names import MODELS, Names, settings_of, shape_o
 from mxtrain.titan.hugging_face.target_folder import new_target
 from mxtrain.titan.models.model_args import value_of, wrong_size
 from mxtrain.titan.parse import parse_job_config
-from mxtrain.titan.reports.metrics import package_versions
+from mxtrain.titan.reports.facts import package_versions
 
 SEED = "checkpoint/step-0"
 """The checkpoint of weights that a run starts from"""

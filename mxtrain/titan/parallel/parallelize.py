@@ -23,7 +23,7 @@ from mxtrain.titan.parallel.replicate import Layout
 from mxtrain.titan.parallel.tensor_parallel import DEGREE, choose_gathers
 from mxtrain.titan.parallel.tied_weights import shared_group
 from mxtrain.titan.parse import settings_of
-from mxtrain.titan.reports.metrics import describe_model
+from mxtrain.titan.reports.facts import describe_model
 from mxtrain.titan.reports.terminal import note_model
 
 

@@ -1,14 +1,11 @@
-"""Write ``metrics.jsonl`` and ``run.json``, show progress, and add facts about the run to wandb.
+"""Write ``metrics.jsonl`` and ``run.json``, show progress, and log to wandb.
 
 ``build_metrics_processor`` returns TorchTitan's ``MetricsProcessor``, which computes loss, throughput and memory.
 ``metrics.jsonl`` and the progress line are two more of its loggers, so they show the numbers of wandb and TensorBoard.
 """
 
-import importlib.metadata
 import json
 import math
-import os
-import platform
 import time
 from datetime import timedelta
 from functools import partial
@@ -21,18 +18,15 @@ from torchtitan.components.metrics import (
     LoggerContainer,
     MetricsProcessor,
 )
-from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-import mxtrain
 from mxtrain.analysis.metrics_file import MetricsWriter
 from mxtrain.analysis.numerics import PREFIX
 from mxtrain.errors import ConfigError
 from mxtrain.rng.rounding_position import step_is_set
 from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE, reason, replace_file
 from mxtrain.run_folder.start import CheckpointSettings, require_no_other_run, resumed_step
-from mxtrain.titan.converters import active_settings
-from mxtrain.titan.models.model_args import given_in
+from mxtrain.titan.reports.facts import run_facts
 from mxtrain.titan.reports.terminal import go_on_without, note, show_line, show_status
 from mxtrain.titan.reports.wandb_resume import chosen_by_user, earlier_run
 from mxtrain.titan.reports.wandb_run import WandbLogger, wandb_facts
@@ -222,66 +216,6 @@ def _tell_about_wandb(where: dict, last_step: int, steps_done: int) -> None:
         logger.info(f"wandb is offline; upload this run with: {where['sync']}")
     elif where["mode"] == "online":
         note(f"wandb run: {where['url']}")
-
-
-def run_facts(job_config) -> dict:
-    """Return the contents of ``run.json`` without ``wandb``: model, numerics, versions and device, all as JSON."""
-    return {
-        "name": _run_name(job_config),
-        "model": job_config.model.name,
-        "flavor": job_config.model.flavor,
-        **({"model_args": sizes} if (sizes := given_in(job_config)) else {}),
-        "converters": list(job_config.model.converters),
-        **active_settings(job_config),
-        "precision": _precision(job_config),
-        "versions": package_versions(),
-        "device": _device(),
-        "world_size": _world_size(),
-    }
-
-
-def package_versions() -> dict[str, str | None]:
-    """Return name -> version of mxtrain, Python and what computes; None for a package that is not installed."""
-    return {
-        "mxtrain": mxtrain.__version__,
-        "python": platform.python_version(),
-        **{package: _version(package) for package in ("torch", "torchtitan", "torchao", "triton")},
-    }
-
-
-def describe_model(job_config, model: torch.nn.Module) -> str:
-    """Return one line: the model's name, flavor and parameters, the device, the processes and the precision."""
-    model_config, processes = job_config.model, _world_size()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return (
-        f"{model_config.name} {model_config.flavor}{' with [model_args]' if given_in(job_config) else ''}: "
-        f"{parameters:,} parameters, {_device()}, "
-        f"{processes} process{'es' if processes > 1 else ''}, {_precision(job_config)}"
-    )
-
-
-def _precision(job_config) -> str:
-    training = job_config.training
-    return f"{training.mixed_precision_param} compute, {training.dtype} parameters"
-
-
-def _device() -> str:
-    return utils.device_module.get_device_name(torch.device(utils.device_type))
-
-
-def _world_size() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-
-
-def _run_name(job_config) -> str:
-    return os.path.basename(os.path.abspath(job_config.job.dump_folder))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _write_facts(path: Path, facts: dict) -> None:

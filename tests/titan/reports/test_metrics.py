@@ -20,7 +20,8 @@ from wandb.proto import wandb_internal_pb2
 import mxtrain
 from mxtrain.analysis import load_run, read_metrics, summary
 from mxtrain.errors import ConfigError
-from mxtrain.titan.reports.metrics import MetricsFileLogger, build_metrics_processor, run_facts
+from mxtrain.titan.reports.facts import run_facts
+from mxtrain.titan.reports.metrics import MetricsFileLogger, build_metrics_processor
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -242,12 +243,6 @@ def test_run_facts(tmp_path):
 def load_run_variant(folder):
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
     return load_run(folder).variant
-
-
-def test_run_facts_of_a_high_precision_run(tmp_path):
-    facts = run_facts(make_config(tmp_path))
-    assert facts["converter"] == "none"
-    assert all(facts[key] is None for key in ("recipe", "p", "estimator", "scale_rounding", "mode"))
 
 
 def test_wandb_runs_offline_without_a_key(tmp_path, capfd):
