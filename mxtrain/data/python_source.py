@@ -44,7 +44,7 @@ class PythonSource:
         return sum(file.size for file in self._kept)
 
     def scan(self, progress: Progress) -> None:
-        files = _clean(_shuffled(self._files, self._config.seed), self._config.max_bytes, self.dropped, progress)
+        files, self.dropped = _clean(_shuffled(self._files, self._config.seed), self._config.max_bytes, progress)
         self._kept, self.cut = cap_packages(files, self._config.package_share)
         self.dropped["over the package share"] = len(files) - len(self._kept)
         if not self._kept:
@@ -69,9 +69,12 @@ def _shuffled(files: list[SourceFile], seed: int) -> list[SourceFile]:
     return sorted(files, key=lambda file: (fraction(file.key, f"order {seed}"), file.path))
 
 
-def _clean(files: list[SourceFile], max_bytes: int, dropped: Counter, progress: Progress) -> list[SourceFile]:
-    """Return the readable, distinct, hand-written files that fit into ``max_bytes``, in order; 0 means no limit."""
-    kept, seen, total = [], set(), 0
+def _clean(files: list[SourceFile], max_bytes: int, progress: Progress) -> tuple[list[SourceFile], Counter[str]]:
+    """Return the readable, distinct, hand-written files that fit into ``max_bytes``, in order; 0 means no limit.
+
+    Also return the number of the other files by reason.
+    """
+    kept, dropped, seen, total = [], Counter(), set(), 0
     for position, file in enumerate(files):
         progress.tick(lambda position=position: f"read {position:,} of {len(files):,} files")
         if max_bytes and total + file.size > max_bytes:
@@ -101,7 +104,7 @@ def _clean(files: list[SourceFile], max_bytes: int, dropped: Counter, progress: 
             kept.append(file._replace(size=len(content)))
             total += len(content)
         seen.add(digest)
-    return kept
+    return kept, dropped
 
 
 def is_machine_made(content: bytes) -> bool:

@@ -107,11 +107,10 @@ def export(
     require_exact(saved.model, saved.args, where)
     saved.weights.require(saved.build(), saved.is_tied)
     _require_no_expert_bias(saved, where)
-    notes = []
     writer = _Export(saved, format, fold_gain, dtype)
     with new_target(target, "DIR") as folder:  # before the slow losses, which are lost if it cannot be written
-        losses = _losses(saved, loss_tokens, writer.values, device, notes)
-        files = writer.write(folder, notes)
+        losses, missing = _losses(saved, loss_tokens, writer.values, device)
+        files, notes = writer.write(folder)
         report = ExportReport(
             folder=target,
             run=run,
@@ -123,7 +122,7 @@ def export(
             bytes=writer.bytes,
             losses=losses,
             converter=_converter(saved),
-            notes=tuple(notes),
+            notes=(*missing, *notes),
         )
         _write_report(folder, saved, report)
     return report
@@ -151,8 +150,8 @@ class _Export:
         """Return what the exported model multiplies in place of a parameter, rows in TorchTitan's order."""
         return self._format.values(fqn, self._weight(fqn))
 
-    def write(self, folder: Path, notes: list[str]) -> list[str]:
-        """Write all files and return their names. Adds to ``notes`` what is missing."""
+    def write(self, folder: Path) -> tuple[list[str], list[str]]:
+        """Write all files. Return their names, and a line for the user if the tokenizer is missing."""
         bytes_of_model = sum(torch.Size(shape).numel() for shape in self._facts.shapes.values()) * self.dtype.itemsize
         writer = ShardWriter(folder, shard_size(bytes_of_model))
         for fqn in self._parameters:
@@ -160,7 +159,7 @@ class _Export:
                 writer.add(name, tensor)
         files = writer.finish()
         self.bytes = writer.total_bytes
-        bos, eos = _copy_tokenizer(self._run.folder / TOKENIZER_FOLDER, folder, notes)
+        bos, eos, notes = _copy_tokenizer(self._run.folder / TOKENIZER_FOLDER, folder)
         shape = shape_of(self._run.model, self._run.args, self._run.max_seq_len)
         config = config_json(shape, _name(self.dtype), bos, eos) | self._format.config()
         texts = {
@@ -170,7 +169,7 @@ class _Export:
         }
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-        return [*files, *texts]
+        return [*files, *texts], notes
 
     def _tensors(self, fqn: str) -> Iterator[tuple[str, torch.Tensor]]:
         if not self._facts.names[fqn]:
@@ -242,25 +241,24 @@ def _require_no_expert_bias(run: SavedRun, where: str) -> None:
 
 
 def _losses(
-    run: SavedRun, tokens: int, exported: Callable[[str], torch.Tensor], device: str, notes: list[str]
-) -> Losses | None:
+    run: SavedRun, tokens: int, exported: Callable[[str], torch.Tensor], device: str
+) -> tuple[Losses | None, list[str]]:
+    """Return the losses, and a line for the user if they cannot be computed."""
     if not tokens:
-        return None
+        return None, []
     try:
-        return held_out_losses(run, tokens, exported, torch.device(device or utils.device_type))
+        return held_out_losses(run, tokens, exported, torch.device(device or utils.device_type)), []
     except NoLoss as error:
-        notes.append(f"no loss is computed: {error}")
-        return None
+        return None, [f"no loss is computed: {error}"]
 
 
-def _copy_tokenizer(source: Path, folder: Path, notes: list[str]) -> tuple[int | None, int | None]:
-    """Copy the tokenizer. Return the ids of its bos and eos tokens."""
+def _copy_tokenizer(source: Path, folder: Path) -> tuple[int | None, int | None, list[str]]:
+    """Copy the tokenizer. Return the ids of its bos and eos tokens, and a line for the user if it is missing."""
     if not (source / TOKENIZER_FILES[0]).is_file():
-        notes.append(f"the export has no tokenizer: {source / TOKENIZER_FILES[0]} is missing")
-        return None, None
+        return None, None, [f"the export has no tokenizer: {source / TOKENIZER_FILES[0]} is missing"]
     tokenizer = load_tokenizer(source)
     copy_tokenizer(source, folder)
-    return tokenizer.bos_id, tokenizer.eos_id
+    return tokenizer.bos_id, tokenizer.eos_id, []
 
 
 def _write_report(folder: Path, run: SavedRun, report: ExportReport) -> None:

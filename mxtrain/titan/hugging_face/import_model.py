@@ -1,6 +1,5 @@
 """``mxtrain import``: makes a folder from which a run continues the training of a Hugging Face model."""
 
-import copy
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,9 +111,9 @@ def find_model(shape: ModelShape, where: str) -> tuple[str, str, dict]:
     """
     found = []
     for model in MODELS:
-        for flavor, args in get_train_spec(model).model_args.items():
+        for flavor, args in get_train_spec(model).model_args.items():  # copies, which ``_fit`` changes
             if shape_of(model, args).model_type == shape.model_type:
-                fit = _fit(model, copy.deepcopy(args), shape)
+                fit = _fit(model, args, shape)
                 found.append((len(fit.differing), len(fit.settings), model, flavor, fit))
     _, _, model, flavor, fit = min(found, key=lambda candidate: candidate[:2])
     if fit.differing:
