@@ -79,30 +79,16 @@ def separated(options) -> tuple[argparse.Namespace, list[str], list[str]]:
 
 def compare(options, variants: list[str], flags: list[str]) -> int:
     """Do the runs and write the report; see DESCRIPTION. Returns the exit status."""
-    from mxtrain.cli.comparison_plan import check_machine_of, joined, planned, planned_again, unpaired_settings
-    from mxtrain.cli.side_by_side import SideBySide, resume_command
-    from mxtrain.run_folder.comparison import read_comparison, write_comparison
-    from mxtrain.run_folder.lock import locked
+    from mxtrain.cli.comparison_plan import check_machine_of, joined, unpaired_settings
+    from mxtrain.cli.side_by_side import SideBySide
+    from mxtrain.run_folder.comparison import read_comparison
 
     for name in ("seeds", "steps", "gpus", "side_by_side"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: allowed is 1 or more")
     folder = options.resume or options.output or Path("outputs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
     earlier = read_comparison(folder)
-    if options.resume is not None:
-        if variants or flags or options.steps or options.lr or options.seeds or options.output:
-            raise ConfigError(
-                "--resume takes the variants, seeds and flags of the comparison, in its folder; allowed are "
-                "--side-by-side, --gpus, --baseline and --dry-run. To add seeds, repeat the first command with --seeds"
-            )
-        if not earlier:
-            raise ConfigError(f"--resume {folder}: no comparison has been here, comparison.json is missing")
-        plan = planned_again(earlier)
-    else:
-        if not variants:
-            raise ConfigError("VARIANT is missing: give configs, or --resume and the folder of a comparison")
-        steps = [] if options.steps is None else [f"--training.steps={options.steps}"]
-        plan = planned(variants, options.seeds or 1, _rates(options.lr), [*flags, *steps])
+    plan = _plan(options, variants, flags, earlier)
     # Another number may change the sequences per step, and with them what the runs that are left would train on.
     so_far = [run.gpus for run in sorted(earlier.values(), key=lambda run: run.status != 0)]
     gpus = options.gpus or (so_far[-1] if so_far else 1)
@@ -121,16 +107,44 @@ def compare(options, variants: list[str], flags: list[str]) -> int:
     if options.dry_run:
         print(_described(runs, devices, folder))
         return 0
+    setting = "--output" if options.resume is None else "--resume"
+    return _train(SideBySide(folder, runs, devices, gpus), setting, options.baseline)
 
-    with locked(folder, "--output" if options.resume is None else "--resume") as warning:
+
+def _plan(options, variants: list[str], flags: list[str], earlier: dict) -> dict:
+    """Return the runs that the command asks for, by name; ``earlier`` has those of the folder so far."""
+    from mxtrain.cli.comparison_plan import planned, planned_again
+
+    if options.resume is None:
+        if not variants:
+            raise ConfigError("VARIANT is missing: give configs, or --resume and the folder of a comparison")
+        steps = [] if options.steps is None else [f"--training.steps={options.steps}"]
+        return planned(variants, options.seeds or 1, _rates(options.lr), [*flags, *steps])
+    if variants or flags or options.steps or options.lr or options.seeds or options.output:
+        raise ConfigError(
+            "--resume takes the variants, seeds and flags of the comparison, in its folder; allowed are "
+            "--side-by-side, --gpus, --baseline and --dry-run. To add seeds, repeat the first command with --seeds"
+        )
+    if not earlier:
+        raise ConfigError(f"--resume {options.resume}: no comparison has been here, comparison.json is missing")
+    return planned_again(earlier)
+
+
+def _train(side_by_side, setting: str, baseline: str | None) -> int:
+    """Do the runs that are not finished, write the report, and return the exit status."""
+    from mxtrain.cli.side_by_side import resume_command
+    from mxtrain.run_folder.comparison import write_comparison
+    from mxtrain.run_folder.lock import locked
+
+    folder, runs = side_by_side.folder, side_by_side.runs
+    with locked(folder, setting) as warning:
         if warning:
             print(f"mxtrain: warning: {warning}", file=sys.stderr)
         write_comparison(folder, runs)
-        print(f"mxtrain: {len(runs)} runs in {folder}, {len(devices)} at a time", flush=True)
-        side_by_side = SideBySide(folder, runs, devices, gpus)
+        print(f"mxtrain: {len(runs)} runs in {folder}, {len(side_by_side.devices)} at a time", flush=True)
         side_by_side.finish()
     failed = [run.name for run in runs.values() if run.status != 0]
-    _report(folder, options.baseline)
+    _report(folder, baseline)
     if failed:
         print(f"mxtrain: {len(failed)} of {len(runs)} runs are not finished: {', '.join(failed)}", file=sys.stderr)
         print(f"mxtrain: go on with: {resume_command(folder)}", file=sys.stderr)

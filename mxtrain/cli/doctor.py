@@ -30,7 +30,7 @@ def report() -> str:
     """Return the report as text."""
     sections = {"versions": versions(), "devices": devices(), "execution modes": modes(), "recipes": recipes()}
     sections["norm and cast, bf16, {} x {}".format(*TIMED_SHAPE)] = estimators()
-    return "\n\n".join(f"{title}\n{_table(rows)}" for title, rows in sections.items())
+    return "\n\n".join(table(title, rows) for title, rows in sections.items())
 
 
 def versions() -> list[tuple[str, str]]:
@@ -130,7 +130,7 @@ def explain_norm(rows: int, columns: int, dtype: str = "bfloat16", tune: bool = 
         "forward": rms_norm_plan.choose_forward(*shape, device, forward),
         "backward": rms_norm_plan.choose_backward(*shape, True, device, backward),
     }
-    texts = [f"{name}\n{_table(_norm_rows(choice))}" for name, choice in choices.items()]
+    texts = [table(name, _norm_rows(choice)) for name, choice in choices.items()]
     return "\n\n".join([f"{NORMS[norm]} of {rows} x {columns}, {dtype}, on {where}", *texts])
 
 
@@ -178,7 +178,8 @@ def explain_router(tokens: int, experts: int, hidden: int, dtype: str = "bfloat1
         if tune:
             decompose_k_tuning.tune(*sizes, torch_dtype, along_k, out_dtype)
         choice = decompose_k_plan.choose(*sizes, torch_dtype, device, along_k)
-        texts.append(f"{name}, [{sizes[0]}, {sizes[2]}] x [{sizes[2]}, {sizes[1]}]\n{_table(_route_rows(choice))}")
+        product = f"[{sizes[0]}, {sizes[2]}] x [{sizes[2]}, {sizes[1]}]"
+        texts.append(table(f"{name}, {product}", _route_rows(choice)))
     return "\n\n".join([f"router of {tokens} tokens of {hidden} to {experts} experts, {dtype}, on {where}", *texts])
 
 
@@ -223,6 +224,7 @@ def _version(package: str) -> str:
         return MISSING
 
 
-def _table(rows: list[tuple[str, str]]) -> str:
+def table(title: str, rows: list[tuple[str, str]]) -> str:
+    """Return a title and below it, indented, the rows of (name, text)."""
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
+    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])

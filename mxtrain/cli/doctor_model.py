@@ -7,6 +7,7 @@ from collections import Counter
 import torch
 
 from mxtrain.cli import quiet
+from mxtrain.cli.doctor import table
 from mxtrain.cli.doctor_memory import fewest_processes, memory_table
 from mxtrain.conversion.plan import Plan
 from mxtrain.conversion.weights import WeightUse, find_weights, weight_uses
@@ -55,7 +56,7 @@ def _report(words: list[str]) -> str:
     model = build_on_meta(job_config)
     _check_parts(model, job_config)
     parts = [
-        _table(f"{job_config.model.name} {job_config.model.flavor}", parameters(model)),
+        table(f"{job_config.model.name} {job_config.model.flavor}", parameters(model)),
         memory_table(model, job_config),
     ]
     plans = convert_on_meta(job_config, model)
@@ -103,7 +104,7 @@ def _multiplications(uses: dict[str, WeightUse]) -> str:
     low = sum(use.multiplications * use.quantized for use in uses.values())
     rows = [(name, f"{round(n):,} ({n / total:.1%})") for name, n in (("low precision", low), ("high", total - low))]
     rows.append(("all", f"{round(total):,}; products without a weight, such as attention scores, are not counted"))
-    return _table("multiplications by weights, per token of a forward pass", rows)
+    return table("multiplications by weights, per token of a forward pass", rows)
 
 
 def _conversion(name: str, plan: Plan | None) -> str:
@@ -117,8 +118,3 @@ def _grouped(details: str) -> str:
     counts = Counter(re.sub(r"\blayers\.\d+\b", "layers.*", line.strip()) for line in details.splitlines())
     width = max((len(str(count)) for count in counts.values()), default=0)
     return "\n".join(f"  {count:>{width}} x  {line}" for line, count in counts.items())
-
-
-def _table(title: str, rows: list[tuple[str, str]]) -> str:
-    width = max(len(name) for name, _ in rows)
-    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])

@@ -15,9 +15,9 @@ from pathlib import Path
 from mxtrain.analysis.runs import load_run
 from mxtrain.cli.comparison_plan import settings_of
 from mxtrain.cli.launch import core_count
-from mxtrain.cli.stop_workers import IMPATIENT, say_from_handler
+from mxtrain.cli.stop_workers import IMPATIENT, say_from_handler, stop_signals_to
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
-from mxtrain.launched import end_with_this_process, import_flags, stop_signals
+from mxtrain.launched import end_with_this_process, import_flags
 from mxtrain.run_folder.comparison import SET_ASIDE, PairedRun, write_comparison
 from mxtrain.run_folder.lock import locked
 from mxtrain.run_folder.start import CheckpointSettings, NothingToResume, find_start
@@ -60,8 +60,7 @@ class SideBySide:
         A run that fails is reported, and the others go on.
         """
         waiting = [run for run in self.runs.values() if run.status != 0]
-        earlier = {number: signal.signal(number, self._pass_on) for number in stop_signals()}
-        try:
+        with stop_signals_to(self._pass_on):
             while self._running or (waiting and self.stopped_by is None):
                 free = [
                     place for place in range(len(self.devices)) if all(s.place != place for s in self._running.values())
@@ -73,9 +72,6 @@ class SideBySide:
                     if (status := started.process.poll()) is not None:
                         self._end(started, status)
                 time.sleep(POLL_SECONDS)
-        finally:
-            for number, handler in earlier.items():
-                signal.signal(number, handler)
 
     def log_of(self, run: PairedRun) -> Path:
         """Return the file with what a run has printed."""

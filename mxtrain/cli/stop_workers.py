@@ -7,7 +7,8 @@ handles the signals in place of the engine and waits for as long as the workers 
 import os
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mxtrain.launched import stop_signals
@@ -26,8 +27,19 @@ class StoppedAtOnce(Exception):
         self.number = number
 
 
+@contextmanager
+def stop_signals_to(handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Context in which ``handler(number, frame)`` gets the stop signals. The handlers from before return after it."""
+    earlier = {number: signal.signal(number, handler) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, before in earlier.items():
+            signal.signal(number, before)
+
+
 class StopWorkers:
-    """Context with handlers that pass every stop signal on to the workers once.
+    """Passes every stop signal on to the workers once.
 
     Attributes:
         received: the first signal, or None.
@@ -37,15 +49,6 @@ class StopWorkers:
         self.received: signal.Signals | None = None
         self._is_killing = False
         self._times: dict[int, float] = {}
-        self._earlier: dict[signal.Signals, object] = {}
-
-    def __enter__(self) -> "StopWorkers":
-        self._earlier = {number: signal.signal(number, self._handle) for number in stop_signals()}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._earlier.items():
-            signal.signal(number, handler)
 
     def explains(self, statuses: list[int]) -> bool:
         """Return whether workers that ended with these statuses were stopped before they could save.
@@ -54,7 +57,8 @@ class StopWorkers:
         """
         return self._is_killing or any(-status in self._times for status in statuses)
 
-    def _handle(self, number: int, frame: object) -> None:
+    def handle(self, number: int, frame: object) -> None:
+        """Handle a signal; see ``stop_signals_to``."""
         now = time.monotonic()
         if number not in self._times:
             self._times[number] = now

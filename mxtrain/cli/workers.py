@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mxtrain.analysis import closing_summary
-from mxtrain.cli.stop_workers import StoppedAtOnce, StopWorkers
+from mxtrain.cli.stop_workers import StoppedAtOnce, StopWorkers, stop_signals_to
 from mxtrain.errors import CONFIG_ERROR_STATUS
 from mxtrain.launched import LAUNCHER_VARIABLE, STOP_FILE_VARIABLE, import_flags
 from mxtrain.run_folder.files import WORKER_LOGS
@@ -64,7 +64,7 @@ def run_workers(arguments: list[str], processes: int, folder: Path) -> int:
         stop = StopWorkers()
         command = [*import_flags(), "-u", "-m", WORKER, *arguments]
         try:
-            with stop:
+            with stop_signals_to(stop.handle):
                 failures = _run_in_engine(command, processes, log_dir) if processes > 1 else _run_one(command)
         except StoppedAtOnce as error:
             return _stopped_at_once(error.number, folder)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from mxtrain.cli.stop_workers import StopWorkers
+from mxtrain.cli.stop_workers import StopWorkers, stop_signals_to
 from mxtrain.cli.workers import closing_summary
 
 REPOSITORY = Path(__file__).parents[2]
@@ -139,7 +139,8 @@ def test_an_interrupt_while_a_worker_imports_ends_it_without_a_traceback(tmp_pat
 def test_what_a_stop_explains(received, statuses, explains, monkeypatch):
     monkeypatch.setattr("mxtrain.cli.stop_workers._children", lambda: [2**30])  # no such process
     earlier = signal.getsignal(signal.SIGTERM)
-    with StopWorkers() as stop:
+    stop = StopWorkers()
+    with stop_signals_to(stop.handle):
         for number in received:
             os.kill(os.getpid(), number)
     assert signal.getsignal(signal.SIGTERM) == earlier
