@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import torchtitan.tools.utils as titan_utils
 from forked import ENVIRONMENT, forking_context
 from torch import nn
 from torchtitan.models.utils import trunc_normal_
@@ -169,13 +170,15 @@ def test_wrappers_do_not_change_names():
 
 
 def test_the_distribution_is_the_one_that_the_model_asks_for():
-    found = drawn(Model())
+    found, device_type = drawn(Model()), titan_utils.device_type
     for name in "ab":
         weight, bias = found[f"layers.{name}.weight"], found[f"layers.{name}.bias"]
-        generator = torch.Generator().manual_seed(weight_seed(7, f"layers.{name}.weight", 0))
-        assert torch.equal(weight, torch.empty(64, 48).normal_(1.0, 0.5, generator=generator))
-        generator = torch.Generator().manual_seed(weight_seed(7, f"layers.{name}.bias", 0))
-        assert torch.equal(bias, torch.empty(4000).uniform_(-3.0, 5.0, generator=generator))
+        generator = torch.Generator(device_type).manual_seed(weight_seed(7, f"layers.{name}.weight", 0))
+        expected = torch.empty(64, 48, device=device_type).normal_(1.0, 0.5, generator=generator)
+        assert torch.equal(weight, expected.cpu())
+        generator = torch.Generator(device_type).manual_seed(weight_seed(7, f"layers.{name}.bias", 0))
+        expected = torch.empty(4000, device=device_type).uniform_(-3.0, 5.0, generator=generator)
+        assert torch.equal(bias, expected.cpu())
 
 
 @contextmanager
