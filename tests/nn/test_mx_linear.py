@@ -104,10 +104,3 @@ def test_frozen_weight_or_input_gets_no_gradient(recipe):
 def test_wrong_settings(build, message):
     with pytest.raises(ConfigError, match=message):
         build()
-
-
-def test_layers_leave_the_name_state_to_adapters():
-    """peft keeps a field of bitsandbytes under ``state``, and sets it on every layer that it takes the place of."""
-    layer = MXLinear(64, 64, mode="reference")
-    layer.state = "kept"
-    assert layer.state == "kept" and layer.layer_state.recipe == layer.recipe
