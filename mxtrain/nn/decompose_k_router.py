@@ -7,10 +7,10 @@ dB = A^T dC                     reduces over the M tokens: again a small result 
 
 import torch
 import torch.nn as nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from mxtrain.errors import require_positive_integer
+from mxtrain.nn.once_differentiable import once_differentiable
 from mxtrain.nn.split import own_part
 from mxtrain.ops import decompose_k as ops
 from mxtrain.reference.casts import at_least_fp32

@@ -2,8 +2,8 @@
 
 import torch
 import torch.nn as nn
-from torch.autograd.function import once_differentiable
 
+from mxtrain.nn.once_differentiable import once_differentiable
 from mxtrain.nn.row_norms import FusedNorm, apply_to_rows, casts_under_autocast, check_eps, check_settings
 from mxtrain.ops import rms_norm as ops
 

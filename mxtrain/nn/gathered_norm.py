@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from mxtrain.nn.once_differentiable import once_differentiable
 from mxtrain.nn.split import SplitSequences
 from mxtrain.ops.codes import Codes, gather_codes
 from mxtrain.ops.collectives import gather_tokens, sum_tokens

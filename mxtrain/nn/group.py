@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from mxtrain.nn.once_differentiable import once_differentiable
 from mxtrain.nn.split import WHOLE
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, are_same, compute_dtype
 from mxtrain.nn.writes import version

@@ -1,9 +1,9 @@
 """A linear layer whose three GEMMs are quantized, for inputs that no MXNorm has prepared."""
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from mxtrain.nn.checks import check_dtype, check_input
+from mxtrain.nn.once_differentiable import once_differentiable
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype
 from mxtrain.untraced import untraced
 

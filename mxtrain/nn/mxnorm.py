@@ -25,7 +25,6 @@ needs x, which the residual stream keeps anyway, and one rho per token; wgrad re
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.nn.checks import check_dtype, check_input, check_norm_result
@@ -38,6 +37,7 @@ from mxtrain.nn.gathered_norm import (
 )
 from mxtrain.nn.group import GroupCall, LinearGroup
 from mxtrain.nn.normed_input import NormedInput
+from mxtrain.nn.once_differentiable import once_differentiable
 from mxtrain.nn.seeded import Seeded
 from mxtrain.nn.split import SplitSequences, own_part
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype

@@ -109,13 +109,6 @@ def test_the_same_bits_every_time():
     assert all(torch.equal(x, y) for x, y in zip(first, gradients(run, tensors, dc), strict=True))
 
 
-def test_second_derivatives_are_refused():
-    a, b, _ = inputs()
-    (da,) = torch.autograd.grad(decompose_k_mm(a, b).square().sum(), [a], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        da.sum().backward()
-
-
 @pytest.mark.parametrize("a_dtype", [torch.float32, torch.bfloat16])
 def test_autocast_casts_operands_as_for_mm(a_dtype):
     a, b, _ = inputs()

@@ -128,13 +128,6 @@ def test_the_backward_saves_x_and_one_number_per_row():
     assert x.untyped_storage().data_ptr() in sizes
 
 
-def test_second_derivatives_are_refused():
-    x, weight, _ = inputs()
-    (dx,) = torch.autograd.grad(run(x, weight).square().sum(), [x], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
-
-
 @pytest.mark.parametrize(
     ("x", "weight", "residual", "message"),
     [
