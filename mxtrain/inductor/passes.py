@@ -6,11 +6,12 @@ from torch._inductor import config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
+from mxtrain.inductor.complex_products import split_complex_products
 from mxtrain.inductor.residual_add import fuse_residual_add
 from mxtrain.inductor.rounding import fuse_rounding
 from mxtrain.inductor.swiglu import fuse_swiglu
 
-JOINT = (fuse_swiglu,)
+JOINT = (split_complex_products, fuse_swiglu)
 """Functions f(graph: torch.fx.Graph) -> None, called in this order on every graph before PyTorch splits it into forward
 and backward"""
 
@@ -50,8 +51,9 @@ def install() -> None:
     In PyTorch 2.13 each thread and each ``contextvars`` context has a configuration of its own. Call this function in
     the thread and context that first run the model, because they compile it.
 
-    Graphs without mxtrain's operations do not change. Passes that Inductor's fields held before still run, after
-    mxtrain's. Code that sets these fields later replaces the passes: compiled models are then correct, but slower.
+    Graphs that have neither mxtrain's operations nor products of complex numbers do not change. Passes that Inductor's
+    fields held before still run, after mxtrain's. Code that sets these fields later replaces the passes: compiled
+    models are then correct, but slower.
     """
     for field, ours in PASSES.items():
         before = getattr(config, field)

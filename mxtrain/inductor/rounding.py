@@ -6,13 +6,11 @@
 The casts have the same bits. Bytes per element, with both bf16 images of a gradient: 4 + 2 and 2 + 4, together 12;
 after 4 + 4, which is 8.
 
-In a Llama block such gradients are those of w2's output, where the residual stream is fp32 (fp32 weights under
-autocast), and those of wq's and wk's outputs, because TorchTitan rotates them in fp32 and as complex numbers, which
-Inductor does not fuse with anything.
+In a Llama block such a gradient is the one of w2's output, where the residual stream is fp32 (fp32 weights under
+autocast).
 
-Only these two kinds of gradients are known to be in memory in fp32: inputs of a graph, and results of operations on
-complex numbers. Others Inductor computes inside the kernel that rounds them, so nothing would be saved. The same holds
-where something else reads the rounded gradient.
+Only the inputs of a graph are known to be in memory in fp32. Other gradients Inductor computes inside the kernel that
+rounds them, so nothing would be saved. The same holds where something else reads the rounded gradient.
 """
 
 import torch
@@ -68,11 +66,11 @@ def _before_rounding(matrix: Node, cast: Node) -> Node | None:
         return None
     source = node.args[0]
     value = source.meta["val"]
-    return source if value.dtype == torch.float32 and value.is_contiguous() and _is_in_memory(source) else None
+    return source if value.dtype == torch.float32 and value.is_contiguous() and _is_input(source) else None
 
 
-def _is_in_memory(node: Node) -> bool:
-    """Whether ``node`` is an input of the graph, the result of an operation on complex numbers, or a view of either."""
+def _is_input(node: Node) -> bool:
+    """Whether ``node`` is an input of the graph or a view of one."""
     while node.target in VIEWS:
         node = node.args[0]
-    return node.op == "placeholder" or node.target is aten.view_as_real.default
+    return node.op == "placeholder"

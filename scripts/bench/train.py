@@ -11,7 +11,7 @@ with fullgraph=True, compiled cross-entropy, fused AdamW, gradients clipped to n
 Tokens are random and new in every step, so the loss only shows that the step is sound. NVFP4 keeps the last 15 % of the
 blocks in bf16, its recipe's default; variants that end in "_all" keep none. "mxnorm_mixed" runs NVFP4 forward and MXFP8
 backward. "mxnorm_single" multiplies the linears of a norm one by one, "mxnorm_single_fprop" in the forward only, as
-under selective activation checkpointing.
+under selective activation checkpointing. "bf16_passes" is bf16 with mxtrain's passes over graphs.
 
 The first step is timed with empty Inductor and Triton caches, after a throw-away model has paid for imports and compile
 workers. Memory is the peak that the allocator holds during the timed steps.
@@ -127,6 +127,7 @@ def torchao_linear():
 # Variant -> function that converts the bf16 model on the meta device.
 VARIANTS = {
     "bf16": lambda model, mode: None,
+    "bf16_passes": lambda model, mode: passes.install(),
     "mx_linear": lambda model, mode: mxtrain.convert(model, "mx_linear", mode=mode),
     "mxnorm": lambda model, mode: mxtrain.convert(model, "mxnorm", mode=mode),
     "mxnorm_p1": lambda model, mode: mxtrain.convert(model, "mxnorm", p=1, mode=mode),
@@ -204,11 +205,12 @@ def build_model(model: Model, variant: str, settings: Settings) -> Transformer:
     args = TransformerModelArgs(**{**vars(model.args), "max_seq_len": model.seq_len})
     with torch.device("meta"):
         transformer = Transformer(args)
+    passes.remove()  # which an earlier variant installed
     VARIANTS[variant](transformer, settings.mode)
     if not settings.graph_passes:
         passes.remove()
     # As in ``mxtrain train``: bf16 products have fp32 sums where they stand for those of MX tensor cores.
-    is_peer = variant in ("bf16", "fused_rmsnorm", "torchao")
+    is_peer = variant in ("bf16", "bf16_passes", "fused_rmsnorm", "torchao")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = is_peer
     transformer.to_empty(device=settings.device)
     torch.manual_seed(SEED)
