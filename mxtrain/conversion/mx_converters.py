@@ -40,7 +40,7 @@ class MXLinearConverter(Converter):
             ModuleDicts; of n blocks the last share * n, rounded to nearest, stay.
         mode: "native", "emulated", "reference", or "auto": the best mode of the device that a layer's input is on.
         graph_passes: whether ``torch.compile``, in this thread and from now on, fuses casts with the operations before
-            them (``mxtrain.inductor``).
+            them and computes complex products as real ones (``mxtrain.inductor``).
         seed: with the FQN of a layer, determines the signs of its Hadamard transform and its random bits. Training
             loops call ``mxtrain.set_rounding_step`` before every forward.
     """

@@ -153,7 +153,8 @@ class MXNorm:
     graph_passes: bool = True
     """
     Let torch.compile fuse casts with the operations before them: SwiGLU with its MXFP8 casts, the residual add with the
-    MXNorm after it. Before it is rounded, the fp32 result of SwiGLU may differ in its last bits
+    MXNorm after it. Rotations of queries and keys are one kernel, too. Before they are rounded, the fp32 results of
+    SwiGLU and of rotations may differ in their last bits
     """
 
     eps: Amount | None = None
