@@ -16,49 +16,35 @@ rounds them, so nothing would be saved. The same holds where something else read
 import torch
 from torch.fx import Graph, Node
 
-from mxtrain.inductor.nodes import CONVERT, VIEWS, describe_call
+from mxtrain.inductor.nodes import CONVERT, VIEWS, as_matrix, describe_call
 from mxtrain.ops.hardware import HAS_TRITON
 
 if HAS_TRITON:
-    # These modules register the operations.
-    import mxtrain.kernels.mxfp8.cast
-    import mxtrain.kernels.mxfp8.joined_cast  # noqa: F401
+    import mxtrain.kernels.mxfp8.cast  # noqa: F401  which registers the operation
 
-aten, ours = torch.ops.aten, torch.ops.mxtrain
+ours = torch.ops.mxtrain
 
 
 def fuse_rounding(graph: Graph) -> None:
     """Let MXFP8 casts read fp32 gradients instead of their bf16 copies."""
     if not HAS_TRITON:
         return
-    # Number of arguments that hold matrices, and index of "to_bf16".
-    for op, matrices, to_bf16 in ((ours.cast.default, 1, 3), (ours.joined_cast.default, 2, 4)):
-        for cast in list(graph.find_nodes(op="call_function", target=op)):
-            # Matrices that are cast together have the same dtype: no other one can be in fp32.
-            args = torch.fx.map_arg(cast.args[:matrices], lambda matrix: _wide(matrix, cast))  # noqa: B023
-            if args == cast.args[:matrices]:
-                continue
-            with graph.inserting_before(cast):
-                new = graph.call_function(op, (*args, *cast.args[matrices:to_bf16], True, *cast.args[to_bf16 + 1 :]))
-            describe_call(new, cast, cast.meta["val"])
-            cast.replace_all_uses_with(new)
-            graph.erase_node(cast)
+    for cast in list(graph.find_nodes(op="call_function", target=ours.cast.default)):
+        rounded, row_factor, column_factor, _, *others = cast.args
+        source = _before_rounding(rounded, cast)
+        if source is None:
+            continue
+        with graph.inserting_before(cast):
+            matrix = as_matrix(graph, source)
+            new = graph.call_function(ours.cast.default, (matrix, row_factor, column_factor, True, *others))
+        describe_call(new, cast, cast.meta["val"])
+        cast.replace_all_uses_with(new)
+        graph.erase_node(cast)
     graph.eliminate_dead_code()
 
 
-def _wide(matrix: Node, cast: Node) -> Node:
-    """Return ``matrix`` before it was rounded, if that is in memory and nothing but ``cast`` reads it rounded."""
-    source = _before_rounding(matrix, cast)
-    if source is None:
-        return matrix
-    shape = matrix.meta["val"].shape
-    with cast.graph.inserting_before(cast):
-        view = cast.graph.call_function(aten.view.default, (source, [-1, shape[-1]]))
-    view.meta = {**source.meta, "val": source.meta["val"].view(shape)}
-    return view
-
-
 def _before_rounding(matrix: Node, cast: Node) -> Node | None:
+    """Return ``matrix`` in fp32, if that is in memory and nothing but ``cast`` reads it rounded."""
     node, user = matrix, cast
     while node.target in VIEWS and {*node.users} == {user}:
         node, user = node.args[0], node

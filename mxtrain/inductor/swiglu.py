@@ -129,7 +129,7 @@ def _sources(graph: Graph) -> dict[tuple[Node, ...], list[Node]]:
 
 def _parts(node: Node) -> tuple[Node, ...]:
     """Return the tensors, usually one, that a cast without factors reads side by side; none for other nodes."""
-    if node.target is ours.joined_cast.default and node.args[2:5] == (1, None, False):
+    if node.target is ours.joined_cast.default and node.args[2:4] == (1, None):
         return tuple(without_views(part) for part in (node.args[0], *node.args[1]))
     if node.target is not ours.cast.default or node.args[1:4] != (None, None, False):
         return ()

@@ -3,6 +3,9 @@
 import pytest
 import torch
 from graph_checks import draw, graph_after, operations
+from torchtitan.models.deepseek_v3.model import model as deepseek_v3
+from torchtitan.models.llama3.model import model as llama3
+from torchtitan.models.llama4.model import model as llama4
 
 from mxtrain.inductor.complex_products import split_complex_products
 
@@ -20,9 +23,15 @@ def as_pairs(x):
 
 
 def rotate(x, frequencies):
-    """As TorchTitan rotates queries and keys [B, S, H, D] by frequencies [S', D / 2]; in the dtype of x."""
-    here = frequencies[: x.shape[1]].view(1, x.shape[1], 1, -1)
-    return torch.view_as_real(torch.view_as_complex(as_pairs(x)) * here).flatten(3).to(x.dtype)
+    """Rotate queries or keys [B, S, H, D] by frequencies [S', D / 2], S' >= S."""
+    return llama3.apply_rotary_emb(x, x, frequencies)[0]
+
+
+ROTATIONS = {
+    "llama3": rotate,
+    "llama4": lambda *inputs: llama4.apply_rotary_emb(inputs[0], *inputs)[1],
+    "deepseek_v3": deepseek_v3.apply_rotary_emb,
+}
 
 
 def is_complex(node) -> bool:
@@ -40,10 +49,11 @@ def assert_close(module, function, *inputs):
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_a_rotation_and_its_gradient(dtype):
+@pytest.mark.parametrize("model", ROTATIONS)
+def test_a_rotation_of_torchtitan_and_its_gradient(model, dtype):
     def forward_and_backward(x, frequencies, gradient):
         x.requires_grad_()
-        y = rotate(x, frequencies)
+        y = ROTATIONS[model](x, frequencies)
         return y.detach(), *torch.autograd.grad(y, x, gradient)
 
     inputs = draw(B, S, H, D, seed=0).to(dtype), turns(2 * S, D // 2), draw(B, S, H, D, seed=1).to(dtype)

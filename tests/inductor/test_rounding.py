@@ -13,17 +13,15 @@ B, S, D = 2, 3, 64
 T = B * S
 BF16 = torch.bfloat16
 RECIPE = get_recipe("mxfp8").dgrad
-CAST, JOINED = "mxtrain.cast.default", "mxtrain.joined_cast.default"
+CAST = "mxtrain.cast.default"
 TO_BF16 = "prims.convert_element_type.default"
 
 
-def casts(*parts, form="image"):
-    """Both casts of a gradient [T, D], or of gradients side by side."""
+def casts(gradient, form="image"):
+    """Both casts of a gradient [T, D]."""
     from mxtrain.kernels.mxfp8.cast import cast
-    from mxtrain.kernels.mxfp8.joined_cast import joined_cast
 
-    both = cast(*parts, RECIPE, (1, 0), form) if len(parts) == 1 else joined_cast(parts, 1, RECIPE, (1, 0), form)
-    results = [each for result in both for each in result if each is not None]
+    results = [each for result in cast(gradient, RECIPE, (1, 0), form) for each in result if each is not None]
     return [each.view(torch.uint8) if each.itemsize == 1 else each for each in results]
 
 
@@ -37,20 +35,6 @@ def test_a_cast_reads_the_gradient_of_the_residual_stream(form):
     module = graph_after(fuse_rounding, backward, gradient)
     assert operations(module) == [CAST, "aten.abs.default"]
     assert_same(module, backward, gradient)
-
-
-def test_a_joined_cast_reads_gradients_in_both_dtypes():
-    """The third gradient is in bf16 from the start."""
-
-    def backward(q, k, v):
-        return casts(*(gradient.to(BF16).view(-1, D) for gradient in (q, k, v)))
-
-    inputs = draw(B, S, D, seed=0), draw(B, S, D, seed=1), draw(B, S, D, seed=2).to(BF16)
-    module = graph_after(fuse_rounding, backward, *inputs)
-    (cast,) = module.graph.find_nodes(op="call_function", target=torch.ops.mxtrain.joined_cast.default)
-    parts = [cast.args[0], *cast.args[1]]
-    assert [part.meta["val"].dtype for part in parts] == [torch.float32, torch.float32, BF16] and cast.args[4]
-    assert_same(module, backward, *inputs)
 
 
 def test_symbolic_rows():

@@ -1,4 +1,5 @@
-"""A compiled block of TorchTitan's Llama 3: the second norm adds the residual; linears of a norm are one GEMM."""
+"""A compiled block of TorchTitan's Llama 3: the second norm adds the residual, linears of a norm are one GEMM, and
+rotations are real."""
 
 import copy
 
@@ -14,12 +15,24 @@ from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
 import mxtrain
+from mxtrain.inductor.complex_products import split_complex_products
 from mxtrain.inductor.residual_add import fuse_residual_add
 from mxtrain.ops.hardware import runs_kernels
 from mxtrain.titan.parallel.activation_checkpoint import knows_own_operations
 
 pytestmark = pytest.mark.sweep
 TINY = TransformerModelArgs(dim=64, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=64, multiple_of=64, max_seq_len=32)
+
+
+def is_complex_product(node) -> bool:
+    return node.target is torch.ops.aten.mul.Tensor and node.meta["val"].is_complex()
+
+
+def partition(joint, *args, **kwargs):
+    """Partition a joint graph after the pass over rotations."""
+    assert any(map(is_complex_product, joint.graph.nodes))
+    split_complex_products(joint.graph)
+    return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
 
 def compiler(found: list):
@@ -30,6 +43,7 @@ def compiler(found: list):
         fuse_residual_add(module.graph)
         module.graph.lint()
         module.recompile()
+        assert not any(is_complex_product(node) for node in module.graph.nodes)
         found.append([n.args[1] is not None for n in module.graph.nodes if "mxnorm_cast" in str(n.target)])
 
         def run(*inputs):
@@ -60,7 +74,7 @@ def test_the_second_norm_of_a_block_adds(checkpointing, again):
     found = []
     backend = aot_autograd(
         fw_compiler=compiler(found),
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=partition,
         decompositions=select_decomp_table(),
     )
     torch._dynamo.reset()

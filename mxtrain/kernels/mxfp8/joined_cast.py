@@ -25,7 +25,6 @@ def _implementation(
     others: list[torch.Tensor],
     axis: int,
     column_factor: torch.Tensor | None,
-    to_bf16: bool,
     along_rows: bool,
     along_columns: bool,
     scale_rounding: str,
@@ -37,14 +36,14 @@ def _implementation(
     launches, before = [], [0, 0]
     for part in parts:
         place = (*before, *whole)
-        launches.append(launch_cast(part, None, column_factor, to_bf16, *results, scale_rounding, form, place))
+        launches.append(launch_cast(part, None, column_factor, False, *results, scale_rounding, form, place))
         before[axis] += part.shape[axis]
     return flat(*(t for result in results for t in result)), tuple(filter(None, launches))
 
 
 _joined_cast = register_op(
-    "joined_cast(Tensor x, Tensor[] others, int axis, Tensor? column_factor, bool to_bf16, bool along_rows,"
-    " bool along_columns, str scale_rounding, str form) -> Tensor[]",
+    "joined_cast(Tensor x, Tensor[] others, int axis, Tensor? column_factor, bool along_rows, bool along_columns,"
+    " str scale_rounding, str form) -> Tensor[]",
     _implementation,
 )
 
@@ -83,4 +82,4 @@ def _checked_cast(parts, axis, column_factor, dims, scale_rounding, form):
         check_whole_blocks("parts[0]", parts[0], BLOCK)
     _, column_factor = contiguous_factors(parts[0], None, column_factor)
     first, *others = (part.contiguous() for part in parts)
-    return _joined_cast(first, others, axis, column_factor, False, 1 in dims, 0 in dims, scale_rounding, form)
+    return _joined_cast(first, others, axis, column_factor, 1 in dims, 0 in dims, scale_rounding, form)

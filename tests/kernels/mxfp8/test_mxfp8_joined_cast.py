@@ -41,12 +41,6 @@ def test_every_setting(form):
         check(stacked, 0, dims, form, rounding, column_factor=draw(160, dtype=dtype))
 
 
-def test_parts_in_fp32_can_be_rounded_to_bf16_first():
-    wide, narrow = ugly(43, 96), ugly(43, 32, seed=1, dtype=torch.bfloat16)
-    run = lambda x, *rest: torch.ops.mxtrain.joined_cast(x, [*rest], 1, None, True, True, True, "rceil", "image")  # noqa: E731
-    assert_same_results(run(wide, narrow, wide), run(wide.bfloat16(), narrow, wide.bfloat16()))
-
-
 def test_views_no_tokens_and_one_part():
     check([part.t() for part in (draw(64, 5), draw(32, 5))], 1, (0, 1), "blocked")
     check([draw(0, 64), draw(0, 32)], 1, (0, 1), "blocked")
