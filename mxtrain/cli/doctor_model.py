@@ -13,7 +13,6 @@ from mxtrain.conversion.plan import Plan
 from mxtrain.conversion.weights import WeightUse, find_weights, weight_uses
 from mxtrain.errors import ConfigError
 from mxtrain.settings.layout import RELATIONS as LAYOUT_RELATIONS
-from mxtrain.settings.layout import degree
 from mxtrain.settings.machine import Machine
 from mxtrain.settings.pipeline import RELATIONS as PIPELINE_RELATIONS
 from mxtrain.settings.read import places
@@ -43,7 +42,7 @@ def report(arguments: list[str]) -> str:
 def _report(words: list[str]) -> str:
     from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
     from mxtrain.titan.parallel.check_layout import check_model_layout
-    from mxtrain.titan.parallel.tensor_parallel import check_parts_of_layers
+    from mxtrain.titan.parallel.trial_plan import try_plan
     from mxtrain.titan.parse import parse_job_config, settings_of
     from mxtrain.titan.schedule import guard_in, schedule_in
 
@@ -60,10 +59,10 @@ def _report(words: list[str]) -> str:
         memory_table(model, job_config),
     ]
     plans = convert_on_meta(job_config, model)
-    check_parts_of_layers(model, degree(settings, "tensor"))
     uses = next((plan.weights for plan in plans.values() if plan is not None and plan.weights), None)
     parts.append(_multiplications(uses or weight_uses(find_weights(dict(model.named_modules())), {}, {})))
     parts += [_conversion(name, plan) for name, plan in plans.items()]
+    try_plan(model, job_config)  # at last, because it splits the model
     if entries := schedule_in(job_config):
         parts.append("\n".join(["precision schedule", *(f"  {entry} ({entry.name})" for entry in entries)]))
     if guard := guard_in(job_config):

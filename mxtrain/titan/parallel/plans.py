@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
@@ -31,7 +32,7 @@ def plans_with_own_styles() -> Iterator[set[nn.Module]]:
     @functools.wraps(parallelize_module)
     def parallelize(module, device_mesh=None, parallelize_plan=None, **others):
         if isinstance(parallelize_plan, dict):
-            parallelize_plan = _own_plan(module, parallelize_plan, inner)
+            parallelize_plan = _own_plan(module, parallelize_plan, inner, device_mesh)
             for fqn, style in parallelize_plan.items():
                 if isinstance(linear := _modules(module).get(fqn), QuantizedLinear):
                     check_part(fqn, linear, style, device_mesh.size())
@@ -52,7 +53,9 @@ def _modules(module: nn.Module) -> dict[str, nn.Module]:
     return dict(module.named_modules())
 
 
-def _own_plan(module: nn.Module, plan: dict[str, ParallelStyle], inner: set[nn.Module]) -> dict[str, ParallelStyle]:
+def _own_plan(
+    module: nn.Module, plan: dict[str, ParallelStyle], inner: set[nn.Module], device_mesh: DeviceMesh
+) -> dict[str, ParallelStyle]:
     """Return ``plan`` with mxtrain's styles, and put the modules within boundaries into ``inner``."""
     modules = _modules(module)
     for fqn, style in plan.items():
@@ -65,5 +68,5 @@ def _own_plan(module: nn.Module, plan: dict[str, ParallelStyle], inner: set[nn.M
         elif modules.get(fqn) in inner:
             own[fqn] = inner_style(style)
         else:
-            own[fqn] = style_for(modules.get(fqn), style)
+            own[fqn] = style_for(fqn, modules.get(fqn), style, device_mesh)
     return own

@@ -34,13 +34,6 @@ from mxtrain.nn.split import SplitSequences, by_input_features, by_output_featur
 from mxtrain.nn.three_gemms import QuantizedLinear
 
 DEGREE = "parallelism.tensor_parallel_degree"
-COLUMNWISE_NAMES = (
-    *("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"),
-    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
-)
-"""Linears of a layer that are split by output features: TorchTitan's names, and those of Hugging Face's Llama"""
-ROWWISE_NAMES = ("attention.wo", "feed_forward.w2", "self_attn.o_proj", "mlp.down_proj")
-"""Those that are split by input features"""
 _SEQUENCES = (Shard(1),)
 
 
@@ -114,8 +107,14 @@ def _group(device_mesh: DeviceMesh) -> str:
     return device_mesh.get_group().group_name
 
 
-def style_for(module: nn.Module | None, style: ParallelStyle) -> ParallelStyle:
+def style_for(fqn: str, module: nn.Module | None, style: ParallelStyle, device_mesh: DeviceMesh) -> ParallelStyle:
     """Return the style that does for ``module`` what ``style`` does for the module that it replaced.
+
+    Args:
+        fqn: the module's name in the plan.
+        module: None for a name of the plan that the model does not have.
+        style: the plan's.
+        device_mesh: of the processes that split the module.
 
     Raises:
         ConfigError: for a swapped module with a style that has no counterpart here.
@@ -127,8 +126,8 @@ def style_for(module: nn.Module | None, style: ParallelStyle) -> ParallelStyle:
                 new.__class__ = own
                 return new
         raise ConfigError(
-            f"{DEGREE} splits an {type(module).__name__} by {type(style).__name__}, which works for high precision "
-            "only: allowed is 1, or mxnorm.filter_fqns that leave such modules in high precision"
+            f"{DEGREE} = {device_mesh.size()} splits {fqn} by {type(style).__name__}, which works in high precision "
+            f"only, and it is an {type(module).__name__}: allowed is 1, or mxnorm.filter_fqns that match it"
         )
     if type(style) is RowwiseParallel and isinstance(module, nn.Embedding):
         new = copy.copy(style)
@@ -170,16 +169,3 @@ def check_part(fqn: str, linear: QuantizedLinear, style: ParallelStyle, processe
                 f"{DEGREE} = {processes} splits {name} = {features[name]} of {fqn} into parts that are not whole "
                 f"blocks of {block} (recipe {recipe.name!r}): allowed is a divisor of {features[name] // block}"
             )
-
-
-def check_parts_of_layers(model: nn.Module, processes: int) -> None:
-    """Raise ConfigError as ``check_part`` does, for a converted model that is not split.
-
-    Without a plan, the names of linears tell how they are split. Training checks the linears of its plan, whatever
-    their names.
-    """
-    styles = dict.fromkeys(COLUMNWISE_NAMES, Columnwise()) | dict.fromkeys(ROWWISE_NAMES, Rowwise())
-    for layer in model.layers.values():
-        for fqn, linear in layer.named_modules():
-            if fqn in styles and isinstance(linear, QuantizedLinear):
-                check_part(fqn, linear, styles[fqn], processes)
