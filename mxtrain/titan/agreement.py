@@ -51,11 +51,10 @@ def prepare_together(prepare: Callable[[str], Prepared], setting: str) -> Prepar
         prepared.append(prepare(folder))
         return {"folder": str(prepared[0].folder or ""), "identity": prepared[0].identity}
 
-    is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
-    ranks = run_on_all_ranks((lambda: work("")) if is_first_of_node else None)
+    ranks = run_on_all_ranks((lambda: work("")) if is_first_of_node() else None)
     node = _node()
     folder = next((rank["result"]["folder"] for rank in ranks if rank["result"] and rank["node"] == node), "")
-    ranks = run_on_all_ranks(None if is_first_of_node else lambda: work(folder), ranks)
+    ranks = run_on_all_ranks(None if is_first_of_node() else lambda: work(folder), ranks)
     _require_same(ranks, setting)
     return prepared[0]
 
@@ -104,6 +103,11 @@ def gather(value: object) -> list:
 def is_rank_0() -> bool:
     """Return whether this is rank 0, or the only process."""
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def is_first_of_node() -> bool:
+    """Return whether this is the first rank of its launcher."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _require_same(ranks: list[dict], setting: str) -> None:

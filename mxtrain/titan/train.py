@@ -47,6 +47,7 @@ from mxtrain.titan.reports import terminal
 from mxtrain.titan.reports.facts import package_versions
 from mxtrain.titan.reports.metrics import log_event, log_loss
 from mxtrain.titan.reports.numerics import Numerics
+from mxtrain.titan.same_settings import require_same_settings
 from mxtrain.titan.schedule import RecipeSwitch
 from mxtrain.titan.stop import Stop, StopSignals
 
@@ -127,6 +128,7 @@ class _Trainer(Trainer):
     def init_distributed(self):
         parallel_dims = super().init_distributed()
         # As soon as all ranks have met: what is built next looks into the run's folder, too.
+        require_same_settings(self.job_config)
         self._start, self._changes = _start(self.job_config)
         return parallel_dims
 
