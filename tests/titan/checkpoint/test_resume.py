@@ -8,6 +8,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from training_runs import NVFP4, SAVE_EACH, Resumed, done_once, steps
 
 from mxtrain.analysis import load_run
 
@@ -65,6 +66,28 @@ def test_a_resumed_run_draws_the_random_bits_of_every_microbatch(one):
 @pytest.mark.parametrize("name", ["fsdp", "nvfp4, fsdp", "mixed, fsdp", "experts, fsdp"])
 def test_two_processes_resume_bit_for_bit(several, name):
     require_exact(several[f"{name}, resumed"], several[name], 2)
+
+
+@pytest.mark.sweep
+def test_every_layout_resumes_bit_for_bit(base):
+    """With stochastic rounding, whose random bits repeat, and selective activation checkpointing."""
+    layouts = {
+        "hsdp": {"data_parallel_replicate": 2},
+        "tp x fsdp": {"tensor_parallel": 2},
+        "cp x tp": {"context_parallel": 2, "tensor_parallel": 2},
+        "pp x tp": {"pipeline_parallel": 2, "tensor_parallel": 2},
+        "pp x fsdp": {"pipeline_parallel": 2},
+    }
+    sizes = ["--training.seq_len=128", "--training.local_batch_size=2", "--training.global_batch_size=8"]
+    flags = [NVFP4, *SAVE_EACH, steps(2), *sizes, "--activation_checkpoint.mode=selective"]
+    runs = {
+        name: [*flags, *(f"--parallelism.{kind}_degree={degree}" for kind, degree in degrees.items())]
+        for name, degrees in layouts.items()
+    }
+    runs |= {f"{name}, resumed": Resumed(name, 1) for name in layouts}
+    found = done_once(base, "layouts that resume", 4, runs)
+    for name in layouts:
+        require_exact(found[f"{name}, resumed"], found[name], 2)
 
 
 def test_an_unchanged_run_reports_no_change(one):
