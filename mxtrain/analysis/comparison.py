@@ -87,7 +87,7 @@ def _group(counted: list[Result], notes: list[str], baseline: str | None) -> Gro
     settings = [(r.variant, flat_settings(r.run)) for r in counted if r.run and r.run.settings]
     notes += unpaired(settings, left_out=(STEPS,))
     notes += [f"{r.name} ({r.variant}): {line}" for r in counted if r.run for line in r.run.changed_settings]
-    notes += other_texts((r.name, r.run.text) for r in counted if r.run)
+    notes += other_texts((r.name, r.text) for r in counted)
     notes += other_batches((r.name, r.tokens, r.steps) for r in counted if r.tokens and r.steps)
     counted, more = _cut_to_one_length(counted)
     more += _early_validation(counted)

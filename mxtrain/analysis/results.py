@@ -3,10 +3,12 @@
 import csv
 import math
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 
+from mxtrain.analysis.pairing import HASH_DIGITS
 from mxtrain.analysis.runs import Run
 from mxtrain.analysis.spikes import spikes
 from mxtrain.errors import ConfigError
@@ -14,8 +16,11 @@ from mxtrain.run_folder.files import reason
 
 COLUMNS = (
     "date", "model", "flavor", "variant", "lr", "seed", "steps", "tokens", "validation", "validation_step",
-    "last_10_percent", "tokens_per_second", "memory_gib", "device", "torch",
+    "last_10_percent", "tokens_per_second", "memory_gib", "device", "torch", "tokenizer", "train_text",
+    "validation_text",
 )  # fmt: skip
+HASHES = {"tokenizer": "tokenizer", "train_text": "train", "validation_text": "validation"}
+"""Column -> its key in ``Result.text``"""
 REQUIRED = ("variant", "lr", "seed", "steps", "last_10_percent")
 """Columns of a CSV without which a row says nothing"""
 
@@ -46,6 +51,8 @@ class Result:
     device: str = ""
     torch: str = ""
     date: str = ""
+    text: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of what the run read, by the keys of ``pairing.TEXT``; empty if they are not known"""
     spikes: int | None = None
     problem: str = ""
     """Why the run does not count in means: its losses are not finite, or it has not ended"""
@@ -80,6 +87,7 @@ def result_of(run: Run, variant: str | None = None) -> Result:
         validation_step=run.validation[-1]["step"] if run.validation else None,
         device=str(run.facts.get("device") or ""),
         torch=str(versions.get("torch") or "") if isinstance(versions, dict) else "",
+        text=run.text,
         date=date.fromtimestamp(last["time"]).isoformat() if last.get("time") is not None else "",
         problem=_problem(run),
         run=run,
@@ -123,6 +131,7 @@ def row_of(result: Result) -> dict[str, str]:
         str(result.steps), _text(result.tokens, "d"), _text(result.validation, ".4f"),
         _text(result.validation_step, "d"), _text(result.tail, ".4f"), _text(result.tokens_per_second, ".0f"),
         _text(result.memory_gib, ".2f"), result.device, result.torch,
+        *(result.text.get(key, "")[:HASH_DIGITS] for key in HASHES.values()),
     )  # fmt: skip
     return dict(zip(COLUMNS, values, strict=True))
 
@@ -194,6 +203,7 @@ def _result_in(row: dict, name: str) -> Result:
         tail=numbers.pop("last_10_percent"),
         **numbers,
         **{key: texts[key] for key in ("variant", "model", "flavor", "device", "torch", "date")},
+        text={key: texts[column] for column, key in HASHES.items() if texts[column]},
     )
     return result if result.is_finite else replace(result, problem="its loss is not finite")
 

@@ -217,6 +217,13 @@ def test_runs_whose_files_changed_between_them_are_compared_with_a_note(tmp_path
     ]
 
 
+def test_rows_of_a_table_that_read_other_text_are_compared_with_a_note():
+    texts = {"a": {"tokenizer": "t", "train": "1"}, "b": {"tokenizer": "t", "train": "2"}, "without hashes": {}}
+    (group,) = compare([Result(name, name, 1e-3, 0, 10, 3.0, text=text) for name, text in texts.items()])
+    (note,) = group.notes
+    assert note == "runs differ in their training text (1 in a, 2 in b): their runs are not paired step by step"
+
+
 def test_runs_with_other_tokens_per_step_are_compared_with_a_note(ran):
     """One process instead of two halves the sequences per step, where training.global_batch_size is not set."""
     first = [ran(f"a{seed}", [3.0] * 2, "a", seed=seed, tokens_per_step=128) for seed in (0, 1)]

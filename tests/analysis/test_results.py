@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -11,17 +12,18 @@ from mxtrain.errors import ConfigError
 def test_a_run_becomes_a_row_and_the_row_the_same_numbers(tmp_path):
     versions, path = {"torch": "2.11.0"}, tmp_path / "a.csv"
     folder = make_run(tmp_path / "a", [4.0, 3.0], 5, 3.0000001e-4, {2: 3.5}, device="NVIDIA H200", versions=versions)
+    (folder / "data.json").write_text(json.dumps({"identity": {"tokenizer": "1" * 64, "train": "2" * 64}}))
     result = result_of(load_run(folder))
     append_results(path, [result])
     append_results(path, [result])
     header, row, again = path.read_text().splitlines()
     assert header == ",".join(COLUMNS) and row == again
-    assert (
-        row
-        == "2020-09-13,llama3,tiny,mxnorm mxfp8 p=2,0.00030000001,5,2,128,3.5000,2,3.0000,100,1.50,NVIDIA H200,2.11.0"
-    )
+    numbers = "0.00030000001,5,2,128,3.5000,2,3.0000,100,1.50"
+    hashes = f"{'1' * 12},{'2' * 12},"  # the run was not validated
+    assert row == f"2020-09-13,llama3,tiny,mxnorm mxfp8 p=2,{numbers},NVIDIA H200,2.11.0,{hashes}"
     (read, _), notes = read_results(path)
     assert row_of(read) == row_of(result) and not notes
+    assert read.text == {"tokenizer": "1" * 12, "train": "2" * 12}
     assert (read.run, read.spikes, result.spikes, result.problem) == (None, None, 0, "")
 
 
