@@ -44,7 +44,8 @@ def _pairs_and_number(product: Node) -> tuple[Node, Node] | None:
 
 
 def _is_complex(node: object) -> bool:
-    return isinstance(node, Node) and node.meta["val"].dtype == torch.complex64
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return isinstance(value, torch.Tensor) and value.dtype == torch.complex64
 
 
 def _split(graph: Graph, product: Node, pairs: Node, number: Node) -> None:
