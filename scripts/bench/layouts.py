@@ -40,6 +40,13 @@ DEGREES = {
     **OF_EXPERTS,
 }
 ONE, PERTURBED = "one", "perturbed"
+MODELS = {
+    "llama3": [],
+    "llama4": ["--model_args.multiple_of=64"],  # half of a feed-forward has whole blocks
+    "qwen3": [],
+    "deepseek_v3": ["--mxnorm.filter_fqns=output,attention"],  # where matrices are multiplied whole
+}
+"""Model -> flags with which tensor parallelism takes it"""
 
 
 def degrees(layout: str) -> dict[str, int]:
@@ -104,7 +111,7 @@ def differences(one, other) -> tuple[float, float, float]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", type=layouts, default=["fsdp2"], help="such as fsdp2,tp2xfsdp2")
-    parser.add_argument("--model", default="llama3", choices=["llama3", "llama4", "qwen3", "deepseek_v3"])
+    parser.add_argument("--model", default="llama3", choices=[*MODELS])
     parser.add_argument("--recipes", default="unquantized,mxfp8,mx_linear,nvfp4", help="names of the oracle's recipes")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--reference", type=layout, default=ONE, help="layout to compare with")
@@ -123,6 +130,7 @@ def main(argv: list[str] | None = None) -> None:
     recipes = options.recipes.split(",")
     common = [
         f"--model.name={options.model}",
+        *MODELS[options.model],
         f"--training.mixed_precision_param={options.dtype}",
         f"--mxnorm.mode={options.mode}",
     ]
