@@ -5,6 +5,7 @@ An RMSNorm or LayerNorm of any class is recognised by its results, the gate of a
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import NamedTuple
 
 import torch
@@ -87,7 +88,8 @@ def rms_norm_facts(module: nn.Module) -> NormFacts | None:
     run on random rows with a random weight. The rows form a matrix and then a batch of sequences, which shows whether
     the module normalizes the last dimension. It is an RMSNorm if its results are those of ``F.rms_norm`` for one of the
     floats that it holds as attributes. (A norm that scales by 1 + weight is not.) A copy of the module runs; the
-    module's own weight may be on the meta device.
+    module's own weight may be on the meta device. A module whose forward takes more than x, such as a gate or a
+    residual, is none: random rows alone do not show what it does with the rest.
     """
     if type(module) in (nn.RMSNorm, FusedRMSNorm):
         return NormFacts(tuple(module.normalized_shape), module.eps, module.elementwise_affine)
@@ -128,6 +130,8 @@ def _eps_of(module: nn.Module, normalize: Callable[..., torch.Tensor], noise: fl
     parameters = dict(module.named_parameters())
     shapes = {parameter.shape for parameter in parameters.values()}
     if dict(module.named_buffers()) or len(shapes) != 1 or len(next(iter(shapes))) != 1:
+        return None
+    if len(signature(module.forward).parameters) != 1:
         return None
     (dim,) = shapes.pop()
     generator = torch.Generator("cpu").manual_seed(0)

@@ -54,6 +54,13 @@ class NeedsMoreRMSNorm(OwnRMSNorm):
         return super().forward(x) + y
 
 
+class GatedRMSNorm(OwnRMSNorm):
+    """As in Mamba 2 and Bamba: a fused norm would take the gate for a residual."""
+
+    def forward(self, x, gate=None):
+        return super().forward(x if gate is None else x * gate)
+
+
 class RMSNormWithBias(OwnRMSNorm):
     def __init__(self):
         super().__init__()
@@ -87,8 +94,8 @@ def test_pytorchs_norm_and_the_fused_norm_keep_their_arguments(kind):
 
 @pytest.mark.parametrize(
     "module",
-    [ShiftedRMSNorm(), CenteredRMSNorm(), WithoutEpsRMSNorm(), NeedsMoreRMSNorm(), RMSNormWithBias(), nn.LayerNorm(64),
-     nn.Linear(64, 64), MXNorm(64, mode="reference")],
+    [ShiftedRMSNorm(), CenteredRMSNorm(), WithoutEpsRMSNorm(), NeedsMoreRMSNorm(), GatedRMSNorm(), RMSNormWithBias(),
+     nn.LayerNorm(64), nn.Linear(64, 64), MXNorm(64, mode="reference")],
     ids=lambda module: type(module).__name__,
 )  # fmt: skip
 def test_modules_that_compute_something_else(module):
