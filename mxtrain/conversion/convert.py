@@ -38,9 +38,9 @@ def convert(model: nn.Module, converter: str = "mxnorm", *, example_inputs: tupl
 
     Raises:
         ConfigError: for an unknown converter or setting, a filter that matches no module, a name in ``recipes`` that
-            matches no linear, features that no block divides, parameters in float16 or float64, a forward pass that
-            fails on the meta device, a model that is wrapped, sharded, compiled or was converted before, or one with
-            nothing to convert. The model is then unchanged.
+            matches no linear, features that no block divides, parameters in float16 or float64, ``example_inputs`` that
+            are no tuple, a forward pass that fails on the meta device, a model that is wrapped, sharded, compiled or
+            was converted before, or one with nothing to convert. The model is then unchanged.
     """
     return apply(get_converter(converter, settings), model, example_inputs)
 

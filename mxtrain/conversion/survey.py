@@ -26,6 +26,7 @@ from mxtrain.conversion.recognition import (
 from mxtrain.conversion.refusals import refuse_unfit_model
 from mxtrain.conversion.structural_copy import structural_copy
 from mxtrain.conversion.weights import WeightFacts, find_weights
+from mxtrain.errors import ConfigError
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
 
@@ -87,9 +88,14 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
         example_inputs: arguments of that forward pass; None stands for one row of 32 token ids.
 
     Raises:
-        ConfigError: if the model is wrapped, sharded, compiled or lazy, cannot be copied, or the forward pass fails.
+        ConfigError: if the model is wrapped, sharded, compiled or lazy, cannot be copied, or the forward pass fails;
+            for ``example_inputs`` that are no tuple.
     """
     refuse_unfit_model(model)
+    # A tensor would be taken apart into its rows, and a model may run on one row.
+    if not isinstance(example_inputs, tuple | list | None):
+        kind = type(example_inputs).__name__
+        raise ConfigError(f"example_inputs is a {kind}, not a tuple: write (inputs,) for a model with one argument")
     modules = dict(model.named_modules())
     fqns = {id(module): fqn for fqn, module in modules.items()}
     device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
