@@ -11,6 +11,8 @@ from mxtrain.recipes.recipe import Recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
 
 
+# Plain PyTorch would give rho a gradient, and kernels would give codes a useless one.
+@torch.no_grad()
 def mxnorm_cast(
     x: torch.Tensor,
     p: int = 2,

@@ -77,6 +77,11 @@ def test_non_finite_rows_are_never_silent():
     assert (bits[2] != 255).all() and rho[2].isfinite()
 
 
+@pytest.mark.parametrize("mode", ["reference", "emulated"])
+def test_results_have_no_gradients(mode):
+    assert not any(result.requires_grad for result in mxnorm_cast(draw(2, 64).requires_grad_(), mode=mode))
+
+
 def test_zero_row():
     codes, scales, rho = mxnorm_cast(torch.zeros(2, 64), eps=1e-5)
     assert (codes.view(torch.uint8) == 0).all() and (scales.view(torch.uint8) == 0).all()
