@@ -27,6 +27,8 @@ class Converter(ABC):
     name: ClassVar[str]
     watches_norms: ClassVar[bool] = False
     """Whether ``plan`` needs to know what uses the outputs of norms"""
+    way_out: ClassVar[str] = ""
+    """What to try with a model in which this converter finds nothing, as a line of the error"""
     # Whether mxtrain's passes over compiled graphs run from now on; None changes nothing. Only converters whose layers
     # have casts make this a setting, so it has no annotation here.
     graph_passes = None
@@ -59,7 +61,8 @@ class Converter(ABC):
 
     def _nothing_to_convert(self, survey: Survey, skipped: Mapping[str, str]) -> ConfigError:
         left = "".join(f"\n  {fqn}: {reason}" for fqn, reason in skipped.items())
-        return ConfigError(f"converter = {self.name!r} finds nothing to convert in this {survey.kind}{left}")
+        way_out = f"\n{self.way_out}" if self.way_out else ""
+        return ConfigError(f"converter = {self.name!r} finds nothing to convert in this {survey.kind}{left}{way_out}")
 
 
 def lookalikes(survey: Survey) -> dict[str, str]:

@@ -173,6 +173,7 @@ class MXNormConverter(MXLinearConverter):
 
     name: ClassVar[str] = "mxnorm"
     watches_norms: ClassVar[bool] = True
+    way_out: ClassVar[str] = "It needs an RMSNorm that feeds only linears. 'mx_linear' converts linears without norms."
 
     p: int = 2
     estimator: str = "pre_round"
@@ -236,7 +237,7 @@ def _why_norm_stays(
         return f"feeds {', '.join(kept_linears)}, {kept[kept_linears[0]]}"
     if gates := [linear for linear in linears if survey.linears[linear].is_gate]:
         return f"feeds {', '.join(gates)}, the gate of a router"
-    if again := [linear for linear in linears if uses.calls[linear] != 1]:
+    if again := [linear for linear in dict.fromkeys(linears) if uses.calls[linear] != 1]:
         return f"feeds {', '.join(again)}, which is called more than once"
     if len({recipe_of[linear].fprop for linear in linears}) > 1:
         fprops = ", ".join(f"{linear}: {recipe_of[linear].fprop.name}" for linear in linears)

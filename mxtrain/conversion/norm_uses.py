@@ -73,7 +73,8 @@ class _Watcher(TorchFunctionMode):
 
     def track(self, norm: str, inputs, output: torch.Tensor) -> None:
         self._outputs[id(output)] = (norm, output)
-        self._inputs += [(norm, x, version(x)) for x in tree_flatten(inputs)[0] if isinstance(x, torch.Tensor)]
+        with torch._C.DisableTorchFunction():  # looking at the versions is no use of another norm's output
+            self._inputs += [(norm, x, version(x)) for x in tree_flatten(inputs)[0] if isinstance(x, torch.Tensor)]
 
     def note_other_use(self, values, user: str) -> None:
         for norm in self._norms_of(values):

@@ -316,6 +316,13 @@ def test_norms_that_cannot_be_proven_are_left_alone(module, reason):
     inner(torch.randn(3, DIM)).sum().backward()
 
 
+def test_the_reason_names_the_norm_after_a_norm_and_nothing_that_the_survey_does_itself():
+    model = nn.Sequential(nn.RMSNorm(DIM), nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
+    assert convert(model, filter_fqns=[], example_inputs=(torch.zeros(3, DIM),)).skipped == {
+        "0": "its output is used by rms_norm"
+    }
+
+
 class AddsInPlace(UsesNormTwice):
     def forward(self, x):
         x = x * 1
