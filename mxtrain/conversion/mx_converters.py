@@ -129,7 +129,7 @@ class MXLinearConverter(Converter):
         for fqn, swap in swaps.items():
             if isinstance(swap, ToQuantizedLinear):
                 linear = survey.linears[fqn]
-                with _advice(fqn):
+                with self._advice(survey, fqn):
                     check_features(linear.in_features, linear.out_features, swap.recipe)
 
     def _check_dtypes(self, survey: Survey, swaps: Mapping[str, Swap]) -> None:
@@ -143,8 +143,23 @@ class MXLinearConverter(Converter):
             raise ConfigError(
                 f"converter = {self.name!r}: {parameter} is {_name(dtype)}; allowed are bfloat16 and float32, and "
                 "float64 with recipe = 'unquantized': convert the model with model.to(torch.bfloat16) first, or name "
-                "the module in filter_fqns"
+                f"the module in filter_fqns{self._and_heads(survey)}"
             )
+
+    @contextmanager
+    def _advice(self, survey: Survey, fqn: str):
+        """Put the name of the linear before a ConfigError, and the way out behind it."""
+        try:
+            yield
+        except ConfigError as error:
+            way_out = f"name it in filter_fqns to leave it in high precision{self._and_heads(survey)}"
+            raise ConfigError(f"{fqn}: {error}; {way_out}") from None
+
+    def _and_heads(self, survey: Survey) -> str:
+        """What else to name in ``filter_fqns``: set for the first time, it no longer keeps the output head."""
+        if self.filter_fqns is not None or not survey.heads:
+            return ""
+        return f", together with the output head: {', '.join(survey.heads)}"
 
     def _execution(self, survey: Survey) -> str:
         """The mode in words: the layers keep "auto", which follows the model from device to device."""
@@ -205,7 +220,7 @@ class MXNormConverter(MXLinearConverter):
         """The swaps of a norm and of the linears that it feeds."""
         linears = survey.uses.linears[fqn]
         for linear in linears:
-            with _advice(linear):
+            with self._advice(survey, linear):
                 RMSEstimate.for_recipe(recipe_of[linear].fprop, self.p, self.estimator)
         # The linears agree on fprop. If any of them transforms its wgrad operands, the norm draws the signs for all.
         recipe = max((recipe_of[linear] for linear in linears), key=lambda recipe: recipe.needs_signs)
@@ -247,12 +262,3 @@ def _why_norm_stays(
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-@contextmanager
-def _advice(fqn: str):
-    """Put the name of the linear before a ConfigError, and the way out behind it."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{fqn}: {error}; name it in filter_fqns to leave it in high precision") from None

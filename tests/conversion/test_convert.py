@@ -472,6 +472,16 @@ def test_features_that_no_block_divides():
     assert unchanged(model)
 
 
+def test_advice_to_name_a_module_keeps_the_output_head():
+    """filter_fqns keeps the head only while it is unset."""
+    model = llama()
+    model.layers[0].gate = nn.Linear(DIM, 1)
+    with pytest.raises(ConfigError, match="^layers.0.gate: .* name it in filter_fqns .* with the output head: output$"):
+        convert(model, "mx_linear")
+    with pytest.raises(ConfigError, match="^layers.0.gate: .* to leave it in high precision$"):
+        convert(model, "mx_linear", filter_fqns=["output"])
+
+
 def test_a_model_without_norms():
     with pytest.raises(ConfigError, match="nothing to convert in this Sequential"):
         convert(nn.Sequential(nn.Linear(DIM, DIM)), filter_fqns=[], example_inputs=(torch.zeros(1, DIM),))
