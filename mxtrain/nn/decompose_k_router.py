@@ -57,7 +57,7 @@ def _before_epilogue(dc: torch.Tensor, c: torch.Tensor | None, epilogue: str | N
         return dc
     dc, c = at_least_fp32(dc), at_least_fp32(c)
     if epilogue == "relu":
-        return dc * (c > 0)
+        return torch.ops.aten.threshold_backward(dc, c, 0)  # a product with 0 would turn infinite gradients into NaN
     if epilogue == "sigmoid":
         return dc * c * (1 - c)
     return c * (dc - (dc * c).sum(1, keepdim=True))
