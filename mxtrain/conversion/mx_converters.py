@@ -183,7 +183,9 @@ class MXNormConverter(MXLinearConverter):
     Attributes:
         p, estimator: see ``mxtrain.mxnorm_cast``.
         eps: added to the squared RMS estimate; None keeps the eps of each norm.
-        group_linears: whether the linears of a norm are one GEMM each way (``mxtrain.nn.group``).
+        group_linears: whether the linears of a norm are one GEMM each way (``mxtrain.nn.group``). Their outputs are
+            then columns of one matrix, not contiguous: set False for a model that calls ``.view`` to merge features
+            with tokens, or hands an output to a kernel that expects contiguous memory.
     """
 
     name: ClassVar[str] = "mxnorm"
