@@ -152,8 +152,14 @@ def watch(
             forward = _not_followed if fqn in replaced_forwards else module.forward
             vars(module)["forward"] = _watched(watcher, fqn, forward, hooks.get(fqn))
     try:
-        # Writes are not counted in inference mode.
-        with torch.inference_mode(False), torch.no_grad(), without_global_hooks(), without_triton_launches(), watcher:
+        with (
+            torch.inference_mode(False),  # writes are not counted in inference mode
+            torch.no_grad(),
+            torch.random.fork_rng(devices=()),  # a model that skips layers at random draws on the CPU
+            without_global_hooks(),
+            without_triton_launches(),
+            watcher,
+        ):
             watcher.note_other_use(model(*inputs), "the caller of the model")
     except Exception as error:
         raise ConfigError(

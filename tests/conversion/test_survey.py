@@ -45,6 +45,20 @@ def test_surveying_leaves_the_model_as_it_was():
     assert all("forward" not in vars(module) for module in model.modules())
 
 
+class SkipsAtRandom(nn.Sequential):
+    """Stochastic depth, of which the survey sees one draw."""
+
+    def forward(self, x):
+        return super().forward(x) if torch.rand(()) < 1 else x
+
+
+def test_surveying_draws_no_random_numbers_of_the_user():
+    before = torch.get_rng_state()
+    model = SkipsAtRandom(nn.RMSNorm(64, device="meta"), nn.Linear(64, 64, device="meta"))
+    survey(model, (torch.zeros(1, 64),), watch_norms=True)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_mxnorms_of_an_earlier_conversion_are_noticed():
     model = llama()
     convert(model)
