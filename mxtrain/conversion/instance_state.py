@@ -1,7 +1,8 @@
 """What an instance of a norm or linear has beyond its class. A new module in its place would not have it."""
 
-from collections.abc import Mapping
-from types import FunctionType, MethodType
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 
 import torch
 import torch.nn as nn
@@ -136,8 +137,29 @@ def attributes_that_hold_modules(modules: Mapping[str, nn.Module]) -> dict[int, 
         for name, value in vars(module).items():
             if name == "_modules":
                 continue
-            for leaf in tree_leaves(value):
-                leaf = leaf.__self__ if isinstance(leaf, MethodType) else leaf
-                if isinstance(leaf, nn.Module) and leaf is not module:
-                    held[id(leaf)] = f"{fqn}.{name}".removeprefix(".")
+            for found in _modules_in(value):
+                if found is not module:
+                    held[id(found)] = f"{fqn}.{name}".removeprefix(".")
     return held
+
+
+def _modules_in(value, depth: int = 2) -> Iterator[nn.Module]:
+    """Yield the modules in a value, and in what it holds, which is followed to this depth."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, nn.Module):
+            yield leaf
+        elif depth:
+            yield from _modules_in(_parts(leaf), depth - 1)
+
+
+def _parts(value) -> list:
+    """What a bound method, a partial, a set or a plain object holds. ``tree_leaves`` knows lists, tuples and dicts."""
+    if isinstance(value, MethodType):
+        return [value.__self__]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, (set, frozenset)):
+        return list(value)
+    if isinstance(value, (type, FunctionType, ModuleType, torch.Tensor)):
+        return []  # a class, function or imported module is not the model's own, and a tensor holds no module
+    return list(getattr(value, "__dict__", {}).values())

@@ -1,5 +1,6 @@
 """What users put on a module (hooks, parametrizations, forwards, tensors, attributes) survives a conversion."""
 
+import functools
 import types
 
 import numpy as np
@@ -288,7 +289,28 @@ class Listed(nn.Module):
         return self.b(call(self.norm(x)))
 
 
-@pytest.mark.parametrize("held", [lambda m: [m.a], lambda m: (m.a,), lambda m: {"a": m.a}, lambda m: m.a.forward])
+class Caller:
+    """A plain object, whose attributes are no children of a module."""
+
+    def __init__(self, linear):
+        self.linear = linear
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda m: [m.a],
+        lambda m: (m.a,),
+        lambda m: {"a": m.a},
+        lambda m: {m.a},
+        lambda m: m.a.forward,
+        lambda m: functools.partial(m.a.forward),
+        lambda m: Caller(m.a),
+    ],
+)
 def test_a_linear_that_a_list_holds_as_well_stays(held):
     model = nn.Sequential(Listed(held))
     before = model(torch.ones(3, DIM))
