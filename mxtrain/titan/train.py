@@ -173,13 +173,14 @@ class _Trainer(Trainer):
             # Only now: a run that was refused or failed before leaves the folder as it was.
             for path in self._start.abandoned:
                 set_aside(path)
+        if self.step >= self.job_config.training.steps:
+            return  # nothing is left to train, and TorchTitan's schedule fails for steps after its end
         rates = apply_settings(self.optimizers, self.lr_schedulers)
         if self.step > 0 and rates.kept != rates.present:
             terminal.note(f"learning rate of step {self.step + 1}: {rates.present:.4g} (was {rates.kept:.4g})")
-        if 0 < self.step < self.job_config.training.steps:
+        if self.step > 0 and self._changes:
             # config.toml will have the new settings alone. One event, because wandb keeps one for each step.
-            if self._changes:
-                log_event(self.metrics_processor, self.step + 1, "; ".join(self._changes))
+            log_event(self.metrics_processor, self.step + 1, "; ".join(self._changes))
 
     def batch_generator(self, data_iterable):
         for inputs, labels in super().batch_generator(data_iterable):

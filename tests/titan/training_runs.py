@@ -171,7 +171,7 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             "another p": Resumed("mxnorm", 6, ["--mxnorm.p=1"]),
             "another p, allowed": Resumed("mxnorm", 6, ["--mxnorm.p=1", "--checkpoint.may_change=mxnorm.p", steps(7)]),
             "longer": Resumed("mxnorm", 12, [steps(14), "--lr_scheduler.total_steps=14"]),
-            "done": Resumed("mxnorm", 12),
+            "done": Resumed("mxnorm", 12, [steps(8), "--lr_scheduler.warmup_steps=8"]),
             "replaced": [steps(1), f"--job.dump_folder={base / 'one' / 'mxnorm'}"],
             "killed, resumed": [*SAVE_EACH, f"--job.dump_folder={base / 'killed' / 'run'}"],
             # Losses that are not finite.

@@ -146,7 +146,7 @@ def test_a_finished_run_says_how_it_goes_on(one):
     done = one["done"]
     assert numbers(done) == numbers(one["mxnorm"])
     assert (
-        "nothing is left to train: training.steps = 12; set it to more steps, such as --training.steps 24, and the "
+        "nothing is left to train: training.steps = 8; set it to more steps, such as --training.steps 24, and the "
         "run goes on"
     ) in done.output[0].splitlines()
     assert "fell over 12 steps" in done.output[0]
