@@ -11,7 +11,7 @@ import tomli
 import tomli_w
 
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import CONFIG_FILE
+from mxtrain.run_folder.files import CONFIG_FILE, replace_file
 
 _PACKAGE = Path(__file__).parent
 
@@ -54,8 +54,11 @@ def load_config(path: str | os.PathLike) -> dict:
 
 
 def dump_config(config: dict, path: str | os.PathLike) -> None:
-    """Write nested dicts as TOML. TOML has no null, so ``config`` must not contain None."""
-    Path(path).write_text(tomli_w.dumps(config), encoding="utf-8")
+    """Write nested dicts as TOML, whole or not at all: a run resumes with the settings in this file.
+
+    TOML has no null, so ``config`` must not contain None. Raises OSError.
+    """
+    replace_file(Path(path), tomli_w.dumps(config).encode())
 
 
 def find_setting(name: str, path: Path, extended_by: tuple[Path, ...] = ()) -> tuple[Path, int] | None:

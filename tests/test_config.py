@@ -153,3 +153,10 @@ def test_dump_and_load_are_inverse(tmp_path):
     config = {"model": {"name": "é", "converters": ["mxnorm"]}, "mxnorm": {"p": 2, "eps": 1e-5, "nested": {"on": True}}}
     dump_config(config, tmp_path / "out.toml")
     assert load_config(tmp_path / "out.toml") == config
+
+
+def test_a_full_disk_leaves_the_old_settings(tmp_path, full_disk):
+    dump_config({"mxnorm": {"p": 1}}, tmp_path / "out.toml")
+    with full_disk(4), pytest.raises(OSError, match="File too large"):
+        dump_config({"mxnorm": {"p": 2}}, tmp_path / "out.toml")
+    assert load_config(tmp_path / "out.toml") == {"mxnorm": {"p": 1}}
