@@ -27,6 +27,7 @@ TEXT = {
     "tokenizer": ("tokenizer", "their losses are per token of different tokenizers"),
     "train": ("training text", "their runs are not paired step by step"),
     "validation": ("validation text", "their validation losses are not of the same text"),
+    "sequences": ("number of sequences per validation", "their validation losses are not of the same text"),
     "stream": ("version of a stream", "they may have read other text, and are then not paired step by step"),
     "held_out": ("share held out of a stream", "their runs are not paired step by step"),
 }
@@ -36,7 +37,7 @@ equal settings
 """
 
 
-OPTIONAL = ("validation", "stream")
+OPTIONAL = ("validation", "sequences", "stream")
 """Keys of TEXT that a run may lack: it was not validated, streams no text, or an earlier version made it"""
 
 

@@ -212,7 +212,8 @@ def _load_text(path: Path) -> dict[str, str]:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         # The held-out part of the training text is not always what the run is validated on.
-        own = {**kept["identity"], "validation": kept.get("validation_text"), "stream": kept.get("stream_version")}
+        names = {"validation": "validation_text", "sequences": "validation_sequences", "stream": "stream_version"}
+        own = {**kept["identity"], **{name: kept.get(key) for name, key in names.items()}}
         return {name: str(value) for name, value in own.items() if value is not None}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}  # an earlier version wrote none

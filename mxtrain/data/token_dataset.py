@@ -80,6 +80,12 @@ class TokenDataset(IterableDataset):
         """The settings that define the sequence of samples beside the text, by name: a place in it fits no other."""
         return {"training.seq_len": self.seq_len, "data.seed": self.seed}
 
+    def samples(self, batches: int) -> int:
+        """Return how many samples of an epoch all ranks read in their first ``batches`` batches; -1 for all batches."""
+        together = self.batch_size * self.dp_world_size
+        available = self.chunks // together
+        return together * (available if batches < 0 else min(batches, available))
+
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)

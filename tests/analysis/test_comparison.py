@@ -254,6 +254,16 @@ def test_runs_that_were_validated_on_other_files_are_compared_with_a_note(tmp_pa
     ]
 
 
+def test_runs_that_were_validated_on_other_numbers_of_processes_are_compared_with_a_note(tmp_path):
+    """``validation.steps`` counts batches of every process."""
+    identity = {"tokenizer": "t", "train": "t", "validation": "v"}
+    a, b = ({"identity": identity, "validation_text": "v", "validation_sequences": number} for number in ("32", "64"))
+    assert notes_of_runs_with_data(tmp_path, a=a, b=b) == [
+        "runs differ in their number of sequences per validation (32 in a, 64 in b): their validation losses are not "
+        "of the same text"
+    ]
+
+
 def test_a_run_that_names_no_validation_text_is_not_compared_by_it(tmp_path):
     """One of an earlier version, or one that was not validated. The held-out text may be another."""
     old = {"identity": {"tokenizer": "t", "train": "t"}}

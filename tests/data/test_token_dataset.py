@@ -66,6 +66,8 @@ def test_ranks_split_a_finite_text_evenly_without_overlap(tokens, workers):
     assert {len(batches) for batches in ranks} == {CHUNKS // (BATCH * world)}
     seen = [chunk for batches in ranks for batch in batches for chunk in batch]
     assert len(seen) == len(set(seen)) == 36  # of 40: the last four do not fill a global batch
+    finite = dataset(tokens, dp_world_size=world, infinite=False)
+    assert [finite.samples(batches) for batches in (-1, 1, 1000)] == [36, world * BATCH, 36]
 
 
 def test_ranks_split_a_global_batch_in_order(tokens):

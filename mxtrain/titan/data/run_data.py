@@ -31,6 +31,8 @@ HELD_OUT = "held_out"
 """In an identity: share of a stream's documents that training does not read"""
 VALIDATION_TEXT = "validation_text"
 """In ``data.json``: hash of the tokens on which the run is validated, also where they are not of its training text"""
+VALIDATION_SEQUENCES = "validation_sequences"
+"""In ``data.json``: how many of its sequences one validation reads, on all ranks together"""
 STREAM_VERSION = "stream_version"
 """In ``data.json``: ``OpenStream.version`` of a training stream, which has no hash of its text"""
 EXCLUDE = 'checkpoint.exclude_from_loading = ["dataloader"]'
@@ -104,7 +106,7 @@ def _warn_of_another_tokenizer(checkpoint: Path, prepared: Prepared) -> None:
 def _write(job_config, prepared: Prepared) -> None:
     folder = Path(job_config.job.dump_folder)
     before = (read_record(folder) if _has_checkpoints(folder / job_config.checkpoint.folder) else None) or {}
-    kept = {key: before[key] for key in (VALIDATION_TEXT, STREAM_VERSION) if key in before}
+    kept = {key: before[key] for key in (VALIDATION_TEXT, VALIDATION_SEQUENCES, STREAM_VERSION) if key in before}
     _write_file(folder, record(job_config, prepared) | kept, prepared.tokenizer)
 
 
@@ -118,15 +120,19 @@ def _write_file(folder: Path, content: dict, tokenizer: Path | None = None) -> N
         raise ConfigError(f"job.dump_folder = {str(folder)!r} cannot be written: {error}") from error
 
 
-def keep_validation_text(job_config, tokens: TokenFile) -> None:
-    """Write the hash of the validation text into ``data.json``, and warn if the run so far had another. For rank 0.
+def keep_validation_text(job_config, tokens: TokenFile, sequences: int) -> None:
+    """Write which text a validation reads into ``data.json``, and warn if the run so far read another. For rank 0.
+
+    Args:
+        tokens: the validation text.
+        sequences: how many sequences one validation reads, on all ranks together.
 
     Raises:
         ConfigError: the run's folder cannot be written.
     """
-    _keep(
-        job_config, VALIDATION_TEXT, tokens.sha256, "validation text", "validation losses do not go on where they were"
-    )
+    effect = "validation losses do not go on where they were"
+    _keep(job_config, VALIDATION_TEXT, tokens.sha256, "validation text", effect)
+    _keep(job_config, VALIDATION_SEQUENCES, str(sequences), "number of sequences per validation", effect)
 
 
 def keep_stream_version(job_config, version: str) -> None:

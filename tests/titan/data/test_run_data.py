@@ -153,6 +153,24 @@ def test_a_validation_text_that_has_changed_is_a_warning(corpus, tmp_path, caplo
     assert f"the validation text ({second[:12]}) is another than that of the run so far ({first[:12]})" in caplog.text
 
 
+def test_a_validation_of_other_length_is_a_warning(corpus, caplog):
+    """On two processes, validation.steps batches are twice as much of the same text."""
+    flags = ["--validation.enable", "--validation.seq_len=4", "--validation.local_batch_size=1", "--validation.steps=2"]
+    config = job(corpus, *flags, "--data.validation_share=0.3")
+
+    def validated(ranks: int) -> str:
+        loader_of(config, ranks)
+        parts = {"loss_fn": None, "parallel_dims": SimpleNamespace(cp=1)}
+        build_validator(config, ranks, 0, build_tokenizer(config), **parts)
+        return json.loads((corpus.parent / "run" / "data.json").read_text())["validation_sequences"]
+
+    assert validated(1) == "2"
+    (corpus.parent / "run" / "checkpoint" / "step-3").mkdir(parents=True)
+    assert validated(1) == "2" and "validation" not in caplog.text
+    assert validated(2) == "4"
+    assert "the number of sequences per validation (4) is another than that of the run so far (2)" in caplog.text
+
+
 def test_a_checkpoint_alone_refuses_other_contents(corpus, tmp_path):
     """Without data.json, for example because only the checkpoints were copied."""
     state, expected = has_trained(corpus)
