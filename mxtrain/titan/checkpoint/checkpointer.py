@@ -135,7 +135,9 @@ class Checkpointer(CheckpointManager):
         if self.enable:
             self._async_wait()
             if self._failure:
-                raise SaveError(f"{self._failure}; the newest whole checkpoint is {self._newest() or 'missing'}")
+                newest = self._newest()
+                rest = f"the newest whole checkpoint is {newest}" if newest else "there is no whole checkpoint"
+                raise SaveError(f"{self._failure}; {rest}")
 
     def _newest(self) -> Path | None:
         saved = Checkpoints(Path(self.folder))

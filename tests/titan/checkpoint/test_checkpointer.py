@@ -206,6 +206,14 @@ def test_a_failure_that_a_later_checkpoint_made_good_is_forgotten(build, monkeyp
     one.finish()
 
 
+def test_a_run_that_could_save_nothing_says_so(build, monkeypatch):
+    one = build()
+    monkeypatch.setattr(CheckpointWriter, "write_data", no_space)
+    one.save(2)
+    with pytest.raises(SaveError, match="; there is no whole checkpoint$"):
+        one.finish()
+
+
 def test_training_goes_on_if_old_checkpoints_cannot_be_removed(build, tmp_path, caplog):
     one = build()
     (tmp_path / "checkpoint").mkdir()
