@@ -277,6 +277,12 @@ def _start(job_config) -> tuple[Start, list[str]]:
             f"nothing is left to train: training.steps = {job_config.training.steps}; set it to more steps, such as "
             f"--training.steps {2 * start.step}, and the run goes on"
         )
+    checkpoint = job_config.checkpoint
+    if not checkpoint.enable and checkpoint.interval <= job_config.training.steps:
+        terminal.note(
+            f"no step of this run is saved: checkpoint.interval = {checkpoint.interval} has no effect without "
+            "checkpoint.enable = true"
+        )
     return start, [line for line in changes if SETTING_CHANGES in line]
 
 

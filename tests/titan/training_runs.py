@@ -122,7 +122,7 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             # Every variant learns.
             "mxnorm": SAVE_HALF_WAY,
             "mxnorm again": [steps(3), *validate(base), "--validation.freq=2", "--verbose"],
-            "p1": ["--mxnorm.p=1", steps(3)],
+            "p1": ["--mxnorm.p=1", steps(3), "--checkpoint.interval=3"],
             "validation follows": [steps(1), "--validation.enable", *VALIDATION_SIZES],
             "exact": ["--mxnorm.estimator=exact"],
             "post_round": ["--mxnorm.estimator=post_round"],
