@@ -141,6 +141,14 @@ RELATIONS = (
             and "needs optimizer.early_step_in_backward = false: its extra backward would change the weights"
         ),
     ),
+    Relation(
+        "mxnorm.diagnostics.fqns",
+        lambda s: (
+            s["mxnorm.diagnostics.every"]
+            and s["mxnorm.diagnostics.fqns"] == []
+            and "measures nothing: leave it unset to measure all modules, or set mxnorm.diagnostics.every = 0"
+        ),
+    ),
     *(
         Relation(
             "optimizer.early_step_in_backward",

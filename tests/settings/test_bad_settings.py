@@ -209,6 +209,7 @@ FLAGS = [
         "mxnorm.guard.norm = 'rmsnorm' needs the converter 'm",
     ),
     ("--mxnorm.guard.recipe=fp4", "mxnorm.guard.recipe = 'fp4' is not one of: 'mxfp8'"),
+    ("--mxnorm.diagnostics.every=1 --mxnorm.diagnostics.fqns=", "mxnorm.diagnostics.fqns = [] measures nothing: "),
     ("--mxnorm.guard.window=1", "mxnorm.guard.window = 1 should be greater than or equal to 2"),
     (
         "--mxnorm.guard.window=5",
