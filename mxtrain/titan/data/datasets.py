@@ -42,16 +42,23 @@ def build_tokenizer(job_config) -> HuggingFaceTokenizer:
     Raises:
         ConfigError: as ``prepare_from_job``, and for a tokenizer with more tokens than the model.
     """
+    if given := job_config.model.hf_assets_path:
+        # Before a long text is tokenized.
+        run_on_all_ranks(partial(_require_fitting_tokenizer, Path(given).expanduser().absolute(), job_config))
     folder = prepare_from_job(job_config).tokenizer
+    _require_fitting_tokenizer(folder, job_config)
+    tokenizer = HuggingFaceTokenizer(str(folder))
+    tokenizer.tokenizer.encode_special_tokens = True  # a special token spelled in streamed text stays text
+    return tokenizer
+
+
+def _require_fitting_tokenizer(folder: Path, job_config) -> None:
     size, model_size = load_tokenizer(folder).size, vocab_size(job_config)
     if size > model_size:
         raise ConfigError(
             f"model.hf_assets_path = {str(folder)!r} has {size:,} tokens, more than the model's {model_size:,}; "
             f"set data.vocab_size to {size} or more"
         )
-    tokenizer = HuggingFaceTokenizer(str(folder))
-    tokenizer.tokenizer.encode_special_tokens = True  # a special token spelled in streamed text stays text
-    return tokenizer
 
 
 def build_dataloader(

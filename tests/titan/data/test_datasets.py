@@ -108,7 +108,8 @@ def test_an_existing_tokenizer_is_used_and_must_fit_the_model(corpus, tmp_path):
     config = files_job(corpus, f"--model.hf_assets_path={folder}", "--data.vocab_size=0")
     assert prepare_from_job(config).tokenizer == folder
     assert build_tokenizer(config).get_vocab_size() == VOCABULARY
-    small = files_job(corpus, f"--model.hf_assets_path={folder}", "--data.vocab_size=290")
+    small = files_job(tmp_path / "no text", f"--model.hf_assets_path={folder}", "--data.vocab_size=290")
+    # Before any text is read.
     with pytest.raises(ConfigError, match="model.hf_assets_path = .* has 300 tokens, more than the model's 290"):
         build_tokenizer(small)
     with pytest.raises(ConfigError, match="model.hf_assets_path = .* holds no tokenizer.json"):
