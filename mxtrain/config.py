@@ -5,6 +5,7 @@ Imports nothing heavy, because the launcher reads configs before PyTorch is need
 
 import os
 import re
+from collections import Counter
 from pathlib import Path
 
 import tomli
@@ -62,18 +63,27 @@ def dump_config(config: dict, path: str | os.PathLike) -> None:
 
 
 def find_setting(name: str, path: Path, extended_by: tuple[Path, ...] = ()) -> tuple[Path, int] | None:
-    """The file and line that set ``name`` ("training.steps"): in the config or, further up, in one that it extends."""
+    """The file and line that set ``name``: in the config or, further up, in one that it extends.
+
+    A name is "training.steps" or, in the second table of an array, "mxnorm.schedule[1].recipe". An array on one line
+    is one setting.
+    """
     path = config_path(path)
     if any(_same_file(path, earlier) for earlier in extended_by):
         return None
     table, extended = "", None
+    tables: Counter[str] = Counter()
+    array = name.partition("[")[0] if "[" in name else None
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, ValueError):
         return None
     for number, line in enumerate(lines, start=1):
-        if header := re.match(r"\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?$", line):
-            table = header[1]
+        if header := re.match(r"\s*(\[\[?)\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?$", line):
+            table = header[2]
+            if header[1] == "[[":
+                tables[table] += 1
+                table = f"{table}[{tables[table] - 1}]"
             key = table
         elif assignment := re.match(r"\s*([\w.\"'-]+)\s*=\s*(.*)", line):
             key = f"{table}.{assignment[1]}".removeprefix(".")
@@ -81,7 +91,7 @@ def find_setting(name: str, path: Path, extended_by: tuple[Path, ...] = ()) -> t
                 extended = config_path(assignment[2].split("#")[0].strip().strip("\"'"), path.parent)
         else:
             continue
-        if key.replace('"', "").replace("'", "") == name:
+        if key.replace('"', "").replace("'", "") in (name, f"{name}[0]", array):
             return path, number
     return find_setting(name, extended, (*extended_by, path)) if extended is not None else None
 

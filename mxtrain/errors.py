@@ -17,8 +17,11 @@ class ConfigError(ValueError):
 
 
 def setting_in(message: str) -> str:
-    """The full name of the setting that a ConfigError's message begins with; empty if there is none."""
-    name = re.match(r"[a-z_0-9]+(\.[a-z_0-9]+)*", message)
+    """The full name of the setting that a ConfigError's message begins with, such as "mxnorm.schedule[1].recipe".
+
+    Empty if there is none.
+    """
+    name = re.match(r"[a-z_0-9]+(\.[a-z_0-9]+(\[\d+\])?)*", message)
     return name[0] if name else ""
 
 

@@ -88,6 +88,13 @@ def test_the_search_for_a_setting_ends_in_a_circle_of_extends(write):
     assert find_setting("training.steps", path) == (path.parent / "b.toml", 3)
 
 
+def test_the_search_for_a_setting_counts_the_tables_of_an_array(write):
+    path = write("a.toml", "[[s.x]]\na = 1\n[[s.x]] # second\nb = 2\na = 3\n[t]\ny = [{a = 1}, {a = 2}]\n")
+    lines = {"s.x": 1, "s.x[0].a": 2, "s.x[1]": 3, "s.x[1].a": 5, "t.y": 7, "t.y[1].a": 7}
+    assert {name: find_setting(name, path) for name in lines} == {name: (path, line) for name, line in lines.items()}
+    assert find_setting("s.x[2]", path) is None
+
+
 def test_a_file_may_begin_with_a_byte_order_mark_and_have_crlf_line_ends(tmp_path):
     path = tmp_path / "windows.toml"
     path.write_bytes(b"\xef\xbb\xbfx = 1\r\ny = 2\r\n")

@@ -50,7 +50,7 @@ def places(arguments: list[str]):
         message = str(error)
         name, path = setting_in(message), config_file(arguments)
         section, _, last = name.rpartition(".")
-        flags = (f"__{name}", f"__{section}.no_{last}")
+        flags = (f"__{name.partition('[')[0]}", f"__{section}.no_{last}")
         is_flag = any(word.partition("=")[0].replace("-", "_") in flags for word in arguments)
         found = None if path is None or is_flag else find_setting(name, Path(path))
         place = f" ({found[0]}, line {found[1]})" if found else ""
