@@ -52,7 +52,7 @@ class Result:
     torch: str = ""
     date: str = ""
     text: Mapping[str, str] = field(default_factory=dict)
-    """Hashes of what the run read, by the keys of ``pairing.TEXT``; empty if they are not known"""
+    """What the run read, by the keys of ``pairing.TEXT``; empty if it is not known. A row of a CSV has hashes only"""
     spikes: int | None = None
     problem: str = ""
     """Why the run does not count in means: its losses are not finite, or it has not ended"""

@@ -20,7 +20,8 @@ from mxtrain.inductor.nodes import CONVERT, VIEWS, as_matrix, describe_call
 from mxtrain.ops.hardware import HAS_TRITON
 
 if HAS_TRITON:
-    import mxtrain.kernels.mxfp8.cast  # noqa: F401  which registers the operation
+    # This module registers the operation.
+    import mxtrain.kernels.mxfp8.cast  # noqa: F401
 
 ours = torch.ops.mxtrain
 

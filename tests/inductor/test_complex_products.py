@@ -120,3 +120,12 @@ def test_graphs_that_stay_as_they_are(name):
         graph_after(one_pass, LEFT_ALONE[name], *inputs) for one_pass in (lambda graph: None, split_complex_products)
     )
     assert str(after.graph) == str(before.graph)
+
+
+def test_a_graph_without_metadata_stays_as_it_is():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.ops.aten.mul.Tensor, (x, x)))
+    before = str(graph)
+    split_complex_products(graph)
+    assert str(graph) == before

@@ -42,11 +42,12 @@ def build_tokenizer(job_config) -> HuggingFaceTokenizer:
     Raises:
         ConfigError: as ``prepare_from_job``, and for a tokenizer with more tokens than the model.
     """
-    if given := job_config.model.hf_assets_path:
-        # Before a long text is tokenized.
+    given = job_config.model.hf_assets_path
+    if given:  # checked before a long text is tokenized
         run_on_all_ranks(partial(_require_fitting_tokenizer, Path(given).expanduser().absolute(), job_config))
     folder = prepare_from_job(job_config).tokenizer
-    _require_fitting_tokenizer(folder, job_config)
+    if not given:  # data.prepared may have a larger one than the model
+        _require_fitting_tokenizer(folder, job_config)
     tokenizer = HuggingFaceTokenizer(str(folder))
     tokenizer.tokenizer.encode_special_tokens = True  # a special token spelled in streamed text stays text
     return tokenizer
