@@ -27,6 +27,16 @@ def final_users(node: Node) -> set[Node]:
     return found
 
 
+def that_depend_on_tangents(graph: Graph) -> set[Node]:
+    """Return the nodes that depend on the gradients of the graph's results."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and "tangents" in node.target
+        if is_tangent or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def as_matrix(graph: Graph, node: Node) -> Node:
     """Return ``node`` as a matrix [rows, last dimension]: the node itself, or a new view of it."""
     value = node.meta["val"]

@@ -6,12 +6,13 @@ from torch._inductor import config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
+from mxtrain.inductor.casts_for_backward import compute_casts_in_backward
 from mxtrain.inductor.complex_products import split_complex_products
 from mxtrain.inductor.residual_add import fuse_residual_add
 from mxtrain.inductor.rounding import fuse_rounding
 from mxtrain.inductor.swiglu import fuse_swiglu
 
-JOINT = (split_complex_products, fuse_swiglu)
+JOINT = (split_complex_products, fuse_swiglu, compute_casts_in_backward)
 """Functions f(graph: torch.fx.Graph) -> None, called in this order on every graph before PyTorch splits it into forward
 and backward"""
 

@@ -27,24 +27,25 @@ class Chain:
     """The pointwise operations that end in ``node``, and the tensors of the same shape that they read.
 
     Attributes:
+        operations: the nodes of the operations.
         inputs: the nodes of the tensors that the chain reads; empty if the chain is too long.
     """
 
     def __init__(self, node: Node):
         self._last = without_views(node)
-        self._operations: set[Node] = set()
+        self.operations: set[Node] = set()
         self.inputs: tuple[Node, ...] = ()
         inputs: dict[Node, None] = {}
         waiting = [self._last]
         while waiting:
             node = without_views(waiting.pop())
-            if node in self._operations or node in inputs:
+            if node in self.operations or node in inputs:
                 continue
             if not _is_pointwise(node):
                 inputs[node] = None
                 continue
-            self._operations.add(node)
-            if len(self._operations) > _LONGEST:
+            self.operations.add(node)
+            if len(self.operations) > _LONGEST:
                 return
             waiting += node.all_input_nodes
         self.inputs = tuple(inputs)

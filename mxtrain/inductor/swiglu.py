@@ -20,7 +20,7 @@ import torch
 from torch._inductor import config
 from torch.fx import Graph, Node
 
-from mxtrain.inductor.nodes import as_matrix, describe_call, final_users, without_views
+from mxtrain.inductor.nodes import as_matrix, describe_call, final_users, that_depend_on_tangents, without_views
 from mxtrain.inductor.pointwise import Chain
 from mxtrain.ops.hardware import HAS_TRITON
 from mxtrain.recipes.formats import MXFP8
@@ -60,7 +60,7 @@ def fuse_swiglu(graph: Graph) -> None:
     products = {(match.gate, match.factor): match for match in found if isinstance(match, _Product)}
     if not found:
         return
-    backward = _that_depend_on_tangents(graph)
+    backward = that_depend_on_tangents(graph)
     place = {node: i for i, node in enumerate(graph.nodes)}
     done: set[Node] = set()
     for gradient in found:
@@ -168,13 +168,3 @@ def _match(parts: tuple[Node, ...], casts: list[Node]) -> _Product | _Gradient |
 
 def _dgate(gate: torch.Tensor, up: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
     return swiglu_backward(dh, gate, up)[0]
-
-
-def _that_depend_on_tangents(graph: Graph) -> set[Node]:
-    """Return the nodes that depend on the gradients of the graph's results."""
-    found: set[Node] = set()
-    for node in graph.nodes:
-        is_tangent = node.op == "placeholder" and "tangents" in node.target
-        if is_tangent or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found

@@ -32,6 +32,7 @@ if HAS_TRITON:
     from mxtrain.kernels.nvfp4.cast import nvfp4_amax, nvfp4_cast
     from mxtrain.kernels.nvfp4.joined_cast import nvfp4_joined_cast, nvfp4_joined_weight
     from mxtrain.kernels.nvfp4.norm_cast import nvfp4_norm
+    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scale
     from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
 
 # The tensor cores read 16 bytes at a time along the reduced axis: 32 elements.
@@ -45,7 +46,7 @@ def activation(
     x: torch.Tensor, recipe: Recipe, mode: str, rho: torch.Tensor | None = None, group: str | None = None
 ) -> Operand:
     if runs_kernels(mode, x.device.type):
-        scale = _tensor_scale(nvfp4_amax(x, row_factor=rho)[0], group)
+        scale = _scale_of_maxima(nvfp4_amax(x, row_factor=rho)[0], group)
         return _from_kernel(nvfp4_cast(x, {1: scale}, KERNEL_FORM[mode], row_factor=rho)[1], 1, scale, mode)
     x = x if rho is None else scale_rows(x, rho)
     return _in_pytorch(x, mode, _tensor_scale(x, group))
@@ -91,7 +92,7 @@ def _weight_by_kernels(
     w: torch.Tensor, recipe: Recipe, mode: str, dims: tuple[int, ...], gain: torch.Tensor | None, group: str | None
 ) -> dict[int, Operand]:
     form = KERNEL_FORM[mode]
-    scale = _tensor_scale(nvfp4_amax(w, column_factor=gain)[0], group)
+    scale = _scale_of_maxima(nvfp4_amax(w, column_factor=gain)[0], group)
     if not recipe.weight_tiles:
         casts = nvfp4_cast(w, dict.fromkeys(dims, scale), form, column_factor=gain)
     else:
@@ -150,7 +151,7 @@ def _tensor_scales_of_gradient(
     """Return the tensor scale for a cast along each dimension: of dY along N, of the transformed dY along tokens."""
     amax, transformed = nvfp4_amax(dy, signs)
     maxima = {1: amax, 0: amax if signs is None else transformed}
-    return {dim: _tensor_scale(maxima[dim], group) for dim in dims}
+    return {dim: _scale_of_maxima(maxima[dim], group) for dim in dims}
 
 
 def weights(
@@ -179,7 +180,7 @@ def _weights(
             dim: Operand(torch.cat([weight(w, recipe, mode, dim, gain, group).data for w in ws], 1 - dim))
             for dim in dims
         }
-    scales = [_tensor_scale(nvfp4_amax(w, column_factor=gain)[0], group) for w in ws]
+    scales = [_scale_of_maxima(nvfp4_amax(w, column_factor=gain)[0], group) for w in ws]
     if recipe.weight_tiles:
         # One image serves both orientations.
         images = dict.fromkeys(dims, nvfp4_joined_weight(ws, scales, gain))
@@ -233,7 +234,7 @@ def normalized_codes(
             return Codes(result.data, result.scales, tensor_scale), result.rho
     rho = inverse_rms(x, estimate, recipe)
     if kernels:
-        tensor_scale = _tensor_scale(nvfp4_amax(x, row_factor=rho)[0], group)
+        tensor_scale = _scale_of_maxima(nvfp4_amax(x, row_factor=rho)[0], group)
         cast = nvfp4_cast(x, {1: tensor_scale}, "codes", row_factor=rho)[1]
         return Codes(*cast, tensor_scale), rho
     xhat = scale_rows(x, rho)
@@ -270,7 +271,7 @@ def _cast_along_tokens(x: torch.Tensor, recipe: Recipe, form: str, rho, signs, g
     """Cast X [T, D], row t times rho[t], in blocks along tokens; return the kernel's result and the tensor scale."""
     signs = signs if recipe.hadamard else None
     amax, transformed = nvfp4_amax(x, signs, rho)
-    scale = _tensor_scale(amax if signs is None else transformed, group)
+    scale = _scale_of_maxima(amax if signs is None else transformed, group)
     return nvfp4_cast(x, {0: scale}, form, signs=signs, row_factor=rho)[0], scale
 
 
@@ -318,10 +319,17 @@ def _from_codes(
 
 
 def _tensor_scale(x: torch.Tensor, group: str | None) -> torch.Tensor:
-    """Return the tensor scale, fp32 [], of a matrix or of its maxima; ``group`` holds the parts of the matrix."""
-    if group is not None:
-        x = largest(x.abs().amax() if x.numel() else x.new_zeros(()), group)
-    return power_of_two_tensor_scale(x)
+    """Return the tensor scale of a matrix, fp32 []; ``group`` holds its parts."""
+    return power_of_two_tensor_scale(x if group is None else _largest(x.abs(), group))
+
+
+def _scale_of_maxima(maxima: torch.Tensor, group: str | None) -> torch.Tensor:
+    """Return the tensor scale of a matrix whose maxima a kernel found, fp32 []; ``group`` holds its parts."""
+    return nvfp4_tensor_scale(maxima if group is None else _largest(maxima, group))
+
+
+def _largest(magnitudes: torch.Tensor, group: str) -> torch.Tensor:
+    return largest(magnitudes.amax() if magnitudes.numel() else magnitudes.new_zeros(()), group)
 
 
 def _along_tokens(x: torch.Tensor, recipe: Recipe, signs: torch.Tensor | None) -> torch.Tensor:

@@ -7,9 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
+from feed_forward import D, FeedForward, H, graphs_of, kept_for_backward, swiglu
 from torch.utils.checkpoint import checkpoint
 
 from mxtrain import MXLinear
@@ -17,11 +15,11 @@ from mxtrain.inductor.swiglu import fuse_swiglu
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
-T, D, H = 34, 32, 64
+graphs_of = partial(graphs_of, rewrite=fuse_swiglu)
 aten = torch.ops.aten
 POINTWISE = (aten.exp.default, aten.sigmoid.default, aten.div.Tensor)
 PRODUCTS = {
-    "silu first": lambda gate, up: F.silu(gate) * up,
+    "silu first": swiglu,
     "silu second": lambda gate, up: up * F.silu(gate),
     "sigmoid": lambda gate, up: gate * up * torch.sigmoid(gate),
     # Rounded only at the end, as by the kernels and by compiled code for GPUs.
@@ -36,60 +34,6 @@ OTHERS = {
 }
 
 
-class FeedForward(nn.Module):
-    """w2(product(w1(x), w3(x))); with ``joined``, w1 and w3 are one layer."""
-
-    def __init__(self, product=PRODUCTS["silu first"], recipe="mxfp8", down=None, joined=False, also_h=False):
-        super().__init__()
-        self.product, self.joined, self.also_h = product, joined, also_h
-        linear = partial(MXLinear, bias=False, mode="emulated")
-        self.w13 = nn.ModuleList(linear(D, h, recipe=recipe) for h in ([2 * H] if joined else [H, H]))
-        self.w2 = linear(H, D, recipe=down or recipe)
-        generator = torch.Generator("cpu").manual_seed(0)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") / 4)
-
-    def forward(self, x):
-        gate, up = self.w13[0](x).chunk(2, -1) if self.joined else (w(x) for w in self.w13)
-        h = self.product(gate, up)
-        y = self.w2(h)
-        return y + h.mean() if self.also_h else y
-
-
-def graphs_of(module, rewrite=fuse_swiglu, autocast=True, execute=False):
-    """Compile forward and backward; return their graphs, and the output with all gradients, which hold zeros unless
-    the graphs are executed."""
-    graphs = []
-
-    def compiled(graph, _):
-        graphs.append(graph.graph)
-        return make_boxed_func(graph if execute else partial(zeros, graph.graph))
-
-    def partition(graph, *args, **kwargs):
-        rewrite(graph.graph)
-        graph.graph.lint()
-        graph.recompile()
-        return min_cut_rematerialization_partition(graph, *args, **kwargs)
-
-    torch._dynamo.reset()
-    backend = aot_autograd(fw_compiler=compiled, partition_fn=partition, decompositions=select_decomp_table())
-    x = torch.randn(2, T // 2, D, generator=torch.Generator("cpu").manual_seed(1), device="cpu")
-    x = x.to(torch.get_default_device()).requires_grad_()
-    module.zero_grad()
-    with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=autocast):
-        y = torch.compile(module, backend=backend, fullgraph=True)(x)
-    y.float().square().sum().backward()
-    return graphs, [y, x.grad, *(p.grad for p in module.parameters())]
-
-
-def zeros(graph, *_):
-    """What the graph returns, with zeros for results."""
-    (output,) = graph.find_nodes(op="output")
-    values = [None if node is None else node.meta["val"] for node in output.args[0]]
-    return [None if v is None else torch.zeros(v.shape, dtype=v.dtype, device=v.device) for v in values]
-
-
 def casts(*graphs) -> Counter:
     """Count the casts of activations and gradients: operation, and whether along rows and along columns."""
     found = Counter()
@@ -100,12 +44,6 @@ def casts(*graphs) -> Counter:
         elif name.startswith("swiglu"):
             found[(name, *(a for a in node.args if isinstance(a, bool)))] += 1
     return found
-
-
-def kept_for_backward(graph) -> int:
-    """Tensors with the size of h that the forward's graph returns."""
-    (output,) = graph.find_nodes(op="output")
-    return sum(node.meta["val"].numel() == T * H for node in output.args[0])
 
 
 ROWS, COLUMNS, BOTH = ("cast", True, False), ("cast", False, True), ("cast", True, True)
@@ -127,7 +65,7 @@ def check_fused(forward, backward):
 def test_two_kernels_give_the_same_outputs_and_gradients(mode):
     """The formulas differ in the last bits of fp32, which changes few codes."""
     module, autocast = FeedForward(PRODUCTS["in fp32"], joined=mode == "joined"), mode != "fp32"
-    _, want = graphs_of(module, lambda graph: None, autocast, execute=True)
+    _, want = graphs_of(module, rewrite=lambda graph: None, autocast=autocast, execute=True)
     graphs, got = graphs_of(module, autocast=autocast, execute=True)
     if mode != "joined":
         check_fused(*graphs)
@@ -206,7 +144,7 @@ class Block(nn.Module):
 
 @pytest.mark.sweep
 def test_with_activation_checkpointing_h_is_not_computed_again():
-    (unfused, _), _ = graphs_of(Block(), lambda graph: None)
+    (unfused, _), _ = graphs_of(Block(), rewrite=lambda graph: None)
     (forward, backward), _ = graphs_of(Block())
     # PyTorch 2.11 keeps gate and up, later releases nothing.
     assert kept_for_backward(forward) == kept_for_backward(unfused) <= 2

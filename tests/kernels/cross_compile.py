@@ -35,6 +35,7 @@ from mxtrain.kernels.norm.straight_through import norm_backward
 from mxtrain.kernels.nvfp4.cast import nvfp4_amax, nvfp4_cast
 from mxtrain.kernels.nvfp4.joined_cast import nvfp4_joined_cast
 from mxtrain.kernels.nvfp4.norm_cast import nvfp4_norm
+from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scale
 from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
 from mxtrain.kernels.router.decompose_k import decompose_k_by_plan
 from mxtrain.kernels.router.decompose_k_plan import Plan, kernel_plan
@@ -219,6 +220,7 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
     one = matrix(bf16, 16, rows=1)
     add("one block codes", nvfp4_norm, one, estimate(), 2.0**-8)
     add("one block", nvfp4_amax, one, number)
+    add("maxima", nvfp4_tensor_scale, vector(65536))
 
 
 def add_products(found: dict) -> None:

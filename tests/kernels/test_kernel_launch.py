@@ -23,6 +23,7 @@ from mxtrain.kernels.mxfp8.cast import _cast_kernel, cast
 from mxtrain.kernels.norm.fold_backward import fold_backward
 from mxtrain.kernels.nvfp4 import cast as nvfp4
 from mxtrain.kernels.nvfp4 import joined_cast as joined_nvfp4
+from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scale
 
 CUDA = torch.device("cuda", 0)
 
@@ -261,7 +262,7 @@ def test_dynamo_does_not_trace_the_checks_of_kernels_which_still_raise():
             mxfp8.cast(x, RECIPES["rceil"], (1, 0), "image")[0].data,
             joined_mxfp8.joined_cast([x, x], 1, RECIPES["rceil"], (1, 0), "image")[0].data,
             nvfp4.nvfp4_cast(x, {1: one, 0: one}, "image")[0].data,
-            nvfp4.nvfp4_amax(x)[0],
+            nvfp4_tensor_scale(nvfp4.nvfp4_amax(x)[0]),
             joined_nvfp4.nvfp4_joined_cast([x, x], 1, {1: [one, one]})[1],
             joined_nvfp4.nvfp4_joined_weight([x, x], [one, one]),
             *fold_backward(x, x, x[0]),
@@ -271,6 +272,6 @@ def test_dynamo_does_not_trace_the_checks_of_kernels_which_still_raise():
     for got, want in zip(compiled(x), run(x), strict=True):
         assert torch.equal(got, want)
     casts = [module._checked_cast for module in (mxfp8, joined_mxfp8, nvfp4, joined_nvfp4)]
-    assert targets >= {*casts, nvfp4.nvfp4_amax, joined_nvfp4.nvfp4_joined_weight, fold_backward}
+    assert targets >= {*casts, nvfp4.nvfp4_amax, nvfp4_tensor_scale, joined_nvfp4.nvfp4_joined_weight, fold_backward}
     with pytest.raises(Exception, match="expected a row length that is a multiple of 32"):
         compiled(draw(32, 65))

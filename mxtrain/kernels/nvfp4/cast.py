@@ -332,7 +332,7 @@ def nvfp4_amax(
 
     Returns:
         Two fp32 vectors, the second None without ``signs``. Each element is the maximum over a part of the matrix, NaN
-        if that part holds one. ``reference.nvfp4.dynamic_tensor_scale`` takes them.
+        if that part holds one. ``nvfp4_tensor_scale`` takes them.
 
     Raises:
         ValueError: for another shape, dtype or device.

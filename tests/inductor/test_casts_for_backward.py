@@ -1,0 +1,97 @@
+"""Which casts the backward computes itself, what the forward keeps for it, and that results stay the same."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from feed_forward import FeedForward, graphs_of, kept_for_backward
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import mxtrain
+from mxtrain.inductor.casts_for_backward import compute_casts_in_backward
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+ours = torch.ops.mxtrain
+# Casts of dY and of X for w1, w2 and w3.
+OF_GRADIENTS = OF_INPUTS = WEIGHTS = 3
+
+
+def calls(graph) -> Counter:
+    return Counter(node.target for node in graph.nodes)
+
+
+def images_of_weights(module, forward) -> int:
+    """Images of weights that the forward's graph keeps."""
+    (output,) = forward.find_nodes(op="output")
+    shapes = Counter(tuple(sorted(node.meta["val"].shape)) for node in output.args[0] if node.op != "placeholder")
+    return sum(shapes[shape] for shape in {tuple(sorted(p.shape)) for p in module.parameters()})
+
+
+def unchanged(graph):
+    pass
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", pytest.param("mxfp8", marks=pytest.mark.sweep)])
+def test_the_forward_keeps_no_results_of_casts(recipe):
+    module = FeedForward(recipe=recipe)
+    (before, _), _ = graphs_of(module, unchanged)
+    (forward, backward), _ = graphs_of(module, compute_casts_in_backward)
+    assert kept_for_backward(before) == 3 and kept_for_backward(forward) == 2, "gate and up"
+    assert images_of_weights(module, before) == (WEIGHTS if recipe == "nvfp4" else 0)
+    assert images_of_weights(module, forward) == 0
+    if recipe == "nvfp4":
+        assert calls(forward)[ours.nvfp4_weight.default] == calls(backward)[ours.nvfp4_weight.default] == WEIGHTS
+        # The tensor scales of weights are kept.
+        assert calls(backward)[ours.nvfp4_amax.default] == OF_GRADIENTS + OF_INPUTS
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+def test_outputs_and_gradients_stay_the_same(recipe):
+    module = FeedForward(recipe=recipe)
+    results = []
+    for rewrite in (unchanged, compute_casts_in_backward):
+        mxtrain.set_rounding_step(1)
+        results.append(graphs_of(module, rewrite, execute=True)[1])
+    mxtrain.set_rounding_step(None)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_other_functions_than_swiglu_are_not_computed_again():
+    """Their inputs need not be in memory in the backward."""
+    module = FeedForward(lambda gate, up: F.relu(gate) + up, recipe="nvfp4")
+    (before, _), _ = graphs_of(module, unchanged)
+    (forward, backward), _ = graphs_of(module, compute_casts_in_backward)
+    assert kept_for_backward(forward) == kept_for_backward(before)
+    assert torch.ops.aten.relu.default not in calls(backward)
+
+
+def keep_products(ctx, func, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if func is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.feed_forward = FeedForward(recipe="nvfp4")
+
+    def forward(self, x):
+        contexts = partial(create_selective_checkpoint_contexts, keep_products)
+        return x + checkpoint(self.feed_forward, x, use_reentrant=False, context_fn=contexts)
+
+
+def test_activation_checkpointing_decides_on_its_own():
+    marks = []
+
+    def rewrite(graph):
+        before = {node: dict(node.meta) for node in graph.nodes}
+        compute_casts_in_backward(graph)
+        marks.append({node: node.meta for node in graph.nodes} == before)
+
+    graphs_of(Block(), rewrite)
+    assert marks == [True]

@@ -1,0 +1,35 @@
+"""The tensor scale from maxima, against the reference."""
+
+import pytest
+import torch
+
+from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scale
+from mxtrain.reference.nvfp4 import MIN_TENSOR_SCALE, RANGE, power_of_two_tensor_scale
+
+INF, NAN = float("inf"), float("nan")
+SPECIAL = (0.0, 1e-45, MIN_TENSOR_SCALE * RANGE, RANGE, 2 * RANGE, 3.4e38, INF, NAN)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8192, 20001])
+def test_the_scale_of_the_reference(device, count):
+    maxima = torch.rand(count, generator=torch.Generator("cpu").manual_seed(count), device="cpu").to(device)
+    around = [torch.nextafter(torch.tensor(RANGE), torch.tensor(to)).item() for to in (0.0, INF)]
+    for largest in (*SPECIAL, *around):
+        for place in (0, count // 2, -1):
+            x = maxima * min(largest, 1e38)
+            x[place] = largest
+            got, want = nvfp4_tensor_scale(x), power_of_two_tensor_scale(x)
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+            assert got.shape == () and (got.isnan() if largest != largest else got > 0)
+
+
+def test_no_maxima_and_a_single_number(device):
+    assert nvfp4_tensor_scale(torch.empty(0)).item() == MIN_TENSOR_SCALE
+    assert nvfp4_tensor_scale(torch.tensor(3 * RANGE)).item() == 4
+
+
+def test_wrong_input(device):
+    with pytest.raises(ValueError, match=r"maxima \(2,\) of torch.bfloat16: expected float32"):
+        nvfp4_tensor_scale(torch.zeros(2, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"maxima \(2,\) is on meta: expected a CUDA device"):
+        nvfp4_tensor_scale(torch.zeros(2, device="meta"))
