@@ -11,10 +11,11 @@ import triton.language as tl
 from mxtrain.kernels.checks import check_device
 from mxtrain.kernels.integers import next_power_of_2
 from mxtrain.kernels.launch import Launch, register_op
-from mxtrain.reference.nvfp4 import MIN_TENSOR_SCALE, RANGE
+from mxtrain.recipes.formats import NVFP4, NVFP4_SCALE_MAX
 from mxtrain.untraced import untraced
 
-_RANGE, _MIN_TENSOR_SCALE = tl.constexpr(RANGE), tl.constexpr(MIN_TENSOR_SCALE)
+_RANGE = tl.constexpr(NVFP4.element_max * NVFP4_SCALE_MAX)
+_MIN_TENSOR_SCALE = tl.constexpr(2.0**-121)  # as in the reference
 # Numbers that the program reads at a time.
 _MOST = 8192
 
