@@ -39,6 +39,10 @@ MXFP8 = BlockFormat("mxfp8", block_size=32, element_max=448.0, element_max_expon
 NVFP4 = BlockFormat("nvfp4", block_size=16, element_max=6.0, element_max_exponent=2, element_bits=4)
 NVFP4_SCALE_MAX = 448.0
 NVFP4_SCALE_MIN = 2.0**-6
+# The largest magnitude, in units of the tensor scale.
+NVFP4_RANGE = NVFP4.element_max * NVFP4_SCALE_MAX
+# With smaller tensor scales, (1 / tensor scale) / NVFP4_SCALE_MIN overflows fp32, and zeros become NaN.
+NVFP4_TENSOR_SCALE_MIN = 2.0**-121
 
 P_VALUES = (1, 2)
 SCALE_ROUNDINGS = ("rceil", "floor")

@@ -17,24 +17,26 @@ import math
 import torch
 
 from mxtrain.errors import require_one_of, require_positive_integer
-from mxtrain.recipes.formats import NVFP4, NVFP4_SCALE_MAX, NVFP4_SCALE_MIN, P_VALUES, norm_constant
+from mxtrain.recipes.formats import (
+    NVFP4,
+    NVFP4_RANGE,
+    NVFP4_SCALE_MAX,
+    NVFP4_SCALE_MIN,
+    NVFP4_TENSOR_SCALE_MIN,
+    P_VALUES,
+    norm_constant,
+)
 from mxtrain.reference.casts import at_least_fp32, converted, split_blocks
 
 # The magnitudes of E2M1 by code; bit 3 is the sign.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-# The largest magnitude, in units of the tensor scale.
-RANGE = NVFP4.element_max * NVFP4_SCALE_MAX
-
-# With smaller tensor scales, (1 / tensor scale) / NVFP4_SCALE_MIN overflows fp32, and zeros become NaN.
-MIN_TENSOR_SCALE = 2.0**-121
-
 
 def dynamic_tensor_scale(x: torch.Tensor) -> torch.Tensor:
     """Return max|x| / (6 * 448), the tensor scale that maps the largest element to the top of the range.
 
-    Like torchao's ``per_tensor_amax_to_scale``, but at least ``MIN_TENSOR_SCALE``, so that a zero tensor gives zeros
-    and not NaN. For a tensor in several pieces, pass the maxima of the pieces.
+    Like torchao's ``per_tensor_amax_to_scale``, but at least ``NVFP4_TENSOR_SCALE_MIN``, so that a zero tensor gives
+    zeros and not NaN. For a tensor in several pieces, pass the maxima of the pieces.
 
     Args:
         x: bf16 or fp32, any shape. An empty tensor counts as zeros.
@@ -43,12 +45,10 @@ def dynamic_tensor_scale(x: torch.Tensor) -> torch.Tensor:
         fp32 [] on the device of ``x``: NaN or infinity if ``x`` holds one.
     """
     if x.numel() == 0:
-        return torch.full((), MIN_TENSOR_SCALE, dtype=torch.float32, device=x.device)
+        return torch.full((), NVFP4_TENSOR_SCALE_MIN, dtype=torch.float32, device=x.device)
     return _dynamic(x.abs().amax().float())
 
 
-# Compiled NVFP4 layers call this often. Dynamo takes 10 ms to look into it.
-@torch.compiler.allow_in_graph
 def power_of_two_tensor_scale(x: torch.Tensor) -> torch.Tensor:
     """Return the smallest power of two >= ``dynamic_tensor_scale(x)``, fp32 []. Multiplying by it is exact.
 
@@ -63,7 +63,7 @@ def power_of_two_tensor_scales(amax: torch.Tensor) -> torch.Tensor:
 
 
 def _dynamic(amax: torch.Tensor) -> torch.Tensor:
-    return (amax / amax.new_full((), RANGE)).clamp(min=MIN_TENSOR_SCALE)
+    return (amax / amax.new_full((), NVFP4_RANGE)).clamp(min=NVFP4_TENSOR_SCALE_MIN)
 
 
 def _to_power_of_two(scale: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ def static_tensor_scale(columns: int, p: int = 2, estimator: str = "pre_round", 
         bound = constant * (columns / NVFP4.block_size) ** (1 / p)
     else:
         raise ValueError(f"estimator = {estimator!r} does not bound the output; use one of: 'pre_round', 'exact'")
-    mantissa, exponent = math.frexp(bound / RANGE)
+    mantissa, exponent = math.frexp(bound / NVFP4_RANGE)
     return math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent)
 
 
@@ -123,7 +123,7 @@ def cast(
 
     Args:
         x: bf16 or fp32, [..., D] with D a multiple of 16.
-        tensor_scale: a number or fp32 [], at least ``MIN_TENSOR_SCALE``.
+        tensor_scale: a number or fp32 [], at least ``NVFP4_TENSOR_SCALE_MIN``.
         bits: int64, shape of ``x``, uniform in [0, 2^16).
 
     Returns:

@@ -13,10 +13,10 @@ input     x * rho for wgrad, transformed along the tokens, rounded to nearest.
 weight    W and W diag(gain) in tiles of 16 x 16, for fprop and dgrad.
 
 Outside the norm a tensor scale is a power of two chosen from the largest magnitude, which takes a pass of its own:
-"amax" is this pass, "cast" the next one, and "amax + cast" both together, compiled as in training. "amax + cast" and
-its peers count the bytes of both passes, so the matrix counts twice. Operands of a few bytes (signs, keys of random
-bits) do not count. Peers that draw random bits in plain PyTorch also run in eager mode, because 64-bit integers are
-slow in one compiled kernel; the gradient is compared with its fastest peer.
+"amax" is this pass, "cast" the next one, and "amax + cast" both together, with the tensor scale between them. "amax +
+cast" and its peers count the bytes of both passes, so the matrix counts twice. Operands of a few bytes (signs, keys of
+random bits) do not count. Peers that draw random bits in plain PyTorch also run in eager mode, because 64-bit integers
+are slow in one compiled kernel; the gradient is compared with its fastest peer.
 
 Every result is compared bit for bit with the plain PyTorch reference on the same input before it is timed (rho: within
 2 ulp; the cast: given the kernel's own rho). A peer with other bits is marked "differs"; compiled, some round less
@@ -27,7 +27,7 @@ shapes the host launches more slowly than the kernels run, and CUDA events inclu
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import NamedTuple
@@ -37,7 +37,7 @@ import kernel_benchmark
 import torch
 import torch.nn.functional as F
 from cast_cases import EPS, random_rho
-from kernel_benchmark import Entry, NotRun, Section, Shape, compiled, compiled_function, draw, ours, same_bits, tensors
+from kernel_benchmark import Entry, NotRun, Section, Shape, compiled, draw, ours, same_bits, tensors
 
 from mxtrain.recipes.formats import NVFP4
 from mxtrain.recipes.parse import get_recipe
@@ -186,12 +186,10 @@ class Casts(NamedTuple):
     reference: Callable
 
 
-def tensor_scales(maxima: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [nvfp4.power_of_two_tensor_scale(each) for each in maxima]
-
-
 def cast_entries(of: Casts, max_autotune: bool, eager: bool = False) -> list[Entry]:
     """Return peers and kernels for the pass over maxima and, per form, for the cast and for both."""
+    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scale
+
     args, both_reads = (*of.reads, *of.numbers), 2 * of.reads
 
     def has_maxima(maxima) -> bool:
@@ -206,20 +204,24 @@ def cast_entries(of: Casts, max_autotune: bool, eager: bool = False) -> list[Ent
         *counting(of.reads, compiled(peer, maxima_in_pytorch, args, max_autotune, has_maxima)),
         ours(f"amax {of.name}", lambda: of.maxima(*args), of.reads, has_maxima, (f"{peer}, compiled",)),
     ]
+
+    def tensor_scales() -> list[torch.Tensor]:
+        return [nvfp4_tensor_scale(maxima) for maxima in of.maxima(*args)]
+
     for form in OPERAND_FORMS:
 
         def in_pytorch(*args, form=form):
             matrices = of.matrices(*args)
-            return of.reference(matrices, tensor_scales(matrices), form, *args)
+            return of.reference(matrices, [nvfp4.power_of_two_tensor_scale(m) for m in matrices], form, *args)
 
-        def by_kernels(*args, form=form):
-            return of.cast(tensor_scales(of.maxima(*args)), form, *args)
+        def by_kernels(form=form):
+            return of.cast(tensor_scales(), form, *args)
 
         def is_cast(results, in_pytorch=in_pytorch) -> bool:
             return same_results(results, in_pytorch(*args))
 
         def cast_alone(form=form):
-            return partial(of.cast, tensor_scales(of.maxima(*args)), form, *args)
+            return partial(of.cast, tensor_scales(), form, *args)
 
         name = f"{of.name} {form}"
         peer = f"amax + cast {name} in PyTorch"
@@ -231,7 +233,7 @@ def cast_entries(of: Casts, max_autotune: bool, eager: bool = False) -> list[Ent
             Entry(f"cast {name}", cast_alone, of.reads, is_cast, ours=True),
             Entry(
                 f"amax + cast {name}",
-                partial(as_in_training, by_kernels, args),
+                lambda by_kernels=by_kernels: by_kernels,
                 both_reads,
                 is_cast,
                 tuple(entry.name for entry in peers),
@@ -244,11 +246,6 @@ def cast_entries(of: Casts, max_autotune: bool, eager: bool = False) -> list[Ent
 def counting(reads: tuple[torch.Tensor, ...], entries: list[Entry]) -> list[Entry]:
     """Return ``entries`` that count the bytes of ``reads``."""
     return [entry._replace(reads=reads) for entry in entries]
-
-
-def as_in_training(function: Callable, args: tuple[torch.Tensor, ...]) -> Callable[[], object]:
-    """Return ``function(*args)``, compiled on a GPU: eager mode would run many small operations between two kernels."""
-    return partial(compiled_function(function, None) if args[0].is_cuda else function, *args)
 
 
 # Section gradient

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvfp4_blocks import E2M1, block, draw, draw_bits, same_bits, torchao_cast
 
-from mxtrain.reference.nvfp4 import RANGE, cast, cast_tiles, dequantize, dynamic_tensor_scale
+from mxtrain.recipes.formats import NVFP4_RANGE
+from mxtrain.reference.nvfp4 import cast, cast_tiles, dequantize, dynamic_tensor_scale
 
 pytestmark = pytest.mark.torchao
 
@@ -137,7 +138,7 @@ def test_a_block_with_nan_never_dequantizes_to_a_number():
 
 def test_infinity_saturates_under_a_static_tensor_scale():
     values = dequantize(*cast(block(INF, -INF, 1.0), 0.5), 0.5)
-    assert values[0, :3].tolist() == [RANGE / 2, -RANGE / 2, 0.0]
+    assert values[0, :3].tolist() == [NVFP4_RANGE / 2, -NVFP4_RANGE / 2, 0.0]
 
 
 @pytest.mark.parametrize("tensor_scale", [2.0**-8, 0.0031])

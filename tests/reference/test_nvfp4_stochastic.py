@@ -9,7 +9,8 @@ import pytest
 import torch
 from nvfp4_blocks import E2M1, block, draw, draw_bits, same_bits
 
-from mxtrain.reference.nvfp4 import RANGE, cast, dequantize, dynamic_tensor_scale
+from mxtrain.recipes.formats import NVFP4_RANGE
+from mxtrain.reference.nvfp4 import cast, dequantize, dynamic_tensor_scale
 
 pytestmark = pytest.mark.torchao
 
@@ -73,7 +74,7 @@ def test_elements_above_the_largest_value_saturate_whatever_the_bits(bits):
     x = block(6.0 * 1.0625, -6.3)  # the scale is rounded down to one
     codes, scales = cast(x, 1.0, torch.full(x.shape, bits))
     assert scales.item() == 1 and dequantize(codes, scales)[0, :2].tolist() == [6.0, -6.0]
-    assert dequantize(*cast(block(INF), 1.0, torch.full((1, 16), bits)))[0, 0].item() == RANGE
+    assert dequantize(*cast(block(INF), 1.0, torch.full((1, 16), bits)))[0, 0].item() == NVFP4_RANGE
 
 
 def elements(codes: torch.Tensor) -> torch.Tensor:

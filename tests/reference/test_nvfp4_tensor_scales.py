@@ -11,13 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvfp4_blocks import draw, same_bits, torchao_cast
 
-from mxtrain.recipes.formats import norm_constant
+from mxtrain.recipes.formats import NVFP4_RANGE, NVFP4_TENSOR_SCALE_MIN, norm_constant
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
 from mxtrain.reference.mxnorm import inverse_rms, scale_rows
 from mxtrain.reference.nvfp4 import (
-    MIN_TENSOR_SCALE,
-    RANGE,
     cast,
     dequantize,
     dynamic_tensor_scale,
@@ -47,7 +45,7 @@ def test_zeros_and_tiny_tensors_have_a_tensor_scale(amax):
     x = torch.zeros(2, 32)
     x[1, 5] = amax
     tensor_scale = dynamic_tensor_scale(x)
-    assert tensor_scale.item() == MIN_TENSOR_SCALE
+    assert tensor_scale.item() == NVFP4_TENSOR_SCALE_MIN
     codes, scales = cast(x, tensor_scale)
     assert not codes[0].any() and torch.equal(dequantize(codes, scales, tensor_scale)[0], x[0])
     assert dequantize(codes, scales, tensor_scale).isfinite().all()
@@ -56,7 +54,7 @@ def test_zeros_and_tiny_tensors_have_a_tensor_scale(amax):
 
 
 def test_an_empty_tensor_has_a_tensor_scale():
-    assert dynamic_tensor_scale(torch.empty(0, 16)).item() == MIN_TENSOR_SCALE
+    assert dynamic_tensor_scale(torch.empty(0, 16)).item() == NVFP4_TENSOR_SCALE_MIN
 
 
 def test_the_power_of_two_at_or_above_a_dynamic_tensor_scale():
@@ -70,7 +68,8 @@ def test_the_power_of_two_at_or_above_a_dynamic_tensor_scale():
                 assert got.item() == 2.0 ** (exponent + above)
     for bad in (INF, NAN):
         assert not power_of_two_tensor_scale(torch.tensor([1.0, bad])).isfinite()
-    assert power_of_two_tensor_scale(torch.zeros(0)) == power_of_two_tensor_scale(torch.zeros(4)) == MIN_TENSOR_SCALE
+    for zeros in (torch.zeros(0), torch.zeros(4)):
+        assert power_of_two_tensor_scale(zeros) == NVFP4_TENSOR_SCALE_MIN
 
 
 @pytest.mark.parametrize("bad", [INF, NAN])
@@ -126,8 +125,10 @@ def test_no_output_of_mxnorm_exceeds_its_static_tensor_scale(columns, p, estimat
     tensor_scale = static_tensor_scale(columns, p, estimator)
     largest = xhat.abs().amax()
     # Two roundings to fp32, of rho and of the product; they only matter where the bound itself is a power of two.
-    assert largest <= RANGE * tensor_scale * (1 + 2**-22)
-    assert largest > RANGE * tensor_scale / 2, "an outlier alone reaches the bound: no smaller power of two would do"
+    assert largest <= NVFP4_RANGE * tensor_scale * (1 + 2**-22)
+    assert largest > NVFP4_RANGE * tensor_scale / 2, (
+        "an outlier alone reaches the bound: no smaller power of two would do"
+    )
     values = dequantize(*cast(xhat, tensor_scale), tensor_scale)
     assert values.isfinite().all()
     # The largest element loses a 16th to a scale that was rounded down, or half of E2M1's distance to one rounded up.
@@ -140,7 +141,7 @@ def test_no_output_of_mxnorm_exceeds_its_static_tensor_scale(columns, p, estimat
 @given(st.lists(st.floats(-40, 40), min_size=64, max_size=64), st.sampled_from(ESTIMATES))
 def test_no_row_exceeds_its_static_tensor_scale(exponents, estimate):
     xhat = normalized(torch.exp2(torch.tensor([exponents], dtype=torch.float32)), *estimate)
-    assert xhat.abs().amax() <= RANGE * static_tensor_scale(64, *estimate)
+    assert xhat.abs().amax() <= NVFP4_RANGE * static_tensor_scale(64, *estimate)
 
 
 def test_beyond_the_static_tensor_scale_values_saturate():
@@ -149,7 +150,7 @@ def test_beyond_the_static_tensor_scale_values_saturate():
     x[1, 3], x[2, 4] = 1e30, -1e4
     values = dequantize(*cast(x, tensor_scale), tensor_scale)
     assert values.isfinite().all()
-    assert values[1, 3] == RANGE * tensor_scale and values[2, 4] == -RANGE * tensor_scale
+    assert values[1, 3] == NVFP4_RANGE * tensor_scale and values[2, 4] == -NVFP4_RANGE * tensor_scale
 
 
 @pytest.mark.parametrize(

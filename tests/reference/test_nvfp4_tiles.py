@@ -7,7 +7,8 @@ import pytest
 import torch
 from nvfp4_blocks import draw, same_bits, torchao_cast
 
-from mxtrain.reference.nvfp4 import RANGE, cast, cast_tiles, dequantize, dynamic_tensor_scale
+from mxtrain.recipes.formats import NVFP4_RANGE
+from mxtrain.reference.nvfp4 import cast, cast_tiles, dequantize, dynamic_tensor_scale
 
 pytestmark = pytest.mark.torchao
 
@@ -49,10 +50,10 @@ def test_under_a_power_of_two_tiles_have_the_bits_of_torchaos_training_kernel(ex
     """
     from torchao.prototype.mx_formats.kernels import f32_to_f4_unpacked, pack_uint4
 
-    amax = torch.tensor(RANGE * 2.0**exponent)
+    amax = torch.tensor(NVFP4_RANGE * 2.0**exponent)
     w = draw(32, 64, seed=exponent + 40) * draw(32, 1, seed=3).exp() * 2.0 ** (exponent + 5)
     w[0, 0] = amax
-    encode = RANGE / amax
+    encode = NVFP4_RANGE / amax
     decode = 1.0 / encode
     largest = w.reshape(2, 16, 4, 16).abs().amax((1, 3))
     scales = ((largest / 6) * encode).clamp(2.0**-6, 448).to(torch.float8_e4m3fn).float()

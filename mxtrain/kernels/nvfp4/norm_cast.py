@@ -163,7 +163,7 @@ def nvfp4_norm(
     Args:
         x: bf16 or fp32 [T, D], D a multiple of 16 and at most 65536.
         estimate: "pre_round" or "exact", over blocks of 16.
-        tensor_scale: a power of two, at least ``reference.nvfp4.MIN_TENSOR_SCALE``. Elements beyond
+        tensor_scale: a power of two, at least ``NVFP4_TENSOR_SCALE_MIN``. Elements beyond
             6 * 448 * tensor_scale saturate, and with ``reference.nvfp4.static_tensor_scale`` none does.
         form: "codes" (uint8 [T, D / 2], two elements a byte, and float8_e4m3fn [T, D / 16]), "blocked" (the same codes,
             scales flat in the 128x4 layout, padding zero) or "image" (bf16 [T, D]: element * block scale *
