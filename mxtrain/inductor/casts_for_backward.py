@@ -4,7 +4,7 @@ Casts of inputs for wgrad and of weights for dgrad do not depend on gradients. P
 forward, and hold the results of all layers at the same time. What they are made from is there in the backward anyway:
 
     a weight                 the parameter. NVFP4 casts it once for both passes. Under FSDP2, the results of all layers
-                             would be a second, unsharded copy of the model
+                             would be a second copy of the model, not sharded
     attention's output       its own backward reads it
     h = silu(gate) * up      the backward of SwiGLU reads gate and up, and computes h again beside their gradients
 
@@ -24,7 +24,7 @@ from mxtrain.reference.swiglu import swiglu
 
 if HAS_TRITON:
     # These modules register the operations.
-    import mxtrain.kernels.mxfp8.joined_cast
+    import mxtrain.kernels.mxfp8.cast
     import mxtrain.kernels.nvfp4.joined_cast  # noqa: F401
 
 aten, ours = torch.ops.aten, torch.ops.mxtrain
@@ -34,16 +34,12 @@ def compute_casts_in_backward(graph: Graph) -> None:
     """Mark the casts that the backward uses, and the SwiGLU before them, to be computed there."""
     if not HAS_TRITON or any("recompute" in node.meta for node in graph.nodes):
         return
-    casts = {
-        *(ours.cast.default, ours.joined_cast.default, ours.nvfp4_cast.default, ours.nvfp4_joined_cast.default),
-        *(ours.nvfp4_weight.default, ours.nvfp4_joined_weight.default),
-    }
+    casts = {ours.cast.default, ours.nvfp4_cast.default, ours.nvfp4_weight.default, ours.nvfp4_joined_weight.default}
     backward = that_depend_on_tangents(graph)
     for calls in _equal_calls(graph, casts):
         if backward.isdisjoint(calls) and any(_is_read_by(call, backward) for call in calls):
             for node in {n for call in calls for n in (call, *_swiglu_before(call))}:
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-                node.meta["ac_graph_id"] = 0  # PyTorch looks for it beside a mark
 
 
 def _equal_calls(graph: Graph, targets: set) -> list[list[Node]]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from feed_forward import FeedForward, graphs_of, kept_for_backward
+from feed_forward import D, FeedForward, H, graphs_of, kept_for_backward
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import mxtrain
@@ -57,9 +57,44 @@ def test_outputs_and_gradients_stay_the_same(recipe):
     for rewrite in (unchanged, compute_casts_in_backward):
         mxtrain.set_rounding_step(1)
         results.append(graphs_of(module, rewrite, execute=True)[1])
-    mxtrain.set_rounding_step(None)
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+def marked(graph) -> Counter:
+    return Counter(node.target for node in graph.nodes if "recompute" in node.meta)
+
+
+def test_casts_of_gradients_and_for_the_forward_alone_are_not_marked():
+    marks = []
+
+    def rewrite(graph):
+        compute_casts_in_backward(graph)
+        marks.append(marked(graph))
+
+    graphs_of(FeedForward(recipe="nvfp4"), rewrite)
+    # PyTorch merges the two casts of a weight afterwards.
+    assert (marks[0][ours.nvfp4_cast.default], marks[0][ours.nvfp4_weight.default]) == (OF_INPUTS, 2 * WEIGHTS)
+    assert marks[0][ours.nvfp4_amax.default] == 0
+
+
+def test_weights_of_a_group_are_cast_again():
+    class Gate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.w1, self.w3 = nn.RMSNorm(D), *(nn.Linear(D, H, bias=False) for _ in range(2))
+
+        def forward(self, x):
+            h = self.norm(x)
+            return self.w1(h) * self.w3(h)
+
+    module = Gate()
+    settings = dict(recipe="nvfp4", mode="emulated", high_precision_share=0.0)
+    mxtrain.convert(module, "mxnorm", **settings, example_inputs=(torch.zeros(2, 17, D),))
+    for rewrite, times in ((unchanged, 0), (compute_casts_in_backward, 1)):
+        (forward, backward), _ = graphs_of(module, rewrite)
+        assert calls(forward)[ours.nvfp4_joined_weight.default] == 1
+        assert calls(backward)[ours.nvfp4_joined_weight.default] == times
 
 
 def test_other_functions_than_swiglu_are_not_computed_again():
