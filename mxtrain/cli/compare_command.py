@@ -132,7 +132,7 @@ def _plan(options, variants: list[str], flags: list[str], earlier: dict) -> dict
 
 def _train(side_by_side, setting: str, baseline: str | None) -> int:
     """Do the runs that are not finished, write the report, and return the exit status."""
-    from mxtrain.cli.side_by_side import resume_command
+    from mxtrain.cli.side_by_side import ended_nonfinite, resume_command
     from mxtrain.run_folder.comparison import write_comparison
     from mxtrain.run_folder.lock import locked
 
@@ -147,7 +147,10 @@ def _train(side_by_side, setting: str, baseline: str | None) -> int:
     _report(folder, baseline)
     if failed:
         print(f"mxtrain: {len(failed)} of {len(runs)} runs are not finished: {', '.join(failed)}", file=sys.stderr)
-        print(f"mxtrain: go on with: {resume_command(folder)}", file=sys.stderr)
+        how = "go on with"
+        if all(ended_nonfinite(folder / name, runs[name]) for name in failed):
+            how = "the same seeds would give NaN or infinity again; to start such a run again, remove its folder, then"
+        print(f"mxtrain: {how}: {resume_command(folder)}", file=sys.stderr)
     if side_by_side.stopped_by is not None:
         return 128 + side_by_side.stopped_by
     return 1 if failed else 0

@@ -79,7 +79,7 @@ class SideBySide:
 
     def _start(self, run: PairedRun, place: int) -> None:
         folder, device = self.folder / run.name, self.devices[place]
-        if problem := _ended_nonfinite(folder, run):
+        if problem := ended_nonfinite(folder, run):
             _say(f"{run.name}: FAILED before: {problem}; to start it again, remove {folder}")
             return
         try:
@@ -159,7 +159,7 @@ def _prepare(folder: Path, run: PairedRun, processes: int) -> str:
             return f"starts again; its earlier files are in {aside}"
 
 
-def _ended_nonfinite(folder: Path, run: PairedRun) -> str:
+def ended_nonfinite(folder: Path, run: PairedRun) -> str:
     """Say that loss or weights were not finite when the run failed, or "". The same seed would bring them again."""
     if run.status is None or not 0 < run.status < 128:  # it has not ended, or a signal ended it
         return ""

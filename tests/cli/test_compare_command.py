@@ -96,8 +96,9 @@ def test_a_failed_seed_is_reported_the_rest_goes_on_and_it_starts_again(stand_in
     out, err = capfd.readouterr()
     assert f"llama3_debug-seed1: FAILED after 0.0 min with exit status 1, and the rest goes on: {problem}" in out
     assert "1 of 3 runs are not finished: llama3_debug-seed1" in err
-    assert "go on with: mxtrain compare --resume c" in err
     found = NONFINITE.get(kind)
+    assert ("go on with: mxtrain compare --resume c" in err) == (found is None)
+    assert ("to start such a run again, remove its folder, then: mxtrain compare --resume c" in err) == bool(found)
     assert f"does not count: {found}" in err if found else "does not count" not in err
     (stand_in / "mended").touch()
     if found is not None:
