@@ -36,6 +36,8 @@ def quantizing(s: Settings) -> list[str]:
 
 def conflict_of_converters(names: list[str]) -> str | None:
     """What is wrong with these converters beside one another; None if all is well."""
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        return f"has {twice!r} twice: name it once"
     ours = quantizing_among(names)
     for same in (ours, [name for name in names if name in NORM_CONVERTERS]):
         if len(same) > 1:

@@ -119,6 +119,7 @@ FLAGS = [
     ("--model.name=llama9", "model.name = 'llama9' is not one of: llama3"),
     ("--model.flavor=9B", "model.flavor = '9B' is not one of: debugmodel"),
     ("--model.converters=mxnrom", "model.converters = ['mxnrom'] has 'mxnrom', which is not one of: mxnorm"),
+    ("--model.converters=mxnorm,mxnorm", "model.converters = ['mxnorm', 'mxnorm'] has 'mxnorm' twice: name it once"),
     ("--model.converters=mxnorm,mx_linear", "model.converters = ['mxnorm', 'mx_linear'] choose one of"),
     ("--model.converters=fused_norm,fused_rmsnorm", "model.converters = ['fused_norm', 'fused_rmsnorm'] choose one of"),
     ("--training.dataset=wiki", "training.dataset = 'wiki' is not one of: python, files, hf"),
