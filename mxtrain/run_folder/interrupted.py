@@ -9,7 +9,7 @@ from mxtrain.run_folder.checkpoints import SAVING
 from mxtrain.run_folder.files import CONFIG_FILE, METRICS_FILE
 
 # TorchTitan's defaults, which config.toml leaves out.
-INTERVAL, STEPS = 500, 10_000
+INTERVAL, STEPS, FOLDER = 500, 10_000, "checkpoint"
 
 
 def interrupted_after(folder: Path, checkpoints: Path) -> int | None:
@@ -19,14 +19,16 @@ def interrupted_after(folder: Path, checkpoints: Path) -> int | None:
 
     Args:
         folder: the run's folder.
-        checkpoints: its folder of checkpoints, which holds none.
+        checkpoints: where the run that starts looks for checkpoints, and finds none.
     """
     try:
         config = tomli.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         rows = (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
         last = _last_step(rows)
         checkpoint, steps = config.get("checkpoint", {}), config.get("training", {}).get("steps", STEPS)
-        if not checkpoint.get("enable") or checkpoint.get("load_only"):
+        # To its own folder, which may be another than ``checkpoints``.
+        has_saved = any((folder / checkpoint.get("folder", FOLDER)).glob("step-*"))
+        if not checkpoint.get("enable") or checkpoint.get("load_only") or has_saved:
             return None
         was_saving = (checkpoints / SAVING).is_dir()
         is_early = last < steps and last <= checkpoint.get("interval", INTERVAL)

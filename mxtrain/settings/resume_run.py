@@ -40,7 +40,7 @@ def resumed(run: str, flags: list[str]) -> tuple[str, list[str]]:
         raise ConfigError(f"{FLAG} {run}: no run has been here, {config} is missing; give the folder of a run")
     all_flags = [*_ONCE, *flags, f"--job.dump_folder={folder}"]
     if not asks_for_help(flags):
-        _require_checkpoints(folder, [f"{CONFIG_FLAGS[0]}={config}", *all_flags])
+        _require_checkpoints(folder, f"{CONFIG_FLAGS[0]}={config}", all_flags)
     return str(config), all_flags
 
 
@@ -59,11 +59,18 @@ def resolved(arguments: list[str]) -> list[str]:
     return [f"{CONFIG_FLAGS[0]}={config}", *flags]
 
 
-def _require_checkpoints(folder: Path, arguments: list[str]) -> None:
+def _require_checkpoints(folder: Path, config_flag: str, flags: list[str]) -> None:
+    arguments = [config_flag, *flags]
     settings = read_settings(arguments)
     saved = folder / settings["checkpoint.folder"]
     if any(saved.glob("step-*")) or interrupted_after(folder, saved) is not None:
         return
+    own = folder / read_settings([config_flag])["checkpoint.folder"]
+    if own != saved:
+        raise ConfigError(
+            f"checkpoint.folder = {settings['checkpoint.folder']!r}: {saved} holds no checkpoint to resume from; the "
+            f"run saves to {own}"
+        )
     config = shlex.quote(str(folder / CONFIG_FILE))
     again = f"start again, in a new folder, with 'mxtrain train {config} --checkpoint.enable'"
     with places(arguments):

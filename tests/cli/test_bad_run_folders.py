@@ -81,6 +81,11 @@ TRAIN = {
     "a seed over a run": Case(
         [RUN, ENABLE, "--checkpoint.create_seed_checkpoint"], holds_metrics("a seed is where a run starts"), METRICS
     ),
+    "a finished run, and another folder of checkpoints": Case(
+        [RUN, ENABLE, "--checkpoint.folder=other"],
+        holds_metrics("run/other holds no checkpoint from which it could resume"),
+        METRICS | saved(10) | {"run/config.toml": "[checkpoint]\nenable = true\n"},
+    ),
     # Checkpoints that would not be loaded.
     "checkpoints are off": Case(
         [RUN],
@@ -260,6 +265,11 @@ RESUME = {
         "checkpoint.interval = 500: run holds no checkpoint to resume from; "
         "start again, in a new folder, with 'mxtrain train run/config.toml --checkpoint.enable'",
         {"run/metrics.jsonl": ROW.replace("1", "600", 1), "run/config.toml": OWN_CONFIG},
+    ),
+    "another folder of checkpoints": Case(
+        ["--resume", "run", "--checkpoint.folder=other"],
+        "checkpoint.folder = 'other': run/other holds no checkpoint to resume from; the run saves to run/checkpoint",
+        FINISHED,
     ),
     "checkpoints that are switched off": Case(
         ["--resume", "run", "--checkpoint.no-enable"],
