@@ -17,7 +17,7 @@ from mxtrain.settings.registry import (
 )
 from mxtrain.settings.values import Settings
 
-SCHEDULE, GUARD = "mxnorm.schedule", "mxnorm.guard"
+SCHEDULE, GUARD, DIAGNOSTICS = "mxnorm.schedule", "mxnorm.guard", "mxnorm.diagnostics"
 
 
 class Relation(NamedTuple):
@@ -150,6 +150,17 @@ RELATIONS = (
             and s["mxnorm.diagnostics.fqns"] == []
             and "measures nothing: leave it unset to measure all modules, or set mxnorm.diagnostics.every = 0"
         ),
+    ),
+    *(
+        Relation(
+            f"{DIAGNOSTICS}.{setting}",
+            lambda s, name=f"{DIAGNOSTICS}.{setting}": (
+                f"{DIAGNOSTICS}.every" not in s.given  # a run may switch diagnostics off, with 0
+                and s[name] != s.known[name].default
+                and f"has no effect without {DIAGNOSTICS}.every: set it to 50, for example, to measure every 50th step"
+            ),
+        )
+        for setting in ("fqns", "tokens")
     ),
     *(
         Relation(

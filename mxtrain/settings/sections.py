@@ -35,7 +35,7 @@ class Diagnostics:
     every: NotNegative = 0
     """
     Measure norms, casts and matrix products in every step whose number is a multiple of this, and log the figures; 0 is
-    off. The next two settings say what is measured
+    off. The next two settings say what is measured, and need this one
     """
 
     fqns: Names = None

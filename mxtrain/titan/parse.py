@@ -80,9 +80,12 @@ def check_names(job_config) -> None:
 def resolved_settings(job_config) -> dict:
     """Return every setting that differs from its default, flags included, as nested tables for a TOML file.
 
-    Without the names of the config file and of the run's folder: a run of these settings must not write into it.
+    Without the names of the config file and of the run's folder: a run of these settings must not write into it. With
+    ``mxnorm.diagnostics.every = 0`` beside other settings of diagnostics, which are refused without it.
     """
     values = non_default_values(job_config)
+    if diagnostics := values.get("mxnorm", {}).get("diagnostics"):
+        diagnostics.setdefault("every", 0)
     for name in ("config_file", "dump_folder"):
         values.get("job", {}).pop(name, None)
     return values

@@ -210,6 +210,11 @@ FLAGS = [
         "mxnorm.guard.norm = 'rmsnorm' needs the converter 'm",
     ),
     ("--mxnorm.guard.recipe=fp4", "mxnorm.guard.recipe = 'fp4' is not one of: 'mxfp8'"),
+    (
+        "--mxnorm.diagnostics.tokens=64",
+        "mxnorm.diagnostics.tokens = 64 has no effect without mxnorm.diagnostics.every: ",
+    ),
+    ("--mxnorm.diagnostics.fqns=wo", "mxnorm.diagnostics.fqns = ['wo'] has no effect without mxnorm.diagnostics.every"),
     ("--mxnorm.diagnostics.every=1 --mxnorm.diagnostics.fqns=", "mxnorm.diagnostics.fqns = [] measures nothing: "),
     ("--mxnorm.guard.window=1", "mxnorm.guard.window = 1 should be greater than or equal to 2"),
     (

@@ -24,7 +24,7 @@ from mxtrain.rng.rounding_position import position_as_set
 from mxtrain.run_folder.checkpoints import Checkpoints
 from mxtrain.run_folder.start import Start
 from mxtrain.titan.finite import LossWatch, NonFiniteError
-from mxtrain.titan.parse import non_default_values, parse_job_config
+from mxtrain.titan.parse import non_default_values, parse_job_config, resolved_settings
 from mxtrain.titan.stop import Stop, StopSignals
 from mxtrain.titan.train import Trainer, _Trainer
 
@@ -365,3 +365,12 @@ def test_only_settings_that_differ_from_the_defaults_are_written():
         "training": {"dataloader": {"num_workers": 2}},
         "mxnorm": {"filter_fqns": ["output", "wo"]},
     }
+
+
+def test_diagnostics_that_are_switched_off_keep_their_settings(tmp_path):
+    config, off = tmp_path / "config.toml", {"every": 0, "tokens": 64}
+    config.write_text("[mxnorm.diagnostics]\nevery = 50\ntokens = 64\n")
+    for flags in (["--mxnorm.diagnostics.every=0"], []):  # the run, and the one that resumes it
+        settings = resolved_settings(parse_job_config([f"--job.config_file={config}", *flags]))
+        assert settings["mxnorm"] == {"diagnostics": off}
+        config.write_text(tomli_w.dumps(settings))
