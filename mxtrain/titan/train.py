@@ -191,6 +191,8 @@ class _Trainer(Trainer):
         self._losses = []
         self._switch.begin_step(self.step)
         super().train_step(data_iterator)
+        if self._last_step == 0 and _is_first():
+            _write_resolved_config(self.job_config)  # only now: a start that fails leaves an earlier one's settings
         self._watch.record(self.step, self._losses, self._signals.received)
         self._last_step = self.step  # TorchTitan counts one more step where the text ends
         # A CPU has finished the step, and logging waited for the device.
@@ -356,7 +358,7 @@ def _train(job_config) -> Stop | None:
     set_rounding_step(0)
     try:
         trainer = _Trainer(job_config)
-        if _is_first():
+        if _is_first() and not (Path(job_config.job.dump_folder) / CONFIG_FILE).exists():
             _write_resolved_config(job_config)
         if job_config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.last_save_model_only = True  # where a run starts, there is nothing else to keep

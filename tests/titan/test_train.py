@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import statistics
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from mxtrain.run_folder.start import Start
 from mxtrain.titan.finite import LossWatch, NonFiniteError
 from mxtrain.titan.parse import non_default_values, parse_job_config, resolved_settings
 from mxtrain.titan.stop import Stop, StopSignals
-from mxtrain.titan.train import Trainer, _Trainer
+from mxtrain.titan.train import Trainer, _train, _Trainer
 
 LEARNERS = ("mxnorm", "exact", "post_round", "mx_linear", "mixed", "bf16", "nvfp4", "deepseek_v3", "llama4", "qwen3")
 
@@ -134,7 +135,7 @@ class FakeCheckpointer:
 
 
 @pytest.fixture
-def trainer(monkeypatch):
+def trainer(monkeypatch, tmp_path):
     """A trainer of a tiny model, ``_Trainer`` without TorchTitan's own ``__init__`` and ``train_step``."""
 
     def init(self, job_config):
@@ -159,7 +160,7 @@ def trainer(monkeypatch):
     made = []
 
     def make(*flags):
-        made.append(_Trainer(parse_job_config(["--model.converters=", *flags])))
+        made.append(_Trainer(parse_job_config(["--model.converters=", f"--job.dump_folder={tmp_path}", *flags])))
         return made[-1]
 
     yield make
@@ -232,6 +233,18 @@ def test_a_signal_in_the_last_step_changes_nothing(trainer):
     assert one.stop is None
 
 
+def test_a_start_that_fails_leaves_the_settings_of_the_one_before(trainer, monkeypatch, tmp_path):
+    monkeypatch.setattr("mxtrain.titan.train._Trainer", lambda job_config: one)
+    monkeypatch.setattr(Trainer, "close", lambda self: None)
+    for seed, loss, kept in [(4, "fails", 4), (5, "fails", 4), (5, 3.0, 5)]:
+        monkeypatch.setattr(Trainer, "train", lambda self, losses=(loss,): self.train_step(losses))
+        one = trainer(f"--debug.seed={seed}")
+        one.step, one.checkpointer.finish = 7, lambda: None
+        with pytest.raises(TypeError) if loss == "fails" else nullcontext():
+            _train(one.job_config)
+        assert tomli.loads((tmp_path / "config.toml").read_text())["debug"] == {"seed": kept}
+
+
 def test_one_microbatch_that_is_not_finite_is_enough(trainer):
     one = trainer()
     one.step = 7
@@ -255,7 +268,7 @@ def test_the_trainer_sets_step_and_microbatch(monkeypatch):
     trainer = object.__new__(_Trainer)
     trainer.device, trainer.parallel_dims, trainer._rank_in_stage = torch.device("cpu"), one_process(), 0
     trainer._watch = LossWatch(trainer.device, stops=True)
-    trainer._signals, trainer._numerics, trainer._ready = StopSignals(), None, None
+    trainer._signals, trainer._numerics, trainer._ready, trainer._last_step = StopSignals(), None, None, 6
     trainer._switch = SimpleNamespace(begin_step=begun.append)
     for trainer.step in (7, 8):
         trainer.train_step(None)

@@ -86,7 +86,7 @@ class WandbLogger(BaseLogger):
             metrics = {**metrics, TOKENS: round(self.tokens_per_step * step)}
         metrics = {wandb_key(name) if name.startswith(PREFIX) else name: value for name, value in metrics.items()}
         self._try(lambda: self.run.log({self._key(name): value for name, value in metrics.items()}, step=step))
-        if not self.has_files:  # all of them are written before the first step
+        if not self.has_files:  # all of them are there, and those that change later are attached again at the end
             self.has_files = True
             self._attach()
 
