@@ -110,7 +110,8 @@ class LocalFiles:
                 f"{self._config.section}.dataset = 'files' needs {self._config.section}.dataset_path: "
                 "a file, a folder or a glob of .jsonl, .parquet or text files"
             )
-        path = Path(self._config.path).expanduser().absolute()
+        given = Path(self._config.path).expanduser()
+        path = given.absolute()
         if path.is_file():
             return path.parent, [path]
         if path.is_dir():
@@ -120,7 +121,8 @@ class LocalFiles:
             found = map(Path, glob.glob(str(path), recursive=True))
         files = sorted(file for file in found if file.is_file() and not _is_hidden(file.relative_to(root)))
         if not files:
-            problem = "holds no files" if path.is_dir() else "does not exist and matches no files"
+            where = "" if given.is_absolute() else f" in the current folder, {Path.cwd()}"
+            problem = "holds no files" if path.is_dir() else f"does not exist and matches no files{where}"
             raise ConfigError(f"{self._setting} {problem}")
         return root, files
 

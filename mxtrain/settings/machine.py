@@ -20,9 +20,16 @@ class Machine(NamedTuple):
     has_gpus: bool
 
 
-def _matches_no_file(path: str | None) -> bool:
-    path = os.path.expanduser(path or "")
-    return not os.path.exists(path) and next(glob.iglob(path, recursive=True), None) is None
+def _missing_text(given: str | None) -> str | None:
+    """What is wrong with ``training.dataset_path``; None if it matches a file."""
+    path = os.path.expanduser(given or "")
+    if os.path.exists(path) or next(glob.iglob(path, recursive=True), None) is not None:
+        return None
+    where = f" in the current folder, {os.getcwd()}" if path and not os.path.isabs(path) else ""
+    return (
+        f"matches no file{where}; training.dataset = 'files' needs a file, a folder or a glob such as "
+        "'text/**/*.jsonl', or in data.prepared the name of a prepared text, which a run has in its data.json"
+    )
 
 
 def _is_missing(module: str) -> bool:
@@ -46,8 +53,7 @@ RELATIONS = (
         lambda s, machine: (
             s["training.dataset"] == "files"
             and not s["data.prepared"]  # its source is not read
-            and _matches_no_file(s["training.dataset_path"])
-            and "matches no file; training.dataset = 'files' needs a file, a folder or a glob such as 'text/**/*.jsonl'"
+            and _missing_text(s["training.dataset_path"])
         ),
     ),
     Relation(

@@ -115,7 +115,10 @@ def test_unreadable_files_are_config_errors(tmp_path, name, content, message):
         documents(tmp_path / name)
 
 
-def test_a_missing_path_is_a_config_error(tmp_path):
+def test_a_missing_path_is_a_config_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"'nowhere' does not exist and .* in the current folder, {tmp_path}$"):
+        documents("nowhere")
     with pytest.raises(ConfigError, match="training.dataset_path = '.*nowhere' does not exist"):
         documents(tmp_path / "nowhere")
     with pytest.raises(

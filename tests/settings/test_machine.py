@@ -63,6 +63,20 @@ def test_compiled_tensor_parallelism_on_a_cpu(mode, refused):
         check(flags, processes=2)
 
 
+def test_a_missing_text_is_refused_with_the_folder_and_the_ways_on(tmp_path, monkeypatch):
+    """A run may resume from another folder than that in which it began."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        check("--training.dataset=files --training.dataset_path=text/*.txt")
+    message = (
+        f"training.dataset_path = 'text/*.txt' matches no file in the current folder, {tmp_path}; training.dataset"
+    )
+    assert str(caught.value).startswith(message) and "in data.prepared the name of a prepared text" in str(caught.value)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").touch()
+    check("--training.dataset=files --training.dataset_path=text/*.txt")
+
+
 def test_profiling_needs_a_gpu():
     check("--profiling.enable_profiling", has_gpus=True)
     with pytest.raises(ConfigError, match="profiling.enable_profiling = True needs a GPU"):
