@@ -14,7 +14,8 @@ def convert(model: nn.Module, converter: str = "mxnorm", *, example_inputs: tupl
     """Swap norms, linears or gates of ``model`` in place. Parameters and FQNs stay, so checkpoints load either way.
 
     Convert a model before it is wrapped, sharded or compiled. A module with hooks, parametrizations, or a forward or
-    tensors of its own stays, with the reason; attributes that were set on a module move to the new one.
+    tensors of its own stays, with the reason; attributes that were set on a module move to the new one. PyTorch's fast
+    path for ``nn.TransformerEncoder``, which would not quantize, is switched off in layers with quantized linears.
 
     - ``"mxnorm"`` turns every RMSNorm that feeds only linears into an MXNorm, those linears into MXNormLinear, and the
       other linears into MXLinear.

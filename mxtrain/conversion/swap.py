@@ -6,6 +6,7 @@ import torch.nn as nn
 from mxtrain.conversion.instance_state import move_attributes
 from mxtrain.conversion.plan import Plan, Swap
 from mxtrain.nn.group import LinearGroup
+from mxtrain.nn.three_gemms import QuantizedLinear
 
 
 def swap(model: nn.Module, plan: Plan) -> None:
@@ -27,6 +28,24 @@ def swap(model: nn.Module, plan: Plan) -> None:
         for name, child in parent._modules.items():
             if id(child) in new:
                 parent._modules[name] = new[id(child)]
+    _switch_off_fast_path(model)
+
+
+def _switch_off_fast_path(model: nn.Module) -> None:
+    """Let PyTorch's encoder layers call their quantized linears in evaluation, as they do in training.
+
+    Without gradients, one kernel computes a whole ``nn.TransformerEncoderLayer`` with ReLU or GELU. It reads the
+    weights and quantizes nothing. ``nn.TransformerEncoder`` packs padded rows for it, and returns zeros in the padding.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and _is_quantized(module):
+            module.activation_relu_or_gelu = 0  # neither of the two
+        elif isinstance(module, nn.TransformerEncoder) and _is_quantized(module):
+            module.use_nested_tensor = False
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    return any(isinstance(part, QuantizedLinear) for part in module.modules())
 
 
 def _build(fqn: str, old: nn.Module, step: Swap) -> nn.Module:
