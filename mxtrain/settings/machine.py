@@ -68,7 +68,8 @@ RELATIONS = (
             and "needs a GPU, whose copies go through pinned memory; on a CPU use 'async'"
         ),
     ),
-    # On a CPU, Inductor of PyTorch 2.13 fails on casts to MXFP8 and takes minutes for casts to NVFP4.
+    # On a CPU, Inductor of PyTorch 2.13 fails to split loops that it has fused from several casts. Without this fusion
+    # (config.cpp.max_horizontal_fusion_size = 1), it takes minutes for casts to NVFP4.
     Relation(
         "compile.backend",
         lambda s, machine: (
