@@ -1,6 +1,7 @@
 """What an instance of a norm or linear has beyond its class. A new module in its place would not have it."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 
@@ -153,13 +154,22 @@ def _modules_in(value, depth: int = 2) -> Iterator[nn.Module]:
 
 
 def _parts(value) -> list:
-    """What a bound method, a partial, a set or a plain object holds. ``tree_leaves`` knows lists, tuples and dicts."""
+    """What a method, partial, function, set or plain object holds. ``tree_leaves`` knows lists, tuples and dicts."""
     if isinstance(value, MethodType):
         return [value.__self__]
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
     if isinstance(value, (set, frozenset)):
         return list(value)
-    if isinstance(value, (type, FunctionType, ModuleType, torch.Tensor)):
-        return []  # a class, function or imported module is not the model's own, and a tensor holds no module
+    if isinstance(value, FunctionType):
+        return [*_closure(value), value.__defaults__, value.__kwdefaults__]
+    if isinstance(value, (type, ModuleType, torch.Tensor)):
+        return []  # a class or imported module is not the model's own, and a tensor holds no module
     return list(getattr(value, "__dict__", {}).values())
+
+
+def _closure(function: FunctionType) -> Iterator:
+    """Yield the values of the variables that a function takes from the function around it."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # a variable without a value
+            yield cell.cell_contents
