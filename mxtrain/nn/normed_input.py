@@ -19,6 +19,9 @@ class NormedInput(NamedTuple):
     stay. The norm comes first, so that a model that iterates fails at the first item. Hooks on the gradients of a norm
     are those of ``register_full_backward_hook``; the deprecated ``register_backward_hook`` takes the first item.
 
+    ``torch.is_tensor`` and ``isinstance`` say that the result is no tensor, which the survey of a conversion cannot
+    foresee. A model that then uses the result in another way fails; one that goes on without the result does not.
+
     Attributes:
         made_by: the MXNorm.
         h: stands for x [..., D], with the same shape and dtype but without data; its gradient is dL/dxhat.
