@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -135,21 +134,6 @@ def test_a_wrong_result_fails_the_check(section, entries):
             assert not entry.check(result), entry.name
             tensor.copy_(right)
         assert entry.check(result)
-
-
-@pytest.mark.parametrize(
-    ("section", "name"), [("gradient", "dY blocked"), ("input", "x rho image"), ("weight", "W gain blocked")]
-)
-def test_both_passes_compile_as_one_graph(section, name, monkeypatch):
-    """Otherwise only a GPU compiles them."""
-
-    def compiled(function, args):
-        return partial(torch.compile(function, backend="aot_eager", fullgraph=True), *args)
-
-    monkeypatch.setattr(bench_nvfp4, "as_in_training", compiled)
-    torch._dynamo.reset()
-    both = {entry.name: entry for entry in SECTIONS[section].entries(SHAPE, DEVICE, False)}[f"amax + cast {name}"]
-    assert both.ours and both.check(both.make()())
 
 
 class TestTorchao:

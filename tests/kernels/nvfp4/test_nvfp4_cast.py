@@ -11,7 +11,8 @@ from nvfp4_checks import KEY, check_cast, draws, signs
 
 from mxtrain.kernels.cast_results import FORMS
 from mxtrain.kernels.nvfp4.cast import nvfp4_amax, nvfp4_cast
-from mxtrain.reference.nvfp4 import dynamic_tensor_scale, power_of_two_tensor_scale
+from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scale
+from mxtrain.reference.nvfp4 import dynamic_tensor_scale
 
 pytestmark = kernel_tests
 
@@ -153,7 +154,7 @@ def test_compiles_once_for_all_layers_and_steps(compile_backend):
 
     def run(x, sign, numbers):
         amax, transformed = nvfp4_amax(x, sign)
-        scales = {1: power_of_two_tensor_scale(amax), 0: power_of_two_tensor_scale(transformed)}
+        scales = {1: nvfp4_tensor_scale(amax), 0: nvfp4_tensor_scale(transformed)}
         casts = [nvfp4_cast(x, scales, form, signs=sign, draws=numbers) for form in ("codes", "image")]
         return [t for results in casts for result in results.values() for t in result if t is not None]
 
