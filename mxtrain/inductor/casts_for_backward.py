@@ -27,7 +27,7 @@ if HAS_TRITON:
     import mxtrain.kernels.mxfp8.cast
     import mxtrain.kernels.nvfp4.joined_cast  # noqa: F401
 
-aten, ours = torch.ops.aten, torch.ops.mxtrain
+ours = torch.ops.mxtrain
 
 
 def compute_casts_in_backward(graph: Graph) -> None:
