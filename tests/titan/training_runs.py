@@ -7,6 +7,7 @@ once, by the pytest worker that needs them first.
 import atexit
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -331,7 +332,9 @@ def done_once(
             launch(base / name, runs, processes, prepare=prepare)
     outcomes = {}
     for run, flags in runs.items():
-        assert (base / name / run / "rank0.status").exists(), f"{run} did not run: a run before it broke the processes"
+        if not (base / name / run / "rank0.status").exists():
+            output = (path.read_text()[-1000:] for path in sorted((base / name).glob("*/rank*.txt")))
+            raise AssertionError("\n".join([f"{run} did not run: a run before it broke the processes", *output]))
         statuses = [json.loads((base / name / run / f"rank{rank}.status").read_text()) for rank in range(processes)]
         output = [(base / name / run / f"rank{rank}.txt").read_text() for rank in range(processes)]
         flags = flags.flags if isinstance(flags, Resumed) else flags
@@ -341,11 +344,16 @@ def done_once(
 
 
 def copy_text(base: Path) -> None:
+    """Copy the text that runs read. It is there at once, as a whole: other processes of the session may read it."""
     # Python's own source. With mxtrain's, every change of the code would change what the tests train on.
-    for package in TEXT:
-        source = Path(sysconfig.get_paths()["stdlib"]) / package
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(source, base / "text" / package, ignore=ignored, dirs_exist_ok=True)
+    with FileLock(base / "text.lock"):
+        if (base / "text").exists():
+            return
+        for package in TEXT:
+            source = Path(sysconfig.get_paths()["stdlib"]) / package
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, base / "text (being copied)" / package, ignore=ignored)
+        (base / "text (being copied)").rename(base / "text")
 
 
 def wait_for_lines(path: Path, count: int) -> None:
@@ -403,9 +411,12 @@ def launch(
 
 
 def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    """Return a port below those that systems give out by themselves, one of which could be taken before it is used."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), k=100):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return str(port)
+    raise AssertionError("no port of 100 is free")
 
 
 def _agree_on_port(folder: Path, is_first: bool) -> str:
