@@ -58,8 +58,9 @@ def record(job_config, prepared: Prepared) -> dict:
 def keep_in_run_folder(job_config, prepared: Prepared) -> None:
     """Write ``data.json`` and the tokenizer into the run's folder. For rank 0.
 
-    If the folder has checkpoints and no ``data.json``, nothing is written yet: the loader writes it, after the
-    checkpoint has shown that the data is the same.
+    If the folder has checkpoints, ``data.json`` goes on to name their data: a loader that starts anew with other data
+    writes it with its first checkpoint. Without ``data.json`` the loader writes it, after the checkpoint has shown that
+    the data is the same.
 
     Raises:
         ConfigError: the folder has checkpoints of a run with other data, or cannot be written.
@@ -69,7 +70,9 @@ def keep_in_run_folder(job_config, prepared: Prepared) -> None:
         kept = read_record(folder)
         if kept is not None:
             require_same(kept, record(job_config, prepared), job_config)
-            if prepared.train is None and not _starts_anew(job_config):
+            if _starts_anew(job_config):
+                return
+            if prepared.train is None:
                 _warn_of_another_stream(kept, record(job_config, prepared))
         elif not _starts_anew(job_config):
             return
@@ -273,6 +276,8 @@ class RunLoader(ParallelAwareDataloader):
 
     def state_dict(self) -> dict:
         """Return the state. All ranks must call it at about the same time."""
+        if _starts_anew(self._job_config) and is_rank_0():
+            _write(self._job_config, self._prepared)
         now = record(self._job_config, self._prepared)
         data = {key: now[key] for key in ("identity", "prepared", "cache")}
         if not self._is_stream:

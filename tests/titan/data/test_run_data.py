@@ -219,7 +219,13 @@ def test_the_runs_tokenizer_reads_a_new_text_from_the_beginning(corpus, tmp_path
     own = f"--model.hf_assets_path={tmp_path / 'run' / 'tokenizer'}"
     with pytest.raises(ConfigError, match=r"\(training text .* or set checkpoint.exclude_from_loading = "):
         loader_of(job(corpus, own))
-    assert next(iter(loader_of(job(corpus, own, anew))))
+    before = (tmp_path / "run" / "data.json").read_text()
+    loader = loader_of(job(corpus, own, anew))
+    assert next(iter(loader))
+    assert (tmp_path / "run" / "data.json").read_text() == before  # the checkpoints have the old text, to return to
+    loader.state_dict()
+    assert json.loads((tmp_path / "run" / "data.json").read_text())["identity"] != json.loads(before)["identity"]
+    loader_of(job(corpus, own))
 
 
 def test_another_dataset_is_named_with_its_text(corpus, tmp_path_factory):
