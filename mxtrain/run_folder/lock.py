@@ -47,6 +47,14 @@ def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | Non
         yield warning
 
 
+def lock_owner(folder: Path) -> str | None:
+    """Return what the lock of a folder says about the process that took it last, or None if there is no lock."""
+    try:
+        return (folder / LOCK_FILE).read_text()
+    except OSError:
+        return None
+
+
 def _take(file, folder: Path, setting: str) -> None:
     """Take the lock. Raises ConfigError if it is taken, and OSError on a file system without locks."""
     try:

@@ -24,6 +24,9 @@ PATIENCE_SECONDS = 24 * 3600.0
 NOTE_SECONDS = 10.0
 """Interval between progress lines of a rank that waits"""
 
+LATE_SECONDS = (0.0, 1.0, 4.0, 15.0, 40.0)
+"""Pauses before all ranks look again for what some of them do not see. NFS keeps lists of files for up to a minute."""
+
 GOODBYE_SECONDS = 30.0
 """How long rank 0, which may hold the store, waits until all ranks have read the results"""
 
@@ -88,6 +91,19 @@ def run_on_all_ranks(work: Callable[[], dict | None] | None, before: list[dict] 
         raise ConfigError(rank["error"] + where) from failure
     for rank, earlier in zip(ranks, before or [], strict=False):
         rank["result"] = rank["result"] or earlier["result"]
+    return ranks
+
+
+def look_together(look: Callable[[], dict]) -> list[dict]:
+    """Call ``look``, and again for a minute while ranks find different things. Return all results, as run_on_all_ranks.
+
+    A network file system may show a node late what another one has written.
+    """
+    for pause in LATE_SECONDS:
+        time.sleep(pause)
+        ranks = run_on_all_ranks(look)
+        if all(rank["result"] == ranks[0]["result"] for rank in ranks):
+            break
     return ranks
 
 

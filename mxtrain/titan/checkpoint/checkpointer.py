@@ -4,11 +4,13 @@ TorchTitan decides when to save and what, and offers asynchronous saving. This f
 written, what happens if it cannot be, which one is loaded, and which old ones are removed.
 """
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -76,15 +78,17 @@ class Checkpointer(CheckpointManager):
         """
         if not self.enable:
             return False
-        checkpoint, step = self.start.checkpoint, -1
-        if checkpoint is None and Path(self.folder).exists():
-            return False  # TorchTitan would look for names that contain a step
+        checkpoint = self.start.checkpoint
         if checkpoint is not None:
             self._require_same_model(checkpoint)
-            if checkpoint.parent == Path(self.folder):
-                step = step_of(checkpoint.name)
         try:
-            is_loaded = super().load(step)
+            if checkpoint is not None and checkpoint.parent == Path(self.folder):
+                is_loaded = super().load(step_of(checkpoint.name))
+            else:
+                # TorchTitan loads initial weights only where its folder does not exist. The run's own may, empty: as a
+                # link or a mount point.
+                with patch.object(self, "folder", os.path.join(self.folder, "none")):
+                    is_loaded = super().load()
         except CheckpointException as error:  # not an Exception: other handlers would let it pass
             raise RuntimeError(f"{checkpoint or 'the initial checkpoint'} cannot be loaded: {_words(error)}") from error
         if is_loaded:

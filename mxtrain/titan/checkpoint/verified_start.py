@@ -1,4 +1,4 @@
-"""Where a run starts, after all ranks have read its checkpoint's files once and compared their hashes.
+"""Where a run starts: at the same checkpoint on all nodes, whose files all ranks together have read and hashed.
 
 A checkpoint whose files have other content than was saved is set aside, and the run starts from the newest whole one.
 If the user asked for the damaged one by name, or there is no other, the run is refused and nothing is moved.
@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.checkpoints import clear_leftovers, set_aside
-from mxtrain.run_folder.manifest import DamagedCheckpoint, check_hashes, read_manifest
+from mxtrain.run_folder.lock import lock_owner
+from mxtrain.run_folder.manifest import MANIFEST_FILE, DamagedCheckpoint, check_hashes, hash_file, read_manifest
 from mxtrain.run_folder.start import CheckpointSettings, Start, find_start
-from mxtrain.titan.agreement import is_rank_0, run_on_all_ranks
+from mxtrain.titan.agreement import is_rank_0, look_together, run_on_all_ranks
 
 READERS = 8
 """Files that the ranks of one node read at a time"""
@@ -28,11 +29,13 @@ def verified_start(folder: Path, checkpoint: CheckpointSettings) -> Start:
     All ranks must call it, after torch.distributed has started.
 
     Raises:
-        ConfigError: as ``find_start``; if a checkpoint that the user named is damaged, or all are. The same on every
-            rank.
+        ConfigError: as ``find_start``; if nodes see different folders; if a checkpoint that the user named is damaged,
+            or all are. The same on every rank.
     """
+    if checkpoint.enable:
+        _require_shared(folder)
     damaged: dict[str, str] = {}
-    while (start := find_start(folder, checkpoint, dist.get_world_size(), damaged)).checkpoint is not None:
+    while (start := _same_start(folder, checkpoint, damaged)).checkpoint is not None:
         damage = _damage(start.checkpoint)
         if damage is None:
             break
@@ -46,6 +49,39 @@ def verified_start(folder: Path, checkpoint: CheckpointSettings) -> Start:
     _on_rank_0(lambda: clear_leftovers(folder / checkpoint.folder))
     _on_rank_0(lambda: [str(set_aside(path)) for path in aside])
     return replace(start, abandoned=tuple(path for path in start.abandoned if path not in aside))
+
+
+def _require_shared(folder: Path) -> None:
+    """Raise ConfigError if a node does not see rank 0's lock: that node's parts of checkpoints would be elsewhere."""
+    first, *others = look_together(lambda: {"owner": lock_owner(folder)})
+    for rank in others:
+        if rank["result"] != first["result"]:
+            raise ConfigError(
+                f"job.dump_folder = {str(folder)!r} is another folder on node {rank['node']} than on node "
+                f"{first['node']}, so no checkpoint would be complete: give a folder that all nodes share"
+            )
+
+
+def _same_start(folder: Path, checkpoint: CheckpointSettings, damaged: dict[str, str]) -> Start:
+    """Return what ``find_start`` finds. Raises ConfigError if other nodes find another checkpoint."""
+    found = []
+
+    def look() -> dict:
+        found.append(start := find_start(folder, checkpoint, dist.get_world_size(), damaged))
+        if start.checkpoint is None:
+            return {"name": "no checkpoint", "sha256": None}
+        return {"name": start.checkpoint.name, "sha256": hash_file(start.checkpoint / MANIFEST_FILE).sha256}
+
+    first, *others = look_together(look)
+    for rank in others:
+        if rank["result"] != first["result"]:
+            one, other = first["result"]["name"], rank["result"]["name"]
+            another = "another " if other == one else ""
+            raise ConfigError(
+                f"job.dump_folder = {str(folder)!r}: node {first['node']} would start from {one} and node "
+                f"{rank['node']} from {another}{other}; all nodes must see the same checkpoints"
+            )
+    return found[-1]
 
 
 def _damage(checkpoint: Path) -> str | None:

@@ -8,6 +8,7 @@ import errno
 import math
 import os
 import shutil
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +21,15 @@ from torch.futures import Future
 
 from mxtrain.launched import end_with_parent
 from mxtrain.run_folder.checkpoints import DCP_METADATA, SAVING, publish
-from mxtrain.run_folder.manifest import FileRecord, Manifest, hash_file, write_manifest
+from mxtrain.run_folder.manifest import (
+    DamagedCheckpoint,
+    FileRecord,
+    Manifest,
+    check_sizes,
+    hash_file,
+    write_manifest,
+)
+from mxtrain.titan.agreement import LATE_SECONDS
 
 SPARE = 1.02
 """Free space that a checkpoint needs, relative to its tensors: it also holds their names and shapes"""
@@ -83,7 +92,9 @@ class CheckpointWriter(FileSystemWriter):
         files = {DCP_METADATA: hash_file(self.path / DCP_METADATA)}
         for part in (result for rank in results for result in rank if isinstance(result, _Part)):
             files |= part.files
-        write_manifest(self.path, replace(self._manifest, files=files, tensors=self._tensors(metadata)))
+        manifest = replace(self._manifest, files=files, tensors=self._tensors(metadata))
+        _require_files(self.path, manifest)
+        write_manifest(self.path, manifest)
         publish(self.path, self._checkpoint)
 
     def _tensors(self, metadata: Metadata) -> dict[str, dict]:
@@ -92,6 +103,17 @@ class CheckpointWriter(FileSystemWriter):
             for name, tensor in metadata.state_dict_metadata.items()
             if isinstance(tensor, TensorStorageMetadata) and name.partition(".")[0] not in self._other_states
         }
+
+
+def _require_files(folder: Path, manifest: Manifest) -> None:
+    """Raise OSError if rank 0 does not see what another node has written, after a while for a network file system."""
+    for pause in LATE_SECONDS:
+        time.sleep(pause)
+        try:
+            return check_sizes(folder, manifest)
+        except DamagedCheckpoint as error:
+            problem = f"{error}, though a node has written it: is {folder.parent} the same folder on all nodes?"
+    raise OSError(errno.ENOENT, problem)
 
 
 def _bytes(item: WriteItem) -> int:

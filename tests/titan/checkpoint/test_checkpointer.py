@@ -196,6 +196,16 @@ def test_a_disk_that_becomes_full_in_the_middle_of_a_file(build, tmp_path, monke
     assert list(saved(tmp_path).whole) == [2] and not (tmp_path / "checkpoint" / ".saving").exists()
 
 
+def test_files_that_another_node_wrote_elsewhere_are_missed(build, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(checkpoint_writer, "LATE_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(
+        CheckpointWriter, "_tensors", lambda self, _: (self.path / "__0_0.distcp").rename(tmp_path / "elsewhere") and {}
+    )
+    build().save(2)
+    assert saved(tmp_path).found == []
+    assert "__0_0.distcp is missing, though a node has written it: is " in caplog.text
+
+
 def test_a_failure_that_a_later_checkpoint_made_good_is_forgotten(build, monkeypatch):
     one = build("--checkpoint.async_mode=async")
     with monkeypatch.context() as patch:
@@ -288,6 +298,12 @@ def test_initial_weights_come_from_another_run(build, tmp_path):
     one = build(f"--checkpoint.initial_load_path={tmp_path / 'elsewhere' / 'step-2'}")
     assert one.load() and torch.equal(one.states["model"].model[0].weight, weight)
     assert one.states["train_state"].value == 0
+    (tmp_path / "larger disk").mkdir()
+    (tmp_path / "checkpoint").symlink_to(tmp_path / "larger disk")
+    linked = build(f"--checkpoint.initial_load_path={tmp_path / 'elsewhere' / 'step-2'}")
+    assert linked.load() and torch.equal(linked.states["model"].model[0].weight, weight)
+    linked.save(2)
+    assert (tmp_path / "larger disk" / "step-2").is_dir() and build().start.step == 2
 
 
 @pytest.mark.parametrize("state", [GUARD_STATE, RANDOM_STATE])

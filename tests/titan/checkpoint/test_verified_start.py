@@ -6,8 +6,10 @@ import pytest
 import torch.distributed as dist
 
 from mxtrain.errors import ConfigError
+from mxtrain.run_folder.lock import locked
 from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest
 from mxtrain.run_folder.start import CheckpointSettings, find_start
+from mxtrain.titan import agreement
 from mxtrain.titan.checkpoint import verified_start as module
 from mxtrain.titan.checkpoint.verified_start import verified_start
 
@@ -116,6 +118,70 @@ def test_a_rank_that_comes_late_finds_what_the_first_one_found(tmp_path, monkeyp
         return [{"result": result}]
 
     monkeypatch.setattr(module, "run_on_all_ranks", exchange)
+    monkeypatch.setattr(agreement, "run_on_all_ranks", exchange)
     start = verified_start(tmp_path, ON)
     assert found_late == [start] and start.notes[0].startswith("the run in this folder ended near step 7")
     assert not (tmp_path / "checkpoint").exists()
+
+
+@pytest.fixture
+def second_node(monkeypatch):
+    """A function that adds a rank on node "b". It takes what this rank finds, and returns what the other one does."""
+
+    def add(sees):
+        monkeypatch.setattr(agreement, "LATE_SECONDS", (0.0, 0.0, 0.0))
+        monkeypatch.setattr(
+            agreement, "_exchange", lambda mine: [mine, {**mine, "node": "b", "result": sees(mine["result"])}]
+        )
+        monkeypatch.setattr(agreement, "_node", lambda: "a")
+
+    return add
+
+
+def require_refusal(run: Path, message: str) -> None:
+    """The run is refused, and nothing in its folder has moved."""
+    before = sorted(run.rglob("*"))
+    with pytest.raises(ConfigError, match=message):
+        verified_start(run, ON)
+    assert sorted(run.rglob("*")) == before
+
+
+def test_nodes_that_see_other_checkpoints_are_refused(tmp_path, second_node):
+    """They would train on with a mixture of both."""
+    save(tmp_path, 3)
+    save(tmp_path, 6)
+
+    def sees(name):
+        return lambda mine: {"name": name, "sha256": "abc"} if "sha256" in mine else mine
+
+    second_node(sees("step-3"))
+    require_refusal(tmp_path, "node a would start from step-6 and node b from step-3; all nodes must see the same")
+    second_node(sees("no checkpoint"))
+    require_refusal(tmp_path, "node a would start from step-6 and node b from no checkpoint")
+    second_node(sees("step-6"))
+    require_refusal(tmp_path, "node a would start from step-6 and node b from another step-6")
+
+
+@pytest.mark.parametrize("owner", [None, "123 b"])
+def test_nodes_with_folders_of_their_own_are_refused(tmp_path, second_node, owner):
+    """Each would save its own part of every checkpoint."""
+    with locked(tmp_path):
+        second_node(lambda mine: {"owner": owner} if mine and "owner" in mine else mine)
+        require_refusal(tmp_path, "is another folder on node b than on node a.*: give a folder that all nodes share")
+        assert verified_start(tmp_path, CheckpointSettings()).step == 0  # nothing is saved
+        second_node(lambda mine: mine)
+        assert verified_start(tmp_path, ON).step == 0
+
+
+def test_a_node_that_sees_a_checkpoint_late_starts_from_it(tmp_path, second_node):
+    save(tmp_path, 6)
+    looks = []
+
+    def sees(mine):
+        if mine and "sha256" in mine:
+            looks.append(mine)
+            return mine if len(looks) == 3 else {"name": "no checkpoint", "sha256": None}
+        return mine
+
+    second_node(sees)
+    assert verified_start(tmp_path, ON).step == 6 and len(looks) == 3
