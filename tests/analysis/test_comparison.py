@@ -143,6 +143,19 @@ def test_runs_without_a_seed_count_and_have_no_pair():
     assert group.notes == ["b at learning rate 0.001: no pair with the baseline for seed none, none"]
 
 
+def test_two_runs_without_a_seed_are_no_pair():
+    (group,) = compare([row("a", None, 2.0, name="x"), row("b", None, 3.0, name="y")])
+    assert group.cells[1].validation_difference is None and group.cells[1].tail_difference is None
+    assert group.notes == ["b at learning rate 0.001: no pair with the baseline for seed none"]
+
+
+def test_a_mean_of_some_of_the_runs_is_none():
+    """The number beside it is that of all runs of the cell."""
+    (group,) = compare([row("a", 0, 2.0), row("a", 1, None)])
+    (cell,) = group.cells
+    assert (cell.count, cell.validation, cell.tail.count) == (2, None, 2)
+
+
 def test_numbers_of_longer_curves_are_those_of_the_part_that_is_compared(ran, tmp_path):
     folder = make_run(tmp_path / "long", [3.0] * 30 + [9.0, 3.0], lr=1e-3)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -278,6 +291,13 @@ def test_runs_on_other_versions_of_a_stream_are_compared_with_a_note(tmp_path):
     assert notes_of_runs_with_data(tmp_path, a=a, b=b, old=old) == [
         f"runs differ in their version of a stream ({'1' * 12} in a, {'2' * 12} in b): they may have read other text, "
         "and are then not paired step by step"
+    ]
+
+
+def test_a_stream_with_a_held_out_share_and_one_without_are_compared_with_a_note(tmp_path):
+    a, b = {"identity": {"tokenizer": "t", "held_out": "0.01"}}, {"identity": {"tokenizer": "t"}}
+    assert notes_of_runs_with_data(tmp_path, a=a, b=b) == [
+        "runs differ in their share held out of a stream (0.01 in a, none in b): their runs are not paired step by step"
     ]
 
 

@@ -38,5 +38,8 @@ def test_what_deserves_a_look():
     assert [figure.is_noteworthy(value) for value in (0.4, 0.5, 2.0, 2.1, math.nan)] == [True, False, False, True, True]
     assert figure.limit == "below 0.5 or above 2" and Figure("x", "x").limit == ""
     assert figure.distance(0.1) > figure.distance(0.4) and not Figure("x", "x").is_noteworthy(math.inf)
+    with_a_second = Figure("r2", "r2", 0.95, only_above=("std", 0.1))
+    assert [with_a_second.is_noteworthy(0.5, second) for second in (0.1, 0.2, math.nan)] == [False, True, True]
+    assert with_a_second.is_noteworthy(0.5), "a second figure that was not measured excuses nothing"
     figures = (*NORM_FIGURES, *PRODUCT_FIGURES, *CAST_FIGURES)
     assert len({figure.name for figure in figures}) == len(figures) == 42

@@ -27,6 +27,11 @@ def test_a_run_becomes_a_row_and_the_row_the_same_numbers(tmp_path):
     assert (read.run, read.spikes, result.spikes, result.problem) == (None, None, 0, "")
 
 
+def test_a_validation_before_the_last_step_has_its_own_step(tmp_path):
+    result = result_of(load_run(make_run(tmp_path / "a", [4.0, 3.0, 2.0], validation={1: 3.5, 2: 2.5})))
+    assert (result.steps, result.validation, result.validation_step) == (3, 2.5, 2)
+
+
 def test_rows_are_not_appended_under_other_columns(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("variant,lr,seed,steps,last_10_percent\n")

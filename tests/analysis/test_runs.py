@@ -46,6 +46,17 @@ def test_numbers_of_a_run(tmp_path):
     assert run.peak_memory_gib == 3.0
 
 
+def test_shares_of_few_rows_are_rounded(tmp_path):
+    """The first row is left out of the speed, however few there are, and the last two of 17 are about 10 %."""
+    rows = training([17.0 - step for step in range(17)], tokens_per_second=1000.0)
+    run = load_run(make_run(tmp_path / "a", rows))
+    assert run.tail_loss == 1.5  # mean of 2 and 1
+    few = training([3.0, 2.0, 1.0])
+    for row, rate in zip(few, (1.0, 1000.0, 1002.0)):
+        row["tokens_per_second"] = rate
+    assert load_run(make_run(tmp_path / "b", few)).tokens_per_second == 1001.0
+
+
 def test_a_run_of_one_row_without_optional_numbers(tmp_path):
     run = load_run(make_run(tmp_path / "a", training([9.0])))
     assert run.first_loss == run.last_loss == run.tail_loss == 9.0

@@ -24,6 +24,18 @@ def test_a_spike_is_higher_than_both_limits_and_neighbours_are_one():
     assert spikes(wide) == [50]
 
 
+def test_the_limits_are_not_added():
+    run = losses(60)
+    run[40] = 3.15  # above 0.1, and above six deviations, but not above their sum
+    assert spikes(run) == [40]
+
+
+def test_a_window_holds_exactly_as_many_losses_as_the_rule_says():
+    """The oldest loss of the window decides: with it, half of the losses are high, and the deviation is wide."""
+    assert spikes([3.0] * 10 + [2.8] * 10 + [2.95]) == []
+    assert spikes([3.0] * 9 + [2.8] * 11 + [2.95]) == [WINDOW]
+
+
 def test_the_first_losses_and_those_that_are_not_finite_begin_no_spike():
     run = losses(60)
     run[WINDOW - 1], run[30], run[31], run[40] = 9.0, math.nan, math.inf, 9.0

@@ -1,11 +1,12 @@
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from mxtrain.data import cache_folders
-from mxtrain.data.cache_folders import courtesy_lock, last_change, new_folder
+from mxtrain.data.cache_folders import BUILDING, LEFTOVER_SECONDS, courtesy_lock, last_change, new_folder
 from mxtrain.data.progress import Progress
 
 SILENT = Progress(lambda line: None)
@@ -53,6 +54,21 @@ def test_a_failure_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(OSError, match="No such file or directory"):
         build(tmp_path / "none" / "a", "new")
+
+
+def test_a_long_build_that_still_writes_a_file_is_no_leftover(tmp_path):
+    """A folder's own time changes only when a file comes or goes."""
+    building = tmp_path / f"a{BUILDING}-0"
+    (building / "tokenizer").mkdir(parents=True)
+    (building / "train.bin").write_bytes(b"half")
+    long_ago = time.time() - 2 * LEFTOVER_SECONDS
+    for path in (building, building / "tokenizer"):
+        os.utime(path, (long_ago, long_ago))
+    build(tmp_path / "a", "new")
+    assert building.exists()
+    os.utime(building / "train.bin", (long_ago, long_ago))
+    build(tmp_path / "a", "newer")
+    assert not building.exists()
 
 
 def test_the_lock_lets_one_in_at_a_time(tmp_path, monkeypatch):

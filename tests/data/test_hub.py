@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import datasets
 import pytest
 
-from mxtrain.data.hub import PATIENCE_ROWS, StreamedText, open_stream, stream_texts
+from mxtrain.data import DataConfig, prepared
+from mxtrain.data.documents import is_held_out
+from mxtrain.data.hub import PATIENCE_ROWS, OpenStream, StreamedText, hold_out, open_stream, stream_texts
 from mxtrain.errors import ConfigError
 
 
@@ -73,3 +75,22 @@ def test_a_stream_that_breaks_off_is_a_config_error():
     message = "^validation.dataset_path = 'a/b' cannot be read further: ConnectionError: reset by peer$"
     with pytest.raises(ConfigError, match=message):
         list(stream_texts(rows(), "text", "a/b", "validation"))
+
+
+def test_rows_without_text_are_on_the_side_of_training():
+    """They count as empty there, with a warning: a wrong data.text_key must not end a stream in silence."""
+    rows = [{"text": f"text {i}"} for i in range(50)] + [{"text": None}, {"body": "b"}]
+    stream = datasets.IterableDataset.from_generator(lambda: iter(rows))
+    sides = [list(hold_out(stream, "text", 0.3, held_out)) for held_out in (False, True)]
+    assert sides[1] == [row for row in rows[:50] if is_held_out(row["text"], 0.3)] and len(sides[1]) > 5
+    assert sides[0] == [row for row in rows if row not in sides[1]]
+
+
+def test_a_tokenizer_reads_the_stream_without_the_share_that_is_held_out_of_it(monkeypatch):
+    """``data.validation_share`` is of files."""
+    texts = [f"text {i}" for i in range(50)]
+    stream = datasets.IterableDataset.from_generator(lambda: ({"text": text} for text in texts))
+    monkeypatch.setattr(prepared, "open_stream", lambda *_: OpenStream(stream, None))
+    for share in (0.0, 0.3):
+        config = DataConfig(dataset="hf", path="a/b", validation_share=0.6, stream_share=share)
+        assert list(prepared._hub_texts(config)) == [text for text in texts if not is_held_out(text, share)]

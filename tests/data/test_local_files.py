@@ -27,6 +27,8 @@ def test_jsonl_without_empty_rows(tmp_path):
     source = LocalFiles(DataConfig(dataset="files", path=str(file)))
     assert [document.text for document in source.documents()] == ["one", "two\nlines"]
     assert source.dropped == {"empty": 2, "without text": 1}
+    list(source.documents())
+    assert source.dropped == {"empty": 2, "without text": 1}, "every reading counts anew"
     assert source.listing == [(str(file), file.stat().st_size, file.stat().st_mtime_ns)]
 
 

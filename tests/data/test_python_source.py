@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mxtrain.data import DataConfig
+from mxtrain.data import DataConfig, python_source
 from mxtrain.data.machine_files import SourceFile, list_files
 from mxtrain.data.progress import Progress
 from mxtrain.data.python_source import PythonSource, cap_packages, is_machine_made, package_limit
@@ -93,6 +93,15 @@ def test_the_seed_decides_the_order_and_new_files_do_not_change_it(python_machin
     assert order != sorted(order)
     python_machine({f"more{i}.py": prose(100 + i) for i in range(10)})
     assert [key for key in keys(scanned(seed=1)) if "more" not in key] == order
+
+
+def test_the_order_is_the_same_wherever_the_folders_lie():
+    here, there = (
+        [SourceFile(f"stdlib/m{i}.py", f"{root}/m{i}.py", 1, 0) for i in range(30)]
+        for root in ("/usr/lib", "/opt/conda")
+    )
+    orders = [[file.key for file in python_source._shuffled(files, 1)] for files in (here, there)]
+    assert orders[0] == orders[1] != [file.key for file in here]
 
 
 def test_max_bytes_limits_the_text(python_machine, prose):

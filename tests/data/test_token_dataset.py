@@ -88,6 +88,13 @@ def test_each_epoch_reads_every_chunk_once_in_a_new_order(tokens):
     assert all(sorted(epoch) == list(range(CHUNKS)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0] and epochs[0] != sorted(epochs[0])
     assert sequence(tokens, CHUNKS) == epochs[0] != sequence(tokens, CHUNKS, seed=1)
+    assert epochs[1] != sequence(tokens, CHUNKS, seed=1), "no seed repeats the orders of another one, an epoch later"
+
+
+def test_a_text_of_whole_chunks_is_read_to_its_end(tokens):
+    whole = TokenFile(tokens.path, "<u2", CHUNKS * (SEQ_LEN + 1))
+    assert sorted(sequence(whole, CHUNKS)) == list(range(CHUNKS))
+    assert dataset(whole, batch_size=CHUNKS).chunks == CHUNKS
 
 
 GLOBAL_BATCH = 12
@@ -140,6 +147,13 @@ def test_every_iteration_of_a_finite_loader_starts_at_the_beginning(tokens):
     assert chunks_of(finite) == whole
     assert take(iter(finite), 2) == whole[:2]  # leaves the iteration early
     assert chunks_of(finite) == whole
+
+
+def test_a_finite_text_ends_with_its_first_epoch_wherever_an_iteration_starts(tokens):
+    whole = sequence(tokens, CHUNKS)
+    rest = dataset(tokens, infinite=False)
+    rest.start = 30
+    assert [int(labels[0]) // (SEQ_LEN + 1) for _, labels in rest] == whole[30:39]
 
 
 def test_only_the_first_worker_of_rank_0_logs_the_end_of_an_epoch(tokens, caplog, monkeypatch):

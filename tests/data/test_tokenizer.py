@@ -7,7 +7,14 @@ from tokenizers import Tokenizer, models
 
 from mxtrain.data import tokenizer as tokenizer_module
 from mxtrain.data.progress import Progress
-from mxtrain.data.tokenizer import BOS_TOKEN, EOS_TOKEN, load_tokenizer, tokenizer_hash, train_tokenizer
+from mxtrain.data.tokenizer import (
+    BOS_TOKEN,
+    EOS_TOKEN,
+    copy_tokenizer,
+    load_tokenizer,
+    tokenizer_hash,
+    train_tokenizer,
+)
 from mxtrain.errors import ConfigError
 
 SILENT = Progress(lambda line: None)
@@ -110,3 +117,18 @@ def test_a_folder_without_a_tokenizer_is_a_config_error(folder, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     with pytest.raises(ConfigError, match="names eos_token '</s>', absent from tokenizer.json"):
         load_tokenizer(tmp_path)
+
+
+def test_a_copy_keeps_no_file_of_the_tokenizer_before(folder, tmp_path):
+    """Its bos and eos would be those of another tokenizer."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    copy_tokenizer(folder, source)
+    assert tokenizer_hash(source) == tokenizer_hash(folder)
+    copy_tokenizer(folder, target)
+    (source / "tokenizer_config.json").unlink()
+    (target / "weights").touch()
+    copy_tokenizer(source, target)
+    assert tokenizer_hash(target) == tokenizer_hash(source) != tokenizer_hash(folder)
+    assert sorted(path.name for path in target.iterdir()) == ["tokenizer.json", "weights"]
+    copy_tokenizer(target, target)
+    assert tokenizer_hash(target) == tokenizer_hash(source)

@@ -65,7 +65,15 @@ def test_no_output_exceeds_the_bound(p, estimator, scale_rounding):
     x[:, 9] = torch.linspace(0.5, 2.0, 64)
     largest = scale_rows(x, inverse_rms(x, estimate, recipe)).abs().max().item()
     bound = output_bound(128, estimate, recipe)
-    assert bound / 2.1 < largest <= bound * (1 + 1e-6)
+    # Rounding of the maxima moves an estimate after it by a factor of less than 2.
+    assert bound / (2.1 if estimator == "post_round" else 1.1) < largest <= bound * (1 + 1e-6)
+
+
+def test_rows_whose_estimate_overflows_are_left_out():
+    estimate = RMSEstimate(2, "post_round", 0.0, 32)
+    x = torch.linspace(0.5, 2.0, 3 * 64).view(3, 64)
+    with_large = torch.cat([x, torch.full((1, 64), 3.3e38)])  # its maxima are rounded up to infinity
+    assert norm_figures(totals_of(with_large, estimate)) == norm_figures(totals_of(x, estimate))
 
 
 def test_r2_needs_rows_that_differ():

@@ -80,6 +80,17 @@ def test_a_uniform_model_needs_log2_of_the_vocabulary_for_every_token(tiny_model
     assert found.bits_per_byte == pytest.approx(math.log2(320) * tokens / size)
 
 
+def test_the_loss_of_a_bf16_model_is_computed_in_fp32(tiny_model):
+    """A sum in bf16 has two or three digits."""
+    pretrained = load(tiny_model)
+    pretrained.model.to(torch.bfloat16)
+    tokens = torch.tensor([[pretrained.first_token, *pretrained.encode("return 'café'\n")]])
+    with torch.no_grad():
+        logits = pretrained.model(tokens[:, :-1]).logits[0].double()
+    expected = -logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).sum().item()
+    assert evaluate(pretrained, ["return 'café'\n"], Reading()).nats == pytest.approx(expected, rel=1e-5)
+
+
 def test_texts_are_documents_of_their_own(pretrained):
     whole = evaluate(pretrained, [TEXT, "x = 1\n"], Reading())
     parts = [evaluate(pretrained, [text], Reading()) for text in (TEXT, "x = 1\n")]

@@ -82,6 +82,12 @@ def test_missing_values_have_the_defaults_of_transformers(tmp_path):
     assert (shape.rope_theta, shape.rope_scaling, shape.max_position_embeddings) == (10000.0, None, None)
 
 
+def test_the_heads_of_a_qwen3_without_head_dim_have_128_elements(tmp_path):
+    config = content(QWEN)
+    del config["head_dim"]
+    assert read_shape(write(tmp_path, config)) == replace(QWEN, head_dim=128)
+
+
 def test_a_scaling_by_one_is_none(tmp_path):
     config = content(replace(LLAMA, rope_scaling=replace(LLAMA.rope_scaling, factor=1.0)))
     assert read_shape(write(tmp_path, config)) == replace(LLAMA, rope_scaling=None)

@@ -249,6 +249,17 @@ def test_which_gpus_overlap_launches(monkeypatch):
     assert not device.overlaps_launches(torch.empty(1))
 
 
+def test_which_gpus_round_to_fp8_and_fp4(monkeypatch):
+    monkeypatch.setattr(device, "INTERPRETED", False)
+    with FakeTensorMode():
+        x = torch.empty(1, device="cuda:0")
+    expected = {(8, 6): (False, False), (8, 9): (True, False), (9, 0): (True, False), (10, 0): (True, True)}
+    for capability, conversions in expected.items():
+        monkeypatch.setattr(device, "_capability", lambda index, capability=capability: capability)
+        assert (device.converts_fp8(x), device.converts_fp4(x)) == conversions
+    assert not device.converts_fp8(torch.empty(1)) and not device.converts_fp4(torch.empty(1))
+
+
 def test_dynamo_does_not_trace_the_checks_of_kernels_which_still_raise():
     targets = set()
 

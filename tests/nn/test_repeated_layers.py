@@ -87,6 +87,13 @@ def test_reentrant_checkpointing_draws_other_bits_for_every_call():
     assert all(torch.equal(*pair) for pair in zip(reversed(got), plain))
 
 
+def test_reentrant_checkpointing_knows_of_the_calls_outside_of_it():
+    linear = mx_linear(D, D, "nvfp4")
+    plain = gradients_of_two_calls(repeated(linear))
+    got = gradients_of_two_calls(lambda x, y: (linear(x), checkpoint(linear, y, use_reentrant=True)))
+    assert all(torch.equal(*pair) for pair in zip(got, plain))
+
+
 class _ShowDraws(torch.autograd.Function):
     """x -> x. The gradient of x is the lower half of the key, and the step and microbatch that were drawn for it."""
 

@@ -45,6 +45,11 @@ def test_from_a_spike_to_the_end_of_the_fallback_nothing_is_a_spike():
     assert fallback(guard) == [14, 15, 16, 17, 18]
 
 
+def test_a_loss_of_the_last_step_of_the_fallback_is_no_spike():
+    guard = guard_after([*QUIET, 9.0, 4.0, 4.0, 4.0, 4.0, 4.0, math.nan])  # of steps 7 to 11
+    assert fallback(guard) == [7, 8, 9, 10, 11]
+
+
 def test_a_spike_empties_the_window():
     guard = guard_after([*QUIET, 9.0, 8.0, 8.0, 8.0], steps=1)
     guard.observe(9, 8.5)  # three losses since the spike

@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 
@@ -28,3 +30,15 @@ def test_every_call_at_a_position_has_another_key_and_the_first_the_layers_own(d
 def test_a_new_layer_counts_from_zero_wherever_it_lies_in_memory(device):
     set_rounding_step(1)
     assert {int(draws_of_call(seeds(), position_as_set(device))[Draws.KEY]) for _ in range(20)} == {KEY}
+
+
+def test_the_memory_of_a_layer_goes_to_no_other_layer_before_the_next_position(device):
+    """Another tensor at its address would be counted as the same layer, and draw the bits of a second call."""
+    set_rounding_step(1)
+    layer = seeds()
+    draws_of_call(layer, position_as_set(device))
+    kept = weakref.ref(layer)
+    del layer
+    assert kept() is not None
+    set_rounding_step(2)
+    assert kept() is None

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mxtrain import set_rounding_step
-from mxtrain.rng.rounding_position import position_as_set, random_position, step_is_set
+from mxtrain.rng.rounding_position import position_as_set, random_position, set_rounding_chunk, step_is_set
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -24,6 +24,8 @@ def test_the_rank_is_that_of_the_process_group(device, monkeypatch):
     assert random_position(torch.device(device))[1:].tolist() == [0, 3]
     set_rounding_step(1)
     assert position_as_set(device).tolist() == [1, 0, 3]
+    set_rounding_step(1, rank=0)
+    assert position_as_set(device).tolist() == [1, 0, 0], "0 is a rank as any other"
 
 
 def test_without_a_step_the_position_comes_from_pytorchs_generator(device):
@@ -37,6 +39,21 @@ def test_without_a_step_the_position_comes_from_pytorchs_generator(device):
     set_rounding_step(1)
     set_rounding_step(None)
     assert position_as_set(device) is None and random_position(here).tolist() == drawn[1]
+
+
+def test_every_chunk_of_every_microbatch_has_a_position_of_its_own(device):
+    set_rounding_chunk(1, 4)
+    assert position_as_set(device) is None, "no step is set"
+    found = []
+    for microbatch in range(3):
+        set_rounding_step(7, microbatch, rank=5)
+        for chunk in range(4):
+            set_rounding_chunk(chunk, 4)
+            found.append(position_as_set(device).tolist())
+    assert found == [[7, number, 5] for number in range(12)]
+    for chunk in (-1, 4):
+        with pytest.raises(ValueError, match=f"chunk = {chunk} is not an integer from 0 to 3"):
+            set_rounding_chunk(chunk, 4)
 
 
 def test_numbers_out_of_range():

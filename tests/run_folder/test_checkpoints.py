@@ -72,10 +72,11 @@ def test_only_folders_named_after_a_step_are_checkpoints(tmp_path):
 
 
 def test_a_new_checkpoint_replaces_none(tmp_path):
-    for content in (b"first", b"second", b"third"):
+    for content in (b"first", b"second", b"third", b"fourth"):
         publish(write(tmp_path / ".saving" / "step-5", content=content), tmp_path / "step-5")
     contents = {str(path.parent.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("data")}
-    assert contents == {"step-5": b"third", "set_aside/step-5": b"first", "set_aside/step-5-2": b"second"}
+    aside = {"set_aside/step-5": b"first", "set_aside/step-5-2": b"second", "set_aside/step-5-3": b"third"}
+    assert contents == {"step-5": b"fourth"} | aside
     assert list(Checkpoints(tmp_path).whole) == [5]
 
 

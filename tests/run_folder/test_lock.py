@@ -46,6 +46,15 @@ def test_the_lock_names_its_holder_and_is_free_when_the_holder_is_killed(tmp_pat
         assert warning is None
 
 
+def test_the_lock_names_its_holder_after_others_have_held_it(tmp_path):
+    for _ in range(2):
+        with locked(tmp_path):
+            pass
+    message = f"is in use by process {os.getpid()} on {socket.gethostname()};"
+    with locked(tmp_path), pytest.raises(ConfigError, match=message), locked(tmp_path):
+        pass
+
+
 def test_a_worker_shares_the_lock_of_its_launcher_and_outlives_it(tmp_path, monkeypatch):
     with locked(tmp_path):
         monkeypatch.setenv(LAUNCHER_VARIABLE, str(os.getppid()))  # as if this process were the worker

@@ -15,6 +15,7 @@ from mxtrain.run_folder.start import (
     find_start,
     latest_checkpoint,
     require_no_other_run,
+    resumed_step,
 )
 
 ON = CheckpointSettings(enable=True)
@@ -44,6 +45,7 @@ def test_a_run_resumes_from_the_newest_whole_checkpoint(tmp_path):
         f"checkpoints after step 10 go to {tmp_path / 'checkpoint' / 'set_aside'}: step-20, step-30",
     )
     assert latest_checkpoint(tmp_path, ON) == ten and five.is_dir() and thirty.is_dir()
+    assert latest_checkpoint(tmp_path, CheckpointSettings()) is None, "a run without checkpoints resumes from none"
 
 
 def test_an_earlier_step_abandons_the_later_ones_and_says_so(tmp_path):
@@ -76,6 +78,13 @@ def test_weights_alone_are_told_from_a_full_checkpoint(tmp_path):
     assert start.notes == (f"training starts from the weights in {path}",)
 
 
+def test_the_earlier_step_that_is_named_is_one_that_can_be_resumed(tmp_path):
+    for step, full in ((5, True), (8, False), (10, False)):
+        save(tmp_path, step, full)
+    with pytest.raises(ConfigError, match="resume from an earlier step with checkpoint.load_step = 5, or start a new"):
+        find_start(tmp_path, ON, 1)
+
+
 def test_initial_weights_of_another_run(tmp_path):
     path = save(tmp_path / "other", 10)
     settings = CheckpointSettings(enable=True, initial_load_path=str(path))
@@ -105,6 +114,22 @@ def test_torchtitans_own_trainer_may_resume_from_its_own_checkpoints(tmp_path):
     require_no_other_run(tmp_path, ON)
     with pytest.raises(ConfigError, match="holds the metrics of a run"):
         require_no_other_run(tmp_path, CheckpointSettings())
+
+
+def test_initial_weights_of_hugging_face_are_no_checkpoint(tmp_path):
+    (tmp_path / "model").mkdir()
+    settings = CheckpointSettings(enable=True, initial_load_path=str(tmp_path / "model"), initial_load_in_hf=True)
+    start = find_start(tmp_path / "run", settings, 1)
+    assert (start.step, start.checkpoint) == (0, None)
+
+
+def test_steps_that_are_done_under_torchtitans_own_trainer(tmp_path):
+    """A run that loads no state of the trainer begins at step 1, and its metrics with it."""
+    save(tmp_path, 5), save(tmp_path, 10)
+    assert resumed_step(tmp_path, ON) == 10
+    assert resumed_step(tmp_path, replace(ON, load_step=5)) == 5
+    assert resumed_step(tmp_path, replace(ON, exclude_from_loading=["train_state"])) == 0
+    assert resumed_step(tmp_path, CheckpointSettings()) == 0
 
 
 def test_a_new_run_needs_no_words(tmp_path):

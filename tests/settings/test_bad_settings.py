@@ -8,7 +8,7 @@ import tomli_w
 
 from mxtrain import cli
 from mxtrain.errors import ConfigError
-from mxtrain.settings.read import places
+from mxtrain.settings.read import places, read_settings
 
 # Flags -> the beginning of the message.
 FLAGS = [
@@ -372,6 +372,17 @@ def test_tables(refused, tables, message, line):
     found = refused(tables)
     assert found.startswith(message)
     assert line is None or found.endswith(f" (a.toml, line {line})")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--lr_scheduler.total_steps=6 --training.steps=6",
+        "--profiling.profile_freq=4 --profiling.profiler_warmup=3 --profiling.profiler_active=1",
+    ],
+)
+def test_numbers_that_just_fit(flags):
+    read_settings(flags.split())
 
 
 def test_a_mistake_in_a_file_that_is_extended_names_that_file(refused, tmp_path, monkeypatch):

@@ -109,6 +109,8 @@ def test_blocks_of_tokens_without_other_refusals():
     check_these(f"{TP}=2 {CP}=2 {MXNORM} --training.seq_len=128")
     with pytest.raises(ConfigError, match="training.seq_len = 64 is not a multiple of 128"):
         check_these(f"{TP}=2 {CP}=2 {MXNORM} --training.seq_len=64")
+    with pytest.raises(ConfigError, match="training.seq_len = 128 is not a multiple of 384"):
+        check_these(f"{TP}=3 {CP}=2 {MXNORM} --training.seq_len=128")
 
 
 def test_unbalanced_context_parallelism_is_refused():

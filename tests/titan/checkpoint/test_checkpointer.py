@@ -20,6 +20,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.run_folder.checkpoints import Checkpoints
 from mxtrain.run_folder.manifest import Manifest, check_hashes
 from mxtrain.run_folder.start import CheckpointSettings, find_start
+from mxtrain.titan.checkpoint import checkpointer
 from mxtrain.titan.checkpoint import writer as checkpoint_writer
 from mxtrain.titan.checkpoint.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer, SaveError
 from mxtrain.titan.checkpoint.writer import CheckpointWriter
@@ -316,6 +317,11 @@ def test_a_run_that_begins_at_step_1_has_its_own_guard_and_random_numbers(build,
     again = build(f"--checkpoint.exclude_from_loading={excluded}")
     again.states[state] = State(0)
     assert again.load() and again.states[state].value == kept
+
+
+def test_a_state_is_told_from_weights_whose_names_begin_like_it(tmp_path):
+    dcp.save({"guardian.weight": torch.ones(2), "rng": State(3)}, checkpoint_id=tmp_path, no_dist=True)
+    assert [checkpointer._holds(tmp_path, name) for name in (GUARD_STATE, RANDOM_STATE)] == [False, True]
 
 
 def test_a_run_may_begin_with_the_weights_at_the_end_of_another(build):

@@ -130,6 +130,14 @@ def test_casts_are_measured_together_up_to_a_size(model, at_once, sizes, monkeyp
     assert [size for size in found if size] == sizes
 
 
+@pytest.mark.parametrize("tokens, count", [(32, 1), (48, 1), (64, 2), (96, 2), (4096, 8)])
+def test_as_many_sequences_as_hold_the_tokens_are_taken(model, tokens, count):
+    batch, positions = torch.arange(8 * 48).view(8, 48), [3]
+    inputs, labels = Numerics(1, None, tokens, [model]).sample({"input": batch, "positions": positions}, batch + 1)
+    assert torch.equal(inputs["input"], batch[:count]) and torch.equal(labels, batch[:count] + 1)
+    assert inputs["positions"] is positions
+
+
 def test_patterns_select_modules(model):
     figures = measure(model, torch.randn(1, 64, 64), ["layers.1.norm", "up"])
     modules = {key.removeprefix(PREFIX).partition("/")[0] for key in figures}
