@@ -55,11 +55,13 @@ def open_stream(path: str, hf_config: str = "", split: str = "train", section: s
 def hold_out(stream, text_key: str, share: float, held_out: bool):
     """Return the documents of a ``datasets.IterableDataset`` that are held out for validation, or all others.
 
+    With a share of 0 the stream is returned as it is.
+
     A stream has no paths, so a document's text decides. Equal documents are on the same side.
 
     Args:
         text_key: the column of the text. Rows without text are not held out.
-        share: share of the documents that is held out; 0 for none.
+        share: share of the documents that is held out.
         held_out: which side to return.
     """
     return stream.filter(partial(_is_on_side, text_key=text_key, share=share, held_out=held_out)) if share else stream

@@ -93,7 +93,9 @@ def test_a_job_on_two_nodes_saves_goes_back_into_the_queue_and_resumes(tmp_path)
     }
     (tmp_path / "job.toml").write_text(tomli_w.dumps(config))
 
-    job = slurm_job(tmp_path, restart=0)
+    # A flag that says how the run begins must not take effect again.
+    flags = ["--checkpoint.exclude_from_loading", "dataloader"]
+    job = slurm_job(tmp_path, *flags, restart=0)
     try:
         metrics, end = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
         while not metrics.exists() or metrics.read_text().count("\n") < 3:
@@ -112,7 +114,12 @@ def test_a_job_on_two_nodes_saves_goes_back_into_the_queue_and_resumes(tmp_path)
     (checkpoint,) = (tmp_path / "run" / "checkpoint").glob("step-*")
     saved = int(checkpoint.name.removeprefix("step-"))
 
-    job = slurm_job(tmp_path, "--training.steps", str(saved + 2), restart=1)
+    resolved = tmp_path / "run" / "config.toml"
+    text = resolved.read_text()
+    assert "exclude_from_loading" in text
+    resolved.write_text(text.replace("steps = 100000", f"steps = {saved + 2}"))
+    job = slurm_job(tmp_path, *flags, restart=1)
     assert job.wait(300) == 0, (tmp_path / "output-1.txt").read_text()[-4000:]
     assert [row["step"] for row in load_run(tmp_path / "run").training] == list(range(1, saved + 3))
+    assert "exclude_from_loading" not in resolved.read_text()
     assert (tmp_path / "scontrol.log").read_text() == f"requeue {os.getpid()}\n", "a run that has ended stays so"
