@@ -15,7 +15,7 @@ from torchtitan.train import Trainer
 
 from mxtrain.analysis import closing_summary
 from mxtrain.analysis.runs import NONFINITE_WEIGHTS, SETTING_CHANGES
-from mxtrain.config import dump_config
+from mxtrain.config import dump_config, load_config
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import report_stop
 from mxtrain.nn.ready_weights import ReadyWeights
@@ -307,8 +307,20 @@ def _is_first() -> bool:
 
 def _write_resolved_config(job_config) -> None:
     path = Path(job_config.job.dump_folder) / CONFIG_FILE
+    settings = resolved_settings(job_config)
+    if (name := _own_folder(path)) is not None:
+        settings.setdefault("job", {})["dump_folder"] = name  # the command that started with this file resumes
     with terminal.go_on_without(path):
-        dump_config(resolved_settings(job_config), path)
+        dump_config(settings, path)
+
+
+def _own_folder(config: Path) -> str | None:
+    """Return the folder that a config names, if it lies in this folder: not in a copy of it, and it was not moved."""
+    try:
+        name = load_config(config)["job"]["dump_folder"]
+        return name if require_folder(name).samefile(config.parent) else None
+    except (ConfigError, LookupError, TypeError, OSError):  # no such file, no such setting, or a folder that is gone
+        return None
 
 
 def train(args: list[str], verbose: bool) -> None:

@@ -27,7 +27,7 @@ from mxtrain.run_folder.start import Start
 from mxtrain.titan.finite import LossWatch, NonFiniteError
 from mxtrain.titan.parse import non_default_values, parse_job_config, resolved_settings
 from mxtrain.titan.stop import Stop, StopSignals
-from mxtrain.titan.train import Trainer, _train, _Trainer
+from mxtrain.titan.train import Trainer, _train, _Trainer, _write_resolved_config
 
 LEARNERS = ("mxnorm", "exact", "post_round", "mx_linear", "mixed", "bf16", "nvfp4", "deepseek_v3", "llama4", "qwen3")
 
@@ -243,6 +243,20 @@ def test_a_start_that_fails_leaves_the_settings_of_the_one_before(trainer, monke
         with pytest.raises(TypeError) if loss == "fails" else nullcontext():
             _train(one.job_config)
         assert tomli.loads((tmp_path / "config.toml").read_text())["debug"] == {"seed": kept}
+
+
+@pytest.mark.parametrize("named", ["run", "{tmp}/run", "link", "other", "gone", "", None])
+def test_a_config_that_names_its_own_folder_goes_on_to_do_so(tmp_path, monkeypatch, named):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("run", "other"):
+        Path(folder).mkdir()
+    Path("link").symlink_to("run")
+    named = named and named.format(tmp=tmp_path)
+    job = {} if named is None else {"dump_folder": named}
+    Path("run/config.toml").write_text(tomli_w.dumps({"job": job, "debug": {"seed": 3}}))
+    _write_resolved_config(parse_job_config(["--job.config_file=run/config.toml", "--job.dump_folder=run"]))
+    kept = job if named in ("run", f"{tmp_path}/run", "link") else {}
+    assert tomli.loads(Path("run/config.toml").read_text()) == {"job": kept, "debug": {"seed": 3}}
 
 
 def test_one_microbatch_that_is_not_finite_is_enough(trainer):
