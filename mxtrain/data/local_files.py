@@ -115,7 +115,7 @@ class LocalFiles:
         if path.is_file():
             return path.parent, [path]
         if path.is_dir():
-            root, found = path, path.rglob("*")
+            root, found = path, _files_in(path)
         else:
             root = Path(*path.parts[: _first_pattern(path)])
             found = map(Path, glob.glob(str(path), recursive=True))
@@ -143,6 +143,26 @@ def _suffix(file: Path) -> str:
     for suffix in COMPRESSED:
         name = name.removesuffix(suffix)
     return os.path.splitext(name)[1]
+
+
+def _files_in(folder: Path, around: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
+    """Yield the files in a folder and in its subfolders, also those that links lead to, as a glob does.
+
+    A link to one of the folders ``around`` it, of which these are device and number, ends there.
+    """
+    status = folder.stat()
+    identity = (status.st_dev, status.st_ino)
+    if identity in around:
+        return
+    try:
+        entries = list(folder.iterdir())
+    except PermissionError:  # lost+found, for example
+        return
+    for path in entries:
+        if not path.is_dir():
+            yield path
+        elif not path.name.startswith("."):
+            yield from _files_in(path, around | {identity})
 
 
 def _is_hidden(path: Path) -> bool:

@@ -51,6 +51,22 @@ def test_a_folder_is_read_recursively_in_order_without_hidden_files(tmp_path):
     assert documents(tmp_path / "text") == expected
 
 
+def test_a_folder_is_read_through_links_and_once_where_they_lead_back(tmp_path):
+    for name in ("shards/1/a.txt", "shards/2/b.txt", "text/c.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{name}\n")
+    links = {"one": "shards/1", "same": "shards/1", ".hidden": "shards/2", "up": "text", "out": ".", "gone": "gone"}
+    for name, target in links.items():
+        (tmp_path / "text" / name).symlink_to(tmp_path / target)
+    (tmp_path / "shards/1/back").symlink_to(tmp_path / "text")
+    (tmp_path / "linked").symlink_to(tmp_path / "text")
+    expected = ["c.txt", "one/a.txt", "out/shards/1/a.txt", "out/shards/2/b.txt", "same/a.txt"]
+    for folder in ("text", "linked"):
+        source = LocalFiles(DataConfig(dataset="files", path=str(tmp_path / folder)))
+        assert [entry.path for entry in source.listing] == [f"{tmp_path / folder / name}" for name in expected]
+
+
 def test_files_may_differ_in_other_columns(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a", "n": 1}\n')
     (tmp_path / "b.jsonl").write_text('{"meta": {"x": 1}, "text": "b"}\n')
