@@ -10,6 +10,9 @@ from typing import NamedTuple, Protocol
 
 from mxtrain.data.progress import Progress
 
+OVER_LIMIT = "over max_bytes"
+"""The reason for which a source leaves out what does not fit into ``DataConfig.max_bytes``"""
+
 
 class Document(NamedTuple):
     key: str

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mxtrain.data.config import DataConfig
-from mxtrain.data.documents import Document, FileEntry
+from mxtrain.data.documents import OVER_LIMIT, Document, FileEntry
 from mxtrain.data.progress import Progress, one_line
 from mxtrain.data.rows import WITHOUT_TEXT, TextColumn
 from mxtrain.data.text_files import open_text, split_lines
@@ -58,14 +58,18 @@ class LocalFiles:
         pass  # ``documents`` decides while it reads
 
     def documents(self) -> Iterator[Document]:
-        total, self.dropped = 0, Counter()
+        limit, total, self.dropped = self._config.max_bytes, 0, Counter()
         for document in self._all_documents():
             if not document.text.strip():
                 self.dropped["empty"] += 1
                 continue
-            total += len(document.text.encode("utf-8"))
-            if self._config.max_bytes and total > self._config.max_bytes:
-                break
+            size = len(document.text.encode("utf-8"))
+            if limit and total + size > limit:
+                self.dropped[OVER_LIMIT] += 1
+                if size > limit:  # it says nothing about the room that is left
+                    continue
+                break  # later ones may fit, but the search for them would read all files
+            total += size
             yield document
 
     def _all_documents(self) -> Iterator[Document]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mxtrain.data.cache_folders import courtesy_lock, new_folder
 from mxtrain.data.config import DATASETS, DataConfig
-from mxtrain.data.documents import Source, fraction, is_held_out
+from mxtrain.data.documents import OVER_LIMIT, Source, fraction, is_held_out
 from mxtrain.data.hub import hold_out, open_stream, stream_texts
 from mxtrain.data.local_files import LocalFiles
 from mxtrain.data.prepared_text import SUMMARY, TOKENIZER, DamagedText, Prepared, load_text, write_summary
@@ -26,7 +26,7 @@ from mxtrain.errors import ConfigError, require_one_of
 logger = logging.getLogger(__name__)
 
 # Increase this when the same config and files give different tokens, or a folder of the cache has other contents.
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 
 
 def prepare(
@@ -181,7 +181,7 @@ def _build_in(
         source.scan(progress)
     if not config.tokenizer_path:
         texts = _training_texts(config, source) if source else stream()
-        train_tokenizer(_not_empty(texts, config), config.vocab_size, building / TOKENIZER, progress)
+        train_tokenizer(_not_empty(texts, config, source), config.vocab_size, building / TOKENIZER, progress)
     tokenizer_folder = Path(config.tokenizer_path or building / TOKENIZER)
     tokenizer = load_tokenizer(tokenizer_folder)
     report = TextReport(
@@ -209,7 +209,8 @@ def _build_in(
             cut=source.cut,
         )
         if not report.documents:
-            raise ConfigError(f"{config.setting('path')} = {config.path!r} holds no text")
+            where = f"{config.setting('path')} = {config.path!r}"
+            raise ConfigError(f"{where} holds no text{_within_limit(config, source)}")
     write_summary(building, config, tokenizer_hash(tokenizer_folder), files, report)
 
 
@@ -221,7 +222,7 @@ def _training_texts(config: DataConfig, source: Source) -> Iterator[str]:
             yield document.text
 
 
-def _not_empty(texts: Iterable[str], config: DataConfig) -> Iterator[str]:
+def _not_empty(texts: Iterable[str], config: DataConfig, source: Source | None) -> Iterator[str]:
     empty = True
     for text in texts:
         empty = empty and not text.strip()
@@ -230,4 +231,10 @@ def _not_empty(texts: Iterable[str], config: DataConfig) -> Iterator[str]:
         where = f" ({config.setting('path')} = {config.path!r})" if config.path else ""
         raise ConfigError(
             f"{config.setting('dataset')} = {config.dataset!r}{where} holds no text to train a tokenizer on"
+            f"{_within_limit(config, source)}"
         )
+
+
+def _within_limit(config: DataConfig, source: Source | None) -> str:
+    """The limit on the text in words, if it has left any out."""
+    return f" within data.max_bytes = {config.max_bytes}" if source and source.dropped[OVER_LIMIT] else ""

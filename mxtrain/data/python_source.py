@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from hashlib import sha256
 
 from mxtrain.data.config import DataConfig
-from mxtrain.data.documents import Document, FileEntry, fraction
+from mxtrain.data.documents import OVER_LIMIT, Document, FileEntry, fraction
 from mxtrain.data.machine_files import MAX_FILE_BYTES, SourceFile, has_control_characters, list_files, read_bytes
 from mxtrain.data.progress import Progress, megabytes
 from mxtrain.errors import ConfigError
@@ -78,7 +78,7 @@ def _clean(files: list[SourceFile], max_bytes: int, progress: Progress) -> tuple
     for position, file in enumerate(files):
         progress.tick(lambda position=position: f"read {position:,} of {len(files):,} files")
         if max_bytes and total + file.size > max_bytes:
-            dropped["over max_bytes"] += 1
+            dropped[OVER_LIMIT] += 1
             continue
         try:
             content = read_bytes(file)
@@ -91,7 +91,7 @@ def _clean(files: list[SourceFile], max_bytes: int, progress: Progress) -> tuple
             continue
         digest = sha256(content).digest()
         if max_bytes and total + len(content) > max_bytes:  # a compressed file is longer than it seemed
-            dropped["over max_bytes"] += 1
+            dropped[OVER_LIMIT] += 1
         elif not file.is_python and has_control_characters(content):
             dropped["not text"] += 1
         elif not content.strip():

@@ -76,6 +76,7 @@ FILES = [
     ({"in/.hidden": GOOD}, "in", {}, "training.dataset_path = '{path}' holds no files"),
     ({"a.txt": b""}, "a.txt", {}, "training.dataset_path = '{path}') holds no text to train a tokenizer on"),
     ({"a.txt": b" \n"}, "a.txt", {}, "training.dataset_path = '{path}') holds no text"),
+    ({"a.txt": GOOD}, "a.txt", {"max_bytes": 9}, "holds no text to train a tokenizer on within data.max_bytes = 9"),
     ({"in/a.txt": GOOD, "in/b.jsonl": LINE}, "in", {}, "mixes formats (1 .txt, 1 .jsonl); select one format with a"),
     ({"a.txt": b"caf\xe9 au lait"}, "a.txt", {}, "cannot read {path} as text: 'utf-8' codec can't decode"),
     ({"a.txt": bytes(range(256))}, "a.txt", {}, "cannot read {path} as text"),

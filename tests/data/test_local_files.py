@@ -108,6 +108,14 @@ def test_max_bytes_counts_utf8(tmp_path):
     assert sizes == [file.stat().st_size, 7, file.stat().st_size]
 
 
+def test_documents_longer_than_max_bytes_are_left_out_and_counted(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", ["a" * 9, "one", "two", "a" * 9, "four", "three", "a"])
+    source = LocalFiles(DataConfig(dataset="files", path=str(file), max_bytes=8))
+    for _ in range(2):  # the tokenizer's text, and the run's
+        assert [document.text for document in source.documents()] == ["one", "two"]
+        assert source.dropped == {"over max_bytes": 3}  # "four" ends the text
+
+
 def test_a_long_text_becomes_several_documents(tmp_path):
     text = "".join(f"line {i}\n" for i in range(20_000))
     (tmp_path / "long.txt").write_text(text)
