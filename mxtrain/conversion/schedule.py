@@ -1,8 +1,9 @@
 """Plans the precision schedule of a converted model: for every swapped layer, its state at every step of the run."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from itertools import combinations
 
 import torch.nn as nn
@@ -13,7 +14,7 @@ from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.seeded import Seeded
 from mxtrain.nn.three_gemms import QuantizedLinear, check_features
 from mxtrain.recipes.layer_state import LayerState, Timeline
-from mxtrain.recipes.recipe import GEMMS, HIGH_PRECISION, RECIPES, LinearRecipe
+from mxtrain.recipes.recipe import GEMMS, HIGH_PRECISION, RECIPES, LinearRecipe, Recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
 from mxtrain.recipes.schedule import NORM_KEYS, Change, Entry
 
@@ -46,7 +47,8 @@ def attach_schedule(
 
     Raises:
         ConfigError: a pattern matches no module or no swapped one, an entry has nothing to change in what one of
-            its patterns selects, two entries change the same thing at the same step, or a layer does not take a recipe.
+            its patterns selects, two entries change the same thing at the same step, a layer does not take a recipe,
+            or all layers compute the same without an entry or without the guard's change.
     """
     for fqn, timeline in _Planner(model, feeds, entries, fallback, guard).timelines().items():
         module = model.get_submodule(fqn)
@@ -100,13 +102,34 @@ class _Planner:
         states: dict[str, dict[int, LayerState]] = defaultdict(dict)
         fallbacks: dict[str, dict[int, LayerState]] = defaultdict(dict)
         for step in sorted(steps):
-            active = [pair for pair in self.parts if pair[0].first <= step <= pair[0].last]
+            active = self._active(step)
             for fqn, state in self._states(active).items():
                 states[fqn][step] = state
             if self.fallback is not None:
                 for fqn, state in self._states([*active, self.fallback]).items():
                     fallbacks[fqn][step] = state
+        for pair in self.parts:
+            self._require_effect(pair, [step for step in steps if pair[0].first <= step <= pair[0].last])
+        if self.fallback is not None:
+            self._require_effect(self.fallback, steps)
         return {fqn: Timeline(of_steps, fallbacks[fqn]) for fqn, of_steps in states.items()}
+
+    def _active(self, step: int) -> Active:
+        return [pair for pair in self.parts if pair[0].first <= step <= pair[0].last]
+
+    def _require_effect(self, pair: tuple[Entry, frozenset[Part]], steps: Iterable[int]) -> None:
+        """Raise ConfigError if no layer computes anything else at these steps because of an entry."""
+        for step in steps:
+            others = [other for other in self._active(step) if other is not pair]
+            try:
+                without = self._states(others)
+            except ConfigError:  # the others need this one
+                return
+            states = self._states([*others, pair])
+            if any(_arithmetic(state) != _arithmetic(without[fqn]) for fqn, state in states.items()):
+                return
+        entry = pair[0]
+        raise ConfigError(f"{entry.name} changes nothing: without its {entry.change}, all layers compute the same")
 
     def _parts(self, entry: Entry) -> frozenset[Part]:
         """Everything that an entry changes."""
@@ -186,6 +209,15 @@ class _Planner:
         with _named(active, norm):
             estimate = RMSEstimate.for_recipe(recipe.fprop, now["p"], now["estimator"], module.estimate.eps)
         return LayerState(recipe, estimate)
+
+
+def _arithmetic(state: LayerState) -> tuple:
+    """What a state computes, without what makes no difference: names, and the p of an exact estimate."""
+    names = [f.name for f in fields(Recipe) if f.compare and f.name != "name"]
+    gemms = [[getattr(recipe, name) for name in names] for recipe in state.recipe.gemms]
+    estimate = state.estimate
+    is_exact = estimate is not None and estimate.estimator == "exact"
+    return gemms, ("exact", estimate.eps) if is_exact else estimate, state.is_plain
 
 
 def _nothing_to_change(where: str, kind: str, change: Change) -> ConfigError:

@@ -143,6 +143,42 @@ def test_mistakes_that_take_the_model_to_see(tables, message):
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("tables", "settings", "message"),
+    [
+        ([at_2(recipe="mxfp8")], {}, "mxnorm.schedule[0] changes nothing: without its mxfp8, all"),
+        ([at_2(recipe="wgrad=mxfp8", p=2)], {}, "mxnorm.schedule[0] changes nothing: without its wgrad=mxfp8, p=2, "),
+        ([at_2(p=1)], {"estimator": "exact"}, "mxnorm.schedule[0] changes nothing: without its p=1, all layers com"),
+        ([at_2(estimator="exact"), at_2(p=1)], {}, "mxnorm.schedule[1] changes nothing: without its p=1, all layers "),
+        ([at_2(recipe="bf16")], {"recipe": "unquantized"}, "mxnorm.schedule[0] changes nothing: without its bf16"),
+        ([at_2(p=1), {**at_2(modules=["w2"]), "recipe": "mxfp8"}], {}, "mxnorm.schedule[1] changes nothing: without"),
+        ([], {"fallback": {"recipe": "mxfp8"}}, "mxnorm.guard changes nothing: without its mxfp8, all layers compute"),
+        ([], {"fallback": {"p": 2}}, "mxnorm.guard changes nothing: without its p=2, all layers compute the same"),
+        ([], {"fallback": {"p": 1}, "estimator": "exact"}, "mxnorm.guard changes nothing: without its p=1, all "),
+    ],
+)
+def test_what_changes_nothing(tables, settings, message):
+    with pytest.raises(ConfigError) as error:
+        scheduled(*tables, **settings)
+    assert str(error.value).startswith(message) and str(error.value).endswith(", all layers compute the same")
+
+
+@pytest.mark.parametrize(
+    ("tables", "settings"),
+    [
+        # A part of the layers, or of the steps, has the change without the entry.
+        ([at_2(modules=["layers.0", "w2"], recipe="nvfp4")], {"recipes": {"layers.0": "nvfp4"}}),
+        ([at_2(p=1), {"from_step": 5, "estimator": "exact"}], {}),
+        ([at_2(recipe="bf16")], {"fallback": {"recipe": "bf16"}}),
+        ([at_2(p=1)], {"fallback": {"p": 2}}),
+        # Neither entry can be without the other.
+        ([at_2(modules=["wq"], recipe="fprop=bf16"), at_2(modules=["wk", "wv"], recipe="fprop=bf16")], {}),
+    ],
+)
+def test_what_changes_a_part_or_is_needed_by_another(tables, settings):
+    scheduled(*tables, **settings)
+
+
 def test_different_things_may_change_at_the_same_step():
     scheduled(
         at_2(recipe="fprop=bf16"), at_2(recipe="wgrad=nvfp4"), at_2(p=1), {"from_step": 1, "until_step": 1, "p": 1}
