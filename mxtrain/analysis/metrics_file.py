@@ -41,7 +41,10 @@ def decode_row(line: str) -> dict:
     nonfinite = row.pop("nonfinite", {})
     if not isinstance(nonfinite, dict):
         raise ValueError(f"'nonfinite' is {nonfinite!r}, not a JSON object")
-    row.update({key: float(value) for key, value in nonfinite.items()})
+    for key, value in nonfinite.items():
+        if type(value) is not str:
+            raise ValueError(f"'nonfinite' has {value!r} for {key!r}, not the name of a number")
+        row[key] = float(value)
     for key, value in row.items():
         if key == EVENT and type(value) is not str:
             raise ValueError(f"{key!r} is {value!r}, not a text")

@@ -83,6 +83,17 @@ def test_any_other_damaged_line_is_an_error_with_its_number(tmp_path):
         read_metrics(path)
 
 
+@pytest.mark.parametrize("value", ["null", "7", "true", "[]", '"seven"'])
+def test_a_value_that_is_no_name_of_a_number_damages_its_line(tmp_path, value):
+    row = '{"step": 1, "loss": null, "nonfinite": {"loss": VALUE}}\n'.replace("VALUE", value)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(row)
+    assert read_metrics(path) == []
+    path.write_text(row * 2)
+    with pytest.raises(ConfigError, match="metrics.jsonl, line 1"):
+        read_metrics(path)
+
+
 def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         read_metrics(tmp_path / "metrics.jsonl")
