@@ -142,7 +142,7 @@ def append_results(path: str | os.PathLike, results: list[Result]) -> None:
     Raises ConfigError if the CSV has other columns: rows would not fit under its header.
     """
     is_new = not Path(path).exists()
-    before = "" if is_new else Path(path).read_text(encoding="utf-8")
+    before = "" if is_new else Path(path).read_text(encoding="utf-8-sig")
     if not is_new and (header := before.partition("\n")[0]) != ",".join(COLUMNS):
         raise ConfigError(f"{path} has the columns {header!r}; rows are appended under {','.join(COLUMNS)!r} only")
     with open(path, "a", newline="", encoding="utf-8") as file:
@@ -161,7 +161,7 @@ def read_results(path: str | os.PathLike) -> tuple[list[Result], list[str]]:
     """
     path = Path(path)
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:  # Excel's "CSV UTF-8" begins with a BOM
             reader = csv.DictReader(file)
             rows = list(reader)
             missing = [name for name in REQUIRED if name not in (reader.fieldnames or [])]

@@ -49,6 +49,15 @@ def test_rows_are_appended_below_a_last_line_without_an_end(tmp_path):
     assert row_of(first) == row_of(second) == row_of(result) and not notes
 
 
+def test_a_csv_may_begin_with_a_byte_order_mark(tmp_path):
+    path, result = tmp_path / "a.csv", result_of(load_run(make_run(tmp_path / "a", [4.0])))
+    append_results(path, [result])
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+    append_results(path, [result])
+    (first, second), notes = read_results(path)
+    assert row_of(first) == row_of(second) == row_of(result) and not notes
+
+
 def test_two_rows_in_one_line_are_a_note(tmp_path):
     path, result = tmp_path / "a.csv", result_of(load_run(make_run(tmp_path / "a", [4.0])))
     append_results(path, [result, result])
