@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 from torchtitan.tools.logging import logger
+from training_runs import REPOSITORY
 
 from mxtrain.errors import ConfigError
 from mxtrain.titan.reports import metrics, terminal
@@ -80,6 +81,12 @@ def test_files_of_a_run_hold_the_rest_as_plain_text(command_run):
     conversion = (command_run.folder / "conversion.txt").read_text()
     assert re.match(r"mxnorm mxfp8 p=2 \(reference\): .*\n", conversion) and conversion in log
     assert "layers.5.ffn_norm" in conversion and "output" in conversion
+
+
+def test_the_readme_names_what_a_run_writes(command_run):
+    [paragraph] = re.findall(r"^A run writes .*?\n\n", (REPOSITORY / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    for path in command_run.folder.glob("[!.]*"):
+        assert f"`{path.name}{'/' * path.is_dir()}`" in paragraph
 
 
 def test_only_the_first_process_writes_to_the_terminal(several):
