@@ -9,6 +9,7 @@ import torch
 from mxtrain.ops.full_precision import full_precision, wide_product
 from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
 from mxtrain.reference import decompose_k as reference
+from mxtrain.reference.casts import at_least_fp32
 
 if HAS_TRITON:
     from mxtrain.kernels.router import decompose_k as kernel
@@ -54,7 +55,9 @@ def _run(
     (rows, depth), columns = a.shape, b.shape[1]
     has_kernels = a.dtype != torch.float64 and runs_kernels("emulated", device_type)
     if not has_kernels or 0 in (rows, columns, depth):
-        return reference.decompose_k_mm(a, b, bias, epilogue, out_dtype)
+        a, b = at_least_fp32(a), at_least_fp32(b)
+        with full_precision(a):
+            return reference.decompose_k_mm(a, b, bias, epilogue, out_dtype)
     along_k = decompose_k_plan.lie_along_k(a, b)
     plan = decompose_k_plan.choose(rows, columns, depth, a.dtype, a.device, along_k).plan
     return by_plan(a, b, bias, epilogue, out_dtype, plan)

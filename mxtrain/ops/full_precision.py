@@ -1,27 +1,29 @@
 """Matrix products with fp32 sums, whatever PyTorch is set to.
 
-PyTorch lets cuBLAS round fp32 operands to TF32, and add up partial sums in bf16 or fp16 where it splits a product.
+PyTorch lets cuBLAS round fp32 operands to TF32, and add up partial sums in bf16 or fp16 where it splits a product. On a
+CPU that multiplies bf16 itself, it lets oneDNN round fp32 operands to bf16
+(``torch.set_float32_matmul_precision("medium")``).
 """
 
 import contextlib
 
 import torch
 
-# {dtype of the operands: (setting in torch.backends.cuda.matmul, forbidden value, value to use instead)}
-_PRECISION = {
-    torch.float32: ("fp32_precision", "tf32", "ieee"),
-    torch.bfloat16: ("allow_bf16_reduced_precision_reduction", True, False),
-    torch.float16: ("allow_fp16_reduced_precision_reduction", True, False),
+# {dtype of the operands: (where the setting is, its name, forbidden values, value to use instead)}
+_CUDA, _CPU = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+_ON_CUDA = {
+    torch.float32: (_CUDA, "fp32_precision", ("tf32",), "ieee"),
+    torch.bfloat16: (_CUDA, "allow_bf16_reduced_precision_reduction", (True,), False),
+    torch.float16: (_CUDA, "allow_fp16_reduced_precision_reduction", (True,), False),
 }
+_ON_CPU = {torch.float32: (_CPU, "fp32_precision", ("bf16", "tf32"), "ieee")}
 _UNCHANGED = contextlib.nullcontext()
 
 
 def full_precision(a: torch.Tensor) -> contextlib.AbstractContextManager:
     """A context in which products of tensors like ``a`` have fp32 sums. ``torch.compile`` cannot trace it."""
-    if _is_strict(a.dtype, a.is_cuda):
-        return _UNCHANGED
-    name, _, wanted = _PRECISION[a.dtype]
-    return _set(name, wanted)
+    setting = _to_change(a.dtype, a.is_cuda)
+    return _UNCHANGED if setting is None else _set(*setting)
 
 
 @torch.compiler.assume_constant_result
@@ -30,13 +32,13 @@ def is_full_precision(dtype: torch.dtype, is_cuda: bool) -> bool:
 
     To ``torch.compile`` the answer is a constant: a compiled graph keeps to the settings that it was traced under.
     """
-    return _is_strict(dtype, is_cuda)
+    return _to_change(dtype, is_cuda) is None
 
 
 def sum_bf16_products_in_fp32() -> None:
     """Set PyTorch so that all bf16 products of this process have fp32 sums, not only those of mxtrain."""
-    name, _, wanted = _PRECISION[torch.bfloat16]
-    setattr(torch.backends.cuda.matmul, name, wanted)
+    settings, name, _, wanted = _ON_CUDA[torch.bfloat16]
+    setattr(settings, name, wanted)
 
 
 def wide_product(matmul, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -49,14 +51,17 @@ def wide_product(matmul, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return matmul(a, b)
 
 
-def _is_strict(dtype: torch.dtype, is_cuda: bool) -> bool:
-    name, unwanted, _ = _PRECISION.get(dtype, ("", None, None))
-    return not is_cuda or not name or getattr(torch.backends.cuda.matmul, name) != unwanted
+def _to_change(dtype: torch.dtype, is_cuda: bool) -> tuple | None:
+    """Where the setting is that allows less than fp32, its name, and the value to use instead; None if none does."""
+    setting = (_ON_CUDA if is_cuda else _ON_CPU).get(dtype)
+    if setting is None:
+        return None
+    settings, name, unwanted, wanted = setting
+    return (settings, name, wanted) if getattr(settings, name) in unwanted else None
 
 
 @contextlib.contextmanager
-def _set(name: str, value: str | bool):
-    settings = torch.backends.cuda.matmul
+def _set(settings, name: str, value: str | bool):
     before = getattr(settings, name)
     setattr(settings, name, value)
     try:

@@ -1,4 +1,4 @@
-"""The guard against TF32 and against partial sums in bf16, by itself and around the products of values."""
+"""The guard against TF32 and bf16 in products of fp32, and against partial sums in bf16: by itself, around products."""
 
 from types import SimpleNamespace
 
@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mxtrain import decompose_k_mm
 from mxtrain.ops import full_precision as guard
 from mxtrain.ops.full_precision import full_precision, sum_bf16_products_in_fp32
 from mxtrain.ops.gemm import Operand, matmul
 
 SETTINGS = torch.backends.cuda.matmul
+OF_CPU = torch.backends.mkldnn.matmul
 CASES = [
     (torch.float32, "fp32_precision", "tf32", "ieee"),
     (torch.bfloat16, "allow_bf16_reduced_precision_reduction", True, False),
@@ -24,16 +26,18 @@ pytestmark = pytest.mark.usefixtures("device", "restored")
 def restored():
     """Settings as they were, after the test."""
     before = {name: getattr(SETTINGS, name) for _, name, _, _ in CASES}
+    of_cpu = OF_CPU.fp32_precision
     yield
     for name, value in before.items():
         setattr(SETTINGS, name, value)
+    OF_CPU.fp32_precision = of_cpu
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """On a CPU, heed the settings as on a GPU."""
-    is_strict = guard._is_strict
-    monkeypatch.setattr(guard, "_is_strict", lambda dtype, _: is_strict(dtype, True))
+    to_change = guard._to_change
+    monkeypatch.setattr(guard, "_to_change", lambda dtype, _: to_change(dtype, True))
 
 
 @pytest.fixture
@@ -49,10 +53,10 @@ def during_products(monkeypatch):
     return seen
 
 
-def operands(dtype):
-    """Gaussian a [16, 512] and b [8, 512], and their product in fp64."""
+def operands(dtype, rows=16):
+    """Gaussian a [rows, 512] and b [8, 512], and their product in fp64."""
     generator = torch.Generator("cpu").manual_seed(0)
-    a, b = (torch.randn(n, 512, generator=generator, device="cpu") for n in (16, 8))
+    a, b = (torch.randn(n, 512, generator=generator, device="cpu") for n in (rows, 8))
     a, b = (t.to(torch.get_default_device(), dtype) for t in (a, b))
     return Operand(a), Operand(b), a.double() @ b.double().t()
 
@@ -71,6 +75,41 @@ def test_settings_of_cublas_during_a_product_and_after_it(dtype, name, lax, stri
     setattr(SETTINGS, name, lax)
     with full_precision(SimpleNamespace(is_cuda=False, dtype=dtype)):
         assert getattr(SETTINGS, name) == lax
+
+
+@pytest.mark.parametrize("lax", ["bf16", "tf32"])
+def test_settings_of_onednn_during_a_product_and_after_it(lax):
+    """Of fp32 tensors on a CPU; other dtypes need no setting there."""
+    OF_CPU.fp32_precision = lax
+    for dtype, expected in ((torch.float32, "ieee"), (torch.bfloat16, lax), (torch.float64, lax)):
+        with full_precision(torch.empty(1, dtype=dtype, device="cpu")):
+            assert OF_CPU.fp32_precision == expected
+        assert OF_CPU.fp32_precision == lax
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp32_products_on_a_cpu_are_not_rounded_to_bf16(dtype, compiled, compile_backend, device):
+    """Of a router and of values. Only a CPU that multiplies bf16 itself heeds the setting."""
+    if device != "cpu":
+        pytest.skip("the setting is of CPUs")
+    a, b, exact = operands(dtype, rows=64)  # oneDNN does not round smaller ones
+
+    def router():
+        return decompose_k_mm(a.data, b.data.t(), out_dtype=torch.float32)
+
+    def values():
+        return matmul(a, b, torch.float32)
+
+    for call in (router, values):
+        torch._dynamo.reset()
+        torch.set_float32_matmul_precision("medium")
+        try:
+            found = (torch.compile(call, backend=compile_backend, fullgraph=True) if compiled else call)()
+            assert torch.get_float32_matmul_precision() == "medium"
+        finally:
+            torch.set_float32_matmul_precision("highest")
+        assert (found - exact).norm() <= 1e-6 * exact.norm()
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
