@@ -7,6 +7,7 @@ dB = A^T dC                     reduces over the M tokens: again a small result 
 
 import torch
 import torch.nn as nn
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from mxtrain.errors import require_positive_integer
@@ -75,8 +76,8 @@ def decompose_k_mm(
     The arithmetic is fp32, never TF32, and the result is rounded once. Every call chooses its route by shape: split
     products by Triton or by ``torch.bmm``, or plain ``torch.mm`` where splitting gains nothing. Gradients have the
     dtypes of their tensors and are summed in fp32; dC is rounded to the dtype of ``a`` before it is multiplied.
-    Results and gradients are deterministic; second derivatives are not supported. Autocast casts a and b as for
-    ``torch.mm``.
+    Results and gradients are deterministic; second derivatives and forward-mode derivatives are not supported. Autocast
+    casts a and b as for ``torch.mm``.
 
     Source: Decompose-K, PyTorch Conference 2025.
 
@@ -100,6 +101,9 @@ def decompose_k_mm(
     ops.check_operands(a, b, bias, epilogue, out_dtype)
     out_dtype = out_dtype or a.dtype
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
+        return _DecomposeKFunction.apply(a, b, bias, epilogue, out_dtype)
+    # Forward-mode derivatives of the op would be zero. The autograd function refuses them.
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         return _DecomposeKFunction.apply(a, b, bias, epilogue, out_dtype)
     return ops.decompose_k_mm(a, b, bias, epilogue, out_dtype)
 
