@@ -1,15 +1,15 @@
 """What an instance of a norm or linear has beyond its class. A new module in its place would not have it."""
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, NoneType
 
 import torch
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._pytree import tree_leaves
 
 from mxtrain.errors import ConfigError
 from mxtrain.nn.fused_layer_norm import FusedLayerNorm
@@ -43,6 +43,12 @@ _MODULE = nn.Module()
 
 # Dtypes of weights that some converter takes.
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+# A class or imported module is not the model's own, and a tensor holds no module.
+_HOLDS_NOTHING = (NoneType, str, bytes, bool, int, float, complex, type, ModuleType, torch.Tensor)
+
+# Followed from one attribute, in a fraction of a second. More is a data set or another library's state.
+_MOST_OBJECTS = 100_000
 
 
 def hook_tables(module: nn.Module) -> list[dict]:
@@ -133,39 +139,68 @@ def attributes_that_hold_modules(modules: Mapping[str, nn.Module]) -> dict[int, 
     Args:
         modules: every module of a model by FQN.
     """
-    held = {}
+    held, own, seen = {}, {id(module) for module in modules.values()}, {}
     for fqn, module in modules.items():
         for name, value in vars(module).items():
             if name == "_modules":
                 continue
-            for found in _modules_in(value):
+            for found in _modules_in(value, module, own, seen):
                 if found is not module:
                     held[id(found)] = f"{fqn}.{name}".removeprefix(".")
     return held
 
 
-def _modules_in(value, depth: int = 2) -> Iterator[nn.Module]:
-    """Yield the modules in a value, and in what it holds, which is followed to this depth."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, nn.Module):
-            yield leaf
-        elif depth:
-            yield from _modules_in(_parts(leaf), depth - 1)
+def _modules_in(
+    value, holder: nn.Module, own: Collection[int], seen: dict[int, tuple[object, list[nn.Module]]]
+) -> Iterator[nn.Module]:
+    """Yield the modules in a value and in what it holds, nearest first.
+
+    Args:
+        holder: the module whose attribute this is.
+        own: ids of the modules to find; what these hold is not followed.
+        seen: id of every object that was followed -> itself, and for which holders. Two are enough: a module that is
+            found counts unless it is the holder itself.
+    """
+    waiting, followed = deque([value]), 0
+    while waiting and followed < _MOST_OBJECTS:
+        value = waiting.popleft()
+        if isinstance(value, _HOLDS_NOTHING):
+            continue
+        if id(value) in own:
+            yield value
+            continue
+        _, holders = seen.setdefault(id(value), (value, []))
+        if len(holders) < 2 and not any(holder is other for other in holders):
+            holders.append(holder)
+            followed += 1
+            waiting += _parts(value)
 
 
 def _parts(value) -> list:
-    """What a method, partial, function, set or plain object holds. ``tree_leaves`` knows lists, tuples and dicts."""
+    """What a container, method, partial, function or any other object holds."""
     if isinstance(value, MethodType):
-        return [value.__self__]
+        return [value.__self__, value.__func__]
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
-    if isinstance(value, (set, frozenset)):
-        return list(value)
     if isinstance(value, FunctionType):
         return [*_closure(value), value.__defaults__, value.__kwdefaults__]
-    if isinstance(value, (type, ModuleType, torch.Tensor)):
-        return []  # a class or imported module is not the model's own, and a tensor holds no module
-    return list(getattr(value, "__dict__", {}).values())
+    parts = list(getattr(value, "__dict__", {}).values())
+    if isinstance(value, dict):
+        parts += value.values()
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        parts += value
+    for kind in type(value).__mro__:
+        if "__slots__" in vars(kind):
+            parts += _slots(value, kind)
+    return parts
+
+
+def _slots(value, kind: type) -> Iterator:
+    """Yield what an object has in the slots that this class of it defines."""
+    for member in vars(kind).values():
+        if isinstance(member, MemberDescriptorType):
+            with suppress(AttributeError):  # an empty slot
+                yield member.__get__(value)
 
 
 def _closure(function: FunctionType) -> Iterator:

@@ -1,5 +1,6 @@
 """What users put on a module (hooks, parametrizations, forwards, tensors, attributes) survives a conversion."""
 
+import dataclasses
 import functools
 import types
 
@@ -299,8 +300,34 @@ class Caller:
         return self.linear(x)
 
 
+@dataclasses.dataclass(slots=True)
+class Slots:
+    linear: nn.Module
+    empty: object = dataclasses.field(init=False)
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+class MoreSlots(Slots):
+    __slots__ = ("other",)
+
+
+class Registered(dict):
+    """A mapping of a model's own class."""
+
+
 def calling(linear):
     return lambda x: linear(x)
+
+
+def far(linear):
+    """A caller behind a hundred thousand numbers and more objects than Python's stack has frames."""
+    caller = Caller(linear)
+    for _ in range(2000):
+        caller = Caller(caller)
+    caller.numbers, caller.itself = list(range(100_000)), caller
+    return caller
 
 
 @pytest.mark.parametrize(
@@ -316,6 +343,12 @@ def calling(linear):
         lambda m: calling(m.a),
         lambda m: lambda x, linear=m.a: linear(x),
         lambda m: lambda x, *, linear=m.a: linear(x),
+        lambda m: Slots(m.a),
+        lambda m: MoreSlots(m.a),
+        lambda m: Registered(a=m.a),
+        lambda m: Caller(Caller(Caller(m.a))),
+        lambda m: types.MethodType(lambda self, x, linear=m.a: linear(x), m),
+        lambda m: [nn.Sequential(m.a)],
     ],
 )
 def test_a_linear_that_a_list_holds_as_well_stays(held):
@@ -334,6 +367,23 @@ def test_a_linear_that_a_list_holds_as_well_stays(held):
             filter_fqns=[],
             example_inputs=(torch.zeros(3, DIM),),
         )
+
+
+def test_objects_that_hold_each_other_and_many_others_are_followed_in_a_moment():
+    model = Listed(lambda m: [m.b])
+    model.far = model.norm.far = far(model.a)
+    with pytest.raises(ValueError, match="a: is also held by (norm.)?far"):
+        convert(model, "mx_linear", mode="reference")
+
+
+def test_a_linear_that_only_it_itself_holds_is_swapped():
+    model = Listed(lambda m: [m.b])
+    model.a.state = Caller(model.a)
+    assert convert(model, "mx_linear", mode="reference").linears == ["a"]
+    model = Listed(lambda m: [m.b])
+    model.a.state = model.state = Caller(model.a)
+    with pytest.raises(ValueError, match="a: is also held by (a.)?state"):
+        convert(model, "mx_linear", mode="reference")
 
 
 @pytest.mark.parametrize("converter", ["mxnorm", "mx_linear", "fused_rmsnorm", "decompose_k_router"])
