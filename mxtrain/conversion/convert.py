@@ -30,7 +30,8 @@ def convert(model: nn.Module, converter: str = "mxnorm", *, example_inputs: tupl
         model: any module tree, on any device, meta included.
         converter: one of the names above.
         example_inputs: arguments for one forward pass of ``model``, on any device; only shapes and dtypes matter. None
-            stands for one row of 32 token ids. Used by "mxnorm".
+            stands for one row of 32 token ids. "mxnorm" sees in this pass what uses the norms. All converters see which
+            layers are called with keywords and keep these; without ``example_inputs`` only "mxnorm" does.
         **settings: the fields of the converter's class (``mx_converters``, ``kernel_converters``), such as ``p=1`` or
             ``filter_fqns=["lm_head", "layers.0"]``. None stands for a field's default.
 

@@ -5,7 +5,7 @@ its weights exist. It is followed through the module tree and through every PyTo
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn as nn
@@ -32,6 +32,7 @@ class NormUses:
         unfollowed: modules that cannot run on the meta device, and why.
         overwritten: FQNs of the norms whose input is written to in place after they have read it. Compiled, PyTorch
             would give the linears of an MXNorm the new values in their backward, without an error.
+        keywords: module FQN -> a keyword that the forward pass calls it with, other than "x", as our layers call it.
     """
 
     linears: Mapping[str, tuple[str, ...]]
@@ -39,6 +40,7 @@ class NormUses:
     calls: Mapping[str, int]
     unfollowed: tuple[str, ...]
     overwritten: frozenset[str] = frozenset()
+    keywords: Mapping[str, str] = field(default_factory=dict)
 
 
 class _Watcher(TorchFunctionMode):
@@ -56,6 +58,7 @@ class _Watcher(TorchFunctionMode):
         self.others: dict[str, set[str]] = {fqn: set() for fqn in norms}
         self.calls = dict.fromkeys(linear_of.values(), 0)
         self.unfollowed: list[str] = []
+        self.keywords: dict[str, str] = {}
         self.running: str | None = None
         self._linear_of = linear_of
         # Outputs are kept alive: Python gives the id of a collected tensor to another one.
@@ -69,6 +72,7 @@ class _Watcher(TorchFunctionMode):
             calls=self.calls,
             unfollowed=tuple(self.unfollowed),
             overwritten=frozenset(norm for norm, x, writes in self._inputs if version(x) != writes),
+            keywords=self.keywords,
         )
 
     def track(self, norm: str, inputs, output: torch.Tensor) -> None:
@@ -178,6 +182,8 @@ def _watched(watcher: _Watcher, fqn: str, forward, hooks: str | None):
     """``forward`` of the module ``fqn``, which tells the watcher what it returns, that it runs, and what hooks see."""
 
     def run(*args, **kwargs):
+        if others := kwargs.keys() - {"x"}:
+            watcher.keywords[fqn] = min(others)
         caller, watcher.running = watcher.running, fqn
         try:
             output = forward(*args, **kwargs)

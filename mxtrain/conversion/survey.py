@@ -1,6 +1,7 @@
 """What a model consists of, as plain values. Surveying a model does not change it."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -85,7 +86,9 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
     Nothing of the model runs: norms and the forward pass run on copies without data.
 
     Args:
-        example_inputs: arguments of that forward pass; None stands for one row of 32 token ids.
+        example_inputs: arguments of that forward pass; None stands for one row of 32 token ids. If they are given,
+            the forward pass runs without ``watch_norms``, too, but it may fail: it then only shows which modules are
+            called with keywords.
 
     Raises:
         ConfigError: if the model is wrapped, sharded, compiled or lazy, cannot be copied, or the forward pass fails;
@@ -103,6 +106,16 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
     layer_norms, layer_norm_lookalikes = find_layer_norms(modules)
     norm_like = (*norms, *lookalikes, *layer_norms, *layer_norm_lookalikes)
     linears, blocks = find_linears(modules), find_blocks(modules)
+    converted = {
+        fqn: type(module).__name__ for fqn, module in modules.items() if isinstance(module, (MXNorm, QuantizedLinear))
+    }
+    uses, keywords = None, {}
+    if watch_norms and norms:
+        uses = _watch(model, modules, norms, linears, example_inputs)
+        keywords = uses.keywords
+    elif example_inputs is not None and not converted:
+        with suppress(ConfigError):
+            keywords = _watch(model, modules, {}, {}, example_inputs).keywords
     return Survey(
         kind=type(model).__name__,
         device_type=device_types.pop() if len(device_types) == 1 else None,
@@ -117,21 +130,17 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
         lookalikes=lookalikes,
         linears=linears,
         heads=find_heads(modules, linears, blocks),
-        unswappable=_unswappable(modules, (*norm_like, *linears)),
+        unswappable=_unswappable(modules, (*norm_like, *linears), keywords),
         weights=find_weights(modules),
         dtypes={name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)},
-        converted={
-            fqn: type(module).__name__
-            for fqn, module in modules.items()
-            if isinstance(module, (MXNorm, QuantizedLinear))
-        },
-        uses=_watch(model, modules, norms, linears, example_inputs) if watch_norms and norms else None,
+        converted=converted,
+        uses=uses,
         layer_norms=layer_norms,
         layer_norm_lookalikes=layer_norm_lookalikes,
     )
 
 
-def _unswappable(modules: Mapping[str, nn.Module], fqns: Iterable[str]) -> dict[str, str]:
+def _unswappable(modules: Mapping[str, nn.Module], fqns: Iterable[str], keywords: Mapping[str, str]) -> dict[str, str]:
     holders = attributes_that_hold_modules(modules)
     reasons = {}
     for fqn in fqns:
@@ -139,6 +148,8 @@ def _unswappable(modules: Mapping[str, nn.Module], fqns: Iterable[str]) -> dict[
             reasons[fqn] = reason
         elif holder := holders.get(id(modules[fqn])):
             reasons[fqn] = f"is also held by {holder}, which a swap would not reach: hold it as a child module only"
+        elif fqn in keywords:
+            reasons[fqn] = f"is called with the keyword {keywords[fqn]!r}: pass the value without it"
     return reasons
 
 

@@ -346,6 +346,51 @@ def test_a_norm_whose_input_is_overwritten_is_left_alone():
     torch.testing.assert_close(*gradients)
 
 
+class CallsByKeyword(nn.Module):
+    """Each kind of layer is called with the name of its own argument, and once more without."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.a, self.b = nn.RMSNorm(DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.second, self.third, self.experts = nn.RMSNorm(DIM), nn.LayerNorm(DIM), nn.Identity()
+        self.fourth, self.gate = nn.LayerNorm(DIM), nn.Linear(DIM, DIM)
+        self.fifth, self.c = nn.RMSNorm(DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        x = self.third(input=self.second(x=self.b(input=self.a(self.first(x)))))
+        return self.c(self.fifth(self.gate(input=self.fourth(x))))
+
+
+BY_KEYWORD = "is called with the keyword 'input': pass the value without it"
+
+
+@pytest.mark.parametrize(
+    ("converter", "stay", "swapped"),
+    [
+        ("mxnorm", {"b": BY_KEYWORD}, ["first", "a", "fifth", "c"]),
+        ("mx_linear", {"b": BY_KEYWORD}, ["a", "c"]),
+        ("fused_norm", {"third": BY_KEYWORD}, ["first", "second", "fifth", "fourth"]),
+    ],
+)
+def test_layers_that_are_called_by_keyword_stay(converter, stay, swapped):
+    """Ours call their argument x, as nn.RMSNorm does."""
+    model, x = CallsByKeyword(), torch.randn(3, DIM)
+    plan = convert(model, converter, filter_fqns=[], example_inputs=(x,))
+    assert list(plan.swaps) == swapped and stay.items() <= plan.skipped.items()
+    model(x)
+
+
+def test_a_gate_that_is_called_by_keyword_stays():
+    with pytest.raises(ConfigError, match=f"nothing to convert.*\n  gate: {BY_KEYWORD}"):
+        convert(CallsByKeyword(), "decompose_k_router", example_inputs=(torch.zeros(3, DIM),))
+
+
+@pytest.mark.parametrize("example_inputs", [None, (), (torch.zeros(3, 5),)], ids=["none", "too few", "another shape"])
+def test_converters_that_need_no_forward_pass_convert_without_one(example_inputs):
+    model = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
+    assert convert(model, "mx_linear", filter_fqns=[], example_inputs=example_inputs).linears == ["1"]
+
+
 @pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
 def test_a_shared_weight_stays_in_high_precision(converter):
     model = llama()
