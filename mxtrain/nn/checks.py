@@ -21,6 +21,8 @@ def check_input(x: torch.Tensor, features: int, weight: torch.Tensor | None, rec
         check_dtype("weight", weight.dtype, recipe, mode)
         if weight.device != x.device:
             raise ValueError(f"weight is on {weight.device}: expected {x.device}, where x is")
+        if (x.dtype in DTYPES) != (weight.dtype in DTYPES):
+            raise ValueError(f"x of {x.dtype} and weight of {weight.dtype}: expected float64 for both or for none")
 
 
 def check_dtype(name: str, dtype: torch.dtype, recipe: LinearRecipe, mode: str) -> None:

@@ -120,9 +120,14 @@ class ThreeGEMMs:
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which ``nn.Linear`` would compute with ``x``: autocast's if it is on, else that of ``x``."""
+    """Return the dtype in which ``nn.Linear`` would compute with ``x``: autocast's if it is on, else that of ``x``.
+
+    Autocast leaves float64 alone.
+    """
     device_type = x.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
+    # Asked for its size, float64 costs a compiled graph no guard.
+    is_cast = torch.is_autocast_enabled(device_type) and x.dtype.itemsize < 8
+    return torch.get_autocast_dtype(device_type) if is_cast else x.dtype
 
 
 class QuantizedLinear(Seeded, nn.Linear):

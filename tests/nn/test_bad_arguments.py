@@ -152,6 +152,22 @@ def test_float64_needs_gemms_in_float64(recipe, mode):
     assert exact.double()(ones(4, D, dtype=torch.float64)).dtype == torch.float64
 
 
+@pytest.mark.parametrize(
+    ("of_x", "of_weight"), [(torch.float64, torch.float32), (torch.bfloat16, torch.float64)], ids=str
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_float64_does_not_mix_with_other_dtypes(autocast, of_x, of_weight):
+    settings = dict(recipe="unquantized", mode="reference")
+    device, message = torch.get_default_device().type, f"^x of {of_x} and weight of {of_weight}: expected float64 for"
+    linear, x = MXNormLinear(D, D, **settings).to(of_weight), ones(4, D, dtype=of_x)
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        for call in (MXLinear(D, D, **settings).to(of_weight), MXNorm(D, **settings).to(of_weight)):
+            with pytest.raises(ValueError, match=message):
+                call(x)
+        with pytest.raises(ValueError, match=message):
+            linear(MXNorm(D, **settings).to(of_x)(x))
+
+
 def test_autocast_to_float16():
     with torch.autocast(torch.get_default_device().type, dtype=torch.float16):
         for call in (MXLinear(D, D), nn.Sequential(MXNorm(D), MXNormLinear(D, D))):

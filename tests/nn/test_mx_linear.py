@@ -1,9 +1,9 @@
 import pytest
 import torch
 import torch.nn as nn
-from layer_checks import assert_near, draw, mx_linear, results_of
+from layer_checks import assert_near, draw, fill, mx_linear, results_of
 
-from mxtrain import ConfigError, MXLinear
+from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.reference.casts import image
 
@@ -78,6 +78,19 @@ def test_leading_dimensions_and_bf16_autocast():
         y = linear(x)
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, linear(x.bfloat16())), "autocast rounds the input, not the master weight"
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_autocast_leaves_float64_alone(with_norm):
+    settings = dict(recipe="unquantized", mode="reference")
+    module, x = MXLinear(D, N, **settings), draw(T, D, seed=0, dtype=torch.float64)
+    if with_norm:
+        module = nn.Sequential(MXNorm(D, **settings), MXNormLinear(D, N, **settings))
+    dy, module = draw(T, N, seed=1, dtype=torch.float64), fill(module.double())
+    expected = results_of(module, x, dy)
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
+        results = results_of(module, x, dy)
+    assert all(torch.equal(a, b) and a.dtype == torch.float64 for a, b in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
