@@ -106,3 +106,11 @@ class FusedLayerNorm(FusedNorm, nn.LayerNorm):
 
     def _fused(self, x, residual):
         return layer_norm(x, self.weight, self.bias, self.eps, residual)
+
+    def _formula_takes(self, x):
+        if x.device.type != "cpu":
+            return True
+        weight = x.dtype if self.weight is None else self.weight.dtype
+        bias = weight if self.bias is None else self.bias.dtype
+        # There F.layer_norm mixes dtypes only where fp32 parameters meet bf16 or fp16.
+        return weight == bias and (weight == x.dtype or weight.itemsize == 4 > x.dtype.itemsize)

@@ -145,13 +145,18 @@ class FusedNorm(nn.Module):
 
     when_compiled: str
 
+    def _formula_takes(self, x: torch.Tensor) -> bool:
+        """Whether PyTorch's norm computes these dtypes of x and the parameters."""
+        return True
+
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """x [..., D] -> y [..., D]; with a residual [..., D] (y, x + residual)."""
         if x.shape[-1:] != self.normalized_shape:
             raise ValueError(f"x {shape_of(x)}: expected a last dimension of {self.normalized_shape[0]}")
-        if torch.compiler.is_compiling() and runs_when_compiled(self.when_compiled) == "formula":
+        takes_formula = torch.compiler.is_compiling() and runs_when_compiled(self.when_compiled) == "formula"
+        if takes_formula and self._formula_takes(x):
             total = x if residual is None else (x + residual).to(x.dtype)
             y = super().forward(total)
             return y if residual is None else (y, total)

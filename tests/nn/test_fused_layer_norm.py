@@ -12,6 +12,7 @@ from mxtrain import ConfigError, FusedLayerNorm, layer_norm
 from mxtrain.ops.hardware import runs_kernels
 
 D, EPS = 40, 1e-5
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -145,3 +146,33 @@ def test_compiles_without_a_graph_break(when_compiled, compile_backend):
     if compile_backend != "inductor" and runs_kernels("emulated", "cpu"):
         kernels = ["mxtrain.layer_norm.default", "mxtrain.layer_norm_backward.default"]
         assert ops == (kernels if when_compiled == "kernel" else [])
+
+
+@pytest.mark.parametrize("of_x", DTYPES, ids=str)
+@pytest.mark.parametrize("of_weight", DTYPES[:3], ids=str)
+def test_compiled_mixes_of_dtypes_have_the_eager_results(of_x, of_weight, device):
+    """On a CPU F.layer_norm refuses most of them. The graph holds it where it takes them."""
+    if device != "cpu":
+        pytest.skip("graphs of GPUs take all mixes")
+    x = draw(3, D, seed=0, dtype=of_x)
+    for of_bias in {None, of_weight, torch.float32}:
+        norm = FusedLayerNorm(D, EPS, bias=of_bias is not None)
+        norm.weight.data = draw(D, seed=1, dtype=of_weight)
+        if of_bias is not None:
+            norm.bias.data = draw(D, seed=2, dtype=of_bias)
+        found = []
+
+        def note(graph, _, found=found):
+            found.extend(node.target for node in graph.graph.nodes)
+            return graph
+
+        torch._dynamo.reset()
+        y = torch.compile(norm, backend=note, fullgraph=True)(x)
+        assert y.dtype == of_x
+        assert_near([y], [norm(x)], 2 * torch.finfo(of_x).eps)
+        try:
+            F.layer_norm(x, (D,), norm.weight, norm.bias)
+        except RuntimeError:
+            assert F.layer_norm not in found
+        else:
+            assert F.layer_norm in found
