@@ -38,6 +38,16 @@ def check_dtype(name: str, dtype: torch.dtype, recipe: LinearRecipe, mode: str) 
         )
 
 
+def not_a_norm_result(x) -> Exception:
+    """Return the error for an x of MXNormLinear that is not the result of an MXNorm."""
+    if isinstance(x, tuple) and len(x) == len(NormedInput._fields):
+        return ConfigError(
+            "a checkpoint with use_reentrant=True around an MXNorm makes its result a plain tuple: set "
+            "use_reentrant=False"
+        )
+    return TypeError(f"MXNormLinear takes the result of an MXNorm, not {type(x).__name__}")
+
+
 def check_norm_result(normed: NormedInput, weight: torch.Tensor) -> None:
     """Raise an error for an MXNorm's result that would give a linear with this weight wrong gradients, or none.
 

@@ -27,7 +27,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mxtrain.errors import ConfigError, require_positive_integer
-from mxtrain.nn.checks import check_dtype, check_input, check_norm_result
+from mxtrain.nn.checks import check_dtype, check_input, check_norm_result, not_a_norm_result
 from mxtrain.nn.gathered_norm import (
     GatheredColumns,
     GatherSequences,
@@ -268,7 +268,7 @@ class MXNormLinear(QuantizedLinear):
             weight, bias = self.parts()
             return F.linear(x, weight, bias)
         if not isinstance(x, NormedInput):
-            raise TypeError(f"MXNormLinear takes the result of an MXNorm, not {type(x).__name__}")
+            raise not_a_norm_result(x)
         check_norm_result(x, self.weight)
         gemms = self.gemms(x.h.device, x.gain)
         if x.recipe != self.recipe.fprop or x.mode != gemms.mode:

@@ -99,6 +99,20 @@ def test_a_reentrant_checkpoint_must_not_lose_gradients():
             assert all(torch.equal(got, expected) for got, expected in zip(gradients(layer), want, strict=True))
 
 
+def test_a_reentrant_checkpoint_of_the_norm_alone():
+    """It makes a plain tuple of the named one that the linears take."""
+    want = gradients(converted())
+    for reentrant in (True, False):
+        layer = converted()
+        normalize = layer.norm.forward
+        layer.norm.forward = lambda x: checkpoint(normalize, x, use_reentrant=reentrant)  # noqa: B023
+        if reentrant:
+            with pytest.raises(ConfigError, match="makes its result a plain tuple: set use_reentrant=False"):
+                gradients(layer)
+        else:
+            assert all(torch.equal(got, expected) for got, expected in zip(gradients(layer), want, strict=True))
+
+
 @pytest.mark.parametrize("needs_gradient", [True, False])
 @pytest.mark.parametrize("grouped", [True, False])
 def test_a_write_to_the_norms_input_must_not_change_the_weights_gradients(grouped, needs_gradient):
