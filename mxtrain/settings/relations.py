@@ -1,5 +1,6 @@
 """Mistakes that take two settings to see, as a table: a setting, and what is wrong with it if anything."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -172,6 +173,15 @@ RELATIONS = (
             ),
         )
         for kind in ("pipeline", "expert")
+    ),
+    Relation(
+        "training.max_norm",
+        lambda s: (
+            s["optimizer.early_step_in_backward"]
+            and s["training.max_norm"] != math.inf
+            and "has no effect with optimizer.early_step_in_backward = true, which uses up every gradient before the "
+            "norm of all is known: set training.max_norm = inf, which clips nothing"
+        ),
     ),
     *(
         Relation(

@@ -159,6 +159,10 @@ FLAGS = [
         "mxnorm.diagnostics.every = 5 needs optimizer.early_step_in_backward = false: its extra backward would change",
     ),
     (
+        "--optimizer.early_step_in_backward",
+        "training.max_norm = 1.0 has no effect with optimizer.early_step_in_backward = true, which uses up every",
+    ),
+    (
         "--checkpoint.may_change=mxnorm.p",
         "checkpoint.may_change = ['mxnorm.p'] has no effect without checkpoint.enable",
     ),

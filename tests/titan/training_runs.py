@@ -75,7 +75,7 @@ GUARD = [
     "--mxnorm.guard.sigmas=2", "--mxnorm.guard.steps=2",
 ]  # fmt: skip
 SPIKE = ["--optimizer.lr=0.3", "--checkpoint.enable", "--checkpoint.interval=2"]
-EARLY = ["--optimizer.early_step_in_backward", "--lr_scheduler.warmup_steps=0"]
+EARLY = ["--optimizer.early_step_in_backward", "--training.max_norm=inf", "--lr_scheduler.warmup_steps=0"]
 ACCUMULATE = ["--training.local_batch_size=2", "--training.global_batch_size=4"]
 
 

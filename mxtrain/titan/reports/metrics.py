@@ -45,6 +45,13 @@ TRAINING_KEYS = {
 VALIDATION_KEYS = {"validation_loss": "validation_metrics/loss"}
 
 
+class WithoutGradientNorm(LoggerContainer):
+    """Keeps the gradient norm from all loggers: with ``optimizer.early_step_in_backward`` TorchTitan's is always 0."""
+
+    def log(self, metrics: dict, step: int) -> None:
+        super().log({name: value for name, value in metrics.items() if name != TRAINING_KEYS["grad_norm"]}, step)
+
+
 class MetricsFileLogger(BaseLogger):
     """Writes TorchTitan's metrics to ``metrics.jsonl``, in the format of ``mxtrain.analysis.metrics_file``.
 
@@ -161,16 +168,17 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
 
     facts = run_facts(job_config) if on_metrics_rank or wants_wandb else {}
     wandb_logger = partial(WandbLogger, facts=facts, folder=folder if on_metrics_rank else None, continued=continued)
-    # TorchTitan's processor looks both up in its module. It would choose a rank of the last stage of a pipeline. Here
+    loggers = WithoutGradientNorm if job_config.optimizer.early_step_in_backward else LoggerContainer
+    # TorchTitan's processor looks these up in its module. It would choose a rank of the last stage of a pipeline. Here
     # all stages know the loss, and rank 0 the user.
-    own_parts = {"WandBLogger": wandb_logger, "_get_metrics_rank": lambda *args: 0}
+    own_parts = {"WandBLogger": wandb_logger, "_get_metrics_rank": lambda *args: 0, "LoggerContainer": loggers}
     with patch.multiple("torchtitan.components.metrics", **own_parts):
         processor = MetricsProcessor(job_config, parallel_dims, tag)
     if not (on_metrics_rank or wants_wandb):
         return processor
 
     if not isinstance(processor.logger, LoggerContainer):
-        processor.logger = LoggerContainer()
+        processor.logger = loggers()
     to_wandb = next((one for one in processor.logger._loggers if isinstance(one, WandbLogger)), None)
     where = wandb_facts()
     if to_wandb is not None:

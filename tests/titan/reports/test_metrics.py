@@ -125,6 +125,17 @@ def test_metrics_file_holds_what_torchtitan_logs(tmp_path, monkeypatch):
     assert rows[0]["time"] <= rows[1]["time"] <= rows[2]["time"]
 
 
+def test_gradients_that_early_steps_have_used_up_have_no_norm(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    processor = build(make_config(tmp_path / "run", "--optimizer.early_step_in_backward", "--metrics.enable_wandb"))
+    log_step(processor, 1, 9.0)
+    processor.close()
+    [row] = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert row["loss"] == 9.0 and "grad_norm" not in row
+    [logged] = [items for items in wandb_file(tmp_path)[0].values() if "lr" in items]
+    assert "grad_norm" not in logged
+
+
 def test_nonfinite_loss_does_not_stop_logging(tmp_path):
     processor = build(make_config(tmp_path / "run"))
     for step, loss in enumerate([9.0, math.nan, math.inf], start=1):
