@@ -1,6 +1,7 @@
 """A run that was killed before its first checkpoint: it has nothing to resume from, and may begin again."""
 
 import json
+import math
 from pathlib import Path
 
 import tomli
@@ -16,6 +17,7 @@ def interrupted_after(folder: Path, checkpoints: Path) -> int | None:
     """Return the last step of a run that a kill ended before its first checkpoint was complete, else None.
 
     A run without ``checkpoint.enable``, a finished run and a run that must have saved are results, and none of these.
+    A seed checkpoint, ``step-0``, is where a run starts, and says nothing.
 
     Args:
         folder: the run's folder.
@@ -23,22 +25,23 @@ def interrupted_after(folder: Path, checkpoints: Path) -> int | None:
     """
     try:
         config = tomli.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        rows = (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-        last = _last_step(rows)
+        first, last = _first_and_last_step((folder / METRICS_FILE).read_text(encoding="utf-8"))
         checkpoint, steps = config.get("checkpoint", {}), config.get("training", {}).get("steps", STEPS)
         # To its own folder, which may be another than ``checkpoints``.
-        has_saved = any((folder / checkpoint.get("folder", FOLDER)).glob("step-*"))
-        if not checkpoint.get("enable") or checkpoint.get("load_only") or has_saved:
+        own = (folder / checkpoint.get("folder", FOLDER)).glob("step-*")
+        if not checkpoint.get("enable") or checkpoint.get("load_only") or any(path.name != "step-0" for path in own):
             return None
         was_saving = (checkpoints / SAVING).is_dir()
-        is_early = last < steps and last <= checkpoint.get("interval", INTERVAL)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        interval = checkpoint.get("interval", INTERVAL)
+        # A run that goes on from another run's step logs its own steps only.
+        first_saved = math.ceil(first / interval) * interval
+        is_early = last < steps and last <= first_saved
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError):
         return None  # not the files of a run of ours, or damaged
     return last if was_saving or is_early else None
 
 
-def _last_step(rows: list[str]) -> int:
-    try:
-        return json.loads(rows[-1])["step"]
-    except json.JSONDecodeError:  # the kill has cut the row
-        return json.loads(rows[-2])["step"]
+def _first_and_last_step(metrics: str) -> tuple[int, int]:
+    rows = metrics[: metrics.rfind("\n") + 1].splitlines()  # without a row that the kill has cut
+    # Without a row, a kill came before the first one of a run that had emptied the file to begin again.
+    return (json.loads(rows[0])["step"], json.loads(rows[-1])["step"]) if rows else (0, 0)

@@ -7,6 +7,7 @@ with the results of another run. ``find_start`` looks first and stops such a run
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -119,7 +120,8 @@ def _find_start(folder: Path, checkpoint: CheckpointSettings, processes: int, da
 
     path = saved.path(step)
     if step == 0 or "train_state" in checkpoint.exclude_from_loading:
-        _require_no_metrics(folder, f"with the weights in {path} training starts at step 1")
+        if not _begins_again(folder, checkpoint):
+            _require_no_metrics(folder, f"with the weights in {path} training starts at step 1")
         return Start(0, (f"training starts from the weights in {path}",), path)
     _require_trainer_state(saved, step)
     if checkpoint.load_only:
@@ -135,10 +137,23 @@ def require_no_other_run(folder: Path, checkpoint: CheckpointSettings) -> None:
         _require_no_metrics(folder, "there is no checkpoint from which it would resume")
 
 
+def begin_again(folder: Path, checkpoint: CheckpointSettings) -> tuple[str, ...]:
+    """Empty the metrics of a run that was killed before it saved, and return a line for the user; else do nothing.
+
+    Call it before ``clear_leftovers``: parts of a checkpoint may be all that tells such a run from one that has saved.
+    A second kill, before the first new row, would leave metrics that no run may replace.
+    """
+    again = _begins_again(folder, checkpoint)
+    if again:
+        with suppress(OSError):  # the first new row comes to the same, and warns if it cannot be written
+            (folder / METRICS_FILE).write_bytes(b"")
+    return again
+
+
 def _begins_again(folder: Path, checkpoint: CheckpointSettings) -> tuple[str, ...]:
     """Return a line for the user if the run in ``folder`` was killed before it saved, else nothing."""
     saved = Checkpoints(folder / checkpoint.folder)
-    last = None if saved.found or not checkpoint.enable else interrupted_after(folder, saved.folder)
+    last = None if saved.after(0) or not checkpoint.enable else interrupted_after(folder, saved.folder)
     if last is None:
         return ()
     return (f"the run in this folder ended near step {last}, before its first checkpoint: it begins again",)
@@ -183,14 +198,13 @@ def _step_to_load(saved: Checkpoints, wanted: int) -> int | None:
 
 
 def _start_of_new_run(folder: Path, saved: Checkpoints, checkpoint: CheckpointSettings) -> Start:
-    again = _begins_again(folder, checkpoint)
-    if not again:
+    if not _begins_again(folder, checkpoint):
         _require_no_metrics(folder, f"{saved.folder} holds no checkpoint from which it could resume")
     initial = checkpoint.initial_load_path
     if not (initial or checkpoint.initial_load_in_hf):
         if checkpoint.load_only:
             raise ConfigError(f"checkpoint.load_only: {saved.folder} holds no checkpoint that could be loaded")
-        return Start(0, again)
+        return Start(0)
     if saved.folder.is_dir() and any(path.name not in LEFTOVERS for path in saved.folder.iterdir()):
         setting = f"initial_load_path = {initial!r}" if initial else "initial_load_in_hf"
         raise ConfigError(f"checkpoint.{setting} would be ignored, because {saved.folder} is not empty; remove it")
@@ -200,10 +214,10 @@ def _start_of_new_run(folder: Path, saved: Checkpoints, checkpoint: CheckpointSe
             "outputs/RUN/checkpoint/step-1000"
         )
     if not initial or checkpoint.initial_load_in_hf:
-        return Start(0, again)
+        return Start(0)
     path = _initial_checkpoint(Path(initial))
     if checkpoint.initial_load_model_only:
-        return Start(0, again, path)
+        return Start(0, checkpoint=path)
     manifest = read_manifest(path) if path else None
     if manifest is None or not manifest.holds_trainer:
         raise ConfigError(

@@ -264,7 +264,7 @@ RESUME = {
         ["--resume", "run"],
         "checkpoint.interval = 500: run holds no checkpoint to resume from; "
         "start again, in a new folder, with 'mxtrain train run/config.toml --checkpoint.enable'",
-        {"run/metrics.jsonl": ROW.replace("1", "600", 1), "run/config.toml": OWN_CONFIG},
+        {"run/metrics.jsonl": ROW + ROW.replace("1", "600", 1), "run/config.toml": OWN_CONFIG},
     ),
     "another folder of checkpoints": Case(
         ["--resume", "run", "--checkpoint.folder=other"],

@@ -16,7 +16,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.run_folder.checkpoints import clear_leftovers, set_aside
 from mxtrain.run_folder.lock import lock_owner
 from mxtrain.run_folder.manifest import MANIFEST_FILE, DamagedCheckpoint, check_hashes, hash_file, read_manifest
-from mxtrain.run_folder.start import CheckpointSettings, Start, find_start
+from mxtrain.run_folder.start import CheckpointSettings, Start, begin_again, find_start
 from mxtrain.titan.agreement import is_rank_0, look_together, run_on_all_ranks
 
 READERS = 8
@@ -46,9 +46,11 @@ def verified_start(folder: Path, checkpoint: CheckpointSettings) -> Start:
         damaged[start.checkpoint.name] = damage
     run_on_all_ranks(None)  # every rank has looked before anything moves
     aside = [folder / checkpoint.folder / name for name in damaged]
+    again = _on_rank_0(lambda: begin_again(folder, checkpoint))
     _on_rank_0(lambda: clear_leftovers(folder / checkpoint.folder))
     _on_rank_0(lambda: [str(set_aside(path)) for path in aside])
-    return replace(start, abandoned=tuple(path for path in start.abandoned if path not in aside))
+    abandoned = tuple(path for path in start.abandoned if path not in aside)
+    return replace(start, notes=(*again, *start.notes), abandoned=abandoned)
 
 
 def _require_shared(folder: Path) -> None:

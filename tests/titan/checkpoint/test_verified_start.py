@@ -1,5 +1,6 @@
 """Damaged checkpoints are found before a run loads them, by ranks that share the reading."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,7 +121,7 @@ def test_a_rank_that_comes_late_finds_what_the_first_one_found(tmp_path, monkeyp
     monkeypatch.setattr(module, "run_on_all_ranks", exchange)
     monkeypatch.setattr(agreement, "run_on_all_ranks", exchange)
     start = verified_start(tmp_path, ON)
-    assert found_late == [start] and start.notes[0].startswith("the run in this folder ended near step 7")
+    assert found_late == [replace(start, notes=())] and start.notes[0].startswith("the run in this folder ended near")
     assert not (tmp_path / "checkpoint").exists()
 
 
