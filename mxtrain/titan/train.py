@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -13,7 +13,7 @@ import torch
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
-from mxtrain.analysis import closing_summary
+from mxtrain.analysis import closing_summary, load_run
 from mxtrain.analysis.runs import NONFINITE_WEIGHTS, SETTING_CHANGES
 from mxtrain.config import dump_config, load_config
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
@@ -173,6 +173,7 @@ class _Trainer(Trainer):
             # Only now: a run that was refused or failed before leaves the folder as it was.
             for path in self._start.abandoned:
                 set_aside(path)
+            self._note_missed_validation()
         if self.step >= self.job_config.training.steps:
             return  # nothing is left to train, and TorchTitan's schedule fails for steps after its end
         rates = apply_settings(self.optimizers, self.lr_schedulers)
@@ -181,6 +182,15 @@ class _Trainer(Trainer):
         if self.step > 0 and self._changes:
             # config.toml will have the new settings alone. One event, because wandb keeps one for each step.
             log_event(self.metrics_processor, self.step + 1, "; ".join(self._changes))
+
+    def _note_missed_validation(self) -> None:
+        """Tell the user if the run was stopped in the validation after the step that is loaded."""
+        if not self.job_config.validation.enable or not self.validator.should_validate(self.step):
+            return
+        with suppress(ConfigError):  # metrics of a new run, or damaged ones
+            validated = [row["step"] for row in load_run(self.job_config.job.dump_folder).validation]
+            if validated and self.step not in validated:
+                terminal.note(f"metrics.jsonl has no validation of step {self.step}, and gets none")
 
     def batch_generator(self, data_iterable):
         for inputs, labels in super().batch_generator(data_iterable):

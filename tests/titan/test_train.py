@@ -55,6 +55,20 @@ def test_a_seed_fixes_the_curve(one):
     assert one["mxnorm again"].losses == one["mxnorm"].losses[:3]
 
 
+@pytest.mark.parametrize("step, validated, is_missed", [(6, [1, 3], True), (3, [1, 3], False), (7, [1], False)])
+def test_a_validation_in_which_the_run_was_stopped_is_missed(tmp_path, monkeypatch, step, validated, is_missed):
+    rows = [{"step": n, "loss": 3.0} for n in range(1, step + 1)] + [
+        {"step": n, "validation_loss": 3.0} for n in validated
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    trainer, notes = _Trainer.__new__(_Trainer), []
+    trainer.job_config = parse_job_config([f"--job.dump_folder={tmp_path}", "--validation.enable"])
+    trainer.validator, trainer.step = SimpleNamespace(should_validate=lambda step: step % 3 == 0), step
+    monkeypatch.setattr("mxtrain.titan.reports.terminal.note", notes.append)
+    trainer._note_missed_validation()
+    assert notes == (["metrics.jsonl has no validation of step 6, and gets none"] if is_missed else [])
+
+
 def test_validation_follows_the_training_text_without_changing_it(one):
     run = one["validation follows"]
     assert run.losses == one["mxnorm"].losses[:1]  # the same prepared text, whose validation part is read
