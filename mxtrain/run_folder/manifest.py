@@ -45,6 +45,8 @@ class Manifest:
     versions: dict[str, str | None] = field(default_factory=dict)
     tokenizer_sha256: str | None = None
     processes: int = 1
+    defaults: dict = field(default_factory=dict)
+    """Full name of each setting that a resumed run is compared by -> its default, which a later version may change"""
 
 
 def hash_file(path: Path) -> FileRecord:
@@ -80,6 +82,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         if content["format"] != FORMAT:
             raise DamagedCheckpoint(f"{MANIFEST_FILE} has format {content['format']}, and this version reads {FORMAT}")
         content["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
+        content.setdefault("defaults", {})  # manifests of earlier versions have none
         return Manifest(**{f.name: content[f.name] for f in fields(Manifest)})
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} is missing") from None

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+
+from pydantic_core import to_jsonable_python
 
 from mxtrain.analysis.runs import SETTING_CHANGES
 from mxtrain.data.config import DATASETS
 from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import Field
-from mxtrain.settings.resume_classes import ResumeClass, class_of
+from mxtrain.settings.resume_classes import ResumeClass, class_of, classes_of
 from mxtrain.settings.values import Settings
 
 BATCH = "training.global_batch_size"
@@ -23,12 +26,27 @@ class Change:
     resume_class: ResumeClass
 
 
-def settings_before(tables: Mapping, known: Mapping[str, Field]) -> Settings:
+def settings_before(
+    tables: Mapping, known: Mapping[str, Field], defaults: Mapping[str, object] = MappingProxyType({})
+) -> Settings:
     """Return the settings of a run so far from the nested tables that it kept, which hold no defaults.
 
     A setting that this version does not know is left out. A value that this version refuses stays as it is.
+
+    Args:
+        defaults: the defaults that the run had, by full name. Of other settings it had those of this version.
     """
-    return Settings(known, dict(_known_values(tables, known)))
+    had = {name: _as_checked(known[name], value) for name, value in defaults.items() if name in known}
+    return Settings(known, had | dict(_known_values(tables, known)))
+
+
+def compared_defaults(known: Mapping[str, Field]) -> dict[str, object]:
+    """Return the defaults of all settings but those that a resumed run may change freely, by full name.
+
+    Settings of a user's own module are left out. The values are JSON values.
+    """
+    names = [name for name in known if set(classes_of(name)) - {ResumeClass.FREE}]
+    return {name: to_jsonable_python(known[name].default) for name in names}
 
 
 def changes(before: Settings, now: Settings, batch_before: int | None, batch_now: int) -> list[Change]:

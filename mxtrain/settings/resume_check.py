@@ -26,7 +26,7 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
     if start.step == 0:
         return []
     manifest = read_manifest(start.checkpoint)
-    before = settings_before(manifest.settings, settings.known)
+    before = settings_before(manifest.settings, settings.known, manifest.defaults)
     found = changes(
         before, settings, global_batch_size(before, manifest.processes), global_batch_size(settings, processes)
     )
@@ -45,7 +45,8 @@ def moved_entries(start: Start, settings: Settings) -> list[tuple[Entry, Entry]]
     """
     if start.step == 0:
         return []
-    return _moved(settings_before(read_manifest(start.checkpoint).settings, settings.known), settings)
+    manifest = read_manifest(start.checkpoint)
+    return _moved(settings_before(manifest.settings, settings.known, manifest.defaults), settings)
 
 
 def _moved(before: Settings, now: Settings) -> list[tuple[Entry, Entry]]:

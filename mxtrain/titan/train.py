@@ -23,11 +23,12 @@ from mxtrain.rng.rounding_position import set_rounding_step
 from mxtrain.run_folder.checkpoints import set_aside
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.lock import locked
-from mxtrain.run_folder.manifest import Manifest
+from mxtrain.run_folder.manifest import Manifest, read_manifest
 from mxtrain.run_folder.start import CheckpointSettings, Start, find_start, latest_checkpoint, require_folder
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.own_modules import search_beside
 from mxtrain.settings.read import config_file, places
+from mxtrain.settings.resume_changes import compared_defaults
 from mxtrain.settings.resume_check import check_resume, moved_entries
 from mxtrain.settings.resume_run import resolved
 from mxtrain.titan import finite
@@ -282,7 +283,7 @@ def _start(job_config) -> tuple[Start, list[str]]:
     """
     start = verified_start(Path(job_config.job.dump_folder), CheckpointSettings.of(job_config.checkpoint))
     changes = check_resume(start, settings_of(job_config), torch.distributed.get_world_size())
-    for line in (*start.notes, *changes):
+    for line in (*start.notes, *changes, *_other_versions(start)):
         terminal.note(line)
     if start.step >= job_config.training.steps:
         terminal.note(
@@ -298,6 +299,15 @@ def _start(job_config) -> tuple[Start, list[str]]:
     return start, [line for line in changes if SETTING_CHANGES in line]
 
 
+def _other_versions(start: Start) -> list[str]:
+    """Return a line for the user if the checkpoint of a run that goes on was saved with other versions."""
+    if start.step == 0:
+        return []
+    before, now = read_manifest(start.checkpoint).versions, package_versions()
+    changed = [f"{name} {before[name]} to {now[name]}" for name in now if name in before and before[name] != now[name]]
+    return [f"since this checkpoint versions have changed: {', '.join(changed)}"] if changed else []
+
+
 def _manifest(job_config, dataloader) -> Manifest:
     """Return what the manifests of all checkpoints of a run have in common."""
     return Manifest(
@@ -305,6 +315,7 @@ def _manifest(job_config, dataloader) -> Manifest:
         holds_trainer=False,
         files={},
         settings=resolved_settings(job_config),
+        defaults=compared_defaults(settings_of(job_config).known),
         versions=package_versions(),
         tokenizer_sha256=getattr(dataloader, "tokenizer_sha256", None),  # a model of the user's may have its own loader
         processes=torch.distributed.get_world_size(),

@@ -1,10 +1,12 @@
 """The manifest of a checkpoint, and what it finds out about damaged files."""
 
 import json
+from dataclasses import asdict
 from hashlib import sha256
 
 import pytest
 
+from mxtrain.run_folder import manifest as module
 from mxtrain.run_folder.manifest import (
     MANIFEST_FILE,
     DamagedCheckpoint,
@@ -27,7 +29,8 @@ def checkpoint(tmp_path):
     files = {name: hash_file(tmp_path / name) for name in CONTENT}
     tensors = {"norm.weight": {"shape": [4], "dtype": "float32"}}
     settings = {"optimizer": {"lr": 1e-3}, "model": {"converters": ["mxnorm"]}}
-    write_manifest(tmp_path, Manifest(7, True, files, tensors, settings, {"torch": None}, "ab" * 32, 2))
+    facts = ({"torch": None}, "ab" * 32, 2, {"mxnorm.p": 2})
+    write_manifest(tmp_path, Manifest(7, True, files, tensors, settings, *facts))
     return tmp_path
 
 
@@ -39,8 +42,16 @@ def test_it_reads_back_as_written(checkpoint):
     assert (manifest.step, manifest.holds_trainer, manifest.processes) == (7, True, 2)
     assert manifest.settings == {"optimizer": {"lr": 1e-3}, "model": {"converters": ["mxnorm"]}}
     assert manifest.tensors["norm.weight"]["shape"] == [4] and manifest.versions == {"torch": None}
+    assert manifest.defaults == {"mxnorm.p": 2}
     check_sizes(checkpoint, manifest)
     check_hashes(checkpoint, manifest, manifest.files)
+
+
+def test_a_manifest_of_a_version_that_kept_no_defaults(tmp_path):
+    content = {"format": 1, **asdict(Manifest(7, True, {}))}
+    del content["defaults"]
+    (tmp_path / "manifest.json").write_text(json.dumps({**content, "sha256": module._own_hash(content)}))
+    assert read_manifest(tmp_path) == Manifest(7, True, {})
 
 
 def remove(path):

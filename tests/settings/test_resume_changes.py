@@ -1,10 +1,13 @@
 """What a resumed run may change."""
 
+import json
+
 import pytest
 
 from mxtrain.errors import ConfigError
 from mxtrain.settings.read import known_fields
-from mxtrain.settings.resume_changes import changes, report, require_allowed, settings_before
+from mxtrain.settings.resume_changes import changes, compared_defaults, report, require_allowed, settings_before
+from mxtrain.settings.resume_classes import ResumeClass
 from mxtrain.settings.values import Settings
 
 KNOWN = known_fields()
@@ -36,6 +39,18 @@ FREE = [
 @pytest.mark.parametrize("now", FREE, ids=lambda now: next(iter(now)))
 def test_free(now):
     assert lines({"training.dataset": "python"}, {"training.dataset": "python", **now}) == []
+
+
+def test_a_run_keeps_the_defaults_that_it_had():
+    """An upgrade that changes a default must not change a run in silence."""
+    kept = compared_defaults(KNOWN)
+    assert json.loads(json.dumps(kept)) == kept and (kept["mxnorm.p"], kept["training.steps"]) == (2, 10_000)
+    assert not {"checkpoint.interval", "mxnorm.mode"} & kept.keys()
+    before = settings_before({"optimizer": {"lr": 0.5}}, KNOWN, {**kept, "gone.by": 1})
+    assert changes(before, Settings(KNOWN, {"optimizer.lr": 0.5}), 8, 8) == []
+    earlier = settings_before({"optimizer": {"lr": 0.5}}, KNOWN, {**kept, "mxnorm.p": 1, "optimizer.lr": 0.1})
+    (change,) = changes(earlier, Settings(KNOWN, {"optimizer.lr": 0.5}), 8, 8)
+    assert (change.name, change.old, change.new, change.resume_class) == ("mxnorm.p", 1, 2, ResumeClass.REFUSED)
 
 
 def test_applied_and_reported():

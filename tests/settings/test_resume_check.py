@@ -38,6 +38,12 @@ def test_the_manifest_of_the_checkpoint_counts(start):
     assert check_resume(start, allowed, 1) == ["training.global_batch_size changes from 16 to 8 at step 6"]
 
 
+def test_the_defaults_of_its_version_count(start):
+    write_manifest(start.checkpoint, Manifest(5, True, {}, defaults={"mxnorm.p": 1}))
+    with pytest.raises(ConfigError, match="mxnorm.p = 2, but .* was trained with 1; set it to 1, or allow the change"):
+        check_resume(start, now(), 1)
+
+
 def test_entries_of_the_schedule_that_move_with_the_number_of_steps_are_reported(start):
     entries = [{"from_share": 0.9, "recipe": "bf16"}, {"from_step": 1, "until_step": 2, "p": 1}]
     model, mxnorm = {"converters": ["mxnorm"]}, {"schedule": entries}

@@ -23,11 +23,12 @@ from mxtrain.analysis import load_run
 from mxtrain.analysis.runs import NONFINITE_WEIGHTS
 from mxtrain.rng.rounding_position import position_as_set
 from mxtrain.run_folder.checkpoints import Checkpoints
+from mxtrain.run_folder.manifest import Manifest, write_manifest
 from mxtrain.run_folder.start import Start
 from mxtrain.titan.finite import LossWatch, NonFiniteError
 from mxtrain.titan.parse import non_default_values, parse_job_config, resolved_settings
 from mxtrain.titan.stop import Stop, StopSignals
-from mxtrain.titan.train import Trainer, _train, _Trainer, _write_resolved_config
+from mxtrain.titan.train import Trainer, _other_versions, _train, _Trainer, _write_resolved_config
 
 LEARNERS = ("mxnorm", "exact", "post_round", "mx_linear", "mixed", "bf16", "nvfp4", "deepseek_v3", "llama4", "qwen3")
 
@@ -67,6 +68,18 @@ def test_a_validation_in_which_the_run_was_stopped_is_missed(tmp_path, monkeypat
     monkeypatch.setattr("mxtrain.titan.reports.terminal.note", notes.append)
     trainer._note_missed_validation()
     assert notes == (["metrics.jsonl has no validation of step 6, and gets none"] if is_missed else [])
+
+
+def test_versions_that_have_changed_are_named(tmp_path, monkeypatch):
+    checkpoint = tmp_path / "step-5"
+    checkpoint.mkdir()
+    write_manifest(checkpoint, Manifest(5, True, {}, versions={"torch": "2.11.0", "triton": None, "gone": "1"}))
+    monkeypatch.setattr("mxtrain.titan.train.package_versions", lambda: {"torch": "2.13.0", "triton": None, "new": "1"})
+    assert _other_versions(Start(5, (), checkpoint)) == [
+        "since this checkpoint versions have changed: torch 2.11.0 to 2.13.0"
+    ]
+    monkeypatch.setattr("mxtrain.titan.train.package_versions", lambda: {"torch": "2.11.0"})
+    assert _other_versions(Start(5, (), checkpoint)) == _other_versions(Start(0)) == []
 
 
 def test_validation_follows_the_training_text_without_changing_it(one):
