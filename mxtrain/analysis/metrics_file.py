@@ -84,6 +84,15 @@ def metrics_of_run(folder: Path) -> list[dict]:
     return read_metrics(folder / METRICS_FILE)
 
 
+def lacks_validation(path: Path, step: int) -> bool:
+    """Return whether a run's metrics have no validation of a step. False if they cannot be read."""
+    try:
+        rows = read_metrics(path)
+    except ConfigError:
+        return False
+    return not any(row["step"] == step and "validation_loss" in row for row in rows)
+
+
 class MetricsWriter:
     """Appends rows to ``path``, each as soon as it is written.
 

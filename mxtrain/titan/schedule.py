@@ -62,19 +62,29 @@ class RecipeSwitch:
         if self._entries or self.guard:
             allow_recompiling(model_parts, (len(self._switches) + 1) * (2 if self.guard else 1))
 
+    def return_to(self, step: int) -> None:
+        """Give the layers of a run that resumes their states of its last step, for a validation, and tell nobody."""
+        self._set_step(step, self._falls_back(step))
+
     def begin_step(self, step: int) -> None:
         """Give the layers their states of ``step``, before its first forward."""
-        falls_back = self.guard is not None and self.guard.falls_back(step)
+        falls_back = self._falls_back(step)
         is_first = self._last_step is None
         if is_first or step in self._switches or falls_back != self._fell_back:
-            for part in self._parts:
-                set_step(part, step, falls_back)
+            self._set_step(step, falls_back)
             for line in self._in_effect(step) if is_first else ():
                 terminal.note(line)
             for text, details in self._events(step, falls_back):
                 terminal.note(f"step {step}: {text}{details}")
                 self._log_event(step, text)
         self._last_step, self._fell_back = step, falls_back
+
+    def _falls_back(self, step: int) -> bool:
+        return self.guard is not None and self.guard.falls_back(step)
+
+    def _set_step(self, step: int, falls_back: bool) -> None:
+        for part in self._parts:
+            set_step(part, step, falls_back)
 
     def _events(self, step: int, falls_back: bool) -> Iterator[tuple[str, str]]:
         """Yield what begins or ends with a step: a few words, and details."""

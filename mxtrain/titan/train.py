@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -13,7 +13,8 @@ import torch
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
-from mxtrain.analysis import closing_summary, load_run
+from mxtrain.analysis import closing_summary
+from mxtrain.analysis.metrics_file import lacks_validation
 from mxtrain.analysis.runs import NONFINITE_WEIGHTS, SETTING_CHANGES
 from mxtrain.config import dump_config, load_config
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
@@ -21,7 +22,7 @@ from mxtrain.launched import report_stop
 from mxtrain.nn.ready_weights import ReadyWeights
 from mxtrain.rng.rounding_position import set_rounding_step
 from mxtrain.run_folder.checkpoints import set_aside
-from mxtrain.run_folder.files import CONFIG_FILE
+from mxtrain.run_folder.files import CONFIG_FILE, METRICS_FILE
 from mxtrain.run_folder.lock import locked
 from mxtrain.run_folder.manifest import Manifest, read_manifest
 from mxtrain.run_folder.start import CheckpointSettings, Start, find_start, latest_checkpoint, require_folder
@@ -32,6 +33,7 @@ from mxtrain.settings.resume_changes import compared_defaults
 from mxtrain.settings.resume_check import check_resume, moved_entries
 from mxtrain.settings.resume_run import resolved
 from mxtrain.titan import finite
+from mxtrain.titan.agreement import run_on_all_ranks
 from mxtrain.titan.buffers import kept_buffers
 from mxtrain.titan.checkpoint.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer, SaveError
 from mxtrain.titan.checkpoint.random_state import RandomState
@@ -41,7 +43,7 @@ from mxtrain.titan.checkpoint.verified_start import verified_start
 from mxtrain.titan.finite import LossWatch, NonFiniteError, nonfinite_weights
 from mxtrain.titan.parallel.check_layout import check_model_layout
 from mxtrain.titan.parallel.context import correct_max_loss, tokens_of_other_ranks
-from mxtrain.titan.parallel.pipeline import LossPerToken, SharedLoss, Stage
+from mxtrain.titan.parallel.pipeline import FINDS_SHAPES_AGAIN, LossPerToken, SharedLoss, Stage
 from mxtrain.titan.parallel.replicate import Layout
 from mxtrain.titan.parse import parse_job_config, resolved_settings, settings_of
 from mxtrain.titan.reports import terminal
@@ -66,6 +68,8 @@ class _Trainer(Trainer):
     run draws the same random bits as an uninterrupted run.
 
     It gives the optimizer of a resumed run its present settings, where the checkpoint has those of the run so far.
+
+    It begins with the validation of the checkpoint's step, where a kill came before that.
 
     It casts the weights once per step, if a step has several microbatches and the weights stay the same between them.
 
@@ -174,7 +178,7 @@ class _Trainer(Trainer):
             # Only now: a run that was refused or failed before leaves the folder as it was.
             for path in self._start.abandoned:
                 set_aside(path)
-            self._note_missed_validation()
+        self._validate_if_missing()
         if self.step >= self.job_config.training.steps:
             return  # nothing is left to train, and TorchTitan's schedule fails for steps after its end
         rates = apply_settings(self.optimizers, self.lr_schedulers)
@@ -184,14 +188,21 @@ class _Trainer(Trainer):
             # config.toml will have the new settings alone. One event, because wandb keeps one for each step.
             log_event(self.metrics_processor, self.step + 1, "; ".join(self._changes))
 
-    def _note_missed_validation(self) -> None:
-        """Tell the user if the run was stopped in the validation after the step that is loaded."""
-        if not self.job_config.validation.enable or not self.validator.should_validate(self.step):
+    def _validate_if_missing(self) -> None:
+        """Validate the step from which the run resumes, if a kill came between its checkpoint and its validation."""
+        of_own_step = self._start.step > 0 and self._start.checkpoint.parent == Path(self.checkpointer.folder)
+        if not (of_own_step and self.job_config.validation.enable and self.validator.should_validate(self.step)):
             return
-        with suppress(ConfigError):  # metrics of a new run, or damaged ones
-            validated = [row["step"] for row in load_run(self.job_config.job.dump_folder).validation]
-            if validated and self.step not in validated:
-                terminal.note(f"metrics.jsonl has no validation of step {self.step}, and gets none")
+        metrics = Path(self.job_config.job.dump_folder) / METRICS_FILE
+        ranks = run_on_all_ranks((lambda: lacks_validation(metrics, self.step)) if _is_first() else None)
+        if not ranks[0]["result"]:
+            return
+        if self.parallel_dims.pp_enabled and not FINDS_SHAPES_AGAIN:
+            terminal.note(f"step {self.step} was saved and not validated: this PyTorch cannot begin a pipeline so")
+            return
+        terminal.note(f"step {self.step} was saved and not validated: its validation comes first")
+        self._switch.return_to(self.step)
+        self.validator.validate(self.model_parts, self.step)
 
     def batch_generator(self, data_iterable):
         for inputs, labels in super().batch_generator(data_iterable):

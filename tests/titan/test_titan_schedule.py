@@ -101,8 +101,19 @@ def test_entries_that_move_when_a_run_resumes_begin_and_end_with_an_event(before
     (old,), (new,) = (parse_entries([{"from_share": 0.9, "recipe": "bf16"}], steps, {}, "s") for steps in (before, now))
     logged = []
     job_config = parse_job_config(["--model.name=llama3", "--model.flavor=debugmodel", "--model.converters=mxnorm"])
-    RecipeSwitch(job_config, [], lambda step, text: logged.append(text), [(old, new)]).begin_step(step)
+    switch = RecipeSwitch(job_config, [], lambda step, text: logged.append(text), [(old, new)])
+    switch.return_to(step - 1)  # for a validation
+    assert logged == []
+    switch.begin_step(step)
     assert logged == expected
+
+
+def test_a_validation_of_the_last_step_has_the_recipes_of_that_step(monkeypatch):
+    given = []
+    monkeypatch.setattr("mxtrain.titan.schedule.set_step", lambda *state: given.append(state))
+    job_config = parse_job_config(["--model.name=llama3", "--model.flavor=debugmodel", "--model.converters=mxnorm"])
+    RecipeSwitch(job_config, ["stage 0", "stage 1"], None).return_to(7)
+    assert given == [("stage 0", 7, False), ("stage 1", 7, False)]
 
 
 def test_an_entry_that_moved_is_noted_once(monkeypatch):

@@ -56,20 +56,6 @@ def test_a_seed_fixes_the_curve(one):
     assert one["mxnorm again"].losses == one["mxnorm"].losses[:3]
 
 
-@pytest.mark.parametrize("step, validated, is_missed", [(6, [1, 3], True), (3, [1, 3], False), (7, [1], False)])
-def test_a_validation_in_which_the_run_was_stopped_is_missed(tmp_path, monkeypatch, step, validated, is_missed):
-    rows = [{"step": n, "loss": 3.0} for n in range(1, step + 1)] + [
-        {"step": n, "validation_loss": 3.0} for n in validated
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    trainer, notes = _Trainer.__new__(_Trainer), []
-    trainer.job_config = parse_job_config([f"--job.dump_folder={tmp_path}", "--validation.enable"])
-    trainer.validator, trainer.step = SimpleNamespace(should_validate=lambda step: step % 3 == 0), step
-    monkeypatch.setattr("mxtrain.titan.reports.terminal.note", notes.append)
-    trainer._note_missed_validation()
-    assert notes == (["metrics.jsonl has no validation of step 6, and gets none"] if is_missed else [])
-
-
 def test_versions_that_have_changed_are_named(tmp_path, monkeypatch):
     checkpoint = tmp_path / "step-5"
     checkpoint.mkdir()
@@ -237,6 +223,23 @@ def test_weights_that_are_not_finite_are_not_saved_though_every_loss_was(trainer
         f"{found.replace('4', '5')}; no checkpoint is saved",
     ]
     assert stops.checkpointer.saved == goes_on.checkpointer.saved == (2,)
+
+
+@pytest.mark.parametrize("pipeline, can_validate", [(False, False), (True, True), (True, False)])
+def test_a_validation_is_made_up_for_where_a_pipeline_can(trainer, monkeypatch, tmp_path, pipeline, can_validate):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 4, "loss": 2.0}\n')
+    monkeypatch.setattr("mxtrain.titan.train.FINDS_SHAPES_AGAIN", can_validate)
+    one, validated = trainer(), []
+    one.job_config.validation.enable = True
+    one.validator = SimpleNamespace(
+        should_validate=lambda step: step == 4, validate=lambda parts, step: validated.append(step)
+    )
+    one.step, one.parallel_dims.pp_enabled = 4, pipeline
+    for folder in (tmp_path / "of another run", tmp_path / "checkpoint"):
+        assert validated == []
+        one.checkpointer.folder, one._start = str(tmp_path / "checkpoint"), Start(4, checkpoint=folder / "step-4")
+        one._validate_if_missing()
+    assert validated == ([4] if can_validate or not pipeline else [])
 
 
 def test_a_stop_signal_saves_the_step_in_which_it_came(trainer):

@@ -87,6 +87,8 @@ class Resumed:
     step: int
     """The copy has no later checkpoints"""
     flags: list[str] = field(default_factory=list)
+    is_validated: bool = True
+    """Else the run was killed before the validation of this step"""
 
 
 Runs = dict[str, list[str] | Resumed]
@@ -153,6 +155,8 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
                 steps(4),
             ],
             "validated, resumed": Resumed("validated", 1),
+            "killed in a validation": Resumed("validated", 2, is_validated=False),
+            "killed in the last validation": Resumed("validated", 4, is_validated=False),
             "scheduled": [*SCHEDULE_ENTRIES, *GUARD, *SPIKE, steps(7)],
             "scheduled, resumed": Resumed("scheduled", 4),
             "scheduled, another entry": Resumed("scheduled", 4, ["--mxnorm.schedule", "{from_step = 4, p = 1}"]),
@@ -439,6 +443,11 @@ def _copy_to_resume(folder: Path, name: str, resumed: Resumed, is_first: bool) -
         for checkpoint in (part / "checkpoint").glob("step-*"):
             if int(checkpoint.name.removeprefix("step-")) > resumed.step:
                 shutil.rmtree(checkpoint)
+        if not resumed.is_validated:
+            rows = (part / "metrics.jsonl").read_text().splitlines(keepends=True)
+            kept = [row for row in rows if f'"step": {resumed.step}, "validation_loss"' not in row]
+            assert len(kept) < len(rows)
+            (part / "metrics.jsonl").write_text("".join(kept))
         part.rename(copy)
     while not copy.exists():
         time.sleep(0.01)

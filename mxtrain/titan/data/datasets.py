@@ -118,7 +118,7 @@ def build_validator(
         dataset = _token_dataset(job_config, "validation", tokens, dp_rank, dp_world_size, infinite=False)
         sequences = dataset.samples(job_config.validation.steps)
         run_on_all_ranks(partial(keep_validation_text, job_config, tokens, sequences) if is_rank_0() else None)
-    # With a generator of its own, as in training: a resumed run does not repeat the validation after its checkpoint.
+    # With a generator of its own, as in training: a resumed run does not repeat the validations before it.
     loader = ParallelAwareDataloader(dataset, dp_rank, dp_world_size, generator=torch.Generator(), **options)
     return LoaderValidator(job_config, loader, tokenizer=tokenizer, **parts)
 

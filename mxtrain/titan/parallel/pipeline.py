@@ -100,7 +100,10 @@ class SharedLoss:
 
 
 FINDS_SHAPES_AGAIN = hasattr(PipelineStage, "_post_metadata_inference_cleanup")
-"""Whether stages may exchange other shapes in validation than in training: not in PyTorch 2.11"""
+"""
+Whether stages may exchange other shapes in validation than in training, and be validated before they train: not in
+PyTorch 2.11, whose buffers of a first validation take no gradients
+"""
 
 
 class Stage(PipelineStage):
