@@ -46,7 +46,7 @@ class Manifest:
     tokenizer_sha256: str | None = None
     processes: int = 1
     defaults: dict = field(default_factory=dict)
-    """Full name of each setting that a resumed run is compared by -> its default, which a later version may change"""
+    """Full name of each setting -> its default when the checkpoint was saved, which a later version may change"""
 
 
 def hash_file(path: Path) -> FileRecord:

@@ -40,13 +40,12 @@ def settings_before(
     return Settings(known, had | dict(_known_values(tables, known)))
 
 
-def compared_defaults(known: Mapping[str, Field]) -> dict[str, object]:
-    """Return the defaults of all settings but those that a resumed run may change freely, by full name.
+def kept_defaults(known: Mapping[str, Field]) -> dict[str, object]:
+    """Return the defaults of all settings but those of a user's own module, by full name, as JSON values.
 
-    Settings of a user's own module are left out. The values are JSON values.
+    Those that a resumed run may change freely are among them: the number of sequences per step follows from some.
     """
-    names = [name for name in known if set(classes_of(name)) - {ResumeClass.FREE}]
-    return {name: to_jsonable_python(known[name].default) for name in names}
+    return {name: to_jsonable_python(known[name].default) for name in known if classes_of(name)}
 
 
 def changes(before: Settings, now: Settings, batch_before: int | None, batch_now: int) -> list[Change]:

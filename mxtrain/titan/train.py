@@ -29,7 +29,7 @@ from mxtrain.run_folder.start import CheckpointSettings, Start, find_start, late
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.own_modules import search_beside
 from mxtrain.settings.read import config_file, places
-from mxtrain.settings.resume_changes import compared_defaults
+from mxtrain.settings.resume_changes import kept_defaults
 from mxtrain.settings.resume_check import check_resume, moved_entries
 from mxtrain.settings.resume_run import resolved
 from mxtrain.titan import finite
@@ -326,7 +326,7 @@ def _manifest(job_config, dataloader) -> Manifest:
         holds_trainer=False,
         files={},
         settings=resolved_settings(job_config),
-        defaults=compared_defaults(settings_of(job_config).known),
+        defaults=kept_defaults(settings_of(job_config).known),
         versions=package_versions(),
         tokenizer_sha256=getattr(dataloader, "tokenizer_sha256", None),  # a model of the user's may have its own loader
         processes=torch.distributed.get_world_size(),
