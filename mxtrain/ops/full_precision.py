@@ -21,9 +21,13 @@ _UNCHANGED = contextlib.nullcontext()
 
 
 def full_precision(a: torch.Tensor) -> contextlib.AbstractContextManager:
-    """A context in which products of tensors like ``a`` have fp32 sums. ``torch.compile`` cannot trace it."""
-    setting = _to_change(a.dtype, a.is_cuda)
-    return _UNCHANGED if setting is None else _set(*setting)
+    """A context in which products of tensors like ``a`` have fp32 sums.
+
+    ``torch.compile`` can trace it only where PyTorch's settings need no change.
+    """
+    if is_full_precision(a.dtype, a.is_cuda):
+        return _UNCHANGED
+    return _set(*_to_change(a.dtype, a.is_cuda))
 
 
 @torch.compiler.assume_constant_result
