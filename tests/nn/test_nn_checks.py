@@ -85,29 +85,22 @@ def test_fsdp_must_not_free_the_gain_before_the_linears(mesh):
         assert torch.equal(got, expected)
 
 
-def test_a_reentrant_checkpoint_must_not_lose_gradients():
-    """Such a checkpoint passes gradients to tensors only, and the norm's result is none."""
+@pytest.mark.parametrize(
+    "module, message",
+    [
+        ("attention", "loses their gradients: set use_reentrant=False"),  # it passes gradients to tensors only
+        ("norm", "makes its result a plain tuple: set use_reentrant=False"),
+    ],
+)
+def test_a_reentrant_checkpoint_must_not_lose_gradients(module, message):
     want = gradients(converted())
     for reentrant in (True, False):
         layer = converted()
-        attend = layer.attention.forward
-        layer.attention.forward = lambda x: checkpoint(attend, x, use_reentrant=reentrant)  # noqa: B023
+        part = getattr(layer, module)
+        forward = part.forward
+        part.forward = lambda x: checkpoint(forward, x, use_reentrant=reentrant)  # noqa: B023
         if reentrant:
-            with pytest.raises(ConfigError, match="loses their gradients: set use_reentrant=False"):
-                gradients(layer)
-        else:
-            assert all(torch.equal(got, expected) for got, expected in zip(gradients(layer), want, strict=True))
-
-
-def test_a_reentrant_checkpoint_of_the_norm_alone():
-    """It makes a plain tuple of the named one that the linears take."""
-    want = gradients(converted())
-    for reentrant in (True, False):
-        layer = converted()
-        normalize = layer.norm.forward
-        layer.norm.forward = lambda x: checkpoint(normalize, x, use_reentrant=reentrant)  # noqa: B023
-        if reentrant:
-            with pytest.raises(ConfigError, match="makes its result a plain tuple: set use_reentrant=False"):
+            with pytest.raises(ConfigError, match=message):
                 gradients(layer)
         else:
             assert all(torch.equal(got, expected) for got, expected in zip(gradients(layer), want, strict=True))

@@ -80,8 +80,8 @@ def _same_start(folder: Path, checkpoint: CheckpointSettings, damaged: dict[str,
             one, other = first["result"]["name"], rank["result"]["name"]
             another = "another " if other == one else ""
             raise ConfigError(
-                f"job.dump_folder = {str(folder)!r}: node {first['node']} would start from {one} and node "
-                f"{rank['node']} from {another}{other}; all nodes must see the same checkpoints"
+                f"node {first['node']} would start from {one} and node {rank['node']} from {another}{other}: all nodes "
+                "must see the same files in job.dump_folder and checkpoint.initial_load_path"
             )
     return found[-1]
 

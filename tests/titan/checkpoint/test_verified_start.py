@@ -156,7 +156,7 @@ def test_nodes_that_see_other_checkpoints_are_refused(tmp_path, second_node):
         return lambda mine: {"name": name, "sha256": "abc"} if "sha256" in mine else mine
 
     second_node(sees("step-3"))
-    require_refusal(tmp_path, "node a would start from step-6 and node b from step-3; all nodes must see the same")
+    require_refusal(tmp_path, "node a would start from step-6 and node b from step-3: all nodes must see the same")
     second_node(sees("no checkpoint"))
     require_refusal(tmp_path, "node a would start from step-6 and node b from no checkpoint")
     second_node(sees("step-6"))
