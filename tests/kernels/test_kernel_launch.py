@@ -260,6 +260,7 @@ def test_which_gpus_round_to_fp8_and_fp4(monkeypatch):
     assert not device.converts_fp8(torch.empty(1)) and not device.converts_fp4(torch.empty(1))
 
 
+@pytest.mark.usefixtures("device")
 def test_dynamo_does_not_trace_the_checks_of_kernels_which_still_raise():
     targets = set()
 
