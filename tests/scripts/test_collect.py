@@ -1,5 +1,6 @@
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,14 @@ def test_a_run_whose_weights_are_not_finite_is_a_row_that_does_not_count(tmp_pat
     assert [(result.seed, result.problem) for result in results] == [(0, ""), (1, "its loss is not finite")]
     (group,) = compare(results)
     assert "does not count: its loss is not finite" in group.notes[0] and group.cells[0].count == 1
+
+
+def test_a_run_that_shared_its_gpu_has_no_speed(tmp_path):
+    run = make_run(tmp_path / "a", [4.0, 3.0, 3.0])
+    for csv, options in ((tmp_path / "own.csv", []), (tmp_path / "shared.csv", ["--no-speed"])):
+        assert collect.main([str(csv), str(run), *options]) == 0
+    (own,), (shared,) = (read_results(tmp_path / name)[0] for name in ("own.csv", "shared.csv"))
+    assert own.tokens_per_second and shared == replace(own, name=shared.name, tokens_per_second=None)
 
 
 @pytest.mark.parametrize("table", sorted(EVIDENCE.glob("*.csv")), ids=lambda path: path.stem)
