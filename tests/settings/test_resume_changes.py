@@ -6,7 +6,14 @@ import pytest
 
 from mxtrain.errors import ConfigError
 from mxtrain.settings.read import known_fields
-from mxtrain.settings.resume_changes import changes, kept_defaults, report, require_allowed, settings_before
+from mxtrain.settings.resume_changes import (
+    changes,
+    kept_defaults,
+    other_defaults,
+    report,
+    require_allowed,
+    settings_before,
+)
 from mxtrain.settings.resume_classes import ResumeClass
 from mxtrain.settings.values import Settings
 
@@ -51,6 +58,14 @@ def test_a_run_keeps_the_defaults_that_it_had():
     earlier = settings_before({"optimizer": {"lr": 0.5}}, KNOWN, {**kept, "mxnorm.p": 1, "optimizer.lr": 0.1})
     (change,) = changes(earlier, Settings(KNOWN, {"optimizer.lr": 0.5}), 8, 8)
     assert (change.name, change.old, change.new, change.resume_class) == ("mxnorm.p", 1, 2, ResumeClass.REFUSED)
+
+
+def test_defaults_that_have_changed_are_tables_for_a_file():
+    kept = kept_defaults(KNOWN)
+    assert other_defaults(KNOWN, kept) == {}
+    unset = next(name for name, field in KNOWN.items() if field.default is not None and name.startswith("training."))
+    had = {**kept, "mxnorm.p": 1, "mxnorm.guard.window": 7, unset: None, "gone.by": 1}
+    assert other_defaults(KNOWN, had) == {"mxnorm": {"p": 1, "guard": {"window": 7}}}
 
 
 def test_applied_and_reported():

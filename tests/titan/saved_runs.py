@@ -88,7 +88,7 @@ def save_weights(checkpoint: Path, weights: dict[str, torch.Tensor], processes: 
     add_manifest(checkpoint, processes)
 
 
-def add_manifest(checkpoint: Path, processes: int = 1) -> None:
+def add_manifest(checkpoint: Path, processes: int = 1, **more) -> None:
     (checkpoint / MANIFEST_FILE).unlink(missing_ok=True)
     write_manifest(
         checkpoint,
@@ -98,5 +98,6 @@ def add_manifest(checkpoint: Path, processes: int = 1) -> None:
             files={path.name: hash_file(path) for path in checkpoint.iterdir()},
             settings=load_config(checkpoint.parents[1] / CONFIG_FILE),
             processes=processes,
+            **more,
         ),
     )

@@ -1,5 +1,6 @@
 """A run's folder read back: its settings, one of its checkpoints, and the weights in it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +17,12 @@ from mxtrain.errors import ConfigError
 from mxtrain.run_folder.checkpoints import Checkpoints
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.manifest import DamagedCheckpoint, Manifest, check_hashes
+from mxtrain.settings.fields import Field
 from mxtrain.settings.read import places
+from mxtrain.settings.resume_changes import other_defaults
 from mxtrain.titan.models.llama3 import is_tied
 from mxtrain.titan.models.model_args import given_in
-from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.parse import parse_job_config, settings_of
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,8 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
     where = f"RUN = {str(folder)!r}"
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(f"{where} is no run: {CONFIG_FILE} is missing; give a run's folder, such as outputs/NAME")
-    saved = Checkpoints(folder / _parse(folder / CONFIG_FILE, folder).checkpoint.folder)
+    own = _parse(folder / CONFIG_FILE, folder)
+    saved = Checkpoints(folder / own.checkpoint.folder)
     if not saved.whole:
         problems = "".join(f"; {name}: {problem}" for name, problem in saved.problems.items())
         raise ConfigError(
@@ -92,7 +96,7 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
         check_hashes(saved.path(step), manifest, manifest.files)
     except DamagedCheckpoint as error:
         raise _damaged(saved.path(step), error) from error
-    job_config = _settings_of(manifest, folder)
+    job_config = _settings_of(manifest, folder, settings_of(own).known)
     args = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
     args.update_from_config(job_config)
     if getattr(args, "attn_type", "sdpa") != "sdpa":
@@ -100,11 +104,13 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
     return SavedRun(folder, step, saved.path(step), job_config, manifest.processes, args)
 
 
-def _settings_of(manifest: Manifest, folder: Path):
-    """Return the job config of a checkpoint. The run may have resumed with other settings since."""
+def _settings_of(manifest: Manifest, folder: Path, known: Mapping[str, Field]):
+    """Return the job config of a checkpoint. Since then the run may have resumed with others, and defaults changed."""
     with TemporaryDirectory() as temporary:
-        dump_config(manifest.settings, Path(temporary, CONFIG_FILE))
-        return _parse(Path(temporary, CONFIG_FILE), folder)
+        config, defaults = Path(temporary, CONFIG_FILE), Path(temporary, "defaults.toml")
+        dump_config(other_defaults(known, manifest.defaults), defaults)
+        dump_config({"extends": defaults.name, **manifest.settings}, config)
+        return _parse(config, folder)
 
 
 def _parse(config: Path, folder: Path):

@@ -85,3 +85,11 @@ def test_the_settings_are_those_of_the_checkpoint(run):
     config = run / "config.toml"
     config.write_text(config.read_text() + "[mxnorm]\np = 1\n")
     assert open_run(run).job_config.mxnorm.p == 2
+
+
+def test_the_defaults_are_those_that_the_checkpoint_was_saved_with(run):
+    """A version with other defaults must not say that the run had them."""
+    defaults = {"mxnorm.p": 1, "training.seq_len": 64, "mxnorm.recipe": "mxfp8", "gone.by": 1}
+    saved_runs.add_manifest(run / "checkpoint" / "step-3", defaults=defaults)
+    job_config = open_run(run).job_config
+    assert (job_config.mxnorm.p, job_config.training.seq_len, job_config.mxnorm.recipe) == (1, 32, "mxfp8")
