@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mxtrain.kernels.device import INTERPRETED
 from mxtrain.nn.group import LinearGroup
+from mxtrain.nn.split import by_output_features
 from mxtrain.ops.gemm import guarded_mm
 from mxtrain.ops.quantize import joins
 from mxtrain.recipes.parse import get_recipe
@@ -131,6 +132,12 @@ def hooked(block):
     block.linears[1].register_forward_pre_hook(lambda module, args: None)
 
 
+def replaced(block):
+    """As libraries replace a forward that fetches the weight first."""
+    forward = block.linears[1].forward
+    block.linears[1].forward = lambda normed: forward(normed)
+
+
 def sharded(block):
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
@@ -149,13 +156,14 @@ def other_dtype(block):
     ("change", "settings"),
     [
         (hooked, {}),
+        (replaced, {}),
         (frozen, {}),
         (other_dtype, {}),
         (None, {"recipes": ["mxfp8", "mxfp8", "fprop=mxfp8, dgrad=mxfp8, wgrad=bf16"]}),
         (None, {"recipe": "fprop=mxfp8, dgrad=mxfp8, wgrad=bf16"}),
         (None, {"recipe": "fprop=mxfp8, dgrad=mxfp8, wgrad=nvfp4", "norm": "mxfp8"}),
     ],
-    ids=["hook", "frozen weight", "dtype", "recipe", "high precision", "own signs"],
+    ids=["hook", "forward", "frozen weight", "dtype", "recipe", "high precision", "own signs"],
 )
 def test_linears_that_differ_stay_single(change, settings):
     found = []
@@ -171,6 +179,18 @@ def test_linears_that_differ_stay_single(change, settings):
     (single, of_single), (grouped, of_group) = found
     assert of_group == of_single >= 8
     assert all(torch.equal(a, b) for a, b in zip(grouped, single, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda linear: linear.to("meta"), lambda linear: setattr(linear, "split", by_output_features("group"))],
+    ids=["device", "split"],
+)
+def test_linears_on_several_devices_or_with_several_splits_stay_single(change):
+    block = block_of()
+    assert block.norm.group.is_one_gemm("emulated", has_signs=False)
+    change(block.linears[2])
+    assert not block.norm.group.is_one_gemm("emulated", has_signs=False)
 
 
 def test_a_sharded_weight_keeps_its_linear_for_itself(device):
@@ -197,6 +217,17 @@ def test_native_nvfp4_stays_single():
         ("unquantized", "reference", False),
     ):
         assert joins(get_recipe(recipe), mode) == expected
+
+
+@pytest.mark.parametrize("frozen", ["norm", "linears"])
+def test_a_frozen_gain_or_frozen_weights_leave_the_other_gradients_unchanged(frozen):
+    found = []
+    for grouped in (False, True):
+        block, (x, dys) = block_of(mode="reference", grouped=grouped), inputs()
+        getattr(block, frozen).requires_grad_(False)
+        torch.autograd.backward(block(x.requires_grad_()), dys)
+        found.append([x.grad, *(p.grad for p in block.parameters() if p.requires_grad)])
+    assert_near(found[1], found[0], 1e-6)
 
 
 def test_outputs_that_the_loss_does_not_need():
@@ -235,14 +266,20 @@ def test_checkpointing_of_the_linears_without_their_norm(kind):
     assert all(torch.equal(a, b) for a, b in zip([*outputs, *gradients], expected, strict=True))
 
 
-def test_a_linear_after_one_in_another_mode_of_autograd():
-    """Under no_grad, or in a checkpointed part of the layer that begins with the second linear."""
+def test_a_linear_after_one_in_another_mode():
+    """Under no_grad or autocast, or in a checkpointed part of the layer that begins with the second linear."""
     x, dys = inputs()
 
-    def first_without_gradients(block, normed):
+    def last_without_gradients(block, normed):
         with torch.no_grad():
-            block.linears[0](normed)
+            block.linears[2](normed)
         return [linear(normed) for linear in block.linears]
+
+    def first_under_autocast(block, normed):
+        first, *others = block.linears
+        with torch.autocast(normed.h.device.type, dtype=torch.bfloat16):
+            y = first(normed).float()
+        return [y, *(linear(normed) for linear in others)]
 
     def later_ones_checkpointed(block, normed):
         def silu(linear, normed):
@@ -251,7 +288,7 @@ def test_a_linear_after_one_in_another_mode_of_autograd():
         first, *others = block.linears
         return [first(normed), *(checkpoint(silu, linear, normed, use_reentrant=False) for linear in others)]
 
-    for call in (first_without_gradients, later_ones_checkpointed):
+    for call in (last_without_gradients, first_under_autocast, later_ones_checkpointed):
         expected, found = (results_of(Called(block_of(grouped=g), call), x, *dys) for g in (False, True))
         assert_near(found, expected, 1e-6)
 
@@ -299,14 +336,15 @@ def test_outputs_whose_gradients_are_none():
     assert torch.equal(x.grad, torch.ones_like(x)) and block.norm.weight.grad is None
 
 
-def test_no_grad_and_outputs_are_not_kept():
+def test_no_grad_and_outputs_that_are_made_again_because_they_are_not_kept():
     block, (x, _) = block_of(mode="reference"), inputs()
     expected = block_of(mode="reference", grouped=False)(x)
     with torch.no_grad():
         normed = block.norm(x)
         outputs = [linear(normed) for linear in block.linears]
-    assert_same_products(outputs, expected)
-    assert not normed.call._outputs
+        assert not normed.call._outputs
+        again = [linear(normed) for linear in block.linears]
+    assert_same_products([*outputs, *again], [*expected, *expected])
 
 
 class Doubled(nn.Module):

@@ -143,6 +143,8 @@ def test_features_are_whole_blocks_of_every_quantized_gemm():
             MXLinear(48, 96, recipe=spec(*names))
         with pytest.raises(ConfigError, match="out_features = 80 is not a multiple of the block size 32"):
             MXNormLinear(96, 80, recipe=spec(*names))
+    with pytest.raises(ConfigError, match="in_features = 48 is not a multiple of the block size 32 of recipe 'unq"):
+        MXLinear(48, 96, recipe="unquantized")
     MXNorm(48, recipe=spec("nvfp4", "mxfp8", "mxfp8"))
     with pytest.raises(ConfigError, match="dim = 48 is not a multiple of the block size 32 of recipe 'bf16'"):
         MXNorm(48, recipe=spec("bf16", "nvfp4", "nvfp4"))

@@ -305,6 +305,12 @@ def test_layers_that_are_not_cast_ahead(casts):
     assert all(linear.ready is None for linear in linears)
     assert not any("ready" in name or "fed_by" in name for name in block.state_dict())
 
+    block = Block("mxfp8")
+    for layer in (block.normed.norm, *block.normed.linears):
+        layer.is_plain = True
+    ReadyWeights([block]).refresh()
+    assert block.group.ready is None and all(linear.ready is None for linear in block.normed.linears)
+
 
 def test_a_dropped_group_holds_no_operands():
     block = Block("mxfp8")

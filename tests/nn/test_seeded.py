@@ -37,6 +37,8 @@ def test_numbers_follow_from_seed_name_and_position():
     assert tuple(signs) == hadamard_signs(SEED, FQN)
     assert draws[Draws.KEY] == rounding_key(SEED, FQN)
     assert [draws[i] for i in (Draws.STEP, Draws.MICROBATCH, Draws.RANK)] == [11, 2, 1]
+    set_rounding_step(None)
+    assert layer().draws(CPU)[Draws.KEY] == rounding_key(SEED, FQN)
 
 
 def test_a_module_made_by_hand_has_seed_0_and_no_name():

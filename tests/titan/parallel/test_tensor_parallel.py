@@ -12,6 +12,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear
 from mxtrain.nn.split import SplitSequences
+from mxtrain.recipes.layer_state import LayerState, Timeline
+from mxtrain.recipes.parse import get_recipe
 from mxtrain.titan.parallel import tensor_parallel
 from mxtrain.titan.parallel.tensor_parallel import check_part, choose_gathers, style_for
 
@@ -194,3 +196,7 @@ def test_parts_that_are_no_whole_blocks_are_refused(style, recipe, processes, al
         check_part("wq", linear(recipe), own, processes)
     check_part("wq", linear(recipe), own, processes // 2)
     check_part("wq", linear("unquantized"), own, processes)
+    later = linear("unquantized")
+    later.timeline = Timeline({1: later.layer_state, 9: LayerState(get_recipe(recipe))})
+    with pytest.raises(ConfigError, match=match):
+        check_part("wq", later, own, processes)
