@@ -49,4 +49,6 @@ def split_block(block: nn.Module, mesh, gather: str, forwards: int = 1) -> None:
     block.norm.split = SplitSequences(group, mesh.size(), mesh.get_local_rank(), gather, forwards)
     for linear in block.linears:
         linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Shard(0)]))
+        if linear.bias is not None:
+            linear.bias = nn.Parameter(distribute_tensor(linear.bias.detach(), mesh, [Shard(0)]))
         linear.split = by_output_features(group)

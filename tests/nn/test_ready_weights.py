@@ -10,11 +10,15 @@ import torch
 import torch.nn as nn
 from layer_checks import NormBlock, draw, mx_linear
 from torch._dynamo import lookup_backend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from mxtrain import set_rounding_step
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.ready_weights import ReadyWeights, note_norms
+from mxtrain.nn.split import by_output_features
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.ops import quantize
 from mxtrain.recipes.parse import get_recipe
@@ -161,6 +165,11 @@ def _replace_weight(block):
     first.weight = nn.Parameter(first.weight.detach() * 2)
 
 
+def _move_weight(block):
+    """As ``Module.to`` does."""
+    block.out.weight.data = block.out.weight.detach() * 2
+
+
 def _load(block):
     block.load_state_dict({name: value * 2 for name, value in block.state_dict().items()})
 
@@ -176,6 +185,7 @@ CHANGES = {
     _write_weight_of_group: (1, 1),
     _write_gain: (2, 1),
     _replace_weight: (1, 1),
+    _move_weight: (1, 1),
     _load: (3, 2),
     _switch_recipe: (3, 2),
 }
@@ -312,6 +322,41 @@ def test_layers_that_are_not_cast_ahead(casts):
     assert block.group.ready is None and all(linear.ready is None for linear in block.normed.linears)
 
 
+def test_linears_with_signs_of_their_own_are_cast_one_by_one():
+    block = NormBlock(D, N, *["fprop=mxfp8, dgrad=mxfp8, wgrad=nvfp4"] * 2, norm="mxfp8")
+    block.norm.group = LinearGroup(block.linears)
+    note_norms(block, {"norm": ["linears.0", "linears.1"]})
+    ReadyWeights([block]).refresh()
+    assert block.norm.group.ready is None and all(linear.ready is not None for linear in block.linears)
+
+
+def test_operands_have_no_graph():
+    """Not even of the product of weight and gain."""
+    block = Block("unquantized")
+    ReadyWeights([block]).refresh()
+    ready = block.normed.linears[0].ready
+    assert not ready.fprop.data.requires_grad and not ready.dgrad.data.requires_grad
+
+
+def test_weights_that_are_sharded_or_split_are_not_cast_ahead(device):
+    """By FSDP2, and by tensor parallelism, where linears are one GEMM."""
+    if device != "cpu":
+        pytest.skip("a process group without communication, on the CPU")
+    block = Block("mxfp8")
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        for linear in (*block.normed.linears, block.out):
+            linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Shard(0)]))
+        for linear in block.normed.linears:
+            linear.split = by_output_features("group")
+        ReadyWeights([block]).refresh()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert block.group.is_one_gemm("reference", has_signs=False)
+    assert block.group.ready is None and all(linear.ready is None for linear in (*block.normed.linears, block.out))
+
+
 def test_a_dropped_group_holds_no_operands():
     block = Block("mxfp8")
     ready = ReadyWeights([block])
@@ -320,6 +365,8 @@ def test_a_dropped_group_holds_no_operands():
     assert shapes == [(2 * N, D), (D, 2 * N)]
     ready.drop()
     assert block.group.ready is None
+    ready.refresh()
+    assert block.group.ready is not None and block.out.ready is not None
 
 
 @pytest.mark.parametrize(
@@ -330,6 +377,7 @@ def test_a_dropped_group_holds_no_operands():
         ("nvfp4", "reference"),
         pytest.param("nvfp4 without tiles", "emulated", marks=pytest.mark.sweep),
         (MIXED, "reference"),
+        ("fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8", "reference"),
         ("unquantized", "emulated"),
     ],
 )

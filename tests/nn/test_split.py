@@ -16,7 +16,8 @@ from layer_checks import NormBlock, assert_near, draw, in_two_processes, mx_line
 from test_gathered_norm import check_gathers
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from mxtrain.nn import three_gemms
+from mxtrain.nn import group, three_gemms
+from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.split import by_input_features
 from mxtrain.ops.gemm import Operand, matmul
 from mxtrain.recipes.parse import get_recipe
@@ -53,7 +54,7 @@ def recorded(operands: list[Operand]) -> Iterator[None]:
         operands.extend((a.data, b.data))
         return matmul(a, b, out_dtype)
 
-    with mock.patch.object(three_gemms, "matmul", record):
+    with mock.patch.object(three_gemms, "matmul", record), mock.patch.object(group, "matmul", record):
         yield
 
 
@@ -83,17 +84,20 @@ def assert_equal(found, expected) -> None:
 
 
 def check_norm_and_columns(mesh, recipe, gather: str) -> None:
-    """A norm of shards of sequences feeds two linears with parts of their output features."""
+    """A norm of shards of sequences feeds two linears with parts of their output features, which may be one GEMM."""
     x, *dys = (heavy_tailed(BATCH, LENGTHS[gather], size, seed=s) for s, size in enumerate((DIM, OUTPUTS, OUTPUTS)))
-    # Flat rows on one process: after the norm, only the other process has the largest element.
+    # Flat rows on one process: only the other one has the largest element, also after the norm.
     part(x, mesh, 1, rank=1).sign_()
-    block = with_heavy_tails(NormBlock(DIM, OUTPUTS, recipe, recipe))
+    block = with_heavy_tails(NormBlock(DIM, OUTPUTS, recipe, recipe, bias=True))
+    for linear in block.linears:
+        part(linear.weight.data, mesh, 0, rank=1).sign_()
     expected, operands = run(block, x, dys)
     whole_rho = block.norm(x).rho
 
     split_block(block, mesh, gather)
     own = part(x, mesh, 1)
-    results, found = run(block, own, [part(dy, mesh, 2) for dy in dys])
+    of_outputs = [part(dy, mesh, 2) for dy in dys]
+    results, found = run(block, own, of_outputs)
     rho = whole_rho if gather == "high_precision" else part(whole_rho.view(BATCH, -1), mesh, 1).reshape(-1)
     assert torch.equal(block.norm(own).rho, rho)
     fprop, backward = operands[:4], operands[4:]
@@ -102,7 +106,15 @@ def check_norm_and_columns(mesh, recipe, gather: str) -> None:
         wanted += [part(dy, mesh, 1), part(w, mesh, 1), part(dy_t, mesh, 0), x_t]
     assert_equal(found, wanted)
     y1, y2, dx, *parameters = expected
-    assert_near(results, [part(y1, mesh, 2), part(y2, mesh, 2), part(dx, mesh, 1), *parameters], 1e-6)
+    expected = [part(y1, mesh, 2), part(y2, mesh, 2), part(dx, mesh, 1), *parameters]
+    assert_near(results, expected, 1e-6)
+
+    block.norm.group = LinearGroup(block.linears)
+    results, of_group = run(block, own, of_outputs)
+    (x_rows, w1, _, w2), (*of_second, _), (*of_first, x_t) = found[:4], found[4:8], found[8:]
+    pairs = zip(of_first, of_second, (1, 1, 0))
+    assert_equal(of_group, [x_rows, torch.cat((w1, w2)), *(torch.cat((a, b), dim) for a, b, dim in pairs), x_t])
+    assert_near(results, expected, 1e-6)
 
 
 def check_rows(mesh, recipe) -> None:

@@ -88,7 +88,7 @@ def test_settings_of_onednn_during_a_product_and_after_it(lax):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_fp32_products_on_a_cpu_are_not_rounded_to_bf16(dtype, compiled):
     """Of a router and of values. Only a CPU that multiplies bf16 itself heeds the setting."""
     torch.set_default_device(None)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mxtrain import ConfigError
-from mxtrain.ops.hardware import MODES, describe_modes, resolve_mode
+from mxtrain.ops.hardware import MODES, check_mode, describe_modes, resolve_mode
 
 
 @pytest.fixture
@@ -20,6 +20,7 @@ def capability(monkeypatch):
         ((10, 0), "native", []),
         ((11, 0), "native", []),
         ((9, 0), "emulated", ["native"]),
+        ((8, 0), "emulated", ["native"]),
         ((7, 5), "reference", ["native", "emulated"]),
     ],
 )
@@ -43,6 +44,15 @@ def test_compute_capability_12_is_native_if_trial_products_are_right(capability,
     if fault is not None:
         with pytest.raises(ConfigError, match=f"mode = 'native' cannot run here: MX tensor cores found, but {fault} "):
             resolve_mode("native", "cuda")
+
+
+def test_a_layer_may_have_a_mode_that_only_the_cpu_runs(capability, monkeypatch):
+    """Beside a GPU that has no bf16."""
+    capability(7, 5)
+    monkeypatch.setattr("mxtrain.ops.hardware.default_device_type", lambda: "cuda")
+    check_mode("emulated")
+    with pytest.raises(ConfigError, match="mode = 'native' cannot run here: MX tensor cores need"):
+        check_mode("native")
 
 
 def test_cpu():

@@ -47,11 +47,18 @@ def test_right_products_have_no_fault_and_are_tried_once(monkeypatch):
 
 
 @pytest.mark.parametrize(("only", "name"), [(torch.float8_e4m3fn, "MXFP8"), (torch.float4_e2m1fn_x2, "NVFP4")])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_scales_in_a_wrong_order_are_a_fault(only, name, dim, monkeypatch):
-    swap = lambda scales: scales.view(torch.uint8).roll(1, dim).view(scales.dtype)  # noqa: E731
+@pytest.mark.parametrize(("by", "dim"), [(1, 0), (1, 1), (128, 0), (4, 1)])
+def test_scales_in_a_wrong_order_are_a_fault(only, name, by, dim, monkeypatch):
+    """Also whole tiles of 128 x 4 scales."""
+    swap = lambda scales: scales.view(torch.uint8).roll(by, dim).view(scales.dtype)  # noqa: E731
     monkeypatch.setattr(gemm, "scaled_mm", tensor_cores(swap, only))
     assert native_probe.fault_of_native_products().startswith(f"a trial product in {name} has a relative error of ")
+
+
+def test_products_that_are_a_hundredth_too_large_are_a_fault(monkeypatch):
+    right = tensor_cores()
+    monkeypatch.setattr(gemm, "scaled_mm", lambda *args, **kwargs: right(*args, **kwargs) * 1.01)
+    assert native_probe.fault_of_native_products() == "a trial product in MXFP8 has a relative error of 0.01"
 
 
 def test_products_that_are_not_finite_are_a_fault(monkeypatch):
@@ -59,11 +66,11 @@ def test_products_that_are_not_finite_are_a_fault(monkeypatch):
     assert native_probe.fault_of_native_products() == "a trial product in MXFP8 has a relative error of nan"
 
 
-def test_products_that_fail_are_a_fault(monkeypatch):
+@pytest.mark.parametrize("first_line", ["CUDA error: no kernel image is available", ""])
+def test_products_that_fail_are_a_fault(first_line, monkeypatch):
     def scaled_mm(*_, **__):
-        raise RuntimeError("CUDA error: no kernel image is available\nfor execution on the device")
+        raise RuntimeError(f"{first_line}\nfor execution on the device" if first_line else "")
 
     monkeypatch.setattr(gemm, "scaled_mm", scaled_mm)
-    assert native_probe.fault_of_native_products() == (
-        "a trial product in MXFP8 failed with RuntimeError: CUDA error: no kernel image is available"
-    )
+    found = native_probe.fault_of_native_products()
+    assert found == f"a trial product in MXFP8 failed with RuntimeError: {first_line}"
