@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mxtrain import MXLinear
 from mxtrain.inductor.swiglu import fuse_swiglu
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.reference.swiglu import swiglu_backward
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -30,6 +32,7 @@ OTHERS = {
     "bounded": lambda gate, up: F.silu(gate) * up.clamp(-1e6, 1e6),
     "shifted": lambda gate, up: F.silu(gate) * (up + 1),
     "up through fp8": lambda gate, up: F.silu(gate) * up.to(torch.float8_e4m3fn).to(gate.dtype),
+    "a gradient in the forward": lambda gate, up: swiglu_backward(up.roll(1, -1), gate, up)[0],
     "h through fp8": lambda gate, up: (F.silu(gate) * up).to(torch.float8_e5m2).to(gate.dtype),
 }
 
@@ -85,6 +88,7 @@ def test_swiglu_is_found_however_it_is_written(name, autocast):
     "name",
     [
         "h through fp8",
+        "a gradient in the forward",
         *(pytest.param(n, marks=pytest.mark.sweep) for n in ("bounded", "gelu", "shifted", "up through fp8")),
     ],
 )
@@ -129,6 +133,14 @@ def test_a_block_with_elements_of_both_gradients_is_not_divided(features, fused)
     module.w2 = nn.Linear(features, D, bias=False)
     graphs, _ = graphs_of(module)
     assert casts(*graphs)["swiglu_backward_cast", True, True, False, True] == fused
+
+
+def test_gradients_whose_casts_differ_stay_unfused():
+    """Gate and up come from linears whose scales are rounded in different ways."""
+    module = FeedForward()
+    module.w13[1] = MXLinear(D, H, bias=False, mode="emulated", recipe=get_recipe("mxfp8", scale_rounding="floor"))
+    graphs, _ = graphs_of(module)
+    assert casts(*graphs) == {ROWS: 2, BOTH: 3, **FORWARDS}
 
 
 class Block(nn.Module):

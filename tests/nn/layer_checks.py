@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from mxtrain import MXLinear, MXNorm, MXNormLinear
+from mxtrain.nn.normed_input import NormedInput
 
 SEED, FQN, NORM = 3, "layers.0.attention.wq", "layers.0.attention_norm"
 
@@ -71,6 +72,12 @@ def results_of(module, x, *dys) -> list[torch.Tensor]:
     outputs = module(x)
     outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
     return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, [x, *module.parameters()], dys)]
+
+
+def fields_with_gradients(normed: NormedInput) -> set[str]:
+    """Names of the fields with a tensor that needs a gradient."""
+    leaves = {name: torch.utils._pytree.tree_leaves(value) for name, value in normed._asdict().items()}
+    return {name for name, found in leaves.items() if any(getattr(leaf, "requires_grad", False) for leaf in found)}
 
 
 def assert_near(results, expected, tolerance: float) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from gather_counts import GATHERS, bytes_of, counted, split_block
-from layer_checks import CHECKPOINTING, NormBlock, assert_near, draw, in_two_processes
+from layer_checks import CHECKPOINTING, NormBlock, assert_near, draw, fields_with_gradients, in_two_processes
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.tensor import DTensor
@@ -55,7 +55,8 @@ def results_of(block, call, mesh) -> list[torch.Tensor]:
     """Outputs and gradients of this process: its sequences, its outputs."""
     rank = mesh.get_local_rank()
     x = heavy_tailed(BATCH, SEQUENCE, DIM, seed=0).chunk(2, 1)[rank].contiguous().requires_grad_()
-    dys = [heavy_tailed(BATCH, SEQUENCE, OUTPUTS, seed=s).chunk(2, 2)[rank].contiguous() for s in (1, 2, 3)]
+    seeds = range(1, 1 + len(block.linears))
+    dys = [heavy_tailed(BATCH, SEQUENCE, OUTPUTS, seed=s).chunk(2, 2)[rank].contiguous() for s in seeds]
     outputs = call(x)
     gradients = torch.autograd.grad(outputs, [x, *block.parameters()], dys)
     return [t.detach().to_local() if isinstance(t, DTensor) else t.detach() for t in (*outputs, *gradients)]
@@ -83,6 +84,21 @@ def check_eager(mesh, recipe: str, mode: str) -> None:
     assert sent == [FP32] * (1 if mode == "none" else 2)
     assert sent_codes == [fprop] * (1 + again) + [wgrad]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (recipe, mode)
+
+
+def check_linears_that_differ(mesh) -> None:
+    """In their recipe of wgrad, and in signs of their own. Codes are released after the backward."""
+    own = get_recipe("fprop=mxfp8, dgrad=mxfp8, wgrad=nvfp4", stochastic_rounding=False)
+    recipes = ["mxfp8", "fprop=mxfp8, dgrad=mxfp8, wgrad=bf16", own, own]
+    outcomes, found = [], []
+    for gather in ("high_precision", "quantized"):
+        block = NormBlock(DIM, OUTPUTS, *recipes, norm="mxfp8")
+        split_block(block, mesh, gather)
+        block.norm.register_forward_hook(lambda norm, args, normed: found.append(normed))
+        outcomes.append(results_of(block, block, mesh))
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+    assert found[0].gathered is None and found[1].gathered.operands == {}
+    assert all(fields_with_gradients(normed) == {"h", "gain"} for normed in found)
 
 
 def check_compiled(mesh, recipe: str, mode: str) -> None:
@@ -161,6 +177,7 @@ def check_gathers(mesh) -> None:
         check_eager(mesh, recipe, "none")
     for mode in CHECKPOINTS:
         check_eager(mesh, "mxfp8", mode)
+    check_linears_that_differ(mesh)
     check_compiled_kernels(mesh)
     check_dynamo_follows_no_function(mesh)
     check_graph_that_ends_after_the_norm(mesh)
@@ -191,6 +208,7 @@ def test_codes_give_the_bits_of_high_precision_in_every_case(device):
         ("nvfp4", torch.bfloat16, 1, 64, True),  # 1.125, not 2
         ("nvfp4", torch.bfloat16, 2, 48, False),  # half a block of 32 tokens
         ("unquantized", torch.bfloat16, 2, 64, False),
+        ("unquantized", torch.float32, 1, 64, False),  # 4, not less than 4
         ("fprop=mxfp8, dgrad=mxfp8, wgrad=bf16", torch.bfloat16, 2, 64, False),  # 4.06, not 4
     ],
 )
@@ -200,3 +218,9 @@ def test_auto_sends_what_takes_fewer_bytes(recipe, dtype, forwards, tokens, code
     for gather, expected in (("auto", codes), ("high_precision", False)):
         split = SplitSequences("group", 2, 0, gather, forwards)
         assert gathers_codes(x, recipe, "emulated", split) == expected
+
+
+def test_values_of_the_reference_take_more_bytes():
+    x, split = torch.empty(2, 64, DIM, device="meta"), SplitSequences("group", 2, 0, forwards=2)
+    sent = [gathers_codes(x, get_recipe("unquantized"), mode, split) for mode in ("emulated", "reference")]
+    assert sent == [True, False], "6 and 12 bytes per element, not 8"

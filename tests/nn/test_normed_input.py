@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from layer_checks import NormBlock, draw, results_of
+from layer_checks import NormBlock, draw, fields_with_gradients, results_of
 from torch.utils.checkpoint import checkpoint
 
 import mxtrain
@@ -139,6 +139,12 @@ def test_hooks_on_a_norms_gradient_find_it(kind):
     results_of(block, x, *dys)
     _, of_h, *_ = seen[0][-1]
     assert of_h.shape == x.shape and of_h.norm() > 0
+
+
+@pytest.mark.parametrize("mode", ["reference", "emulated"])
+def test_only_what_stands_for_x_and_the_gain_need_gradients(mode):
+    normed = NormBlock(D, N, "mxfp8", mode=mode).norm(draw(2, D, seed=0).requires_grad_())
+    assert fields_with_gradients(normed) == {"h", "gain"}
 
 
 def test_no_field_takes_the_place_of_a_method_of_tensors():
