@@ -97,9 +97,12 @@ def test_weights_of_a_group_are_cast_again():
         assert calls(backward)[ours.nvfp4_joined_weight.default] == times
 
 
-def test_other_functions_than_swiglu_are_not_computed_again():
+@pytest.mark.parametrize(
+    "product", [lambda gate, up: F.relu(gate) + up, lambda gate, up: F.relu(gate) + up + up.roll(1, -1)]
+)
+def test_other_functions_than_swiglu_are_not_computed_again(product):
     """Their inputs need not be in memory in the backward."""
-    module = FeedForward(lambda gate, up: F.relu(gate) + up, recipe="nvfp4")
+    module = FeedForward(product, recipe="nvfp4")
     (before, _), _ = graphs_of(module, unchanged)
     (forward, backward), _ = graphs_of(module, compute_casts_in_backward)
     assert kept_for_backward(forward) == kept_for_backward(before)

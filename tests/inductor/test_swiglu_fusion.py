@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from feed_forward import D, FeedForward, H, graphs_of, kept_for_backward, swiglu
+from feed_forward import D, FeedForward, H, T, graphs_of, kept_for_backward, swiglu
+from graph_checks import draw, graph_after, operations
 from torch.utils.checkpoint import checkpoint
 
 from mxtrain import MXLinear
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 graphs_of = partial(graphs_of, rewrite=fuse_swiglu)
 aten = torch.ops.aten
+MXFP8 = get_recipe("mxfp8").fprop
 POINTWISE = (aten.exp.default, aten.sigmoid.default, aten.div.Tensor)
 PRODUCTS = {
     "silu first": swiglu,
@@ -135,12 +137,35 @@ def test_a_block_with_elements_of_both_gradients_is_not_divided(features, fused)
     assert casts(*graphs)["swiglu_backward_cast", True, True, False, True] == fused
 
 
-def test_gradients_whose_casts_differ_stay_unfused():
-    """Gate and up come from linears whose scales are rounded in different ways."""
+@pytest.mark.parametrize(
+    ("layer", "left"),
+    [
+        ("w13.1", {ROWS: 2, BOTH: 3, **FORWARDS}),
+        ("w2", {**OF_X_AND_DY, **FORWARDS, ("swiglu_backward_cast", True, True, False, False): 1}),
+    ],
+)
+def test_casts_with_other_scales_stay_alone(layer, left):
+    """The linear of up, or w2, rounds its scales in another way."""
     module = FeedForward()
-    module.w13[1] = MXLinear(D, H, bias=False, mode="emulated", recipe=get_recipe("mxfp8", scale_rounding="floor"))
+    module.get_submodule(layer).recipe = get_recipe("mxfp8", scale_rounding="floor")
     graphs, _ = graphs_of(module)
-    assert casts(*graphs) == {ROWS: 2, BOTH: 3, **FORWARDS}
+    assert casts(*graphs) == left
+
+
+def test_a_cast_with_a_factor_stays_unfused():
+    from mxtrain.kernels.mxfp8.cast import cast
+
+    def function(gate, up, factor):
+        return [each.data for each in cast(swiglu(gate, up), MXFP8, (1, 0), "image", column_factor=factor)]
+
+    inputs = draw(T, H, seed=0), draw(T, H, seed=1), draw(H, seed=2)
+    module = graph_after(fuse_swiglu, function, *inputs)
+    assert operations(module)[-1] == "mxtrain.cast.default"
+
+
+def test_a_product_that_is_rounded_before_its_cast_stays_unfused():
+    graphs, _ = graphs_of(FeedForward(lambda gate, up: swiglu(gate, up).bfloat16()), autocast=False)
+    assert casts(*graphs) == UNFUSED
 
 
 class Block(nn.Module):
