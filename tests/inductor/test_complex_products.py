@@ -65,9 +65,10 @@ def test_a_rotation_of_torchtitan_and_its_gradient(model, dtype):
     assert_close(module, forward_and_backward, *inputs)
 
 
-def test_the_pairs_may_be_the_second_factor():
+@pytest.mark.parametrize("conjugate", [torch.conj, lambda z: z.conj().conj()], ids=["once", "twice"])
+def test_the_pairs_may_be_the_second_factor(conjugate):
     def multiply(x, frequencies):
-        return [torch.view_as_real(frequencies.conj() * torch.view_as_complex(as_pairs(x))).flatten(2)]
+        return [torch.view_as_real(conjugate(frequencies) * torch.view_as_complex(as_pairs(x))).flatten(2)]
 
     inputs = draw(B, S, D, seed=0), turns(S, D // 2)
     module = graph_after(split_complex_products, multiply, *inputs)
@@ -95,6 +96,18 @@ def test_every_user_gets_the_parts():
 
     inputs = draw(B, S, D, seed=0), turns(S, D // 2)
     assert_close(graph_after(split_complex_products, multiply, *inputs), multiply, *inputs)
+
+
+def test_operations_on_parts_have_the_metadata_of_their_product():
+    """It says what activation checkpointing computes again."""
+
+    def mark_and_split(graph):
+        for node in graph.nodes:
+            node.meta["recompute"] = "a policy"
+        split_complex_products(graph)
+
+    module = graph_after(mark_and_split, lambda *inputs: [rotate(*inputs)], draw(B, S, H, D, seed=0), turns(S, D // 2))
+    assert all(node.meta["recompute"] == "a policy" for node in module.graph.nodes)
 
 
 def complex_of(x):

@@ -1,5 +1,7 @@
 """Inductor runs mxtrain's passes from ``install`` to ``remove``, together with other passes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch._inductor import config
@@ -11,6 +13,7 @@ import mxtrain
 from mxtrain.errors import ConfigError
 from mxtrain.inductor import passes
 
+FOLDER = Path(passes.__file__).parent
 FIELDS = ("joint_custom_pre_pass", "post_grad_custom_post_pass")
 
 
@@ -56,6 +59,8 @@ def test_inductor_runs_the_passes_once_and_only_while_they_are_installed(seen):
 def test_other_passes_still_run(seen, field):
     other = lambda graph: seen.append("other")  # noqa: E731
     setattr(config, field, other)
+    passes.remove()
+    assert getattr(config, field) is other
     passes.install()
     run_inductor()
     assert seen[seen.index(field) + 1] == "other" and len(seen) == 3
@@ -96,7 +101,17 @@ def test_a_conversion_installs_or_removes_the_passes(converter):
         mxtrain.convert(model(), converter, graph_passes="no")
 
 
-def test_caches_tell_versions_of_the_passes_apart():
+def test_caches_tell_versions_of_the_passes_apart(monkeypatch):
+    """By the text of all files of the folder."""
     passes.install()
     uuid = config.joint_custom_pre_pass.uuid()
     assert uuid == config.joint_custom_pre_pass.uuid() and isinstance(uuid[0], bytes)
+    monkeypatch.setattr(passes, "get_hash_for_files", lambda files: {Path(file) for file in files})
+    assert config.joint_custom_pre_pass.uuid() == ({*FOLDER.glob("*.py")},)
+
+
+def test_every_pass_is_called():
+    """There is one in every file but those of helpers."""
+    found = [one.__module__.rpartition(".")[2] for one in (*passes.JOINT, *passes.POST_GRAD)]
+    helpers = ("__init__", "nodes", "passes", "pointwise")
+    assert sorted([*found, *helpers]) == sorted(path.stem for path in FOLDER.glob("*.py"))

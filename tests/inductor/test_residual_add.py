@@ -95,6 +95,29 @@ def test_symbolic_rows():
     assert_same(module, block, draw(20, D, seed=4), draw(20, D, seed=5))
 
 
+def test_two_symbolic_sizes_stay_unfused():
+    def block(x, residual):
+        torch._check(x.shape[2] == D)
+        h = x + residual
+        return *mxfp8(h.view(-1, D)), h
+
+    module = rewritten(block, draw(B, S, D, seed=1), draw(B, S, D, seed=2), symbolic=True)
+    assert norms(module)[0].args[1] is None
+    assert_same(module, block, draw(4, 5, D, seed=4), draw(4, 5, D, seed=5))
+
+
+def test_a_norm_that_adds_already_adds_nothing_else():
+    def block(x, other, residual, weight):
+        x = x.view(T, D) + other
+        h = x + residual
+        return *mxfp8(h), h, torch.mm(x, weight)
+
+    inputs = draw(B, S, D, seed=0), draw(T, D, seed=1), draw(T, D, seed=2), draw(D, D, seed=3)
+    module = graph_after(lambda graph: (fuse_residual_add(graph), fuse_residual_add(graph)), block, *inputs)
+    assert operations(module)[:2] == ["aten.add.Tensor", "mxtrain.mxnorm_cast.default"]
+    assert_same(module, block, *inputs)
+
+
 LEFT_ALONE = {
     "broadcast": lambda x, r: mxfp8((x + r[:1]).view(-1, D)),
     "a factor": lambda x, r: mxfp8(torch.add(x, r.view(B, S, D), alpha=2).view(-1, D)),
@@ -105,6 +128,9 @@ LEFT_ALONE = {
     "fp16": lambda x, r: mxfp8((x.half() + r.half().view(B, S, D)).float().view(-1, D)),
     "a residual that the compiler computes": lambda x, r: mxfp8((x + r.view(B, S, D).tanh()).view(-1, D)),
     "an x that the compiler computes": lambda x, r: mxfp8((x * 2 + r.view(B, S, D)).view(-1, D)),
+    "a residual that the compiler rounds": lambda x, r: mxfp8(x.view(T, D) + r.to(BF16)),
+    "a residual that the compiler copies": lambda x, r: mxfp8(x.view(T, D) + r.clone()),
+    "a residual in fp16": lambda x, r: mxfp8(x.view(T, D) + (r.half() @ r.half().t()) @ r.half()),
     "a rounded sum": lambda x, r: mxfp8((x + r.view(B, S, D)).to(BF16).view(-1, D)),
     "a part of the sum": lambda x, r: mxfp8((x + r.view(B, S, D)).view(-1, D)[:4]),
     "other rows of the sum": lambda x, r: mxfp8((x + r.view(B, S, D)).view(-1, D // 2)),

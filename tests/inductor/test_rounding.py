@@ -26,10 +26,10 @@ def casts(gradient, form="image"):
 
 
 @pytest.mark.parametrize("form", ["image", "codes"])
-def test_a_cast_reads_the_gradient_of_the_residual_stream(form):
+@pytest.mark.parametrize("round_", [lambda g: g.to(BF16).view(-1, D), lambda g: g.view(-1, D).to(BF16)])
+def test_a_cast_reads_the_gradient_of_the_residual_stream(form, round_):
     def backward(gradient):
-        rounded = casts(gradient.to(BF16).view(-1, D), form=form)
-        return *rounded, gradient.abs()  # others may read it in fp32
+        return *casts(round_(gradient), form=form), gradient.abs()  # others may read it in fp32
 
     gradient = draw(B, S, D, seed=0)
     module = graph_after(fuse_rounding, backward, gradient)
