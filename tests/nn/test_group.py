@@ -183,10 +183,14 @@ def test_linears_that_differ_stay_single(change, settings):
 
 @pytest.mark.parametrize(
     "change",
-    [lambda linear: linear.to("meta"), lambda linear: setattr(linear, "split", by_output_features("group"))],
-    ids=["device", "split"],
+    [
+        lambda linear: linear.to("meta"),
+        lambda linear: setattr(linear, "split", by_output_features("group")),
+        lambda linear: setattr(linear, "weight", nn.Parameter(linear.weight.detach().flatten())),
+    ],
+    ids=["device", "split", "flat shard"],
 )
-def test_linears_on_several_devices_or_with_several_splits_stay_single(change):
+def test_linears_whose_weights_lie_in_other_places_stay_single(change):
     block = block_of()
     assert block.norm.group.is_one_gemm("emulated", has_signs=False)
     change(block.linears[2])
@@ -228,6 +232,15 @@ def test_a_frozen_gain_or_frozen_weights_leave_the_other_gradients_unchanged(fro
         torch.autograd.backward(block(x.requires_grad_()), dys)
         found.append([x.grad, *(p.grad for p in block.parameters() if p.requires_grad)])
     assert_near(found[1], found[0], 1e-6)
+
+
+def test_without_wgrad_weights_and_gain_get_no_gradients():
+    block, (x, dys) = block_of(mode="reference"), inputs()
+    results, _ = run(block)
+    for linear in block.linears:
+        linear.runs_wgrad = False
+    torch.autograd.backward(block(x.requires_grad_()), dys)
+    assert torch.equal(x.grad, results[3]) and all(p.grad is None for p in block.parameters())
 
 
 def test_outputs_that_the_loss_does_not_need():

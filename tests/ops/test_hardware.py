@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from mxtrain import ConfigError
+from mxtrain.ops import hardware
 from mxtrain.ops.hardware import MODES, check_mode, describe_modes, resolve_mode
 
 
@@ -44,6 +45,12 @@ def test_compute_capability_12_is_native_if_trial_products_are_right(capability,
     if fault is not None:
         with pytest.raises(ConfigError, match=f"mode = 'native' cannot run here: MX tensor cores found, but {fault} "):
             resolve_mode("native", "cuda")
+
+
+def test_a_cpu_runs_kernels_in_the_interpreter_only(monkeypatch):
+    for interprets in (True, False):
+        monkeypatch.setattr(hardware, "_INTERPRETS_TRITON", interprets)
+        assert hardware.runs_kernels("emulated", "cpu") == (interprets and hardware.HAS_TRITON)
 
 
 def test_a_layer_may_have_a_mode_that_only_the_cpu_runs(capability, monkeypatch):
