@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdRef
 
 from mxtrain.nn.group import LinearGroup, ReadyGroup
 from mxtrain.nn.mxnorm import MXNorm
@@ -120,5 +119,5 @@ def _gain_of(linear: QuantizedLinear) -> torch.Tensor | None:
 
 
 def _identity(x: torch.Tensor | None) -> tuple:
-    # Another tensor may lie where a freed one lay.
-    return (None,) if x is None else (WeakIdRef(x), x.data_ptr(), version(x))
+    # The operands hold the tensors that they were made from, so no other tensor has the same id.
+    return (None,) if x is None else (id(x), x.data_ptr(), version(x))
