@@ -113,7 +113,7 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
     if watch_norms and norms:
         uses = _watch(model, modules, norms, linears, example_inputs)
         keywords = uses.keywords
-    elif example_inputs is not None and not converted:
+    elif example_inputs is not None:
         with suppress(ConfigError):
             keywords = _watch(model, modules, {}, {}, example_inputs).keywords
     return Survey(
@@ -165,4 +165,10 @@ def _watch(
     others = {fqn: module for fqn, module in modules.items() if fqn not in norms and fqn not in linears}
     hooks = {fqn: " and ".join(hooks_on_values(module)) for fqn, module in others.items()}
     replaced_forwards = [fqn for fqn, module in modules.items() if has_function_as_forward(module)]
-    return watch(structural_copy(model), norms, followed, example_inputs, hooks, replaced_forwards)
+    copy = structural_copy(model)
+    for module in copy.modules():
+        # Layers of an earlier conversion do not run on the meta device. A norm's result has the shape of its input,
+        # with which the pass goes on; that of a linear has not.
+        if isinstance(module, QuantizedLinear):
+            module.__class__ = nn.Linear
+    return watch(copy, norms, followed, example_inputs, hooks, replaced_forwards)

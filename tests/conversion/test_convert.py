@@ -213,14 +213,16 @@ def test_layer_norms_are_fused_with_their_parameters():
     assert convert(model, "fused_norm").fused_norms == ["2", "0", "1"], "as before a first conversion"
 
 
-def test_a_layer_norm_with_an_fp8_bias_or_a_hook_stays():
-    model = nn.Sequential(nn.LayerNorm(DIM), nn.LayerNorm(DIM), nn.RMSNorm(DIM))
+def test_a_layer_norm_with_an_fp8_bias_a_hook_or_a_parametrization_stays():
+    model = nn.Sequential(nn.LayerNorm(DIM), nn.LayerNorm(DIM), nn.LayerNorm(DIM), nn.RMSNorm(DIM))
     model[0].bias.data = model[0].bias.data.to(torch.float8_e4m3fn)
     model[1].register_forward_hook(lambda *args: None)
-    assert list(convert(model, "fused_norm").skipped.values()) == [
-        "has a bias of torch.float8_e4m3fn",
-        "has a forward hook, which a swap would lose: register it after conversion",
-    ]
+    nn.utils.parametrize.register_parametrization(model[2], "weight", nn.Identity())
+    assert convert(model, "fused_norm").skipped == {
+        "0": "has a bias of torch.float8_e4m3fn",
+        "1": "has a forward hook, which a swap would lose: register it after conversion",
+        "2": "has a parametrization of weight, which a swap would lose: register it after conversion",
+    }
 
 
 def test_filtering_one_linear_of_a_group_keeps_its_norm_exact():
@@ -383,6 +385,27 @@ def test_layers_that_are_called_by_keyword_stay(converter, stay, swapped):
 def test_a_gate_that_is_called_by_keyword_stays():
     with pytest.raises(ConfigError, match=f"nothing to convert.*\n  gate: {BY_KEYWORD}"):
         convert(CallsByKeyword(), "decompose_k_router", example_inputs=(torch.zeros(3, DIM),))
+
+
+class NormOfHeads(nn.Module):
+    """Calls its second norm by keyword, after a linear whose output has another shape than its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.wk, self.k_norm = nn.RMSNorm(DIM), nn.Linear(DIM, 2 * DIM), nn.RMSNorm(DIM)
+
+    def forward(self, x):
+        return self.k_norm(input=self.wk(self.norm(x)).unflatten(-1, (2, DIM)))
+
+
+@pytest.mark.parametrize(("first", "swapped"), [("mxnorm", []), ("mx_linear", ["norm"])])
+def test_a_norm_that_is_called_by_keyword_stays_after_an_earlier_conversion(first, swapped):
+    model, x = NormOfHeads(), torch.randn(3, DIM)
+    convert(model, first, filter_fqns=[], example_inputs=(x,))
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    plan = convert(model, "fused_norm", example_inputs=(x,))
+    assert list(plan.swaps) == swapped and plan.skipped == {"k_norm": BY_KEYWORD}
+    assert all(type(model.get_submodule(name)) is kind for name, kind in kinds.items() if name not in swapped)
 
 
 @pytest.mark.parametrize("example_inputs", [None, (), (torch.zeros(3, 5),)], ids=["none", "too few", "another shape"])
