@@ -447,11 +447,11 @@ class Linear(nn.Linear):
         return super().forward(x) * 2
 
 
-def test_a_subclass_of_the_same_name_stays_under_its_full_name():
+def test_a_subclass_of_the_same_name_stays_under_its_full_name_and_so_does_its_norm():
     model = llama()
-    model.layers[0].attention.wo = Linear(DIM, DIM)
+    model.layers[0].attention.wo, model.layers[0].feed_forward.w1 = Linear(DIM, DIM), Linear(DIM, 128)
     plan = convert(model, mode="reference")
-    assert plan.skipped[OTHER] == f"is a {__name__}.Linear"
+    assert plan.skipped[OTHER] == plan.skipped[FED] == f"is a {__name__}.Linear" and NORM in plan.skipped
 
 
 class Int8Weight(nn.Parameter):

@@ -3,6 +3,7 @@
 import torch
 import torch.nn as nn
 from conversion_models import llama
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxtrain import convert
 from mxtrain.conversion.norm_uses import NormUses
@@ -34,6 +35,9 @@ def test_devices():
     model = llama()
     model.output = nn.Linear(64, 96, device="meta")
     assert survey(model).device_type == "cpu", "parameters on the meta device have no device yet"
+    with FakeTensorMode():
+        model.output.weight = nn.Parameter(torch.empty(96, 64, device="cuda"))
+    assert survey(model).device_type is None, "there are two"
 
 
 def test_surveying_leaves_the_model_as_it_was():

@@ -4,7 +4,7 @@ import signal
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from mxtrain.titan import finite
 from mxtrain.titan.finite import LossWatch, NonFiniteError, describe, nonfinite_weights
@@ -57,6 +57,15 @@ def test_a_warning_for_every_time_that_losses_stop_being_finite(caplog):
     ]
 
 
+def test_the_guard_gets_the_loss_of_every_step_as_a_sum_in_fp32(caplog):
+    watch, seen = LossWatch(CPU, stops=False), []
+    watch.on_losses = lambda *row: seen.append(row)
+    watch.record(1, [loss.bfloat16() for loss in losses(256.0, 1.0)])
+    watch.record(2, losses(math.inf))
+    watch.look(at_last_step=True)
+    assert seen == [(1, [257.0]), (2, [math.inf])]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_weight_that_is_not_finite_is_found(bad):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).to(torch.bfloat16)
@@ -85,6 +94,9 @@ def test_distributed_tensors_are_read_from_their_shards(group):
     watch.record(1, [DTensor.from_local(torch.tensor(math.nan), mesh, [Replicate()])])
     with pytest.raises(NonFiniteError):
         watch.look(at_last_step=True)
+    model = torch.nn.Linear(2, 2)
+    model.weight = torch.nn.Parameter(DTensor.from_local(torch.tensor([[1.0, math.nan]]), mesh, [Shard(0)]))
+    assert nonfinite_weights([model], CPU) == "nan on rank 0"
 
 
 def test_every_rank_has_its_own_place_in_the_reduction(group, monkeypatch):
