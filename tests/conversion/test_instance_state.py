@@ -141,6 +141,13 @@ def test_a_hook_on_a_block_uses_the_norms_outputs_that_pass_it(kind):
     assert calls and all(isinstance(value, torch.Tensor) for value in torch.utils._pytree.tree_leaves(calls[0][1]))
 
 
+def test_a_hook_on_a_block_uses_the_norms_outputs_that_it_returns():
+    model = nn.Sequential(nn.Sequential(nn.RMSNorm(DIM)), nn.Linear(DIM, DIM), nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
+    model[0].register_forward_hook(recorder()[0])
+    plan = convert(model, filter_fqns=[], example_inputs=(torch.zeros(1, DIM),))
+    assert plan.skipped == {"0.0": "its output is used by a forward hook of 0"}
+
+
 def test_a_hook_around_norm_and_linears_sees_no_difference():
     model = llama()
     hook, calls = recorder()
@@ -369,6 +376,12 @@ def test_a_linear_that_a_list_holds_as_well_stays(held):
         )
 
 
+def test_a_list_that_the_linear_holds_itself_is_followed_from_other_modules_too():
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    model[0].held = model[1].held = [model[0]]
+    assert convert(model, "mx_linear", filter_fqns=[]).skipped["0"].startswith("is also held by 1.held, ")
+
+
 def test_objects_that_hold_each_other_and_many_others_are_followed_in_a_moment():
     model = Listed(lambda m: [m.b])
     model.far = model.norm.far = far(model.a)
@@ -475,6 +488,15 @@ def test_linears_with_another_kind_of_weight_stay(weight, reason):
     plan = convert(model, "mx_linear", mode="reference")
     assert plan.skipped[OTHER] == reason and len(plan.linears) == 6
     assert model.layers[0].attention.wo.weight is weight
+
+
+def test_a_linear_whose_weight_is_no_parameter_stays():
+    model = llama(layers=1)
+    wo = model.layers[0].attention.wo
+    weight = wo.weight.detach()
+    del wo.weight
+    wo.weight = weight
+    assert convert(model, "mx_linear", mode="reference").skipped[OTHER] == "has no parameter called weight"
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

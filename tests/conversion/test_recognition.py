@@ -67,6 +67,12 @@ class RMSNormWithBias(OwnRMSNorm):
         self.bias = nn.Parameter(torch.zeros(64))
 
 
+class CountingRMSNorm(OwnRMSNorm):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+
 @pytest.mark.parametrize("eps", [1e-8, 1e-6, 1e-5, 1e-3])
 def test_a_models_own_rms_norm_is_found_with_its_eps(eps):
     own = OwnRMSNorm(eps=eps).eval()
@@ -95,7 +101,7 @@ def test_pytorchs_norm_and_the_fused_norm_keep_their_arguments(kind):
 @pytest.mark.parametrize(
     "module",
     [ShiftedRMSNorm(), CenteredRMSNorm(), WithoutEpsRMSNorm(), NeedsMoreRMSNorm(), GatedRMSNorm(), RMSNormWithBias(),
-     nn.LayerNorm(64), nn.Linear(64, 64), MXNorm(64, mode="reference")],
+     CountingRMSNorm(), nn.LayerNorm(64), nn.Linear(64, 64), MXNorm(64, mode="reference")],
     ids=lambda module: type(module).__name__,
 )  # fmt: skip
 def test_modules_that_compute_something_else(module):
@@ -124,7 +130,7 @@ class UnbiasedLayerNorm(OwnRMSNorm):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("eps", "dim"), [(1e-6, 64), (1e-5, 4096)])
+@pytest.mark.parametrize(("eps", "dim"), [(1e-6, 64), (1e-5, 65536)])
 def test_a_models_own_layer_norm_is_found_with_its_eps(eps, dim, bias):
     own = OwnLayerNorm(dim, eps, bias).eval()
     facts = layer_norm_facts(own)
@@ -203,6 +209,9 @@ def test_the_modules_of_a_model():
     assert [fqn for fqn, facts in linears.items() if facts.shares_weight] == ["a.0", "b"]
     assert find_blocks(modules) == ("blocks", "router", "own", "strange", "a", "b"), "the outermost container counts"
     assert find_blocks(dict(model["blocks"].named_modules())) == ("0", "1")
+    twins = nn.Module()
+    twins.layers, twins.layers_2 = (nn.ModuleList([nn.Linear(8, 8)]) for _ in range(2))
+    assert find_blocks(dict(twins.named_modules())) == ("layers.0", "layers_2.0")
     assert find_norms(dict(nn.RMSNorm(8).named_modules())) == ({}, {}), "nothing can replace the model itself"
     assert find_gates(model) == {"router.gate": model["router"].gate, "own.gate": model["own"].gate}
     assert not find_gates(model["blocks"]) and list(find_gates(model["router"])) == ["gate"]
@@ -237,3 +246,5 @@ def test_an_output_head_may_be_known_by_its_name():
     model.layers, model.lm_head = nn.ModuleList([nn.ModuleDict({"output": nn.Linear(8, 8)})]), nn.Linear(8, 96)
     modules = dict(model.named_modules())
     assert find_heads(modules, find_linears(modules), find_blocks(modules)) == ("lm_head",)
+    modules = dict(nn.ModuleDict({"embedding": nn.Embedding(96, 8), "lm_head": nn.Linear(8, 96)}).named_modules())
+    assert find_heads(modules, find_linears(modules), find_blocks(modules)) == ("lm_head",), "in the model's own dict"

@@ -59,3 +59,7 @@ def test_a_share_of_the_blocks_is_rounded_to_nearest(share, blocks, count):
     last = {*names[blocks - count :], f"layers.{blocks - 1}.wo"} if count else set()
     assert kept.keys() == last
     assert set(kept.values()) <= {f"in the last {count} of {blocks} blocks (high_precision_share = {share})"}
+
+
+def test_a_block_whose_name_begins_as_a_kept_one_is_not_kept():
+    assert in_last_blocks(["layers.ab.wo", "layers.a.wo"], ["layers.ab", "layers.a"], 0.5).keys() == {"layers.a.wo"}

@@ -58,7 +58,7 @@ class Positions(nn.Module):
 def test_other_weights_multiply_with_all_elements():
     model = nn.ModuleDict({"conv": nn.Conv1d(4, 6, 3), "positions": Positions(), "lookup": nn.EmbeddingBag(9, 2)})
     uses = weight_uses(weights_of(model), {}, {})
-    assert uses["positions.batched"].note == "", "no experts"
+    assert uses["positions.batched"].note == uses["conv.weight"].note == "", "no experts"
     assert {name: use.multiplications for name, use in uses.items()} == {
         "conv.weight": 72,
         "positions.table": 35,
@@ -102,20 +102,36 @@ ONE_IN_FOUR = (0.25, "top 2 of 8 experts")
         ({"num_experts_per_tok": 2}, ONE_IN_FOUR),
         ({"router": TopKRouter()}, ONE_IN_FOUR),
         ({}, (1.0, "all 8 experts count: no top_k was found")),
+        ({"top_k": 8}, (1.0, "top 8 of 8 experts")),
         ({"top_k": 9}, (1.0, "all 8 experts count: no top_k was found")),
+        ({"top_k": 0.5}, (1.0, "all 8 experts count: no top_k was found")),
         ({"top_k": None}, (1.0, "all 8 experts count: no top_k was found")),
     ],
 )
-@pytest.mark.parametrize("kind", ["stacked", "listed"])
-def test_of_the_experts_a_token_uses_top_k(kind, attributes, expected):
-    experts = Stacked(8) if kind == "stacked" else nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM)) for _ in range(8))
+@pytest.mark.parametrize(
+    "experts",
+    [
+        Stacked(8),
+        nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM)) for _ in range(8)),
+        nn.ModuleDict({f"expert_{i}": nn.Linear(DIM, DIM) for i in range(8)}),
+    ],
+    ids=["stacked", "listed", "by name"],
+)
+def test_of_the_experts_a_token_uses_top_k(experts, attributes, expected):
     model = nn.ModuleDict({"layer": Mixture(experts, **attributes)})
     weights = weights_of(model)
     of_experts = {name: facts for name, facts in weights.items() if ".experts." in name}
-    assert len(of_experts) == (1 if kind == "stacked" else 8)
+    assert len(of_experts) == (1 if isinstance(experts, Stacked) else 8)
     assert all((facts.share, facts.note) == expected for facts in of_experts.values())
     others = ("layer.gate.weight", "layer.shared_experts.weight")
     assert all((weights[name].share, weights[name].note) == (1.0, "") for name in others)
+
+
+def test_a_router_beneath_stacked_experts_knows_top_k():
+    experts = Stacked(8)
+    experts.router = TopKRouter()
+    (facts,) = weights_of(nn.ModuleDict({"layer": nn.ModuleDict({"experts": experts})})).values()
+    assert (facts.share, facts.note) == ONE_IN_FOUR
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,8 @@ def test_switches_reach_the_gemms_whose_format_has_them():
     mixed = get_recipe("fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4", "floor", hadamard=False)
     assert mixed.dgrad == get_recipe("mxfp8", "floor")
     assert mixed.fprop == mixed.wgrad == get_recipe("nvfp4", hadamard=False)
+    tiles = get_recipe("fprop=mxfp8, dgrad=nvfp4, wgrad=mxfp8", weight_tiles=True)
+    assert tiles.dgrad == RECIPES["nvfp4"], "whose operands are dY and W"
     default, others = get_recipes("mxfp8", {"wo": "nvfp4", "w2": mixed}, scale_rounding="floor", weight_tiles=False)
     assert default == get_recipe("mxfp8", "floor") and others["wo"] == get_recipe("nvfp4", weight_tiles=False)
     assert list(others) == ["wo", "w2"] and others["w2"].dgrad == default

@@ -51,8 +51,8 @@ def test_a_loss_of_the_last_step_of_the_fallback_is_no_spike():
 
 
 def test_a_spike_empties_the_window():
-    guard = guard_after([*QUIET, 9.0, 8.0, 8.0, 8.0], steps=1)
-    guard.observe(9, 8.5)  # three losses since the spike
+    guard = guard_after([*QUIET, 9.0, 4.0, 3.8, 4.0], steps=1)
+    guard.observe(9, 9.0)  # three losses since the spike
     assert fallback(guard) == [7]
 
 

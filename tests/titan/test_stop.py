@@ -1,10 +1,12 @@
 """A stop signal saves the step in which it came, on all ranks, and a run resumes after it."""
 
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -84,7 +86,28 @@ def test_only_the_first_signal_counts_and_handlers_are_put_back():
         os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signals.restore()
+    signals.ignore()  # has no effect any more
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_system_call_in_a_library_goes_on_after_a_signal():
+    reader, writer = os.pipe()
+
+    def disturb():
+        time.sleep(0.1)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        time.sleep(0.1)
+        os.write(writer, b"x")
+
+    signals, thread = StopSignals(), threading.Thread(target=disturb)
+    signals.install()
+    try:
+        thread.start()
+        assert ctypes.CDLL(None).read(reader, ctypes.create_string_buffer(1), ctypes.c_size_t(1)) == 1
+        thread.join()
+        assert signals.received == signal.SIGUSR1
+    finally:
+        signals.restore()
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,9 @@ def test_numbers_that_change_are_constants_of_compiled_graphs():
 
     torch._dynamo.reset()
     config, limits = torch._dynamo.config, {"recompile_limit": 1, "accumulated_recompile_limit": 1}
+    with config.patch(recompile_limit=1000):
+        allow_recompiling([model], 2)
+        assert config.recompile_limit == 1000, "a user's larger limit stays"
     with config.patch(limits):
         before = config.get_config_copy()
         allow_recompiling([model], 2)
@@ -114,6 +117,44 @@ def test_a_validation_of_the_last_step_has_the_recipes_of_that_step(monkeypatch)
     job_config = parse_job_config(["--model.name=llama3", "--model.flavor=debugmodel", "--model.converters=mxnorm"])
     RecipeSwitch(job_config, ["stage 0", "stage 1"], None).return_to(7)
     assert given == [("stage 0", 7, False), ("stage 1", 7, False)]
+
+
+def test_every_state_may_be_compiled(monkeypatch):
+    """Before, in and after an entry, with the guard and without."""
+    allowed = []
+    monkeypatch.setattr("mxtrain.titan.schedule.allow_recompiling", lambda parts, states: allowed.append(states))
+    entry = ["--mxnorm.schedule", '{from_step = 3, until_step = 5, recipe = "bf16"}']
+    for flags in (entry, [*entry, GUARD[0]]):
+        job_config = parse_job_config(
+            ["--model.name=llama3", "--model.flavor=debugmodel", "--model.converters=mxnorm", *flags]
+        )
+        RecipeSwitch(job_config, [], None)
+    assert allowed == [3, 6]
+
+
+@pytest.mark.parametrize(
+    "step, expected",
+    [
+        (1, []),
+        (5, ["step 5: p=1, to step 6 (mxnorm.schedule[0])", "step 5: guard: bf16, to step 6: a spike"]),
+        (6, [f"in effect from step 5 to 6: {what}" for what in ("p=1 (mxnorm.schedule[0])", "guard: bf16")]),
+        (7, ["step 7: end of p=1 (mxnorm.schedule[0])", "step 7: end of guard: bf16"]),
+    ],
+)
+def test_a_run_that_resumes_says_once_what_begins_ends_or_is_in_effect(monkeypatch, step, expected):
+    given, noted = [], []
+    monkeypatch.setattr("mxtrain.titan.schedule.set_step", lambda part, *state: given.append(state))
+    monkeypatch.setattr("mxtrain.titan.reports.terminal.note", noted.append)
+    flags = ["--mxnorm.guard.recipe=bf16", "--mxnorm.schedule", "{from_step = 5, until_step = 6, p = 1}"]
+    job_config = parse_job_config(
+        ["--model.name=llama3", "--model.flavor=debugmodel", "--model.converters=mxnorm", *flags]
+    )
+    switch = RecipeSwitch(job_config, [nn.Identity()], lambda step, text: None)
+    if step > 1:
+        switch.guard.first, switch.guard.last, switch.guard.reason = 5, 6, "a spike"
+    switch.return_to(step)
+    switch.begin_step(step)
+    assert noted == expected and given == [(step, step in (5, 6))] * 2
 
 
 def test_an_entry_that_moved_is_noted_once(monkeypatch):
