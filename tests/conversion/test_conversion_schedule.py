@@ -48,6 +48,10 @@ def same(ours, theirs):
     ("change", "settings"),
     [
         ({"recipe": "nvfp4"}, {"recipe": "nvfp4"}),  # which needs random numbers that the first recipe did without
+        (  # the norm draws signs for one of its linears
+            {"recipe": "wgrad=nvfp4", "modules": ["wk"]},
+            {"recipes": {"wk": "fprop=mxfp8, dgrad=mxfp8, wgrad=nvfp4"}},
+        ),
         ({"recipe": "dgrad=bf16"}, {"recipe": "fprop=mxfp8, dgrad=bf16, wgrad=mxfp8"}),
         ({"recipe": "fprop=bf16"}, {"recipe": "fprop=bf16, dgrad=mxfp8, wgrad=mxfp8"}),
         ({"p": 1}, {"p": 1}),

@@ -121,6 +121,7 @@ def test_switches_in_effect_come_from_the_gemms_that_they_change():
         (lambda: RMSEstimate(2, "mean", 1e-5, 32), r"estimator = 'mean' is not one of: 'pre_round'"),
         (lambda: RMSEstimate(2, "exact", -1.0, 32), r"eps = -1.0 is not a finite number"),
         (lambda: RMSEstimate(2, "exact", float("nan"), 32), r"eps = nan is not a finite number"),
+        (lambda: RMSEstimate(2, "exact", float("inf"), 32), r"eps = inf is not a finite number"),
         (lambda: RMSEstimate.for_recipe(RECIPES["unquantized"], 2, "post_round"), r"'unquantized' has none"),
         (lambda: get_recipe(8), r"^recipe = 8 is not one of: 'mxfp8'"),
         (

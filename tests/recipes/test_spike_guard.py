@@ -60,8 +60,10 @@ def test_a_resumed_guard_goes_on_as_it_was():
     losses = [*QUIET, 9.0, 4.0, 3.8, 4.0, 3.8, 3.9, 4.0, 9.0]
     whole = guard_after(losses)
     for saved in range(len(losses)):
-        resumed = SpikeGuard(4, 3.0, 5)
-        resumed.load_state_dict(guard_after(losses[:saved]).state_dict())
+        resumed = guard_after(QUIET)  # which are forgotten
+        state = guard_after(losses[:saved]).state_dict()
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state
         for step in range(saved + 1, len(losses) + 1):
             resumed.observe(step, losses[step - 1])
         assert resumed.state_dict() == whole.state_dict()

@@ -239,15 +239,21 @@ def test_a_run_in_emulated_mode_has_fp32_sums_in_all_bf16_products(mode, lax):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "step", "warns"), [("nvfp4", None, True), ("nvfp4", 0, False), ("mxfp8", None, False)]
+    ("flags", "step", "warns"),
+    [
+        (["--mxnorm.recipe=nvfp4"], None, True),
+        (["--mxnorm.recipe=nvfp4"], 0, False),
+        (["--mxnorm.recipe=mxfp8"], None, False),
+        (["--mxnorm.recipes", "wo", "nvfp4"], None, True),
+    ],
 )
-def test_random_bits_that_no_resumed_run_repeats_are_warned_of(recipe, step, warns, monkeypatch):
+def test_random_bits_that_no_resumed_run_repeats_are_warned_of(flags, step, warns, monkeypatch):
     """Plain TorchTitan sets no step; mxtrain's trainer does, before it builds the model."""
     lines = []
     monkeypatch.setattr("mxtrain.titan.converters.logger.warning", lines.append)
     model, _ = model_and_args("llama3", "debugmodel")
     set_rounding_step(step)
-    TitanMXNorm(config(f"--mxnorm.recipe={recipe}"), None).convert(model)
+    TitanMXNorm(config(*flags), None).convert(model)
     assert len(lines) == warns and all("a resumed run will not repeat them; train with -m mxtrain" in s for s in lines)
 
 
