@@ -48,6 +48,9 @@ def test_a_norm_groups_its_own_linears_also_in_a_copy_of_the_model():
     model = llama()
     report = convert(model)
     assert report.groups == report.norms
+    assert list(convert(llama(layers=1), filter_fqns=[]).groups) == ["layers.0.attention_norm", "layers.0.ffn_norm"], (
+        "the last norm has one linear"
+    )
     for layer in (model.layers[1], copy.deepcopy(model).layers[1]):
         attention, ffn = layer.attention, layer.feed_forward
         assert layer.attention_norm.group.linears == (attention.wq, attention.wk, attention.wv)

@@ -132,6 +132,11 @@ REFUSED = {
     "lazy": (lazy, {}, "^layers.1.feed_forward.w2.weight has no shape yet .a lazy module.: run the model once"),
     "float16": (lambda: llama().half(), {}, f"^converter = 'mxnorm': layers.0.*weight is float16; {HALF}"),
     "float64": (lambda: llama().double(), {}, f"^converter = 'mxnorm': layers.0.*weight is float64; {HALF}"),
+    "float64, partly without casts": (
+        lambda: llama().double(),
+        {"recipe": "fprop=unquantized, dgrad=mxfp8, wgrad=mxfp8"},
+        f"layers.0.*weight is float64; {HALF}",
+    ),
     "a float16 linear": (
         lambda: with_one(torch.float16),
         {},

@@ -8,8 +8,8 @@ from mxtrain.titan.parallel.check_layout import check_model_layout
 from mxtrain.titan.parse import parse_job_config, settings_of
 
 
-def check(flags: str) -> None:
-    check_model_layout(settings_of(parse_job_config(["--model.converters=mxnorm", *flags.split()])), has_gpus=True)
+def check(flags: str, has_gpus: bool = True) -> None:
+    check_model_layout(settings_of(parse_job_config(["--model.converters=mxnorm", *flags.split()])), has_gpus)
 
 
 CP, TP, PP, EP = (f"--parallelism.{kind}_parallel_degree" for kind in ("context", "tensor", "pipeline", "expert"))
@@ -17,6 +17,8 @@ LLAMA3_8B, QWEN3_8B = "--model.name=llama3 --model.flavor=8B", "--model.name=qwe
 PER_STAGE = "--parallelism.pipeline_parallel_layers_per_stage"
 INTERLEAVED = "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
 EXPERTS = "--model.name=deepseek_v3 --model.flavor=16B"
+FLEX = f"--model.name=llama3 --model.flavor=debugmodel_flex_attn {CP}=2"
+PTRR = "--parallelism.context_parallel_load_balancer=ptrr"
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,7 @@ EXPERTS = "--model.name=deepseek_v3 --model.flavor=16B"
         f"{LLAMA3_8B} {PP}=2 {INTERLEAVED} {PER_STAGE}=9",
         f"{EXPERTS} {EP}=8",
         "--model.name=llama3 --model.flavor=70B --parallelism.tensor_parallel_degree=8",
+        f"{FLEX} {PTRR}",
     ],
 )
 def test_layouts_that_fit_the_model(flags):
@@ -67,7 +70,7 @@ def test_layouts_that_fit_the_model(flags):
             "context_parallel_degree = 2 works with attention sdpa.*, and llama3 debugmodel_varlen_attn has 'varlen'",
         ),
         (
-            f"{LLAMA3_8B} {CP}=2 --parallelism.context_parallel_load_balancer=ptrr",
+            f"{LLAMA3_8B} {CP}=2 {PTRR}",
             "context_parallel_load_balancer = 'ptrr' needs flex attention, and llama3 8B has 'sdpa'",
         ),
     ],
@@ -76,6 +79,11 @@ def test_one_line_says_what_does_not_fit(flags, message):
     with pytest.raises(ConfigError, match=message) as raised:
         check(flags)
     assert "\n" not in str(raised.value) and str(raised.value).startswith("parallelism.")
+
+
+def test_flex_attention_is_not_split_on_a_cpu():
+    with pytest.raises(ConfigError, match="works with attention sdpa, and llama3 debugmodel_flex_attn has 'flex'"):
+        check(FLEX, has_gpus=False)
 
 
 def test_shards_of_any_width_without_quantization():
@@ -94,6 +102,7 @@ def test_pytorch_2_11_takes_no_other_sizes_in_validation(monkeypatch):
     check(f"{validated}=1024")
     monkeypatch.setattr(check_layout, "FINDS_SHAPES_AGAIN", False)
     check(f"{validated}=2048")
+    check(f"{LLAMA3_8B} {PP}=2 --validation.seq_len=1024")  # not enabled
     with pytest.raises(
         ConfigError, match="^validation.seq_len = 1024 differs from training.seq_len: .* allows only 2048"
     ):
