@@ -43,9 +43,8 @@ def memory_table(model: nn.Module, job_config) -> str:
     ]
     for name, count, shards in layouts:
         weights = shard_bytes(held, shards, dtype, tensor)
-        gathered = 0
-        if count > 1 and (shards > 1 or tensor * pipeline > 1):
-            gathered = gathered_bytes(rank, compute, parallelism)
+        # A single shard is copied, too.
+        gathered = gathered_bytes(rank, compute, parallelism) if count > 1 else 0
         if pipeline > 1:
             # PyTorch adds up the chunks' gradients before it divides them among processes.
             weights_gathered = gathered if reshards else gathered_bytes(rank, compute, parallelism, len(rank))

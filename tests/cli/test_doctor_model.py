@@ -53,6 +53,9 @@ def test_memory_of_one_process_is_what_a_step_takes(flags):
     on_meta = build_on_meta(job_config)
     assert doctor_memory.shard_bytes(on_meta, 1, getattr(torch, job_config.training.dtype)) == weights == gradients
     assert doctor_memory.OPTIMIZER_STATES * weights == states
+    (groups,) = doctor_memory.groups_of_ranks(on_meta, job_config.parallelism)
+    gathered = [id(weight) for group in groups for weight in group.parameters()]
+    assert len(gathered) == len(set(gathered)) == len(list(real.parameters())) - 1, "all but the last norm's"
     assert dict(doctor_model.parameters(on_meta))["parameters"] == f"{sum(p.numel() for p in real.parameters()):,}"
 
 
@@ -153,6 +156,18 @@ def test_a_pipeline_that_frees_gathered_weights_holds_two_groups_of_them(capsys)
     text = capsys.readouterr().out
     assert rows_of(text)["64 (pipeline 2 x tensor 8 x 4)"][3] == pytest.approx(gradients + head_and_block, rel=2e-2)
     assert "gathered: the two largest groups of weights, in bfloat16, and all its gradients, in float32, div" in text
+
+
+@pytest.mark.parametrize(
+    "kind, degree, name", [("data_parallel_replicate", 4, "4 (4 x 1)"), ("tensor_parallel", 2, "2 (tensor 2 x 1)")]
+)
+def test_a_single_shard_is_copied_in_the_dtype_of_the_computation(kind, degree, name):
+    layout = [f"--parallelism.{kind}_degree={degree}", "--parallelism.data_parallel_shard_degree=1"]
+    job_config = parse_job_config(["--model.flavor=8B", "--model_args.n_layers=1", "--model.converters=", *layout])
+    model = build_on_meta(job_config)
+    head = 2 * model.output.weight.numel() / (degree if kind == "tensor_parallel" else 1) / GIB
+    row = rows_of(doctor_memory.memory_table(model, job_config))[name]
+    assert row[3] == pytest.approx(2 * head, abs=0.006), "embedding and head"
 
 
 def test_experts_are_counted_as_a_token_uses_them(capsys):
