@@ -20,6 +20,12 @@ def test_a_variant_is_a_config_with_a_name_and_flags(words, expected):
     assert variant_of(words) == expected
 
 
+def test_a_config_may_have_an_equals_sign_in_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=3.toml").touch()
+    assert variant_of("lr=3.toml") == Variant("lr-3", "lr=3.toml", [])
+
+
 def test_every_variant_gets_every_rate_and_seed_and_the_variants_flags_come_last():
     runs = planned(["a=llama3_debug --mxnorm.p 1", "llama3_debug_bf16"], 2, ["0.001"], ["--mxnorm.p", "2"])
     assert list(runs) == [
@@ -37,6 +43,7 @@ def test_every_variant_gets_every_rate_and_seed_and_the_variants_flags_come_last
         ([""], [], [], "VARIANT = '' names no config"),
         (["'llama3_debug"], [], [], "VARIANT = .* cannot be split into words: No closing quotation"),
         (["llama3_debug --job.description=" + "x" * 180], [], [], "has 215 bytes, and at most 200 .*write NAME=CONFIG"),
+        (["\u00e9" * 110 + "=llama3_debug"], [], [], "has 226 bytes, and at most 200"),
         (["a=--x"], [], [], "VARIANT = 'a=--x' names no config"),
         (["llama3_debug", "llama3_debug"], [], [], "two variants have the name 'llama3_debug': write NAME=CONFIG"),
         (["llama3_debug --debug.seed 1"], [], [], "--debug.seed: 'mxtrain compare' sets it for every run"),
@@ -54,13 +61,15 @@ def test_mistakes_are_found_before_any_run(variants, rates, flags, problem):
 
 def test_a_comparison_grows_and_does_not_change(tmp_path):
     config = tmp_path / "a.toml"
-    config.write_text("[training]\nsteps = 3\n")
+    config.write_text("[training]\nsteps = 3\nseq_len = 64\n")
     first = planned([str(config)], 1, [], [])
     done = {name: type(run)(**{**vars(run), "status": 0}) for name, run in first.items()}
     more = joined(done, planned([str(config), "llama3_debug"], 2, [], []), tmp_path)
     assert [run.status for run in more.values()] == [0, None, None, None]
     with pytest.raises(ConfigError, match="--output = .* a-seed0 was begun with other flags .*; choose another folder"):
         joined(done, planned([str(config)], 1, [], ["--training.steps=4"]), tmp_path)
+    config.write_text("[training]\nseq_len = 64\nsteps = 3\n")
+    assert joined(done, planned_again(done), tmp_path) == done
     config.write_text("[training]\nsteps = 4\n")
     with pytest.raises(ConfigError, match="a-seed0 was begun before .*a.toml changed"):
         joined(done, planned_again(done), tmp_path)

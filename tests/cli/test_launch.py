@@ -148,7 +148,7 @@ def test_a_mistake_does_not_remove_a_folder_that_was_there_or_that_holds_results
 
 
 @pytest.mark.parametrize("culprit, processes, who", [(0, 1, "the worker"), (1, 2, "worker 1 of 2")])
-def test_a_crash_keeps_its_traceback_and_adds_one_line(launched, culprit, processes, who):
+def test_a_crash_keeps_its_folder_and_its_traceback_and_adds_one_line(launched, culprit, processes, who, tmp_path):
     start = time.monotonic()
     status, _, err = launched("--job.description", f"crash@{culprit}", processes=processes)
     assert status == 1
@@ -157,6 +157,7 @@ def test_a_crash_keeps_its_traceback_and_adds_one_line(launched, culprit, proces
     assert first == "Traceback (most recent call last):"
     assert raised == "RuntimeError: the worker broke"
     assert last == f"mxtrain: training failed: {who} ended with exit status 1"
+    assert len(list((tmp_path / "outputs").iterdir())) == 1
 
 
 def test_a_killed_worker_is_named_with_its_signal(launched):
@@ -246,10 +247,13 @@ def test_runs_started_in_one_second_get_folders_of_their_own(tmp_path, monkeypat
     ]
 
 
-def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path):
+def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="job.dump_folder = '.*file' cannot be created"):
         launch.make_run_folder("a.toml", str(tmp_path / "file"))
+    monkeypatch.setattr(launch, "_missing", lambda folder: [folder])  # until another process makes it
+    with pytest.raises(ConfigError, match="job.dump_folder = .* cannot be created: File exists"):
+        launch.make_run_folder("a.toml", str(tmp_path))
 
 
 def test_the_config_is_given_once(tmp_path):
