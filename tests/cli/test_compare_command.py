@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mxtrain import cli
 from mxtrain.analysis import load_run, report
 from mxtrain.cli import compare_command, launch, side_by_side
+from mxtrain.run_folder.comparison import PairedRun
 
 STAND_IN = """
 import json, os, pathlib, signal, sys, time
@@ -125,6 +127,42 @@ def test_a_comparison_goes_on_with_the_gpus_that_it_was_begun_with(stand_in, cap
     assert "variants differ in training.global_batch_size (16 in llama3_debug, 8 in " in capfd.readouterr().err
     assert [run["gpus"] for run in json.loads((stand_in / "comparison.json").read_text())] == [2, 2, 2, 1]
     assert compare("llama3_debug", "--seeds=5", kind="crash") == 0 and starts(stand_in)[-1]["NGPU"] == "1"
+
+
+def test_a_run_that_is_left_has_the_gpus_that_it_was_last_started_with(stand_in):
+    assert compare("llama3_debug", "--seeds=3", "--gpus=2", kind="crash") == 1
+    assert cli.main(["compare", "--resume", "c", "--gpus=1"]) == 1
+    assert cli.main(["compare", "--resume", "c"]) == 1
+    assert [(start["run"][-1], start["NGPU"]) for start in starts(stand_in)[3:]] == [("1", "1"), ("1", "1")]
+
+
+@pytest.mark.parametrize("status, problem", [(1, "its loss is not finite at step 1"), (130, ""), (None, "")])
+def test_only_a_run_that_failed_by_itself_is_not_started_again(tmp_path, status, problem):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null, "nonfinite": {"loss": "nan"}}\n')
+    assert side_by_side.ended_nonfinite(tmp_path, PairedRun("a-seed0", "a", ["a"], "", status)) == problem
+
+
+def test_a_run_gets_its_share_of_the_cores_and_a_signal_that_comes_while_it_is_started(tmp_path, monkeypatch):
+    threads, sent = [], []
+
+    def start(*_, env, **__):
+        threads.append(env["OMP_NUM_THREADS"])
+        return SimpleNamespace(send_signal=sent.append)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(side_by_side, "core_count", lambda: 12)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    runs = side_by_side.SideBySide(tmp_path, {}, [None] * 3, processes=2, stopped_by=signal.SIGINT)
+    runs._start(PairedRun("a-seed0", "a", ["llama3_debug"], ""), 0)
+    assert (threads, sent) == (["2"], [signal.SIGINT])
+
+
+def test_the_last_words_of_a_run_are_the_last_error_of_its_last_lines(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("ValueError: long ago\n" + "a line\n" * 70 + "RuntimeError: now\nthe end\n")
+    assert side_by_side._last_words(log) == "RuntimeError: now"
+    log.write_text("ValueError: long ago\n" + "a line\n" * 70 + "the end\n")
+    assert side_by_side._last_words(log) == "the end"
 
 
 @pytest.mark.parametrize("killed", [False, True])

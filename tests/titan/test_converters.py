@@ -243,6 +243,7 @@ def test_a_run_in_emulated_mode_has_fp32_sums_in_all_bf16_products(mode, lax):
     [
         (["--mxnorm.recipe=nvfp4"], None, True),
         (["--mxnorm.recipe=nvfp4"], 0, False),
+        (["--mxnorm.recipe=nvfp4", "--mxnorm.stochastic_rounding=false"], None, False),
         (["--mxnorm.recipe=mxfp8"], None, False),
         (["--mxnorm.recipes", "wo", "nvfp4"], None, True),
     ],

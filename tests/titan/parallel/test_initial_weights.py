@@ -249,8 +249,15 @@ def test_a_generator_of_the_models_own_does_not_make_ranks_differ():
     assert torch.equal(*results)
 
 
+def test_a_weight_is_drawn_in_its_own_dtype():
+    parameter = nn.Parameter(torch.empty(9, dtype=torch.float64))
+    with drawing(parameter):
+        parameter.uniform_()
+    assert (parameter != parameter.float()).any()
+
+
 def test_a_model_on_the_meta_device_stays_there():
-    parameter = nn.Parameter(torch.empty(9, device="meta"))
+    parameter = nn.Parameter(torch.empty(2**45, device="meta"))  # for which no machine has the memory
     with drawing(parameter):
         assert parameter.normal_() is parameter and parameter.is_meta
 
