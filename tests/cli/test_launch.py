@@ -15,7 +15,7 @@ import torch
 
 from mxtrain.cli import launch, workers
 from mxtrain.errors import ConfigError
-from mxtrain.launched import ALLOCATOR_VARIABLES
+from mxtrain.launched import ALLOCATOR_VARIABLES, LAUNCHER_VARIABLE, STOP_FILE_VARIABLE
 
 FAKE_WORKER = """
 import json, os, pathlib, signal, sys, time
@@ -79,6 +79,7 @@ def test_a_run_gets_a_folder_and_its_flags(launched, tmp_path):
     finally:
         signal.signal(signal.SIGINT, earlier)
     assert logging.root.manager.disable == logging.NOTSET
+    assert LAUNCHER_VARIABLE not in os.environ and STOP_FILE_VARIABLE not in os.environ
     assert status == 0
     (folder,) = (tmp_path / "outputs").iterdir()
     assert re.fullmatch(r"tiny-\d{8}-\d{6}", folder.name)
@@ -158,6 +159,12 @@ def test_a_crash_keeps_its_folder_and_its_traceback_and_adds_one_line(launched, 
     assert raised == "RuntimeError: the worker broke"
     assert last == f"mxtrain: training failed: {who} ended with exit status 1"
     assert len(list((tmp_path / "outputs").iterdir())) == 1
+
+
+def test_a_mistake_that_the_first_worker_has_told_is_not_told_again(tmp_path, capsys):
+    failures = [workers.Failure(2, local_rank=1, timestamp=3), workers.Failure(2, local_rank=0, timestamp=4)]
+    assert workers.report_failure(failures, 2, tmp_path) == 2
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_killed_worker_is_named_with_its_signal(launched):

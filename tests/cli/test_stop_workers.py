@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from mxtrain.cli.stop_workers import StopWorkers, stop_signals_to
+from mxtrain.cli.stop_workers import StoppedAtOnce, StopWorkers, stop_signals_to
 from mxtrain.cli.workers import closing_summary
 
 REPOSITORY = Path(__file__).parents[2]
@@ -146,6 +146,24 @@ def test_what_a_stop_explains(received, statuses, explains, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) == earlier
     assert stop.received == (received[0] if received else None)
     assert stop.explains(statuses) == explains
+
+
+@pytest.mark.parametrize("number, kills", [(signal.SIGTERM, True), (signal.SIGUSR1, False)])
+def test_only_a_persons_second_signal_kills(number, kills, monkeypatch):
+    """Slurm may send its warning several times."""
+    killed, stop = [], StopWorkers()
+    monkeypatch.setattr("mxtrain.cli.stop_workers._children", lambda: [2**30])
+    monkeypatch.setattr("mxtrain.cli.stop_workers.ECHO_SECONDS", -1.0)
+    monkeypatch.setattr(os, "killpg", lambda *killing: killed.append(killing))
+    for _ in range(2):
+        stop.handle(number, None)
+    assert killed == ([(2**30, signal.SIGKILL)] if kills else [])
+
+
+def test_a_signal_before_any_worker_has_started_ends_the_command(monkeypatch):
+    monkeypatch.setattr("mxtrain.cli.stop_workers._children", lambda: [])
+    with pytest.raises(StoppedAtOnce, match="SIGTERM"):
+        StopWorkers().handle(signal.SIGTERM, None)
 
 
 def test_a_run_without_metrics_ends_with_a_line_that_says_so(tmp_path):

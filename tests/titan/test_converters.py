@@ -196,11 +196,13 @@ def test_settings_of_a_fused_norm_reach_the_modules(converter):
     assert count(model, FusedRMSNorm) == 2 * (args.n_layers - 1)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_what_compiled_layers_run_is_logged(compiled, monkeypatch):
+@pytest.mark.parametrize(
+    "flags, compiled",
+    [(["--compile.enable"], True), (["--compile.enable", "--compile.components=loss"], False), ([], False)],
+)
+def test_what_compiled_layers_run_is_logged(flags, compiled, monkeypatch):
     lines = []
     monkeypatch.setattr("mxtrain.titan.converters.logger.info", lines.append)
-    flags = ["--compile.enable"] if compiled else []
     TitanFusedRMSNorm(config(*flags, converter="fused_rmsnorm"), None)
     line = f"norms in compiled layers run the {AUTO_WHEN_COMPILED}, those outside the kernel"
     assert lines == ([f"fused_rmsnorm: when_compiled = 'auto': {line}"] if compiled else [])

@@ -128,6 +128,7 @@ def test_active_settings_of_mixed_recipes(tmp_path):
     switches = ("scale_rounding", "tensor_scale", "weight_tiles", "hadamard", "stochastic_rounding")
     assert [settings[switch] for switch in switches] == ["rceil", "static", True, False, False]
     assert settings["high_precision_share"] == 0.15 and settings["mode"] == "reference"
+    assert active_settings(config("--mxnorm.recipes", "wo", "nvfp4"))["hadamard"], "of one linear"
     assert active_settings(config("--mxnorm.recipe=wgrad=bf16,fprop=nvfp4, dgrad=mxfp8"))["recipe"] == (
         "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16"
     )
