@@ -167,6 +167,16 @@ def test_a_mistake_that_the_first_worker_has_told_is_not_told_again(tmp_path, ca
     assert capsys.readouterr() == ("", "")
 
 
+def test_the_last_mistake_of_the_latest_start_is_told(tmp_path, capsys):
+    for age, start in enumerate(("new", "old")):
+        log = tmp_path / start / "attempt_0" / "1" / "stderr.log"
+        log.parent.mkdir(parents=True)
+        log.write_text("".join(f"mxtrain: error: the {word} of the {start} start\n" for word in ("first", "last")))
+        os.utime(log, (100 - age, 100 - age))
+    assert workers.report_failure([workers.Failure(2, local_rank=1)], 2, tmp_path) == 2
+    assert capsys.readouterr().err == "mxtrain: error: the last of the new start\n"
+
+
 def test_a_killed_worker_is_named_with_its_signal(launched):
     status, _, err = launched("--job.description", "kill@1", processes=2)
     assert status == 1

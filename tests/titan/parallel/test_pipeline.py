@@ -9,13 +9,14 @@ import torch
 import training_runs
 from recording import record_all
 from torch.distributed.pipelining import PipelineStage
+from torchtitan.config.job_config import Parallelism
 from training_runs import SCHEDULE, Outcome, Resumed, done_once, steps
 
 from mxtrain.analysis import load_run, read_metrics
 from mxtrain.analysis.numerics import by_figure, numerics_rows
 from mxtrain.run_folder.manifest import read_manifest
 from mxtrain.titan.parallel import pipeline
-from mxtrain.titan.parallel.pipeline import LossPerToken
+from mxtrain.titan.parallel.pipeline import LossPerToken, modules_of_stages
 
 DIAGNOSTICS = ["--mxnorm.diagnostics.every=3", "--mxnorm.diagnostics.tokens=64"]
 SAVE = ["--checkpoint.enable", "--checkpoint.interval=1"]
@@ -196,6 +197,23 @@ def test_a_run_goes_on_under_one_layout_after_another(base):
         assert [row[key] for row in ours] == [row[key] for row in theirs["run"].rows], key
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in ours] == pytest.approx([row[key] for row in theirs["run"].rows], rel=1e-5), key
+
+
+@pytest.mark.parametrize(
+    "settings, layers",
+    [
+        ({}, [4, 4]),
+        ({"schedule": "Interleaved1F1B"}, [2, 3, 2, 1]),
+        ({"layers_per_stage": 3}, [2, 3, 2, 1]),  # embedding and head count as a layer each
+        ({"layers_per_stage": 3, "last_stage_less_layers": 0}, [2, 3, 3]),
+    ],
+)
+def test_layers_of_stages(settings, layers):
+    own = {f"pipeline_parallel_{name}": value for name, value in settings.items()}
+    stages = modules_of_stages(8, Parallelism(pipeline_parallel_degree=2, **own))
+    assert [sum(name.startswith("layers.") for name in stage) for stage in stages] == layers
+    named = [["tok_embeddings", "layers.0", "layers.1"], ["norm", "output"]]
+    assert modules_of_stages(2, Parallelism(pipeline_parallel_degree=2, module_fqns_per_model_part=named)) == named
 
 
 def test_a_loss_is_divided_by_the_tokens_inside_of_the_context_only():
