@@ -119,3 +119,8 @@ def test_linears_with_unknown_gradients_are_refused(style):
         ConfigError, match="tensor_parallel_degree = 2 does not know the gradients of OwnLinear .* is 1$"
     ):
         inner_style(style())._apply(OwnLinear(8, 8, bias=False), Mesh(tp=2))
+
+
+def test_a_bias_that_every_process_would_add_is_refused():
+    with pytest.raises(ValueError, match="a row-wise parallel linear with a bias"):
+        inner_style(RowwiseParallel())._apply(nn.Linear(8, 8), Mesh(tp=2))
