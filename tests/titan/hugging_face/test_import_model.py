@@ -251,6 +251,13 @@ def test_the_sizes_of_a_config_are_the_models(lines, message, models, tmp_path):
         assert sizes == {"rope_factor": 1.0, "max_seq_len": 9000 if lines else 8192}
 
 
+def test_sequences_may_be_longer_than_the_models_positions(models, tmp_path):
+    (tmp_path / "mine.toml").write_text("[training]\nseq_len = 8193\n")
+    import_model(models["llama3", "unscaled"], tmp_path / "run", tmp_path / "mine.toml")
+    sizes = tomli.loads((tmp_path / "run" / "config.toml").read_text())["model_args"]
+    assert sizes == {"rope_factor": 1.0}
+
+
 def edit_config(**changes):
     def change(source):
         file = source / "config.json"
