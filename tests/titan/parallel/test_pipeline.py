@@ -226,6 +226,27 @@ def test_a_loss_is_divided_by_the_tokens_inside_of_the_context_only():
     assert loss(prediction, labels) == 8
 
 
+@pytest.mark.parametrize("has_last_stage", [True, False])
+def test_every_rank_gets_the_loss_of_all_chunks_and_a_validation_that_of_a_part(monkeypatch, has_last_stage):
+    calls = []
+
+    class Schedule:
+        def step(self, x, *, target, losses, **kwargs):
+            calls.append((target, kwargs))
+            if losses is not None:
+                losses += [torch.tensor(2.0), torch.tensor(4.0)]
+
+        eval = step
+
+    monkeypatch.setattr(pipeline.dist, "all_reduce", lambda loss, group: loss.add_(0 if has_last_stage else 6))
+    shared, losses = pipeline.SharedLoss(Schedule(), has_last_stage, None, torch.device("cpu"), parts=2), []
+    shared.step("x", target="labels", losses=losses, mask=1)
+    shared.eval("x", target="labels", losses=losses, mask=1)
+    assert losses == [6, 3]
+    target = "labels" if has_last_stage else None
+    assert calls == [(target, {"mask": 1}), (target, {"mask": 1, "return_outputs": False})]
+
+
 @pytest.mark.parametrize("finds_again", [True, False])
 def test_finding_shapes_leaves_the_buffers_as_they_were(monkeypatch, finds_again):
     """Also in PyTorch 2.11, which has one pass and no clean-up after it."""
