@@ -197,10 +197,9 @@ def test_linears_whose_weights_lie_in_other_places_stay_single(change):
     assert not block.norm.group.is_one_gemm("emulated", has_signs=False)
 
 
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_a_sharded_weight_keeps_its_linear_for_itself(device):
     """FSDP2 gathers the weight of a linear that is a unit of its own when that linear is called, not before."""
-    if device != "cpu":
-        pytest.skip("a process group without communication, on the CPU")
     block = block_of()
     try:
         sharded(block)
