@@ -1,8 +1,11 @@
+from contextlib import nullcontext
+
 import pytest
 import torch.nn as nn
 from torchtitan.distributed import ParallelDims
 
 from mxtrain import ConfigError
+from mxtrain.titan.parallel import parallelize
 from mxtrain.titan.parallel.parallelize import check_gates, check_layout, checked_parallelize, checked_pipeline
 from mxtrain.titan.parallel.replicate import Layout
 from mxtrain.titan.parse import parse_job_config
@@ -42,6 +45,24 @@ def test_gates_outside_of_a_boundary_are_refused():
         ConfigError, match="tensor_parallel_degree = 2 gives router.gate wrong gradients, .*: allowed is 1$"
     ):
         check_gates(2, {"router.gate": gate}, set())
+
+
+@pytest.mark.parametrize("tensor, is_refused", [(2, True), (1, False)])
+def test_a_model_with_a_gate_that_no_style_reaches_is_refused_under_tensor_parallelism(monkeypatch, tensor, is_refused):
+    class Router(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.top_k = nn.Linear(8, 4, bias=False), 2
+
+    monkeypatch.setattr(parallelize, "note_model", lambda *args: None)
+    monkeypatch.setattr(parallelize, "describe_model", lambda *args: None)
+    monkeypatch.setattr(parallelize.torch.distributed, "get_backend", lambda: "fake")
+    monkeypatch.setattr(parallelize, "choose_gathers", lambda *args: None)
+    monkeypatch.setattr(parallelize, "draw_by_name", lambda *args: None)
+    wrapped = checked_parallelize(lambda model, dims, job: model)
+    model = nn.ModuleDict({"router": Router()})
+    with pytest.raises(ConfigError, match="router.gate wrong gradients") if is_refused else nullcontext():
+        wrapped(model, dims(2, tp=tensor), job("mxnorm", tensor_parallel=tensor))
 
 
 def test_fsdp_and_one_process_are_fine():
