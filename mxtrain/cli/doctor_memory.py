@@ -43,7 +43,7 @@ def memory_table(model: nn.Module, job_config) -> str:
     ]
     for name, count, shards in layouts:
         weights = shard_bytes(held, shards, dtype, tensor)
-        # A single shard is copied, too.
+        # FSDP2 copies a single shard, too.
         gathered = gathered_bytes(rank, compute, parallelism) if count > 1 else 0
         if pipeline > 1:
             # PyTorch adds up the chunks' gradients before it divides them among processes.

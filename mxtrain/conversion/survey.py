@@ -167,8 +167,8 @@ def _watch(
     replaced_forwards = [fqn for fqn, module in modules.items() if has_function_as_forward(module)]
     copy = structural_copy(model)
     for module in copy.modules():
-        # Layers of an earlier conversion do not run on the meta device. A norm's result has the shape of its input,
-        # with which the pass goes on; that of a linear has not.
+        # Quantized linears of an earlier conversion do not run on the meta device, plain ones do. Where a norm does not
+        # run, the pass goes on with a tensor of its input's shape, which is that of its result.
         if isinstance(module, QuantizedLinear):
             module.__class__ = nn.Linear
     return watch(copy, norms, followed, example_inputs, hooks, replaced_forwards)

@@ -105,7 +105,10 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
 
 
 def _settings_of(manifest: Manifest, folder: Path, known: Mapping[str, Field]):
-    """Return the job config of a checkpoint. Since then the run may have resumed with others, and defaults changed."""
+    """Return the job config of a checkpoint.
+
+    The run may have resumed with other settings since, and this version may have other defaults than the run had.
+    """
     with TemporaryDirectory() as temporary:
         config, defaults = Path(temporary, CONFIG_FILE), Path(temporary, "defaults.toml")
         dump_config(other_defaults(known, manifest.defaults), defaults)
