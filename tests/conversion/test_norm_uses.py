@@ -1,0 +1,192 @@
+"""What a forward pass on the meta device shows of the uses of norms, and which layers it makes stay."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from conversion_models import DIM
+
+from mxtrain import ConfigError, convert
+
+
+class UsesNormTwice(nn.Module):
+    """The norm's output is also added to the residual stream, so it must stay a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear, self.other = nn.RMSNorm(DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        normed = self.norm(x)
+        return self.other(self.linear(normed) + normed)
+
+
+class ReturnsNorm(UsesNormTwice):
+    def forward(self, x):
+        normed = self.norm(x)
+        return self.other(self.linear(normed)), normed
+
+
+class CallsLinearTwice(UsesNormTwice):
+    def forward(self, x):
+        return self.other(self.linear(self.norm(x)) + self.linear(x))
+
+
+class MultipliesTheWeightItself(UsesNormTwice):
+    def forward(self, x):
+        return self.other(F.linear(self.norm(x), self.linear.weight))
+
+
+class CannotRunOnMeta(UsesNormTwice):
+    """Half-way it needs a value, which meta tensors do not have; what follows cannot be seen."""
+
+    def forward(self, x):
+        y = self.linear(self.norm(x))
+        return self.other(y) if y.sum().item() > 0 else y
+
+
+class TiedWeights(UsesNormTwice):
+    def __init__(self):
+        super().__init__()
+        self.other.weight = self.linear.weight
+
+    def forward(self, x):
+        return self.other(self.linear(self.norm(x)))
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (UsesNormTwice, "its output is used by add"),
+        (ReturnsNorm, "its output is used by the caller of the model"),
+        (CallsLinearTwice, "which is called more than once"),
+        (TiedWeights, "its output is used by linear"),
+        (MultipliesTheWeightItself, "its output is used by linear"),
+    ],
+)
+def test_norms_that_cannot_be_proven_are_left_alone(module, reason):
+    inner = nn.Sequential(module(), nn.RMSNorm(DIM), nn.Linear(DIM, DIM)) if module is not ReturnsNorm else module()
+    fqn = "norm" if module is ReturnsNorm else "0.norm"
+    if module is ReturnsNorm:
+        with pytest.raises(ConfigError, match=f"nothing to convert.*\n  norm: {reason}"):
+            convert(inner, filter_fqns=[], example_inputs=(torch.zeros(1, DIM),))
+        return
+    report = convert(inner, filter_fqns=[], example_inputs=(torch.zeros(1, DIM),))
+    assert reason in report.skipped[fqn]
+    assert report.norms == {"1": ["2"]}
+    inner(torch.randn(3, DIM)).sum().backward()
+
+
+def test_the_reason_names_the_norm_after_a_norm_and_nothing_that_the_survey_does_itself():
+    model = nn.Sequential(nn.RMSNorm(DIM), nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
+    assert convert(model, filter_fqns=[], example_inputs=(torch.zeros(3, DIM),)).skipped == {
+        "0": "its output is used by rms_norm"
+    }
+
+
+class AddsInPlace(UsesNormTwice):
+    def forward(self, x):
+        x = x * 1
+        x += self.linear(self.norm(x))
+        return self.other(x)
+
+
+def test_a_norm_whose_input_is_overwritten_is_left_alone():
+    """PyTorch would hand an autograd function in a compiled graph the new values, and no error."""
+    plain = nn.Sequential(AddsInPlace(), nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
+    model, x = copy.deepcopy(plain), torch.randn(3, DIM)
+    with torch.inference_mode():
+        assert "0.norm" in convert(copy.deepcopy(plain), example_inputs=(x,)).skipped
+    report = convert(model, example_inputs=(x,), recipe="unquantized", estimator="exact")
+    gradients = []
+    for each in (plain, model):
+        torch._dynamo.reset()
+        torch.compile(each, backend="aot_eager")(x).square().sum().backward()
+        gradients.append(each[0].linear.weight.grad)
+    assert report.skipped["0.norm"] == "its input is written to in place after it" and report.norms == {"1": ["2"]}
+    torch.testing.assert_close(*gradients)
+
+
+class CallsByKeyword(nn.Module):
+    """Each kind of layer is called with the name of its own argument, and once more without."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.a, self.b = nn.RMSNorm(DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.second, self.third, self.experts = nn.RMSNorm(DIM), nn.LayerNorm(DIM), nn.Identity()
+        self.fourth, self.gate = nn.LayerNorm(DIM), nn.Linear(DIM, DIM)
+        self.fifth, self.c = nn.RMSNorm(DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        x = self.third(input=self.second(x=self.b(input=self.a(self.first(x)))))
+        return self.c(self.fifth(self.gate(input=self.fourth(x))))
+
+
+BY_KEYWORD = "is called with the keyword 'input': pass the value without it"
+
+
+@pytest.mark.parametrize(
+    ("converter", "stay", "swapped"),
+    [
+        ("mxnorm", {"b": BY_KEYWORD}, ["first", "a", "fifth", "c"]),
+        ("mx_linear", {"b": BY_KEYWORD}, ["a", "c"]),
+        ("fused_norm", {"third": BY_KEYWORD}, ["first", "second", "fifth", "fourth"]),
+    ],
+)
+def test_layers_that_are_called_by_keyword_stay(converter, stay, swapped):
+    """Ours call their argument x, as nn.RMSNorm does."""
+    model, x = CallsByKeyword(), torch.randn(3, DIM)
+    plan = convert(model, converter, filter_fqns=[], example_inputs=(x,))
+    assert list(plan.swaps) == swapped and stay.items() <= plan.skipped.items()
+    model(x)
+
+
+def test_a_gate_that_is_called_by_keyword_stays():
+    with pytest.raises(ConfigError, match=f"nothing to convert.*\n  gate: {BY_KEYWORD}"):
+        convert(CallsByKeyword(), "decompose_k_router", example_inputs=(torch.zeros(3, DIM),))
+
+
+class NormOfHeads(nn.Module):
+    """Calls its second norm by keyword, after a linear whose output has another shape than its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.wk, self.k_norm = nn.RMSNorm(DIM), nn.Linear(DIM, 2 * DIM), nn.RMSNorm(DIM)
+
+    def forward(self, x):
+        return self.k_norm(input=self.wk(self.norm(x)).unflatten(-1, (2, DIM)))
+
+
+@pytest.mark.parametrize(("first", "swapped"), [("mxnorm", []), ("mx_linear", ["norm"])])
+def test_a_norm_that_is_called_by_keyword_stays_after_an_earlier_conversion(first, swapped):
+    model, x = NormOfHeads(), torch.randn(3, DIM)
+    convert(model, first, filter_fqns=[], example_inputs=(x,))
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    plan = convert(model, "fused_norm", example_inputs=(x,))
+    assert list(plan.swaps) == swapped and plan.skipped == {"k_norm": BY_KEYWORD}
+    assert all(type(model.get_submodule(name)) is kind for name, kind in kinds.items() if name not in swapped)
+
+
+@pytest.mark.parametrize("example_inputs", [None, (), (torch.zeros(3, 5),)], ids=["none", "too few", "another shape"])
+def test_converters_that_need_no_forward_pass_convert_without_one(example_inputs):
+    model = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
+    assert convert(model, "mx_linear", filter_fqns=[], example_inputs=example_inputs).linears == ["1"]
+
+
+def test_a_module_that_cannot_run_on_meta_is_stepped_over():
+    model = nn.Sequential(CannotRunOnMeta(), nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
+    report = convert(model, filter_fqns=[], example_inputs=(torch.zeros(1, DIM),))
+    assert "0, which fails on the meta device" in report.skipped["0.norm"]
+    assert report.norms == {"1": ["2"]}
+    assert type(model[0].norm) is nn.RMSNorm
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"), [({"example_inputs": (torch.zeros(1, 4),)}, ""), ({}, " with 32 token ids as example_inputs")]
+)
+def test_inputs_of_the_wrong_shape(given, shown):
+    model = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
+    with pytest.raises(ConfigError, match=rf"not followed: 0, which fails on the meta device{shown} \("):
+        convert(model, filter_fqns=[], **given)
