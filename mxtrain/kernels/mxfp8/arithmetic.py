@@ -36,11 +36,10 @@ def scale_code(amax, RCEIL: tl.constexpr):
         k = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + 127.0)
         one_plus_f = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
         log2 = k + (one_plus_f - 1.0) * _LOG2_E
-        code = tl.where(log2 > k, code + 1, code)
         # Denormal numbers: 2^-127 is bit 22, and the logarithms of the next 11 numbers above it still round to -127.
-        code = tl.where(bits <= 0x7FFFFF, tl.where(bits > 0x400000 + 11, 1, 0), code)
-        # Infinity has code 255 and NaN 256 at this point.
-        return tl.where(bits >= 0x7F800000, code - 1, code)
+        is_above = tl.where(code == 0, bits > 0x400000 + 11, log2 > k)
+        # The exponent of infinity and NaN is 255. Only NaN is above it.
+        return tl.minimum(code, 254) + is_above.to(tl.int32)
     # floor(log2(amax)) - 8, which needs no special case for infinity.
     code = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - 8, 0)
     return tl.where(amax != amax, 255, code)
@@ -49,7 +48,7 @@ def scale_code(amax, RCEIL: tl.constexpr):
 @triton.jit
 def scale_value(code):
     """Power of two (fp32) that an E8M0 code stands for; NaN for code 255."""
-    bits = tl.where(code == 0, 0x00400000, code << 23)
+    bits = tl.maximum(code << 23, 0x00400000)
     return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
@@ -59,8 +58,8 @@ def multiplier(code, RCEIL: tl.constexpr):
     bits = (254 - code) << 23
     if RCEIL:
         # A zero or tiny block is not scaled. 2^-127 is a denormal number.
+        bits = tl.maximum(bits, 0x00400000)
         bits = tl.where(code == 0, 0x3F800000, bits)
-        bits = tl.where(code == 254, 0x00400000, bits)
         bits = tl.where(code == 255, 0x7FC00000, bits)
     else:
         # torchao divides by at least the smallest normal number, and divides a NaN block by infinity.
