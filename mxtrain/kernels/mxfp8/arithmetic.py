@@ -38,7 +38,7 @@ def scale_code(amax, RCEIL: tl.constexpr):
         log2 = k + (one_plus_f - 1.0) * _LOG2_E
         # Denormal numbers: 2^-127 is bit 22, and the logarithms of the next 11 numbers above it still round to -127.
         is_above = tl.where(code == 0, bits > 0x400000 + 11, log2 > k)
-        # The exponent of infinity and NaN is 255. Only NaN is above it.
+        # Infinity and NaN have 255 in their exponent. Infinity gets code 254, and NaN, which is above it, 255.
         return tl.minimum(code, 254) + is_above.to(tl.int32)
     # floor(log2(amax)) - 8, which needs no special case for infinity.
     code = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - 8, 0)
@@ -57,7 +57,7 @@ def multiplier(code, RCEIL: tl.constexpr):
     """Factor (fp32) for elements before rounding: one over the scale, with torchao's exceptions."""
     bits = (254 - code) << 23
     if RCEIL:
-        # A zero or tiny block is not scaled. 2^-127 is a denormal number.
+        # One over 2^127 is a denormal number, with the bits 0x00400000. A zero or tiny block is not scaled.
         bits = tl.maximum(bits, 0x00400000)
         bits = tl.where(code == 0, 0x3F800000, bits)
         bits = tl.where(code == 255, 0x7FC00000, bits)
