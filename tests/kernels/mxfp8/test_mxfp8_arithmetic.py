@@ -21,8 +21,9 @@ def amax_probes(rounding: str) -> torch.Tensor:
     """fp32 numbers of every exponent, denormals included, around each mantissa that a scale could depend on."""
     mantissas = torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF])
     if rounding == "rceil":
-        # Up to 23 numbers above 2^k have an fp32 logarithm of k, here divided by 448 = 1.75 * 2^8.
-        around = torch.arange(-4, 33)
+        # Up to 23 numbers above 2^k have an fp32 logarithm of k, here divided by 448 = 1.75 * 2^8. The last such
+        # denormal number is 11 above 2^-127, which takes a maximum 37 to 40 above 448 * 2^-127.
+        around = torch.arange(-4, 48)
         mantissas = torch.cat([mantissas, around[4:], 0x600000 + around, 2 ** torch.arange(7, 23)])
     exponents = torch.arange(255)
     return ((exponents[:, None] << 23) | mantissas).to(torch.int32).view(torch.float32).flatten()
