@@ -21,8 +21,17 @@ _ON_CPU = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def scale_code(amax, RCEIL: tl.constexpr):
-    """E8M0 code (int32, 0 to 255) of the scale for blocks whose largest magnitude is ``amax`` (fp32)."""
+def scale_code(amax, RCEIL: tl.constexpr, DTYPE: tl.constexpr = tl.float32):
+    """E8M0 code (int32, 0 to 255) of the scale for blocks whose largest magnitude is ``amax`` (fp32).
+
+    DTYPE: of which ``amax`` are numbers. For bf16 the result is the same in half the instructions.
+    """
+    if RCEIL and DTYPE == tl.bfloat16:
+        # 448 is 1.75 * 2^8. A mantissa above 1.75, which is 0x600000, carries into the exponent. The next bf16 number
+        # is far enough above for every logarithm to be above k, too (see below).
+        bits = amax.to(tl.int32, bitcast=True)
+        code = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 0)
+        return tl.where(bits >= 0x7F800000, 254 + (bits > 0x7F800000).to(tl.int32), code)
     if RCEIL:
         if _ON_CPU:
             descale = tl.div_rn(amax, tl.full(amax.shape, _E4M3_MAX, tl.float32))
@@ -47,9 +56,8 @@ def scale_code(amax, RCEIL: tl.constexpr):
 
 @triton.jit
 def scale_value(code):
-    """Power of two (fp32) that an E8M0 code stands for; NaN for code 255."""
-    bits = tl.maximum(code << 23, 0x00400000)
-    return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    """Power of two (fp32) that an E8M0 code stands for. For 255 infinity, whose products with 0 and NaN are NaN."""
+    return tl.maximum(code << 23, 0x00400000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -70,13 +78,13 @@ def multiplier(code, RCEIL: tl.constexpr):
 
 @triton.jit
 def rounded_amax(amax, RCEIL: tl.constexpr):
-    """Block maximum (fp32) that the rounded scale of ``amax`` stands for; zero for a zero block."""
+    """Block maximum (fp32) that the rounded scale of ``amax`` stands for; zero for zero, and NaN for NaN."""
     scale = scale_value(scale_code(amax, RCEIL))
     if RCEIL:
         top = scale * _E4M3_MAX
     else:
         top = scale * 256.0
-    return tl.where(amax == 0.0, 0.0, top)
+    return tl.where(amax > 0.0, top, amax)
 
 
 @triton.jit

@@ -64,21 +64,25 @@ def _store_casts(
     x, first_row, column, mask, rows, columns, left, width,
     row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr,
-    FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    FORM: tl.constexpr, RCEIL: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Store the casts of a tile of a matrix [rows, columns], which begins in column ``left`` of [rows, width]."""
+    """Store the casts of a tile of a matrix [rows, columns], which begins in column ``left`` of [rows, width].
+
+    x and DTYPE as for ``along_rows``.
+    """
     column += left
     row = first_row + tl.arange(0, ROWS)
     offsets = (row * width)[:, None] + (column + tl.arange(0, COLUMNS))[None, :]
     if ALONG_ROWS:
         along_rows(
             x, first_row, column, offsets, mask, rows, left + columns, width, row_data_ptr, row_scales_ptr,
-            FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
+            FORM, RCEIL, DTYPE, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
     if ALONG_COLUMNS:
         along_columns(
             x, first_row, column, offsets, mask, rows, left + columns, rows, column_data_ptr, column_scales_ptr,
-            FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
+            FORM, RCEIL, DTYPE, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
 
 
@@ -94,11 +98,12 @@ def _swiglu_cast_kernel(
     mask = (row < rows)[:, None] & (across < columns)[None, :]
     gate = _load(gate_ptr, gate_stride, row, across, mask)
     up = _load(up_ptr, up_stride, row, across, mask)
-    h = swiglu(gate * sigmoid(gate), up, gate_ptr.dtype.element_ty)
+    DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
+    h = swiglu(gate * sigmoid(gate), up, DTYPE)
     _store_casts(
         h, first_row, column, mask, rows, columns, 0, columns,
         row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr,
-        ALONG_ROWS, ALONG_COLUMNS, FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
+        ALONG_ROWS, ALONG_COLUMNS, FORM, RCEIL, DTYPE, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
 
 
@@ -124,19 +129,19 @@ def _swiglu_backward_cast_kernel(
     _store_casts(
         swiglu_dgate(silu, s, up, dh, DTYPE), first_row, column, mask, rows, columns, 0, width,
         dgate_row_data_ptr, dgate_row_scales_ptr, dgate_column_data_ptr, dgate_column_scales_ptr,
-        ALONG_ROWS, ALONG_COLUMNS, FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
+        ALONG_ROWS, ALONG_COLUMNS, FORM, RCEIL, DTYPE, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
     dh = _load(dh_ptr, dh_stride, row, across, mask)
     _store_casts(
         swiglu(silu, dh, DTYPE), first_row, column, mask, rows, columns, dup_left, width,
         dup_row_data_ptr, dup_row_scales_ptr, dup_column_data_ptr, dup_column_scales_ptr,
-        ALONG_ROWS, ALONG_COLUMNS, FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
+        ALONG_ROWS, ALONG_COLUMNS, FORM, RCEIL, DTYPE, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
     if H_COLUMNS:
         up = _load(up_ptr, up_stride, row, across, mask)
         _store_casts(
             swiglu(silu, up, DTYPE), first_row, column, mask, rows, columns, 0, columns,
-            None, None, h_data_ptr, h_scales_ptr, False, True, FORM, RCEIL, HARDWARE, ROWS, COLUMNS,
+            None, None, h_data_ptr, h_scales_ptr, False, True, FORM, RCEIL, DTYPE, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from kernel_checks import RECIPES, assert_is_cast, assert_same_bits, bits, draw,
 
 from mxtrain.kernels.blocks import blocked_offset
 from mxtrain.kernels.device import converts_fp8
-from mxtrain.kernels.mxfp8.arithmetic import e4m3_codes, e4m3_image
+from mxtrain.kernels.mxfp8.arithmetic import e4m3_codes, e4m3_image, scale_code
 from mxtrain.kernels.mxfp8.cast import cast
 from mxtrain.reference.casts import to_blocked
 
@@ -45,6 +45,23 @@ def test_scales_and_codes_for_block_maxima_of_every_exponent(rounding):
     x = blocks_with_maximum(torch.cat([amax, amax[: -amax.numel() % 4]])).view(-1, 128)
     (result,) = cast(x, RECIPES[rounding])
     assert_is_cast(result, x, rounding, "codes")
+
+
+@triton.jit
+def _scale_code_kernel(amax_ptr, codes_ptr, N: tl.constexpr, RCEIL: tl.constexpr, DTYPE: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(codes_ptr + i, scale_code(tl.load(amax_ptr + i), RCEIL, DTYPE))
+
+
+@pytest.mark.parametrize("rounding", RECIPES)
+def test_every_bf16_maximum_has_the_code_of_the_same_fp32_maximum(rounding):
+    """NaN has 127 patterns, which are all 255."""
+    amax = (torch.arange(2**15, dtype=torch.int32) << 16).view(torch.float32)
+    as_fp32, as_bf16 = torch.zeros(2, 2**15, dtype=torch.int32)
+    for codes, dtype in ((as_fp32, tl.float32), (as_bf16, tl.bfloat16)):
+        _scale_code_kernel[(1,)](amax, codes, 2**15, rounding == "rceil", dtype)
+    assert torch.equal(as_bf16, as_fp32)
+    assert set(range(247)) <= set(as_fp32.tolist()) and (as_fp32[amax.isnan()] == 255).all()
 
 
 @pytest.mark.torchao
