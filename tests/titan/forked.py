@@ -1,11 +1,19 @@
-"""Processes for tests that are forked from one process, which has imported PyTorch and its friends."""
+"""Processes for tests that are forked from one process, which has imported mxtrain and all that it needs."""
 
 import multiprocessing
 import os
 from multiprocessing import forkserver
 from unittest import mock
 
-PRELOADED = ["torch._inductor.compile_fx", "torchao.quantization", "datasets", "tyro", "tokenizers", "wandb"]
+PRELOADED = [
+    "torch._inductor.compile_fx",
+    "torchao.quantization",
+    "datasets",
+    "tyro",
+    "tokenizers",
+    "wandb",
+    "mxtrain.titan.train",
+]
 # As in training on a CPU: without Triton's interpreter, which other tests are for.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
 

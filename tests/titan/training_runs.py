@@ -16,6 +16,7 @@ import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import tomli_w
@@ -439,7 +440,7 @@ def _copy_to_resume(folder: Path, name: str, resumed: Resumed, is_first: bool) -
     copy = folder / name
     if is_first:
         part = folder / f"{name} (being copied)"
-        shutil.copytree(folder / resumed.run, part, ignore=shutil.ignore_patterns("port"))  # which others would take
+        shutil.copytree(folder / resumed.run, part, ignore=shutil.ignore_patterns("port", "*.status"))  # of another run
         for checkpoint in (part / "checkpoint").glob("step-*"):
             if int(checkpoint.name.removeprefix("step-")) > resumed.step:
                 shutil.rmtree(checkpoint)
@@ -453,6 +454,24 @@ def _copy_to_resume(folder: Path, name: str, resumed: Resumed, is_first: bool) -
         time.sleep(0.01)
 
 
+def _sleep_for_others(sleep: Callable[[float], None], folder: Path, processes: int, seconds: float) -> None:
+    """Sleep less: at the end of training TorchTitan waits for two seconds so that other ranks can complete."""
+    end = time.monotonic() + min(seconds, 0.5)
+    others = [folder / f"rank{rank}.status" for rank in range(1, processes)]
+    while time.monotonic() < end and not (seconds >= 2 and all(other.exists() for other in others)):
+        sleep(0.005)
+
+
+def _begin_after_first(begin: Callable, *args, **kwargs) -> None:
+    """Join the process group when rank 0 listens: PyTorch tries again only after half a second."""
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) == 0:
+                break
+        time.sleep(0.005)
+    begin(*args, **kwargs)
+
+
 def _train_all(
     folder: Path,
     runs: Runs,
@@ -464,20 +483,24 @@ def _train_all(
     os.environ.update(environment)
     os.chdir(REPOSITORY)
     sys.path.insert(0, str(REPOSITORY))
-    # At the end of training TorchTitan sleeps for two seconds so that other ranks can complete.
-    sleep, enough = time.sleep, 0.1 if environment["WORLD_SIZE"] == "1" else 0.5
-    time.sleep = lambda seconds: sleep(min(seconds, enough))
+    import torch
+
     import mxtrain.titan.train
+    from mxtrain.analysis import tables
     from mxtrain.cli.quiet import hide_library_warnings, take_verbose
 
     hide_library_warnings()
+    tables.plot = lambda runs, path: path  # a picture takes longer than a step
     _add_tiny_models()
     if prepare is not None:
         prepare()
-    rank = environment["RANK"]
+    rank, processes = environment["RANK"], int(environment["WORLD_SIZE"])
+    sleep, begin = time.sleep, torch.distributed.init_process_group
     for name, flags in runs.items():
         os.environ.clear()  # of what TorchTitan set in the run before
         os.environ.update(environment)
+        time.sleep = partial(_sleep_for_others, sleep, folder / name, processes if rank == "0" else 1)
+        torch.distributed.init_process_group = begin if rank == "0" else partial(_begin_after_first, begin)
         own = [f"--job.config_file={folder / 'job.toml'}", f"--job.dump_folder={folder / name}"]
         if isinstance(flags, Resumed):
             _copy_to_resume(folder, name, flags, is_first=rank == "0")
