@@ -62,10 +62,10 @@ def results_of(block, call, mesh) -> list[torch.Tensor]:
     return [t.detach().to_local() if isinstance(t, DTensor) else t.detach() for t in (*outputs, *gradients)]
 
 
-def split_blocks(mesh, recipe: str, mode: str = "reference") -> list[NormBlock]:
+def split_blocks(mesh, recipe: str) -> list[NormBlock]:
     """The same norm and three linears twice, with both kinds of gathers."""
     recipe = get_recipe(recipe, stochastic_rounding=False if "nvfp4" in recipe else None)
-    blocks = [NormBlock(DIM, OUTPUTS, *[recipe] * 3, mode=mode) for _ in range(2)]
+    blocks = [NormBlock(DIM, OUTPUTS, *[recipe] * 3) for _ in range(2)]
     for block, gather in zip(blocks, ("high_precision", "quantized")):
         split_block(block, mesh, gather)
     return blocks
@@ -124,11 +124,12 @@ def check_compiled(mesh, recipe: str, mode: str) -> None:
 
 def check_compiled_kernels(mesh) -> None:
     """PyTorch 2.11 drops the gradient of a result that an operation, here a kernel's contiguous(), returns as it is."""
-    block, of_group = split_blocks(mesh, "mxfp8", "emulated")
-    of_group.norm.group = LinearGroup(of_group.linears)
-    for each in (block, of_group):
-        found = results_of(each, torch.compile(each, backend="aot_eager", fullgraph=True), mesh)
-        assert_near(found, results_of(each, each, mesh), 1e-6)
+    for linears, gather in ((1, "high_precision"), (2, "quantized")):
+        block = NormBlock(DIM, OUTPUTS, *["mxfp8"] * linears, mode="emulated")
+        split_block(block, mesh, gather)
+        block.norm.group = LinearGroup(block.linears) if linears > 1 else None
+        found = results_of(block, torch.compile(block, backend="aot_eager", fullgraph=True), mesh)
+        assert_near(found, results_of(block, block, mesh), 1e-6)
 
 
 def check_dynamo_follows_no_function(mesh) -> None:
