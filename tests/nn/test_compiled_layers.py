@@ -42,7 +42,7 @@ class Block(nn.Module):
         ("nvfp4", "emulated", True),
         pytest.param("nvfp4", "reference", False, marks=pytest.mark.sweep),
         pytest.param("nvfp4_dynamic", "emulated", False, marks=pytest.mark.sweep),
-        (MIXED, "emulated", False),
+        pytest.param(MIXED, "emulated", False, marks=pytest.mark.sweep),
         ("unquantized", "emulated", True),
     ],
 )

@@ -179,9 +179,7 @@ def check_gathers(mesh) -> None:
     for mode in CHECKPOINTS:
         check_eager(mesh, "mxfp8", mode)
     check_linears_that_differ(mesh)
-    check_compiled_kernels(mesh)
     check_dynamo_follows_no_function(mesh)
-    check_graph_that_ends_after_the_norm(mesh)
     check_refused(mesh)
 
 
@@ -191,6 +189,8 @@ def every_case(mesh) -> None:
             check_eager(mesh, recipe, mode)
     check_compiled(mesh, "nvfp4_dynamic", "none")
     check_compiled(mesh, "mxfp8", "selective")
+    check_compiled_kernels(mesh)
+    check_graph_that_ends_after_the_norm(mesh)
 
 
 @pytest.mark.sweep

@@ -440,7 +440,7 @@ def _copy_to_resume(folder: Path, name: str, resumed: Resumed, is_first: bool) -
     copy = folder / name
     if is_first:
         part = folder / f"{name} (being copied)"
-        shutil.copytree(folder / resumed.run, part, ignore=shutil.ignore_patterns("port", "*.status"))  # of another run
+        shutil.copytree(folder / resumed.run, part, ignore=shutil.ignore_patterns("port"))  # which others would take
         for checkpoint in (part / "checkpoint").glob("step-*"):
             if int(checkpoint.name.removeprefix("step-")) > resumed.step:
                 shutil.rmtree(checkpoint)
@@ -454,21 +454,13 @@ def _copy_to_resume(folder: Path, name: str, resumed: Resumed, is_first: bool) -
         time.sleep(0.01)
 
 
-def _sleep_for_others(sleep: Callable[[float], None], folder: Path, processes: int, seconds: float) -> None:
-    """Sleep less: at the end of training TorchTitan waits for two seconds so that other ranks can complete."""
-    end = time.monotonic() + min(seconds, 0.5)
-    others = [folder / f"rank{rank}.status" for rank in range(1, processes)]
-    while time.monotonic() < end and not (seconds >= 2 and all(other.exists() for other in others)):
-        sleep(0.005)
-
-
-def _begin_after_first(begin: Callable, *args, **kwargs) -> None:
+def _begin_after_first(begin: Callable, sleep: Callable, *args, **kwargs) -> None:
     """Join the process group when rank 0 listens: PyTorch tries again only after half a second."""
     while True:
         with socket.socket() as probe:
             if probe.connect_ex((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) == 0:
                 break
-        time.sleep(0.005)
+        sleep(0.005)
     begin(*args, **kwargs)
 
 
@@ -494,13 +486,17 @@ def _train_all(
     _add_tiny_models()
     if prepare is not None:
         prepare()
-    rank, processes = environment["RANK"], int(environment["WORLD_SIZE"])
-    sleep, begin = time.sleep, torch.distributed.init_process_group
+    rank = environment["RANK"]
+    # At the end of training TorchTitan sleeps for two seconds so that other ranks can complete. Without a pause, gloo's
+    # threads crashed once in the next run.
+    sleep, enough = time.sleep, 0.02 if environment["WORLD_SIZE"] == "1" else 0.5
+    time.sleep = lambda seconds: sleep(min(seconds, enough))
+    if rank != "0":
+        begin = torch.distributed.init_process_group
+        torch.distributed.init_process_group = partial(_begin_after_first, begin, sleep)
     for name, flags in runs.items():
         os.environ.clear()  # of what TorchTitan set in the run before
         os.environ.update(environment)
-        time.sleep = partial(_sleep_for_others, sleep, folder / name, processes if rank == "0" else 1)
-        torch.distributed.init_process_group = begin if rank == "0" else partial(_begin_after_first, begin)
         own = [f"--job.config_file={folder / 'job.toml'}", f"--job.dump_folder={folder / name}"]
         if isinstance(flags, Resumed):
             _copy_to_resume(folder, name, flags, is_first=rank == "0")

@@ -24,7 +24,6 @@ TWO = {
 FOUR = {
     "fsdp 4, mx_linear": [*layout(shard=4), *RECIPES["mx_linear"]],
     "hsdp 2 x 2, mxfp8": [*layout(replicate=2, shard=2), *RECIPES["mxfp8"]],
-    "cp 2 x fsdp 2, mxfp8": [*layout(shard=2, context=2), *RECIPES["mxfp8"]],
     "cp 2 x hsdp 2 x 1, fused_rmsnorm": [*layout(replicate=2, context=2), *RECIPES["fused_rmsnorm"]],
 }
 VALIDATED = "--validation.seq_len=128"

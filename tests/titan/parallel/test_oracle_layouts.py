@@ -23,6 +23,7 @@ def test_gradients_on_two_processes_match_one(base, one, name):
     oracle.require_match(one[recipe], found, recipe)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", FOUR)
 def test_gradients_on_four_processes_match_one(base, one, name):
     recipe = name.rpartition(", ")[2]
