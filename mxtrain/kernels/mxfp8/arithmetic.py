@@ -27,8 +27,8 @@ def scale_code(amax, RCEIL: tl.constexpr, DTYPE: tl.constexpr = tl.float32):
     DTYPE: of which ``amax`` are numbers. For bf16 the result is the same in half the instructions.
     """
     if RCEIL and DTYPE == tl.bfloat16:
-        # 448 is 1.75 * 2^8. A mantissa above 1.75, which is 0x600000, carries into the exponent. The next bf16 number
-        # is far enough above for every logarithm to be above k, too (see below).
+        # 448 is 1.75 * 2^8. A mantissa above 1.75, which is 0x600000, carries into the exponent. No bf16 number is so
+        # little above 448 * 2^k that its logarithm rounds down, as it may for fp32 below.
         bits = amax.to(tl.int32, bitcast=True)
         code = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 0)
         return tl.where(bits >= 0x7F800000, 254 + (bits > 0x7F800000).to(tl.int32), code)

@@ -14,6 +14,7 @@ from kernel_checks import (
     check_cast,
     draw,
     gpu_only,
+    just_above_scales,
     kernel_tests,
     poisoned_memory,
     ugly,
@@ -60,6 +61,13 @@ def test_factors_of_ugly_rows(form):
 def test_the_product_is_not_rounded_before_the_cast(which):
     """Hundreds of elements lie next to a rounding boundary, so a product in bf16 would show."""
     check_cast(draw(96, 320, dtype=torch.bfloat16), dims=(0, 1), **factors(which, 96, 320, torch.bfloat16))
+
+
+def test_products_of_bf16_numbers_have_the_scales_of_fp32_numbers():
+    numbers = just_above_scales()
+    ones = torch.ones_like(numbers, dtype=torch.bfloat16)
+    check_cast(ones, dims=(1, 0), column_factor=numbers[0])
+    check_cast(ones.t().contiguous(), dims=(1, 0), row_factor=numbers[0])
 
 
 @pytest.mark.parametrize("form", FORMS)

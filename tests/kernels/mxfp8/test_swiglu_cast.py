@@ -14,6 +14,7 @@ from kernel_checks import (
     assert_same_results,
     careful_call,
     draw,
+    just_above_scales,
     kernel_tests,
     ugly,
 )
@@ -126,6 +127,14 @@ def test_single_casts_of_fp32():
     for form, dims in itertools.product(FORMS, [(1,), (0,)]):
         check_forward(gate, up, form=form, dims=dims)
         check_backward(dh, gate, up, form=form, dims=dims, h_columns=False, joined=form == "blocked")
+
+
+def test_results_in_fp32_have_the_scales_of_fp32_numbers():
+    """With a gate of 128, whose sigmoid is 1: h is 128 up, dup is 128 dh, and dgate is dh up."""
+    part = just_above_scales() / 128
+    gate = torch.full_like(part, 128.0)
+    check_forward(gate, part)
+    check_backward(part, gate, gate)
 
 
 def test_gate_and_up_may_be_halves_of_one_matrix():
