@@ -454,13 +454,14 @@ def _copy_to_resume(folder: Path, name: str, resumed: Resumed, is_first: bool) -
         time.sleep(0.01)
 
 
-def _begin_after_first(begin: Callable, sleep: Callable, *args, **kwargs) -> None:
+def _begin_after_first(begin: Callable, *args, **kwargs) -> None:
     """Join the process group when rank 0 listens: PyTorch tries again only after half a second."""
-    while True:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
         with socket.socket() as probe:
             if probe.connect_ex((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) == 0:
                 break
-        sleep(0.005)
+        time.sleep(0.005)
     begin(*args, **kwargs)
 
 
@@ -493,7 +494,7 @@ def _train_all(
     time.sleep = lambda seconds: sleep(min(seconds, enough))
     if rank != "0":
         begin = torch.distributed.init_process_group
-        torch.distributed.init_process_group = partial(_begin_after_first, begin, sleep)
+        torch.distributed.init_process_group = partial(_begin_after_first, begin)
     for name, flags in runs.items():
         os.environ.clear()  # of what TorchTitan set in the run before
         os.environ.update(environment)
