@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import training_runs
+import training_worker
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torchtitan.protocols.train_spec import get_train_spec
@@ -13,7 +13,7 @@ from mxtrain.titan.hugging_face.saved_run import open_run
 
 @pytest.fixture
 def tiny_models():
-    training_runs._add_tiny_models()
+    training_worker.add_tiny_models()
     yield
     for name in ("llama3", "llama4", "deepseek_v3", "qwen3"):
         del get_train_spec(name).model_args["tiny"]

@@ -59,11 +59,11 @@ def _build_all(folder: Path, rank: int) -> None:
     """Build every model in every layout that has this rank. Rank 0 is in all, and writes the hashes."""
     os.environ.update(ENVIRONMENT, RANK=str(rank), LOCAL_RANK=str(rank))
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    import training_runs
+    import training_worker
 
     import mxtrain.titan  # noqa: F401
 
-    training_runs._add_tiny_models()
+    training_worker.add_tiny_models()
     hashes = {model: {} for model in LAYOUTS}
     for model, layouts in LAYOUTS.items():
         for number, (name, (processes, degrees, flags)) in enumerate(layouts.items()):

@@ -1,0 +1,153 @@
+"""What one process of a test's runs does (see training_runs): it trains one model after another."""
+
+import atexit
+import json
+import os
+import random
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Resume a copy of a run."""
+
+    run: str
+    step: int
+    """The copy has no later checkpoints"""
+    flags: list[str] = field(default_factory=list)
+    is_validated: bool = True
+    """Else the run was killed before the validation of this step"""
+
+
+Runs = dict[str, list[str] | Resumed]
+"""Name -> flags, or what to resume"""
+
+
+def free_port() -> str:
+    """Return a port below those that systems give out by themselves, one of which could be taken before it is used."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), k=100):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return str(port)
+    raise AssertionError("no port of 100 is free")
+
+
+def _agree_on_port(folder: Path, is_first: bool) -> str:
+    """Return a free port. The first rank chooses it when the run begins: another process may take one that waits."""
+    file = folder / "port"
+    if is_first:
+        (folder / "port being written").write_text(free_port())
+        (folder / "port being written").rename(file)
+    while not file.exists():
+        time.sleep(0.01)
+    return file.read_text()
+
+
+def _copy_to_resume(folder: Path, name: str, resumed: Resumed, is_first: bool) -> None:
+    """Copy a run for another one to resume. Returns as soon as the copy is there."""
+    copy = folder / name
+    if is_first:
+        part = folder / f"{name} (being copied)"
+        shutil.copytree(folder / resumed.run, part, ignore=shutil.ignore_patterns("port"))  # which others would take
+        for checkpoint in (part / "checkpoint").glob("step-*"):
+            if int(checkpoint.name.removeprefix("step-")) > resumed.step:
+                shutil.rmtree(checkpoint)
+        if not resumed.is_validated:
+            rows = (part / "metrics.jsonl").read_text().splitlines(keepends=True)
+            kept = [row for row in rows if f'"step": {resumed.step}, "validation_loss"' not in row]
+            assert len(kept) < len(rows)
+            (part / "metrics.jsonl").write_text("".join(kept))
+        part.rename(copy)
+    while not copy.exists():
+        time.sleep(0.01)
+
+
+def _begin_after_first(begin: Callable, *args, **kwargs) -> None:
+    """Join the process group when rank 0 listens: PyTorch tries again only after half a second."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        with socket.socket() as probe:
+            if probe.connect_ex((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) == 0:
+                break
+        time.sleep(0.005)
+    begin(*args, **kwargs)
+
+
+def train_all(
+    folder: Path,
+    runs: Runs,
+    environment: dict[str, str],
+    prepare: Callable[[], None] | None,
+) -> None:
+    """What ``python -m mxtrain.train`` does, once for every run."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(REPOSITORY)
+    sys.path.insert(0, str(REPOSITORY))
+    import torch
+
+    import mxtrain.titan.train
+    from mxtrain.analysis import tables
+    from mxtrain.cli.quiet import hide_library_warnings, take_verbose
+
+    hide_library_warnings()
+    tables.plot = lambda runs, path: path  # a picture takes longer than a step
+    add_tiny_models()
+    if prepare is not None:
+        prepare()
+    rank = environment["RANK"]
+    # At the end of training TorchTitan sleeps for two seconds so that other ranks can complete. Without a pause, gloo's
+    # threads crashed once in the next run.
+    sleep, enough = time.sleep, 0.02 if environment["WORLD_SIZE"] == "1" else 0.5
+    time.sleep = lambda seconds: sleep(min(seconds, enough))
+    if rank != "0":
+        begin = torch.distributed.init_process_group
+        torch.distributed.init_process_group = partial(_begin_after_first, begin)
+    for name, flags in runs.items():
+        os.environ.clear()  # of what TorchTitan set in the run before
+        os.environ.update(environment)
+        own = [f"--job.config_file={folder / 'job.toml'}", f"--job.dump_folder={folder / name}"]
+        if isinstance(flags, Resumed):
+            _copy_to_resume(folder, name, flags, is_first=rank == "0")
+            own, flags = ["--resume", str(folder / name)], flags.flags
+        os.environ["MASTER_PORT"] = _agree_on_port(folder / name, rank == "0")
+        with open(folder / name / f"rank{rank}.txt", "w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        status = 1
+        verbose, flags = take_verbose(flags)
+        try:
+            mxtrain.titan.train.main([*own, *flags], verbose)
+        except SystemExit as exit:
+            status = exit.code
+        finally:
+            (folder / name / f"rank{rank}.status").write_text(json.dumps(status))
+    atexit._run_exitfuncs()  # a forked process would end without them
+
+
+def add_tiny_models() -> None:
+    """Add the flavor "tiny" to every model: two layers, one of them dense where the others are experts."""
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    debug = {name: get_train_spec(name).model_args for name in ("llama3", "llama4", "deepseek_v3", "qwen3")}
+    few_heads = {"dim": 128, "n_layers": 2, "n_heads": 4}
+    latent = {"inter_dim": 256, "moe_inter_dim": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    tiny = {
+        # Feed-forward layers of 384 features, of which a quarter still holds whole blocks.
+        "llama3": replace(debug["llama3"]["debugmodel"], **few_heads, multiple_of=128),
+        "llama4": replace(debug["llama4"]["debugmodel"], **few_heads, multiple_of=32),
+        "deepseek_v3": replace(debug["deepseek_v3"]["debugmodel"], **few_heads, **latent, qk_rope_head_dim=16),
+        "qwen3": replace(debug["qwen3"]["debugmodel_moe_16"], n_layers=2, dim=128, n_heads=4, head_dim=32,
+                         n_kv_heads=2, hidden_dim=256, moe_inter_dim=64),
+    }  # fmt: skip
+    for name, args in tiny.items():
+        debug[name]["tiny"] = args
