@@ -207,7 +207,7 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
         add("bf16 codes residual", nvfp4_norm, x, estimate(), 2.0**-8, "codes", x)
         add("bf16 stochastic (1,)", nvfp4_cast, x, {1: scale}, "image", draws=draws)
         add("bf16 column factor", nvfp4_weight, x, scale, "image", vector(4096, bf16))
-    # These rows are a tile with a tail.
+    # These rows are held as three parts.
     add("bf16 3072 columns codes", nvfp4_norm, matrix(bf16, 3072), estimate(), 2.0**-8, "codes")
     rows, columns = vector(ROWS), vector(4096, bf16)
     add("bf16 row factor", nvfp4_cast, x, {0: scale}, "image", signs=number, row_factor=rows)

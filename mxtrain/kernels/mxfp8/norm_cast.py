@@ -22,22 +22,32 @@ from mxtrain.kernels.norm.normed_rows import (
     block_offsets,
     contiguous_rows,
     launch_norm_cast,
-    load_total,
+    load_terms,
     normalize_and_cast,
-    row_tile,
+    total_of,
 )
 from mxtrain.recipes.recipe import Recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
 
 
 @triton.jit
-def _load_blocks(
-    x_ptr, residual_ptr, total_ptr, row, rows, first_block, blocks,
+def _load(
+    x_ptr, residual_ptr, row, rows, first_block, blocks,
+    FORM: tl.constexpr, RESIDUAL: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Load BLOCKS blocks of each row.  row [ROWS] -> see ``load_terms``"""
+    _, offsets, _, mask = block_offsets(row, rows, first_block, blocks, BLOCKS, 32)
+    return load_terms(x_ptr, residual_ptr, offsets, mask, RESIDUAL)
+
+
+@triton.jit
+def _blocks_of(
+    terms, total_ptr, row, rows, first_block, blocks,
     FORM: tl.constexpr, RESIDUAL: tl.constexpr, STORE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Load BLOCKS blocks of each row, [ROWS, BLOCKS, 32], with their largest magnitudes, [ROWS, BLOCKS]."""
+    """Return the blocks that ``_load`` loaded, [ROWS, BLOCKS, 32], and their largest magnitudes, [ROWS, BLOCKS]."""
     _, offsets, _, mask = block_offsets(row, rows, first_block, blocks, BLOCKS, 32)
-    x = load_total(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, STORE)
+    x = total_of(terms, total_ptr, offsets, mask, RESIDUAL, STORE)
     return x, block_amax(x, 2)
 
 
@@ -46,7 +56,7 @@ def _store_cast(
     x, amax, rho, tensor_scale, row, rows, first_block, blocks, data_ptr, scales_ptr,
     FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Cast x * rho and store it.  x, amax: from ``_load_blocks``; rho, row [ROWS]; MXFP8 has no tensor scale."""
+    """Cast x * rho and store it.  x, amax: from ``_blocks_of``; rho, row [ROWS]; MXFP8 has no tensor scale."""
     block, offsets, block_mask, mask = block_offsets(row, rows, first_block, blocks, BLOCKS, 32)
     # fp32 multiplication is monotonic, so this is exactly the largest |x * rho| of the block.
     code = scale_code(amax * rho[:, None], RCEIL)
@@ -64,12 +74,12 @@ def _mxnorm_cast_kernel(
     x_ptr, residual_ptr, total_ptr, data_ptr, scales_ptr, rho_ptr, rows, blocks, eps,
     FACTOR: tl.constexpr, P: tl.constexpr, ESTIMATOR: tl.constexpr, RCEIL: tl.constexpr, FORM: tl.constexpr,
     RESIDUAL: tl.constexpr, HARDWARE: tl.constexpr, PERSISTENT: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, TAIL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     normalize_and_cast(
-        _load_blocks, _store_cast,
+        _load, _blocks_of, _store_cast,
         x_ptr, residual_ptr, total_ptr, data_ptr, scales_ptr, rho_ptr, rows, blocks, eps, None,
-        FACTOR, P, ESTIMATOR, RCEIL, FORM, RESIDUAL, HARDWARE, 0, PERSISTENT, ROWS, BLOCKS, TAIL,
+        FACTOR, P, ESTIMATOR, RCEIL, FORM, RESIDUAL, HARDWARE, 0, PERSISTENT, ROWS, BLOCKS, PARTS,
     )  # fmt: skip
 
 
@@ -84,7 +94,7 @@ def _implementation(
     form: str,
 ) -> tuple[list[torch.Tensor], Launch | None]:
     return launch_norm_cast(
-        _mxnorm_cast_kernel, MXFP8_STORAGE, row_tile(x.shape[1]), x, residual, p, estimator, eps, constant, form,
+        _mxnorm_cast_kernel, MXFP8_STORAGE, x, residual, p, estimator, eps, constant, form,
         RCEIL=scale_rounding == "rceil", HARDWARE=converts_fp8(x),
     )  # fmt: skip
 

@@ -17,13 +17,12 @@ from mxtrain.kernels.device import converts_fp4
 from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.norm.normed_rows import (
     MXNormCast,
-    RowTile,
     block_offsets,
     contiguous_rows,
     launch_norm_cast,
-    load_total,
+    load_terms,
     normalize_and_cast,
-    row_tile,
+    total_of,
 )
 from mxtrain.kernels.nvfp4.arithmetic import (
     BLOCK,
@@ -43,25 +42,44 @@ BOUNDED_ESTIMATORS = ("pre_round", "exact")
 
 
 @triton.jit
-def _load_blocks(
-    x_ptr, residual_ptr, total_ptr, row, rows, first_block, blocks,
-    FORM: tl.constexpr, RESIDUAL: tl.constexpr, STORE: tl.constexpr, BLOCKS: tl.constexpr,
+def _load(
+    x_ptr, residual_ptr, row, rows, first_block, blocks,
+    FORM: tl.constexpr, RESIDUAL: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Load BLOCKS blocks of each row, with their largest magnitudes [ROWS, BLOCKS].
+    """Load BLOCKS blocks of each row, eight elements per thread at once.  row [ROWS] -> see ``load_terms``
 
-    A thread loads eight elements at once. For an image x is [ROWS, BLOCKS, 16], with a block in two threads, so that
-    neighbouring threads store side by side. For codes x is two tuples of eight tensors [ROWS, BLOCKS]: a thread has
-    whole blocks, and computes what belongs to a block only once.
+    For an image [ROWS, BLOCKS, 16], with a block in two threads, so that neighbouring threads store side by side. For
+    codes two halves of blocks, [ROWS, BLOCKS, 8] each: a thread has whole blocks, and computes what belongs to a block
+    only once.
     """
     if FORM == "image":
         _, offsets, _, mask = block_offsets(row, rows, first_block, blocks, BLOCKS, 16)
-        x = load_total(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, STORE)
+        return load_terms(x_ptr, residual_ptr, offsets, mask, RESIDUAL)
+    else:
+        _, offsets, _, mask = block_offsets(row, rows, first_block, blocks, BLOCKS, 16, 0, 8)
+        first = load_terms(x_ptr, residual_ptr, offsets, mask, RESIDUAL)
+        _, offsets, _, mask = block_offsets(row, rows, first_block, blocks, BLOCKS, 16, 8, 8)
+        return first, load_terms(x_ptr, residual_ptr, offsets, mask, RESIDUAL)
+
+
+@triton.jit
+def _blocks_of(
+    terms, total_ptr, row, rows, first_block, blocks,
+    FORM: tl.constexpr, RESIDUAL: tl.constexpr, STORE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Return the blocks that ``_load`` loaded, and their largest magnitudes [ROWS, BLOCKS].
+
+    For codes the blocks are two tuples of eight tensors [ROWS, BLOCKS].
+    """
+    if FORM == "image":
+        _, offsets, _, mask = block_offsets(row, rows, first_block, blocks, BLOCKS, 16)
+        x = total_of(terms, total_ptr, offsets, mask, RESIDUAL, STORE)
         amax = block_amax(x, 2)
     else:
         _, offsets, _, mask = block_offsets(row, rows, first_block, blocks, BLOCKS, 16, 0, 8)
-        first = eighths(load_total(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, STORE))
+        first = eighths(total_of(terms[0], total_ptr, offsets, mask, RESIDUAL, STORE))
         _, offsets, _, mask = block_offsets(row, rows, first_block, blocks, BLOCKS, 16, 8, 8)
-        second = eighths(load_total(x_ptr, residual_ptr, total_ptr, offsets, mask, RESIDUAL, STORE))
+        second = eighths(total_of(terms[1], total_ptr, offsets, mask, RESIDUAL, STORE))
         x = (first, second)
         amax = amax_across(first + second).to(tl.float32, bitcast=True)
     return x, amax
@@ -72,7 +90,7 @@ def _store_cast(
     x, amax, rho, tensor_scale, row, rows, first_block, blocks, data_ptr, scales_ptr,
     FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Cast x * rho and store it.  x, amax: from ``_load_blocks``; rho, row [ROWS]; NVFP4 ignores RCEIL."""
+    """Cast x * rho and store it.  x, amax: from ``_blocks_of``; rho, row [ROWS]; NVFP4 ignores RCEIL."""
     block, offsets, block_mask, mask = block_offsets(row, rows, first_block, blocks, BLOCKS, 16)
     inverse = inverse_of(tensor_scale)
     rho = rho[:, None]
@@ -98,33 +116,14 @@ def _store_cast(
 def _nvfp4_norm_kernel(
     x_ptr, residual_ptr, total_ptr, data_ptr, scales_ptr, rho_ptr, rows, blocks, eps, tensor_scale,
     FACTOR: tl.constexpr, P: tl.constexpr, ESTIMATOR: tl.constexpr, FORM: tl.constexpr, RESIDUAL: tl.constexpr,
-    HARDWARE: tl.constexpr, PERSISTENT: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, TAIL: tl.constexpr,
+    HARDWARE: tl.constexpr, PERSISTENT: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     EIGHTS: tl.constexpr = 0 if FORM == "image" else 2
     normalize_and_cast(
-        _load_blocks, _store_cast,
+        _load, _blocks_of, _store_cast,
         x_ptr, residual_ptr, total_ptr, data_ptr, scales_ptr, rho_ptr, rows, blocks, eps, tensor_scale,
-        FACTOR, P, ESTIMATOR, False, FORM, RESIDUAL, HARDWARE, EIGHTS, PERSISTENT, ROWS, BLOCKS, TAIL,
+        FACTOR, P, ESTIMATOR, False, FORM, RESIDUAL, HARDWARE, EIGHTS, PERSISTENT, ROWS, BLOCKS, PARTS,
     )  # fmt: skip
-
-
-def _nvfp4_row_tile(columns: int, form: str, plain: bool) -> RowTile:
-    """Return ``row_tile`` with the warps and tails that measured fastest for NVFP4.
-
-    Codes are bound by arithmetic. Much of it happens once per thread, however many elements the thread holds, so codes
-    take fewer warps where registers last, and fewer masked elements. Microseconds on an H200 with the tiles of images
-    and with these: 59 and 54 at 16384 x 4096, 112 and 104 at 8192 x 16384 (both ``plain``: p-mean, no residual), 54 and
-    48 at 8192 x 6144, 108 and 87 at 8192 x 12288.
-    """
-    codes = form != "image"
-    tile = row_tile(columns, three_quarters=codes)
-    warps = tile.warps
-    if codes and tile.persistent and tile.tail:
-        # From 5120 elements on, a row exceeds the registers of one warp.
-        warps = 2 if tile.columns == 4096 and tile.tail > 512 else warps
-    elif codes and tile.persistent:
-        warps = {2048: 1, 4096: 1 if plain else 2, 16384: 4 if plain else 8}.get(tile.columns, warps)
-    return tile._replace(warps=warps)
 
 
 def _implementation(
@@ -137,9 +136,8 @@ def _implementation(
     tensor_scale: float,
     form: str,
 ) -> tuple[list[torch.Tensor], Launch | None]:
-    tile = _nvfp4_row_tile(x.shape[1], form, plain=residual is None and estimator == "pre_round")
     return launch_norm_cast(
-        _nvfp4_norm_kernel, NVFP4_STORAGE, tile, x, residual, p, estimator, eps, constant, form, tensor_scale,
+        _nvfp4_norm_kernel, NVFP4_STORAGE, x, residual, p, estimator, eps, constant, form, tensor_scale,
         HARDWARE=converts_fp4(x),
     )  # fmt: skip
 

@@ -39,7 +39,7 @@ def test_every_setting_on_ugly_rows(p, estimator):
 
 
 def test_every_shape():
-    """One block, tiles with a tail, several programs, the longest row held in registers, and rows read twice."""
+    """One block, rows of three and five parts, several programs, the longest row in registers, and rows read twice."""
     shapes = [(1, 32), (67, 96), (130, 32), (5, 768), (3, 3104), (1, 10240), (1, 16384), (1, 65536)]
     for shape, form, dtype in zip(shapes, itertools.cycle(reversed(FORMS)), itertools.cycle(DTYPES)):
         check_mxnorm_cast(draw(*shape, dtype=dtype), form=form)
