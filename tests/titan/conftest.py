@@ -18,7 +18,7 @@ def one(base):
 
 
 @pytest.fixture(scope="session")
-def several(base, one):
+def several(base):
     """Outcomes of the runs of two and of four processes, by name."""
     return training_runs.several_processes(base)
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 import torch.nn as nn
-from training_runs import ACCUMULATE, GUARD, done_once, load
+from training_runs import ACCUMULATE, GUARD, done_once, load, seeds
 
 import mxtrain
 from mxtrain import ConfigError
@@ -196,7 +196,7 @@ def test_another_trainer_is_refused(monkeypatch, tmp_path):
 
 
 @pytest.mark.sweep
-def test_every_layout_switches_as_one_process(base, one):
+def test_every_layout_switches_as_one_process(base):
     """FSDP2, tensor parallelism and pipelines: every kind of change, and the guard.
 
     The text is the same every time, because it decides where the guard acts.
@@ -211,7 +211,7 @@ def test_every_layout_switches_as_one_process(base, one):
     exact = ["--mxnorm.stochastic_rounding=false", "--mxnorm.hadamard=false", "--optimizer.lr=1e-3"]
     guard = [*GUARD[1:], "--mxnorm.guard.sigmas=0.1"]
     data = [f"--training.dataset_path={text}", "--data.validation_share=0"]
-    flags = [*load(base, "seed", 0, 7), *data, "--mxnorm.schedule", *entries, *exact, *guard]
+    flags = [*load(seeds(base)["dense"].folder, 0, 7), *data, "--mxnorm.schedule", *entries, *exact, *guard]
     pipeline = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_microbatch_size=2"]
     expected = done_once(base, "scheduled alone", 1, {"alone": flags})["alone"]
     layouts = {

@@ -80,9 +80,9 @@ def steps(count: int) -> str:
     return f"--training.steps={count}"
 
 
-def load(base: Path, run: str, step: int, count: int = 2) -> list[str]:
+def load(run: Path, step: int, count: int = 2) -> list[str]:
     """Flags to start from another run's checkpoint."""
-    return [*SAVE, f"--checkpoint.initial_load_path={base / 'one' / run / 'checkpoint' / f'step-{step}'}", steps(count)]
+    return [*SAVE, f"--checkpoint.initial_load_path={run / 'checkpoint' / f'step-{step}'}", steps(count)]
 
 
 def validate(base: Path) -> list[str]:
@@ -90,9 +90,19 @@ def validate(base: Path) -> list[str]:
     return ["--validation.enable", "--validation.dataset=files", path, *VALIDATION_SIZES]
 
 
+def seeds(base: Path) -> dict[str, "Outcome"]:
+    """Save the weights from which runs of one process and of several start.
+
+    Others can start before all of ``one_process`` is done.
+    """
+    return done_once(base, "seeds", 1, {"dense": SEED, "experts": ["--model.name=deepseek_v3", BF16, *SEED]})
+
+
 def one_process(base: Path) -> dict[str, "Outcome"]:
     """Train with one process: every converter, checkpoints across converters, and mistakes in the settings."""
     _killed(base)
+    one = base / "one"
+    dense, moe = (seeds(base)[name].folder for name in ("dense", "experts"))
     mixed = ["--mxnorm.recipes", *(word for pair in MIXED_RECIPES.items() for word in pair)]
     experts = validate(base)
     return done_once(
@@ -100,9 +110,6 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
         "one",
         1,
         {
-            # Weights for the runs of several processes.
-            "seed": SEED,
-            "seed of experts": ["--model.name=deepseek_v3", BF16, *SEED],
             # Every variant learns.
             "mxnorm": SAVE_HALF_WAY,
             "mxnorm again": [steps(3), *validate(base), "--validation.freq=2", "--verbose"],
@@ -119,9 +126,9 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             "llama4": ["--model.name=llama4", "--model.converters=decompose_k_router", *experts],
             "qwen3": ["--model.name=qwen3", "--model.converters=mxnorm,decompose_k_router", *experts, *SAVE_HALF_WAY],
             # Checkpoints load across converters.
-            "mxnorm, then mxnorm": load(base, "mxnorm", 12),
-            "mxnorm, then bf16": [*load(base, "mxnorm", 12), BF16],
-            "bf16, then mxnorm": load(base, "mxnorm, then bf16", 2, 1),
+            "mxnorm, then mxnorm": load(one / "mxnorm", 12),
+            "mxnorm, then bf16": [*load(one / "mxnorm", 12), BF16],
+            "bf16, then mxnorm": load(one / "mxnorm, then bf16", 2, 1),
             # Runs that resume: exactly as they were, and with other settings.
             **{f"{name}, resumed": Resumed(name, 6) for name in ("mxnorm", "nvfp4", "mixed", "qwen3")},
             # Validated after the steps that are saved, on a text that goes to other experts.
@@ -158,17 +165,17 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             "another p, allowed": Resumed("mxnorm", 6, ["--mxnorm.p=1", "--checkpoint.may_change=mxnorm.p", steps(7)]),
             "longer": Resumed("mxnorm", 12, [steps(14), "--lr_scheduler.total_steps=14"]),
             "done": Resumed("mxnorm", 12, [steps(8), "--lr_scheduler.warmup_steps=8"]),
-            "replaced": [steps(1), f"--job.dump_folder={base / 'one' / 'mxnorm'}"],
+            "replaced": [steps(1), f"--job.dump_folder={one / 'mxnorm'}"],
             "killed, resumed": [*SAVE_EACH, f"--job.dump_folder={base / 'killed' / 'run'}"],
             # Losses that are not finite.
             "nan": [*EXPLODE, *SAVE_EACH],
             "nan, continued": [*EXPLODE, *SAVE_EACH, steps(4), "--metrics.on_nonfinite_loss=continue"],
             # The same as several processes do.
-            "from seed": load(base, "seed", 0),
-            "from seed, fused": [*load(base, "seed", 0), FUSED],
-            "from seed of experts": [*load(base, "seed of experts", 0), *GATES],
+            "from seed": load(dense, 0),
+            "from seed, fused": [*load(dense, 0), FUSED],
+            "from seed of experts": [*load(moe, 0), *GATES],
             "from seed of experts, PyTorch's gates": [
-                *load(base, "seed of experts", 0),
+                *load(moe, 0),
                 "--model.name=deepseek_v3",
                 BF16,
                 "--activation_checkpoint.mode=selective",
@@ -204,31 +211,32 @@ def _killed(base: Path) -> None:
 
 
 def several_processes(base: Path) -> dict[str, "Outcome"]:
-    """Train with two and with four processes, from the weights that ``one_process`` saved.
+    """Train with two and with four processes, from the weights that one process saved.
 
     Only "resharded" starts from its own weights: two processes, then one and four in the same folder.
     """
-    halves, experts = "--training.local_batch_size=2", [*load(base, "seed of experts", 0), *GATES]
+    dense, moe = (seeds(base)[name].folder for name in ("dense", "experts"))
+    halves, experts = "--training.local_batch_size=2", [*load(moe, 0), *GATES]
     resharded = [BF16, *SAVE]
     resumed = [*resharded, f"--job.dump_folder={base / 'two' / 'resharded'}"]
     saved = [halves, "--checkpoint.interval=1"]
     mixed = [f"--mxnorm.recipe={MIXED_RECIPE}", "--mxnorm.high_precision_share=0"]
     two = {
         "resharded": [*resharded, halves, steps(2)],
-        "fsdp": [*load(base, "seed", 0), *saved],
-        "tp": [*load(base, "seed", 0), FUSED, "--parallelism.tensor_parallel_degree=2"],
+        "fsdp": [*load(dense, 0), *saved],
+        "tp": [*load(dense, 0), FUSED, "--parallelism.tensor_parallel_degree=2"],
         "experts, fsdp": [*experts, *saved],
         "experts, ep": [*experts, halves, "--parallelism.expert_parallel_degree=2"],
         "tied, fsdp": [*TIED, halves, steps(2)],
-        "nvfp4, fsdp": [*load(base, "seed", 0), NVFP4, *saved],
-        "mixed, fsdp": [*load(base, "seed", 0), *mixed, *saved],
+        "nvfp4, fsdp": [*load(dense, 0), NVFP4, *saved],
+        "mixed, fsdp": [*load(dense, 0), *mixed, *saved],
         **{f"{name}fsdp, resumed": Resumed(f"{name}fsdp", 1) for name in ("", "mixed, ", "experts, ")},
         "nvfp4, fsdp, resumed": Resumed("nvfp4, fsdp", 1, NUMERICS),
         "nan": [*EXPLODE, halves],
         "pipeline": ["--parallelism.pipeline_parallel_degree=2", f"{SCHEDULE}=ZBVZeroBubble"],
     }
     degrees = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"]
-    four = {"hsdp": [*load(base, "seed", 0, 1), *degrees, "--training.local_batch_size=1"]}
+    four = {"hsdp": [*load(dense, 0, 1), *degrees, "--training.local_batch_size=1"]}
     four["resharded on four"] = [*resumed, "--training.local_batch_size=1", steps(6)]
     return (
         done_once(base, "two", 2, two)

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from training_runs import NVFP4, SAVE_EACH, Resumed, done_once, steps
+from training_runs import NVFP4, SAVE_EACH, Resumed, done_once, seeds, steps
 
 from mxtrain.analysis import load_run
 
@@ -172,6 +172,6 @@ def test_a_run_whose_steps_are_not_saved_says_so(one):
     assert not any("is saved" in one[name].output[0] for name in ("mxnorm", "exact"))  # "exact" ends before step 500
 
 
-def test_a_seed_holds_only_weights(one):
-    names = {name.partition(".")[0] for name in content(one["seed"], 0)}
+def test_a_seed_holds_only_weights(base):
+    names = {name.partition(".")[0] for name in content(seeds(base)["dense"], 0)}
     assert names == {"layers", "tok_embeddings", "norm", "output"}
