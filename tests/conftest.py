@@ -10,6 +10,9 @@ import torch
 if not torch.cuda.is_available():
     # Before any kernel is imported: without a GPU Triton interprets them, so that emulation on the CPU runs on them.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    from interpreter import patch_the_language_once_per_launch
+
+    patch_the_language_once_per_launch()
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
