@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn as nn
 
+from mxtrain.conversion.holders import attributes_that_hold_modules
 from mxtrain.conversion.instance_state import (
-    attributes_that_hold_modules,
     has_function_as_forward,
     hooks_on_values,
     why_it_must_stay,
