@@ -13,10 +13,11 @@ import triton.language as tl
 from mxtrain.kernels.blocks import magnitude_bits, rounded
 from mxtrain.kernels.cast_results import Storage, as_bytes, empty_cast, flat
 from mxtrain.kernels.checks import check_matrix, check_same
-from mxtrain.kernels.integers import cdiv, next_power_of_2
+from mxtrain.kernels.integers import cdiv
 from mxtrain.kernels.launch import Launch
 from mxtrain.kernels.mxfp8.arithmetic import rounded_amax
-from mxtrain.kernels.norm.row_lengths import MAX_COLUMNS, MAX_PERSISTENT_COLUMNS
+from mxtrain.kernels.norm.row_lengths import MAX_COLUMNS
+from mxtrain.kernels.norm.row_tile import row_tile
 
 
 @triton.jit
@@ -146,45 +147,6 @@ def normalize_and_cast(
                 FORM, RCEIL, HARDWARE, BLOCKS,
             )  # fmt: skip
     tl.store(rho_ptr + row, rho, mask=row < rows)
-
-
-class RowTile(NamedTuple):
-    """The part of the matrix that one program holds at a time.
-
-    Attributes:
-        persistent: the program holds whole rows. Otherwise it walks along them twice.
-        rows: rows per program.
-        parts: tensors that hold a row.
-        columns: elements per row of one of them, a power of two.
-        warps: warps per program.
-    """
-
-    persistent: bool
-    rows: int
-    parts: int
-    columns: int
-    warps: int
-
-
-def row_tile(columns: int, form: str, estimator: str) -> RowTile:
-    """Return the tile for rows of ``columns`` elements: the fastest measured on an H200, or close to it.
-
-    Where a row fills five or six eighths of a power of two, it is held as five or three parts. 16384 rows of 5120
-    elements, cast to MXFP8 images, take 86 us like this, and 102 as a tile of 4096 and one of 1024. Seven parts are
-    faster than one masked tile for NVFP4 codes only (11 %), and slower with the exact RMS (12 %).
-    """
-    if columns > MAX_PERSISTENT_COLUMNS:
-        return RowTile(False, 1, 1, 8192, 8)
-    filled = cdiv(columns, 32) * 32
-    whole = next_power_of_2(filled)
-    parts, part = {5: (5, whole // 8), 6: (3, whole // 4)}.get(cdiv(filled * 8, whole), (1, whole))
-    rows = max(1, (2048 if parts == 1 else 512) // part)
-    if parts == 1 and form == "image":
-        return RowTile(True, rows, parts, part, 8 if whole > 8192 else max(1, min(4, whole // 1024)))
-    # Much is computed once per thread, so a thread gets as many elements as leave room for enough warps on an SM. Codes
-    # take fewer registers than images, and the exact RMS takes more time between reading and writing.
-    most = 112 if form != "image" else 56 if estimator == "exact" else 96
-    return RowTile(True, rows, parts, part, min(8, next_power_of_2(cdiv(rows * parts * part, 32 * most))))
 
 
 def _mean_factor(columns: int, estimator: str, p: int, constant: float, block: int) -> float:
