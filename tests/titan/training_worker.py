@@ -57,7 +57,8 @@ def _copy_to_resume(folder: Path, name: str, resumed: Resumed, is_first: bool) -
     copy = folder / name
     if is_first:
         part = folder / f"{name} (being copied)"
-        shutil.copytree(folder / resumed.run, part, ignore=shutil.ignore_patterns("port"))  # which others would take
+        # Other ranks would take the port, and a status stands for a rank that is done.
+        shutil.copytree(folder / resumed.run, part, ignore=shutil.ignore_patterns("port", "rank*.status"))
         for checkpoint in (part / "checkpoint").glob("step-*"):
             if int(checkpoint.name.removeprefix("step-")) > resumed.step:
                 shutil.rmtree(checkpoint)
@@ -80,6 +81,18 @@ def _begin_after_first(begin: Callable, *args, **kwargs) -> None:
                 break
         time.sleep(0.005)
     begin(*args, **kwargs)
+
+
+def _sleep(sleep: Callable, rank: str, statuses: list[Path], seconds: float) -> None:
+    """Sleep for half a second at most. When TorchTitan's first rank wants to for longer, until all others are done.
+
+    That is at the end of training, so that the others can complete. Once it left at once, and a thread of gloo crashed.
+    """
+    if rank != "0" or seconds < 2:
+        return sleep(min(seconds, 0.5))
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not all(status.exists() for status in statuses):
+        sleep(0.005)
 
 
 def train_all(
@@ -105,10 +118,7 @@ def train_all(
     if prepare is not None:
         prepare()
     rank = environment["RANK"]
-    # At the end of training TorchTitan sleeps for two seconds so that other ranks can complete. Without a pause, gloo's
-    # threads crashed once in the next run.
-    sleep, enough = time.sleep, 0.02 if environment["WORLD_SIZE"] == "1" else 0.5
-    time.sleep = lambda seconds: sleep(min(seconds, enough))
+    sleep = time.sleep
     if rank != "0":
         begin = torch.distributed.init_process_group
         torch.distributed.init_process_group = partial(_begin_after_first, begin)
@@ -120,6 +130,8 @@ def train_all(
             _copy_to_resume(folder, name, flags, is_first=rank == "0")
             own, flags = ["--resume", str(folder / name)], flags.flags
         os.environ["MASTER_PORT"] = _agree_on_port(folder / name, rank == "0")
+        statuses = [folder / name / f"rank{other}.status" for other in range(1, int(environment["WORLD_SIZE"]))]
+        time.sleep = partial(_sleep, sleep, rank, statuses)
         with open(folder / name / f"rank{rank}.txt", "w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
