@@ -42,4 +42,4 @@ def row_tile(columns: int, form: str, estimator: str) -> RowTile:
     # Much is computed once per thread, so a thread gets as many elements as leave room for enough warps on an SM. Codes
     # take fewer registers than images, and the exact RMS takes more time between reading and writing.
     most = 112 if form != "image" else 56 if estimator == "exact" else 96
-    return RowTile(True, rows, parts, part, min(8, next_power_of_2(cdiv(rows * parts * part, 32 * most))))
+    return RowTile(True, rows, parts, part, next_power_of_2(cdiv(rows * parts * part, 32 * most)))

@@ -30,6 +30,7 @@ def test_every_thread_has_a_block_of_codes(form):
 
 def test_rows_that_fill_five_or_six_eighths_are_parts():
     assert row_tile(5120, "image", "pre_round") == RowTile(True, 1, 5, 1024, 2)
+    assert row_tile(5120, "image", "exact") == RowTile(True, 1, 5, 1024, 4)
     assert row_tile(768, "codes", "pre_round") == RowTile(True, 2, 3, 256, 1)
     assert row_tile(7168, "image", "exact") == RowTile(True, 1, 1, 8192, 4)
     assert not row_tile(MAX_PERSISTENT_COLUMNS + 32, "image", "exact").persistent
