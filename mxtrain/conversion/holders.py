@@ -1,4 +1,4 @@
-"""Modules that an attribute holds, and not only the module tree: a swap would not reach them there."""
+"""Modules that other attributes hold as well, besides the module tree. A swap would not reach them there."""
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping

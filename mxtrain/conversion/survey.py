@@ -8,11 +8,7 @@ import torch
 import torch.nn as nn
 
 from mxtrain.conversion.holders import attributes_that_hold_modules
-from mxtrain.conversion.instance_state import (
-    has_function_as_forward,
-    hooks_on_values,
-    why_it_must_stay,
-)
+from mxtrain.conversion.instance_state import has_function_as_forward, hooks_on_values, why_it_must_stay
 from mxtrain.conversion.norm_uses import NormUses, watch
 from mxtrain.conversion.recognition import (
     LayerNormFacts,

@@ -25,11 +25,11 @@ class RowTile(NamedTuple):
 
 
 def row_tile(columns: int, form: str, estimator: str) -> RowTile:
-    """Return the tile for rows of ``columns`` elements: the fastest measured on an H200, or close to it.
+    """Return the tile for rows of ``columns`` elements, chosen by times on an H200.
 
-    Where a row fills five or six eighths of a power of two, it is held as five or three parts. 16384 rows of 5120
-    elements, cast to MXFP8 images, take 86 us like this, and 102 as a tile of 4096 and one of 1024. Seven parts are
-    faster than one masked tile for NVFP4 codes only (11 %), and slower with the exact RMS (12 %).
+    A row that fills five or six eighths of a power of two is held as five or three parts. 16384 rows of 5120 elements,
+    cast to MXFP8 images, take 86 us like this, and 102 as a tile of 4096 and one of 1024. Seven parts are faster than
+    one masked tile for NVFP4 codes only (11 %), and slower with the exact RMS (12 %).
     """
     if columns > MAX_PERSISTENT_COLUMNS:
         return RowTile(False, 1, 1, 8192, 8)
@@ -39,7 +39,7 @@ def row_tile(columns: int, form: str, estimator: str) -> RowTile:
     rows = max(1, (2048 if parts == 1 else 512) // part)
     if parts == 1 and form == "image":
         return RowTile(True, rows, parts, part, 8 if whole > 8192 else max(1, min(4, whole // 1024)))
-    # Much is computed once per thread, so a thread gets as many elements as leave room for enough warps on an SM. Codes
-    # take fewer registers than images, and the exact RMS takes more time between reading and writing.
+    # Elements per thread, at most. Much is computed once per thread, but an SM has registers for few such threads. With
+    # the exact RMS more threads are faster: 85 instead of 108 us at 16384 x 5120.
     most = 112 if form != "image" else 56 if estimator == "exact" else 96
     return RowTile(True, rows, parts, part, next_power_of_2(cdiv(rows * parts * part, 32 * most)))
