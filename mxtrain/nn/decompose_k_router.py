@@ -29,8 +29,8 @@ class _DecomposeKFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dc: torch.Tensor):
-        a, b, c = ctx.saved_tensors
+    def backward(ctx, saved, dc: torch.Tensor):
+        a, b, c = saved
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
         da = db = dbias = None
         dc = _before_epilogue(dc, c, ctx.epilogue)

@@ -23,8 +23,8 @@ class _LayerNormFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: torch.Tensor | None, dtotal: torch.Tensor | None = None):
-        total, mean, rstd, weight = ctx.saved_tensors
+    def backward(ctx, saved, dy: torch.Tensor | None, dtotal: torch.Tensor | None = None):
+        total, mean, rstd, weight = saved
         needs_x, needs_weight, needs_bias, needs_residual, _ = ctx.needs_input_grad
         if dy is None:
             dx, dweight, dbias = dtotal, None, None

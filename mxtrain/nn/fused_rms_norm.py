@@ -22,8 +22,8 @@ class _RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: torch.Tensor | None, dtotal: torch.Tensor | None = None):
-        total, rstd, weight = ctx.saved_tensors
+    def backward(ctx, saved, dy: torch.Tensor | None, dtotal: torch.Tensor | None = None):
+        total, rstd, weight = saved
         needs_x, needs_weight, needs_residual, _ = ctx.needs_input_grad
         if dy is None:
             dx, dweight = dtotal, None

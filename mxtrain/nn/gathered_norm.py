@@ -127,8 +127,8 @@ class GatherThenNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dxhat: torch.Tensor, *_):
-        return _norm_backward(ctx, dxhat), *[None] * 5
+    def backward(ctx, saved, dxhat: torch.Tensor, *_):
+        return _norm_backward(ctx, saved, dxhat), *[None] * 5
 
 
 @untraced
@@ -148,9 +148,9 @@ class NormThenGather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dxhat: torch.Tensor, *_):
+    def backward(ctx, saved, dxhat: torch.Tensor, *_):
         ctx.columns.release()
-        return _norm_backward(ctx, dxhat), *[None] * 6
+        return _norm_backward(ctx, saved, dxhat), *[None] * 6
 
 
 @untraced
@@ -164,13 +164,13 @@ class GatherSequences(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dx: torch.Tensor):
+    def backward(ctx, _, dx: torch.Tensor):
         return sum_tokens(dx, ctx.split.group, ctx.split.processes), None
 
 
-def _norm_backward(ctx, dxhat: torch.Tensor) -> torch.Tensor:
+def _norm_backward(ctx, saved, dxhat: torch.Tensor) -> torch.Tensor:
     """This process's part of dL/dxhat of whole sequences [T, D] -> dx of its shard."""
-    x, rho = ctx.saved_tensors
+    x, rho = saved
     batch, length, features = x.shape
     dxhat = dxhat.view(batch, ctx.split.processes * length, features)
     dxhat = sum_tokens(dxhat, ctx.split.group, ctx.split.processes)

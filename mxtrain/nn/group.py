@@ -189,6 +189,7 @@ class _GroupFunction(torch.autograd.Function):
     ):
         draws, weights = rest[:n], rest[n:]
         ctx.save_for_backward(x, gain, rho, signs, *weights)
+        ctx.h = h  # not saved: a hook that copies saved tensors would give it data
         ctx.gemms, ctx.gathered, ctx.draws, ctx.ready = gemms, gathered, draws, ready
         ctx.set_materialize_grads(False)
         xhat = Operand(data, scales, tensor_scale)
@@ -205,8 +206,8 @@ class _GroupFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *dys: torch.Tensor | None):
-        x, gain, rho, signs, *weights = ctx.saved_tensors
+    def backward(ctx, saved, *dys: torch.Tensor | None):
+        x, gain, rho, signs, *weights = saved
         # A linear whose output the loss does not need gets no gradient, as if it had multiplied alone.
         used = [dy is not None for dy in dys]
         if not any(used):

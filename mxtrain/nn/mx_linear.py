@@ -20,8 +20,8 @@ class _MXLinearFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: torch.Tensor):
-        x, weight, signs = ctx.saved_tensors
+    def backward(ctx, saved, dy: torch.Tensor):
+        x, weight, signs = saved
         gemms, (needs_x, needs_weight, *_) = ctx.gemms, ctx.needs_input_grad
         for_dx, for_dw = gemms.quantize_gradient(dy, needs_x, needs_weight, signs, ctx.draws)
         dx = None if for_dx is None else gemms.dgrad(for_dx, weight, x.dtype, ready=gemms.ready)

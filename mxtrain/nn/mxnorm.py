@@ -70,8 +70,8 @@ class _MXNormFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dxhat: torch.Tensor, *_):
-        x, rho = ctx.saved_tensors
+    def backward(ctx, saved, dxhat: torch.Tensor, *_):
+        x, rho = saved
         return norm_backward(dxhat, x, rho, ctx.mode, ctx.is_compiled), None, None, None, None
 
 
@@ -82,13 +82,14 @@ class _MXNormLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, gain, weight, gemms: ThreeGEMMs, x, rho, gathered, signs, draws, *xhat):
         ctx.save_for_backward(x, gain, weight, rho, signs)
+        ctx.h = h  # not saved: a hook that copies saved tensors would give it data
         ctx.gemms, ctx.gathered, ctx.draws = gemms, gathered, draws
         return gemms.fprop(Operand(*xhat), weight, compute_dtype(h), gain, gemms.ready)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: torch.Tensor):
-        x, gain, weight, rho, signs = ctx.saved_tensors
+    def backward(ctx, saved, dy: torch.Tensor):
+        x, gain, weight, rho, signs = saved
         gemms, (needs_h, needs_gain, needs_weight, *others) = ctx.gemms, ctx.needs_input_grad
         for_dgrad, for_wgrad = gemms.quantize_gradient(dy, needs_h, needs_weight or needs_gain, signs, ctx.draws)
         dxhat = dgain = dweight = None

@@ -12,28 +12,39 @@ MESSAGE = (
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """Let the backward of an autograd function run, and raise RuntimeError where its results are differentiated.
+    """Make ``backward(ctx, saved, *gradients)`` the backward of an autograd function that raises where it is
+    differentiated.
 
-    ``torch.autograd.function.once_differentiable`` raises only if the incoming gradient needs a gradient itself. The
-    gradient of a sum needs none, and second derivatives would then be zero without an error.
+    ``saved`` are the context's saved tensors. ``ctx.h`` is a tensor from which the results come, too, if it was not
+    saved. ``torch.autograd.function.once_differentiable`` raises only if the incoming gradient needs a gradient itself.
+    The gradient of a sum needs none, and second derivatives would then be zero without an error.
     """
 
     @wraps(backward)
     def run(ctx, *gradients):
+        saved = ctx.saved_tensors  # read once: a checkpoint that is recomputed allows no second reading
         # In a backward, PyTorch enables gradients for create_graph=True only. Compiled graphs have a refusal of their
         # own, and gradients are enabled while Dynamo follows this function.
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return backward(ctx, *gradients)
+            return backward(ctx, saved, *gradients)
         with torch.no_grad():
-            results = backward(ctx, *gradients)
-        return tuple(map(_refused, results)) if isinstance(results, tuple) else _refused(results)
+            results = backward(ctx, saved, *gradients)
+        sources = [t for t in (*gradients, *saved, getattr(ctx, "h", None)) if t is not None and t.requires_grad]
+        if isinstance(results, tuple):
+            return tuple(_refused(result, sources) for result in results)
+        return _refused(results, sources)
 
     return run
 
 
-def _refused(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """The same values, which raise the error when they are differentiated."""
+def _refused(gradient: torch.Tensor | None, sources: list[torch.Tensor]) -> torch.Tensor | None:
+    """The same values, which raise RuntimeError when they are differentiated.
+
+    They hang on ``sources``, because autograd visits only what lies on the way to the tensors that it is asked for.
+    """
     if gradient is None:
         return None
     # A backward may return its argument: detached, so that the caller's tensor stays as it is.
-    return torch._C._functions.DelayedError(MESSAGE.encode(), 1)(gradient.detach().requires_grad_())
+    tensors = gradient.detach().requires_grad_(), *sources
+    results = torch._C._functions.DelayedError(MESSAGE.encode(), len(tensors))(*tensors)
+    return results[0] if sources else results
