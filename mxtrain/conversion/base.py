@@ -65,18 +65,6 @@ class Converter(ABC):
         return ConfigError(f"converter = {self.name!r} finds nothing to convert in this {survey.kind}{left}{way_out}")
 
 
-def lookalikes(survey: Survey) -> dict[str, str]:
-    """The modules that are called an RMSNorm but compute something else -> why they stay."""
-    return _lookalikes(survey, survey.lookalikes, "RMSNorm")
-
-
-def layer_norm_lookalikes(survey: Survey) -> dict[str, str]:
-    """The modules that are called a LayerNorm but compute something else -> why they stay."""
-    return _lookalikes(survey, survey.layer_norm_lookalikes, "LayerNorm")
-
-
-def _lookalikes(survey: Survey, found: Mapping[str, str], name: str) -> dict[str, str]:
-    return {
-        fqn: survey.unswappable.get(fqn, f"is a {kind} that does not compute what nn.{name} does")
-        for fqn, kind in found.items()
-    }
+def why_lookalikes_stay(survey: Survey, lookalikes: Mapping[str, str]) -> dict[str, str]:
+    """``lookalikes``: those of the survey that a converter of such norms would take."""
+    return {fqn: survey.unswappable.get(fqn, reason) for fqn, reason in lookalikes.items()}

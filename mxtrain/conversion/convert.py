@@ -22,7 +22,7 @@ def convert(model: nn.Module, converter: str = "mxnorm", *, example_inputs: tupl
     - ``"mx_linear"`` turns every linear into MXLinear and keeps the norms.
     - ``"fused_norm"`` turns every RMSNorm into a FusedRMSNorm and every LayerNorm into a FusedLayerNorm.
     - ``"fused_rmsnorm"`` turns every RMSNorm into a FusedRMSNorm.
-    - ``"decompose_k_router"`` turns the gate of every mixture-of-experts router into a DecomposeKRouter.
+    - ``"decompose_k_router"`` turns every linear that is the gate of a router of experts into a DecomposeKRouter.
 
     The last three may run before or after the first two, with the same result.
 
@@ -31,7 +31,8 @@ def convert(model: nn.Module, converter: str = "mxnorm", *, example_inputs: tupl
         converter: one of the names above.
         example_inputs: arguments for one forward pass of ``model``, on any device; only shapes and dtypes matter. None
             stands for one row of 32 token ids. "mxnorm" sees in this pass what uses the norms. All converters see which
-            layers are called with keywords and keep these; without ``example_inputs`` only "mxnorm" does.
+            layers are called with keywords, and whose weights other code uses, and keep these; without
+            ``example_inputs`` only "mxnorm" does.
         **settings: the fields of the converter's class (``mx_converters``, ``kernel_converters``), such as ``p=1`` or
             ``filter_fqns=["lm_head", "layers.0"]``. None stands for a field's default.
 

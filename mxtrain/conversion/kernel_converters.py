@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mxtrain.conversion.base import NOT_ONE_DIMENSION, Converter, layer_norm_lookalikes, lookalikes
+from mxtrain.conversion.base import NOT_ONE_DIMENSION, Converter, why_lookalikes_stay
 from mxtrain.conversion.plan import Plan, ToDecomposeKRouter, ToFusedLayerNorm, ToFusedRMSNorm
 from mxtrain.conversion.survey import Survey
 from mxtrain.errors import require_one_of
@@ -30,10 +30,10 @@ class FusedNormConverter(Converter):
     def plan(self, survey: Survey) -> Plan:
         kept = self._filtered(survey)
         fused = {fqn: ToFusedRMSNorm(norm, self.when_compiled) for fqn, norm in survey.norms.items()}
-        swaps, skipped = {}, lookalikes(survey)
+        swaps, skipped = {}, why_lookalikes_stay(survey, survey.lookalikes)
         if self.takes_layer_norms:
             fused |= {fqn: ToFusedLayerNorm(norm, self.when_compiled) for fqn, norm in survey.layer_norms.items()}
-            skipped |= layer_norm_lookalikes(survey)
+            skipped |= why_lookalikes_stay(survey, survey.layer_norm_lookalikes)
         for fqn, swap in fused.items():
             if fqn in kept:
                 skipped[fqn] = kept[fqn]
@@ -57,13 +57,13 @@ class FusedRMSNormConverter(FusedNormConverter):
 
 @dataclass(kw_only=True)
 class DecomposeKRouterConverter(Converter):
-    """The gate of every mixture-of-experts router becomes a DecomposeKRouter."""
+    """Every linear that is the gate of a mixture-of-experts router becomes a DecomposeKRouter."""
 
     name: ClassVar[str] = "decompose_k_router"
 
     def plan(self, survey: Survey) -> Plan:
         kept = self._filtered(survey)
-        swaps, skipped = {}, {}
+        swaps, skipped = {}, {fqn: f"is a {kind}, not an nn.Linear" for fqn, kind in survey.other_gates.items()}
         for fqn, linear in survey.linears.items():
             if not linear.is_gate:
                 continue

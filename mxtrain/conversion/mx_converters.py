@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from mxtrain.conversion.base import NOT_ONE_DIMENSION, Converter, lookalikes
+from mxtrain.conversion.base import NOT_ONE_DIMENSION, Converter, why_lookalikes_stay
 from mxtrain.conversion.plan import Plan, Swap, ToMXNorm, ToQuantizedLinear
 from mxtrain.conversion.selection import in_last_blocks, recipes_of_linears
 from mxtrain.conversion.survey import Survey
@@ -183,9 +183,9 @@ class MXNormConverter(MXLinearConverter):
     Attributes:
         p, estimator: see ``mxtrain.mxnorm_cast``.
         eps: added to the squared RMS estimate; None keeps the eps of each norm.
-        group_linears: whether the linears of a norm are one GEMM each way (``mxtrain.nn.group``). Their outputs are
-            then columns of one matrix, not contiguous: set False for a model that calls ``.view`` to merge features
-            with tokens, or hands an output to a kernel that expects contiguous memory.
+        group_linears: whether the linears of a norm that is called once are one GEMM each way (``mxtrain.nn.group``).
+            Their outputs are then columns of one matrix, not contiguous: set False for a model that calls ``.view`` to
+            merge features with tokens, or hands an output to a kernel that expects contiguous memory.
     """
 
     name: ClassVar[str] = "mxnorm"
@@ -206,7 +206,7 @@ class MXNormConverter(MXLinearConverter):
         self._refuse_second_conversion(survey)
         recipe_of, kept = self._recipes(survey)
         swaps: dict[str, Swap] = {}
-        skipped = lookalikes(survey)
+        skipped = why_lookalikes_stay(survey, survey.lookalikes)
         for fqn in survey.norms:
             if reason := _why_norm_stays(fqn, survey, recipe_of, kept):
                 skipped[fqn] = reason
@@ -226,7 +226,8 @@ class MXNormConverter(MXLinearConverter):
                 RMSEstimate.for_recipe(recipe_of[linear].fprop, self.p, self.estimator)
         # The linears agree on fprop. If any of them transforms its wgrad operands, the norm draws the signs for all.
         recipe = max((recipe_of[linear] for linear in linears), key=lambda recipe: recipe.needs_signs)
-        grouped = self.group_linears and len(linears) > 1
+        # A norm that is called for each of its linears gives each of them other rows.
+        grouped = self.group_linears and len(linears) > 1 and survey.uses.calls[fqn] == 1
         norm = ToMXNorm(
             survey.norms[fqn], linears, self.p, self.estimator, self.eps, recipe, self.mode, self.seed, grouped
         )

@@ -28,11 +28,12 @@ class NormUses:
     Attributes:
         linears: norm FQN -> FQNs of the linears that multiply its output, in order.
         others: norm FQN -> everything else that uses its output, sorted.
-        calls: linear FQN -> how often the forward pass calls it.
+        calls: FQN of a norm or linear -> how often the forward pass calls it.
         unfollowed: modules that cannot run on the meta device, and why.
         overwritten: FQNs of the norms whose input is written to in place after they have read it. Compiled, PyTorch
             would give the linears of an MXNorm the new values in their backward, without an error.
         keywords: module FQN -> a keyword that the forward pass calls it with, other than "x", as our layers call it.
+        outside: linear FQN -> a function that other code computes with its weight. Such code does so after a swap, too.
     """
 
     linears: Mapping[str, tuple[str, ...]]
@@ -41,6 +42,7 @@ class NormUses:
     unfollowed: tuple[str, ...]
     overwritten: frozenset[str] = frozenset()
     keywords: Mapping[str, str] = field(default_factory=dict)
+    outside: Mapping[str, str] = field(default_factory=dict)
 
 
 class _Watcher(TorchFunctionMode):
@@ -56,9 +58,10 @@ class _Watcher(TorchFunctionMode):
         self.where = where
         self.linears: dict[str, list[str]] = {fqn: [] for fqn in norms}
         self.others: dict[str, set[str]] = {fqn: set() for fqn in norms}
-        self.calls = dict.fromkeys(linear_of.values(), 0)
+        self.calls = dict.fromkeys([*norms, *linear_of.values()], 0)
         self.unfollowed: list[str] = []
         self.keywords: dict[str, str] = {}
+        self.outside: dict[str, str] = {}
         self.running: str | None = None
         self._linear_of = linear_of
         # Outputs are kept alive: Python gives the id of a collected tensor to another one.
@@ -73,9 +76,11 @@ class _Watcher(TorchFunctionMode):
             unfollowed=tuple(self.unfollowed),
             overwritten=frozenset(norm for norm, x, writes in self._inputs if version(x) != writes),
             keywords=self.keywords,
+            outside=self.outside,
         )
 
     def track(self, norm: str, inputs, output: torch.Tensor) -> None:
+        self.calls[norm] += 1
         self._outputs[id(output)] = (norm, output)
         with torch._C.DisableTorchFunction():  # looking at the versions is no use of another norm's output
             self._inputs += [(norm, x, version(x)) for x in tree_flatten(inputs)[0] if isinstance(x, torch.Tensor)]
@@ -104,15 +109,22 @@ class _Watcher(TorchFunctionMode):
             linear = self._linear_of.get(id(args[1] if len(args) > 1 else kwargs["weight"]))
         if linear is not None:
             self.calls[linear] += 1
-        # Code outside a linear's forward that multiplies its weight would still do so after a swap, unquantized.
         if linear is not None and linear == self.running:
             for norm in self._norms_of(args[:1] or kwargs["input"]):
                 self.linears[norm].append(linear)
-        elif func not in _HARMLESS:
-            # A property's getter is called __get__; the property itself has the telling name.
-            named = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else func
-            self.note_other_use((args, kwargs), getattr(named, "__name__", str(func)))
-        return func(*args, **kwargs)
+            return func(*args, **kwargs)
+        # A property's getter is called __get__; the property itself has the telling name.
+        named = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else func
+        name = getattr(named, "__name__", str(func))
+        if func not in _HARMLESS:
+            self.note_other_use((args, kwargs), name)
+        result = func(*args, **kwargs)
+        # Looking at a weight's dtype or device is no computation.
+        if any(isinstance(value, torch.Tensor) for value in tree_flatten(result)[0]):
+            for value in tree_flatten((args, kwargs))[0]:
+                if (owner := self._linear_of.get(id(value))) is not None:
+                    self.outside[owner] = name
+        return result
 
 
 def watch(

@@ -85,15 +85,17 @@ def rms_norm_facts(module: nn.Module) -> NormFacts | None:
     """Which ``nn.RMSNorm`` the module is or computes; None for any other module.
 
     Many models bring an RMSNorm class of their own, with a 1-D ``weight`` and an eps under some name. Such a module is
-    run on random rows with a random weight. The rows form a matrix and then a batch of sequences, which shows whether
-    the module normalizes the last dimension. It is an RMSNorm if its results are those of ``F.rms_norm`` for one of the
-    floats that it holds as attributes. (A norm that scales by 1 + weight is not.) A copy of the module runs; the
-    module's own weight may be on the meta device. A module whose forward takes more than x, such as a gate or a
-    residual, is none: random rows alone do not show what it does with the rest.
+    run on random rows with a random weight, in training and in evaluation. The rows form a matrix and then a batch of
+    sequences, which shows whether the module normalizes the last dimension. It is an RMSNorm if its results are those
+    of ``F.rms_norm`` for one of the floats that it holds as attributes. (A norm that scales by 1 + weight is not, one
+    that is called a LayerNorm may be, as T5's.) A copy of the module runs; the module's own weight may be on the meta
+    device. A module whose forward takes more than x, such as a gate or a residual, is none: random rows alone do not
+    show what it does with the rest.
     """
     if type(module) in (nn.RMSNorm, FusedRMSNorm):
         return NormFacts(tuple(module.normalized_shape), module.eps, module.elementwise_affine)
-    if not looks_like_rms_norm(module) or dict(module.named_parameters()).keys() != {"weight"}:
+    is_called_norm = looks_like_rms_norm(module) or looks_like_layer_norm(module)
+    if not is_called_norm or dict(module.named_parameters()).keys() != {"weight"}:
         return None
     eps = _eps_of(module, lambda rows, weight, eps: F.rms_norm(rows, weight.shape, weight, eps))
     return None if eps is None else NormFacts(tuple(module.weight.shape), eps, True)
@@ -142,12 +144,13 @@ def _eps_of(module: nn.Module, normalize: Callable[..., torch.Tensor], noise: fl
     # A norm of another dimension gives other results or fails, because that dimension has another length.
     sequences = rows.view(-1, 4 if dim == 2 else 2, dim)
     try:
-        with torch.no_grad(), without_global_hooks():
+        with torch.no_grad(), without_global_hooks(), torch.random.fork_rng(devices=()):
             copy = structural_copy(module)
-            results = [torch.func.functional_call(copy, vectors, (x,)) for x in (rows, sequences)]
+            runs = [(x, training) for x in (rows, sequences) for training in (True, False)]
+            results = [torch.func.functional_call(copy.train(training), vectors, (x,)) for x, training in runs]
     except Exception:  # the module is no function of rows and these vectors
         return None
-    if any(not isinstance(y, torch.Tensor) or y.shape != x.shape for x, y in zip((rows, sequences), results)):
+    if any(not isinstance(y, torch.Tensor) or y.shape != x.shape for (x, _), y in zip(runs, results)):
         return None
     for eps in {value for value in vars(module).values() if isinstance(value, float)}:
         want = normalize(rows, eps=eps, **vectors)
@@ -160,10 +163,20 @@ def _eps_of(module: nn.Module, normalize: Callable[..., torch.Tensor], noise: fl
 def is_gate_of(parent: nn.Module, name: str) -> bool:
     """Whether the child ``name`` of ``parent`` is a router's gate: the parent is called a router, or has experts.
 
-    TorchTitan's models all have the class ``TokenChoiceTopKRouter``. Those on the Hugging Face hub have the children
-    ``gate`` and ``experts`` in one block.
+    TorchTitan's models all have the class ``TokenChoiceTopKRouter``. Those of transformers have the children ``gate``
+    and ``experts`` in one block; since its release 5 many of these gates are routers of their own and no linears.
     """
     return name == "gate" and ("router" in type(parent).__name__.lower() or "experts" in parent._modules)
+
+
+def find_other_gates(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The class of every gate that is no linear, as in transformers 5; ``modules`` as for ``find_norms``."""
+    gates = {}
+    for fqn, module in modules.items():
+        parent, _, name = fqn.rpartition(".")
+        if fqn and is_gate_of(modules[parent], name) and not isinstance(module, nn.Linear):
+            gates[fqn] = type(module).__name__
+    return gates
 
 
 def find_gates(model: nn.Module) -> dict[str, nn.Module]:
@@ -173,20 +186,22 @@ def find_gates(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_norms(modules: Mapping[str, nn.Module]) -> tuple[dict[str, NormFacts], dict[str, str]]:
-    """Every module that is or computes an RMSNorm, and the class names of modules that are only called so.
+    """Every module that is or computes an RMSNorm, and the modules that are only called so -> what they are.
 
     Args:
         modules: every module of a model by FQN. The model itself, called "", is left out: nothing can replace it.
     """
-    return _find(modules, rms_norm_facts, looks_like_rms_norm)
+    return _find(modules, rms_norm_facts, looks_like_rms_norm, "RMSNorm")
 
 
 def find_layer_norms(modules: Mapping[str, nn.Module]) -> tuple[dict[str, LayerNormFacts], dict[str, str]]:
-    """Every LayerNorm, and the class names of modules that are only called a LayerNorm; see ``find_norms``."""
-    return _find(modules, layer_norm_facts, looks_like_layer_norm)
+    """Every LayerNorm, and the modules that are only called a LayerNorm -> what they are; see ``find_norms``."""
+    return _find(modules, layer_norm_facts, looks_like_layer_norm, "LayerNorm")
 
 
-def _find(modules: Mapping[str, nn.Module], facts_of: Callable, looks_like: Callable) -> tuple[dict, dict[str, str]]:
+def _find(
+    modules: Mapping[str, nn.Module], facts_of: Callable, looks_like: Callable, name: str
+) -> tuple[dict, dict[str, str]]:
     norms, lookalikes = {}, {}
     for fqn, module in modules.items():
         if not fqn:
@@ -194,8 +209,15 @@ def _find(modules: Mapping[str, nn.Module], facts_of: Callable, looks_like: Call
         if facts := facts_of(module):
             norms[fqn] = facts
         elif looks_like(module):
-            lookalikes[fqn] = type(module).__name__
+            lookalikes[fqn] = _what_it_is(module, name)
     return norms, lookalikes
+
+
+def _what_it_is(lookalike: nn.Module, name: str) -> str:
+    kind = type(lookalike).__name__
+    if not dict(lookalike.named_parameters()):
+        return f"is a {kind} without a weight to tell its row length: use nn.{name}(D, elementwise_affine=False)"
+    return f"is a {kind} that does not compute what nn.{name} does"
 
 
 def find_linears(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:

@@ -19,6 +19,7 @@ from mxtrain.conversion.recognition import (
     find_layer_norms,
     find_linears,
     find_norms,
+    find_other_gates,
 )
 from mxtrain.conversion.refusals import refuse_unfit_model
 from mxtrain.conversion.structural_copy import structural_copy
@@ -41,16 +42,17 @@ class Survey:
         aliases: every other name of a module -> its FQN.
         blocks: the members of the outermost ModuleLists and ModuleDicts.
         norms: every module that is an RMSNorm or computes one.
-        lookalikes: modules that are called an RMSNorm and compute something else -> name of their class.
+        lookalikes: modules that are called an RMSNorm but are not known to compute one -> what they are.
         linears: every linear.
         heads: the linears that are output heads.
         unswappable: every norm and linear with something that a new module would not have -> what, and the way out.
         weights: every parameter with two or more dimensions.
         dtypes: every parameter, under all its names -> its dtype.
         converted: every MXNorm, MXNormLinear and MXLinear of an earlier conversion -> name of its class.
-        uses: what uses the outputs of ``norms``; None if that was not asked for.
+        uses: what uses the outputs of ``norms`` and the weights of linears; None if no forward pass was watched.
         layer_norms: every module that is a LayerNorm or computes one.
-        layer_norm_lookalikes: modules that are called a LayerNorm and compute something else -> name of their class.
+        layer_norm_lookalikes: the same for LayerNorm, without those in ``norms``.
+        other_gates: the gates of routers that are no linears -> name of their class.
     """
 
     kind: str
@@ -69,6 +71,7 @@ class Survey:
     uses: NormUses | None
     layer_norms: Mapping[str, LayerNormFacts] = field(default_factory=dict)
     layer_norm_lookalikes: Mapping[str, str] = field(default_factory=dict)
+    other_gates: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> dict[str, str]:
@@ -83,8 +86,8 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
 
     Args:
         example_inputs: arguments of that forward pass; None stands for one row of 32 token ids. If they are given,
-            the forward pass runs without ``watch_norms``, too, but it may fail: it then only shows which modules are
-            called with keywords.
+            the forward pass runs without ``watch_norms``, too, but it may fail: it then only shows how linears are
+            called and where else their weights are used.
 
     Raises:
         ConfigError: if the model is wrapped, sharded, compiled or lazy, cannot be copied, or the forward pass fails;
@@ -100,18 +103,18 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
     device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     norms, lookalikes = find_norms(modules)
     layer_norms, layer_norm_lookalikes = find_layer_norms(modules)
+    layer_norm_lookalikes = {fqn: what for fqn, what in layer_norm_lookalikes.items() if fqn not in norms}
     norm_like = (*norms, *lookalikes, *layer_norms, *layer_norm_lookalikes)
     linears, blocks = find_linears(modules), find_blocks(modules)
     converted = {
         fqn: type(module).__name__ for fqn, module in modules.items() if isinstance(module, (MXNorm, QuantizedLinear))
     }
-    uses, keywords = None, {}
+    uses = None
     if watch_norms and norms:
         uses = _watch(model, modules, norms, linears, example_inputs)
-        keywords = uses.keywords
     elif example_inputs is not None:
         with suppress(ConfigError):
-            keywords = _watch(model, modules, {}, {}, example_inputs).keywords
+            uses = _watch(model, modules, {}, linears, example_inputs)
     return Survey(
         kind=type(model).__name__,
         device_type=device_types.pop() if len(device_types) == 1 else None,
@@ -126,18 +129,20 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
         lookalikes=lookalikes,
         linears=linears,
         heads=find_heads(modules, linears, blocks),
-        unswappable=_unswappable(modules, (*norm_like, *linears), keywords),
+        unswappable=_unswappable(modules, (*norm_like, *linears), uses),
         weights=find_weights(modules),
         dtypes={name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)},
         converted=converted,
         uses=uses,
         layer_norms=layer_norms,
         layer_norm_lookalikes=layer_norm_lookalikes,
+        other_gates=find_other_gates(modules),
     )
 
 
-def _unswappable(modules: Mapping[str, nn.Module], fqns: Iterable[str], keywords: Mapping[str, str]) -> dict[str, str]:
+def _unswappable(modules: Mapping[str, nn.Module], fqns: Iterable[str], uses: NormUses | None) -> dict[str, str]:
     holders = attributes_that_hold_modules(modules)
+    keywords, outside = ({}, {}) if uses is None else (uses.keywords, uses.outside)
     reasons = {}
     for fqn in fqns:
         if reason := why_it_must_stay(modules[fqn]):
@@ -146,6 +151,8 @@ def _unswappable(modules: Mapping[str, nn.Module], fqns: Iterable[str], keywords
             reasons[fqn] = f"is also held by {holder}, which a swap would not reach: hold it as a child module only"
         elif fqn in keywords:
             reasons[fqn] = f"is called with the keyword {keywords[fqn]!r}: pass the value without it"
+        elif fqn in outside:
+            reasons[fqn] = f"its weight is used outside of it, by {outside[fqn]}, where nothing would be quantized"
     return reasons
 
 

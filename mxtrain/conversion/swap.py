@@ -51,4 +51,7 @@ def _is_quantized(module: nn.Module) -> bool:
 def _build(fqn: str, old: nn.Module, step: Swap) -> nn.Module:
     new = step.build(fqn, old)
     move_attributes(fqn, old, new)
+    # An optimizer numbers its states by the order of the parameters.
+    for name in [name for name in old._parameters if name in new._parameters]:
+        new._parameters[name] = new._parameters.pop(name)
     return new

@@ -79,6 +79,45 @@ def test_norms_that_cannot_be_proven_are_left_alone(module, reason):
     inner(torch.randn(3, DIM)).sum().backward()
 
 
+class MultipliesJoinedWeights(nn.Module):
+    """Looks at the dtype of one weight, and multiplies the others without calling their linears."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.a, self.b, self.c = nn.RMSNorm(DIM), *(nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x):
+        y = self.a(self.norm(x.to(self.a.weight.dtype)))
+        return F.linear(y, torch.cat([self.b.weight, self.c.weight]))
+
+
+@pytest.mark.parametrize(("converter", "swapped"), [("mxnorm", ["norm", "a"]), ("mx_linear", ["a"])])
+def test_linears_whose_weights_other_code_multiplies_stay(converter, swapped):
+    plan = convert(MultipliesJoinedWeights(), converter, filter_fqns=[], example_inputs=(torch.zeros(3, DIM),))
+    reason = "its weight is used outside of it, by cat, where nothing would be quantized"
+    assert list(plan.swaps) == swapped and plan.skipped == {"b": reason, "c": reason}
+    assert plan.quantized_share == 1 / 3
+
+
+class SharesNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linears = nn.RMSNorm(DIM), nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+
+    def forward(self, x):
+        for linear in self.linears:
+            x = x + linear(self.norm(x))
+        return x
+
+
+def test_linears_that_multiply_other_rows_are_no_group():
+    model, x = SharesNorm(), torch.randn(3, DIM)
+    plain = copy.deepcopy(model)
+    report = convert(model, filter_fqns=[], example_inputs=(x,), recipe="unquantized", estimator="exact")
+    assert report.norms == {"norm": ["linears.0", "linears.1"]} and not report.groups and model.norm.group is None
+    torch.testing.assert_close(model(x), plain(x))
+
+
 def test_the_reason_names_the_norm_after_a_norm_and_nothing_that_the_survey_does_itself():
     model = nn.Sequential(nn.RMSNorm(DIM), nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
     assert convert(model, filter_fqns=[], example_inputs=(torch.zeros(3, DIM),)).skipped == {

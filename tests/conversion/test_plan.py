@@ -45,7 +45,7 @@ def block(linears=("wq", "wk", "wo"), **changes) -> Survey:
         weights={f"{fqn}.weight": WeightFacts((64, 64), (fqn,), 1.0, "") for fqn in (*linears, "output")},
         dtypes={f"{fqn}.weight": torch.float32 for fqn in names},
         converted={},
-        uses=NormUses({"norm": ("wq", "wk")}, {"norm": ()}, dict.fromkeys(linears, 1), ()),
+        uses=NormUses({"norm": ("wq", "wk")}, {"norm": ()}, dict.fromkeys(("norm", *linears), 1), ()),
     )
     return replace(facts, **changes)
 
@@ -145,34 +145,34 @@ def test_the_norm_draws_signs_if_any_of_its_linears_needs_them():
 
 def test_norms_and_gates():
     square = NormFacts((2, 32), 1e-6, True)
-    survey = block(norms={"norm": NORM, "square": square}, lookalikes={"strange": "OneRMSNorm"})
+    survey = block(norms={"norm": NORM, "square": square}, lookalikes={"strange": "is strange"})
     result = plan(survey, "fused_rmsnorm", when_compiled="kernel")
     assert result.quantized_share == 0
     assert result.swaps == {"norm": ToFusedRMSNorm(NORM, "kernel")} and result.fused_norms == ["norm"]
-    assert result.skipped == {
-        "strange": "is a OneRMSNorm that does not compute what nn.RMSNorm does",
-        "square": "normalizes more than one dimension",
-    }
+    assert result.skipped == {"strange": "is strange", "square": "normalizes more than one dimension"}
     survey = block(linears=("gate", "own"))
     gates = {"gate": replace(LINEAR, is_gate=True), "own": replace(LINEAR, is_gate=True, is_plain=False, kind="Mine")}
     result = plan(replace(survey, linears=gates), "decompose_k_router")
     assert result.swaps == {"gate": ToDecomposeKRouter()} and result.skipped == {"own": "is a Mine"}
+    with pytest.raises(ConfigError, match="nothing to convert in this Block\n  a: is a TopKRouter, not an nn.Linear$"):
+        plan(block(other_gates={"a": "TopKRouter"}), "decompose_k_router")
 
 
 def test_both_kinds_of_norms():
     layer, square = LayerNormFacts((64,), 1e-6, True, True), LayerNormFacts((2, 32), 1e-6, True, False)
     survey = block(
-        lookalikes={"strange": "OneRMSNorm"},
+        lookalikes={"strange": "is strange"},
         layer_norms={"layer": layer, "square": square, "tagged": layer},
-        layer_norm_lookalikes={"t5": "T5LayerNorm"},
-        unswappable={"tagged": "has a forward hook"},
+        layer_norm_lookalikes={"other": "is other", "hooked": "is other"},
+        unswappable={"tagged": "has a forward hook", "hooked": "has a forward hook"},
     )
     result = plan(survey, "fused_norm", when_compiled="kernel")
     assert result.swaps == {"norm": ToFusedRMSNorm(NORM, "kernel"), "layer": ToFusedLayerNorm(layer, "kernel")}
     assert result.fused_norms == ["norm", "layer"]
     assert result.skipped == {
-        "strange": "is a OneRMSNorm that does not compute what nn.RMSNorm does",
-        "t5": "is a T5LayerNorm that does not compute what nn.LayerNorm does",
+        "strange": "is strange",
+        "other": "is other",
+        "hooked": "has a forward hook",
         "square": "normalizes more than one dimension",
         "tagged": "has a forward hook",
     }

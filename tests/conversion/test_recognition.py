@@ -13,6 +13,7 @@ from mxtrain.conversion.recognition import (
     find_layer_norms,
     find_linears,
     find_norms,
+    find_other_gates,
     layer_norm_facts,
     rms_norm_facts,
 )
@@ -61,6 +62,16 @@ class GatedRMSNorm(OwnRMSNorm):
         return super().forward(x if gate is None else x * gate)
 
 
+class DroppingRMSNorm(OwnRMSNorm):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+class WithoutWeightRMSNorm(nn.Module):
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
 class RMSNormWithBias(OwnRMSNorm):
     def __init__(self):
         super().__init__()
@@ -101,11 +112,27 @@ def test_pytorchs_norm_and_the_fused_norm_keep_their_arguments(kind):
 @pytest.mark.parametrize(
     "module",
     [ShiftedRMSNorm(), CenteredRMSNorm(), WithoutEpsRMSNorm(), NeedsMoreRMSNorm(), GatedRMSNorm(), RMSNormWithBias(),
-     CountingRMSNorm(), nn.LayerNorm(64), nn.Linear(64, 64), MXNorm(64, mode="reference")],
+     CountingRMSNorm(), DroppingRMSNorm().eval(), WithoutWeightRMSNorm(), nn.LayerNorm(64),
+     nn.Linear(64, 64), MXNorm(64, mode="reference")],
     ids=lambda module: type(module).__name__,
 )  # fmt: skip
 def test_modules_that_compute_something_else(module):
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
     assert rms_norm_facts(module) is None
+    assert torch.equal(torch.rand(1), expected), "the random numbers of a training are its own"
+
+
+def test_the_reasons_of_norms_by_name_only():
+    model = nn.ModuleDict({"plain": WithoutWeightRMSNorm(), "drops": DroppingRMSNorm(), "t5": T5LayerNorm()})
+    norms, lookalikes = find_norms(dict(model.named_modules()))
+    assert list(norms) == ["t5"], "called a LayerNorm, but does not subtract the mean"
+    assert lookalikes == {
+        "plain": "is a WithoutWeightRMSNorm without a weight to tell its row length: "
+        "use nn.RMSNorm(D, elementwise_affine=False)",
+        "drops": "is a DroppingRMSNorm that does not compute what nn.RMSNorm does",
+    }
 
 
 class OwnLayerNorm(OwnRMSNorm):
@@ -121,7 +148,7 @@ class OwnLayerNorm(OwnRMSNorm):
 
 
 class T5LayerNorm(OwnRMSNorm):
-    """Called a LayerNorm, but does not subtract the mean."""
+    pass
 
 
 class UnbiasedLayerNorm(OwnRMSNorm):
@@ -148,10 +175,8 @@ def test_pytorchs_layer_norm_and_the_fused_one_keep_their_arguments():
         facts = layer_norm_facts(norm)
         assert facts == ((64,), 1e-5, False, False) and facts.as_layer_norm(norm).weight is None
     others = nn.ModuleDict({"t5": T5LayerNorm(), "unbiased": UnbiasedLayerNorm(), "rms": nn.RMSNorm(8)})
-    assert find_layer_norms(dict(others.named_modules())) == (
-        {},
-        {"t5": "T5LayerNorm", "unbiased": "UnbiasedLayerNorm"},
-    )
+    norms, lookalikes = find_layer_norms(dict(others.named_modules()))
+    assert norms == {} and list(lookalikes) == ["t5", "unbiased"]
 
 
 class OtherDimensionRMSNorm(OwnRMSNorm):
@@ -199,7 +224,10 @@ def test_the_modules_of_a_model():
     )
     model["b"].weight = shared.weight
     modules = dict(model.named_modules())
-    assert find_norms(modules) == ({"blocks.1": ((8,), None, True)}, {"strange": "ShiftedRMSNorm"})
+    assert find_norms(modules) == (
+        {"blocks.1": ((8,), None, True)},
+        {"strange": "is a ShiftedRMSNorm that does not compute what nn.RMSNorm does"},
+    )
     linears = find_linears(modules)
     assert linears["router.gate"] == LinearFacts(8, 4, "Linear", is_plain=True, is_gate=True, shares_weight=False)
     assert linears["own.gate"] == LinearFacts(
@@ -217,8 +245,15 @@ def test_the_modules_of_a_model():
     assert not find_gates(model["blocks"]) and list(find_gates(model["router"])) == ["gate"]
 
 
+class TopKRouter(nn.Module):
+    """As the gates of transformers 5."""
+
+
 def test_a_gate_beside_experts_is_a_routers():
     block = nn.ModuleDict({"gate": nn.Linear(8, 4), "experts": nn.ModuleList()})
+    assert not find_other_gates(dict(block.named_modules()))
+    other = nn.ModuleDict({"mlp": nn.ModuleDict({"gate": TopKRouter(), "experts": nn.ModuleList()})})
+    assert find_other_gates(dict(other.named_modules())) == {"mlp.gate": "TopKRouter"} and not find_gates(other)
     assert find_gates(block) and not find_gates(nn.ModuleDict({"gate": nn.Linear(8, 4), "up": nn.Linear(8, 4)}))
 
 

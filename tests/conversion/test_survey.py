@@ -24,6 +24,16 @@ def test_a_survey_holds_the_facts_of_a_model():
     assert set(uses.calls.values()) == {1}
 
 
+def test_an_rms_norm_that_is_called_a_layer_norm_is_no_lookalike():
+    t5 = type(
+        "T5LayerNorm", (nn.Module,), {"forward": lambda self, x: nn.functional.rms_norm(x, (8,), self.weight, 1e-6)}
+    )
+    model = nn.Sequential(t5())
+    model[0].eps, model[0].weight = 1e-6, nn.Parameter(torch.ones(8))
+    facts = survey(model)
+    assert list(facts.norms) == ["0"] and not facts.layer_norms and not facts.layer_norm_lookalikes
+
+
 def test_norms_are_watched_only_when_asked():
     assert survey(llama()).uses is None
     assert survey(nn.Sequential(nn.Linear(2, 2)), watch_norms=True).uses is None, "there is no norm to watch"

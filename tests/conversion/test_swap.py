@@ -11,6 +11,23 @@ from mxtrain import MXLinear, convert
 DIM = 64
 
 
+class BiasFirstLayerNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bias, self.weight, self.eps = nn.Parameter(torch.zeros(DIM)), nn.Parameter(torch.ones(DIM)), 1e-5
+
+    def forward(self, x):
+        return nn.functional.layer_norm(x, (DIM,), self.weight, self.bias, self.eps)
+
+
+def test_the_order_of_parameters_stays():
+    """Optimizers number their states by it."""
+    model = nn.Sequential(BiasFirstLayerNorm(), nn.Linear(DIM, DIM))
+    before = list(model.named_parameters())
+    assert convert(model, "fused_norm").fused_norms == ["0"]
+    assert all(a is b for a, b in zip(model.parameters(), dict(before).values(), strict=True))
+
+
 def encoder(**settings):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(DIM, 2, 2 * DIM, dropout=0.0, batch_first=True, **settings)
