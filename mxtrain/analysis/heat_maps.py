@@ -15,6 +15,7 @@ from mxtrain.analysis.numerics import (
     numerics_rows,
 )
 from mxtrain.analysis.pictures import literal, save_picture
+from mxtrain.analysis.runs import Run, load_run
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import METRICS_FILE
 
@@ -45,7 +46,7 @@ def draw_numerics(folder: str | os.PathLike, path: str | os.PathLike) -> tuple[P
         raise ConfigError(f"the picture {str(path)!r} is not the name of a PNG file; end it in .png")
     rows = numerics_rows(metrics_of_run(folder))
     if not rows:
-        raise ConfigError(f"{folder / METRICS_FILE} has no figures: train with mxnorm.diagnostics.every = 50")
+        raise ConfigError(f"{folder / METRICS_FILE} has no figures: {_why_no_figures(load_run(folder))}")
     values, steps = by_figure(rows), sorted({row["step"] for row in rows})
 
     from matplotlib.figure import Figure as Picture  # without pyplot there is no display and no global state
@@ -69,6 +70,16 @@ def draw_numerics(folder: str | os.PathLike, path: str | os.PathLike) -> tuple[P
             _label(axes, list(values[figure.name]), steps, height - MARGIN)
     save_picture(picture, path)
     return path, remarks(values, steps[-1])
+
+
+def _why_no_figures(run: Run) -> str:
+    diagnostics = run.setting("mxnorm", "diagnostics")
+    every = diagnostics.get("every") if isinstance(diagnostics, dict) else None
+    if not every:
+        return "train with mxnorm.diagnostics.every = 50"
+    if (last := run.training[-1]["step"]) < every:
+        return f"mxnorm.diagnostics.every = {every}, and the run is at step {last}"
+    return f"no step with mxnorm.diagnostics.every = {every} measured anything: MXNorms and casts are measured"
 
 
 def remarks(values: dict[str, dict[str, dict[int, float]]], step: int) -> list[str]:

@@ -53,6 +53,7 @@ from mxtrain.titan.reports.numerics import Numerics
 from mxtrain.titan.same_settings import require_same_settings
 from mxtrain.titan.schedule import RecipeSwitch
 from mxtrain.titan.stop import Stop, StopSignals
+from mxtrain.titan.without_effect import without_effect
 
 FIRST_WORD_SECONDS = 3.0
 
@@ -301,12 +302,8 @@ def _start(job_config) -> tuple[Start, list[str]]:
             f"nothing is left to train: training.steps = {job_config.training.steps}; set it to more steps, such as "
             f"--training.steps {2 * start.step}, and the run goes on"
         )
-    checkpoint = job_config.checkpoint
-    if not checkpoint.enable and checkpoint.interval <= job_config.training.steps:
-        terminal.note(
-            f"no step of this run is saved: checkpoint.interval = {checkpoint.interval} has no effect without "
-            "checkpoint.enable = true"
-        )
+    for line in without_effect(job_config):
+        terminal.note(line)
     return start, [line for line in changes if SETTING_CHANGES in line]
 
 
