@@ -116,14 +116,22 @@ def _counted(results: list[Result]) -> tuple[list[Result], list[str]]:
         if result.problem:
             notes.append(f"{result.name} ({result.variant}): {result.problem}; no run has ended yet")
         # Runs without a seed are different draws.
-        key = (result.variant, result.lr, result.name if result.seed is None else result.seed)
+        key = (result.variant, result.lr, _place_of(result) if result.seed is None else result.seed)
         if earlier := found.pop(key, None):
+            names = [earlier.name, result.name]
+            if names[0] == names[1]:
+                names = [_place_of(earlier), _place_of(result)]
             notes.append(
-                f"{earlier.name} and {result.name} have the same variant ({result.variant}), learning rate and seed: "
-                f"only {result.name}, which came last, counts"
+                f"{' and '.join(names)} have the same variant ({result.variant}), learning rate and seed: "
+                f"only {names[1]}, which came last, counts"
             )
         found[key] = result
     return list(found.values()), notes
+
+
+def _place_of(result: Result) -> str:
+    """Return a run's folder, or the line of a CSV."""
+    return str(result.run.folder) if result.run else result.name
 
 
 def _cut_to_one_length(results: list[Result]) -> tuple[list[Result], list[str]]:

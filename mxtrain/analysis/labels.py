@@ -61,7 +61,7 @@ def variants(runs: list[Run]) -> list[str]:
     0.99".
     """
     bases = [run.variant or run.name for run in runs]
-    settings = [_compared(run) for run in runs]
+    settings = [compared_settings(run) for run in runs]
     found = []
     for base, own in zip(bases, settings, strict=True):
         others = [other for name, other in zip(bases, settings, strict=True) if name == base]
@@ -92,7 +92,7 @@ def _flat(name: str, value: object) -> dict[str, object]:
     return {full: leaf for part in parts for full, leaf in _flat(*part).items()}
 
 
-def _compared(run: Run) -> dict[str, str]:
+def compared_settings(run: Run) -> dict[str, str]:
     """Return the settings that make a variant, by full name."""
     return {
         name: " ".join(map(str, value)) if isinstance(value, list) else str(value)

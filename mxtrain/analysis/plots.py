@@ -103,13 +103,24 @@ def _draw(axes, one: Curve, points: int, style: dict, label: str | None = None) 
 
 def _mark(panels, marks: list[tuple[float, str]], color: str) -> None:
     """Draw a vertical line where something changes in a run, with a label in the first panel."""
+    texts: dict[float, list[str]] = {}
     for place, text in marks:
+        texts.setdefault(place, []).append(_short(text))
+    for place, lines in texts.items():
         for axes in panels:
             axes.axvline(place, color=color, linestyle=":", linewidth=1, alpha=0.8)
         # Half-way up: a loss curve begins above, ends below, and the legend is above.
         transform = panels[0].get_xaxis_transform()
         panels[0].text(
-            place, 0.5, _short(text), transform=transform, rotation=90, ha="right", va="center", fontsize=7, color=color
+            place,
+            0.5,
+            "\n".join(lines),
+            transform=transform,
+            rotation=90,
+            ha="right",
+            va="center",
+            fontsize=7,
+            color=color,
         )
 
 

@@ -2,8 +2,9 @@
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
-from mxtrain.analysis.labels import variants
+from mxtrain.analysis.labels import compared_settings, variants
 from mxtrain.analysis.results import Result, read_results, result_of
 from mxtrain.analysis.runs import Run, load_run
 from mxtrain.errors import ConfigError
@@ -14,7 +15,8 @@ from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE
 def read_sources(paths: list[Path]) -> tuple[list[Result], list[str]]:
     """Return all results in the order of ``paths``, and a line for whatever cannot be read."""
     results: list[Result | None] = []
-    runs: list[tuple[int, Run]] = []  # those that no comparison names, and their place among the results
+    alone: list[tuple[int, Run]] = []  # runs that no comparison names, and their place among the results
+    compared: list[tuple[int, _Compared]] = []
     notes: list[str] = []
     for path in [one for given in paths for one in _inside(given)]:
         try:
@@ -24,23 +26,53 @@ def read_sources(paths: list[Path]) -> tuple[list[Result], list[str]]:
                 notes += left_out
             else:
                 for folder, variant in _folders(path):
-                    _add(folder, variant, results, runs, notes)
+                    run = _loaded(folder, notes)
+                    if run is None:
+                        continue
+                    if variant is None:
+                        alone.append((len(results), run))
+                    else:
+                        compared.append((len(results), _Compared(path, variant, run)))
+                    results.append(None)
         except ConfigError as error:
             notes.append(str(error))
-    for (place, run), variant in zip(runs, variants([run for _, run in runs]), strict=True):
+    for (place, run), variant in zip(alone, variants([run for _, run in alone]), strict=True):
         results[place] = result_of(run, variant)
+    for (place, one), variant in zip(compared, _told_apart([one for _, one in compared]), strict=True):
+        results[place] = result_of(one.run, variant)
     return results, notes
 
 
-def _add(folder: Path, variant: str | None, results: list, runs: list, notes: list[str]) -> None:
+class _Compared(NamedTuple):
+    """A run of the comparison in ``folder``, which calls its variant ``variant``."""
+
+    folder: Path
+    variant: str
+    run: Run
+
+
+def _told_apart(found: list[_Compared]) -> list[str]:
+    """Return the variant of every run: its name, after its comparison where another means other settings by it."""
+    meanings: dict[str, dict[Path, dict[str, str]]] = {}
+    for one in found:
+        meanings.setdefault(one.variant, {}).setdefault(one.folder, compared_settings(one.run))
+    folders = {one.folder for one in found}
+    names = [folder.resolve().name for folder in folders]
+    shown = {f: f.resolve().name if names.count(f.resolve().name) == 1 else str(f) for f in folders}
+    told = []
+    for one in found:
+        first, *others = meanings[one.variant].values()
+        differ = any(other != first for other in others)
+        told.append(f"{shown[one.folder]}/{one.variant}" if differ else one.variant)
+    return told
+
+
+def _loaded(folder: Path, notes: list[str]) -> Run | None:
     try:
-        run = load_run(folder)
+        return load_run(folder)
     except ConfigError as error:
         notes.append(str(error))
-        return
-    if variant is None:
-        runs.append((len(results), run))
-    results.append(None if variant is None else result_of(run, variant))
+        return None
 
 
 def _inside(path: Path) -> list[Path]:

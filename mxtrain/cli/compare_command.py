@@ -81,20 +81,20 @@ def compare(options, variants: list[str], flags: list[str]) -> int:
     """Do the runs and write the report; see DESCRIPTION. Returns the exit status."""
     from mxtrain.cli.comparison_plan import check_machine_of, joined, unpaired_settings
     from mxtrain.cli.side_by_side import SideBySide
-    from mxtrain.run_folder.comparison import read_comparison
 
     for name in ("seeds", "steps", "gpus", "side_by_side"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: allowed is 1 or more")
+    setting = "--output" if options.resume is None else "--resume"
     folder = options.resume or options.output or Path("outputs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
-    earlier = read_comparison(folder)
+    earlier = _runs_so_far(folder)
     plan = _plan(options, variants, flags, earlier)
     # Another number may change the sequences per step, and with them what the runs that are left would train on.
     so_far = [run.gpus for run in sorted(earlier.values(), key=lambda run: run.status != 0)]
     gpus = options.gpus or (so_far[-1] if so_far else 1)
     runs = {
         name: replace(run, gpus=earlier[name].gpus if run.status == 0 else gpus)
-        for name, run in joined(earlier, plan, folder).items()
+        for name, run in joined(earlier, plan, f"{setting} = {str(folder)!r}").items()
     }
     if options.baseline is not None and options.baseline not in {run.variant for run in runs.values()}:
         names = ", ".join(dict.fromkeys(run.variant for run in runs.values()))
@@ -107,8 +107,15 @@ def compare(options, variants: list[str], flags: list[str]) -> int:
     if options.dry_run:
         print(_described(runs, devices, folder))
         return 0
-    setting = "--output" if options.resume is None else "--resume"
     return _train(SideBySide(folder, runs, devices, gpus), setting, options.baseline)
+
+
+def _runs_so_far(folder: Path) -> dict:
+    """Return the runs of the comparison in ``folder`` by name. One whose folder was removed has not ended."""
+    from mxtrain.run_folder.comparison import read_comparison
+
+    runs = read_comparison(folder)
+    return {name: run if (folder / name).is_dir() else replace(run, status=None) for name, run in runs.items()}
 
 
 def _plan(options, variants: list[str], flags: list[str], earlier: dict) -> dict:
@@ -190,9 +197,14 @@ def _devices(gpus: int, side_by_side: int | None) -> list[str | None]:
 
 
 def _described(runs: dict, devices: list[str | None], folder: Path) -> str:
+    from mxtrain.cli.side_by_side import ended_nonfinite
+
     lines = [f"{len(runs)} runs in {folder}, {len(devices)} at a time"]
     for run in runs.values():
-        state = "finished" if run.status == 0 else shlex.join(["mxtrain", "train", *run.arguments])
+        if problem := ended_nonfinite(folder / run.name, run):
+            state = f"FAILED before: {problem}"
+        else:
+            state = "finished" if run.status == 0 else shlex.join(["mxtrain", "train", *run.arguments])
         lines.append(f"{run.name}: {state}")
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import shlex
 from dataclasses import dataclass, replace
@@ -98,12 +99,24 @@ def _run(variant: Variant, seed: int, rate: str | None, flags: list[str]) -> Pai
             f"the folder's name {name[:40]!r}... has {length} bytes, and at most {LONGEST_NAME} are allowed: "
             "write NAME=CONFIG with a short NAME"
         )
-    return PairedRun(name, variant.name, [*arguments, f"--debug.seed={seed}"], _hash(variant.config))
+    arguments.append(f"--debug.seed={seed}")
+    return PairedRun(name, variant.name, arguments, _hash(variant.config), directory=os.getcwd())
 
 
 def planned_again(earlier: dict[str, PairedRun]) -> dict[str, PairedRun]:
-    """Return the runs of a comparison that was begun before, with their configs as they are now."""
-    return {name: replace(run, config_sha256=_hash(run.arguments[0])) for name, run in earlier.items()}
+    """Return the runs of a comparison that was begun before, with their configs as they are now.
+
+    Raises ConfigError if a config cannot be read, with the directory in which the comparison was begun.
+    """
+    runs = {}
+    for name, run in earlier.items():
+        try:
+            runs[name] = replace(run, config_sha256=_hash(run.arguments[0]))
+        except ConfigError as error:
+            if run.directory in ("", os.getcwd()):
+                raise
+            raise ConfigError(f"{error}; the comparison was begun in {run.directory}: resume it there") from error
+    return runs
 
 
 def _hash(config: str) -> str:
@@ -133,8 +146,11 @@ def check_machine_of(runs: dict[str, PairedRun], has_gpus: bool) -> None:
             raise ConfigError(f"{run.name}: {error}") from None
 
 
-def joined(earlier: dict[str, PairedRun], plan: dict[str, PairedRun], folder: Path) -> dict[str, PairedRun]:
+def joined(earlier: dict[str, PairedRun], plan: dict[str, PairedRun], where: str) -> dict[str, PairedRun]:
     """Return the runs of a comparison that was begun before, with what is planned now: more seeds, rates or variants.
+
+    Args:
+        where: the option that names the folder, for the error.
 
     Raises ConfigError if a run of the same name had other settings.
     """
@@ -146,7 +162,7 @@ def joined(earlier: dict[str, PairedRun], plan: dict[str, PairedRun], folder: Pa
             what = f"was begun before {run.arguments[0]} changed"
         else:
             continue
-        raise ConfigError(f"--output = {str(folder)!r}: its run {name} {what}; choose another folder")
+        raise ConfigError(f"{where}: its run {name} {what}; choose another folder")
     return {**earlier, **{name: replace(run, status=earlier.get(name, run).status) for name, run in plan.items()}}
 
 

@@ -43,8 +43,12 @@ def model_folder(source: Path, step: int | None) -> Path:
         )
     saved = Checkpoints(source / _checkpoint_folder(source / CONFIG_FILE))
     step = max(saved.whole, default=None) if step is None else step
+    if step not in saved.whole:
+        from mxtrain.titan.hugging_face.saved_run import open_run
+
+        open_run(source, step)  # says which steps there are, before anything is removed
     exported = source / EXPORTED / f"step-{step}"
-    if step in saved.whole and _is_of(exported, saved.path(step)):
+    if _is_of(exported, saved.path(step)):
         return exported
     _export(source, exported, step)
     return exported
@@ -72,7 +76,7 @@ def _is_of(exported: Path, checkpoint: Path) -> bool:
         return False  # no export, or of another version
 
 
-def _export(run: Path, target: Path, step: int | None) -> None:
+def _export(run: Path, target: Path, step: int) -> None:
     from mxtrain.titan.hugging_face.export import export
 
     if target.exists() and not (target / REPORT_FILE).is_file():
@@ -85,6 +89,5 @@ def _export(run: Path, target: Path, step: int | None) -> None:
             shutil.rmtree(target)
     except OSError as error:
         raise ConfigError(f"RUN = {str(run)!r}: {target} cannot be removed: {reason(error)}") from error
-    if step is not None:
-        print(f"mxtrain: exporting step {step} to {target}", file=sys.stderr)
+    print(f"mxtrain: exporting step {step} to {target}", file=sys.stderr)
     export(run, target, step=step)

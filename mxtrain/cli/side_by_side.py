@@ -32,6 +32,8 @@ class _Started:
     process: subprocess.Popen
     place: int
     """Index among the devices"""
+    log_start: int
+    """Bytes in the log that earlier starts have written"""
     since: float = field(default_factory=time.monotonic)
 
 
@@ -95,6 +97,7 @@ class SideBySide:
             cores = core_count() // (len(self.devices) * self.processes)
             environment.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
         with open(self.log_of(run), "ab") as log:
+            log_start = log.tell()
             # In a session of its own: Ctrl-C on a terminal reaches this process alone, which passes it on once.
             process = subprocess.Popen(
                 [*TRAIN, *run.arguments, f"--job.dump_folder={folder}"],
@@ -105,7 +108,7 @@ class SideBySide:
                 start_new_session=True,
                 preexec_fn=end_with_this_process(),
             )
-        self._running[run.name] = _Started(run, process, place)
+        self._running[run.name] = _Started(run, process, place, log_start)
         if self.stopped_by is not None:  # the signal came while the process was started
             process.send_signal(self.stopped_by)
         where = "" if device is None else f" on GPU {device}"
@@ -125,7 +128,7 @@ class SideBySide:
         elif self.stopped_by is not None:
             _say(f"{run.name}: stopped after {minutes:.1f} min")
         else:
-            last = _last_words(self.log_of(run))
+            last = _last_words(self.log_of(run), started.log_start)
             _say(f"{run.name}: FAILED after {minutes:.1f} min with exit status {status}, and the rest goes on: {last}")
 
     def _pass_on(self, number: int, frame: object) -> None:
@@ -183,9 +186,9 @@ def _losses(folder: Path) -> str:
     return f"finished: loss {run.tail_loss:.4f} (last 10 %){validation}"
 
 
-def _last_words(log: Path) -> str:
-    """Return the last error in a log, or else its last line."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+def _last_words(log: Path, start: int) -> str:
+    """Return the last error behind the byte ``start`` of a log, or else its last line."""
+    lines = [line for line in log.read_bytes()[start:].decode(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines[-60:] if re.match(r"mxtrain: error: |[\w.]*(Error|Exception)\b", line)]
     return (errors or lines or ["it printed nothing"])[-1]
 

@@ -28,6 +28,8 @@ class PairedRun:
     """Exit status of the last start; 0: finished, None: has not ended"""
     gpus: int = 1
     """GPUs (on a CPU: processes) of its next start; of its last one if it has finished"""
+    directory: str = ""
+    """Where the comparison was begun, to which paths in ``arguments`` may be relative"""
 
 
 def read_comparison(folder: Path) -> dict[str, PairedRun]:

@@ -149,6 +149,20 @@ def test_two_runs_without_a_seed_are_no_pair():
     assert group.notes == ["b at learning rate 0.001: no pair with the baseline for seed none"]
 
 
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    def results(seed):
+        folders = [tmp_path / f"{seed}{name}" / "run" for name in "ab"]
+        return [result_of(load_run(make_run(folder, [3.0], seed=seed)), "a") for folder in folders]
+
+    (group,) = compare(results(None))
+    assert group.cells[0].count == 2
+    (group,) = compare(results(0))
+    assert group.notes == [
+        f"{tmp_path}/0a/run and {tmp_path}/0b/run have the same variant (a), learning rate and seed: "
+        f"only {tmp_path}/0b/run, which came last, counts"
+    ]
+
+
 def test_a_mean_of_some_of_the_runs_is_none():
     """The number beside it is that of all runs of the cell."""
     (group,) = compare([row("a", 0, 2.0), row("a", 1, None)])

@@ -87,6 +87,13 @@ def test_one_run_is_named_in_the_title(axes_of):
     assert diamonds.get_color() == line.get_color()
 
 
+def test_changes_of_one_step_have_one_label(axes_of):
+    run = make_run("a", [9.0, 8.0, 7.0])
+    run.events.extend({"step": step, "event": text} for step, text in ((10, "one"), (20, "two"), (20, "x" * 40)))
+    texts = [text.get_text() for text in axes_of([run]).texts]
+    assert texts == ["one", "two\n" + "x" * 29 + "…"]
+
+
 def test_several_runs_are_named_in_the_legend(axes_of):
     runs = [
         make_run("a", [9.0, 8.0]),

@@ -53,6 +53,29 @@ def test_a_folder_may_hold_comparisons_beside_runs(tmp_path):
     assert len(notes) == 1 and "damaged/comparison.json is damaged" in notes[0]
 
 
+def test_variants_of_comparisons_that_mean_other_settings_by_one_name_are_told_apart(tmp_path):
+    for parent, seeds, betas in (("a", (0, 1), (0.9, 0.5)), ("b", (0, 1), (0.9, 0.8)), ("c", (0,), (0.9, 0.5))):
+        runs = [PairedRun(f"{v}-seed{seed}", v, ["a.toml"], "") for v in ("base", "x") for seed in seeds]
+        for run in runs:
+            seed, beta = int(run.name[-1]), betas[run.variant == "x"]
+            make_run(tmp_path / parent / run.name, [3.0], seed=seed, settings={"optimizer": {"beta1": beta}})
+        write_comparison(tmp_path / parent, {run.name: run for run in runs})
+    assert [variant for _, variant, *_ in found(tmp_path / "a", tmp_path / "c")[0]] == [
+        "base",
+        "base",
+        "x",
+        "x",
+        "base",
+        "x",
+    ]
+    results, notes = found(tmp_path / "a", tmp_path / "b")
+    assert [variant for _, variant, *_ in results] == ["base"] * 2 + ["a/x"] * 2 + ["base"] * 2 + ["b/x"] * 2
+    assert notes == []
+    make_run(tmp_path / "other" / "a" / "x-seed0", [3.0], settings={"optimizer": {"beta1": 0.8}})
+    write_comparison(tmp_path / "other" / "a", {"x-seed0": PairedRun("x-seed0", "x", ["a.toml"], "")})
+    assert found(tmp_path / "a", tmp_path / "other" / "a")[0][-1][1] == f"{tmp_path}/other/a/x"
+
+
 def test_a_run_in_a_folder_of_runs_that_failed_before_its_first_step_is_a_line(tmp_path):
     make_run(tmp_path / "a", [3.0])
     (make_run(tmp_path / "b", [3.0], seed=1) / "metrics.jsonl").unlink()

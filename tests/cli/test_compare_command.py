@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +37,9 @@ if kind == "wait":
 if kind == "crash" and seed == 1 and not (folder.parent / "mended").exists():
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
     print("RuntimeError: out of memory\\nmxtrain: training failed: the worker ended with exit status 1")
+    sys.exit(1)
+if kind == "killed" and seed == 1:
+    print("mxtrain: training failed: the worker ended with SIGKILL")
     sys.exit(1)
 end = {"step": 1, "event": "weights are not finite"} if kind == "weights" and seed == 1 else None
 (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\\n" for r in (row, end) if r))
@@ -85,6 +89,8 @@ def test_finished_runs_stay_and_more_seeds_come_to_them(stand_in, capfd):
     assert compare("llama3_debug", kind="other") == 2
     assert "llama3_debug-seed0 was begun with other flags" in capfd.readouterr().err
     assert cli.main(["compare", "--resume", "c"]) == 0 and len(starts(stand_in)) == 4, "nothing is left to do"
+    shutil.rmtree(stand_in / "p1-seed0")
+    assert cli.main(["compare", "--resume", "c"]) == 0 and starts(stand_in)[4]["run"] == "p1-seed0", "it was removed"
 
 
 NONFINITE = {"nan": "its loss is not finite at step 1", "weights": "its weights are not finite after step 1"}
@@ -107,6 +113,8 @@ def test_a_failed_seed_is_reported_the_rest_goes_on_and_it_starts_again(stand_in
         assert cli.main(["compare", "--resume", "c"]) == 1 and len(starts(stand_in)) == 3
         again = f"llama3_debug-seed1: FAILED before: {found}; to start it again, remove c/"
         assert again in capfd.readouterr().out
+        assert cli.main(["compare", "--resume", "c", "--dry-run"]) == 0
+        assert f"llama3_debug-seed1: FAILED before: {found}\n" in capfd.readouterr().out
         return
     assert cli.main(["compare", "--resume", "c"]) == 0
     assert [start["run"][-1] for start in starts(stand_in)] == ["0", "1", "2", "1"]
@@ -160,9 +168,26 @@ def test_a_run_gets_its_share_of_the_cores_and_a_signal_that_comes_while_it_is_s
 def test_the_last_words_of_a_run_are_the_last_error_of_its_last_lines(tmp_path):
     log = tmp_path / "log"
     log.write_text("ValueError: long ago\n" + "a line\n" * 70 + "RuntimeError: now\nthe end\n")
-    assert side_by_side._last_words(log) == "RuntimeError: now"
+    assert side_by_side._last_words(log, 0) == "RuntimeError: now"
     log.write_text("ValueError: long ago\n" + "a line\n" * 70 + "the end\n")
-    assert side_by_side._last_words(log) == "the end"
+    assert side_by_side._last_words(log, 0) == "the end"
+
+
+def test_the_last_words_are_those_of_the_last_start(stand_in, capfd):
+    stand_in.mkdir()
+    (stand_in / "llama3_debug-seed1.log").write_text("mxtrain: error: of an earlier start\n")
+    assert compare("llama3_debug", "--seeds=2", kind="killed") == 1
+    assert "and the rest goes on: mxtrain: training failed: the worker ended with SIGKILL\n" in capfd.readouterr().out
+
+
+def test_a_comparison_is_resumed_where_its_configs_are_found(stand_in, tmp_path, monkeypatch, capfd):
+    (tmp_path / "own.toml").write_text('extends = "llama3_debug"\n')
+    assert compare("own.toml") == 0
+    monkeypatch.chdir("/")
+    assert cli.main(["compare", "--resume", str(stand_in)]) == 2
+    assert (
+        f"'own.toml' does not exist; the comparison was begun in {tmp_path}: resume it there" in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("killed", [False, True])

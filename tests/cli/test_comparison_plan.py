@@ -64,15 +64,15 @@ def test_a_comparison_grows_and_does_not_change(tmp_path):
     config.write_text("[training]\nsteps = 3\nseq_len = 64\n")
     first = planned([str(config)], 1, [], [])
     done = {name: type(run)(**{**vars(run), "status": 0}) for name, run in first.items()}
-    more = joined(done, planned([str(config), "llama3_debug"], 2, [], []), tmp_path)
+    more = joined(done, planned([str(config), "llama3_debug"], 2, [], []), "--output")
     assert [run.status for run in more.values()] == [0, None, None, None]
-    with pytest.raises(ConfigError, match="--output = .* a-seed0 was begun with other flags .*; choose another folder"):
-        joined(done, planned([str(config)], 1, [], ["--training.steps=4"]), tmp_path)
+    with pytest.raises(ConfigError, match="--output: its run a-seed0 was begun with other flags .*; choose another"):
+        joined(done, planned([str(config)], 1, [], ["--training.steps=4"]), "--output")
     config.write_text("[training]\nseq_len = 64\nsteps = 3\n")
-    assert joined(done, planned_again(done), tmp_path) == done
+    assert joined(done, planned_again(done), "--output") == done
     config.write_text("[training]\nsteps = 4\n")
     with pytest.raises(ConfigError, match="a-seed0 was begun before .*a.toml changed"):
-        joined(done, planned_again(done), tmp_path)
+        joined(done, planned_again(done), "--output")
 
 
 def test_variants_that_read_other_text_or_train_other_models_are_named():

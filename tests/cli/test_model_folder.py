@@ -1,6 +1,7 @@
 """The argument RUN of ``mxtrain generate`` and ``mxtrain eval``."""
 
 import json
+import shutil
 import sys
 from types import ModuleType
 
@@ -123,11 +124,14 @@ def test_the_settings_name_the_folder_of_checkpoints(run, exports, monkeypatch):
     assert exports == [20]
 
 
-def test_a_step_that_is_not_there_is_left_to_the_export_to_refuse(run, monkeypatch):
-    asked = []
-    monkeypatch.setattr(module, "_export", lambda run, target, step: asked.append(step))
-    model_folder(run, 15)
-    assert asked == [15]
+@pytest.mark.parametrize("step", [15, 30])
+def test_a_step_that_is_not_there_is_refused_and_its_export_stays(step, run, exports, capsys):
+    save_checkpoint(run, 30)
+    export = model_folder(run, 30)
+    shutil.rmtree(run / "checkpoint" / "step-30")
+    with pytest.raises(ConfigError, match=f"--step = {step} is not among the steps in .*: 10, 20"):
+        model_folder(run, step)
+    assert (export / REPORT_FILE).exists() and exports == [30] and "exporting step 15" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
