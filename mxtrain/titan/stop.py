@@ -52,12 +52,6 @@ class StopSignals:
         self.received = self.received or number
 
 
-def ignore_stop_signals(worker: int) -> None:
-    """For data loader workers, which get the signal too if it goes to a whole group: their reader decides."""
-    for number in stop_signals():
-        signal.signal(number, signal.SIG_IGN)
-
-
 @dataclass(frozen=True)
 class Stop:
     """A signal stopped training after this step."""

@@ -11,13 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 import training_runs
 from training_runs import SAVE, steps, wait_for_lines
 
-from mxtrain.launched import LAUNCHER_VARIABLE, stop_signals
+from mxtrain.launched import LAUNCHER_VARIABLE
 from mxtrain.run_folder.start import CheckpointSettings
-from mxtrain.titan.stop import Stop, StopSignals, ignore_stop_signals, resume_command
+from mxtrain.titan.stop import Stop, StopSignals, resume_command
 
 ENABLED = CheckpointSettings(enable=True)
 
@@ -141,14 +140,3 @@ def test_the_command_that_resumes_is_quoted_for_the_shell(monkeypatch):
     assert resume_command(Path("outputs/my run")) == "mxtrain train --resume 'outputs/my run'"
     monkeypatch.delenv(LAUNCHER_VARIABLE)
     assert resume_command(Path("outputs/a")) == ("torchrun ... -m mxtrain.train --resume outputs/a")
-
-
-def test_data_loader_workers_survive_a_signal_to_the_whole_group():
-    """As systemd sends it. The process that reads from them stops after the step, and needs them until then."""
-    loader = torch.utils.data.DataLoader(range(8), num_workers=1, worker_init_fn=ignore_stop_signals)
-    batches = iter(loader)
-    next(batches)
-    for number in stop_signals():
-        os.kill(batches._workers[0].pid, number)
-    time.sleep(0.2)
-    assert len(list(batches)) == 7

@@ -28,12 +28,12 @@ from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.registry import validation_dataset
 from mxtrain.titan.agreement import is_rank_0, prepare_together, run_on_all_ranks
+from mxtrain.titan.data.loader_workers import end_workers_at_exit, ignore_stop_signals
 from mxtrain.titan.data.run_data import RunLoader, keep_in_run_folder, keep_stream_version, keep_validation_text
 from mxtrain.titan.data.streams import held_out_share, training_stream, validation_stream
 from mxtrain.titan.models.flavors import vocab_size
 from mxtrain.titan.parallel.context import share_of_validation_loss
 from mxtrain.titan.reports.terminal import note, note_progress
-from mxtrain.titan.stop import ignore_stop_signals
 
 
 def build_tokenizer(job_config) -> HuggingFaceTokenizer:
@@ -90,7 +90,9 @@ def build_dataloader(
         args = (name, settings.dataset_path, tokenizer, settings.seq_len, dp_rank, dp_world_size, infinite)
         dataset = HuggingFaceTextDataset(*args)
     options = _loader_options(job_config.training)
-    return RunLoader(dataset, dp_rank, dp_world_size, job_config=job_config, prepared=prepared, **options)
+    loader = RunLoader(dataset, dp_rank, dp_world_size, job_config=job_config, prepared=prepared, **options)
+    end_workers_at_exit(loader)
+    return loader
 
 
 def build_validator(
@@ -120,6 +122,7 @@ def build_validator(
         run_on_all_ranks(partial(keep_validation_text, job_config, tokens, sequences) if is_rank_0() else None)
     # With a generator of its own, as in training: a resumed run does not repeat the validations before it.
     loader = ParallelAwareDataloader(dataset, dp_rank, dp_world_size, generator=torch.Generator(), **options)
+    end_workers_at_exit(loader)
     return LoaderValidator(job_config, loader, tokenizer=tokenizer, **parts)
 
 
