@@ -16,7 +16,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torchtitan.components.checkpoint import MODEL, TRAIN_STATE, AsyncMode, CheckpointManager
+from torchtitan.components.checkpoint import MODEL, OPTIMIZER, TRAIN_STATE, AsyncMode, CheckpointManager
+from torchtitan.components.optimizer import OptimizersInBackwardContainer
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
@@ -25,6 +26,7 @@ from mxtrain.run_folder.checkpoints import SAVING, Checkpoints, step_of, withdra
 from mxtrain.run_folder.files import reason
 from mxtrain.run_folder.manifest import Manifest, read_manifest
 from mxtrain.run_folder.start import Start
+from mxtrain.titan.checkpoint.early_steps import EarlySteps
 from mxtrain.titan.checkpoint.staging import KeptStager
 from mxtrain.titan.checkpoint.writer import CheckpointWriter
 
@@ -64,6 +66,8 @@ class Checkpointer(CheckpointManager):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        if isinstance(self.states[OPTIMIZER], OptimizersInBackwardContainer):
+            self.states[OPTIMIZER] = EarlySteps(self.states[OPTIMIZER])
         if self.enable and self.async_mode != AsyncMode.DISABLED and utils.device_type == "cuda":
             self.stager = KeptStager(in_background=self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM)
 

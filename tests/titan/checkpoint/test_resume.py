@@ -15,7 +15,7 @@ from mxtrain.analysis import load_run
 
 def numbers(outcome) -> list[tuple]:
     names = ("step", "loss", "max_loss", "grad_norm", "lr", "tokens_seen")
-    return [tuple(row[name] for name in names) for row in outcome.rows]
+    return [tuple(row.get(name) for name in names) for row in outcome.rows]
 
 
 def content(outcome, step: int) -> dict:
@@ -70,6 +70,10 @@ def test_a_validation_in_which_a_kill_came_is_made_up_for(one, name, step):
     assert losses[0] == losses[1] and len(losses[0]) == 4
     assert f"step {step} was saved and not validated: its validation comes first" in resumed.output[0]
     assert "not validated" not in one["validated, resumed"].output[0]
+
+
+def test_a_run_with_an_optimizer_per_parameter_resumes_with_all_their_states(one):
+    require_exact(one["early steps, resumed"], one["early steps"], 2)
 
 
 def test_a_resumed_run_draws_the_random_bits_of_every_microbatch(one):
