@@ -160,7 +160,14 @@ def make_run_folder(config_file: str, wanted: object) -> tuple[Path, list[Path]]
                 continue
         raise ConfigError(f"job.dump_folder: there are already 99 folders named {str(base)!r}; choose another name")
     except OSError as error:
-        raise ConfigError(f"job.dump_folder = {error.filename!r} cannot be created: {error.strerror}") from error
+        raise ConfigError(f"job.dump_folder = {error.filename!r} cannot be created: {_what_is_there(error)}") from error
+
+
+def _what_is_there(error: OSError) -> str:
+    path = Path(error.filename)
+    if path.is_symlink() and not path.exists():
+        return f"it is a link to {os.readlink(path)!r}, which does not exist"
+    return "it is a file" if path.is_file() else error.strerror
 
 
 def _missing(folder: Path) -> list[Path]:

@@ -1,6 +1,8 @@
 """The argument RUN of ``mxtrain generate`` and ``mxtrain eval``: a run, or a model in Hugging Face's format."""
 
 import json
+import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -83,6 +85,11 @@ def _export(run: Path, target: Path, step: int) -> None:
         raise ConfigError(
             f"RUN = {str(run)!r}: {target}, where its export belongs, is no export ({REPORT_FILE} is missing): move it "
             "elsewhere"
+        )
+    if not os.access(target.parent if target.parent.exists() else run, os.W_OK):
+        raise ConfigError(
+            f"RUN = {str(run)!r} cannot be written, and its export belongs there: write it elsewhere with 'mxtrain "
+            f"export {shlex.quote(str(run))} DIR', then give DIR as RUN"
         )
     try:
         if target.exists():  # an export of a checkpoint that was replaced, or of another kind

@@ -202,12 +202,12 @@ TRAIN = {
     "an empty name": Case(["--job.dump_folder="], "job.dump_folder = '' is not the name of a folder"),
     "a name that is missing": Case(["--job.dump_folder"], "job.dump_folder needs a value"),
     "a file": Case(
-        ["--job.dump_folder=file"], "job.dump_folder = 'file' cannot be created: File exists", {"file": ""}
+        ["--job.dump_folder=file"], "job.dump_folder = 'file' cannot be created: it is a file", {"file": ""}
     ),
     "below a file": Case(
         ["--job.dump_folder=file/run"], "job.dump_folder = 'file/run' cannot be created: Not a directory", {"file": ""}
     ),
-    "outputs is a file": Case([], "job.dump_folder = 'outputs' cannot be created: File exists", {"outputs": ""}),
+    "outputs is a file": Case([], "job.dump_folder = 'outputs' cannot be created: it is a file", {"outputs": ""}),
     "not writable": Case(
         ["--job.dump_folder=/proc/self"],
         "job.dump_folder = '/proc/self' cannot be written: /proc/self/.lock: No such file or directory",

@@ -266,8 +266,10 @@ def test_runs_started_in_one_second_get_folders_of_their_own(tmp_path, monkeypat
 
 def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="job.dump_folder = '.*file' cannot be created"):
-        launch.make_run_folder("a.toml", str(tmp_path / "file"))
+    (tmp_path / "link").symlink_to("gone")
+    for name, why in (("file", "it is a file"), ("link", "it is a link to 'gone', which does not exist")):
+        with pytest.raises(ConfigError, match=f"job.dump_folder = '.*{name}' cannot be created: {why}$"):
+            launch.make_run_folder("a.toml", str(tmp_path / name))
     monkeypatch.setattr(launch, "_missing", lambda folder: [folder])  # until another process makes it
     with pytest.raises(ConfigError, match="job.dump_folder = .* cannot be created: File exists"):
         launch.make_run_folder("a.toml", str(tmp_path))

@@ -96,6 +96,13 @@ def test_what_is_no_export_is_not_removed(is_folder, run, exports):
     assert precious.read_text() == "precious" and not exports
 
 
+def test_a_run_that_cannot_be_written_is_exported_elsewhere(run, exports, monkeypatch):
+    monkeypatch.setattr(module.os, "access", lambda path, mode: path != run)
+    with pytest.raises(ConfigError, match=f"write it elsewhere with 'mxtrain export {run} DIR', then give DIR as RUN$"):
+        model_folder(run, None)
+    assert not exports
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
