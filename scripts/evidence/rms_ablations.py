@@ -1,13 +1,15 @@
-"""Converters for an ablation: MXNorm divides by its estimate of the RMS in part only.
+"""Converters for an ablation: MXNorm divides by a part of its estimate of the RMS, or by more.
 
 In a row with few large elements the estimate is above the true RMS, with p = 2 and blocks of 32 up to 2.4 times: MXNorm
 makes such rows smaller than RMSNorm does. In a row of even magnitudes it is below, down to 0.42 times: MXNorm makes the
-row larger. To see what makes runs with the estimate differ, a part is left out. After mxnorm:
+row larger. To see what makes runs with the estimate differ, a part is left out or added. After mxnorm:
 
     damped_rms           divides by the larger of both. No row is larger than after RMSNorm.
     amplified_rms        divides by the smaller of both. No row is smaller than after RMSNorm.
     evenly_damped_rms    divides by the true RMS, times the mean over all rows of the estimate's ratio to it. Rows are
                          as small on average as after MXNorm, but keep their sizes relative to each other.
+    enlarged_rms         divides by 1.45 times the estimate, about post_round's multiple of the true RMS of Gaussian
+                         rows. No gain can undo that, because it is part of the norm.
 
 Everything else is MXNorm's: eps, the casts, and the straight-through gradient, with the inverse of this RMS as rho.
 The files of these names in this folder train llama3_125m with them.
@@ -43,6 +45,13 @@ def normalize_with(choose):
         return quantize(x, recipe, mode, (1,), row_factor=rho)[1], rho
 
     return normalize
+
+
+ENLARGED = 1.45
+
+
+def enlarged(true: torch.Tensor, estimate: torch.Tensor) -> torch.Tensor:
+    return ENLARGED**2 * estimate
 
 
 class _Ablation:
@@ -82,6 +91,11 @@ class EvenlyDampedRMS(_Ablation):
     choose = staticmethod(evenly_damped)
 
 
+class EnlargedRMS(_Ablation):
+    choose = staticmethod(enlarged)
+
+
 register_model_converter(DampedRMS, "damped_rms")
 register_model_converter(AmplifiedRMS, "amplified_rms")
 register_model_converter(EvenlyDampedRMS, "evenly_damped_rms")
+register_model_converter(EnlargedRMS, "enlarged_rms")

@@ -36,8 +36,8 @@ def ablation(rms_ablations, monkeypatch):
             [f"--job.config_file={EVIDENCE / name}.toml", "--model.flavor=debugmodel", *flags]
         )
         assert job_config.model.converters == ["mxnorm", name]
-        kinds = rms_ablations.DampedRMS, rms_ablations.AmplifiedRMS, rms_ablations.EvenlyDampedRMS
-        return dict(zip((*NAMES, "evenly_damped_rms"), kinds))[name](job_config, None)
+        kind = name.title().replace("_", "").replace("Rms", "RMS")
+        return getattr(rms_ablations, kind)(job_config, None)
 
     return ablation
 
@@ -101,6 +101,13 @@ def test_even_damping_divides_all_rows_by_the_same_multiple_of_the_true_rms(abla
     ablation("evenly_damped_rms").convert(norm := MXNorm(96, EPS, mode="reference"))
     want = 1 / (true * ((1 + ratios.sum()) / 8) ** 2 + EPS).sqrt()
     torch.testing.assert_close(norm(x).rho, want.float(), rtol=1e-6, atol=0)
+
+
+def test_the_enlarged_rms_is_a_multiple_of_the_estimate(ablation):
+    x = rows()
+    _, estimate = squares(x)
+    ablation("enlarged_rms").convert(norm := MXNorm(96, EPS, mode="reference"))
+    torch.testing.assert_close(norm(x).rho, (1 / (1.45**2 * estimate + EPS).sqrt()).float(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)
