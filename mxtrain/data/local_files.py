@@ -1,4 +1,4 @@
-"""Reads local JSONL and Parquet files (through the ``datasets`` library) and text files as training text.
+"""Reads local JSONL, Parquet (through the ``datasets`` library) and text files as training text.
 
 Documents stay in file order; the data loader shuffles chunks of the tokenized text in each epoch.
 Duplicates are kept, because a mixture may repeat a file to give it more weight. A document's text decides whether it
@@ -7,6 +7,7 @@ is held out, as in a stream: equal documents are on the same side, and stay ther
 
 import glob
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from mxtrain.data.config import DataConfig
 from mxtrain.data.documents import OVER_LIMIT, Document, FileEntry
+from mxtrain.data.json_rows import json_rows
 from mxtrain.data.progress import Progress, one_line
 from mxtrain.data.rows import WITHOUT_TEXT, TextColumn
 from mxtrain.data.text_files import open_text, split_lines
@@ -23,6 +25,10 @@ FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "pa
 """Format by suffix. Files with any other suffix are plain text."""
 
 COMPRESSED = (".gz", ".bz2", ".xz")
+
+NO_UNICODE = "half of a surrogate pair"
+"""Reason for leaving out a row: JSON can hold half a character, UTF-8 cannot"""
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 # Longer text files are cut at line ends into documents of about this size, so that validation can hold out part of
 # a single large file. A typical source file or article fits into one document.
@@ -95,11 +101,17 @@ class LocalFiles:
             text = column.text_of(row, str(file))
             if text is None:
                 self.dropped[WITHOUT_TEXT] += 1
+            elif not text.isascii() and LONE_SURROGATE.search(text):
+                self.dropped[NO_UNICODE] += 1
             else:
                 yield text
 
     def _rows(self, file: Path) -> Iterator[dict]:
-        """Yield rows with ``datasets``, streamed: a normal load would write an Arrow copy of the data."""
+        """Yield rows, those of Parquet with ``datasets``, streamed: a normal load would write an Arrow copy of them."""
+        if self._format == "json":
+            with open_text(file) as opened:
+                yield from json_rows(opened)
+            return
         import datasets
 
         with tempfile.TemporaryDirectory() as scratch:  # for lock files of ``datasets``

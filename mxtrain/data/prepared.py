@@ -26,7 +26,7 @@ from mxtrain.errors import ConfigError, require_one_of
 logger = logging.getLogger(__name__)
 
 # Increase this when the same config and files give different tokens, or a folder of the cache has other contents.
-CACHE_VERSION = 4
+CACHE_VERSION = 5
 
 
 def prepare(

@@ -73,6 +73,26 @@ def test_files_may_differ_in_other_columns(tmp_path):
     assert documents(tmp_path) == ["a", "b"]
 
 
+def test_a_row_is_what_it_says_wherever_it_stands_in_a_large_file(tmp_path):
+    """The datasets library infers types from the first 10 MB: it made dates of texts, and text of numbers."""
+    rows = [{"text": "x" * 4000, "url": None}] * 3000
+    rows += [{"text": "2020-01-01", "url": "u"}, {"text": 5, "url": 0.5}, {"text": "end", "more": {"a": 1}}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = LocalFiles(DataConfig(dataset="files", path=str(tmp_path / "a.jsonl")))
+    assert [document.text for document in source.documents()][3000:] == ["2020-01-01", "end"]
+    assert source.dropped == {"without text": 1}
+
+
+def test_json_as_it_comes(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"")
+    (tmp_path / "b.jsonl").write_bytes('\ufeff{"text": "marked"}\r\n\n  \n{"text": "last"}'.encode())
+    (tmp_path / "c.json").write_text('[{"text": "one"},\n {"text": "two"}]\n')
+    (tmp_path / "d.jsonl").write_text('{"text": "half \\ud83d"}\n{"text": "whole \\ud83d\\ude00"}\n')
+    source = LocalFiles(DataConfig(dataset="files", path=str(tmp_path)))
+    assert [d.text for d in source.documents()] == ["marked", "last", "one", "two", "whole \U0001f600"]
+    assert source.dropped == {"half of a surrogate pair": 1}
+
+
 def test_globs_and_names_with_pattern_characters(tmp_path):
     write_jsonl(tmp_path / "part[1].jsonl", ["odd name"])
     (tmp_path / "readme.txt").write_text("not this one")
@@ -128,7 +148,9 @@ def test_a_long_text_becomes_several_documents(tmp_path):
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("a.jsonl", b'{"text": "a"\nnope\n', "training.dataset_path = .*cannot read .*a.jsonl as json"),
+        ("a.jsonl", b'{"text": "a"\nnope\n', "training.dataset_path = .*cannot read .*a.jsonl as json: line 1: Expec"),
+        ("a.jsonl", b'{"text": "a"}\n["b"]\n', "cannot read .*a.jsonl as json: line 2 is a JSON list, not an object"),
+        ("a.json", b'[{"text": "a"}, 3]', "cannot read .*a.json as json: row 2 is a JSON int, not an object"),
         ("a.parquet", b"not parquet", "cannot read .*a.parquet as parquet"),
         ("a.txt", "é".encode("latin-1"), "cannot read .*a.txt as text: .*utf-8"),
         ("a.jsonl", b'{"body": "a", "id": 1}\n', "data.text_key = 'text' is not a column of .*a.jsonl.*: body, id"),
