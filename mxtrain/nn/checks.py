@@ -3,6 +3,7 @@
 from traceback import walk_stack
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from mxtrain.errors import ConfigError
@@ -13,7 +14,15 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def check_input(x: torch.Tensor, features: int, weight: torch.Tensor | None, recipe: LinearRecipe, mode: str) -> None:
-    """Raise ValueError unless a layer with this weight, recipe and mode takes x [..., features]."""
+    """Raise ValueError unless a layer with this weight, recipe and mode takes x [..., features].
+
+    Raises ConfigError for DTensors, unless nothing is quantized.
+    """
+    if any(isinstance(tensor, DTensor) for tensor in (x, weight)) and any(gemm.format for gemm in recipe.gemms):
+        raise ConfigError(
+            "a quantized layer got a DTensor: PyTorch's tensor parallelism (parallelize_module) does not split its "
+            "casts. Keep the layer with filter_fqns, or train with 'mxtrain train', which splits them"
+        )
     if x.ndim == 0 or x.shape[-1] != features:
         raise ValueError(f"x {tuple(x.shape)}: expected a last dimension of {features}")
     check_dtype("x", x.dtype, recipe, mode)

@@ -23,6 +23,7 @@ class _DecomposeKFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b, bias, epilogue: str | None, out_dtype: torch.dtype):
         c = ops.decompose_k_mm(a, b, bias, epilogue, out_dtype)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(a, b, None if epilogue is None else c)
         ctx.epilogue, ctx.bias_dtype = epilogue, None if bias is None else bias.dtype
         return c

@@ -120,6 +120,7 @@ class GatherThenNorm(torch.autograd.Function):
         whole = gather_tokens(x, split.group, split.processes).view(-1, x.shape[-1])
         xhat, rho = normalize(whole, from_key(estimate_key), from_key(recipe_key), mode)
         own = rho.view(x.shape[0], split.processes, x.shape[1])[:, split.rank].reshape(-1)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, own)
         ctx.mode, ctx.split, ctx.is_compiled = mode, split, is_compiled
         ctx.mark_non_differentiable(*(t for t in (whole, rho, *xhat) if t is not None))
@@ -141,6 +142,7 @@ class NormThenGather(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         codes, rho = normalized_codes(rows, from_key(estimate_key), recipe, mode, split.group)
         xhat = _gathered(codes, recipe, mode, split, x.shape[0], dim=1)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, rho)
         ctx.mode, ctx.split, ctx.is_compiled, ctx.columns = mode, split, is_compiled, columns
         ctx.mark_non_differentiable(*(t for t in (rho, *xhat) if t is not None))
@@ -159,6 +161,7 @@ class GatherSequences(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, split_key: str):
+        ctx.set_materialize_grads(False)
         ctx.split = split = from_key(split_key)
         return gather_tokens(x, split.group, split.processes)
 

@@ -210,10 +210,8 @@ class _GroupFunction(torch.autograd.Function):
         x, gain, rho, signs, *weights = saved
         # A linear whose output the loss does not need gets no gradient, as if it had multiplied alone.
         used = [dy is not None for dy in dys]
-        if not any(used):
-            return (None,) * len(ctx.needs_input_grad)
         like = next(dy for dy in dys if dy is not None)
-        dys = [like.new_zeros(len(like), len(w)) if dy is None else dy for dy, w in zip(dys, weights)]
+        dys = [like.new_zeros(like.shape[0], w.shape[0]) if dy is None else dy for dy, w in zip(dys, weights)]
         gemms, split = ctx.gemms, ctx.gemms.split
         recipe, mode = gemms.recipe, gemms.mode
         needs_h, needs_gain, *others = ctx.needs_input_grad

@@ -14,6 +14,7 @@ class _MXLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, signs, draws, gemms: ThreeGEMMs):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, signs)
         ctx.gemms, ctx.draws = gemms, draws
         return gemms.fprop(gemms.quantize_activation(x), weight, x.dtype, ready=gemms.ready)

@@ -63,6 +63,7 @@ class _MXNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, estimate_key: str, recipe_key: str, mode: str, is_compiled: bool):
         xhat, rho = normalize(x, from_key(estimate_key), from_key(recipe_key), mode)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, rho)
         ctx.mode, ctx.is_compiled = mode, is_compiled
         ctx.mark_non_differentiable(*(t for t in (rho, *xhat) if t is not None))
@@ -81,6 +82,7 @@ class _MXNormLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, gain, weight, gemms: ThreeGEMMs, x, rho, gathered, signs, draws, *xhat):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, gain, weight, rho, signs)
         ctx.h = h  # not saved: a hook that copies saved tensors would give it data
         ctx.gemms, ctx.gathered, ctx.draws = gemms, gathered, draws

@@ -13,15 +13,20 @@ MESSAGE = (
 
 def once_differentiable(backward: Callable) -> Callable:
     """Make ``backward(ctx, saved, *gradients)`` the backward of an autograd function that raises where it is
-    differentiated.
+    differentiated, and that is skipped without a gradient, as PyTorch's own are.
 
-    ``saved`` are the context's saved tensors. ``ctx.h`` is a tensor from which the results come, too, if it was not
-    saved. ``torch.autograd.function.once_differentiable`` raises only if the incoming gradient needs a gradient itself.
-    The gradient of a sum needs none, and second derivatives would then be zero without an error.
+    The forward calls ``ctx.set_materialize_grads(False)``: else PyTorch would make zeros of no gradient, and weights
+    that the loss does not need would get zeros. ``saved`` are the context's saved tensors. ``ctx.h`` is a tensor from
+    which the results come, too, if it was not saved.
+
+    ``torch.autograd.function.once_differentiable`` raises only if the incoming gradient needs a gradient itself. The
+    gradient of a sum needs none, and second derivatives would then be zero without an error.
     """
 
     @wraps(backward)
     def run(ctx, *gradients):
+        if all(gradient is None for gradient in gradients):
+            return (None,) * len(ctx.needs_input_grad)
         saved = ctx.saved_tensors  # read once: a checkpoint that is recomputed allows no second reading
         # In a backward, PyTorch enables gradients for create_graph=True only. Compiled graphs have a refusal of their
         # own, and gradients are enabled while Dynamo follows this function.

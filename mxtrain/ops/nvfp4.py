@@ -137,7 +137,8 @@ def gradient(
     words = _words(rows, columns, recipe, draws)
     operands = {}
     if 1 in dims:
-        bits = None if words is None else rounding_bits(words[: len(dy)], 1)
+        # len(dy) would give a compiled graph one number of tokens.
+        bits = None if words is None else rounding_bits(words[: dy.shape[0]], 1)
         operands[1] = _in_pytorch(dy, mode, _tensor_scale(dy, group), bits)
     if 0 in dims:
         bits = None if words is None else rounding_bits(words, 0).t()

@@ -8,6 +8,7 @@ import torch.nn as nn
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from layer_checks import NormBlock, assert_near, draw, mx_linear, results_of
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
 
 from mxtrain import set_rounding_step
 from mxtrain.nn.group import LinearGroup
@@ -74,6 +75,16 @@ def test_blocks_compile_with_dynamic_shapes(recipe):
         x, dy = draw(rows, D, seed=rows), draw(rows, D, seed=1)
         set_rounding_step(step)
         assert_near(results_of(compiled, x, dy), results_of(block, x, dy), 1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_another_number_of_rows_needs_no_new_graph(recipe):
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(mx_linear(D, N, recipe, "reference"), backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (96, 160, 320):  # PyTorch makes another graph for a single block, and for as many rows as features
+        compiled(draw(rows, D, seed=0).requires_grad_()).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_compiled_without_a_step_every_forward_draws_new_bits(compile_backend):

@@ -1,4 +1,7 @@
-"""Second derivatives are refused with one error, also where PyTorch's own decorator gives zeros."""
+"""Second derivatives are refused with one error, also where PyTorch's own decorator gives zeros.
+
+And where there is no gradient, none is computed.
+"""
 
 import pytest
 import torch
@@ -63,6 +66,28 @@ def test_second_derivatives_by_single_tensors_are_refused(layer, loss):
         for by in (x, before.weight):
             with pytest.raises(RuntimeError, match="second derivatives"):
                 torch.autograd.grad(first + gradient.square().sum(), [by], retain_graph=True)
+
+
+class Passes(torch.autograd.Function):
+    """Two tensors as they are. The gradient of an output that the loss does not need is None, as behind DDP."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.set_materialize_grads(False)
+        return x.clone(), y.clone()
+
+    @staticmethod
+    def backward(ctx, dx, dy):
+        return dx, dy
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_parameters_that_the_loss_does_not_need_get_no_gradient(layer):
+    """As in PyTorch's layers. A gradient of zeros would let weight decay shrink them."""
+    module, before, x = LAYERS[layer](), nn.Linear(D, D), draw(T, D, seed=0)
+    needed, _ = Passes.apply(x.requires_grad_(), loss_of(module(before.to(x.device)(x)), LOSSES["sum"]))
+    needed.sum().backward()
+    assert x.grad is not None and all(p.grad is None for p in (*module.parameters(), *before.parameters()))
 
 
 @pytest.mark.parametrize("wrap", CHECKPOINTING.values(), ids=CHECKPOINTING)

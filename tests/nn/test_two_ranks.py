@@ -5,13 +5,13 @@ from functools import partial
 import pytest
 import torch
 import torch.nn as nn
-from layer_checks import NormBlock, draw, in_two_processes
+from layer_checks import NormBlock, draw, in_two_processes, mx_linear
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from mxtrain import DecomposeKRouter, FusedLayerNorm, FusedRMSNorm, MXNormLinear, layer_norm, rms_norm
+from mxtrain import ConfigError, DecomposeKRouter, FusedLayerNorm, FusedRMSNorm, MXNormLinear, layer_norm, rms_norm
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.local_linear import LocalLinear
 
@@ -207,6 +207,17 @@ def check_mixed_is_refused(mesh):
         gate_of()(distribute_tensor(x, mesh, [Replicate()]))
 
 
+def check_pytorchs_tensor_parallelism(mesh):
+    for style in (ColwiseParallel(), RowwiseParallel()):
+        with pytest.raises(ConfigError, match="a quantized layer got a DTensor: PyTorch's tensor parallelism"):
+            parallelize_module(mx_linear(2 * D, 2 * D, "mxfp8"), mesh, style)(draw(6, 2 * D, seed=0))
+    linear, x = mx_linear(2 * D, 2 * D, "unquantized"), draw(6, 2 * D, seed=0)
+    expected = linear(x)
+    torch.testing.assert_close(
+        parallelize_module(linear, mesh, ColwiseParallel(output_layouts=Replicate()))(x), expected
+    )
+
+
 def two_ranks(mesh):
     check_fsdp(mesh)
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
@@ -224,6 +235,7 @@ def two_ranks(mesh):
         check_parts_of_gradients(mesh, make)
     check_local_features(mesh)
     check_mixed_is_refused(mesh)
+    check_pytorchs_tensor_parallelism(mesh)
 
 
 @pytest.mark.usefixtures("device")
