@@ -25,10 +25,15 @@ def _shares_stream(job_config) -> bool:
 
 
 def training_stream(job_config, tokenizer, dp_rank: int, dp_world_size: int, infinite: bool) -> HuggingFaceTextDataset:
-    """Return one rank's part of the training stream, without the documents that validation holds out."""
+    """Return one rank's part of the training stream, without the documents that validation holds out.
+
+    Raises ConfigError if some of the data loader's workers would have nothing to read.
+    """
     choose = partial(hold_out, text_key=job_config.data.text_key, share=held_out_share(job_config), held_out=False)
     path = job_config.training.dataset_path or ""
-    return _stream(job_config, "training", path, "train", tokenizer, dp_rank, dp_world_size, infinite, choose)
+    stream = _stream(job_config, "training", path, "train", tokenizer, dp_rank, dp_world_size, infinite, choose)
+    _require_files_for_workers(job_config, "training", stream)
+    return stream
 
 
 def validation_stream(job_config, tokenizer, dp_rank: int, dp_world_size: int) -> IterableDataset:
@@ -36,7 +41,8 @@ def validation_stream(job_config, tokenizer, dp_rank: int, dp_world_size: int) -
 
     Raises:
         ConfigError: with ``validation.steps = -1``, if the end of the stream is too far away, or reached by ranks at
-            different steps; and if no document is held out.
+            different steps; if no document is held out; and if some of the data loader's workers would have nothing
+            to read.
     """
     settings, data = job_config.validation, job_config.data
     rank = (dp_rank, dp_world_size)
@@ -49,7 +55,9 @@ def validation_stream(job_config, tokenizer, dp_rank: int, dp_world_size: int) -
             "data-parallel ranks reach at different steps; set validation.steps to a positive number"
         )
     if not is_held_out:
-        return _stream(job_config, "validation", path, "validation", tokenizer, *rank, infinite=settings.steps != -1)
+        stream = _stream(job_config, "validation", path, "validation", tokenizer, *rank, infinite=settings.steps != -1)
+        _require_files_for_workers(job_config, "validation", stream)
+        return stream
     if data.validation_share == 0:
         raise ConfigError(
             f"data.validation_share = 0 holds no document out of training.dataset_path = {path!r} for validation: "
@@ -58,6 +66,16 @@ def validation_stream(job_config, tokenizer, dp_rank: int, dp_world_size: int) -
     choose = partial(hold_out, text_key=data.text_key, share=data.validation_share, held_out=True)
     stream = _stream(job_config, "validation", path, "train", tokenizer, *rank, infinite=False, choose=choose)
     return _FirstSequences(stream, settings.steps * settings.local_batch_size, data.validation_share)
+
+
+def _require_files_for_workers(job_config, section: str, stream: HuggingFaceTextDataset) -> None:
+    """Every worker reads files of its own. TorchTitan's loop over a stream without any would never end."""
+    workers, files = getattr(job_config, section).dataloader.num_workers, stream._data.num_shards
+    if workers > files:
+        raise ConfigError(
+            f"{section}.dataloader.num_workers = {workers}: a data-parallel rank reads {files} file(s) of this stream, "
+            f"one worker each; allowed is {files} or less"
+        )
 
 
 class _FirstSequences(IterableDataset):

@@ -113,6 +113,18 @@ def test_a_stream_validates_on_its_validation_split(hub):
     assert first.tolist() == expected
 
 
+def test_no_worker_is_without_a_file(hub):
+    """TorchTitan's loop over an endless stream would never end there."""
+    config = hf_job("--training.dataloader.num_workers=2")
+    tokenizer = build_tokenizer(config)
+    assert build_dataloader(1, 0, tokenizer, config).num_workers == 2
+    with pytest.raises(ConfigError, match="training.dataloader.num_workers = 2: a data-parallel rank reads 1 file"):
+        build_dataloader(2, 0, tokenizer, config)
+    other = ("--validation.enable", "--validation.dataset=hf", "--validation.dataset_path=some/set")
+    with pytest.raises(ConfigError, match="validation.dataloader.num_workers = 3: a data-parallel rank reads 2 file"):
+        validator(hf_job(*other, "--validation.dataloader.num_workers=3"))
+
+
 def held_out(split: bool, share: float) -> list[str]:
     texts = (text(1000 * shard + i, 40) for shard in (0, 1) for i in range(60))
     return [one for one in texts if is_held_out(one, share) == split]
