@@ -43,7 +43,7 @@ class Field:
         if optional and text == "None":
             return None
         if get_origin(core) is list or list in map(get_origin, get_args(core)):
-            return self.checked([word for word in text.split(",") if word])
+            return self.checked([word.strip() for word in text.split(",") if word.strip()])
         if get_origin(core) is Literal and all(isinstance(choice, int) for choice in get_args(core)):
             core = int
         if core is str or get_origin(core) is Literal:
@@ -93,9 +93,12 @@ class Field:
     def takes_words(self) -> bool:
         """Whether its flag takes any number of words, as lists do except those of names, which are one word."""
         core = _core(self.type)[0]
-        items = get_args(core)
-        is_names = get_origin(core) is list and (items[0] is str or get_origin(items[0]) is Literal)
-        return (get_origin(core) or core) in (list, tuple, set) and not is_names
+        return (get_origin(core) or core) in (list, tuple, set) and not self.is_list_of_names
+
+    @property
+    def is_list_of_names(self) -> bool:
+        core = _core(self.type)[0]
+        return get_origin(core) is list and (get_args(core)[0] is str or get_origin(get_args(core)[0]) is Literal)
 
     @property
     def is_list_of_lists(self) -> bool:

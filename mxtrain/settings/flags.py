@@ -50,8 +50,10 @@ def _value(field: Field, words: list[str], is_off: bool):
         raise ConfigError(f"{field.name} takes no value after --{field.name.replace('.', '.no-')}")
     if field.is_switch and not words:
         return not is_off
-    if len(words) != 1:
-        raise ConfigError(
-            f"{field.name} takes one value, not: {' '.join(words)}" if words else f"{field.name} needs a value"
-        )
+    if not words:
+        raise ConfigError(f"{field.name} needs a value")
+    if len(words) > 1:
+        as_one = f"one word with commas, such as {','.join(word.strip(',') for word in words)}"
+        takes = as_one if field.is_list_of_names else "one value"
+        raise ConfigError(f"{field.name} takes {takes}, not: {' '.join(words)}")
     return field.parsed(words[0])

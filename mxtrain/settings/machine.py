@@ -9,6 +9,7 @@ from typing import NamedTuple
 from mxtrain.data.tokenizer import require_tokenizer
 from mxtrain.settings.layout import RELATIONS as LAYOUT_RELATIONS
 from mxtrain.settings.pipeline import RELATIONS as PIPELINE_RELATIONS
+from mxtrain.settings.registry import TITAN_QUANTIZING
 from mxtrain.settings.relations import Relation, check, quantizing
 from mxtrain.settings.values import Settings
 
@@ -94,7 +95,25 @@ RELATIONS = (
             "profiling.enable_profiling",
             "profiling.enable_memory_snapshot",
             "training.enable_cpu_offload",
+            "training.gc_debug",
         )
+    ),
+    *(
+        Relation(
+            "model.converters",
+            lambda s, machine, name=name, emulate=emulate: (
+                name in s["model.converters"]
+                and not machine.has_gpus
+                and not (emulate and s[emulate])
+                and f"has {name!r}, which needs a GPU; this machine has none"
+            ),
+        )
+        for name, emulate in {
+            f"{TITAN_QUANTIZING}linear.float8": f"{TITAN_QUANTIZING}linear.float8.emulate",
+            f"{TITAN_QUANTIZING}linear.mx": "",
+            f"{TITAN_QUANTIZING}grouped_mm.float8": "",
+            f"{TITAN_QUANTIZING}grouped_mm.mx": "",
+        }.items()
     ),
 )
 

@@ -93,6 +93,17 @@ RELATIONS = (
     _needs_workers("validation", "prefetch_factor"),
     _needs_workers("validation", "persistent_workers"),
     Relation(
+        "compile.components",
+        lambda s: s["compile.enable"] and not s["compile.components"] and "is empty, so nothing would be compiled",
+    ),
+    Relation(
+        "memory_estimation.enable",
+        lambda s: (
+            s["memory_estimation.enable"]
+            and "has no effect in TorchTitan 0.2.2: 'mxtrain doctor --model CONFIG' shows the memory per GPU"
+        ),
+    ),
+    Relation(
         "activation_checkpoint.mode",
         lambda s: (
             s["activation_checkpoint.mode"] == "memory_budget"

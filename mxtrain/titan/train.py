@@ -364,12 +364,17 @@ def train(args: list[str], verbose: bool) -> None:
         NonFiniteError: if a loss or weight is NaN or infinite, and ``metrics.on_nonfinite_loss`` is "stop".
     """
     job_config = parse_job_config(args)
+    if "LOCAL_RANK" not in os.environ:
+        raise ConfigError(
+            "-m mxtrain.train is for torchrun: torchrun --nproc_per_node=1 -m mxtrain.train, or mxtrain train"
+        )
     folder = require_folder(job_config.job.dump_folder)
     job_config.job.dump_folder = str(folder)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     settings = settings_of(job_config)
     check_machine(settings, Machine(processes, torch.cuda.is_available()))
     check_model_layout(settings, torch.cuda.is_available())
+    _require_backend(job_config.compile)
     with locked(folder) if _is_first() else nullcontext() as warning:
         # Every rank looks. Nothing changes in the folder before all ranks have met in the process group.
         start = find_start(folder, CheckpointSettings.of(job_config.checkpoint), processes)
@@ -390,6 +395,15 @@ def train(args: list[str], verbose: bool) -> None:
             terminal.Screen().line(closing_summary(folder))
         if _is_first() and stop is not None:
             report_stop(stop.signal)
+
+
+def _require_backend(settings) -> None:
+    """Raise ConfigError for a backend that PyTorch would not find when it compiles the first block."""
+    if settings.enable and settings.backend not in torch._dynamo.list_backends(exclude_tags=()):
+        raise ConfigError(
+            f"compile.backend = {settings.backend!r} is not known to torch.compile: allowed are 'inductor', "
+            "'aot_eager', and what else torch._dynamo.list_backends(exclude_tags=()) names"
+        )
 
 
 def _train(job_config) -> Stop | None:

@@ -138,6 +138,16 @@ FLAGS = [
     ("-x", "'-x' belongs to no flag"),
     ("--training.steps", "training.steps needs a value"),
     ("--training.steps 5 6", "training.steps takes one value, not: 5 6"),
+    (
+        "--model.converters mxnorm fused_norm",
+        "model.converters takes one word with commas, such as mxnorm,fused_norm, not: mxnorm fused_norm",
+    ),
+    ("--comm.mode=fake_backend", "comm.mode = 'fake_backend' should be 'default'"),
+    (
+        "--memory_estimation.enable",
+        "memory_estimation.enable = True has no effect in TorchTitan 0.2.2: 'mxtrain doctor",
+    ),
+    ("--compile.enable --compile.components=", "compile.components = [] is empty, so nothing would be compiled"),
     ("--checkpoint.no-enable yes", "checkpoint.enable takes no value after --checkpoint.no-enable"),
     ("--training.steps 5 --training.seq_len", "training.seq_len needs a value"),
     ("--job.config_file=other.toml", "--job.config_file: the first argument of 'mxtrain train' already names"),

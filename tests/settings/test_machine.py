@@ -83,6 +83,15 @@ def test_profiling_needs_a_gpu():
         check("--profiling.enable_profiling")
 
 
+def test_torchtitans_own_quantization_needs_a_gpu():
+    float8 = "--model.converters=quantize.linear.float8"
+    for flags in (float8, "--model.converters=quantize.linear.mx"):
+        check(flags, has_gpus=True)
+        with pytest.raises(ConfigError, match="model.converters = .* has 'quantize.linear.*', which needs a GPU; this"):
+            check(flags)
+    check(f"{float8} --quantize.linear.float8.emulate")
+
+
 def test_pinned_memory_needs_a_gpu():
     pinned = "--checkpoint.enable --checkpoint.async_mode=async_with_pinned_mem"
     check(pinned, has_gpus=True)

@@ -28,7 +28,15 @@ from mxtrain.run_folder.start import Start
 from mxtrain.titan.finite import LossWatch, NonFiniteError
 from mxtrain.titan.parse import non_default_values, parse_job_config, resolved_settings
 from mxtrain.titan.stop import Stop, StopSignals
-from mxtrain.titan.train import Trainer, _other_versions, _train, _Trainer, _write_resolved_config
+from mxtrain.titan.train import (
+    Trainer,
+    _other_versions,
+    _require_backend,
+    _train,
+    _Trainer,
+    _write_resolved_config,
+    train,
+)
 
 LEARNERS = ("mxnorm", "exact", "post_round", "mx_linear", "mixed", "bf16", "nvfp4", "deepseek_v3", "llama4", "qwen3")
 
@@ -432,3 +440,16 @@ def test_diagnostics_that_are_switched_off_keep_their_settings(tmp_path):
         settings = resolved_settings(parse_job_config([f"--job.config_file={config}", *flags]))
         assert settings["mxnorm"] == {"diagnostics": off}
         config.write_text(tomli_w.dumps(settings))
+
+
+def test_the_module_is_for_torchrun(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(ConfigError, match="-m mxtrain.train is for torchrun"):
+        train(["--job.config_file=llama3_debug"], verbose=False)
+
+
+def test_an_unknown_backend_is_found_before_training():
+    _require_backend(SimpleNamespace(enable=True, backend="aot_eager"))
+    _require_backend(SimpleNamespace(enable=False, backend="aot-eager"))
+    with pytest.raises(ConfigError, match="compile.backend = 'aot-eager' is not known to torch.compile"):
+        _require_backend(SimpleNamespace(enable=True, backend="aot-eager"))
