@@ -77,11 +77,12 @@ def test_blocks_compile_with_dynamic_shapes(recipe):
         assert_near(results_of(compiled, x, dy), results_of(block, x, dy), 1e-6)
 
 
+@pytest.mark.parametrize("mode", ["reference", "emulated"])
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_another_number_of_rows_needs_no_new_graph(recipe):
+def test_another_number_of_rows_needs_no_new_graph(recipe, mode):
     torch._dynamo.reset()
     counters.clear()
-    compiled = torch.compile(mx_linear(D, N, recipe, "reference"), backend="aot_eager", fullgraph=True, dynamic=True)
+    compiled = torch.compile(mx_linear(D, N, recipe, mode), backend="aot_eager", fullgraph=True, dynamic=True)
     for rows in (96, 160, 320):  # PyTorch makes another graph for a single block, and for as many rows as features
         compiled(draw(rows, D, seed=0).requires_grad_()).sum().backward()
     assert counters["stats"]["unique_graphs"] == 1

@@ -35,9 +35,11 @@ def _tensor_scale_kernel(maxima_ptr, scale_ptr, count, SIZE: tl.constexpr):
     tl.store(scale_ptr, bits.to(tl.float32, bitcast=True))
 
 
-def _implementation(maxima: torch.Tensor) -> tuple[list[torch.Tensor], Launch]:
+def _implementation(maxima: torch.Tensor) -> tuple[list[torch.Tensor], Launch | None]:
     scale = torch.empty((), dtype=torch.float32, device=maxima.device)
     count = maxima.numel()
+    if isinstance(count, torch.SymInt):  # its bit length would give a compiled graph one number of tokens
+        return [scale], None
     size = min(next_power_of_2(max(count, 1)), _MOST)
     return [scale], Launch(
         _tensor_scale_kernel, (1,), (maxima, scale, count), dict(SIZE=size, num_warps=max(size // 256, 1))
