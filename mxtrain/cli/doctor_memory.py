@@ -65,6 +65,10 @@ def memory_table(model: nn.Module, job_config) -> str:
             "  It is the rank of the pipeline with most weights. Left out: activations, logits, and what the allocator "
             "reserves"
         )
+    if tensor > 1:
+        lines.append("  matrices that tensor parallelism leaves whole (gates, DeepSeek's wkv_a, wq_a) count as split")
+    if job_config.optimizer.early_step_in_backward:
+        lines.append("  optimizer.early_step_in_backward = true: gradients are used up one by one, not held together")
     if training.enable_cpu_offload:
         lines.append("  training.enable_cpu_offload = true: all but the gathered weights is in the CPU's memory")
     return "\n".join(lines)

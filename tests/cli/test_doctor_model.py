@@ -105,6 +105,10 @@ def test_the_report_of_8b_and_its_flags(capsys):
             ],
         ),
         (
+            ["--optimizer.early_step_in_backward", "--training.max_norm=inf", "--parallelism.tensor_parallel_degree=2"],
+            ["true: gradients are used up one by one", "leaves whole (gates, DeepSeek's wkv_a, wq_a) count as split"],
+        ),
+        (
             ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=4"],
             ["\n  8 (2 x 4) "],
         ),

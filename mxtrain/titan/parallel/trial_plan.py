@@ -10,12 +10,12 @@ import math
 from unittest.mock import patch
 
 import torch
-from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.conversion.recognition import find_gates
 from mxtrain.titan.parallel.parallelize import check_gates
 from mxtrain.titan.parallel.plans import plans_with_own_styles
+from mxtrain.titan.parallel.replicate import Layout
 
 
 def try_plan(model: torch.nn.Module, job_config) -> None:
@@ -35,7 +35,7 @@ def try_plan(model: torch.nn.Module, job_config) -> None:
     on_cpu = patch("torchtitan.distributed.parallel_dims.device_type", "cpu")
     torch.distributed.init_process_group("fake", rank=0, world_size=processes)
     try:
-        dims = ParallelDims(
+        dims = Layout(
             dp_replicate=1,
             dp_shard=processes // tensor,
             cp=1,

@@ -52,7 +52,7 @@ def test_a_plan_that_training_refuses_is_refused(flags, message):
     assert "\n" not in str(raised.value) and not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("degrees", [f"{TP}=4", f"{TP}=4 {EP}=8", f"{TP}=2 {EP}=4 {ETP}=2"])
+@pytest.mark.parametrize("degrees", [f"{TP}=4", f"{TP}=4 {EP}=8", f"{TP}=2 {EP}=4 {ETP}=2", f"{TP}=2 {EP}=2"])
 def test_a_plan_that_fits_splits_the_model(degrees):
     model, job = converted(f"{HIGH_ATTENTION} {degrees}")
     try_plan(model, job)
