@@ -16,22 +16,24 @@ def json_rows(file: TextIO) -> Iterator[dict]:
 
     Raises ValueError for text that is neither, with its place.
     """
+    is_first = True
     for number, line in enumerate(file, start=1):
         line = line.lstrip(BYTE_ORDER_MARK).strip()
         if not line:
             continue
-        if number == 1 and line.startswith("["):
-            yield from _checked(json.loads(line + file.read()), "row")
+        if is_first and line.startswith("["):
+            for row_number, row in enumerate(json.loads(line + file.read()), start=1):
+                yield _checked(row, f"row {row_number}")
             return
+        is_first = False
         try:
             row = json.loads(line)
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from error
-        yield from _checked([row], "line", number)
+        yield _checked(row, f"line {number}")
 
 
-def _checked(rows: list, what: str, first: int = 1) -> Iterator[dict]:
-    for number, row in enumerate(rows, start=first):
-        if not isinstance(row, dict):
-            raise ValueError(f"{what} {number} is a JSON {type(row).__name__}, not an object with a text")
-        yield row
+def _checked(row: object, place: str) -> dict:
+    if not isinstance(row, dict):
+        raise ValueError(f"{place} is a JSON {type(row).__name__}, not an object with a text")
+    return row

@@ -86,7 +86,7 @@ def test_a_row_is_what_it_says_wherever_it_stands_in_a_large_file(tmp_path):
 def test_json_as_it_comes(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"")
     (tmp_path / "b.jsonl").write_bytes('\ufeff{"text": "marked"}\r\n\n  \n{"text": "last"}'.encode())
-    (tmp_path / "c.json").write_text('[{"text": "one"},\n {"text": "two"}]\n')
+    (tmp_path / "c.json").write_text('\n[{"text": "one"},\n {"text": "two"}]\n')
     (tmp_path / "d.jsonl").write_text('{"text": "half \\ud83d"}\n{"text": "whole \\ud83d\\ude00"}\n')
     source = LocalFiles(DataConfig(dataset="files", path=str(tmp_path)))
     assert [d.text for d in source.documents()] == ["marked", "last", "one", "two", "whole \U0001f600"]
