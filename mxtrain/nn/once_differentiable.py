@@ -12,8 +12,9 @@ MESSAGE = (
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """Make ``backward(ctx, saved, *gradients)`` the backward of an autograd function that raises where it is
-    differentiated, and that is skipped without a gradient, as PyTorch's own are.
+    """Return the backward of an autograd function that calls ``backward(ctx, saved, *gradients)``.
+
+    It raises RuntimeError where its results are differentiated. Without any gradient it returns none, as PyTorch's own.
 
     The forward calls ``ctx.set_materialize_grads(False)``: else PyTorch would make zeros of no gradient, and weights
     that the loss does not need would get zeros. ``saved`` are the context's saved tensors. ``ctx.h`` is a tensor from

@@ -67,7 +67,7 @@ ALLOWED = {
     "activation_checkpoint.memory_budget": Share,
     "activation_checkpoint.determinism_check": Literal["default", "none"],
     "compile.components": list[Literal["model", "loss"]],
-    "comm.mode": Literal["default"],  # the others compute nothing, or on one process for many
+    "comm.mode": Literal["default"],  # the others simulate many processes on one, for tests
     "comm.init_timeout_seconds": Positive,
     "comm.train_timeout_seconds": Positive,
     "comm.trace_buf_size": NotNegative,
