@@ -66,6 +66,11 @@ def test_flags(flags, name, value):
     assert list(settings.given) == [name]
 
 
+def test_names_may_have_spaces_around_them():
+    settings = read_settings(["--model.converters", " mxnorm, fused_norm, "])
+    assert settings["model.converters"] == ["mxnorm", "fused_norm"]
+
+
 def test_flags_override_the_file_and_the_rest_are_defaults(tmp_path):
     (tmp_path / "a.toml").write_text(tomli_w.dumps({"training": {"steps": 5, "dataloader": {"num_workers": 3}}}))
     settings = read_settings(["--job.config_file", str(tmp_path / "a.toml"), "--training.steps=6"])
