@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from mxtrain.run_folder.files import replace_file
+
 LAUNCHER_VARIABLE = "MXTRAIN_LAUNCHER_PID"
 """Environment variable by which ``mxtrain train`` tells its workers its process id"""
 STOP_FILE_VARIABLE = "MXTRAIN_STOP_FILE"
@@ -57,7 +59,7 @@ def report_stop(number: signal.Signals) -> None:
     """
     if STOP_FILE_VARIABLE in os.environ:
         with suppress(OSError):  # without the file, mxtrain train reports success
-            Path(os.environ[STOP_FILE_VARIABLE]).write_text(number.name)
+            replace_file(Path(os.environ[STOP_FILE_VARIABLE]), number.name.encode())
 
 
 def is_launcher_alive() -> bool:

@@ -114,19 +114,21 @@ class MetricsWriter:
     def write(self, row: dict) -> None:
         """Write ``row``, after the rows that wait. Raises OSError if the file cannot be written; ``row`` then waits."""
         self._unwritten += encode_row(row).encode() + b"\n"
-        if self._file is None:
-            self._drop_steps_not_done()
-            self._file = self.path.open("ab", buffering=0)
         self._write_waiting()
 
     def close(self) -> None:
         """Write the rows that wait, and close the file. Raises OSError if they are lost."""
-        if self._file is not None:
-            with self._file:
-                self._write_waiting()
-            self._file = None
+        try:
+            self._write_waiting()
+        finally:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
 
     def _write_waiting(self) -> None:
+        if self._unwritten and self._file is None:
+            self._drop_steps_not_done()
+            self._file = self.path.open("ab", buffering=0)
         while self._unwritten:
             count = self._file.write(self._unwritten)  # a part of a row if the disk becomes full
             del self._unwritten[:count]

@@ -49,7 +49,7 @@ def summary(folder: str | os.PathLike) -> str:
     """
     run = load_run(folder)
     details = ", ".join(word for word in (run.variant, run.facts.get("mode")) if word)
-    lines = [("run", f"{run.name} ({details})")]
+    lines = [("run", f"{run.name} ({details})" if details else run.name)]
     lines.append(("loss", f"{_loss(run.first_loss)} -> {_loss(run.last_loss)}, {_verdict(run)}"))
     if run.validation:
         row = run.validation[-1]

@@ -87,7 +87,7 @@ class SideBySide:
         try:
             how = _prepare(folder, run, self.processes)
         except ConfigError as error:
-            self.runs[run.name] = replace(run, status=CONFIG_ERROR_STATUS)
+            self._note_status(run, CONFIG_ERROR_STATUS)
             _say(f"{run.name}: FAILED: {error}")
             return
         environment = {**os.environ, "NGPU": str(self.processes)}
@@ -115,10 +115,9 @@ class SideBySide:
         _say(f"{run.name}: {how}{where}, log in {self.log_of(run)}")
 
     def _end(self, started: _Started, status: int) -> None:
-        run = replace(started.run, status=status)
+        run = started.run
         del self._running[run.name]
-        self.runs[run.name] = run
-        write_comparison(self.folder, self.runs)
+        self._note_status(run, status)
         minutes = (time.monotonic() - started.since) / 60
         if status == 0:
             done = sum(other.status == 0 for other in self.runs.values())
@@ -130,6 +129,10 @@ class SideBySide:
         else:
             last = _last_words(self.log_of(run), started.log_start)
             _say(f"{run.name}: FAILED after {minutes:.1f} min with exit status {status}, and the rest goes on: {last}")
+
+    def _note_status(self, run: PairedRun, status: int) -> None:
+        self.runs[run.name] = replace(run, status=status)
+        write_comparison(self.folder, self.runs)
 
     def _pass_on(self, number: int, frame: object) -> None:
         if self.stopped_by is None:

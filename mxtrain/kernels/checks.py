@@ -37,7 +37,9 @@ def check_whole_blocks(name: str, x: torch.Tensor, block_size: int) -> None:
 
 
 def check_parts(parts: Sequence[torch.Tensor], axis: int, block_size: int) -> None:
-    """Require matrices of one dtype, device and size across ``axis``, which consist of whole blocks along it."""
+    """Require one matrix or more of one dtype, device and size across ``axis``, of whole blocks along it."""
+    if not parts:
+        raise ValueError("no parts: expected one matrix or more")
     first = parts[0]
     for i, part in enumerate(parts):
         name = f"parts[{i}]"

@@ -3,9 +3,13 @@
 Files lie in a folder named for the operation in ``mxtrain.cache.cache_folder``. ``mxtrain.kernels.tuning`` fills them.
 """
 
+import fcntl
 import functools
 import json
+import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,11 +38,13 @@ def tuned_plans(operation: Operation, gpu_name: str) -> dict[str, Entry]:
 
 
 def save(operation: Operation, gpu_name: str, key: str, entry: Entry) -> None:
-    """Add a tuned shape to the file."""
+    """Add a tuned shape to the file, to which other processes may add shapes at the same time."""
     path = file_of(operation, gpu_name)
-    entries = {**_read(operation, path), key: entry}
-    texts = {key: {**entry._asdict(), "version": operation.version} for key, entry in sorted(entries.items())}
-    replace(path, json.dumps(texts, indent=1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.parent):
+        entries = {**_read(operation, path), key: entry}
+        texts = {key: {**entry._asdict(), "version": operation.version} for key, entry in sorted(entries.items())}
+        replace(path, json.dumps(texts, indent=1))
     tuned_plans.cache_clear()
 
 
@@ -49,6 +55,18 @@ def tuned(operation: Operation, gpu_name: str, key: str) -> tuple[tuple, str] | 
         return None
     reason = f"the fastest of {entry.tried} plans timed on this GPU, {entry.microseconds:.1f} us"
     return operation.settings(**entry.settings), reason
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out of this context for as long as it lasts, unless the file system has no locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _read(operation: Operation, path: Path) -> dict[str, Entry]:

@@ -50,10 +50,10 @@ def layer_norm(
 
     Args:
         x: bf16, fp16, fp32 or fp64, [..., D] with D at most 65536 on a GPU. fp64 runs in plain PyTorch.
-        weight: [D], any of these dtypes, or None for ones.
-        bias: [D], any of these dtypes, or None for zeros.
+        weight: [D], any of these dtypes, or None for ones. fp64 only with x of fp64.
+        bias: [D], as the weight, or None for zeros.
         eps: added to the variance.
-        residual: [..., D]; the sum x + residual is rounded to the dtype of x.
+        residual: [..., D], as the weight; the sum x + residual is rounded to the dtype of x.
 
     Returns:
         y [..., D] in the dtype of ``x``; with a residual, the pair (y, x + residual).

@@ -53,6 +53,9 @@ def apply_to_rows(
     _check(x, vectors, residual)
     check_eps(eps)
     if autocasts and x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+        if residual is not None:
+            total = (x + residual).to(x.dtype)  # not the sum of what autocast makes of them
+            return apply_to_rows(function, name, autocasts, total, vectors, None, eps), total
         x = at_least_fp32(x)
     given = [tensor for tensor in (x, *vectors.values(), residual) if tensor is not None]
     if not any(isinstance(tensor, DTensor) for tensor in given):
@@ -73,6 +76,8 @@ def _check(x: torch.Tensor, vectors: Vectors, residual: torch.Tensor | None) -> 
     for name, tensor in (("x", x), *vectors.items(), ("residual", residual)):
         if tensor is not None and tensor.dtype not in DTYPES:
             raise ValueError(f"{name} of {tensor.dtype}: expected bfloat16, float16, float32 or float64")
+        if tensor is not None and tensor.dtype == torch.float64 != x.dtype:
+            raise ValueError(f"{name} of float64 with x of {x.dtype}: kernels compute x in fp32; expected x of float64")
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device}: expected {x.device}, where x is")
 

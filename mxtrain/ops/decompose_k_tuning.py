@@ -65,7 +65,7 @@ def search(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> Search:
         return functools.partial(by_plan, a, b, None, None, out_dtype, plan)
 
     sizes, along_k = (a.shape[0], b.shape[1], a.shape[1]), lie_along_k(a, b)
-    step = functools.partial(neighbour, itemsize=a.element_size())
+    step = functools.partial(neighbour, itemsize=a.element_size(), shared=gpu_of(a.device).shared)
     walked_from = starts(*sizes, a.dtype, a.device, along_k)
     return Search(operation_of(along_k), key(*sizes, a.dtype), walked_from, FIELDS, step, prepare)
 
@@ -81,12 +81,15 @@ def starts(
     return tuple(dict.fromkeys((chosen, kernels, tensor_cores, bmm, Plan("mm"))))
 
 
-def neighbour(plan: Plan, field: str, double: bool, itemsize: int) -> Plan | None:
-    """The plan with a field doubled or halved, or one stage more or less; None where there is no such plan."""
+def neighbour(plan: Plan, field: str, double: bool, itemsize: int, shared: int) -> Plan | None:
+    """The plan with a field doubled or halved, or one stage more or less; None where there is no such plan.
+
+    shared: bytes of shared memory that a program may use.
+    """
     value = getattr(plan, field)
     if field == "stages":
         changed = value + 1 if double else value - 1
     else:
         changed = value * 2 if double else value // 2
     plan = plan._replace(**{field: changed})
-    return plan if changed != value and is_valid(plan, itemsize) else None
+    return plan if changed != value and is_valid(plan, itemsize, shared) else None

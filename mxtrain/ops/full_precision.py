@@ -1,7 +1,7 @@
 """Matrix products with fp32 sums, whatever PyTorch is set to.
 
-PyTorch lets cuBLAS round fp32 operands to TF32, and add up partial sums in bf16 or fp16 where it splits a product. On a
-CPU that multiplies bf16 itself, it lets oneDNN round fp32 operands to bf16
+PyTorch lets cuBLAS round fp32 operands to TF32, add up partial sums in bf16 or fp16 where it splits a product, and sum
+all products of fp16 operands in fp16. On a CPU that multiplies bf16 itself, it lets oneDNN round fp32 operands to bf16
 (``torch.set_float32_matmul_precision("medium")``).
 """
 
@@ -9,14 +9,17 @@ import contextlib
 
 import torch
 
-# {dtype of the operands: (where the setting is, its name, forbidden values, value to use instead)}
+# {dtype of the operands: settings, each as (where it is, its name, forbidden values, value to use instead)}
 _CUDA, _CPU = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 _ON_CUDA = {
-    torch.float32: (_CUDA, "fp32_precision", ("tf32",), "ieee"),
-    torch.bfloat16: (_CUDA, "allow_bf16_reduced_precision_reduction", (True,), False),
-    torch.float16: (_CUDA, "allow_fp16_reduced_precision_reduction", (True,), False),
+    torch.float32: ((_CUDA, "fp32_precision", ("tf32",), "ieee"),),
+    torch.bfloat16: ((_CUDA, "allow_bf16_reduced_precision_reduction", (True,), False),),
+    torch.float16: (
+        (_CUDA, "allow_fp16_reduced_precision_reduction", (True,), False),
+        (_CUDA, "allow_fp16_accumulation", (True,), False),
+    ),
 }
-_ON_CPU = {torch.float32: (_CPU, "fp32_precision", ("bf16", "tf32"), "ieee")}
+_ON_CPU = {torch.float32: ((_CPU, "fp32_precision", ("bf16", "tf32"), "ieee"),)}
 _UNCHANGED = contextlib.nullcontext()
 
 
@@ -27,7 +30,7 @@ def full_precision(a: torch.Tensor) -> contextlib.AbstractContextManager:
     """
     if is_full_precision(a.dtype, a.is_cuda):
         return _UNCHANGED
-    return _set(*_to_change(a.dtype, a.is_cuda))
+    return _set(_to_change(a.dtype, a.is_cuda))
 
 
 @torch.compiler.assume_constant_result
@@ -36,13 +39,13 @@ def is_full_precision(dtype: torch.dtype, is_cuda: bool) -> bool:
 
     To ``torch.compile`` the answer is a constant: a compiled graph keeps to the settings that it was traced under.
     """
-    return _to_change(dtype, is_cuda) is None
+    return not _to_change(dtype, is_cuda)
 
 
 def sum_bf16_products_in_fp32() -> None:
     """Set PyTorch so that all bf16 products of this process have fp32 sums, not only those of mxtrain."""
-    settings, name, _, wanted = _ON_CUDA[torch.bfloat16]
-    setattr(settings, name, wanted)
+    for settings, name, _, wanted in _ON_CUDA[torch.bfloat16]:
+        setattr(settings, name, wanted)
 
 
 def wide_product(matmul, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -55,20 +58,21 @@ def wide_product(matmul, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return matmul(a, b)
 
 
-def _to_change(dtype: torch.dtype, is_cuda: bool) -> tuple | None:
-    """Where the setting is that allows less than fp32, its name, and the value to use instead; None if none does."""
-    setting = (_ON_CUDA if is_cuda else _ON_CPU).get(dtype)
-    if setting is None:
-        return None
-    settings, name, unwanted, wanted = setting
-    return (settings, name, wanted) if getattr(settings, name) in unwanted else None
+def _to_change(dtype: torch.dtype, is_cuda: bool) -> list[tuple]:
+    """The settings that allow less than fp32: where each is, its name, and the value to use instead."""
+    found = (_ON_CUDA if is_cuda else _ON_CPU).get(dtype, ())
+    return [
+        (settings, name, wanted) for settings, name, unwanted, wanted in found if getattr(settings, name) in unwanted
+    ]
 
 
 @contextlib.contextmanager
-def _set(settings, name: str, value: str | bool):
-    before = getattr(settings, name)
-    setattr(settings, name, value)
+def _set(changes: list[tuple]):
+    before = [(settings, name, getattr(settings, name)) for settings, name, _ in changes]
     try:
+        for settings, name, value in changes:
+            setattr(settings, name, value)
         yield
     finally:
-        setattr(settings, name, before)
+        for settings, name, value in before:
+            setattr(settings, name, value)

@@ -1,4 +1,4 @@
-"""What this machine supports, and the execution mode that follows. Every capability check is here."""
+"""What this machine supports, and the execution mode that follows."""
 
 import functools
 import os
@@ -14,7 +14,8 @@ MODES = ("native", "emulated", "reference")
 
 # Triton is installed on Linux only.
 HAS_TRITON = find_spec("triton") is not None
-_INTERPRETS_TRITON = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+# Triton's own reading of the variable. Importing Triton for it would take longer than the rest of this package.
+_INTERPRETS_TRITON = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "y", "on")
 
 
 class ModeSupport(NamedTuple):

@@ -55,7 +55,7 @@ def mxnorm_cast(
         ConfigError: for an unknown p, recipe, estimator, scale_rounding or mode, or a mode that this hardware lacks.
         ValueError: for a dtype or last dimension that cannot be cast.
     """
-    recipe = get_recipe(recipe, scale_rounding).fprop
+    recipe = get_recipe(get_recipe(recipe).fprop, scale_rounding=scale_rounding).fprop
     estimate = RMSEstimate.for_recipe(recipe, p, estimator, eps)
     mode = resolve_mode(mode, x.device.type)
     if recipe.format is None:

@@ -47,6 +47,7 @@ def get_recipes(
     parsed = [_parse("recipe", recipe), *(_parse(f"recipes.{pattern!r}", spec) for pattern, spec in recipes.items())]
     given = {name: value for name, value in switches.items() if value is not None}
     for switch, value in given.items():
+        require_one_of("setting of a recipe", switch, SWITCHES)
         _check_switch(switch, value, parsed)
     default, *others = (_with_switches(recipe, given) for recipe in parsed)
     return default, dict(zip(recipes, others))

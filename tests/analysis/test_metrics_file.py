@@ -113,7 +113,8 @@ def test_rows_wait_while_the_disk_is_full_and_no_row_is_torn(tmp_path, full_disk
     assert steps(path) == [1, 2, 3, 4] and len(path.read_bytes().splitlines()) == 4
 
 
-def test_rows_wait_while_the_file_cannot_be_opened(tmp_path):
+@pytest.mark.parametrize("another_row", [True, False])
+def test_rows_wait_while_the_file_cannot_be_opened(tmp_path, another_row):
     path = tmp_path / "run" / "metrics.jsonl"
     write(path, [{"step": s, "loss": 9.0} for s in range(1, 6)])
     moved = path.parent.rename(tmp_path / "moved")
@@ -121,8 +122,12 @@ def test_rows_wait_while_the_file_cannot_be_opened(tmp_path):
     writer = MetricsWriter(path, steps_done=2)
     with pytest.raises(OSError):
         writer.write({"step": 3, "loss": 5.0})
+    with pytest.raises(OSError):
+        writer.close()
     path.parent.unlink()
     moved.rename(path.parent)
-    writer.write({"step": 4, "loss": 5.0})
+    if another_row:
+        writer.write({"step": 4, "loss": 5.0})
     writer.close()
-    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(1, 9.0), (2, 9.0), (3, 5.0), (4, 5.0)]
+    expected = [(1, 9.0), (2, 9.0), (3, 5.0), (4, 5.0)][: None if another_row else -1]
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == expected

@@ -109,6 +109,12 @@ def test_a_summary_gives_the_address_of_a_wandb_run_or_the_upload_command(tmp_pa
     assert "tb/w" in summary(make_run(tmp_path / "c", [9.0], wandb={**wandb, "url": None}))
 
 
+def test_a_summary_without_run_json_has_no_details(tmp_path, without_picture):
+    run = make_run(tmp_path / "a", [9.0, 8.0])
+    (run / "run.json").unlink()
+    assert summary(run).splitlines()[0].split() == ["run", "a"]
+
+
 def test_a_summary_counts_the_devices(tmp_path, without_picture):
     assert "3,012 per device, 24,099 on 8" in summary(make_run(tmp_path / "a", [9.0], world_size=8))
 

@@ -245,6 +245,7 @@ def test_a_run_that_cannot_start_keeps_its_folder(stand_in, capfd):
     assert cli.main(["compare", "--resume", "c"]) == 1
     out, _ = capfd.readouterr()
     assert "FAILED: checkpoint.folder: " in out and "is not a folder" in out and not (stand_in / "set_aside").exists()
+    assert '"status": 2' in path.read_text()
 
 
 def test_only_signals_that_kill_when_they_come_again_are_said_to(tmp_path, capfd):

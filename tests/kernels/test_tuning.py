@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -126,6 +128,15 @@ def test_what_is_saved_is_found_again(cache):
     assert [path.name for path in (cache / "op").iterdir()] == ["NVIDIA_H200.json"]
     file_of(OPERATION, "NVIDIA H200").unlink()
     assert tuned_plans.tuned_plans(OPERATION, "NVIDIA H200") == {}, "read once per process"
+
+
+def test_no_process_writes_while_another_one_does(monkeypatch):
+    """Every process reads the file, and writes it with one shape more."""
+    replace, keys = tuned_plans.replace, [str(number) for number in range(8)]
+    monkeypatch.setattr(tuned_plans, "replace", lambda *args: (time.sleep(0.01), replace(*args)))
+    with ThreadPoolExecutor(len(keys)) as pool:  # every call opens the folder anew, as another process would
+        list(pool.map(lambda key: save(OPERATION, "gpu", key, entry(1)), keys))
+    assert tuned_plans.tuned_plans(OPERATION, "gpu").keys() == set(keys)
 
 
 def test_what_another_process_saved_meanwhile_is_kept():

@@ -15,6 +15,7 @@ from mxtrain import (
     MXNormLinear,
     Recipe,
     decompose_k_mm,
+    layer_norm,
     mxnorm_cast,
     norm_constant,
     rms_norm,
@@ -166,6 +167,19 @@ def test_float64_does_not_mix_with_other_dtypes(autocast, of_x, of_weight):
                 call(x)
         with pytest.raises(ValueError, match=message):
             linear(MXNorm(D, **settings).to(of_x)(x))
+
+
+def test_fused_norms_take_float64_vectors_with_float64_rows_only():
+    x, vector = ones(4, D), ones(D, dtype=torch.float64)
+    message = "^{} of float64 with x of torch.float32: kernels compute x in fp32; expected x of float64$"
+    for call, name in (
+        (lambda: rms_norm(x, vector), "weight"),
+        (lambda: layer_norm(x, None, vector), "bias"),
+        (lambda: rms_norm(x, residual=x.double()), "residual"),
+    ):
+        with pytest.raises(ValueError, match=message.format(name)):
+            call()
+    assert rms_norm(x.double(), vector).dtype == rms_norm(x.double(), ones(D)).dtype == torch.float64
 
 
 def test_autocast_to_float16():

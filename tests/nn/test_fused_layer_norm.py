@@ -6,6 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from fused_norm_checks import assert_rounded_once, doubles, gradients, noting_backend
 from layer_checks import assert_near, draw
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxtrain.nn.fused_layer_norm as module
 from mxtrain import ConfigError, FusedLayerNorm, layer_norm
@@ -74,6 +75,15 @@ def test_dtypes_are_those_of_f_layer_norm(autocast):
     grads = [torch.autograd.grad(y.float().square().sum(), tensors[:3]) for y in results]
     assert [t.dtype for t in (results[0], *grads[0])] == [t.dtype for t in (results[1], *grads[1])]
     torch.testing.assert_close(*results, rtol=torch.finfo(results[1].dtype).eps * 2, atol=1e-2)
+
+
+def test_the_sum_with_a_residual_keeps_its_dtype_under_autocast(monkeypatch):
+    """As in compiled models. Autocast on a GPU casts x and not the residual stream."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: True)
+    with FakeTensorMode():
+        x = torch.ones(2, D, dtype=torch.bfloat16, device="cuda")
+        y, total = layer_norm(x, torch.ones(D, device="cuda"), residual=x)
+    assert (y.dtype, total.dtype) == (torch.float32, torch.bfloat16)
 
 
 def test_only_needed_gradients_are_computed(monkeypatch):

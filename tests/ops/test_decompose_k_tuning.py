@@ -13,7 +13,7 @@ if not HAS_TRITON:
 import triton
 
 from mxtrain.kernels import tuning
-from mxtrain.kernels.router.decompose_k_plan import ROUTES, Plan, choose, is_valid, kernel_plan
+from mxtrain.kernels.router.decompose_k_plan import ROUTES, SHARED_BYTES, Plan, choose, is_valid, kernel_plan
 from mxtrain.kernels.tuned_plans import tuned_plans
 from mxtrain.ops import decompose_k_tuning
 from mxtrain.ops.decompose_k_tuning import FIELDS, neighbour, starts, tune
@@ -25,13 +25,14 @@ gpu_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU
 
 def test_neighbours():
     def step(field, double, plan=GOOD):
-        return neighbour(plan, field, double, 2)
+        return neighbour(plan, field, double, 2, SHARED_BYTES)
 
     assert step("splits", True) == GOOD._replace(splits=16)
     assert step("splits", False, GOOD._replace(splits=1)) is None
     assert step("stages", True) == GOOD._replace(stages=4) and step("stages", False) == GOOD._replace(stages=2)
     assert step("block_m", False) == GOOD._replace(block_m=16)
     assert step("block_m", False, GOOD._replace(block_m=16)) is None
+    assert neighbour(GOOD, "stages", True, 2, 3 * 2 * 128 * (32 + 64)) is None, "too little shared memory"
     assert step("splits", True, Plan("bmm", 8)) == Plan("bmm", 16) and step("splits", False, Plan("bmm", 2)) is None
     for field, double in itertools.product(FIELDS, (True, False)):
         other = step(field, double)

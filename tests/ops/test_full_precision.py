@@ -17,6 +17,7 @@ CASES = [
     (torch.float32, "fp32_precision", "tf32", "ieee"),
     (torch.bfloat16, "allow_bf16_reduced_precision_reduction", True, False),
     (torch.float16, "allow_fp16_reduced_precision_reduction", True, False),
+    (torch.float16, "allow_fp16_accumulation", True, False),
 ]
 
 pytestmark = pytest.mark.usefixtures("device", "restored")

@@ -104,6 +104,10 @@ def test_signature_is_the_documented_one():
         ({"recipe": "unquantized"}, "no format to cast to"),
         ({"estimator": "median"}, "estimator = 'median'"),
         ({"scale_rounding": "nearest"}, "scale_rounding = 'nearest'"),
+        (
+            {"recipe": "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8", "scale_rounding": "floor"},
+            "scale_rounding = 'floor' does not apply to recipe 'nvfp4'",
+        ),
         ({"mode": "fast"}, "mode = 'fast'"),
         ({"eps": -1}, "eps = -1"),
     ],

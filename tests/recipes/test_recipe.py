@@ -123,6 +123,7 @@ def test_switches_in_effect_come_from_the_gemms_that_they_change():
         (lambda: RMSEstimate(2, "exact", float("nan"), 32), r"eps = nan is not a finite number"),
         (lambda: RMSEstimate(2, "exact", float("inf"), 32), r"eps = inf is not a finite number"),
         (lambda: RMSEstimate.for_recipe(RECIPES["unquantized"], 2, "post_round"), r"'unquantized' has none"),
+        (lambda: get_recipe("mxfp8", hadamrd=True), r"setting of a recipe = 'hadamrd' is not one of: 'scale_rounding'"),
         (lambda: get_recipe(8), r"^recipe = 8 is not one of: 'mxfp8'"),
         (
             lambda: get_recipe("fprob=nvfp4, dgrad=mxfp8, wgrad=mxfp8"),

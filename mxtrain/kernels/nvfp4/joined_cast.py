@@ -124,6 +124,8 @@ def _checked_cast(parts, axis, dims, scales, signs, draws, column_factor):
         _check_scales(of_dim, parts)
     if signs is not None:
         check_number("signs", signs, torch.int64, device)
+    if draws and len(draws) != len(parts):
+        raise ValueError(f"{len(draws)} draws for {len(parts)} parts: expected one for each, or None")
     for part, bits in zip(parts, draws):
         check_vector("draws", bits, len(Draws), device, (torch.int64,))
         if part.numel() > MAX_ELEMENTS:

@@ -77,6 +77,7 @@ class Numerics:
         }
         self._watched_norms = {fqn for fqn in self._norms if is_watched(fqn, fqns)}
         self._found: dict[tuple[str, str], Totals] = {}
+        self._seen: set[str] = set()
         # By the tensor that a linear gets; of a norm's result, by its rho, which is new in every forward.
         self._estimates, self._inputs = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self._pending: dict[str, tuple[Input, torch.Tensor | None]] = {}  # with signs; by linear
@@ -111,11 +112,13 @@ class Numerics:
             stack.enter_context(_without_wgrad(self._parts))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for fqn, module in self._norms.items():
-                handle = module.register_forward_hook(partial(self._after_norm, fqn), prepend=True)
+                after = partial(self._after_norm, fqn)
+                handle = module.register_forward_hook(after, prepend=True, with_kwargs=True)
                 stack.callback(handle.remove)
             for fqn, module in self._linears.items():
                 # Before the hooks of tensor parallelism, which make DTensors of the results.
-                handle = module.register_forward_hook(partial(self._after_linear, fqn), prepend=True)
+                after = partial(self._after_linear, fqn)
+                handle = module.register_forward_hook(after, prepend=True, with_kwargs=True)
                 stack.callback(handle.remove)
             yield
             self._measure_casts()
@@ -131,23 +134,29 @@ class Numerics:
 
     def _is_new(self, fqn: str) -> bool:
         """Whether this is a module's first forward: not another chunk, nor one that checkpointing repeats."""
-        return not Stage.finds_shapes and fqn not in self._seen and not self._seen.add(fqn)
+        if Stage.finds_shapes or fqn in self._seen:
+            return False
+        self._seen.add(fqn)
+        return True
 
     @torch.no_grad()
-    def _after_norm(self, fqn: str, norm: MXNorm, args: tuple, result: NormedInput | torch.Tensor) -> None:
+    def _after_norm(
+        self, fqn: str, norm: MXNorm, args: tuple, kwargs: dict, result: NormedInput | torch.Tensor
+    ) -> None:
         if norm.is_plain:
             return
         self._estimates[result.rho] = norm.estimate
         if fqn in self._watched_norms and self._is_new(fqn):
-            rows = args[0].reshape(-1, args[0].shape[-1])
+            (x,) = *args, *kwargs.values()
+            rows = x.reshape(-1, x.shape[-1])
             if len(index := sampled_tokens(len(rows), self.tokens, rows.device)):
                 self._found[fqn, NORM] = norm_totals(rows[index], norm.estimate, norm.recipe.fprop)
 
     @torch.no_grad()
-    def _after_linear(self, fqn: str, linear: QuantizedLinear, args: tuple, y: torch.Tensor) -> None:
+    def _after_linear(self, fqn: str, linear: QuantizedLinear, args: tuple, kwargs: dict, y: torch.Tensor) -> None:
         if not y.requires_grad or linear.layer_state.is_plain or not self._is_new(fqn):
             return
-        (x,) = args
+        (x,) = *args, *kwargs.values()
         rows = x.x if isinstance(x, NormedInput) else x.reshape(-1, x.shape[-1])
         index = sampled_tokens(len(rows), self.tokens, rows.device)
         if len(index):

@@ -7,6 +7,7 @@ from kernel_checks import assert_same_bits, draw, kernel_tests, poisoned_memory,
 from mxtrain.kernels.nvfp4.cast import nvfp4_cast
 from mxtrain.kernels.nvfp4.joined_cast import nvfp4_joined_cast, nvfp4_joined_weight
 from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
+from mxtrain.rng.rounding_position import Draws
 
 pytestmark = kernel_tests
 
@@ -60,3 +61,13 @@ def test_wrong_parts(shape, scales, message):
         nvfp4_joined_weight(parts, scales)
     with pytest.raises(ValueError, match=message):
         nvfp4_joined_cast(parts, 0, {1: scales})
+
+
+def test_every_part_needs_its_draws_and_there_is_a_part():
+    parts, scales, draws = [draw(16, 16)] * 2, [scale(0)] * 2, torch.zeros(len(Draws), dtype=torch.int64)
+    for given in ([draws], [draws] * 3):
+        with pytest.raises(ValueError, match=f"^{len(given)} draws for 2 parts: expected one for each, or None$"):
+            nvfp4_joined_cast(parts, 0, {1: scales}, draws=given)
+    for call in (lambda: nvfp4_joined_cast([], 0, {1: []}), lambda: nvfp4_joined_weight([], [])):
+        with pytest.raises(ValueError, match="^no parts: expected one matrix or more$"):
+            call()
