@@ -12,7 +12,8 @@ import tomli
 import tomli_w
 
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import CONFIG_FILE, replace_file
+from mxtrain.files import replace_file
+from mxtrain.run_folder.files import CONFIG_FILE
 
 _PACKAGE = Path(__file__).parent
 

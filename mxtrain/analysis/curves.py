@@ -66,8 +66,8 @@ def curve(run: Run, x: XAxis = "step") -> Curve:
 
 def events(run: Run, x: XAxis = "step") -> list[tuple[float, str]]:
     """Return where on ``x`` the events of a run are, and their texts. ``x`` must be logged, as for ``curve``."""
-    steps = _column(run.training, "step")
-    return [(float(np.interp(row["step"], steps, curve(run, x).x)), row[EVENT]) for row in run.events]
+    steps, along = _column(run.training, "step"), curve(run, x).x
+    return [(float(np.interp(row["step"], steps, along)), row[EVENT]) for row in run.events]
 
 
 def window(curve: Curve, points: int | None) -> int:

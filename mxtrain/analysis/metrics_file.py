@@ -19,7 +19,8 @@ import os
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import METRICS_FILE, reason, replace_file
+from mxtrain.files import reason, replace_file
+from mxtrain.run_folder.files import METRICS_FILE
 
 EVENT = "event"
 """Key of the text in an event row"""

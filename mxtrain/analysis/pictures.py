@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import reason, replace_file
+from mxtrain.files import reason, replace_file
 
 
 def literal(name: str) -> str:

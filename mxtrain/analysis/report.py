@@ -9,7 +9,7 @@ from mxtrain.analysis.report_figures import curves_figure, rates_figure
 from mxtrain.analysis.results import Result
 from mxtrain.analysis.spikes import RULE
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import reason, replace_file
+from mxtrain.files import reason, replace_file
 
 MARKDOWN_FILE, HTML_FILE = "report.md", "report.html"
 

@@ -12,7 +12,7 @@ from mxtrain.analysis.pairing import HASH_DIGITS
 from mxtrain.analysis.runs import Run
 from mxtrain.analysis.spikes import spikes
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import reason
+from mxtrain.files import reason
 
 COLUMNS = (
     "date", "model", "flavor", "variant", "lr", "seed", "steps", "tokens", "validation", "validation_step",

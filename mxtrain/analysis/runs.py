@@ -11,7 +11,8 @@ import tomli
 
 from mxtrain.analysis.metrics_file import EVENT, metrics_of_run
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import CONFIG_FILE, DATA_FILE, FACTS_FILE, METRICS_FILE, reason
+from mxtrain.files import reason
+from mxtrain.run_folder.files import CONFIG_FILE, DATA_FILE, FACTS_FILE, METRICS_FILE
 from mxtrain.run_folder.interrupted import STEPS
 
 # Types of the facts that tables and plots use. Any may be missing or null.

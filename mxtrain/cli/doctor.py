@@ -1,4 +1,4 @@
-"""``mxtrain doctor``: describe this machine, how each recipe runs on it, and which kernels a norm or router runs."""
+"""``mxtrain doctor``: describe this machine, the modes that run on it, and which kernels a norm or router runs."""
 
 import os
 import platform
@@ -28,7 +28,7 @@ NORMS = {"rms": "RMSNorm", "layer": "LayerNorm"}
 
 def report() -> str:
     """Return the report as text."""
-    sections = {"versions": versions(), "devices": devices(), "execution modes": modes(), "recipes": recipes()}
+    sections = {"versions": versions(), "devices": devices(), "execution modes": modes()}
     sections["norm and cast, bf16, {} x {}".format(*TIMED_SHAPE)] = estimators()
     return "\n\n".join(table(title, rows) for title, rows in sections.items())
 
@@ -60,15 +60,9 @@ def devices() -> list[tuple[str, str]]:
 
 
 def modes() -> list[tuple[str, str]]:
-    """Return (mode, whether it runs here and why) of every execution mode."""
-    return [(s.mode, f"{'yes' if s.available else 'no'}: {s.reason}") for s in describe_modes()]
-
-
-def recipes() -> list[tuple[str, str]]:
-    """Return (recipe, the mode that ``mode = "auto"`` picks here and why) of every recipe."""
-    mode = resolve_mode("auto")
-    reason = next(s.reason for s in describe_modes() if s.mode == mode)
-    return [(name, f"{mode} on {default_device_type()}: {reason}") for name in RECIPES]
+    """Return (mode, whether it runs here and why) of every execution mode, and before them the one "auto" takes."""
+    supports = [(s.mode, f"{'yes' if s.available else 'no'}: {s.reason}") for s in describe_modes()]
+    return [("auto", f"{resolve_mode('auto')} on {default_device_type()}, whatever the recipe"), *supports]
 
 
 def estimators() -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from mxtrain.analysis.curves import XAxis, curve, notes
 from mxtrain.analysis.heat_maps import draw_numerics
 from mxtrain.analysis.labels import names
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import NUMERICS_FILE
+from mxtrain.run_folder.files import NUMERICS_FILE, PICTURE_FILE
 
 
 def draw(folders: list[str], output: Path | None, baseline: str | None, smooth: int | None, x: XAxis) -> str:
@@ -38,7 +38,7 @@ def draw(folders: list[str], output: Path | None, baseline: str | None, smooth: 
         raise ConfigError(f"none of the {len(folders)} folders holds a run that can be drawn")
     for line in notes(runs, names(runs)):
         print(f"mxtrain: note: {line}", file=sys.stderr)
-    path = output or (runs[0].folder / "loss.png" if len(runs) == 1 else Path("loss.png"))
+    path = output or (runs[0].folder / PICTURE_FILE if len(runs) == 1 else Path(PICTURE_FILE))
     return f"{table(runs)}\nloss curves: {plot(runs, path, compared, smooth, x)}"
 
 

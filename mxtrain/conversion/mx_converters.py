@@ -18,7 +18,7 @@ from mxtrain.nn.mxnorm import MXNormLinear
 from mxtrain.nn.three_gemms import check_features
 from mxtrain.ops.hardware import MODES, check_mode, default_device_type, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, get_recipes
-from mxtrain.recipes.recipe import HIGH_PRECISION, LinearRecipe
+from mxtrain.recipes.recipe import HIGH_PRECISION, LinearRecipe, recipe_of_norm
 from mxtrain.recipes.rms_estimate import RMSEstimate
 
 # Dtypes of parameters that every recipe takes.
@@ -224,8 +224,7 @@ class MXNormConverter(MXLinearConverter):
         for linear in linears:
             with self._advice(survey, linear):
                 RMSEstimate.for_recipe(recipe_of[linear].fprop, self.p, self.estimator)
-        # The linears agree on fprop. If any of them transforms its wgrad operands, the norm draws the signs for all.
-        recipe = max((recipe_of[linear] for linear in linears), key=lambda recipe: recipe.needs_signs)
+        recipe = recipe_of_norm([recipe_of[linear] for linear in linears])
         # A norm that is called for each of its linears gives each of them other rows.
         grouped = self.group_linears and len(linears) > 1 and survey.uses.calls[fqn] == 1
         norm = ToMXNorm(

@@ -14,7 +14,7 @@ from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.seeded import Seeded
 from mxtrain.nn.three_gemms import QuantizedLinear, check_features
 from mxtrain.recipes.layer_state import LayerState, Timeline
-from mxtrain.recipes.recipe import GEMMS, HIGH_PRECISION, RECIPES, LinearRecipe, Recipe
+from mxtrain.recipes.recipe import GEMMS, HIGH_PRECISION, RECIPES, LinearRecipe, Recipe, recipe_of_norm
 from mxtrain.recipes.rms_estimate import RMSEstimate
 from mxtrain.recipes.schedule import NORM_KEYS, Change, Entry
 
@@ -204,8 +204,7 @@ class _Planner:
                 f"{_entries(active)} gives the linears behind {norm} different recipes of fprop ({fprops}): name all "
                 "of them"
             )
-        # As in the conversion: if any linear transforms its operands of wgrad, the norm draws the signs for all.
-        recipe = max(fed, key=lambda recipe: recipe.needs_signs)
+        recipe = recipe_of_norm(fed)
         with _named(active, norm):
             estimate = RMSEstimate.for_recipe(recipe.fprop, now["p"], now["estimator"], module.estimate.eps)
         return LayerState(recipe, estimate)

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from mxtrain.errors import ConfigError, require_positive_integer
+from mxtrain.files import reason
 from mxtrain.hugging_face.pretrained import Pretrained
-from mxtrain.run_folder.files import reason
 
 _BYTES_PER_CHARACTER = 4  # in UTF-8, at most
 

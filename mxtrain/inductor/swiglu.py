@@ -77,9 +77,9 @@ def _fuse_backward(graph: Graph, gradient: _Gradient, products: dict, backward: 
     """Fuse the casts of dgate and dup, and the cast of h along columns if there is one; return the casts replaced."""
     (dh,) = gradient.factors & backward
     (up,) = gradient.factors - backward
-    gate, (cast, *others) = gradient.gate, gradient.casts
+    gate, (cast, *more) = gradient.gate, gradient.casts
     dup = gradient.dup or products.get((gate, dh))
-    if others or dup is None or (dup.gate, dup.factor) != (gate, dh):
+    if more or dup is None or (dup.gate, dup.factor) != (gate, dh):
         return set()
     casts = [cast, *dup.casts]
     along_rows, along_columns, rounding, form = settings = cast.args[-4:]
@@ -94,15 +94,15 @@ def _fuse_backward(graph: Graph, gradient: _Gradient, products: dict, backward: 
     first = min([*casts, *h], key=place.__getitem__)
     if any(place[n] > place[first] for n in (dh, gate, up)):
         return set()
-    others = (along_rows, along_columns, bool(h), gradient.dup is not None, rounding, form)
-    _replace(graph, ours.swiglu_backward_cast.default, (dh, gate, up), others, [*casts, *h], first)
+    settings = (along_rows, along_columns, bool(h), gradient.dup is not None, rounding, form)
+    _replace(graph, ours.swiglu_backward_cast.default, (dh, gate, up), settings, [*casts, *h], first)
     return {*casts, *h}
 
 
-def _replace(graph: Graph, op, matrices: Iterable[Node], others: tuple, casts: list[Node], before: Node) -> None:
+def _replace(graph: Graph, op, matrices: Iterable[Node], settings: tuple, casts: list[Node], before: Node) -> None:
     """Insert ``op`` before a node. Its results replace the results of ``casts``, in their order."""
     with graph.inserting_before(before):
-        new = graph.call_function(op, (*(as_matrix(graph, m) for m in matrices), *others))
+        new = graph.call_function(op, (*(as_matrix(graph, m) for m in matrices), *settings))
     # The first cast's metadata tells the partitioner whether the call is part of the backward, and may be kept.
     describe_call(new, casts[0], [value for cast in casts for value in cast.meta["val"]])
     first = 0

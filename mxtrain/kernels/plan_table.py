@@ -7,7 +7,6 @@ that the row had before. ``scripts/bench/write_plans.py`` writes the files.
 
 import csv
 import functools
-import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from mxtrain.files import replace_file
 from mxtrain.kernels.device import shared_memory, sm_count
 
 FOLDER = Path(__file__).with_name("plans")
@@ -96,7 +96,7 @@ def rows_of(operation: Operation, table: str | None) -> tuple[Row, ...]:
 
 
 @functools.lru_cache(4096)
-def find(operation: Operation, table: str | None, sizes: Sequence[int]) -> Row | None:
+def find(operation: Operation, table: str | None, sizes: tuple[int, ...]) -> Row | None:
     """The first row of an operation's table whose ranges hold these sizes."""
     return next((row for row in rows_of(operation, table) if row.holds(sizes)), None)
 
@@ -128,15 +128,8 @@ def write(operation: Operation, path: Path, rows: Iterable[Row], comment: str) -
     lines = [_columns(operation), *(_formatted(row) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines)]
     texts = [", ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines]
-    replace(path, "\n".join([*(f"# {line}" for line in comment.splitlines()), *texts, ""]))
-
-
-def replace(path: Path, text: str) -> None:
-    """Write a file so that another process sees either the old text or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_suffix(f".{os.getpid()}.tmp")
-    written.write_text(text)
-    os.replace(written, path)
+    replace_file(path, "\n".join([*(f"# {line}" for line in comment.splitlines()), *texts, ""]).encode())
 
 
 def _columns(operation: Operation) -> list[str]:

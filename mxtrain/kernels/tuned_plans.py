@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mxtrain.cache import cache_folder
-from mxtrain.kernels.plan_table import Operation, folder_name, replace
+from mxtrain.files import replace_file
+from mxtrain.kernels.plan_table import Operation, folder_name
 
 
 class Entry(NamedTuple):
@@ -44,7 +45,7 @@ def save(operation: Operation, gpu_name: str, key: str, entry: Entry) -> None:
     with _locked(path.parent):
         entries = {**_read(operation, path), key: entry}
         texts = {key: {**entry._asdict(), "version": operation.version} for key, entry in sorted(entries.items())}
-        replace(path, json.dumps(texts, indent=1))
+        replace_file(path, json.dumps(texts, indent=1).encode())
     tuned_plans.cache_clear()
 
 

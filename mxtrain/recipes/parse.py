@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.recipes.recipe import FLAGS, GEMMS, RECIPES, LinearRecipe, MixedRecipe, Recipe
+from mxtrain.recipes.recipe import FLAGS, GEMMS, RECIPES, LinearRecipe, Recipe, linear_recipe
 
 # Settings that override a recipe, in the TOML and in ``mxtrain.convert``, and the GEMMs that each one changes.
 _CHANGES = {
@@ -98,7 +98,7 @@ def _parse(field: str, spec: str | LinearRecipe) -> LinearRecipe:
     of_gemm = parse_gemms(field, spec)
     if missing := [gemm for gemm in GEMMS if gemm not in of_gemm]:
         raise ConfigError(f"{field} = {spec!r} says nothing of {' and '.join(missing)}; name all of {', '.join(GEMMS)}")
-    return _linear_recipe(**of_gemm)
+    return linear_recipe(**of_gemm)
 
 
 def _changed(recipe: LinearRecipe, gemms: tuple[str, ...]) -> list[Recipe]:
@@ -123,8 +123,4 @@ def _check_switch(switch: str, value, recipes: list[LinearRecipe]) -> None:
 def _with_switches(recipe: LinearRecipe, given: dict) -> LinearRecipe:
     if not given:
         return recipe
-    return _linear_recipe(*(with_switches(r, given) for r in recipe.gemms))
-
-
-def _linear_recipe(fprop: Recipe, dgrad: Recipe, wgrad: Recipe) -> LinearRecipe:
-    return fprop if fprop == dgrad == wgrad else MixedRecipe(fprop, dgrad, wgrad)
+    return linear_recipe(*(with_switches(r, given) for r in recipe.gemms))

@@ -1,5 +1,6 @@
 """Recipes: which format each GEMM of a linear layer casts its operands to."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
@@ -160,6 +161,19 @@ class MixedRecipe(LinearRecipe):
 
     def __str__(self) -> str:
         return ", ".join(f"{gemm}={recipe}" for gemm, recipe in zip(GEMMS, self.gemms))
+
+
+def linear_recipe(fprop: Recipe, dgrad: Recipe, wgrad: Recipe) -> LinearRecipe:
+    """Return the recipe of a linear with these recipes of its GEMMs."""
+    return fprop if fprop == dgrad == wgrad else MixedRecipe(fprop, dgrad, wgrad)
+
+
+def recipe_of_norm(fed: Sequence[LinearRecipe]) -> LinearRecipe:
+    """Return the recipe of a norm that feeds linears with these recipes, which agree on fprop.
+
+    If any linear transforms its wgrad operands, the norm draws the signs for all.
+    """
+    return max(fed, key=lambda recipe: recipe.needs_signs)
 
 
 _NVFP4 = Recipe(

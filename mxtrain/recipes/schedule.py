@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from mxtrain.errors import ConfigError
 from mxtrain.recipes.parse import parse_gemms, with_switches
-from mxtrain.recipes.recipe import GEMMS, LinearRecipe, MixedRecipe, Recipe
+from mxtrain.recipes.recipe import GEMMS, LinearRecipe, Recipe, linear_recipe
 
 RMSNORM = "rmsnorm"
 NORM_KEYS = ("p", "estimator", "norm")
@@ -76,7 +76,7 @@ class Change:
         for gemm in GEMMS:
             recipe = self.gemms.get(gemm, getattr(base, gemm))
             gemms.append(replace(recipe, block_size=block_size) if recipe.format is None else recipe)
-        return gemms[0] if gemms[0] == gemms[1] == gemms[2] else MixedRecipe(*gemms)
+        return linear_recipe(*gemms)
 
     def __str__(self) -> str:
         if self.norm is not None:

@@ -48,6 +48,11 @@ class Checkpoints:
             except DamagedCheckpoint as error:
                 self.problems[name] = str(error)
 
+    @property
+    def newest(self) -> Path | None:
+        """The whole checkpoint of the last step; None if there is none."""
+        return self.path(max(self.whole)) if self.whole else None
+
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
 

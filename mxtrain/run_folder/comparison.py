@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import reason, replace_file
+from mxtrain.files import reason, replace_file
 
 COMPARISON_FILE = "comparison.json"
 SET_ASIDE = "set_aside"

@@ -1,6 +1,4 @@
-"""The names of a run's files, and how a file is written whole or not at all."""
-
-from pathlib import Path
+"""The names of a run's files."""
 
 CONFIG_FILE = "config.toml"
 FACTS_FILE = "run.json"
@@ -11,25 +9,3 @@ NUMERICS_FILE = "numerics.png"
 LOG_FILE = "train.log"
 CONVERSION_FILE = "conversion.txt"
 WORKER_LOGS = "worker_logs"
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write ``content`` to ``path``. After a failure, on a full disk for example, ``path`` is as it was before.
-
-    Raises OSError.
-    """
-    written = path.with_name(path.name + ".tmp")
-    try:
-        written.write_bytes(content)
-        written.replace(path)  # atomic
-    except OSError:
-        try:
-            written.unlink(missing_ok=True)
-        except OSError:
-            pass  # the first error says more
-        raise
-
-
-def reason(error: OSError) -> str:
-    """Return the cause of ``error`` in words, such as "No space left on device"."""
-    return error.strerror or str(error)

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
+from mxtrain.files import reason
 from mxtrain.launched import is_launcher_alive
-from mxtrain.run_folder.files import reason
 
 LOCK_FILE = ".lock"
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
 
-from mxtrain.run_folder.files import reason
+from mxtrain.files import reason
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1

@@ -13,8 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from mxtrain.errors import ConfigError
+from mxtrain.files import reason
 from mxtrain.run_folder.checkpoints import DCP_METADATA, LEFTOVERS, SET_ASIDE, Checkpoints, read_whole, step_of
-from mxtrain.run_folder.files import METRICS_FILE, reason
+from mxtrain.run_folder.files import METRICS_FILE
 from mxtrain.run_folder.interrupted import interrupted_after
 from mxtrain.run_folder.manifest import MANIFEST_FILE, DamagedCheckpoint, read_manifest
 
@@ -67,8 +68,7 @@ def require_folder(name: object) -> Path:
 
 def latest_checkpoint(folder: Path, checkpoint: CheckpointSettings) -> Path | None:
     """Return the newest whole checkpoint of the run in ``folder``."""
-    saved = Checkpoints(folder / checkpoint.folder)
-    return saved.path(max(saved.whole)) if checkpoint.enable and saved.whole else None
+    return Checkpoints(folder / checkpoint.folder).newest if checkpoint.enable else None
 
 
 def resumed_step(folder: Path, checkpoint: CheckpointSettings) -> int:

@@ -42,7 +42,7 @@ CLASSES = {
         data.hf_config
     """,
     ResumeClass.REFUSED: """
-        model.name model.flavor model.converters model_args.[!m]* model_args.m[!a]* data.vocab_size quantize.*
+        model.name model.flavor model.converters model_args.* data.vocab_size quantize.*
         decompose_k_router.*
         mxnorm.p mxnorm.recipe mxnorm.recipes mxnorm.estimator mxnorm.scale_rounding mxnorm.tensor_scale
         mxnorm.weight_tiles mxnorm.hadamard mxnorm.stochastic_rounding mxnorm.high_precision_share mxnorm.eps
@@ -55,8 +55,12 @@ CLASSES = {
 
 
 def classes_of(name: str) -> list[ResumeClass]:
-    """Return the classes whose lists hold a setting: one, or none for a setting of the user's own module."""
-    return [
+    """Return the classes whose lists hold a setting: one, or none for a setting of the user's own module.
+
+    A setting that a list names is not looked for among the patterns.
+    """
+    named = [resume_class for resume_class, patterns in CLASSES.items() if name in patterns.split()]
+    return named or [
         resume_class
         for resume_class, patterns in CLASSES.items()
         if any(fnmatchcase(name, pattern) for pattern in patterns.split())

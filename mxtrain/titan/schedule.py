@@ -74,7 +74,7 @@ class RecipeSwitch:
             self._set_step(step, falls_back)
             for line in self._in_effect(step) if is_first else ():
                 terminal.note(line)
-            for text, details in self._events(step, falls_back):
+            for text, details in self._events(step):
                 terminal.note(f"step {step}: {text}{details}")
                 self._log_event(step, text)
         self._last_step, self._fell_back = step, falls_back
@@ -86,7 +86,7 @@ class RecipeSwitch:
         for part in self._parts:
             set_step(part, step, falls_back)
 
-    def _events(self, step: int, falls_back: bool) -> Iterator[tuple[str, str]]:
+    def _events(self, step: int) -> Iterator[tuple[str, str]]:
         """Yield what begins or ends with a step: a few words, and details."""
         for before, now in self._moved if self._last_step is None else ():
             if _was_in_effect(before, step) and not now.first <= step <= now.last + 1:

@@ -132,8 +132,8 @@ def test_what_is_saved_is_found_again(cache):
 
 def test_no_process_writes_while_another_one_does(monkeypatch):
     """Every process reads the file, and writes it with one shape more."""
-    replace, keys = tuned_plans.replace, [str(number) for number in range(8)]
-    monkeypatch.setattr(tuned_plans, "replace", lambda *args: (time.sleep(0.01), replace(*args)))
+    write, keys = tuned_plans.replace_file, [str(number) for number in range(8)]
+    monkeypatch.setattr(tuned_plans, "replace_file", lambda *args: (time.sleep(0.01), write(*args)))
     with ThreadPoolExecutor(len(keys)) as pool:  # every call opens the folder anew, as another process would
         list(pool.map(lambda key: save(OPERATION, "gpu", key, entry(1)), keys))
     assert tuned_plans.tuned_plans(OPERATION, "gpu").keys() == set(keys)

@@ -103,11 +103,15 @@ def test_even_damping_divides_all_rows_by_the_same_multiple_of_the_true_rms(abla
     torch.testing.assert_close(norm(x).rho, want.float(), rtol=1e-6, atol=0)
 
 
-def test_the_enlarged_rms_is_a_multiple_of_the_estimate(ablation):
-    x = rows()
-    _, estimate = squares(x)
-    ablation("enlarged_rms").convert(norm := MXNorm(96, EPS, mode="reference"))
-    torch.testing.assert_close(norm(x).rho, (1 / (1.45**2 * estimate + EPS).sqrt()).float(), rtol=1e-6, atol=0)
+@pytest.mark.parametrize(
+    ("name", "factor", "estimator"),
+    [("enlarged_rms", 1.45, "pre_round"), ("doubled_rms", 2, "pre_round"), ("rounded_rms", 1 / 1.45, "post_round")],
+)
+def test_the_rms_is_a_multiple_of_the_estimate(ablation, name, factor, estimator):
+    x, norm = rows(), MXNorm(96, EPS, mode="reference", estimator=estimator)
+    estimate = 1 / norm(x).rho.double() ** 2 - EPS
+    ablation(name).convert(norm)
+    torch.testing.assert_close(norm(x).rho, (1 / (factor**2 * estimate + EPS).sqrt()).float(), rtol=2e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)

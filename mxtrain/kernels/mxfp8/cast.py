@@ -35,7 +35,7 @@ DIMS = ((1,), (0,), (1, 0), (0, 1))
 
 
 @triton.jit
-def along_rows(
+def cast_along_rows(
     x, first_row, column, offsets, mask, end_row, end_column, columns, data_ptr, scales_ptr,
     FORM: tl.constexpr, RCEIL: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -62,14 +62,14 @@ def along_rows(
 
 
 @triton.jit
-def along_columns(
+def cast_along_columns(
     x, first_row, column, offsets, mask, end_row, end_column, rows, data_ptr, scales_ptr,
     FORM: tl.constexpr, RCEIL: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile in blocks of 32 rows. Store an image at ``offsets``, and codes and scales transposed.
 
-    Arguments as for ``along_rows``; ``rows`` is the height of the whole result.
+    Arguments as for ``cast_along_rows``; ``rows`` is the height of the whole result.
     """
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS // 32, 32, COLUMNS))
@@ -123,12 +123,12 @@ def _cast_kernel(
         rows, columns = rows + rows_before, columns + columns_before
         offsets = ((row + rows_before) * all_columns)[:, None] + (across + columns_before)[None, :]
     if ALONG_ROWS:
-        along_rows(
+        cast_along_rows(
             x, first_row, column, offsets, mask, rows, columns, all_columns, row_data_ptr, row_scales_ptr,
             FORM, RCEIL, DTYPE, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
     if ALONG_COLUMNS:
-        along_columns(
+        cast_along_columns(
             x, first_row, column, offsets, mask, rows, columns, all_rows, column_data_ptr, column_scales_ptr,
             FORM, RCEIL, DTYPE, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """MXFP8 casts of several matrices into one operand: each matrix is read and written once, and nothing is copied.
 
 Weights that share their input lie one below the other, and their output gradients side by side. The operand has the
-bits of a cast of the joined matrix, because every part but the last is whole blocks: block scales need no others.
+bits of a cast of the joined matrix, because every part is whole blocks: their scales need no other part.
 
 Bytes per element: as ``mxfp8.cast``.
 """

@@ -29,7 +29,7 @@ from mxtrain.kernels.device import converts_fp8
 from mxtrain.kernels.integers import cdiv
 from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.mxfp8.arithmetic import BLOCK
-from mxtrain.kernels.mxfp8.cast import DIMS, along_columns, along_rows, results_for
+from mxtrain.kernels.mxfp8.cast import DIMS, cast_along_columns, cast_along_rows, results_for
 from mxtrain.recipes.recipe import Recipe
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -69,18 +69,18 @@ def _store_casts(
 ):  # fmt: skip
     """Store the casts of a tile of a matrix [rows, columns], which begins in column ``left`` of [rows, width].
 
-    x and DTYPE as for ``along_rows``.
+    x and DTYPE as for ``cast_along_rows``.
     """
     column += left
     row = first_row + tl.arange(0, ROWS)
     offsets = (row * width)[:, None] + (column + tl.arange(0, COLUMNS))[None, :]
     if ALONG_ROWS:
-        along_rows(
+        cast_along_rows(
             x, first_row, column, offsets, mask, rows, left + columns, width, row_data_ptr, row_scales_ptr,
             FORM, RCEIL, DTYPE, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
     if ALONG_COLUMNS:
-        along_columns(
+        cast_along_columns(
             x, first_row, column, offsets, mask, rows, left + columns, rows, column_data_ptr, column_scales_ptr,
             FORM, RCEIL, DTYPE, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip

@@ -117,7 +117,7 @@ def is_valid(plan: Plan, rows: int, columns: int) -> bool:
 
 
 def fit_forward(settings: ForwardSettings, rows: int, columns: int, itemsize: int, gpu: GPU) -> Plan:
-    """The forward plan for a matrix [rows, columns]."""
+    """The forward plan for a matrix [rows, columns]. It does not depend on the size of an element."""
     if settings.persistent:
         height, width = _rows_per_tile(settings.tile, rows, columns, gpu.sms), next_power_of_2(columns)
         warps = min(settings.warps, max(1, height * width // 32))

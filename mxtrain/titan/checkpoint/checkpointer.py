@@ -22,8 +22,8 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from mxtrain.errors import ConfigError
+from mxtrain.files import reason
 from mxtrain.run_folder.checkpoints import SAVING, Checkpoints, step_of, withdraw
-from mxtrain.run_folder.files import reason
 from mxtrain.run_folder.manifest import Manifest, read_manifest
 from mxtrain.run_folder.start import Start
 from mxtrain.titan.checkpoint.early_steps import EarlySteps
@@ -143,13 +143,9 @@ class Checkpointer(CheckpointManager):
         if self.enable:
             self._async_wait()
             if self._failure:
-                newest = self._newest()
+                newest = Checkpoints(Path(self.folder)).newest
                 rest = f"the newest whole checkpoint is {newest}" if newest else "there is no whole checkpoint"
                 raise SaveError(f"{self._failure}; {rest}")
-
-    def _newest(self) -> Path | None:
-        saved = Checkpoints(Path(self.folder))
-        return saved.path(max(saved.whole)) if saved.whole else None
 
     def dcp_save(
         self, state_dict, checkpoint_id: str, async_mode: AsyncMode, enable_garbage_collection=False, to_hf=False

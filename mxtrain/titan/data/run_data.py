@@ -20,7 +20,8 @@ from mxtrain.data.token_dataset import TokenDataset
 from mxtrain.data.token_store import TokenFile
 from mxtrain.data.tokenizer import copy_tokenizer, tokenizer_hash
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import DATA_FILE, replace_file
+from mxtrain.files import replace_file
+from mxtrain.run_folder.files import DATA_FILE
 from mxtrain.titan.agreement import differences, gather, is_rank_0
 from mxtrain.titan.data.streams import held_out_share
 

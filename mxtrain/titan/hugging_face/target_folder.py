@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mxtrain.data.cache_folders import new_folder
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import reason
+from mxtrain.files import reason
 
 
 def require_new(target: Path, argument: str) -> None:

@@ -57,7 +57,7 @@ def check_model_args(job_config) -> None:
         )
     args.set_model_args(given)
     for problems in (_absent(model, flavor, args), _sizes(model, args), _blocks(model, args, job_config)):
-        _raise_first(problems, given, model, args)
+        _raise_first(problems, given)
 
 
 def wrong_size(model: str, args) -> str | None:
@@ -65,7 +65,7 @@ def wrong_size(model: str, args) -> str | None:
     return next((problem for _, is_wrong, problem in _sizes(model, args) if is_wrong), None)
 
 
-def _raise_first(problems: Iterator[Problem], given: Mapping[str, object], model: str, args) -> None:
+def _raise_first(problems: Iterator[Problem], given: Mapping[str, object]) -> None:
     """Raise ConfigError for the first problem with a given setting. What a flavor has by itself is not judged here."""
     for names, is_wrong, problem in problems:
         named = [name for name in names if name in given]

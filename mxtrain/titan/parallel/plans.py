@@ -32,9 +32,10 @@ def plans_with_own_styles() -> Iterator[set[nn.Module]]:
     @functools.wraps(parallelize_module)
     def parallelize(module, device_mesh=None, parallelize_plan=None, **others):
         if isinstance(parallelize_plan, dict):
-            parallelize_plan = _own_plan(module, parallelize_plan, inner, device_mesh)
+            modules = dict(module.named_modules())
+            parallelize_plan = _own_plan(modules, parallelize_plan, inner, device_mesh)
             for fqn, style in parallelize_plan.items():
-                if isinstance(linear := _modules(module).get(fqn), QuantizedLinear):
+                if isinstance(linear := modules.get(fqn), QuantizedLinear):
                     check_part(fqn, linear, style, device_mesh.size())
         elif module in inner:
             parallelize_plan = inner_style(parallelize_plan)
@@ -49,15 +50,10 @@ def plans_with_own_styles() -> Iterator[set[nn.Module]]:
         yield inner
 
 
-def _modules(module: nn.Module) -> dict[str, nn.Module]:
-    return dict(module.named_modules())
-
-
 def _own_plan(
-    module: nn.Module, plan: dict[str, ParallelStyle], inner: set[nn.Module], device_mesh: DeviceMesh
+    modules: dict[str, nn.Module], plan: dict[str, ParallelStyle], inner: set[nn.Module], device_mesh: DeviceMesh
 ) -> dict[str, ParallelStyle]:
     """Return ``plan`` with mxtrain's styles, and put the modules within boundaries into ``inner``."""
-    modules = _modules(module)
     for fqn, style in plan.items():
         if fqn in modules and is_boundary(style):
             inner.update(set(modules[fqn].modules()) - {modules[fqn]})

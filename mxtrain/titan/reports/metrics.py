@@ -23,8 +23,9 @@ from torchtitan.tools.logging import logger
 from mxtrain.analysis.metrics_file import MetricsWriter
 from mxtrain.analysis.numerics import PREFIX
 from mxtrain.errors import ConfigError
+from mxtrain.files import reason, replace_file
 from mxtrain.rng.rounding_position import step_is_set
-from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE, reason, replace_file
+from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE
 from mxtrain.run_folder.start import CheckpointSettings, require_no_other_run, resumed_step
 from mxtrain.titan.reports.facts import run_facts
 from mxtrain.titan.reports.terminal import go_on_without, note, show_line, show_status

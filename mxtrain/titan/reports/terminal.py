@@ -18,7 +18,8 @@ from pathlib import Path
 from torchtitan.tools.logging import init_logger, logger
 
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import CONVERSION_FILE, LOG_FILE, WORKER_LOGS, reason
+from mxtrain.files import reason
+from mxtrain.run_folder.files import CONVERSION_FILE, LOG_FILE, WORKER_LOGS
 
 # Beginnings of TorchTitan's warnings that a user cannot act on. They go to the log file only.
 LOG_ONLY = (

@@ -1,6 +1,6 @@
 import pytest
 
-from mxtrain.run_folder.files import replace_file
+from mxtrain.files import replace_file
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, full_disk):

@@ -1,0 +1,25 @@
+"""How a file is written whole or not at all, and the cause of an error in words."""
+
+from pathlib import Path
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write ``content`` to ``path``. After a failure, on a full disk for example, ``path`` is as it was before.
+
+    Raises OSError.
+    """
+    written = path.with_name(path.name + ".tmp")
+    try:
+        written.write_bytes(content)
+        written.replace(path)  # atomic
+    except OSError:
+        try:
+            written.unlink(missing_ok=True)
+        except OSError:
+            pass  # the first error says more
+        raise
+
+
+def reason(error: OSError) -> str:
+    """Return the cause of ``error`` in words, such as "No space left on device"."""
+    return error.strerror or str(error)
