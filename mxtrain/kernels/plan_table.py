@@ -47,8 +47,8 @@ class GPU(NamedTuple):
     """What plans depend on. Without a GPU these are the figures of an H100."""
 
     name: str
-    table: str | None
-    """Folder of the tables that serve this GPU; None without tables"""
+    tables: tuple[str, ...]
+    """Folders of the tables that serve this GPU, the best first"""
     sms: int
     shared: int
     """Bytes of shared memory that one program may use"""
@@ -80,19 +80,28 @@ def gpu_of(device: torch.device) -> GPU:
     """The GPU ``device``, or an H100 under the name "cpu" where there is no GPU."""
     sms, shared = sm_count(device), shared_memory(device)
     if device.type != "cuda" or not torch.cuda.is_available():
-        return GPU("cpu", H200, sms, shared)
+        return GPU("cpu", (H200,), sms, shared)
     name = torch.cuda.get_device_name(device)
-    table = folder_name(name)
-    if not (FOLDER / table).is_dir():
-        table = H200 if (torch.cuda.get_device_capability(device), sms) == ((9, 0), 132) else None
-    return GPU(name, table, sms, shared)
+    tables = [folder_name(name)]
+    if (torch.cuda.get_device_capability(device), sms) == ((9, 0), 132):
+        tables.append(H200)
+    return GPU(name, tuple(dict.fromkeys(tables)), sms, shared)
+
+
+@functools.cache
+def table_of(operation: Operation, gpu: GPU) -> str | None:
+    """The folder whose table of an operation serves this GPU; None without one."""
+    return next((table for table in gpu.tables if _file_in(table, operation).is_file()), None)
 
 
 @functools.cache
 def rows_of(operation: Operation, table: str | None) -> tuple[Row, ...]:
-    """The rows of an operation's table in this folder; none where there is no such file."""
-    path = FOLDER / str(table) / f"{operation.name}.csv"
-    return read(operation, path) if path.is_file() else ()
+    """The rows of an operation's table in this folder; none without a table."""
+    return () if table is None else read(operation, _file_in(table, operation))
+
+
+def _file_in(table: str, operation: Operation) -> Path:
+    return FOLDER / table / f"{operation.name}.csv"
 
 
 @functools.lru_cache(4096)

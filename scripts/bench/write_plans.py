@@ -159,8 +159,9 @@ def start_rows(subject: Subject, path: Path, gpu: plan_table.GPU) -> list[Row]:
     """The rows of the file or, without a file, of this GPU's table or else of the H200's, whose times do not count."""
     if path.is_file():
         return list(plan_table.read(subject.operation, path))
-    rows = plan_table.rows_of(subject.operation, gpu.table or H200)
-    if gpu.table == plan_table.folder_name(gpu.name):
+    table = plan_table.table_of(subject.operation, gpu)
+    rows = plan_table.rows_of(subject.operation, table or H200)
+    if table == plan_table.folder_name(gpu.name):
         return list(rows)
     return [row._replace(settings=subject.chosen(row.at, gpu), us=None, us_before=None) for row in rows]
 

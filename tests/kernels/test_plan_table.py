@@ -10,14 +10,27 @@ import torch
 from mxtrain.kernels import plan_table
 from mxtrain.kernels.norm.rms_norm_plan import OPERATIONS as NORMS
 from mxtrain.kernels.norm.rms_norm_plan import fit, is_valid
-from mxtrain.kernels.plan_table import FOLDER, GPU, H200, Operation, Row, find, gpu_of, read, rows_of, write
+from mxtrain.kernels.plan_table import (
+    FOLDER,
+    GPU,
+    H200,
+    Operation,
+    Row,
+    find,
+    folder_name,
+    gpu_of,
+    read,
+    rows_of,
+    table_of,
+    write,
+)
 from mxtrain.kernels.router import decompose_k_plan
 from mxtrain.kernels.router.decompose_k_plan import ALONG_K, ROW_MAJOR, ranges
 
 NORM_OPERATIONS = [operation for pair in NORMS.values() for operation in pair]
 OPERATIONS = {operation.name: operation for operation in (*NORM_OPERATIONS, ALONG_K, ROW_MAJOR)}
 FILES = sorted(FOLDER.glob("*/*.csv"))
-AN_H200 = GPU("NVIDIA H200", H200, 132, 227 * 1024)
+AN_H200 = GPU("NVIDIA H200", (H200,), 132, 227 * 1024)
 
 
 class Settings(NamedTuple):
@@ -92,7 +105,7 @@ def test_the_first_row_that_holds_a_shape_is_found(monkeypatch, tmp_path):
     assert len(set(map(len, text[2:]))) == 1, "aligned"
     found = {shape: find(OPERATION, "GPU", shape) for shape in ((1, 9), (4, 1), (5, 8), (10**6, 8), (5, 9), (5, 7))}
     assert list(found.values()) == [ROWS[0], ROWS[0], ROWS[1], ROWS[1], None, None]
-    assert find(OPERATION, "other", (1, 9)) is None and find(OPERATION, None, (1, 9)) is None
+    assert find(OPERATION, None, (1, 9)) is None
     assert plan_table.reason(ROWS[0]) == "measured at 4 x 8: 1.2 us"
     assert plan_table.reason(ROWS[1]) == "not timed yet, to be timed at 9 x 8"
 
@@ -125,20 +138,23 @@ def test_tables_that_do_not_parse(old, new, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "capability", "sms", "table"),
+    ("name", "capability", "sms", "own", "table"),
     [
-        ("NVIDIA H200", (9, 0), 132, H200),
-        ("NVIDIA H100 80GB HBM3", (9, 0), 132, H200),
-        ("NVIDIA H100 PCIe", (9, 0), 114, None),
-        ("NVIDIA B200", (10, 0), 148, None),
-        ("NVIDIA A100-SXM4-80GB", (8, 0), 108, "NVIDIA_A100_SXM4_80GB"),
+        ("NVIDIA H200", (9, 0), 132, True, H200),
+        ("NVIDIA H100 80GB HBM3", (9, 0), 132, False, H200),
+        ("NVIDIA H100 80GB HBM3", (9, 0), 132, True, "NVIDIA_H100_80GB_HBM3"),
+        ("NVIDIA H100 PCIe", (9, 0), 114, False, None),
+        ("NVIDIA B200", (10, 0), 148, False, None),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), 108, True, "NVIDIA_A100_SXM4_80GB"),
     ],
 )
-def test_the_table_that_serves_a_gpu(name, capability, sms, table, monkeypatch, tmp_path):
-    """Its own, or the H200's where the architecture and the number of SMs are the same."""
-    (tmp_path / "NVIDIA_A100_SXM4_80GB").mkdir()
-    if table == H200:
-        (tmp_path / H200).mkdir()
+def test_the_table_that_serves_a_gpu(name, capability, sms, own, table, monkeypatch, tmp_path):
+    """Its own, or the H200's where the architecture and the number of SMs are the same. Each operation has its own."""
+    for folder in {H200, folder_name(name)}:
+        (tmp_path / folder).mkdir()
+    (tmp_path / H200 / "op.csv").touch()
+    if own:
+        (tmp_path / folder_name(name) / "op.csv").touch()
     monkeypatch.setattr(plan_table, "FOLDER", tmp_path)
     fake = SimpleNamespace(
         is_available=lambda: True, get_device_name=lambda _: name, get_device_capability=lambda _: capability
@@ -146,7 +162,12 @@ def test_the_table_that_serves_a_gpu(name, capability, sms, table, monkeypatch, 
     monkeypatch.setattr(torch, "cuda", fake)
     monkeypatch.setattr(plan_table, "sm_count", lambda device: sms)
     monkeypatch.setattr(plan_table, "shared_memory", lambda device: 100)
-    assert gpu_of.__wrapped__(torch.device("cuda", 0)) == GPU(name, table, sms, 100)
+    gpu = gpu_of.__wrapped__(torch.device("cuda", 0))
+    assert (gpu.name, gpu.sms, gpu.shared) == (name, sms, 100)
+    assert table_of.__wrapped__(OPERATION, gpu) == table
+    other = H200 if (capability, sms) == ((9, 0), 132) else None
+    (tmp_path / H200 / "other.csv").touch()
+    assert table_of.__wrapped__(OPERATION._replace(name="other"), gpu) == other
 
 
 def test_without_a_gpu_plans_are_those_of_an_h100(monkeypatch):

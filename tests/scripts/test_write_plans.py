@@ -70,7 +70,7 @@ def test_a_product_gets_a_new_row(tmp_path):
 
 @pytest.mark.usefixtures("made_up")
 def test_a_gpu_without_a_table_starts_with_the_h200s_ranges(tmp_path, monkeypatch):
-    gpu = plan_table.GPU("RTX", None, 58, 99 * 1024)
+    gpu = plan_table.GPU("RTX", (), 58, 99 * 1024)
     monkeypatch.setattr(plan_table, "gpu_of", lambda device: gpu)
     run("rms_norm_backward", "--output", tmp_path, "--shapes", "8192x4096")
     written = read(write_plans.rms_norm_plan.BACKWARD, tmp_path / "rms_norm_backward.csv")

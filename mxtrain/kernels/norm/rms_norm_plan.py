@@ -11,7 +11,7 @@ import torch
 
 from mxtrain.kernels.integers import cdiv, next_power_of_2
 from mxtrain.kernels.norm.row_lengths import MAX_COLUMNS
-from mxtrain.kernels.plan_table import GPU, Choice, Operation, find, gpu_of, reason
+from mxtrain.kernels.plan_table import GPU, Choice, Operation, find, gpu_of, reason, table_of
 from mxtrain.kernels.tuned_plans import tuned, tuned_plans
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -222,8 +222,9 @@ def choose_settings(
         found = tuned(operation, gpu.name, key(rows, columns, dtype, has_weight))
         if found and is_valid(fit(operation, found[0], rows, columns, dtype.itemsize, gpu), rows, columns):
             return Choice(found[0], "tuned", found[1])
-    if row := find(operation, gpu.table, (rows, columns)):
-        return Choice(row.settings, f"table {gpu.table}", reason(row))
+    table = table_of(operation, gpu)
+    if row := find(operation, table, (rows, columns)):
+        return Choice(row.settings, f"table {table}", reason(row))
     settings = forward_rule(columns) if is_forward(operation) else backward_rule(columns)
     return Choice(settings, "rule", f"no plan was measured on {gpu.name}; --tune finds the fastest")
 

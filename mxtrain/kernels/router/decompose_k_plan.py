@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from mxtrain.kernels.integers import cdiv, next_power_of_2
-from mxtrain.kernels.plan_table import GPU, Choice, Operation, find, gpu_of, reason
+from mxtrain.kernels.plan_table import GPU, Choice, Operation, find, gpu_of, reason, table_of
 from mxtrain.kernels.tuned_plans import tuned, tuned_plans
 
 ROUTES = ("mm", "bmm", "triton")
@@ -152,9 +152,11 @@ def kernel_plan(
 @functools.lru_cache(4096)
 def untuned(rows: int, columns: int, depth: int, along_k: bool, itemsize: int, gpu: GPU) -> Choice:
     """The choice by table, or by rule where no row of the table holds the product."""
-    if itemsize == 2 and (row := find(operation_of(along_k), gpu.table, (rows, columns, depth))):
+    operation = operation_of(along_k)
+    table = table_of(operation, gpu)
+    if itemsize == 2 and (row := find(operation, table, (rows, columns, depth))):
         if is_valid(row.settings, itemsize, gpu.shared):
-            return Choice(row.settings, f"table {gpu.table}", reason(row))
+            return Choice(row.settings, f"table {table}", reason(row))
     return rule(rows, columns, depth, along_k, itemsize, gpu)
 
 

@@ -30,7 +30,7 @@ from mxtrain.kernels.plan_table import GPU, H200
 from mxtrain.kernels.tuned_plans import Entry, save
 
 CPU = torch.device("cpu")
-AN_H200, AN_RTX = GPU("cpu", H200, 132, 227 * 1024), GPU("RTX", None, 58, 99 * 1024)
+AN_H200, AN_RTX = GPU("cpu", (H200,), 132, 227 * 1024), GPU("RTX", (), 58, 99 * 1024)
 # Sizes by their magnitude, so that small ones are as frequent as large ones.
 ROWS = st.builds(lambda x: int(2**x), st.floats(0, 31.1))
 COLUMNS = st.builds(lambda x: int(2**x), st.floats(0, 16)) | st.sampled_from([1, 256, 4096, 5120, 7168, 16384, 65536])
@@ -181,7 +181,7 @@ def test_tuned_plans_win_over_the_table_and_the_table_over_the_rule():
     save(FORWARD, "cpu", key(*shape, True), Entry(found._replace(warps=3)._asdict(), 12.3, 9))
     assert sources(*shape) == ["table NVIDIA_H200"] * 2
     assert choose_settings(FORWARD, *shape, True, AN_RTX).source == "rule"
-    assert choose_settings(BACKWARD, *shape, True, AN_H200._replace(table=None)).source == "rule"
+    assert choose_settings(BACKWARD, *shape, True, AN_H200._replace(tables=())).source == "rule"
 
 
 def test_rows_of_every_dtype_share_the_table():

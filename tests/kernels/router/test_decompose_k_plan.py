@@ -31,7 +31,7 @@ from mxtrain.kernels.router.decompose_k_plan import (
 from mxtrain.kernels.tuned_plans import Entry, save
 
 CPU = torch.device("cpu")
-AN_H200, AN_RTX = GPU("cpu", H200, 132, 227 * 1024), GPU("RTX", None, 58, 99 * 1024)
+AN_H200, AN_RTX = GPU("cpu", (H200,), 132, 227 * 1024), GPU("RTX", (), 58, 99 * 1024)
 GOOD = Plan("triton", 8, 32, 64, 128, 4, 3)
 
 
@@ -119,7 +119,7 @@ def test_tuned_plans_win_over_the_table_and_the_table_over_the_rule():
     assert source(16, 16, 8192, along_k=False) == "table NVIDIA_H200"
     others = dict(dtype=torch.float32), dict(along_k=False), dict(rows=65), dict(columns=257), dict(depth=7169)
     assert {source(**other) for other in others} == {"rule"}
-    assert untuned(64, 256, 7168, True, 2, AN_H200._replace(table=None)).source == "rule"
+    assert untuned(64, 256, 7168, True, 2, AN_H200._replace(tables=())).source == "rule"
     assert untuned(64, 256, 7168, True, 2, AN_H200._replace(shared=64 * 1024)).source == "rule", "too many stages"
     for plan in (GOOD, Plan("bmm", 16), Plan("mm")):
         save(ALONG_K, "cpu", key(64, 256, 7168, torch.bfloat16), Entry(plan._asdict(), 4.56, 9))
