@@ -10,6 +10,9 @@ row larger. To see what makes runs with the estimate differ, a part is left out 
                          as small on average as after MXNorm, but keep their sizes relative to each other.
     enlarged_rms         divides by 1.45 times the estimate, about post_round's multiple of the true RMS of Gaussian
                          rows. No gain can undo that, because it is part of the norm.
+    doubled_rms          divides by twice the estimate.
+    rounded_rms          divides by post_round's estimate over 1.45: rows are about as large as with p = 2, but the
+                         estimate follows their maxima in steps of a power of two. Needs estimator = "post_round".
 
 Everything else is MXNorm's: eps, the casts, and the straight-through gradient, with the inverse of this RMS as rho.
 The files of these names in this folder train llama3_125m with them.
@@ -50,17 +53,20 @@ def normalize_with(choose):
 ENLARGED = 1.45
 
 
-def enlarged(true: torch.Tensor, estimate: torch.Tensor) -> torch.Tensor:
-    return ENLARGED**2 * estimate
+def times(factor: float):
+    """The estimate times a factor; of its square, [T]."""
+    return lambda true, estimate: factor**2 * estimate
 
 
 class _Ablation:
+    estimator = "pre_round"
+
     def __init__(self, job_config, parallel_dims):
         section = job_config.mxnorm
-        # These would leave the ablation out without a word: there is no second RMS to choose, shards are normalized
-        # elsewhere, and diagnostics measure the estimate that the norm names.
+        # Others would leave the ablation out or change it without a word: shards are normalized elsewhere, and
+        # diagnostics measure the estimate that the norm names.
         for setting, value, needed in (
-            ("mxnorm.estimator", section.estimator, "pre_round"),
+            ("mxnorm.estimator", section.estimator, self.estimator),
             ("mxnorm.diagnostics.every", section.diagnostics.every, 0),
             ("parallelism.tensor_parallel_degree", job_config.parallelism.tensor_parallel_degree, 1),
         ):
@@ -92,10 +98,21 @@ class EvenlyDampedRMS(_Ablation):
 
 
 class EnlargedRMS(_Ablation):
-    choose = staticmethod(enlarged)
+    choose = staticmethod(times(ENLARGED))
+
+
+class DoubledRMS(_Ablation):
+    choose = staticmethod(times(2))
+
+
+class RoundedRMS(_Ablation):
+    estimator = "post_round"
+    choose = staticmethod(times(1 / ENLARGED))
 
 
 register_model_converter(DampedRMS, "damped_rms")
 register_model_converter(AmplifiedRMS, "amplified_rms")
 register_model_converter(EvenlyDampedRMS, "evenly_damped_rms")
 register_model_converter(EnlargedRMS, "enlarged_rms")
+register_model_converter(DoubledRMS, "doubled_rms")
+register_model_converter(RoundedRMS, "rounded_rms")

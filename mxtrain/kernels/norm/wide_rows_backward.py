@@ -6,7 +6,7 @@ program, and a row of both is 64 KiB in bf16. The sums along a row are taken hal
 values.
 
 For compute capability 9.0, Triton 3.6 spills 56 bytes a thread with 16 warps. RMSNorm's ``_persistent_kernel`` spills
-208 with 32 warps and takes 365 us at 4096 x 16384 (H200). Expected of this kernel, not measured: 120 to 150 us.
+208 with 32 warps and takes 365 us at 4096 x 16384 (H200), this one 168.
 """
 
 import triton
