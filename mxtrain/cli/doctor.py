@@ -1,4 +1,4 @@
-"""``mxtrain doctor``: describe this machine, the modes that run on it, and which kernels a norm or router runs."""
+"""What ``mxtrain doctor`` prints: this machine, the modes that run on it, and which kernels a norm or router runs."""
 
 import os
 import platform

@@ -1,58 +1,64 @@
 """``mxtrain plot``: the loss curves of runs in one picture, and a table; with --numerics the figures of one run."""
 
-import sys
+import argparse
 from pathlib import Path
 
-from mxtrain.analysis import Run, load_run, plot, table
-from mxtrain.analysis.curves import XAxis, curve, notes
-from mxtrain.analysis.heat_maps import draw_numerics
-from mxtrain.analysis.labels import names
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import NUMERICS_FILE, PICTURE_FILE
 
 
-def draw(folders: list[str], output: Path | None, baseline: str | None, smooth: int | None, x: XAxis) -> str:
-    """Draw the runs in ``folders``, and return their table and where the picture is.
+def add(commands) -> None:
+    """Add the command to argparse's subcommands."""
+    parser = commands.add_parser(
+        "plot",
+        help="draw the loss curves of runs and compare the runs in a table",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="""\
+Draw the loss curves of one or more runs in one PNG. Print a table with the last loss, the mean loss of the last 10 %
+of the steps, tokens per second per device, and peak memory. A folder that cannot be read is one line on stderr.
 
-    A run that cannot be drawn is one line on stderr, and so is whatever else a reader should know of a curve.
+  mxtrain plot outputs/llama3_debug-*
+  mxtrain plot outputs/a outputs/b -o comparison.png
+  mxtrain plot outputs/p1 outputs/p2 --baseline outputs/bf16     a second panel: losses minus those of bf16
+  mxtrain plot outputs/a --smooth 20 --x tokens
 
-    Args:
-        output: of the picture; None for the run's folder, or this one if there are several runs.
-        baseline: folder of the run to which the others are compared. It is drawn, too.
-        smooth, x: as for ``plot``.
+With --numerics, draw the figures of one run with mxnorm.diagnostics.every > 0: a heat map of modules by steps for each.
 
-    Raises ConfigError if no run is left, or the baseline cannot be drawn.
-    """
-    compared = None if baseline is None else _load(baseline, x)
-    runs = [] if compared is None else [compared]
-    for folder in folders:
-        if baseline is not None and Path(folder).resolve() == Path(baseline).resolve():
-            continue
-        try:
-            runs.append(_load(folder, x))
-        except ConfigError as error:
-            if len(folders) == 1:
-                raise
-            print(f"mxtrain: not drawn: {error}", file=sys.stderr)
-    if not runs:
-        raise ConfigError(f"none of the {len(folders)} folders holds a run that can be drawn")
-    for line in notes(runs, names(runs)):
-        print(f"mxtrain: note: {line}", file=sys.stderr)
-    path = output or (runs[0].folder / PICTURE_FILE if len(runs) == 1 else Path(PICTURE_FILE))
-    return f"{table(runs)}\nloss curves: {plot(runs, path, compared, smooth, x)}"
-
-
-def draw_figures(folder: str, output: Path | None) -> str:
-    """Draw the figures of a run's diagnostics; return what deserves a look in them, and where the picture is.
-
-    Raises ConfigError as ``draw_numerics``.
-    """
-    path, remarks = draw_numerics(folder, output or Path(folder) / NUMERICS_FILE)
-    return "\n".join([*remarks, f"numerics: {path}"])
+  mxtrain plot --numerics outputs/a
+""",
+    )
+    parser.set_defaults(run=_plot)
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, with metrics.jsonl")
+    parser.add_argument(
+        "-o", "--output", metavar="PNG", type=Path, help="default: loss.png, in the run's folder for a single run"
+    )
+    parser.add_argument("--baseline", metavar="RUN", help="folder of the run to compare with, in a second panel")
+    parser.add_argument(
+        "--smooth",
+        metavar="N",
+        type=int,
+        help="draw the mean of N logged steps, an even N as N + 1; 1: none (default: about 4 %% of a curve of 50 steps "
+        "or more)",
+    )
+    parser.add_argument(
+        "--numerics", action="store_true", help="draw the figures of diagnostics (default: numerics.png, in the folder)"
+    )
+    parser.add_argument(
+        "--x",
+        choices=("step", "tokens", "time"),
+        default="step",
+        help="the x-axis (default: step); time includes validation and the pauses of a resumed run",
+    )
 
 
-def _load(folder: str, x: XAxis) -> Run:
-    """Return a run that can be drawn over ``x``. Raises ConfigError if it cannot."""
-    run = load_run(folder)
-    curve(run, x)
-    return run
+def _plot(options) -> int:
+    from mxtrain.cli import drawing
+
+    if options.numerics:
+        if len(options.runs) > 1 or options.baseline or options.smooth or options.x != "step":
+            raise ConfigError("--numerics draws one RUN, over steps: allowed beside it is -o PNG")
+        print(drawing.draw_figures(options.runs[0], options.output))
+        return 0
+    if options.smooth is not None and options.smooth < 1:
+        raise ConfigError(f"--smooth {options.smooth}: allowed is 1 (no smoothing) or more")
+    print(drawing.draw(options.runs, options.output, options.baseline, options.smooth, options.x))
+    return 0

@@ -18,7 +18,7 @@ from mxtrain.files import replace_file
 from mxtrain.kernels.device import shared_memory, sm_count
 
 FOLDER = Path(__file__).with_name("plans")
-# Serves every GPU with compute capability 9.0 and 132 SMs, such as an H100, and plans that are made without a GPU.
+# Serves every GPU with compute capability 9.0 and 132 SMs that has no table of its own, and plans made without a GPU.
 H200 = "NVIDIA_H200"
 
 
