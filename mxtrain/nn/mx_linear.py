@@ -4,7 +4,7 @@ import torch
 
 from mxtrain.nn.checks import check_dtype, check_input
 from mxtrain.nn.once_differentiable import once_differentiable
-from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype
+from mxtrain.nn.three_gemms import QuantizedLinear, ReadyWeight, ThreeGEMMs, compute_dtype
 from mxtrain.untraced import untraced
 
 
@@ -13,11 +13,11 @@ class _MXLinearFunction(torch.autograd.Function):
     """X [T, D], W [N, D] -> Y [T, N] in the dtype of X; the casts pass gradients straight through."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, signs, draws, gemms: ThreeGEMMs):
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, signs, draws, gemms: ThreeGEMMs, ready: ReadyWeight | None):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, signs)
-        ctx.gemms, ctx.draws = gemms, draws
-        return gemms.fprop(gemms.quantize_activation(x), weight, x.dtype, ready=gemms.ready)
+        ctx.gemms, ctx.draws, ctx.ready = gemms, draws, ready
+        return gemms.fprop(gemms.quantize_activation(x), weight, x.dtype, ready=ready)
 
     @staticmethod
     @once_differentiable
@@ -25,11 +25,11 @@ class _MXLinearFunction(torch.autograd.Function):
         x, weight, signs = saved
         gemms, (needs_x, needs_weight, *_) = ctx.gemms, ctx.needs_input_grad
         for_dx, for_dw = gemms.quantize_gradient(dy, needs_x, needs_weight, signs, ctx.draws)
-        dx = None if for_dx is None else gemms.dgrad(for_dx, weight, x.dtype, ready=gemms.ready)
+        dx = None if for_dx is None else gemms.dgrad(for_dx, weight, x.dtype, ready=ctx.ready)
         dw = None
         if for_dw is not None:
             dw = gemms.wgrad(for_dw, gemms.quantize_along_tokens(x, signs=signs), x.dtype).to(weight.dtype)
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
 
 
 class MXLinear(QuantizedLinear):
@@ -61,6 +61,7 @@ class MXLinear(QuantizedLinear):
         x = x.to(compute_dtype(x))
         check_dtype("x under autocast", x.dtype, self.recipe, gemms.mode)
         rows = x.reshape(-1, x.shape[-1])
-        y = _MXLinearFunction.apply(rows, weight, self.signs(x.device), self.draws(x.device), gemms)
+        signs, draws = self.signs(x.device), self.draws(x.device)
+        y = _MXLinearFunction.apply(rows, weight, signs, draws, gemms, self.ready_with(None))
         y = y.view(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias.to(y.dtype)

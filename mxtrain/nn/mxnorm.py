@@ -81,12 +81,12 @@ class _MXNormLinearFunction(torch.autograd.Function):
     """h, gamma, W, the quantized xhat and rho -> Y [T, N]. The gradient of h is dL/dxhat. x as in ``NormedInput``."""
 
     @staticmethod
-    def forward(ctx, h, gain, weight, gemms: ThreeGEMMs, x, rho, gathered, signs, draws, *xhat):
+    def forward(ctx, h, gain, weight, gemms: ThreeGEMMs, ready, x, rho, gathered, signs, draws, *xhat):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, gain, weight, rho, signs)
         ctx.h = h  # not saved: a hook that copies saved tensors would give it data
-        ctx.gemms, ctx.gathered, ctx.draws = gemms, gathered, draws
-        return gemms.fprop(Operand(*xhat), weight, compute_dtype(h), gain, gemms.ready)
+        ctx.gemms, ctx.gathered, ctx.draws, ctx.ready = gemms, gathered, draws, ready
+        return gemms.fprop(Operand(*xhat), weight, compute_dtype(h), gain, ready)
 
     @staticmethod
     @once_differentiable
@@ -96,7 +96,7 @@ class _MXNormLinearFunction(torch.autograd.Function):
         for_dgrad, for_wgrad = gemms.quantize_gradient(dy, needs_h, needs_weight or needs_gain, signs, ctx.draws)
         dxhat = dgain = dweight = None
         if for_dgrad is not None:
-            dxhat = gemms.dgrad(for_dgrad, weight, dy.dtype, gain, gemms.ready).to(x.dtype)
+            dxhat = gemms.dgrad(for_dgrad, weight, dy.dtype, gain, ctx.ready).to(x.dtype)
         if for_wgrad is not None:
             if ctx.gathered is None:
                 for_x = gemms.quantize_along_tokens(x, rho, signs)
@@ -273,7 +273,7 @@ class MXNormLinear(QuantizedLinear):
         if not isinstance(x, NormedInput):
             raise not_a_norm_result(x)
         check_norm_result(x, self.weight)
-        gemms = self.gemms(x.h.device, x.gain)
+        gemms = self.gemms(x.h.device)
         if x.recipe != self.recipe.fprop or x.mode != gemms.mode:
             raise ConfigError(
                 f"this MXNormLinear has recipe {self.recipe.fprop} and mode {gemms.mode!r}, but its input was "
@@ -297,4 +297,4 @@ class MXNormLinear(QuantizedLinear):
         gathered = None if gathered is None else gathered.for_function()
         rows, draws = x.h.reshape(-1, x.shape[-1]), self.draws(x.h.device)
         others = (x.x, x.rho, gathered, signs, draws, *x.xhat)
-        return _MXNormLinearFunction.apply(rows, x.gain, weight, gemms, *others)
+        return _MXNormLinearFunction.apply(rows, x.gain, weight, gemms, self.ready_with(x.gain), *others)

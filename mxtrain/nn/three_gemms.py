@@ -13,7 +13,7 @@ After an MXNorm, X stands for X diag(rho) and W for W diag(gain).
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -51,14 +51,12 @@ def are_same(parameters: Iterable[torch.Tensor | None], others: Iterable[torch.T
 class ThreeGEMMs:
     """The GEMMs of a layer with this recipe, in this execution mode, on matrices that may be split over processes.
 
-    ``ready`` is the layer's weight, if ``mxtrain.nn.ready_weights`` has cast it. If ``runs_wgrad`` is False, weight and
-    gain get no gradient.
+    If ``runs_wgrad`` is False, weight and gain get no gradient.
     """
 
     recipe_key: str
     mode: str
     split: SplitMatrices
-    ready: ReadyWeight | None = field(default=None, compare=False)
     runs_wgrad: bool = True
 
     @property
@@ -173,19 +171,22 @@ class QuantizedLinear(Seeded, nn.Linear):
         # Nothing would renew the operands of a copy.
         return {**self.__dict__, "ready": None}
 
-    def gemms(self, device: torch.device, gain: torch.Tensor | None = None) -> ThreeGEMMs:
+    def gemms(self, device: torch.device) -> ThreeGEMMs:
         """Return the GEMMs in the mode that "auto" stands for on ``device``, or in the mode of this layer.
-
-        Args:
-            gain: the one that this forward folds into the weight.
 
         Raises:
             ConfigError: for a mode that the device lacks.
         """
-        mode, ready = mode_in_forward(self.mode, device.type), self.ready
-        if ready is not None and not are_same((self.weight, gain), ready.made_from):
-            ready = None
-        return ThreeGEMMs(self.recipe.key, mode, self.split, ready, self.runs_wgrad)
+        return ThreeGEMMs(self.recipe.key, mode_in_forward(self.mode, device.type), self.split, self.runs_wgrad)
+
+    def ready_with(self, gain: torch.Tensor | None) -> ReadyWeight | None:
+        """Return the weight that ``mxtrain.nn.ready_weights`` has cast, if it has this gain and is still the layer's.
+
+        It is an argument of its own in autograd functions: Dynamo finds no tensors in a ``ThreeGEMMs``.
+        """
+        if self.ready is None or not are_same((self.weight, gain), self.ready.made_from):
+            return None
+        return self.ready
 
     @property
     def layer_state(self) -> LayerState:

@@ -152,7 +152,13 @@ RELATIONS = (
             and f"is neither 1 nor tensor_parallel_degree = {degree(s, 'tensor')}"
         ),
     ),
-    Relation("training.seq_len", lambda s, machine: _sequence_problem(s, s["training.seq_len"], bool(quantizing(s)))),
+    Relation(
+        "training.seq_len",
+        lambda s, machine: (
+            _sequence_problem(s, s["training.seq_len"], bool(quantizing(s)))
+            or (s["training.seq_len"] % 2 and "is odd, and TorchTitan's models take even numbers")
+        ),
+    ),
     Relation(
         "validation.seq_len",
         lambda s, machine: s["validation.enable"] and _sequence_problem(s, s["validation.seq_len"], needs_blocks=False),

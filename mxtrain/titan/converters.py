@@ -35,6 +35,13 @@ _MXNORM_KEYS = ("p", "estimator", "eps", "group_linears")
 _FACTS = ("recipe", "p", "estimator", *SWITCHES, "mode", "eps")
 
 
+def _mode_of(converter) -> str:
+    try:
+        return resolve_mode(converter.mode, utils.device_type)
+    except ConfigError as error:
+        raise ConfigError(f"mxnorm.{error}") from None
+
+
 def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] | None]:
     """The numerics of a run, with ``mode`` resolved for this hardware; all None but the converter in high precision.
 
@@ -58,7 +65,7 @@ def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] 
         **{key: getattr(converter, key, None) for key in _FACTS},
         **switches_in_effect([converter.default_recipe, *by_pattern.values()]),
         "recipe": converter.default_recipe.name,
-        "mode": resolve_mode(converter.mode, utils.device_type),
+        "mode": _mode_of(converter),
     }
     section = _section(job_config, "mxnorm")
     if entries := schedule_of(section, job_config.training.steps):
@@ -130,7 +137,7 @@ class TitanMXLinear(_TitanConverter):
     def convert(self, model: nn.Module) -> None:
         super().convert(model)
         self._check_diagnostics(model)
-        if self._mode() == "emulated":
+        if _mode_of(self.converter) == "emulated":
             # Products that need no guard stay plain ones, whose results selective activation checkpointing keeps.
             sum_bf16_products_in_fp32()
             logger.info(f"{self.name}: bf16 products have fp32 sums in this run, as those of MX tensor cores have")
@@ -150,11 +157,8 @@ class TitanMXLinear(_TitanConverter):
                     "-m mxtrain.train, or set 0"
                 )
 
-    def _mode(self) -> str:
-        return resolve_mode(self.converter.mode, utils.device_type)
-
     def _description(self) -> str:
-        return f"{self.name} {self.converter.default_recipe.name}{self._rms()} ({self._mode()})"
+        return f"{self.name} {self.converter.default_recipe.name}{self._rms()} ({_mode_of(self.converter)})"
 
     def _rms(self) -> str:
         return ""

@@ -17,6 +17,7 @@ Times are microseconds per call in a CUDA graph of calls, on inputs that togethe
 
 import argparse
 import datetime
+import functools
 import math
 import os
 import statistics
@@ -55,6 +56,7 @@ class Subject(NamedTuple):
         search: (at, device) -> the search for plans, on new inputs.
         moved: at -> bytes of the inputs.
         chosen: (at, gpu) -> the current settings.
+        serves: (row, gpu, settings) -> whether the settings can run all shapes in the row's ranges.
         ranges: at -> ranges of a new row; None where every shape has a row.
         small: sizes of the largest shape that the interpreter runs in a dry run.
     """
@@ -63,6 +65,7 @@ class Subject(NamedTuple):
     search: Callable
     moved: Callable
     chosen: Callable
+    serves: Callable
     ranges: Callable | None
     small: tuple[int, ...]
 
@@ -72,11 +75,18 @@ def norm_subject(operation: Operation) -> Subject:
     is_forward = rms_norm_plan.is_forward(operation)
     search = rms_norm_tuning.search_forward if is_forward else rms_norm_tuning.search_backward
     inputs = 1 if is_forward else 2
+
+    def serves(row, gpu, settings):
+        longest = row.at[0], row.ranges[1][1]
+        plan = rms_norm_plan.fit(operation, settings, *longest, bf16.itemsize, gpu)
+        return rms_norm_plan.is_valid(plan, *longest)
+
     return Subject(
         operation,
         lambda at, device: search(*at, bf16, device, operation=operation),
         lambda at: inputs * 2 * math.prod(at),
         lambda at, gpu: rms_norm_plan.choose_settings(operation, *at, bf16, True, gpu).plan,
+        serves,
         None,
         (8, 128),
     )
@@ -97,6 +107,7 @@ def product_subject(along_k: bool) -> Subject:
         search,
         lambda at: 2 * (at[0] + at[1]) * at[2],
         lambda at, gpu: decompose_k_plan.untuned(*decompose_k_plan.ranges(*at), along_k, 2, gpu).plan,
+        lambda row, gpu, settings: True,
         product_ranges,
         (4, 8, 128),
     )
@@ -144,12 +155,20 @@ class Bench:
         rounds = [[self.time(plan) for plan in plans] for _ in range(1 if self.dry_run else ROUNDS)]
         return list(map(statistics.median, zip(*rounds)))
 
-    def improve(self, settings) -> tuple[tuple, float, float, int]:
-        """(settings to keep, their time, time of ``settings``, number of settings tried)"""
+    def improve(self, settings, serves: Callable) -> tuple[tuple, float, float, int]:
+        """(settings to keep, their time, time of ``settings``, number of settings tried)
+
+        serves: settings -> whether they may be tried.
+        """
         search = self.searches[0]
-        starts = {each: self.time(each) for each in dict.fromkeys((settings, *search.starts))}
+
+        def neighbour(*step):
+            other = search.neighbour(*step)
+            return other if other is not None and serves(other) else None
+
+        starts = {each: self.time(each) for each in dict.fromkeys((settings, *search.starts)) if serves(each)}
         start = min(starts, key=starts.get)
-        best, times = tuning.walk(start, search.fields, search.neighbour, self.time)
+        best, times = tuning.walk(start, search.fields, neighbour, self.time)
         before, after = self.in_turns(settings, best)
         keep = best == settings or not after < WORTH_IT * before
         return settings if keep else best, before if keep else after, before, len(starts | times)
@@ -205,7 +224,8 @@ def measure(subject: Subject, path: Path, args: argparse.Namespace, device: torc
         if time.monotonic() > end:
             break
         row = rows[index]
-        settings, us, before, tried = Bench(subject, row.at, device, args.dry_run).improve(row.settings)
+        bench = Bench(subject, row.at, device, args.dry_run)
+        settings, us, before, tried = bench.improve(row.settings, functools.partial(subject.serves, row, gpu))
         rows[index] = row._replace(settings=settings, us=us, us_before=before)
         at = "x".join(map(str, row.at))
         lines.append({"at": at, "us before": before, "us": us, "ratio": us / before, "tried": tried})

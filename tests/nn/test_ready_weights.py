@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 from layer_checks import NormBlock, draw, mx_linear
 from torch._dynamo import lookup_backend
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -79,12 +80,19 @@ class Graphs:
 
 
 def gradients(
-    block: Block, steps: int, microbatches: int, caches: bool, checkpointed=False, backend=None
+    block: Block, steps: int, microbatches: int, caches: bool, checkpointed=False, backend=None, inside=False
 ) -> list[torch.Tensor]:
-    """Gradients of inputs and weights, and weights, of some steps of training with gradient accumulation."""
+    """Gradients of inputs and weights, and weights, of some steps of training with gradient accumulation.
+
+    inside: the compiled code holds the checkpoint, as in TorchTitan. Otherwise the checkpoint calls the compiled code.
+    """
     ready = ReadyWeights([block])
     optimizer = torch.optim.AdamW(block.parameters(), lr=0.1)
-    run = block if backend is None else torch.compile(block, backend=backend, fullgraph=True)
+    run = block
+    if checkpointed and inside:
+        run = checkpoint_wrapper(run)
+    if backend is not None:
+        run = torch.compile(run, backend=backend, fullgraph=True)
     found = []
     for step in range(steps):
         for microbatch in range(microbatches):
@@ -92,7 +100,7 @@ def gradients(
             if caches:
                 ready.refresh()
             x = draw(T, D, seed=10 * step + microbatch).requires_grad_()
-            y = checkpoint(run, x, use_reentrant=False) if checkpointed else run(x)
+            y = checkpoint(run, x, use_reentrant=False) if checkpointed and not inside else run(x)
             y.square().sum().backward()
             found.append(x.grad)
         ready.drop()
@@ -117,6 +125,10 @@ SINGLE, ONE_BY_ONE = dict(grouped=False), dict(joins_fprop=False)
         pytest.param("mxfp8", "emulated", "compiled", {}, 2, 2, marks=pytest.mark.sweep),
         pytest.param("mxfp8", "emulated", "compiled", ONE_BY_ONE, 2, 2, marks=pytest.mark.sweep),
         pytest.param("mxfp8", "emulated", "checkpointed and compiled", {}, 2, 2, marks=pytest.mark.sweep),
+        ("mxfp8", "emulated", "checkpointed inside what is compiled", {}, 1, 2),
+        pytest.param(
+            "mxfp8", "emulated", "checkpointed inside what is compiled", SINGLE, 2, 2, marks=pytest.mark.sweep
+        ),
         # Interpreted kernels of NVFP4 are slow.
         pytest.param("nvfp4", "emulated", "eager", {}, 2, 2, marks=pytest.mark.sweep),
     ],
@@ -125,7 +137,7 @@ def test_every_weight_is_cast_once_per_step_and_no_bit_changes(
     recipe, mode, way, settings, steps, microbatches, casts, compile_backend, monkeypatch
 ):
     graphs = Graphs(compile_backend) if "compiled" in way else None
-    how = dict(checkpointed="checkpointed" in way, backend=graphs)
+    how = dict(checkpointed="checkpointed" in way, backend=graphs, inside="inside" in way)
     expected = gradients(Block(recipe, mode, **settings), steps, microbatches, caches=False, **how)
     torch._dynamo.reset()
     if recipe == "mxfp8" and settings != ONE_BY_ONE:  # ONE_BY_ONE casts ahead with other functions
@@ -139,10 +151,10 @@ def test_every_weight_is_cast_once_per_step_and_no_bit_changes(
     assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected))
     if graphs is not None:
         uncached, cached = graphs.inputs
-        fprops = 2 if settings == ONE_BY_ONE else 1
+        of_group = 0 if settings == SINGLE else 3 if settings == ONE_BY_ONE else 2
         assert sum("ready" in name for name in uncached) == 0
-        assert sum("group" in name and "ready" in name for name in cached) == fprops + 1
-        assert sum("ready" in name for name in cached) == fprops + 3
+        assert sum("group" in name and "ready" in name for name in cached) == of_group
+        assert sum("ready" in name for name in cached) == of_group + 2 * single
 
 
 def _write_weight(block):

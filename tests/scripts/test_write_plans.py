@@ -80,6 +80,16 @@ def test_a_gpu_without_a_table_starts_with_the_h200s_ranges(tmp_path, monkeypatc
     assert all(row.settings == write_plans.rms_norm_plan.backward_rule(row.at[1]) for row in written if row.us is None)
 
 
+def test_a_plan_serves_the_longest_rows_of_its_range():
+    """In a row for 16384 to 65536 columns, registers that hold 16384 elements do not."""
+    gpu = plan_table.GPU("NVIDIA H200", (H200,), 132, 227 * 1024)
+    row = Row(((1, None), (16384, 65536)), (4096, 16384), ForwardSettings(False, 4096, 16))
+    serves = write_plans.SUBJECTS["rms_norm_forward"].serves
+    assert serves(row, gpu, row.settings) and not serves(row, gpu, ForwardSettings(True, 16384, 16))
+    row = row._replace(ranges=((1, None), (8193, 16384)))
+    assert serves(row, gpu, ForwardSettings(True, 16384, 16))
+
+
 def test_comparing_two_tables(tmp_path, made_up, capsys):
     made_up[4], made_up[8] = 8.0, 6.0
     row = Row(((1, None), (1, 99)), (8, 64), ForwardSettings(True, 1024, 8))

@@ -19,13 +19,13 @@ GOOD = [
     (f"{CP}=4 {MXNORM} --training.seq_len=768", 8),
     (f"{CP}=2 {TP}=2 {FUSED} --training.seq_len=24", 4),
     (f"{TP}=4 {FUSED} --training.seq_len=24", 4),
-    (f"{MXNORM} --training.seq_len=33", 2),
+    (f"{MXNORM} --training.seq_len=34", 2),
     (f"{EP}=4 {TP}=2 {FUSED}", 4),
     (f"{EP}=2 {ETP}=2 {TP}=2 {FUSED}", 4),
     (f"{ASYNC} {TP}=2 {FUSED} --compile.enable --compile.components=model --activation_checkpoint.mode=none", 2),
     (f"{TP}=2 {MXNORM} --mxnorm.gather=quantized --training.seq_len=192", 2),
     (f"{TP}=2 {MXNORM} --training.seq_len=96", 2),
-    (f"{MXNORM} --mxnorm.gather=quantized --training.seq_len=33", 1),
+    (f"{MXNORM} --mxnorm.gather=quantized --training.seq_len=34", 1),
     ("--training.local_batch_size=3 --parallelism.pipeline_parallel_microbatch_size=2", 1),
 ]
 BAD = [
@@ -38,6 +38,7 @@ BAD = [
         "training.seq_len = 192 is not a multiple of 128, which parallelism.context_parallel_degree = 2 and "
         "tensor_parallel_degree = 1 need with blocks of 32 tokens$",
     ),
+    (MXNORM, 1, "--training.seq_len=33", "training.seq_len = 33 is odd, and TorchTitan's models take even numbers"),
     (f"{CP}=2 {FUSED}", 2, "--training.seq_len=6", "training.seq_len = 6 is not a multiple of 4"),
     (f"{CP}=2 {TP}=2 {FUSED}", 4, "--training.seq_len=12", "training.seq_len = 12 is not a multiple of 8"),
     (f"{TP}=4 {FUSED}", 4, "--training.seq_len=12", "training.seq_len = 12 is not a multiple of 8"),

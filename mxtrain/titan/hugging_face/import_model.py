@@ -257,7 +257,7 @@ def _settings(config: Path | None, own: dict, positions: int | None, target: Pat
         seq_len = settings["training.seq_len"]
         keeps_positions = settings[f"{SECTION}.max_seq_len"] is None
     elif positions is not None:
-        seq_len = min(seq_len, positions)
+        seq_len = min(seq_len, positions - positions % 2)  # an odd one is refused
         tables = {**DEFAULTS, "training": {**DEFAULTS["training"], "seq_len": seq_len}}
     if keeps_positions and positions is not None and positions >= seq_len:
         own = {**own, SECTION: {**own[SECTION], "max_seq_len": positions}}
