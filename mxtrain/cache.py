@@ -3,7 +3,16 @@
 import os
 from pathlib import Path
 
+from mxtrain.errors import ConfigError
+
 
 def cache_folder() -> Path:
-    """Return $MXTRAIN_CACHE if it is set, else ~/.cache/mxtrain. Does not create the folder."""
-    return Path(os.environ.get("MXTRAIN_CACHE") or "~/.cache/mxtrain").expanduser()
+    """Return $MXTRAIN_CACHE if it is set, else ~/.cache/mxtrain. Does not create the folder.
+
+    Raises ConfigError for a user without a home.
+    """
+    folder = os.environ.get("MXTRAIN_CACHE") or "~/.cache/mxtrain"
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"$MXTRAIN_CACHE: {folder} cannot be found ({error}); set it to a folder") from error

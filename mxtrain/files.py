@@ -1,5 +1,7 @@
-"""How a file is written whole or not at all, and the cause of an error in words."""
+"""How a file is written whole or not at all, or through to the disk, and the cause of an error in words."""
 
+import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -18,6 +20,16 @@ def replace_file(path: Path, content: bytes) -> None:
         except OSError:
             pass  # the first error says more
         raise
+
+
+def sync_file(path: Path) -> None:
+    """Write what a file or a folder holds through to the disk, if it exists and the file system can do that."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def reason(error: OSError) -> str:

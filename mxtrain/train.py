@@ -7,10 +7,12 @@ import os
 import signal
 import sys
 
+from mxtrain.cli.closed_streams import open_closed_streams
 from mxtrain.cli.quiet import hide_library_warnings, take_verbose
 from mxtrain.launched import end_with_launcher, let_memory_segments_grow
 
 if __name__ == "__main__":
+    open_closed_streams()
     end_with_launcher()
     let_memory_segments_grow(os.environ)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -11,8 +11,8 @@ PACKAGE = Path(__file__).parents[1] / "mxtrain"
 
 # Lower layers first. A module may import from its own folder and from lower layers.
 LAYERS = [
-    {"files"},
-    {"errors", "cache", "launched", "untraced"},
+    {"files", "errors"},
+    {"cache", "launched", "untraced"},
     {"run_folder"},
     {"config", "recipes", "rng", "data", "analysis"},
     {"settings"},

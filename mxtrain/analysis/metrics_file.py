@@ -13,9 +13,11 @@ JSON has no NaN or infinity. Such a value is written as null, and the row's extr
 missing value; ``read_metrics`` restores the float.
 """
 
+import itertools
 import json
 import math
 import os
+import statistics
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
@@ -94,6 +96,31 @@ def lacks_validation(path: Path, step: int) -> bool:
     return not any(row["step"] == step and "validation_loss" in row for row in rows)
 
 
+def missing_rows(path: Path, steps_done: int, log_freq: int) -> list[str]:
+    """Say which rows of the first ``steps_done`` steps a metrics file lacks: a line for damaged ones and for each gap.
+
+    Rows are as far apart as they mostly are, or by ``log_freq``. A file without rows lacks nothing: a run may go on
+    from the checkpoint of another. A damaged last line is what a kill leaves.
+    """
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    steps, damaged = [], 0
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = decode_row(line.decode())
+        except ValueError:
+            damaged += number < len(lines)
+            continue
+        if "loss" in row and row["step"] <= steps_done:
+            steps.append(row["step"])
+    found = [f"{path}: {damaged} damaged lines are left out"] if damaged else []
+    apart = [after - before for before, after in itertools.pairwise(steps)]
+    usual = max(log_freq, statistics.mode(apart)) if apart else log_freq
+    for before, after in itertools.pairwise([*steps, steps_done + 1]):
+        if after - before > usual:
+            found.append(f"{path} has no rows of steps {before + 1} to {after - 1}")
+    return found
+
+
 class MetricsWriter:
     """Appends rows to ``path``, each as soon as it is written.
 
@@ -103,7 +130,8 @@ class MetricsWriter:
     Args:
         steps_done: number of steps before the first one that will be written. 0 for a run that does not resume.
 
-    Rows that cannot be written, on a full disk for example, wait in memory for the next call.
+    Rows that cannot be written, on a full disk for example, wait in memory for the next call. If the file is removed,
+    or its folder moved, all its rows are written to ``path`` again.
     """
 
     def __init__(self, path: str | os.PathLike, steps_done: int = 0):
@@ -112,10 +140,13 @@ class MetricsWriter:
         self._steps_done = steps_done
         self._unwritten = bytearray()
 
-    def write(self, row: dict) -> None:
-        """Write ``row``, after the rows that wait. Raises OSError if the file cannot be written; ``row`` then waits."""
+    def write(self, row: dict) -> bool:
+        """Write ``row``, after the rows that wait. Return whether the file was gone, or another one in its place.
+
+        Raises OSError if the file cannot be written; ``row`` then waits.
+        """
         self._unwritten += encode_row(row).encode() + b"\n"
-        self._write_waiting()
+        return self._write_waiting()
 
     def close(self) -> None:
         """Write the rows that wait, and close the file. Raises OSError if they are lost."""
@@ -126,13 +157,40 @@ class MetricsWriter:
                 self._file.close()
                 self._file = None
 
-    def _write_waiting(self) -> None:
-        if self._unwritten and self._file is None:
+    def _write_waiting(self) -> bool:
+        if not self._unwritten:
+            return False
+        was_gone = self._file is not None and not self._is_in_place()
+        if was_gone:
+            self._put_in_place()
+        elif self._file is None:
             self._drop_steps_not_done()
-            self._file = self.path.open("ab", buffering=0)
+            self._file = self._opened()
         while self._unwritten:
             count = self._file.write(self._unwritten)  # a part of a row if the disk becomes full
             del self._unwritten[:count]
+        return was_gone
+
+    def _opened(self):
+        return self.path.open("a+b", buffering=0)
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+        except FileNotFoundError:
+            return False
+
+    def _put_in_place(self) -> None:
+        """Write all rows to the path again, from the open file, which has no name any more or another one.
+
+        A file that someone has put there instead stays, and gets the next rows.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.path.exists():
+            self._file.seek(0)
+            replace_file(self.path, self._file.read())
+        self._file.close()
+        self._file = self._opened()
 
     def _drop_steps_not_done(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """The console command ``mxtrain``. Only the subcommands that need PyTorch import it."""
 
 import argparse
+import errno
 import os
 import sys
 
@@ -19,6 +20,7 @@ from mxtrain.cli import (
     report_command,
     train_command,
 )
+from mxtrain.cli.closed_streams import open_closed_streams
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.settings.own_modules import search_beside
 from mxtrain.settings.resume_flag import separated
@@ -30,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     Where the reader of stdout has enough, such as "head", it ends without a word and returns 141, as shells do.
     """
     try:
+        open_closed_streams()
         options = _parser().parse_args(separated(sys.argv[1:] if arguments is None else arguments))
         search_beside(None)  # a run may have models of the user's own
         status = options.run(options)
@@ -40,6 +43,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 141
     except ConfigError as error:
         print(f"mxtrain: error: {error}", file=sys.stderr)
+        return CONFIG_ERROR_STATUS
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"mxtrain: error: {error.filename!r}: {error.strerror}", file=sys.stderr)
         return CONFIG_ERROR_STATUS
     except KeyboardInterrupt:
         print("mxtrain: stopped by SIGINT", file=sys.stderr)

@@ -19,7 +19,7 @@ from mxtrain.cli.stop_workers import IMPATIENT, say_from_handler, stop_signals_t
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import end_with_this_process, import_flags
 from mxtrain.run_folder.comparison import SET_ASIDE, PairedRun, write_comparison
-from mxtrain.run_folder.lock import locked
+from mxtrain.run_folder.lock import FolderInUse, locked
 from mxtrain.run_folder.start import CheckpointSettings, NothingToResume, find_start
 
 TRAIN = [sys.executable, *import_flags(), "-m", "mxtrain.cli", "train"]
@@ -55,11 +55,14 @@ class SideBySide:
     processes: int = 1
     stopped_by: signal.Signals | None = None
     _running: dict[str, _Started] = field(default_factory=dict)
+    _in_use: set[str] = field(default_factory=set)
+    """Names of runs in whose folders another process was at work"""
 
     def finish(self) -> None:
         """Do all runs that are not finished. After a stop signal, runs in progress save and stop, and none begins.
 
-        A run that fails is reported, and the others go on.
+        A run that fails is reported, and the others go on. A run in whose folder another process works waits: when a
+        comparison is killed, its runs save before they stop.
         """
         waiting = [run for run in self.runs.values() if run.status != 0]
         with stop_signals_to(self._pass_on):
@@ -68,8 +71,10 @@ class SideBySide:
                     place for place in range(len(self.devices)) if all(s.place != place for s in self._running.values())
                 ]
                 if waiting and free and self.stopped_by is None:
-                    self._start(waiting.pop(0), free[0])
-                    continue
+                    run = waiting.pop(0)
+                    if self._start(run, free[0]):
+                        continue
+                    waiting.append(run)
                 for started in list(self._running.values()):
                     if (status := started.process.poll()) is not None:
                         self._end(started, status)
@@ -79,17 +84,23 @@ class SideBySide:
         """Return the file with what a run has printed."""
         return self.folder / f"{run.name}.log"
 
-    def _start(self, run: PairedRun, place: int) -> None:
+    def _start(self, run: PairedRun, place: int) -> bool:
+        """Start a run, or say why it cannot start. Return False if it has to wait for another process."""
         folder, device = self.folder / run.name, self.devices[place]
         if problem := ended_nonfinite(folder, run):
             _say(f"{run.name}: FAILED before: {problem}; to start it again, remove {folder}")
-            return
+            return True
         try:
             how = _prepare(folder, run, self.processes)
+        except FolderInUse as error:
+            if run.name not in self._in_use:
+                self._in_use.add(run.name)
+                _say(f"{run.name}: waits: {error}")
+            return False
         except ConfigError as error:
             self._note_status(run, CONFIG_ERROR_STATUS)
             _say(f"{run.name}: FAILED: {error}")
-            return
+            return True
         environment = {**os.environ, "NGPU": str(self.processes)}
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
@@ -113,6 +124,7 @@ class SideBySide:
             process.send_signal(self.stopped_by)
         where = "" if device is None else f" on GPU {device}"
         _say(f"{run.name}: {how}{where}, log in {self.log_of(run)}")
+        return True
 
     def _end(self, started: _Started, status: int) -> None:
         run = started.run

@@ -9,7 +9,7 @@ from stat import S_ISREG
 
 from mxtrain.data import DataConfig
 from mxtrain.data.cache_folders import BUILDING, LEFTOVER_SECONDS, last_change, statuses
-from mxtrain.data.prepared_text import DamagedText, Prepared, changed_files, load_text
+from mxtrain.data.prepared_text import DamagedText, Prepared, load_text
 from mxtrain.data.progress import megabytes, one_line
 from mxtrain.errors import ConfigError
 
@@ -34,22 +34,22 @@ class Entry:
     """None if it cannot be used"""
 
     state: str
-    """"ok", or what is wrong"""
+    """"ok", "verified" if its tokens were read, or what is wrong"""
 
 
-def entries(cache_dir: str = "") -> list[Entry]:
+def entries(cache_dir: str = "", verify: bool = False) -> list[Entry]:
     """Return the prepared texts and the leftovers of killed processes, by name. "" is the default cache folder."""
     root = DataConfig(cache_dir=cache_dir).cache_path()
     if cache_dir and not root.is_dir():
         raise ConfigError(f"--cache-dir = {cache_dir!r} is not a folder")
-    return [_entry(path) for path in sorted(root.glob("*")) if path.is_dir() and _is_text(path)]
+    return [_entry(path, verify) for path in sorted(root.glob("*")) if path.is_dir() and _is_text(path)]
 
 
 def report(cache_dir: str = "", verify: bool = False) -> str:
     """Return a table of the cache; ``verify`` also reads the token files and compares their hashes."""
-    found = entries(cache_dir)
+    found = entries(cache_dir, verify)
     header = ("name", "size", "last used", "dataset", "tokens", "state")
-    rows = [header, *(_row(entry, verify) for entry in found)]
+    rows = [header, *map(_row, found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     total = f"{len(found)} in {DataConfig(cache_dir=cache_dir).cache_path()}, {megabytes(sum(e.size for e in found))}"
@@ -84,13 +84,13 @@ def _is_text(path: Path) -> bool:
     return NAME.fullmatch(path.name.partition(BUILDING)[0]) is not None
 
 
-def _entry(path: Path) -> Entry:
-    text, state = None, "ok"
+def _entry(path: Path, verify: bool) -> Entry:
+    text, state = None, "verified" if verify else "ok"
     if BUILDING in path.name:
         state = "unfinished: being built, or left by a killed process"
     else:
         try:
-            text = load_text(path)
+            text = load_text(path, reads_tokens=verify)
         except DamagedText as error:
             state = f"damaged: {error}"
         except ConfigError:
@@ -99,19 +99,14 @@ def _entry(path: Path) -> Entry:
     return Entry(path, size, last_change(path), text, state)
 
 
-def _row(entry: Entry, verify: bool) -> tuple[str, ...]:
+def _row(entry: Entry) -> tuple[str, ...]:
     days = max(0.0, time.time() - entry.last_used) / DAY
-    dataset, tokens, state = "-", "-", entry.state
+    dataset, tokens = "-", "-"
     if entry.text:
         dataset = entry.text.report.dataset
         if entry.text.train is not None:
             tokens = f"{entry.text.train.count:,}"
-        changed = changed_files(entry.text) if verify else []
-        if changed:
-            state = f"damaged: the contents of {' and '.join(changed)} changed"
-        elif verify:
-            state = "verified"
-    return (entry.path.name, megabytes(entry.size), f"{days:.1f} days ago", dataset, tokens, state)
+    return (entry.path.name, megabytes(entry.size), f"{days:.1f} days ago", dataset, tokens, entry.state)
 
 
 def _remove(found: list[Entry]) -> str:

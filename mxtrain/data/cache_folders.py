@@ -14,6 +14,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from mxtrain.data.progress import Progress
+from mxtrain.files import sync_file
 
 WAIT_SECONDS = 10.0
 """Interval between progress lines while another process builds; a multiple of POLL_SECONDS"""
@@ -74,6 +75,7 @@ def new_folder(folder: Path, is_complete: Callable[[Path], bool]) -> Iterator[Pa
     building.mkdir()
     try:
         yield building
+        _write_through(building)
         try:
             building.rename(folder)
         except OSError:
@@ -83,6 +85,13 @@ def new_folder(folder: Path, is_complete: Callable[[Path], bool]) -> Iterator[Pa
                 _replace(folder, building)
     finally:
         shutil.rmtree(building, ignore_errors=True)
+
+
+def _write_through(folder: Path) -> None:
+    """Write the files of a folder to the disk. Otherwise a power failure may leave its name, and zeros in its files."""
+    for root, _, files in os.walk(folder):
+        for path in (*(Path(root, name) for name in files), Path(root)):
+            sync_file(path)
 
 
 def last_change(folder: Path) -> float:

@@ -33,18 +33,22 @@ def prepare(
     config: DataConfig,
     progress: Callable[[str], None] = print,
     stream: Callable[[], Iterable[str]] | None = None,
+    *,
+    reads_tokens: bool = True,
 ) -> Prepared:
     """Load the tokenizer and the tokenized text of ``config`` from the cache, or build them first.
 
     The cache key is a hash of the config and of the files' paths, sizes and times, so edited files are built again.
-    ``Prepared.identity`` depends on the contents alone. An interrupted build is never used as a result. A damaged
-    result is built again, with a warning. With ``config.prepared`` exactly that text is loaded and no source is read.
+    ``Prepared.identity`` depends on the contents alone. An interrupted build is never used as a result. Tokens in the
+    cache are read and hashed, about 1 GB a second, and a damaged result is built again, with a warning. With
+    ``config.prepared`` exactly that text is loaded and no source is read.
 
     Args:
         config: the text and the tokenizer.
         progress: called with a line every few seconds during a build, and not called when loading.
         stream: returns the texts on which to train a tokenizer; required if ``config.dataset`` is not in DATASETS.
             Streamed text is not tokenized here.
+        reads_tokens: False leaves the tokens unread, where another process on this machine has just read them.
 
     Raises:
         ConfigError: the text or the tokenizer is missing, unreadable or empty, or the cache cannot be written.
@@ -56,21 +60,21 @@ def prepare(
     if config.tokenizer_path:
         require_tokenizer(Path(config.tokenizer_path))
     if config.prepared:
-        return _chosen(config)
+        return _chosen(config, reads_tokens)
     source = None
     if stream is None:
         source = PythonSource(config) if config.dataset == "python" else LocalFiles(config)
     elif config.tokenizer_path:
         return _existing_tokenizer(config)
     folder = config.cache_root() / _key(config, source)
-    prepared, _ = _in_cache(config, folder)
+    prepared, _ = _in_cache(config, folder, reads_tokens)
     if prepared is None:
         prepared = _build_or_wait(config, source, stream, folder, Progress(progress))
     _note_use(folder)
     return prepared
 
 
-def _chosen(config: DataConfig) -> Prepared:
+def _chosen(config: DataConfig, reads_tokens: bool) -> Prepared:
     """Load the text that ``config.prepared`` names."""
     setting = f"data.prepared = {config.prepared!r}"
     is_path = os.sep in config.prepared
@@ -81,7 +85,7 @@ def _chosen(config: DataConfig) -> Prepared:
             "value prepares the text from its source"
         )
     try:
-        prepared = load_text(folder, config.tokenizer_path)
+        prepared = load_text(folder, config.tokenizer_path, reads_tokens=reads_tokens)
     except DamagedText as error:
         raise ConfigError(
             f"{setting} is damaged ({error}); leave data.prepared empty to prepare the text again from its source"
@@ -95,12 +99,12 @@ def _chosen(config: DataConfig) -> Prepared:
     return prepared
 
 
-def _in_cache(config: DataConfig, folder: Path) -> tuple[Prepared | None, str]:
+def _in_cache(config: DataConfig, folder: Path, reads_tokens: bool = True) -> tuple[Prepared | None, str]:
     """Return the text in ``folder``, or None and the damage: "" if there is no folder."""
     if not folder.exists():
         return None, ""
     try:
-        return load_text(folder, config.tokenizer_path), ""
+        return load_text(folder, config.tokenizer_path, reads_tokens=reads_tokens), ""
     except DamagedText as error:
         return None, str(error)
 

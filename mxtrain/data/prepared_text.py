@@ -63,12 +63,13 @@ def write_summary(
     (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
-def load_text(folder: Path, tokenizer_path: str = "") -> Prepared:
+def load_text(folder: Path, tokenizer_path: str = "", *, reads_tokens: bool = False) -> Prepared:
     """Load a prepared text, after a check of the sizes and of the tokenizer's hash.
 
     Args:
         folder: the folder in the cache.
         tokenizer_path: folder of the tokenizer; "" for the one with which the text was tokenized.
+        reads_tokens: also read the token files and compare their hashes.
 
     Raises:
         DamagedText: files are missing or damaged.
@@ -88,13 +89,10 @@ def load_text(folder: Path, tokenizer_path: str = "") -> Prepared:
             f"the tokenizer of SHA-256 {tokenizer['sha256'][:12]} (runs keep theirs in their folder), or leave "
             "data.prepared empty"
         )
+    for file in files.values():
+        if reads_tokens and file.sha256 != hash_file(file.path).sha256:
+            raise DamagedText(f"the contents of {file.path.name} have changed")
     return Prepared(path, tokenizer["sha256"], files.get("train"), files.get("validation"), report, folder)
-
-
-def changed_files(prepared: Prepared) -> list[str]:
-    """Read the token files and return the names of those whose contents changed since they were written."""
-    files = [file for file in (prepared.train, prepared.validation) if file is not None]
-    return [file.path.name for file in files if file.sha256 != hash_file(file.path).sha256]
 
 
 def _read_summary(folder: Path) -> tuple[TextReport, dict[str, TokenFile], dict]:

@@ -5,7 +5,6 @@ complete. An old checkpoint goes the other way before it is removed. So a kill a
 and parts only in the two hidden folders, which the next run empties.
 """
 
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from mxtrain.errors import ConfigError
+from mxtrain.files import sync_file
 from mxtrain.run_folder.manifest import MANIFEST_FILE, DamagedCheckpoint, Manifest, check_sizes, read_manifest
 
 SAVING, REMOVING, SET_ASIDE = ".saving", ".removing", "set_aside"
@@ -97,11 +97,11 @@ def read_whole(checkpoint: Path) -> Manifest:
 
 def publish(written: Path, checkpoint: Path) -> None:
     """Give a complete checkpoint its name. A checkpoint that has the name is set aside."""
-    sync_folder(written)
+    sync_file(written)
     if checkpoint.exists():
         set_aside(checkpoint)
     written.rename(checkpoint)
-    sync_folder(checkpoint.parent)
+    sync_file(checkpoint.parent)
     with suppress(OSError):
         written.parent.rmdir()
 
@@ -132,13 +132,3 @@ def clear_leftovers(folder: Path) -> None:
         shutil.rmtree(folder / name, ignore_errors=True)
     with suppress(OSError):
         folder.rmdir()
-
-
-def sync_folder(folder: Path) -> None:
-    """Write a folder's list of files through to the disk, where the file system can do that."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

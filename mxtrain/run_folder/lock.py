@@ -18,6 +18,10 @@ from mxtrain.launched import is_launcher_alive
 LOCK_FILE = ".lock"
 
 
+class FolderInUse(ConfigError):
+    """Another run holds the lock of the folder."""
+
+
 @contextmanager
 def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | None]:
     """Create ``folder`` and hold its lock. A worker of ``mxtrain train`` shares the lock of its parent.
@@ -28,7 +32,8 @@ def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | Non
         setting: what the user gave the folder to, for messages.
 
     Raises:
-        ConfigError: if another run holds the lock, or if the folder cannot be written.
+        FolderInUse: if another run holds the lock.
+        ConfigError: if the folder cannot be written.
     """
     path = folder / LOCK_FILE
     try:
@@ -56,7 +61,7 @@ def lock_owner(folder: Path) -> str | None:
 
 
 def _take(file, folder: Path, setting: str) -> None:
-    """Take the lock. Raises ConfigError if it is taken, and OSError on a file system without locks."""
+    """Take the lock. Raises FolderInUse if it is taken, and OSError on a file system without locks."""
     try:
         if not is_launcher_alive():
             # Every newcomer asks for the lock alone. The holder keeps a shared lock, so that its worker can join.
@@ -64,7 +69,7 @@ def _take(file, folder: Path, setting: str) -> None:
             _write_owner(file, folder, setting)
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise ConfigError(
+        raise FolderInUse(
             f"{setting} = {str(folder)!r} is in use by {_owner(file)}; wait until that run ends, stop it, or "
             "choose another folder"
         ) from error

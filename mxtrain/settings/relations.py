@@ -1,6 +1,7 @@
 """Mistakes that take two settings to see, as a table: a setting, and what is wrong with it if anything."""
 
 import math
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -59,6 +60,11 @@ def _unknown_in(names: list[str], s: Settings) -> str | None:
     """What is wrong with a list of settings' names."""
     wrong = next((name for name in names if name not in s.known), None)
     return None if wrong is None else f"has a name that does not exist: {unknown(wrong, s.known)}"
+
+
+def _leads_out(folder: str) -> bool:
+    """Whether a path relative to another folder leads out of that folder, links aside."""
+    return os.path.isabs(folder) or os.path.normpath(folder).split(os.sep)[0] == os.pardir
 
 
 def _needs_workers(section: str, setting: str) -> Relation:
@@ -137,6 +143,15 @@ RELATIONS = (
             "initial_load_in_hf": False,
             "may_change": [],
         }.items()
+    ),
+    Relation(
+        "checkpoint.folder",
+        lambda s: (
+            s["checkpoint.enable"]
+            and _leads_out(s["checkpoint.folder"])
+            and "leads out of the run's folder, and another run could write there, too: name a folder in "
+            "job.dump_folder, which may be a link"
+        ),
     ),
     Relation(
         "checkpoint.exclude_from_loading",

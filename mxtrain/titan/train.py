@@ -14,10 +14,11 @@ from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from mxtrain.analysis import closing_summary
-from mxtrain.analysis.metrics_file import lacks_validation
+from mxtrain.analysis.metrics_file import lacks_validation, missing_rows
 from mxtrain.analysis.runs import NONFINITE_WEIGHTS, SETTING_CHANGES
 from mxtrain.config import dump_config, load_config
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
+from mxtrain.files import sync_file
 from mxtrain.launched import report_stop
 from mxtrain.nn.ready_weights import ReadyWeights
 from mxtrain.rng.rounding_position import set_rounding_step
@@ -93,6 +94,8 @@ class _Trainer(Trainer):
         self.checkpointer.start = self._start
         self.checkpointer.run = _manifest(job_config, self.dataloader)
         self.checkpointer.may_save = self._is_finite
+        # After a power failure, a checkpoint without the rows before it would leave a gap in the run's curves.
+        self.checkpointer.before_save = partial(sync_file, Path(job_config.job.dump_folder) / METRICS_FILE)
         self._stops = job_config.metrics.on_nonfinite_loss == finite.STOP
         self._watch = LossWatch(self.device, self._stops)
         correct_max_loss(self.metrics_processor, self.parallel_dims.cp)
@@ -295,7 +298,9 @@ def _start(job_config) -> tuple[Start, list[str]]:
     """
     start = verified_start(Path(job_config.job.dump_folder), CheckpointSettings.of(job_config.checkpoint))
     changes = check_resume(start, settings_of(job_config), torch.distributed.get_world_size())
-    for line in (*start.notes, *changes, *_other_versions(start)):
+    excluded = _excluded(start, job_config.checkpoint.exclude_from_loading)
+    gaps = _missing_rows(start, job_config)
+    for line in (*start.notes, *changes, *excluded, *gaps, *_other_versions(start)):
         terminal.note(line)
     if start.step >= job_config.training.steps:
         terminal.note(
@@ -304,7 +309,23 @@ def _start(job_config) -> tuple[Start, list[str]]:
         )
     for line in without_effect(job_config):
         terminal.note(line)
-    return start, [line for line in changes if SETTING_CHANGES in line]
+    return start, [*(line for line in changes if SETTING_CHANGES in line), *excluded]
+
+
+def _excluded(start: Start, names: list[str]) -> list[str]:
+    """Return a line for the user if a run that goes on leaves parts of its checkpoint out."""
+    if start.step == 0 or not names:
+        return []
+    parts = " and ".join(names)
+    return [f"checkpoint.exclude_from_loading: step {start.step + 1} begins without the checkpoint's {parts}"]
+
+
+def _missing_rows(start: Start, job_config) -> list[str]:
+    """Return lines for the user if the metrics of a run that resumes have gaps."""
+    folder = Path(job_config.job.dump_folder)
+    if start.step == 0 or start.checkpoint.parent != folder / job_config.checkpoint.folder or not _is_first():
+        return []
+    return missing_rows(folder / METRICS_FILE, start.step, job_config.metrics.log_freq)
 
 
 def _other_versions(start: Start) -> list[str]:

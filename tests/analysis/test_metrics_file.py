@@ -1,10 +1,13 @@
 import json
 import math
+import shutil
 
 import pytest
 
 from mxtrain.analysis import MetricsWriter, read_metrics
+from mxtrain.analysis.metrics_file import missing_rows
 from mxtrain.errors import ConfigError
+from mxtrain.files import replace_file
 
 
 def write(path, rows, steps_done=0):
@@ -50,6 +53,40 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
         (8, 5.0),
         (10, 5.0),
     ]
+
+
+def test_gaps_before_a_checkpoint_are_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert missing_rows(path, 40, 10) == []
+    write(path, [{"step": s, "loss": 9.0} for s in (1, 10, 20, 30, 40, 50)] + [{"step": 50, "validation_loss": 9.0}])
+    for steps_done, log_freq in ((40, 10), (49, 10), (50, 1), (50, 20)):
+        assert missing_rows(path, steps_done, log_freq) == []
+    assert missing_rows(path, 60, 10) == [f"{path} has no rows of steps 51 to 60"]
+    assert missing_rows(path, 60, 20) == [], "they may be logged less often than before"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], b"garbage\n", b"{}\n", *lines[4:], b'{"step": 6']))
+    assert missing_rows(path, 50, 10) == [
+        f"{path}: 2 damaged lines are left out",
+        f"{path} has no rows of steps 11 to 39",
+    ]
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
+def test_rows_of_a_file_that_is_gone_are_written_again(tmp_path, how):
+    path = tmp_path / "run" / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    assert [writer.write({"step": step, "loss": 9.0}) for step in (1, 2)] == [False, False]
+    if how == "removed":
+        shutil.rmtree(path.parent)
+    elif how == "moved":
+        path.parent.rename(tmp_path / "moved")
+    else:
+        replace_file(path, b'{"step": 1, "loss": 7.0}\n')
+    assert [writer.write({"step": step, "loss": 9.0}) for step in (3, 4)] == [True, False]
+    writer.close()
+    assert steps(path) == ([1, 3, 4] if how == "replaced" else [1, 2, 3, 4])
+    if how == "moved":
+        assert steps(tmp_path / "moved" / "metrics.jsonl") == [1, 2]
 
 
 def test_a_restarted_run_begins_with_an_empty_file(tmp_path):

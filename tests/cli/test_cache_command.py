@@ -58,7 +58,7 @@ def test_verify_reads_the_tokens(texts, capsys):
     content[5] ^= 1
     file.write_bytes(content)
     rows = {line.split()[0]: line for line in run(capsys, "--verify")}
-    assert rows[texts["used"].name].endswith(" damaged: the contents of train.bin changed")
+    assert rows[texts["used"].name].endswith(" damaged: the contents of train.bin have changed")
     assert rows[texts["old"].name].endswith(" verified")
 
 

@@ -1,8 +1,10 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +56,21 @@ def test_help_names_every_command_and_each_has_help_with_an_example(capsys):
         text = capsys.readouterr().out
         assert f"usage: mxtrain {command}" in text
         assert f"\n  mxtrain {command}" in text, command
+
+
+def test_a_command_whose_stdout_is_closed_does_its_work():
+    command = f"{shlex.quote(sys.executable)} -m mxtrain.cli configs"
+    repository = Path(cli.__file__).parents[2]
+    done = subprocess.run(["sh", "-c", f"{command} >&-"], cwd=repository, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("words", [["plot"], ["report"], ["export", "out"], ["train", "--resume"]])
+def test_a_name_that_is_too_long_is_one_line(words, capsys):
+    name = "x" * 300
+    assert cli.main([words[0], name, *words[1:]] if words[-1] != "--resume" else [*words, name]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(f"mxtrain: error: '{name}[a-z/.]*': File name too long", line)
 
 
 def test_help_whose_reader_has_enough_ends_without_a_word(tmp_path):

@@ -16,6 +16,7 @@ from mxtrain import cli
 from mxtrain.analysis import load_run, report
 from mxtrain.cli import compare_command, launch, side_by_side
 from mxtrain.run_folder.comparison import PairedRun
+from mxtrain.run_folder.lock import LOCK_FILE
 
 STAND_IN = """
 import json, os, pathlib, signal, sys, time
@@ -246,6 +247,21 @@ def test_a_run_that_cannot_start_keeps_its_folder(stand_in, capfd):
     out, _ = capfd.readouterr()
     assert "FAILED: checkpoint.folder: " in out and "is not a folder" in out and not (stand_in / "set_aside").exists()
     assert '"status": 2' in path.read_text()
+
+
+def test_a_run_whose_folder_is_in_use_waits(stand_in, capfd):
+    """The runs of a comparison that was killed may still be saving when it is started again."""
+    folder = stand_in / "llama3_debug-seed0"
+    folder.mkdir(parents=True)
+    hold = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_SH); print(flush=True); "
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", hold + "time.sleep(2)", str(folder / LOCK_FILE)], stdout=subprocess.PIPE
+    ) as holder:
+        holder.stdout.readline()
+        assert compare("llama3_debug", "p1=llama3_debug --mxnorm.p 1") == 0
+    out, _ = capfd.readouterr()
+    assert out.count("llama3_debug-seed0: waits: ") == 1 and "FAILED" not in out
+    assert [start["run"] for start in starts(stand_in)] == ["p1-seed0", "llama3_debug-seed0"]
 
 
 def test_only_signals_that_kill_when_they_come_again_are_said_to(tmp_path, capfd):

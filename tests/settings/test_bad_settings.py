@@ -256,6 +256,10 @@ FLAGS = [
         for degree in ("parallelism.pipeline_parallel_degree", "parallelism.expert_parallel_degree")
     ),
     ("--checkpoint.enable --checkpoint.load_step=7", "checkpoint.load_step = 7 is not among the steps in"),
+    *(
+        (f"--checkpoint.enable --checkpoint.folder={out}", f"checkpoint.folder = '{out}' leads out of the run's folder")
+        for out in ("/scratch/checkpoints", "..", "a/../../b")
+    ),
     (
         "--checkpoint.enable --checkpoint.exclude_from_loading=train_state,dataloader",
         "checkpoint.exclude_from_loading = ['train_state', 'dataloader'] needs 'lr_scheduler' beside 'train_state'",

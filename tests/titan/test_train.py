@@ -30,6 +30,7 @@ from mxtrain.titan.parse import non_default_values, parse_job_config, resolved_s
 from mxtrain.titan.stop import Stop, StopSignals
 from mxtrain.titan.train import (
     Trainer,
+    _excluded,
     _other_versions,
     _require_backend,
     _train,
@@ -249,6 +250,13 @@ def test_a_validation_is_made_up_for_where_a_pipeline_can(trainer, monkeypatch, 
         one.checkpointer.folder, one._start = str(tmp_path / "checkpoint"), Start(4, checkpoint=folder / "step-4")
         one._validate_if_missing()
     assert validated == ([4] if can_validate or not pipeline else [])
+
+
+def test_what_a_resumed_run_leaves_out_of_its_checkpoint_is_said():
+    assert _excluded(Start(12), ["model", "dataloader"]) == [
+        "checkpoint.exclude_from_loading: step 13 begins without the checkpoint's model and dataloader"
+    ]
+    assert _excluded(Start(12), []) == _excluded(Start(0), ["model"]) == []
 
 
 def test_a_stop_signal_saves_the_step_in_which_it_came(trainer):

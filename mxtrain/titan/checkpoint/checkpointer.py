@@ -52,6 +52,9 @@ class Checkpointer(CheckpointManager):
     may_save: Callable[[int], bool]
     """(step) -> whether the weights after this step are worth a checkpoint. Called on all ranks"""
 
+    before_save: Callable[[], None]
+    """Called on all ranks before a checkpoint is saved"""
+
     is_stopping: Callable[[], bool]
     """Whether training ends after this step, whose checkpoint is then due. The same on all ranks"""
 
@@ -126,6 +129,7 @@ class Checkpointer(CheckpointManager):
             return
         self._async_wait()
         self._failure, self.saved_step = None, curr_step
+        self.before_save()
         with self._going_on(f"step {curr_step}: the checkpoint cannot be saved"):
             super().save(curr_step, last_step)
             if last_step:  # TorchTitan removes nothing then

@@ -193,7 +193,9 @@ def _prepare(config: DataConfig, progress: Callable[[str], None]) -> Prepared:
     stream = None if config.dataset in DATASETS else partial(_titan_texts, config.dataset, config.path)
 
     def prepare_or_load(folder: str) -> Prepared:
-        return prepare(replace(config, prepared=folder) if folder else config, progress, stream)
+        if folder:  # a process of this node has prepared it, or read and hashed its tokens
+            return prepare(replace(config, prepared=folder), progress, stream, reads_tokens=False)
+        return prepare(config, progress, stream)
 
     return prepare_together(prepare_or_load, f"{config.setting('dataset')} = {config.dataset!r}")
 

@@ -118,7 +118,7 @@ def _held_out_text(folder: Path) -> TokenFile:
     if name is None:
         raise NoLoss("the run's text was streamed")
     try:
-        prepared = load_text(Path(cache) / name, str(folder / TOKENIZER_FOLDER))
+        prepared = load_text(Path(cache) / name, str(folder / TOKENIZER_FOLDER), reads_tokens=True)
     except (DamagedText, ConfigError) as error:
         raise NoLoss(f"the run's text {name!r} in {cache} is gone or damaged") from error
     if prepared.report.streamed:

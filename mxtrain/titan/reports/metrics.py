@@ -78,7 +78,11 @@ class MetricsFileLogger(BaseLogger):
     def _write(self, row: dict) -> None:
         row["time"] = time.time()
         try:
-            self.writer.write(row)
+            if self.writer.write(row):
+                logger.warning(
+                    f"step {row['step']}: {self.writer.path} was removed, moved or replaced: rows go on there; other "
+                    "files of the run's folder may be gone, such as the lock that keeps another run out"
+                )
         except OSError as error:
             if not self.is_failing:
                 logger.warning(

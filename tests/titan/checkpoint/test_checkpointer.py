@@ -65,6 +65,7 @@ def build(tmp_path):
         one.start = find_start(tmp_path, CheckpointSettings.of(settings), 1)
         one.run = Manifest(0, False, {}, settings={"optimizer": {"lr": 0.5}}, tokenizer_sha256="abc")
         one.may_save = lambda step: True
+        one.before_save = lambda: None
         one.is_stopping = lambda: False
         one.after_load = lambda: loaded.append(one)
         built.append(one)
