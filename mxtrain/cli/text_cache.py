@@ -20,7 +20,7 @@ NAME = re.compile(r".+-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
-class Entry:
+class CachedText:
     """A folder in the cache."""
 
     path: Path
@@ -37,7 +37,7 @@ class Entry:
     """"ok", "verified" if its tokens were read, or what is wrong"""
 
 
-def entries(cache_dir: str = "", verify: bool = False) -> list[Entry]:
+def entries(cache_dir: str = "", verify: bool = False) -> list[CachedText]:
     """Return the prepared texts and the leftovers of killed processes, by name. "" is the default cache folder."""
     root = DataConfig(cache_dir=cache_dir).cache_path()
     if cache_dir and not root.is_dir():
@@ -76,7 +76,7 @@ def remove(cache_dir: str, names: list[str]) -> str:
     return _remove([by_name[name] for name in names])
 
 
-def _patience(entry: Entry, days: float) -> float:
+def _patience(entry: CachedText, days: float) -> float:
     return max(days * DAY, LEFTOVER_SECONDS if BUILDING in entry.path.name else 0.0)
 
 
@@ -84,7 +84,7 @@ def _is_text(path: Path) -> bool:
     return NAME.fullmatch(path.name.partition(BUILDING)[0]) is not None
 
 
-def _entry(path: Path, verify: bool) -> Entry:
+def _entry(path: Path, verify: bool) -> CachedText:
     text, state = None, "verified" if verify else "ok"
     if BUILDING in path.name:
         state = "unfinished: being built, or left by a killed process"
@@ -96,10 +96,10 @@ def _entry(path: Path, verify: bool) -> Entry:
         except ConfigError:
             state = "its tokenizer, outside the cache, is gone or changed"
     size = sum(status.st_size for status in statuses(path) if S_ISREG(status.st_mode))
-    return Entry(path, size, last_change(path), text, state)
+    return CachedText(path, size, last_change(path), text, state)
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
+def _row(entry: CachedText) -> tuple[str, ...]:
     days = max(0.0, time.time() - entry.last_used) / DAY
     dataset, tokens = "-", "-"
     if entry.text:
@@ -109,7 +109,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
     return (entry.path.name, megabytes(entry.size), f"{days:.1f} days ago", dataset, tokens, entry.state)
 
 
-def _remove(found: list[Entry]) -> str:
+def _remove(found: list[CachedText]) -> str:
     lines = []
     for entry in found:
         try:

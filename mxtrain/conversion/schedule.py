@@ -11,26 +11,26 @@ import torch.nn as nn
 from mxtrain.conversion.selection import selected
 from mxtrain.errors import ConfigError
 from mxtrain.nn.mxnorm import MXNorm
-from mxtrain.nn.seeded import Seeded
+from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.three_gemms import QuantizedLinear, check_features
 from mxtrain.recipes.layer_state import LayerState, Timeline
 from mxtrain.recipes.recipe import GEMMS, HIGH_PRECISION, RECIPES, LinearRecipe, Recipe, recipe_of_norm
 from mxtrain.recipes.rms_estimate import RMSEstimate
-from mxtrain.recipes.schedule import NORM_KEYS, Change, Entry
+from mxtrain.recipes.schedule import NORM_KEYS, RecipeChange, ScheduleEntry
 
 # What an entry may change of a layer (a GEMM, or one of NORM_KEYS), and the FQN of the layer.
 Part = tuple[str, str]
 # The recipe of a plain norm and its linears.
 _PLAIN = RECIPES[HIGH_PRECISION]
 # Entries with everything that they change.
-Active = Sequence[tuple[Entry, frozenset[Part]]]
+Active = Sequence[tuple[ScheduleEntry, frozenset[Part]]]
 
 
 def attach_schedule(
     model: nn.Module,
     feeds: Mapping[str, Sequence[str]],
-    entries: Sequence[Entry],
-    fallback: Change | None = None,
+    entries: Sequence[ScheduleEntry],
+    fallback: RecipeChange | None = None,
     guard: str = "guard",
 ) -> None:
     """Give every swapped layer its timeline: the states that entries and the guard's change lead to.
@@ -65,7 +65,7 @@ def set_step(model: nn.Module, step: int, falls_back: bool = False) -> None:
         falls_back: whether the guard's change is in effect, too.
     """
     for module in model.modules():
-        if isinstance(module, Seeded) and module.timeline is not None:
+        if isinstance(module, RecipeModule) and module.timeline is not None:
             state = module.timeline.at(step, falls_back)
             if state != module.layer_state:
                 module.take(state)
@@ -78,8 +78,8 @@ class _Planner:
         self,
         model: nn.Module,
         feeds: Mapping[str, Sequence[str]],
-        entries: Sequence[Entry],
-        fallback: Change | None,
+        entries: Sequence[ScheduleEntry],
+        fallback: RecipeChange | None,
         guard: str,
     ):
         self.modules = dict(model.named_modules())
@@ -92,7 +92,7 @@ class _Planner:
         _refuse_overlaps(self.parts)
         self.fallback = None
         if fallback is not None:
-            always = Entry(guard, 1, 1, None, fallback)
+            always = ScheduleEntry(guard, 1, 1, None, fallback)
             self.fallback = (always, self._parts(always))
 
     def timelines(self) -> dict[str, Timeline]:
@@ -117,7 +117,7 @@ class _Planner:
     def _active(self, step: int) -> Active:
         return [pair for pair in self.parts if pair[0].first <= step <= pair[0].last]
 
-    def _require_effect(self, pair: tuple[Entry, frozenset[Part]], steps: Iterable[int]) -> None:
+    def _require_effect(self, pair: tuple[ScheduleEntry, frozenset[Part]], steps: Iterable[int]) -> None:
         """Raise ConfigError if no layer computes anything else at these steps because of an entry."""
         for step in steps:
             others = [other for other in self._active(step) if other is not pair]
@@ -131,7 +131,7 @@ class _Planner:
         entry = pair[0]
         raise ConfigError(f"{entry.name} changes nothing: without its {entry.change}, all layers compute the same")
 
-    def _parts(self, entry: Entry) -> frozenset[Part]:
+    def _parts(self, entry: ScheduleEntry) -> frozenset[Part]:
         """Everything that an entry changes."""
         change, parts = entry.change, set()
         for where, hits in self._selections(entry):
@@ -146,7 +146,7 @@ class _Planner:
                 raise _nothing_to_change(f"{entry.name}{where}", kind, change)
         return frozenset(parts)
 
-    def _changed(self, change: Change, hits: set[str]) -> set[Part]:
+    def _changed(self, change: RecipeChange, hits: set[str]) -> set[Part]:
         norms = [norm for norm, fed in self.feeds.items() if norm in hits or hits.intersection(fed)]
         parts = {(gemm, fqn) for gemm in change.gemms for fqn in self.linears if fqn in hits}
         if change.norm is not None:
@@ -154,7 +154,7 @@ class _Planner:
             parts |= {(gemm, fqn) for gemm in GEMMS for norm in norms for fqn in self.feeds[norm]}
         return parts | {(key, norm) for key in NORM_KEYS if getattr(change, key) is not None for norm in norms}
 
-    def _selections(self, entry: Entry) -> Iterator[tuple[str, set[str]]]:
+    def _selections(self, entry: ScheduleEntry) -> Iterator[tuple[str, set[str]]]:
         """Yield what each pattern selects, with the setting and the pattern in words."""
         if entry.modules is None:
             yield entry.name, {*self.linears, *self.feeds}
@@ -188,7 +188,7 @@ class _Planner:
         gemms = {}
         for entry, parts in active:
             gemms |= {gemm: new for gemm, new in entry.change.gemms.items() if (gemm, fqn) in parts}
-        return Change(gemms).of_recipe(recipe) if gemms else recipe
+        return RecipeChange(gemms).of_recipe(recipe) if gemms else recipe
 
     def _norm(self, norm: str, active: Active, recipes: Mapping[str, LinearRecipe]) -> LayerState:
         module: MXNorm = self.modules[norm]
@@ -219,7 +219,7 @@ def _arithmetic(state: LayerState) -> tuple:
     return gemms, ("exact", estimate.eps) if is_exact else estimate, state.is_plain
 
 
-def _nothing_to_change(where: str, kind: str, change: Change) -> ConfigError:
+def _nothing_to_change(where: str, kind: str, change: RecipeChange) -> ConfigError:
     return ConfigError(f"{where} selects no swapped {kind}, which its {change} could change")
 
 

@@ -36,7 +36,7 @@ class Matrix:
 
 
 @dataclass(eq=False)
-class Cast:
+class MeasuredCast:
     """A cast of a matrix [R, C].
 
     Attributes:
@@ -71,7 +71,7 @@ class Cast:
         return of_tiles.narrow(across, 0, amax.shape[across])
 
 
-def cast_totals(casts: dict[Hashable, Cast]) -> dict[Hashable, Totals]:
+def cast_totals(casts: dict[Hashable, MeasuredCast]) -> dict[Hashable, Totals]:
     """Measure casts; by name. A cast that has its totals is not measured again."""
     together = defaultdict(list)
     for cast in dict.fromkeys(casts.values()):
@@ -82,7 +82,7 @@ def cast_totals(casts: dict[Hashable, Cast]) -> dict[Hashable, Totals]:
     return {name: cast.totals for name, cast in casts.items()}
 
 
-def _measure(casts: Sequence[Cast], fmt: BlockFormat, scale_rounding: str | None) -> None:
+def _measure(casts: Sequence[MeasuredCast], fmt: BlockFormat, scale_rounding: str | None) -> None:
     matrices = list(dict.fromkeys(cast.matrix for cast in casts))
     values = [matrix.values for matrix in matrices]
     pairs = [(cast.matrix.values, cast.image) for cast in casts]
@@ -148,14 +148,14 @@ def block_scales(
 
 class _BlockRanges(NamedTuple):
     tops: torch.Tensor
-    """What elements above saturate to; broadcasts with ``Cast.blocks``"""
+    """What elements above saturate to; broadcasts with ``MeasuredCast.blocks``"""
     least: torch.Tensor
     largest: torch.Tensor
     """Extremes of the scales of blocks that are not zero, fp32 []; infinite if all are zero"""
 
 
 def _block_ranges(
-    casts: Sequence[Cast], blocks: Sequence[torch.Tensor], fmt: BlockFormat, scale_rounding: str | None
+    casts: Sequence[MeasuredCast], blocks: Sequence[torch.Tensor], fmt: BlockFormat, scale_rounding: str | None
 ) -> list[_BlockRanges]:
     block_maxima = [cast.block_maxima(of_cast) for cast, of_cast in zip(casts, blocks)]
     sizes = [amax.numel() for amax in block_maxima]
@@ -174,7 +174,7 @@ def _block_ranges(
     ]
 
 
-def _tensor_scales(casts: Sequence[Cast], block_maxima: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _tensor_scales(casts: Sequence[MeasuredCast], block_maxima: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """NVFP4: the tensor scale of every cast, fp32 []."""
     own = maxima(block_maxima)
     from_values = nvfp4.power_of_two_tensor_scales(

@@ -19,7 +19,7 @@ from functools import cached_property
 
 import torch
 
-from mxtrain.diagnostics.casts import Cast, Matrix, cast_figures
+from mxtrain.diagnostics.casts import Matrix, MeasuredCast, cast_figures
 from mxtrain.diagnostics.products import both_products, norm_to_noise, product_totals, relative_error
 from mxtrain.diagnostics.totals import Totals
 from mxtrain.nn.three_gemms import ThreeGEMMs
@@ -51,7 +51,7 @@ class Input:
     gain: torch.Tensor | None = None
     estimate: RMSEstimate | None = None
     group: str | None = None
-    casts: dict[tuple, Cast] = field(default_factory=dict)
+    casts: dict[tuple, MeasuredCast] = field(default_factory=dict)
 
     @cached_property
     def matrix(self) -> Matrix:
@@ -77,7 +77,7 @@ class Gradient:
 
 def products_and_casts(
     gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradient: Gradient
-) -> tuple[dict[str, Totals], dict[str, Cast]]:
+) -> tuple[dict[str, Totals], dict[str, MeasuredCast]]:
     """Measure a linear's GEMMs, and make its casts for ``cast_totals``; by name. GEMMs without a format are left out.
 
     Args:
@@ -111,7 +111,9 @@ def linear_figures(found: dict[str, Totals]) -> dict[str, float]:
     return figures
 
 
-def _casts(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradient: Gradient) -> dict[str, dict[str, Cast]]:
+def _casts(
+    gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradient: Gradient
+) -> dict[str, dict[str, MeasuredCast]]:
     """For each GEMM with a format: its two casts by name."""
     recipe, mode, split = gemms.recipe, gemms.mode, gemms.split
     dy, signs, draws = gradient.dy, gradient.signs, gradient.draws
@@ -123,18 +125,18 @@ def _casts(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradient: Grad
     dy_rows, dy_columns = quantize.gradient(dy, recipe, mode, dgrad, wgrad, signs, draws, split.dy)
     found = {}
     if fprop:
-        of_w = Cast(w, w_rows.data, recipe.fprop, 1, recipe.fprop.weight_tiles)
+        of_w = MeasuredCast(w, w_rows.data, recipe.fprop, 1, recipe.fprop.weight_tiles)
         found["fprop"] = {"input": _input_along_features(gemms, given), "weight": of_w}
     if dgrad:
-        of_w = Cast(w, w_columns.data.t(), recipe.dgrad, 0, recipe.dgrad.weight_tiles)
-        found["dgrad"] = {"grad": Cast(grad, dy_rows.data, recipe.dgrad, 1), "weight": of_w}
+        of_w = MeasuredCast(w, w_columns.data.t(), recipe.dgrad, 0, recipe.dgrad.weight_tiles)
+        found["dgrad"] = {"grad": MeasuredCast(grad, dy_rows.data, recipe.dgrad, 1), "weight": of_w}
     if wgrad:
         grad, of_x = _along_tokens(gemms, given, grad, signs)
-        found["wgrad"] = {"grad": Cast(grad, dy_columns.data.t(), recipe.wgrad, 0), "input": of_x}
+        found["wgrad"] = {"grad": MeasuredCast(grad, dy_columns.data.t(), recipe.wgrad, 0), "input": of_x}
     return found
 
 
-def _input_along_features(gemms: ThreeGEMMs, given: Input) -> Cast:
+def _input_along_features(gemms: ThreeGEMMs, given: Input) -> MeasuredCast:
     """The cast of fprop's input."""
     fprop, mode, estimate = gemms.recipe.fprop, gemms.mode, given.estimate
     key = ("fprop", fprop, mode)
@@ -147,11 +149,13 @@ def _input_along_features(gemms: ThreeGEMMs, given: Input) -> Cast:
             if fprop.tensor_scale == "static":
                 columns = given.x.shape[-1]
                 static = nvfp4.static_tensor_scale(columns, estimate.p, estimate.estimator, estimate.constant)
-        given.casts[key] = Cast(given.matrix, operand.data, fprop, 1, tensor_scale=static)
+        given.casts[key] = MeasuredCast(given.matrix, operand.data, fprop, 1, tensor_scale=static)
     return given.casts[key]
 
 
-def _along_tokens(gemms: ThreeGEMMs, given: Input, grad: Matrix, signs: torch.Tensor | None) -> tuple[Matrix, Cast]:
+def _along_tokens(
+    gemms: ThreeGEMMs, given: Input, grad: Matrix, signs: torch.Tensor | None
+) -> tuple[Matrix, MeasuredCast]:
     """The output gradient as wgrad casts it, and the cast of wgrad's input."""
     wgrad, mode = gemms.recipe.wgrad, gemms.mode
     key = ("wgrad", wgrad, mode, signs)
@@ -161,7 +165,7 @@ def _along_tokens(gemms: ThreeGEMMs, given: Input, grad: Matrix, signs: torch.Te
         matrices = _transformed(matrices, signs)
     if is_new:
         operand = quantize.activation_along_tokens(given.x, wgrad, mode, given.rho, signs, given.group)
-        given.casts[key] = Cast(matrices[1], operand.data.t(), wgrad, 0)
+        given.casts[key] = MeasuredCast(matrices[1], operand.data.t(), wgrad, 0)
     return matrices[0], given.casts[key]
 
 
@@ -173,7 +177,7 @@ def _transformed(matrices: list[Matrix], signs: torch.Tensor) -> list[Matrix]:
     return [Matrix(values.contiguous(), matrix.group) for values, matrix in zip(parts, matrices)]
 
 
-def _products(a: Cast, b: Cast) -> tuple[torch.Tensor, torch.Tensor]:
+def _products(a: MeasuredCast, b: MeasuredCast) -> tuple[torch.Tensor, torch.Tensor]:
     return both_products(
         *(_reduced_last(cast.matrix.values, cast.dim) for cast in (a, b)),
         *(Operand(_reduced_last(cast.image, cast.dim)) for cast in (a, b)),

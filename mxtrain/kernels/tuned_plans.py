@@ -18,7 +18,7 @@ from mxtrain.files import replace_file
 from mxtrain.kernels.plan_table import Operation, folder_name
 
 
-class Entry(NamedTuple):
+class TunedPlan(NamedTuple):
     """What is kept for a tuned shape."""
 
     settings: dict[str, int | str]
@@ -33,12 +33,12 @@ def file_of(operation: Operation, gpu_name: str) -> Path:
 
 
 @functools.cache
-def tuned_plans(operation: Operation, gpu_name: str) -> dict[str, Entry]:
+def tuned_plans(operation: Operation, gpu_name: str) -> dict[str, TunedPlan]:
     """Every shape of an operation that was tuned on a GPU of this name. The file is read once per process."""
     return _read(operation, file_of(operation, gpu_name))
 
 
-def save(operation: Operation, gpu_name: str, key: str, entry: Entry) -> None:
+def save(operation: Operation, gpu_name: str, key: str, entry: TunedPlan) -> None:
     """Add a tuned shape to the file, to which other processes may add shapes at the same time."""
     path = file_of(operation, gpu_name)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _read(operation: Operation, path: Path) -> dict[str, Entry]:
+def _read(operation: Operation, path: Path) -> dict[str, TunedPlan]:
     try:
         entries = json.loads(path.read_text())
         current = {key: entry for key, entry in entries.items() if entry["version"] == operation.version}
@@ -82,7 +82,7 @@ def _read(operation: Operation, path: Path) -> dict[str, Entry]:
         return {}
 
 
-def _checked(operation: Operation, settings, microseconds, tried, version) -> Entry:
+def _checked(operation: Operation, settings, microseconds, tried, version) -> TunedPlan:
     types = operation.settings.__annotations__
     if settings.keys() != types.keys():
         raise KeyError(f"fields {', '.join(settings)}: expected {', '.join(types)}")
@@ -91,4 +91,4 @@ def _checked(operation: Operation, settings, microseconds, tried, version) -> En
             raise TypeError(f"{value!r} is not of type {kind.__name__}")
     if not isinstance(microseconds, (int, float)):
         raise TypeError(f"{microseconds!r} is not a number")
-    return Entry(settings, microseconds, tried)
+    return TunedPlan(settings, microseconds, tried)

@@ -15,7 +15,7 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from mxtrain.kernels.plan_table import Operation, gpu_of
-from mxtrain.kernels.tuned_plans import Entry, save
+from mxtrain.kernels.tuned_plans import TunedPlan, save
 
 P = TypeVar("P")
 
@@ -110,5 +110,5 @@ def tune(search: Search, device: torch.device) -> None:
             return math.inf
 
     best, times = walk_all(search, time)
-    entry = Entry(best._asdict(), times[best] * 1e3, len(times))
+    entry = TunedPlan(best._asdict(), times[best] * 1e3, len(times))
     save(search.operation, gpu_of(device).name, search.key, entry)

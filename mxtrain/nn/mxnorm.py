@@ -38,7 +38,7 @@ from mxtrain.nn.gathered_norm import (
 from mxtrain.nn.group import GroupCall, LinearGroup
 from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.once_differentiable import once_differentiable
-from mxtrain.nn.seeded import Seeded
+from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.split import SplitSequences, own_part
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype
 from mxtrain.nn.writes import writes_to
@@ -110,7 +110,7 @@ class _MXNormLinearFunction(torch.autograd.Function):
         return dxhat, dgain, dweight, *[None] * len(others)
 
 
-class MXNorm(Seeded, nn.RMSNorm):
+class MXNorm(RecipeModule, nn.RMSNorm):
     """RMSNorm with the RMS estimated from block maxima; its result is a ``NormedInput`` for ``MXNormLinear``.
 
     The parameter (``weight``, the gain) and its FQN are RMSNorm's, so checkpoints load either way. With ``split``, x is

@@ -6,7 +6,7 @@ import torch
 
 from mxtrain.nn.gathered_norm import GatheredColumns
 from mxtrain.nn.group import GroupCall
-from mxtrain.nn.seeded import Seeded
+from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.ops.gemm import Operand
 from mxtrain.recipes.recipe import Recipe
 
@@ -30,8 +30,8 @@ class NormedInput(NamedTuple):
         xhat: the normalized rows [T, D] as fprop's operand, without a gradient.
         rho: inverse RMS estimate, fp32 [T]; with ``gathered``, of this process's tokens.
         gain: the norm's weight gamma [D], which the linears fold into theirs; None for a norm without a weight.
-        signs: signs of the Hadamard transform in wgrad (see ``mxtrain.nn.seeded``); None without a transform. The
-            linears share them, so that compiled linears share the transform and the cast of xhat.
+        signs: signs of the Hadamard transform in wgrad (see ``mxtrain.nn.recipe_module``); None without a transform.
+            The linears share them, so that compiled linears share the transform and the cast of xhat.
         recipe, mode: recipe of fprop and mode that made ``xhat``; the mode is never "auto".
         gathered: gathers wgrad's operand, where codes are sent instead of x.
         call: this forward of linears that are one GEMM each way (``mxtrain.nn.group``); None for single linears.
@@ -39,7 +39,7 @@ class NormedInput(NamedTuple):
             of its own.
     """
 
-    made_by: Seeded
+    made_by: RecipeModule
     h: torch.Tensor
     x: torch.Tensor
     xhat: Operand

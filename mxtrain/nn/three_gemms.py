@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 
 from mxtrain.errors import ConfigError, require_positive_integer
-from mxtrain.nn.seeded import Seeded
+from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.split import WHOLE, SplitMatrices
 from mxtrain.ops import quantize
 from mxtrain.ops.gemm import Operand, matmul
@@ -128,7 +128,7 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if is_cast else x.dtype
 
 
-class QuantizedLinear(Seeded, nn.Linear):
+class QuantizedLinear(RecipeModule, nn.Linear):
     """A linear layer with a recipe and an execution mode. Subclasses define ``forward``.
 
     Both feature counts must be multiples of the recipe's block sizes: fprop reduces over the input features and

@@ -19,7 +19,7 @@ CHANGE_KEYS = ("recipe", *NORM_KEYS)
 
 
 @dataclass(frozen=True)
-class Change:
+class RecipeChange:
     """What differs from the settings of the whole run.
 
     Attributes:
@@ -41,7 +41,7 @@ class Change:
         given: Mapping,
         switches: Mapping,
         instead: str = "write two entries for different modules",
-    ) -> "Change":
+    ) -> "RecipeChange":
         """Parse the keys of ``CHANGE_KEYS`` in ``given``, where None stands for a key that is not there.
 
         Args:
@@ -89,7 +89,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ScheduleEntry:
     """One entry of the schedule.
 
     Attributes:
@@ -102,7 +102,7 @@ class Entry:
     first: int
     last: int
     modules: tuple[str, ...] | None
-    change: Change
+    change: RecipeChange
 
     def __str__(self) -> str:
         where = "all swapped layers" if self.modules is None else ", ".join(self.modules)
@@ -110,13 +110,13 @@ class Entry:
         return f"{steps}: {self.change} in {where}"
 
 
-def parse_entries(tables: Iterable[Mapping], steps: int, switches: Mapping, name: str) -> list[Entry]:
+def parse_entries(tables: Iterable[Mapping], steps: int, switches: Mapping, name: str) -> list[ScheduleEntry]:
     """Parse the entries of a run with ``steps`` steps.
 
     Args:
         tables: for each entry the keys from_step or from_share, until_step or until_share or neither, modules if not
-            all, and those of ``Change``. A share s stands for the first floor(s * steps) steps: the entry begins after
-            them, or ends with the last of them.
+            all, and those of ``RecipeChange``. A share s stands for the first floor(s * steps) steps: the entry begins
+            after them, or ends with the last of them.
         name: of the setting.
 
     Raises:
@@ -125,7 +125,7 @@ def parse_entries(tables: Iterable[Mapping], steps: int, switches: Mapping, name
     return [_entry(f"{name}[{index}]", table, steps, switches) for index, table in enumerate(tables)]
 
 
-def _entry(name: str, given: Mapping, steps: int, switches: Mapping) -> Entry:
+def _entry(name: str, given: Mapping, steps: int, switches: Mapping) -> ScheduleEntry:
     starts = [key for key in ("from_step", "from_share") if key in given]
     ends = [key for key in ("until_step", "until_share") if key in given]
     if len(starts) != 1:
@@ -147,7 +147,9 @@ def _entry(name: str, given: Mapping, steps: int, switches: Mapping) -> Entry:
     modules = given.get("modules")
     if modules is not None and not modules:
         raise ConfigError(f"{name}.modules = [] names no module: leave it unset for all swapped layers")
-    return Entry(name, first, last, None if modules is None else tuple(modules), Change.parse(name, given, switches))
+    return ScheduleEntry(
+        name, first, last, None if modules is None else tuple(modules), RecipeChange.parse(name, given, switches)
+    )
 
 
 def _done(share: float, steps: int) -> int:

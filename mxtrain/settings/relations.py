@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mxtrain.errors import ConfigError
-from mxtrain.recipes.parse import SWITCHES, get_recipes
-from mxtrain.recipes.rms_estimate import RMSEstimate
-from mxtrain.recipes.schedule import CHANGE_KEYS, Change, Entry, parse_entries, require_no_norm_keys
+from mxtrain.recipes.schedule import CHANGE_KEYS
 from mxtrain.settings.fields import unknown
+from mxtrain.settings.mxnorm_section import GUARD, check_recipes
 from mxtrain.settings.registry import (
     NORM_CONVERTERS,
     PIPELINE_SCHEDULES,
@@ -19,7 +18,7 @@ from mxtrain.settings.registry import (
 )
 from mxtrain.settings.values import Settings
 
-SCHEDULE, GUARD, DIAGNOSTICS = "mxnorm.schedule", "mxnorm.guard", "mxnorm.diagnostics"
+DIAGNOSTICS = "mxnorm.diagnostics"
 
 
 class Relation(NamedTuple):
@@ -273,41 +272,7 @@ def check_relations(settings: Settings) -> None:
     """Raise ConfigError for settings that do not go together."""
     check(RELATIONS, settings)
     if quantizing(settings):
-        _check_recipes(settings)
-
-
-def _check_recipes(s: Settings) -> None:
-    section = s.section("mxnorm")
-    switches = switches_of(section)
-    try:
-        recipe, _ = get_recipes(s["mxnorm.recipe"], s["mxnorm.recipes"], **switches)
-        RMSEstimate.for_recipe(recipe.fprop, s["mxnorm.p"], s["mxnorm.estimator"])
-    except ConfigError as error:
-        raise ConfigError(f"mxnorm.{error}") from None
-    guard = s.section("mxnorm.guard")
-    schedule_of(section, s["training.steps"])
-    fallback_of(section, guard)
-    if "mxnorm" not in quantizing(s):
-        for index, entry in enumerate(s[SCHEDULE]):
-            require_no_norm_keys(entry, f"{SCHEDULE}[{index}]", quantizing(s)[0])
-        require_no_norm_keys(vars(guard), GUARD, quantizing(s)[0])
-
-
-def switches_of(section) -> dict:
-    """The settings of [mxnorm] that override those of its recipes."""
-    return {switch: getattr(section, switch) for switch in SWITCHES}
-
-
-def schedule_of(section, steps: int) -> list[Entry]:
-    """The entries of [[mxnorm.schedule]] in a run of so many steps; ``section`` has the settings of [mxnorm]."""
-    return parse_entries(section.schedule, steps, switches_of(section), SCHEDULE)
-
-
-def fallback_of(section, guard) -> Change | None:
-    """What the guard with the settings ``guard`` changes; None if there is no guard."""
-    given = {key: getattr(guard, key) for key in CHANGE_KEYS}
-    is_on = any(value is not None for value in given.values())
-    return Change.parse(GUARD, given, switches_of(section), "set one of the two") if is_on else None
+        check_recipes(settings)
 
 
 def check(relations: tuple[Relation, ...], settings: Settings, *machine) -> None:

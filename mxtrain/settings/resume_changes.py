@@ -17,7 +17,7 @@ BATCH = "training.global_batch_size"
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """A setting that differs between a run so far and its continuation."""
 
     name: str
@@ -58,7 +58,7 @@ def other_defaults(known: Mapping[str, Field], defaults: Mapping[str, object]) -
     return Settings(known, other).tables()
 
 
-def changes(before: Settings, now: Settings, batch_before: int | None, batch_now: int) -> list[Change]:
+def changes(before: Settings, now: Settings, batch_before: int | None, batch_now: int) -> list[SettingChange]:
     """Return every setting that differs, in the order of the tables, except those whose change has no effect.
 
     Args:
@@ -78,11 +78,11 @@ def changes(before: Settings, now: Settings, batch_before: int | None, batch_now
             if resume_class is ResumeClass.DATA:
                 resume_class = _class_of_data(before, now)
             if resume_class is not ResumeClass.FREE:
-                found.append(Change(name, old, new, resume_class))
+                found.append(SettingChange(name, old, new, resume_class))
     return found
 
 
-def require_allowed(found: list[Change], may_change: list[str], checkpoint: object) -> None:
+def require_allowed(found: list[SettingChange], may_change: list[str], checkpoint: object) -> None:
     """Raise ConfigError for changes that would make another experiment, unless ``may_change`` names them.
 
     Args:
@@ -105,7 +105,7 @@ def require_allowed(found: list[Change], may_change: list[str], checkpoint: obje
     )
 
 
-def report(found: list[Change], step: int) -> list[str]:
+def report(found: list[SettingChange], step: int) -> list[str]:
     """Return one line per change, for a run that goes on at ``step``."""
     return [f"{c.name}{SETTING_CHANGES}{c.old!r} to {c.new!r} at step {step}" for c in found]
 

@@ -1,10 +1,11 @@
 """Whether a run may resume with its present settings, and what changes since the checkpoint from which it goes on."""
 
-from mxtrain.recipes.schedule import Entry
+from mxtrain.recipes.schedule import ScheduleEntry
 from mxtrain.run_folder.manifest import read_manifest
 from mxtrain.run_folder.start import Start
 from mxtrain.settings.layout import global_batch_size
-from mxtrain.settings.relations import SCHEDULE, quantizing, schedule_of
+from mxtrain.settings.mxnorm_section import SCHEDULE, schedule_of
+from mxtrain.settings.relations import quantizing
 from mxtrain.settings.resume_changes import changes, report, require_allowed, settings_before
 from mxtrain.settings.values import Settings
 
@@ -38,7 +39,7 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
     return [*report(found, start.step + 1), *moves]
 
 
-def moved_entries(start: Start, settings: Settings) -> list[tuple[Entry, Entry]]:
+def moved_entries(start: Start, settings: Settings) -> list[tuple[ScheduleEntry, ScheduleEntry]]:
     """Return the entries of an unchanged schedule whose steps follow from the number of steps: as before, and now.
 
     Arguments as for ``check_resume``.
@@ -49,7 +50,7 @@ def moved_entries(start: Start, settings: Settings) -> list[tuple[Entry, Entry]]
     return _moved(settings_before(manifest.settings, settings.known, manifest.defaults), settings)
 
 
-def _moved(before: Settings, now: Settings) -> list[tuple[Entry, Entry]]:
+def _moved(before: Settings, now: Settings) -> list[tuple[ScheduleEntry, ScheduleEntry]]:
     if not quantizing(now) or before[SCHEDULE] != now[SCHEDULE]:
         return []
     section = now.section("mxnorm")

@@ -8,7 +8,7 @@ import torch
 
 from mxtrain.errors import ConfigError
 from mxtrain.settings.layout import global_batch_size
-from mxtrain.settings.resume_changes import Change, changes, settings_before
+from mxtrain.settings.resume_changes import SettingChange, changes, settings_before
 from mxtrain.settings.resume_classes import class_of
 from mxtrain.settings.values import Settings
 from mxtrain.titan.agreement import is_first_of_node, run_on_all_ranks
@@ -39,12 +39,12 @@ def require_same_settings(job_config) -> None:
             )
 
 
-def _differences(first: Settings, other: Settings) -> list[Change]:
+def _differences(first: Settings, other: Settings) -> list[SettingChange]:
     processes = torch.distributed.get_world_size()
     batches = [global_batch_size(settings, processes) for settings in (first, other)]
     # Ranks with different layouts would wait for one another.
     layout = [
-        Change(name, first[name], other[name], class_of(name))
+        SettingChange(name, first[name], other[name], class_of(name))
         for name in first.known
         if name.startswith("parallelism.") and first[name] != other[name]
     ]

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from mxtrain.conversion.schedule import set_step
-from mxtrain.recipes.schedule import Entry
+from mxtrain.recipes.schedule import ScheduleEntry
 from mxtrain.recipes.spike_guard import SpikeGuard
+from mxtrain.settings.mxnorm_section import fallback_of, schedule_of
 from mxtrain.settings.registry import quantizing_among
-from mxtrain.settings.relations import fallback_of, schedule_of
 from mxtrain.titan.reports import terminal
 
 
-def schedule_in(job_config) -> list[Entry]:
+def schedule_in(job_config) -> list[ScheduleEntry]:
     """The entries of a run's schedule, in the order of the settings."""
     return schedule_of(job_config.mxnorm, job_config.training.steps) if _quantizes(job_config) else []
 
@@ -51,7 +51,7 @@ class RecipeSwitch:
         job_config,
         model_parts: list[torch.nn.Module],
         log_event: Callable[[int, str], None],
-        moved: Sequence[tuple[Entry, Entry]] = (),
+        moved: Sequence[tuple[ScheduleEntry, ScheduleEntry]] = (),
     ):
         self._entries = schedule_in(job_config)
         self.guard, self._fallback = guard_in(job_config) or (None, "")
@@ -117,7 +117,7 @@ class RecipeSwitch:
             yield f"in effect from step {self.guard.first} to {self.guard.last}: guard: {self._fallback}"
 
 
-def _was_in_effect(before: Entry, step: int) -> bool:
+def _was_in_effect(before: ScheduleEntry, step: int) -> bool:
     """Whether an entry, as it was before the run resumed with ``step``, was in effect in the step before."""
     return before.first < step <= before.last + 1
 
@@ -130,5 +130,5 @@ def allow_recompiling(model_parts: list[torch.nn.Module], states: int) -> None:
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
 
 
-def _words(entry: Entry) -> str:
+def _words(entry: ScheduleEntry) -> str:
     return str(entry.change) if entry.modules is None else f"{entry.change} in {', '.join(entry.modules)}"

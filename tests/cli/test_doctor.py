@@ -114,7 +114,7 @@ def test_tuning_comes_before_the_explanation(norm, monkeypatch):
             operation, rows, columns, dtype, True, gpu_of(torch.device("cpu"))
         ).plan
         key = rms_norm_plan.key(rows, columns, dtype, True)
-        tuned_plans.save(operation, "cpu", key, tuned_plans.Entry(settings._replace(warps=16)._asdict(), 3.0, 7))
+        tuned_plans.save(operation, "cpu", key, tuned_plans.TunedPlan(settings._replace(warps=16)._asdict(), 3.0, 7))
         found.append(operation.name)
 
     monkeypatch.setattr(rms_norm_tuning, "tune_forward", tuned)

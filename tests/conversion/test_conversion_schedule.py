@@ -11,7 +11,7 @@ from conversion_models import Llama
 import mxtrain
 from mxtrain.conversion.schedule import attach_schedule, set_step
 from mxtrain.errors import ConfigError
-from mxtrain.recipes.schedule import Change, parse_entries
+from mxtrain.recipes.schedule import RecipeChange, parse_entries
 
 STEPS = 10
 TOKENS = torch.arange(64).reshape(2, 32) % 96
@@ -26,7 +26,7 @@ def scheduled(*tables, recipe="mxfp8", converter="mxnorm", fallback=None, **sett
     model = original()
     plan = mxtrain.convert(model, converter, recipe=recipe, high_precision_share=0.0, mode="reference", **settings)
     entries = parse_entries(tables, STEPS, {}, "mxnorm.schedule")
-    fallback = None if fallback is None else Change.parse("mxnorm.guard", fallback, {})
+    fallback = None if fallback is None else RecipeChange.parse("mxnorm.guard", fallback, {})
     attach_schedule(model, plan.norms, entries, fallback, "mxnorm.guard")
     return model
 
@@ -224,7 +224,7 @@ def compiled_beside_eager(recipe, converter, tables, fallback=None) -> Callable[
     """Return what gives two blocks the state of a step, compares them with eager ones, and counts all graphs so far."""
     model, x, graphs = Blocks(), torch.randn(16, 32, requires_grad=True), []
     plan = mxtrain.convert(model, converter, recipe=recipe, mode="reference", filter_fqns=[], example_inputs=(x,))
-    fallback = None if fallback is None else Change.parse("mxnorm.guard", fallback, {})
+    fallback = None if fallback is None else RecipeChange.parse("mxnorm.guard", fallback, {})
     attach_schedule(model, plan.norms, parse_entries(tables, 4, {}, "mxnorm.schedule"), fallback)
     eager = copy.deepcopy(model)
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from mxtrain.diagnostics.casts import Cast, Matrix, block_scales, cast_figures, cast_totals
+from mxtrain.diagnostics.casts import Matrix, MeasuredCast, block_scales, cast_figures, cast_totals
 from mxtrain.diagnostics.totals import combined, numbers
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.reference import casts, nvfp4
@@ -13,7 +13,7 @@ FLOOR, RCEIL, NVFP4 = get_recipe("mxfp8", "floor"), get_recipe("mxfp8"), get_rec
 
 
 def totals_of(values, recipe, image, dim=1, **options):
-    return numbers(cast_totals({"cast": Cast(Matrix(values), image, recipe, dim, **options)}))["cast"]
+    return numbers(cast_totals({"cast": MeasuredCast(Matrix(values), image, recipe, dim, **options)}))["cast"]
 
 
 def test_a_block_by_hand():
@@ -46,7 +46,7 @@ def test_nvfp4_scales_are_those_of_the_cast(tiles):
     scale = nvfp4.power_of_two_tensor_scale(values)
     codes, expected = (nvfp4.cast_tiles if tiles else nvfp4.cast)(values, scale)
     image = nvfp4.dequantize(codes, expected, scale)
-    cast = Cast(Matrix(values), image, NVFP4, 1, tiles)
+    cast = MeasuredCast(Matrix(values), image, NVFP4, 1, tiles)
     maxima = cast.block_maxima(cast.blocks(values.abs()))
     scales, tops = block_scales(maxima, NVFP4.format, None, scale)
     assert torch.equal(scales, expected.float()) and torch.equal(tops, 6 * (scales * scale))
@@ -73,7 +73,7 @@ def test_casts_measured_together_have_the_totals_of_each(recipes):
     a = Matrix(torch.randn(32, 64) * torch.logspace(-1, 1, 64))
     b = Matrix(100 * torch.randn(32, 96) * torch.logspace(-1, 1, 96))
     together = {
-        f"{name} {dim}": Cast(matrix, matrix.values.bfloat16().where(matrix.values.abs() > 0.1, 0), recipe, dim)
+        f"{name} {dim}": MeasuredCast(matrix, matrix.values.bfloat16().where(matrix.values.abs() > 0.1, 0), recipe, dim)
         for name, matrix, recipe in (("a", a, recipes[0]), ("b", b, recipes[1]))
         for dim in (1, 0)
     }

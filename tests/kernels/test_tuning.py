@@ -20,7 +20,7 @@ from mxtrain.kernels.norm.rms_norm_backward import rms_norm_backward_by_plan
 from mxtrain.kernels.norm.rms_norm_plan import choose_backward, choose_forward
 from mxtrain.kernels.norm.rms_norm_tuning import tune_backward, tune_forward
 from mxtrain.kernels.plan_table import Operation
-from mxtrain.kernels.tuned_plans import Entry, file_of, save, tuned
+from mxtrain.kernels.tuned_plans import TunedPlan, file_of, save, tuned
 
 CPU = torch.device("cpu")
 
@@ -102,7 +102,7 @@ OPERATION = Operation("op", 3, (), Settings)
 
 
 def entry(programs=7, **fields):
-    return Entry({"programs": programs, "route": "mm", **fields}, 1.5, 4)
+    return TunedPlan({"programs": programs, "route": "mm", **fields}, 1.5, 4)
 
 
 def in_file(entry, version=OPERATION.version):

@@ -7,7 +7,7 @@ from layer_checks import CHECKPOINTING, FQN, SEED, NormBlock, assert_near, draw,
 from torch.utils.checkpoint import checkpoint
 
 from mxtrain import set_rounding_step
-from mxtrain.nn.seeded import Seeded
+from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.recipes.parse import get_recipe
 
 D, T = 32, 16
@@ -108,7 +108,7 @@ class _ShowDraws(torch.autograd.Function):
         return dy * torch.stack((key & 0xFFFFFFFF, step, microbatch)).to(dy.dtype), None
 
 
-class Show(Seeded):
+class Show(RecipeModule):
     """A layer that compiles fast and draws as those of NVFP4 do."""
 
     def __init__(self):

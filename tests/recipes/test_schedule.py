@@ -6,7 +6,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.recipes.layer_state import LayerState, Timeline
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import GEMMS, RECIPES
-from mxtrain.recipes.schedule import Change, parse_entries
+from mxtrain.recipes.schedule import RecipeChange, parse_entries
 
 BF16_FORWARD = {"recipe": "fprop=bf16"}
 
@@ -73,7 +73,7 @@ def test_mistakes(table, message):
 
 def test_a_change_keeps_the_gemms_that_it_does_not_name():
     base = get_recipe("nvfp4")
-    changed = Change.parse("entry", BF16_FORWARD, {}).of_recipe(base)
+    changed = RecipeChange.parse("entry", BF16_FORWARD, {}).of_recipe(base)
     assert changed.name == "fprop=bf16, dgrad=nvfp4, wgrad=nvfp4"
     assert (changed.dgrad, changed.wgrad) == (base.dgrad, base.wgrad) and changed.fprop.format is None
 
@@ -81,7 +81,7 @@ def test_a_change_keeps_the_gemms_that_it_does_not_name():
 @pytest.mark.parametrize(("base", "blocks"), [("nvfp4", 16), ("mxfp8", 32)])
 def test_high_precision_keeps_the_blocks_of_the_estimate(base, blocks):
     for spec in ("fprop=bf16", "bf16"):
-        changed = Change.parse("entry", {"recipe": spec}, {}).of_recipe(get_recipe(base))
+        changed = RecipeChange.parse("entry", {"recipe": spec}, {}).of_recipe(get_recipe(base))
         assert changed.fprop.block_size == blocks
     assert changed.name == "bf16" and changed.fprop == changed.dgrad == changed.wgrad
 

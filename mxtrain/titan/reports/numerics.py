@@ -32,7 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mxtrain.analysis.numerics import MODEL, PREFIX
 from mxtrain.conversion.selection import matches
-from mxtrain.diagnostics.casts import Cast, cast_totals
+from mxtrain.diagnostics.casts import MeasuredCast, cast_totals
 from mxtrain.diagnostics.linears import Gradient, Input, linear_figures, products_and_casts
 from mxtrain.diagnostics.norms import norm_figures, norm_totals
 from mxtrain.diagnostics.products import norm_to_noise
@@ -81,7 +81,7 @@ class Numerics:
         # By the tensor that a linear gets; of a norm's result, by its rho, which is new in every forward.
         self._estimates, self._inputs = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self._pending: dict[str, tuple[Input, torch.Tensor | None]] = {}  # with signs; by linear
-        self._casts: dict[tuple[str, str], Cast] = {}  # those not yet measured
+        self._casts: dict[tuple[str, str], MeasuredCast] = {}  # those not yet measured
 
     @classmethod
     def of_job(cls, job_config, model_parts: list[torch.nn.Module]) -> "Numerics | None":

@@ -27,7 +27,7 @@ from mxtrain.kernels.norm.rms_norm_plan import (
 )
 from mxtrain.kernels.norm.rms_norm_tuning import FIELDS, neighbour, starts
 from mxtrain.kernels.plan_table import GPU, H200
-from mxtrain.kernels.tuned_plans import Entry, save
+from mxtrain.kernels.tuned_plans import TunedPlan, save
 
 CPU = torch.device("cpu")
 AN_H200, AN_RTX = GPU("cpu", (H200,), 132, 227 * 1024), GPU("RTX", (), 58, 99 * 1024)
@@ -167,7 +167,7 @@ def test_tuned_plans_win_over_the_table_and_the_table_over_the_rule():
     by_table = choose_forward(*shape, CPU).plan
     assert sources(*shape) == ["table NVIDIA_H200"] * 2
     found = ForwardSettings(True, 256, 1)
-    save(FORWARD, "cpu", key(*shape, True), Entry(found._asdict(), 12.3, 9))
+    save(FORWARD, "cpu", key(*shape, True), TunedPlan(found._asdict(), 12.3, 9))
     plan, source, reason = choose_forward(*shape, CPU)
     assert plan == Plan(True, 1, 128, 1, 1, 64) != by_table
     assert source == "tuned" and "9 plans" in reason and "12.3 us" in reason
@@ -178,7 +178,7 @@ def test_tuned_plans_win_over_the_table_and_the_table_over_the_rule():
         assert sources(*other) == ["table NVIDIA_H200"] * 2
     assert sources(*shape) == ["tuned", "table NVIDIA_H200"]
     # Three warps are no power of two.
-    save(FORWARD, "cpu", key(*shape, True), Entry(found._replace(warps=3)._asdict(), 12.3, 9))
+    save(FORWARD, "cpu", key(*shape, True), TunedPlan(found._replace(warps=3)._asdict(), 12.3, 9))
     assert sources(*shape) == ["table NVIDIA_H200"] * 2
     assert choose_settings(FORWARD, *shape, True, AN_RTX).source == "rule"
     assert choose_settings(BACKWARD, *shape, True, AN_H200._replace(tables=())).source == "rule"

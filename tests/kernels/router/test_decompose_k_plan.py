@@ -28,7 +28,7 @@ from mxtrain.kernels.router.decompose_k_plan import (
     tensor_core_rule,
     untuned,
 )
-from mxtrain.kernels.tuned_plans import Entry, save
+from mxtrain.kernels.tuned_plans import TunedPlan, save
 
 CPU = torch.device("cpu")
 AN_H200, AN_RTX = GPU("cpu", (H200,), 132, 227 * 1024), GPU("RTX", (), 58, 99 * 1024)
@@ -122,15 +122,15 @@ def test_tuned_plans_win_over_the_table_and_the_table_over_the_rule():
     assert untuned(64, 256, 7168, True, 2, AN_H200._replace(tables=())).source == "rule"
     assert untuned(64, 256, 7168, True, 2, AN_H200._replace(shared=64 * 1024)).source == "rule", "too many stages"
     for plan in (GOOD, Plan("bmm", 16), Plan("mm")):
-        save(ALONG_K, "cpu", key(64, 256, 7168, torch.bfloat16), Entry(plan._asdict(), 4.56, 9))
+        save(ALONG_K, "cpu", key(64, 256, 7168, torch.bfloat16), TunedPlan(plan._asdict(), 4.56, 9))
         for rows in (33, 64):
             chosen, where, reason = choose(rows, 256, 7168, torch.bfloat16, CPU)
             assert (chosen, where) == (plan, "tuned") and "9 plans" in reason and "4.6 us" in reason
         assert kernel_plan(64, 256, 7168, torch.bfloat16, CPU).route == "triton"
     assert source(dtype=torch.float16) == "table NVIDIA_H200" and {source(**other) for other in others} == {"rule"}
-    save(ROW_MAJOR, "cpu", key(64, 256, 7168, torch.bfloat16), Entry(GOOD._asdict(), 4.56, 9))
+    save(ROW_MAJOR, "cpu", key(64, 256, 7168, torch.bfloat16), TunedPlan(GOOD._asdict(), 4.56, 9))
     assert source(along_k=False) == "tuned"
-    save(ALONG_K, "cpu", key(64, 256, 7168, torch.bfloat16), Entry(GOOD._replace(block_m=48)._asdict(), 4.56, 9))
+    save(ALONG_K, "cpu", key(64, 256, 7168, torch.bfloat16), TunedPlan(GOOD._replace(block_m=48)._asdict(), 4.56, 9))
     assert source() == "table NVIDIA_H200", "a plan that cannot run"
 
 

@@ -1,4 +1,4 @@
-"""Modules with random numbers of their own, derived from the job's seed and the module's name."""
+"""Modules with a recipe, and with random numbers of their own, derived from the job's seed and the module's name."""
 
 import torch
 import torch.nn as nn
@@ -10,17 +10,17 @@ from mxtrain.rng.rounding_position import position_as_set, random_position
 from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
 
 
-class Seeded(nn.Module):
-    """Gives a module with a recipe the signs of its Hadamard transform and the key of its stochastic rounding.
+class RecipeModule(nn.Module):
+    """A module with a recipe, which may change between steps: ``take`` sets it, and ``timeline`` says when.
 
-    The numbers are a plain tensor. ``to_empty`` would lose a buffer, and ``torch.compile`` would recompile for every
-    Python number. A module has the tensor from its first recipe on that needs random numbers.
-
-    The recipe may change between steps. ``take`` sets it, and ``timeline`` says when; None for one recipe throughout.
+    It has the signs of its Hadamard transform and the key of its stochastic rounding, from its first recipe on that
+    needs them. These numbers are a plain tensor: ``to_empty`` would lose a buffer, and ``torch.compile`` would compile
+    again for every Python number.
     """
 
     recipe: LinearRecipe
     timeline: Timeline | None = None
+    """The recipes by step; None for one recipe throughout"""
     # int64 [2] on the device of the parameters: signs packed by ``mxtrain.rng.seeds.sign_mask``, key.
     _seeds: torch.Tensor | None = None
     _fqn: str = ""
