@@ -13,17 +13,11 @@ from mxtrain.analysis.metrics_file import EVENT, metrics_of_run
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason
 from mxtrain.run_folder.files import CONFIG_FILE, DATA_FILE, FACTS_FILE, METRICS_FILE
-from mxtrain.run_folder.interrupted import STEPS
+from mxtrain.run_folder.titan_defaults import LEARNING_RATE, LOG_FREQ, STEPS
 
 # Types of the facts that tables and plots use. Any may be missing or null.
 FACT_TYPES = {"converter": str, "converters": list, "recipe": str, "recipes": dict, "estimator": str, "mode": str}
 FACT_TYPES |= {"schedule": list, "guard": str, "world_size": int, "wandb": dict, "precision": str}
-
-LOG_FREQ = 10
-"""TorchTitan's default of metrics.log_freq, which config.toml leaves out"""
-
-LEARNING_RATE = 8e-4
-"""TorchTitan's default of optimizer.lr"""
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 

@@ -8,9 +8,7 @@ import tomli
 
 from mxtrain.run_folder.checkpoints import SAVING
 from mxtrain.run_folder.files import CONFIG_FILE, METRICS_FILE
-
-# TorchTitan's defaults, which config.toml leaves out.
-INTERVAL, STEPS, FOLDER = 500, 10_000, "checkpoint"
+from mxtrain.run_folder.titan_defaults import CHECKPOINT_FOLDER, CHECKPOINT_INTERVAL, STEPS
 
 
 def interrupted_after(folder: Path, checkpoints: Path) -> int | None:
@@ -28,11 +26,11 @@ def interrupted_after(folder: Path, checkpoints: Path) -> int | None:
         first, last = _first_and_last_step((folder / METRICS_FILE).read_text(encoding="utf-8"))
         checkpoint, steps = config.get("checkpoint", {}), config.get("training", {}).get("steps", STEPS)
         # To its own folder, which may be another than ``checkpoints``.
-        own = (folder / checkpoint.get("folder", FOLDER)).glob("step-*")
+        own = (folder / checkpoint.get("folder", CHECKPOINT_FOLDER)).glob("step-*")
         if not checkpoint.get("enable") or checkpoint.get("load_only") or any(path.name != "step-0" for path in own):
             return None
         was_saving = (checkpoints / SAVING).is_dir()
-        interval = checkpoint.get("interval", INTERVAL)
+        interval = checkpoint.get("interval", CHECKPOINT_INTERVAL)
         # A run that goes on from another run's step logs its own steps only.
         first_saved = math.ceil(first / interval) * interval
         is_early = last < steps and last <= first_saved

@@ -18,6 +18,7 @@ from mxtrain.run_folder.checkpoints import DCP_METADATA, LEFTOVERS, SET_ASIDE, C
 from mxtrain.run_folder.files import METRICS_FILE
 from mxtrain.run_folder.interrupted import interrupted_after
 from mxtrain.run_folder.manifest import MANIFEST_FILE, DamagedCheckpoint, read_manifest
+from mxtrain.run_folder.titan_defaults import CHECKPOINT_FOLDER
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class CheckpointSettings:
     """The settings of ``[checkpoint]`` that decide where a run starts, with TorchTitan's names and defaults."""
 
     enable: bool = False
-    folder: str = "checkpoint"
+    folder: str = CHECKPOINT_FOLDER
     load_step: int = -1
     load_only: bool = False
     create_seed_checkpoint: bool = False

@@ -4,9 +4,7 @@ import math
 import pytest
 
 from mxtrain.analysis import load_run
-from mxtrain.analysis.runs import LEARNING_RATE, LOG_FREQ
 from mxtrain.errors import ConfigError
-from mxtrain.settings.read import known_fields
 
 
 def make_run(folder, rows, facts=None):
@@ -132,8 +130,3 @@ def test_settings_are_read_where_they_can_be(tmp_path):
     assert load_run(folder).settings == {"optimizer": {"lr": 0.001}} and load_run(folder).learning_rate == 0.001
     (folder / "config.toml").write_text("[optimizer")
     assert load_run(folder).settings == {}
-
-
-def test_defaults_that_a_config_leaves_out_are_titans():
-    known = known_fields()
-    assert known["metrics.log_freq"].default == LOG_FREQ and known["optimizer.lr"].default == LEARNING_RATE
