@@ -25,6 +25,7 @@ from mxtrain.rng.rounding_position import step_is_set
 from mxtrain.settings.mxnorm_section import GUARD, fallback_of, schedule_of
 from mxtrain.settings.registry import quantizing_among
 from mxtrain.settings.relations import conflict_of_converters
+from mxtrain.titan.graph_limit import allow_kinds
 from mxtrain.titan.reports.numerics import check_patterns
 from mxtrain.titan.reports.terminal import note_conversion
 
@@ -94,6 +95,7 @@ class _TitanConverter:
 
     def convert(self, model: nn.Module) -> None:
         plan = self.apply_to(model)
+        allow_kinds(model)
         note_conversion(self._description(), plan.headline, plan.details)
 
     def apply_to(self, model: nn.Module) -> Plan:

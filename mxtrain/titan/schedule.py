@@ -12,6 +12,7 @@ from mxtrain.recipes.schedule import ScheduleEntry
 from mxtrain.recipes.spike_guard import SpikeGuard
 from mxtrain.settings.mxnorm_section import fallback_of, schedule_of
 from mxtrain.settings.registry import quantizing_among
+from mxtrain.titan.graph_limit import allow_states
 from mxtrain.titan.reports import terminal
 
 
@@ -29,10 +30,6 @@ def guard_in(job_config) -> tuple[SpikeGuard, str] | None:
 
 def _quantizes(job_config) -> bool:
     return bool(quantizing_among(job_config.model.converters))
-
-
-GRAPHS = 8
-"""Graphs of a function that torch.compile allows by default"""
 
 
 class RecipeSwitch:
@@ -60,7 +57,7 @@ class RecipeSwitch:
         self._last_step: int | None = None
         self._fell_back = False
         if self._entries or self.guard:
-            allow_recompiling(model_parts, (len(self._switches) + 1) * (2 if self.guard else 1))
+            allow_states(model_parts, (len(self._switches) + 1) * (2 if self.guard else 1))
 
     def return_to(self, step: int) -> None:
         """Give the layers of a run that resumes their states of its last step, for a validation, and tell nobody."""
@@ -120,14 +117,6 @@ class RecipeSwitch:
 def _was_in_effect(before: ScheduleEntry, step: int) -> bool:
     """Whether an entry, as it was before the run resumed with ``step``, was in effect in the step before."""
     return before.first < step <= before.last + 1
-
-
-def allow_recompiling(model_parts: list[torch.nn.Module], states: int) -> None:
-    """Let torch.compile compile every block for every state. Beyond its own limit, it stops training."""
-    layers = sum(getattr(module, "timeline", None) is not None for part in model_parts for module in part.modules())
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, GRAPHS + states * layers)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
 
 
 def _words(entry: ScheduleEntry) -> str:

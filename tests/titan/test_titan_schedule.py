@@ -12,10 +12,11 @@ from mxtrain import ConfigError
 from mxtrain.analysis import load_run
 from mxtrain.conversion.schedule import attach_schedule, set_step
 from mxtrain.recipes.schedule import parse_entries
+from mxtrain.titan.graph_limit import allow_states
 from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
 from mxtrain.titan.parse import parse_job_config
 from mxtrain.titan.reports.metrics import build_metrics_processor
-from mxtrain.titan.schedule import RecipeSwitch, allow_recompiling
+from mxtrain.titan.schedule import RecipeSwitch
 
 EVENTS = [
     (3, "fprop=bf16 in layers.1"),
@@ -76,11 +77,11 @@ def test_numbers_that_change_are_constants_of_compiled_graphs():
     torch._dynamo.reset()
     config, limits = torch._dynamo.config, {"recompile_limit": 1, "accumulated_recompile_limit": 1}
     with config.patch(recompile_limit=1000):
-        allow_recompiling([model], 2)
+        allow_states([model], 2)
         assert config.recompile_limit == 1000, "a user's larger limit stays"
     with config.patch(limits):
         before = config.get_config_copy()
-        allow_recompiling([model], 2)
+        allow_states([model], 2)
         assert config.get_config_copy() | limits == before
         compiled = torch.compile(model, backend=keep, fullgraph=True)
         for step in (1, 2):
@@ -122,7 +123,7 @@ def test_a_validation_of_the_last_step_has_the_recipes_of_that_step(monkeypatch)
 def test_every_state_may_be_compiled(monkeypatch):
     """Before, in and after an entry, with the guard and without."""
     allowed = []
-    monkeypatch.setattr("mxtrain.titan.schedule.allow_recompiling", lambda parts, states: allowed.append(states))
+    monkeypatch.setattr("mxtrain.titan.schedule.allow_states", lambda parts, states: allowed.append(states))
     entry = ["--mxnorm.schedule", '{from_step = 3, until_step = 5, recipe = "bf16"}']
     for flags in (entry, [*entry, GUARD[0]]):
         job_config = parse_job_config(
