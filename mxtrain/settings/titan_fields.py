@@ -54,11 +54,14 @@ ALLOWED = {
     "parallelism.pipeline_parallel_degree": Positive,
     "parallelism.pipeline_parallel_microbatch_size": Positive,
     "parallelism.pipeline_parallel_layers_per_stage": Positive | None,
+    "parallelism.pipeline_parallel_first_stage_less_layers": NotNegative,
+    "parallelism.pipeline_parallel_last_stage_less_layers": NotNegative,
     "parallelism.context_parallel_degree": Positive,
     # TorchTitan's None, no balancing, has no place in a TOML file, so a run that resumes would forget it.
     "parallelism.context_parallel_load_balancer": Literal["headtail", "ptrr"],
     "parallelism.expert_parallel_degree": Positive,
     "parallelism.expert_tensor_parallel_degree": Positive,
+    "parallelism.expert_parallel_comm_backend": Literal["standard"],  # experts of "deepep" are other modules
     "checkpoint.interval": Positive,
     "checkpoint.keep_latest_k": NumberKept,
     "checkpoint.load_step": StepOrMinusOne,

@@ -193,6 +193,14 @@ FLAGS = [
         "--checkpoint.enable --checkpoint.initial_load_in_hf --checkpoint.no-initial_load_model_only",
         "checkpoint.initial_load_in_hf = True needs checkpoint.initial_load_model_only = true",
     ),
+    (
+        "--parallelism.pipeline_parallel_first_stage_less_layers=-2",
+        "parallelism.pipeline_parallel_first_stage_less_layers = -2 should be greater than or equal to 0",
+    ),
+    (
+        "--parallelism.expert_parallel_comm_backend=deepep",
+        "parallelism.expert_parallel_comm_backend = 'deepep' should be 'standard'",
+    ),
     # Schedules and guards
     ("--mxnorm.schedule 0.9", "mxnorm.schedule[0] = '0.9' should be a valid dictionary"),
     ("--mxnorm.schedule {from_step=", "mxnorm.schedule[0] = '{from_step=' is not an inline table of TOML"),
