@@ -99,10 +99,13 @@ def lacks_validation(path: Path, step: int) -> bool:
 def missing_rows(path: Path, steps_done: int, log_freq: int) -> list[str]:
     """Say which rows of the first ``steps_done`` steps a metrics file lacks: a line for damaged ones and for each gap.
 
-    Rows are as far apart as they mostly are, or by ``log_freq``. A file without rows lacks nothing: a run may go on
-    from the checkpoint of another. A damaged last line is what a kill leaves.
+    Rows are as far apart as they mostly are, or by ``log_freq``. A file that has no rows or cannot be read lacks
+    nothing: a run may go on from the checkpoint of another. A damaged last line is what a kill leaves.
     """
-    lines = path.read_bytes().splitlines() if path.is_file() else []
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return []
     steps, damaged = [], 0
     for number, line in enumerate(lines, start=1):
         try:

@@ -20,6 +20,8 @@ from mxtrain.diagnostics.casts import cast_totals
 from mxtrain.diagnostics.linears import products_and_casts
 from mxtrain.diagnostics.totals import numbers
 from mxtrain.errors import ConfigError
+from mxtrain.nn.mxnorm import MXNorm
+from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.rng.rounding_position import set_rounding_step
 from mxtrain.titan.reports import numerics as numerics_module
@@ -71,6 +73,15 @@ def measure(model, x, fqns=None) -> dict[str, float]:
     with numerics.recording():
         model(x).square().mean().backward()
     return numerics.figures()
+
+
+def test_modules_that_are_called_with_a_keyword_are_measured(model, monkeypatch):
+    x = torch.randn(2, 32, 64)
+    expected = measure(model, x)
+    call = nn.Module.__call__
+    swapped = (MXNorm, QuantizedLinear)
+    monkeypatch.setattr(nn.Module, "__call__", lambda m, *a: call(m, x=a[0]) if isinstance(m, swapped) else call(m, *a))
+    assert len(expected) > 20 and measure(model, x) == expected
 
 
 def test_compiled_blocks_are_measured_as_eager_ones_and_stay_compiled(model):
