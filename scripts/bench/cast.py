@@ -77,8 +77,10 @@ def norm_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
         entry("exact codes", estimator="exact"),
         entry("p=2 blocked", "blocked"),
         entry("p=2 image", "image"),
+        entry("exact image", "image", estimator="exact"),
         entry("p=2 codes + residual", residual=residual),
         entry("p=2 image + residual", "image", residual=residual),
+        entry("exact image + residual", "image", residual=residual, estimator="exact"),
     ]
 
 

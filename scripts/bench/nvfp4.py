@@ -125,6 +125,7 @@ def norm_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
         entry("exact", "codes", estimator="exact"),
         entry("p=2", "blocked", p=2),
         entry("p=2", "image", p=2),
+        entry("exact", "image", estimator="exact"),
     ]
 
 

@@ -78,7 +78,7 @@ def test_bytes(rows):
 
 
 def test_kernels_agree_with_the_reference(rows):
-    assert len(rows) == 5 + 4 * 5
+    assert len(rows) == 6 + 4 * 5
     assert {row["check"] for row in rows.values()} == {"ok"}
 
 
@@ -93,7 +93,7 @@ def test_the_summary_holds_the_goals_for_codes(entries, monkeypatch):
             line = summary.pop(row["what"])
             assert row["peer"] == "RMSNorm + torchao, compiled" and line["geomean"] == pytest.approx(1)
             assert line["min of copy"] == pytest.approx(row["MB"])
-    assert list(summary) == ["nvfp4_norm p=2 blocked", "nvfp4_norm p=2 image"]
+    assert list(summary) == ["nvfp4_norm p=2 blocked", "nvfp4_norm p=2 image", "nvfp4_norm exact image"]
 
 
 @pytest.mark.parametrize("section", list(SECTIONS))

@@ -2,7 +2,9 @@
 
 The kernel also computes LayerNorm (``layer_norm.py``): CENTERED subtracts the mean of the row first, BIAS adds a bias.
 
-Rows too long for registers are read twice, the second time mostly from the L2 cache.
+Rows too long for registers are read twice, the second time mostly from the L2 cache. The row length is a compile-time
+constant, so that the compiler unrolls the loops over such a row and its loads need not wait for each other: 70 instead
+of 76 us for LayerNorm of 4096 rows of 16384 elements (H200).
 
 Bytes per row: D elements of x read and D of y written, and 4 bytes of rstd. A residual adds D elements read and D
 elements of the sum written. LayerNorm adds 4 bytes of the mean.
@@ -84,7 +86,7 @@ def _below(index, end, EXACT: tl.constexpr):
 
 @triton.jit
 def _norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr, rows, columns, eps,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr, rows, eps, columns: tl.constexpr,
     CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     PERSISTENT: tl.constexpr, EXACT: tl.constexpr, PRECISE: tl.constexpr, NORMAL: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -200,9 +202,10 @@ def norm_by_plan(
     launch = Launch(
         _norm_kernel,
         (tiles(plan, rows),),
-        (x, residual, weight, bias, results[0], total, mean, numbers[0], rows, columns, eps),
+        (x, residual, weight, bias, results[0], total, mean, numbers[0], rows, eps),
         dict(
-            CENTERED=centered, RESIDUAL=residual is not None, WEIGHT=weight is not None, BIAS=bias is not None,
+            columns=columns, CENTERED=centered,
+            RESIDUAL=residual is not None, WEIGHT=weight is not None, BIAS=bias is not None,
             PERSISTENT=plan.persistent, EXACT=rows % plan.rows == 0 and columns % plan.columns == 0,
             PRECISE=INTERPRETED or x.dtype == torch.float32, NORMAL=eps >= torch.finfo(torch.float32).tiny,
             ROWS=plan.rows, COLUMNS=plan.columns, num_warps=plan.warps,

@@ -57,7 +57,7 @@ def _partials_of_dbias(partials_ptr, columns, DWEIGHT: tl.constexpr):
 
 @triton.jit
 def _persistent_kernel(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, dtotal_ptr, dx_ptr, partials_ptr, rows, columns,
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, dtotal_ptr, dx_ptr, partials_ptr, rows, columns: tl.constexpr,
     CENTERED: tl.constexpr, WEIGHT: tl.constexpr, DTOTAL: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, HOLD_WEIGHT: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +109,7 @@ def _persistent_kernel(
 
 @triton.jit
 def _looped_kernel(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, dtotal_ptr, dx_ptr, partials_ptr, rows, columns,
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, dtotal_ptr, dx_ptr, partials_ptr, rows, columns: tl.constexpr,
     CENTERED: tl.constexpr, WEIGHT: tl.constexpr, DTOTAL: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -202,7 +202,8 @@ def norm_backward_by_plan(
     element = sum(tensor.element_size() for tensor in loaded if tensor is not None)
     fitting = fitting_stages(plan.rows * plan.columns * element, shared_memory(x.device))
     constants = dict(
-        WEIGHT=weight is not None, DTOTAL=dtotal is not None, COLUMNS=plan.columns, num_warps=plan.warps
+        columns=columns, WEIGHT=weight is not None, DTOTAL=dtotal is not None, COLUMNS=plan.columns,
+        num_warps=plan.warps,
     )  # fmt: skip
     # A tile without registers for the weight has none for a second sum either.
     if plan.persistent and plan.rows == 1 and not holds_weight(plan) and mean is not None and len(dtypes) == 2:
@@ -218,7 +219,7 @@ def norm_backward_by_plan(
     walk = Launch(
         kernel,
         (programs,),
-        (dy, x, mean, rstd, weight, dtotal, results[0], *(partials or [None]), rows, columns),
+        (dy, x, mean, rstd, weight, dtotal, results[0], *(partials or [None]), rows),
         constants,
     )
     return results, (walk, *(sum_partials(each, results[1:]) for each in partials))

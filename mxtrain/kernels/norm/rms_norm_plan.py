@@ -66,11 +66,11 @@ class BackwardSettings(NamedTuple):
     programs_per_sm: int
 
 
-FORWARD = Operation("rms_norm_forward", 2, ("rows", "columns"), ForwardSettings)
-BACKWARD = Operation("rms_norm_backward", 2, ("rows", "columns"), BackwardSettings)
+FORWARD = Operation("rms_norm_forward", 3, ("rows", "columns"), ForwardSettings)
+BACKWARD = Operation("rms_norm_backward", 3, ("rows", "columns"), BackwardSettings)
 # LayerNorm runs RMSNorm's kernels, except for wide rows in the backward. It also sums dbias, so other plans may win.
-LAYER_FORWARD = FORWARD._replace(name="layer_norm_forward", version=1)
-LAYER_BACKWARD = BACKWARD._replace(name="layer_norm_backward", version=2)
+LAYER_FORWARD = FORWARD._replace(name="layer_norm_forward", version=2)
+LAYER_BACKWARD = BACKWARD._replace(name="layer_norm_backward", version=3)
 # Kind of norm -> its forward and its backward.
 OPERATIONS = {"rms": (FORWARD, BACKWARD), "layer": (LAYER_FORWARD, LAYER_BACKWARD)}
 
