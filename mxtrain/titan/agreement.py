@@ -121,6 +121,11 @@ def is_rank_0() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+def is_first() -> bool:
+    """Return whether this is rank 0, also before the ranks have met."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def is_first_of_node() -> bool:
     """Return whether this is the first rank of its launcher."""
     return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torchtitan.train import Trainer
+from torchtitan import train as titan
 
 from mxtrain import ConfigError
-from mxtrain.titan import same_settings, train
+from mxtrain.titan import same_settings, trainer
 from mxtrain.titan.parse import parse_job_config, resolved_settings
 from mxtrain.titan.same_settings import require_same_settings
 
@@ -58,10 +58,10 @@ def test_folders_and_logs_may_differ(monkeypatch):
 
 
 def test_ranks_compare_their_settings_as_soon_as_they_meet(monkeypatch):
-    trainer, compared = object.__new__(train._Trainer), []
-    trainer.job_config = "job"
-    monkeypatch.setattr(Trainer, "init_distributed", lambda self: "dims")
-    monkeypatch.setattr(train, "require_same_settings", compared.append)
-    monkeypatch.setattr(train, "_start", lambda job_config: (compared.copy(), []))
-    assert trainer.init_distributed() == "dims"
-    assert trainer._start == ["job"], "compared before the run's folder is read"
+    one, compared = object.__new__(trainer.Trainer), []
+    one.job_config = "job"
+    monkeypatch.setattr(titan.Trainer, "init_distributed", lambda self: "dims")
+    monkeypatch.setattr(trainer, "require_same_settings", compared.append)
+    monkeypatch.setattr(trainer, "begin_run", lambda job_config: (compared.copy(), []))
+    assert one.init_distributed() == "dims"
+    assert one._start == ["job"], "compared before the run's folder is read"

@@ -2,11 +2,8 @@
 
 import json
 import math
-import os
 import re
-import signal
 import statistics
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,24 +17,9 @@ from training_runs import CONFIG, MIXED_RECIPE, MIXED_RECIPES, Outcome, run_pyth
 
 from mxtrain import ConfigError
 from mxtrain.analysis import load_run
-from mxtrain.analysis.runs import NONFINITE_WEIGHTS
-from mxtrain.rng.rounding_position import position_as_set
 from mxtrain.run_folder.checkpoints import Checkpoints
-from mxtrain.run_folder.manifest import Manifest, write_manifest
-from mxtrain.run_folder.start import Start
-from mxtrain.titan.finite import LossWatch, NonFiniteError
 from mxtrain.titan.parse import non_default_values, parse_job_config, resolved_settings
-from mxtrain.titan.stop import Stop, StopSignals
-from mxtrain.titan.train import (
-    Trainer,
-    _excluded,
-    _other_versions,
-    _require_backend,
-    _train,
-    _Trainer,
-    _write_resolved_config,
-    train,
-)
+from mxtrain.titan.train import _require_backend, train
 
 LEARNERS = ("mxnorm", "exact", "post_round", "mx_linear", "mixed", "bf16", "nvfp4", "deepseek_v3", "llama4", "qwen3")
 
@@ -63,18 +45,6 @@ def test_variants_start_from_equal_weights_and_read_the_same_text(one):
 
 def test_a_seed_fixes_the_curve(one):
     assert one["mxnorm again"].losses == one["mxnorm"].losses[:3]
-
-
-def test_versions_that_have_changed_are_named(tmp_path, monkeypatch):
-    checkpoint = tmp_path / "step-5"
-    checkpoint.mkdir()
-    write_manifest(checkpoint, Manifest(5, True, {}, versions={"torch": "2.11.0", "triton": None, "gone": "1"}))
-    monkeypatch.setattr("mxtrain.titan.train.package_versions", lambda: {"torch": "2.13.0", "triton": None, "new": "1"})
-    assert _other_versions(Start(5, (), checkpoint)) == [
-        "since this checkpoint versions have changed: torch 2.11.0 to 2.13.0"
-    ]
-    monkeypatch.setattr("mxtrain.titan.train.package_versions", lambda: {"torch": "2.11.0"})
-    assert _other_versions(Start(5, (), checkpoint)) == _other_versions(Start(0)) == []
 
 
 def test_validation_follows_the_training_text_without_changing_it(one):
@@ -138,204 +108,6 @@ def test_training_may_go_on_after_a_loss_that_is_not_finite_but_keeps_the_last_f
         *[f"warning: step {step}: {unsaved}" for step in (2, 3, 4)],
     ]
     assert Checkpoints(run.folder / "checkpoint").found == ["step-1"]
-
-
-def one_process() -> SimpleNamespace:
-    return SimpleNamespace(get_optional_mesh=lambda name: None, cp=1, pp=1, pp_enabled=False, world_size=1)
-
-
-class FakeCheckpointer:
-    """As mxtrain's: saves even steps, and the one after which training stops."""
-
-    saved, saved_step = (), None
-
-    def __init__(self):
-        self.states = {}
-
-    def save(self, step, last_step=False):
-        if (last_step or step % 2 == 0 or self.is_stopping()) and self.may_save(step):
-            self.saved, self.saved_step = (*self.saved, step), step
-
-
-@pytest.fixture
-def trainer(monkeypatch, tmp_path):
-    """A trainer of a tiny model, ``_Trainer`` without TorchTitan's own ``__init__`` and ``train_step``."""
-
-    def init(self, job_config):
-        self.job_config = job_config
-        self.device = torch.device("cpu")
-        self.parallel_dims = one_process()
-        self.model_parts = [torch.nn.Linear(2, 2)]
-        self.checkpointer = FakeCheckpointer()
-        self.metrics_processor = SimpleNamespace(logger=None, should_log=lambda step: False)
-        self.dataloader, self._start = None, Start(0)
-        self.gradient_accumulation_steps = 1
-
-    def train_step(self, losses):
-        for loss in losses:
-            self.forward_backward_step(loss=loss, global_valid_tokens=1.0)
-
-    monkeypatch.setattr(Trainer, "__init__", init)
-    monkeypatch.setattr(Trainer, "train_step", train_step)
-    monkeypatch.setattr(Trainer, "forward_backward_step", lambda self, loss, global_valid_tokens: torch.tensor(loss))
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr("mxtrain.titan.train._manifest", lambda *_: None)
-    made = []
-
-    def make(*flags):
-        made.append(_Trainer(parse_job_config(["--model.converters=", f"--job.dump_folder={tmp_path}", *flags])))
-        return made[-1]
-
-    yield make
-    for one in reversed(made):
-        one._signals.restore()
-
-
-def test_a_loss_that_ends_a_run_has_a_row_unless_it_was_logged(trainer, monkeypatch):
-    """Where the text ends, TorchTitan counts a step that was not done."""
-    rows = []
-    monkeypatch.setattr("mxtrain.titan.train.log_loss", lambda _, *row: rows.append(row))
-    one = trainer()
-    one.step, one._last_step, one.ntokens_seen = 4, 3, 96
-    for logged in (2, 3, 4):
-        one.metrics_processor.should_log = logged.__eq__
-        one._log_end(NonFiniteError("step 2: the loss is inf", 2, float("inf")))
-        assert rows == [(2, float("inf"), 64)] * (logged == 4)
-
-
-def test_weights_that_end_a_run_are_an_event(trainer, monkeypatch):
-    logged = []
-    monkeypatch.setattr("mxtrain.titan.train.log_event", lambda _, *event: logged.append(event))
-    monkeypatch.setattr(Trainer, "train", lambda self: self.checkpointer.save(4))
-    one = trainer()
-    one.checkpointer.finish = lambda: None
-    one.model_parts[0].bias.data[1] = float("nan")
-    with pytest.raises(NonFiniteError, match="^step 4: the weights after this step hold nan on rank 0$"):
-        one.train()
-    assert logged == [(4, NONFINITE_WEIGHTS)]
-
-
-def test_weights_that_are_not_finite_are_not_saved_though_every_loss_was(trainer, caplog):
-    stops, goes_on = trainer(), trainer("--metrics.on_nonfinite_loss=continue")
-    for one in (stops, goes_on):
-        for one.step in (1, 2):
-            one.train_step([3.0, 2.0])
-            one.checkpointer.save(one.step)
-        one.model_parts[0].bias.data[1] = float("-inf")
-    found = "step 4: the weights after this step hold inf on rank 0"
-    with pytest.raises(NonFiniteError) as error:
-        stops.checkpointer.save(4)
-    assert str(error.value) == found
-    goes_on.checkpointer.save(4)
-    goes_on.checkpointer.save(5, last_step=True)
-    assert [m for m in caplog.messages if m.startswith("step")] == [
-        f"{found}; no checkpoint is saved",
-        f"{found.replace('4', '5')}; no checkpoint is saved",
-    ]
-    assert stops.checkpointer.saved == goes_on.checkpointer.saved == (2,)
-
-
-@pytest.mark.parametrize("pipeline, can_validate", [(False, False), (True, True), (True, False)])
-def test_a_validation_is_made_up_for_where_a_pipeline_can(trainer, monkeypatch, tmp_path, pipeline, can_validate):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 4, "loss": 2.0}\n')
-    monkeypatch.setattr("mxtrain.titan.train.FINDS_SHAPES_AGAIN", can_validate)
-    one, validated = trainer(), []
-    one.job_config.validation.enable = True
-    one.validator = SimpleNamespace(
-        should_validate=lambda step: step == 4, validate=lambda parts, step: validated.append(step)
-    )
-    one.step, one.parallel_dims.pp_enabled = 4, pipeline
-    for folder in (tmp_path / "of another run", tmp_path / "checkpoint"):
-        assert validated == []
-        one.checkpointer.folder, one._start = str(tmp_path / "checkpoint"), Start(4, checkpoint=folder / "step-4")
-        one._validate_if_missing()
-    assert validated == ([4] if can_validate or not pipeline else [])
-
-
-def test_what_a_resumed_run_leaves_out_of_its_checkpoint_is_said():
-    assert _excluded(Start(12), ["model", "dataloader"]) == [
-        "checkpoint.exclude_from_loading: step 13 begins without the checkpoint's model and dataloader"
-    ]
-    assert _excluded(Start(12), []) == _excluded(Start(0), ["model"]) == []
-
-
-def test_a_stop_signal_saves_the_step_in_which_it_came(trainer):
-    one = trainer("--training.steps=9")
-    for one.step in (1, 3):
-        one.train_step([3.0])
-        one.checkpointer.save(one.step)  # no interval ends here
-        assert one.should_continue_training() == (one.step == 1)
-        os.kill(os.getpid(), signal.SIGUSR1)
-    assert one.checkpointer.saved == (3,)
-    assert one.stop == Stop(signal.SIGUSR1, 3, is_saved=True)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-
-
-def test_a_signal_in_the_last_step_changes_nothing(trainer):
-    one = trainer("--training.steps=2")
-    for one.step in (1, 2):
-        one.train_step([3.0])
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert not one.should_continue_training()
-    assert one.stop is None
-
-
-def test_a_start_that_fails_leaves_the_settings_of_the_one_before(trainer, monkeypatch, tmp_path):
-    monkeypatch.setattr("mxtrain.titan.train._Trainer", lambda job_config: one)
-    monkeypatch.setattr(Trainer, "close", lambda self: None)
-    for seed, loss, kept in [(4, "fails", 4), (5, "fails", 4), (5, 3.0, 5)]:
-        monkeypatch.setattr(Trainer, "train", lambda self, losses=(loss,): self.train_step(losses))
-        one = trainer(f"--debug.seed={seed}")
-        one.step, one.checkpointer.finish = 7, lambda: None
-        with pytest.raises(TypeError) if loss == "fails" else nullcontext():
-            _train(one.job_config)
-        assert tomli.loads((tmp_path / "config.toml").read_text())["debug"] == {"seed": kept}
-
-
-@pytest.mark.parametrize("named", ["run", "{tmp}/run", "link", "other", "gone", "", None])
-def test_a_config_that_names_its_own_folder_goes_on_to_do_so(tmp_path, monkeypatch, named):
-    monkeypatch.chdir(tmp_path)
-    for folder in ("run", "other"):
-        Path(folder).mkdir()
-    Path("link").symlink_to("run")
-    named = named and named.format(tmp=tmp_path)
-    job = {} if named is None else {"dump_folder": named}
-    Path("run/config.toml").write_text(tomli_w.dumps({"job": job, "debug": {"seed": 3}}))
-    _write_resolved_config(parse_job_config(["--job.config_file=run/config.toml", "--job.dump_folder=run"]))
-    kept = job if named in ("run", f"{tmp_path}/run", "link") else {}
-    assert tomli.loads(Path("run/config.toml").read_text()) == {"job": kept, "debug": {"seed": 3}}
-
-
-def test_one_microbatch_that_is_not_finite_is_enough(trainer):
-    one = trainer()
-    one.step = 7
-    with pytest.raises(NonFiniteError, match="^step 7: the loss is inf on rank 0$"):
-        one.train_step([3.0, float("inf"), 2.0])
-
-
-def test_the_trainer_sets_step_and_microbatch(monkeypatch):
-    seen, begun = [], []
-
-    def train_step(self, data_iterator):
-        for _ in range(3):
-            self.forward_backward_step(input_dict={}, labels=None, global_valid_tokens=1.0)
-
-    def forward_backward_step(self, **kwargs):
-        seen.append(position_as_set("cpu").tolist())
-        return torch.tensor(1.0)
-
-    monkeypatch.setattr(Trainer, "train_step", train_step)
-    monkeypatch.setattr(Trainer, "forward_backward_step", forward_backward_step)
-    trainer = object.__new__(_Trainer)
-    trainer.device, trainer.parallel_dims, trainer._rank_in_stage = torch.device("cpu"), one_process(), 0
-    trainer._watch = LossWatch(trainer.device, stops=True)
-    trainer._signals, trainer._numerics, trainer._ready, trainer._last_step = StopSignals(), None, None, 6
-    trainer._switch = SimpleNamespace(begin_step=begun.append)
-    for trainer.step in (7, 8):
-        trainer.train_step(None)
-    trainer._signals.restore()
-    assert seen == [[7, 0, 0], [7, 1, 0], [7, 2, 0], [8, 0, 0], [8, 1, 0], [8, 2, 0]]
-    assert begun == [7, 8]
 
 
 def test_a_run_records_its_settings(one):

@@ -16,9 +16,9 @@ def record_all() -> None:
     """Make every trainer of this process write its full gradients before they are clipped, and follow another run."""
     import torchtitan.distributed.utils as dist_utils
 
-    from mxtrain.titan.train import _Trainer
+    from mxtrain.titan.trainer import Trainer
 
-    clip, train_step = dist_utils.clip_grad_norm_, _Trainer.train_step
+    clip, train_step = dist_utils.clip_grad_norm_, Trainer.train_step
     trainers = []
 
     def record_and_clip(*args, **kwargs):
@@ -30,15 +30,15 @@ def record_all() -> None:
         _follow(trainer)
         return train_step(trainer, data_iterator)
 
-    dist_utils.clip_grad_norm_, _Trainer.train_step = record_and_clip, train_step_of
+    dist_utils.clip_grad_norm_, Trainer.train_step = record_and_clip, train_step_of
 
 
 def record_perturbed() -> None:
     """Do as ``record_all``, and change the initial weights by normal random shares with a deviation of 1e-7."""
-    from mxtrain.titan.train import _Trainer
+    from mxtrain.titan.trainer import Trainer
 
     record_all()
-    train_step = _Trainer.train_step
+    train_step = Trainer.train_step
 
     def train_step_of(trainer, data_iterator):
         if trainer.step == 1:
@@ -46,7 +46,7 @@ def record_perturbed() -> None:
                 parameter.data.mul_(1 + 1e-7 * torch.randn_like(parameter))
         return train_step(trainer, data_iterator)
 
-    _Trainer.train_step = train_step_of
+    Trainer.train_step = train_step_of
 
 
 @torch.no_grad()

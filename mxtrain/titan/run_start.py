@@ -1,0 +1,65 @@
+"""Where a run starts, and what its user should know about that."""
+
+from pathlib import Path
+
+import torch
+
+from mxtrain.analysis.metrics_file import missing_rows
+from mxtrain.analysis.runs import SETTING_CHANGES
+from mxtrain.run_folder.files import METRICS_FILE
+from mxtrain.run_folder.manifest import read_manifest
+from mxtrain.run_folder.start import CheckpointSettings, Start
+from mxtrain.settings.resume_check import check_resume
+from mxtrain.titan.agreement import is_first
+from mxtrain.titan.checkpoint.verified_start import verified_start
+from mxtrain.titan.parse import settings_of
+from mxtrain.titan.reports import terminal
+from mxtrain.titan.reports.facts import package_versions
+from mxtrain.titan.without_effect import without_effect
+
+
+def begin_run(job_config) -> tuple[Start, list[str]]:
+    """Return where the run starts and which settings have changed since then, and tell the user.
+
+    Raises:
+        ConfigError: as ``verified_start`` and ``check_resume``.
+    """
+    start = verified_start(Path(job_config.job.dump_folder), CheckpointSettings.of(job_config.checkpoint))
+    changes = check_resume(start, settings_of(job_config), torch.distributed.get_world_size())
+    excluded = excluded_parts(start, job_config.checkpoint.exclude_from_loading)
+    gaps = _missing_rows(start, job_config)
+    for line in (*start.notes, *changes, *excluded, *gaps, *other_versions(start)):
+        terminal.note(line)
+    if start.step >= job_config.training.steps:
+        terminal.note(
+            f"nothing is left to train: training.steps = {job_config.training.steps}; set it to more steps, such as "
+            f"--training.steps {2 * start.step}, and the run goes on"
+        )
+    for line in without_effect(job_config):
+        terminal.note(line)
+    return start, [*(line for line in changes if SETTING_CHANGES in line), *excluded]
+
+
+def excluded_parts(start: Start, names: list[str]) -> list[str]:
+    """Return a line for the user if a run that goes on leaves parts of its checkpoint out."""
+    if start.step == 0 or not names:
+        return []
+    parts = " and ".join(names)
+    return [f"checkpoint.exclude_from_loading: step {start.step + 1} begins without the checkpoint's {parts}"]
+
+
+def _missing_rows(start: Start, job_config) -> list[str]:
+    """Return lines for the user if the metrics of a run that resumes have gaps."""
+    folder = Path(job_config.job.dump_folder)
+    if start.step == 0 or start.checkpoint.parent != folder / job_config.checkpoint.folder or not is_first():
+        return []
+    return missing_rows(folder / METRICS_FILE, start.step, job_config.metrics.log_freq)
+
+
+def other_versions(start: Start) -> list[str]:
+    """Return a line for the user if the checkpoint of a run that goes on was saved with other versions."""
+    if start.step == 0:
+        return []
+    before, now = read_manifest(start.checkpoint).versions, package_versions()
+    changed = [f"{name} {before[name]} to {now[name]}" for name in now if name in before and before[name] != now[name]]
+    return [f"since this checkpoint versions have changed: {', '.join(changed)}"] if changed else []

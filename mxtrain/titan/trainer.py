@@ -1,0 +1,288 @@
+"""mxtrain's trainer: TorchTitan's, with schedules, guards, diagnostics, whole checkpoints and exact resumption."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torchtitan import train as titan
+from torchtitan.tools.logging import logger
+
+from mxtrain.analysis.metrics_file import lacks_validation
+from mxtrain.analysis.runs import NONFINITE_WEIGHTS
+from mxtrain.files import sync_file
+from mxtrain.nn.ready_weights import ReadyWeights
+from mxtrain.rng.rounding_position import set_rounding_step
+from mxtrain.run_folder.checkpoints import set_aside
+from mxtrain.run_folder.files import METRICS_FILE
+from mxtrain.run_folder.manifest import Manifest
+from mxtrain.settings.resume_changes import kept_defaults
+from mxtrain.settings.resume_check import moved_entries
+from mxtrain.titan import finite
+from mxtrain.titan.agreement import is_first, run_on_all_ranks
+from mxtrain.titan.buffers import kept_buffers
+from mxtrain.titan.checkpoint.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer
+from mxtrain.titan.checkpoint.random_state import RandomState
+from mxtrain.titan.checkpoint.resumed_optimizer import apply_settings
+from mxtrain.titan.checkpoint.token_count import TokenCount
+from mxtrain.titan.finite import LossWatch, NonFiniteError, nonfinite_weights
+from mxtrain.titan.parallel.context import correct_max_loss, tokens_of_other_ranks
+from mxtrain.titan.parallel.pipeline import FINDS_SHAPES_AGAIN, LossPerToken, SharedLoss, Stage
+from mxtrain.titan.parallel.replicate import Layout
+from mxtrain.titan.parse import resolved_settings, settings_of
+from mxtrain.titan.reports import terminal
+from mxtrain.titan.reports.facts import package_versions
+from mxtrain.titan.reports.metrics import log_event, log_loss
+from mxtrain.titan.reports.numerics import Numerics
+from mxtrain.titan.resolved_config import write_resolved_config
+from mxtrain.titan.run_start import begin_run
+from mxtrain.titan.same_settings import require_same_settings
+from mxtrain.titan.schedule import RecipeSwitch
+from mxtrain.titan.stop import Stop, StopSignals
+
+
+class Trainer(titan.Trainer):
+    """TorchTitan's trainer with some additions.
+
+    It computes right gradients with replicas and pipelines, and every rank knows the loss of a pipeline.
+
+    It gives the layers the recipes that the schedule and the guard have for a step.
+
+    It sets the step and the microbatch for stochastic rounding. Both follow from the trainer's own step, so a resumed
+    run draws the same random bits as an uninterrupted run.
+
+    It gives the optimizer of a resumed run its present settings, where the checkpoint has those of the run so far.
+
+    It begins with the validation of the checkpoint's step, where a kill came before that.
+
+    It casts the weights once per step, if a step has several microbatches and the weights stay the same between them.
+
+    It looks for losses and weights that are not finite, and never saves such weights.
+
+    It verifies the checkpoint from which a run starts, and saves whole checkpoints only. They hold the random number
+    generators' states, and the tokens seen by all ranks instead of one.
+
+    It runs the extra pass of a step with diagnostics (``mxtrain.titan.reports.numerics``).
+
+    It saves and stops, on all ranks after the same step, when one of them has got a stop signal. ``stop`` is then how.
+    """
+
+    stop: Stop | None = None
+    _last_step = 0
+
+    def __init__(self, job_config):
+        with _own_parts():
+            super().__init__(job_config)
+        self.checkpointer.start = self._start
+        self.checkpointer.run = _manifest(job_config, self.dataloader)
+        self.checkpointer.may_save = self._is_finite
+        # After a power failure, a checkpoint without the rows before it would leave a gap in the run's curves.
+        self.checkpointer.before_save = partial(sync_file, Path(job_config.job.dump_folder) / METRICS_FILE)
+        self._stops = job_config.metrics.on_nonfinite_loss == finite.STOP
+        self._watch = LossWatch(self.device, self._stops)
+        correct_max_loss(self.metrics_processor, self.parallel_dims.cp)
+        self.checkpointer.is_stopping = lambda: self._watch.stop_signal is not None
+        self.checkpointer.after_load = self._after_load
+        self.checkpointer.states[RANDOM_STATE] = RandomState()
+        moved = moved_entries(self._start, settings_of(job_config))
+        self._switch = RecipeSwitch(job_config, self.model_parts, partial(log_event, self.metrics_processor), moved)
+        if (guard := self._switch.guard) is not None:
+            # All stages of a pipeline and all ranks of tensor parallelism have the same loss.
+            mesh = self.parallel_dims.get_optional_mesh("loss")
+            copies = self.parallel_dims.world_size // (1 if mesh is None else mesh.size())
+            self._watch.on_losses = lambda step, losses: guard.observe(step, sum(losses) / copies)
+            self.checkpointer.states[GUARD_STATE] = guard
+        has_microbatches = self.gradient_accumulation_steps > 1 or self.parallel_dims.pp_enabled
+        changes_between = job_config.optimizer.early_step_in_backward  # ReadyWeights cannot see fused steps
+        caches = job_config.mxnorm.cache_weights and has_microbatches and not changes_between
+        self._ready = ReadyWeights(self.model_parts) if caches else None
+        self._tokens = TokenCount.of_layout(self.parallel_dims)
+        self._signals = StopSignals()
+        self._numerics = Numerics.of_job(job_config, self.model_parts)
+        # The stages of a pipeline have the same text, and draw other random bits because their layers differ.
+        self._rank_in_stage = torch.distributed.get_rank() % (self.parallel_dims.world_size // self.parallel_dims.pp)
+        if self.parallel_dims.pp_enabled:
+            self._share_loss_of_pipeline()
+        if job_config.validation.enable:
+            # Tokens of a validation would count for the next step's load balance of experts.
+            self.validator.validate = kept_buffers(self.model_parts)(self.validator.validate)
+
+    def _share_loss_of_pipeline(self) -> None:
+        self._loss = self.pp_schedule._loss_fn = LossPerToken(self.loss_fn)
+        group = self.parallel_dims.get_mesh("pp").get_group()
+        self.pp_schedule = SharedLoss(
+            self.pp_schedule, self.pp_has_last_stage, group, self.device, self.parallel_dims.cp
+        )
+        for user in (self, self.validator) if self.job_config.validation.enable else (self,):
+            user.pp_schedule, user.pp_has_last_stage = self.pp_schedule, True
+
+    def init_distributed(self):
+        parallel_dims = super().init_distributed()
+        # As soon as all ranks have met: what is built next looks into the run's folder, too.
+        require_same_settings(self.job_config)
+        self._start, self._changes = begin_run(self.job_config)
+        return parallel_dims
+
+    def train(self):
+        try:
+            super().train()
+            self._watch.look(at_last_step=True)  # the text may end before the last step
+        except NonFiniteError as error:
+            self._log_end(error)
+            self.checkpointer.finish()  # the last checkpoint, with finite weights, becomes complete
+            raise
+        finally:
+            if self.stop is None:
+                self._signals.restore()
+        self.checkpointer.finish()
+
+    def _log_end(self, error: NonFiniteError) -> None:
+        """Log the weights or the loss that end the run; the loss unless its row or that of the step after it is there.
+
+        A comparison does not start such a run again, and a report does not count it.
+        """
+        if error.loss is None:
+            log_event(self.metrics_processor, error.step, NONFINITE_WEIGHTS)
+            return
+        if any(map(self.metrics_processor.should_log, {error.step, self._last_step})):
+            return
+        tokens = self._tokens.of_all_ranks(self.ntokens_seen)
+        # A GPU has done the next step, too. Steps have as many tokens, unless a resumed run has changed that.
+        log_loss(self.metrics_processor, error.step, error.loss, tokens * error.step // self._last_step)
+
+    def should_continue_training(self) -> bool:
+        if not super().should_continue_training():
+            return False
+        if self._watch.stop_signal is None:
+            return True
+        self._signals.ignore()
+        self.stop = Stop(self._watch.stop_signal, self.step, is_saved=self.checkpointer.saved_step == self.step)
+        return False
+
+    def _after_load(self) -> None:
+        if is_first():
+            # Only now: a run that was refused or failed before leaves the folder as it was.
+            for path in self._start.abandoned:
+                set_aside(path)
+        self._validate_if_missing()
+        if self.step >= self.job_config.training.steps:
+            return  # nothing is left to train, and TorchTitan's schedule fails for steps after its end
+        rates = apply_settings(self.optimizers, self.lr_schedulers)
+        if self.step > 0 and rates.kept != rates.present:
+            terminal.note(f"learning rate of step {self.step + 1}: {rates.present:.4g} (was {rates.kept:.4g})")
+        if self.step > 0 and self._changes:
+            # config.toml will have the new settings alone. One event, because wandb keeps one for each step.
+            log_event(self.metrics_processor, self.step + 1, "; ".join(self._changes))
+
+    def _validate_if_missing(self) -> None:
+        """Validate the step from which the run resumes, if a kill came between its checkpoint and its validation."""
+        of_own_step = self._start.step > 0 and self._start.checkpoint.parent == Path(self.checkpointer.folder)
+        if not (of_own_step and self.job_config.validation.enable and self.validator.should_validate(self.step)):
+            return
+        metrics = Path(self.job_config.job.dump_folder) / METRICS_FILE
+        ranks = run_on_all_ranks((lambda: lacks_validation(metrics, self.step)) if is_first() else None)
+        if not ranks[0]["result"]:
+            return
+        if self.parallel_dims.pp_enabled and not FINDS_SHAPES_AGAIN:
+            terminal.note(f"step {self.step} was saved and not validated: this PyTorch cannot begin a pipeline so")
+            return
+        terminal.note(f"step {self.step} was saved and not validated: its validation comes first")
+        self._switch.return_to(self.step)
+        self.validator.validate(self.model_parts, self.step)
+
+    def batch_generator(self, data_iterable):
+        for inputs, labels in super().batch_generator(data_iterable):
+            self.ntokens_seen -= tokens_of_other_ranks(labels, self.parallel_dims.cp)
+            yield inputs, labels
+
+    def train_step(self, data_iterator):
+        self._losses = []
+        self._switch.begin_step(self.step)
+        super().train_step(data_iterator)
+        if self._last_step == 0 and is_first():
+            write_resolved_config(self.job_config)  # only now: a start that fails leaves an earlier one's settings
+        self._watch.record(self.step, self._losses, self._signals.received)
+        self._last_step = self.step  # TorchTitan counts one more step where the text ends
+        # A CPU has finished the step, and logging waited for the device.
+        waited = self.device.type == "cpu" or self.metrics_processor.should_log(self.step)
+        self._watch.look(at_last_step=waited)
+        # Until the first step is done, which compiles the model, there is nothing to save, and a signal stops at once.
+        self._signals.install()
+
+    def forward_backward_step(self, **kwargs):
+        if self._numerics is not None and self._numerics.is_due(self.step) and not self._losses:
+            self._measure(**kwargs)
+        set_rounding_step(self.step, microbatch=len(self._losses), rank=self._rank_in_stage)
+        if self._ready is not None:
+            self._ready.refresh()
+        loss = self._forward_and_backward(**kwargs)
+        self._losses.append(loss.detach())
+        if self._ready is not None and len(self._losses) == self.gradient_accumulation_steps:
+            self._ready.drop()
+        return loss
+
+    def _forward_and_backward(self, *, global_valid_tokens, **kwargs) -> torch.Tensor:
+        if self.parallel_dims.pp_enabled:
+            with self._loss.divided_by(global_valid_tokens):
+                return super().forward_backward_step(global_valid_tokens=1.0, **kwargs)
+        return super().forward_backward_step(global_valid_tokens=global_valid_tokens, **kwargs)
+
+    def _measure(self, *, input_dict, labels, global_valid_tokens) -> None:
+        if not self.parallel_dims.pp_enabled:  # whose schedule takes whole microbatches
+            input_dict, labels = self._numerics.sample(input_dict, labels)
+        set_rounding_step(self.step, rank=self._rank_in_stage)
+        with self._numerics.recording():
+            self._forward_and_backward(
+                input_dict=dict(input_dict), labels=labels, global_valid_tokens=global_valid_tokens
+            )
+        if figures := self._numerics.figures():
+            self.metrics_processor.logger.log(figures, self.step)
+
+    def state_dict(self):
+        return {**super().state_dict(), "ntokens_seen": self._tokens.of_all_ranks(self.ntokens_seen)}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict({**state_dict, "ntokens_seen": self._tokens.share(state_dict["ntokens_seen"])})
+
+    def _is_finite(self, step: int) -> bool:
+        """Return whether all losses up to this step and the weights after it are finite. A loss that is not raises."""
+        self._watch.look(at_last_step=True)
+        # The loss of a step says nothing about the weights after it: gradients may have overflowed.
+        if not (found := nonfinite_weights(self.model_parts, self.device)):
+            return True
+        found = f"step {step}: the weights after this step hold {found}"
+        if self._stops:
+            raise NonFiniteError(found, step)
+        logger.warning(f"{found}; no checkpoint is saved")
+        return False
+
+
+@contextmanager
+def _own_parts() -> Iterator[None]:
+    """Let TorchTitan's trainer, which looks classes up in modules, find mxtrain's."""
+    parts = {
+        "torchtitan.train.CheckpointManager": Checkpointer,
+        "torchtitan.train.ParallelDims": Layout,
+        "torchtitan.train.ensure_pp_loss_visible": lambda *args: None,  # which warns that rank 0 does not know it
+        "torchtitan.distributed.pipeline_parallel.PipelineStage": Stage,
+    }
+    with ExitStack() as patches:
+        for name, part in parts.items():
+            patches.enter_context(patch(name, part))
+        yield
+
+
+def _manifest(job_config, dataloader) -> Manifest:
+    """Return what the manifests of all checkpoints of a run have in common."""
+    return Manifest(
+        step=0,
+        holds_trainer=False,
+        files={},
+        settings=resolved_settings(job_config),
+        defaults=kept_defaults(settings_of(job_config).known),
+        versions=package_versions(),
+        tokenizer_sha256=getattr(dataloader, "tokenizer_sha256", None),  # a model of the user's may have its own loader
+        processes=torch.distributed.get_world_size(),
+    )
