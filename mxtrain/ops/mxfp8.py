@@ -18,7 +18,8 @@ if HAS_TRITON:
     from mxtrain.kernels.mxfp8 import norm_cast as norm_cast_kernel
 
 
-# One function per role; mxtrain.ops.quantize documents them. MXFP8 ignores signs, draws and groups.
+# One function per role, as in mxtrain.ops.nvfp4; mxtrain.ops.quantize documents them. MXFP8 ignores signs, draws and
+# groups.
 
 
 def activation(x: torch.Tensor, recipe: Recipe, mode: str, group: str | None = None) -> Operand:
@@ -74,7 +75,13 @@ def weights_for_both(
 
 
 def gradients(
-    dys: Sequence[torch.Tensor], recipe: Recipe, mode: str, dims: tuple[int, ...], signs, draws, group=None
+    dys: Sequence[torch.Tensor],
+    recipe: Recipe,
+    mode: str,
+    dims: tuple[int, ...],
+    signs,
+    draws,
+    group: str | None = None,
 ) -> dict[int, Operand]:
     return quantize_joined(dys, 1, recipe, mode, dims)
 

@@ -39,12 +39,16 @@ if HAS_TRITON:
 NATIVE_MULTIPLE = 32
 
 
-# One function per role; mxtrain.ops.quantize documents them. Along tokens, T is rounded up to a multiple of 16.
+# One function per role, as in mxtrain.ops.mxfp8; mxtrain.ops.quantize documents them. Along tokens, T is rounded up to
+# a multiple of 16.
 
 
-def activation(
-    x: torch.Tensor, recipe: Recipe, mode: str, rho: torch.Tensor | None = None, group: str | None = None
-) -> Operand:
+def activation(x: torch.Tensor, recipe: Recipe, mode: str, group: str | None = None) -> Operand:
+    return _activation(x, mode, None, group)
+
+
+def _activation(x: torch.Tensor, mode: str, rho: torch.Tensor | None, group: str | None) -> Operand:
+    """X, or X diag(rho) row by row, as fprop's operand [T, D]."""
     if runs_kernels(mode, x.device.type):
         scale = _scale_of_maxima(nvfp4_amax(x, row_factor=rho)[0], group)
         return _from_kernel(nvfp4_cast(x, {1: scale}, KERNEL_FORM[mode], row_factor=rho)[1], 1, scale, mode)
@@ -214,7 +218,7 @@ def normalize(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str)
     static = _static_tensor_scale(x, estimate, recipe)
     if static is None:
         rho = inverse_rms(x, estimate, recipe)
-        return activation(x, recipe, mode, rho), rho
+        return _activation(x, mode, rho, None), rho
     tensor_scale = torch.full((), static, dtype=torch.float32, device=x.device)
     if runs_kernels(mode, x.device.type):
         result = nvfp4_norm(x, estimate, static, KERNEL_FORM[mode])

@@ -1,8 +1,13 @@
 """Shapes, dtypes and padding of GEMM operands, and agreement between modes. tests/nn checks their values."""
 
+import ast
+import inspect
+
 import pytest
 import torch
 
+from mxtrain.ops import mxfp8, mxnorm, quantize
+from mxtrain.ops import nvfp4 as nvfp4_casts
 from mxtrain.ops.mxnorm import normalize
 from mxtrain.ops.quantize import activation, activation_along_tokens, gradient, weight
 from mxtrain.recipes.parse import get_recipe
@@ -115,3 +120,17 @@ def test_transform_and_padding_leave_wgrad_unchanged_up_to_the_casts():
     assert (dw - dy.t() @ x).norm() < 0.25 * (dy.t() @ x).norm()
     _, plain = gradient(dy, PLAIN, "reference", False, True, None, None)
     assert not plain.data[:, 37:].any()
+
+
+def test_both_formats_have_the_same_function_for_every_role():
+    """``casts_of(recipe).ROLE``: whoever adds a format writes these."""
+    calls = [
+        node.func.attr
+        for module in (quantize, mxnorm)
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Call)
+    ]
+    assert "activation" in calls and "normalize" in calls
+    for role in set(calls):
+        mx, nv = (list(inspect.signature(getattr(module, role)).parameters.items()) for module in (mxfp8, nvfp4_casts))
+        assert [(name, p.default, p.kind) for name, p in mx] == [(name, p.default, p.kind) for name, p in nv], role

@@ -22,7 +22,8 @@ are full tensors by FQN: shards are gathered, and stages of a pipeline are unite
 have the same full gradient, which ``train`` checks bit for bit.
 
 The same seed gives the same initial weights on every layout (``mxtrain.titan.parallel.initial_weights``). A step reads
-the same 4 sequences on every layout, in another order: rank r of a data-parallel group of R reads every R-th one.
+the same 4 sequences on every layout, in another order: the ranks of a data-parallel group take turns, each with as many
+sequences as it computes at a time.
 
 Runs that quantize start each step from the weights that one process had there (``follow``). Left alone, they go apart
 whatever the layout: sums in another order change the last bits of weights, now and then one of them is rounded to
