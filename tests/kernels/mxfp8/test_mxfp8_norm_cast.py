@@ -45,6 +45,11 @@ def test_every_shape():
         check_mxnorm_cast(draw(*shape, dtype=dtype), form=form)
 
 
+def test_images_of_long_rows_with_the_exact_rms():
+    """Two parts, of which the second is not full."""
+    check_mxnorm_cast(ugly(11, 7200), form="image", estimator="exact", residual=ugly(11, 7200, seed=1))
+
+
 @pytest.mark.parametrize(("p", "estimator", "form"), [(1, "post_round", "blocked"), (2, "exact", "codes")])
 def test_ugly_rows_that_are_read_twice(p, estimator, form):
     check_mxnorm_cast(ugly(11, 16416)[[2, 3, 4, 5, 7, 10]], form=form, p=p, estimator=estimator)

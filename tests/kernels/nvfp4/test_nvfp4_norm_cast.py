@@ -34,6 +34,12 @@ def test_every_shape():
         check_norm(draw(*shape, dtype=dtype), form=form)
 
 
+def test_images_of_long_rows_with_the_exact_rms():
+    """Two parts, of which the second is not full."""
+    check_norm(ugly(11, 7184), form="image", estimator="exact")
+    check_norm(draw(3, 7184), form="image", estimator="exact", residual=draw(3, 7184, seed=1))
+
+
 @pytest.mark.parametrize(("form", "p", "estimator"), [("codes", 2, "exact"), ("image", 1, "pre_round")])
 def test_ugly_rows_that_are_read_twice(form, p, estimator):
     check_norm(ugly(11, 16400)[[2, 3, 4, 5, 7, 10]], form=form, p=p, estimator=estimator)
