@@ -1,6 +1,7 @@
 """How a file is written whole or not at all, or through to the disk, and the cause of an error in words."""
 
 import os
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -8,9 +9,9 @@ from pathlib import Path
 def replace_file(path: Path, content: bytes) -> None:
     """Write ``content`` to ``path``. After a failure, on a full disk for example, ``path`` is as it was before.
 
-    Raises OSError.
+    Of two processes that write it at a time, one wins. Raises OSError.
     """
-    written = path.with_name(path.name + ".tmp")
+    written = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         written.write_bytes(content)
         written.replace(path)  # atomic

@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from mxtrain.files import replace_file
@@ -11,3 +13,15 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, full_disk):
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
     replace_file(path, b"new")
     assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_two_that_write_at_a_time_leave_one_whole_file(tmp_path):
+    path, contents = tmp_path / "file", [bytes([letter]) * 200_000 for letter in b"ab"]
+    replace_file(path, contents[0])
+    with ThreadPoolExecutor(2) as pool:
+        writers = [pool.submit(lambda c=c: [replace_file(path, c) for _ in range(50)]) for c in contents]
+        while not all(writer.done() for writer in writers):
+            assert path.read_bytes() in contents
+    for writer in writers:
+        writer.result()  # raises what the writer raised
+    assert list(tmp_path.iterdir()) == [path]

@@ -17,7 +17,6 @@ import itertools
 import json
 import math
 import os
-import statistics
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
@@ -90,38 +89,57 @@ def metrics_of_run(folder: Path) -> list[dict]:
 def lacks_validation(path: Path, step: int) -> bool:
     """Return whether a run's metrics have no validation of a step. False if they cannot be read."""
     try:
-        rows = read_metrics(path)
-    except ConfigError:
+        with path.open("rb") as lines:
+            return not any(_is_validation(line, step) for line in lines)
+    except OSError:
         return False
-    return not any(row["step"] == step and "validation_loss" in row for row in rows)
+
+
+def _is_validation(line: bytes, step: int) -> bool:
+    if b'"validation_loss"' not in line:  # decoding every line of a long run would take seconds
+        return False
+    try:
+        return decode_row(line.decode())["step"] == step
+    except ValueError:
+        return False
 
 
 def missing_rows(path: Path, steps_done: int, log_freq: int) -> list[str]:
     """Say which rows of the first ``steps_done`` steps a metrics file lacks: a line for damaged ones and for each gap.
 
-    Rows are as far apart as they mostly are, or by ``log_freq``. A file that has no rows or cannot be read lacks
-    nothing: a run may go on from the checkpoint of another. A damaged last line is what a kill leaves.
+    A gap is longer than ``log_freq`` and than the distances between the rows before it and after it, because a run may
+    have logged more or less often before. A file that has no rows or cannot be read lacks nothing: a run may go on from
+    the checkpoint of another. A damaged last line is what a kill leaves.
     """
+    steps, damaged, is_damaged = [], 0, False
     try:
-        lines = path.read_bytes().splitlines()
+        with path.open("rb") as lines:
+            for line in lines:
+                damaged += is_damaged  # and not the last line
+                try:
+                    row = decode_row(line.decode())
+                except ValueError:
+                    is_damaged = True
+                    continue
+                is_damaged = False
+                if "loss" in row and row["step"] <= steps_done:
+                    steps.append(row["step"])
     except OSError:
         return []
-    steps, damaged = [], 0
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = decode_row(line.decode())
-        except ValueError:
-            damaged += number < len(lines)
-            continue
-        if "loss" in row and row["step"] <= steps_done:
-            steps.append(row["step"])
     found = [f"{path}: {damaged} damaged lines are left out"] if damaged else []
-    apart = [after - before for before, after in itertools.pairwise(steps)]
-    usual = max(log_freq, statistics.mode(apart)) if apart else log_freq
-    for before, after in itertools.pairwise([*steps, steps_done + 1]):
-        if after - before > usual:
-            found.append(f"{path} has no rows of steps {before + 1} to {after - 1}")
+    for before, after in _gaps(steps, steps_done, log_freq):
+        found.append(f"{path} has no rows of steps {before + 1} to {after - 1}")
     return found
+
+
+def _gaps(steps: list[int], steps_done: int, log_freq: int) -> list[tuple[int, int]]:
+    """The steps before and after each gap. Behind the last row it ends with the first step that is not done."""
+    pairs = list(itertools.pairwise(steps))
+    apart = [after - before for before, after in pairs]
+    gaps = [pairs[i] for i in range(1, len(pairs) - 1) if apart[i] > max(log_freq, apart[i - 1], apart[i + 1])]
+    if apart and steps_done + 1 - steps[-1] > max(log_freq, apart[-1]):
+        gaps.append((steps[-1], steps_done + 1))
+    return gaps
 
 
 class MetricsWriter:
@@ -194,6 +212,10 @@ class MetricsWriter:
             replace_file(self.path, self._file.read())
         self._file.close()
         self._file = self._opened()
+        if self._file.seek(0, os.SEEK_END):
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read() != b"\n":  # an editor may leave the last line without an end
+                self._file.write(b"\n")
 
     def _drop_steps_not_done(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -201,9 +223,9 @@ class MetricsWriter:
         if self.path.is_file():
             for line in self.path.read_bytes().splitlines():
                 try:
-                    row = decode_row(line.decode())
+                    step = decode_row(line.decode())["step"]
                 except ValueError:
                     continue  # a damaged line must not stop a training run
-                if row["step"] <= self._steps_done:
-                    kept.append(encode_row(row) + "\n")
-        replace_file(self.path, "".join(kept).encode())
+                if step <= self._steps_done:
+                    kept.append(line + b"\n")
+        replace_file(self.path, b"".join(kept))

@@ -79,7 +79,7 @@ def separated(options) -> tuple[argparse.Namespace, list[str], list[str]]:
 
 def compare(options, variants: list[str], flags: list[str]) -> int:
     """Do the runs and write the report; see DESCRIPTION. Returns the exit status."""
-    from mxtrain.cli.comparison_plan import check_machine_of, joined, unpaired_settings
+    from mxtrain.cli.comparison_plan import check_machine_of, gone_directories, joined, unpaired_settings
     from mxtrain.cli.side_by_side import SideBySide
 
     for name in ("seeds", "steps", "gpus", "side_by_side"):
@@ -102,7 +102,7 @@ def compare(options, variants: list[str], flags: list[str]) -> int:
     devices = _devices(gpus, options.side_by_side)
     # A dry run may plan runs for another machine.
     check_machine_of(runs, has_gpus=options.dry_run or devices[0] is not None)
-    for line in unpaired_settings(runs):
+    for line in (*gone_directories(runs), *unpaired_settings(runs)):
         print(f"mxtrain: note: {line}", file=sys.stderr)
     if options.dry_run:
         print(_described(runs, devices, folder))

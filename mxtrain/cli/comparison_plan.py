@@ -5,6 +5,8 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -106,17 +108,33 @@ def _run(variant: Variant, seed: int, rate: str | None, flags: list[str]) -> Pai
 def planned_again(earlier: dict[str, PairedRun]) -> dict[str, PairedRun]:
     """Return the runs of a comparison that was begun before, with their configs as they are now.
 
-    Raises ConfigError if a config cannot be read, with the directory in which the comparison was begun.
+    Raises ConfigError if a config cannot be read.
     """
     runs = {}
     for name, run in earlier.items():
-        try:
+        with _in_directory_of(run):
             runs[name] = replace(run, config_sha256=_hash(run.arguments[0]))
-        except ConfigError as error:
-            if run.directory in ("", os.getcwd()):
-                raise
-            raise ConfigError(f"{error}; the comparison was begun in {run.directory}: resume it there") from error
     return runs
+
+
+@contextmanager
+def _in_directory_of(run: PairedRun) -> Iterator[None]:
+    here = os.getcwd()
+    os.chdir(run.working_directory)
+    try:
+        yield
+    finally:
+        os.chdir(here)
+
+
+def gone_directories(runs: dict[str, PairedRun]) -> list[str]:
+    """Return a line for each directory that unfinished runs were planned in and that is gone."""
+    directories = dict.fromkeys(run.directory for run in runs.values() if run.status != 0 and run.directory)
+    return [
+        f"{directory}, where the comparison was begun, is gone: relative paths start from the current directory"
+        for directory in directories
+        if not os.path.isdir(directory)
+    ]
 
 
 def _hash(config: str) -> str:
@@ -127,10 +145,10 @@ def _hash(config: str) -> str:
 def settings_of(run: PairedRun, machine: Machine | None = None) -> Settings:
     """Return the settings of a run. Raises ConfigError for a mistake, and for what the machine does not allow."""
     config, *flags = run.arguments
-    search_beside(config)
     arguments = [f"{CONFIG_FLAGS[0]}={config}", *flags]
-    settings = read_settings(arguments)
-    with places(arguments):
+    with _in_directory_of(run), places(arguments):
+        search_beside(config)
+        settings = read_settings(arguments)
         check_names(settings)
         if machine is not None:
             check_machine(settings, machine)
@@ -163,7 +181,12 @@ def joined(earlier: dict[str, PairedRun], plan: dict[str, PairedRun], where: str
         else:
             continue
         raise ConfigError(f"{where}: its run {name} {what}; choose another folder")
-    return {**earlier, **{name: replace(run, status=earlier.get(name, run).status) for name, run in plan.items()}}
+    before = {name: earlier.get(name, run) for name, run in plan.items()}
+    again = {
+        name: replace(run, status=before[name].status, directory=before[name].directory or run.directory)
+        for name, run in plan.items()
+    }
+    return {**earlier, **again}
 
 
 def unpaired_settings(runs: dict[str, PairedRun]) -> list[str]:

@@ -57,6 +57,8 @@ class SideBySide:
     _running: dict[str, _Started] = field(default_factory=dict)
     _in_use: set[str] = field(default_factory=set)
     """Names of runs in whose folders another process was at work"""
+    _is_written: bool = True
+    """Whether ``comparison.json`` has the status of every run"""
 
     def finish(self) -> None:
         """Do all runs that are not finished. After a stop signal, runs in progress save and stop, and none begins.
@@ -79,6 +81,8 @@ class SideBySide:
                     if (status := started.process.poll()) is not None:
                         self._end(started, status)
                 time.sleep(POLL_SECONDS)
+        if not self._is_written:
+            self._write()
 
     def log_of(self, run: PairedRun) -> Path:
         """Return the file with what a run has printed."""
@@ -111,8 +115,9 @@ class SideBySide:
             log_start = log.tell()
             # In a session of its own: Ctrl-C on a terminal reaches this process alone, which passes it on once.
             process = subprocess.Popen(
-                [*TRAIN, *run.arguments, f"--job.dump_folder={folder}"],
+                [*TRAIN, *run.arguments, f"--job.dump_folder={folder.absolute()}"],
                 env=environment,
+                cwd=run.working_directory,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -144,7 +149,16 @@ class SideBySide:
 
     def _note_status(self, run: PairedRun, status: int) -> None:
         self.runs[run.name] = replace(run, status=status)
-        write_comparison(self.folder, self.runs)
+        self._write()
+
+    def _write(self) -> None:
+        """Write ``comparison.json``, or warn: a disk that is full for a while does not stop the runs in progress."""
+        try:
+            write_comparison(self.folder, self.runs)
+            self._is_written = True
+        except ConfigError as error:
+            self._is_written = False
+            _say(f"warning: {error}; it is written when the next run ends")
 
     def _pass_on(self, number: int, frame: object) -> None:
         if self.stopped_by is None:

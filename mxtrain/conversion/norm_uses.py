@@ -19,6 +19,13 @@ from mxtrain.nn.writes import version
 
 # Functions that a model may call on an MXNorm's result besides multiplying it: a NormedInput has a shape.
 _HARMLESS = {torch.Tensor.shape.__get__}
+# Functions that take nothing but the dtype, the device or the shape of the argument at this place.
+_LOOKS_AT = {
+    torch.Tensor.type_as: 1,
+    torch.Tensor.to: 1,
+    **dict.fromkeys((torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, torch.Tensor.new_full), 0),
+    **dict.fromkeys((torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like), 0),
+}
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,9 @@ class _Watcher(TorchFunctionMode):
         result = func(*args, **kwargs)
         # Looking at a weight's dtype or device is no computation.
         if any(isinstance(value, torch.Tensor) for value in tree_flatten(result)[0]):
-            for value in tree_flatten((args, kwargs))[0]:
+            looked_at = _LOOKS_AT.get(func)
+            used = (arg for place, arg in enumerate(args) if place != looked_at)
+            for value in tree_flatten((list(used), kwargs))[0]:
                 if (owner := self._linear_of.get(id(value))) is not None:
                     self.outside[owner] = name
         return result

@@ -12,6 +12,7 @@ from mxtrain.data.text_report import TextReport
 from mxtrain.data.token_store import TokenFile
 from mxtrain.data.tokenizer import tokenizer_hash
 from mxtrain.errors import ConfigError
+from mxtrain.files import reason
 from mxtrain.run_folder.manifest import hash_file
 
 SUMMARY = "prepared.json"
@@ -89,10 +90,19 @@ def load_text(folder: Path, tokenizer_path: str = "", *, reads_tokens: bool = Fa
             f"the tokenizer of SHA-256 {tokenizer['sha256'][:12]} (runs keep theirs in their folder), or leave "
             "data.prepared empty"
         )
-    for file in files.values():
-        if reads_tokens and file.sha256 != hash_file(file.path).sha256:
-            raise DamagedText(f"the contents of {file.path.name} have changed")
+    if reads_tokens:
+        for file in files.values():
+            _check_tokens(file)
     return Prepared(path, tokenizer["sha256"], files.get("train"), files.get("validation"), report, folder)
+
+
+def _check_tokens(file: TokenFile) -> None:
+    try:
+        digest = hash_file(file.path).sha256
+    except OSError as error:
+        raise DamagedText(f"{file.path.name} cannot be read: {reason(error)}") from error
+    if digest != file.sha256:
+        raise DamagedText(f"the contents of {file.path.name} have changed")
 
 
 def _read_summary(folder: Path) -> tuple[TextReport, dict[str, TokenFile], dict]:

@@ -75,4 +75,8 @@ def _set(changes: list[tuple]):
         yield
     finally:
         for settings, name, value in before:
-            setattr(settings, name, value)
+            if name == "fp32_precision":
+                # It may have been inherited. Set to it, a later change of the whole backend would not reach it.
+                setattr(settings, name, "none")
+            if getattr(settings, name) != value:
+                setattr(settings, name, value)

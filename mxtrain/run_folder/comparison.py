@@ -1,6 +1,7 @@
 """The file ``comparison.json`` in a folder of paired runs: which runs belong to it, and how each of them ended."""
 
 import json
+import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -29,7 +30,12 @@ class PairedRun:
     gpus: int = 1
     """GPUs (on a CPU: processes) of its next start; of its last one if it has finished"""
     directory: str = ""
-    """Where the comparison was begun, to which paths in ``arguments`` may be relative"""
+    """Where the run was planned, and is done: paths in ``arguments`` may be relative to it"""
+
+    @property
+    def working_directory(self) -> str:
+        """``directory``, or the current one if that is gone or not known."""
+        return self.directory if os.path.isdir(self.directory) else os.getcwd()
 
 
 def read_comparison(folder: Path) -> dict[str, PairedRun]:

@@ -42,11 +42,11 @@ def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | Non
     except OSError as error:
         raise _not_writable(setting, folder, path, error) from error
     with file:
-        # A child, such as a dataloader worker, would keep the lock for as long as it outlives this process.
-        os.register_at_fork(after_in_child=file.close)
         warning = None
         try:
             _take(file, folder, setting)
+            # A child, such as a dataloader worker, would keep the lock for as long as it outlives this process.
+            os.register_at_fork(after_in_child=file.close)
         except OSError as error:
             warning = f"{path} cannot be locked ({reason(error)}): nothing keeps a second run out of this folder"
         yield warning

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from mxtrain.analysis import MetricsWriter, read_metrics
-from mxtrain.analysis.metrics_file import missing_rows
+from mxtrain.analysis.metrics_file import lacks_validation, missing_rows
 from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
 
@@ -69,6 +69,41 @@ def test_gaps_before_a_checkpoint_are_named(tmp_path):
         f"{path}: 2 damaged lines are left out",
         f"{path} has no rows of steps 11 to 39",
     ]
+
+
+@pytest.mark.parametrize(
+    "logged, steps_done, log_freq",
+    [
+        ([1, 100, 200], 200, 10),
+        ([1], 50, 10),
+        ([1, 10, *range(11, 21)], 20, 1),
+        ([1, *range(100, 1001, 100), *range(1010, 1201, 10)], 1200, 10),
+        ([*range(1, 21), 30, 40, 50], 50, 10),
+    ],
+)
+def test_a_run_that_logged_more_or_less_often_before_has_no_gaps(tmp_path, logged, steps_done, log_freq):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [{"step": s, "loss": 9.0} for s in logged])
+    assert missing_rows(path, steps_done, log_freq) == []
+
+
+def test_rows_go_on_in_a_new_line_of_a_file_that_took_the_place(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    writer.write({"step": 1, "loss": 9.0})
+    replace_file(path, path.read_bytes().rstrip())
+    writer.write({"step": 2, "loss": 9.0})
+    writer.close()
+    assert steps(path) == [1, 2]
+
+
+def test_which_step_lacks_a_validation(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert not lacks_validation(path, 1)
+    write(path, [{"step": 1, "loss": 9.0}, {"step": 1, "validation_loss": 9.0}, {"step": 2, "loss": 9.0}])
+    assert [lacks_validation(path, step) for step in (1, 2)] == [False, True]
+    path.write_bytes(path.read_bytes() + b'{"step": 2, "validation_loss"')
+    assert lacks_validation(path, 2)
 
 
 @pytest.mark.parametrize("how", ["removed", "moved", "replaced"])

@@ -15,6 +15,7 @@ import pytest
 from mxtrain import cli
 from mxtrain.analysis import load_run, report
 from mxtrain.cli import compare_command, launch, side_by_side
+from mxtrain.errors import ConfigError
 from mxtrain.run_folder.comparison import PairedRun
 from mxtrain.run_folder.lock import LOCK_FILE
 
@@ -27,7 +28,7 @@ folder, seed = pathlib.Path(value("--job.dump_folder")), int(value("--debug.seed
 kind = value("--job.description")
 seen = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "NGPU", "OMP_NUM_THREADS")}
 with open(folder.parent / "starts.jsonl", "a") as file:
-    file.write(json.dumps({"run": folder.name, **seen}) + "\\n")
+    file.write(json.dumps({"run": folder.name, "directory": os.getcwd(), **seen}) + "\\n")
 folder.mkdir(exist_ok=True)
 loss = float("nan") if kind == "nan" and seed == 1 else 3.0 - seed
 row = {"step": 1, "loss": None, "nonfinite": {"loss": "nan"}} if loss != loss else {"step": 1, "loss": loss}
@@ -184,11 +185,40 @@ def test_the_last_words_are_those_of_the_last_start(stand_in, capfd):
 def test_a_comparison_is_resumed_where_its_configs_are_found(stand_in, tmp_path, monkeypatch, capfd):
     (tmp_path / "own.toml").write_text('extends = "llama3_debug"\n')
     assert compare("own.toml") == 0
-    monkeypatch.chdir("/")
-    assert cli.main(["compare", "--resume", str(stand_in)]) == 2
-    assert (
-        f"'own.toml' does not exist; the comparison was begun in {tmp_path}: resume it there" in capfd.readouterr().err
-    )
+    path, elsewhere = stand_in / "comparison.json", tmp_path / "elsewhere"
+    path.write_text(path.read_text().replace('"status": 0', '"status": null'))
+    elsewhere.mkdir()
+    (elsewhere / "own.toml").write_text('extends = "llama3_debug_bf16"\n')
+    monkeypatch.chdir(elsewhere)
+    assert cli.main(["compare", "--resume", "../c"]) == 0
+    assert [start["directory"] for start in starts(stand_in)] == [str(tmp_path)] * 2
+    content = path.read_text().replace('"status": 0', '"status": null')
+    path.write_text(content.replace(json.dumps(str(tmp_path)), '"/gone"'))
+    assert cli.main(["compare", "--resume", "../c"]) == 2  # the config here is another one
+    assert "/gone, where the comparison was begun, is gone" not in capfd.readouterr().err
+    (elsewhere / "own.toml").write_text('extends = "llama3_debug"\n')
+    assert cli.main(["compare", "--resume", "../c"]) == 0
+    assert "note: /gone, where the comparison was begun, is gone: relative paths start from" in capfd.readouterr().err
+
+
+def test_a_comparison_that_cannot_be_written_for_a_while_goes_on(stand_in, monkeypatch, capfd):
+    written, calls = side_by_side.write_comparison, []
+
+    def fails_once(folder, runs):
+        calls.append([run.status for run in runs.values()])
+        if len(calls) == 1:
+            raise ConfigError("comparison.json cannot be written: No space left on device")
+        written(folder, runs)
+
+    monkeypatch.setattr(side_by_side, "write_comparison", fails_once)
+    assert compare("llama3_debug", "--seeds=2", kind="killed") == 1
+    assert calls == [[0, None], [0, 1]]
+    assert [run["status"] for run in json.loads((stand_in / "comparison.json").read_text())] == [0, 1]
+    calls.clear()
+    monkeypatch.setattr(side_by_side, "write_comparison", lambda folder, runs: fails_once(folder, runs))
+    assert compare("llama3_debug", "--seeds=2", kind="killed") == 1
+    assert calls == [[0, 1], [0, 1]], "written again at the end"
+    assert capfd.readouterr().out.count("warning: comparison.json cannot be written: No space left on device") == 2
 
 
 @pytest.mark.parametrize("killed", [False, True])

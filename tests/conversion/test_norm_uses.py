@@ -80,14 +80,15 @@ def test_norms_that_cannot_be_proven_are_left_alone(module, reason):
 
 
 class MultipliesJoinedWeights(nn.Module):
-    """Looks at the dtype of one weight, and multiplies the others without calling their linears."""
+    """Looks at the dtype and shape of one weight, and multiplies the others without calling their linears."""
 
     def __init__(self):
         super().__init__()
         self.norm, self.a, self.b, self.c = nn.RMSNorm(DIM), *(nn.Linear(DIM, DIM) for _ in range(3))
 
     def forward(self, x):
-        y = self.a(self.norm(x.to(self.a.weight.dtype)))
+        x = x.to(self.a.weight.dtype).type_as(self.a.weight).to(self.a.weight) + self.a.weight.new_zeros(1)
+        y = self.a(self.norm(x + torch.zeros_like(self.a.weight)[0]))
         return F.linear(y, torch.cat([self.b.weight, self.c.weight]))
 
 

@@ -3,7 +3,7 @@ import logging
 
 import pytest
 
-from mxtrain.data import DataConfig, prepare
+from mxtrain.data import DataConfig, prepare, prepared_text
 from mxtrain.data.prepared_text import DamagedText, load_text
 from mxtrain.data.tokenizer import tokenizer_hash
 from mxtrain.errors import ConfigError
@@ -85,6 +85,17 @@ def test_a_damaged_text_is_prepared_again_with_one_line(config, cache, name, dam
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("mxtrain")]
     assert line.startswith(f"the prepared text {first.folder} is damaged ({message}")
     assert prepare(chosen, silent) == first
+
+
+def test_tokens_that_cannot_be_read_are_damage(config, cache, monkeypatch):
+    folder = prepare(config, silent).folder
+
+    def fails(path):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(prepared_text, "hash_file", fails)
+    with pytest.raises(DamagedText, match="^train.bin cannot be read: Input/output error$"):
+        load_text(folder, reads_tokens=True)
 
 
 def test_the_identity_depends_on_contents_alone(config, tmp_path, prose, monkeypatch):

@@ -88,6 +88,20 @@ def test_settings_of_onednn_during_a_product_and_after_it(lax):
         assert OF_CPU.fp32_precision == lax
 
 
+@pytest.mark.parametrize(("settings", "is_cuda"), [(SETTINGS, True), (OF_CPU, False)], ids=["cublas", "onednn"])
+def test_a_precision_that_is_inherited_stays_so(settings, is_cuda, monkeypatch):
+    before = torch.backends.fp32_precision
+    try:
+        settings.fp32_precision, torch.backends.fp32_precision = "none", "tf32"
+        with full_precision(SimpleNamespace(is_cuda=is_cuda, dtype=torch.float32)):
+            assert settings.fp32_precision == "ieee"
+        assert settings.fp32_precision == "tf32"
+        torch.backends.fp32_precision = "ieee"
+        assert settings.fp32_precision == "ieee"
+    finally:
+        torch.backends.fp32_precision = before
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_fp32_products_on_a_cpu_are_not_rounded_to_bf16(dtype, compiled):

@@ -221,7 +221,7 @@ def test_a_removed_folder_is_a_warning(tmp_path, caplog):
 
 
 def test_a_run_starts_without_run_json(tmp_path, caplog):
-    (tmp_path / "run" / "run.json.tmp").mkdir(parents=True)  # cannot be written
+    (tmp_path / "run" / "run.json").mkdir(parents=True)  # cannot be written
     processor = build(make_config(tmp_path / "run"))
     log_step(processor, 1, 9.0)
     processor.close()
