@@ -68,7 +68,7 @@ def compare(results: list[Result], baseline: str | None = None) -> list[Group]:
     for part in parts:
         counted, notes = _counted(part)
         if counted:
-            groups.append(_group(counted, notes, baseline))
+            groups.append(_group(counted, notes, list(dict.fromkeys(result.variant for result in part)), baseline))
         else:  # no run of this part counts
             lost += notes
     if not groups:
@@ -83,7 +83,8 @@ def _key(result: Result) -> tuple:
     return (result.model, result.flavor, None if result.run else result.tokens or result.steps)
 
 
-def _group(counted: list[Result], notes: list[str], baseline: str | None) -> Group:
+def _group(counted: list[Result], notes: list[str], variants: list[str], baseline: str | None) -> Group:
+    """The comparison of the results that count; ``variants`` are those of all results, in their order."""
     settings = [(r.variant, flat_settings(r.run)) for r in counted if r.run and r.run.settings]
     notes += unpaired(settings, left_out=(STEPS,))
     notes += [f"{r.name} ({r.variant}): {line}" for r in counted if r.run for line in r.run.changed_settings]
@@ -91,10 +92,11 @@ def _group(counted: list[Result], notes: list[str], baseline: str | None) -> Gro
     notes += other_batches((r.name, r.tokens, r.steps) for r in counted if r.tokens and r.steps)
     counted, more = _cut_to_one_length(counted)
     more += _early_validation(counted)
-    names = list(dict.fromkeys(result.variant for result in counted))
-    chosen = baseline if baseline in names else names[0]
-    if baseline not in (None, chosen):
-        notes.append(f"no run of the baseline {baseline!r} counts here: differences are to {chosen!r}")
+    names = [name for name in variants if any(result.variant == name for result in counted)]
+    wanted = variants[0] if baseline is None else baseline
+    chosen = wanted if wanted in names else names[0]
+    if chosen != wanted:
+        notes.append(f"no run of the baseline {wanted!r} counts here: differences are to {chosen!r}")
     cells = []
     for lr in sorted({result.lr for result in counted}, key=lambda lr: (lr is not None, lr)):
         at_rate = {name: [r for r in counted if r.variant == name and r.lr == lr] for name in names}
@@ -117,7 +119,7 @@ def _counted(results: list[Result]) -> tuple[list[Result], list[str]]:
             notes.append(f"{result.name} ({result.variant}): {result.problem}; no run has ended yet")
         # Runs without a seed are different draws.
         key = (result.variant, result.lr, _place_of(result) if result.seed is None else result.seed)
-        if earlier := found.pop(key, None):
+        if earlier := found.get(key):
             names = [earlier.name, result.name]
             if names[0] == names[1]:
                 names = [_place_of(earlier), _place_of(result)]
@@ -131,7 +133,7 @@ def _counted(results: list[Result]) -> tuple[list[Result], list[str]]:
 
 def _place_of(result: Result) -> str:
     """Return a run's folder, or the line of a CSV."""
-    return str(result.run.folder) if result.run else result.name
+    return str(result.run.folder.resolve()) if result.run else result.name
 
 
 def _cut_to_one_length(results: list[Result]) -> tuple[list[Result], list[str]]:

@@ -53,13 +53,13 @@ def curve(run: Run, x: XAxis = "step") -> Curve:
         if any(row.get(key) is None for row in run.training):
             raise ConfigError(f"{run.folder}: metrics.jsonl has no {key!r} in some rows, which --x {x} needs")
         along = _column(run.training, key)
-        if x == "time":
-            along = along - along[0]
+        if x == "time":  # a clock that is set back adds nothing
+            along = np.concatenate([[0.0], np.cumsum(np.maximum(0.0, np.diff(along)))])
     validation_steps = _column(run.validation, "step")
     return Curve(
         along,
         _column(run.training, "loss"),
-        np.interp(validation_steps, steps, along),  # a validation row has neither tokens nor a time of its own step
+        _places(validation_steps, steps, along),  # a validation row has neither tokens nor a time of its own step
         _column(run.validation, "validation_loss"),
     )
 
@@ -67,7 +67,17 @@ def curve(run: Run, x: XAxis = "step") -> Curve:
 def events(run: Run, x: XAxis = "step") -> list[tuple[float, str]]:
     """Return where on ``x`` the events of a run are, and their texts. ``x`` must be logged, as for ``curve``."""
     steps, along = _column(run.training, "step"), curve(run, x).x
-    return [(float(np.interp(row["step"], steps, along)), row[EVENT]) for row in run.events]
+    places = _places(_column(run.events, "step"), steps, along)
+    return [(float(place), row[EVENT]) for place, row in zip(places, run.events, strict=True)]
+
+
+def _places(wanted: np.ndarray, steps: np.ndarray, along: np.ndarray) -> np.ndarray:
+    """Return where steps are on the x-axis: between the logged rows, or behind the last one at the rate before it."""
+    places = np.interp(wanted, steps, along)
+    if len(steps) > 1:
+        rate = (along[-1] - along[-2]) / (steps[-1] - steps[-2])
+        places = np.where(wanted > steps[-1], along[-1] + rate * (wanted - steps[-1]), places)
+    return places
 
 
 def window(curve: Curve, points: int | None) -> int:

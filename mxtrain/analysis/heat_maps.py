@@ -14,7 +14,7 @@ from mxtrain.analysis.numerics import (
     noteworthy,
     numerics_rows,
 )
-from mxtrain.analysis.pictures import literal, save_picture
+from mxtrain.analysis.pictures import in_own_style, literal, save_picture
 from mxtrain.analysis.runs import Run, load_run
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import METRICS_FILE
@@ -31,6 +31,7 @@ MARGIN = 0.8
 """Height of a panel's title and steps, in inches"""
 
 
+@in_own_style
 def draw_numerics(folder: str | os.PathLike, path: str | os.PathLike) -> tuple[Path, list[str]]:
     """Draw all figures of a run. Values that deserve a look have a cross.
 

@@ -128,7 +128,8 @@ def missing_rows(path: Path, steps_done: int, log_freq: int) -> list[str]:
         return []
     found = [f"{path}: {damaged} damaged lines are left out"] if damaged else []
     for before, after in _gaps(steps, steps_done, log_freq):
-        found.append(f"{path} has no rows of steps {before + 1} to {after - 1}")
+        steps_without = f"step {before + 1}" if after - before == 2 else f"steps {before + 1} to {after - 1}"
+        found.append(f"{path} has no rows of {steps_without}")
     return found
 
 

@@ -67,11 +67,11 @@ def other_texts(runs: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
     """
     runs, lines = [(name, own) for name, own in runs if own], []
     for key, (what, effect) in TEXT.items():
-        own = {
-            name: of_run.get(key, "none")[:HASH_DIGITS] for name, of_run in runs if key in of_run or key not in OPTIONAL
-        }
-        if len(set(own.values())) > 1:
-            lines.append(f"runs differ in their {what} ({_shown([*own], [*own.values()])}): {effect}")
+        compared = [(name, own) for name, own in runs if key in own or key not in OPTIONAL]
+        values = [own.get(key, "none")[:HASH_DIGITS] for _, own in compared]
+        if len(set(values)) > 1:
+            shown = _shown([name for name, _ in compared], values)
+            lines.append(f"runs differ in their {what} ({shown}): {effect}")
     return lines
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mxtrain.analysis.curves import Curve, XAxis, curve, events, window
 from mxtrain.analysis.labels import labels
-from mxtrain.analysis.pictures import literal, save_picture
+from mxtrain.analysis.pictures import in_own_style, literal, save_picture
 from mxtrain.analysis.runs import Run
 from mxtrain.errors import ConfigError
 
@@ -24,6 +24,7 @@ LEGEND_INSIDE = 4
 """Largest number of runs whose legend is inside the plot"""
 
 
+@in_own_style
 def plot(
     runs: list[Run],
     path: str | os.PathLike,

@@ -5,7 +5,7 @@ import math
 
 from mxtrain.analysis.comparison import Group
 from mxtrain.analysis.curves import curve, window
-from mxtrain.analysis.pictures import literal
+from mxtrain.analysis.pictures import in_own_style, literal
 from mxtrain.analysis.plots import COLORS, LINE_STYLES
 
 MARKERS = "osD^vPX"
@@ -14,6 +14,7 @@ SVG_SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "mxtrain", "path.simplif
 PANELS_IN_A_ROW = 2
 
 
+@in_own_style
 def rates_figure(group: Group) -> str | None:
     """Return the final loss against the learning rate, a line per variant; None with fewer than two rates.
 
@@ -40,6 +41,7 @@ def rates_figure(group: Group) -> str | None:
     return _svg(figure)
 
 
+@in_own_style
 def curves_figure(group: Group) -> str | None:
     """Return the training losses, a panel per learning rate, a line per run; None if the results have no curves."""
     results = [result for result in group.results if result.run is not None]

@@ -198,6 +198,8 @@ def _result_in(row: dict, name: str) -> Result:
     for key in ("steps", "last_10_percent"):
         if numbers[key] is None:
             raise ValueError(f"{key} is empty")
+    if numbers["lr"] is not None and not math.isfinite(numbers["lr"]):
+        raise ValueError(f"lr = {texts['lr'].strip()} is not finite")
     result = Result(
         name=name,
         tail=numbers.pop("last_10_percent"),

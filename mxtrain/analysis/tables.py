@@ -91,8 +91,8 @@ def _picture(run: Run) -> str:
     """Draw the loss curve, and return the path of the picture, or why there is none."""
     try:
         return str(plot([run], run.folder / PICTURE_FILE))
-    except ConfigError as error:
-        return f"not drawn: {error}"
+    except Exception as error:  # a run that has ended well does not fail for its picture
+        return f"not drawn: {' '.join(str(error).split())}"
 
 
 def _throughput(run: Run) -> str:

@@ -103,7 +103,7 @@ def _multiplications(uses: dict[str, WeightUse]) -> str:
     low = sum(use.multiplications * use.quantized for use in uses.values())
     rows = [(name, f"{round(n):,} ({n / total:.1%})") for name, n in (("low precision", low), ("high", total - low))]
     rows.append(("all", f"{round(total):,}; products without a weight, such as attention scores, are not counted"))
-    return table("multiplications by weights, per token of a forward pass", rows)
+    return table("multiplications by weights, per token: the mean of fprop, dgrad and wgrad", rows)
 
 
 def _conversion(name: str, plan: Plan | None) -> str:

@@ -1,7 +1,6 @@
 """``mxtrain generate``: continue a text with a run's weights."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from mxtrain.cli import quiet
@@ -60,6 +59,5 @@ def _generate(options) -> int:
     sampling = Sampling(greedy=options.greedy, **given)
     require_transformers()
     pretrained = load(model_folder(options.source, options.step))
-    sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters that the model writes
     generate(pretrained, options.prompt, sampling)
     return 0

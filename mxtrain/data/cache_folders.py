@@ -5,6 +5,7 @@ it. The first one wins. Where locks work, they only save the others the work.
 """
 
 import fcntl
+import glob
 import os
 import shutil
 import time
@@ -68,7 +69,7 @@ def new_folder(folder: Path, is_complete: Callable[[Path], bool]) -> Iterator[Pa
     Raises:
         OSError: a folder cannot be made or renamed.
     """
-    for leftover in folder.parent.glob(f"{folder.name}{BUILDING}*"):
+    for leftover in folder.parent.glob(f"{glob.escape(folder.name)}{BUILDING}*"):
         if time.time() - last_change(leftover) > LEFTOVER_SECONDS:
             shutil.rmtree(leftover, ignore_errors=True)
     building = _unused_name(folder)

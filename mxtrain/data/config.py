@@ -1,5 +1,6 @@
 """The settings of a training text and its tokenizer."""
 
+import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -119,7 +120,7 @@ class DataConfig:
 
     def cache_path(self) -> Path:
         """Return the path of the cache folder."""
-        return (Path(self.cache_dir).expanduser() if self.cache_dir else cache_folder()).absolute()
+        return (Path(os.path.expanduser(self.cache_dir)) if self.cache_dir else cache_folder()).absolute()
 
     def cache_root(self) -> Path:
         """Return the cache folder, and create it if needed. Raises ConfigError if that fails."""

@@ -126,7 +126,7 @@ class LocalFiles:
                 f"{self._config.section}.dataset = 'files' needs {self._config.section}.dataset_path: "
                 "a file, a folder or a glob of .jsonl, .parquet or text files"
             )
-        given = Path(self._config.path).expanduser()
+        given = Path(os.path.expanduser(self._config.path))
         path = given.absolute()
         if path.is_file():
             return path.parent, [path]

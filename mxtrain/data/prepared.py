@@ -78,7 +78,7 @@ def _chosen(config: DataConfig, reads_tokens: bool) -> Prepared:
     """Load the text that ``config.prepared`` names."""
     setting = f"data.prepared = {config.prepared!r}"
     is_path = os.sep in config.prepared
-    folder = Path(config.prepared).expanduser().absolute() if is_path else config.cache_path() / config.prepared
+    folder = Path(os.path.expanduser(config.prepared)).absolute() if is_path else config.cache_path() / config.prepared
     if not folder.is_dir():
         raise ConfigError(
             f"{setting}: there is no folder {str(folder)!r}; 'mxtrain cache' lists the prepared texts, and an empty "

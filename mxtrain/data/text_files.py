@@ -19,11 +19,14 @@ READ_CHARACTERS = 1 << 20
 
 
 def open_text(file: Path) -> TextIO:
-    """Open a UTF-8 text file, plain or compressed with gzip, bzip2 or xz. Every line end is read as "\\n"."""
+    """Open a UTF-8 text file, plain or compressed with gzip, bzip2 or xz. Every line end is read as "\\n".
+
+    A byte order mark at the start is no text.
+    """
     with file.open("rb") as raw:
         start = raw.read(16)
     opener = next((opener for magic, opener in COMPRESSIONS.items() if re.match(magic, start)), open)
-    return opener(file, "rt", encoding="utf-8")
+    return opener(file, "rt", encoding="utf-8-sig")
 
 
 def split_lines(file: TextIO, size: int) -> Iterator[str]:

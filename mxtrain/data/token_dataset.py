@@ -65,7 +65,8 @@ class TokenDataset(IterableDataset):
         self.infinite = infinite
         self.start = 0
         self.chunks = tokens.count // (seq_len + 1)
-        self._mapped: np.ndarray | None = None
+        # Opened now, for all iterations and worker processes: the file may be removed from the cache.
+        self._mapped = tokens.open()
         if self.chunks < batch_size * dp_world_size:
             need = batch_size * dp_world_size * (seq_len + 1)
             remedies = ", raise data.validation_share" if section == "validation" else ""
@@ -89,8 +90,6 @@ class TokenDataset(IterableDataset):
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        if self._mapped is None:  # kept: the file may be removed from the cache before the next iteration
-            self._mapped = self.tokens.open()
         epoch, order = None, None
         for sample in self._numbers(first, step):
             now, place = divmod(sample, self.chunks)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import NamedTuple
 
 from mxtrain.data.progress import Progress, megabytes, one_line
 from mxtrain.errors import ConfigError
+from mxtrain.files import replace_file
 
 BOS_TOKEN = "<|begin_of_text|>"
 EOS_TOKEN = "<|end_of_text|>"
@@ -143,12 +143,12 @@ def _tokenizer_config(folder: Path, setting: str) -> dict:
 
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Make the folder ``target`` hold the tokenizer of ``source``, which may also hold the weights of a model."""
-    if source.resolve() == target.resolve():
+    if tokenizer_hash(source) == tokenizer_hash(target):
         return
     target.mkdir(exist_ok=True)
     for name in FILES:
         if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+            replace_file(target / name, (source / name).read_bytes())
         else:
             (target / name).unlink(missing_ok=True)
 

@@ -51,8 +51,8 @@ class Quantized:
         }
         if not self._recipes:
             raise ConfigError(
-                f"--format = {layout.name!r}: training cast no weight of this run to {layout.name}; its linears have "
-                f"{_formats_of(facts)} weights: choose another format; 'hf' takes every run"
+                f"--format = {layout.name!r}: fprop casts no weight of this run to {layout.name} at this step; its "
+                f"linears have {_formats_of(facts)} weights: choose another format; 'hf' takes every run"
             )
         self._joined = _joined(facts, self._recipes)
         self._held: dict[tuple[str, ...], dict[str, Codes]] = {}

@@ -123,6 +123,12 @@ def _find_start(folder: Path, checkpoint: CheckpointSettings, processes: int, da
     if step == 0 or "train_state" in checkpoint.exclude_from_loading:
         if not _begins_again(folder, checkpoint):
             _require_no_metrics(folder, f"with the weights in {path} training starts at step 1")
+        if saved.after(0) and not checkpoint.load_only:
+            raise ConfigError(
+                f"with the weights in {path} training starts at step 1, and its checkpoints would be taken for the "
+                "earlier run's: choose another job.dump_folder, with checkpoint.initial_load_path = "
+                f"{str(path)!r}"
+            )
         return Start(0, (f"training starts from the weights in {path}",), path)
     _require_trainer_state(saved, step)
     if checkpoint.load_only:

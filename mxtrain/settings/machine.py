@@ -122,4 +122,4 @@ def check_machine(settings: Settings, machine: Machine) -> None:
     """Raise ConfigError for files that do not exist, and for a layout that does not fit."""
     check((*LAYOUT_RELATIONS, *PIPELINE_RELATIONS, *RELATIONS), settings, machine)
     if folder := settings["model.hf_assets_path"]:
-        require_tokenizer(Path(folder).expanduser())
+        require_tokenizer(Path(os.path.expanduser(folder)))

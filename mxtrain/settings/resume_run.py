@@ -1,5 +1,6 @@
 """``--resume RUN``: a run's own settings, read from its folder, and flags that override them."""
 
+import os
 import shlex
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def resumed(run: str, flags: list[str]) -> tuple[str, list[str]]:
     for flag in flags:
         if flag.partition("=")[0].replace("-", "_") in ("__job.dump_folder", "__job.config_file"):
             raise ConfigError(f"{flag[2:].partition('=')[0]}: {FLAG} {run} names the folder and its settings already")
-    folder = Path(run).expanduser()
+    folder = Path(os.path.expanduser(run))
     config = folder / CONFIG_FILE
     if not config.is_file():
         raise ConfigError(f"{FLAG} {run}: no run has been here, {config} is missing; give the folder of a run")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from mxtrain.settings.mxnorm_section import fallback_of
 from mxtrain.settings.registry import quantizing_among
 from mxtrain.titan.schedule import guard_in
 
@@ -20,6 +21,11 @@ def without_effect(job_config) -> Iterator[str]:
             yield f"{setting}, and the run has {steps} steps"
         elif not quantizing_among(job_config.model.converters):
             yield f"{setting} has no effect without the converter mxnorm or mx_linear"
+    if not quantizing_among(job_config.model.converters):
+        guard = fallback_of(job_config.mxnorm, job_config.mxnorm.guard)
+        for name, value in (("schedule", job_config.mxnorm.schedule), ("guard", guard)):
+            if value:
+                yield f"mxnorm.{name} has no effect without the converter mxnorm or mx_linear"
     window = job_config.mxnorm.guard.window
     if guard_in(job_config) is not None and window >= steps:
         yield (

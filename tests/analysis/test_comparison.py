@@ -7,6 +7,7 @@ from paired_runs import make_run
 
 from mxtrain.analysis import load_run
 from mxtrain.analysis.comparison import compare
+from mxtrain.analysis.pairing import other_texts
 from mxtrain.analysis.results import Result, result_of
 from mxtrain.errors import ConfigError
 
@@ -348,3 +349,26 @@ def test_other_models_and_rows_of_other_lengths_are_compared_apart():
 def test_nothing_to_compare_is_an_error():
     with pytest.raises(ConfigError, match="there are no runs"):
         compare([])
+
+
+def test_the_baseline_is_the_first_variant_also_where_its_first_run_does_not_count(ran):
+    results = [ran("a0", [4.0], "a", steps=2), ran("b0", [4.0, 2.0], "b"), ran("a1", [4.0, 3.0], "a", seed=1)]
+    assert compare([*results, ran("b1", [4.0, 2.0], "b", seed=1)])[0].baseline == "a"
+    rows = [row("a", 0, 2.0), row("b", 0, 1.0), row("a", 0, 2.5)]
+    (group,) = compare(rows)
+    assert group.baseline == "a" and [r.validation for r in group.results] == [2.5, 1.0]
+    (group,) = compare(results[:2])
+    assert "no run of the baseline 'a' counts here: differences are to 'b'" in group.notes
+
+
+def test_a_run_without_a_seed_that_is_named_twice_counts_once(tmp_path):
+    make_run(tmp_path / "one", [4.0, 3.0], seed=None)
+    (tmp_path / "link").symlink_to("one")
+    (group,) = compare([result_of(load_run(tmp_path / name), "a") for name in ("one", "link")])
+    assert [cell.count for cell in group.cells] == [1]
+    assert "have the same variant (a), learning rate and seed" in group.notes[0]
+
+
+def test_runs_of_one_name_are_compared_by_their_texts():
+    (line,) = other_texts([("seed0", {"train": "a" * 64}), ("seed0", {"train": "b" * 64})])
+    assert line.startswith("runs differ in their training text (aaaaaaaaaaaa in seed0, bbbbbbbbbbbb in seed0)")

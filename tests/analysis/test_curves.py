@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mxtrain.analysis import Run
-from mxtrain.analysis.curves import SMOOTH_FROM, curve, moving_average, notes, window
+from mxtrain.analysis.curves import SMOOTH_FROM, curve, events, moving_average, notes, window
 from mxtrain.errors import ConfigError
 
 
@@ -64,3 +64,17 @@ def test_what_a_reader_should_know():
         "a: 2 of 4 losses are not finite, the first at step 2",
         "c: ends at step 1; the longest run ends at step 4",
     ]
+
+
+def test_what_comes_after_the_last_logged_step_has_a_place_of_its_own():
+    rows = [{"step": step, "loss": 1.0, "tokens_seen": 100.0 * step, "time": 5.0 * step} for step in (1, 10)]
+    validation = [{"step": step, "validation_loss": 1.0} for step in (8, 12, 16)]
+    run = Run("a", Path("a"), {}, rows, validation, events=[{"step": 11, "event": "x"}])
+    for x, places in (("step", [8, 12, 16]), ("tokens", [800, 1200, 1600]), ("time", [35, 55, 75])):
+        np.testing.assert_allclose(curve(run, x).validation_x, places)
+    assert events(run, "tokens") == [(1100.0, "x")]
+
+
+def test_a_clock_that_is_set_back_takes_no_time():
+    rows = [{"step": step, "loss": 1.0, "time": time} for step, time in enumerate((100.0, 200.0, 50.0, 150.0), start=1)]
+    assert list(curve(Run("a", Path("a"), {}, rows, []), "time").x) == [0.0, 100.0, 100.0, 200.0]

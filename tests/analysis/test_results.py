@@ -87,13 +87,14 @@ def test_rows_that_cannot_be_used_are_a_line_each(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text(
         "lr,seed,steps,variant,last_10_percent,validation\n"
-        "1e-3,0,10,a,2.5,\n1e-3,one,10,a,2.5,\n1e-3,0,,a,2.5,\n1e-3,0,10,,2.5,\n1e-3,1,10,a,nan,2.0\n1e-3\n"
+        "1e-3,0,10,a,2.5,\n1e-3,one,10,a,2.5,\n1e-3,0,,a,2.5,\n1e-3,0,10,,2.5,\n1e-3,1,10,a,nan,2.0\n1e-3\nnan,0,10,a,2.5,\n"
     )
     (first, diverged), notes = read_results(path)
     assert (first.tail, first.validation, first.tokens, first.name) == (2.5, None, None, "a.csv, line 2")
     assert math.isnan(diverged.tail) and diverged.problem == "its loss is not finite"
     problems = ["seed = 'one' is not a number", "steps is empty", "variant is empty", "variant is empty"]
-    assert notes == [f"{path}, line {n}: left out: {p}" for n, p in zip((3, 4, 5, 7), problems, strict=True)]
+    problems.append("lr = nan is not finite")
+    assert notes == [f"{path}, line {n}: left out: {p}" for n, p in zip((3, 4, 5, 7, 8), problems, strict=True)]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 import json
 import math
+import os
 
+import matplotlib
 import pytest
 
 from mxtrain.analysis import MetricsWriter, load_run, summary, table, tables
+from mxtrain.analysis.pictures import literal
 from mxtrain.errors import ConfigError
 
 FACTS = {
@@ -123,3 +126,23 @@ def test_a_summary_of_an_empty_folder_is_an_error(tmp_path):
     with pytest.raises(ConfigError):
         summary(tmp_path)
     assert not (tmp_path / "loss.png").exists()
+
+
+def test_a_matplotlibrc_that_wants_latex_draws_the_picture(tmp_path, monkeypatch):
+    make_run(tmp_path, [4.0, 3.0])
+    with matplotlib.rc_context({"text.usetex": True}):
+        assert "not drawn" not in summary(tmp_path) and (tmp_path / "loss.png").stat().st_size > 0
+
+
+def test_a_run_does_not_fail_for_its_picture(tmp_path, monkeypatch):
+    make_run(tmp_path, [4.0, 3.0])
+
+    def fails(*args):
+        raise RuntimeError("Failed to process\nlatex")
+
+    monkeypatch.setattr(tables, "plot", fails)
+    assert "loss curve  not drawn: Failed to process latex" in summary(tmp_path)
+
+
+def test_a_name_that_is_not_utf_8_is_drawn():
+    assert literal(os.fsdecode(b"o_\xff$")) == r"o_?\$"

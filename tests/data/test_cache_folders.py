@@ -120,3 +120,12 @@ def test_a_folder_that_vanishes_while_it_is_read(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", vanish)
     assert last_change(tmp_path) > 0 and last_change(tmp_path / "in") > 0
+
+
+def test_leftovers_are_those_of_the_same_name(tmp_path):
+    for name in ("m[1]", "m1"):
+        leftover = tmp_path / f"{name}{BUILDING}0"
+        leftover.mkdir()
+        os.utime(leftover, (0, 0))
+    with new_folder(tmp_path / "m[1]", is_complete) as building:
+        assert {path.name for path in tmp_path.iterdir()} == {f"m1{BUILDING}0", building.name}

@@ -41,11 +41,12 @@ def chunks_of(loader) -> list[list[int]]:
     return [(labels[:, 0] // (SEQ_LEN + 1)).tolist() for _, labels in loader]
 
 
-def test_a_file_removed_after_the_first_iteration_can_be_read_again(tokens):
-    validation = dataset(tokens, infinite=False)
-    first = chunks_of(StatefulDataLoader(validation, batch_size=BATCH))
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_file_that_is_removed_can_still_be_read(tokens, workers):
+    expected = chunks_of(loader(tokens, infinite=False))
+    validation = loader(tokens, workers, infinite=False)
     tokens.path.unlink()
-    assert chunks_of(StatefulDataLoader(validation, batch_size=BATCH)) == first
+    assert chunks_of(validation) == chunks_of(validation) == expected
 
 
 def test_labels_are_the_inputs_shifted_by_one_token(tokens):

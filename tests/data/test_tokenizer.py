@@ -132,3 +132,18 @@ def test_a_copy_keeps_no_file_of_the_tokenizer_before(folder, tmp_path):
     assert sorted(path.name for path in target.iterdir()) == ["tokenizer.json", "weights"]
     copy_tokenizer(target, target)
     assert tokenizer_hash(target) == tokenizer_hash(source)
+
+
+def test_a_copy_is_whole_or_the_one_before(folder, tmp_path, full_disk):
+    target = tmp_path / "target"
+    copy_tokenizer(folder, target)
+    before, file = tokenizer_hash(target), target / "tokenizer.json"
+    inode = file.stat().st_ino
+    copy_tokenizer(folder, target)
+    assert file.stat().st_ino == inode, "an equal one is not written again"
+    source = tmp_path / "source"
+    copy_tokenizer(folder, source)
+    (source / "tokenizer.json").write_text(file.read_text() + " ")
+    with full_disk(1000), pytest.raises(OSError, match="File too large"):
+        copy_tokenizer(source, target)
+    assert tokenizer_hash(target) == before

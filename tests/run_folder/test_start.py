@@ -73,9 +73,13 @@ def test_weights_alone_are_told_from_a_full_checkpoint(tmp_path):
         find_start(tmp_path, ON, 1)
     (path / "data").write_text("10")
     # Whoever loads only the weights gets them.
-    start = find_start(tmp_path, CheckpointSettings(enable=True, exclude_from_loading=["train_state"]), 1)
+    weights = CheckpointSettings(enable=True, exclude_from_loading=["train_state"])
+    start = find_start(tmp_path, replace(weights, load_only=True), 1)
     assert (start.step, start.checkpoint) == (0, path)
     assert start.notes == (f"training starts from the weights in {path}",)
+    # Checkpoints of its first steps would be removed as older ones than step 10, from which it would resume.
+    with pytest.raises(ConfigError, match="job.dump_folder, with checkpoint.initial_load_path = '.*step-10'"):
+        find_start(tmp_path, weights, 1)
 
 
 def test_the_earlier_step_that_is_named_is_one_that_can_be_resumed(tmp_path):

@@ -18,6 +18,7 @@ from training_runs import CONFIG, MIXED_RECIPE, MIXED_RECIPES, Outcome, run_pyth
 from mxtrain import ConfigError
 from mxtrain.analysis import load_run
 from mxtrain.run_folder.checkpoints import Checkpoints
+from mxtrain.titan.checkpoint.checkpointer import SaveError
 from mxtrain.titan.parse import non_default_values, parse_job_config, resolved_settings
 from mxtrain.titan.train import _require_backend, train
 
@@ -233,3 +234,15 @@ def test_an_unknown_backend_is_found_before_training():
     _require_backend(SimpleNamespace(enable=False, backend="aot-eager"))
     with pytest.raises(ConfigError, match="compile.backend = 'aot-eager' is not known to torch.compile"):
         _require_backend(SimpleNamespace(enable=True, backend="aot-eager"))
+
+
+def test_a_run_whose_last_checkpoint_fails_ends_with_its_summary(tmp_path, monkeypatch, capfd):
+    def fails(job_config):
+        raise SaveError("checkpoint/step-4 cannot be written: No space left on device")
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr("mxtrain.titan.train._train", fails)
+    monkeypatch.setattr("mxtrain.titan.train.closing_summary", lambda folder: f"loss curve  {folder}/loss.png")
+    with pytest.raises(SaveError):
+        train(["--job.config_file=llama3_debug", f"--job.dump_folder={tmp_path}"], verbose=False)
+    assert f"loss curve  {tmp_path}/loss.png" in capfd.readouterr().out

@@ -7,6 +7,7 @@ from mxtrain.titan.without_effect import without_effect
 
 GUARD = ["--mxnorm.guard.recipe=bf16", "--mxnorm.guard.window=9"]
 NOT_MEASURED = "nothing is measured: mxnorm.diagnostics.every = 11"
+SCHEDULE = '--mxnorm.schedule={from_step = 2, recipe = "dgrad=bf16"}'
 WITHOUT_CONVERTER = ["--mxnorm.diagnostics.every=2", "--model.converters="]
 
 
@@ -19,6 +20,8 @@ WITHOUT_CONVERTER = ["--mxnorm.diagnostics.every=2", "--model.converters="]
         (10, ["--mxnorm.diagnostics.every=11"], [f"{NOT_MEASURED}, and the run has 10 steps"]),
         (11, ["--mxnorm.diagnostics.every=11"], []),
         (10, WITHOUT_CONVERTER, ["nothing is measured: mxnorm.diagnostics.every = 2 has no effect without"]),
+        (10, ["--model.converters=", *GUARD], ["mxnorm.guard has no effect without the converter mxnorm or mx_linear"]),
+        (10, ["--model.converters=", SCHEDULE], ["mxnorm.schedule has no effect without the converter"]),
         (9, GUARD, ["the guard cannot see a spike: it knows one by the losses of the 9 steps before"]),
         (10, GUARD, []),
     ],

@@ -4,6 +4,7 @@
 dataset of TorchTitan, which TorchTitan's own code reads. An empty ``validation.dataset`` follows ``training.dataset``.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
@@ -21,6 +22,7 @@ from torchtitan.tools.logging import logger
 from mxtrain.data import DataConfig, Prepared, TokenFile, prepare
 from mxtrain.data.config import DATASETS
 from mxtrain.data.hub import readable
+from mxtrain.data.local_files import LocalFiles
 from mxtrain.data.progress import one_line
 from mxtrain.data.rows import WITHOUT_TEXT
 from mxtrain.data.token_dataset import TokenDataset
@@ -44,7 +46,7 @@ def build_tokenizer(job_config) -> HuggingFaceTokenizer:
     """
     given = job_config.model.hf_assets_path
     if given:  # checked before a long text is tokenized
-        run_on_all_ranks(partial(_require_fitting_tokenizer, Path(given).expanduser().absolute(), job_config))
+        run_on_all_ranks(partial(_require_fitting_tokenizer, Path(os.path.expanduser(given)).absolute(), job_config))
     folder = prepare_from_job(job_config).tokenizer
     if not given:  # data.prepared may have a larger one than the model
         _require_fitting_tokenizer(folder, job_config)
@@ -221,7 +223,7 @@ def _data_config(job_config) -> DataConfig:
         path=_path(job_config, "training", training.dataset),
         # An existing tokenizer has its own size; 0 keeps the model's size out of the cache key.
         vocab_size=0 if tokenizer_path else vocab_size(job_config),
-        tokenizer_path=str(Path(tokenizer_path).expanduser().absolute()) if tokenizer_path else "",
+        tokenizer_path=str(Path(os.path.expanduser(tokenizer_path)).absolute()) if tokenizer_path else "",
         installed=data.installed,
         other_files=data.other_files,
         max_bytes=data.max_bytes,
@@ -252,7 +254,7 @@ def _held_out(job_config) -> TokenFile:
     training = _data_config(job_config)
     dataset = _validation_dataset(job_config)
     path = _path(job_config, "validation", dataset)
-    if dataset == training.dataset and path in ("", training.path):
+    if dataset == training.dataset and (path in ("", training.path) or _is_training_text(training, path)):
         return prepare_from_job(job_config).validation
     config = replace(
         training,
@@ -267,6 +269,23 @@ def _held_out(job_config) -> TokenFile:
     prepared = _prepare(replace(config, validation_share=0.0), note_progress)
     _warn_of_rows_without_text(job_config, "validation", prepared)
     return prepared.train
+
+
+def _is_training_text(training: DataConfig, path: str) -> bool:
+    """Whether a path of files for validation names the training text in other words. A part of it is a warning."""
+    if training.dataset != "files" or training.prepared:
+        return False
+    files = [
+        {os.path.realpath(entry.path) for entry in LocalFiles(config).listing}
+        for config in (training, replace(training, path=path, section="validation"))
+    ]
+    common = files[0] & files[1]
+    if common and files[0] != files[1] and is_rank_0():
+        logger.warning(
+            f"validation.dataset_path = {path!r} has {len(common)} file(s) of training.dataset_path, on which the run "
+            "trains"
+        )
+    return files[0] == files[1]
 
 
 def _token_dataset(

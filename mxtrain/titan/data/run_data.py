@@ -22,6 +22,7 @@ from mxtrain.data.tokenizer import copy_tokenizer, tokenizer_hash
 from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
 from mxtrain.run_folder.files import DATA_FILE
+from mxtrain.run_folder.start import CheckpointSettings, resumed_step
 from mxtrain.titan.agreement import differences, gather, is_rank_0
 from mxtrain.titan.data.streams import held_out_share
 
@@ -127,6 +128,8 @@ def _write_file(folder: Path, content: dict, tokenizer: Path | None = None) -> N
 def keep_validation_text(job_config, tokens: TokenFile, sequences: int) -> None:
     """Write which text a validation reads into ``data.json``, and warn if the run so far read another. For rank 0.
 
+    A run that has no step left keeps what its validations have read.
+
     Args:
         tokens: the validation text.
         sequences: how many sequences one validation reads, on all ranks together.
@@ -155,7 +158,8 @@ def _keep(job_config, key: str, value: str, what: str, effect: str, warns: bool 
         logger.warning(
             f"the {what} ({value[:12]}) is another than that of the run so far ({str(before)[:12]}): {effect}"
         )
-    _write_file(folder, kept | {key: value})
+    if resumed_step(folder, CheckpointSettings.of(job_config.checkpoint)) < job_config.training.steps:
+        _write_file(folder, kept | {key: value})
 
 
 def require_same(kept: dict, now: dict, job_config) -> None:

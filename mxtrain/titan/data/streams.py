@@ -57,7 +57,10 @@ def validation_stream(job_config, tokenizer, dp_rank: int, dp_world_size: int) -
     if not is_held_out:
         stream = _stream(job_config, "validation", path, "validation", tokenizer, *rank, infinite=settings.steps != -1)
         _require_files_for_workers(job_config, "validation", stream)
-        return stream
+        if settings.steps == -1 or settings.dataloader.num_workers:
+            return stream
+        # Without workers the stream would go on where the validation before has ended.
+        return _FirstSequences(stream, settings.steps * settings.local_batch_size, f"the split at {path!r} has")
     if data.validation_share == 0:
         raise ConfigError(
             f"data.validation_share = 0 holds no document out of training.dataset_path = {path!r} for validation: "
@@ -65,7 +68,8 @@ def validation_stream(job_config, tokenizer, dp_rank: int, dp_world_size: int) -
         )
     choose = partial(hold_out, text_key=data.text_key, share=data.validation_share, held_out=True)
     stream = _stream(job_config, "validation", path, "train", tokenizer, *rank, infinite=False, choose=choose)
-    return _FirstSequences(stream, settings.steps * settings.local_batch_size, data.validation_share)
+    share = f"data.validation_share = {data.validation_share} holds out"
+    return _FirstSequences(stream, settings.steps * settings.local_batch_size, share)
 
 
 def _require_files_for_workers(job_config, section: str, stream: HuggingFaceTextDataset) -> None:
@@ -79,21 +83,22 @@ def _require_files_for_workers(job_config, section: str, stream: HuggingFaceText
 
 
 class _FirstSequences(IterableDataset):
-    """The first sequences of a stream, which is read once: few of its documents are held out, and all are downloaded.
+    """The first sequences of a stream, which is read once: every validation is of the same text, and of a stream with
+    few documents that are held out all are downloaded.
 
     A stream with fewer sequences is repeated, so that all ranks have as many. No worker process may read it, which
     would end with what it has read.
     """
 
-    def __init__(self, stream: HuggingFaceTextDataset, count: int, share: float):
+    def __init__(self, stream: HuggingFaceTextDataset, count: int, source: str):
         self._stream = stream
         self._count = count
-        self._share = share
+        self._source = source
         self._sequences = []
 
     def __iter__(self):
         if not self._sequences:
-            note_progress("reading the documents of the stream that are held out for validation")
+            note_progress("reading the documents of the stream for validation")
         while len(self._sequences) < self._count:
             before = len(self._sequences)
             for sequence in self._stream:
@@ -102,8 +107,8 @@ class _FirstSequences(IterableDataset):
                     break
             if len(self._sequences) == before:
                 raise ConfigError(
-                    f"data.validation_share = {self._share} holds out less text than one sequence of "
-                    f"validation.seq_len = {self._stream.seq_len} per data-parallel rank: raise it"
+                    f"{self._source} less text than one sequence of validation.seq_len = {self._stream.seq_len} per "
+                    "data-parallel rank: raise it, or choose another text"
                 )
         return iter(self._sequences)
 

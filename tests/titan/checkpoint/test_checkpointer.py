@@ -315,7 +315,7 @@ def test_a_run_that_begins_at_step_1_has_its_own_guard_and_random_numbers(build,
     first = build(value=7)
     first.states[state] = State(7)
     first.save(2)
-    again = build(f"--checkpoint.exclude_from_loading={excluded}")
+    again = build(f"--checkpoint.exclude_from_loading={excluded}", "--checkpoint.load_only")
     again.states[state] = State(0)
     assert again.load() and again.states[state].value == kept
 
@@ -328,7 +328,8 @@ def test_a_state_is_told_from_weights_whose_names_begin_like_it(tmp_path):
 def test_a_run_may_begin_with_the_weights_at_the_end_of_another(build):
     first = build("--checkpoint.last_save_model_only", value=7)
     first.save(2, last_step=True)
-    again = build("--checkpoint.exclude_from_loading=optimizer,lr_scheduler,dataloader,train_state")
+    states = "optimizer,lr_scheduler,dataloader,train_state"
+    again = build(f"--checkpoint.exclude_from_loading={states}", "--checkpoint.load_only")
     again.states[RANDOM_STATE] = State(0)
     assert again.load() and torch.equal(again.states["model"].model[0].weight, first.states["model"].model[0].weight)
 

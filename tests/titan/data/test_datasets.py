@@ -261,3 +261,19 @@ def test_torchtitans_own_names_go_to_its_own_code(tmp_path_factory):
     first = take(loader, 1)[0][0]["input"][0]
     assert first.tolist() == tokenizer.encode(text(0), add_bos=True, add_eos=True)[:16]
     assert type(validator(config)) is titan_datasets.Validator
+
+
+@pytest.mark.parametrize("spelled", ["{}/", "{}/../{name}", "{}/*.jsonl"])
+def test_the_training_text_in_other_words_is_validated_on_its_held_out_part(tmp_path, spelled, caplog):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(2):
+        rows = "".join(json.dumps({"text": f"{number} {row} " * 40}) + "\n" for row in range(60))
+        (folder / f"{number}.jsonl").write_text(rows)
+    path = spelled.format(folder, name=folder.name)
+    config = files_job(folder, "--validation.enable", "--validation.dataset=files", f"--validation.dataset_path={path}")
+    assert titan_datasets._held_out(config) == titan_datasets.prepare_from_job(config).validation
+    assert not any("the run trains" in line for line in caplog.messages)
+    part = ("--validation.enable", "--validation.dataset=files", f"--validation.dataset_path={folder / '0.jsonl'}")
+    titan_datasets._held_out(files_job(folder, *part))
+    assert any("has 1 file(s) of training.dataset_path, on which the run trains" in line for line in caplog.messages)

@@ -153,7 +153,7 @@ def test_a_validation_text_that_has_changed_is_a_warning(corpus, tmp_path, caplo
     assert f"the validation text ({second[:12]}) is another than that of the run so far ({first[:12]})" in caplog.text
 
 
-def test_a_validation_of_other_length_is_a_warning(corpus, caplog):
+def test_a_validation_of_other_length_is_a_warning(corpus, caplog, monkeypatch):
     """On two processes, validation.steps batches are twice as much of the same text."""
     flags = ["--validation.enable", "--validation.seq_len=4", "--validation.local_batch_size=1", "--validation.steps=2"]
     config = job(corpus, *flags, "--data.validation_share=0.3")
@@ -169,6 +169,8 @@ def test_a_validation_of_other_length_is_a_warning(corpus, caplog):
     assert validated(1) == "2" and "validation" not in caplog.text
     assert validated(2) == "4"
     assert "the number of sequences per validation (4) is another than that of the run so far (2)" in caplog.text
+    monkeypatch.setattr(run_data, "resumed_step", lambda *args: config.training.steps)
+    assert validated(1) == "4", "no step is left, so what the validations have read stays"
 
 
 def test_a_checkpoint_alone_refuses_other_contents(corpus, tmp_path):

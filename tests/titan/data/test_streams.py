@@ -113,6 +113,14 @@ def test_a_stream_validates_on_its_validation_split(hub):
     assert first.tolist() == expected
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_validation_on_a_split_reads_the_same_text(hub, workers):
+    flags = ("--validation.dataset=hf", "--validation.dataset_path=some/set", "--validation.steps=2")
+    one = validator(hf_job("--validation.enable", *flags, f"--validation.dataloader.num_workers={workers}"))
+    first, second = (rows_of(take(one.validation_dataloader, 2)) for _ in range(2))
+    assert first == second
+
+
 def test_no_worker_is_without_a_file(hub):
     """TorchTitan's loop over an endless stream would never end there."""
     config = hf_job("--training.dataloader.num_workers=2")

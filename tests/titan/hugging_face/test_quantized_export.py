@@ -137,7 +137,7 @@ def test_the_loss_as_exported_is_computed_with_the_exported_values(name, tmp_pat
     [
         (
             {"format": "nvfp4"},
-            "--format = 'nvfp4': training cast no weight of this run to nvfp4; its linears have mxfp8",
+            "--format = 'nvfp4': fprop casts no weight of this run to nvfp4 at this step; its linears have mxfp8",
         ),
         ({"format": "mxfp8", "fold_gain": True}, "--fold-gain does not go with --format = 'mxfp8'"),
         ({"format": "fp4"}, "--format = 'fp4' is not one of: 'hf', 'mxfp8', 'nvfp4'"),
