@@ -60,7 +60,14 @@ class Converter(ABC):
         return {**survey.unswappable, **named}
 
     def _nothing_to_convert(self, survey: Survey, skipped: Mapping[str, str]) -> ConfigError:
-        left = "".join(f"\n  {fqn}: {reason}" for fqn, reason in skipped.items())
+        # A large model has hundreds of modules that stay for the same reason.
+        by_reason: dict[str, list[str]] = {}
+        for fqn, reason in skipped.items():
+            by_reason.setdefault(reason, []).append(fqn)
+        left = "".join(
+            f"\n  {first}{f' and {len(others)} more' if others else ''}: {reason}"
+            for reason, (first, *others) in by_reason.items()
+        )
         way_out = f"\n{self.way_out}" if self.way_out else ""
         return ConfigError(f"converter = {self.name!r} finds nothing to convert in this {survey.kind}{left}{way_out}")
 

@@ -35,7 +35,7 @@ CONVERTED = {
 REFUSED = {
     "Gemma": "is a GemmaRMSNorm that does not compute what nn.RMSNorm does",  # its gain is 1 + weight
     "Gemma2": "is a Gemma2RMSNorm that does not compute what nn.RMSNorm does",
-    "Olmo2": "model.layers.0.post_attention_layernorm: its output is used by add",  # norms after attention and MLP
+    "Olmo2": "post_attention_layernorm and 3 more: its output is used by add",  # norms after attention and MLP
 }
 
 

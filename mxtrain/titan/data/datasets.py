@@ -46,21 +46,23 @@ def build_tokenizer(job_config) -> HuggingFaceTokenizer:
     """
     given = job_config.model.hf_assets_path
     if given:  # checked before a long text is tokenized
-        run_on_all_ranks(partial(_require_fitting_tokenizer, Path(os.path.expanduser(given)).absolute(), job_config))
+        folder = Path(os.path.expanduser(given)).absolute()
+        run_on_all_ranks(partial(_require_fitting_tokenizer, folder, job_config, f"model.hf_assets_path = {given!r}"))
     folder = prepare_from_job(job_config).tokenizer
-    if not given:  # data.prepared may have a larger one than the model
-        _require_fitting_tokenizer(folder, job_config)
+    if not given:  # a prepared text may have a larger one than the model
+        setting = f"the tokenizer of data.prepared = {job_config.data.prepared!r}"
+        _require_fitting_tokenizer(folder, job_config, setting)
     tokenizer = HuggingFaceTokenizer(str(folder))
     tokenizer.tokenizer.encode_special_tokens = True  # a special token spelled in streamed text stays text
     return tokenizer
 
 
-def _require_fitting_tokenizer(folder: Path, job_config) -> None:
+def _require_fitting_tokenizer(folder: Path, job_config, setting: str) -> None:
     size, model_size = load_tokenizer(folder).size, vocab_size(job_config)
     if size > model_size:
         raise ConfigError(
-            f"model.hf_assets_path = {str(folder)!r} has {size:,} tokens, more than the model's {model_size:,}; "
-            f"set data.vocab_size to {size} or more"
+            f"{setting} has {size:,} tokens, more than the model's {model_size:,}; set data.vocab_size to {size} or "
+            "more"
         )
 
 
