@@ -13,6 +13,6 @@ def cache_folder() -> Path:
     """
     folder = os.environ.get("MXTRAIN_CACHE") or "~/.cache/mxtrain"
     try:
-        return Path(os.path.expanduser(folder))
+        return Path(folder).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"$MXTRAIN_CACHE: {folder} cannot be found ({error}); set it to a folder") from error
