@@ -55,3 +55,8 @@ def test_a_cache_that_cannot_be_created_is_a_config_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="data.cache_dir = .*: cannot create .*file/cache"):
         DataConfig(cache_dir=str(tmp_path / "file" / "cache")).cache_root()
+
+
+def test_a_user_that_this_machine_does_not_have_is_part_of_a_name(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert DataConfig(cache_dir="~nosuchuser/x").cache_path() == tmp_path / "~nosuchuser/x"

@@ -81,3 +81,11 @@ def test_memory_does_not_grow_with_the_file(tmp_path, compressed):
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     count, grown = map(int, result.stdout.split())
     assert count > size // (1 << 16) and grown < size // 5
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_a_byte_order_mark_at_the_start_is_no_text(tmp_path, compress):
+    file = tmp_path / "a.txt"
+    file.write_bytes(compress("\ufeffhello \ufeff".encode()))
+    with open_text(file) as text:
+        assert text.read() == "hello \ufeff"

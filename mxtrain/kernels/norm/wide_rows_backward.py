@@ -5,8 +5,7 @@ sums along the row are known. So a program reads dy and x a second time for dx, 
 program, and a row of both is 64 KiB in bf16. The sums along a row are taken half by half, which halves the temporary
 values.
 
-For compute capability 9.0, Triton 3.6 spills 56 bytes a thread with 16 warps. RMSNorm's ``_persistent_kernel`` spills
-208 with 32 warps and takes 365 us at 4096 x 16384 (H200), this one 162.
+RMSNorm's ``_persistent_kernel`` took 365 us for this at 4096 x 16384 (H200), this one takes 162.
 """
 
 import triton

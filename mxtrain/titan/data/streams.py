@@ -108,7 +108,7 @@ class _FirstSequences(IterableDataset):
             if len(self._sequences) == before:
                 raise ConfigError(
                     f"{self._source} less text than one sequence of validation.seq_len = {self._stream.seq_len} per "
-                    "data-parallel rank: raise it, or choose another text"
+                    "data-parallel rank: take more text, or lower validation.seq_len"
                 )
         return iter(self._sequences)
 
