@@ -152,16 +152,19 @@ def _first_tokens(pretrained: Pretrained, text: str, limit: int | None) -> tuple
 
     A token may be a part of a character: the cut is where both a token and a character end.
     """
-    # The decoded beginning alone does not tell: a part of a character becomes U+FFFD, which a text may hold, too.
     ids = pretrained.encode(text)
     if limit is None or len(ids) <= limit:
         return ids, len(text)
     places = pretrained.places(text)
     for count in range(limit, max(0, limit - _BYTES_PER_CHARACTER), -1):
-        beginning = pretrained.decode(ids[:count])
-        ends_with_a_character = places[count - 1][1] <= places[count][0]
-        if ends_with_a_character and text.startswith(beginning):
-            return ids[:count], len(beginning)
+        end, next_begin = places[count - 1][1], places[count][0]
+        if end <= next_begin:
+            beginning = pretrained.decode(ids[:count])
+            if text.startswith(beginning):
+                return ids[:count], len(beginning)
+            # The tokenizer normalizes: an accent that joined the character before has no place. Nor may a space have
+            # one, with which the next token begins.
+            return ids[:count], end + len(text[end:next_begin].rstrip())
     return [], 0
 
 

@@ -31,8 +31,8 @@ from mxtrain.titan.reports.terminal import note_conversion
 
 # Stands for debug.seed where that is unset.
 DEFAULT_SEED = 0
-# Fields of the section [mxnorm] that MXNorm alone has.
-_MXNORM_KEYS = ("p", "estimator", "eps", "group_linears")
+# Fields of the section [mxnorm] that the converter mxnorm alone has.
+MXNORM_KEYS = ("p", "estimator", "eps", "group_linears")
 # Facts in run.json.
 _FACTS = ("recipe", "p", "estimator", *SWITCHES, "mode", "eps")
 
@@ -182,7 +182,7 @@ class TitanMXNorm(TitanMXLinear):
     @classmethod
     def from_job(cls, job_config) -> MXNormConverter:
         section = _section(job_config, "mxnorm")
-        return MXNormConverter(**_linear_settings(job_config), **{key: getattr(section, key) for key in _MXNORM_KEYS})
+        return MXNormConverter(**_linear_settings(job_config), **{key: getattr(section, key) for key in MXNORM_KEYS})
 
 
 class TitanFusedNorm(_TitanConverter):
@@ -224,7 +224,9 @@ class TitanDecomposeKRouter(_TitanConverter):
         return DecomposeKRouterConverter(filter_fqns=_section(job_config, cls.name).filter_fqns)
 
 
-TITAN_CONVERTERS = (TitanMXNorm, TitanMXLinear, TitanFusedNorm, TitanFusedRMSNorm, TitanDecomposeKRouter)
+# Each of these alone reads its section.
+KERNEL_CONVERTERS = (TitanFusedNorm, TitanFusedRMSNorm, TitanDecomposeKRouter)
+TITAN_CONVERTERS = (TitanMXNorm, TitanMXLinear, *KERNEL_CONVERTERS)
 
 
 def register_converters() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from mxtrain.settings.mxnorm_section import fallback_of
 from mxtrain.settings.registry import quantizing_among
+from mxtrain.titan.converters import KERNEL_CONVERTERS, MXNORM_KEYS
 from mxtrain.titan.schedule import guard_in
 
 
@@ -26,6 +27,15 @@ def without_effect(job_config) -> Iterator[str]:
         for name, value in (("schedule", job_config.mxnorm.schedule), ("guard", guard)):
             if value:
                 yield f"mxnorm.{name} has no effect without the converter mxnorm or mx_linear"
+    elif "mxnorm" not in job_config.model.converters:
+        section = job_config.mxnorm
+        for name in MXNORM_KEYS:
+            if getattr(section, name) != getattr(type(section), name):
+                yield f"mxnorm.{name} = {getattr(section, name)!r} has no effect with the converter mx_linear"
+    for converter in KERNEL_CONVERTERS:
+        section = getattr(job_config, converter.section)
+        if converter.name not in job_config.model.converters and section != type(section)():
+            yield f"[{converter.section}] has no effect without the converter {converter.name}"
     window = job_config.mxnorm.guard.window
     if guard_in(job_config) is not None and window >= steps:
         yield (

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tokenizers import normalizers
 
 from mxtrain import ConfigError
 from mxtrain.hugging_face.evaluation import Reading, evaluate, read_texts, windows
@@ -115,6 +116,16 @@ def test_a_part_of_a_character_is_not_the_replacement_character(pretrained):
     assert len(pretrained.encode(text)) == 5
     sizes = [evaluate(pretrained, [text], Reading(max_tokens=n)) for n in range(1, 6)]
     assert [(found.tokens, found.bytes) for found in sizes] == [(1, 1), (1, 1), (1, 1), (4, 4), (5, 5)]
+
+
+def test_a_limit_of_tokens_counts_the_bytes_before_they_are_normalized(tiny_model):
+    pretrained = load(tiny_model)
+    pretrained.tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    text = "xe\u0301y"  # e and an accent, which become one character
+    assert pretrained.decode(pretrained.encode(text)) == "x\u00e9y"
+    every = len(pretrained.encode(text))
+    sizes = [evaluate(pretrained, [text], Reading(max_tokens=n)) for n in (1, every - 1, every)]
+    assert [(found.tokens, found.bytes) for found in sizes] == [(1, 1), (every - 1, 4), (every, 5)]
 
 
 @pytest.mark.parametrize(
