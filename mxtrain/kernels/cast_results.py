@@ -29,9 +29,9 @@ NVFP4_STORAGE = Storage(NVFP4.block_size, torch.uint8, 2, torch.float8_e4m3fn)
 
 
 class Cast(NamedTuple):
-    """Result of one cast: codes and scales, or an image and None."""
+    """Result of one cast: codes and scales, or an image and None. Both are None for a cast that is not wanted."""
 
-    data: torch.Tensor
+    data: torch.Tensor | None
     scales: torch.Tensor | None
 
 

@@ -1,15 +1,15 @@
 """How a kernel is launched, compiled in the background, and registered as a PyTorch op."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import torch
 from triton.compiler import CompiledKernel
 
+from mxtrain.custom_op import define_op
 from mxtrain.kernels.device import INTERPRETED
 
-_LIBRARY = torch.library.Library("mxtrain", "DEF")
 _COMPILER = ThreadPoolExecutor(8, thread_name_prefix="mxtrain-compile")
 _compiling: dict[tuple, Future] = {}
 compiled_ahead: set[tuple] = set()
@@ -99,7 +99,8 @@ def _as_tuple(launches: Launch | tuple[Launch, ...] | None) -> tuple[Launch, ...
 
 
 def register_op(
-    schema: str, implementation: Callable[..., tuple[list[torch.Tensor], Launch | tuple[Launch, ...] | None]]
+    schema: str,
+    implementation: Callable[..., tuple[torch.Tensor | Sequence[torch.Tensor], Launch | tuple[Launch, ...] | None]],
 ):
     """Register the op ``torch.ops.mxtrain.NAME`` and return it.
 
@@ -109,10 +110,10 @@ def register_op(
 
     Args:
         schema: the op's name, arguments and results.
-        implementation: allocates the results, and returns them with the launches that fill them, in order. None means
-            that nothing needs filling. Tracing calls it with fake tensors and compiles the launches ahead.
+        implementation: allocates the results, as the schema declares them, and returns them with the launches that fill
+            them, in order. None means that nothing needs filling. Tracing calls it with fake tensors and compiles the
+            launches ahead.
     """
-    name = schema.partition("(")[0]
 
     def run(*args):
         results, launches = implementation(*args)
@@ -126,9 +127,4 @@ def register_op(
             launch.compile_ahead(args[0].device)
         return results
 
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, run, "CUDA")
-    if INTERPRETED:
-        _LIBRARY.impl(name, run, "CPU")
-    torch.library.register_fake(f"mxtrain::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.mxtrain, name).default
+    return define_op(schema, run, fake, ("CPU", "CUDA") if INTERPRETED else ("CUDA",))

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from mxtrain.custom_op import define_op
+
 _ops = torch.ops._c10d_functional
 
 
@@ -33,23 +35,13 @@ def _gather_parts(parts: list[torch.Tensor], processes: int, group: str) -> list
     return [_ops.wait_tensor(whole).view(processes, *part.shape) for whole, part in zip(gathered, parts)]
 
 
-# An op of its own, so that policies of activation checkpointing can name it, and because torch.compile runs a plain
-# collective in the forward if it can, and saves the result: a gather for the backward alone must stay there.
-_LIBRARY = torch.library.Library("mxtrain", "FRAGMENT")
-_LIBRARY.define(
-    "gather_parts(Tensor[] parts, int processes, str group) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,)
-)
-for _device in ("CPU", "CUDA"):
-    _LIBRARY.impl("gather_parts", _gather_parts, _device)
-
-
 def _fake(parts, processes, group):
     return [part.new_empty(processes, *part.shape) for part in parts]
 
 
-torch.library.register_fake("mxtrain::gather_parts", _fake, lib=_LIBRARY)
-
-GATHER_PARTS = torch.ops.mxtrain.gather_parts.default
+# An op of its own, so that policies of activation checkpointing can name it, and because torch.compile runs a plain
+# collective in the forward if it can, and saves the result: a gather for the backward alone must stay there.
+GATHER_PARTS = define_op("gather_parts(Tensor[] parts, int processes, str group) -> Tensor[]", _gather_parts, _fake)
 
 
 def sum_tokens(x: torch.Tensor, group: str, processes: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ changes.
 
 import torch
 
+from mxtrain.custom_op import define_op
 from mxtrain.ops.full_precision import full_precision, wide_product
 from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
 from mxtrain.reference import decompose_k as reference
@@ -99,16 +100,7 @@ def _fake(a, b, bias, epilogue, out_dtype):
     return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
 
 
-# Not torch.library.custom_op, whose checks take longer than the product. A fragment, because the kernels' library does
-# not exist without Triton.
-_LIBRARY = torch.library.Library("mxtrain", "FRAGMENT")
-_LIBRARY.define(
-    "decompose_k_mm(Tensor a, Tensor b, Tensor? bias, str? epilogue, ScalarType out_dtype) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+decompose_k_mm = define_op(
+    "decompose_k_mm(Tensor a, Tensor b, Tensor? bias, str? epilogue, ScalarType out_dtype) -> Tensor", _run, _fake
 )
-for _device in ("CPU", "CUDA"):
-    _LIBRARY.impl("decompose_k_mm", _run, _device)
-torch.library.register_fake("mxtrain::decompose_k_mm", _fake, lib=_LIBRARY)
-
-decompose_k_mm = torch.ops.mxtrain.decompose_k_mm.default
 """epilogue(a b + bias) [M, N] in ``out_dtype``, without gradient and without checks."""

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
+from mxtrain.custom_op import define_op
 from mxtrain.ops.full_precision import full_precision, is_full_precision, wide_product
 from mxtrain.reference.casts import converted
 
@@ -86,20 +87,12 @@ def _guarded_mm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> tor
         return converted(torch.mm(a, b), out_dtype)
 
 
-# An op of its own, because no compiled graph can change PyTorch's settings around one of its products.
-_LIBRARY = torch.library.Library("mxtrain", "FRAGMENT")
-_LIBRARY.define("guarded_mm(Tensor a, Tensor b, ScalarType out_dtype) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-for _device in ("CPU", "CUDA"):
-    _LIBRARY.impl("guarded_mm", _guarded_mm, _device)
-
-
 def _fake(a, b, out_dtype):
     return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
 
 
-torch.library.register_fake("mxtrain::guarded_mm", _fake, lib=_LIBRARY)
-
-guarded_mm = torch.ops.mxtrain.guarded_mm.default
+# An op of its own, because no compiled graph can change PyTorch's settings around one of its products.
+guarded_mm = define_op("guarded_mm(Tensor a, Tensor b, ScalarType out_dtype) -> Tensor", _guarded_mm, _fake)
 """a [M, K] b [K, N] in ``out_dtype`` with fp32 sums, without a gradient."""
 
 

@@ -17,19 +17,19 @@ _CHANGES = {
 SWITCHES = (*_CHANGES, "high_precision_share")
 
 
-def get_recipe(recipe: str | LinearRecipe, scale_rounding: str | None = None, **switches) -> LinearRecipe:
+def get_recipe(recipe: str | LinearRecipe, **switches) -> LinearRecipe:
     """Parse a recipe and override its settings.
 
     Args:
         recipe: one of ``RECIPES`` for all GEMMs, one name for each ("fprop=nvfp4, dgrad=mxfp8, wgrad=bf16"), or a
             recipe.
-        scale_rounding, switches: any of ``SWITCHES``; None keeps the recipe's own. In a mixed recipe, a setting
+        switches: any of ``SWITCHES``; None keeps the recipe's own. In a mixed recipe, a setting
             changes the GEMMs whose format has it.
 
     Raises:
         ConfigError: for an unknown recipe or GEMM, a wrong setting, or a setting that does not apply to the recipe.
     """
-    return get_recipes(recipe, {}, scale_rounding=scale_rounding, **switches)[0]
+    return get_recipes(recipe, {}, **switches)[0]
 
 
 def get_recipes(

@@ -13,6 +13,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from mxtrain.custom_op import define_op
+
 # Odd, so that no two calls have the same key. This one spreads them evenly: 2^64 divided by the golden ratio.
 _KEY_STEP = 0x9E3779B97F4A7C15
 _KEYS = 2**63
@@ -42,7 +44,7 @@ def draws_of_call(seeds: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         RuntimeError: for a compiled graph that has drawn the bits of this layer and position before.
     """
     if torch.compiler.is_compiling():
-        return torch.ops.mxtrain.rounding_draws(seeds, position, _number_in_graph(seeds))
+        return _rounding_draws(seeds, position, _number_in_graph(seeds))
     return _draws(seeds, position, _number(seeds, position))
 
 
@@ -70,7 +72,8 @@ def _inside_backward() -> bool:
 def _draws(seeds: torch.Tensor, position: torch.Tensor, number: int) -> torch.Tensor:
     # The sum wraps around, as int64 does. The first call computes it, too: selective activation checkpointing wants
     # the same operations in both forwards.
-    key = seeds.to(position.device)[1:] + number * _KEY_STEP % _KEYS & _KEYS - 1
+    # ``%`` keeps Python's integer within int64.
+    key = (seeds.to(position.device)[1:] + number * _KEY_STEP % _KEYS) & (_KEYS - 1)
     return torch.cat((key, position))
 
 
@@ -100,17 +103,11 @@ def _compiled_draws(seeds: torch.Tensor, position: torch.Tensor, number: int) ->
     return _draws(seeds, position, number)
 
 
-# An op, because it must run whenever the graph does.
-_LIBRARY = torch.library.Library("mxtrain", "FRAGMENT")
-_LIBRARY.define(
-    "rounding_draws(Tensor seeds, Tensor position, int number) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-for _device in ("CPU", "CUDA"):
-    _LIBRARY.impl("rounding_draws", _compiled_draws, _device)
-
-
 def _fake(seeds, position, number):
     return position.new_empty(4)
 
 
-torch.library.register_fake("mxtrain::rounding_draws", _fake, lib=_LIBRARY)
+# An op, because it must run whenever the graph does.
+_rounding_draws = define_op(
+    "rounding_draws(Tensor seeds, Tensor position, int number) -> Tensor", _compiled_draws, _fake
+)

@@ -9,7 +9,7 @@ from mxtrain.recipes.parse import get_recipe
 from mxtrain.reference import casts, nvfp4
 from mxtrain.reference.mxnorm import block_amax
 
-FLOOR, RCEIL, NVFP4 = get_recipe("mxfp8", "floor"), get_recipe("mxfp8"), get_recipe("nvfp4")
+FLOOR, RCEIL, NVFP4 = get_recipe("mxfp8", scale_rounding="floor"), get_recipe("mxfp8"), get_recipe("nvfp4")
 
 
 def totals_of(values, recipe, image, dim=1, **options):

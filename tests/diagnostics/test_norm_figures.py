@@ -59,7 +59,7 @@ def test_figures_of_two_halves_are_those_of_all_rows(p, estimator):
 @pytest.mark.parametrize("estimator", ("pre_round", "post_round", "exact"))
 @pytest.mark.parametrize("scale_rounding", ("rceil", "floor"))
 def test_no_output_exceeds_the_bound(p, estimator, scale_rounding):
-    recipe = get_recipe("mxfp8", scale_rounding)
+    recipe = get_recipe("mxfp8", scale_rounding=scale_rounding)
     estimate = RMSEstimate(p, estimator, 0.0, 32)
     x = torch.full((64, 128), 1e-3)
     x[:, 9] = torch.linspace(0.5, 2.0, 64)

@@ -77,9 +77,8 @@ def product(x, row_factor=None, column_factor=None) -> torch.Tensor:
     return x if column_factor is None else x * column_factor.float()
 
 
-def check_cast(x, dims=(1, 0), form="codes", transform=True, stochastic=(1, 0), tensor_scales=None, **factors) -> None:
+def check_cast(x, dims=(1, 0), form="codes", transform=True, stochastic=True, tensor_scales=None, **factors) -> None:
     """Require the reference's bits. Tensor scales, unless given, come from ``nvfp4_amax``, which must be exact too."""
-    dims, stochastic = tuple(dims), tuple(dim for dim in stochastic if dim in dims)
     rows, columns = x.shape
     sign_tensor = signs() if transform else None
     along = {1: product(x, **factors), 0: pad(product(x, **factors), 0)}
@@ -95,11 +94,12 @@ def check_cast(x, dims=(1, 0), form="codes", transform=True, stochastic=(1, 0), 
         tensor_scales = {dim: nvfp4.power_of_two_tensor_scale(maxima[dim]) for dim in dims}
     tensor_scales = {dim: tensor_scales[dim] for dim in dims}
     with careful_call(x, *factors.values()):
-        results = nvfp4_cast(x, tensor_scales, form, signs=sign_tensor, draws=draws(), stochastic=stochastic, **factors)
+        bits = draws() if stochastic else None
+        results = nvfp4_cast(x, tensor_scales, form, signs=sign_tensor, draws=bits, **factors)
     assert results.keys() == set(dims)
     for dim in dims:
         bits = None
-        if dim in stochastic:
+        if stochastic:
             bits = rounding_bits(rounding_words(along[dim].shape[0], columns, KEY, STEP, RANK, MICROBATCH), dim)
         wide = along[dim] if dim == 1 else along[dim].t().contiguous()
         bits = bits if dim == 1 or bits is None else bits.t()

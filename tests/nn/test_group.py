@@ -112,7 +112,11 @@ def test_one_gemm_each_way_with_the_results_of_three(recipe, mode):
 @pytest.mark.sweep
 @pytest.mark.parametrize(("rounding", "affine"), [("floor", True), ("rceil", False)])
 def test_other_recipes_and_norms_without_a_gain(rounding, affine):
-    for recipe in (get_recipe("mxfp8", rounding), get_recipe("nvfp4", weight_tiles=False), "nvfp4_dynamic"):
+    for recipe in (
+        get_recipe("mxfp8", scale_rounding=rounding),
+        get_recipe("nvfp4", weight_tiles=False),
+        "nvfp4_dynamic",
+    ):
         single, _ = run(block_of(recipe, grouped=False, affine=affine))
         grouped, products = run(block_of(recipe, affine=affine))
         assert products == 3

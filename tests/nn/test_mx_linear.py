@@ -29,7 +29,7 @@ def test_unquantized_is_nn_linear():
     ("mode", "dtype", "tolerance"), [("reference", torch.float32, 1e-6), ("emulated", torch.bfloat16, 4e-3)]
 )
 def test_three_gemms_of_casts_along_their_own_reduction_axis(mode, dtype, tolerance, rounding):
-    recipe = get_recipe("mxfp8", rounding)
+    recipe = get_recipe("mxfp8", scale_rounding=rounding)
     linear, x, dy = (
         layer(recipe, mode=mode, dtype=dtype),
         draw(T, D, seed=0, dtype=dtype),

@@ -75,7 +75,7 @@ def test_with_the_exact_estimator_this_is_rmsnorm_then_linear():
 @pytest.mark.parametrize("rounding", ["rceil", "floor"])
 @pytest.mark.parametrize(("mode", "dtype"), [("reference", torch.float32), ("emulated", torch.bfloat16)])
 def test_forward_and_gradients_match_an_explicit_composition_of_casts(mode, dtype, rounding):
-    recipe = get_recipe("mxfp8", rounding)
+    recipe = get_recipe("mxfp8", scale_rounding=rounding)
     block = block_of(recipe, mode, dtype=dtype)
     x, dys = inputs(dtype)
     codes, scales, rho = mxnorm_cast(x.flatten(0, -2), recipe=recipe, eps=1e-5)

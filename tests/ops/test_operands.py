@@ -15,7 +15,7 @@ from mxtrain.recipes.rms_estimate import RMSEstimate
 from mxtrain.reference import casts, nvfp4
 from mxtrain.reference.casts import from_blocked
 
-MXFP8, FLOOR, NVFP4 = get_recipe("mxfp8"), get_recipe("mxfp8", "floor"), get_recipe("nvfp4")
+MXFP8, FLOOR, NVFP4 = get_recipe("mxfp8"), get_recipe("mxfp8", scale_rounding="floor"), get_recipe("nvfp4")
 PLAIN = get_recipe("nvfp4", weight_tiles=False, hadamard=False, stochastic_rounding=False)
 D, N = 48, 32
 
@@ -70,7 +70,7 @@ def values(operand, recipe):
     ("recipe", "tokens", "dim", "outputs"),
     [
         (get_recipe("mxfp8"), 37, 64, 160),
-        (get_recipe("mxfp8", "floor"), 64, 96, 32),
+        (get_recipe("mxfp8", scale_rounding="floor"), 64, 96, 32),
         (NVFP4, 21, D, N),
         (PLAIN, 5, D, N),
     ],

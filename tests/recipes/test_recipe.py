@@ -21,7 +21,7 @@ def test_named_recipes_are_keyed_by_their_names_and_frozen():
 
 def test_scale_rounding_overrides_the_named_recipe_only_when_given():
     assert get_recipe("mxfp8").scale_rounding == "rceil"
-    floor = get_recipe("mxfp8", "floor")
+    floor = get_recipe("mxfp8", scale_rounding="floor")
     assert floor.scale_rounding == "floor"
     assert get_recipe(floor) is floor
 
@@ -75,13 +75,15 @@ def test_high_precision_share_if_any_gemm_is_nvfp4():
 
 
 def test_switches_reach_the_gemms_whose_format_has_them():
-    mixed = get_recipe("fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4", "floor", hadamard=False)
-    assert mixed.dgrad == get_recipe("mxfp8", "floor")
+    mixed = get_recipe("fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4", scale_rounding="floor", hadamard=False)
+    assert mixed.dgrad == get_recipe("mxfp8", scale_rounding="floor")
     assert mixed.fprop == mixed.wgrad == get_recipe("nvfp4", hadamard=False)
     tiles = get_recipe("fprop=mxfp8, dgrad=nvfp4, wgrad=mxfp8", weight_tiles=True)
     assert tiles.dgrad == RECIPES["nvfp4"], "whose operands are dY and W"
     default, others = get_recipes("mxfp8", {"wo": "nvfp4", "w2": mixed}, scale_rounding="floor", weight_tiles=False)
-    assert default == get_recipe("mxfp8", "floor") and others["wo"] == get_recipe("nvfp4", weight_tiles=False)
+    assert default == get_recipe("mxfp8", scale_rounding="floor") and others["wo"] == get_recipe(
+        "nvfp4", weight_tiles=False
+    )
     assert list(others) == ["wo", "w2"] and others["w2"].dgrad == default
     assert others["w2"].wgrad == get_recipe("nvfp4", hadamard=False, weight_tiles=False)
 
@@ -97,7 +99,7 @@ def test_switches_in_effect_come_from_the_gemms_that_they_change():
     expected = {"scale_rounding": "rceil", "tensor_scale": "static", "weight_tiles": True, "high_precision_share": 0.15}
     assert switches_in_effect([forward]) == none | expected
     backward = get_recipe("fprop=bf16, dgrad=bf16, wgrad=nvfp4", stochastic_rounding=False)
-    both = switches_in_effect([get_recipe("mxfp8", "floor"), forward, backward])
+    both = switches_in_effect([get_recipe("mxfp8", scale_rounding="floor"), forward, backward])
     assert both == none | expected | {"scale_rounding": "floor", "hadamard": True, "high_precision_share": 0.0}
 
 
@@ -105,8 +107,14 @@ def test_switches_in_effect_come_from_the_gemms_that_they_change():
     ("build", "message"),
     [
         (lambda: get_recipe("mxfp9"), r"recipe = 'mxfp9' is not one of: 'mxfp8', 'unquantized'"),
-        (lambda: get_recipe("mxfp8", "ceil"), r"scale_rounding = 'ceil' is not one of: 'rceil', 'floor'"),
-        (lambda: get_recipe("nvfp4", "rceil"), r"scale_rounding = 'rceil' does not apply to recipe 'nvfp4'"),
+        (
+            lambda: get_recipe("mxfp8", scale_rounding="ceil"),
+            r"scale_rounding = 'ceil' is not one of: 'rceil', 'floor'",
+        ),
+        (
+            lambda: get_recipe("nvfp4", scale_rounding="rceil"),
+            r"scale_rounding = 'rceil' does not apply to recipe 'nvfp4'",
+        ),
         (lambda: get_recipe("nvfp4", tensor_scale="fixed"), r"tensor_scale = 'fixed' is not one of: 'static', 'dyn"),
         (lambda: get_recipe("mxfp8", tensor_scale="static"), r"tensor_scale = 'static' needs recipe 'nvfp4', not 'mx"),
         (lambda: get_recipe("mxfp8", hadamard=True), r"hadamard = True needs recipe 'nvfp4', not 'mxfp8'"),
@@ -146,12 +154,15 @@ def test_switches_in_effect_come_from_the_gemms_that_they_change():
             r"^stochastic_rounding = True needs recipe 'nvfp4' for dgrad or wgrad; the recipes are: 'mxfp8', 'bf16'$",
         ),
         (
-            lambda: get_recipe("fprop=nvfp4, dgrad=nvfp4_dynamic, wgrad=nvfp4", "floor"),
+            lambda: get_recipe("fprop=nvfp4, dgrad=nvfp4_dynamic, wgrad=nvfp4", scale_rounding="floor"),
             r"^scale_rounding = 'floor' needs a format whose block scales are powers of two for fprop or dgrad or",
         ),
-        (lambda: get_recipe("fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8", "up"), r"scale_rounding = 'up' is not one of"),
         (
-            lambda: get_recipe("fprop=nvfp4, dgrad=bf16, wgrad=nvfp4", "rceil"),
+            lambda: get_recipe("fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8", scale_rounding="up"),
+            r"scale_rounding = 'up' is not one of",
+        ),
+        (
+            lambda: get_recipe("fprop=nvfp4, dgrad=bf16, wgrad=nvfp4", scale_rounding="rceil"),
             r"^scale_rounding = 'rceil' needs a format whose block scales are powers of two",
         ),
         (lambda: get_recipes("mxfp8", {"wo": "mx"}), r"^recipes.'wo' = 'mx' is not one of: 'mxfp8'"),

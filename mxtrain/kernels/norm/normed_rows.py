@@ -33,7 +33,7 @@ def block_offsets(
     element = FIRST + tl.arange(0, BLOCK if COUNT is None else COUNT)
     offsets = (row * (blocks * BLOCK))[:, None, None] + (block * BLOCK)[None, :, None] + element[None, None, :]
     block_mask = (row < rows)[:, None] & (block < blocks)[None, :]
-    return block, offsets, block_mask, block_mask[:, :, None] & (element >= 0)[None, None, :]
+    return block, offsets, block_mask, block_mask[:, :, None]
 
 
 @triton.jit

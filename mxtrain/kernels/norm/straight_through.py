@@ -1,9 +1,9 @@
 """The straight-through norm backward: one read of g and x, one write of dx.
 
-With xhat = x * rho:  dx = rho * (g - xhat * mean_D(g * xhat)), plus the gradient of the residual branch where given.
+With xhat = x * rho:  dx = rho * (g - xhat * mean_D(g * xhat))
 
-Bytes per row: D elements each of g and x read and of dx written, in their dtypes; 4 for rho; and D elements of the
-residual's gradient. A row too long for registers is read twice, the second time mostly from the L2 cache.
+Bytes per row: D elements each of g and x read and of dx written, in their dtypes, and 4 for rho. A row too long for
+registers is read twice, the second time mostly from the L2 cache.
 """
 
 import torch
@@ -18,8 +18,8 @@ from mxtrain.kernels.norm.row_lengths import MAX_PERSISTENT_COLUMNS
 
 @triton.jit
 def _norm_backward_kernel(
-    g_ptr, x_ptr, rho_ptr, residual_ptr, dx_ptr, rows, columns,
-    RESIDUAL: tl.constexpr, PERSISTENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    g_ptr, x_ptr, rho_ptr, dx_ptr, rows, columns,
+    PERSISTENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     rho = tl.load(rho_ptr + row, mask=row < rows, other=0.0)[:, None]
@@ -31,8 +31,6 @@ def _norm_backward_kernel(
         xhat = tl.load(x_ptr + start + column, mask=mask, other=0.0).to(tl.float32) * rho
         projection = tl.sum(g * xhat, 1)[:, None] / columns
         dx = (g - xhat * projection) * rho
-        if RESIDUAL:
-            dx += tl.load(residual_ptr + start + column, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + start + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     else:
         products = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -49,8 +47,6 @@ def _norm_backward_kernel(
             g = tl.load(g_ptr + start + column, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
             x = tl.load(x_ptr + start + column, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
             dx = (g - x * rho * projection) * rho
-            if RESIDUAL:
-                dx += tl.load(residual_ptr + start + column, mask=mask, other=0.0).to(tl.float32)
             tl.store(dx_ptr + start + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
@@ -63,9 +59,7 @@ def _backward_tile(columns: int) -> tuple[bool, int, int, int]:
     return True, rows, width, max(2, min(32, rows * width // 512))
 
 
-def _implementation(
-    g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor, residual: torch.Tensor | None
-) -> tuple[torch.Tensor, Launch | None]:
+def _implementation(g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor) -> tuple[torch.Tensor, Launch | None]:
     dx = torch.empty_like(x)
     if x.numel() == 0:
         return dx, None
@@ -74,40 +68,28 @@ def _implementation(
     launch = Launch(
         _norm_backward_kernel,
         (cdiv(rows, rows_at_once),),
-        (g, x, rho, residual, dx, rows, columns),
-        dict(
-            RESIDUAL=residual is not None, PERSISTENT=persistent, ROWS=rows_at_once, COLUMNS=columns_at_once,
-            num_warps=warps,
-        ),
-    )  # fmt: skip
+        (g, x, rho, dx, rows, columns),
+        dict(PERSISTENT=persistent, ROWS=rows_at_once, COLUMNS=columns_at_once, num_warps=warps),
+    )
     return dx, launch
 
 
-_norm_backward = register_op(
-    "norm_backward(Tensor g, Tensor x, Tensor rho, Tensor? residual) -> Tensor", _implementation
-)
+_norm_backward = register_op("norm_backward(Tensor g, Tensor x, Tensor rho) -> Tensor", _implementation)
 
 
-def norm_backward(
-    g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor, residual: torch.Tensor | None = None
-) -> torch.Tensor:
+def norm_backward(g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor) -> torch.Tensor:
     """Return dx [T, D] of the straight-through norm backward, in the dtype of x. The arithmetic is fp32.
 
     Args:
         g: dL/dxhat, bf16 or fp32 [T, D].
         x: the norm's input, bf16 or fp32 [T, D].
         rho: inverse RMS, fp32 [T].
-        residual: bf16 or fp32 [T, D], the gradient of x along the residual branch, added to the result.
 
     Raises:
         ValueError: for another shape, dtype or device.
     """
     check_matrix("x", x)
-    for name, other in (("g", g), ("residual", residual)):
-        if other is not None:
-            check_matrix(name, other)
-            check_same(name, other, "x", x)
+    check_matrix("g", g)
+    check_same("g", g, "x", x)
     check_vector("rho", rho, x.shape[0], x.device, (torch.float32,))
-    return _norm_backward(
-        g.contiguous(), x.contiguous(), rho.contiguous(), None if residual is None else residual.contiguous()
-    )
+    return _norm_backward(g.contiguous(), x.contiguous(), rho.contiguous())

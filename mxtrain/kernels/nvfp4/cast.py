@@ -8,7 +8,7 @@ Bytes per element: 2 or 4 read; 1/2 + 1/16 (codes and scales) or 2 (image) writt
 take a pass of their own, which reads 2 or 4.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import triton
@@ -124,28 +124,27 @@ def _nvfp4_cast_kernel(
     x_ptr, row_factor_ptr, column_factor_ptr, row_scale_ptr, column_scale_ptr,
     row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns, stride, signs_ptr, draws_ptr,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
-    HADAMARD: tl.constexpr, ROWS_STOCHASTIC: tl.constexpr, COLUMNS_STOCHASTIC: tl.constexpr,
-    FORM: tl.constexpr, HARDWARE: tl.constexpr, COLUMNS: tl.constexpr,
+    HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, FORM: tl.constexpr, HARDWARE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first_row, column = tile_start(columns, 16, COLUMNS)
     strip = load_strip(
         x_ptr, row_factor_ptr, column_factor_ptr, first_row, column, rows, columns, ROW_FACTOR, COLUMN_FACTOR, COLUMNS
     )
     words = ()
-    if ROWS_STOCHASTIC or COLUMNS_STOCHASTIC:
+    if STOCHASTIC:
         for i in tl.static_range(16):
             words = words + (random_words(draws_ptr, first_row + i, column // 4, columns, COLUMNS // 4),)
     if ALONG_ROWS:
         _along_rows(
             strip, words, row_scale_ptr, first_row, column, rows, columns, stride, row_data_ptr, row_scales_ptr,
-            ROWS_STOCHASTIC, FORM, HARDWARE, COLUMNS,
+            STOCHASTIC, FORM, HARDWARE, COLUMNS,
         )  # fmt: skip
     if ALONG_COLUMNS:
         if HADAMARD:
             strip = hadamard(strip, tl.load(signs_ptr))
         _along_columns(
             strip, words, column_scale_ptr, first_row, column, rows, columns, stride,
-            column_data_ptr, column_scales_ptr, COLUMNS_STOCHASTIC, FORM, HARDWARE, COLUMNS,
+            column_data_ptr, column_scales_ptr, STOCHASTIC, FORM, HARDWARE, COLUMNS,
         )  # fmt: skip
 
 
@@ -172,7 +171,6 @@ def _implementation(
     column_scale: torch.Tensor | None,
     signs: torch.Tensor | None,
     draws: torch.Tensor | None,
-    stochastic: list[int],
     form: str,
 ) -> tuple[list[torch.Tensor], Launch | None]:
     rows, columns = x.shape
@@ -182,7 +180,7 @@ def _implementation(
     if column_scale is not None:
         by_column = empty_column_cast(NVFP4_STORAGE, round_up(rows, BLOCK), columns, form, x.device)
     launch = launch_nvfp4_cast(
-        x, row_factor, column_factor, row_scale, column_scale, by_row, by_column, signs, draws, stochastic, form
+        x, row_factor, column_factor, row_scale, column_scale, by_row, by_column, signs, draws, form
     )
     return flat(*by_row, *by_column), launch
 
@@ -197,7 +195,6 @@ def launch_nvfp4_cast(
     by_column: tuple[torch.Tensor | None, torch.Tensor | None],
     signs: torch.Tensor | None,
     draws: torch.Tensor | None,
-    stochastic: list[int],
     form: str,
 ) -> Launch | None:
     """Return the launch that stores the casts of x; None if x is empty. An image may be columns of a wider matrix."""
@@ -217,8 +214,8 @@ def launch_nvfp4_cast(
         dict(
             ALONG_ROWS=row_scale is not None, ALONG_COLUMNS=column_scale is not None,
             ROW_FACTOR=row_factor is not None, COLUMN_FACTOR=column_factor is not None, HADAMARD=signs is not None,
-            ROWS_STOCHASTIC=1 in stochastic, COLUMNS_STOCHASTIC=0 in stochastic,
-            FORM=form, HARDWARE=converts_fp4(x), COLUMNS=tile, num_warps=WARPS, enable_fp_fusion=False,
+            STOCHASTIC=draws is not None, FORM=form, HARDWARE=converts_fp4(x), COLUMNS=tile, num_warps=WARPS,
+            enable_fp_fusion=False,
         ),
     )  # fmt: skip
 
@@ -248,7 +245,7 @@ def _amax_implementation(
 
 _nvfp4_cast = register_op(
     "nvfp4_cast(Tensor x, Tensor? row_factor, Tensor? column_factor, Tensor? row_scale, Tensor? column_scale,"
-    " Tensor? signs, Tensor? draws, int[] stochastic, str form) -> Tensor[]",
+    " Tensor? signs, Tensor? draws, str form) -> Tensor[]",
     _implementation,
 )
 _nvfp4_amax = register_op(
@@ -263,7 +260,6 @@ def nvfp4_cast(
     *,
     signs: torch.Tensor | None = None,
     draws: torch.Tensor | None = None,
-    stochastic: Sequence[int] = (1, 0),
     row_factor: torch.Tensor | None = None,
     column_factor: torch.Tensor | None = None,
 ) -> dict[int, Cast]:
@@ -279,8 +275,8 @@ def nvfp4_cast(
             values, element * block scale * tensor scale, not transposed: [R, C] and [R', C].
         signs: int64, one number, from ``rng.seeds.sign_mask``. Transforms along dimension 0 before the cast along it.
             None skips the transform.
-        draws: int64 [4], the key and position of random bits (``Draws``). None rounds every cast to nearest.
-        stochastic: with ``draws``, the dimensions along which casts round stochastically.
+        draws: int64 [4], the key and position of the random bits with which every cast rounds stochastically
+            (``Draws``). None rounds to nearest.
         row_factor: bf16 or fp32 [R], multiplied in first, in fp32.
         column_factor: bf16 or fp32 [C], likewise.
 
@@ -290,33 +286,39 @@ def nvfp4_cast(
     Raises:
         ValueError: for another shape, dtype or device.
     """
-    dims = sorted(tensor_scales, reverse=True)
-    if not dims or not {*dims} <= {0, 1}:
-        raise ValueError(f"tensor_scales for dimensions {dims}: expected 0, 1 or both")
+    dims = checked_dims(tensor_scales)
     scales = tensor_scales.get(1), tensor_scales.get(0)
-    results = _checked_cast(x, row_factor, column_factor, *scales, signs, draws, tuple(stochastic), form)
+    results = _checked_cast(x, row_factor, column_factor, *scales, signs, draws, form)
     return dict(zip(dims, casts_of(results, form)))
 
 
+def checked_dims(tensor_scales: Mapping[int, object]) -> list[int]:
+    """Return the dimensions to cast along, 1 first."""
+    dims = sorted(tensor_scales, reverse=True)
+    if not dims or not {*dims} <= {0, 1}:
+        raise ValueError(f"tensor_scales for dimensions {dims}: expected 0, 1 or both")
+    return dims
+
+
+def check_draws(draws: torch.Tensor, name: str, x: torch.Tensor) -> None:
+    """Require the key and position of random bits, and a matrix of no more elements than have bits."""
+    check_vector("draws", draws, len(Draws), x.device, (torch.int64,))
+    if x.numel() > MAX_ELEMENTS:
+        raise ValueError(f"{name} {tuple(x.shape)}: more than the {MAX_ELEMENTS} elements that have random bits")
+
+
 @untraced
-def _checked_cast(x, row_factor, column_factor, row_scale, column_scale, signs, draws, stochastic, form):
+def _checked_cast(x, row_factor, column_factor, row_scale, column_scale, signs, draws, form):
     require_one_of("form", form, FORMS)
     x, row_factor, column_factor = _contiguous_operands(x, row_factor, column_factor)
-    scales = {dim: scale for dim, scale in ((1, row_scale), (0, column_scale)) if scale is not None}
-    for dim, scale in scales.items():
-        check_number(f"tensor_scales[{dim}]", scale, torch.float32, x.device)
+    for dim, scale in ((1, row_scale), (0, column_scale)):
+        if scale is not None:
+            check_number(f"tensor_scales[{dim}]", scale, torch.float32, x.device)
     if signs is not None:
         check_number("signs", signs, torch.int64, x.device)
-    if draws is None:
-        stochastic = ()
-    else:
-        check_vector("draws", draws, len(Draws), x.device, (torch.int64,))
-        if x.numel() > MAX_ELEMENTS:
-            raise ValueError(f"x {tuple(x.shape)}: more than the {MAX_ELEMENTS} elements that have random bits")
-    return _nvfp4_cast(
-        x, row_factor, column_factor, row_scale, column_scale, signs,
-        draws, [dim for dim in scales if dim in stochastic], form,
-    )  # fmt: skip
+    if draws is not None:
+        check_draws(draws, "x", x)
+    return _nvfp4_cast(x, row_factor, column_factor, row_scale, column_scale, signs, draws, form)
 
 
 @untraced

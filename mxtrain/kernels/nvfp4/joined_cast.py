@@ -15,9 +15,8 @@ from mxtrain.kernels.checks import check_number, check_parts, check_vector, chec
 from mxtrain.kernels.integers import round_up
 from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.nvfp4.arithmetic import BLOCK
-from mxtrain.kernels.nvfp4.cast import launch_nvfp4_cast
+from mxtrain.kernels.nvfp4.cast import check_draws, checked_dims, launch_nvfp4_cast
 from mxtrain.kernels.nvfp4.weight_cast import launch_weight_cast
-from mxtrain.rng.rounding_position import MAX_ELEMENTS, Draws
 from mxtrain.untraced import untraced
 
 
@@ -49,7 +48,7 @@ def _cast_implementation(
     launches = [
         launch_nvfp4_cast(
             part, None, column_factor, row_scale, column_scale, (row_place, None), (column_place, None), signs, bits,
-            [] if bits is None else [1, 0], "image",
+            "image",
         )
         for part, row_place, row_scale, column_place, column_scale, bits in zip(
             parts, row_places, row_scales or nothing, column_places, column_scales or nothing, draws or nothing
@@ -106,9 +105,7 @@ def nvfp4_joined_cast(
     Raises:
         ValueError: for another shape, dtype or device.
     """
-    dims = sorted(tensor_scales, reverse=True)
-    if not dims or not {*dims} <= {0, 1}:
-        raise ValueError(f"tensor_scales for dimensions {dims}: expected 0, 1 or both")
+    dims = checked_dims(tensor_scales)
     scales = [list(tensor_scales[dim]) for dim in dims]
     images = _checked_cast(list(parts), axis, tuple(dims), scales, signs, list(draws or ()), column_factor)
     return dict(zip(dims, images))
@@ -126,10 +123,8 @@ def _checked_cast(parts, axis, dims, scales, signs, draws, column_factor):
         check_number("signs", signs, torch.int64, device)
     if draws and len(draws) != len(parts):
         raise ValueError(f"{len(draws)} draws for {len(parts)} parts: expected one for each, or None")
-    for part, bits in zip(parts, draws):
-        check_vector("draws", bits, len(Draws), device, (torch.int64,))
-        if part.numel() > MAX_ELEMENTS:
-            raise ValueError(f"x {tuple(part.shape)}: more than the {MAX_ELEMENTS} elements that have random bits")
+    for i, (part, bits) in enumerate(zip(parts, draws)):
+        check_draws(bits, f"parts[{i}]", part)
     _, column_factor = contiguous_factors(parts[0], None, column_factor)
     first, *others = (part.contiguous() for part in parts)
     row_scales, column_scales = (dict(zip(dims, scales)).get(dim, []) for dim in (1, 0))
@@ -153,7 +148,9 @@ def nvfp4_joined_weight(
     check_parts(ws, 0, BLOCK)
     check_whole_blocks("parts[0]", ws[0], BLOCK)
     _check_scales(tensor_scales, ws)
-    _, gain = contiguous_factors(ws[0], None, gain)
+    if gain is not None:
+        check_vector("gain", gain, ws[0].shape[1], ws[0].device)
+        gain = gain.contiguous()
     first, *others = (w.contiguous() for w in ws)
     return _nvfp4_joined_weight(first, others, list(tensor_scales), gain)[0]
 

@@ -80,7 +80,10 @@ class InnerRowwise(_LocalTensors, Rowwise):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if module.bias is not None:
-            raise ValueError("a row-wise parallel linear with a bias: every process would add the bias")
+            raise ConfigError(
+                f"{DEGREE} = {device_mesh.size()} splits a linear with a bias in a mixture of experts by input "
+                "features, and every process would add the bias: allowed is 1"
+            )
         own = Rowwise if isinstance(module, QuantizedLinear) else RowwiseParallel
         return own._apply(self, _local(module, device_mesh), device_mesh)
 

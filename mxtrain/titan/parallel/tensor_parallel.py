@@ -75,8 +75,6 @@ class Rowwise(RowwiseParallel):
     """``RowwiseParallel`` for a quantized linear, which has its part of the input features."""
 
     def _apply(self, module: QuantizedLinear, device_mesh: DeviceMesh) -> nn.Module:
-        if module.bias is not None:
-            raise ValueError("a row-wise parallel linear with a bias: every process would add the bias")
         module.split = by_input_features(_group(device_mesh))
         return super()._apply(module, device_mesh)
 
@@ -159,7 +157,12 @@ def choose_gathers(model: nn.Module, gather: str) -> None:
 
 
 def check_part(fqn: str, linear: QuantizedLinear, style: ParallelStyle, processes: int) -> None:
-    """Raise ConfigError unless every process's part of a linear is whole blocks."""
+    """Raise ConfigError unless every process's part of a linear is whole blocks, and a bias is added once."""
+    if linear.bias is not None and isinstance(style, Rowwise):
+        raise ConfigError(
+            f"{DEGREE} = {processes} splits {fqn} by input features, and every process would add its bias: allowed is "
+            "1, or mxnorm.filter_fqns that match it"
+        )
     features = {"out_features": linear.out_features, "in_features": linear.in_features}
     name = "out_features" if isinstance(style, Columnwise) else "in_features"
     for recipe in linear.recipes:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from kernel_checks import (
     DTYPES,
     assert_same_bits,
-    assert_same_results,
     check_norm_backward,
     draw,
     gpu_only,
@@ -24,18 +23,17 @@ pytestmark = kernel_tests
 LOOPED = 20480
 
 
-def inputs(rows, columns, g_dtype=torch.float32, x_dtype=torch.float32, residual_dtype=None, seed=0):
-    """(g, x, rho, residual). g has a component along xhat; otherwise the projection hardly shows."""
+def inputs(rows, columns, g_dtype=torch.float32, x_dtype=torch.float32, seed=0):
+    """(g, x, rho). g has a component along xhat; otherwise the projection hardly shows."""
     x = draw(rows, columns, seed=seed, dtype=x_dtype) * 2.0 ** (torch.arange(rows) % 7 - 3)[:, None].to(x_dtype)
     rho = 1 / (x.float().square().mean(1) + 1e-5).sqrt() * (1 + 0.1 * draw(rows, seed=seed + 1))
     g = (draw(rows, columns, seed=seed + 2) + 0.7 * x.float() * rho[:, None]).to(g_dtype)
-    residual = None if residual_dtype is None else draw(rows, columns, seed=seed + 3, dtype=residual_dtype)
-    return g, x, rho, residual
+    return g, x, rho
 
 
 @pytest.mark.parametrize("shape", [(37, 96), (2, LOOPED)], ids=str)
 def test_every_dtype(shape):
-    for dtypes in itertools.product(DTYPES, DTYPES, [None, *DTYPES]):
+    for dtypes in itertools.product(DTYPES, DTYPES):
         check_norm_backward(*inputs(*shape, *dtypes))
 
 
@@ -58,7 +56,7 @@ def test_it_is_the_gradient_of_rms_norm():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["g", "x", "rho"])
 def test_nan_and_infinity_stay_in_their_row(where, bad, columns):
-    g, x, rho, _ = inputs(5, columns)
+    g, x, rho = inputs(5, columns)
     clean = norm_backward(g, x, rho)
     {"g": g[2], "x": x[2], "rho": rho[2:]}[where][0] = bad
     dx = norm_backward(g, x, rho)
@@ -68,19 +66,18 @@ def test_nan_and_infinity_stay_in_their_row(where, bad, columns):
 
 
 def test_a_zero_row_and_rows_that_rho_makes_zero():
-    g, x, rho, residual = inputs(4, 96, residual_dtype=torch.float32)
+    g, x, rho = inputs(4, 96)
     x[0], rho[0] = 0, 1e-5**-0.5
     rho[1] = 0
     check_norm_backward(g, x, rho)
-    check_norm_backward(g, x, rho, residual)
-    assert torch.equal(norm_backward(g, x, rho, residual)[1], residual[1])
+    assert not norm_backward(g, x, rho)[1].any()
 
 
 @settings(max_examples=20, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 40), st.integers(1, 700)),
     seed=st.integers(0, 2**31),
-    dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.sampled_from([None, *DTYPES])),
+    dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
 )
 def test_any_shape(shape, seed, dtypes):
     check_norm_backward(*inputs(*shape, *dtypes, seed=seed))
@@ -96,21 +93,18 @@ def test_the_same_bits_every_time(shape):
 
 
 def test_compiles_without_a_graph_break(compile_backend):
-    """One graph with and without a residual."""
-
-    def run(g, x, rho, residual):
-        return norm_backward(g + g, x, rho, residual) * 2, norm_backward(g + g, x, rho)
+    def run(g, x, rho):
+        return norm_backward(g + g, x, rho) * 2
 
     compiled = torch.compile(run, backend=compile_backend, fullgraph=True)
     for rows in (5, 9, 33):  # the row count is symbolic from the second call on
-        arguments = inputs(rows, 96, residual_dtype=torch.float32)
-        assert_same_results(compiled(*arguments), run(*arguments))
+        arguments = inputs(rows, 96)
+        assert_same_bits(compiled(*arguments), run(*arguments))
 
 
-@pytest.mark.parametrize("residual_dtype", [None, torch.float32])
-def test_op_matches_its_schema_and_fake(residual_dtype):
+def test_op_matches_its_schema_and_fake():
     """No input is changed or returned; shapes, dtypes and strides are as the fake says."""
-    arguments = inputs(5, 96, torch.bfloat16, residual_dtype=residual_dtype)
+    arguments = inputs(5, 96, torch.bfloat16)
     torch.library.opcheck(
         torch.ops.mxtrain.norm_backward.default, arguments, test_utils=("test_schema", "test_faketensor")
     )

@@ -122,5 +122,8 @@ def test_linears_with_unknown_gradients_are_refused(style):
 
 
 def test_a_bias_that_every_process_would_add_is_refused():
-    with pytest.raises(ValueError, match="a row-wise parallel linear with a bias"):
+    message = (
+        "tensor_parallel_degree = 2 splits a linear with a bias .* every process would add the bias: allowed is 1$"
+    )
+    with pytest.raises(ConfigError, match=message):
         inner_style(RowwiseParallel())._apply(nn.Linear(8, 8), Mesh(tp=2))

@@ -185,6 +185,16 @@ def test_styles_follow_the_swapped_modules():
         own(norm, plan)
 
 
+def test_a_bias_that_every_process_would_add_is_refused():
+    biased = MXLinear(64, 64, device="meta")
+    check_part("wq", biased, style_for("wq", biased, ColwiseParallel(), TWO_PROCESSES), 2)
+    message = (
+        "tensor_parallel_degree = 2 splits wo by input features, and every process would add its bias: allowed is 1,"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_part("wo", biased, style_for("wo", biased, RowwiseParallel(), TWO_PROCESSES), 2)
+
+
 @pytest.mark.parametrize(
     "style, recipe, processes, allowed",
     [(ColwiseParallel, "mxfp8", 4, 6), (RowwiseParallel, "mxfp8", 8, 4), (ColwiseParallel, "nvfp4", 8, 12)],
