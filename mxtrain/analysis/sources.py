@@ -14,32 +14,31 @@ from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE
 
 def read_sources(paths: list[Path]) -> tuple[list[Result], list[str]]:
     """Return all results in the order of ``paths``, and a line for whatever cannot be read."""
-    results: list[Result | None] = []
-    alone: list[tuple[int, Run]] = []  # runs that no comparison names, and their place among the results
-    compared: list[tuple[int, _Compared]] = []
+    found: list[Result | Run | _Compared] = []  # rows of a CSV, runs that no comparison names, and runs of comparisons
     notes: list[str] = []
     for path in [one for given in paths for one in _inside(given)]:
         try:
             if path.is_file():
-                found, left_out = read_results(path)
-                results += found
+                rows, left_out = read_results(path)
+                found += rows
                 notes += left_out
             else:
                 for folder, variant in _folders(path):
                     run = _loaded(folder, notes)
-                    if run is None:
-                        continue
-                    if variant is None:
-                        alone.append((len(results), run))
-                    else:
-                        compared.append((len(results), _Compared(path, variant, run)))
-                    results.append(None)
+                    if run is not None:
+                        found.append(run if variant is None else _Compared(path, variant, run))
         except ConfigError as error:
             notes.append(str(error))
-    for (place, run), variant in zip(alone, variants([run for _, run in alone]), strict=True):
-        results[place] = result_of(run, variant)
-    for (place, one), variant in zip(compared, _told_apart([one for _, one in compared]), strict=True):
-        results[place] = result_of(one.run, variant)
+    # The name of a run's variant depends on all other runs.
+    of_alone = iter(variants([one for one in found if isinstance(one, Run)]))
+    of_compared = iter(_told_apart([one for one in found if isinstance(one, _Compared)]))
+    results = []
+    for one in found:
+        if isinstance(one, Run):
+            one = result_of(one, next(of_alone))
+        elif isinstance(one, _Compared):
+            one = result_of(one.run, next(of_compared))
+        results.append(one)
     return results, notes
 
 

@@ -90,8 +90,8 @@ def compare(options, variants: list[str], flags: list[str]) -> int:
     earlier = _runs_so_far(folder)
     plan = _plan(options, variants, flags, earlier)
     # Another number may change the sequences per step, and with them what the runs that are left would train on.
-    so_far = [run.gpus for run in sorted(earlier.values(), key=lambda run: run.status != 0)]
-    gpus = options.gpus or (so_far[-1] if so_far else 1)
+    left = [run for run in earlier.values() if run.status != 0] or list(earlier.values())
+    gpus = options.gpus or (left[-1].gpus if left else 1)
     runs = {
         name: replace(run, gpus=earlier[name].gpus if run.status == 0 else gpus)
         for name, run in joined(earlier, plan, f"{setting} = {str(folder)!r}").items()

@@ -69,9 +69,8 @@ class SideBySide:
         waiting = [run for run in self.runs.values() if run.status != 0]
         with stop_signals_to(self._pass_on):
             while self._running or (waiting and self.stopped_by is None):
-                free = [
-                    place for place in range(len(self.devices)) if all(s.place != place for s in self._running.values())
-                ]
+                busy = {started.place for started in self._running.values()}
+                free = [place for place in range(len(self.devices)) if place not in busy]
                 if waiting and free and self.stopped_by is None:
                     run = waiting.pop(0)
                     if self._start(run, free[0]):

@@ -26,6 +26,8 @@ from mxtrain.run_folder.files import WORKER_LOGS
 
 WORKER = "mxtrain.train"
 """Module that every worker runs with ``python -m``"""
+SHOWN_LINES = 40
+"""Lines of a failed worker's stderr"""
 
 ENGINE_SIGNAL = signal.SIGQUIT
 """The signal that torchrun's engine handles. It passes the signal on, and kills workers that live on for 30 s."""
@@ -170,7 +172,7 @@ def report_failure(failures: list[Failure], processes: int, log_dir: Path) -> in
     return 1
 
 
-def _last_words(log_dir: Path, failure: Failure, lines: int = 40) -> str:
+def _last_words(log_dir: Path, failure: Failure) -> str:
     """Return the last lines of a redirected worker's stderr; only the message after a mistake in the settings."""
     # Earlier runs in this folder left files too.
     files = list(log_dir.glob(f"*/attempt_0/{failure.local_rank}/stderr.log"))
@@ -179,4 +181,4 @@ def _last_words(log_dir: Path, failure: Failure, lines: int = 40) -> str:
         messages = re.findall(r"^mxtrain: error: .*", text, flags=re.MULTILINE)
         if messages:
             return messages[-1]
-    return "\n".join(text.rstrip().splitlines()[-lines:])
+    return "\n".join(text.rstrip().splitlines()[-SHOWN_LINES:])

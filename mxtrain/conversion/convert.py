@@ -53,6 +53,8 @@ def apply(converter: Converter, model: nn.Module, example_inputs: tuple | None =
     facts = survey(model, example_inputs, watch_norms=converter.watches_norms)
     plan = converter.plan(facts)
     swap(model, plan)
-    if converter.graph_passes is not None:
-        install() if converter.graph_passes else remove()
+    if converter.graph_passes is True:
+        install()
+    elif converter.graph_passes is False:
+        remove()
     return plan

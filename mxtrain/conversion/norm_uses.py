@@ -111,15 +111,14 @@ class _Watcher(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        linear = None
         if func is nn.functional.linear:
             linear = self._linear_of.get(id(args[1] if len(args) > 1 else kwargs["weight"]))
-        if linear is not None:
-            self.calls[linear] += 1
-        if linear is not None and linear == self.running:
-            for norm in self._norms_of(args[:1] or kwargs["input"]):
-                self.linears[norm].append(linear)
-            return func(*args, **kwargs)
+            if linear is not None:
+                self.calls[linear] += 1
+                if linear == self.running:
+                    for norm in self._norms_of(args[:1] or kwargs["input"]):
+                        self.linears[norm].append(linear)
+                    return func(*args, **kwargs)
         # A property's getter is called __get__; the property itself has the telling name.
         named = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else func
         name = getattr(named, "__name__", str(func))
@@ -128,12 +127,15 @@ class _Watcher(TorchFunctionMode):
         result = func(*args, **kwargs)
         # Looking at a weight's dtype or device is no computation.
         if any(isinstance(value, torch.Tensor) for value in tree_flatten(result)[0]):
-            looked_at = _LOOKS_AT.get(func)
-            used = (arg for place, arg in enumerate(args) if place != looked_at)
-            for value in tree_flatten((list(used), kwargs))[0]:
-                if (owner := self._linear_of.get(id(value))) is not None:
-                    self.outside[owner] = name
+            self._note_weights(func, args, kwargs, name)
         return result
+
+    def _note_weights(self, func, args, kwargs, name: str) -> None:
+        looked_at = _LOOKS_AT.get(func)
+        used = [arg for place, arg in enumerate(args) if place != looked_at]
+        for value in tree_flatten((used, kwargs))[0]:
+            if (owner := self._linear_of.get(id(value))) is not None:
+                self.outside[owner] = name
 
 
 def watch(

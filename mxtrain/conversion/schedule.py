@@ -8,7 +8,7 @@ from itertools import combinations
 
 import torch.nn as nn
 
-from mxtrain.conversion.selection import selected
+from mxtrain.conversion.selection import names_of, selected
 from mxtrain.errors import ConfigError
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.recipe_module import RecipeModule
@@ -83,7 +83,7 @@ class _Planner:
         guard: str,
     ):
         self.modules = dict(model.named_modules())
-        self.names = _names(model, self.modules)
+        self.names = names_of(model)
         self.feeds = {norm: tuple(linears) for norm, linears in feeds.items()}
         self.norm_of = {linear: norm for norm, linears in feeds.items() for linear in linears}
         self.linears = [fqn for fqn, module in self.modules.items() if isinstance(module, QuantizedLinear)]
@@ -108,27 +108,26 @@ class _Planner:
             if self.fallback is not None:
                 for fqn, state in self._states([*active, self.fallback]).items():
                     fallbacks[fqn][step] = state
-        for pair in self.parts:
-            self._require_effect(pair, [step for step in steps if pair[0].first <= step <= pair[0].last])
+        for entry, parts in self.parts:
+            self._require_effect(entry, parts, filter(entry.covers, steps))
         if self.fallback is not None:
-            self._require_effect(self.fallback, steps)
+            self._require_effect(*self.fallback, steps)
         return {fqn: Timeline(of_steps, fallbacks[fqn]) for fqn, of_steps in states.items()}
 
     def _active(self, step: int) -> Active:
-        return [pair for pair in self.parts if pair[0].first <= step <= pair[0].last]
+        return [(entry, parts) for entry, parts in self.parts if entry.covers(step)]
 
-    def _require_effect(self, pair: tuple[ScheduleEntry, frozenset[Part]], steps: Iterable[int]) -> None:
+    def _require_effect(self, entry: ScheduleEntry, parts: frozenset[Part], steps: Iterable[int]) -> None:
         """Raise ConfigError if no layer computes anything else at these steps because of an entry."""
         for step in steps:
-            others = [other for other in self._active(step) if other is not pair]
+            others = [other for other in self._active(step) if other[0] is not entry]
             try:
                 without = self._states(others)
             except ConfigError:  # the others need this one
                 return
-            states = self._states([*others, pair])
+            states = self._states([*others, (entry, parts)])
             if any(_arithmetic(state) != _arithmetic(without[fqn]) for fqn, state in states.items()):
                 return
-        entry = pair[0]
         raise ConfigError(f"{entry.name} changes nothing: without its {entry.change}, all layers compute the same")
 
     def _parts(self, entry: ScheduleEntry) -> frozenset[Part]:
@@ -234,12 +233,6 @@ def _named(active: Active, fqn: str):
 
 def _entries(active: Active) -> str:
     return " and ".join(entry.name for entry, _ in active)
-
-
-def _names(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Every name of every module -> its FQN, which is the first of them."""
-    fqns = {id(module): fqn for fqn, module in modules.items()}
-    return {name: fqns[id(module)] for name, module in model.named_modules(remove_duplicate=False) if name}
 
 
 def _refuse_overlaps(of_entries: Active) -> None:

@@ -4,6 +4,8 @@ import fnmatch
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import torch.nn as nn
+
 from mxtrain.errors import ConfigError
 from mxtrain.recipes.recipe import LinearRecipe
 
@@ -20,11 +22,17 @@ def matches(fqn: str, pattern: str) -> bool:
     )
 
 
+def names_of(model: nn.Module) -> dict[str, str]:
+    """Every name of every module -> its FQN, which is the first of them."""
+    fqns = {id(module): fqn for fqn, module in model.named_modules()}
+    return {name: fqns[id(module)] for name, module in model.named_modules(remove_duplicate=False) if name}
+
+
 def selected(names: Mapping[str, str], pattern: str, field: str) -> list[str]:
     """The FQNs of the modules that ``pattern`` matches under any of their names.
 
     Args:
-        names: every name of every module -> its FQN (``Survey.names``).
+        names: every name of every module -> its FQN (``names_of``).
 
     Raises:
         ConfigError: with the name of the setting, ``field``, if there are none.

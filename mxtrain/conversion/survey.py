@@ -22,6 +22,7 @@ from mxtrain.conversion.recognition import (
     find_other_gates,
 )
 from mxtrain.conversion.refusals import refuse_unfit_model
+from mxtrain.conversion.selection import names_of
 from mxtrain.conversion.structural_copy import structural_copy
 from mxtrain.conversion.weights import WeightFacts, find_weights
 from mxtrain.errors import ConfigError
@@ -39,7 +40,7 @@ class Survey:
         kind: name of the model's class.
         device_type: where the parameters are; None while they are on the meta device, or on several devices.
         modules: every module.
-        aliases: every other name of a module -> its FQN.
+        names: every name of every module -> its FQN.
         blocks: the members of the outermost ModuleLists and ModuleDicts.
         norms: every module that is an RMSNorm or computes one.
         lookalikes: modules that are called an RMSNorm but are not known to compute one -> what they are.
@@ -58,7 +59,7 @@ class Survey:
     kind: str
     device_type: str | None
     modules: tuple[str, ...]
-    aliases: Mapping[str, str]
+    names: Mapping[str, str]
     blocks: tuple[str, ...]
     norms: Mapping[str, NormFacts]
     lookalikes: Mapping[str, str]
@@ -72,11 +73,6 @@ class Survey:
     layer_norms: Mapping[str, LayerNormFacts] = field(default_factory=dict)
     layer_norm_lookalikes: Mapping[str, str] = field(default_factory=dict)
     other_gates: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def names(self) -> dict[str, str]:
-        """Every name of every module -> its FQN."""
-        return {**{fqn: fqn for fqn in self.modules}, **self.aliases}
 
 
 def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms: bool = False) -> Survey:
@@ -99,7 +95,6 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
         kind = type(example_inputs).__name__
         raise ConfigError(f"example_inputs is a {kind}, not a tuple: write (inputs,) for a model with one argument")
     modules = dict(model.named_modules())
-    fqns = {id(module): fqn for fqn, module in modules.items()}
     device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     norms, lookalikes = find_norms(modules)
     layer_norms, layer_norm_lookalikes = find_layer_norms(modules)
@@ -119,11 +114,7 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
         kind=type(model).__name__,
         device_type=device_types.pop() if len(device_types) == 1 else None,
         modules=tuple(fqn for fqn in modules if fqn),
-        aliases={
-            name: fqns[id(module)]
-            for name, module in model.named_modules(remove_duplicate=False)
-            if name not in modules
-        },
+        names=names_of(model),
         blocks=blocks,
         norms=norms,
         lookalikes=lookalikes,

@@ -5,7 +5,7 @@ import torch
 from mxtrain.ops.codes import Codes
 from mxtrain.ops.gemm import Operand
 from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
-from mxtrain.ops.quantize import casts_of
+from mxtrain.ops.quantize import module_of
 from mxtrain.recipes.recipe import Recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
 from mxtrain.reference import mxnorm as reference
@@ -17,14 +17,14 @@ if HAS_TRITON:
 
 def normalize(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str) -> tuple[Operand, torch.Tensor]:
     """x [T, D] -> xhat = x * rho as fprop's operand [T, D], and rho, fp32 [T]. By one kernel if the format has one."""
-    return casts_of(recipe).normalize(x, estimate, recipe, mode)
+    return module_of(recipe).normalize(x, estimate, recipe, mode)
 
 
 def normalized_codes(
     x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str, group: str | None = None
 ) -> tuple[Codes, torch.Tensor]:
     """As ``normalize``, but codes and scales in every mode; ``group`` holds other rows of the same matrix."""
-    return casts_of(recipe).normalized_codes(x, estimate, recipe, mode, group)
+    return module_of(recipe).normalized_codes(x, estimate, recipe, mode, group)
 
 
 def norm_backward(g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor, mode: str, is_compiled: bool) -> torch.Tensor:

@@ -5,7 +5,7 @@ import math
 import torch
 
 from mxtrain.ops.hardware import resolve_mode
-from mxtrain.ops.quantize import casts_of
+from mxtrain.ops.quantize import module_of
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import Recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
@@ -66,7 +66,7 @@ def mxnorm_cast(
         raise ValueError(f"x {tuple(x.shape)}: expected a last dimension that is a multiple of {recipe.block_size}")
     leading = x.shape[:-1]
     rows = x.reshape(math.prod(leading), x.shape[-1])
-    cast, rho = casts_of(recipe).normalized_codes(rows, estimate, recipe, mode)
+    cast, rho = module_of(recipe).normalized_codes(rows, estimate, recipe, mode)
     codes, scales = (t.view(*leading, t.shape[1]) for t in (cast.data, cast.scales))
     tensor_scale = (cast.tensor_scale,) if recipe.tensor_scale == "dynamic" else ()
     return codes, scales, rho.view(leading), *tensor_scale

@@ -8,7 +8,7 @@ GEMM reduces over:
     wgrad   dW = dY^T X     dY along tokens,     X along tokens
 
 ``mxtrain.ops.mxfp8`` (which also serves recipes without a cast) and ``mxtrain.ops.nvfp4`` hold the casts.
-``casts_of`` is the only place that chooses between them.
+``module_of`` is the only place that chooses between them.
 
 Under tensor parallelism a process holds a part of some matrices. ``group`` is the name of the process group that holds
 such a matrix together, None for a whole one. NVFP4 takes the scale of a matrix from its largest magnitude, wherever
@@ -25,14 +25,14 @@ from mxtrain.ops.gemm import Operand
 from mxtrain.recipes.recipe import LinearRecipe, Recipe
 
 
-def casts_of(recipe: Recipe):
+def module_of(recipe: Recipe):
     """Return the module that casts to the recipe's format."""
     return nvfp4 if recipe.is_nvfp4 else mxfp8
 
 
 def activation(x: torch.Tensor, recipe: Recipe, mode: str, group: str | None = None) -> Operand:
     """X as fprop's operand [T, D], where no MXNorm has made it."""
-    return casts_of(recipe).activation(x, recipe, mode, group=group)
+    return module_of(recipe).activation(x, recipe, mode, group=group)
 
 
 def activation_along_tokens(
@@ -48,7 +48,7 @@ def activation_along_tokens(
     Args:
         signs: packed signs of the Hadamard transform, int64 []; None if the recipe has no transform.
     """
-    return casts_of(recipe).activation_along_tokens(x, recipe, mode, rho, signs, group)
+    return module_of(recipe).activation_along_tokens(x, recipe, mode, rho, signs, group)
 
 
 def codes_along_tokens(
@@ -65,7 +65,7 @@ def codes_along_tokens(
         x: [T, D], T a multiple of the block size.
         signs: as for ``activation_along_tokens``.
     """
-    return casts_of(recipe).codes_along_tokens(x, recipe, mode, rho, signs, group)
+    return module_of(recipe).codes_along_tokens(x, recipe, mode, rho, signs, group)
 
 
 def from_codes(codes: Codes, recipe: Recipe, mode: str, dim: int) -> Operand:
@@ -74,14 +74,14 @@ def from_codes(codes: Codes, recipe: Recipe, mode: str, dim: int) -> Operand:
     Args:
         dim: 1 for codes of X [T, D] along D, 0 for codes [D, T] along tokens.
     """
-    return casts_of(recipe).from_codes(codes, recipe, mode, dim)
+    return module_of(recipe).from_codes(codes, recipe, mode, dim)
 
 
 def weight(
     w: torch.Tensor, recipe: Recipe, mode: str, dim: int, gain: torch.Tensor | None, group: str | None = None
 ) -> Operand:
     """W as the operand of fprop (dim 1: [N, D]) or dgrad (dim 0: [D, N]); with ``gain`` [D], W diag(gain)."""
-    return casts_of(recipe).weight(w, recipe, mode, dim, gain, group)
+    return module_of(recipe).weight(w, recipe, mode, dim, gain, group)
 
 
 def weight_for_both(
@@ -89,7 +89,7 @@ def weight_for_both(
 ) -> tuple[Operand, Operand]:
     """W as the operands of fprop [N, D] and dgrad [D, N], from one read of W if both have the same recipe."""
     if recipe.fprop == recipe.dgrad:
-        return casts_of(recipe.fprop).weight_for_both(w, recipe.fprop, mode, gain, group)
+        return module_of(recipe.fprop).weight_for_both(w, recipe.fprop, mode, gain, group)
     return weight(w, recipe.fprop, mode, 1, gain, group), weight(w, recipe.dgrad, mode, 0, gain, group)
 
 
@@ -114,7 +114,7 @@ def gradient(
     """
 
     def cast(gemm: Recipe, dims: tuple[int, ...]) -> dict[int, Operand]:
-        return casts_of(gemm).gradient(dy, gemm, mode, dims, signs, draws, group)
+        return module_of(gemm).gradient(dy, gemm, mode, dims, signs, draws, group)
 
     return _for_dgrad_and_wgrad(cast, recipe, for_dgrad, for_wgrad)
 
@@ -140,7 +140,7 @@ def weights(
 
     Every part has the bits that ``weight`` gives it.
     """
-    return casts_of(recipe).weights(ws, recipe, mode, dim, gain, group)
+    return module_of(recipe).weights(ws, recipe, mode, dim, gain, group)
 
 
 def weights_for_both(
@@ -148,7 +148,7 @@ def weights_for_both(
 ) -> tuple[Operand, Operand]:
     """Weights as the operands of fprop and dgrad that ``weights`` makes, from one read if both have the same recipe."""
     if recipe.fprop == recipe.dgrad:
-        return casts_of(recipe.fprop).weights_for_both(ws, recipe.fprop, mode, gain, group)
+        return module_of(recipe.fprop).weights_for_both(ws, recipe.fprop, mode, gain, group)
     return weights(ws, recipe.fprop, mode, 1, gain, group), weights(ws, recipe.dgrad, mode, 0, gain, group)
 
 
@@ -168,7 +168,7 @@ def gradients(
     """
 
     def cast(gemm: Recipe, dims: tuple[int, ...]) -> dict[int, Operand]:
-        return casts_of(gemm).gradients(dys, gemm, mode, dims, signs, draws, group)
+        return module_of(gemm).gradients(dys, gemm, mode, dims, signs, draws, group)
 
     return _for_dgrad_and_wgrad(cast, recipe, for_dgrad, for_wgrad)
 

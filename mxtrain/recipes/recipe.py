@@ -9,6 +9,8 @@ from mxtrain.recipes.keyed import Keyed
 
 TENSOR_SCALES = ("static", "dynamic")
 GEMMS = ("fprop", "dgrad", "wgrad")
+FLAGS = ("weight_tiles", "hadamard", "stochastic_rounding")
+"""Fields of an NVFP4 recipe that are on or off"""
 
 
 class LinearRecipe(Keyed):
@@ -134,9 +136,6 @@ class Recipe(LinearRecipe):
         if self.is_nvfp4:
             return "/".join((self.name, self.tensor_scale, *(flag for flag in FLAGS if getattr(self, flag))))
         return self.name if self.format is None else f"{self.name}/{self.scale_rounding}"
-
-
-FLAGS = ("weight_tiles", "hadamard", "stochastic_rounding")
 
 
 @dataclass(frozen=True, eq=False)

@@ -104,6 +104,10 @@ class ScheduleEntry:
     modules: tuple[str, ...] | None
     change: RecipeChange
 
+    def covers(self, step: int) -> bool:
+        """Whether the change is in effect at a step."""
+        return self.first <= step <= self.last
+
     def __str__(self) -> str:
         where = "all swapped layers" if self.modules is None else ", ".join(self.modules)
         steps = f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"

@@ -109,21 +109,16 @@ def look_together(look: Callable[[], dict]) -> list[dict]:
 
 def gather(value: object) -> list:
     """Return the values of all ranks, in the order of the ranks. All ranks must call it, and at about the same time."""
-    if not dist.is_initialized() or dist.get_backend() == "fake":  # "fake" imitates many ranks with one process
+    if _is_alone():
         return [value]
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def is_rank_0() -> bool:
-    """Return whether this is rank 0, or the only process."""
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
 def is_first() -> bool:
-    """Return whether this is rank 0, also before the ranks have met."""
-    return os.environ.get("RANK", "0") == "0"
+    """Return whether this is rank 0, or the only process, also before the ranks have met."""
+    return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
 
 
 def is_first_of_node() -> bool:
@@ -158,9 +153,13 @@ def _node() -> str:
     return socket.gethostname() + ("" if number == "0" else f" (node {number})")
 
 
+def _is_alone() -> bool:
+    return not dist.is_initialized() or dist.get_backend() == "fake"  # which imitates many ranks with one process
+
+
 def _exchange(value: dict) -> list[dict]:
     """Return the values of all ranks, in the order of the ranks."""
-    if not dist.is_initialized() or dist.get_backend() == "fake":  # "fake" imitates many ranks with one process
+    if _is_alone():
         return [value]
     store, rank, world = _get_default_store(), dist.get_rank(), dist.get_world_size()
     name = f"mxtrain/{store.add(f'mxtrain/exchanges/{rank}', 1)}"

@@ -17,6 +17,7 @@ from torchtitan.tools.logging import logger
 
 STOP, CONTINUE = "stop", "continue"
 SETTING = "metrics.on_nonfinite_loss"
+SHOWN_RANKS = 8
 
 
 class NonFiniteError(RuntimeError):
@@ -138,9 +139,9 @@ def describe(values: list[float]) -> str:
     return ", ".join(f"{value} on {_ranks(where)}" for value, where in ranks.items())
 
 
-def _ranks(ranks: list[int], most: int = 8) -> str:
-    shown = ", ".join(map(str, ranks[:most]))
-    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:SHOWN_RANKS]))
+    more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 

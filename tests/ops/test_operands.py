@@ -123,7 +123,7 @@ def test_transform_and_padding_leave_wgrad_unchanged_up_to_the_casts():
 
 
 def test_both_formats_have_the_same_function_for_every_role():
-    """``casts_of(recipe).ROLE``: whoever adds a format writes these."""
+    """``module_of(recipe).ROLE``: whoever adds a format writes these."""
     calls = [
         node.func.attr
         for module in (quantize, mxnorm)

@@ -155,7 +155,7 @@ def _tile(along_columns: bool, backward: bool, form: str) -> tuple[int, int, int
     return (32, 64, 1) if backward else (32, 128, 1)
 
 
-def _launch(kernel, results, tensors, numbers, tile, form, scale_rounding, **constants) -> Launch | None:
+def _launch(kernel, results, tensors, numbers, tile, form, scale_rounding, **constants) -> Launch:
     """The launch of ``kernel`` over tiles of the matrix that ``tensors`` begins with."""
     x = tensors[0]
     rows_at_once, columns_at_once, warps = tile

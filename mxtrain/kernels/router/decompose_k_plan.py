@@ -196,16 +196,23 @@ def tensor_core_rule(rows: int, columns: int, depth: int, itemsize: int, gpu: GP
     tiles = cdiv(rows, block_m) * cdiv(columns, block_n)
     # Smaller tiles use fewer warps, and more programs share an SM.
     if block_m * block_n > 512:
-        warps, per_sm = 4, 2 if block_m == 16 else 1
+        warps, per_sm = 4, (2 if block_m == 16 else 1)
+    elif block_n > 16 or tiles < 4:
+        warps, per_sm = 2, 2
     else:
-        warps, per_sm = (2, 2) if block_n > 16 or tiles < 4 else (1, 4)
+        warps, per_sm = 1, 4
     block_k = BLOCK_K_BYTES // itemsize
     most_parts = min(cdiv(depth, block_k), max(FEW_PARTS, depth // SHORTEST_PART), MAX_SPLITS)
     plan = Plan("triton", max(1, min(per_sm * gpu.sms // tiles, most_parts)), block_m, block_n, block_k, warps, 1)
     chunk, parts = chunk_of(plan, depth)
-    # Large tiles that share an SM also share its shared memory.
     steps, sharing = chunk // block_k, cdiv(tiles * parts, gpu.sms)
-    most_stages = 6 if block_m == 16 else max(3, 7 - sharing) if sharing > 1 else 8 if steps > 8 else 6
+    if block_m == 16:
+        most_stages = 6
+    elif sharing > 1:
+        # Large tiles that share an SM also share its shared memory.
+        most_stages = max(3, 7 - sharing)
+    else:
+        most_stages = 8 if steps > 8 else 6
     fit = min(SHARED_BYTES, gpu.shared) // _stage_bytes(plan, itemsize)
     return plan._replace(stages=max(1, min(most_stages, steps + 1, fit)))
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torchtitan.tools.logging import logger
 
-from mxtrain.titan.agreement import gather, is_rank_0
+from mxtrain.titan.agreement import gather, is_first
 
 
 class RandomState:
@@ -27,7 +27,7 @@ class RandomState:
         processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         if len(ranks) == processes:
             _restore(ranks[torch.distributed.get_rank() if processes > 1 else 0])
-        elif is_rank_0():
+        elif is_first():
             logger.info(
                 f"The checkpoint has the states of the random number generators of {len(ranks)} process(es), and this "
                 f"run has {processes}: the generators start from the seed"

@@ -17,7 +17,7 @@ from mxtrain.run_folder.checkpoints import clear_leftovers, set_aside
 from mxtrain.run_folder.lock import lock_owner
 from mxtrain.run_folder.manifest import MANIFEST_FILE, DamagedCheckpoint, check_hashes, hash_file, read_manifest
 from mxtrain.run_folder.start import CheckpointSettings, Start, begin_again, find_start
-from mxtrain.titan.agreement import is_rank_0, look_together, run_on_all_ranks
+from mxtrain.titan.agreement import is_first, look_together, run_on_all_ranks
 
 READERS = 8
 """Files that the ranks of one node read at a time"""
@@ -105,4 +105,4 @@ def _damage_in_share(checkpoint: Path) -> dict:
 
 
 def _on_rank_0(work):
-    return run_on_all_ranks(work if is_rank_0() else None)[0]["result"]
+    return run_on_all_ranks(work if is_first() else None)[0]["result"]

@@ -29,7 +29,7 @@ from mxtrain.data.token_dataset import TokenDataset
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.registry import validation_dataset
-from mxtrain.titan.agreement import is_rank_0, prepare_together, run_on_all_ranks
+from mxtrain.titan.agreement import is_first, prepare_together, run_on_all_ranks
 from mxtrain.titan.data.loader_workers import end_workers_at_exit, ignore_stop_signals
 from mxtrain.titan.data.run_data import RunLoader, keep_in_run_folder, keep_stream_version, keep_validation_text
 from mxtrain.titan.data.streams import held_out_share, training_stream, validation_stream
@@ -79,16 +79,16 @@ def build_dataloader(
     """
     name = job_config.training.dataset
     prepared = prepare_from_job(job_config)
-    run_on_all_ranks(partial(keep_in_run_folder, job_config, prepared) if is_rank_0() else None)
+    run_on_all_ranks(partial(keep_in_run_folder, job_config, prepared) if is_first() else None)
     if name in DATASETS and name != "hf":
         _warn_of_rows_without_text(job_config, "training", prepared)
         dataset = _token_dataset(job_config, "training", prepared.train, dp_rank, dp_world_size, infinite)
-        if is_rank_0() and infinite:
+        if is_first() and infinite:
             _note_epochs(job_config, dataset)
     elif name == "hf":
         dataset = training_stream(job_config, tokenizer, dp_rank, dp_world_size, infinite)
         version = dataset.version
-        run_on_all_ranks(partial(keep_stream_version, job_config, version) if is_rank_0() and version else None)
+        run_on_all_ranks(partial(keep_stream_version, job_config, version) if is_first() and version else None)
     else:
         settings = job_config.training
         args = (name, settings.dataset_path, tokenizer, settings.seq_len, dp_rank, dp_world_size, infinite)
@@ -123,7 +123,7 @@ def build_validator(
         tokens = _held_out(job_config)
         dataset = _token_dataset(job_config, "validation", tokens, dp_rank, dp_world_size, infinite=False)
         sequences = dataset.samples(job_config.validation.steps)
-        run_on_all_ranks(partial(keep_validation_text, job_config, tokens, sequences) if is_rank_0() else None)
+        run_on_all_ranks(partial(keep_validation_text, job_config, tokens, sequences) if is_first() else None)
     # With a generator of its own, as in training: a resumed run does not repeat the validations before it.
     loader = ParallelAwareDataloader(dataset, dp_rank, dp_world_size, generator=torch.Generator(), **options)
     end_workers_at_exit(loader)
@@ -282,7 +282,7 @@ def _is_training_text(training: DataConfig, path: str) -> bool:
         for config in (training, replace(training, path=path, section="validation"))
     ]
     common = files[0] & files[1]
-    if common and files[0] != files[1] and is_rank_0():
+    if common and files[0] != files[1] and is_first():
         logger.warning(
             f"validation.dataset_path = {path!r} has {len(common)} file(s) of training.dataset_path, on which the run "
             "trains"
@@ -327,7 +327,7 @@ def _loader_options(settings) -> dict:
 
 def _warn_of_rows_without_text(job_config, section: str, prepared: Prepared) -> None:
     rows = prepared.report.dropped.get(WITHOUT_TEXT, 0)
-    if rows and is_rank_0():
+    if rows and is_first():
         path = getattr(job_config, section).dataset_path
         logger.warning(
             f"{section}.dataset_path = {path!r} has {rows:,} row(s) without text in data.text_key = "

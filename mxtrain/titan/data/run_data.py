@@ -23,7 +23,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
 from mxtrain.run_folder.files import DATA_FILE
 from mxtrain.run_folder.start import CheckpointSettings, resumed_step
-from mxtrain.titan.agreement import differences, gather, is_rank_0
+from mxtrain.titan.agreement import differences, gather, is_first
 from mxtrain.titan.data.streams import held_out_share
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -281,7 +281,7 @@ class RunLoader(ParallelAwareDataloader):
 
     def state_dict(self) -> dict:
         """Return the state. All ranks must call it at about the same time."""
-        if _starts_anew(self._job_config) and is_rank_0():
+        if _starts_anew(self._job_config) and is_first():
             _write(self._job_config, self._prepared)
         now = record(self._job_config, self._prepared)
         data = {key: now[key] for key in ("identity", "prepared", "cache")}
@@ -311,7 +311,7 @@ class RunLoader(ParallelAwareDataloader):
         else:
             self._require_order(kept["order"])
         self._samples = state["samples"]
-        if is_rank_0():
+        if is_first():
             _write(self._job_config, self._prepared)
 
     def _require_order(self, before: dict[str, int]) -> None:
