@@ -26,14 +26,12 @@ def _sum_partials_kernel(
         program = first + tl.arange(0, PROGRAMS)
         offsets = program.to(tl.int64)[:, None] * columns + column[None, :]
         total += tl.load(partials_ptr + offsets, mask=(program < programs)[:, None] & inside[None, :], other=0.0)
-    results = first_ptr + column
     row = tl.sum(total, 0)
-    if TWO:
-        # Two stores, because the results may have different dtypes.
-        of_first = tl.where(tl.program_id(1) == 0, columns, 0)
-        tl.store(second_ptr + column, row.to(second_ptr.dtype.element_ty), mask=column < columns - of_first)
-        inside = column < of_first
-    tl.store(results, row.to(first_ptr.dtype.element_ty), mask=inside)
+    # Two stores, because the results may have different dtypes.
+    if tl.program_id(1) == 0:
+        tl.store(first_ptr + column, row.to(first_ptr.dtype.element_ty), mask=inside)
+    elif TWO:
+        tl.store(second_ptr + column, row.to(second_ptr.dtype.element_ty), mask=inside)
 
 
 def sum_partials(partials: torch.Tensor, results: Sequence[torch.Tensor]) -> Launch:

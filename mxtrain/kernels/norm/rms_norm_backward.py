@@ -108,6 +108,13 @@ def _persistent_kernel(
 
 
 @triton.jit
+def _add_to(partials_ptr, values, column, columns, has_sums):
+    """Add values to a program's row of partial sums. Before its first tile, without ``has_sums``, memory holds none."""
+    before = tl.load(partials_ptr + column, mask=column < tl.where(has_sums, columns, 0), other=0.0)
+    tl.store(partials_ptr + column, before + values, mask=column < columns)
+
+
+@triton.jit
 def _looped_kernel(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, dtotal_ptr, dx_ptr, partials_ptr, rows, columns: tl.constexpr,
     CENTERED: tl.constexpr, WEIGHT: tl.constexpr, DTOTAL: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
@@ -137,8 +144,6 @@ def _looped_kernel(
         projection = tl.sum(products, 1)[:, None] / columns
         if CENTERED:
             mean_of_h = tl.sum(sums, 1)[:, None] / columns
-        # The program's first tile starts the sums.
-        to_add_to = tl.where(tile == program, 0, columns)
         for first in tl.range(0, columns, COLUMNS, num_stages=STAGES):
             column = (first + lane)[None, :]
             mask = (row < rows) & (column < columns)
@@ -158,15 +163,11 @@ def _looped_kernel(
                 dx += tl.load(dtotal_ptr + start + column, mask=mask, other=0.0).to(tl.float32)
             tl.store(dx_ptr + start + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
             if DWEIGHT:
-                inside = first + lane < columns
-                partials = partials_ptr + tl.cast(program, tl.int64) * columns + first + lane
-                before = tl.load(partials, mask=first + lane < to_add_to, other=0.0)
-                tl.store(partials, before + tl.sum(dy * xhat, 0), mask=inside)
+                of_dweight = partials_ptr + tl.cast(program, tl.int64) * columns
+                _add_to(of_dweight, tl.sum(dy * xhat, 0), first + lane, columns, tile != program)
             if DBIAS:
-                inside = first + lane < columns
-                partials = _partials_of_dbias(partials_ptr, columns, DWEIGHT) + first + lane
-                before = tl.load(partials, mask=first + lane < to_add_to, other=0.0)
-                tl.store(partials, before + tl.sum(dy, 0), mask=inside)
+                of_dbias = _partials_of_dbias(partials_ptr, columns, DWEIGHT)
+                _add_to(of_dbias, tl.sum(dy, 0), first + lane, columns, tile != program)
         if DWEIGHT or DBIAS:
             # Threads may load partial sums that another thread stored.
             tl.debug_barrier()

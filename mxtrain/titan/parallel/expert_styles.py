@@ -34,7 +34,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.nn.decompose_k_router import DecomposeKRouter
 from mxtrain.nn.local_linear import LocalLinear
 from mxtrain.nn.three_gemms import QuantizedLinear
-from mxtrain.titan.parallel.tensor_parallel import DEGREE, Columnwise, Rowwise
+from mxtrain.titan.parallel.tensor_parallel import DEGREE, Columnwise, Rowwise, restyled
 
 
 class Boundary(PrepareModuleInput):
@@ -144,8 +144,8 @@ def is_boundary(style: ParallelStyle) -> bool:
 
 def boundary(style: PrepareModuleInputOutput) -> PrepareModuleInputOutput:
     """Return the same style with gradients of the input as parts of sums."""
-    new, new.prepare_module_input = copy.copy(style), copy.copy(style.prepare_module_input)
-    new.prepare_module_input.__class__ = Boundary
+    new = copy.copy(style)
+    new.prepare_module_input = restyled(style.prepare_module_input, Boundary)
     new.prepare_module_input.use_local_output = False  # Boundary makes the local tensor
     return new
 
@@ -161,8 +161,4 @@ _INNER = {
 
 def inner_style(style: ParallelStyle) -> ParallelStyle:
     """Return the style that does within a boundary what ``style`` does in TorchTitan's plans, with parts of sums."""
-    if type(style) not in _INNER:
-        return style
-    new = copy.copy(style)
-    new.__class__ = _INNER[type(style)]
-    return new
+    return restyled(style, _INNER[type(style)]) if type(style) in _INNER else style

@@ -105,6 +105,13 @@ def _group(device_mesh: DeviceMesh) -> str:
     return device_mesh.get_group().group_name
 
 
+def restyled(style: ParallelStyle, kind: type[ParallelStyle]) -> ParallelStyle:
+    """Return a copy of a style as one of a subclass. Their constructors take different arguments."""
+    new = copy.copy(style)
+    new.__class__ = kind
+    return new
+
+
 def style_for(fqn: str, module: nn.Module | None, style: ParallelStyle, device_mesh: DeviceMesh) -> ParallelStyle:
     """Return the style that does for ``module`` what ``style`` does for the module that it replaced.
 
@@ -120,17 +127,13 @@ def style_for(fqn: str, module: nn.Module | None, style: ParallelStyle, device_m
     if isinstance(module, MXNorm | QuantizedLinear):
         for own in (GatheringNorm, Columnwise, Rowwise):
             if type(style) is own.__base__:
-                new = copy.copy(style)
-                new.__class__ = own
-                return new
+                return restyled(style, own)
         raise ConfigError(
             f"{DEGREE} = {device_mesh.size()} splits {fqn} by {type(style).__name__}, which works in high precision "
             f"only, and it is an {type(module).__name__}: allowed is 1, or mxnorm.filter_fqns that match it"
         )
     if type(style) is RowwiseParallel and isinstance(module, nn.Embedding):
-        new = copy.copy(style)
-        new.__class__ = WaitingEmbedding
-        return new
+        return restyled(style, WaitingEmbedding)
     if type(style) is PrepareModuleInput and any(isinstance(child, MXNormLinear) for child in module.children()):
         new = copy.copy(style)
         new.input_layouts = (None, *style.input_layouts[1:])
