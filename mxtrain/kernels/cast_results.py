@@ -4,6 +4,7 @@ A cast kernel writes one of three forms. "codes": codes and row-major scales. "b
 the 128x4 layout that the tensor cores read. "image": the bf16 values that codes and scales stand for.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -69,6 +70,11 @@ def casts_of(results: list[torch.Tensor], form: str) -> list[Cast]:
     if form == "image":
         return [Cast(data, None) for data in results]
     return [Cast(*pair) for pair in zip(results[::2], results[1::2])]
+
+
+def by_dim(results: list[torch.Tensor], dims: Iterable[int], form: str) -> dict[int, Cast]:
+    """Name the tensors that an op returned for the casts of a matrix along ``dims``, the one along 1 first."""
+    return dict(zip(sorted(dims, reverse=True), casts_of(results, form)))
 
 
 def as_bytes(x: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,6 +1,6 @@
 """GEMM operands in MXFP8, or left in high precision for recipes without a format."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -149,7 +149,7 @@ def quantize(
     """
     if recipe.format is not None and runs_kernels(mode, x.device.type):
         form = KERNEL_FORM[mode]
-        return _operands(dims, form, cast_kernel.cast(x, recipe, dims, form, row_factor, column_factor))
+        return _operands(form, cast_kernel.cast(x, recipe, dims, form, row_factor, column_factor))
     if row_factor is not None:
         x = scale_rows(x, row_factor)
     if column_factor is not None:
@@ -170,14 +170,14 @@ def quantize_joined(
         # Every block lies in one part, so its scale does not depend on other parts.
         return quantize(torch.cat(tuple(parts), axis), recipe, mode, dims, column_factor=column_factor)
     form = KERNEL_FORM[mode]
-    return _operands(dims, form, joined_cast_kernel.joined_cast(parts, axis, recipe, dims, form, column_factor))
+    return _operands(form, joined_cast_kernel.joined_cast(parts, axis, recipe, dims, form, column_factor))
 
 
-def _operands(dims: tuple[int, ...], form: str, results: Sequence[tuple]) -> dict[int, Operand]:
+def _operands(form: str, casts_by_dim: Mapping[int, tuple]) -> dict[int, Operand]:
     # The kernel transposes codes because the tensor cores need that. Images only need a transposed view.
     return {
         dim: Operand(data.t() if dim == 0 and form == "image" else data, scales)
-        for dim, (data, scales) in zip(dims, results)
+        for dim, (data, scales) in casts_by_dim.items()
     }
 
 

@@ -156,11 +156,11 @@ def dual_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
     x = draw(shape, device)
 
     def are_casts(results, form: str) -> bool:
-        return is_cast(results[0], x, 1, form) and is_cast(results[1], x, 0, form)
+        return all(is_cast(result, x, dim, form) for dim, result in results.items())
 
     def are_torchaos_casts(results) -> bool:
-        (row_codes, row_scales), (column_codes, column_scales) = results
-        return are_casts(((row_codes, row_scales), (column_codes.t(), column_scales)), "codes")
+        by_row, (column_codes, column_scales) = results
+        return are_casts({1: by_row, 0: (column_codes.t(), column_scales)}, "codes")
 
     return [
         Entry("torchao triton dim0 + dim1", lambda: torchao_dual(x), (x,), are_torchaos_casts),
@@ -284,7 +284,7 @@ def fold_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
                 lambda form=form: cast(weight, RECIPE, (1, 0), form, column_factor=gain),
                 (weight, gain),
                 lambda results, form=form: all(
-                    is_cast(result, weight * gain, dim, form) for result, dim in zip(results, (1, 0))
+                    is_cast(result, weight * gain, dim, form) for dim, result in results.items()
                 ),
                 (f"fold, {form} in PyTorch, compiled",),
             )

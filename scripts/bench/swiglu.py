@@ -104,22 +104,26 @@ def both(x: Inputs, form: str) -> list:
 
 
 def unfused_forward(gate, up, form: str) -> list:
-    return [*cast(F.silu(gate) * up, RECIPE, (1,), form)]
+    return [*cast(F.silu(gate) * up, RECIPE, (1,), form).values()]
 
 
 def unfused_backward(dh, gate, up, form: str) -> list:
     """dgate and dup, each with both casts, and h again for its cast along tokens."""
     dgate, dup = reference.swiglu_backward(dh, gate, up)
     h = F.silu(gate) * up
-    return [*cast(dgate, RECIPE, (1, 0), form), *cast(dup, RECIPE, (1, 0), form), *cast(h, RECIPE, (0,), form)]
+    return [
+        *cast(dgate, RECIPE, (1, 0), form).values(),
+        *cast(dup, RECIPE, (1, 0), form).values(),
+        *cast(h, RECIPE, (0,), form).values(),
+    ]
 
 
 def unfused_step(dh, gate, up, form: str) -> list:
     """As mxtrain trains without the fusion: the forward casts h twice, and keeps its cast along tokens."""
     h = F.silu(gate) * up
-    rows, columns = cast(h, RECIPE, (1,), form), cast(h, RECIPE, (0,), form)
+    rows, columns = cast(h, RECIPE, (1,), form)[1], cast(h, RECIPE, (0,), form)[0]
     dgate, dup = reference.swiglu_backward(dh, gate, up)
-    return [*rows, *cast(dgate, RECIPE, (1, 0), form), *cast(dup, RECIPE, (1, 0), form), *columns]
+    return [rows, *cast(dgate, RECIPE, (1, 0), form).values(), *cast(dup, RECIPE, (1, 0), form).values(), columns]
 
 
 def peer(function: Callable, form: str, *args: torch.Tensor) -> Entry:

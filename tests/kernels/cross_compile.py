@@ -81,7 +81,7 @@ def cases(everything: bool) -> dict:
 
     for name, form in (*itertools.product(["bf16"], FORMS), ("fp32", "codes")):
         add_norm(f"{name} {form}", matrix(DTYPES[name]), form=form)
-        for dims in ((1,), (0,), (0, 1)) if everything else ((0, 1),):
+        for dims in ((1,), (0,), (1, 0)) if everything else ((1, 0),):
             add_cast(f"{name} {form} {dims}", matrix(DTYPES[name]), dims=dims, form=form)
     bf16 = torch.bfloat16
     for columns in (96, 768, 16384, LOOPED) if everything else (LOOPED,):
@@ -93,9 +93,9 @@ def cases(everything: bool) -> dict:
         add_norm("bf16 residual", matrix(bf16), residual=matrix(bf16))
     add_norm("bf16 floor", matrix(bf16), recipe=floor)
     add_norm("bf16 residual looped", matrix(bf16, LOOPED), form="blocked", residual=matrix(bf16, LOOPED))
-    add_cast("bf16 floor", matrix(bf16), recipe=floor, dims=(0, 1), form="image")
+    add_cast("bf16 floor", matrix(bf16), recipe=floor, dims=(1, 0), form="image")
     add_cast("bf16 row factor", matrix(bf16), dims=(0,), form="image", row_factor=vector(ROWS))
-    add_cast("bf16 column factor", matrix(bf16), dims=(0, 1), form="blocked", column_factor=vector(4096, bf16))
+    add_cast("bf16 column factor", matrix(bf16), dims=(1, 0), form="blocked", column_factor=vector(4096, bf16))
     found["cast fp32 to bf16 image"] = lambda: torch.ops.mxtrain.cast(
         matrix(torch.float32), None, None, True, True, True, "rceil", "image"
     )
@@ -161,7 +161,7 @@ def cases(everything: bool) -> dict:
     # Triton turns a count of one into a constant.
     one = matrix(bf16, 32, rows=1)
     add_norm("one block", one)
-    add_cast("one block", one, dims=(0, 1), form="blocked", row_factor=vector(1), column_factor=vector(32))
+    add_cast("one block", one, dims=(1, 0), form="blocked", row_factor=vector(1), column_factor=vector(32))
     found["swiglu_backward_cast one block"] = lambda: swiglu_backward_cast(one, one, one, rceil, (1, 0), "codes")
     element = matrix(bf16, 1, rows=1)
     found["norm_backward one element"] = lambda: norm_backward(element, element, vector(1))

@@ -229,8 +229,8 @@ def check_cast(x, rounding="rceil", form="codes", dims=(1,), row_factor=None, co
         product = product * row_factor[:, None]
     if column_factor is not None:
         product = product * column_factor
-    assert len(results) == len(dims)
-    for dim, result in zip(dims, results):
+    assert results.keys() == {*dims}
+    for dim, result in results.items():
         assert_is_cast(result, product, rounding, form, dim)
 
 

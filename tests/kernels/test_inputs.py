@@ -43,7 +43,7 @@ ESTIMATE = rms_estimate()
 
 
 def call_cast(x, row_factor, column_factor):
-    return [t for result in cast(x, RECIPE, (1, 0), "codes", row_factor, column_factor) for t in result]
+    return [t for result in cast(x, RECIPE, (1, 0), "codes", row_factor, column_factor).values() for t in result]
 
 
 class Function(NamedTuple):
@@ -108,11 +108,11 @@ def test_no_rows(form, dtype):
     data, scales, rho, total = mxnorm_cast(x, ESTIMATE, RECIPE, form, x)
     image = form == "image"
     scales_shape = {"codes": (0, 3), "blocked": (0,)}.get(form)
-    for got, got_scales in ((data, scales), cast(x, RECIPE, (1,), form)[0]):
+    for got, got_scales in ((data, scales), cast(x, RECIPE, (1,), form)[1]):
         assert got.shape == (0, 96) and got.dtype == (torch.bfloat16 if image else torch.float8_e4m3fn)
         assert got_scales is None if image else got_scales.shape == scales_shape
     assert rho.shape == (0,) and rho.dtype == torch.float32 and total.shape == (0, 96) and total.dtype == dtype
-    ((data, scales),) = cast(x, RECIPE, (0,), form)
+    data, scales = cast(x, RECIPE, (0,), form)[0]
     assert data.shape == ((0, 96) if image else (96, 0))
     assert scales is None if image else scales.numel() == 0
     dx = norm_backward(x, x, torch.empty(0))
@@ -126,7 +126,7 @@ def test_no_columns(form):
     x = torch.empty(5, 0)
     with pytest.raises(ValueError, match=r"x \(5, 0\)"):
         mxnorm_cast(x, ESTIMATE, RECIPE, form)
-    for dim, (data, scales) in zip((1, 0), cast(x, RECIPE, (1, 0), form)):
+    for dim, (data, scales) in cast(x, RECIPE, (1, 0), form).items():
         assert data.shape == ((5, 0) if form == "image" or dim == 1 else (0, 32))
         assert scales is None or scales.numel() == 0
     assert norm_backward(x, x, torch.ones(5)).shape == (5, 0)
@@ -189,7 +189,7 @@ def test_row_lengths_that_mxnorm_cast_refuses(columns):
 
 
 @pytest.mark.parametrize("columns", [1, 33])
-@pytest.mark.parametrize("dims", [(1,), (0, 1), (1, 0)], ids=str)
+@pytest.mark.parametrize("dims", [(1,), (1, 0)], ids=str)
 def test_row_lengths_that_cast_refuses(dims, columns):
     with pytest.raises(ValueError, match=rf"x \(2, {columns}\)"):
         cast(torch.ones(2, columns), RECIPE, dims)
@@ -277,7 +277,7 @@ def test_mxnorm_cast_past_32_bit_offsets(huge, form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_cast_past_32_bit_offsets(huge, dim, form):
-    ((data, scales),) = cast(huge, RECIPE, (dim,), form)
+    data, scales = cast(huge, RECIPE, (dim,), form)[dim]
     if form == "blocked":
         scales, form = casts.from_blocked(scales, huge.shape[1 - dim], -(-huge.shape[dim] // 32)), "codes"
     for rows in some_rows(huge):

@@ -18,7 +18,7 @@ from mxtrain.kernels.cast_results import (
     MXFP8_STORAGE,
     Cast,
     as_bytes,
-    casts_of,
+    by_dim,
     empty_cast,
     empty_column_cast,
     flat,
@@ -31,7 +31,7 @@ from mxtrain.kernels.mxfp8.arithmetic import BLOCK, e4m3_codes, e4m3_image, mult
 from mxtrain.recipes.recipe import Recipe
 from mxtrain.untraced import untraced
 
-DIMS = ((1,), (0,), (1, 0), (0, 1))
+DIMS = ((1,), (0,), (1, 0))
 
 
 @triton.jit
@@ -215,12 +215,6 @@ _cast = register_op(
 )
 
 
-def in_order(results: list[torch.Tensor], dims: tuple[int, ...], form: str) -> tuple[Cast, ...]:
-    """Return the casts that an op returned, the one along dimension 1 first, in the order of ``dims``."""
-    by_dim = dict(zip(sorted(dims, reverse=True), casts_of(results, form)))
-    return tuple(by_dim[dim] for dim in dims)
-
-
 def cast(
     x: torch.Tensor,
     recipe: Recipe,
@@ -228,14 +222,14 @@ def cast(
     form: str = "codes",
     row_factor: torch.Tensor | None = None,
     column_factor: torch.Tensor | None = None,
-) -> tuple[Cast, ...]:
+) -> dict[int, Cast]:
     """Return the MXFP8 casts of x [R, C] in blocks of 32 along each of ``dims``, all from one read of x.
 
     Args:
         x: bf16 or fp32 [R, C]; C a multiple of 32 for a cast along dimension 1. Along dimension 0 the last block may
             be incomplete: it is padded with zeros.
         recipe: an MXFP8 recipe; gives the scale rounding.
-        dims: (1,), (0,), or both in either order.
+        dims: (1,), (0,) or (1, 0).
         form: "codes": float8_e4m3fn codes with the reduced dimension last ([R, C], and [C, R rounded up to a multiple
             of 32] along dimension 0) and row-major float8_e8m0fnu scales; "blocked": the same codes, scales flat in the
             128x4 layout; "image": the bf16 values [R, C] that codes and scales stand for, not transposed.
@@ -243,14 +237,14 @@ def cast(
         column_factor: bf16 or fp32 [C], likewise.
 
     Returns:
-        (data, scales) for each of ``dims``; scales is None for an image.
+        (data, scales) for each dimension; scales is None for an image.
 
     Raises:
         ValueError: for another shape, dtype or device.
     """
     check_mxfp8(recipe)
     results = _checked_cast(x, row_factor, column_factor, tuple(dims), recipe.scale_rounding, form)
-    return in_order(results, dims, form)
+    return by_dim(results, dims, form)
 
 
 @untraced

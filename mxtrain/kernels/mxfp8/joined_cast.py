@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from mxtrain.errors import require_one_of
-from mxtrain.kernels.cast_results import FORMS, Cast, flat
+from mxtrain.kernels.cast_results import FORMS, Cast, by_dim, flat
 from mxtrain.kernels.checks import check_mxfp8, check_parts, check_whole_blocks, contiguous_factors
 from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.mxfp8.arithmetic import BLOCK
-from mxtrain.kernels.mxfp8.cast import DIMS, in_order, launch_cast, results_for
+from mxtrain.kernels.mxfp8.cast import DIMS, launch_cast, results_for
 from mxtrain.recipes.recipe import Recipe
 from mxtrain.untraced import untraced
 
@@ -55,7 +55,7 @@ def joined_cast(
     dims: tuple[int, ...],
     form: str = "blocked",
     column_factor: torch.Tensor | None = None,
-) -> tuple[Cast, ...]:
+) -> dict[int, Cast]:
     """Return ``mxfp8.cast.cast`` of ``torch.cat(parts, axis)``, which is never stored. One launch for each part.
 
     Args:
@@ -69,7 +69,7 @@ def joined_cast(
     """
     check_mxfp8(recipe)
     results = _checked_cast(list(parts), axis, column_factor, tuple(dims), recipe.scale_rounding, form)
-    return in_order(results, dims, form)
+    return by_dim(results, dims, form)
 
 
 @untraced

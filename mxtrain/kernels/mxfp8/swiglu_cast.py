@@ -23,7 +23,7 @@ import triton.language as tl
 
 from mxtrain.errors import require_one_of
 from mxtrain.kernels.blocks import rounded, tile_start
-from mxtrain.kernels.cast_results import FORMS, Cast, as_bytes, casts_of, flat
+from mxtrain.kernels.cast_results import FORMS, Cast, as_bytes, by_dim, casts_of, flat
 from mxtrain.kernels.checks import check_matrix, check_mxfp8, check_whole_blocks
 from mxtrain.kernels.device import converts_fp8
 from mxtrain.kernels.integers import cdiv
@@ -249,7 +249,7 @@ def swiglu_cast(
     """
     _check(recipe, dims, form, gate=gate, up=up)
     results = _swiglu_cast(gate, up, 1 in dims, 0 in dims, recipe.scale_rounding, form)
-    return dict(zip(sorted(dims, reverse=True), casts_of(results, form)))
+    return by_dim(results, dims, form)
 
 
 class SwiGLUBackwardCasts(NamedTuple):
@@ -290,8 +290,7 @@ def swiglu_backward_cast(
         dh, gate, up, 1 in dims, 0 in dims, h_columns, joined, recipe.scale_rounding, form
     )  # fmt: skip
     casts, dims = casts_of(results, form), sorted(dims, reverse=True)
-    count = len(dims)
-    dup = {} if joined else dict(zip(dims, casts[count:]))
+    dup = {} if joined else dict(zip(dims, casts[len(dims) :]))
     return SwiGLUBackwardCasts(dict(zip(dims, casts)), dup, casts[-1] if h_columns else None)
 
 

@@ -21,7 +21,7 @@ from mxtrain.kernels.cast_results import (
     NVFP4_STORAGE,
     Cast,
     as_bytes,
-    casts_of,
+    by_dim,
     empty_cast,
     empty_column_cast,
     flat,
@@ -289,7 +289,7 @@ def nvfp4_cast(
     dims = checked_dims(tensor_scales)
     scales = tensor_scales.get(1), tensor_scales.get(0)
     results = _checked_cast(x, row_factor, column_factor, *scales, signs, draws, form)
-    return dict(zip(dims, casts_of(results, form)))
+    return by_dim(results, dims, form)
 
 
 def checked_dims(tensor_scales: Mapping[int, object]) -> list[int]:

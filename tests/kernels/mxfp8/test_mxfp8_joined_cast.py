@@ -18,8 +18,9 @@ def check(parts, axis, dims, form, rounding="rceil", **factor):
     expected = cast(torch.cat(parts, axis), recipe, dims, form, **factor)
     with poisoned_memory():
         results = joined_cast(parts, axis, recipe, dims, form, **factor)
-    for got, want in zip(results, expected, strict=True):
-        assert_same_results(got, want)
+    assert results.keys() == expected.keys() == {*dims}
+    for dim, want in expected.items():
+        assert_same_results(results[dim], want)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -35,16 +36,16 @@ def test_the_bits_of_the_joined_matrix(form):
 @pytest.mark.sweep
 @pytest.mark.parametrize("form", FORMS)
 def test_every_setting(form):
-    for dims, rounding, dtype in itertools.product([(1,), (0,), (1, 0), (0, 1)], RECIPES, DTYPES):
+    for dims, rounding, dtype in itertools.product([(1,), (0,), (1, 0)], RECIPES, DTYPES):
         check([ugly(43, columns, seed=columns, dtype=dtype) for columns in (96, 32, 160)], 1, dims, form, rounding)
         stacked = [ugly(rows, 160, seed=rows, dtype=dtype) for rows in (96, 32, 64)]
         check(stacked, 0, dims, form, rounding, column_factor=draw(160, dtype=dtype))
 
 
 def test_views_no_tokens_and_one_part():
-    check([part.t() for part in (draw(64, 5), draw(32, 5))], 1, (0, 1), "blocked")
-    check([draw(0, 64), draw(0, 32)], 1, (0, 1), "blocked")
-    check([draw(32, 32)], 0, (0, 1), "blocked")
+    check([part.t() for part in (draw(64, 5), draw(32, 5))], 1, (1, 0), "blocked")
+    check([draw(0, 64), draw(0, 32)], 1, (1, 0), "blocked")
+    check([draw(32, 32)], 0, (1, 0), "blocked")
 
 
 @pytest.mark.parametrize(("shape", "dims"), [((40, 64), (0,)), ((32, 40), (1, 0))], ids=["rows", "columns"])
