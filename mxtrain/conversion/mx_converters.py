@@ -36,8 +36,8 @@ class MXLinearConverter(Converter):
         recipes: pattern of linears, or of modules that hold some -> their recipe in the place of ``recipe``. The last
             pattern that matches wins. ``filter_fqns`` and ``high_precision_share`` come first.
         scale_rounding, tensor_scale, weight_tiles, hadamard, stochastic_rounding, high_precision_share: settings of
-            ``mxtrain.Recipe``; None keeps the recipe's own. Blocks are the members of the outermost ModuleLists and
-            ModuleDicts; of n blocks the last share * n, rounded to nearest, stay.
+            ``mxtrain.Recipe``; None keeps the recipe's own. Of n blocks (``conversion.blocks``) the last share * n,
+            rounded to nearest, stay.
         mode: "native", "emulated", "reference", or "auto": the best mode of the device that a layer's input is on.
         graph_passes: whether ``torch.compile``, in this thread and from now on, fuses casts with the operations before
             them and computes complex products as real ones (``mxtrain.inductor``).
@@ -100,6 +100,11 @@ class MXLinearConverter(Converter):
             for fqn, (recipe, setting) in chosen.items()
             if recipe.name == HIGH_PRECISION
         }
+        if self.high_precision_share and not survey.blocks:
+            raise ConfigError(
+                f"high_precision_share = {self.high_precision_share} finds no blocks in this {survey.kind}: name the "
+                "modules to keep in filter_fqns"
+            )
         last_blocks = in_last_blocks(survey.modules, survey.blocks, self.default_recipe.high_precision_share)
         heads = dict.fromkeys(survey.heads, "is the output head") if self.filter_fqns is None else {}
         kept = in_high_precision | last_blocks | heads | self._filtered(survey)
@@ -117,6 +122,8 @@ class MXLinearConverter(Converter):
                 skipped[fqn] = kept[fqn]
             elif linear.is_gate:
                 skipped[fqn] = "is the gate of a router, whose choices are sensitive to rounding"
+            elif linear.is_in_gate:
+                skipped[fqn] = "is a part of a router, whose choices are sensitive to rounding"
             elif not linear.is_plain:
                 skipped[fqn] = f"is a {linear.kind}"
             elif linear.shares_weight:
@@ -252,7 +259,7 @@ def _why_norm_stays(
         return f"no linear was seen to use its output{unfollowed}"
     if kept_linears := [linear for linear in linears if linear in kept]:
         return f"feeds {', '.join(kept_linears)}, {kept[kept_linears[0]]}"
-    if gates := [linear for linear in linears if survey.linears[linear].is_gate]:
+    if gates := [linear for linear in linears if survey.linears[linear].is_gate or survey.linears[linear].is_in_gate]:
         return f"feeds {', '.join(gates)}, the gate of a router"
     if again := [linear for linear in dict.fromkeys(linears) if uses.calls[linear] != 1]:
         return f"feeds {', '.join(again)}, which is called more than once"

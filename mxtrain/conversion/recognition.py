@@ -1,9 +1,6 @@
-"""The norms, linears and blocks of a model, as plain values.
+"""The norms and linears of a model, as plain values. A norm of any class is recognised by its results."""
 
-An RMSNorm or LayerNorm of any class is recognised by its results, the gate of a router by its name.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import signature
 from typing import NamedTuple
@@ -12,15 +9,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from mxtrain.conversion.gates import is_gate, is_in_gate
 from mxtrain.conversion.structural_copy import structural_copy, without_global_hooks
 from mxtrain.nn.fused_layer_norm import FusedLayerNorm
 from mxtrain.nn.fused_rms_norm import FusedRMSNorm
+from mxtrain.nn.recipe_module import RecipeModule
 
 # Rows of these magnitudes tell any eps apart from its neighbours: with eps = 1e-6 it dominates the smallest rows.
 _MAGNITUDES = (1e-4, 1e-2, 1.0, 100.0)
-
-# Names of the output head in TorchTitan's models and in Hugging Face's.
-HEAD_NAMES = ("output", "lm_head")
 
 
 class NormFacts(NamedTuple):
@@ -61,6 +57,7 @@ class LinearFacts:
         is_plain: whether its class is ``nn.Linear`` itself.
         is_gate: whether it is the gate of a router.
         shares_weight: whether another module owns its weight, too.
+        is_in_gate: whether it lies in a module that is called as a gate is.
     """
 
     in_features: int
@@ -69,33 +66,38 @@ class LinearFacts:
     is_plain: bool
     is_gate: bool
     shares_weight: bool
+    is_in_gate: bool = False
 
 
 def looks_like_rms_norm(module: nn.Module) -> bool:
-    """Whether the module's class is called an RMSNorm."""
-    return "rmsnorm" in type(module).__name__.lower()
+    """Whether the module's class is called an RMSNorm, or derived from PyTorch's."""
+    is_derived = isinstance(module, nn.RMSNorm) and not isinstance(module, RecipeModule)
+    return is_derived or "rmsnorm" in _name_of(module)
 
 
 def looks_like_layer_norm(module: nn.Module) -> bool:
-    """Whether the module's class is called a LayerNorm."""
-    return "layernorm" in type(module).__name__.lower()
+    """Whether the module's class is called a LayerNorm, or derived from PyTorch's."""
+    return isinstance(module, nn.LayerNorm) or "layernorm" in _name_of(module)
+
+
+def _name_of(module: nn.Module) -> str:
+    return type(module).__name__.lower().replace("_", "")
 
 
 def rms_norm_facts(module: nn.Module) -> NormFacts | None:
     """Which ``nn.RMSNorm`` the module is or computes; None for any other module.
 
-    Many models bring an RMSNorm class of their own, with a 1-D ``weight`` and an eps under some name. Such a module is
-    run on random rows with a random weight, in training and in evaluation. The rows form a matrix and then a batch of
-    sequences, which shows whether the module normalizes the last dimension. It is an RMSNorm if its results are those
-    of ``F.rms_norm`` for one of the floats that it holds as attributes. (A norm that scales by 1 + weight is not, one
-    that is called a LayerNorm may be, as T5's.) A copy of the module runs; the module's own weight may be on the meta
-    device. A module whose forward takes more than x, such as a gate or a residual, is none: random rows alone do not
-    show what it does with the rest.
+    Many models bring an RMSNorm class of their own, with "norm" in its name, a 1-D ``weight``, and an eps under some
+    name. Such a module is run on random rows with a random weight, in training and in evaluation. The rows form a
+    matrix and then a batch of sequences, which shows whether the module normalizes the last dimension. It is an RMSNorm
+    if its results have the dtype of the rows and are those of ``F.rms_norm`` for one of the numbers that it holds as
+    attributes. (A norm that scales by 1 + weight is not, one that is called a LayerNorm may be, as T5's.)
+    A copy of the module runs; the module's own weight may be on the meta device. A module whose forward takes more than
+    x, such as a gate or a residual, is none: random rows alone do not show what it does with the rest.
     """
-    if type(module) in (nn.RMSNorm, FusedRMSNorm):
+    if isinstance(module, nn.RMSNorm) and type(module).forward in (nn.RMSNorm.forward, FusedRMSNorm.forward):
         return NormFacts(tuple(module.normalized_shape), module.eps, module.elementwise_affine)
-    is_called_norm = looks_like_rms_norm(module) or looks_like_layer_norm(module)
-    if not is_called_norm or dict(module.named_parameters()).keys() != {"weight"}:
+    if "norm" not in _name_of(module) or dict(module.named_parameters()).keys() != {"weight"}:
         return None
     eps = _eps_of(module, lambda rows, weight, eps: F.rms_norm(rows, weight.shape, weight, eps))
     return None if eps is None else NormFacts(tuple(module.weight.shape), eps, True)
@@ -104,14 +106,18 @@ def rms_norm_facts(module: nn.Module) -> NormFacts | None:
 def layer_norm_facts(module: nn.Module) -> LayerNormFacts | None:
     """Which ``nn.LayerNorm`` the module is or computes; None for any other module.
 
-    A model's own class with "LayerNorm" in its name runs on random rows as in ``rms_norm_facts``, with a random weight
-    and, if it has a bias, a random bias.
+    A model's own class runs on random rows as in ``rms_norm_facts``, with a random weight and, if it has a bias, a
+    random bias.
     """
-    if type(module) in (nn.LayerNorm, FusedLayerNorm):
+    if isinstance(module, nn.LayerNorm) and type(module).forward in (nn.LayerNorm.forward, FusedLayerNorm.forward):
         has_bias = module.bias is not None
         return LayerNormFacts(tuple(module.normalized_shape), module.eps, module.elementwise_affine, has_bias)
     names = dict(module.named_parameters()).keys()
-    if not looks_like_layer_norm(module) or names not in ({"weight"}, {"weight", "bias"}):
+    if (
+        isinstance(module, nn.RMSNorm)
+        or "norm" not in _name_of(module)
+        or names not in ({"weight"}, {"weight", "bias"})
+    ):
         return None
 
     def normalize(rows, weight, eps, bias=None):
@@ -124,6 +130,8 @@ def layer_norm_facts(module: nn.Module) -> LayerNormFacts | None:
 
 def _eps_of(module: nn.Module, normalize: Callable[..., torch.Tensor], noise: float = 0.0) -> float | None:
     """The eps for which ``module`` has the results of ``normalize(rows, weight=..., eps=...)``; None if there is none.
+
+    A module that returns another dtype than it gets has none.
 
     Args:
         normalize: gets random rows, and a random vector for every parameter under its name.
@@ -148,35 +156,23 @@ def _eps_of(module: nn.Module, normalize: Callable[..., torch.Tensor], noise: fl
             copy = structural_copy(module)
             runs = [(x, training) for x in (rows, sequences) for training in (True, False)]
             results = [torch.func.functional_call(copy.train(training), vectors, (x,)) for x, training in runs]
+            in_bf16 = {name: vector.bfloat16() for name, vector in vectors.items()}
+            of_bf16 = torch.func.functional_call(copy, in_bf16, (rows.bfloat16(),))
     except Exception:  # the module is no function of rows and these vectors
         return None
     if any(not isinstance(y, torch.Tensor) or y.shape != x.shape for (x, _), y in zip(runs, results)):
         return None
-    for eps in {value for value in vars(module).values() if isinstance(value, float)}:
+    if of_bf16.dtype != torch.bfloat16:
+        return None
+    numbers = {
+        value for value in vars(module).values() if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    for eps in numbers:
         want = normalize(rows, eps=eps, **vectors)
         limit = 1e-4 * want.abs() + noise * want.abs().amax(1, keepdim=True)
         if all(((result.float().reshape(rows.shape) - want).abs() <= limit).all() for result in results):
             return eps
     return None
-
-
-def is_gate_of(parent: nn.Module, name: str) -> bool:
-    """Whether the child ``name`` of ``parent`` is a router's gate: the parent is called a router, or has experts.
-
-    TorchTitan's models all have the class ``TokenChoiceTopKRouter``. Those of transformers have the children ``gate``
-    and ``experts`` in one block; since its release 5 many of these gates are routers of their own and no linears.
-    """
-    return name == "gate" and ("router" in type(parent).__name__.lower() or "experts" in parent._modules)
-
-
-def find_other_gates(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The class of every gate that is no linear, as in transformers 5; ``modules`` as for ``find_norms``."""
-    gates = {}
-    for fqn, module in modules.items():
-        parent, _, name = fqn.rpartition(".")
-        if fqn and is_gate_of(modules[parent], name) and not isinstance(module, nn.Linear):
-            gates[fqn] = type(module).__name__
-    return gates
 
 
 def find_gates(model: nn.Module) -> dict[str, nn.Module]:
@@ -217,7 +213,11 @@ def _what_it_is(lookalike: nn.Module, name: str) -> str:
     kind = type(lookalike).__name__
     if not dict(lookalike.named_parameters()):
         return f"is a {kind} without a weight to tell its row length: use nn.{name}(D, elementwise_affine=False)"
-    return f"is a {kind} that does not compute what nn.{name} does"
+    if unknown := sorted(dict(lookalike.named_parameters()).keys() - {"weight", "bias"}):
+        return f"is a {kind} with the parameters {', '.join(unknown)}, which nn.{name} does not have"
+    if len(signature(lookalike.forward).parameters) != 1:
+        return f"is a {kind} whose forward takes more than x"
+    return f"is a {kind} that does not compute what nn.{name} does, in the dtype of x and with an attribute as eps"
 
 
 def find_linears(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:
@@ -229,15 +229,15 @@ def find_linears(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:
     linears = {}
     for fqn, module in modules.items():
         if fqn and isinstance(module, nn.Linear):
-            parent, _, name = fqn.rpartition(".")
             weight = module._parameters.get("weight")  # module.weight would compute a parametrized weight
             linears[fqn] = LinearFacts(
                 in_features=module.in_features,
                 out_features=module.out_features,
                 kind=_kind(module),
                 is_plain=type(module) is nn.Linear,
-                is_gate=is_gate_of(modules[parent], name),
+                is_gate=is_gate(modules, fqn),
                 shares_weight=owners.get(id(weight), 1) > 1,
+                is_in_gate=is_in_gate(modules, fqn),
             )
     return linears
 
@@ -246,30 +246,3 @@ def _kind(linear: nn.Linear) -> str:
     kind = type(linear)
     is_namesake = kind is not nn.Linear and kind.__name__ == nn.Linear.__name__
     return f"{kind.__module__}.{kind.__qualname__}" if is_namesake else kind.__name__
-
-
-def find_blocks(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    """The members of the outermost ModuleLists and ModuleDicts; ``modules`` as for ``find_norms``."""
-    containers, blocks = [], []
-    for fqn, module in modules.items():
-        is_nested = any(not outer or fqn.startswith(outer + ".") for outer in containers)
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not is_nested:
-            containers.append(fqn)
-            blocks += [f"{fqn}.{name}".removeprefix(".") for name, _ in module.named_children()]
-    return tuple(blocks)
-
-
-def find_heads(
-    modules: Mapping[str, nn.Module], linears: Mapping[str, LinearFacts], blocks: Sequence[str]
-) -> tuple[str, ...]:
-    """The linears from the last hidden state to logits over the vocabulary; usually one, or none.
-
-    Heads lie outside the blocks. They are called "output" or "lm_head". In a model without these names, the last linear
-    whose weight has the shape of an embedding's is the head.
-    """
-    outside = [fqn for fqn in linears if "." not in fqn or not any(f"{fqn}.".startswith(f"{b}.") for b in blocks)]
-    if named := [fqn for fqn in outside if fqn.rpartition(".")[2] in HEAD_NAMES]:
-        return tuple(named)
-    embeddings = {(m.num_embeddings, m.embedding_dim) for m in modules.values() if isinstance(m, nn.Embedding)}
-    shaped = [fqn for fqn in outside if (linears[fqn].out_features, linears[fqn].in_features) in embeddings]
-    return tuple(shaped[-1:])

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn as nn
 
+from mxtrain.conversion.blocks import find_blocks, find_heads
+from mxtrain.conversion.gates import find_other_gates
 from mxtrain.conversion.holders import attributes_that_hold_modules
 from mxtrain.conversion.instance_state import has_function_as_forward, hooks_on_values, why_it_must_stay
 from mxtrain.conversion.norm_uses import NormUses, watch
@@ -14,12 +16,9 @@ from mxtrain.conversion.recognition import (
     LayerNormFacts,
     LinearFacts,
     NormFacts,
-    find_blocks,
-    find_heads,
     find_layer_norms,
     find_linears,
     find_norms,
-    find_other_gates,
 )
 from mxtrain.conversion.refusals import refuse_unfit_model
 from mxtrain.conversion.selection import names_of
@@ -41,7 +40,7 @@ class Survey:
         device_type: where the parameters are; None while they are on the meta device, or on several devices.
         modules: every module.
         names: every name of every module -> its FQN.
-        blocks: the members of the outermost ModuleLists and ModuleDicts.
+        blocks: the layers that the model repeats (``find_blocks``).
         norms: every module that is an RMSNorm or computes one.
         lookalikes: modules that are called an RMSNorm but are not known to compute one -> what they are.
         linears: every linear.

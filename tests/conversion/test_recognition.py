@@ -7,13 +7,10 @@ import torch.nn as nn
 from mxtrain import DecomposeKRouter, FusedLayerNorm, FusedRMSNorm, MXNorm
 from mxtrain.conversion.recognition import (
     LinearFacts,
-    find_blocks,
     find_gates,
-    find_heads,
     find_layer_norms,
     find_linears,
     find_norms,
-    find_other_gates,
     layer_norm_facts,
     rms_norm_facts,
 )
@@ -100,6 +97,52 @@ def test_a_models_own_rms_norm_is_found_with_its_eps(eps):
         torch.set_default_dtype(torch.float32)
 
 
+class Norm(OwnRMSNorm):
+    """Called neither an RMSNorm nor a LayerNorm."""
+
+
+class Derived(nn.RMSNorm):
+    pass
+
+
+class DerivedRMSNorm(nn.RMSNorm):
+    def forward(self, x):
+        return super().forward(x.float()).to(x.dtype)
+
+
+class Fp32RMSNorm(OwnRMSNorm):
+    """Its result is fp32 whatever x is, as some models want it before an fp32 head."""
+
+    def forward(self, x):
+        return super().forward(x.float()).float()
+
+
+class ScaledRMSNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        return nn.functional.rms_norm(x, (64,), self.scale, 1e-6)
+
+
+def test_what_a_norm_is_called_does_not_count():
+    assert rms_norm_facts(Norm(eps=1e-5)) == ((64,), 1e-5, True)
+    assert rms_norm_facts(Derived(64, 1e-5)) == ((64,), 1e-5, True)
+    assert rms_norm_facts(DerivedRMSNorm(64, 1e-5)) == ((64,), 1e-5, True)
+
+
+def test_norms_that_a_swap_would_change_are_named():
+    model = nn.ModuleDict({"fp32": Fp32RMSNorm(), "scaled": ScaledRMSNorm(), "more": NeedsMoreRMSNorm()})
+    norms, lookalikes = find_norms(dict(model.named_modules()))
+    assert not norms and lookalikes == {
+        "fp32": "is a Fp32RMSNorm that does not compute what nn.RMSNorm does, in the dtype of x and with an attribute "
+        "as eps",
+        "scaled": "is a ScaledRMSNorm with the parameters scale, which nn.RMSNorm does not have",
+        "more": "is a NeedsMoreRMSNorm whose forward takes more than x",
+    }
+
+
 @pytest.mark.parametrize("kind", [nn.RMSNorm, FusedRMSNorm])
 def test_pytorchs_norm_and_the_fused_norm_keep_their_arguments(kind):
     assert rms_norm_facts(kind(64)) == ((64,), kind(64).eps, True)
@@ -131,7 +174,8 @@ def test_the_reasons_of_norms_by_name_only():
     assert lookalikes == {
         "plain": "is a WithoutWeightRMSNorm without a weight to tell its row length: "
         "use nn.RMSNorm(D, elementwise_affine=False)",
-        "drops": "is a DroppingRMSNorm that does not compute what nn.RMSNorm does",
+        "drops": "is a DroppingRMSNorm that does not compute what nn.RMSNorm does, "
+        "in the dtype of x and with an attribute as eps",
     }
 
 
@@ -226,60 +270,20 @@ def test_the_modules_of_a_model():
     modules = dict(model.named_modules())
     assert find_norms(modules) == (
         {"blocks.1": ((8,), None, True)},
-        {"strange": "is a ShiftedRMSNorm that does not compute what nn.RMSNorm does"},
+        {
+            "strange": "is a ShiftedRMSNorm that does not compute what nn.RMSNorm does, "
+            "in the dtype of x and with an attribute as eps"
+        },
     )
     linears = find_linears(modules)
-    assert linears["router.gate"] == LinearFacts(8, 4, "Linear", is_plain=True, is_gate=True, shares_weight=False)
+    assert linears["router.gate"] == LinearFacts(
+        8, 4, "Linear", is_plain=True, is_gate=True, shares_weight=False, is_in_gate=True
+    )
     assert linears["own.gate"] == LinearFacts(
         8, 4, "DecomposeKRouter", is_plain=False, is_gate=True, shares_weight=False
     )
     assert [fqn for fqn, facts in linears.items() if facts.is_gate] == ["router.gate", "own.gate"]
     assert [fqn for fqn, facts in linears.items() if facts.shares_weight] == ["a.0", "b"]
-    assert find_blocks(modules) == ("blocks", "router", "own", "strange", "a", "b"), "the outermost container counts"
-    assert find_blocks(dict(model["blocks"].named_modules())) == ("0", "1")
-    twins = nn.Module()
-    twins.layers, twins.layers_2 = (nn.ModuleList([nn.Linear(8, 8)]) for _ in range(2))
-    assert find_blocks(dict(twins.named_modules())) == ("layers.0", "layers_2.0")
     assert find_norms(dict(nn.RMSNorm(8).named_modules())) == ({}, {}), "nothing can replace the model itself"
     assert find_gates(model) == {"router.gate": model["router"].gate, "own.gate": model["own"].gate}
     assert not find_gates(model["blocks"]) and list(find_gates(model["router"])) == ["gate"]
-
-
-class TopKRouter(nn.Module):
-    """As the gates of transformers 5."""
-
-
-def test_a_gate_beside_experts_is_a_routers():
-    block = nn.ModuleDict({"gate": nn.Linear(8, 4), "experts": nn.ModuleList()})
-    assert not find_other_gates(dict(block.named_modules()))
-    other = nn.ModuleDict({"mlp": nn.ModuleDict({"gate": TopKRouter(), "experts": nn.ModuleList()})})
-    assert find_other_gates(dict(other.named_modules())) == {"mlp.gate": "TopKRouter"} and not find_gates(other)
-    assert find_gates(block) and not find_gates(nn.ModuleDict({"gate": nn.Linear(8, 4), "up": nn.Linear(8, 4)}))
-
-
-@pytest.mark.parametrize(
-    ("embedding", "head", "expected"),
-    [
-        (nn.Embedding(96, 8), nn.Linear(8, 96), ("head",)),
-        (nn.Embedding(95, 8), nn.Linear(8, 97), ()),
-        (nn.Embedding(8, 8), nn.Linear(8, 8), ("head",)),
-    ],
-    ids=["head", "another shape", "square"],
-)
-def test_the_last_linear_outside_the_blocks_with_an_embeddings_shape_is_the_head(embedding, head, expected):
-    model = nn.Module()
-    model.embedding, model.layers, model.up = embedding, nn.ModuleList([nn.Linear(8, 8)]), nn.Linear(8, 96)
-    model.head = head
-    modules = dict(model.named_modules())
-    assert find_heads(modules, find_linears(modules), find_blocks(modules)) == expected, (
-        "the last one, outside the blocks"
-    )
-
-
-def test_an_output_head_may_be_known_by_its_name():
-    model = nn.Module()
-    model.layers, model.lm_head = nn.ModuleList([nn.ModuleDict({"output": nn.Linear(8, 8)})]), nn.Linear(8, 96)
-    modules = dict(model.named_modules())
-    assert find_heads(modules, find_linears(modules), find_blocks(modules)) == ("lm_head",)
-    modules = dict(nn.ModuleDict({"embedding": nn.Embedding(96, 8), "lm_head": nn.Linear(8, 96)}).named_modules())
-    assert find_heads(modules, find_linears(modules), find_blocks(modules)) == ("lm_head",), "in the model's own dict"

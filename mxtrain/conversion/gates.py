@@ -1,0 +1,50 @@
+"""The gates of routers in mixtures of experts, recognised by names."""
+
+from collections.abc import Mapping
+
+import torch.nn as nn
+
+_NAMES = ("gate", "gating")
+
+
+def is_gate(modules: Mapping[str, nn.Module], fqn: str) -> bool:
+    """Whether a linear is a router's gate: it is called so, or it is the only linear in a module that is.
+
+    A gate is called "router"; or "gate" or "gating", beside "experts" or in a class with "Router" in its name. All
+    models of TorchTitan have ``TokenChoiceTopKRouter``, and models of transformers have ``gate`` and ``experts`` in one
+    block. (The gate of a gated feed-forward stands beside no experts.)
+
+    Args:
+        modules: every module of a model by FQN.
+    """
+    return _is_called_gate(modules, fqn) or any(
+        sum(isinstance(part, nn.Linear) for part in modules[outer].modules()) == 1
+        for outer in _outer_gates(modules, fqn)
+    )
+
+
+def is_in_gate(modules: Mapping[str, nn.Module], fqn: str) -> bool:
+    """Whether a module lies in one that is called as a gate is; arguments as for ``is_gate``."""
+    return bool(_outer_gates(modules, fqn))
+
+
+def _outer_gates(modules: Mapping[str, nn.Module], fqn: str) -> list[str]:
+    parts = fqn.split(".")
+    outer = [".".join(parts[:end]) for end in range(1, len(parts))]
+    return [each for each in outer if _is_called_gate(modules, each)]
+
+
+def _is_called_gate(modules: Mapping[str, nn.Module], fqn: str) -> bool:
+    parent, _, name = fqn.rpartition(".")
+    is_router = "router" in type(modules[parent]).__name__.lower()
+    return name == "router" or (name in _NAMES and (is_router or "experts" in modules[parent]._modules))
+
+
+def find_other_gates(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The class of every gate that holds no linear, as in transformers 5; ``modules`` as for ``is_gate``."""
+    gates = {}
+    for fqn, module in modules.items():
+        has_linear = any(isinstance(part, nn.Linear) for part in module.modules())
+        if fqn and _is_called_gate(modules, fqn) and not has_linear:
+            gates[fqn] = type(module).__name__
+    return gates
