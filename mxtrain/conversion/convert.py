@@ -7,10 +7,13 @@ from mxtrain.conversion.plan import Plan
 from mxtrain.conversion.registry import get_converter
 from mxtrain.conversion.survey import survey
 from mxtrain.conversion.swap import swap
+from mxtrain.errors import ConfigError
 from mxtrain.inductor.passes import install, remove
 
 
-def convert(model: nn.Module, converter: str = "mxnorm", *, example_inputs: tuple | None = None, **settings) -> Plan:
+def convert(
+    model: nn.Module, converter: str = "mxnorm", *, example_inputs: tuple | None = None, prefix: str = "", **settings
+) -> Plan:
     """Swap norms, linears or gates of ``model`` in place. Parameters and FQNs stay, so checkpoints load either way.
 
     Convert a model before it is wrapped, sharded or compiled. A module with hooks, parametrizations, or a forward or
@@ -33,6 +36,10 @@ def convert(model: nn.Module, converter: str = "mxnorm", *, example_inputs: tupl
             stands for one row of 32 token ids. "mxnorm" sees in this pass what uses the norms. All converters see which
             layers are called with keywords, and whose weights other code uses, and keep these; without
             ``example_inputs`` only "mxnorm" does.
+        prefix: FQN of ``model`` within a whole model that is converted in parts, such as "layers.0". Layers then have
+            the random bits that a conversion of the whole would give them. Without a prefix, layers with the same name
+            in two parts have the same random bits: signs of the Hadamard transform, and rounding noise. Names in
+            settings and in the plan are those within the part, whose blocks ``high_precision_share`` counts.
         **settings: the fields of the converter's class (``mx_converters``, ``kernel_converters``), such as ``p=1`` or
             ``filter_fqns=["lm_head", "layers.0"]``. None stands for a field's default.
 
@@ -41,18 +48,22 @@ def convert(model: nn.Module, converter: str = "mxnorm", *, example_inputs: tupl
 
     Raises:
         ConfigError: for an unknown converter or setting, a filter that matches no module, a name in ``recipes`` that
-            matches no linear, features that no block divides, parameters in float16 or float64, ``example_inputs`` that
-            are no tuple, a forward pass that fails on the meta device, a model that is wrapped, sharded, compiled or
-            was converted before, or one with nothing to convert. The model is then unchanged.
+            matches no linear, or only an output head that stays by default, features that no block divides, parameters
+            in float16 or float64, ``example_inputs`` that are no tuple, a prefix that is no FQN, a forward pass that
+            fails on the meta device, a model that is wrapped, sharded, compiled or was converted before, or one with
+            nothing to convert. The model is then unchanged.
     """
-    return apply(get_converter(converter, settings), model, example_inputs)
+    # Another spelling of a name, such as "layers.0.", would give other bits.
+    if not isinstance(prefix, str) or (prefix and not all(prefix.split("."))):
+        raise ConfigError(f"prefix = {prefix!r} is not the FQN of a module, such as 'layers.0'")
+    return apply(get_converter(converter, settings), model, example_inputs, prefix)
 
 
-def apply(converter: Converter, model: nn.Module, example_inputs: tuple | None = None) -> Plan:
+def apply(converter: Converter, model: nn.Module, example_inputs: tuple | None = None, prefix: str = "") -> Plan:
     """``convert`` with a converter that has its settings already."""
     facts = survey(model, example_inputs, watch_norms=converter.watches_norms)
     plan = converter.plan(facts)
-    swap(model, plan)
+    swap(model, plan, prefix)
     if converter.graph_passes is True:
         install()
     elif converter.graph_passes is False:

@@ -81,13 +81,20 @@ def move_attributes(fqn: str, old: nn.Module, new: nn.Module) -> None:
             )
 
 
-def why_it_must_stay(module: nn.Module) -> str | None:
-    """What a norm or linear has that a new module in its place would lose, and the way out; None for nothing."""
+def why_it_must_stay(module: nn.Module, is_around_mxnorm: bool = False) -> str | None:
+    """What a norm or linear has that a new module in its place would lose, and the way out; None for nothing.
+
+    Args:
+        is_around_mxnorm: whether a swap would make it an MXNorm or a linear behind one.
+    """
     if is_parametrized(module):
         names = ", ".join(module.parametrizations)
         return f"has a parametrization of {names}, which a swap would lose: register it after conversion"
     if hooks := [kind for table, kind in _HOOKS.items() if getattr(module, table)]:
-        return f"has {' and '.join(hooks)}, which a swap would lose: register it after conversion"
+        # Hooks there find a NormedInput among inputs or outputs, and None among gradients.
+        unless = ", unless it needs the norm's result or its gradient as a tensor"
+        way_out = f"register it after conversion{unless if is_around_mxnorm and hooks_on_values(module) else ''}"
+        return f"has {' and '.join(hooks)}, which a swap would lose: {way_out}"
     for name in ("weight",) if isinstance(module, nn.Linear) else ("weight", "bias"):
         if reason := _why_parameter_must_stay(module, name):
             return reason

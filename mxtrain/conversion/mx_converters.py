@@ -3,13 +3,14 @@
 from collections.abc import Collection, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import ClassVar
 
 import torch
 
 from mxtrain.conversion.base import NOT_ONE_DIMENSION, Converter, why_lookalikes_stay
 from mxtrain.conversion.plan import Plan, Swap, ToMXNorm, ToQuantizedLinear
-from mxtrain.conversion.selection import in_last_blocks, recipes_of_linears
+from mxtrain.conversion.selection import in_last_blocks, recipes_of_linears, selected
 from mxtrain.conversion.survey import Survey
 from mxtrain.conversion.weights import weight_uses
 from mxtrain.errors import ConfigError, require_one_of
@@ -34,7 +35,8 @@ class MXLinearConverter(Converter):
         recipe: what the operands of linears are cast to: a name for all three GEMMs, or one for each as in
             "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". Linears whose three GEMMs are "bf16" stay.
         recipes: pattern of linears, or of modules that hold some -> their recipe in the place of ``recipe``. The last
-            pattern that matches wins. ``filter_fqns`` and ``high_precision_share`` come first.
+            pattern that matches wins. ``filter_fqns`` and ``high_precision_share`` come first. A pattern of the output
+            head alone is refused while ``filter_fqns`` is None.
         scale_rounding, tensor_scale, weight_tiles, hadamard, stochastic_rounding, high_precision_share: settings of
             ``mxtrain.Recipe``; None keeps the recipe's own. Of n blocks (``conversion.blocks``) the last share * n,
             rounded to nearest, stay.
@@ -66,7 +68,7 @@ class MXLinearConverter(Converter):
         )
         require_one_of("mode", self.mode, ("auto", *MODES))
         require_one_of("graph_passes", self.graph_passes, (True, False))
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+        if not isinstance(self.seed, Integral) or isinstance(self.seed, bool):
             raise ConfigError(f"seed = {self.seed!r} is not an integer")
 
     def plan(self, survey: Survey) -> Plan:
@@ -107,8 +109,19 @@ class MXLinearConverter(Converter):
             )
         last_blocks = in_last_blocks(survey.modules, survey.blocks, self.default_recipe.high_precision_share)
         heads = dict.fromkeys(survey.heads, "is the output head") if self.filter_fqns is None else {}
+        self._refuse_recipe_of_head(survey, heads)
         kept = in_high_precision | last_blocks | heads | self._filtered(survey)
         return {fqn: recipe for fqn, (recipe, _) in chosen.items()}, kept
+
+    def _refuse_recipe_of_head(self, survey: Survey, heads: Collection[str]) -> None:
+        """Raise ConfigError for a name in ``recipes`` that matches only output heads, which stay by default."""
+        for pattern, recipe in self.recipe_by_pattern.items():
+            linears = {fqn for fqn in selected(survey.names, pattern, "recipes") if fqn in survey.linears}
+            if linears.issubset(heads) and recipe.name != HIGH_PRECISION:
+                raise ConfigError(
+                    f"recipes: {pattern!r} matches only the output head, which stays in high precision while "
+                    "filter_fqns is unset: set filter_fqns to the modules that stay, [] for none"
+                )
 
     def _plan_linears(
         self, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str], fed: Collection[str] = ()

@@ -133,9 +133,10 @@ def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms
 def _unswappable(modules: Mapping[str, nn.Module], fqns: Iterable[str], uses: NormUses | None) -> dict[str, str]:
     holders = attributes_that_hold_modules(modules)
     keywords, outside = ({}, {}) if uses is None else (uses.keywords, uses.outside)
+    around_mxnorms = set() if uses is None else _around_mxnorms(uses)
     reasons = {}
     for fqn in fqns:
-        if reason := why_it_must_stay(modules[fqn]):
+        if reason := why_it_must_stay(modules[fqn], fqn in around_mxnorms):
             reasons[fqn] = reason
         elif holder := holders.get(id(modules[fqn])):
             reasons[fqn] = f"is also held by {holder}, which a swap would not reach: hold it as a child module only"
@@ -144,6 +145,12 @@ def _unswappable(modules: Mapping[str, nn.Module], fqns: Iterable[str], uses: No
         elif fqn in outside:
             reasons[fqn] = f"its weight is used outside of it, by {outside[fqn]}, where nothing would be quantized"
     return reasons
+
+
+def _around_mxnorms(uses: NormUses) -> set[str]:
+    """The norms whose output only linears use, and these linears."""
+    feeds = {norm: linears for norm, linears in uses.linears.items() if linears and not uses.others[norm]}
+    return set(feeds).union(*feeds.values())
 
 
 def _watch(

@@ -9,18 +9,21 @@ from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.three_gemms import QuantizedLinear
 
 
-def swap(model: nn.Module, plan: Plan) -> None:
+def swap(model: nn.Module, plan: Plan, prefix: str = "") -> None:
     """Put the new modules of ``plan`` in their places, under all names that the old ones have.
 
     Attributes that were set on an old module move to the new one. All new modules are built before the first one is put
     in its place, and that step runs no code of the model, so that an error leaves the model unchanged.
+
+    Args:
+        prefix: FQN of ``model`` within a whole model. Keys of random bits are made from the names there.
 
     Raises:
         ConfigError: for a module with an attribute whose name the new module uses itself.
     """
     old = {fqn: model.get_submodule(fqn) for fqn in plan.swaps}
     with torch.inference_mode(False):  # tensors that a new module makes would be useless for training
-        built = {fqn: _build(fqn, old[fqn], step) for fqn, step in plan.swaps.items()}
+        built = {fqn: _build(fqn, old[fqn], step, prefix) for fqn, step in plan.swaps.items()}
     for norm, linears in plan.groups.items():
         built[norm].group = LinearGroup([built[fqn] for fqn in linears])
     new = {id(old[fqn]): module for fqn, module in built.items()}
@@ -48,8 +51,8 @@ def _is_quantized(module: nn.Module) -> bool:
     return any(isinstance(part, QuantizedLinear) for part in module.modules())
 
 
-def _build(fqn: str, old: nn.Module, step: Swap) -> nn.Module:
-    new = step.build(fqn, old)
+def _build(fqn: str, old: nn.Module, step: Swap, prefix: str) -> nn.Module:
+    new = step.build(f"{prefix}.{fqn}" if prefix else fqn, old)
     move_attributes(fqn, old, new)
     # An optimizer numbers its states by the order of the parameters.
     for name in [name for name in old._parameters if name in new._parameters]:

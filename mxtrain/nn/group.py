@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from mxtrain.nn.once_differentiable import once_differentiable
 from mxtrain.nn.split import WHOLE
@@ -138,6 +139,9 @@ class GroupCall:
 
 
 def _stays_single(linear: QuantizedLinear) -> bool:
+    # Every access computes the weight anew: each linear would find the outputs out of date and multiply for all.
+    if is_parametrized(linear):
+        return True
     # FSDP2 gathers a DTensor when its linear is called, not before. Other hooks may change weights or inputs.
     is_own_unit = isinstance(linear.weight, DTensor) or len(linear._forward_pre_hooks) > 0
     # A replaced forward may fetch the weight.

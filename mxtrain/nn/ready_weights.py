@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from mxtrain.nn.group import LinearGroup, ReadyGroup
 from mxtrain.nn.mxnorm import MXNorm
@@ -39,7 +40,8 @@ class ReadyWeights:
     """Casts the weights of all swapped linears ahead of the forward.
 
     Weights that are DTensors are left out: FSDP2 gathers them anew in every forward and again in every backward, so a
-    cast could not be used twice. Tensor parallelism makes DTensors, too.
+    cast could not be used twice. Tensor parallelism makes DTensors, too. Parametrized weights and gains are left out,
+    because every access computes a new tensor, which a forward would not take for the one that was cast.
     """
 
     def __init__(self, parts: Iterable[nn.Module]):
@@ -68,8 +70,12 @@ class ReadyWeights:
 
     def _refresh_group(self, norm: MXNorm) -> bool:
         """Cast the weights of a norm's linears as one, if the linears are one GEMM now; return whether they are."""
-        group, gain = norm.group, norm.weight
-        first, weights = group.linears[0], [linear.weight for linear in group.linears]
+        group = norm.group
+        if any(map(is_parametrized, (norm, *group.linears))):
+            group.ready = None
+            return False
+        first, gain = group.linears[0], norm.weight
+        weights = [linear.weight for linear in group.linears]
         gemms = first.gemms(first.weight.device)
         if not group.is_one_gemm(gemms.mode, norm.recipe.needs_signs):
             group.ready = None
@@ -84,10 +90,10 @@ class ReadyWeights:
         return True
 
     def _refresh_single(self, linear: QuantizedLinear) -> None:
-        weight, gain = linear.weight, _gain_of(linear)
-        if isinstance(weight, DTensor) or linear.fed_by is None or linear.layer_state.is_plain:
+        if not _can_be_cast(linear):
             linear.ready = None
             return
+        weight, gain = linear.weight, _gain_of(linear)
         gemms = linear.gemms(weight.device)
         made_from = (gemms.recipe, gemms.mode, _identity(weight), _identity(gain))
         self._register(
@@ -112,6 +118,12 @@ def _cast_group(
         return ReadyGroup((fprop,), dgrad, made_from)
     fprops = tuple(quantize.weight(weight, recipe.fprop, mode, 1, gain) for weight in weights)
     return ReadyGroup(fprops, quantize.weights(weights, recipe.dgrad, mode, 0, gain), made_from)
+
+
+def _can_be_cast(linear: QuantizedLinear) -> bool:
+    if linear.fed_by is None or any(map(is_parametrized, (linear, *linear.fed_by))):
+        return False
+    return not (isinstance(linear.weight, DTensor) or linear.layer_state.is_plain)
 
 
 def _gain_of(linear: QuantizedLinear) -> torch.Tensor | None:

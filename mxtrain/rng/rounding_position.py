@@ -5,6 +5,7 @@ uses the position that its forward saved.
 """
 
 from enum import IntEnum
+from numbers import Integral
 
 import torch
 
@@ -52,9 +53,7 @@ def set_rounding_step(step: int | None, microbatch: int = 0, rank: int | None = 
         _position.clear()
         _numbers.clear()
         return
-    numbers = (step, microbatch, _default_rank() if rank is None else rank)
-    _set(*numbers)
-    _numbers[:] = numbers
+    _numbers[:] = _set(step, microbatch, _default_rank() if rank is None else rank)
 
 
 def set_rounding_chunk(chunk: int, chunks: int) -> None:
@@ -77,15 +76,18 @@ def set_rounding_chunk(chunk: int, chunks: int) -> None:
         _set(step, microbatch * chunks + chunk, rank)
 
 
-def _set(*numbers: int) -> None:
+def _set(*numbers: int) -> list[int]:
+    """Set step, microbatch and rank, and return them as Python's integers: NumPy's overflow."""
     for name, number in zip(("step", "microbatch", "rank"), numbers):
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < _WORD:
+        if isinstance(number, bool) or not isinstance(number, Integral) or not 0 <= number < _WORD:
             raise ValueError(f"{name} = {number!r} is not an integer from 0 to {_WORD - 1}")
+    integers = [int(number) for number in numbers]
     forget_calls()
     for device_type in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         # A fill kernel, because copying from the CPU would wait for all work queued on the GPU.
-        filled = [torch.full((), number, dtype=torch.int64, device=device_type) for number in numbers]
+        filled = [torch.full((), number, dtype=torch.int64, device=device_type) for number in integers]
         _position[device_type] = torch.stack(filled)
+    return integers
 
 
 def step_is_set() -> bool:

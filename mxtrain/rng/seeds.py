@@ -4,6 +4,7 @@ The name is the FQN in the model as built, before checkpointing, compilation, FS
 """
 
 import hashlib
+from numbers import Integral
 
 HADAMARD_SIZE = 16
 
@@ -45,7 +46,7 @@ def weight_seed(seed: int, fqn: str, draw: int) -> int:
 
 def _hash(purpose: bytes, seed: int, fqn: str) -> int:
     """Return 64 bits of BLAKE2b (RFC 7693) of seed and name. Python's ``hash`` differs between processes."""
-    if isinstance(seed, bool) or not isinstance(seed, int):
+    if isinstance(seed, bool) or not isinstance(seed, Integral):
         raise ValueError(f"seed = {seed!r} is not an integer")
     if not isinstance(fqn, str):
         raise ValueError(f"fqn = {fqn!r} is not a string")

@@ -1,11 +1,15 @@
 """What conversion to NVFP4 adds: blocks left in high precision, switches, and numbers from seed and name."""
 
+import re
+
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 from conversion_models import DIM, Attention, FeedForward, Layer, llama, trained
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, convert
+from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.rng.rounding_position import Draws
 from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
@@ -72,6 +76,41 @@ def test_layers_take_their_numbers_from_seed_and_fqn():
     for seed in ("5", True):
         with pytest.raises(ConfigError, match=f"seed = {seed!r} is not an integer"):
             convert(llama(), recipe="nvfp4", seed=seed)
+
+
+def numbers_of(model):
+    """FQN of every layer with random bits -> the numbers that these follow from."""
+    return {fqn: module._numbers for fqn, module in model.named_modules() if isinstance(module, RecipeModule)}
+
+
+@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
+def test_parts_with_a_prefix_have_the_numbers_of_the_whole(converter):
+    settings = dict(recipe="nvfp4", mode="reference", high_precision_share=0, seed=5)
+    whole, parts, unnamed = llama(), llama(), llama()
+    convert(whole, converter, **settings)
+    for i in range(2):
+        inputs = (torch.zeros(1, 8, 64),)
+        plan = convert(parts.layers[i], converter, example_inputs=inputs, prefix=f"layers.{i}", **settings)
+        convert(unnamed.layers[i], converter, example_inputs=inputs, **settings)
+        assert "attention.wo" in plan.linears, "names of the plan are those within the part"
+    assert numbers_of(parts) == numbers_of(whole)
+    first, second = (numbers_of(unnamed)[f"layers.{i}.attention.wo"] for i in range(2))
+    assert first == second, "without a prefix"
+
+
+@pytest.mark.parametrize("prefix", [None, 0, ".", "layers.0.", ".layers", "layers..0"])
+def test_a_prefix_that_is_no_name_is_refused(prefix):
+    model = llama()
+    with pytest.raises(ConfigError, match=f"^prefix = {re.escape(repr(prefix))} is not the FQN of a module"):
+        convert(model, prefix=prefix)
+    assert not numbers_of(model)
+
+
+def test_a_seed_may_be_numpys():
+    models = [llama(), llama()]
+    for model, seed in zip(models, (5, np.int64(5))):
+        convert(model, recipe="nvfp4", mode="reference", seed=seed)
+    assert numbers_of(models[0]) == numbers_of(models[1])
 
 
 def test_a_model_learns_in_nvfp4():

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.parametrize import register_parametrization
 
 from mxtrain import FusedRMSNorm, MXLinear, MXNorm, MXNormLinear, convert
+from mxtrain.nn.normed_input import NormedInput
 
 NORM, FED, GATE, OTHER = "layers.0.ffn_norm", "layers.0.feed_forward.w1", "router.gate", "layers.0.attention.wo"
 
@@ -29,6 +30,10 @@ HOOKS = {
     "load-state-dict pre-hook": lambda module, hook: module.register_load_state_dict_pre_hook(hook),
     "load-state-dict post-hook": lambda module, hook: module.register_load_state_dict_post_hook(hook),
 }
+
+
+# What the advice adds for a hook that would see what passes from an MXNorm to its linears.
+NO_TENSOR = ", unless it needs the norm's result or its gradient as a tensor"
 
 
 class Router(nn.Module):
@@ -75,6 +80,8 @@ def test_a_linear_with_a_hook_stays_and_so_does_its_norm(kind):
     plan = convert(model, mode="reference")
     name = kind.split(",")[0].removesuffix(" with kwargs")
     reason = f"has a {name}, which a swap would lose: register it after conversion"
+    if "dict" not in kind:
+        reason += NO_TENSOR
     assert plan.skipped[FED] == reason and plan.skipped[NORM] == f"feeds {FED}, {reason}"
     assert type(model.get_submodule(FED)) is nn.Linear and type(model.get_submodule(NORM)) is nn.RMSNorm
     assert type(model.layers[0].feed_forward.w3) is MXLinear and type(model.layers[0].attention_norm) is MXNorm
@@ -99,9 +106,36 @@ def test_every_converter_leaves_a_module_with_hooks(converter, fqn):
     assert model.get_submodule(fqn) is module and not calls
     assert plan.skipped[fqn] == (
         "has a forward pre-hook and a forward hook, which a swap would lose: register it after conversion"
+        + (NO_TENSOR if converter == "mxnorm" else "")
     )
     model(TOKENS)
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("fqn", [NORM, FED])
+def test_a_hook_after_conversion_gets_no_tensor_from_an_mxnorm(fqn):
+    model = llama(layers=1)
+    convert(model, mode="reference")
+    hook, calls = recorder()
+    model.get_submodule(fqn).register_forward_hook(hook)
+    loss(model)
+    ((_, (given,), result),) = calls
+    assert isinstance(result if fqn == NORM else given, NormedInput)
+
+
+@pytest.mark.parametrize(
+    ("converter", "fqn", "settings"),
+    [
+        ("mxnorm", OTHER, {}),
+        ("mx_linear", FED, {"example_inputs": (TOKENS,)}),
+        ("fused_norm", NORM, {"example_inputs": (TOKENS,)}),
+    ],
+)
+def test_a_hook_sees_tensors_where_no_mxnorm_passes_its_result(converter, fqn, settings):
+    model = llama(layers=1)
+    model.get_submodule(fqn).register_forward_hook(recorder()[0])
+    plan = convert(model, converter, **settings)
+    assert plan.skipped[fqn] == "has a forward hook, which a swap would lose: register it after conversion"
 
 
 @pytest.mark.parametrize("fqn", [NORM, FED, OTHER])

@@ -10,6 +10,7 @@ from layer_checks import CHECKPOINTING, NormBlock, assert_near, draw, fill, resu
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.nn.utils.parametrize import register_parametrization
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -199,6 +200,43 @@ def test_linears_whose_weights_lie_in_other_places_stay_single(change):
     assert block.norm.group.is_one_gemm("emulated", has_signs=False)
     change(block.linears[2])
     assert not block.norm.group.is_one_gemm("emulated", has_signs=False)
+
+
+class CountedDouble(nn.Module):
+    """A parametrization that counts how often the weight is computed."""
+
+    calls = 0
+
+    def forward(self, weight):
+        if not torch.compiler.is_compiling():
+            self.calls += 1
+        return 2 * weight
+
+
+def parametrize(block):
+    """Give the first and the last linear a parametrization, and leave the second one."""
+    for linear in (block.linears[0], block.linears[2]):
+        register_parametrization(linear, "weight", CountedDouble())
+    return block
+
+
+def test_parametrized_linears_multiply_alone_and_compute_their_weights_rarely():
+    (single, of_single), (grouped, of_group) = (
+        run(parametrize(block_of(mode="reference", grouped=grouped))) for grouped in (False, True)
+    )
+    assert of_group == of_single == 9
+    assert all(torch.equal(a, b) for a, b in zip(grouped, single, strict=True))
+    block = parametrize(block_of(mode="reference"))
+    doubles = [module for module in block.modules() if isinstance(module, CountedDouble)]
+    before = [double.calls for double in doubles]  # PyTorch tries a parametrization when it is registered
+    block(inputs()[0])
+    assert len(before) == 2 and all(double.calls <= calls + 2 for double, calls in zip(doubles, before))
+
+
+def test_parametrized_linears_compile(compile_backend):
+    block, (x, dys) = parametrize(block_of(mode="reference")), inputs()
+    expected = results_of(block, x, *dys)
+    assert_near(results_of(torch.compile(block, backend=compile_backend, fullgraph=True), x, *dys), expected, 1e-6)
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)

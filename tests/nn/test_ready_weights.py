@@ -13,6 +13,7 @@ from torch._dynamo import lookup_backend
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.utils.parametrize import register_parametrization
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
@@ -332,6 +333,22 @@ def test_layers_that_are_not_cast_ahead(casts):
         layer.is_plain = True
     ReadyWeights([block]).refresh()
     assert block.group.ready is None and all(linear.ready is None for linear in block.normed.linears)
+
+
+@pytest.mark.parametrize(
+    ("fqn", "cast_ahead"),
+    [("normed.linears.1", ["normed.linears.0", "out"]), ("normed.norm", ["out"]), ("out", [])],
+)
+def test_parametrized_weights_and_gains_are_not_cast_ahead(fqn, cast_ahead):
+    """Every access computes another tensor, so no forward would find the operands of its own."""
+    block = Block("mxfp8")
+    register_parametrization(block.get_submodule(fqn), "weight", nn.Identity())
+    x = draw(T, D, seed=0)
+    expected = block(x)
+    ReadyWeights([block]).refresh()
+    linears = {name: module for name, module in block.named_modules() if isinstance(module, QuantizedLinear)}
+    assert [name for name, linear in linears.items() if linear.ready is not None] == cast_ahead
+    assert (block.group.ready is not None) == (fqn == "out") and torch.equal(block(x), expected)
 
 
 def test_linears_with_signs_of_their_own_are_cast_one_by_one():

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -54,6 +55,19 @@ def test_every_chunk_of_every_microbatch_has_a_position_of_its_own(device):
     for chunk in (-1, 4):
         with pytest.raises(ValueError, match=f"chunk = {chunk} is not an integer from 0 to 3"):
             set_rounding_chunk(chunk, 4)
+
+
+def test_numpy_integers_are_numbers(device):
+    set_rounding_step(np.int64(3), np.int32(2**30), np.uint8(1))
+    assert position_as_set(device).tolist() == [3, 2**30, 1]
+    set_rounding_chunk(np.int64(1), 3)
+    assert position_as_set(device).tolist() == [3, 3 * 2**30 + 1, 1], "beyond NumPy's 32 bits"
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 1.0, "1"])
+def test_other_values_are_no_numbers(value):
+    with pytest.raises(ValueError, match=f"step = {value!r} is not an integer"):
+        set_rounding_step(value)
 
 
 def test_numbers_out_of_range():
