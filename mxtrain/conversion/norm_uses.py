@@ -12,13 +12,16 @@ import torch.nn as nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from mxtrain.conversion.meta_pass import without_triton_launches
+from mxtrain.conversion.meta_pass import with_empty_flex_attention, without_triton_launches
 from mxtrain.conversion.structural_copy import without_global_hooks
 from mxtrain.errors import ConfigError
+from mxtrain.nn.normed_input import LOOKS
 from mxtrain.nn.writes import version
 
-# Functions that a model may call on an MXNorm's result besides multiplying it: a NormedInput has a shape.
-_HARMLESS = {torch.Tensor.shape.__get__}
+_LOOKS = [getattr(torch.Tensor, name) for name in LOOKS]
+# Functions that a model may call on an MXNorm's result besides multiplying it. The watcher gets a method as it is, and
+# the getter of an attribute.
+_HARMLESS = {*_LOOKS, *(look.__get__ for look in _LOOKS)}
 # Functions that take nothing but the dtype, the device or the shape of the argument at this place.
 _LOOKS_AT = {
     torch.Tensor.type_as: 1,
@@ -98,8 +101,7 @@ class _Watcher(TorchFunctionMode):
 
     def note_unfollowed(self, module: str, values, error: Exception) -> None:
         """Give up on the norms in a module that failed half-way, and on the norms whose outputs it was given."""
-        first_line = (str(error).splitlines() or [""])[0]
-        reason = f"{module}, which fails {self.where} ({type(error).__name__}: {first_line})"
+        reason = f"{module}, which fails {self.where} ({type(error).__name__}: {_first_line(error)})"
         self.unfollowed.append(reason)
         self.note_other_use(values, reason)
         for norm, others in self.others.items():
@@ -185,6 +187,8 @@ def watch(
             torch.random.fork_rng(devices=()),  # a model that skips layers at random draws on the CPU
             without_global_hooks(),
             without_triton_launches(),
+            torch.compiler.set_stance("force_eager"),  # Inductor fails on meta tensors, as in create_block_mask
+            with_empty_flex_attention(),
             watcher,
         ):
             watcher.note_other_use(model(*inputs), "the caller of the model")
@@ -195,6 +199,12 @@ def watch(
             + (f"; before that it did not follow {'; '.join(watcher.unfollowed)}" if watcher.unfollowed else "")
         ) from error
     return watcher.uses()
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of the message. torch.compile names the backend there, and the cause in the next one."""
+    first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{first} {others[0]}" if others and first.endswith("raised:") else first
 
 
 def _not_followed(*args, **kwargs):
@@ -215,7 +225,8 @@ def _watched(watcher: _Watcher, fqn: str, forward, hooks: str | None):
             if not tensors_in:
                 raise
             watcher.note_unfollowed(fqn, (args, kwargs), error)
-            return torch.empty(tensors_in[0].shape, dtype=tensors_in[0].dtype, device="meta")
+            with torch._C.DisableTorchFunction():  # looking at the dtype is no use of a norm's output
+                return torch.empty(tensors_in[0].shape, dtype=tensors_in[0].dtype, device="meta")
         finally:
             watcher.running = caller
         if hooks:

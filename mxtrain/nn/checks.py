@@ -8,6 +8,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from mxtrain.errors import ConfigError
 from mxtrain.nn.normed_input import NormedInput
+from mxtrain.nn.once_differentiable import refuse_transforms
 from mxtrain.recipes.recipe import LinearRecipe
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -16,8 +17,9 @@ DTYPES = (torch.bfloat16, torch.float32)
 def check_input(x: torch.Tensor, features: int, weight: torch.Tensor | None, recipe: LinearRecipe, mode: str) -> None:
     """Raise ValueError unless a layer with this weight, recipe and mode takes x [..., features].
 
-    Raises ConfigError for DTensors, unless nothing is quantized.
+    Raises ConfigError for DTensors, unless nothing is quantized, and RuntimeError in a transform of ``torch.func``.
     """
+    refuse_transforms()
     if any(isinstance(tensor, DTensor) for tensor in (x, weight)) and any(gemm.format for gemm in recipe.gemms):
         raise ConfigError(
             "a quantized layer got a DTensor: PyTorch's tensor parallelism (parallelize_module) does not split its "

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from mxtrain.errors import require_positive_integer
-from mxtrain.nn.once_differentiable import once_differentiable
+from mxtrain.nn.once_differentiable import once_differentiable, refuse_transforms
 from mxtrain.nn.split import own_part
 from mxtrain.ops import decompose_k as ops
 from mxtrain.reference.casts import at_least_fp32
@@ -101,10 +101,11 @@ def decompose_k_mm(
         a, b = a.to(dtype), b.to(dtype)
     ops.check_operands(a, b, bias, epilogue, out_dtype)
     out_dtype = out_dtype or a.dtype
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
-        return _DecomposeKFunction.apply(a, b, bias, epilogue, out_dtype)
+    needs_gradients = any(tensor is not None and tensor.requires_grad for tensor in (a, b, bias))
     # Forward-mode derivatives of the op would be zero. The autograd function refuses them.
-    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+    forward_mode = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+    if forward_mode or (torch.is_grad_enabled() and needs_gradients):
+        refuse_transforms()
         return _DecomposeKFunction.apply(a, b, bias, epilogue, out_dtype)
     return ops.decompose_k_mm(a, b, bias, epilogue, out_dtype)
 

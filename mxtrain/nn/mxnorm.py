@@ -272,14 +272,14 @@ class MXNormLinear(QuantizedLinear):
             return F.linear(x, weight, bias)
         if not isinstance(x, NormedInput):
             raise not_a_norm_result(x)
-        check_norm_result(x, self.weight)
+        weight, bias = self.parts()
+        check_norm_result(x, weight)
         gemms = self.gemms(x.h.device)
         if x.recipe != self.recipe.fprop or x.mode != gemms.mode:
             raise ConfigError(
                 f"this MXNormLinear has recipe {self.recipe.fprop} and mode {gemms.mode!r}, but its input was "
                 f"normalized with recipe {x.recipe} and mode {x.mode!r}"
             )
-        weight, bias = self.parts()
         check_input(x.h, self.in_features, weight, self.recipe, gemms.mode)
         check_dtype("x under autocast", compute_dtype(x.h), self.recipe, gemms.mode)
         y = None if x.call is None else x.call.output(self, x, gemms)

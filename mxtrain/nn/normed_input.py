@@ -10,14 +10,22 @@ from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.ops.gemm import Operand
 from mxtrain.recipes.recipe import Recipe
 
+LOOKS = ("shape", "size", "ndim", "dim", "numel", "device")
+"""Attributes and methods that a ``NormedInput`` shares with the plain norm's result, with equal answers.
+
+``dtype`` is left out: under autocast, or with an fp32 weight, the result of a plain norm may have another dtype than x,
+which depends on the norm's class and on PyTorch's release. ``len`` counts the fields of the tuple.
+"""
+
 
 class NormedInput(NamedTuple):
     """MXNorm's result, for the linears that it feeds. T is the product of the leading dimensions of x.
 
     A tuple, because PyTorch finds tensors in tuples: for FSDP, for hooks on gradients, and where a compiled graph ends.
-    ``_REFUSED`` lists what a model must not do with the tuple. PyTorch itself needs iteration and ``len``, so these
-    stay. The norm comes first, so that a model that iterates fails at the first item. Hooks on the gradients of a norm
-    are those of ``register_full_backward_hook``; the deprecated ``register_backward_hook`` takes the first item.
+    ``LOOKS`` lists what a model may ask the tuple, ``_REFUSED`` what a model must not do with it. PyTorch itself needs
+    iteration and ``len``, so these stay. The norm comes first, so that a model that iterates fails at the first item.
+    Hooks on the gradients of a norm are those of ``register_full_backward_hook``; the deprecated
+    ``register_backward_hook`` takes the first item.
 
     ``torch.is_tensor`` and ``isinstance`` say that the result is no tensor, which the survey of a conversion cannot
     foresee. A model that then uses the result in another way fails; one that goes on without the result does not.
@@ -56,6 +64,23 @@ class NormedInput(NamedTuple):
     def shape(self) -> torch.Size:
         """Shape of x. Attention modules read their batch and sequence sizes from it."""
         return self.h.shape
+
+    def size(self, *args, **kwargs) -> torch.Size | int:
+        return self.h.size(*args, **kwargs)
+
+    @property
+    def ndim(self) -> int:
+        return self.h.ndim
+
+    def dim(self) -> int:
+        return self.h.dim()
+
+    def numel(self) -> int:
+        return self.h.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self.h.device
 
     def __getattr__(self, name: str):
         raise AttributeError(_refusal(self, f"has no {name!r}"))

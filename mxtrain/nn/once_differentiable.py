@@ -1,4 +1,4 @@
-"""Refuses derivatives of the layers' gradients, which would be wrong without an error."""
+"""Refuses derivatives of the layers' gradients, which would be wrong without an error, and transforms of torch.func."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -8,6 +8,10 @@ import torch
 MESSAGE = (
     "mxtrain's layers have no second derivatives: a gradient penalty, a Hessian or another use of create_graph=True "
     "needs a model that was not converted"
+)
+NO_TRANSFORMS = (
+    "mxtrain's layers do not run in transforms of torch.func (grad, vmap, jvp and others): use backward or "
+    "torch.autograd.grad, or a model that was not converted"
 )
 
 
@@ -54,3 +58,12 @@ def _refused(gradient: torch.Tensor | None, sources: list[torch.Tensor]) -> torc
     tensors = gradient.detach().requires_grad_(), *sources
     results = torch._C._functions.DelayedError(MESSAGE.encode(), len(tensors))(*tensors)
     return results[0] if sources else results
+
+
+def refuse_transforms() -> None:
+    """Raise RuntimeError in a transform of ``torch.func``, where autograd functions like the layers' cannot run.
+
+    PyTorch's own error asks for a method of the autograd function. The user has none.
+    """
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(NO_TRANSFORMS)

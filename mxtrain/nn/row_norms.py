@@ -8,6 +8,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
+from mxtrain.nn.once_differentiable import refuse_transforms
 from mxtrain.ops.rms_norm import DTYPES
 from mxtrain.reference.casts import at_least_fp32
 
@@ -49,7 +50,9 @@ def apply_to_rows(
     Raises:
         ValueError: for mismatched shapes or devices, a negative eps, or an unsupported dtype.
         TypeError: for a mix of DTensors and plain tensors.
+        RuntimeError: in a transform of ``torch.func``.
     """
+    refuse_transforms()
     _check(x, vectors, residual)
     check_eps(eps)
     if autocasts and x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):

@@ -39,9 +39,10 @@ REFUSED = {
 }
 
 
-def build(name):
+def build(name, **settings):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SIZES, **LAYERS, **(EXPERTS if name == "Mixtral" else {}))
+    settings |= EXPERTS if name == "Mixtral" else {}
+    config = getattr(transformers, f"{name}Config")(**SIZES, **LAYERS, **settings)
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
@@ -92,6 +93,13 @@ def test_a_model_without_a_cache_is_refused_with_the_reason_and_converts_with_on
     mxtrain.convert(model)
     model.config.use_cache = False
     loss(model).backward()
+
+
+def test_a_model_with_flex_attention_converts():
+    model = build("Llama", attn_implementation="flex_attention")
+    mxtrain.convert(model)
+    kinds = Counter(type(module) for module in model.modules())
+    assert (kinds[MXNorm], kinds[MXNormLinear], kinds[MXLinear]) == tuple(2 * number for number in DENSE)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,6 +1,7 @@
 """What a forward pass on the meta device shows of the uses of norms, and which layers it makes stay."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from conversion_models import DIM
 
 from mxtrain import ConfigError, convert
+from mxtrain.nn.normed_input import LOOKS
 
 
 class UsesNormTwice(nn.Module):
@@ -77,6 +79,33 @@ def test_norms_that_cannot_be_proven_are_left_alone(module, reason):
     assert reason in report.skipped[fqn]
     assert report.norms == {"1": ["2"]}
     inner(torch.randn(3, DIM)).sum().backward()
+
+
+class LooksAtNorm(UsesNormTwice):
+    def __init__(self, look):
+        super().__init__()
+        self.look = look
+
+    def forward(self, x):
+        normed = self.norm(x)
+        self.look(normed)
+        return self.other(self.linear(normed))
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_norm_whose_output_is_only_looked_at_is_swapped(name):
+    model, x = LooksAtNorm(lambda h: h.size(0) if name == "size" else getattr(h, name)), torch.randn(3, DIM)
+    if callable(getattr(x, name)):
+        model.look = lambda h: getattr(h, name)()
+    assert convert(model, filter_fqns=[], example_inputs=(x,)).norms == {"norm": ["linear"]}
+    model(x).sum().backward()
+
+
+@pytest.mark.parametrize(("look", "user"), [(lambda h: h.dtype, "dtype"), (len, "__len__")])
+def test_a_norm_is_left_alone_where_its_replacement_would_answer_otherwise(look, user):
+    model = nn.Sequential(LooksAtNorm(look), nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
+    plan = convert(model, filter_fqns=[], example_inputs=(torch.zeros(3, DIM),))
+    assert plan.skipped["0.norm"] == f"its output is used by {user}" and plan.norms == {"1": ["2"]}
 
 
 class MultipliesJoinedWeights(nn.Module):
@@ -213,6 +242,22 @@ def test_a_norm_that_is_called_by_keyword_stays_after_an_earlier_conversion(firs
 def test_converters_that_need_no_forward_pass_convert_without_one(example_inputs):
     model = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
     assert convert(model, "mx_linear", filter_fqns=[], example_inputs=example_inputs).linears == ["1"]
+
+
+class FailsToCompile(UsesNormTwice):
+    def forward(self, x):
+        self.linear(self.norm(x))
+        raise RuntimeError("backend='inductor' raised:\n\nTypeError: the cause\n  File a.py")
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [(FailsToCompile, "RuntimeError: backend='inductor' raised: TypeError: the cause"), (CannotRunOnMeta, ".*")],
+)
+def test_the_reason_for_a_module_that_fails_names_the_cause_and_nothing_that_the_survey_does_itself(module, message):
+    model = nn.Sequential(nn.RMSNorm(DIM), module(), nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
+    reason = convert(model, filter_fqns=[], example_inputs=(torch.zeros(1, DIM),)).skipped["0"]
+    assert re.fullmatch(rf"its output is used by 1, which fails on the meta device \({message}\), rms_norm", reason)
 
 
 def test_a_module_that_cannot_run_on_meta_is_stepped_over():

@@ -11,7 +11,7 @@ from layer_checks import NormBlock, draw, fields_with_gradients, results_of
 from torch.utils.checkpoint import checkpoint
 
 import mxtrain
-from mxtrain.nn.normed_input import NormedInput
+from mxtrain.nn.normed_input import LOOKS, NormedInput
 
 D, N = 64, 32
 
@@ -129,6 +129,42 @@ def test_a_result_shows_its_norm_and_has_a_shape():
     assert repr(h) == "<the result of MXNorm 'layers.0.attention_norm', [2, 3, 64], for linears only>"
     assert "an MXNorm" in repr(mxtrain.MXNorm(D)(draw(2, D, seed=0)))
     assert re.search(REFUSAL, str(pytest.raises(TypeError, lambda: copy.copy(h)[0]).value))
+
+
+def looks(h) -> dict:
+    answers = {name: getattr(h, name) for name in LOOKS}
+    return {name: answer() if callable(answer) else answer for name, answer in answers.items()}
+
+
+@pytest.mark.parametrize("shape", [(D,), (2, 3, D)])
+def test_a_result_answers_what_the_survey_takes_for_harmless_as_a_tensor(shape):
+    x = draw(*shape, seed=0)
+    h, tensor = new_norm()(x), nn.RMSNorm(D)(x)
+    assert looks(h) == looks(tensor)
+    assert h.size(0) == tensor.size(0) and h.size(dim=-1) == tensor.size(dim=-1)
+
+
+def test_a_result_has_no_dtype():
+    """A plain norm's result may have another dtype than x has."""
+    with pytest.raises(AttributeError, match="the result of MXNorm 'layers.0.attention_norm' has no 'dtype'"):
+        getattr(new_norm()(draw(2, D, seed=0)), "dtype")  # noqa: B009
+
+
+class Looks(Model):
+    def forward(self, x):
+        h = self.norm(x)
+        batch, tokens, _ = h.size()
+        assert tokens == h.size(1) == h.numel() // (batch * D) and h.dim() == h.ndim == 3
+        return self.out(h).view(batch, tokens, 2, -1) + torch.ones((), device=h.device)
+
+
+def test_a_compiled_model_looks_at_a_result():
+    model, x = Looks(), draw(2, 3, D, seed=0)
+    mxtrain.convert(model, mode="reference", filter_fqns=[], example_inputs=(x,))
+    assert type(model.norm) is mxtrain.MXNorm
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert all(map(torch.equal, results_of(compiled, x, dy := draw(2, 3, 2, D // 2, seed=1)), results_of(model, x, dy)))
 
 
 @pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])

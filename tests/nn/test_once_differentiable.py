@@ -1,6 +1,6 @@
 """Second derivatives are refused with one error, also where PyTorch's own decorator gives zeros.
 
-And where there is no gradient, none is computed.
+Transforms of torch.func are refused with another. And where there is no gradient, none is computed.
 """
 
 import pytest
@@ -10,7 +10,7 @@ from layer_checks import CHECKPOINTING, NormBlock, draw, fill, mx_linear
 
 from mxtrain import DecomposeKRouter, FusedLayerNorm, FusedRMSNorm
 from mxtrain.nn.group import LinearGroup
-from mxtrain.nn.once_differentiable import MESSAGE
+from mxtrain.nn.once_differentiable import MESSAGE, NO_TRANSFORMS
 
 D, N, T = 64, 32, 5
 
@@ -66,6 +66,23 @@ def test_second_derivatives_by_single_tensors_are_refused(layer, loss):
         for by in (x, before.weight):
             with pytest.raises(RuntimeError, match="second derivatives"):
                 torch.autograd.grad(first + gradient.square().sum(), [by], retain_graph=True)
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_transforms_are_refused(layer, transform):
+    module, x = LAYERS[layer](), draw(T, D, seed=0)
+    with pytest.raises(RuntimeError) as error:
+        transform(lambda x: loss_of(module(x), LOSSES["sum"]), x)
+    assert str(error.value) == NO_TRANSFORMS
 
 
 class Passes(torch.autograd.Function):
