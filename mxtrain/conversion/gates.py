@@ -31,7 +31,8 @@ def is_in_gate(modules: Mapping[str, nn.Module], fqn: str) -> bool:
 def _outer_gates(modules: Mapping[str, nn.Module], fqn: str) -> list[str]:
     parts = fqn.split(".")
     outer = [".".join(parts[:end]) for end in range(1, len(parts))]
-    return [each for each in outer if _is_called_gate(modules, each)]
+    # A whole mixture of experts may be called "router".
+    return [each for each in outer if _is_called_gate(modules, each) and "experts" not in modules[each]._modules]
 
 
 def _is_called_gate(modules: Mapping[str, nn.Module], fqn: str) -> bool:
@@ -41,10 +42,10 @@ def _is_called_gate(modules: Mapping[str, nn.Module], fqn: str) -> bool:
 
 
 def find_other_gates(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The class of every gate that holds no linear, as in transformers 5; ``modules`` as for ``is_gate``."""
-    gates = {}
-    for fqn, module in modules.items():
-        has_linear = any(isinstance(part, nn.Linear) for part in module.modules())
-        if fqn and _is_called_gate(modules, fqn) and not has_linear:
-            gates[fqn] = type(module).__name__
-    return gates
+    """The class of every gate that is or holds no linear gate, as in transformers 5; ``modules`` as for ``is_gate``."""
+    linear_gates = [fqn for fqn, module in modules.items() if isinstance(module, nn.Linear) and is_gate(modules, fqn)]
+    return {
+        fqn: type(module).__name__
+        for fqn, module in modules.items()
+        if fqn and _is_called_gate(modules, fqn) and not any(f"{gate}.".startswith(f"{fqn}.") for gate in linear_gates)
+    }

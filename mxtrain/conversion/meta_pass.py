@@ -1,4 +1,4 @@
-"""Keeps a forward pass on the meta device from launching Triton kernels, and lets it pass flex_attention."""
+"""Keeps a forward pass on the meta device from launching Triton kernels, and lets it pass what refuses the device."""
 
 from contextlib import contextmanager
 from unittest import mock
@@ -28,6 +28,18 @@ def _refuse(kernel, grid):
         raise RuntimeError("it launches a Triton kernel, which has no meta version")
 
     return launch
+
+
+@contextmanager
+def with_autocast_of_meta():
+    """Let ``torch.autocast``, which refuses the meta device, do nothing there: models pass it a tensor's device."""
+    original = torch.autocast.__init__
+
+    def init(self, device_type, *args, **kwargs):
+        original(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+    with mock.patch.object(torch.autocast, "__init__", init):
+        yield
 
 
 @contextmanager

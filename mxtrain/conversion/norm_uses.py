@@ -6,13 +6,14 @@ its weights exist. It is followed through the module tree and through every PyTo
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from threading import RLock
 
 import torch
 import torch.nn as nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from mxtrain.conversion.meta_pass import with_empty_flex_attention, without_triton_launches
+from mxtrain.conversion.meta_pass import with_autocast_of_meta, with_empty_flex_attention, without_triton_launches
 from mxtrain.conversion.structural_copy import without_global_hooks
 from mxtrain.errors import ConfigError
 from mxtrain.nn.normed_input import LOOKS
@@ -22,6 +23,9 @@ _LOOKS = [getattr(torch.Tensor, name) for name in LOOKS]
 # Functions that a model may call on an MXNorm's result besides multiplying it. The watcher gets a method as it is, and
 # the getter of an attribute.
 _HARMLESS = {*_LOOKS, *(look.__get__ for look in _LOOKS)}
+# The pass changes what holds for the whole process, such as torch.compile's stance. No other thread may run compiled
+# code or flex_attention meanwhile.
+_ONE_AT_A_TIME = RLock()
 # Functions that take nothing but the dtype, the device or the shape of the argument at this place.
 _LOOKS_AT = {
     torch.Tensor.type_as: 1,
@@ -182,11 +186,13 @@ def watch(
             vars(module)["forward"] = _watched(watcher, fqn, forward, hooks.get(fqn))
     try:
         with (
+            _ONE_AT_A_TIME,
             torch.inference_mode(False),  # writes are not counted in inference mode
             torch.no_grad(),
             torch.random.fork_rng(devices=()),  # a model that skips layers at random draws on the CPU
             without_global_hooks(),
             without_triton_launches(),
+            with_autocast_of_meta(),
             torch.compiler.set_stance("force_eager"),  # Inductor fails on meta tensors, as in create_block_mask
             with_empty_flex_attention(),
             watcher,

@@ -80,6 +80,10 @@ def looks_like_layer_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.LayerNorm) or "layernorm" in _name_of(module)
 
 
+def _may_be_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.RMSNorm | nn.LayerNorm) or "norm" in _name_of(module)
+
+
 def _name_of(module: nn.Module) -> str:
     return type(module).__name__.lower().replace("_", "")
 
@@ -90,14 +94,14 @@ def rms_norm_facts(module: nn.Module) -> NormFacts | None:
     Many models bring an RMSNorm class of their own, with "norm" in its name, a 1-D ``weight``, and an eps under some
     name. Such a module is run on random rows with a random weight, in training and in evaluation. The rows form a
     matrix and then a batch of sequences, which shows whether the module normalizes the last dimension. It is an RMSNorm
-    if its results have the dtype of the rows and are those of ``F.rms_norm`` for one of the numbers that it holds as
+    if its results have the dtype of the rows and are those of ``F.rms_norm`` for one of the floats that it holds as
     attributes. (A norm that scales by 1 + weight is not, one that is called a LayerNorm may be, as T5's.)
     A copy of the module runs; the module's own weight may be on the meta device. A module whose forward takes more than
     x, such as a gate or a residual, is none: random rows alone do not show what it does with the rest.
     """
-    if isinstance(module, nn.RMSNorm) and type(module).forward in (nn.RMSNorm.forward, FusedRMSNorm.forward):
+    if type(module) in (nn.RMSNorm, FusedRMSNorm):
         return NormFacts(tuple(module.normalized_shape), module.eps, module.elementwise_affine)
-    if "norm" not in _name_of(module) or dict(module.named_parameters()).keys() != {"weight"}:
+    if not _may_be_norm(module) or dict(module.named_parameters()).keys() != {"weight"}:
         return None
     eps = _eps_of(module, lambda rows, weight, eps: F.rms_norm(rows, weight.shape, weight, eps))
     return None if eps is None else NormFacts(tuple(module.weight.shape), eps, True)
@@ -109,15 +113,11 @@ def layer_norm_facts(module: nn.Module) -> LayerNormFacts | None:
     A model's own class runs on random rows as in ``rms_norm_facts``, with a random weight and, if it has a bias, a
     random bias.
     """
-    if isinstance(module, nn.LayerNorm) and type(module).forward in (nn.LayerNorm.forward, FusedLayerNorm.forward):
+    if type(module) in (nn.LayerNorm, FusedLayerNorm):
         has_bias = module.bias is not None
         return LayerNormFacts(tuple(module.normalized_shape), module.eps, module.elementwise_affine, has_bias)
     names = dict(module.named_parameters()).keys()
-    if (
-        isinstance(module, nn.RMSNorm)
-        or "norm" not in _name_of(module)
-        or names not in ({"weight"}, {"weight", "bias"})
-    ):
+    if isinstance(module, nn.RMSNorm) or not _may_be_norm(module) or names not in ({"weight"}, {"weight", "bias"}):
         return None
 
     def normalize(rows, weight, eps, bias=None):
@@ -156,23 +156,32 @@ def _eps_of(module: nn.Module, normalize: Callable[..., torch.Tensor], noise: fl
             copy = structural_copy(module)
             runs = [(x, training) for x in (rows, sequences) for training in (True, False)]
             results = [torch.func.functional_call(copy.train(training), vectors, (x,)) for x, training in runs]
-            in_bf16 = {name: vector.bfloat16() for name, vector in vectors.items()}
-            of_bf16 = torch.func.functional_call(copy, in_bf16, (rows.bfloat16(),))
+            keeps_dtype = _returns_bf16(copy, vectors, rows)
     except Exception:  # the module is no function of rows and these vectors
         return None
     if any(not isinstance(y, torch.Tensor) or y.shape != x.shape for (x, _), y in zip(runs, results)):
         return None
-    if of_bf16.dtype != torch.bfloat16:
+    if not keeps_dtype:
         return None
-    numbers = {
-        value for value in vars(module).values() if isinstance(value, int | float) and not isinstance(value, bool)
-    }
-    for eps in numbers:
+    # The largest first: on these rows 0 is like a tiny eps, which a row of zeros needs.
+    for eps in sorted({value for value in vars(module).values() if isinstance(value, float)}, reverse=True):
         want = normalize(rows, eps=eps, **vectors)
         limit = 1e-4 * want.abs() + noise * want.abs().amax(1, keepdim=True)
         if all(((result.float().reshape(rows.shape) - want).abs() <= limit).all() for result in results):
             return eps
     return None
+
+
+def _returns_bf16(norm: nn.Module, vectors: Mapping[str, torch.Tensor], rows: torch.Tensor) -> bool:
+    """Whether a norm keeps the dtype of bf16 rows, with parameters in bf16 or, as some norms need, in fp32."""
+    for dtype in (torch.bfloat16, torch.float32):
+        parameters = {name: vector.to(dtype) for name, vector in vectors.items()}
+        try:
+            if torch.func.functional_call(norm, parameters, (rows.bfloat16(),)).dtype == torch.bfloat16:
+                return True
+        except RuntimeError:  # mixed dtypes
+            continue
+    return False
 
 
 def find_gates(model: nn.Module) -> dict[str, nn.Module]:
@@ -217,7 +226,7 @@ def _what_it_is(lookalike: nn.Module, name: str) -> str:
         return f"is a {kind} with the parameters {', '.join(unknown)}, which nn.{name} does not have"
     if len(signature(lookalike.forward).parameters) != 1:
         return f"is a {kind} whose forward takes more than x"
-    return f"is a {kind} that does not compute what nn.{name} does, in the dtype of x and with an attribute as eps"
+    return f"is a {kind} that does not compute what nn.{name} does with an attribute as eps, or changes the dtype"
 
 
 def find_linears(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:

@@ -7,7 +7,7 @@ from mxtrain import ConfigError, convert
 from mxtrain.conversion.blocks import find_blocks, find_heads
 from mxtrain.conversion.recognition import find_linears
 
-D, V = 8, 96
+D, V = 32, 96
 
 
 class Block(nn.Module):
@@ -42,6 +42,7 @@ def heads_of(model: nn.Module) -> tuple[str, ...]:
     return find_heads(modules, find_linears(modules), find_blocks(modules))
 
 
+STAGES = ("stages.0.0", "stages.0.1", "stages.1.0")
 NANO_GPT = nn.ModuleDict(
     {"wte": nn.Embedding(V, D), "wpe": nn.Embedding(D, D), "h": nn.ModuleList(blocks()), "ln_f": nn.LayerNorm(D)}
 )
@@ -62,6 +63,10 @@ NANO_GPT = nn.ModuleDict(
         (Model(layers=nn.ModuleList([Model(experts=nn.ModuleList(blocks()))])), ("layers.0",)),
         (Model(layers=nn.ModuleList(blocks(1)), heads=nn.ModuleList([nn.Linear(D, V)])), ("layers.0",)),
         (Model(layers=nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)])), ("layers.0", "layers.1")),
+        (Model(layers=nn.ModuleList([Model(rel=nn.Embedding(4, 2), block=Block())])), ("layers.0",)),
+        (Model(layers=nn.ModuleList([nn.ModuleList([Block(), nn.Linear(D, D)])] * 1)), ("layers.0",)),
+        (Model(stages=nn.ModuleList([nn.ModuleList(blocks()), nn.ModuleList(blocks(1))])), STAGES),
+        (Model(layers=nn.ModuleList(blocks(1)), proj=nn.Sequential(*blocks())), ("layers.0",)),
         (nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D)), ()),
         (Model(norms=nn.ModuleList([nn.RMSNorm(D)])), ()),
     ],
@@ -73,6 +78,12 @@ def test_blocks_are_the_layers_that_a_model_repeats(model, expected):
 def test_a_second_name_of_a_block_does_not_count():
     shared = nn.ModuleList(blocks(1))
     assert blocks_of(Model(layers=shared, again=shared)) == ("layers.0",)
+    layers = nn.ModuleList(blocks(4))
+    halves = Model(layers=layers, first=layers[:2], last=layers[2:], all=nn.Sequential(*layers))
+    assert blocks_of(halves) == ("layers.0", "layers.1", "layers.2", "layers.3")
+    assert convert(halves, "mx_linear", mode="reference", filter_fqns=[]).linears == [
+        f"layers.{i}.output" for i in range(4)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -87,6 +98,10 @@ def test_a_second_name_of_a_block_does_not_count():
         (Model(e=nn.Embedding(D, D), layers=nn.ModuleList(blocks()), head=nn.Linear(D, D)), ("head",)),
         (Model(patches=nn.Linear(48, D), layers=nn.ModuleList(blocks()), head=nn.Linear(D, 10)), ("head",)),
         (Model(patches=nn.Linear(48, D), layers=nn.ModuleList(blocks())), ()),
+        (Model(layers=nn.ModuleList(blocks()), pooler=nn.Linear(D, D)), ()),
+        (Model(layers=nn.ModuleList(blocks()), text=nn.Linear(D, 4), image=nn.Linear(D, 4)), ()),
+        (Model(moe=Model(experts=nn.ModuleList(blocks())), ff=Model(up=nn.Linear(D, 32), down=nn.Linear(32, D))), ()),
+        (Model(h=nn.Linear(D, D), e=nn.Embedding(D, D), layers=nn.ModuleList(blocks())), ("h",)),
         (nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D)), ()),
     ],
 )

@@ -194,8 +194,8 @@ def test_norms_that_are_not_fused():
     report = convert(model, "fused_rmsnorm")
     assert report.fused_norms == ["own"] and report.skipped == {
         "square": "normalizes more than one dimension",
-        "other": "is a OnePlusRMSNorm that does not compute what nn.RMSNorm does, "
-        "in the dtype of x and with an attribute as eps",
+        "other": "is a OnePlusRMSNorm that does not compute what nn.RMSNorm does "
+        "with an attribute as eps, or changes the dtype",
     }
     assert type(model["own"]) is FusedRMSNorm and model["own"].weight is weight and model["own"].eps == 1e-3
 
@@ -348,8 +348,8 @@ def test_an_rms_norm_of_the_models_own_is_recognised_by_what_it_computes():
     report = convert(model, mode="reference")
     assert list(report.norms) == ["layers.0.attention_norm", "layers.0.ffn_norm", "layers.1.attention_norm"]
     assert (
-        report.skipped["layers.1.ffn_norm"] == "is a OnePlusRMSNorm that does not compute what nn.RMSNorm does, "
-        "in the dtype of x and with an attribute as eps"
+        report.skipped["layers.1.ffn_norm"] == "is a OnePlusRMSNorm that does not compute what nn.RMSNorm does "
+        "with an attribute as eps, or changes the dtype"
     )
     norm = model.layers[0].attention_norm
     assert type(norm) is MXNorm and norm.weight is weight and norm.estimate.eps == 1e-3

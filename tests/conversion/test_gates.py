@@ -40,6 +40,12 @@ def test_a_router_of_two_layers_stays_whole():
     report = convert(model, "mx_linear")
     assert report.linears == ["out"] and list(report.skipped) == ["router.up", "router.down"]
     assert all("is a part of a router" in reason for reason in report.skipped.values())
+    assert find_other_gates(dict(model.named_modules())) == {"router": "ModuleDict"}
+
+
+def test_a_mixture_that_is_called_router_is_no_gate():
+    mixture = nn.ModuleDict({"wg": nn.Linear(32, 32), "experts": nn.ModuleList([nn.Linear(32, 32)])})
+    assert convert(nn.ModuleDict({"router": mixture}), "mx_linear").linears == ["router.wg", "router.experts.0"]
 
 
 def test_the_gate_of_a_feed_forward_is_none():

@@ -27,6 +27,34 @@ class Doubles(nn.Module):
         return x
 
 
+class Rotates(nn.Module):
+    """As the rotary embeddings of transformers 4: it needs two results of its own, computed without autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear, self.angles = nn.RMSNorm(64), nn.Linear(64, 64), Angles()
+
+    def forward(self, x):
+        cos, sin = self.angles(x)
+        return self.linear(self.norm(x)) * cos + sin
+
+
+class Angles(nn.Module):
+    def forward(self, x):
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            return x.cos(), x.sin()
+
+
+def test_autocast_is_followed():
+    model = Rotates()
+    report = mxtrain.convert(model, mode="reference", example_inputs=(torch.ones(2, 64),))
+    assert report.norms == {"norm": ["linear"]}
+    with pytest.raises(RuntimeError):  # as before
+        torch.autocast("meta")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(torch.ones(2, 64)).dtype == torch.float32 and torch.is_autocast_enabled("cpu")
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()

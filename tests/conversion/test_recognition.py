@@ -101,13 +101,30 @@ class Norm(OwnRMSNorm):
     """Called neither an RMSNorm nor a LayerNorm."""
 
 
-class Derived(nn.RMSNorm):
-    pass
-
-
 class DerivedRMSNorm(nn.RMSNorm):
     def forward(self, x):
         return super().forward(x.float()).to(x.dtype)
+
+
+class Doubling(nn.RMSNorm):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class Clip(nn.LayerNorm):
+    """As in CLIP and Whisper: computed in fp32, with fp32 parameters."""
+
+    def forward(self, x):
+        return super().forward(x.float()).type(x.dtype)
+
+
+class BertNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.dropout, self.eps = nn.Parameter(torch.ones(64)), 0.0, 1e-12
+
+    def forward(self, x):
+        return nn.functional.rms_norm(x, (64,), self.weight, self.eps)
 
 
 class Fp32RMSNorm(OwnRMSNorm):
@@ -128,16 +145,17 @@ class ScaledRMSNorm(nn.Module):
 
 def test_what_a_norm_is_called_does_not_count():
     assert rms_norm_facts(Norm(eps=1e-5)) == ((64,), 1e-5, True)
-    assert rms_norm_facts(Derived(64, 1e-5)) == ((64,), 1e-5, True)
     assert rms_norm_facts(DerivedRMSNorm(64, 1e-5)) == ((64,), 1e-5, True)
+    assert layer_norm_facts(Clip(64, 1e-5)) == ((64,), 1e-5, True, True)
+    assert rms_norm_facts(BertNorm()).eps == 1e-12 and rms_norm_facts(Doubling(64, 1e-5)) is None
 
 
 def test_norms_that_a_swap_would_change_are_named():
     model = nn.ModuleDict({"fp32": Fp32RMSNorm(), "scaled": ScaledRMSNorm(), "more": NeedsMoreRMSNorm()})
     norms, lookalikes = find_norms(dict(model.named_modules()))
     assert not norms and lookalikes == {
-        "fp32": "is a Fp32RMSNorm that does not compute what nn.RMSNorm does, in the dtype of x and with an attribute "
-        "as eps",
+        "fp32": "is a Fp32RMSNorm that does not compute what nn.RMSNorm does with an attribute as eps, or "
+        "changes the dtype",
         "scaled": "is a ScaledRMSNorm with the parameters scale, which nn.RMSNorm does not have",
         "more": "is a NeedsMoreRMSNorm whose forward takes more than x",
     }
@@ -174,8 +192,8 @@ def test_the_reasons_of_norms_by_name_only():
     assert lookalikes == {
         "plain": "is a WithoutWeightRMSNorm without a weight to tell its row length: "
         "use nn.RMSNorm(D, elementwise_affine=False)",
-        "drops": "is a DroppingRMSNorm that does not compute what nn.RMSNorm does, "
-        "in the dtype of x and with an attribute as eps",
+        "drops": "is a DroppingRMSNorm that does not compute what nn.RMSNorm does "
+        "with an attribute as eps, or changes the dtype",
     }
 
 
@@ -271,8 +289,8 @@ def test_the_modules_of_a_model():
     assert find_norms(modules) == (
         {"blocks.1": ((8,), None, True)},
         {
-            "strange": "is a ShiftedRMSNorm that does not compute what nn.RMSNorm does, "
-            "in the dtype of x and with an attribute as eps"
+            "strange": "is a ShiftedRMSNorm that does not compute what nn.RMSNorm does "
+            "with an attribute as eps, or changes the dtype"
         },
     )
     linears = find_linears(modules)
