@@ -32,13 +32,16 @@ def _refuse(kernel, grid):
 
 @contextmanager
 def with_autocast_of_meta():
-    """Let ``torch.autocast``, which refuses the meta device, do nothing there: models pass it a tensor's device."""
-    original = torch.autocast.__init__
+    """Let autocast, which refuses the meta device, be off there: models pass it a tensor's device."""
+    enter, is_enabled = torch.autocast.__init__, torch.is_autocast_enabled
 
     def init(self, device_type, *args, **kwargs):
-        original(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
+        enter(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
 
-    with mock.patch.object(torch.autocast, "__init__", init):
+    with (
+        mock.patch.object(torch.autocast, "__init__", init),
+        mock.patch.object(torch, "is_autocast_enabled", lambda *args: args != ("meta",) and is_enabled(*args)),
+    ):
         yield
 
 

@@ -41,6 +41,7 @@ class Rotates(nn.Module):
 
 class Angles(nn.Module):
     def forward(self, x):
+        assert not torch.is_autocast_enabled(x.device.type) or x.is_cpu
         with torch.autocast(device_type=x.device.type, enabled=False):
             return x.cos(), x.sin()
 
