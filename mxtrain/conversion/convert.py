@@ -1,5 +1,7 @@
 """``mxtrain.convert``: survey a model, plan its conversion, swap its modules."""
 
+from collections.abc import Mapping
+
 import torch.nn as nn
 
 from mxtrain.conversion.base import Converter
@@ -12,7 +14,12 @@ from mxtrain.inductor.passes import install, remove
 
 
 def convert(
-    model: nn.Module, converter: str = "mxnorm", *, example_inputs: tuple | None = None, prefix: str = "", **settings
+    model: nn.Module,
+    converter: str = "mxnorm",
+    *,
+    example_inputs: tuple | Mapping | None = None,
+    prefix: str = "",
+    **settings,
 ) -> Plan:
     """Swap norms, linears or gates of ``model`` in place. Parameters and FQNs stay, so checkpoints load either way.
 
@@ -32,7 +39,8 @@ def convert(
     Args:
         model: any module tree, on any device, meta included.
         converter: one of the names above.
-        example_inputs: arguments for one forward pass of ``model``, on any device; only shapes and dtypes matter. None
+        example_inputs: arguments for one forward pass of ``model``, a tuple, or a mapping for arguments by name, such
+            as what a tokenizer of transformers returns; on any device, because only shapes and dtypes matter. None
             stands for one row of 32 token ids. "mxnorm" sees in this pass what uses the norms. All converters see which
             layers are called with keywords, and whose weights other code uses, and keep these; without
             ``example_inputs`` only "mxnorm" does.
@@ -49,9 +57,9 @@ def convert(
     Raises:
         ConfigError: for an unknown converter or setting, a filter that matches no module, a name in ``recipes`` that
             matches no linear, or only an output head that stays by default, features that no block divides, parameters
-            in float16 or float64, ``example_inputs`` that are no tuple, a prefix that is no FQN, a forward pass that
-            fails on the meta device, a model that is wrapped, sharded, compiled or was converted before, or one with
-            nothing to convert. The model is then unchanged.
+            in float16 or float64, ``example_inputs`` that are neither a tuple nor a mapping, a prefix that is no FQN, a
+            forward pass that fails on the meta device, a model that is wrapped, sharded, compiled or was converted
+            before, or one with nothing to convert. The model is then unchanged.
     """
     # Another spelling of a name, such as "layers.0.", would give other bits.
     if not isinstance(prefix, str) or (prefix and not all(prefix.split("."))):
@@ -59,7 +67,9 @@ def convert(
     return apply(get_converter(converter, settings), model, example_inputs, prefix)
 
 
-def apply(converter: Converter, model: nn.Module, example_inputs: tuple | None = None, prefix: str = "") -> Plan:
+def apply(
+    converter: Converter, model: nn.Module, example_inputs: tuple | Mapping | None = None, prefix: str = ""
+) -> Plan:
     """``convert`` with a converter that has its settings already."""
     facts = survey(model, example_inputs, watch_norms=converter.watches_norms)
     plan = converter.plan(facts)

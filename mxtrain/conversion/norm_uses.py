@@ -148,7 +148,7 @@ def watch(
     model: nn.Module,
     norms: Collection[str],
     linears: Collection[str],
-    example_inputs: tuple | None,
+    example_inputs: tuple | Mapping | None,
     hooks: Mapping[str, str],
     replaced_forwards: Collection[str],
 ) -> NormUses:
@@ -161,7 +161,7 @@ def watch(
         model: a structural copy on the meta device, whose ``forward`` methods this function replaces.
         norms: FQNs of the norms to watch.
         linears: FQNs of the linears that may become MXNormLinear: plain ones that share no weight.
-        example_inputs: arguments of the model; None stands for one row of 32 token ids.
+        example_inputs: arguments of the model, in their order or by name; None stands for one row of 32 token ids.
         hooks: FQN of every module whose hooks see values in the original -> what hooks it has. The copy has none; they
             use what goes into the module and what it returns.
         replaced_forwards: FQNs of modules whose forward is a plain function in the original, which cannot be followed.
@@ -178,7 +178,9 @@ def watch(
     if example_inputs is None:
         example_inputs = (torch.zeros(1, 32, dtype=torch.long),)
         where += " with 32 token ids as example_inputs"
-    inputs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), example_inputs)
+    by_name = dict(example_inputs) if isinstance(example_inputs, Mapping) else {}
+    in_order = () if isinstance(example_inputs, Mapping) else example_inputs
+    in_order, by_name = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (in_order, by_name))
     watcher = _Watcher(norms, {id(model.get_submodule(fqn).weight): fqn for fqn in linears}, where)
     for fqn, module in model.named_modules():
         if fqn:
@@ -197,7 +199,7 @@ def watch(
             with_empty_flex_attention(),
             watcher,
         ):
-            watcher.note_other_use(model(*inputs), "the caller of the model")
+            watcher.note_other_use(model(*in_order, **by_name), "the caller of the model")
     except Exception as error:
         raise ConfigError(
             f"converter = 'mxnorm' cannot see which linears the norms of this {type(model).__name__} feed: one forward "

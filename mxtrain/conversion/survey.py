@@ -74,25 +74,27 @@ class Survey:
     other_gates: Mapping[str, str] = field(default_factory=dict)
 
 
-def survey(model: nn.Module, example_inputs: tuple | None = None, *, watch_norms: bool = False) -> Survey:
+def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, watch_norms: bool = False) -> Survey:
     """Look at every module of ``model`` and, with ``watch_norms``, at one forward pass on the meta device.
 
     Nothing of the model runs: norms and the forward pass run on copies without data.
 
     Args:
-        example_inputs: arguments of that forward pass; None stands for one row of 32 token ids. If they are given,
+        example_inputs: as for ``mxtrain.convert``; None stands for one row of 32 token ids. If they are given,
             the forward pass runs without ``watch_norms``, too, but it may fail: it then only shows how linears are
             called and where else their weights are used.
 
     Raises:
         ConfigError: if the model is wrapped, sharded, compiled or lazy, cannot be copied, or the forward pass fails;
-            for ``example_inputs`` that are no tuple.
+            for ``example_inputs`` that are neither a tuple nor a mapping.
     """
     refuse_unfit_model(model)
     # A tensor would be taken apart into its rows, and a model may run on one row.
-    if not isinstance(example_inputs, tuple | list | None):
+    if not isinstance(example_inputs, tuple | list | Mapping | None):
         kind = type(example_inputs).__name__
-        raise ConfigError(f"example_inputs is a {kind}, not a tuple: write (inputs,) for a model with one argument")
+        raise ConfigError(
+            f"example_inputs is a {kind}, no tuple or dict: write (inputs,) for a model with one argument"
+        )
     modules = dict(model.named_modules())
     device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     norms, lookalikes = find_norms(modules)
@@ -158,7 +160,7 @@ def _watch(
     modules: Mapping[str, nn.Module],
     norms: Mapping[str, NormFacts],
     linears: Mapping[str, LinearFacts],
-    example_inputs: tuple | None,
+    example_inputs: tuple | Mapping | None,
 ) -> NormUses:
     followed = [fqn for fqn, linear in linears.items() if linear.is_plain and not linear.shares_weight]
     # Norms and linears with hooks stay for their own reasons.

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections import UserDict
 
 import pytest
 import torch
@@ -90,6 +91,23 @@ class LooksAtNorm(UsesNormTwice):
         normed = self.norm(x)
         self.look(normed)
         return self.other(self.linear(normed))
+
+
+class TakesKeywordsOnly(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.RMSNorm(DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, *, pixels, scale):
+        return self.linear(self.norm(pixels)) * scale["factor"]
+
+
+@pytest.mark.parametrize("mapping", [dict, UserDict], ids=["dict", "as a tokenizer returns it"])
+def test_arguments_by_name(mapping):
+    model, x = TakesKeywordsOnly(), torch.randn(3, DIM)
+    inputs = {"pixels": x, "scale": {"factor": torch.ones(3, 1)}}
+    assert convert(model, filter_fqns=[], example_inputs=mapping(inputs)).norms == {"norm": ["linear"]}
+    model(**inputs).sum().backward()
 
 
 @pytest.mark.parametrize("name", LOOKS)

@@ -176,7 +176,7 @@ REFUSED = {
     "inputs in no tuple": (
         llama,
         {"example_inputs": torch.zeros(1, 32, dtype=torch.long)},
-        r"^example_inputs is a Tensor, not a tuple: write \(inputs,\)",
+        r"^example_inputs is a Tensor, no tuple or dict: write \(inputs,\)",
     ),
     "nothing left": (llama, {"filter_fqns": ["layers", "output"]}, "finds nothing to convert in this Llama"),
 }
