@@ -190,7 +190,6 @@ class TestCast:
             "mxnorm_cast p=2 image": 2 * n + 2 * n + rho,
             "mxnorm_cast p=2 codes + residual": 3 * 2 * n + cast + rho,
             "norm_backward": 3 * 2 * n + rho,
-            "norm_backward + residual": 4 * 2 * n + rho,
             "cast (0, 1) codes": 2 * n + 2 * cast,
             "cast (0, 1) image": 3 * 2 * n,
             "cast bf16 x rho (0,) codes": 2 * n + rho + cast,
