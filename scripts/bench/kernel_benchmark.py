@@ -7,11 +7,12 @@ result is checked before it is timed. Bytes count every input once and every out
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import benchmarking
 import torch
+from torch.utils._pytree import tree_leaves
 
 Shape = tuple[int, int]
 
@@ -95,13 +96,9 @@ def draw(shape: tuple[int, ...], device: str, dtype: torch.dtype = torch.bfloat1
     return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
 
 
-def tensors(result) -> Iterator[torch.Tensor]:
-    """Yield every tensor in nested tuples and lists."""
-    if isinstance(result, torch.Tensor):
-        yield result
-    elif isinstance(result, (tuple, list)):
-        for item in result:
-            yield from tensors(item)
+def tensors(result) -> list[torch.Tensor]:
+    """Return every tensor in nested tuples, lists and dicts."""
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
 def moved_bytes(reads, result) -> int:

@@ -84,7 +84,7 @@ def in_form(codes: torch.Tensor, scales: torch.Tensor, tensor_scale, form: str) 
 
 def same_results(results, expected) -> bool:
     """Return whether two results hold the same tensors, bit for bit."""
-    results, expected = list(tensors(results)), list(tensors(expected))
+    results, expected = tensors(results), tensors(expected)
     return len(results) == len(expected) and all(map(same_bits, results, expected))
 
 
