@@ -1,6 +1,7 @@
 """``mxtrain.convert``: survey a model, plan its conversion, swap its modules."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch.nn as nn
 
@@ -39,11 +40,11 @@ def convert(
     Args:
         model: any module tree, on any device, meta included.
         converter: one of the names above.
-        example_inputs: arguments for one forward pass of ``model``, a tuple, or a mapping for arguments by name, such
-            as what a tokenizer of transformers returns; on any device, because only shapes and dtypes matter. None
-            stands for one row of 32 token ids. "mxnorm" sees in this pass what uses the norms. All converters see which
-            layers are called with keywords, and whose weights other code uses, and keep these; without
-            ``example_inputs`` only "mxnorm" does.
+        example_inputs: arguments for one forward pass of ``model``, a tuple, or a mapping for arguments by name; on any
+            device, because only shapes and dtypes matter. Leave out masks whose values the model looks at. None stands
+            for one row of 32 token ids. "mxnorm" sees in this pass what uses the norms. All converters see which layers
+            are called with keywords, and whose weights other code uses, and keep these; without ``example_inputs`` only
+            "mxnorm" does. The plan of another converter says so if the pass fails.
         prefix: FQN of ``model`` within a whole model that is converted in parts, such as "layers.0". Layers then have
             the random bits that a conversion of the whole would give them. Without a prefix, layers with the same name
             in two parts have the same random bits: signs of the Hadamard transform, and rounding noise. Names in
@@ -72,7 +73,7 @@ def apply(
 ) -> Plan:
     """``convert`` with a converter that has its settings already."""
     facts = survey(model, example_inputs, watch_norms=converter.watches_norms)
-    plan = converter.plan(facts)
+    plan = replace(converter.plan(facts), note=facts.failed_pass)
     swap(model, plan, prefix)
     if converter.graph_passes is True:
         install()

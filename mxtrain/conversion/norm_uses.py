@@ -105,7 +105,7 @@ class _Watcher(TorchFunctionMode):
 
     def note_unfollowed(self, module: str, values, error: Exception) -> None:
         """Give up on the norms in a module that failed half-way, and on the norms whose outputs it was given."""
-        reason = f"{module}, which fails {self.where} ({type(error).__name__}: {_first_line(error)})"
+        reason = f"{module}, which fails {self.where} ({type(error).__name__}: {first_line(error)})"
         self.unfollowed.append(reason)
         self.note_other_use(values, reason)
         for norm, others in self.others.items():
@@ -205,11 +205,12 @@ def watch(
             f"converter = 'mxnorm' cannot see which linears the norms of this {type(model).__name__} feed: one forward "
             f"pass {where} failed with {type(error).__name__}: {error}"
             + (f"; before that it did not follow {'; '.join(watcher.unfollowed)}" if watcher.unfollowed else "")
+            + ("; leave out masks and other tensors whose values the model looks at" if by_name else "")
         ) from error
     return watcher.uses()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """The first line of the message. torch.compile names the backend there, and the cause in the next one."""
     first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     return f"{first} {others[0]}" if others and first.endswith("raised:") else first

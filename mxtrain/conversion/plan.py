@@ -120,6 +120,7 @@ class Plan:
         weights: every parameter with two or more dimensions -> its multiplications, and whether they are quantized;
             empty for converters without recipes.
         execution: the execution mode in words; None for converters without modes.
+        note: what the survey could not see, in words; "" for nothing.
     """
 
     swaps: Mapping[str, Swap] = field(default_factory=dict)
@@ -127,6 +128,7 @@ class Plan:
     recipe: LinearRecipe | None = None
     weights: Mapping[str, WeightUse] = field(default_factory=dict)
     execution: str | None = None
+    note: str = ""
 
     @property
     def norms(self) -> dict[str, list[str]]:
@@ -195,7 +197,7 @@ class Plan:
         """The execution mode, what every module becomes or why it stays, and every weight in high precision."""
         recipes = self.recipes
         named = {fqn: f"{fqn} ({recipes[fqn]})" if fqn in recipes else fqn for fqn in self.swaps}
-        lines = [] if self.execution is None else [f"  {self.execution}"]
+        lines = [f"  {line}" for line in (self.execution, self.note) if line]
         lines += [f"  {norm} -> {', '.join(named[fqn] for fqn in linears)}" for norm, linears in self.norms.items()]
         lines += [f"  {named[fqn]}" for fqn in (*self.linears, *self.fused_norms, *self.gates)]
         lines += [f"  kept: {fqn}: {reason}" for fqn, reason in self.skipped.items()]

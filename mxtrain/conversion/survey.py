@@ -1,7 +1,6 @@
 """What a model consists of, as plain values. Surveying a model does not change it."""
 
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +10,7 @@ from mxtrain.conversion.blocks import find_blocks, find_heads
 from mxtrain.conversion.gates import find_other_gates
 from mxtrain.conversion.holders import attributes_that_hold_modules
 from mxtrain.conversion.instance_state import has_function_as_forward, hooks_on_values, why_it_must_stay
-from mxtrain.conversion.norm_uses import NormUses, watch
+from mxtrain.conversion.norm_uses import NormUses, first_line, watch
 from mxtrain.conversion.recognition import (
     LayerNormFacts,
     LinearFacts,
@@ -53,6 +52,7 @@ class Survey:
         layer_norms: every module that is a LayerNorm or computes one.
         layer_norm_lookalikes: the same for LayerNorm, without those in ``norms``.
         other_gates: the gates of routers that are no linears -> name of their class.
+        failed_pass: what was not seen because a forward pass failed, which the converter does not need, in words.
     """
 
     kind: str
@@ -72,6 +72,7 @@ class Survey:
     layer_norms: Mapping[str, LayerNormFacts] = field(default_factory=dict)
     layer_norm_lookalikes: Mapping[str, str] = field(default_factory=dict)
     other_gates: Mapping[str, str] = field(default_factory=dict)
+    failed_pass: str = ""
 
 
 def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, watch_norms: bool = False) -> Survey:
@@ -81,8 +82,8 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
 
     Args:
         example_inputs: as for ``mxtrain.convert``; None stands for one row of 32 token ids. If they are given,
-            the forward pass runs without ``watch_norms``, too, but it may fail: it then only shows how linears are
-            called and where else their weights are used.
+            the forward pass runs without ``watch_norms``, too, and shows how linears are called and where else their
+            weights are used; but it may fail.
 
     Raises:
         ConfigError: if the model is wrapped, sharded, compiled or lazy, cannot be copied, or the forward pass fails;
@@ -105,12 +106,18 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
     converted = {
         fqn: type(module).__name__ for fqn, module in modules.items() if isinstance(module, (MXNorm, QuantizedLinear))
     }
-    uses = None
+    uses, failed_pass = None, ""
     if watch_norms and norms:
         uses = _watch(model, modules, norms, linears, example_inputs)
     elif example_inputs is not None:
-        with suppress(ConfigError):
+        try:
             uses = _watch(model, modules, {}, linears, example_inputs)
+        except ConfigError as error:
+            cause = error.__cause__ or error
+            failed_pass = (
+                "not seen: calls with keywords, and uses of weights outside of their layers, because the forward pass "
+                f"on the meta device failed ({type(cause).__name__}: {first_line(cause)})"
+            )
     return Survey(
         kind=type(model).__name__,
         device_type=device_types.pop() if len(device_types) == 1 else None,
@@ -129,6 +136,7 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
         layer_norms=layer_norms,
         layer_norm_lookalikes=layer_norm_lookalikes,
         other_gates=find_other_gates(modules),
+        failed_pass=failed_pass,
     )
 
 

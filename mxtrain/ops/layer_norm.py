@@ -23,7 +23,9 @@ def layer_norm(
     See ``mxtrain.reference.layer_norm``; the kernel returns the numbers of rows as [T].
     """
     if not has_kernels(x):
-        return reference.layer_norm(x, weight, bias, eps, residual)
+        y, mean, rstd, total = reference.layer_norm(x, weight, bias, eps, residual)
+        # As the kernel and nn.LayerNorm return it, whatever the strides of x: models view it.
+        return y.contiguous(), mean, rstd, x if residual is None else total.contiguous()
     rows = (-1, x.shape[-1])
     residual = None if residual is None else residual.reshape(rows)
     y, mean, rstd, total = forward_kernel.layer_norm(x.reshape(rows), weight, bias, eps, residual)

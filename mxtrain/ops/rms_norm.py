@@ -21,7 +21,9 @@ def rms_norm(
     See ``mxtrain.reference.rms_norm``; the kernel returns the inverse RMS as [T].
     """
     if not has_kernels(x):
-        return reference.rms_norm(x, weight, eps, residual)
+        y, rstd, total = reference.rms_norm(x, weight, eps, residual)
+        # As the kernel and nn.RMSNorm return it, whatever the strides of x: models view it.
+        return y.contiguous(), rstd, x if residual is None else total.contiguous()
     rows = (-1, x.shape[-1])
     residual = None if residual is None else residual.reshape(rows)
     y, rstd, total = forward_kernel.rms_norm(x.reshape(rows), weight, eps, residual)

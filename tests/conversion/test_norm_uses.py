@@ -110,6 +110,26 @@ def test_arguments_by_name(mapping):
     model(**inputs).sum().backward()
 
 
+class LooksAtMask(TakesKeywordsOnly):
+    def forward(self, *, pixels, mask):
+        x = pixels if mask.all() else pixels * mask
+        return self.linear(self.norm(x))
+
+
+def test_a_mask_whose_values_the_model_looks_at_is_named():
+    inputs = {"pixels": torch.randn(3, DIM), "mask": torch.ones(3, 1)}
+    with pytest.raises(
+        ConfigError, match=r"Tensor.item\(\) .*; leave out masks and other tensors whose values the model"
+    ):
+        convert(LooksAtMask(), filter_fqns=[], example_inputs=inputs)
+    plan = convert(LooksAtMask(), "mx_linear", filter_fqns=[], example_inputs=inputs)
+    note = (
+        "  not seen: calls with keywords, and uses of weights outside of their layers, because the forward pass on the"
+    )
+    assert plan.linears == ["linear"] and note in str(plan) and "(RuntimeError: Tensor.item()" in plan.note
+    assert not convert(TakesKeywordsOnly(), "mx_linear", filter_fqns=[]).note
+
+
 @pytest.mark.parametrize("name", LOOKS)
 def test_a_norm_whose_output_is_only_looked_at_is_swapped(name):
     model, x = LooksAtNorm(lambda h: h.size(0) if name == "size" else getattr(h, name)), torch.randn(3, DIM)

@@ -185,3 +185,12 @@ def test_compiled_mixes_of_dtypes_have_the_eager_results_on_a_cpu(of_x, of_weigh
             assert F.layer_norm not in found
         else:
             assert F.layer_norm in found
+
+
+def test_results_are_contiguous_whatever_the_strides_of_x():
+    """A patch embedding gives transposed rows; models view the result of nn.LayerNorm on them."""
+    x = torch.randn(2, D, 6).transpose(1, 2)
+    norm, residual = FusedLayerNorm(D), torch.randn(2, D, 6).transpose(1, 2)
+    assert norm(x).stride() == nn.LayerNorm(D)(x).stride() == (6 * D, D, 1)
+    y, total = norm(x, residual)
+    assert y.is_contiguous() and total.is_contiguous()

@@ -276,3 +276,12 @@ def test_on_the_meta_device():
     with torch.device("meta"):
         y, total = FusedRMSNorm(D)(torch.empty(2, 3, D), torch.empty(2, 3, D))
     assert y.is_meta and y.shape == total.shape == (2, 3, D)
+
+
+def test_results_are_contiguous_whatever_the_strides_of_x():
+    """A patch embedding gives transposed rows; models view the result of nn.RMSNorm on them."""
+    x = torch.randn(2, D, 6).transpose(1, 2)
+    norm, residual = FusedRMSNorm(D), torch.randn(2, D, 6).transpose(1, 2)
+    assert norm(x).stride() == nn.RMSNorm(D)(x).stride() == (6 * D, D, 1)
+    y, total = norm(x, residual)
+    assert y.is_contiguous() and total.is_contiguous()
