@@ -163,7 +163,7 @@ def _eps_of(module: nn.Module, normalize: Callable[..., torch.Tensor], noise: fl
         return None
     if not keeps_dtype:
         return None
-    # The largest first: on these rows 0 is like a tiny eps, which a row of zeros needs.
+    # The largest first: these rows cannot tell a tiny eps from 0, with which a row of zeros becomes NaN.
     for eps in sorted({value for value in vars(module).values() if isinstance(value, float)}, reverse=True):
         want = normalize(rows, eps=eps, **vectors)
         limit = 1e-4 * want.abs() + noise * want.abs().amax(1, keepdim=True)

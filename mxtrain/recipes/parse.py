@@ -23,8 +23,8 @@ def get_recipe(recipe: str | LinearRecipe, **switches) -> LinearRecipe:
     Args:
         recipe: one of ``RECIPES`` for all GEMMs, one name for each ("fprop=nvfp4, dgrad=mxfp8, wgrad=bf16"), or a
             recipe.
-        switches: any of ``SWITCHES``; None keeps the recipe's own. In a mixed recipe, a setting
-            changes the GEMMs whose format has it.
+        switches: any of ``SWITCHES``; None keeps the recipe's own. In a mixed recipe, a setting changes the GEMMs
+            whose format has it.
 
     Raises:
         ConfigError: for an unknown recipe or GEMM, a wrong setting, or a setting that does not apply to the recipe.

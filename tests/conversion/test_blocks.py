@@ -99,6 +99,7 @@ def test_a_second_name_of_a_block_does_not_count():
         (Model(patches=nn.Linear(48, D), layers=nn.ModuleList(blocks()), head=nn.Linear(D, 10)), ("head",)),
         (Model(patches=nn.Linear(48, D), layers=nn.ModuleList(blocks())), ()),
         (Model(layers=nn.ModuleList(blocks()), pooler=nn.Linear(D, D)), ()),
+        (Model(layers=nn.ModuleList(blocks()), last=Model(modulation=nn.Linear(D, 4))), ()),
         (Model(layers=nn.ModuleList(blocks()), text=nn.Linear(D, 4), image=nn.Linear(D, 4)), ()),
         (Model(moe=Model(experts=nn.ModuleList(blocks())), ff=Model(up=nn.Linear(D, 32), down=nn.Linear(32, D))), ()),
         (Model(h=nn.Linear(D, D), e=nn.Embedding(D, D), layers=nn.ModuleList(blocks())), ("h",)),

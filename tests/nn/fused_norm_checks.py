@@ -32,3 +32,15 @@ def noting_backend(ops: list[str]):
         return make_boxed_func(graph.forward)
 
     return aot_autograd(fw_compiler=note)
+
+
+def assert_contiguous_results(fused, plain, dim: int) -> None:
+    """Require it for transposed rows, as a patch embedding gives them: models view the results.
+
+    No kernel takes fp64.
+    """
+    for dtype in (torch.float32, torch.float64):
+        x, residual = (torch.randn(2, dim, 6, dtype=dtype).transpose(1, 2) for _ in range(2))
+        fused, plain = fused.to(dtype), plain.to(dtype)
+        y, total = fused(x, residual)
+        assert fused(x).stride() == plain(x).stride() == y.stride() == total.stride() == (6 * dim, dim, 1)

@@ -117,6 +117,12 @@ def test_wrong_settings(kwargs, message):
         mxnorm_cast(draw(2, 64), **kwargs)
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_rows_without_elements_are_refused(recipe):
+    with pytest.raises(ValueError, match=r"^x \(3, 0\): expected a last dimension that is a multiple of"):
+        mxnorm_cast(torch.empty(3, 0), recipe=recipe)
+
+
 @pytest.mark.parametrize(
     ("x", "message"),
     [

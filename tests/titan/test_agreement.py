@@ -15,7 +15,7 @@ import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain.data import DataConfig, cache_folders, prepare, prepared
 from mxtrain.errors import ConfigError
 from mxtrain.titan import agreement
-from mxtrain.titan.agreement import differences, prepare_together, run_on_all_ranks
+from mxtrain.titan.agreement import differences, is_first, prepare_together, run_on_all_ranks
 
 SETTING = "training.dataset = 'files'"
 
@@ -184,3 +184,12 @@ def test_differences_name_the_parts():
         differences(one, two)
         == "tokenizer cccccccccccc instead of aaaaaaaaaaaa, training text none instead of bbbbbbbbbbbb"
     )
+
+
+def test_the_first_rank_is_known_before_and_after_the_ranks_have_met(monkeypatch):
+    for rank, expected in (("1", False), ("0", True), (None, True)):
+        monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
+        assert is_first() == expected
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    assert not is_first(), "without torchrun's variables"

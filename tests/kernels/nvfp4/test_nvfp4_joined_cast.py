@@ -71,3 +71,8 @@ def test_every_part_needs_its_draws_and_there_is_a_part():
     for call in (lambda: nvfp4_joined_cast([], 0, {1: []}), lambda: nvfp4_joined_weight([], [])):
         with pytest.raises(ValueError, match="^no parts: expected one matrix or more$"):
             call()
+
+
+def test_a_wrong_gain_is_called_by_its_name():
+    with pytest.raises(ValueError, match=r"^gain \(5,\) of torch.float32: expected \(16,\)"):
+        nvfp4_joined_weight([draw(16, 16)], [scale(0)], draw(5))
