@@ -15,8 +15,10 @@ from mxtrain.nn.once_differentiable import once_differentiable, refuse_transform
 from mxtrain.nn.split import own_part
 from mxtrain.ops import decompose_k as ops
 from mxtrain.reference.casts import at_least_fp32
+from mxtrain.untraced import untraced
 
 
+@untraced
 class _DecomposeKFunction(torch.autograd.Function):
     """(a [M, K], b [K, N], bias [N] or None) -> epilogue(a b + bias) [M, N]."""
 

@@ -6,10 +6,12 @@ import torch.nn as nn
 from mxtrain.nn.once_differentiable import once_differentiable
 from mxtrain.nn.row_norms import FusedNorm, apply_to_rows, casts_under_autocast, check_eps, check_settings
 from mxtrain.ops import layer_norm as ops
+from mxtrain.untraced import untraced
 
 _AUTOCASTS = casts_under_autocast("layer_norm")
 
 
+@untraced
 class _LayerNormFunction(torch.autograd.Function):
     """x [..., D], weight and bias [D] or None, residual [..., D] or None -> y; with a residual, (y, x + residual)."""
 

@@ -6,10 +6,12 @@ import torch.nn as nn
 from mxtrain.nn.once_differentiable import once_differentiable
 from mxtrain.nn.row_norms import FusedNorm, apply_to_rows, casts_under_autocast, check_eps, check_settings
 from mxtrain.ops import rms_norm as ops
+from mxtrain.untraced import untraced
 
 _AUTOCASTS = casts_under_autocast("rms_norm")
 
 
+@untraced
 class _RMSNormFunction(torch.autograd.Function):
     """x [..., D], weight [D] or None, residual [..., D] or None -> y; with a residual, (y, x + residual)."""
 
