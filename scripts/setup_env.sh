@@ -87,8 +87,11 @@ make_venv() {
         "$("${PYTHON:-python3}" --version 2>/dev/null || echo missing); install one, or name it: PYTHON=/path/to/python3"
 }
 
-# The releases of PyTorch that pyproject.toml allows, such as torch>=2.11,<2.16.
-torch_requirement() { sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' "$ROOT/pyproject.toml"; }
+# The releases of a package that pyproject.toml allows, such as torch>=2.11,<2.14.
+requirement() { sed -n "s/^ *\"\($1[<>=][^\"]*\)\".*/\1/p" "$ROOT/pyproject.toml"; }
+
+# The oldest release that pyproject.toml allows, such as 2.11.
+oldest() { requirement "$1" | sed 's/.*>=\([0-9.]*\).*/\1/'; }
 
 # The newest CPU build of torch that pip finds by name, such as 2.13.0+cpu. Empty if there is none.
 cpu_build() { venv_pip index versions torch 2>/dev/null | grep -o '[0-9.]*+cpu' | head -n 1 || true; }
@@ -98,7 +101,7 @@ cpu_build() { venv_pip index versions torch 2>/dev/null | grep -o '[0-9.]*+cpu' 
 # download of a CUDA build, which is useless there.
 install_torch() {
     local requirement planned build
-    requirement="$(torch_requirement)"
+    requirement="$(requirement torch)"
     if [ -n "${MXTRAIN_TORCH_INDEX_URL:-}" ]; then
         say "installing $requirement from MXTRAIN_TORCH_INDEX_URL"
         venv_pip install -qq --index-url "$MXTRAIN_TORCH_INDEX_URL" "$requirement"

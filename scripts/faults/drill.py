@@ -23,6 +23,8 @@ from moments import EXPORT, Moment, Saved, look, moments  # noqa: E402
 from report import Kill, table, write_json  # noqa: E402
 from victim import Victim, environment, mxtrain, train_command, write_config  # noqa: E402
 
+from mxtrain.cli.launch import accelerator_count  # noqa: E402
+
 POLL_SECONDS = 0.001
 LIFE_SECONDS = 600.0
 """A command that takes longer hangs"""
@@ -45,7 +47,7 @@ class Drill:
         self.kills: list[Kill] = []
         self.finished: list[list[int]] = []
         self._random = random.Random(options.seed)
-        self._config = options.config or write_config(folder)
+        self._config = options.config or write_config(folder, on_gpus=accelerator_count() > 0)
         self._environment = environment(folder, options.processes)
         self._can_resume = "--resume" in _help_of("train", self._environment)
         can_export = not options.config and bool(_help_of("export", self._environment))

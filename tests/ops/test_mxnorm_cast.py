@@ -34,7 +34,6 @@ def same_bits(a, b):
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-@pytest.mark.torchao
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("estimator", ["pre_round", "post_round", "exact"])
 def test_mxnorm_cast_is_torchaos_cast_of_the_product(estimator, rounding):

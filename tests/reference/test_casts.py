@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from mxtrain.recipes.formats import MXFP8
 from mxtrain.reference.casts import cast, dequantize, from_blocked, image, rounded_amax, to_blocked
 
-pytestmark = pytest.mark.torchao
-
 INF, NAN = float("inf"), float("nan")
 
 

@@ -61,7 +61,6 @@ def test_the_order_of_operations_is_the_stated_one(scale):
     assert torch.equal(hadamard(x, SIGNS, 1).view(torch.int32), want.view(torch.int32))
 
 
-@pytest.mark.torchao
 def test_the_matrix_is_torchaos():
     """torchao 0.17 has no such function."""
     utils = pytest.importorskip("torchao.prototype.moe_training.nvfp4_training.hadamard_utils")

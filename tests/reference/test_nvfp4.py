@@ -14,8 +14,6 @@ from nvfp4_blocks import E2M1, block, draw, draw_bits, same_bits, torchao_cast
 from mxtrain.recipes.formats import NVFP4_RANGE
 from mxtrain.reference.nvfp4 import cast, cast_tiles, dequantize, dynamic_tensor_scale
 
-pytestmark = pytest.mark.torchao
-
 INF, NAN = float("inf"), float("nan")
 
 

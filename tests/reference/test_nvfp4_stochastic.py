@@ -12,8 +12,6 @@ from nvfp4_blocks import E2M1, block, draw, draw_bits, same_bits
 from mxtrain.recipes.formats import NVFP4_RANGE
 from mxtrain.reference.nvfp4 import cast, dequantize, dynamic_tensor_scale
 
-pytestmark = pytest.mark.torchao
-
 INF = float("inf")
 
 

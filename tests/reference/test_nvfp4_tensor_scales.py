@@ -23,8 +23,6 @@ from mxtrain.reference.nvfp4 import (
     static_tensor_scale,
 )
 
-pytestmark = pytest.mark.torchao
-
 INF, NAN = float("inf"), float("nan")
 
 

@@ -10,8 +10,6 @@ from nvfp4_blocks import draw, same_bits, torchao_cast
 from mxtrain.recipes.formats import NVFP4_RANGE
 from mxtrain.reference.nvfp4 import cast, cast_tiles, dequantize, dynamic_tensor_scale
 
-pytestmark = pytest.mark.torchao
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_weight_and_its_transpose_have_the_same_values(dtype):

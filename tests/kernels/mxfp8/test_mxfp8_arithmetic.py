@@ -37,7 +37,6 @@ def blocks_with_maximum(amax: torch.Tensor) -> torch.Tensor:
     return blocks
 
 
-@pytest.mark.torchao
 @pytest.mark.parametrize("rounding", RECIPES)
 def test_scales_and_codes_for_block_maxima_of_every_exponent(rounding):
     amax = amax_probes(rounding)
@@ -64,7 +63,6 @@ def test_every_bf16_maximum_has_the_code_of_the_same_fp32_maximum(rounding):
     assert set(range(247)) <= set(as_fp32.tolist()) and (as_fp32[amax.isnan()] == 255).all()
 
 
-@pytest.mark.torchao
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("rounding", RECIPES)
 def test_zero_infinite_and_nan_blocks(rounding, dim):
@@ -153,7 +151,6 @@ def _blocked_kernel(ids_ptr, out_ptr, rows, blocks, ROWS: tl.constexpr, BLOCKS: 
     tl.store(out_ptr + blocked_offset(row, block, blocks), ids, mask=mask)
 
 
-@pytest.mark.torchao
 @pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (32, 4), (128, 4), (33, 5), (130, 3), (300, 13)])
 def test_blocked_offsets_are_torchaos(rows, blocks):
     ids = torch.arange(1, rows * blocks + 1, dtype=torch.int32).view(rows, blocks)
