@@ -28,6 +28,8 @@ SPLIT_PATTERN = (
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 """The files that decide how text is tokenized"""
+COMPANIONS = ("chat_template.jinja", "generation_config.json")
+"""Files beside those of an imported model, for its export"""
 
 
 class LoadedTokenizer(NamedTuple):
@@ -146,7 +148,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     if tokenizer_hash(source) == tokenizer_hash(target):
         return
     target.mkdir(exist_ok=True)
-    for name in FILES:
+    for name in (*FILES, *COMPANIONS):
         if (source / name).is_file():
             replace_file(target / name, (source / name).read_bytes())
         else:

@@ -65,10 +65,6 @@ class Format(Protocol):
         """Return entries for config.json, such as {"quantization_config": {...}}. Called after all tensors."""
         ...
 
-    def extra_files(self) -> dict[str, str]:
-        """Return the text of further files by name. Called after all tensors."""
-        ...
-
 
 class HighPrecision:
     """``hf``: every weight as one tensor, in one floating-point dtype."""
@@ -86,7 +82,4 @@ class HighPrecision:
         return weight.to(self.dtype)
 
     def config(self) -> dict:
-        return {}
-
-    def extra_files(self) -> dict[str, str]:
         return {}

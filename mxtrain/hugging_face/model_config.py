@@ -1,12 +1,14 @@
 """A model's shape, and the config.json that describes it to Hugging Face's transformers."""
 
 import json
+import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # in both files; eos may be a list
 REPORT_FILE = "mxtrain.json"
 """In the folder of an export: which run and checkpoint it holds, and its losses"""
 
@@ -55,13 +57,23 @@ class ModelShape:
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
 
-def config_json(shape: ModelShape, dtype: str, bos_token_id: int | None, eos_token_id: int | None) -> dict:
-    """Return the content of config.json. ``dtype`` is that of the weights, such as "float32".
+def config_json(shape: ModelShape, dtype: str, generation: dict) -> dict:
+    """Return the content of config.json beside ``generation``, the content of generation_config.json.
 
-    The rotary parameters have the names of transformers 4, which transformers 5 and vLLM read, too.
+    ``dtype`` is that of the weights, such as "float32". The rotary parameters have the names of transformers 4, which
+    transformers 5 and vLLM read, too.
     """
     values = asdict(shape)
     scaling = values.pop("rope_scaling")
+    if scaling is not None:
+        # transformers warns unless this number is below the positions. Frequencies depend on the ratios of three
+        # numbers, so halving all of them changes no bit.
+        name, limit = "original_max_position_embeddings", shape.max_position_embeddings or sys.maxsize
+        original = before = scaling[name]
+        while original >= limit > 1:
+            original //= 2
+        factors = {factor: scaling[factor] * original / before for factor in ("low_freq_factor", "high_freq_factor")}
+        scaling = {"rope_type": "llama3", **scaling, **factors, name: original}
     if not shape.num_experts:
         for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"):
             del values[name]
@@ -70,22 +82,21 @@ def config_json(shape: ModelShape, dtype: str, bos_token_id: int | None, eos_tok
     return {
         "architectures": [ARCHITECTURES[shape.model_type]],
         **values,
-        "rope_scaling": None if scaling is None else {"rope_type": "llama3", **scaling},
+        "rope_scaling": scaling,
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
         **({"mlp_bias": False} if shape.model_type == "llama" else {"use_sliding_window": False}),
-        "bos_token_id": bos_token_id,
-        "eos_token_id": eos_token_id,
+        **{name: generation.get(name) for name in SPECIAL_IDS},
         "use_cache": True,
         "torch_dtype": dtype,
     }
 
 
-def generation_config_json(bos_token_id: int | None, eos_token_id: int | None) -> dict:
-    """Return the content of generation_config.json."""
-    ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
-    return {name: value for name, value in ids.items() if value is not None}
+def read_generation(folder: Path) -> dict:
+    """Return the content of generation_config.json, and where it has none, config.json's ids of special tokens."""
+    config, own = (_read(folder, name) if (folder / name).is_file() else {} for name in (CONFIG_FILE, GENERATION_FILE))
+    return {name: config[name] for name in SPECIAL_IDS if config.get(name) is not None} | own
 
 
 def read_shape(folder: Path) -> ModelShape:
@@ -97,17 +108,21 @@ def read_shape(folder: Path) -> ModelShape:
     Raises:
         ConfigError: config.json is missing or damaged, or describes a model that TorchTitan does not compute alike.
     """
+    return _Reader(f"MODEL_DIR = {str(folder)!r}", _read(folder, CONFIG_FILE)).shape()
+
+
+def _read(folder: Path, name: str) -> dict:
     where = f"MODEL_DIR = {str(folder)!r}"
     try:
-        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        config = json.loads((folder / name).read_text(encoding="utf-8"))
     except OSError as error:
         problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-        raise ConfigError(f"{where}: {CONFIG_FILE} {problem}; give the folder of a Hugging Face model") from error
+        raise ConfigError(f"{where}: {name} {problem}; give the folder of a Hugging Face model") from error
     except ValueError as error:
-        raise ConfigError(f"{where}: {CONFIG_FILE} is damaged: {error}") from error
+        raise ConfigError(f"{where}: {name} is damaged: {error}") from error
     if not isinstance(config, dict):
-        raise ConfigError(f"{where}: {CONFIG_FILE} holds {type(config).__name__}, not an object")
-    return _Reader(where, config).shape()
+        raise ConfigError(f"{where}: {name} holds {type(config).__name__}, not an object")
+    return config
 
 
 class _Reader:
@@ -153,6 +168,7 @@ class _Reader:
             "attention_bias": (False,),
             "mlp_bias": (False,),
             "use_sliding_window": (False,),
+            "is_causal": (True,),
             "quantization_config": (),
         }
         for name, allowed in plain.items():
@@ -164,18 +180,24 @@ class _Reader:
                 raise self._error(name, value, f"is not supported; {only}")
 
     def _rope(self) -> tuple[float, RopeScaling | None]:
-        parameters = self._config.get("rope_parameters") or {}
-        scaling = parameters or self._config.get("rope_scaling") or {}
-        if not (isinstance(parameters, dict) and isinstance(scaling, dict)):
-            raise self._error("rope_parameters", scaling, "is not an object")
-        theta = self._number("rope_theta", parameters.get("rope_theta", self._config.get("rope_theta", 10000.0)), float)
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind == "default":
+        """Resolve the rotary parameters as transformers 5 does: it reads no rope_parameters beside a rope_scaling."""
+        rope, rope_type = {}, "default"
+        for name in ("rope_parameters", "rope_scaling"):
+            given = self._config.get(name) or {}
+            if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+                raise self._error(name, given, "is not an object of numbers")
+            kind = given.get("rope_type", given.get("type", "default"))
+            if kind not in ("default", "llama3"):
+                raise self._error("rope_type", kind, "is not supported; supported are: default, llama3")
+            rope, rope_type = (given, kind) if given else (rope, rope_type)
+        theta = self._number("rope_theta", rope.get("rope_theta", self._config.get("rope_theta", 10000.0)), float)
+        if rope_type == "default":
             return theta, None
-        if kind != "llama3":
-            raise self._error("rope_type", kind, "is not supported; supported are: default, llama3")
+        # A number outside of the object wins; without any it is that of the positions, which is 2,048 by default.
+        name = "original_max_position_embeddings"
+        rope = rope | {name: self._config.get(name, rope.get(name, self._positions() or 2048))}
         types = {field.name: field.type for field in fields(RopeScaling)}
-        values = {name: self._number(name, scaling.get(name), kind) for name, kind in types.items()}
+        values = {name: self._number(name, rope.get(name), kind) for name, kind in types.items()}
         return theta, None if values["factor"] == 1 else RopeScaling(**values)
 
     def _get(self, name: str, kind: type, default=None):
@@ -184,8 +206,9 @@ class _Reader:
 
     def _number(self, name: str, value, kind: type):
         allowed = (int, float) if kind is float else (kind,)
-        if type(value) not in allowed or (kind is int and value < 1):
-            expected = {int: "a positive integer", float: "a number", bool: "true or false"}[kind]
+        largest = sys.float_info.max if kind is float else sys.maxsize  # of integers, too; NaN is not below it
+        if type(value) not in allowed or not (kind is bool or 0 < value <= largest):
+            expected = {int: "a positive integer below 2^63", float: "a positive number", bool: "true or false"}[kind]
             raise self._error(name, value, f"is not {expected}")
         return kind(value)
 

@@ -1,6 +1,7 @@
 """Loads a model and its tokenizer from a folder in Hugging Face's format, through transformers."""
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from mxtrain.errors import ConfigError
 
 TOKENIZER_FILE = "tokenizer.json"
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 @dataclass(frozen=True)
@@ -66,21 +68,13 @@ def load(folder: Path) -> Pretrained:
     """
     require_transformers()
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     where = f"RUN = {str(folder)!r}"
     if not (folder / TOKENIZER_FILE).is_file():
         raise ConfigError(f"{where}: it has no tokenizer: {TOKENIZER_FILE} is missing")
-    local = {"local_files_only": True, "trust_remote_code": False}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **local)
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **local
-        )
-    except Exception as error:  # transformers, safetensors and tokenizers raise classes of their own
-        raise ConfigError(f"{where}: transformers cannot load it: {' '.join(str(error).split())[:300]}") from error
+    tokenizer = call(where, AutoTokenizer.from_pretrained, folder, **LOCAL)
+    options = {"dtype": "auto", "use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = call(where, AutoModelForCausalLM.from_pretrained, folder, **options, **LOCAL)
     # transformers would draw these weights at random.
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(f"{where}: {len(missing)} of the model's weights are missing, such as {missing[0]}")
@@ -94,6 +88,18 @@ def load(folder: Path) -> Pretrained:
     if first_token is None:
         raise ConfigError(f"{where}: its tokenizer has neither a bos nor an eos token for a text to begin with")
     return Pretrained(model.to(_device()).eval(), tokenizer, first_token)
+
+
+def call(where: str, function: Callable, *arguments, **options):
+    """Call a function of transformers. Raises ConfigError, beginning with ``where``, if it fails."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        return function(*arguments, **options)
+    except Exception as error:  # transformers, safetensors and tokenizers raise classes of their own
+        raise ConfigError(f"{where}: transformers cannot load it: {' '.join(str(error).split())[:300]}") from error
 
 
 def _device() -> torch.device:

@@ -107,9 +107,6 @@ class Quantized:
             }
         }
 
-    def extra_files(self) -> dict[str, str]:
-        return {}
-
     def _together(self, joined: dict[str, Codes]) -> dict[str, torch.Tensor]:
         unified = self._layout.unify(list(joined.values()))
         if unified is None:

@@ -14,6 +14,8 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SHARD_BYTES = 5_000_000_000
 SMALLEST_SHARD_BYTES = 256_000_000
+UNREAD = ".rotary_emb.inv_freq"
+"""Older files hold these tensors, which transformers does not read either"""
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -113,29 +115,38 @@ class SavedTensors:
         for tensor, name in (places or {}).items():
             if self._place.get(tensor) != name:
                 raise self._error(f"{INDEX_FILE} places {tensor} in {name}, which does not hold it")
-        self.shapes = {tensor: self._shape(tensor) for tensor in self._place}
+        self.shapes = {tensor: self._shape(tensor) for tensor in self._place if not tensor.endswith(UNREAD)}
         """Name of every tensor -> its shape"""
 
     def require(self, shapes: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ConfigError unless the tensors are those in ``shapes``, some in ``optional``, and floating-point."""
         known = {**optional, **shapes}
         if missing := [name for name in shapes if name not in self.shapes]:
-            raise self._error(f"{_list(missing)} missing")
+            raise self._error(f"{len(missing)} of {len(shapes)} tensors missing, such as {missing[0]}")
         if unexpected := [name for name in self.shapes if name not in known]:
-            raise self._error(f"{_list(unexpected)} not part of this model")
-        for name, shape in self.shapes.items():
-            if shape != tuple(known[name]):
-                raise self._error(f"{name} has shape {list(shape)}, and {list(known[name])} by config.json")
+            raise self._error(f"{len(unexpected)} tensor(s) not part of this model, such as {unexpected[0]}")
+        for name in self.shapes:
+            self.require_shape(name, known[name])
             dtype = self._slice(name).get_dtype()
             if dtype not in _DTYPES:
                 raise self._error(f"{name} has dtype {dtype}; supported are: {', '.join(_DTYPES)}")
 
+    def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise ConfigError unless there is a tensor of this name and shape."""
+        found = self.shapes.get(name)
+        if found != tuple(shape):
+            problem = "is missing" if found is None else f"has shape {list(found)}, and {list(shape)} by config.json"
+            raise self._error(f"{name} {problem}")
+
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a tensor in the dtype of the file, which it may map into memory."""
+        """Return a tensor in fp32. Raises ConfigError if it cannot be read or is not finite."""
         try:
-            return self._files[self._place[name]].get_tensor(name)
+            tensor = self._files[self._place[name]].get_tensor(name).float()
         except (SafetensorError, OSError) as error:
             raise self._error(f"{self._place[name]} cannot be read: {error}") from error
+        if not tensor.isfinite().all():
+            raise self._error(f"{name} has values that are not finite")
+        return tensor
 
     def _single_file(self) -> str:
         if (self._folder / SINGLE_FILE).is_file():
@@ -176,11 +187,3 @@ class SavedTensors:
 
     def _error(self, problem: str) -> ConfigError:
         return ConfigError(f"{self._where}: {problem}")
-
-
-def _list(names: list[str]) -> str:
-    """Return "a, b and 5 more are", for a message."""
-    if len(names) == 1:
-        return f"{names[0]} is"
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return f"{', '.join(names[:2])}{more} are"

@@ -121,9 +121,8 @@ def test_broken_folders_are_refused_in_one_line(message, tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"a": None}, "a is missing"),
-        ({"a": None, "b": None, "c": None, "d": None}, "a, b and 2 more are missing"),
-        ({"extra": torch.zeros(1)}, "extra is not part of this model"),
+        ({"a": None, "b": None}, f"2 of {len(SHAPES)} tensors missing, such as a"),
+        ({"extra": torch.zeros(1)}, "1 tensor(s) not part of this model, such as extra"),
         ({"a": torch.zeros(10, 11)}, r"a has shape [10, 11], and [10, 10] by config.json"),
         ({"a": torch.zeros(10, 10, dtype=torch.int8)}, "a has dtype I8; supported are: F32, BF16, F16"),
         ({"old": torch.zeros(3)}, r"old has shape [3], and [2] by config.json"),
@@ -137,6 +136,15 @@ def test_tensors_of_another_model_are_refused(change, message, tmp_path):
     assert str(error.value) == f"MODEL_DIR = {str(tmp_path)!r}: {message}"
 
 
-def test_optional_tensors_may_be_there(tmp_path):
-    save_file({**TENSORS, "old": torch.zeros(2)}, tmp_path / SINGLE_FILE)
+def test_optional_tensors_and_frequencies_may_be_there(tmp_path):
+    save_file({**TENSORS, "old": torch.zeros(2), "layer.rotary_emb.inv_freq": torch.zeros(4)}, tmp_path / SINGLE_FILE)
     SavedTensors(tmp_path).require(SHAPES, optional={"old": (2,), "older": (3,)})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_tensor_that_is_not_finite_is_refused_with_its_name(value, tmp_path):
+    save_file({"a": torch.ones(2), "b": torch.tensor([0.0, value], dtype=torch.bfloat16)}, tmp_path / SINGLE_FILE)
+    saved = SavedTensors(tmp_path)
+    assert torch.equal(saved["a"], torch.ones(2))
+    with pytest.raises(ConfigError, match="^MODEL_DIR = .*: b has values that are not finite$"):
+        saved["b"]

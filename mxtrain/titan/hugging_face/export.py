@@ -18,7 +18,7 @@ from mxtrain.hugging_face.model_config import (
     GENERATION_FILE,
     REPORT_FILE,
     config_json,
-    generation_config_json,
+    read_generation,
 )
 from mxtrain.hugging_face.registry import FORMATS
 from mxtrain.hugging_face.safetensors_files import ShardWriter, shard_size
@@ -143,6 +143,7 @@ class _Export:
                 "leaves the others: leave it out"
             )
         self._fold_gain = fold_gain
+        self._generation = read_generation(run.folder / TOKENIZER_FOLDER)
         self.dtype = self._format.dtype
         self.bytes = 0
 
@@ -159,14 +160,11 @@ class _Export:
                 writer.add(name, tensor)
         files = writer.finish()
         self.bytes = writer.total_bytes
-        bos, eos, notes = _copy_tokenizer(self._run.folder / TOKENIZER_FOLDER, folder)
+        ids, notes = _copy_tokenizer(self._run.folder / TOKENIZER_FOLDER, folder)
+        generation = ids | self._generation
         shape = shape_of(self._run.model, self._run.args, self._run.max_seq_len)
-        config = config_json(shape, _name(self.dtype), bos, eos) | self._format.config()
-        texts = {
-            CONFIG_FILE: _json(config),
-            GENERATION_FILE: _json(generation_config_json(bos, eos)),
-            **self._format.extra_files(),
-        }
+        config = config_json(shape, _name(self.dtype), generation) | self._format.config()
+        texts = {CONFIG_FILE: _json(config), GENERATION_FILE: _json(generation)}
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
         return [*files, *texts], notes
@@ -252,13 +250,14 @@ def _losses(
         return None, [f"no loss is computed: {error}"]
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> tuple[int | None, int | None, list[str]]:
+def _copy_tokenizer(source: Path, folder: Path) -> tuple[dict[str, int], list[str]]:
     """Copy the tokenizer. Return the ids of its bos and eos tokens, and a line for the user if it is missing."""
     if not (source / TOKENIZER_FILES[0]).is_file():
-        return None, None, [f"the export has no tokenizer: {source / TOKENIZER_FILES[0]} is missing"]
+        return {}, [f"the export has no tokenizer: {source / TOKENIZER_FILES[0]} is missing"]
     tokenizer = load_tokenizer(source)
     copy_tokenizer(source, folder)
-    return tokenizer.bos_id, tokenizer.eos_id, []
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    return {name: value for name, value in ids.items() if value is not None}, []
 
 
 def _write_report(folder: Path, run: SavedRun, report: ExportReport) -> None:

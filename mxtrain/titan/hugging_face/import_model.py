@@ -1,20 +1,23 @@
 """``mxtrain import``: makes a folder from which a run continues the training of a Hugging Face model."""
 
+import json
+import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.config import dump_config, load_config
-from mxtrain.data.tokenizer import copy_tokenizer, load_tokenizer, tokenizer_hash
+from mxtrain.data.tokenizer import COMPANIONS, copy_tokenizer, load_tokenizer, tokenizer_hash
+from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import CONFIG_FILE as MODEL_CONFIG_FILE
-from mxtrain.hugging_face.model_config import ModelShape, read_shape
+from mxtrain.hugging_face.model_config import GENERATION_FILE, ModelShape, read_generation, read_shape
 from mxtrain.hugging_face.safetensors_files import SavedTensors
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest
@@ -23,6 +26,7 @@ from mxtrain.settings.read import read_settings
 from mxtrain.settings.values import Settings
 from mxtrain.titan.data.run_data import TOKENIZER_FOLDER
 from mxtrain.titan.hugging_face.names import MODELS, Names, settings_of, shape_of
+from mxtrain.titan.hugging_face.same_logits import require_same_logits
 from mxtrain.titan.hugging_face.target_folder import new_target
 from mxtrain.titan.models.model_args import value_of, wrong_size
 from mxtrain.titan.parse import parse_job_config
@@ -30,6 +34,7 @@ from mxtrain.titan.reports.facts import package_versions
 
 SEED = "checkpoint/step-0"
 """The checkpoint of weights that a run starts from"""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 DEFAULTS = {
     "job": {"custom_config_module": "mxtrain.titan.job_config"},
@@ -56,13 +61,16 @@ class ImportReport:
     """Settings of [model_args] that set the flavor to the model's shape"""
     vocab_size: int
     parameters: int
+    notes: tuple[str, ...] = ()
+    """Lines for the user"""
 
     def __str__(self) -> str:
         sizes = f" with [{SECTION}]" if self.model_args else ""
         command = f"mxtrain train {shlex.quote(str(self.folder / CONFIG_FILE))}"
+        notes = "".join(f"note      {note}\n" for note in self.notes)
         return (
             f"imported  {self.source} as {self.model} {self.flavor}{sizes}, {self.parameters:,} parameters, "
-            f"vocabulary of {self.vocab_size:,}\nfolder    {self.folder}\ntrain     {command}"
+            f"vocabulary of {self.vocab_size:,}\n{notes}folder    {self.folder}\ntrain     {command}"
         )
 
 
@@ -80,12 +88,18 @@ def import_model(source: Path, target: Path, config: Path | None = None) -> Impo
         ConfigError: for a wrong argument, and a model that cannot be imported. Nothing is written then.
     """
     with new_target(target, "RUN_DIR") as folder:
-        shape = read_shape(source)
-        model, flavor, model_args = find_model(shape, f"MODEL_DIR = {str(source)!r}")
+        where = f"MODEL_DIR = {str(source)!r}"
+        shape, saved = read_shape(source), SavedTensors(source)
+        _require_sizes(shape, saved, where)
+        notes = []
+        if shape.tie_word_embeddings and HEAD in saved.shapes and not torch.equal(saved[HEAD], saved[EMBEDDING]):
+            shape = replace(shape, tie_word_embeddings=False)
+            notes.append(f"{HEAD} is not tied to {EMBEDDING}: the files hold two, which transformers 5 does not tie")
+        model, flavor, model_args = find_model(shape, where)
         args = get_train_spec(model).model_args[flavor]
         args.set_model_args(model_args)
         args.vocab_size = shape.vocab_size
-        weights = _Weights(source, model, args)
+        weights = _Weights(saved, model, args)
         _require_tokenizer(source, shape.vocab_size)
         own = {
             "model": {"name": model, "flavor": flavor},
@@ -95,10 +109,16 @@ def import_model(source: Path, target: Path, config: Path | None = None) -> Impo
         settings = _settings(config, own, shape.max_position_embeddings, target.absolute())
         folder_of_tokenizer = folder / TOKENIZER_FOLDER
         copy_tokenizer(source, folder_of_tokenizer)
+        generation = json.dumps(read_generation(source), indent=2) + "\n"
+        (folder_of_tokenizer / GENERATION_FILE).write_text(generation, encoding="utf-8")
         dump_config(settings, folder / CONFIG_FILE)
-        _require_convertible(folder / CONFIG_FILE, f"MODEL_DIR = {str(source)!r}")
+        _require_convertible(folder / CONFIG_FILE, where)
+        notes.append(require_same_logits(source, model, args, weights, where))
+        others = {name for name in os.listdir(source) if name[0] != "." and "safetensors" not in name}
+        if lost := sorted(others - {MODEL_CONFIG_FILE, *TOKENIZER_FILES, *COMPANIONS}):
+            notes.append(f"not in the run, nor in its exports: {', '.join(lost)}")
         weights.save(folder / SEED, settings, tokenizer_hash(folder_of_tokenizer))
-    return ImportReport(target, source, model, flavor, model_args, shape.vocab_size, weights.parameters)
+    return ImportReport(target, source, model, flavor, model_args, shape.vocab_size, weights.parameters, tuple(notes))
 
 
 def find_model(shape: ModelShape, where: str) -> tuple[str, str, dict]:
@@ -113,32 +133,22 @@ def find_model(shape: ModelShape, where: str) -> tuple[str, str, dict]:
     for model in MODELS:
         for flavor, args in get_train_spec(model).model_args.items():  # copies, which ``_fit`` changes
             if shape_of(model, args).model_type == shape.model_type:
-                fit = _fit(model, args, shape)
-                found.append((len(fit.differing), len(fit.settings), model, flavor, fit))
-    _, _, model, flavor, fit = min(found, key=lambda candidate: candidate[:2])
-    if fit.differing:
-        first = fit.differing[0]
+                settings, differing = _fit(model, args, shape)
+                found.append((len(differing), len(settings), model, flavor, args, settings, differing))
+    _, _, model, flavor, args, settings, differing = min(found, key=lambda candidate: candidate[:2])
+    if differing:
+        first = differing[0]
         raise ConfigError(
             f"{where}: {first} = {getattr(shape, first)!r} in {MODEL_CONFIG_FILE} does not fit TorchTitan's {model}, "
-            f"which would have {getattr(shape_of(model, fit.args), first)!r}"
+            f"which would have {getattr(shape_of(model, args), first)!r}"
         )
-    if problem := wrong_size(model, fit.args):
+    if problem := wrong_size(model, args):
         raise ConfigError(f"{where}: {MODEL_CONFIG_FILE} {problem}")
-    return model, flavor, fit.settings
+    return model, flavor, settings
 
 
-class _Fit(NamedTuple):
-    """Model arguments that were set to a shape."""
-
-    args: object
-    settings: dict[str, object]
-    """Of [model_args]"""
-    differing: list[str]
-    """Fields of the shape that no setting could set"""
-
-
-def _fit(model: str, args, shape: ModelShape) -> _Fit:
-    """Set ``args`` to ``shape`` with as few settings as possible."""
+def _fit(model: str, args, shape: ModelShape) -> tuple[dict[str, object], list[str]]:
+    """Set ``args`` to ``shape`` with as few settings as possible. Return them, and the fields that no setting sets."""
     settings: dict = {}
     tried: set[str] = set()
     while True:
@@ -146,7 +156,7 @@ def _fit(model: str, args, shape: ModelShape) -> _Fit:
         wanted = {name: value for field in differing for name, value in settings_of(field, shape).items()}
         more = {name: value for name, value in wanted.items() if name in PLACES[model] and name not in tried}
         if not more:
-            return _Fit(args, settings, differing)
+            return settings, differing
         # Again, because some sizes follow from others, and differ only when those are set.
         tried |= more.keys()
         settings |= {name: value for name, value in more.items() if value_of(model, args, name) != value}
@@ -156,28 +166,19 @@ def _fit(model: str, args, shape: ModelShape) -> _Fit:
 class _Weights:
     """The weights of a Hugging Face model as TorchTitan's parameters, checked, and read one at a time."""
 
-    def __init__(self, source: Path, model: str, args):
+    def __init__(self, saved: SavedTensors, model: str, args):
         with torch.device("meta"):
             self._expected = get_train_spec(model).model_cls(args).state_dict()
         self._names = Names(model, args)
-        self._saved = SavedTensors(source)
-        shapes = {}
-        self._hf_names = {}
+        self._saved = saved
+        shapes, self._hf_names = {}, {}
         for fqn, weight in self._expected.items():
             for hf_name, tensor in self._names.to_hf(fqn, weight).items():
                 shapes[hf_name] = tuple(tensor.shape)
                 self._hf_names[fqn] = hf_name
         if "output.weight" not in self._hf_names:  # tied
             self._hf_names["output.weight"] = self._hf_names["tok_embeddings.weight"]
-        self._saved.require(shapes, self._ignored(args))
-
-    def _ignored(self, args) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of tensors that transformers does not read either, and older files hold."""
-        head_dim = getattr(args, "head_dim", args.dim // args.n_heads)
-        frequencies = {
-            f"model.layers.{i}.self_attn.rotary_emb.inv_freq": (head_dim // 2,) for i in range(args.n_layers)
-        }
-        return frequencies | {"lm_head.weight": (args.vocab_size, args.dim)}
+        saved.require(shapes, optional={HEAD: shapes[EMBEDDING]})
 
     @property
     def parameters(self) -> int:
@@ -185,13 +186,16 @@ class _Weights:
         return sum(w.numel() for fqn, w in self._expected.items() if not (tied and fqn == "output.weight"))
 
     def __getitem__(self, fqn: str) -> torch.Tensor:
-        """Return a parameter, fp32."""
+        """Return a parameter, fp32. Raises ConfigError if it is not finite."""
         hf_name = self._hf_names[fqn]
-        return self._names.from_hf(hf_name, self._saved[hf_name]).float().contiguous()
+        return self._names.from_hf(hf_name, self._saved[hf_name]).contiguous()
 
     def save(self, checkpoint: Path, settings: dict, tokenizer_sha256: str) -> None:
         """Write a checkpoint of the weights, with its manifest."""
-        dcp.save(dict(self._expected), checkpoint_id=checkpoint, planner=_Reading(self), no_dist=True)
+        try:
+            dcp.save(dict(self._expected), checkpoint_id=checkpoint, planner=_Reading(self), no_dist=True)
+        except CheckpointException as error:
+            raise error.failures[0][0] from error
         files = [path for path in checkpoint.rglob("*") if path.is_file()]
         manifest = Manifest(
             step=0,
@@ -214,6 +218,17 @@ class _Reading(dcp.DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         return self._weights[index.fqn]
+
+
+def _require_sizes(shape: ModelShape, saved: SavedTensors, where: str) -> None:
+    """Compare config.json with the files before anything of its sizes is built. Raises ConfigError."""
+    layers, tensors = shape.num_hidden_layers, len(saved.shapes)
+    if layers > tensors:
+        raise ConfigError(f"{where}: num_hidden_layers = {layers} in config.json, and the files have {tensors} tensors")
+    inputs, queries = shape.hidden_size, shape.num_attention_heads * shape.head_dim
+    saved.require_shape(EMBEDDING, (shape.vocab_size, inputs))
+    saved.require_shape("model.layers.0.mlp.gate_proj.weight", (shape.intermediate_size, inputs))
+    saved.require_shape("model.layers.0.self_attn.q_proj.weight", (queries, inputs))
 
 
 def _require_tokenizer(source: Path, vocab_size: int) -> None:

@@ -186,14 +186,11 @@ def test_a_format_replaces_tensors_and_adds_to_the_config(run, tmp_path, monkeyp
         def config(self):
             return {"quantization_config": {"seen": len(seen)}}
 
-        def extra_files(self):
-            return {"more.json": "{}"}
-
     monkeypatch.setitem(registry.FORMATS, "halves", Halves)
     export(run, tmp_path / "plain", fold_gain=True)
     export(run, tmp_path / "halves", format="halves")
     config = json.loads((tmp_path / "halves" / "config.json").read_text())
-    assert config["quantization_config"] == {"seen": len(seen)} and (tmp_path / "halves" / "more.json").is_file()
+    assert config["quantization_config"] == {"seen": len(seen)}
     plain, halves = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "halves"))
     quantized = [name for name in plain if f"{name}_codes" in halves]
     assert len(quantized) == 2 * 7

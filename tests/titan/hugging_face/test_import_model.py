@@ -4,6 +4,8 @@ import copy
 import json
 import os
 import shutil
+import sys
+from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
@@ -15,12 +17,13 @@ from safetensors.torch import load_file, save_file
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.data.progress import Progress
-from mxtrain.data.tokenizer import train_tokenizer
+from mxtrain.data.tokenizer import copy_tokenizer, train_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import REPORT_FILE
 from mxtrain.run_folder.manifest import check_hashes, read_manifest
 from mxtrain.run_folder.start import CheckpointSettings, find_start
 from mxtrain.settings.read import read_settings
+from mxtrain.titan.hugging_face import import_model as import_module
 from mxtrain.titan.hugging_face.export import export
 from mxtrain.titan.hugging_face.held_out_loss import load_model
 from mxtrain.titan.hugging_face.import_model import ImportReport, import_model
@@ -38,11 +41,12 @@ SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "n
 QWEN = dict(SIZES, head_dim=32, intermediate_size=128, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
 CONFIGS = {
     ("llama3", "small"): lambda: transformers.LlamaConfig(
-        **SIZES, intermediate_size=192, rms_norm_eps=1e-5, rope_parameters=dict(LLAMA_ROPE), vocab_size=352
+        **SIZES, intermediate_size=192, rms_norm_eps=1e-5, rope_parameters=dict(LLAMA_ROPE), vocab_size=352,
+        max_position_embeddings=131072,
     ),
     ("llama3", "debugmodel"): lambda: transformers.LlamaConfig(
         hidden_size=256, num_hidden_layers=6, num_attention_heads=16, intermediate_size=768, rms_norm_eps=1e-5,
-        rope_parameters=dict(LLAMA_ROPE), vocab_size=320,
+        rope_parameters=dict(LLAMA_ROPE), vocab_size=320, max_position_embeddings=131072,
     ),
     # As Llama 3.2
     ("llama3", "tied"): lambda: transformers.LlamaConfig(
@@ -206,14 +210,72 @@ def test_half_precision_becomes_fp32(dtype, models, tmp_path):
     assert torch.equal(weights["norm.weight"], halves["model.norm.weight"].float())
 
 
-def test_tensors_that_transformers_does_not_read_are_ignored(models, tmp_path):
-    source = shutil.copytree(models["qwen3", "small_tied"], tmp_path / "model")
-    extra = {"lm_head.weight": torch.zeros(320, 64), "model.layers.1.self_attn.rotary_emb.inv_freq": torch.zeros(16)}
-    save_file({**tensors_of(source), **extra}, source / "model.safetensors")
-    import_model(source, tmp_path / "run")
-    weights = open_run(tmp_path / "run").weights
-    assert torch.equal(weights["output.weight"], weights["tok_embeddings.weight"])
-    assert weights["output.weight"].any()
+@pytest.mark.parametrize("name", [("llama3", "tied"), ("qwen3", "small_tied")], ids="-".join)
+@pytest.mark.parametrize("is_same", [True, False])
+def test_two_tied_weights_are_one_if_they_are_the_same(is_same, name, models, tmp_path):
+    """As transformers 5 has it. Frequencies, which older files hold, are not read either."""
+    source, run = shutil.copytree(models[name], tmp_path / "model"), tmp_path / "run"
+    tensors = tensors_of(source)
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.clone() if is_same else torch.randn(embedding.shape)
+    frequencies = transformers.AutoConfig.from_pretrained(source).head_dim // 2
+    tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.zeros(frequencies)
+    save_file(tensors, source / "model.safetensors")
+    report = import_model(source, run)
+    assert ("note      lm_head.weight is not tied to model.embed_tokens.weight: " in str(report)) != is_same
+    ours = load_model(open_run(run), torch.device("cpu"), has_converters=False)
+    tokens = torch.randint(0, 320, (1, 32))
+    with torch.no_grad():
+        expected = transformers.AutoModelForCausalLM.from_pretrained(source)(tokens).logits
+        assert (ours(tokens) - expected).abs().max() < 1e-5 * expected.std()
+    export(run, tmp_path / "back")
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "back").tie_word_embeddings == is_same
+
+
+def test_of_two_scalings_the_one_that_transformers_takes_is_trained(models, tmp_path):
+    source = shutil.copytree(models["llama3", "unscaled"], tmp_path / "model")
+    edit_config(rope_scaling={**LLAMA_ROPE, "factor": 32.0})(source)
+    report = import_model(source, tmp_path / "run")
+    sizes = tomli.loads((tmp_path / "run" / "config.toml").read_text())["model_args"]
+    assert sizes == {"rope_factor": 32.0, "max_seq_len": 8192}
+    assert f"note      the logits are those of transformers {transformers.__version__} on 14 tokens" in str(report)
+
+
+def test_other_logits_than_transformers_are_refused(models, tmp_path, monkeypatch):
+    source, read_shape = models["llama3", "small"], import_module.read_shape
+    monkeypatch.setattr(import_module, "read_shape", lambda folder: replace(read_shape(folder), rope_scaling=None))
+    with pytest.raises(ConfigError) as error:
+        import_model(source, tmp_path / "run")
+    peer = f"transformers {transformers.__version__} on 14 tokens after 2 layers"
+    start = f"MODEL_DIR = {str(source)!r}: the logits of TorchTitan's llama3 differ from those of {peer} by up to "
+    assert str(error.value).startswith(start) and "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    report = import_model(models["llama3", "small"], tmp_path / "run")
+    assert report.notes == ("the logits were not compared with transformers', which is not installed",)
+
+
+def test_an_export_has_what_the_model_had(models, tmp_path):
+    """Several eos tokens, sampling settings and the template of chats. The rest of the folder is named."""
+    source, run = shutil.copytree(models["qwen3", "small"], tmp_path / "model"), tmp_path / "run"
+    edit_config(bos_token_id=3, eos_token_id=1)(source)
+    sampling = {"eos_token_id": [1, 2], "pad_token_id": 2, "do_sample": True, "temperature": 0.6, "top_k": 20}
+    (source / "generation_config.json").write_text(json.dumps(sampling))
+    (source / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    (source / "README.md").touch()
+    report = import_model(source, run)
+    assert "note      not in the run, nor in its exports: README.md\n" in str(report)
+    elsewhere = tmp_path / "elsewhere" / "tokenizer"  # of a run that starts from these weights in another folder
+    elsewhere.parent.mkdir()
+    copy_tokenizer(run / "tokenizer", elsewhere)
+    assert {path.name for path in elsewhere.iterdir()} == {path.name for path in (run / "tokenizer").iterdir()}
+    export(run, tmp_path / "back")
+    generation = transformers.GenerationConfig.from_pretrained(tmp_path / "back").to_diff_dict()
+    assert generation.items() >= (sampling | {"bos_token_id": 3}).items()
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "back")
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (3, [1, 2], 2)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
 
 
 def test_the_settings_of_a_config_are_kept(models, tmp_path):
@@ -266,12 +328,12 @@ def edit_config(**changes):
     return change
 
 
-def edit_sizes(size):
-    """A model that TorchTitan trains, and no converter takes."""
+def edit_sizes(size, **more):
+    """Another model."""
 
     def change(source):
         config = transformers.LlamaConfig(
-            hidden_size=size, num_hidden_layers=1, num_attention_heads=2, intermediate_size=96, vocab_size=320
+            hidden_size=size, num_hidden_layers=1, num_attention_heads=2, intermediate_size=96, vocab_size=320, **more
         )
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(source)
 
@@ -285,6 +347,10 @@ def edit_tensors(change):
         save_file(tensors, source / "model.safetensors")
 
     return edit
+
+
+def edit_weight(name, value):
+    return edit_tensors(lambda tensors: tensors[name].view(-1)[-1].fill_(value))
 
 
 def only_a_pickle(source):
@@ -310,11 +376,28 @@ BAD = {
     "architecture": (edit_config(model_type="gemma"), "model_type = 'gemma' in config.json is not supported"),
     "shape": (
         edit_config(hidden_size=96, head_dim=None),
-        "lm_head.weight has shape [320, 256], and [320, 96] by",
+        "model.embed_tokens.weight has shape [320, 256], and [320, 96] by",
     ),
     "head_dim": (
-        edit_config(head_dim=32),
-        "head_dim = 32 in config.json does not fit TorchTitan's llama3, which would have 16",
+        edit_sizes(64, head_dim=64),
+        "head_dim = 64 in config.json does not fit TorchTitan's llama3, which would have 32",
+    ),
+    "layers": (
+        edit_config(num_hidden_layers=10**9),
+        "num_hidden_layers = 1000000000 in config.json, and the files have 57 tensors",
+    ),
+    "features": (
+        edit_config(intermediate_size=10**15),
+        "model.layers.0.mlp.gate_proj.weight has shape [768, 256], and [1000000000000000, 256] by config.json",
+    ),
+    "queries": (
+        edit_config(num_attention_heads=10**15),
+        "model.layers.0.self_attn.q_proj.weight has shape [256, 256], and [16000000000000000, 256] by config.json",
+    ),
+    "NaN": (edit_weight("model.layers.0.mlp.up_proj.weight", float("nan")), "model.layers.0.mlp.up_proj.weight has va"),
+    "infinite": (
+        edit_weight("model.layers.5.input_layernorm.weight", float("inf")),
+        "model.layers.5.input_layernorm.weight has values that are not finite",
     ),
     "blocks": (edit_sizes(72), "model_args.dim = 72 does not fit: a linear would have 72 features, no multiple of 32"),
     "heads": (
@@ -323,14 +406,17 @@ BAD = {
     ),
     "vocabulary": (
         edit_config(vocab_size=400),
-        "lm_head.weight has shape [320, 256], and [400, 256] by config.json",
+        "model.embed_tokens.weight has shape [320, 256], and [400, 256] by config.json",
     ),
     "tokenizer": (larger_tokenizer, "its tokenizer has 321 tokens, more than vocab_size = 320 in config.json"),
     "no tokenizer": (lambda source: (source / "tokenizer.json").unlink(), "holds no tokenizer.json that can be read"),
-    "missing": (edit_tensors(lambda tensors: tensors.pop("model.norm.weight")), "model.norm.weight is missing"),
+    "missing": (
+        edit_tensors(lambda tensors: tensors.pop("model.norm.weight")),
+        "1 of 57 tensors missing, such as model.norm",
+    ),
     "unexpected": (
         edit_tensors(lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(256)})),
-        "model.layers.0.self_attn.q_proj.bias is not part of this model",
+        "1 tensor(s) not part of this model, such as model.layers.0.self_attn.q_proj.bias",
     ),
     "wrong shape": (
         edit_tensors(lambda tensors: tensors.update({"model.norm.weight": torch.zeros(255)})),
