@@ -21,6 +21,7 @@ from mxtrain.cli import (
     train_command,
 )
 from mxtrain.cli.closed_streams import open_closed_streams
+from mxtrain.cli.path_parser import PathParser
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.settings.own_modules import search_beside
 from mxtrain.settings.resume_flag import separated
@@ -64,7 +65,7 @@ def _flush() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = PathParser(
         prog="mxtrain",
         description="Pretrain language models with MXNorm and MX linear layers in TorchTitan.",
         epilog="'mxtrain COMMAND --help' describes a command.",

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from mxtrain.settings.types import (
     Amount,
+    LocalPath,
     NotNegative,
     NumberKept,
     OpOrPositive,
@@ -26,6 +27,18 @@ from mxtrain.settings.types import (
 )
 
 ALLOWED = {
+    **dict.fromkeys(
+        (
+            "job.dump_folder",
+            "profiling.save_traces_folder",
+            "profiling.save_memory_snapshot_folder",
+            "metrics.save_tb_folder",
+            "checkpoint.folder",
+            "comm.save_traces_folder",
+        ),
+        LocalPath,
+    ),
+    "checkpoint.initial_load_path": LocalPath | None,
     "profiling.profile_freq": Positive,
     "profiling.profiler_active": Positive,
     "profiling.profiler_warmup": NotNegative,
