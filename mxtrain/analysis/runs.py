@@ -28,6 +28,9 @@ NONFINITE_WEIGHTS = "weights are not finite"
 SETTING_CHANGES = " changes from "
 """In the event of a run that resumes with another setting, after the setting's name"""
 
+PROCESSES = "the number of processes"
+"""Stands for a setting's name in the event of a run that resumes on more processes or fewer"""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -77,13 +80,20 @@ class Run:
     @property
     def tokens_per_second(self) -> float | None:
         """Median per device. Skips the first 10 % of the rows, which include compilation and warm-up."""
-        rates = [row["tokens_per_second"] for row in self.training if row.get("tokens_per_second") is not None]
+        rates = self._on_these_processes("tokens_per_second")
         warm = rates[math.ceil(0.1 * len(rates)) :] or rates
         return statistics.median(warm) if warm else None
 
     @property
     def peak_memory_gib(self) -> float | None:
-        return max((row["memory_gib"] for row in self.training if row.get("memory_gib") is not None), default=None)
+        """Per device."""
+        return max(self._on_these_processes("memory_gib"), default=None)
+
+    def _on_these_processes(self, key: str) -> list[float]:
+        """What the training rows have under ``key`` since the run went on with another number of processes."""
+        changes = [row["step"] for row in self.events if PROCESSES + SETTING_CHANGES in row[EVENT]]
+        rows = [row for row in self.training if row["step"] >= max(changes, default=0)]
+        return [row[key] for row in rows if row.get(key) is not None]
 
     @property
     def planned_steps(self) -> int | None:
