@@ -17,8 +17,7 @@ from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.lock import locked
 from mxtrain.run_folder.start import CheckpointSettings, find_start, latest_checkpoint, require_folder
 from mxtrain.settings.machine import Machine, check_machine
-from mxtrain.settings.own_modules import search_beside
-from mxtrain.settings.read import config_file, places
+from mxtrain.settings.read import places
 from mxtrain.settings.resume_check import check_resume
 from mxtrain.settings.resume_run import resolved
 from mxtrain.titan import finite
@@ -129,7 +128,6 @@ def main(args: list[str], verbose: bool) -> None:
     """Run ``train`` in a worker process and exit. An error of the user's run is one line on stderr, no traceback."""
     status = 0
     try:
-        search_beside(config_file(args))
         args = resolved(args)
         with places(args):
             train(args, verbose)
