@@ -15,7 +15,5 @@ def cache_folder() -> Path:
     folder = os.environ.get("MXTRAIN_CACHE") or "~/.cache/mxtrain"
     try:
         return Path(local_path(folder)).expanduser()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise ConfigError(f"$MXTRAIN_CACHE: {folder} cannot be found ({error}); set it to a folder") from error
-    except ValueError as error:
-        raise ConfigError(f"$MXTRAIN_CACHE: {folder} {error}") from error

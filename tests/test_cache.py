@@ -19,5 +19,5 @@ def test_a_user_without_a_home_needs_to_name_a_folder(monkeypatch, tmp_path):
 
 def test_an_address_is_refused(monkeypatch):
     monkeypatch.setenv("MXTRAIN_CACHE", "gs://bucket/cache")
-    with pytest.raises(ConfigError, match=r"^\$MXTRAIN_CACHE: gs://bucket/cache is an address"):
+    with pytest.raises(ConfigError, match=r"^\$MXTRAIN_CACHE: gs://bucket/cache cannot be found .is an address"):
         cache_folder()
