@@ -34,10 +34,7 @@ def sync_file(path: Path) -> None:
 
 
 def local_path(path: str) -> str:
-    """Return ``path``. Raises ValueError for an address such as "s3://bucket/run", which would be a folder "s3:" here.
-
-    The message goes on after the path's name and value.
-    """
+    """Return ``path``. Raises ValueError for an address: "s3://bucket/run" would be a folder "s3:" here."""
     if "://" in path:
         raise ValueError("is an address, and mxtrain reads and writes paths of this machine only: mount the store")
     return path

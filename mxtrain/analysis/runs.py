@@ -22,14 +22,13 @@ FACT_TYPES |= {"schedule": list, "guard": str, "world_size": int, "wandb": dict,
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
-NONFINITE_WEIGHTS = "weights are not finite"
-"""The event of a run that ends after a step because a weight is NaN or infinite"""
+NONFINITE = " are not finite"
+"""The end of the event of a run that ends because its weights, or the states of its optimizer, are NaN or infinite"""
 
 SETTING_CHANGES = " changes from "
 """In the event of a run that resumes with another setting, after the setting's name"""
 
-PROCESSES = "the number of processes"
-"""Stands for a setting's name in the event of a run that resumes on more processes or fewer"""
+PROCESSES = "the number of processes"  # in the place of a setting's name
 
 
 @dataclass(frozen=True)
@@ -91,9 +90,8 @@ class Run:
 
     def _on_these_processes(self, key: str) -> list[float]:
         """What the training rows have under ``key`` since the run went on with another number of processes."""
-        changes = [row["step"] for row in self.events if PROCESSES + SETTING_CHANGES in row[EVENT]]
-        rows = [row for row in self.training if row["step"] >= max(changes, default=0)]
-        return [row[key] for row in rows if row.get(key) is not None]
+        begin = max((row["step"] for row in self.events if PROCESSES + SETTING_CHANGES in row[EVENT]), default=0)
+        return [row[key] for row in self.training if row["step"] >= begin and row.get(key) is not None]
 
     @property
     def planned_steps(self) -> int | None:
@@ -129,9 +127,10 @@ class Run:
         return next((row["step"] for row in self.training if not math.isfinite(row["loss"])), None)
 
     @property
-    def nonfinite_weights_step(self) -> int | None:
-        """The step after which the run ended because a weight was NaN or infinite."""
-        return next((row["step"] for row in self.events if row[EVENT] == NONFINITE_WEIGHTS), None)
+    def nonfinite_end(self) -> str:
+        """Why and where the run ended, such as "weights are not finite after step 3"; empty for other ends."""
+        ends = (f"{row[EVENT]} after step {row['step']}" for row in self.events if row[EVENT].endswith(NONFINITE))
+        return next(ends, "")
 
     @property
     def changed_settings(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""A parser of command lines that refuses addresses in the place of paths."""
+"""A parser of command lines that refuses addresses for arguments of type Path, as its subcommands' parsers do."""
 
 import argparse
 from pathlib import Path
@@ -7,8 +7,6 @@ from mxtrain.files import local_path
 
 
 class PathParser(argparse.ArgumentParser):
-    """Takes paths of this machine for arguments of type Path. Parsers of its subcommands are of this class, too."""
-
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.register("type", Path, _path)

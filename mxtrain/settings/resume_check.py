@@ -20,8 +20,7 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
         processes: their number in its continuation.
 
     Returns:
-        One line for every setting that changes, for another number of processes, and for every entry of the schedule
-        that moves, for the user.
+        One line for the user for every setting, and number of processes, that changes, and schedule entry that moves.
 
     Raises:
         ConfigError: for a change that ``checkpoint.may_change`` would have to name.
@@ -32,16 +31,15 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
     before = settings_before(manifest.settings, settings.known, manifest.defaults)
     batch = global_batch_size(before, manifest.processes)
     found = changes(before, settings, batch, global_batch_size(settings, processes))
-    beside = beside_batch(settings, processes, batch)
-    require_allowed(found, settings["checkpoint.may_change"] or [], start.checkpoint, beside)
-    reported = report(found, start.step + 1)
-    if processes != manifest.processes:
-        reported.append(f"{PROCESSES}{SETTING_CHANGES}{manifest.processes} to {processes} at step {start.step + 1}")
+    may_change = settings["checkpoint.may_change"] or []
+    require_allowed(found, may_change, start.checkpoint, beside_batch(settings, processes, batch))
     moves = [
         f"{new.name} moves from steps {old.first} to {old.last} to steps {new.first} to {new.last}"
         for old, new in _moved(before, settings)
     ]
-    return [*reported, *moves]
+    if processes != manifest.processes:
+        moves.append(f"{PROCESSES}{SETTING_CHANGES}{manifest.processes} to {processes} at step {start.step + 1}")
+    return [*report(found, start.step + 1), *moves]
 
 
 def moved_entries(start: Start, settings: Settings) -> list[tuple[ScheduleEntry, ScheduleEntry]]:

@@ -368,8 +368,8 @@ class Validation:
 class Metrics:
     on_nonfinite_loss: Literal["stop", "continue"] = "stop"
     """
-    What happens when a loss or, before a checkpoint, a weight is NaN or infinite: "stop" (with exit status 1) or
-    "continue" (a warning). Weights that are not finite are never saved
+    What happens when a loss or, before a checkpoint and at the end, a weight or an optimizer state is NaN or infinite:
+    "stop" (with exit status 1) or "continue" (a warning). What is not finite is never saved
     """
 
     wandb_project: str = ""

@@ -66,15 +66,13 @@ def train(args: list[str], verbose: bool) -> None:
             logger.warning(warning)
         try:
             stop = _train(job_config)
-        except NonFiniteError as error:
+        except (NonFiniteError, SaveError) as error:
             if is_first():
                 terminal.Screen().line(closing_summary(folder))
+            if isinstance(error, SaveError):
+                raise
             torch.distributed.barrier()  # all ranks are here, and torchrun stops the others when one ends
             raise NonFiniteError(f"{error}; training stops. {_ways_out(job_config)}", error.step, error.loss) from error
-        except SaveError:
-            if is_first():
-                terminal.Screen().line(closing_summary(folder))
-            raise
         if stop is not None:
             terminal.note(stop.describe(folder, CheckpointSettings.of(job_config.checkpoint)))
         if is_first() and not job_config.checkpoint.create_seed_checkpoint:
