@@ -33,6 +33,13 @@ def sync_file(path: Path) -> None:
             os.close(descriptor)
 
 
+def local_path(path: str) -> str:
+    """Return ``path``. Raises ValueError for an address: "s3://bucket/run" would be a folder "s3:" here."""
+    if "://" in path:
+        raise ValueError("is an address, and mxtrain reads and writes paths of this machine only: mount the store")
+    return path
+
+
 def reason(error: OSError) -> str:
     """Return the cause of ``error`` in words, such as "No space left on device"."""
     return error.strerror or str(error)

@@ -15,3 +15,9 @@ def test_a_user_without_a_home_needs_to_name_a_folder(monkeypatch, tmp_path):
         cache_folder()
     monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path))
     assert cache_folder() == tmp_path
+
+
+def test_an_address_is_refused(monkeypatch):
+    monkeypatch.setenv("MXTRAIN_CACHE", "gs://bucket/cache")
+    with pytest.raises(ConfigError, match=r"^\$MXTRAIN_CACHE: gs://bucket/cache cannot be found .is an address"):
+        cache_folder()

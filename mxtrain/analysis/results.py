@@ -106,11 +106,11 @@ def curve_numbers(run: Run) -> dict[str, float | int | None]:
 
 
 def nonfinite_loss(run: Run) -> str:
-    """Say where a loss of the run, or its weights, are NaN or infinite; empty if all are finite."""
+    """Say where a loss of the run, its weights or its optimizer states are NaN or infinite; empty if all are finite."""
     if run.first_nonfinite_step is not None:
         return f"its loss is not finite at step {run.first_nonfinite_step}"
-    if run.nonfinite_weights_step is not None:
-        return f"its weights are not finite after step {run.nonfinite_weights_step}"
+    if run.nonfinite_end:
+        return f"its {run.nonfinite_end}"
     # Training losses are from before a step's update, so the last update may show in the validation alone.
     step = next((row["step"] for row in run.validation if not math.isfinite(row["validation_loss"])), None)
     return "" if step is None else f"its validation loss is not finite at step {step}"

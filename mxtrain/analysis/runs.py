@@ -22,11 +22,13 @@ FACT_TYPES |= {"schedule": list, "guard": str, "world_size": int, "wandb": dict,
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
-NONFINITE_WEIGHTS = "weights are not finite"
-"""The event of a run that ends after a step because a weight is NaN or infinite"""
+NONFINITE = " are not finite"
+"""The end of the event of a run that ends because its weights, or the states of its optimizer, are NaN or infinite"""
 
 SETTING_CHANGES = " changes from "
 """In the event of a run that resumes with another setting, after the setting's name"""
+
+PROCESSES = "the number of processes"  # in the place of a setting's name
 
 
 @dataclass(frozen=True)
@@ -77,13 +79,19 @@ class Run:
     @property
     def tokens_per_second(self) -> float | None:
         """Median per device. Skips the first 10 % of the rows, which include compilation and warm-up."""
-        rates = [row["tokens_per_second"] for row in self.training if row.get("tokens_per_second") is not None]
+        rates = self._on_these_processes("tokens_per_second")
         warm = rates[math.ceil(0.1 * len(rates)) :] or rates
         return statistics.median(warm) if warm else None
 
     @property
     def peak_memory_gib(self) -> float | None:
-        return max((row["memory_gib"] for row in self.training if row.get("memory_gib") is not None), default=None)
+        """Per device."""
+        return max(self._on_these_processes("memory_gib"), default=None)
+
+    def _on_these_processes(self, key: str) -> list[float]:
+        """What the training rows have under ``key`` since the run went on with another number of processes."""
+        begin = max((row["step"] for row in self.events if PROCESSES + SETTING_CHANGES in row[EVENT]), default=0)
+        return [row[key] for row in self.training if row["step"] >= begin and row.get(key) is not None]
 
     @property
     def planned_steps(self) -> int | None:
@@ -119,9 +127,10 @@ class Run:
         return next((row["step"] for row in self.training if not math.isfinite(row["loss"])), None)
 
     @property
-    def nonfinite_weights_step(self) -> int | None:
-        """The step after which the run ended because a weight was NaN or infinite."""
-        return next((row["step"] for row in self.events if row[EVENT] == NONFINITE_WEIGHTS), None)
+    def nonfinite_end(self) -> str:
+        """Why and where the run ended, such as "weights are not finite after step 3"; empty for other ends."""
+        ends = (f"{row[EVENT]} after step {row['step']}" for row in self.events if row[EVENT].endswith(NONFINITE))
+        return next(ends, "")
 
     @property
     def changed_settings(self) -> list[str]:

@@ -5,6 +5,7 @@ import os
 
 from mxtrain.analysis.labels import names
 from mxtrain.analysis.plots import plot
+from mxtrain.analysis.results import nonfinite_loss
 from mxtrain.analysis.runs import Run, load_run
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import PICTURE_FILE
@@ -76,10 +77,8 @@ def closing_summary(folder: str | os.PathLike) -> str:
 
 
 def _verdict(run: Run) -> str:
-    if run.first_nonfinite_step is not None:
-        return f"NOT FINITE, first at step {run.first_nonfinite_step}"
-    if run.nonfinite_weights_step is not None:
-        return f"WEIGHTS NOT FINITE after step {run.nonfinite_weights_step}"
+    if problem := nonfinite_loss(run):
+        return problem.removeprefix("its ").replace("not finite", "NOT FINITE")
     steps = run.training[-1]["step"]
     if len(run.training) == 1:
         return f"one logged step ({steps})"

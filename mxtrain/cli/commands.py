@@ -21,8 +21,8 @@ from mxtrain.cli import (
     train_command,
 )
 from mxtrain.cli.closed_streams import open_closed_streams
+from mxtrain.cli.path_parser import PathParser
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
-from mxtrain.settings.own_modules import search_beside
 from mxtrain.settings.resume_flag import separated
 
 
@@ -34,7 +34,6 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         open_closed_streams()
         options = _parser().parse_args(separated(sys.argv[1:] if arguments is None else arguments))
-        search_beside(None)  # a run may have models of the user's own
         status = options.run(options)
         _flush()
         return status
@@ -64,7 +63,7 @@ def _flush() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = PathParser(
         prog="mxtrain",
         description="Pretrain language models with MXNorm and MX linear layers in TorchTitan.",
         epilog="'mxtrain COMMAND --help' describes a command.",

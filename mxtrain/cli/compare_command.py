@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from mxtrain.cli.path_parser import PathParser
 from mxtrain.errors import ConfigError
 
 DESCRIPTION = """\
@@ -48,7 +49,7 @@ def add(commands) -> None:
 
 
 def _options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = PathParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--seeds", metavar="N", type=int, help="seeds 0 to N - 1 (default: 1)")
     parser.add_argument("--lr", metavar="A,B,...", default="", help="learning rates (default: that of each config)")
     parser.add_argument("--steps", metavar="N", type=int, help="the same as --training.steps N")

@@ -17,7 +17,6 @@ from mxtrain.run_folder.comparison import PairedRun
 from mxtrain.settings.layout import global_batch_size
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.names import check_names
-from mxtrain.settings.own_modules import search_beside
 from mxtrain.settings.read import CONFIG_FLAGS, places, read_settings
 from mxtrain.settings.resume_changes import BATCH
 from mxtrain.settings.values import Settings
@@ -147,7 +146,6 @@ def settings_of(run: PairedRun, machine: Machine | None = None) -> Settings:
     config, *flags = run.arguments
     arguments = [f"{CONFIG_FLAGS[0]}={config}", *flags]
     with _in_directory_of(run), places(arguments):
-        search_beside(config)
         settings = read_settings(arguments)
         check_names(settings)
         if machine is not None:

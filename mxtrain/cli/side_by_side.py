@@ -1,6 +1,5 @@
 """Does the runs of a comparison, several at a time, each as ``mxtrain train`` in a process and folder of its own."""
 
-import math
 import os
 import re
 import shlex
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
+from mxtrain.analysis.results import nonfinite_loss
 from mxtrain.analysis.runs import load_run
 from mxtrain.cli.comparison_plan import settings_of
 from mxtrain.cli.launch import core_count
@@ -191,17 +191,15 @@ def _prepare(folder: Path, run: PairedRun, processes: int) -> str:
 
 
 def ended_nonfinite(folder: Path, run: PairedRun) -> str:
-    """Say that loss or weights were not finite when the run failed, or "". The same seed would bring them again."""
+    """Say what was not finite when the run failed, or "". The same seed would bring it again."""
     if run.status is None or not 0 < run.status < 128:  # it has not ended, or a signal ended it
         return ""
     try:
         earlier = load_run(folder)
     except ConfigError:
         return ""
-    if not math.isfinite(earlier.last_loss):
-        return f"its loss is not finite at step {earlier.first_nonfinite_step}"
-    step = earlier.nonfinite_weights_step
-    return "" if step is None else f"its weights are not finite after step {step}"
+    # A run that goes on after such a loss has failed for another reason.
+    return "" if earlier.setting("metrics", "on_nonfinite_loss") == "continue" else nonfinite_loss(earlier)
 
 
 def _losses(folder: Path) -> str:

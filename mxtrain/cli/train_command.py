@@ -4,7 +4,6 @@ import argparse
 
 from mxtrain.cli import quiet
 from mxtrain.errors import ConfigError
-from mxtrain.settings.own_modules import search_beside
 from mxtrain.settings.resume_flag import FLAG
 
 
@@ -106,7 +105,6 @@ def _add_config_and_flags(parser: argparse.ArgumentParser, needs_config: bool = 
 
 def _train(options) -> int:
     verbose, flags = _take_verbose(options)
-    search_beside(options.config)
     from mxtrain.settings.read import asks_for_help
 
     config, flags = _config_or_run(options, flags)
@@ -132,7 +130,6 @@ def _config_or_run(options, flags: list[str]) -> tuple[str, list[str]]:
 
 def _prepare(options) -> int:
     _, flags = _take_verbose(options)
-    search_beside(options.config)
     from mxtrain.settings.read import asks_for_help
 
     if asks_for_help(flags):

@@ -23,6 +23,15 @@ def global_batch_size(s: Settings, processes: int) -> int:
     return s["training.local_batch_size"] * _readers(s, processes) if given == -1 else given
 
 
+def beside_batch(s: Settings, processes: int, sequences: int) -> str:
+    """Say what makes a step of so many sequences possible on these processes; empty if the settings already do."""
+    readers, local = _readers(s, processes), s["training.local_batch_size"]
+    if sequences % readers:
+        return f"take a number of data-parallel processes that divides {sequences}"
+    fitting = max(size for size in range(1, local + 1) if sequences // readers % size == 0)
+    return "" if fitting == local else f"set training.local_batch_size to {fitting}"
+
+
 def _shards(s: Settings, processes: int) -> int:
     """The number of shards that ``data_parallel_shard_degree`` stands for; 0 if the other degrees leave none."""
     given = s["parallelism.data_parallel_shard_degree"]
@@ -169,7 +178,8 @@ RELATIONS = (
             s["training.global_batch_size"] != -1
             and s["training.global_batch_size"] % (s["training.local_batch_size"] * _readers(s, machine.processes))
             and f"is not a multiple of training.local_batch_size = {s['training.local_batch_size']} times "
-            f"{_readers(s, machine.processes)} data-parallel process(es)"
+            f"{_readers(s, machine.processes)} data-parallel process(es); to keep it, "
+            f"{beside_batch(s, machine.processes, s['training.global_batch_size'])}"
         ),
     ),
 )

@@ -10,7 +10,7 @@ from mxtrain.errors import ConfigError, setting_in
 from mxtrain.settings.fields import Field, fields_of, unknown
 from mxtrain.settings.flags import flag_values
 from mxtrain.settings.model_settings import check_model_args
-from mxtrain.settings.own_modules import import_own
+from mxtrain.settings.own_modules import import_own, search_beside
 from mxtrain.settings.relations import check_relations
 from mxtrain.settings.sections import JobConfig
 from mxtrain.settings.titan_fields import ALLOWED, titan_job_config
@@ -32,6 +32,7 @@ def read_settings(arguments: list[str]) -> Settings:
     """
     path = config_file(arguments)
     config = {} if path is None else load_config(path)
+    search_beside(path)
     with places(arguments):
         known = known_fields(_custom_module(arguments, config))
         flags = flag_values(arguments, known)

@@ -82,12 +82,13 @@ def changes(before: Settings, now: Settings, batch_before: int | None, batch_now
     return found
 
 
-def require_allowed(found: list[SettingChange], may_change: list[str], checkpoint: object) -> None:
+def require_allowed(found: list[SettingChange], may_change: list[str], checkpoint: object, beside: str = "") -> None:
     """Raise ConfigError for changes that would make another experiment, unless ``may_change`` names them.
 
     Args:
         may_change: full names of settings.
         checkpoint: names the checkpoint in the message.
+        beside: what the sequences per step that the run had need here, too (``layout.beside_batch``).
     """
     refused = [c for c in found if c.resume_class is ResumeClass.REFUSED and c.name not in may_change]
     if not refused:
@@ -98,6 +99,8 @@ def require_allowed(found: list[SettingChange], may_change: list[str], checkpoin
     trained, back = f"with {first.old!r}", f"set it to {first.old!r}"
     if first.old is None:
         trained, back = "without it", "leave it unset"
+    if first.name == BATCH and beside:
+        back += f" and {beside}"
     raise ConfigError(
         f"{first.name} = {first.new!r}{' in effect' if first.name == BATCH else ''}, but {checkpoint} was trained "
         f"{trained}; {back}, or allow the change with --checkpoint.may_change {','.join(names)}"

@@ -1,9 +1,10 @@
 """Whether a run may resume with its present settings, and what changes since the checkpoint from which it goes on."""
 
+from mxtrain.analysis.runs import PROCESSES, SETTING_CHANGES
 from mxtrain.recipes.schedule import ScheduleEntry
 from mxtrain.run_folder.manifest import read_manifest
 from mxtrain.run_folder.start import Start
-from mxtrain.settings.layout import global_batch_size
+from mxtrain.settings.layout import beside_batch, global_batch_size
 from mxtrain.settings.mxnorm_section import SCHEDULE, schedule_of
 from mxtrain.settings.relations import quantizing
 from mxtrain.settings.resume_changes import changes, report, require_allowed, settings_before
@@ -19,7 +20,7 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
         processes: their number in its continuation.
 
     Returns:
-        One line for every setting that changes, and for every entry of the schedule that moves, for the user.
+        One line for the user for every setting, and number of processes, that changes, and schedule entry that moves.
 
     Raises:
         ConfigError: for a change that ``checkpoint.may_change`` would have to name.
@@ -28,14 +29,16 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
         return []
     manifest = read_manifest(start.checkpoint)
     before = settings_before(manifest.settings, settings.known, manifest.defaults)
-    found = changes(
-        before, settings, global_batch_size(before, manifest.processes), global_batch_size(settings, processes)
-    )
-    require_allowed(found, settings["checkpoint.may_change"] or [], start.checkpoint)
+    batch = global_batch_size(before, manifest.processes)
+    found = changes(before, settings, batch, global_batch_size(settings, processes))
+    may_change = settings["checkpoint.may_change"] or []
+    require_allowed(found, may_change, start.checkpoint, beside_batch(settings, processes, batch))
     moves = [
         f"{new.name} moves from steps {old.first} to {old.last} to steps {new.first} to {new.last}"
         for old, new in _moved(before, settings)
     ]
+    if processes != manifest.processes:
+        moves.append(f"{PROCESSES}{SETTING_CHANGES}{manifest.processes} to {processes} at step {start.step + 1}")
     return [*report(found, start.step + 1), *moves]
 
 

@@ -20,6 +20,7 @@ from mxtrain.settings.types import (
     AtLeastTwo,
     FinitePositive,
     Groups,
+    LocalPath,
     Names,
     NotNegative,
     Positive,
@@ -338,10 +339,10 @@ class Data:
     hf_config: str | None = None
     """Dataset "hf": configuration of the Hugging Face dataset, for example "en" for allenai/c4"""
 
-    cache_dir: str = ""
+    cache_dir: LocalPath = ""
     """Folder for tokenizers and tokenized text; empty means $MXTRAIN_CACHE, else ~/.cache/mxtrain"""
 
-    prepared: str = ""
+    prepared: LocalPath = ""
     """
     Name of a prepared text in the cache ("mxtrain cache" lists them), or its path: train on exactly this text, without
     reading its source. Empty prepares the text from its source
@@ -350,7 +351,7 @@ class Data:
 
 @dataclass
 class Model:
-    hf_assets_path: str = ""
+    hf_assets_path: LocalPath = ""
     """Folder with a Hugging Face tokenizer; empty builds a byte-level BPE tokenizer once from the training text"""
 
 
@@ -367,8 +368,8 @@ class Validation:
 class Metrics:
     on_nonfinite_loss: Literal["stop", "continue"] = "stop"
     """
-    What happens when a loss or, before a checkpoint, a weight is NaN or infinite: "stop" (with exit status 1) or
-    "continue" (a warning). Weights that are not finite are never saved
+    What happens when a loss or, before a checkpoint and at the end, a weight or an optimizer state is NaN or infinite:
+    "stop" (with exit status 1) or "continue" (a warning). What is not finite is never saved
     """
 
     wandb_project: str = ""

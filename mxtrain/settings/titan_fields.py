@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from mxtrain.settings.types import (
     Amount,
+    LocalPath,
     NotNegative,
     NumberKept,
     OpOrPositive,
@@ -26,9 +27,13 @@ from mxtrain.settings.types import (
 )
 
 ALLOWED = {
+    "job.dump_folder": LocalPath,
+    "profiling.save_traces_folder": LocalPath,
+    "profiling.save_memory_snapshot_folder": LocalPath,
     "profiling.profile_freq": Positive,
     "profiling.profiler_active": Positive,
     "profiling.profiler_warmup": NotNegative,
+    "metrics.save_tb_folder": LocalPath,
     "metrics.log_freq": Positive,
     "optimizer.name": Literal["Adam", "AdamW"],
     "optimizer.lr": Amount,
@@ -62,6 +67,8 @@ ALLOWED = {
     "parallelism.expert_parallel_degree": Positive,
     "parallelism.expert_tensor_parallel_degree": Positive,
     "parallelism.expert_parallel_comm_backend": Literal["standard"],  # experts of "deepep" are other modules
+    "checkpoint.folder": LocalPath,
+    "checkpoint.initial_load_path": LocalPath | None,
     "checkpoint.interval": Positive,
     "checkpoint.keep_latest_k": NumberKept,
     "checkpoint.load_step": StepOrMinusOne,
@@ -71,6 +78,7 @@ ALLOWED = {
     "activation_checkpoint.determinism_check": Literal["default", "none"],
     "compile.components": list[Literal["model", "loss"]],
     "comm.mode": Literal["default"],  # the others simulate many processes on one, for tests
+    "comm.save_traces_folder": LocalPath,
     "comm.init_timeout_seconds": Positive,
     "comm.train_timeout_seconds": Positive,
     "comm.trace_buf_size": NotNegative,

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, AllowInfNan, BeforeValidator
 from typing_extensions import TypedDict  # before Python 3.12, pydantic takes this one only
 from tyro.constructors import PrimitiveConstructorSpec
 
+from mxtrain.files import local_path
 from mxtrain.recipes.formats import P_VALUES
 from mxtrain.recipes.rms_estimate import ESTIMATORS
 from mxtrain.recipes.schedule import RMSNORM
@@ -60,6 +61,7 @@ def _op_or_positive(text: str) -> str:
 
 
 OpOrPositive = Annotated[str, AfterValidator(_op_or_positive)]
+LocalPath = Annotated[str, AfterValidator(local_path)]
 
 
 def _pairs(words: list[str]) -> dict[str, str]:

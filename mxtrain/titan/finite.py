@@ -1,4 +1,4 @@
-"""Stops training, or warns, when a loss or a weight is NaN or infinite, and stops it when a rank has got a stop signal.
+"""Stops training, or warns, when losses, weights or optimizer states are NaN or infinite; stops it at a stop signal.
 
 Every step ends with one small reduction: the loss of every rank and the signal that it has got, so that all ranks see
 the same and stop together. On a GPU the result is copied without waiting, and read one step later: the GPU then has
@@ -7,9 +7,8 @@ the next step's work in its queue.
 
 import math
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,16 +20,17 @@ SHOWN_RANKS = 8
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or a weight is NaN or infinite, and training stops. The message is for the user, without a traceback.
+    """Something is NaN or infinite, and training stops. The message is for the user, without a traceback.
 
     Args:
-        step: the step whose loss is not finite, or after which a weight is not.
-        loss: the sum of this loss over ranks; None for a weight.
+        step: the step whose loss is not finite, or after which something else is not.
+        loss: the sum of this loss over ranks; None for anything else.
+        what: "weights" or "optimizer states"; empty for a loss.
     """
 
-    def __init__(self, message: str, step: int, loss: float | None = None):
+    def __init__(self, message: str, step: int, loss: float | None = None, what: str = ""):
         super().__init__(message)
-        self.step, self.loss = step, loss
+        self.step, self.loss, self.what = step, loss, what
 
 
 @dataclass(frozen=True)
@@ -97,27 +97,34 @@ class LossWatch:
             is_finite = all(map(math.isfinite, values))
             if not is_finite and self.was_finite:
                 found = f"step {copy.step}: the loss is {describe(values)}"
-                if self.stops:
-                    raise NonFiniteError(found, copy.step, sum(values))
-                logger.warning(f'{found}; training goes on ({SETTING} = "{CONTINUE}")')
+                self.end(NonFiniteError(found, copy.step, sum(values)))
             self.was_finite = is_finite
             if self.on_losses is not None:
                 self.on_losses(copy.step, values)
 
+    def end(self, error: NonFiniteError, otherwise: str = f'training goes on ({SETTING} = "{CONTINUE}")') -> None:
+        """Raise ``error``, or warn of it and of what happens instead."""
+        if self.stops:
+            raise error
+        logger.warning(f"{error}; {otherwise}")
+
 
 @torch.no_grad()
-def nonfinite_weights(models: Iterable[torch.nn.Module], device: torch.device) -> str:
-    """Return which ranks hold a NaN or infinite parameter or buffer, such as "nan on rank 3", or "" if none does.
+def nonfinite(groups: Mapping[str, Iterable[torch.Tensor]], device: torch.device) -> tuple[str, str] | None:
+    """Return the first group with a NaN or infinity, and its ranks, such as ("weights", "nan on rank 3"), or None.
 
     Every rank looks at its own shards, and all ranks get the same answer. Waits for the device.
     """
-    tensors = chain.from_iterable(chain(model.parameters(), model.buffers()) for model in models)
-    shards = [_local(tensor) for tensor in tensors]
-    shards = [shard for shard in shards if shard.is_floating_point() and shard.numel() > 0]
-    # The sum of the largest magnitudes is NaN or infinite if and only if an element is.
+    values = over_ranks(torch.stack([_sum_of_largest(tensors, device) for tensors in groups.values()]))
+    found = zip(groups, map(describe, values.T.tolist()), strict=True)
+    return next(((name, where) for name, where in found if where), None)
+
+
+def _sum_of_largest(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the sum of the largest magnitudes, which is NaN or infinite if and only if an element is."""
+    shards = [shard for shard in map(_local, tensors) if shard.is_floating_point() and shard.numel() > 0]
     largest = [torch.linalg.vector_norm(shard, math.inf).to(device, torch.float64) for shard in shards]
-    values = over_ranks(torch.stack(largest).sum()).tolist()
-    return "" if all(map(math.isfinite, values)) else describe(values)
+    return torch.stack([torch.zeros((), device=device, dtype=torch.float64), *largest]).sum()
 
 
 def over_ranks(value: torch.Tensor) -> torch.Tensor:

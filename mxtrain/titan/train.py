@@ -17,8 +17,7 @@ from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.lock import locked
 from mxtrain.run_folder.start import CheckpointSettings, find_start, latest_checkpoint, require_folder
 from mxtrain.settings.machine import Machine, check_machine
-from mxtrain.settings.own_modules import search_beside
-from mxtrain.settings.read import config_file, places
+from mxtrain.settings.read import places
 from mxtrain.settings.resume_check import check_resume
 from mxtrain.settings.resume_run import resolved
 from mxtrain.titan import finite
@@ -67,15 +66,13 @@ def train(args: list[str], verbose: bool) -> None:
             logger.warning(warning)
         try:
             stop = _train(job_config)
-        except NonFiniteError as error:
+        except (NonFiniteError, SaveError) as error:
             if is_first():
                 terminal.Screen().line(closing_summary(folder))
+            if isinstance(error, SaveError):
+                raise
             torch.distributed.barrier()  # all ranks are here, and torchrun stops the others when one ends
             raise NonFiniteError(f"{error}; training stops. {_ways_out(job_config)}", error.step, error.loss) from error
-        except SaveError:
-            if is_first():
-                terminal.Screen().line(closing_summary(folder))
-            raise
         if stop is not None:
             terminal.note(stop.describe(folder, CheckpointSettings.of(job_config.checkpoint)))
         if is_first() and not job_config.checkpoint.create_seed_checkpoint:
@@ -129,7 +126,6 @@ def main(args: list[str], verbose: bool) -> None:
     """Run ``train`` in a worker process and exit. An error of the user's run is one line on stderr, no traceback."""
     status = 0
     try:
-        search_beside(config_file(args))
         args = resolved(args)
         with places(args):
             train(args, verbose)

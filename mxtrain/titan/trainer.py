@@ -1,17 +1,17 @@
 """mxtrain's trainer: TorchTitan's, with schedules, guards, diagnostics, whole checkpoints and exact resumption."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 from torchtitan import train as titan
-from torchtitan.tools.logging import logger
 
 from mxtrain.analysis.metrics_file import lacks_validation
-from mxtrain.analysis.runs import NONFINITE_WEIGHTS
+from mxtrain.analysis.runs import NONFINITE
 from mxtrain.files import sync_file
 from mxtrain.nn.ready_weights import ReadyWeights
 from mxtrain.rng.rounding_position import set_rounding_step
@@ -20,14 +20,13 @@ from mxtrain.run_folder.files import METRICS_FILE
 from mxtrain.run_folder.manifest import Manifest
 from mxtrain.settings.resume_changes import kept_defaults
 from mxtrain.settings.resume_check import moved_entries
-from mxtrain.titan import finite
 from mxtrain.titan.agreement import is_first, run_on_all_ranks
 from mxtrain.titan.buffers import kept_buffers
 from mxtrain.titan.checkpoint.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer
 from mxtrain.titan.checkpoint.random_state import RandomState
 from mxtrain.titan.checkpoint.resumed_optimizer import apply_settings
 from mxtrain.titan.checkpoint.token_count import TokenCount
-from mxtrain.titan.finite import LossWatch, NonFiniteError, nonfinite_weights
+from mxtrain.titan.finite import STOP, LossWatch, NonFiniteError, describe, nonfinite, over_ranks
 from mxtrain.titan.parallel.context import correct_max_loss, tokens_of_other_ranks
 from mxtrain.titan.parallel.pipeline import FINDS_SHAPES_AGAIN, LossPerToken, SharedLoss, Stage
 from mxtrain.titan.parallel.replicate import Layout
@@ -59,7 +58,7 @@ class Trainer(titan.Trainer):
 
     It casts the weights once per step, if a step has several microbatches and the weights stay the same between them.
 
-    It looks for losses and weights that are not finite, and never saves such weights.
+    It looks for losses, weights and optimizer states that are not finite, and never saves such weights or states.
 
     It verifies the checkpoint from which a run starts, and saves whole checkpoints only. They hold the random number
     generators' states, and the tokens seen by all ranks instead of one.
@@ -71,6 +70,7 @@ class Trainer(titan.Trainer):
 
     stop: Stop | None = None
     _last_step = 0
+    _looked_at: int | None = None
 
     def __init__(self, job_config):
         # debug.deterministic would fill new memory with NaN, all of which kernels overwrite: 0.80 instead of 0.90 of
@@ -83,8 +83,7 @@ class Trainer(titan.Trainer):
         self.checkpointer.may_save = self._is_finite
         # After a power failure, a checkpoint without the rows before it would leave a gap in the run's curves.
         self.checkpointer.before_save = partial(sync_file, Path(job_config.job.dump_folder) / METRICS_FILE)
-        self._stops = job_config.metrics.on_nonfinite_loss == finite.STOP
-        self._watch = LossWatch(self.device, self._stops)
+        self._watch = LossWatch(self.device, stops=job_config.metrics.on_nonfinite_loss == STOP)
         correct_max_loss(self.metrics_processor, self.parallel_dims.cp)
         self.checkpointer.is_stopping = lambda: self._watch.stop_signal is not None
         self.checkpointer.after_load = self._after_load
@@ -109,6 +108,7 @@ class Trainer(titan.Trainer):
         if self.parallel_dims.pp_enabled:
             self._share_loss_of_pipeline()
         if job_config.validation.enable:
+            self.metrics_processor.log_validation = partial(self._log_validation, self.metrics_processor.log_validation)
             # Tokens of a validation would count for the next step's load balance of experts.
             self.validator.validate = kept_buffers(self.model_parts)(self.validator.validate)
 
@@ -131,7 +131,7 @@ class Trainer(titan.Trainer):
     def train(self):
         try:
             super().train()
-            self._watch.look(at_last_step=True)  # the text may end before the last step
+            self._is_finite(self._last_step or self.step)  # which need not be saved, nor last where the text ends
         except NonFiniteError as error:
             self._log_end(error)
             self.checkpointer.finish()  # the last checkpoint, with finite weights, becomes complete
@@ -142,14 +142,13 @@ class Trainer(titan.Trainer):
         self.checkpointer.finish()
 
     def _log_end(self, error: NonFiniteError) -> None:
-        """Log the weights or the loss that end the run; the loss unless its row or that of the step after it is there.
+        """Log what ends the run; a loss unless its row or that of the step after it is there, as a validation's is.
 
         A comparison does not start such a run again, and a report does not count it.
         """
-        if error.loss is None:
-            log_event(self.metrics_processor, error.step, NONFINITE_WEIGHTS)
-            return
-        if any(map(self.metrics_processor.should_log, {error.step, self._last_step})):
+        if error.what:
+            log_event(self.metrics_processor, error.step, f"{error.what}{NONFINITE}")
+        if error.loss is None or any(map(self.metrics_processor.should_log, {error.step, self._last_step})):
             return
         tokens = self._tokens.of_all_ranks(self.ntokens_seen)
         # A GPU has done the next step, too. Steps have as many tokens, unless a resumed run has changed that.
@@ -250,16 +249,27 @@ class Trainer(titan.Trainer):
         super().load_state_dict({**state_dict, "ntokens_seen": self._tokens.share(state_dict["ntokens_seen"])})
 
     def _is_finite(self, step: int) -> bool:
-        """Return whether all losses up to this step and the weights after it are finite. A loss that is not raises."""
+        """Return whether weights and optimizer states after this step are finite. Raise for them and earlier losses."""
+        if self._looked_at == step:  # before it was validated, or before the end: one warning is enough
+            return self._was_finite
         self._watch.look(at_last_step=True)
-        # The loss of a step says nothing about the weights after it: gradients may have overflowed.
-        if not (found := nonfinite_weights(self.model_parts, self.device)):
-            return True
-        found = f"step {step}: the weights after this step hold {found}"
-        if self._stops:
-            raise NonFiniteError(found, step)
-        logger.warning(f"{found}; no checkpoint is saved")
-        return False
+        # A loss says nothing about the weights after its step, nor about infinite second moments, which freeze weights.
+        states = (state for optimizer in self.optimizers.optimizers for state in optimizer.state.values())
+        tensors = (value for state in states for value in state.values() if torch.is_tensor(value) and value.ndim)
+        weights = (tensor for part in self.model_parts for tensor in chain(part.parameters(), part.buffers()))
+        found = nonfinite({"weights": weights, "optimizer states": tensors}, self.device)
+        if found is not None:
+            error = NonFiniteError(f"step {step}: the {found[0]} after this step hold {found[1]}", step, what=found[0])
+            self._watch.end(error, "no checkpoint is saved")
+        self._looked_at, self._was_finite = step, found is None
+        return self._was_finite
+
+    def _log_validation(self, log: Callable, loss: float, step: int, **more) -> None:
+        """Log a validation, and stop or warn if its loss is not finite and the weights, which say more, are."""
+        log(loss, step, **more)
+        found = describe(over_ranks(torch.tensor(loss, device=self.device)).tolist())
+        if found and self._is_finite(step):
+            self._watch.end(NonFiniteError(f"step {step}: the validation loss is {found}", step))
 
 
 @contextmanager

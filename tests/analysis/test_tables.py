@@ -88,7 +88,7 @@ def test_a_summary_draws_the_losses_and_describes_the_run(tmp_path):
     [
         ([9.0, 9.5], "DID NOT FALL"),
         ([5.0] * 18 + [9.0, 4.0], "DID NOT FALL over 20 steps (mean of the last 10 %: 6.5000)"),
-        ([9.0, math.nan, 8.0], "NOT FINITE, first at step 2"),
+        ([9.0, math.nan, 8.0], "loss is NOT FINITE at step 2"),
         ([9.0], "one logged step (1)"),
     ],
 )
@@ -97,11 +97,18 @@ def test_a_summary_warns_unless_the_loss_fell(tmp_path, without_picture, losses,
     assert verdict in text and "fell over" not in text
 
 
-def test_a_summary_warns_of_weights_that_are_not_finite(tmp_path, without_picture):
+@pytest.mark.parametrize("what", ["weights", "optimizer states"])
+def test_a_summary_warns_of_weights_and_states_that_are_not_finite(tmp_path, without_picture, what):
     run = make_run(tmp_path / "a", [9.0, 8.0])
     with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"step": 2, "event": "weights are not finite"}\n')
-    assert "WEIGHTS NOT FINITE after step 2" in summary(run)
+        file.write(f'{{"step": 2, "event": "{what} are not finite"}}\n')
+    assert f"{what} are NOT FINITE after step 2" in summary(run)
+
+
+def test_a_summary_warns_of_a_validation_that_is_not_finite(tmp_path, without_picture):
+    assert "8.0000, validation loss is NOT FINITE at step 3" in summary(
+        make_run(tmp_path / "a", [9.0, 8.5, 8.0], validation=math.nan)
+    )
 
 
 def test_a_summary_gives_the_address_of_a_wandb_run_or_the_upload_command(tmp_path, without_picture):

@@ -298,8 +298,9 @@ RESUME = {
     ),
     "another number of processes": Case(
         ["--resume", "run"],
-        "training.global_batch_size = 16 in effect, but run/checkpoint/step-10 was trained with 8; set it to 8, or "
-        "allow the change with --checkpoint.may_change training.global_batch_size",
+        "training.global_batch_size = 16 in effect, but run/checkpoint/step-10 was trained with 8; set it to 8 and "
+        "set training.local_batch_size to 4, or allow the change with --checkpoint.may_change "
+        "training.global_batch_size",
         FINISHED, {"NGPU": "2"},
     ),
     "a config that is not the run's own": Case(

@@ -150,6 +150,8 @@ def test_a_run_that_is_left_has_the_gpus_that_it_was_last_started_with(stand_in)
 def test_only_a_run_that_failed_by_itself_is_not_started_again(tmp_path, status, problem):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null, "nonfinite": {"loss": "nan"}}\n')
     assert side_by_side.ended_nonfinite(tmp_path, PairedRun("a-seed0", "a", ["a"], "", status)) == problem
+    (tmp_path / "config.toml").write_text('[metrics]\non_nonfinite_loss = "continue"\n')  # failed for another reason
+    assert side_by_side.ended_nonfinite(tmp_path, PairedRun("a-seed0", "a", ["a"], "", status)) == ""
 
 
 def test_a_run_gets_its_share_of_the_cores_and_a_signal_that_comes_while_it_is_started(tmp_path, monkeypatch):

@@ -124,6 +124,22 @@ FLAGS = [
     ("--model.converters=fused_norm,fused_rmsnorm", "model.converters = ['fused_norm', 'fused_rmsnorm'] choose one of"),
     ("--training.dataset=wiki", "training.dataset = 'wiki' is not one of: python, files, hf"),
     ("--validation.enable --validation.dataset=wiki", "validation.dataset = 'wiki' is not one of"),
+    # Addresses where a local path belongs, which would be folders called "s3:"
+    *(
+        (f"--{name}=s3://bucket/run", f"{name} = 's3://bucket/run' is an address, and mxtrain reads and writes paths")
+        for name in (
+            "job.dump_folder",
+            "checkpoint.folder",
+            "checkpoint.initial_load_path",
+            "data.cache_dir",
+            "data.prepared",
+            "model.hf_assets_path",
+            "metrics.save_tb_folder",
+            "profiling.save_traces_folder",
+            "profiling.save_memory_snapshot_folder",
+            "comm.save_traces_folder",
+        )
+    ),
     # Names that do not exist, and words that are no flags
     ("--mxnorm.q=2", "mxnorm.q is not a setting; the closest is mxnorm.p"),
     ("--mxnrom.p=2", "mxnrom.p is not a setting; the closest is mxnorm.p"),

@@ -75,7 +75,8 @@ BAD = [
         "--training.local_batch_size=4",
         2,
         "--training.global_batch_size=12",
-        "training.global_batch_size = 12 is not a multiple of training.local_batch_size = 4 times 2",
+        "training.global_batch_size = 12 is not a multiple of training.local_batch_size = 4 times 2 data-parallel "
+        "process.es.; to keep it, set training.local_batch_size to 3",
     ),
 ]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tomli
 
+from mxtrain import cli
 from mxtrain.analysis import load_run
 from mxtrain.errors import ConfigError
 from mxtrain.settings.own_modules import import_own, search_beside
@@ -95,3 +96,16 @@ def test_what_is_installed_comes_before_what_lies_beside_the_config(tmp_path, mo
     search_beside(str(tmp_path / "my.toml"))
     search_beside(str(tmp_path / "my.toml"))
     assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("setting", ["job.custom_config_module", "experimental.custom_import"])
+def test_every_command_finds_the_module_beside_its_config(tmp_path, monkeypatch, capsys, setting):
+    section, name = setting.split(".")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / f"beside_{name}.py").write_text(
+        "from dataclasses import dataclass\n\n\n@dataclass\nclass JobConfig:\n    pass\n"
+    )
+    config = tmp_path / "my.toml"
+    config.write_text(f'extends = "llama3_debug"\n[{section}]\n{name} = "beside_{name}"\n')
+    assert cli.main(["doctor", "--model", str(config)]) == 0, capsys.readouterr().err
+    assert f"beside_{name}" in sys.modules

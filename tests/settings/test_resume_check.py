@@ -5,7 +5,10 @@ import pytest
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.manifest import Manifest, write_manifest
 from mxtrain.run_folder.start import Start
+from mxtrain.settings.layout import RELATIONS as LAYOUT_RELATIONS
+from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import known_fields
+from mxtrain.settings.relations import check
 from mxtrain.settings.resume_check import check_resume
 from mxtrain.settings.values import Settings
 
@@ -29,13 +32,32 @@ SAME = {"training": {"global_batch_size": 16}, "optimizer": {"lr": 0.5}}
 
 
 def test_the_manifest_of_the_checkpoint_counts(start):
-    assert check_resume(start, now(**SAME), 1) == []
+    fewer = "the number of processes changes from 2 to 1 at step 6"
+    assert check_resume(start, now(**SAME), 1) == [fewer]
     assert check_resume(start, now(optimizer={"lr": 0.5}), 2) == []
     assert check_resume(start, now(optimizer={"lr": 1.0}), 2) == ["optimizer.lr changes from 0.5 to 1.0 at step 6"]
     with pytest.raises(ConfigError, match=r"^training.global_batch_size = 8 in effect, but .*/checkpoint/step-5 was"):
         check_resume(start, now(**SAME | {"training": {}}), 1)
     allowed = now(**SAME | {"training": {}, "checkpoint": {"may_change": ["training.global_batch_size"]}})
-    assert check_resume(start, allowed, 1) == ["training.global_batch_size changes from 16 to 8 at step 6"]
+    assert check_resume(start, allowed, 1) == ["training.global_batch_size changes from 16 to 8 at step 6", fewer]
+
+
+@pytest.mark.parametrize(
+    "processes, local, also",
+    [(1, 8, ""), (2, 8, ""), (4, 8, " and set training.local_batch_size to 4"),
+     (8, 6, " and set training.local_batch_size to 2"),
+     (3, 8, " and take a number of data-parallel processes that divides 16")],
+)  # fmt: skip
+def test_a_refused_batch_names_the_settings_that_work(start, processes, local, also):
+    given = {"optimizer": {"lr": 0.5}, "training": {"local_batch_size": local}}
+    given["training"]["global_batch_size"] = 48 if processes != 3 else -1
+    with pytest.raises(ConfigError) as error:
+        check_resume(start, now(**given), processes)
+    assert f"was trained with 16; set it to 16{also}, or allow" in str(error.value)
+    if processes != 3:
+        given["training"] |= {"global_batch_size": 16, "local_batch_size": int(also[-1:] or local)}
+        check(LAYOUT_RELATIONS, now(**given), Machine(processes, has_gpus=False))
+        assert len(check_resume(start, now(**given), processes)) == (processes != 2)
 
 
 def test_the_defaults_of_its_version_count(start):

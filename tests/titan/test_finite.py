@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from mxtrain.titan import finite
-from mxtrain.titan.finite import LossWatch, NonFiniteError, describe, nonfinite_weights
+from mxtrain.titan.finite import LossWatch, NonFiniteError, describe, nonfinite
 
 CPU = torch.device("cpu")
 
@@ -66,19 +66,29 @@ def test_the_guard_gets_the_loss_of_every_step_as_a_sum_in_fp32(caplog):
     assert seen == [(1, [257.0]), (2, [math.inf])]
 
 
+def of_weights(*models):
+    return nonfinite({"weights": [t for m in models for t in (*m.parameters(), *m.buffers())]}, CPU)
+
+
+def test_the_first_group_that_is_not_finite_is_named():
+    groups = {"weights": losses(1.0), "optimizer states": losses(1.0, math.inf), "more": losses(math.nan), "none": []}
+    assert nonfinite(groups, CPU) == ("optimizer states", "inf on rank 0")
+    assert nonfinite({"weights": losses(1.0), "none": []}, CPU) is None
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_weight_that_is_not_finite_is_found(bad):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).to(torch.bfloat16)
     model.register_buffer("angles", torch.full((2,), math.nan, dtype=torch.complex64))  # no floats
     model.register_parameter("empty", torch.nn.Parameter(torch.empty(0)))  # as a shard may be
-    assert nonfinite_weights([model], CPU) == ""
+    assert of_weights(model) is None
     model[1].running_var[2] = bad
-    assert nonfinite_weights([model], CPU) == f"{'nan' if math.isnan(bad) else 'inf'} on rank 0"
+    assert of_weights(model) == ("weights", f"{'nan' if math.isnan(bad) else 'inf'} on rank 0")
     model[1].running_var[2] = 3e38
     model[0].weight.data[:] = 3e38  # large, and finite
-    assert nonfinite_weights([torch.nn.Linear(2, 2), model], CPU) == ""
+    assert of_weights(torch.nn.Linear(2, 2), model) is None
     model[0].weight.data[3, 3] = bad
-    assert nonfinite_weights([model, model], CPU) != ""
+    assert of_weights(model, model) is not None
 
 
 @pytest.fixture
@@ -96,7 +106,7 @@ def test_distributed_tensors_are_read_from_their_shards(group):
         watch.look(at_last_step=True)
     model = torch.nn.Linear(2, 2)
     model.weight = torch.nn.Parameter(DTensor.from_local(torch.tensor([[1.0, math.nan]]), mesh, [Shard(0)]))
-    assert nonfinite_weights([model], CPU) == "nan on rank 0"
+    assert of_weights(model) == ("weights", "nan on rank 0")
 
 
 def test_every_rank_has_its_own_place_in_the_reduction(group, monkeypatch):

@@ -10,7 +10,6 @@ import tomli
 import torch
 from torchtitan import train as titan
 
-from mxtrain.analysis.runs import NONFINITE_WEIGHTS
 from mxtrain.rng.rounding_position import position_as_set
 from mxtrain.run_folder.start import Start
 from mxtrain.titan.finite import LossWatch, NonFiniteError
@@ -46,8 +45,17 @@ def trainer(monkeypatch, tmp_path):
         self.device = torch.device("cpu")
         self.parallel_dims = one_process()
         self.model_parts = [torch.nn.Linear(2, 2)]
+        self.optimizers = SimpleNamespace(optimizers=[torch.optim.AdamW(self.model_parts[0].parameters())])
         self.checkpointer = FakeCheckpointer()
-        self.metrics_processor = SimpleNamespace(logger=None, should_log=lambda step: False)
+        self.validated = []
+        self.metrics_processor = SimpleNamespace(
+            logger=None,
+            should_log=lambda step: False,
+            log_validation=lambda loss, step: self.validated.append((step, loss)),
+        )
+        self.validator = SimpleNamespace(
+            validate=lambda _, step: self.metrics_processor.log_validation(loss=float("inf"), step=step)
+        )
         self.dataloader, self._start = None, Start(0)
         self.gradient_accumulation_steps = 1
 
@@ -85,16 +93,56 @@ def test_a_loss_that_ends_a_run_has_a_row_unless_it_was_logged(trainer, monkeypa
         assert rows == [(2, float("inf"), 64)] * (logged == 4)
 
 
-def test_weights_that_end_a_run_are_an_event(trainer, monkeypatch):
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("what", ["weights", "optimizer states"])
+def test_weights_and_states_that_end_a_run_are_an_event(trainer, monkeypatch, saves, what):
+    """Also without a checkpoint: the loss of the last step is from before its update."""
     logged = []
     monkeypatch.setattr("mxtrain.titan.trainer.log_event", lambda _, *event: logged.append(event))
-    monkeypatch.setattr(titan.Trainer, "train", lambda self: self.checkpointer.save(4))
     one = trainer()
     one.checkpointer.finish = lambda: None
-    one.model_parts[0].bias.data[1] = float("nan")
-    with pytest.raises(NonFiniteError, match="^step 4: the weights after this step hold nan on rank 0$"):
+
+    def train(self):
+        self.step = 4
+        self.train_step([3.0])
+        if saves:
+            self.checkpointer.save(4)
+
+    monkeypatch.setattr(titan.Trainer, "train", train)
+    (bias,) = (parameter for parameter in one.model_parts[0].parameters() if parameter.ndim == 1)
+    (bias.data if what == "weights" else state_of(one, bias)["exp_avg_sq"])[1] = float("inf")
+    with pytest.raises(NonFiniteError, match=f"^step 4: the {what} after this step hold inf on rank 0$"):
         one.train()
-    assert logged == [(4, NONFINITE_WEIGHTS)]
+    assert logged == [(4, f"{what} are not finite")]
+
+
+def state_of(one, parameter) -> dict:
+    (optimizer,) = one.optimizers.optimizers
+    one.model_parts[0](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return optimizer.state[parameter]
+
+
+@pytest.mark.parametrize("bad", ["validation", "weights"])
+def test_a_validation_loss_that_is_not_finite_stops_the_run(trainer, monkeypatch, caplog, bad):
+    """The weights say more, where they are the cause."""
+    logged, found = [], "step 4: the validation loss is inf on rank 0"
+    monkeypatch.setattr("mxtrain.titan.trainer.log_event", lambda _, *event: logged.append(event))
+    monkeypatch.setattr(titan.Trainer, "train", lambda self: self.validator.validate(self.model_parts, self.step))
+    runs = [trainer("--validation.enable", f"--metrics.on_nonfinite_loss={then}") for then in ("stop", "continue")]
+    for one in runs:
+        one.step, one.checkpointer.finish = 4, lambda: None
+        if bad == "weights":
+            one.model_parts[0].bias.data[1] = float("nan")
+            found = "step 4: the weights after this step hold nan on rank 0"
+    with pytest.raises(NonFiniteError, match=f"^{found}$"):
+        runs[0].train()
+    assert runs[0].validated == [(4, float("inf"))] and len(logged) == (bad == "weights")
+    runs[1].train()
+    way_on = (
+        "no checkpoint is saved" if bad == "weights" else 'training goes on (metrics.on_nonfinite_loss = "continue")'
+    )
+    assert caplog.messages == [f"{found}; {way_on}"]
 
 
 def test_weights_that_are_not_finite_are_not_saved_though_every_loss_was(trainer, caplog):

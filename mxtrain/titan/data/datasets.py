@@ -6,6 +6,7 @@ dataset of TorchTitan, which TorchTitan's own code reads. An empty ``validation.
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -92,7 +93,8 @@ def build_dataloader(
     else:
         settings = job_config.training
         args = (name, settings.dataset_path, tokenizer, settings.seq_len, dp_rank, dp_world_size, infinite)
-        dataset = HuggingFaceTextDataset(*args)
+        with _opening("training", name, settings.dataset_path):
+            dataset = HuggingFaceTextDataset(*args)
     options = _loader_options(job_config.training)
     loader = RunLoader(dataset, dp_rank, dp_world_size, job_config=job_config, prepared=prepared, **options)
     end_workers_at_exit(loader)
@@ -113,7 +115,8 @@ def build_validator(
     parts["loss_fn"] = share_of_validation_loss(parts["loss_fn"], parts["parallel_dims"].cp)
     if name not in DATASETS:
         job_config = replace(job_config, validation=replace(job_config.validation, dataset=name))
-        return build_titan_validator(job_config, dp_world_size, dp_rank, tokenizer, **parts)
+        with _opening("validation", name, job_config.validation.dataset_path):
+            return build_titan_validator(job_config, dp_world_size, dp_rank, tokenizer, **parts)
     if name == "hf":
         dataset = validation_stream(job_config, tokenizer, dp_rank, dp_world_size)
         if held_out_share(job_config):
@@ -207,14 +210,21 @@ def _prepare(config: DataConfig, progress: Callable[[str], None]) -> Prepared:
 def _titan_texts(name: str, path: str) -> Iterator[str]:
     """Read the texts of a dataset of TorchTitan."""
     dataset = TITAN_DATASETS[name]
-    try:
+    with _opening("training", name, path):
         rows = dataset.loader(path or dataset.path)
+    return readable(map(dataset.sample_processor, rows), f"training.dataset = {name!r}")
+
+
+@contextmanager
+def _opening(section: str, name: str, path: str | None) -> Iterator[None]:
+    """Turn a failure to open a dataset of TorchTitan into a ConfigError."""
+    try:
+        yield
     except Exception as error:  # loaders raise many types, most often for a missing file or network
         raise ConfigError(
-            f"training.dataset = {name!r} cannot be opened at {path or dataset.path!r}: {type(error).__name__}: "
-            f"{one_line(error)}"
+            f"{section}.dataset = {name!r} cannot be opened at {path or TITAN_DATASETS[name].path!r}: "
+            f"{type(error).__name__}: {one_line(error)}"
         ) from error
-    return readable(map(dataset.sample_processor, rows), f"training.dataset = {name!r}")
 
 
 def _data_config(job_config) -> DataConfig:

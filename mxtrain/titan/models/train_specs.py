@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing as build_balancing_optimizers
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.deepseek_v3 import get_train_spec as deepseek_v3_spec
 from torchtitan.models.llama3 import get_train_spec as llama3_spec
@@ -22,8 +23,8 @@ def _llama3_spec() -> TrainSpec:
 
 def _qwen3_spec() -> TrainSpec:
     # TorchTitan 0.2.2 sets no pipelining_fn for Qwen3. The one for Llama works: parts have the same names, and Qwen3's
-    # forward skips the parts that a stage does not have.
-    return replace(qwen3_spec(), pipelining_fn=pipeline_llm)
+    # forward skips the parts that a stage does not have. Its optimizer does not balance the load of experts either.
+    return replace(qwen3_spec(), pipelining_fn=pipeline_llm, build_optimizers_fn=build_balancing_optimizers)
 
 
 _SPECS = {"llama3": _llama3_spec, "llama4": llama4_spec, "qwen3": _qwen3_spec, "deepseek_v3": deepseek_v3_spec}

@@ -261,6 +261,13 @@ def test_torchtitans_own_names_go_to_its_own_code(tmp_path_factory):
     first = take(loader, 1)[0][0]["input"][0]
     assert first.tolist() == tokenizer.encode(text(0), add_bos=True, add_eos=True)[:16]
     assert type(validator(config)) is titan_datasets.Validator
+    (folder / "train.json").unlink()  # as a network that is gone, after the text was prepared
+    for section, build in {
+        "training": lambda: build_dataloader(1, 0, tokenizer, config),
+        "validation": lambda: validator(config),
+    }.items():
+        with pytest.raises(ConfigError, match=f"^{section}.dataset = 'c4_test' cannot be opened at '{folder}': [A-Z]"):
+            build()
 
 
 @pytest.mark.parametrize("spelled", ["{}/", "{}/../{name}", "{}/*.jsonl"])

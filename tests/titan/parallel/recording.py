@@ -68,16 +68,25 @@ def _follow(trainer) -> None:
 
 
 def _named_parameters(trainer) -> list[tuple[str, torch.nn.Parameter]]:
+    return _named(trainer, torch.nn.Module.named_parameters)
+
+
+def _named(trainer, of_module) -> list[tuple[str, torch.Tensor]]:
     from mxtrain.titan.parallel.initial_weights import plain_name
 
-    return [(plain_name(name), value) for part in trainer.model_parts for name, value in part.named_parameters()]
+    return [(plain_name(name), value) for part in trainer.model_parts for name, value in of_module(part)]
 
 
 @torch.no_grad()
 def _record(trainer) -> None:
-    """Write all digests, and those gradients for which this is the first rank. One process writes its weights, too."""
+    """Write all digests, and those gradients for which this is the first rank. One process writes its weights, too.
+
+    The biases that balance the load of experts are among the gradients: they must be the same on all layouts, too.
+    """
     parameters = _named_parameters(trainer)
     full = {name: _full(parameter.grad) for name, parameter in parameters if parameter.grad is not None}
+    buffers = _named(trainer, torch.nn.Module.named_buffers)
+    full |= {name: _full(buffer) for name, buffer in buffers if name.endswith("expert_bias")}
     names, rank = [list(full)], 0
     if torch.distributed.is_initialized():
         names, rank = [None] * torch.distributed.get_world_size(), torch.distributed.get_rank()

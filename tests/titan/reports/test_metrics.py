@@ -144,7 +144,7 @@ def test_nonfinite_loss_does_not_stop_logging(tmp_path):
     processor.close()
     run = load_run(tmp_path / "run")
     assert math.isnan(run.training[1]["loss"]) and run.training[2]["loss"] == math.inf
-    assert "NOT FINITE, first at step 2" in summary(tmp_path / "run")
+    assert "loss is NOT FINITE at step 2" in summary(tmp_path / "run")
 
 
 def test_resumed_run_continues_the_file(tmp_path):
