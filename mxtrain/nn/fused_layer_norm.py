@@ -4,7 +4,7 @@ import torch
 import torch.nn as nn
 
 from mxtrain.nn.once_differentiable import once_differentiable
-from mxtrain.nn.row_norms import FusedNorm, apply_to_rows, casts_under_autocast, check_eps, check_settings
+from mxtrain.nn.row_norms import FusedNorm, apply_to_rows, casts_under_autocast, check_settings, checked_eps
 from mxtrain.ops import layer_norm as ops
 
 _AUTOCASTS = casts_under_autocast("layer_norm")
@@ -60,7 +60,7 @@ def layer_norm(
 
     Raises:
         ValueError: for mismatched shapes or devices, a negative eps, or an unsupported dtype or width.
-        TypeError: for a mix of DTensors and plain tensors.
+        TypeError: for what is no tensor, and for a mix of DTensors and plain tensors.
     """
     vectors = {"weight": weight, "bias": bias}
     return apply_to_rows(_LayerNormFunction, "layer_norm", _AUTOCASTS, x, vectors, residual, eps)
@@ -92,7 +92,7 @@ class FusedLayerNorm(FusedNorm, nn.LayerNorm):
         **factory_kwargs,
     ):
         check_settings(dim, when_compiled)
-        check_eps(eps)
+        eps = checked_eps(eps)
         super().__init__(dim, eps, elementwise_affine, bias, **factory_kwargs)
         self.when_compiled = when_compiled
 

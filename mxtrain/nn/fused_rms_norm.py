@@ -4,7 +4,7 @@ import torch
 import torch.nn as nn
 
 from mxtrain.nn.once_differentiable import once_differentiable
-from mxtrain.nn.row_norms import FusedNorm, apply_to_rows, casts_under_autocast, check_eps, check_settings
+from mxtrain.nn.row_norms import FusedNorm, apply_to_rows, casts_under_autocast, check_settings, checked_eps
 from mxtrain.ops import rms_norm as ops
 
 _AUTOCASTS = casts_under_autocast("rms_norm")
@@ -52,7 +52,7 @@ def rms_norm(
 
     Raises:
         ValueError: for mismatched shapes or devices, a negative eps, or an unsupported dtype or width.
-        TypeError: for a mix of DTensors and plain tensors.
+        TypeError: for what is no tensor, and for a mix of DTensors and plain tensors.
     """
     return apply_to_rows(_RMSNormFunction, "rms_norm", _AUTOCASTS, x, {"weight": weight}, residual, eps)
 
@@ -83,7 +83,7 @@ class FusedRMSNorm(FusedNorm, nn.RMSNorm):
     ):
         check_settings(dim, when_compiled)
         if eps is not None:
-            check_eps(eps)
+            eps = checked_eps(eps)
         super().__init__(dim, eps, elementwise_affine, **factory_kwargs)
         self.when_compiled = when_compiled
 

@@ -5,6 +5,7 @@ import torch
 from mxtrain.nn.checks import check_dtype, check_input
 from mxtrain.nn.once_differentiable import once_differentiable
 from mxtrain.nn.three_gemms import QuantizedLinear, ReadyWeight, ThreeGEMMs, compute_dtype
+from mxtrain.ops.arguments import check_tensor
 from mxtrain.untraced import untraced
 
 
@@ -55,7 +56,9 @@ class MXLinear(QuantizedLinear):
 
         Raises:
             ValueError: for another dtype, shape or device.
+            TypeError: for an x that is no tensor.
         """
+        check_tensor("x", x)
         gemms, (weight, bias) = self.gemms(x.device), self.parts()
         check_input(x, weight.shape[1], weight, self.recipe, gemms.mode)
         x = x.to(compute_dtype(x))

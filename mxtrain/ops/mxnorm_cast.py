@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from mxtrain.ops.arguments import check_tensor
 from mxtrain.ops.hardware import resolve_mode
 from mxtrain.ops.quantize import module_of
 from mxtrain.recipes.parse import get_recipe
@@ -53,8 +54,10 @@ def mxnorm_cast(
 
     Raises:
         ConfigError: for an unknown p, recipe, estimator, scale_rounding or mode, or a mode that this hardware lacks.
-        ValueError: for a dtype or last dimension that cannot be cast.
+        ValueError: for a dtype or last dimension that cannot be cast, and for a sparse or nested tensor.
+        TypeError: for an x that is no tensor.
     """
+    check_tensor("x", x)
     recipe = get_recipe(get_recipe(recipe).fprop, scale_rounding=scale_rounding).fprop
     estimate = RMSEstimate.for_recipe(recipe, p, estimator, eps)
     mode = resolve_mode(mode, x.device.type)
