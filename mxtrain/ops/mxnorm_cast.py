@@ -26,7 +26,8 @@ def mxnorm_cast(
     """Normalize and cast every row; the inverse RMS comes from the block maxima that the cast needs anyway.
 
     Codes and scales are bit-identical to torchao's cast of the fp32 product x * rho. A NaN makes all scales of its row
-    NaN; an infinity makes the scale of its block NaN. A zero row gives zeros if eps is not 0 in fp32.
+    NaN; an infinity makes the scale of its block NaN. A zero row gives zeros if eps is not 0 in fp32. No finite row is
+    too large: squares are summed in fp64.
 
     NVFP4's tensor scale is a power of two. Recipe "nvfp4" takes it from the bound of the norm's output,
     ``mxtrain.static_tensor_scale(D, p, estimator)``; "nvfp4_dynamic" takes it from the largest |x * rho|.
