@@ -103,15 +103,13 @@ def rms_norm_facts(module: nn.Module) -> NormFacts | str:
 
 def layer_norm_facts(module: nn.Module) -> LayerNormFacts | str:
     """Which ``nn.LayerNorm`` the module is or computes, as ``rms_norm_facts``; the module may have a bias."""
+    has_bias = "bias" in dict(module.named_parameters())
     if type(module) in (nn.LayerNorm, FusedLayerNorm):
-        has_bias = module.bias is not None
         return LayerNormFacts(tuple(module.normalized_shape), module.eps, module.elementwise_affine, has_bias)
     if isinstance(module, nn.RMSNorm):
         return "is derived from nn.RMSNorm"
     eps = _computed_eps(module, "LayerNorm", {"weight", "bias"})
-    if isinstance(eps, str):
-        return eps
-    return LayerNormFacts(tuple(module.weight.shape), eps, True, "bias" in dict(module.named_parameters()))
+    return eps if isinstance(eps, str) else LayerNormFacts(tuple(module.weight.shape), eps, True, has_bias)
 
 
 def _computed_eps(module: nn.Module, name: str, names: set[str]) -> float | str:

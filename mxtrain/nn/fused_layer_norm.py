@@ -48,9 +48,8 @@ def layer_norm(
     over dy and x, sums the last two in fp32 and is deterministic; second derivatives are not supported. Autocast on a
     GPU casts x to fp32, as before ``F.layer_norm``. DTensors may be sharded along any dimension but the last.
 
-    A row may have a standard deviation of up to 1.8e19 / sqrt(D), for which fp32 holds the sum of squares. Beyond that,
-    y is the bias, and the row adds nothing to the gradients of x and the weight; y is NaN if the sum of the row
-    overflows, too. (``F.layer_norm`` returns the bias or NaN.)
+    In fp32, a row with a standard deviation above 1.8e19 / sqrt(D) gives the bias, and no gradients of x and weight. It
+    gives NaN if its sum overflows, too. (``F.layer_norm`` gives the bias or NaN.)
 
     Args:
         x: bf16, fp16, fp32 or fp64, [..., D] with D at most 65536 on a GPU. fp64 runs in plain PyTorch.

@@ -41,8 +41,7 @@ def rms_norm(
     dweight in fp32 and is deterministic; second derivatives are not supported. Autocast on a GPU casts x to fp32 if
     the installed PyTorch does so for ``F.rms_norm``. DTensors may be sharded along any dimension but the last.
 
-    A row may have an RMS of up to 1.8e19 / sqrt(D), for which fp32 holds the sum of squares. Beyond that, y is 0 as in
-    ``F.rms_norm``, and the row adds nothing to the gradients of x and the weight.
+    In fp32, a row with an RMS above 1.8e19 / sqrt(D) gives 0, as from ``F.rms_norm``, and no gradients.
 
     Args:
         x: bf16, fp16, fp32 or fp64, [..., D] with D at most 65536 on a GPU. fp64 runs in plain PyTorch.

@@ -56,7 +56,6 @@ class MXLinear(QuantizedLinear):
 
         Raises:
             ValueError: for another dtype, shape or device.
-            TypeError: for an x that is no tensor.
         """
         check_tensor("x", x)
         gemms, (weight, bias) = self.gemms(x.device), self.parts()

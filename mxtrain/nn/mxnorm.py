@@ -196,7 +196,6 @@ class MXNorm(RecipeModule, nn.RMSNorm):
 
         Raises:
             ValueError: for another dtype, shape or device.
-            TypeError: for an x that is no tensor.
         """
         check_tensor("x", x)
         if self.is_plain:

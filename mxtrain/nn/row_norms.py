@@ -19,8 +19,6 @@ WHEN_COMPILED = ("auto", "kernel", "formula")
 # Measured to be faster: Inductor fuses the residual add and the casts around the norm with the formula only.
 AUTO_WHEN_COMPILED = "formula"
 
-_ALLOWED = "expected bfloat16, float16, float32 or float64"
-
 Vectors = Mapping[str, torch.Tensor | None]
 """Weight and bias by name, in the order in which the autograd function takes them; None for one that is absent"""
 
@@ -76,18 +74,18 @@ def _check(x: torch.Tensor, vectors: Vectors, residual: torch.Tensor | None) -> 
     check_tensor("x", x)
     shape, dtype, device = x.shape, x.dtype, x.device
     if len(shape) == 0 or shape[-1] == 0:
-        raise ValueError(f"x {shape_of(x)}: expected a last dimension of at least 1")
+        raise ValueError(f"x {tuple(shape)}: expected a last dimension of at least 1")
     if dtype not in DTYPES:
-        raise ValueError(f"x of {dtype}: {_ALLOWED}")
+        raise ValueError(f"x of {dtype}: expected bfloat16, float16, float32 or float64")
     for name, tensor in (*vectors.items(), ("residual", residual)):
         if tensor is None:
             continue
         check_tensor(name, tensor)
         if tensor.shape != (shape if name == "residual" else shape[-1:]):
             part = "its shape" if name == "residual" else "its last dimension"
-            raise ValueError(f"{name} {shape_of(tensor)} does not match x {shape_of(x)}: expected {part}")
+            raise ValueError(f"{name} {tuple(tensor.shape)} does not match x {tuple(shape)}: expected {part}")
         if tensor.dtype not in DTYPES:
-            raise ValueError(f"{name} of {tensor.dtype}: {_ALLOWED}")
+            raise ValueError(f"{name} of {tensor.dtype}: expected bfloat16, float16, float32 or float64")
         if tensor.dtype == torch.float64 != dtype:
             raise ValueError(f"{name} of float64 with x of {dtype}: kernels compute x in fp32; expected x of float64")
         if tensor.device != device:
@@ -99,11 +97,6 @@ def checked_eps(eps) -> float:
     if isinstance(eps, bool) or not isinstance(eps, (float, torch.SymFloat, Real)) or not 0 <= eps < math.inf:
         raise ValueError(f"eps = {eps!r}: expected a number, not negative")
     return eps if isinstance(eps, (float, torch.SymFloat)) else float(eps)
-
-
-def shape_of(x: torch.Tensor) -> tuple[int, ...]:
-    """The shape as messages show it."""
-    return tuple(x.shape)
 
 
 def _apply_to_shards(function, x: DTensor, vectors: Vectors, residual: DTensor | None, eps: float):
@@ -173,7 +166,7 @@ class FusedNorm(nn.Module):
         """x [..., D] -> y [..., D]; with a residual [..., D] (y, x + residual)."""
         check_tensor("x", x)
         if x.shape[-1:] != self.normalized_shape:
-            raise ValueError(f"x {shape_of(x)}: expected a last dimension of {self.normalized_shape[0]}")
+            raise ValueError(f"x {tuple(x.shape)}: expected a last dimension of {self.normalized_shape[0]}")
         takes_formula = torch.compiler.is_compiling() and runs_when_compiled(self.when_compiled) == "formula"
         if takes_formula and self._formula_takes(x):
             total = x if residual is None else (x + residual).to(x.dtype)
