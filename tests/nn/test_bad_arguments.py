@@ -193,6 +193,8 @@ def test_eps_is_any_real_number(eps):
         got = call(eps)
         torch.manual_seed(0)
         assert torch.equal(got, call(float(eps)))
+    for norm in (FusedRMSNorm(D, eps), FusedLayerNorm(D, eps), MXNorm(D, eps)):
+        assert isinstance(norm.eps, float), "torch.compile takes NumPy's numbers for tensors"
 
 
 def test_example_inputs_without_a_meta_form():
