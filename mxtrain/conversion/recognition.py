@@ -67,25 +67,6 @@ class LinearFacts:
     is_in_gate: bool = False
 
 
-def looks_like_rms_norm(module: nn.Module) -> bool:
-    """Whether the module's class is called an RMSNorm, or derived from PyTorch's."""
-    is_derived = isinstance(module, nn.RMSNorm) and not isinstance(module, RecipeModule)
-    return is_derived or "rmsnorm" in _name_of(module)
-
-
-def looks_like_layer_norm(module: nn.Module) -> bool:
-    """Whether the module's class is called a LayerNorm, or derived from PyTorch's."""
-    return isinstance(module, nn.LayerNorm) or "layernorm" in _name_of(module)
-
-
-def _may_be_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.RMSNorm | nn.LayerNorm) or "norm" in _name_of(module)
-
-
-def _name_of(module: nn.Module) -> str:
-    return type(module).__name__.lower().replace("_", "")
-
-
 def rms_norm_facts(module: nn.Module) -> NormFacts | str:
     """Which ``nn.RMSNorm`` the module is or computes; for any other module, what it is.
 
@@ -145,25 +126,27 @@ def find_norms(modules: Mapping[str, nn.Module]) -> tuple[dict[str, NormFacts], 
     Args:
         modules: every module of a model by FQN. The model itself, called "", is left out: nothing can replace it.
     """
-    return _find(modules, rms_norm_facts, looks_like_rms_norm)
+    return _find(modules, rms_norm_facts, nn.RMSNorm)
 
 
 def find_layer_norms(modules: Mapping[str, nn.Module]) -> tuple[dict[str, LayerNormFacts], dict[str, str]]:
     """Every LayerNorm, and the modules that are only called a LayerNorm -> what they are; see ``find_norms``."""
-    return _find(modules, layer_norm_facts, looks_like_layer_norm)
+    return _find(modules, layer_norm_facts, nn.LayerNorm)
 
 
-def _find(modules: Mapping[str, nn.Module], facts_of: Callable, looks_like: Callable) -> tuple[dict, dict[str, str]]:
+def _find(modules: Mapping[str, nn.Module], facts_of: Callable, kind: type) -> tuple[dict, dict[str, str]]:
     norms, lookalikes, known = {}, {}, {}
     for fqn, module in modules.items():
-        if not fqn or not _may_be_norm(module):
+        name = type(module).__name__.lower().replace("_", "")
+        if not fqn or not (isinstance(module, nn.RMSNorm | nn.LayerNorm) or "norm" in name):
             continue
         key = _settings(module)
         if key not in known:
             known[key] = facts_of(module)
+        is_derived = isinstance(module, kind) and not isinstance(module, RecipeModule)
         if not isinstance(known[key], str):
             norms[fqn] = known[key]
-        elif looks_like(module) or SAME_RESULTS in known[key]:
+        elif is_derived or kind.__name__.lower() in name or SAME_RESULTS in known[key]:
             lookalikes[fqn] = known[key]
     return norms, lookalikes
 
