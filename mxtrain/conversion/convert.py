@@ -73,7 +73,7 @@ def apply(
 ) -> Plan:
     """``convert`` with a converter that has its settings already."""
     facts = survey(model, example_inputs, watch_norms=converter.watches_norms)
-    plan = replace(converter.plan(facts), note=facts.failed_pass)
+    plan = replace(converter.plan(facts), recognised=facts.recognised, note=facts.failed_pass)
     swap(model, plan, prefix)
     if converter.graph_passes is True:
         install()

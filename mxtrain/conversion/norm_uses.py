@@ -180,7 +180,6 @@ def watch(
         where += " with 32 token ids as example_inputs"
     by_name = dict(example_inputs) if isinstance(example_inputs, Mapping) else {}
     in_order = () if isinstance(example_inputs, Mapping) else example_inputs
-    in_order, by_name = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (in_order, by_name))
     watcher = _Watcher(norms, {id(model.get_submodule(fqn).weight): fqn for fqn in linears}, where)
     for fqn, module in model.named_modules():
         if fqn:
@@ -199,6 +198,7 @@ def watch(
             with_empty_flex_attention(),
             watcher,
         ):
+            in_order, by_name = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (in_order, by_name))
             watcher.note_other_use(model(*in_order, **by_name), "the caller of the model")
     except Exception as error:
         raise ConfigError(

@@ -1,5 +1,6 @@
 """What every module of a model becomes, or why it stays: a value that can be printed and tested without a model."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -120,6 +121,7 @@ class Plan:
         weights: every parameter with two or more dimensions -> its multiplications, and whether they are quantized;
             empty for converters without recipes.
         execution: the execution mode in words; None for converters without modes.
+        recognised: FQN of a norm -> name of its class, and how it was recognised, in words.
         note: what the survey could not see, in words; "" for nothing.
     """
 
@@ -128,6 +130,7 @@ class Plan:
     recipe: LinearRecipe | None = None
     weights: Mapping[str, WeightUse] = field(default_factory=dict)
     execution: str | None = None
+    recognised: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
 
     @property
@@ -194,10 +197,12 @@ class Plan:
 
     @property
     def details(self) -> str:
-        """The execution mode, what every module becomes or why it stays, and every weight in high precision."""
+        """The mode, how norms were recognised, what a module becomes or why it stays, the weights in high precision."""
         recipes = self.recipes
         named = {fqn: f"{fqn} ({recipes[fqn]})" if fqn in recipes else fqn for fqn in self.swaps}
-        lines = [f"  {line}" for line in (self.execution, self.note) if line]
+        kinds = Counter(self.recognised[fqn] for fqn in self.swaps if fqn in self.recognised)
+        norms = kinds and f"norms recognised: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"
+        lines = [f"  {line}" for line in (self.execution, self.note, norms) if line]
         lines += [f"  {norm} -> {', '.join(named[fqn] for fqn in linears)}" for norm, linears in self.norms.items()]
         lines += [f"  {named[fqn]}" for fqn in (*self.linears, *self.fused_norms, *self.gates)]
         lines += [f"  kept: {fqn}: {reason}" for fqn, reason in self.skipped.items()]

@@ -18,6 +18,7 @@ from mxtrain.conversion.recognition import (
     find_layer_norms,
     find_linears,
     find_norms,
+    how_recognised,
 )
 from mxtrain.conversion.refusals import refuse_unfit_model
 from mxtrain.conversion.selection import names_of
@@ -52,6 +53,7 @@ class Survey:
         layer_norms: every module that is a LayerNorm or computes one.
         layer_norm_lookalikes: the same for LayerNorm, without those in ``norms``.
         other_gates: the gates of routers that are no linears -> name of their class.
+        recognised: every norm -> name of its class, and how it was recognised, in words.
         failed_pass: what was not seen because a forward pass failed, which the converter does not need, in words.
     """
 
@@ -72,6 +74,7 @@ class Survey:
     layer_norms: Mapping[str, LayerNormFacts] = field(default_factory=dict)
     layer_norm_lookalikes: Mapping[str, str] = field(default_factory=dict)
     other_gates: Mapping[str, str] = field(default_factory=dict)
+    recognised: Mapping[str, str] = field(default_factory=dict)
     failed_pass: str = ""
 
 
@@ -136,6 +139,7 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
         layer_norms=layer_norms,
         layer_norm_lookalikes=layer_norm_lookalikes,
         other_gates=find_other_gates(modules),
+        recognised={fqn: how_recognised(modules[fqn]) for fqn in (*norms, *layer_norms)},
         failed_pass=failed_pass,
     )
 

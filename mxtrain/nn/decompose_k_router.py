@@ -14,6 +14,7 @@ from mxtrain.errors import require_positive_integer
 from mxtrain.nn.once_differentiable import once_differentiable, refuse_transforms
 from mxtrain.nn.split import own_part
 from mxtrain.ops import decompose_k as ops
+from mxtrain.ops.arguments import check_tensor
 from mxtrain.reference.casts import at_least_fp32
 from mxtrain.untraced import untraced
 
@@ -96,7 +97,12 @@ def decompose_k_mm(
 
     Raises:
         ValueError: for mismatched shapes, dtypes or devices, or an unknown epilogue.
+        TypeError: for what is no tensor.
     """
+    check_tensor("a", a)
+    check_tensor("b", b)
+    if bias is not None:
+        check_tensor("bias", bias)
     # Autocast leaves fp64 alone and does not exist for meta tensors.
     if a.dtype != torch.float64 and not a.is_meta and torch.is_autocast_enabled(a.device.type):
         dtype = torch.get_autocast_dtype(a.device.type)
@@ -147,6 +153,7 @@ class DecomposeKRouter(nn.Linear):
         Raises:
             ValueError: for mismatched dtypes of x and weight, or DTensors that are not replicated.
         """
+        check_tensor("x", x)
         parameters = [parameter for parameter in (self.weight, self.bias) if parameter is not None]
         if any(isinstance(tensor, DTensor) for tensor in (x, *parameters)):
             _check_replicated(x, parameters)

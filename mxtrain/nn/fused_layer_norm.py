@@ -4,7 +4,7 @@ import torch
 import torch.nn as nn
 
 from mxtrain.nn.once_differentiable import once_differentiable
-from mxtrain.nn.row_norms import FusedNorm, apply_to_rows, casts_under_autocast, check_eps, check_settings
+from mxtrain.nn.row_norms import FusedNorm, apply_to_rows, casts_under_autocast, check_settings, checked_eps
 from mxtrain.ops import layer_norm as ops
 from mxtrain.untraced import untraced
 
@@ -50,6 +50,9 @@ def layer_norm(
     over dy and x, sums the last two in fp32 and is deterministic; second derivatives are not supported. Autocast on a
     GPU casts x to fp32, as before ``F.layer_norm``. DTensors may be sharded along any dimension but the last.
 
+    In fp32, a row with a standard deviation above 1.8e19 / sqrt(D) gives the bias, and no gradients of x and weight. It
+    gives NaN if its sum overflows, too. (``F.layer_norm`` gives the bias or NaN.)
+
     Args:
         x: bf16, fp16, fp32 or fp64, [..., D] with D at most 65536 on a GPU. fp64 runs in plain PyTorch.
         weight: [D], any of these dtypes, or None for ones. fp64 only with x of fp64.
@@ -62,7 +65,7 @@ def layer_norm(
 
     Raises:
         ValueError: for mismatched shapes or devices, a negative eps, or an unsupported dtype or width.
-        TypeError: for a mix of DTensors and plain tensors.
+        TypeError: for what is no tensor, and for a mix of DTensors and plain tensors.
     """
     vectors = {"weight": weight, "bias": bias}
     return apply_to_rows(_LayerNormFunction, "layer_norm", _AUTOCASTS, x, vectors, residual, eps)
@@ -94,7 +97,7 @@ class FusedLayerNorm(FusedNorm, nn.LayerNorm):
         **factory_kwargs,
     ):
         check_settings(dim, when_compiled)
-        check_eps(eps)
+        eps = checked_eps(eps)
         super().__init__(dim, eps, elementwise_affine, bias, **factory_kwargs)
         self.when_compiled = when_compiled
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn as nn
 
 from mxtrain.nn.once_differentiable import once_differentiable
-from mxtrain.nn.row_norms import FusedNorm, apply_to_rows, casts_under_autocast, check_eps, check_settings
+from mxtrain.nn.row_norms import FusedNorm, apply_to_rows, casts_under_autocast, check_settings, checked_eps
 from mxtrain.ops import rms_norm as ops
 from mxtrain.untraced import untraced
 
@@ -43,6 +43,8 @@ def rms_norm(
     dweight in fp32 and is deterministic; second derivatives are not supported. Autocast on a GPU casts x to fp32 if
     the installed PyTorch does so for ``F.rms_norm``. DTensors may be sharded along any dimension but the last.
 
+    In fp32, a row with an RMS above 1.8e19 / sqrt(D) gives 0, as from ``F.rms_norm``, and no gradients.
+
     Args:
         x: bf16, fp16, fp32 or fp64, [..., D] with D at most 65536 on a GPU. fp64 runs in plain PyTorch.
         weight: [D], any of these dtypes, or None for ones. fp64 only with x of fp64.
@@ -54,7 +56,7 @@ def rms_norm(
 
     Raises:
         ValueError: for mismatched shapes or devices, a negative eps, or an unsupported dtype or width.
-        TypeError: for a mix of DTensors and plain tensors.
+        TypeError: for what is no tensor, and for a mix of DTensors and plain tensors.
     """
     return apply_to_rows(_RMSNormFunction, "rms_norm", _AUTOCASTS, x, {"weight": weight}, residual, eps)
 
@@ -85,7 +87,7 @@ class FusedRMSNorm(FusedNorm, nn.RMSNorm):
     ):
         check_settings(dim, when_compiled)
         if eps is not None:
-            check_eps(eps)
+            eps = checked_eps(eps)
         super().__init__(dim, eps, elementwise_affine, **factory_kwargs)
         self.when_compiled = when_compiled
 

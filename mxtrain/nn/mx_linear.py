@@ -5,6 +5,7 @@ import torch
 from mxtrain.nn.checks import check_dtype, check_input
 from mxtrain.nn.once_differentiable import once_differentiable
 from mxtrain.nn.three_gemms import QuantizedLinear, ReadyWeight, ThreeGEMMs, compute_dtype
+from mxtrain.ops.arguments import check_tensor
 from mxtrain.untraced import untraced
 
 
@@ -56,6 +57,7 @@ class MXLinear(QuantizedLinear):
         Raises:
             ValueError: for another dtype, shape or device.
         """
+        check_tensor("x", x)
         gemms, (weight, bias) = self.gemms(x.device), self.parts()
         check_input(x, weight.shape[1], weight, self.recipe, gemms.mode)
         x = x.to(compute_dtype(x))

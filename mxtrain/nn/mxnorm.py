@@ -42,6 +42,7 @@ from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.split import SplitSequences, own_part
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype
 from mxtrain.nn.writes import writes_to
+from mxtrain.ops.arguments import check_tensor
 from mxtrain.ops.gemm import Operand
 from mxtrain.ops.hardware import check_mode, mode_in_forward
 from mxtrain.ops.mxnorm import fold_backward, norm_backward, normalize
@@ -160,8 +161,8 @@ class MXNorm(RecipeModule, nn.RMSNorm):
             raise ConfigError(
                 f"dim = {dim} is not a multiple of the block size {fprop.block_size} of recipe {fprop.name!r}"
             )
-        super().__init__(dim, eps, elementwise_affine, **factory_kwargs)
-        self.plain_eps: float | None = eps
+        super().__init__(dim, self.estimate.eps, elementwise_affine, **factory_kwargs)
+        self.plain_eps: float | None = self.estimate.eps
         self.set_seed(0, "")
 
     @classmethod
@@ -196,6 +197,7 @@ class MXNorm(RecipeModule, nn.RMSNorm):
         Raises:
             ValueError: for another dtype, shape or device.
         """
+        check_tensor("x", x)
         if self.is_plain:
             y = F.rms_norm(x, self.normalized_shape, self._gain(), self.plain_eps)
             return y if self.split is None else GatherSequences.apply(y, self.split.key)

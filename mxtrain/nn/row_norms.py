@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 
 import torch
 import torch.nn as nn
@@ -9,6 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
 from mxtrain.nn.once_differentiable import refuse_transforms
+from mxtrain.ops.arguments import check_tensor
 from mxtrain.ops.rms_norm import DTYPES
 from mxtrain.reference.casts import at_least_fp32
 
@@ -49,12 +51,12 @@ def apply_to_rows(
 
     Raises:
         ValueError: for mismatched shapes or devices, a negative eps, or an unsupported dtype.
-        TypeError: for a mix of DTensors and plain tensors.
+        TypeError: for what is no tensor, and for a mix of DTensors and plain tensors.
         RuntimeError: in a transform of ``torch.func``.
     """
     refuse_transforms()
     _check(x, vectors, residual)
-    check_eps(eps)
+    eps = checked_eps(eps)
     if autocasts and x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         if residual is not None:
             total = (x + residual).to(x.dtype)  # not the sum of what autocast makes of them
@@ -69,31 +71,32 @@ def apply_to_rows(
 
 
 def _check(x: torch.Tensor, vectors: Vectors, residual: torch.Tensor | None) -> None:
-    if x.ndim == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x {shape_of(x)}: expected a last dimension of at least 1")
-    for name, vector in vectors.items():
-        if vector is not None and vector.shape != x.shape[-1:]:
-            raise ValueError(f"{name} {shape_of(vector)} does not match x {shape_of(x)}: expected its last dimension")
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"residual {shape_of(residual)} does not match x {shape_of(x)}: expected its shape")
-    for name, tensor in (("x", x), *vectors.items(), ("residual", residual)):
-        if tensor is not None and tensor.dtype not in DTYPES:
+    check_tensor("x", x)
+    shape, dtype, device = x.shape, x.dtype, x.device
+    if len(shape) == 0 or shape[-1] == 0:
+        raise ValueError(f"x {tuple(shape)}: expected a last dimension of at least 1")
+    if dtype not in DTYPES:
+        raise ValueError(f"x of {dtype}: expected bfloat16, float16, float32 or float64")
+    for name, tensor in (*vectors.items(), ("residual", residual)):
+        if tensor is None:
+            continue
+        check_tensor(name, tensor)
+        if tensor.shape != (shape if name == "residual" else shape[-1:]):
+            part = "its shape" if name == "residual" else "its last dimension"
+            raise ValueError(f"{name} {tuple(tensor.shape)} does not match x {tuple(shape)}: expected {part}")
+        if tensor.dtype not in DTYPES:
             raise ValueError(f"{name} of {tensor.dtype}: expected bfloat16, float16, float32 or float64")
-        if tensor is not None and tensor.dtype == torch.float64 != x.dtype:
-            raise ValueError(f"{name} of float64 with x of {x.dtype}: kernels compute x in fp32; expected x of float64")
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device}: expected {x.device}, where x is")
+        if tensor.dtype == torch.float64 != dtype:
+            raise ValueError(f"{name} of float64 with x of {dtype}: kernels compute x in fp32; expected x of float64")
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}: expected {device}, where x is")
 
 
-def check_eps(eps) -> None:
-    """Raise ValueError for an eps that is no number, negative or infinite."""
-    if isinstance(eps, bool) or not isinstance(eps, (int, float, torch.SymFloat)) or not 0 <= eps < math.inf:
+def checked_eps(eps) -> float:
+    """Return eps as kernels take it. Raise ValueError for an eps that is no number, negative or infinite."""
+    if isinstance(eps, bool) or not isinstance(eps, (float, torch.SymFloat, Real)) or not 0 <= eps < math.inf:
         raise ValueError(f"eps = {eps!r}: expected a number, not negative")
-
-
-def shape_of(x: torch.Tensor) -> tuple[int, ...]:
-    """The shape as messages show it."""
-    return tuple(x.shape)
+    return eps if isinstance(eps, (float, torch.SymFloat)) else float(eps)
 
 
 def _apply_to_shards(function, x: DTensor, vectors: Vectors, residual: DTensor | None, eps: float):
@@ -161,8 +164,9 @@ class FusedNorm(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """x [..., D] -> y [..., D]; with a residual [..., D] (y, x + residual)."""
+        check_tensor("x", x)
         if x.shape[-1:] != self.normalized_shape:
-            raise ValueError(f"x {shape_of(x)}: expected a last dimension of {self.normalized_shape[0]}")
+            raise ValueError(f"x {tuple(x.shape)}: expected a last dimension of {self.normalized_shape[0]}")
         takes_formula = torch.compiler.is_compiling() and runs_when_compiled(self.when_compiled) == "formula"
         if takes_formula and self._formula_takes(x):
             total = x if residual is None else (x + residual).to(x.dtype)

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from mxtrain.ops.arguments import check_tensor
 from mxtrain.ops.hardware import resolve_mode
 from mxtrain.ops.quantize import module_of
 from mxtrain.recipes.parse import get_recipe
@@ -25,7 +26,8 @@ def mxnorm_cast(
     """Normalize and cast every row; the inverse RMS comes from the block maxima that the cast needs anyway.
 
     Codes and scales are bit-identical to torchao's cast of the fp32 product x * rho. A NaN makes all scales of its row
-    NaN; an infinity makes the scale of its block NaN. A zero row gives zeros if eps is not 0 in fp32.
+    NaN; an infinity makes the scale of its block NaN. A zero row gives zeros if eps is not 0 in fp32. No finite row is
+    too large: squares are summed in fp64.
 
     NVFP4's tensor scale is a power of two. Recipe "nvfp4" takes it from the bound of the norm's output,
     ``mxtrain.static_tensor_scale(D, p, estimator)``; "nvfp4_dynamic" takes it from the largest |x * rho|.
@@ -53,8 +55,10 @@ def mxnorm_cast(
 
     Raises:
         ConfigError: for an unknown p, recipe, estimator, scale_rounding or mode, or a mode that this hardware lacks.
-        ValueError: for a dtype or last dimension that cannot be cast.
+        ValueError: for a dtype or last dimension that cannot be cast, and for a sparse or nested tensor.
+        TypeError: for an x that is no tensor.
     """
+    check_tensor("x", x)
     recipe = get_recipe(get_recipe(recipe).fprop, scale_rounding=scale_rounding).fprop
     estimate = RMSEstimate.for_recipe(recipe, p, estimator, eps)
     mode = resolve_mode(mode, x.device.type)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from numbers import Real
 
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.recipes.formats import P_VALUES, norm_constant
@@ -33,8 +34,9 @@ class RMSEstimate(Keyed):
     def __post_init__(self):
         require_one_of("p", self.p, P_VALUES)
         require_one_of("estimator", self.estimator, ESTIMATORS)
-        if not isinstance(self.eps, (int, float)) or isinstance(self.eps, bool) or not 0 <= self.eps < math.inf:
+        if not isinstance(self.eps, Real) or isinstance(self.eps, bool) or not 0 <= self.eps < math.inf:
             raise ConfigError(f"eps = {self.eps!r} is not a finite number >= 0")
+        object.__setattr__(self, "eps", float(self.eps))  # also from a number of NumPy's
         object.__setattr__(self, "constant", norm_constant(self.p, self.block_size))
         self._register()
 

@@ -77,6 +77,7 @@ def test_fused_rmsnorm_swaps_every_norm_and_no_linear():
     assert model.norm.when_compiled == "kernel"
     assert str(report).splitlines() == [
         "5 norms swapped, 0 kept",
+        "  norms recognised: 5 RMSNorm by type",
         *(f"  {norm}" for norm in norms),
     ]
 

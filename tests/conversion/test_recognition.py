@@ -147,7 +147,7 @@ def test_what_a_norm_is_called_does_not_count():
     assert rms_norm_facts(Norm(eps=1e-5)) == ((64,), 1e-5, True)
     assert rms_norm_facts(DerivedRMSNorm(64, 1e-5)) == ((64,), 1e-5, True)
     assert layer_norm_facts(Clip(64, 1e-5)) == ((64,), 1e-5, True, True)
-    assert rms_norm_facts(BertNorm()).eps == 1e-12 and rms_norm_facts(Doubling(64, 1e-5)) is None
+    assert rms_norm_facts(BertNorm()).eps == 1e-12 and isinstance(rms_norm_facts(Doubling(64, 1e-5)), str)
 
 
 def test_norms_that_a_swap_would_change_are_named():
@@ -181,7 +181,7 @@ def test_modules_that_compute_something_else(module):
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
-    assert rms_norm_facts(module) is None
+    assert isinstance(rms_norm_facts(module), str)
     assert torch.equal(torch.rand(1), expected), "the random numbers of a training are its own"
 
 
@@ -223,7 +223,7 @@ class UnbiasedLayerNorm(OwnRMSNorm):
 def test_a_models_own_layer_norm_is_found_with_its_eps(eps, dim, bias):
     own = OwnLayerNorm(dim, eps, bias).eval()
     facts = layer_norm_facts(own)
-    assert facts == ((dim,), eps, True, bias) and (own.weight == 3).all() and rms_norm_facts(own) is None
+    assert facts == ((dim,), eps, True, bias) and (own.weight == 3).all() and isinstance(rms_norm_facts(own), str)
     norm = facts.as_layer_norm(own)
     assert type(norm) is nn.LayerNorm and norm.eps == eps and not norm.training
     assert norm.weight is own.weight and norm.bias is own.bias
@@ -260,9 +260,26 @@ class OverTokensRMSNorm(OwnRMSNorm):
 
 @pytest.mark.parametrize("dim", [2, 64])
 def test_norms_of_another_dimension_than_the_last_are_not_recognised(dim):
-    assert rms_norm_facts(OwnRMSNorm(dim)) and layer_norm_facts(OwnLayerNorm(dim))
-    assert rms_norm_facts(OtherDimensionRMSNorm(dim)) is rms_norm_facts(OverTokensRMSNorm(dim)) is None
-    assert layer_norm_facts(OtherDimensionLayerNorm(dim)) is None
+    norms = {
+        "rms": OwnRMSNorm(dim),
+        "other": OtherDimensionRMSNorm(dim),
+        "tokens": OverTokensRMSNorm(dim),
+        "layer": OwnLayerNorm(dim),
+        "other layer": OtherDimensionLayerNorm(dim),
+    }
+    assert [*find_norms(norms)[0]] == ["rms"] and [*find_layer_norms(norms)[0]] == ["layer"]
+
+
+def test_equal_norms_are_compared_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr("mxtrain.conversion.recognition.eps_of", lambda module, name: calls.append(module) or 1e-6)
+    norms = [OwnRMSNorm() for _ in range(3)] + [OwnRMSNorm(32), OwnRMSNorm(eps=1e-5), Norm()]
+    norms[2].forward = lambda x: x  # of its own
+    listed = [OwnRMSNorm(), OwnRMSNorm()]
+    for norm in listed:
+        norm.history = []  # nothing that Python could compare
+    assert len(find_norms({str(i): norm for i, norm in enumerate([*norms, *listed])})[0]) == len(norms) + 2
+    assert calls == [norms[0], *norms[2:], *listed]
 
 
 class Router(nn.Module):

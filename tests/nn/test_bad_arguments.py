@@ -1,7 +1,9 @@
 """Arguments of a wrong type, dtype, shape or device are refused, and the message says which and what is allowed."""
 
 import re
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -9,11 +11,13 @@ import torch.nn as nn
 from mxtrain import (
     ConfigError,
     DecomposeKRouter,
+    FusedLayerNorm,
     FusedRMSNorm,
     MXLinear,
     MXNorm,
     MXNormLinear,
     Recipe,
+    convert,
     decompose_k_mm,
     layer_norm,
     mxnorm_cast,
@@ -127,6 +131,76 @@ TENSORS = [
 def test_tensors(call, message):
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         call()
+
+
+# Every tensor that a public function or layer takes, by the name in its message.
+TAKERS = {
+    "rms_norm": ("x", rms_norm),
+    "rms_norm, weight": ("weight", lambda weight: rms_norm(ones(4, D), weight)),
+    "rms_norm, residual": ("residual", lambda residual: rms_norm(ones(4, D), residual=residual)),
+    "layer_norm": ("x", layer_norm),
+    "layer_norm, bias": ("bias", lambda bias: layer_norm(ones(4, D), None, bias)),
+    "mxnorm_cast": ("x", mxnorm_cast),
+    "mxnorm_cast to NVFP4": ("x", lambda x: mxnorm_cast(x, recipe="nvfp4_dynamic")),
+    "decompose_k_mm": ("a", lambda a: decompose_k_mm(a, ones(D, 4))),
+    "decompose_k_mm, b": ("b", lambda b: decompose_k_mm(ones(4, D), b)),
+    "decompose_k_mm, bias": ("bias", lambda bias: decompose_k_mm(ones(4, D), ones(D, 4), bias)),
+    "MXNorm": ("x", lambda x: MXNorm(D)(x)),
+    "MXLinear": ("x", lambda x: MXLinear(D, D)(x)),
+    "FusedRMSNorm": ("x", lambda x: FusedRMSNorm(D)(x)),
+    "FusedLayerNorm": ("x", lambda x: FusedLayerNorm(D)(x)),
+    "DecomposeKRouter": ("x", lambda x: DecomposeKRouter(D, 4)(x)),
+}
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+def test_what_is_no_dense_tensor(taker):
+    name, call = TAKERS[taker]
+    optional = "," in taker and name != "b"
+    for value in ([1.0, 2.0], np.ones((4, D), np.float32), 1.0, *([] if optional else [None])):
+        with pytest.raises(TypeError, match=f"^{name} of type {type(value).__name__}: expected a torch.Tensor$"):
+            call(value)
+    rows = [ones(2, D), ones(2, D)]
+    for value in (torch.nested.nested_tensor(rows), torch.nested.nested_tensor(rows, layout=torch.jagged)):
+        with pytest.raises(ValueError, match=f"^{name} is a nested tensor: expected a dense tensor$"):
+            call(value)
+    for value in (ones(4, D).to_sparse(), ones(4, D).to_sparse_csr()):
+        with pytest.raises(ValueError, match=f"^{name} is of layout {value.layout}: expected a dense tensor$"):
+            call(value)
+
+
+@pytest.mark.parametrize("eps", [np.float32(1e-2), Fraction(1, 100), np.float64(1e-2)], ids=repr)
+def test_eps_is_any_real_number(eps):
+    x = ones(4, D) / 8
+
+    def norm_and_linear(eps):
+        model = nn.Sequential(nn.RMSNorm(D, 1e-2), nn.Linear(D, D))
+        nn.init.eye_(model[1].weight)
+        convert(model, eps=eps, filter_fqns=[], example_inputs=(x,))
+        return model(x)
+
+    calls = (
+        lambda eps: rms_norm(x, eps=eps),
+        lambda eps: layer_norm(x, eps=eps),
+        lambda eps: mxnorm_cast(x, eps=eps)[2],
+        lambda eps: FusedRMSNorm(D, eps)(x),
+        lambda eps: FusedLayerNorm(D, eps)(x),
+        lambda eps: MXNorm(D, eps)(x).rho,
+        norm_and_linear,
+    )
+    for call in calls:
+        torch.manual_seed(0)
+        got = call(eps)
+        torch.manual_seed(0)
+        assert torch.equal(got, call(float(eps)))
+    for norm in (FusedRMSNorm(D, eps), FusedLayerNorm(D, eps), MXNorm(D, eps)):
+        assert isinstance(norm.eps, float), "torch.compile takes NumPy's numbers for tensors"
+
+
+def test_example_inputs_without_a_meta_form():
+    model = nn.Sequential(nn.RMSNorm(D), nn.Linear(D, D))
+    with pytest.raises(ConfigError, match="one forward pass on the meta device failed with NotImplementedError"):
+        convert(model, example_inputs=(torch.nested.nested_tensor([ones(2, D)]),))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int32, torch.float8_e4m3fn], ids=str)

@@ -189,3 +189,17 @@ def test_compiled_mixes_of_dtypes_have_the_eager_results_on_a_cpu(of_x, of_weigh
 
 def test_results_are_contiguous_whatever_the_strides_of_x():
     assert_contiguous_results(FusedLayerNorm(D), nn.LayerNorm(D), D)
+
+
+def test_the_largest_rows():
+    """The documented limit, 1.8e19 / sqrt(D) = 2.8e18; F.layer_norm returns 0 or NaN for the second row."""
+    sign = torch.arange(D).remainder(2).mul(2.0).sub(1)
+    x = torch.stack([2.5e18 * sign, 1e20 * sign]).requires_grad_()
+    weight, bias = (draw(D, seed=seed).requires_grad_() for seed in (1, 2))
+    dy = draw(2, D, seed=3)
+    y = layer_norm(x, weight, bias, EPS)
+    y.backward(dy)
+    torch.testing.assert_close(y[0], sign * weight + bias, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weight.grad, dy[0] * sign, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(bias.grad, dy.sum(0))
+    assert torch.equal(y[1], bias) and x.grad[0].any() and not x.grad[1].any()

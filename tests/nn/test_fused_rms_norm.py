@@ -280,3 +280,15 @@ def test_on_the_meta_device():
 
 def test_results_are_contiguous_whatever_the_strides_of_x():
     assert_contiguous_results(FusedRMSNorm(D), nn.RMSNorm(D), D)
+
+
+def test_the_largest_rows():
+    """The documented limit, 1.8e19 / sqrt(D) = 2.8e18; F.rms_norm returns 0 for the second row, too."""
+    sign = torch.arange(40).remainder(2).mul(2.0).sub(1)
+    x = torch.stack([2.5e18 * sign, 1e20 * sign]).requires_grad_()
+    weight, dy = draw(40, seed=1).requires_grad_(), draw(2, 40, seed=3)
+    y = rms_norm(x, weight)
+    y.backward(dy)
+    torch.testing.assert_close(y, F.rms_norm(x, (40,), weight), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weight.grad, dy[0] * sign, rtol=1e-5, atol=1e-6)
+    assert y[0].all() and not y[1].any() and x.grad[0].any() and not x.grad[1].any()

@@ -81,6 +81,21 @@ def test_results_have_no_gradients(mode):
     assert not any(result.requires_grad for result in mxnorm_cast(draw(2, 64).requires_grad_(), mode=mode))
 
 
+@pytest.mark.parametrize("mode", ["reference", "emulated"])
+@pytest.mark.parametrize("estimator", ["pre_round", "exact"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_rows_up_to_the_largest_number(recipe, estimator, mode):
+    """Norms that sum squares in fp32 return 0 for rows of 1e20."""
+    x = draw(3, 64).clamp(-1.9, 1.9)
+    want = mxnorm_cast(x, recipe=recipe, estimator=estimator, mode=mode, eps=0.0)
+    for exponent in (66, 127):
+        huge = x * 2.0**exponent
+        codes, scales, rho = mxnorm_cast(huge, recipe=recipe, estimator=estimator, mode=mode)
+        assert huge.isfinite().all() and huge.abs().max() > 1e20
+        assert same_bits(codes, want[0]) and same_bits(scales, want[1])
+        torch.testing.assert_close(rho.double() * 2.0**exponent, want[2].double(), rtol=1e-6, atol=0)
+
+
 def test_zero_row():
     codes, scales, rho = mxnorm_cast(torch.zeros(2, 64), eps=1e-5)
     assert (codes.view(torch.uint8) == 0).all() and (scales.view(torch.uint8) == 0).all()

@@ -9,6 +9,7 @@ from rms_norm_checks import WIDTHS, by_plan
 
 from mxtrain.kernels.norm.layer_norm import layer_norm, layer_norm_by_plan
 from mxtrain.kernels.norm.rms_norm_plan import LAYER_FORWARD, Plan, choose_forward
+from mxtrain.reference import layer_norm as reference
 
 pytestmark = kernel_tests
 
@@ -102,6 +103,20 @@ def test_what_is_not_finite_stays_in_its_row(plan):
     assert_same_results([y[5]], [bias])
     others = [0, 1, 3, 6, 7, 8]
     assert_same_results([each[others] for each in (y, mean, rstd)], [each[others] for each in clean[:3]])
+
+
+@VARIANTS
+def test_the_largest_rows_as_in_the_reference(plan):
+    """The documented limits: 1e18 for rows of 100, then the bias, then NaN."""
+    weight, bias, sign = draw(100, seed=1), draw(100, seed=2), torch.arange(100) % 2 * 2.0 - 1
+    x = torch.stack([1e18 * sign, 1e20 * sign, 1e36 * sign, 3e38 * sign.clamp(min=0)])
+    y, mean, rstd, _ = run(plan, x, weight, bias)
+    expected = reference.layer_norm(x, weight, bias, EPS)
+    for got, want in zip((y, mean, rstd), expected):
+        torch.testing.assert_close(got[:3], want[:3], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(y[0], sign * weight + bias, rtol=1e-6, atol=1e-6)
+    assert_same_results([y[1], y[2]], [bias, bias])
+    assert y[3].isnan().all() and expected[0][3].isnan().all() and (rstd[1:3] == 0).all()
 
 
 @VARIANTS
