@@ -13,7 +13,7 @@ _LLAMA_ROPE = {
     "rope_original_seq_len": "rope_scaling_args.original_max_position_embeddings",
 }
 _EXPORTED = {"max_seq_len": ""}  # no field: a run's model has training.seq_len positions
-_EXPERTS = {"num_experts": "moe_args.num_experts", "top_k": "moe_args.top_k"}
+_EXPERTS = {name: f"moe_args.{name}" for name in ("num_experts", "top_k", "load_balance_coeff")}
 _SHARED_EXPERTS = {"num_shared_experts": "moe_args.num_shared_experts"}
 
 

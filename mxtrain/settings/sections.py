@@ -279,6 +279,9 @@ class ModelArgs:
     top_k: Positive | None = None
     """Number of routed experts that a token uses"""
 
+    load_balance_coeff: Amount | None = None
+    """Step of the bias that balances the load of experts; 0 for no bias, as transformers' Qwen3 has none"""
+
     moe_inter_dim: Positive | None = None
     """qwen3 and deepseek_v3: hidden features of an expert"""
 

@@ -234,7 +234,7 @@ def _require_no_expert_bias(run: SavedRun, where: str) -> None:
         if fqn.endswith(".expert_bias") and run.weights[fqn].any():
             raise ConfigError(
                 f"{where} cannot be exported: {fqn} is not zero, and transformers' Qwen3-MoE has no such bias, so it "
-                "would choose other experts"
+                "would choose other experts; train with model_args.load_balance_coeff = 0"
             )
 
 

@@ -35,7 +35,8 @@ def set_model_args(model: str, args, given: Mapping[str, object]) -> None:
             *path, last = place.split(".")
             if path == ["rope_scaling_args"] and args.rope_scaling_args is None:
                 args.rope_scaling_args = RoPEScalingArgs()
-            setattr(reduce(getattr, path, args), last, given[name])
+            value = None if name == "load_balance_coeff" and given[name] == 0 else given[name]
+            setattr(reduce(getattr, path, args), last, value)
 
 
 def value_of(model: str, args, name: str) -> object:
@@ -77,7 +78,7 @@ def _absent(model: str, flavor: str, args) -> Iterator[Problem]:
     """Settings of layers that a flavor does not have."""
     if model == "qwen3":
         where = f"model.flavor = {flavor!r}"
-        for name in ("num_experts", "top_k", "moe_inter_dim"):
+        for name in ("num_experts", "top_k", "load_balance_coeff", "moe_inter_dim"):
             yield (name,), not args.moe_enabled, f"has no effect: {where} has no experts; 'debugmodel_moe_16' has"
         yield ("hidden_dim",), args.moe_enabled, f"has no effect: all layers of {where} have experts: set moe_inter_dim"
 

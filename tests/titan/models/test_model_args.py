@@ -66,10 +66,10 @@ def test_settings_reach_the_model(model):
 
 
 def test_experts_of_qwen3():
-    given = {"num_experts": 8, "top_k": 3, "moe_inter_dim": 96}
+    given = {"num_experts": 8, "top_k": 3, "moe_inter_dim": 96, "load_balance_coeff": 0.0}
     config = ["--model.name=qwen3", "--model.flavor=debugmodel_moe_16", "--model.converters=", *flags(given)]
     moe = build_on_meta(parse_job_config(config)).layers["0"].moe
-    assert moe.experts.w1.shape == (8, 96, 256) and moe.router.top_k == 3
+    assert moe.experts.w1.shape == (8, 96, 256) and moe.router.top_k == 3 and moe.expert_bias is None
 
 
 @pytest.mark.parametrize("model", PLACES)
