@@ -1,10 +1,10 @@
 """A model's shape, and the config.json that describes it to Hugging Face's transformers."""
 
-import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
+from mxtrain.json_toml import read_json
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 REPORT_FILE = "mxtrain.json"
@@ -99,14 +99,9 @@ def read_shape(folder: Path) -> ModelShape:
     """
     where = f"MODEL_DIR = {str(folder)!r}"
     try:
-        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except OSError as error:
-        problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-        raise ConfigError(f"{where}: {CONFIG_FILE} {problem}; give the folder of a Hugging Face model") from error
-    except ValueError as error:
-        raise ConfigError(f"{where}: {CONFIG_FILE} is damaged: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{where}: {CONFIG_FILE} holds {type(config).__name__}, not an object")
+        config = read_json(folder / CONFIG_FILE, f"{where}: {CONFIG_FILE}")
+    except FileNotFoundError:
+        raise ConfigError(f"{where}: {CONFIG_FILE} is missing; give the folder of a Hugging Face model") from None
     return _Reader(where, config).shape()
 
 

@@ -135,7 +135,7 @@ def test_what_is_refused(change, message, tmp_path):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text, message", [("{", "is damaged: "), ("[1]", "holds list, not an object")])
+@pytest.mark.parametrize("text, message", [("{", "is not valid JSON: "), ("[1]", "holds list, not dict")])
 def test_a_damaged_file_is_one_line(text, message, tmp_path):
     with pytest.raises(ConfigError, match=f"config.json {message}"):
         read_shape(write(tmp_path, text))

@@ -21,6 +21,7 @@ from mxtrain.data.token_store import TokenFile
 from mxtrain.data.tokenizer import copy_tokenizer, tokenizer_hash
 from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
+from mxtrain.json_toml import read_json
 from mxtrain.run_folder.files import DATA_FILE
 from mxtrain.run_folder.start import CheckpointSettings, resumed_step
 from mxtrain.titan.agreement import differences, gather, is_first
@@ -236,7 +237,7 @@ def _has_checkpoints(folder: Path) -> bool:
 def read_record(folder: Path) -> dict | None:
     """Return what ``data.json`` in a run's folder holds (see ``record``), or None if it is missing or damaged."""
     try:
-        kept = json.loads((folder / DATA_FILE).read_text(encoding="utf-8"))
+        kept = read_json(folder / DATA_FILE)
         return kept if {"tokenizer"} <= kept["identity"].keys() and {"prepared", "cache"} <= kept.keys() else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # damaged: the checkpoint has the hashes, too
