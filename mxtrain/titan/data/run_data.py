@@ -25,6 +25,7 @@ from mxtrain.json_toml import read_json
 from mxtrain.run_folder.files import DATA_FILE
 from mxtrain.run_folder.start import CheckpointSettings, resumed_step
 from mxtrain.titan.agreement import differences, gather, is_first
+from mxtrain.titan.checkpoint.reader import unpickle
 from mxtrain.titan.data.streams import held_out_share
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -308,7 +309,8 @@ class RunLoader(ParallelAwareDataloader):
         kept = json.loads(state["data"])
         require_same(kept, record(self._job_config, self._prepared), self._job_config)
         if self._is_stream:
-            StatefulDataLoader.load_state_dict(self, self._own_stream(pickle.loads(state["streams"])))
+            streams = unpickle(state["streams"], "the streams' states", {})
+            StatefulDataLoader.load_state_dict(self, self._own_stream(streams))
         else:
             self._require_order(kept["order"])
         self._samples = state["samples"]
@@ -332,7 +334,7 @@ class RunLoader(ParallelAwareDataloader):
                 f"rank has a position: the checkpoint has {len(streams)} rank(s) and this run {self.dp_world_size}; "
                 f"start as many, {ways}"
             )
-        stream = pickle.loads(streams[self.dp_rank])
+        stream = unpickle(streams[self.dp_rank], "the stream's state", {})
         if stream["workers"] != self.num_workers:
             raise ConfigError(
                 f"training.dataloader.num_workers = {self.num_workers}, but was {stream['workers']} in the run so far, "
