@@ -131,6 +131,8 @@ def withdraw(checkpoint: Path) -> Path:
 def clear_leftovers(folder: Path) -> None:
     """Remove what killed runs left: parts of checkpoints that were being saved or removed, and an empty folder."""
     for name in LEFTOVERS:
+        with suppress(OSError):
+            (folder / name).unlink()  # a link, behind which nothing must be removed
         shutil.rmtree(folder / name, ignore_errors=True)
     with suppress(OSError):
         folder.rmdir()

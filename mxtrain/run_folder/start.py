@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from mxtrain.errors import ConfigError
-from mxtrain.files import reason
+from mxtrain.files import reason, replace_file
 from mxtrain.run_folder.checkpoints import DCP_METADATA, LEFTOVERS, SET_ASIDE, Checkpoints, read_whole, step_of
 from mxtrain.run_folder.files import METRICS_FILE
 from mxtrain.run_folder.interrupted import interrupted_after
@@ -155,7 +155,7 @@ def begin_again(folder: Path, checkpoint: CheckpointSettings) -> tuple[str, ...]
     again = _begins_again(folder, checkpoint)
     if again:
         with suppress(OSError):  # the first new row comes to the same, and warns if it cannot be written
-            (folder / METRICS_FILE).write_bytes(b"")
+            replace_file(folder / METRICS_FILE, b"")
     return again
 
 

@@ -95,6 +95,16 @@ def test_leftovers_of_a_kill_are_removed(tmp_path):
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["set_aside"] and kept.is_dir()
 
 
+def test_nothing_is_removed_behind_a_link(tmp_path):
+    other = write(tmp_path / "other" / "step-5", content=b"precious")
+    path = write(tmp_path / "run" / "step-5")
+    for name in (".saving", ".removing"):
+        (tmp_path / "run" / name).symlink_to(other.parent)
+    clear_leftovers(tmp_path / "run")
+    withdraw(path)
+    assert (other / "data").read_bytes() == b"precious"
+
+
 def test_a_folder_with_nothing_but_leftovers_is_removed(tmp_path):
     write(tmp_path / "run" / ".saving" / "step-10")
     clear_leftovers(tmp_path / "run")
