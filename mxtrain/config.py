@@ -32,7 +32,7 @@ def config_path(config: str | os.PathLike, folder: Path | None = None) -> Path:
         folder: the path is relative to it; None for the current folder.
     """
     path = Path(config) if folder is None else folder / config
-    return path if path.is_file() else presets().get(str(config), path)
+    return path if os.path.isfile(path) else presets().get(str(config), path)
 
 
 def summary(preset: Path) -> str:
