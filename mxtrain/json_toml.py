@@ -17,15 +17,10 @@ MAX_DEPTH = 100
 
 
 def read_json(path: Path, name: str = "", kind: type = dict):
-    """Return the value in a JSON file, which is of type ``kind``.
+    """Return the value in a JSON file, which has the type ``kind``. Messages call the file ``name``, or by its path.
 
-    Args:
-        name: what messages call the file; its path if empty.
-
-    Raises:
-        FileNotFoundError.
-        ConfigError: it cannot be read, is no regular file or has more than MAX_BYTES; it is not UTF-8, not JSON, nested
-            deeper than MAX_DEPTH, or of another type.
+    Raises FileNotFoundError, or ConfigError if it cannot be read, is no regular file, larger than MAX_BYTES, not UTF-8,
+    not JSON, nested deeper than MAX_DEPTH, or of another type.
     """
     value = _read(path, name or str(path), "JSON", json.loads)
     if not isinstance(value, kind):

@@ -34,19 +34,13 @@ def load(state: dict, checkpoint: Path, no_dist: bool = False) -> None:
 
 def read_index(checkpoint: Path) -> metadata.Metadata:
     """Return what PyTorch has written about a checkpoint. Raises OSError, and ConfigError as ``unpickle``."""
-    path = checkpoint / DCP_METADATA
-    return unpickle(path.read_bytes(), str(path), _IN_INDEX)
+    return unpickle((checkpoint / DCP_METADATA).read_bytes(), str(checkpoint / DCP_METADATA), _IN_INDEX)
 
 
 def unpickle(content: bytes, what: str, names: dict[str, object]):
-    """Return the value of a pickle.
+    """Return the value of a pickle that names nothing but ``names`` (-> what stands for it) and PyTorch's safe globals.
 
-    Args:
-        what: what the pickle is, for messages.
-        names: what it may name, and what stands for that; also what ``torch.serialization.add_safe_globals`` allows.
-
-    Raises:
-        ConfigError: it names something else, or is damaged.
+    Raises ConfigError, which begins with ``what``, if it names something else or is damaged.
     """
     try:
         return _Unpickler(content, names).load()
