@@ -100,8 +100,10 @@ class Checkpointer(CheckpointManager):
                     is_loaded = super().load()
         except CheckpointException as error:  # not an Exception: other handlers would let it pass
             problem = f"{checkpoint or 'the initial checkpoint'} cannot be loaded"
-            if any(isinstance(failure, UnpicklingError) for failure, _ in error.failures.values()):
-                raise ConfigError(f"{problem}: more than tensors and plain values, it could run code") from error
+            for failure, _ in error.failures.values():
+                if isinstance(failure, UnpicklingError):
+                    name = str(failure).partition("GLOBAL ")[2].partition(" ")[0]
+                    raise ConfigError(f"{problem}: it names {name or 'no plain value'}, and could run code") from error
             raise RuntimeError(f"{problem}: {_words(error)}") from error
         if is_loaded:
             self.after_load()

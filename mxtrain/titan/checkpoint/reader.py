@@ -28,7 +28,7 @@ def load(state: dict, checkpoint: Path, no_dist: bool = False) -> None:
     """Load a checkpoint as ``dcp.load`` does. Raises CheckpointException, and ConfigError as ``read_index``."""
     reader, index = dcp.FileSystemReader(checkpoint), read_index(checkpoint)
     reader.read_metadata = lambda **rank: index
-    with patch.dict(os.environ, _SAFE):
+    with patch.dict(os.environ, _SAFE), torch.serialization.safe_globals([bytes]):  # for b""
         dcp.load(state, storage_reader=reader, no_dist=no_dist)
 
 

@@ -22,13 +22,13 @@ class State:
 def test_what_pytorch_writes_is_read(tmp_path):
     dtypes = (torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn)
     state = {str(dtype): torch.zeros(2).to(dtype) for dtype in dtypes}
-    state |= {"values": {"a": [1, 2.5, None, ("b", b"c")]}, "weight": torch.arange(6.0).view(2, 3)}
+    state |= {"values": {"a": [1, 2.5, None, ("b", b"c"), b""]}, "weight": torch.arange(6.0).view(2, 3)}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     with open(tmp_path / ".metadata", "rb") as file:
         expected = pickle.load(file)
     index = read_index(tmp_path)
     assert index == expected and isinstance(index.storage_meta.checkpoint_id, PosixPath)
-    loaded = {"values": {"a": [0, 0.0, None, ("", b"")]}, "weight": torch.zeros(2, 3)}
+    loaded = {"values": {"a": [0, 0.0, None, ("", b""), b"c"]}, "weight": torch.zeros(2, 3)}
     load(loaded, tmp_path, no_dist=True)
     assert loaded["values"] == state["values"] and torch.equal(loaded["weight"], state["weight"])
 
