@@ -8,11 +8,11 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import tomli
 import tomli_w
 
 from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
+from mxtrain.json_toml import read_toml
 from mxtrain.run_folder.files import CONFIG_FILE
 
 _PACKAGE = Path(__file__).parent
@@ -32,7 +32,7 @@ def config_path(config: str | os.PathLike, folder: Path | None = None) -> Path:
         folder: the path is relative to it; None for the current folder.
     """
     path = Path(config) if folder is None else folder / config
-    return path if path.is_file() else presets().get(str(config), path)
+    return path if os.path.isfile(path) else presets().get(str(config), path)
 
 
 def summary(preset: Path) -> str:
@@ -117,16 +117,12 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict:
     where = f"config {str(path)!r}"
     if extended_by:
         where += f" (which {str(extended_by[-1])!r} extends)"
+    if os.path.isdir(path):
+        raise ConfigError(f"{where} is a folder{_way_on(path)}")
     try:
-        return tomli.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows begin a file with a BOM
+        return read_toml(path, where)
     except FileNotFoundError:
         raise ConfigError(f"{where} does not exist{_hint(path)}") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{where} is a folder{_way_on(path)}") from None
-    except OSError as error:
-        raise ConfigError(f"{where} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # not TOML, or not UTF-8
-        raise ConfigError(f"{where} is not valid TOML: {error}") from error
 
 
 def _hint(path: Path) -> str:

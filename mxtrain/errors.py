@@ -12,8 +12,11 @@ class ConfigError(ValueError):
 
     The message begins with the name of the setting ("training.steps" in a job, "p" in Python), its value and the
     allowed values. Entry points print it without a traceback and exit with status 2; a library user sees an ordinary
-    ``ValueError``.
+    ``ValueError``. Of a message with an enormous value, which is longer than 2,000 characters, both ends stay.
     """
+
+    def __init__(self, message: str):
+        super().__init__(message if len(message) <= 2000 else f"{message[:1000]} ... {message[-1000:]}")
 
 
 def setting_in(message: str) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason, replace_file
+from mxtrain.json_toml import parse
 from mxtrain.run_folder.files import METRICS_FILE
 
 EVENT = "event"
@@ -37,7 +38,7 @@ def encode_row(row: dict) -> str:
 
 def decode_row(line: str) -> dict:
     """Invert ``encode_row``. Raises ValueError if the line is not a row."""
-    row = json.loads(line)
+    row = parse(line)
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         raise ValueError("not a JSON object with an integer 'step'")
     nonfinite = row.pop("nonfinite", {})

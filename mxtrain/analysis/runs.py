@@ -1,17 +1,14 @@
 """Reads a finished or running training run from its folder."""
 
-import json
 import math
 import os
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import tomli
-
 from mxtrain.analysis.metrics_file import EVENT, metrics_of_run
 from mxtrain.errors import ConfigError
-from mxtrain.files import reason
+from mxtrain.json_toml import read_json, read_toml
 from mxtrain.run_folder.files import CONFIG_FILE, DATA_FILE, FACTS_FILE, METRICS_FILE
 from mxtrain.run_folder.titan_defaults import LEARNING_RATE, LOG_FREQ, STEPS
 
@@ -190,15 +187,9 @@ def variant_of(facts: dict) -> str:
 
 def _load_facts(path: Path) -> dict:
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = read_json(path)
     except FileNotFoundError:
         return {}
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {reason(error)}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(facts, dict):
-        raise ConfigError(f"{path} is not a JSON object")
     for key, expected in FACT_TYPES.items():
         if not isinstance(facts.get(key), expected | None):
             raise ConfigError(f"{path} is damaged: {key!r} is {facts[key]!r}")
@@ -207,14 +198,14 @@ def _load_facts(path: Path) -> dict:
 
 def _load_settings(path: Path) -> dict:
     try:
-        return tomli.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_toml(path)
+    except (FileNotFoundError, ConfigError):
         return {}  # they only tell runs apart
 
 
 def _load_text(path: Path) -> dict[str, str]:
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = read_json(path)
         # The held-out part of the training text is not always what the run is validated on.
         names = {"validation": "validation_text", "sequences": "validation_sequences", "stream": "stream_version"}
         own = {**kept["identity"], **{name: kept.get(key) for name, key in names.items()}}

@@ -1,6 +1,5 @@
 """The argument RUN of ``mxtrain generate`` and ``mxtrain eval``: a run, or a model in Hugging Face's format."""
 
-import json
 import os
 import shlex
 import shutil
@@ -12,6 +11,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.files import reason
 from mxtrain.hugging_face.model_config import CONFIG_FILE as MODEL_FILE
 from mxtrain.hugging_face.model_config import REPORT_FILE
+from mxtrain.json_toml import read_json
 from mxtrain.run_folder.checkpoints import Checkpoints
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.manifest import MANIFEST_FILE, hash_file
@@ -72,7 +72,7 @@ def _is_of(exported: Path, checkpoint: Path) -> bool:
     """Return whether ``exported`` holds the weights of the checkpoint that is there now, as ``_export`` writes them."""
     expected = {"format": "hf", "dtype": "float32", "fold_gain": False}
     try:
-        kept = json.loads((exported / REPORT_FILE).read_text(encoding="utf-8"))
+        kept = read_json(exported / REPORT_FILE)
         expected["manifest_sha256"] = hash_file(checkpoint / MANIFEST_FILE).sha256
         return all(kept[name] == value for name, value in expected.items())
     except (OSError, ValueError, KeyError, TypeError):

@@ -4,9 +4,10 @@ Every row is taken as it is written. The ``datasets`` library infers one type fo
 it refuses a column that has another type later, and turns texts that look like dates into dates.
 """
 
-import json
 from collections.abc import Iterator
 from typing import TextIO
+
+from mxtrain.json_toml import parse
 
 BYTE_ORDER_MARK = "\ufeff"
 
@@ -22,12 +23,12 @@ def json_rows(file: TextIO) -> Iterator[dict]:
         if not line:
             continue
         if is_first and line.startswith("["):
-            for row_number, row in enumerate(json.loads(line + file.read()), start=1):
+            for row_number, row in enumerate(parse(line + file.read()), start=1):
                 yield _checked(row, f"row {row_number}")
             return
         is_first = False
         try:
-            row = json.loads(line)
+            row = parse(line)
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from error
         yield _checked(row, f"line {number}")

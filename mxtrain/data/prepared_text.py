@@ -13,6 +13,7 @@ from mxtrain.data.token_store import TokenFile
 from mxtrain.data.tokenizer import tokenizer_hash
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason
+from mxtrain.json_toml import read_json
 from mxtrain.run_folder.manifest import hash_file
 
 SUMMARY = "prepared.json"
@@ -107,7 +108,7 @@ def _check_tokens(file: TokenFile) -> None:
 
 def _read_summary(folder: Path) -> tuple[TextReport, dict[str, TokenFile], dict]:
     try:
-        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        summary = read_json(folder / SUMMARY)
         report = replace(TextReport(**summary["report"]), folder=str(folder))
         files = {split: TokenFile(folder / f"{split}.bin", **facts) for split, facts in summary["tokens"].items()}
         tokenizer = {key: str(summary["tokenizer"][key]) for key in ("path", "sha256")}

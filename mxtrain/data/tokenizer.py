@@ -10,6 +10,7 @@ from typing import NamedTuple
 from mxtrain.data.progress import Progress, megabytes, one_line
 from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
+from mxtrain.json_toml import read_json
 
 BOS_TOKEN = "<|begin_of_text|>"
 EOS_TOKEN = "<|end_of_text|>"
@@ -132,15 +133,7 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
 
 def _tokenizer_config(folder: Path, setting: str) -> dict:
     file = folder / "tokenizer_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{setting}: tokenizer_config.json cannot be read: {one_line(error)}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{setting}: tokenizer_config.json holds {type(config).__name__}, not an object")
-    return config
+    return read_json(file, f"{setting}: {file.name}") if file.is_file() else {}
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -1,11 +1,11 @@
 """A model's shape, and the config.json that describes it to Hugging Face's transformers."""
 
-import json
 import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
+from mxtrain.json_toml import read_json
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # in both files; eos may be a list
@@ -114,15 +114,9 @@ def read_shape(folder: Path) -> ModelShape:
 def _read(folder: Path, name: str) -> dict:
     where = f"MODEL_DIR = {str(folder)!r}"
     try:
-        config = json.loads((folder / name).read_text(encoding="utf-8"))
-    except OSError as error:
-        problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-        raise ConfigError(f"{where}: {name} {problem}; give the folder of a Hugging Face model") from error
-    except ValueError as error:
-        raise ConfigError(f"{where}: {name} is damaged: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{where}: {name} holds {type(config).__name__}, not an object")
-    return config
+        return read_json(folder / name, f"{where}: {name}")
+    except FileNotFoundError:
+        raise ConfigError(f"{where}: {name} is missing; give the folder of a Hugging Face model") from None
 
 
 class _Reader:

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from mxtrain.errors import ConfigError
+from mxtrain.json_toml import read_json
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -159,12 +160,13 @@ class SavedTensors:
         raise self._error(f"there is neither {SINGLE_FILE} nor {INDEX_FILE}")
 
     def _read_index(self) -> dict[str, str]:
+        index = read_json(self._folder / INDEX_FILE, f"{self._where}: {INDEX_FILE}")
         try:
-            places = json.loads((self._folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
+            places = index["weight_map"]
             names = set(places.values())
             if not places or any(name != Path(name).name or name == ".." for name in names):
                 raise ValueError("weight_map names no files of this folder")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._error(f"{INDEX_FILE} is damaged: {type(error).__name__}: {error}") from error
         for name in sorted(names):
             if Path(name).suffix != ".safetensors":

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from mxtrain.cache import cache_folder
 from mxtrain.files import replace_file
+from mxtrain.json_toml import read_json
 from mxtrain.kernels.plan_table import Operation, folder_name
 
 
@@ -72,7 +73,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _read(operation: Operation, path: Path) -> dict[str, TunedPlan]:
     try:
-        entries = json.loads(path.read_text())
+        entries = read_json(path)
         current = {key: entry for key, entry in entries.items() if entry["version"] == operation.version}
         return {key: _checked(operation, **entry) for key, entry in current.items()}
     except FileNotFoundError:

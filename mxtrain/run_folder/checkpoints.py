@@ -5,6 +5,7 @@ complete. An old checkpoint goes the other way before it is removed. So a kill a
 and parts only in the two hidden folders, which the next run empties.
 """
 
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -83,7 +84,8 @@ def read_whole(checkpoint: Path) -> Manifest:
 
     Raises DamagedCheckpoint.
     """
-    if not (checkpoint / MANIFEST_FILE).exists() and (checkpoint / DCP_METADATA).exists():
+    # os.path: a folder that cannot be entered is damaged.
+    if not os.path.exists(checkpoint / MANIFEST_FILE) and os.path.exists(checkpoint / DCP_METADATA):
         raise DamagedCheckpoint(
             f"it has no {MANIFEST_FILE}: TorchTitan itself or an older mxtrain wrote it, and no run can resume from "
             "it; a new run can start from its weights with checkpoint.initial_load_path"
@@ -129,6 +131,8 @@ def withdraw(checkpoint: Path) -> Path:
 def clear_leftovers(folder: Path) -> None:
     """Remove what killed runs left: parts of checkpoints that were being saved or removed, and an empty folder."""
     for name in LEFTOVERS:
+        with suppress(OSError):
+            (folder / name).unlink()  # a link, behind which nothing must be removed
         shutil.rmtree(folder / name, ignore_errors=True)
     with suppress(OSError):
         folder.rmdir()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason, replace_file
+from mxtrain.json_toml import read_json
 
 COMPARISON_FILE = "comparison.json"
 SET_ASIDE = "set_aside"
@@ -45,15 +46,12 @@ def read_comparison(folder: Path) -> dict[str, PairedRun]:
     """
     path = folder / COMPARISON_FILE
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        runs = [PairedRun(**row) for row in rows]
+        runs = [PairedRun(**row) for row in read_json(path, kind=list)]
         if any(not isinstance(getattr(run, name), str) for run in runs for name in ("name", "variant")):
             raise TypeError("a name is not a string")
     except FileNotFoundError:
         return {}
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {reason(error)}") from error
-    except (ValueError, TypeError) as error:
+    except TypeError as error:
         names = ", ".join(field.name for field in fields(PairedRun))
         raise ConfigError(f"{path} is damaged: it is not a JSON list of runs with {names}") from error
     return {run.name: run for run in runs}

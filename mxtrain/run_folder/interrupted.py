@@ -1,11 +1,9 @@
 """A run that was killed before its first checkpoint: it has nothing to resume from, and may begin again."""
 
-import json
 import math
 from pathlib import Path
 
-import tomli
-
+from mxtrain.json_toml import parse, read_toml
 from mxtrain.run_folder.checkpoints import SAVING
 from mxtrain.run_folder.files import CONFIG_FILE, METRICS_FILE
 from mxtrain.run_folder.titan_defaults import CHECKPOINT_FOLDER, CHECKPOINT_INTERVAL, STEPS
@@ -22,7 +20,7 @@ def interrupted_after(folder: Path, checkpoints: Path) -> int | None:
         checkpoints: where the run that starts looks for checkpoints, and finds none.
     """
     try:
-        config = tomli.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        config = read_toml(folder / CONFIG_FILE)
         first, last = _first_and_last_step((folder / METRICS_FILE).read_text(encoding="utf-8"))
         checkpoint, steps = config.get("checkpoint", {}), config.get("training", {}).get("steps", STEPS)
         # To its own folder, which may be another than ``checkpoints``.
@@ -42,4 +40,4 @@ def interrupted_after(folder: Path, checkpoints: Path) -> int | None:
 def _first_and_last_step(metrics: str) -> tuple[int, int]:
     rows = metrics[: metrics.rfind("\n") + 1].splitlines()  # without a row that the kill has cut
     # Without a row, a kill came before the first one of a run that had emptied the file to begin again.
-    return (json.loads(rows[0])["step"], json.loads(rows[-1])["step"]) if rows else (0, 0)
+    return (parse(rows[0])["step"], parse(rows[-1])["step"]) if rows else (0, 0)

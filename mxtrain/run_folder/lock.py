@@ -38,7 +38,8 @@ def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | Non
     path = folder / LOCK_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+b", buffering=0)
+        # A link could name any file of the user's, which would lose its content.
+        file = open(path, "a+b", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
     except OSError as error:
         raise _not_writable(setting, folder, path, error) from error
     with file:

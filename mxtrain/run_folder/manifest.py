@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
 
+from mxtrain.errors import ConfigError
 from mxtrain.files import reason
+from mxtrain.json_toml import read_json
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
@@ -76,18 +78,19 @@ def read_manifest(checkpoint: Path) -> Manifest:
         DamagedCheckpoint: it is missing, unreadable or damaged, or of a newer version.
     """
     try:
-        content = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
+        content = read_json(checkpoint / MANIFEST_FILE, MANIFEST_FILE)
         if content.pop("sha256") != _own_hash(content):
             raise ValueError("its hash is wrong")
         if content["format"] != FORMAT:
             raise DamagedCheckpoint(f"{MANIFEST_FILE} has format {content['format']}, and this version reads {FORMAT}")
-        content["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
+        records = content["files"].items()
+        content["files"] = {name: FileRecord(int(record["size"]), str(record["sha256"])) for name, record in records}
         content.setdefault("defaults", {})  # manifests of earlier versions have none
         return Manifest(**{f.name: content[f.name] for f in fields(Manifest)})
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} is missing") from None
-    except OSError as error:
-        raise DamagedCheckpoint(f"{MANIFEST_FILE} cannot be read: {reason(error)}") from error
+    except ConfigError as error:
+        raise DamagedCheckpoint(str(error)) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} is damaged") from error
 

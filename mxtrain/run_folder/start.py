@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from mxtrain.errors import ConfigError
-from mxtrain.files import reason
+from mxtrain.files import reason, replace_file
 from mxtrain.run_folder.checkpoints import DCP_METADATA, LEFTOVERS, SET_ASIDE, Checkpoints, read_whole, step_of
 from mxtrain.run_folder.files import METRICS_FILE
 from mxtrain.run_folder.interrupted import interrupted_after
@@ -79,7 +79,7 @@ def resumed_step(folder: Path, checkpoint: CheckpointSettings) -> int:
     if checkpoint.load_step != -1:
         return checkpoint.load_step
     saved = Checkpoints(folder / checkpoint.folder)
-    of_titan = [step_of(name) for name in saved.found if (saved.folder / name / DCP_METADATA).is_file()]
+    of_titan = [step_of(name) for name in saved.found if os.path.isfile(saved.folder / name / DCP_METADATA)]
     return max(saved.whole or of_titan, default=0)
 
 
@@ -133,7 +133,9 @@ def _find_start(folder: Path, checkpoint: CheckpointSettings, processes: int, da
     _require_trainer_state(saved, step)
     if checkpoint.load_only:
         _require_no_metrics(folder, "checkpoint.load_only saves none of its steps")
-    abandoned = () if checkpoint.load_only else tuple(saved.after(step))
+    # A folder that cannot be entered cannot be moved either.
+    later = (path for path in saved.after(step) if os.access(path, os.R_OK))
+    abandoned = () if checkpoint.load_only else tuple(later)
     notes = (f"resuming after step {step}, from {path}", *_passed_over(saved, step, abandoned))
     return Start(step, notes, path, abandoned)
 
@@ -153,7 +155,7 @@ def begin_again(folder: Path, checkpoint: CheckpointSettings) -> tuple[str, ...]
     again = _begins_again(folder, checkpoint)
     if again:
         with suppress(OSError):  # the first new row comes to the same, and warns if it cannot be written
-            (folder / METRICS_FILE).write_bytes(b"")
+            replace_file(folder / METRICS_FILE, b"")
     return again
 
 

@@ -12,6 +12,7 @@ from typing_extensions import TypedDict  # before Python 3.12, pydantic takes th
 from tyro.constructors import PrimitiveConstructorSpec
 
 from mxtrain.files import local_path
+from mxtrain.json_toml import parse
 from mxtrain.recipes.formats import P_VALUES
 from mxtrain.recipes.rms_estimate import ESTIMATORS
 from mxtrain.recipes.schedule import RMSNORM
@@ -118,8 +119,8 @@ def _entry(value):
     """An entry of an array of tables; from the command line, an inline table of TOML."""
     if isinstance(value, str):
         try:
-            value = tomli.loads(f"entry = {value}")["entry"]
-        except tomli.TOMLDecodeError as error:
+            value = parse(f"entry = {value}", tomli.loads)["entry"]
+        except ValueError as error:
             example = '{from_share = 0.9, recipe = "fprop=bf16"}'
             raise ValueError(f"is not an inline table of TOML, such as {example} ({error})") from None
     keys = ScheduleEntry.__annotations__

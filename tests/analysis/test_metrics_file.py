@@ -138,7 +138,12 @@ def test_a_run_that_logs_nothing_keeps_the_file(tmp_path):
     assert steps(path) == [1]
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b'{"step": 3', b"{", b'{"loss": 1.0}', b'{"step": 3, "x": "\xc3'])
+DEEP = pytest.param(b'{"step": 3, "x": ' + b"[" * 100_000, id="deep")
+
+
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 3, "lo', b'{"step": 3', b"{", b'{"loss": 1.0}', b'{"step": 3, "x": "\xc3', DEEP]
+)
 def test_a_damaged_last_line_is_dropped_by_reader_and_writer(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     write(path, [{"step": 1, "loss": 9.0}, {"step": 2, "loss": 8.0}])

@@ -129,10 +129,10 @@ def test_a_folder_without_a_readable_run_is_an_error(tmp_path):
         load_run(make_run(tmp_path / "torn", [{"loss": 1}]))
     folder = make_run(tmp_path / "facts", training([9.0]))
     (folder / "run.json").write_text("{")
-    with pytest.raises(ConfigError, match="run.json is not JSON"):
+    with pytest.raises(ConfigError, match="run.json is not valid JSON"):
         load_run(folder)
     (folder / "run.json").write_text("[]")
-    with pytest.raises(ConfigError, match="run.json is not a JSON object"):
+    with pytest.raises(ConfigError, match="run.json holds list, not dict"):
         load_run(folder)
 
 

@@ -50,7 +50,7 @@ def test_a_folder_may_hold_comparisons_beside_runs(tmp_path):
     (tmp_path / "damaged" / "comparison.json").write_text("[")
     results, notes = found(tmp_path)
     assert results == [("x-seed0", "x", 0, 1e-3), ("run", "mxnorm mxfp8 p=2", 0, 1e-3)]
-    assert len(notes) == 1 and "damaged/comparison.json is damaged" in notes[0]
+    assert len(notes) == 1 and "damaged/comparison.json is not valid JSON" in notes[0]
 
 
 def test_variants_of_comparisons_that_mean_other_settings_by_one_name_are_told_apart(tmp_path):

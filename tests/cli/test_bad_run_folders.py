@@ -339,7 +339,7 @@ PLOT = {
     ),
     "half of the facts": Case(
         ["run"],
-        "run/run.json is not JSON: Expecting ':' delimiter: line 1 column 8 (char 7)",
+        "run/run.json is not valid JSON: Expecting ':' delimiter: line 1 column 8 (char 7)",
         METRICS | {"run/run.json": '{"name"'},
     ),
     "facts of a wrong type": Case(

@@ -130,9 +130,9 @@ TOKENIZERS = [
     ("{", None, "tokenizer.json cannot be read"),
     ("{}", None, "tokenizer.json cannot be read"),
     (TOKENIZER.replace('"some": 0, "text": 1', ""), None, "tokenizer.json has no tokens"),
-    (TOKENIZER, "", "tokenizer_config.json cannot be read"),
-    (TOKENIZER, "{'bos_token': 1}", "tokenizer_config.json cannot be read"),
-    (TOKENIZER, "[]", "tokenizer_config.json holds list, not an object"),
+    (TOKENIZER, "", "tokenizer_config.json is not valid JSON"),
+    (TOKENIZER, "{'bos_token': 1}", "tokenizer_config.json is not valid JSON"),
+    (TOKENIZER, "[]", "tokenizer_config.json holds list, not dict"),
     (TOKENIZER, '{"eos_token": "</s>"}', "tokenizer_config.json names eos_token '</s>', absent from tokenizer.json"),
     (TOKENIZER, '{"bos_token": 5}', "tokenizer_config.json names bos_token 5, which is not text"),
 ]

@@ -108,7 +108,7 @@ def test_generation_settings_are_read_as_transformers_does(tmp_path):
     (tmp_path / GENERATION_FILE).write_text('{"eos_token_id": [5, 6], "top_p": 0.9}')
     assert read_generation(tmp_path) == {"bos_token_id": 0, "eos_token_id": [5, 6], "top_p": 0.9}
     (tmp_path / GENERATION_FILE).write_text("[")
-    with pytest.raises(ConfigError, match="generation_config.json is damaged: "):
+    with pytest.raises(ConfigError, match="generation_config.json is not valid JSON: "):
         read_generation(tmp_path)
 
 
@@ -209,7 +209,7 @@ def test_what_is_refused(change, message, tmp_path):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text, message", [("{", "is damaged: "), ("[1]", "holds list, not an object")])
+@pytest.mark.parametrize("text, message", [("{", "is not valid JSON: "), ("[1]", "holds list, not dict")])
 def test_a_damaged_file_is_one_line(text, message, tmp_path):
     with pytest.raises(ConfigError, match=f"config.json {message}"):
         read_shape(write(tmp_path, text))

@@ -93,7 +93,7 @@ BROKEN = {
     "model-00002-of-00003.safetensors is truncated or damaged: ": lambda f: (
         f / "model-00002-of-00003.safetensors"
     ).write_bytes(b""),
-    f"{INDEX_FILE} is damaged: JSONDecodeError": lambda f: (f / INDEX_FILE).write_text("{"),
+    f"{INDEX_FILE} is not valid JSON: ": lambda f: (f / INDEX_FILE).write_text("{"),
     f"{INDEX_FILE} is damaged: KeyError": lambda f: (f / INDEX_FILE).write_text("{}"),
     f"{INDEX_FILE} is damaged: ValueError: weight_map names no": lambda f: make_index(f, {"a": "../a.safetensors"}),
     f"{INDEX_FILE} names pytorch_model.bin, which is no safetensors": lambda f: make_index(

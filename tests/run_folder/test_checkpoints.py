@@ -44,12 +44,14 @@ def test_stale_checkpoints_are_counted_without_damaged_ones(tmp_path, whole, tor
     assert saved.stale(keep) == [tmp_path / f"step-{step}" for step in stale]
 
 
-def test_what_is_wrong_is_named(tmp_path):
+def test_what_is_wrong_is_named_and_does_not_hide_the_others(tmp_path):
     make(tmp_path, whole=[5], torn=[10])
     (tmp_path / "step-15").mkdir()
     (tmp_path / "step-20").mkdir()
     (tmp_path / "step-20" / ".metadata").touch()
     write(tmp_path / "step-25", step=5)
+    write(tmp_path / "step-30")
+    (tmp_path / "step-30" / "manifest.json").write_text("[" * 100_000)
     saved = Checkpoints(tmp_path)
     assert list(saved.whole) == [5]
     assert saved.problems.pop("step-20").startswith("it has no manifest.json: TorchTitan itself or an older mxtrain")
@@ -57,9 +59,10 @@ def test_what_is_wrong_is_named(tmp_path):
         "step-10": "data has 0 bytes instead of 7",
         "step-15": "manifest.json is missing",
         "step-25": "it is a copy of step-5",
+        "step-30": "manifest.json is not valid JSON: it is nested deeper than 100 levels",
     }
     assert Checkpoints(tmp_path, {"step-5": "bad"}).problems["step-5"] == "bad"
-    assert [path.name for path in saved.after(10)] == ["step-15", "step-20", "step-25"]
+    assert [path.name for path in saved.after(10)] == ["step-15", "step-20", "step-25", "step-30"]
 
 
 def test_only_folders_named_after_a_step_are_checkpoints(tmp_path):
@@ -90,6 +93,16 @@ def test_leftovers_of_a_kill_are_removed(tmp_path):
     kept = set_aside(path)
     clear_leftovers(tmp_path / "run")
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["set_aside"] and kept.is_dir()
+
+
+def test_nothing_is_removed_behind_a_link(tmp_path):
+    other = write(tmp_path / "other" / "step-5", content=b"precious")
+    path = write(tmp_path / "run" / "step-5")
+    for name in (".saving", ".removing"):
+        (tmp_path / "run" / name).symlink_to(other.parent)
+    clear_leftovers(tmp_path / "run")
+    withdraw(path)
+    assert (other / "data").read_bytes() == b"precious"
 
 
 def test_a_folder_with_nothing_but_leftovers_is_removed(tmp_path):

@@ -76,7 +76,10 @@ def test_a_run_from_a_seed_checkpoint_in_its_folder_begins_again(tmp_path):
 def test_a_second_kill_before_the_first_row_does_not_matter(tmp_path):
     write(tmp_path, FIVE, 7, saving=True)
     settings, checkpoints = CheckpointSettings(enable=True), tmp_path / "checkpoint"
+    linked = (tmp_path / "metrics.jsonl").rename(tmp_path / "linked")
+    (tmp_path / "metrics.jsonl").symlink_to(linked)
     (line,) = begin_again(tmp_path, settings)
+    assert linked.read_text()
     assert line == "the run in this folder ended near step 7, before its first checkpoint: it begins again"
     clear_leftovers(checkpoints)
     assert find_start(tmp_path, settings, 1).step == 0

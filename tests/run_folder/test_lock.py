@@ -94,6 +94,16 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
         )
 
 
+def test_a_link_in_place_of_the_lock_is_refused(tmp_path):
+    other = tmp_path / "other"
+    other.write_text("precious")
+    (tmp_path / ".lock").symlink_to(other)
+    with pytest.raises(ConfigError, match=r"cannot be written: .*\.lock: Too many levels of symbolic links$"):
+        with locked(tmp_path):
+            pass
+    assert other.read_text() == "precious"
+
+
 def test_a_folder_that_cannot_be_written(tmp_path, full_disk, monkeypatch):
     with full_disk(0), pytest.raises(ConfigError, match=r"cannot be written: .*\.lock: File too large"):
         with locked(tmp_path):

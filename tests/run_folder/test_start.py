@@ -29,12 +29,31 @@ def save(folder: Path, step: int, full: bool = True) -> Path:
     return path
 
 
-def test_a_run_resumes_from_the_newest_whole_checkpoint(tmp_path):
+def cannot_enter(folder, monkeypatch):
+    """Let no file in ``folder`` be found, as another user's rights do. Root, who may run tests, is allowed all."""
+
+    def refusing(function):
+        def call(path, *args, **kwargs):
+            if str(path).startswith(f"{folder}/"):
+                raise PermissionError(13, "Permission denied", str(path))
+            return function(path, *args, **kwargs)
+
+        return call
+
+    for name in ("open", "stat"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != folder and access(path, mode))
+
+
+def test_a_run_resumes_from_the_newest_whole_checkpoint(tmp_path, monkeypatch):
     five, ten, nine, twenty = (save(tmp_path, step) for step in (5, 10, 9, 20))
     (nine / "data").unlink()
     (twenty / "data").write_text("")
     thirty = tmp_path / "checkpoint" / "step-30"
     thirty.mkdir()
+    forty = save(tmp_path, 40)
+    cannot_enter(forty, monkeypatch)
     start = find_start(tmp_path, ON, 2)
     assert (start.step, start.checkpoint, start.abandoned) == (10, ten, (twenty, thirty))
     assert start.notes == (
@@ -42,8 +61,10 @@ def test_a_run_resumes_from_the_newest_whole_checkpoint(tmp_path):
         f"{nine} cannot be loaded: data is missing",
         f"{twenty} cannot be loaded: data has 0 bytes instead of 2",
         f"{thirty} cannot be loaded: manifest.json is missing",
+        f"{forty} cannot be loaded: manifest.json cannot be read: Permission denied",
         f"checkpoints after step 10 go to {tmp_path / 'checkpoint' / 'set_aside'}: step-20, step-30",
     )
+    assert resumed_step(tmp_path, ON) == 10
     assert latest_checkpoint(tmp_path, ON) == ten and five.is_dir() and thirty.is_dir()
     assert latest_checkpoint(tmp_path, CheckpointSettings()) is None, "a run without checkpoints resumes from none"
 

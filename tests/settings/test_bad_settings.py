@@ -416,6 +416,25 @@ def test_tables(refused, tables, message, line):
     assert line is None or found.endswith(f" (a.toml, line {line})")
 
 
+HUGE = "x" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    "tables, begin, end",
+    [
+        ({"training": {"steps": HUGE}}, "training.steps = 'xxx", "xxx' should be a valid integer (a.toml, line 2)"),
+        ({"training": {HUGE: 1}}, "training.xxx", "xxx is not a setting"),
+        ({"model": {"converters": [HUGE]}}, "model.converters = ['xxx", " (a.toml, line 2)"),
+        ({"mxnorm": {"recipe": HUGE}, **CONVERTED}, "mxnorm.recipe = 'xxx", " (a.toml, line 2)"),
+        ({"extends": HUGE}, "config 'xxx", "File name too long"),
+    ],
+    ids=lambda value: "",
+)
+def test_an_enormous_value_is_cut(refused, tables, begin, end):
+    message = refused(tables)
+    assert message.startswith(begin) and message.endswith(end) and len(message) < 2100
+
+
 @pytest.mark.parametrize(
     "flags",
     [

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from pickle import UnpicklingError
 from unittest.mock import patch
 
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from mxtrain.run_folder.checkpoints import SAVING, Checkpoints, step_of, withdra
 from mxtrain.run_folder.manifest import Manifest, read_manifest
 from mxtrain.run_folder.start import Start
 from mxtrain.titan.checkpoint.early_steps import EarlySteps
+from mxtrain.titan.checkpoint.reader import load, read_index
 from mxtrain.titan.checkpoint.staging import KeptStager
 from mxtrain.titan.checkpoint.writer import CheckpointWriter
 
@@ -97,7 +99,12 @@ class Checkpointer(CheckpointManager):
                 with patch.object(self, "folder", os.path.join(self.folder, "none")):
                     is_loaded = super().load()
         except CheckpointException as error:  # not an Exception: other handlers would let it pass
-            raise RuntimeError(f"{checkpoint or 'the initial checkpoint'} cannot be loaded: {_words(error)}") from error
+            problem = f"{checkpoint or 'the initial checkpoint'} cannot be loaded"
+            for failure, _ in error.failures.values():
+                if isinstance(failure, UnpicklingError):
+                    name = str(failure).partition("GLOBAL ")[2].partition(" ")[0]
+                    raise ConfigError(f"{problem}: it names {name or 'no plain value'}, and could run code") from error
+            raise RuntimeError(f"{problem}: {_words(error)}") from error
         if is_loaded:
             self.after_load()
         return is_loaded
@@ -111,6 +118,12 @@ class Checkpointer(CheckpointManager):
             if name in states and (begins or not _holds(self.start.checkpoint, name)):
                 del states[name]
         return states
+
+    def dcp_load(self, state_dict: dict, checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        if from_hf:
+            return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+        load(state_dict, Path(checkpoint_id))
+        self.states[MODEL].load_state_dict(state_dict)
 
     def _require_same_model(self, checkpoint: Path) -> None:
         saved = read_manifest(checkpoint).tensors
@@ -208,7 +221,7 @@ class Checkpointer(CheckpointManager):
 
 
 def _holds(checkpoint: Path, state: str) -> bool:
-    names = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    names = read_index(checkpoint).state_dict_metadata
     return any(name == state or name.startswith(f"{state}.") for name in names)
 
 

@@ -8,6 +8,21 @@ import torch
 from torchtitan.tools.logging import logger
 
 from mxtrain.titan.agreement import gather, is_first
+from mxtrain.titan.checkpoint.reader import unpickle
+
+
+class _Array:
+    """Stands for an array and its dtype. NumPy's own can be made to take any memory for objects, which run code."""
+
+    def __init__(self, *args):
+        pass
+
+    def __setstate__(self, state: tuple) -> None:
+        self.data = state[-1]
+
+
+_ARRAYS = dict.fromkeys(("numpy.ndarray", "numpy.dtype"), _Array)
+_ARRAYS |= {f"numpy.{core}.multiarray._reconstruct": _Array for core in ("core", "_core")}  # NumPy 1 and 2
 
 
 class RandomState:
@@ -20,10 +35,10 @@ class RandomState:
     def state_dict(self) -> dict:
         """Return the states of all ranks, the same value on each. All ranks must call it at about the same time."""
         # One value instead of a key per rank: with more ranks than before, DCP would look for keys that do not exist.
-        return {"ranks": pickle.dumps(gather(_states()))}
+        return {"ranks": pickle.dumps(gather(_states()), protocol=4)}  # with the names in _ARRAYS
 
     def load_state_dict(self, state: dict) -> None:
-        ranks = pickle.loads(state["ranks"])
+        ranks = unpickle(state["ranks"], "the states of the random number generators", _ARRAYS)
         processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         if len(ranks) == processes:
             _restore(ranks[torch.distributed.get_rank() if processes > 1 else 0])
@@ -45,7 +60,8 @@ def _states() -> dict:
 
 def _restore(states: dict) -> None:
     random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(torch.from_numpy(states["cpu"]))
+    kind, key, *rest = states["numpy"]
+    np.random.set_state((kind, np.frombuffer(key.data, np.uint32), *rest))
+    torch.set_rng_state(torch.frombuffer(bytearray(states["cpu"].data), dtype=torch.uint8))
     if states["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.from_numpy(states["cuda"]))
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(states["cuda"].data), dtype=torch.uint8))

@@ -21,9 +21,11 @@ from mxtrain.data.token_store import TokenFile
 from mxtrain.data.tokenizer import copy_tokenizer, tokenizer_hash
 from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
+from mxtrain.json_toml import read_json
 from mxtrain.run_folder.files import DATA_FILE
 from mxtrain.run_folder.start import CheckpointSettings, resumed_step
 from mxtrain.titan.agreement import differences, gather, is_first
+from mxtrain.titan.checkpoint.reader import unpickle
 from mxtrain.titan.data.streams import held_out_share
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -236,7 +238,7 @@ def _has_checkpoints(folder: Path) -> bool:
 def read_record(folder: Path) -> dict | None:
     """Return what ``data.json`` in a run's folder holds (see ``record``), or None if it is missing or damaged."""
     try:
-        kept = json.loads((folder / DATA_FILE).read_text(encoding="utf-8"))
+        kept = read_json(folder / DATA_FILE)
         return kept if {"tokenizer"} <= kept["identity"].keys() and {"prepared", "cache"} <= kept.keys() else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # damaged: the checkpoint has the hashes, too
@@ -307,7 +309,8 @@ class RunLoader(ParallelAwareDataloader):
         kept = json.loads(state["data"])
         require_same(kept, record(self._job_config, self._prepared), self._job_config)
         if self._is_stream:
-            StatefulDataLoader.load_state_dict(self, self._own_stream(pickle.loads(state["streams"])))
+            streams = unpickle(state["streams"], "the streams' states", {})
+            StatefulDataLoader.load_state_dict(self, self._own_stream(streams))
         else:
             self._require_order(kept["order"])
         self._samples = state["samples"]
@@ -331,7 +334,7 @@ class RunLoader(ParallelAwareDataloader):
                 f"rank has a position: the checkpoint has {len(streams)} rank(s) and this run {self.dp_world_size}; "
                 f"start as many, {ways}"
             )
-        stream = pickle.loads(streams[self.dp_rank])
+        stream = unpickle(streams[self.dp_rank], "the stream's state", {})
         if stream["workers"] != self.num_workers:
             raise ConfigError(
                 f"training.dataloader.num_workers = {self.num_workers}, but was {stream['workers']} in the run so far, "

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.train_spec import get_train_spec
@@ -20,6 +20,7 @@ from mxtrain.run_folder.manifest import DamagedCheckpoint, Manifest, check_hashe
 from mxtrain.settings.fields import Field
 from mxtrain.settings.read import places
 from mxtrain.settings.resume_changes import other_defaults
+from mxtrain.titan.checkpoint.reader import load, read_index
 from mxtrain.titan.models.llama3 import is_tied
 from mxtrain.titan.models.model_args import given_in
 from mxtrain.titan.parse import parse_job_config, settings_of
@@ -133,8 +134,8 @@ class SavedWeights:
     def __init__(self, checkpoint: Path):
         self._checkpoint = checkpoint
         try:
-            metadata = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-        except Exception as error:  # whatever the unpickler raises
+            metadata = read_index(checkpoint).state_dict_metadata
+        except ConfigError as error:
             raise _damaged(checkpoint, error) from error
         self._tensors = {name: value for name, value in metadata.items() if isinstance(value, TensorStorageMetadata)}
 
@@ -151,8 +152,8 @@ class SavedWeights:
     def load_into(self, state: dict[str, torch.Tensor]) -> None:
         """Copy the weights of these names into tensors of any dtype and device. Raises ConfigError as above."""
         try:
-            dcp.load(state, checkpoint_id=self._checkpoint, no_dist=True)
-        except (Exception, dcp.api.CheckpointException) as error:  # the latter is a BaseException
+            load(state, self._checkpoint, no_dist=True)
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException
             raise _damaged(self._checkpoint, error) from error
 
     def require(self, model: torch.nn.Module, is_tied: bool) -> None:

@@ -96,6 +96,8 @@ def start(folder: Path, verbose: bool) -> None:
     log_file = folder / LOG_FILE if rank == "0" else folder / WORKER_LOGS / f"rank{rank}.log"
     try:
         log_file.parent.mkdir(parents=True, exist_ok=True)
+        if log_file.is_symlink():
+            log_file.unlink()
         log = _LogFile(log_file, encoding="utf-8")
         if rank == "0":
             (folder / CONVERSION_FILE).unlink(missing_ok=True)

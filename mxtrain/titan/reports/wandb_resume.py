@@ -11,7 +11,6 @@ the values of the run as it went on.
 """
 
 import glob
-import json
 import os
 import shlex
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import NamedTuple
 
 from mxtrain.analysis.metrics_file import read_metrics
 from mxtrain.errors import ConfigError
+from mxtrain.json_toml import read_json
 from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE
 
 USERS_CHOICES = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")
@@ -36,7 +36,7 @@ class EarlierRun(NamedTuple):
 def earlier_run(folder: Path) -> EarlierRun | None:
     """Return the wandb run of the run in ``folder``. None if it has none, or none whose files can be read."""
     try:
-        run_id = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))["wandb"]["id"]
+        run_id = read_json(folder / FACTS_FILE)["wandb"]["id"]
         last_step = max(row["step"] for row in read_metrics(folder / METRICS_FILE))
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
         return None

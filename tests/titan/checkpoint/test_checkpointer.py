@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from hostile_pickles import NAME, Code, put_code_into_index
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
@@ -318,6 +319,38 @@ def test_a_run_that_begins_at_step_1_has_its_own_guard_and_random_numbers(build,
     again = build(f"--checkpoint.exclude_from_loading={excluded}", "--checkpoint.load_only")
     again.states[state] = State(0)
     assert again.load() and again.states[state].value == kept
+
+
+@pytest.mark.parametrize("where", ["index", "value"])
+@pytest.mark.parametrize("start", ["resume", "initial", "initial, of TorchTitan", "initial, all of it"])
+def test_a_checkpoint_runs_no_code(build, tmp_path, where, start):
+    """Its hashes are right, as its author can make them."""
+    mark, checkpoint = tmp_path / "mark", tmp_path / "checkpoint" / "step-2"
+    first = build()
+    if where == "value":
+        first.states["train_state"].value = first.states["extra"] = Code(mark)
+    first.save(2)
+    if where == "index":
+        put_code_into_index(checkpoint, mark)
+    flags = []
+    if start != "resume":
+        checkpoint = checkpoint.parent.rename(tmp_path / "elsewhere") / "step-2"
+        flags = [f"--checkpoint.initial_load_path={checkpoint}"]
+    if start == "initial, of TorchTitan":
+        (checkpoint / "manifest.json").unlink()
+    if start == "initial, all of it":
+        flags.append("--checkpoint.no-initial-load-model-only")
+    if where == "value" and start in ("initial", "initial, of TorchTitan"):
+        assert build(*flags).load()  # of the weights alone
+    else:
+        with pytest.raises(ConfigError) as error:
+            build(*flags).load()
+        assert str(error.value) == (
+            f"{checkpoint / '.metadata'} cannot be loaded: it names {NAME}, and could run code"
+            if where == "index"
+            else f"{checkpoint} cannot be loaded: it names {NAME}, and could run code"
+        )
+    assert not mark.exists()
 
 
 def test_a_state_is_told_from_weights_whose_names_begin_like_it(tmp_path):

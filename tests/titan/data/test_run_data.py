@@ -2,11 +2,13 @@
 
 import json
 import os
+import pickle
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hostile_pickles import NAME, Code
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.config import ConfigManager
 
@@ -378,6 +380,11 @@ def test_a_stream_resumes_with_as_many_ranks_and_workers_only(corpus, tmp_path_f
     workers = "^training.dataloader.num_workers = 1, but was 0 in the run so far.*: set it to 0, or set checkpoint.excl"
     with pytest.raises(ConfigError, match=workers):
         loader_of(job(corpus, *stream, "--training.dataloader.num_workers=1")).load_state_dict(state)
+    mark = folder / "mark"
+    for code in (pickle.dumps(Code(mark)), pickle.dumps([pickle.dumps(Code(mark))])):
+        with pytest.raises(ConfigError, match=f"cannot be loaded: it names {NAME}, and could run code"):
+            loader_of(job(corpus, *stream)).load_state_dict({**state, "streams": code})
+    assert not mark.exists()
 
 
 def test_another_stream_with_the_same_tokenizer_is_warned_of(corpus, tmp_path_factory, caplog):

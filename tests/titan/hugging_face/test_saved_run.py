@@ -1,6 +1,7 @@
 import pytest
 import saved_runs
 import torch
+from hostile_pickles import NAME, put_code_into_index
 
 from mxtrain.errors import ConfigError
 from mxtrain.titan.hugging_face.saved_run import open_run
@@ -66,6 +67,14 @@ def test_a_file_that_differs_from_the_manifest_is_refused(damage, message, run):
     damage(checkpoint / "__0_0.distcp")
     with pytest.raises(ConfigError, match=message):
         open_run(run)
+
+
+def test_no_code_in_a_checkpoint_is_run(run, tmp_path):
+    put_code_into_index(run / "checkpoint" / "step-3", tmp_path / "mark")
+    saved = open_run(run)
+    with pytest.raises(ConfigError, match=rf"^RUN: the checkpoint .*\.metadata cannot be loaded: it names {NAME}, and"):
+        saved.weights.require(saved.build(), is_tied=True)
+    assert not (tmp_path / "mark").exists()
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,7 @@ def started(monkeypatch, tmp_path):
 
 def test_warnings_a_user_can_act_on_are_shown_between_status_lines(started, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "stdout", Terminal())
+    (tmp_path / "train.log").symlink_to(tmp_path / "other")
     started()
     terminal.show_status("step 1")
     logger.warning("Error running lspci: no such file, fallback to use device_name")
@@ -172,6 +173,7 @@ def test_warnings_a_user_can_act_on_are_shown_between_status_lines(started, monk
     assert re.fullmatch(r"warning: .*test_terminal\.py:\d+: UserWarning: tuned plans are ignored", second)
     log = (tmp_path / "train.log").read_text()
     assert "lspci" in log and "an information" in log and "tuned plans" in log and "\x1b" not in log
+    assert not (tmp_path / "other").exists(), "a link in a run's folder may name any file"
 
 
 def test_conversions_follow_the_model_and_a_new_run_starts_a_new_list(started, capsys, tmp_path):

@@ -1,0 +1,63 @@
+"""Reads a checkpoint without running code that it may hold: a pickle may call everything that it names.
+
+DCP itself unpickles a checkpoint's index, and uses ``torch.load(weights_only=False)`` for all values but tensors.
+"""
+
+import io
+import os
+import pickle
+from pathlib import Path, PosixPath
+from unittest.mock import patch
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from mxtrain.errors import ConfigError
+from mxtrain.run_folder.checkpoints import DCP_METADATA
+
+_CLASSES = [*(getattr(metadata, name) for name in metadata.__all__), metadata._MEM_FORMAT_ENCODING, _StorageInfo]
+_CLASSES += [torch.Size, torch.serialization._get_layout, PosixPath]
+_IN_INDEX = {f"{found.__module__}.{found.__qualname__}": found for found in _CLASSES} | {"pathlib.PosixPath": PosixPath}
+_IN_INDEX |= {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_SAFE = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
+
+
+def load(state: dict, checkpoint: Path, no_dist: bool = False) -> None:
+    """Load a checkpoint as ``dcp.load`` does. Raises CheckpointException, and ConfigError as ``read_index``."""
+    reader, index = dcp.FileSystemReader(checkpoint), read_index(checkpoint)
+    reader.read_metadata = lambda **rank: index
+    with patch.dict(os.environ, _SAFE), torch.serialization.safe_globals([bytes]):  # for b""
+        dcp.load(state, storage_reader=reader, no_dist=no_dist)
+
+
+def read_index(checkpoint: Path) -> metadata.Metadata:
+    """Return what PyTorch has written about a checkpoint. Raises OSError, and ConfigError as ``unpickle``."""
+    return unpickle((checkpoint / DCP_METADATA).read_bytes(), str(checkpoint / DCP_METADATA), _IN_INDEX)
+
+
+def unpickle(content: bytes, what: str, names: dict[str, object]):
+    """Return the value of a pickle that names nothing but ``names`` (-> what stands for it) and PyTorch's safe globals.
+
+    Raises ConfigError, which begins with ``what``, if it names something else or is damaged.
+    """
+    try:
+        return _Unpickler(content, names).load()
+    except Exception as error:  # whatever a damaged pickle raises
+        raise ConfigError(f"{what} cannot be loaded: {error or type(error).__name__}") from error
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, content: bytes, names: dict[str, object]):
+        super().__init__(io.BytesIO(content))
+        self._names = names
+
+    def find_class(self, module: str, name: str):
+        """Import nothing: a module may lie in the run's folder."""
+        for allowed in torch.serialization.get_safe_globals():
+            if not isinstance(allowed, tuple) and (allowed.__module__, allowed.__qualname__) == (module, name):
+                return allowed
+        if f"{module}.{name}" not in self._names:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, and could run code")
+        return self._names[f"{module}.{name}"]
