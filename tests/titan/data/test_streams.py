@@ -104,6 +104,23 @@ def test_a_stream_resumes_and_ranks_differ(hub):
     require_exact_resume(config, tokenizer, 5, 8)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_resumes_exactly_in_its_second_pass(hub, workers):
+    """datasets drops the state of another epoch, and knows no position before it is read again."""
+    config = hf_job(f"--training.dataloader.num_workers={workers}", "--training.local_batch_size=16")
+    tokenizer = build_tokenizer(config)
+    texts = [text(1000 * shard + i, 40) for shard in (0, 1) for i in range(60)]
+    pass_ends = sum(len(tokenizer.encode(one, add_bos=True, add_eos=True)) for one in texts) // (16 * 17)
+    whole = take(build_dataloader(1, 0, tokenizer, config), pass_ends + 6)
+    state, done = None, 0
+    for count in (pass_ends + 1, 1, 4):  # of two workers, one reads the single batch
+        loader = build_dataloader(1, 0, tokenizer, config)
+        if state:
+            loader.load_state_dict(state)
+        assert same(take(loader, count), whole[done : done + count])
+        state, done = loader.state_dict(), done + count
+
+
 def test_a_stream_validates_on_its_validation_split(hub):
     config = hf_job("--validation.enable", "--validation.dataset=hf", "--validation.steps=2")
     held_out = validator(config, 2, 0)
