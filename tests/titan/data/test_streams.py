@@ -6,9 +6,14 @@ import datasets as hf_datasets
 import pytest
 import torch
 from data_checks import VOCABULARY, job, rows_of, same, take, text, validator
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
+from mxtrain.data import DataConfig, prepare
 from mxtrain.data.documents import is_held_out
+from mxtrain.data.progress import Progress
+from mxtrain.data.tokenizer import train_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.titan.data import datasets as titan_datasets
 from mxtrain.titan.data.datasets import build_dataloader, build_tokenizer, prepare_from_job
@@ -62,6 +67,29 @@ def test_a_stream_trains_a_tokenizer_and_feeds_the_loader(hub):
     assert torch.equal(inputs["input"][0], torch.tensor(tokenizer.encode(text(0, 40), add_bos=True, add_eos=True)[:16]))
     assert inputs["input"].shape == labels.shape == (4, 16)
     assert set(titan_datasets.TITAN_DATASETS) == TITAN_NAMES  # TorchTitan's registry is as it was
+
+
+def test_a_stream_has_the_tokens_of_a_prepared_text(hub, tmp_path):
+    """Whatever the tokenizer's files tell other programs to cut, to pad and to add."""
+    folder = tmp_path / "tokenizer"
+    train_tokenizer([text(0)], VOCABULARY, folder, Progress(print))
+    (folder / "tokenizer_config.json").rename(folder / "special_tokens_map.json")
+    encoder = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    encoder.enable_truncation(4)
+    encoder.enable_padding(length=300)
+    added = [("<|end_of_text|>", 1)]
+    encoder.post_processor = TemplateProcessing(single="$A <|end_of_text|>", special_tokens=added)
+    encoder.save(str(folder / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text(text(1))
+    config = DataConfig("files", str(tmp_path / "a.txt"), tokenizer_path=str(folder), validation_share=0.0)
+    prepared = prepare(config, lambda line: None)
+    job = hf_job(f"--model.hf_assets_path={folder}")
+    ids = build_tokenizer(job).encode(text(1), add_bos=True, add_eos=True)
+    assert ids == prepared.train.open().tolist() and ids.count(0) == ids.count(1) == 1 and len(ids) > 300
+    assert (
+        prepare_from_job(job).report.line
+        == "streamed; each document begins with '<|begin_of_text|>' and ends with '<|end_of_text|>'"
+    )
 
 
 def test_the_version_of_a_stream_is_kept_and_another_one_is_a_warning(hub, monkeypatch, caplog):
