@@ -55,6 +55,13 @@ def load_config(path: str | os.PathLike) -> dict:
     return _load(config_path(path), ())
 
 
+def without_other_limit(config: dict, over: dict) -> dict:
+    """Return ``config`` without its ``data.max_bytes`` if ``over`` sets another ``training.dataset`` than it limits."""
+    names = [table.get("dataset") for tables in (config, over) if isinstance(table := tables.get("training"), dict)]
+    is_other = len(names) == 2 and None not in names and names[0] != names[1]
+    return _merge(config, {"data": {"max_bytes": 0}}) if is_other and "data" in config else config
+
+
 def dump_config(config: dict, path: str | os.PathLike) -> None:
     """Write nested dicts as TOML, whole or not at all: a run resumes with the settings in this file.
 
@@ -110,7 +117,7 @@ def _load(path: Path, extended_by: tuple[Path, ...]) -> dict:
         if _same_file(base_path, earlier):
             cycle = " extends ".join(repr(str(p)) for p in (*chain[i:], earlier))
             raise ConfigError(f"configs extend each other in a circle: {cycle}")
-    return _merge(_load(base_path, chain), config)
+    return _merge(without_other_limit(_load(base_path, chain), config), config)
 
 
 def _read(path: Path, extended_by: tuple[Path, ...]) -> dict:

@@ -2,6 +2,7 @@ import pytest
 
 from mxtrain.config import dump_config, find_setting, load_config
 from mxtrain.errors import ConfigError
+from mxtrain.settings.read import read_settings
 
 
 @pytest.fixture
@@ -61,6 +62,21 @@ def test_extends_is_relative_to_its_file_and_the_nearest_value_wins(write, monke
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     assert load_config(path) == {"x": {"a": 1, "b": 2, "c": 3}}
+
+
+def test_a_limit_on_the_text_does_not_apply_to_another_dataset(write):
+    write("base.toml", '[training]\ndataset = "python"\n[data]\nmax_bytes = 8\nseed = 1\n')
+    for own, data in (
+        ('[training]\ndataset = "files"\n', {"seed": 1, "max_bytes": 0}),
+        ('[training]\ndataset = "files"\n[data]\nmax_bytes = 9\n', {"seed": 1, "max_bytes": 9}),
+        ('[training]\ndataset = "python"\n', {"seed": 1, "max_bytes": 8}),
+        ("[training]\nsteps = 3\n", {"seed": 1, "max_bytes": 8}),
+    ):
+        path = write("own.toml", 'extends = "base.toml"\n' + own)
+        assert load_config(path)["data"] == data
+    by_flag = read_settings([f"--job.config_file={path}", "--training.dataset=files"])
+    assert by_flag["data.max_bytes"] == 0 and by_flag["data.seed"] == 1
+    assert read_settings([f"--job.config_file={path}", "--training.dataset=python"])["data.max_bytes"] == 8
 
 
 def test_a_table_and_another_value_replace_each_other(write):

@@ -11,6 +11,8 @@ DATASETS = ("python", "files", "hf")
 
 # A byte-level BPE starts from the 256 bytes and the two special tokens.
 SMALLEST_VOCABULARY = 258
+# ``tokenizers`` reserves memory for all tokens before it counts any. The largest published vocabularies have a million.
+LARGEST_VOCABULARY = 1 << 24
 
 TYPES = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}
 """Types of the fields, in words"""
@@ -38,6 +40,9 @@ class DataConfig:
 
     tokenizer_path: str = ""
     """Folder with a Hugging Face tokenizer; if empty, a tokenizer is trained on the training text"""
+
+    unseparated: bool = False
+    """Take a tokenizer that has neither a bos nor an eos token: nothing separates documents"""
 
     installed: bool = False
     """"python": add every installed package to the standard library"""
@@ -80,6 +85,8 @@ class DataConfig:
             value = getattr(self, f.name)
             if type(value) is not f.type and not (f.type is float and type(value) is int):
                 raise ConfigError(f"{self.setting(f.name)} = {value!r} is not {TYPES[f.type]}")
+        if self.vocab_size > LARGEST_VOCABULARY:
+            raise ConfigError(f"data.vocab_size = {self.vocab_size} is too large: at most {LARGEST_VOCABULARY} tokens")
         if not self.tokenizer_path and self.vocab_size < SMALLEST_VOCABULARY:
             raise ConfigError(
                 f"data.vocab_size = {self.vocab_size} is too small: a byte-level BPE has at least "
@@ -110,8 +117,8 @@ class DataConfig:
     def identity(self) -> dict:
         """Return the fields that decide the result, for the cache key."""
         fields = asdict(self)
-        for name in ("cache_dir", "prepared", "section", "tokenizer_path"):  # the key hashes the tokenizer itself
-            del fields[name]
+        for name in ("cache_dir", "prepared", "section", "unseparated", "tokenizer_path"):
+            del fields[name]  # the key hashes the tokenizer itself
         if not self.stream_share:
             del fields["stream_share"]  # the text of a config from before this field has the same key as then
         if not self.other_files:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from mxtrain.data.progress import Progress
 
 OVER_LIMIT = "over max_bytes"
-"""The reason for which a source leaves out what does not fit into ``DataConfig.max_bytes``"""
+"""The reasons for which a source leaves out what does not fit into ``DataConfig.max_bytes`` begin with this"""
 
 
 class Document(NamedTuple):
@@ -20,6 +20,9 @@ class Document(NamedTuple):
     text itself, because the same text may stand in several files and rows"""
 
     text: str
+
+    file: str = ""
+    """If this is not empty, it decides instead of the key whether the document is held out"""
 
 
 class FileEntry(NamedTuple):
@@ -41,6 +44,9 @@ class Source(Protocol):
 
     cut: dict[str, int]
     """Bytes cut from each package that exceeded its share"""
+
+    corrections: tuple[str, ...]
+    """What earlier versions read otherwise, in the cache's key"""
 
     @property
     def text_bytes(self) -> int:

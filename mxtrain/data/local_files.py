@@ -1,14 +1,14 @@
-"""Reads local JSONL, Parquet (through the ``datasets`` library) and text files as training text.
+"""Reads local JSONL, Parquet and text files as training text.
 
 Documents stay in file order; the data loader shuffles chunks of the tokenized text in each epoch.
 Duplicates are kept, because a mixture may repeat a file to give it more weight. A document's text decides whether it
-is held out, as in a stream: equal documents are on the same side, and stay there when files or rows come and go.
+is held out, as in a stream: equal documents are on the same side, and stay there when files or rows come and go. The
+pieces of a long text file go where its first piece goes, unless it is the only file.
 """
 
 import glob
 import os
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 from mxtrain.data.config import DataConfig
 from mxtrain.data.documents import OVER_LIMIT, Document, FileEntry
 from mxtrain.data.json_rows import json_rows
-from mxtrain.data.progress import Progress, one_line
+from mxtrain.data.progress import Progress, megabytes, one_line
 from mxtrain.data.rows import WITHOUT_TEXT, TextColumn
 from mxtrain.data.text_files import open_text, split_lines
 from mxtrain.errors import ConfigError
@@ -24,14 +24,15 @@ from mxtrain.errors import ConfigError
 FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
 """Format by suffix. Files with any other suffix are plain text."""
 
-COMPRESSED = (".gz", ".bz2", ".xz")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+READ = f"formats are {', '.join(FORMATS)} and UTF-8 text, all but Parquet also compressed ({', '.join(COMPRESSED)})"
 
 NO_UNICODE = "half of a surrogate pair"
 """Reason for leaving out a row: JSON can hold half a character, UTF-8 cannot"""
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
-# Longer text files are cut at line ends into documents of about this size, so that validation can hold out part of
-# a single large file. A typical source file or article fits into one document.
+# Longer text files are cut at line ends into documents of about this size, so that they need not fit into the memory.
+# A typical source file or article fits into one document.
 PIECE_CHARACTERS = 1 << 16
 
 
@@ -54,6 +55,9 @@ class LocalFiles:
         self.listing = [FileEntry(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in status]
         self.dropped: Counter[str] = Counter()
         self.cut: dict[str, int] = {}
+        self._keeps_together = self._format == "text" and len(self._files) > 1
+        has_pieces = any(e.size > PIECE_CHARACTERS or e.path.endswith(COMPRESSED) for e in self.listing)
+        self.corrections = ("pieces of a file on one side",) if self._keeps_together and has_pieces else ()
 
     @property
     def text_bytes(self) -> int:
@@ -71,9 +75,11 @@ class LocalFiles:
                 continue
             size = len(document.text.encode("utf-8"))
             if limit and total + size > limit:
-                self.dropped[OVER_LIMIT] += 1
                 if size > limit:  # it says nothing about the room that is left
+                    self.dropped[OVER_LIMIT] += 1
                     continue
+                files = megabytes(sum(entry.size for entry in self.listing))
+                self.dropped[f"{OVER_LIMIT} and all after it, of {files} in files"] = 1
                 break  # later ones may fit, but the search for them would read all files
             total += size
             yield document
@@ -83,11 +89,14 @@ class LocalFiles:
         column = TextColumn(self._config.text_key)
         for file in self._files:
             try:
+                first = None
                 for text in read(file, column):
-                    yield Document(text, text)
+                    first = text if first is None else first
+                    yield Document(text, text, first if self._keeps_together else "")
             except Exception as error:  # each format's reader raises its own types
+                formats = f"; {READ}" if isinstance(error, UnicodeDecodeError) else ""
                 raise ConfigError(
-                    f"{self._setting}: cannot read {file} as {self._format}: {one_line(error)}"
+                    f"{self._setting}: cannot read {file} as {self._format}: {one_line(error)}{formats}"
                 ) from error
         column.require_text()
 
@@ -107,17 +116,17 @@ class LocalFiles:
                 yield text
 
     def _rows(self, file: Path) -> Iterator[dict]:
-        """Yield rows, those of Parquet with ``datasets``, streamed: a normal load would write an Arrow copy of them."""
+        """Yield rows, those of Parquet with the text alone: ``datasets`` would refuse types that it does not know."""
         if self._format == "json":
             with open_text(file) as opened:
                 yield from json_rows(opened)
             return
-        import datasets
+        import pyarrow.parquet
 
-        with tempfile.TemporaryDirectory() as scratch:  # for lock files of ``datasets``
-            yield from datasets.load_dataset(
-                self._format, data_files=[glob.escape(str(file))], split="train", streaming=True, cache_dir=scratch
-            )
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            names, key = opened.schema_arrow.names, self._config.text_key
+            for batch in opened.iter_batches(1000, columns=[key] if key in names else []):
+                yield from batch.to_pylist() if key in names else [dict.fromkeys(names)] * batch.num_rows
 
     def _find(self) -> tuple[Path, list[Path]]:
         """Return the folder that keys are relative to, and the files in sorted order."""

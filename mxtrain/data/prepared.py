@@ -20,7 +20,7 @@ from mxtrain.data.progress import Progress, one_line
 from mxtrain.data.python_source import PythonSource
 from mxtrain.data.text_report import TextReport
 from mxtrain.data.token_store import tokenize
-from mxtrain.data.tokenizer import SAMPLE_BYTES, load_tokenizer, require_tokenizer, tokenizer_hash, train_tokenizer
+from mxtrain.data.tokenizer import SAMPLE_BYTES, LoadedTokenizer, load_tokenizer, tokenizer_hash, train_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
 
 logger = logging.getLogger(__name__)
@@ -57,16 +57,17 @@ def prepare(
         require_one_of(config.setting("dataset"), config.dataset, DATASETS)
         if config.dataset == "hf":
             stream = partial(_hub_texts, config)
-    if config.tokenizer_path:
-        require_tokenizer(Path(config.tokenizer_path))
+    tokenizer = _existing_tokenizer(config) if config.tokenizer_path else None
     if config.prepared:
         return _chosen(config, reads_tokens)
     source = None
     if stream is None:
         source = PythonSource(config) if config.dataset == "python" else LocalFiles(config)
-    elif config.tokenizer_path:
-        return _existing_tokenizer(config)
-    folder = config.cache_root() / _key(config, source)
+    elif tokenizer:
+        path, separators = config.tokenizer_path, tokenizer.separators
+        report = TextReport(config.dataset, path, tokenizer.size, 0, streamed=True, separators=separators)
+        return Prepared(Path(path), tokenizer_hash(Path(path)), None, None, report, None)
+    folder = config.cache_root() / _key(config, source, tokenizer)
     prepared, _ = _in_cache(config, folder, reads_tokens)
     if prepared is None:
         prepared = _build_or_wait(config, source, stream, folder, Progress(progress))
@@ -121,20 +122,25 @@ def _hub_texts(config: DataConfig) -> Iterator[str]:
     return stream_texts(stream, config.text_key, config.path, config.section)
 
 
-def _existing_tokenizer(config: DataConfig) -> Prepared:
-    folder = Path(config.tokenizer_path)
-    size = load_tokenizer(folder).size
-    report = TextReport(config.dataset, config.tokenizer_path, size, requested_vocab_size=0, streamed=True)
-    return Prepared(folder, tokenizer_hash(folder), None, None, report, None)
+def _existing_tokenizer(config: DataConfig) -> LoadedTokenizer:
+    tokenizer = load_tokenizer(Path(config.tokenizer_path))
+    if not (tokenizer.separators or config.unseparated or config.prepared):
+        raise ConfigError(
+            f"model.hf_assets_path = {config.tokenizer_path!r} has neither a bos nor an eos token, so nothing would "
+            "separate documents: name one in tokenizer_config.json, or set data.unseparated = true"
+        )
+    return tokenizer
 
 
-def _key(config: DataConfig, source: Source | None) -> str:
+def _key(config: DataConfig, source: Source | None, tokenizer: LoadedTokenizer | None = None) -> str:
     facts = {
         "version": CACHE_VERSION,
         "config": config.identity(),
         "tokenizer": tokenizer_hash(Path(config.tokenizer_path)) if config.tokenizer_path else None,
         "listing": source.listing if source else None,
     }
+    if corrections := [*(source.corrections if source else ()), *(tokenizer.corrections if tokenizer else ())]:
+        facts["corrections"] = corrections
     return f"{config.dataset}-{sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]}"
 
 
@@ -194,6 +200,7 @@ def _build_in(
         vocab_size=tokenizer.size,
         requested_vocab_size=0 if config.tokenizer_path else config.vocab_size,
         streamed=source is None,
+        separators=tokenizer.separators,
     )
     files = {}
     if source:
@@ -222,7 +229,8 @@ def _training_texts(config: DataConfig, source: Source) -> Iterator[str]:
     """Yield the training texts, thinned by hash to about SAMPLE_BYTES."""
     share = min(1.0, SAMPLE_BYTES / max(1, source.text_bytes))
     for document in source.documents():
-        if not is_held_out(document.key, config.validation_share) and fraction(document.key, "tokenizer") < share:
+        held_out = is_held_out(document.file or document.key, config.validation_share)
+        if not held_out and fraction(document.key, "tokenizer") < share:
             yield document.text
 
 
@@ -241,4 +249,5 @@ def _not_empty(texts: Iterable[str], config: DataConfig, source: Source | None) 
 
 def _within_limit(config: DataConfig, source: Source | None) -> str:
     """The limit on the text in words, if it has left any out."""
-    return f" within data.max_bytes = {config.max_bytes}" if source and source.dropped[OVER_LIMIT] else ""
+    is_limited = source and any(reason.startswith(OVER_LIMIT) for reason in source.dropped)
+    return f" within data.max_bytes = {config.max_bytes}" if is_limited else ""

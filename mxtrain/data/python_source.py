@@ -38,6 +38,7 @@ class PythonSource:
         self.listing = [FileEntry(file.path, file.size, file.mtime_ns) for file in self._files]
         self.dropped: Counter[str] = Counter()
         self.cut: dict[str, int] = {}
+        self.corrections: tuple[str, ...] = ()
 
     @property
     def text_bytes(self) -> int:

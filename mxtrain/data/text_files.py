@@ -5,21 +5,30 @@ import gzip
 import lzma
 import re
 from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
+
+
+def _open_zstd(file: Path, mode: str, encoding: str) -> TextIO:
+    import pyarrow
+
+    return TextIOWrapper(pyarrow.input_stream(str(file), compression="zstd"), encoding=encoding)
+
 
 # First bytes of a compressed file -> the function that opens it.
 COMPRESSIONS = {
     rb"\x1f\x8b": gzip.open,
     rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open,  # the second one: an empty text
     rb"\xfd7zXZ\x00": lzma.open,
+    rb"\x28\xb5\x2f\xfd": _open_zstd,
 }
 
 READ_CHARACTERS = 1 << 20
 
 
 def open_text(file: Path) -> TextIO:
-    """Open a UTF-8 text file, plain or compressed with gzip, bzip2 or xz. Every line end is read as "\\n".
+    """Open a UTF-8 text file, plain or compressed with gzip, bzip2, xz or zstd. Every line end is read as "\\n".
 
     A byte order mark at the start is no text.
     """

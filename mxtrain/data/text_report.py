@@ -36,6 +36,20 @@ class TextReport:
     cut: dict[str, int] = field(default_factory=dict)
     """Bytes cut from each package that exceeded its share"""
 
+    separators: str = ""
+    """Which tokens separate documents, in words; "" if none do, or if an earlier version has prepared the text"""
+
+    @property
+    def line(self) -> str:
+        """The text in one line, with all that is left out."""
+        text = "streamed" if self.streamed else f"{self.documents:,} documents, {megabytes(self.bytes)}"
+        text += f"; each document {self.separators}" if self.separators else ""
+        return text + (f"; left out: {self._left_out}" if self._left_out else "")
+
+    @property
+    def _left_out(self) -> str:
+        return ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items() if count)
+
     def __str__(self) -> str:
         rows = {"dataset": self.dataset}
         if self.streamed:
@@ -47,8 +61,7 @@ class TextReport:
                 f"({self.validation_documents:,} of them for validation)"
             )
             rows["tokens"] = f"{self.train_tokens:,} train, {self.validation_tokens:,} validation"
-            reasons = [f"{count:,} {reason}" for reason, count in self.dropped.items() if count]
-            rows["dropped"] = ", ".join(reasons) or "none"
+            rows["dropped"] = self._left_out or "none"
             if self.cut:
                 largest = sorted(self.cut.items(), key=lambda item: -item[1])
                 parts = [f"{name} by {megabytes(size)}" for name, size in largest[:5]]
@@ -57,6 +70,8 @@ class TextReport:
         rows["tokenizer"] = f"{self.vocab_size:,} tokens"
         if self.vocab_size < self.requested_vocab_size:
             rows["tokenizer"] += f" ({self.requested_vocab_size:,} requested; the text has no more pairs to merge)"
+        if self.separators:
+            rows["document"] = self.separators
         rows["folder"] = self.folder
         width = max(map(len, rows))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())

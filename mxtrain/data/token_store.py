@@ -75,7 +75,7 @@ def tokenize(
             texts = [document.text for document in batch]
             encodings = tokenizer.encoder.encode_batch_fast(texts, add_special_tokens=False)
             for document, encoding in zip(batch, encodings, strict=True):
-                split = "validation" if is_held_out(document.key, validation_share) else "train"
+                split = "validation" if is_held_out(document.file or document.key, validation_share) else "train"
                 tokens = np.array(before + encoding.ids + after, dtype)
                 content = tokens.tobytes()
                 files[split].write(content)  # not ``tofile``, whose error does not say that the disk is full

@@ -25,12 +25,20 @@ SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
+# Training takes quadratic time in the length of a run of letters, such as DNA: it sees longer runs in parts. The saved
+# tokenizer encodes runs whole, in linear time.
+LONGEST_RUN = 256
+TRAINING_PATTERN = SPLIT_PATTERN.replace("+", f"{{1,{LONGEST_RUN}}}").replace("*", f"{{0,{LONGEST_RUN}}}")
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 """The files that decide how text is tokenized"""
 COMPANIONS = ("chat_template.jinja", "generation_config.json")
 """Files beside those of an imported model, for its export"""
+
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+SPECIAL_TOKENS = ("bos_token", "eos_token")
+PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes of transformers without special tokens of their own"""
 
 
 class LoadedTokenizer(NamedTuple):
@@ -42,6 +50,15 @@ class LoadedTokenizer(NamedTuple):
     size: int
     """The largest id plus one"""
 
+    corrections: tuple[str, ...] = ()
+    """What earlier versions read otherwise: it keeps their texts apart in the cache"""
+
+    @property
+    def separators(self) -> str:
+        """Which tokens separate documents, in words; "" if none do."""
+        ids = {"begins": self.bos_id, "ends": self.eos_id}
+        return " and ".join(f"{verb} with {self.encoder.id_to_token(i)!r}" for verb, i in ids.items() if i is not None)
+
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, progress: Progress) -> None:
     """Train a byte-level BPE on the first SAMPLE_BYTES of ``texts`` and save it in ``folder``.
@@ -51,14 +68,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, progres
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+    def pre_tokenizer(pattern: str):
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
+
     _set_parallelism()
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizer(TRAINING_PATTERN)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -68,6 +84,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, progres
     )
     progress.say(f"training a byte-level BPE tokenizer of {vocab_size:,} tokens")
     tokenizer.train_from_iterator(_sample(texts, progress), trainer)
+    tokenizer.pre_tokenizer = pre_tokenizer(SPLIT_PATTERN)
     folder.mkdir(parents=True)
     # Not ``tokenizer.save``: its error is not an OSError.
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
@@ -99,13 +116,15 @@ def require_tokenizer(folder: Path) -> Path:
 
 
 def load_tokenizer(folder: Path) -> LoadedTokenizer:
-    """Load ``tokenizer.json`` from ``folder``; ``tokenizer_config.json`` names its bos and eos tokens.
+    """Load ``tokenizer.json`` from ``folder``, with the bos and eos tokens of ``special_tokens``.
+
+    What the file would cut, pad or add is left out, as transformers does unless a call asks for it.
 
     Raises:
         ConfigError: ``tokenizer.json`` is missing, unreadable or empty, or does not contain the bos or eos token; or
-            ``tokenizer_config.json`` is damaged.
+            as ``special_tokens``.
     """
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer, processors
 
     _set_parallelism()
     setting = f"model.hf_assets_path = {str(folder)!r}"
@@ -114,42 +133,93 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
         encoder = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises plain Exception
         raise ConfigError(f"{setting}: tokenizer.json cannot be read: {one_line(error)}") from error
+    corrections = [name for name in ("truncation", "padding") if getattr(encoder, name) is not None]
     encoder.encode_special_tokens = True
-    config = _tokenizer_config(folder, setting)
-    ids = {}
-    for name in ("bos_token", "eos_token"):
-        token = config.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if not isinstance(token, str | None):
-            raise ConfigError(f"{setting}: tokenizer_config.json names {name} {token!r}, which is not text")
+    encoder.no_truncation()
+    encoder.no_padding()
+    encoder.post_processor = processors.Sequence([])
+    ids, tokens = {}, special_tokens(folder, setting)
+    for name, token in tokens.items():
         ids[name] = None if token is None else encoder.token_to_id(token)
         if token is not None and ids[name] is None:
-            raise ConfigError(f"{setting}: tokenizer_config.json names {name} {token!r}, absent from tokenizer.json")
+            raise ConfigError(f"{setting}: {name} = {token!r} is not in tokenizer.json")
+    if tokens != special_tokens(folder, setting, elsewhere=False):
+        corrections += map(str, tokens.values())
     size = 1 + max(encoder.get_vocab(with_added_tokens=True).values(), default=-1)
     if not size:
         raise ConfigError(f"{setting}: tokenizer.json has no tokens")
-    return LoadedTokenizer(encoder, ids["bos_token"], ids["eos_token"], size)
+    return LoadedTokenizer(encoder, ids["bos_token"], ids["eos_token"], size, tuple(corrections))
 
 
-def _tokenizer_config(folder: Path, setting: str) -> dict:
-    file = folder / "tokenizer_config.json"
+def special_tokens(folder: Path, setting: str, elsewhere: bool = True) -> dict[str, str | None]:
+    """Return ``bos_token`` and ``eos_token`` of a tokenizer as transformers finds them; None for one it does not have.
+
+    They stand in ``tokenizer_config.json`` or, ``elsewhere``, in ``special_tokens_map.json``; or they follow from the
+    tokenizer's class as GPT-2's do, which takes transformers. ``setting`` begins error messages.
+
+    Raises:
+        ConfigError: a file is damaged or names something that is not text, or transformers does not know the class.
+    """
+    said = _json_object(folder / FILES[1], setting)
+    if elsewhere:
+        more, model = (_json_object(folder / name, setting) for name in (SPECIAL_TOKENS_FILE, "config.json"))
+        has_class = "tokenizer_class" in said or model.keys() & {"tokenizer_class", "model_type"}
+        # transformers reads the map second, but not beside ``added_tokens_decoder``.
+        said = more | said if "added_tokens_decoder" in said else said | more
+        if has_class and said.get("tokenizer_class") not in PLAIN_CLASSES and not said.keys() >= set(SPECIAL_TOKENS):
+            said = _tokens_of_class(folder, setting) | said
+    tokens = {name: said.get(name) for name in SPECIAL_TOKENS}
+    for name, token in tokens.items():
+        tokens[name] = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(tokens[name], str | None):
+            raise ConfigError(f"{setting}: {name} = {token!r} is not text")
+    return tokens
+
+
+def _tokens_of_class(folder: Path, setting: str) -> dict[str, str]:
+    from tokenizers import Tokenizer
+
+    try:
+        from transformers import AutoTokenizer
+
+        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # it is not installed, or raises many types
+        raise ConfigError(
+            f"{setting}: its bos and eos tokens follow from its class, which takes transformers "
+            f'({one_line(error)[:200]}): pip install "mxtrain[hf]", or name both in {FILES[1]}, null for none'
+        ) from error
+    vocabulary = Tokenizer.from_file(str(folder / FILES[0]))
+    tokens = {name: getattr(loaded, name) for name in SPECIAL_TOKENS}
+    return {name: token for name, token in tokens.items() if token and vocabulary.token_to_id(token) is not None}
+
+
+def _json_object(file: Path, setting: str) -> dict:
     return read_json(file, f"{setting}: {file.name}") if file.is_file() else {}
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Make the folder ``target`` hold the tokenizer of ``source``, which may also hold the weights of a model."""
-    if tokenizer_hash(source) == tokenizer_hash(target):
+    """Make the folder ``target`` hold the tokenizer of ``source``, which may also hold the weights of a model.
+
+    Special tokens that ``tokenizer_config.json`` does not name stand in the copy's ``special_tokens_map.json``.
+    """
+    setting = f"model.hf_assets_path = {str(source)!r}"
+    tokens = special_tokens(source, setting)
+    if tokenizer_hash(source) == tokenizer_hash(target) and special_tokens(target, setting) == tokens:
         return
+    names = (*FILES, *COMPANIONS)
+    files = {name: (source / name).read_bytes() if (source / name).is_file() else None for name in names}
+    is_named = tokens == special_tokens(source, setting, elsewhere=False)
+    files[SPECIAL_TOKENS_FILE] = None if is_named else json.dumps(tokens).encode()
     target.mkdir(exist_ok=True)
-    for name in (*FILES, *COMPANIONS):
-        if (source / name).is_file():
-            replace_file(target / name, (source / name).read_bytes())
-        else:
+    for name, content in files.items():
+        if content is None:
             (target / name).unlink(missing_ok=True)
+        else:
+            replace_file(target / name, content)
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """Hash FILES in a folder. A missing file counts as empty."""
+    """Hash FILES in a folder. A missing file counts as empty. Special tokens elsewhere show in the tokenized text."""
     digest = sha256()
     for name in FILES:
         file = folder / name

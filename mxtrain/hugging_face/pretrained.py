@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from mxtrain.data.tokenizer import special_tokens
 from mxtrain.errors import ConfigError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -84,10 +85,11 @@ def load(folder: Path) -> Pretrained:
             f"{where}: {len(mismatched)} of the model's weights have another shape than in config.json, such as {name} "
             f"with {list(saved)} instead of {list(expected)}"
         )
-    first_token = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    tokens = special_tokens(folder, where)
+    first_token = tokens["bos_token"] or tokens["eos_token"]
     if first_token is None:
         raise ConfigError(f"{where}: its tokenizer has neither a bos nor an eos token for a text to begin with")
-    return Pretrained(model.to(_device()).eval(), tokenizer, first_token)
+    return Pretrained(model.to(_device()).eval(), tokenizer, tokenizer.convert_tokens_to_ids(first_token))
 
 
 def call(where: str, function: Callable, *arguments, **options):

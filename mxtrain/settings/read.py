@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 
-from mxtrain.config import find_setting, load_config
+from mxtrain.config import find_setting, load_config, without_other_limit
 from mxtrain.errors import ConfigError, setting_in
 from mxtrain.settings.fields import Field, fields_of, unknown
 from mxtrain.settings.flags import flag_values
@@ -36,6 +36,7 @@ def read_settings(arguments: list[str]) -> Settings:
     with places(arguments):
         known = known_fields(_custom_module(arguments, config))
         flags = flag_values(arguments, known)
+        config = without_other_limit(config, Settings(known, flags).tables())
         settings = Settings(known, {**dict(_flat(config, known)), **flags})
         check_relations(settings)
         check_model_args(settings)

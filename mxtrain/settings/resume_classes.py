@@ -27,7 +27,8 @@ CLASSES = {
         metrics.* parallelism.* training.dataloader.*
         training.local_batch_size training.gc_freq training.gc_debug training.enable_cpu_offload
         model.print_after_conversion debug.deterministic debug.deterministic_warn_only
-        data.cache_dir data.prepared model.hf_assets_path model.tokenizer_path fused_norm.* fused_rmsnorm.*
+        data.cache_dir data.prepared data.unseparated model.hf_assets_path model.tokenizer_path
+        fused_norm.* fused_rmsnorm.*
         mxnorm.mode mxnorm.diagnostics.* mxnorm.gather mxnorm.cache_weights mxnorm.group_linears mxnorm.graph_passes
         model_args.max_seq_len
     """,

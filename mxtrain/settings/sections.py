@@ -28,6 +28,7 @@ from mxtrain.settings.types import (
     ShareAboveZero,
     ShareBelowOne,
     Table,
+    VocabularySize,
 )
 
 
@@ -318,11 +319,14 @@ class Data:
     system's headers, documentation and manual pages. Such files above 1 MB are left out
     """
 
-    vocab_size: NotNegative = 0
+    vocab_size: VocabularySize = 0
     """Vocabulary size of the model, and of the tokenizer if one is built; 0 keeps the model flavor's size"""
 
+    unseparated: bool = False
+    """Take a tokenizer that has neither a bos nor an eos token: nothing separates the documents"""
+
     max_bytes: NotNegative = 0
-    """Stop collecting text after this many bytes; 0 collects all text"""
+    """Stop collecting text after this many bytes; 0 collects all. Another training.dataset in a flag drops a limit"""
 
     package_share: ShareAboveZero = 0.2
     """Dataset "python": largest share of the text from a single package, in (0, 1]"""

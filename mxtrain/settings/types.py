@@ -11,6 +11,7 @@ from pydantic import AfterValidator, AllowInfNan, BeforeValidator
 from typing_extensions import TypedDict  # before Python 3.12, pydantic takes this one only
 from tyro.constructors import PrimitiveConstructorSpec
 
+from mxtrain.data.config import LARGEST_VOCABULARY
 from mxtrain.files import local_path
 from mxtrain.json_toml import parse
 from mxtrain.recipes.formats import P_VALUES
@@ -20,6 +21,7 @@ from mxtrain.recipes.schedule import RMSNORM
 Positive = Annotated[int, Ge(1)]
 AtLeastTwo = Annotated[int, Ge(2)]
 NotNegative = Annotated[int, Ge(0)]
+VocabularySize = Annotated[int, Interval(ge=0, le=LARGEST_VOCABULARY)]
 Groups = Annotated[int, Ge(32), MultipleOf(32)]
 """Tokens in groups of 32"""
 StepOrMinusOne = Annotated[int, Ge(-1)]

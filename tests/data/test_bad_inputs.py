@@ -28,6 +28,7 @@ VALUES = [
     ("vocab_size", "many", "data.vocab_size = 'many' is not a whole number"),
     ("vocab_size", -1, "data.vocab_size = -1 is too small"),
     ("vocab_size", 257, "data.vocab_size = 257 is too small"),
+    ("vocab_size", 10**30, f"data.vocab_size = {10**30} is too large: at most 16777216 tokens"),
     ("tokenizer_path", 1, "model.hf_assets_path = 1 is not a string"),
     ("installed", "yes", "data.installed = 'yes' is not true or false"),
     ("installed", 1, "data.installed = 1 is not true or false"),
@@ -79,7 +80,7 @@ FILES = [
     ({"a.txt": GOOD}, "a.txt", {"max_bytes": 9}, "holds no text to train a tokenizer on within data.max_bytes = 9"),
     ({"in/a.txt": GOOD, "in/b.jsonl": LINE}, "in", {}, "mixes formats (1 .txt, 1 .jsonl); select one format with a"),
     ({"a.txt": b"caf\xe9 au lait"}, "a.txt", {}, "cannot read {path} as text: 'utf-8' codec can't decode"),
-    ({"a.txt": bytes(range(256))}, "a.txt", {}, "cannot read {path} as text"),
+    ({"a.arrow": b"\xff" * 4}, "a.arrow", {}, "; formats are .jsonl, .ndjson, .json, .parquet and UTF-8 text, all but"),
     ({"a.gz": gzip.compress(GOOD * 999)[:40]}, "a.gz", {}, "cannot read {path} as text: Compressed file ended"),
     ({"a.bz2": bz2.compress(GOOD)[:20]}, "a.bz2", {}, "cannot read {path} as text: Compressed file ended"),
     ({"a.jsonl": LINE + b"nope\n"}, "a.jsonl", {}, "cannot read {path} as json"),
@@ -122,6 +123,7 @@ def test_unknown_dataset(cache):
 
 
 TOKENIZER = '{"model": {"type": "WordLevel", "vocab": {"some": 0, "text": 1}, "unk_token": "some"}}'
+CLASS = '{"tokenizer_class": "NoClassTokenizer", "auto_map": {"AutoTokenizer": ["code.NoClassTokenizer", null]}}'
 
 # tokenizer.json, tokenizer_config.json, message.
 TOKENIZERS = [
@@ -133,8 +135,10 @@ TOKENIZERS = [
     (TOKENIZER, "", "tokenizer_config.json is not valid JSON"),
     (TOKENIZER, "{'bos_token': 1}", "tokenizer_config.json is not valid JSON"),
     (TOKENIZER, "[]", "tokenizer_config.json holds list, not dict"),
-    (TOKENIZER, '{"eos_token": "</s>"}', "tokenizer_config.json names eos_token '</s>', absent from tokenizer.json"),
-    (TOKENIZER, '{"bos_token": 5}', "tokenizer_config.json names bos_token 5, which is not text"),
+    (TOKENIZER, '{"eos_token": "</s>"}', "eos_token = '</s>' is not in tokenizer.json"),
+    (TOKENIZER, '{"bos_token": 5}', "bos_token = 5 is not text"),
+    (TOKENIZER, CLASS, "its bos and eos tokens follow from its class, which takes transformers ("),
+    (TOKENIZER, None, "has neither a bos nor an eos token, so nothing would separate documents: name one in"),
 ]
 
 
@@ -157,8 +161,10 @@ def test_tokenizers(tokenizer, config, message, tmp_path, cache):
 def test_the_tokenizer_of_these_tests_is_good(tmp_path):
     (tmp_path / "tokenizer.json").write_text(TOKENIZER)
     (tmp_path / "a.txt").write_bytes(GOOD)
-    config = DataConfig(dataset="files", path=str(tmp_path / "a.txt"), tokenizer_path=str(tmp_path))
-    assert prepare(config, lambda line: None).report.vocab_size == 2
+    path = str(tmp_path / "a.txt")
+    config = DataConfig(dataset="files", path=path, tokenizer_path=str(tmp_path), unseparated=True)
+    report = prepare(config, lambda line: None).report
+    assert (report.vocab_size, report.train_tokens, report.separators) == (2, 1, "")
 
 
 # The cache
@@ -191,7 +197,7 @@ def test_a_full_disk(text, cache, limit):
         folder = cache.parent / "tokenizer"
         folder.mkdir()
         (folder / "tokenizer.json").write_text(TOKENIZER.replace("}}", '}, "pre_tokenizer": {"type": "Whitespace"}}'))
-        text["tokenizer_path"] = str(folder)
+        text |= {"tokenizer_path": str(folder), "unseparated": True}
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:

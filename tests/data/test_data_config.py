@@ -23,19 +23,15 @@ def test_values_out_of_range_name_the_setting(field, value, message):
         DataConfig(**{field: value})
 
 
-def test_max_bytes_does_not_apply_to_a_stream():
-    with pytest.raises(ConfigError, match="data.max_bytes = 5 does not apply to training.dataset = 'hf'"):
-        DataConfig(dataset="hf", path="some/set", max_bytes=5)
-
-
 def test_an_existing_tokenizer_ignores_vocab_size():
     assert DataConfig(vocab_size=0, tokenizer_path="somewhere").vocab_size == 0
 
 
 def test_identity_omits_settings_that_do_not_change_the_result():
-    here, there = DataConfig(cache_dir="a"), DataConfig(cache_dir="b", section="validation", prepared="c")
+    here = DataConfig(cache_dir="a")
+    there = DataConfig(cache_dir="b", section="validation", prepared="c", unseparated=True)
     assert here.identity() == there.identity()
-    omitted = {"cache_dir", "prepared", "section", "tokenizer_path"}
+    omitted = {"cache_dir", "prepared", "section", "tokenizer_path", "unseparated"}
     newer = DataConfig(stream_share=0.1, other_files=True).identity()
     assert newer.keys() == {field.name for field in fields(DataConfig)} - omitted
     # Texts from before these settings keep their key.

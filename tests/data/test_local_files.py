@@ -17,6 +17,10 @@ def documents(path, **fields) -> list[str]:
     return [document.text for document in found]
 
 
+def zstd(content: bytes) -> bytes:
+    return pa.compress(content, codec="zstd", asbytes=True)
+
+
 def write_jsonl(path, texts, key="text"):
     path.write_text("".join(json.dumps({"id": i, key: text}) + "\n" for i, text in enumerate(texts)))
     return path
@@ -37,9 +41,29 @@ def test_parquet_with_another_column(tmp_path):
     assert documents(tmp_path / "a.parquet", text_key="content") == ["one", "two"]
 
 
-def test_compressed_jsonl(tmp_path):
-    (tmp_path / "a.json.gz").write_bytes(gzip.compress(b'{"text": "packed"}\n'))
-    assert documents(tmp_path / "a.json.gz") == ["packed"]
+def test_of_parquet_only_the_text_is_read(tmp_path):
+    """datasets refuses a shard without rows, some types, and images that cannot be decoded."""
+    features = {"text": {"dtype": "string", "_type": "Value"}, "image": {"_type": "Image"}, "new": {"_type": "Newer"}}
+    table = pa.table(
+        {
+            "text": pa.array(["one", None, "two"], pa.large_string()),
+            "meta": pa.array([[("a", 1)]] * 3, pa.map_(pa.string(), pa.int64())),
+            "image": [{"bytes": b"no image", "path": None}] * 3,
+            "new": [1, 2, 3],
+        }
+    ).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    pq.write_table(table.slice(0, 0), tmp_path / "a.parquet")
+    pq.write_table(table, tmp_path / "b.parquet")
+    pq.write_table(pa.table({"other": [1, 2]}), tmp_path / "c.parquet")
+    source = LocalFiles(DataConfig(dataset="files", path=str(tmp_path)))
+    assert [document.text for document in source.documents()] == ["one", "two"]
+    assert source.dropped == {"without text": 3}
+
+
+@pytest.mark.parametrize("suffix, compress", [("gz", gzip.compress), ("zst", zstd)])
+def test_compressed_jsonl(tmp_path, suffix, compress):
+    (tmp_path / f"a.json.{suffix}").write_bytes(compress(b'{"text": "packed"}\n'))
+    assert documents(tmp_path / f"a.json.{suffix}") == ["packed"]
 
 
 def test_a_folder_is_read_recursively_in_order_without_hidden_files(tmp_path):
@@ -133,7 +157,7 @@ def test_documents_longer_than_max_bytes_are_left_out_and_counted(tmp_path):
     source = LocalFiles(DataConfig(dataset="files", path=str(file), max_bytes=8))
     for _ in range(2):  # the tokenizer's text, and the run's
         assert [document.text for document in source.documents()] == ["one", "two"]
-        assert source.dropped == {"over max_bytes": 3}  # "four" ends the text
+        assert source.dropped == {"over max_bytes": 2, "over max_bytes and all after it, of 0.0 MB in files": 1}
 
 
 def test_a_long_text_becomes_several_documents(tmp_path):
@@ -143,6 +167,21 @@ def test_a_long_text_becomes_several_documents(tmp_path):
     assert len(found) == 4
     assert "".join(found) == text
     assert all(document.endswith("\n") for document in found)
+
+
+def test_the_pieces_of_a_file_are_on_one_side_unless_it_is_the_only_file(tmp_path):
+    share, sides = 0.3, []
+    for number in range(12):
+        line = f"file {number}, which has about four pieces of sixty-four thousand letters\n"
+        (tmp_path / f"{number}.txt").write_text("".join(f"{i} {line}" for i in range(3000)))
+    found = list(LocalFiles(DataConfig(dataset="files", path=str(tmp_path))).documents())
+    for number in range(12):
+        own = [document for document in found if f"file {number}," in document.text]
+        sides.append({is_held_out(document.file or document.key, share) for document in own})
+        assert len(own) > 2 and len(sides[-1]) == 1
+    assert {True} in sides and {False} in sides
+    alone = LocalFiles(DataConfig(dataset="files", path=str(tmp_path / "0.txt")))
+    assert alone.corrections == () and all(document.file == "" for document in alone.documents())
 
 
 @pytest.mark.parametrize(

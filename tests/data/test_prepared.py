@@ -8,6 +8,7 @@ from filelock import FileLock
 
 from mxtrain.data import DataConfig, Prepared, cache_folders, prepare, progress
 from mxtrain.data import prepared as prepared_module
+from mxtrain.data.local_files import LocalFiles
 from mxtrain.data.tokenizer import load_tokenizer, tokenizer_hash
 from mxtrain.errors import ConfigError
 
@@ -158,7 +159,7 @@ def test_an_existing_tokenizer_is_used(corpus, tmp_path, prose):
 
 def test_text_is_tokenized_again_when_the_tokenizer_changes(corpus, tmp_path):
     folder = tmp_path / "tokenizer"
-    config = config_of(corpus, vocab_size=0, tokenizer_path=str(folder))
+    config = config_of(corpus, vocab_size=0, tokenizer_path=str(folder), unseparated=True)
     with pytest.raises(ConfigError, match="model.hf_assets_path = .* is not a folder"):
         prepare(config, silent)
     counts = []
@@ -168,6 +169,16 @@ def test_text_is_tokenized_again_when_the_tokenizer_changes(corpus, tmp_path):
         (folder / "tokenizer.json").write_bytes((trained.tokenizer / "tokenizer.json").read_bytes())
         counts.append(prepare(config, silent).train.count)
     assert counts[0] > counts[1]
+
+
+def test_texts_of_earlier_versions_are_not_used_where_they_were_read_otherwise(corpus):
+    config = config_of(corpus)
+    source, tokenizer = LocalFiles(config), load_tokenizer(prepare(config, silent).tokenizer)
+    before = prepared_module._key(config, source)
+    assert prepared_module._key(config, source, tokenizer) == before
+    assert prepared_module._key(config, source, tokenizer._replace(corrections=("truncation",))) != before
+    source.corrections = ("pieces of a file on one side",)
+    assert prepared_module._key(config, source, tokenizer) != before
 
 
 def test_a_stream_trains_a_tokenizer_and_is_not_tokenized(prose):

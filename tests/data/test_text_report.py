@@ -14,6 +14,7 @@ def test_report_of_a_tokenized_text():
         validation_documents=9,
         validation_tokens=46_623,
         dropped={"duplicate": 19, "machine-made": 22, "unreadable": 0},
+        separators="begins with '<s>'",
         cut={name: size * 1_000_000 for size, name in enumerate(["f", "e", "d", "c", "b", "a"], 1)},
     )
     assert str(report).splitlines() == [
@@ -24,8 +25,11 @@ def test_report_of_a_tokenized_text():
         "dropped       19 duplicate, 22 machine-made",
         "packages cut  a by 6.0 MB, b by 5.0 MB, c by 4.0 MB, d by 3.0 MB, e by 2.0 MB, and 1 more",
         "tokenizer     2,048 tokens",
+        "document      begins with '<s>'",
         "folder        /cache/python-1",
     ]
+    said = "1,717 documents, 30.5 MB; each document begins with '<s>'; left out: 19 duplicate, 22 machine-made"
+    assert report.line == said
 
 
 def test_report_of_a_stream_and_a_smaller_vocabulary():

@@ -1,4 +1,6 @@
 import json
+import random
+import sys
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,8 @@ from mxtrain.data.progress import Progress
 from mxtrain.data.tokenizer import (
     BOS_TOKEN,
     EOS_TOKEN,
+    LONGEST_RUN,
+    SPLIT_PATTERN,
     copy_tokenizer,
     load_tokenizer,
     tokenizer_hash,
@@ -82,6 +86,23 @@ def test_training_reads_no_more_than_the_sample_limit(tmp_path, prose, monkeypat
     assert len(list(unread)) == 6
 
 
+def test_training_cuts_long_runs_and_the_tokenizer_does_not(tmp_path, monkeypatch):
+    """Quadratic time: a run of 160,000 letters took 7 s, and one of 1,600,000 did not end in 10 minutes."""
+    runs = ["".join(random.Random(seed).choices("ACGT", k=2560)) for seed in range(3)]
+    parts = [run[start : start + LONGEST_RUN] for run in runs for start in range(0, len(run), LONGEST_RUN)]
+    for name, texts in (("runs", runs), ("parts", parts)):
+        train_tokenizer(texts, 400, tmp_path / name, SILENT)
+    assert tokenizer_hash(tmp_path / "runs") == tokenizer_hash(tmp_path / "parts")
+    encoder = load_tokenizer(tmp_path / "runs").encoder
+    assert len(encoder.pre_tokenizer.pre_tokenize_str(runs[0])) == 1
+    # Other texts have the tokenizer that they had.
+    texts = [f"{run[:255]}! {run[:200]}\n" for run in runs]
+    train_tokenizer(texts, 400, tmp_path / "bounded", SILENT)
+    monkeypatch.setattr(tokenizer_module, "TRAINING_PATTERN", SPLIT_PATTERN)
+    train_tokenizer(texts, 400, tmp_path / "whole", SILENT)
+    assert tokenizer_hash(tmp_path / "bounded") == tokenizer_hash(tmp_path / "whole")
+
+
 def test_an_error_while_reading_texts_reaches_the_caller(tmp_path):
     def texts():
         yield "some text"
@@ -100,6 +121,84 @@ def test_an_existing_tokenizer_may_have_no_eos(folder, tmp_path, token):
     assert (loaded.bos_id, loaded.eos_id) == (0, None)
 
 
+GPT2 = {"model_type": "gpt2"}
+BOTH = {"bos_token": "<s>", "eos_token": "</s>"}
+
+# tokenizer_config.json, special_tokens_map.json, config.json, (bos, eos).
+KINDS = {
+    "config": (BOTH, None, None, ("<s>", "</s>")),
+    "map": ({"tokenizer_class": "PreTrainedTokenizerFast"}, {"eos_token": {"content": "</s>"}}, None, (None, "</s>")),
+    "map beside config": (BOTH, {"bos_token": "</s>"}, GPT2, ("</s>", "</s>")),
+    "map beside added_tokens_decoder": (
+        BOTH | {"added_tokens_decoder": {}},
+        {"bos_token": "</s>"},
+        GPT2,
+        tuple(BOTH.values()),
+    ),
+    "class": ({"tokenizer_class": "GPT2Tokenizer"}, None, None, ("<|endoftext|>", "<|endoftext|>")),
+    "class of the model": ({"model_max_length": 1024}, None, GPT2, ("<|endoftext|>", "<|endoftext|>")),
+    "class without files": (None, None, GPT2, ("<|endoftext|>", "<|endoftext|>")),
+    "class beside config": (
+        {"tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>"},
+        None,
+        None,
+        ("<|endoftext|>", "</s>"),
+    ),
+    "null": ({"tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "eos_token": None}, None, None, (None, None)),
+    "tokenizer.json": ({"tokenizer_class": "PreTrainedTokenizerFast"}, None, None, (None, None)),
+}
+
+
+def write_kind(folder, config, tokens, model):
+    """A tokenizer with "<|endoftext|>", "<s>" and "</s>"; what it names follows from the files."""
+    vocabulary = {letter: i for i, letter in enumerate("abcdefgh ")}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=None))
+    tokenizer.add_special_tokens(["<|endoftext|>", "<s>", "</s>"])
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=6)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    files = {"tokenizer_config.json": config, "special_tokens_map.json": tokens, "config.json": model}
+    for name, content in files.items():
+        if content is not None:
+            (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_are_those_of_transformers(tmp_path, kind):
+    from transformers import AutoTokenizer
+
+    *files, expected = KINDS[kind]
+    theirs = AutoTokenizer.from_pretrained(write_kind(tmp_path, *files))
+    own = load_tokenizer(tmp_path)
+    names = tuple(None if i is None else own.encoder.id_to_token(i) for i in (own.bos_id, own.eos_id))
+    assert names == expected == (theirs.bos_token, theirs.eos_token)
+    copy_tokenizer(tmp_path, tmp_path / "copy")  # which has no config.json
+    copied = load_tokenizer(tmp_path / "copy")
+    assert (copied.bos_id, copied.eos_id) == (own.bos_id, own.eos_id)
+    assert tokenizer_hash(tmp_path / "copy") == tokenizer_hash(tmp_path), "runs of earlier versions keep their hash"
+
+
+def test_truncation_and_padding_of_another_program_are_left_out(tmp_path):
+    from transformers import AutoTokenizer
+
+    loaded = load_tokenizer(write_kind(tmp_path, *KINDS["config"][:3]))
+    ids = loaded.encoder.encode("abcdefgh").ids
+    assert ids == list(range(8)) == AutoTokenizer.from_pretrained(tmp_path)("abcdefgh")["input_ids"]
+    assert loaded.encoder.encode("a").ids == [0]
+    assert (
+        loaded.corrections == ("truncation", "padding")
+        and loaded.separators == "begins with '<s>' and ends with '</s>'"
+    )
+
+
+def test_the_class_of_a_tokenizer_takes_transformers(tmp_path, monkeypatch):
+    write_kind(tmp_path, *KINDS["class"][:3])
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r'takes transformers \(.*\): pip install "mxtrain\[hf\]", or name both'):
+        load_tokenizer(tmp_path)
+
+
 def test_size_is_the_largest_id_plus_one(tmp_path):
     Tokenizer(models.WordLevel({"a": 0, "b": 5}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(tmp_path).size == 6
@@ -115,7 +214,7 @@ def test_a_folder_without_a_tokenizer_is_a_config_error(folder, tmp_path):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    with pytest.raises(ConfigError, match="names eos_token '</s>', absent from tokenizer.json"):
+    with pytest.raises(ConfigError, match="eos_token = '</s>' is not in tokenizer.json"):
         load_tokenizer(tmp_path)
 
 

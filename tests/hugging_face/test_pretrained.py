@@ -45,6 +45,16 @@ def test_a_text_begins_with_eos_where_there_is_no_bos(copy):
     assert load(copy).first_token == 1
 
 
+def test_a_text_begins_with_the_token_of_prepared_text_and_is_not_cut(copy):
+    (copy / "tokenizer_config.json").rename(copy / "special_tokens_map.json")
+    limits = {"max_length": 4, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}
+    edit(copy / "tokenizer.json", truncation=limits)
+    own, theirs = load_tokenizer(copy), load(copy)
+    assert theirs.first_token == own.bos_id == 0
+    assert theirs.encode(TEXTS[0]) == own.encoder.encode(TEXTS[0], add_special_tokens=False).ids
+    assert theirs.decode(theirs.encode(TEXTS[0])) == TEXTS[0]
+
+
 def test_the_models_own_dtype_is_kept(copy):
     from transformers import LlamaForCausalLM
 

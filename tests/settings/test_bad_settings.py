@@ -64,6 +64,7 @@ FLAGS = [
     ("--parallelism.data_parallel_shard_degree=0", "parallelism.data_parallel_shard_degree = 0 should be -1 or at"),
     ("--parallelism.data_parallel_replicate_degree=0", "parallelism.data_parallel_replicate_degree = 0 should be"),
     ("--data.vocab_size=-1", "data.vocab_size = -1 should be greater than or equal to 0"),
+    ("--data.vocab_size=10000000000", "data.vocab_size = 10000000000 should be less than or equal to 16777216"),
     ("--data.max_bytes=-1", "data.max_bytes = -1 should be greater"),
     ("--data.package_share=0", "data.package_share = 0.0 should be greater than 0"),
     ("--data.package_share=1.1", "data.package_share = 1.1 should be less than or equal to 1"),

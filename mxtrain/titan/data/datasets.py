@@ -17,7 +17,6 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.components.validate import build_validator as build_titan_validator
 from torchtitan.hf_datasets.text_datasets import DATASETS as TITAN_DATASETS
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 from torchtitan.tools.logging import logger
 
 from mxtrain.data import DataConfig, Prepared, TokenFile, prepare
@@ -25,7 +24,6 @@ from mxtrain.data.config import DATASETS
 from mxtrain.data.hub import readable
 from mxtrain.data.local_files import LocalFiles
 from mxtrain.data.progress import one_line
-from mxtrain.data.rows import WITHOUT_TEXT
 from mxtrain.data.token_dataset import TokenDataset
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
@@ -33,7 +31,7 @@ from mxtrain.settings.registry import validation_dataset
 from mxtrain.titan.agreement import is_first, prepare_together, run_on_all_ranks
 from mxtrain.titan.data.loader_workers import end_workers_at_exit, ignore_stop_signals
 from mxtrain.titan.data.run_data import RunLoader, keep_in_run_folder, keep_stream_version, keep_validation_text
-from mxtrain.titan.data.streams import held_out_share, training_stream, validation_stream
+from mxtrain.titan.data.streams import Stream, held_out_share, training_stream, validation_stream
 from mxtrain.titan.models.flavors import vocab_size
 from mxtrain.titan.parallel.context import share_of_validation_loss
 from mxtrain.titan.reports.terminal import note, note_progress
@@ -54,7 +52,8 @@ def build_tokenizer(job_config) -> HuggingFaceTokenizer:
         setting = f"the tokenizer of data.prepared = {job_config.data.prepared!r}"
         _require_fitting_tokenizer(folder, job_config, setting)
     tokenizer = HuggingFaceTokenizer(str(folder))
-    tokenizer.tokenizer.encode_special_tokens = True  # a special token spelled in streamed text stays text
+    tokenizer.tokenizer, tokenizer.bos_id, tokenizer.eos_id, *_ = load_tokenizer(folder)  # as for prepared text
+    tokenizer.hf_adds_bos = tokenizer.hf_adds_eos = False
     return tokenizer
 
 
@@ -81,8 +80,9 @@ def build_dataloader(
     name = job_config.training.dataset
     prepared = prepare_from_job(job_config)
     run_on_all_ranks(partial(keep_in_run_folder, job_config, prepared) if is_first() else None)
+    if is_first() and infinite:
+        note(f"text: {prepared.report.line}")
     if name in DATASETS and name != "hf":
-        _warn_of_rows_without_text(job_config, "training", prepared)
         dataset = _token_dataset(job_config, "training", prepared.train, dp_rank, dp_world_size, infinite)
         if is_first() and infinite:
             _note_epochs(job_config, dataset)
@@ -94,7 +94,7 @@ def build_dataloader(
         settings = job_config.training
         args = (name, settings.dataset_path, tokenizer, settings.seq_len, dp_rank, dp_world_size, infinite)
         with _opening("training", name, settings.dataset_path):
-            dataset = HuggingFaceTextDataset(*args)
+            dataset = Stream(*args)
     options = _loader_options(job_config.training)
     loader = RunLoader(dataset, dp_rank, dp_world_size, job_config=job_config, prepared=prepared, **options)
     end_workers_at_exit(loader)
@@ -247,6 +247,7 @@ def _data_config(job_config) -> DataConfig:
         stream_share=held_out_share(job_config),
         cache_dir=data.cache_dir,
         prepared=data.prepared,
+        unseparated=data.unseparated,
     )
     return replace(config, cache_dir=str(config.cache_path()))  # resolved now: the environment may change
 
@@ -279,7 +280,8 @@ def _held_out(job_config) -> TokenFile:
     if dataset == "python":
         return _prepare(config, note_progress).validation
     prepared = _prepare(replace(config, validation_share=0.0), note_progress)
-    _warn_of_rows_without_text(job_config, "validation", prepared)
+    if is_first():
+        note(f"text for validation: {prepared.report.line}")
     return prepared.train
 
 
@@ -333,13 +335,3 @@ def _note_epochs(job_config, dataset: TokenDataset) -> None:
 def _loader_options(settings) -> dict:
     options = {**asdict(settings.dataloader), "batch_size": settings.local_batch_size}
     return {**options, "worker_init_fn": ignore_stop_signals}
-
-
-def _warn_of_rows_without_text(job_config, section: str, prepared: Prepared) -> None:
-    rows = prepared.report.dropped.get(WITHOUT_TEXT, 0)
-    if rows and is_first():
-        path = getattr(job_config, section).dataset_path
-        logger.warning(
-            f"{section}.dataset_path = {path!r} has {rows:,} row(s) without text in data.text_key = "
-            f"{job_config.data.text_key!r}; they are left out"
-        )

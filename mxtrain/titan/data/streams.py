@@ -12,6 +12,31 @@ from mxtrain.errors import ConfigError
 from mxtrain.titan.reports.terminal import note_progress
 
 
+class Stream(HuggingFaceTextDataset):
+    """TorchTitan's dataset, which resumes where it stopped in every pass over the text, in worker processes, too."""
+
+    _resumed: dict | None = None
+    """The state from which no document has been read yet: ``datasets`` would name the beginning"""
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self._resumed = state_dict.get("data")
+        if self._resumed is not None:
+            # ``datasets`` drops the state of another epoch. ``set_epoch`` would set that of all workers.
+            self._data._epoch = self._resumed["epoch"]
+
+    def state_dict(self):
+        state = super().state_dict()
+        state["token_buffer"] = list(self._token_buffer)  # it grows while another thread sends the state
+        if self._resumed is not None:
+            state["data"] = self._resumed
+        return state
+
+    def _get_data_iter(self):
+        self._resumed = None
+        return super()._get_data_iter()
+
+
 def held_out_share(job_config) -> float:
     """Return the share of the training stream's documents that validation holds out; 0 if it reads another text."""
     return job_config.data.validation_share if job_config.validation.enable and _shares_stream(job_config) else 0.0
@@ -24,7 +49,7 @@ def _shares_stream(job_config) -> bool:
     return training.dataset == "hf" and is_same
 
 
-def training_stream(job_config, tokenizer, dp_rank: int, dp_world_size: int, infinite: bool) -> HuggingFaceTextDataset:
+def training_stream(job_config, tokenizer, dp_rank: int, dp_world_size: int, infinite: bool) -> Stream:
     """Return one rank's part of the training stream, without the documents that validation holds out.
 
     Raises ConfigError if some of the data loader's workers would have nothing to read.
@@ -72,7 +97,7 @@ def validation_stream(job_config, tokenizer, dp_rank: int, dp_world_size: int) -
     return _FirstSequences(stream, settings.steps * settings.local_batch_size, share)
 
 
-def _require_files_for_workers(job_config, section: str, stream: HuggingFaceTextDataset) -> None:
+def _require_files_for_workers(job_config, section: str, stream: Stream) -> None:
     """Every worker reads files of its own. TorchTitan's loop over a stream without any would never end."""
     workers, files = getattr(job_config, section).dataloader.num_workers, stream._data.num_shards
     if workers > files:
@@ -90,7 +115,7 @@ class _FirstSequences(IterableDataset):
     would end with what it has read.
     """
 
-    def __init__(self, stream: HuggingFaceTextDataset, count: int, source: str):
+    def __init__(self, stream: Stream, count: int, source: str):
         self._stream = stream
         self._count = count
         self._source = source
@@ -116,7 +141,7 @@ class _FirstSequences(IterableDataset):
 def _stream(
     job_config, section: str, path: str, split: str, tokenizer, dp_rank: int, dp_world_size: int, infinite: bool,
     choose=lambda stream: stream,
-) -> HuggingFaceTextDataset:  # fmt: skip
+) -> Stream:  # fmt: skip
     """Build TorchTitan's streaming dataset, which finds its source in a registry: register this job's for the call.
 
     Args:
@@ -131,7 +156,7 @@ def _stream(
     TITAN_DATASETS["hf"] = source
     try:
         seq_len = getattr(job_config, section).seq_len
-        dataset = HuggingFaceTextDataset("hf", path, tokenizer, seq_len, dp_rank, dp_world_size, infinite)
+        dataset = Stream("hf", path, tokenizer, seq_len, dp_rank, dp_world_size, infinite)
     finally:
         del TITAN_DATASETS["hf"]
     dataset.version = stream.version

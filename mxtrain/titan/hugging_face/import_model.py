@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.config import dump_config, load_config
-from mxtrain.data.tokenizer import COMPANIONS, copy_tokenizer, load_tokenizer, tokenizer_hash
+from mxtrain.data.tokenizer import COMPANIONS, SPECIAL_TOKENS_FILE, copy_tokenizer, load_tokenizer, tokenizer_hash
 from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import CONFIG_FILE as MODEL_CONFIG_FILE
@@ -115,7 +115,7 @@ def import_model(source: Path, target: Path, config: Path | None = None) -> Impo
         _require_convertible(folder / CONFIG_FILE, where)
         notes.append(require_same_logits(source, model, args, weights, where))
         others = {name for name in os.listdir(source) if name[0] != "." and "safetensors" not in name}
-        if lost := sorted(others - {MODEL_CONFIG_FILE, *TOKENIZER_FILES, *COMPANIONS}):
+        if lost := sorted(others - {MODEL_CONFIG_FILE, *TOKENIZER_FILES, SPECIAL_TOKENS_FILE, *COMPANIONS}):
             notes.append(f"not in the run, nor in its exports: {', '.join(lost)}")
         weights.save(folder / SEED, settings, tokenizer_hash(folder_of_tokenizer))
     return ImportReport(target, source, model, flavor, model_args, shape.vocab_size, weights.parameters, tuple(notes))

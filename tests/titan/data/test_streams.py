@@ -6,9 +6,14 @@ import datasets as hf_datasets
 import pytest
 import torch
 from data_checks import VOCABULARY, job, rows_of, same, take, text, validator
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
+from mxtrain.data import DataConfig, prepare
 from mxtrain.data.documents import is_held_out
+from mxtrain.data.progress import Progress
+from mxtrain.data.tokenizer import train_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.titan.data import datasets as titan_datasets
 from mxtrain.titan.data.datasets import build_dataloader, build_tokenizer, prepare_from_job
@@ -64,6 +69,29 @@ def test_a_stream_trains_a_tokenizer_and_feeds_the_loader(hub):
     assert set(titan_datasets.TITAN_DATASETS) == TITAN_NAMES  # TorchTitan's registry is as it was
 
 
+def test_a_stream_has_the_tokens_of_a_prepared_text(hub, tmp_path):
+    """Whatever the tokenizer's files tell other programs to cut, to pad and to add."""
+    folder = tmp_path / "tokenizer"
+    train_tokenizer([text(0)], VOCABULARY, folder, Progress(print))
+    (folder / "tokenizer_config.json").rename(folder / "special_tokens_map.json")
+    encoder = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    encoder.enable_truncation(4)
+    encoder.enable_padding(length=300)
+    added = [("<|end_of_text|>", 1)]
+    encoder.post_processor = TemplateProcessing(single="$A <|end_of_text|>", special_tokens=added)
+    encoder.save(str(folder / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text(text(1))
+    config = DataConfig("files", str(tmp_path / "a.txt"), tokenizer_path=str(folder), validation_share=0.0)
+    prepared = prepare(config, lambda line: None)
+    job = hf_job(f"--model.hf_assets_path={folder}")
+    ids = build_tokenizer(job).encode(text(1), add_bos=True, add_eos=True)
+    assert ids == prepared.train.open().tolist() and ids.count(0) == ids.count(1) == 1 and len(ids) > 300
+    assert (
+        prepare_from_job(job).report.line
+        == "streamed; each document begins with '<|begin_of_text|>' and ends with '<|end_of_text|>'"
+    )
+
+
 def test_the_version_of_a_stream_is_kept_and_another_one_is_a_warning(hub, monkeypatch, caplog):
     flags = ["--checkpoint.enable"]
     config = hf_job(*flags)
@@ -102,6 +130,23 @@ def test_a_stream_resumes_and_ranks_differ(hub):
     batches = [take(build_dataloader(2, rank, tokenizer, config), 8) for rank in range(2)]
     assert not same(batches[0], batches[1])
     require_exact_resume(config, tokenizer, 5, 8)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_resumes_exactly_in_its_second_pass(hub, workers):
+    """datasets drops the state of another epoch, and knows no position before it is read again."""
+    config = hf_job(f"--training.dataloader.num_workers={workers}", "--training.local_batch_size=16")
+    tokenizer = build_tokenizer(config)
+    texts = [text(1000 * shard + i, 40) for shard in (0, 1) for i in range(60)]
+    pass_ends = sum(len(tokenizer.encode(one, add_bos=True, add_eos=True)) for one in texts) // (16 * 17)
+    whole = take(build_dataloader(1, 0, tokenizer, config), pass_ends + 6)
+    state, done = None, 0
+    for count in (pass_ends + 1, 1, 4):  # of two workers, one reads the single batch
+        loader = build_dataloader(1, 0, tokenizer, config)
+        if state:
+            loader.load_state_dict(state)
+        assert same(take(loader, count), whole[done : done + count])
+        state, done = loader.state_dict(), done + count
 
 
 def test_a_stream_validates_on_its_validation_split(hub):
