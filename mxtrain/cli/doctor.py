@@ -4,13 +4,14 @@ import os
 import platform
 import shutil
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import mxtrain
 from mxtrain.cli.launch import core_count, nvidia_gpus
-from mxtrain.cli.tested_versions import untested
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.ops.hardware import HAS_TRITON, default_device_type, describe_modes, resolve_mode
 from mxtrain.recipes.recipe import RECIPES
@@ -24,6 +25,8 @@ NOTICEABLE = 0.03
 MISSING = "not installed"
 KERNEL_DTYPES = ("bfloat16", "float16", "float32")
 NORMS = {"rms": "RMSNorm", "layer": "LayerNorm"}
+WHY_EXACT = {"torchtitan": "its trainer and settings are extended, and other releases, such as 0.3, have other ones"}
+"""Why a package has one version only"""
 
 
 def report() -> str:
@@ -222,3 +225,20 @@ def table(title: str, rows: list[tuple[str, str]]) -> str:
     """Return a title and below it, indented, the rows of (name, text)."""
     width = max(len(name) for name, _ in rows)
     return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+def untested(name: str, version: str) -> str:
+    """Return what is wrong with a package's ``version`` and what to do; "" if it is among the tested ones."""
+    tested = _tested_versions().get(canonicalize_name(name))
+    if tested is None or tested.contains(version, prereleases=True):
+        return ""
+    why = f" ({WHY_EXACT[name]})" if name in WHY_EXACT else ""
+    return f"not tested: mxtrain was tested with {tested}{why}; pip install '{name}{tested}'"
+
+
+def _tested_versions() -> dict:
+    try:
+        found = [Requirement(text) for text in requires("mxtrain") or []]
+    except PackageNotFoundError:  # a checkout on PYTHONPATH that was never installed
+        return {}
+    return {canonicalize_name(each.name): each.specifier for each in found if each.specifier}

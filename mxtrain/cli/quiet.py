@@ -30,8 +30,6 @@ PYTHON_WARNINGS = (
     r"Torchinductor does not support code generation for complex operators",
     # A package beside PyTorch was renamed; PyTorch finds it under either name.
     r"The pynvml package is deprecated",
-    # TorchTitan sets the time limit of a process group by a function that PyTorch 2.15 has deprecated.
-    r"`torch\.distributed\.distributed_c10d\._set_pg_timeout` is deprecated",
     # TorchTitan calls barrier() without a device.
     r"(No device id is provided via|barrier\(\): using the device under current context)",
     # torch.compile reports what it decided for one kernel.

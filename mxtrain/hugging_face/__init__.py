@@ -1,1 +1,0 @@
-"""Models in Hugging Face's format: config.json, safetensors files, folded gains. Imports nothing of TorchTitan."""

@@ -1,1 +1,0 @@
-"""Passes over the graphs that torch.compile makes of a training step."""

@@ -1,1 +1,0 @@
-"""One function per operation. The execution mode decides whether a kernel or plain PyTorch runs it."""

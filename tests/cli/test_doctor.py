@@ -210,3 +210,40 @@ def test_without_triton_there_is_nothing_to_explain(monkeypatch):
     monkeypatch.setattr(doctor, "HAS_TRITON", False)
     with pytest.raises(ConfigError, match="^--explain-router is about Triton kernels, and Triton is not installed"):
         doctor.explain_router(4, 16, 64)
+
+
+NEEDED = ["torch<2.16,>=2.11", "torchtitan==0.2.2", "torchao<0.19,>=0.17", 'pytest>=8; extra == "dev"']
+
+
+@pytest.fixture
+def needed(monkeypatch):
+    monkeypatch.setattr(doctor, "requires", lambda name: NEEDED)
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [("torch", "2.11.0"), ("torch", "2.13.0+cpu"), ("torchtitan", "0.2.2"), ("torchao", "0.18.1"), ("wandb", "0.1")],
+)
+def test_tested_versions_and_unknown_packages(name, version, needed):
+    assert doctor.untested(name, version) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "advice"),
+    [
+        ("torch", "2.16.0", "pip install 'torch<2.16,>=2.11'"),
+        ("torch", "2.10.1+cu126", "pip install 'torch<2.16,>=2.11'"),
+        ("torchao", "0.19.0", "pip install 'torchao<0.19,>=0.17'"),
+        ("torchtitan", "0.3.0", "such as 0.3, have other ones); pip install 'torchtitan==0.2.2'"),
+    ],
+)
+def test_a_version_outside_the_range(name, version, advice, needed):
+    assert doctor.untested(name, version).startswith("not tested: mxtrain was tested with ")
+    assert doctor.untested(name, version).endswith(advice)
+
+
+def test_doctor_names_an_untested_version(monkeypatch, capsys, needed):
+    monkeypatch.setattr(doctor, "_version", lambda name: {"torchtitan": "0.3.0"}.get(name, doctor.MISSING))
+    assert cli.main(["doctor"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["torchtitan"]]
+    assert "0.3.0; not tested: " in line and "torchtitan==0.2.2" in line

@@ -4,6 +4,8 @@ import json
 import math
 import re
 import statistics
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -246,3 +248,10 @@ def test_a_run_whose_last_checkpoint_fails_ends_with_its_summary(tmp_path, monke
     with pytest.raises(SaveError):
         train(["--job.config_file=llama3_debug", f"--job.dump_folder={tmp_path}"], verbose=False)
     assert f"loss curve  {tmp_path}/loss.png" in capfd.readouterr().out
+
+
+def test_a_worker_starts_without_what_its_run_may_never_use():
+    found = "[name for name in ('wandb', 'matplotlib', 'transformers') if name in sys.modules]"
+    code = f"import sys, mxtrain.titan.train; print({found})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr

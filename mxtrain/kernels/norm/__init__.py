@@ -1,1 +1,0 @@
-"""Norms, forward and backward."""

@@ -1,1 +1,0 @@
-"""Matrix products with a small result and a long reduction."""

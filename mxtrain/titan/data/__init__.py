@@ -1,1 +1,0 @@
-"""TorchTitan's data loading from prepared texts."""

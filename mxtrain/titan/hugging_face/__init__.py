@@ -1,1 +1,0 @@
-"""Runs to Hugging Face folders and back."""

@@ -13,13 +13,7 @@ from mxtrain.data.tokenizer import copy_tokenizer, load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.hugging_face.formats import Format, RunFacts
 from mxtrain.hugging_face.gain import fold, folded_norm, norm_before
-from mxtrain.hugging_face.model_config import (
-    CONFIG_FILE,
-    GENERATION_FILE,
-    REPORT_FILE,
-    config_json,
-    read_generation,
-)
+from mxtrain.hugging_face.model_config import CONFIG_FILE, GENERATION_FILE, REPORT_FILE, config_json, read_generation
 from mxtrain.hugging_face.registry import FORMATS
 from mxtrain.hugging_face.safetensors_files import ShardWriter, shard_size
 from mxtrain.nn.mxnorm import MXNorm

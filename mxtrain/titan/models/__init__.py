@@ -1,1 +1,0 @@
-"""TorchTitan's models with mxtrain's flavors, data and checks."""

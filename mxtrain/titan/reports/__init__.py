@@ -1,1 +1,0 @@
-"""What a run tells: terminal, metrics.jsonl, run.json, wandb."""
