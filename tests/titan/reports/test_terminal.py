@@ -16,6 +16,7 @@ from mxtrain.titan.reports.metrics import ProgressLogger
 from mxtrain.titan.reports.terminal import Screen
 
 NUMBER = r"\d+\.\d{4}"
+TEXT = r"text: [\d,]+ documents, \d+\.\d MB; each document begins with '.*' and ends with '.*'(; left out: .*)?"
 MODEL = r"(llama3|deepseek_v3) \w+: [\d,]+ parameters, CPU \(.*\), \d process(es)?, float32 compute, float32 parameters"
 CONVERTED = r"mxnorm \w+ p=\d \(reference\): .*; details in .*/conversion\.txt"
 SUMMARY = [
@@ -57,9 +58,11 @@ def test_mxtrain_train_prints_what_a_person_reads(command_run):
     lines = [
         rf"mxtrain: run folder {folder}",
         *prepared,
+        TEXT,
         MODEL,
         CONVERTED,
         *more_text,
+        rf"text for validation{TEXT.removeprefix('text')}",
         step(1, 4, left=False),
         validation(1, 4),
         step(2, 4, left=True),
@@ -92,7 +95,7 @@ def test_the_readme_names_what_a_run_writes(command_run):
 def test_only_the_first_process_writes_to_the_terminal(several):
     first, second = several["fsdp"].output
     rate = "tokens/s per device"
-    require_lines(first, [MODEL, CONVERTED, step(1, 2, False, rate), step(2, 2, False, rate), *SUMMARY])
+    require_lines(first, [TEXT, MODEL, CONVERTED, step(1, 2, False, rate), step(2, 2, False, rate), *SUMMARY])
     assert second == ""
     assert "Training starts at step 1" in (several["fsdp"].folder / "worker_logs" / "rank1.log").read_text()
     assert "2 processes" in first
