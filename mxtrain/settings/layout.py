@@ -28,7 +28,7 @@ def beside_batch(s: Settings, processes: int, sequences: int) -> str:
     readers, local = _readers(s, processes), s["training.local_batch_size"]
     if sequences % readers:
         return f"take a number of data-parallel processes that divides {sequences}"
-    fitting = max(size for size in range(1, local + 1) if sequences // readers % size == 0)
+    fitting = next(size for size in range(local, 0, -1) if sequences // readers % size == 0)
     return "" if fitting == local else f"set training.local_batch_size to {fitting}"
 
 

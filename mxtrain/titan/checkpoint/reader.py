@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from mxtrain.errors import ConfigError
+from mxtrain.files import reason
 from mxtrain.run_folder.checkpoints import DCP_METADATA
 
 _CLASSES = [*(getattr(metadata, name) for name in metadata.__all__), metadata._MEM_FORMAT_ENCODING, _StorageInfo]
@@ -33,8 +34,13 @@ def load(state: dict, checkpoint: Path, no_dist: bool = False) -> None:
 
 
 def read_index(checkpoint: Path) -> metadata.Metadata:
-    """Return what PyTorch has written about a checkpoint. Raises OSError, and ConfigError as ``unpickle``."""
-    return unpickle((checkpoint / DCP_METADATA).read_bytes(), str(checkpoint / DCP_METADATA), _IN_INDEX)
+    """Return what PyTorch has written about a checkpoint. Raises ConfigError if it is missing, and as ``unpickle``."""
+    path = checkpoint / DCP_METADATA
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be loaded: {reason(error)}") from error
+    return unpickle(content, str(path), _IN_INDEX)
 
 
 def unpickle(content: bytes, what: str, names: dict[str, object]):

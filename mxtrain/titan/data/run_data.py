@@ -267,13 +267,10 @@ class RunLoader(ParallelAwareDataloader):
         self._samples = 0
 
     def __iter__(self):
-        if self._is_stream:
-            batches = super().__iter__()
-        else:
+        if not self._is_stream:
             self.dataset.start = self._samples
             self._iterator = None  # workers of an earlier iteration, if they persist, start elsewhere
-            batches = super().__iter__()
-        for batch in batches:
+        for batch in super().__iter__():
             self._samples += self.batch_size * self.dp_world_size  # before the yield: the consumer has this batch
             yield batch
 

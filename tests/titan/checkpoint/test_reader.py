@@ -47,6 +47,12 @@ def test_a_pickle_runs_no_code(tmp_path, monkeypatch):
         unpickle(b"", "it", {})
 
 
+def test_a_checkpoint_without_an_index_is_refused(tmp_path):
+    for read in (read_index, lambda folder: load({}, folder, no_dist=True)):
+        with pytest.raises(ConfigError, match=r"/\.metadata cannot be loaded: No such file or directory$"):
+            read(tmp_path)
+
+
 def test_what_the_user_allows_is_read():
     with torch.serialization.safe_globals([State]):
         assert isinstance(unpickle(pickle.dumps(State()), "it", {}), State)
