@@ -16,8 +16,17 @@ import moments  # noqa: E402
 import report  # noqa: E402
 import verdict  # noqa: E402
 from moments import Saved  # noqa: E402
+from victim import write_config  # noqa: E402
 
 from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest  # noqa: E402
+from mxtrain.settings.read import read_settings  # noqa: E402
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_runs_on_gpus_are_compiled_and_repeat_themselves(on_gpus, tmp_path):
+    settings = read_settings([f"--job.config_file={write_config(tmp_path, on_gpus)}"])
+    assert settings["debug.deterministic"] == settings["compile.enable"] == on_gpus
+    assert settings["training.mixed_precision_param"] == ("bfloat16" if on_gpus else "float32")
 
 
 @pytest.mark.sweep

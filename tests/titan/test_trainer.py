@@ -81,6 +81,12 @@ def trainer(monkeypatch, tmp_path):
         one._signals.restore()
 
 
+def test_deterministic_runs_do_not_fill_new_memory(trainer, monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    trainer("--debug.deterministic")
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+
+
 def test_a_loss_that_ends_a_run_has_a_row_unless_it_was_logged(trainer, monkeypatch):
     """Where the text ends, TorchTitan counts a step that was not done."""
     rows = []
