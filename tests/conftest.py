@@ -10,7 +10,7 @@ import torch
 if not torch.cuda.is_available():
     # Before any kernel is imported: without a GPU Triton interprets them, so that emulation on the CPU runs on them.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    from interpreter import patch_the_language_once_per_launch
+    from tests.support.interpreter import patch_the_language_once_per_launch
 
     patch_the_language_once_per_launch()
 

@@ -7,7 +7,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 from collections import Counter
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -46,8 +45,7 @@ DOCUMENTS = {
         "CHANGELOG.md",
     )
 }
-BENCHMARKS, FAULTS, EXAMPLES = (ROOT / "scripts" / name for name in ("bench", "faults", "examples"))
-sys.path[:0] = [str(BENCHMARKS), str(FAULTS), str(EXAMPLES)]
+BENCHMARKS = ROOT / "scripts" / "bench"
 
 
 def blocks(text: str, language: str) -> list[str]:

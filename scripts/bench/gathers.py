@@ -21,18 +21,18 @@ from pathlib import Path
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).parents[2] / "tests" / "nn")]
+sys.path.insert(0, str(Path(__file__).parents[2]))
 MODES = ("none", "full", "selective", "kept")
 BATCH, SEQUENCE, OUTPUTS, LINEARS = 2, 128, 64, 3
 
 
 def counts_of(recipe, gather: str, mode: str, dim: int, mesh) -> float:
     """Return the gathered bytes per element of the norm's input."""
-    from gather_counts import counted, split_block
-    from layer_checks import CHECKPOINTING, NormBlock
     from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
     from mxtrain.ops.collectives import GATHER_PARTS
+    from tests.support.gather_counts import counted, split_block
+    from tests.support.layer_checks import CHECKPOINTING, NormBlock
 
     def keep(ctx, op, *args, **kwargs):
         return CheckpointPolicy.MUST_SAVE if op is GATHER_PARTS else CheckpointPolicy.PREFER_RECOMPUTE
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dim", type=int, default=256, help="features of the norm's input, a multiple of 32")
     options = parser.parse_args(argv)
     os.environ["TRITON_INTERPRET"] = "0"  # plain PyTorch casts: the kernels give the same codes
-    from layer_checks import in_two_processes
+    from tests.support.layer_checks import in_two_processes
 
     in_two_processes(partial(table, recipes=options.recipes.split(","), dim=options.dim), "cpu")
 

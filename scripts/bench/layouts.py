@@ -28,8 +28,7 @@ import tempfile
 from math import prod
 from pathlib import Path
 
-TESTS = Path(__file__).parents[2] / "tests" / "titan"
-sys.path[:0] = [str(TESTS), str(TESTS / "parallel")]
+sys.path.insert(0, str(Path(__file__).parents[2]))
 OF_EXPERTS = {"ep": "expert", "etp": "expert_tensor"}
 DEGREES = {
     "ddp": "replicate",
@@ -80,7 +79,7 @@ def train(base: Path, name: str, recipes: list[str], common: list[str], repeat: 
         repeat: 0 for the reference, 1 for others.
         follow: "" or the reference, a layout of one process whose weights each step starts from.
     """
-    import oracle
+    from tests.support import oracle
 
     processes = prod(degree for kind, degree in degrees(name).items() if kind not in OF_EXPERTS.values())
     flags = [*oracle.layout(**degrees(name)), *common]
@@ -98,7 +97,7 @@ def train(base: Path, name: str, recipes: list[str], common: list[str], repeat: 
 
 def differences(one, other) -> tuple[float, float, float]:
     """Return the largest relative difference of a gradient, of losses and of gradient norms."""
-    import oracle
+    from tests.support import oracle
 
     def largest(expected: list[float], found: list[float]) -> float:
         return max(abs(b - a) / abs(a) for a, b in zip(expected, found, strict=True))
@@ -121,8 +120,9 @@ def main(argv: list[str] | None = None) -> None:
     if options.follow and options.reference != ONE:
         parser.error("--follow needs the reference 'one'")
 
-    import forked
     import torch
+
+    from tests.support import forked
 
     if torch.cuda.is_available():
         del forked.ENVIRONMENT["CUDA_VISIBLE_DEVICES"]  # which hides them from the tests' workers

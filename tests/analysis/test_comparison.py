@@ -3,13 +3,13 @@ import json
 import math
 
 import pytest
-from paired_runs import make_run
 
 from mxtrain.analysis import load_run
 from mxtrain.analysis.comparison import compare
 from mxtrain.analysis.pairing import other_texts
 from mxtrain.analysis.results import Result, result_of
 from mxtrain.errors import ConfigError
+from tests.support.paired_runs import make_run
 
 
 def row(variant, seed, validation, tail=2.0, lr=1e-3, **other):

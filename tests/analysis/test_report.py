@@ -2,13 +2,13 @@ import math
 import re
 
 import pytest
-from paired_runs import make_run
 
 from mxtrain.analysis import load_run
 from mxtrain.analysis.comparison import compare
 from mxtrain.analysis.report import losses_table, report, write_report
 from mxtrain.analysis.results import Result, result_of
 from mxtrain.errors import ConfigError
+from tests.support.paired_runs import make_run
 
 
 @pytest.fixture

@@ -2,11 +2,11 @@ import json
 import math
 
 import pytest
-from paired_runs import make_run
 
 from mxtrain.analysis import load_run
 from mxtrain.analysis.results import COLUMNS, append_results, read_results, result_of, row_of
 from mxtrain.errors import ConfigError
+from tests.support.paired_runs import make_run
 
 
 def test_a_run_becomes_a_row_and_the_row_the_same_numbers(tmp_path):

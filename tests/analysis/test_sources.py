@@ -1,11 +1,10 @@
 import os
 from pathlib import Path
 
-from paired_runs import make_run
-
 from mxtrain.analysis.results import append_results
 from mxtrain.analysis.sources import read_sources
 from mxtrain.run_folder.comparison import PairedRun, write_comparison
+from tests.support.paired_runs import make_run
 
 
 def found(*paths):

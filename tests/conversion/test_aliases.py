@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
-from conversion_models import DIM, TOKENS, Layer, Llama, llama, loss
 
 from mxtrain import ConfigError, FusedRMSNorm, MXLinear, MXNorm, MXNormLinear, convert
+from tests.support.conversion_models import DIM, TOKENS, Layer, Llama, llama, loss
 
 ROWS = torch.randn(3, DIM, generator=torch.Generator().manual_seed(0))
 

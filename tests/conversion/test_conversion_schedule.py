@@ -6,12 +6,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
-from conversion_models import Llama
 
 import mxtrain
 from mxtrain.conversion.schedule import attach_schedule, set_step
 from mxtrain.errors import ConfigError
 from mxtrain.recipes.schedule import RecipeChange, parse_entries
+from tests.support.conversion_models import Llama
 
 STEPS = 10
 TOKENS = torch.arange(64).reshape(2, 32) % 96

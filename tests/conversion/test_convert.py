@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conversion_models import DIM, TOKENS, Llama, kinds, llama, loss
 
 from mxtrain import (
     ConfigError,
@@ -15,6 +14,7 @@ from mxtrain import (
     MXNormLinear,
     convert,
 )
+from tests.support.conversion_models import DIM, TOKENS, Llama, kinds, llama, loss
 
 
 def test_mxnorm_swaps_what_the_norms_feed_and_the_other_linears():

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn as nn
-from conversion_models import kinds, llama, loss, trained
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, convert
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.recipes.parse import get_recipe
+from tests.support.conversion_models import kinds, llama, loss, trained
 
 FORWARD = "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8"
 NO_SHARE = {"high_precision_share": 0, "mode": "reference"}

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from conversion_models import DIM, Attention, FeedForward, Layer, llama, trained
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, convert
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.rng.rounding_position import Draws
 from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
+from tests.support.conversion_models import DIM, Attention, FeedForward, Layer, llama, trained
 
 
 def test_the_last_share_of_the_blocks_stays_in_high_precision():

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn as nn
-from conversion_models import DIM, Layer, Llama, kinds, loss
 
 from mxtrain import ConfigError, DecomposeKRouter, convert
+from tests.support.conversion_models import DIM, Layer, Llama, kinds, loss
 
 
 class TokenRouter(nn.Module):

@@ -7,9 +7,9 @@ import types
 import pytest
 import torch
 import torch.nn as nn
-from conversion_models import DIM
 
 from mxtrain import convert
+from tests.support.conversion_models import DIM
 
 
 class Listed(nn.Module):

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.utils as utils
-from conversion_models import DIM, TOKENS, Llama, kinds, llama, loss
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.parametrize import register_parametrization
 
 from mxtrain import FusedRMSNorm, MXLinear, MXNorm, MXNormLinear, convert
 from mxtrain.nn.normed_input import NormedInput
+from tests.support.conversion_models import DIM, TOKENS, Llama, kinds, llama, loss
 
 NORM, FED, GATE, OTHER = "layers.0.ffn_norm", "layers.0.feed_forward.w1", "router.gate", "layers.0.attention.wo"
 

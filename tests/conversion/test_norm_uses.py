@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conversion_models import DIM
 
 from mxtrain import ConfigError, convert
 from mxtrain.nn.normed_input import LOOKS
+from tests.support.conversion_models import DIM
 
 
 class UsesNormTwice(nn.Module):

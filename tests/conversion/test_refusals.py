@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from conversion_models import DIM, llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
@@ -12,6 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, convert
 from mxtrain.nn.three_gemms import QuantizedLinear
+from tests.support.conversion_models import DIM, llama
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,12 +2,12 @@
 
 import torch
 import torch.nn as nn
-from conversion_models import llama
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxtrain import convert
 from mxtrain.conversion.norm_uses import NormUses
 from mxtrain.conversion.survey import survey
+from tests.support.conversion_models import llama
 
 
 def test_a_survey_holds_the_facts_of_a_model():

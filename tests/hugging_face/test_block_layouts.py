@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from stored_values import VALUES
 
 from mxtrain import MXLinear, MXNorm, MXNormLinear
 from mxtrain.hugging_face.block_layouts import MXFP8_LAYOUT, NVFP4_LAYOUT, Codes, with_one_tensor_scale
 from mxtrain.nn import three_gemms
 from mxtrain.recipes.parse import get_recipe
+from tests.support.stored_values import VALUES
 
 LAYOUTS = {"mxfp8": MXFP8_LAYOUT, "nvfp4": NVFP4_LAYOUT}
 D, N = 64, 96

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from stored_values import VALUES
 
 from mxtrain import ConfigError
 from mxtrain.hugging_face.formats import RunFacts
 from mxtrain.hugging_face.registry import FORMATS
 from mxtrain.ops import quantize
 from mxtrain.recipes.parse import get_recipe
+from tests.support.stored_values import VALUES
 
 NAMES = {
     "attention.wq": "self_attn.q_proj",

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from graph_checks import draw, graph_after, operations
 from torchtitan.models.deepseek_v3.model import model as deepseek_v3
 from torchtitan.models.llama3.model import model as llama3
 from torchtitan.models.llama4.model import model as llama4
 
 from mxtrain.inductor.complex_products import split_complex_products
+from tests.support.graph_checks import draw, graph_after, operations
 
 B, S, H, D = 2, 3, 4, 8  # sequences, tokens, heads, features of a head
 BF16 = torch.bfloat16

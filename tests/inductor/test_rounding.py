@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from graph_checks import assert_same, draw, graph_after, operations
 
 from mxtrain.inductor.rounding import fuse_rounding
 from mxtrain.recipes.parse import get_recipe
+from tests.support.graph_checks import assert_same, draw, graph_after, operations
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

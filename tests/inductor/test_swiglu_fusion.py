@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from feed_forward import D, FeedForward, H, T, graphs_of, kept_for_backward, swiglu
-from graph_checks import draw, graph_after, operations
 from torch.utils.checkpoint import checkpoint
 
 from mxtrain import MXLinear
 from mxtrain.inductor.swiglu import fuse_swiglu
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.reference.swiglu import swiglu_backward
+from tests.support.feed_forward import D, FeedForward, H, T, graphs_of, kept_for_backward, swiglu
+from tests.support.graph_checks import draw, graph_after, operations
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from kernel_checks import kernel_tests
 
 from mxtrain.kernels.checks import check_parts
+from tests.support.kernel_checks import kernel_tests
 
 pytestmark = kernel_tests
 

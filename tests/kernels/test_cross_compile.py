@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-SCRIPT = Path(__file__).with_name("cross_compile.py")
+SCRIPT = REPOSITORY / "tests" / "support" / "cross_compile.py"
 HARDWARE_CONVERSION = "cvt.rn.satfinite.e4m3x2.f32"
 FP4_CONVERSION = "cvt.rn.satfinite.e2m1x2.f32"
 LOAD = re.compile(r"(?:ld\.global|cp\.async\.c[ag])[\w.:]*")

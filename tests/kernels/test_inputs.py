@@ -8,7 +8,17 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kernel_checks import (
+
+from mxtrain.kernels.cast_results import FORMS
+from mxtrain.kernels.mxfp8.cast import cast
+from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
+from mxtrain.kernels.norm.fold_backward import fold_backward
+from mxtrain.kernels.norm.straight_through import norm_backward
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.reference import casts
+from mxtrain.reference import mxnorm as reference
+from tests.support.kernel_checks import (
     DTYPES,
     LAYOUTS,
     RECIPES,
@@ -25,16 +35,6 @@ from kernel_checks import (
     misaligned,
     rms_estimate,
 )
-
-from mxtrain.kernels.cast_results import FORMS
-from mxtrain.kernels.mxfp8.cast import cast
-from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
-from mxtrain.kernels.norm.fold_backward import fold_backward
-from mxtrain.kernels.norm.straight_through import norm_backward
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
-from mxtrain.reference import casts
-from mxtrain.reference import mxnorm as reference
 
 pytestmark = kernel_tests
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
-from kernel_checks import RECIPES, draw, gpu_only
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
@@ -24,6 +23,7 @@ from mxtrain.kernels.norm.fold_backward import fold_backward
 from mxtrain.kernels.nvfp4 import cast as nvfp4
 from mxtrain.kernels.nvfp4 import joined_cast as joined_nvfp4
 from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scale
+from tests.support.kernel_checks import RECIPES, draw, gpu_only
 
 CUDA = torch.device("cuda", 0)
 

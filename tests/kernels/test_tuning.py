@@ -10,8 +10,6 @@ from typing import NamedTuple
 import pytest
 import torch
 import triton
-from kernel_checks import gpu_only
-from rms_norm_checks import backward_inputs, check_backward
 
 from mxtrain.kernels import tuned_plans, tuning
 from mxtrain.kernels.device import INTERPRETED
@@ -21,6 +19,8 @@ from mxtrain.kernels.norm.rms_norm_plan import choose_backward, choose_forward
 from mxtrain.kernels.norm.rms_norm_tuning import tune_backward, tune_forward
 from mxtrain.kernels.plan_table import Operation
 from mxtrain.kernels.tuned_plans import TunedPlan, file_of, save, tuned
+from tests.support.kernel_checks import gpu_only
+from tests.support.rms_norm_checks import backward_inputs, check_backward
 
 CPU = torch.device("cpu")
 

@@ -10,13 +10,13 @@ from functools import partial
 import pytest
 import torch
 import torch.nn as nn
-from layer_checks import NormBlock, assert_near, draw, fill, mx_linear, results_of
 from torch._inductor.codegen.cpp import DTYPE_TO_CPP
 
 import mxtrain.nn
 from mxtrain import DecomposeKRouter, FusedLayerNorm, FusedRMSNorm
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.split import SplitSequences
+from tests.support.layer_checks import NormBlock, assert_near, draw, fill, mx_linear, results_of
 
 D, N = 64, 32
 BATCH, SEQUENCE = 2, 32
@@ -114,7 +114,7 @@ def cases():
                 yield pytest.param(backend, strided, build, id=f"{names.split()[0]}-{path}-{backend}", marks=marks)
 
 
-@pytest.mark.parametrize(("backend", "strided", "build"), cases())
+@pytest.mark.parametrize(("backend", "strided", "build"), list(cases()))
 def test_gradients_are_those_of_eager_mode(backend, strided, build, group):
     module = build(group)
     x = draw(BATCH, SEQUENCE, D, seed=0, dtype=next(module.parameters()).dtype)

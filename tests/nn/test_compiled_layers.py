@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn as nn
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from layer_checks import NormBlock, assert_near, draw, mx_linear, results_of
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
@@ -15,6 +14,7 @@ from mxtrain.nn.group import LinearGroup
 from mxtrain.ops.hardware import runs_kernels
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
+from tests.support.layer_checks import NormBlock, assert_near, draw, mx_linear, results_of
 
 D, N, T = 64, 32, 5
 MIXED = "fprop=nvfp4_dynamic, dgrad=bf16, wgrad=mxfp8"

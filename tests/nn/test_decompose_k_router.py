@@ -6,12 +6,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn as nn
-from layer_checks import CHECKPOINTING, draw
 from torch.autograd import forward_ad
 
 from mxtrain import DecomposeKRouter, decompose_k_mm
 from mxtrain.nn import decompose_k_router as module
 from mxtrain.reference import decompose_k as reference
+from tests.support.layer_checks import CHECKPOINTING, draw
 
 TOKENS, HIDDEN, EXPERTS = 22, 96, 8
 EPILOGUES = [None, "relu", "sigmoid", "softmax"]

@@ -4,13 +4,19 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from fused_norm_checks import assert_contiguous_results, assert_rounded_once, doubles, gradients, noting_backend
-from layer_checks import assert_near, draw
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxtrain.nn.fused_layer_norm as module
 from mxtrain import ConfigError, FusedLayerNorm, layer_norm
 from mxtrain.ops.hardware import runs_kernels
+from tests.support.fused_norm_checks import (
+    assert_contiguous_results,
+    assert_rounded_once,
+    doubles,
+    gradients,
+    noting_backend,
+)
+from tests.support.layer_checks import assert_near, draw
 
 D, EPS = 40, 1e-5
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

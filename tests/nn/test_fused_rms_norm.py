@@ -4,13 +4,19 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from fused_norm_checks import assert_contiguous_results, assert_rounded_once, doubles, gradients, noting_backend
-from layer_checks import CHECKPOINTING, assert_near, draw
 
 import mxtrain.nn.fused_rms_norm as module
 from mxtrain import ConfigError, FusedRMSNorm, rms_norm
 from mxtrain.nn.row_norms import AUTO_WHEN_COMPILED
 from mxtrain.ops.hardware import runs_kernels
+from tests.support.fused_norm_checks import (
+    assert_contiguous_results,
+    assert_rounded_once,
+    doubles,
+    gradients,
+    noting_backend,
+)
+from tests.support.layer_checks import CHECKPOINTING, assert_near, draw
 
 D, EPS, LEADING = 96, 1e-5, (2, 3)
 

@@ -8,8 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-from gather_counts import GATHERS, bytes_of, counted, split_block
-from layer_checks import CHECKPOINTING, NormBlock, assert_near, draw, fields_with_gradients, in_two_processes
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.tensor import DTensor
@@ -20,6 +18,15 @@ from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.split import SplitSequences
 from mxtrain.ops.collectives import GATHER_PARTS
 from mxtrain.recipes.parse import get_recipe
+from tests.support.gather_counts import GATHERS, bytes_of, counted, split_block
+from tests.support.layer_checks import (
+    CHECKPOINTING,
+    NormBlock,
+    assert_near,
+    draw,
+    fields_with_gradients,
+    in_two_processes,
+)
 
 BATCH, SEQUENCE, DIM, OUTPUTS = 2, 128, 128, 64
 ROWS, COLUMNS = "rows", "columns"

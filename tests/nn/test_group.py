@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn as nn
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from layer_checks import CHECKPOINTING, NormBlock, assert_near, draw, fill, results_of
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -21,6 +20,7 @@ from mxtrain.nn.split import by_output_features
 from mxtrain.ops.gemm import guarded_mm
 from mxtrain.ops.quantize import joins
 from mxtrain.recipes.parse import get_recipe
+from tests.support.layer_checks import CHECKPOINTING, NormBlock, assert_near, draw, fill, results_of
 
 D, TOKENS, OUTPUTS = 96, (2, 20), (64, 32, 96)
 MIXED = "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8"

@@ -5,12 +5,12 @@ from itertools import product
 
 import pytest
 import torch
-from layer_checks import SEED, NormBlock, draw, mx_linear, results_of
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, set_rounding_step
 from mxtrain.ops import mxfp8, nvfp4
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import GEMMS, RECIPES
+from tests.support.layer_checks import SEED, NormBlock, draw, mx_linear, results_of
 
 D, N, T = 64, 96, 37
 FORMATS = ("mxfp8", "nvfp4", "bf16")

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn as nn
-from layer_checks import NormBlock, assert_near, draw, fill, mx_linear, results_of
 
 from mxtrain import ConfigError, MXLinear, MXNorm, convert
 from mxtrain.ops import hardware
 from mxtrain.ops.hardware import MODES, resolve_mode
+from tests.support.layer_checks import NormBlock, assert_near, draw, fill, mx_linear, results_of
 
 D, N, T = 64, 32, 5
 

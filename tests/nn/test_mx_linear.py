@@ -1,11 +1,11 @@
 import pytest
 import torch
 import torch.nn as nn
-from layer_checks import assert_near, draw, fill, mx_linear, results_of
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.reference.casts import image
+from tests.support.layer_checks import assert_near, draw, fill, mx_linear, results_of
 
 D, N, T = 96, 64, 40
 

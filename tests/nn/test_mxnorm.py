@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn as nn
-from layer_checks import NormBlock, assert_near, draw, results_of
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, mxnorm_cast
 from mxtrain.nn import mxnorm as module
@@ -13,6 +12,7 @@ from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.rms_estimate import RMSEstimate
 from mxtrain.reference.casts import dequantize, image
 from mxtrain.reference.mxnorm import inverse_rms, norm_backward
+from tests.support.layer_checks import NormBlock, assert_near, draw, results_of
 
 D, N, TOKENS = 96, 64, (2, 20)
 

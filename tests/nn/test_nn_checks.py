@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn as nn
-from layer_checks import NormBlock, draw
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -12,6 +11,7 @@ import mxtrain
 from mxtrain import ConfigError
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.normed_input import NormedInput
+from tests.support.layer_checks import NormBlock, draw
 
 D, TOKENS = 64, 20
 BF16 = torch.bfloat16

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from layer_checks import NormBlock, draw, fields_with_gradients, results_of
 from torch.utils.checkpoint import checkpoint
 
 import mxtrain
 from mxtrain.nn.normed_input import LOOKS, NormedInput
+from tests.support.layer_checks import NormBlock, draw, fields_with_gradients, results_of
 
 D, N = 64, 32
 

@@ -6,7 +6,6 @@ from itertools import combinations
 import pytest
 import torch
 import torch.nn as nn
-from layer_checks import FQN, NORM, SEED, NormBlock, assert_near, draw, mx_linear, results_of
 from torch.utils.checkpoint import checkpoint
 
 from mxtrain import set_rounding_step
@@ -17,6 +16,7 @@ from mxtrain.reference.hadamard import hadamard, pad
 from mxtrain.reference.mxnorm import norm_backward
 from mxtrain.reference.philox import rounding_bits, rounding_words
 from mxtrain.rng.seeds import hadamard_signs, rounding_key
+from tests.support.layer_checks import FQN, NORM, SEED, NormBlock, assert_near, draw, mx_linear, results_of
 
 D, N, T = 48, 80, 37
 

@@ -6,11 +6,11 @@ Transforms of torch.func are refused with another. And where there is no gradien
 import pytest
 import torch
 import torch.nn as nn
-from layer_checks import CHECKPOINTING, NormBlock, draw, fill, mx_linear
 
 from mxtrain import DecomposeKRouter, FusedLayerNorm, FusedRMSNorm
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.once_differentiable import MESSAGE, NO_TRANSFORMS
+from tests.support.layer_checks import CHECKPOINTING, NormBlock, draw, fill, mx_linear
 
 D, N, T = 64, 32, 5
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn as nn
-from layer_checks import NormBlock, draw, mx_linear
 from torch._dynamo import lookup_backend
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,6 +23,7 @@ from mxtrain.nn.split import by_output_features
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.ops import quantize
 from mxtrain.recipes.parse import get_recipe
+from tests.support.layer_checks import NormBlock, draw, mx_linear
 
 D, N, T = 32, 64, 16
 MIXED = "fprop=nvfp4, dgrad=bf16, wgrad=mxfp8"

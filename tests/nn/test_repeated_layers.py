@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn as nn
-from layer_checks import CHECKPOINTING, FQN, SEED, NormBlock, assert_near, draw, mx_linear
 from torch.utils.checkpoint import checkpoint
 
 from mxtrain import set_rounding_step
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.recipes.parse import get_recipe
+from tests.support.layer_checks import CHECKPOINTING, FQN, SEED, NormBlock, assert_near, draw, mx_linear
 
 D, T = 32, 16
 

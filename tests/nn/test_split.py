@@ -11,9 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
-from gather_counts import split_block
-from layer_checks import NormBlock, assert_near, draw, in_two_processes, mx_linear
-from test_gathered_norm import check_gathers
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from mxtrain.nn import group, three_gemms
@@ -21,6 +18,9 @@ from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.split import by_input_features
 from mxtrain.ops.gemm import Operand, matmul
 from mxtrain.recipes.parse import get_recipe
+from tests.nn.test_gathered_norm import check_gathers
+from tests.support.gather_counts import split_block
+from tests.support.layer_checks import NormBlock, assert_near, draw, in_two_processes, mx_linear
 
 # Half a sequence is 48 tokens, which are no whole blocks: sequences are joined before anything is cast along tokens.
 BATCH, SEQUENCE, DIM, OUTPUTS = 2, 96, 128, 64

@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 import torch.nn as nn
-from layer_checks import NormBlock, draw, in_two_processes, mx_linear
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
@@ -14,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from mxtrain import ConfigError, DecomposeKRouter, FusedLayerNorm, FusedRMSNorm, MXNormLinear, layer_norm, rms_norm
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.local_linear import LocalLinear
+from tests.support.layer_checks import NormBlock, draw, in_two_processes, mx_linear
 
 D, EXPERTS, EPS = 32, 8, 1e-5
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nvfp4_blocks import E2M1, block, draw, draw_bits, same_bits, torchao_cast
 
 from mxtrain.recipes.formats import NVFP4_RANGE
 from mxtrain.reference.nvfp4 import cast, cast_tiles, dequantize, dynamic_tensor_scale
+from tests.support.nvfp4_blocks import E2M1, block, draw, draw_bits, same_bits, torchao_cast
 
 INF, NAN = float("inf"), float("nan")
 

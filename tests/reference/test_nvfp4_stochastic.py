@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
-from nvfp4_blocks import E2M1, block, draw, draw_bits, same_bits
 
 from mxtrain.recipes.formats import NVFP4_RANGE
 from mxtrain.reference.nvfp4 import cast, dequantize, dynamic_tensor_scale
+from tests.support.nvfp4_blocks import E2M1, block, draw, draw_bits, same_bits
 
 INF = float("inf")
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nvfp4_blocks import draw, same_bits, torchao_cast
 
 from mxtrain.recipes.formats import NVFP4_RANGE, NVFP4_TENSOR_SCALE_MIN, norm_constant
 from mxtrain.recipes.parse import get_recipe
@@ -22,6 +21,7 @@ from mxtrain.reference.nvfp4 import (
     power_of_two_tensor_scale,
     static_tensor_scale,
 )
+from tests.support.nvfp4_blocks import draw, same_bits, torchao_cast
 
 INF, NAN = float("inf"), float("nan")
 

@@ -5,10 +5,10 @@ The suite runs these once more with the other release of the supported range (ma
 
 import pytest
 import torch
-from nvfp4_blocks import draw, same_bits, torchao_cast
 
 from mxtrain.recipes.formats import NVFP4_RANGE
 from mxtrain.reference.nvfp4 import cast, cast_tiles, dequantize, dynamic_tensor_scale
+from tests.support.nvfp4_blocks import draw, same_bits, torchao_cast
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,17 +3,13 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import benchmarking
+import kernel_benchmark
+import nvfp4 as bench_nvfp4
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
-
-import benchmarking  # noqa: E402
-import kernel_benchmark  # noqa: E402
-import nvfp4 as bench_nvfp4  # noqa: E402 - after the path is set
 
 SECTIONS = bench_nvfp4.SECTIONS
 

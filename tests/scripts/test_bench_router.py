@@ -3,19 +3,14 @@
 import argparse
 import json
 import os
-import sys
-from pathlib import Path
 
+import benchmarking
 import pytest
+import router as bench_router
+import router_cases
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
-
-import benchmarking  # noqa: E402
-import router as bench_router  # noqa: E402 - after the path is set
-import router_cases  # noqa: E402
-import tune_ahead  # noqa: E402
-from router_cases import SECTIONS, Options, Shape  # noqa: E402
+import tune_ahead
+from router_cases import SECTIONS, Options, Shape
 
 # Gets a Triton plan, and is small enough for the interpreter.
 SHAPE = Shape(16, 32, 2048)

@@ -4,26 +4,21 @@ import argparse
 import json
 import math
 import os
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import benchmarking
+import cast as bench_cast
+import kernel_benchmark
+import norm as bench_norm
 import pytest
 import torch
 import torch.nn as nn
+import train as bench_train
 from torch.autograd.profiler_util import Interval
 from torchtitan.models.llama3.model.model import Transformer
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
-
-import benchmarking  # noqa: E402
-import cast as bench_cast  # noqa: E402 - after the path is set
-import kernel_benchmark  # noqa: E402
-import norm as bench_norm  # noqa: E402
-import train as bench_train  # noqa: E402
-
-from mxtrain.nn.three_gemms import QuantizedLinear  # noqa: E402
+from mxtrain.nn.three_gemms import QuantizedLinear
 
 PNG = b"\x89PNG\r\n"
 

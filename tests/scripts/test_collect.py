@@ -9,12 +9,12 @@ from mxtrain.analysis.comparison import compare
 from mxtrain.analysis.report import MARKDOWN_FILE, report
 from mxtrain.analysis.report_blocks import markdown
 from mxtrain.analysis.results import append_results, read_results
+from tests.support.paired_runs import make_run
 
 ROOT = Path(__file__).parents[2]
 EVIDENCE = ROOT / "scripts" / "evidence"
-sys.path[:0] = [str(EVIDENCE), str(ROOT / "tests" / "analysis")]
+sys.path.insert(0, str(EVIDENCE))
 collect = importlib.import_module("collect")
-make_run = importlib.import_module("paired_runs").make_run
 
 
 def test_runs_are_appended_and_what_is_no_result_is_a_line(tmp_path, capsys):

@@ -1,14 +1,8 @@
 """The benchmark of a norm in a compiled block on a CPU: every result is right, and every graph is one kernel."""
 
-import sys
-from pathlib import Path
-
+import compiled_norm
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
-
-import compiled_norm  # noqa: E402 - after the path is set
 
 # Inductor compiles for the CPU.
 pytestmark = pytest.mark.sweep

@@ -1,25 +1,22 @@
 """The fault drill: a small one on real runs, and that it notices every kind of harm."""
 
 import json
-import sys
 from pathlib import Path
 
+import drill
+import moments
 import pytest
+import report
 import torch
 import torch.distributed.checkpoint as dcp
+import verdict
+from moments import Saved
+from victim import write_config
+
+from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest
+from mxtrain.settings.read import read_settings
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts" / "faults"))
-
-import drill  # noqa: E402 - after the path is set
-import moments  # noqa: E402
-import report  # noqa: E402
-import verdict  # noqa: E402
-from moments import Saved  # noqa: E402
-from victim import write_config  # noqa: E402
-
-from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest  # noqa: E402
-from mxtrain.settings.read import read_settings  # noqa: E402
 
 
 @pytest.mark.parametrize("on_gpus", [False, True])

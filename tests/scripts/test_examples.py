@@ -1,7 +1,6 @@
 """The examples do what they say: they train, stop, go on as if they had not stopped, and leave a model that loads."""
 
 import importlib
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
 @pytest.fixture
 def example(monkeypatch):
     """``example(name)``: the module of an example, on the CPU."""
-    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return importlib.import_module
 

@@ -2,19 +2,14 @@
 
 import functools
 import shutil
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import inductor_mm as inductor
 import pytest
 import torch
 from torch._inductor.kernel import custom_op
 
 from mxtrain.reference.decompose_k import decompose_k_mm
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
-
-import inductor_mm as inductor  # noqa: E402 - after the path is set
 
 
 def operands(rows, device, columns=8, inner=256):

@@ -1,20 +1,14 @@
 """``scripts/bench/write_plans.py`` in a dry run: which rows it times and what it writes."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+import write_plans
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
-
-import write_plans  # noqa: E402 - after the path is set
-
-from mxtrain.kernels import plan_table  # noqa: E402
-from mxtrain.kernels.device import INTERPRETED  # noqa: E402
-from mxtrain.kernels.norm.rms_norm_plan import FORWARD, ForwardSettings  # noqa: E402
-from mxtrain.kernels.plan_table import H200, Row, read, rows_of, write  # noqa: E402
-from mxtrain.kernels.router.decompose_k_plan import ALONG_K, Plan  # noqa: E402
+from mxtrain.kernels import plan_table
+from mxtrain.kernels.device import INTERPRETED
+from mxtrain.kernels.norm.rms_norm_plan import FORWARD, ForwardSettings
+from mxtrain.kernels.plan_table import H200, Row, read, rows_of, write
+from mxtrain.kernels.router.decompose_k_plan import ALONG_K, Plan
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a dry run is for CPUs")
 

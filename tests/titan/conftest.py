@@ -1,7 +1,8 @@
 import os
 
 import pytest
-import training_runs
+
+from tests.support import training_runs
 
 
 @pytest.fixture(scope="session")

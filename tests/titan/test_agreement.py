@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from forked import forking_context
 
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain.data import DataConfig, cache_folders, prepare, prepared
 from mxtrain.errors import ConfigError
 from mxtrain.titan import agreement
 from mxtrain.titan.agreement import differences, is_first, prepare_together, run_on_all_ranks
+from tests.support.forked import forking_context
 
 SETTING = "training.dataset = 'files'"
 

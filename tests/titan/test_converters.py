@@ -3,7 +3,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn as nn
-from converter_checks import config, count, model_and_args
 from torchtitan.config import JobConfig
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 from torchtitan.protocols.model_converter import build_model_converters
@@ -29,6 +28,7 @@ from mxtrain.titan.converters import (
     active_settings,
 )
 from mxtrain.titan.parse import parse_job_config
+from tests.support.converter_checks import config, count, model_and_args
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 

@@ -5,7 +5,8 @@ import os
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from forked import ENVIRONMENT, forking_context
+
+from tests.support.forked import ENVIRONMENT, forking_context
 
 RANKS, SHAPE = 2, (2, 4, 64, 8)
 

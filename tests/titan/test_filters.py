@@ -2,7 +2,6 @@
 
 import pytest
 import torch.nn as nn
-from converter_checks import config, count, model_and_args
 from torchtitan.config import ConfigManager
 from torchtitan.protocols.model_converter import build_model_converters
 
@@ -17,6 +16,7 @@ from mxtrain.titan.converters import (
     TitanMXNorm,
 )
 from mxtrain.titan.parse import non_default_values, parse_job_config
+from tests.support.converter_checks import config, count, model_and_args
 
 
 def test_filters_reach_the_conversion():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn as nn
-from converter_checks import config, model_and_args
 
 from mxtrain import (
     ConfigError,
@@ -14,6 +13,7 @@ from mxtrain.titan.converters import (
     active_settings,
 )
 from mxtrain.titan.parse import parse_job_config
+from tests.support.converter_checks import config, model_and_args
 
 
 def test_active_settings():

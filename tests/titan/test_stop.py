@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-import training_runs
-from training_runs import SAVE, steps, wait_for_lines
 
 from mxtrain.launched import LAUNCHER_VARIABLE
 from mxtrain.run_folder.start import CheckpointSettings
 from mxtrain.titan.stop import Stop, StopSignals, resume_command
+from tests.support import training_runs
+from tests.support.training_runs import SAVE, steps, wait_for_lines
 
 ENABLED = CheckpointSettings(enable=True)
 

@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 import torch.nn as nn
-from training_runs import ACCUMULATE, GUARD, done_once, load, seeds
 
 import mxtrain
 from mxtrain import ConfigError
@@ -17,6 +16,7 @@ from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
 from mxtrain.titan.parse import parse_job_config
 from mxtrain.titan.reports.metrics import build_metrics_processor
 from mxtrain.titan.schedule import RecipeSwitch
+from tests.support.training_runs import ACCUMULATE, GUARD, done_once, load, seeds
 
 EVENTS = [
     (3, "fprop=bf16 in layers.1"),

@@ -15,7 +15,6 @@ import tomli
 import tomli_w
 import torch
 from torchtitan.protocols import train_spec
-from training_runs import CONFIG, MIXED_RECIPE, MIXED_RECIPES, Outcome, run_python
 
 from mxtrain import ConfigError
 from mxtrain.analysis import load_run
@@ -23,6 +22,7 @@ from mxtrain.run_folder.checkpoints import Checkpoints
 from mxtrain.titan.checkpoint.checkpointer import SaveError
 from mxtrain.titan.parse import non_default_values, parse_job_config, resolved_settings
 from mxtrain.titan.train import _require_backend, train
+from tests.support.training_runs import CONFIG, MIXED_RECIPE, MIXED_RECIPES, Outcome, run_python
 
 LEARNERS = ("mxnorm", "exact", "post_round", "mx_linear", "mixed", "bf16", "nvfp4", "deepseek_v3", "llama4", "qwen3")
 

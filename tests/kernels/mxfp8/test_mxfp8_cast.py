@@ -6,7 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import (
+
+from mxtrain.kernels.cast_results import FORMS
+from mxtrain.kernels.mxfp8.cast import cast
+from tests.support.kernel_checks import (
     DTYPES,
     RECIPES,
     assert_same_results,
@@ -19,9 +22,6 @@ from kernel_checks import (
     poisoned_memory,
     ugly,
 )
-
-from mxtrain.kernels.cast_results import FORMS
-from mxtrain.kernels.mxfp8.cast import cast
 
 pytestmark = kernel_tests
 

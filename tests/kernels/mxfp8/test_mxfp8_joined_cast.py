@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
-from kernel_checks import DTYPES, RECIPES, assert_same_results, draw, kernel_tests, poisoned_memory, ugly
 
 from mxtrain.kernels.cast_results import FORMS
 from mxtrain.kernels.mxfp8.cast import cast
 from mxtrain.kernels.mxfp8.joined_cast import joined_cast
+from tests.support.kernel_checks import DTYPES, RECIPES, assert_same_results, draw, kernel_tests, poisoned_memory, ugly
 
 pytestmark = kernel_tests
 

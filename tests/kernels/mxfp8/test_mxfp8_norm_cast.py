@@ -6,7 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import (
+
+from mxtrain.kernels.cast_results import FORMS
+from mxtrain.kernels.device import INTERPRETED
+from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
+from mxtrain.reference import mxnorm as reference
+from tests.support.kernel_checks import (
     DTYPES,
     RECIPES,
     assert_same_results,
@@ -18,11 +23,6 @@ from kernel_checks import (
     rms_estimate,
     ugly,
 )
-
-from mxtrain.kernels.cast_results import FORMS
-from mxtrain.kernels.device import INTERPRETED
-from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
-from mxtrain.reference import mxnorm as reference
 
 pytestmark = kernel_tests
 

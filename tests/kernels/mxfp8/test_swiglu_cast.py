@@ -6,7 +6,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_checks import (
+
+from mxtrain.kernels.cast_results import FORMS
+from mxtrain.kernels.mxfp8.swiglu_cast import sigmoid, swiglu, swiglu_backward_cast, swiglu_cast, swiglu_dgate
+from mxtrain.reference import swiglu as reference
+from tests.support.kernel_checks import (
     DTYPES,
     LAYOUTS,
     RECIPES,
@@ -18,10 +22,6 @@ from kernel_checks import (
     kernel_tests,
     ugly,
 )
-
-from mxtrain.kernels.cast_results import FORMS
-from mxtrain.kernels.mxfp8.swiglu_cast import sigmoid, swiglu, swiglu_backward_cast, swiglu_cast, swiglu_dgate
-from mxtrain.reference import swiglu as reference
 
 pytestmark = kernel_tests
 MXFP8 = RECIPES["rceil"]

@@ -6,7 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import (
+
+from mxtrain.kernels.integers import next_power_of_2
+from mxtrain.kernels.norm import fold_backward as module
+from mxtrain.kernels.norm.fold_backward import fold_backward
+from tests.support.kernel_checks import (
     DTYPES,
     assert_same_bits,
     assert_same_results,
@@ -15,10 +19,6 @@ from kernel_checks import (
     gpu_only,
     kernel_tests,
 )
-
-from mxtrain.kernels.integers import next_power_of_2
-from mxtrain.kernels.norm import fold_backward as module
-from mxtrain.kernels.norm.fold_backward import fold_backward
 
 pytestmark = kernel_tests
 

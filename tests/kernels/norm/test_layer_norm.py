@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_checks import LAYOUTS, assert_same_results, careful_call, draw, gpu_only, kernel_tests
-from layer_norm_checks import EPS, assert_is_layer_norm, forward_inputs
-from rms_norm_checks import WIDTHS, by_plan
 
 from mxtrain.kernels.norm.layer_norm import layer_norm, layer_norm_by_plan
 from mxtrain.kernels.norm.rms_norm_plan import LAYER_FORWARD, Plan, choose_forward
 from mxtrain.reference import layer_norm as reference
+from tests.support.kernel_checks import LAYOUTS, assert_same_results, careful_call, draw, gpu_only, kernel_tests
+from tests.support.layer_norm_checks import EPS, assert_is_layer_norm, forward_inputs
+from tests.support.rms_norm_checks import WIDTHS, by_plan
 
 pytestmark = kernel_tests
 

@@ -5,9 +5,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_checks import LAYOUTS, assert_same_results, careful_call, draw, gpu_only, kernel_tests
-from layer_norm_checks import EPS, assert_is_backward, autograd_in_fp64, backward_inputs, statistics
-from rms_norm_checks import WIDTHS, by_plan
 
 import mxtrain.kernels.norm.partial_sums
 from mxtrain.kernels.device import INTERPRETED
@@ -15,6 +12,9 @@ from mxtrain.kernels.norm import rms_norm_plan
 from mxtrain.kernels.norm.layer_norm_backward import layer_norm_backward, layer_norm_backward_by_plan
 from mxtrain.kernels.norm.rms_norm_plan import LAYER_BACKWARD, Plan, choose_backward
 from mxtrain.kernels.norm.wide_rows_backward import wide_rows_kernel
+from tests.support.kernel_checks import LAYOUTS, assert_same_results, careful_call, draw, gpu_only, kernel_tests
+from tests.support.layer_norm_checks import EPS, assert_is_backward, autograd_in_fp64, backward_inputs, statistics
+from tests.support.rms_norm_checks import WIDTHS, by_plan
 
 pytestmark = kernel_tests
 

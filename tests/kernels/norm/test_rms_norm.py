@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import LAYOUTS, assert_same_bits, assert_same_results, draw, gpu_only, kernel_tests
-from rms_norm_checks import (
+
+from mxtrain.kernels.norm.rms_norm import rms_norm, rms_norm_by_plan
+from mxtrain.kernels.norm.rms_norm_plan import DTYPES, Plan, choose_forward
+from tests.support.kernel_checks import LAYOUTS, assert_same_bits, assert_same_results, draw, gpu_only, kernel_tests
+from tests.support.rms_norm_checks import (
     EPS,
     WIDTHS,
     assert_is_rms_norm,
@@ -17,9 +20,6 @@ from rms_norm_checks import (
     forward_inputs,
     pairs_of_dtypes,
 )
-
-from mxtrain.kernels.norm.rms_norm import rms_norm, rms_norm_by_plan
-from mxtrain.kernels.norm.rms_norm_plan import DTYPES, Plan, choose_forward
 
 pytestmark = kernel_tests
 

@@ -5,8 +5,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import LAYOUTS, assert_same_bits, assert_same_results, draw, gpu_only, kernel_tests
-from rms_norm_checks import (
+
+import mxtrain.kernels.norm.partial_sums
+import mxtrain.kernels.norm.rms_norm_backward
+from mxtrain.kernels.device import INTERPRETED
+from mxtrain.kernels.norm.rms_norm_backward import rms_norm_backward, rms_norm_backward_by_plan
+from mxtrain.kernels.norm.rms_norm_plan import DTYPES, Plan, choose_backward
+from tests.support.kernel_checks import LAYOUTS, assert_same_bits, assert_same_results, draw, gpu_only, kernel_tests
+from tests.support.rms_norm_checks import (
     EPS,
     WIDTHS,
     assert_is_backward,
@@ -17,12 +23,6 @@ from rms_norm_checks import (
     exact_rstd,
     pairs_of_dtypes,
 )
-
-import mxtrain.kernels.norm.partial_sums
-import mxtrain.kernels.norm.rms_norm_backward
-from mxtrain.kernels.device import INTERPRETED
-from mxtrain.kernels.norm.rms_norm_backward import rms_norm_backward, rms_norm_backward_by_plan
-from mxtrain.kernels.norm.rms_norm_plan import DTYPES, Plan, choose_backward
 
 pytestmark = kernel_tests
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rms_norm_checks import forward_inputs
 
 from mxtrain.kernels.norm.rms_norm import rms_norm_by_plan
 from mxtrain.kernels.norm.rms_norm_plan import (
@@ -28,6 +27,7 @@ from mxtrain.kernels.norm.rms_norm_plan import (
 from mxtrain.kernels.norm.rms_norm_tuning import FIELDS, neighbour, starts
 from mxtrain.kernels.plan_table import GPU, H200
 from mxtrain.kernels.tuned_plans import TunedPlan, save
+from tests.support.rms_norm_checks import forward_inputs
 
 CPU = torch.device("cpu")
 AN_H200, AN_RTX = GPU("cpu", (H200,), 132, 227 * 1024), GPU("RTX", (), 58, 99 * 1024)

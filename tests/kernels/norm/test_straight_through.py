@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import (
+
+from mxtrain.kernels.norm.straight_through import norm_backward
+from tests.support.kernel_checks import (
     DTYPES,
     assert_same_bits,
     check_norm_backward,
@@ -14,8 +16,6 @@ from kernel_checks import (
     gpu_only,
     kernel_tests,
 )
-
-from mxtrain.kernels.norm.straight_through import norm_backward
 
 pytestmark = kernel_tests
 

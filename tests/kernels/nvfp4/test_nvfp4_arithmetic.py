@@ -4,8 +4,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_checks import assert_same_bits, draw, kernel_tests
-from nvfp4_checks import assert_is_nvfp4, positive_nans
 
 from mxtrain.kernels.device import converts_fp4
 from mxtrain.kernels.nvfp4.arithmetic import (
@@ -19,6 +17,8 @@ from mxtrain.kernels.nvfp4.arithmetic import (
 )
 from mxtrain.kernels.nvfp4.cast import nvfp4_cast
 from mxtrain.reference import nvfp4
+from tests.support.kernel_checks import assert_same_bits, draw, kernel_tests
+from tests.support.nvfp4_checks import assert_is_nvfp4, positive_nans
 
 pytestmark = kernel_tests
 

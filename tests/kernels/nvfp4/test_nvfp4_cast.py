@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import DTYPES, assert_same_results, bits, draw, kernel_tests, poisoned_memory, ugly
-from nvfp4_checks import KEY, check_cast, draws, signs
 
 from mxtrain.kernels.cast_results import FORMS
 from mxtrain.kernels.nvfp4.cast import nvfp4_amax, nvfp4_cast
 from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scale
 from mxtrain.reference.nvfp4 import dynamic_tensor_scale
+from tests.support.kernel_checks import DTYPES, assert_same_results, bits, draw, kernel_tests, poisoned_memory, ugly
+from tests.support.nvfp4_checks import KEY, check_cast, draws, signs
 
 pytestmark = kernel_tests
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from kernel_checks import assert_same_bits, draw, kernel_tests, poisoned_memory, ugly
 
 from mxtrain.kernels.nvfp4.cast import nvfp4_cast
 from mxtrain.kernels.nvfp4.joined_cast import nvfp4_joined_cast, nvfp4_joined_weight
 from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
 from mxtrain.rng.rounding_position import Draws
+from tests.support.kernel_checks import assert_same_bits, draw, kernel_tests, poisoned_memory, ugly
 
 pytestmark = kernel_tests
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import DTYPES, assert_same_results, draw, kernel_tests, ugly
-from nvfp4_checks import check_norm, estimate_16
 
 from mxtrain.kernels.cast_results import FORMS
 from mxtrain.kernels.nvfp4.norm_cast import nvfp4_norm
 from mxtrain.recipes.rms_estimate import RMSEstimate
+from tests.support.kernel_checks import DTYPES, assert_same_results, draw, kernel_tests, ugly
+from tests.support.nvfp4_checks import check_norm, estimate_16
 
 pytestmark = kernel_tests
 

@@ -3,10 +3,10 @@
 import torch
 import triton
 import triton.language as tl
-from kernel_checks import kernel_tests
 
 from mxtrain.reference.philox import philox, rounding_words
 from mxtrain.rng.seeds import rounding_key
+from tests.support.kernel_checks import kernel_tests
 
 pytestmark = kernel_tests
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import DTYPES, assert_same_results, bits, draw, kernel_tests, poisoned_memory, ugly
-from nvfp4_checks import check_weight
 
 from mxtrain.kernels.cast_results import FORMS
 from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
 from mxtrain.reference import nvfp4
+from tests.support.kernel_checks import DTYPES, assert_same_results, bits, draw, kernel_tests, poisoned_memory, ugly
+from tests.support.nvfp4_checks import check_weight
 
 pytestmark = kernel_tests
 

@@ -7,7 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import (
+
+from mxtrain.kernels.router import decompose_k as module
+from mxtrain.kernels.router.decompose_k import decompose_k, decompose_k_by_plan
+from mxtrain.kernels.router.decompose_k_plan import Plan, kernel_plan, lie_along_k
+from mxtrain.reference.decompose_k import EPILOGUES, decompose_k_mm
+from tests.support.kernel_checks import (
     assert_same_bits,
     careful_call,
     draw,
@@ -17,12 +22,7 @@ from kernel_checks import (
     sliced_rows,
     transposed,
 )
-from rms_norm_checks import SUM_ERROR, assert_near
-
-from mxtrain.kernels.router import decompose_k as module
-from mxtrain.kernels.router.decompose_k import decompose_k, decompose_k_by_plan
-from mxtrain.kernels.router.decompose_k_plan import Plan, kernel_plan, lie_along_k
-from mxtrain.reference.decompose_k import EPILOGUES, decompose_k_mm
+from tests.support.rms_norm_checks import SUM_ERROR, assert_near
 
 pytestmark = kernel_tests
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hostile_pickles import NAME, Code, put_code_into_index
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
@@ -26,6 +25,7 @@ from mxtrain.titan.checkpoint import writer as checkpoint_writer
 from mxtrain.titan.checkpoint.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer, SaveError
 from mxtrain.titan.checkpoint.writer import CheckpointWriter
 from mxtrain.titan.parse import parse_job_config
+from tests.support.hostile_pickles import NAME, Code, put_code_into_index
 
 
 class State(Stateful):

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hostile_pickles import Code
 
 from mxtrain.errors import ConfigError
 from mxtrain.titan.checkpoint.random_state import RandomState
 from mxtrain.titan.checkpoint.reader import load, read_index, unpickle
+from tests.support.hostile_pickles import Code
 
 
 class State:

@@ -8,9 +8,9 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from training_runs import NVFP4, SAVE_EACH, Resumed, done_once, seeds, steps
 
 from mxtrain.analysis import load_run
+from tests.support.training_runs import NVFP4, SAVE_EACH, Resumed, done_once, seeds, steps
 
 
 def numbers(outcome) -> list[tuple]:

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from data_checks import VOCABULARY, Bigrams, job, rows_of, same, take, text, validator
 from torch import nn
 from torchtitan.tools import utils
 
@@ -13,6 +12,7 @@ from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.titan.data import datasets as titan_datasets
 from mxtrain.titan.data.datasets import build_dataloader, build_tokenizer, build_validator, prepare_from_job
+from tests.support.data_checks import VOCABULARY, Bigrams, job, rows_of, same, take, text, validator
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

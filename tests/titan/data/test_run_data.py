@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hostile_pickles import NAME, Code
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.config import ConfigManager
 
@@ -24,6 +23,7 @@ from mxtrain.titan.data.datasets import (
     prepare_from_job,
 )
 from mxtrain.titan.data.run_data import RunLoader
+from tests.support.hostile_pickles import NAME, Code
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import datasets as hf_datasets
 import pytest
 import torch
-from data_checks import VOCABULARY, job, rows_of, same, take, text, validator
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -17,6 +16,7 @@ from mxtrain.data.tokenizer import train_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.titan.data import datasets as titan_datasets
 from mxtrain.titan.data.datasets import build_dataloader, build_tokenizer, prepare_from_job
+from tests.support.data_checks import VOCABULARY, job, rows_of, same, take, text, validator
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
-import saved_runs
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -21,6 +20,7 @@ from mxtrain.titan.hugging_face import saved_run
 from mxtrain.titan.hugging_face.export import export
 from mxtrain.titan.hugging_face.held_out_loss import load_model
 from mxtrain.titan.hugging_face.saved_run import open_run
+from tests.support import saved_runs
 
 CPU = torch.device("cpu")
 SEQ_LEN = 256

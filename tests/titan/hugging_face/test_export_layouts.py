@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-import training_worker
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.titan.hugging_face.export import export
 from mxtrain.titan.hugging_face.saved_run import open_run
+from tests.support import training_worker
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@ import json
 
 import numpy as np
 import pytest
-import saved_runs
 import torch
 import torch.nn.functional as F
 
@@ -11,6 +10,7 @@ from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.titan.hugging_face import held_out_loss
 from mxtrain.titan.hugging_face.held_out_loss import NoLoss, held_out_losses, load_model
 from mxtrain.titan.hugging_face.saved_run import open_run
+from tests.support import saved_runs
 
 CPU = torch.device("cpu")
 

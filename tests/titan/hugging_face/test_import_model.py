@@ -9,7 +9,6 @@ from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
-import saved_runs
 import tomli
 import torch
 import transformers
@@ -28,6 +27,7 @@ from mxtrain.titan.hugging_face.export import export
 from mxtrain.titan.hugging_face.held_out_loss import load_model
 from mxtrain.titan.hugging_face.import_model import ImportReport, import_model
 from mxtrain.titan.hugging_face.saved_run import open_run
+from tests.support import saved_runs
 
 LLAMA_ROPE = {
     "rope_type": "llama3",

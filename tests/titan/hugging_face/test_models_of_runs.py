@@ -4,11 +4,11 @@ import json
 import shutil
 
 import pytest
-import saved_runs
 
 from mxtrain import cli
 from mxtrain.hugging_face.model_config import REPORT_FILE
 from mxtrain.run_folder.manifest import hash_file
+from tests.support import saved_runs
 
 
 @pytest.fixture

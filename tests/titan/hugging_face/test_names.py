@@ -1,13 +1,13 @@
 from dataclasses import replace
 
 import pytest
-import saved_runs
 import torch
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import ModelShape, RopeScaling
 from mxtrain.titan.hugging_face.names import Names, require_supported, shape_of
+from tests.support import saved_runs
 
 LLAMA31 = ModelShape(
     model_type="llama",

@@ -3,10 +3,8 @@
 import json
 
 import pytest
-import saved_runs
 import torch
 from safetensors.torch import load_file
-from stored_values import VALUES
 
 from mxtrain.errors import ConfigError
 from mxtrain.nn import three_gemms
@@ -16,6 +14,8 @@ from mxtrain.titan.hugging_face.export import export
 from mxtrain.titan.hugging_face.held_out_loss import load_model
 from mxtrain.titan.hugging_face.names import Names
 from mxtrain.titan.hugging_face.saved_run import open_run
+from tests.support import saved_runs
+from tests.support.stored_values import VALUES
 
 MIXED = "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16"
 # Format, model, converter and settings of [mxnorm]

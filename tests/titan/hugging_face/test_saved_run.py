@@ -1,10 +1,10 @@
 import pytest
-import saved_runs
 import torch
-from hostile_pickles import NAME, put_code_into_index
 
 from mxtrain.errors import ConfigError
 from mxtrain.titan.hugging_face.saved_run import open_run
+from tests.support import saved_runs
+from tests.support.hostile_pickles import NAME, put_code_into_index
 
 
 @pytest.fixture

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from forked import forking_context
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.cli import doctor_memory
 from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
 from mxtrain.titan.parallel.replicate import Layout
 from mxtrain.titan.parse import parse_job_config
+from tests.support.forked import forking_context
 
 
 def test_no_parameter_has_memory_before_and_after_its_conversion():

@@ -1,11 +1,11 @@
 """What context parallelism reports, counts and validates, against one process."""
 
 import pytest
-import sharded_runs
 import torch
 
 from mxtrain.analysis import load_run
 from mxtrain.titan.parallel.context import share_of_validation_loss, tokens_of_other_ranks
+from tests.support import sharded_runs
 
 
 @pytest.mark.parametrize("name, of_one", [("cp 2, validated, mxfp8", "validated"), ("qwen3, cp 2", "qwen3")])

@@ -1,9 +1,7 @@
 """Gradients of mixtures of experts under tensor parallelism against one process, and what is refused."""
 
-import oracle
 import pytest
 import torch.nn as nn
-from test_tensor_parallel import COMPILED
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torchtitan.distributed import NoParallel
 from torchtitan.distributed.expert_parallel import ExpertTensorParallel, TensorParallel
@@ -12,6 +10,8 @@ from torchtitan.models.moe.moe import GroupedExperts
 from mxtrain import ConfigError
 from mxtrain.titan.parallel import expert_styles
 from mxtrain.titan.parallel.expert_styles import inner_style
+from tests.support import oracle
+from tests.titan.parallel.test_tensor_parallel import COMPILED
 
 SIZES = {"n_layers": 2, "dim": 128, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "hidden_dim": 256}
 MODELS = {

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchtitan.tools.utils as titan_utils
-from forked import ENVIRONMENT, forking_context
 from torch import nn
 from torchtitan.models.utils import trunc_normal_
 
 from mxtrain.rng.seeds import weight_seed
 from mxtrain.titan.parallel.initial_weights import DrawsByName, draw_by_name, plain_name, shared_seed
+from tests.support.forked import ENVIRONMENT, forking_context
 
 CPU = torch.device("cpu")
 ONE_RANK = SimpleNamespace(get_optional_mesh=lambda name: None)
@@ -58,10 +57,8 @@ def weights(tmp_path_factory) -> dict[str, dict[str, dict[str, str]]]:
 def _build_all(folder: Path, rank: int) -> None:
     """Build every model in every layout that has this rank. Rank 0 is in all, and writes the hashes."""
     os.environ.update(ENVIRONMENT, RANK=str(rank), LOCAL_RANK=str(rank))
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    import training_worker
-
     import mxtrain.titan  # noqa: F401
+    from tests.support import training_worker
 
     training_worker.add_tiny_models()
     hashes = {model: {} for model in LAYOUTS}

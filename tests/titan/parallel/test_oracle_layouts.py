@@ -3,10 +3,10 @@
 import itertools
 from dataclasses import replace
 
-import oracle
 import pytest
-import sharded_runs
-from sharded_runs import FOUR, TWO
+
+from tests.support import oracle, sharded_runs
+from tests.support.sharded_runs import FOUR, TWO
 
 LONG = "oracle of one process, long"
 

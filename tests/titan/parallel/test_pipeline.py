@@ -3,20 +3,19 @@
 import json
 from math import prod
 
-import oracle
 import pytest
 import torch
-import training_runs
-from recording import record_all
 from torch.distributed.pipelining import PipelineStage
 from torchtitan.config.job_config import Parallelism
-from training_runs import SCHEDULE, Outcome, Resumed, done_once, steps
 
 from mxtrain.analysis import load_run, read_metrics
 from mxtrain.analysis.numerics import by_figure, numerics_rows
 from mxtrain.run_folder.manifest import read_manifest
 from mxtrain.titan.parallel import pipeline
 from mxtrain.titan.parallel.pipeline import LossPerToken, modules_of_stages
+from tests.support import oracle, training_runs
+from tests.support.recording import record_all
+from tests.support.training_runs import SCHEDULE, Outcome, Resumed, done_once, steps
 
 DIAGNOSTICS = ["--mxnorm.diagnostics.every=3", "--mxnorm.diagnostics.tokens=64"]
 SAVE = ["--checkpoint.enable", "--checkpoint.interval=1"]

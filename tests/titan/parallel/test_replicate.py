@@ -1,7 +1,8 @@
 """Replication (DDP) against one process."""
 
-import oracle
 import pytest
+
+from tests.support import oracle
 
 
 def run(recipe: str, *flags: str, **degrees: int) -> list[str]:

@@ -2,9 +2,7 @@
 
 from types import SimpleNamespace
 
-import oracle
 import pytest
-import sharded_runs
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import Shard
@@ -16,6 +14,7 @@ from mxtrain.recipes.layer_state import LayerState, Timeline
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.titan.parallel import tensor_parallel
 from mxtrain.titan.parallel.tensor_parallel import check_part, choose_gathers, style_for
+from tests.support import oracle, sharded_runs
 
 NEAREST = "--mxnorm.stochastic_rounding=False"
 FLAGS = {

@@ -2,7 +2,6 @@ import pytest
 import torch
 import torchtitan.models.llama3.infra.parallelize as llama3
 import torchtitan.models.llama4.infra.parallelize as llama4
-from forked import forking_context
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
@@ -10,6 +9,7 @@ from torch.distributed.tensor import Shard
 from mxtrain.errors import ConfigError
 from mxtrain.titan.models.llama3 import Llama3, Llama3Args
 from mxtrain.titan.parallel.tied_weights import shared_group, stays_tied
+from tests.support.forked import forking_context
 
 SMALL = dict(dim=64, n_layers=2, n_heads=4, vocab_size=96, max_seq_len=32)
 PRECISION = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}

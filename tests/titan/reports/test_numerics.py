@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from training_runs import NUMERICS, NVFP4, done_once, steps
 
 import mxtrain
 from mxtrain.analysis import read_metrics
@@ -26,6 +25,7 @@ from mxtrain.recipes.parse import get_recipe
 from mxtrain.rng.rounding_position import set_rounding_step
 from mxtrain.titan.reports import numerics as numerics_module
 from mxtrain.titan.reports.numerics import Numerics, check_patterns, figures_of
+from tests.support.training_runs import NUMERICS, NVFP4, done_once, steps
 
 COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
 DEGREE = "--parallelism.{}_parallel_degree=2"

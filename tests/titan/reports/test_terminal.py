@@ -8,12 +8,12 @@ import warnings
 
 import pytest
 from torchtitan.tools.logging import logger
-from training_runs import REPOSITORY
 
 from mxtrain.errors import ConfigError
 from mxtrain.titan.reports import metrics, terminal
 from mxtrain.titan.reports.metrics import ProgressLogger
 from mxtrain.titan.reports.terminal import Screen
+from tests.support.training_runs import REPOSITORY
 
 NUMBER = r"\d+\.\d{4}"
 TEXT = r"text: [\d,]+ documents, \d+\.\d MB; each document begins with '.*' and ends with '.*'(; left out: .*)?"

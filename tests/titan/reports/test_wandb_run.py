@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import wandb
 from torchtitan.tools.logging import logger
-from wandb_server import wandb_server
 
 from mxtrain.settings.sections import Metrics
 from mxtrain.titan.reports.wandb_resume import EarlierRun
 from mxtrain.titan.reports.wandb_run import WandbLogger, start_run, wandb_facts
+from tests.support.wandb_server import wandb_server
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 FACTS = {

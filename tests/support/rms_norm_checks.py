@@ -1,12 +1,12 @@
 """Shared by tests of the RMSNorm kernels: inputs, and checks of results against fp64."""
 
 import torch
-from kernel_checks import assert_close, assert_is_sum, careful_call, draw
 
 from mxtrain.kernels.launch import Launch
 from mxtrain.kernels.norm.rms_norm import rms_norm
 from mxtrain.kernels.norm.rms_norm_backward import rms_norm_backward
 from mxtrain.kernels.norm.rms_norm_plan import Plan
+from tests.support.kernel_checks import assert_close, assert_is_sum, careful_call, draw
 
 EPS = 1e-5
 # The last is too long for registers.

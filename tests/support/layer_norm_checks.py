@@ -1,8 +1,9 @@
 """Shared by tests of the LayerNorm kernels: inputs, and checks of results against fp64."""
 
 import torch
-from kernel_checks import assert_is_sum, draw
-from rms_norm_checks import SUM_ERROR, assert_near, rows_of_every_size
+
+from tests.support.kernel_checks import assert_is_sum, draw
+from tests.support.rms_norm_checks import SUM_ERROR, assert_near, rows_of_every_size
 
 EPS = 1e-5
 # Largest error of a mean: a rounding of the mean, and of the sum of distances from it.

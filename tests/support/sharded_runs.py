@@ -5,9 +5,9 @@ A run's name ends with the name of its recipe.
 
 from pathlib import Path
 
-import oracle
-from oracle import RECIPES, layout
-from training_runs import SAVE, Outcome, steps, validate
+from tests.support import oracle
+from tests.support.oracle import RECIPES, layout
+from tests.support.training_runs import SAVE, Outcome, steps, validate
 
 COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
 SELECTIVE, FULL = (f"--activation_checkpoint.mode={mode}" for mode in ("selective", "full"))

@@ -2,7 +2,7 @@
 
 How to use it::
 
-    import oracle
+    from tests.support import oracle
 
     LAYOUTS = {"tp 2": oracle.layout(tensor=2), "tp 2, full": [*oracle.layout(tensor=2), "--..."]}
 
@@ -39,8 +39,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from recording import FOLLOWS, record_all, record_perturbed
-from training_runs import Outcome, done_once
+
+from tests.support.recording import FOLLOWS, record_all, record_perturbed
+from tests.support.training_runs import Outcome, done_once
 
 BATCH, SEQUENCE, STEPS = 4, 128, 5
 COMMON = [

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import tomli_w
 from filelock import FileLock
-from forked import ENVIRONMENT, forking_context
-from training_worker import REPOSITORY, Resumed, Runs, free_port, train_all
 
 from mxtrain.analysis import load_run
+from tests.support.forked import ENVIRONMENT, forking_context
+from tests.support.training_worker import REPOSITORY, Resumed, Runs, free_port, train_all
 
 TEXT = ("asyncio", "email", "http", "xml")
 """Packages of the standard library, 1.4 MB: the text that the runs read"""

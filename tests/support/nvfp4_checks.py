@@ -1,7 +1,6 @@
 """Shared by the NVFP4 kernel tests: checks that call a kernel and require the bits of the reference."""
 
 import torch
-from kernel_checks import SMALLEST_NORMAL, assert_close, assert_same_bits, assert_within_ulps, careful_call
 
 from mxtrain.kernels.device import INTERPRETED
 from mxtrain.kernels.nvfp4.cast import nvfp4_amax, nvfp4_cast
@@ -12,6 +11,13 @@ from mxtrain.reference import casts, mxnorm, nvfp4
 from mxtrain.reference.hadamard import hadamard, pad
 from mxtrain.reference.philox import rounding_bits, rounding_words
 from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
+from tests.support.kernel_checks import (
+    SMALLEST_NORMAL,
+    assert_close,
+    assert_same_bits,
+    assert_within_ulps,
+    careful_call,
+)
 
 SIGNS = hadamard_signs(0, "layers.0.attention.wq")
 KEY = rounding_key(0, "layers.0.attention.wq")
