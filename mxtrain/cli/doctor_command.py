@@ -54,20 +54,19 @@ def _doctor(options) -> int:
 
         print(doctor_model.report(options.model))
         return 0
-    norm, router = options.explain_norm, options.explain_router
-    if not (norm or router) and (options.dtype or options.tune):
+    asked = [sizes for sizes in (options.explain_norm, options.explain_router) if sizes is not None]
+    if not asked and (options.dtype or options.tune):
         raise ConfigError("--dtype and --tune go with --explain-norm M N or --explain-router TOKENS EXPERTS HIDDEN")
-    if options.norm and not norm:
+    if options.norm and not options.explain_norm:
         raise ConfigError("--norm goes with --explain-norm M N")
-    if norm and router:
+    if len(asked) > 1:
         raise ConfigError("--explain-norm and --explain-router: ask for one at a time")
     from mxtrain.cli import doctor
 
-    dtype = options.dtype or "bfloat16"
-    if norm:
-        print(doctor.explain_norm(*norm, dtype, options.tune, options.norm or "rms"))
-    elif router:
-        print(doctor.explain_router(*router, dtype, options.tune))
-    else:
+    if not asked:
         print(doctor.report())
+    else:
+        explain = doctor.explain_norm if options.explain_norm else doctor.explain_router
+        kind = {"norm": options.norm} if options.norm else {}
+        print(explain(*asked[0], options.dtype or "bfloat16", options.tune, **kind))
     return 0

@@ -70,6 +70,8 @@ class Trained:
     """The norms whose gain training folded into the next weights: the MXNorms of this step"""
     weight_dtype: torch.dtype
     """The dtype in which the forward pass of training read the weights: FSDP's mixed precision rounds them to bf16"""
+    tokenizer: Path
+    """Folder of the tokenizer, if there is one, with the generation_config.json of a model that was imported"""
 
 
 class Exporter:
@@ -83,7 +85,8 @@ class Exporter:
         dtype: of all tensors in high precision; None takes fp32 for "hf" and bf16 for the other formats.
 
     Raises:
-        ConfigError: an unknown format, or one to which training cast no weight; or ``fold_gain`` with a block format.
+        ConfigError: an unknown format, or one to which training cast no weight; ``fold_gain`` with a block format; or
+            a damaged generation_config.json.
     """
 
     def __init__(self, model: Trained, format: str, fold_gain: bool = False, dtype: torch.dtype | None = None):
@@ -91,6 +94,7 @@ class Exporter:
         self._model = model
         self._format = format
         self._layout = LAYOUTS.get(format)
+        self._generation = read_generation(model.tokenizer)
         self.dtype = dtype or (torch.bfloat16 if self._layout else torch.float32)
         self._recipes = self._recipes_of_format()
         if self._layout and fold_gain:
@@ -111,12 +115,8 @@ class Exporter:
             return weight.to(self.dtype)
         return self._layout.values(self._layout.cast(weight, recipe), torch.float32)
 
-    def write(self, folder: Path, tokenizer: Path) -> tuple[list[str], int, list[str]]:
+    def write(self, folder: Path) -> tuple[list[str], int, list[str]]:
         """Write safetensors, config.json, generation_config.json and the tokenizer into ``folder``.
-
-        Args:
-            tokenizer: folder with the run's tokenizer, if it has one, and with the generation_config.json of the model
-                from which it was imported.
 
         Returns:
             The names of the files without the tokenizer's; the bytes of all tensors; and a line for the user if the
@@ -126,14 +126,13 @@ class Exporter:
             ConfigError: a weight to be cast is not finite, or a file of the tokenizer is damaged.
             OSError: a file cannot be written.
         """
-        generation = read_generation(tokenizer)
         elements = sum(math.prod(parameter.shape) for parameter in self._model.parameters.values())
         writer = ShardWriter(folder, shard_size(elements * self.dtype.itemsize))
         for fqn in self._model.parameters:
             for name, tensor in self.tensors(fqn).items():
                 writer.add(name, tensor)
         files = writer.finish()
-        notes = []
+        notes, generation, tokenizer = [], self._generation, self._model.tokenizer
         if (tokenizer / TOKENIZER_FILES[0]).is_file():
             loaded = load_tokenizer(tokenizer)
             copy_tokenizer(tokenizer, folder)

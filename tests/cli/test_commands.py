@@ -198,7 +198,7 @@ def test_doctor_explains_the_norm_of_a_shape(monkeypatch, capsys):
     monkeypatch.setattr("mxtrain.cli.doctor.explain_norm", lambda *args: seen.append(args) or "because")
     assert cli.main(["doctor", "--explain-norm", "32768", "4096"]) == 0
     assert cli.main(["doctor", "--explain-norm", "8", "64", "--dtype", "float32", "--tune"]) == 0
-    assert seen == [(32768, 4096, "bfloat16", False, "rms"), (8, 64, "float32", True, "rms")]
+    assert seen == [(32768, 4096, "bfloat16", False), (8, 64, "float32", True)]
     assert capsys.readouterr().out == "because\nbecause\n"
 
 

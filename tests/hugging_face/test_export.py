@@ -1,6 +1,7 @@
 """Which linears become codes, which gains are folded, and how all else is written."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,7 +56,9 @@ class Run:
         if is_tied:
             places["output.weight"] = Parameter(places["output.weight"].shape, (), None)
         shape = ModelShape("llama", D, 1, 2, 2, 16, 2 * D, 2 * D, 1e-5, 1e4, tie_word_embeddings=is_tied)
-        self.trained = Trained(shape, places, self.weights, self.recipes, frozenset(merged), dtype)
+        self.trained = Trained(
+            shape, places, self.weights, self.recipes, frozenset(merged), dtype, Path("no tokenizer")
+        )
 
     def _draw(self, fqn: str) -> torch.Tensor:
         if "norm" in fqn:
@@ -256,7 +259,7 @@ def test_which_norm_feeds_a_parameter(parameter, norm):
 
 
 def test_the_files_are_tensors_and_configs(tmp_path):
-    files, size, notes = Exporter(Run({"": "mxfp8"}).trained, "mxfp8").write(tmp_path, tmp_path / "no tokenizer")
+    files, size, notes = Exporter(Run({"": "mxfp8"}).trained, "mxfp8").write(tmp_path)
     assert files == ["model.safetensors", "config.json", "generation_config.json"]
     assert size == sum(tensor.nbytes for tensor in load_file(tmp_path / files[0]).values())
     config = json.loads((tmp_path / "config.json").read_text())

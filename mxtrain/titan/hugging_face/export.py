@@ -119,7 +119,7 @@ def export(
                 losses = held_out_losses(saved, loss_tokens, exporter.values, torch.device(device or utils.device_type))
         except NoLoss as error:
             notes.append(f"no loss is computed: {error}")
-        files, size, missing = exporter.write(folder, run / TOKENIZER_FOLDER)
+        files, size, missing = exporter.write(folder)
         facts = run_facts(saved.job_config)
         converter = f"{facts['converter']} {facts['recipe']}"
         if facts["recipe"] is None:
@@ -164,6 +164,7 @@ def _trained(run: SavedRun, where: str) -> Trained:
         # A schedule may have returned norms to RMSNorm at this step: these gains are not folded.
         merged_norms=frozenset(fqn for fqn, m in modules.items() if isinstance(m, MXNorm) and not m.is_plain),
         weight_dtype=run.weight_dtype,
+        tokenizer=run.folder / TOKENIZER_FOLDER,
     )
 
 

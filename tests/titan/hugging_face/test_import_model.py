@@ -87,6 +87,10 @@ MODEL_ARGS = {
 """[model_args] of the models whose shape is no flavor's: what differs from the nearest flavor"""
 
 
+AGAIN = (("llama3", "small"), ("llama3", "tied"), ("qwen3", "odd"))
+"""Models that are imported and exported twice"""
+
+
 @pytest.fixture(autouse=True)
 def flavors(monkeypatch):
     saved_runs.add_flavors(monkeypatch)
@@ -151,6 +155,8 @@ def test_there_and_back(name, models, tmp_path):
     assert again.rope_parameters == theirs.config.rope_parameters
     for field in ("tie_word_embeddings", "max_position_embeddings", "head_dim", "intermediate_size", "rms_norm_eps"):
         assert getattr(again, field) == getattr(theirs.config, field), field
+    if name not in AGAIN:
+        return
     # What was exported is imported and exported to the same bytes.
     import_model(tmp_path / "back", tmp_path / "run again")
     export(tmp_path / "run again", tmp_path / "back again")
