@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 from mxtrain.cli import quiet
 from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.files import reason
 from mxtrain.hugging_face.model_config import CONFIG_FILE as MODEL_FILE
 from mxtrain.run_folder.files import CONFIG_FILE
 
@@ -218,7 +219,11 @@ def model_folder(source: Path, step: int | None) -> Iterator[Path]:
         )
     from mxtrain.titan.hugging_face.export import export
 
-    with TemporaryDirectory(prefix="mxtrain-") as temporary:
+    try:
+        temporary_folder = TemporaryDirectory(prefix="mxtrain-")
+    except OSError as error:
+        raise ConfigError(f"{where} needs a temporary folder for its export: {reason(error)}; set TMPDIR") from error
+    with temporary_folder as temporary:
         report = export(source, Path(temporary, "exported"), step=step)
         print(f"mxtrain: exported step {report.step} to a temporary folder", file=sys.stderr)
         yield report.folder

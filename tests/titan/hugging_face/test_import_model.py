@@ -407,13 +407,6 @@ def test_bad_models_are_refused_in_one_line_and_nothing_is_written(case, models,
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_an_existing_run_is_refused(models, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match="RUN_DIR = '.*run' exists; choose another folder, or remove it"):
-        import_model(models["llama3", "debugmodel"], tmp_path / "run")
-
-
 @pytest.mark.parametrize(
     "text, message",
     [
