@@ -26,7 +26,7 @@ import torch
 
 from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
 from mxtrain.data.tokenizer import copy_tokenizer, load_tokenizer
-from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.block_layouts import LAYOUTS, Codes
 from mxtrain.hugging_face.model_config import CONFIG_FILE, GENERATION_FILE, ModelShape, config_json, read_generation
 from mxtrain.hugging_face.model_files import ShardWriter, shard_size
@@ -85,15 +85,14 @@ class Exporter:
         dtype: of all tensors in high precision; None takes fp32 for "hf" and bf16 for the other formats.
 
     Raises:
-        ConfigError: an unknown format, or one to which training cast no weight; ``fold_gain`` with a block format; or
-            a damaged generation_config.json.
+        ConfigError: a format to which training cast no weight, ``fold_gain`` with a block format, or a damaged
+            generation_config.json.
     """
 
     def __init__(self, model: Trained, format: str, fold_gain: bool = False, dtype: torch.dtype | None = None):
-        require_one_of("--format", format, FORMATS)
         self._model = model
         self._format = format
-        self._layout = LAYOUTS.get(format)
+        self._layout = None if format == "hf" else LAYOUTS[format]
         self._generation = read_generation(model.tokenizer)
         self.dtype = dtype or (torch.bfloat16 if self._layout else torch.float32)
         self._recipes = self._recipes_of_format()

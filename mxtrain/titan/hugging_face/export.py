@@ -12,8 +12,8 @@ from torchtitan.tools import utils
 
 from mxtrain.data.prepared_text import DamagedText, load_text
 from mxtrain.data.token_store import TokenFile
-from mxtrain.errors import ConfigError
-from mxtrain.hugging_face.export import Exporter, Parameter, Trained
+from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.hugging_face.export import FORMATS, Exporter, Trained
 from mxtrain.hugging_face.model_config import REPORT_FILE
 from mxtrain.hugging_face.model_files import new_target, require_new
 from mxtrain.nn.mxnorm import MXNorm
@@ -109,6 +109,7 @@ def export(
     Raises:
         ConfigError: for a wrong argument, and a run that cannot be exported. Nothing is written then.
     """
+    require_one_of("--format", format, FORMATS)
     require_new(target, "DIR")
     saved = open_run(run, step)
     exporter = Exporter(_trained(saved, f"RUN = {str(run)!r}"), format, fold_gain, dtype)
@@ -145,7 +146,7 @@ def _trained(run: SavedRun, where: str) -> Trained:
     """Return the run's checkpoint as an export sees it. Raises ConfigError, beginning with ``where``, as ``export``."""
     require_exportable(run.model, run.args, where)
     shape = shape_of(run.model, run.args, run.max_seq_len)
-    found: dict[str, Parameter] = parameters(run.model, run.args)
+    found = parameters(run.model, run.args)
     tied = ("output.weight",) if shape.tie_word_embeddings else ()
     run.weights.require({fqn: parameter.shape for fqn, parameter in found.items()}, optional=tied)
     for fqn in found:
