@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mxtrain import cli
-from mxtrain.data.progress import Progress
+from mxtrain.data.documents import Progress
 from mxtrain.data.tokenizer import train_tokenizer
 
 

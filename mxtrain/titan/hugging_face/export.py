@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torchtitan.tools import utils
 
+from mxtrain.data.run_data import TOKENIZER_FOLDER
 from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
 from mxtrain.data.tokenizer import copy_tokenizer, load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
@@ -19,7 +20,6 @@ from mxtrain.hugging_face.safetensors_files import ShardWriter, shard_size
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.run_folder.manifest import MANIFEST_FILE, hash_file
-from mxtrain.titan.data.run_data import TOKENIZER_FOLDER
 from mxtrain.titan.hugging_face.held_out_loss import Losses, NoLoss, convert, held_out_losses
 from mxtrain.titan.hugging_face.names import Names, require_exact, require_supported, shape_of
 from mxtrain.titan.hugging_face.saved_run import SavedRun, open_run

@@ -14,12 +14,11 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.tools.logging import logger
 
 from mxtrain.conversion.schedule import set_step
-from mxtrain.data.prepared_text import DamagedText, load_text
-from mxtrain.data.token_store import TokenFile
+from mxtrain.data.run_data import TOKENIZER_FOLDER, read_record
+from mxtrain.data.store import DamagedText, TokenFile, load_text
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import DATA_FILE
 from mxtrain.settings.registry import TITAN_QUANTIZING
-from mxtrain.titan.data.run_data import TOKENIZER_FOLDER, read_record
 from mxtrain.titan.hugging_face.saved_run import SavedRun
 
 TOKENS_PER_FORWARD, TOKENS_PER_HEAD = 2048, 256

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.config import dump_config, load_config
+from mxtrain.data.run_data import TOKENIZER_FOLDER
 from mxtrain.data.tokenizer import COMPANIONS, SPECIAL_TOKENS_FILE, copy_tokenizer, load_tokenizer, tokenizer_hash
 from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
 from mxtrain.errors import ConfigError
@@ -24,7 +25,6 @@ from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest
 from mxtrain.settings.model_settings import PLACES, SECTION
 from mxtrain.settings.read import read_settings
 from mxtrain.settings.values import Settings
-from mxtrain.titan.data.run_data import TOKENIZER_FOLDER
 from mxtrain.titan.hugging_face.names import MODELS, Names, settings_of, shape_of
 from mxtrain.titan.hugging_face.same_logits import require_same_logits
 from mxtrain.titan.hugging_face.target_folder import new_target

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mxtrain.data.token_store import TokenFile
+from mxtrain.data.store import TokenFile
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.titan.hugging_face import held_out_loss
 from mxtrain.titan.hugging_face.held_out_loss import NoLoss, held_out_losses, load_model
