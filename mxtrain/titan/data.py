@@ -43,7 +43,7 @@ from mxtrain.settings.registry import validation_dataset
 from mxtrain.titan.agreement import gather, is_first, prepare_together, run_on_all_ranks
 from mxtrain.titan.checkpoint.reader import unpickle
 from mxtrain.titan.models.flavors import vocab_size
-from mxtrain.titan.parallel.context import share_of_validation_loss
+from mxtrain.titan.repairs.context_parallel import share_of_validation_loss
 from mxtrain.titan.reports.terminal import note, note_progress
 
 
