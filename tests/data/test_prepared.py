@@ -87,19 +87,6 @@ def test_an_interrupted_build_leaves_nothing_behind(corpus, cache, monkeypatch):
     assert prepare(config_of(corpus), silent).train.count > 0
 
 
-def test_the_leftovers_of_a_killed_build_are_not_used(corpus, cache):
-    folder = cache / prepared_module._key(config_of(corpus), prepared_module.LocalFiles(config_of(corpus)))
-    old, recent = (folder.with_name(f"{folder.name}.building-{name}") for name in ("old", "recent"))
-    for leftover in (old, recent):
-        (leftover / "tokenizer").mkdir(parents=True)
-        (leftover / "train.bin").write_bytes(b"half")
-    long_ago = time.time() - 2 * cache_folders.LEFTOVER_SECONDS
-    for path in (old, *old.iterdir()):
-        os.utime(path, (long_ago, long_ago))
-    assert prepare(config_of(corpus), silent).folder == folder and not old.exists()
-    assert recent.exists()  # perhaps another process still writes it
-
-
 def _prepare_in_process(config: DataConfig, queue) -> None:
     lines = []
     queue.put((prepare(config, lines.append), "prepared dataset 'python'" in lines))

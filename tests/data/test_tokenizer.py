@@ -116,31 +116,22 @@ def test_an_existing_tokenizer_may_have_no_eos(folder, tmp_path, token):
     assert (loaded.bos_id, loaded.eos_id) == (0, None)
 
 
-GPT2 = {"model_type": "gpt2"}
-BOTH = {"bos_token": "<s>", "eos_token": "</s>"}
+GPT2, FAST = {"model_type": "gpt2"}, {"tokenizer_class": "PreTrainedTokenizerFast"}
+BOTH, NONE = {"bos_token": "<s>", "eos_token": "</s>"}, {"bos_token": None, "eos_token": None}
+ENDS = ("<|endoftext|>", "<|endoftext|>")
 
 # tokenizer_config.json, special_tokens_map.json, config.json, (bos, eos).
 KINDS = {
     "config": (BOTH, None, None, ("<s>", "</s>")),
-    "map": ({"tokenizer_class": "PreTrainedTokenizerFast"}, {"eos_token": {"content": "</s>"}}, None, (None, "</s>")),
+    "map": (FAST, {"eos_token": {"content": "</s>"}}, None, (None, "</s>")),
     "map beside config": (BOTH, {"bos_token": "</s>"}, GPT2, ("</s>", "</s>")),
-    "map beside added_tokens_decoder": (
-        BOTH | {"added_tokens_decoder": {}},
-        {"bos_token": "</s>"},
-        GPT2,
-        tuple(BOTH.values()),
-    ),
-    "class": ({"tokenizer_class": "GPT2Tokenizer"}, None, None, ("<|endoftext|>", "<|endoftext|>")),
-    "class of the model": ({"model_max_length": 1024}, None, GPT2, ("<|endoftext|>", "<|endoftext|>")),
-    "class without files": (None, None, GPT2, ("<|endoftext|>", "<|endoftext|>")),
-    "class beside config": (
-        {"tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>"},
-        None,
-        None,
-        ("<|endoftext|>", "</s>"),
-    ),
-    "null": ({"tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "eos_token": None}, None, None, (None, None)),
-    "tokenizer.json": ({"tokenizer_class": "PreTrainedTokenizerFast"}, None, None, (None, None)),
+    "map beside decoder": (BOTH | {"added_tokens_decoder": {}}, {"bos_token": "</s>"}, GPT2, ("<s>", "</s>")),
+    "class": ({"tokenizer_class": "GPT2Tokenizer"}, None, None, ENDS),
+    "class of the model": ({"model_max_length": 1024}, None, GPT2, ENDS),
+    "class without files": (None, None, GPT2, ENDS),
+    "class beside config": ({"tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>"}, None, None, (ENDS[0], "</s>")),
+    "null": ({"tokenizer_class": "Qwen2Tokenizer"} | NONE, None, None, (None, None)),
+    "tokenizer.json": (FAST, None, None, (None, None)),
 }
 
 
