@@ -17,7 +17,7 @@ from mxtrain.errors import ConfigError
 DAY = 24 * 3600.0
 
 # The name of a prepared text ends with a part of a hash. Other folders of the cache hold tuned plans.
-NAME = re.compile(r".+-[0-9a-f]{16}")
+NAME = re.compile(rf".+-[0-9a-f]{{16}}({re.escape(BUILDING)}.*)?")
 
 
 def add(commands) -> None:
@@ -50,7 +50,7 @@ def _cache(options) -> int:
         raise ConfigError(f"--prune = {options.prune} is not a number of days from 0")
     if options.cache_dir and not root.is_dir():
         raise ConfigError(f"--cache-dir = {options.cache_dir!r} is not a folder")
-    paths = [path for path in sorted(root.glob("*")) if path.is_dir() and NAME.fullmatch(_name(path))]
+    paths = [path for path in sorted(root.glob("*")) if path.is_dir() and NAME.fullmatch(path.name)]
     found = [_entry(path, options.verify) for path in paths]
     if options.prune is not None:
         old = [entry for entry in found if time.time() - entry.last_used > _patience(entry, options.prune)]
@@ -79,10 +79,6 @@ class CachedText:
     """None if it cannot be used"""
     state: str
     """"ok", "verified" if its tokens were read, or what is wrong"""
-
-
-def _name(path: Path) -> str:
-    return path.name.partition(BUILDING)[0]
 
 
 def _entry(path: Path, verify: bool) -> CachedText:
