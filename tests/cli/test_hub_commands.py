@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mxtrain import cli
-from mxtrain.data.progress import Progress
+from mxtrain.data.documents import Progress
 from mxtrain.data.tokenizer import train_tokenizer
 from mxtrain.hugging_face.model_config import REPORT_FILE
 from mxtrain.run_folder.manifest import hash_file

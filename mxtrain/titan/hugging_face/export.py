@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torchtitan.tools import utils
 
-from mxtrain.data.prepared_text import DamagedText, load_text
-from mxtrain.data.token_store import TokenFile
+from mxtrain.data.run_data import TOKENIZER_FOLDER, read_record
+from mxtrain.data.store import DamagedText, TokenFile, load_text
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.hugging_face.export import FORMATS, Exporter, Trained
 from mxtrain.hugging_face.model_config import REPORT_FILE
@@ -21,7 +21,6 @@ from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.run_folder.files import DATA_FILE
 from mxtrain.run_folder.manifest import MANIFEST_FILE, hash_file
 from mxtrain.settings.registry import TITAN_QUANTIZING
-from mxtrain.titan.data.run_data import TOKENIZER_FOLDER, read_record
 from mxtrain.titan.hugging_face.models import parameters, require_exportable, shape_of
 from mxtrain.titan.hugging_face.saved_run import SavedRun, open_run
 from mxtrain.titan.parse import resolved_settings

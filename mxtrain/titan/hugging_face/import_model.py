@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.config import dump_config, load_config
+from mxtrain.data.run_data import TOKENIZER_FOLDER
 from mxtrain.data.tokenizer import COMPANIONS, SPECIAL_TOKENS_FILE, copy_tokenizer, load_tokenizer, tokenizer_hash
 from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
 from mxtrain.errors import ConfigError
@@ -25,7 +26,6 @@ from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest
 from mxtrain.settings.model_settings import SECTION
 from mxtrain.settings.read import read_settings
-from mxtrain.titan.data.run_data import TOKENIZER_FOLDER
 from mxtrain.titan.hugging_face.models import find_model, parameters, require_same_logits
 from mxtrain.titan.parse import parse_job_config
 from mxtrain.titan.reports.facts import package_versions

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torchtitan.protocols.train_spec import get_train_spec
 
-from mxtrain.data.token_store import TokenFile
+from mxtrain.data.store import TokenFile
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face import model_files
 from mxtrain.nn.mxnorm import MXNorm

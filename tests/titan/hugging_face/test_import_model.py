@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torchtitan.protocols.train_spec import get_train_spec
 
-from mxtrain.data.progress import Progress
+from mxtrain.data.documents import Progress
 from mxtrain.data.tokenizer import copy_tokenizer, train_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import REPORT_FILE

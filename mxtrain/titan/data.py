@@ -1,17 +1,19 @@
 """Build TorchTitan's tokenizer, data loader and validator from mxtrain's data.
 
 ``training.dataset`` and ``validation.dataset`` are "python", "files" or "hf" (see ``mxtrain.data``), or the name of a
-dataset of TorchTitan, which TorchTitan's own code reads. An empty ``validation.dataset`` follows ``training.dataset``.
+dataset of TorchTitan. An empty ``validation.dataset`` follows ``training.dataset``.
 """
 
+import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import pickle
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.components.validate import BaseValidator, Validator
@@ -20,18 +22,26 @@ from torchtitan.hf_datasets.text_datasets import DATASETS as TITAN_DATASETS
 from torchtitan.tools.logging import logger
 
 from mxtrain.data import DataConfig, Prepared, TokenFile, prepare
-from mxtrain.data.config import DATASETS
+from mxtrain.data.config import DATASETS, config_of, held_out_share, path_of
+from mxtrain.data.documents import raised_as
 from mxtrain.data.hub import readable
 from mxtrain.data.local_files import LocalFiles
-from mxtrain.data.progress import one_line
-from mxtrain.data.token_dataset import TokenDataset
+from mxtrain.data.run_data import (
+    EXCLUDE,
+    keep_facts,
+    keep_in_run_folder,
+    record,
+    require_same,
+    starts_anew,
+    write_record,
+)
+from mxtrain.data.streams import Stream, training_stream, validation_stream
+from mxtrain.data.token_dataset import TokenDataset, end_workers_at_exit, ignore_stop_signals
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.registry import validation_dataset
-from mxtrain.titan.agreement import is_first, prepare_together, run_on_all_ranks
-from mxtrain.titan.data.loader_workers import end_workers_at_exit, ignore_stop_signals
-from mxtrain.titan.data.run_data import RunLoader, keep_in_run_folder, keep_stream_version, keep_validation_text
-from mxtrain.titan.data.streams import Stream, held_out_share, training_stream, validation_stream
+from mxtrain.titan.agreement import gather, is_first, prepare_together, run_on_all_ranks
+from mxtrain.titan.checkpoint.reader import unpickle
 from mxtrain.titan.models.flavors import vocab_size
 from mxtrain.titan.repairs.context_parallel import share_of_validation_loss
 from mxtrain.titan.reports.terminal import note, note_progress
@@ -77,28 +87,24 @@ def build_dataloader(
         ConfigError: as ``prepare_from_job``, for too little text for one batch per rank, and for a run's folder with
             checkpoints of other data.
     """
-    name = job_config.training.dataset
+    training, rank = job_config.training, (dp_rank, dp_world_size)
+    name, path = training.dataset, training.dataset_path
     prepared = prepare_from_job(job_config)
-    run_on_all_ranks(partial(keep_in_run_folder, job_config, prepared) if is_first() else None)
+    _on_first_rank(keep_in_run_folder, job_config, prepared)
     if is_first() and infinite:
         note(f"text: {prepared.report.line}")
-    if name in DATASETS and name != "hf":
-        dataset = _token_dataset(job_config, "training", prepared.train, dp_rank, dp_world_size, infinite)
+    if name == "hf":
+        dataset, version = training_stream(job_config, tokenizer, rank, infinite)
+        if version:
+            _on_first_rank(keep_facts, job_config, stream_version=version)
+    elif name in DATASETS:
+        dataset = _token_dataset(job_config, "training", prepared.train, *rank, infinite)
         if is_first() and infinite:
-            _note_epochs(job_config, dataset)
-    elif name == "hf":
-        dataset = training_stream(job_config, tokenizer, dp_rank, dp_world_size, infinite)
-        version = dataset.version
-        run_on_all_ranks(partial(keep_stream_version, job_config, version) if is_first() and version else None)
+            _note_epochs(training, dataset)
     else:
-        settings = job_config.training
-        args = (name, settings.dataset_path, tokenizer, settings.seq_len, dp_rank, dp_world_size, infinite)
-        with _opening("training", name, settings.dataset_path):
-            dataset = Stream(*args)
-    options = _loader_options(job_config.training)
-    loader = RunLoader(dataset, dp_rank, dp_world_size, job_config=job_config, prepared=prepared, **options)
-    end_workers_at_exit(loader)
-    return loader
+        rows, text_of = _titan_rows(name, path)
+        dataset = Stream(rows, text_of, tokenizer, training.seq_len, rank, infinite, name)
+    return RunLoader(dataset, *rank, job_config=job_config, prepared=prepared, **_loader_options(training))
 
 
 def build_validator(
@@ -110,27 +116,31 @@ def build_validator(
         ConfigError: as ``prepare_from_job`` and ``validation_stream``, and for too little held-out text for one batch
             per rank.
     """
-    name = _validation_dataset(job_config)
-    options = _loader_options(job_config.validation)
+    name, validation = _validation_dataset(job_config), job_config.validation
+    options = _loader_options(validation)
     parts["loss_fn"] = share_of_validation_loss(parts["loss_fn"], parts["parallel_dims"].cp)
     if name not in DATASETS:
-        job_config = replace(job_config, validation=replace(job_config.validation, dataset=name))
-        with _opening("validation", name, job_config.validation.dataset_path):
+        job_config = replace(job_config, validation=replace(validation, dataset=name))
+        with _opening("validation", name, validation.dataset_path):
             return build_titan_validator(job_config, dp_world_size, dp_rank, tokenizer, **parts)
     if name == "hf":
-        dataset = validation_stream(job_config, tokenizer, dp_rank, dp_world_size)
+        dataset = validation_stream(job_config, tokenizer, (dp_rank, dp_world_size), note_progress)
         if held_out_share(job_config):
             options |= {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
     else:
         # Finite for every validation.steps, so that each validation starts at the same text and losses compare.
         tokens = _held_out(job_config)
         dataset = _token_dataset(job_config, "validation", tokens, dp_rank, dp_world_size, infinite=False)
-        sequences = dataset.samples(job_config.validation.steps)
-        run_on_all_ranks(partial(keep_validation_text, job_config, tokens, sequences) if is_first() else None)
+        sequences = str(dataset.samples(validation.steps))
+        _on_first_rank(keep_facts, job_config, validation_text=tokens.sha256, validation_sequences=sequences)
     # With a generator of its own, as in training: a resumed run does not repeat the validations before it.
     loader = ParallelAwareDataloader(dataset, dp_rank, dp_world_size, generator=torch.Generator(), **options)
     end_workers_at_exit(loader)
     return LoaderValidator(job_config, loader, tokenizer=tokenizer, **parts)
+
+
+def _on_first_rank(work: Callable, *args, **facts) -> None:
+    run_on_all_ranks(partial(work, *args, **facts) if is_first() else None)
 
 
 class LoaderValidator(Validator):
@@ -160,6 +170,88 @@ class _ModelWithoutMasks:
         raise TypeError("attention takes no mask")  # TorchTitan's validator expects this error
 
 
+class RunLoader(ParallelAwareDataloader):
+    """TorchTitan's data loader, whose state fits any layout of processes and names the data.
+
+    The state has the same keys and values on all ranks. For tokenized text it is one number, the samples that all
+    ranks have read. So a run may resume with other numbers of ranks and workers, and with another local batch size: it
+    reads the samples that the uninterrupted run would have read. A stream has one state per rank instead.
+
+    Batches count when the consumer gets them, not when a worker has prepared them.
+
+    Args:
+        prepared: the data of this run.
+        The other arguments are those of ParallelAwareDataloader.
+    """
+
+    def __init__(self, dataset, dp_rank: int, dp_world_size: int, *, job_config, prepared: Prepared, **options):
+        # With a generator of its own, because every iteration draws a number: a resumed run has one iteration more.
+        super().__init__(dataset, dp_rank, dp_world_size, generator=torch.Generator(), **options)
+        self._job_config = job_config
+        self._prepared = prepared
+        self.tokenizer_sha256 = prepared.tokenizer_sha256
+        self._samples = 0
+        self._is_stream = not isinstance(dataset, TokenDataset)
+        end_workers_at_exit(self)
+
+    def __iter__(self):
+        if not self._is_stream:
+            self.dataset.start = self._samples
+            self._iterator = None  # workers of an earlier iteration, if they persist, start elsewhere
+        for batch in super().__iter__():
+            self._samples += self.batch_size * self.dp_world_size  # before the yield: the consumer has this batch
+            yield batch
+
+    def state_dict(self) -> dict:
+        """Return the state. All ranks must call it at about the same time."""
+        if starts_anew(self._job_config) and is_first():
+            write_record(self._job_config, self._prepared)
+        now = record(self._job_config, self._prepared)
+        data, streams = {key: now[key] for key in ("identity", "prepared", "cache")}, b""
+        if self._is_stream:
+            # One value instead of a key per rank: with more ranks than before, DCP would look for missing keys.
+            state = {"workers": self.num_workers, "state": StatefulDataLoader.state_dict(self)}
+            states = dict(gather((self.dp_rank, pickle.dumps(state))))
+            streams = pickle.dumps([states[rank] for rank in sorted(states)])
+        else:
+            data["order"] = self.dataset.order
+        return {"samples": self._samples, "data": json.dumps(data), "streams": streams}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue at the state of a checkpoint.
+
+        Raises:
+            ConfigError: the checkpoint is of a run with other data, or of a stream that other numbers of data-parallel
+                ranks or workers read.
+        """
+        kept = json.loads(state["data"])
+        require_same(kept, record(self._job_config, self._prepared), self._job_config)
+        if self._is_stream:
+            StatefulDataLoader.load_state_dict(self, self._own_stream(state["streams"]))
+        else:
+            self.dataset.require_order(kept["order"], f"set {EXCLUDE} to start at the beginning of the text")
+        self._samples = state["samples"]
+        if is_first():
+            write_record(self._job_config, self._prepared)
+
+    def _own_stream(self, content: bytes) -> dict:
+        streams = unpickle(content, "the streams' states", {})
+        ways = f"or set {EXCLUDE} to start at the beginning of the text"
+        if len(streams) != self.dp_world_size:
+            raise ConfigError(
+                f"training.dataset = {self._job_config.training.dataset!r} is a stream, in which each data-parallel "
+                f"rank has a position: the checkpoint has {len(streams)} rank(s) and this run {self.dp_world_size}; "
+                f"start as many, {ways}"
+            )
+        stream = unpickle(streams[self.dp_rank], "the stream's state", {})
+        if stream["workers"] != self.num_workers:
+            raise ConfigError(
+                f"training.dataloader.num_workers = {self.num_workers}, but was {stream['workers']} in the run so far, "
+                f"and each worker has a position in the stream: set it to {stream['workers']}, {ways}"
+            )
+        return stream["state"]
+
+
 def prepare_from_job(job_config, progress: Callable[[str], None] = note_progress) -> Prepared:
     """Build or load the tokenizer and the tokenized training text of a job, once per process and config.
 
@@ -173,7 +265,7 @@ def prepare_from_job(job_config, progress: Callable[[str], None] = note_progress
             and if nodes have different data.
     """
     check_datasets(job_config)
-    return _prepare(_data_config(job_config), progress)
+    return _prepare(config_of(job_config, vocab_size(job_config)), progress)
 
 
 def check_datasets(job_config) -> None:
@@ -204,69 +296,32 @@ def _prepare(config: DataConfig, progress: Callable[[str], None]) -> Prepared:
             return prepare(replace(config, prepared=folder), progress, stream, reads_tokens=False)
         return prepare(config, progress, stream)
 
-    return prepare_together(prepare_or_load, f"{config.setting('dataset')} = {config.dataset!r}")
+    return prepare_together(prepare_or_load, f"{config.section}.dataset = {config.dataset!r}")
 
 
 def _titan_texts(name: str, path: str) -> Iterator[str]:
     """Read the texts of a dataset of TorchTitan."""
+    rows, text_of = _titan_rows(name, path)
+    return readable(map(text_of, rows), f"training.dataset = {name!r}")
+
+
+def _titan_rows(name: str, path: str | None) -> tuple[Iterable, Callable]:
+    """Open a dataset of TorchTitan. Also return the function that takes the text out of a row."""
     dataset = TITAN_DATASETS[name]
     with _opening("training", name, path):
-        rows = dataset.loader(path or dataset.path)
-    return readable(map(dataset.sample_processor, rows), f"training.dataset = {name!r}")
+        return dataset.loader(path or dataset.path), dataset.sample_processor
 
 
-@contextmanager
-def _opening(section: str, name: str, path: str | None) -> Iterator[None]:
+def _opening(section: str, name: str, path: str | None):
     """Turn a failure to open a dataset of TorchTitan into a ConfigError."""
-    try:
-        yield
-    except Exception as error:  # loaders raise many types, most often for a missing file or network
-        raise ConfigError(
-            f"{section}.dataset = {name!r} cannot be opened at {path or TITAN_DATASETS[name].path!r}: "
-            f"{type(error).__name__}: {one_line(error)}"
-        ) from error
-
-
-def _data_config(job_config) -> DataConfig:
-    training, data = job_config.training, job_config.data
-    tokenizer_path = job_config.model.hf_assets_path
-    config = DataConfig(
-        dataset=training.dataset,
-        path=_path(job_config, "training", training.dataset),
-        # An existing tokenizer has its own size; 0 keeps the model's size out of the cache key.
-        vocab_size=0 if tokenizer_path else vocab_size(job_config),
-        tokenizer_path=str(Path(os.path.expanduser(tokenizer_path)).absolute()) if tokenizer_path else "",
-        installed=data.installed,
-        other_files=data.other_files,
-        max_bytes=data.max_bytes,
-        package_share=data.package_share,
-        validation_share=data.validation_share,
-        seed=data.seed,
-        text_key=data.text_key,
-        hf_config=data.hf_config or "",
-        stream_share=held_out_share(job_config),
-        cache_dir=data.cache_dir,
-        prepared=data.prepared,
-        unseparated=data.unseparated,
-    )
-    return replace(config, cache_dir=str(config.cache_path()))  # resolved now: the environment may change
-
-
-def _path(job_config, section: str, dataset: str) -> str:
-    path = getattr(job_config, section).dataset_path or ""
-    if path and dataset == "python":
-        raise ConfigError(
-            f"{section}.dataset_path = {path!r} does not apply to {section}.dataset = 'python', which reads this "
-            "machine's standard library; for files of your own set it to 'files'"
-        )
-    return path
+    return raised_as(f"{section}.dataset = {name!r} cannot be opened at {path or TITAN_DATASETS[name].path!r}")
 
 
 def _held_out(job_config) -> TokenFile:
     """Return the validation tokens: held out from the training text, or all tokens of files used only here."""
-    training = _data_config(job_config)
+    training = config_of(job_config, vocab_size(job_config))
     dataset = _validation_dataset(job_config)
-    path = _path(job_config, "validation", dataset)
+    path = path_of(job_config, "validation", dataset)
     if dataset == training.dataset and (path in ("", training.path) or _is_training_text(training, path)):
         return prepare_from_job(job_config).validation
     config = replace(
@@ -289,38 +344,28 @@ def _is_training_text(training: DataConfig, path: str) -> bool:
     """Whether a path of files for validation names the training text in other words. A part of it is a warning."""
     if training.dataset != "files" or training.prepared:
         return False
-    files = [
+    own, other = (
         {os.path.realpath(entry.path) for entry in LocalFiles(config).listing}
         for config in (training, replace(training, path=path, section="validation"))
-    ]
-    common = files[0] & files[1]
-    if common and files[0] != files[1] and is_first():
+    )
+    if own != other and (common := own & other) and is_first():
         logger.warning(
             f"validation.dataset_path = {path!r} has {len(common)} file(s) of training.dataset_path, on which the run "
             "trains"
         )
-    return files[0] == files[1]
+    return own == other
 
 
 def _token_dataset(
     job_config, section: str, tokens: TokenFile, dp_rank: int, dp_world_size: int, infinite: bool
 ) -> TokenDataset:
     settings = getattr(job_config, section)
-    return TokenDataset(
-        tokens,
-        seq_len=settings.seq_len,
-        batch_size=settings.local_batch_size,
-        dp_rank=dp_rank,
-        dp_world_size=dp_world_size,
-        seed=job_config.data.seed,
-        infinite=infinite,
-        section=section,
-    )
+    size = (settings.seq_len, settings.local_batch_size)
+    return TokenDataset(tokens, *size, dp_rank, dp_world_size, job_config.data.seed, infinite, section)
 
 
-def _note_epochs(job_config, dataset: TokenDataset) -> None:
+def _note_epochs(training, dataset: TokenDataset) -> None:
     """Tell the user, before training, that the run will read its text more than once."""
-    training = job_config.training
     sequences = training.global_batch_size
     if sequences < 0:  # TorchTitan's default: no accumulation of gradients
         sequences = training.local_batch_size * dataset.dp_world_size
@@ -333,5 +378,5 @@ def _note_epochs(job_config, dataset: TokenDataset) -> None:
 
 
 def _loader_options(settings) -> dict:
-    options = {**asdict(settings.dataloader), "batch_size": settings.local_batch_size}
-    return {**options, "worker_init_fn": ignore_stop_signals}
+    batch = {"batch_size": settings.local_batch_size, "worker_init_fn": ignore_stop_signals}
+    return asdict(settings.dataloader) | batch
