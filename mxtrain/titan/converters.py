@@ -11,8 +11,13 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from mxtrain.conversion.convert import apply
-from mxtrain.conversion.kernel_converters import DecomposeKRouterConverter, FusedNormConverter, FusedRMSNormConverter
-from mxtrain.conversion.mx_converters import MXLinearConverter, MXNormConverter
+from mxtrain.conversion.converters import (
+    DecomposeKRouterConverter,
+    FusedNormConverter,
+    FusedRMSNormConverter,
+    MXLinearConverter,
+    MXNormConverter,
+)
 from mxtrain.conversion.plan import Plan
 from mxtrain.conversion.schedule import attach_schedule
 from mxtrain.errors import ConfigError, require_one_of, setting_in
