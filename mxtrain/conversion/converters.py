@@ -28,7 +28,6 @@ from mxtrain.recipes.rms_estimate import RMSEstimate
 
 # Dtypes of parameters that every recipe takes.
 _DTYPES = (torch.bfloat16, torch.float32)
-_NOT_ONE_DIMENSION = "normalizes more than one dimension"
 
 
 @dataclass(kw_only=True)
@@ -85,11 +84,6 @@ class Converter(ABC):
         )
         way_out = f"\n{self.way_out}" if self.way_out else ""
         return ConfigError(f"converter = {self.name!r} finds nothing to convert in this {survey.kind}{left}{way_out}")
-
-
-def _lookalikes(survey: Survey, kind: NormKind) -> dict[str, str]:
-    unswappable = survey.why_unswappable()
-    return {fqn: unswappable.get(fqn, reason) for fqn, reason in survey.lookalikes[kind].items()}
 
 
 @dataclass(kw_only=True)
@@ -153,9 +147,12 @@ class MXLinearConverter(Converter):
             )
 
     def _checked_plan(self, survey: Survey, swaps: Mapping[str, Swap], skipped: Mapping[str, str]) -> Plan:
-        self._check_features(survey, swaps)
-        self._check_dtypes(survey, swaps)
         recipes = {fqn: swap.recipe for fqn, swap in swaps.items() if isinstance(swap, ToQuantizedLinear)}
+        for fqn, recipe in recipes.items():
+            linear = survey.linears[fqn]
+            with self._advice(survey, fqn):
+                check_features(linear.in_features, linear.out_features, recipe)
+        self._check_dtypes(survey, swaps)
         calls = {} if survey.uses is None else survey.uses.calls
         weights = weight_uses(survey.weights, calls, recipes)
         return Plan(swaps, skipped, self.default_recipe, weights, self._execution(survey))
@@ -208,26 +205,11 @@ class MXLinearConverter(Converter):
         for fqn, linear in survey.linears.items():
             if fqn in fed:
                 continue
-            if fqn in kept:
-                skipped[fqn] = kept[fqn]
-            elif linear.is_gate:
-                skipped[fqn] = "is the gate of a router, whose choices are sensitive to rounding"
-            elif linear.is_in_gate:
-                skipped[fqn] = "is a part of a router, whose choices are sensitive to rounding"
-            elif not linear.is_plain:
-                skipped[fqn] = f"is a {linear.kind}"
-            elif linear.shares_weight:
-                skipped[fqn] = "shares its weight with another module"
+            if reason := kept.get(fqn) or linear.why_it_stays:
+                skipped[fqn] = reason
             else:
                 swaps[fqn] = ToQuantizedLinear(MXLinear, recipe_of[fqn], self.mode, self.seed)
         return swaps, skipped
-
-    def _check_features(self, survey: Survey, swaps: Mapping[str, Swap]) -> None:
-        for fqn, swap in swaps.items():
-            if isinstance(swap, ToQuantizedLinear):
-                linear = survey.linears[fqn]
-                with self._advice(survey, fqn):
-                    check_features(linear.in_features, linear.out_features, swap.recipe)
 
     def _check_dtypes(self, survey: Survey, swaps: Mapping[str, Swap]) -> None:
         """Raise ConfigError for weights, gains and biases with a dtype that the casts do not take."""
@@ -303,7 +285,7 @@ class MXNormConverter(MXLinearConverter):
         self._refuse_second_conversion(survey)
         recipe_of, kept = self._recipes(survey)
         swaps: dict[str, Swap] = {}
-        skipped = _lookalikes(survey, nn.RMSNorm)
+        skipped = dict(survey.lookalikes[nn.RMSNorm])
         for fqn in survey.norms_of(nn.RMSNorm):
             if reason := _why_norm_stays(fqn, survey, recipe_of, kept):
                 skipped[fqn] = reason
@@ -336,10 +318,8 @@ def _why_norm_stays(
 ) -> str | None:
     """Why a norm cannot become an MXNorm; None if it can."""
     uses, linears = survey.uses, survey.uses.linears[fqn]
-    if fqn in kept:
-        return kept[fqn]
-    if len(survey.norms[fqn].normalized_shape) != 1:
-        return _NOT_ONE_DIMENSION
+    if reason := kept.get(fqn) or survey.norms[fqn].why_it_stays:
+        return reason
     if uses.others[fqn]:
         return f"its output is used by {', '.join(uses.others[fqn])}"
     if fqn in uses.overwritten:
@@ -377,14 +357,11 @@ class FusedNormConverter(Converter):
         require_one_of("when_compiled", self.when_compiled, WHEN_COMPILED)
 
     def plan(self, survey: Survey) -> Plan:
-        kept, swaps, skipped = self._kept(survey), {}, {}
-        for kind in self.kinds:
-            skipped |= _lookalikes(survey, kind)
+        kept, swaps = self._kept(survey), {}
+        skipped = {fqn: reason for kind in self.kinds for fqn, reason in survey.lookalikes[kind].items()}
         for fqn, norm in survey.norms_of(*self.kinds).items():
-            if fqn in kept:
-                skipped[fqn] = kept[fqn]
-            elif len(norm.normalized_shape) != 1:
-                skipped[fqn] = _NOT_ONE_DIMENSION
+            if reason := kept.get(fqn) or norm.why_it_stays:
+                skipped[fqn] = reason
             else:
                 swaps[fqn] = ToFusedNorm(norm, self.when_compiled)
         # A model whose norms an earlier conversion has turned into MXNorms needs nothing.
@@ -413,10 +390,8 @@ class DecomposeKRouterConverter(Converter):
         for fqn, linear in survey.linears.items():
             if not linear.is_gate:
                 continue
-            if fqn in kept:
-                skipped[fqn] = kept[fqn]
-            elif not linear.is_plain:
-                skipped[fqn] = f"is a {linear.kind}"
+            if fqn in kept or not linear.is_plain:
+                skipped[fqn] = kept.get(fqn, f"is a {linear.kind}")
             else:
                 swaps[fqn] = ToDecomposeKRouter()
         if not swaps:

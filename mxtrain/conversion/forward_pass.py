@@ -101,7 +101,6 @@ def watch(
             return _empty(tensor)
 
     model_copy = copy_of(model, fake)
-    in_order, by_name = tree_map_only(torch.Tensor, fake, (in_order, by_name))
     watcher = _Watcher(norms, {id(model_copy.get_submodule(fqn).weight): fqn for fqn in linears}, where)
     for (fqn, original), module in zip(model.named_modules(), model_copy.modules(), strict=True):
         # Layers of an earlier conversion do not run without data; the plain ones that they replaced do.
@@ -125,6 +124,7 @@ def watch(
             watcher,
         ):
             warnings.simplefilter("ignore")  # of flex_attention outside of torch.compile
+            in_order, by_name = tree_map_only(torch.Tensor, fake, (in_order, by_name))
             watcher.note_other_use(model_copy(*in_order, **by_name), "the caller of the model")
     except Exception as error:
         raise ConfigError(

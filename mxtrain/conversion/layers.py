@@ -33,6 +33,16 @@ class LinearFacts:
     shares_weight: bool
     is_in_gate: bool = False
 
+    @property
+    def why_it_stays(self) -> str | None:
+        """Why it is not quantized whatever the settings are; None if it may be."""
+        if self.is_gate or self.is_in_gate:
+            part = "the gate" if self.is_gate else "a part"
+            return f"is {part} of a router, whose choices are sensitive to rounding"
+        if not self.is_plain:
+            return f"is a {self.kind}"
+        return "shares its weight with another module" if self.shares_weight else None
+
 
 def find_linears(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:
     """Every linear; the model itself is left out."""

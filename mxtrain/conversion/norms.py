@@ -43,6 +43,11 @@ class NormFacts:
     bias: bool = False
     recognised: str = ""
 
+    @property
+    def why_it_stays(self) -> str | None:
+        """Why no converter takes it; None if some may."""
+        return None if len(self.normalized_shape) == 1 else "normalizes more than one dimension"
+
     def as_norm(self, module: nn.Module) -> nn.RMSNorm | nn.LayerNorm:
         """PyTorch's norm, which shares the parameters of ``module``, the module that these facts are about."""
         bias = {"bias": self.bias} if self.kind is nn.LayerNorm else {}

@@ -45,7 +45,7 @@ class Survey:
         names: every name of every module -> its FQN.
         blocks: the layers that the model repeats (``find_blocks``).
         norms: every module that is an RMSNorm or LayerNorm, or computes one.
-        lookalikes: by kind of norm, modules that are called so but are not known to compute one -> what they are.
+        lookalikes: by kind of norm, modules that are called so but are not known to compute one -> why they stay.
         linears: every linear.
         heads: the linears that are output heads.
         unswappable: every module with something that a new module would not have -> what, and the way out.
@@ -115,16 +115,17 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
     device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     norms, lookalikes = find_norms(modules)
     linears, blocks = find_linears(modules), find_blocks(modules)
+    unswappable = _unswappable(modules, {*norms, *linears, *(fqn for fqns in lookalikes.values() for fqn in fqns)})
     facts = Survey(
         kind=type(model).__name__,
         device_type=device_types.pop() if len(device_types) == 1 else None,
         names=names_of(model),
         blocks=blocks,
         norms=norms,
-        lookalikes=lookalikes,
+        lookalikes={kind: {f: unswappable.get(f, why) for f, why in of.items()} for kind, of in lookalikes.items()},
         linears=linears,
         heads=find_heads(modules, linears, blocks),
-        unswappable=_unswappable(modules, {*norms, *linears, *(fqn for fqns in lookalikes.values() for fqn in fqns)}),
+        unswappable=unswappable,
         weights=find_weights(modules),
         dtypes={name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)},
         converted={fqn: type(m).__name__ for fqn, m in modules.items() if isinstance(m, MXNorm | QuantizedLinear)},

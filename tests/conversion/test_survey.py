@@ -29,21 +29,6 @@ def test_a_survey_holds_the_facts_of_a_model():
     assert set(uses.calls.values()) == {1}
 
 
-def test_an_rms_norm_that_is_called_a_layer_norm_is_no_lookalike():
-    t5 = type(
-        "T5LayerNorm", (nn.Module,), {"forward": lambda self, x: nn.functional.rms_norm(x, (8,), self.weight, 1e-6)}
-    )
-    model = nn.Sequential(t5())
-    model[0].eps, model[0].weight = 1e-6, nn.Parameter(torch.ones(8))
-    facts = survey(model)
-    assert list(facts.norms_of(nn.RMSNorm)) == ["0"] and not any(facts.lookalikes.values())
-
-
-def test_norms_are_watched_only_when_asked():
-    assert survey(llama()).uses is None
-    assert survey(nn.Sequential(nn.Linear(2, 2)), watch_norms=True).uses is None, "there is no norm to watch"
-
-
 def test_devices():
     with torch.device("meta"):
         assert survey(llama()).device_type is None
@@ -76,13 +61,6 @@ def test_surveying_draws_no_random_numbers_of_the_user():
     model = SkipsAtRandom(nn.RMSNorm(64, device="meta"), nn.Linear(64, 64, device="meta"))
     survey(model, (torch.zeros(1, 64),), watch_norms=True)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_mxnorms_of_an_earlier_conversion_are_noticed():
-    model = llama()
-    convert(model)
-    converted = survey(model).converted
-    assert converted["layers.0.ffn_norm"] == "MXNorm" and converted["layers.1.attention.wo"] == "MXLinear"
 
 
 class Listed(nn.Module):
