@@ -1,21 +1,25 @@
-"""The converters to MX linear layers, with and without MXNorm."""
+"""The converters: each checks its settings when it is built, and turns a survey into a plan."""
 
-from collections.abc import Collection, Mapping
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral
 from typing import ClassVar
 
 import torch
+import torch.nn as nn
 
-from mxtrain.conversion.base import NOT_ONE_DIMENSION, Converter, why_lookalikes_stay
-from mxtrain.conversion.plan import Plan, Swap, ToMXNorm, ToQuantizedLinear
-from mxtrain.conversion.selection import in_last_blocks, recipes_of_linears, selected
+from mxtrain.conversion.norms import NormKind
+from mxtrain.conversion.plan import Plan, Swap, ToDecomposeKRouter, ToFusedNorm, ToMXNorm, ToQuantizedLinear
+from mxtrain.conversion.selection import selected
 from mxtrain.conversion.survey import Survey
 from mxtrain.conversion.weights import weight_uses
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNormLinear
+from mxtrain.nn.row_norms import WHEN_COMPILED
 from mxtrain.nn.three_gemms import check_features
 from mxtrain.ops.hardware import MODES, check_mode, default_device_type, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, get_recipes
@@ -24,6 +28,62 @@ from mxtrain.recipes.rms_estimate import RMSEstimate
 
 # Dtypes of parameters that every recipe takes.
 _DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(kw_only=True)
+class Converter(ABC):
+    """Checks its settings when it is built, and plans from a ``Survey``. It holds no model.
+
+    Attributes:
+        filter_fqns: patterns of modules to keep (see ``selection.matches``); each must match a module. None names none.
+
+    Raises:
+        ConfigError: for a wrong setting.
+    """
+
+    name: ClassVar[str]
+    watches_norms: ClassVar[bool] = False
+    """Whether ``plan`` needs to know what uses the outputs of norms"""
+    way_out: ClassVar[str] = ""
+    """What to try with a model in which this converter finds nothing, as a line of the error"""
+    # Whether mxtrain's passes over compiled graphs run from now on; None changes nothing. Only converters whose layers
+    # have casts make this a setting, so it has no annotation here.
+    graph_passes = None
+
+    filter_fqns: Iterable[str] | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.filter_fqns, Iterable | None):
+            raise ConfigError(f"filter_fqns = {self.filter_fqns!r} is not a list of names of modules")
+        if isinstance(self.filter_fqns, str):
+            raise ConfigError(f"filter_fqns = {self.filter_fqns!r} is not a list: write [{self.filter_fqns!r}]")
+
+    @abstractmethod
+    def plan(self, survey: Survey) -> Plan:
+        """What every module that concerns this converter becomes, or why it stays.
+
+        Raises:
+            ConfigError: for a pattern that matches nothing, a setting that the model rules out, or a model with
+                nothing to convert.
+        """
+
+    def _kept(self, survey: Survey) -> dict[str, str]:
+        """The modules that the user named, and those that no converter can swap -> the reason to keep them."""
+        patterns = self.filter_fqns or ()
+        named = [fqn for pattern in patterns for fqn in selected(survey.names, pattern, "filter_fqns")]
+        return {**survey.why_unswappable(), **dict.fromkeys(named, "named in filter_fqns")}
+
+    def _nothing_to_convert(self, survey: Survey, skipped: Mapping[str, str]) -> ConfigError:
+        # A large model has hundreds of modules that stay for the same reason.
+        by_reason: dict[str, list[str]] = {}
+        for fqn, reason in skipped.items():
+            by_reason.setdefault(reason, []).append(fqn)
+        left = "".join(
+            f"\n  {first}{f' and {len(others)} more' if others else ''}: {reason}"
+            for reason, (first, *others) in by_reason.items()
+        )
+        way_out = f"\n{self.way_out}" if self.way_out else ""
+        return ConfigError(f"converter = {self.name!r} finds nothing to convert in this {survey.kind}{left}{way_out}")
 
 
 @dataclass(kw_only=True)
@@ -38,7 +98,7 @@ class MXLinearConverter(Converter):
             pattern that matches wins. ``filter_fqns`` and ``high_precision_share`` come first. A pattern of the output
             head alone is refused while ``filter_fqns`` is None.
         scale_rounding, tensor_scale, weight_tiles, hadamard, stochastic_rounding, high_precision_share: settings of
-            ``mxtrain.Recipe``; None keeps the recipe's own. Of n blocks (``conversion.blocks``) the last share * n,
+            ``mxtrain.Recipe``; None keeps the recipe's own. Of n blocks (``conversion.layers``) the last share * n,
             rounded to nearest, stay.
         mode: "native", "emulated", "reference", or "auto": the best mode of the device that a layer's input is on.
         graph_passes: whether ``torch.compile``, in this thread and from now on, fuses casts with the operations before
@@ -87,41 +147,55 @@ class MXLinearConverter(Converter):
             )
 
     def _checked_plan(self, survey: Survey, swaps: Mapping[str, Swap], skipped: Mapping[str, str]) -> Plan:
-        self._check_features(survey, swaps)
-        self._check_dtypes(survey, swaps)
         recipes = {fqn: swap.recipe for fqn, swap in swaps.items() if isinstance(swap, ToQuantizedLinear)}
+        for fqn, recipe in recipes.items():
+            linear = survey.linears[fqn]
+            with self._advice(survey, fqn):
+                check_features(linear.in_features, linear.out_features, recipe)
+        self._check_dtypes(survey, swaps)
         calls = {} if survey.uses is None else survey.uses.calls
         weights = weight_uses(survey.weights, calls, recipes)
         return Plan(swaps, skipped, self.default_recipe, weights, self._execution(survey))
 
     def _recipes(self, survey: Survey) -> tuple[dict[str, LinearRecipe], dict[str, str]]:
         """The recipe of every linear, and every module that stays in high precision -> the reason."""
-        chosen = recipes_of_linears(survey.names, survey.linears, self.default_recipe, self.recipe_by_pattern)
-        in_high_precision = {
-            fqn: f"left in high precision by {setting}"
-            for fqn, (recipe, setting) in chosen.items()
+        heads = () if self.filter_fqns is not None else survey.heads
+        recipe_of = dict.fromkeys(survey.linears, self.default_recipe)
+        setting_of = dict.fromkeys(survey.linears, f"recipe = {self.default_recipe.name!r}")
+        for pattern, recipe in self.recipe_by_pattern.items():
+            hits = [fqn for fqn in selected(survey.names, pattern, "recipes") if fqn in survey.linears]
+            if not hits:
+                raise ConfigError(
+                    f"recipes: {pattern!r} names no linear layer; a norm has the recipe of the linears that it feeds, "
+                    "and modules named in filter_fqns keep their precision"
+                )
+            if recipe.name != HIGH_PRECISION and set(hits) <= set(heads):
+                raise ConfigError(
+                    f"recipes: {pattern!r} matches only the output head, which stays in high precision while "
+                    "filter_fqns is unset: set filter_fqns to the modules that stay, [] for none"
+                )
+            recipe_of |= dict.fromkeys(hits, recipe)
+            setting_of |= dict.fromkeys(hits, f"recipes.{pattern!r} = {recipe.name!r}")
+        high_precision = {
+            fqn: f"left in high precision by {setting_of[fqn]}"
+            for fqn, recipe in recipe_of.items()
             if recipe.name == HIGH_PRECISION
         }
+        kept = self._last_blocks(survey) | dict.fromkeys(heads, "is the output head") | self._kept(survey)
+        return recipe_of, high_precision | kept
+
+    def _last_blocks(self, survey: Survey) -> dict[str, str]:
+        """The last ``high_precision_share`` of the blocks, and everything in them -> the reason to keep them."""
         if self.high_precision_share and not survey.blocks:
             raise ConfigError(
                 f"high_precision_share = {self.high_precision_share} finds no blocks in this {survey.kind}: name the "
                 "modules to keep in filter_fqns"
             )
-        last_blocks = in_last_blocks(survey.modules, survey.blocks, self.default_recipe.high_precision_share)
-        heads = dict.fromkeys(survey.heads, "is the output head") if self.filter_fqns is None else {}
-        self._refuse_recipe_of_head(survey, heads)
-        kept = in_high_precision | last_blocks | heads | self._filtered(survey)
-        return {fqn: recipe for fqn, (recipe, _) in chosen.items()}, kept
-
-    def _refuse_recipe_of_head(self, survey: Survey, heads: Collection[str]) -> None:
-        """Raise ConfigError for a name in ``recipes`` that matches only output heads, which stay by default."""
-        for pattern, recipe in self.recipe_by_pattern.items():
-            linears = {fqn for fqn in selected(survey.names, pattern, "recipes") if fqn in survey.linears}
-            if linears.issubset(heads) and recipe.name != HIGH_PRECISION:
-                raise ConfigError(
-                    f"recipes: {pattern!r} matches only the output head, which stays in high precision while "
-                    "filter_fqns is unset: set filter_fqns to the modules that stay, [] for none"
-                )
+        share, blocks = self.default_recipe.high_precision_share, survey.blocks
+        count = math.floor(share * len(blocks) + 0.5)
+        reason = f"in the last {count} of {len(blocks)} blocks (high_precision_share = {share})"
+        last = tuple(f"{block}." for block in blocks[len(blocks) - count :])
+        return {fqn: reason for fqn in survey.names.values() if f"{fqn}.".startswith(last)}
 
     def _plan_linears(
         self, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str], fed: Collection[str] = ()
@@ -131,26 +205,11 @@ class MXLinearConverter(Converter):
         for fqn, linear in survey.linears.items():
             if fqn in fed:
                 continue
-            if fqn in kept:
-                skipped[fqn] = kept[fqn]
-            elif linear.is_gate:
-                skipped[fqn] = "is the gate of a router, whose choices are sensitive to rounding"
-            elif linear.is_in_gate:
-                skipped[fqn] = "is a part of a router, whose choices are sensitive to rounding"
-            elif not linear.is_plain:
-                skipped[fqn] = f"is a {linear.kind}"
-            elif linear.shares_weight:
-                skipped[fqn] = "shares its weight with another module"
+            if reason := kept.get(fqn) or linear.why_it_stays:
+                skipped[fqn] = reason
             else:
                 swaps[fqn] = ToQuantizedLinear(MXLinear, recipe_of[fqn], self.mode, self.seed)
         return swaps, skipped
-
-    def _check_features(self, survey: Survey, swaps: Mapping[str, Swap]) -> None:
-        for fqn, swap in swaps.items():
-            if isinstance(swap, ToQuantizedLinear):
-                linear = survey.linears[fqn]
-                with self._advice(survey, fqn):
-                    check_features(linear.in_features, linear.out_features, swap.recipe)
 
     def _check_dtypes(self, survey: Survey, swaps: Mapping[str, Swap]) -> None:
         """Raise ConfigError for weights, gains and biases with a dtype that the casts do not take."""
@@ -161,9 +220,9 @@ class MXLinearConverter(Converter):
             if dtype == torch.float64 and all(gemm.format is None for gemm in swap.recipe.gemms):
                 continue
             raise ConfigError(
-                f"converter = {self.name!r}: {parameter} is {_name(dtype)}; allowed are bfloat16 and float32, and "
-                "float64 with recipe = 'unquantized': convert the model with model.to(torch.bfloat16) first, or name "
-                f"the module in filter_fqns{self._and_heads(survey)}"
+                f"converter = {self.name!r}: {parameter} is {str(dtype).removeprefix('torch.')}; allowed are bfloat16 "
+                "and float32, and float64 with recipe = 'unquantized': convert the model with model.to(torch.bfloat16) "
+                f"first, or name the module in filter_fqns{self._and_heads(survey)}"
             )
 
     @contextmanager
@@ -226,8 +285,8 @@ class MXNormConverter(MXLinearConverter):
         self._refuse_second_conversion(survey)
         recipe_of, kept = self._recipes(survey)
         swaps: dict[str, Swap] = {}
-        skipped = why_lookalikes_stay(survey, survey.lookalikes)
-        for fqn in survey.norms:
+        skipped = dict(survey.lookalikes[nn.RMSNorm])
+        for fqn in survey.norms_of(nn.RMSNorm):
             if reason := _why_norm_stays(fqn, survey, recipe_of, kept):
                 skipped[fqn] = reason
             else:
@@ -259,10 +318,8 @@ def _why_norm_stays(
 ) -> str | None:
     """Why a norm cannot become an MXNorm; None if it can."""
     uses, linears = survey.uses, survey.uses.linears[fqn]
-    if fqn in kept:
-        return kept[fqn]
-    if len(survey.norms[fqn].normalized_shape) != 1:
-        return NOT_ONE_DIMENSION
+    if reason := kept.get(fqn) or survey.norms[fqn].why_it_stays:
+        return reason
     if uses.others[fqn]:
         return f"its output is used by {', '.join(uses.others[fqn])}"
     if fqn in uses.overwritten:
@@ -282,5 +339,86 @@ def _why_norm_stays(
     return None
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+@dataclass(kw_only=True)
+class FusedNormConverter(Converter):
+    """Every RMSNorm becomes a FusedRMSNorm, every LayerNorm a FusedLayerNorm, whatever uses its output.
+
+    Attributes:
+        when_compiled: see ``mxtrain.FusedRMSNorm``.
+    """
+
+    name: ClassVar[str] = "fused_norm"
+    kinds: ClassVar[tuple[NormKind, ...]] = (nn.RMSNorm, nn.LayerNorm)
+
+    when_compiled: str = "auto"
+
+    def __post_init__(self):
+        super().__post_init__()
+        require_one_of("when_compiled", self.when_compiled, WHEN_COMPILED)
+
+    def plan(self, survey: Survey) -> Plan:
+        kept, swaps = self._kept(survey), {}
+        skipped = {fqn: reason for kind in self.kinds for fqn, reason in survey.lookalikes[kind].items()}
+        for fqn, norm in survey.norms_of(*self.kinds).items():
+            if reason := kept.get(fqn) or norm.why_it_stays:
+                skipped[fqn] = reason
+            else:
+                swaps[fqn] = ToFusedNorm(norm, self.when_compiled)
+        # A model whose norms an earlier conversion has turned into MXNorms needs nothing.
+        if not swaps and "MXNorm" not in survey.converted.values():
+            raise self._nothing_to_convert(survey, skipped)
+        return Plan(swaps, skipped)
+
+
+@dataclass(kw_only=True)
+class FusedRMSNormConverter(FusedNormConverter):
+    """Every RMSNorm becomes a FusedRMSNorm; a LayerNorm stays."""
+
+    name: ClassVar[str] = "fused_rmsnorm"
+    kinds: ClassVar[tuple[NormKind, ...]] = (nn.RMSNorm,)
+
+
+@dataclass(kw_only=True)
+class DecomposeKRouterConverter(Converter):
+    """Every linear that is the gate of a mixture-of-experts router becomes a DecomposeKRouter."""
+
+    name: ClassVar[str] = "decompose_k_router"
+
+    def plan(self, survey: Survey) -> Plan:
+        kept, swaps = self._kept(survey), {}
+        skipped = {fqn: f"is a {kind}, not an nn.Linear" for fqn, kind in survey.other_gates.items()}
+        for fqn, linear in survey.linears.items():
+            if not linear.is_gate:
+                continue
+            if fqn in kept or not linear.is_plain:
+                skipped[fqn] = kept.get(fqn, f"is a {linear.kind}")
+            else:
+                swaps[fqn] = ToDecomposeKRouter()
+        if not swaps:
+            raise self._nothing_to_convert(survey, skipped)
+        return Plan(swaps, skipped)
+
+
+CONVERTERS = {
+    converter.name: converter
+    for converter in (
+        MXNormConverter,
+        MXLinearConverter,
+        FusedNormConverter,
+        FusedRMSNormConverter,
+        DecomposeKRouterConverter,
+    )
+}
+
+
+def get_converter(name: str, settings: Mapping) -> Converter:
+    """The converter of this name with these settings; None stands for a setting's default.
+
+    Raises:
+        ConfigError: for an unknown name, a setting that the converter does not have, or a wrong value.
+    """
+    require_one_of("converter", name, CONVERTERS)
+    known = [setting.name for setting in fields(CONVERTERS[name])]
+    for setting in settings:
+        require_one_of(f"converter = {name!r}: setting", setting, known)
+    return CONVERTERS[name](**{setting: value for setting, value in settings.items() if value is not None})

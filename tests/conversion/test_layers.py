@@ -1,11 +1,10 @@
-"""Blocks and output heads."""
+"""Linears, gates of routers, blocks and output heads."""
 
 import pytest
 import torch.nn as nn
 
-from mxtrain import ConfigError, convert
-from mxtrain.conversion.blocks import find_blocks, find_heads
-from mxtrain.conversion.recognition import find_linears
+from mxtrain import ConfigError, DecomposeKRouter, convert
+from mxtrain.conversion.layers import LinearFacts, find_blocks, find_gates, find_heads, find_linears, find_other_gates
 
 D, V = 32, 96
 
@@ -117,3 +116,74 @@ def test_a_share_of_no_blocks_is_refused():
     ):
         convert(model, "mx_linear", high_precision_share=0.5)
     assert convert(model, "mx_linear", recipe="nvfp4").linears == ["1"], "the recipe's own share"
+
+
+class Router(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.gate, self.other = linear, nn.Linear(4, 4)
+
+
+def test_the_linears_of_a_model():
+    shared = nn.Linear(8, 8)
+    routers = {"router": Router(nn.Linear(8, 4)), "own": Router(DecomposeKRouter(8, 4))}
+    model = nn.ModuleDict({**routers, "a": nn.Sequential(shared), "b": nn.Linear(8, 8)})
+    model["b"].weight = shared.weight
+    linears = find_linears(dict(model.named_modules()))
+    common = dict(is_gate=True, shares_weight=False)
+    assert linears["router.gate"] == LinearFacts(8, 4, "Linear", is_plain=True, is_in_gate=True, **common)
+    assert linears["own.gate"] == LinearFacts(8, 4, "DecomposeKRouter", is_plain=False, **common)
+    assert [fqn for fqn, facts in linears.items() if facts.shares_weight] == ["a.0", "b"]
+    assert find_gates(model) == {"router.gate": model["router"].gate, "own.gate": model["own"].gate}
+    assert list(find_gates(model["router"])) == ["gate"]
+
+
+class TopKRouter(nn.Module):
+    """As the gates of transformers 5."""
+
+
+def gate() -> nn.Linear:
+    return nn.Linear(8, 4)
+
+
+@pytest.mark.parametrize(
+    "name, model",
+    [
+        ("gate", nn.ModuleDict({"gate": gate(), "experts": nn.ModuleList()})),
+        ("gating", nn.ModuleDict({"gating": gate(), "experts": nn.ModuleList()})),
+        ("router", nn.ModuleDict({"router": gate(), "up": gate()})),
+        ("router.layer", nn.ModuleDict({"router": nn.ModuleDict({"layer": gate()}), "input": gate()})),
+        (
+            "mlp.gate.wg",
+            nn.ModuleDict({"mlp": nn.ModuleDict({"gate": nn.ModuleDict({"wg": gate()}), "experts": gate()})}),
+        ),
+    ],
+)
+def test_a_gate_beside_experts_or_called_router(name, model):
+    assert list(find_gates(model)) == [name] and not find_other_gates(dict(model.named_modules()))
+
+
+def test_a_router_of_two_layers_stays_whole():
+    layers = nn.ModuleDict({"up": nn.Linear(32, 32), "down": nn.Linear(32, 32)})
+    model = nn.ModuleDict({"router": layers, "out": nn.Linear(32, 32)})
+    assert not find_gates(model)
+    report = convert(model, "mx_linear")
+    assert report.linears == ["out"] and list(report.skipped) == ["router.up", "router.down"]
+    assert all("is a part of a router" in reason for reason in report.skipped.values())
+    assert find_other_gates(dict(model.named_modules())) == {"router": "ModuleDict"}
+
+
+def test_a_mixture_that_is_called_router_is_no_gate():
+    mixture = nn.ModuleDict({"wg": nn.Linear(32, 32), "experts": nn.ModuleList([nn.Linear(32, 32)])})
+    assert convert(nn.ModuleDict({"router": mixture}), "mx_linear").linears == ["router.wg", "router.experts.0"]
+
+
+def test_the_gate_of_a_feed_forward_is_none():
+    assert not find_gates(nn.ModuleDict({"gate": gate(), "up": gate(), "gating": gate()}))
+
+
+def test_gates_that_hold_no_linear():
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"gate": TopKRouter(), "experts": nn.ModuleList()})})
+    assert find_other_gates(dict(model.named_modules())) == {"mlp.gate": "TopKRouter"} and not find_gates(model)
+    router = nn.ModuleDict({"router": nn.ModuleDict({"layer": gate(), "act": nn.Softmax(1)})})
+    assert not find_other_gates(dict(router.named_modules())), "its parts are no gates of their own"
