@@ -8,8 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from mxtrain.errors import ConfigError
-from mxtrain.nn.fused_layer_norm import FusedLayerNorm
-from mxtrain.nn.fused_rms_norm import FusedRMSNorm
+from mxtrain.nn.row_norms import FusedLayerNorm, FusedRMSNorm
 
 # The tables of hooks of an nn.Module whose hooks see inputs, outputs or their gradients.
 _HOOKS_ON_VALUES = {

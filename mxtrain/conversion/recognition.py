@@ -9,9 +9,8 @@ import torch.nn as nn
 
 from mxtrain.conversion.gates import is_gate, is_in_gate
 from mxtrain.conversion.norm_probe import SAME_RESULTS, eps_of
-from mxtrain.nn.fused_layer_norm import FusedLayerNorm
-from mxtrain.nn.fused_rms_norm import FusedRMSNorm
 from mxtrain.nn.recipe_module import RecipeModule
+from mxtrain.nn.row_norms import FusedLayerNorm, FusedRMSNorm
 
 _TYPES = (nn.RMSNorm, FusedRMSNorm, nn.LayerNorm, FusedLayerNorm)
 _OF_ANY_MODULE = vars(nn.Module()).keys()
