@@ -107,7 +107,7 @@ def explain_norm(rows: int, columns: int, dtype: str = "bfloat16", norm: str = "
     """
     _check_kernels("--explain-norm", dtype)
     require_one_of("--norm", norm, NORMS)
-    from mxtrain.kernels.device import shared_memory, sm_count
+    from mxtrain.kernels.device import sm_count
     from mxtrain.kernels.norm import row_norms
 
     if rows < 1 or not 1 <= columns <= row_norms.MAX_COLUMNS:
@@ -115,11 +115,8 @@ def explain_norm(rows: int, columns: int, dtype: str = "bfloat16", norm: str = "
             f"--explain-norm {rows} {columns}: expected at least 1 row, of 1 to {row_norms.MAX_COLUMNS} columns"
         )
     device, where = _where()
-    gpu, itemsize = (sm_count(device), shared_memory(device)), getattr(torch, dtype).itemsize
-    plans = {
-        "forward": row_norms.forward_plan(rows, columns, norm == "layer", gpu[0]),
-        "backward": row_norms.backward_plan(rows, columns, itemsize, norm == "layer", *gpu),
-    }
+    shape = rows, columns, norm == "layer", sm_count(device)
+    plans = {"forward": row_norms.forward_plan(*shape), "backward": row_norms.backward_plan(*shape)}
     texts = [table(name, _norm_rows(plan)) for name, plan in plans.items()]
     return "\n\n".join([f"{NORMS[norm]} of {rows} x {columns}, {dtype}, on {where}", *texts])
 

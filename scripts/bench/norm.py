@@ -41,7 +41,7 @@ from kernel_benchmark import (
 )
 from norm_kinds import KINDS, RMS, Kind
 
-from mxtrain.kernels.device import shared_memory, sm_count
+from mxtrain.kernels.device import sm_count
 from mxtrain.kernels.norm.row_norms import Plan, backward_plan, forward_plan
 
 DTYPE = torch.bfloat16
@@ -126,7 +126,7 @@ def backward_entries(kind: Kind, shape: Shape, device: str, max_autotune: bool) 
         entries.append(Entry("Liger", lambda: kind.liger_backward(dy, x, *vectors), reads, check))
     if importlib.util.find_spec("quack") and kind.quack_backward:
         entries.append(Entry("Quack", lambda: kind.quack_backward(dy, x, *numbers, *vectors), reads, check))
-    plan = backward_plan(*shape, DTYPE.itemsize, kind.centered, sm_count(x.device), shared_memory(x.device))
+    plan = backward_plan(*shape, kind.centered, sm_count(x.device))
     entries.append(our_entry(lambda: kind.backward_kernel(*args), reads, check, plan))
     return against_all(entries)
 

@@ -77,7 +77,7 @@ def test_the_norm_of_a_shape_is_explained(shape, variant, norm, monkeypatch):
     assert title == f"{name} of {shape[0]} x {shape[1]}, bfloat16, on 132 SMs (no GPU here)"
     backward = lines.index("backward")
     assert lines[1].split()[:2] == ["variant", f"{variant}:"]
-    plans = forward_plan(*shape, norm == "layer"), backward_plan(*shape, 2, norm == "layer")
+    plans = forward_plan(*shape, norm == "layer"), backward_plan(*shape, norm == "layer")
     for part, plan in zip((lines[1 : backward - 1], lines[backward + 1 :]), plans):
         facts = {name: text.strip() for name, text in (line.strip().split("  ", 1) for line in part)}
         del facts["variant"]

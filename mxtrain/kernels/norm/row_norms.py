@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from mxtrain.kernels.checks import check_matrix, check_same, check_vector
-from mxtrain.kernels.device import H100_SHARED_MEMORY, H100_SMS, INTERPRETED, shared_memory, sm_count
+from mxtrain.kernels.device import H100_SMS, INTERPRETED, shared_memory, sm_count
 from mxtrain.kernels.integers import cdiv, next_power_of_2
 from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.norm.row_lengths import MAX_COLUMNS, MAX_PERSISTENT_COLUMNS
@@ -90,7 +90,7 @@ LAYER_BACKWARD = (
     (8192, 8192, 8, 3, 1),
     (MAX_PERSISTENT_COLUMNS, 16384, 16, 1, 1),
 )
-LOOPED_BACKWARD = (MAX_COLUMNS, 4096, 16, 4, 1)
+LOOPED_BACKWARD = (4096, 16, 4, 1)
 
 LONGEST_CHUNK, SHORTEST_CHUNK = 4096, 1024
 # A longer backward tile leaves no registers for the weight, which is then loaded with every tile.
@@ -124,19 +124,14 @@ def forward_plan(rows: int, columns: int, centered: bool, sms: int = H100_SMS) -
 
 
 @functools.lru_cache(4096)
-def backward_plan(
-    rows: int, columns: int, itemsize: int, centered: bool, sms: int = H100_SMS, shared: int = H100_SHARED_MEMORY
-) -> Plan:
-    """How the backward walks a matrix [rows, columns] of elements of ``itemsize`` bytes.
+def backward_plan(rows: int, columns: int, centered: bool, sms: int = H100_SMS) -> Plan:
+    """How the backward walks a matrix [rows, columns], as ``forward_plan``.
 
-    Args:
-        centered: whether it is LayerNorm's.
-        sms, shared: of the GPU: SMs, and bytes of shared memory that a program may use.
+    ``launch_backward`` takes fewer stages where the GPU's shared memory holds no more.
     """
     step = _step(LAYER_BACKWARD if centered else RMS_BACKWARD, columns)
-    persistent = step is not None
-    tile, warps, stages, per_sm = step or LOOPED_BACKWARD[1:]
-    if persistent:
+    tile, warps, stages, per_sm = step or LOOPED_BACKWARD
+    if step:
         width = next_power_of_2(columns)
         height = _rows_per_tile(tile, rows, width, sms)
         # Smaller tiles keep the elements per thread and per SM.
@@ -147,26 +142,13 @@ def backward_plan(
     tiles = cdiv(rows, height)
     # All programs walk as many tiles as the busiest one: fewer partial rows in the same time.
     walk = max(cdiv(tiles, per_sm * sms), min(FEWEST_TILES, tiles))
-    steps = walk if persistent else cdiv(columns, width)
-    # Per element: dy, x and dtotal; in a chunk also the weight, and a partial sum in fp32.
-    loaded = 3 * itemsize if persistent else 4 * itemsize + 4
-    stages = min(stages, steps, _fitting_stages(height * width * loaded, shared))
-    return Plan(persistent, height, width, warps, stages, cdiv(tiles, walk))
+    stages = min(stages, walk if step else cdiv(columns, width))
+    return Plan(step is not None, height, width, warps, stages, cdiv(tiles, walk))
 
 
 def _rows_per_tile(tile: int, rows: int, width: int, sms: int) -> int:
     """Rows in a tile of about ``tile`` elements; fewer where some SMs would have no tile."""
     return min(max(1, tile // width), next_power_of_2(cdiv(rows, sms)))
-
-
-def _fitting_stages(tile_bytes: int, shared: int) -> int:
-    """The most tiles in flight, of ``tile_bytes`` each, that ``shared`` bytes of shared memory allow."""
-    return max(1, 1 + (shared - OTHER_SHARED_BYTES) // tile_bytes)
-
-
-def _holds_weight(plan: Plan) -> bool:
-    """Whether a program of the persistent backward has registers for the weight."""
-    return plan.rows * plan.columns <= LONGEST_TILE_WITH_WEIGHT
 
 
 def _partials_tile(programs: int, columns: int, sms: int) -> tuple[int, int, int]:
@@ -709,20 +691,21 @@ def launch_backward(
     results = [torch.empty_like(x), *(empty(columns, dtype=dtype, device=x.device) for dtype in dtypes)]
     if _is_symbolic(x) or x.numel() == 0:
         return results, ()
-    centered, shared = mean is not None, shared_memory(x.device)
-    plan = plan or backward_plan(rows, columns, x.element_size(), centered, sm_count(x.device), shared)
+    centered = mean is not None
+    plan = plan or backward_plan(rows, columns, centered, sm_count(x.device))
     programs = min(plan.programs, cdiv(rows, plan.rows))
     partials = [torch.empty(len(dtypes), programs, columns, dtype=torch.float32, device=x.device)] if dtypes else []
-    # The plan ignores whether there is a dtotal, and what dtypes the tensors have: fewer stages may fit.
     loaded = [dy, x, dtotal] if plan.persistent else [dy, x, dtotal, weight, *partials * len(dtypes)]
     element = sum(tensor.element_size() for tensor in loaded if tensor is not None)
-    stages = min(plan.stages, _fitting_stages(plan.rows * plan.columns * element, shared))
+    ahead = (shared_memory(x.device) - OTHER_SHARED_BYTES) // (plan.rows * plan.columns * element)
+    stages = min(plan.stages, 1 + ahead)
+    holds_weight = plan.persistent and plan.rows * plan.columns <= LONGEST_TILE_WITH_WEIGHT
     constants = dict(
         columns=columns, WEIGHT=weight is not None, DTOTAL=dtotal is not None, COLUMNS=plan.columns,
         num_warps=plan.warps,
     )  # fmt: skip
     # A tile without registers for the weight has none for a second sum either.
-    if plan.persistent and plan.rows == 1 and not _holds_weight(plan) and centered and len(dtypes) == 2:
+    if plan.persistent and plan.rows == 1 and not holds_weight and centered and len(dtypes) == 2:
         kernel = _wide_rows_kernel
     else:
         kernel = _persistent_kernel if plan.persistent else _looped_kernel
@@ -730,7 +713,7 @@ def launch_backward(
             CENTERED=centered, DWEIGHT=dweight is not None, DBIAS=dbias is not None, ROWS=plan.rows, STAGES=stages
         )
         if plan.persistent:
-            constants["HOLD_WEIGHT"] = _holds_weight(plan)
+            constants["HOLD_WEIGHT"] = holds_weight
     args = (dy, x, mean, rstd, weight, dtotal, results[0], *(partials or [None]), rows)
     walk = Launch(kernel, (programs,), args, constants)
     return results, (walk, *(_sum_partials(each, results[1:]) for each in partials))

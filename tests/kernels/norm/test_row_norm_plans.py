@@ -6,8 +6,6 @@ from hypothesis import strategies as st
 
 from mxtrain.kernels.norm.row_norms import Plan, _partials_tile, backward_plan, forward_plan
 
-# SMs and bytes of shared memory per program.
-AN_H200, AN_RTX = (132, 227 * 1024), (58, 99 * 1024)
 # Sizes by their magnitude, so that small ones are as frequent as large ones.
 ROWS = st.builds(lambda x: int(2**x), st.floats(0, 31.1))
 COLUMNS = st.builds(lambda x: int(2**x), st.floats(0, 16)) | st.sampled_from([1, 256, 4096, 5120, 7168, 16384, 65536])
@@ -22,19 +20,16 @@ def assert_can_be_walked(plan, rows, columns):
     assert -(-rows // plan.rows) >= min(rows, 58) / 2, "SMs without a tile"
 
 
-@given(rows=ROWS, columns=COLUMNS, itemsize=st.sampled_from([2, 4]), gpu=st.sampled_from([AN_H200, AN_RTX]))
+@given(rows=ROWS, columns=COLUMNS, sms=st.sampled_from([132, 58]))
 @settings(max_examples=300, deadline=None)
-def test_every_shape_gets_a_plan(rows, columns, itemsize, gpu):
-    """Registers and shared memory hold it, and all SMs work."""
-    sms, shared = gpu
+def test_every_shape_gets_a_plan(rows, columns, sms):
+    """Registers hold it, and all SMs work."""
     for centered in (False, True):
         plan = forward_plan(rows, columns, centered, sms)
         assert_can_be_walked(plan, rows, columns)
         assert plan.programs == -(-rows // plan.rows) and plan.stages == 1
-        plan = backward_plan(rows, columns, itemsize, centered, sms, shared)
+        plan = backward_plan(rows, columns, centered, sms)
         assert_can_be_walked(plan, rows, columns)
-        streams = 3 * itemsize if plan.persistent else 4 * itemsize + 4
-        assert (plan.stages - 1) * plan.rows * plan.columns * streams <= shared - 12 * 1024
         count = -(-rows // plan.rows)
         longest = -(-count // plan.programs)
         assert longest >= min(2, count), "a partial row for a single tile"
@@ -75,7 +70,7 @@ def test_steps_of_the_forwards_ladders(rows, columns, rms, layer):
     ],
 )
 def test_steps_of_the_backwards_ladders(rows, columns, rms, layer):
-    assert [backward_plan(rows, columns, 2, centered) for centered in (False, True)] == [rms, layer]
+    assert [backward_plan(rows, columns, centered) for centered in (False, True)] == [rms, layer]
 
 
 @given(programs=st.integers(1, 100000), columns=COLUMNS)

@@ -156,7 +156,7 @@ def test_the_launch_is_that_of_the_plan(centered):
     arguments = backward_inputs(centered, 5, 100, FP32, FP32)
     for plan in (HELD, CHUNKED, None):
         walk, _ = launch_backward(*arguments, FP32, None, plan)[1]
-        plan = plan or backward_plan(5, 100, 4, centered)
+        plan = plan or backward_plan(5, 100, centered)
         assert walk.grid == (plan.programs,) and walk.constants["num_warps"] == plan.warps
         assert (walk.constants["ROWS"], walk.constants["COLUMNS"]) == (plan.rows, plan.columns)
         assert walk.constants["STAGES"] == plan.stages and ("HOLD_WEIGHT" in walk.constants) == plan.persistent
