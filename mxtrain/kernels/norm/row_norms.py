@@ -418,8 +418,7 @@ def row_norm(
     """
     _check(x, residual=residual, weight=weight, bias=bias)
     y, rstd, *others = _forward(*_contiguous(x, residual, weight, bias), eps, centered)
-    mean = others.pop(0) if centered else None
-    return y, mean, rstd, others[0] if others else x
+    return y, others[0] if centered else None, rstd, x if residual is None else others[-1]
 
 
 # Backward
