@@ -10,9 +10,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mxtrain.conversion.forward_pass import copy_of, without_global_hooks
-from mxtrain.nn.fused_layer_norm import FusedLayerNorm
-from mxtrain.nn.fused_rms_norm import FusedRMSNorm
 from mxtrain.nn.recipe_module import RecipeModule
+from mxtrain.nn.row_norms import FusedLayerNorm, FusedRMSNorm
 
 NormKind = type[nn.RMSNorm] | type[nn.LayerNorm]
 

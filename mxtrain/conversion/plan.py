@@ -9,10 +9,9 @@ import torch.nn as nn
 from mxtrain.conversion.norms import NormFacts
 from mxtrain.conversion.weights import WeightUse
 from mxtrain.nn.decompose_k_router import DecomposeKRouter
-from mxtrain.nn.fused_layer_norm import FusedLayerNorm
-from mxtrain.nn.fused_rms_norm import FusedRMSNorm
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm
+from mxtrain.nn.row_norms import FusedLayerNorm, FusedRMSNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.recipes.recipe import LinearRecipe
 

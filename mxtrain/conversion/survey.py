@@ -20,9 +20,8 @@ from mxtrain.conversion.norms import NormFacts, NormKind, find_norms
 from mxtrain.conversion.selection import names_of
 from mxtrain.conversion.weights import WeightFacts, find_weights
 from mxtrain.errors import ConfigError
-from mxtrain.nn.fused_layer_norm import FusedLayerNorm
-from mxtrain.nn.fused_rms_norm import FusedRMSNorm
 from mxtrain.nn.mxnorm import MXNorm
+from mxtrain.nn.row_norms import FusedLayerNorm, FusedRMSNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
 
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)

@@ -15,21 +15,205 @@ Source of the method: Ellison, Zhang, "Decompose-K", PyTorch Conference 2025.
 Bytes: M K + K N in the dtype of the operands, M N of the result, and 8 S M N of parts, mostly to and from the L2 cache.
 """
 
+import functools
+import math
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mxtrain.kernels.device import INTERPRETED, overlaps_launches, sm_count
+from mxtrain.kernels.device import (
+    H100_SHARED_MEMORY,
+    H100_SMS,
+    INTERPRETED,
+    overlaps_launches,
+    shared_memory,
+    sm_count,
+)
 from mxtrain.kernels.integers import cdiv, next_power_of_2
 from mxtrain.kernels.launch import Launch
-from mxtrain.kernels.router.decompose_k_plan import (
-    MIN_TENSOR_CORE_BLOCK,
-    Plan,
-    chunk_of,
-    reduction_tile,
-    softmax_tile,
-)
+
+# Launch plans
+
+# Tensor cores multiply 16 rows by 16 columns over 16 elements of K; smaller operands are masked. Tiles of fewer rows
+# are multiplied without tensor cores.
+MIN_TENSOR_CORE_BLOCK = 16
+# Limits of a plan: parts of K, bytes of shared memory for the tiles in flight, warps of a program that sums parts.
+MAX_SPLITS, SHARED_BYTES, MAX_SUM_WARPS = 256, 144 * 1024, 8
+
+# Shorter reductions are not worth splitting.
+SHORTEST_K = 2048
+# More outputs per SM are tiles enough for torch.mm; beyond LONG_K, twice as many. Exceptions are long a with few
+# columns and a small b, which every tile reads from the L2 cache: the kernels take 10.1 us to the fp32 results of
+# 8192 x 64 x 2048 and cuBLAS 11.7 (H200).
+MM_OUTPUTS_PER_SM, NARROW_COLUMNS, NARROW_OPERAND = 1024, 64, 2**18
+# Products of fp32 use no tensor cores: cuBLAS is faster except for the smallest results.
+FP32_OUTPUTS = 64 * 64
+# Few outputs and multiplications take one step over all of K, without tensor cores and in one launch, so that all loads
+# are in flight at once: at 16 x 16 x 5120 2.6 us instead of 3.5 (H200).
+ONE_STEP_K, ONE_STEP_OUTPUTS_PER_SM, ONE_STEP_PRODUCTS = 8192, 16, 2**23
+# Up to this many outputs and multiplications every output has a program of its own; beyond, two by two share one.
+SINGLE_OUTPUTS, SINGLE_PRODUCTS = 512, 2**21
+# {rows per tile: (most columns, area of a tile over the square root of the outputs)} weighs what programs load against
+# the partial sums that they store. The area also grows with the square root of K beyond LONG_K.
+TILES, LONG_K = {16: (64, 4), 64: (128, 7.9)}, 4096
+# Parts per tile: at most FEW_PARTS, or as many as there are times SHORTEST_PART in K.
+FEW_PARTS, SHORTEST_PART = 66, 256
+BLOCK_K_BYTES = 128
+
+
+class Plan(NamedTuple):
+    """How the kernels compute a product. Blocks and warps are powers of two."""
+
+    splits: int
+    """Parts of K"""
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    """Steps over K in flight"""
+
+
+class Choice(NamedTuple):
+    """How a product is computed: by which plan of the kernels, or by torch.mm (None), and a sentence that says why."""
+
+    plan: Plan | None
+    why: str
+
+
+def ranges(rows: int, columns: int, depth: int) -> tuple[int, int, int]:
+    """The largest product (M, N, K) with the same plan.
+
+    M ends at a power of two, K at one of four steps between powers of two. A number of tokens that changes with every
+    step therefore compiles no kernel again.
+    """
+    step = max(1, next_power_of_2(max(depth, 1)) // 8)
+    return next_power_of_2(max(rows, 1)), max(1, columns), cdiv(max(depth, 1), step) * step
+
+
+def lie_along_k(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether neighbours along K are neighbours in memory in both, as in x and in the transposed view of a weight."""
+    return a.stride(1) == 1 and b.stride(0) == 1
+
+
+def choose(
+    rows: int, columns: int, depth: int, dtype: torch.dtype, device: torch.device, along_k: bool = True
+) -> Choice:
+    """Choose how a product [M, K] by [K, N] of ``dtype`` is computed on ``device``.
+
+    Args:
+        rows: M.
+        columns: N.
+        depth: K.
+        along_k: whether the operands ``lie_along_k``.
+    """
+    gpu = sm_count(device), shared_memory(device)
+    return choose_for_range(*ranges(rows, columns, depth), along_k, dtype.itemsize, *gpu)
+
+
+@functools.lru_cache(4096)
+def choose_for_range(
+    rows: int,
+    columns: int,
+    depth: int,
+    along_k: bool,
+    itemsize: int,
+    sms: int = H100_SMS,
+    shared: int = H100_SHARED_MEMORY,
+) -> Choice:
+    """``choose`` for the largest product of a range, on a GPU with ``sms`` SMs and ``shared`` bytes per program."""
+    outputs = rows * columns
+    narrow = along_k and columns <= NARROW_COLUMNS and columns * depth <= NARROW_OPERAND
+    if depth < SHORTEST_K:
+        return Choice(None, f"K under {SHORTEST_K} is too short to be worth splitting")
+    if itemsize == 4 and outputs > FP32_OUTPUTS:
+        return Choice(None, "fp32 is multiplied without tensor cores, at which cuBLAS is faster")
+    plan = kernel_plan(rows, columns, depth, along_k, itemsize, sms, shared)
+    most_outputs = MM_OUTPUTS_PER_SM * sms * (2 if along_k and depth > LONG_K else 1)
+    enough_tiles = outputs > most_outputs or (plan.splits == 1 and plan.block_m >= MIN_TENSOR_CORE_BLOCK)
+    if enough_tiles and not narrow:
+        return Choice(None, f"{rows} x {columns} outputs are enough tiles to keep {sms} SMs busy")
+    tiles = cdiv(rows, plan.block_m) * cdiv(columns, plan.block_n)
+    return Choice(plan, f"{tiles} tiles of {plan.block_m} x {plan.block_n} for {sms} SMs")
+
+
+def kernel_plan(
+    rows: int,
+    columns: int,
+    depth: int,
+    along_k: bool,
+    itemsize: int,
+    sms: int = H100_SMS,
+    shared: int = H100_SHARED_MEMORY,
+) -> Plan:
+    """The kernels' plan, also for products that ``choose`` leaves to torch.mm."""
+    outputs = rows * columns
+    few = outputs <= ONE_STEP_OUTPUTS_PER_SM * sms and outputs * depth <= ONE_STEP_PRODUCTS
+    if not (along_k and depth <= ONE_STEP_K and few):
+        return _tensor_core_plan(rows, columns, depth, itemsize, sms, min(SHARED_BYTES, shared))
+    block_k = max(SHORTEST_K, next_power_of_2(depth))
+    side = 1 if rows == 1 or (outputs <= SINGLE_OUTPUTS and outputs * block_k <= SINGLE_PRODUCTS) else 2
+    return Plan(1, side, min(side, columns), block_k, 8 if block_k * itemsize <= 8192 else 16, 1)
+
+
+def _tensor_core_plan(rows: int, columns: int, depth: int, itemsize: int, sms: int, shared: int) -> Plan:
+    block_m = 16 if rows <= 32 else 64
+    most, share = TILES[block_m]
+    area = next_power_of_2(math.ceil(share * math.sqrt(rows * columns * max(1, depth / LONG_K))))
+    block_n = max(MIN_TENSOR_CORE_BLOCK, min(area // block_m, next_power_of_2(columns), most))
+    tiles = cdiv(rows, block_m) * cdiv(columns, block_n)
+    # Smaller tiles use fewer warps, and more programs share an SM.
+    if block_m * block_n > 512:
+        warps, per_sm = 4, (2 if block_m == 16 else 1)
+    elif block_n > 16 or tiles < 4:
+        warps, per_sm = 2, 2
+    else:
+        warps, per_sm = 1, 4
+    block_k = BLOCK_K_BYTES // itemsize
+    most_parts = min(cdiv(depth, block_k), max(FEW_PARTS, depth // SHORTEST_PART), MAX_SPLITS)
+    plan = Plan(max(1, min(per_sm * sms // tiles, most_parts)), block_m, block_n, block_k, warps, 1)
+    chunk, parts = chunk_of(plan, depth)
+    steps, sharing = chunk // block_k, cdiv(tiles * parts, sms)
+    if block_m == 16:
+        most_stages = 6
+    elif sharing > 1:
+        # Large tiles that share an SM also share its shared memory.
+        most_stages = max(3, 7 - sharing)
+    else:
+        most_stages = 8 if steps > 8 else 6
+    fit = shared // ((block_m + block_n) * block_k * itemsize)
+    return plan._replace(stages=max(1, min(most_stages, steps + 1, fit)))
+
+
+def chunk_of(plan: Plan, depth: int) -> tuple[int, int]:
+    """(length of a part of K in whole blocks, number of parts that are not empty but at least 1)"""
+    chunk = max(1, cdiv(cdiv(depth, plan.splits), plan.block_k)) * plan.block_k
+    return chunk, max(1, cdiv(depth, chunk))
+
+
+def reduction_tile(splits: int, outputs: int, sms: int) -> tuple[int, int, int]:
+    """(outputs, parts at once, warps) of a program that sums parts: one or two programs per SM, if there is work."""
+    width = max(32, min(1024, next_power_of_2(outputs) // next_power_of_2(sms)))
+    return _reduction(splits, width)
+
+
+def softmax_tile(splits: int, columns: int) -> tuple[int, int, int, int]:
+    """(rows, columns, parts at once, warps) of a program that sums parts of whole rows."""
+    width = next_power_of_2(columns)
+    rows = max(1, 128 // width)
+    _, at_once, warps = _reduction(splits, rows * width)
+    return rows, width, at_once, warps
+
+
+def _reduction(splits: int, width: int) -> tuple[int, int, int]:
+    at_once = max(1, min(next_power_of_2(splits), 8192 // width))
+    return width, at_once, max(1, min(MAX_SUM_WARPS, at_once * width // 512))
+
+
+# Kernels
 
 
 @triton.jit
@@ -256,7 +440,7 @@ def decompose_k(
         bias: [N] in this dtype or fp32.
         epilogue: None, "relu", "sigmoid" or "softmax" (over N).
         out_dtype: float32 or the dtype of ``a``.
-        plan: how K is split; its route is "triton".
+        plan: how K is split.
 
     Returns:
         [M, N] in ``out_dtype``.

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mxtrain.kernels.router import decompose_k as module
-from mxtrain.kernels.router.decompose_k import decompose_k, decompose_k_by_plan
-from mxtrain.kernels.router.decompose_k_plan import Plan, kernel_plan, lie_along_k
+from mxtrain.kernels import decompose_k as module
+from mxtrain.kernels.decompose_k import Plan, decompose_k, decompose_k_by_plan, kernel_plan, lie_along_k, ranges
 from mxtrain.reference.decompose_k import EPILOGUES, decompose_k_mm
 from tests.support.kernel_checks import (
     assert_same_bits,
@@ -22,22 +21,22 @@ from tests.support.kernel_checks import (
     sliced_rows,
     transposed,
 )
-from tests.support.rms_norm_checks import SUM_ERROR, assert_near
+from tests.support.row_norm_checks import SUM_ERROR, assert_near
 
 pytestmark = kernel_tests
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Tiles of 16 x 16 and K in blocks of 32 are cut off.
 ODD = (18, 17, 70)
-PLAN = Plan("triton", 3, 16, 16, 32, 4, 2)
+PLAN = Plan(3, 16, 16, 32, 4, 2)
 PLANS = {
     "one part": PLAN._replace(splits=1),
     "two launches": PLAN,
     "whole rows": PLAN._replace(block_n=32, splits=1),
-    "large tiles": Plan("triton", 4, 64, 32, 16, 8, 3),
+    "large tiles": Plan(4, 64, 32, 16, 8, 3),
     "more parts than K": PLAN._replace(splits=256),
-    "no tensor cores": Plan("triton", 1, 8, 8, 128, 4, 2),
-    "no tensor cores, two launches": Plan("triton", 2, 8, 4, 32, 2, 2),
+    "no tensor cores": Plan(1, 8, 8, 128, 4, 2),
+    "no tensor cores, two launches": Plan(2, 8, 4, 32, 2, 2),
 }
 by_every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 
@@ -47,6 +46,11 @@ def inputs(m, n, k, dtype=torch.float32, bias_dtype=None, seed=0):
     bias = None if bias_dtype is None else draw(n, seed=seed + 2, dtype=bias_dtype)
     a, b = draw(m, k, seed=seed), draw(k, n, seed=seed + 1) * max(k, 1) ** -0.5
     return a.to(dtype), b.to(dtype), bias
+
+
+def plan_of(a, b):
+    """The kernels' plan for this product, on an H100."""
+    return kernel_plan(*ranges(a.shape[0], b.shape[1], a.shape[1]), lie_along_k(a, b), a.element_size())
 
 
 def assert_is_product(c, a, b, bias, epilogue, out_dtype):
@@ -60,7 +64,7 @@ def assert_is_product(c, a, b, bias, epilogue, out_dtype):
 
 
 def check(a, b, bias=None, epilogue=None, out_dtype=torch.float32, plan=None):
-    plan = plan or kernel_plan(a.shape[0], b.shape[1], a.shape[1], a.dtype, a.device, lie_along_k(a, b))
+    plan = plan or plan_of(a, b)
     with careful_call(a, b, bias):
         c = decompose_k(a, b, bias, epilogue, out_dtype, plan)
     assert_is_product(c, a, b, bias, epilogue, out_dtype)
@@ -229,7 +233,7 @@ def test_the_number_of_rows_is_no_reason_to_compile():
 def test_what_is_cut_off_is_not_read():
     """A tile that is cut off is loaded under a mask: memory behind an operand may not exist."""
     for rows, columns, depth in itertools.product((1, 3, 4), (1, 6, 8), (100, 128)):
-        for plan in (Plan("triton", 1, 1, 2, 128, 4, 1), Plan("triton", 1, 2, 2, 128, 4, 1), PLAN):
+        for plan in (Plan(1, 1, 2, 128, 4, 1), Plan(1, 2, 2, 128, 4, 1), PLAN):
             a, b, _ = inputs(rows, columns, depth)
             for x in (a, transposed(a)):
                 launch = decompose_k_by_plan(x, b, None, None, torch.float32, plan)[1][0]
@@ -248,7 +252,7 @@ def test_tensor_cores(shape, plan):
     a, b, bias = inputs(*shape, torch.bfloat16, torch.float32)
     for epilogue, layouts in itertools.product(EPILOGUES, ((False, True), (True, False))):
         x, y = (transposed(t) if is_transposed else t for t, is_transposed in zip((a, b), layouts))
-        taken = plan or kernel_plan(*shape, x.dtype, x.device, lie_along_k(x, y))
+        taken = plan or plan_of(x, y)
         first = decompose_k(x, y, bias, epilogue, torch.float32, taken)
         assert_is_product(first, a, b, bias, epilogue, torch.float32)
         for _ in range(10):
