@@ -31,6 +31,19 @@ def table(runs: list[Run]) -> str:
     return aligned(rows)
 
 
+def notes(runs: list[Run]) -> list[str]:
+    """Return a line for each run with losses that are not finite, and for each run that ends before the others."""
+    lines = []
+    longest = max(run.training[-1]["step"] for run in runs)
+    for run, name in zip(runs, names(runs), strict=True):
+        if missing := sum(not math.isfinite(row["loss"]) for row in run.training):
+            first = run.first_nonfinite_step
+            lines.append(f"{name}: {missing} of {len(run.training)} losses are not finite, the first at step {first}")
+        if (last := run.training[-1]["step"]) < longest:
+            lines.append(f"{name}: ends at step {last}; the longest run ends at step {longest}")
+    return lines
+
+
 def aligned(rows: list[tuple[str, ...]]) -> str:
     """Return a table of cells, one line per row: words in the first two columns, numbers in the others."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -5,8 +5,7 @@ import math
 import pytest
 
 from mxtrain.analysis import load_run
-from mxtrain.analysis.comparison import compare
-from mxtrain.analysis.pairing import other_texts
+from mxtrain.analysis.comparison import compare, estimate, other_texts, paired_difference, student_t
 from mxtrain.analysis.results import Result, result_of
 from mxtrain.errors import ConfigError
 from tests.support.paired_runs import make_run
@@ -372,3 +371,34 @@ def test_a_run_without_a_seed_that_is_named_twice_counts_once(tmp_path):
 def test_runs_of_one_name_are_compared_by_their_texts():
     (line,) = other_texts([("seed0", {"train": "a" * 64}), ("seed0", {"train": "b" * 64})])
     assert line.startswith("runs differ in their training text (aaaaaaaaaaaa in seed0, bbbbbbbbbbbb in seed0)")
+
+
+def test_a_mean_its_standard_error_and_its_interval_by_hand():
+    found = estimate([1.0, 2.0, 4.0, 5.0])  # deviations -2, -1, 1, 2: variance 10/3
+    assert (found.mean, found.count) == (3.0, 4)
+    assert found.error == pytest.approx((10 / 3 / 4) ** 0.5)
+    assert found.half_width == pytest.approx(3.182446 * 0.9128709, rel=1e-6)
+
+
+def test_one_value_has_no_error_and_no_interval_and_no_value_no_mean():
+    one = estimate([2.5])
+    assert (one.mean, one.count, one.error, one.half_width) == (2.5, 1, None, None)
+    assert estimate([]) is None
+
+
+def test_a_paired_difference_takes_the_seeds_that_both_have():
+    p2 = {0: 2.551, 1: 2.524, 7: 9.0}
+    found = paired_difference(p2, {0: 2.570, 1: 2.518, 8: 1.0})  # -0.019 and +0.006
+    assert found.count == 2
+    assert found.mean == pytest.approx(-0.0065)
+    assert found.error == pytest.approx(0.0125)  # half the distance of two values
+    assert found.half_width == pytest.approx(12.7062047 * 0.0125)
+    assert paired_difference(p2, {3: 1.0}) is None
+
+
+@pytest.mark.parametrize(
+    "degrees, expected",
+    [(1, 12.7062), (2, 4.3027), (5, 2.5706), (9, 2.2622), (10, 2.2281), (30, 2.0423), (120, 1.9799)],
+)
+def test_students_t_of_printed_tables(degrees, expected):
+    assert student_t(degrees) == pytest.approx(expected, abs=5e-5)

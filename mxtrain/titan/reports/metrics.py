@@ -20,8 +20,7 @@ from torchtitan.components.metrics import (
 )
 from torchtitan.tools.logging import logger
 
-from mxtrain.analysis.metrics_file import MetricsWriter
-from mxtrain.analysis.numerics import PREFIX
+from mxtrain.analysis.metrics_file import NUMERICS, MetricsWriter
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason, replace_file
 from mxtrain.rng.rounding_position import step_is_set
@@ -67,7 +66,7 @@ class MetricsFileLogger(BaseLogger):
         keys = VALIDATION_KEYS if VALIDATION_KEYS["validation_loss"] in metrics else TRAINING_KEYS
         row = {"step": step}
         row.update({key: float(metrics[source]) for key, source in keys.items() if source in metrics})
-        row.update({key: value for key, value in metrics.items() if key.startswith(PREFIX)})
+        row.update({key: value for key, value in metrics.items() if key.startswith(NUMERICS)})
         if "tokens_seen" in row:
             row["tokens_seen"] = int(row["tokens_seen"])
         self._write(row)

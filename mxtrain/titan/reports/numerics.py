@@ -30,7 +30,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mxtrain.analysis.numerics import MODEL, PREFIX
+from mxtrain.analysis.metrics_file import NUMERICS
+from mxtrain.analysis.numerics import MODEL
 from mxtrain.conversion.selection import matches
 from mxtrain.diagnostics.casts import MeasuredCast, cast_totals
 from mxtrain.diagnostics.linears import Gradient, Input, linear_figures, products_and_casts
@@ -234,9 +235,9 @@ def figures_of(ranks: list[dict[tuple[str, str], Totals]]) -> dict[str, float]:
     figures = {}
     for fqn, found in of_modules.items():
         own = norm_figures(found[NORM]) if NORM in found else linear_figures(found)
-        figures |= {f"{PREFIX}{fqn}/{name}": value for name, value in own.items()}
+        figures |= {f"{NUMERICS}{fqn}/{name}": value for name, value in own.items()}
     if gradients := [found["wgrad"] for found in of_modules.values() if "wgrad" in found]:
-        figures[f"{PREFIX}{MODEL}/grad_norm_to_noise"] = norm_to_noise(reduce(combined, gradients))
+        figures[f"{NUMERICS}{MODEL}/grad_norm_to_noise"] = norm_to_noise(reduce(combined, gradients))
     return {key: float(f"{value:.6g}") for key, value in figures.items()}
 
 

@@ -5,7 +5,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from mxtrain.analysis.heat_maps import draw_numerics
+from mxtrain.analysis.numerics import draw_numerics
 from mxtrain.analysis.plots import plot
 from mxtrain.analysis.runs import load_run
 from mxtrain.errors import ConfigError
@@ -39,7 +39,7 @@ def draw_pictures(folder: Path) -> None:
     with suppress(ConfigError):
         plot([load_run(folder)], folder / PICTURE_FILE)
     with suppress(ConfigError):
-        draw_numerics(folder, folder / NUMERICS_FILE)
+        draw_numerics(load_run(folder), folder / NUMERICS_FILE)
 
 
 def log_loss_chart(run, folder: Path, key: str) -> None:

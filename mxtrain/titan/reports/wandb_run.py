@@ -12,7 +12,8 @@ from pathlib import Path
 from torchtitan.components.metrics import BaseLogger
 from torchtitan.tools.logging import logger
 
-from mxtrain.analysis.numerics import PREFIX, wandb_key
+from mxtrain.analysis.metrics_file import NUMERICS
+from mxtrain.analysis.numerics import wandb_key
 from mxtrain.titan.reports.wandb_files import attach, draw_pictures, log_loss_chart
 from mxtrain.titan.reports.wandb_names import wandb_names
 from mxtrain.titan.reports.wandb_resume import EarlierRun, sync_command
@@ -84,7 +85,7 @@ class WandbLogger(BaseLogger):
             self.tokens_per_step = metrics[TOKENS] / step
         elif self.tokens_per_step:
             metrics = {**metrics, TOKENS: round(self.tokens_per_step * step)}
-        metrics = {wandb_key(name) if name.startswith(PREFIX) else name: value for name, value in metrics.items()}
+        metrics = {wandb_key(name) if name.startswith(NUMERICS) else name: value for name, value in metrics.items()}
         self._try(lambda: self.run.log({self._key(name): value for name, value in metrics.items()}, step=step))
         if not self.has_files:  # all of them are there, and those that change later are attached again at the end
             self.has_files = True
