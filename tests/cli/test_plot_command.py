@@ -3,9 +3,9 @@ from typing import get_args
 
 import matplotlib.image
 import pytest
-from mxtrain.analysis.plots import XAxis
 
 from mxtrain import cli
+from mxtrain.analysis.plots import XAxis
 from mxtrain.cli import commands
 
 
