@@ -13,8 +13,8 @@ from mxtrain.settings.resume_check import check_resume
 from mxtrain.titan.agreement import is_first
 from mxtrain.titan.checkpoint.verified_start import verified_start
 from mxtrain.titan.parse import settings_of
-from mxtrain.titan.reports import terminal
-from mxtrain.titan.reports.facts import package_versions
+from mxtrain.reports import terminal
+from mxtrain.titan.reports import package_versions
 from mxtrain.titan.without_effect import without_effect
 
 

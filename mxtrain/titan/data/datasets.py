@@ -27,6 +27,7 @@ from mxtrain.data.progress import one_line
 from mxtrain.data.token_dataset import TokenDataset
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.reports.terminal import note, note_progress
 from mxtrain.settings.registry import validation_dataset
 from mxtrain.titan.agreement import is_first, prepare_together, run_on_all_ranks
 from mxtrain.titan.data.loader_workers import end_workers_at_exit, ignore_stop_signals
@@ -34,7 +35,6 @@ from mxtrain.titan.data.run_data import RunLoader, keep_in_run_folder, keep_stre
 from mxtrain.titan.data.streams import Stream, held_out_share, training_stream, validation_stream
 from mxtrain.titan.models.flavors import vocab_size
 from mxtrain.titan.parallel.context import share_of_validation_loss
-from mxtrain.titan.reports.terminal import note, note_progress
 
 
 def build_tokenizer(job_config) -> HuggingFaceTokenizer:

@@ -9,7 +9,7 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
 from mxtrain.data.hub import StreamedText, hold_out, open_stream
 from mxtrain.errors import ConfigError
-from mxtrain.titan.reports.terminal import note_progress
+from mxtrain.reports.terminal import note_progress
 
 
 class Stream(HuggingFaceTextDataset):

@@ -25,7 +25,7 @@ from mxtrain.titan.hugging_face.names import Names, require_exact, require_suppo
 from mxtrain.titan.hugging_face.saved_run import SavedRun, open_run
 from mxtrain.titan.hugging_face.target_folder import new_target, require_new
 from mxtrain.titan.parse import resolved_settings
-from mxtrain.titan.reports.facts import package_versions, run_facts
+from mxtrain.titan.reports import package_versions, run_facts
 
 LAST_NORM, HEAD = "norm", "output.weight"
 

@@ -30,7 +30,7 @@ from mxtrain.titan.hugging_face.same_logits import require_same_logits
 from mxtrain.titan.hugging_face.target_folder import new_target
 from mxtrain.titan.models.model_args import value_of, wrong_size
 from mxtrain.titan.parse import parse_job_config
-from mxtrain.titan.reports.facts import package_versions
+from mxtrain.titan.reports import package_versions
 
 SEED = "checkpoint/step-0"
 """The checkpoint of weights that a run starts from"""

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mxtrain.conversion.recognition import find_gates
 from mxtrain.errors import ConfigError
+from mxtrain.reports.terminal import note_model
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.relations import quantizing
 from mxtrain.titan.parallel.activation_checkpoint import knows_own_operations, multiply_one_by_one
@@ -23,8 +24,7 @@ from mxtrain.titan.parallel.replicate import Layout
 from mxtrain.titan.parallel.tensor_parallel import DEGREE, choose_gathers
 from mxtrain.titan.parallel.tied_weights import shared_group
 from mxtrain.titan.parse import settings_of
-from mxtrain.titan.reports.facts import describe_model
-from mxtrain.titan.reports.terminal import note_model
+from mxtrain.titan.reports import describe_model
 
 
 def checked_parallelize(parallelize_fn):

@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,8 +22,9 @@ from wandb.proto import wandb_internal_pb2
 import mxtrain
 from mxtrain.analysis import load_run, read_metrics, summary
 from mxtrain.errors import ConfigError
-from mxtrain.titan.reports.facts import run_facts
-from mxtrain.titan.reports.metrics import MetricsFileLogger, build_metrics_processor
+from mxtrain.reports.loggers import MetricsFileLogger
+from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.reports import build_metrics_processor, numerics_of, run_facts
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -311,11 +313,7 @@ def test_wandb_runs_offline_without_a_key(tmp_path, capfd):
     by_tokens = {metric.name or metric.glob_name for metric in metrics if metric.step_metric == "n_tokens_seen"}
     assert by_tokens == {"loss_metrics/*", "validation_metrics/loss", "grad_norm", "lr"}
 
-    # Both losses are in one chart, and the run's files are copied.
-    [table] = Path(directory).glob("files/media/table/losses_table_*.table.json")
-    rows = json.loads(table.read_text())["data"]
-    curves = {name: [(step, loss) for step, key, loss in rows if key == name] for name in ("training", "validation")}
-    assert curves == {"training": list(enumerate(losses, start=1)), "validation": [(12, 8.25)]}
+    # The run's files are copied.
     attached = Path(directory, "files", "mxtrain")
     assert {file.name for file in attached.iterdir()} == {"run.json", "loss.png"}  # this test has no trainer
     assert json.loads((attached / "run.json").read_text()) == facts
@@ -423,3 +421,20 @@ def test_tensorboard_stays(tmp_path):
     processor.close()
     assert list((tmp_path / "run" / "tb").glob("**/events.out.tfevents.*"))
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 1
+
+
+def test_a_high_precision_run_has_no_numerics():
+    facts = run_facts(parse_job_config(["--job.dump_folder=outputs/my-run/", "--model.flavor=debugmodel"]))
+    assert (facts["name"], facts["converter"], facts["world_size"]) == ("my-run", "none", 1)
+    assert all(facts[key] is None for key in ("recipe", "p", "estimator", "scale_rounding", "mode"))
+
+
+@pytest.mark.parametrize("converters, every, runs", [(["mxnorm"], 5, True), (["mxnorm"], 0, False), ([], 5, False)])
+def test_only_a_run_with_swapped_modules_and_diagnostics_is_measured(converters, every, runs):
+    diagnostics = SimpleNamespace(every=every, fqns=None, tokens=64)
+    job_config = SimpleNamespace(
+        model=SimpleNamespace(converters=converters), mxnorm=SimpleNamespace(diagnostics=diagnostics)
+    )
+    numerics = numerics_of(job_config, [])
+    assert (numerics is not None) == runs
+    assert numerics is None or [step for step in range(1, 12) if numerics.is_due(step)] == [5, 10]
