@@ -13,7 +13,6 @@ JSON has no NaN or infinity. Such a value is written as null, and the row's extr
 missing value; ``read_metrics`` restores the float.
 """
 
-import itertools
 import json
 import math
 import os
@@ -91,32 +90,6 @@ def lacks_validation(path: Path, step: int) -> bool:
             return not any(isinstance(row, dict) and row["step"] == step for row in rows)
     except OSError:
         return False
-
-
-def missing_rows(path: Path, steps_done: int, log_freq: int) -> list[str]:
-    """Say which rows of the first ``steps_done`` steps a metrics file lacks: a line for damaged ones and for each gap.
-
-    A gap is longer than ``log_freq`` and than the distances between the rows before it and after it, because a run may
-    have logged more or less often before. A file that has no rows or cannot be read lacks nothing: a run may go on from
-    the checkpoint of another. A damaged last line is what a kill leaves.
-    """
-    try:
-        with path.open("rb") as file:
-            rows = list(_decoded(file))
-    except OSError:
-        return []
-    damaged = sum(isinstance(row, ValueError) for row in rows[:-1])
-    found = [f"{path}: {damaged} damaged lines are left out"] if damaged else []
-    steps = [row["step"] for row in rows if isinstance(row, dict) and "loss" in row and row["step"] <= steps_done]
-    pairs = list(itertools.pairwise(steps))
-    apart = [after - before for before, after in pairs]
-    gaps = [pairs[i] for i in range(1, len(pairs) - 1) if apart[i] > max(log_freq, apart[i - 1], apart[i + 1])]
-    if apart and steps_done + 1 - steps[-1] > max(log_freq, apart[-1]):
-        gaps.append((steps[-1], steps_done + 1))
-    for before, after in gaps:
-        lost = f"step {before + 1}" if after - before == 2 else f"steps {before + 1} to {after - 1}"
-        found.append(f"{path} has no rows of {lost}")
-    return found
 
 
 class MetricsWriter:
