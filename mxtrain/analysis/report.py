@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from mxtrain.analysis.comparison import CONFIDENCE, Cell, Estimate, Group
 from mxtrain.analysis.plots import COLORS, LINE_STYLES, curve, in_own_style, literal, window
-from mxtrain.analysis.results import SPIKE_RULE, Result
+from mxtrain.analysis.results import SPIKE_RULE
+from mxtrain.analysis.tables import form
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason, replace_file
 
@@ -175,9 +176,9 @@ def _loss_row(cell: Cell, is_baseline: bool) -> tuple[str, ...]:
     pairs = [(cell.validation, cell.validation_difference), (cell.tail, cell.tail_difference)]
     shown = ["-" if loss is None else "baseline" if is_baseline else _difference(d) for loss, d in pairs]
     return (
-        cell.variant, _form(cell.lr, "g", "default"), str(cell.count), _loss(cell.validation), shown[0],
-        _loss(cell.tail), shown[1], _form(cell.spikes, "d"), _form(cell.tokens_per_second, ",.0f"),
-        _form(cell.memory_gib, ".2f"),
+        cell.variant, form(cell.lr, "g", "default"), str(cell.count), _loss(cell.validation), shown[0],
+        _loss(cell.tail), shown[1], form(cell.spikes, "d"), form(cell.tokens_per_second, ",.0f"),
+        form(cell.memory_gib, ".2f"),
     )  # fmt: skip
 
 
@@ -186,23 +187,23 @@ def runs_table(group: Group) -> list[tuple[str, ...]]:
     header = ("run", "variant", "lr", "seed", "steps", "validation", "last 10 %", "spikes", "device")
     rows = [
         (
-            r.name, r.variant, _form(r.lr, "g", "default"), _form(r.seed, "d", "none"), f"{r.steps:,}",
-            _validation(r), f"{r.tail:.4f}", _form(r.spikes, "d"), r.device or "-",
+            r.name, r.variant, form(r.lr, "g", "default"), form(r.seed, "d", "none"), f"{r.steps:,}",
+            form(r.validation) + _at_step(r.validation_step), form(r.tail),
+            form(r.spikes, "d"), r.device or "-",
         )
         for r in group.results
     ]  # fmt: skip
     return [header, *rows]
 
 
-def _validation(result: Result) -> str:
-    after = "" if result.validation_step is None else f" (step {result.validation_step:,})"
-    return "-" if result.validation is None else f"{result.validation:.4f}{after}"
+def _at_step(step: int | None) -> str:
+    return "" if step is None else f" (step {step:,})"
 
 
 def _loss(value: Estimate | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value.mean:.4f}" + ("" if value.error is None else f" ± {value.error:.4f}")
+    if value is None or value.error is None:
+        return form(value and value.mean)
+    return f"{value.mean:.4f} ± {value.error:.4f}"
 
 
 def _difference(value: Estimate | None) -> str:
@@ -212,10 +213,6 @@ def _difference(value: Estimate | None) -> str:
         return f"{value.mean:+.4f} (one pair)"
     low, high = value.mean - value.half_width, value.mean + value.half_width
     return f"{value.mean:+.4f} [{low:+.4f}, {high:+.4f}] ({value.count} pairs)"
-
-
-def _form(value: float | int | None, form: str, missing: str = "-") -> str:
-    return missing if value is None else f"{value:{form}}"
 
 
 @in_own_style

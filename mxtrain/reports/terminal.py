@@ -198,7 +198,7 @@ class _PlainFormatter(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that warns once, on stderr, when it cannot be written, for example on a full disk."""
+    """A log file that warns once when it cannot be written, for example on a full disk."""
 
     _has_warned = False
 

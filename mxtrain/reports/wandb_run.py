@@ -1,17 +1,12 @@
 """Logs a run to wandb without letting wandb stop or block it.
 
-wandb itself says whether it has credentials, and gives up on its server after its own timeouts. Without credentials, or
-if the server does not answer in time, the run is offline: it records the same data for ``wandb sync``. WANDB_MODE,
-WANDB_SILENT and wandb's other settings stay as the user set them.
+Without credentials, or if wandb's server does not answer in time, the run is offline: it records the same data for
+``wandb sync``. WANDB_MODE, WANDB_SILENT and wandb's other settings stay as the user set them.
 
 ``run.json`` keeps the id of the wandb run. A resumed run starts wandb with this id and resume = "allow", so that a
 server appends to the run. Offline, every start makes a local folder with the same id, and ``wandb sync`` of all of
-them uploads one run: wandb 0.31 goes by their start times, asks the server for the last step and appends. A first part
-that is uploaded last would replace all others, so a run stays offline until its earlier parts are uploaded.
-
-wandb's history only grows. A server that has step 10 drops what is logged for step 6 later, and ``wandb sync`` would
-give it the number 11. So steps that wandb has are not sent again: wandb keeps their first values. ``metrics.jsonl`` has
-the values of the run as it went on.
+them uploads one run (wandb 0.31). A first part that is uploaded last would replace all others, so a run stays offline
+until its earlier parts are uploaded. wandb's history only grows, so steps that wandb has are not sent again.
 """
 
 import glob
@@ -29,14 +24,7 @@ from mxtrain.analysis.plots import plot
 from mxtrain.analysis.runs import load_run, variant_of
 from mxtrain.errors import ConfigError
 from mxtrain.json_toml import read_json
-from mxtrain.run_folder.files import (
-    CONFIG_FILE,
-    CONVERSION_FILE,
-    FACTS_FILE,
-    METRICS_FILE,
-    NUMERICS_FILE,
-    PICTURE_FILE,
-)
+from mxtrain.run_folder import files
 
 logger = logging.getLogger()  # TorchTitan's
 
@@ -51,7 +39,7 @@ LONGEST_TAG = 64
 TOKENS = "n_tokens_seen"
 BY_TOKENS = ("loss_metrics/*", "validation_metrics/loss", "grad_norm", "lr")
 """Metrics whose charts have the tokens seen as their x-axis"""
-ATTACHED = (CONFIG_FILE, FACTS_FILE, CONVERSION_FILE, PICTURE_FILE, NUMERICS_FILE)
+ATTACHED = (files.CONFIG_FILE, files.FACTS_FILE, files.CONVERSION_FILE, files.PICTURE_FILE, files.NUMERICS_FILE)
 USERS_CHOICES = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")
 """Variables by which the user decides which wandb run continues"""
 
@@ -67,31 +55,15 @@ class EarlierRun(NamedTuple):
 def earlier_run(folder: Path) -> EarlierRun | None:
     """Return the wandb run of the run in ``folder``. None if it has none, or none whose files can be read."""
     try:
-        run_id = read_json(folder / FACTS_FILE)["wandb"]["id"]
-        last_step = max(row["step"] for row in read_metrics(folder / METRICS_FILE))
+        run_id = read_json(folder / files.FACTS_FILE)["wandb"]["id"]
+        last_step = max(row["step"] for row in read_metrics(folder / files.METRICS_FILE))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return EarlierRun(run_id, last_step) if isinstance(run_id, str) and run_id else None
 
 
 class WandbLogger:
-    """Logs TorchTitan's metrics to wandb, with the run's files.
-
-    A failure of wandb after the start is one warning, and training goes on.
-
-    Args:
-        place: folder for wandb's own files.
-        job: the sections of the job config.
-        metrics: the section [metrics] of the job config.
-        facts: of the run, as in run.json.
-        folder: of the run.
-        attaches: whether the run's files are attached.
-        continued: the wandb run so far, which this one continues. Its steps are not logged again. The user may have
-            chosen another one (USERS_CHOICES).
-        tag: goes before the names of all metrics; None for none.
-
-    Raises whatever wandb raises for wrong settings, such as WANDB_MODE = "sideways".
-    """
+    """Logs TorchTitan's metrics and a run's files. A failure of wandb after the start is one warning."""
 
     def __init__(
         self,
@@ -104,6 +76,16 @@ class WandbLogger:
         continued: EarlierRun | None = None,
         tag: str | None = None,
     ):
+        """Start wandb. Raises whatever wandb raises for wrong settings, such as WANDB_MODE = "sideways".
+
+        Args:
+            place: folder for wandb's own files.
+            job: the sections of the job config, of which ``metrics`` is one.
+            facts: of the run, as in run.json.
+            folder: of the run, whose files are attached.
+            continued: the wandb run so far, which this one continues unless the user has chosen another one.
+            tag: goes before the names of all metrics.
+        """
         import wandb
 
         self.tag, self.folder, self.attaches = tag, folder, attaches
@@ -163,8 +145,8 @@ class WandbLogger:
         """Draw the loss curve and the figures of diagnostics, each if the run has any and they can be written."""
         with suppress(ConfigError):
             run = load_run(self.folder)
-            plot([run], self.folder / PICTURE_FILE)
-            draw_numerics(run, self.folder / NUMERICS_FILE)
+            plot([run], self.folder / files.PICTURE_FILE)
+            draw_numerics(run, self.folder / files.NUMERICS_FILE)
 
     def _attach(self) -> None:
         """Upload copies of the run's files as ``mxtrain/NAME``.
@@ -275,8 +257,8 @@ def sync_command(folder: Path, run_id: str) -> str | None:
     Args:
         folder: of the training run.
     """
-    files = folder.glob(f"**/offline-run-*/run-{glob.escape(run_id)}.wandb")
-    places = [file.resolve().parent for file in files if not file.with_name(f"{file.name}.synced").exists()]
+    found = folder.glob(f"**/offline-run-*/run-{glob.escape(run_id)}.wandb")
+    places = [file.resolve().parent for file in found if not file.with_name(f"{file.name}.synced").exists()]
     words = [shlex.quote(str(place)) for place in sorted(places, key=lambda place: place.name)]  # begins with the time
     return f"wandb sync {' '.join(words)}" if words else None
 
