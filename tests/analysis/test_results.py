@@ -52,19 +52,11 @@ def test_rows_are_not_appended_under_other_columns(tmp_path):
     assert path.read_text().count("\n") == 1
 
 
-def test_rows_are_appended_below_a_last_line_without_an_end(tmp_path):
+@pytest.mark.parametrize("end, encoding", [("", "utf-8"), ("\n", "utf-8-sig")])
+def test_rows_are_appended_to_what_an_editor_has_saved(tmp_path, end, encoding):
     path, result = tmp_path / "a.csv", result_of(load_run(make_run(tmp_path / "a", [4.0])))
     append_results(path, [result])
-    path.write_text(path.read_text().removesuffix("\n"))
-    append_results(path, [result])
-    (first, second), notes = read_results(path)
-    assert row_of(first) == row_of(second) == row_of(result) and not notes
-
-
-def test_a_csv_may_begin_with_a_byte_order_mark(tmp_path):
-    path, result = tmp_path / "a.csv", result_of(load_run(make_run(tmp_path / "a", [4.0])))
-    append_results(path, [result])
-    path.write_text(path.read_text(), encoding="utf-8-sig")
+    path.write_text(path.read_text().removesuffix("\n") + end, encoding=encoding)
     append_results(path, [result])
     (first, second), notes = read_results(path)
     assert row_of(first) == row_of(second) == row_of(result) and not notes
@@ -247,15 +239,11 @@ def test_a_spike_is_higher_than_both_limits_and_neighbours_are_one():
     run = losses(60)
     run[30], run[40], run[41], run[50] = 3.08, 3.2, 4.0, 3.3
     assert spikes(run) == [40, 50]
+    run[40:51] = [3.15, *losses(10)]  # above 0.1, and above six deviations, but not above their sum
+    assert spikes(run) == [40]
     wide = [3.0 + 10 * NOISE[i % 5] for i in range(60)]  # six deviations are 0.89
     wide[40], wide[50] = 3.8, 4.0
     assert spikes(wide) == [50]
-
-
-def test_the_limits_are_not_added():
-    run = losses(60)
-    run[40] = 3.15  # above 0.1, and above six deviations, but not above their sum
-    assert spikes(run) == [40]
 
 
 def test_a_window_holds_exactly_as_many_losses_as_the_rule_says():
