@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 
 import mxtrain
 from mxtrain.cli import commands, compare_command
-from mxtrain.cli.comparison_plan import planned, read_all
+from mxtrain.cli.paired_runs import planned, read_all
 from mxtrain.titan.job_config import JobConfig
 from mxtrain.titan.parse import parse_job_config
 

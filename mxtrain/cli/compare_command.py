@@ -80,7 +80,7 @@ def separated(options) -> tuple[argparse.Namespace, list[str], list[str]]:
 
 def compare(options, variants: list[str], flags: list[str]) -> int:
     """Do the runs and write the report; see DESCRIPTION. Returns the exit status."""
-    from mxtrain.cli.comparison_plan import check_machine_for, joined, read_all, unpaired_settings
+    from mxtrain.cli.paired_runs import check_machine_for, joined, read_all, unpaired_settings
     from mxtrain.cli.side_by_side import SideBySide
     from mxtrain.run_folder.comparison import read_comparison
 
@@ -119,7 +119,7 @@ def compare(options, variants: list[str], flags: list[str]) -> int:
 
 def _plan(options, variants: list[str], flags: list[str], earlier: dict) -> dict:
     """Return the runs that the command asks for, by name; ``earlier`` holds the runs of the folder so far."""
-    from mxtrain.cli.comparison_plan import planned, planned_again
+    from mxtrain.cli.paired_runs import planned, planned_again
 
     if options.resume is None:
         if not variants:

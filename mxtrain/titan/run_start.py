@@ -10,8 +10,8 @@ from mxtrain.run_folder.manifest import read_manifest
 from mxtrain.run_folder.start import CheckpointSettings, Start
 from mxtrain.settings.resume_check import check_resume
 from mxtrain.titan.checkpoint.verified_start import verified_start
+from mxtrain.titan.metrics import package_versions
 from mxtrain.titan.parse import settings_of
-from mxtrain.titan.reports import package_versions
 from mxtrain.titan.without_effect import without_effect
 
 

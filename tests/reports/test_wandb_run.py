@@ -90,12 +90,6 @@ def test_the_users_mode_stands(monkeypatch, tmp_path, server, mode):
     assert server.runs == {}
 
 
-def test_a_wrong_mode_raises(monkeypatch, tmp_path):
-    monkeypatch.setenv("WANDB_MODE", "sideways")
-    with pytest.raises(ValueError, match="sideways|mode"):
-        start_run(dir=tmp_path)
-
-
 def test_a_server_that_never_answers_costs_the_time_limit(monkeypatch, tmp_path, caplog):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         monkeypatch.setenv("WANDB_API_KEY", KEY)
@@ -185,20 +179,6 @@ def test_an_upload_that_takes_too_long_names_what_is_left(tmp_path, monkeypatch,
     ]
 
 
-def test_facts_of_no_run():
-    assert wandb_facts() == {"mode": "disabled", "id": None, "dir": None, "url": None, "sync": None}
-
-
-def test_facts_of_a_run(tmp_path):
-    folder = tmp_path / "with space"
-    folder.mkdir()
-    with wandb.init(mode="offline", dir=folder, settings=wandb.Settings(silent=True)) as run:
-        facts = wandb_facts(run)
-    assert facts["mode"] == "offline" and facts["url"] is None and facts["id"] == run.id
-    assert list((folder / "wandb").glob("offline-run-*")) == [Path(facts["dir"])]
-    assert facts["sync"] == f"wandb sync '{facts['dir']}'"
-
-
 def names(metrics=None, continues=False, **settings):
     return wandb_names(metrics or Metrics(), FACTS, wandb.Settings(**settings), continues)
 
@@ -227,6 +207,11 @@ def test_the_settings_override_the_environment_which_overrides_the_facts(monkeyp
     )
     assert found["entity"] is found["notes"] is found["job_type"] is None
 
+    # A run that continues keeps its names unless the settings say others.
+    assert [names(continues=True)[key] for key in ("name", "group", "tags")] == [None] * 3
+    assert names(Metrics(wandb_name="new"), continues=True)["name"] == "new"
+    assert names(SimpleNamespace(log_freq=1))["group"] == "llama3 125m", "without mxtrain's config module"
+
     theirs = {
         "project": "p",
         "run_name": "n",
@@ -251,15 +236,6 @@ def test_the_settings_override_the_environment_which_overrides_the_facts(monkeyp
     metrics = Metrics(wandb_project="1", wandb_name="2", wandb_group="3", wandb_tags=["4"])
     assert list(names(metrics, **theirs).values()) == ["E", "1", "2", "3", ["4"], "O", "J"]
     assert names(Metrics(wandb_tags=[]), **theirs)["tags"] == []
-
-
-def test_a_run_that_continues_keeps_its_names_unless_the_settings_say_others():
-    assert [names(continues=True)[key] for key in ("name", "group", "tags")] == [None] * 3
-    assert names(Metrics(wandb_name="new"), continues=True)["name"] == "new"
-
-
-def test_a_job_without_mxtrains_config_module_has_names():
-    assert names(SimpleNamespace(log_freq=1))["group"] == "llama3 125m"
 
 
 ROWS = '{"step": 1, "loss": 9.0}\n{"step": 8, "loss": 9.0}\n{"step": 8, "validation_loss": 9.0}\n'

@@ -24,8 +24,8 @@ from mxtrain.titan.hugging_face.held_out_loss import Losses, NoLoss, convert, he
 from mxtrain.titan.hugging_face.names import Names, require_exact, require_supported, shape_of
 from mxtrain.titan.hugging_face.saved_run import SavedRun, open_run
 from mxtrain.titan.hugging_face.target_folder import new_target, require_new
+from mxtrain.titan.metrics import package_versions, run_facts
 from mxtrain.titan.parse import resolved_settings
-from mxtrain.titan.reports import package_versions, run_facts
 
 LAST_NORM, HEAD = "norm", "output.weight"
 

@@ -28,9 +28,9 @@ from mxtrain.titan.data.run_data import TOKENIZER_FOLDER
 from mxtrain.titan.hugging_face.names import MODELS, Names, settings_of, shape_of
 from mxtrain.titan.hugging_face.same_logits import require_same_logits
 from mxtrain.titan.hugging_face.target_folder import new_target
+from mxtrain.titan.metrics import package_versions
 from mxtrain.titan.models.model_args import value_of, wrong_size
 from mxtrain.titan.parse import parse_job_config
-from mxtrain.titan.reports import package_versions
 
 SEED = "checkpoint/step-0"
 """The checkpoint of weights that a run starts from"""

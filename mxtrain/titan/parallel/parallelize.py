@@ -15,6 +15,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.reports.terminal import note_model
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.relations import quantizing
+from mxtrain.titan.metrics import describe_model
 from mxtrain.titan.parallel.activation_checkpoint import knows_own_operations, multiply_one_by_one
 from mxtrain.titan.parallel.check_layout import check_model_layout
 from mxtrain.titan.parallel.context import prepare_context_parallelism
@@ -24,7 +25,6 @@ from mxtrain.titan.parallel.replicate import Layout
 from mxtrain.titan.parallel.tensor_parallel import DEGREE, choose_gathers
 from mxtrain.titan.parallel.tied_weights import shared_group
 from mxtrain.titan.parse import settings_of
-from mxtrain.titan.reports import describe_model
 
 
 def checked_parallelize(parallelize_fn):

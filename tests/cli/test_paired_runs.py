@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from mxtrain.cli.comparison_plan import Variant, joined, planned, planned_again, read_all, unpaired_settings, variant_of
+from mxtrain.cli.paired_runs import Variant, joined, planned, planned_again, read_all, unpaired_settings, variant_of
 from mxtrain.errors import ConfigError
 
 
