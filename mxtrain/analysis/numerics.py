@@ -187,9 +187,8 @@ def _why_no_figures(run: Run) -> str:
     every = diagnostics.get("every") if isinstance(diagnostics, dict) else None
     if not every:
         return "train with mxnorm.diagnostics.every = 50"
-    if (last := run.training[-1]["step"]) < every:
-        return f"mxnorm.diagnostics.every = {every}, and the run is at step {last}"
-    return f"no step with mxnorm.diagnostics.every = {every} measured anything: MXNorms and casts are measured"
+    last = run.training[-1]["step"]
+    return f"mxnorm.diagnostics.every = {every} measures MXNorms and casts, and the run is at step {last}"
 
 
 def remarks(values: Values, step: int) -> list[str]:

@@ -263,15 +263,15 @@ def sync_command(folder: Path, run_id: str) -> str | None:
     return f"wandb sync {' '.join(words)}" if words else None
 
 
-def wandb_facts(run=None, folder: Path | None = None) -> dict:
+def wandb_facts(run, folder: Path) -> dict:
     """Return a run's ``mode`` (online, offline or disabled), ``id``, ``dir``, ``url`` and the ``sync`` command.
 
     Args:
         run: a ``wandb.Run``, or None for no run.
-        folder: of the training run, where the folders of earlier starts are.
+        folder: of the training run, where the folders of all starts are.
     """
     if run is None or run.disabled:
         return {"mode": "disabled", "id": None, "dir": None, "url": None, "sync": None}
     place = Path(run.dir).resolve().parent
     facts = {"mode": "offline" if run.offline else "online", "id": run.id, "dir": str(place), "url": None, "sync": None}
-    return facts | ({"sync": sync_command(folder or place.parent, run.id)} if run.offline else {"url": run.url})
+    return facts | ({"sync": sync_command(folder, run.id)} if run.offline else {"url": run.url})

@@ -98,10 +98,9 @@ def test_a_run_without_figures_and_a_wrong_name_are_errors(tmp_path):
     write(tmp_path / "a", [])
     with pytest.raises(ConfigError, match="has no figures: train with mxnorm.diagnostics.every = 50"):
         draw_numerics(load_run(tmp_path / "a"), tmp_path / "a.png")
-    for every, why in ((50, "every = 50, and the run is at step 1"), (1, "every = 1 measured anything: MXNorms and")):
-        (tmp_path / "a" / "config.toml").write_text(f"[mxnorm.diagnostics]\nevery = {every}\n")
-        with pytest.raises(ConfigError, match=why):
-            draw_numerics(load_run(tmp_path / "a"), tmp_path / "a.png")
+    (tmp_path / "a" / "config.toml").write_text("[mxnorm.diagnostics]\nevery = 50\n")
+    with pytest.raises(ConfigError, match="mxnorm.diagnostics.every = 50 .* step 1"):
+        draw_numerics(load_run(tmp_path / "a"), tmp_path / "a.png")
     with pytest.raises(ConfigError, match="is not the name of a PNG file"):
         draw_numerics(load_run(tmp_path / "a"), tmp_path / "a.pdf")
 

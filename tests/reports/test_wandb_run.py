@@ -68,7 +68,7 @@ def warnings(caplog):
 
 def mode_of(run):
     run.finish()
-    return wandb_facts(run)["mode"]
+    return wandb_facts(run, Path(run.dir))["mode"]
 
 
 def test_without_a_key_a_run_is_offline_and_nobody_is_asked_for_one(monkeypatch, tmp_path):
@@ -131,7 +131,7 @@ def test_an_online_run_and_its_continuation(tmp_path, server):
         first.log({"loss_metrics/global_avg_loss": 10.0 - step, "n_tokens_seen": 64.0 * step}, step)
     first.log({"validation_metrics/loss": 9.5}, 3)  # without a row of training, which has the tokens seen
     first.close()
-    assert wandb_facts(first.run)["url"] == f"{server.url}/someone/p/runs/{first.run.id}"
+    assert wandb_facts(first.run, folder)["url"] == f"{server.url}/someone/p/runs/{first.run.id}"
     run = server.runs[first.run.id]
     assert (run["displayName"], run["groupName"]) == ("llama3 125m mxnorm mxfp8 p=2", "llama3 125m")
     assert run["tags"] == ["llama3", "125m", "mxnorm", "mxfp8", "p=2"] and run["project"] == "mxtrain"
