@@ -20,7 +20,7 @@ LAYERS = [
     {"ops"},
     {"nn"},
     {"inductor"},
-    {"conversion", "hugging_face"},
+    {"conversion", "hugging_face", "parallel"},
     {"diagnostics"},
     {"titan"},
     {"cli"},

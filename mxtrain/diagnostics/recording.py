@@ -41,6 +41,7 @@ from mxtrain.nn.buffers import kept_buffers
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype
+from mxtrain.parallel.initial_weights import plain_name
 
 FQNS = "mxnorm.diagnostics.fqns"
 NORM = "norm"
@@ -75,7 +76,6 @@ class Numerics:
         fqns: patterns of the modules to measure; None for all that a converter has swapped.
         tokens: number of tokens to measure per process.
         model_parts: the trainer's: the model, or the stages of a pipeline on this process.
-        name_of: gives a module's FQN without what wraps modules.
         finds_shapes: whether the forward that runs now is one with which a pipeline finds out shapes.
     """
 
@@ -85,11 +85,10 @@ class Numerics:
         fqns: list[str] | None,
         tokens: int,
         model_parts: list[torch.nn.Module],
-        name_of: Callable[[str], str] = str,
         finds_shapes: Callable[[], bool] = lambda: False,
     ):
         self.every, self.tokens, self._parts, self._finds_shapes = every, tokens, model_parts, finds_shapes
-        modules = {name_of(fqn): module for part in model_parts for fqn, module in part.named_modules()}
+        modules = {plain_name(fqn): module for part in model_parts for fqn, module in part.named_modules()}
         self._norms = {fqn: module for fqn, module in modules.items() if isinstance(module, MXNorm)}
         self._linears = {
             fqn: module

@@ -37,8 +37,7 @@ from mxtrain.run_folder.start import CheckpointSettings, require_no_other_run, r
 from mxtrain.settings.registry import quantizing_among
 from mxtrain.titan.converters import active_settings
 from mxtrain.titan.models.model_args import given_in
-from mxtrain.titan.parallel.initial_weights import plain_name
-from mxtrain.titan.parallel.pipeline import Stage
+from mxtrain.titan.repairs.pipeline import Stage
 from mxtrain.titan.schedule import guard_in, schedule_in
 
 
@@ -155,7 +154,7 @@ def numerics_of(job_config, model_parts: list[torch.nn.Module]) -> Numerics | No
     settings = job_config.mxnorm.diagnostics
     if settings.every == 0 or not quantizing_among(job_config.model.converters):
         return None
-    return Numerics(settings.every, settings.fqns, settings.tokens, model_parts, plain_name, lambda: Stage.finds_shapes)
+    return Numerics(settings.every, settings.fqns, settings.tokens, model_parts, lambda: Stage.finds_shapes)
 
 
 def run_facts(job_config) -> dict:

@@ -14,7 +14,7 @@ from mxtrain.titan.data.datasets import build_dataloader, build_tokenizer, build
 from mxtrain.titan.metrics import build_metrics_processor
 from mxtrain.titan.models.flavors import EXTRA_FLAVORS, configurable
 from mxtrain.titan.models.llama3 import Llama3, Llama3Adapter
-from mxtrain.titan.parallel.parallelize import checked_parallelize, checked_pipeline
+from mxtrain.titan.parallelize import checked_parallelize, checked_pipeline
 
 
 def _llama3_spec() -> TrainSpec:
