@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from mxtrain.data.store import Prepared, differences
 from mxtrain.errors import ConfigError
-from mxtrain.titan.reports.terminal import note_progress
+from mxtrain.reports.terminal import note_progress
 
 PATIENCE_SECONDS = 24 * 3600.0
 """How long a rank waits for the others. A launcher stops all ranks soon after one has died."""

@@ -21,19 +21,19 @@ from mxtrain.conversion.converters import (
 )
 from mxtrain.conversion.plan import Plan
 from mxtrain.conversion.schedule import attach_schedule
+from mxtrain.diagnostics.recording import check_patterns
 from mxtrain.errors import ConfigError, setting_in
 from mxtrain.nn.ready_weights import note_norms
 from mxtrain.nn.row_norms import runs_when_compiled
 from mxtrain.ops.full_precision import sum_bf16_products_in_fp32
 from mxtrain.ops.hardware import mode_reason, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, switches_in_effect
+from mxtrain.reports.terminal import note_conversion
 from mxtrain.rng.rounding_position import step_is_set
 from mxtrain.settings.mxnorm_section import GUARD, fallback_of, schedule_of
 from mxtrain.settings.registry import quantizing_among
 from mxtrain.settings.relations import conflict_of_converters
 from mxtrain.titan.graph_limit import allow_kinds
-from mxtrain.titan.reports.numerics import check_patterns
-from mxtrain.titan.reports.terminal import note_conversion
 
 # Stands for debug.seed where that is unset.
 DEFAULT_SEED = 0

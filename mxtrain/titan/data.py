@@ -39,12 +39,12 @@ from mxtrain.data.streams import Stream, training_stream, validation_stream
 from mxtrain.data.token_dataset import TokenDataset, end_workers_at_exit, ignore_stop_signals
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.reports.terminal import note, note_progress
 from mxtrain.settings.registry import validation_dataset
 from mxtrain.titan.agreement import gather, is_first, prepare_together, run_on_all_ranks
 from mxtrain.titan.checkpoint.reader import unpickle
 from mxtrain.titan.models.flavors import vocab_size
 from mxtrain.titan.repairs.context_parallel import share_of_validation_loss
-from mxtrain.titan.reports.terminal import note, note_progress
 
 
 def build_tokenizer(job_config) -> HuggingFaceTokenizer:

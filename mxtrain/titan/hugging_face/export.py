@@ -23,8 +23,8 @@ from mxtrain.run_folder.manifest import MANIFEST_FILE, hash_file
 from mxtrain.settings.registry import TITAN_QUANTIZING
 from mxtrain.titan.hugging_face.models import parameters, require_exportable, shape_of
 from mxtrain.titan.hugging_face.saved_run import SavedRun, open_run
+from mxtrain.titan.metrics import package_versions, run_facts
 from mxtrain.titan.parse import resolved_settings
-from mxtrain.titan.reports.facts import package_versions, run_facts
 
 TOKENS_PER_FORWARD, TOKENS_PER_HEAD = 2048, 256
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from mxtrain.cli.comparison_plan import Variant, joined, planned, planned_again, unpaired_settings, variant_of
+from mxtrain.cli.paired_runs import Variant, joined, planned, planned_again, read_all, unpaired_settings, variant_of
 from mxtrain.errors import ConfigError
 
 
@@ -56,7 +56,7 @@ def test_every_variant_gets_every_rate_and_seed_and_the_variants_flags_come_last
 )  # fmt: skip
 def test_mistakes_are_found_before_any_run(variants, rates, flags, problem):
     with pytest.raises(ConfigError, match=problem):
-        planned(variants, 1, rates, flags)
+        read_all(planned(variants, 1, rates, flags))
 
 
 def test_a_comparison_grows_and_does_not_change(tmp_path):
@@ -75,9 +75,13 @@ def test_a_comparison_grows_and_does_not_change(tmp_path):
         joined(done, planned_again(done), "--output")
 
 
+def differing(runs):
+    return unpaired_settings(runs, read_all(runs))
+
+
 def test_variants_that_read_other_text_or_train_other_models_are_named():
     other = "b=llama3_debug --training.seq_len 256 --validation.steps 3 --model_args.rope_theta 1e4"
-    line, validation, model = unpaired_settings(planned(["llama3_debug", "llama3_debug_p1", other], 1, [], []))
+    line, validation, model = differing(planned(["llama3_debug", "llama3_debug_p1", other], 1, [], []))
     assert model == (
         "variants differ in model_args.rope_theta (default in llama3_debug, default in llama3_debug_p1, 10000.0 in b): "
         "their models differ"
@@ -92,8 +96,8 @@ def test_variants_whose_layout_gives_other_sequences_per_step_are_named():
     flags = ["--training.local_batch_size=4"]
     halves = "b=llama3_debug --parallelism.tensor_parallel_degree 2"
     runs = {name: replace(run, gpus=2) for name, run in planned(["a=llama3_debug", halves], 1, [], flags).items()}
-    (line,) = unpaired_settings(runs)
+    (line,) = differing(runs)
     assert line.startswith("variants differ in training.global_batch_size (8 in a, 4 in b)")
     same = f"{halves} --training.global_batch_size 8"
     runs = {name: replace(run, gpus=2) for name, run in planned(["a=llama3_debug", same], 1, [], flags).items()}
-    assert unpaired_settings(runs) == []
+    assert differing(runs) == []

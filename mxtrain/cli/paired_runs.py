@@ -5,12 +5,12 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mxtrain.analysis.pairing import PAIRING_SETTINGS, unpaired
+from mxtrain.analysis.comparison import PAIRING_SETTINGS, unpaired
 from mxtrain.config import load_config
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.comparison import PairedRun
@@ -67,41 +67,32 @@ def planned(variants: list[str], seeds: int, rates: list[str], flags: list[str])
         flags: for every run; those of a variant override them.
 
     Raises:
-        ConfigError: for two variants of one name, a name that is too long for a folder, a flag that the comparison
-            sets itself, and every mistake in the settings that shows without PyTorch.
+        ConfigError: for two variants or runs of one name, a name that is too long for a folder, a flag that the
+            comparison sets itself, and a config that cannot be read.
     """
     found = [variant_of(words) for words in variants]
     names = [variant.name for variant in found]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"two variants have the name {twice[0]!r}: write NAME=CONFIG to name them")
     own = (*OWN_SETTINGS, *(["optimizer.lr"] if rates else []))
-    for variant in found:
-        for flag in [*flags, *variant.flags]:
-            if flag.partition("=")[0].removeprefix("--").replace("-", "_") in own:
-                raise ConfigError(f"{flag.partition('=')[0]}: 'mxtrain compare' sets it for every run")
+    for flag in [flag for variant in found for flag in (*flags, *variant.flags)]:
+        if flag.partition("=")[0].removeprefix("--").replace("-", "_") in own:
+            raise ConfigError(f"{flag.partition('=')[0]}: 'mxtrain compare' sets it for every run")
+    hashes = {variant.name: _hash(variant.config) for variant in found}
     runs = {}
-    for seed in range(seeds):
-        for rate in rates or [None]:
-            for variant in found:
-                run = _run(variant, seed, rate, flags)
-                if run.name in runs:
-                    raise ConfigError(f"two runs have the name {run.name!r}: write NAME=CONFIG with other names")
-                runs[run.name] = run
-    for run in runs.values():
-        settings_of(run)
+    for seed, rate, variant in [(s, r, v) for s in range(seeds) for r in rates or [""] for v in found]:
+        name = f"{variant.name}{f'-lr{rate}' if rate else ''}-seed{seed}"
+        if name in runs:
+            raise ConfigError(f"two runs have the name {name!r}: write NAME=CONFIG with other names")
+        if (length := len(name.encode())) > LONGEST_NAME:
+            raise ConfigError(
+                f"the folder's name {name[:40]!r}... has {length} bytes, and at most {LONGEST_NAME} are allowed: "
+                "write NAME=CONFIG with a short NAME"
+            )
+        arguments = [variant.config, *flags, *variant.flags, *([f"--optimizer.lr={rate}"] if rate else [])]
+        arguments.append(f"--debug.seed={seed}")
+        runs[name] = PairedRun(name, variant.name, arguments, hashes[variant.name], directory=os.getcwd())
     return runs
-
-
-def _run(variant: Variant, seed: int, rate: str | None, flags: list[str]) -> PairedRun:
-    arguments = [variant.config, *flags, *variant.flags, *([f"--optimizer.lr={rate}"] if rate else [])]
-    name = f"{variant.name}{f'-lr{rate}' if rate else ''}-seed{seed}"
-    if (length := len(name.encode())) > LONGEST_NAME:
-        raise ConfigError(
-            f"the folder's name {name[:40]!r}... has {length} bytes, and at most {LONGEST_NAME} are allowed: "
-            "write NAME=CONFIG with a short NAME"
-        )
-    arguments.append(f"--debug.seed={seed}")
-    return PairedRun(name, variant.name, arguments, _hash(variant.config), directory=os.getcwd())
 
 
 def planned_again(earlier: dict[str, PairedRun]) -> dict[str, PairedRun]:
@@ -111,55 +102,9 @@ def planned_again(earlier: dict[str, PairedRun]) -> dict[str, PairedRun]:
     """
     runs = {}
     for name, run in earlier.items():
-        with _in_directory_of(run):
+        with _in_place_of(run):
             runs[name] = replace(run, config_sha256=_hash(run.arguments[0]))
     return runs
-
-
-@contextmanager
-def _in_directory_of(run: PairedRun) -> Iterator[None]:
-    here = os.getcwd()
-    os.chdir(run.working_directory)
-    try:
-        yield
-    finally:
-        os.chdir(here)
-
-
-def gone_directories(runs: dict[str, PairedRun]) -> list[str]:
-    """Return a line for each directory that unfinished runs were planned in and that is gone."""
-    directories = dict.fromkeys(run.directory for run in runs.values() if run.status != 0 and run.directory)
-    return [
-        f"{directory}, where the comparison was begun, is gone: relative paths start from the current directory"
-        for directory in directories
-        if not os.path.isdir(directory)
-    ]
-
-
-def _hash(config: str) -> str:
-    content = json.dumps(load_config(config), sort_keys=True, default=str)
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-def settings_of(run: PairedRun, machine: Machine | None = None) -> Settings:
-    """Return the settings of a run. Raises ConfigError for a mistake, and for what the machine does not allow."""
-    config, *flags = run.arguments
-    arguments = [f"{CONFIG_FLAGS[0]}={config}", *flags]
-    with _in_directory_of(run), places(arguments):
-        settings = read_settings(arguments)
-        check_names(settings)
-        if machine is not None:
-            check_machine(settings, machine)
-    return settings
-
-
-def check_machine_of(runs: dict[str, PairedRun], has_gpus: bool) -> None:
-    """Raise ConfigError if an unfinished run could not start on this machine with its number of processes."""
-    for run in {run.variant: run for run in runs.values() if run.status != 0}.values():
-        try:
-            settings_of(run, Machine(run.gpus, has_gpus))
-        except ConfigError as error:
-            raise ConfigError(f"{run.name}: {error}") from None
 
 
 def joined(earlier: dict[str, PairedRun], plan: dict[str, PairedRun], where: str) -> dict[str, PairedRun]:
@@ -170,6 +115,7 @@ def joined(earlier: dict[str, PairedRun], plan: dict[str, PairedRun], where: str
 
     Raises ConfigError if a run of the same name had other settings.
     """
+    runs = dict(earlier)
     for name, run in plan.items():
         before = earlier.get(name, run)
         if before.arguments != run.arguments:
@@ -177,25 +123,59 @@ def joined(earlier: dict[str, PairedRun], plan: dict[str, PairedRun], where: str
         elif before.config_sha256 != run.config_sha256:
             what = f"was begun before {run.arguments[0]} changed"
         else:
+            runs[name] = replace(run, status=before.status, directory=before.directory or run.directory)
             continue
         raise ConfigError(f"{where}: its run {name} {what}; choose another folder")
-    before = {name: earlier.get(name, run) for name, run in plan.items()}
-    again = {
-        name: replace(run, status=before[name].status, directory=before[name].directory or run.directory)
-        for name, run in plan.items()
-    }
-    return {**earlier, **again}
+    return runs
 
 
-def unpaired_settings(runs: dict[str, PairedRun]) -> list[str]:
+def read_all(runs: dict[str, PairedRun]) -> dict[str, Settings]:
+    """Return the settings of all runs by name. Raises ConfigError for every mistake that shows without PyTorch."""
+    found = {}
+    for name, run in runs.items():
+        with _in_place_of(run) as arguments:
+            found[name] = read_settings(arguments)
+            check_names(found[name])
+    return found
+
+
+def check_machine_for(runs: dict[str, PairedRun], settings: Mapping[str, Settings], has_gpus: bool) -> None:
+    """Raise ConfigError if an unfinished run could not start on this machine with its number of processes."""
+    for run in {run.variant: run for run in runs.values() if run.status != 0}.values():
+        try:
+            with _in_place_of(run):
+                check_machine(settings[run.name], Machine(run.gpus, has_gpus))
+        except ConfigError as error:
+            raise ConfigError(f"{run.name}: {error}") from None
+
+
+def unpaired_settings(runs: dict[str, PairedRun], settings: Mapping[str, Settings]) -> list[str]:
     """Return a line for each setting in which variants differ, or runs of one variant, and paired runs must not."""
     first_of = {(run.variant, run.gpus): run for run in reversed(runs.values())}
-    return unpaired((run.variant, _paired_settings(run)) for run in reversed(first_of.values()))
+    found = []
+    for run in reversed(first_of.values()):
+        own = settings[run.name]
+        # With defaults, but for [model_args], whose defaults are the flavor's.
+        values = {name: own[name] for name in PAIRING_SETTINGS} | own.given
+        # Unset, it follows from the layout: tensor parallelism leaves fewer processes that read different text.
+        found.append((run.variant, values | {BATCH: global_batch_size(own, run.gpus)}))
+    return unpaired(found)
 
 
-def _paired_settings(run: PairedRun) -> dict[str, object]:
-    settings = settings_of(run)
-    # With defaults, but for [model_args], whose defaults are the flavor's.
-    found = {name: settings[name] for name in PAIRING_SETTINGS} | settings.given
-    # Unset, it follows from the layout: tensor parallelism leaves fewer processes that read different text.
-    return found | {BATCH: global_batch_size(settings, run.gpus)}
+@contextmanager
+def _in_place_of(run: PairedRun) -> Iterator[list[str]]:
+    """Context in the directory of a run, with its arguments; a ConfigError in it gets the config's file and line."""
+    here = os.getcwd()
+    config, *flags = run.arguments
+    arguments = [f"{CONFIG_FLAGS[0]}={config}", *flags]
+    os.chdir(run.working_directory)
+    try:
+        with places(arguments):
+            yield arguments
+    finally:
+        os.chdir(here)
+
+
+def _hash(config: str) -> str:
+    content = json.dumps(load_config(config), sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()

@@ -1,3 +1,4 @@
+import json
 import os
 import socket
 import time
@@ -6,11 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 import wandb
-from torchtitan.tools.logging import logger
 
+from mxtrain.reports.wandb_run import (
+    EarlierRun,
+    WandbLogger,
+    default_names,
+    earlier_run,
+    start_run,
+    sync_command,
+    wandb_facts,
+    wandb_names,
+)
 from mxtrain.settings.sections import Metrics
-from mxtrain.titan.reports.wandb_resume import EarlierRun
-from mxtrain.titan.reports.wandb_run import WandbLogger, start_run, wandb_facts
 from tests.support.wandb_server import wandb_server
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -23,6 +31,7 @@ FACTS = {
     "p": 2,
 }
 FACTS |= {"estimator": "pre_round", "versions": {"torch": "2.13.0"}}
+FACTS |= {"precision": "bfloat16 compute, float32 parameters"}
 
 
 @pytest.fixture(autouse=True)
@@ -49,19 +58,17 @@ def server(monkeypatch):
 def build(folder, continued=None):
     """A logger as TorchTitan builds it, in a process of its own."""
     wandb.teardown()
-    config = SimpleNamespace(metrics=Metrics(), job=SimpleNamespace(dump_folder=str(folder)))
-    config.to_dict = lambda: {"model": {"flavor": "125m"}}
-    return WandbLogger(str(folder / "tb"), config, None, facts=FACTS, folder=folder, continued=continued)
+    return WandbLogger(folder / "tb", {"model": {"flavor": "125m"}}, Metrics(), FACTS, folder, continued=continued)
 
 
 def warnings(caplog):
     """What a user sees: wandb has loggers of its own."""
-    return [record.getMessage() for record in caplog.records if record.name == logger.name]
+    return [record.getMessage() for record in caplog.records if record.name == "root"]
 
 
 def mode_of(run):
     run.finish()
-    return wandb_facts(run)["mode"]
+    return wandb_facts(run, Path(run.dir))["mode"]
 
 
 def test_without_a_key_a_run_is_offline_and_nobody_is_asked_for_one(monkeypatch, tmp_path):
@@ -81,12 +88,6 @@ def test_the_users_mode_stands(monkeypatch, tmp_path, server, mode):
     monkeypatch.setenv("WANDB_MODE", mode)
     assert mode_of(start_run(dir=tmp_path)) == mode
     assert server.runs == {}
-
-
-def test_a_wrong_mode_raises(monkeypatch, tmp_path):
-    monkeypatch.setenv("WANDB_MODE", "sideways")
-    with pytest.raises(ValueError, match="sideways|mode"):
-        start_run(dir=tmp_path)
 
 
 def test_a_server_that_never_answers_costs_the_time_limit(monkeypatch, tmp_path, caplog):
@@ -130,7 +131,7 @@ def test_an_online_run_and_its_continuation(tmp_path, server):
         first.log({"loss_metrics/global_avg_loss": 10.0 - step, "n_tokens_seen": 64.0 * step}, step)
     first.log({"validation_metrics/loss": 9.5}, 3)  # without a row of training, which has the tokens seen
     first.close()
-    assert wandb_facts(first.run)["url"] == f"{server.url}/someone/p/runs/{first.run.id}"
+    assert wandb_facts(first.run, folder)["url"] == f"{server.url}/someone/p/runs/{first.run.id}"
     run = server.runs[first.run.id]
     assert (run["displayName"], run["groupName"]) == ("llama3 125m mxnorm mxfp8 p=2", "llama3 125m")
     assert run["tags"] == ["llama3", "125m", "mxnorm", "mxfp8", "p=2"] and run["project"] == "mxtrain"
@@ -178,15 +179,97 @@ def test_an_upload_that_takes_too_long_names_what_is_left(tmp_path, monkeypatch,
     ]
 
 
-def test_facts_of_no_run():
-    assert wandb_facts() == {"mode": "disabled", "id": None, "dir": None, "url": None, "sync": None}
+def names(metrics=None, continues=False, **settings):
+    return wandb_names(metrics or Metrics(), FACTS, wandb.Settings(**settings), continues)
 
 
-def test_facts_of_a_run(tmp_path):
-    folder = tmp_path / "with space"
-    folder.mkdir()
-    with wandb.init(mode="offline", dir=folder, settings=wandb.Settings(silent=True)) as run:
-        facts = wandb_facts(run)
-    assert facts["mode"] == "offline" and facts["url"] is None and facts["id"] == run.id
-    assert list((folder / "wandb").glob("offline-run-*")) == [Path(facts["dir"])]
-    assert facts["sync"] == f"wandb sync '{facts['dir']}'"
+@pytest.mark.parametrize(
+    ("facts", "name", "tags"),
+    [
+        ({}, "mxnorm mxfp8 p=2", ["mxnorm", "mxfp8", "p=2"]),
+        ({"estimator": "exact"}, "mxnorm mxfp8 exact", ["mxnorm", "mxfp8", "exact"]),
+        ({"converter": "mx_linear", "converters": ["mx_linear"]}, "mx_linear mxfp8", ["mx_linear", "mxfp8"]),
+        ({"converter": "none", "converters": []}, "bf16", ["bf16"]),
+        ({"recipe": "x" * 99}, f"mxnorm {'x' * 99} p=2", ["mxnorm", "x" * 64, "p=2"]),
+    ],
+)
+def test_names_come_from_what_the_run_trains(facts, name, tags):
+    found = default_names({**FACTS, **facts})
+    assert found == {"name": f"llama3 125m {name}", "group": "llama3 125m", "tags": ["llama3", "125m", *tags]}
+
+
+def test_the_settings_override_the_environment_which_overrides_the_facts(monkeypatch):
+    found = names()
+    assert (found["project"], found["name"], found["group"]) == (
+        "mxtrain",
+        "llama3 125m mxnorm mxfp8 p=2",
+        "llama3 125m",
+    )
+    assert found["entity"] is found["notes"] is found["job_type"] is None
+
+    # A run that continues keeps its names unless the settings say others.
+    assert [names(continues=True)[key] for key in ("name", "group", "tags")] == [None] * 3
+    assert names(Metrics(wandb_name="new"), continues=True)["name"] == "new"
+    assert names(SimpleNamespace(log_freq=1))["group"] == "llama3 125m", "without mxtrain's config module"
+
+    theirs = {
+        "project": "p",
+        "run_name": "n",
+        "run_group": "g",
+        "run_tags": ("a", "b"),
+        "entity": "e",
+        "run_notes": "o",
+    }
+    found = names(**theirs, run_job_type="j")
+    assert list(found.values()) == ["e", "p", "n", "g", ("a", "b"), "o", "j"]
+
+    for name, value in {
+        "TEAM": "E",
+        "RUN_NAME": "N",
+        "RUN_TAGS": "c, d",
+        "RUN_NOTES": "O",
+        "RUN_JOB_TYPE": "J",
+    }.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    assert list(names(**theirs).values()) == ["E", "p", "N", "g", ["c", "d"], "O", "J"]
+
+    metrics = Metrics(wandb_project="1", wandb_name="2", wandb_group="3", wandb_tags=["4"])
+    assert list(names(metrics, **theirs).values()) == ["E", "1", "2", "3", ["4"], "O", "J"]
+    assert names(Metrics(wandb_tags=[]), **theirs)["tags"] == []
+
+
+ROWS = '{"step": 1, "loss": 9.0}\n{"step": 8, "loss": 9.0}\n{"step": 8, "validation_loss": 9.0}\n'
+
+
+@pytest.mark.parametrize(
+    "facts, metrics, expected",
+    [
+        ({"wandb": {"id": "abc"}}, ROWS, EarlierRun("abc", 8)),
+        ({"wandb": {"id": None}}, ROWS, None),
+        ({"wandb": {"mode": "offline"}}, ROWS, None),  # of an older version
+        ({"wandb": None}, ROWS, None),
+        ({}, ROWS, None),
+        ({"wandb": {"id": "abc"}}, "", None),
+        ({"wandb": {"id": "abc"}}, "nonsense\n" + ROWS, None),
+    ],
+)
+def test_the_earlier_run_is_in_its_files(tmp_path, facts, metrics, expected):
+    assert earlier_run(tmp_path) is None
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    (tmp_path / "metrics.jsonl").write_text(metrics)
+    assert earlier_run(tmp_path) == expected
+
+
+def test_the_sync_command_has_the_parts_that_are_not_uploaded_in_their_order(tmp_path):
+    assert sync_command(tmp_path, "abc") is None
+    run = tmp_path / "my run"
+    # Two starts within a second get a number.
+    starts = (("3", "1", ""), ("2", "2", ""), ("2", "2", "-1"))
+    names = [f"tb/{tb}/wandb/offline-run-2026010{day}_000000-abc{number}" for tb, day, number in starts]
+    for name, run_id in [*((name, "abc") for name in names), ("tb/2/wandb/offline-run-20260101_000000-abcd", "abcd")]:
+        (run / name).mkdir(parents=True)
+        (run / name / f"run-{run_id}.wandb").write_text("")
+    first, second, third = (run / name for name in names)
+    assert sync_command(run, "abc") == f"wandb sync '{first}' '{second}' '{third}'"
+    (first / "run-abc.wandb.synced").write_text("")
+    assert sync_command(run, "abc") == f"wandb sync '{second}' '{third}'"

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from torchtitan.tools.logging import init_logger, logger
-
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason
 from mxtrain.run_folder.files import CONVERSION_FILE, LOG_FILE, WORKER_LOGS
+
+logger = logging.getLogger()  # TorchTitan's
 
 # Beginnings of TorchTitan's warnings that a user cannot act on. They go to the log file only.
 LOG_ONLY = (
@@ -87,11 +87,12 @@ _until_model_is_shown: list[str] = []
 def start(folder: Path, verbose: bool) -> None:
     """Send TorchTitan's log to files in ``folder``, and to the terminal either all of it or what a person reads.
 
+    Comes after TorchTitan's ``init_logger``, which lets the log go to the terminal.
+
     Raises ConfigError if the files cannot be written.
     """
     global _screen, _folder
     _screen = _folder = None
-    init_logger()
     rank = os.environ.get("RANK", "0")
     log_file = folder / LOG_FILE if rank == "0" else folder / WORKER_LOGS / f"rank{rank}.log"
     try:
@@ -197,7 +198,7 @@ class _PlainFormatter(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that warns once, on stderr, when it cannot be written, for example on a full disk."""
+    """A log file that warns once when it cannot be written, for example on a full disk."""
 
     _has_warned = False
 

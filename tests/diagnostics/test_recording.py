@@ -3,7 +3,6 @@
 import copy
 import weakref
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,27 +12,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import mxtrain
-from mxtrain.analysis import read_metrics
-from mxtrain.analysis.numerics import PREFIX, by_figure, numerics_rows
+from mxtrain.analysis.metrics_file import NUMERICS as PREFIX
+from mxtrain.analysis.numerics import by_figure
+from mxtrain.diagnostics import recording
 from mxtrain.diagnostics.casts import cast_totals
 from mxtrain.diagnostics.linears import products_and_casts
+from mxtrain.diagnostics.recording import Numerics, check_patterns, figures_of, sampled_tokens
 from mxtrain.diagnostics.totals import numbers
 from mxtrain.errors import ConfigError
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.rng.rounding_position import set_rounding_step
-from mxtrain.titan.reports import numerics as numerics_module
-from mxtrain.titan.reports.numerics import Numerics, check_patterns, figures_of
-from tests.support.training_runs import NUMERICS, NVFP4, done_once, steps
-
-COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
-DEGREE = "--parallelism.{}_parallel_degree=2"
-LAYOUTS = {
-    "compiled, fsdp": [*COMPILED, "--training.local_batch_size=2"],
-    "tensor": [NVFP4, DEGREE.format("tensor"), "--activation_checkpoint.mode=selective", "--mxnorm.gather=quantized"],
-    "context": [DEGREE.format("context"), "--training.seq_len=128"],
-}
 
 
 class Block(nn.Module):
@@ -134,8 +124,8 @@ def test_casts_are_measured_together_up_to_a_size(model, at_once, sizes, monkeyp
         found.append(len(casts))
         return cast_totals(casts)
 
-    monkeypatch.setattr(numerics_module, "CASTS_AT_ONCE", at_once)
-    monkeypatch.setattr(numerics_module, "cast_totals", counted)
+    monkeypatch.setattr(recording, "CASTS_AT_ONCE", at_once)
+    monkeypatch.setattr(recording, "cast_totals", counted)
     set_rounding_step(0)
     assert measure(model, x) == expected
     assert [size for size in found if size] == sizes
@@ -231,7 +221,7 @@ def test_a_shared_sample_is_freed_after_its_last_linear(converter, monkeypatch):
         alive.append(len({sample() for sample in samples} - {None}))
         return products_and_casts(gemms, given, *others)
 
-    monkeypatch.setattr(numerics_module, "products_and_casts", measured)
+    monkeypatch.setattr(recording, "products_and_casts", measured)
     numerics = Numerics(1, None, 64, [model])
     x = torch.randn(2, 32, 64)
     with numerics.recording():
@@ -241,54 +231,18 @@ def test_a_shared_sample_is_freed_after_its_last_linear(converter, monkeypatch):
     assert [sample() for sample in samples] == [None] * 4 and loss.grad_fn is not None
 
 
-@pytest.mark.parametrize("converters, every, runs", [(["mxnorm"], 5, True), (["mxnorm"], 0, False), ([], 5, False)])
-def test_only_a_run_with_swapped_modules_and_diagnostics_is_measured(model, converters, every, runs):
-    diagnostics = SimpleNamespace(every=every, fqns=None, tokens=64)
-    job_config = SimpleNamespace(
-        model=SimpleNamespace(converters=converters), mxnorm=SimpleNamespace(diagnostics=diagnostics)
-    )
-    numerics = Numerics.of_job(job_config, [model])
-    assert (numerics is not None) == runs
-    assert numerics is None or [step for step in range(1, 12) if numerics.is_due(step)] == [5, 10]
+CPU = torch.device("cpu")
 
 
-def figures_in(outcome) -> list[dict]:
-    assert set(outcome.statuses) == {0}, outcome.output[0][-4000:]
-    return numerics_rows(read_metrics(outcome.folder / "metrics.jsonl"))
+def test_groups_of_32_spread_over_the_tokens():
+    index = sampled_tokens(32 * 10 + 5, 32 * 5, CPU)
+    assert index.view(-1, 32)[:, 0].tolist() == [0, 64, 128, 192, 256]
+    assert index.view(-1, 32).diff(dim=1).eq(1).all()
 
 
-def require_equal_training(on, off, steps: int = 2) -> None:
-    ours, theirs = ([(row["step"], row["loss"], row["grad_norm"]) for row in outcome.rows] for outcome in (on, off))
-    assert ours == theirs and len(ours) == steps
+def test_all_tokens_if_there_are_fewer_than_wanted():
+    assert sampled_tokens(100, 512, CPU).tolist() == list(range(96))
 
 
-def test_figures_of_all_modules_are_logged_and_training_is_the_same(one):
-    """The microbatches that ran before this run resumed had no diagnostics, nor had the run that is compared."""
-    (row,) = figures_in(one["microbatches, resumed"])
-    found = by_figure([row])
-    assert row["step"] == 2 and list(found["rms_ratio_mean"])[:2] == ["layers.0.attention_norm", "layers.0.ffn_norm"]
-    assert len(found["fprop_error"]) == 14 and all(
-        0 < value < 0.3 for value in found["fprop_error"]["layers.0.attention.wq"].values()
-    )
-    assert not figures_in(one["microbatches"])
-    require_equal_training(one["microbatches, resumed"], one["microbatches"])
-
-
-def test_fsdp_has_the_figures_of_all_ranks_and_trains_the_same(several):
-    (row,) = figures_in(several["nvfp4, fsdp, resumed"])
-    assert len(by_figure([row])["grad_norm_to_noise"]) == 15  # the model's is one of them
-    require_equal_training(several["nvfp4, fsdp, resumed"], several["nvfp4, fsdp"])
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_has_the_figures_and_trains_the_same(base, name):
-    runs = {
-        f"{layout}, {state}": [*flags, steps(2), *(NUMERICS if state == "on" else [])]
-        for layout, flags in LAYOUTS.items()
-        for state in ("on", "off")
-    }
-    found = done_once(base, "diagnostics on two processes", 2, runs)
-    (row,) = figures_in(found[f"{name}, on"])
-    assert len(by_figure([row])["grad_norm_to_noise"]) == 15 and len(by_figure([row])["rms_r2"]) == 4
-    require_equal_training(found[f"{name}, on"], found[f"{name}, off"])
+def test_no_sample_of_fewer_tokens_than_a_group():
+    assert sampled_tokens(31, 512, CPU).tolist() == []

@@ -19,33 +19,29 @@ selective checkpointing keeps, such as products: it would give them to the repea
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial, reduce
-from itertools import chain
+from functools import lru_cache, partial, reduce
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mxtrain.analysis.numerics import MODEL, PREFIX
+from mxtrain.analysis.metrics_file import NUMERICS
+from mxtrain.analysis.numerics import MODEL
 from mxtrain.conversion.selection import matches
 from mxtrain.diagnostics.casts import MeasuredCast, cast_totals
-from mxtrain.diagnostics.linears import Gradient, Input, linear_figures, products_and_casts
+from mxtrain.diagnostics.linears import Gradient, Input, linear_figures, norm_to_noise, products_and_casts
 from mxtrain.diagnostics.norms import norm_figures, norm_totals
-from mxtrain.diagnostics.products import norm_to_noise
-from mxtrain.diagnostics.sample import sampled_tokens
 from mxtrain.diagnostics.totals import Totals, combined, numbers
 from mxtrain.errors import ConfigError
+from mxtrain.nn.buffers import kept_buffers
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype
 from mxtrain.parallel.initial_weights import plain_name
-from mxtrain.settings.registry import quantizing_among
-from mxtrain.titan.buffers import kept_buffers
-from mxtrain.titan.repairs.pipeline import Stage
 
 FQNS = "mxnorm.diagnostics.fqns"
 NORM = "norm"
@@ -54,6 +50,22 @@ CASTS_AT_ONCE = 2**26
 """
 Casts are measured together once they have this many elements, and the rest at the end. An element takes up to 16 bytes
 """
+GROUP = 32
+"""
+Tokens in a group: the longest block of any format. Wgrad casts in blocks along tokens, so groups begin where blocks do
+"""
+
+
+@lru_cache(maxsize=16)  # all modules of a model have the same few numbers of tokens
+def sampled_tokens(available: int, wanted: int, device: torch.device) -> torch.Tensor:
+    """Return the indices of at most ``wanted`` of ``available`` tokens, int64: groups of 32, spread over the batch.
+
+    At least one group is taken if there is one. Fewer than 32 tokens give no index.
+    """
+    groups = available // GROUP
+    taken = min(groups, max(1, wanted // GROUP))
+    first = torch.arange(taken, device=device) * groups // max(taken, 1) * GROUP
+    return (first.unsqueeze(1) + torch.arange(GROUP, device=device)).flatten()
 
 
 class Numerics:
@@ -64,10 +76,18 @@ class Numerics:
         fqns: patterns of the modules to measure; None for all that a converter has swapped.
         tokens: number of tokens to measure per process.
         model_parts: the trainer's: the model, or the stages of a pipeline on this process.
+        finds_shapes: whether the forward that runs now is one with which a pipeline finds out shapes.
     """
 
-    def __init__(self, every: int, fqns: list[str] | None, tokens: int, model_parts: list[torch.nn.Module]):
-        self.every, self.tokens, self._parts = every, tokens, model_parts
+    def __init__(
+        self,
+        every: int,
+        fqns: list[str] | None,
+        tokens: int,
+        model_parts: list[torch.nn.Module],
+        finds_shapes: Callable[[], bool] = lambda: False,
+    ):
+        self.every, self.tokens, self._parts, self._finds_shapes = every, tokens, model_parts, finds_shapes
         modules = {plain_name(fqn): module for part in model_parts for fqn, module in part.named_modules()}
         self._norms = {fqn: module for fqn, module in modules.items() if isinstance(module, MXNorm)}
         self._linears = {
@@ -82,14 +102,6 @@ class Numerics:
         self._estimates, self._inputs = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self._pending: dict[str, tuple[Input, torch.Tensor | None]] = {}  # with signs; by linear
         self._casts: dict[tuple[str, str], MeasuredCast] = {}  # those not yet measured
-
-    @classmethod
-    def of_job(cls, job_config, model_parts: list[torch.nn.Module]) -> "Numerics | None":
-        """Return what measures this job; None if its diagnostics are off, or if nothing is swapped."""
-        settings = job_config.mxnorm.diagnostics
-        if settings.every == 0 or not quantizing_among(job_config.model.converters):
-            return None
-        return cls(settings.every, settings.fqns, settings.tokens, model_parts)
 
     def is_due(self, step: int) -> bool:
         return step % self.every == 0
@@ -107,21 +119,32 @@ class Numerics:
         with ExitStack() as stack:
             for kept in (self._estimates, self._inputs, self._pending, self._casts):
                 stack.callback(kept.clear)
-            stack.enter_context(_unchanged(self._parts))
-            stack.enter_context(_sending_inputs(self._norms.values()))
-            stack.enter_context(_without_wgrad(self._parts))
+            devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+            stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(kept_buffers(self._parts))
+            stack.enter_context(_replaced(self._attributes_of_a_pass()))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for fqn, module in self._norms.items():
-                after = partial(self._after_norm, fqn)
-                handle = module.register_forward_hook(after, prepend=True, with_kwargs=True)
-                stack.callback(handle.remove)
-            for fqn, module in self._linears.items():
-                # Before the hooks of tensor parallelism, which make DTensors of the results.
-                after = partial(self._after_linear, fqn)
-                handle = module.register_forward_hook(after, prepend=True, with_kwargs=True)
-                stack.callback(handle.remove)
+            for modules, after in ((self._norms, self._after_norm), (self._linears, self._after_linear)):
+                for fqn, module in modules.items():
+                    # Before the hooks of tensor parallelism, which make DTensors of the results.
+                    handle = module.register_forward_hook(partial(after, fqn), prepend=True, with_kwargs=True)
+                    stack.callback(handle.remove)
             yield
             self._measure_casts()
+
+    def _attributes_of_a_pass(self) -> Iterator[tuple[object, str, object]]:
+        modules = [module for part in self._parts for module in part.modules()]
+        for module in modules:
+            if isinstance(module, FSDPModule):
+                # After a validation some weights are still whole, and then are not the parameters with the gradients.
+                module.reshard()
+            if isinstance(module, QuantizedLinear):
+                yield module, "runs_wgrad", False  # the pass would only throw the weights' gradients away
+        for parameter in [parameter for part in self._parts for parameter in part.parameters()]:
+            yield parameter, "grad", None
+        for norm in self._norms.values():
+            if norm.split is not None:  # norms send their input, not codes: linears have values, with equal results
+                yield norm, "split", replace(norm.split, gather="high_precision")
 
     def figures(self) -> dict[str, float]:
         """Return the figures of the last recording over all processes, by their keys; empty except on rank 0."""
@@ -134,7 +157,7 @@ class Numerics:
 
     def _is_new(self, fqn: str) -> bool:
         """Whether this is a module's first forward: not another chunk, nor one that checkpointing repeats."""
-        if Stage.finds_shapes or fqn in self._seen:
+        if self._finds_shapes() or fqn in self._seen:
             return False
         self._seen.add(fqn)
         return True
@@ -224,62 +247,29 @@ def figures_of(ranks: list[dict[tuple[str, str], Totals]]) -> dict[str, float]:
 
     Processes that have the same module hold other tokens of it, or other parts of its matrices.
     """
-    together = defaultdict(list)
-    for found in ranks:
-        for key, totals in found.items():
-            together[key].append(totals)
     of_modules: dict[str, dict[str, Totals]] = defaultdict(dict)
-    for (fqn, name), parts in together.items():
-        of_modules[fqn][name] = reduce(combined, parts)
+    for rank in ranks:
+        for (fqn, name), totals in rank.items():
+            found = of_modules[fqn]
+            found[name] = combined(found[name], totals) if name in found else totals
     figures = {}
     for fqn, found in of_modules.items():
         own = norm_figures(found[NORM]) if NORM in found else linear_figures(found)
-        figures |= {f"{PREFIX}{fqn}/{name}": value for name, value in own.items()}
+        figures |= {f"{NUMERICS}{fqn}/{name}": value for name, value in own.items()}
     if gradients := [found["wgrad"] for found in of_modules.values() if "wgrad" in found]:
-        figures[f"{PREFIX}{MODEL}/grad_norm_to_noise"] = norm_to_noise(reduce(combined, gradients))
+        figures[f"{NUMERICS}{MODEL}/grad_norm_to_noise"] = norm_to_noise(reduce(combined, gradients))
     return {key: float(f"{value:.6g}") for key, value in figures.items()}
 
 
 @contextmanager
-def _sending_inputs(norms: Iterable[MXNorm]) -> Iterator[None]:
-    """Let norms of split sequences send their input, not codes: linears then have values, and results are the same."""
-    splits = {norm: norm.split for norm in norms if norm.split is not None}
+def _replaced(attributes: Iterable[tuple[object, str, object]]) -> Iterator[None]:
+    """Give attributes of objects other values inside of the context."""
+    before = []
     try:
-        for norm, split in splits.items():
-            norm.split = replace(split, gather="high_precision")
+        for owner, name, value in attributes:
+            before.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
         yield
     finally:
-        for norm, split in splits.items():
-            norm.split = split
-
-
-@contextmanager
-def _without_wgrad(parts: list[torch.nn.Module]) -> Iterator[None]:
-    """Let quantized linears leave out the gradients of their weights, which the pass would only throw away."""
-    linears = [module for part in parts for module in part.modules() if isinstance(module, QuantizedLinear)]
-    try:
-        for linear in linears:
-            linear.runs_wgrad = False
-        yield
-    finally:
-        for linear in linears:
-            linear.runs_wgrad = True
-
-
-@contextmanager
-def _unchanged(parts: list[torch.nn.Module]) -> Iterator[None]:
-    """Give gradients, buffers and the states of random number generators their values back after the context."""
-    for module in chain.from_iterable(part.modules() for part in parts):
-        if isinstance(module, FSDPModule):
-            # After a validation some weights are still whole, and are then not the parameters that have the gradients.
-            module.reshard()
-    gradients = [(parameter, parameter.grad) for part in parts for parameter in part.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices), kept_buffers(parts):
-        try:
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+        for owner, name, value in before:
+            setattr(owner, name, value)

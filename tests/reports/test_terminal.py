@@ -1,5 +1,3 @@
-"""What runs show on the terminal, and what their files hold."""
-
 import io
 import logging
 import re
@@ -7,108 +5,12 @@ import sys
 import warnings
 
 import pytest
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import init_logger, logger
 
 from mxtrain.errors import ConfigError
-from mxtrain.titan.reports import metrics, terminal
-from mxtrain.titan.reports.metrics import ProgressLogger
-from mxtrain.titan.reports.terminal import Screen
-from tests.support.training_runs import REPOSITORY
-
-NUMBER = r"\d+\.\d{4}"
-TEXT = r"text: [\d,]+ documents, \d+\.\d MB; each document begins with '.*' and ends with '.*'(; left out: .*)?"
-MODEL = r"(llama3|deepseek_v3) \w+: [\d,]+ parameters, CPU \(.*\), \d process(es)?, float32 compute, float32 parameters"
-CONVERTED = r"mxnorm \w+ p=\d \(reference\): .*; details in .*/conversion\.txt"
-SUMMARY = [
-    r"run +.* \(.*\)",
-    rf"loss +{NUMBER} -> {NUMBER}, (fell|DID NOT FALL) over \d+ steps \(mean of the last 10 %: {NUMBER}\)",
-    rf"(validation +{NUMBER} at step \d+)?",
-    r"tokens/s +[\d,]+( per device, [\d,]+ on \d)?",
-    r"memory +\d+\.\d\d GiB peak",
-    r"folder +.*",
-    r"loss curve +.*/loss\.png",
-]
-
-
-def require_lines(text: str, patterns: list[str]) -> None:
-    """Every line matches its pattern, in order. Patterns that match the empty line may be absent."""
-    lines = text.splitlines()
-    for pattern in patterns:
-        if lines and re.fullmatch(pattern, lines[0]):
-            lines.pop(0)
-        else:
-            assert re.fullmatch(pattern, ""), (pattern, text)
-    assert not lines, text
-
-
-def step(number: int, of: int, left: bool, unit: str = "tokens/s") -> str:
-    return rf"step +{number}/{of}  loss {NUMBER}  [\d,]+ {unit}" + (r"  \d:\d\d:\d\d left" if left else "")
-
-
-def validation(number: int, of: int) -> str:
-    return rf"step +{number}/{of}  validation loss {NUMBER}"
-
-
-def test_mxtrain_train_prints_what_a_person_reads(command_run):
-    out, err = command_run.output
-    assert command_run.statuses == [0] and err == "", err
-    folder = re.escape(str(command_run.folder))
-    prepared = [r"preparing dataset 'files' in .*", r"training a byte-level BPE .*", r"merging .*", r"prepared .*"]
-    more_text = [r"preparing dataset 'files' in .*", r"prepared .*"]
-    lines = [
-        rf"mxtrain: run folder {folder}",
-        *prepared,
-        TEXT,
-        MODEL,
-        CONVERTED,
-        *more_text,
-        rf"text for validation{TEXT.removeprefix('text')}",
-        step(1, 4, left=False),
-        validation(1, 4),
-        step(2, 4, left=True),
-        validation(3, 4),
-        step(4, 4, left=False),
-        *SUMMARY,
-        r"wandb +offline; upload with: wandb sync .*",
-    ]
-    require_lines(out, lines)
-
-
-def test_files_of_a_run_hold_the_rest_as_plain_text(command_run):
-    for path in command_run.folder.glob("*.*"):
-        if path.suffix != ".png":
-            assert "\x1b" not in path.read_text(), path
-    log = (command_run.folder / "train.log").read_text()
-    for text in ("Starting job", "total parameters", "step:  4  loss: ", "validate step:  3", "mfu: nan%"):
-        assert text in log
-    conversion = (command_run.folder / "conversion.txt").read_text()
-    assert re.match(r"mxnorm mxfp8 p=2 \(reference\): .*\n", conversion) and conversion in log
-    assert "layers.5.ffn_norm" in conversion and "output" in conversion
-
-
-def test_the_readme_names_what_a_run_writes(command_run):
-    [paragraph] = re.findall(r"^A run writes .*?\n\n", (REPOSITORY / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    for path in command_run.folder.glob("[!.]*"):
-        assert f"`{path.name}{'/' * path.is_dir()}`" in paragraph
-
-
-def test_only_the_first_process_writes_to_the_terminal(several):
-    first, second = several["fsdp"].output
-    rate = "tokens/s per device"
-    require_lines(first, [TEXT, MODEL, CONVERTED, step(1, 2, False, rate), step(2, 2, False, rate), *SUMMARY])
-    assert second == ""
-    assert "Training starts at step 1" in (several["fsdp"].folder / "worker_logs" / "rank1.log").read_text()
-    assert "2 processes" in first
-
-
-def test_verbose_brings_back_torchtitans_lines(one):
-    run = one["mxnorm again"]
-    text = run.output[0]
-    for line in ("Starting job", "mxnorm mxfp8 p=2", "step:  3", "Training completed", "validate step:  2"):
-        assert re.search(rf"^\[titan\] .* - root - INFO - {line}", text, re.MULTILINE), line
-    assert "layers.0.attention_norm" in text and "step 1/3" not in text and "\x1b" not in text
-    assert "Training completed" in (run.folder / "train.log").read_text()
-    require_lines("\n".join(text.splitlines()[-7:]), SUMMARY)
+from mxtrain.reports import loggers, terminal
+from mxtrain.reports.loggers import ProgressLogger
+from mxtrain.reports.terminal import Screen
 
 
 class TerminalFile(io.TextIOWrapper):
@@ -151,7 +53,12 @@ def started(monkeypatch, tmp_path):
         monkeypatch.setattr(terminal, name, None)
     for name, value in (("KINETO_LOG_LEVEL", "0"), ("RANK", "0")):
         monkeypatch.setenv(name, value)
-    yield lambda verbose=False: terminal.start(tmp_path, verbose)
+
+    def start():
+        init_logger()
+        terminal.start(tmp_path, verbose=False)
+
+    yield start
     for handler in logger.handlers:
         handler.close()
     logging.captureWarnings(False)
@@ -245,9 +152,9 @@ def test_without_a_terminal_conversions_go_to_torchtitans_logger(caplog):
 
 def test_progress_estimates_the_time_left_from_the_steps_after_the_first(monkeypatch):
     shown, clock = [], iter([100.0, 160.0, 161.0, 201.0])
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(loggers.time, "perf_counter", lambda: next(clock))
     for name in ("show_status", "show_line"):
-        monkeypatch.setattr(metrics, name, shown.append)
+        monkeypatch.setattr(loggers, name, shown.append)
     progress = ProgressLogger(steps=1000, processes=2)
     for number in (1, 11):
         row = {"loss_metrics/global_avg_loss": float("nan"), "throughput(tps)": 1234.5}

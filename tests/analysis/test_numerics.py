@@ -5,15 +5,15 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from mxtrain.analysis import MetricsWriter
-from mxtrain.analysis.heat_maps import draw_numerics, remarks
+from mxtrain.analysis import MetricsWriter, load_run
+from mxtrain.analysis.numerics import CAST_FIGURES, FIGURES, Figure, by_figure, draw_numerics, remarks, wandb_key
 from mxtrain.errors import ConfigError
 
 
 def write(folder, rows):
     folder.mkdir(exist_ok=True)
     writer = MetricsWriter(folder / "metrics.jsonl")
-    for row in rows:
+    for row in ({"step": 1, "loss": 2.0}, *rows):
         writer.write(row)
     writer.close()
 
@@ -35,7 +35,7 @@ def test_the_picture_shows_values_and_marks(tmp_path):
     pixels = []
     for name, last in (("a", 0.99), ("$x^$", 0.5)):
         write(tmp_path / name, [row(10, [0.98, 0.99]), row(20, [0.98, last])])
-        path, lines = draw_numerics(tmp_path / name, tmp_path / name / "numerics.png")
+        path, lines = draw_numerics(load_run(tmp_path / name), tmp_path / name / "numerics.png")
         pixels.append(matplotlib.image.imread(path))
         assert len(lines) == (last == 0.5)
     assert lines == [
@@ -59,7 +59,7 @@ def panels(tmp_path, monkeypatch):
 
         monkeypatch.setattr(matplotlib.figure.Figure, "savefig", saved)
         write(tmp_path / "run", rows)
-        draw_numerics(tmp_path / "run", tmp_path / "a.png")
+        draw_numerics(load_run(tmp_path / "run"), tmp_path / "a.png")
         return {axes.get_title().partition("\n")[0]: axes for axes in pictures[0].axes}
 
     return panels
@@ -95,14 +95,47 @@ def test_a_remark_on_a_figure_without_limits_says_nan():
 
 
 def test_a_run_without_figures_and_a_wrong_name_are_errors(tmp_path):
-    write(tmp_path / "a", [{"step": 1, "loss": 2.0}])
+    write(tmp_path / "a", [])
     with pytest.raises(ConfigError, match="has no figures: train with mxnorm.diagnostics.every = 50"):
-        draw_numerics(tmp_path / "a", tmp_path / "a.png")
-    for every, why in ((50, "every = 50, and the run is at step 1"), (1, "every = 1 measured anything: MXNorms and")):
-        (tmp_path / "a" / "config.toml").write_text(f"[mxnorm.diagnostics]\nevery = {every}\n")
-        with pytest.raises(ConfigError, match=why):
-            draw_numerics(tmp_path / "a", tmp_path / "a.png")
+        draw_numerics(load_run(tmp_path / "a"), tmp_path / "a.png")
+    (tmp_path / "a" / "config.toml").write_text("[mxnorm.diagnostics]\nevery = 50\n")
+    with pytest.raises(ConfigError, match="mxnorm.diagnostics.every = 50 .* step 1"):
+        draw_numerics(load_run(tmp_path / "a"), tmp_path / "a.png")
     with pytest.raises(ConfigError, match="is not the name of a PNG file"):
-        draw_numerics(tmp_path / "a", tmp_path / "a.pdf")
-    with pytest.raises(ConfigError, match="does not exist"):
-        draw_numerics(tmp_path / "b", tmp_path / "a.png")
+        draw_numerics(load_run(tmp_path / "a"), tmp_path / "a.pdf")
+
+
+ROWS = [
+    {"step": 10, "loss": 3.0},
+    {"step": 10, "numerics/layers.10.attention.wq/fprop_error": 0.1, "numerics/layers.2.attention.wq/fprop_error": 0.2},
+    {"step": 20, "numerics/layers.2.attention.wq/fprop_error": 0.3, "numerics/layers.2.attention.wq/wgrad_error": None},
+]
+
+
+def test_figures_by_module_and_step_in_the_order_of_the_model():
+    found = by_figure(ROWS)
+    assert found == {"fprop_error": {"layers.2.attention.wq": {10: 0.2, 20: 0.3}, "layers.10.attention.wq": {10: 0.1}}}
+    assert list(found["fprop_error"]) == ["layers.2.attention.wq", "layers.10.attention.wq"]
+
+
+def test_keys_of_wandb():
+    assert wandb_key("numerics/layers.3.attention.wq/fprop_error") == "numerics layers.03/attention.wq fprop_error"
+    assert wandb_key("numerics/model/grad_norm_to_noise") == "numerics/model grad_norm_to_noise"
+    assert wandb_key("numerics/norm/rms_r2") == "numerics/norm rms_r2"
+
+
+def worthy(figure, value, second=None):
+    values = {figure.name: {"a": {1: value}}} | ({} if second is None else {"std": {"a": {1: second}}})
+    return figure.noteworthy(values) != {}
+
+
+def test_what_deserves_a_look():
+    figure = Figure("ratio", "ratio", 0.5, 2.0)
+    assert [worthy(figure, value) for value in (0.4, 0.5, 2.0, 2.1, math.nan)] == [True, False, False, True, True]
+    assert figure.limit == "below 0.5 or above 2" and Figure("x", "x").limit == ""
+    assert figure.distance(0.1) > figure.distance(0.4) and not worthy(Figure("x", "x"), math.inf)
+    with_a_second = Figure("r2", "r2", 0.95, only_above=("std", 0.1))
+    assert [worthy(with_a_second, 0.5, second) for second in (0.1, 0.2, math.nan)] == [False, True, True]
+    assert worthy(with_a_second, 0.5), "a second figure that was not measured excuses nothing"
+    figures = (*FIGURES, *CAST_FIGURES)
+    assert len({figure.name for figure in figures}) == len(figures) == 42
