@@ -74,7 +74,7 @@ def estimators() -> list[tuple[str, str]]:
         return [("not measured", "needs a CUDA device and Triton")]
     from triton.testing import do_bench
 
-    from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
+    from mxtrain.kernels.mxnorm.cast import mxnorm_cast
 
     recipe = RECIPES["mxfp8"]
     x = torch.randn(TIMED_SHAPE, device="cuda", dtype=torch.bfloat16)

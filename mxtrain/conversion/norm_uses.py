@@ -17,7 +17,7 @@ from mxtrain.conversion.meta_pass import with_autocast_of_meta, with_empty_flex_
 from mxtrain.conversion.structural_copy import without_global_hooks
 from mxtrain.errors import ConfigError
 from mxtrain.nn.normed_input import LOOKS
-from mxtrain.nn.writes import version
+from mxtrain.nn.three_gemms import version
 
 _LOOKS = [getattr(torch.Tensor, name) for name in LOOKS]
 # Functions that a model may call on an MXNorm's result besides multiplying it. The watcher gets a method as it is, and

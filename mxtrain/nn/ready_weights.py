@@ -17,11 +17,9 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from mxtrain.nn.group import LinearGroup, ReadyGroup
+from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.mxnorm import MXNorm
-from mxtrain.nn.three_gemms import QuantizedLinear, ReadyWeight, ThreeGEMMs
-from mxtrain.nn.writes import version
-from mxtrain.ops import quantize
+from mxtrain.nn.three_gemms import QuantizedLinear, version
 
 
 def note_norms(model: nn.Module, feeds: Mapping[str, Sequence[str]]) -> None:
@@ -86,7 +84,7 @@ class ReadyWeights:
             group.ready = None
         else:
             made_from = (gemms.recipe, gemms.mode, group.joins_fprop, *map(_identity, (gain, *weights)))
-            self._register(group, made_from, lambda: _cast_group(group, weights, gemms, gain))
+            self._register(group, made_from, lambda: gemms.quantize_ahead(weights, gain, group.joins_fprop))
         return True
 
     def _refresh_single(self, linear: QuantizedLinear) -> None:
@@ -96,28 +94,13 @@ class ReadyWeights:
         weight, gain = linear.weight, _gain_of(linear)
         gemms = linear.gemms(weight.device)
         made_from = (gemms.recipe, gemms.mode, _identity(weight), _identity(gain))
-        self._register(
-            linear,
-            made_from,
-            lambda: ReadyWeight(*quantize.weight_for_both(weight, gemms.recipe, gemms.mode, gain), (weight, gain)),
-        )
+        self._register(linear, made_from, lambda: gemms.quantize_ahead([weight], gain))
 
     def _register(self, holder: QuantizedLinear | LinearGroup, made_from: tuple, cast: Callable) -> None:
         if holder.ready is None or self._made_from.get(holder) != made_from:
             holder.ready = None  # frees the old operands before the new ones are allocated
             holder.ready = cast()
             self._made_from[holder] = made_from
-
-
-def _cast_group(
-    group: LinearGroup, weights: Sequence[torch.Tensor], gemms: ThreeGEMMs, gain: torch.Tensor | None
-) -> ReadyGroup:
-    recipe, mode, made_from = gemms.recipe, gemms.mode, (*weights, gain)
-    if group.joins_fprop:
-        fprop, dgrad = quantize.weights_for_both(weights, recipe, mode, gain)
-        return ReadyGroup((fprop,), dgrad, made_from)
-    fprops = tuple(quantize.weight(weight, recipe.fprop, mode, 1, gain) for weight in weights)
-    return ReadyGroup(fprops, quantize.weights(weights, recipe.dgrad, mode, 0, gain), made_from)
 
 
 def _can_be_cast(linear: QuantizedLinear) -> bool:

@@ -18,7 +18,7 @@ from mxtrain.conversion.schedule import attach_schedule
 from mxtrain.errors import ConfigError, require_one_of, setting_in
 from mxtrain.nn.ready_weights import note_norms
 from mxtrain.nn.row_norms import WHEN_COMPILED, runs_when_compiled
-from mxtrain.ops.full_precision import sum_bf16_products_in_fp32
+from mxtrain.ops.gemm import sum_bf16_products_in_fp32
 from mxtrain.ops.hardware import mode_reason, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, switches_in_effect
 from mxtrain.rng.rounding_position import step_is_set

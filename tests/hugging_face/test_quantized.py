@@ -61,7 +61,7 @@ class Run:
     def operand(self, own: str) -> torch.Tensor:
         """The weight [N, D] that fprop multiplies."""
         recipe = self.facts.recipes[f"layers.0.{own}"].fprop
-        return quantize.weight(self.weight(f"layers.0.{own}.weight"), recipe, "reference", 1, None).data
+        return quantize.weights([self.weight(f"layers.0.{own}.weight")], recipe, "reference", 1, None).data
 
 
 @pytest.mark.parametrize("name", ("mxfp8", "nvfp4"))

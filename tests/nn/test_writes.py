@@ -2,7 +2,8 @@
 
 import torch
 
-from mxtrain.nn.writes import version, writes_to
+from mxtrain.nn.normed_input import writes_to
+from mxtrain.nn.three_gemms import version
 
 
 def test_every_write_counts_also_through_a_view():
