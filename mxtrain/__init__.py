@@ -11,7 +11,7 @@ _PUBLIC = {
     "Recipe": "mxtrain.recipes.recipe",
     "mxnorm_cast": "mxtrain.ops.mxnorm",
     "static_tensor_scale": "mxtrain.reference.nvfp4",
-    "set_rounding_step": "mxtrain.rng.rounding_position",
+    "set_rounding_step": "mxtrain.rng.rounding",
     "decompose_k_mm": "mxtrain.nn.decompose_k_router",
     "MXNorm": "mxtrain.nn.mxnorm",
     "MXNormLinear": "mxtrain.nn.mxnorm",

@@ -14,8 +14,7 @@ import mxtrain
 from mxtrain.cli.launch import core_count, nvidia_gpus
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.ops.hardware import HAS_TRITON, default_device_type, describe_modes, resolve_mode
-from mxtrain.recipes.recipe import RECIPES
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RECIPES, RMSEstimate
 
 # Large enough that launch overhead is negligible.
 TIMED_SHAPE = (65536, 4096)

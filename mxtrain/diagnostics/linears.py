@@ -25,7 +25,7 @@ from mxtrain.diagnostics.totals import Totals
 from mxtrain.nn.three_gemms import ThreeGEMMs
 from mxtrain.ops import quantize
 from mxtrain.ops.gemm import Operand
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference import nvfp4
 from mxtrain.reference.casts import at_least_fp32
 from mxtrain.reference.hadamard import hadamard, pad, unpack_signs

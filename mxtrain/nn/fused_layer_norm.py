@@ -3,10 +3,10 @@
 import torch
 import torch.nn as nn
 
+from mxtrain.custom_op import untraced
 from mxtrain.nn.once_differentiable import once_differentiable
 from mxtrain.nn.row_norms import FusedNorm, apply_to_rows, casts_under_autocast, check_settings, checked_eps
 from mxtrain.ops import layer_norm as ops
-from mxtrain.untraced import untraced
 
 _AUTOCASTS = casts_under_autocast("layer_norm")
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from mxtrain.custom_op import untraced
 from mxtrain.nn.once_differentiable import constant_operand, once_differentiable, without_data
 from mxtrain.nn.split import SplitSequences
 from mxtrain.ops.collectives import gather_codes, gather_tokens, sum_tokens
@@ -29,10 +30,7 @@ from mxtrain.ops.gemm import Codes, Operand, values_dtype
 from mxtrain.ops.mxnorm import norm_backward
 from mxtrain.ops.quantize import activation_along_tokens, from_codes, normalize
 from mxtrain.recipes.formats import MXFP8
-from mxtrain.recipes.keyed import from_key
-from mxtrain.recipes.recipe import LinearRecipe, Recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
-from mxtrain.untraced import untraced
+from mxtrain.recipes.recipe import LinearRecipe, Recipe, RMSEstimate, from_key
 
 BLOCK_OF_TOKENS = MXFP8.block_size
 """Shards of sequences whose length is a multiple of this are whole blocks in every format."""

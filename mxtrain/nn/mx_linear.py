@@ -2,6 +2,7 @@
 
 import torch
 
+from mxtrain.custom_op import untraced
 from mxtrain.nn.once_differentiable import once_differentiable
 from mxtrain.nn.three_gemms import (
     QuantizedLinear,
@@ -12,7 +13,6 @@ from mxtrain.nn.three_gemms import (
     compute_dtype,
 )
 from mxtrain.ops.arguments import check_tensor
-from mxtrain.untraced import untraced
 
 
 @untraced

@@ -28,6 +28,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from mxtrain.custom_op import untraced
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard
 from mxtrain.nn.group import GroupCall, LinearGroup
@@ -48,11 +49,9 @@ from mxtrain.ops.gemm import Operand
 from mxtrain.ops.hardware import check_mode, mode_in_forward
 from mxtrain.ops.mxnorm import fold_backward, norm_backward
 from mxtrain.ops.quantize import normalize
-from mxtrain.recipes.keyed import from_key
-from mxtrain.recipes.layer_state import LayerState
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
-from mxtrain.untraced import untraced
+from mxtrain.recipes.recipe import RMSEstimate, from_key
+from mxtrain.recipes.schedule import LayerState
 
 
 @untraced

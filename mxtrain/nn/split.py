@@ -18,7 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial
 
-from mxtrain.recipes.keyed import Keyed
+from mxtrain.recipes.recipe import Keyed
 
 
 @dataclass(frozen=True)

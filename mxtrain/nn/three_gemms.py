@@ -27,10 +27,9 @@ from mxtrain.nn.split import WHOLE, SplitMatrices
 from mxtrain.ops import quantize
 from mxtrain.ops.gemm import Operand, matmul
 from mxtrain.ops.hardware import check_mode, mode_in_forward
-from mxtrain.recipes.keyed import from_key
-from mxtrain.recipes.layer_state import LayerState
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import LinearRecipe
+from mxtrain.recipes.recipe import LinearRecipe, from_key
+from mxtrain.recipes.schedule import LayerState
 
 DTYPES = (torch.bfloat16, torch.float32)
 

@@ -6,8 +6,7 @@ import torch
 
 from mxtrain.ops.gemm import KERNEL_FORM, Codes, Operand, image_dtype, values_dtype
 from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
-from mxtrain.recipes.recipe import Recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import Recipe, RMSEstimate
 from mxtrain.reference import casts
 from mxtrain.reference.mxnorm import inverse_rms, scale_rows
 

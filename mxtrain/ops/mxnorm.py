@@ -8,8 +8,7 @@ from mxtrain.ops.arguments import check_tensor
 from mxtrain.ops.hardware import HAS_TRITON, resolve_mode, runs_kernels
 from mxtrain.ops.quantize import normalize
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import Recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import Recipe, RMSEstimate
 from mxtrain.reference import mxnorm as reference
 
 if HAS_TRITON:
@@ -64,7 +63,7 @@ def mxnorm_cast(
         recipe: a name in ``mxtrain.recipes.recipe.RECIPES`` with a format, or a Recipe. A mixed recipe stands for its
             recipe of fprop.
         eps: added to the squared RMS estimate.
-        estimator: "pre_round", "post_round" or "exact" (see ``mxtrain.recipes.rms_estimate.RMSEstimate``).
+        estimator: "pre_round", "post_round" or "exact" (see ``mxtrain.recipes.recipe.RMSEstimate``).
         scale_rounding: "rceil" or "floor"; None keeps the recipe's own ("rceil" for named recipes). Not for NVFP4.
         mode: "auto", or a mode that this hardware has. The mode chooses between kernel and plain PyTorch; results
             differ at most in the last bits of rho.

@@ -18,8 +18,7 @@ from mxtrain.ops.collectives import largest
 from mxtrain.ops.gemm import KERNEL_FORM, Codes, Operand, image_dtype, values_dtype
 from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
 from mxtrain.recipes.formats import NVFP4
-from mxtrain.recipes.recipe import Recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import Recipe, RMSEstimate
 from mxtrain.reference import nvfp4 as reference
 from mxtrain.reference.casts import at_least_fp32, to_blocked
 from mxtrain.reference.hadamard import hadamard, pad, unpack_signs

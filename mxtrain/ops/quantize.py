@@ -24,8 +24,7 @@ import torch
 
 from mxtrain.ops import mxfp8, nvfp4
 from mxtrain.ops.gemm import Codes, Operand
-from mxtrain.recipes.recipe import LinearRecipe, Recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import LinearRecipe, Recipe, RMSEstimate
 
 
 def _format_of(recipe: Recipe):
@@ -132,7 +131,7 @@ def gradients(
     Args:
         signs: as for ``activation_along_tokens``.
         draws: for each part what stochastic rounding derives its random bits from
-            (``mxtrain.rng.rounding_position.Draws``); None if the recipe rounds to nearest.
+            (``mxtrain.rng.rounding.Draws``); None if the recipe rounds to nearest.
     """
 
     def cast(gemm: Recipe, dims: tuple[int, ...]) -> dict[int, Operand]:

@@ -21,7 +21,7 @@ from mxtrain.nn.row_norms import WHEN_COMPILED, runs_when_compiled
 from mxtrain.ops.gemm import sum_bf16_products_in_fp32
 from mxtrain.ops.hardware import mode_reason, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, switches_in_effect
-from mxtrain.rng.rounding_position import step_is_set
+from mxtrain.rng.rounding import step_is_set
 from mxtrain.settings.mxnorm_section import GUARD, fallback_of, schedule_of
 from mxtrain.settings.registry import quantizing_among
 from mxtrain.settings.relations import conflict_of_converters

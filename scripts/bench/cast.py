@@ -29,7 +29,7 @@ from kernel_benchmark import Entry, Section, Shape, compiled, draw, interpreting
 
 from mxtrain.recipes.formats import MXFP8
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference import casts
 from mxtrain.reference.mxnorm import inverse_rms, norm_backward, scale_rows
 

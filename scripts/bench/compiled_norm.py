@@ -23,7 +23,7 @@ from torch._inductor import config
 from mxtrain.inductor.passes import install
 from mxtrain.kernels.mxnorm.cast import mxnorm_cast
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 
 RECIPE = get_recipe("mxfp8").fprop
 ESTIMATE = RMSEstimate.for_recipe(RECIPE, 2, "pre_round", 1e-5)

@@ -41,7 +41,7 @@ from kernel_benchmark import Entry, NotRun, Section, Shape, compiled, draw, ours
 
 from mxtrain.recipes.formats import NVFP4
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference import casts, nvfp4
 from mxtrain.reference.hadamard import hadamard, pad, unpack_signs
 from mxtrain.reference.mxnorm import inverse_rms, scale_rows
@@ -60,7 +60,7 @@ def sign_number(device: str) -> torch.Tensor:
 
 
 def random_draws(device: str) -> torch.Tensor:
-    """Return the position of the random bits, in the order of ``mxtrain.rng.rounding_position.Draws``."""
+    """Return the position of the random bits, in the order of ``mxtrain.rng.rounding.Draws``."""
     return torch.tensor([rounding_key(0, "layers.0.attention.wq"), 1000, 0, 0], device=device)
 
 

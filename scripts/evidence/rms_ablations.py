@@ -25,8 +25,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.nn import mxnorm
 from mxtrain.ops.gemm import Operand
 from mxtrain.ops.mxfp8 import cast
-from mxtrain.recipes.recipe import Recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import Recipe, RMSEstimate
 from mxtrain.reference.mxnorm import mean_square
 
 

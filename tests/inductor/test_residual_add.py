@@ -5,7 +5,7 @@ import torch
 
 from mxtrain.inductor.residual_add import fuse_residual_add
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 from tests.support.graph_checks import assert_same, draw, graph_after, operations
 
 pytestmark = pytest.mark.usefixtures("kernels")

@@ -9,7 +9,7 @@ from mxtrain.kernels.cast_results import FORMS
 from mxtrain.kernels.mxfp8.cast import cast
 from mxtrain.kernels.nvfp4.cast import nvfp4_cast
 from mxtrain.kernels.nvfp4.weight_cast import nvfp4_joined_weight, nvfp4_weight
-from mxtrain.rng.rounding_position import Draws
+from mxtrain.rng.rounding import Draws
 from tests.support.kernel_checks import (
     DTYPES,
     RECIPES,

@@ -7,7 +7,7 @@ import torch
 
 from mxtrain.ops.quantize import activation, activation_along_tokens, from_codes, gradients, normalize, weights
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference import casts, nvfp4
 from mxtrain.reference.casts import from_blocked
 

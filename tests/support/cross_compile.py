@@ -36,7 +36,7 @@ from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
 from mxtrain.kernels.router.decompose_k import decompose_k_by_plan
 from mxtrain.kernels.router.decompose_k_plan import Plan, kernel_plan
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 
 TYPES = {
     torch.float32: "fp32",

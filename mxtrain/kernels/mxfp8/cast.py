@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mxtrain.custom_op import untraced
 from mxtrain.errors import require_one_of
 from mxtrain.kernels.blocks import block_amax, rounded, scale_offset, tile_start
 from mxtrain.kernels.cast_results import (
@@ -35,7 +36,6 @@ from mxtrain.kernels.integers import cdiv
 from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.mxfp8.arithmetic import BLOCK, e4m3_codes, e4m3_image, multiplier, scale_code, scale_value
 from mxtrain.recipes.recipe import Recipe
-from mxtrain.untraced import untraced
 
 DIMS = ((1,), (0,), (1, 0))
 

@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from mxtrain.custom_op import untraced
 from mxtrain.kernels.checks import check_matrix, check_same, check_vector
 from mxtrain.kernels.integers import cdiv, next_power_of_2
 from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.norm.row_lengths import MAX_PERSISTENT_COLUMNS
-from mxtrain.untraced import untraced
 
 # Rows and columns that a program of the fold holds at once, and its warps.
 FOLD_ROWS, FOLD_COLUMNS, FOLD_WARPS = 16, 128, 2

@@ -25,8 +25,7 @@ from mxtrain.kernels.mxfp8 import arithmetic as mxfp8
 from mxtrain.kernels.mxnorm.row_tile import row_tile
 from mxtrain.kernels.norm.row_lengths import MAX_COLUMNS
 from mxtrain.kernels.nvfp4 import arithmetic as nvfp4
-from mxtrain.recipes.recipe import Recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import Recipe, RMSEstimate
 
 # Estimators that bound NVFP4's output. "post_round" reads rounded block scales, which here depend on the norm itself.
 BOUNDED_ESTIMATORS = ("pre_round", "exact")

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mxtrain.custom_op import untraced
 from mxtrain.errors import require_one_of
 from mxtrain.kernels.blocks import block_amax, tile_start
 from mxtrain.kernels.cast_results import (
@@ -48,8 +49,7 @@ from mxtrain.kernels.nvfp4.arithmetic import (
 )
 from mxtrain.kernels.nvfp4.strip import WARPS, hadamard, length_of, load_strip, store_columns, store_row, tile_columns
 from mxtrain.kernels.nvfp4.tensor_scale import contiguous_operands
-from mxtrain.rng.rounding_position import MAX_ELEMENTS, Draws
-from mxtrain.untraced import untraced
+from mxtrain.rng.rounding import MAX_ELEMENTS, Draws
 
 
 @triton.jit

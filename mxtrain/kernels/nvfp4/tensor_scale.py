@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mxtrain.custom_op import untraced
 from mxtrain.kernels.blocks import tile_start
 from mxtrain.kernels.cast_results import flat
 from mxtrain.kernels.checks import check_device, check_matrix, check_number, check_whole_blocks, contiguous_factors
@@ -16,7 +17,6 @@ from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.nvfp4.arithmetic import BLOCK, amax_across
 from mxtrain.kernels.nvfp4.strip import WARPS, hadamard, load_strip, tile_columns
 from mxtrain.recipes.formats import NVFP4_RANGE, NVFP4_TENSOR_SCALE_MIN
-from mxtrain.untraced import untraced
 
 _RANGE, _MIN = tl.constexpr(NVFP4_RANGE), tl.constexpr(NVFP4_TENSOR_SCALE_MIN)
 # Numbers that the program reads at a time.

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mxtrain.custom_op import untraced
 from mxtrain.errors import require_one_of
 from mxtrain.kernels.blocks import tile_start
 from mxtrain.kernels.cast_results import FORMS, NVFP4_STORAGE, as_bytes, empty_cast, empty_column_cast, flat
@@ -34,7 +35,6 @@ from mxtrain.kernels.nvfp4.arithmetic import (
 )
 from mxtrain.kernels.nvfp4.cast import places
 from mxtrain.kernels.nvfp4.strip import WARPS, length_of, load_strip, repeat_16, store_columns, store_row, tile_columns
-from mxtrain.untraced import untraced
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from mxtrain.analysis.metrics_file import MetricsWriter
 from mxtrain.analysis.numerics import PREFIX
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason, replace_file
-from mxtrain.rng.rounding_position import step_is_set
+from mxtrain.rng.rounding import step_is_set
 from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE
 from mxtrain.run_folder.start import CheckpointSettings, require_no_other_run, resumed_step
 from mxtrain.titan.reports.facts import run_facts

@@ -21,7 +21,7 @@ import mxtrain
 from mxtrain.ops import hardware
 from mxtrain.ops.decompose_k import decompose_k_mm
 from mxtrain.ops.gemm import guarded_mm
-from mxtrain.rng.rounding_position import set_rounding_step
+from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.titan.parallel.activation_checkpoint import (
     _with_own_operations,
     knows_own_operations,

@@ -22,7 +22,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.rng.rounding_position import set_rounding_step
+from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.titan.reports import numerics as numerics_module
 from mxtrain.titan.reports.numerics import Numerics, check_patterns, figures_of
 from tests.support.training_runs import NUMERICS, NVFP4, done_once, steps
