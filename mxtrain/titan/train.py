@@ -22,9 +22,9 @@ from mxtrain.settings.resume_check import check_resume
 from mxtrain.settings.resume_run import resolved
 from mxtrain.titan import finite
 from mxtrain.titan.agreement import is_first
+from mxtrain.titan.check_layout import check_model_layout
 from mxtrain.titan.checkpoint.checkpointer import SaveError
 from mxtrain.titan.finite import NonFiniteError
-from mxtrain.titan.parallel.check_layout import check_model_layout
 from mxtrain.titan.parse import parse_job_config, settings_of
 from mxtrain.titan.reports import terminal
 from mxtrain.titan.resolved_config import write_resolved_config
