@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from mxtrain.diagnostics import casts as measured_casts
-from mxtrain.diagnostics import linears as linear_casts
 from mxtrain.diagnostics.linears import Gradient, Input, linear_figures, products_and_casts
 from mxtrain.diagnostics.totals import Totals, numbers
 from mxtrain.nn.mx_linear import MXLinear
@@ -129,7 +128,7 @@ def test_linears_that_share_an_input_have_the_figures_of_each_alone(recipe, monk
 
     alone = [linear_totals(linear, Input(x, rho, gain, norm.estimate), g) for linear, g in zip(linears, gradients)]
     casts = []
-    for module, name in ((linear_casts, "normalize"), (quantize, "activation_along_tokens")):
+    for module, name in ((quantize, "normalize"), (quantize, "activation_along_tokens")):
         function = getattr(module, name)
         monkeypatch.setattr(module, name, partial(counted, casts, function))
     given = Input(x, rho, gain, norm.estimate)

@@ -34,6 +34,9 @@ pytestmark = kernel_tests
 LOOPED = 20480
 
 
+ESTIMATE, ESTIMATE_16 = rms_estimate(), estimate_16()
+
+
 class Format(NamedTuple):
     """What differs: block size, estimates, a check of results, and a call of the kernel with its own settings."""
 
@@ -50,8 +53,8 @@ MXFP8 = Format(
     32,
     [(1, "pre_round"), (2, "pre_round"), (1, "post_round"), (2, "post_round"), (1, "exact")],
     check_mxnorm_cast,
-    lambda x, form="codes", residual=None, *estimate: mxnorm_cast(
-        x, rms_estimate(*estimate), RECIPES["rceil"], form, residual
+    lambda x, form="codes", residual=None, estimate=ESTIMATE: mxnorm_cast(
+        x, estimate, RECIPES["rceil"], form, residual
     ),
     "mxnorm_cast",
     "rceil",
@@ -60,7 +63,7 @@ NVFP4 = Format(
     16,
     [(1, "pre_round"), (2, "pre_round"), (1, "exact")],
     check_norm,
-    lambda x, form="codes", residual=None, *estimate: nvfp4_norm(x, estimate_16(*estimate), 2.0**-8, form, residual),
+    lambda x, form="codes", residual=None, estimate=ESTIMATE_16: nvfp4_norm(x, estimate, 2.0**-8, form, residual),
     "nvfp4_norm",
     2.0**-8,
 )
@@ -164,7 +167,7 @@ def test_rho_of_rows_of_every_size(p, estimator):
 def test_settings_make_a_difference(fmt):
     """Otherwise a kernel that ignores a setting would pass wherever the reference happens to agree."""
     x = draw(3, 768)
-    rhos = [fmt.call(x, "codes", None, *setting).rho for setting in fmt.estimates]
+    rhos = [fmt.call(x, "codes", None, RMSEstimate(*setting, 1e-5, fmt.block)).rho for setting in fmt.estimates]
     assert all(not torch.equal(a, b) for i, a in enumerate(rhos) for b in rhos[:i])
 
 
