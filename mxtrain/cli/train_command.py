@@ -135,7 +135,7 @@ def _prepare(options) -> int:
     if asks_for_help(flags):
         return _print_settings("prepare", options.config, flags)
     job_config = _job_config(options.config, flags)
-    from mxtrain.titan.data.datasets import prepare_from_job
+    from mxtrain.titan.data import prepare_from_job
     from mxtrain.titan.reports.terminal import Screen
 
     screen = Screen()

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torchtitan.tools import utils
 
-from mxtrain.conversion.recognition import find_gates
+from mxtrain.conversion.layers import find_gates
 from mxtrain.errors import ConfigError
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.activation_checkpoint import knows_own_operations, multiply_one_by_one

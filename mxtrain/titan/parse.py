@@ -16,7 +16,7 @@ from mxtrain.settings.read import asks_for_help, read_settings
 from mxtrain.settings.sections import JobConfig
 from mxtrain.settings.values import Settings
 from mxtrain.titan.converters import active_settings
-from mxtrain.titan.data.datasets import check_datasets
+from mxtrain.titan.data import check_datasets
 from mxtrain.titan.models.model_args import check_model_args
 
 
