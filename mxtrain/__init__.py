@@ -9,9 +9,9 @@ from importlib import import_module
 _PUBLIC = {
     "norm_constant": "mxtrain.recipes.formats",
     "Recipe": "mxtrain.recipes.recipe",
-    "mxnorm_cast": "mxtrain.ops.mxnorm_cast",
+    "mxnorm_cast": "mxtrain.ops.mxnorm",
     "static_tensor_scale": "mxtrain.reference.nvfp4",
-    "set_rounding_step": "mxtrain.rng.rounding_position",
+    "set_rounding_step": "mxtrain.rng.rounding",
     "decompose_k_mm": "mxtrain.nn.decompose_k_router",
     "MXNorm": "mxtrain.nn.mxnorm",
     "MXNormLinear": "mxtrain.nn.mxnorm",

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "mxtrain"
 # Lower layers first. A module may import from its own folder and from lower layers.
 LAYERS = [
     {"files", "errors"},
-    {"cache", "launched", "untraced", "custom_op", "json_toml"},
+    {"cache", "launched", "custom_op", "json_toml"},
     {"run_folder"},
     {"config", "recipes", "rng", "data", "analysis"},
     {"settings", "reports"},

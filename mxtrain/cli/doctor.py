@@ -13,8 +13,7 @@ import mxtrain
 from mxtrain.cli.launch import core_count, nvidia_gpus
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.ops.hardware import HAS_TRITON, default_device_type, describe_modes, resolve_mode
-from mxtrain.recipes.recipe import RECIPES
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RECIPES, RMSEstimate
 
 # Large enough that launch overhead is negligible.
 TIMED_SHAPE = (65536, 4096)
@@ -75,7 +74,7 @@ def estimators() -> list[tuple[str, str]]:
         return [("not measured", "needs a CUDA device and Triton")]
     from triton.testing import do_bench
 
-    from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
+    from mxtrain.kernels.mxnorm.cast import mxnorm_cast
 
     recipe = RECIPES["mxfp8"]
     x = torch.randn(TIMED_SHAPE, device="cuda", dtype=torch.bfloat16)

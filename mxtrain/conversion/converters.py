@@ -23,8 +23,7 @@ from mxtrain.nn.row_norms import WHEN_COMPILED
 from mxtrain.nn.three_gemms import check_features
 from mxtrain.ops.hardware import MODES, check_mode, default_device_type, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, get_recipes
-from mxtrain.recipes.recipe import HIGH_PRECISION, LinearRecipe, recipe_of_norm
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import HIGH_PRECISION, LinearRecipe, RMSEstimate, recipe_of_norm
 
 # Dtypes of parameters that every recipe takes.
 _DTYPES = (torch.bfloat16, torch.float32)

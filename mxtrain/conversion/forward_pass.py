@@ -25,8 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mxtrain.errors import ConfigError
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_input import LOOKS
-from mxtrain.nn.three_gemms import QuantizedLinear
-from mxtrain.nn.writes import version
+from mxtrain.nn.three_gemms import QuantizedLinear, version
 
 # Functions that a model may call on an MXNorm's result besides multiplying it. The watcher gets a method as it is, and
 # the getter of an attribute.

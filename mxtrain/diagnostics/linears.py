@@ -31,8 +31,7 @@ from mxtrain.diagnostics.totals import Totals, norms, ratio
 from mxtrain.nn.three_gemms import ThreeGEMMs
 from mxtrain.ops import quantize
 from mxtrain.ops.gemm import Operand, matmul
-from mxtrain.ops.mxnorm import normalize
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference import nvfp4
 from mxtrain.reference.casts import at_least_fp32
 from mxtrain.reference.hadamard import hadamard, pad, unpack_signs
@@ -132,8 +131,8 @@ def _casts(
     # Never the weight itself: casts are measured later, and FSDP2 frees the memory of the gathered one.
     w_values = weight.to(torch.float32, copy=True) if given.gain is None else at_least_fp32(weight) * given.gain
     w, grad = Matrix(w_values, split.w), Matrix(at_least_fp32(dy), split.dy)
-    w_rows, w_columns = quantize.weight_for_both(weight, recipe, mode, given.gain, split.w)
-    dy_rows, dy_columns = quantize.gradient(dy, recipe, mode, dgrad, wgrad, signs, draws, split.dy)
+    w_rows, w_columns = quantize.weights_for_both([weight], recipe, mode, given.gain, split.w)
+    dy_rows, dy_columns = quantize.gradients([dy], recipe, mode, dgrad, wgrad, signs, [draws], split.dy)
     found = {}
     if fprop:
         of_w = MeasuredCast(w, w_rows.data, recipe.fprop, 1, recipe.fprop.weight_tiles)
@@ -156,7 +155,7 @@ def _input_along_features(gemms: ThreeGEMMs, given: Input) -> MeasuredCast:
         if estimate is None:
             operand = quantize.activation(given.x, fprop, mode, given.group)
         else:
-            operand = normalize(given.x, estimate, fprop, mode)[0]
+            operand = quantize.normalize(given.x, estimate, fprop, mode)[0]
             if fprop.tensor_scale == "static":
                 columns = given.x.shape[-1]
                 static = nvfp4.static_tensor_scale(columns, estimate.p, estimate.estimator, estimate.constant)

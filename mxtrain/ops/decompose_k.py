@@ -7,7 +7,7 @@ changes.
 import torch
 
 from mxtrain.custom_op import define_op
-from mxtrain.ops.full_precision import full_precision, wide_product
+from mxtrain.ops.gemm import full_precision, wide_product
 from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
 from mxtrain.reference import decompose_k as reference
 from mxtrain.reference.casts import at_least_fp32

@@ -25,11 +25,11 @@ from mxtrain.diagnostics.recording import check_patterns
 from mxtrain.errors import ConfigError, setting_in
 from mxtrain.nn.ready_weights import note_norms
 from mxtrain.nn.row_norms import runs_when_compiled
-from mxtrain.ops.full_precision import sum_bf16_products_in_fp32
+from mxtrain.ops.gemm import sum_bf16_products_in_fp32
 from mxtrain.ops.hardware import mode_reason, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, switches_in_effect
 from mxtrain.reports.terminal import note_conversion
-from mxtrain.rng.rounding_position import step_is_set
+from mxtrain.rng.rounding import step_is_set
 from mxtrain.settings.mxnorm_section import GUARD, fallback_of, schedule_of
 from mxtrain.settings.registry import quantizing_among
 from mxtrain.settings.relations import conflict_of_converters

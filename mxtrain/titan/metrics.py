@@ -31,7 +31,7 @@ from mxtrain.reports.loggers import (
 )
 from mxtrain.reports.terminal import go_on_without, note
 from mxtrain.reports.wandb_run import WandbLogger, earlier_run, first_line, wandb_facts
-from mxtrain.rng.rounding_position import step_is_set
+from mxtrain.rng.rounding import step_is_set
 from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE
 from mxtrain.run_folder.start import CheckpointSettings, require_no_other_run, resumed_step
 from mxtrain.settings.registry import quantizing_among

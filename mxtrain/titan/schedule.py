@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from mxtrain.conversion.schedule import set_step
-from mxtrain.recipes.schedule import ScheduleEntry
-from mxtrain.recipes.spike_guard import SpikeGuard
+from mxtrain.recipes.schedule import ScheduleEntry, SpikeGuard
 from mxtrain.reports import terminal
 from mxtrain.settings.mxnorm_section import fallback_of, schedule_of
 from mxtrain.settings.registry import quantizing_among

@@ -13,7 +13,7 @@ from mxtrain.analysis import closing_summary
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import report_stop
 from mxtrain.reports import terminal
-from mxtrain.rng.rounding_position import set_rounding_step
+from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.lock import locked
 from mxtrain.run_folder.start import CheckpointSettings, find_start, latest_checkpoint, require_folder

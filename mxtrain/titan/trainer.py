@@ -16,7 +16,7 @@ from mxtrain.files import sync_file
 from mxtrain.nn.buffers import kept_buffers
 from mxtrain.nn.ready_weights import ReadyWeights
 from mxtrain.reports import terminal
-from mxtrain.rng.rounding_position import set_rounding_step
+from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.run_folder.checkpoints import set_aside
 from mxtrain.run_folder.files import METRICS_FILE
 from mxtrain.run_folder.manifest import Manifest

@@ -14,7 +14,7 @@ import torch
 from torch._inductor.kernel.custom_op import CustomOpConfig, register_custom_op_autotuning
 
 from mxtrain.ops import decompose_k as matmul
-from mxtrain.ops.full_precision import wide_product
+from mxtrain.ops.gemm import wide_product
 
 # The ranges of M end here. The last range is open and is timed at LARGEST_M.
 SPLIT_POINTS = (1, 8, 32, 128, 512)

@@ -23,7 +23,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.rng.rounding_position import set_rounding_step
+from mxtrain.rng.rounding import set_rounding_step
 
 
 class Block(nn.Module):

@@ -24,19 +24,15 @@ from mxtrain.kernels.cast_results import FORMS
 from mxtrain.kernels.decompose_k import Plan, decompose_k_by_plan, kernel_plan, ranges
 from mxtrain.kernels.launch import Launch
 from mxtrain.kernels.mxfp8.cast import cast
-from mxtrain.kernels.mxfp8.joined_cast import joined_cast
-from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
 from mxtrain.kernels.mxfp8.swiglu_cast import swiglu_backward_cast, swiglu_cast
-from mxtrain.kernels.norm.fold_backward import fold_backward
+from mxtrain.kernels.mxnorm.backward import fold_backward, norm_backward
+from mxtrain.kernels.mxnorm.cast import mxnorm_cast, nvfp4_norm
 from mxtrain.kernels.norm.row_norms import row_norm, row_norm_backward
-from mxtrain.kernels.norm.straight_through import norm_backward
-from mxtrain.kernels.nvfp4.cast import nvfp4_amax, nvfp4_cast
-from mxtrain.kernels.nvfp4.joined_cast import nvfp4_joined_cast
-from mxtrain.kernels.nvfp4.norm_cast import nvfp4_norm
-from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scale
+from mxtrain.kernels.nvfp4.cast import nvfp4_cast
+from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_amax, nvfp4_tensor_scale
 from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 
 TYPES = {
     torch.float32: "fp32",
@@ -96,9 +92,7 @@ def cases(everything: bool) -> dict:
         matrix(torch.float32), None, None, True, True, True, "rceil", "image"
     )
     for form in ("blocked", "image"):
-        found[f"cast joined {form}"] = lambda form=form: joined_cast(
-            [matrix(bf16), matrix(bf16)], 1, rceil, (1, 0), form
-        )
+        found[f"cast joined {form}"] = lambda form=form: cast([matrix(bf16), matrix(bf16)], rceil, (1, 0), form, axis=1)
     for form in ("image", "blocked") if everything else ():
         x, wide = matrix(bf16), matrix(bf16, 8192)
         found[f"swiglu_cast halves {form}"] = lambda form=form, w=wide: swiglu_cast(*w.chunk(2, 1), rceil, (1, 0), form)
@@ -194,7 +188,7 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
     add("bf16 row factor", nvfp4_cast, x, {0: scale}, "image", signs=number, row_factor=rows)
     add("bf16 blocked column factor", nvfp4_cast, x, {1: scale, 0: scale}, "blocked", column_factor=columns)
     strip, two = matrix(bf16, 32, rows=16), {1: [scale, scale], 0: [scale, scale]}
-    add("one strip gradient", nvfp4_joined_cast, [strip, strip], 1, two, signs=number, draws=[draws, draws])
+    add("one strip gradient", nvfp4_cast, [strip, strip], two, "image", axis=1, signs=number, draws=[draws, draws])
     add("bf16", nvfp4_amax, x)
     add("bf16 transformed", nvfp4_amax, x, number)
     add("bf16 transformed row factor", nvfp4_amax, x, number, rows)

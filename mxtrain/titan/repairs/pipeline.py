@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from mxtrain.nn.buffers import kept_buffers
-from mxtrain.rng.rounding_position import set_rounding_chunk
+from mxtrain.rng.rounding import set_rounding_chunk
 
 
 class LossPerToken:

@@ -42,12 +42,7 @@ def row_tile(columns: int, form: str, estimator: str) -> RowTile:
     filled = cdiv(columns, 32) * 32
     whole = next_power_of_2(filled)
     eighths = cdiv(filled * 8, whole)
-    if eighths == 5:
-        parts, part = 5, whole // 8
-    elif eighths == 6:
-        parts, part = 3, whole // 4
-    else:
-        parts, part = 1, whole
+    parts, part = {5: (5, whole // 8), 6: (3, whole // 4)}.get(eighths, (1, whole))
     elements = 2048 if parts == 1 else 512
     if image and exact:
         # 67 instead of 75 us at 65536 x 1024, 66 instead of 71 at 52224 x 1280.

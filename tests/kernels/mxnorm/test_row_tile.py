@@ -3,8 +3,8 @@
 import pytest
 
 from mxtrain.kernels.cast_results import FORMS
+from mxtrain.kernels.mxnorm.row_tile import RowTile, row_tile
 from mxtrain.kernels.norm.row_lengths import MAX_PERSISTENT_COLUMNS
-from mxtrain.kernels.norm.row_tile import RowTile, row_tile
 
 
 @pytest.mark.parametrize("estimator", ["pre_round", "post_round", "exact"])
