@@ -59,6 +59,9 @@ class Format(NamedTuple):
     check: Callable
     scales: torch.dtype
 
+    def __str__(self):
+        return "mxfp8" if self.block == 32 else "nvfp4"
+
 
 def _nvfp4(x, dims, form="codes", **chosen):
     return nvfp4_cast(x, {dim: torch.tensor(1.0) for dim in dims}, form, **chosen)

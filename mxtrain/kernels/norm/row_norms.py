@@ -85,9 +85,10 @@ RMS_BACKWARD = (
 )
 LAYER_BACKWARD = (
     *RMS_BACKWARD[:3],
-    (4096, 8192, 8, 3, 1),
-    (6143, 8192, 8, 4, 1),
-    (8192, 8192, 8, 3, 1),
+    (2047, 4096, 4, 3, 2),
+    (2048, 8192, 8, 3, 1),
+    (4095, 4096, 4, 3, 2),
+    *RMS_BACKWARD[4:7],
     (MAX_PERSISTENT_COLUMNS, 16384, 16, 1, 1),
 )
 LOOPED_BACKWARD = (4096, 16, 4, 1)
@@ -118,9 +119,10 @@ def forward_plan(rows: int, columns: int, centered: bool, sms: int = H100_SMS) -
         height = _rows_per_tile(tile, rows, width, sms)
         return Plan(True, height, width, min(warps, max(1, height * width // 32)), 1, cdiv(rows, height))
     chunk = LONGEST_CHUNK
-    while chunk > SHORTEST_CHUNK and columns % chunk:
+    # LayerNorm reads 8192 columns in four chunks: 69 us instead of 79 for 8192 rows (H200).
+    while chunk > SHORTEST_CHUNK and (columns % chunk or (centered and columns <= 2 * chunk)):
         chunk //= 2
-    return Plan(False, 1, chunk, min(16, chunk // 128), 1, rows)
+    return Plan(False, 1, chunk, 8 if centered and chunk < LONGEST_CHUNK else min(16, chunk // 128), 1, rows)
 
 
 @functools.lru_cache(4096)

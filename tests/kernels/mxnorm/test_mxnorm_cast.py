@@ -48,6 +48,9 @@ class Format(NamedTuple):
     setting: object
     """The op's argument before the form"""
 
+    def __str__(self):
+        return "mxfp8" if self.block == 32 else "nvfp4"
+
 
 MXFP8 = Format(
     32,

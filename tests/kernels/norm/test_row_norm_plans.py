@@ -46,8 +46,8 @@ def test_every_shape_gets_a_plan(rows, columns, sms):
         (32768, 768, Plan(True, 2, 1024, 2, 1, 16384), Plan(True, 2, 1024, 1, 1, 16384)),
         (132, 4096, Plan(True, 1, 4096, 8, 1, 132), Plan(True, 1, 4096, 4, 1, 132)),
         (8192, 5120, Plan(True, 1, 8192, 8, 1, 8192), Plan(True, 1, 8192, 4, 1, 8192)),
-        (8192, 8192, Plan(False, 1, 4096, 16, 1, 8192), Plan(False, 1, 4096, 16, 1, 8192)),
-        (8192, 10240, Plan(False, 1, 2048, 16, 1, 8192), Plan(False, 1, 2048, 16, 1, 8192)),  # chunks divide the row
+        (8192, 8192, Plan(False, 1, 4096, 16, 1, 8192), Plan(False, 1, 2048, 8, 1, 8192)),
+        (8192, 10240, Plan(False, 1, 2048, 16, 1, 8192), Plan(False, 1, 2048, 8, 1, 8192)),  # chunks divide the row
         (4096, 17408, Plan(False, 1, 1024, 8, 1, 4096), Plan(False, 1, 1024, 8, 1, 4096)),
     ],
 )
