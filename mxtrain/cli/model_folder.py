@@ -6,15 +6,15 @@ import shutil
 import sys
 from pathlib import Path
 
+from mxtrain.checkpoints.folder import Checkpoints
+from mxtrain.checkpoints.manifest import MANIFEST_FILE
 from mxtrain.config import load_config
 from mxtrain.errors import ConfigError
-from mxtrain.files import reason
+from mxtrain.files import hash_file, reason
 from mxtrain.hugging_face.model_config import CONFIG_FILE as MODEL_FILE
 from mxtrain.hugging_face.model_config import REPORT_FILE
 from mxtrain.json_toml import read_json
-from mxtrain.run_folder.checkpoints import Checkpoints
 from mxtrain.run_folder.files import CONFIG_FILE
-from mxtrain.run_folder.manifest import MANIFEST_FILE, hash_file
 
 EXPORTED = "exported"
 

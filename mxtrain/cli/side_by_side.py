@@ -13,14 +13,14 @@ from pathlib import Path
 
 from mxtrain.analysis.results import nonfinite_loss
 from mxtrain.analysis.runs import load_run
+from mxtrain.checkpoints.start import NothingToResume, find_start
 from mxtrain.cli.comparison_plan import settings_of
 from mxtrain.cli.launch import core_count
-from mxtrain.cli.stop_workers import IMPATIENT, say_from_handler, stop_signals_to
+from mxtrain.cli.workers import IMPATIENT, say_from_handler, stop_signals_to
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import end_with_this_process, import_flags
 from mxtrain.run_folder.comparison import SET_ASIDE, PairedRun, write_comparison
 from mxtrain.run_folder.lock import FolderInUse, locked
-from mxtrain.run_folder.start import CheckpointSettings, NothingToResume, find_start
 
 TRAIN = [sys.executable, *import_flags(), "-m", "mxtrain.cli", "train"]
 POLL_SECONDS = 0.1
@@ -177,7 +177,7 @@ def _prepare(folder: Path, run: PairedRun, processes: int) -> str:
     """
     if not folder.exists():
         return "starts"
-    checkpoint = CheckpointSettings.of(settings_of(run).section("checkpoint"))
+    checkpoint = settings_of(run).section("checkpoint")
     with locked(folder):
         try:
             start = find_start(folder, checkpoint, processes)

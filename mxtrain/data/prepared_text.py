@@ -12,9 +12,8 @@ from mxtrain.data.text_report import TextReport
 from mxtrain.data.token_store import TokenFile
 from mxtrain.data.tokenizer import tokenizer_hash
 from mxtrain.errors import ConfigError
-from mxtrain.files import reason
+from mxtrain.files import hash_file, reason
 from mxtrain.json_toml import read_json
-from mxtrain.run_folder.manifest import hash_file
 
 SUMMARY = "prepared.json"
 TOKENIZER = "tokenizer"

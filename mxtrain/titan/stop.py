@@ -10,8 +10,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from mxtrain.checkpoints.start import latest_checkpoint
 from mxtrain.launched import LAUNCHER_VARIABLE, stop_signals
-from mxtrain.run_folder.start import CheckpointSettings, latest_checkpoint
 
 
 class StopSignals:
@@ -60,7 +60,7 @@ class Stop:
     step: int
     is_saved: bool
 
-    def describe(self, folder: Path, checkpoint: CheckpointSettings) -> str:
+    def describe(self, folder: Path, checkpoint) -> str:
         """Return a line for the user: which signal, after which step, and how to resume the run in ``folder``."""
         stopped = f"stopped by {self.signal.name} after step {self.step}, which is"
         if self.is_saved:

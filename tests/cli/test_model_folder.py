@@ -8,10 +8,11 @@ from types import ModuleType
 import pytest
 
 from mxtrain import ConfigError
+from mxtrain.checkpoints.manifest import MANIFEST_FILE, Manifest, write_manifest
 from mxtrain.cli import model_folder as module
 from mxtrain.cli.model_folder import model_folder
+from mxtrain.files import hash_file
 from mxtrain.hugging_face.model_config import REPORT_FILE
-from mxtrain.run_folder.manifest import MANIFEST_FILE, Manifest, hash_file, write_manifest
 
 
 @pytest.fixture

@@ -27,8 +27,9 @@ from mxtrain.data.progress import one_line
 from mxtrain.data.token_dataset import TokenDataset
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.ranks import is_first, run_on_all_ranks
 from mxtrain.settings.registry import validation_dataset
-from mxtrain.titan.agreement import is_first, prepare_together, run_on_all_ranks
+from mxtrain.titan.agreement import prepare_together
 from mxtrain.titan.data.loader_workers import end_workers_at_exit, ignore_stop_signals
 from mxtrain.titan.data.run_data import RunLoader, keep_in_run_folder, keep_stream_version, keep_validation_text
 from mxtrain.titan.data.streams import Stream, held_out_share, training_stream, validation_stream

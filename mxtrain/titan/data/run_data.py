@@ -15,6 +15,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.tools.logging import logger
 
+from mxtrain.checkpoints.reader import unpickle
+from mxtrain.checkpoints.start import resumed_step
 from mxtrain.data import Prepared
 from mxtrain.data.token_dataset import TokenDataset
 from mxtrain.data.token_store import TokenFile
@@ -22,10 +24,9 @@ from mxtrain.data.tokenizer import copy_tokenizer, tokenizer_hash
 from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
 from mxtrain.json_toml import read_json
+from mxtrain.ranks import gather, is_first
 from mxtrain.run_folder.files import DATA_FILE
-from mxtrain.run_folder.start import CheckpointSettings, resumed_step
-from mxtrain.titan.agreement import differences, gather, is_first
-from mxtrain.titan.checkpoint.reader import unpickle
+from mxtrain.titan.agreement import differences
 from mxtrain.titan.data.streams import held_out_share
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -160,7 +161,7 @@ def _keep(job_config, key: str, value: str, what: str, effect: str, warns: bool 
         logger.warning(
             f"the {what} ({value[:12]}) is another than that of the run so far ({str(before)[:12]}): {effect}"
         )
-    if resumed_step(folder, CheckpointSettings.of(job_config.checkpoint)) < job_config.training.steps:
+    if resumed_step(folder, job_config.checkpoint) < job_config.training.steps:
         _write_file(folder, kept | {key: value})
 
 

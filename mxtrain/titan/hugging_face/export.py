@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 from torchtitan.tools import utils
 
+from mxtrain.checkpoints.manifest import MANIFEST_FILE
 from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
 from mxtrain.data.tokenizer import copy_tokenizer, load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.files import hash_file
 from mxtrain.hugging_face.formats import Format, RunFacts
 from mxtrain.hugging_face.gain import fold, folded_norm, norm_before
 from mxtrain.hugging_face.model_config import CONFIG_FILE, GENERATION_FILE, REPORT_FILE, config_json, read_generation
@@ -18,7 +20,6 @@ from mxtrain.hugging_face.registry import FORMATS
 from mxtrain.hugging_face.safetensors_files import ShardWriter, shard_size
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
-from mxtrain.run_folder.manifest import MANIFEST_FILE, hash_file
 from mxtrain.titan.data.run_data import TOKENIZER_FOLDER
 from mxtrain.titan.hugging_face.held_out_loss import Losses, NoLoss, convert, held_out_losses
 from mxtrain.titan.hugging_face.names import Names, require_exact, require_supported, shape_of

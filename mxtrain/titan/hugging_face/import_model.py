@@ -12,15 +12,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torchtitan.protocols.train_spec import get_train_spec
 
+from mxtrain.checkpoints.manifest import Manifest, write_manifest
 from mxtrain.config import dump_config, load_config
 from mxtrain.data.tokenizer import COMPANIONS, SPECIAL_TOKENS_FILE, copy_tokenizer, load_tokenizer, tokenizer_hash
 from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
 from mxtrain.errors import ConfigError
+from mxtrain.files import hash_file
 from mxtrain.hugging_face.model_config import CONFIG_FILE as MODEL_CONFIG_FILE
 from mxtrain.hugging_face.model_config import GENERATION_FILE, ModelShape, read_generation, read_shape
 from mxtrain.hugging_face.safetensors_files import SavedTensors
 from mxtrain.run_folder.files import CONFIG_FILE
-from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest
 from mxtrain.settings.model_settings import PLACES, SECTION
 from mxtrain.settings.read import read_settings
 from mxtrain.settings.values import Settings

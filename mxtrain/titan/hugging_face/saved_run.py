@@ -12,15 +12,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.train_spec import get_train_spec
 
+from mxtrain.checkpoints.folder import Checkpoints
+from mxtrain.checkpoints.manifest import DamagedCheckpoint, Manifest, check_hashes
+from mxtrain.checkpoints.reader import load, read_index
 from mxtrain.config import dump_config
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.checkpoints import Checkpoints
 from mxtrain.run_folder.files import CONFIG_FILE
-from mxtrain.run_folder.manifest import DamagedCheckpoint, Manifest, check_hashes
 from mxtrain.settings.fields import Field
 from mxtrain.settings.read import places
 from mxtrain.settings.resume_changes import other_defaults
-from mxtrain.titan.checkpoint.reader import load, read_index
 from mxtrain.titan.models.llama3 import is_tied
 from mxtrain.titan.models.model_args import given_in
 from mxtrain.titan.parse import parse_job_config, settings_of

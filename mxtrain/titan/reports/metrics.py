@@ -22,11 +22,11 @@ from torchtitan.tools.logging import logger
 
 from mxtrain.analysis.metrics_file import MetricsWriter
 from mxtrain.analysis.numerics import PREFIX
+from mxtrain.checkpoints.start import require_no_other_run, resumed_step
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason, replace_file
 from mxtrain.rng.rounding_position import step_is_set
 from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE
-from mxtrain.run_folder.start import CheckpointSettings, require_no_other_run, resumed_step
 from mxtrain.titan.reports.facts import run_facts
 from mxtrain.titan.reports.terminal import go_on_without, note, show_line, show_status
 from mxtrain.titan.reports.wandb_resume import chosen_by_user, earlier_run
@@ -160,7 +160,7 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
     folder = Path(job_config.job.dump_folder)
     steps_done, earlier = 0, None
     if on_metrics_rank:
-        checkpoint = CheckpointSettings.of(job_config.checkpoint)
+        checkpoint = job_config.checkpoint
         if not step_is_set():  # -m torchtitan.train, which has not looked
             require_no_other_run(folder, checkpoint)
             if schedule_in(job_config) or guard_in(job_config):

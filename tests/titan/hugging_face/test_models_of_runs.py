@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from mxtrain import cli
+from mxtrain.files import hash_file
 from mxtrain.hugging_face.model_config import REPORT_FILE
-from mxtrain.run_folder.manifest import hash_file
 from tests.support import saved_runs
 
 

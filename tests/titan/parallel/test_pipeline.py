@@ -10,7 +10,7 @@ from torchtitan.config.job_config import Parallelism
 
 from mxtrain.analysis import load_run, read_metrics
 from mxtrain.analysis.numerics import by_figure, numerics_rows
-from mxtrain.run_folder.manifest import read_manifest
+from mxtrain.checkpoints.manifest import read_manifest
 from mxtrain.titan.parallel import pipeline
 from mxtrain.titan.parallel.pipeline import LossPerToken, modules_of_stages
 from tests.support import oracle, training_runs

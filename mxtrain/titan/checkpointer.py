@@ -1,4 +1,4 @@
-"""TorchTitan's checkpoint manager, with checkpoints that are whole or absent (``mxtrain.titan.checkpoint.writer``).
+"""TorchTitan's checkpoint manager, with checkpoints that are whole or absent (``mxtrain.checkpoints.writer``).
 
 TorchTitan decides when to save and what, and offers asynchronous saving. This file decides where a checkpoint is
 written, what happens if it cannot be, which one is loaded, and which old ones are removed.
@@ -22,20 +22,19 @@ from torchtitan.components.optimizer import OptimizersInBackwardContainer
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
+from mxtrain.checkpoints.folder import SAVING, Checkpoints, step_of, withdraw
+from mxtrain.checkpoints.manifest import Manifest
+from mxtrain.checkpoints.optimizer import EarlySteps
+from mxtrain.checkpoints.reader import load, read_index
+from mxtrain.checkpoints.start import Start
+from mxtrain.checkpoints.writer import CheckpointWriter, KeptStager
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason
-from mxtrain.run_folder.checkpoints import SAVING, Checkpoints, step_of, withdraw
-from mxtrain.run_folder.manifest import Manifest, read_manifest
-from mxtrain.run_folder.start import Start
-from mxtrain.titan.checkpoint.early_steps import EarlySteps
-from mxtrain.titan.checkpoint.reader import load, read_index
-from mxtrain.titan.checkpoint.staging import KeptStager
-from mxtrain.titan.checkpoint.writer import CheckpointWriter
 
 GUARD_STATE = "guard"
 """Name of the guard's state in checkpoints of runs that have a guard (``mxtrain.recipes.spike_guard``)"""
 RANDOM_STATE = "rng"
-"""Name of the random number generators' states (``mxtrain.titan.checkpoint.random_state``)"""
+"""Name of the random number generators' states (``mxtrain.checkpoints.random_state``)"""
 
 
 class SaveError(RuntimeError):
@@ -89,7 +88,7 @@ class Checkpointer(CheckpointManager):
             return False
         checkpoint = self.start.checkpoint
         if checkpoint is not None:
-            self._require_same_model(checkpoint)
+            self._require_same_model()
         try:
             if checkpoint is not None and checkpoint.parent == Path(self.folder):
                 is_loaded = super().load(step_of(checkpoint.name))
@@ -125,8 +124,8 @@ class Checkpointer(CheckpointManager):
         load(state_dict, Path(checkpoint_id))
         self.states[MODEL].load_state_dict(state_dict)
 
-    def _require_same_model(self, checkpoint: Path) -> None:
-        saved = read_manifest(checkpoint).tensors
+    def _require_same_model(self) -> None:
+        checkpoint, saved = self.start.checkpoint, self.start.manifest.tensors
         for name, tensor in self.states[MODEL].state_dict().items():
             if name not in saved:
                 raise ConfigError(f"model.flavor: {checkpoint} is of another model: it has no {name}")
