@@ -106,21 +106,17 @@ def _exchange(value: dict) -> list[dict]:
     store, rank, world = _get_default_store(), dist.get_rank(), dist.get_world_size()
     name = f"mxtrain/{store.add(f'mxtrain/exchanges/{rank}', 1)}"
     store.set(f"{name}/{rank}", json.dumps(value))
-    if rank == 0:
-        values = [json.loads(_wait_for(store, f"{name}/{other}", other)) for other in range(world)]
-        store.set(f"{name}/all", json.dumps(values))
-    values = json.loads(_wait_for(store, f"{name}/all", 0))
+    values = [json.loads(_wait_for(store, f"{name}/{other}", other)) for other in range(world)]
     store.add(f"{name}/readers", 1)
-    if rank == 0:
-        end = time.monotonic() + GOODBYE_SECONDS
-        while store.add(f"{name}/readers", 0) < world and time.monotonic() < end:
-            time.sleep(0.01)
+    end = time.monotonic() + GOODBYE_SECONDS
+    while rank == 0 and store.add(f"{name}/readers", 0) < world and time.monotonic() < end:
+        time.sleep(0.01)
     return values
 
 
 def _wait_for(store, key: str, rank: int) -> bytes:
     """Return the value that another rank sets."""
-    # Not ``store.wait``, which cannot be interrupted.
+    # Not ``store.wait``, which cannot be interrupted, and writes to the terminal when its time is over.
     start, pause, next_line = time.monotonic(), 0.01, NOTE_SECONDS
     while not store.check([key]):
         waited = time.monotonic() - start

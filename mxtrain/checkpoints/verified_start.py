@@ -81,8 +81,10 @@ def _same_on_all_nodes(folder: Path, checkpoint, find: Callable[[], Start], foun
 
     for pause in LATE_SECONDS:
         time.sleep(pause)
-        first, *others = filter(_result, run_on_all_ranks(look if is_first_of_node() else None))
-        other = next((node for node in others if not _agree(node, first)), None)
+        ranks = run_on_all_ranks(look if is_first_of_node() else None)
+        first, *others = (rank for rank in ranks if rank["result"])
+        seen = {key: first["result"][key] for key in ("name", "sha256", "lock")}
+        other = next((node for node in others if not seen.items() <= node["result"].items()), None)
         if other is None:
             return Start.from_json(first["result"]["start"])
         found = None
@@ -97,14 +99,6 @@ def _same_on_all_nodes(folder: Path, checkpoint, find: Callable[[], Start], foun
         f"node {first['node']} would start from {one} and node {other['node']} from {another}{two}: all nodes must see "
         "the same files in job.dump_folder and checkpoint.initial_load_path"
     )
-
-
-def _result(rank: dict) -> dict | None:
-    return rank["result"]
-
-
-def _agree(one: dict, other: dict) -> bool:
-    return all(one["result"][key] == other["result"][key] for key in ("name", "sha256", "lock"))
 
 
 def _damage(checkpoint: Path) -> str | None:

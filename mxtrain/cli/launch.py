@@ -24,9 +24,6 @@ from mxtrain.settings.names import check_names
 from mxtrain.settings.read import config_file as named_config
 from mxtrain.settings.read import places, read_settings
 
-DRIVER_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Of which a machine with a GPU has one: NVIDIA's driver, AMD's, or Windows's under WSL"""
-
 
 def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) -> int:
     """Train with the settings of ``config_file`` and ``flags``, and return the exit status.
@@ -47,65 +44,50 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
     """
     if named_config(flags) is not None:
         raise ConfigError("--job.config_file: the first argument of 'mxtrain train' already names the config")
-    requested = requested_processes(os.environ)
     arguments = [f"--job.config_file={config_file}", *flags]
     settings = read_settings(arguments)
     with places(arguments):
         check_names(settings)
-    # The import of PyTorch takes seconds.
-    devices = accelerator_count()
-    processes = process_count(requested, devices)
-    with places(arguments):
+        devices = accelerator_count()
+        processes = process_count(os.environ, devices)
         check_machine(settings, Machine(processes, devices > 0))
-
     folder, made = make_run_folder(config_file, settings.given.get("job.dump_folder"))
     with locked(folder) as warning:
         if warning:
             print(f"mxtrain: warning: {warning}", file=sys.stderr, flush=True)
+        status = None
         try:
             with places(arguments):
                 start = checked_start(folder, settings, processes)
             print(f"mxtrain: run folder {folder}", flush=True)
-            worker_arguments = [*arguments, "--job.dump_folder", str(folder), *worker_flags]
             environment = worker_environment(os.environ, processes, devices)
             environment[START_VARIABLE] = json.dumps(start.to_json())
+            worker_arguments = [*arguments, "--job.dump_folder", str(folder), *worker_flags]
             status = run_workers(worker_arguments, processes, folder, environment)
         except ConfigError:
-            _remove_if_unused(folder, made)
+            status = CONFIG_ERROR_STATUS
             raise
-        if status == CONFIG_ERROR_STATUS:
-            _remove_if_unused(folder, made)
+        finally:
+            if status == CONFIG_ERROR_STATUS and made and not (folder / METRICS_FILE).exists():
+                # What was made for a run that a mistake stopped goes.
+                shutil.rmtree(folder)
+                with suppress(OSError):  # another run may have come into a parent meanwhile
+                    for parent in made[1:]:
+                        parent.rmdir()
     return status
 
 
-def _remove_if_unused(folder: Path, made: list[Path]) -> None:
-    """Remove what was made for a run that a mistake in the settings stopped."""
-    if not made or (folder / METRICS_FILE).exists():
-        return
-    shutil.rmtree(folder)
-    with suppress(OSError):  # another run may have come into a parent meanwhile
-        for parent in made[1:]:
-            parent.rmdir()
+def process_count(environment: Mapping[str, str], devices: int) -> int:
+    """Return the number of workers: NGPU if it is set, else one per accelerator, or one on a CPU.
 
-
-def requested_processes(environment: Mapping[str, str]) -> int | None:
-    """Return NGPU as a positive integer, or None if unset or empty. Raises ConfigError for anything else."""
-    text = environment.get("NGPU", "")
-    if text and not re.fullmatch(r"0*[1-9][0-9]*", text):
-        raise ConfigError(f"NGPU = {text!r} is not a number of processes: 1, 2, ...")
-    return int(text) if text else None
-
-
-def process_count(requested: int | None, devices: int) -> int:
-    """Return the number of workers: as requested, else one per accelerator, or one on a CPU.
-
-    Raises ConfigError for more workers than accelerators.
+    Raises ConfigError if NGPU is not a positive integer, or more than there are accelerators.
     """
-    if requested is None:
-        return max(devices, 1)
-    if 0 < devices < requested:
-        raise ConfigError(f"NGPU = {requested} is more than the {devices} accelerators that PyTorch sees")
-    return requested
+    text = environment.get("NGPU") or str(max(devices, 1))
+    if not re.fullmatch(r"0*[1-9][0-9]*", text):
+        raise ConfigError(f"NGPU = {text!r} is not a number of processes: 1, 2, ...")
+    if 0 < devices < int(text):
+        raise ConfigError(f"NGPU = {text} is more than the {devices} accelerators that PyTorch sees")
+    return int(text)
 
 
 def accelerator_count() -> int:
@@ -113,9 +95,7 @@ def accelerator_count() -> int:
 
     Warns about NVIDIA GPUs that PyTorch cannot use: training would silently run on the CPU.
     """
-    if not any(map(os.path.exists, DRIVER_FILES)):
-        return 0  # saves the slow import of PyTorch
-    import torch  # the workers will see the same devices
+    import torch  # takes a second, after mistakes in the settings have shown
 
     devices = torch.cuda.device_count()
     if devices == 0 and (gpus := nvidia_gpus()):

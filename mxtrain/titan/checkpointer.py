@@ -42,31 +42,28 @@ class SaveError(RuntimeError):
 
 
 class Checkpointer(CheckpointManager):
-    """Saves whole checkpoints, and loads the one from which the run starts. The trainer sets the attributes."""
+    """Saves whole checkpoints, and loads the one from which the run starts.
+
+    The trainer sets these attributes:
+        start: where the run starts.
+        run: facts about the run for the manifest of every checkpoint.
+        may_save: (step) -> whether the weights after this step are worth a checkpoint. Called on all ranks.
+        before_save: called on all ranks before a checkpoint is saved.
+        is_stopping: whether training ends after this step, whose checkpoint is then due. The same on all ranks.
+        after_load: called when a checkpoint has been loaded.
+
+    Attributes:
+        saved_step: the latest step that was saved, or is being saved.
+    """
 
     start: Start
-    """Where the run starts"""
-
     run: Manifest
-    """Facts about the run for the manifest of every checkpoint"""
-
     may_save: Callable[[int], bool]
-    """(step) -> whether the weights after this step are worth a checkpoint. Called on all ranks"""
-
     before_save: Callable[[], None]
-    """Called on all ranks before a checkpoint is saved"""
-
     is_stopping: Callable[[], bool]
-    """Whether training ends after this step, whose checkpoint is then due. The same on all ranks"""
-
     after_load: Callable[[], None]
-    """Called when a checkpoint has been loaded"""
-
     saved_step: int | None = None
-    """The latest step that was saved, or is being saved"""
-
-    _failure: str | None = None
-    """Why the latest checkpoint could not be saved"""
+    _failure: str | None = None  # why the latest checkpoint could not be saved
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

@@ -63,7 +63,7 @@ def train(args: list[str], verbose: bool) -> Stop | None:
             check_machine(settings, Machine(processes, torch.cuda.is_available()))
         check_model_layout(settings, torch.cuda.is_available())
         _require_backend(job_config.compile)
-    with locked(folder) if is_first() else nullcontext() as warning:
+    with locked(folder) if found is None and is_first() else nullcontext() as warning:
         # Nothing changes in the folder before all ranks have met in the process group.
         if found is None and is_first_of_node():
             found = find()

@@ -43,29 +43,15 @@ from mxtrain.titan.stop import Stop, StopSignals
 
 
 class Trainer(titan.Trainer):
-    """TorchTitan's trainer with some additions.
+    """TorchTitan's trainer with right gradients of replicas and pipelines, and these additions:
 
-    It computes right gradients with replicas and pipelines, and every rank knows the loss of a pipeline.
-
-    It gives the layers the recipes that the schedule and the guard have for a step.
-
-    It sets the step and the microbatch for stochastic rounding. Both follow from the trainer's own step, so a resumed
-    run draws the same random bits as an uninterrupted run.
-
-    It gives the optimizer of a resumed run its present settings, where the checkpoint has those of the run so far.
-
-    It begins with the validation of the checkpoint's step, where a kill came before that.
-
-    It casts the weights once per step, if a step has several microbatches and the weights stay the same between them.
-
-    It looks for losses, weights and optimizer states that are not finite, and never saves such weights or states.
-
-    It verifies the checkpoint from which a run starts, and saves whole checkpoints only. They hold the random number
-    generators' states, and the tokens seen by all ranks instead of one.
-
-    It runs the extra pass of a step with diagnostics (``mxtrain.titan.reports.numerics``).
-
-    It saves and stops, on all ranks after the same step, when one of them has got a stop signal. ``stop`` is then how.
+    - recipes by step, from the schedule and the guard, and the position of a step in the random sequence
+    - weights cast once per step, where a step has several microbatches
+    - whole checkpoints with the random generators' states and the tokens of all ranks, verified before they are loaded,
+      and the optimizer's present settings; the validation of the checkpoint's step if a kill came before that
+    - a look for losses, weights and optimizer states that are not finite, which are never saved
+    - the extra pass of a step with diagnostics (``mxtrain.titan.reports.numerics``)
+    - a stop, on all ranks after the same step, when one of them has got a stop signal. ``stop`` is then how
     """
 
     stop: Stop | None = None
