@@ -106,7 +106,10 @@ def _exchange(value: dict) -> list[dict]:
     store, rank, world = _get_default_store(), dist.get_rank(), dist.get_world_size()
     name = f"mxtrain/{store.add(f'mxtrain/exchanges/{rank}', 1)}"
     store.set(f"{name}/{rank}", json.dumps(value))
-    values = [json.loads(_wait_for(store, f"{name}/{other}", other)) for other in range(world)]
+    if rank == 0:
+        values = [json.loads(_wait_for(store, f"{name}/{other}", other)) for other in range(world)]
+        store.set(f"{name}/all", json.dumps(values))
+    values = json.loads(_wait_for(store, f"{name}/all", 0))
     store.add(f"{name}/readers", 1)
     end = time.monotonic() + GOODBYE_SECONDS
     while rank == 0 and store.add(f"{name}/readers", 0) < world and time.monotonic() < end:
