@@ -15,6 +15,7 @@ LAYERS = [
     {"cache", "launched", "untraced", "custom_op", "json_toml", "ranks"},
     {"run_folder"},
     {"checkpoints"},
+    {"ending"},
     {"config", "recipes", "rng", "data", "analysis"},
     {"settings"},
     {"reference", "kernels"},

@@ -14,6 +14,7 @@ from torchtitan.tools.logging import logger
 from mxtrain import ranks
 from mxtrain.analysis import closing_summary
 from mxtrain.checkpoints.start import Start, latest_checkpoint, require_folder
+from mxtrain.ending import CONTINUE, SETTING, NonFiniteError, Stop
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import START_VARIABLE, is_launcher_alive
 from mxtrain.ranks import is_first, is_first_of_node
@@ -24,14 +25,11 @@ from mxtrain.settings.checked_start import checked_start
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import places
 from mxtrain.settings.resume_run import resolved
-from mxtrain.titan import finite
 from mxtrain.titan.checkpointer import SaveError
-from mxtrain.titan.finite import NonFiniteError
 from mxtrain.titan.parallel.check_layout import check_model_layout
 from mxtrain.titan.parse import parse_job_config, settings_of
 from mxtrain.titan.reports import terminal
 from mxtrain.titan.run_start import write_resolved_config
-from mxtrain.titan.stop import Stop
 from mxtrain.titan.trainer import Trainer
 
 FIRST_WORD_SECONDS = 3.0
@@ -125,7 +123,7 @@ def _ways_out(job_config) -> str:
     last = f"The last checkpoint, with finite weights, is {saved}" if saved else "There is no checkpoint"
     return (
         f"{last}. Try a lower optimizer.lr, more lr_scheduler.warmup_steps or a recipe with more bits; "
-        f'{finite.SETTING} = "{finite.CONTINUE}" only warns'
+        f'{SETTING} = "{CONTINUE}" only warns'
     )
 
 

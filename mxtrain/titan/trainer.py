@@ -17,6 +17,7 @@ from mxtrain.checkpoints.manifest import Manifest
 from mxtrain.checkpoints.optimizer import apply_settings
 from mxtrain.checkpoints.random_state import RandomState
 from mxtrain.checkpoints.start import Start
+from mxtrain.ending import STOP, LossWatch, NonFiniteError, Stop, StopSignals, describe, nonfinite, over_ranks
 from mxtrain.files import sync_file
 from mxtrain.nn.ready_weights import ReadyWeights
 from mxtrain.ranks import from_first_rank, is_first
@@ -28,7 +29,6 @@ from mxtrain.settings.values import Settings
 from mxtrain.titan.agreement import require_same_settings
 from mxtrain.titan.buffers import kept_buffers
 from mxtrain.titan.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer
-from mxtrain.titan.finite import STOP, LossWatch, NonFiniteError, describe, nonfinite, over_ranks
 from mxtrain.titan.parallel.context import correct_max_loss, tokens_of_other_ranks
 from mxtrain.titan.parallel.pipeline import FINDS_SHAPES_AGAIN, LossPerToken, SharedLoss, Stage
 from mxtrain.titan.parallel.replicate import Layout
@@ -39,7 +39,6 @@ from mxtrain.titan.reports.metrics import log_event, log_loss
 from mxtrain.titan.reports.numerics import Numerics
 from mxtrain.titan.run_start import begin_run, write_resolved_config
 from mxtrain.titan.schedule import RecipeSwitch
-from mxtrain.titan.stop import Stop, StopSignals
 
 
 class Trainer(titan.Trainer):

@@ -14,7 +14,7 @@ import pytest
 from torchtitan.config.job_config import Checkpoint
 
 from mxtrain.launched import LAUNCHER_VARIABLE
-from mxtrain.titan.stop import Stop, StopSignals, resume_command
+from mxtrain.ending import Stop, StopSignals, resume_command
 from tests.support import training_runs
 from tests.support.training_runs import SAVE, steps, wait_for_lines
 
