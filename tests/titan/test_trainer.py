@@ -11,8 +11,8 @@ import torch
 from torchtitan import train as titan
 
 from mxtrain.checkpoints.start import Start
-from mxtrain.rng.rounding_position import position_as_set
 from mxtrain.ending import LossWatch, NonFiniteError, Stop, StopSignals
+from mxtrain.rng.rounding_position import position_as_set
 from mxtrain.titan.parse import parse_job_config, settings_of
 from mxtrain.titan.train import _train
 from mxtrain.titan.trainer import TokenCount, Trainer
