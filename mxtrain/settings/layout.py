@@ -1,6 +1,6 @@
 """Mistakes in a layout of processes that show without the model: degrees, sequences, batches.
 
-``mxtrain.settings.pipeline`` has those of pipelines. ``mxtrain.titan.parallel.check_layout`` compares a layout with the
+``mxtrain.settings.pipeline`` has those of pipelines. ``mxtrain.titan.check_layout`` compares a layout with the
 model.
 """
 

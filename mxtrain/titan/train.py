@@ -25,8 +25,8 @@ from mxtrain.settings.checked_start import checked_start
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import places
 from mxtrain.settings.resume_run import resolved
+from mxtrain.titan.check_layout import check_model_layout
 from mxtrain.titan.checkpointer import SaveError
-from mxtrain.titan.parallel.check_layout import check_model_layout
 from mxtrain.titan.parse import parse_job_config, settings_of
 from mxtrain.titan.reports import terminal
 from mxtrain.titan.run_start import write_resolved_config

@@ -29,10 +29,10 @@ from mxtrain.settings.values import Settings
 from mxtrain.titan.agreement import require_same_settings
 from mxtrain.titan.buffers import kept_buffers
 from mxtrain.titan.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer
-from mxtrain.titan.parallel.context import correct_max_loss, tokens_of_other_ranks
-from mxtrain.titan.parallel.pipeline import FINDS_SHAPES_AGAIN, LossPerToken, SharedLoss, Stage
-from mxtrain.titan.parallel.replicate import Layout
 from mxtrain.titan.parse import resolved_settings
+from mxtrain.titan.repairs.context_parallel import correct_max_loss, tokens_of_other_ranks
+from mxtrain.titan.repairs.pipeline import FINDS_SHAPES_AGAIN, LossPerToken, SharedLoss, Stage
+from mxtrain.titan.repairs.replicas import Layout
 from mxtrain.titan.reports import terminal
 from mxtrain.titan.reports.facts import package_versions
 from mxtrain.titan.reports.metrics import log_event, log_loss

@@ -1,19 +1,22 @@
 """Mistakes in a layout that take the model's sizes to see: heads, layers, experts, attention.
 
 Sizes come from the model's flavor and from ``[model_args]``, before the model is built. ``mxtrain.settings.layout`` has
-the mistakes that show without the model, ``mxtrain.titan.parallel.tensor_parallel`` those of single linears.
+the mistakes that show without the model, ``mxtrain.parallel.tensor_parallel`` those of single linears.
 """
 
+import math
+
 import torch
+from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.errors import ConfigError
 from mxtrain.settings.layout import degree
 from mxtrain.settings.model_settings import given_model_args
-from mxtrain.settings.pipeline import stages_problem
+from mxtrain.settings.pipeline import ONE_STAGE, stages_problem
 from mxtrain.settings.values import Settings
 from mxtrain.titan.models.llama3 import is_tied
-from mxtrain.titan.parallel.pipeline import FINDS_SHAPES_AGAIN
+from mxtrain.titan.repairs.pipeline import FINDS_SHAPES_AGAIN
 
 
 def check_model_layout(settings: Settings, has_gpus: bool) -> None:
@@ -97,3 +100,17 @@ def _check_experts(settings: Settings, args, model: str) -> None:
         _refuse(settings, "expert_parallel_degree", f"needs experts, which {model} does not have: allowed is 1")
     if experts % degree(settings, "expert"):
         _refuse(settings, "expert_parallel_degree", f"does not divide the {experts} experts of {model}")
+
+
+def modules_of_stages(layers: int, parallelism) -> list[list[str]]:
+    """Return the names of the modules of every stage, as TorchTitan divides a model of so many layers."""
+    if parallelism.module_fqns_per_model_part is not None:
+        return parallelism.module_fqns_per_model_part
+    first = parallelism.pipeline_parallel_first_stage_less_layers
+    last = parallelism.pipeline_parallel_last_stage_less_layers
+    if parallelism.pipeline_parallel_layers_per_stage is not None:
+        stages = math.ceil((layers + first + last) / parallelism.pipeline_parallel_layers_per_stage)
+    else:
+        per_rank = 1 if parallelism.pipeline_parallel_schedule in ONE_STAGE else 2
+        stages = parallelism.pipeline_parallel_degree * per_rank
+    return generate_llm_fqn_per_model_part(stages, layers, first, last)

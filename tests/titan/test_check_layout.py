@@ -3,8 +3,8 @@
 import pytest
 
 from mxtrain import ConfigError
-from mxtrain.titan.parallel import check_layout
-from mxtrain.titan.parallel.check_layout import check_model_layout
+from mxtrain.titan import check_layout
+from mxtrain.titan.check_layout import check_model_layout
 from mxtrain.titan.parse import parse_job_config, settings_of
 
 
