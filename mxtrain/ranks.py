@@ -1,8 +1,8 @@
 """Lets the ranks of a run do something together and know its results, or fail together with one message.
 
-Ranks exchange a few bytes through the store with which torch.distributed started. A collective would not do: preparing
-a text may take hours, longer than any timeout of a process group, and must also work before a GPU is used. Only
-``gather``, for checkpoints, is a collective.
+Ranks exchange a few bytes through the store by which they meet, also before torch.distributed has started. A collective
+would not do: preparing a text may take hours, longer than any timeout of a process group, and must also work before a
+GPU is used. Only ``gather``, for checkpoints, is a collective.
 """
 
 import json
@@ -11,9 +11,9 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from functools import cache
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from mxtrain.errors import ConfigError
 
@@ -96,14 +96,22 @@ def this_node() -> str:
 
 
 def _is_alone() -> bool:
-    return not dist.is_initialized() or dist.get_backend() == "fake"  # which imitates many ranks with one process
+    if dist.is_initialized():
+        return dist.get_world_size() == 1 or dist.get_backend() == "fake"  # which imitates many ranks with one process
+    return os.environ.get("WORLD_SIZE", "1") == "1"
+
+
+@cache
+def _store(port: str) -> dist.Store:
+    """Return the store at ``$MASTER_ADDR:port``, as init_process_group makes it."""
+    return next(dist.rendezvous("env://"))[0]
 
 
 def _exchange(value: dict) -> list[dict]:
     """Return the values of all ranks, in the order of the ranks."""
     if _is_alone():
         return [value]
-    store, rank, world = _get_default_store(), dist.get_rank(), dist.get_world_size()
+    store, rank, world = _store(os.environ["MASTER_PORT"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     name = f"mxtrain/{store.add(f'mxtrain/exchanges/{rank}', 1)}"
     store.set(f"{name}/{rank}", json.dumps(value))
     if rank == 0:

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from mxtrain.checkpoints.start import Start, latest_checkpoint, require_folder
 from mxtrain.ending import CONTINUE, SETTING, NonFiniteError, Stop
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import START_VARIABLE, is_launcher_alive
-from mxtrain.ranks import is_first, is_first_of_node
+from mxtrain.ranks import is_first
 from mxtrain.rng.rounding_position import set_rounding_step
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.lock import locked
@@ -56,15 +56,22 @@ def train(args: list[str], verbose: bool) -> Stop | None:
     settings, processes = settings_of(job_config), int(os.environ.get("WORLD_SIZE", "1"))
     find = partial(checked_start, folder, settings, processes)
     found = Start.from_json(json.loads(os.environ[START_VARIABLE])) if is_launcher_alive() else None
-    if is_first_of_node():
-        if found is None:  # the launcher has not checked it
-            check_machine(settings, Machine(processes, torch.cuda.is_available()))
-        check_model_layout(settings, torch.cuda.is_available())
-        _require_backend(job_config.compile)
-    with locked(folder) if found is None and is_first() else nullcontext() as warning:
-        # Nothing changes in the folder before all ranks have met in the process group.
-        if found is None and is_first_of_node():
-            found = find()
+    warning = None
+    with ExitStack() as stack:
+
+        def check() -> None:
+            """Check what the launcher has not, and find where the run starts."""
+            nonlocal found, warning
+            check_model_layout(settings, torch.cuda.is_available())
+            _require_backend(job_config.compile)
+            if found is None:
+                check_machine(settings, Machine(processes, torch.cuda.is_available()))
+                if is_first():
+                    warning = stack.enter_context(locked(folder))
+                found = find()
+
+        # All ranks fail together, and nothing changes in the folder before all have passed.
+        ranks.run_on_all_ranks(check if ranks.is_first_of_node() else None)
         terminal.start(folder, verbose)
         ranks.note = terminal.note_progress
         if warning:

@@ -20,6 +20,7 @@ from mxtrain.titan import agreement
 from mxtrain.titan.agreement import differences, prepare_together, require_same_settings
 from mxtrain.titan.parse import parse_job_config, resolved_settings, settings_of
 from tests.support.forked import forking_context
+from tests.support.training_worker import free_port
 
 SETTING = "training.dataset = 'files'"
 
@@ -28,7 +29,7 @@ def ranks_of(scenario, nodes: int, ranks_per_node: int, folder: Path) -> list:
     """Call ``scenario(node, local_rank, folder)`` in every rank, and return the results or one-line errors."""
     context = forking_context()
     queue = context.Queue()
-    args = (scenario, nodes * ranks_per_node, ranks_per_node, folder, queue)
+    args = (scenario, nodes * ranks_per_node, ranks_per_node, folder, free_port(), queue)
     workers = [context.Process(target=_rank, args=(rank, *args)) for rank in range(nodes * ranks_per_node)]
     for worker in workers:
         worker.start()
@@ -38,15 +39,15 @@ def ranks_of(scenario, nodes: int, ranks_per_node: int, folder: Path) -> list:
     return [results[rank] for rank in range(len(workers))]
 
 
-def _rank(rank: int, scenario, world: int, ranks_per_node: int, folder: Path, queue) -> None:
+def _rank(rank: int, scenario, world: int, ranks_per_node: int, folder: Path, port: str, queue) -> None:
     node, local_rank = divmod(rank, ranks_per_node)
     os.environ.update(
-        LOCAL_RANK=str(local_rank), GROUP_RANK=str(node), MXTRAIN_CACHE=str(folder / f"home{node}"), HOME=str(folder)
-    )
+        LOCAL_RANK=str(local_rank), GROUP_RANK=str(node), MXTRAIN_CACHE=str(folder / f"home{node}"), HOME=str(folder),
+        RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+    )  # fmt: skip
     # Much shorter than the slow scenario takes, as preparing may take longer than the timeout of a process group.
-    dist.init_process_group(
-        "gloo", f"file://{folder / 'store'}", rank=rank, world_size=world, timeout=timedelta(seconds=20)
-    )
+    if scenario is not before_the_group:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     try:
         result = scenario(node, local_rank, folder)
     except (ConfigError, RuntimeError, KeyError, TimeoutError) as error:
@@ -101,6 +102,14 @@ def unexpected(node, local_rank, folder):
     def work():
         if node == 1:
             raise KeyError("a bug")
+
+    return run_on_all_ranks(work)
+
+
+def before_the_group(node, local_rank, folder):
+    def work():
+        if node == 0:
+            raise ConfigError("a mistake")
 
     return run_on_all_ranks(work)
 
@@ -161,6 +170,12 @@ def test_a_bug_on_one_rank_does_not_leave_the_others_waiting(tmp_path):
     errors = ranks_of(unexpected, 2, 1, tmp_path)
     assert errors[0].startswith("RuntimeError: rank 1 on ") and "a bug" in errors[0]
     assert errors[1] == "KeyError: 'a bug'"
+
+
+def test_a_mistake_is_known_to_all_before_torch_distributed_has_started(tmp_path):
+    assert (
+        ranks_of(before_the_group, 2, 1, tmp_path) == [f"ConfigError: a mistake (on node {socket.gethostname()})"] * 2
+    )
 
 
 def test_ranks_wait_for_the_slowest(tmp_path):
