@@ -62,10 +62,11 @@ def train(args: list[str], verbose: bool) -> Stop | None:
         def check() -> None:
             """Check what the launcher has not, and find where the run starts."""
             nonlocal found, warning
+            if found is None:
+                check_machine(settings, Machine(processes, torch.cuda.is_available()))
             check_model_layout(settings, torch.cuda.is_available())
             _require_backend(job_config.compile)
             if found is None:
-                check_machine(settings, Machine(processes, torch.cuda.is_available()))
                 if is_first():
                     warning = stack.enter_context(locked(folder))
                 found = find()
