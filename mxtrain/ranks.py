@@ -33,6 +33,10 @@ note: Callable[[str], None] = logging.getLogger(__name__).info
 """Gets the progress lines. The trainer shows them on the terminal"""
 
 
+class CommonError(ConfigError):
+    """A mistake in the settings that every rank knows, so that one of each node can report it."""
+
+
 def run_on_all_ranks(work: Callable[[], dict | None] | None, before: list[dict] | None = None) -> list[dict]:
     """Call ``work`` and return the results of all ranks, with their nodes: {"node": ..., "result": ...}.
 
@@ -41,7 +45,7 @@ def run_on_all_ranks(work: Callable[[], dict | None] | None, before: list[dict] 
         before: an earlier return value; its results stay where this call has None.
 
     Raises:
-        ConfigError: ``work`` raised ConfigError on some rank. Every rank raises the same error.
+        CommonError: ``work`` raised ConfigError on some rank. Every rank raises the same error.
         RuntimeError: ``work`` raised another exception on another rank.
     """
     mine, failure = {"node": this_node(), "result": None, "error": None, "is_setting": False}, None
@@ -59,7 +63,7 @@ def run_on_all_ranks(work: Callable[[], dict | None] | None, before: list[dict] 
         if not rank["is_setting"]:
             raise RuntimeError(f"rank {number} on {rank['node']} failed: {rank['error']}")
         where = f" (on node {rank['node']})" if len({other["node"] for other in ranks}) > 1 else ""
-        raise ConfigError(rank["error"] + where) from failure
+        raise CommonError(rank["error"] + where) from failure
     for rank, earlier in zip(ranks, before or [], strict=False):
         rank["result"] = rank["result"] or earlier["result"]
     return ranks

@@ -4,7 +4,6 @@ Only the first worker writes to the terminal. The output of the others goes to f
 """
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -158,8 +157,8 @@ class Workers:
         """Print which worker failed first, and its last lines if they went to a file. Return the exit status."""
         mistakes = [rank for rank, status in failed.items() if status == CONFIG_ERROR_STATUS]
         rank = min(mistakes or failed)
-        if rank > 0:
-            print(self._last_words(rank, bool(mistakes)), file=sys.stderr, flush=True)
+        if rank > 0 and (words := self._last_words(rank, bool(mistakes))):
+            print(words, file=sys.stderr, flush=True)
         if mistakes:
             return CONFIG_ERROR_STATUS
         status = failed[rank]
@@ -175,8 +174,10 @@ class Workers:
         with self._log(rank).open("rb") as file:
             file.seek(self._log_starts[rank])  # earlier runs in this folder have written, too
             text = file.read().decode(errors="replace")
-        messages = re.findall(r"^mxtrain: error: .*", text, flags=re.MULTILINE) if is_mistake else []
-        return messages[-1] if messages else "\n".join(text.rstrip().splitlines()[-SHOWN_LINES:])
+        lines = text.rstrip().splitlines()
+        if is_mistake:
+            return "\n".join([line for line in lines if line.startswith("mxtrain: error: ")][-1:])
+        return "\n".join(lines[-SHOWN_LINES:])
 
     def _log(self, rank: int) -> Path:
         return self._logs / f"rank{rank}.out"

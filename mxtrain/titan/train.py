@@ -141,19 +141,24 @@ def main(args: list[str], verbose: bool) -> None:
     The exit status is 0, 1 or 2, and 128 + n for ``mxtrain train`` alone after a stop by signal n: torchrun takes that
     for a failure, and kills workers that still save.
     """
-    status = 0
+    status, all_know = 0, False
     try:
         args = resolved(args)
         with places(args):
-            stop = train(args, verbose)
+            try:
+                stop = train(args, verbose)
+            except ranks.CommonError:
+                all_know = True
+                raise
         if stop is not None and is_launcher_alive():
             status = 128 + stop.signal
     except (ConfigError, NonFiniteError, SaveError) as error:
         status = CONFIG_ERROR_STATUS if isinstance(error, ConfigError) else 1
-        if os.environ.get("LOCAL_RANK", "0") != "0":
+        if not ranks.is_first_of_node():
             # Most errors are found by all workers. The first one reports, and the launcher kills the others meanwhile.
             time.sleep(FIRST_WORD_SECONDS)
-        print(f"mxtrain: error: {error}", file=sys.stderr, flush=True)
+        if ranks.is_first_of_node() or not all_know:
+            print(f"mxtrain: error: {error}", file=sys.stderr, flush=True)
     # Not after another exception: this rank may be alone, and would wait for the others.
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

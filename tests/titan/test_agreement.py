@@ -155,7 +155,7 @@ def test_a_missing_file_on_one_node_is_the_same_error_everywhere(tmp_path):
     write(tmp_path / "node0" / "a.jsonl")
     errors = ranks_of(same_files, 2, 1, tmp_path)
     assert len(set(errors)) == 1
-    assert errors[0].startswith(f"ConfigError: training.dataset_path = '{tmp_path / 'node1' / 'a.jsonl'}' does not")
+    assert errors[0].startswith(f"CommonError: training.dataset_path = '{tmp_path / 'node1' / 'a.jsonl'}' does not")
     assert errors[0].endswith(f"(on node {socket.gethostname()} (node 1))")
 
 
@@ -174,7 +174,7 @@ def test_a_bug_on_one_rank_does_not_leave_the_others_waiting(tmp_path):
 
 def test_a_mistake_is_known_to_all_before_torch_distributed_has_started(tmp_path):
     assert (
-        ranks_of(before_the_group, 2, 1, tmp_path) == [f"ConfigError: a mistake (on node {socket.gethostname()})"] * 2
+        ranks_of(before_the_group, 2, 1, tmp_path) == [f"CommonError: a mistake (on node {socket.gethostname()})"] * 2
     )
 
 
@@ -231,7 +231,7 @@ def test_another_setting_on_one_node_is_the_same_error_everywhere(tmp_path):
     errors = ranks_of(other_settings, 2, 1, tmp_path)
     assert len(set(errors)) == 1
     assert errors[0] == (
-        "ConfigError: optimizer.lr = 0.01, but 0.001 on rank 0: start all nodes with the same config and flags "
+        "CommonError: optimizer.lr = 0.01, but 0.001 on rank 0: start all nodes with the same config and flags "
         f"(on node {socket.gethostname()} (node 1))"
     )
 
