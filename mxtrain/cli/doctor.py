@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 import torch
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 import mxtrain
 from mxtrain.cli.launch import core_count, nvidia_gpus
@@ -31,8 +30,16 @@ WHY_EXACT = {"torchtitan": "its trainer and settings are extended, and other rel
 
 def report() -> str:
     """Return the report as text."""
-    sections = {"versions": versions(), "devices": devices(), "execution modes": modes()}
-    sections["norm and cast, bf16, {} x {}".format(*TIMED_SHAPE)] = estimators()
+    sections = {
+        "versions": versions(),
+        "devices": devices(),
+        # Before the modes is the one that "auto" takes.
+        "execution modes": [
+            ("auto", f"{resolve_mode('auto')} on {default_device_type()}, whatever the recipe"),
+            *((mode, f"{'yes' if available else 'no'}: {reason}") for mode, available, reason in describe_modes()),
+        ],
+        "norm and cast, bf16, {} x {}".format(*TIMED_SHAPE): estimators(),
+    }
     return "\n\n".join(table(title, rows) for title, rows in sections.items())
 
 
@@ -62,12 +69,6 @@ def devices() -> list[tuple[str, str]]:
     return rows
 
 
-def modes() -> list[tuple[str, str]]:
-    """Return (mode, whether it runs here and why) of every execution mode, and before them the one "auto" takes."""
-    supports = [(s.mode, f"{'yes' if s.available else 'no'}: {s.reason}") for s in describe_modes()]
-    return [("auto", f"{resolve_mode('auto')} on {default_device_type()}, whatever the recipe"), *supports]
-
-
 def estimators() -> list[tuple[str, str]]:
     """Measure the kernel that normalizes and casts. Return (estimator, its time), and advice on which to use."""
     if not (torch.cuda.is_available() and HAS_TRITON):
@@ -78,12 +79,9 @@ def estimators() -> list[tuple[str, str]]:
 
     recipe = RECIPES["mxfp8"]
     x = torch.randn(TIMED_SHAPE, device="cuda", dtype=torch.bfloat16)
-    microseconds = {
-        name: 1e3 * do_bench(partial(mxnorm_cast, x, RMSEstimate.for_recipe(recipe, estimator=name), recipe))
-        for name in ("pre_round", "exact")
-    }
-    rows = [(name, f"{time:.1f} us") for name, time in microseconds.items()]
-    return [*rows, ("advice", advise(**microseconds))]
+    estimates = {name: RMSEstimate.for_recipe(recipe, estimator=name) for name in ("pre_round", "exact")}
+    times = {name: 1e3 * do_bench(partial(mxnorm_cast, x, estimate, recipe)) for name, estimate in estimates.items()}
+    return [*((name, f"{time:.1f} us") for name, time in times.items()), ("advice", advise(**times))]
 
 
 def advise(pre_round: float, exact: float) -> str:
@@ -229,16 +227,12 @@ def table(title: str, rows: list[tuple[str, str]]) -> str:
 
 def untested(name: str, version: str) -> str:
     """Return what is wrong with a package's ``version`` and what to do; "" if it is among the tested ones."""
-    tested = _tested_versions().get(canonicalize_name(name))
-    if tested is None or tested.contains(version, prereleases=True):
+    try:
+        needed = [Requirement(text) for text in requires("mxtrain") or []]
+    except PackageNotFoundError:  # a checkout on PYTHONPATH that was never installed
+        return ""
+    tested = next((each.specifier for each in needed if each.name == name), None)
+    if not tested or tested.contains(version, prereleases=True):
         return ""
     why = f" ({WHY_EXACT[name]})" if name in WHY_EXACT else ""
     return f"not tested: mxtrain was tested with {tested}{why}; pip install '{name}{tested}'"
-
-
-def _tested_versions() -> dict:
-    try:
-        found = [Requirement(text) for text in requires("mxtrain") or []]
-    except PackageNotFoundError:  # a checkout on PYTHONPATH that was never installed
-        return {}
-    return {canonicalize_name(each.name): each.specifier for each in found if each.specifier}

@@ -1,8 +1,10 @@
-"""``mxtrain generate`` and ``mxtrain eval`` from the command line. tests/hugging_face tests what they compute."""
+"""``mxtrain export``, ``import``, ``generate`` and ``eval`` from the command line."""
 
 import io
 import json
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mxtrain import cli
 from mxtrain.data.progress import Progress
 from mxtrain.data.tokenizer import train_tokenizer
+from mxtrain.files import hash_file
+from mxtrain.hugging_face.model_config import REPORT_FILE
+from tests.support import saved_runs
 
 
 @pytest.fixture(scope="module")
@@ -95,15 +100,11 @@ def test_eval_prints_its_figures_and_nothing_else(run, folder):
         "generate @run x": "RUN = '@run' has no whole checkpoint in @run/checkpoint",
         "generate @model x --step 1": "--step = 1: RUN = '@model' is a Hugging Face model, which has no steps",
         "generate @model x --greedy --top-p 0.5": "--greedy draws nothing: it does not go with --top-p",
-        "generate @model x --temperature 0": "--temperature = 0.0 is not a positive number; --greedy stands for 0",
         "generate @model x --max-new-tokens 99": "--max-new-tokens = 99 after a prompt of 2 tokens exceeds",
-        "eval @nothing @text.py": "RUN = '@nothing' does not exist",
         "eval @model @nothing": "FILE = '@nothing' cannot be read: No such file or directory",
         "eval @model @run": "FILE = '@run' cannot be read: Is a directory",
         "eval @model @text.py @empty": "FILE = '@empty' is empty",
         "eval @model @binary": "FILE = '@binary' is not UTF-8 text: byte 0 is wrong",
-        "eval @model @text.py --seq-len 33": "--seq-len = 33 is longer than the model's longest sequence, 32",
-        "eval @model @text.py --seq-len 0": "--seq-len = 0 is not an integer of at least 1",
         "eval @run @text.py": "RUN = '@run' has no whole checkpoint in @run/checkpoint",
     }.items(),
 )
@@ -118,6 +119,98 @@ def test_bad_input_is_one_line(line, says, run, folder):
     )
 
 
-def test_a_model_without_weights_is_one_line(run, folder, tmp_path):
+def test_a_model_without_weights_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert cli.main(["generate", str(tmp_path), "x"]) == 2
+
+
+def test_a_run_is_exported_to_a_temporary_folder(tmp_path, monkeypatch, capfd):
+    """It leaves nothing, in the run or elsewhere, and gives the figures of an export."""
+    saved_runs.add_flavors(monkeypatch)
+    (tmp_path / "text").mkdir()
+    for i in range(8):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"def main{i}(a, b):\n    return a + b * {i}\n" * 12)
+    run = saved_runs.save_run(tmp_path / "run", "llama3", "small", text=tmp_path / "text")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    before = sorted(tmp_path.rglob("*"))
+
+    def output(*words) -> str:
+        capfd.readouterr()
+        assert cli.main([*map(str, words)]) == 0
+        captured = capfd.readouterr()
+        assert captured.err == ("mxtrain: exported step 3 to a temporary folder\n" if run in words else "")
+        return captured.out
+
+    evaluation = [tmp_path / "text" / "0.txt", "--max-tokens", 50]
+    figures = output("eval", run, *evaluation)
+    assert "bits/byte" in figures
+    assert output("generate", run, "def main", "--greedy", "--max-new-tokens", 3).startswith("def main")
+    assert sorted(tmp_path.rglob("*")) == before
+    assert cli.main(["export", str(run), str(tmp_path / "out"), "--loss-tokens", "0"]) == 0
+    assert output("eval", tmp_path / "out", *evaluation) == figures
+    kept = json.loads((tmp_path / "out" / REPORT_FILE).read_text())["manifest_sha256"]
+    assert kept == hash_file(run / "checkpoint" / "step-3" / "manifest.json").sha256
+    assert cli.main(["eval", str(run), *map(str, evaluation), "--step", "4"]) == 2
+    assert "--step = 4" in capfd.readouterr().err and sorted((tmp_path / "temporary").iterdir()) == []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    assert cli.main(["generate", str(run), "x"]) == 2
+    assert "needs a temporary folder for its export: No such file" in capfd.readouterr().err
+
+
+@pytest.fixture
+def exports(monkeypatch):
+    """The arguments that the export gets."""
+    from mxtrain.titan.hugging_face import export
+
+    calls = []
+    monkeypatch.setattr(export, "export", lambda *args, **options: calls.append((args, options)) or "report")
+    return calls
+
+
+def test_the_options_reach_the_export(exports, capsys):
+    assert cli.main(["export", "a", "b"]) == 0
+    words = ["--step", "7", "--fold-gain", "--dtype", "bfloat16", "--loss-tokens", "0", "--device", "cpu"]
+    assert cli.main(["export", "a", "b", *words]) == 0
+    plain = {"format": "hf", "loss_tokens": 16384, "device": "", "step": None, "fold_gain": False, "dtype": None}
+    given = {"step": 7, "fold_gain": True, "dtype": torch.bfloat16, "loss_tokens": 0, "device": "cpu"}
+    paths = (Path("a"), Path("b"))
+    assert exports == [(paths, plain), (paths, plain | given)]
+    assert capsys.readouterr().out == "report\nreport\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "facts"),
+    [
+        (["--dtype", "float8"], ("--dtype = 'float8'", "'float32', 'bfloat16'")),
+        (["--device", "tpu"], ("--device = 'tpu'", "'cpu', 'cuda'")),
+        (["--device", "cuda"], ("--device = 'cuda'", "no GPU")),
+        (["--loss-tokens", "-1"], ("--loss-tokens = -1", "0 computes no loss")),
+    ],
+)
+def test_wrong_options_of_an_export_are_one_line(words, facts, exports, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["export", "a", "b", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("mxtrain: error: ") and error.count("\n") == 1 and exports == []
+    assert all(fact in error for fact in facts)
+
+
+def test_the_arguments_reach_the_import(monkeypatch, capsys):
+    from mxtrain.titan.hugging_face import import_model
+
+    calls = []
+    monkeypatch.setattr(import_model, "import_model", lambda *args: calls.append(args) or "report")
+    assert cli.main(["import", "a", "b"]) == 0
+    assert cli.main(["import", "a", "b", "--config", "c.toml"]) == 0
+    assert calls == [(Path("a"), Path("b"), None), (Path("a"), Path("b"), Path("c.toml"))]
+    assert capsys.readouterr().out == "report\nreport\n"
+
+
+@pytest.mark.parametrize("model", ["nowhere", "."])
+def test_a_folder_without_a_model_is_one_line(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["import", model, "run"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"mxtrain: error: MODEL_DIR = {str(Path(model))!r}: config.json is missing")
+    assert error.count("\n") == 1 and list(tmp_path.iterdir()) == []

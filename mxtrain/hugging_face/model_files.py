@@ -1,14 +1,17 @@
-"""Reads and writes the safetensors files of a model: one file, or several with an index."""
+"""A model's folder: written whole or not at all, and its safetensors files, which are one or several with an index."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from mxtrain.data.cache_folders import new_folder
 from mxtrain.errors import ConfigError
+from mxtrain.files import reason
 from mxtrain.json_toml import read_json
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -17,7 +20,54 @@ SHARD_BYTES = 5_000_000_000
 SMALLEST_SHARD_BYTES = 256_000_000
 UNREAD = ".rotary_emb.inv_freq"
 """Older files hold these tensors, which transformers does not read either"""
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = ("F32", "BF16", "F16")
+
+
+def require_new(target: Path, argument: str) -> None:
+    """Raise ConfigError if ``target`` exists and is not an empty folder, or is the current folder.
+
+    Args:
+        argument: name of the command's argument that gives the folder, with which messages begin.
+    """
+    where = f"{argument} = {str(target)!r}"
+    try:
+        is_empty = target.is_dir() and not any(target.iterdir())
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read: {reason(error)}") from error
+    if is_empty and target.resolve() == Path.cwd():
+        # The complete folder would take its place, and leave the user's shell in a folder that is gone.
+        raise ConfigError(f"{where} is the folder that you are in; choose another folder")
+    if not is_empty and (target.exists() or target.is_symlink()):
+        raise ConfigError(f"{where} exists; choose another folder, or remove it")
+
+
+@contextmanager
+def new_target(target: Path, argument: str) -> Iterator[Path]:
+    """Yield an empty folder beside ``target``, which gets that name at the end. After an exception nothing is left.
+
+    A link to an empty folder stays: the folder that it names is filled.
+
+    Raises:
+        ConfigError: as ``require_new``, and if the folder cannot be written. An OSError in the context becomes a
+            ConfigError, too: its message names the target, or the file elsewhere that could not be read.
+    """
+    require_new(target, argument)
+    where, place = f"{argument} = {str(target)!r}", target.resolve()
+
+    def appeared(_: Path) -> bool:
+        raise ConfigError(f"{where} was written by another process meanwhile")
+
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with new_folder(place, appeared) as folder:
+            try:
+                yield folder
+            except OSError as error:
+                if error.filename is None or folder in Path(str(error.filename)).parents:
+                    raise
+                raise ConfigError(f"{error.filename} cannot be read: {reason(error)}") from error
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be written: {reason(error)}") from error
 
 
 def shard_size(model_bytes: int) -> int:
@@ -28,16 +78,15 @@ def shard_size(model_bytes: int) -> int:
 class ShardWriter:
     """Writes tensors to ``model.safetensors``, or if they are too many to files of at most ``shard_bytes``.
 
-    A tensor larger than that gets a file of its own. Tensors stay in memory until their file is full.
+    A tensor larger than that gets a file of its own. Tensors stay in memory until their file is full, and no longer:
+    ``huggingface_hub.save_torch_state_dict`` would hold the whole model.
     """
 
     def __init__(self, folder: Path, shard_bytes: int):
         self._folder = folder
         self._shard_bytes = shard_bytes
         self._pending: dict[str, torch.Tensor] = {}
-        self._pending_bytes = 0
         self._shards: list[list[str]] = []
-        self._names: set[str] = set()
         self.total_bytes = 0
         """Bytes of all tensors so far"""
 
@@ -45,29 +94,22 @@ class ShardWriter:
         """Write ``tensor``, of any dtype that safetensors has, now or later: the caller must not change it.
 
         Raises:
-            ValueError: there is a tensor of this name already.
             OSError: a file cannot be written.
         """
-        if name in self._names:
-            raise ValueError(f"two tensors are called {name!r}")
-        if self._pending and self._pending_bytes + tensor.nbytes > self._shard_bytes:
+        if self._pending and sum(t.nbytes for t in self._pending.values()) + tensor.nbytes > self._shard_bytes:
             self._flush()
         # A view would keep all of its base in memory, and safetensors refuses tensors that share memory.
         is_view = tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous()
         self._pending[name] = tensor.contiguous().clone() if is_view else tensor
-        self._pending_bytes += tensor.nbytes
         self.total_bytes += tensor.nbytes
-        self._names.add(name)
 
     def finish(self) -> list[str]:
         """Write the rest, give the files their names and write the index if there are several. Return their names."""
         self._flush()
         count = len(self._shards)
-        names = (
-            [SINGLE_FILE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-        )
-        for i, name in enumerate(names):
-            self._unnamed(i).rename(self._folder / name)
+        names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)] if count > 1 else [SINGLE_FILE]
+        for number, name in enumerate(names):
+            self._unnamed(number).rename(self._folder / name)
         if count == 1:
             return names
         places = {tensor: name for name, tensors in zip(names, self._shards, strict=True) for tensor in tensors}
@@ -86,7 +128,6 @@ class ShardWriter:
             raise OSError(f"{path.name}: {error}") from error
         self._shards.append(list(self._pending))
         self._pending = {}
-        self._pending_bytes = 0
 
     def _unnamed(self, number: int) -> Path:
         """The path of a file until the number of files is known."""
@@ -106,17 +147,20 @@ class SavedTensors:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._where = f"MODEL_DIR = {str(folder)!r}"
-        self._files = {}
-        is_indexed = (folder / INDEX_FILE).is_file() and not (folder / SINGLE_FILE).is_file()
-        places = self._read_index() if is_indexed else None
-        for name in sorted(set(places.values())) if places is not None else [self._single_file()]:
-            self._files[name] = self._open(name)
-        self._place = {tensor: name for name, file in self._files.items() for tensor in file.keys()}
-        for tensor, name in (places or {}).items():
+        self._files, self._place = {}, {}
+        places = self._index()
+        for name in sorted(set(places.values())) if places else [SINGLE_FILE]:
+            try:
+                file = safe_open(folder / name, framework="pt")
+                self._files |= dict.fromkeys(file.keys(), file)
+                self._place |= dict.fromkeys(file.keys(), name)
+            except (SafetensorError, OSError) as error:
+                raise self._error(f"{name} is truncated or damaged: {error}") from error
+        for tensor, name in places.items():
             if self._place.get(tensor) != name:
                 raise self._error(f"{INDEX_FILE} places {tensor} in {name}, which does not hold it")
-        self.shapes = {tensor: self._shape(tensor) for tensor in self._place if not tensor.endswith(UNREAD)}
+        read = [name for name in self._files if not name.endswith(UNREAD)]
+        self.shapes = {name: tuple(self._files[name].get_slice(name).get_shape()) for name in read}
         """Name of every tensor -> its shape"""
 
     def require(self, shapes: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
@@ -128,9 +172,8 @@ class SavedTensors:
             raise self._error(f"{len(unexpected)} tensor(s) not part of this model, such as {unexpected[0]}")
         for name in self.shapes:
             self.require_shape(name, known[name])
-            dtype = self._slice(name).get_dtype()
-            if dtype not in _DTYPES:
-                raise self._error(f"{name} has dtype {dtype}; supported are: {', '.join(_DTYPES)}")
+            if (dtype := self._files[name].get_slice(name).get_dtype()) not in DTYPES:
+                raise self._error(f"{name} has dtype {dtype}; supported are: {', '.join(DTYPES)}")
 
     def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise ConfigError unless there is a tensor of this name and shape."""
@@ -142,50 +185,39 @@ class SavedTensors:
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a tensor in fp32. Raises ConfigError if it cannot be read or is not finite."""
         try:
-            tensor = self._files[self._place[name]].get_tensor(name).float()
+            tensor = self._files[name].get_tensor(name).float()
         except (SafetensorError, OSError) as error:
             raise self._error(f"{self._place[name]} cannot be read: {error}") from error
         if not tensor.isfinite().all():
             raise self._error(f"{name} has values that are not finite")
         return tensor
 
-    def _single_file(self) -> str:
+    def _index(self) -> dict[str, str]:
+        """Return the file of each tensor by the index; nothing for a single file, which goes before an index."""
         if (self._folder / SINGLE_FILE).is_file():
-            return SINGLE_FILE
-        pickles = [path.name for pattern in PICKLES for path in sorted(self._folder.glob(pattern))]
-        if pickles:
-            raise self._error(
-                f"{pickles[0]} is a pickle, which may run any code when it is read; save the model as safetensors first"
-            )
-        raise self._error(f"there is neither {SINGLE_FILE} nor {INDEX_FILE}")
-
-    def _read_index(self) -> dict[str, str]:
-        index = read_json(self._folder / INDEX_FILE, f"{self._where}: {INDEX_FILE}")
-        try:
-            places = index["weight_map"]
-            names = set(places.values())
-            if not places or any(name != Path(name).name or name == ".." for name in names):
-                raise ValueError("weight_map names no files of this folder")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._error(f"{INDEX_FILE} is damaged: {type(error).__name__}: {error}") from error
-        for name in sorted(names):
+            return {}
+        if not (self._folder / INDEX_FILE).is_file():
+            pickles = [path.name for pattern in PICKLES for path in sorted(self._folder.glob(pattern))]
+            if pickles:
+                raise self._error(
+                    f"{pickles[0]} is a pickle, which may run any code when it is read; save the model as safetensors "
+                    "first"
+                )
+            raise self._error(f"there is neither {SINGLE_FILE} nor {INDEX_FILE}")
+        places = read_json(self._folder / INDEX_FILE, f"{self._where}: {INDEX_FILE}").get("weight_map")
+        names = places.values() if isinstance(places, dict) else []
+        if not names or any(not isinstance(name, str) or name != Path(name).name or name == ".." for name in names):
+            raise self._error(f"{INDEX_FILE} is damaged: weight_map names no files of this folder")
+        for name in sorted(set(names)):
             if Path(name).suffix != ".safetensors":
                 raise self._error(f"{INDEX_FILE} names {name}, which is no safetensors file; no other file is read")
             if not (self._folder / name).is_file():
                 raise self._error(f"{INDEX_FILE} names {name}, which is missing")
         return places
 
-    def _open(self, name: str):
-        try:
-            return safe_open(self._folder / name, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise self._error(f"{name} is truncated or damaged: {error}") from error
-
-    def _shape(self, tensor: str) -> tuple[int, ...]:
-        return tuple(self._slice(tensor).get_shape())
-
-    def _slice(self, tensor: str):
-        return self._files[self._place[tensor]].get_slice(tensor)
+    @property
+    def _where(self) -> str:
+        return f"MODEL_DIR = {str(self._folder)!r}"
 
     def _error(self, problem: str) -> ConfigError:
         return ConfigError(f"{self._where}: {problem}")

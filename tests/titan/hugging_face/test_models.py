@@ -6,7 +6,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import ModelShape, RopeScaling
-from mxtrain.titan.hugging_face.names import Names, require_supported, shape_of
+from mxtrain.titan.hugging_face.models import meta_model, parameters, require_exportable, shape_of
 from tests.support import saved_runs
 
 LLAMA31 = ModelShape(
@@ -61,40 +61,47 @@ def test_a_scaling_factor_of_one_is_no_scaling():
 
 
 @pytest.mark.parametrize("model, permuted", [("llama3", {"wq", "wk"}), ("qwen3", set())])
-def test_the_order_of_rows_is_that_of_titans_adapter(model, permuted):
+def test_names_and_orders_of_rows_are_those_of_titans_adapter(model, permuted):
     args = saved_runs.FLAVORS[model]["small"]
-    names, adapter = Names(model, args), get_train_spec(model).state_dict_adapter(args, None)
-    with torch.device("meta"):
-        weights = get_train_spec(model).model_cls(args).state_dict()
+    adapter, places = get_train_spec(model).state_dict_adapter(args, None), parameters(model, args)
+    assert list(places) == list(meta_model(model, args).state_dict())
     moved = set()
-    for fqn, shape in {fqn: weight.shape for fqn, weight in weights.items()}.items():
-        weight = torch.randn(shape)
+    for fqn, place in places.items():
+        weight = torch.randn(place.shape)
         ((name, expected),) = adapter.to_hf({fqn: weight}).items()
-        assert list(names.to_hf(fqn, weight)) == [name]
-        assert torch.equal(names.row_order(fqn, weight)(weight), expected)
-        assert torch.equal(names.from_hf(name, expected), weight), "and back"
+        assert place.names == (name,)
+        assert torch.equal(weight if place.order is None else weight[place.order], expected)
         if not torch.equal(weight, expected):
             moved.add(fqn.split(".")[-2])
     assert moved == permuted
 
 
 def test_one_of_two_tied_weights_is_left_out():
-    names = Names("qwen3", saved_runs.FLAVORS["qwen3"]["small_tied"])
-    weight = torch.randn(4, 2)
-    assert names.to_hf("output.weight", weight) == {}
-    assert list(names.to_hf("tok_embeddings.weight", weight)) == ["model.embed_tokens.weight"]
+    places = parameters("qwen3", saved_runs.FLAVORS["qwen3"]["small_tied"])
+    assert places["output.weight"].names == ()
+    assert places["tok_embeddings.weight"].names == ("model.embed_tokens.weight",)
 
 
 def test_stacked_experts_become_one_tensor_each():
-    names = Names("qwen3", saved_runs.FLAVORS["qwen3"]["small_experts"])
-    stacked = torch.randn(4, 32, 64)
-    parts = names.to_hf("layers.1.moe.experts.w3", stacked)
-    assert [*parts] == [f"model.layers.1.mlp.experts.{i}.up_proj.weight" for i in range(4)]
-    assert torch.equal(torch.stack([*parts.values()]), stacked)
-    assert names.to_hf("layers.1.moe.expert_bias", torch.zeros(4)) == {}
+    args = saved_runs.FLAVORS["qwen3"]["small_experts"]
+    places, stacked = parameters("qwen3", args), torch.randn(4, 32, 64)
+    place = places["layers.1.moe.experts.w3"]
+    assert place.names == tuple(f"model.layers.1.mlp.experts.{i}.up_proj.weight" for i in range(4))
+    parts = get_train_spec("qwen3").state_dict_adapter(args, None).to_hf({"layers.1.moe.experts.w3": stacked})
+    assert list(parts) == list(place.names) and torch.equal(torch.stack([*parts.values()]), stacked)
+    assert places["layers.1.moe.expert_bias"].names == ()
 
 
 @pytest.mark.parametrize("model", ["llama4", "deepseek_v3", "gpt_oss"])
 def test_other_models_are_refused(model):
-    with pytest.raises(ConfigError, match="has no Hugging Face form here; supported are: llama3, qwen3"):
-        require_supported(model, "RUN = 'a'")
+    with pytest.raises(ConfigError) as caught:
+        require_exportable(model, None, "RUN = 'a'")
+    assert model in str(caught.value) and "llama3, qwen3" in str(caught.value)
+
+
+@pytest.mark.parametrize("name, value", {"num_shared_experts": 1, "score_func": "sigmoid", "gate_bias": True}.items())
+def test_experts_that_transformers_lacks_are_refused(name, value):
+    args = saved_runs.FLAVORS["qwen3"]["small_experts"]
+    args = replace(args, moe_args=replace(args.moe_args, **{name: value}))
+    with pytest.raises(ConfigError, match=f"^RUN = 'a': a qwen3 with {name} = {value!r} has no counterpart"):
+        require_exportable("qwen3", args, "RUN = 'a'")
