@@ -1,25 +1,45 @@
-"""How a file is written whole or not at all, or through to the disk, and the cause of an error in words."""
+"""How a file is written whole or not at all, or through to the disk; its hash; the cause of an error in words."""
 
 import os
 import uuid
 from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
+
+_PIECE = 1 << 22  # bytes read at a time
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    size: int
+    """Bytes"""
+    sha256: str
+    """SHA-256 of the content, in hexadecimal digits"""
+
+
+def hash_file(path: Path) -> FileRecord:
+    """Read a file and return its size and hash. Raises OSError."""
+    digest, size = sha256(), 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+            size += len(piece)
+    return FileRecord(size, digest.hexdigest())
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write ``content`` to ``path``. After a failure, on a full disk for example, ``path`` is as it was before.
 
-    Of two processes that write it at a time, one wins. Raises OSError.
+    If two processes write at once, the last one wins. Raises OSError.
     """
     written = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         written.write_bytes(content)
         written.replace(path)  # atomic
     except OSError:
-        try:
+        with suppress(OSError):  # the first error says more
             written.unlink(missing_ok=True)
-        except OSError:
-            pass  # the first error says more
         raise
 
 

@@ -8,15 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-
-from mxtrain.files import replace_file
 
 LAUNCHER_VARIABLE = "MXTRAIN_LAUNCHER_PID"
 """Environment variable by which ``mxtrain train`` tells its workers its process id"""
-STOP_FILE_VARIABLE = "MXTRAIN_STOP_FILE"
-"""Environment variable with the file in which a worker tells ``mxtrain train`` which signal stopped training"""
+START_VARIABLE = "MXTRAIN_START"
+"""Environment variable by which ``mxtrain train`` tells its workers where the run starts, as JSON"""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the new name and the old name
 
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
@@ -50,16 +47,6 @@ def stop_signals() -> list[signal.Signals]:
     refusable = (signal.SIGINT, signal.SIGHUP)
     refused = [number for number in refusable if signal.getsignal(number) is signal.SIG_IGN]
     return [number for number in (signal.SIGTERM, signal.SIGUSR1, *refusable) if number not in refused]
-
-
-def report_stop(number: signal.Signals) -> None:
-    """Tell ``mxtrain train``, if it started this worker, that a signal stopped training and the work is saved.
-
-    The exit status cannot tell: when one worker ends with another status than 0, torchrun's engine stops the others.
-    """
-    if STOP_FILE_VARIABLE in os.environ:
-        with suppress(OSError):  # without the file, mxtrain train reports success
-            replace_file(Path(os.environ[STOP_FILE_VARIABLE]), number.name.encode())
 
 
 def is_launcher_alive() -> bool:

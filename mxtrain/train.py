@@ -7,8 +7,7 @@ import os
 import signal
 import sys
 
-from mxtrain.cli.closed_streams import open_closed_streams
-from mxtrain.cli.quiet import hide_library_warnings, take_verbose
+from mxtrain.cli.quiet import hide_library_warnings, open_closed_streams, take_verbose
 from mxtrain.launched import end_with_launcher, let_memory_segments_grow
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ PACKAGE = Path(__file__).parents[1] / "mxtrain"
 # Lower layers first. A module may import from its own folder and from lower layers.
 LAYERS = [
     {"files", "errors"},
-    {"cache", "launched", "custom_op", "json_toml"},
+    {"cache", "launched", "custom_op", "json_toml", "ranks"},
     {"run_folder"},
+    {"checkpoints"},
+    {"ending"},
     {"config", "recipes", "rng", "data", "analysis"},
     {"settings", "reports"},
     {"reference", "kernels"},

@@ -9,8 +9,7 @@ from pathlib import Path
 from mxtrain.analysis.metrics_file import EVENT, NUMERICS, read_metrics
 from mxtrain.errors import ConfigError
 from mxtrain.json_toml import read_json, read_toml
-from mxtrain.run_folder.files import CONFIG_FILE, DATA_FILE, FACTS_FILE, METRICS_FILE
-from mxtrain.run_folder.titan_defaults import LEARNING_RATE, LOG_FREQ, STEPS
+from mxtrain.run_folder.files import CONFIG_FILE, DATA_FILE, FACTS_FILE, LEARNING_RATE, LOG_FREQ, METRICS_FILE, STEPS
 
 # Types of the facts that tables and plots use. Any may be missing or null.
 FACT_TYPES = {"converter": str, "converters": list, "recipe": str, "recipes": dict, "estimator": str, "mode": str}

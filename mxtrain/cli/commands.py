@@ -17,10 +17,22 @@ from mxtrain.cli import (
     report_command,
     train_command,
 )
-from mxtrain.cli.closed_streams import open_closed_streams
 from mxtrain.cli.path_parser import PathParser
+from mxtrain.cli.quiet import open_closed_streams
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.settings.resume_flag import separated
+
+COMMANDS = (
+    train_command,
+    configs_command,
+    cache_command,
+    plot_command,
+    compare_command,
+    report_command,
+    hub_commands,
+    doctor_command,
+    completion_command,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,13 +79,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mxtrain {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    train_command.add(commands)
-    configs_command.add(commands)
-    cache_command.add(commands)
-    plot_command.add(commands)
-    compare_command.add(commands)
-    report_command.add(commands)
-    hub_commands.add(commands)
-    doctor_command.add(commands)
-    completion_command.add(commands)
+    for command in COMMANDS:
+        command.add(commands)
     return parser

@@ -1,35 +1,35 @@
 """``mxtrain train``: check the settings, make the run's folder, and start one worker per accelerator."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 
+from mxtrain.checkpoints.start import require_folder
 from mxtrain.cli.workers import run_workers
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
-from mxtrain.launched import let_memory_segments_grow
+from mxtrain.launched import START_VARIABLE
 from mxtrain.run_folder.files import METRICS_FILE
 from mxtrain.run_folder.lock import locked
-from mxtrain.run_folder.start import CheckpointSettings, find_start, require_folder
+from mxtrain.settings.checked_start import checked_start
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.names import check_names
 from mxtrain.settings.read import config_file as named_config
 from mxtrain.settings.read import places, read_settings
-from mxtrain.settings.resume_check import check_resume
-
-DRIVER_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Of which a machine with a GPU has one: NVIDIA's driver, AMD's, or Windows's under WSL"""
 
 
 def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) -> int:
     """Train with the settings of ``config_file`` and ``flags``, and return the exit status.
 
-    The run's folder is ``job.dump_folder`` from the flags or the config, else a new folder.
+    The run's folder is ``job.dump_folder`` from the flags or the config, else a new folder. What is checked here, the
+    workers trust.
 
     Args:
         flags: TorchTitan's flags.
@@ -44,67 +44,50 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
     """
     if named_config(flags) is not None:
         raise ConfigError("--job.config_file: the first argument of 'mxtrain train' already names the config")
-    requested = requested_processes(os.environ)
     arguments = [f"--job.config_file={config_file}", *flags]
     settings = read_settings(arguments)
     with places(arguments):
         check_names(settings)
-    # The import of PyTorch takes seconds.
-    devices = accelerator_count()
-    processes = process_count(requested, devices)
-    with places(arguments):
+        devices = accelerator_count()
+        processes = process_count(os.environ, devices)
         check_machine(settings, Machine(processes, devices > 0))
-
     folder, made = make_run_folder(config_file, settings.given.get("job.dump_folder"))
     with locked(folder) as warning:
         if warning:
             print(f"mxtrain: warning: {warning}", file=sys.stderr, flush=True)
+        status = None
         try:
             with places(arguments):
-                start = find_start(folder, CheckpointSettings.of(settings.section("checkpoint")), processes)
-                check_resume(start, settings, processes)
+                start = checked_start(folder, settings, processes)
             print(f"mxtrain: run folder {folder}", flush=True)
-            set_worker_defaults(os.environ, processes, devices)
+            environment = worker_environment(os.environ, processes, devices)
+            environment[START_VARIABLE] = json.dumps(start.to_json())
             worker_arguments = [*arguments, "--job.dump_folder", str(folder), *worker_flags]
-            status = run_workers(worker_arguments, processes, folder)
+            status = run_workers(worker_arguments, processes, folder, environment)
         except ConfigError:
-            _remove_if_unused(folder, made)
+            status = CONFIG_ERROR_STATUS
             raise
-        if status == CONFIG_ERROR_STATUS:
-            _remove_if_unused(folder, made)
+        finally:
+            if status == CONFIG_ERROR_STATUS and made and not (folder / METRICS_FILE).exists():
+                # What was made for a run that a mistake stopped goes.
+                shutil.rmtree(folder)
+                with suppress(OSError):  # another run may have come into a parent meanwhile
+                    for parent in made[1:]:
+                        parent.rmdir()
     return status
 
 
-def _remove_if_unused(folder: Path, made: list[Path]) -> None:
-    """Remove what was made for a run that a mistake in the settings stopped."""
-    if not made or (folder / METRICS_FILE).exists():
-        return
-    shutil.rmtree(folder)
-    with suppress(OSError):  # another run may have come into a parent meanwhile
-        for parent in made[1:]:
-            parent.rmdir()
+def process_count(environment: Mapping[str, str], devices: int) -> int:
+    """Return the number of workers: NGPU if it is set, else one per accelerator, or one on a CPU.
 
-
-def requested_processes(environment) -> int | None:
-    """Return NGPU as a positive integer, or None if unset or empty. Raises ConfigError for anything else."""
-    text = environment.get("NGPU", "")
-    if not text:
-        return None
-    if not re.fullmatch(r"[0-9]+", text) or int(text) == 0:
-        raise ConfigError(f"NGPU = {text!r} is not a number of processes: 1, 2, ...")
-    return int(text)
-
-
-def process_count(requested: int | None, devices: int) -> int:
-    """Return the number of workers: as requested, else one per accelerator, or one on a CPU.
-
-    Raises ConfigError for more workers than accelerators.
+    Raises ConfigError if NGPU is not a positive integer, or more than there are accelerators.
     """
-    if requested is None:
-        return max(devices, 1)
-    if 0 < devices < requested:
-        raise ConfigError(f"NGPU = {requested} is more than the {devices} accelerators that PyTorch sees")
-    return requested
+    text = environment.get("NGPU") or str(max(devices, 1))
+    if not re.fullmatch(r"0*[1-9][0-9]*", text):
+        raise ConfigError(f"NGPU = {text!r} is not a number of processes: 1, 2, ...")
+    if 0 < devices < int(text):
+        raise ConfigError(f"NGPU = {text} is more than the {devices} accelerators that PyTorch sees")
+    return int(text)
 
 
 def accelerator_count() -> int:
@@ -112,18 +95,16 @@ def accelerator_count() -> int:
 
     Warns about NVIDIA GPUs that PyTorch cannot use: training would silently run on the CPU.
     """
-    if not any(map(os.path.exists, DRIVER_FILES)):
-        return 0  # saves the slow import of PyTorch
-    import torch  # the workers will see the same devices
+    import torch  # takes a second, after mistakes in the settings have shown
 
-    count = torch.cuda.device_count()
-    if count == 0 and nvidia_gpus():
+    devices = torch.cuda.device_count()
+    if devices == 0 and (gpus := nvidia_gpus()):
         print(
-            f"mxtrain: warning: this machine has {len(nvidia_gpus())} NVIDIA GPU(s), but PyTorch {torch.__version__} "
-            "sees none: training runs on the CPU (see 'mxtrain doctor')",
+            f"mxtrain: warning: this machine has {len(gpus)} NVIDIA GPU(s), but PyTorch {torch.__version__} sees none: "
+            "training runs on the CPU (see 'mxtrain doctor')",
             file=sys.stderr,
         )
-    return count
+    return devices
 
 
 def nvidia_gpus() -> list[str]:
@@ -149,29 +130,24 @@ def make_run_folder(config_file: str, wanted: object) -> tuple[Path, list[Path]]
             folder.mkdir(parents=True, exist_ok=not made)
             return folder, made
         base = Path("outputs") / f"{Path(config_file).stem}-{datetime.now():%Y%m%d-%H%M%S}"
-        for attempt in range(1, 100):
-            folder = base if attempt == 1 else base.with_name(f"{base.name}-{attempt}")
+        for number in count(1):
+            folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
             made = _missing(folder)
             base.parent.mkdir(exist_ok=True)
-            try:
+            with suppress(FileExistsError):
                 folder.mkdir()
                 return folder, made
-            except FileExistsError:
-                continue
-        raise ConfigError(f"job.dump_folder: there are already 99 folders named {str(base)!r}; choose another name")
     except OSError as error:
-        raise ConfigError(f"job.dump_folder = {error.filename!r} cannot be created: {_what_is_there(error)}") from error
-
-
-def _what_is_there(error: OSError) -> str:
-    path = Path(error.filename)
-    if path.is_symlink() and not path.exists():
-        return f"it is a link to {os.readlink(path)!r}, which does not exist"
-    return "it is a file" if path.is_file() else error.strerror
+        path, why = Path(error.filename), error.strerror
+        if path.is_symlink() and not path.exists():
+            why = f"it is a link to {os.readlink(path)!r}, which does not exist"
+        elif path.is_file():
+            why = "it is a file"
+        raise ConfigError(f"job.dump_folder = {error.filename!r} cannot be created: {why}") from error
 
 
 def _missing(folder: Path) -> list[Path]:
-    """The folder and those of its parents that do not exist, innermost first."""
+    """Return the folder and those of its parents that do not exist, innermost first."""
     return [path for path in (folder, *folder.parents) if not path.is_dir()]
 
 
@@ -180,20 +156,18 @@ def core_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def set_worker_defaults(environment, processes: int, devices: int) -> None:
-    """Set defaults in the workers' environment. Variables that the user has set stay.
+def worker_environment(environment: Mapping[str, str], processes: int, devices: int) -> dict[str, str]:
+    """Return the workers' environment: this one, with defaults for what the user has not set.
 
     Several workers share the cores equally.
-
-    On a GPU, memory segments may grow.
 
     On a CPU, waiting threads sleep early. By default OpenMP spins for milliseconds, and training is several times
     slower when another process needs a core. Measured on two cores: 2,000 tokens/s alone and 150 beside another
     process by default, 1,900 and 900 with 1,000 spins.
     """
+    defaults = {}
     if processes > 1:
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, core_count() // processes)))
+        defaults["OMP_NUM_THREADS"] = str(max(1, core_count() // processes))
     if devices == 0:
-        environment.setdefault("GOMP_SPINCOUNT", "1000")
-    else:
-        let_memory_segments_grow(environment)
+        defaults["GOMP_SPINCOUNT"] = "1000"
+    return {**defaults, **environment}

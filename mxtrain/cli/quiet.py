@@ -1,11 +1,13 @@
-"""Hide warnings of other libraries that a user of mxtrain cannot act on. ``--verbose`` shows them.
+"""What a process shows: which warnings of libraries it hides, and streams that are closed or lack characters.
 
-Some of these warnings appear while PyTorch, torchao and TorchTitan are imported, so this module imports none of them.
+Some warnings appear while PyTorch, torchao and TorchTitan are imported, so this module imports none of them.
 """
 
+import io
 import logging
 import os
 import re
+import sys
 import warnings
 
 FLAG = "--verbose"
@@ -63,9 +65,23 @@ def take_verbose(flags: list[str]) -> tuple[bool, list[str]]:
 
 
 def hide_library_warnings() -> None:
-    """Hide the warnings above in this process. Call before PyTorch is imported."""
+    """Hide the warnings above, on which a user cannot act, in this process. Call before PyTorch is imported."""
     for beginning in PYTHON_WARNINGS:
         warnings.filterwarnings("ignore", message=beginning)
     for name, beginning in LOG_RECORDS.items():
         # Record by record: the other warnings of these loggers stay.
         logging.getLogger(name).addFilter(lambda record, p=re.compile(beginning): not p.match(record.getMessage()))
+
+
+def open_closed_streams() -> None:
+    """Give a process whose stdout or stderr is closed one that takes everything. Python has None there.
+
+    A shell closes them with ``>&-``, and so do some service managers. Characters that an open stream lacks, such as a
+    plus-minus sign or those of a folder's name, become question marks.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")

@@ -17,13 +17,13 @@ from threading import Lock
 
 from mxtrain.analysis.results import nonfinite_loss
 from mxtrain.analysis.runs import load_run
+from mxtrain.checkpoints.start import NothingToResume, find_start
 from mxtrain.cli.launch import core_count
-from mxtrain.cli.stop_workers import IMPATIENT, say_from_handler, stop_signals_to
+from mxtrain.cli.workers import IMPATIENT, say_from_handler, stop_signals_to
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import end_with_this_process, import_flags
 from mxtrain.run_folder.comparison import SET_ASIDE, PairedRun, write_comparison
 from mxtrain.run_folder.lock import FolderInUse, locked
-from mxtrain.run_folder.start import CheckpointSettings, NothingToResume, find_start
 from mxtrain.settings.values import Settings
 
 TRAIN = [sys.executable, *import_flags(), "-m", "mxtrain.cli", "train"]
@@ -53,7 +53,7 @@ class SideBySide:
     ):
         self.folder, self.runs, self.devices, self.processes = folder, runs, devices, processes
         self.stopped_by: signal.Signals | None = None
-        self._checkpoints = {name: CheckpointSettings.of(own.section("checkpoint")) for name, own in settings.items()}
+        self._checkpoints = {name: own.section("checkpoint") for name, own in settings.items()}
         self._waiting = deque(run for run in runs.values() if run.status != 0)
         self._running: list[subprocess.Popen] = []
         self._in_use: set[str] = set()

@@ -9,11 +9,6 @@ from mxtrain.settings.resume_flag import FLAG
 
 def add(commands) -> None:
     """Add both commands to the command line's ``commands``."""
-    _add_train(commands)
-    _add_prepare(commands)
-
-
-def _add_train(commands) -> None:
     parser = commands.add_parser(
         "train",
         help="train the model of a TOML file",
@@ -58,19 +53,6 @@ Exit status: 0 for success, 2 for a mistake in the settings, 128 + n after signa
     )
     _add_config_and_flags(parser, needs_config=False)
 
-
-class _Help(argparse.Action):
-    """Prints the help of the command and of all settings, which take a second to collect."""
-
-    def __call__(self, parser, *unused):
-        from mxtrain.settings.help import settings_help
-
-        print(parser.format_help())
-        print(settings_help([]))
-        parser.exit()
-
-
-def _add_prepare(commands) -> None:
     parser = commands.add_parser(
         "prepare",
         help="build the tokenizer and the tokenized text of a config",
@@ -85,6 +67,17 @@ and tokens. The result is cached: training with the same [data] settings starts 
     )
     parser.set_defaults(run=_prepare)
     _add_config_and_flags(parser)
+
+
+class _Help(argparse.Action):
+    """Prints the help of the command and of all settings, which take a second to collect."""
+
+    def __call__(self, parser, *unused):
+        from mxtrain.settings.help import settings_help
+
+        print(parser.format_help())
+        print(settings_help([]))
+        parser.exit()
 
 
 def _add_config_and_flags(parser: argparse.ArgumentParser, needs_config: bool = True) -> None:
@@ -130,15 +123,17 @@ def _config_or_run(options, flags: list[str]) -> tuple[str, list[str]]:
 
 def _prepare(options) -> int:
     _, flags = _take_verbose(options)
-    from mxtrain.settings.read import asks_for_help
+    from mxtrain.settings.read import asks_for_help, places
 
     if asks_for_help(flags):
         return _print_settings("prepare", options.config, flags)
-    job_config = _job_config(options.config, flags)
     from mxtrain.reports.terminal import Screen
     from mxtrain.titan.data import prepare_from_job
+    from mxtrain.titan.parse import parse_job_config
 
-    screen = Screen()
+    screen, arguments = Screen(), [f"--job.config_file={options.config}", *flags]
+    with places(arguments):
+        job_config = parse_job_config(arguments)
     screen.line(prepare_from_job(job_config, progress=screen.status).report)
     return 0
 
@@ -158,16 +153,3 @@ def _take_verbose(options) -> tuple[bool, list[str]]:
     if not verbose:
         quiet.hide_library_warnings()
     return verbose, flags
-
-
-def _job_config(config: str, flags: list[str]):
-    from mxtrain.settings.names import check_names
-    from mxtrain.settings.read import places, read_settings
-
-    arguments = [f"--job.config_file={config}", *flags]
-    settings = read_settings(arguments)  # finds mistakes before the slow import of TorchTitan
-    with places(arguments):
-        check_names(settings)
-    from mxtrain.titan.parse import parse_job_config
-
-    return parse_job_config(arguments)

@@ -1,184 +1,183 @@
-"""Runs the workers of ``mxtrain train``, and reports how they ended.
+"""Starts the workers of ``mxtrain train``, passes stop signals on to them, and reports how they ended.
 
-Several workers run in torchrun's engine, by which they meet. A single worker starts without it, because the engine's
-import of PyTorch takes a second: before the worker may start, and beside the worker's own import.
-
-Only the first worker writes to the terminal. The output of the others goes to files, and torchrun's own reports are
-reduced to the worker's message.
+Only the first worker writes to the terminal. The output of the others goes to files in the run's folder.
 """
 
-import logging
 import os
-import re
 import signal
 import subprocess
 import sys
-import tempfile
-from contextlib import contextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from mxtrain.analysis import closing_summary
-from mxtrain.cli.stop_workers import StoppedAtOnce, StopWorkers, stop_signals_to
 from mxtrain.errors import CONFIG_ERROR_STATUS
-from mxtrain.launched import LAUNCHER_VARIABLE, STOP_FILE_VARIABLE, import_flags
+from mxtrain.launched import LAUNCHER_VARIABLE, import_flags, stop_signals
 from mxtrain.run_folder.files import WORKER_LOGS
 
 WORKER = "mxtrain.train"
 """Module that every worker runs with ``python -m``"""
 SHOWN_LINES = 40
-"""Lines of a failed worker's stderr"""
-
-ENGINE_SIGNAL = signal.SIGQUIT
-"""The signal that torchrun's engine handles. It passes the signal on, and kills workers that live on for 30 s."""
-
-
-ALONE = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "0",  # any free port: no other process needs to know it
-}
-"""Environment of a single worker, from which PyTorch makes a process group"""
+"""Lines of a failed worker's output"""
+POLL_SECONDS = 0.05
+IMPATIENT = (signal.SIGINT, signal.SIGTERM)
+"""Signals that a person sends again to end a run at once"""
+ECHO_SECONDS = 1.0
+"""A signal that arrives again within this time is the same: a terminal or Slurm may send one twice"""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """How a worker failed: the exit status is -n after signal n. The fields are those of torchrun's ProcessFailure."""
-
-    exitcode: int
-    local_rank: int = 0
-    timestamp: int = 0
-
-
-def run_workers(arguments: list[str], processes: int, folder: Path) -> int:
+def run_workers(arguments: list[str], processes: int, folder: Path, environment: dict[str, str]) -> int:
     """Run the workers on this machine until they end, and return the exit status (see ``launch.train``).
 
-    All workers but the first write to files in the run's ``folder``. The last lines of a failed worker are printed, and
-    a summary after workers that ended without printing one.
+    Workers but the first write to files in the run's ``folder``. The last lines of a failed worker are printed, and a
+    summary after workers that ended without printing one.
     """
-    with tempfile.TemporaryDirectory(prefix="mxtrain-", ignore_cleanup_errors=True) as temporary:
-        log_dir = folder / WORKER_LOGS
-        stop_file = Path(temporary) / "stopped_by"
-        os.environ.update({LAUNCHER_VARIABLE: str(os.getpid()), STOP_FILE_VARIABLE: str(stop_file)})
-        stop = StopWorkers()
-        command = [*import_flags(), "-u", "-m", WORKER, *arguments]
-        try:
-            with stop_signals_to(stop.handle):
-                failures = _run_in_engine(command, processes, log_dir) if processes > 1 else _run_one(command)
-        except StoppedAtOnce as error:
-            return _stopped_at_once(error.number, folder)
-        finally:
-            del os.environ[LAUNCHER_VARIABLE], os.environ[STOP_FILE_VARIABLE]
-        if failures and stop.explains([failure.exitcode for failure in failures]):
-            return _stopped_at_once(stop.received, folder)
-        if failures:
-            return report_failure(failures, processes, log_dir)
-        return 128 + signal.Signals[stop_file.read_text()] if stop_file.exists() else 0
-
-
-def _run_one(command: list[str]) -> list[Failure]:
-    """Run a single worker until it ends. It leads a process group, as those that torchrun's engine starts."""
-    worker = subprocess.Popen([sys.executable, *command], env={**os.environ, **ALONE}, start_new_session=True)
-    status = worker.wait()
-    return [Failure(status)] if status != 0 else []
-
-
-def _run_in_engine(command: list[str], processes: int, log_dir: Path) -> list[Failure]:
-    """Run several workers in torchrun's engine until all end, and return which failed, in the order noticed."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    try:
-        with _tamed_engine():
-            elastic_launch(_launch_config(processes, log_dir), sys.executable)(*command)
-    except ChildFailedError as error:
-        return [Failure(each.exitcode, each.local_rank, each.timestamp) for each in error.failures.values()]
-    except SignalException as error:
-        raise StoppedAtOnce(error.sigval) from error
-    return []
-
-
-def _launch_config(processes: int, log_dir: Path):
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.launcher.api import LaunchConfig
-
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        max_restarts=0,
-        run_id="workers",
-        # A free port of the loopback interface: several runs may share a machine, and host names may not resolve.
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), redirects={rank: Std.ALL for rank in range(1, processes)}),
-        signals_to_handle=ENGINE_SIGNAL.name,
-    )
-
-
-def _stopped_at_once(number: signal.Signals, folder: Path) -> int:
-    print(f"mxtrain: stopped by {number.name}", file=sys.stderr, flush=True)
-    print(closing_summary(folder), flush=True)
-    return 128 + number
+    workers = Workers([sys.executable, *import_flags(), "-u", "-m", WORKER, *arguments], folder / WORKER_LOGS)
+    with stop_signals_to(workers.handle), ExitStack() as stack:
+        workers.start(processes, environment, stack)
+        failed = workers.wait()
+    if failed and workers.were_stopped(failed):
+        print(f"mxtrain: stopped by {workers.received.name}", file=sys.stderr, flush=True)
+        print(closing_summary(folder), flush=True)
+        return 128 + workers.received
+    return workers.report(failed) if failed else max(worker.returncode for worker in workers.running)
 
 
 @contextmanager
-def _tamed_engine():
-    """Silence torchrun's engine, let it end workers at once, and restore the signal handler that it replaces.
-
-    When a worker fails, the engine ends the others with SIGTERM, and with SIGKILL 30 seconds later. Workers in training
-    take SIGTERM for a wish to stop after this step, which never ends without the worker that failed. They get SIGKILL
-    instead; the engine has no setting for that.
-    """
-    from torch.distributed.elastic.multiprocessing import api as engine
-
-    handler, default_signal = signal.getsignal(ENGINE_SIGNAL), engine._get_default_signal
-    logging.disable(logging.ERROR)
-    engine._get_default_signal = lambda: signal.SIGKILL
+def stop_signals_to(handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Context in which ``handler(number, frame)`` gets the stop signals. The handlers from before return after it."""
+    earlier = {number: signal.signal(number, handler) for number in stop_signals()}
     try:
         yield
     finally:
-        engine._get_default_signal = default_signal
-        logging.disable(logging.NOTSET)
-        signal.signal(ENGINE_SIGNAL, handler)
+        for number, before in earlier.items():
+            signal.signal(number, before)
 
 
-def report_failure(failures: list[Failure], processes: int, log_dir: Path) -> int:
-    """Print which worker failed first, and its last lines if they went to a file. Return the exit status.
+def say_from_handler(text: str) -> None:
+    """Write a line to stderr, from a signal handler: the interpreter may be in the middle of a print."""
+    start = "\n" if os.isatty(2) else ""  # after a worker's status line and the terminal's ^C
+    with suppress(OSError):
+        os.write(2, f"{start}mxtrain: {text}\n".encode())
 
-    The engine kills the other workers when one fails, and notices that last.
+
+class Workers:
+    """The worker processes of a run. Each leads a process group, so a terminal's Ctrl-C reaches the launcher alone.
+
+    Attributes:
+        running: the processes, by rank.
+        received: the first stop signal, or None.
     """
-    config_errors = [failure for failure in failures if failure.exitcode == CONFIG_ERROR_STATUS]
-    if config_errors:
-        failure = min(config_errors, key=lambda f: f.local_rank)
-    else:
-        failure = min(failures, key=lambda f: f.timestamp)
-    if failure.local_rank > 0:
-        print(_last_words(log_dir, failure), file=sys.stderr, flush=True)
-    if config_errors:
-        return CONFIG_ERROR_STATUS
-    how = f"exit status {failure.exitcode}"
-    if failure.exitcode < 0:
-        how = signal.Signals(-failure.exitcode).name
-        if failure.exitcode == -signal.SIGKILL:
+
+    def __init__(self, command: list[str], logs: Path):
+        self.running: list[subprocess.Popen] = []
+        self.received: signal.Signals | None = None
+        self._command, self._logs = command, logs
+        self._log_starts: dict[int, int] = {}
+        self._times: dict[int, float] = {}
+        self._is_killing = False
+
+    def start(self, processes: int, environment: dict[str, str], stack: ExitStack) -> None:
+        """Start the workers. ``stack`` keeps open what they need for as long as they live."""
+        meeting = {"MASTER_PORT": "0"}  # any free port: no other process needs to know it
+        if processes > 1:
+            from torch.distributed import TCPStore  # takes a second
+
+            # The launcher holds the store by which the workers meet, as torchrun does, so its port cannot be taken.
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            stack.callback(lambda kept: None, store)
+            meeting = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        world = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
+        own = {LAUNCHER_VARIABLE: str(os.getpid()), **world, **meeting}
+        for rank in range(processes):
+            output = None
+            if rank > 0:
+                self._logs.mkdir(exist_ok=True)
+                output = stack.enter_context(self._log(rank).open("ab"))
+                self._log_starts[rank] = output.tell()
+            self.running.append(
+                subprocess.Popen(
+                    self._command,
+                    env={**environment, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            )
+        for number in list(self._times):  # a signal came before all workers had started
+            self._send(number)
+
+    def wait(self) -> dict[int, int]:
+        """Wait until all workers have ended, or one has failed, and kill the others then.
+
+        Returns the exit statuses of those that failed, by rank: -n after signal n.
+        """
+        fine = {None, 0, *(128 + number for number in stop_signals())}  # saved, and stopped by a signal
+        while True:
+            statuses = [worker.poll() for worker in self.running]
+            failed = {rank: status for rank, status in enumerate(statuses) if status not in fine}
+            if failed:
+                self._kill()  # workers in training would wait for the one that failed
+            if failed or None not in statuses:
+                for worker in self.running:
+                    worker.wait()
+                return failed
+            time.sleep(POLL_SECONDS)
+
+    def were_stopped(self, failed: dict[int, int]) -> bool:
+        """Return whether a signal ended workers before they could save: they were not in training, or were killed."""
+        return self._is_killing or any(-status in self._times for status in failed.values())
+
+    def handle(self, number: int, frame: object) -> None:
+        """Pass a stop signal on to the workers once, and kill them if a person sends it again."""
+        now = time.monotonic()
+        if number not in self._times:
+            self._times[number] = now
+            if self.received is None:
+                self.received = signal.Signals(number)
+                again = f"; a second {self.received.name} kills the workers" * (number in IMPATIENT)
+                say_from_handler(f"{self.received.name}: stopping{again}")
+            self._send(number)
+        elif number in IMPATIENT and now - self._times[number] > ECHO_SECONDS:
+            self._is_killing = True
+            self._kill()
+
+    def _send(self, number: int) -> None:
+        for worker in self.running:
+            worker.send_signal(number)
+
+    def _kill(self) -> None:
+        for worker in self.running:
+            with suppress(OSError):  # it has ended
+                os.killpg(worker.pid, signal.SIGKILL)
+
+    def report(self, failed: dict[int, int]) -> int:
+        """Print which worker failed first, and its last lines if they went to a file. Return the exit status."""
+        mistakes = [rank for rank, status in failed.items() if status == CONFIG_ERROR_STATUS]
+        rank = min(mistakes or failed)
+        if rank > 0 and (words := self._last_words(rank, bool(mistakes))):
+            print(words, file=sys.stderr, flush=True)
+        if mistakes:
+            return CONFIG_ERROR_STATUS
+        status = failed[rank]
+        how = f"exit status {status}" if status > 0 else signal.Signals(-status).name
+        if status == -signal.SIGKILL:
             how += ", often for lack of memory"
-    who = "the worker" if processes == 1 else f"worker {failure.local_rank} of {processes}"
-    print(f"mxtrain: training failed: {who} ended with {how}", file=sys.stderr, flush=True)
-    return 1
+        who = "the worker" if len(self.running) == 1 else f"worker {rank} of {len(self.running)}"
+        print(f"mxtrain: training failed: {who} ended with {how}", file=sys.stderr, flush=True)
+        return 1
 
+    def _last_words(self, rank: int, is_mistake: bool) -> str:
+        """Return the last lines that a worker wrote; only its message after a mistake in the settings."""
+        with self._log(rank).open("rb") as file:
+            file.seek(self._log_starts[rank])  # earlier runs in this folder have written, too
+            text = file.read().decode(errors="replace")
+        lines = text.rstrip().splitlines()
+        if is_mistake:
+            return "\n".join([line for line in lines if line.startswith("mxtrain: error: ")][-1:])
+        return "\n".join(lines[-SHOWN_LINES:])
 
-def _last_words(log_dir: Path, failure: Failure) -> str:
-    """Return the last lines of a redirected worker's stderr; only the message after a mistake in the settings."""
-    # Earlier runs in this folder left files too.
-    files = list(log_dir.glob(f"*/attempt_0/{failure.local_rank}/stderr.log"))
-    text = max(files, key=os.path.getmtime).read_text(errors="replace")
-    if failure.exitcode == CONFIG_ERROR_STATUS:
-        messages = re.findall(r"^mxtrain: error: .*", text, flags=re.MULTILINE)
-        if messages:
-            return messages[-1]
-    return "\n".join(text.rstrip().splitlines()[-SHOWN_LINES:])
+    def _log(self, rank: int) -> Path:
+        return self._logs / f"rank{rank}.out"

@@ -10,6 +10,7 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
+from mxtrain.checkpoints.start import resumed_step
 from mxtrain.data.config import held_out_share
 from mxtrain.data.store import Prepared, differences
 from mxtrain.data.tokenizer import copy_tokenizer, tokenizer_hash
@@ -17,7 +18,6 @@ from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
 from mxtrain.json_toml import read_json
 from mxtrain.run_folder.files import DATA_FILE
-from mxtrain.run_folder.start import CheckpointSettings, resumed_step
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ def keep_facts(job_config, **facts: str) -> None:
             logger.warning(
                 f"the {what} ({value[:12]}) is another than that of the run so far ({str(before)[:12]}): {effect}"
             )
-    if resumed_step(folder, CheckpointSettings.of(job_config.checkpoint)) < job_config.training.steps:
+    if resumed_step(folder, job_config.checkpoint) < job_config.training.steps:
         _write(folder, kept | facts)
 
 

@@ -17,9 +17,8 @@ from mxtrain.data.config import DataConfig
 from mxtrain.data.documents import Document, Progress, megabytes
 from mxtrain.data.tokenizer import LoadedTokenizer, tokenizer_hash
 from mxtrain.errors import ConfigError
-from mxtrain.files import reason
+from mxtrain.files import hash_file, reason
 from mxtrain.json_toml import read_json
-from mxtrain.run_folder.manifest import hash_file
 
 SUMMARY = "prepared.json"
 TOKENIZER = "tokenizer"

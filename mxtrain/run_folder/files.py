@@ -1,4 +1,7 @@
-"""The names of a run's files."""
+"""The names of a run's files, and TorchTitan's defaults of settings that a run's config.toml leaves out.
+
+Code that reads a run's folder without TorchTitan needs both.
+"""
 
 CONFIG_FILE = "config.toml"
 FACTS_FILE = "run.json"
@@ -9,3 +12,9 @@ NUMERICS_FILE = "numerics.png"
 LOG_FILE = "train.log"
 CONVERSION_FILE = "conversion.txt"
 WORKER_LOGS = "worker_logs"
+
+CHECKPOINT_INTERVAL = 500  # steps
+CHECKPOINT_FOLDER = "checkpoint"
+LEARNING_RATE = 8e-4
+LOG_FREQ = 10  # steps
+STEPS = 10_000

@@ -1,7 +1,7 @@
 """The lock on a run's folder, which keeps a second run out while a first one writes.
 
-``mxtrain train`` and the first worker both hold it, so either may end first. It is a ``flock``: the kernel releases it
-when the last process that holds it ends, however it ends.
+``mxtrain train`` holds it, whose workers end with it; without it the first worker does. It is a ``flock``: the kernel
+releases it when the process that holds it ends, however it ends.
 """
 
 import fcntl
@@ -13,7 +13,6 @@ from pathlib import Path
 
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason
-from mxtrain.launched import is_launcher_alive
 
 LOCK_FILE = ".lock"
 
@@ -24,7 +23,7 @@ class FolderInUse(ConfigError):
 
 @contextmanager
 def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | None]:
-    """Create ``folder`` and hold its lock. A worker of ``mxtrain train`` shares the lock of its parent.
+    """Create ``folder`` and hold its lock.
 
     Gives None, or a warning for the user if the file system has no locks.
 
@@ -45,11 +44,21 @@ def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | Non
     with file:
         warning = None
         try:
-            _take(file, folder, setting)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A child, such as a dataloader worker, would keep the lock for as long as it outlives this process.
             os.register_at_fork(after_in_child=file.close)
+        except BlockingIOError as error:
+            raise FolderInUse(
+                f"{setting} = {str(folder)!r} is in use by {_owner(file)}; wait until that run ends, stop it, or "
+                "choose another folder"
+            ) from error
         except OSError as error:
             warning = f"{path} cannot be locked ({reason(error)}): nothing keeps a second run out of this folder"
+        try:
+            file.truncate(0)
+            file.write(f"{os.getpid()} {socket.gethostname()}".encode())
+        except OSError as error:  # a full disk, which would stop the run's own files too
+            raise _not_writable(setting, folder, path, error) from error
         yield warning
 
 
@@ -59,29 +68,6 @@ def lock_owner(folder: Path) -> str | None:
         return (folder / LOCK_FILE).read_text()
     except OSError:
         return None
-
-
-def _take(file, folder: Path, setting: str) -> None:
-    """Take the lock. Raises FolderInUse if it is taken, and OSError on a file system without locks."""
-    try:
-        if not is_launcher_alive():
-            # Every newcomer asks for the lock alone. The holder keeps a shared lock, so that its worker can join.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _write_owner(file, folder, setting)
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise FolderInUse(
-            f"{setting} = {str(folder)!r} is in use by {_owner(file)}; wait until that run ends, stop it, or "
-            "choose another folder"
-        ) from error
-
-
-def _write_owner(file, folder: Path, setting: str) -> None:
-    try:
-        file.truncate(0)
-        file.write(f"{os.getpid()} {socket.gethostname()}".encode())
-    except OSError as error:  # a full disk, which would stop the run's own files too
-        raise _not_writable(setting, folder, folder / LOCK_FILE, error) from error
 
 
 def _owner(file) -> str:

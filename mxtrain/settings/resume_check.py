@@ -1,9 +1,8 @@
 """Whether a run may resume with its present settings, and what changes since the checkpoint from which it goes on."""
 
 from mxtrain.analysis.runs import PROCESSES, SETTING_CHANGES
+from mxtrain.checkpoints.start import Start
 from mxtrain.recipes.schedule import ScheduleEntry
-from mxtrain.run_folder.manifest import read_manifest
-from mxtrain.run_folder.start import Start
 from mxtrain.settings.layout import beside_batch, global_batch_size
 from mxtrain.settings.mxnorm_section import SCHEDULE, schedule_of
 from mxtrain.settings.relations import quantizing
@@ -27,7 +26,7 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
     """
     if start.step == 0:
         return []
-    manifest = read_manifest(start.checkpoint)
+    manifest = start.manifest
     before = settings_before(manifest.settings, settings.known, manifest.defaults)
     batch = global_batch_size(before, manifest.processes)
     found = changes(before, settings, batch, global_batch_size(settings, processes))
@@ -49,7 +48,7 @@ def moved_entries(start: Start, settings: Settings) -> list[tuple[ScheduleEntry,
     """
     if start.step == 0:
         return []
-    manifest = read_manifest(start.checkpoint)
+    manifest = start.manifest
     return _moved(settings_before(manifest.settings, settings.known, manifest.defaults), settings)
 
 

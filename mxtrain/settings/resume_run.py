@@ -4,9 +4,9 @@ import os
 import shlex
 from pathlib import Path
 
+from mxtrain.checkpoints.start import interrupted_after
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import CONFIG_FILE
-from mxtrain.run_folder.interrupted import interrupted_after
 from mxtrain.settings.read import CONFIG_FLAGS, asks_for_help, places, read_settings
 from mxtrain.settings.resume_flag import FLAG, separated
 

@@ -21,6 +21,7 @@ from torchtitan.components.validate import build_validator as build_titan_valida
 from torchtitan.hf_datasets.text_datasets import DATASETS as TITAN_DATASETS
 from torchtitan.tools.logging import logger
 
+from mxtrain.checkpoints.reader import unpickle
 from mxtrain.data import DataConfig, Prepared, TokenFile, prepare
 from mxtrain.data.config import DATASETS, config_of, held_out_share, path_of
 from mxtrain.data.documents import raised_as
@@ -39,10 +40,10 @@ from mxtrain.data.streams import Stream, training_stream, validation_stream
 from mxtrain.data.token_dataset import TokenDataset, end_workers_at_exit, ignore_stop_signals
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.ranks import gather, is_first, run_on_all_ranks
 from mxtrain.reports.terminal import note, note_progress
 from mxtrain.settings.registry import validation_dataset
-from mxtrain.titan.agreement import gather, is_first, prepare_together, run_on_all_ranks
-from mxtrain.titan.checkpoint.reader import unpickle
+from mxtrain.titan.agreement import prepare_together
 from mxtrain.titan.models.flavors import vocab_size
 from mxtrain.titan.repairs.context_parallel import share_of_validation_loss
 

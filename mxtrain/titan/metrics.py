@@ -19,6 +19,7 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 import mxtrain
+from mxtrain.checkpoints.start import require_no_other_run, resumed_step
 from mxtrain.diagnostics.recording import Numerics
 from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
@@ -33,7 +34,6 @@ from mxtrain.reports.terminal import go_on_without, note
 from mxtrain.reports.wandb_run import WandbLogger, earlier_run, first_line, wandb_facts
 from mxtrain.rng.rounding import step_is_set
 from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE
-from mxtrain.run_folder.start import CheckpointSettings, require_no_other_run, resumed_step
 from mxtrain.settings.registry import quantizing_among
 from mxtrain.titan.converters import active_settings
 from mxtrain.titan.models.model_args import given_in
@@ -70,7 +70,7 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
     folder = Path(job_config.job.dump_folder)
     steps_done, earlier = 0, None
     if is_first:
-        checkpoint = CheckpointSettings.of(job_config.checkpoint)
+        checkpoint = job_config.checkpoint
         if not step_is_set():  # -m torchtitan.train, which has not looked
             require_no_other_run(folder, checkpoint)
             if schedule_in(job_config) or guard_in(job_config):

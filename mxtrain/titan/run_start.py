@@ -1,53 +1,60 @@
-"""Where a run starts, and what its user should know about that."""
+"""The start of a run: where it starts, what its user should know about that, and its settings in its folder."""
 
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
-from mxtrain.analysis.runs import SETTING_CHANGES
+from mxtrain.checkpoints.start import Start, require_folder
+from mxtrain.checkpoints.verified_start import verified_start
+from mxtrain.config import dump_config, load_config
+from mxtrain.errors import ConfigError
 from mxtrain.reports import terminal
-from mxtrain.run_folder.manifest import read_manifest
-from mxtrain.run_folder.start import CheckpointSettings, Start
-from mxtrain.settings.resume_check import check_resume
-from mxtrain.titan.checkpoint.verified_start import verified_start
+from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.titan.metrics import package_versions
-from mxtrain.titan.parse import settings_of
+from mxtrain.titan.parse import resolved_settings
 from mxtrain.titan.without_effect import without_effect
 
 
-def begin_run(job_config) -> tuple[Start, list[str]]:
-    """Return where the run starts and which settings have changed since then, and tell the user.
-
-    Raises:
-        ConfigError: as ``verified_start`` and ``check_resume``.
-    """
-    start = verified_start(Path(job_config.job.dump_folder), CheckpointSettings.of(job_config.checkpoint))
-    changes = check_resume(start, settings_of(job_config), torch.distributed.get_world_size())
-    excluded = excluded_parts(start, job_config.checkpoint.exclude_from_loading)
-    for line in (*start.notes, *changes, *excluded, *other_versions(start)):
-        terminal.note(line)
+def begin_run(job_config, find: Callable[[dict[str, str]], Start], found: Start | None) -> Start:
+    """Return where the run starts, and tell the user. Arguments and errors as for ``verified_start``."""
+    start = verified_start(Path(job_config.job.dump_folder), job_config.checkpoint, find, found)
+    lines = [*start.notes, *start.changes, *other_versions(start)]
     if start.step >= job_config.training.steps:
-        terminal.note(
+        lines.append(
             f"nothing is left to train: training.steps = {job_config.training.steps}; set it to more steps, such as "
             f"--training.steps {2 * start.step}, and the run goes on"
         )
-    for line in without_effect(job_config):
+    for line in (*lines, *without_effect(job_config)):
         terminal.note(line)
-    return start, [*(line for line in changes if SETTING_CHANGES in line), *excluded]
-
-
-def excluded_parts(start: Start, names: list[str]) -> list[str]:
-    """Return a line for the user if a run that goes on leaves parts of its checkpoint out."""
-    if start.step == 0 or not names:
-        return []
-    parts = " and ".join(names)
-    return [f"checkpoint.exclude_from_loading: step {start.step + 1} begins without the checkpoint's {parts}"]
+    return start
 
 
 def other_versions(start: Start) -> list[str]:
     """Return a line for the user if the checkpoint of a run that goes on was saved with other versions."""
     if start.step == 0:
         return []
-    before, now = read_manifest(start.checkpoint).versions, package_versions()
+    before, now = start.manifest.versions, package_versions()
     changed = [f"{name} {before[name]} to {now[name]}" for name in now if name in before and before[name] != now[name]]
     return [f"since this checkpoint versions have changed: {', '.join(changed)}"] if changed else []
+
+
+def write_resolved_config(job_config) -> None:
+    """Write the settings of a run to ``config.toml`` in its folder; a warning if the file cannot be written.
+
+    With this file alone the same run can be started again. Where it named its own folder, it goes on to do so: the
+    command that started with it resumes.
+    """
+    path = Path(job_config.job.dump_folder) / CONFIG_FILE
+    settings = resolved_settings(job_config)
+    if (name := _own_folder(path)) is not None:
+        settings.setdefault("job", {})["dump_folder"] = name
+    with terminal.go_on_without(path):
+        dump_config(settings, path)
+
+
+def _own_folder(config: Path) -> str | None:
+    """Return the folder that a config names, if it lies in this folder: not in a copy of it, and it was not moved."""
+    try:
+        name = load_config(config)["job"]["dump_folder"]
+        return name if require_folder(name).samefile(config.parent) else None
+    except (ConfigError, LookupError, TypeError, OSError):  # no such file, no such setting, or a folder that is gone
+        return None

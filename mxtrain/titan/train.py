@@ -1,41 +1,42 @@
 """Train a model. Mistakes in the settings are found before anything is built."""
 
+import json
 import os
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
-from torchtitan.tools.logging import init_logger, logger
+from torchtitan.tools.logging import logger
 
+from mxtrain import ranks
 from mxtrain.analysis import closing_summary
+from mxtrain.checkpoints.start import Start, latest_checkpoint, require_folder
+from mxtrain.ending import CONTINUE, SETTING, NonFiniteError, Stop
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
-from mxtrain.launched import report_stop
+from mxtrain.launched import START_VARIABLE, is_launcher_alive
+from mxtrain.ranks import is_first
 from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.lock import locked
-from mxtrain.run_folder.start import CheckpointSettings, find_start, latest_checkpoint, require_folder
+from mxtrain.settings.checked_start import checked_start
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import places
-from mxtrain.settings.resume_check import check_resume
 from mxtrain.settings.resume_run import resolved
-from mxtrain.titan import finite
-from mxtrain.titan.agreement import is_first
 from mxtrain.titan.check_layout import check_model_layout
-from mxtrain.titan.checkpoint.checkpointer import SaveError
-from mxtrain.titan.finite import NonFiniteError
+from mxtrain.titan.checkpointer import SaveError
 from mxtrain.titan.parse import parse_job_config, settings_of
-from mxtrain.titan.resolved_config import write_resolved_config
-from mxtrain.titan.stop import Stop
+from mxtrain.titan.run_start import write_resolved_config
 from mxtrain.titan.trainer import Trainer
 
 FIRST_WORD_SECONDS = 3.0
 
 
-def train(args: list[str], verbose: bool) -> None:
-    """Train a model, and end with a summary of the run.
+def train(args: list[str], verbose: bool) -> Stop | None:
+    """Train a model, and end with a summary of the run. Return how a signal stopped it, or None.
 
     Args:
         args: TorchTitan's command-line flags, with ``--job.config_file`` among them.
@@ -52,34 +53,44 @@ def train(args: list[str], verbose: bool) -> None:
         )
     folder = require_folder(job_config.job.dump_folder)
     job_config.job.dump_folder = str(folder)
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    settings = settings_of(job_config)
-    check_machine(settings, Machine(processes, torch.cuda.is_available()))
-    check_model_layout(settings, torch.cuda.is_available())
-    _require_backend(job_config.compile)
-    with locked(folder) if is_first() else nullcontext() as warning:
-        # Every rank looks. Nothing changes in the folder before all ranks have met in the process group.
-        start = find_start(folder, CheckpointSettings.of(job_config.checkpoint), processes)
-        check_resume(start, settings, processes)
-        init_logger()
+    settings, processes = settings_of(job_config), int(os.environ.get("WORLD_SIZE", "1"))
+    find = partial(checked_start, folder, settings, processes)
+    found = Start.from_json(json.loads(os.environ[START_VARIABLE])) if is_launcher_alive() else None
+    warning = None
+    with ExitStack() as stack:
+
+        def check() -> None:
+            """Check what the launcher has not, and find where the run starts."""
+            nonlocal found, warning
+            if found is None:
+                check_machine(settings, Machine(processes, torch.cuda.is_available()))
+            check_model_layout(settings, torch.cuda.is_available())
+            _require_backend(job_config.compile)
+            if found is None:
+                if is_first():
+                    warning = stack.enter_context(locked(folder))
+                found = find()
+
+        # All ranks fail together, and nothing changes in the folder before all have passed.
+        ranks.run_on_all_ranks(check if ranks.is_first_of_node() else None)
         terminal.start(folder, verbose)
+        ranks.note = terminal.note_progress
         if warning:
             logger.warning(warning)
         try:
-            stop = _train(job_config)
+            stop = _train(partial(Trainer, job_config, settings, find, found))
         except (NonFiniteError, SaveError) as error:
             if is_first():
                 terminal.Screen().line(closing_summary(folder))
             if isinstance(error, SaveError):
                 raise
-            torch.distributed.barrier()  # all ranks are here, and torchrun stops the others when one ends
+            torch.distributed.barrier()  # all ranks are here, and a launcher stops the others when one ends
             raise NonFiniteError(f"{error}; training stops. {_ways_out(job_config)}", error.step, error.loss) from error
         if stop is not None:
-            terminal.note(stop.describe(folder, CheckpointSettings.of(job_config.checkpoint)))
+            terminal.note(stop.describe(folder, job_config.checkpoint))
         if is_first() and not job_config.checkpoint.create_seed_checkpoint:
             terminal.Screen().line(closing_summary(folder))
-        if is_first() and stop is not None:
-            report_stop(stop.signal)
+        return stop
 
 
 def _require_backend(settings) -> None:
@@ -91,13 +102,14 @@ def _require_backend(settings) -> None:
         )
 
 
-def _train(job_config) -> Stop | None:
-    """Train, and return which signal stopped it, or None if it came to its end."""
+def _train(build) -> Stop | None:
+    """Train with the trainer that ``build`` returns. Return which signal stopped it, or None if it came to its end."""
     trainer = None
     # Converters see that this trainer sets the step before every forward.
     set_rounding_step(0)
     try:
-        trainer = Trainer(job_config)
+        trainer = build()
+        job_config = trainer.job_config
         if is_first() and not (Path(job_config.job.dump_folder) / CONFIG_FILE).exists():
             write_resolved_config(job_config)
         if job_config.checkpoint.create_seed_checkpoint:
@@ -115,35 +127,39 @@ def _train(job_config) -> Stop | None:
 
 
 def _ways_out(job_config) -> str:
-    saved = latest_checkpoint(Path(job_config.job.dump_folder), CheckpointSettings.of(job_config.checkpoint))
+    saved = latest_checkpoint(Path(job_config.job.dump_folder), job_config.checkpoint)
     last = f"The last checkpoint, with finite weights, is {saved}" if saved else "There is no checkpoint"
     return (
         f"{last}. Try a lower optimizer.lr, more lr_scheduler.warmup_steps or a recipe with more bits; "
-        f'{finite.SETTING} = "{finite.CONTINUE}" only warns'
+        f'{SETTING} = "{CONTINUE}" only warns'
     )
 
 
 def main(args: list[str], verbose: bool) -> None:
-    """Run ``train`` in a worker process and exit. An error of the user's run is one line on stderr, no traceback."""
-    status = 0
+    """Run ``train`` in a worker process and exit. An error of the user's run is one line on stderr, no traceback.
+
+    The exit status is 0, 1 or 2, and 128 + n for ``mxtrain train`` alone after a stop by signal n: torchrun takes that
+    for a failure, and kills workers that still save.
+    """
+    status, all_know = 0, False
     try:
         args = resolved(args)
         with places(args):
-            train(args, verbose)
-    except ConfigError as error:
-        status = CONFIG_ERROR_STATUS
-        _report(error)
-    except (NonFiniteError, SaveError) as error:
-        status = 1
-        _report(error)
+            try:
+                stop = train(args, verbose)
+            except ranks.CommonError:
+                all_know = True
+                raise
+        if stop is not None and is_launcher_alive():
+            status = 128 + stop.signal
+    except (ConfigError, NonFiniteError, SaveError) as error:
+        status = CONFIG_ERROR_STATUS if isinstance(error, ConfigError) else 1
+        if not ranks.is_first_of_node():
+            # Most errors are found by all workers. The first one reports, and the launcher kills the others meanwhile.
+            time.sleep(FIRST_WORD_SECONDS)
+        if ranks.is_first_of_node() or not all_know:
+            print(f"mxtrain: error: {error}", file=sys.stderr, flush=True)
     # Not after another exception: this rank may be alone, and would wait for the others.
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(status)
-
-
-def _report(error: Exception) -> None:
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        # Most errors are found by all workers. The first one reports, and torchrun stops the others meanwhile.
-        time.sleep(FIRST_WORD_SECONDS)
-    print(f"mxtrain: error: {error}", file=sys.stderr, flush=True)

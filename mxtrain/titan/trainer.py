@@ -12,72 +12,59 @@ from torchtitan import train as titan
 
 from mxtrain.analysis.metrics_file import lacks_validation
 from mxtrain.analysis.runs import NONFINITE
+from mxtrain.checkpoints.folder import set_aside
+from mxtrain.checkpoints.manifest import Manifest
+from mxtrain.checkpoints.optimizer import apply_settings
+from mxtrain.checkpoints.random_state import RandomState
+from mxtrain.checkpoints.start import Start
+from mxtrain.ending import STOP, LossWatch, NonFiniteError, Stop, StopSignals, describe, nonfinite, over_ranks
 from mxtrain.files import sync_file
 from mxtrain.nn.buffers import kept_buffers
 from mxtrain.nn.ready_weights import ReadyWeights
+from mxtrain.ranks import from_first_rank, is_first
 from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
-from mxtrain.run_folder.checkpoints import set_aside
 from mxtrain.run_folder.files import METRICS_FILE
-from mxtrain.run_folder.manifest import Manifest
 from mxtrain.settings.resume_changes import kept_defaults
 from mxtrain.settings.resume_check import moved_entries
-from mxtrain.titan.agreement import is_first, run_on_all_ranks
-from mxtrain.titan.checkpoint.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer
-from mxtrain.titan.checkpoint.random_state import RandomState
-from mxtrain.titan.checkpoint.resumed_optimizer import apply_settings
-from mxtrain.titan.checkpoint.token_count import TokenCount
-from mxtrain.titan.finite import STOP, LossWatch, NonFiniteError, describe, nonfinite, over_ranks
+from mxtrain.settings.values import Settings
+from mxtrain.titan.agreement import require_same_settings
+from mxtrain.titan.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer
 from mxtrain.titan.metrics import log_event, log_loss, numerics_of, package_versions
-from mxtrain.titan.parse import resolved_settings, settings_of
+from mxtrain.titan.parse import resolved_settings
 from mxtrain.titan.repairs.context_parallel import correct_max_loss, tokens_of_other_ranks
 from mxtrain.titan.repairs.pipeline import FINDS_SHAPES_AGAIN, LossPerToken, SharedLoss, Stage
 from mxtrain.titan.repairs.replicas import Layout
-from mxtrain.titan.resolved_config import write_resolved_config
-from mxtrain.titan.run_start import begin_run
-from mxtrain.titan.same_settings import require_same_settings
+from mxtrain.titan.run_start import begin_run, write_resolved_config
 from mxtrain.titan.schedule import RecipeSwitch
-from mxtrain.titan.stop import Stop, StopSignals
 
 
 class Trainer(titan.Trainer):
-    """TorchTitan's trainer with some additions.
+    """TorchTitan's trainer with right gradients of replicas and pipelines, and these additions:
 
-    It computes right gradients with replicas and pipelines, and every rank knows the loss of a pipeline.
-
-    It gives the layers the recipes that the schedule and the guard have for a step.
-
-    It sets the step and the microbatch for stochastic rounding. Both follow from the trainer's own step, so a resumed
-    run draws the same random bits as an uninterrupted run.
-
-    It gives the optimizer of a resumed run its present settings, where the checkpoint has those of the run so far.
-
-    It begins with the validation of the checkpoint's step, where a kill came before that.
-
-    It casts the weights once per step, if a step has several microbatches and the weights stay the same between them.
-
-    It looks for losses, weights and optimizer states that are not finite, and never saves such weights or states.
-
-    It verifies the checkpoint from which a run starts, and saves whole checkpoints only. They hold the random number
-    generators' states, and the tokens seen by all ranks instead of one.
-
-    It runs the extra pass of a step with diagnostics (``mxtrain.diagnostics.recording``).
-
-    It saves and stops, on all ranks after the same step, when one of them has got a stop signal. ``stop`` is then how.
+    - recipes by step, from the schedule and the guard, and the position of a step in the random sequence
+    - weights cast once per step, where a step has several microbatches
+    - whole checkpoints with the random generators' states and the tokens of all ranks, verified before they are loaded,
+      and the optimizer's present settings; the validation of the checkpoint's step if a kill came before that
+    - a look for losses, weights and optimizer states that are not finite, which are never saved
+    - the extra pass of a step with diagnostics (``mxtrain.diagnostics.recording``)
+    - a stop, on all ranks after the same step, when one of them has got a stop signal. ``stop`` is then how
     """
 
     stop: Stop | None = None
     _last_step = 0
     _looked_at: int | None = None
 
-    def __init__(self, job_config):
+    def __init__(self, job_config, settings: Settings, find: Callable[[dict[str, str]], Start], found: Start | None):
+        """``settings`` are those of ``job_config``; the other arguments are ``verified_start``'s."""
+        self._settings, self._find, self._start = settings, find, found
         # debug.deterministic would fill new memory with NaN, all of which kernels overwrite: 0.80 instead of 0.90 of
         # the speed at 125M.
         torch.utils.deterministic.fill_uninitialized_memory = False
         with _own_parts():
             super().__init__(job_config)
         self.checkpointer.start = self._start
-        self.checkpointer.run = _manifest(job_config, self.dataloader)
+        self.checkpointer.run = _manifest(job_config, settings, self.dataloader)
         self.checkpointer.may_save = self._is_finite
         # After a power failure, a checkpoint without the rows before it would leave a gap in the run's curves.
         self.checkpointer.before_save = partial(sync_file, Path(job_config.job.dump_folder) / METRICS_FILE)
@@ -86,7 +73,7 @@ class Trainer(titan.Trainer):
         self.checkpointer.is_stopping = lambda: self._watch.stop_signal is not None
         self.checkpointer.after_load = self._after_load
         self.checkpointer.states[RANDOM_STATE] = RandomState()
-        moved = moved_entries(self._start, settings_of(job_config))
+        moved = moved_entries(self._start, settings)
         self._switch = RecipeSwitch(job_config, self.model_parts, partial(log_event, self.metrics_processor), moved)
         if (guard := self._switch.guard) is not None:
             # All stages of a pipeline and all ranks of tensor parallelism have the same loss.
@@ -122,8 +109,8 @@ class Trainer(titan.Trainer):
     def init_distributed(self):
         parallel_dims = super().init_distributed()
         # As soon as all ranks have met: what is built next looks into the run's folder, too.
-        require_same_settings(self.job_config)
-        self._start, self._changes = begin_run(self.job_config)
+        require_same_settings(self._settings, resolved_settings(self.job_config))
+        self._start = begin_run(self.job_config, self._find, self._start)
         return parallel_dims
 
     def train(self):
@@ -169,12 +156,12 @@ class Trainer(titan.Trainer):
         self._validate_if_missing()
         if self.step >= self.job_config.training.steps:
             return  # nothing is left to train, and TorchTitan's schedule fails for steps after its end
-        rates = apply_settings(self.optimizers, self.lr_schedulers)
-        if self.step > 0 and rates.kept != rates.present:
-            terminal.note(f"learning rate of step {self.step + 1}: {rates.present:.4g} (was {rates.kept:.4g})")
-        if self.step > 0 and self._changes:
+        kept, present = apply_settings(self.optimizers, self.lr_schedulers)
+        if self.step > 0 and kept != present:
+            terminal.note(f"learning rate of step {self.step + 1}: {present:.4g} (was {kept:.4g})")
+        if self.step > 0 and self._start.changes:
             # config.toml will have the new settings alone. One event, because wandb keeps one for each step.
-            log_event(self.metrics_processor, self.step + 1, "; ".join(self._changes))
+            log_event(self.metrics_processor, self.step + 1, "; ".join(self._start.changes))
 
     def _validate_if_missing(self) -> None:
         """Validate the step from which the run resumes, if a kill came between its checkpoint and its validation."""
@@ -182,8 +169,7 @@ class Trainer(titan.Trainer):
         if not (of_own_step and self.job_config.validation.enable and self.validator.should_validate(self.step)):
             return
         metrics = Path(self.job_config.job.dump_folder) / METRICS_FILE
-        ranks = run_on_all_ranks((lambda: lacks_validation(metrics, self.step)) if is_first() else None)
-        if not ranks[0]["result"]:
+        if not from_first_rank(lambda: lacks_validation(metrics, self.step)):
             return
         if self.parallel_dims.pp_enabled and not FINDS_SHAPES_AGAIN:
             terminal.note(f"step {self.step} was saved and not validated: this PyTorch cannot begin a pipeline so")
@@ -270,6 +256,39 @@ class Trainer(titan.Trainer):
             self._watch.end(NonFiniteError(f"step {step}: the validation loss is {found}", step))
 
 
+class TokenCount:
+    """Converts between the tokens that one rank has seen and the tokens that all ranks have seen.
+
+    So the count goes on when the number of ranks changes. TorchTitan counts on every rank, adds up the counts of all
+    ranks for its metrics, and saves the count of one rank.
+    All ranks see as many tokens in a step, so one rank's count gives the count of all.
+
+    Args:
+        ranks: number of ranks whose counts TorchTitan adds up.
+        rank: this rank among them.
+    """
+
+    def __init__(self, ranks: int, rank: int):
+        self._ranks = ranks
+        self._rank = rank
+        self._loaded = self._share = 0
+
+    @classmethod
+    def of_layout(cls, parallel_dims) -> "TokenCount":
+        mesh = parallel_dims.get_optional_mesh("loss")
+        return cls(mesh.size(), mesh.get_local_rank()) if mesh is not None else cls(1, 0)
+
+    def of_all_ranks(self, own: int) -> int:
+        """Return the tokens that all ranks have seen, if this rank has seen ``own``."""
+        return self._loaded + (own - self._share) * self._ranks
+
+    def share(self, of_all_ranks: int) -> int:
+        """Return this rank's share of the tokens that earlier ranks have seen. The shares add up to all of them."""
+        own, rest = divmod(of_all_ranks, self._ranks)
+        self._loaded, self._share = of_all_ranks, own + (self._rank < rest)
+        return self._share
+
+
 @contextmanager
 def _own_parts() -> Iterator[None]:
     """Let TorchTitan's trainer, which looks classes up in modules, find mxtrain's."""
@@ -285,14 +304,14 @@ def _own_parts() -> Iterator[None]:
         yield
 
 
-def _manifest(job_config, dataloader) -> Manifest:
+def _manifest(job_config, settings: Settings, dataloader) -> Manifest:
     """Return what the manifests of all checkpoints of a run have in common."""
     return Manifest(
         step=0,
         holds_trainer=False,
         files={},
         settings=resolved_settings(job_config),
-        defaults=kept_defaults(settings_of(job_config).known),
+        defaults=kept_defaults(settings.known),
         versions=package_versions(),
         tokenizer_sha256=getattr(dataloader, "tokenizer_sha256", None),  # a model of the user's may have its own loader
         processes=torch.distributed.get_world_size(),

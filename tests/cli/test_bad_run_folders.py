@@ -8,8 +8,9 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from mxtrain import cli
+from mxtrain.checkpoints.manifest import MANIFEST_FILE, Manifest, write_manifest
 from mxtrain.cli import launch
-from mxtrain.run_folder.manifest import MANIFEST_FILE, FileRecord, Manifest, write_manifest
+from mxtrain.files import FileRecord
 from mxtrain.settings.read import read_settings
 
 ROW = json.dumps({"step": 1, "loss": 9.0}) + "\n"
@@ -391,7 +392,6 @@ def launcher(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("NGPU", raising=False)
     monkeypatch.setattr(launch, "accelerator_count", lambda: 0)
-    monkeypatch.setattr(launch, "set_worker_defaults", lambda *arguments: None)
     monkeypatch.setattr(launch, "run_workers", lambda arguments, *_: started.append(arguments) or 0)
     (tmp_path / "job.toml").write_text("")
     return started

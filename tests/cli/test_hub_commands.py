@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mxtrain import cli
 from mxtrain.data.documents import Progress
 from mxtrain.data.tokenizer import train_tokenizer
+from mxtrain.files import hash_file
 from mxtrain.hugging_face.model_config import REPORT_FILE
-from mxtrain.run_folder.manifest import hash_file
 from tests.support import saved_runs
 
 

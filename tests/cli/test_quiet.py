@@ -1,3 +1,4 @@
+import io
 import logging
 import runpy
 import sys
@@ -55,3 +56,18 @@ def test_a_worker_hides_warnings_before_it_imports_torchtitan(monkeypatch, verbo
     monkeypatch.setattr(sys, "argv", ["train", *(["--verbose"] if verbose else []), "--training.steps=3"])
     runpy.run_module("mxtrain.train", run_name="__main__")
     assert calls == ([] if verbose else ["hide"]) + [(["--training.steps=3"], verbose)]
+
+
+@pytest.mark.parametrize("errors, written", [("strict", b"?"), ("backslashreplace", b"\\xb1")])
+def test_characters_that_a_stream_lacks_stop_no_command(monkeypatch, errors, written):
+    file = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file, encoding="ascii", errors=errors))
+    quiet.open_closed_streams()
+    print("\u00b1", end="", flush=True)
+    assert file.getvalue() == written
+
+
+def test_a_closed_stream_takes_everything(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    quiet.open_closed_streams()
+    print("gone", file=sys.stderr, flush=True)

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from mxtrain.errors import ConfigError
-from mxtrain.launched import LAUNCHER_VARIABLE
 from mxtrain.run_folder import lock
 from mxtrain.run_folder.lock import locked
 
@@ -61,25 +60,6 @@ def test_the_lock_names_its_holder_after_others_have_held_it(tmp_path):
             pass
     message = f"is in use by process {os.getpid()} on {socket.gethostname()};"
     with locked(tmp_path), pytest.raises(ConfigError, match=message), locked(tmp_path):
-        pass
-
-
-def test_a_worker_shares_the_lock_of_its_launcher_and_outlives_it(tmp_path, monkeypatch):
-    with locked(tmp_path):
-        monkeypatch.setenv(LAUNCHER_VARIABLE, str(os.getppid()))  # as if this process were the worker
-        worker = locked(tmp_path)
-        worker.__enter__()
-    monkeypatch.delenv(LAUNCHER_VARIABLE)
-    with pytest.raises(ConfigError, match="is in use by process"), locked(tmp_path):
-        pass
-    worker.__exit__(None, None, None)
-    with locked(tmp_path):
-        pass
-
-
-def test_a_variable_of_an_older_launcher_opens_no_lock(tmp_path, monkeypatch):
-    monkeypatch.setenv(LAUNCHER_VARIABLE, "1")
-    with locked(tmp_path), pytest.raises(ConfigError, match="is in use"), locked(tmp_path):
         pass
 
 

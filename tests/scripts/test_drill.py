@@ -13,7 +13,8 @@ import verdict
 from moments import Saved
 from victim import write_config
 
-from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest
+from mxtrain.checkpoints.manifest import Manifest, write_manifest
+from mxtrain.files import hash_file
 from mxtrain.settings.read import read_settings
 
 ROOT = Path(__file__).parents[2]

@@ -2,9 +2,9 @@
 
 import pytest
 
+from mxtrain.checkpoints.manifest import Manifest, write_manifest
+from mxtrain.checkpoints.start import Start
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.manifest import Manifest, write_manifest
-from mxtrain.run_folder.start import Start
 from mxtrain.settings.layout import RELATIONS as LAYOUT_RELATIONS
 from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import known_fields

@@ -4,8 +4,9 @@ import os
 import pickle
 from dataclasses import replace
 
-from mxtrain.run_folder.checkpoints import DCP_METADATA
-from mxtrain.run_folder.manifest import hash_file, read_manifest, write_manifest
+from mxtrain.checkpoints.folder import DCP_METADATA
+from mxtrain.checkpoints.manifest import read_manifest, write_manifest
+from mxtrain.files import hash_file
 
 
 class Code:

@@ -80,7 +80,7 @@ def _begin_after_first(begin: Callable, *args, **kwargs) -> None:
             if probe.connect_ex((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) == 0:
                 break
         time.sleep(0.005)
-    begin(*args, **kwargs)
+    return begin(*args, **kwargs)
 
 
 def _sleep(sleep: Callable, rank: str, statuses: list[Path], seconds: float) -> None:
@@ -120,8 +120,8 @@ def train_all(
     rank = environment["RANK"]
     sleep = time.sleep
     if rank != "0":
-        begin = torch.distributed.init_process_group
-        torch.distributed.init_process_group = partial(_begin_after_first, begin)
+        meet = torch.distributed.rendezvous
+        torch.distributed.rendezvous = partial(_begin_after_first, meet)
     for name, flags in runs.items():
         os.environ.clear()  # of what TorchTitan set in the run before
         os.environ.update(environment)

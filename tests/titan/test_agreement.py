@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,11 +12,15 @@ import pytest
 import torch.distributed as dist
 
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
+from mxtrain import ranks
 from mxtrain.data import DataConfig, cache_folders, prepare, prepared
 from mxtrain.errors import ConfigError
+from mxtrain.ranks import is_first, run_on_all_ranks
 from mxtrain.titan import agreement
-from mxtrain.titan.agreement import differences, is_first, prepare_together, run_on_all_ranks
+from mxtrain.titan.agreement import differences, prepare_together, require_same_settings
+from mxtrain.titan.parse import parse_job_config, resolved_settings, settings_of
 from tests.support.forked import forking_context
+from tests.support.training_worker import free_port
 
 SETTING = "training.dataset = 'files'"
 
@@ -24,7 +29,7 @@ def ranks_of(scenario, nodes: int, ranks_per_node: int, folder: Path) -> list:
     """Call ``scenario(node, local_rank, folder)`` in every rank, and return the results or one-line errors."""
     context = forking_context()
     queue = context.Queue()
-    args = (scenario, nodes * ranks_per_node, ranks_per_node, folder, queue)
+    args = (scenario, nodes * ranks_per_node, ranks_per_node, folder, free_port(), queue)
     workers = [context.Process(target=_rank, args=(rank, *args)) for rank in range(nodes * ranks_per_node)]
     for worker in workers:
         worker.start()
@@ -34,15 +39,15 @@ def ranks_of(scenario, nodes: int, ranks_per_node: int, folder: Path) -> list:
     return [results[rank] for rank in range(len(workers))]
 
 
-def _rank(rank: int, scenario, world: int, ranks_per_node: int, folder: Path, queue) -> None:
+def _rank(rank: int, scenario, world: int, ranks_per_node: int, folder: Path, port: str, queue) -> None:
     node, local_rank = divmod(rank, ranks_per_node)
     os.environ.update(
-        LOCAL_RANK=str(local_rank), GROUP_RANK=str(node), MXTRAIN_CACHE=str(folder / f"home{node}"), HOME=str(folder)
-    )
+        LOCAL_RANK=str(local_rank), GROUP_RANK=str(node), MXTRAIN_CACHE=str(folder / f"home{node}"), HOME=str(folder),
+        RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+    )  # fmt: skip
     # Much shorter than the slow scenario takes, as preparing may take longer than the timeout of a process group.
-    dist.init_process_group(
-        "gloo", f"file://{folder / 'store'}", rank=rank, world_size=world, timeout=timedelta(seconds=20)
-    )
+    if scenario is not before_the_group:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     try:
         result = scenario(node, local_rank, folder)
     except (ConfigError, RuntimeError, KeyError, TimeoutError) as error:
@@ -101,19 +106,27 @@ def unexpected(node, local_rank, folder):
     return run_on_all_ranks(work)
 
 
+def before_the_group(node, local_rank, folder):
+    def work():
+        if node == 0:
+            raise ConfigError("a mistake")
+
+    return run_on_all_ranks(work)
+
+
 def slow_rank_0(node, local_rank, folder):
     def work():
         time.sleep(1.0 if node == 0 else 0.0)
         return {"node": node}
 
     lines = []
-    agreement.NOTE_SECONDS, agreement.note_progress = 0.3, lines.append
+    ranks.NOTE_SECONDS, ranks.note = 0.3, lines.append
     return [rank["result"] for rank in run_on_all_ranks(work)], lines
 
 
 def alone(node, local_rank, folder):
-    agreement.PATIENCE_SECONDS = 0.2
-    return agreement._wait_for(dist.HashStore(), "answer", 1)
+    ranks.PATIENCE_SECONDS = 0.2
+    return ranks._wait_for(dist.HashStore(), "answer", 1)
 
 
 def test_one_rank_of_each_node_reads_the_source(tmp_path):
@@ -142,7 +155,7 @@ def test_a_missing_file_on_one_node_is_the_same_error_everywhere(tmp_path):
     write(tmp_path / "node0" / "a.jsonl")
     errors = ranks_of(same_files, 2, 1, tmp_path)
     assert len(set(errors)) == 1
-    assert errors[0].startswith(f"ConfigError: training.dataset_path = '{tmp_path / 'node1' / 'a.jsonl'}' does not")
+    assert errors[0].startswith(f"CommonError: training.dataset_path = '{tmp_path / 'node1' / 'a.jsonl'}' does not")
     assert errors[0].endswith(f"(on node {socket.gethostname()} (node 1))")
 
 
@@ -159,16 +172,22 @@ def test_a_bug_on_one_rank_does_not_leave_the_others_waiting(tmp_path):
     assert errors[1] == "KeyError: 'a bug'"
 
 
+def test_a_mistake_is_known_to_all_before_torch_distributed_has_started(tmp_path):
+    assert (
+        ranks_of(before_the_group, 2, 1, tmp_path) == [f"CommonError: a mistake (on node {socket.gethostname()})"] * 2
+    )
+
+
 def test_ranks_wait_for_the_slowest(tmp_path):
     (first, none), (second, lines) = ranks_of(slow_rank_0, 2, 1, tmp_path)
     assert first == second == [{"node": 0}, {"node": 1}]
     assert none == [] and 1 <= len(lines) <= 4
-    assert lines[0] == "waiting for rank 0 to prepare its data, 0 s"
+    assert lines[0] == "waiting for rank 0, 0 s"
 
 
 def test_a_rank_that_never_answers_is_an_error(tmp_path):
     (error,) = ranks_of(alone, 1, 1, tmp_path)
-    assert error.startswith("TimeoutError: rank 1 has not prepared its data after 0 s")
+    assert error.startswith("TimeoutError: rank 1 has not answered after 0 s")
 
 
 def test_one_process_needs_no_group():
@@ -193,3 +212,45 @@ def test_the_first_rank_is_known_before_and_after_the_ranks_have_met(monkeypatch
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
     assert not is_first(), "without torchrun's variables"
+
+
+COMMON = ["--model.converters=mxnorm", "--training.local_batch_size=2", "--optimizer.lr=1e-3"]
+
+
+def compare(*flags: str) -> None:
+    """Compare the settings of this rank with rank 0's, which has other flags."""
+    own = parse_job_config([*COMMON, *flags])
+    require_same_settings(settings_of(own), resolved_settings(own))
+
+
+def other_settings(node, local_rank, folder):
+    compare(*(["--optimizer.lr=1e-2"] if node == 1 else ["--data.cache_dir=/scratch", "--job.dump_folder=/home/run"]))
+
+
+def test_another_setting_on_one_node_is_the_same_error_everywhere(tmp_path):
+    errors = ranks_of(other_settings, 2, 1, tmp_path)
+    assert len(set(errors)) == 1
+    assert errors[0] == (
+        "CommonError: optimizer.lr = 0.01, but 0.001 on rank 0: start all nodes with the same config and flags "
+        f"(on node {socket.gethostname()} (node 1))"
+    )
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--mxnorm.p=1"], "^mxnorm.p = 1, but 2 on rank 0: "),
+        (["--parallelism.tensor_parallel_degree=2"], "tensor_parallel_degree = 2, but 1 on rank 0"),
+        (["--training.local_batch_size=4"], "training.global_batch_size = 8, but 4 on rank 0"),
+        (["--training.seq_len=64", "--debug.seed=1"], "^training.seq_len = 64, .*; these differ, too: debug.seed"),
+        (["--data.cache_dir=/scratch", "--metrics.log_freq=3", "--job.dump_folder=/home/run"], ""),
+        (["--training.dataset=files", "--training.dataset_path=/local/1.txt"], ""),  # whose hashes are compared
+    ],
+)
+def test_settings_that_must_be_the_same_and_others(monkeypatch, flags, message):
+    texts = ["--training.dataset=files", "--training.dataset_path=/local/0.txt"] if "dataset" in flags[0] else []
+    first = resolved_settings(parse_job_config([*COMMON, *texts]))
+    monkeypatch.setattr(agreement, "from_first_rank", lambda work: first)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        compare(*flags)

@@ -1,8 +1,15 @@
-"""What a run says about its start."""
+"""What a run says about its start, and the settings in its folder."""
 
-from mxtrain.run_folder.manifest import Manifest, write_manifest
-from mxtrain.run_folder.start import Start
-from mxtrain.titan.run_start import excluded_parts, other_versions
+from pathlib import Path
+
+import pytest
+import tomli
+import tomli_w
+
+from mxtrain.checkpoints.manifest import Manifest, write_manifest
+from mxtrain.checkpoints.start import Start
+from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.run_start import other_versions, write_resolved_config
 
 
 def test_versions_that_have_changed_are_named(tmp_path, monkeypatch):
@@ -18,8 +25,15 @@ def test_versions_that_have_changed_are_named(tmp_path, monkeypatch):
     assert other_versions(Start(5, (), checkpoint)) == other_versions(Start(0)) == []
 
 
-def test_what_a_resumed_run_leaves_out_of_its_checkpoint_is_said():
-    assert excluded_parts(Start(12), ["model", "dataloader"]) == [
-        "checkpoint.exclude_from_loading: step 13 begins without the checkpoint's model and dataloader"
-    ]
-    assert excluded_parts(Start(12), []) == excluded_parts(Start(0), ["model"]) == []
+@pytest.mark.parametrize("named", ["run", "{tmp}/run", "link", "other", "gone", "", None])
+def test_a_config_that_names_its_own_folder_goes_on_to_do_so(tmp_path, monkeypatch, named):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("run", "other"):
+        Path(folder).mkdir()
+    Path("link").symlink_to("run")
+    named = named and named.format(tmp=tmp_path)
+    job = {} if named is None else {"dump_folder": named}
+    Path("run/config.toml").write_text(tomli_w.dumps({"job": job, "debug": {"seed": 3}}))
+    write_resolved_config(parse_job_config(["--job.config_file=run/config.toml", "--job.dump_folder=run"]))
+    kept = job if named in ("run", f"{tmp_path}/run", "link") else {}
+    assert tomli.loads(Path("run/config.toml").read_text()) == {"job": kept, "debug": {"seed": 3}}

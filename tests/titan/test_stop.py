@@ -11,14 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+from torchtitan.config.job_config import Checkpoint
 
+from mxtrain.ending import Stop, StopSignals, resume_command
 from mxtrain.launched import LAUNCHER_VARIABLE
-from mxtrain.run_folder.start import CheckpointSettings
-from mxtrain.titan.stop import Stop, StopSignals, resume_command
 from tests.support import training_runs
 from tests.support.training_runs import SAVE, steps, wait_for_lines
 
-ENABLED = CheckpointSettings(enable=True)
+ENABLED = Checkpoint(enable=True)
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +129,8 @@ def test_signals_that_nohup_and_scripts_ignore_stay_ignored(ignored, others):
 def test_the_line_says_why_a_step_is_not_saved(tmp_path):
     stop = Stop(signal.SIGINT, 7, is_saved=False)
     start = "stopped by SIGINT after step 7, which is not saved: "
-    assert stop.describe(tmp_path, CheckpointSettings()) == start + "checkpoint.enable is false"
-    load_only = CheckpointSettings(enable=True, load_only=True)
+    assert stop.describe(tmp_path, Checkpoint()) == start + "checkpoint.enable is false"
+    load_only = Checkpoint(enable=True, load_only=True)
     assert stop.describe(tmp_path, load_only) == start + "checkpoint.load_only is true"
     assert stop.describe(tmp_path, ENABLED) == start + "its weights are not finite"
 

@@ -18,8 +18,8 @@ from torchtitan.protocols import train_spec
 
 from mxtrain import ConfigError
 from mxtrain.analysis import load_run
-from mxtrain.run_folder.checkpoints import Checkpoints
-from mxtrain.titan.checkpoint.checkpointer import SaveError
+from mxtrain.checkpoints.folder import Checkpoints
+from mxtrain.titan.checkpointer import SaveError
 from mxtrain.titan.parse import non_default_values, parse_job_config, resolved_settings
 from mxtrain.titan.train import _require_backend, train
 from tests.support.training_runs import CONFIG, MIXED_RECIPE, MIXED_RECIPES, Outcome, run_python

@@ -10,13 +10,12 @@ import tomli
 import torch
 from torchtitan import train as titan
 
+from mxtrain.checkpoints.start import Start
+from mxtrain.ending import LossWatch, NonFiniteError, Stop, StopSignals
 from mxtrain.rng.rounding import position_as_set
-from mxtrain.run_folder.start import Start
-from mxtrain.titan.finite import LossWatch, NonFiniteError
-from mxtrain.titan.parse import parse_job_config
-from mxtrain.titan.stop import Stop, StopSignals
+from mxtrain.titan.parse import parse_job_config, settings_of
 from mxtrain.titan.train import _train
-from mxtrain.titan.trainer import Trainer
+from mxtrain.titan.trainer import TokenCount, Trainer
 
 
 def one_process() -> SimpleNamespace:
@@ -56,7 +55,7 @@ def trainer(monkeypatch, tmp_path):
         self.validator = SimpleNamespace(
             validate=lambda _, step: self.metrics_processor.log_validation(loss=float("inf"), step=step)
         )
-        self.dataloader, self._start = None, Start(0)
+        self.dataloader = None
         self.gradient_accumulation_steps = 1
 
     def train_step(self, losses):
@@ -73,7 +72,8 @@ def trainer(monkeypatch, tmp_path):
     made = []
 
     def make(*flags):
-        made.append(Trainer(parse_job_config(["--model.converters=", f"--job.dump_folder={tmp_path}", *flags])))
+        job_config = parse_job_config(["--model.converters=", f"--job.dump_folder={tmp_path}", *flags])
+        made.append(Trainer(job_config, settings_of(job_config), None, Start(0)))
         return made[-1]
 
     yield make
@@ -210,14 +210,13 @@ def test_a_signal_in_the_last_step_changes_nothing(trainer):
 
 
 def test_a_start_that_fails_leaves_the_settings_of_the_one_before(trainer, monkeypatch, tmp_path):
-    monkeypatch.setattr("mxtrain.titan.train.Trainer", lambda job_config: one)
     monkeypatch.setattr(titan.Trainer, "close", lambda self: None)
     for seed, loss, kept in [(4, "fails", 4), (5, "fails", 4), (5, 3.0, 5)]:
         monkeypatch.setattr(titan.Trainer, "train", lambda self, losses=(loss,): self.train_step(losses))
         one = trainer(f"--debug.seed={seed}")
         one.step, one.checkpointer.finish = 7, lambda: None
         with pytest.raises(TypeError) if loss == "fails" else nullcontext():
-            _train(one.job_config)
+            _train(lambda one=one: one)
         assert tomli.loads((tmp_path / "config.toml").read_text())["debug"] == {"seed": kept}
 
 
@@ -251,3 +250,30 @@ def test_the_trainer_sets_step_and_microbatch(monkeypatch):
     trainer._signals.restore()
     assert seen == [[7, 0, 0], [7, 1, 0], [7, 2, 0], [8, 0, 0], [8, 1, 0], [8, 2, 0]]
     assert begun == [7, 8]
+
+
+@pytest.mark.parametrize("layouts", [[4, 2, 1, 4], [1, 3, 2], [8, 3, 5]])
+def test_the_count_goes_on_over_other_numbers_of_ranks(layouts):
+    """Three ranks cannot share evenly what eight have seen, nor two what three have seen."""
+    total = 0
+    for ranks in layouts:
+        counts = [TokenCount(ranks, rank) for rank in range(ranks)]
+        seen = [count.share(total) for count in counts]
+        assert sum(seen) == total and max(seen) - min(seen) <= 1
+        for _ in range(7):
+            seen = [tokens + 17 for tokens in seen]
+            total += 17 * ranks
+            assert sum(seen) == total
+            assert {count.of_all_ranks(tokens) for count, tokens in zip(counts, seen)} == {total}
+
+
+def test_a_new_run_counts_from_zero():
+    assert [TokenCount(3, rank).of_all_ranks(10) for rank in range(3)] == [30] * 3
+
+
+def test_the_ranks_are_those_whose_counts_torchtitan_adds_up():
+    meshes = {"loss": SimpleNamespace(size=lambda: 6, get_local_rank=lambda: 5)}
+    several, one = (SimpleNamespace(get_optional_mesh=found.get) for found in (meshes, {}))
+    assert TokenCount.of_layout(several).of_all_ranks(10) == 60
+    assert TokenCount.of_layout(several).share(11) == 1 and TokenCount.of_layout(several).share(12) == 2
+    assert TokenCount.of_layout(one).of_all_ranks(10) == 10

@@ -10,16 +10,17 @@ import torch
 import torch.nn.functional as F
 from torchtitan.tools import utils
 
+from mxtrain.checkpoints.manifest import MANIFEST_FILE
 from mxtrain.data.run_data import TOKENIZER_FOLDER, read_record
 from mxtrain.data.store import DamagedText, TokenFile, load_text
 from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.files import hash_file
 from mxtrain.hugging_face.export import FORMATS, Exporter, Trained
 from mxtrain.hugging_face.model_config import REPORT_FILE
 from mxtrain.hugging_face.model_files import new_target, require_new
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.run_folder.files import DATA_FILE
-from mxtrain.run_folder.manifest import MANIFEST_FILE, hash_file
 from mxtrain.settings.registry import TITAN_QUANTIZING
 from mxtrain.titan.hugging_face.models import parameters, require_exportable, shape_of
 from mxtrain.titan.hugging_face.saved_run import SavedRun, open_run

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torchtitan.protocols.train_spec import get_train_spec
 
+from mxtrain.checkpoints.manifest import Manifest, hash_file, write_manifest
 from mxtrain.config import dump_config, load_config
 from mxtrain.data.run_data import TOKENIZER_FOLDER
 from mxtrain.data.tokenizer import COMPANIONS, SPECIAL_TOKENS_FILE, copy_tokenizer, load_tokenizer, tokenizer_hash
@@ -23,7 +24,6 @@ from mxtrain.hugging_face.model_config import CONFIG_FILE as MODEL_CONFIG_FILE
 from mxtrain.hugging_face.model_config import GENERATION_FILE, ModelShape, read_generation, read_shape
 from mxtrain.hugging_face.model_files import SavedTensors, new_target
 from mxtrain.run_folder.files import CONFIG_FILE
-from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest
 from mxtrain.settings.model_settings import SECTION
 from mxtrain.settings.read import read_settings
 from mxtrain.titan.hugging_face.models import find_model, parameters, require_same_logits

@@ -17,17 +17,17 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.logging import logger
 
+from mxtrain.checkpoints.folder import Checkpoints
+from mxtrain.checkpoints.manifest import DamagedCheckpoint, Manifest, check_hashes
+from mxtrain.checkpoints.reader import load, read_index
 from mxtrain.config import dump_config
 from mxtrain.conversion.schedule import set_step
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.checkpoints import Checkpoints
 from mxtrain.run_folder.files import CONFIG_FILE
-from mxtrain.run_folder.manifest import DamagedCheckpoint, Manifest, check_hashes
 from mxtrain.settings.fields import Field
 from mxtrain.settings.read import places
 from mxtrain.settings.registry import TITAN_QUANTIZING
 from mxtrain.settings.resume_changes import other_defaults
-from mxtrain.titan.checkpoint.reader import load, read_index
 from mxtrain.titan.hugging_face.models import meta_model
 from mxtrain.titan.models.llama3 import is_tied
 from mxtrain.titan.models.model_args import given_in

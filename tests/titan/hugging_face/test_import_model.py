@@ -14,12 +14,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torchtitan.protocols.train_spec import get_train_spec
 
+from mxtrain.checkpoints.manifest import check_hashes, read_manifest
+from mxtrain.checkpoints.start import find_start
 from mxtrain.data.documents import Progress
 from mxtrain.data.tokenizer import copy_tokenizer, train_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import REPORT_FILE
-from mxtrain.run_folder.manifest import check_hashes, read_manifest
-from mxtrain.run_folder.start import CheckpointSettings, find_start
 from mxtrain.settings.read import read_settings
 from mxtrain.titan.hugging_face import import_model as import_module
 from mxtrain.titan.hugging_face.export import export
@@ -176,7 +176,7 @@ def test_the_folder_is_where_a_run_starts(models, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (run / "tokenizer" / name).read_bytes() == (source / name).read_bytes()
     assert settings["model.hf_assets_path"] == str(run / "tokenizer")
-    checkpoint = CheckpointSettings.of(settings.section("checkpoint"))
+    checkpoint = settings.section("checkpoint")
     start = find_start(run, checkpoint, 1)
     assert start.step == 0 and "training starts from the weights in" in start.notes[0]
     assert find_start(tmp_path / "elsewhere", checkpoint, 1).step == 0

@@ -16,14 +16,14 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 
+from mxtrain.checkpoints import writer as checkpoint_writer
+from mxtrain.checkpoints.folder import Checkpoints
+from mxtrain.checkpoints.manifest import Manifest, check_hashes
+from mxtrain.checkpoints.start import find_start
+from mxtrain.checkpoints.writer import CheckpointWriter
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.checkpoints import Checkpoints
-from mxtrain.run_folder.manifest import Manifest, check_hashes
-from mxtrain.run_folder.start import CheckpointSettings, find_start
-from mxtrain.titan.checkpoint import checkpointer
-from mxtrain.titan.checkpoint import writer as checkpoint_writer
-from mxtrain.titan.checkpoint.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer, SaveError
-from mxtrain.titan.checkpoint.writer import CheckpointWriter
+from mxtrain.titan import checkpointer
+from mxtrain.titan.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer, SaveError
 from mxtrain.titan.parse import parse_job_config
 from tests.support.hostile_pickles import NAME, Code, put_code_into_index
 
@@ -63,7 +63,7 @@ def build(tmp_path):
             sd_adapter=None,
             base_folder=str(tmp_path),
         )
-        one.start = find_start(tmp_path, CheckpointSettings.of(settings), 1)
+        one.start = find_start(tmp_path, settings, 1)
         one.run = Manifest(0, False, {}, settings={"optimizer": {"lr": 0.5}}, tokenizer_sha256="abc")
         one.may_save = lambda step: True
         one.before_save = lambda: None

@@ -1,24 +1,30 @@
 """Where a run starts. tests/cli/test_bad_run_folders.py has the folders in which no run may start."""
 
 import errno
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torchtitan.config.job_config import Checkpoint
 
-from mxtrain.errors import ConfigError
-from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest
-from mxtrain.run_folder.start import (
-    CheckpointSettings,
+from mxtrain.checkpoints.folder import clear_leftovers
+from mxtrain.checkpoints.manifest import Manifest, write_manifest
+from mxtrain.checkpoints.start import (
     NothingToResume,
+    Start,
+    begin_again,
     find_start,
+    interrupted_after,
     latest_checkpoint,
     require_no_other_run,
     resumed_step,
 )
+from mxtrain.errors import ConfigError
+from mxtrain.files import hash_file
 
-ON = CheckpointSettings(enable=True)
+ON = Checkpoint(enable=True)
 
 
 def save(folder: Path, step: int, full: bool = True) -> Path:
@@ -66,18 +72,18 @@ def test_a_run_resumes_from_the_newest_whole_checkpoint(tmp_path, monkeypatch):
     )
     assert resumed_step(tmp_path, ON) == 10
     assert latest_checkpoint(tmp_path, ON) == ten and five.is_dir() and thirty.is_dir()
-    assert latest_checkpoint(tmp_path, CheckpointSettings()) is None, "a run without checkpoints resumes from none"
+    assert latest_checkpoint(tmp_path, Checkpoint()) is None, "a run without checkpoints resumes from none"
 
 
 def test_an_earlier_step_abandons_the_later_ones_and_says_so(tmp_path):
     paths = [save(tmp_path, step, full=step < 12) for step in (5, 10, 12)]
-    start = find_start(tmp_path, CheckpointSettings(enable=True, load_step=5), 1)
+    start = find_start(tmp_path, Checkpoint(enable=True, load_step=5), 1)
     assert start.step == 5 and start.abandoned == tuple(paths[1:])
     assert start.notes[1:] == (
         f"checkpoints after step 5 go to {tmp_path / 'checkpoint' / 'set_aside'}: step-10, step-12",
     )
     # A run that saves nothing has no reason to move them.
-    looks = CheckpointSettings(enable=True, load_step=5, load_only=True)
+    looks = Checkpoint(enable=True, load_step=5, load_only=True)
     assert find_start(tmp_path, looks, 1).abandoned == ()
     (tmp_path / "metrics.jsonl").write_text("a row")
     with pytest.raises(ConfigError, match=r"would replace \(checkpoint.load_only saves none of its steps\)"):
@@ -94,7 +100,7 @@ def test_weights_alone_are_told_from_a_full_checkpoint(tmp_path):
         find_start(tmp_path, ON, 1)
     (path / "data").write_text("10")
     # Whoever loads only the weights gets them.
-    weights = CheckpointSettings(enable=True, exclude_from_loading=["train_state"])
+    weights = Checkpoint(enable=True, exclude_from_loading=["train_state"])
     start = find_start(tmp_path, replace(weights, load_only=True), 1)
     assert (start.step, start.checkpoint) == (0, path)
     assert start.notes == (f"training starts from the weights in {path}",)
@@ -112,7 +118,7 @@ def test_the_earlier_step_that_is_named_is_one_that_can_be_resumed(tmp_path):
 
 def test_initial_weights_of_another_run(tmp_path):
     path = save(tmp_path / "other", 10)
-    settings = CheckpointSettings(enable=True, initial_load_path=str(path))
+    settings = Checkpoint(enable=True, initial_load_path=str(path))
     assert find_start(tmp_path, settings, 1).checkpoint == path
     whole = replace(settings, initial_load_model_only=False)
     start = find_start(tmp_path, whole, 1)
@@ -138,12 +144,12 @@ def test_torchtitans_own_trainer_may_resume_from_its_own_checkpoints(tmp_path):
     (tmp_path / "checkpoint" / "step-5" / ".metadata").touch()
     require_no_other_run(tmp_path, ON)
     with pytest.raises(ConfigError, match="holds the metrics of a run"):
-        require_no_other_run(tmp_path, CheckpointSettings())
+        require_no_other_run(tmp_path, Checkpoint())
 
 
 def test_initial_weights_of_hugging_face_are_no_checkpoint(tmp_path):
     (tmp_path / "model").mkdir()
-    settings = CheckpointSettings(enable=True, initial_load_path=str(tmp_path / "model"), initial_load_in_hf=True)
+    settings = Checkpoint(enable=True, initial_load_path=str(tmp_path / "model"), initial_load_in_hf=True)
     start = find_start(tmp_path / "run", settings, 1)
     assert (start.step, start.checkpoint) == (0, None)
 
@@ -154,12 +160,12 @@ def test_steps_that_are_done_under_torchtitans_own_trainer(tmp_path):
     assert resumed_step(tmp_path, ON) == 10
     assert resumed_step(tmp_path, replace(ON, load_step=5)) == 5
     assert resumed_step(tmp_path, replace(ON, exclude_from_loading=["train_state"])) == 0
-    assert resumed_step(tmp_path, CheckpointSettings()) == 0
+    assert resumed_step(tmp_path, Checkpoint()) == 0
 
 
 def test_a_new_run_needs_no_words(tmp_path):
     for folder in (tmp_path, tmp_path / "new"):
-        for settings in (ON, CheckpointSettings()):
+        for settings in (ON, Checkpoint()):
             assert find_start(folder, settings, 1) == find_start(folder, settings, 8)
             assert find_start(folder, settings, 1).step == 0 and find_start(folder, settings, 1).notes == ()
             assert latest_checkpoint(folder, settings) is None
@@ -176,3 +182,93 @@ def test_a_folder_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
         find_start(tmp_path, ON, 1)
     where = tmp_path / "checkpoint"
     assert str(error.value) == f"job.dump_folder = {str(tmp_path)!r} cannot be read: {where}: Permission denied"
+
+
+def test_a_start_is_handed_over_as_json(tmp_path):
+    start = Start(5, ("a note",), tmp_path / "step-5", (tmp_path / "step-6",), ("a change",))
+    for one in (start, Start()):
+        assert Start.from_json(json.loads(json.dumps(one.to_json()))) == one
+
+
+# Runs that may begin again, because a kill came before their first checkpoint.
+ENABLED = "[checkpoint]\nenable = true\n"
+FIVE = f"{ENABLED}interval = 5\n[training]\nsteps = 20\n"
+
+
+def write(folder, config, last, saving=False, first=1):
+    (folder / "config.toml").write_text(config)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": n}) + "\n" for n in range(first, last + 1)))
+    if saving:
+        (folder / "checkpoint" / ".saving").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    "config, last, saving, begins_again",
+    [
+        (FIVE, 3, False, True),
+        (FIVE, 5, False, True),  # killed when the first save began
+        (FIVE, 7, True, True),  # while an asynchronous save went on
+        (FIVE, 7, False, False),  # it has saved, and the checkpoints are gone
+        (FIVE, 20, False, False),
+        (ENABLED, 499, False, True),
+        (ENABLED, 501, False, False),
+        (ENABLED + "[training]\nsteps = 100\n", 100, False, False),  # finished
+        (ENABLED + "[training]\nsteps = 100\n", 100, True, True),  # killed in its last save
+        (ENABLED + "load_only = true\n", 3, False, False),
+        ("", 3, False, False),
+        ("[checkpoint]\nenable =", 3, False, False),
+        ("checkpoint = 3\n", 3, False, False),
+    ],
+)
+def test_a_run_begins_again_only_if_nothing_can_have_been_saved(tmp_path, config, last, saving, begins_again):
+    write(tmp_path, config, last, saving)
+    if begins_again:
+        assert find_start(tmp_path, ON, 1).step == 0
+        require_no_other_run(tmp_path, ON)
+    else:
+        assert begin_again(tmp_path, ON) == () and interrupted_after(tmp_path, tmp_path / "checkpoint") is None
+        for look in (lambda: find_start(tmp_path, ON, 1), lambda: require_no_other_run(tmp_path, ON)):
+            with pytest.raises(ConfigError, match="holds the metrics of a run"):
+                look()
+    with pytest.raises(ConfigError, match="holds the metrics of a run"):
+        find_start(tmp_path, Checkpoint(), 1)  # this one would save nothing
+
+
+@pytest.mark.parametrize("last, is_interrupted", [(8, True), (10, True), (11, False)])
+def test_a_run_that_goes_on_from_another_runs_step_saves_first_at_the_next_multiple(tmp_path, last, is_interrupted):
+    write(tmp_path, FIVE, last, first=7)
+    assert (interrupted_after(tmp_path, tmp_path / "checkpoint") is not None) == is_interrupted
+
+
+def test_a_run_from_a_seed_checkpoint_in_its_folder_begins_again(tmp_path):
+    write(tmp_path, FIVE, 3)
+    seed = tmp_path / "checkpoint" / "step-0"
+    seed.mkdir(parents=True)
+    write_manifest(seed, Manifest(0, holds_trainer=False, files={}))
+    start = find_start(tmp_path, ON, 1)
+    assert (start.step, start.checkpoint) == (0, seed)
+    write(tmp_path, FIVE, 7)  # it has saved
+    with pytest.raises(ConfigError, match="holds the metrics of a run"):
+        find_start(tmp_path, ON, 1)
+
+
+def test_a_second_kill_before_the_first_row_does_not_matter(tmp_path):
+    write(tmp_path, FIVE, 7, saving=True)
+    checkpoints = tmp_path / "checkpoint"
+    linked = (tmp_path / "metrics.jsonl").rename(tmp_path / "linked")
+    (tmp_path / "metrics.jsonl").symlink_to(linked)
+    (line,) = begin_again(tmp_path, ON)
+    assert linked.read_text()
+    assert line == "the run in this folder ended near step 7, before its first checkpoint: it begins again"
+    clear_leftovers(checkpoints)
+    assert find_start(tmp_path, ON, 1).step == 0
+    assert interrupted_after(tmp_path, checkpoints) == 0  # so --resume finds a run, too
+
+
+def test_a_row_that_the_kill_has_cut_does_not_count(tmp_path):
+    write(tmp_path, FIVE, 3)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert interrupted_after(tmp_path, tmp_path / "checkpoint") == 3
+    (tmp_path / "metrics.jsonl").write_text("nonsense\nnonsense\n")
+    assert interrupted_after(tmp_path, tmp_path / "checkpoint") is None

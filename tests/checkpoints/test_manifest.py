@@ -6,18 +6,17 @@ from hashlib import sha256
 
 import pytest
 
-from mxtrain.run_folder import manifest as module
-from mxtrain.run_folder.manifest import (
+from mxtrain.checkpoints import manifest as module
+from mxtrain.checkpoints.manifest import (
     MANIFEST_FILE,
     DamagedCheckpoint,
-    FileRecord,
     Manifest,
     check_hashes,
     check_sizes,
-    hash_file,
     read_manifest,
     write_manifest,
 )
+from mxtrain.files import FileRecord, hash_file
 
 CONTENT = {"a": b"", "b": bytes(range(256)) * 40_000}  # larger than a piece that is read at a time
 
@@ -104,7 +103,7 @@ def test_every_entry_is_covered_by_the_hash(checkpoint, key):
 
 
 def test_a_newer_format_is_named(checkpoint, monkeypatch):
-    monkeypatch.setattr("mxtrain.run_folder.manifest.FORMAT", 2)
+    monkeypatch.setattr("mxtrain.checkpoints.manifest.FORMAT", 2)
     write_manifest(checkpoint, Manifest(7, True, {}))
     monkeypatch.undo()
     with pytest.raises(DamagedCheckpoint, match="has format 2, and this version reads 1"):

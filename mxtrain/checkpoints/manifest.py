@@ -12,24 +12,15 @@ from hashlib import sha256
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
-from mxtrain.files import reason
+from mxtrain.files import FileRecord, hash_file, reason
 from mxtrain.json_toml import read_json
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
-_PIECE = 1 << 22  # bytes read at a time
 
 
 class DamagedCheckpoint(Exception):
     """A checkpoint that cannot be loaded. The message is for the user, and does not name the checkpoint."""
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    size: int
-    """Bytes"""
-    sha256: str
-    """SHA-256 of the content, in hexadecimal digits"""
 
 
 @dataclass(frozen=True)
@@ -49,16 +40,6 @@ class Manifest:
     processes: int = 1
     defaults: dict = field(default_factory=dict)
     """Full name of each setting -> its default when the checkpoint was saved, which a later version may change"""
-
-
-def hash_file(path: Path) -> FileRecord:
-    """Read a file and return its size and hash. Raises OSError."""
-    digest, size = sha256(), 0
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-            size += len(piece)
-    return FileRecord(size, digest.hexdigest())
 
 
 def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
@@ -100,10 +81,10 @@ def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
     for name, record in manifest.files.items():
         try:
             size = (checkpoint / name).stat().st_size
+        except FileNotFoundError:
+            raise DamagedCheckpoint(f"{name} is missing") from None
         except OSError as error:
-            missing = isinstance(error, FileNotFoundError)
-            problem = "is missing" if missing else f"cannot be read: {reason(error)}"
-            raise DamagedCheckpoint(f"{name} {problem}") from error
+            raise DamagedCheckpoint(f"{name} cannot be read: {reason(error)}") from error
         if size != record.size:
             raise DamagedCheckpoint(f"{name} has {size:,} bytes instead of {record.size:,}")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from mxtrain.checkpoints.random_state import RandomState
+from mxtrain.checkpoints.reader import load, read_index, unpickle
 from mxtrain.errors import ConfigError
-from mxtrain.titan.checkpoint.random_state import RandomState
-from mxtrain.titan.checkpoint.reader import load, read_index, unpickle
 from tests.support.hostile_pickles import Code
 
 

@@ -1,20 +1,26 @@
-"""Damaged checkpoints are found before a run loads them, by ranks that share the reading."""
+"""Where a run starts, after all ranks together have read the files: damaged checkpoints, and nodes that differ."""
 
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torchtitan.config.job_config import Checkpoint
 
+from mxtrain import ranks
+from mxtrain.checkpoints import verified_start as module
+from mxtrain.checkpoints.manifest import Manifest, write_manifest
+from mxtrain.checkpoints.start import Start, find_start
 from mxtrain.errors import ConfigError
+from mxtrain.files import hash_file
 from mxtrain.run_folder.lock import locked
-from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest
-from mxtrain.run_folder.start import CheckpointSettings, find_start
-from mxtrain.titan import agreement
-from mxtrain.titan.checkpoint import verified_start as module
-from mxtrain.titan.checkpoint.verified_start import verified_start
 
-ON = CheckpointSettings(enable=True)
+ON = Checkpoint(enable=True)
+
+
+def verified_start(folder: Path, checkpoint: Checkpoint) -> Start:
+    find = partial(find_start, folder, checkpoint, 1)
+    return module.verified_start(folder, checkpoint, find, find())
 
 
 @pytest.fixture(autouse=True)
@@ -81,10 +87,10 @@ def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path):
     flip(path / "f1")
     problem = "cannot be loaded: f1 has other content than was saved"
     with pytest.raises(ConfigError) as error:
-        verified_start(tmp_path / "run", CheckpointSettings(enable=True, load_step=5))
+        verified_start(tmp_path / "run", Checkpoint(enable=True, load_step=5))
     assert str(error.value) == f"checkpoint.load_step = 5: {path} {problem}"
     with pytest.raises(ConfigError) as error:
-        verified_start(tmp_path / "new", CheckpointSettings(enable=True, initial_load_path=str(path)))
+        verified_start(tmp_path / "new", Checkpoint(enable=True, initial_load_path=str(path)))
     assert str(error.value) == f"checkpoint.initial_load_path = {str(path)!r} {problem}"
     assert path.is_dir()
 
@@ -101,28 +107,8 @@ def test_ranks_share_the_files(tmp_path, monkeypatch, world, size):
 
 def test_a_new_run_has_nothing_to_verify(tmp_path):
     assert verified_start(tmp_path / "new", ON).step == 0
-    assert verified_start(tmp_path / "new", CheckpointSettings()).step == 0
+    assert verified_start(tmp_path / "new", Checkpoint()).step == 0
     assert not (tmp_path / "new").exists()
-
-
-def test_a_rank_that_comes_late_finds_what_the_first_one_found(tmp_path, monkeypatch):
-    """Here a run that was killed in its first save, of which the first rank removes the parts."""
-    (tmp_path / "config.toml").write_text("[checkpoint]\nenable = true\ninterval = 2\n")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
-    (tmp_path / "checkpoint" / ".saving").mkdir(parents=True)
-    found_late = []
-
-    def exchange(work):
-        result = work() if work else None
-        if not found_late:
-            found_late.append(find_start(tmp_path, ON, 2))
-        return [{"result": result}]
-
-    monkeypatch.setattr(module, "run_on_all_ranks", exchange)
-    monkeypatch.setattr(agreement, "run_on_all_ranks", exchange)
-    start = verified_start(tmp_path, ON)
-    assert found_late == [replace(start, notes=())] and start.notes[0].startswith("the run in this folder ended near")
-    assert not (tmp_path / "checkpoint").exists()
 
 
 @pytest.fixture
@@ -130,11 +116,11 @@ def second_node(monkeypatch):
     """A function that adds a rank on node "b". It takes what this rank finds, and returns what the other one does."""
 
     def add(sees):
-        monkeypatch.setattr(agreement, "LATE_SECONDS", (0.0, 0.0, 0.0))
+        monkeypatch.setattr(module, "LATE_SECONDS", (0.0, 0.0, 0.0))
         monkeypatch.setattr(
-            agreement, "_exchange", lambda mine: [mine, {**mine, "node": "b", "result": sees(mine["result"])}]
+            ranks, "_exchange", lambda mine: [mine, {**mine, "node": "b", "result": sees(mine["result"])}]
         )
-        monkeypatch.setattr(agreement, "_node", lambda: "a")
+        monkeypatch.setattr(ranks, "this_node", lambda: "a")
 
     return add
 
@@ -153,7 +139,7 @@ def test_nodes_that_see_other_checkpoints_are_refused(tmp_path, second_node):
     save(tmp_path, 6)
 
     def sees(name):
-        return lambda mine: {"name": name, "sha256": "abc"} if "sha256" in mine else mine
+        return lambda mine: mine | {"name": name, "sha256": "abc"} if "sha256" in mine else mine
 
     second_node(sees("step-3"))
     require_refusal(tmp_path, "node a would start from step-6 and node b from step-3: all nodes must see the same")
@@ -167,9 +153,8 @@ def test_nodes_that_see_other_checkpoints_are_refused(tmp_path, second_node):
 def test_nodes_with_folders_of_their_own_are_refused(tmp_path, second_node, owner):
     """Each would save its own part of every checkpoint."""
     with locked(tmp_path):
-        second_node(lambda mine: {"owner": owner} if mine and "owner" in mine else mine)
+        second_node(lambda mine: mine | {"lock": owner} if "lock" in mine else mine)
         require_refusal(tmp_path, "is another folder on node b than on node a.*: give a folder that all nodes share")
-        assert verified_start(tmp_path, CheckpointSettings()).step == 0  # nothing is saved
         second_node(lambda mine: mine)
         assert verified_start(tmp_path, ON).step == 0
 
@@ -181,7 +166,7 @@ def test_a_node_that_sees_a_checkpoint_late_starts_from_it(tmp_path, second_node
     def sees(mine):
         if mine and "sha256" in mine:
             looks.append(mine)
-            return mine if len(looks) == 3 else {"name": "no checkpoint", "sha256": None}
+            return mine if len(looks) == 3 else mine | {"name": "no checkpoint", "sha256": None}
         return mine
 
     second_node(sees)

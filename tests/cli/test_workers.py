@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import tomli_w
 
-from mxtrain.cli.stop_workers import StoppedAtOnce, StopWorkers, stop_signals_to
-from mxtrain.cli.workers import closing_summary
+from mxtrain.cli import workers
+from mxtrain.cli.workers import Workers, closing_summary, stop_signals_to
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -126,44 +127,58 @@ def test_an_interrupt_while_a_worker_imports_ends_it_without_a_traceback(tmp_pat
     assert process.returncode == -signal.SIGINT
 
 
+class FakeWorker:
+    pid = 2**30  # no such process
+
+    def __init__(self):
+        self.got = []
+
+    def send_signal(self, number):
+        self.got.append(number)
+
+
 @pytest.mark.parametrize(
-    "received, statuses, explains",
+    "received, failed, were_stopped",
     [
-        ([], [-signal.SIGTERM], False),
-        ([signal.SIGTERM], [-signal.SIGTERM, -signal.SIGKILL], True),  # the engine kills the others
-        ([signal.SIGUSR1], [-signal.SIGUSR1], True),
-        ([signal.SIGTERM], [1, -signal.SIGKILL], False),  # an error while the workers saved
-        ([signal.SIGTERM], [-signal.SIGKILL], False),  # out of memory
+        ([], {0: -signal.SIGTERM}, False),
+        ([signal.SIGTERM], {1: -signal.SIGTERM}, True),
+        ([signal.SIGUSR1], {0: -signal.SIGUSR1}, True),
+        ([signal.SIGTERM], {0: 1}, False),  # an error while the workers saved
+        ([signal.SIGTERM], {0: -signal.SIGKILL}, False),  # out of memory
     ],
 )
-def test_what_a_stop_explains(received, statuses, explains, monkeypatch):
-    monkeypatch.setattr("mxtrain.cli.stop_workers._children", lambda: [2**30])  # no such process
+def test_whether_workers_were_stopped(received, failed, were_stopped, tmp_path):
     earlier = signal.getsignal(signal.SIGTERM)
-    stop = StopWorkers()
-    with stop_signals_to(stop.handle):
-        for number in received:
+    own = Workers([], tmp_path)
+    own.running = [FakeWorker(), FakeWorker()]
+    with stop_signals_to(own.handle):
+        for number in received * 2:
             os.kill(os.getpid(), number)
     assert signal.getsignal(signal.SIGTERM) == earlier
-    assert stop.received == (received[0] if received else None)
-    assert stop.explains(statuses) == explains
+    assert own.received == (received[0] if received else None)
+    assert [worker.got for worker in own.running] == [received] * 2, "each signal once"
+    assert own.were_stopped(failed) == were_stopped
 
 
 @pytest.mark.parametrize("number, kills", [(signal.SIGTERM, True), (signal.SIGUSR1, False)])
-def test_only_a_persons_second_signal_kills(number, kills, monkeypatch):
+def test_only_a_persons_second_signal_kills(number, kills, monkeypatch, tmp_path):
     """Slurm may send its warning several times."""
-    killed, stop = [], StopWorkers()
-    monkeypatch.setattr("mxtrain.cli.stop_workers._children", lambda: [2**30])
-    monkeypatch.setattr("mxtrain.cli.stop_workers.ECHO_SECONDS", -1.0)
+    killed, own = [], Workers([], tmp_path)
+    own.running = [FakeWorker()]
+    monkeypatch.setattr(workers, "ECHO_SECONDS", -1.0)
     monkeypatch.setattr(os, "killpg", lambda *killing: killed.append(killing))
     for _ in range(2):
-        stop.handle(number, None)
+        own.handle(number, None)
     assert killed == ([(2**30, signal.SIGKILL)] if kills else [])
 
 
-def test_a_signal_before_any_worker_has_started_ends_the_command(monkeypatch):
-    monkeypatch.setattr("mxtrain.cli.stop_workers._children", lambda: [])
-    with pytest.raises(StoppedAtOnce, match="SIGTERM"):
-        StopWorkers().handle(signal.SIGTERM, None)
+def test_a_signal_before_any_worker_has_started_ends_the_command(tmp_path):
+    own = Workers([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path)
+    own.handle(signal.SIGTERM, None)
+    with ExitStack() as stack:
+        own.start(1, dict(os.environ), stack)
+        failed = own.wait()
+    assert failed == {0: -signal.SIGTERM} and own.were_stopped(failed)
 
 
 def test_a_run_without_metrics_ends_with_a_line_that_says_so(tmp_path):

@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from mxtrain.checkpoints.folder import DCP_METADATA
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason
-from mxtrain.run_folder.checkpoints import DCP_METADATA
 
 _CLASSES = [*(getattr(metadata, name) for name in metadata.__all__), metadata._MEM_FORMAT_ENCODING, _StorageInfo]
 _CLASSES += [torch.Size, torch.serialization._get_layout, PosixPath]

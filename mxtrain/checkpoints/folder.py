@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
+from mxtrain.checkpoints.manifest import MANIFEST_FILE, DamagedCheckpoint, Manifest, check_sizes, read_manifest
 from mxtrain.errors import ConfigError
 from mxtrain.files import sync_file
-from mxtrain.run_folder.manifest import MANIFEST_FILE, DamagedCheckpoint, Manifest, check_sizes, read_manifest
 
 SAVING, REMOVING, SET_ASIDE = ".saving", ".removing", "set_aside"
 LEFTOVERS = (SAVING, REMOVING)

@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mxtrain.titan.checkpoint import random_state
-from mxtrain.titan.checkpoint.random_state import RandomState
+from mxtrain.checkpoints import random_state
+from mxtrain.checkpoints.random_state import RandomState
 
 
 def draw() -> list[float]:

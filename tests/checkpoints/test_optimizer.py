@@ -10,7 +10,7 @@ from torchtitan.components.optimizer import build_optimizers
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
-from mxtrain.titan.checkpoint.resumed_optimizer import apply_settings
+from mxtrain.checkpoints.optimizer import apply_settings
 
 ONE = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
 
@@ -65,8 +65,8 @@ def saved():
 def test_same_settings_change_no_bit(saved):
     resumed = build(lr=0.1)
     load(resumed, saved)
-    rates = apply_settings(resumed[1], resumed[2])
-    assert rates.kept == rates.present
+    kept, present = apply_settings(resumed[1], resumed[2])
+    assert kept == present
     assert everything(resumed) == everything(saved)
     for run in (saved, resumed):
         train(run, 5)
@@ -78,14 +78,14 @@ def test_every_setting_of_the_optimizer_takes_effect(saved):
     resumed = build(**new)
     load(resumed, saved)
     assert resumed[1].optimizers[0].param_groups[0]["eps"] == 1e-8, "loading brings the old settings"
-    rates = apply_settings(resumed[1], resumed[2])
-    assert rates.kept == 0.1 * saved[2].schedulers[0].lr_lambdas[0](5)
-    assert rates.present == pytest.approx(rates.kept / 5)
+    kept, present = apply_settings(resumed[1], resumed[2])
+    assert kept == 0.1 * saved[2].schedulers[0].lr_lambdas[0](5)
+    assert present == pytest.approx(kept / 5)
     for optimizer, scheduler in zip(resumed[1].optimizers, resumed[2].schedulers, strict=True):
         (group,) = optimizer.param_groups
         assert group["betas"] == (0.5, 0.75) and (group["eps"], group["weight_decay"]) == (1e-3, 0.25)
         assert not group["foreach"] and not group["fused"]
-        assert scheduler.base_lrs == [0.02] and scheduler.get_last_lr() == [group["lr"]] == [rates.present]
+        assert scheduler.base_lrs == [0.02] and scheduler.get_last_lr() == [group["lr"]] == [present]
         assert scheduler.last_epoch == 5
     train(resumed, 1)
     last = [scheduler.lr_lambdas[0](6) * 0.02 for scheduler in resumed[2].schedulers]
@@ -95,8 +95,8 @@ def test_every_setting_of_the_optimizer_takes_effect(saved):
 def test_a_longer_schedule_goes_on_from_the_step(saved):
     resumed = build(steps=100, lr=0.1)
     load(resumed, saved)
-    rates = apply_settings(resumed[1], resumed[2])
-    assert rates.present == 0.1 * build(steps=100)[2].schedulers[0].lr_lambdas[0](5) > rates.kept
+    kept, present = apply_settings(resumed[1], resumed[2])
+    assert present == 0.1 * build(steps=100)[2].schedulers[0].lr_lambdas[0](5) > kept
 
 
 def test_adam_does_not_stay_adamw(saved):

@@ -2,9 +2,10 @@
 
 import pytest
 
+from mxtrain.checkpoints.folder import Checkpoints, clear_leftovers, publish, set_aside, withdraw
+from mxtrain.checkpoints.manifest import Manifest, write_manifest
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.checkpoints import Checkpoints, clear_leftovers, publish, set_aside, withdraw
-from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest
+from mxtrain.files import hash_file
 
 
 def write(path, step=None, content=b"weights"):

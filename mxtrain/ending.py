@@ -1,18 +1,24 @@
-"""Stops training, or warns, when losses, weights or optimizer states are NaN or infinite; stops it at a stop signal.
+"""What ends training before its last step: NaN or infinite losses, weights or optimizer states, or a stop signal.
 
 Every step ends with one small reduction: the loss of every rank and the signal that it has got, so that all ranks see
-the same and stop together. On a GPU the result is copied without waiting, and read one step later: the GPU then has
-the next step's work in its queue.
+the same and stop after the same step. On a GPU the result is copied without waiting, and read one step later: the GPU
+then has the next step's work in its queue.
 """
 
+import logging
 import math
+import os
+import shlex
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
-from torchtitan.tools.logging import logger
+
+from mxtrain.checkpoints.start import latest_checkpoint
+from mxtrain.launched import LAUNCHER_VARIABLE, stop_signals
 
 STOP, CONTINUE = "stop", "continue"
 SETTING = "metrics.on_nonfinite_loss"
@@ -31,20 +37,6 @@ class NonFiniteError(RuntimeError):
     def __init__(self, message: str, step: int, loss: float | None = None, what: str = ""):
         super().__init__(message)
         self.step, self.loss, self.what = step, loss, what
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """Numbers on their way from the device to the host: [world size, 2], loss and signal of every rank."""
-
-    step: int
-    values: torch.Tensor
-    event: torch.cuda.Event | None
-
-    def read(self) -> tuple[list[float], list[float]]:
-        if self.event is not None:
-            self.event.synchronize()
-        return self.values[:, 0].tolist(), self.values[:, 1].tolist()
 
 
 class LossWatch:
@@ -66,7 +58,8 @@ class LossWatch:
         self.stops = stops
         self.was_finite = True
         self.stop_signal: signal.Signals | None = None
-        self._copies: list[_Copy] = []
+        # Steps, and numbers on their way to the host: [world size, 2], loss and signal of every rank.
+        self._copies: list[tuple[int, torch.Tensor, torch.cuda.Event | None]] = []
 
     @torch.no_grad()
     def record(self, step: int, losses: list[torch.Tensor], received: int = 0) -> None:
@@ -81,7 +74,7 @@ class LossWatch:
             values = values.to("cpu", non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        self._copies.append(_Copy(step, values, event))
+        self._copies.append((step, values, event))
 
     def look(self, at_last_step: bool) -> None:
         """Read what was recorded; the last step only if asked, because reading it waits for the device.
@@ -90,23 +83,25 @@ class LossWatch:
         """
         count = len(self._copies) if at_last_step else len(self._copies) - 1
         for _ in range(count):
-            copy = self._copies.pop(0)
-            values, signals = copy.read()
+            step, copied, event = self._copies.pop(0)
+            if event is not None:
+                event.synchronize()
+            values, signals = copied.T.tolist()
             if self.stop_signal is None and any(signals):
                 self.stop_signal = signal.Signals(int(max(signals)))
             is_finite = all(map(math.isfinite, values))
             if not is_finite and self.was_finite:
-                found = f"step {copy.step}: the loss is {describe(values)}"
-                self.end(NonFiniteError(found, copy.step, sum(values)))
+                found = f"step {step}: the loss is {describe(values)}"
+                self.end(NonFiniteError(found, step, sum(values)))
             self.was_finite = is_finite
             if self.on_losses is not None:
-                self.on_losses(copy.step, values)
+                self.on_losses(step, values)
 
     def end(self, error: NonFiniteError, otherwise: str = f'training goes on ({SETTING} = "{CONTINUE}")') -> None:
         """Raise ``error``, or warn of it and of what happens instead."""
         if self.stops:
             raise error
-        logger.warning(f"{error}; {otherwise}")
+        logging.getLogger(__name__).warning(f"{error}; {otherwise}")
 
 
 @torch.no_grad()
@@ -154,3 +149,71 @@ def _ranks(ranks: list[int]) -> str:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class StopSignals:
+    """The handlers for stop signals in this process.
+
+    Attributes:
+        received: number of the first signal since ``install``, or 0.
+    """
+
+    def __init__(self):
+        self.received = 0
+        self._earlier: dict[signal.Signals, object] = {}
+
+    def install(self) -> None:
+        """Note signals from now on. Does nothing after the first time."""
+        if self._earlier:
+            return
+        for number in stop_signals():
+            self._earlier[number] = signal.signal(number, self._note)
+            # System calls that the signal interrupts, in libraries that may not expect it, go on by themselves.
+            signal.siginterrupt(number, False)
+
+    def ignore(self) -> None:
+        """Ignore signals until this process ends. Slurm's reaches both the worker and the launcher, which passes it on.
+
+        The handlers above would not do: Python removes them before the process has ended.
+        """
+        for number in self._earlier:
+            signal.signal(number, signal.SIG_IGN)
+
+    def restore(self) -> None:
+        """Put back the handlers from before ``install``."""
+        for number, handler in self._earlier.items():
+            signal.signal(number, handler)
+        self._earlier.clear()
+
+    def _note(self, number: int, frame: object) -> None:
+        self.received = self.received or number
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A signal stopped training after this step."""
+
+    signal: signal.Signals
+    step: int
+    is_saved: bool
+
+    def describe(self, folder: Path, checkpoint) -> str:
+        """Return a line for the user: which signal, after which step, and how to resume the run in ``folder``."""
+        stopped = f"stopped by {self.signal.name} after step {self.step}, which is"
+        if self.is_saved:
+            return f"{stopped} saved; resume with: {resume_command(folder)}"
+        if not checkpoint.enable:
+            return f"{stopped} not saved: checkpoint.enable is false"
+        if checkpoint.load_only:
+            return f"{stopped} not saved: checkpoint.load_only is true"
+        last = latest_checkpoint(folder, checkpoint)
+        resume = f"; resume from {last} with: {resume_command(folder)}" if last else ""
+        return f"{stopped} not saved: its weights are not finite{resume}"
+
+
+def resume_command(folder: Path) -> str:
+    """Return the command that resumes the run in ``folder``, for the shell, with the launcher of this process."""
+    run = shlex.quote(str(folder))
+    if LAUNCHER_VARIABLE in os.environ:
+        return f"mxtrain train --resume {run}"
+    return f"torchrun ... -m mxtrain.train --resume {run}"

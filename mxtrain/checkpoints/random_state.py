@@ -1,14 +1,14 @@
 """Keeps the states of the random number generators in checkpoints, which TorchTitan 0.2.2 does not."""
 
+import logging
 import pickle
 import random
 
 import numpy as np
 import torch
-from torchtitan.tools.logging import logger
 
-from mxtrain.titan.agreement import gather, is_first
-from mxtrain.titan.checkpoint.reader import unpickle
+from mxtrain.checkpoints.reader import unpickle
+from mxtrain.ranks import gather, is_first
 
 
 class _Array:
@@ -43,7 +43,7 @@ class RandomState:
         if len(ranks) == processes:
             _restore(ranks[torch.distributed.get_rank() if processes > 1 else 0])
         elif is_first():
-            logger.info(
+            logging.getLogger(__name__).info(
                 f"The checkpoint has the states of the random number generators of {len(ranks)} process(es), and this "
                 f"run has {processes}: the generators start from the seed"
             )

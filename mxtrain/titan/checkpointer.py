@@ -1,4 +1,4 @@
-"""TorchTitan's checkpoint manager, with checkpoints that are whole or absent (``mxtrain.titan.checkpoint.writer``).
+"""TorchTitan's checkpoint manager, with checkpoints that are whole or absent (``mxtrain.checkpoints.writer``).
 
 TorchTitan decides when to save and what, and offers asynchronous saving. This file decides where a checkpoint is
 written, what happens if it cannot be, which one is loaded, and which old ones are removed.
@@ -22,20 +22,19 @@ from torchtitan.components.optimizer import OptimizersInBackwardContainer
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
+from mxtrain.checkpoints.folder import SAVING, Checkpoints, step_of, withdraw
+from mxtrain.checkpoints.manifest import Manifest
+from mxtrain.checkpoints.optimizer import EarlySteps
+from mxtrain.checkpoints.reader import load, read_index
+from mxtrain.checkpoints.start import Start
+from mxtrain.checkpoints.writer import CheckpointWriter, KeptStager
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason
-from mxtrain.run_folder.checkpoints import SAVING, Checkpoints, step_of, withdraw
-from mxtrain.run_folder.manifest import Manifest, read_manifest
-from mxtrain.run_folder.start import Start
-from mxtrain.titan.checkpoint.early_steps import EarlySteps
-from mxtrain.titan.checkpoint.reader import load, read_index
-from mxtrain.titan.checkpoint.staging import KeptStager
-from mxtrain.titan.checkpoint.writer import CheckpointWriter
 
 GUARD_STATE = "guard"
 """Name of the guard's state in checkpoints of runs that have a guard (``mxtrain.recipes.schedule``)"""
 RANDOM_STATE = "rng"
-"""Name of the random number generators' states (``mxtrain.titan.checkpoint.random_state``)"""
+"""Name of the random number generators' states (``mxtrain.checkpoints.random_state``)"""
 
 
 class SaveError(RuntimeError):
@@ -43,31 +42,28 @@ class SaveError(RuntimeError):
 
 
 class Checkpointer(CheckpointManager):
-    """Saves whole checkpoints, and loads the one from which the run starts. The trainer sets the attributes."""
+    """Saves whole checkpoints, and loads the one from which the run starts.
+
+    The trainer sets these attributes:
+        start: where the run starts.
+        run: facts about the run for the manifest of every checkpoint.
+        may_save: (step) -> whether the weights after this step are worth a checkpoint. Called on all ranks.
+        before_save: called on all ranks before a checkpoint is saved.
+        is_stopping: whether training ends after this step, whose checkpoint is then due. The same on all ranks.
+        after_load: called when a checkpoint has been loaded.
+
+    Attributes:
+        saved_step: the latest step that was saved, or is being saved.
+    """
 
     start: Start
-    """Where the run starts"""
-
     run: Manifest
-    """Facts about the run for the manifest of every checkpoint"""
-
     may_save: Callable[[int], bool]
-    """(step) -> whether the weights after this step are worth a checkpoint. Called on all ranks"""
-
     before_save: Callable[[], None]
-    """Called on all ranks before a checkpoint is saved"""
-
     is_stopping: Callable[[], bool]
-    """Whether training ends after this step, whose checkpoint is then due. The same on all ranks"""
-
     after_load: Callable[[], None]
-    """Called when a checkpoint has been loaded"""
-
     saved_step: int | None = None
-    """The latest step that was saved, or is being saved"""
-
-    _failure: str | None = None
-    """Why the latest checkpoint could not be saved"""
+    _failure: str | None = None  # why the latest checkpoint could not be saved
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -89,7 +85,7 @@ class Checkpointer(CheckpointManager):
             return False
         checkpoint = self.start.checkpoint
         if checkpoint is not None:
-            self._require_same_model(checkpoint)
+            self._require_same_model()
         try:
             if checkpoint is not None and checkpoint.parent == Path(self.folder):
                 is_loaded = super().load(step_of(checkpoint.name))
@@ -125,8 +121,8 @@ class Checkpointer(CheckpointManager):
         load(state_dict, Path(checkpoint_id))
         self.states[MODEL].load_state_dict(state_dict)
 
-    def _require_same_model(self, checkpoint: Path) -> None:
-        saved = read_manifest(checkpoint).tensors
+    def _require_same_model(self) -> None:
+        checkpoint, saved = self.start.checkpoint, self.start.manifest.tensors
         for name, tensor in self.states[MODEL].state_dict().items():
             if name not in saved:
                 raise ConfigError(f"model.flavor: {checkpoint} is of another model: it has no {name}")

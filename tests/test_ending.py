@@ -6,8 +6,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from mxtrain.titan import finite
-from mxtrain.titan.finite import LossWatch, NonFiniteError, describe, nonfinite
+from mxtrain.ending import LossWatch, NonFiniteError, describe, nonfinite, over_ranks
 
 CPU = torch.device("cpu")
 
@@ -112,7 +111,7 @@ def test_distributed_tensors_are_read_from_their_shards(group):
 def test_every_rank_has_its_own_place_in_the_reduction(group, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    values = finite.over_ranks(torch.tensor(math.nan))
+    values = over_ranks(torch.tensor(math.nan))
     assert values[0] == values[2] == 0 and torch.isnan(values[1])
 
 

@@ -1,0 +1,309 @@
+"""Whether a run may start in a folder, and at which step: no run replaces the results of another.
+
+A run resumes from the newest whole checkpoint in its folder. Damaged ones are named and passed over, unless the user
+asked for one of them. TorchTitan alone would start at step 1 and say nothing in a folder with damaged checkpoints, or
+with the results of another run. ``find_start`` looks first and stops such a run.
+
+``checkpoint`` is always the section ``[checkpoint]`` of a job, with TorchTitan's names.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+
+from mxtrain.checkpoints.folder import DCP_METADATA, LEFTOVERS, SAVING, SET_ASIDE, Checkpoints, read_whole, step_of
+from mxtrain.checkpoints.manifest import MANIFEST_FILE, DamagedCheckpoint, Manifest, read_manifest
+from mxtrain.errors import ConfigError
+from mxtrain.files import reason, replace_file
+from mxtrain.json_toml import parse, read_toml
+from mxtrain.run_folder.files import CHECKPOINT_FOLDER, CHECKPOINT_INTERVAL, CONFIG_FILE, METRICS_FILE, STEPS
+
+
+class NothingToResume(ConfigError):
+    """The folder holds the results of a run, but no whole checkpoint from which it could go on."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts. It is made once per run, and everything that depends on the start takes it."""
+
+    step: int = 0
+    """Number of steps that are done"""
+    notes: tuple[str, ...] = ()
+    """Lines for the user: where the run starts, unless it starts from nothing, and what it passes over"""
+    checkpoint: Path | None = None
+    """The checkpoint that is loaded, with a manifest"""
+    abandoned: tuple[Path, ...] = ()
+    """Checkpoints of later steps, whole or not, which the run sets aside"""
+    changes: tuple[str, ...] = ()
+    """Lines for the user and for the run's record: what differs from the run so far"""
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The manifest of ``checkpoint``."""
+        return read_manifest(self.checkpoint)
+
+    def to_json(self) -> dict:
+        paths = {"checkpoint": self.checkpoint and str(self.checkpoint), "abandoned": list(map(str, self.abandoned))}
+        return asdict(self) | paths
+
+    @classmethod
+    def from_json(cls, value: dict) -> "Start":
+        return cls(
+            step=value["step"],
+            notes=tuple(value["notes"]),
+            checkpoint=value["checkpoint"] and Path(value["checkpoint"]),
+            abandoned=tuple(map(Path, value["abandoned"])),
+            changes=tuple(value["changes"]),
+        )
+
+
+def require_folder(name: object) -> Path:
+    """Return ``job.dump_folder`` as a path, with the user's home for "~".
+
+    Raises ConfigError if it is not a name, for example empty.
+    """
+    if not isinstance(name, str) or not name.strip() or "\0" in name:
+        raise ConfigError(f"job.dump_folder = {name!r} is not the name of a folder")
+    return Path(os.path.expanduser(name))
+
+
+def latest_checkpoint(folder: Path, checkpoint) -> Path | None:
+    """Return the newest whole checkpoint of the run in ``folder``."""
+    return Checkpoints(folder / checkpoint.folder).newest if checkpoint.enable else None
+
+
+def resumed_step(folder: Path, checkpoint) -> int:
+    """Return the number of steps that are done when the run in ``folder`` begins, under TorchTitan's trainer, too."""
+    if not checkpoint.enable or "train_state" in checkpoint.exclude_from_loading:
+        return 0
+    if checkpoint.load_step != -1:
+        return checkpoint.load_step
+    saved = Checkpoints(folder / checkpoint.folder)
+    of_titan = [step_of(name) for name in saved.found if os.path.isfile(saved.folder / name / DCP_METADATA)]
+    return max(saved.whole or of_titan, default=0)
+
+
+def find_start(folder: Path, checkpoint, processes: int, damaged: Mapping[str, str] = MappingProxyType({})) -> Start:
+    """Return where a run with these settings and this number of processes starts in ``folder``, which need not exist.
+
+    Args:
+        damaged: names of checkpoints in the folder whose contents are known to be wrong -> what is wrong with them.
+
+    Raises:
+        NothingToResume: if the run would replace results, or all checkpoints are damaged.
+        ConfigError: if it would start at step 1 although the folder holds checkpoints, fail to load its checkpoint, or
+            ignore a setting; and if the folder cannot be read.
+    """
+    try:
+        saved = Checkpoints(folder / checkpoint.folder, damaged)
+        if checkpoint.create_seed_checkpoint:
+            return _start_of_seed(folder, saved, checkpoint, processes)
+        if not checkpoint.enable:
+            return _start_without_checkpoints(folder, saved)
+        step = _step_to_load(saved, checkpoint.load_step)
+        if step is None:
+            return _start_of_new_run(folder, saved, checkpoint)
+        if step == 0 or "train_state" in checkpoint.exclude_from_loading:
+            return _start_from_own_weights(folder, saved, checkpoint, saved.path(step))
+        return _resumed(folder, saved, checkpoint, step)
+    except OSError as error:
+        message = f"job.dump_folder = {str(folder)!r} cannot be read: {error.filename}: {reason(error)}"
+        raise ConfigError(message) from error
+
+
+def _start_of_seed(folder: Path, saved: Checkpoints, checkpoint, processes: int) -> Start:
+    if processes > 1:
+        raise ConfigError(f"checkpoint.create_seed_checkpoint needs one process, not {processes}: set NGPU=1")
+    if checkpoint.load_only:
+        raise ConfigError("checkpoint.create_seed_checkpoint saves a checkpoint, and checkpoint.load_only forbids that")
+    if saved.found:
+        raise ConfigError(
+            f"checkpoint.create_seed_checkpoint: {saved.folder} already holds {saved.found[-1]}; choose another "
+            "job.dump_folder"
+        )
+    _require_no_metrics(folder, "a seed is where a run starts")
+    return Start()
+
+
+def _start_without_checkpoints(folder: Path, saved: Checkpoints) -> Start:
+    if saved.found:
+        raise ConfigError(
+            f"checkpoint.enable = False, but {saved.folder} holds {saved.found[-1]}; set checkpoint.enable to resume, "
+            "or choose another job.dump_folder to start at step 1"
+        )
+    _require_no_metrics(folder, "checkpoint.enable is False")
+    return Start()
+
+
+def _step_to_load(saved: Checkpoints, wanted: int) -> int | None:
+    """Return the step of the checkpoint that is loaded, or None if the folder holds no checkpoint at all."""
+    if wanted != -1:
+        if problem := saved.problems.get(f"step-{wanted}"):
+            raise ConfigError(f"checkpoint.load_step = {wanted}: {saved.path(wanted)} cannot be loaded: {problem}")
+        if wanted not in saved.whole:
+            whole = ", ".join(map(str, saved.whole)) or "no whole checkpoint"
+            raise ConfigError(f"checkpoint.load_step = {wanted} is not among the steps in {saved.folder}: {whole}")
+        return wanted
+    if saved.found and not saved.whole:
+        problems = "; ".join(f"{name}: {problem}" for name, problem in saved.problems.items())
+        raise NothingToResume(f"checkpoint.folder: {saved.folder} holds no whole checkpoint ({problems})")
+    return max(saved.whole, default=None)
+
+
+def _start_from_own_weights(folder: Path, saved: Checkpoints, checkpoint, path: Path) -> Start:
+    if not _begins_again(folder, checkpoint):
+        _require_no_metrics(folder, f"with the weights in {path} training starts at step 1")
+    if saved.after(0) and not checkpoint.load_only:
+        raise ConfigError(
+            f"with the weights in {path} training starts at step 1, and its checkpoints would be taken for the earlier "
+            f"run's: choose another job.dump_folder, with checkpoint.initial_load_path = {str(path)!r}"
+        )
+    return _from_weights(path)
+
+
+def _from_weights(path: Path) -> Start:
+    return Start(0, (f"training starts from the weights in {path}",), path)
+
+
+def _resumed(folder: Path, saved: Checkpoints, checkpoint, step: int) -> Start:
+    path = saved.path(step)
+    if not saved.whole[step].holds_trainer:
+        earlier = [other for other, manifest in saved.whole.items() if 0 < other < step and manifest.holds_trainer]
+        resume = f"resume from an earlier step with checkpoint.load_step = {max(earlier)}, or " if earlier else ""
+        raise ConfigError(
+            f"checkpoint.last_save_model_only: {path} is the end of a run and holds only its weights: no run can "
+            f"resume from it; {resume}start a new run from these weights in another job.dump_folder with "
+            f"checkpoint.initial_load_path = {str(path)!r}"
+        )
+    abandoned: tuple[Path, ...] = ()
+    if checkpoint.load_only:
+        _require_no_metrics(folder, "checkpoint.load_only saves none of its steps")
+    else:
+        # A folder that cannot be entered cannot be moved either.
+        abandoned = tuple(later for later in saved.after(step) if os.access(later, os.R_OK))
+    notes = [f"resuming after step {step}, from {path}"]
+    notes += [f"{saved.folder / name} cannot be loaded: {problem}" for name, problem in saved.problems.items()]
+    if abandoned:
+        names = ", ".join(later.name for later in abandoned)
+        notes.append(f"checkpoints after step {step} go to {saved.folder / SET_ASIDE}: {names}")
+    return Start(step, tuple(notes), path, abandoned)
+
+
+def _start_of_new_run(folder: Path, saved: Checkpoints, checkpoint) -> Start:
+    if not _begins_again(folder, checkpoint):
+        _require_no_metrics(folder, f"{saved.folder} holds no checkpoint from which it could resume")
+    initial = checkpoint.initial_load_path
+    if not (initial or checkpoint.initial_load_in_hf):
+        if checkpoint.load_only:
+            raise ConfigError(f"checkpoint.load_only: {saved.folder} holds no checkpoint that could be loaded")
+        return Start()
+    if saved.folder.is_dir() and any(path.name not in LEFTOVERS for path in saved.folder.iterdir()):
+        setting = f"initial_load_path = {initial!r}" if initial else "initial_load_in_hf"
+        raise ConfigError(f"checkpoint.{setting} would be ignored, because {saved.folder} is not empty; remove it")
+    if initial and not Path(initial).is_dir():
+        raise ConfigError(
+            f"checkpoint.initial_load_path = {initial!r} is not a folder: give the folder of one checkpoint, such as "
+            "outputs/RUN/checkpoint/step-1000"
+        )
+    if not initial or checkpoint.initial_load_in_hf:
+        return Start()
+    path, manifest = Path(initial), _initial_manifest(Path(initial))
+    if checkpoint.initial_load_model_only:
+        return Start(checkpoint=manifest and path)
+    if manifest is None or not manifest.holds_trainer:
+        raise ConfigError(
+            f"checkpoint.initial_load_model_only = False needs the whole state of a run, and {initial} holds only "
+            "weights"
+        )
+    if "train_state" in checkpoint.exclude_from_loading:
+        return _from_weights(path)
+    return Start(manifest.step, (f"going on after step {manifest.step} of another run, from {path}",), path)
+
+
+def _initial_manifest(path: Path) -> Manifest | None:
+    """Return the manifest of the checkpoint whose weights a new run starts with, or None if TorchTitan wrote it."""
+    setting = f"checkpoint.initial_load_path = {str(path)!r}"
+    if (path / MANIFEST_FILE).is_file():
+        try:
+            return read_whole(path)
+        except DamagedCheckpoint as error:
+            raise ConfigError(f"{setting} cannot be loaded: {error}") from error
+    if not (path / DCP_METADATA).is_file():
+        raise ConfigError(
+            f"{setting} holds no complete checkpoint: {DCP_METADATA} is missing; name the folder of one step, such as "
+            "outputs/a/checkpoint/step-100"
+        )
+    return None
+
+
+def require_no_other_run(folder: Path, checkpoint) -> None:
+    """Raise ConfigError if a run that starts in ``folder`` under TorchTitan's own trainer would replace metrics."""
+    if resumed_step(folder, checkpoint) == 0 and not _begins_again(folder, checkpoint):
+        _require_no_metrics(folder, "there is no checkpoint from which it would resume")
+
+
+def _require_no_metrics(folder: Path, because: str) -> None:
+    metrics = folder / METRICS_FILE
+    if metrics.is_file() and metrics.stat().st_size > 0:
+        raise NothingToResume(
+            f"job.dump_folder = {str(folder)!r} holds the metrics of a run ({metrics}), which this run would replace "
+            f"({because}); choose another folder, or move the old one away"
+        )
+
+
+def begin_again(folder: Path, checkpoint) -> tuple[str, ...]:
+    """Empty the metrics of a run that was killed before it saved, and return a line for the user; else do nothing.
+
+    Call it before ``clear_leftovers``: parts of a checkpoint may be all that tells such a run from one that has saved.
+    A second kill, before the first new row, would leave metrics that no run may replace.
+    """
+    again = _begins_again(folder, checkpoint)
+    if again:
+        with suppress(OSError):  # the first new row comes to the same, and warns if it cannot be written
+            replace_file(folder / METRICS_FILE, b"")
+    return again
+
+
+def _begins_again(folder: Path, checkpoint) -> tuple[str, ...]:
+    """Return a line for the user if the run in ``folder`` was killed before it saved, else nothing."""
+    saved = Checkpoints(folder / checkpoint.folder)
+    last = None if saved.after(0) or not checkpoint.enable else interrupted_after(folder, saved.folder)
+    if last is None:
+        return ()
+    return (f"the run in this folder ended near step {last}, before its first checkpoint: it begins again",)
+
+
+def interrupted_after(folder: Path, checkpoints: Path) -> int | None:
+    """Return the last step of a run that a kill ended before its first checkpoint was complete, else None.
+
+    Such a run has nothing to resume from, and may begin again. A run without ``checkpoint.enable``, a finished run and
+    a run that must have saved are results, and none of these. A seed checkpoint, ``step-0``, says nothing.
+
+    Args:
+        folder: the run's folder.
+        checkpoints: where the run that starts looks for checkpoints, and finds none.
+    """
+    try:
+        config = read_toml(folder / CONFIG_FILE)
+        metrics = (folder / METRICS_FILE).read_text(encoding="utf-8")
+        rows = metrics[: metrics.rfind("\n") + 1].splitlines()  # without a row that the kill has cut
+        # Without a row, a kill came before the first one of a run that had emptied the file to begin again.
+        first, last = (parse(rows[0])["step"], parse(rows[-1])["step"]) if rows else (0, 0)
+        settings, steps = config.get("checkpoint", {}), config.get("training", {}).get("steps", STEPS)
+        # To its own folder, which may be another than ``checkpoints``.
+        own = (folder / settings.get("folder", CHECKPOINT_FOLDER)).glob("step-*")
+        if not settings.get("enable") or settings.get("load_only") or any(path.name != "step-0" for path in own):
+            return None
+        was_saving = (checkpoints / SAVING).is_dir()
+        interval = settings.get("interval", CHECKPOINT_INTERVAL)
+        # A run that goes on from another run's step logs its own steps only.
+        is_early = last < steps and last <= math.ceil(first / interval) * interval
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError):
+        return None  # not the files of a run of ours, or damaged
+    return last if was_saving or is_early else None
