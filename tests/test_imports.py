@@ -14,8 +14,9 @@ LAYERS = [
     {"files", "errors"},
     {"cache", "launched", "untraced", "custom_op", "json_toml"},
     {"run_folder"},
-    {"config", "recipes", "rng", "data", "analysis"},
+    {"config", "recipes", "rng", "data"},
     {"settings"},
+    {"analysis"},
     {"reference", "kernels"},
     {"ops"},
     {"nn"},
@@ -80,7 +81,8 @@ def test_no_files_import_each_other():
 
 def test_only_titan_imports_torchtitan():
     for module in FILES:
-        if part(module) != "titan":
+        # TorchTitan's class is where its settings are declared.
+        if part(module) != "titan" and module not in ("mxtrain.settings.known", "mxtrain.settings.help"):
             assert not any(name.split(".")[0] == "torchtitan" for name in imported(module)), module
 
 

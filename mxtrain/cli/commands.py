@@ -23,7 +23,7 @@ from mxtrain.cli import (
 from mxtrain.cli.closed_streams import open_closed_streams
 from mxtrain.cli.path_parser import PathParser
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
-from mxtrain.settings.resume_flag import separated
+from mxtrain.settings.resume import separated
 
 
 def main(arguments: list[str] | None = None) -> int:

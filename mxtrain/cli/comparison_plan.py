@@ -14,12 +14,11 @@ from mxtrain.analysis.pairing import PAIRING_SETTINGS, unpaired
 from mxtrain.config import load_config
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.comparison import PairedRun
+from mxtrain.settings.fields import Settings
 from mxtrain.settings.layout import global_batch_size
-from mxtrain.settings.machine import Machine, check_machine
-from mxtrain.settings.names import check_names
+from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import CONFIG_FLAGS, places, read_settings
-from mxtrain.settings.resume_changes import BATCH
-from mxtrain.settings.values import Settings
+from mxtrain.settings.resume import BATCH
 
 OWN_SETTINGS = ("job.dump_folder", "job.config_file", "debug.seed")
 """Settings that the comparison itself gives every run"""
@@ -147,9 +146,12 @@ def settings_of(run: PairedRun, machine: Machine | None = None) -> Settings:
     arguments = [f"{CONFIG_FLAGS[0]}={config}", *flags]
     with _in_directory_of(run), places(arguments):
         settings = read_settings(arguments)
-        check_names(settings)
-        if machine is not None:
-            check_machine(settings, machine)
+        from mxtrain.titan.check_job import check_job, check_names  # takes seconds
+
+        if machine is None:
+            check_names(settings.values)
+        else:
+            check_job(settings, machine)
     return settings
 
 

@@ -12,11 +12,9 @@ from mxtrain.cli.doctor_memory import fewest_processes, memory_table
 from mxtrain.conversion.plan import Plan
 from mxtrain.conversion.weights import WeightUse, find_weights, weight_uses
 from mxtrain.errors import ConfigError
-from mxtrain.settings.layout import RELATIONS as LAYOUT_RELATIONS
-from mxtrain.settings.machine import Machine
-from mxtrain.settings.pipeline import RELATIONS as PIPELINE_RELATIONS
+from mxtrain.settings.fields import raise_first
+from mxtrain.settings.layout import layout_problems, pipeline_problems
 from mxtrain.settings.read import places
-from mxtrain.settings.relations import check
 
 
 def report(arguments: list[str]) -> str:
@@ -48,10 +46,10 @@ def _report(words: list[str]) -> str:
 
     job_config = parse_job_config(words)
     settings = settings_of(job_config)
-    check(PIPELINE_RELATIONS, settings, None)  # which need no machine
+    raise_first(pipeline_problems(settings), settings)
     check_model_layout(settings, has_gpus=True)
     if (processes := fewest_processes(job_config.parallelism)) is not None:
-        check(LAYOUT_RELATIONS, settings, Machine(processes, has_gpus=True))
+        raise_first(layout_problems(settings, processes), settings)
     model = build_on_meta(job_config)
     _check_parts(model, job_config)
     parts = [

@@ -16,11 +16,10 @@ from mxtrain.launched import let_memory_segments_grow
 from mxtrain.run_folder.files import METRICS_FILE
 from mxtrain.run_folder.lock import locked
 from mxtrain.run_folder.start import CheckpointSettings, find_start, require_folder
-from mxtrain.settings.machine import Machine, check_machine
-from mxtrain.settings.names import check_names
+from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import config_file as named_config
 from mxtrain.settings.read import places, read_settings
-from mxtrain.settings.resume_check import check_resume
+from mxtrain.settings.resume import check_resume
 
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Of which a machine with a GPU has one: NVIDIA's driver, AMD's, or Windows's under WSL"""
@@ -47,13 +46,12 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
     requested = requested_processes(os.environ)
     arguments = [f"--job.config_file={config_file}", *flags]
     settings = read_settings(arguments)
-    with places(arguments):
-        check_names(settings)
-    # The import of PyTorch takes seconds.
     devices = accelerator_count()
     processes = process_count(requested, devices)
+    from mxtrain.titan.check_job import check_job  # takes seconds, and a mistake in a value is found before
+
     with places(arguments):
-        check_machine(settings, Machine(processes, devices > 0))
+        check_job(settings, Machine(processes, devices > 0))
 
     folder, made = make_run_folder(config_file, settings.given.get("job.dump_folder"))
     with locked(folder) as warning:

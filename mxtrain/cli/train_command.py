@@ -4,7 +4,7 @@ import argparse
 
 from mxtrain.cli import quiet
 from mxtrain.errors import ConfigError
-from mxtrain.settings.resume_flag import FLAG
+from mxtrain.settings.resume import FLAG
 
 
 def add(commands) -> None:
@@ -118,7 +118,7 @@ def _train(options) -> int:
 def _config_or_run(options, flags: list[str]) -> tuple[str, list[str]]:
     """Return the config and the flags of 'train', which names a config or a run to resume."""
     if options.resume is not None:
-        from mxtrain.settings.resume_run import resumed
+        from mxtrain.settings.resume import resumed
 
         return resumed(*(flags[:1] or [""]), flags[1:])
     if options.config is None:
@@ -161,13 +161,9 @@ def _take_verbose(options) -> tuple[bool, list[str]]:
 
 
 def _job_config(config: str, flags: list[str]):
-    from mxtrain.settings.names import check_names
-    from mxtrain.settings.read import places, read_settings
-
-    arguments = [f"--job.config_file={config}", *flags]
-    settings = read_settings(arguments)  # finds mistakes before the slow import of TorchTitan
-    with places(arguments):
-        check_names(settings)
+    from mxtrain.settings.read import places
     from mxtrain.titan.parse import parse_job_config
 
-    return parse_job_config(arguments)
+    arguments = [f"--job.config_file={config}", *flags]
+    with places(arguments):
+        return parse_job_config(arguments)

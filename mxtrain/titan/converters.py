@@ -22,9 +22,8 @@ from mxtrain.ops.full_precision import sum_bf16_products_in_fp32
 from mxtrain.ops.hardware import mode_reason, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, switches_in_effect
 from mxtrain.rng.rounding_position import step_is_set
-from mxtrain.settings.mxnorm_section import GUARD, fallback_of, schedule_of
-from mxtrain.settings.registry import quantizing_among
-from mxtrain.settings.relations import conflict_of_converters
+from mxtrain.settings.check import conflict_of_converters
+from mxtrain.settings.mxnorm_section import GUARD, fallback_of, quantizing_among, schedule_of
 from mxtrain.titan.graph_limit import allow_kinds
 from mxtrain.titan.reports.numerics import check_patterns
 from mxtrain.titan.reports.terminal import note_conversion

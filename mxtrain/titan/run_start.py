@@ -5,11 +5,10 @@ from pathlib import Path
 import torch
 
 from mxtrain.analysis.metrics_file import missing_rows
-from mxtrain.analysis.runs import SETTING_CHANGES
-from mxtrain.run_folder.files import METRICS_FILE
+from mxtrain.run_folder.files import METRICS_FILE, SETTING_CHANGES
 from mxtrain.run_folder.manifest import read_manifest
 from mxtrain.run_folder.start import CheckpointSettings, Start
-from mxtrain.settings.resume_check import check_resume
+from mxtrain.settings.resume import check_resume
 from mxtrain.titan.agreement import is_first
 from mxtrain.titan.checkpoint.verified_start import verified_start
 from mxtrain.titan.parse import settings_of

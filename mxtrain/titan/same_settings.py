@@ -7,10 +7,9 @@ run would train on, and its folder would have the settings of rank 0 only.
 import torch
 
 from mxtrain.errors import ConfigError
+from mxtrain.settings.fields import Settings
 from mxtrain.settings.layout import global_batch_size
-from mxtrain.settings.resume_changes import SettingChange, changes, settings_before
-from mxtrain.settings.resume_classes import class_of
-from mxtrain.settings.values import Settings
+from mxtrain.settings.resume import SettingChange, changes, settings_before
 from mxtrain.titan.agreement import is_first_of_node, run_on_all_ranks
 from mxtrain.titan.parse import resolved_settings, settings_of
 
@@ -44,7 +43,7 @@ def _differences(first: Settings, other: Settings) -> list[SettingChange]:
     batches = [global_batch_size(settings, processes) for settings in (first, other)]
     # Ranks with different layouts would wait for one another.
     layout = [
-        SettingChange(name, first[name], other[name], class_of(name))
+        SettingChange(name, first[name], other[name])
         for name in first.known
         if name.startswith("parallelism.") and first[name] != other[name]
     ]

@@ -16,16 +16,15 @@ from mxtrain.rng.rounding_position import set_rounding_step
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.lock import locked
 from mxtrain.run_folder.start import CheckpointSettings, find_start, latest_checkpoint, require_folder
-from mxtrain.settings.machine import Machine, check_machine
-from mxtrain.settings.read import places
-from mxtrain.settings.resume_check import check_resume
-from mxtrain.settings.resume_run import resolved
+from mxtrain.settings.machine import Machine
+from mxtrain.settings.read import places, read_settings
+from mxtrain.settings.resume import check_resume, resolved
 from mxtrain.titan import finite
 from mxtrain.titan.agreement import is_first
+from mxtrain.titan.check_job import check_job
 from mxtrain.titan.checkpoint.checkpointer import SaveError
 from mxtrain.titan.finite import NonFiniteError
-from mxtrain.titan.parallel.check_layout import check_model_layout
-from mxtrain.titan.parse import parse_job_config, settings_of
+from mxtrain.titan.parse import job_config_of
 from mxtrain.titan.reports import terminal
 from mxtrain.titan.resolved_config import write_resolved_config
 from mxtrain.titan.stop import Stop
@@ -45,7 +44,8 @@ def train(args: list[str], verbose: bool) -> None:
         ConfigError: for a mistake in the settings, or a run's folder that is in use or holds another run.
         NonFiniteError: if a loss or weight is NaN or infinite, and ``metrics.on_nonfinite_loss`` is "stop".
     """
-    job_config = parse_job_config(args)
+    settings = read_settings(args)
+    job_config = job_config_of(settings)
     if "LOCAL_RANK" not in os.environ:
         raise ConfigError(
             "-m mxtrain.train is for torchrun: torchrun --nproc_per_node=1 -m mxtrain.train, or mxtrain train"
@@ -53,10 +53,7 @@ def train(args: list[str], verbose: bool) -> None:
     folder = require_folder(job_config.job.dump_folder)
     job_config.job.dump_folder = str(folder)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    settings = settings_of(job_config)
-    check_machine(settings, Machine(processes, torch.cuda.is_available()))
-    check_model_layout(settings, torch.cuda.is_available())
-    _require_backend(job_config.compile)
+    check_job(settings, Machine(processes, torch.cuda.is_available()))
     with locked(folder) if is_first() else nullcontext() as warning:
         # Every rank looks. Nothing changes in the folder before all ranks have met in the process group.
         start = find_start(folder, CheckpointSettings.of(job_config.checkpoint), processes)
@@ -79,15 +76,6 @@ def train(args: list[str], verbose: bool) -> None:
             terminal.Screen().line(closing_summary(folder))
         if is_first() and stop is not None:
             report_stop(stop.signal)
-
-
-def _require_backend(settings) -> None:
-    """Raise ConfigError for a backend that PyTorch would not find when it compiles the first block."""
-    if settings.enable and settings.backend not in torch._dynamo.list_backends(exclude_tags=()):
-        raise ConfigError(
-            f"compile.backend = {settings.backend!r} is not known to torch.compile: allowed are 'inductor', "
-            "'aot_eager', and what else torch._dynamo.list_backends(exclude_tags=()) names"
-        )
 
 
 def _train(job_config) -> Stop | None:

@@ -18,8 +18,7 @@ from mxtrain.rng.rounding_position import set_rounding_step
 from mxtrain.run_folder.checkpoints import set_aside
 from mxtrain.run_folder.files import METRICS_FILE
 from mxtrain.run_folder.manifest import Manifest
-from mxtrain.settings.resume_changes import kept_defaults
-from mxtrain.settings.resume_check import moved_entries
+from mxtrain.settings.resume import kept_defaults, moved_entries
 from mxtrain.titan.agreement import is_first, run_on_all_ranks
 from mxtrain.titan.buffers import kept_buffers
 from mxtrain.titan.checkpoint.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer

@@ -6,7 +6,6 @@ import os
 import re
 import runpy
 import signal
-import subprocess
 import sys
 import time
 
@@ -103,14 +102,6 @@ def test_files_in_the_current_folder_do_not_stand_in_for_packages(processes, tmp
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path / "a"), os.environ.get("PYTHONPATH")])))
     monkeypatch.chdir(tmp_path / "b")
     assert workers.run_workers([], processes, tmp_path / "b") == 0
-
-
-def test_a_single_worker_starts_without_an_import_of_pytorch(launched, tmp_path):
-    code = (
-        "import sys; from mxtrain.cli import launch, workers; workers.WORKER = 'fake_worker'; "
-        "status = launch.train('tiny.toml', ['--job.description', 'work']); sys.exit(status or 'torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 0
 
 
 def test_ngpu_starts_that_many_processes_and_only_the_first_writes_to_the_terminal(launched, tmp_path):

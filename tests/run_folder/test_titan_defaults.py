@@ -2,7 +2,7 @@ import dataclasses
 
 from mxtrain.run_folder import titan_defaults as ours
 from mxtrain.run_folder.start import CheckpointSettings
-from mxtrain.settings.read import known_fields
+from mxtrain.settings.known import known_fields
 
 
 def test_defaults_are_titans():

@@ -27,7 +27,6 @@ from mxtrain.data.progress import one_line
 from mxtrain.data.token_dataset import TokenDataset
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.settings.registry import validation_dataset
 from mxtrain.titan.agreement import is_first, prepare_together, run_on_all_ranks
 from mxtrain.titan.data.loader_workers import end_workers_at_exit, ignore_stop_signals
 from mxtrain.titan.data.run_data import RunLoader, keep_in_run_folder, keep_stream_version, keep_validation_text
@@ -191,7 +190,15 @@ def check_datasets(job_config) -> None:
 
 
 def _validation_dataset(job_config) -> str:
-    return validation_dataset(job_config.training.dataset, job_config.validation.dataset)
+    """The dataset that is validated on: ``validation.dataset``, or if that is "", the one that the training leads to.
+
+    Documents are held out of mxtrain's datasets, and TorchTitan's have a split of their own. It is "" for a dataset of
+    the user's, of which nothing is known.
+    """
+    training, validation = job_config.training.dataset, job_config.validation.dataset
+    if validation or training in DATASETS:
+        return validation or training
+    return "c4_validation" if training in ("c4", "c4_test", "c4_validation") else ""
 
 
 @lru_cache(maxsize=8)

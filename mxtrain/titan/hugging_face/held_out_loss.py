@@ -18,7 +18,7 @@ from mxtrain.data.prepared_text import DamagedText, load_text
 from mxtrain.data.token_store import TokenFile
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import DATA_FILE
-from mxtrain.settings.registry import TITAN_QUANTIZING
+from mxtrain.settings.check import TITAN_QUANTIZING
 from mxtrain.titan.data.run_data import TOKENIZER_FOLDER, read_record
 from mxtrain.titan.hugging_face.saved_run import SavedRun
 

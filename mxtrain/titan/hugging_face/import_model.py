@@ -21,9 +21,9 @@ from mxtrain.hugging_face.model_config import GENERATION_FILE, ModelShape, read_
 from mxtrain.hugging_face.safetensors_files import SavedTensors
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest
+from mxtrain.settings.fields import Settings
 from mxtrain.settings.model_settings import PLACES, SECTION
 from mxtrain.settings.read import read_settings
-from mxtrain.settings.values import Settings
 from mxtrain.titan.data.run_data import TOKENIZER_FOLDER
 from mxtrain.titan.hugging_face.names import MODELS, Names, settings_of, shape_of
 from mxtrain.titan.hugging_face.same_logits import require_same_logits

@@ -19,7 +19,7 @@ from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.manifest import DamagedCheckpoint, Manifest, check_hashes
 from mxtrain.settings.fields import Field
 from mxtrain.settings.read import places
-from mxtrain.settings.resume_changes import other_defaults
+from mxtrain.settings.resume import other_defaults
 from mxtrain.titan.checkpoint.reader import load, read_index
 from mxtrain.titan.models.llama3 import is_tied
 from mxtrain.titan.models.model_args import given_in

@@ -8,10 +8,9 @@ import torch
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.errors import ConfigError
-from mxtrain.settings.layout import degree
+from mxtrain.settings.fields import Settings
+from mxtrain.settings.layout import degree, parts_problem
 from mxtrain.settings.model_settings import given_model_args
-from mxtrain.settings.pipeline import stages_problem
-from mxtrain.settings.values import Settings
 from mxtrain.titan.models.llama3 import is_tied
 from mxtrain.titan.parallel.pipeline import FINDS_SHAPES_AGAIN
 
@@ -75,8 +74,8 @@ def _check_stages(settings: Settings, args, model: str) -> None:
             "pipeline_parallel_degree",
             f"separates the embedding of {model} from the head, which has the same weight: allowed is 1",
         )
-    if problem := stages_problem(settings, args.n_layers):
-        raise ConfigError(problem)
+    if problem := parts_problem(settings, args.n_layers):
+        _refuse(settings, "module_fqns_per_model_part", problem)
     if FINDS_SHAPES_AGAIN or not settings["validation.enable"]:
         return
     for name in ("local_batch_size", "seq_len"):

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from mxtrain.conversion.recognition import find_gates
 from mxtrain.errors import ConfigError
 from mxtrain.settings.machine import Machine, check_machine
-from mxtrain.settings.relations import quantizing
+from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.titan.parallel.activation_checkpoint import knows_own_operations, multiply_one_by_one
 from mxtrain.titan.parallel.check_layout import check_model_layout
 from mxtrain.titan.parallel.context import prepare_context_parallelism
@@ -44,9 +44,8 @@ def checked_parallelize(parallelize_fn):
         with shared_group(model), plans as inner, knows_own_operations():
             model = parallelize_fn(model, parallel_dims, job_config)
         check_gates(parallel_dims.tp, gates, inner)
-        settings = settings_of(job_config)
-        if parallel_dims.tp_enabled and quantizing(settings):
-            choose_gathers(model, settings["mxnorm.gather"])
+        if parallel_dims.tp_enabled and quantizing_among(job_config.model.converters):
+            choose_gathers(model, job_config.mxnorm.gather)
         checkpointing = job_config.activation_checkpoint
         if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
             multiply_one_by_one(model)
@@ -89,8 +88,9 @@ def checked_pipeline(pipelining_fn):
 def check_layout(parallel_dims, job_config) -> None:
     """Raise ConfigError for a layout that does not fit the processes or the model, or that gives wrong gradients."""
     settings = settings_of(job_config)
-    check_machine(settings, Machine(parallel_dims.world_size, torch.cuda.is_available()))
-    check_model_layout(settings, torch.cuda.is_available())
+    machine = Machine(parallel_dims.world_size, torch.cuda.is_available())
+    check_machine(settings, machine)
+    check_model_layout(settings, machine.has_gpus)
     if not isinstance(parallel_dims, Layout):
         check_torchtitans_own(parallel_dims)
 

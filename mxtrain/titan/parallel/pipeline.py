@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 
 from mxtrain.rng.rounding_position import set_rounding_chunk
-from mxtrain.settings.pipeline import ONE_STAGE
+from mxtrain.settings.layout import ONE_STAGE
 from mxtrain.titan.buffers import kept_buffers
 
 
