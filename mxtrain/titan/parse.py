@@ -1,12 +1,12 @@
 """TorchTitan's job config from the settings of a job, and back."""
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from functools import reduce
 
 from pydantic_core import to_jsonable_python
 from torchtitan.config import ConfigManager
 
-from mxtrain.settings.fields import Settings
+from mxtrain.settings.fields import Settings, fields_of
 from mxtrain.settings.help import settings_help
 from mxtrain.settings.known import known_fields
 from mxtrain.settings.read import asks_for_help, read_settings
@@ -55,7 +55,8 @@ def job_config_of(settings: Settings):
 
 def settings_of(job_config) -> Settings:
     """The values of a job config by the full names of its settings."""
-    known = known_fields(type(job_config))
+    kind = type(job_config)
+    known = {name: field for name, field in known_fields(kind).items() if name in fields_of(kind)}
     return Settings(known, {name: reduce(getattr, name.split("."), job_config) for name in known})
 
 
@@ -65,24 +66,13 @@ def resolved_settings(job_config) -> dict:
     Without the names of the config file and of the run's folder: a run of these settings must not write into it. With
     ``mxnorm.diagnostics.every = 0`` beside other settings of diagnostics, which are refused without it.
     """
-    values = non_default_values(job_config)
-    if diagnostics := values.get("mxnorm", {}).get("diagnostics"):
-        diagnostics.setdefault("every", 0)
-    for name in ("config_file", "dump_folder"):
-        values.get("job", {}).pop(name, None)
-    return values
-
-
-def non_default_values(config, default=None) -> dict:
-    """Return the fields of a config dataclass that differ from its defaults, as nested tables for a TOML file."""
-    default = type(config)() if default is None else default
-    values = {}
-    for f in fields(config):
-        value, usual = getattr(config, f.name), getattr(default, f.name)
-        if is_dataclass(value):
-            value = non_default_values(value, usual)
-            if value:
-                values[f.name] = value
-        elif value != usual and value is not None:
-            values[f.name] = to_jsonable_python(value)  # paths, tuples and sets of a user's own section
-    return values
+    settings = settings_of(job_config)
+    left_out = ("job.config_file", "job.dump_folder")
+    values = {
+        name: to_jsonable_python(settings[name])  # paths, tuples and sets of a user's own section
+        for name in settings.known
+        if settings.changed(name) and settings[name] is not None and name not in left_out
+    }
+    if any(name.startswith("mxnorm.diagnostics.") for name in values):
+        values.setdefault("mxnorm.diagnostics.every", 0)
+    return Settings(settings.known, values).tables()
