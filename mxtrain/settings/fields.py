@@ -52,79 +52,61 @@ class Field:
         A list of names is one word with commas, any other list is words, a table is words in pairs, and a switch needs
         no word.
         """
-        if self.is_switch and not words:
+        kind, core = self.kind, _core(self.type)
+        if kind == "switch" and not words:
             return True
         if words == ["None"] and type(None) in _parts(self.type):
             return None
-        if self.is_table and len(words) % 2:
-            raise ConfigError(f"{self.name} takes pairs of a name and a value, not: {' '.join(words)}")
-        if self.is_table or self.takes_words:
-            value = dict(zip(words[::2], words[1::2])) if self.is_table else words
-            if get_origin(self._item) is list:
+        if kind in ("table", "words"):
+            if kind == "table" and len(words) % 2:
+                raise ConfigError(f"{self.name} takes pairs of a name and a value, not: {' '.join(words)}")
+            value = dict(zip(words[::2], words[1::2])) if kind == "table" else words
+            if get_origin(get_args(core)[0]) is list:
                 value = [word.split(",") for word in words]
             return self._check(value, lambda: TypeAdapter(self.type).validate_python(value))
         if not words:
             raise ConfigError(f"{self.name} needs a value")
         if len(words) > 1:
             as_one = f"one word with commas, such as {','.join(word.strip(',') for word in words)}"
-            raise ConfigError(f"{self.name} takes {as_one if self._names else 'one value'}, not: {' '.join(words)}")
+            takes = as_one if kind == "names" else "one value"
+            raise ConfigError(f"{self.name} takes {takes}, not: {' '.join(words)}")
         (text,) = words
-        if self._names:
+        if kind == "names":
             return self.checked([name.strip() for name in text.split(",") if name.strip()])
-        if self.choices:
-            text = next((choice for choice in get_args(self._core) if str(choice) == text), text)
-        elif self._core is not str:
-            text = self._check(text, lambda: TypeAdapter(self._core).validate_strings(text))
-        return self.checked(text)
+        if kind == "choice":
+            return self.checked(next((choice for choice in get_args(core) if str(choice) == text), text))
+        return self.checked(
+            text if core is str else self._check(text, lambda: TypeAdapter(core).validate_strings(text))
+        )
 
     @property
-    def is_switch(self) -> bool:
-        """Whether it is true or false, so that its flag needs no value."""
-        return self._core is bool
+    def kind(self) -> str:
+        """How its flag is written: "switch", "choice", "names" (one word with commas), "words", "table" or "value"."""
+        core = _core(self.type)
+        origin, items = get_origin(core) or core, get_args(core)
+        if origin is list and items and (items[0] is str or get_origin(items[0]) is Literal):
+            return "names"
+        kinds = {bool: "switch", Literal: "choice", dict: "table", list: "words", tuple: "words", set: "words"}
+        return kinds.get(origin, "value")
 
     @property
     def flags(self) -> list[str]:
         """The flags that set it."""
         section, _, last = self.name.rpartition(".")
-        return [f"--{self.name}", *([f"--{section}.no_{last}"] if self.is_switch else [])]
+        return [f"--{self.name}", *([f"--{section}.no_{last}"] if self.kind == "switch" else [])]
 
     @property
     def choices(self) -> tuple[str, ...]:
         """All its values, as on the command line; empty if there are too many."""
-        return tuple(map(str, get_args(self._core))) if get_origin(self._core) is Literal else ()
+        return tuple(map(str, get_args(_core(self.type)))) if self.kind == "choice" else ()
 
     @property
     def placeholder(self) -> str:
         """What stands for its value in the help."""
-        if self.choices:
-            return f"{{{','.join(self.choices)}}}"
-        if self.is_table:
-            return "NAME VALUE ..."
-        if self.takes_words:
-            return "VALUE ..."
-        return "A,B,..." if self._names else {int: "INTEGER", float: "NUMBER"}.get(self._core, "TEXT")
-
-    @property
-    def is_table(self) -> bool:
-        return get_origin(self._core) is dict
-
-    @property
-    def takes_words(self) -> bool:
-        """Whether its flag takes any number of words, as lists do except those of names, which are one word."""
-        return (get_origin(self._core) or self._core) in (list, tuple, set) and not self._names
-
-    @property
-    def _core(self):
-        """The type without its limits and without None: Annotated[int, Ge(1)] | None -> int."""
-        return _core(self.type)
-
-    @property
-    def _item(self):
-        return get_args(self._core)[0] if get_origin(self._core) is list else None
-
-    @property
-    def _names(self) -> bool:
-        return self._item is str or get_origin(self._item) is Literal
+        number = {int: "INTEGER", float: "NUMBER"}.get(_core(self.type), "TEXT")
+        choices = f"{{{','.join(self.choices)}}}"
+        words = {"switch": "", "names": "A,B,...", "words": "VALUE ...", "table": "NAME VALUE ...", "choice": choices}
+        return words.get(self.kind, number)
 
     def _check(self, value, validate):
         try:
@@ -256,7 +238,8 @@ def _parts(annotation) -> list:
 
 
 def _core(annotation):
+    """A type without its limits and without None: Annotated[int, Ge(1)] | None -> int."""
+    if get_origin(annotation) is Annotated:
+        return _core(get_args(annotation)[0])
     others = [part for part in _parts(annotation) if part is not type(None)]
-    if len(others) > 1:
-        return annotation
-    return others[0] if get_origin(others[0]) is not Annotated else _core(others[0])
+    return annotation if len(others) > 1 or others == [annotation] else _core(others[0])

@@ -87,7 +87,7 @@ def _entries(names: list[str], settings: Settings, docs: dict[str, str]) -> Iter
             section = name.rpartition(".")[0]
             yield from ("", f"[{section}]")
         field = settings.known[name]
-        yield f"  {', '.join(field.flags)}{'' if field.is_switch else ' ' + field.placeholder}"
+        yield f"  {', '.join(field.flags)} {field.placeholder}".rstrip()
         text = " ".join(docs.get(name, "").split())
         state = f"set to {settings[name]!r}; " if settings.changed(name) else ""
         text = f"{text} ({state}default: {field.default!r})".strip()

@@ -64,7 +64,7 @@ def flag_values(words: list[str], known: Mapping[str, Field]) -> dict:
         positive = f"{section}.{last.removeprefix('no_')}"
         if name in known:
             values[name] = known[name].from_words(given)
-        elif not last.startswith("no_") or positive not in known or not known[positive].is_switch:
+        elif not last.startswith("no_") or positive not in known or known[positive].kind != "switch":
             raise unknown(name, known)
         elif given:
             raise ConfigError(f"{positive} takes no value after --{positive.replace('.', '.no-')}")

@@ -102,8 +102,8 @@ def _no_checkpoint(folder: Path, settings: Settings) -> ConfigError:
     name, so = ("checkpoint.interval", ":") if settings["checkpoint.enable"] else ("checkpoint.enable", ", so")
     config = shlex.quote(str(folder / CONFIG_FILE))
     return ConfigError(
-        f"{name} = {settings[name]}{so} {folder} holds no checkpoint to resume from; start again, in a new folder, with "
-        f"'mxtrain train {config} --checkpoint.enable'"
+        f"{name} = {settings[name]}{so} {folder} holds no checkpoint to resume from; start again, in a new folder, "
+        f"with 'mxtrain train {config} --checkpoint.enable'"
     )
 
 

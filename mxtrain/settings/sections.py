@@ -72,19 +72,14 @@ class Guard:
 
     p: Literal[P_VALUES] | None = None
     """p of all norms after a spike"""
-
     estimator: Literal[ESTIMATORS] | None = None
     """Estimator of all norms after a spike: "exact", for example"""
-
     norm: Literal[RMSNORM] | None = None
     """After a spike, "rmsnorm": norms and the linears that they feed are in high precision"""
-
     window: AtLeastTwo = 100
     """Number of losses, one a step, whose mean and standard deviation a loss is compared with"""
-
     sigmas: FinitePositive = 6.0
     """A loss is a spike if it is more than so many standard deviations above the mean"""
-
     steps: Positive = 100
     """Number of steps with the other recipe"""
 
@@ -95,7 +90,6 @@ class MXNorm:
 
     p: Literal[P_VALUES] = 2
     """Exponent of the p-mean over block maxima that estimates the RMS: 1 or 2"""
-
     recipe: str = "mxfp8"
     """
     Format of the operands of every swapped linear: "mxfp8", "nvfp4", "nvfp4_dynamic" (every scale is computed from its
@@ -174,7 +168,6 @@ class MXNorm:
 
     eps: Amount | None = None
     """Added to the squared RMS estimate. Unset keeps the eps of each replaced norm"""
-
     cache_weights: Free[bool] = True
     """
     With gradient accumulation or a pipeline: cast every weight once per step, not once per microbatch. Results have the
@@ -241,34 +234,24 @@ class ModelArgs:
 
     dim: Positive | None = None
     """Features of the residual stream"""
-
     n_layers: Positive | None = None
     """Number of transformer blocks"""
-
     n_heads: Positive | None = None
     """Number of query heads"""
-
     n_kv_heads: Positive | None = None
     """Number of key and value heads; divides n_heads"""
-
     head_dim: Positive | None = None
     """Features of a head; the other models have dim / n_heads, deepseek_v3 the qk_ and v_ sizes"""
-
     hidden_dim: Positive | None = None
     """Hidden features of a dense feed-forward, exactly. Unset, llama3 computes it from dim"""
-
     multiple_of: Positive | None = None
     """The hidden features of the feed-forward are rounded up to a multiple of this"""
-
     ffn_dim_multiplier: FinitePositive | None = None
     """Factor of the feed-forward's hidden features, which are 8/3 of dim without it"""
-
     enable_weight_tying: bool | None = None
     """The output head has the weight of the embedding"""
-
     norm_eps: Amount | None = None
     """Added to the mean square in an RMSNorm. In deepseek_v3, TorchTitan leaves the last norm's at PyTorch's default"""
-
     max_seq_len: Free[Positive | None] = None
     """
     The number of positions that config.json names after an export, at least training.seq_len, which is the number in
@@ -277,52 +260,36 @@ class ModelArgs:
 
     rope_theta: FinitePositive | None = None
     """Base of the rotary frequencies"""
-
     rope_factor: FinitePositive | None = None
     """Scaling of the rotary frequencies: long waves become so many times longer. llama3: 1 is no scaling"""
-
     rope_low_freq_factor: FinitePositive | None = None
     """Waves longer than rope_original_seq_len divided by this are scaled in full"""
-
     rope_high_freq_factor: FinitePositive | None = None
     """Waves shorter than rope_original_seq_len divided by this are not scaled"""
-
     rope_original_seq_len: Positive | None = None
     """Number of positions before the scaling of the rotary frequencies"""
-
     num_experts: Positive | None = None
     """Number of routed experts in a layer with experts"""
-
     num_shared_experts: NotNegative | None = None
     """Number of experts that every token uses"""
-
     top_k: Positive | None = None
     """Number of routed experts that a token uses"""
-
     load_balance_coeff: Amount | None = None
     """Step of the bias that balances the load of experts; 0 for no bias, as transformers' Qwen3 has none"""
-
     moe_inter_dim: Positive | None = None
     """Hidden features of an expert"""
-
     n_dense_layers: NotNegative | None = None
     """Number of first layers without experts"""
-
     interleave_moe_layer_step: Positive | None = None
     """Every so many layers, one has experts"""
-
     q_lora_rank: NotNegative | None = None
     """Rank of the queries' projection; 0 is full rank"""
-
     kv_lora_rank: Positive | None = None
     """Rank of the projection of keys and values"""
-
     qk_nope_head_dim: Positive | None = None
     """Features of a query's or key's head without rotation"""
-
     qk_rope_head_dim: Positive | None = None
     """Features of a query's or key's head with rotation"""
-
     v_head_dim: Positive | None = None
     """Features of a value's head"""
 
@@ -333,7 +300,6 @@ class Data:
 
     installed: bool = False
     """Dataset "python": read the source of every installed package as well as the standard library"""
-
     other_files: bool = False
     """
     Dataset "python": also read C, C++ and CUDA source, type stubs and documentation beside the Python source, and the
@@ -342,16 +308,12 @@ class Data:
 
     vocab_size: Refused[VocabularySize] = 0
     """Vocabulary size of the model, and of the tokenizer if one is built; 0 keeps the model flavor's size"""
-
     unseparated: Free[bool] = False
     """Take a tokenizer that has neither a bos nor an eos token: nothing separates the documents"""
-
     max_bytes: NotNegative = 0
     """Stop collecting text after this many bytes; 0 collects all. Another training.dataset in a flag drops a limit"""
-
     package_share: ShareAboveZero = 0.2
     """Dataset "python": largest share of the text from a single package, in (0, 1]"""
-
     validation_share: ShareBelowOne = 0.01
     """
     Share of the documents held out for validation, in [0, 1), chosen by a hash of each document's path for dataset
@@ -360,16 +322,12 @@ class Data:
 
     seed: NotNegative = 0
     """Seed of the order of the documents"""
-
     text_key: str = "text"
     """Column or key of the text in JSONL, Parquet and Hugging Face datasets"""
-
     hf_config: str | None = None
     """Dataset "hf": configuration of the Hugging Face dataset, for example "en" for allenai/c4"""
-
     cache_dir: Free[LocalPath] = ""
     """Folder for tokenizers and tokenized text; empty means $MXTRAIN_CACHE, else ~/.cache/mxtrain"""
-
     prepared: Free[LocalPath] = ""
     """
     Name of a prepared text in the cache ("mxtrain cache" lists them), or its path: train on exactly this text, without
@@ -408,13 +366,10 @@ class Metrics:
 
     wandb_project: str = ""
     """Project of the wandb run; empty means $WANDB_PROJECT, else mxtrain"""
-
     wandb_name: str = ""
     """Name of the wandb run; empty means $WANDB_RUN_NAME, else model, flavor, converter, recipe and p"""
-
     wandb_group: str = ""
     """Group of the wandb run; empty means $WANDB_RUN_GROUP, else model and flavor"""
-
     wandb_tags: Names = None
     """
     Comma-separated tags of the wandb run. Unset means $WANDB_TAGS, else model, flavor, converter, recipe and p; an
@@ -428,7 +383,6 @@ class Checkpoint:
 
     last_save_model_only: bool = False
     """Save only the weights after the last step: a smaller checkpoint, from which no run can resume"""
-
     may_change: Names = field(default_factory=list)
     """
     Comma-separated full names of settings, such as "mxnorm.p", that this run may change when it resumes, although the
