@@ -21,7 +21,7 @@ LAYERS = [
     {"ops"},
     {"nn"},
     {"inductor"},
-    {"conversion", "hugging_face", "diagnostics"},
+    {"conversion", "hugging_face", "diagnostics", "parallel"},
     {"titan"},
     {"cli"},
     {"train"},

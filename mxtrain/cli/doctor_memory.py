@@ -97,7 +97,7 @@ def groups_of_ranks(model: nn.Module, parallelism) -> list[list[nn.Module]]:
 
     The final norm, which is gathered with the head, is left out.
     """
-    from mxtrain.titan.parallel.pipeline import modules_of_stages
+    from mxtrain.titan.check_layout import modules_of_stages
 
     ranks = parallelism.pipeline_parallel_degree
     if ranks == 1:

@@ -38,11 +38,11 @@ def report(arguments: list[str]) -> str:
 
 
 def _report(words: list[str]) -> str:
+    from mxtrain.titan.check_layout import check_model_layout
     from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
-    from mxtrain.titan.parallel.check_layout import check_model_layout
-    from mxtrain.titan.parallel.trial_plan import try_plan
     from mxtrain.titan.parse import parse_job_config, settings_of
     from mxtrain.titan.schedule import guard_in, schedule_in
+    from mxtrain.titan.trial_plan import try_plan
 
     job_config = parse_job_config(words)
     settings = settings_of(job_config)

@@ -5,7 +5,7 @@ X is [T, D], W is [N, D], dY is [T, N]. A process group of P processes splits a 
     by output features    W [N / P, D], dY [T, N / P], X whole        dX is a part of a sum
     by input features     W [N, D / P], X [T, D / P], dY whole        Y is a part of a sum
 
-``mxtrain.titan.parallel.tensor_parallel`` sums the parts. Every operand is cast as in one process: blocks lie within a
+``mxtrain.parallel.tensor_parallel`` sums the parts. Every operand is cast as in one process: blocks lie within a
 shard if the shards are whole blocks, and NVFP4's tensor scales come from the parts of all processes.
 
 Between the layers, sequence parallelism splits the sequences. Norms have whole rows and work on their own tokens.

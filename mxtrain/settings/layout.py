@@ -1,7 +1,7 @@
 """Checks of a layout of processes that need no model: degrees, sequences, batches, chunks of a pipeline.
 
-``mxtrain.titan.parallel.check_layout`` compares a layout with the model. TorchTitan itself checks the number of stages
-and of chunks, and that batches are multiples of one another.
+``mxtrain.titan.check_layout`` compares a layout with the model. TorchTitan itself checks the number of chunks, and that
+batches are multiples of one another.
 """
 
 import math
@@ -120,14 +120,12 @@ def pipeline_problems(s: Settings) -> Problems:
 
 def parts_problem(s: Settings, layers: int) -> str | None:
     """What is wrong with the stages that the user names for a model of so many layers; TorchTitan drops layers."""
-    parts, schedule = s["parallelism.module_fqns_per_model_part"], s["parallelism.pipeline_parallel_schedule"]
+    parts = s["parallelism.module_fqns_per_model_part"]
     whole = ["tok_embeddings", *(f"layers.{number}" for number in range(layers)), "norm", "output"]
     if parts is None:
         return None
     if [name for part in parts for name in part] != whole:
         return f"needs tok_embeddings, layers.0 to layers.{layers - 1}, norm and output, once each and in this order"
-    if schedule in ONE_STAGE and len(parts) != degree(s, "pipeline"):
-        return f"makes {len(parts)} stages, and schedule {schedule} needs one on each of {degree(s, 'pipeline')} ranks"
     if "norm" not in parts[-1] or not all(parts):
         return "needs norm and output in the same stage, and a module in every stage"
     return None

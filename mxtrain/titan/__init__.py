@@ -6,7 +6,7 @@ its versions of the models. It works under ``-m mxtrain.train`` and ``-m torchti
 
 import torch
 
-from mxtrain.titan import cpu
+from mxtrain.titan.repairs import cpu
 
 # First, because TorchTitan's modules copy the device type when they are imported.
 if not torch.cuda.is_available():

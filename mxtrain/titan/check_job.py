@@ -10,10 +10,10 @@ from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import import_own
+from mxtrain.titan.check_layout import check_model_layout
 from mxtrain.titan.converters import active_settings
 from mxtrain.titan.data.datasets import check_datasets
 from mxtrain.titan.models.model_args import check_model_args
-from mxtrain.titan.parallel.check_layout import check_model_layout
 
 
 def check_job(settings: Settings, machine: Machine) -> None:

@@ -26,10 +26,10 @@ from mxtrain.titan.checkpoint.random_state import RandomState
 from mxtrain.titan.checkpoint.resumed_optimizer import apply_settings
 from mxtrain.titan.checkpoint.token_count import TokenCount
 from mxtrain.titan.finite import STOP, LossWatch, NonFiniteError, describe, nonfinite, over_ranks
-from mxtrain.titan.parallel.context import correct_max_loss, tokens_of_other_ranks
-from mxtrain.titan.parallel.pipeline import FINDS_SHAPES_AGAIN, LossPerToken, SharedLoss, Stage
-from mxtrain.titan.parallel.replicate import Layout
 from mxtrain.titan.parse import resolved_settings, settings_of
+from mxtrain.titan.repairs.context_parallel import correct_max_loss, tokens_of_other_ranks
+from mxtrain.titan.repairs.pipeline import FINDS_SHAPES_AGAIN, LossPerToken, SharedLoss, Stage
+from mxtrain.titan.repairs.replicas import Layout
 from mxtrain.titan.reports import terminal
 from mxtrain.titan.reports.facts import package_versions
 from mxtrain.titan.reports.metrics import log_event, log_loss

@@ -1,6 +1,6 @@
 """Gradients of parallel layouts against one process: the oracle of the tests, on GPUs under NCCL or on a CPU.
 
-For every layout and recipe it trains the tests' tiny model for 5 steps (``tests/titan/parallel/oracle.py``), and prints
+For every layout and recipe it trains the tests' tiny model for 5 steps (``tests/support/oracle.py``), and prints
 the largest difference of a parameter's gradient before clipping, relative to its norm, and of losses and gradient
 norms. Degrees are joined by x: ddp2xfsdp2 is HSDP. A layout needs as many GPUs as the product of its degrees, where ep
 (expert parallelism) and etp (tensor parallelism of experts) do not count.

@@ -12,8 +12,8 @@ from mxtrain import ConfigError, cli
 from mxtrain.cli import doctor_memory, doctor_model
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import read_settings
+from mxtrain.titan.check_layout import check_model_layout
 from mxtrain.titan.models.describe import build_on_meta
-from mxtrain.titan.parallel.check_layout import check_model_layout
 from mxtrain.titan.parse import parse_job_config
 
 GIB = 2**30
@@ -222,11 +222,11 @@ def test_mistakes_are_one_line(arguments, message, capsys):
         (["--parallelism.expert_parallel_degree=2"], "needs experts, which llama3 debugmodel does not have"),
         (
             ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
-            "runs the backward of every layer twice: allowed are 1F1B, GPipe,",
+            "parallelism.pipeline_parallel_schedule = 'ZBVZeroBubble' should be '1F1B', 'GPipe'",
         ),
         (
             ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_layers_per_stage=2"],
-            "makes 4 stages: schedule 1F1B with parallelism.pipeline_parallel_degree = 2 needs 2",
+            "parallelism.pipeline_parallel_degree = 2 with schedule 1F1B needs 2 stages, and the settings make 4",
         ),
         (
             ["--parallelism.context_parallel_degree=2", "--training.seq_len=96", "--validation.no-enable"],

@@ -21,7 +21,7 @@ Gradients are compared, not weights after a step: AdamW divides by the gradient'
 are full tensors by FQN: shards are gathered, and stages of a pipeline are united. All ranks that hold a parameter must
 have the same full gradient, which ``train`` checks bit for bit.
 
-The same seed gives the same initial weights on every layout (``mxtrain.titan.parallel.initial_weights``). A step reads
+The same seed gives the same initial weights on every layout (``mxtrain.parallel.initial_weights``). A step reads
 the same 4 sequences on every layout, in another order: the ranks of a data-parallel group take turns, each with as many
 sequences as it computes at a time.
 

@@ -72,7 +72,7 @@ def _named_parameters(trainer) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def _named(trainer, of_module) -> list[tuple[str, torch.Tensor]]:
-    from mxtrain.titan.parallel.initial_weights import plain_name
+    from mxtrain.parallel.initial_weights import plain_name
 
     return [(plain_name(name), value) for part in trainer.model_parts for name, value in of_module(part)]
 

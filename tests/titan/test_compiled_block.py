@@ -18,7 +18,7 @@ import mxtrain
 from mxtrain.inductor.complex_products import split_complex_products
 from mxtrain.inductor.residual_add import fuse_residual_add
 from mxtrain.ops.hardware import runs_kernels
-from mxtrain.titan.parallel.activation_checkpoint import knows_own_operations
+from mxtrain.parallel.activation_checkpoint import knows_own_operations
 
 pytestmark = pytest.mark.sweep
 TINY = TransformerModelArgs(dim=64, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=64, multiple_of=64, max_seq_len=32)

@@ -32,7 +32,7 @@ from mxtrain.titan.data.loader_workers import end_workers_at_exit, ignore_stop_s
 from mxtrain.titan.data.run_data import RunLoader, keep_in_run_folder, keep_stream_version, keep_validation_text
 from mxtrain.titan.data.streams import Stream, held_out_share, training_stream, validation_stream
 from mxtrain.titan.models.flavors import vocab_size
-from mxtrain.titan.parallel.context import share_of_validation_loss
+from mxtrain.titan.repairs.context_parallel import share_of_validation_loss
 from mxtrain.titan.reports.terminal import note, note_progress
 
 

@@ -13,7 +13,7 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from mxtrain.titan.data.datasets import build_dataloader, build_tokenizer, build_validator
 from mxtrain.titan.models.flavors import EXTRA_FLAVORS, configurable
 from mxtrain.titan.models.llama3 import Llama3, Llama3Adapter
-from mxtrain.titan.parallel.parallelize import checked_parallelize, checked_pipeline
+from mxtrain.titan.parallelize import checked_parallelize, checked_pipeline
 from mxtrain.titan.reports.metrics import build_metrics_processor
 
 

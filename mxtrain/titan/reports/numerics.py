@@ -42,10 +42,10 @@ from mxtrain.errors import ConfigError
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype
+from mxtrain.parallel.initial_weights import plain_name
 from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.titan.buffers import kept_buffers
-from mxtrain.titan.parallel.initial_weights import plain_name
-from mxtrain.titan.parallel.pipeline import Stage
+from mxtrain.titan.repairs.pipeline import Stage
 
 FQNS = "mxnorm.diagnostics.fqns"
 NORM = "norm"

@@ -6,8 +6,8 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.cli import doctor_memory
 from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
-from mxtrain.titan.parallel.replicate import Layout
 from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.repairs.replicas import Layout
 from tests.support.forked import forking_context
 
 

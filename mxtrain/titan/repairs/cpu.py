@@ -1,4 +1,4 @@
-"""Let TorchTitan 0.2.2 train on a machine without an accelerator.
+"""Fault: TorchTitan does not train on a machine without an accelerator. No release mends it.
 
 ``torchtitan.tools.utils`` falls back to the device type "cuda", and other modules of TorchTitan import the device type
 and module by name. ``use_cpu`` replaces them with "cpu" and a stand-in for ``torch.cuda``. For mixtures of experts,
@@ -38,7 +38,7 @@ def use_cpu() -> None:
     from torchtitan.models.moe import kernels, utils
 
     utils.generate_permute_indices = functools.partial(kernels.generate_permute_indices, use_cpu=True)
-    from mxtrain.titan.cpu_attention import use_gathered_attention
+    from mxtrain.titan.repairs.cpu_attention import use_gathered_attention
 
     use_gathered_attention()
     keep_freed_memory()

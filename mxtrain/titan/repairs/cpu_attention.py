@@ -1,4 +1,4 @@
-"""Attention under context parallelism on a machine without an accelerator.
+"""Fault: context parallelism has no attention on a CPU. No release mends it.
 
 PyTorch has ring attention for CUDA's kernels only, and raises for a CPU's. Here every rank gathers all keys and values
 and attends from its part of the sequence. It needs memory for whole keys and values: for tests and small runs.

@@ -1,17 +1,20 @@
 """Checks of a layout that need the model's sizes: heads, layers, experts, attention.
 
 Sizes come from the model's flavor and from ``[model_args]``, before the model is built. ``mxtrain.settings.layout`` has
-the checks that need no model, ``mxtrain.titan.parallel.tensor_parallel`` those of single linears.
+the checks that need no model, ``mxtrain.parallel.tensor_parallel`` those of single linears.
 """
 
+import math
+
 import torch
+from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.settings.fields import Problems, Settings, raise_first
-from mxtrain.settings.layout import degree, parts_problem
+from mxtrain.settings.layout import ONE_STAGE, degree, parts_problem
 from mxtrain.settings.model_settings import given_model_args
 from mxtrain.titan.models.llama3 import is_tied
-from mxtrain.titan.parallel.pipeline import FINDS_SHAPES_AGAIN
+from mxtrain.titan.repairs.pipeline import FINDS_SHAPES_AGAIN
 
 TENSOR, PIPELINE, CONTEXT, EXPERT = (
     f"parallelism.{kind}_parallel_degree" for kind in ("tensor", "pipeline", "context", "expert")
@@ -60,8 +63,40 @@ def _pipeline_problems(settings: Settings, args, model: str) -> Problems:
         yield PIPELINE, f"{apart}: allowed is 1"
     if problem := parts_problem(settings, args.n_layers):
         yield "parallelism.module_fqns_per_model_part", problem
+    if problem := _stages_problem(settings, args.n_layers):
+        yield PIPELINE, problem
     for name in ("local_batch_size", "seq_len"):
         allowed = settings[f"training.{name}"]
         if not FINDS_SHAPES_AGAIN and settings["validation.enable"] and settings[f"validation.{name}"] != allowed:
             only = f"a pipeline in PyTorch {torch.__version__} allows only {allowed}"
             yield f"validation.{name}", f"differs from training.{name}: {only}"
+
+
+def _stages_problem(settings: Settings, layers: int) -> str | None:
+    """What is wrong with the number of stages that TorchTitan makes of so many layers; None if all is well."""
+    schedule, ranks = settings["parallelism.pipeline_parallel_schedule"], degree(settings, "pipeline")
+    try:
+        stages = len(modules_of_stages(layers, settings.values.parallelism))
+    except ValueError as error:
+        return f"does not divide {layers} layers: {error}"
+    if stages == ranks if schedule in ONE_STAGE else stages % ranks == 0 and stages > ranks:
+        return None
+    needed = ranks if schedule in ONE_STAGE else f"a multiple of {ranks}, and {2 * ranks} or more"
+    return f"with schedule {schedule} needs {needed} stages, and the settings make {stages} of {layers} layers"
+
+
+def modules_of_stages(layers: int, parallelism) -> list[list[str]]:
+    """Return the names of the modules of every stage, as TorchTitan divides a model of so many layers.
+
+    Raises ValueError for layers that cannot be divided.
+    """
+    if parallelism.module_fqns_per_model_part is not None:
+        return parallelism.module_fqns_per_model_part
+    first = parallelism.pipeline_parallel_first_stage_less_layers
+    last = parallelism.pipeline_parallel_last_stage_less_layers
+    if parallelism.pipeline_parallel_layers_per_stage is not None:
+        stages = math.ceil((layers + first + last) / parallelism.pipeline_parallel_layers_per_stage)
+    else:
+        per_rank = 1 if parallelism.pipeline_parallel_schedule in ONE_STAGE else 2
+        stages = parallelism.pipeline_parallel_degree * per_rank
+    return generate_llm_fqn_per_model_part(stages, layers, first, last)

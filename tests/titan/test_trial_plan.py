@@ -9,10 +9,10 @@ from torchtitan.models.llama3.infra import parallelize as plans
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain import ConfigError
+from mxtrain.titan import trial_plan
 from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
-from mxtrain.titan.parallel import trial_plan
-from mxtrain.titan.parallel.trial_plan import try_plan
 from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.trial_plan import try_plan
 
 LLAMA3 = "--model.name=llama3 --model.flavor=debugmodel --model.converters=mxnorm"
 EXPERTS = "--model.name=deepseek_v3 --model.flavor=debugmodel --model.converters=mx_linear"

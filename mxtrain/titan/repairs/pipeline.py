@@ -1,11 +1,10 @@
-"""Pipeline parallelism with the loss, the gradients and the random bits of one process.
+"""Fault: a pipeline's loss is not divided by the tokens before its backward. Mended in TorchTitan 0.3.0.
 
 PyTorch's schedules split a batch into chunks, and run the backward of the loss of each chunk. In TorchTitan 0.2.2 that
 loss is not divided by the number of tokens, only the last stage knows it, and the passes with which PyTorch finds out
 shapes count as training. This file corrects all three.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -13,25 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
-from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 
 from mxtrain.rng.rounding_position import set_rounding_chunk
-from mxtrain.settings.layout import ONE_STAGE
 from mxtrain.titan.buffers import kept_buffers
-
-
-def modules_of_stages(layers: int, parallelism) -> list[list[str]]:
-    """Return the names of the modules of every stage, as TorchTitan divides a model of so many layers."""
-    if parallelism.module_fqns_per_model_part is not None:
-        return parallelism.module_fqns_per_model_part
-    first = parallelism.pipeline_parallel_first_stage_less_layers
-    last = parallelism.pipeline_parallel_last_stage_less_layers
-    if parallelism.pipeline_parallel_layers_per_stage is not None:
-        stages = math.ceil((layers + first + last) / parallelism.pipeline_parallel_layers_per_stage)
-    else:
-        per_rank = 1 if parallelism.pipeline_parallel_schedule in ONE_STAGE else 2
-        stages = parallelism.pipeline_parallel_degree * per_rank
-    return generate_llm_fqn_per_model_part(stages, layers, first, last)
 
 
 class LossPerToken:

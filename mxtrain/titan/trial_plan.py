@@ -13,9 +13,8 @@ import torch
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.conversion.recognition import find_gates
-from mxtrain.titan.parallel.parallelize import check_gates
-from mxtrain.titan.parallel.plans import plans_with_own_styles
-from mxtrain.titan.parallel.replicate import Layout
+from mxtrain.titan.parallelize import check_gates, plans_with_own_styles
+from mxtrain.titan.repairs.replicas import Layout
 
 
 def try_plan(model: torch.nn.Module, job_config) -> None:

@@ -1,4 +1,4 @@
-"""Context parallelism: what TorchTitan 0.2.2 counts and reports wrongly, corrected.
+"""Fault: context parallelism counts the tokens of a sequence on every rank. Mended in TorchTitan 0.3.0.
 
 All ranks of a context-parallel group read the same sequences, and each computes a part of every sequence. TorchTitan
 counts whole sequences on every rank where it adds up the ranks' counts, or divides a part's loss by the tokens of

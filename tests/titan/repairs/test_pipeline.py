@@ -11,8 +11,9 @@ from torchtitan.config.job_config import Parallelism
 from mxtrain.analysis import load_run, read_metrics
 from mxtrain.analysis.numerics import by_figure, numerics_rows
 from mxtrain.run_folder.manifest import read_manifest
-from mxtrain.titan.parallel import pipeline
-from mxtrain.titan.parallel.pipeline import LossPerToken, modules_of_stages
+from mxtrain.titan.check_layout import modules_of_stages
+from mxtrain.titan.repairs import pipeline
+from mxtrain.titan.repairs.pipeline import LossPerToken
 from tests.support import oracle, training_runs
 from tests.support.recording import record_all
 from tests.support.training_runs import SCHEDULE, Outcome, Resumed, done_once, steps

@@ -10,16 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torchtitan.tools.utils as titan_utils
 from torch import nn
 from torchtitan.models.utils import trunc_normal_
 
+from mxtrain.parallel.initial_weights import DrawsByName, draw_by_name, plain_name
 from mxtrain.rng.seeds import weight_seed
-from mxtrain.titan.parallel.initial_weights import DrawsByName, draw_by_name, plain_name, shared_seed
 from tests.support.forked import ENVIRONMENT, forking_context
 
 CPU = torch.device("cpu")
-ONE_RANK = SimpleNamespace(get_optional_mesh=lambda name: None)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # Model -> layout -> processes, degrees of parallelism, flags. With 515 tokens, shards of an embedding differ in size.
 LAYOUTS = {
@@ -141,7 +140,7 @@ class Model(nn.Module):
 
 
 def drawn(model, seed=7) -> dict[str, torch.Tensor]:
-    draw_by_name(model, ONE_RANK, seed)
+    draw_by_name(model, seed, torch.device(DEVICE))
     model.init_weights()
     return {plain_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
 
@@ -167,7 +166,7 @@ def test_wrappers_do_not_change_names():
 
 
 def test_the_distribution_is_the_one_that_the_model_asks_for():
-    found, device_type = drawn(Model()), titan_utils.device_type
+    found, device_type = drawn(Model()), DEVICE
     for name in "ab":
         weight, bias = found[f"layers.{name}.weight"], found[f"layers.{name}.bias"]
         generator = torch.Generator(device_type).manual_seed(weight_seed(7, f"layers.{name}.weight", 0))
@@ -257,16 +256,3 @@ def test_a_model_on_the_meta_device_stays_there():
     parameter = nn.Parameter(torch.empty(2**45, device="meta"))  # for which no machine has the memory
     with drawing(parameter):
         assert parameter.normal_() is parameter and parameter.is_meta
-
-
-def test_the_seed_is_the_jobs_or_the_one_that_all_ranks_share():
-    def stage(number):
-        return SimpleNamespace(get_optional_mesh={"pp": SimpleNamespace(get_local_rank=lambda: number)}.get)
-
-    assert shared_seed(stage(3), 5) == 5 and shared_seed(ONE_RANK, 0) == 0
-    for seed in (11, 2**64 - 2):
-        for number in range(4):  # as TorchTitan seeds the ranks of a stage
-            torch.manual_seed((seed + number) % 2**64)
-            assert shared_seed(stage(number), None) == seed
-        torch.manual_seed(seed)
-        assert shared_seed(ONE_RANK, None) == seed

@@ -1,4 +1,4 @@
-"""Attention on local heads where TorchTitan's plan would give it DTensors: Qwen3.
+"""Fault: the plan of tensor parallelism gives Qwen3's attention DTensors. TorchTitan 0.3.0 has no such plans.
 
 TorchTitan 0.2.2 normalizes Qwen3's queries and keys head by head as DTensors. So its attention gets DTensors, for which
 PyTorch has no rule on a CPU. Every process has whole heads. Here all tensors between wq, wk, wv and wo are therefore

@@ -1,6 +1,6 @@
 """Initial weights that depend on the seed and the parameters' names only, on no layout of processes.
 
-TorchTitan calls ``init_weights`` on the parallelized model, whose parameters are shards. Random numbers that a rank
+A trainer calls ``init_weights`` on the parallelized model, whose parameters are shards. Random numbers that a rank
 draws for its shard, from one generator for all parameters, differ with the number of ranks. Here every random
 operation of ``init_weights`` fills the full tensor, with a generator of its own, and the rank keeps its shard.
 
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torchtitan.tools.utils as titan_utils
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,32 +23,21 @@ from mxtrain.rng.seeds import weight_seed
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 
 
-def draw_by_name(model: torch.nn.Module, parallel_dims, debug_seed: int | None) -> None:
-    """Make ``model.init_weights`` draw the same weights on every layout, device type and seed being equal.
+def draw_by_name(model: torch.nn.Module, seed: int, device: torch.device) -> None:
+    """Make ``model.init_weights`` draw the same weights on every layout.
 
     Args:
         model: a parallelized model, or the part of it that belongs to a pipeline stage.
-        parallel_dims: TorchTitan's layout.
-        debug_seed: the job's ``debug.seed``.
+        seed: the same on all ranks.
+        device: where to draw; see ``DrawsByName``.
     """
-    init_weights, seed = model.init_weights, shared_seed(parallel_dims, debug_seed)
+    init_weights = model.init_weights
 
     def init_weights_by_name(*args, **kwargs):
-        with DrawsByName(model, seed, torch.device(titan_utils.device_type)):
+        with DrawsByName(model, seed, device):
             return init_weights(*args, **kwargs)
 
     model.init_weights = init_weights_by_name
-
-
-def shared_seed(parallel_dims, debug_seed: int | None) -> int:
-    """Return ``debug.seed``. Without it, return the seed that TorchTitan has given to PyTorch on all ranks.
-
-    TorchTitan adds the number of the pipeline stage to it, which is taken away here.
-    """
-    if debug_seed is not None:
-        return debug_seed
-    stages = parallel_dims.get_optional_mesh("pp")
-    return (torch.initial_seed() - (stages.get_local_rank() if stages is not None else 0)) % 2**64
 
 
 class DrawsByName(TorchDispatchMode):

@@ -8,10 +8,10 @@ from torchtitan.distributed.expert_parallel import ExpertTensorParallel, TensorP
 from torchtitan.models.moe.moe import GroupedExperts
 
 from mxtrain import ConfigError
-from mxtrain.titan.parallel import expert_styles
-from mxtrain.titan.parallel.expert_styles import inner_style
+from mxtrain.titan.repairs import expert_gradients
+from mxtrain.titan.repairs.expert_gradients import inner_style
+from tests.parallel.test_tensor_parallel import COMPILED
 from tests.support import oracle
-from tests.titan.parallel.test_tensor_parallel import COMPILED
 
 SIZES = {"n_layers": 2, "dim": 128, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "hidden_dim": 256}
 MODELS = {
@@ -81,7 +81,7 @@ def test_inner_styles_leave_gradients_in_parts():
         ExpertTensorParallel: "ExchangedSplitExperts",
     }
     for theirs, ours in pairs.items():
-        assert type(inner_style(style := theirs())) is getattr(expert_styles, ours) and type(style) is theirs
+        assert type(inner_style(style := theirs())) is getattr(expert_gradients, ours) and type(style) is theirs
     other = object()
     assert inner_style(other) is other
 

@@ -1,4 +1,4 @@
-"""FSDP2 and tensor parallelism for a model whose output head has the embedding's weight."""
+"""Fault: FSDP2 and tensor parallelism make two weights of a tied embedding and head. Mended in TorchTitan 0.3.0."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -21,15 +21,15 @@ import mxtrain
 from mxtrain.ops import hardware
 from mxtrain.ops.decompose_k import decompose_k_mm
 from mxtrain.ops.gemm import guarded_mm
-from mxtrain.rng.rounding_position import set_rounding_step
-from mxtrain.titan.parallel.activation_checkpoint import (
+from mxtrain.parallel.activation_checkpoint import (
     _with_own_operations,
     knows_own_operations,
     multiply_one_by_one,
 )
-from mxtrain.titan.parallel.parallelize import checked_parallelize
-from mxtrain.titan.parallel.replicate import Layout
+from mxtrain.rng.rounding_position import set_rounding_step
+from mxtrain.titan.parallelize import checked_parallelize
 from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.repairs.replicas import Layout
 
 TOKENS = 8192
 MIB = 2**20

@@ -1,4 +1,6 @@
-"""Tensor parallelism within a mixture of experts: parts of sums inside, and one sum at its boundary.
+"""Fault: tensor parallelism takes parts of gradients within experts for the whole. Mended in TorchTitan 0.3.0.
+
+Repair: parts of sums inside a mixture of experts, and one sum at its boundary.
 
 Every process sees all tokens of a mixture of experts, and returns a part of its result: from its share of every
 expert's features, or from some of the experts. So all gradients inside are parts of sums as well, those of the gate
@@ -34,7 +36,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.nn.decompose_k_router import DecomposeKRouter
 from mxtrain.nn.local_linear import LocalLinear
 from mxtrain.nn.three_gemms import QuantizedLinear
-from mxtrain.titan.parallel.tensor_parallel import DEGREE, Columnwise, Rowwise, restyled
+from mxtrain.parallel.tensor_parallel import DEGREE, Columnwise, Rowwise, restyled
 
 
 class Boundary(PrepareModuleInput):

@@ -1,6 +1,6 @@
-"""Tensor and sequence parallelism for swapped modules: styles for TorchTitan's plans.
+"""Tensor and sequence parallelism for swapped modules: styles for a model's plan.
 
-TorchTitan's plans say where every activation of a model is split. They stay. But their styles give DTensors to
+The plan says where every activation of a model is split, and stays. But its styles give DTensors to
 modules, whose operations PyTorch then splits by its own rules, and expect tensors from norms. An MXNorm gives a
 ``NormedInput``, and the casts have no such rules: every process casts its local part. So each style is replaced by one
 for the swapped module:
@@ -10,7 +10,8 @@ for the swapped module:
     wq, wk, wv, w1    ColwiseParallel       Columnwise          local tensors inside, DTensors of the plan outside
     wo, w2            RowwiseParallel       Rowwise             the same; sums the parts of the result as planned
 
-``plans.py`` puts these styles into the plans. ``expert_styles.py`` has the styles within mixtures of experts.
+``mxtrain.titan.parallelize`` puts these styles into TorchTitan's plans, ``mxtrain.titan.repairs.expert_gradients`` has
+those within mixtures of experts.
 """
 
 import copy

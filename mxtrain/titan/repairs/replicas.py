@@ -1,4 +1,7 @@
-"""Replication of the model on several processes (DDP), as FSDP with a single shard."""
+"""Fault: DDP averages gradients of a loss that is divided by all tokens. Mended in TorchTitan 0.3.0.
+
+Repair: replicas run FSDP2 with a single shard.
+"""
 
 from torchtitan.distributed import ParallelDims
 

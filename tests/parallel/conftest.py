@@ -1,0 +1,1 @@
+from tests.titan.conftest import base  # noqa: F401 - a fixture

@@ -1,0 +1,157 @@
+"""The layout of other trainers is checked, gates are safe, and plans get mxtrain's styles."""
+
+import sys
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.tensor.parallel as torch_parallel
+import torch.nn as nn
+import torchtitan.models.llama3.infra.parallelize as llama3_plans
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import PrepareModuleInputOutput
+from torch.distributed.tensor.placement_types import Placement
+from torchtitan.distributed import NoParallel, ParallelDims
+from torchtitan.distributed.expert_parallel import TensorParallel
+
+from mxtrain import ConfigError
+from mxtrain.titan import parallelize
+from mxtrain.titan.parallelize import (
+    check_gates,
+    check_layout,
+    checked_parallelize,
+    checked_pipeline,
+    plans_with_own_styles,
+    shared_seed,
+)
+from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.repairs.expert_gradients import Replicated, SplitExperts
+from mxtrain.titan.repairs.replicas import Layout
+
+ONE_RANK = SimpleNamespace(get_optional_mesh=lambda name: None)
+
+
+def dims(processes=1, kind=Layout, **degrees):
+    usual = dict.fromkeys(["dp_replicate", "cp", "tp", "pp", "ep", "etp"], 1)
+    return kind(**{**usual, "dp_shard": -1, **degrees, "world_size": processes})
+
+
+def job(converters, **degrees):
+    flags = [f"--parallelism.{name}_degree={degree}" for name, degree in degrees.items()]
+    return parse_job_config([f"--model.converters={converters}", "--debug.seed=0", *flags])
+
+
+@pytest.mark.parametrize("kind", ["data_parallel_replicate", "pipeline_parallel"])
+def test_replicas_and_pipelines_need_mxtrains_trainer(kind):
+    degree = {"data_parallel_replicate": "dp_replicate", "pipeline_parallel": "pp"}[kind]
+    check_layout(dims(2, **{degree: 2}), job("mxnorm", **{kind: 2}))
+    with pytest.raises(ConfigError, match=f"{kind}_degree = 2 .*has wrong gradients .*: train with -m mxtrain.train"):
+        check_layout(dims(2, ParallelDims, **{degree: 2}), job("mxnorm", **{kind: 2}))
+
+
+def test_hsdp_works_with_any_trainer():
+    check_layout(dims(4, ParallelDims, dp_replicate=2), job("mxnorm", data_parallel_replicate=2))
+
+
+def test_tensor_parallelism_works_with_every_converter():
+    for converters in ("mxnorm", "mx_linear", "fused_rmsnorm", "fused_rmsnorm,mxnorm"):
+        check_layout(dims(4, ParallelDims), job(converters, tensor_parallel=4))
+
+
+def test_gates_outside_of_a_boundary_are_refused():
+    gate = nn.Linear(8, 4)
+    check_gates(2, {"router.gate": gate}, {gate})
+    with pytest.raises(
+        ConfigError, match="tensor_parallel_degree = 2 gives router.gate wrong gradients, .*: allowed is 1$"
+    ):
+        check_gates(2, {"router.gate": gate}, set())
+
+
+@pytest.mark.parametrize("tensor, is_refused", [(2, True), (1, False)])
+def test_a_model_with_a_gate_that_no_style_reaches_is_refused_under_tensor_parallelism(monkeypatch, tensor, is_refused):
+    class Router(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.top_k = nn.Linear(8, 4, bias=False), 2
+
+    monkeypatch.setattr(parallelize, "note_model", lambda *args: None)
+    monkeypatch.setattr(parallelize, "describe_model", lambda *args: None)
+    monkeypatch.setattr(parallelize.torch.distributed, "get_backend", lambda: "fake")
+    monkeypatch.setattr(parallelize, "choose_gathers", lambda *args: None)
+    monkeypatch.setattr(parallelize, "draw_by_name", lambda *args: None)
+    wrapped = checked_parallelize(lambda model, dims, job: model)
+    model = nn.ModuleDict({"router": Router()})
+    with pytest.raises(ConfigError, match="router.gate wrong gradients") if is_refused else nullcontext():
+        wrapped(model, dims(2, tp=tensor), job("mxnorm", tensor_parallel=tensor))
+
+
+def test_fsdp_and_one_process_are_fine():
+    check_layout(dims(1, ParallelDims), job("mxnorm"))
+    check_layout(dims(8, ParallelDims), job("mxnorm"))
+
+
+@pytest.mark.parametrize(
+    "wrap, degree, name",
+    [(checked_parallelize, "data_parallel_replicate", "dp_replicate"), (checked_pipeline, "pipeline_parallel", "pp")],
+)
+def test_the_layout_is_checked_before_the_model_is_touched(wrap, degree, name):
+    touched = []
+    wrapped = wrap(lambda model, dims, job: touched.append(model))
+    with pytest.raises(ConfigError, match=f"{degree}_degree = 2"):
+        wrapped("model", dims(2, ParallelDims, **{name: 2}), job("mxnorm", **{degree: 2}))
+    assert not touched
+
+
+def test_plans_of_a_users_own_module_are_followed(monkeypatch):
+    own, original = ModuleType("own_plans"), torch_parallel.parallelize_module
+    own.parallelize_module = original
+    monkeypatch.setitem(sys.modules, "own_plans", own)
+    with plans_with_own_styles():
+        assert own.parallelize_module is llama3_plans.parallelize_module is not original
+        assert torch_parallel.parallelize_module is original, "which the replacement calls"
+    assert own.parallelize_module is llama3_plans.parallelize_module is original
+
+
+def mixture(output: Placement) -> tuple[nn.Module, dict]:
+    block = nn.ModuleDict({"moe": nn.ModuleDict({"gate": nn.Linear(8, 4), "experts": nn.Module()})})
+    style = PrepareModuleInputOutput(
+        input_layouts=(Shard(1),),
+        desired_input_layouts=(Replicate(),),
+        use_local_input=True,
+        output_layouts=(output,),
+        desired_output_layouts=(Shard(1),),
+    )
+    return block, {"moe": style, "moe.gate": NoParallel()}
+
+
+@pytest.mark.parametrize(
+    "output, expected", [(Partial(), (Replicated, SplitExperts)), (Replicate(), (NoParallel, TensorParallel))]
+)
+def test_only_modules_within_a_boundary_get_parts_of_gradients(monkeypatch, output, expected):
+    """The experts have a plan of their own, which does not say what is around them."""
+    calls = []
+    monkeypatch.setattr(parallelize, "parallelize_module", lambda module, mesh, plan: calls.append(plan))
+    block, plan = mixture(output)
+    own = ModuleType("own_plans")
+    own.parallelize_module = parallelize.parallelize_module
+    monkeypatch.setitem(sys.modules, "own_plans", own)
+    with plans_with_own_styles() as inner:
+        own.parallelize_module(block, None, plan)
+        own.parallelize_module(block["moe"]["experts"], None, TensorParallel())
+    of_block, of_experts = calls
+    assert (type(of_block["moe.gate"]), type(of_experts)) == expected
+    assert inner == (set(block["moe"].values()) if expected[0] is Replicated else set())
+
+
+def test_the_seed_is_the_jobs_or_the_one_that_all_ranks_share():
+    def stage(number):
+        return SimpleNamespace(get_optional_mesh={"pp": SimpleNamespace(get_local_rank=lambda: number)}.get)
+
+    assert shared_seed(stage(3), 5) == 5 and shared_seed(ONE_RANK, 0) == 0
+    for seed in (11, 2**64 - 2):
+        for number in range(4):  # as TorchTitan seeds the ranks of a stage
+            torch.manual_seed((seed + number) % 2**64)
+            assert shared_seed(stage(number), None) == seed
+        torch.manual_seed(seed)
+        assert shared_seed(ONE_RANK, None) == seed
