@@ -180,6 +180,8 @@ FLAGS = {
     "--model.name=llama4 --model_args.hidden_dim=64": ["model_args.hidden_dim = 64", "'llama4'"],
     "--model.name=gpt_oss --model_args.dim=64": ["model_args.dim = 64", "'gpt_oss'", "llama3, llama4, qwen3"],
     "--model_args.max_seq_len=1024": ["model_args.max_seq_len = 1024", "training.seq_len = 2048"],
+    "--training.dataset=files": ["training.dataset_path = None", "data.prepared"],
+    "--training.dataset=files --training.dataset_path=/no/*.txt": ["training.dataset_path = '/no/*.txt'", "no file"],
     "--model.hf_assets_path=/no/such": ["model.hf_assets_path = '/no/such'"],
     "--model.hf_assets_path=.": ["model.hf_assets_path = '.'", "tokenizer.json"],
     # A machine with one process and no GPU

@@ -147,7 +147,7 @@ def test_mistakes_found_before_training_print_one_line(one):
 
 
 def test_a_mistake_that_two_workers_find_prints_one_line(several):
-    require_one_line(several["pipeline"], "pipeline_parallel_schedule = 'ZBVZeroBubble' runs the backward")
+    require_one_line(several["pipeline"], "pipeline_parallel_schedule = 'ZBVZeroBubble' should be '1F1B', 'GPipe'")
 
 
 def test_names_that_the_users_own_module_registers_are_known(tmp_path, monkeypatch):

@@ -7,7 +7,10 @@ from torchtitan.models.llama4.model.args import RoPEScalingArgs
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.errors import ConfigError
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.recipe import LinearRecipe
 from mxtrain.settings.model_settings import PLACES, SECTION
+from mxtrain.settings.mxnorm_section import quantizing_among
 
 Problem = tuple[tuple[str, ...], bool, str]
 """Settings, the first of which is named; whether they are wrong; what is wrong"""
@@ -54,7 +57,7 @@ def check_model_args(job_config) -> None:
             f"registered by experimental.custom_import = {job_config.experimental.custom_import!r}"
         )
     args.set_model_args(given)
-    for problems in (_absent(model, flavor, args), _sizes(model, args)):
+    for problems in (_absent(model, flavor, args), _sizes(model, args), _blocks(model, args, job_config)):
         _raise_first(problems, given)
 
 
@@ -108,3 +111,41 @@ def _sizes(model: str, args) -> Iterator[Problem]:
         groups = experts.num_expert_groups
         fit = f"is no multiple of the flavor's {groups} groups of experts"
         yield ("num_experts",), bool(groups) and experts.num_experts % groups > 0, fit
+
+
+def _blocks(model: str, args, job_config) -> Iterator[Problem]:
+    """Features that no block of a quantizing converter divides. With filters, only the converter knows its layers."""
+    section = job_config.mxnorm
+    if not quantizing_among(job_config.model.converters) or section.filter_fqns is not None or section.recipes:
+        return
+    block = _block_size(get_recipe(section.recipe))
+    why = f"no multiple of {block}, the block size of mxnorm.recipe = {section.recipe!r}"
+    for settings, features in _features(model, args).items():
+        yield settings, features % block > 0, f"does not fit: a linear would have {features} features, {why}"
+
+
+def _block_size(recipe: LinearRecipe) -> int:
+    """The largest block along which a recipe's norm or GEMMs go."""
+    return max(gemm.block_size for gemm in recipe.gemms if gemm.format is not None or gemm == recipe.fprop)
+
+
+def _features(model: str, args) -> dict[tuple[str, ...], int]:
+    """The features of the dense linears by the settings that decide on them."""
+    features = {("dim",): args.dim}
+    if model == "deepseek_v3":
+        features |= {
+            ("kv_lora_rank",): args.kv_lora_rank,
+            ("kv_lora_rank", "qk_rope_head_dim"): args.kv_lora_rank + args.qk_rope_head_dim,
+            ("q_lora_rank",): args.q_lora_rank,
+            ("n_heads", "v_head_dim"): args.n_heads * args.v_head_dim,
+            ("hidden_dim",): args.inter_dim,
+        }
+    else:
+        head_dim = args.head_dim if model == "qwen3" else args.dim // args.n_heads
+        features |= {
+            ("n_heads", "head_dim"): args.n_heads * head_dim,
+            ("n_kv_heads", "n_heads", "head_dim", "dim"): (args.n_kv_heads or args.n_heads) * head_dim,
+        }
+        if model != "llama4":
+            features[("hidden_dim", "dim")] = args.hidden_dim
+    return features

@@ -85,7 +85,7 @@ def test_a_flavor_without_scaling_gets_titans_scaling():
     assert (args.rope_scaling_args.scaling_factor, args.rope_scaling_args.low_freq_factor) == (3.0, 1.0)
 
 
-NONE = "--model.converters="
+MXNORM, NONE = "--model.converters=mxnorm", "--model.converters="
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,22 @@ NONE = "--model.converters="
         ("qwen3", f"{NONE} --model_args.top_k=2", "top_k = 2 has no effect: model.flavor = 'debugmodel' has no expert"),
         ("deepseek_v3", f"{NONE} --model_args.n_layers=1 --model_args.n_dense_layers=2", "n_dense_layers = 2 does not"),
         ("deepseek_v3", f"{NONE} --model_args.qk_rope_head_dim=3", "qk_rope_head_dim = 3 is odd"),
+        ("llama3", f"{MXNORM} --model_args.dim=272 --model_args.n_heads=8", "dim = 272 does not fit: a linear would"),
+        ("llama3", f"{MXNORM} --model_args.n_kv_heads=1", "n_kv_heads = 1 does not fit: a linear would have 1"),
+        ("llama3", f"{MXNORM} --model_args.hidden_dim=400", "hidden_dim = 400 does not fit: a linear would"),
+        ("llama3", f"{MXNORM} --mxnorm.recipe=nvfp4 --model_args.hidden_dim=408", "hidden_dim = 408 does not fit"),
+        ("deepseek_v3", f"{MXNORM} --model_args.kv_lora_rank=100", "kv_lora_rank = 100 does not fit"),
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit_are_one_line(model, words, message):
     with pytest.raises(ConfigError) as error:
         parse_job_config([*FAMILY[model], *words.split()])
     assert str(error.value).startswith(f"model_args.{message}") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("more", ["--mxnorm.recipe=nvfp4", "--model.converters=", "--mxnorm.filter_fqns=layers.0"])
+def test_blocks_are_those_of_the_recipe_and_of_layers_that_are_converted(more):
+    parse_job_config([*FAMILY["llama3"], MXNORM, "--model_args.hidden_dim=400", more])
 
 
 def test_experts_of_a_flavor_keep_their_own_size():
