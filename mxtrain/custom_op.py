@@ -1,4 +1,4 @@
-"""Registers an op of PyTorch's, which ``torch.compile`` and activation checkpointing treat as one operation."""
+"""Code that ``torch.compile`` takes as one operation: ops of our own, and functions that Dynamo does not follow."""
 
 from collections.abc import Callable, Iterable
 
@@ -24,3 +24,17 @@ def define_op(schema: str, run: Callable, fake: Callable, device_types: Iterable
         _LIBRARY.impl(name, run, device_type)
     torch.library.register_fake(f"mxtrain::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.mxtrain, name).default
+
+
+untraced = torch.compiler.allow_in_graph
+"""
+Decorator of a function or of an autograd function. Arguments are tensors, numbers, strings, None, and lists, named
+tuples and frozen dataclasses of them; results are tensors. Dynamo puts a call into its graph as one node. If it
+followed the code, the checks of a kernel's arguments would take up to 20 ms a call, and an autograd function up to 150
+ms. AOTAutograd sees the operations inside. PyTorch 2.11 also loses the gradient of some aliases in a function that
+Dynamo follows, so all autograd functions are untraced (``tests/nn/test_compiled_gradients.py``).
+
+Dynamo makes a frozen dataclass again from all its fields, in their order. An object with numbers is passed as its key
+(``mxtrain.recipes.recipe.Keyed``). A ValueError of a check becomes PyTorch's error for a failed compilation, with the
+same text. ``torch.compiler.is_compiling()`` inside depends on PyTorch's version, so it is passed as an argument
+"""

@@ -90,8 +90,8 @@ def end_with_this_process() -> Callable[[], None]:
     """
     if sys.platform != "linux":
         return lambda: None
-    library = ctypes.CDLL(None, use_errno=True)  # loaded here: between fork and exec little is safe
-    return lambda: library.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up here: between fork and exec little is safe
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 @functools.cache

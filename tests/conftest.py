@@ -42,18 +42,6 @@ def compile_backend(device):
 
 
 @pytest.fixture
-def empty_cache(tmp_path, monkeypatch):
-    """An empty folder for mxtrain's cache, and no tuned plans in memory."""
-    from mxtrain.kernels.tuned_plans import tuned_plans
-
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("MXTRAIN_CACHE", str(folder))
-    tuned_plans.cache_clear()
-    yield folder
-    tuned_plans.cache_clear()
-
-
-@pytest.fixture
 def full_disk():
     """``with full_disk(size)``: no file grows beyond ``size`` bytes, and writes fail in the middle of a row."""
 

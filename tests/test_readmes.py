@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 
 import mxtrain
 from mxtrain.cli import commands, compare_command
-from mxtrain.cli.comparison_plan import planned
+from mxtrain.cli.paired_runs import planned, read_all
 from mxtrain.settings.help import with_tables
 from mxtrain.settings.known import own_fields
 from mxtrain.titan.parse import parse_job_config
@@ -87,7 +87,7 @@ def check_mxtrain(words: list[str]) -> None:
     options = commands._parser().parse_args(words)
     if words[0] == "compare":
         options, variants, flags = compare_command.separated(options)
-        assert options.resume or planned(variants, options.seeds or 1, [], flags)
+        assert options.resume or read_all(planned(variants, options.seeds or 1, [], flags))
     elif getattr(options, "resume", None):
         parse_job_config(options.resume[1:])  # the run's own config is not here
     elif "config" in options:

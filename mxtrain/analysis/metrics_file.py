@@ -13,19 +13,21 @@ JSON has no NaN or infinity. Such a value is written as null, and the row's extr
 missing value; ``read_metrics`` restores the float.
 """
 
-import itertools
 import json
 import math
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import NoneType
 
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason, replace_file
 from mxtrain.json_toml import parse
-from mxtrain.run_folder.files import METRICS_FILE
 
 EVENT = "event"
 """Key of the text in an event row"""
+NUMERICS = "numerics/"
+"""Beginning of the keys of figures of diagnostics"""
 
 
 def encode_row(row: dict) -> str:
@@ -42,18 +44,22 @@ def decode_row(line: str) -> dict:
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         raise ValueError("not a JSON object with an integer 'step'")
     nonfinite = row.pop("nonfinite", {})
-    if not isinstance(nonfinite, dict):
-        raise ValueError(f"'nonfinite' is {nonfinite!r}, not a JSON object")
-    for key, value in nonfinite.items():
-        if type(value) is not str:
-            raise ValueError(f"'nonfinite' has {value!r} for {key!r}, not the name of a number")
-        row[key] = float(value)
+    if not isinstance(nonfinite, dict) or any(type(value) is not str for value in nonfinite.values()):
+        raise ValueError(f"'nonfinite' is {nonfinite!r}, not a JSON object with names of numbers")
+    row |= {key: float(value) for key, value in nonfinite.items()}
     for key, value in row.items():
-        if key == EVENT and type(value) is not str:
-            raise ValueError(f"{key!r} is {value!r}, not a text")
-        if key != EVENT and value is not None and type(value) not in (int, float):
-            raise ValueError(f"{key!r} is {value!r}, not a number")
+        if type(value) not in ((str,) if key == EVENT else (int, float, NoneType)):
+            raise ValueError(f"{key!r} is {value!r}, not a {'text' if key == EVENT else 'number'}")
     return row
+
+
+def _decoded(lines: Iterable[bytes]) -> Iterator[dict | ValueError]:
+    """Yield the row of each line, or the error of a damaged one."""
+    for line in lines:
+        try:
+            yield decode_row(line.decode())
+        except ValueError as error:
+            yield error
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict]:
@@ -64,84 +70,26 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
     """
     path = Path(path)
     try:
-        lines = path.read_bytes().splitlines()
+        rows = list(_decoded(path.read_bytes().splitlines()))
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist; a run creates this file at its first logged step") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {reason(error)}") from error
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(decode_row(line.decode()))
-        except ValueError as error:
-            if number < len(lines):
-                raise ConfigError(f"{path}, line {number}: {error}") from error
-    return rows
-
-
-def metrics_of_run(folder: Path) -> list[dict]:
-    """Return all rows of a run's metrics. Raises ConfigError if there is no such folder, and as ``read_metrics``."""
-    if not folder.is_dir():
-        what = "is a file: name the run's folder" if folder.exists() else "does not exist"
-        raise ConfigError(f"run folder {str(folder)!r} {what}")
-    return read_metrics(folder / METRICS_FILE)
+    for number, row in enumerate(rows[:-1], start=1):
+        if isinstance(row, ValueError):
+            raise ConfigError(f"{path}, line {number}: {row}") from row
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def lacks_validation(path: Path, step: int) -> bool:
     """Return whether a run's metrics have no validation of a step. False if they cannot be read."""
     try:
-        with path.open("rb") as lines:
-            return not any(_is_validation(line, step) for line in lines)
+        with path.open("rb") as file:
+            # Decoding every line of a long run would take seconds.
+            rows = _decoded(line for line in file if b'"validation_loss"' in line)
+            return not any(isinstance(row, dict) and row["step"] == step for row in rows)
     except OSError:
         return False
-
-
-def _is_validation(line: bytes, step: int) -> bool:
-    if b'"validation_loss"' not in line:  # decoding every line of a long run would take seconds
-        return False
-    try:
-        return decode_row(line.decode())["step"] == step
-    except ValueError:
-        return False
-
-
-def missing_rows(path: Path, steps_done: int, log_freq: int) -> list[str]:
-    """Say which rows of the first ``steps_done`` steps a metrics file lacks: a line for damaged ones and for each gap.
-
-    A gap is longer than ``log_freq`` and than the distances between the rows before it and after it, because a run may
-    have logged more or less often before. A file that has no rows or cannot be read lacks nothing: a run may go on from
-    the checkpoint of another. A damaged last line is what a kill leaves.
-    """
-    steps, damaged, is_damaged = [], 0, False
-    try:
-        with path.open("rb") as lines:
-            for line in lines:
-                damaged += is_damaged  # and not the last line
-                try:
-                    row = decode_row(line.decode())
-                except ValueError:
-                    is_damaged = True
-                    continue
-                is_damaged = False
-                if "loss" in row and row["step"] <= steps_done:
-                    steps.append(row["step"])
-    except OSError:
-        return []
-    found = [f"{path}: {damaged} damaged lines are left out"] if damaged else []
-    for before, after in _gaps(steps, steps_done, log_freq):
-        steps_without = f"step {before + 1}" if after - before == 2 else f"steps {before + 1} to {after - 1}"
-        found.append(f"{path} has no rows of {steps_without}")
-    return found
-
-
-def _gaps(steps: list[int], steps_done: int, log_freq: int) -> list[tuple[int, int]]:
-    """The steps before and after each gap. Behind the last row it ends with the first step that is not done."""
-    pairs = list(itertools.pairwise(steps))
-    apart = [after - before for before, after in pairs]
-    gaps = [pairs[i] for i in range(1, len(pairs) - 1) if apart[i] > max(log_freq, apart[i - 1], apart[i + 1])]
-    if apart and steps_done + 1 - steps[-1] > max(log_freq, apart[-1]):
-        gaps.append((steps[-1], steps_done + 1))
-    return gaps
 
 
 class MetricsWriter:
@@ -188,14 +136,11 @@ class MetricsWriter:
             self._put_in_place()
         elif self._file is None:
             self._drop_steps_not_done()
-            self._file = self._opened()
+            self._file = self.path.open("a+b", buffering=0)
         while self._unwritten:
             count = self._file.write(self._unwritten)  # a part of a row if the disk becomes full
             del self._unwritten[:count]
         return was_gone
-
-    def _opened(self):
-        return self.path.open("a+b", buffering=0)
 
     def _is_in_place(self) -> bool:
         try:
@@ -213,21 +158,22 @@ class MetricsWriter:
             self._file.seek(0)
             replace_file(self.path, self._file.read())
         self._file.close()
-        self._file = self._opened()
-        if self._file.seek(0, os.SEEK_END):
-            self._file.seek(-1, os.SEEK_END)
-            if self._file.read() != b"\n":  # an editor may leave the last line without an end
-                self._file.write(b"\n")
+        self._file = self.path.open("a+b", buffering=0)
+        if not self._ends_with_a_whole_line():  # as an editor may leave it
+            self._file.write(b"\n")
+
+    def _ends_with_a_whole_line(self) -> bool:
+        end = self._file.seek(0, os.SEEK_END)
+        self._file.seek(max(0, end - 1))
+        return self._file.read() in (b"", b"\n")
 
     def _drop_steps_not_done(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = []
-        if self.path.is_file():
-            for line in self.path.read_bytes().splitlines():
-                try:
-                    step = decode_row(line.decode())["step"]
-                except ValueError:
-                    continue  # a damaged line must not stop a training run
-                if step <= self._steps_done:
-                    kept.append(line + b"\n")
+        lines = self.path.read_bytes().splitlines() if self.path.is_file() else []
+        # A damaged line must not stop a training run.
+        kept = [
+            line + b"\n"
+            for line, row in zip(lines, _decoded(lines))
+            if isinstance(row, dict) and row["step"] <= self._steps_done
+        ]
         replace_file(self.path, b"".join(kept))

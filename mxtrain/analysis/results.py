@@ -1,28 +1,49 @@
-"""A run's settings and final numbers as one row: from the run's folder, and from and to a CSV of results."""
+"""A run's settings and final numbers as one row: from folders of runs and comparisons, and from and to CSV files."""
 
 import csv
 import math
 import os
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 
-from mxtrain.analysis.pairing import HASH_DIGITS
-from mxtrain.analysis.runs import Run
-from mxtrain.analysis.spikes import spikes
+from mxtrain.analysis.labels import compared_settings, variants
+from mxtrain.analysis.runs import Run, load_run
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason
+from mxtrain.run_folder.comparison import COMPARISON_FILE, read_comparison
+from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE
 
-COLUMNS = (
-    "date", "model", "flavor", "variant", "lr", "seed", "steps", "tokens", "validation", "validation_step",
-    "last_10_percent", "tokens_per_second", "memory_gib", "device", "torch", "tokenizer", "train_text",
-    "validation_text",
-)  # fmt: skip
+FIELDS = {
+    "date": ("date", str, ""), "model": ("model", str, ""), "flavor": ("flavor", str, ""),
+    "variant": ("variant", str, ""), "lr": ("lr", float, ""), "seed": ("seed", int, "d"), "steps": ("steps", int, "d"),
+    "tokens": ("tokens", int, "d"), "validation": ("validation", float, ".4f"),
+    "validation_step": ("validation_step", int, "d"), "last_10_percent": ("tail", float, ".4f"),
+    "tokens_per_second": ("tokens_per_second", float, ".0f"), "memory_gib": ("memory_gib", float, ".2f"),
+    "device": ("device", str, ""), "torch": ("torch", str, ""),
+}  # fmt: skip
+"""Column of a CSV -> field of a Result, type and format"""
 HASHES = {"tokenizer": "tokenizer", "train_text": "train", "validation_text": "validation"}
-"""Column -> its key in ``Result.text``"""
+"""Column of a CSV -> key in ``Result.text``"""
+COLUMNS = (*FIELDS, *HASHES)
 REQUIRED = ("variant", "lr", "seed", "steps", "last_10_percent")
-"""Columns of a CSV without which a row says nothing"""
+"""Columns without which a row says nothing"""
+HASH_DIGITS = 12
+"""Shown of a hash"""
+
+WINDOW = 20
+"""Number of logged losses with which the next one is compared"""
+DEVIATIONS = 6.0
+"""Smallest height of a spike, in the window's standard deviations by its median absolute deviation"""
+HEIGHT = 0.1
+"""Smallest height of a spike in nats"""
+SPIKE_RULE = (
+    f"a spike is a logged loss more than {DEVIATIONS:g} standard deviations and {HEIGHT:g} nats above the median of "
+    f"the {WINDOW} logged losses before it (deviations by 1.4826 times the median absolute deviation); neighbours "
+    f"count as one, and the first {WINDOW} logged losses of a run cannot be spikes"
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +73,7 @@ class Result:
     torch: str = ""
     date: str = ""
     text: Mapping[str, str] = field(default_factory=dict)
-    """What the run read, by the keys of ``pairing.TEXT``; empty if it is not known. A row of a CSV has hashes only"""
+    """What the run read, by the keys of ``comparison.TEXT``; empty if not known. A row of a CSV has hashes only"""
     spikes: int | None = None
     problem: str = ""
     """Why the run does not count in means: its losses are not finite, or it has not ended"""
@@ -71,18 +92,17 @@ def result_of(run: Run, variant: str | None = None) -> Result:
         variant: its name in a comparison; None for the converter and its settings (``Run.variant``), or the folder's
             name where the run does not tell them.
     """
-    last = run.training[-1]
-    versions = run.facts.get("versions")
+    last, versions = run.training[-1], run.facts.get("versions")
     flavor = str(run.facts.get("flavor") or run.setting("model", "flavor") or "")
     return Result(
         name=run.name,
         variant=variant or run.variant or run.name,
         lr=run.learning_rate,
-        seed=_number(run.setting("debug", "seed"), int),
+        seed=_whole(run.setting("debug", "seed")),
         **curve_numbers(run),
         model=str(run.facts.get("model") or run.setting("model", "name") or ""),
         flavor=" ".join([flavor, *(f"{name}={value}" for name, value in sorted(run.table("model_args").items()))]),
-        tokens=_number(last.get("tokens_seen"), int),
+        tokens=_whole(last.get("tokens_seen")),
         validation=run.validation_loss,
         validation_step=run.validation[-1]["step"] if run.validation else None,
         device=str(run.facts.get("device") or ""),
@@ -94,6 +114,11 @@ def result_of(run: Run, variant: str | None = None) -> Result:
     )
 
 
+def _whole(value: object) -> int | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return int(value) if is_number and math.isfinite(value) else None
+
+
 def curve_numbers(run: Run) -> dict[str, float | int | None]:
     """Return the fields of a Result that follow from the logged training steps, of which ``run`` may have a part."""
     return {
@@ -103,6 +128,25 @@ def curve_numbers(run: Run) -> dict[str, float | int | None]:
         "memory_gib": run.peak_memory_gib,
         "spikes": len(spikes([row["loss"] for row in run.training])),
     }
+
+
+def spikes(losses: Sequence[float]) -> list[int]:
+    """Return the positions in ``losses`` (nats) at which a spike begins; see SPIKE_RULE.
+
+    Losses that are not finite are no spikes, and are left out of windows.
+    """
+    found, was_high = [], False
+    for position in range(WINDOW, len(losses)):
+        is_high = False
+        before = [loss for loss in losses[position - WINDOW : position] if math.isfinite(loss)]
+        if before and math.isfinite(losses[position]):
+            median = statistics.median(before)
+            deviation = 1.4826 * statistics.median(abs(loss - median) for loss in before)
+            is_high = losses[position] - median > max(DEVIATIONS * deviation, HEIGHT)
+        if is_high and not was_high:
+            found.append(position)
+        was_high = is_high
+    return found
 
 
 def nonfinite_loss(run: Run) -> str:
@@ -117,23 +161,17 @@ def nonfinite_loss(run: Run) -> str:
 
 
 def _problem(run: Run) -> str:
-    if problem := nonfinite_loss(run):
-        return problem
-    if run.planned_steps is not None and run.training[-1]["step"] + run.log_freq <= run.planned_steps:
-        return f"it ends at step {run.training[-1]['step']} of {run.planned_steps}"
-    return ""
+    last = run.training[-1]["step"]
+    if run.planned_steps is not None and last + run.log_freq <= run.planned_steps:
+        return nonfinite_loss(run) or f"it ends at step {last} of {run.planned_steps}"
+    return nonfinite_loss(run)
 
 
 def row_of(result: Result) -> dict[str, str]:
     """Return the result as a row of a CSV with ``COLUMNS``; "" where a number is not known."""
-    values = (
-        result.date, result.model, result.flavor, result.variant, _text(result.lr, ""), _text(result.seed, "d"),
-        str(result.steps), _text(result.tokens, "d"), _text(result.validation, ".4f"),
-        _text(result.validation_step, "d"), _text(result.tail, ".4f"), _text(result.tokens_per_second, ".0f"),
-        _text(result.memory_gib, ".2f"), result.device, result.torch,
-        *(result.text.get(key, "")[:HASH_DIGITS] for key in HASHES.values()),
-    )  # fmt: skip
-    return dict(zip(COLUMNS, values, strict=True))
+    values = {column: (getattr(result, name), form) for column, (name, _, form) in FIELDS.items()}
+    row = {column: "" if value is None else f"{value:{form}}" for column, (value, form) in values.items()}
+    return row | {column: result.text.get(key, "")[:HASH_DIGITS] for column, key in HASHES.items()}
 
 
 def append_results(path: str | os.PathLike, results: list[Result]) -> None:
@@ -163,13 +201,12 @@ def read_results(path: str | os.PathLike) -> tuple[list[Result], list[str]]:
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:  # Excel's "CSV UTF-8" begins with a BOM
             reader = csv.DictReader(file)
-            rows = list(reader)
-            missing = [name for name in REQUIRED if name not in (reader.fieldnames or [])]
+            rows, header = list(reader), reader.fieldnames or []
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {reason(error)}") from error
     except (csv.Error, ValueError) as error:
         raise ConfigError(f"{path} is not a CSV file: {error}") from error
-    if missing:
+    if missing := [name for name in REQUIRED if name not in header]:
         raise ConfigError(
             f"{path} has no column {missing[0]!r}; 'mxtrain report' reads the columns {', '.join(COLUMNS)}"
         )
@@ -185,43 +222,72 @@ def read_results(path: str | os.PathLike) -> tuple[list[Result], list[str]]:
 def _result_in(row: dict, name: str) -> Result:
     if None in row:  # two rows in one line, for example
         raise ValueError("it has more values than the header has columns")
-    texts = {key: row.get(key) or "" for key in COLUMNS}
-    numbers = {
-        key: _parsed(texts, key, type_)
-        for key, type_ in (
-            ("lr", float), ("seed", int), ("steps", int), ("tokens", int), ("validation", float),
-            ("validation_step", int), ("last_10_percent", float), ("tokens_per_second", float), ("memory_gib", float),
-        )
-    }  # fmt: skip
-    if not texts["variant"]:
-        raise ValueError("variant is empty")
-    for key in ("steps", "last_10_percent"):
-        if numbers[key] is None:
-            raise ValueError(f"{key} is empty")
-    if numbers["lr"] is not None and not math.isfinite(numbers["lr"]):
-        raise ValueError(f"lr = {texts['lr'].strip()} is not finite")
-    result = Result(
-        name=name,
-        tail=numbers.pop("last_10_percent"),
-        **numbers,
-        **{key: texts[key] for key in ("variant", "model", "flavor", "device", "torch", "date")},
-        text={key: texts[column] for column, key in HASHES.items() if texts[column]},
-    )
+    values = {}
+    for column, (key, type_, _) in FIELDS.items():
+        text = row.get(column) or ""
+        if not text.strip() and column in ("variant", "steps", "last_10_percent"):
+            raise ValueError(f"{column} is empty")
+        try:
+            values[key] = text if type_ is str else type_(text) if text.strip() else None
+        except ValueError:
+            raise ValueError(f"{column} = {text.strip()!r} is not a number") from None
+    if values["lr"] is not None and not math.isfinite(values["lr"]):
+        raise ValueError(f"lr = {values['lr']} is not finite")
+    text = {key: row[column] for column, key in HASHES.items() if row.get(column)}
+    result = Result(name=name, **values, text=text)
     return result if result.is_finite else replace(result, problem="its loss is not finite")
 
 
-def _parsed(texts: dict[str, str], key: str, type_: type) -> float | int | None:
-    text = texts[key].strip()
-    try:
-        return type_(text) if text else None
-    except ValueError:
-        raise ValueError(f"{key} = {text!r} is not a number") from None
+def read_sources(paths: list[Path]) -> tuple[list[Result], list[str]]:
+    """Return the results in folders of runs and comparisons, folders of these, and CSVs, in the order of ``paths``.
+
+    Also returns a line for whatever cannot be read.
+    """
+    found: list[tuple[Path, str | None, Run] | Result] = []  # a run's source, its variant in a comparison, and the run
+    notes: list[str] = []
+    for path in [one for given in paths for one in _inside(given)]:
+        try:
+            if path.is_file():
+                rows, left_out = read_results(path)
+                found += rows
+                notes += left_out
+                continue
+            planned = read_comparison(path)
+        except ConfigError as error:
+            notes.append(str(error))
+            continue
+        for folder, variant in [(path / run.name, run.variant) for run in planned.values()] or [(path, None)]:
+            try:
+                found.append((path, variant, load_run(folder)))
+            except ConfigError as error:
+                notes.append(str(error))
+    # The name of a run's variant depends on all other runs.
+    runs = [one for one in found if not isinstance(one, Result)]
+    of_alone = iter(variants([run for _, variant, run in runs if variant is None]))
+    of_compared = iter(_told_apart([one for one in runs if one[1] is not None]))
+    results = []
+    for one in found:
+        if not isinstance(one, Result):
+            one = result_of(one[2], next(of_alone if one[1] is None else of_compared))
+        results.append(one)
+    return results, notes
 
 
-def _number(value: object, type_: type) -> float | int | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return type_(value) if is_number and math.isfinite(value) else None
+def _told_apart(found: list[tuple[Path, str, Run]]) -> list[str]:
+    """Return the variant of every run: its name, after its comparison where another means other settings by it."""
+    meanings: dict[str, dict[Path, dict[str, str]]] = {}
+    for folder, variant, run in found:
+        meanings.setdefault(variant, {}).setdefault(folder, compared_settings(run))
+    names = {folder: folder.resolve().name for folder, _, _ in found}
+    shown = {f: name if list(names.values()).count(name) == 1 else str(f) for f, name in names.items()}
+    differ = {variant for variant, of in meanings.items() if any(one != next(iter(of.values())) for one in of.values())}
+    return [f"{shown[folder]}/{variant}" if variant in differ else variant for folder, variant, _ in found]
 
 
-def _text(value: float | int | None, form: str) -> str:
-    return "" if value is None else f"{value:{form}}"
+def _inside(path: Path) -> list[Path]:
+    """Return the runs and comparisons in a folder that is neither; ``path`` itself if there are none."""
+    files = (METRICS_FILE, FACTS_FILE, COMPARISON_FILE)  # a run that failed before its first logged step has no metrics
+    # Unlike Path's, these functions raise no error for a folder that may not be searched.
+    if not os.path.isdir(path) or any(os.path.exists(path / name) for name in files):
+        return [path]
+    return sorted({file.parent for name in files for file in path.glob(f"*/{name}")}) or [path]

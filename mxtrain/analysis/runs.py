@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mxtrain.analysis.metrics_file import EVENT, metrics_of_run
+from mxtrain.analysis.metrics_file import EVENT, NUMERICS, read_metrics
 from mxtrain.errors import ConfigError
 from mxtrain.json_toml import read_json, read_toml
 from mxtrain.run_folder.files import CONFIG_FILE, DATA_FILE, FACTS_FILE, METRICS_FILE, PROCESSES, SETTING_CHANGES
@@ -40,10 +40,9 @@ class Run:
     events: list[dict] = field(default_factory=list)
     """Rows with an ``event``"""
     text: dict[str, str] = field(default_factory=dict)
-    """
-    Hashes of the tokenizer and of the tokens, and a stream's version, from ``data.json``; empty if the file is missing
-    or damaged
-    """
+    """Hashes of tokenizer and tokens, and a stream's version, from ``data.json``; empty if it is missing or damaged"""
+    numerics: list[dict] = field(default_factory=list)
+    """Rows of diagnostic steps"""
 
     @property
     def variant(self) -> str:
@@ -131,13 +130,16 @@ class Run:
 
 
 def load_run(folder: str | os.PathLike) -> Run:
-    """Read ``folder/metrics.jsonl`` and, if it exists, ``folder/run.json``.
+    """Read a run's ``metrics.jsonl`` and, if they exist, ``run.json``, ``config.toml`` and ``data.json``.
 
     Raises ConfigError if the folder or ``metrics.jsonl`` is missing, if no training step is logged, or if either
     file is damaged or cannot be read. A damaged last line of ``metrics.jsonl`` is dropped instead.
     """
     folder = Path(folder)
-    rows = metrics_of_run(folder)
+    if not folder.is_dir():
+        what = "is a file: name the run's folder" if folder.exists() else "does not exist"
+        raise ConfigError(f"run folder {str(folder)!r} {what}")
+    rows = read_metrics(folder / METRICS_FILE)
     training = [row for row in rows if row.get("loss") is not None]
     if not training:
         raise ConfigError(f"{folder / METRICS_FILE} holds no training step")
@@ -150,6 +152,7 @@ def load_run(folder: str | os.PathLike) -> Run:
         events=[row for row in rows if EVENT in row],
         settings=_load_settings(folder / CONFIG_FILE),
         text=_load_text(folder / DATA_FILE),
+        numerics=[row for row in rows if any(key.startswith(NUMERICS) for key in row)],
     )
 
 

@@ -19,16 +19,26 @@ def table(runs: list[Run]) -> str:
             label,
             run.variant or "-",
             str(run.training[-1]["step"]),
-            _loss(run.first_loss),
-            _loss(run.last_loss),
-            _loss(run.tail_loss),
-            _loss(run.validation_loss),
-            _rate(run.tokens_per_second),
-            _memory(run.peak_memory_gib),
+            *(form(loss) for loss in (run.first_loss, run.last_loss, run.tail_loss, run.validation_loss)),
+            form(run.tokens_per_second, ",.0f"),
+            form(run.peak_memory_gib, ".2f"),
         )
         for label, run in zip(names(runs), runs, strict=True)
     ]
     return aligned(rows)
+
+
+def notes(runs: list[Run]) -> list[str]:
+    """Return a line for each run with losses that are not finite, and for each run that ends before the others."""
+    lines = []
+    longest = max(run.training[-1]["step"] for run in runs)
+    for run, name in zip(runs, names(runs), strict=True):
+        if missing := sum(not math.isfinite(row["loss"]) for row in run.training):
+            first = run.first_nonfinite_step
+            lines.append(f"{name}: {missing} of {len(run.training)} losses are not finite, the first at step {first}")
+        if (last := run.training[-1]["step"]) < longest:
+            lines.append(f"{name}: ends at step {last}; the longest run ends at step {longest}")
+    return lines
 
 
 def aligned(rows: list[tuple[str, ...]]) -> str:
@@ -51,12 +61,12 @@ def summary(folder: str | os.PathLike) -> str:
     run = load_run(folder)
     details = ", ".join(word for word in (run.variant, run.facts.get("mode")) if word)
     lines = [("run", f"{run.name} ({details})" if details else run.name)]
-    lines.append(("loss", f"{_loss(run.first_loss)} -> {_loss(run.last_loss)}, {_verdict(run)}"))
+    lines.append(("loss", f"{form(run.first_loss)} -> {form(run.last_loss)}, {_verdict(run)}"))
     if run.validation:
         row = run.validation[-1]
-        lines.append(("validation", f"{_loss(row['validation_loss'])} at step {row['step']}"))
+        lines.append(("validation", f"{form(row['validation_loss'])} at step {row['step']}"))
     lines.append(("tokens/s", _throughput(run)))
-    lines.append(("memory", f"{_memory(run.peak_memory_gib)} GiB peak"))
+    lines.append(("memory", f"{form(run.peak_memory_gib, '.2f')} GiB peak"))
     lines.append(("folder", str(run.folder)))
     lines.append(("loss curve", _picture(run)))
     wandb = run.facts.get("wandb") or {}
@@ -83,7 +93,7 @@ def _verdict(run: Run) -> str:
     if len(run.training) == 1:
         return f"one logged step ({steps})"
     moved = "fell" if run.tail_loss < run.first_loss else "DID NOT FALL"
-    return f"{moved} over {steps} steps (mean of the last 10 %: {_loss(run.tail_loss)})"
+    return f"{moved} over {steps} steps (mean of the last 10 %: {form(run.tail_loss)})"
 
 
 def _picture(run: Run) -> str:
@@ -95,19 +105,12 @@ def _picture(run: Run) -> str:
 
 
 def _throughput(run: Run) -> str:
-    devices = run.facts.get("world_size") or 1
-    if devices == 1 or run.tokens_per_second is None:
-        return _rate(run.tokens_per_second)
-    return f"{_rate(run.tokens_per_second)} per device, {_rate(devices * run.tokens_per_second)} on {devices}"
+    devices, rate = run.facts.get("world_size") or 1, run.tokens_per_second
+    if devices == 1 or rate is None:
+        return form(rate, ",.0f")
+    return f"{rate:,.0f} per device, {devices * rate:,.0f} on {devices}"
 
 
-def _loss(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}" if math.isfinite(value) else str(value)
-
-
-def _rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}"
-
-
-def _memory(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def form(value: float | int | None, spec: str = ".4f", missing: str = "-") -> str:
+    """Return a number as text, a loss unless ``spec`` is another format; ``missing`` for None."""
+    return missing if value is None else f"{value:{spec}}"

@@ -1,6 +1,23 @@
 """``mxtrain cache``: list, verify and remove the prepared texts in the cache."""
 
 import argparse
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from stat import S_ISREG
+
+from mxtrain.data import DataConfig, Prepared
+from mxtrain.data.cache_folders import BUILDING, LEFTOVER_SECONDS, last_change, statuses
+from mxtrain.data.documents import megabytes, one_line
+from mxtrain.data.store import DamagedText, load_text
+from mxtrain.errors import ConfigError
+
+DAY = 24 * 3600.0
+
+# The name of a prepared text ends with a part of a hash. Other folders of the cache hold tuned plans.
+NAME = re.compile(rf".+-[0-9a-f]{{16}}({re.escape(BUILDING)}.*)?")
 
 
 def add(commands) -> None:
@@ -28,12 +45,82 @@ data.prepared to a name to train on exactly that text.
 
 
 def _cache(options) -> int:
-    from mxtrain.cli import text_cache
-
+    root = DataConfig(cache_dir=options.cache_dir).cache_path()
+    if options.prune is not None and not options.prune >= 0:
+        raise ConfigError(f"--prune = {options.prune} is not a number of days from 0")
+    if options.cache_dir and not root.is_dir():
+        raise ConfigError(f"--cache-dir = {options.cache_dir!r} is not a folder")
+    paths = [path for path in sorted(root.glob("*")) if path.is_dir() and NAME.fullmatch(path.name)]
+    found = [_entry(path, options.verify) for path in paths]
     if options.prune is not None:
-        print(text_cache.prune(options.cache_dir, options.prune))
+        old = [entry for entry in found if time.time() - entry.last_used > _patience(entry, options.prune)]
+        print(_remove(old) or f"nothing is older than {options.prune:g} days")
     elif options.remove:
-        print(text_cache.remove(options.cache_dir, options.remove))
+        by_name = {entry.path.name: entry for entry in found}
+        for name in options.remove:
+            if name not in by_name:
+                raise ConfigError(f"--remove: there is no {name!r} in the cache; 'mxtrain cache' lists the names")
+        print(_remove([by_name[name] for name in options.remove]))
     else:
-        print(text_cache.report(options.cache_dir, options.verify))
+        print(_table(found) + f"{len(found)} in {root}, {megabytes(sum(entry.size for entry in found))}")
     return 0
+
+
+@dataclass(frozen=True)
+class CachedText:
+    """A folder in the cache: a prepared text, or what a killed process has left."""
+
+    path: Path
+    size: int
+    """Bytes of all files"""
+    last_used: float
+    """Seconds since 1970"""
+    text: Prepared | None
+    """None if it cannot be used"""
+    state: str
+    """"ok", "verified" if its tokens were read, or what is wrong"""
+
+
+def _entry(path: Path, verify: bool) -> CachedText:
+    text, state = None, "verified" if verify else "ok"
+    if BUILDING in path.name:
+        state = "unfinished: being built, or left by a killed process"
+    else:
+        try:
+            text = load_text(path, reads_tokens=verify)
+        except DamagedText as error:
+            state = f"damaged: {error}"
+        except ConfigError:
+            state = "its tokenizer, outside the cache, is gone or changed"
+    size = sum(status.st_size for status in statuses(path) if S_ISREG(status.st_mode))
+    return CachedText(path, size, last_change(path), text, state)
+
+
+def _patience(entry: CachedText, days: float) -> float:
+    """How long an entry stays unused, in seconds. A process may still write an unfinished folder that is younger."""
+    return max(days * DAY, LEFTOVER_SECONDS if BUILDING in entry.path.name else 0.0)
+
+
+def _table(found: list[CachedText]) -> str:
+    rows = [("name", "size", "last used", "dataset", "tokens", "state")]
+    for entry in found:
+        days = max(0.0, time.time() - entry.last_used) / DAY
+        dataset = entry.text.report.dataset if entry.text else "-"
+        tokens = f"{entry.text.train.count:,}" if entry.text and entry.text.train else "-"
+        rows.append((entry.path.name, megabytes(entry.size), f"{days:.1f} days ago", dataset, tokens, entry.state))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "".join(f"{line}\n" for line in lines) if found else ""
+
+
+def _remove(found: list[CachedText]) -> str:
+    """Remove folders. Return a report, one line for each."""
+    lines = []
+    for entry in found:
+        try:
+            shutil.rmtree(entry.path)
+        except OSError as error:
+            why = error.strerror or one_line(error)
+            raise ConfigError(f"data.cache_dir: cannot remove {str(entry.path)!r} ({why})") from error
+        lines.append(f"removed {entry.path.name}, {megabytes(entry.size)}")
+    return "\n".join(lines)

@@ -12,10 +12,7 @@ from mxtrain.cli import (
     completion_command,
     configs_command,
     doctor_command,
-    eval_command,
-    export_command,
-    generate_command,
-    import_command,
+    hub_commands,
     plot_command,
     report_command,
     train_command,
@@ -76,10 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     plot_command.add(commands)
     compare_command.add(commands)
     report_command.add(commands)
-    export_command.add(commands)
-    import_command.add(commands)
-    generate_command.add(commands)
-    eval_command.add(commands)
+    hub_commands.add(commands)
     doctor_command.add(commands)
     completion_command.add(commands)
     return parser

@@ -80,15 +80,20 @@ def separated(options) -> tuple[argparse.Namespace, list[str], list[str]]:
 
 def compare(options, variants: list[str], flags: list[str]) -> int:
     """Do the runs and write the report; see DESCRIPTION. Returns the exit status."""
-    from mxtrain.cli.comparison_plan import check_machine_of, gone_directories, joined, unpaired_settings
+    from mxtrain.cli.paired_runs import check_machine_for, joined, read_all, unpaired_settings
     from mxtrain.cli.side_by_side import SideBySide
+    from mxtrain.run_folder.comparison import read_comparison
 
     for name in ("seeds", "steps", "gpus", "side_by_side"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: allowed is 1 or more")
     setting = "--output" if options.resume is None else "--resume"
     folder = options.resume or options.output or Path("outputs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
-    earlier = _runs_so_far(folder)
+    # A run whose folder was removed has not ended.
+    earlier = {
+        name: run if (folder / name).is_dir() else replace(run, status=None)
+        for name, run in read_comparison(folder).items()
+    }
     plan = _plan(options, variants, flags, earlier)
     # Another number may change the sequences per step, and with them what the runs that are left would train on.
     left = [run for run in earlier.values() if run.status != 0] or list(earlier.values())
@@ -97,31 +102,24 @@ def compare(options, variants: list[str], flags: list[str]) -> int:
         name: replace(run, gpus=earlier[name].gpus if run.status == 0 else gpus)
         for name, run in joined(earlier, plan, f"{setting} = {str(folder)!r}").items()
     }
-    if options.baseline is not None and options.baseline not in {run.variant for run in runs.values()}:
-        names = ", ".join(dict.fromkeys(run.variant for run in runs.values()))
-        raise ConfigError(f"--baseline {options.baseline!r} is not one of the variants: {names}")
+    names = dict.fromkeys(run.variant for run in runs.values())
+    if options.baseline is not None and options.baseline not in names:
+        raise ConfigError(f"--baseline {options.baseline!r} is not one of the variants: {', '.join(names)}")
+    settings = read_all(runs)
     devices = _devices(gpus, options.side_by_side)
     # A dry run may plan runs for another machine.
-    check_machine_of(runs, has_gpus=options.dry_run or devices[0] is not None)
-    for line in (*gone_directories(runs), *unpaired_settings(runs)):
+    check_machine_for(runs, settings, has_gpus=options.dry_run or devices[0] is not None)
+    for line in unpaired_settings(runs, settings):
         print(f"mxtrain: note: {line}", file=sys.stderr)
     if options.dry_run:
         print(_described(runs, devices, folder))
         return 0
-    return _train(SideBySide(folder, runs, devices, gpus), setting, options.baseline)
-
-
-def _runs_so_far(folder: Path) -> dict:
-    """Return the runs of the comparison in ``folder`` by name. One whose folder was removed has not ended."""
-    from mxtrain.run_folder.comparison import read_comparison
-
-    runs = read_comparison(folder)
-    return {name: run if (folder / name).is_dir() else replace(run, status=None) for name, run in runs.items()}
+    return _train(SideBySide(folder, runs, settings, devices, gpus), setting, options.baseline)
 
 
 def _plan(options, variants: list[str], flags: list[str], earlier: dict) -> dict:
-    """Return the runs that the command asks for, by name; ``earlier`` has those of the folder so far."""
-    from mxtrain.cli.comparison_plan import planned, planned_again
+    """Return the runs that the command asks for, by name; ``earlier`` holds the runs of the folder so far."""
+    from mxtrain.cli.paired_runs import planned, planned_again
 
     if options.resume is None:
         if not variants:

@@ -8,14 +8,12 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 import torch
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 import mxtrain
 from mxtrain.cli.launch import core_count, nvidia_gpus
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.ops.hardware import HAS_TRITON, default_device_type, describe_modes, resolve_mode
-from mxtrain.recipes.recipe import RECIPES
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RECIPES, RMSEstimate
 
 # Large enough that launch overhead is negligible.
 TIMED_SHAPE = (65536, 4096)
@@ -31,8 +29,16 @@ WHY_EXACT = {"torchtitan": "its trainer and settings are extended, and other rel
 
 def report() -> str:
     """Return the report as text."""
-    sections = {"versions": versions(), "devices": devices(), "execution modes": modes()}
-    sections["norm and cast, bf16, {} x {}".format(*TIMED_SHAPE)] = estimators()
+    sections = {
+        "versions": versions(),
+        "devices": devices(),
+        # Before the modes is the one that "auto" takes.
+        "execution modes": [
+            ("auto", f"{resolve_mode('auto')} on {default_device_type()}, whatever the recipe"),
+            *((mode, f"{'yes' if available else 'no'}: {reason}") for mode, available, reason in describe_modes()),
+        ],
+        "norm and cast, bf16, {} x {}".format(*TIMED_SHAPE): estimators(),
+    }
     return "\n\n".join(table(title, rows) for title, rows in sections.items())
 
 
@@ -62,28 +68,19 @@ def devices() -> list[tuple[str, str]]:
     return rows
 
 
-def modes() -> list[tuple[str, str]]:
-    """Return (mode, whether it runs here and why) of every execution mode, and before them the one "auto" takes."""
-    supports = [(s.mode, f"{'yes' if s.available else 'no'}: {s.reason}") for s in describe_modes()]
-    return [("auto", f"{resolve_mode('auto')} on {default_device_type()}, whatever the recipe"), *supports]
-
-
 def estimators() -> list[tuple[str, str]]:
     """Measure the kernel that normalizes and casts. Return (estimator, its time), and advice on which to use."""
     if not (torch.cuda.is_available() and HAS_TRITON):
         return [("not measured", "needs a CUDA device and Triton")]
     from triton.testing import do_bench
 
-    from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
+    from mxtrain.kernels.mxnorm.cast import mxnorm_cast
 
     recipe = RECIPES["mxfp8"]
     x = torch.randn(TIMED_SHAPE, device="cuda", dtype=torch.bfloat16)
-    microseconds = {
-        name: 1e3 * do_bench(partial(mxnorm_cast, x, RMSEstimate.for_recipe(recipe, estimator=name), recipe))
-        for name in ("pre_round", "exact")
-    }
-    rows = [(name, f"{time:.1f} us") for name, time in microseconds.items()]
-    return [*rows, ("advice", advise(**microseconds))]
+    estimates = {name: RMSEstimate.for_recipe(recipe, estimator=name) for name in ("pre_round", "exact")}
+    times = {name: 1e3 * do_bench(partial(mxnorm_cast, x, estimate, recipe)) for name, estimate in estimates.items()}
+    return [*((name, f"{time:.1f} us") for name, time in times.items()), ("advice", advise(**times))]
 
 
 def advise(pre_round: float, exact: float) -> str:
@@ -97,42 +94,33 @@ def advise(pre_round: float, exact: float) -> str:
     )
 
 
-def explain_norm(rows: int, columns: int, dtype: str = "bfloat16", tune: bool = False, norm: str = "rms") -> str:
-    """Describe how the kernels of a norm walk a matrix [rows, columns] on this machine, and why.
+def explain_norm(rows: int, columns: int, dtype: str = "bfloat16", norm: str = "rms") -> str:
+    """Describe how the kernels of a norm walk a matrix [rows, columns] on this machine.
 
     Args:
         dtype: of the matrix: bfloat16, float16 or float32.
-        tune: time other plans first, and keep the fastest for this and later processes.
         norm: "rms" for ``mxtrain.rms_norm``, "layer" for ``mxtrain.layer_norm``.
 
     Raises:
-        ConfigError: for an unsupported shape or dtype, without Triton, or for ``tune`` without a GPU.
+        ConfigError: for an unsupported shape or dtype, or without Triton.
     """
     _check_kernels("--explain-norm", dtype)
     require_one_of("--norm", norm, NORMS)
-    from mxtrain.kernels.norm import rms_norm_plan, rms_norm_tuning
+    from mxtrain.kernels.device import sm_count
+    from mxtrain.kernels.norm import row_norms
 
-    if rows < 1 or not 1 <= columns <= rms_norm_plan.MAX_COLUMNS:
+    if rows < 1 or not 1 <= columns <= row_norms.MAX_COLUMNS:
         raise ConfigError(
-            f"--explain-norm {rows} {columns}: expected at least 1 row, of 1 to {rms_norm_plan.MAX_COLUMNS} columns"
+            f"--explain-norm {rows} {columns}: expected at least 1 row, of 1 to {row_norms.MAX_COLUMNS} columns"
         )
-    _check_tuning(tune)
-    shape = rows, columns, getattr(torch, dtype)
-    forward, backward = rms_norm_plan.OPERATIONS[norm]
-    if tune:
-        rms_norm_tuning.tune_forward(*shape, operation=forward)
-        rms_norm_tuning.tune_backward(*shape, has_weight=True, operation=backward)
     device, where = _where()
-    choices = {
-        "forward": rms_norm_plan.choose_forward(*shape, device, forward),
-        "backward": rms_norm_plan.choose_backward(*shape, True, device, backward),
-    }
-    texts = [table(name, _norm_rows(choice)) for name, choice in choices.items()]
+    shape = rows, columns, norm == "layer", sm_count(device)
+    plans = {"forward": row_norms.forward_plan(*shape), "backward": row_norms.backward_plan(*shape)}
+    texts = [table(name, _norm_rows(plan)) for name, plan in plans.items()]
     return "\n\n".join([f"{NORMS[norm]} of {rows} x {columns}, {dtype}, on {where}", *texts])
 
 
-def _norm_rows(choice) -> list[tuple[str, str]]:
-    plan = choice.plan
+def _norm_rows(plan) -> list[tuple[str, str]]:
     persistent = "persistent: registers hold whole rows, which are read once"
     return [
         ("variant", persistent if plan.persistent else "looped: rows are read twice, a chunk of columns at a time"),
@@ -141,40 +129,32 @@ def _norm_rows(choice) -> list[tuple[str, str]]:
         ("warps", str(plan.warps)),
         ("stages", str(plan.stages)),
         ("programs", str(plan.programs)),
-        ("source", choice.source),
-        ("why", choice.reason),
     ]
 
 
-def explain_router(tokens: int, experts: int, hidden: int, dtype: str = "bfloat16", tune: bool = False) -> str:
+def explain_router(tokens: int, experts: int, hidden: int, dtype: str = "bfloat16") -> str:
     """Describe by which routes a gate multiplies on this machine, forward and for its weight's gradient, and why.
 
     Args:
         dtype: of tokens and weight: bfloat16, float16 or float32.
-        tune: time the other routes and splits first, and keep the fastest for this and later processes.
 
     Raises:
-        ConfigError: for an unsupported size or dtype, without Triton, or for ``tune`` without a GPU.
+        ConfigError: for an unsupported size or dtype, or without Triton.
     """
     _check_kernels("--explain-router", dtype)
     if min(tokens, experts, hidden) < 1:
         raise ConfigError(f"--explain-router {tokens} {experts} {hidden}: expected sizes of at least 1")
-    _check_tuning(tune)
-    from mxtrain.kernels.router import decompose_k_plan
-    from mxtrain.ops import decompose_k_tuning
+    from mxtrain.kernels import decompose_k
 
-    wide, torch_dtype = torch.float32, getattr(torch, dtype)
-    # Part -> M, N and K of its product, dtype of the result, whether operands lie along K.
+    # Part -> M, N and K of its product, whether operands lie along K.
     products = {
-        "forward": ((tokens, experts, hidden), wide, True),
-        "gradient of the weight": ((experts, hidden, tokens), torch_dtype, False),
+        "forward": ((tokens, experts, hidden), True),
+        "gradient of the weight": ((experts, hidden, tokens), False),
     }
     device, where = _where()
     texts = []
-    for name, (sizes, out_dtype, along_k) in products.items():
-        if tune:
-            decompose_k_tuning.tune(*sizes, torch_dtype, along_k, out_dtype)
-        choice = decompose_k_plan.choose(*sizes, torch_dtype, device, along_k)
+    for name, (sizes, along_k) in products.items():
+        choice = decompose_k.choose(*sizes, getattr(torch, dtype), device, along_k)
         product = f"[{sizes[0]}, {sizes[2]}] x [{sizes[2]}, {sizes[1]}]"
         texts.append(table(f"{name}, {product}", _route_rows(choice)))
     return "\n\n".join([f"router of {tokens} tokens of {hidden} to {experts} experts, {dtype}, on {where}", *texts])
@@ -182,27 +162,22 @@ def explain_router(tokens: int, experts: int, hidden: int, dtype: str = "bfloat1
 
 def _route_rows(choice) -> list[tuple[str, str]]:
     plan = choice.plan
-    routes = {
-        "mm": "mm: one torch.mm",
-        "bmm": f"bmm: torch.bmm of {plan.splits} parts of K, and their sum",
-        "triton": f"triton: {'one launch' if plan.splits == 1 else 'two launches'}",
-    }
-    rows = [("route", routes[plan.route])]
-    if plan.route == "triton":
-        tile = f"{plan.block_m} x {plan.block_n}, {plan.block_k} of K at once"
-        rows += [("splits", str(plan.splits)), ("tile", tile), ("warps", str(plan.warps)), ("stages", str(plan.stages))]
-    return [*rows, ("source", choice.source), ("why", choice.reason)]
+    if plan is None:
+        return [("route", "mm: one torch.mm"), ("why", choice.why)]
+    return [
+        ("route", f"triton: {'one launch' if plan.splits == 1 else 'two launches'}"),
+        ("splits", str(plan.splits)),
+        ("tile", f"{plan.block_m} x {plan.block_n}, {plan.block_k} of K at once"),
+        ("warps", str(plan.warps)),
+        ("stages", str(plan.stages)),
+        ("why", choice.why),
+    ]
 
 
 def _check_kernels(flag: str, dtype: str) -> None:
     require_one_of("--dtype", dtype, KERNEL_DTYPES)
     if not HAS_TRITON:
         raise ConfigError(f"{flag} is about Triton kernels, and Triton is not installed")
-
-
-def _check_tuning(tune: bool) -> None:
-    if tune and not torch.cuda.is_available():
-        raise ConfigError("--tune times kernels on a GPU, and PyTorch sees none here")
 
 
 def _where() -> tuple[torch.device, str]:
@@ -229,16 +204,12 @@ def table(title: str, rows: list[tuple[str, str]]) -> str:
 
 def untested(name: str, version: str) -> str:
     """Return what is wrong with a package's ``version`` and what to do; "" if it is among the tested ones."""
-    tested = _tested_versions().get(canonicalize_name(name))
-    if tested is None or tested.contains(version, prereleases=True):
+    try:
+        needed = [Requirement(text) for text in requires("mxtrain") or []]
+    except PackageNotFoundError:  # a checkout on PYTHONPATH that was never installed
+        return ""
+    tested = next((each.specifier for each in needed if each.name == name), None)
+    if not tested or tested.contains(version, prereleases=True):
         return ""
     why = f" ({WHY_EXACT[name]})" if name in WHY_EXACT else ""
     return f"not tested: mxtrain was tested with {tested}{why}; pip install '{name}{tested}'"
-
-
-def _tested_versions() -> dict:
-    try:
-        found = [Requirement(text) for text in requires("mxtrain") or []]
-    except PackageNotFoundError:  # a checkout on PYTHONPATH that was never installed
-        return {}
-    return {canonicalize_name(each.name): each.specifier for each in found if each.specifier}

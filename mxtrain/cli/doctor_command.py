@@ -15,10 +15,9 @@ def add(commands) -> None:
 Print versions, devices, and which execution modes run on this machine, which mode = "auto" takes, and why.
 
   mxtrain doctor
-  mxtrain doctor --explain-norm 32768 4096           which kernels the fused RMSNorm runs for this shape, and why
+  mxtrain doctor --explain-norm 32768 4096           which kernels the fused RMSNorm runs for this shape
   mxtrain doctor --explain-norm 32768 4096 --norm layer   the same for the fused LayerNorm
-  mxtrain doctor --explain-norm 32768 4096 --tune    find the fastest plan on this GPU first, and keep it
-  mxtrain doctor --explain-router 8192 256 7168      which kernels a router's gate runs, and why; also takes --tune
+  mxtrain doctor --explain-router 8192 256 7168      which kernels a router's gate runs, and why
   mxtrain doctor --model CONFIG --mxnorm.p 1         a config's parameters, memory per GPU, multiplications, conversion
 """,
     )
@@ -34,7 +33,7 @@ Print versions, devices, and which execution modes run on this machine, which mo
         nargs=2,
         type=int,
         metavar=("M", "N"),
-        help="print only which kernels the fused RMSNorm of an M x N matrix runs here, and why",
+        help="print only which kernels the fused RMSNorm of an M x N matrix runs here",
     )
     parser.add_argument("--norm", help="with --explain-norm: rms (RMSNorm, the default) or layer (LayerNorm)")
     parser.add_argument(
@@ -45,7 +44,6 @@ Print versions, devices, and which execution modes run on this machine, which mo
         help="print only which kernels a router's gate runs here, and why",
     )
     parser.add_argument("--dtype", help="dtype of the matrix or gate: bfloat16 (the default), float16 or float32")
-    parser.add_argument("--tune", action="store_true", help="time other plans first and keep the fastest")
 
 
 def _doctor(options) -> int:
@@ -55,8 +53,8 @@ def _doctor(options) -> int:
         print(doctor_model.report(options.model))
         return 0
     asked = [sizes for sizes in (options.explain_norm, options.explain_router) if sizes is not None]
-    if not asked and (options.dtype or options.tune):
-        raise ConfigError("--dtype and --tune go with --explain-norm M N or --explain-router TOKENS EXPERTS HIDDEN")
+    if not asked and options.dtype:
+        raise ConfigError("--dtype goes with --explain-norm M N or --explain-router TOKENS EXPERTS HIDDEN")
     if options.norm and not options.explain_norm:
         raise ConfigError("--norm goes with --explain-norm M N")
     if len(asked) > 1:
@@ -68,5 +66,5 @@ def _doctor(options) -> int:
     else:
         explain = doctor.explain_norm if options.explain_norm else doctor.explain_router
         kind = {"norm": options.norm} if options.norm else {}
-        print(explain(*asked[0], options.dtype or "bfloat16", options.tune, **kind))
+        print(explain(*asked[0], options.dtype or "bfloat16", **kind))
     return 0

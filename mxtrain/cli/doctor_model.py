@@ -3,18 +3,24 @@
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
+import torch.nn as nn
 
 from mxtrain.cli import quiet
 from mxtrain.cli.doctor import table
-from mxtrain.cli.doctor_memory import fewest_processes, memory_table
-from mxtrain.conversion.plan import Plan
-from mxtrain.conversion.weights import WeightUse, find_weights, weight_uses
+from mxtrain.conversion.weights import find_weights, weight_uses
 from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import raise_first
 from mxtrain.settings.layout import layout_problems, pipeline_problems
 from mxtrain.settings.read import places
+
+MOST_PROCESSES = 256
+OPTIMIZER_STATES = 2
+"""Tensors of a weight's shape and dtype that Adam and AdamW keep: the means of the gradient and of its square"""
+GATHERED_GROUPS = 2
+"""FSDP gathers the weights of a block while it computes with those of the block before"""
 
 
 def report(arguments: list[str]) -> str:
@@ -34,10 +40,10 @@ def report(arguments: list[str]) -> str:
     # This machine may lack the mode of the training, which changes nothing here.
     words = [f"--job.config_file={config}", *flags, "--mxnorm.mode=auto"]
     with places(words):
-        return _report(words)
+        return "\n\n".join(_sections(words))
 
 
-def _report(words: list[str]) -> str:
+def _sections(words: list[str]) -> Iterator[str]:
     from mxtrain.titan.check_layout import check_model_layout
     from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
     from mxtrain.titan.parse import parse_job_config, settings_of
@@ -48,66 +54,47 @@ def _report(words: list[str]) -> str:
     settings = settings_of(job_config)
     raise_first(pipeline_problems(settings), settings)
     check_model_layout(settings, has_gpus=True)
-    if (processes := fewest_processes(job_config.parallelism)) is not None:
-        raise_first(layout_problems(settings, processes), settings)
-    model = build_on_meta(job_config)
-    _check_parts(model, job_config)
-    parts = [
-        table(f"{job_config.model.name} {job_config.model.flavor}", parameters(model)),
-        memory_table(model, job_config),
-    ]
+    if layouts := list(_layouts(job_config.parallelism)):
+        raise_first(layout_problems(settings, layouts[0][1]), settings)  # the fewest processes
+    model, name = build_on_meta(job_config), job_config.model.name
+    if missing := [part for part in ("tok_embeddings", "layers", "output") if getattr(model, part, None) is None]:
+        raise ConfigError(
+            f"model.name = {name!r} has no {', '.join(missing)}: doctor --model takes models with tok_embeddings, "
+            "layers and output, as TorchTitan's language models have them"
+        )
+    yield table(f"{name} {job_config.model.flavor}", parameters(model))
+    yield memory_table(model, job_config)
     plans = convert_on_meta(job_config, model)
     uses = next((plan.weights for plan in plans.values() if plan is not None and plan.weights), None)
-    parts.append(_multiplications(uses or weight_uses(find_weights(dict(model.named_modules())), {}, {})))
-    parts += [_conversion(name, plan) for name, plan in plans.items()]
-    try_plan(model, job_config)  # at last, because it splits the model
-    if entries := schedule_in(job_config):
-        parts.append("\n".join(["precision schedule", *(f"  {entry} ({entry.name})" for entry in entries)]))
-    if guard := guard_in(job_config):
-        settings = job_config.mxnorm.guard
-        parts.append(
-            f"guard\n  {guard[1]} in all swapped layers for {settings.steps} steps, after a loss that is more than "
-            f"{settings.sigmas:g} standard deviations\n  above the mean of the {settings.window} losses before it, or "
-            "not finite"
-        )
-    return "\n\n".join(parts)
-
-
-def _check_parts(model: torch.nn.Module, job_config) -> None:
-    """Raise ConfigError for a model without TorchTitan's names for its parts."""
-    missing = [name for name in ("tok_embeddings", "layers", "output") if getattr(model, name, None) is None]
-    if missing:
-        raise ConfigError(
-            f"model.name = {job_config.model.name!r} has no {', '.join(missing)}: doctor --model takes models with "
-            "tok_embeddings, layers and output, as TorchTitan's language models have them"
-        )
-
-
-def parameters(model: torch.nn.Module) -> list[tuple[str, str]]:
-    """Return (what, number of parameters) of a model of TorchTitan. A weight with two names counts once."""
-    total = _count(model)
-    outer = {id(p): p.numel() for part in (model.tok_embeddings, model.output) for p in part.parameters()}
-    idle = sum(math.prod(w.shape) * (1 - w.share) for w in find_weights(dict(model.named_modules())).values())
-    rows = [("parameters", f"{total:,}"), ("without embedding, head", f"{total - sum(outer.values()):,}")]
-    return [*rows, ("used by one token", f"{round(total - idle):,}")] if idle else rows
-
-
-def _count(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _multiplications(uses: dict[str, WeightUse]) -> str:
+    uses = uses or weight_uses(find_weights(dict(model.named_modules())), {}, {})
     total = sum(use.multiplications for use in uses.values())
     low = sum(use.multiplications * use.quantized for use in uses.values())
     rows = [(name, f"{round(n):,} ({n / total:.1%})") for name, n in (("low precision", low), ("high", total - low))]
     rows.append(("all", f"{round(total):,}; products without a weight, such as attention scores, are not counted"))
-    return table("multiplications by weights, per token: the mean of fprop, dgrad and wgrad", rows)
+    yield table("multiplications by weights, per token: the mean of fprop, dgrad and wgrad", rows)
+    for name, plan in plans.items():
+        if plan is None:
+            yield f"{name}\n  left out here: not a converter of mxtrain; what it changes is not in these numbers"
+        else:
+            yield f"{name}: {plan.headline}\n{_grouped(plan.details)}"
+    try_plan(model, job_config)  # at last, because it splits the model
+    if entries := schedule_in(job_config):
+        yield "\n".join(["precision schedule", *(f"  {entry} ({entry.name})" for entry in entries)])
+    if guard := guard_in(job_config):
+        own = job_config.mxnorm.guard
+        yield (
+            f"guard\n  {guard[1]} in all swapped layers for {own.steps} steps, after a loss that is more than "
+            f"{own.sigmas:g} standard deviations\n  above the mean of the {own.window} losses before it, or not finite"
+        )
 
 
-def _conversion(name: str, plan: Plan | None) -> str:
-    if plan is None:
-        return f"{name}\n  left out here: not a converter of mxtrain; what it changes is not in these numbers"
-    return f"{name}: {plan.headline}\n{_grouped(plan.details)}"
+def parameters(model: nn.Module) -> list[tuple[str, str]]:
+    """Return (what, number of parameters) of a model of TorchTitan. A weight with two names counts once."""
+    total = sum(p.numel() for p in model.parameters())
+    outer = {p: p.numel() for part in (model.tok_embeddings, model.output) for p in part.parameters()}
+    idle = sum(math.prod(w.shape) * (1 - w.share) for w in find_weights(dict(model.named_modules())).values())
+    rows = [("parameters", f"{total:,}"), ("without embedding, head", f"{total - sum(outer.values()):,}")]
+    return [*rows, ("used by one token", f"{round(total - idle):,}")] if idle else rows
 
 
 def _grouped(details: str) -> str:
@@ -115,3 +102,129 @@ def _grouped(details: str) -> str:
     counts = Counter(re.sub(r"\blayers\.\d+\b", "layers.*", line.strip()) for line in details.splitlines())
     width = max((len(str(count)) for count in counts.values()), default=0)
     return "\n".join(f"  {count:>{width}} x  {line}" for line, count in counts.items())
+
+
+def memory_table(model: nn.Module, job_config) -> str:
+    """Return a table of the memory per GPU, with a row for every number of processes that the degrees allow.
+
+    In a pipeline it is that of the rank with most weights.
+    """
+    training, parallelism, optimizer = job_config.training, job_config.parallelism, job_config.optimizer
+    dtype, compute, reduce = (
+        getattr(torch, name)
+        for name in (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
+    )
+    tensor, has_stages = parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree > 1
+    rank = max(groups_of_ranks(model, parallelism), key=lambda groups: shard_bytes(nn.ModuleList(groups), 1, dtype))
+    frees = not has_stages or parallelism.fsdp_reshard_after_forward == "always"
+    gathered = gathered_bytes(rank, compute, parallelism, GATHERED_GROUPS if frees else len(rank))
+    if has_stages:  # PyTorch adds up the chunks' gradients before it divides them among processes
+        gathered += gathered_bytes(rank, reduce, parallelism, len(rank))
+    layouts = list(_layouts(parallelism))
+    if not layouts:
+        raise ConfigError(
+            f"parallelism.expert_parallel_degree = {parallelism.expert_parallel_degree} times expert_tensor_parallel_"
+            f"degree = {parallelism.expert_tensor_parallel_degree} does not divide the product of the degrees shard, "
+            f"context and tensor on any number of processes up to {MOST_PROCESSES}"
+        )
+    width = max([16, *(len(name) + 2 for name, *_ in layouts)])
+    lines = [
+        f"memory per GPU in GiB: {training.dtype} weights, gradients and {optimizer.name} states, sharded",
+        f"  {'GPUs':<{width}}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'gathered':>10}{'sum':>10}",
+    ]
+    for name, count, shards in layouts:
+        weights = shard_bytes(nn.ModuleList(rank) if has_stages else model, shards, dtype, tensor)
+        # FSDP2 copies a single shard, too. One process gathers nothing.
+        columns = [weights, weights, OPTIMIZER_STATES * weights, gathered if count > 1 else 0]
+        texts = [f"{value / 2**30:,.2f}" for value in (*columns, sum(columns))]
+        lines.append(f"  {name:<{width}}{texts[0]:>10}{texts[1]:>11}{texts[2]:>11}{texts[3]:>10}{texts[4]:>10}")
+    of_weights = "the two largest groups of weights" if frees else "all weights of the rank"
+    note = f"  gathered: {of_weights}, in {training.mixed_precision_param}"
+    if has_stages:
+        note += (
+            f", and all its gradients, in {training.mixed_precision_reduce}, divided after the last chunk.\n"
+            "  It is the rank of the pipeline with most weights. Left out: activations, logits, and what the allocator "
+            "reserves"
+        )
+    else:
+        note += (
+            ". Left out: gathered gradients, activations, logits,\n"
+            "  copies by autocast on one GPU, and what the allocator reserves"
+        )
+    lines.append(note)
+    if tensor > 1:
+        lines.append("  matrices that tensor parallelism leaves whole (gates, DeepSeek's wkv_a, wq_a) count as split")
+    if optimizer.early_step_in_backward:
+        lines.append("  optimizer.early_step_in_backward = true: gradients are used up one by one, not held together")
+    if training.enable_cpu_offload:
+        lines.append("  training.enable_cpu_offload = true: all but the gathered weights is in the CPU's memory")
+    return "\n".join(lines)
+
+
+def shard_bytes(module: nn.Module, shards: int, dtype: torch.dtype, tensor: int = 1) -> int:
+    """Return the bytes of the weights that the first of ``shards`` processes holds with FSDP2.
+
+    FSDP2 divides a weight's first dimension and rounds up. Tensor parallelism divides matrices by ``tensor`` before
+    that; vectors are whole. Stacked experts (three dimensions) may be divided otherwise, and are counted in equal
+    parts.
+    """
+    elements = 0
+    for parameter in module.parameters():
+        first, *rest = parameter.shape
+        if len(rest) < 2:
+            elements += math.ceil(first / (shards * tensor if rest else shards)) * math.prod(rest)
+        else:
+            elements += math.ceil(parameter.numel() / (shards * tensor))
+    return elements * dtype.itemsize
+
+
+def groups_of_ranks(model: nn.Module, parallelism) -> list[list[nn.Module]]:
+    """Return the weights that FSDP2 gathers at a time, for each rank of the pipeline: blocks, embedding, head.
+
+    The final norm, which is gathered with the head, is left out.
+    """
+    from mxtrain.titan.check_layout import modules_of_stages
+
+    ranks = parallelism.pipeline_parallel_degree
+    if ranks == 1:
+        is_tied = model.output.weight is model.tok_embeddings.weight  # then it is gathered once
+        return [[model.output, *model.layers.values(), *([] if is_tied else [model.tok_embeddings])]]
+    modules = dict(model.named_modules())
+    groups: list[list[nn.Module]] = [[] for _ in range(ranks)]
+    for number, names in enumerate(modules_of_stages(len(model.layers), parallelism)):
+        groups[number % ranks] += [modules[name] for name in names if name != "norm"]
+    return groups
+
+
+def gathered_bytes(groups: list[nn.Module], dtype: torch.dtype, parallelism, count: int = GATHERED_GROUPS) -> int:
+    """Return the bytes of the ``count`` largest groups of weights, as FSDP2 gathers them.
+
+    Stacked experts (weights of three dimensions) are divided by ``expert_parallel_degree`` and then, by features, by
+    ``expert_tensor_parallel_degree``; without expert parallelism, by features as all other weights are: by
+    ``tensor_parallel_degree``. Vectors are whole.
+    """
+    tensor = parallelism.tensor_parallel_degree
+    experts = parallelism.expert_parallel_degree * parallelism.expert_tensor_parallel_degree
+    of_experts = experts if parallelism.expert_parallel_degree > 1 else tensor
+    parts = (1, 1, tensor, of_experts)  # by the number of dimensions
+    elements = sorted(
+        (sum(math.ceil(p.numel() / parts[min(p.ndim, 3)]) for p in group.parameters()) for group in groups),
+        reverse=True,
+    )
+    return sum(elements[:count]) * dtype.itemsize
+
+
+def _layouts(parallelism) -> Iterator[tuple[str, int, int]]:
+    """Yield layouts: in words, the number of processes, and among how many of them FSDP2 divides each weight."""
+    replicas, given = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    tensor, pipeline = parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree
+    others = replicas * tensor * pipeline * parallelism.context_parallel_degree
+    doubled = [others * 2**doublings for doublings in range(MOST_PROCESSES.bit_length())]
+    counts = [given * others] if given != -1 else [count for count in doubled if count <= MOST_PROCESSES]
+    for count in counts:
+        shards = count // (replicas * tensor * pipeline)
+        if shards * tensor % (parallelism.expert_parallel_degree * parallelism.expert_tensor_parallel_degree):
+            continue
+        parts = [f"pipeline {pipeline}"] * (pipeline > 1) + [f"tensor {tensor}"] * (tensor > 1)
+        parts += [f"{replicas}"] * (replicas > 1) + [f"{shards}"] * (replicas > 1 or tensor * pipeline > 1)
+        yield f"{count} ({' x '.join(parts)})" if parts else f"{count}", count, shards

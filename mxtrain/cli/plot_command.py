@@ -1,6 +1,7 @@
 """``mxtrain plot``: the loss curves of runs in one picture, and a table; with --numerics the figures of one run."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
@@ -51,14 +52,51 @@ With --numerics, draw the figures of one run with mxnorm.diagnostics.every > 0: 
 
 
 def _plot(options) -> int:
-    from mxtrain.cli import drawing
-
     if options.numerics:
         if len(options.runs) > 1 or options.baseline or options.smooth or options.x != "step":
             raise ConfigError("--numerics draws one RUN, over steps: allowed beside it is -o PNG")
-        print(drawing.draw_figures(options.runs[0], options.output))
-        return 0
+        return _plot_numerics(options)
     if options.smooth is not None and options.smooth < 1:
         raise ConfigError(f"--smooth {options.smooth}: allowed is 1 (no smoothing) or more")
-    print(drawing.draw(options.runs, options.output, options.baseline, options.smooth, options.x))
+    return _plot_losses(options)
+
+
+def _plot_losses(options) -> int:
+    """Draw the runs. One that cannot be drawn is a line on stderr, unless it is the only one or the baseline."""
+    from mxtrain.analysis.plots import curve, plot
+    from mxtrain.analysis.runs import load_run
+    from mxtrain.analysis.tables import notes, table
+    from mxtrain.run_folder.files import PICTURE_FILE
+
+    runs = []
+    of_baseline = [] if options.baseline is None else [options.baseline]
+    others = [f for f in options.runs if Path(f).resolve() not in [Path(one).resolve() for one in of_baseline]]
+    for folder in [*of_baseline, *others]:
+        try:
+            run = load_run(folder)
+            curve(run, options.x)
+            runs.append(run)
+        except ConfigError as error:
+            if folder in of_baseline or len(options.runs) == 1:
+                raise
+            print(f"mxtrain: not drawn: {error}", file=sys.stderr)
+    if not runs:
+        raise ConfigError(f"none of the {len(options.runs)} folders holds a run that can be drawn")
+    for line in notes(runs):
+        print(f"mxtrain: note: {line}", file=sys.stderr)
+    path = options.output or (runs[0].folder / PICTURE_FILE if len(runs) == 1 else Path(PICTURE_FILE))
+    plot(runs, path, runs[0] if of_baseline else None, options.smooth, options.x)
+    print(table(runs), f"loss curves: {path}", sep="\n")
+    return 0
+
+
+def _plot_numerics(options) -> int:
+    """Draw the figures of a run's diagnostics, and print what deserves a look in them."""
+    from mxtrain.analysis.numerics import draw_numerics
+    from mxtrain.analysis.runs import load_run
+    from mxtrain.run_folder.files import NUMERICS_FILE
+
+    run = load_run(options.runs[0])
+    path, remarks = draw_numerics(run, options.output or run.folder / NUMERICS_FILE)
+    print(*remarks, f"numerics: {path}", sep="\n")
     return 0

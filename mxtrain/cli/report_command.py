@@ -54,7 +54,7 @@ def write(sources: list[Path], baseline: str | None = None, output: Path | None 
     """
     from mxtrain.analysis.comparison import compare
     from mxtrain.analysis.report import losses_table, report, write_report
-    from mxtrain.analysis.sources import read_sources
+    from mxtrain.analysis.results import read_sources
     from mxtrain.analysis.tables import aligned
     from mxtrain.run_folder.comparison import COMPARISON_FILE
 
@@ -64,13 +64,11 @@ def write(sources: list[Path], baseline: str | None = None, output: Path | None 
     if not results:
         raise ConfigError("none of the folders and files holds a run that can be compared")
     groups = compare(results, baseline)
-    for group in groups:
-        for line in group.notes:
-            print(f"mxtrain: note: {line}", file=sys.stderr)
+    for line in [line for group in groups for line in group.notes]:
+        print(f"mxtrain: note: {line}", file=sys.stderr)
     is_comparison = len(sources) == 1 and (sources[0] / COMPARISON_FILE).is_file()
     folder = output or (sources[0] if is_comparison else Path("report"))
     title = ", ".join(dict.fromkeys(source.resolve().name for source in sources[:3])) + " ..." * (len(sources) > 3)
-    files = write_report(folder, report(title, groups, notes))
-    tables = [(losses_table(group), group) for group in groups]
-    shown = [f"{group.title}, baseline {group.baseline}\n{aligned([t.header, *t.rows])}" for t, group in tables]
-    return "\n\n".join(shown) + f"\nreport: {files[1]} and {files[0]}"
+    markdown, page = write_report(folder, report(title, groups, notes))
+    shown = [f"{group.title}, baseline {group.baseline}\n{aligned(losses_table(group))}" for group in groups]
+    return "\n\n".join(shown) + f"\nreport: {page} and {markdown}"

@@ -135,8 +135,8 @@ def _prepare(options) -> int:
     if asks_for_help(flags):
         return _print_settings("prepare", options.config, flags)
     job_config = _job_config(options.config, flags)
-    from mxtrain.titan.data.datasets import prepare_from_job
-    from mxtrain.titan.reports.terminal import Screen
+    from mxtrain.reports.terminal import Screen
+    from mxtrain.titan.data import prepare_from_job
 
     screen = Screen()
     screen.line(prepare_from_job(job_config, progress=screen.status).report)

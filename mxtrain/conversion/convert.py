@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import torch.nn as nn
 
-from mxtrain.conversion.base import Converter
+from mxtrain.conversion.converters import Converter, get_converter
 from mxtrain.conversion.plan import Plan
-from mxtrain.conversion.registry import get_converter
 from mxtrain.conversion.survey import survey
 from mxtrain.conversion.swap import swap
 from mxtrain.errors import ConfigError
@@ -49,7 +48,7 @@ def convert(
             the random bits that a conversion of the whole would give them. Without a prefix, layers with the same name
             in two parts have the same random bits: signs of the Hadamard transform, and rounding noise. Names in
             settings and in the plan are those within the part, whose blocks ``high_precision_share`` counts.
-        **settings: the fields of the converter's class (``mx_converters``, ``kernel_converters``), such as ``p=1`` or
+        **settings: the fields of the converter's class (``mxtrain.conversion.converters``), such as ``p=1`` or
             ``filter_fqns=["lm_head", "layers.0"]``. None stands for a field's default.
 
     Returns:
@@ -59,7 +58,7 @@ def convert(
         ConfigError: for an unknown converter or setting, a filter that matches no module, a name in ``recipes`` that
             matches no linear, or only an output head that stays by default, features that no block divides, parameters
             in float16 or float64, ``example_inputs`` that are neither a tuple nor a mapping, a prefix that is no FQN, a
-            forward pass that fails on the meta device, a model that is wrapped, sharded, compiled or was converted
+            forward pass that fails without data, a model that is wrapped, sharded, compiled or was converted
             before, or one with nothing to convert. The model is then unchanged.
     """
     # Another spelling of a name, such as "layers.0.", would give other bits.
@@ -73,7 +72,7 @@ def apply(
 ) -> Plan:
     """``convert`` with a converter that has its settings already."""
     facts = survey(model, example_inputs, watch_norms=converter.watches_norms)
-    plan = replace(converter.plan(facts), recognised=facts.recognised, note=facts.failed_pass)
+    plan = replace(converter.plan(facts), note=facts.failed_pass)
     swap(model, plan, prefix)
     if converter.graph_passes is True:
         install()

@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 
 import torch.nn as nn
 
-from mxtrain.conversion.recognition import LayerNormFacts, NormFacts
+from mxtrain.conversion.norms import NormFacts
 from mxtrain.conversion.weights import WeightUse
 from mxtrain.nn.decompose_k_router import DecomposeKRouter
-from mxtrain.nn.fused_layer_norm import FusedLayerNorm
-from mxtrain.nn.fused_rms_norm import FusedRMSNorm
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm
+from mxtrain.nn.row_norms import FusedLayerNorm, FusedRMSNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.recipes.recipe import LinearRecipe
 
@@ -39,7 +38,7 @@ class ToMXNorm:
 
     def build(self, fqn: str, old: nn.Module) -> MXNorm:
         """The MXNorm that takes the place of ``old``, called ``fqn``; they share the weight."""
-        norm = self.norm.as_rms_norm(old)
+        norm = self.norm.as_norm(old)
         new = MXNorm.from_rms_norm(
             norm, p=self.p, estimator=self.estimator, eps=self.eps, recipe=self.recipe, mode=self.mode
         )
@@ -64,27 +63,18 @@ class ToQuantizedLinear:
 
 
 @dataclass(frozen=True)
-class ToFusedRMSNorm:
-    """An RMSNorm becomes a FusedRMSNorm."""
+class ToFusedNorm:
+    """An RMSNorm becomes a FusedRMSNorm, or a LayerNorm a FusedLayerNorm."""
 
     norm: NormFacts
     when_compiled: str
 
-    def build(self, fqn: str, old: nn.Module) -> FusedRMSNorm:
-        """The FusedRMSNorm that takes the place of ``old``; they share the weight."""
-        return FusedRMSNorm.from_rms_norm(self.norm.as_rms_norm(old), when_compiled=self.when_compiled)
-
-
-@dataclass(frozen=True)
-class ToFusedLayerNorm:
-    """A LayerNorm becomes a FusedLayerNorm."""
-
-    norm: LayerNormFacts
-    when_compiled: str
-
-    def build(self, fqn: str, old: nn.Module) -> FusedLayerNorm:
-        """The FusedLayerNorm that takes the place of ``old``; they share the weight and the bias."""
-        return FusedLayerNorm.from_layer_norm(self.norm.as_layer_norm(old), when_compiled=self.when_compiled)
+    def build(self, fqn: str, old: nn.Module) -> FusedRMSNorm | FusedLayerNorm:
+        """The fused norm that takes the place of ``old``; they share the parameters."""
+        norm = self.norm.as_norm(old)
+        if self.norm.kind is nn.RMSNorm:
+            return FusedRMSNorm.from_rms_norm(norm, when_compiled=self.when_compiled)
+        return FusedLayerNorm.from_layer_norm(norm, when_compiled=self.when_compiled)
 
 
 @dataclass(frozen=True)
@@ -94,6 +84,9 @@ class ToDecomposeKRouter:
     def build(self, fqn: str, old: nn.Linear) -> DecomposeKRouter:
         """The DecomposeKRouter that takes the place of ``old``; they share the parameters."""
         return DecomposeKRouter.from_linear(old)
+
+
+Swap = ToMXNorm | ToQuantizedLinear | ToFusedNorm | ToDecomposeKRouter
 
 
 def _percent(share: float) -> str:
@@ -107,9 +100,6 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-Swap = ToMXNorm | ToQuantizedLinear | ToFusedRMSNorm | ToFusedLayerNorm | ToDecomposeKRouter
-
-
 @dataclass(frozen=True)
 class Plan:
     """The conversion of one model by one converter.
@@ -121,7 +111,6 @@ class Plan:
         weights: every parameter with two or more dimensions -> its multiplications, and whether they are quantized;
             empty for converters without recipes.
         execution: the execution mode in words; None for converters without modes.
-        recognised: FQN of a norm -> name of its class, and how it was recognised, in words.
         note: what the survey could not see, in words; "" for nothing.
     """
 
@@ -130,13 +119,15 @@ class Plan:
     recipe: LinearRecipe | None = None
     weights: Mapping[str, WeightUse] = field(default_factory=dict)
     execution: str | None = None
-    recognised: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
+
+    def _swaps_to(self, kind: type) -> dict[str, Swap]:
+        return {fqn: swap for fqn, swap in self.swaps.items() if isinstance(swap, kind)}
 
     @property
     def norms(self) -> dict[str, list[str]]:
         """FQN of every norm that becomes an MXNorm -> FQNs of the linears it feeds, which become MXNormLinear."""
-        return {fqn: list(swap.feeds) for fqn, swap in self.swaps.items() if isinstance(swap, ToMXNorm)}
+        return {fqn: list(swap.feeds) for fqn, swap in self._swaps_to(ToMXNorm).items()}
 
     @property
     def groups(self) -> dict[str, list[str]]:
@@ -146,23 +137,22 @@ class Plan:
     @property
     def linears(self) -> list[str]:
         """FQNs of the linears that become MXLinear."""
-        quantized = {fqn: swap for fqn, swap in self.swaps.items() if isinstance(swap, ToQuantizedLinear)}
-        return [fqn for fqn, swap in quantized.items() if swap.kind is MXLinear]
+        return [fqn for fqn, swap in self._swaps_to(ToQuantizedLinear).items() if swap.kind is MXLinear]
 
     @property
     def fused_norms(self) -> list[str]:
         """FQNs of the norms that become FusedRMSNorm or FusedLayerNorm."""
-        return [fqn for fqn, swap in self.swaps.items() if isinstance(swap, ToFusedRMSNorm | ToFusedLayerNorm)]
+        return list(self._swaps_to(ToFusedNorm))
 
     @property
     def gates(self) -> list[str]:
         """FQNs of the gates that become DecomposeKRouter."""
-        return [fqn for fqn, swap in self.swaps.items() if isinstance(swap, ToDecomposeKRouter)]
+        return list(self._swaps_to(ToDecomposeKRouter))
 
     @property
     def recipes(self) -> dict[str, str]:
         """FQN of every linear whose recipe is not ``recipe`` -> the name of its recipe."""
-        quantized = {fqn: swap for fqn, swap in self.swaps.items() if isinstance(swap, ToQuantizedLinear)}
+        quantized = self._swaps_to(ToQuantizedLinear)
         return {fqn: swap.recipe.name for fqn, swap in quantized.items() if swap.recipe != self.recipe}
 
     @property
@@ -200,7 +190,7 @@ class Plan:
         """The mode, how norms were recognised, what a module becomes or why it stays, the weights in high precision."""
         recipes = self.recipes
         named = {fqn: f"{fqn} ({recipes[fqn]})" if fqn in recipes else fqn for fqn in self.swaps}
-        kinds = Counter(self.recognised[fqn] for fqn in self.swaps if fqn in self.recognised)
+        kinds = Counter(swap.norm.recognised for swap in self._swaps_to(ToMXNorm | ToFusedNorm).values())
         norms = kinds and f"norms recognised: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"
         lines = [f"  {line}" for line in (self.execution, self.note, norms) if line]
         lines += [f"  {norm} -> {', '.join(named[fqn] for fqn in linears)}" for norm, linears in self.norms.items()]

@@ -13,10 +13,8 @@ from mxtrain.errors import ConfigError
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.three_gemms import QuantizedLinear, check_features
-from mxtrain.recipes.layer_state import LayerState, Timeline
-from mxtrain.recipes.recipe import GEMMS, HIGH_PRECISION, RECIPES, LinearRecipe, Recipe, recipe_of_norm
-from mxtrain.recipes.rms_estimate import RMSEstimate
-from mxtrain.recipes.schedule import NORM_KEYS, RecipeChange, ScheduleEntry
+from mxtrain.recipes.recipe import GEMMS, HIGH_PRECISION, RECIPES, LinearRecipe, Recipe, RMSEstimate, recipe_of_norm
+from mxtrain.recipes.schedule import NORM_KEYS, LayerState, RecipeChange, ScheduleEntry, Timeline
 
 # What an entry may change of a layer (a GEMM, or one of NORM_KEYS), and the FQN of the layer.
 Part = tuple[str, str]

@@ -1,32 +1,35 @@
 """What a model consists of, as plain values. Surveying a model does not change it."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import FunctionType, MethodType
 
 import torch
 import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
-from mxtrain.conversion.blocks import find_blocks, find_heads
-from mxtrain.conversion.gates import find_other_gates
-from mxtrain.conversion.holders import attributes_that_hold_modules
-from mxtrain.conversion.instance_state import has_function_as_forward, hooks_on_values, why_it_must_stay
-from mxtrain.conversion.norm_uses import NormUses, first_line, watch
-from mxtrain.conversion.recognition import (
-    LayerNormFacts,
-    LinearFacts,
-    NormFacts,
-    find_layer_norms,
-    find_linears,
-    find_norms,
-    how_recognised,
-)
-from mxtrain.conversion.refusals import refuse_unfit_model
+from mxtrain.conversion.forward_pass import Uses, first_line, hooks_of, watch
+from mxtrain.conversion.layers import LinearFacts, find_blocks, find_heads, find_linears, find_other_gates
+from mxtrain.conversion.norms import NormFacts, NormKind, find_norms
 from mxtrain.conversion.selection import names_of
-from mxtrain.conversion.structural_copy import structural_copy
 from mxtrain.conversion.weights import WeightFacts, find_weights
 from mxtrain.errors import ConfigError
 from mxtrain.nn.mxnorm import MXNorm
+from mxtrain.nn.row_norms import FusedLayerNorm, FusedRMSNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
+
+_WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
+# Instances of the classes that are swapped, as PyTorch or mxtrain makes them.
+STANDARD = {kind: kind(1, device="meta") for kind in (nn.RMSNorm, FusedRMSNorm, nn.LayerNorm, FusedLayerNorm)}
+STANDARD[nn.Linear] = nn.Linear(1, 1, device="meta")
+# Dtypes of weights that some converter takes.
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -38,48 +41,56 @@ class Survey:
     Attributes:
         kind: name of the model's class.
         device_type: where the parameters are; None while they are on the meta device, or on several devices.
-        modules: every module.
         names: every name of every module -> its FQN.
         blocks: the layers that the model repeats (``find_blocks``).
-        norms: every module that is an RMSNorm or computes one.
-        lookalikes: modules that are called an RMSNorm but are not known to compute one -> what they are.
+        norms: every module that is an RMSNorm or LayerNorm, or computes one.
+        lookalikes: by kind of norm, modules that are called so but are not known to compute one -> why they stay.
         linears: every linear.
         heads: the linears that are output heads.
-        unswappable: every norm and linear with something that a new module would not have -> what, and the way out.
+        unswappable: every module with something that a new module would not have -> what, and the way out.
         weights: every parameter with two or more dimensions.
         dtypes: every parameter, under all its names -> its dtype.
         converted: every MXNorm, MXNormLinear and MXLinear of an earlier conversion -> name of its class.
-        uses: what uses the outputs of ``norms`` and the weights of linears; None if no forward pass was watched.
-        layer_norms: every module that is a LayerNorm or computes one.
-        layer_norm_lookalikes: the same for LayerNorm, without those in ``norms``.
+        uses: what uses the outputs of RMSNorms and the weights of linears; None if no forward pass was watched.
         other_gates: the gates of routers that are no linears -> name of their class.
-        recognised: every norm -> name of its class, and how it was recognised, in words.
         failed_pass: what was not seen because a forward pass failed, which the converter does not need, in words.
     """
 
     kind: str
     device_type: str | None
-    modules: tuple[str, ...]
     names: Mapping[str, str]
     blocks: tuple[str, ...]
     norms: Mapping[str, NormFacts]
-    lookalikes: Mapping[str, str]
+    lookalikes: Mapping[NormKind, Mapping[str, str]]
     linears: Mapping[str, LinearFacts]
     heads: tuple[str, ...]
     unswappable: Mapping[str, str]
     weights: Mapping[str, WeightFacts]
     dtypes: Mapping[str, torch.dtype]
     converted: Mapping[str, str]
-    uses: NormUses | None
-    layer_norms: Mapping[str, LayerNormFacts] = field(default_factory=dict)
-    layer_norm_lookalikes: Mapping[str, str] = field(default_factory=dict)
+    uses: Uses | None
     other_gates: Mapping[str, str] = field(default_factory=dict)
-    recognised: Mapping[str, str] = field(default_factory=dict)
     failed_pass: str = ""
+
+    def norms_of(self, *kinds: NormKind) -> dict[str, NormFacts]:
+        """The norms of these kinds."""
+        return {fqn: norm for fqn, norm in self.norms.items() if norm.kind in kinds}
+
+    def why_unswappable(self) -> dict[str, str]:
+        """Every module that no converter can swap -> the reason, from its state or from the forward pass."""
+        if self.uses is None:
+            return dict(self.unswappable)
+        outside = "its weight is used outside of it, by {}, where nothing would be quantized"
+        keyword = "is called with the keyword {!r}: pass the value without it"
+        return {
+            **{fqn: outside.format(user) for fqn, user in self.uses.outside.items()},
+            **{fqn: keyword.format(name) for fqn, name in self.uses.keywords.items()},
+            **self.unswappable,
+        }
 
 
 def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, watch_norms: bool = False) -> Survey:
-    """Look at every module of ``model`` and, with ``watch_norms``, at one forward pass on the meta device.
+    """Look at every module of ``model`` and, with ``watch_norms``, at one forward pass without data.
 
     Nothing of the model runs: norms and the forward pass run on copies without data.
 
@@ -102,87 +113,139 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
     modules = dict(model.named_modules())
     device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     norms, lookalikes = find_norms(modules)
-    layer_norms, layer_norm_lookalikes = find_layer_norms(modules)
-    layer_norm_lookalikes = {fqn: what for fqn, what in layer_norm_lookalikes.items() if fqn not in norms}
-    norm_like = (*norms, *lookalikes, *layer_norms, *layer_norm_lookalikes)
     linears, blocks = find_linears(modules), find_blocks(modules)
-    converted = {
-        fqn: type(module).__name__ for fqn, module in modules.items() if isinstance(module, (MXNorm, QuantizedLinear))
-    }
-    uses, failed_pass = None, ""
-    if watch_norms and norms:
-        uses = _watch(model, modules, norms, linears, example_inputs)
-    elif example_inputs is not None:
-        try:
-            uses = _watch(model, modules, {}, linears, example_inputs)
-        except ConfigError as error:
-            cause = error.__cause__ or error
-            failed_pass = (
-                "not seen: calls with keywords, and uses of weights outside of their layers, because the forward pass "
-                f"on the meta device failed ({type(cause).__name__}: {first_line(cause)})"
-            )
-    return Survey(
+    unswappable = _unswappable(modules, {*norms, *linears, *(fqn for fqns in lookalikes.values() for fqn in fqns)})
+    facts = Survey(
         kind=type(model).__name__,
         device_type=device_types.pop() if len(device_types) == 1 else None,
-        modules=tuple(fqn for fqn in modules if fqn),
         names=names_of(model),
         blocks=blocks,
         norms=norms,
-        lookalikes=lookalikes,
+        lookalikes={kind: {f: unswappable.get(f, why) for f, why in of.items()} for kind, of in lookalikes.items()},
         linears=linears,
         heads=find_heads(modules, linears, blocks),
-        unswappable=_unswappable(modules, (*norm_like, *linears), uses),
+        unswappable=unswappable,
         weights=find_weights(modules),
         dtypes={name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)},
-        converted=converted,
-        uses=uses,
-        layer_norms=layer_norms,
-        layer_norm_lookalikes=layer_norm_lookalikes,
+        converted={fqn: type(m).__name__ for fqn, m in modules.items() if isinstance(m, MXNorm | QuantizedLinear)},
+        uses=None,
         other_gates=find_other_gates(modules),
-        recognised={fqn: how_recognised(modules[fqn]) for fqn in (*norms, *layer_norms)},
-        failed_pass=failed_pass,
     )
+    watched = facts.norms_of(nn.RMSNorm) if watch_norms else {}
+    followed = [fqn for fqn, linear in linears.items() if linear.is_plain and not linear.shares_weight]
+    if not watched and example_inputs is None:
+        return facts
+    try:
+        return replace(facts, uses=watch(model, watched, followed, example_inputs))
+    except ConfigError as error:
+        if watched:
+            raise
+        cause = error.__cause__ or error
+        return replace(
+            facts,
+            failed_pass="not seen: calls with keywords, and uses of weights outside of their layers, because the "
+            f"forward pass without data failed ({type(cause).__name__}: {first_line(cause)})",
+        )
 
 
-def _unswappable(modules: Mapping[str, nn.Module], fqns: Iterable[str], uses: NormUses | None) -> dict[str, str]:
-    holders = attributes_that_hold_modules(modules)
-    keywords, outside = ({}, {}) if uses is None else (uses.keywords, uses.outside)
-    around_mxnorms = set() if uses is None else _around_mxnorms(uses)
+def refuse_unfit_model(model: nn.Module) -> None:
+    """Raise ConfigError unless ``model`` is a module tree that was not yet wrapped, sharded or compiled."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module")
+    for fqn, module in model.named_modules():
+        name, kind = fqn or "the model", type(module).__name__
+        if isinstance(module, _WRAPPERS):
+            raise ConfigError(f"{name} is a {kind}: convert the model first, then wrap it")
+        if isinstance(module, FSDPModule):
+            raise ConfigError(f"{name} is sharded (class {kind}): convert the model first, then call fully_shard")
+        # torch.compile(module) makes a module with this child, module.compile() sets this attribute.
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+            raise ConfigError(f"{name} is compiled: convert the model first, then compile it")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ConfigError(f"{name} is a DTensor: convert the model first, then distribute it")
+        if is_lazy(parameter):
+            raise ConfigError(f"{name} has no shape yet (a lazy module): run the model once, then convert it")
+
+
+def _unswappable(modules: Mapping[str, nn.Module], fqns: Collection[str]) -> dict[str, str]:
+    """Of the modules ``fqns``, those with something that a new module would not have -> what, and the way out."""
+    own, holders = {id(module) for module in modules.values()}, {}
+    for fqn, module in modules.items():
+        for name, value in vars(module).items():
+            for held in _modules_in(value, own) if name != "_modules" else ():
+                if held is not module:
+                    holders[id(held)] = f"{fqn}.{name}".removeprefix(".")
     reasons = {}
     for fqn in fqns:
-        if reason := why_it_must_stay(modules[fqn], fqn in around_mxnorms):
+        if reason := _why_it_must_stay(modules[fqn]):
             reasons[fqn] = reason
         elif holder := holders.get(id(modules[fqn])):
             reasons[fqn] = f"is also held by {holder}, which a swap would not reach: hold it as a child module only"
-        elif fqn in keywords:
-            reasons[fqn] = f"is called with the keyword {keywords[fqn]!r}: pass the value without it"
-        elif fqn in outside:
-            reasons[fqn] = f"its weight is used outside of it, by {outside[fqn]}, where nothing would be quantized"
     return reasons
 
 
-def _around_mxnorms(uses: NormUses) -> set[str]:
-    """The norms whose output only linears use, and these linears."""
-    feeds = {norm: linears for norm, linears in uses.linears.items() if linears and not uses.others[norm]}
-    return set(feeds).union(*feeds.values())
+def _modules_in(value, own: Collection[int], depth: int = 4) -> Iterator[nn.Module]:
+    """Yield the modules with an id in ``own`` in containers, methods, functions and objects, a few levels deep."""
+    if id(value) in own:
+        yield value
+        return
+    if depth == 0 or isinstance(value, torch.Tensor | type):
+        return
+    if isinstance(value, dict):
+        parts = value.values()
+    elif isinstance(value, list | tuple | set):
+        parts = value
+    elif isinstance(value, MethodType):
+        parts = (value.__self__,)
+    elif isinstance(value, partial):
+        parts = (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, FunctionType):
+        parts = [cell.cell_contents for cell in value.__closure__ or ()]
+    else:
+        parts = getattr(value, "__dict__", {}).values()
+    for part in parts:
+        yield from _modules_in(part, own, depth - 1)
 
 
-def _watch(
-    model: nn.Module,
-    modules: Mapping[str, nn.Module],
-    norms: Mapping[str, NormFacts],
-    linears: Mapping[str, LinearFacts],
-    example_inputs: tuple | Mapping | None,
-) -> NormUses:
-    followed = [fqn for fqn, linear in linears.items() if linear.is_plain and not linear.shares_weight]
-    # Norms and linears with hooks stay for their own reasons.
-    others = {fqn: module for fqn, module in modules.items() if fqn not in norms and fqn not in linears}
-    hooks = {fqn: " and ".join(hooks_on_values(module)) for fqn, module in others.items()}
-    replaced_forwards = [fqn for fqn, module in modules.items() if has_function_as_forward(module)]
-    copy = structural_copy(model)
-    for module in copy.modules():
-        # Quantized linears of an earlier conversion do not run on the meta device, plain ones do. Where a norm does not
-        # run, the pass goes on with a tensor of its input's shape, which is that of its result.
-        if isinstance(module, QuantizedLinear):
-            module.__class__ = nn.Linear
-    return watch(copy, norms, followed, example_inputs, hooks, replaced_forwards)
+def _why_it_must_stay(module: nn.Module) -> str | None:
+    """What a norm or linear has that a new module in its place would lose, and the way out; None for nothing."""
+    if is_parametrized(module):
+        names = ", ".join(module.parametrizations)
+        return f"has a parametrization of {names}, which a swap would lose: register it after conversion"
+    if hooks := hooks_of(module):
+        # Hooks there find a NormedInput among inputs or outputs, and None among gradients.
+        unless = (
+            "" if all("dict" in hook for hook in hooks) else ", unless it needs the result of an MXNorm as a tensor"
+        )
+        return f"has {' and '.join(hooks)}, which a swap would lose: register it after conversion{unless}"
+    for name, parameter in module._parameters.items():
+        if reason := _why_parameter_must_stay(module, name, parameter):
+            return f"has a {name} of {reason}"
+    if methods := [name for name in vars(module) if callable(getattr(type(module), name, None))]:
+        return f"has its own {methods[0]}, which a swap would lose: set it after conversion"
+    if type(module) in STANDARD:
+        usual = STANDARD[type(module)]._parameters
+        if absent := [name for name in usual if name not in module._parameters]:
+            return f"has no parameter called {absent[0]}"
+        if added := [name for name in (*module._parameters, *module._buffers, *module._modules) if name not in usual]:
+            return f"holds {', '.join(added)}, which a swap would lose: add it after conversion"
+    return None
+
+
+def _why_parameter_must_stay(module: nn.Module, name: str, parameter: nn.Parameter | None) -> str | None:
+    if parameter is None:
+        return None
+    if type(parameter) not in (nn.Parameter, FakeTensor):
+        return f"class {type(parameter).__name__}, not a torch.nn.Parameter"
+    if parameter.layout is not torch.strided:
+        return f"layout {parameter.layout}"
+    if parameter.dtype not in _FLOATS:
+        return f"{parameter.dtype}"
+    if (
+        isinstance(module, nn.Linear)
+        and name == "weight"
+        and parameter.shape != (module.out_features, module.in_features)
+    ):
+        return f"shape {tuple(parameter.shape)}, not (out_features, in_features)"
+    return None

@@ -3,8 +3,9 @@
 import torch
 import torch.nn as nn
 
-from mxtrain.conversion.instance_state import move_attributes
 from mxtrain.conversion.plan import Plan, Swap
+from mxtrain.conversion.survey import STANDARD
+from mxtrain.errors import ConfigError
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.three_gemms import QuantizedLinear
 
@@ -24,14 +25,14 @@ def swap(model: nn.Module, plan: Plan, prefix: str = "") -> None:
     old = {fqn: model.get_submodule(fqn) for fqn in plan.swaps}
     with torch.inference_mode(False):  # tensors that a new module makes would be useless for training
         built = {fqn: _build(fqn, old[fqn], step, prefix) for fqn, step in plan.swaps.items()}
-    for norm, linears in plan.groups.items():
-        built[norm].group = LinearGroup([built[fqn] for fqn in linears])
     new = {id(old[fqn]): module for fqn, module in built.items()}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if id(child) in new:
                 parent._modules[name] = new[id(child)]
     _switch_off_fast_path(model)
+    for norm, linears in plan.groups.items():
+        built[norm].group = LinearGroup([built[fqn] for fqn in linears])
 
 
 def _switch_off_fast_path(model: nn.Module) -> None:
@@ -53,8 +54,26 @@ def _is_quantized(module: nn.Module) -> bool:
 
 def _build(fqn: str, old: nn.Module, step: Swap, prefix: str) -> nn.Module:
     new = step.build(f"{prefix}.{fqn}" if prefix else fqn, old)
-    move_attributes(fqn, old, new)
+    _move_attributes(fqn, old, new)
     # An optimizer numbers its states by the order of the parameters.
     for name in [name for name in old._parameters if name in new._parameters]:
         new._parameters[name] = new._parameters.pop(name)
     return new
+
+
+def _move_attributes(fqn: str, old: nn.Module, new: nn.Module) -> None:
+    """Set the attributes on ``new`` that were set on ``old`` by its user, such as tags for its initialization.
+
+    Of a norm of the model's own class, all attributes move whose names are free.
+    """
+    usual = vars(STANDARD.get(type(old), nn.Module()))
+    for name, value in vars(old).items():
+        if name in usual:
+            continue
+        if not hasattr(new, name):
+            setattr(new, name, value)
+        elif type(old) in STANDARD:
+            raise ConfigError(
+                f"{fqn} has an attribute {name!r}, a name that {type(new).__name__} uses itself: rename the attribute, "
+                "or name the module in filter_fqns"
+            )

@@ -61,29 +61,30 @@ def find_weights(modules: Mapping[str, nn.Module]) -> dict[str, WeightFacts]:
     Args:
         modules: every module of a model by FQN, the model itself ("") included.
     """
-    parameters, holders = {}, {}
+    holders: dict[nn.Parameter, list[tuple[str, str]]] = {}
     for fqn, module in modules.items():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim >= 2:
-                parameters[id(parameter)] = parameter
-                holders.setdefault(id(parameter), []).append((fqn, name))
+                holders.setdefault(parameter, []).append((fqn, name))
     weights = {}
-    for key, parameter in parameters.items():
-        idle = {(fqn, name): _why_idle(modules[fqn], name) for fqn, name in holders[key]}
-        multipliers = [holder for holder in holders[key] if not idle[holder]]
-        fqn, name = (multipliers or holders[key])[0]
-        share, note = _share_of_a_token(fqn, parameter.shape, modules) if multipliers else (1.0, idle[fqn, name])
+    for parameter, names in holders.items():
+        multipliers = [(fqn, name) for fqn, name in names if not _why_idle(modules[fqn], name)]
+        fqn, name = (multipliers or names)[0]
+        if multipliers:
+            share, note = _share_of_a_token(fqn, parameter.shape, modules)
+        else:
+            share, note = 1.0, _why_idle(modules[fqn], name)
         weights[f"{fqn}.{name}".removeprefix(".")] = WeightFacts(
             tuple(parameter.shape), tuple(fqn for fqn, _ in multipliers), share, note
         )
     return weights
 
 
-def _why_idle(module: nn.Module, name: str) -> str | None:
-    """Why the parameter ``name`` of ``module`` multiplies nothing; None if it does."""
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+def _why_idle(module: nn.Module, name: str) -> str:
+    """Why the parameter ``name`` of ``module`` multiplies nothing; "" if it does."""
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return "only looked up"
-    return "only added" if name.endswith("bias") else None
+    return "only added" if name.endswith("bias") else ""
 
 
 def weight_uses(

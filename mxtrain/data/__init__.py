@@ -2,7 +2,6 @@
 
 from mxtrain.data.config import DataConfig
 from mxtrain.data.prepared import prepare
-from mxtrain.data.prepared_text import Prepared
-from mxtrain.data.token_store import TokenFile
+from mxtrain.data.store import Prepared, TokenFile
 
 __all__ = ["DataConfig", "Prepared", "TokenFile", "prepare"]

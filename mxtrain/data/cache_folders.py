@@ -1,7 +1,8 @@
 """Writes folders of the cache so that a folder is complete once it exists, also when several processes write it.
 
 This needs no locks, which some shared file systems do not have: every process writes a folder of its own and renames
-it. The first one wins. Where locks work, they only save the others the work.
+it. The first one wins. Where locks work, they only save the others the work. The library ``filelock`` would wait for
+ever where a lock cannot be made, or where a process on another machine was killed with a lock that is only a file.
 """
 
 import fcntl
@@ -14,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-from mxtrain.data.progress import Progress
+from mxtrain.data.documents import Progress
 from mxtrain.files import sync_file
 
 WAIT_SECONDS = 10.0
@@ -34,7 +35,7 @@ def courtesy_lock(folder: Path, progress: Progress) -> Iterator[None]:
     """Hold a lock beside ``folder``, after waiting for it. Goes on without a lock where locks do not work."""
     path, waited = f"{folder}.lock", 0.0
     with ExitStack() as stack:
-        try:
+        with suppress(OSError):  # no locks here; or the folder cannot be written, which the caller will find out
             file = stack.enter_context(open(path, "w"))
             while not _lock(file):
                 if waited % WAIT_SECONDS == 0:
@@ -42,8 +43,6 @@ def courtesy_lock(folder: Path, progress: Progress) -> Iterator[None]:
                     progress.say(f"another process is preparing {folder}; waiting{after}")
                 time.sleep(POLL_SECONDS)
                 waited += POLL_SECONDS
-        except OSError:
-            pass  # no locks here; or the folder cannot be written, which the caller will find out
         try:
             yield
         finally:
@@ -72,27 +71,25 @@ def new_folder(folder: Path, is_complete: Callable[[Path], bool]) -> Iterator[Pa
     for leftover in folder.parent.glob(f"{glob.escape(folder.name)}{BUILDING}*"):
         if time.time() - last_change(leftover) > LEFTOVER_SECONDS:
             shutil.rmtree(leftover, ignore_errors=True)
-    building = _unused_name(folder)
+    building, old = (folder.with_name(f"{folder.name}{BUILDING}-{uuid4().hex[:12]}") for _ in range(2))
     building.mkdir()
     try:
         yield building
-        _write_through(building)
+        # Otherwise a power failure may leave the folder's name, and zeros in its files.
+        for root, _, files in os.walk(building):
+            for path in (*(Path(root, name) for name in files), Path(root)):
+                sync_file(path)
         try:
             building.rename(folder)
         except OSError:
             if not folder.exists():
                 raise
             if not is_complete(folder):
-                _replace(folder, building)
+                folder.rename(old)
+                building.rename(folder)
     finally:
-        shutil.rmtree(building, ignore_errors=True)
-
-
-def _write_through(folder: Path) -> None:
-    """Write the files of a folder to the disk. Otherwise a power failure may leave its name, and zeros in its files."""
-    for root, _, files in os.walk(folder):
-        for path in (*(Path(root, name) for name in files), Path(root)):
-            sync_file(path)
+        for rest in (building, old):
+            shutil.rmtree(rest, ignore_errors=True)
 
 
 def last_change(folder: Path) -> float:
@@ -102,24 +99,8 @@ def last_change(folder: Path) -> float:
 
 def statuses(folder: Path) -> list[os.stat_result]:
     """Return the status of a folder and of everything in it, less what another process removes meanwhile."""
-    paths = [folder]
-    for root, folders, files in os.walk(folder):
-        paths += [Path(root, name) for name in (*folders, *files)]
     found = []
-    for path in paths:
+    for path in (folder, *(Path(root, name) for root, *names in os.walk(folder) for name in (*names[0], *names[1]))):
         with suppress(OSError):
             found.append(path.stat())
     return found
-
-
-def _replace(folder: Path, building: Path) -> None:
-    old = _unused_name(folder)
-    folder.rename(old)
-    try:
-        building.rename(folder)
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _unused_name(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}{BUILDING}-{uuid4().hex[:12]}")

@@ -3,11 +3,8 @@
 import logging
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import NamedTuple
 
-from mxtrain.data.documents import is_held_out
-from mxtrain.data.progress import one_line
-from mxtrain.data.rows import TextColumn
+from mxtrain.data.documents import TextColumn, is_held_out, raised_as
 from mxtrain.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -16,14 +13,7 @@ PATIENCE_ROWS = 1000
 """A stream that starts with this many rows without text is an error: it may have no end"""
 
 
-class OpenStream(NamedTuple):
-    rows: Iterable[dict]
-    """A ``datasets.IterableDataset``"""
-    version: str | None
-    """The commit of a dataset on the hub, or a hash of local files' names and times; None where it is not known"""
-
-
-def open_stream(path: str, hf_config: str = "", split: str = "train", section: str = "training") -> OpenStream:
+def open_stream(path: str, hf_config: str = "", split: str = "train", section: str = "training"):
     """Open the Hugging Face dataset ``path`` for streaming.
 
     Args:
@@ -31,6 +21,10 @@ def open_stream(path: str, hf_config: str = "", split: str = "train", section: s
         hf_config: the dataset's configuration, for example "en"; "" means its default.
         split: "train" or "validation".
         section: TOML section of ``path``, for error messages.
+
+    Returns:
+        The rows, a ``datasets.IterableDataset``, and their version: the commit of a dataset on the hub, or a hash of
+        local files' names and times; None where it is not known.
 
     Raises:
         ConfigError: ``path`` is empty, or the dataset, configuration or split cannot be opened.
@@ -42,27 +36,17 @@ def open_stream(path: str, hf_config: str = "", split: str = "train", section: s
             f"{section}.dataset = 'hf' needs {section}.dataset_path: the id of a Hugging Face dataset, "
             "for example 'allenai/c4' (with data.hf_config = 'en')"
         )
-    try:
+    settings = f"(data.hf_config = {hf_config!r}, split {split!r})"
+    with raised_as(f"{section}.dataset_path = {path!r} {settings} cannot be opened as a Hugging Face dataset"):
         builder = datasets.load_dataset_builder(path, name=hf_config or None)
-        return OpenStream(builder.as_streaming_dataset(split=split), builder.hash)
-    except Exception as error:  # the hub, its client and dataset scripts raise many types
-        raise ConfigError(
-            f"{section}.dataset_path = {path!r} (data.hf_config = {hf_config!r}, split {split!r}) cannot be opened "
-            f"as a Hugging Face dataset: {type(error).__name__}: {one_line(error)}"
-        ) from error
+        return builder.as_streaming_dataset(split=split), builder.hash
 
 
 def hold_out(stream, text_key: str, share: float, held_out: bool):
     """Return the documents of a ``datasets.IterableDataset`` that are held out for validation, or all others.
 
-    With a share of 0 the stream is returned as it is.
-
-    A stream has no paths, so a document's text decides. Equal documents are on the same side.
-
-    Args:
-        text_key: the column of the text. Rows without text are not held out.
-        share: share of the documents that is held out.
-        held_out: which side to return.
+    A stream has no paths, so a document's text decides: equal documents are on the same side. Rows without text in the
+    column ``text_key`` are not held out. With a share of 0 the stream is returned as it is.
     """
     return stream.filter(partial(_is_on_side, text_key=text_key, share=share, held_out=held_out)) if share else stream
 
@@ -72,29 +56,25 @@ def _is_on_side(row: dict, text_key: str, share: float, held_out: bool) -> bool:
     return held_out == (isinstance(text, str) and is_held_out(text, share))
 
 
-class StreamedText:
+class StreamedText(TextColumn):
     """Called with a row of a stream, returns its text: "" for a row without text, with a warning for the first one.
 
     Raises ConfigError if none of the first PATIENCE_ROWS rows has text.
     """
 
     def __init__(self, text_key: str, path: str):
-        self._column = TextColumn(text_key)
+        super().__init__(text_key)
         self._path = path
 
     def __call__(self, row: dict) -> str:
-        text = self._column.text_of(row, self._path)
+        text = self.text_of(row, self._path)
         if text is not None:
             return text
-        if self._column.without_text == 1:
-            logger.warning(f"{self._path} has rows without text in {self._column.text_key!r}; they count as empty")
-        if self._column.without_text == PATIENCE_ROWS:
+        if self.without_text == 1:
+            logger.warning(f"{self._path} has rows without text in {self.text_key!r}; they count as empty")
+        if self.without_text == PATIENCE_ROWS:
             self.require_text()
         return ""
-
-    def require_text(self) -> None:
-        """Raise ConfigError if there were rows, and none of them had text."""
-        self._column.require_text()
 
 
 def stream_texts(stream, text_key: str, path: str, section: str = "training") -> Iterator[str]:
@@ -111,7 +91,5 @@ def stream_texts(stream, text_key: str, path: str, section: str = "training") ->
 
 def readable(rows: Iterable, setting: str) -> Iterator:
     """Yield ``rows``. An error while reading them becomes a ConfigError that begins with ``setting``."""
-    try:
+    with raised_as(f"{setting} cannot be read further"):
         yield from rows
-    except Exception as error:  # the network and each format's reader raise many types
-        raise ConfigError(f"{setting} cannot be read further: {type(error).__name__}: {one_line(error)}") from error

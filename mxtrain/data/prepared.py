@@ -5,21 +5,17 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
 from mxtrain.data.cache_folders import courtesy_lock, new_folder
 from mxtrain.data.config import DATASETS, DataConfig
-from mxtrain.data.documents import OVER_LIMIT, Source, fraction, is_held_out
+from mxtrain.data.documents import OVER_LIMIT, Progress, Source, fraction, one_line
 from mxtrain.data.hub import hold_out, open_stream, stream_texts
 from mxtrain.data.local_files import LocalFiles
-from mxtrain.data.prepared_text import SUMMARY, TOKENIZER, DamagedText, Prepared, load_text, write_summary
-from mxtrain.data.progress import Progress, one_line
 from mxtrain.data.python_source import PythonSource
-from mxtrain.data.text_report import TextReport
-from mxtrain.data.token_store import tokenize
+from mxtrain.data.store import SUMMARY, TOKENIZER, DamagedText, Prepared, TextReport, load_text, tokenize, write_summary
 from mxtrain.data.tokenizer import SAMPLE_BYTES, LoadedTokenizer, load_tokenizer, tokenizer_hash, train_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
 
@@ -54,24 +50,23 @@ def prepare(
         ConfigError: the text or the tokenizer is missing, unreadable or empty, or the cache cannot be written.
     """
     if stream is None:
-        require_one_of(config.setting("dataset"), config.dataset, DATASETS)
+        require_one_of(f"{config.section}.dataset", config.dataset, DATASETS)
         if config.dataset == "hf":
             stream = partial(_hub_texts, config)
     tokenizer = _existing_tokenizer(config) if config.tokenizer_path else None
     if config.prepared:
-        return _chosen(config, reads_tokens)
-    source = None
-    if stream is None:
-        source = PythonSource(config) if config.dataset == "python" else LocalFiles(config)
-    elif tokenizer:
-        path, separators = config.tokenizer_path, tokenizer.separators
-        report = TextReport(config.dataset, path, tokenizer.size, 0, streamed=True, separators=separators)
-        return Prepared(Path(path), tokenizer_hash(Path(path)), None, None, report, None)
-    folder = config.cache_root() / _key(config, source, tokenizer)
-    prepared, _ = _in_cache(config, folder, reads_tokens)
-    if prepared is None:
-        prepared = _build_or_wait(config, source, stream, folder, Progress(progress))
-    _note_use(folder)
+        prepared = _chosen(config, reads_tokens)
+    elif stream and tokenizer:  # nothing to build
+        path = Path(config.tokenizer_path)
+        report = TextReport(config.dataset, str(path), tokenizer.size, 0, True, separators=tokenizer.separators)
+        return Prepared(path, tokenizer_hash(path), None, None, report, None)
+    else:
+        source = None if stream else PythonSource(config) if config.dataset == "python" else LocalFiles(config)
+        folder = config.cache_root() / _key(config, source, tokenizer)
+        prepared, _ = _in_cache(config, folder, reads_tokens)
+        prepared = prepared or _build_or_wait(config, source or stream, folder, Progress(progress))
+    with suppress(OSError):  # a cache that others own
+        os.utime(prepared.folder / SUMMARY)  # the last use, which ``mxtrain cache`` shows
     return prepared
 
 
@@ -85,18 +80,16 @@ def _chosen(config: DataConfig, reads_tokens: bool) -> Prepared:
             f"{setting}: there is no folder {str(folder)!r}; 'mxtrain cache' lists the prepared texts, and an empty "
             "value prepares the text from its source"
         )
-    try:
-        prepared = load_text(folder, config.tokenizer_path, reads_tokens=reads_tokens)
-    except DamagedText as error:
+    prepared, damage = _in_cache(config, folder, reads_tokens)
+    if prepared is None:
         raise ConfigError(
-            f"{setting} is damaged ({error}); leave data.prepared empty to prepare the text again from its source"
-        ) from error
+            f"{setting} is damaged ({damage}); leave data.prepared empty to prepare the text again from its source"
+        )
     if prepared.report.dataset != config.dataset:
         raise ConfigError(
             f"{setting} is a text of {config.section}.dataset = {prepared.report.dataset!r}, not {config.dataset!r}; "
             "set the dataset to that name, or leave data.prepared empty"
         )
-    _note_use(folder)
     return prepared
 
 
@@ -110,14 +103,8 @@ def _in_cache(config: DataConfig, folder: Path, reads_tokens: bool = True) -> tu
         return None, str(error)
 
 
-def _note_use(folder: Path) -> None:
-    """Set the time of the last use, which ``mxtrain cache`` shows."""
-    with suppress(OSError):  # a cache that others own
-        os.utime(folder / SUMMARY)
-
-
 def _hub_texts(config: DataConfig) -> Iterator[str]:
-    stream = open_stream(config.path, config.hf_config, "train", config.section).rows
+    stream, _ = open_stream(config.path, config.hf_config, "train", config.section)
     stream = hold_out(stream, config.text_key, config.stream_share, held_out=False)
     return stream_texts(stream, config.text_key, config.path, config.section)
 
@@ -145,55 +132,47 @@ def _key(config: DataConfig, source: Source | None, tokenizer: LoadedTokenizer |
 
 
 def _build_or_wait(
-    config: DataConfig,
-    source: Source | None,
-    stream: Callable[[], Iterable[str]] | None,
-    folder: Path,
-    progress: Progress,
+    config: DataConfig, text: Source | Callable[[], Iterable[str]], folder: Path, progress: Progress
 ) -> Prepared:
+    """Build ``folder`` from a source, or a tokenizer from streamed texts, unless another process has just done so."""
     with courtesy_lock(folder, progress):
         prepared, damage = _in_cache(config, folder)
-        if prepared is None:
-            if damage:
-                logger.warning(f"the prepared text {folder} is damaged ({damage}) and is prepared again")
-            progress.say(f"preparing dataset {config.dataset!r} in {folder}")
-            _build(config, source, stream, folder, progress)
-            progress.say(f"prepared dataset {config.dataset!r}")
-            prepared = load_text(folder, config.tokenizer_path)
-    return prepared
+        if prepared is not None:
+            return prepared
+        if damage:
+            logger.warning(f"the prepared text {folder} is damaged ({damage}) and is prepared again")
+        progress.say(f"preparing dataset {config.dataset!r} in {folder}")
+        try:
+            with new_folder(folder, lambda existing: _in_cache(config, existing)[0] is not None) as building:
+                _build(building, config, text, progress)
+        except OSError as error:  # sources raise ConfigError, so this is about the cache
+            raise ConfigError(
+                f"data.cache_dir = {config.cache_dir!r}: cannot write {str(folder)!r} "
+                f"({error.strerror or one_line(error)}); make room, or set data.cache_dir or $MXTRAIN_CACHE to a "
+                "folder that can be written"
+            ) from error
+        progress.say(f"prepared dataset {config.dataset!r}")
+        return load_text(folder, config.tokenizer_path)
 
 
-def _build(
-    config: DataConfig,
-    source: Source | None,
-    stream: Callable[[], Iterable[str]] | None,
-    folder: Path,
-    progress: Progress,
-) -> None:
-    try:
-        with new_folder(folder, lambda existing: _in_cache(config, existing)[0] is not None) as building:
-            _build_in(building, config, source, stream, progress)
-    except OSError as error:  # sources raise ConfigError, so this is about the cache
-        raise ConfigError(
-            f"data.cache_dir = {config.cache_dir!r}: cannot write {str(folder)!r} ({error.strerror or one_line(error)})"
-            "; make room, or set data.cache_dir or $MXTRAIN_CACHE to a folder that can be written"
-        ) from error
-
-
-def _build_in(
-    building: Path,
-    config: DataConfig,
-    source: Source | None,
-    stream: Callable[[], Iterable[str]] | None,
-    progress: Progress,
-) -> None:
+def _build(folder: Path, config: DataConfig, text: Source | Callable[[], Iterable[str]], progress: Progress) -> None:
+    """Write the tokenizer and, unless the text is streamed, the tokens into ``folder``."""
+    source = None if callable(text) else text
     if source:
         source.scan(progress)
     if not config.tokenizer_path:
-        texts = _training_texts(config, source) if source else stream()
-        train_tokenizer(_not_empty(texts, config, source), config.vocab_size, building / TOKENIZER, progress)
-    tokenizer_folder = Path(config.tokenizer_path or building / TOKENIZER)
+        texts = _training_texts(config, source) if source else text()
+        train_tokenizer(_not_empty(texts, config, source), config.vocab_size, folder / TOKENIZER, progress)
+    tokenizer_folder = Path(config.tokenizer_path or folder / TOKENIZER)
     tokenizer = load_tokenizer(tokenizer_folder)
+    files, counts = {}, {}
+    if source:
+        documents, share = source.documents(), config.validation_share
+        files, counts = tokenize(documents, tokenizer, folder, share, source.text_bytes, progress)
+        if not counts.get("documents"):
+            where = f"{config.section}.dataset_path = {config.path!r}"
+            raise ConfigError(f"{where} holds no text{_within_limit(config, source)}")
+        counts |= {"files": len(source.listing), "dropped": dict(source.dropped), "cut": source.cut}
     report = TextReport(
         dataset=config.dataset,
         folder="",
@@ -201,36 +180,16 @@ def _build_in(
         requested_vocab_size=0 if config.tokenizer_path else config.vocab_size,
         streamed=source is None,
         separators=tokenizer.separators,
+        **counts,
     )
-    files = {}
-    if source:
-        files, tallies = tokenize(
-            source.documents(), tokenizer, building, config.validation_share, source.text_bytes, progress
-        )
-        train, validation = tallies["train"], tallies["validation"]
-        report = replace(
-            report,
-            files=len(source.listing),
-            documents=train.documents + validation.documents,
-            bytes=train.bytes + validation.bytes,
-            train_tokens=train.tokens,
-            validation_documents=validation.documents,
-            validation_tokens=validation.tokens,
-            dropped=dict(source.dropped),
-            cut=source.cut,
-        )
-        if not report.documents:
-            where = f"{config.setting('path')} = {config.path!r}"
-            raise ConfigError(f"{where} holds no text{_within_limit(config, source)}")
-    write_summary(building, config, tokenizer_hash(tokenizer_folder), files, report)
+    write_summary(folder, config, tokenizer_hash(tokenizer_folder), files, report)
 
 
 def _training_texts(config: DataConfig, source: Source) -> Iterator[str]:
     """Yield the training texts, thinned by hash to about SAMPLE_BYTES."""
     share = min(1.0, SAMPLE_BYTES / max(1, source.text_bytes))
     for document in source.documents():
-        held_out = is_held_out(document.file or document.key, config.validation_share)
-        if not held_out and fraction(document.key, "tokenizer") < share:
+        if not document.is_held_out(config.validation_share) and fraction(document.key, "tokenizer") < share:
             yield document.text
 
 
@@ -240,9 +199,9 @@ def _not_empty(texts: Iterable[str], config: DataConfig, source: Source | None) 
         empty = empty and not text.strip()
         yield text
     if empty:
-        where = f" ({config.setting('path')} = {config.path!r})" if config.path else ""
+        where = f" ({config.section}.dataset_path = {config.path!r})" if config.path else ""
         raise ConfigError(
-            f"{config.setting('dataset')} = {config.dataset!r}{where} holds no text to train a tokenizer on"
+            f"{config.section}.dataset = {config.dataset!r}{where} holds no text to train a tokenizer on"
             f"{_within_limit(config, source)}"
         )
 

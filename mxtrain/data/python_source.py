@@ -1,19 +1,41 @@
 """Reads Python source code as training text: the standard library and, optionally, every installed package.
 
-Python source is real text that is on every machine and needs no network. With ``data.other_files``, C and C++ source,
-documentation and manual pages come to it. ``machine_files.py`` lists the files.
+Python source is real text that is on every machine and needs no network. ``data.other_files`` adds C and C++ source,
+documentation and manual pages.
+
+A file's key is its path relative to its root ("stdlib/json/decoder.py", "site-packages/numpy/version.py",
+"include/stdio.h"), so order and split are the same on every machine, wherever the roots lie.
 """
 
+import gzip
+import os
+import re
+import sys
+import sysconfig
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from hashlib import sha256
+from pathlib import Path
+from stat import S_ISREG
+from typing import NamedTuple
 
 from mxtrain.data.config import DataConfig
-from mxtrain.data.documents import OVER_LIMIT, Document, FileEntry, fraction
-from mxtrain.data.machine_files import MAX_FILE_BYTES, SourceFile, has_control_characters, list_files, read_bytes
-from mxtrain.data.progress import Progress, megabytes
+from mxtrain.data.documents import OVER_LIMIT, Document, FileEntry, Progress, fraction, megabytes
 from mxtrain.errors import ConfigError
+
+PACKAGE_FOLDERS = ("site-packages", "dist-packages")
+SYSTEM_FOLDERS = {"include": "/usr/include", "doc": "/usr/share/doc", "man": "/usr/share/man"}
+"""Root in a key -> folder of the system's C headers, documentation or manual pages"""
+
+PYTHON = re.compile(r".*\.py", re.DOTALL)
+TEXT = re.compile(r".*\.(py|h|hpp|hh|c|cc|cpp|cu|cuh|inc|tcc|pyi|pyx|pxd|md|rst|txt)(\.gz)?", re.DOTALL)
+MANUAL_PAGE = re.compile(r"(.*\.)?\d[^.]*(\.gz)?", re.DOTALL)  # "ls.1.gz", "printf.3posix"
+MAX_FILE_BYTES = 1_000_000
+"""Size limit of files other than Python source: longer ones are tables, dictionaries and logs"""
+
+CONTROL_CHARACTERS = bytes(set(range(32)) - set(b"\t\n\r\f\v\x1b"))
+"""Bytes that no text has; a form feed divides pages, and an escape colors them"""
 
 # Generated tables and bindings compress better than hand-written code. At zlib's level 1, character tables and
 # protobuf bindings compress to 0.05-0.14 of their size; of 12,277 installed files 1.3 % are below 0.17. The default
@@ -25,33 +47,50 @@ MACHINE_MADE_LEVEL = 1
 MACHINE_MADE_FROM_BYTES = 4096
 
 
+class SourceFile(NamedTuple):
+    key: str
+    path: str
+    size: int
+    mtime_ns: int
+
+    @property
+    def package(self) -> str | None:
+        """Top-level folder or module in site-packages or in a folder of the system; None for the standard library."""
+        root, first, *_ = self.key.split("/")
+        return None if root == "stdlib" else first.removesuffix(".py")
+
+    @property
+    def is_python(self) -> bool:
+        return self.key.endswith(".py")
+
+
 class PythonSource:
     """The Python files of this machine, and its other text if asked for. Implements ``Source``.
 
     ``scan`` raises ConfigError if no file is kept.
     """
 
+    cut: dict[str, int] = {}
+    dropped: Counter[str] = Counter()
+    corrections = ()
+
     def __init__(self, config: DataConfig):
         self._config = config
         self._files = list_files(config.installed, config.other_files)
-        self._kept: list[SourceFile] = []
         self.listing = [FileEntry(file.path, file.size, file.mtime_ns) for file in self._files]
-        self.dropped: Counter[str] = Counter()
-        self.cut: dict[str, int] = {}
-        self.corrections: tuple[str, ...] = ()
-
-    @property
-    def text_bytes(self) -> int:
-        return sum(file.size for file in self._kept)
 
     def scan(self, progress: Progress) -> None:
-        files, self.dropped = _clean(_shuffled(self._files, self._config.seed), self._config.max_bytes, progress)
-        self._kept, self.cut = cap_packages(files, self._config.package_share)
+        config = self._config
+        # Sorted by a hash of the key, so that files that two machines share have the same relative order on both.
+        files = sorted(self._files, key=lambda file: (fraction(file.key, f"order {config.seed}"), file.path))
+        files, self.dropped = _clean(files, config.max_bytes, progress)
+        self._kept, self.cut = cap_packages(files, config.package_share)
         self.dropped["over the package share"] = len(files) - len(self._kept)
+        self.text_bytes = sum(file.size for file in self._kept)
         if not self._kept:
             raise ConfigError(
-                f"{self._config.section}.dataset = 'python' found no usable text in {len(self._files):,} files with "
-                f"data.max_bytes = {self._config.max_bytes}, data.package_share = {self._config.package_share}"
+                f"{config.section}.dataset = 'python' found no usable text in {len(self._files):,} files with "
+                f"data.max_bytes = {config.max_bytes}, data.package_share = {config.package_share}"
             )
         progress.say(f"kept {len(self._kept):,} of {len(self._files):,} files, {megabytes(self.text_bytes)}")
 
@@ -65,9 +104,52 @@ class PythonSource:
             yield Document(file.key, text)
 
 
-def _shuffled(files: list[SourceFile], seed: int) -> list[SourceFile]:
-    # Sort by a hash of the key, so that files that two machines share have the same relative order on both.
-    return sorted(files, key=lambda file: (fraction(file.key, f"order {seed}"), file.path))
+def list_files(installed: bool, other_files: bool = False) -> list[SourceFile]:
+    """List every ``.py`` file of the standard library.
+
+    Args:
+        installed: also the packages on ``sys.path``.
+        other_files: also the C, C++ and CUDA source, type stubs and documentation (Markdown, reStructuredText and plain
+            text) in these folders. From the system come headers, documentation and manual pages.
+    """
+    names = TEXT if other_files else PYTHON
+    files = _walk(Path(sysconfig.get_paths()["stdlib"]), "stdlib", names)
+    if installed:
+        folders = (Path(entry).resolve() for entry in sys.path if Path(entry).name in PACKAGE_FOLDERS)
+        for folder in dict.fromkeys(folders):
+            files += _walk(folder, "site-packages", names)
+    if other_files:
+        for root, folder in SYSTEM_FOLDERS.items():
+            files += _walk(Path(folder), root, MANUAL_PAGE if root == "man" else TEXT)
+    return files
+
+
+def _walk(root: Path, prefix: str, wanted: re.Pattern) -> list[SourceFile]:
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(name for name in subfolders if name not in PACKAGE_FOLDERS)
+        for path in (os.path.join(folder, name) for name in sorted(names) if wanted.fullmatch(name)):
+            try:
+                status = os.stat(path)
+            except OSError:  # a link to nothing, or a file that was just deleted
+                continue
+            if S_ISREG(status.st_mode):
+                key = f"{prefix}/{Path(path).relative_to(root).as_posix()}"
+                files.append(SourceFile(key, path, status.st_size, status.st_mtime_ns))
+    return files
+
+
+def read_bytes(file: SourceFile) -> bytes:
+    """Return the content of a file, decompressed. Stops after MAX_FILE_BYTES + 1 bytes unless it is Python source.
+
+    Raises OSError, also for a damaged compressed file.
+    """
+    opener = gzip.open if file.path.endswith(".gz") else open
+    try:
+        with opener(file.path, "rb") as opened:
+            return opened.read(-1 if file.is_python else MAX_FILE_BYTES + 1)
+    except (EOFError, zlib.error) as error:
+        raise OSError(f"{file.path} is damaged: {error}") from error
 
 
 def _clean(files: list[SourceFile], max_bytes: int, progress: Progress) -> tuple[list[SourceFile], Counter[str]]:
@@ -91,9 +173,9 @@ def _clean(files: list[SourceFile], max_bytes: int, progress: Progress) -> tuple
             dropped["unreadable"] += 1
             continue
         digest = sha256(content).digest()
-        if max_bytes and total + len(content) > max_bytes:  # a compressed file is longer than it seemed
+        if max_bytes and total + len(content) > max_bytes:  # a compressed file is longer than its size on disk
             dropped[OVER_LIMIT] += 1
-        elif not file.is_python and has_control_characters(content):
+        elif not file.is_python and content.translate(None, CONTROL_CHARACTERS) != content:  # a font, an archive
             dropped["not text"] += 1
         elif not content.strip():
             dropped["empty"] += 1
@@ -110,9 +192,8 @@ def _clean(files: list[SourceFile], max_bytes: int, progress: Progress) -> tuple
 
 def is_machine_made(content: bytes) -> bool:
     """Return whether a file compresses so well that it is probably a generated table or one repeated pattern."""
-    if len(content) < MACHINE_MADE_FROM_BYTES:
-        return False
-    return len(zlib.compress(content, MACHINE_MADE_LEVEL)) < MACHINE_MADE_RATIO * len(content)
+    limit = MACHINE_MADE_RATIO * len(content)
+    return len(content) >= MACHINE_MADE_FROM_BYTES and len(zlib.compress(content, MACHINE_MADE_LEVEL)) < limit
 
 
 def cap_packages(files: list[SourceFile], share: float) -> tuple[list[SourceFile], dict[str, int]]:
@@ -125,22 +206,18 @@ def cap_packages(files: list[SourceFile], share: float) -> tuple[list[SourceFile
     Returns:
         The kept files in their original order, and the bytes cut from each package that was cut.
     """
-    packages = defaultdict(list)
-    for file in files:
-        packages[file.package].append(file)
-    standard = sum(file.size for file in packages.pop(None, []))
-    before = {name: _bytes(members) for name, members in packages.items()}
+    kept, limit, before = files, float("inf"), None
     while True:
-        sizes = {name: _bytes(members) for name, members in packages.items()}
-        limit = package_limit(standard, list(sizes.values()), share)
-        over = [name for name, size in sizes.items() if size > limit]
-        if not over:
-            break
-        for name in over:
-            packages[name] = _fitting(packages[name], limit)
-    kept = {file.path for members in packages.values() for file in members}
-    cut = {name: before[name] - size for name, size in sizes.items() if size < before[name]}
-    return [file for file in files if file.package is None or file.path in kept], cut
+        fitting, sizes = [], Counter()
+        for file in kept:
+            if file.package is None or sizes[file.package] + file.size <= limit:
+                fitting.append(file)
+                sizes[file.package] += file.size
+        kept, before = fitting, before or sizes
+        packages = [size for name, size in sizes.items() if name is not None]
+        limit = package_limit(sizes[None], packages, share)
+        if max(packages, default=0) <= limit:
+            return kept, {name: size - sizes[name] for name, size in before.items() if sizes[name] < size}
 
 
 def package_limit(standard: int, sizes: list[int], share: float) -> float:
@@ -157,16 +234,3 @@ def package_limit(standard: int, sizes: list[int], share: float) -> float:
         if count == len(sizes) or sizes[count] <= limit:
             return limit
     return float("inf")
-
-
-def _fitting(files: list[SourceFile], limit: float) -> list[SourceFile]:
-    kept, total = [], 0
-    for file in files:
-        if total + file.size <= limit:
-            kept.append(file)
-            total += file.size
-    return kept
-
-
-def _bytes(files: list[SourceFile]) -> int:
-    return sum(file.size for file in files)

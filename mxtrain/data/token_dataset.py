@@ -1,20 +1,27 @@
-"""Reads batches from a token file for one data-parallel rank, from any place in the text.
+"""Reads batches from a token file for one data-parallel rank, from any place in the text, and ends loader workers.
 
-Only this file of ``mxtrain.data`` imports PyTorch.
+Only this file and ``streams.py`` of ``mxtrain.data`` import PyTorch.
 """
 
+import atexit
 import logging
+import signal
 from collections.abc import Iterator
 from itertools import count
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from mxtrain.data.token_store import TokenFile
+from mxtrain.data.store import TokenFile
 from mxtrain.errors import ConfigError
+from mxtrain.launched import stop_signals
 
 logger = logging.getLogger(__name__)
+
+_loaders: WeakSet[StatefulDataLoader] = WeakSet()
 
 
 class TokenDataset(IterableDataset):
@@ -81,6 +88,15 @@ class TokenDataset(IterableDataset):
         """The settings that define the sequence of samples beside the text, by name: a place in it fits no other."""
         return {"training.seq_len": self.seq_len, "data.seed": self.seed}
 
+    def require_order(self, before: dict[str, int], otherwise: str) -> None:
+        """Raise ConfigError if a position was reached in another ``order``. ``otherwise`` ends the message."""
+        for name, value in self.order.items():
+            if value != before[name]:
+                raise ConfigError(
+                    f"{name} = {value}, but was {before[name]} in the run so far, whose position in the training text "
+                    f"has no meaning in another order: set it to {before[name]}, or {otherwise}"
+                )
+
     def samples(self, batches: int) -> int:
         """Return how many samples of an epoch all ranks read in their first ``batches`` batches; -1 for all batches."""
         together = self.batch_size * self.dp_world_size
@@ -118,3 +134,26 @@ class TokenDataset(IterableDataset):
             f"Epoch {epoch} of the training text is complete ({self.tokens.count:,} tokens); "
             f"epoch {epoch + 1} reads the text again in another order"
         )
+
+
+def ignore_stop_signals(worker: int) -> None:
+    """For data loader workers, which get the signal too if it goes to a whole group: their reader decides."""
+    for number in stop_signals():
+        signal.signal(number, signal.SIG_IGN)
+
+
+def end_workers_at_exit(loader: StatefulDataLoader) -> None:
+    """Let workers that ignore stop signals end when this process does.
+
+    A loader that is not read to its end has workers until it is collected, which at the end of a process is too late:
+    Python then sends SIGTERM to them and waits for ever.
+    """
+    _loaders.add(loader)
+
+
+@atexit.register  # after PyTorch and multiprocessing registered theirs, so it runs before these
+def _end_workers() -> None:
+    for loader in list(_loaders):
+        # Without workers there is an iterator that has no such method, or none.
+        if hasattr(loader._iterator, "_shutdown_workers"):
+            loader._iterator._shutdown_workers()

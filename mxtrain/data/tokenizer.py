@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from mxtrain.data.progress import Progress, megabytes, one_line
+from mxtrain.data.documents import Progress, megabytes, one_line
 from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
 from mxtrain.json_toml import read_json
@@ -118,7 +118,7 @@ def require_tokenizer(folder: Path) -> Path:
 def load_tokenizer(folder: Path) -> LoadedTokenizer:
     """Load ``tokenizer.json`` from ``folder``, with the bos and eos tokens of ``special_tokens``.
 
-    What the file would cut, pad or add is left out, as transformers does unless a call asks for it.
+    The file's truncation, padding and added tokens are left out, as transformers does unless a call asks for them.
 
     Raises:
         ConfigError: ``tokenizer.json`` is missing, unreadable or empty, or does not contain the bos or eos token; or
@@ -152,7 +152,7 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
 
 
 def special_tokens(folder: Path, setting: str, elsewhere: bool = True) -> dict[str, str | None]:
-    """Return ``bos_token`` and ``eos_token`` of a tokenizer as transformers finds them; None for one it does not have.
+    """Return ``bos_token`` and ``eos_token`` of a tokenizer as transformers finds them; None for a missing token.
 
     They stand in ``tokenizer_config.json`` or, ``elsewhere``, in ``special_tokens_map.json``; or they follow from the
     tokenizer's class as GPT-2's do, which takes transformers. ``setting`` begins error messages.
@@ -160,16 +160,20 @@ def special_tokens(folder: Path, setting: str, elsewhere: bool = True) -> dict[s
     Raises:
         ConfigError: a file is damaged or names something that is not text, or transformers does not know the class.
     """
-    said = _json_object(folder / FILES[1], setting)
+    said, *others = (
+        read_json(file, f"{setting}: {file.name}") if file.is_file() else {}
+        for file in (folder / name for name in (FILES[1], SPECIAL_TOKENS_FILE, "config.json"))
+    )
     if elsewhere:
-        more, model = (_json_object(folder / name, setting) for name in (SPECIAL_TOKENS_FILE, "config.json"))
+        more, model = others
         has_class = "tokenizer_class" in said or model.keys() & {"tokenizer_class", "model_type"}
         # transformers reads the map second, but not beside ``added_tokens_decoder``.
         said = more | said if "added_tokens_decoder" in said else said | more
         if has_class and said.get("tokenizer_class") not in PLAIN_CLASSES and not said.keys() >= set(SPECIAL_TOKENS):
             said = _tokens_of_class(folder, setting) | said
-    tokens = {name: said.get(name) for name in SPECIAL_TOKENS}
-    for name, token in tokens.items():
+    tokens = {}
+    for name in SPECIAL_TOKENS:
+        token = said.get(name)
         tokens[name] = token.get("content") if isinstance(token, dict) else token
         if not isinstance(tokens[name], str | None):
             raise ConfigError(f"{setting}: {name} = {token!r} is not text")
@@ -191,10 +195,6 @@ def _tokens_of_class(folder: Path, setting: str) -> dict[str, str]:
     vocabulary = Tokenizer.from_file(str(folder / FILES[0]))
     tokens = {name: getattr(loaded, name) for name in SPECIAL_TOKENS}
     return {name: token for name, token in tokens.items() if token and vocabulary.token_to_id(token) is not None}
-
-
-def _json_object(file: Path, setting: str) -> dict:
-    return read_json(file, f"{setting}: {file.name}") if file.is_file() else {}
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -9,7 +9,6 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
@@ -93,14 +92,14 @@ def _measure(casts: Sequence[MeasuredCast], fmt: BlockFormat, scale_rounding: st
     of_casts = zip(roots[len(matrices) :], nonzero[len(matrices) :])
     magnitudes = dict(zip(matrices, torch._foreach_abs(values)))
     blocks = [cast.blocks(magnitudes[cast.matrix]) for cast in casts]
-    ranges = _block_ranges(casts, blocks, fmt, scale_rounding)
-    saturated = count_where(torch.gt, list(zip(blocks, [found.tops for found in ranges])))
-    for cast, (noise, kept), found, above in zip(casts, of_casts, ranges, saturated):
+    tops, least, greatest = _block_ranges(casts, blocks, fmt, scale_rounding)
+    saturated = count_where(torch.gt, list(zip(blocks, tops)))
+    for cast, (noise, kept), low, high, above in zip(casts, of_casts, least, greatest, saturated):
         signal, nonzero = of_matrix[cast.matrix]
         cast.totals = Totals(
             {"elements": float(cast.image.numel()), "nonzero": nonzero, "saturated": above, "kept": kept},
-            {"scale": found.least},
-            {"scale": found.largest},
+            {"scale": low},
+            {"scale": high},
             {"signal": signal, "noise": noise},
         )
 
@@ -146,17 +145,14 @@ def block_scales(
     return scales, scales * fmt.element_max
 
 
-class _BlockRanges(NamedTuple):
-    tops: torch.Tensor
-    """What elements above saturate to; broadcasts with ``MeasuredCast.blocks``"""
-    least: torch.Tensor
-    largest: torch.Tensor
-    """Extremes of the scales of blocks that are not zero, fp32 []; infinite if all are zero"""
-
-
 def _block_ranges(
     casts: Sequence[MeasuredCast], blocks: Sequence[torch.Tensor], fmt: BlockFormat, scale_rounding: str | None
-) -> list[_BlockRanges]:
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Return for every cast what elements above saturate to, and the least and the largest block scale.
+
+    The first broadcasts with ``MeasuredCast.blocks``. Scales are those of blocks that are not zero, fp32 [], and
+    infinite if all are zero.
+    """
     block_maxima = [cast.block_maxima(of_cast) for cast, of_cast in zip(casts, blocks)]
     sizes = [amax.numel() for amax in block_maxima]
     amax = torch.cat([amax.flatten() for amax in block_maxima])
@@ -167,11 +163,9 @@ def _block_ranges(
     scales, tops = block_scales(amax, fmt, scale_rounding, tensor_scales)
     used = (amax > 0).repeat(2)  # a block of zeros has the smallest scale there is
     extremes = maxima(torch.where(used, torch.cat((scales, -scales)), -math.inf).split(sizes + sizes))
-    highest, lowest = extremes[: len(casts)], torch._foreach_neg(extremes[len(casts) :])
-    return [
-        _BlockRanges(tops.view(amax.shape).unsqueeze(cast.dim + 1), low, high)
-        for cast, amax, tops, low, high in zip(casts, block_maxima, tops.split(sizes), lowest, highest)
-    ]
+    of_casts = zip(casts, block_maxima, tops.split(sizes))
+    tops = [part.view(amax.shape).unsqueeze(cast.dim + 1) for cast, amax, part in of_casts]
+    return tops, torch._foreach_neg(extremes[len(casts) :]), extremes[: len(casts)]
 
 
 def _tensor_scales(casts: Sequence[MeasuredCast], block_maxima: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,6 +12,13 @@ others take its figures and operands where they have the same recipe and signs.
 
 The operands come from the functions that training calls (``mxtrain.ops.quantize``). Mode "native" is measured through
 the images of mode "emulated", which hold the same values. A dynamic tensor scale of NVFP4 is that of the sample.
+
+The ratio of a gradient's norm to its quantization noise is
+
+    ||G|| / ||Q - G||        G the gradient of a weight in high precision, Q what wgrad's quantized operands give
+
+With noise of standard deviation s in each of d elements, the denominator is s sqrt(d). Chmiel, Fishman, Banner, Soudry,
+"FP4 All the Way: Fully Quantized Training of LLMs", arXiv 2505.19115, find that training stalls below sqrt(3).
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,13 +27,11 @@ from functools import cached_property
 import torch
 
 from mxtrain.diagnostics.casts import Matrix, MeasuredCast, cast_figures
-from mxtrain.diagnostics.products import both_products, norm_to_noise, product_totals, relative_error
-from mxtrain.diagnostics.totals import Totals
+from mxtrain.diagnostics.totals import Totals, norms, ratio
 from mxtrain.nn.three_gemms import ThreeGEMMs
 from mxtrain.ops import quantize
-from mxtrain.ops.gemm import Operand
-from mxtrain.ops.mxnorm import normalize
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.ops.gemm import Operand, matmul
+from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference import nvfp4
 from mxtrain.reference.casts import at_least_fp32
 from mxtrain.reference.hadamard import hadamard, pad, unpack_signs
@@ -89,7 +94,7 @@ def products_and_casts(
     by_gemm = _casts(gemms, given, weight, gradient)
     if not by_gemm:
         return {}, {}
-    found = product_totals({gemm: _products(*casts.values()) for gemm, casts in by_gemm.items()})
+    found = product_totals({gemm: tuple(casts.values()) for gemm, casts in by_gemm.items()})
     casts = {f"{gemm}_{name}": cast for gemm, of_gemm in by_gemm.items() for name, cast in of_gemm.items()}
     fprop, dgrad, _ = gemms.recipe.gemms
     if fprop.weight_tiles and fprop == dgrad:
@@ -105,10 +110,15 @@ def linear_figures(found: dict[str, Totals]) -> dict[str, float]:
         if "_" in name:
             figures |= {f"{name}_{figure}": value for figure, value in cast_figures(totals).items()}
         else:
-            figures[f"{name}_error"] = relative_error(totals)
+            figures[f"{name}_error"] = ratio(totals.norms["noise"], totals.norms["signal"])
     if "wgrad" in found:
         figures["grad_norm_to_noise"] = norm_to_noise(found["wgrad"])
     return figures
+
+
+def norm_to_noise(totals: Totals) -> float:
+    """Return the norm of a product in high precision over the norm of its difference to the quantized one."""
+    return ratio(totals.norms["signal"], totals.norms["noise"])
 
 
 def _casts(
@@ -121,8 +131,8 @@ def _casts(
     # Never the weight itself: casts are measured later, and FSDP2 frees the memory of the gathered one.
     w_values = weight.to(torch.float32, copy=True) if given.gain is None else at_least_fp32(weight) * given.gain
     w, grad = Matrix(w_values, split.w), Matrix(at_least_fp32(dy), split.dy)
-    w_rows, w_columns = quantize.weight_for_both(weight, recipe, mode, given.gain, split.w)
-    dy_rows, dy_columns = quantize.gradient(dy, recipe, mode, dgrad, wgrad, signs, draws, split.dy)
+    w_rows, w_columns = quantize.weights_for_both([weight], recipe, mode, given.gain, split.w)
+    dy_rows, dy_columns = quantize.gradients([dy], recipe, mode, dgrad, wgrad, signs, [draws], split.dy)
     found = {}
     if fprop:
         of_w = MeasuredCast(w, w_rows.data, recipe.fprop, 1, recipe.fprop.weight_tiles)
@@ -145,7 +155,7 @@ def _input_along_features(gemms: ThreeGEMMs, given: Input) -> MeasuredCast:
         if estimate is None:
             operand = quantize.activation(given.x, fprop, mode, given.group)
         else:
-            operand = normalize(given.x, estimate, fprop, mode)[0]
+            operand = quantize.normalize(given.x, estimate, fprop, mode)[0]
             if fprop.tensor_scale == "static":
                 columns = given.x.shape[-1]
                 static = nvfp4.static_tensor_scale(columns, estimate.p, estimate.estimator, estimate.constant)
@@ -177,11 +187,19 @@ def _transformed(matrices: list[Matrix], signs: torch.Tensor) -> list[Matrix]:
     return [Matrix(values.contiguous(), matrix.group) for values, matrix in zip(parts, matrices)]
 
 
-def _products(a: MeasuredCast, b: MeasuredCast) -> tuple[torch.Tensor, torch.Tensor]:
-    return both_products(
-        *(_reduced_last(cast.matrix.values, cast.dim) for cast in (a, b)),
-        *(Operand(_reduced_last(cast.image, cast.dim)) for cast in (a, b)),
-    )
+def product_totals(gemms: dict[str, tuple[MeasuredCast, MeasuredCast]]) -> dict[str, Totals]:
+    """Compare the product of the images of two casts with that of their matrices, both fp32; by name of the GEMM."""
+    exact, quantized = [], []
+    for casts in gemms.values():
+        values = (Operand(_reduced_last(cast.matrix.values, cast.dim)) for cast in casts)
+        images = (Operand(_reduced_last(cast.image, cast.dim)) for cast in casts)
+        exact.append(matmul(*values, torch.float32))
+        quantized.append(matmul(*images, torch.float32))
+    measured = norms([*exact, *torch._foreach_sub(quantized, exact)])
+    return {
+        gemm: Totals({}, {}, {}, {"signal": signal, "noise": noise})
+        for gemm, signal, noise in zip(gemms, measured, measured[len(gemms) :])
+    }
 
 
 def _reduced_last(x: torch.Tensor, dim: int) -> torch.Tensor:

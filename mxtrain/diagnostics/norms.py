@@ -13,8 +13,7 @@ import math
 import torch
 
 from mxtrain.diagnostics.totals import Totals, ratio
-from mxtrain.recipes.recipe import Recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import Recipe, RMSEstimate
 from mxtrain.reference.mxnorm import inverse_root, mean_square
 
 OUTLIER = 10.0

@@ -6,9 +6,9 @@ Sources: compressed-tensors 0.20, and its readers in vLLM 0.33 and transformers 
   ``CompressedTensorsW8A8Mxfp8``, which also casts activations to MXFP8, as training did.
 * NVFP4: ``NVFP4PackedCompressor`` in compressed_tensors/compressors/nvfp4/base.py; in vLLM
   ``CompressedTensorsW4A4Fp4(use_a16=True)``. Activations stay in bf16: a layout with NVFP4 activations needs a constant
-  tensor scale for each linear, and training takes those of most linears from each activation.
+  tensor scale for each linear, and training takes the scales of most linears from each activation.
 
-vLLM reads ModelOpt's layouts, too, but transformers does not.
+vLLM also reads ModelOpt's layouts, but transformers does not.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 
-from mxtrain.hugging_face.formats import RowOrder
 from mxtrain.ops import mxfp8, nvfp4
 from mxtrain.recipes.formats import MXFP8, NVFP4, BlockFormat
 from mxtrain.recipes.recipe import Recipe
@@ -26,7 +25,7 @@ from mxtrain.reference import nvfp4 as nvfp4_reference
 
 @dataclass(frozen=True)
 class Codes:
-    """A weight [N, D] in a block format, rows in Hugging Face's order."""
+    """A weight [N, D] in a block format."""
 
     codes: torch.Tensor
     """MXFP8: float8_e4m3fn [N, D]. NVFP4: uint8 [N, D / 2], two codes per byte, the first in the low half."""
@@ -35,13 +34,19 @@ class Codes:
     tensor_scale: torch.Tensor | None = None
     """NVFP4: fp32 [], a power of two"""
 
+    def rows(self, order: torch.Tensor | None) -> "Codes":
+        """Return the rows in another order, int64 [N]; None keeps the order."""
+        if order is None:
+            return self
+        # Index bytes: not every PyTorch indexes 8-bit floats.
+        codes, scales = (t.view(torch.uint8)[order].view(t.dtype) for t in (self.codes, self.scales))
+        return Codes(codes, scales, self.tensor_scale)
+
 
 @dataclass(frozen=True)
 class Layout:
     """How compressed-tensors stores a block format."""
 
-    name: str
-    """On the command line and as ``Recipe.format.name``"""
     block_format: BlockFormat
     compression: str
     """``format`` in compressed-tensors' config"""
@@ -49,25 +54,13 @@ class Layout:
     """``QuantizationArgs`` of the weights"""
     activations: dict | None
     """``QuantizationArgs`` of the inputs; None if they stay in high precision"""
-    cast: Callable[[torch.Tensor, Recipe, RowOrder], Codes]
+    cast: Callable[[torch.Tensor, Recipe], Codes]
+    """Weight [N, D], any floating-point dtype, gain included -> its codes"""
     unify: Callable[[Sequence[Codes]], list[Codes] | None]
     """Codes of joined weights -> the same with one tensor scale; None if that is impossible"""
     tensors: Callable[[str, Codes], dict[str, torch.Tensor]]
     """Name of a linear and its codes -> the tensors to store"""
     values: Callable[[Codes, torch.dtype], torch.Tensor]
-
-
-def _cast_mxfp8(weight: torch.Tensor, recipe: Recipe, permute: RowOrder) -> Codes:
-    codes, scales = mxfp8.weight_codes(weight, recipe)
-    # Index bytes: not every PyTorch indexes 8-bit floats.
-    codes, scales = (permute(tensor.view(torch.uint8)).view(tensor.dtype) for tensor in (codes, scales))
-    return Codes(codes, scales)
-
-
-def _cast_nvfp4(weight: torch.Tensor, recipe: Recipe, permute: RowOrder) -> Codes:
-    codes, scales, tensor_scale = nvfp4.weight_codes(weight, recipe)
-    scales = permute(scales.view(torch.uint8)).view(scales.dtype)
-    return Codes(permute(codes), scales, tensor_scale)
 
 
 def _mxfp8_tensors(linear: str, codes: Codes) -> dict[str, torch.Tensor]:
@@ -98,7 +91,7 @@ def with_one_tensor_scale(weights: Sequence[Codes]) -> list[Codes] | None:
     for weight in weights:
         wanted = weight.scales.float() * (weight.tensor_scale / tensor_scale)
         scales = wanted.to(torch.float8_e4m3fn)
-        # In a block of zeros every scale will do. Codes are zero but for their signs.
+        # A block of zeros may have any scale. Codes of zero differ in their signs only.
         is_zero = (weight.codes & 0x77).view(*scales.shape, -1).eq(0).all(-1)
         if not ((scales.float() == wanted) | is_zero).all():
             return None
@@ -106,37 +99,38 @@ def with_one_tensor_scale(weights: Sequence[Codes]) -> list[Codes] | None:
     return changed
 
 
-def _quantization_args(bits: int, block_format: BlockFormat, strategy: str, scale_dtype: str, dynamic: bool) -> dict:
+def _quantization_args(bits: int, block_size: int, strategy: str, scale_dtype: str, dynamic: bool = False) -> dict:
     return {
         "num_bits": bits,
         "type": "float",
         "symmetric": True,
         "strategy": strategy,
-        "group_size": block_format.block_size,
+        "group_size": block_size,
         "scale_dtype": scale_dtype,
         "dynamic": dynamic,
     }
 
 
-MXFP8_LAYOUT = Layout(
-    name="mxfp8",
-    block_format=MXFP8,
-    compression="mxfp8-quantized",
-    weights=_quantization_args(8, MXFP8, "group", "torch.uint8", dynamic=False),
-    activations=_quantization_args(8, MXFP8, "group", "torch.uint8", dynamic=True),
-    cast=_cast_mxfp8,
-    unify=list,
-    tensors=_mxfp8_tensors,
-    values=lambda codes, dtype: casts.dequantize(codes.codes, codes.scales, MXFP8, dtype),
-)
-NVFP4_LAYOUT = Layout(
-    name="nvfp4",
-    block_format=NVFP4,
-    compression="nvfp4-pack-quantized",
-    weights=_quantization_args(4, NVFP4, "tensor_group", "torch.float8_e4m3fn", dynamic=False),
-    activations=None,
-    cast=_cast_nvfp4,
-    unify=with_one_tensor_scale,
-    tensors=_nvfp4_tensors,
-    values=lambda codes, dtype: nvfp4_reference.dequantize(codes.codes, codes.scales, codes.tensor_scale, dtype),
-)
+LAYOUTS = {
+    "mxfp8": Layout(
+        block_format=MXFP8,
+        compression="mxfp8-quantized",
+        weights=_quantization_args(8, MXFP8.block_size, "group", "torch.uint8"),
+        activations=_quantization_args(8, MXFP8.block_size, "group", "torch.uint8", dynamic=True),
+        cast=lambda weight, recipe: Codes(*mxfp8.weight_codes(weight, recipe)),
+        unify=list,
+        tensors=_mxfp8_tensors,
+        values=lambda codes, dtype: casts.dequantize(codes.codes, codes.scales, MXFP8, dtype),
+    ),
+    "nvfp4": Layout(
+        block_format=NVFP4,
+        compression="nvfp4-pack-quantized",
+        weights=_quantization_args(4, NVFP4.block_size, "tensor_group", "torch.float8_e4m3fn"),
+        activations=None,
+        cast=lambda weight, recipe: Codes(*nvfp4.weight_codes(weight, recipe)),
+        unify=with_one_tensor_scale,
+        tensors=_nvfp4_tensors,
+        values=lambda codes, dtype: nvfp4_reference.dequantize(codes.codes, codes.scales, codes.tensor_scale, dtype),
+    ),
+}
+"""Value of --format -> its layout"""

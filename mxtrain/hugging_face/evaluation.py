@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -68,46 +67,28 @@ class Reading:
     max_tokens: int | None = None
 
     def __post_init__(self):
-        for argument, value in (
-            ("--seq-len", self.seq_len),
-            ("--stride", self.stride),
-            ("--max-tokens", self.max_tokens),
-        ):
+        for name, value in vars(self).items():
             if value is not None:
-                require_positive_integer(argument, value)
-
-    def lengths(self, longest: int) -> tuple[int, int]:
-        """Return seq_len and stride for a model whose longest sequence is ``longest``. Raises ConfigError as above."""
-        seq_len = longest if self.seq_len is None else self.seq_len
-        stride = seq_len if self.stride is None else self.stride
-        if seq_len > longest:
-            raise ConfigError(f"--seq-len = {seq_len} is longer than the model's longest sequence, {longest}")
-        if stride > seq_len:
-            raise ConfigError(f"--stride = {stride} is larger than the windows, --seq-len = {seq_len}")
-        return seq_len, stride
+                require_positive_integer(f"--{name.replace('_', '-')}", value)
 
 
-class Window(NamedTuple):
-    """Tokens [begin, end) are the input; the model predicts the next of each, and the last ``scored`` count."""
-
-    begin: int
-    end: int
-    scored: int
-
-
-def windows(count: int, seq_len: int, stride: int) -> Iterator[Window]:
+def windows(count: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, int]]:
     """Cut a text of ``count`` tokens, after its first token, into inputs of at most ``seq_len`` tokens.
 
     Every token is predicted once. The first window predicts as many as fit; every later one reaches back to be as long,
     and predicts the next ``stride``. With stride = seq_len only the last window overlaps the one before it, and the
     windows are those of ``get_rolling_token_windows`` in lm-evaluation-harness. A smaller stride gives each token more
     context, and takes longer.
+
+    Yields:
+        begin, end, scored: the input is tokens [begin, end), the model predicts the token after each, and the last
+        ``scored`` predictions count.
     """
     done = 0
     while done < count:
         scored = min(stride if done else seq_len, count - done)
         done += scored
-        yield Window(max(0, done - seq_len), done, scored)
+        yield max(0, done - seq_len), done, scored
 
 
 def read_texts(files: Iterable[Path]) -> list[str]:
@@ -132,8 +113,13 @@ def evaluate(pretrained: Pretrained, texts: Iterable[str], reading: Reading) -> 
     Raises:
         ConfigError: the reading does not fit the model, or covers no token.
     """
-    seq_len, stride = reading.lengths(pretrained.max_seq_len)
-    max_tokens = reading.max_tokens
+    longest, max_tokens = pretrained.max_seq_len, reading.max_tokens
+    seq_len = reading.seq_len or longest
+    stride = reading.stride or seq_len
+    if seq_len > longest:
+        raise ConfigError(f"--seq-len = {seq_len} is longer than the model's longest sequence, {longest}")
+    if stride > seq_len:
+        raise ConfigError(f"--stride = {stride} is larger than the windows, --seq-len = {seq_len}")
     nats, tokens, size = 0.0, 0, 0
     for text in texts:
         ids, characters = _first_tokens(pretrained, text, None if max_tokens is None else max_tokens - tokens)

@@ -54,15 +54,24 @@ def generate(pretrained: Pretrained, prompt: str, sampling: Sampling) -> None:
     from transformers import TextStreamer
 
     ids = [pretrained.first_token, *pretrained.encode(prompt)]
-    new_tokens = _new_tokens(sampling, len(ids), pretrained.max_seq_len)
-    model, tokenizer = pretrained.model, pretrained.tokenizer
-    streamer = TextStreamer(tokenizer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    longest, room = pretrained.max_seq_len, pretrained.max_seq_len - len(ids)
+    if room < 1:
+        raise ConfigError(
+            f"TEXT has {len(ids)} tokens, bos included, and the model's longest sequence has {longest}: shorten it"
+        )
+    new_tokens = sampling.max_new_tokens or min(DEFAULT_NEW_TOKENS, room)
+    if new_tokens > room:
+        raise ConfigError(
+            f"--max-new-tokens = {new_tokens} after a prompt of {len(ids)} tokens exceeds the model's longest "
+            f"sequence, {longest}: at most {room} fit"
+        )
     if sampling.seed is None:
         torch.seed()
     else:
         torch.manual_seed(sampling.seed)
     # transformers' default top_k = 50 would be a second limit.
     drawing = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+    model, tokenizer = pretrained.model, pretrained.tokenizer
     inputs = torch.tensor([ids], device=model.device)
     with torch.inference_mode():
         model.generate(
@@ -71,23 +80,6 @@ def generate(pretrained: Pretrained, prompt: str, sampling: Sampling) -> None:
             max_new_tokens=new_tokens,
             do_sample=not sampling.greedy,
             pad_token_id=tokenizer.eos_token_id,
-            streamer=streamer,
+            streamer=TextStreamer(tokenizer, skip_special_tokens=True, clean_up_tokenization_spaces=False),
             **({} if sampling.greedy else drawing),
         )
-
-
-def _new_tokens(sampling: Sampling, prompt: int, longest: int) -> int:
-    """Return how many tokens to add to a prompt of so many. Raises ConfigError if they do not fit."""
-    room = longest - prompt
-    if room < 1:
-        raise ConfigError(
-            f"TEXT has {prompt} tokens, bos included, and the model's longest sequence has {longest}: shorten it"
-        )
-    if sampling.max_new_tokens is None:
-        return min(DEFAULT_NEW_TOKENS, room)
-    if sampling.max_new_tokens > room:
-        raise ConfigError(
-            f"--max-new-tokens = {sampling.max_new_tokens} after a prompt of {prompt} tokens exceeds the model's "
-            f"longest sequence, {longest}: at most {room} fit"
-        )
-    return sampling.max_new_tokens

@@ -16,6 +16,17 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen
 """``model_type`` -> name of the class in transformers"""
 IMPORTED = ("llama", "qwen3")
 """The types of model that ``read_shape`` reads"""
+PLAIN = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "is_causal": (True,),
+    "quantization_config": (),
+}
+"""Fields of config.json that may be missing -> the values of TorchTitan's models"""
+KINDS = {int: "a positive integer below 2^63", float: "a positive number", bool: "true or false"}
+ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -68,12 +79,11 @@ def config_json(shape: ModelShape, dtype: str, generation: dict) -> dict:
     if scaling is not None:
         # transformers warns unless this number is below the positions. Frequencies depend on the ratios of three
         # numbers, so halving all of them changes no bit.
-        name, limit = "original_max_position_embeddings", shape.max_position_embeddings or sys.maxsize
-        original = before = scaling[name]
-        while original >= limit > 1:
+        original = before = scaling[ORIGINAL]
+        while original >= (shape.max_position_embeddings or sys.maxsize) and original > 1:
             original //= 2
-        factors = {factor: scaling[factor] * original / before for factor in ("low_freq_factor", "high_freq_factor")}
-        scaling = {"rope_type": "llama3", **scaling, **factors, name: original}
+        factors = {name: scaling[name] * original / before for name in ("low_freq_factor", "high_freq_factor")}
+        scaling = {"rope_type": "llama3", **scaling, **factors, ORIGINAL: original}
     if not shape.num_experts:
         for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"):
             del values[name]
@@ -108,7 +118,85 @@ def read_shape(folder: Path) -> ModelShape:
     Raises:
         ConfigError: config.json is missing or damaged, or describes a model that TorchTitan does not compute alike.
     """
-    return _Reader(f"MODEL_DIR = {str(folder)!r}", _read(folder, CONFIG_FILE)).shape()
+    config = _Values(folder, _read(folder, CONFIG_FILE))
+    kind = config.get("model_type")
+    if kind not in IMPORTED:
+        raise config.error("model_type", kind, f"is not supported; supported are: {', '.join(IMPORTED)}")
+    for name, allowed in PLAIN.items():
+        value = config.get(name)
+        if value is not None and value not in allowed:
+            if isinstance(value, dict) and "quant_method" in value:  # one line cannot hold all of it
+                name, value = f"{name}.quant_method", value["quant_method"]
+            only = f"supported is {allowed[0]!r}" if allowed else "supported are unquantized weights"
+            raise config.error(name, value, f"is not supported; {only}")
+    heads, size = config.number("num_attention_heads", int), config.number("hidden_size", int)
+    theta, scaling = _rope(config)
+    return ModelShape(
+        model_type=kind,
+        hidden_size=size,
+        num_hidden_layers=config.number("num_hidden_layers", int),
+        num_attention_heads=heads,
+        num_key_value_heads=config.number("num_key_value_heads", int, heads),
+        head_dim=config.number("head_dim", int, size // heads if kind == "llama" else 128),
+        intermediate_size=config.number("intermediate_size", int),
+        vocab_size=config.number("vocab_size", int),
+        rms_norm_eps=config.number("rms_norm_eps", float, 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_word_embeddings=config.number("tie_word_embeddings", bool, False),
+        max_position_embeddings=_positions(config),
+    )
+
+
+class _Values(dict):
+    """The values of one config.json."""
+
+    def __init__(self, folder: Path, values: dict):
+        super().__init__(values)
+        self._folder = folder
+
+    def number(self, name: str, kind: type, default=None):
+        """Return a value of this kind; ``default`` where it is missing or null. Raises ConfigError."""
+        value = default if self.get(name) is None else self[name]
+        allowed = (int, float) if kind is float else (kind,)
+        largest = sys.float_info.max if kind is float else sys.maxsize  # of integers, too; NaN is not below it
+        if type(value) not in allowed or not (kind is bool or 0 < value <= largest):
+            raise self.error(name, value, f"is not {KINDS[kind]}")
+        return kind(value)
+
+    def error(self, name: str, value, problem: str) -> ConfigError:
+        return ConfigError(f"MODEL_DIR = {str(self._folder)!r}: {name} = {value!r} in {CONFIG_FILE} {problem}")
+
+    def with_values(self, values: dict) -> "_Values":
+        return _Values(self._folder, self | values)
+
+
+def _positions(config: _Values) -> int | None:
+    name = "max_position_embeddings"
+    return None if config.get(name) is None else config.number(name, int)
+
+
+def _rope(config: _Values) -> tuple[float, RopeScaling | None]:
+    """Resolve the rotary parameters as transformers 5 does: it reads no rope_parameters beside a rope_scaling."""
+    rope, rope_type = {}, "default"
+    for name in ("rope_parameters", "rope_scaling"):
+        given = config.get(name) or {}
+        if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+            raise config.error(name, given, "is not an object of numbers")
+        kind = given.get("rope_type", given.get("type", "default"))
+        if kind not in ("default", "llama3"):
+            raise config.error("rope_type", kind, "is not supported; supported are: default, llama3")
+        rope, rope_type = (given, kind) if given else (rope, rope_type)
+    theta = config.with_values(rope).number("rope_theta", float, 10000.0)
+    if rope_type == "default":
+        return theta, None
+    # A number outside of the object wins; without any it is that of the positions, which is 2,048 by default.
+    original = config.get(ORIGINAL, rope.get(ORIGINAL, _positions(config) or 2048))
+    rope = config.with_values(
+        {field.name: rope.get(field.name) for field in fields(RopeScaling)} | {ORIGINAL: original}
+    )
+    values = {field.name: rope.number(field.name, field.type) for field in fields(RopeScaling)}
+    return theta, None if values["factor"] == 1 else RopeScaling(**values)
 
 
 def _read(folder: Path, name: str) -> dict:
@@ -117,94 +205,3 @@ def _read(folder: Path, name: str) -> dict:
         return read_json(folder / name, f"{where}: {name}")
     except FileNotFoundError:
         raise ConfigError(f"{where}: {name} is missing; give the folder of a Hugging Face model") from None
-
-
-class _Reader:
-    """Reads the values of one config.json. Messages begin with ``where``."""
-
-    def __init__(self, where: str, config: dict):
-        self._where = where
-        self._config = config
-
-    def shape(self) -> ModelShape:
-        kind = self._config.get("model_type")
-        if kind not in IMPORTED:
-            raise self._error("model_type", kind, f"is not supported; supported are: {', '.join(IMPORTED)}")
-        self._require_plain_model()
-        heads = self._get("num_attention_heads", int)
-        size = self._get("hidden_size", int)
-        default_head_dim = size // max(heads, 1) if kind == "llama" else 128
-        theta, scaling = self._rope()
-        return ModelShape(
-            model_type=kind,
-            hidden_size=size,
-            num_hidden_layers=self._get("num_hidden_layers", int),
-            num_attention_heads=heads,
-            num_key_value_heads=self._get("num_key_value_heads", int, heads),
-            head_dim=self._get("head_dim", int, default_head_dim),
-            intermediate_size=self._get("intermediate_size", int),
-            vocab_size=self._get("vocab_size", int),
-            rms_norm_eps=self._get("rms_norm_eps", float, 1e-6),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            tie_word_embeddings=self._get("tie_word_embeddings", bool, False),
-            max_position_embeddings=self._positions(),
-        )
-
-    def _positions(self) -> int | None:
-        is_given = self._config.get("max_position_embeddings") is not None
-        return self._get("max_position_embeddings", int) if is_given else None
-
-    def _require_plain_model(self) -> None:
-        """Refuse parts that TorchTitan's models do not have."""
-        plain = {
-            "hidden_act": ("silu",),
-            "attention_bias": (False,),
-            "mlp_bias": (False,),
-            "use_sliding_window": (False,),
-            "is_causal": (True,),
-            "quantization_config": (),
-        }
-        for name, allowed in plain.items():
-            value = self._config.get(name)
-            if value is not None and value not in allowed:
-                if isinstance(value, dict) and "quant_method" in value:  # one line cannot hold all of it
-                    name, value = f"{name}.quant_method", value["quant_method"]
-                only = f"supported is {allowed[0]!r}" if allowed else "supported are unquantized weights"
-                raise self._error(name, value, f"is not supported; {only}")
-
-    def _rope(self) -> tuple[float, RopeScaling | None]:
-        """Resolve the rotary parameters as transformers 5 does: it reads no rope_parameters beside a rope_scaling."""
-        rope, rope_type = {}, "default"
-        for name in ("rope_parameters", "rope_scaling"):
-            given = self._config.get(name) or {}
-            if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-                raise self._error(name, given, "is not an object of numbers")
-            kind = given.get("rope_type", given.get("type", "default"))
-            if kind not in ("default", "llama3"):
-                raise self._error("rope_type", kind, "is not supported; supported are: default, llama3")
-            rope, rope_type = (given, kind) if given else (rope, rope_type)
-        theta = self._number("rope_theta", rope.get("rope_theta", self._config.get("rope_theta", 10000.0)), float)
-        if rope_type == "default":
-            return theta, None
-        # A number outside of the object wins; without any it is that of the positions, which is 2,048 by default.
-        name = "original_max_position_embeddings"
-        rope = rope | {name: self._config.get(name, rope.get(name, self._positions() or 2048))}
-        types = {field.name: field.type for field in fields(RopeScaling)}
-        values = {name: self._number(name, rope.get(name), kind) for name, kind in types.items()}
-        return theta, None if values["factor"] == 1 else RopeScaling(**values)
-
-    def _get(self, name: str, kind: type, default=None):
-        value = self._config.get(name)
-        return self._number(name, default if value is None else value, kind)
-
-    def _number(self, name: str, value, kind: type):
-        allowed = (int, float) if kind is float else (kind,)
-        largest = sys.float_info.max if kind is float else sys.maxsize  # of integers, too; NaN is not below it
-        if type(value) not in allowed or not (kind is bool or 0 < value <= largest):
-            expected = {int: "a positive integer below 2^63", float: "a positive number", bool: "true or false"}[kind]
-            raise self._error(name, value, f"is not {expected}")
-        return kind(value)
-
-    def _error(self, name: str, value, problem: str) -> ConfigError:
-        return ConfigError(f"{self._where}: {name} = {value!r} in {CONFIG_FILE} {problem}")

@@ -41,7 +41,8 @@ class Pretrained:
     def places(self, text: str) -> list[tuple[int, int]]:
         """Return where each token of ``text`` begins and ends, in characters.
 
-        Tokens that are parts of one character are all where it is. Some tokenizers leave out spaces at a token's ends.
+        Tokens that are parts of one character have the place of this character. Some tokenizers leave out spaces at a
+        token's ends.
         """
         return self._tokenized(text, return_offsets_mapping=True)["offset_mapping"]
 
@@ -89,7 +90,8 @@ def load(folder: Path) -> Pretrained:
     first_token = tokens["bos_token"] or tokens["eos_token"]
     if first_token is None:
         raise ConfigError(f"{where}: its tokenizer has neither a bos nor an eos token for a text to begin with")
-    return Pretrained(model.to(_device()).eval(), tokenizer, tokenizer.convert_tokens_to_ids(first_token))
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    return Pretrained(model.to(device).eval(), tokenizer, tokenizer.convert_tokens_to_ids(first_token))
 
 
 def call(where: str, function: Callable, *arguments, **options):
@@ -102,7 +104,3 @@ def call(where: str, function: Callable, *arguments, **options):
         return function(*arguments, **options)
     except Exception as error:  # transformers, safetensors and tokenizers raise classes of their own
         raise ConfigError(f"{where}: transformers cannot load it: {' '.join(str(error).split())[:300]}") from error
-
-
-def _device() -> torch.device:
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")

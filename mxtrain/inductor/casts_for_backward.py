@@ -25,7 +25,7 @@ from mxtrain.reference.swiglu import swiglu
 if HAS_TRITON:
     # These modules register the operations.
     import mxtrain.kernels.mxfp8.cast
-    import mxtrain.kernels.nvfp4.joined_cast  # noqa: F401
+    import mxtrain.kernels.nvfp4.weight_cast  # noqa: F401
 
 ours = torch.ops.mxtrain
 

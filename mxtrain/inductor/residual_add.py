@@ -32,9 +32,7 @@ from mxtrain.inductor.nodes import CONVERT, as_matrix, describe_call, final_user
 from mxtrain.ops.hardware import HAS_TRITON
 
 if HAS_TRITON:
-    # These modules register the operations.
-    import mxtrain.kernels.mxfp8.norm_cast
-    import mxtrain.kernels.nvfp4.norm_cast  # noqa: F401
+    import mxtrain.kernels.mxnorm.cast  # noqa: F401  # registers the operations
 
 aten, ours = torch.ops.aten, torch.ops.mxtrain
 _DTYPES = (torch.bfloat16, torch.float32)

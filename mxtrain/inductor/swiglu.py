@@ -28,7 +28,7 @@ from mxtrain.reference.swiglu import swiglu, swiglu_backward
 
 if HAS_TRITON:
     # These modules register the operations.
-    import mxtrain.kernels.mxfp8.joined_cast
+    import mxtrain.kernels.mxfp8.cast
     import mxtrain.kernels.mxfp8.swiglu_cast  # noqa: F401
 
 aten, ours = torch.ops.aten, torch.ops.mxtrain

@@ -17,24 +17,20 @@ sequences, because "quantized" needs shards of whole blocks. NVFP4's tensor scal
 rho is not sent: after the casts only the norm's backward reads it, each process that of its own tokens.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from mxtrain.nn.once_differentiable import once_differentiable
+from mxtrain.custom_op import untraced
+from mxtrain.nn.once_differentiable import constant_operand, once_differentiable, without_data
 from mxtrain.nn.split import SplitSequences
-from mxtrain.ops.codes import Codes, gather_codes
-from mxtrain.ops.collectives import gather_tokens, sum_tokens
-from mxtrain.ops.gemm import Operand, values_dtype
-from mxtrain.ops.mxnorm import norm_backward, normalize, normalized_codes
-from mxtrain.ops.quantize import codes_along_tokens, from_codes
+from mxtrain.ops.collectives import gather_codes, gather_tokens, sum_tokens
+from mxtrain.ops.gemm import Codes, Operand, values_dtype
+from mxtrain.ops.mxnorm import norm_backward
+from mxtrain.ops.quantize import activation_along_tokens, from_codes, normalize
 from mxtrain.recipes.formats import MXFP8
-from mxtrain.recipes.keyed import from_key
-from mxtrain.recipes.recipe import LinearRecipe, Recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
-from mxtrain.untraced import untraced
+from mxtrain.recipes.recipe import LinearRecipe, Recipe, RMSEstimate, from_key
 
 BLOCK_OF_TOKENS = MXFP8.block_size
 """Shards of sequences whose length is a multiple of this are whole blocks in every format."""
@@ -67,20 +63,6 @@ def normalize_shard(
         h, for_wgrad, rho, *xhat = GatherThenNorm.apply(x, *settings)
     h = h.view(x.shape[0], split.processes * x.shape[1], x.shape[2])
     return NormedSequences(h, for_wgrad, constant_operand(xhat, mode), rho, columns)
-
-
-def constant_operand(xhat: Sequence[torch.Tensor | None], mode: str) -> Operand:
-    """Return the operand of these results of an autograd function, for which no gradient is computed."""
-    if mode == "reference":
-        # MXFP8's values are a view here, which PyTorch 2.11 treats as differentiable where a compiled graph ends.
-        # Kernels return no views, and with detach() PyTorch 2.11 would keep their results twice.
-        xhat = [None if t is None else t.detach() for t in xhat]
-    return Operand(*xhat)
-
-
-def without_data(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return a tensor with the dtype and device of ``x`` and this shape, whose elements share one number in memory."""
-    return x.new_zeros(()).expand(shape)
 
 
 def gathers_codes(x: torch.Tensor, recipe: LinearRecipe, mode: str, split: SplitSequences) -> bool:
@@ -140,7 +122,7 @@ class NormThenGather(torch.autograd.Function):
     def forward(ctx, x, estimate_key: str, recipe_key: str, mode: str, split_key: str, is_compiled: bool, columns):
         recipe, split = from_key(recipe_key), from_key(split_key)
         rows = x.reshape(-1, x.shape[-1])
-        codes, rho = normalized_codes(rows, from_key(estimate_key), recipe, mode, split.group)
+        codes, rho = normalize(rows, from_key(estimate_key), recipe, mode, split.group, as_codes=True)
         xhat = _gathered(codes, recipe, mode, split, x.shape[0], dim=1)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, rho)
@@ -231,5 +213,6 @@ class GatheredColumns:
 
     def _gather(self, x, rho, signs, recipe: Recipe, mode: str) -> Operand:
         split = from_key(self.split_key)
-        codes = codes_along_tokens(x.reshape(-1, x.shape[-1]), recipe, mode, rho, signs, split.group)
+        rows = x.reshape(-1, x.shape[-1])
+        codes = activation_along_tokens(rows, recipe, mode, rho, signs, split.group, as_codes=True)
         return _gathered(codes, recipe, mode, split, x.shape[0], dim=0)

@@ -20,35 +20,15 @@ the others take their columns from the ``GroupCall`` of this forward. If the lin
 biases and random bits, each multiplies alone.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from mxtrain.nn.once_differentiable import once_differentiable
 from mxtrain.nn.split import WHOLE
-from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, are_same, compute_dtype
-from mxtrain.nn.writes import version
+from mxtrain.nn.three_gemms import QuantizedLinear, ReadyOperands, ThreeGEMMs, compute_dtype, version
 from mxtrain.ops import quantize
-from mxtrain.ops.gemm import Operand, matmul
-from mxtrain.ops.mxnorm import fold_backward
-from mxtrain.untraced import untraced
-
-
-class ReadyGroup(NamedTuple):
-    """The weights of a group, times the norm's gain if there is one, cast ahead for several forwards.
-
-    Attributes:
-        fprop: one operand [sum N_i, D]; without ``LinearGroup.joins_fprop``, an operand [N_i, D] for each linear.
-        dgrad: [D, sum N_i].
-        made_from: the weights and the gain, as in ``ReadyWeight``.
-    """
-
-    fprop: tuple[Operand, ...]
-    dgrad: Operand
-    made_from: tuple[torch.Tensor | None, ...]
 
 
 class LinearGroup:
@@ -64,7 +44,7 @@ class LinearGroup:
         self.linears = tuple(linears)
         self.joins_fprop = True
         # Set from the start, because torch.compile would compile again when the attribute appears.
-        self.ready: ReadyGroup | None = None
+        self.ready: ReadyOperands | None = None
 
     def __getstate__(self) -> dict:
         # Nothing would renew the operands of a copy.
@@ -96,12 +76,13 @@ class GroupCall:
         self._made_from: tuple = ()
         self._weights: list[tuple[torch.Tensor, int | None]] = []
 
-    def output(self, linear: QuantizedLinear, x, gemms: ThreeGEMMs) -> torch.Tensor | None:
+    def output(self, linear: QuantizedLinear, x, gemms: ThreeGEMMs, multiply: Callable) -> torch.Tensor | None:
         """Return Y [T, N_i] of one linear, without its bias; None if the linears do not make one GEMM.
 
         Args:
             x: the norm's result, a ``NormedInput``. A hook may have replaced it.
             gemms: of this linear.
+            multiply: f(x, linears, gemms, ready, joined) -> Y of every linear, see ``ThreeGEMMs.fprop``.
         """
         place = next((i for i, other in enumerate(self.group.linears) if other is linear), None)
         if place is None or not self.group.is_one_gemm(gemms.mode, x.signs is not None):
@@ -114,7 +95,10 @@ class GroupCall:
         is_same = self._made_from and self._made_from[0] is x.h and self._made_from[1:] == made_from
         if not is_same or place not in self._outputs or self._has_changed(place):
             self._weights = [(other.weight, version(other.weight)) for other in self.group.linears]
-            self._outputs = dict(enumerate(self._multiply(x, gemms, dtype)))
+            linears, ready = self.group.linears, self.group.ready
+            if ready is not None and not ready.are_of((*(other.parts()[0] for other in linears), x.gain)):
+                ready = None
+            self._outputs = dict(enumerate(multiply(x, linears, gemms, ready, self.group.joins_fprop)))
             self._made_from = (x.h, *made_from)
         return self._outputs.pop(place)
 
@@ -122,20 +106,6 @@ class GroupCall:
         """Whether a linear has another weight than when the outputs were made, or one that was written to."""
         weight, before = self._weights[place]
         return self.group.linears[place].weight is not weight or version(weight) != before
-
-    def _multiply(self, x, gemms: ThreeGEMMs, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        linears = self.group.linears
-        rows = x.h.reshape(-1, x.shape[-1])
-        weights = [linear.parts()[0] for linear in linears]
-        draws = [linear.draws(x.h.device) for linear in linears]
-        ready = self.group.ready
-        if ready is not None and not are_same((*weights, x.gain), ready.made_from):
-            ready = None
-        settings = (gemms, dtype, self.group.joins_fprop, ready)
-        gathered = None if x.gathered is None else x.gathered.for_function()
-        return _GroupFunction.apply(
-            rows, x.gain, *settings, x.x, x.rho, gathered, x.signs, *x.xhat, len(weights), *draws, *weights
-        )
 
 
 def _stays_single(linear: QuantizedLinear) -> bool:
@@ -163,84 +133,3 @@ def _traits(linear: QuantizedLinear) -> tuple:
     """The properties that all linears of one GEMM share."""
     weight = linear.weight
     return linear.recipe, linear.mode, linear.split, weight.requires_grad, weight.dtype, weight.device
-
-
-@untraced
-class _GroupFunction(torch.autograd.Function):
-    """h, gamma, the quantized xhat, rho, and draws and weights of n linears -> n outputs, columns of one product.
-
-    The gradient of h is dL/dxhat. Arguments as in ``NormedInput``.
-    """
-
-    @staticmethod
-    def forward(
-        ctx,
-        h,
-        gain,
-        gemms: ThreeGEMMs,
-        dtype,
-        joins_fprop,
-        ready: ReadyGroup | None,
-        x,
-        rho,
-        gathered,
-        signs,
-        data,
-        scales,
-        tensor_scale,
-        n,
-        *rest,
-    ):
-        draws, weights = rest[:n], rest[n:]
-        ctx.save_for_backward(x, gain, rho, signs, *weights)
-        ctx.h = h  # not saved: a hook that copies saved tensors would give it data
-        ctx.gemms, ctx.gathered, ctx.draws, ctx.ready = gemms, gathered, draws, ready
-        ctx.set_materialize_grads(False)
-        xhat = Operand(data, scales, tensor_scale)
-        if not joins_fprop:
-            if ready is not None:
-                return tuple(matmul(xhat, weight, dtype) for weight in ready.fprop)
-            return tuple(gemms.fprop(xhat, weight, dtype, gain) for weight in weights)
-        if ready is not None:
-            (joined,) = ready.fprop
-        else:
-            joined = quantize.weights(weights, gemms.recipe.fprop, gemms.mode, 1, gain, gemms.split.w)
-        # Not views for autograd, which would forbid writes to them.
-        return matmul(xhat, joined, dtype).unsafe_split_with_sizes([weight.shape[0] for weight in weights], 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, saved, *dys: torch.Tensor | None):
-        x, gain, rho, signs, *weights = saved
-        # A linear whose output the loss does not need gets no gradient, as if it had multiplied alone.
-        used = [dy is not None for dy in dys]
-        like = next(dy for dy in dys if dy is not None)
-        dys = [like.new_zeros(like.shape[0], w.shape[0]) if dy is None else dy for dy, w in zip(dys, weights)]
-        gemms, split = ctx.gemms, ctx.gemms.split
-        recipe, mode = gemms.recipe, gemms.mode
-        needs_h, needs_gain, *others = ctx.needs_input_grad
-        needs_wgrad = (needs_gain or any(others)) and gemms.runs_wgrad
-        for_dgrad, for_wgrad = quantize.gradients(dys, recipe, mode, needs_h, needs_wgrad, signs, ctx.draws, split.dy)
-        dxhat = dgain = None
-        dweights = [None] * len(weights)
-        if for_dgrad is not None:
-            if ctx.ready is not None:
-                joined = ctx.ready.dgrad
-            else:
-                joined = quantize.weights(weights, recipe.dgrad, mode, 0, gain, split.w)
-            dxhat = matmul(for_dgrad, joined, like.dtype).to(x.dtype)
-        if for_wgrad is not None:
-            if ctx.gathered is None:
-                for_x = gemms.quantize_along_tokens(x, rho, signs)
-            else:
-                for_x = ctx.gathered.operand(x, rho, signs, recipe.wgrad, mode)
-            dweight = gemms.wgrad(for_wgrad, for_x, like.dtype)
-            dweights = dweight.split([weight.shape[0] for weight in weights])
-            if gain is None:
-                dweights = [dw.to(weight.dtype) for dw, weight in zip(dweights, weights)]
-            else:
-                folded = [fold_backward(dw, weight, gain, mode) for dw, weight in zip(dweights, weights)]
-                dweights, dgains = zip(*folded)
-                dgain = sum(dgains[1:], start=dgains[0])
-            dweights = [dw if is_used else None for dw, is_used in zip(dweights, used)]
-        return dxhat, dgain, *[None] * (len(others) - len(weights)), *dweights

@@ -2,11 +2,17 @@
 
 import torch
 
-from mxtrain.nn.checks import check_dtype, check_input
+from mxtrain.custom_op import untraced
 from mxtrain.nn.once_differentiable import once_differentiable
-from mxtrain.nn.three_gemms import QuantizedLinear, ReadyWeight, ThreeGEMMs, compute_dtype
+from mxtrain.nn.three_gemms import (
+    QuantizedLinear,
+    ReadyOperands,
+    ThreeGEMMs,
+    check_dtype,
+    check_input,
+    compute_dtype,
+)
 from mxtrain.ops.arguments import check_tensor
-from mxtrain.untraced import untraced
 
 
 @untraced
@@ -14,19 +20,21 @@ class _MXLinearFunction(torch.autograd.Function):
     """X [T, D], W [N, D] -> Y [T, N] in the dtype of X; the casts pass gradients straight through."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, signs, draws, gemms: ThreeGEMMs, ready: ReadyWeight | None):
+    def forward(
+        ctx, x: torch.Tensor, weight: torch.Tensor, signs, draws, gemms: ThreeGEMMs, ready: ReadyOperands | None
+    ):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, signs)
         ctx.gemms, ctx.draws, ctx.ready = gemms, draws, ready
-        return gemms.fprop(gemms.quantize_activation(x), weight, x.dtype, ready=ready)
+        return gemms.fprop(gemms.quantize_activation(x), [weight], x.dtype, ready=ready)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, dy: torch.Tensor):
         x, weight, signs = saved
         gemms, (needs_x, needs_weight, *_) = ctx.gemms, ctx.needs_input_grad
-        for_dx, for_dw = gemms.quantize_gradient(dy, needs_x, needs_weight, signs, ctx.draws)
-        dx = None if for_dx is None else gemms.dgrad(for_dx, weight, x.dtype, ready=ctx.ready)
+        for_dx, for_dw = gemms.quantize_gradients([dy], needs_x, needs_weight, signs, [ctx.draws])
+        dx = None if for_dx is None else gemms.dgrad(for_dx, [weight], x.dtype, ready=ctx.ready)
         dw = None
         if for_dw is not None:
             dw = gemms.wgrad(for_dw, gemms.quantize_along_tokens(x, signs=signs), x.dtype).to(weight.dtype)

@@ -22,35 +22,36 @@ x, and every linear returns g as the gradient of ``h``: autograd adds them up, t
 needs x, which the residual stream keeps anyway, and one rho per token; wgrad recomputes xhat from them.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from mxtrain.custom_op import untraced
 from mxtrain.errors import ConfigError, require_positive_integer
-from mxtrain.nn.checks import check_dtype, check_input, check_norm_result, not_a_norm_result
-from mxtrain.nn.gathered_norm import (
-    GatheredColumns,
-    GatherSequences,
-    constant_operand,
-    normalize_shard,
-    without_data,
-)
+from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard
 from mxtrain.nn.group import GroupCall, LinearGroup
-from mxtrain.nn.normed_input import NormedInput
-from mxtrain.nn.once_differentiable import once_differentiable
+from mxtrain.nn.normed_input import NormedInput, check_norm_result, writes_to
+from mxtrain.nn.once_differentiable import constant_operand, once_differentiable, without_data
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.split import SplitSequences, own_part
-from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, compute_dtype
-from mxtrain.nn.writes import writes_to
+from mxtrain.nn.three_gemms import (
+    QuantizedLinear,
+    ReadyOperands,
+    ThreeGEMMs,
+    check_dtype,
+    check_input,
+    compute_dtype,
+)
 from mxtrain.ops.arguments import check_tensor
 from mxtrain.ops.gemm import Operand
 from mxtrain.ops.hardware import check_mode, mode_in_forward
-from mxtrain.ops.mxnorm import fold_backward, norm_backward, normalize
-from mxtrain.recipes.keyed import from_key
-from mxtrain.recipes.layer_state import LayerState
+from mxtrain.ops.mxnorm import fold_backward, norm_backward
+from mxtrain.ops.quantize import normalize
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
-from mxtrain.untraced import untraced
+from mxtrain.recipes.recipe import RMSEstimate, from_key
+from mxtrain.recipes.schedule import LayerState
 
 
 @untraced
@@ -79,36 +80,72 @@ class _MXNormFunction(torch.autograd.Function):
 
 @untraced
 class _MXNormLinearFunction(torch.autograd.Function):
-    """h, gamma, W, the quantized xhat and rho -> Y [T, N]. The gradient of h is dL/dxhat. x as in ``NormedInput``."""
+    """h, gamma, the quantized xhat, rho, and draws and weights of n linears -> Y_i [T, N_i] of every linear.
+
+    Mostly n = 1; several linears of one norm can be one GEMM (``mxtrain.nn.group``). The gradient of h is dL/dxhat.
+    x, rho, gathered, signs and xhat as in ``NormedInput``.
+    """
 
     @staticmethod
-    def forward(ctx, h, gain, weight, gemms: ThreeGEMMs, ready, x, rho, gathered, signs, draws, *xhat):
+    def forward(
+        ctx, h, gain, gemms: ThreeGEMMs, dtype, ready, joined, x, rho, gathered, signs,
+        data, scales, tensor_scale, n, *draws_and_weights,
+    ):  # fmt: skip
+        draws, weights = draws_and_weights[:n], draws_and_weights[n:]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, gain, weight, rho, signs)
+        ctx.save_for_backward(x, gain, rho, signs, *weights)
         ctx.h = h  # not saved: a hook that copies saved tensors would give it data
         ctx.gemms, ctx.gathered, ctx.draws, ctx.ready = gemms, gathered, draws, ready
-        return gemms.fprop(Operand(*xhat), weight, compute_dtype(h), gain, ready)
+        return gemms.fprop(Operand(data, scales, tensor_scale), weights, dtype, gain, ready, joined)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, saved, dy: torch.Tensor):
-        x, gain, weight, rho, signs = saved
-        gemms, (needs_h, needs_gain, needs_weight, *others) = ctx.gemms, ctx.needs_input_grad
-        for_dgrad, for_wgrad = gemms.quantize_gradient(dy, needs_h, needs_weight or needs_gain, signs, ctx.draws)
-        dxhat = dgain = dweight = None
+    def backward(ctx, saved, *dys: torch.Tensor | None):
+        x, gain, rho, signs, *weights = saved
+        gemms, (needs_h, *needs_others) = ctx.gemms, ctx.needs_input_grad
+        # A linear whose output the loss does not need gets no gradient, as if it had multiplied alone.
+        used = [dy is not None for dy in dys]
+        like = next(dy for dy in dys if dy is not None)
+        dys = [like.new_zeros(like.shape[0], w.shape[0]) if dy is None else dy for dy, w in zip(dys, weights)]
+        for_dgrad, for_wgrad = gemms.quantize_gradients(dys, needs_h, any(needs_others), signs, ctx.draws)
+        dxhat = dgain = None
+        dweights = [None] * len(weights)
         if for_dgrad is not None:
-            dxhat = gemms.dgrad(for_dgrad, weight, dy.dtype, gain, ctx.ready).to(x.dtype)
+            dxhat = gemms.dgrad(for_dgrad, weights, like.dtype, gain, ctx.ready).to(x.dtype)
         if for_wgrad is not None:
             if ctx.gathered is None:
                 for_x = gemms.quantize_along_tokens(x, rho, signs)
             else:
                 for_x = ctx.gathered.operand(x, rho, signs, gemms.recipe.wgrad, gemms.mode)
-            dweight = gemms.wgrad(for_wgrad, for_x, dy.dtype)
+            dweight = gemms.wgrad(for_wgrad, for_x, like.dtype)
+            dweights = [dweight] if len(weights) == 1 else dweight.split([weight.shape[0] for weight in weights])
             if gain is None:
-                dweight = dweight.to(weight.dtype)
+                dweights = [dw.to(weight.dtype) for dw, weight in zip(dweights, weights)]
             else:
-                dweight, dgain = fold_backward(dweight, weight, gain, gemms.mode)
-        return dxhat, dgain, dweight, *[None] * len(others)
+                folded = [fold_backward(dw, weight, gain, gemms.mode) for dw, weight in zip(dweights, weights)]
+                dweights, dgains = zip(*folded)
+                dgain = sum(dgains[1:], start=dgains[0])
+            dweights = [dw if is_used else None for dw, is_used in zip(dweights, used)]
+        return dxhat, dgain, *[None] * (len(needs_others) - 1 - len(weights)), *dweights
+
+
+def _multiply(
+    x: NormedInput, linears: Sequence["MXNormLinear"], gemms: ThreeGEMMs, ready: ReadyOperands | None, joined: bool
+) -> tuple[torch.Tensor, ...]:
+    """Y_i [T, N_i] of every linear, without its bias."""
+    signs, gathered = x.signs, x.gathered
+    if signs is None and gemms.recipe.needs_signs:
+        # A norm whose own recipe has no transform hands on no signs. The linears' own differ, so each is alone here.
+        (linear,) = linears
+        signs = linear.signs(x.h.device)
+        gathered = None if gathered is None else GatheredColumns.empty(gathered.split_key)
+    gathered = None if gathered is None else gathered.for_function()
+    settings = (gemms, compute_dtype(x.h), ready, joined)
+    draws, weights = [linear.draws(x.h.device) for linear in linears], [linear.parts()[0] for linear in linears]
+    return _MXNormLinearFunction.apply(
+        x.h.reshape(-1, x.shape[-1]), x.gain, *settings, x.x, x.rho, gathered, signs, *x.xhat,
+        len(linears), *draws, *weights,
+    )  # fmt: skip
 
 
 class MXNorm(RecipeModule, nn.RMSNorm):
@@ -272,8 +309,6 @@ class MXNormLinear(QuantizedLinear):
         if self.is_plain:
             weight, bias = self.parts()
             return F.linear(x, weight, bias)
-        if not isinstance(x, NormedInput):
-            raise not_a_norm_result(x)
         weight, bias = self.parts()
         check_norm_result(x, weight)
         gemms = self.gemms(x.h.device)
@@ -284,19 +319,8 @@ class MXNormLinear(QuantizedLinear):
             )
         check_input(x.h, self.in_features, weight, self.recipe, gemms.mode)
         check_dtype("x under autocast", compute_dtype(x.h), self.recipe, gemms.mode)
-        y = None if x.call is None else x.call.output(self, x, gemms)
+        y = None if x.call is None else x.call.output(self, x, gemms, _multiply)
         if y is None:
-            y = self._multiply(x, weight, gemms)
+            (y,) = _multiply(x, (self,), gemms, self.ready_with(x.gain), True)
         y = y.view(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias.to(y.dtype)
-
-    def _multiply(self, x: NormedInput, weight: torch.Tensor, gemms: ThreeGEMMs) -> torch.Tensor:
-        signs, gathered = x.signs, x.gathered
-        if signs is None and self.recipe.needs_signs:
-            # A norm whose own recipe has no transform hands on no signs. The linears' own differ.
-            signs = self.signs(x.h.device)
-            gathered = None if gathered is None else GatheredColumns.empty(gathered.split_key)
-        gathered = None if gathered is None else gathered.for_function()
-        rows, draws = x.h.reshape(-1, x.shape[-1]), self.draws(x.h.device)
-        others = (x.x, x.rho, gathered, signs, draws, *x.xhat)
-        return _MXNormLinearFunction.apply(rows, x.gain, weight, gemms, self.ready_with(x.gain), *others)

@@ -1,12 +1,16 @@
-"""What an MXNorm hands to its linears. It stands for a tensor and is none: every other use of it is refused."""
+"""What an MXNorm hands to its linears. It takes a tensor's place but is not one; only linears accept it."""
 
+from traceback import walk_stack
 from typing import NamedTuple
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
+from mxtrain.errors import ConfigError
 from mxtrain.nn.gathered_norm import GatheredColumns
 from mxtrain.nn.group import GroupCall
 from mxtrain.nn.recipe_module import RecipeModule
+from mxtrain.nn.three_gemms import version
 from mxtrain.ops.gemm import Operand
 from mxtrain.recipes.recipe import Recipe
 
@@ -125,3 +129,59 @@ def _refuse(name: str):
 
 for _method in (*(f"__{name}__" for name in _REFUSED), "index", "count"):
     setattr(NormedInput, _method, _refuse(_method))
+
+
+def writes_to(x: torch.Tensor) -> tuple[int, int] | None:
+    """Return the id of x and the number of writes to it so far; None if PyTorch does not count them."""
+    writes = version(x)
+    return None if writes is None else (id(x), writes)
+
+
+def check_norm_result(normed, weight: torch.Tensor) -> None:
+    """Require an MXNorm's result that gives a linear with this weight its gradients.
+
+    In a compiled graph only class and dtype are checked: Dynamo cannot trace the rest.
+
+    Raises:
+        TypeError: ``normed`` is not the result of an MXNorm.
+        ConfigError: FSDP or a reentrant checkpoint between the norm and the linear has made the result useless.
+        RuntimeError: x was written to after the norm, as PyTorch raises it for saved tensors.
+    """
+    if not isinstance(normed, NormedInput):
+        if isinstance(normed, tuple) and len(normed) == len(NormedInput._fields):
+            raise ConfigError(
+                "a checkpoint with use_reentrant=True around an MXNorm makes its result a plain tuple: set "
+                "use_reentrant=False"
+            )
+        raise TypeError(f"MXNormLinear takes the result of an MXNorm, not {type(normed).__name__}")
+    h, gain = normed.h, normed.gain
+    if normed.rho.dtype not in (torch.float32, torch.float64):
+        raise ConfigError(
+            f"the result of an MXNorm was cast to {normed.rho.dtype} before its linears: set cast_forward_inputs=False "
+            "in FSDP's mixed precision of modules between the norm and its linears"
+        )
+    if torch.compiler.is_compiling():
+        return
+    if gain is not None and gain.untyped_storage().size() == 0:
+        raise ConfigError(
+            "the gain of an MXNorm was freed before its linears: let FSDP shard the norm together with its linears, or "
+            "a module that holds them all"
+        )
+    if h.requires_grad and not torch.is_grad_enabled() and _in_reentrant_checkpoint():
+        raise ConfigError(
+            "a checkpoint with use_reentrant=True between an MXNorm and its linears loses their gradients: set "
+            "use_reentrant=False"
+        )
+    # PyTorch counts the writes only from the linear on, which saves x, or from the norm on if x needs a gradient.
+    needs_x = weight.requires_grad or (gain is not None and gain.requires_grad)
+    of_x, writes_before = normed.x_writes or (None, 0)
+    if of_x == id(normed.x) and needs_x and torch.is_grad_enabled() and normed.x._version > writes_before:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: the input "
+            f"{list(normed.x.shape)} of an MXNorm is at version {normed.x._version} before its linears; expected "
+            f"version {writes_before}, which was normalized"
+        )
+
+
+def _in_reentrant_checkpoint() -> bool:
+    return any(frame.f_code is CheckpointFunction.forward.__code__ for frame, _ in walk_stack(None))

@@ -1,9 +1,15 @@
-"""Refuses derivatives of the layers' gradients, which would be wrong without an error, and transforms of torch.func."""
+"""What the layers' autograd functions share.
 
-from collections.abc import Callable
+Derivatives of their gradients would be wrong without an error, so they are refused, and so are transforms of
+``torch.func``.
+"""
+
+from collections.abc import Callable, Sequence
 from functools import wraps
 
 import torch
+
+from mxtrain.ops.gemm import Operand
 
 MESSAGE = (
     "mxtrain's layers have no second derivatives: a gradient penalty, a Hessian or another use of create_graph=True "
@@ -18,11 +24,12 @@ NO_TRANSFORMS = (
 def once_differentiable(backward: Callable) -> Callable:
     """Return the backward of an autograd function that calls ``backward(ctx, saved, *gradients)``.
 
-    It raises RuntimeError where its results are differentiated. Without any gradient it returns none, as PyTorch's own.
+    It raises RuntimeError where its results are differentiated. If every incoming gradient is None, it returns None for
+    each input, as PyTorch's own.
 
     The forward calls ``ctx.set_materialize_grads(False)``: else PyTorch would make zeros of no gradient, and weights
-    that the loss does not need would get zeros. ``saved`` are the context's saved tensors. ``ctx.h`` is a tensor from
-    which the results come, too, if it was not saved.
+    that the loss does not need would get zeros. ``saved`` are the context's saved tensors. ``ctx.h`` is an input kept
+    on ctx instead of saved.
 
     ``torch.autograd.function.once_differentiable`` raises only if the incoming gradient needs a gradient itself. The
     gradient of a sum needs none, and second derivatives would then be zero without an error.
@@ -67,3 +74,17 @@ def refuse_transforms() -> None:
     """
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise RuntimeError(NO_TRANSFORMS)
+
+
+def constant_operand(xhat: Sequence[torch.Tensor | None], mode: str) -> Operand:
+    """Return the operand of these results of an autograd function, for which no gradient is computed."""
+    if mode == "reference":
+        # MXFP8's values are a view here, which PyTorch 2.11 treats as differentiable where a compiled graph ends.
+        # Kernels return no views, and with detach() PyTorch 2.11 would keep their results twice.
+        xhat = [None if t is None else t.detach() for t in xhat]
+    return Operand(*xhat)
+
+
+def without_data(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor with the dtype and device of ``x`` and this shape, whose elements share one number in memory."""
+    return x.new_zeros(()).expand(shape)

@@ -10,18 +10,16 @@ Results have the same bits as with a cast in every microbatch. Memory, until ``d
 mode "emulated" takes 2, because one image serves both (4 in a group whose linears multiply one by one forward).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from mxtrain.nn.group import LinearGroup, ReadyGroup
+from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.mxnorm import MXNorm
-from mxtrain.nn.three_gemms import QuantizedLinear, ReadyWeight, ThreeGEMMs
-from mxtrain.nn.writes import version
-from mxtrain.ops import quantize
+from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, version
 
 
 def note_norms(model: nn.Module, feeds: Mapping[str, Sequence[str]]) -> None:
@@ -70,64 +68,42 @@ class ReadyWeights:
 
     def _refresh_group(self, norm: MXNorm) -> bool:
         """Cast the weights of a norm's linears as one, if the linears are one GEMM now; return whether they are."""
-        group = norm.group
-        if any(map(is_parametrized, (norm, *group.linears))):
+        group, linears = norm.group, norm.group.linears
+        gemms = linears[0].gemms(linears[0].weight.device)
+        parametrized = any(map(is_parametrized, (norm, *linears)))
+        if parametrized or not group.is_one_gemm(gemms.mode, norm.recipe.needs_signs):
             group.ready = None
             return False
-        first, gain = group.linears[0], norm.weight
-        weights = [linear.weight for linear in group.linears]
-        gemms = first.gemms(first.weight.device)
-        if not group.is_one_gemm(gemms.mode, norm.recipe.needs_signs):
-            group.ready = None
-            return False
-        for linear in group.linears:
+        for linear in linears:
             linear.ready = None
-        if any(isinstance(parameter, DTensor) for parameter in (gain, *weights)):
-            group.ready = None
-        else:
-            made_from = (gemms.recipe, gemms.mode, group.joins_fprop, *map(_identity, (gain, *weights)))
-            self._register(group, made_from, lambda: _cast_group(group, weights, gemms, gain))
+        self._cast(group, [linear.weight for linear in linears], norm.weight, gemms, group.joins_fprop)
         return True
 
     def _refresh_single(self, linear: QuantizedLinear) -> None:
-        if not _can_be_cast(linear):
+        norms = linear.fed_by
+        if norms is None or any(map(is_parametrized, (linear, *norms))) or linear.layer_state.is_plain:
             linear.ready = None
-            return
-        weight, gain = linear.weight, _gain_of(linear)
-        gemms = linear.gemms(weight.device)
-        made_from = (gemms.recipe, gemms.mode, _identity(weight), _identity(gain))
-        self._register(
-            linear,
-            made_from,
-            lambda: ReadyWeight(*quantize.weight_for_both(weight, gemms.recipe, gemms.mode, gain), (weight, gain)),
-        )
+        else:
+            gain = norms[0].weight if norms else None
+            self._cast(linear, [linear.weight], gain, linear.gemms(linear.weight.device), True)
 
-    def _register(self, holder: QuantizedLinear | LinearGroup, made_from: tuple, cast: Callable) -> None:
+    def _cast(
+        self,
+        holder: QuantizedLinear | LinearGroup,
+        weights: Sequence[torch.Tensor],
+        gain: torch.Tensor | None,
+        gemms: ThreeGEMMs,
+        joined: bool,
+    ) -> None:
+        """Give the holder the operands of its weights, unless it has them already."""
+        if any(isinstance(parameter, DTensor) for parameter in (*weights, gain)):
+            holder.ready = None
+            return
+        made_from = (gemms.recipe, gemms.mode, joined, *map(_identity, (*weights, gain)))
         if holder.ready is None or self._made_from.get(holder) != made_from:
             holder.ready = None  # frees the old operands before the new ones are allocated
-            holder.ready = cast()
+            holder.ready = gemms.quantize_ahead(weights, gain, joined)
             self._made_from[holder] = made_from
-
-
-def _cast_group(
-    group: LinearGroup, weights: Sequence[torch.Tensor], gemms: ThreeGEMMs, gain: torch.Tensor | None
-) -> ReadyGroup:
-    recipe, mode, made_from = gemms.recipe, gemms.mode, (*weights, gain)
-    if group.joins_fprop:
-        fprop, dgrad = quantize.weights_for_both(weights, recipe, mode, gain)
-        return ReadyGroup((fprop,), dgrad, made_from)
-    fprops = tuple(quantize.weight(weight, recipe.fprop, mode, 1, gain) for weight in weights)
-    return ReadyGroup(fprops, quantize.weights(weights, recipe.dgrad, mode, 0, gain), made_from)
-
-
-def _can_be_cast(linear: QuantizedLinear) -> bool:
-    if linear.fed_by is None or any(map(is_parametrized, (linear, *linear.fed_by))):
-        return False
-    return not (isinstance(linear.weight, DTensor) or linear.layer_state.is_plain)
-
-
-def _gain_of(linear: QuantizedLinear) -> torch.Tensor | None:
-    return linear.fed_by[0].weight if linear.fed_by else None
 
 
 def _identity(x: torch.Tensor | None) -> tuple:

@@ -3,10 +3,9 @@
 import torch
 import torch.nn as nn
 
-from mxtrain.recipes.layer_state import LayerState, Timeline
 from mxtrain.recipes.recipe import LinearRecipe
-from mxtrain.rng.call_number import draws_of_call
-from mxtrain.rng.rounding_position import position_as_set, random_position
+from mxtrain.recipes.schedule import LayerState, Timeline
+from mxtrain.rng.rounding import draws_of_call, position_as_set, random_position
 from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
 
 
@@ -66,7 +65,7 @@ class RecipeModule(nn.Module):
         return self._seeds.to(device)[0] if self.recipe.needs_signs else None
 
     def draws(self, device: torch.device) -> torch.Tensor | None:
-        """Return the key and position of this forward, int64 [4] (``mxtrain.rng.rounding_position.Draws``).
+        """Return the key and position of this forward, int64 [4] (``mxtrain.rng.rounding.Draws``).
 
         None if the recipe rounds to nearest, or if there will be no backward.
 

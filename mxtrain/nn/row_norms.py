@@ -1,31 +1,40 @@
-"""Common parts of the fused RMSNorm and LayerNorm: checks, autocast, DTensors, and the choice made when compiled."""
+"""RMSNorm and LayerNorm with gradients: fused kernels on a GPU, plain PyTorch elsewhere.
+
+For norms that MXNorm does not replace. LayerNorm is RMSNorm that subtracts the mean of the row (``centered``) and may
+have a bias.
+"""
 
 import math
-from collections.abc import Mapping
 from numbers import Real
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from mxtrain.custom_op import untraced
 from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
-from mxtrain.nn.once_differentiable import refuse_transforms
+from mxtrain.nn.once_differentiable import once_differentiable, refuse_transforms
 from mxtrain.ops.arguments import check_tensor
-from mxtrain.ops.rms_norm import DTYPES
+from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
+from mxtrain.reference import row_norms as reference
 from mxtrain.reference.casts import at_least_fp32
+
+if HAS_TRITON:
+    from mxtrain.kernels.norm import row_norms as kernels
+
+# The kernels take all but float64, which is for gradcheck and oracles.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 WHEN_COMPILED = ("auto", "kernel", "formula")
 
 # Measured to be faster: Inductor fuses the residual add and the casts around the norm with the formula only.
 AUTO_WHEN_COMPILED = "formula"
 
-Vectors = Mapping[str, torch.Tensor | None]
-"""Weight and bias by name, in the order in which the autograd function takes them; None for one that is absent"""
-
-
-def casts_under_autocast(op: str) -> bool:
-    """Whether autocast on a GPU casts to fp32 before this op of PyTorch: "rms_norm" (not in 2.11) or "layer_norm"."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "AutocastCUDA")
+# Whether autocast on a GPU casts to fp32 before these functions of PyTorch. Before F.rms_norm PyTorch 2.11 does not.
+_AUTOCASTS = {
+    name: torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
+    for name in ("rms_norm", "layer_norm")
+}
 
 
 def runs_when_compiled(when_compiled: str) -> str:
@@ -33,55 +42,139 @@ def runs_when_compiled(when_compiled: str) -> str:
     return AUTO_WHEN_COMPILED if when_compiled == "auto" else when_compiled
 
 
-def apply_to_rows(
-    function: type[torch.autograd.Function],
-    name: str,
-    autocasts: bool,
-    x: torch.Tensor,
-    vectors: Vectors,
-    residual: torch.Tensor | None,
-    eps: float,
+def _has_kernels(x: torch.Tensor) -> bool:
+    # The modes native and emulated share these kernels.
+    return runs_kernels("emulated", x.device.type) and x.dtype != torch.float64
+
+
+def _rows(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.reshape(-1, x.shape[-1])
+
+
+@untraced
+class _RowNormFunction(torch.autograd.Function):
+    """x [..., D], weight and bias [D] or None, residual [..., D] or None -> y; with a residual, (y, x + residual)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, residual, eps: float, centered: bool):
+        ctx.set_materialize_grads(False)
+        if _has_kernels(x):
+            y, mean, rstd, total = kernels.row_norm(_rows(x), weight, bias, eps, _rows(residual), centered)
+            y, total = y.view(x.shape), total.view(x.shape)
+        else:
+            y, mean, rstd, total = reference.row_norm(x, weight, bias, eps, residual, centered)
+            # As the kernel and PyTorch's norms return them, whatever the strides of x: models view them.
+            y, total = y.contiguous(), total.contiguous()
+        if residual is None:
+            total = x
+        ctx.save_for_backward(total, mean, rstd, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y if residual is None else (y, total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, saved, dy: torch.Tensor | None, dtotal: torch.Tensor | None = None):
+        total, mean, rstd, weight = saved
+        needs_x, needs_weight, needs_bias, needs_residual, *_ = ctx.needs_input_grad
+        dtypes = weight.dtype if needs_weight else None, ctx.bias_dtype if needs_bias else None
+        if dy is None:
+            dx, dweight, dbias = dtotal, None, None
+        elif _has_kernels(total):
+            rows = (_rows(dy), _rows(total), mean, rstd, weight, _rows(dtotal))
+            dx, dweight, dbias = kernels.row_norm_backward(*rows, *dtypes)
+            dx = dx.view(total.shape)
+        else:
+            dx, dweight, dbias = reference.row_norm_backward(dy, total, mean, rstd, weight, dtotal, *dtypes)
+        return dx if needs_x else None, dweight, dbias, dx if needs_residual else None, None, None
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-5, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Check the operands, and apply ``function`` to x, the vectors, the residual and eps, or to shards of DTensors.
+    """Divide every row by its RMS and multiply by the weight, as ``F.rms_norm``; a residual is added to x first.
+
+    The arithmetic is fp32 and y is rounded once. The backward computes dx and dweight in one pass over dy and x, sums
+    dweight in fp32 and is deterministic; second derivatives are not supported. Autocast on a GPU casts x to fp32 if
+    the installed PyTorch does so for ``F.rms_norm``. DTensors may be sharded along any dimension but the last.
+
+    In fp32, a row with an RMS above 1.8e19 / sqrt(D) gives 0, as from ``F.rms_norm``, and no gradients.
 
     Args:
-        function: takes x [..., D], the vectors [D], the residual [..., D] and eps; returns y, or (y, x + residual).
-        name: of the public function, for messages.
-        autocasts: whether autocast on a GPU casts x to fp32.
+        x: bf16, fp16, fp32 or fp64, [..., D] with D at most 65536 on a GPU. fp64 runs in plain PyTorch.
+        weight: [D], any of these dtypes, or None for ones. fp64 only with x of fp64.
+        eps: added to the mean square.
+        residual: [..., D], as the weight; the sum x + residual is rounded to the dtype of x.
+
+    Returns:
+        y [..., D] in the dtype of ``x``; with a residual, the pair (y, x + residual).
 
     Raises:
-        ValueError: for mismatched shapes or devices, a negative eps, or an unsupported dtype.
+        ValueError: for mismatched shapes or devices, a negative eps, or an unsupported dtype or width.
         TypeError: for what is no tensor, and for a mix of DTensors and plain tensors.
         RuntimeError: in a transform of ``torch.func``.
     """
+    return _row_norm("rms_norm", x, weight, None, residual, eps)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Bring every row to mean 0 and variance 1, multiply by the weight and add the bias, as ``F.layer_norm``.
+
+    A residual is added to x first. The variance is the mean of squared distances from the mean, so a large mean costs
+    no digits. Arithmetic, backward and DTensors are as for ``rms_norm``. Autocast on a GPU casts x to fp32, as before
+    ``F.layer_norm``.
+
+    In fp32, a row with a standard deviation above 1.8e19 / sqrt(D) gives the bias, and no gradients of x and weight. It
+    gives NaN if its sum overflows, too. (``F.layer_norm`` gives the bias or NaN.)
+
+    Args:
+        x, weight, residual: as for ``rms_norm``.
+        bias: [D], as the weight, or None for zeros.
+        eps: added to the variance.
+
+    Returns:
+        y [..., D] in the dtype of ``x``; with a residual, the pair (y, x + residual).
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as ``rms_norm`` does.
+    """
+    return _row_norm("layer_norm", x, weight, bias, residual, eps)
+
+
+def _row_norm(name: str, x, weight, bias, residual, eps):
+    """Check the operands, and apply the norm ``name`` to them, or to the shards of DTensors."""
     refuse_transforms()
-    _check(x, vectors, residual)
-    eps = checked_eps(eps)
-    if autocasts and x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+    _check(x, weight=weight, bias=bias, residual=residual)
+    eps = _checked_eps(eps)
+    if _AUTOCASTS[name] and x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         if residual is not None:
             total = (x + residual).to(x.dtype)  # not the sum of what autocast makes of them
-            return apply_to_rows(function, name, autocasts, total, vectors, None, eps), total
+            return _row_norm(name, total, weight, bias, None, eps), total
         x = at_least_fp32(x)
-    given = [tensor for tensor in (x, *vectors.values(), residual) if tensor is not None]
+    centered = name == "layer_norm"
+    given = [tensor for tensor in (x, weight, bias, residual) if tensor is not None]
     if not any(isinstance(tensor, DTensor) for tensor in given):
-        return function.apply(x, *vectors.values(), residual, eps)
+        return _RowNormFunction.apply(x, weight, bias, residual, eps, centered)
     if not all(isinstance(tensor, DTensor) for tensor in given):
         raise TypeError(f"{name} of {', '.join(type(tensor).__name__ for tensor in given)}: all or none as DTensor")
-    return _apply_to_shards(function, x, vectors, residual, eps)
+    return _norm_of_shards(x, weight, bias, residual, eps, centered)
 
 
-def _check(x: torch.Tensor, vectors: Vectors, residual: torch.Tensor | None) -> None:
+def _check(x: torch.Tensor, **others: torch.Tensor | None) -> None:
     check_tensor("x", x)
     shape, dtype, device = x.shape, x.dtype, x.device
     if len(shape) == 0 or shape[-1] == 0:
         raise ValueError(f"x {tuple(shape)}: expected a last dimension of at least 1")
-    if dtype not in DTYPES:
-        raise ValueError(f"x of {dtype}: expected bfloat16, float16, float32 or float64")
-    for name, tensor in (*vectors.items(), ("residual", residual)):
+    for name, tensor in {"x": x, **others}.items():
         if tensor is None:
             continue
         check_tensor(name, tensor)
-        if tensor.shape != (shape if name == "residual" else shape[-1:]):
+        if tensor.shape != (shape if name in ("x", "residual") else shape[-1:]):
             part = "its shape" if name == "residual" else "its last dimension"
             raise ValueError(f"{name} {tuple(tensor.shape)} does not match x {tuple(shape)}: expected {part}")
         if tensor.dtype not in DTYPES:
@@ -92,38 +185,34 @@ def _check(x: torch.Tensor, vectors: Vectors, residual: torch.Tensor | None) -> 
             raise ValueError(f"{name} is on {tensor.device}: expected {device}, where x is")
 
 
-def checked_eps(eps) -> float:
+def _checked_eps(eps) -> float:
     """Return eps as kernels take it. Raise ValueError for an eps that is no number, negative or infinite."""
     if isinstance(eps, bool) or not isinstance(eps, (float, torch.SymFloat, Real)) or not 0 <= eps < math.inf:
         raise ValueError(f"eps = {eps!r}: expected a number, not negative")
     return eps if isinstance(eps, (float, torch.SymFloat)) else float(eps)
 
 
-def _apply_to_shards(function, x: DTensor, vectors: Vectors, residual: DTensor | None, eps: float):
-    """Every rank normalizes its rows and computes its part of the gradients of the vectors."""
+def _norm_of_shards(x: DTensor, weight, bias, residual, eps: float, centered: bool):
+    """Every rank normalizes its rows and computes its part of the gradients of weight and bias."""
     mesh, last = x.device_mesh, x.ndim - 1
     # Normalization needs whole rows and finished sums: gather shards of the last dimension, reduce partial sums.
     rows = tuple(p if p.is_shard() and p.dim not in (-1, last) else Replicate() for p in x.placements)
     parts = tuple(Partial() if p.is_shard() else p for p in rows)
+    whole = (Replicate(),) * mesh.ndim
     shape, stride = x.shape, _contiguous_stride(x.shape)
-
-    def whole_vector(vector):
-        if vector is None:
-            return None
-        return _placed(vector, (Replicate(),) * mesh.ndim).to_local(grad_placements=parts)
-
-    results = function.apply(
+    results = _RowNormFunction.apply(
         _placed(x, rows).to_local(),
-        *map(whole_vector, vectors.values()),
+        *(None if v is None else _placed(v, whole).to_local(grad_placements=parts) for v in (weight, bias)),
         None if residual is None else _placed(residual, rows).to_local(),
         eps,
+        centered,
     )
 
-    def whole(local):
+    def joined(local):
         # Explicit shape and stride: DTensor cannot infer them from shards of different sizes.
         return DTensor.from_local(local, mesh, rows, run_check=False, shape=shape, stride=stride)
 
-    return whole(results) if residual is None else tuple(whole(local) for local in results)
+    return joined(results) if residual is None else tuple(map(joined, results))
 
 
 def _placed(x: DTensor, placements: tuple) -> DTensor:
@@ -138,23 +227,22 @@ def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
-def check_settings(dim, when_compiled: str) -> None:
-    """Raise ConfigError for the settings of a fused norm: a length that is no positive integer, or several of them."""
-    require_one_of("when_compiled", when_compiled, WHEN_COMPILED)
-    lengths = dim if isinstance(dim, (tuple, list)) else (dim,)
-    for length in lengths:
-        require_positive_integer("dim", length)
-    if len(lengths) != 1:
-        raise ConfigError(f"normalized_shape = {tuple(lengths)} has more than one dimension")
-
-
-class FusedNorm(nn.Module):
+class _FusedNorm(nn.Module):
     """The forward of a fused norm. A subclass has this class and then PyTorch's norm as bases.
 
     It defines ``_fused(x, residual)``, which calls the public function.
     """
 
     when_compiled: str
+
+    @staticmethod
+    def _check_settings(dim, when_compiled: str) -> None:
+        require_one_of("when_compiled", when_compiled, WHEN_COMPILED)
+        lengths = dim if isinstance(dim, (tuple, list)) else (dim,)
+        for length in lengths:
+            require_positive_integer("dim", length)
+        if len(lengths) != 1:
+            raise ConfigError(f"normalized_shape = {tuple(lengths)} has more than one dimension")
 
     def _formula_takes(self, x: torch.Tensor) -> bool:
         """Whether PyTorch's norm computes these dtypes of x and the parameters."""
@@ -176,3 +264,93 @@ class FusedNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, when_compiled={self.when_compiled}"
+
+
+class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
+    """``nn.RMSNorm`` over one dimension, computed by ``rms_norm``. Same parameter, so checkpoints load either way.
+
+    Args:
+        dim: row length D.
+        eps: added to the mean square; None for the machine epsilon of the arithmetic, as in ``nn.RMSNorm``.
+        elementwise_affine: whether there is a weight.
+        when_compiled: what runs under ``torch.compile``: "kernel", "formula" (``F.rms_norm``, which the compiler can
+            fuse with its neighbours) or "auto" (the faster of the two as measured, AUTO_WHEN_COMPILED).
+
+    Raises:
+        ConfigError: for another ``when_compiled``, a length that is no positive integer, or more than one dimension.
+        ValueError: for an eps that is no number, or negative.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float | None = 1e-5,
+        elementwise_affine: bool = True,
+        *,
+        when_compiled: str = "auto",
+        **factory_kwargs,
+    ):
+        self._check_settings(dim, when_compiled)
+        super().__init__(dim, None if eps is None else _checked_eps(eps), elementwise_affine, **factory_kwargs)
+        self.when_compiled = when_compiled
+
+    @classmethod
+    def from_rms_norm(cls, norm: nn.RMSNorm, *, when_compiled: str = "auto") -> "FusedRMSNorm":
+        """Return the FusedRMSNorm that replaces ``norm`` and shares its weight."""
+        shape, affine = norm.normalized_shape, norm.elementwise_affine
+        new = cls(shape, norm.eps, affine, when_compiled=when_compiled, device="meta")
+        new.weight = norm.weight
+        return new.train(norm.training)
+
+    def _fused(self, x, residual):
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
+        return rms_norm(x, self.weight, eps, residual)
+
+
+class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
+    """``nn.LayerNorm`` over one dimension, computed by ``layer_norm``. Same parameters, so checkpoints load either way.
+
+    Args:
+        dim: row length D.
+        eps: added to the variance.
+        elementwise_affine: whether there is a weight.
+        bias: whether there is a bias beside the weight.
+        when_compiled: what runs under ``torch.compile``, as in ``FusedRMSNorm``; the formula is ``F.layer_norm``.
+
+    Raises:
+        ConfigError: for another ``when_compiled``, a length that is no positive integer, or more than one dimension.
+        ValueError: for an eps that is no number, or negative.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        *,
+        when_compiled: str = "auto",
+        **factory_kwargs,
+    ):
+        self._check_settings(dim, when_compiled)
+        super().__init__(dim, _checked_eps(eps), elementwise_affine, bias, **factory_kwargs)
+        self.when_compiled = when_compiled
+
+    @classmethod
+    def from_layer_norm(cls, norm: nn.LayerNorm, *, when_compiled: str = "auto") -> "FusedLayerNorm":
+        """Return the FusedLayerNorm that replaces ``norm`` and shares its weight and bias."""
+        shape, affine, has_bias = norm.normalized_shape, norm.elementwise_affine, norm.bias is not None
+        new = cls(shape, norm.eps, affine, has_bias, when_compiled=when_compiled, device="meta")
+        new.weight, new.bias = norm.weight, norm.bias
+        return new.train(norm.training)
+
+    def _fused(self, x, residual):
+        return layer_norm(x, self.weight, self.bias, self.eps, residual)
+
+    def _formula_takes(self, x):
+        if x.device.type != "cpu":
+            return True
+        weight = x.dtype if self.weight is None else self.weight.dtype
+        bias = weight if self.bias is None else self.bias.dtype
+        # There F.layer_norm mixes dtypes only where fp32 parameters meet bf16 or fp16.
+        return weight == bias and (weight == x.dtype or weight.itemsize == 4 > x.dtype.itemsize)

@@ -14,9 +14,11 @@ Between the layers, sequence parallelism splits the sequences. Norms have whole 
 from dataclasses import dataclass
 
 import torch
+import torch.nn as nn
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial
 
-from mxtrain.recipes.keyed import Keyed
+from mxtrain.recipes.recipe import Keyed
 
 
 @dataclass(frozen=True)
@@ -73,3 +75,18 @@ def own_part(parameter: torch.Tensor | None) -> torch.Tensor | None:
         return parameter
     parts = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
     return parameter.to_local(grad_placements=parts)
+
+
+class LocalLinear(nn.Linear):
+    """``nn.Linear`` whose parameters are DTensors, and whose input and result are plain tensors.
+
+    For tensor parallelism inside a mixture of experts that returns a part of a sum.
+
+    A replicated weight [N, D] gives the whole result, and gets this process's part of the weight's gradient. A shard of
+    the rows gives a shard of the result's features. A shard of the columns takes a shard of the features of x, and
+    gives a part of a sum. No gradient of x is summed over processes.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., D] or its shard of features -> the result [..., N], its shard of features, or a part of a sum."""
+        return F.linear(x, own_part(self.weight), own_part(self.bias))

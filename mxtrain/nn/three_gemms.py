@@ -7,51 +7,67 @@ X is [T, D] (tokens, input features), W is [N, D], dY is [T, N]:
     wgrad   dW = dY^T X     reduces over T
 
 Each GEMM casts both operands as its own recipe says, in blocks along the axis that it reduces over. Every cast reads
-high-precision values: a row-wise quantized X says nothing exact about blocks along tokens.
+high-precision values: an X quantized along its rows cannot be re-blocked along tokens exactly.
 
 After an MXNorm, X stands for X diag(rho) and W for W diag(gain).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 from mxtrain.errors import ConfigError, require_positive_integer
+from mxtrain.nn.once_differentiable import refuse_transforms
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.split import WHOLE, SplitMatrices
 from mxtrain.ops import quantize
 from mxtrain.ops.gemm import Operand, matmul
 from mxtrain.ops.hardware import check_mode, mode_in_forward
-from mxtrain.recipes.keyed import from_key
-from mxtrain.recipes.layer_state import LayerState
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import LinearRecipe
+from mxtrain.recipes.recipe import LinearRecipe, from_key
+from mxtrain.recipes.schedule import LayerState
+
+DTYPES = (torch.bfloat16, torch.float32)
 
 
-class ReadyWeight(NamedTuple):
-    """W, times the gain if there is one, as the operands of two GEMMs: cast ahead for several forwards.
+class ReadyOperands(NamedTuple):
+    """Weights of one linear or of several, times the gain if there is one, cast ahead for several forwards.
 
-    ``made_from`` holds W and gain. A forward with other parameters (``torch.func.functional_call``) casts them itself.
+    Attributes:
+        fprop: one operand for all weights, or one for each (see ``ThreeGEMMs.fprop``).
+        dgrad: one operand for all weights.
+        made_from: the weights and the gain. A forward with other parameters (``torch.func.functional_call``) casts them
+            itself.
     """
 
-    fprop: Operand
+    fprop: tuple[Operand, ...]
     dgrad: Operand
     made_from: tuple[torch.Tensor | None, ...]
 
+    def are_of(self, parameters: Iterable[torch.Tensor | None]) -> bool:
+        """Return whether they were made from these tensors, not only from equal ones."""
+        return all(parameter is other for parameter, other in zip(parameters, self.made_from, strict=True))
 
-def are_same(parameters: Iterable[torch.Tensor | None], others: Iterable[torch.Tensor | None]) -> bool:
-    """Return whether both are the same tensors, not only equal ones."""
-    return all(parameter is other for parameter, other in zip(parameters, others, strict=True))
+
+def version(x: torch.Tensor) -> int | None:
+    """Return the number of writes to x so far; None in compiled graphs and for inference tensors, which have none.
+
+    What was made from x before a write is out of date.
+    """
+    return None if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 @dataclass(frozen=True)
 class ThreeGEMMs:
     """The GEMMs of a layer with this recipe, in this execution mode, on matrices that may be split over processes.
 
-    If ``runs_wgrad`` is False, weight and gain get no gradient.
+    Several layers with the same X can be one GEMM each way: their weights ``ws`` [N_i, D] one below the other are W
+    [N, D], N = sum N_i, and their output gradients ``dys`` side by side are dY [T, N]. If ``runs_wgrad`` is False,
+    weights and gain get no gradient.
     """
 
     recipe_key: str
@@ -68,49 +84,71 @@ class ThreeGEMMs:
         """X as fprop's operand."""
         return quantize.activation(x, self.recipe.fprop, self.mode, self.split.x)
 
-    def quantize_gradient(
-        self,
-        dy: torch.Tensor,
-        for_dgrad: bool,
-        for_wgrad: bool,
-        signs: torch.Tensor | None,
-        draws: torch.Tensor | None,
-    ) -> tuple[Operand | None, Operand | None]:
-        """dY as the operands of dgrad and wgrad; None for an operand that is not wanted."""
-        for_wgrad = for_wgrad and self.runs_wgrad
-        return quantize.gradient(dy, self.recipe, self.mode, for_dgrad, for_wgrad, signs, draws, self.split.dy)
-
-    def fprop(
-        self,
-        x: Operand,
-        w: torch.Tensor,
-        out_dtype: torch.dtype,
-        gain: torch.Tensor | None = None,
-        ready: ReadyWeight | None = None,
-    ) -> torch.Tensor:
-        """Y [T, N] from X quantized along D. ``ready`` takes the place of W and gain."""
-        if ready is not None:
-            return matmul(x, ready.fprop, out_dtype)
-        return matmul(x, quantize.weight(w, self.recipe.fprop, self.mode, 1, gain, self.split.w), out_dtype)
-
-    def dgrad(
-        self,
-        dy: Operand,
-        w: torch.Tensor,
-        out_dtype: torch.dtype,
-        gain: torch.Tensor | None = None,
-        ready: ReadyWeight | None = None,
-    ) -> torch.Tensor:
-        """dX [T, D] from dY quantized along N. ``ready`` takes the place of W and gain."""
-        if ready is not None:
-            return matmul(dy, ready.dgrad, out_dtype)
-        return matmul(dy, quantize.weight(w, self.recipe.dgrad, self.mode, 0, gain, self.split.w), out_dtype)
-
     def quantize_along_tokens(
         self, x: torch.Tensor, rho: torch.Tensor | None = None, signs: torch.Tensor | None = None
     ) -> Operand:
         """X [T, D] as wgrad's operand; with ``rho`` [T], X diag(rho) row by row."""
         return quantize.activation_along_tokens(x, self.recipe.wgrad, self.mode, rho, signs, self.split.x)
+
+    def quantize_gradients(
+        self,
+        dys: Sequence[torch.Tensor],
+        for_dgrad: bool,
+        for_wgrad: bool,
+        signs: torch.Tensor | None,
+        draws: Sequence[torch.Tensor | None],
+    ) -> tuple[Operand | None, Operand | None]:
+        """dY as the operands of dgrad and wgrad; None for an operand that is not wanted."""
+        for_wgrad = for_wgrad and self.runs_wgrad
+        return quantize.gradients(dys, self.recipe, self.mode, for_dgrad, for_wgrad, signs, draws, self.split.dy)
+
+    def quantize_ahead(
+        self, ws: Sequence[torch.Tensor], gain: torch.Tensor | None, joined: bool = True
+    ) -> ReadyOperands:
+        """W as the operands of fprop and dgrad; ``joined`` as for ``fprop``."""
+        if joined:
+            fprop, dgrad = quantize.weights_for_both(ws, self.recipe, self.mode, gain, self.split.w)
+            return ReadyOperands((fprop,), dgrad, (*ws, gain))
+        dgrad = quantize.weights(ws, self.recipe.dgrad, self.mode, 0, gain, self.split.w)
+        return ReadyOperands(tuple(self._for_fprop(ws, gain, False)), dgrad, (*ws, gain))
+
+    def _for_fprop(self, ws, gain, joined: bool) -> Iterator[Operand]:
+        for part in (ws,) if joined else ((w,) for w in ws):
+            yield quantize.weights(part, self.recipe.fprop, self.mode, 1, gain, self.split.w)
+
+    def fprop(
+        self,
+        x: Operand,
+        ws: Sequence[torch.Tensor],
+        out_dtype: torch.dtype,
+        gain: torch.Tensor | None = None,
+        ready: ReadyOperands | None = None,
+        joined: bool = True,
+    ) -> tuple[torch.Tensor, ...]:
+        """Y_i [T, N_i] of every weight, from X quantized along D. ``ready`` takes the place of W and gain.
+
+        Args:
+            joined: compute all of Y as one GEMM. It stays in memory as long as any Y_i is needed.
+        """
+        operands = self._for_fprop(ws, gain, joined) if ready is None else ready.fprop
+        ys = tuple(matmul(x, w, out_dtype) for w in operands)
+        if len(ys) == len(ws):
+            return ys
+        # Not views for autograd, which would forbid writes to them.
+        return ys[0].unsafe_split_with_sizes([w.shape[0] for w in ws], 1)
+
+    def dgrad(
+        self,
+        dy: Operand,
+        ws: Sequence[torch.Tensor],
+        out_dtype: torch.dtype,
+        gain: torch.Tensor | None = None,
+        ready: ReadyOperands | None = None,
+    ) -> torch.Tensor:
+        """dX [T, D] from dY quantized along N: the sum over the layers. ``ready`` takes the place of W and gain."""
+        if ready is not None:
+            return matmul(dy, ready.dgrad, out_dtype)
+        return matmul(dy, quantize.weights(ws, self.recipe.dgrad, self.mode, 0, gain, self.split.w), out_dtype)
 
     def wgrad(self, dy: Operand, x: Operand, out_dtype: torch.dtype) -> torch.Tensor:
         """dW [N, D] from dY and X quantized along T."""
@@ -149,7 +187,7 @@ class QuantizedLinear(RecipeModule, nn.Linear):
         check_features(in_features, out_features, self.recipe)
         super().__init__(in_features, out_features, bias, **factory_kwargs)
         # Set from the start, because torch.compile would compile again when the attribute appears.
-        self.ready: ReadyWeight | None = None
+        self.ready: ReadyOperands | None = None
         self.runs_wgrad = True
         self.set_seed(0, "")
 
@@ -179,12 +217,12 @@ class QuantizedLinear(RecipeModule, nn.Linear):
         """
         return ThreeGEMMs(self.recipe.key, mode_in_forward(self.mode, device.type), self.split, self.runs_wgrad)
 
-    def ready_with(self, gain: torch.Tensor | None) -> ReadyWeight | None:
+    def ready_with(self, gain: torch.Tensor | None) -> ReadyOperands | None:
         """Return the weight that ``mxtrain.nn.ready_weights`` has cast, if it has this gain and is still the layer's.
 
         It is an argument of its own in autograd functions: Dynamo finds no tensors in a ``ThreeGEMMs``.
         """
-        if self.ready is None or not are_same((self.weight, gain), self.ready.made_from):
+        if self.ready is None or not self.ready.are_of((self.weight, gain)):
             return None
         return self.ready
 
@@ -223,3 +261,38 @@ def check_features(in_features: int, out_features: int, recipe: LinearRecipe) ->
                     f"{name} = {value} is not a multiple of the block size {of_gemm.block_size} "
                     f"of recipe {of_gemm.name!r}"
                 )
+
+
+def check_input(x: torch.Tensor, features: int, weight: torch.Tensor | None, recipe: LinearRecipe, mode: str) -> None:
+    """Raise ValueError unless a layer with this weight, recipe and mode takes x [..., features].
+
+    Raises ConfigError for DTensors, unless nothing is quantized, and RuntimeError in a transform of ``torch.func``.
+    """
+    refuse_transforms()
+    if any(isinstance(tensor, DTensor) for tensor in (x, weight)) and any(gemm.format for gemm in recipe.gemms):
+        raise ConfigError(
+            "a quantized layer got a DTensor: PyTorch's tensor parallelism (parallelize_module) does not split its "
+            "casts. Keep the layer with filter_fqns, or train with 'mxtrain train', which splits them"
+        )
+    if x.ndim == 0 or x.shape[-1] != features:
+        raise ValueError(f"x {tuple(x.shape)}: expected a last dimension of {features}")
+    check_dtype("x", x.dtype, recipe, mode)
+    if weight is not None:
+        check_dtype("weight", weight.dtype, recipe, mode)
+        if weight.device != x.device:
+            raise ValueError(f"weight is on {weight.device}: expected {x.device}, where x is")
+        if (x.dtype in DTYPES) != (weight.dtype in DTYPES):
+            raise ValueError(f"x of {x.dtype} and weight of {weight.dtype}: expected float64 for both or for none")
+
+
+def check_dtype(name: str, dtype: torch.dtype, recipe: LinearRecipe, mode: str) -> None:
+    """Raise ValueError for a dtype that would be rounded before its cast. float64 needs GEMMs in float64."""
+    if dtype in DTYPES:
+        return
+    if dtype != torch.float64:
+        raise ValueError(f"{name} of {dtype}: expected bfloat16 or float32")
+    if mode != "reference" or any(gemm.format is not None for gemm in recipe.gemms):
+        raise ValueError(
+            f"{name} of {dtype} with recipe {recipe.name!r} in mode {mode!r}: expected bfloat16 or float32; float64 "
+            "needs recipe 'unquantized' in mode 'reference'"
+        )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from mxtrain.custom_op import define_op
+from mxtrain.ops.gemm import Codes
 
 _ops = torch.ops._c10d_functional
 
@@ -50,3 +51,25 @@ def sum_tokens(x: torch.Tensor, group: str, processes: int) -> torch.Tensor:
     parts = x.reshape(batch, processes, length, *x.shape[2:]).transpose(0, 1).contiguous()
     parts = parts.view(processes * batch, length, *x.shape[2:])
     return _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", processes, group))
+
+
+def gather_codes(codes: Codes, dim: int, batch: int, group: str, processes: int) -> Codes:
+    """Join codes of shards [batch, S / processes] of sequences to those of whole ones; all have one tensor scale.
+
+    Args:
+        dim: 0 if the rows of ``codes`` are tokens, 1 if its columns are tokens (S / processes is whole blocks).
+    """
+    own = [codes.data] if codes.scales is None else [codes.data, codes.scales]
+    # As bytes, because gloo knows no float8.
+    sent = [part.view(torch.uint8) if part.itemsize == 1 else part for part in own]
+    joined = [_join(parts, dim, batch) for parts in gather_parts(sent, group, processes)]
+    data, *scales = (whole.view(part.dtype) for whole, part in zip(joined, own))
+    return Codes(data, *scales or [None], codes.tensor_scale)
+
+
+def _join(parts: torch.Tensor, dim: int, batch: int) -> torch.Tensor:
+    """Join parts [processes, R, C] of every process along dimension ``dim`` of [R, C], sequence by sequence."""
+    processes, rows, columns = parts.shape
+    if dim == 0:
+        return parts.view(processes, batch, rows // batch, columns).transpose(0, 1).reshape(-1, columns)
+    return parts.view(processes, rows, batch, columns // batch).permute(1, 2, 0, 3).reshape(rows, -1)

@@ -1,4 +1,4 @@
-"""A matrix product with a small result and a long reduction, by the fastest of three routes for its shape.
+"""A matrix product with a small result and a long reduction, by kernels that split K or by torch.mm.
 
 The route is chosen when the op runs: a compiled graph holds one op and is not compiled again when the number of tokens
 changes.
@@ -7,14 +7,13 @@ changes.
 import torch
 
 from mxtrain.custom_op import define_op
-from mxtrain.ops.full_precision import full_precision, wide_product
+from mxtrain.ops.gemm import full_precision, wide_product
 from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
 from mxtrain.reference import decompose_k as reference
 from mxtrain.reference.casts import at_least_fp32
 
 if HAS_TRITON:
-    from mxtrain.kernels.router import decompose_k as kernel
-    from mxtrain.kernels.router import decompose_k_plan
+    from mxtrain.kernels import decompose_k as kernels
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -59,41 +58,23 @@ def _run(
         a, b = at_least_fp32(a), at_least_fp32(b)
         with full_precision(a):
             return reference.decompose_k_mm(a, b, bias, epilogue, out_dtype)
-    along_k = decompose_k_plan.lie_along_k(a, b)
-    plan = decompose_k_plan.choose(rows, columns, depth, a.dtype, a.device, along_k).plan
-    return by_plan(a, b, bias, epilogue, out_dtype, plan)
+    along_k = kernels.lie_along_k(a, b)
+    plan, _ = kernels.choose(rows, columns, depth, a.dtype, a.device, along_k)
+    if plan is not None:
+        return kernels.decompose_k(a, b, bias, epilogue, out_dtype, plan)
+    return mm(a, b, bias, epilogue, out_dtype)
 
 
-def by_plan(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    epilogue: str | None,
-    out_dtype: torch.dtype,
-    plan: "decompose_k_plan.Plan",
+def mm(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, epilogue: str | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """epilogue(a b + bias) by the route of ``plan``, for checked arguments that are not empty."""
-    if plan.route == "triton":
-        return kernel.decompose_k(a, b, bias, epilogue, out_dtype, plan)
-    if plan.route == "bmm":
-        product = _bmm(a, b, plan.splits)
-    elif bias is None and epilogue in (None, "relu") and out_dtype == a.dtype:
+    """epilogue(a b + bias) by one torch.mm with fp32 sums."""
+    if bias is None and epilogue in (None, "relu") and out_dtype == a.dtype:
         with full_precision(a):
             product = torch.mm(a, b)
         # Rounding keeps the sign, so relu may come after it.
         return product if epilogue is None else product.relu_()
-    else:
-        product = wide_product(torch.mm, a, b)
-    return reference.finish(product, bias, epilogue, out_dtype)
-
-
-def _bmm(a: torch.Tensor, b: torch.Tensor, splits: int) -> torch.Tensor:
-    """fp32 a b as the sum of ``splits`` products over equal parts of K, plus the product of the remainder."""
-    chunk = a.shape[1] // splits
-    whole = chunk * splits
-    a_chunks = a[:, :whole].unflatten(1, (splits, chunk)).transpose(0, 1)
-    product = wide_product(torch.bmm, a_chunks, b[:whole].unflatten(0, (splits, chunk))).sum(0)
-    return product if whole == a.shape[1] else product.add_(wide_product(torch.mm, a[:, whole:], b[whole:]))
+    return reference.finish(wide_product(torch.mm, a, b), bias, epilogue, out_dtype)
 
 
 def _fake(a, b, bias, epilogue, out_dtype):

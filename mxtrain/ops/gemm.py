@@ -1,12 +1,17 @@
-"""The operands of a GEMM and their product."""
+"""The operands of a GEMM, and their product with fp32 sums, whatever PyTorch is set to.
 
+PyTorch lets cuBLAS round fp32 operands to TF32, add up partial sums in bf16 or fp16 where it splits a product, and sum
+all products of fp16 operands in fp16. On a CPU that multiplies bf16 itself, it lets oneDNN round fp32 operands to bf16
+(``torch.set_float32_matmul_precision("medium")``).
+"""
+
+import contextlib
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from mxtrain.custom_op import define_op
-from mxtrain.ops.full_precision import full_precision, is_full_precision, wide_product
 from mxtrain.reference.casts import converted
 
 # The form of operand that the kernels write for each mode that uses them.
@@ -22,6 +27,21 @@ class Operand(NamedTuple):
         scales: native: the block scales, E8M0 or E4M3, in the blocked 128x4 layout that the tensor cores read.
             Otherwise None.
         tensor_scale: native NVFP4: the scale of the whole matrix, fp32 []. Otherwise None.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor | None = None
+    tensor_scale: torch.Tensor | None = None
+
+
+class Codes(NamedTuple):
+    """The same matrix as it is sent between processes, in every execution mode.
+
+    Attributes:
+        data: codes, float8_e4m3fn [R, K], or uint8 [R, K / 2] for NVFP4, two per byte. For a recipe without a format,
+            the values [R, K].
+        scales: row-major block scales, float8_e8m0fnu [R, K / 32] or float8_e4m3fn [R, K / 16]; None without a format.
+        tensor_scale: NVFP4: the scale of the whole matrix, fp32 []. Otherwise None.
     """
 
     data: torch.Tensor
@@ -107,3 +127,76 @@ def _for_scaled_mm(operand: Operand) -> tuple[torch.Tensor, list[torch.Tensor], 
         [ScalingType.BlockWise1x16, ScalingType.TensorWise],
         [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE],
     )
+
+
+# {dtype of the operands: settings, each as (where it is, its name, forbidden values, value to use instead)}
+_CUDA, _CPU = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+_ON_CUDA = {
+    torch.float32: ((_CUDA, "fp32_precision", ("tf32",), "ieee"),),
+    torch.bfloat16: ((_CUDA, "allow_bf16_reduced_precision_reduction", (True,), False),),
+    torch.float16: (
+        (_CUDA, "allow_fp16_reduced_precision_reduction", (True,), False),
+        (_CUDA, "allow_fp16_accumulation", (True,), False),
+    ),
+}
+_ON_CPU = {torch.float32: ((_CPU, "fp32_precision", ("bf16", "tf32"), "ieee"),)}
+_UNCHANGED = contextlib.nullcontext()
+
+
+def full_precision(a: torch.Tensor) -> contextlib.AbstractContextManager:
+    """A context in which products of tensors like ``a`` have fp32 sums.
+
+    ``torch.compile`` can trace it only where PyTorch's settings need no change.
+    """
+    if is_full_precision(a.dtype, a.is_cuda):
+        return _UNCHANGED
+    return _set(_to_change(a.dtype, a.is_cuda))
+
+
+@torch.compiler.assume_constant_result
+def is_full_precision(dtype: torch.dtype, is_cuda: bool) -> bool:
+    """Whether products of tensors of this dtype have fp32 sums as PyTorch is set.
+
+    To ``torch.compile`` the answer is a constant: a compiled graph keeps to the settings that it was traced under.
+    """
+    return not _to_change(dtype, is_cuda)
+
+
+def sum_bf16_products_in_fp32() -> None:
+    """Set PyTorch so that all bf16 products of this process have fp32 sums, not only those of mxtrain."""
+    for settings, name, _, wanted in _ON_CUDA[torch.bfloat16]:
+        setattr(settings, name, wanted)
+
+
+def wide_product(matmul, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The fp32 product of matrices, or of batches of matrices, of any dtype; ``matmul`` is torch.mm or torch.bmm."""
+    if a.is_cuda and a.dtype != torch.float32 and a.numel() and b.numel():
+        with full_precision(a):
+            return matmul(a, b, out_dtype=torch.float32)
+    a, b = a.float(), b.float()
+    with full_precision(a):
+        return matmul(a, b)
+
+
+def _to_change(dtype: torch.dtype, is_cuda: bool) -> list[tuple]:
+    """The settings that allow less than fp32: where each is, its name, and the value to use instead."""
+    found = (_ON_CUDA if is_cuda else _ON_CPU).get(dtype, ())
+    return [
+        (settings, name, wanted) for settings, name, unwanted, wanted in found if getattr(settings, name) in unwanted
+    ]
+
+
+@contextlib.contextmanager
+def _set(changes: list[tuple]):
+    before = [(settings, name, getattr(settings, name)) for settings, name, _ in changes]
+    try:
+        for settings, name, value in changes:
+            setattr(settings, name, value)
+        yield
+    finally:
+        for settings, name, value in before:
+            if name == "fp32_precision":
+                # It may have been inherited. Set to it, a later change of the whole backend would not reach it.
+                setattr(settings, name, "none")
+            if getattr(settings, name) != value:
+                setattr(settings, name, value)

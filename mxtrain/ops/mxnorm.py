@@ -1,30 +1,18 @@
-"""MXNorm of a matrix, forward and backward."""
+"""MXNorm: the backward of a matrix, and the public ``mxnorm_cast``. ``ops.quantize.normalize`` is the forward."""
+
+import math
 
 import torch
 
-from mxtrain.ops.codes import Codes
-from mxtrain.ops.gemm import Operand
-from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
-from mxtrain.ops.quantize import module_of
-from mxtrain.recipes.recipe import Recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.ops.arguments import check_tensor
+from mxtrain.ops.hardware import HAS_TRITON, resolve_mode, runs_kernels
+from mxtrain.ops.quantize import normalize
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.recipe import Recipe, RMSEstimate
 from mxtrain.reference import mxnorm as reference
 
 if HAS_TRITON:
-    from mxtrain.kernels.norm import fold_backward as fold_backward_kernel
-    from mxtrain.kernels.norm import straight_through as norm_backward_kernel
-
-
-def normalize(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str) -> tuple[Operand, torch.Tensor]:
-    """x [T, D] -> xhat = x * rho as fprop's operand [T, D], and rho, fp32 [T]. By one kernel if the format has one."""
-    return module_of(recipe).normalize(x, estimate, recipe, mode)
-
-
-def normalized_codes(
-    x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str, group: str | None = None
-) -> tuple[Codes, torch.Tensor]:
-    """As ``normalize``, but codes and scales in every mode; ``group`` holds other rows of the same matrix."""
-    return module_of(recipe).normalized_codes(x, estimate, recipe, mode, group)
+    from mxtrain.kernels.mxnorm import backward as kernels
 
 
 def norm_backward(g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor, mode: str, is_compiled: bool) -> torch.Tensor:
@@ -33,7 +21,7 @@ def norm_backward(g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor, mode: str
     # a kernel, these are separate passes: 525k instead of 542k tokens/s for an 88M model, 59.2k instead of 60.2k for
     # 1.5B (H200).
     if runs_kernels(mode, x.device.type) and not is_compiled:
-        return norm_backward_kernel.norm_backward(g, x, rho)
+        return kernels.norm_backward(g, x, rho)
     return reference.norm_backward(g, x, rho)
 
 
@@ -42,5 +30,69 @@ def fold_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """g = dL/d(W diag(gain)) [N, D] -> (dW [N, D], dgain [D]); see ``mxtrain.reference.mxnorm``."""
     if runs_kernels(mode, weight.device.type):
-        return fold_backward_kernel.fold_backward(g, weight, gain)
+        return kernels.fold_backward(g, weight, gain)
     return reference.fold_backward(g, weight, gain)
+
+
+# Plain PyTorch would give rho a gradient, and kernels would give codes a useless one.
+@torch.no_grad()
+def mxnorm_cast(
+    x: torch.Tensor,
+    p: int = 2,
+    recipe: str | Recipe = "mxfp8",
+    eps: float = 1e-5,
+    estimator: str = "pre_round",
+    scale_rounding: str | None = None,
+    mode: str = "auto",
+) -> tuple[torch.Tensor, ...]:
+    """Normalize and cast every row; the inverse RMS comes from the block maxima that the cast needs anyway.
+
+    Codes and scales are bit-identical to torchao's cast of the fp32 product x * rho. A NaN makes all scales of its row
+    NaN; an infinity makes the scale of its block NaN. A zero row gives zeros if eps is not 0 in fp32. No finite row is
+    too large: squares are summed in fp64.
+
+    NVFP4's tensor scale is a power of two. Recipe "nvfp4" takes it from the bound of the norm's output,
+    ``mxtrain.static_tensor_scale(D, p, estimator)``; "nvfp4_dynamic" takes it from the largest |x * rho|.
+
+    Source: arXiv 2603.13180; torchao ``to_mx`` for the cast.
+
+    Args:
+        x: bf16 or fp32, [..., D] with D a multiple of the recipe's block size (32 for MXFP8, 16 for NVFP4), and at
+            most 65536 on a GPU.
+        p: exponent of the mean over block maxima, 1 or 2.
+        recipe: a name in ``mxtrain.recipes.recipe.RECIPES`` with a format, or a Recipe. A mixed recipe stands for its
+            recipe of fprop.
+        eps: added to the squared RMS estimate.
+        estimator: "pre_round", "post_round" or "exact" (see ``mxtrain.recipes.recipe.RMSEstimate``).
+        scale_rounding: "rceil" or "floor"; None keeps the recipe's own ("rceil" for named recipes). Not for NVFP4.
+        mode: "auto", or a mode that this hardware has. The mode chooses between kernel and plain PyTorch; results
+            differ at most in the last bits of rho.
+
+    Returns:
+        codes: float8_e4m3fn, shape of ``x``; for NVFP4 uint8 [..., D / 2], two elements per byte, the first in the low
+            half.
+        scales: float8_e8m0fnu, [..., D / 32]; for NVFP4 float8_e4m3fn [..., D / 16].
+        rho: fp32 [...], the inverse RMS estimate.
+        tensor_scale: fp32 [], only for "nvfp4_dynamic".
+
+    Raises:
+        ConfigError: for an unknown p, recipe, estimator, scale_rounding or mode, or a mode that this hardware lacks.
+        ValueError: for a dtype or last dimension that cannot be cast, and for a sparse or nested tensor.
+        TypeError: for an x that is no tensor.
+    """
+    check_tensor("x", x)
+    recipe = get_recipe(get_recipe(recipe).fprop, scale_rounding=scale_rounding).fprop
+    estimate = RMSEstimate.for_recipe(recipe, p, estimator, eps)
+    mode = resolve_mode(mode, x.device.type)
+    if recipe.format is None:
+        raise ValueError(f"recipe {recipe.name!r} has no format to cast to")
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"dtype {x.dtype} of x {tuple(x.shape)}: expected bfloat16 or float32")
+    if not x.ndim or not x.shape[-1] or x.shape[-1] % recipe.block_size:
+        raise ValueError(f"x {tuple(x.shape)}: expected a last dimension that is a multiple of {recipe.block_size}")
+    leading = x.shape[:-1]
+    rows = x.reshape(math.prod(leading), x.shape[-1])
+    cast, rho = normalize(rows, estimate, recipe, mode, as_codes=True)
+    codes, scales = (t.view(*leading, t.shape[1]) for t in (cast.data, cast.scales))
+    tensor_scale = (cast.tensor_scale,) if recipe.tensor_scale == "dynamic" else ()
+    return codes, scales, rho.view(leading), *tensor_scale

@@ -1,4 +1,4 @@
-"""GEMM operands in NVFP4. Each GEMM casts the same matrix differently:
+"""NVFP4's casts for ``mxtrain.ops.quantize``, by kernel or in PyTorch. Each GEMM casts the same matrix differently:
 
     fprop   X in blocks along D, rounded to nearest               W in tiles of 16 x 16, rounded to nearest
     dgrad   dY in blocks along N, rounded stochastically          the same W, transposed
@@ -14,254 +14,143 @@ from collections.abc import Sequence
 
 import torch
 
-from mxtrain.ops.codes import Codes
 from mxtrain.ops.collectives import largest
-from mxtrain.ops.gemm import KERNEL_FORM, Operand, image_dtype, values_dtype
+from mxtrain.ops.gemm import KERNEL_FORM, Codes, Operand, image_dtype, values_dtype
 from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
 from mxtrain.recipes.formats import NVFP4
-from mxtrain.recipes.recipe import Recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import Recipe, RMSEstimate
 from mxtrain.reference import nvfp4 as reference
 from mxtrain.reference.casts import at_least_fp32, to_blocked
 from mxtrain.reference.hadamard import hadamard, pad, unpack_signs
 from mxtrain.reference.mxnorm import inverse_rms, scale_rows
-from mxtrain.reference.nvfp4 import power_of_two_tensor_scale
 from mxtrain.reference.philox import rounding_bits, rounding_words
 
 if HAS_TRITON:
-    from mxtrain.kernels.nvfp4.cast import nvfp4_amax, nvfp4_cast
-    from mxtrain.kernels.nvfp4.joined_cast import nvfp4_joined_cast, nvfp4_joined_weight
-    from mxtrain.kernels.nvfp4.norm_cast import nvfp4_norm
-    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scale
-    from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
+    from mxtrain.kernels.mxnorm.cast import nvfp4_norm
+    from mxtrain.kernels.nvfp4.cast import nvfp4_cast
+    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_amax, nvfp4_tensor_scale
+    from mxtrain.kernels.nvfp4.weight_cast import nvfp4_joined_weight, nvfp4_weight
 
 # The tensor cores read 16 bytes at a time along the reduced axis: 32 elements.
 NATIVE_MULTIPLE = 32
 
 
-# One function per role, as in mxtrain.ops.mxfp8; mxtrain.ops.quantize documents them. Along tokens, T is rounded up to
-# a multiple of 16.
-
-
-def activation(x: torch.Tensor, recipe: Recipe, mode: str, group: str | None = None) -> Operand:
-    return _activation(x, mode, None, group)
-
-
-def _activation(x: torch.Tensor, mode: str, rho: torch.Tensor | None, group: str | None) -> Operand:
-    """X, or X diag(rho) row by row, as fprop's operand [T, D]."""
-    if runs_kernels(mode, x.device.type):
-        scale = _scale_of_maxima(nvfp4_amax(x, row_factor=rho)[0], group)
-        return _from_kernel(nvfp4_cast(x, {1: scale}, KERNEL_FORM[mode], row_factor=rho)[1], 1, scale, mode)
-    x = x if rho is None else scale_rows(x, rho)
-    return _in_pytorch(x, mode, _tensor_scale(x, group))
-
-
-def activation_along_tokens(
-    x: torch.Tensor,
+def cast(
+    parts: Sequence[torch.Tensor],
     recipe: Recipe,
     mode: str,
-    rho: torch.Tensor | None,
-    signs: torch.Tensor | None,
+    dims: tuple[int, ...],
+    *,
+    axis: int = 0,
+    row_factor: torch.Tensor | None = None,
+    column_factor: torch.Tensor | None = None,
+    is_weight: bool = False,
+    signs: torch.Tensor | None = None,
+    draws: Sequence[torch.Tensor | None] | None = None,
+    tensor_scale: torch.Tensor | None = None,
     group: str | None = None,
-) -> Operand:
-    if runs_kernels(mode, x.device.type):
-        cast, scale = _cast_along_tokens(x, recipe, KERNEL_FORM[mode], rho, signs, group)
-        return _from_kernel(cast, 0, scale, mode)
-    x = _along_tokens(x if rho is None else scale_rows(x, rho), recipe, signs)
-    return _in_pytorch(x, mode, _tensor_scale(x, group))
+    as_codes: bool = False,
+) -> dict[int, Operand | Codes]:
+    """Quantize a matrix X [R, C] along each dimension in ``dims``; return the operands by dimension.
 
+    The other arguments are those of ``mxtrain.ops.mxfp8.cast``. Along dimension 0, R is rounded up to a multiple of 16.
 
-def weight(
-    w: torch.Tensor, recipe: Recipe, mode: str, dim: int, gain: torch.Tensor | None, group: str | None = None
-) -> Operand:
-    if runs_kernels(mode, w.device.type):
-        return _weight_by_kernels(w, recipe, mode, (dim,), gain, group)[dim]
-    if gain is not None:
-        w = at_least_fp32(w) * gain
-    # The transpose of W has the tiles of W.
-    w = w if dim == 1 else w.t()
-    return _from_codes(*weight_codes(w, recipe, group), image_dtype(w, mode), mode)
-
-
-def weight_for_both(
-    w: torch.Tensor, recipe: Recipe, mode: str, gain: torch.Tensor | None, group: str | None = None
-) -> tuple[Operand, Operand]:
-    if runs_kernels(mode, w.device.type):
-        operands = _weight_by_kernels(w, recipe, mode, (1, 0), gain, group)
-        return operands[1], operands[0]
-    return weight(w, recipe, mode, 1, gain, group), weight(w, recipe, mode, 0, gain, group)
-
-
-def _weight_by_kernels(
-    w: torch.Tensor, recipe: Recipe, mode: str, dims: tuple[int, ...], gain: torch.Tensor | None, group: str | None
-) -> dict[int, Operand]:
-    form = KERNEL_FORM[mode]
-    scale = _scale_of_maxima(nvfp4_amax(w, column_factor=gain)[0], group)
-    if not recipe.weight_tiles:
-        casts = nvfp4_cast(w, dict.fromkeys(dims, scale), form, column_factor=gain)
-    else:
-        tiles = nvfp4_weight(w, scale, form, gain)
-        # One image serves both orientations.
-        casts = {1: tiles[:2], 0: tiles[:2] if form == "image" else tiles[2:]}
-    return {dim: _from_kernel(casts[dim], dim, scale, mode) for dim in dims}
-
-
-def weight_codes(
-    w: torch.Tensor, recipe: Recipe, group: str | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cast W [N, D] (for dgrad: its transpose), gain included, as ``weight`` does in every mode, to codes and scales.
-
-    Returns:
-        codes: uint8 [N, D / 2], two per byte.
-        scales: float8_e4m3fn [N, D / 16].
-        tensor_scale: fp32 [], a power of two.
+    Args:
+        parts: X, or several matrices for one operand, each of which has a tensor scale of its own. Not for codes or
+            mode "native", whose operands have one tensor scale.
+        is_weight: cast in tiles of 16 x 16, if the recipe has them, and without a transform.
+        signs: packed signs of the Hadamard transform along dimension 0, int64 []; None if the recipe has none.
+        draws: for each part what its random bits come from (``Draws``); None, or a recipe that rounds to nearest:
+            round to nearest.
+        tensor_scale: fp32 [], a power of two; None takes it from the largest magnitude.
+        group: name of the process group that holds X together; None for a whole X.
     """
-    scale = _tensor_scale(w, group)
-    cast = reference.cast_tiles if recipe.weight_tiles else reference.cast
-    return *cast(w, scale), scale
+    signs = signs if recipe.hadamard and 0 in dims and not is_weight else None
+    draws = draws if draws is not None and recipe.stochastic_rounding else [None] * len(parts)
+    tiles = is_weight and recipe.weight_tiles
+    factors = dict(row_factor=row_factor, column_factor=column_factor)
+    if not runs_kernels(mode, parts[0].device.type):
+        results = [
+            {
+                dim: _in_pytorch(matrix, mode, tensor_scale, group, bits, tiles, as_codes)
+                for dim, (matrix, bits) in _matrices_and_bits(x, dims, signs, of_x, **factors).items()
+            }
+            for x, of_x in zip(parts, draws)
+        ]
+        if len(results) == 1:
+            return results[0]
+        # The operand of dimension 0 is transposed.
+        return {dim: Operand(torch.cat([one[dim].data for one in results], axis if dim else 1 - axis)) for dim in dims}
+    if tensor_scale is None:
+        scales = [_tensor_scales_by_kernels(x, dims, signs, group, **factors) for x in parts]
+    else:
+        scales = [dict.fromkeys(dims, tensor_scale)]
+    if len(parts) > 1:
+        by_dim = {dim: [of_part[dim] for of_part in scales] for dim in dims}
+        if tiles:
+            # One image serves both orientations.
+            images = dict.fromkeys(dims, (nvfp4_joined_weight(parts, by_dim[dims[0]], column_factor), None))
+        else:
+            draws = None if draws[0] is None else draws
+            settings = dict(signs=signs, draws=draws, column_factor=column_factor, axis=axis)
+            images = nvfp4_cast(parts, by_dim, "image", **settings)
+        return {dim: Operand(image if dim == 1 else image.t()) for dim, (image, _) in images.items()}
+    (x,), (scale,), form = parts, scales, "codes" if as_codes else KERNEL_FORM[mode]
+    if tiles:
+        found = nvfp4_weight(x, scale[dims[0]], form, column_factor)
+        casts = {1: found[:2], 0: found[:2] if form == "image" else found[2:]}
+    else:
+        casts = nvfp4_cast(x, scale, form, signs=signs, draws=draws[0], **factors)
+    return {dim: _from_kernel(casts[dim], dim, scale[dim], mode, form) for dim in dims}
 
 
-def gradient(
-    dy: torch.Tensor,
-    recipe: Recipe,
-    mode: str,
+def _tensor_scales_by_kernels(
+    x: torch.Tensor, dims: tuple[int, ...], signs: torch.Tensor | None, group: str | None, **factors
+) -> dict[int, torch.Tensor]:
+    """Return the tensor scale for a cast along each dimension: with signs, the one along 0 is of the transformed x."""
+    amax, transformed = nvfp4_amax(x, signs, **factors)
+    if signs is None:
+        return dict.fromkeys(dims, _scale_of_maxima(amax, group))
+    return {dim: _scale_of_maxima(amax if dim == 1 else transformed, group) for dim in dims}
+
+
+def _matrices_and_bits(
+    x: torch.Tensor,
     dims: tuple[int, ...],
     signs: torch.Tensor | None,
     draws: torch.Tensor | None,
-    group: str | None = None,
-) -> dict[int, Operand]:
-    if runs_kernels(mode, dy.device.type):
-        signs = signs if recipe.hadamard and 0 in dims else None
-        draws = draws if recipe.stochastic_rounding else None
-        scales = _tensor_scales_of_gradient(dy, dims, signs, group)
-        results = nvfp4_cast(dy, scales, KERNEL_FORM[mode], signs=signs, draws=draws)
-        return {dim: _from_kernel(cast, dim, scales[dim], mode) for dim, cast in results.items()}
-    transposed = _along_tokens(dy, recipe, signs) if 0 in dims else None
-    rows, columns = dy.shape if transposed is None else transposed.t().shape  # padding adds rows
-    words = _words(rows, columns, recipe, draws)
-    operands = {}
-    if 1 in dims:
-        # len(dy) would give a compiled graph one number of tokens.
-        bits = None if words is None else rounding_bits(words[: dy.shape[0]], 1)
-        operands[1] = _in_pytorch(dy, mode, _tensor_scale(dy, group), bits)
-    if 0 in dims:
-        bits = None if words is None else rounding_bits(words, 0).t()
-        operands[0] = _in_pytorch(transposed, mode, _tensor_scale(transposed, group), bits)
-    return operands
+    row_factor: torch.Tensor | None,
+    column_factor: torch.Tensor | None,
+) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
+    """For each dimension the matrix to cast along its rows, and its random bits if there are draws."""
+    x = x if row_factor is None else scale_rows(x, row_factor)
+    x = x if column_factor is None else at_least_fp32(x) * column_factor
+    along = {dim: x if dim == 1 else _along_tokens(x, signs) for dim in dims}
+    if draws is None:
+        return {dim: (matrix, None) for dim, matrix in along.items()}
+    # Padding adds rows. len(x) would give a compiled graph one number of tokens.
+    rows, columns = along[0].t().shape if 0 in dims else x.shape
+    key, step, microbatch, rank = draws.unbind()
+    words = rounding_words(rows, columns, key, step, rank, microbatch, draws.device)
+    bits = {1: rounding_bits(words[: x.shape[0]], 1), 0: rounding_bits(words, 0).t()}
+    return {dim: (matrix, bits[dim]) for dim, matrix in along.items()}
 
 
-def _tensor_scales_of_gradient(
-    dy: torch.Tensor, dims: tuple[int, ...], signs: torch.Tensor | None, group: str | None
-) -> dict[int, torch.Tensor]:
-    """Return the tensor scale for a cast along each dimension: of dY along N, of the transformed dY along tokens."""
-    amax, transformed = nvfp4_amax(dy, signs)
-    maxima = {1: amax, 0: amax if signs is None else transformed}
-    return {dim: _scale_of_maxima(maxima[dim], group) for dim in dims}
-
-
-def weights(
-    ws: Sequence[torch.Tensor], recipe: Recipe, mode: str, dim: int, gain: torch.Tensor | None, group: str | None = None
-) -> Operand:
-    return _weights(ws, recipe, mode, (dim,), gain, group)[dim]
-
-
-def weights_for_both(
-    ws: Sequence[torch.Tensor], recipe: Recipe, mode: str, gain: torch.Tensor | None, group: str | None = None
-) -> tuple[Operand, Operand]:
-    operands = _weights(ws, recipe, mode, (1, 0), gain, group)
-    return operands[1], operands[0]
-
-
-def _weights(
-    ws: Sequence[torch.Tensor],
-    recipe: Recipe,
-    mode: str,
-    dims: tuple[int, ...],
-    gain: torch.Tensor | None,
-    group: str | None,
-) -> dict[int, Operand]:
-    if not runs_kernels(mode, ws[0].device.type):
-        return {
-            dim: Operand(torch.cat([weight(w, recipe, mode, dim, gain, group).data for w in ws], 1 - dim))
-            for dim in dims
-        }
-    scales = [_scale_of_maxima(nvfp4_amax(w, column_factor=gain)[0], group) for w in ws]
-    if recipe.weight_tiles:
-        # One image serves both orientations.
-        images = dict.fromkeys(dims, nvfp4_joined_weight(ws, scales, gain))
-    else:
-        images = nvfp4_joined_cast(ws, 0, dict.fromkeys(dims, scales), column_factor=gain)
-    return {dim: Operand(images[dim] if dim == 1 else images[dim].t()) for dim in dims}
-
-
-def gradients(
-    dys: Sequence[torch.Tensor],
-    recipe: Recipe,
-    mode: str,
-    dims: tuple[int, ...],
-    signs: torch.Tensor | None,
-    draws: Sequence[torch.Tensor | None],
-    group: str | None = None,
-) -> dict[int, Operand]:
-    if not runs_kernels(mode, dys[0].device.type):
-        parts = [gradient(dy, recipe, mode, dims, signs, of_dy, group) for dy, of_dy in zip(dys, draws)]
-        return {dim: Operand(torch.cat([part[dim].data for part in parts], dim)) for dim in dims}
-    signs = signs if recipe.hadamard and 0 in dims else None
-    by_dy = [_tensor_scales_of_gradient(dy, dims, signs, group) for dy in dys]
-    scales = {dim: [of_dy[dim] for of_dy in by_dy] for dim in dims}
-    draws = draws if recipe.stochastic_rounding else None
-    images = nvfp4_joined_cast(dys, 1, scales, signs=signs, draws=draws)
-    return {dim: Operand(image if dim == 1 else image.t()) for dim, image in images.items()}
-
-
-def normalize(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str) -> tuple[Operand, torch.Tensor]:
-    static = _static_tensor_scale(x, estimate, recipe)
-    if static is None:
-        rho = inverse_rms(x, estimate, recipe)
-        return _activation(x, mode, rho, None), rho
-    tensor_scale = torch.full((), static, dtype=torch.float32, device=x.device)
-    if runs_kernels(mode, x.device.type):
-        result = nvfp4_norm(x, estimate, static, KERNEL_FORM[mode])
-        return _operand(result.data, result.scales, tensor_scale, mode), result.rho
-    rho = inverse_rms(x, estimate, recipe)
-    return _in_pytorch(scale_rows(x, rho), mode, tensor_scale), rho
-
-
-def normalized_codes(
-    x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str, group: str | None = None
-) -> tuple[Codes, torch.Tensor]:
-    kernels = runs_kernels(mode, x.device.type)
-    static = _static_tensor_scale(x, estimate, recipe)
-    if static is not None:
+def normalize(
+    x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str, group: str | None = None, as_codes: bool = False
+) -> tuple[Operand | Codes, torch.Tensor]:
+    """See ``mxtrain.ops.quantize``; likewise the functions below."""
+    tensor_scale = None
+    if recipe.tensor_scale == "static":
+        static = reference.static_tensor_scale(x.shape[-1], estimate.p, estimate.estimator, estimate.constant)
         tensor_scale = torch.full((), static, dtype=torch.float32, device=x.device)
-        if kernels:
-            result = nvfp4_norm(x, estimate, static, "codes")
-            return Codes(result.data, result.scales, tensor_scale), result.rho
+        if runs_kernels(mode, x.device.type):
+            form = "codes" if as_codes else KERNEL_FORM[mode]
+            data, scales, rho, _ = nvfp4_norm(x, estimate, static, form)
+            return _from_kernel((data, scales), 1, tensor_scale, mode, form), rho
     rho = inverse_rms(x, estimate, recipe)
-    if kernels:
-        tensor_scale = _scale_of_maxima(nvfp4_amax(x, row_factor=rho)[0], group)
-        cast = nvfp4_cast(x, {1: tensor_scale}, "codes", row_factor=rho)[1]
-        return Codes(*cast, tensor_scale), rho
-    xhat = scale_rows(x, rho)
-    if static is None:
-        tensor_scale = _tensor_scale(xhat, group)
-    return Codes(*reference.cast(xhat, tensor_scale), tensor_scale), rho
-
-
-def codes_along_tokens(
-    x: torch.Tensor,
-    recipe: Recipe,
-    mode: str,
-    rho: torch.Tensor,
-    signs: torch.Tensor | None,
-    group: str | None = None,
-) -> Codes:
-    if runs_kernels(mode, x.device.type):
-        cast, tensor_scale = _cast_along_tokens(x, recipe, "codes", rho, signs, group)
-        return Codes(*cast, tensor_scale)
-    x = _along_tokens(scale_rows(x, rho), recipe, signs)
-    tensor_scale = _tensor_scale(x, group)
-    return Codes(*reference.cast(x, tensor_scale), tensor_scale)
+    settings = dict(row_factor=rho, tensor_scale=tensor_scale, group=group, as_codes=as_codes)
+    return cast([x], recipe, mode, (1,), **settings)[1], rho
 
 
 def from_codes(codes: Codes, recipe: Recipe, mode: str, dim: int) -> Operand:
@@ -272,19 +161,9 @@ def from_codes(codes: Codes, recipe: Recipe, mode: str, dim: int) -> Operand:
     return operand
 
 
-def _cast_along_tokens(x: torch.Tensor, recipe: Recipe, form: str, rho, signs, group: str | None):
-    """Cast X [T, D], row t times rho[t], in blocks along tokens; return the kernel's result and the tensor scale."""
-    signs = signs if recipe.hadamard else None
-    amax, transformed = nvfp4_amax(x, signs, rho)
-    scale = _scale_of_maxima(amax if signs is None else transformed, group)
-    return nvfp4_cast(x, {0: scale}, form, signs=signs, row_factor=rho)[0], scale
-
-
-def _static_tensor_scale(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> float | None:
-    """Return the tensor scale that bounds x * rho; None for a recipe that takes the scale from the values."""
-    if recipe.tensor_scale == "dynamic":
-        return None
-    return reference.static_tensor_scale(x.shape[-1], estimate.p, estimate.estimator, estimate.constant)
+def weight_codes(w: torch.Tensor, recipe: Recipe) -> Codes:
+    """Cast W [N, D], gain included, as for fprop in every mode: uint8 [N, D / 2] and float8_e4m3fn [N, D / 16]."""
+    return _codes(w, _tensor_scale(w, None), None, recipe.weight_tiles)
 
 
 def _operand(data: torch.Tensor, scales: torch.Tensor | None, tensor_scale: torch.Tensor, mode: str) -> Operand:
@@ -298,21 +177,39 @@ def _operand(data: torch.Tensor, scales: torch.Tensor | None, tensor_scale: torc
 
 
 def _from_kernel(
-    cast: tuple[torch.Tensor, torch.Tensor | None], dim: int, tensor_scale: torch.Tensor, mode: str
-) -> Operand:
+    cast: tuple[torch.Tensor, torch.Tensor | None], dim: int, tensor_scale: torch.Tensor, mode: str, form: str
+) -> Operand | Codes:
     """Wrap a kernel's cast along ``dim``. Kernels transpose codes, but not values: those only need a view."""
     data, scales = cast
+    if form == "codes":
+        return Codes(data, scales, tensor_scale)
     return _operand(data.t() if dim == 0 and scales is None else data, scales, tensor_scale, mode)
 
 
-def _in_pytorch(x: torch.Tensor, mode: str, tensor_scale: torch.Tensor, bits: torch.Tensor | None = None) -> Operand:
+def _in_pytorch(
+    x: torch.Tensor,
+    mode: str,
+    tensor_scale: torch.Tensor | None,
+    group: str | None,
+    bits: torch.Tensor | None,
+    tiles: bool,
+    as_codes: bool,
+) -> Operand | Codes:
     """Cast x [R, C] in blocks along C; stochastically with ``bits``."""
+    tensor_scale = _tensor_scale(x, group) if tensor_scale is None else tensor_scale
+    codes = _codes(x, tensor_scale, bits, tiles)
+    return codes if as_codes else _from_codes(*codes, image_dtype(x, mode), mode)
+
+
+def _codes(x: torch.Tensor, tensor_scale: torch.Tensor, bits: torch.Tensor | None, tiles: bool) -> Codes:
     if x.numel() == 0:  # no tokens
         codes = torch.empty(x.shape[0], x.shape[1] // 2, dtype=torch.uint8, device=x.device)
         scales = torch.empty(x.shape[0], x.shape[1] // NVFP4.block_size, dtype=torch.float8_e4m3fn, device=x.device)
+    elif tiles:
+        codes, scales = reference.cast_tiles(x, tensor_scale)
     else:
         codes, scales = reference.cast(x, tensor_scale, bits)
-    return _from_codes(codes, scales, tensor_scale, image_dtype(x, mode), mode)
+    return Codes(codes, scales, tensor_scale)
 
 
 def _from_codes(
@@ -325,7 +222,7 @@ def _from_codes(
 
 def _tensor_scale(x: torch.Tensor, group: str | None) -> torch.Tensor:
     """Return the tensor scale of a matrix, fp32 []; ``group`` holds its parts."""
-    return power_of_two_tensor_scale(x if group is None else _largest(x.abs(), group))
+    return reference.power_of_two_tensor_scale(x if group is None else _largest(x.abs(), group))
 
 
 def _scale_of_maxima(maxima: torch.Tensor, group: str | None) -> torch.Tensor:
@@ -337,15 +234,7 @@ def _largest(magnitudes: torch.Tensor, group: str) -> torch.Tensor:
     return largest(magnitudes.amax() if magnitudes.numel() else magnitudes.new_zeros(()), group)
 
 
-def _along_tokens(x: torch.Tensor, recipe: Recipe, signs: torch.Tensor | None) -> torch.Tensor:
-    """x [T, C] -> [C, T rounded up to a multiple of 16], Hadamard-transformed if the recipe says so."""
+def _along_tokens(x: torch.Tensor, signs: torch.Tensor | None) -> torch.Tensor:
+    """x [T, C] -> [C, T rounded up to a multiple of 16], Hadamard-transformed if there are signs."""
     x = pad(x, 0)
-    return (hadamard(x, unpack_signs(signs), 0) if recipe.hadamard else x).t()
-
-
-def _words(rows: int, columns: int, recipe: Recipe, draws: torch.Tensor | None) -> torch.Tensor | None:
-    """Derive random words [rows, columns] from ``draws`` (``Draws``); None if the recipe rounds to nearest."""
-    if not recipe.stochastic_rounding:
-        return None
-    key, step, microbatch, rank = draws.unbind()
-    return rounding_words(rows, columns, key, step, rank, microbatch, draws.device)
+    return (x if signs is None else hadamard(x, unpack_signs(signs), 0)).t()

@@ -1,16 +1,61 @@
-"""Recipes: which format each GEMM of a linear layer casts its operands to."""
+"""Recipes: which format each GEMM of a linear layer casts its operands to; and how MXNorm estimates the RMS."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from numbers import Real
 
 from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
-from mxtrain.recipes.formats import MXFP8, NVFP4, SCALE_ROUNDINGS, BlockFormat
-from mxtrain.recipes.keyed import Keyed
+from mxtrain.recipes.formats import MXFP8, NVFP4, P_VALUES, SCALE_ROUNDINGS, BlockFormat, norm_constant
 
+ESTIMATORS = ("pre_round", "post_round", "exact")
 TENSOR_SCALES = ("static", "dynamic")
 GEMMS = ("fprop", "dgrad", "wgrad")
 FLAGS = ("weight_tiles", "hadamard", "stochastic_rounding")
 """Fields of an NVFP4 recipe that are on or off"""
+
+
+class Keyed:
+    """Base class of frozen dataclasses that compiled code takes as a text: their key, by which ``from_key`` finds them.
+
+    They are compared by their keys. Dynamo makes every number that has changed since the last compilation an input of
+    the graph. A text stays a constant, and another text is compiled anew. So an ``untraced`` function takes the key in
+    the place of the numbers, and traced code compares keys. PyTorch 2.13 and 2.15 stop with an error if numbers that
+    have changed are compared.
+
+    Subclasses are declared with ``eq=False``, and their ``__post_init__`` calls ``_register``.
+
+    Attributes:
+        key: names the class and the values of all fields with ``compare=True``. Objects with the same key compute the
+            same.
+    """
+
+    key: str
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Keyed) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def _register(self) -> None:
+        values = [getattr(self, field.name) for field in fields(self) if field.compare]
+        key = repr((type(self).__qualname__, *(value.key if isinstance(value, Keyed) else value for value in values)))
+        object.__setattr__(self, "key", key)
+        _REGISTERED[key] = self
+
+    def __setstate__(self, state: dict) -> None:
+        # A copy, maybe from another process, does not run __init__.
+        self.__dict__.update(state)
+        self._register()
+
+
+_REGISTERED: dict[str, Keyed] = {}
+
+
+def from_key(key: str):
+    """Return the object with this key."""
+    return _REGISTERED[key]
 
 
 class LinearRecipe(Keyed):
@@ -173,6 +218,55 @@ def recipe_of_norm(fed: Sequence[LinearRecipe]) -> LinearRecipe:
     If any linear transforms its wgrad operands, the norm draws the signs for all.
     """
     return max(fed, key=lambda recipe: recipe.needs_signs)
+
+
+@dataclass(frozen=True, eq=False)
+class RMSEstimate(Keyed):
+    """How MXNorm estimates the RMS of a row.
+
+    Attributes:
+        p: exponent of the mean over block maxima, 1 or 2; ``"exact"`` ignores it.
+        estimator: ``"pre_round"`` reads exact block maxima (the method), ``"post_round"`` reads the maxima that the
+            rounded block scales stand for (the paper's ablation), ``"exact"`` is the true mean square (a control).
+        eps: added to the squared estimate, as in RMSNorm, so that zero rows stay finite.
+        block_size: elements per block maximum.
+        constant: c(p, B). Computed once here, so that ``torch.compile`` does not trace the integral.
+    """
+
+    p: int
+    estimator: str
+    eps: float
+    block_size: int
+    constant: float = field(init=False)
+
+    def __post_init__(self):
+        require_one_of("p", self.p, P_VALUES)
+        require_one_of("estimator", self.estimator, ESTIMATORS)
+        if not isinstance(self.eps, Real) or isinstance(self.eps, bool) or not 0 <= self.eps < math.inf:
+            raise ConfigError(f"eps = {self.eps!r} is not a finite number >= 0")
+        object.__setattr__(self, "eps", float(self.eps))  # also from a number of NumPy's
+        object.__setattr__(self, "constant", norm_constant(self.p, self.block_size))
+        self._register()
+
+    @classmethod
+    def for_recipe(cls, recipe: Recipe, p: int = 2, estimator: str = "pre_round", eps: float = 1e-5) -> "RMSEstimate":
+        """Return the estimate over the blocks of ``recipe``.
+
+        Raises:
+            ConfigError: for a wrong setting, or for "post_round" with a recipe that has no power-of-two scales.
+        """
+        estimate = cls(p, estimator, eps, recipe.block_size)
+        if estimator == "post_round" and recipe.format is None:
+            raise ConfigError(
+                f"estimator = 'post_round' reads rounded block scales, and recipe = {recipe.name!r} has none; "
+                "use one of: 'pre_round', 'exact'"
+            )
+        if estimator == "post_round" and recipe.is_nvfp4:
+            raise ConfigError(
+                f"estimator = 'post_round' reads rounded block scales, and those of recipe = {recipe.name!r} follow "
+                "from a tensor scale, which follows from the norm; use one of: 'pre_round', 'exact'"
+            )
+        return estimate
 
 
 _NVFP4 = Recipe(

@@ -12,8 +12,7 @@ normalisation", arXiv 2603.13180. Easy to simplify wrongly:
 
 import torch
 
-from mxtrain.recipes.recipe import Recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import Recipe, RMSEstimate
 from mxtrain.reference.casts import at_least_fp32, rounded_amax, split_blocks
 
 

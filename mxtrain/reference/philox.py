@@ -9,7 +9,7 @@ Unsigned 32-bit words are stored in int64, the only integer dtype with full arit
 
 import torch
 
-from mxtrain.rng.rounding_position import MAX_ELEMENTS
+from mxtrain.rng.rounding import MAX_ELEMENTS
 
 Word = int | torch.Tensor
 

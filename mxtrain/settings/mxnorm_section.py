@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from mxtrain.errors import ConfigError
 from mxtrain.recipes.parse import SWITCHES, get_recipes
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.recipes.schedule import CHANGE_KEYS, RecipeChange, ScheduleEntry, parse_entries, require_no_norm_keys
 
 SCHEDULE, GUARD = "mxnorm.schedule", "mxnorm.guard"

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from mxtrain.recipes.formats import P_VALUES, SCALE_ROUNDINGS
-from mxtrain.recipes.recipe import TENSOR_SCALES
-from mxtrain.recipes.rms_estimate import ESTIMATORS
+from mxtrain.recipes.recipe import ESTIMATORS, TENSOR_SCALES
 from mxtrain.recipes.schedule import RMSNORM
 from mxtrain.settings.types import (
     Amount,

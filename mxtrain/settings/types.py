@@ -20,7 +20,7 @@ from mxtrain.data.config import LARGEST_VOCABULARY
 from mxtrain.files import local_path
 from mxtrain.json_toml import parse
 from mxtrain.recipes.formats import P_VALUES
-from mxtrain.recipes.rms_estimate import ESTIMATORS
+from mxtrain.recipes.recipe import ESTIMATORS
 from mxtrain.recipes.schedule import RMSNORM
 
 

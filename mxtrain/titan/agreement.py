@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from mxtrain.data import Prepared
+from mxtrain.data.store import Prepared, differences
 from mxtrain.errors import ConfigError
-from mxtrain.titan.reports.terminal import note_progress
+from mxtrain.reports.terminal import note_progress
 
 PATIENCE_SECONDS = 24 * 3600.0
 """How long a rank waits for the others. A launcher stops all ranks soon after one has died."""
@@ -29,9 +29,6 @@ LATE_SECONDS = (0.0, 1.0, 4.0, 15.0, 40.0)
 
 GOODBYE_SECONDS = 30.0
 """How long rank 0, which may hold the store, waits until all ranks have read the results"""
-
-WORDS = {"tokenizer": "tokenizer", "train": "training text", "validation": "validation text", "dtype": "token size"}
-"""The parts of a data identity (``Prepared.identity``) in words"""
 
 
 def prepare_together(prepare: Callable[[str], Prepared], setting: str) -> Prepared:
@@ -136,15 +133,6 @@ def _require_same(ranks: list[dict], setting: str) -> None:
                 f"{differences(expected, identity)}; give all nodes the same files and packages, or prepare the text "
                 "on one node in a data.cache_dir that all nodes see and name it in data.prepared"
             )
-
-
-def differences(expected: dict, actual: dict) -> str:
-    """Return in words how two data identities differ, with the beginnings of their hashes."""
-    return ", ".join(
-        f"{words} {(actual.get(key) or 'none')[:12]} instead of {(expected.get(key) or 'none')[:12]}"
-        for key, words in WORDS.items()
-        if actual.get(key) != expected.get(key)
-    )
 
 
 def _node() -> str:

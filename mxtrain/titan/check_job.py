@@ -12,7 +12,7 @@ from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import import_own
 from mxtrain.titan.check_layout import check_model_layout
 from mxtrain.titan.converters import active_settings
-from mxtrain.titan.data.datasets import check_datasets
+from mxtrain.titan.data import check_datasets
 from mxtrain.titan.models.model_args import check_model_args
 
 

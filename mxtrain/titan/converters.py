@@ -11,22 +11,28 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from mxtrain.conversion.convert import apply
-from mxtrain.conversion.kernel_converters import DecomposeKRouterConverter, FusedNormConverter, FusedRMSNormConverter
-from mxtrain.conversion.mx_converters import MXLinearConverter, MXNormConverter
+from mxtrain.conversion.converters import (
+    Converter,
+    DecomposeKRouterConverter,
+    FusedNormConverter,
+    FusedRMSNormConverter,
+    MXLinearConverter,
+    MXNormConverter,
+)
 from mxtrain.conversion.plan import Plan
 from mxtrain.conversion.schedule import attach_schedule
-from mxtrain.errors import ConfigError, require_one_of, setting_in
+from mxtrain.diagnostics.recording import check_patterns
+from mxtrain.errors import ConfigError, setting_in
 from mxtrain.nn.ready_weights import note_norms
-from mxtrain.nn.row_norms import WHEN_COMPILED, runs_when_compiled
-from mxtrain.ops.full_precision import sum_bf16_products_in_fp32
+from mxtrain.nn.row_norms import runs_when_compiled
+from mxtrain.ops.gemm import sum_bf16_products_in_fp32
 from mxtrain.ops.hardware import mode_reason, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, switches_in_effect
-from mxtrain.rng.rounding_position import step_is_set
+from mxtrain.reports.terminal import note_conversion
+from mxtrain.rng.rounding import step_is_set
 from mxtrain.settings.check import conflict_of_converters
 from mxtrain.settings.mxnorm_section import GUARD, fallback_of, quantizing_among, schedule_of
 from mxtrain.titan.graph_limit import allow_kinds
-from mxtrain.titan.reports.numerics import check_patterns
-from mxtrain.titan.reports.terminal import note_conversion
 
 # Stands for debug.seed where that is unset.
 DEFAULT_SEED = 0
@@ -68,7 +74,7 @@ def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] 
         "recipe": converter.default_recipe.name,
         "mode": _mode_of(converter),
     }
-    section = _section(job_config, "mxnorm")
+    section = job_config.mxnorm
     if entries := schedule_of(section, job_config.training.steps):
         settings["schedule"] = [str(entry) for entry in entries]
     if fallback := fallback_of(section, section.guard):
@@ -79,18 +85,33 @@ def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] 
 
 
 class _TitanConverter:
-    """One of mxtrain's converters, with the interface of TorchTitan's ``ModelConverter``.
-
-    Subclasses define ``from_job(job_config)``, which returns the converter with the settings of the job config, and
-    raises ConfigError for a wrong setting.
-    """
+    """One of mxtrain's converters, with the interface of TorchTitan's ``ModelConverter``."""
 
     name: str
+    kind: type[Converter]
     section: str
-    """The table of the TOML with its settings"""
+    """The table of the TOML with its settings, which have the names of the converter's fields"""
 
     def __init__(self, job_config, parallel_dims):
         self.converter = self.from_job(job_config)
+
+    @classmethod
+    def from_job(cls, job_config) -> Converter:
+        """The converter with the settings of the job config.
+
+        Raises:
+            ConfigError: for a wrong setting.
+        """
+        if not hasattr(job_config, cls.section):
+            raise ConfigError(
+                f'job.custom_config_module = "mxtrain.titan.job_config" is missing: it declares the [{cls.section}] '
+                "section"
+            )
+        section, names = getattr(job_config, cls.section), [setting.name for setting in fields(cls.kind)]
+        settings = {name: getattr(section, name) for name in names if name != "seed"}
+        if "seed" in names:
+            settings["seed"] = DEFAULT_SEED if job_config.debug.seed is None else job_config.debug.seed
+        return cls.kind(**settings)
 
     def convert(self, model: nn.Module) -> None:
         plan = self.apply_to(model)
@@ -117,6 +138,7 @@ class TitanMXLinear(_TitanConverter):
     """``mx_linear``, with the settings of the section [mxnorm] that concern linears."""
 
     name = "mx_linear"
+    kind = MXLinearConverter
     section = "mxnorm"
 
     def __init__(self, job_config, parallel_dims):
@@ -165,23 +187,15 @@ class TitanMXLinear(_TitanConverter):
     def _rms(self) -> str:
         return ""
 
-    @classmethod
-    def from_job(cls, job_config) -> MXLinearConverter:
-        return MXLinearConverter(**_linear_settings(job_config))
-
 
 class TitanMXNorm(TitanMXLinear):
     """``mxnorm``, with the settings of the section [mxnorm]."""
 
     name = "mxnorm"
+    kind = MXNormConverter
 
     def _rms(self) -> str:
         return " exact" if self.converter.estimator == "exact" else f" p={self.converter.p}"
-
-    @classmethod
-    def from_job(cls, job_config) -> MXNormConverter:
-        section = _section(job_config, "mxnorm")
-        return MXNormConverter(**_linear_settings(job_config), **{key: getattr(section, key) for key in MXNORM_KEYS})
 
 
 class TitanFusedNorm(_TitanConverter):
@@ -201,9 +215,11 @@ class TitanFusedNorm(_TitanConverter):
 
     @classmethod
     def from_job(cls, job_config) -> FusedNormConverter:
-        section = _section(job_config, cls.name)
-        require_one_of(f"{cls.name}.when_compiled", section.when_compiled, WHEN_COMPILED)
-        return cls.kind(filter_fqns=section.filter_fqns, when_compiled=section.when_compiled)
+        try:
+            return super().from_job(job_config)
+        except ConfigError as error:
+            is_setting = setting_in(str(error)) == "when_compiled"
+            raise ConfigError(f"{cls.section}.{error}") if is_setting else error from None
 
 
 class TitanFusedRMSNorm(TitanFusedNorm):
@@ -217,10 +233,7 @@ class TitanDecomposeKRouter(_TitanConverter):
     """``decompose_k_router``, with the settings of the section [decompose_k_router]."""
 
     name = section = "decompose_k_router"
-
-    @classmethod
-    def from_job(cls, job_config) -> DecomposeKRouterConverter:
-        return DecomposeKRouterConverter(filter_fqns=_section(job_config, cls.name).filter_fqns)
+    kind = DecomposeKRouterConverter
 
 
 # Each of these alone reads its section.
@@ -232,25 +245,6 @@ def register_converters() -> None:
     """Make all converters known to TorchTitan."""
     for converter in TITAN_CONVERTERS:
         register_model_converter(converter, converter.name)
-
-
-def _linear_settings(job_config) -> dict:
-    section = _section(job_config, "mxnorm")
-    return {
-        **{
-            key: getattr(section, key)
-            for key in ("recipe", "recipes", "mode", "graph_passes", "filter_fqns", *SWITCHES)
-        },
-        "seed": DEFAULT_SEED if job_config.debug.seed is None else job_config.debug.seed,
-    }
-
-
-def _section(job_config, name: str):
-    if not hasattr(job_config, name):
-        raise ConfigError(
-            f'job.custom_config_module = "mxtrain.titan.job_config" is missing: it declares the [{name}] section'
-        )
-    return getattr(job_config, name)
 
 
 def _example_inputs(model: nn.Module) -> tuple:

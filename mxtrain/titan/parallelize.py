@@ -18,23 +18,23 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torchtitan.tools import utils
 
-from mxtrain.conversion.recognition import find_gates
+from mxtrain.conversion.layers import find_gates
 from mxtrain.errors import ConfigError
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.activation_checkpoint import knows_own_operations, multiply_one_by_one
 from mxtrain.parallel.initial_weights import draw_by_name
 from mxtrain.parallel.tensor_parallel import DEGREE, check_part, choose_gathers, style_for
+from mxtrain.reports.terminal import note_model
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.titan.check_layout import check_model_layout
+from mxtrain.titan.metrics import describe_model
 from mxtrain.titan.parse import settings_of
 from mxtrain.titan.repairs.context_parallel import prepare_context_parallelism
 from mxtrain.titan.repairs.expert_gradients import boundary, inner_style, is_boundary
 from mxtrain.titan.repairs.qwen3_heads import with_local_heads
 from mxtrain.titan.repairs.replicas import Layout
 from mxtrain.titan.repairs.tied_weights import shared_group, stays_tied
-from mxtrain.titan.reports.facts import describe_model
-from mxtrain.titan.reports.terminal import note_model
 
 
 def checked_parallelize(parallelize_fn):

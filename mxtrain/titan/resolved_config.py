@@ -4,10 +4,10 @@ from pathlib import Path
 
 from mxtrain.config import dump_config, load_config
 from mxtrain.errors import ConfigError
+from mxtrain.reports import terminal
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.start import require_folder
 from mxtrain.titan.parse import resolved_settings
-from mxtrain.titan.reports import terminal
 
 
 def write_resolved_config(job_config) -> None:

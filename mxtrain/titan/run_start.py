@@ -4,16 +4,14 @@ from pathlib import Path
 
 import torch
 
-from mxtrain.analysis.metrics_file import missing_rows
-from mxtrain.run_folder.files import METRICS_FILE, SETTING_CHANGES
+from mxtrain.reports import terminal
+from mxtrain.run_folder.files import SETTING_CHANGES
 from mxtrain.run_folder.manifest import read_manifest
 from mxtrain.run_folder.start import CheckpointSettings, Start
 from mxtrain.settings.resume import check_resume
-from mxtrain.titan.agreement import is_first
 from mxtrain.titan.checkpoint.verified_start import verified_start
+from mxtrain.titan.metrics import package_versions
 from mxtrain.titan.parse import settings_of
-from mxtrain.titan.reports import terminal
-from mxtrain.titan.reports.facts import package_versions
 from mxtrain.titan.without_effect import without_effect
 
 
@@ -26,8 +24,7 @@ def begin_run(job_config) -> tuple[Start, list[str]]:
     start = verified_start(Path(job_config.job.dump_folder), CheckpointSettings.of(job_config.checkpoint))
     changes = check_resume(start, settings_of(job_config), torch.distributed.get_world_size())
     excluded = excluded_parts(start, job_config.checkpoint.exclude_from_loading)
-    gaps = _missing_rows(start, job_config)
-    for line in (*start.notes, *changes, *excluded, *gaps, *other_versions(start)):
+    for line in (*start.notes, *changes, *excluded, *other_versions(start)):
         terminal.note(line)
     if start.step >= job_config.training.steps:
         terminal.note(
@@ -45,14 +42,6 @@ def excluded_parts(start: Start, names: list[str]) -> list[str]:
         return []
     parts = " and ".join(names)
     return [f"checkpoint.exclude_from_loading: step {start.step + 1} begins without the checkpoint's {parts}"]
-
-
-def _missing_rows(start: Start, job_config) -> list[str]:
-    """Return lines for the user if the metrics of a run that resumes have gaps."""
-    folder = Path(job_config.job.dump_folder)
-    if start.step == 0 or start.checkpoint.parent != folder / job_config.checkpoint.folder or not is_first():
-        return []
-    return missing_rows(folder / METRICS_FILE, start.step, job_config.metrics.log_freq)
 
 
 def other_versions(start: Start) -> list[str]:

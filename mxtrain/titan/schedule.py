@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from mxtrain.conversion.schedule import set_step
-from mxtrain.recipes.schedule import ScheduleEntry
-from mxtrain.recipes.spike_guard import SpikeGuard
+from mxtrain.recipes.schedule import ScheduleEntry, SpikeGuard
+from mxtrain.reports import terminal
 from mxtrain.settings.mxnorm_section import fallback_of, quantizing_among, schedule_of
 from mxtrain.titan.graph_limit import allow_states
-from mxtrain.titan.reports import terminal
 
 
 def schedule_in(job_config) -> list[ScheduleEntry]:

@@ -7,12 +7,13 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import init_logger, logger
 
 from mxtrain.analysis import closing_summary
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import report_stop
-from mxtrain.rng.rounding_position import set_rounding_step
+from mxtrain.reports import terminal
+from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.lock import locked
 from mxtrain.run_folder.start import CheckpointSettings, find_start, latest_checkpoint, require_folder
@@ -25,7 +26,6 @@ from mxtrain.titan.check_job import check_job
 from mxtrain.titan.checkpoint.checkpointer import SaveError
 from mxtrain.titan.finite import NonFiniteError
 from mxtrain.titan.parse import job_config_of
-from mxtrain.titan.reports import terminal
 from mxtrain.titan.resolved_config import write_resolved_config
 from mxtrain.titan.stop import Stop
 from mxtrain.titan.trainer import Trainer
@@ -58,6 +58,7 @@ def train(args: list[str], verbose: bool) -> None:
         # Every rank looks. Nothing changes in the folder before all ranks have met in the process group.
         start = find_start(folder, CheckpointSettings.of(job_config.checkpoint), processes)
         check_resume(start, settings, processes)
+        init_logger()
         terminal.start(folder, verbose)
         if warning:
             logger.warning(warning)

@@ -13,27 +13,25 @@ from torchtitan import train as titan
 from mxtrain.analysis.metrics_file import lacks_validation
 from mxtrain.analysis.runs import NONFINITE
 from mxtrain.files import sync_file
+from mxtrain.nn.buffers import kept_buffers
 from mxtrain.nn.ready_weights import ReadyWeights
-from mxtrain.rng.rounding_position import set_rounding_step
+from mxtrain.reports import terminal
+from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.run_folder.checkpoints import set_aside
 from mxtrain.run_folder.files import METRICS_FILE
 from mxtrain.run_folder.manifest import Manifest
 from mxtrain.settings.resume import kept_defaults, moved_entries
 from mxtrain.titan.agreement import is_first, run_on_all_ranks
-from mxtrain.titan.buffers import kept_buffers
 from mxtrain.titan.checkpoint.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer
 from mxtrain.titan.checkpoint.random_state import RandomState
 from mxtrain.titan.checkpoint.resumed_optimizer import apply_settings
 from mxtrain.titan.checkpoint.token_count import TokenCount
 from mxtrain.titan.finite import STOP, LossWatch, NonFiniteError, describe, nonfinite, over_ranks
+from mxtrain.titan.metrics import log_event, log_loss, numerics_of, package_versions
 from mxtrain.titan.parse import resolved_settings, settings_of
 from mxtrain.titan.repairs.context_parallel import correct_max_loss, tokens_of_other_ranks
 from mxtrain.titan.repairs.pipeline import FINDS_SHAPES_AGAIN, LossPerToken, SharedLoss, Stage
 from mxtrain.titan.repairs.replicas import Layout
-from mxtrain.titan.reports import terminal
-from mxtrain.titan.reports.facts import package_versions
-from mxtrain.titan.reports.metrics import log_event, log_loss
-from mxtrain.titan.reports.numerics import Numerics
 from mxtrain.titan.resolved_config import write_resolved_config
 from mxtrain.titan.run_start import begin_run
 from mxtrain.titan.same_settings import require_same_settings
@@ -62,7 +60,7 @@ class Trainer(titan.Trainer):
     It verifies the checkpoint from which a run starts, and saves whole checkpoints only. They hold the random number
     generators' states, and the tokens seen by all ranks instead of one.
 
-    It runs the extra pass of a step with diagnostics (``mxtrain.titan.reports.numerics``).
+    It runs the extra pass of a step with diagnostics (``mxtrain.diagnostics.recording``).
 
     It saves and stops, on all ranks after the same step, when one of them has got a stop signal. ``stop`` is then how.
     """
@@ -101,7 +99,7 @@ class Trainer(titan.Trainer):
         self._ready = ReadyWeights(self.model_parts) if caches else None
         self._tokens = TokenCount.of_layout(self.parallel_dims)
         self._signals = StopSignals()
-        self._numerics = Numerics.of_job(job_config, self.model_parts)
+        self._numerics = numerics_of(job_config, self.model_parts)
         # The stages of a pipeline have the same text, and draw other random bits because their layers differ.
         self._rank_in_stage = torch.distributed.get_rank() % (self.parallel_dims.world_size // self.parallel_dims.pp)
         if self.parallel_dims.pp_enabled:

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from torchtitan.protocols.train_spec import get_train_spec
 
-from mxtrain.conversion.recognition import find_gates
+from mxtrain.conversion.layers import find_gates
 from mxtrain.titan.parallelize import check_gates, plans_with_own_styles
 from mxtrain.titan.repairs.replicas import Layout
 

@@ -3,7 +3,7 @@
 import torch
 from kernel_benchmark import Shape
 
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference.casts import split_blocks
 
 EPS = 1e-5

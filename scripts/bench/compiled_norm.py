@@ -21,9 +21,9 @@ from kernel_benchmark import Entry, Section, Shape, compiled_function, draw, is_
 from torch._inductor import config
 
 from mxtrain.inductor.passes import install
-from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
+from mxtrain.kernels.mxnorm.cast import mxnorm_cast
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 
 RECIPE = get_recipe("mxfp8").fprop
 ESTIMATE = RMSEstimate.for_recipe(RECIPE, 2, "pre_round", 1e-5)

@@ -1,8 +1,8 @@
 """A router's matmul as a custom op that Inductor tunes: it times several implementations and keeps the fastest.
 
-The implementations come from ``ops.decompose_k``: one matmul, a batched matmul over chunks of K followed by a sum, and
-mxtrain's own dispatch. For a static M, Inductor times them at M. For a dynamic M, it times them at the largest M of
-every range, and the compiled graph picks the winner of the range at run time.
+The implementations are one matmul, a batched matmul over chunks of K followed by a sum, and mxtrain's own dispatch.
+For a static M, Inductor times them at M. For a dynamic M, it times them at the largest M of every range, and the
+compiled graph picks the winner of the range at run time.
 
 Only ``scripts/bench/router.py`` uses this file, as a peer. ``mxtrain.decompose_k_mm`` has its own dispatch, which needs
 no compiler and times nothing.
@@ -13,8 +13,8 @@ Source: PyTorch's ``torch._inductor.kernel.custom_op``.
 import torch
 from torch._inductor.kernel.custom_op import CustomOpConfig, register_custom_op_autotuning
 
-from mxtrain.kernels.router.decompose_k_plan import Plan
 from mxtrain.ops import decompose_k as matmul
+from mxtrain.ops.gemm import wide_product
 
 # The ranges of M end here. The last range is open and is timed at LARGEST_M.
 SPLIT_POINTS = (1, 8, 32, 128, 512)
@@ -41,14 +41,12 @@ def tuned_op(name: str, wide: bool, ranges: bool, ours: bool = True):
     def out_dtype(a: torch.Tensor) -> torch.dtype:
         return torch.float32 if wide else a.dtype
 
-    def by_plan(a: torch.Tensor, b: torch.Tensor, plan: Plan) -> torch.Tensor:
-        return matmul.by_plan(a, b, None, None, out_dtype(a), plan)
-
     def one(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return by_plan(a, b, Plan("mm"))
+        return matmul.mm(a, b, None, None, out_dtype(a))
 
     def chunks(a: torch.Tensor, b: torch.Tensor, splits: int) -> torch.Tensor:
-        return by_plan(a, b, Plan("bmm", splits))
+        parts = a.unflatten(1, (splits, -1)).transpose(0, 1)
+        return wide_product(torch.bmm, parts, b.unflatten(0, (splits, -1))).sum(0).to(out_dtype(a))
 
     def dispatch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return matmul.decompose_k_mm(a, b, None, None, out_dtype(a))

@@ -3,7 +3,6 @@
     python scripts/bench/norm.py --profiler                       every section, nine shapes: kernel times
     python scripts/bench/norm.py --norm layer --only backward --profiler     LayerNorm
     python scripts/bench/norm.py --only backward --shapes 32768x4096 --json norm.json --plot norm.png
-    python scripts/bench/norm.py --tune --profiler                also our kernels with a plan tuned per shape
     python scripts/bench/norm.py --check                          results only, no times
 
 forward   x, weight -> y, bf16; LayerNorm reads a bias, too
@@ -17,18 +16,14 @@ two compiled backwards: the formula, and autograd through a compiled F.rms_norm.
 rstd and the mean do not count.
 
 Every result is compared with the plain PyTorch reference in fp64 before it is timed: "ok" is equal up to rounding. A
-peer whose result is not is marked "differs". "of copy", "of same-size copy" and times are defined as in cast.py. The
-run starts without tuned plans, and plans it tunes are discarded at its end.
+peer whose result is not is marked "differs". "of copy", "of same-size copy" and times are defined as in cast.py.
 """
 
 import functools
 import importlib.util
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
-from unittest import mock
 
 import kernel_benchmark
 import torch
@@ -46,7 +41,8 @@ from kernel_benchmark import (
 )
 from norm_kinds import KINDS, RMS, Kind
 
-from mxtrain.kernels.norm import rms_norm_plan, rms_norm_tuning
+from mxtrain.kernels.device import sm_count
+from mxtrain.kernels.norm.row_norms import Plan, backward_plan, forward_plan
 
 DTYPE = torch.bfloat16
 # The share of the copy bandwidth counts from this size on; smaller shapes fit partly in the L2 cache.
@@ -63,27 +59,16 @@ def against_all(entries: list[Entry]) -> list[Entry]:
     return [entry._replace(peers=peers) if entry.ours else entry for entry in entries]
 
 
-def our_entries(name: str, run: Callable, reads: tuple, check: Callable, choose: Callable, tune: Callable | None):
-    """Ours with the plan that is chosen and, if it is to be tuned, with the fastest."""
-
-    def plan() -> str:
-        p = choose().plan
-        variant = "persistent" if p.persistent else "looped"
-        return f"{variant} {p.rows}x{p.columns}, {p.warps} warps, {p.stages} stages, {p.programs} programs"
-
-    entries = [ours(name, run, reads, check, ())._replace(note=plan)]
-    if tune:
-        # Tuned only when this entry runs: the plan then applies to every later call with this shape.
-        entries.append(entries[0]._replace(name=f"{name}, tuned", make=lambda: (tune(), run)[1]))
-    return entries
+def our_entry(run: Callable, reads: tuple, check: Callable, p: Plan) -> Entry:
+    variant = "persistent" if p.persistent else "looped"
+    note = f"{variant} {p.rows}x{p.columns}, {p.warps} warps, {p.stages} stages, {p.programs} programs"
+    return ours("mxtrain", run, reads, check, ())._replace(note=lambda: note)
 
 
 # Sections forward and training
 
 
-def forward_entries(
-    kind: Kind, tune: bool, training: bool, shape: Shape, device: str, max_autotune: bool
-) -> list[Entry]:
+def forward_entries(kind: Kind, training: bool, shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
     reads = (draw(shape, device), *(draw(shape[1:], device) for _ in kind.vectors))
     inputs = tuple(t.detach().requires_grad_(training) for t in reads)
 
@@ -102,22 +87,15 @@ def forward_entries(
         entries.append(Entry("Liger", lambda: kind.liger(*reads), reads, check))
     if importlib.util.find_spec("quack"):
         entries.append(Entry("Quack", lambda: kind.quack(*reads), reads, check))
-    operation, _ = rms_norm_plan.OPERATIONS[kind.operations]
-    entries += our_entries(
-        "mxtrain",
-        lambda: kind.kernel(*reads),
-        reads,
-        check,
-        partial(rms_norm_plan.choose_forward, *shape, DTYPE, reads[0].device, operation),
-        partial(rms_norm_tuning.tune_forward, *shape, DTYPE, operation) if tune else None,
-    )
+    plan = forward_plan(*shape, kind.centered, sm_count(reads[0].device))
+    entries.append(our_entry(lambda: kind.kernel(*reads), reads, check, plan))
     return against_all(entries)
 
 
 # Section backward
 
 
-def backward_entries(kind: Kind, tune: bool, shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
+def backward_entries(kind: Kind, shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
     dy, x, *vectors = (draw(shape, device), draw(shape, device), *(draw(shape[1:], device) for _ in kind.vectors))
     _, *numbers = kind.reference(x.double(), *(vector.double() for vector in vectors))
     numbers, weight = [each.float() for each in numbers], vectors[0]
@@ -148,15 +126,8 @@ def backward_entries(kind: Kind, tune: bool, shape: Shape, device: str, max_auto
         entries.append(Entry("Liger", lambda: kind.liger_backward(dy, x, *vectors), reads, check))
     if importlib.util.find_spec("quack") and kind.quack_backward:
         entries.append(Entry("Quack", lambda: kind.quack_backward(dy, x, *numbers, *vectors), reads, check))
-    _, operation = rms_norm_plan.OPERATIONS[kind.operations]
-    entries += our_entries(
-        "mxtrain",
-        lambda: kind.backward_kernel(*args),
-        reads,
-        check,
-        partial(rms_norm_plan.choose_backward, *shape, DTYPE, True, x.device, operation),
-        partial(rms_norm_tuning.tune_backward, *shape, DTYPE, True, operation) if tune else None,
-    )
+    plan = backward_plan(*shape, kind.centered, sm_count(x.device))
+    entries.append(our_entry(lambda: kind.backward_kernel(*args), reads, check, plan))
     return against_all(entries)
 
 
@@ -176,10 +147,10 @@ def compiled_backward(
 # Running them
 
 
-def sections(tune: bool, kind: Kind = RMS) -> dict[str, Section]:
-    """Return all sections for a kind of norm; with ``tune`` they include our tuned kernels."""
-    forward, training = (partial(forward_entries, kind, tune, training) for training in (False, True))
-    backward = partial(backward_entries, kind, tune)
+def sections(kind: Kind = RMS) -> dict[str, Section]:
+    """Return all sections for a kind of norm."""
+    forward, training = (partial(forward_entries, kind, training) for training in (False, True))
+    backward = partial(backward_entries, kind)
     given, gradients = (", ".join(f"{prefix}{name}" for name in kind.vectors) for prefix in ("", "d"))
     return {
         "forward": Section(f"x, {given} -> y, bf16", SHAPES, forward, fastest=True),
@@ -189,13 +160,11 @@ def sections(tune: bool, kind: Kind = RMS) -> dict[str, Section]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = kernel_benchmark.parser(__doc__, sections(False), max_autotune=True)
+    parser = kernel_benchmark.parser(__doc__, sections(), max_autotune=True)
     parser.add_argument("--norm", choices=KINDS, default="rms", help="RMSNorm (the default) or LayerNorm")
-    parser.add_argument("--tune", action="store_true", help="add our kernels with a plan tuned per shape")
     args = parser.parse_args(argv)
     columns = COLUMNS | {"peer": "<", "note": "<"}
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"MXTRAIN_CACHE": folder}):
-        return kernel_benchmark.run("norm.py", sections(args.tune, KINDS[args.norm]), args, columns, MEMORY_BOUND_BYTES)
+    return kernel_benchmark.run("norm.py", sections(KINDS[args.norm]), args, columns, MEMORY_BOUND_BYTES)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from mxtrain.reference import layer_norm, rms_norm
+from mxtrain.reference import row_norms
 
 EPS = 1e-5
 
@@ -21,7 +21,7 @@ class Kind(NamedTuple):
     Attributes:
         title: PyTorch's name of the function, for the names of peers.
         vectors: names of its vectors.
-        operations: its forward and backward among ``rms_norm_plan.OPERATIONS``.
+        centered: whether it subtracts the mean of the row.
         function: (x, *vectors) -> y, PyTorch's function.
         reference: (x, *vectors) -> y and numbers, in the dtype of x or fp32.
         reference_backward: (dy, x, *numbers, weight) -> gradients of x and of the vectors.
@@ -38,7 +38,7 @@ class Kind(NamedTuple):
 
     title: str
     vectors: tuple[str, ...]
-    operations: str
+    centered: bool
     function: Callable
     reference: Callable
     reference_backward: Callable
@@ -60,15 +60,24 @@ def f_rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm_kernel(x, weight):
-    from mxtrain.kernels.norm.rms_norm import rms_norm as kernel
+    from mxtrain.kernels.norm.row_norms import row_norm
 
-    return kernel(x, weight, EPS)[0]
+    return row_norm(x, weight, None, EPS, None, False)[0]
+
+
+def rms_norm_reference(x, weight):
+    y, _, rstd, _ = row_norms.row_norm(x, weight, None, EPS, None, False)
+    return y, rstd
+
+
+def rms_norm_backward_reference(dy, x, rstd, weight):
+    return row_norms.row_norm_backward(dy, x, None, rstd, weight, None, weight.dtype)[:2]
 
 
 def rms_norm_backward_kernel(dy, x, rstd, weight):
-    from mxtrain.kernels.norm.rms_norm_backward import rms_norm_backward as kernel
+    from mxtrain.kernels.norm.row_norms import row_norm_backward
 
-    return kernel(dy, x, rstd, weight)
+    return row_norm_backward(dy, x, None, rstd, weight, None, weight.dtype)[:2]
 
 
 def eager_rms_norm_backward(dy, x, weight):
@@ -104,10 +113,10 @@ def quack_rms_norm_backward(dy, x, rstd, weight):
 RMS = Kind(
     title="F.rms_norm",
     vectors=("weight",),
-    operations="rms",
+    centered=False,
     function=f_rms_norm,
-    reference=lambda x, weight: rms_norm.rms_norm(x, weight, EPS)[:2],
-    reference_backward=rms_norm.rms_norm_backward,
+    reference=rms_norm_reference,
+    reference_backward=rms_norm_backward_reference,
     kernel=rms_norm_kernel,
     backward_kernel=rms_norm_backward_kernel,
     formula=True,
@@ -127,19 +136,19 @@ def f_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> t
 
 
 def layer_norm_kernel(x, weight, bias):
-    from mxtrain.kernels.norm.layer_norm import layer_norm as kernel
+    from mxtrain.kernels.norm.row_norms import row_norm
 
-    return kernel(x, weight, bias, EPS)[0]
+    return row_norm(x, weight, bias, EPS, None, True)[0]
 
 
 def layer_norm_backward_reference(dy, x, mean, rstd, weight):
-    return layer_norm.layer_norm_backward(dy, x, mean, rstd, weight, None, weight.dtype, weight.dtype)
+    return row_norms.row_norm_backward(dy, x, mean, rstd, weight, None, weight.dtype, weight.dtype)
 
 
 def layer_norm_backward_kernel(dy, x, mean, rstd, weight):
-    from mxtrain.kernels.norm.layer_norm_backward import layer_norm_backward as kernel
+    from mxtrain.kernels.norm.row_norms import row_norm_backward
 
-    return kernel(dy, x, mean, rstd, weight, None, weight.dtype, weight.dtype)
+    return row_norm_backward(dy, x, mean, rstd, weight, None, weight.dtype, weight.dtype)
 
 
 def eager_layer_norm_backward(dy, x, weight, bias):
@@ -172,9 +181,9 @@ def quack_layer_norm(x, weight, bias):
 LAYER = Kind(
     title="F.layer_norm",
     vectors=("weight", "bias"),
-    operations="layer",
+    centered=True,
     function=f_layer_norm,
-    reference=lambda x, weight, bias: layer_norm.layer_norm(x, weight, bias, EPS)[:3],
+    reference=lambda x, weight, bias: row_norms.row_norm(x, weight, bias, EPS, None, True)[:3],
     reference_backward=layer_norm_backward_reference,
     kernel=layer_norm_kernel,
     backward_kernel=layer_norm_backward_kernel,

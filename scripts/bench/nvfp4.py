@@ -41,7 +41,7 @@ from kernel_benchmark import Entry, NotRun, Section, Shape, compiled, draw, ours
 
 from mxtrain.recipes.formats import NVFP4
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference import casts, nvfp4
 from mxtrain.reference.hadamard import hadamard, pad, unpack_signs
 from mxtrain.reference.mxnorm import inverse_rms, scale_rows
@@ -60,7 +60,7 @@ def sign_number(device: str) -> torch.Tensor:
 
 
 def random_draws(device: str) -> torch.Tensor:
-    """Return the position of the random bits, in the order of ``mxtrain.rng.rounding_position.Draws``."""
+    """Return the position of the random bits, in the order of ``mxtrain.rng.rounding.Draws``."""
     return torch.tensor([rounding_key(0, "layers.0.attention.wq"), 1000, 0, 0], device=device)
 
 
@@ -92,7 +92,7 @@ def same_results(results, expected) -> bool:
 
 
 def norm_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels.nvfp4.norm_cast import nvfp4_norm
+    from mxtrain.kernels.mxnorm.cast import nvfp4_norm
 
     x, gain = draw(shape, device), draw(shape[1:], device)
     peers = ("RMSNorm + torchao, compiled",)
@@ -253,7 +253,8 @@ def counting(reads: tuple[torch.Tensor, ...], entries: list[Entry]) -> list[Entr
 
 
 def gradient_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels.nvfp4.cast import nvfp4_amax, nvfp4_cast
+    from mxtrain.kernels.nvfp4.cast import nvfp4_cast
+    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_amax
 
     def maxima(dy, signs, draws):
         return nvfp4_amax(dy, signs)
@@ -316,7 +317,8 @@ def torchao_gradient(dy: torch.Tensor, with_maxima: bool) -> Callable[[], object
 
 
 def input_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels.nvfp4.cast import nvfp4_amax, nvfp4_cast
+    from mxtrain.kernels.nvfp4.cast import nvfp4_cast
+    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_amax
 
     def maxima(x, rho, signs):
         return nvfp4_amax(x, signs, row_factor=rho)[1:]
@@ -341,7 +343,7 @@ def input_in_pytorch(matrices, scales, form, x, rho, signs):
 
 
 def weight_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels.nvfp4.cast import nvfp4_amax
+    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_amax
     from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
 
     def maxima(weight, gain=None):

@@ -21,7 +21,7 @@ import torch
 
 from mxtrain.recipes.formats import NVFP4, NVFP4_SCALE_MIN
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference.casts import at_least_fp32
 from mxtrain.reference.mxnorm import block_amax, inverse_rms, scale_rows
 from mxtrain.reference.nvfp4 import cast, dequantize, dynamic_tensor_scale, static_tensor_scale

@@ -102,7 +102,7 @@ WAYS = {
 
 def our_ops(device: str) -> Iterator[Entry]:
     """Yield an entry for every kernel in the other benchmarks, under the names that it has there."""
-    for module, sections in {"cast": cast.SECTIONS, "norm": norm.sections(False), "nvfp4": nvfp4.SECTIONS}.items():
+    for module, sections in {"cast": cast.SECTIONS, "norm": norm.sections(), "nvfp4": nvfp4.SECTIONS}.items():
         for name, section in sections.items():
             for entry in section.entries(SHAPE, device, False):
                 # These are compiled.

@@ -32,14 +32,11 @@ compares with the peers that ran; "all peers" counts the shapes where all of the
 
 import argparse
 import fnmatch
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from unittest import mock
 
 import benchmarking
 import torch
@@ -228,7 +225,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sections", type=names_in(SECTIONS), default=default, help=f"any of {','.join(SECTIONS)}")
     parser.add_argument("--shapes", nargs="+", type=pattern, help="MxNxK, or a pattern such as '*x256x7168'")
     parser.add_argument("--quick", action="store_true", help="a few shapes of each section")
-    parser.add_argument("--tune", action="store_true", help="add our kernels with a plan tuned per shape")
     parser.add_argument("--tune-seconds", type=float, default=300, help="limit of Inductor's tuning; 0: no tuned peers")
     parser.add_argument("--processes", type=int, default=min(8, cpus() // 2), help="processes that tune ahead")
     parser.add_argument(
@@ -253,10 +249,8 @@ def main(argv: list[str] | None = None) -> int:
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if not can_run("router.py", args):
         return 1
-    args.options = Options(args.device, args.tune, MAX_AUTOTUNE if args.custom_op_max_autotune else None)
-    # An empty cache: the run uses no plan tuned earlier, and keeps none.
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"MXTRAIN_CACHE": folder}):
-        return run(args)
+    args.options = Options(args.device, MAX_AUTOTUNE if args.custom_op_max_autotune else None)
+    return run(args)
 
 
 def run(args: argparse.Namespace) -> int:

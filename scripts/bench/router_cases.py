@@ -38,8 +38,6 @@ class Options(NamedTuple):
     """What the entries depend on besides the shape."""
 
     device: str
-    tune: bool = False
-    """Add our kernels with a plan tuned for the shape"""
     custom_op_mode: str | None = None
     """Mode of torch.compile around the op that Inductor tunes"""
 
@@ -122,35 +120,26 @@ def custom_op_relu_mm(mode: str | None) -> Callable:
 
 
 def our_entries(run: Callable, products: dict[Shape, bool], options: Options) -> list[Entry]:
-    """Return our entry with the chosen plans and, if the options ask for tuning, another with the fastest.
+    """Return our entry, with the chosen plans as its note.
 
     Args:
         products: shape of each product in ``run`` -> whether its operands are contiguous along K.
     """
-    from mxtrain.kernels.router import decompose_k_plan
-    from mxtrain.ops import decompose_k_tuning
+    from mxtrain.kernels.decompose_k import choose
 
     device = torch.empty(0, device=options.device).device
 
     def note() -> str:
-        choices = [
-            decompose_k_plan.choose(*shape, torch.bfloat16, device, along_k) for shape, along_k in products.items()
-        ]
-        return "; ".join(f"{describe_plan(choice.plan)}, {choice.source}" for choice in choices)
+        return "; ".join(
+            describe_plan(choose(*shape, torch.bfloat16, device, along_k).plan) for shape, along_k in products.items()
+        )
 
-    def tuned():
-        for shape, along_k in products.items():
-            decompose_k_tuning.tune(*shape, torch.bfloat16, along_k, torch.bfloat16)
-        return run
-
-    entries = [Entry("mxtrain", lambda: run, ours=True, note=note)]
-    return entries + [Entry("mxtrain, tuned", tuned, ours=True, note=note)] * options.tune
+    return [Entry("mxtrain", lambda: run, ours=True, note=note)]
 
 
 def describe_plan(plan) -> str:
-    """Return a plan in words: route, parts of K and, for Triton, blocks and launches."""
-    if plan.route != "triton":
-        return f"{plan.route}, {plan.splits} parts"
+    if plan is None:
+        return "torch.mm"
     blocks = f"{plan.block_m}x{plan.block_n}x{plan.block_k}"
     launches = "one launch" if plan.splits == 1 else "two launches"
     return f"{blocks}, {plan.splits} parts, {plan.warps} warps, {plan.stages} stages, {launches}"
@@ -299,7 +288,7 @@ def dispatch_entries(shape: Shape, options: Options) -> list[Entry]:
     return [
         Entry("eager", lambda: logits),
         Entry("Inductor by range", lambda: dynamic_function("inductor"), autotuned=True),
-        *our_entries(dynamic_function("ours"), {shape: True}, options._replace(tune=False)),
+        *our_entries(dynamic_function("ours"), {shape: True}, options),
     ]
 
 

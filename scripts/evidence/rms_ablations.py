@@ -24,9 +24,8 @@ from torchtitan.protocols.model_converter import register_model_converter
 from mxtrain.errors import ConfigError
 from mxtrain.nn import mxnorm
 from mxtrain.ops.gemm import Operand
-from mxtrain.ops.mxfp8 import quantize
-from mxtrain.recipes.recipe import Recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.ops.mxfp8 import cast
+from mxtrain.recipes.recipe import Recipe, RMSEstimate
 from mxtrain.reference.mxnorm import mean_square
 
 
@@ -36,7 +35,7 @@ def evenly_damped(true: torch.Tensor, estimate: torch.Tensor) -> torch.Tensor:
 
 
 def normalize_with(choose):
-    """Return the function that takes the place of ``mxtrain.ops.mxnorm.normalize``.
+    """Return the function that takes the place of ``mxtrain.ops.quantize.normalize``.
 
     Args:
         choose: gets the squares of the true RMS and of the estimate, fp64 [T], and returns what the norm takes.
@@ -45,7 +44,7 @@ def normalize_with(choose):
     def normalize(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str) -> tuple[Operand, torch.Tensor]:
         square = choose(x.double().square().mean(-1), mean_square(x, estimate, recipe))
         rho = (1 / torch.sqrt(square + estimate.eps)).to(torch.promote_types(x.dtype, torch.float32))
-        return quantize(x, recipe, mode, (1,), row_factor=rho)[1], rho
+        return cast([x], recipe, mode, (1,), row_factor=rho)[1], rho
 
     return normalize
 

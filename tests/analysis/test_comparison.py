@@ -5,8 +5,7 @@ import math
 import pytest
 
 from mxtrain.analysis import load_run
-from mxtrain.analysis.comparison import compare
-from mxtrain.analysis.pairing import other_texts
+from mxtrain.analysis.comparison import compare, estimate, other_texts, paired_difference, student_t
 from mxtrain.analysis.results import Result, result_of
 from mxtrain.errors import ConfigError
 from tests.support.paired_runs import make_run
@@ -67,6 +66,8 @@ def test_runs_that_do_not_count_are_named_and_the_rest_is_compared(ran):
     assert [cell.count for cell in group.cells] == [2, 1, 1]
     with pytest.raises(ConfigError, match="no run has finite losses to compare: b0: its loss is not finite at step 2"):
         compare([results[2]])
+    with pytest.raises(ConfigError, match="there are no runs"):
+        compare([])
 
 
 def test_without_a_run_that_has_ended_all_are_compared_where_the_shortest_is(ran):
@@ -139,15 +140,10 @@ def test_of_two_runs_of_one_variant_rate_and_seed_the_last_counts():
 
 
 def test_runs_without_a_seed_count_and_have_no_pair():
-    (group,) = compare([row("a", 0, 2.0), row("b", None, 3.0, name="x"), row("b", None, 5.0, name="y")])
+    (group,) = compare([row("a", None, 2.0, name="w"), row("b", None, 3.0, name="x"), row("b", None, 5.0, name="y")])
     assert (group.cells[1].validation.mean, group.cells[1].validation_difference) == (4.0, None)
+    assert group.cells[1].tail_difference is None
     assert group.notes == ["b at learning rate 0.001: no pair with the baseline for seed none, none"]
-
-
-def test_two_runs_without_a_seed_are_no_pair():
-    (group,) = compare([row("a", None, 2.0, name="x"), row("b", None, 3.0, name="y")])
-    assert group.cells[1].validation_difference is None and group.cells[1].tail_difference is None
-    assert group.notes == ["b at learning rate 0.001: no pair with the baseline for seed none"]
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
@@ -183,38 +179,24 @@ def test_numbers_of_longer_curves_are_those_of_the_part_that_is_compared(ran, tm
     assert [(c.spikes, c.tokens_per_second, c.memory_gib) for c in group.cells] == [(0, 100.0, 1.5)] * 2
 
 
-def test_runs_of_other_text_are_compared_with_a_note(ran):
-    results = [
-        ran("a0", [3.0], "a", settings={"training": {"seq_len": 64}}),
-        ran("a1", [3.0], "a", seed=1, settings={"training": {"seq_len": 64}}),
-        ran(
-            "b0", [3.0], "b",
-            settings={
-                "validation": {"steps": 5}, "data": {"max_bytes": 100, "prepared": "text"},
-                "checkpoint": {"initial_load_path": "a/step-9"}, "model": {"hf_assets_path": "tokenizer"},
-            },
-        ),
-    ]  # fmt: skip
-    (group,) = compare(results)
-    assert group.notes == [
-        "variants differ in training.seq_len (64 in a, default in b): their runs are not paired step by step",
-        "variants differ in data.max_bytes (default in a, 100 in b): their runs are not paired step by step",
-        "variants differ in data.prepared (default in a, 'text' in b): their runs are not paired step by step",
-        "variants differ in model.hf_assets_path (default in a, 'tokenizer' in b): their runs are not paired step "
-        "by step",
-        "variants differ in checkpoint.initial_load_path (default in a, 'a/step-9' in b): their runs do not start from "
-        "equal weights",
-        "variants differ in validation.steps (default in a, 5 in b): their validation losses are not of the same text",
-    ]
-
-
-def test_runs_that_log_other_steps_are_compared_with_a_note(ran):
-    """Of equal curves, the mean of the last 10 steps is above the loss of the last one."""
-    (group,) = compare([ran("a", [3.0], "a"), ran("b", [3.0], "b", settings={"metrics": {"log_freq": 10}})])
-    assert group.notes == [
-        "variants differ in metrics.log_freq (1 in a, 10 in b): their last 10 % and their spikes are computed from "
-        "other steps"
-    ]
+@pytest.mark.parametrize(
+    "settings, effect",
+    [
+        ({"training": {"seq_len": 64}}, "training.seq_len (default in a, 64 in b): their runs are not paired"),
+        ({"data": {"max_bytes": 9}}, "data.max_bytes (default in a, 9 in b): their runs are not paired"),
+        ({"data": {"prepared": "x"}}, "data.prepared (default in a, 'x' in b): their runs are not paired"),
+        ({"model": {"hf_assets_path": "x"}}, "hf_assets_path (default in a, 'x' in b): their runs are not paired"),
+        ({"checkpoint": {"initial_load_path": "x"}}, "(default in a, 'x' in b): their runs do not start from equal"),
+        ({"validation": {"steps": 5}}, "validation.steps (default in a, 5 in b): their validation losses are not of"),
+        # Of equal curves, the mean of the last 10 steps is above the loss of the last one.
+        ({"metrics": {"log_freq": 9}}, "metrics.log_freq (1 in a, 9 in b): their last 10 % and their spikes are"),
+    ],
+)  # fmt: skip
+def test_runs_of_other_settings_are_compared_with_a_note(ran, settings, effect):
+    runs = [ran("a0", [3.0], "a"), ran("a1", [3.0], "a", seed=1), ran("b0", [3.0], "b", settings=settings)]
+    (group,) = compare(runs)
+    (note,) = group.notes
+    assert note.startswith("variants differ in ") and effect in note
 
 
 def test_a_run_that_resumed_with_another_setting_is_compared_with_a_note(tmp_path):
@@ -227,22 +209,6 @@ def test_a_run_that_resumed_with_another_setting_is_compared_with_a_note(tmp_pat
         [result_of(load_run(make_run(tmp_path / "a", [3.0, 2.0], lr=5e-4)), "a"), result_of(load_run(folder), "b")]
     )
     assert group.notes == [f"b (b): {change}"]
-
-
-def test_runs_whose_files_changed_between_them_are_compared_with_a_note(tmp_path):
-    """Their settings are the same. The hashes of what they read are in data.json."""
-    results = []
-    for name, train in {"a0": "1" * 64, "a1": "1" * 64, "b0": "2" * 64, "b1": None}.items():
-        folder = make_run(tmp_path / name, [3.0], seed=int(name[1]))
-        if train:
-            identity = {"tokenizer": "t", "train": train, "validation": "v", "dtype": "<u2"}
-            (folder / "data.json").write_text(json.dumps({"identity": identity, "prepared": None, "cache": None}))
-        results.append(result_of(load_run(folder), name[0]))
-    (group,) = compare(results)
-    assert group.notes == [
-        f"runs differ in their training text ({'1' * 12} in a0 and 1 more, {'2' * 12} in b0): their runs are not "
-        "paired step by step"
-    ]
 
 
 def test_rows_of_a_table_that_read_other_text_are_compared_with_a_note():
@@ -261,59 +227,42 @@ def test_runs_with_other_tokens_per_step_are_compared_with_a_note(ran):
     ]
 
 
-def notes_of_runs_with_data(folder, **data):
-    """The notes of a comparison of runs, from the content of each run's data.json."""
+SAME = {"tokenizer": "t", "train": "t", "validation": "v"}
+
+
+@pytest.mark.parametrize(
+    "a, b, expected",
+    [
+        ({"identity": SAME | {"train": "1" * 64}}, {"identity": SAME | {"train": "2" * 64}},
+         "training text (111111111111 in a, 222222222222 in b): their runs are not paired"),
+        # The hash of files of their own is beside those of the training text and of what it holds out.
+        ({"identity": SAME, "validation_text": "1" * 64}, {"identity": SAME, "validation_text": "2" * 64},
+         "validation text (111111111111 in a, 222222222222 in b): their validation losses are not"),
+        # ``validation.steps`` counts batches of every process.
+        ({"identity": SAME, "validation_sequences": "32"}, {"identity": SAME, "validation_sequences": "64"},
+         "number of sequences per validation (32 in a, 64 in b): their validation losses are not"),
+        # A stream has no hash of its text.
+        ({"identity": {"tokenizer": "t"}, "stream_version": "1" * 40},
+         {"identity": {"tokenizer": "t"}, "stream_version": "2" * 40},
+         "version of a stream (111111111111 in a, 222222222222 in b): they may have read other text"),
+        ({"identity": {"tokenizer": "t", "held_out": "0.01"}}, {"identity": {"tokenizer": "t"}},
+         "share held out of a stream (0.01 in a, none in b): their runs are not paired"),
+        # A run of an earlier version, or one that was not validated. The held-out text may be another.
+        ({"identity": {"tokenizer": "t", "train": "t"}},
+         {"identity": {"tokenizer": "t", "train": "t", "validation_text": "9"}, "validation_text": "9"}, None),
+    ],
+)  # fmt: skip
+def test_runs_that_read_other_text_are_compared_with_a_note(tmp_path, a, b, expected):
+    """Their settings are the same. The hashes of what they read are in data.json."""
     results = []
-    for name, content in data.items():
-        own = make_run(folder / name, [3.0])
-        (own / "data.json").write_text(json.dumps(content))
+    for name, content in {"a": a, "b": b, "without": None}.items():
+        own = make_run(tmp_path / name, [3.0])
+        if content:
+            (own / "data.json").write_text(json.dumps(content))
         results.append(result_of(load_run(own), name))
     (group,) = compare(results)
-    return group.notes
-
-
-def test_runs_that_were_validated_on_other_files_are_compared_with_a_note(tmp_path):
-    """The hash of files of their own is beside those of the training text and of what it holds out."""
-    identity = {"tokenizer": "t", "train": "t", "validation": "v"}
-    a, b = ({"identity": identity, "validation_text": digit * 64} for digit in "12")
-    assert notes_of_runs_with_data(tmp_path, a=a, b=b) == [
-        f"runs differ in their validation text ({'1' * 12} in a, {'2' * 12} in b): their validation losses are not of "
-        "the same text"
-    ]
-
-
-def test_runs_that_were_validated_on_other_numbers_of_processes_are_compared_with_a_note(tmp_path):
-    """``validation.steps`` counts batches of every process."""
-    identity = {"tokenizer": "t", "train": "t", "validation": "v"}
-    a, b = ({"identity": identity, "validation_text": "v", "validation_sequences": number} for number in ("32", "64"))
-    assert notes_of_runs_with_data(tmp_path, a=a, b=b) == [
-        "runs differ in their number of sequences per validation (32 in a, 64 in b): their validation losses are not "
-        "of the same text"
-    ]
-
-
-def test_a_run_that_names_no_validation_text_is_not_compared_by_it(tmp_path):
-    """One of an earlier version, or one that was not validated. The held-out text may be another."""
-    old = {"identity": {"tokenizer": "t", "train": "t"}}
-    new = {"identity": old["identity"] | {"validation_text": "9" * 64}, "validation_text": "9" * 64}
-    assert notes_of_runs_with_data(tmp_path, old=old, new=new) == []
-
-
-def test_runs_on_other_versions_of_a_stream_are_compared_with_a_note(tmp_path):
-    """A stream has no hash of its text. Earlier versions kept nothing of it."""
-    old = {"identity": {"tokenizer": "t"}}
-    a, b = (old | {"stream_version": digit * 40} for digit in "12")
-    assert notes_of_runs_with_data(tmp_path, a=a, b=b, old=old) == [
-        f"runs differ in their version of a stream ({'1' * 12} in a, {'2' * 12} in b): they may have read other text, "
-        "and are then not paired step by step"
-    ]
-
-
-def test_a_stream_with_a_held_out_share_and_one_without_are_compared_with_a_note(tmp_path):
-    a, b = {"identity": {"tokenizer": "t", "held_out": "0.01"}}, {"identity": {"tokenizer": "t"}}
-    assert notes_of_runs_with_data(tmp_path, a=a, b=b) == [
-        "runs differ in their share held out of a stream (0.01 in a, none in b): their runs are not paired step by step"
-    ]
+    assert len(group.notes) == (expected is not None)
+    assert not expected or f"runs differ in their {expected}" in group.notes[0]
 
 
 def test_a_row_of_no_steps_is_compared(ran):
@@ -346,11 +295,6 @@ def test_other_models_and_rows_of_other_lengths_are_compared_apart():
     assert groups[1].notes == ["no run of the baseline 'a' counts here: differences are to 'b'"]
 
 
-def test_nothing_to_compare_is_an_error():
-    with pytest.raises(ConfigError, match="there are no runs"):
-        compare([])
-
-
 def test_the_baseline_is_the_first_variant_also_where_its_first_run_does_not_count(ran):
     results = [ran("a0", [4.0], "a", steps=2), ran("b0", [4.0, 2.0], "b"), ran("a1", [4.0, 3.0], "a", seed=1)]
     assert compare([*results, ran("b1", [4.0, 2.0], "b", seed=1)])[0].baseline == "a"
@@ -372,3 +316,31 @@ def test_a_run_without_a_seed_that_is_named_twice_counts_once(tmp_path):
 def test_runs_of_one_name_are_compared_by_their_texts():
     (line,) = other_texts([("seed0", {"train": "a" * 64}), ("seed0", {"train": "b" * 64})])
     assert line.startswith("runs differ in their training text (aaaaaaaaaaaa in seed0, bbbbbbbbbbbb in seed0)")
+
+
+def test_a_mean_its_standard_error_and_its_interval_by_hand():
+    found = estimate([1.0, 2.0, 4.0, 5.0])  # deviations -2, -1, 1, 2: variance 10/3
+    assert (found.mean, found.count) == (3.0, 4)
+    assert found.error == pytest.approx((10 / 3 / 4) ** 0.5)
+    assert found.half_width == pytest.approx(3.182446 * 0.9128709, rel=1e-6)
+
+
+def test_one_value_has_no_error_and_no_interval_and_no_value_no_mean():
+    one = estimate([2.5])
+    assert (one.mean, one.count, one.error, one.half_width) == (2.5, 1, None, None)
+    assert estimate([]) is None
+
+
+def test_a_paired_difference_takes_the_seeds_that_both_have():
+    p2 = {0: 2.551, 1: 2.524, 7: 9.0}
+    found = paired_difference(p2, {0: 2.570, 1: 2.518, 8: 1.0})  # -0.019 and +0.006
+    assert (found.count, found.mean, found.error) == (2, pytest.approx(-0.0065), pytest.approx(0.0125))
+    assert paired_difference(p2, {3: 1.0}) is None
+
+
+@pytest.mark.parametrize(
+    "degrees, expected",
+    [(1, 12.7062), (2, 4.3027), (5, 2.5706), (9, 2.2622), (10, 2.2281), (30, 2.0423), (120, 1.9799)],
+)
+def test_students_t_of_printed_tables(degrees, expected):
+    assert student_t(degrees) == pytest.approx(expected, abs=5e-5)

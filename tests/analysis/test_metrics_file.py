@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from mxtrain.analysis import MetricsWriter, read_metrics
-from mxtrain.analysis.metrics_file import lacks_validation, missing_rows
+from mxtrain.analysis.metrics_file import lacks_validation
 from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
 
@@ -53,38 +53,6 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
         (8, 5.0),
         (10, 5.0),
     ]
-
-
-def test_gaps_before_a_checkpoint_are_named(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    assert missing_rows(path, 40, 10) == []
-    write(path, [{"step": s, "loss": 9.0} for s in (1, 10, 20, 30, 40, 50)] + [{"step": 50, "validation_loss": 9.0}])
-    for steps_done, log_freq in ((40, 10), (49, 10), (50, 1), (50, 20)):
-        assert missing_rows(path, steps_done, log_freq) == []
-    assert missing_rows(path, 60, 10) == [f"{path} has no rows of steps 51 to 60"]
-    assert missing_rows(path, 60, 20) == [], "they may be logged less often than before"
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:2], b"garbage\n", b"{}\n", *lines[4:], b'{"step": 6']))
-    assert missing_rows(path, 50, 10) == [
-        f"{path}: 2 damaged lines are left out",
-        f"{path} has no rows of steps 11 to 39",
-    ]
-
-
-@pytest.mark.parametrize(
-    "logged, steps_done, log_freq",
-    [
-        ([1, 100, 200], 200, 10),
-        ([1], 50, 10),
-        ([1, 10, *range(11, 21)], 20, 1),
-        ([1, *range(100, 1001, 100), *range(1010, 1201, 10)], 1200, 10),
-        ([*range(1, 21), 30, 40, 50], 50, 10),
-    ],
-)
-def test_a_run_that_logged_more_or_less_often_before_has_no_gaps(tmp_path, logged, steps_done, log_freq):
-    path = tmp_path / "metrics.jsonl"
-    write(path, [{"step": s, "loss": 9.0} for s in logged])
-    assert missing_rows(path, steps_done, log_freq) == []
 
 
 def test_rows_go_on_in_a_new_line_of_a_file_that_took_the_place(tmp_path):

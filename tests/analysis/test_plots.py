@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from mxtrain.analysis import Run, pictures, plot
-from mxtrain.analysis.curves import SMOOTH_FROM, moving_average
-from mxtrain.analysis.plots import COLORS, LINE_STYLES
+from mxtrain.analysis import Run, plot, plots
+from mxtrain.analysis.plots import COLORS, LINE_STYLES, SMOOTH_FROM, curve, moving_average, window
+from mxtrain.errors import ConfigError
 
 
 def make_run(name, losses, validation=(), folder="runs", converter="mxnorm", p=2):
@@ -43,7 +43,7 @@ def axes_of(monkeypatch):
     """``axes_of(runs, **options)``: the axes that ``plot`` fills, without the time to draw them."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
-    monkeypatch.setattr(pictures, "replace_file", lambda path, content: None)
+    monkeypatch.setattr(plots, "replace_file", lambda path, content: None)
 
     def axes_of(runs, **options):
         plot(runs, Path("loss.png"), **options)
@@ -90,8 +90,9 @@ def test_one_run_is_named_in_the_title(axes_of):
 def test_changes_of_one_step_have_one_label(axes_of):
     run = make_run("a", [9.0, 8.0, 7.0])
     run.events.extend({"step": step, "event": text} for step, text in ((10, "one"), (20, "two"), (20, "x" * 40)))
-    texts = [text.get_text() for text in axes_of([run]).texts]
-    assert texts == ["one", "two\n" + "x" * 29 + "…"]
+    run.events.append({"step": 40, "event": "after the last logged step"})
+    texts = {text.get_text(): text.get_position()[0] for text in axes_of([run], x="tokens").texts}
+    assert texts == {"one": 640, "two\n" + "x" * 29 + "…": 1280, "after the last logged step": 2560}
 
 
 def test_several_runs_are_named_in_the_legend(axes_of):
@@ -185,3 +186,65 @@ def test_time_has_a_unit_that_fits(axes_of, count, label, last):
     axes = axes_of([make_run("a", [9.0] * count)], x="time", smooth=1)
     assert axes.get_xlabel().endswith(f"({label})")
     assert axes.get_lines()[0].get_xdata()[-1] == pytest.approx(last)
+
+
+def curve_run(losses, first=1, **extra):
+    rows = [{"step": step, "loss": loss, **extra} for step, loss in enumerate(losses, start=first)]
+    return Run("a", Path("a"), {}, rows, [])
+
+
+def test_moving_average():
+    line = np.arange(20.0)
+    smooth = moving_average(line, half_width=3)
+    np.testing.assert_allclose(smooth[:17], line[:17])  # symmetric windows keep a straight line, from the first point
+    np.testing.assert_allclose(smooth[-1], np.mean(line[-4:]))
+    np.testing.assert_allclose(moving_average(line, half_width=0), line)
+
+
+def test_moving_average_skips_values_that_are_not_finite():
+    values = np.array([1.0, 1.0, np.nan, 1.0, np.inf, 1.0, 1.0])
+    expected = np.where(np.isfinite(values), 1.0, np.nan)
+    np.testing.assert_array_equal(moving_average(values, half_width=1), expected)
+
+
+def test_a_difference_is_taken_where_both_curves_are():
+    base = curve(curve_run([9.0, math.inf, 7.0, 6.0]))
+    difference = curve(curve_run([8.0, 8.0, 8.0, 8.0, 8.0], first=0)).minus(base)
+    np.testing.assert_array_equal(difference.loss, [math.nan, -1.0, math.nan, 1.0, 2.0])
+    assert len(difference.validation_loss) == 0
+
+
+def test_a_difference_of_curves_with_other_steps_is_interpolated():
+    rows = [{"step": step, "loss": float(step)} for step in (10, 20)]
+    base = curve(Run("b", Path("b"), {}, rows, [{"step": 10, "validation_loss": 1.0}]))
+    other = curve(Run("c", Path("c"), {}, [{"step": 15, "loss": 20.0}], [{"step": 20, "validation_loss": 1.0}]))
+    difference = other.minus(base)
+    assert list(difference.loss) == [5.0] and np.isnan(difference.validation_loss).all()
+
+
+@pytest.mark.parametrize(("points", "width"), [(None, 1), (1, 1), (2, 3), (3, 3), (10, 11)])
+def test_windows_are_odd(points, width):
+    assert window(curve(curve_run([9.0] * (SMOOTH_FROM - 1))), points) == width
+
+
+def test_a_long_curve_has_a_window_of_about_four_percent():
+    assert window(curve(curve_run([9.0] * 1000)), None) == 41
+
+
+@pytest.mark.parametrize(("x", "key"), [("tokens", "tokens_seen"), ("time", "time")])
+def test_an_x_axis_that_is_not_logged_is_an_error(x, key):
+    with pytest.raises(ConfigError, match=f"a: metrics.jsonl has no '{key}' in some rows, which --x {x} needs"):
+        curve(curve_run([9.0]), x)
+
+
+def test_what_comes_after_the_last_logged_step_has_a_place_of_its_own():
+    rows = [{"step": step, "loss": 1.0, "tokens_seen": 100.0 * step, "time": 5.0 * step} for step in (1, 10)]
+    validation = [{"step": step, "validation_loss": 1.0} for step in (8, 12, 16)]
+    run = Run("a", Path("a"), {}, rows, validation)
+    for x, places in (("step", [8, 12, 16]), ("tokens", [800, 1200, 1600]), ("time", [35, 55, 75])):
+        np.testing.assert_allclose(curve(run, x).validation_x, places)
+
+
+def test_a_clock_that_is_set_back_takes_no_time():
+    rows = [{"step": step, "loss": 1.0, "time": time} for step, time in enumerate((100.0, 200.0, 50.0, 150.0), start=1)]
+    assert list(curve(Run("a", Path("a"), {}, rows, []), "time").x) == [0.0, 100.0, 100.0, 200.0]

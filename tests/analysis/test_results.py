@@ -1,11 +1,23 @@
 import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 
 from mxtrain.analysis import load_run
-from mxtrain.analysis.results import COLUMNS, append_results, read_results, result_of, row_of
+from mxtrain.analysis.results import (
+    COLUMNS,
+    WINDOW,
+    append_results,
+    read_results,
+    read_sources,
+    result_of,
+    row_of,
+    spikes,
+)
 from mxtrain.errors import ConfigError
+from mxtrain.run_folder.comparison import PairedRun, write_comparison
 from tests.support.paired_runs import make_run
 
 
@@ -40,19 +52,11 @@ def test_rows_are_not_appended_under_other_columns(tmp_path):
     assert path.read_text().count("\n") == 1
 
 
-def test_rows_are_appended_below_a_last_line_without_an_end(tmp_path):
+@pytest.mark.parametrize("end, encoding", [("", "utf-8"), ("\n", "utf-8-sig")])
+def test_rows_are_appended_to_what_an_editor_has_saved(tmp_path, end, encoding):
     path, result = tmp_path / "a.csv", result_of(load_run(make_run(tmp_path / "a", [4.0])))
     append_results(path, [result])
-    path.write_text(path.read_text().removesuffix("\n"))
-    append_results(path, [result])
-    (first, second), notes = read_results(path)
-    assert row_of(first) == row_of(second) == row_of(result) and not notes
-
-
-def test_a_csv_may_begin_with_a_byte_order_mark(tmp_path):
-    path, result = tmp_path / "a.csv", result_of(load_run(make_run(tmp_path / "a", [4.0])))
-    append_results(path, [result])
-    path.write_text(path.read_text(), encoding="utf-8-sig")
+    path.write_text(path.read_text().removesuffix("\n") + end, encoding=encoding)
     append_results(path, [result])
     (first, second), notes = read_results(path)
     assert row_of(first) == row_of(second) == row_of(result) and not notes
@@ -108,3 +112,148 @@ def test_a_file_that_is_no_csv_of_results_is_an_error(tmp_path, content, problem
         read_results(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_results(tmp_path / "gone.csv")
+
+
+def found(*paths):
+    results, notes = read_sources(list(map(Path, paths)))
+    return [(result.name, result.variant, result.seed, result.lr) for result in results], notes
+
+
+def test_runs_done_by_hand_are_told_apart_by_their_settings(tmp_path):
+    make_run(tmp_path / "a", [3.0], lr=3e-4)
+    make_run(tmp_path / "b", [3.0], seed=1, p=1)
+    make_run(tmp_path / "c", [3.0], seed=1, settings={"optimizer": {"beta2": 0.99}})
+    make_run(tmp_path / "d", [3.0, 2.0], seed=2, settings={"job": {"description": "long"}})
+    expected = [
+        ("a", "mxnorm mxfp8 p=2, optimizer.beta2 default", 0, 3e-4),
+        ("b", "mxnorm mxfp8 p=1", 1, 1e-3),
+        ("c", "mxnorm mxfp8 p=2, optimizer.beta2 0.99", 1, 1e-3),
+        ("d", "mxnorm mxfp8 p=2, optimizer.beta2 default", 2, 1e-3),
+    ]
+    assert found(*(tmp_path / name for name in "abcd")) == (expected, [])
+    assert found(tmp_path) == (expected, [])  # a folder of runs
+
+
+def test_a_comparison_names_its_variants_and_what_is_missing_is_a_line(tmp_path):
+    folder = tmp_path / "compared"
+    make_run(folder / "x-seed0", [3.0])
+    (folder / "y-seed0").mkdir()
+    runs = [PairedRun(f"{name}-seed0", name, ["a.toml"], "") for name in ("x", "y", "z")]
+    write_comparison(folder, {run.name: run for run in runs})
+    results, notes = found(folder)
+    assert results == [("x-seed0", "x", 0, 1e-3)]
+    assert [note.partition(folder.name)[2].split("'")[0].split(" ")[0] for note in notes] == [
+        "/y-seed0/metrics.jsonl",
+        "/z-seed0",
+    ]
+
+
+def test_a_folder_may_hold_comparisons_beside_runs(tmp_path):
+    make_run(tmp_path / "run", [3.0])
+    make_run(tmp_path / "compared" / "x-seed0", [3.0])
+    write_comparison(tmp_path / "compared", {"x-seed0": PairedRun("x-seed0", "x", ["a.toml"], "")})
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "comparison.json").write_text("[")
+    results, notes = found(tmp_path)
+    assert results == [("x-seed0", "x", 0, 1e-3), ("run", "mxnorm mxfp8 p=2", 0, 1e-3)]
+    assert len(notes) == 1 and "damaged/comparison.json is not valid JSON" in notes[0]
+
+
+def test_variants_of_comparisons_that_mean_other_settings_by_one_name_are_told_apart(tmp_path):
+    for parent, seeds, betas in (("a", (0, 1), (0.9, 0.5)), ("b", (0, 1), (0.9, 0.8)), ("c", (0,), (0.9, 0.5))):
+        runs = [PairedRun(f"{v}-seed{seed}", v, ["a.toml"], "") for v in ("base", "x") for seed in seeds]
+        for run in runs:
+            seed, beta = int(run.name[-1]), betas[run.variant == "x"]
+            make_run(tmp_path / parent / run.name, [3.0], seed=seed, settings={"optimizer": {"beta1": beta}})
+        write_comparison(tmp_path / parent, {run.name: run for run in runs})
+    assert [variant for _, variant, *_ in found(tmp_path / "a", tmp_path / "c")[0]] == [
+        "base",
+        "base",
+        "x",
+        "x",
+        "base",
+        "x",
+    ]
+    results, notes = found(tmp_path / "a", tmp_path / "b")
+    assert [variant for _, variant, *_ in results] == ["base"] * 2 + ["a/x"] * 2 + ["base"] * 2 + ["b/x"] * 2
+    assert notes == []
+    make_run(tmp_path / "other" / "a" / "x-seed0", [3.0], settings={"optimizer": {"beta1": 0.8}})
+    write_comparison(tmp_path / "other" / "a", {"x-seed0": PairedRun("x-seed0", "x", ["a.toml"], "")})
+    assert found(tmp_path / "a", tmp_path / "other" / "a")[0][-1][1] == f"{tmp_path}/other/a/x"
+
+
+def test_a_run_in_a_folder_of_runs_that_failed_before_its_first_step_is_a_line(tmp_path):
+    make_run(tmp_path / "a", [3.0])
+    (make_run(tmp_path / "b", [3.0], seed=1) / "metrics.jsonl").unlink()
+    results, notes = found(tmp_path)
+    assert [name for name, *_ in results] == ["a"] and len(notes) == 1 and "b/metrics.jsonl does not exist" in notes[0]
+
+
+def test_an_imported_model_in_a_folder_of_runs_is_none(tmp_path):
+    make_run(tmp_path / "a", [3.0])
+    (tmp_path / "imported").mkdir()
+    (tmp_path / "imported" / "config.toml").write_text("")
+    results, notes = found(tmp_path)
+    assert [name for name, *_ in results] == ["a"] and notes == []
+
+
+def test_a_folder_that_may_not_be_searched_is_a_line(tmp_path, monkeypatch):
+    make_run(tmp_path / "a", [3.0])
+    locked, stat = tmp_path / "b", os.stat
+    locked.mkdir()
+
+    def no_stat_inside(path, *args, **kwargs):
+        if str(path).startswith(f"{locked}{os.sep}"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", no_stat_inside)
+    results, notes = found(tmp_path / "a", locked)
+    assert [name for name, *_ in results] == ["a"] and len(notes) == 1 and str(locked) in notes[0]
+
+
+def test_csv_files_and_folders_come_together_and_what_cannot_be_read_is_a_line(tmp_path):
+    results, _ = read_sources([make_run(tmp_path / "a", [3.0])])
+    append_results(tmp_path / "r.csv", results)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "comparison.json").write_text('[{"name": 1}]')
+    names, notes = found(tmp_path / "a", tmp_path / "gone", tmp_path / "bad", tmp_path / "r.csv")
+    assert [name for name, *_ in names] == ["a", "r.csv, line 2"]
+    assert "does not exist" in notes[0] and "is damaged" in notes[1] and len(notes) == 2
+
+
+NOISE = [0.01, -0.01, 0.02, -0.02, 0.0]  # median absolute deviation 0.01, so six deviations are 0.089
+
+
+def losses(count):
+    return [3.0 + NOISE[i % 5] for i in range(count)]
+
+
+def test_noise_a_falling_loss_and_a_step_down_are_no_spikes():
+    assert spikes(losses(200)) == []
+    assert spikes([8.0 * 0.98**i for i in range(200)]) == []
+    assert spikes(losses(40) + [1.0] * 40) == []
+
+
+def test_a_spike_is_higher_than_both_limits_and_neighbours_are_one():
+    run = losses(60)
+    run[30], run[40], run[41], run[50] = 3.08, 3.2, 4.0, 3.3
+    assert spikes(run) == [40, 50]
+    run[40:51] = [3.15, *losses(10)]  # above 0.1, and above six deviations, but not above their sum
+    assert spikes(run) == [40]
+    wide = [3.0 + 10 * NOISE[i % 5] for i in range(60)]  # six deviations are 0.89
+    wide[40], wide[50] = 3.8, 4.0
+    assert spikes(wide) == [50]
+
+
+def test_a_window_holds_exactly_as_many_losses_as_the_rule_says():
+    """The oldest loss of the window decides: with it, half of the losses are high, and the deviation is wide."""
+    assert spikes([3.0] * 10 + [2.8] * 10 + [2.95]) == []
+    assert spikes([3.0] * 9 + [2.8] * 11 + [2.95]) == [WINDOW]
+
+
+def test_the_first_losses_and_those_that_are_not_finite_begin_no_spike():
+    run = losses(60)
+    run[WINDOW - 1], run[30], run[31], run[40] = 9.0, math.nan, math.inf, 9.0
+    assert spikes(run) == [40]
+    assert spikes([math.nan] * 60) == []

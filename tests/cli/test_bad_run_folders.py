@@ -334,7 +334,7 @@ PLOT = {
         {"run/metrics.jsonl": f'{{"step": 1, "loss": "low"}}\n{ROW}'},
     ),
     "a list of values that are not finite": Case(
-        ["run"], "run/metrics.jsonl, line 1: 'nonfinite' is ['loss'], not a JSON object",
+        ["run"], "run/metrics.jsonl, line 1: 'nonfinite' is ['loss'], not a JSON object with names of numbers",
         {"run/metrics.jsonl": f'{{"step": 1, "nonfinite": ["loss"]}}\n{ROW}'},
     ),
     "half of the facts": Case(

@@ -197,8 +197,8 @@ def test_doctor_explains_the_norm_of_a_shape(monkeypatch, capsys):
     seen = []
     monkeypatch.setattr("mxtrain.cli.doctor.explain_norm", lambda *args: seen.append(args) or "because")
     assert cli.main(["doctor", "--explain-norm", "32768", "4096"]) == 0
-    assert cli.main(["doctor", "--explain-norm", "8", "64", "--dtype", "float32", "--tune"]) == 0
-    assert seen == [(32768, 4096, "bfloat16", False), (8, 64, "float32", True)]
+    assert cli.main(["doctor", "--explain-norm", "8", "64", "--dtype", "float32"]) == 0
+    assert seen == [(32768, 4096, "bfloat16"), (8, 64, "float32")]
     assert capsys.readouterr().out == "because\nbecause\n"
 
 
@@ -206,8 +206,8 @@ def test_doctor_explains_the_router_of_a_shape(monkeypatch, capsys):
     seen = []
     monkeypatch.setattr("mxtrain.cli.doctor.explain_router", lambda *args: seen.append(args) or "because")
     assert cli.main(["doctor", "--explain-router", "8192", "256", "7168"]) == 0
-    assert cli.main(["doctor", "--explain-router", "8", "4", "64", "--dtype", "float32", "--tune"]) == 0
-    assert seen == [(8192, 256, 7168, "bfloat16", False), (8, 4, 64, "float32", True)]
+    assert cli.main(["doctor", "--explain-router", "8", "4", "64", "--dtype", "float32"]) == 0
+    assert seen == [(8192, 256, 7168, "bfloat16"), (8, 4, 64, "float32")]
     assert capsys.readouterr().out == "because\nbecause\n"
 
 
@@ -217,8 +217,7 @@ SHAPES = "--explain-norm M N or --explain-router TOKENS EXPERTS HIDDEN"
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--tune"], f"--dtype and --tune go with {SHAPES}"),
-        (["--dtype", "float32"], f"--dtype and --tune go with {SHAPES}"),
+        (["--dtype", "float32"], f"--dtype goes with {SHAPES}"),
         (
             ["--explain-norm", "8", "64", "--explain-router", "8", "4", "64"],
             "--explain-norm and --explain-router: ask for one at a time",

@@ -5,7 +5,7 @@ import matplotlib.image
 import pytest
 
 from mxtrain import cli
-from mxtrain.analysis.curves import XAxis
+from mxtrain.analysis.plots import XAxis
 from mxtrain.cli import commands
 
 
@@ -57,7 +57,7 @@ def test_a_wrong_number_of_points_is_an_error(runs, capsys):
 
 def test_numerics_draws_one_run_over_steps(runs, capsys):
     row = {"step": 50, "numerics/layers.0.ffn_norm/rms_r2": 0.25}
-    (runs / "p1" / "metrics.jsonl").write_text(json.dumps(row))
+    (runs / "p1" / "metrics.jsonl").write_text(json.dumps({"step": 50, "loss": 3.0}) + "\n" + json.dumps(row))
     assert cli.main(["plot", "--numerics", "p1"]) == 0
     remark, last = capsys.readouterr().out.splitlines()
     assert "above 0.1 in 1 of 1 modules; layers.0.ffn_norm: 0.25" in remark and last == "numerics: p1/numerics.png"

@@ -51,24 +51,6 @@ def test_recipes_by_name():
     loss(model).backward()
 
 
-def test_mx_linear_by_name():
-    model = llama()
-    report = convert(
-        model, "mx_linear", recipes={"wq": "fprop=bf16, dgrad=mxfp8, wgrad=mxfp8", "w1": "bf16"}, **NO_SHARE
-    )
-    assert len(report.linears) == 12 and report.recipes.keys() == {f"layers.{i}.attention.wq" for i in range(2)}
-    assert type(model.layers[0].feed_forward.w1) is nn.Linear and type(model.layers[0].ffn_norm) is nn.RMSNorm
-    loss(model).backward()
-
-
-def test_only_what_is_named():
-    model = llama()
-    report = convert(model, recipe="bf16", recipes={"layers.1.feed_forward": "mxfp8"}, mode="reference")
-    assert report.norms == {"layers.1.ffn_norm": ["layers.1.feed_forward.w1", "layers.1.feed_forward.w3"]}
-    assert report.linears == ["layers.1.feed_forward.w2"]
-    assert report.skipped["layers.0.attention.wo"] == "left in high precision by recipe = 'bf16'"
-
-
 def test_linears_of_a_norm_with_different_recipes_of_fprop_keep_it():
     model = llama()
     report = convert(model, recipe="mxfp8", recipes={"layers.0.attention.wk": FORWARD}, **NO_SHARE)

@@ -4,19 +4,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn as nn
 
 from mxtrain import ConfigError
-from mxtrain.conversion.norm_uses import NormUses
+from mxtrain.conversion.converters import get_converter
+from mxtrain.conversion.forward_pass import Uses
+from mxtrain.conversion.layers import LinearFacts
+from mxtrain.conversion.norms import NormFacts
 from mxtrain.conversion.plan import (
     Plan,
     ToDecomposeKRouter,
-    ToFusedLayerNorm,
-    ToFusedRMSNorm,
+    ToFusedNorm,
     ToMXNorm,
     ToQuantizedLinear,
 )
-from mxtrain.conversion.recognition import LayerNormFacts, LinearFacts, NormFacts
-from mxtrain.conversion.registry import get_converter
 from mxtrain.conversion.survey import Survey
 from mxtrain.conversion.weights import WeightFacts
 from mxtrain.nn.mx_linear import MXLinear
@@ -24,7 +25,8 @@ from mxtrain.nn.mxnorm import MXNormLinear
 from mxtrain.ops.hardware import default_device_type, resolve_mode
 from mxtrain.recipes.recipe import RECIPES
 
-NORM = NormFacts((64,), 1e-6, True)
+NORM = NormFacts(nn.RMSNorm, (64,), 1e-6, recognised="RMSNorm by type")
+NO_LOOKALIKES = {nn.RMSNorm: {}, nn.LayerNorm: {}}
 LINEAR = LinearFacts(64, 64, "Linear", is_plain=True, is_gate=False, shares_weight=False)
 
 
@@ -34,18 +36,17 @@ def block(linears=("wq", "wk", "wo"), **changes) -> Survey:
     facts = Survey(
         kind="Block",
         device_type="cpu",
-        modules=names,
         names={name: name for name in names},
         blocks=(),
         norms={"norm": NORM},
-        lookalikes={},
+        lookalikes=NO_LOOKALIKES,
         linears=dict.fromkeys((*linears, "output"), LINEAR),
         heads=("output",),
         unswappable={},
         weights={f"{fqn}.weight": WeightFacts((64, 64), (fqn,), 1.0, "") for fqn in (*linears, "output")},
         dtypes={f"{fqn}.weight": torch.float32 for fqn in names},
         converted={},
-        uses=NormUses({"norm": ("wq", "wk")}, {"norm": ()}, dict.fromkeys(("norm", *linears), 1), ()),
+        uses=Uses({"norm": ("wq", "wk")}, {"norm": ()}, dict.fromkeys(("norm", *linears), 1), ()),
     )
     return replace(facts, **changes)
 
@@ -68,6 +69,7 @@ def test_a_norm_and_the_linears_it_feeds():
     assert str(result).splitlines() == [
         "1 norm and 3 linears swapped, 1 kept; 75.0 % of the weights' multiplications are quantized",
         "  mode emulated",
+        "  norms recognised: 1 RMSNorm by type",
         "  norm -> wq, wk",
         "  wo",
         "  kept: output: is the output head",
@@ -95,17 +97,17 @@ def test_a_mode_that_no_device_of_the_machine_runs_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("uses", "linears", "reason"),
     [
-        (NormUses({"norm": ("wq",)}, {"norm": ("add", "mul")}, {"wq": 1}, ()), {}, "its output is used by add, mul"),
-        (NormUses({"norm": ()}, {"norm": ()}, {}, ()), {}, "no linear was seen to use its output"),
-        (NormUses({"norm": ()}, {"norm": ()}, {}, ("0, broken",)), {}, "no linear was .* output; not followed: 0, bro"),
-        (NormUses({"norm": ("wq",)}, {"norm": ()}, {"wq": 2}, ()), {}, "feeds wq, which is called more than once"),
-        (NormUses({"norm": ("wq", "wq")}, {"norm": ()}, {"wq": 2}, ()), {}, "feeds wq, which is called more than once"),
+        (Uses({"norm": ("wq",)}, {"norm": ("add", "mul")}, {"wq": 1}, ()), {}, "its output is used by add, mul"),
+        (Uses({"norm": ()}, {"norm": ()}, {}, ()), {}, "no linear was seen to use its output"),
+        (Uses({"norm": ()}, {"norm": ()}, {}, ("0, broken",)), {}, "no linear was .* output; not followed: 0, bro"),
+        (Uses({"norm": ("wq",)}, {"norm": ()}, {"wq": 2}, ()), {}, "feeds wq, which is called more than once"),
+        (Uses({"norm": ("wq", "wq")}, {"norm": ()}, {"wq": 2}, ()), {}, "feeds wq, which is called more than once"),
         (
-            NormUses({"norm": ("wq", "wk")}, {"norm": ()}, {"wq": 1, "wk": 1}, ()),
+            Uses({"norm": ("wq", "wk")}, {"norm": ()}, {"wq": 1, "wk": 1}, ()),
             {"wk": replace(LINEAR, is_gate=True)},
             "feeds wk, the gate of a router",
         ),
-        (NormUses({"norm": ("output",)}, {"norm": ()}, {"output": 1}, ()), {}, "feeds output, is the output head"),
+        (Uses({"norm": ("output",)}, {"norm": ()}, {"output": 1}, ()), {}, "feeds output, is the output head"),
     ],
 )
 def test_a_norm_stays_unless_it_provably_feeds_linears_alone(uses, linears, reason):
@@ -144,11 +146,13 @@ def test_the_norm_draws_signs_if_any_of_its_linears_needs_them():
 
 
 def test_norms_and_gates():
-    square = NormFacts((2, 32), 1e-6, True)
-    survey = block(norms={"norm": NORM, "square": square}, lookalikes={"strange": "is strange"})
+    square = NormFacts(nn.RMSNorm, (2, 32), 1e-6)
+    survey = block(
+        norms={"norm": NORM, "square": square}, lookalikes={nn.RMSNorm: {"strange": "is strange"}, nn.LayerNorm: {}}
+    )
     result = plan(survey, "fused_rmsnorm", when_compiled="kernel")
     assert result.quantized_share == 0
-    assert result.swaps == {"norm": ToFusedRMSNorm(NORM, "kernel")} and result.fused_norms == ["norm"]
+    assert result.swaps == {"norm": ToFusedNorm(NORM, "kernel")} and result.fused_norms == ["norm"]
     assert result.skipped == {"strange": "is strange", "square": "normalizes more than one dimension"}
     survey = block(linears=("gate", "own"))
     gates = {"gate": replace(LINEAR, is_gate=True), "own": replace(LINEAR, is_gate=True, is_plain=False, kind="Mine")}
@@ -159,26 +163,26 @@ def test_norms_and_gates():
 
 
 def test_both_kinds_of_norms():
-    layer, square = LayerNormFacts((64,), 1e-6, True, True), LayerNormFacts((2, 32), 1e-6, True, False)
+    layer, square = NormFacts(nn.LayerNorm, (64,), 1e-6, bias=True), NormFacts(nn.LayerNorm, (2, 32), 1e-6)
     survey = block(
-        lookalikes={"strange": "is strange"},
-        layer_norms={"layer": layer, "square": square, "tagged": layer},
-        layer_norm_lookalikes={"other": "is other", "hooked": "is other"},
-        unswappable={"tagged": "has a forward hook", "hooked": "has a forward hook"},
+        norms={"norm": NORM, "layer": layer, "square": square, "tagged": layer},
+        lookalikes={
+            nn.RMSNorm: {"strange": "is strange"},
+            nn.LayerNorm: {"other": "is other"},
+        },
+        unswappable={"tagged": "has a forward hook"},
     )
     result = plan(survey, "fused_norm", when_compiled="kernel")
-    assert result.swaps == {"norm": ToFusedRMSNorm(NORM, "kernel"), "layer": ToFusedLayerNorm(layer, "kernel")}
+    assert result.swaps == {"norm": ToFusedNorm(NORM, "kernel"), "layer": ToFusedNorm(layer, "kernel")}
     assert result.fused_norms == ["norm", "layer"]
     assert result.skipped == {
         "strange": "is strange",
         "other": "is other",
-        "hooked": "has a forward hook",
         "square": "normalizes more than one dimension",
         "tagged": "has a forward hook",
     }
     before = plan(survey, "fused_rmsnorm")
     assert before.fused_norms == ["norm"] and list(before.skipped) == ["strange"], "as without LayerNorm in the model"
-    assert plan(block(norms={}, layer_norms={"layer": layer}), "fused_norm").fused_norms == ["layer"]
 
 
 def test_a_model_whose_norms_are_mxnorms_has_no_norm_left_to_fuse():
@@ -204,3 +208,36 @@ def test_a_converter_refuses_settings_of_another(converter, setting, known):
 def test_none_stands_for_the_default():
     settings = dict.fromkeys(("p", "recipe", "recipes", "filter_fqns", "eps", "mode", "hadamard", "seed"))
     assert get_converter("mxnorm", settings) == get_converter("mxnorm", {})
+
+
+def stack(count) -> Survey:
+    """A survey of so many blocks with one linear each."""
+    blocks = tuple(f"layers.{i}" for i in range(count))
+    linears = {f"{block}.wo": LINEAR for block in blocks}
+    names = {fqn: fqn for fqn in (*blocks, *linears, "norm")}
+    return block(names=names, blocks=blocks, norms={}, linears=linears, uses=None, weights={}, heads=(), dtypes={})
+
+
+def test_the_last_pattern_that_matches_a_linear_wins():
+    recipes = {"layers.[0-3]": "nvfp4", "layers.2": "bf16"}
+    result = plan(stack(6), "mx_linear", recipes=recipes)
+    assert result.recipes == dict.fromkeys(("layers.0.wo", "layers.1.wo", "layers.3.wo"), "nvfp4")
+    assert result.skipped == {"layers.2.wo": "left in high precision by recipes.'layers.2' = 'bf16'"}
+    with pytest.raises(ConfigError, match="^recipes: 'norm' names no linear layer"):
+        plan(stack(6), "mx_linear", recipes={"norm": "nvfp4"})
+
+
+@pytest.mark.parametrize(
+    ("share", "blocks", "count"), [(0.15, 12, 2), (0.15, 32, 5), (0.15, 3, 0), (0.5, 3, 2), (0.0, 4, 0), (0.34, 3, 1)]
+)
+def test_a_share_of_the_blocks_is_rounded_to_nearest(share, blocks, count):
+    kept = plan(stack(blocks), "mx_linear", high_precision_share=share).skipped
+    reason = f"in the last {count} of {blocks} blocks (high_precision_share = {share})"
+    assert kept == {f"layers.{i}.wo": reason for i in range(blocks - count, blocks)}
+
+
+def test_a_block_whose_name_begins_as_a_kept_one_is_not_kept():
+    survey = stack(0)
+    survey = replace(survey, blocks=("layers.10", "layers.1"), linears={"layers.10.wo": LINEAR, "layers.1.wo": LINEAR})
+    survey = replace(survey, names={fqn: fqn for fqn in (*survey.blocks, *survey.linears)})
+    assert plan(survey, "mx_linear", high_precision_share=0.5).linears == ["layers.10.wo"]

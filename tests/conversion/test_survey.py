@@ -1,42 +1,32 @@
 """Surveying a model: facts as values, and a model that stays as it was."""
 
+import functools
+
+import pytest
 import torch
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxtrain import convert
-from mxtrain.conversion.norm_uses import NormUses
+from mxtrain.conversion.forward_pass import Uses
+from mxtrain.conversion.norms import NormFacts
 from mxtrain.conversion.survey import survey
-from tests.support.conversion_models import llama
+from tests.support.conversion_models import DIM, llama
 
 
 def test_a_survey_holds_the_facts_of_a_model():
     facts = survey(llama(), watch_norms=True)
     assert (facts.kind, facts.device_type, facts.converted, facts.unswappable) == ("Llama", "cpu", {}, {})
-    assert facts.modules[:4] == ("tok_embeddings", "layers", "layers.0", "layers.0.attention_norm")
+    assert list(facts.names)[:4] == ["tok_embeddings", "layers", "layers.0", "layers.0.attention_norm"]
     assert facts.blocks == ("layers.0", "layers.1")
     assert list(facts.norms) == [f"layers.{i}.{n}" for i in (0, 1) for n in ("attention_norm", "ffn_norm")] + ["norm"]
-    assert facts.norms["layers.1.ffn_norm"] == ((64,), 1e-6, True) and facts.lookalikes == {}
+    assert facts.norms["layers.1.ffn_norm"] == NormFacts(nn.RMSNorm, (64,), 1e-6, recognised="RMSNorm by type")
+    assert not any(facts.lookalikes.values())
     assert len(facts.linears) == 15 and facts.linears["output"].out_features == 96
-    uses: NormUses = facts.uses
+    uses: Uses = facts.uses
     assert uses.linears["layers.0.ffn_norm"] == ("layers.0.feed_forward.w1", "layers.0.feed_forward.w3")
     assert uses.linears["norm"] == ("output",) and not any(uses.others.values()) and uses.unfollowed == ()
     assert set(uses.calls.values()) == {1}
-
-
-def test_an_rms_norm_that_is_called_a_layer_norm_is_no_lookalike():
-    t5 = type(
-        "T5LayerNorm", (nn.Module,), {"forward": lambda self, x: nn.functional.rms_norm(x, (8,), self.weight, 1e-6)}
-    )
-    model = nn.Sequential(t5())
-    model[0].eps, model[0].weight = 1e-6, nn.Parameter(torch.ones(8))
-    facts = survey(model)
-    assert list(facts.norms) == ["0"] and not facts.layer_norms and not facts.layer_norm_lookalikes
-
-
-def test_norms_are_watched_only_when_asked():
-    assert survey(llama()).uses is None
-    assert survey(nn.Sequential(nn.Linear(2, 2)), watch_norms=True).uses is None, "there is no norm to watch"
 
 
 def test_devices():
@@ -73,8 +63,63 @@ def test_surveying_draws_no_random_numbers_of_the_user():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_mxnorms_of_an_earlier_conversion_are_noticed():
-    model = llama()
-    convert(model)
-    converted = survey(model).converted
-    assert converted["layers.0.ffn_norm"] == "MXNorm" and converted["layers.1.attention.wo"] == "MXLinear"
+class Listed(nn.Module):
+    """Holds its linears in a list, too, and calls them from there."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.norm, self.a, self.b = nn.RMSNorm(DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.held = held(self)
+
+    def forward(self, x):
+        call = self.held if callable(self.held) else next(iter(self.held.values() if "a" in self.held else self.held))
+        return self.b(call(self.norm(x)))
+
+
+class Caller:
+    """A plain object, whose attributes are no children of a module."""
+
+    def __init__(self, linear):
+        self.linear = linear
+
+    def __call__(self, x):
+        call = self.linear[0] if isinstance(self.linear, list) else self.linear
+        return call(x)
+
+
+def calling(linear):
+    return lambda x: linear(x)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda m: [m.a],
+        lambda m: (m.a,),
+        lambda m: {"a": m.a},
+        lambda m: {m.a},
+        lambda m: m.a.forward,
+        lambda m: functools.partial(m.a.forward),
+        lambda m: Caller(m.a),
+        lambda m: calling(m.a),
+        lambda m: Caller(Caller([m.a])),
+        lambda m: [nn.Sequential(m.a)],
+    ],
+)
+def test_a_linear_that_a_list_holds_as_well_stays(held):
+    model = nn.Sequential(Listed(held))
+    plan = convert(model, "mx_linear", mode="reference")
+    assert plan.linears == ["0.b"]
+    assert plan.skipped["0.a"] == (
+        "is also held by 0.held, which a swap would not reach: hold it as a child module only"
+    )
+    with pytest.raises(ValueError, match="0.norm: (feeds 0.a, is also held by 0.held|its output is used by .*linear)"):
+        convert(nn.Sequential(Listed(held)), filter_fqns=[], example_inputs=(torch.zeros(3, DIM),))
+
+
+def test_a_linear_that_only_it_itself_holds_is_swapped():
+    model = Listed(lambda m: [m.b])
+    model.a.state = Caller(model.a)
+    model.circle = circle = Caller(None)
+    circle.linear = circle
+    assert convert(model, "mx_linear", mode="reference").linears == ["a"]

@@ -4,7 +4,7 @@ import sys
 import pytest
 import tokenizers  # noqa: F401  (before python_machine hides the installed packages)
 
-from mxtrain.data import machine_files
+from mxtrain.data import python_source
 
 
 @pytest.fixture(autouse=True)
@@ -42,9 +42,9 @@ def python_machine(tmp_path, monkeypatch):
                 path = root / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        monkeypatch.setattr(machine_files.sysconfig, "get_paths", lambda: {"stdlib": str(library)})
-        system_folders = {root: str(tmp_path / root) for root in machine_files.SYSTEM_FOLDERS}
-        monkeypatch.setattr(machine_files, "SYSTEM_FOLDERS", system_folders)
+        monkeypatch.setattr(python_source.sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+        system_folders = {root: str(tmp_path / root) for root in python_source.SYSTEM_FOLDERS}
+        monkeypatch.setattr(python_source, "SYSTEM_FOLDERS", system_folders)
         monkeypatch.setattr(sys, "path", [str(tmp_path), str(packages), str(packages)])
         return library
 

@@ -7,7 +7,7 @@ import pytest
 
 from mxtrain.data import cache_folders
 from mxtrain.data.cache_folders import BUILDING, LEFTOVER_SECONDS, courtesy_lock, last_change, new_folder
-from mxtrain.data.progress import Progress
+from mxtrain.data.documents import Progress
 
 SILENT = Progress(lambda line: None)
 

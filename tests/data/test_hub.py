@@ -7,7 +7,7 @@ import pytest
 
 from mxtrain.data import DataConfig, prepared
 from mxtrain.data.documents import is_held_out
-from mxtrain.data.hub import PATIENCE_ROWS, OpenStream, StreamedText, hold_out, open_stream, stream_texts
+from mxtrain.data.hub import PATIENCE_ROWS, StreamedText, hold_out, open_stream, stream_texts
 from mxtrain.errors import ConfigError
 
 
@@ -27,12 +27,12 @@ def test_a_stream_is_opened_with_the_settings(monkeypatch):
 def test_a_stream_of_local_files_has_another_version_when_they_change(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "a"}\n')
-    stream = open_stream(str(tmp_path))
-    assert list(stream_texts(stream.rows, "text", "a")) == ["a"]
-    assert stream.version and open_stream(str(tmp_path)).version == stream.version
+    rows, version = open_stream(str(tmp_path))
+    assert list(stream_texts(rows, "text", "a")) == ["a"]
+    assert version and open_stream(str(tmp_path))[1] == version
     file.write_text('{"text": "b"}\n')
     os.utime(file, (1, 1))
-    assert open_stream(str(tmp_path)).version != stream.version
+    assert open_stream(str(tmp_path))[1] != version
 
 
 def test_a_dataset_that_cannot_be_opened_is_a_config_error(monkeypatch):
@@ -90,7 +90,7 @@ def test_a_tokenizer_reads_the_stream_without_the_share_that_is_held_out_of_it(m
     """``data.validation_share`` is of files."""
     texts = [f"text {i}" for i in range(50)]
     stream = datasets.IterableDataset.from_generator(lambda: ({"text": text} for text in texts))
-    monkeypatch.setattr(prepared, "open_stream", lambda *_: OpenStream(stream, None))
+    monkeypatch.setattr(prepared, "open_stream", lambda *_: (stream, None))
     for share in (0.0, 0.3):
         config = DataConfig(dataset="hf", path="a/b", validation_share=0.6, stream_share=share)
         assert list(prepared._hub_texts(config)) == [text for text in texts if not is_held_out(text, share)]

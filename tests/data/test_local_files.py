@@ -1,13 +1,19 @@
+import bz2
 import gzip
+import io
 import json
+import lzma
+import subprocess
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mxtrain.data import DataConfig
-from mxtrain.data.documents import is_held_out
-from mxtrain.data.local_files import LocalFiles
+from mxtrain.data import DataConfig, local_files
+from mxtrain.data.local_files import LocalFiles, open_text, split_lines
 from mxtrain.errors import ConfigError
 
 
@@ -91,12 +97,6 @@ def test_a_folder_is_read_through_links_and_once_where_they_lead_back(tmp_path):
         assert [entry.path for entry in source.listing] == [f"{tmp_path / folder / name}" for name in expected]
 
 
-def test_files_may_differ_in_other_columns(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a", "n": 1}\n')
-    (tmp_path / "b.jsonl").write_text('{"meta": {"x": 1}, "text": "b"}\n')
-    assert documents(tmp_path) == ["a", "b"]
-
-
 def test_a_row_is_what_it_says_wherever_it_stands_in_a_large_file(tmp_path):
     """The datasets library infers types from the first 10 MB: it made dates of texts, and text of numbers."""
     rows = [{"text": "x" * 4000, "url": None}] * 3000
@@ -132,8 +132,8 @@ def test_copies_of_a_held_out_text_are_held_out_too_and_stay_so_when_rows_are_ad
 
     def split(path):
         config = DataConfig(dataset="files", path=str(path))
-        held_out = {d.text for d in LocalFiles(config).documents() if is_held_out(d.key, 0.2)}
-        return held_out, {d.text for d in LocalFiles(config).documents() if not is_held_out(d.key, 0.2)}
+        held_out = {d.text for d in LocalFiles(config).documents() if d.is_held_out(0.2)}
+        return held_out, {d.text for d in LocalFiles(config).documents() if not d.is_held_out(0.2)}
 
     write_jsonl(tmp_path / "a.jsonl", rows)
     held_out, trained = split(tmp_path / "a.jsonl")
@@ -177,11 +177,11 @@ def test_the_pieces_of_a_file_are_on_one_side_unless_it_is_the_only_file(tmp_pat
     found = list(LocalFiles(DataConfig(dataset="files", path=str(tmp_path))).documents())
     for number in range(12):
         own = [document for document in found if f"file {number}," in document.text]
-        sides.append({is_held_out(document.file or document.key, share) for document in own})
+        sides.append({document.is_held_out(share) for document in own})
         assert len(own) > 2 and len(sides[-1]) == 1
     assert {True} in sides and {False} in sides
     alone = LocalFiles(DataConfig(dataset="files", path=str(tmp_path / "0.txt")))
-    assert alone.corrections == () and all(document.file == "" for document in alone.documents())
+    assert alone.corrections == () and all(document.split_key == "" for document in alone.documents())
 
 
 @pytest.mark.parametrize(
@@ -190,32 +190,18 @@ def test_the_pieces_of_a_file_are_on_one_side_unless_it_is_the_only_file(tmp_pat
         ("a.jsonl", b'{"text": "a"\nnope\n', "training.dataset_path = .*cannot read .*a.jsonl as json: line 1: Expec"),
         ("a.jsonl", b'{"text": "a"}\n["b"]\n', "cannot read .*a.jsonl as json: line 2 is a JSON list, not an object"),
         ("a.json", b'[{"text": "a"}, 3]', "cannot read .*a.json as json: row 2 is a JSON int, not an object"),
-        ("a.parquet", b"not parquet", "cannot read .*a.parquet as parquet"),
-        ("a.txt", "é".encode("latin-1"), "cannot read .*a.txt as text: .*utf-8"),
-        ("a.jsonl", b'{"body": "a", "id": 1}\n', "data.text_key = 'text' is not a column of .*a.jsonl.*: body, id"),
-        ("a.jsonl", b'{"text": 3}\n', "data.text_key = 'text' in .*a.jsonl holds int, not text"),
     ],
 )
-def test_unreadable_files_are_config_errors(tmp_path, name, content, message):
+def test_bad_json_is_named_with_its_place(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         documents(tmp_path / name)
 
 
-def test_a_missing_path_is_a_config_error(tmp_path, monkeypatch):
+def test_a_missing_path_names_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"'nowhere' does not exist and .* in the current folder, {tmp_path}$"):
         documents("nowhere")
-    with pytest.raises(ConfigError, match="training.dataset_path = '.*nowhere' does not exist"):
-        documents(tmp_path / "nowhere")
-    with pytest.raises(
-        ConfigError, match=r"validation.dataset_path = '.*\*.jsonl' does not exist and matches no files"
-    ):
-        documents(tmp_path / "*.jsonl", section="validation")
-    with pytest.raises(ConfigError, match="holds no files"):
-        documents(tmp_path)
-    with pytest.raises(ConfigError, match="training.dataset = 'files' needs training.dataset_path"):
-        documents("")
 
 
 def test_mixed_formats_are_a_config_error(tmp_path):
@@ -224,3 +210,83 @@ def test_mixed_formats_are_a_config_error(tmp_path):
     (tmp_path / "README").write_text("text")
     with pytest.raises(ConfigError, match=r"mixes formats \(2 .jsonl, 1 without suffix\).*glob such as .*\*\.jsonl'"):
         documents(tmp_path)
+
+
+# Text, compressed or not, piece by piece
+
+
+def split_whole(text: str, size: int) -> list[str]:
+    """The same cuts, made with the whole text in memory."""
+    pieces, start = [], 0
+    while len(text) - start > size:
+        end = text.rfind("\n", start, start + size) + 1
+        if end == 0:
+            end = text.find("\n", start + size) + 1 or len(text)
+        pieces.append(text[start:end])
+        start = end
+    return [*pieces, text[start:]]
+
+
+def pieces_of(text: str, size: int) -> list[str]:
+    return list(split_lines(io.StringIO(text, newline="\n"), size))
+
+
+@pytest.mark.parametrize(
+    "text, pieces",
+    [
+        ("", [""]),
+        ("abc", ["abc"]),
+        ("ab\ncd\nef", ["ab\n", "cd\nef"]),
+        ("a\nbbbbbbbbbb\nc\nd", ["a\n", "bbbbbbbbbb\n", "c\nd"]),
+        ("aaaaaaaaaa", ["aaaaaaaaaa", ""]),
+    ],
+)
+def test_split_lines_cuts_after_line_ends(text, pieces):
+    assert pieces_of(text, 5) == pieces == split_whole(text, 5)
+
+
+@given(st.text(alphabet="a\n\u2028é", max_size=200), st.integers(1, 9), st.integers(1, 20))
+def test_pieces_do_not_depend_on_how_much_is_read_at_once(text, size, at_once):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_files, "READ_CHARACTERS", at_once)
+        assert pieces_of(text, size) == split_whole(text, size)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a"])
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, bz2.compress, lzma.compress])
+@pytest.mark.parametrize("text", ["one\r\ntwo\rthree\n é\u2028", "", "BZh of a text"])
+def test_compression_shows_in_the_contents_and_all_line_ends_become_one(tmp_path, name, compress, text):
+    (tmp_path / name).write_bytes(compress(text.encode()))
+    with open_text(tmp_path / name) as file:
+        assert file.read() == text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+PEAK_OF_READING = """
+import resource, sys
+from mxtrain.data import DataConfig
+from mxtrain.data.local_files import LocalFiles
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+count = sum(1 for _ in LocalFiles(DataConfig(dataset="files", path=sys.argv[1])).documents())
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(count, (after - before) * 1024)
+"""
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    size, line = 100_000_000, b"a line of sixty-four characters, as in a typical text of a book\n"
+    path = tmp_path / "large.txt"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for _ in range(size // len(line) // 1000):
+            file.write(line * 1000)
+    command = [sys.executable, "-c", PEAK_OF_READING, str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    count, grown = map(int, result.stdout.split())
+    assert count > size // (1 << 16) and grown < size // 5
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_a_byte_order_mark_at_the_start_is_no_text(tmp_path, compress):
+    file = tmp_path / "a.txt"
+    file.write_bytes(compress("\ufeffhello \ufeff".encode()))
+    with open_text(file) as text:
+        assert text.read() == "hello \ufeff"

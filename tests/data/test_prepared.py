@@ -6,8 +6,9 @@ import time
 import pytest
 from filelock import FileLock
 
-from mxtrain.data import DataConfig, Prepared, cache_folders, prepare, progress
+from mxtrain.data import DataConfig, Prepared, cache_folders, documents, prepare
 from mxtrain.data import prepared as prepared_module
+from mxtrain.data.documents import megabytes
 from mxtrain.data.local_files import LocalFiles
 from mxtrain.data.tokenizer import load_tokenizer, tokenizer_hash
 from mxtrain.errors import ConfigError
@@ -47,14 +48,6 @@ def test_local_text_is_split_and_tokenized(corpus, prose, cache):
     assert "30 kept" in str(report)
 
 
-def test_python_source_with_and_without_packages(python_machine, prose):
-    python_machine({f"m{i}.py": prose(i) for i in range(20)} | {"copy.py": prose(3)}, {"p/a.py": prose(50)})
-    alone = prepare(DataConfig(vocab_size=300, validation_share=0.2), silent)
-    assert alone.report.files == 21 and alone.report.dropped["duplicate"] == 1
-    both = prepare(DataConfig(vocab_size=300, validation_share=0.2, installed=True), silent)
-    assert both.report.documents == alone.report.documents + 1
-
-
 def test_this_machines_standard_library():
     report = prepare(DataConfig(vocab_size=512, max_bytes=1_500_000, validation_share=0.2), silent).report
     assert 1_400_000 < report.bytes <= 1_500_000
@@ -92,21 +85,6 @@ def test_an_interrupted_build_leaves_nothing_behind(corpus, cache, monkeypatch):
         prepare(config_of(corpus), silent)
     assert list(cache.iterdir()) == []
     assert prepare(config_of(corpus), silent).train.count > 0
-
-
-def test_the_leftovers_of_a_killed_build_are_not_used(corpus, cache):
-    folder = cache / prepared_module._key(config_of(corpus), prepared_module.LocalFiles(config_of(corpus)))
-    old, recent = (folder.with_name(f"{folder.name}.building-{name}") for name in ("old", "recent"))
-    for leftover in (old, recent):
-        (leftover / "tokenizer").mkdir(parents=True)
-        (leftover / "train.bin").write_bytes(b"half")
-    long_ago = time.time() - 2 * cache_folders.LEFTOVER_SECONDS
-    for path in (old, *old.iterdir()):
-        os.utime(path, (long_ago, long_ago))
-    prepared = prepare(config_of(corpus), silent)
-    assert prepared.tokenizer.parent == folder and not old.exists()
-    assert recent.exists()  # perhaps another process still writes it
-    assert load_tokenizer(prepared.tokenizer).size == 300
 
 
 def _prepare_in_process(config: DataConfig, queue) -> None:
@@ -198,12 +176,7 @@ def test_a_stream_trains_a_tokenizer_and_is_not_tokenized(prose):
     assert len(opened) == 1  # an existing tokenizer opens no stream
 
 
-def test_unknown_datasets_and_empty_texts_are_config_errors(tmp_path):
-    with pytest.raises(ConfigError, match="training.dataset = 'pyton' is not one of: 'python', 'files', 'hf'"):
-        prepare(DataConfig(dataset="pyton"), silent)
-    (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(ConfigError, match="dataset_path = '.*empty.txt'.* holds no text"):
-        prepare(config_of(tmp_path / "empty.txt"), silent)
+def test_an_empty_stream_is_a_config_error():
     with pytest.raises(ConfigError, match="training.dataset = 'elsewhere' holds no text to train a tokenizer on"):
         prepare(DataConfig(dataset="elsewhere", vocab_size=300), silent, stream=lambda: ["", " \n"])
 
@@ -215,13 +188,13 @@ def test_a_vocabulary_smaller_than_requested_is_reported(tmp_path):
 
 
 def test_a_build_reports_its_progress(corpus, monkeypatch):
-    monkeypatch.setattr(progress, "TICK_SECONDS", 0.0)
+    monkeypatch.setattr(documents, "TICK_SECONDS", 0.0)
     lines = []
     report = prepare(config_of(corpus, validation_share=0.0), lines.append).report
-    size = progress.megabytes(report.bytes)
+    size = megabytes(report.bytes)
     assert lines[0] == f"preparing dataset 'files' in {report.folder}" and lines[-1] == "prepared dataset 'files'"
     assert f"read {size} of text for the tokenizer" in lines and f"merging pairs of {size} of text" in lines
-    assert f"tokenized {size} of about {progress.megabytes(corpus.stat().st_size)}" in lines
+    assert f"tokenized {size} of about {megabytes(corpus.stat().st_size)}" in lines
 
 
 def test_a_long_text_is_thinned_for_the_tokenizer(corpus, prose, monkeypatch):

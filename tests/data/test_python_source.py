@@ -1,3 +1,4 @@
+import gzip
 import os
 import sysconfig
 import zlib
@@ -7,10 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mxtrain.data import DataConfig, python_source
-from mxtrain.data.machine_files import SourceFile, list_files
-from mxtrain.data.progress import Progress
-from mxtrain.data.python_source import PythonSource, cap_packages, is_machine_made, package_limit
+from mxtrain.data import DataConfig, prepare, python_source
+from mxtrain.data.documents import Progress, fraction
+from mxtrain.data.python_source import (
+    PythonSource,
+    SourceFile,
+    cap_packages,
+    is_machine_made,
+    list_files,
+    package_limit,
+    read_bytes,
+)
 from mxtrain.errors import ConfigError
 
 SILENT = Progress(lambda line: None)
@@ -90,18 +98,10 @@ def test_the_seed_decides_the_order_and_new_files_do_not_change_it(python_machin
     order = keys(scanned(seed=1))
     assert order == keys(scanned(seed=1))
     assert order != keys(scanned(seed=2))
-    assert order != sorted(order)
+    by_key = sorted(order, key=lambda key: fraction(key, "order 1"))
+    assert order == by_key != sorted(order), "the same wherever the folders lie"
     python_machine({f"more{i}.py": prose(100 + i) for i in range(10)})
     assert [key for key in keys(scanned(seed=1)) if "more" not in key] == order
-
-
-def test_the_order_is_the_same_wherever_the_folders_lie():
-    here, there = (
-        [SourceFile(f"stdlib/m{i}.py", f"{root}/m{i}.py", 1, 0) for i in range(30)]
-        for root in ("/usr/lib", "/opt/conda")
-    )
-    orders = [[file.key for file in python_source._shuffled(files, 1)] for files in (here, there)]
-    assert orders[0] == orders[1] != [file.key for file in here]
 
 
 def test_max_bytes_limits_the_text(python_machine, prose):
@@ -169,3 +169,78 @@ def test_no_package_exceeds_its_share_and_others_are_not_cut(standard, packages,
 )
 def test_package_limit_by_hand(standard, sizes, share, limit):
     assert package_limit(standard, sizes, share) == pytest.approx(limit)
+
+
+# Other files
+
+
+@pytest.fixture
+def machine(python_machine, prose):
+    """A machine with Python, headers, documentation and manual pages."""
+    packages = {"numpy/core.py": prose(1), "numpy/a.h": prose(2), "numpy/b.so": b"\0", "numpy/README.md": prose(3)}
+    system = {
+        "include/stdio.h": prose(4), "include/c++/vector": "no suffix", "doc/bash/README.md": prose(5),
+        "doc/bash/copy.md": prose(5), "doc/bash/NEWS.gz": "", "doc/bash/page.html": "<p>",
+        "man/man1/ls.1.gz": gzip.compress(prose(6).encode()), "man/man3/printf.3posix": prose(7), "man/index.db": "x",
+    }  # fmt: skip
+    python_machine({"a.py": prose(0), "LICENSE.txt": "free"}, packages, system)
+
+
+def test_other_files_come_to_those_that_are_read(machine):
+    assert [file.key for file in list_files(installed=False)] == ["stdlib/a.py"]
+    own, system = ["stdlib/LICENSE.txt", "stdlib/a.py"], ["include/stdio.h", "doc/bash/README.md", "doc/bash/copy.md"]
+    system += ["man/man1/ls.1.gz", "man/man3/printf.3posix"]
+    packages = [f"site-packages/numpy/{name}" for name in ("README.md", "a.h", "core.py")]
+    assert [file.key for file in list_files(False, True)] == own + system
+    assert [file.key for file in list_files(True, True)] == own + packages + system
+
+
+def test_compressed_text_is_read_and_duplicates_are_dropped(machine, prose):
+    source = scanned(other_files=True, package_share=1.0)
+    assert "man/man1/ls.1.gz" in keys(source) and sum(key.startswith("doc/") for key in keys(source)) == 1
+    assert prose(6) in [document.text for document in source.documents()]
+    assert source.dropped["duplicate"] == 1
+    assert source.text_bytes == sum(len(document.text) for document in source.documents())
+
+
+def test_files_that_are_no_text_or_too_long_are_dropped(python_machine, prose, monkeypatch):
+    monkeypatch.setattr(python_source, "MAX_FILE_BYTES", 9_000)
+    long = prose(1, 3000)
+    assert len(long) > 9_000
+    python_machine(
+        {"a.py": prose(0), "b.py": long, "c.py": prose(2) + "\0"},
+        system={
+            "doc/x/long.txt": long, "man/man1/long.1.gz": gzip.compress(long.encode()), "doc/x/font.txt": "a\1b" * 9,
+            "doc/x/latin.txt": "é".encode("latin-1"), "man/man1/cut.1.gz": gzip.compress(b"abc" * 99)[:-20],
+            "man/man1/no.1.gz": b"no gzip", "doc/x/color.txt": "\x1b[1mbold\x1b[0m\f\v é\u2028", "doc/x/nul.txt": "a\0",
+        },
+    )  # fmt: skip
+    source = scanned(other_files=True, package_share=1.0)
+    assert sorted(keys(source)) == [
+        "doc/x/color.txt",
+        "stdlib/a.py",
+        "stdlib/b.py",
+        "stdlib/c.py",
+    ]  # Python is as it was
+    assert +source.dropped == {"over 0.0 MB": 2, "not text": 2, "unreadable": 3}
+
+
+def test_max_bytes_counts_decompressed_text(machine):
+    for limit in (5_000, 8_000):
+        assert 0 < scanned(other_files=True, package_share=1.0, max_bytes=limit).text_bytes <= limit
+
+
+def test_other_files_have_the_split_of_their_path_and_a_key_of_their_own_in_the_cache(machine, prose):
+    def prepared(**fields):
+        return prepare(DataConfig(vocab_size=300, validation_share=0.3, package_share=1.0, **fields), lambda line: None)
+
+    alone, more = prepared(), prepared(other_files=True)
+    assert alone.folder != more.folder and more.report.documents == 6
+    assert 0 < more.report.validation_documents < 6
+    assert prepared(other_files=True).identity == more.identity
+
+
+def test_python_source_of_any_length_is_read_whole(python_machine):
+    python_machine({"a.py": "x = 1\n" * 200_000})
+    (file,) = list_files(False)
+    assert len(read_bytes(file)) == 1_200_000

@@ -1,4 +1,8 @@
 import logging
+import os
+import subprocess
+import sys
+import time
 from itertools import islice
 from types import SimpleNamespace
 
@@ -8,9 +12,10 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from mxtrain.data import token_dataset
-from mxtrain.data.token_dataset import TokenDataset
-from mxtrain.data.token_store import TokenFile
+from mxtrain.data.store import TokenFile
+from mxtrain.data.token_dataset import TokenDataset, ignore_stop_signals
 from mxtrain.errors import ConfigError
+from mxtrain.launched import stop_signals
 
 SEQ_LEN, BATCH = 7, 3
 CHUNKS = 40
@@ -71,13 +76,6 @@ def test_ranks_split_a_finite_text_evenly_without_overlap(tokens, workers):
     assert [finite.samples(batches) for batches in (-1, 1, 1000)] == [36, world * BATCH, 36]
 
 
-def test_ranks_split_a_global_batch_in_order(tokens):
-    """So two ranks see, step by step, the text of one rank with twice the batch size."""
-    one = [labels[0] // (SEQ_LEN + 1) for _, labels in dataset(tokens, batch_size=2 * BATCH, infinite=False)]
-    ranks = [chunks_of(loader(tokens, dp_rank=rank, dp_world_size=2, infinite=False)) for rank in range(2)]
-    assert [chunk for batches in zip(*ranks) for batch in batches for chunk in batch] == one
-
-
 def sequence(tokens, count, **options) -> list[int]:
     """Return the first samples of the sequence that all ranks share, as one rank alone reads them."""
     return [int(labels[0]) // (SEQ_LEN + 1) for _, labels in islice(dataset(tokens, batch_size=1, **options), count)]
@@ -136,12 +134,6 @@ def test_more_than_one_epoch_of_workers_batches_is_in_order(tokens):
     assert [chunk for step in read for chunk in step] == sequence(tokens, 5 + 12 * GLOBAL_BATCH)[5:]
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_the_order_does_not_depend_on_the_number_of_workers(tokens, workers):
-    expected = take(iter(loader(tokens, dp_rank=1, dp_world_size=2)), 20)
-    assert take(iter(loader(tokens, workers, dp_rank=1, dp_world_size=2)), 20) == expected
-
-
 def test_every_iteration_of_a_finite_loader_starts_at_the_beginning(tokens):
     finite = loader(tokens, infinite=False)
     whole = chunks_of(finite)
@@ -185,3 +177,40 @@ def test_token_ids_above_16_bits(tmp_path):
     np.full(80, 100_000, "<u4").tofile(tmp_path / "wide.bin")
     inputs, _ = next(iter(dataset(TokenFile(tmp_path / "wide.bin", "<u4", 80))))
     assert inputs["input"].tolist() == [100_000] * SEQ_LEN
+
+
+# Data loader workers live as long as their reader needs them, and no longer
+
+
+def test_data_loader_workers_survive_a_signal_to_the_whole_group():
+    """As systemd sends it. The process that reads from them stops after the step, and needs them until then."""
+    loader = torch.utils.data.DataLoader(range(8), num_workers=1, worker_init_fn=ignore_stop_signals)
+    batches = iter(loader)
+    next(batches)
+    for number in stop_signals():
+        os.kill(batches._workers[0].pid, number)
+    time.sleep(0.2)
+    assert len(list(batches)) == 7
+
+
+LEFT_EARLY = """
+from torchdata.stateful_dataloader import StatefulDataLoader
+from mxtrain.data.token_dataset import end_workers_at_exit, ignore_stop_signals
+
+loaders = []
+for persistent in (False, True):
+    options = {"num_workers": 1, "persistent_workers": persistent, "worker_init_fn": ignore_stop_signals}
+    loader = StatefulDataLoader(range(1000), **options)
+    end_workers_at_exit(loader)
+    batches = iter(loader)
+    print(int(next(batches)))
+    loaders.append((loader, batches))
+unused = StatefulDataLoader(range(8))
+end_workers_at_exit(unused)
+"""
+
+
+def test_a_process_ends_that_did_not_read_its_loaders_to_the_end():
+    code = LEFT_EARLY + "raise SystemExit(3)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (3, "0\n0\n") and "Error" not in done.stderr

@@ -1,5 +1,6 @@
 """The figures of a layer against the layer itself: its forward and backward give what the figures are about."""
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -7,13 +8,20 @@ import pytest
 import torch
 
 from mxtrain.diagnostics import casts as measured_casts
-from mxtrain.diagnostics import linears as linear_casts
-from mxtrain.diagnostics.linears import Gradient, Input, linear_figures, products_and_casts
-from mxtrain.diagnostics.totals import Totals, numbers
+from mxtrain.diagnostics.casts import Matrix, MeasuredCast
+from mxtrain.diagnostics.linears import (
+    Gradient,
+    Input,
+    linear_figures,
+    norm_to_noise,
+    product_totals,
+    products_and_casts,
+)
+from mxtrain.diagnostics.totals import Totals, combined, numbers
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
 from mxtrain.ops import quantize
-from mxtrain.rng.rounding_position import set_rounding_step
+from mxtrain.rng.rounding import set_rounding_step
 
 RECIPES = ("mxfp8", "nvfp4", "nvfp4_dynamic", "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16")
 
@@ -129,7 +137,7 @@ def test_linears_that_share_an_input_have_the_figures_of_each_alone(recipe, monk
 
     alone = [linear_totals(linear, Input(x, rho, gain, norm.estimate), g) for linear, g in zip(linears, gradients)]
     casts = []
-    for module, name in ((linear_casts, "normalize"), (quantize, "activation_along_tokens")):
+    for module, name in ((quantize, "normalize"), (quantize, "activation_along_tokens")):
         function = getattr(module, name)
         monkeypatch.setattr(module, name, partial(counted, casts, function))
     given = Input(x, rho, gain, norm.estimate)
@@ -151,3 +159,18 @@ def test_weights_in_tiles_are_measured_once_for_both_directions(recipe, count, m
     assert sum(len(casts) for casts in calls) == count
     names = [name for name in figures if name.startswith("fprop_weight")]
     assert len(names) == 5 and all(figures[name] == figures[name.replace("fprop", "dgrad")] for name in names)
+
+
+def totals_of_product(a, b, b_cast):
+    casts = [MeasuredCast(Matrix(values), image, None, 1) for values, image in ((a, a), (b, b_cast))]
+    return numbers(product_totals({"fprop": tuple(casts)}))["fprop"]
+
+
+def test_the_error_of_a_product_by_hand():
+    """[3, 4] against [3, 5]: the error's norm is 1, the product's 5."""
+    totals = totals_of_product(torch.eye(2), torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 5.0]]))
+    assert linear_figures({"fprop": totals})["fprop_error"] == pytest.approx(1 / 5)
+    assert linear_figures({"fprop": combined(totals, totals)})["fprop_error"] == pytest.approx(1 / 5)
+    assert norm_to_noise(totals) == pytest.approx(5.0)
+    exact = totals_of_product(*[torch.eye(2)] * 3)
+    assert linear_figures({"fprop": exact})["fprop_error"] == 0.0 and norm_to_noise(exact) == math.inf

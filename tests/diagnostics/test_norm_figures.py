@@ -8,7 +8,7 @@ from mxtrain.diagnostics.norms import norm_figures, norm_totals, output_bound, s
 from mxtrain.diagnostics.totals import combined, numbers
 from mxtrain.recipes.formats import norm_constant
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference.mxnorm import inverse_rms, scale_rows
 
 MXFP8 = get_recipe("mxfp8")

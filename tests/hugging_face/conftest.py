@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from mxtrain.data.progress import Progress
+from mxtrain.data.documents import Progress
 from mxtrain.data.tokenizer import train_tokenizer
 
 

@@ -4,25 +4,20 @@ import pytest
 import torch
 
 from mxtrain import MXLinear, MXNorm, MXNormLinear
-from mxtrain.hugging_face.block_layouts import MXFP8_LAYOUT, NVFP4_LAYOUT, Codes, with_one_tensor_scale
+from mxtrain.hugging_face.block_layouts import LAYOUTS, Codes, with_one_tensor_scale
 from mxtrain.nn import three_gemms
 from mxtrain.recipes.parse import get_recipe
 from tests.support.stored_values import VALUES
 
-LAYOUTS = {"mxfp8": MXFP8_LAYOUT, "nvfp4": NVFP4_LAYOUT}
 D, N = 64, 96
-
-
-def in_order(rows: torch.Tensor) -> torch.Tensor:
-    return rows
 
 
 def numbers(*shape: int, seed: int = 0, scale: float = 0.02) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def stored(layout, weight: torch.Tensor, recipe, order=in_order) -> dict[str, torch.Tensor]:
-    return layout.tensors("x", layout.cast(weight, recipe.fprop, order))
+def stored(name: str, weight: torch.Tensor, recipe, order=None) -> dict[str, torch.Tensor]:
+    return LAYOUTS[name].tensors("x", LAYOUTS[name].cast(weight, recipe.fprop).rows(order))
 
 
 @pytest.fixture
@@ -47,27 +42,22 @@ RECIPES = {
 }
 
 
+@pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_stored_values_are_the_operand_of_a_linears_fprop(recipe, dtype, operands):
-    linear = MXLinear(D, N, bias=False, recipe=recipe, mode="reference", dtype=dtype)
-    linear(numbers(5, D).to(dtype))
+def test_stored_values_are_the_operand_of_a_linears_fprop(recipe, dtype, has_norm, operands):
+    """Behind an MXNorm they are those of the weight with the norm's gain folded."""
+    options = {"recipe": recipe, "mode": "reference", "dtype": dtype}
+    linear = (MXNormLinear if has_norm else MXLinear)(D, N, bias=False, **options)
+    x, weight = numbers(5, D).to(dtype), linear.weight.detach().float()
+    if has_norm:
+        norm = MXNorm(D, **options)
+        with torch.no_grad():
+            norm.weight.copy_(1 + numbers(D, seed=1, scale=0.3))
+        x, weight = norm(x), weight * norm.weight.detach().float()
+    linear(x)
     name = recipe.fprop.format.name
-    tensors = stored(LAYOUTS[name], linear.weight.detach().float(), recipe)
-    assert torch.equal(VALUES[name](tensors, "x"), operands[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_stored_values_behind_an_mxnorm_are_those_of_the_folded_weight(recipe, dtype, operands):
-    norm = MXNorm(D, recipe=recipe, mode="reference", dtype=dtype)
-    linear = MXNormLinear(D, N, bias=False, recipe=recipe, mode="reference", dtype=dtype)
-    with torch.no_grad():
-        norm.weight.copy_(1 + numbers(D, seed=1, scale=0.3))
-    linear(norm(numbers(5, D).to(dtype)))
-    name = recipe.fprop.format.name
-    folded = linear.weight.detach().float() * norm.weight.detach().float()
-    assert torch.equal(VALUES[name](stored(LAYOUTS[name], folded, recipe), "x"), operands[0])
+    assert torch.equal(VALUES[name](stored(name, weight, recipe), "x"), operands[0])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -76,11 +66,11 @@ def test_rows_are_put_in_order_after_the_cast(name):
     order = torch.randperm(N, generator=torch.Generator().manual_seed(1))
     weight = numbers(N, D) * torch.exp2(torch.arange(N) % 7)[:, None]
     recipe = RECIPES[name]
-    in_place = VALUES[name](stored(LAYOUTS[name], weight, recipe), "x")
-    moved = VALUES[name](stored(LAYOUTS[name], weight, recipe, lambda rows: rows[order]), "x")
+    in_place = VALUES[name](stored(name, weight, recipe), "x")
+    moved = VALUES[name](stored(name, weight, recipe, order), "x")
     assert torch.equal(moved, in_place[order])
     if name == "nvfp4":
-        assert not torch.equal(moved, VALUES[name](stored(LAYOUTS[name], weight[order], recipe), "x"))
+        assert not torch.equal(moved, VALUES[name](stored(name, weight[order], recipe), "x"))
 
 
 def test_a_block_of_mxfp8_by_hand():
@@ -88,7 +78,7 @@ def test_a_block_of_mxfp8_by_hand():
     row[0, :4] = torch.tensor([1000.0, -3.3, 0.01, 500.0])
     # 1000 / 448 lies between 2 and 4: the scale is 4, stored as 127 + 2. E4M3 keeps three bits after the leading one:
     # 250 -> 256, -0.825 -> -0.8125, 0.0025 is closest to 1 * 2^-9, 125 -> 128 (a tie between 120 and 128 is at 124).
-    tensors = stored(MXFP8_LAYOUT, row, RECIPES["mxfp8"])
+    tensors = stored("mxfp8", row, RECIPES["mxfp8"])
     assert tensors["x.weight_scale"].tolist() == [[129]]
     assert tensors["x.weight"][0, :5].float().tolist() == [256.0, -0.8125, 2.0**-9, 128.0, 0.0]
     assert VALUES["mxfp8"](tensors, "x")[0, :4].tolist() == [1024.0, -3.25, 2.0**-7, 512.0]
@@ -100,7 +90,7 @@ def test_a_block_of_nvfp4_by_hand():
     row[0, 16:18] = torch.tensor([3.0, -1.4])
     # 2688 = 6 * 448 needs the tensor scale 1. The first block scale is 448: 6, -1, 1.5625 -> 1.5, 0.002 -> 0.
     # The second is 3 / 6 = 0.5: 6, -2.8 -> -3. The low half of a byte comes first; the sign is bit 3.
-    tensors = stored(NVFP4_LAYOUT, row, RECIPES["nvfp4"])
+    tensors = stored("nvfp4", row, RECIPES["nvfp4"])
     assert tensors["x.weight_global_scale"].tolist() == [1.0]
     assert tensors["x.weight_scale"].float().tolist() == [[448.0, 0.5]]
     assert tensors["x.weight_packed"][0, [0, 1, 2, 8]].tolist() == [0x7 | 0xA << 4, 0x3, 0x0, 0x7 | 0xD << 4]
@@ -108,7 +98,7 @@ def test_a_block_of_nvfp4_by_hand():
 
 
 def codes_of(weight: torch.Tensor) -> Codes:
-    return NVFP4_LAYOUT.cast(weight, RECIPES["nvfp4, blocks"].fprop, in_order)
+    return LAYOUTS["nvfp4"].cast(weight, RECIPES["nvfp4, blocks"].fprop)
 
 
 def test_one_tensor_scale_leaves_all_values_as_they_were():
@@ -118,7 +108,7 @@ def test_one_tensor_scale_leaves_all_values_as_they_were():
     for before, after in zip(weights, unified, strict=True):
         assert after.tensor_scale == weights[1].tensor_scale
         assert torch.equal(after.codes, before.codes)
-        values = [VALUES["nvfp4"](NVFP4_LAYOUT.tensors("x", codes), "x") for codes in (before, after)]
+        values = [VALUES["nvfp4"](LAYOUTS["nvfp4"].tensors("x", codes), "x") for codes in (before, after)]
         assert torch.equal(*values)
 
 
@@ -147,4 +137,4 @@ def test_blocks_of_zeros_take_any_scale():
     small = codes_of(row)
     assert small.tensor_scale == 1 / 16 and small.scales[0, 1] == 2.0**-6  # which would become 2^-10
     unified = with_one_tensor_scale([large, small])
-    assert VALUES["nvfp4"](NVFP4_LAYOUT.tensors("x", unified[1]), "x").tolist() == row.tolist()
+    assert VALUES["nvfp4"](LAYOUTS["nvfp4"].tensors("x", unified[1]), "x").tolist() == row.tolist()

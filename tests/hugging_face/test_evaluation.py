@@ -93,8 +93,8 @@ def test_the_loss_of_a_bf16_model_is_computed_in_fp32(tiny_model):
 
 
 def test_texts_are_documents_of_their_own(pretrained):
-    whole = evaluate(pretrained, [TEXT, "x = 1\n"], Reading())
-    parts = [evaluate(pretrained, [text], Reading()) for text in (TEXT, "x = 1\n")]
+    texts = (TEXT, "x = 1\n")
+    whole, parts = evaluate(pretrained, texts, Reading()), [evaluate(pretrained, [t], Reading()) for t in texts]
     assert whole.nats == pytest.approx(sum(part.nats for part in parts))
     assert whole.tokens == sum(part.tokens for part in parts)
 
@@ -142,19 +142,6 @@ def test_numbers_out_of_range_are_refused(pretrained, reading, says):
     with pytest.raises(ConfigError) as caught:
         evaluate(pretrained, [TEXT], Reading(**reading))
     assert str(caught.value).startswith(says)
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [(b"", "is empty"), (b"ab\xff", "is not UTF-8 text: byte 2 is wrong"), (None, "cannot be read: No such file")],
-)
-def test_files_that_are_no_text_are_refused(tmp_path, content, says):
-    file = tmp_path / "file"
-    if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
-        read_texts([file])
-    assert str(caught.value).startswith(f"FILE = {str(file)!r} {says}")
 
 
 def test_line_ends_are_part_of_the_text(tmp_path):

@@ -11,11 +11,10 @@ import torch
 
 from mxtrain.kernels.cast_results import FORMS
 from mxtrain.kernels.mxfp8.cast import cast
-from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
-from mxtrain.kernels.norm.fold_backward import fold_backward
-from mxtrain.kernels.norm.straight_through import norm_backward
+from mxtrain.kernels.mxnorm.backward import fold_backward, norm_backward
+from mxtrain.kernels.mxnorm.cast import mxnorm_cast
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference import casts
 from mxtrain.reference import mxnorm as reference
 from tests.support.kernel_checks import (
@@ -214,11 +213,11 @@ def test_cpu_tensors_are_refused_where_kernels_are_not_interpreted():
     code = """
 import torch
 from mxtrain.kernels.mxfp8.cast import cast
-from mxtrain.kernels.norm.fold_backward import fold_backward
-from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
-from mxtrain.kernels.norm.straight_through import norm_backward
+from mxtrain.kernels.mxnorm.backward import fold_backward
+from mxtrain.kernels.mxnorm.cast import mxnorm_cast
+from mxtrain.kernels.mxnorm.backward import norm_backward
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 
 recipe, x, vector = get_recipe("mxfp8"), torch.ones(3, 96), torch.ones(3)
 for call in (

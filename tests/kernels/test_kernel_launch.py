@@ -17,12 +17,11 @@ from triton.runtime.jit import JITFunction
 from mxtrain.kernels import device, integers, launch
 from mxtrain.kernels.launch import Launch
 from mxtrain.kernels.mxfp8 import cast as mxfp8
-from mxtrain.kernels.mxfp8 import joined_cast as joined_mxfp8
 from mxtrain.kernels.mxfp8.cast import _cast_kernel, cast
-from mxtrain.kernels.norm.fold_backward import fold_backward
+from mxtrain.kernels.mxnorm.backward import fold_backward
 from mxtrain.kernels.nvfp4 import cast as nvfp4
-from mxtrain.kernels.nvfp4 import joined_cast as joined_nvfp4
-from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scale
+from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_amax, nvfp4_tensor_scale
+from mxtrain.kernels.nvfp4.weight_cast import nvfp4_joined_weight
 from tests.support.kernel_checks import RECIPES, draw, gpu_only
 
 CUDA = torch.device("cuda", 0)
@@ -272,18 +271,18 @@ def test_dynamo_does_not_trace_the_checks_of_kernels_which_still_raise():
         one = x.new_ones(())
         return (
             mxfp8.cast(x, RECIPES["rceil"], (1, 0), "image")[0].data,
-            joined_mxfp8.joined_cast([x, x], 1, RECIPES["rceil"], (1, 0), "image")[0].data,
+            mxfp8.cast([x, x], RECIPES["rceil"], (1, 0), "image", axis=1)[0].data,
             nvfp4.nvfp4_cast(x, {1: one, 0: one}, "image")[0].data,
-            nvfp4_tensor_scale(nvfp4.nvfp4_amax(x)[0]),
-            joined_nvfp4.nvfp4_joined_cast([x, x], 1, {1: [one, one]})[1],
-            joined_nvfp4.nvfp4_joined_weight([x, x], [one, one]),
+            nvfp4_tensor_scale(nvfp4_amax(x)[0]),
+            nvfp4.nvfp4_cast([x, x], {1: [one, one]}, "image", axis=1)[1].data,
+            nvfp4_joined_weight([x, x], [one, one]),
             *fold_backward(x, x, x[0]),
         )
 
     x, compiled = draw(32, 64), torch.compile(run, backend=backend, fullgraph=True)
     for got, want in zip(compiled(x), run(x), strict=True):
         assert torch.equal(got, want)
-    casts = [module._checked_cast for module in (mxfp8, joined_mxfp8, nvfp4, joined_nvfp4)]
-    assert targets >= {*casts, nvfp4.nvfp4_amax, nvfp4_tensor_scale, joined_nvfp4.nvfp4_joined_weight, fold_backward}
+    casts = [mxfp8._checked_cast, nvfp4._checked_cast, nvfp4._checked_joined_cast]
+    assert targets >= {*casts, nvfp4_amax, nvfp4_tensor_scale, nvfp4_joined_weight, fold_backward}
     with pytest.raises(Exception, match="expected a row length that is a multiple of 32"):
         compiled(draw(32, 65))

@@ -13,7 +13,7 @@ from mxtrain import set_rounding_step
 from mxtrain.nn.group import LinearGroup
 from mxtrain.ops.hardware import runs_kernels
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 from tests.support.layer_checks import NormBlock, assert_near, draw, mx_linear, results_of
 
 D, N, T = 64, 32, 5

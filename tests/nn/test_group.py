@@ -247,7 +247,7 @@ def test_a_sharded_weight_keeps_its_linear_for_itself(device):
         sharded(block)
         call = block.norm(inputs()[0]).call
         first = block.linears[0]
-        assert call.output(first, block.norm(inputs()[0]), first.gemms(torch.device("cpu"))) is None
+        assert call.output(first, block.norm(inputs()[0]), first.gemms(torch.device("cpu")), None) is None
     finally:
         torch.distributed.destroy_process_group()
 

@@ -9,7 +9,7 @@ from mxtrain.nn import mxnorm as module
 from mxtrain.nn.normed_input import NormedInput
 from mxtrain.recipes.formats import MXFP8
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference.casts import dequantize, image
 from mxtrain.reference.mxnorm import inverse_rms, norm_backward
 from tests.support.layer_checks import NormBlock, assert_near, draw, results_of

@@ -33,14 +33,14 @@ pytestmark = pytest.mark.usefixtures("device")
 
 @pytest.fixture
 def casts(monkeypatch):
-    """Record the casts of weights ahead of the layers: those of single linears and of groups."""
-    found = []
+    """Record how many weights each cast ahead of the layers is of: one of a single linear, several of a group."""
+    found, both = [], quantize.weights_for_both
 
-    def record(function):
-        return lambda *args: found.append(function.__name__) or function(*args)
+    def record(ws, *args):
+        found.append(len(ws))
+        return both(ws, *args)
 
-    for function in (quantize.weight_for_both, quantize.weights_for_both):
-        monkeypatch.setattr(quantize, function.__name__, record(function))
+    monkeypatch.setattr(quantize, "weights_for_both", record)
     return found
 
 
@@ -151,13 +151,12 @@ def test_every_weight_is_cast_once_per_step_and_no_bit_changes(
     expected = gradients(Block(recipe, mode, **settings), steps, microbatches, caches=False, **how)
     torch._dynamo.reset()
     if recipe == "mxfp8" and settings != ONE_BY_ONE:  # ONE_BY_ONE casts ahead with other functions
-        monkeypatch.setattr(quantize, "weight", _no_layer_casts)
         monkeypatch.setattr(quantize, "weights", _no_layer_casts)
     with torch._dynamo.config.patch(error_on_recompile=True):
         found = gradients(Block(recipe, mode, **settings), steps, microbatches, caches=True, **how)
     joined = 0 if settings in (SINGLE, ONE_BY_ONE) else 1
     single = 3 if settings == SINGLE else 1
-    assert Counter(casts) == Counter(weights_for_both=joined * steps, weight_for_both=single * steps)
+    assert Counter(casts) == Counter({2: joined * steps, 1: single * steps})
     assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected))
     if graphs is not None:
         uncached, cached = graphs.inputs
@@ -373,7 +372,7 @@ def test_operands_have_no_graph():
     block = Block("unquantized")
     ReadyWeights([block]).refresh()
     ready = block.normed.linears[0].ready
-    assert not ready.fprop.data.requires_grad and not ready.dgrad.data.requires_grad
+    assert not ready.fprop[0].data.requires_grad and not ready.dgrad.data.requires_grad
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
@@ -422,9 +421,9 @@ def test_both_operands_of_a_weight_are_those_of_single_casts(recipe, mode):
     name, _, without = recipe.partition(" without ")
     recipe = get_recipe(name, weight_tiles=False) if without else get_recipe(name)
     w, gain = draw(32, 32, seed=0), draw(32, seed=1)
-    both = quantize.weight_for_both(w, recipe, mode, gain)
+    both = quantize.weights_for_both([w], recipe, mode, gain)
     gemms = ((1, recipe.fprop), (0, recipe.dgrad))
-    single = [quantize.weight(w, of_gemm, mode, dim, gain) for dim, of_gemm in gemms]
+    single = [quantize.weights([w], of_gemm, mode, dim, gain) for dim, of_gemm in gemms]
     if quantize.joins(recipe, mode):
         parts = [w, draw(64, 32, seed=2)]
         both += quantize.weights_for_both(parts, recipe, mode, gain)

@@ -7,7 +7,7 @@ import torch.nn as nn
 from mxtrain import MXLinear, MXNorm, MXNormLinear, set_rounding_step
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.reference.hadamard import unpack_signs
-from mxtrain.rng.rounding_position import Draws
+from mxtrain.rng.rounding import Draws
 from mxtrain.rng.seeds import hadamard_signs, rounding_key
 
 SEED, FQN = 7, "layers.3.attention.wo"

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from mxtrain import ConfigError, DecomposeKRouter, FusedLayerNorm, FusedRMSNorm, MXNormLinear, layer_norm, rms_norm
 from mxtrain.nn.group import LinearGroup
-from mxtrain.nn.local_linear import LocalLinear
+from mxtrain.nn.split import LocalLinear
 from tests.support.layer_checks import NormBlock, draw, in_two_processes, mx_linear
 
 D, EXPERTS, EPS = 32, 8, 1e-5

@@ -11,15 +11,13 @@ from mxtrain.reference import decompose_k as reference
 if not HAS_TRITON:
     pytest.skip("without Triton there is one route", allow_module_level=True)
 
-from mxtrain.kernels.plan_table import Choice
-from mxtrain.kernels.router import decompose_k_plan
-from mxtrain.kernels.router.decompose_k_plan import Plan
+from mxtrain.kernels import decompose_k as kernels_of_decompose_k
+from mxtrain.kernels.decompose_k import Choice, Plan
 
 ROUTES = {
-    "mm": Plan("mm"),
-    "bmm": Plan("bmm", 4),
-    "two launches": Plan("triton", 4, 16, 16, 32, 2, 1),
-    "no tensor cores": Plan("triton", 1, 4, 4, 64, 4, 2),
+    "mm": None,
+    "two launches": Plan(4, 16, 16, 32, 2, 1),
+    "no tensor cores": Plan(1, 4, 4, 64, 4, 2),
 }
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -44,8 +42,8 @@ def kernels(device):
 
 def take(route, monkeypatch):
     """Have this route chosen, whatever the shape."""
-    choice = Choice(ROUTES[route], "test", "")
-    monkeypatch.setattr(decompose_k_plan, "choose", lambda *args: choice)
+    choice = Choice(ROUTES[route], "test")
+    monkeypatch.setattr(kernels_of_decompose_k, "choose", lambda *args: choice)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -107,17 +105,21 @@ def test_empty_operands(shape, epilogue):
 @pytest.mark.usefixtures("kernels")
 def test_the_plan_for_the_real_shape_decides_the_route(monkeypatch):
     asked, taken = [], []
-    choose = decompose_k_plan.choose
-    monkeypatch.setattr(decompose_k_plan, "choose", lambda *args: asked.append(args) or choose(*args))
-    monkeypatch.setattr(matmul, "by_plan", lambda *args: taken.append(args[-1]) or torch.empty(1))
+    choose = kernels_of_decompose_k.choose
+    monkeypatch.setattr(kernels_of_decompose_k, "choose", lambda *args: asked.append(args) or choose(*args))
+    monkeypatch.setattr(kernels_of_decompose_k, "decompose_k", lambda *args: taken.append(args[-1]) or torch.empty(1))
+    monkeypatch.setattr(matmul, "mm", lambda *args: taken.append(None) or torch.empty(1))
     for m in (3, 70):
         a, b = operands(m, 2048, 16, torch.bfloat16)
         for layout in ((a, b), (a, b.contiguous()), (a.t().contiguous().t(), b)):
             decompose_k_mm(*layout, None, None, torch.float32)
+    a, b = operands(70, 512, 16, torch.bfloat16)
+    decompose_k_mm(a, b, None, None, torch.float32)
     shapes = [(m, 16, 2048, torch.bfloat16, a.device) for m in (3, 70)]
-    assert asked == [(*shape, along_k) for shape in shapes for along_k in (True, False, False)]
+    expected = [(*shape, along_k) for shape in shapes for along_k in (True, False, False)]
+    assert asked == [*expected, (70, 16, 512, torch.bfloat16, a.device, True)]
     assert taken == [choose(*args).plan for args in asked]
-    assert taken[0] != taken[1] == taken[2]
+    assert taken[0] != taken[1] == taken[2] and taken[-1] is None, "K of 512 is short"
 
 
 def test_fp64_stays_fp64():
@@ -136,11 +138,10 @@ def test_autocast_does_not_reach_into_the_op(route, monkeypatch):
         assert torch.equal(decompose_k_mm(a, b, None, "sigmoid", torch.float32), plain)
 
 
-@pytest.mark.parametrize("route", ["mm", "bmm"])
-def test_tf32_is_not_used(route, monkeypatch, device):
+def test_tf32_is_not_used(monkeypatch, device):
     if device != "cuda":
         pytest.skip("TF32 is of GPUs")
-    take(route, monkeypatch)
+    take("mm", monkeypatch)
     a, b = operands(64, 4096, 32)
     want = a.double() @ b.double()
     for setting in ("highest", "high"):

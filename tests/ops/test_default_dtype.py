@@ -6,7 +6,7 @@ import torch
 from mxtrain import MXNorm, MXNormLinear, mxnorm_cast
 from mxtrain.ops.mxnorm import normalize
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference import nvfp4
 
 

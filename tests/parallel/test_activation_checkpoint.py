@@ -26,7 +26,7 @@ from mxtrain.parallel.activation_checkpoint import (
     knows_own_operations,
     multiply_one_by_one,
 )
-from mxtrain.rng.rounding_position import set_rounding_step
+from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.titan.parallelize import checked_parallelize
 from mxtrain.titan.parse import parse_job_config
 from mxtrain.titan.repairs.replicas import Layout

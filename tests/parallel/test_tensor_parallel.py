@@ -12,8 +12,8 @@ from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear
 from mxtrain.nn.split import SplitSequences
 from mxtrain.parallel import tensor_parallel
 from mxtrain.parallel.tensor_parallel import check_part, choose_gathers, style_for
-from mxtrain.recipes.layer_state import LayerState, Timeline
 from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.schedule import LayerState, Timeline
 from tests.support import oracle, sharded_runs
 
 NEAREST = "--mxnorm.stochastic_rounding=False"

@@ -6,10 +6,8 @@ import torch
 
 from mxtrain import ConfigError, Recipe
 from mxtrain.recipes.formats import MXFP8, NVFP4, norm_constant
-from mxtrain.recipes.keyed import _REGISTERED, from_key
 from mxtrain.recipes.parse import SWITCHES, get_recipe, get_recipes, switches_in_effect
-from mxtrain.recipes.recipe import GEMMS, RECIPES, MixedRecipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import _REGISTERED, GEMMS, RECIPES, MixedRecipe, RMSEstimate, from_key
 
 
 def test_named_recipes_are_keyed_by_their_names_and_frozen():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference.mxnorm import block_amax, inverse_rms, norm_backward, scale_rows
 
 MXFP8 = get_recipe("mxfp8")

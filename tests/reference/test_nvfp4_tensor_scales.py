@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mxtrain.recipes.formats import NVFP4_RANGE, NVFP4_TENSOR_SCALE_MIN, norm_constant
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference.mxnorm import inverse_rms, scale_rows
 from mxtrain.reference.nvfp4 import (
     cast,

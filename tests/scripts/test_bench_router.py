@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 
 import benchmarking
 import pytest
@@ -45,8 +44,8 @@ def timed(monkeypatch):
     monkeypatch.setattr(bench_router, "kernel_us", lambda run, inputs: 0.5)
 
 
-def entries_of(section, tune=False):
-    return {entry.name: entry for entry in SECTIONS[section].entries(SHAPE, Options("cpu", tune))}
+def entries_of(section):
+    return {entry.name: entry for entry in SECTIONS[section].entries(SHAPE, Options("cpu"))}
 
 
 class TestCases:
@@ -77,16 +76,6 @@ class TestCases:
         assert len(SECTIONS["router"].shapes) == 40 and Shape(16384, 16, 5120) in SECTIONS["router"].shapes
         assert len(SECTIONS["study"].shapes) == 28 and Shape(48, 48, 28672) in SECTIONS["study"].shapes
         assert SECTIONS["gate"].shapes == (Shape(8192, 256, 7168),)
-
-    def test_tuned_when_its_turn_comes(self, monkeypatch):
-        from mxtrain.ops import decompose_k_tuning
-
-        products = []
-        monkeypatch.setattr(decompose_k_tuning, "tune", lambda *args: products.append((*args[:3], args[4])))
-        entry = entries_of("gate", tune=True)["mxtrain, tuned"]
-        assert products == []
-        entry.make()
-        assert products == [(16, 32, 2048, True), (32, 2048, 16, False)], "the logits and the weight's gradient"
 
     def test_the_note_names_the_plan(self):
         assert " parts, " in entries_of("router")["mxtrain"].note()
@@ -269,14 +258,6 @@ class TestCommandLine:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert bench_router.main([]) == 1
         assert "no CUDA device" in capsys.readouterr().err
-
-    def test_plans_tuned_earlier_are_not_used(self, monkeypatch, tmp_path):
-        monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path))
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        seen = []
-        monkeypatch.setattr(bench_router, "run", lambda args: seen.append(os.environ["MXTRAIN_CACHE"]) or 0)
-        assert bench_router.main([]) == 0
-        assert seen != [str(tmp_path)] and os.environ["MXTRAIN_CACHE"] == str(tmp_path)
 
     @pytest.mark.parametrize("args", [["--sections", "router,norm"], ["--shapes", "64x256"], ["--shapes", "axbxc"]])
     def test_bad_arguments(self, args, capsys):

@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import os
 from types import SimpleNamespace
 from unittest import mock
 
@@ -260,15 +259,14 @@ class TestNorm:
     def test_peers_are_complete_and_right(self, section, device, monkeypatch):
         """PyTorch's peers; compiled functions run uncompiled."""
         monkeypatch.setattr(torch, "compile", lambda function, **kwargs: function)
-        entries = bench_norm.sections(tune=True)[section].entries((8, 96), device, True)
+        entries = bench_norm.sections()[section].entries((8, 96), device, True)
         by_name = {entry.name: entry for entry in entries if entry.name not in ("Liger", "Quack")}
         compiled = ["F.rms_norm, compiled", "F.rms_norm, max-autotune"]
         if section == "backward":
             compiled = ["formula, compiled", "formula, max-autotune", *compiled]
         peers = ["F.rms_norm", *compiled]
-        assert list(by_name) == [*peers, "mxtrain", "mxtrain, tuned"]
-        assert set(peers) <= set(by_name["mxtrain"].peers) == set(by_name["mxtrain, tuned"].peers)
-        assert not {"mxtrain", "mxtrain, tuned"} & set(by_name["mxtrain"].peers)
+        assert list(by_name) == [*peers, "mxtrain"]
+        assert set(by_name["mxtrain"].peers) == set(peers)
         moved = set()
         for name in [*compiled, *(["F.rms_norm"] if device == "cuda" or section != "backward" else [])]:
             run = by_name[name].make()
@@ -283,7 +281,7 @@ class TestNorm:
     @pytest.mark.parametrize("section", ["training", "backward"])
     def test_a_wrong_result_fails_the_check(self, section):
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        entry = bench_norm.sections(tune=False)[section].entries((8, 96), device, False)[-1]
+        entry = bench_norm.sections()[section].entries((8, 96), device, False)[-1]
         run = entry.make()
         assert entry.check(run())
         for index, _ in enumerate(kernel_benchmark.tensors(run())):
@@ -292,33 +290,14 @@ class TestNorm:
             part.view(-1)[5] += 0.05 * part.abs().max()
             assert not entry.check(result)
 
-    def test_a_plan_is_tuned_only_when_its_entry_runs(self, monkeypatch):
-        from mxtrain.kernels.norm import rms_norm_tuning
-        from mxtrain.kernels.norm.rms_norm_plan import FORWARD
-
-        tuned = []
-        monkeypatch.setattr(rms_norm_tuning, "tune_forward", lambda *args: tuned.append(args))
-        *_, ours, ours_tuned = bench_norm.sections(tune=True)["forward"].entries((8, 96), "cpu", False)
-        ours.make()
-        assert tuned == []
-        ours_tuned.make()
-        assert tuned == [(8, 96, torch.bfloat16, FORWARD)]
-
     def test_max_autotune_is_the_default(self):
-        parse = kernel_benchmark.parser("", bench_norm.sections(False), max_autotune=True).parse_args
+        parse = kernel_benchmark.parser("", bench_norm.sections(), max_autotune=True).parse_args
         assert parse([]).max_autotune and not parse(["--no-max-autotune"]).max_autotune
 
     def test_shapes(self, capsys):
         assert bench_norm.main(["--list", "--only", "backward"]) == 0
         out = capsys.readouterr().out
         assert "1152000x384" in out and out.count("x") >= 9 and "forward" not in out
-
-    def test_plans_tuned_earlier_are_not_used(self, monkeypatch, tmp_path):
-        monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path))
-        seen = []
-        monkeypatch.setattr(kernel_benchmark, "run", lambda *args: seen.append(os.environ["MXTRAIN_CACHE"]) or 0)
-        assert bench_norm.main([]) == 0
-        assert seen != [str(tmp_path)] and os.environ["MXTRAIN_CACHE"] == str(tmp_path)
 
 
 class TestTrain:

@@ -21,26 +21,18 @@ from triton.compiler import ASTSource
 
 from mxtrain.kernels import device
 from mxtrain.kernels.cast_results import FORMS
+from mxtrain.kernels.decompose_k import Plan, decompose_k_by_plan, kernel_plan, ranges
 from mxtrain.kernels.launch import Launch
 from mxtrain.kernels.mxfp8.cast import cast
-from mxtrain.kernels.mxfp8.joined_cast import joined_cast
-from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
 from mxtrain.kernels.mxfp8.swiglu_cast import swiglu_backward_cast, swiglu_cast
-from mxtrain.kernels.norm.fold_backward import fold_backward
-from mxtrain.kernels.norm.layer_norm import layer_norm
-from mxtrain.kernels.norm.layer_norm_backward import layer_norm_backward
-from mxtrain.kernels.norm.rms_norm import rms_norm
-from mxtrain.kernels.norm.rms_norm_backward import rms_norm_backward
-from mxtrain.kernels.norm.straight_through import norm_backward
-from mxtrain.kernels.nvfp4.cast import nvfp4_amax, nvfp4_cast
-from mxtrain.kernels.nvfp4.joined_cast import nvfp4_joined_cast
-from mxtrain.kernels.nvfp4.norm_cast import nvfp4_norm
-from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scale
+from mxtrain.kernels.mxnorm.backward import fold_backward, norm_backward
+from mxtrain.kernels.mxnorm.cast import mxnorm_cast, nvfp4_norm
+from mxtrain.kernels.norm.row_norms import row_norm, row_norm_backward
+from mxtrain.kernels.nvfp4.cast import nvfp4_cast
+from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_amax, nvfp4_tensor_scale
 from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
-from mxtrain.kernels.router.decompose_k import decompose_k_by_plan
-from mxtrain.kernels.router.decompose_k_plan import Plan, kernel_plan
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 
 TYPES = {
     torch.float32: "fp32",
@@ -100,9 +92,7 @@ def cases(everything: bool) -> dict:
         matrix(torch.float32), None, None, True, True, True, "rceil", "image"
     )
     for form in ("blocked", "image"):
-        found[f"cast joined {form}"] = lambda form=form: joined_cast(
-            [matrix(bf16), matrix(bf16)], 1, rceil, (1, 0), form
-        )
+        found[f"cast joined {form}"] = lambda form=form: cast([matrix(bf16), matrix(bf16)], rceil, (1, 0), form, axis=1)
     for form in ("image", "blocked") if everything else ():
         x, wide = matrix(bf16), matrix(bf16, 8192)
         found[f"swiglu_cast halves {form}"] = lambda form=form, w=wide: swiglu_cast(*w.chunk(2, 1), rceil, (1, 0), form)
@@ -127,35 +117,14 @@ def cases(everything: bool) -> dict:
             rows = 2**25 // columns
             x, rstd, weight = matrix(dtype, columns, rows), vector(rows), vector(columns, dtype)
             case = f"{name} {columns} columns"
-            found[f"rms_norm {case}"] = lambda x=x, weight=weight: rms_norm(x, weight, 1e-5)
-            found[f"rms_norm_backward {case}"] = lambda x=x, r=rstd, weight=weight: rms_norm_backward(x, x, r, weight)
-            found[f"layer_norm {case}"] = lambda x=x, weight=weight: layer_norm(x, weight, weight, 1e-5)
-            found[f"layer_norm_backward {case}"] = lambda x=x, r=rstd, weight=weight: layer_norm_backward(
-                x, x, r, r, weight, None, weight.dtype, weight.dtype
-            )
+            add_row_norms(found, case, x, rstd, weight)
     for columns in (4096, LOOPED) if everything else ():
         x, rstd, weight = matrix(bf16, columns), vector(ROWS), vector(columns, bf16)
-        found[f"rms_norm {columns} residual"] = lambda x=x, weight=weight: rms_norm(x, weight, 1e-5, x)
-        found[f"rms_norm {columns} no weight"] = lambda x=x: rms_norm(x, None, 1e-5)
-        found[f"rms_norm_backward {columns} dtotal"] = lambda x=x, r=rstd, w=weight: rms_norm_backward(x, x, r, w, x)
-        found[f"rms_norm_backward {columns} no dweight"] = lambda x=x, r=rstd, w=weight: rms_norm_backward(
-            x, x, r, w, needs_dweight=False
-        )
-        found[f"rms_norm_backward {columns} no weight"] = lambda x=x, r=rstd: rms_norm_backward(x, x, r)
-        found[f"layer_norm {columns} residual"] = lambda x=x, weight=weight: layer_norm(x, weight, None, 1e-5, x)
-        found[f"layer_norm {columns} bias alone"] = lambda x=x, bias=weight: layer_norm(x, None, bias, 1e-5)
-        found[f"layer_norm_backward {columns} dtotal"] = lambda x=x, r=rstd, w=weight: layer_norm_backward(
-            x, x, r, r, w, x, torch.float32, bf16
-        )
-        found[f"layer_norm_backward {columns} dbias alone"] = lambda x=x, r=rstd: layer_norm_backward(
-            x, x, r, r, None, None, None, bf16
-        )
+        add_row_norms(found, f"{columns} residual, dtotal", x, rstd, weight, x)
+        add_row_norms(found, f"{columns} no weight", x, rstd, None, dbias=bf16)
     # These cases fill the shared memory.
     x, rstd, weight = matrix(torch.float32, 8192), vector(ROWS), vector(8192)
-    found["rms_norm_backward fp32 dtotal"] = lambda x=x, r=rstd, w=weight: rms_norm_backward(x, x, r, w, x)
-    found["layer_norm_backward fp32 dtotal"] = lambda x=x, r=rstd, w=weight: layer_norm_backward(
-        x, x, r, r, w, x, w.dtype, w.dtype
-    )
+    add_row_norms(found, "fp32 dtotal", x, rstd, weight, x)
     add_products(found)
     add_nvfp4(found, matrix, vector, everything)
     # Triton turns a count of one into a constant.
@@ -165,14 +134,21 @@ def cases(everything: bool) -> dict:
     found["swiglu_backward_cast one block"] = lambda: swiglu_backward_cast(one, one, one, rceil, (1, 0), "codes")
     element = matrix(bf16, 1, rows=1)
     found["norm_backward one element"] = lambda: norm_backward(element, element, vector(1))
-    found["rms_norm one element"] = lambda: rms_norm(element, vector(1), 1e-5)
-    found["rms_norm_backward one element"] = lambda: rms_norm_backward(element, element, vector(1), vector(1))
-    found["layer_norm one element"] = lambda: layer_norm(element, vector(1), vector(1), 1e-5)
-    found["layer_norm_backward one element"] = lambda: layer_norm_backward(
-        element, element, vector(1), vector(1), vector(1), None, torch.float32, torch.float32
-    )
+    add_row_norms(found, "one element", element, vector(1), vector(1))
     found["fold_backward one row"] = lambda: fold_backward(one, one, vector(32))
     return found
+
+
+def add_row_norms(found: dict, case: str, x, rstd, weight, residual=None, dbias=None) -> None:
+    """Add both norms, forward and backward. Without a weight LayerNorm's bias is left alone."""
+    dweight = None if weight is None else weight.dtype
+    bias = torch.empty(x.shape[1], dtype=dbias or dweight, device="cuda")
+    for centered, name in ((False, "rms_norm"), (True, "layer_norm")):
+        mean, dtypes = (rstd, (dweight, bias.dtype)) if centered else (None, (dweight, None))
+        args = x, weight, bias if centered else None, 1e-5, residual, centered
+        gradients = x, x, mean, rstd, weight, residual, *dtypes
+        found[f"{name} {case}"] = lambda args=args: row_norm(*args)
+        found[f"{name}_backward {case}"] = lambda gradients=gradients: row_norm_backward(*gradients)
 
 
 def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
@@ -212,7 +188,7 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
     add("bf16 row factor", nvfp4_cast, x, {0: scale}, "image", signs=number, row_factor=rows)
     add("bf16 blocked column factor", nvfp4_cast, x, {1: scale, 0: scale}, "blocked", column_factor=columns)
     strip, two = matrix(bf16, 32, rows=16), {1: [scale, scale], 0: [scale, scale]}
-    add("one strip gradient", nvfp4_joined_cast, [strip, strip], 1, two, signs=number, draws=[draws, draws])
+    add("one strip gradient", nvfp4_cast, [strip, strip], two, "image", axis=1, signs=number, draws=[draws, draws])
     add("bf16", nvfp4_amax, x)
     add("bf16 transformed", nvfp4_amax, x, number)
     add("bf16 transformed row factor", nvfp4_amax, x, number, rows)
@@ -224,12 +200,12 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
 
 def add_products(found: dict) -> None:
     """Add products of tokens with a router's weight, and gradients, with the plans for a GPU of 132 SMs."""
-    two, wide = Plan("triton", 8, 16, 32, 128, 2, 4), Plan("triton", 4, 64, 64, 64, 4, 3)
+    two, wide = Plan(8, 16, 32, 128, 2, 4), Plan(4, 64, 64, 64, 4, 3)
     bf16 = torch.bfloat16
 
     def add(name, shape, dtype=bf16, plan=None, epilogue=None, out_dtype=torch.float32, gradient=False):
         m, n, k = shape
-        plan = plan or kernel_plan(m, n, k, dtype, torch.device("cpu"))
+        plan = plan or kernel_plan(*ranges(m, n, k), True, dtype.itemsize, shared=device.H100_SHARED_MEMORY)
 
         def call():
             # Stored as [tokens, hidden] and [experts, hidden]; for a gradient, [tokens, experts] and [tokens, hidden].

@@ -8,7 +8,7 @@ from torch import nn
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import ParallelDims
 
-from mxtrain.titan.data.datasets import build_tokenizer, build_validator
+from mxtrain.titan.data import build_tokenizer, build_validator
 
 VOCABULARY = 300
 

@@ -7,12 +7,11 @@ import torch
 
 from mxtrain.kernels.device import INTERPRETED
 from mxtrain.kernels.mxfp8.cast import cast
-from mxtrain.kernels.mxfp8.norm_cast import mxnorm_cast
-from mxtrain.kernels.norm.fold_backward import fold_backward
-from mxtrain.kernels.norm.straight_through import norm_backward
+from mxtrain.kernels.mxnorm.backward import fold_backward, norm_backward
+from mxtrain.kernels.mxnorm.cast import mxnorm_cast
 from mxtrain.recipes.formats import MXFP8
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference import casts, mxnorm
 
 RECIPES = {rounding: get_recipe("mxfp8", scale_rounding=rounding) for rounding in ("rceil", "floor")}

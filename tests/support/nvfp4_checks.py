@@ -3,10 +3,11 @@
 import torch
 
 from mxtrain.kernels.device import INTERPRETED
-from mxtrain.kernels.nvfp4.cast import nvfp4_amax, nvfp4_cast
-from mxtrain.kernels.nvfp4.norm_cast import nvfp4_norm
+from mxtrain.kernels.mxnorm.cast import nvfp4_norm
+from mxtrain.kernels.nvfp4.cast import nvfp4_cast
+from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_amax
 from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
-from mxtrain.recipes.rms_estimate import RMSEstimate
+from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference import casts, mxnorm, nvfp4
 from mxtrain.reference.hadamard import hadamard, pad
 from mxtrain.reference.philox import rounding_bits, rounding_words

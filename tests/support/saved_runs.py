@@ -12,10 +12,10 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 import mxtrain.titan  # noqa: F401  registers models and converters
 from mxtrain.config import dump_config, load_config
+from mxtrain.data.run_data import keep_in_run_folder
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.manifest import MANIFEST_FILE, Manifest, hash_file, write_manifest
-from mxtrain.titan.data.datasets import prepare_from_job
-from mxtrain.titan.data.run_data import keep_in_run_folder
+from mxtrain.titan.data import prepare_from_job
 from mxtrain.titan.parse import parse_job_config
 
 VOCABULARY = 320

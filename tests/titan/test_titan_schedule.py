@@ -12,9 +12,9 @@ from mxtrain.analysis import load_run
 from mxtrain.conversion.schedule import attach_schedule, set_step
 from mxtrain.recipes.schedule import parse_entries
 from mxtrain.titan.graph_limit import allow_states
+from mxtrain.titan.metrics import build_metrics_processor
 from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
 from mxtrain.titan.parse import parse_job_config
-from mxtrain.titan.reports.metrics import build_metrics_processor
 from mxtrain.titan.schedule import RecipeSwitch
 from tests.support.training_runs import ACCUMULATE, GUARD, done_once, load, seeds
 
@@ -145,7 +145,7 @@ def test_every_state_may_be_compiled(monkeypatch):
 def test_a_run_that_resumes_says_once_what_begins_ends_or_is_in_effect(monkeypatch, step, expected):
     given, noted = [], []
     monkeypatch.setattr("mxtrain.titan.schedule.set_step", lambda part, *state: given.append(state))
-    monkeypatch.setattr("mxtrain.titan.reports.terminal.note", noted.append)
+    monkeypatch.setattr("mxtrain.reports.terminal.note", noted.append)
     flags = ["--mxnorm.guard.recipe=bf16", "--mxnorm.schedule", "{from_step = 5, until_step = 6, p = 1}"]
     job_config = parse_job_config(
         ["--model.name=llama3", "--model.flavor=debugmodel", "--model.converters=mxnorm", *flags]
@@ -161,7 +161,7 @@ def test_a_run_that_resumes_says_once_what_begins_ends_or_is_in_effect(monkeypat
 def test_an_entry_that_moved_is_noted_once(monkeypatch):
     entry, noted, logged = {"from_share": 0.9, "recipe": "bf16"}, [], []
     old, new = (parse_entries([entry], steps, {}, "mxnorm.schedule") for steps in (40, 20))
-    monkeypatch.setattr("mxtrain.titan.reports.terminal.note", noted.append)
+    monkeypatch.setattr("mxtrain.reports.terminal.note", noted.append)
     flags = ["--training.steps=20", "--mxnorm.schedule", '{from_share = 0.9, recipe = "bf16"}']
     job_config = parse_job_config(
         ["--model.name=llama3", "--model.flavor=debugmodel", "--model.converters=mxnorm", *flags]

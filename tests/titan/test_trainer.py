@@ -10,7 +10,7 @@ import tomli
 import torch
 from torchtitan import train as titan
 
-from mxtrain.rng.rounding_position import position_as_set
+from mxtrain.rng.rounding import position_as_set
 from mxtrain.run_folder.start import Start
 from mxtrain.titan.finite import LossWatch, NonFiniteError
 from mxtrain.titan.parse import parse_job_config

@@ -4,13 +4,20 @@ Optional factors per row and per column are multiplied in first: x * rho for the
 W diag(gamma) for a weight with the norm's gain. An fp32 matrix can be rounded to bf16 before that, which
 ``mxtrain.inductor.rounding`` uses.
 
+Several matrices can be cast into one operand: each is read and written once, and nothing is copied. Weights that share
+their input lie one below the other, and their output gradients side by side. The operand has the bits of a cast of the
+joined matrix, because every part is whole blocks: their scales need no other part.
+
 Bytes per element: 2 or 4 read; 1 + 1/32 (codes and scales) or 2 (image) written for each of the two casts.
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
+from mxtrain.custom_op import untraced
 from mxtrain.errors import require_one_of
 from mxtrain.kernels.blocks import block_amax, rounded, scale_offset, tile_start
 from mxtrain.kernels.cast_results import (
@@ -23,13 +30,12 @@ from mxtrain.kernels.cast_results import (
     empty_column_cast,
     flat,
 )
-from mxtrain.kernels.checks import check_matrix, check_mxfp8, check_whole_blocks, contiguous_factors
+from mxtrain.kernels.checks import check_matrix, check_mxfp8, check_parts, check_whole_blocks, contiguous_factors
 from mxtrain.kernels.device import converts_fp8
 from mxtrain.kernels.integers import cdiv
 from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.mxfp8.arithmetic import BLOCK, e4m3_codes, e4m3_image, multiplier, scale_code, scale_value
 from mxtrain.recipes.recipe import Recipe
-from mxtrain.untraced import untraced
 
 DIMS = ((1,), (0,), (1, 0))
 
@@ -154,7 +160,7 @@ def results_for(rows: int, columns: int, along_rows: bool, along_columns: bool, 
     return by_row, by_column
 
 
-def launch_cast(
+def _launch(
     x: torch.Tensor,
     row_factor: torch.Tensor | None,
     column_factor: torch.Tensor | None,
@@ -193,7 +199,7 @@ def launch_cast(
     )  # fmt: skip
 
 
-def _implementation(
+def _cast_one(
     x: torch.Tensor,
     row_factor: torch.Tensor | None,
     column_factor: torch.Tensor | None,
@@ -203,38 +209,67 @@ def _implementation(
     scale_rounding: str,
     form: str,
 ) -> tuple[list[torch.Tensor], Launch | None]:
-    results = results_for(*x.shape, along_rows, along_columns, form, x.device)
-    launch = launch_cast(x, row_factor, column_factor, to_bf16, *results, scale_rounding, form)
-    return flat(*(t for result in results for t in result)), launch
+    by_row, by_column = results_for(*x.shape, along_rows, along_columns, form, x.device)
+    launch = _launch(x, row_factor, column_factor, to_bf16, by_row, by_column, scale_rounding, form)
+    return flat(*by_row, *by_column), launch
+
+
+def _cast_joined(
+    x: torch.Tensor,
+    others: list[torch.Tensor],
+    axis: int,
+    column_factor: torch.Tensor | None,
+    along_rows: bool,
+    along_columns: bool,
+    scale_rounding: str,
+    form: str,
+) -> tuple[list[torch.Tensor], tuple[Launch, ...]]:
+    parts, whole = [x, *others], list(x.shape)
+    whole[axis] = sum(part.shape[axis] for part in parts)
+    by_row, by_column = results_for(*whole, along_rows, along_columns, form, x.device)
+    launches, before = [], [0, 0]
+    for part in parts:
+        place = (*before, *whole)
+        launches.append(_launch(part, None, column_factor, False, by_row, by_column, scale_rounding, form, place))
+        before[axis] += part.shape[axis]
+    return flat(*by_row, *by_column), tuple(filter(None, launches))
 
 
 _cast = register_op(
     "cast(Tensor x, Tensor? row_factor, Tensor? column_factor, bool to_bf16, bool along_rows, bool along_columns,"
     " str scale_rounding, str form) -> Tensor[]",
-    _implementation,
+    _cast_one,
+)
+_joined_cast = register_op(
+    "joined_cast(Tensor x, Tensor[] others, int axis, Tensor? column_factor, bool along_rows, bool along_columns,"
+    " str scale_rounding, str form) -> Tensor[]",
+    _cast_joined,
 )
 
 
 def cast(
-    x: torch.Tensor,
+    x: torch.Tensor | Sequence[torch.Tensor],
     recipe: Recipe,
     dims: tuple[int, ...] = (1,),
     form: str = "codes",
     row_factor: torch.Tensor | None = None,
     column_factor: torch.Tensor | None = None,
+    axis: int = 0,
 ) -> dict[int, Cast]:
     """Return the MXFP8 casts of x [R, C] in blocks of 32 along each of ``dims``, all from one read of x.
 
     Args:
         x: bf16 or fp32 [R, C]; C a multiple of 32 for a cast along dimension 1. Along dimension 0 the last block may
-            be incomplete: it is padded with zeros.
+            be incomplete: it is padded with zeros. Or several matrices of one dtype, all of them whole blocks along
+            ``axis``: the results are those of ``torch.cat(x, axis)``, which is never stored. One launch for each.
         recipe: an MXFP8 recipe; gives the scale rounding.
         dims: (1,), (0,) or (1, 0).
         form: "codes": float8_e4m3fn codes with the reduced dimension last ([R, C], and [C, R rounded up to a multiple
             of 32] along dimension 0) and row-major float8_e8m0fnu scales; "blocked": the same codes, scales flat in the
             128x4 layout; "image": the bf16 values [R, C] that codes and scales stand for, not transposed.
-        row_factor: bf16 or fp32 [R], multiplied in before the cast, in fp32.
-        column_factor: bf16 or fp32 [C], likewise.
+        row_factor: bf16 or fp32 [R], multiplied in before the cast, in fp32. For a single matrix only.
+        column_factor: bf16 or fp32 [C], likewise. Not for matrices side by side.
+        axis: 0 for matrices one below the other, 1 for matrices side by side.
 
     Returns:
         (data, scales) for each dimension; scales is None for an image.
@@ -243,16 +278,26 @@ def cast(
         ValueError: for another shape, dtype or device.
     """
     check_mxfp8(recipe)
-    results = _checked_cast(x, row_factor, column_factor, tuple(dims), recipe.scale_rounding, form)
+    x = x if isinstance(x, torch.Tensor) else list(x)
+    results = _checked_cast(x, axis, row_factor, column_factor, tuple(dims), recipe.scale_rounding, form)
     return by_dim(results, dims, form)
 
 
 @untraced
-def _checked_cast(x, row_factor, column_factor, dims, scale_rounding, form):
+def _checked_cast(x, axis, row_factor, column_factor, dims, scale_rounding, form):
     require_one_of("form", form, FORMS)
     require_one_of("dims", dims, DIMS)
-    check_matrix("x", x)
-    if 1 in dims:
-        check_whole_blocks("x", x, BLOCK)
-    row_factor, column_factor = contiguous_factors(x, row_factor, column_factor)
-    return _cast(x.contiguous(), row_factor, column_factor, False, 1 in dims, 0 in dims, scale_rounding, form)
+    settings = (1 in dims, 0 in dims, scale_rounding, form)
+    if isinstance(x, torch.Tensor):
+        check_matrix("x", x)
+        first, others = x, None
+    else:
+        require_one_of("axis", axis, (0, 1) if column_factor is None else (0,))
+        check_parts(x, axis, BLOCK)
+        first, *others = (part.contiguous() for part in x)
+    if 1 in dims:  # with axis 0 all parts have this row length, with axis 1 all are checked
+        check_whole_blocks("x", first, BLOCK)
+    row_factor, column_factor = contiguous_factors(first, row_factor, column_factor)
+    if others is None:
+        return _cast(x.contiguous(), row_factor, column_factor, False, *settings)
+    return _joined_cast(first, others, axis, column_factor, *settings)

@@ -1,19 +1,23 @@
-"""NVFP4 casts of a matrix along its rows, its columns, or both, from one read; and the maxima for their tensor scales.
+"""NVFP4 casts of a matrix along its rows, its columns, or both, from one read.
 
 Along columns the random Hadamard transform in blocks of 16 rows can come first. Each cast rounds to nearest or
 stochastically. An output gradient [T, N] becomes the operands of dgrad and wgrad in this way, and an input [T, D] with
 rho as row factor becomes the operand of wgrad.
 
-Bytes per element: 2 or 4 read; 1/2 + 1/16 (codes and scales) or 2 (image) written for each of the two casts. The maxima
-take a pass of their own, which reads 2 or 4.
+Several matrices can be cast into one image: each is read and written once, and nothing is copied. Every part has its
+own tensor scale, its own random bits, and the bits that it has alone. One image holds them because its values include
+the tensor scales; codes would need one scale for all.
+
+Bytes per element: 2 or 4 read; 1/2 + 1/16 (codes and scales) or 2 (image) written for each of the two casts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
 import triton.language as tl
 
+from mxtrain.custom_op import untraced
 from mxtrain.errors import require_one_of
 from mxtrain.kernels.blocks import block_amax, tile_start
 from mxtrain.kernels.cast_results import (
@@ -26,7 +30,7 @@ from mxtrain.kernels.cast_results import (
     empty_column_cast,
     flat,
 )
-from mxtrain.kernels.checks import check_matrix, check_number, check_vector, check_whole_blocks, contiguous_factors
+from mxtrain.kernels.checks import check_number, check_parts, check_vector, check_whole_blocks, contiguous_factors
 from mxtrain.kernels.device import converts_fp4
 from mxtrain.kernels.integers import cdiv, round_up
 from mxtrain.kernels.launch import Launch, register_op
@@ -44,8 +48,8 @@ from mxtrain.kernels.nvfp4.arithmetic import (
     scale_of_block,
 )
 from mxtrain.kernels.nvfp4.strip import WARPS, hadamard, length_of, load_strip, store_columns, store_row, tile_columns
-from mxtrain.rng.rounding_position import MAX_ELEMENTS, Draws
-from mxtrain.untraced import untraced
+from mxtrain.kernels.nvfp4.tensor_scale import contiguous_operands
+from mxtrain.rng.rounding import MAX_ELEMENTS, Draws
 
 
 @triton.jit
@@ -148,22 +152,7 @@ def _nvfp4_cast_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["signs_ptr"])
-def _nvfp4_amax_kernel(
-    x_ptr, row_factor_ptr, column_factor_ptr, amax_ptr, transformed_ptr, rows, columns, signs_ptr,
-    ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr, HADAMARD: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    first_row, column = tile_start(columns, 16, COLUMNS)
-    strip = load_strip(
-        x_ptr, row_factor_ptr, column_factor_ptr, first_row, column, rows, columns, ROW_FACTOR, COLUMN_FACTOR, COLUMNS
-    )
-    tl.store(amax_ptr + tl.program_id(0), tl.max(amax_across(strip), 0).to(tl.float32, bitcast=True))
-    if HADAMARD:
-        transformed = tl.max(amax_across(hadamard(strip, tl.load(signs_ptr))), 0)
-        tl.store(transformed_ptr + tl.program_id(0), transformed.to(tl.float32, bitcast=True))
-
-
-def _implementation(
+def _cast_one(
     x: torch.Tensor,
     row_factor: torch.Tensor | None,
     column_factor: torch.Tensor | None,
@@ -179,13 +168,48 @@ def _implementation(
         by_row = empty_cast(NVFP4_STORAGE, rows, columns, form, x.device)
     if column_scale is not None:
         by_column = empty_column_cast(NVFP4_STORAGE, round_up(rows, BLOCK), columns, form, x.device)
-    launch = launch_nvfp4_cast(
-        x, row_factor, column_factor, row_scale, column_scale, by_row, by_column, signs, draws, form
-    )
+    launch = _launch(x, row_factor, column_factor, row_scale, column_scale, by_row, by_column, signs, draws, form)
     return flat(*by_row, *by_column), launch
 
 
-def launch_nvfp4_cast(
+def _cast_joined(
+    x: torch.Tensor,
+    others: list[torch.Tensor],
+    axis: int,
+    column_factor: torch.Tensor | None,
+    row_scales: list[torch.Tensor],
+    column_scales: list[torch.Tensor],
+    signs: torch.Tensor | None,
+    draws: list[torch.Tensor],
+) -> tuple[list[torch.Tensor], tuple[Launch, ...]]:
+    parts = [x, *others]
+    by_row = by_column = None
+    row_places = column_places = nothing = [None] * len(parts)
+    if row_scales:
+        by_row, row_places = places(parts, axis)
+    if column_scales:
+        by_column, column_places = places(parts, axis, BLOCK)
+    launches = [
+        _launch(
+            part, None, column_factor, row_scale, column_scale, (row_place, None), (column_place, None), signs, bits,
+            "image",
+        )
+        for part, row_place, row_scale, column_place, column_scale, bits in zip(
+            parts, row_places, row_scales or nothing, column_places, column_scales or nothing, draws or nothing
+        )
+    ]  # fmt: skip
+    return flat(by_row, by_column), tuple(filter(None, launches))
+
+
+def places(parts: list[torch.Tensor], axis: int, multiple: int = 1) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Allocate the image of all parts, its rows rounded up to a multiple; return it and the place of every part."""
+    sizes = [part.shape[axis] for part in parts]
+    rows, columns = (sum(sizes), parts[0].shape[1]) if axis == 0 else (parts[0].shape[0], sum(sizes))
+    image = torch.empty(round_up(rows, multiple), columns, dtype=torch.bfloat16, device=parts[0].device)
+    return image, list(image.split(sizes, axis))
+
+
+def _launch(
     x: torch.Tensor,
     row_factor: torch.Tensor | None,
     column_factor: torch.Tensor | None,
@@ -220,54 +244,35 @@ def launch_nvfp4_cast(
     )  # fmt: skip
 
 
-def _amax_implementation(
-    x: torch.Tensor, row_factor: torch.Tensor | None, column_factor: torch.Tensor | None, signs: torch.Tensor | None
-) -> tuple[list[torch.Tensor], Launch | None]:
-    rows, columns = x.shape
-    tile = tile_columns(columns) if columns else 1
-    programs = cdiv(rows, BLOCK) * cdiv(columns, tile)
-    amax = torch.empty(programs, dtype=torch.float32, device=x.device)
-    transformed = None if signs is None else torch.empty_like(amax)
-    results = flat(amax, transformed)
-    if x.numel() == 0:
-        return results, None
-    launch = Launch(
-        _nvfp4_amax_kernel,
-        (programs,),
-        (x, row_factor, column_factor, amax, transformed, rows, columns, signs),
-        dict(
-            ROW_FACTOR=row_factor is not None, COLUMN_FACTOR=column_factor is not None, HADAMARD=signs is not None,
-            COLUMNS=tile, num_warps=WARPS, enable_fp_fusion=False,
-        ),
-    )  # fmt: skip
-    return results, launch
-
-
 _nvfp4_cast = register_op(
     "nvfp4_cast(Tensor x, Tensor? row_factor, Tensor? column_factor, Tensor? row_scale, Tensor? column_scale,"
     " Tensor? signs, Tensor? draws, str form) -> Tensor[]",
-    _implementation,
+    _cast_one,
 )
-_nvfp4_amax = register_op(
-    "nvfp4_amax(Tensor x, Tensor? row_factor, Tensor? column_factor, Tensor? signs) -> Tensor[]", _amax_implementation
+_nvfp4_joined_cast = register_op(
+    "nvfp4_joined_cast(Tensor x, Tensor[] others, int axis, Tensor? column_factor, Tensor[] row_scales,"
+    " Tensor[] column_scales, Tensor? signs, Tensor[] draws) -> Tensor[]",
+    _cast_joined,
 )
 
 
 def nvfp4_cast(
-    x: torch.Tensor,
-    tensor_scales: Mapping[int, torch.Tensor],
+    x: torch.Tensor | Sequence[torch.Tensor],
+    tensor_scales: Mapping[int, torch.Tensor | Sequence[torch.Tensor]],
     form: str = "codes",
     *,
     signs: torch.Tensor | None = None,
-    draws: torch.Tensor | None = None,
+    draws: torch.Tensor | Sequence[torch.Tensor] | None = None,
     row_factor: torch.Tensor | None = None,
     column_factor: torch.Tensor | None = None,
+    axis: int = 0,
 ) -> dict[int, Cast]:
     """Return the NVFP4 casts of x [R, C] in blocks of 16 along dimension 1, 0 or both, all from one read of x.
 
     Args:
         x: bf16 or fp32 [R, C], C a multiple of 16. For the cast along dimension 0, rows are padded with zeros to a
-            multiple of 16.
+            multiple of 16. Or several matrices of one dtype, all of them whole blocks along ``axis``, whose images are
+            joined: ``form`` must be "image", and ``tensor_scales`` and ``draws`` have one tensor for each matrix.
         tensor_scales: for each dimension to cast along, 1 or 0, one fp32 number on the device of x, a power of two.
         form: with R' = R rounded up to a multiple of 16: "codes": uint8 codes, two a byte, with the reduced dimension
             last ([R, C / 2] along dimension 1, [C, R' / 2] along dimension 0) and row-major float8_e4m3fn scales
@@ -277,8 +282,9 @@ def nvfp4_cast(
             None skips the transform.
         draws: int64 [4], the key and position of the random bits with which every cast rounds stochastically
             (``Draws``). None rounds to nearest.
-        row_factor: bf16 or fp32 [R], multiplied in first, in fp32.
-        column_factor: bf16 or fp32 [C], likewise.
+        row_factor: bf16 or fp32 [R], multiplied in first, in fp32. For a single matrix only.
+        column_factor: bf16 or fp32 [C], likewise. Not for matrices side by side.
+        axis: 0 for matrices one below the other, 1 for matrices side by side.
 
     Returns:
         (data, scales) for each dimension; scales is None for an image.
@@ -286,67 +292,53 @@ def nvfp4_cast(
     Raises:
         ValueError: for another shape, dtype or device.
     """
-    dims = checked_dims(tensor_scales)
-    scales = tensor_scales.get(1), tensor_scales.get(0)
-    results = _checked_cast(x, row_factor, column_factor, *scales, signs, draws, form)
-    return by_dim(results, dims, form)
-
-
-def checked_dims(tensor_scales: Mapping[int, object]) -> list[int]:
-    """Return the dimensions to cast along, 1 first."""
     dims = sorted(tensor_scales, reverse=True)
     if not dims or not {*dims} <= {0, 1}:
         raise ValueError(f"tensor_scales for dimensions {dims}: expected 0, 1 or both")
-    return dims
+    scales = tensor_scales.get(1), tensor_scales.get(0)
+    if isinstance(x, torch.Tensor):
+        results = _checked_cast(x, row_factor, column_factor, *scales, signs, draws, form)
+    else:
+        require_one_of("form", form, ("image",))
+        results = _checked_joined_cast(list(x), axis, column_factor, *map(_listed, (*scales, draws)), signs)
+    return by_dim(results, dims, form)
 
 
-def check_draws(draws: torch.Tensor, name: str, x: torch.Tensor) -> None:
-    """Require the key and position of random bits, and a matrix of no more elements than have bits."""
-    check_vector("draws", draws, len(Draws), x.device, (torch.int64,))
-    if x.numel() > MAX_ELEMENTS:
-        raise ValueError(f"{name} {tuple(x.shape)}: more than the {MAX_ELEMENTS} elements that have random bits")
+def _listed(tensors: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
+    return list(tensors or ())
 
 
 @untraced
 def _checked_cast(x, row_factor, column_factor, row_scale, column_scale, signs, draws, form):
     require_one_of("form", form, FORMS)
-    x, row_factor, column_factor = _contiguous_operands(x, row_factor, column_factor)
-    for dim, scale in ((1, row_scale), (0, column_scale)):
-        if scale is not None:
-            check_number(f"tensor_scales[{dim}]", scale, torch.float32, x.device)
-    if signs is not None:
-        check_number("signs", signs, torch.int64, x.device)
-    if draws is not None:
-        check_draws(draws, "x", x)
+    x, row_factor, column_factor = contiguous_operands(x, row_factor, column_factor, signs)
+    _check_scales_and_draws([x], [row_scale], [column_scale], [draws])
     return _nvfp4_cast(x, row_factor, column_factor, row_scale, column_scale, signs, draws, form)
 
 
 @untraced
-def nvfp4_amax(
-    x: torch.Tensor,
-    signs: torch.Tensor | None = None,
-    row_factor: torch.Tensor | None = None,
-    column_factor: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return largest magnitudes of x and, with ``signs``, of x transformed along dimension 0, from one read of x.
-
-    Arguments as for ``nvfp4_cast``.
-
-    Returns:
-        Two fp32 vectors, the second None without ``signs``. Each element is the maximum over a part of the matrix, NaN
-        if that part holds one. ``nvfp4_tensor_scale`` takes them.
-
-    Raises:
-        ValueError: for another shape, dtype or device.
-    """
-    x, row_factor, column_factor = _contiguous_operands(x, row_factor, column_factor)
+def _checked_joined_cast(parts, axis, column_factor, row_scales, column_scales, draws, signs):
+    require_one_of("axis", axis, (0, 1) if column_factor is None else (0,))
+    check_parts(parts, axis, BLOCK)
+    check_whole_blocks("parts[0]", parts[0], BLOCK)
     if signs is not None:
-        check_number("signs", signs, torch.int64, x.device)
-    amax, *transformed = _nvfp4_amax(x, row_factor, column_factor, signs)
-    return amax, transformed[0] if transformed else None
+        check_number("signs", signs, torch.int64, parts[0].device)
+    _check_scales_and_draws(parts, row_scales, column_scales, draws)
+    _, column_factor = contiguous_factors(parts[0], None, column_factor)
+    first, *others = (part.contiguous() for part in parts)
+    return _nvfp4_joined_cast(first, others, axis, column_factor, row_scales, column_scales, signs, draws)
 
 
-def _contiguous_operands(x, row_factor, column_factor):
-    check_matrix("x", x)
-    check_whole_blocks("x", x, BLOCK)
-    return x.contiguous(), *contiguous_factors(x, row_factor, column_factor)
+def _check_scales_and_draws(parts: list[torch.Tensor], row_scales: list, column_scales: list, draws: list) -> None:
+    """Require a tensor scale for each part along each dimension that is cast along, and draws for each or for none."""
+    for name, given in (("tensor_scales[1]", row_scales), ("tensor_scales[0]", column_scales), ("draws", draws)):
+        if given and len(given) != len(parts):
+            raise ValueError(f"{name} has {len(given)} tensors for {len(parts)} parts: expected one for each")
+    for scale in (*row_scales, *column_scales):
+        if scale is not None:
+            check_number("tensor scale", scale, torch.float32, parts[0].device)
+    for part, bits in zip(parts, draws):
+        if bits is not None:
+            check_vector("draws", bits, len(Draws), part.device, (torch.int64,))
+            if part.numel() > MAX_ELEMENTS:
+                raise ValueError(f"x {tuple(part.shape)}: more than the {MAX_ELEMENTS} elements that have random bits")

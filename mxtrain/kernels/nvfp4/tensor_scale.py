@@ -1,22 +1,101 @@
-"""The NVFP4 tensor scale of a matrix from the largest magnitudes of its parts, in one program.
+"""The NVFP4 tensor scale of a matrix: largest magnitudes of its parts by one kernel, the scale from them by another.
 
-In plain PyTorch a scale takes 15 operations. A Llama block has 34 scales, and their operations were half of the graph
-that ``torch.compile`` got.
+Reading the matrix takes a pass of its own: 2 or 4 bytes per element. In plain PyTorch a scale from the maxima takes 15
+operations. A Llama block has 34 scales, and their operations were half of the graph that ``torch.compile`` got.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from mxtrain.kernels.checks import check_device
-from mxtrain.kernels.integers import next_power_of_2
+from mxtrain.custom_op import untraced
+from mxtrain.kernels.blocks import tile_start
+from mxtrain.kernels.cast_results import flat
+from mxtrain.kernels.checks import check_device, check_matrix, check_number, check_whole_blocks, contiguous_factors
+from mxtrain.kernels.integers import cdiv, next_power_of_2
 from mxtrain.kernels.launch import Launch, register_op
+from mxtrain.kernels.nvfp4.arithmetic import BLOCK, amax_across
+from mxtrain.kernels.nvfp4.strip import WARPS, hadamard, load_strip, tile_columns
 from mxtrain.recipes.formats import NVFP4_RANGE, NVFP4_TENSOR_SCALE_MIN
-from mxtrain.untraced import untraced
 
 _RANGE, _MIN = tl.constexpr(NVFP4_RANGE), tl.constexpr(NVFP4_TENSOR_SCALE_MIN)
 # Numbers that the program reads at a time.
 _MOST = 8192
+
+
+@triton.jit(do_not_specialize=["signs_ptr"])
+def _nvfp4_amax_kernel(
+    x_ptr, row_factor_ptr, column_factor_ptr, amax_ptr, transformed_ptr, rows, columns, signs_ptr,
+    ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr, HADAMARD: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    first_row, column = tile_start(columns, 16, COLUMNS)
+    strip = load_strip(
+        x_ptr, row_factor_ptr, column_factor_ptr, first_row, column, rows, columns, ROW_FACTOR, COLUMN_FACTOR, COLUMNS
+    )
+    tl.store(amax_ptr + tl.program_id(0), tl.max(amax_across(strip), 0).to(tl.float32, bitcast=True))
+    if HADAMARD:
+        transformed = tl.max(amax_across(hadamard(strip, tl.load(signs_ptr))), 0)
+        tl.store(transformed_ptr + tl.program_id(0), transformed.to(tl.float32, bitcast=True))
+
+
+def _amax_launch(
+    x: torch.Tensor, row_factor: torch.Tensor | None, column_factor: torch.Tensor | None, signs: torch.Tensor | None
+) -> tuple[list[torch.Tensor], Launch | None]:
+    rows, columns = x.shape
+    tile = tile_columns(columns) if columns else 1
+    programs = cdiv(rows, BLOCK) * cdiv(columns, tile)
+    amax = torch.empty(programs, dtype=torch.float32, device=x.device)
+    transformed = None if signs is None else torch.empty_like(amax)
+    results = flat(amax, transformed)
+    if x.numel() == 0:
+        return results, None
+    launch = Launch(
+        _nvfp4_amax_kernel,
+        (programs,),
+        (x, row_factor, column_factor, amax, transformed, rows, columns, signs),
+        dict(
+            ROW_FACTOR=row_factor is not None, COLUMN_FACTOR=column_factor is not None, HADAMARD=signs is not None,
+            COLUMNS=tile, num_warps=WARPS, enable_fp_fusion=False,
+        ),
+    )  # fmt: skip
+    return results, launch
+
+
+_nvfp4_amax = register_op(
+    "nvfp4_amax(Tensor x, Tensor? row_factor, Tensor? column_factor, Tensor? signs) -> Tensor[]", _amax_launch
+)
+
+
+@untraced
+def nvfp4_amax(
+    x: torch.Tensor,
+    signs: torch.Tensor | None = None,
+    row_factor: torch.Tensor | None = None,
+    column_factor: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return largest magnitudes of x and, with ``signs``, of x transformed along dimension 0, from one read of x.
+
+    Arguments as for ``nvfp4_cast``.
+
+    Returns:
+        Two fp32 vectors, the second None without ``signs``. Each element is the maximum over a part of the matrix, NaN
+        if that part holds one. ``nvfp4_tensor_scale`` takes them.
+
+    Raises:
+        ValueError: for another shape, dtype or device.
+    """
+    x, row_factor, column_factor = contiguous_operands(x, row_factor, column_factor, signs)
+    amax, *transformed = _nvfp4_amax(x, row_factor, column_factor, signs)
+    return amax, transformed[0] if transformed else None
+
+
+def contiguous_operands(x, row_factor, column_factor, signs):
+    """Return a matrix and its factors contiguous; ValueError unless kernels take them, and signs if there are any."""
+    check_matrix("x", x)
+    check_whole_blocks("x", x, BLOCK)
+    if signs is not None:
+        check_number("signs", signs, torch.int64, x.device)
+    return x.contiguous(), *contiguous_factors(x, row_factor, column_factor)
 
 
 @triton.jit
@@ -35,7 +114,7 @@ def _tensor_scale_kernel(maxima_ptr, scale_ptr, count, SIZE: tl.constexpr):
     tl.store(scale_ptr, bits.to(tl.float32, bitcast=True))
 
 
-def _implementation(maxima: torch.Tensor) -> tuple[list[torch.Tensor], Launch | None]:
+def _scale_launch(maxima: torch.Tensor) -> tuple[list[torch.Tensor], Launch | None]:
     scale = torch.empty((), dtype=torch.float32, device=maxima.device)
     count = maxima.numel()
     if isinstance(count, torch.SymInt):  # its bit length would give a compiled graph one number of tokens
@@ -46,7 +125,7 @@ def _implementation(maxima: torch.Tensor) -> tuple[list[torch.Tensor], Launch | 
     )
 
 
-_nvfp4_tensor_scale = register_op("nvfp4_tensor_scale(Tensor maxima) -> Tensor[]", _implementation)
+_nvfp4_tensor_scale = register_op("nvfp4_tensor_scale(Tensor maxima) -> Tensor[]", _scale_launch)
 
 
 @untraced

@@ -1,22 +1,25 @@
 """NVFP4 cast of a weight in tiles of 16 x 16 that share a scale, for both orientations from one read.
 
-The gain of a norm can be multiplied in first: W diag(gain). A program holds a strip of 16 rows (``nvfp4.strip``).
+The gain of a norm can be multiplied in first: W diag(gain). A program holds a strip of 16 rows (``nvfp4.strip``). The
+images of several weights can be joined, as in ``nvfp4.cast``.
 
 Bytes per element: 2 or 4 read; 2 (one image, which serves the transpose too) or 2 * (1/2 + 1/16) (codes and scales of
 both orientations) written. The maximum for the tensor scale takes a pass of its own (``nvfp4_amax``), which reads 2 or
 4.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from mxtrain.custom_op import untraced
 from mxtrain.errors import require_one_of
 from mxtrain.kernels.blocks import tile_start
 from mxtrain.kernels.cast_results import FORMS, NVFP4_STORAGE, as_bytes, empty_cast, empty_column_cast, flat
-from mxtrain.kernels.checks import check_matrix, check_number, check_vector, check_whole_blocks
+from mxtrain.kernels.checks import check_matrix, check_number, check_parts, check_vector, check_whole_blocks
 from mxtrain.kernels.device import converts_fp4
 from mxtrain.kernels.integers import cdiv
 from mxtrain.kernels.launch import Launch, register_op
@@ -30,6 +33,7 @@ from mxtrain.kernels.nvfp4.arithmetic import (
     round_to_nearest,
     scale_of_block,
 )
+from mxtrain.kernels.nvfp4.cast import places
 from mxtrain.kernels.nvfp4.strip import WARPS, length_of, load_strip, repeat_16, store_columns, store_row, tile_columns
 
 
@@ -81,7 +85,7 @@ def _nvfp4_weight_kernel(
         )  # fmt: skip
 
 
-def _implementation(
+def _cast_one(
     w: torch.Tensor, gain: torch.Tensor | None, tensor_scale: torch.Tensor, form: str
 ) -> tuple[list[torch.Tensor], Launch | None]:
     rows, columns = w.shape
@@ -89,21 +93,25 @@ def _implementation(
     t_data = t_scales = None
     if form != "image":
         t_data, t_scales = empty_column_cast(NVFP4_STORAGE, rows, columns, form, w.device)
-    launch = launch_weight_cast(w, gain, tensor_scale, data, scales, t_data, t_scales, form)
-    return flat(data, scales, t_data, t_scales), launch
+    results = (data, scales, t_data, t_scales)
+    return flat(*results), _launch(w, gain, tensor_scale, results, form)
 
 
-def launch_weight_cast(
-    w: torch.Tensor,
-    gain: torch.Tensor | None,
-    tensor_scale: torch.Tensor,
-    data: torch.Tensor,
-    scales: torch.Tensor | None,
-    t_data: torch.Tensor | None,
-    t_scales: torch.Tensor | None,
-    form: str,
+def _cast_joined(
+    w: torch.Tensor, others: list[torch.Tensor], tensor_scales: list[torch.Tensor], gain: torch.Tensor | None
+) -> tuple[list[torch.Tensor], tuple[Launch, ...]]:
+    image, places_of = places([w, *others], 0)
+    launches = [
+        _launch(part, gain, scale, (place, None, None, None), "image")
+        for part, scale, place in zip([w, *others], tensor_scales, places_of)
+    ]
+    return [image], tuple(filter(None, launches))
+
+
+def _launch(
+    w: torch.Tensor, gain: torch.Tensor | None, tensor_scale: torch.Tensor, results: tuple, form: str
 ) -> Launch | None:
-    """Return the launch that stores the casts of w; None if w is empty."""
+    """Return the launch that stores the casts of w in ``results``, the fields of a ``WeightCast``; None for no w."""
     if w.numel() == 0:
         return None
     rows, columns = w.shape
@@ -111,13 +119,16 @@ def launch_weight_cast(
     return Launch(
         _nvfp4_weight_kernel,
         (cdiv(rows, BLOCK) * cdiv(columns, tile),),
-        (w, gain, tensor_scale, data, as_bytes(scales), t_data, as_bytes(t_scales), rows, columns),
+        (w, gain, tensor_scale, *map(as_bytes, results), rows, columns),
         dict(GAIN=gain is not None, FORM=form, HARDWARE=converts_fp4(w), COLUMNS=tile, num_warps=WARPS),
     )
 
 
 _nvfp4_weight = register_op(
-    "nvfp4_weight(Tensor w, Tensor? gain, Tensor tensor_scale, str form) -> Tensor[]", _implementation
+    "nvfp4_weight(Tensor w, Tensor? gain, Tensor tensor_scale, str form) -> Tensor[]", _cast_one
+)
+_nvfp4_joined_weight = register_op(
+    "nvfp4_joined_weight(Tensor w, Tensor[] others, Tensor[] tensor_scales, Tensor? gain) -> Tensor[]", _cast_joined
 )
 
 
@@ -150,9 +161,38 @@ def nvfp4_weight(
     require_one_of("form", form, FORMS)
     check_matrix("w", w)
     check_whole_blocks("w", w, BLOCK)
-    if gain is not None:
-        check_vector("gain", gain, w.shape[1], w.device)
-        gain = gain.contiguous()
+    gain = _contiguous_gain(gain, w)
     check_number("tensor_scale", tensor_scale, torch.float32, w.device)
     results = _nvfp4_weight(w.contiguous(), gain, tensor_scale, form)
     return WeightCast(results[0], None, None, None) if form == "image" else WeightCast(*results)
+
+
+@untraced
+def nvfp4_joined_weight(
+    ws: Sequence[torch.Tensor], tensor_scales: Sequence[torch.Tensor], gain: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the images of ``nvfp4_weight`` of all weights, one below the other.
+
+    Args:
+        ws: bf16 or fp32 [N_i, D] of one dtype; N_i and D are multiples of 16.
+        tensor_scales: one fp32 number for each weight.
+        gain: as for ``nvfp4_weight``.
+
+    Raises:
+        ValueError: for another shape, dtype or device.
+    """
+    check_parts(ws, 0, BLOCK)
+    check_whole_blocks("parts[0]", ws[0], BLOCK)
+    if len(tensor_scales) != len(ws):
+        raise ValueError(f"{len(tensor_scales)} tensor scales for {len(ws)} parts: expected one for each")
+    for scale in tensor_scales:
+        check_number("tensor scale", scale, torch.float32, ws[0].device)
+    first, *others = (w.contiguous() for w in ws)
+    return _nvfp4_joined_weight(first, others, list(tensor_scales), _contiguous_gain(gain, first))[0]
+
+
+def _contiguous_gain(gain: torch.Tensor | None, w: torch.Tensor) -> torch.Tensor | None:
+    if gain is None:
+        return None
+    check_vector("gain", gain, w.shape[1], w.device)
+    return gain.contiguous()

@@ -33,7 +33,7 @@ from mxtrain.titan.checkpoint.staging import KeptStager
 from mxtrain.titan.checkpoint.writer import CheckpointWriter
 
 GUARD_STATE = "guard"
-"""Name of the guard's state in checkpoints of runs that have a guard (``mxtrain.recipes.spike_guard``)"""
+"""Name of the guard's state in checkpoints of runs that have a guard (``mxtrain.recipes.schedule``)"""
 RANDOM_STATE = "rng"
 """Name of the random number generators' states (``mxtrain.titan.checkpoint.random_state``)"""
 

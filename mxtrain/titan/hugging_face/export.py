@@ -1,33 +1,50 @@
-"""``mxtrain export``: writes a run's weights as a model of Hugging Face's transformers."""
+"""``mxtrain export``: a run's weights as a model of Hugging Face's transformers, and their loss on held-out text."""
 
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torchtitan.tools import utils
 
-from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
-from mxtrain.data.tokenizer import copy_tokenizer, load_tokenizer
+from mxtrain.data.run_data import TOKENIZER_FOLDER, read_record
+from mxtrain.data.store import DamagedText, TokenFile, load_text
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.hugging_face.formats import Format, RunFacts
-from mxtrain.hugging_face.gain import fold, folded_norm, norm_before
-from mxtrain.hugging_face.model_config import CONFIG_FILE, GENERATION_FILE, REPORT_FILE, config_json, read_generation
-from mxtrain.hugging_face.registry import FORMATS
-from mxtrain.hugging_face.safetensors_files import ShardWriter, shard_size
+from mxtrain.hugging_face.export import FORMATS, Exporter, Trained
+from mxtrain.hugging_face.model_config import REPORT_FILE
+from mxtrain.hugging_face.model_files import new_target, require_new
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
+from mxtrain.run_folder.files import DATA_FILE
 from mxtrain.run_folder.manifest import MANIFEST_FILE, hash_file
-from mxtrain.titan.data.run_data import TOKENIZER_FOLDER
-from mxtrain.titan.hugging_face.held_out_loss import Losses, NoLoss, convert, held_out_losses
-from mxtrain.titan.hugging_face.names import Names, require_exact, require_supported, shape_of
+from mxtrain.settings.check import TITAN_QUANTIZING
+from mxtrain.titan.hugging_face.models import parameters, require_exportable, shape_of
 from mxtrain.titan.hugging_face.saved_run import SavedRun, open_run
-from mxtrain.titan.hugging_face.target_folder import new_target, require_new
+from mxtrain.titan.metrics import package_versions, run_facts
 from mxtrain.titan.parse import resolved_settings
-from mxtrain.titan.reports.facts import package_versions, run_facts
 
-LAST_NORM, HEAD = "norm", "output.weight"
+TOKENS_PER_FORWARD, TOKENS_PER_HEAD = 2048, 256
+
+
+class NoLoss(Exception):
+    """There is no held-out text, or the converters of the run do not run here. The message says why."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Mean cross entropy, in nats per token."""
+
+    as_trained: float
+    """With the run's converters"""
+    as_exported: float
+    """With plain norms and linears, and weights in the dtype of the export"""
+    tokens: int
+    """Number of tokens predicted"""
+    text: str
+    """Name of the prepared text, whose held-out part was read"""
 
 
 @dataclass(frozen=True)
@@ -36,7 +53,7 @@ class ExportReport:
     run: Path
     step: int
     format: str
-    dtype: torch.dtype
+    dtype: str
     fold_gain: bool
     files: tuple[str, ...]
     bytes: int
@@ -50,7 +67,7 @@ class ExportReport:
 
     def __str__(self) -> str:
         lines = [
-            f"exported    {self.run}, step {self.step}, to {self.folder} ({self.format}, {_name(self.dtype)}, "
+            f"exported    {self.run}, step {self.step}, to {self.folder} ({self.format}, {self.dtype}, "
             f"{self.bytes / 1e6:,.1f} MB)"
         ]
         if self.losses is not None:
@@ -84,9 +101,7 @@ def export(
         run: the run's folder.
         target: a folder that does not exist, or is empty.
         step: the step of the checkpoint; None takes the newest complete one.
-        format: one of ``FORMATS``.
-        fold_gain: fold the gains of norms that feed only linears into these, and write gains of one.
-        dtype: of all tensors in high precision; None takes fp32 for "hf" and bf16 for the other formats.
+        format, fold_gain, dtype: as for ``Exporter``.
         loss_tokens: number of held-out tokens on which to compute the loss as trained and as exported; 0 for none.
         device: where to compute the loss; "" for an accelerator if there is one.
 
@@ -96,162 +111,61 @@ def export(
     require_one_of("--format", format, FORMATS)
     require_new(target, "DIR")
     saved = open_run(run, step)
-    where = f"RUN = {str(run)!r}"
-    require_supported(saved.model, where)
-    require_exact(saved.model, saved.args, where)
-    saved.weights.require(saved.build(), saved.is_tied)
-    _require_no_expert_bias(saved, where)
-    writer = _Export(saved, format, fold_gain, dtype)
+    exporter = Exporter(_trained(saved, f"RUN = {str(run)!r}"), format, fold_gain, dtype)
     with new_target(target, "DIR") as folder:  # before the slow losses, which are lost if it cannot be written
-        losses, missing = _losses(saved, loss_tokens, writer.values, device)
-        files, notes = writer.write(folder)
+        losses, notes = None, []
+        try:
+            if loss_tokens:
+                losses = held_out_losses(saved, loss_tokens, exporter.values, torch.device(device or utils.device_type))
+        except NoLoss as error:
+            notes.append(f"no loss is computed: {error}")
+        files, size, missing = exporter.write(folder)
+        facts = run_facts(saved.job_config)
+        converter = f"{facts['converter']} {facts['recipe']}"
+        if facts["recipe"] is None:
+            converter = ", ".join(facts["converters"]) or "no converter"
         report = ExportReport(
             folder=target,
             run=run,
             step=saved.step,
             format=format,
-            dtype=writer.dtype,
+            dtype=str(exporter.dtype).removeprefix("torch."),
             fold_gain=fold_gain,
             files=tuple(files),
-            bytes=writer.bytes,
+            bytes=size,
             losses=losses,
-            converter=_converter(saved),
-            notes=(*missing, *notes),
+            converter=converter,
+            notes=(*notes, *missing),
         )
         _write_report(folder, saved, report)
     return report
 
 
-class _Export:
-    """Writes one export into a folder."""
-
-    def __init__(self, run: SavedRun, format: str, fold_gain: bool, dtype: torch.dtype | None):
-        self._run = run
-        self._parameters = [fqn for fqn in run.build().state_dict() if fqn in run.weights]
-        self._names = Names(run.model, run.args)
-        self._facts = _facts(run, self._names)
-        self._format: Format = FORMATS[format](self._facts, dtype)
-        if fold_gain and self._format.as_trained:
-            raise ConfigError(
-                f"--fold-gain does not go with --format = {format!r}, which folds the gains that training folded and "
-                "leaves the others: leave it out"
-            )
-        self._fold_gain = fold_gain
-        self._generation = read_generation(run.folder / TOKENIZER_FOLDER)
-        self.dtype = self._format.dtype
-        self.bytes = 0
-
-    def values(self, fqn: str) -> torch.Tensor:
-        """Return what the exported model multiplies in place of a parameter, rows in TorchTitan's order."""
-        return self._format.values(fqn, self._weight(fqn))
-
-    def write(self, folder: Path) -> tuple[list[str], list[str]]:
-        """Write all files. Return their names, and a line for the user if the tokenizer is missing."""
-        bytes_of_model = sum(torch.Size(shape).numel() for shape in self._facts.shapes.values()) * self.dtype.itemsize
-        writer = ShardWriter(folder, shard_size(bytes_of_model))
-        for fqn in self._parameters:
-            for name, tensor in self._tensors(fqn):
-                writer.add(name, tensor)
-        files = writer.finish()
-        self.bytes = writer.total_bytes
-        ids, notes = _copy_tokenizer(self._run.folder / TOKENIZER_FOLDER, folder)
-        generation = ids | self._generation
-        shape = shape_of(self._run.model, self._run.args, self._run.max_seq_len)
-        config = config_json(shape, _name(self.dtype), generation) | self._format.config()
-        texts = {CONFIG_FILE: _json(config), GENERATION_FILE: _json(generation)}
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
-        return [*files, *texts], notes
-
-    def _tensors(self, fqn: str) -> Iterator[tuple[str, torch.Tensor]]:
-        if not self._facts.names[fqn]:
-            return
-        weight = self._weight(fqn)
-        if len(self._facts.names[fqn]) > 1:  # experts, whose rows stay in order
-            for name, part in self._names.to_hf(fqn, weight).items():
-                yield from self._format.tensors(fqn, name, part, lambda rows: rows).items()
-        else:
-            order = self._names.row_order(fqn, weight)
-            yield from self._format.tensors(fqn, self._facts.names[fqn][0], weight, order).items()
-
-    def _weight(self, fqn: str) -> torch.Tensor:
-        """Return a parameter in fp32, with the gain before it folded, or ones for a gain that is folded elsewhere."""
-        if (norm := self._folded_norm(fqn)) is not None and self._folds(norm):
-            return torch.ones(self._facts.shapes[fqn])
-        weight = self._read(fqn)
-        if (norm := self._norm_before(fqn)) is not None and self._folds(norm):
-            weight = fold(weight, self._read(f"{norm}.weight"))
-        return weight.float()
-
-    # The last gain is folded only for a run that quantizes its head, and so has an MXNorm before it.
-
-    def _norm_before(self, fqn: str) -> str | None:
-        return LAST_NORM if fqn == HEAD else norm_before(fqn)
-
-    def _folded_norm(self, fqn: str) -> str | None:
-        return LAST_NORM if fqn == f"{LAST_NORM}.weight" else folded_norm(fqn)
-
-    def _read(self, fqn: str) -> torch.Tensor:
-        weight = self._run.weights[fqn]
-        return weight.to(self._facts.weight_dtype) if self._format.as_trained else weight
-
-    def _folds(self, norm: str) -> bool:
-        if norm == LAST_NORM and (self._run.is_tied or not self._format.as_trained):
-            return False  # a weight that is the embedding's, too, cannot hold a gain
-        return self._fold_gain or (self._format.as_trained and norm in self._facts.merged_norms)
-
-
-def _facts(run: SavedRun, names: Names) -> RunFacts:
-    model = run.build()
-    parameters = model.state_dict()
-    convert(run, model)
-    modules = dict(model.named_modules())
-    return RunFacts(
-        recipes={
-            fqn: module.recipe if isinstance(module, QuantizedLinear) else None
-            for fqn, module in modules.items()
-            if isinstance(module, torch.nn.Linear)
-        },
-        # A schedule may have returned norms to RMSNorm at this step: these gains are not folded.
-        merged_norms=frozenset(
-            fqn for fqn, module in modules.items() if isinstance(module, MXNorm) and not module.is_plain
-        ),
-        names={fqn: tuple(names.to_hf(fqn, weight)) for fqn, weight in parameters.items()},
-        shapes={fqn: tuple(weight.shape) for fqn, weight in parameters.items()},
-        weight_dtype=run.weight_dtype,
-    )
-
-
-def _require_no_expert_bias(run: SavedRun, where: str) -> None:
-    """transformers' Qwen3-MoE chooses experts without the bias with which TorchTitan balances their load."""
-    for fqn in run.build().state_dict():
+def _trained(run: SavedRun, where: str) -> Trained:
+    """Return the run's checkpoint as an export sees it. Raises ConfigError, beginning with ``where``, as ``export``."""
+    require_exportable(run.model, run.args, where)
+    shape = shape_of(run.model, run.args, run.max_seq_len)
+    found = parameters(run.model, run.args)
+    tied = ("output.weight",) if shape.tie_word_embeddings else ()
+    run.weights.require({fqn: parameter.shape for fqn, parameter in found.items()}, optional=tied)
+    for fqn in found:
         if fqn.endswith(".expert_bias") and run.weights[fqn].any():
             raise ConfigError(
                 f"{where} cannot be exported: {fqn} is not zero, and transformers' Qwen3-MoE has no such bias, so it "
                 "would choose other experts; train with model_args.load_balance_coeff = 0"
             )
-
-
-def _losses(
-    run: SavedRun, tokens: int, exported: Callable[[str], torch.Tensor], device: str
-) -> tuple[Losses | None, list[str]]:
-    """Return the losses, and a line for the user if they cannot be computed."""
-    if not tokens:
-        return None, []
-    try:
-        return held_out_losses(run, tokens, exported, torch.device(device or utils.device_type)), []
-    except NoLoss as error:
-        return None, [f"no loss is computed: {error}"]
-
-
-def _copy_tokenizer(source: Path, folder: Path) -> tuple[dict[str, int], list[str]]:
-    """Copy the tokenizer. Return the ids of its bos and eos tokens, and a line for the user if it is missing."""
-    if not (source / TOKENIZER_FILES[0]).is_file():
-        return {}, [f"the export has no tokenizer: {source / TOKENIZER_FILES[0]} is missing"]
-    tokenizer = load_tokenizer(source)
-    copy_tokenizer(source, folder)
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    return {name: value for name, value in ids.items() if value is not None}, []
+    modules = dict(run.build(has_converters=True).named_modules())
+    linears = {fqn: module for fqn, module in modules.items() if isinstance(module, torch.nn.Linear)}
+    return Trained(
+        shape=shape,
+        parameters={fqn: parameter for fqn, parameter in found.items() if fqn in run.weights},
+        weights=run.weights,
+        recipes={fqn: m.recipe if isinstance(m, QuantizedLinear) else None for fqn, m in linears.items()},
+        # A schedule may have returned norms to RMSNorm at this step: these gains are not folded.
+        merged_norms=frozenset(fqn for fqn, m in modules.items() if isinstance(m, MXNorm) and not m.is_plain),
+        weight_dtype=run.weight_dtype,
+        tokenizer=run.folder / TOKENIZER_FOLDER,
+    )
 
 
 def _write_report(folder: Path, run: SavedRun, report: ExportReport) -> None:
@@ -260,26 +174,100 @@ def _write_report(folder: Path, run: SavedRun, report: ExportReport) -> None:
         "step": report.step,
         "manifest_sha256": hash_file(run.checkpoint / MANIFEST_FILE).sha256,
         "format": report.format,
-        "dtype": _name(report.dtype),
+        "dtype": report.dtype,
         "fold_gain": report.fold_gain,
         "loss": None if report.losses is None else asdict(report.losses),
         "notes": list(report.notes),
         "settings": resolved_settings(run.job_config),
         "versions": package_versions(),
     }
-    (folder / REPORT_FILE).write_text(_json(content), encoding="utf-8")
+    (folder / REPORT_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _converter(run: SavedRun) -> str:
-    facts = run_facts(run.job_config)
-    if facts["recipe"] is None:
-        return ", ".join(facts["converters"]) or "no converter"
-    return f"{facts['converter']} {facts['recipe']}"
+def held_out_losses(
+    run: SavedRun, tokens: int, exported: Callable[[str], torch.Tensor], device: torch.device
+) -> Losses:
+    """Compute the loss of the run's weights as trained and as exported, on the same held-out tokens.
+
+    Both compute in fp32, but for the operands that the converters round: the difference is that of the converters.
+
+    Args:
+        tokens: how many tokens to predict, at most; whole sequences of the run's length.
+        exported: FQN of a parameter -> the values that the exported model multiplies in its place.
+        device: holds one model at a time, fp32.
+
+    Raises:
+        NoLoss: the run's text has no held-out part, is gone or has changed; or TorchTitan quantized the run.
+    """
+    if theirs := [name for name in run.job_config.model.converters if name.startswith(TITAN_QUANTIZING)]:
+        raise NoLoss(f"it would need TorchTitan's converter {theirs[0]!r}, which runs in training only")
+    text = _held_out_text(run.folder)
+    batches, count = _batches(text, tokens, run.job_config.training.seq_len)
+    losses = []
+    for has_converters in (True, False):
+        model = run.load(device, has_converters)
+        if not has_converters:
+            for fqn, weight in model.state_dict().items():
+                if fqn in run.weights:
+                    weight.copy_(exported(fqn))
+        losses.append(_mean_loss(model, batches, device))
+        del model  # before the next one is built
+    return Losses(*losses, count, text.path.parent.name)
 
 
-def _json(content: dict) -> str:
-    return json.dumps(content, indent=2) + "\n"
+def _held_out_text(folder: Path) -> TokenFile:
+    """Return the held-out tokens of the text that ``data.json`` names."""
+    kept = read_record(folder)
+    if kept is None:
+        raise NoLoss(f"{DATA_FILE}, which names the run's text, cannot be read")
+    name, cache = kept["prepared"], kept["cache"]
+    if name is None:
+        raise NoLoss("the run's text was streamed")
+    try:
+        prepared = load_text(Path(cache) / name, str(folder / TOKENIZER_FOLDER), reads_tokens=True)
+    except (DamagedText, ConfigError) as error:
+        raise NoLoss(f"the run's text {name!r} in {cache} is gone or damaged") from error
+    if prepared.report.streamed:
+        raise NoLoss("the run's text was streamed")
+    if prepared.identity != kept["identity"]:
+        raise NoLoss(f"the text {name!r} in {cache} is not the run's: its hash differs")
+    if prepared.validation is None or prepared.validation.count < 2:
+        raise NoLoss(f"no part of the run's text {name!r} is held out: it is short, or data.validation_share is 0")
+    return prepared.validation
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _batches(text: TokenFile, tokens: int, seq_len: int) -> tuple[Callable[[], Iterator[torch.Tensor]], int]:
+    """Return a function that yields batches, int64 [B, S + 1], and the number of tokens that they predict.
+
+    The sequences are spread evenly over the text. A text shorter than a sequence is a sequence.
+    """
+    ids = text.open()
+    seq_len = min(seq_len, tokens, len(ids) - 1)
+    chunks = len(ids) // (seq_len + 1)
+    count = max(1, min(chunks, tokens // seq_len))
+    starts = [i * chunks // count * (seq_len + 1) for i in range(count)]
+    per_batch = max(1, TOKENS_PER_FORWARD // seq_len)
+
+    def batches():
+        for i in range(0, count, per_batch):
+            rows = [ids[start : start + seq_len + 1].astype(np.int64) for start in starts[i : i + per_batch]]
+            yield torch.from_numpy(np.stack(rows))
+
+    return batches, count * seq_len
+
+
+@torch.no_grad()
+def _mean_loss(model: torch.nn.Module, batches: Callable, device: torch.device) -> float:
+    total = count = 0
+    head = model.output
+    if type(head) is torch.nn.Linear:
+        model.output = torch.nn.Identity()  # logits of all tokens at once would take more memory than a small model
+    else:
+        head = torch.nn.Identity()
+    for batch in batches():
+        batch = batch.to(device)
+        hidden, labels = model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
+        for rows, targets in zip(hidden.split(TOKENS_PER_HEAD), labels.split(TOKENS_PER_HEAD), strict=True):
+            total += F.cross_entropy(head(rows).float(), targets, reduction="sum").item()
+        count += len(labels)
+    return total / count

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,24 +14,21 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.config import dump_config, load_config
+from mxtrain.data.run_data import TOKENIZER_FOLDER
 from mxtrain.data.tokenizer import COMPANIONS, SPECIAL_TOKENS_FILE, copy_tokenizer, load_tokenizer, tokenizer_hash
 from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
 from mxtrain.errors import ConfigError
+from mxtrain.hugging_face.export import Parameter
 from mxtrain.hugging_face.model_config import CONFIG_FILE as MODEL_CONFIG_FILE
 from mxtrain.hugging_face.model_config import GENERATION_FILE, ModelShape, read_generation, read_shape
-from mxtrain.hugging_face.safetensors_files import SavedTensors
+from mxtrain.hugging_face.model_files import SavedTensors, new_target
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.manifest import Manifest, hash_file, write_manifest
-from mxtrain.settings.fields import Settings
-from mxtrain.settings.model_settings import PLACES, SECTION
+from mxtrain.settings.model_settings import SECTION
 from mxtrain.settings.read import read_settings
-from mxtrain.titan.data.run_data import TOKENIZER_FOLDER
-from mxtrain.titan.hugging_face.names import MODELS, Names, settings_of, shape_of
-from mxtrain.titan.hugging_face.same_logits import require_same_logits
-from mxtrain.titan.hugging_face.target_folder import new_target
-from mxtrain.titan.models.model_args import value_of, wrong_size
+from mxtrain.titan.hugging_face.models import find_model, parameters, require_same_logits
+from mxtrain.titan.metrics import package_versions
 from mxtrain.titan.parse import parse_job_config
-from mxtrain.titan.reports.facts import package_versions
 
 SEED = "checkpoint/step-0"
 """The checkpoint of weights that a run starts from"""
@@ -99,101 +97,50 @@ def import_model(source: Path, target: Path, config: Path | None = None) -> Impo
         args = get_train_spec(model).model_args[flavor]
         args.set_model_args(model_args)
         args.vocab_size = shape.vocab_size
-        weights = _Weights(saved, model, args)
+        weights = _Weights(saved, parameters(model, args))
         _require_tokenizer(source, shape.vocab_size)
-        own = {
-            "model": {"name": model, "flavor": flavor},
-            SECTION: model_args,
-            "data": {"vocab_size": shape.vocab_size},
-        }
+        own = {"model.name": model, "model.flavor": flavor}
+        own |= {f"{SECTION}.{name}": value for name, value in model_args.items()}
+        own["data.vocab_size"] = shape.vocab_size
         settings = _settings(config, own, shape.max_position_embeddings, target.absolute())
-        folder_of_tokenizer = folder / TOKENIZER_FOLDER
-        copy_tokenizer(source, folder_of_tokenizer)
+        tokenizer = folder / TOKENIZER_FOLDER
+        copy_tokenizer(source, tokenizer)
         generation = json.dumps(read_generation(source), indent=2) + "\n"
-        (folder_of_tokenizer / GENERATION_FILE).write_text(generation, encoding="utf-8")
+        (tokenizer / GENERATION_FILE).write_text(generation, encoding="utf-8")
         dump_config(settings, folder / CONFIG_FILE)
         _require_convertible(folder / CONFIG_FILE, where)
         notes.append(require_same_logits(source, model, args, weights, where))
         others = {name for name in os.listdir(source) if name[0] != "." and "safetensors" not in name}
         if lost := sorted(others - {MODEL_CONFIG_FILE, *TOKENIZER_FILES, SPECIAL_TOKENS_FILE, *COMPANIONS}):
             notes.append(f"not in the run, nor in its exports: {', '.join(lost)}")
-        weights.save(folder / SEED, settings, tokenizer_hash(folder_of_tokenizer))
-    return ImportReport(target, source, model, flavor, model_args, shape.vocab_size, weights.parameters, tuple(notes))
-
-
-def find_model(shape: ModelShape, where: str) -> tuple[str, str, dict]:
-    """Return TorchTitan's name of the model, the flavor that needs the fewest settings of [model_args], and these.
-
-    The vocabulary and the number of positions are settings of their own.
-
-    Raises:
-        ConfigError: TorchTitan has no model of this shape. The message begins with ``where``.
-    """
-    found = []
-    for model in MODELS:
-        for flavor, args in get_train_spec(model).model_args.items():  # copies, which ``_fit`` changes
-            if shape_of(model, args).model_type == shape.model_type:
-                settings, differing = _fit(model, args, shape)
-                found.append((len(differing), len(settings), model, flavor, args, settings, differing))
-    _, _, model, flavor, args, settings, differing = min(found, key=lambda candidate: candidate[:2])
-    if differing:
-        first = differing[0]
-        raise ConfigError(
-            f"{where}: {first} = {getattr(shape, first)!r} in {MODEL_CONFIG_FILE} does not fit TorchTitan's {model}, "
-            f"which would have {getattr(shape_of(model, args), first)!r}"
-        )
-    if problem := wrong_size(model, args):
-        raise ConfigError(f"{where}: {MODEL_CONFIG_FILE} {problem}")
-    return model, flavor, settings
-
-
-def _fit(model: str, args, shape: ModelShape) -> tuple[dict[str, object], list[str]]:
-    """Set ``args`` to ``shape`` with as few settings as possible. Return them, and the fields that no setting sets."""
-    settings: dict = {}
-    tried: set[str] = set()
-    while True:
-        differing = shape_of(model, args).differences(shape, but=("vocab_size", "max_position_embeddings"))
-        wanted = {name: value for field in differing for name, value in settings_of(field, shape).items()}
-        more = {name: value for name, value in wanted.items() if name in PLACES[model] and name not in tried}
-        if not more:
-            return settings, differing
-        # Again, because some sizes follow from others, and differ only when those are set.
-        tried |= more.keys()
-        settings |= {name: value for name, value in more.items() if value_of(model, args, name) != value}
-        args.set_model_args(settings)
+        weights.save(folder / SEED, settings, tokenizer_hash(tokenizer))
+    return ImportReport(target, source, model, flavor, model_args, shape.vocab_size, weights.count, tuple(notes))
 
 
 class _Weights:
-    """The weights of a Hugging Face model as TorchTitan's parameters, checked, and read one at a time."""
+    """The weights of a dense Hugging Face model as TorchTitan's parameters, checked, and read one at a time."""
 
-    def __init__(self, saved: SavedTensors, model: str, args):
-        with torch.device("meta"):
-            self._expected = get_train_spec(model).model_cls(args).state_dict()
-        self._names = Names(model, args)
+    def __init__(self, saved: SavedTensors, places: Mapping[str, Parameter]):
         self._saved = saved
-        shapes, self._hf_names = {}, {}
-        for fqn, weight in self._expected.items():
-            for hf_name, tensor in self._names.to_hf(fqn, weight).items():
-                shapes[hf_name] = tuple(tensor.shape)
-                self._hf_names[fqn] = hf_name
-        if "output.weight" not in self._hf_names:  # tied
-            self._hf_names["output.weight"] = self._hf_names["tok_embeddings.weight"]
+        self._places = places
+        shapes = {place.names[0]: place.shape for place in places.values() if place.names}
         saved.require(shapes, optional={HEAD: shapes[EMBEDDING]})
-
-    @property
-    def parameters(self) -> int:
-        tied = len(set(self._hf_names.values())) < len(self._hf_names)
-        return sum(w.numel() for fqn, w in self._expected.items() if not (tied and fqn == "output.weight"))
+        self.count = sum(torch.Size(shape).numel() for shape in shapes.values())
+        """Number of parameters. A weight with two names counts once"""
 
     def __getitem__(self, fqn: str) -> torch.Tensor:
         """Return a parameter, fp32. Raises ConfigError if it is not finite."""
-        hf_name = self._hf_names[fqn]
-        return self._names.from_hf(hf_name, self._saved[hf_name]).contiguous()
+        place = self._places[fqn]
+        if not place.names:  # the head, which has the embedding's weight
+            return self._saved[EMBEDDING]
+        weight = self._saved[place.names[0]]
+        return weight if place.order is None else weight[place.order.argsort()]
 
     def save(self, checkpoint: Path, settings: dict, tokenizer_sha256: str) -> None:
         """Write a checkpoint of the weights, with its manifest."""
+        state = {fqn: torch.empty(place.shape, device="meta") for fqn, place in self._places.items()}
         try:
-            dcp.save(dict(self._expected), checkpoint_id=checkpoint, planner=_Reading(self), no_dist=True)
+            dcp.save(state, checkpoint_id=checkpoint, planner=_Reading(self), no_dist=True)
         except CheckpointException as error:
             raise error.failures[0][0] from error
         files = [path for path in checkpoint.rglob("*") if path.is_file()]
@@ -201,7 +148,7 @@ class _Weights:
             step=0,
             holds_trainer=False,
             files={str(path.relative_to(checkpoint)): hash_file(path) for path in files},
-            tensors={fqn: {"shape": list(w.shape), "dtype": "float32"} for fqn, w in self._expected.items()},
+            tensors={fqn: {"shape": list(place.shape), "dtype": "float32"} for fqn, place in self._places.items()},
             settings=settings,
             versions=package_versions(),
             tokenizer_sha256=tokenizer_sha256,
@@ -253,50 +200,44 @@ def _require_convertible(config: Path, where: str) -> None:
         raise ConfigError(f"{where}: {error}; give --config FILE with other model.converters") from error
 
 
-def _settings(config: Path | None, own: dict, positions: int | None, target: Path) -> dict:
+def _settings(config: Path | None, own: dict[str, object], positions: int | None, target: Path) -> dict:
     """Return the tables of the run's config.toml.
 
     Args:
-        config: the user's file.
-        own: the tables that the model decides on.
+        config: the user's file; None for DEFAULTS.
+        own: the settings that the model decides on, by full name.
         positions: the model's number of positions, if it is known.
         target: the run's folder.
+
+    Raises:
+        ConfigError: the file says another model than the one that is imported.
     """
-    tables = DEFAULTS
-    seq_len = DEFAULTS["training"]["seq_len"]
-    keeps_positions = True
+    tables, seq_len, keeps_positions = DEFAULTS, DEFAULTS["training"]["seq_len"], True
+    length = f"{SECTION}.max_seq_len"
     if config is not None:
         settings = read_settings([f"--job.config_file={config}"])
-        _require_no_other_model(settings, own, config)
-        tables = load_config(config)
-        seq_len = settings["training.seq_len"]
-        keeps_positions = settings[f"{SECTION}.max_seq_len"] is None
+        for name, value in settings.given.items():
+            if name in own or (name.startswith(f"{SECTION}.") and name != length):
+                expected = own.get(name)
+                if value not in (None, expected) and (name, value) != ("data.vocab_size", 0):
+                    raise ConfigError(f"{name} = {value!r} in {config} is not the model's: {expected or 'unset'!r}")
+        tables, seq_len, keeps_positions = load_config(config), settings["training.seq_len"], settings[length] is None
     elif positions is not None:
         seq_len = min(seq_len, positions - positions % 2)  # an odd one is refused
-        tables = {**DEFAULTS, "training": {**DEFAULTS["training"], "seq_len": seq_len}}
+        own = {**own, "training.seq_len": seq_len}
     if keeps_positions and positions is not None and positions >= seq_len:
-        own = {**own, SECTION: {**own[SECTION], "max_seq_len": positions}}
-    paths = {
+        own = {**own, length: positions}
+    own = {
+        **own,
         # A run of this file starts here. TorchTitan's copy of it, in this folder, says less about where it runs: a run
         # of that copy elsewhere must start from the same weights.
-        "job": {"dump_folder": str(target)},
-        "model": {"hf_assets_path": str(target / TOKENIZER_FOLDER)},
-        "checkpoint": {"enable": True, "initial_load_path": str(target / SEED)},
+        "job.dump_folder": str(target),
+        "model.hf_assets_path": str(target / TOKENIZER_FOLDER),
+        "checkpoint.enable": True,
+        "checkpoint.initial_load_path": str(target / SEED),
     }
     merged = {section: dict(values) for section, values in tables.items()}
-    for tables in (own, paths):
-        for section, values in tables.items():
-            if values:
-                merged[section] = merged.get(section, {}) | values
+    for name, value in own.items():
+        section, _, field = name.partition(".")
+        merged.setdefault(section, {})[field] = value
     return merged
-
-
-def _require_no_other_model(settings: Settings, own: dict, config: Path) -> None:
-    """Raise ConfigError if the user's config says another model than the one that is imported."""
-    own = {f"{section}.{name}": value for section, values in own.items() for name, value in values.items()}
-    for name, value in settings.given.items():
-        is_size = name.startswith(f"{SECTION}.") and name != f"{SECTION}.max_seq_len" and value is not None
-        if name in own or is_size:
-            expected = own.get(name)
-            if value not in (None, expected) and (name, value) != ("data.vocab_size", 0):
-                raise ConfigError(f"{name} = {value!r} in {config} is not the model's: {expected or 'unset'!r}")

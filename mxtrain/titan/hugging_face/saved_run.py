@@ -1,5 +1,7 @@
-"""A run's folder read back: its settings, one of its checkpoints, and the weights in it."""
+"""A run's folder read back: its settings, one of its checkpoints, the weights in it, and its model."""
 
+import copy
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,20 +12,28 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.tools.logging import logger
 
 from mxtrain.config import dump_config
+from mxtrain.conversion.schedule import set_step
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.checkpoints import Checkpoints
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.manifest import DamagedCheckpoint, Manifest, check_hashes
+from mxtrain.settings.check import TITAN_QUANTIZING
 from mxtrain.settings.fields import Field
 from mxtrain.settings.read import places
 from mxtrain.settings.resume import other_defaults
 from mxtrain.titan.checkpoint.reader import load, read_index
+from mxtrain.titan.hugging_face.models import meta_model
 from mxtrain.titan.models.llama3 import is_tied
 from mxtrain.titan.models.model_args import given_in
 from mxtrain.titan.parse import parse_job_config, settings_of
+
+ONE_PROCESS = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size"), 1)
 
 
 @dataclass(frozen=True)
@@ -44,30 +54,51 @@ class SavedRun:
         return self.job_config.model.name
 
     @property
-    def is_tied(self) -> bool:
-        """Whether the output's weight is the embedding's."""
-        return is_tied(self.args)
-
-    @property
     def max_seq_len(self) -> int:
         """The number of positions that an export names."""
         return given_in(self.job_config).get("max_seq_len", self.args.max_seq_len)
-
-    def build(self) -> torch.nn.Module:
-        """Return the run's model without converters, on the meta device, fp32."""
-        with torch.device("meta"):
-            return get_train_spec(self.model).model_cls(self.args)
 
     @cached_property
     def weights(self) -> "SavedWeights":
         return SavedWeights(self.checkpoint)
 
-    @cached_property
+    @property
     def weight_dtype(self) -> torch.dtype:
         """The dtype in which the run's forward read its weights: FSDP's mixed precision rounds fp32 weights."""
         training = self.job_config.training
-        dtype = training.mixed_precision_param if self.processes > 1 else training.dtype
-        return TORCH_DTYPE_MAP[dtype]
+        return TORCH_DTYPE_MAP[training.mixed_precision_param if self.processes > 1 else training.dtype]
+
+    def build(self, has_converters: bool = False) -> torch.nn.Module:
+        """Return the run's model on the meta device, fp32, with mxtrain's converters as the trainer applies them.
+
+        TorchTitan's own converters need their devices, and are left out.
+        """
+        model = meta_model(self.model, self.args)
+        if not has_converters:
+            return model
+        job_config = copy.deepcopy(self.job_config)
+        job_config.model.converters = [n for n in job_config.model.converters if not n.startswith(TITAN_QUANTIZING)]
+        job_config.mxnorm.diagnostics.every = 0  # they need the trainer
+        # No gradients are computed here, so the converters' warnings of rounding in the backward mean nothing.
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
+            build_model_converters(job_config, ParallelDims(**ONE_PROCESS)).convert(model)
+        finally:
+            logger.setLevel(level)
+        set_step(model, max(1, self.step))  # the recipes that a schedule has for this step
+        return model
+
+    def load(self, device: torch.device, has_converters: bool) -> torch.nn.Module:
+        """Build the run's model in fp32, with its converters or without, and load its weights."""
+        model = self.build(has_converters)
+        with torch.no_grad():
+            model.init_weights(buffer_device=device)  # computes the buffers, and nothing for parameters without memory
+        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+        if is_tied(self.args):
+            model.output.weight = model.tok_embeddings.weight
+        self.weights.load_into({fqn: weight for fqn, weight in model.state_dict().items() if fqn in self.weights})
+        return model.eval()
 
 
 def open_run(folder: Path, step: int | None = None) -> SavedRun:
@@ -156,19 +187,14 @@ class SavedWeights:
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
             raise _damaged(self._checkpoint, error) from error
 
-    def require(self, model: torch.nn.Module, is_tied: bool) -> None:
-        """Raise ConfigError unless the checkpoint has every weight of ``model``, in its shape.
-
-        Args:
-            is_tied: the output's weight is the embedding's, and need not be saved twice.
-        """
-        for fqn, weight in model.state_dict().items():
-            if fqn not in self:
-                if not (is_tied and fqn == "output.weight"):
-                    raise _damaged(self._checkpoint, f"{fqn} is missing")
-            elif self._tensors[fqn].size != weight.shape:
-                shapes = f"{list(self._tensors[fqn].size)}, and {list(weight.shape)} by {CONFIG_FILE}"
-                raise _damaged(self._checkpoint, f"{fqn} has shape {shapes}")
+    def require(self, shapes: Mapping[str, tuple[int, ...]], optional: tuple[str, ...] = ()) -> None:
+        """Raise ConfigError unless the checkpoint has every weight, in its shape. ``optional`` ones may be missing."""
+        for fqn, shape in shapes.items():
+            if fqn in self and tuple(self._tensors[fqn].size) != shape:
+                found = f"{list(self._tensors[fqn].size)}, and {list(shape)} by {CONFIG_FILE}"
+                raise _damaged(self._checkpoint, f"{fqn} has shape {found}")
+            if fqn not in self and fqn not in optional:
+                raise _damaged(self._checkpoint, f"{fqn} is missing")
 
 
 def _damaged(checkpoint: Path, error) -> ConfigError:

@@ -10,11 +10,11 @@ from torchtitan.models.llama4 import get_train_spec as llama4_spec
 from torchtitan.models.qwen3 import get_train_spec as qwen3_spec
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
-from mxtrain.titan.data.datasets import build_dataloader, build_tokenizer, build_validator
+from mxtrain.titan.data import build_dataloader, build_tokenizer, build_validator
+from mxtrain.titan.metrics import build_metrics_processor
 from mxtrain.titan.models.flavors import EXTRA_FLAVORS, configurable
 from mxtrain.titan.models.llama3 import Llama3, Llama3Adapter
 from mxtrain.titan.parallelize import checked_parallelize, checked_pipeline
-from mxtrain.titan.reports.metrics import build_metrics_processor
 
 
 def _llama3_spec() -> TrainSpec:

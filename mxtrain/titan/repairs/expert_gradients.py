@@ -34,7 +34,7 @@ from torchtitan.distributed.expert_parallel import ExpertParallel, ExpertTensorP
 
 from mxtrain.errors import ConfigError
 from mxtrain.nn.decompose_k_router import DecomposeKRouter
-from mxtrain.nn.local_linear import LocalLinear
+from mxtrain.nn.split import LocalLinear
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.tensor_parallel import DEGREE, Columnwise, Rowwise, restyled
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
-from mxtrain.rng.rounding_position import set_rounding_chunk
-from mxtrain.titan.buffers import kept_buffers
+from mxtrain.nn.buffers import kept_buffers
+from mxtrain.rng.rounding import set_rounding_chunk
 
 
 class LossPerToken:

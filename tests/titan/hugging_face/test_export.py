@@ -1,26 +1,29 @@
-"""Exports of runs against transformers and against TorchTitan's own model."""
+"""Exports of runs against transformers and against TorchTitan's own model, and their losses on held-out text."""
 
 import json
 import re
 import shutil
 import weakref
-from dataclasses import replace
 from importlib.metadata import version
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torchtitan.protocols.train_spec import get_train_spec
 
+from mxtrain.data.store import TokenFile
 from mxtrain.errors import ConfigError
-from mxtrain.hugging_face import registry, safetensors_files
+from mxtrain.hugging_face import model_files
+from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.titan.hugging_face import export as export_module
 from mxtrain.titan.hugging_face import saved_run
-from mxtrain.titan.hugging_face.export import export
-from mxtrain.titan.hugging_face.held_out_loss import load_model
+from mxtrain.titan.hugging_face.export import NoLoss, export, held_out_losses
 from mxtrain.titan.hugging_face.saved_run import open_run
-from tests.support import saved_runs
+from tests.support import saved_runs, training_worker
 
 CPU = torch.device("cpu")
 SEQ_LEN = 256
@@ -73,7 +76,7 @@ def test_transformers_computes_what_the_trained_weights_compute_under_rmsnorm(na
     assert (report.step, report.losses) == (3, None)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert theirs.dtype == torch.float32
-    ours = load_model(open_run(runs[name]), CPU, has_converters=False)
+    ours = open_run(runs[name]).load(CPU, has_converters=False)
     tokens = torch.randint(0, saved_runs.VOCABULARY, (2, SEQ_LEN))
     expected = logits(ours, tokens)
     assert expected.std() > 0.1
@@ -160,47 +163,11 @@ def test_weights_are_held_one_at_a_time(run, tmp_path, monkeypatch):
 
     limit = 100_000
     monkeypatch.setattr(saved_run.SavedWeights, "__getitem__", watched)
-    monkeypatch.setattr(safetensors_files, "SHARD_BYTES", limit)
+    monkeypatch.setattr(model_files, "SHARD_BYTES", limit)
     report = export(run, tmp_path / "out")
     largest = saved_runs.VOCABULARY * 64 * 4
     assert report.bytes > 4 * limit and len(report.files) > 5
     assert largest < peak[0] <= limit + 2 * largest
-
-
-def test_a_format_replaces_tensors_and_adds_to_the_config(run, tmp_path, monkeypatch):
-    """A format casts rows in TorchTitan's order, with the gains that training folded, and then permutes them."""
-    seen = {}
-
-    class Halves:
-        as_trained = True
-
-        def __init__(self, facts, dtype):
-            self.facts, self.dtype = facts, dtype or torch.float32
-
-        def tensors(self, fqn, hf_name, weight, permute):
-            seen[fqn] = weight
-            if self.facts.recipes.get(fqn.removesuffix(".weight")) is None:
-                return {hf_name: permute(weight)}
-            return {f"{hf_name}_codes": permute(weight * 2), f"{hf_name}_scales": permute(weight[:, :1] * 0 + 0.5)}
-
-        def config(self):
-            return {"quantization_config": {"seen": len(seen)}}
-
-    monkeypatch.setitem(registry.FORMATS, "halves", Halves)
-    export(run, tmp_path / "plain", fold_gain=True)
-    export(run, tmp_path / "halves", format="halves")
-    config = json.loads((tmp_path / "halves" / "config.json").read_text())
-    assert config["quantization_config"] == {"seen": len(seen)}
-    plain, halves = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "halves"))
-    quantized = [name for name in plain if f"{name}_codes" in halves]
-    assert len(quantized) == 2 * 7
-    for name in plain:
-        value = halves[f"{name}_codes"] * halves[f"{name}_scales"] if name in quantized else halves[name]
-        assert torch.equal(value, plain[name]), name
-    trained = open_run(run).weights
-    wq, gain = trained["layers.1.attention.wq.weight"], trained["layers.1.attention_norm.weight"]
-    assert torch.equal(seen["layers.1.attention.wq.weight"], wq * gain), "rows in TorchTitan's order"
-    assert not torch.equal(plain["model.layers.1.self_attn.q_proj.weight"], wq * gain)
 
 
 def copy_of(run, tmp_path):
@@ -232,11 +199,6 @@ def with_weights(change):
     return make
 
 
-def truncated(run, tmp_path):
-    (file,) = (copy_of(run, tmp_path) / "checkpoint" / "step-3").glob("*.distcp")
-    file.write_bytes(file.read_bytes()[:2000])
-
-
 def damaged_list(run, tmp_path):
     (copy_of(run, tmp_path) / "checkpoint" / "step-3" / ".metadata").write_bytes(b"nothing")
 
@@ -256,7 +218,6 @@ def existing_target(run, tmp_path):
 
 BAD = {
     "no folder": (lambda run, tmp_path: None, {}, "RUN = '{tmp}/run' is no run: config.toml is missing"),
-    "no run": (lambda run, tmp_path: (tmp_path / "run").mkdir(), {}, "RUN = '{tmp}/run' is no run: config.toml is"),
     "no checkpoints": (without_checkpoints, {}, "RUN = '{tmp}/run' has no whole checkpoint in {tmp}/run/checkpoint"),
     "another step": (copy_of, {"step": 4}, "--step = 4 is not among the steps in {tmp}/run/checkpoint: 3"),
     "deepseek": (
@@ -269,7 +230,17 @@ BAD = {
         {},
         "model.flavour is not a setting; the closest is model.flavor",
     ),
-    "format": (copy_of, {"format": "gguf"}, "--format = 'gguf' is not one of: 'hf'"),
+    "format": (copy_of, {"format": "gguf"}, "--format = 'gguf' is not one of: 'hf', 'mxfp8', 'nvfp4'"),
+    "no such format": (
+        copy_of,
+        {"format": "nvfp4"},
+        "--format = 'nvfp4': fprop casts no weight of this run to nvfp4 at this step; its linears have mxfp8",
+    ),
+    "folded twice": (
+        copy_of,
+        {"format": "mxfp8", "fold_gain": True},
+        "--fold-gain does not go with --format = 'mxfp8'",
+    ),
     "target exists": (existing_target, {}, "DIR = '{tmp}/out' exists; choose another folder, or remove it"),
     "missing weight": (
         with_weights(lambda weights: weights.pop("norm.weight")),
@@ -281,7 +252,6 @@ BAD = {
         {},
         "RUN: the checkpoint {tmp}/run/checkpoint/step-3 cannot be used: norm.weight has shape [65], and [64] by",
     ),
-    "truncated": (truncated, {}, "RUN = '{tmp}/run' has no whole checkpoint in {tmp}/run/checkpoint; step-3: "),
     "damaged list": (damaged_list, {}, "RUN = '{tmp}/run' has no whole checkpoint in {tmp}/run/checkpoint; step-3: "),
 }
 
@@ -308,10 +278,132 @@ def test_experts_with_a_bias_have_no_counterpart(runs, tmp_path):
     assert export(folder, tmp_path / "out", step=3).step == 3
 
 
-@pytest.mark.parametrize("name, value", {"num_shared_experts": 1, "score_func": "sigmoid", "gate_bias": True}.items())
-def test_experts_that_transformers_lacks_are_refused(name, value, runs, tmp_path, monkeypatch):
-    args = get_train_spec("qwen3").model_args["small_experts"]
-    args.moe_args = replace(args.moe_args, **{name: value})
-    monkeypatch.setitem(get_train_spec("qwen3").model_args, "small_experts", args)
-    with pytest.raises(ConfigError, match=f"a qwen3 with {name} = {value!r} has no counterpart in transformers"):
-        export(runs["qwen3", "small_experts"], tmp_path / "out")
+@pytest.fixture
+def tiny_models():
+    training_worker.add_tiny_models()
+    yield
+    for name in ("llama3", "llama4", "deepseek_v3", "qwen3"):
+        del get_train_spec(name).model_args["tiny"]
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tp"])
+def test_a_checkpoint_of_several_processes_is_exported_whole(several, name, tiny_models, tmp_path):
+    """Every tensor has the bits of PyTorch's own conversion of the checkpoint, under TorchTitan's own names."""
+    folder = several[name].folder
+    assert export(folder, tmp_path / "out").step == 2
+    dcp_to_torch_save(folder / "checkpoint" / "step-2", tmp_path / "weights.pt")
+    run = open_run(folder)
+    states = torch.load(tmp_path / "weights.pt", weights_only=False)
+    weights = {fqn: states[fqn] for fqn in run.build().state_dict()}
+    expected = get_train_spec("llama3").state_dict_adapter(run.args, None).to_hf(weights)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[tensor], expected[tensor]) for tensor in expected)
+
+
+@pytest.fixture
+def text_run(tmp_path):
+    """A run of its own with short sequences and a text."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(30):
+        (text / f"{i}.txt").write_text(f"x{i} = {i} + {i}\nprint(x{i})\n" * 20)
+    return saved_runs.save_run(tmp_path / "run", "llama3", "small", text=text)
+
+
+def tokens_of(folder):
+    kept = json.loads((folder / "data.json").read_text())
+    return np.fromfile(f"{kept['cache']}/{kept['prepared']}/validation.bin", "<u2").astype(np.int64)
+
+
+def test_losses_are_the_mean_over_the_tokens_of_both_models(text_run):
+    saved = open_run(text_run)
+    ids = torch.from_numpy(tokens_of(text_run))
+    count = len(ids) // 33
+    assert count > 3
+    rows = torch.stack([ids[i * 33 : (i + 1) * 33] for i in range(count)])
+    expected = []
+    for has_converters in (True, False):
+        model = saved.load(CPU, has_converters)
+        assert has_converters == any(isinstance(module, MXNorm) for module in model.modules())
+        with torch.no_grad():
+            expected.append(F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).item())
+    losses = held_out_losses(saved, 10**9, saved.weights.__getitem__, CPU)
+    assert losses.tokens == 32 * count
+    assert losses.as_trained == pytest.approx(expected[0], rel=1e-5)
+    assert losses.as_exported == pytest.approx(expected[1], rel=1e-5)
+    assert expected[0] != expected[1]
+
+
+def test_the_exported_loss_has_the_exported_weights(text_run):
+    saved = open_run(text_run)
+
+    def rounded(fqn):
+        return saved.weights[fqn].bfloat16()
+
+    fp32, bf16 = (held_out_losses(saved, 320, exported, CPU) for exported in (saved.weights.__getitem__, rounded))
+    assert fp32.as_trained == bf16.as_trained and fp32.as_exported != bf16.as_exported
+    assert fp32.as_exported == pytest.approx(bf16.as_exported, abs=0.02)
+
+
+def test_sequences_are_spread_over_the_text(tmp_path):
+    ids = np.arange(1000, dtype="<u2")
+    ids.tofile(tmp_path / "a.bin")
+    batches, count = export_module._batches(TokenFile(tmp_path / "a.bin", "<u2", 1000), tokens=45, seq_len=9)
+    rows = torch.cat(list(batches()))
+    assert count == 45 and rows.shape == (5, 10) and rows.dtype == torch.int64
+    assert rows[:, 0].tolist() == [0, 200, 400, 600, 800]
+
+
+@pytest.mark.parametrize(
+    "tokens, seq_len, expected", [(10**6, 5000, (1, 1000)), (7, 50, (1, 8)), (10**6, 99, (10, 100))]
+)
+def test_no_text_is_too_short_for_a_sequence(tokens, seq_len, expected, tmp_path):
+    np.arange(1000, dtype="<u2").tofile(tmp_path / "a.bin")
+    batches, count = export_module._batches(TokenFile(tmp_path / "a.bin", "<u2", 1000), tokens, seq_len)
+    rows = torch.cat(list(batches()))
+    assert rows.shape == expected and count == rows[:, 1:].numel()
+
+
+def streamed(kept, folder):
+    kept["prepared"] = None
+
+
+def other_text(kept, folder):
+    kept["identity"]["validation"] = "0" * 64
+
+
+def gone(kept, folder):
+    kept["cache"] = "/no/such"
+
+
+def damaged(kept, folder):
+    (folder.parent / "cache" / kept["prepared"] / "validation.bin").write_bytes(b"")
+
+
+def test_a_text_that_is_not_there_is_named(text_run):
+    file = text_run / "data.json"
+    before = file.read_text()
+    changes = {streamed: "was streamed", other_text: "its hash differs", gone: "gone or damaged", damaged: "damaged"}
+    for change, reason in changes.items():
+        kept = json.loads(before)
+        change(kept, text_run)
+        file.write_text(json.dumps(kept))
+        with pytest.raises(NoLoss, match=reason):
+            held_out_losses(open_run(text_run), 64, open_run(text_run).weights.__getitem__, CPU)
+
+
+def test_converters_of_titan_are_named(text_run, monkeypatch):
+    saved = open_run(text_run)
+    monkeypatch.setattr(saved.job_config.model, "converters", ["quantize.linear.float8"])
+    with pytest.raises(NoLoss, match="it would need TorchTitan's converter 'quantize.linear.float8', which runs in"):
+        held_out_losses(saved, 64, saved.weights.__getitem__, CPU)
+    saved.build(has_converters=True)  # an export of the weights works
+
+
+def test_nothing_held_out_is_named(text_run, tmp_path):
+    other = saved_runs.save_run(
+        tmp_path / "other", "llama3", "small", text=tmp_path / "text", data={"validation_share": 0.0}
+    )
+    with pytest.raises(NoLoss, match="is held out: it is short, or data.validation_share is 0"):
+        held_out_losses(open_run(other), 64, open_run(other).weights.__getitem__, CPU)

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import shutil
 import sys
 from dataclasses import replace
@@ -15,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torchtitan.protocols.train_spec import get_train_spec
 
-from mxtrain.data.progress import Progress
+from mxtrain.data.documents import Progress
 from mxtrain.data.tokenizer import copy_tokenizer, train_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import REPORT_FILE
@@ -24,8 +23,7 @@ from mxtrain.run_folder.start import CheckpointSettings, find_start
 from mxtrain.settings.read import read_settings
 from mxtrain.titan.hugging_face import import_model as import_module
 from mxtrain.titan.hugging_face.export import export
-from mxtrain.titan.hugging_face.held_out_loss import load_model
-from mxtrain.titan.hugging_face.import_model import ImportReport, import_model
+from mxtrain.titan.hugging_face.import_model import import_model
 from mxtrain.titan.hugging_face.saved_run import open_run
 from tests.support import saved_runs
 
@@ -89,6 +87,10 @@ MODEL_ARGS = {
 """[model_args] of the models whose shape is no flavor's: what differs from the nearest flavor"""
 
 
+AGAIN = (("llama3", "small"), ("llama3", "tied"), ("qwen3", "odd"))
+"""Models that are imported and exported twice"""
+
+
 @pytest.fixture(autouse=True)
 def flavors(monkeypatch):
     saved_runs.add_flavors(monkeypatch)
@@ -139,7 +141,7 @@ def test_there_and_back(name, models, tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(source)
     assert report.parameters == sum(parameter.numel() for parameter in theirs.parameters())
     saved = open_run(run)
-    ours = load_model(saved, torch.device("cpu"), has_converters=False)
+    ours = saved.load(torch.device("cpu"), has_converters=False)
     tokens = torch.randint(0, theirs.config.vocab_size, (2, 32))
     with torch.no_grad():
         expected = theirs(tokens).logits
@@ -153,6 +155,8 @@ def test_there_and_back(name, models, tmp_path):
     assert again.rope_parameters == theirs.config.rope_parameters
     for field in ("tie_word_embeddings", "max_position_embeddings", "head_dim", "intermediate_size", "rms_norm_eps"):
         assert getattr(again, field) == getattr(theirs.config, field), field
+    if name not in AGAIN:
+        return
     # What was exported is imported and exported to the same bytes.
     import_model(tmp_path / "back", tmp_path / "run again")
     export(tmp_path / "run again", tmp_path / "back again")
@@ -163,8 +167,9 @@ def test_there_and_back(name, models, tmp_path):
 
 
 def test_the_folder_is_where_a_run_starts(models, tmp_path):
-    source, run = models["llama3", "debugmodel"], tmp_path / "run"
-    import_model(source, run)
+    source, run = models["llama3", "debugmodel"], tmp_path / "my run"
+    report = import_model(source, run)
+    assert str(report).endswith(f"train     mxtrain train '{run}/config.toml'"), "it can be pasted"
     settings = read_settings([f"--job.config_file={run / 'config.toml'}"])
     assert settings["job.dump_folder"] == str(run)
     assert settings["model.converters"] == ["mxnorm"] and settings["data.vocab_size"] == 320
@@ -176,11 +181,6 @@ def test_the_folder_is_where_a_run_starts(models, tmp_path):
     assert start.step == 0 and "training starts from the weights in" in start.notes[0]
     assert find_start(tmp_path / "elsewhere", checkpoint, 1).step == 0
     assert checkpoint.initial_load_path == str(run / "checkpoint" / "step-0"), "a run elsewhere has the same weights"
-
-
-def test_the_command_that_is_printed_can_be_pasted(tmp_path):
-    report = ImportReport(tmp_path / "my run", tmp_path, "llama3", "small", {}, 320, 1)
-    assert str(report).endswith(f"train     mxtrain train '{tmp_path / 'my run'}/config.toml'")
 
 
 def test_the_checkpoint_has_a_manifest(models, tmp_path):
@@ -197,10 +197,10 @@ def test_the_checkpoint_has_a_manifest(models, tmp_path):
     assert manifest.versions["torch"] == version("torch") and len(manifest.tokenizer_sha256) == 64
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_becomes_fp32(dtype, models, tmp_path):
+def test_half_precision_becomes_fp32(models, tmp_path):
     source = shutil.copytree(models["qwen3", "small"], tmp_path / "model")
-    halves = {name: tensor.to(dtype) for name, tensor in tensors_of(source).items()}
+    dtypes = [torch.bfloat16, torch.float16]
+    halves = {name: tensor.to(dtypes[i % 2]) for i, (name, tensor) in enumerate(tensors_of(source).items())}
     for file in source.glob("model*"):
         file.unlink()
     save_file(halves, source / "model.safetensors")
@@ -210,8 +210,9 @@ def test_half_precision_becomes_fp32(dtype, models, tmp_path):
     assert torch.equal(weights["norm.weight"], halves["model.norm.weight"].float())
 
 
-@pytest.mark.parametrize("name", [("llama3", "tied"), ("qwen3", "small_tied")], ids="-".join)
-@pytest.mark.parametrize("is_same", [True, False])
+@pytest.mark.parametrize(
+    ("name", "is_same"), [(("llama3", "tied"), False), (("qwen3", "small_tied"), False), (("llama3", "tied"), True)]
+)
 def test_two_tied_weights_are_one_if_they_are_the_same(is_same, name, models, tmp_path):
     """As transformers 5 has it. Frequencies, which older files hold, are not read either."""
     source, run = shutil.copytree(models[name], tmp_path / "model"), tmp_path / "run"
@@ -223,7 +224,7 @@ def test_two_tied_weights_are_one_if_they_are_the_same(is_same, name, models, tm
     save_file(tensors, source / "model.safetensors")
     report = import_model(source, run)
     assert ("note      lm_head.weight is not tied to model.embed_tokens.weight: " in str(report)) != is_same
-    ours = load_model(open_run(run), torch.device("cpu"), has_converters=False)
+    ours = open_run(run).load(torch.device("cpu"), has_converters=False)
     tokens = torch.randint(0, 320, (1, 32))
     with torch.no_grad():
         expected = transformers.AutoModelForCausalLM.from_pretrained(source)(tokens).logits
@@ -293,31 +294,17 @@ def test_the_settings_of_a_config_are_kept(models, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "lines, message",
+    "lines, sizes",
     [
-        ("", None),
-        ("[model_args]\nrope_factor = 1.0\nmax_seq_len = 9000\n", None),
-        ("[model_args]\nrope_factor = 8.0\n", "model_args.rope_factor = 8.0 in {file} is not the model's: 1.0"),
-        ("[model_args]\ndim = 64\n", "model_args.dim = 64 in {file} is not the model's: 'unset'"),
+        ("[training]\nseq_len = 4096\n", {"rope_factor": 1.0, "max_seq_len": 8192}),
+        ("[training]\nseq_len = 8193\n", {"rope_factor": 1.0}),  # more than the model's positions
+        ("[model_args]\nrope_factor = 1.0\nmax_seq_len = 9000\n", {"rope_factor": 1.0, "max_seq_len": 9000}),
     ],
 )
-def test_the_sizes_of_a_config_are_the_models(lines, message, models, tmp_path):
-    file = tmp_path / "mine.toml"
-    file.write_text(f"[training]\nseq_len = 4096\n{lines}")
-    try:
-        import_model(models["llama3", "unscaled"], tmp_path / "run", file)
-    except ConfigError as error:
-        assert str(error) == message.format(file=file)
-    else:
-        sizes = tomli.loads((tmp_path / "run" / "config.toml").read_text())["model_args"]
-        assert sizes == {"rope_factor": 1.0, "max_seq_len": 9000 if lines else 8192}
-
-
-def test_sequences_may_be_longer_than_the_models_positions(models, tmp_path):
-    (tmp_path / "mine.toml").write_text("[training]\nseq_len = 8193\n")
+def test_the_sizes_of_a_config_are_the_models(lines, sizes, models, tmp_path):
+    (tmp_path / "mine.toml").write_text(lines)
     import_model(models["llama3", "unscaled"], tmp_path / "run", tmp_path / "mine.toml")
-    sizes = tomli.loads((tmp_path / "run" / "config.toml").read_text())["model_args"]
-    assert sizes == {"rope_factor": 1.0}
+    assert tomli.loads((tmp_path / "run" / "config.toml").read_text())["model_args"] == sizes
 
 
 def edit_config(**changes):
@@ -358,12 +345,6 @@ def only_a_pickle(source):
     (source / "model.safetensors").unlink()
 
 
-def sharded_with_a_missing_file(source):
-    index = {"weight_map": dict.fromkeys(tensors_of(source), "model-00001-of-00002.safetensors")}
-    (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    (source / "model.safetensors").unlink()
-
-
 def larger_tokenizer(source):
     file = source / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -395,35 +376,17 @@ BAD = {
         "model.layers.0.self_attn.q_proj.weight has shape [256, 256], and [16000000000000000, 256] by config.json",
     ),
     "NaN": (edit_weight("model.layers.0.mlp.up_proj.weight", float("nan")), "model.layers.0.mlp.up_proj.weight has va"),
-    "infinite": (
-        edit_weight("model.layers.5.input_layernorm.weight", float("inf")),
-        "model.layers.5.input_layernorm.weight has values that are not finite",
-    ),
     "blocks": (edit_sizes(72), "model_args.dim = 72 does not fit: a linear would have 72 features, no multiple of 32"),
     "heads": (
         edit_config(num_key_value_heads=3),
         "config.json does not fit: n_heads = 16 is no multiple of n_kv_heads = 3",
     ),
-    "vocabulary": (
-        edit_config(vocab_size=400),
-        "model.embed_tokens.weight has shape [320, 256], and [400, 256] by config.json",
-    ),
     "tokenizer": (larger_tokenizer, "its tokenizer has 321 tokens, more than vocab_size = 320 in config.json"),
     "no tokenizer": (lambda source: (source / "tokenizer.json").unlink(), "holds no tokenizer.json that can be read"),
-    "missing": (
-        edit_tensors(lambda tensors: tensors.pop("model.norm.weight")),
-        "1 of 57 tensors missing, such as model.norm",
-    ),
     "unexpected": (
         edit_tensors(lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(256)})),
         "1 tensor(s) not part of this model, such as model.layers.0.self_attn.q_proj.bias",
     ),
-    "wrong shape": (
-        edit_tensors(lambda tensors: tensors.update({"model.norm.weight": torch.zeros(255)})),
-        "model.norm.weight has shape [255], and [256] by config.json",
-    ),
-    "missing file": (sharded_with_a_missing_file, "model.safetensors.index.json names model-00001-of-00002.safetensor"),
-    "truncated": (lambda s: os.truncate(s / "model.safetensors", 10**5), "model.safetensors is truncated or damaged: "),
     "pickle": (
         only_a_pickle,
         "pytorch_model.bin is a pickle, which may run any code when it is read; save the model as",
@@ -444,19 +407,14 @@ def test_bad_models_are_refused_in_one_line_and_nothing_is_written(case, models,
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_an_existing_run_is_refused(models, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match="RUN_DIR = '.*run' exists; choose another folder, or remove it"):
-        import_model(models["llama3", "debugmodel"], tmp_path / "run")
-
-
 @pytest.mark.parametrize(
     "text, message",
     [
         ('[model]\nname = "qwen3"\n', "model.name = 'qwen3' in {file} is not the model's: 'llama3'"),
         ('[model]\nflavor = "8B"\n', "model.flavor = '8B' in {file} is not the model's: 'debugmodel'"),
         ("[data]\nvocab_size = 2048\n", "data.vocab_size = 2048 in {file} is not the model's: 320"),
+        ("[model_args]\nrope_factor = 4.0\n", "model_args.rope_factor = 4.0 in {file} is not the model's: 'unset'"),
+        ("[model_args]\ndim = 64\n", "model_args.dim = 64 in {file} is not the model's: 'unset'"),
         ("[training]\nsteps = 0\n", "training.steps = 0 "),
         (None, "config '{file}' does not exist"),
     ],

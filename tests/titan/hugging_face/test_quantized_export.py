@@ -6,13 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mxtrain.errors import ConfigError
 from mxtrain.nn import three_gemms
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.titan.hugging_face import export as export_module
 from mxtrain.titan.hugging_face.export import export
-from mxtrain.titan.hugging_face.held_out_loss import load_model
-from mxtrain.titan.hugging_face.names import Names
+from mxtrain.titan.hugging_face.models import parameters
 from mxtrain.titan.hugging_face.saved_run import open_run
 from tests.support import saved_runs
 from tests.support.stored_values import VALUES
@@ -45,7 +43,7 @@ def save_run(folder, name: str, processes: int = 1):
 
 def operands(run, dtype, monkeypatch) -> dict[str, torch.Tensor]:
     """FQN of every quantized linear -> the weight [N, D] that the run's model multiplies in its forward pass."""
-    model = load_model(run, torch.device("cpu"), has_converters=True)
+    model = run.load(torch.device("cpu"), has_converters=True)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     found, current, matmul = {}, [], three_gemms.matmul
@@ -64,6 +62,10 @@ def operands(run, dtype, monkeypatch) -> dict[str, torch.Tensor]:
         patch.setattr(three_gemms, "matmul", recorded)
         model(torch.zeros(1, 32, dtype=torch.long))
     return found
+
+
+def in_order(rows, place):
+    return rows if place.order is None else rows[place.order]
 
 
 def check_gains(name: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -90,24 +92,24 @@ def test_the_exported_codes_are_those_that_training_multiplied(name, processes, 
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
     saved = open_run(run)
-    names, dtype = Names(saved.model, saved.args), torch.bfloat16 if processes == 2 else torch.float32
+    places, dtype = parameters(saved.model, saved.args), torch.bfloat16 if processes == 2 else torch.float32
     compared = 0
     for fqn, operand in operands(saved, dtype, monkeypatch).items():
-        (hf_name,) = names.to_hf(f"{fqn}.weight", operand)
+        place = places[f"{fqn}.weight"]
+        (hf_name,) = place.names
         linear = hf_name.removesuffix(".weight")
-        order = names.row_order(f"{fqn}.weight", operand)
         if fqn == "output":
             assert torch.equal(tensors[hf_name].float(), operand) and linear in ignored
         elif linear in ignored:
             assert name == "mixed" and fqn.endswith("w2")
             assert torch.equal(tensors[hf_name], saved.weights[f"{fqn}.weight"].bfloat16())
         else:
-            assert torch.equal(VALUES[format](tensors, linear), order(operand)), fqn
+            assert torch.equal(VALUES[format](tensors, linear), in_order(operand, place)), fqn
             compared += 1
     quantized = {"nvfp4": 7, "mixed": 12, "quantized head": 7, "scheduled RMSNorm": 4}.get(name, 14)
     assert compared == quantized and len(ignored) == 15 - quantized
     check_gains(name, tensors)
-    assert report.dtype == torch.bfloat16 and report.format == format
+    assert (report.dtype, report.format) == ("bfloat16", format)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "quantized head"])
@@ -115,11 +117,8 @@ def test_the_loss_as_exported_is_computed_with_the_exported_values(name, tmp_pat
     seen = {}
 
     def losses(run, tokens, exported, device):
-        names = Names(run.model, run.args)
-        for fqn in run.build().state_dict():
-            values = exported(fqn).float()
-            (hf_name,) = names.to_hf(fqn, values)
-            seen[hf_name] = names.row_order(fqn, values)(values)
+        for fqn, place in parameters(run.model, run.args).items():
+            seen[place.names[0]] = in_order(exported(fqn).float(), place)
 
     monkeypatch.setattr(export_module, "held_out_losses", losses)
     format = RUNS[name][0]
@@ -130,22 +129,3 @@ def test_the_loss_as_exported_is_computed_with_the_exported_values(name, tmp_pat
         is_plain = f"{linear}.weight_scale" not in tensors
         assert torch.equal(values, tensors[hf_name].float() if is_plain else VALUES[format](tensors, linear)), hf_name
     assert len(seen) == 21
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (
-            {"format": "nvfp4"},
-            "--format = 'nvfp4': fprop casts no weight of this run to nvfp4 at this step; its linears have mxfp8",
-        ),
-        ({"format": "mxfp8", "fold_gain": True}, "--fold-gain does not go with --format = 'mxfp8'"),
-        ({"format": "fp4"}, "--format = 'fp4' is not one of: 'hf', 'mxfp8', 'nvfp4'"),
-    ],
-)
-def test_what_cannot_be_exported_is_refused_before_anything_is_written(arguments, says, tmp_path):
-    run = save_run(tmp_path / "run", "mxfp8")
-    with pytest.raises(ConfigError) as caught:
-        export(run, tmp_path / "out", **arguments)
-    assert str(caught.value).startswith(says) and "\n" not in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torchtitan.protocols.train_spec import get_train_spec
 
-from mxtrain.cli import doctor_memory
+from mxtrain.cli import doctor_model
 from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
 from mxtrain.titan.parse import parse_job_config
 from mxtrain.titan.repairs.replicas import Layout
@@ -28,7 +28,7 @@ def shards_of_titan(results):
 
     torch.distributed.init_process_group("fake", rank=0, world_size=7)
     model = build_on_meta(parse_job_config(["--model.flavor=debugmodel"]))
-    expected = doctor_memory.shard_bytes(model, 7, torch.float32)
+    expected = doctor_model.shard_bytes(model, 7, torch.float32)
     mesh = init_device_mesh("cpu", (7,), mesh_dim_names=("fsdp",))
     apply_fsdp(model, mesh, torch.bfloat16, torch.float32, pp_enabled=False)
     results.put((expected, sum(p.to_local().numel() * 4 for p in model.parameters())))
@@ -42,7 +42,7 @@ def shards_of_70b(results):
     )
     model = build_on_meta(job_config)
     convert_on_meta(job_config, model)
-    expected = doctor_memory.shard_bytes(model, 4, torch.float32, tensor=8)
+    expected = doctor_model.shard_bytes(model, 4, torch.float32, tensor=8)
     layout = Layout(dp_replicate=1, dp_shard=4, cp=1, tp=8, pp=2, ep=1, etp=1, world_size=64)
     get_train_spec("llama3").parallelize_fn(model, layout, job_config)
     results.put((expected, sum(p.to_local().numel() * 4 for p in model.parameters())))

@@ -8,8 +8,8 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 from torchtitan.config.job_config import Parallelism
 
-from mxtrain.analysis import load_run, read_metrics
-from mxtrain.analysis.numerics import by_figure, numerics_rows
+from mxtrain.analysis import load_run
+from mxtrain.analysis.numerics import by_figure
 from mxtrain.run_folder.manifest import read_manifest
 from mxtrain.titan.check_layout import modules_of_stages
 from mxtrain.titan.repairs import pipeline
@@ -133,7 +133,7 @@ def test_a_resumed_pipeline_is_the_uninterrupted_one_bit_for_bit(found):
     for one_step, other in zip(ours.gradients, theirs.gradients, strict=True):
         assert all(torch.equal(one_step[name], other[name]) for name in other)
     # With diagnostics in the first step after it resumes, whose first pass finds out the shapes of stages.
-    (figures,) = numerics_rows(read_metrics(resumed.folder / "metrics.jsonl"))
+    (figures,) = load_run(resumed.folder).numerics
     found = by_figure([figures])
     assert figures["step"] == 3 and len(found["wgrad_error"]) == 14 and len(found["rms_r2"]) == 4
 

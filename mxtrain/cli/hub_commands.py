@@ -1,0 +1,229 @@
+"""``mxtrain export``, ``import``, ``generate`` and ``eval``: runs as Hugging Face models, and back."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from mxtrain.cli import quiet
+from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.files import reason
+from mxtrain.hugging_face.model_config import CONFIG_FILE as MODEL_FILE
+from mxtrain.run_folder.files import CONFIG_FILE
+
+LOSS_TOKENS = 16384
+DTYPES = ("float32", "bfloat16")
+
+EXPORT = """\
+Write a checkpoint of a run to a folder that Hugging Face's transformers read: safetensors, config.json,
+generation_config.json and the tokenizer. Works on a CPU, for checkpoints of any number of processes, and reads one
+weight after another. Models: llama3 and qwen3.
+
+  mxtrain export outputs/llama3_debug-20261120-131838 exported/
+  mxtrain export outputs/a exported/ --step 1000 --dtype bfloat16
+  mxtrain export outputs/a exported/ --fold-gain      norms have gains of one; the next weights contain them
+
+The exported model has RMSNorm and plain linears, whatever the run was trained with. The command prints the loss on
+held-out text of both: as trained, with the run's converters, and as exported. DIR/mxtrain.json keeps both.
+
+--format mxfp8 and nvfp4 write the codes and scales that training multiplied in fprop, in compressed-tensors' layouts,
+which vLLM reads (transformers too, with compressed-tensors installed). Gains that training folded are folded; linears
+that trained in high precision or in another format stay in --dtype.
+
+  mxtrain export outputs/a exported/ --format mxfp8
+"""
+IMPORT = """\
+Make a run's folder from a Hugging Face model: its weights as a checkpoint (step 0), its tokenizer, and a config.toml
+with which to continue its training. Models: Llama and dense Qwen3 of any size, in safetensors files of fp32, bf16 or
+fp16. What differs from the nearest flavor of llama3 or qwen3 is in [model_args]. Pickles (.bin, .pt) are never read.
+
+  mxtrain import models/Qwen3-0.6B outputs/qwen
+  mxtrain import models/Llama-3.1-8B outputs/llama --config train_configs/llama3_8b.toml
+  mxtrain train outputs/qwen/config.toml
+
+Without --config the settings are those of a short continuation with MXNorm on Python source; edit config.toml.
+"""
+GENERATE = """\
+Print a text and its continuation, word by word, by transformers (pip install "mxtrain[hf]"). RUN is a run's folder, or
+a Hugging Face model such as 'mxtrain export' writes. A run is exported first, to a temporary folder; export it yourself
+to use it often. The text begins as documents in training do, with the tokenizer's bos token.
+
+  mxtrain generate outputs/llama3_debug-20261120-131838 "def main"
+  mxtrain generate exported/ "import torch" --max-new-tokens 200 --temperature 0.5 --seed 1
+  mxtrain generate outputs/a "def main" --step 1000 --greedy
+"""
+EVAL = """\
+Print loss, perplexity and bits per byte of a model on text files (UTF-8), by transformers (pip install "mxtrain[hf]").
+RUN is a run's folder, or a Hugging Face model such as 'mxtrain export' writes. A run is exported first, to a temporary
+folder; export it yourself to use it often.
+
+  mxtrain eval outputs/llama3_debug-20261120-131838 my_code.py
+  mxtrain eval exported/ texts/*.txt --seq-len 1024 --stride 256
+  mxtrain eval outputs/a book.txt --max-tokens 100000
+
+Every file is a document: it begins with the tokenizer's bos token, and each of its tokens is predicted once. Files
+that are longer than --seq-len are read in windows. The first window predicts --seq-len tokens, every later one the next
+--stride tokens from as much context as fits. By default the stride is --seq-len, as in lm-evaluation-harness.
+
+  perplexity     e to the loss in nats per token; models with other tokenizers do not compare
+  bits per byte  loss in bits, summed over all tokens, by the bytes of the text; models with other tokenizers compare
+"""
+
+
+def add(commands) -> None:
+    """Add the four commands to argparse's subcommands."""
+    new = "it must not exist, or be empty"
+    command = _command(commands, "export", _export, "write a run's weights as a Hugging Face model", EXPORT)
+    command("source", metavar="RUN", type=Path, help="folder of a run, with config.toml and checkpoints")
+    command("target", metavar="DIR", type=Path, help=f"folder to write; {new}")
+    command("--step", type=int, help="step of the checkpoint (default: the newest complete one)")
+    command("--format", default="hf", help="hf (the default: high precision), mxfp8 or nvfp4")
+    command("--fold-gain", action="store_true", help="fold the gains of norms into the next linears")
+    dtype = "float32 or bfloat16, of all tensors in high precision (default: float32; mxfp8, nvfp4: bfloat16)"
+    command("--dtype", help=dtype)
+    tokens = f"held-out tokens on which to compare the losses (default: {LOSS_TOKENS}; 0 computes none)"
+    command("--loss-tokens", metavar="N", type=int, default=LOSS_TOKENS, help=tokens)
+    command("--device", default="", help="where to compute the losses: cpu or cuda (default: a GPU if any)")
+
+    command = _command(commands, "import", _import, "make a run's folder from a Hugging Face model", IMPORT)
+    command("source", metavar="MODEL_DIR", type=Path, help="folder with config.json, safetensors, tokenizer")
+    command("target", metavar="RUN_DIR", type=Path, help=f"folder to make; {new}")
+    command("--config", dest="settings", metavar="FILE", type=Path, help="TOML file with the settings of the run")
+
+    command = _command(commands, "generate", _generate, "continue a text with a run's weights", GENERATE)
+    command("source", metavar="RUN", type=Path, help="folder of a run, or of a Hugging Face model")
+    command("prompt", metavar="TEXT", help="the text to continue")
+    command("--max-new-tokens", metavar="N", type=int, help="tokens to add (default: 100, or as fit)")
+    command("--temperature", metavar="T", type=float, help="divides the logits (default: 0.8)")
+    likeliest = "draw from the likeliest tokens of this joint probability (default: 0.95)"
+    command("--top-p", metavar="P", type=float, help=likeliest)
+    command("--greedy", action="store_true", help="always take the likeliest token")
+    command("--seed", metavar="N", type=int, help="the same seed gives the same text (default: a new one)")
+    command("--step", metavar="N", type=int, help="step of the run's checkpoint (default: the newest)")
+
+    summary = "perplexity and bits per byte of a run's weights on text files"
+    command = _command(commands, "eval", _eval, summary, EVAL)
+    command("source", metavar="RUN", type=Path, help="folder of a run, or of a Hugging Face model")
+    command("files", metavar="FILE", type=Path, nargs="+", help="text file, UTF-8")
+    command("--seq-len", metavar="N", type=int, help="tokens in a window (default: the model's longest)")
+    command("--stride", metavar="N", type=int, help="tokens that a window predicts (default: --seq-len)")
+    command("--max-tokens", metavar="N", type=int, help="stop after so many tokens (default: read all)")
+    command("--step", metavar="N", type=int, help="step of the run's checkpoint (default: the newest)")
+
+
+def _command(commands, name: str, run, summary: str, description: str):
+    """Add a command; return the function that adds an argument to it."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser(name, help=summary, formatter_class=raw, description=description)
+    parser.set_defaults(run=run)
+    return parser.add_argument
+
+
+def _export(options) -> int:
+    if options.dtype is not None:
+        require_one_of("--dtype", options.dtype, DTYPES)
+    require_one_of("--device", options.device, ("", "cpu", "cuda"))
+    if options.loss_tokens < 0:
+        raise ConfigError(f"--loss-tokens = {options.loss_tokens} is negative; 0 computes no loss")
+    quiet.hide_library_warnings()
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device = 'cuda': PyTorch sees no GPU (see 'mxtrain doctor')")
+    from mxtrain.titan.hugging_face.export import export
+
+    report = export(
+        options.source,
+        options.target,
+        step=options.step,
+        format=options.format,
+        fold_gain=options.fold_gain,
+        dtype=None if options.dtype is None else getattr(torch, options.dtype),
+        loss_tokens=options.loss_tokens,
+        device=options.device,
+    )
+    print(report)
+    return 0
+
+
+def _import(options) -> int:
+    quiet.hide_library_warnings()
+    import mxtrain.titan  # noqa: F401  registers the flavors
+    from mxtrain.titan.hugging_face.import_model import import_model
+
+    print(import_model(options.source, options.target, options.settings))
+    return 0
+
+
+def _generate(options) -> int:
+    names = ("temperature", "top_p", "seed", "max_new_tokens")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if options.greedy and (drawing := [name for name in given if name != "max_new_tokens"]):
+        raise ConfigError(f"--greedy draws nothing: it does not go with --{drawing[0].replace('_', '-')}")
+    try:
+        options.prompt.encode("utf-8")
+    except UnicodeEncodeError as error:  # Python keeps bytes of an argument that are not UTF-8 as lone surrogates
+        raise ConfigError(
+            f"TEXT = {options.prompt!r} is not UTF-8 text: character {error.start} is wrong; give it in UTF-8"
+        ) from error
+    quiet.hide_library_warnings()
+    from mxtrain.hugging_face.generation import Sampling, generate
+    from mxtrain.hugging_face.pretrained import load, require_transformers
+
+    # Mistakes show before the slow export.
+    sampling = Sampling(greedy=options.greedy, **given)
+    require_transformers()
+    with model_folder(options.source, options.step) as folder:
+        generate(load(folder), options.prompt, sampling)
+    return 0
+
+
+def _eval(options) -> int:
+    quiet.hide_library_warnings()
+    from mxtrain.hugging_face.evaluation import Reading, evaluate, read_texts
+    from mxtrain.hugging_face.pretrained import load, require_transformers
+
+    # Mistakes show before the slow export.
+    reading = Reading(options.seq_len, options.stride, options.max_tokens)
+    require_transformers()
+    texts = read_texts(options.files)
+    with model_folder(options.source, options.step) as folder:
+        print(evaluate(load(folder), texts, reading))
+    return 0
+
+
+@contextmanager
+def model_folder(source: Path, step: int | None) -> Iterator[Path]:
+    """Yield a folder that transformers reads: ``source`` itself, or a temporary export of the run in ``source``, fp32.
+
+    Args:
+        source: the argument RUN.
+        step: of the run's checkpoint; None takes the newest.
+
+    Raises:
+        ConfigError: ``source`` is neither of the two or cannot be exported, or a step of a model is asked for.
+    """
+    where = f"RUN = {str(source)!r}"
+    if not source.is_dir():
+        raise ConfigError(f"{where} is not a folder" if source.exists() else f"{where} does not exist")
+    if (source / MODEL_FILE).is_file():
+        if step is not None:
+            raise ConfigError(f"--step = {step}: {where} is a Hugging Face model, which has no steps")
+        yield source
+        return
+    if not (source / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"{where} is neither a run ({CONFIG_FILE} is missing) nor a Hugging Face model ({MODEL_FILE} is missing)"
+        )
+    from mxtrain.titan.hugging_face.export import export
+
+    try:
+        temporary_folder = TemporaryDirectory(prefix="mxtrain-")
+    except OSError as error:
+        raise ConfigError(f"{where} needs a temporary folder for its export: {reason(error)}; set TMPDIR") from error
+    with temporary_folder as temporary:
+        report = export(source, Path(temporary, "exported"), step=step)
+        print(f"mxtrain: exported step {report.step} to a temporary folder", file=sys.stderr)
+        yield report.folder

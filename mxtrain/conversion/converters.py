@@ -1,0 +1,423 @@
+"""The converters: each checks its settings when it is built, and turns a survey into a plan."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from numbers import Integral
+from typing import ClassVar
+
+import torch
+import torch.nn as nn
+
+from mxtrain.conversion.norms import NormKind
+from mxtrain.conversion.plan import Plan, Swap, ToDecomposeKRouter, ToFusedNorm, ToMXNorm, ToQuantizedLinear
+from mxtrain.conversion.selection import selected
+from mxtrain.conversion.survey import Survey
+from mxtrain.conversion.weights import weight_uses
+from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.nn.mx_linear import MXLinear
+from mxtrain.nn.mxnorm import MXNormLinear
+from mxtrain.nn.row_norms import WHEN_COMPILED
+from mxtrain.nn.three_gemms import check_features
+from mxtrain.ops.hardware import MODES, check_mode, default_device_type, resolve_mode
+from mxtrain.recipes.parse import SWITCHES, get_recipes
+from mxtrain.recipes.recipe import HIGH_PRECISION, LinearRecipe, RMSEstimate, recipe_of_norm
+
+# Dtypes of parameters that every recipe takes.
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(kw_only=True)
+class Converter(ABC):
+    """Checks its settings when it is built, and plans from a ``Survey``. It holds no model.
+
+    Attributes:
+        filter_fqns: patterns of modules to keep (see ``selection.matches``); each must match a module. None names none.
+
+    Raises:
+        ConfigError: for a wrong setting.
+    """
+
+    name: ClassVar[str]
+    watches_norms: ClassVar[bool] = False
+    """Whether ``plan`` needs to know what uses the outputs of norms"""
+    way_out: ClassVar[str] = ""
+    """What to try with a model in which this converter finds nothing, as a line of the error"""
+    # Whether mxtrain's passes over compiled graphs run from now on; None changes nothing. Only converters whose layers
+    # have casts make this a setting, so it has no annotation here.
+    graph_passes = None
+
+    filter_fqns: Iterable[str] | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.filter_fqns, Iterable | None):
+            raise ConfigError(f"filter_fqns = {self.filter_fqns!r} is not a list of names of modules")
+        if isinstance(self.filter_fqns, str):
+            raise ConfigError(f"filter_fqns = {self.filter_fqns!r} is not a list: write [{self.filter_fqns!r}]")
+
+    @abstractmethod
+    def plan(self, survey: Survey) -> Plan:
+        """What every module that concerns this converter becomes, or why it stays.
+
+        Raises:
+            ConfigError: for a pattern that matches nothing, a setting that the model rules out, or a model with
+                nothing to convert.
+        """
+
+    def _kept(self, survey: Survey) -> dict[str, str]:
+        """The modules that the user named, and those that no converter can swap -> the reason to keep them."""
+        patterns = self.filter_fqns or ()
+        named = [fqn for pattern in patterns for fqn in selected(survey.names, pattern, "filter_fqns")]
+        return {**survey.why_unswappable(), **dict.fromkeys(named, "named in filter_fqns")}
+
+    def _nothing_to_convert(self, survey: Survey, skipped: Mapping[str, str]) -> ConfigError:
+        # A large model has hundreds of modules that stay for the same reason.
+        by_reason: dict[str, list[str]] = {}
+        for fqn, reason in skipped.items():
+            by_reason.setdefault(reason, []).append(fqn)
+        left = "".join(
+            f"\n  {first}{f' and {len(others)} more' if others else ''}: {reason}"
+            for reason, (first, *others) in by_reason.items()
+        )
+        way_out = f"\n{self.way_out}" if self.way_out else ""
+        return ConfigError(f"converter = {self.name!r} finds nothing to convert in this {survey.kind}{left}{way_out}")
+
+
+@dataclass(kw_only=True)
+class MXLinearConverter(Converter):
+    """Every linear becomes an MXLinear. Norms, the gates of routers and linears that share their weight stay.
+
+    Attributes:
+        filter_fqns: patterns of modules to keep. None keeps the model's output head.
+        recipe: what the operands of linears are cast to: a name for all three GEMMs, or one for each as in
+            "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". Linears whose three GEMMs are "bf16" stay.
+        recipes: pattern of linears, or of modules that hold some -> their recipe in the place of ``recipe``. The last
+            pattern that matches wins. ``filter_fqns`` and ``high_precision_share`` come first. A pattern of the output
+            head alone is refused while ``filter_fqns`` is None.
+        scale_rounding, tensor_scale, weight_tiles, hadamard, stochastic_rounding, high_precision_share: settings of
+            ``mxtrain.Recipe``; None keeps the recipe's own. Of n blocks (``conversion.layers``) the last share * n,
+            rounded to nearest, stay.
+        mode: "native", "emulated", "reference", or "auto": the best mode of the device that a layer's input is on.
+        graph_passes: whether ``torch.compile``, in this thread and from now on, fuses casts with the operations before
+            them and computes complex products as real ones (``mxtrain.inductor``).
+        seed: with the FQN of a layer, determines the signs of its Hadamard transform and its random bits. Training
+            loops call ``mxtrain.set_rounding_step`` before every forward.
+    """
+
+    name: ClassVar[str] = "mx_linear"
+
+    recipe: str | LinearRecipe = "mxfp8"
+    recipes: Mapping[str, str | LinearRecipe] = field(default_factory=dict)
+    scale_rounding: str | None = None
+    tensor_scale: str | None = None
+    weight_tiles: bool | None = None
+    hadamard: bool | None = None
+    stochastic_rounding: bool | None = None
+    high_precision_share: float | None = None
+    mode: str = "auto"
+    seed: int = 0
+    graph_passes: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.default_recipe, self.recipe_by_pattern = get_recipes(
+            self.recipe, self.recipes, **{switch: getattr(self, switch) for switch in SWITCHES}
+        )
+        require_one_of("mode", self.mode, ("auto", *MODES))
+        require_one_of("graph_passes", self.graph_passes, (True, False))
+        if not isinstance(self.seed, Integral) or isinstance(self.seed, bool):
+            raise ConfigError(f"seed = {self.seed!r} is not an integer")
+
+    def plan(self, survey: Survey) -> Plan:
+        self._refuse_second_conversion(survey)
+        recipe_of, kept = self._recipes(survey)
+        swaps, skipped = self._plan_linears(survey, recipe_of, kept)
+        if not swaps:
+            raise self._nothing_to_convert(survey, skipped)
+        return self._checked_plan(survey, swaps, skipped)
+
+    def _refuse_second_conversion(self, survey: Survey) -> None:
+        for fqn, kind in survey.converted.items():
+            raise ConfigError(
+                f"converter = {self.name!r}: this {survey.kind} was converted before ({fqn or 'it'} is an {kind}); "
+                "convert a new model once, with settings for all its layers"
+            )
+
+    def _checked_plan(self, survey: Survey, swaps: Mapping[str, Swap], skipped: Mapping[str, str]) -> Plan:
+        recipes = {fqn: swap.recipe for fqn, swap in swaps.items() if isinstance(swap, ToQuantizedLinear)}
+        for fqn, recipe in recipes.items():
+            linear = survey.linears[fqn]
+            with self._advice(survey, fqn):
+                check_features(linear.in_features, linear.out_features, recipe)
+        self._check_dtypes(survey, swaps)
+        calls = {} if survey.uses is None else survey.uses.calls
+        weights = weight_uses(survey.weights, calls, recipes)
+        return Plan(swaps, skipped, self.default_recipe, weights, self._execution(survey))
+
+    def _recipes(self, survey: Survey) -> tuple[dict[str, LinearRecipe], dict[str, str]]:
+        """The recipe of every linear, and every module that stays in high precision -> the reason."""
+        heads = () if self.filter_fqns is not None else survey.heads
+        recipe_of = dict.fromkeys(survey.linears, self.default_recipe)
+        setting_of = dict.fromkeys(survey.linears, f"recipe = {self.default_recipe.name!r}")
+        for pattern, recipe in self.recipe_by_pattern.items():
+            hits = [fqn for fqn in selected(survey.names, pattern, "recipes") if fqn in survey.linears]
+            if not hits:
+                raise ConfigError(
+                    f"recipes: {pattern!r} names no linear layer; a norm has the recipe of the linears that it feeds, "
+                    "and modules named in filter_fqns keep their precision"
+                )
+            if recipe.name != HIGH_PRECISION and set(hits) <= set(heads):
+                raise ConfigError(
+                    f"recipes: {pattern!r} matches only the output head, which stays in high precision while "
+                    "filter_fqns is unset: set filter_fqns to the modules that stay, [] for none"
+                )
+            recipe_of |= dict.fromkeys(hits, recipe)
+            setting_of |= dict.fromkeys(hits, f"recipes.{pattern!r} = {recipe.name!r}")
+        high_precision = {
+            fqn: f"left in high precision by {setting_of[fqn]}"
+            for fqn, recipe in recipe_of.items()
+            if recipe.name == HIGH_PRECISION
+        }
+        kept = self._last_blocks(survey) | dict.fromkeys(heads, "is the output head") | self._kept(survey)
+        return recipe_of, high_precision | kept
+
+    def _last_blocks(self, survey: Survey) -> dict[str, str]:
+        """The last ``high_precision_share`` of the blocks, and everything in them -> the reason to keep them."""
+        if self.high_precision_share and not survey.blocks:
+            raise ConfigError(
+                f"high_precision_share = {self.high_precision_share} finds no blocks in this {survey.kind}: name the "
+                "modules to keep in filter_fqns"
+            )
+        share, blocks = self.default_recipe.high_precision_share, survey.blocks
+        count = math.floor(share * len(blocks) + 0.5)
+        reason = f"in the last {count} of {len(blocks)} blocks (high_precision_share = {share})"
+        last = tuple(f"{block}." for block in blocks[len(blocks) - count :])
+        return {fqn: reason for fqn in survey.names.values() if f"{fqn}.".startswith(last)}
+
+    def _plan_linears(
+        self, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str], fed: Collection[str] = ()
+    ) -> tuple[dict[str, Swap], dict[str, str]]:
+        """Swaps, and reasons to stay, of all linears but those that MXNorms feed, ``fed``."""
+        swaps, skipped = {}, {}
+        for fqn, linear in survey.linears.items():
+            if fqn in fed:
+                continue
+            if reason := kept.get(fqn) or linear.why_it_stays:
+                skipped[fqn] = reason
+            else:
+                swaps[fqn] = ToQuantizedLinear(MXLinear, recipe_of[fqn], self.mode, self.seed)
+        return swaps, skipped
+
+    def _check_dtypes(self, survey: Survey, swaps: Mapping[str, Swap]) -> None:
+        """Raise ConfigError for weights, gains and biases with a dtype that the casts do not take."""
+        for parameter, dtype in survey.dtypes.items():
+            swap = swaps.get(parameter.rpartition(".")[0])
+            if swap is None or dtype in _DTYPES:
+                continue
+            if dtype == torch.float64 and all(gemm.format is None for gemm in swap.recipe.gemms):
+                continue
+            raise ConfigError(
+                f"converter = {self.name!r}: {parameter} is {str(dtype).removeprefix('torch.')}; allowed are bfloat16 "
+                "and float32, and float64 with recipe = 'unquantized': convert the model with model.to(torch.bfloat16) "
+                f"first, or name the module in filter_fqns{self._and_heads(survey)}"
+            )
+
+    @contextmanager
+    def _advice(self, survey: Survey, fqn: str):
+        """Put the name of the linear before a ConfigError, and the way out behind it."""
+        try:
+            yield
+        except ConfigError as error:
+            way_out = f"name it in filter_fqns to leave it in high precision{self._and_heads(survey)}"
+            raise ConfigError(f"{fqn}: {error}; {way_out}") from None
+
+    def _and_heads(self, survey: Survey) -> str:
+        """What else to name in ``filter_fqns``: set for the first time, it no longer keeps the output head."""
+        if self.filter_fqns is not None or not survey.heads:
+            return ""
+        return f", together with the output head: {', '.join(survey.heads)}"
+
+    def _execution(self, survey: Survey) -> str:
+        """The mode in words: the layers keep "auto", which follows the model from device to device."""
+        check_mode(self.mode)
+        if self.mode != "auto":
+            return f"mode {self.mode}"
+        device_type = survey.device_type or default_device_type()
+        where = ", where the parameters are" if survey.device_type else ""
+        return f'mode {resolve_mode("auto", device_type)} on {device_type}{where}; "auto" follows the device'
+
+
+@dataclass(kw_only=True)
+class MXNormConverter(MXLinearConverter):
+    """Every RMSNorm that feeds only linears becomes an MXNorm, and those linears MXNormLinear.
+
+    The other linears become MXLinear, as ``MXLinearConverter`` says. Which linears a norm feeds is not guessed from
+    names but seen in a forward pass. A norm and its linears are swapped only if each use of the norm's output is an
+    ``nn.Linear`` that is called once, so that a quantized operand can take the place of the tensor. A norm has the
+    recipe of the linears that it feeds; it stays if their recipes for fprop differ.
+
+    Attributes:
+        p, estimator: see ``mxtrain.mxnorm_cast``.
+        eps: added to the squared RMS estimate; None keeps the eps of each norm.
+        group_linears: whether the linears of a norm that is called once are one GEMM each way (``mxtrain.nn.group``).
+            Their outputs are then columns of one matrix, not contiguous: set False for a model that calls ``.view`` to
+            merge features with tokens, or hands an output to a kernel that expects contiguous memory.
+    """
+
+    name: ClassVar[str] = "mxnorm"
+    watches_norms: ClassVar[bool] = True
+    way_out: ClassVar[str] = "It needs an RMSNorm that feeds only linears. 'mx_linear' converts linears without norms."
+
+    p: int = 2
+    estimator: str = "pre_round"
+    eps: float | None = None
+    group_linears: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        require_one_of("group_linears", self.group_linears, (True, False))
+        RMSEstimate.for_recipe(self.default_recipe.fprop, self.p, self.estimator, 0.0 if self.eps is None else self.eps)
+
+    def plan(self, survey: Survey) -> Plan:
+        self._refuse_second_conversion(survey)
+        recipe_of, kept = self._recipes(survey)
+        swaps: dict[str, Swap] = {}
+        skipped = dict(survey.lookalikes[nn.RMSNorm])
+        for fqn in survey.norms_of(nn.RMSNorm):
+            if reason := _why_norm_stays(fqn, survey, recipe_of, kept):
+                skipped[fqn] = reason
+            else:
+                swaps |= self._to_mxnorm(fqn, survey, recipe_of)
+        linears, skipped_linears = self._plan_linears(survey, recipe_of, kept, fed=swaps)
+        skipped |= skipped_linears
+        if not swaps:
+            raise self._nothing_to_convert(survey, skipped)
+        return self._checked_plan(survey, swaps | linears, skipped)
+
+    def _to_mxnorm(self, fqn: str, survey: Survey, recipe_of: Mapping[str, LinearRecipe]) -> dict[str, Swap]:
+        """The swaps of a norm and of the linears that it feeds."""
+        linears = survey.uses.linears[fqn]
+        for linear in linears:
+            with self._advice(survey, linear):
+                RMSEstimate.for_recipe(recipe_of[linear].fprop, self.p, self.estimator)
+        recipe = recipe_of_norm([recipe_of[linear] for linear in linears])
+        # A norm that is called for each of its linears gives each of them other rows.
+        grouped = self.group_linears and len(linears) > 1 and survey.uses.calls[fqn] == 1
+        norm = ToMXNorm(
+            survey.norms[fqn], linears, self.p, self.estimator, self.eps, recipe, self.mode, self.seed, grouped
+        )
+        fed = {linear: ToQuantizedLinear(MXNormLinear, recipe_of[linear], self.mode, self.seed) for linear in linears}
+        return {fqn: norm, **fed}
+
+
+def _why_norm_stays(
+    fqn: str, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str]
+) -> str | None:
+    """Why a norm cannot become an MXNorm; None if it can."""
+    uses, linears = survey.uses, survey.uses.linears[fqn]
+    if reason := kept.get(fqn) or survey.norms[fqn].why_it_stays:
+        return reason
+    if uses.others[fqn]:
+        return f"its output is used by {', '.join(uses.others[fqn])}"
+    if fqn in uses.overwritten:
+        return "its input is written to in place after it"
+    if not linears:
+        unfollowed = f"; not followed: {uses.unfollowed[0]}" if uses.unfollowed else ""
+        return f"no linear was seen to use its output{unfollowed}"
+    if kept_linears := [linear for linear in linears if linear in kept]:
+        return f"feeds {', '.join(kept_linears)}, {kept[kept_linears[0]]}"
+    if gates := [linear for linear in linears if survey.linears[linear].is_gate or survey.linears[linear].is_in_gate]:
+        return f"feeds {', '.join(gates)}, the gate of a router"
+    if again := [linear for linear in dict.fromkeys(linears) if uses.calls[linear] != 1]:
+        return f"feeds {', '.join(again)}, which is called more than once"
+    if len({recipe_of[linear].fprop for linear in linears}) > 1:
+        fprops = ", ".join(f"{linear}: {recipe_of[linear].fprop.name}" for linear in linears)
+        return f"feeds linears with different recipes of fprop ({fprops})"
+    return None
+
+
+@dataclass(kw_only=True)
+class FusedNormConverter(Converter):
+    """Every RMSNorm becomes a FusedRMSNorm, every LayerNorm a FusedLayerNorm, whatever uses its output.
+
+    Attributes:
+        when_compiled: see ``mxtrain.FusedRMSNorm``.
+    """
+
+    name: ClassVar[str] = "fused_norm"
+    kinds: ClassVar[tuple[NormKind, ...]] = (nn.RMSNorm, nn.LayerNorm)
+
+    when_compiled: str = "auto"
+
+    def __post_init__(self):
+        super().__post_init__()
+        require_one_of("when_compiled", self.when_compiled, WHEN_COMPILED)
+
+    def plan(self, survey: Survey) -> Plan:
+        kept, swaps = self._kept(survey), {}
+        skipped = {fqn: reason for kind in self.kinds for fqn, reason in survey.lookalikes[kind].items()}
+        for fqn, norm in survey.norms_of(*self.kinds).items():
+            if reason := kept.get(fqn) or norm.why_it_stays:
+                skipped[fqn] = reason
+            else:
+                swaps[fqn] = ToFusedNorm(norm, self.when_compiled)
+        # A model whose norms an earlier conversion has turned into MXNorms needs nothing.
+        if not swaps and "MXNorm" not in survey.converted.values():
+            raise self._nothing_to_convert(survey, skipped)
+        return Plan(swaps, skipped)
+
+
+@dataclass(kw_only=True)
+class FusedRMSNormConverter(FusedNormConverter):
+    """Every RMSNorm becomes a FusedRMSNorm; a LayerNorm stays."""
+
+    name: ClassVar[str] = "fused_rmsnorm"
+    kinds: ClassVar[tuple[NormKind, ...]] = (nn.RMSNorm,)
+
+
+@dataclass(kw_only=True)
+class DecomposeKRouterConverter(Converter):
+    """Every linear that is the gate of a mixture-of-experts router becomes a DecomposeKRouter."""
+
+    name: ClassVar[str] = "decompose_k_router"
+
+    def plan(self, survey: Survey) -> Plan:
+        kept, swaps = self._kept(survey), {}
+        skipped = {fqn: f"is a {kind}, not an nn.Linear" for fqn, kind in survey.other_gates.items()}
+        for fqn, linear in survey.linears.items():
+            if not linear.is_gate:
+                continue
+            if fqn in kept or not linear.is_plain:
+                skipped[fqn] = kept.get(fqn, f"is a {linear.kind}")
+            else:
+                swaps[fqn] = ToDecomposeKRouter()
+        if not swaps:
+            raise self._nothing_to_convert(survey, skipped)
+        return Plan(swaps, skipped)
+
+
+CONVERTERS = {
+    converter.name: converter
+    for converter in (
+        MXNormConverter,
+        MXLinearConverter,
+        FusedNormConverter,
+        FusedRMSNormConverter,
+        DecomposeKRouterConverter,
+    )
+}
+
+
+def get_converter(name: str, settings: Mapping) -> Converter:
+    """The converter of this name with these settings; None stands for a setting's default.
+
+    Raises:
+        ConfigError: for an unknown name, a setting that the converter does not have, or a wrong value.
+    """
+    require_one_of("converter", name, CONVERTERS)
+    known = [setting.name for setting in fields(CONVERTERS[name])]
+    for setting in settings:
+        require_one_of(f"converter = {name!r}: setting", setting, known)
+    return CONVERTERS[name](**{setting: value for setting, value in settings.items() if value is not None})

@@ -1,0 +1,332 @@
+"""What one forward pass of a model shows: which linears take the output of each norm, and what else uses it.
+
+A copy of the model runs with PyTorch's fake tensors, which have shapes and no data. The pass therefore costs no
+arithmetic, and works for a model of any size before its weights exist. It is followed through the module tree and
+through every PyTorch function. Nothing that the copy does reaches the model.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from logging import getLogger
+from types import FunctionType
+from unittest import mock
+
+import torch
+import torch.nn as nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.nn.modules import module as module_globals
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from mxtrain.errors import ConfigError
+from mxtrain.nn.mxnorm import MXNorm
+from mxtrain.nn.normed_input import LOOKS
+from mxtrain.nn.three_gemms import QuantizedLinear, version
+
+# Functions that a model may call on an MXNorm's result besides multiplying it. The watcher gets a method as it is, and
+# the getter of an attribute.
+_LOOKS = [getattr(torch.Tensor, name) for name in LOOKS]
+_HARMLESS = {*_LOOKS, *(look.__get__ for look in _LOOKS)}
+# Functions that take nothing but the dtype, the device or the shape of the argument at this place.
+_LOOKS_AT = {
+    torch.Tensor.type_as: 1,
+    torch.Tensor.to: 1,
+    **dict.fromkeys((torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, torch.Tensor.new_full), 0),
+    **dict.fromkeys((torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like), 0),
+}
+
+
+@dataclass(frozen=True)
+class Uses:
+    """What uses the outputs of norms and the weights of linears.
+
+    Attributes:
+        linears: norm FQN -> FQNs of the linears that multiply its output, in order.
+        others: norm FQN -> everything else that uses its output, sorted.
+        calls: FQN of a norm or linear -> how often the forward pass calls it.
+        unfollowed: modules that cannot run without data, and why.
+        overwritten: FQNs of the norms whose input is written to in place after they have read it. Compiled, PyTorch
+            would give the linears of an MXNorm the new values in their backward, without an error.
+        keywords: module FQN -> a keyword that the forward pass calls it with, other than "x", as our layers call it.
+        outside: linear FQN -> a function that other code computes with its weight. Such code does so after a swap, too.
+    """
+
+    linears: Mapping[str, tuple[str, ...]]
+    others: Mapping[str, tuple[str, ...]]
+    calls: Mapping[str, int]
+    unfollowed: tuple[str, ...]
+    overwritten: frozenset[str] = frozenset()
+    keywords: Mapping[str, str] = field(default_factory=dict)
+    outside: Mapping[str, str] = field(default_factory=dict)
+
+
+def watch(
+    model: nn.Module, norms: Collection[str], linears: Collection[str], example_inputs: tuple | Mapping | None
+) -> Uses:
+    """Run a copy of ``model`` once and record the uses of the outputs of ``norms``.
+
+    A module that cannot run without data (data-dependent routing, kernels without a meta version) is skipped: the pass
+    goes on with an empty tensor shaped like its first argument, and everything the module touched counts as another
+    use.
+
+    Args:
+        norms: FQNs of the norms to watch.
+        linears: FQNs of the linears that may become MXNormLinear: plain ones that share no weight.
+        example_inputs: arguments of the model, in their order or by name; None stands for one row of 32 token ids.
+
+    Raises:
+        ConfigError: if the model cannot be copied, or if its own forward fails or was replaced.
+    """
+    if "forward" in vars(model) and isinstance(vars(model)["forward"], FunctionType):
+        raise ConfigError(
+            f"converter = 'mxnorm' cannot follow the forward of this {type(model).__name__}: a function was set in its "
+            "place; set it after conversion"
+        )
+    where = "without data"
+    if example_inputs is None:
+        example_inputs = (torch.zeros(1, 32, dtype=torch.long),)
+        where += " with 32 token ids as example_inputs"
+    by_name = dict(example_inputs) if isinstance(example_inputs, Mapping) else {}
+    in_order = () if isinstance(example_inputs, Mapping) else tuple(example_inputs)
+    # Tensors of two modes do not mix: a model may be converted while the user's own is on.
+    fakes = detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        with fakes:
+            return _empty(tensor)
+
+    model_copy = copy_of(model, fake)
+    watcher = _Watcher(norms, {id(model_copy.get_submodule(fqn).weight): fqn for fqn in linears}, where)
+    for (fqn, original), module in zip(model.named_modules(), model_copy.modules(), strict=True):
+        # Layers of an earlier conversion do not run without data; the plain ones that they replaced do.
+        if isinstance(module, MXNorm | QuantizedLinear):
+            module.__class__ = nn.RMSNorm if isinstance(module, MXNorm) else nn.Linear
+        if fqn:
+            hooks = [hook for hook in hooks_of(original) if "forward" in hook or "backward" in hook]
+            # Norms and linears with hooks stay for their own reasons.
+            seen_by = hooks if fqn not in norms and not isinstance(original, nn.Linear) else ()
+            vars(module)["forward"] = _watched(watcher, fqn, module.forward, " and ".join(seen_by))
+    try:
+        with (
+            torch.inference_mode(False),  # writes are not counted in inference mode
+            torch.no_grad(),
+            without_global_hooks(),
+            _without_triton_launches(),
+            mock.patch.object(getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # it shows every error
+            torch.compiler.set_stance("force_eager"),
+            warnings.catch_warnings(),
+            fakes,
+            watcher,
+        ):
+            warnings.simplefilter("ignore")  # of flex_attention outside of torch.compile
+            in_order, by_name = tree_map_only(torch.Tensor, fake, (in_order, by_name))
+            watcher.note_other_use(model_copy(*in_order, **by_name), "the caller of the model")
+    except Exception as error:
+        raise ConfigError(
+            f"converter = 'mxnorm' cannot see which linears the norms of this {type(model).__name__} feed: one forward "
+            f"pass {where} failed with {type(error).__name__}: {error}"
+            + (f"; before that it did not follow {'; '.join(watcher.unfollowed)}" if watcher.unfollowed else "")
+            + ("; leave out masks and other tensors whose values the model looks at" if by_name else "")
+        ) from error
+    return watcher.uses()
+
+
+class _Watcher(TorchFunctionMode):
+    """Records the uses of norms' outputs while a forward pass runs.
+
+    Attributes:
+        running: FQN of the innermost module whose forward is running.
+        where: how the pass runs and, if it was not given by the user, its input.
+    """
+
+    def __init__(self, norms: Collection[str], linear_of: Mapping[int, str], where: str):
+        super().__init__()
+        self.where = where
+        self.linears: dict[str, list[str]] = {fqn: [] for fqn in norms}
+        self.others: dict[str, set[str]] = {fqn: set() for fqn in norms}
+        self.calls = dict.fromkeys([*norms, *linear_of.values()], 0)
+        self.unfollowed: list[str] = []
+        self.keywords: dict[str, str] = {}
+        self.outside: dict[str, str] = {}
+        self.running: str | None = None
+        self._linear_of = linear_of
+        # Outputs are kept alive: Python gives the id of a collected tensor to another one.
+        self._outputs: dict[int, tuple[str, torch.Tensor]] = {}
+        self._inputs: list[tuple[str, torch.Tensor, int | None]] = []
+
+    def uses(self) -> Uses:
+        return Uses(
+            linears={fqn: tuple(linears) for fqn, linears in self.linears.items()},
+            others={fqn: tuple(sorted(others)) for fqn, others in self.others.items()},
+            calls=self.calls,
+            unfollowed=tuple(self.unfollowed),
+            overwritten=frozenset(norm for norm, x, writes in self._inputs if version(x) != writes),
+            keywords=self.keywords,
+            outside=self.outside,
+        )
+
+    def track(self, norm: str, inputs, output: torch.Tensor) -> None:
+        self.calls[norm] += 1
+        self._outputs[id(output)] = (norm, output)
+        with torch._C.DisableTorchFunction():  # looking at the versions is no use of another norm's output
+            self._inputs += [(norm, x, version(x)) for x in tree_leaves(inputs) if isinstance(x, torch.Tensor)]
+
+    def note_other_use(self, values, user: str) -> None:
+        for norm in self._norms_of(values):
+            self.others[norm].add(user)
+
+    def note_unfollowed(self, module: str, values, error: Exception) -> None:
+        """Give up on the norms in a module that failed half-way, and on the norms whose outputs it was given."""
+        with unset_fake_temporarily():  # a message may show values
+            reason = f"{module}, which fails {self.where} ({type(error).__name__}: {first_line(error)})"
+        self.unfollowed.append(reason)
+        self.note_other_use(values, reason)
+        for norm, others in self.others.items():
+            if norm.startswith(module + "."):
+                others.add(reason)
+
+    def _norms_of(self, values) -> list[str]:
+        return [self._outputs[id(value)][0] for value in tree_leaves(values) if id(value) in self._outputs]
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is nn.functional.linear:
+            linear = self._linear_of.get(id(args[1] if len(args) > 1 else kwargs["weight"]))
+            if linear is not None:
+                self.calls[linear] += 1
+                if linear == self.running:
+                    for norm in self._norms_of(args[:1] or kwargs["input"]):
+                        self.linears[norm].append(linear)
+                    return func(*args, **kwargs)
+        # A property's getter is called __get__; the property itself has the telling name.
+        named = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else func
+        name = getattr(named, "__name__", str(func))
+        if func not in _HARMLESS:
+            self.note_other_use((args, kwargs), name)
+        if func is torch.histc:  # routers count tokens; PyTorch counts integers on GPUs only
+            args = (args[0].float(), *args[1:])
+        result = func(*args, **kwargs)
+        if func is torch.rand and result.numel() == 1:  # a model that skips layers at random looks at the number
+            return torch.tensor(0.5).reshape(result.shape)
+        # Looking at a weight's dtype or device is no computation.
+        if any(isinstance(value, torch.Tensor) for value in tree_leaves(result)):
+            used = [arg for place, arg in enumerate(args) if place != _LOOKS_AT.get(func)]
+            for value in tree_leaves((used, kwargs)):
+                if (owner := self._linear_of.get(id(value))) is not None:
+                    self.outside[owner] = name
+        return result
+
+
+def _watched(watcher: _Watcher, fqn: str, forward, hooks: str):
+    """``forward`` of the module ``fqn``, which tells the watcher what it returns, that it runs, and what hooks see."""
+
+    def run(*args, **kwargs):
+        if others := kwargs.keys() - {"x"}:
+            watcher.keywords[fqn] = min(others)
+        caller, watcher.running = watcher.running, fqn
+        try:
+            if isinstance(forward, FunctionType):  # it may refer to any object, the original model among them
+                raise RuntimeError("a function was set in the place of its forward")
+            output = forward(*args, **kwargs)
+        except Exception as error:
+            given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+            if not given:
+                raise
+            watcher.note_unfollowed(fqn, (args, kwargs), error)
+            with torch._C.DisableTorchFunction():  # looking at the dtype is no use of a norm's output
+                return _empty(given[0])
+        finally:
+            watcher.running = caller
+        if hooks:
+            watcher.note_other_use((args, kwargs, output), f"{hooks} of {fqn}")
+        if fqn in watcher.linears:
+            watcher.track(fqn, (args, kwargs), output)
+        return output
+
+    return run
+
+
+def first_line(error: Exception) -> str:
+    """The first line of the message. torch.compile names the backend there, and the cause in the next one."""
+    first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{first} {others[0]}" if others and first.endswith("raised:") else first
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape and dtype, on the CPU.
+
+    The model may be on the meta device, which PyTorch's autocast and ``flex_attention`` refuse.
+    """
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def copy_of(module: nn.Module, new_tensor: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Copy a module with everything in it but its hooks; ``new_tensor`` gives its tensors, in lists and dicts, too.
+
+    Modules and parameters with several names have the same names in the copy. Hooks belong to the user, and may keep
+    what they see.
+
+    Raises:
+        ConfigError: for a module with attributes that Python cannot copy.
+    """
+    memo = {}
+    for part in module.modules():
+        memo |= {id(table): type(table)() for table in _hook_tables(part).values()}
+        for tensor in tree_leaves(list(vars(part).values())):
+            if isinstance(tensor, nn.Parameter):
+                memo[id(tensor)] = nn.Parameter(new_tensor(tensor), tensor.requires_grad)
+            elif isinstance(tensor, torch.Tensor):
+                memo[id(tensor)] = new_tensor(tensor)
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:  # any attribute may raise anything
+        raise ConfigError(
+            f"this {type(module).__name__} cannot be copied, and conversion looks at a copy: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def hooks_of(module: nn.Module) -> list[str]:
+    """The kinds of hooks that a module has: "a forward hook", "a state dict pre hook", ..."""
+    return ["a " + name[1:-1].replace("_", " ") for name, table in _hook_tables(module).items() if table]
+
+
+def _hook_tables(module: nn.Module) -> dict[str, dict]:
+    attributes = vars(module).items()
+    return {name: table for name, table in attributes if name.endswith("_hooks") and isinstance(table, dict)}
+
+
+@contextmanager
+def without_global_hooks():
+    """Keep the hooks that the user registered for all modules away while a copy runs."""
+    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    tables = [getattr(module_globals, f"_global_{kind}_hooks") for kind in kinds]
+    saved = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, saved):
+            table.update(hooks)
+
+
+def _without_triton_launches():
+    """Raise RuntimeError where a Triton kernel is launched.
+
+    A kernel takes the null pointer of a fake tensor for an address. On a GPU this is an illegal memory access, after
+    which the process cannot use the GPU any more.
+    """
+    try:
+        from triton.runtime.jit import KernelInterface
+    except ImportError:  # no Triton, no kernels
+        return nullcontext()
+    return mock.patch.object(KernelInterface, "__getitem__", _refuse_launch)
+
+
+def _refuse_launch(kernel, grid):
+    raise RuntimeError("it launches a Triton kernel, which needs data")

@@ -1,0 +1,207 @@
+"""The linears of a model, the gates of routers, the blocks and the output heads: found in its modules; nothing runs.
+
+``modules`` stands for every module of a model by FQN, the model itself as "".
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.nn as nn
+
+# Names of the output head in TorchTitan's models and in Hugging Face's.
+HEAD_NAMES = ("output", "lm_head")
+
+
+@dataclass(frozen=True)
+class LinearFacts:
+    """An ``nn.Linear`` or a subclass of it.
+
+    Attributes:
+        kind: name of its class; with its module if the class is called "Linear", as PyTorch's own.
+        is_plain: whether its class is ``nn.Linear`` itself.
+        is_gate: whether it is the gate of a router.
+        shares_weight: whether another module owns its weight, too.
+        is_in_gate: whether it lies in a module that is called as a gate is.
+    """
+
+    in_features: int
+    out_features: int
+    kind: str
+    is_plain: bool
+    is_gate: bool
+    shares_weight: bool
+    is_in_gate: bool = False
+
+    @property
+    def why_it_stays(self) -> str | None:
+        """Why it is not quantized whatever the settings are; None if it may be."""
+        if self.is_gate or self.is_in_gate:
+            part = "the gate" if self.is_gate else "a part"
+            return f"is {part} of a router, whose choices are sensitive to rounding"
+        if not self.is_plain:
+            return f"is a {self.kind}"
+        return "shares its weight with another module" if self.shares_weight else None
+
+
+def find_linears(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:
+    """Every linear; the model itself is left out."""
+    owners = Counter(id(p) for module in modules.values() for p in module.parameters(recurse=False))
+    linears = {}
+    for fqn, module in modules.items():
+        if fqn and isinstance(module, nn.Linear):
+            kind, weight = (
+                type(module),
+                module._parameters.get("weight"),
+            )  # module.weight would compute a parametrized one
+            is_namesake = kind is not nn.Linear and kind.__name__ == "Linear"
+            linears[fqn] = LinearFacts(
+                in_features=module.in_features,
+                out_features=module.out_features,
+                kind=f"{kind.__module__}.{kind.__qualname__}" if is_namesake else kind.__name__,
+                is_plain=kind is nn.Linear,
+                is_gate=_is_gate(modules, fqn),
+                shares_weight=owners[id(weight)] > 1,
+                is_in_gate=bool(_outer_gates(modules, fqn)),
+            )
+    return linears
+
+
+def find_gates(model: nn.Module) -> dict[str, nn.Module]:
+    """Every linear gate of a router by FQN."""
+    modules = dict(model.named_modules())
+    return {fqn: modules[fqn] for fqn, linear in find_linears(modules).items() if linear.is_gate}
+
+
+def find_other_gates(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The class of every gate that is or holds no linear gate, as in transformers 5."""
+    linear_gates = [fqn for fqn, module in modules.items() if isinstance(module, nn.Linear) and _is_gate(modules, fqn)]
+    return {
+        fqn: type(module).__name__
+        for fqn, module in modules.items()
+        if fqn and _is_called_gate(modules, fqn) and not any(_is_in(gate, fqn) for gate in linear_gates)
+    }
+
+
+def _is_gate(modules: Mapping[str, nn.Module], fqn: str) -> bool:
+    """Whether a linear is a router's gate: it is called so, or it is the only linear in a module that is."""
+    return _is_called_gate(modules, fqn) or any(
+        sum(isinstance(part, nn.Linear) for part in modules[outer].modules()) == 1
+        for outer in _outer_gates(modules, fqn)
+    )
+
+
+def _outer_gates(modules: Mapping[str, nn.Module], fqn: str) -> list[str]:
+    """The modules around ``fqn`` that are called as a gate is. A whole mixture of experts may be called "router"."""
+    parts = fqn.split(".")
+    outer = [".".join(parts[:end]) for end in range(1, len(parts))]
+    return [each for each in outer if _is_called_gate(modules, each) and "experts" not in modules[each]._modules]
+
+
+def _is_called_gate(modules: Mapping[str, nn.Module], fqn: str) -> bool:
+    """Whether a module is called "router"; or "gate" or "gating", beside "experts" or in a class called a router.
+
+    All models of TorchTitan have ``TokenChoiceTopKRouter``, and models of transformers have ``gate`` and ``experts`` in
+    one block. (The gate of a gated feed-forward stands beside no experts.)
+    """
+    parent, _, name = fqn.rpartition(".")
+    is_router = "router" in type(modules[parent]).__name__.lower()
+    return name == "router" or (name in ("gate", "gating") and (is_router or "experts" in modules[parent]._modules))
+
+
+def find_blocks(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """The layers that a model repeats, in its order.
+
+    They are the members of a ModuleList, and of a ModuleDict with numbers as keys. In a model without those they are
+    the members of another ModuleDict or of a Sequential whose class occurs more than once, or the linears of a list.
+    A member may hold blocks instead of being one: a list of one class, a dict, or a whole model with an embedding.
+    Members without linears do not count.
+    """
+    lists = [fqn for fqn, module in modules.items() if _is_list(module) and _holds_only_linears(module)]
+    linears = tuple(member for fqn in lists for member in _members(modules, fqn))
+    return _in_lists(modules, "") or _repeated(modules, "") or linears
+
+
+def _in_lists(modules: Mapping[str, nn.Module], outer: str) -> tuple[str, ...]:
+    """Members of lists that lie in ``outer``."""
+    blocks: list[str] = []
+    is_list = _is_list(modules[outer]) and not _holds_only_linears(modules[outer])
+    for member in _members(modules, outer):
+        inner = _in_lists(modules, member) if not is_list or _may_hold_blocks(modules[member]) else ()
+        if inner or not is_list:
+            blocks += inner
+        elif _holds_linears(modules[member]):
+            blocks.append(member)
+    return tuple(blocks)
+
+
+def _repeated(modules: Mapping[str, nn.Module], outer: str) -> tuple[str, ...]:
+    """Members whose class occurs more than once in a container that lies in ``outer``."""
+    members, kinds = _members(modules, outer), Counter()
+    if isinstance(modules[outer], nn.ModuleDict | nn.Sequential):
+        kinds.update(type(modules[member]) for member in members if _holds_linears(modules[member]))
+    blocks: list[str] = []
+    for member in members:
+        is_block = kinds[type(modules[member])] > 1 and not isinstance(modules[member], nn.Linear)
+        blocks += (member,) if is_block else _repeated(modules, member)
+    return tuple(blocks)
+
+
+def _members(modules: Mapping[str, nn.Module], outer: str) -> list[str]:
+    members = (f"{outer}.{name}".removeprefix(".") for name, _ in modules[outer].named_children())
+    return [member for member in members if member in modules]  # a module that has two names is there once
+
+
+def _is_list(module: nn.Module) -> bool:
+    is_numbered = isinstance(module, nn.ModuleDict) and all(name.isdigit() for name in module)
+    return isinstance(module, nn.ModuleList) or is_numbered
+
+
+def _may_hold_blocks(member: nn.Module) -> bool:
+    """Whether a member of a list is no block if blocks are found in it. A list of several classes is one layer."""
+    if isinstance(member, nn.ModuleList):
+        return len({type(module) for module in member}) == 1
+    return isinstance(member, nn.ModuleDict) or any(isinstance(child, nn.Embedding) for child in member.children())
+
+
+def _holds_linears(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.Linear) for part in module.modules())
+
+
+def _holds_only_linears(module: nn.Module) -> bool:
+    return all(isinstance(member, nn.Linear) for member in module.children())
+
+
+def _is_in(fqn: str, outer: str) -> bool:
+    """Whether ``fqn`` is ``outer`` or lies in it."""
+    return f"{fqn}.".startswith(f"{outer}.")
+
+
+def find_heads(modules: Mapping[str, nn.Module], linears: Collection[str], blocks: Sequence[str]) -> tuple[str, ...]:
+    """The linears from the last hidden state to logits; usually one, or none.
+
+    Heads lie outside the blocks. They are called "output" or "lm_head". In a model without these names, the head is
+
+    - the last linear whose weight has the shape of an embedding's. A square one may have it by chance, so it counts
+      only if there is no other head, and no other such linear.
+    - the only linear that is not square, stands behind the blocks, and is a child of a module that holds them.
+    """
+    outside = [fqn for fqn in linears if not any(_is_in(fqn, block) for block in blocks)]
+    if named := [fqn for fqn in outside if fqn.rpartition(".")[2] in HEAD_NAMES]:
+        return tuple(named)
+    shapes = {fqn: (modules[fqn].out_features, modules[fqn].in_features) for fqn in outside}
+    not_square = {fqn for fqn, (rows, columns) in shapes.items() if rows != columns}
+    embeddings = {(m.num_embeddings, m.embedding_dim) for m in modules.values() if isinstance(m, nn.Embedding)}
+    shaped = [fqn for fqn in outside if shapes[fqn] in embeddings]
+    if heads := [fqn for fqn in shaped if fqn in not_square]:
+        return tuple(heads[-1:])
+    behind = [fqn for fqn in outside if fqn in not_square and _is_behind(modules, fqn, blocks)]
+    return tuple(behind if len(behind) == 1 else shaped if len(shaped) == 1 else ())
+
+
+def _is_behind(modules: Mapping[str, nn.Module], fqn: str, blocks: Sequence[str]) -> bool:
+    if not blocks:
+        return False
+    parent, order = fqn.rpartition(".")[0], list(modules)
+    holds_blocks = parent == "" or _is_in(blocks[-1], parent)
+    return holds_blocks and order.index(fqn) > order.index(blocks[-1])

@@ -1,0 +1,211 @@
+"""The norms of a model: PyTorch's and mxtrain's by type, a model's own by results and gradients."""
+
+from collections.abc import Hashable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from inspect import signature
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from mxtrain.conversion.forward_pass import copy_of, without_global_hooks
+from mxtrain.nn.recipe_module import RecipeModule
+from mxtrain.nn.row_norms import FusedLayerNorm, FusedRMSNorm
+
+NormKind = type[nn.RMSNorm] | type[nn.LayerNorm]
+
+_TYPES = {nn.RMSNorm: (nn.RMSNorm, FusedRMSNorm), nn.LayerNorm: (nn.LayerNorm, FusedLayerNorm)}
+_VECTORS = {nn.RMSNorm: ("weight",), nn.LayerNorm: ("weight", "bias")}
+_OF_ANY_MODULE = vars(nn.Module()).keys()
+# Magnitudes of rows. eps dominates the small ones, which tells it apart from its neighbours; clamps change the large
+# ones. The cube of the inverse RMS, which autograd computes in fp32, is finite and not 0.
+_ROWS = (1.0, 1e2, 1e-2, 1e-4, 1e5, 1e-6, 1e8, 1e-10)
+# Magnitudes of the parameters and of the gradient of y. Clamps change large results and gradients.
+_SCALES = (1.0, 1e4)
+_SAME_RESULTS = "has the results of"
+
+
+@dataclass(frozen=True)
+class NormFacts:
+    """The norm of PyTorch that a module is or computes.
+
+    Attributes:
+        kind: its class; the other attributes are its arguments.
+        recognised: class of the module, and how it was recognised, in words.
+    """
+
+    kind: NormKind
+    normalized_shape: tuple[int, ...]
+    eps: float | None
+    elementwise_affine: bool = True
+    bias: bool = False
+    recognised: str = ""
+
+    @property
+    def why_it_stays(self) -> str | None:
+        """Why no converter takes it; None if some may."""
+        return None if len(self.normalized_shape) == 1 else "normalizes more than one dimension"
+
+    def as_norm(self, module: nn.Module) -> nn.RMSNorm | nn.LayerNorm:
+        """PyTorch's norm, which shares the parameters of ``module``, the module that these facts are about."""
+        bias = {"bias": self.bias} if self.kind is nn.LayerNorm else {}
+        norm = self.kind(self.normalized_shape, self.eps, self.elementwise_affine, **bias, device="meta")
+        for name in norm._parameters:
+            setattr(norm, name, getattr(module, name, None))
+        return norm.train(module.training)
+
+
+def find_norms(
+    modules: Mapping[str, nn.Module],
+) -> tuple[dict[str, NormFacts], dict[NormKind, dict[str, str]]]:
+    """Every norm, and by kind the modules that are only called a norm of this kind -> what they are, in words.
+
+    Args:
+        modules: every module of a model by FQN. The model itself, called "", is left out: nothing can replace it.
+    """
+    norms, lookalikes, known = {}, {kind: {} for kind in _TYPES}, {}
+    for fqn, module in modules.items():
+        name = type(module).__name__.lower().replace("_", "")
+        if not fqn or not (isinstance(module, nn.RMSNorm | nn.LayerNorm) or "norm" in name):
+            continue
+        key = _settings(module)
+        if key not in known:
+            known[key] = norm_facts(module)
+        if isinstance(known[key], NormFacts):
+            norms[fqn] = known[key]
+            continue
+        for kind, reason in known[key].items():
+            is_derived = isinstance(module, kind) and not isinstance(module, RecipeModule)
+            if is_derived or kind.__name__.lower() in name or _SAME_RESULTS in reason:
+                lookalikes[kind][fqn] = reason
+    return norms, lookalikes
+
+
+def _settings(module: nn.Module) -> Hashable:
+    """Equal for modules that compute the same with equal parameters, such as the norms of all layers."""
+    attributes = [(name, type(value), value) for name, value in vars(module).items() if name not in _OF_ANY_MODULE]
+    shapes = [(name, parameter.shape) for name, parameter in module.named_parameters()]
+    key = type(module), *attributes, *shapes, *module.children(), *module.buffers()
+    try:
+        hash(key)
+    except TypeError:  # a list or a dict
+        return id(module)
+    return key
+
+
+def norm_facts(module: nn.Module) -> NormFacts | dict[NormKind, str]:
+    """Which norm of PyTorch the module is or computes; for any other module, why it is none of each kind.
+
+    Many models bring norm classes of their own, with "norm" in the name, a 1-D ``weight``, and an eps under some name.
+    Such a module is an RMSNorm or LayerNorm if its results have the dtype of the rows that it gets, and results and
+    gradients are those of PyTorch's norm for one of the floats that it holds as attributes. (A norm that scales by
+    1 + weight is not, and one that is called a LayerNorm may be an RMSNorm, as T5's.) A module whose forward takes more
+    than x, such as a gate or a residual, is none: random rows alone do not show what it does with the rest.
+    """
+    name, has_bias, reasons = type(module).__name__, "bias" in dict(module.named_parameters()), {}
+    for kind, types in _TYPES.items():
+        if type(module) in types:
+            shape = tuple(module.normalized_shape)
+            return NormFacts(kind, shape, module.eps, module.elementwise_affine, has_bias, f"{name} by type")
+        eps = _why_none(module, kind) or _eps_of(module, kind)
+        if isinstance(eps, float):
+            shape = tuple(module.weight.shape)
+            return NormFacts(kind, shape, eps, True, has_bias, f"{name} by results and gradients")
+        reasons[kind] = f"is a {name} {eps}"
+    return reasons
+
+
+def _why_none(module: nn.Module, kind: NormKind) -> str | None:
+    parameters, norm = dict(module.named_parameters()), f"nn.{kind.__name__}"
+    if not parameters:
+        return f"without a weight to tell its row length: use {norm}(D, elementwise_affine=False)"
+    if unknown := sorted(parameters.keys() - {"weight", "bias"}):
+        return f"with the parameters {', '.join(unknown)}, which {norm} does not have"
+    if "forward" in vars(module):
+        return "with a forward of its own"
+    if len(signature(module.forward).parameters) != 1:
+        return "whose forward takes more than x"
+    dimensions = [len(shape) for shape in {parameter.shape for parameter in parameters.values()}]
+    if not {"weight"} <= parameters.keys() <= {*_VECTORS[kind]} or dict(module.named_buffers()) or dimensions != [1]:
+        return f"with other parameters or buffers than an {norm} of one dimension"
+    return None
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def _eps_of(module: nn.Module, kind: NormKind) -> float | str:
+    """The float among the attributes of ``module`` with which it computes PyTorch's norm; or how it differs, in words.
+
+    A copy of the module runs; the module's own parameters may be on the meta device.
+    """
+    norm = f"nn.{kind.__name__}"
+    difference = f"that does not compute what {norm} does with an attribute as eps, or changes the dtype"
+    try:
+        with without_global_hooks(), torch.random.fork_rng(devices=()):
+            runs = _runs(module)
+    except Exception:  # the module is no function of rows
+        return difference
+    # The largest first: these rows cannot tell a tiny eps from 0, with which a row of zeros becomes NaN.
+    for eps in sorted({value for value in vars(module).values() if isinstance(value, float)}, reverse=True):
+        wrong = [result for run in runs if (result := _first_difference(*run, kind, eps))]
+        if not wrong:
+            return eps
+        if "result" not in wrong:
+            difference = f"that {_SAME_RESULTS} {norm} and {wrong[0]}"
+    return difference
+
+
+def _runs(module: nn.Module) -> list[tuple]:
+    """Run a copy of the module, in training and in evaluation -> (x, vectors, dy, results) of every run.
+
+    The rows form a matrix and then a batch of sequences: a norm of another dimension gives other results or fails,
+    because that dimension has another length.
+    """
+    generator, dim = torch.Generator("cpu").manual_seed(0), module.weight.numel()
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")  # whatever the defaults are
+
+    norm = copy_of(module, lambda tensor: draw(*tensor.shape)).requires_grad_()
+    x, dy, runs, dtypes = draw(2, len(_ROWS), dim), draw(2, len(_ROWS), dim), [], set()
+    x *= x.new_tensor(_ROWS).unsqueeze(1)
+    for dtype in (torch.bfloat16, torch.float32):  # of the parameters: some norms need fp32
+        with suppress(RuntimeError):  # mixed dtypes
+            dtypes.add(norm.to(dtype)(x.bfloat16()).dtype)
+    if torch.bfloat16 not in dtypes:
+        raise TypeError("a norm keeps the dtype")
+    for scale, shape in zip(_SCALES, (x.shape, (-1, 4 if dim == 2 else 2, dim))):
+        for vector in norm.parameters():
+            vector.data.mul_(scale)
+        vectors = {name: vector.detach().double() for name, vector in norm.named_parameters()}
+        for training in (True, False):
+            rows, gradient = x.view(shape).requires_grad_(), scale * dy.view(shape)
+            results = _results(norm.train(training)(rows), (rows, *norm.parameters()), gradient)
+            runs.append((rows.detach().double(), vectors, gradient.double(), results))
+    return runs
+
+
+def _results(y: torch.Tensor, leaves: tuple[torch.Tensor, ...], dy: torch.Tensor) -> tuple:
+    """y, and the gradients of all leaves, None for one that is absent."""
+    if dy.shape != y.shape:
+        raise TypeError("a norm keeps the shape")
+    if not y.requires_grad:
+        return y, *(None for _ in leaves)
+    return y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype), allow_unused=True)
+
+
+def _first_difference(x, vectors, dy, results, kind: NormKind, eps: float) -> str | None:
+    """The first of the results of a run that differs from a norm's, in words; None if all agree."""
+    leaves = [tensor.requires_grad_() for tensor in (x, *vectors.values())]
+    function = F.rms_norm if kind is nn.RMSNorm else F.layer_norm
+    wanted = _results(function(x, x.shape[-1:], eps=eps, **vectors), leaves, dy)
+    # Digits cancel where means are subtracted and a bias is added. dx is a difference of terms of this magnitude.
+    terms = dy * vectors["weight"] * (x.var(-1, correction=0, keepdim=True) + eps).rsqrt()
+    magnitudes = wanted[0], terms, *wanted[2:]
+    for of, got, want, magnitude in zip(("y", "x", *vectors), results, wanted, magnitudes):
+        limit = 1e-4 * want.abs() + 1e-5 * magnitude.abs().amax(-1, keepdim=True)
+        if got is None or not ((got.double() - want).abs() <= limit).all():
+            which = of if of == "x" else f"its {of}"
+            return "result" if of == "y" else f"{'no' if got is None else 'another'} gradient of {which}"
+    return None

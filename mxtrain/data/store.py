@@ -1,0 +1,267 @@
+"""A tokenizer and a tokenized text in one folder: ``prepared.json``, ``tokenizer/``, ``train.bin``, ``validation.bin``.
+
+The ``.bin`` files hold little-endian token ids. ``prepared.json`` holds the report, and sizes and hashes of the other
+files, so that damage shows.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+
+from mxtrain.data.config import DataConfig
+from mxtrain.data.documents import Document, Progress, megabytes
+from mxtrain.data.tokenizer import LoadedTokenizer, tokenizer_hash
+from mxtrain.errors import ConfigError
+from mxtrain.files import reason
+from mxtrain.json_toml import read_json
+from mxtrain.run_folder.manifest import hash_file
+
+SUMMARY = "prepared.json"
+TOKENIZER = "tokenizer"
+SPLITS = ("train", "validation")
+WORDS = {"tokenizer": "tokenizer", "train": "training text", "validation": "validation text", "dtype": "token size"}
+"""The parts of a data identity (``Prepared.identity``) in words"""
+
+# Text per tokenizer call: enough to keep every core busy, and little memory.
+BATCH_CHARACTERS = 2_000_000
+
+
+class DamagedText(Exception):
+    """A folder does not hold what was written into it. The message says what is wrong, in a few words."""
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A file of token ids. Every document is ``bos ... eos``; a tokenizer without bos or eos omits that token."""
+
+    path: Path
+    dtype: str
+    """"<u2" if it holds the largest id, else "<u4\""""
+    count: int
+    """Number of tokens"""
+    sha256: str = ""
+    """SHA-256 of the file's bytes, in hexadecimal digits"""
+
+    @property
+    def size(self) -> int:
+        """The size in bytes that the file must have."""
+        return self.count * np.dtype(self.dtype).itemsize
+
+    def open(self) -> np.ndarray:
+        """Return the tokens as a read-only array [count]."""
+        if self.count == 0:  # an empty file cannot be mapped
+            return np.empty(0, self.dtype)
+        return np.memmap(self.path, self.dtype, mode="r", shape=(self.count,))
+
+
+@dataclass(frozen=True)
+class TextReport:
+    """Counts of one prepared text. A streamed dataset has a tokenizer; its files, documents and tokens count 0."""
+
+    dataset: str
+    folder: str
+    vocab_size: int
+    """Size of the tokenizer"""
+    requested_vocab_size: int
+    """Size requested for a new tokenizer; 0 for an existing tokenizer"""
+    streamed: bool = False
+    files: int = 0
+    """Files found, before any is dropped"""
+    documents: int = 0
+    """Documents kept, for training and validation together"""
+    bytes: int = 0
+    """UTF-8 bytes of these documents"""
+    train_tokens: int = 0
+    validation_documents: int = 0
+    validation_tokens: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Files or documents left out, by reason: "duplicate", "machine-made", "over the package share", ..."""
+    cut: dict[str, int] = field(default_factory=dict)
+    """Bytes cut from each package that exceeded its share"""
+    separators: str = ""
+    """Which tokens separate documents, in words; "" if none do, or if an earlier version has prepared the text"""
+
+    @property
+    def line(self) -> str:
+        """The text in one line, with all that is left out."""
+        text = "streamed" if self.streamed else f"{self.documents:,} documents, {megabytes(self.bytes)}"
+        text += f"; each document {self.separators}" if self.separators else ""
+        return text + (f"; left out: {self._left_out}" if self._left_out else "")
+
+    @property
+    def _left_out(self) -> str:
+        return ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items() if count)
+
+    def __str__(self) -> str:
+        rows = {"dataset": self.dataset}
+        if self.streamed:
+            rows["text"] = "streamed: not counted, not kept"
+        else:
+            kept = f"{self.documents:,} kept, {megabytes(self.bytes)}"
+            rows["files"] = f"{self.files:,} found"
+            rows["documents"] = f"{kept} ({self.validation_documents:,} of them for validation)"
+            rows["tokens"] = f"{self.train_tokens:,} train, {self.validation_tokens:,} validation"
+            rows["dropped"] = self._left_out or "none"
+        if self.cut:
+            parts = [f"{name} by {megabytes(size)}" for name, size in Counter(self.cut).most_common(5)]
+            rows["packages cut"] = ", ".join(parts) + (f", and {len(self.cut) - 5} more" if len(self.cut) > 5 else "")
+        rows["tokenizer"] = f"{self.vocab_size:,} tokens"
+        if self.vocab_size < self.requested_vocab_size:
+            rows["tokenizer"] += f" ({self.requested_vocab_size:,} requested; the text has no more pairs to merge)"
+        if self.separators:
+            rows["document"] = self.separators
+        rows["folder"] = self.folder
+        width = max(map(len, rows))
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A tokenizer and the tokenized text. Streamed datasets have no tokenized text."""
+
+    tokenizer: Path
+    """Folder with tokenizer.json and tokenizer_config.json"""
+    tokenizer_sha256: str
+    """See ``tokenizer_hash``"""
+    train: TokenFile | None
+    validation: TokenFile | None
+    report: TextReport
+    folder: Path | None
+    """Folder in the cache; None if there is nothing to keep: an existing tokenizer and a streamed text"""
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """The hashes of everything that training reads. Equal identities are equal data."""
+        identity = {"tokenizer": self.tokenizer_sha256}
+        if self.train is not None:
+            identity |= {split: getattr(self, split).sha256 for split in SPLITS} | {"dtype": self.train.dtype}
+        return identity
+
+
+def differences(expected: dict, actual: dict) -> str:
+    """Return in words how two identities (``Prepared.identity``) differ, with the beginnings of their hashes."""
+    return ", ".join(
+        f"{words} {(actual.get(key) or 'none')[:12]} instead of {(expected.get(key) or 'none')[:12]}"
+        for key, words in WORDS.items()
+        if actual.get(key) != expected.get(key)
+    )
+
+
+def tokenize(
+    documents: Iterable[Document],
+    tokenizer: LoadedTokenizer,
+    folder: Path,
+    validation_share: float,
+    expected_bytes: int,
+    progress: Progress,
+) -> tuple[dict[str, TokenFile], dict[str, int]]:
+    """Write ``train.bin`` and ``validation.bin`` into ``folder``.
+
+    Returns:
+        The token files by split, and the counts of a ``TextReport``.
+    """
+    dtype = "<u2" if tokenizer.size <= 1 << 16 else "<u4"
+    before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    after = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    tokens, digests, counts = Counter(), {split: sha256() for split in SPLITS}, Counter()
+    paths = {split: folder / f"{split}.bin" for split in SPLITS}
+    with paths["train"].open("wb") as train, paths["validation"].open("wb") as validation:
+        for batch in _batches(documents):
+            texts = [document.text for document in batch]
+            encodings = tokenizer.encoder.encode_batch_fast(texts, add_special_tokens=False)
+            for document, encoding in zip(batch, encodings, strict=True):
+                held_out = document.is_held_out(validation_share)
+                split, file = ("validation", validation) if held_out else ("train", train)
+                ids = before + encoding.ids + after
+                content = np.array(ids, dtype).tobytes()
+                file.write(content)  # not ``tofile``, whose error does not say that the disk is full
+                digests[split].update(content)
+                tokens[split] += len(ids)
+                counts["documents"] += 1
+                counts["validation_documents"] += held_out
+                counts["bytes"] += len(document.text.encode("utf-8"))
+            progress.tick(lambda: f"tokenized {megabytes(counts['bytes'])} of about {megabytes(expected_bytes)}")
+    files = {split: TokenFile(paths[split], dtype, tokens[split], digests[split].hexdigest()) for split in SPLITS}
+    return files, {**counts, "train_tokens": tokens["train"], "validation_tokens": tokens["validation"]}
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch, size = [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def write_summary(
+    folder: Path, config: DataConfig, tokenizer_sha256: str, files: dict[str, TokenFile], report: TextReport
+) -> None:
+    """Write ``prepared.json`` into a folder that holds everything else."""
+    facts = ("dtype", "count", "sha256")
+    summary = {
+        "report": asdict(report),
+        "config": asdict(config),
+        "tokenizer": {"path": config.tokenizer_path, "sha256": tokenizer_sha256},
+        "tokens": {split: {name: getattr(file, name) for name in facts} for split, file in files.items()},
+    }
+    (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def load_text(folder: Path, tokenizer_path: str = "", *, reads_tokens: bool = False) -> Prepared:
+    """Load a prepared text, after a check of the sizes and of the tokenizer's hash.
+
+    Args:
+        folder: the folder in the cache.
+        tokenizer_path: folder of the tokenizer; "" for the one with which the text was tokenized.
+        reads_tokens: also read the token files and compare their hashes.
+
+    Raises:
+        DamagedText: files are missing or damaged.
+        ConfigError: the text was tokenized with another tokenizer than the one in ``tokenizer_path``.
+    """
+    report, files, tokenizer = _read_summary(folder)
+    for file in files.values():
+        size = file.path.stat().st_size if file.path.is_file() else 0
+        if size != file.size or not file.path.is_file():
+            raise DamagedText(f"{file.path.name} has {size:,} bytes instead of {file.size:,}")
+    path = Path(tokenizer_path or tokenizer["path"] or folder / TOKENIZER)
+    if tokenizer_hash(path) != tokenizer["sha256"]:
+        if path == folder / TOKENIZER:
+            raise DamagedText("its tokenizer is damaged")
+        raise ConfigError(
+            f"model.hf_assets_path = {str(path)!r} is not the tokenizer of the prepared text {folder.name!r}; give "
+            f"the tokenizer of SHA-256 {tokenizer['sha256'][:12]} (runs keep theirs in their folder), or leave "
+            "data.prepared empty"
+        )
+    for file in files.values() if reads_tokens else ():
+        try:
+            digest = hash_file(file.path).sha256
+        except OSError as error:
+            raise DamagedText(f"{file.path.name} cannot be read: {reason(error)}") from error
+        if digest != file.sha256:
+            raise DamagedText(f"the contents of {file.path.name} have changed")
+    return Prepared(path, tokenizer["sha256"], files.get("train"), files.get("validation"), report, folder)
+
+
+def _read_summary(folder: Path) -> tuple[TextReport, dict[str, TokenFile], dict]:
+    try:
+        summary = read_json(folder / SUMMARY)
+        report = replace(TextReport(**summary["report"]), folder=str(folder))
+        files = {split: TokenFile(folder / f"{split}.bin", **facts) for split, facts in summary["tokens"].items()}
+        tokenizer = {key: str(summary["tokenizer"][key]) for key in ("path", "sha256")}
+        if any((type(file.count), type(file.sha256)) != (int, str) or file.size < 0 for file in files.values()):
+            raise TypeError("a token file has a whole number of tokens and a hash")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedText(f"{SUMMARY} is missing, damaged or of an earlier version") from error
+    if len(files) != (0 if report.streamed else len(SPLITS)):
+        raise DamagedText(f"{SUMMARY} is damaged")
+    return report, files, tokenizer

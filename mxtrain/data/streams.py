@@ -1,0 +1,171 @@
+"""Streams as datasets of PyTorch: for training, for validation, and held-out documents of one stream for both."""
+
+import logging
+from collections.abc import Callable
+from itertools import islice
+
+import torch
+from datasets import Dataset
+from datasets.distributed import split_dataset_by_node
+from torch.utils.data import IterableDataset
+
+from mxtrain.data.config import held_out_share, shares_stream
+from mxtrain.data.hub import StreamedText, hold_out, open_stream
+from mxtrain.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class Stream(IterableDataset):
+    """Yields one rank's samples ``({"input": tokens[:-1]}, tokens[1:])`` of a stream, each tensor int64 [seq_len].
+
+    The documents, each with bos and eos, follow each other without a gap. It resumes where it stopped in every pass
+    over the text, in worker processes, too.
+
+    Args:
+        rows: a ``Dataset`` or an ``IterableDataset`` of the library ``datasets``.
+        text_of: returns the text of a row.
+        tokenizer: its ``encode(text, add_bos=True, add_eos=True)`` returns the ids of a document.
+        seq_len: tokens per sample.
+        rank: this data-parallel rank, and the number of ranks that read different data.
+        infinite: begin again at the end of the stream.
+        name: names the stream in warnings.
+    """
+
+    def __init__(self, rows, text_of, tokenizer, seq_len: int, rank: tuple[int, int], infinite: bool, name: str = "hf"):
+        self.rows = split_dataset_by_node(rows, *rank)
+        self.seq_len = seq_len
+        self._text_of = text_of
+        self._tokenizer = tokenizer
+        self._infinite = infinite
+        self._name = name
+        self._tokens: list[int] = []
+        self._row = 0
+        """The next row of a ``Dataset``; an ``IterableDataset`` knows its own position"""
+        self._resumed: dict | None = None
+        """The state from which no document has been read yet: ``datasets`` would name the beginning"""
+
+    def __iter__(self):
+        while True:
+            self._resumed = None
+            for row in self.rows.skip(self._row) if isinstance(self.rows, Dataset) else self.rows:
+                self._tokens.extend(self._tokenizer.encode(self._text_of(row), add_bos=True, add_eos=True))
+                self._row += 1
+                while len(self._tokens) > self.seq_len:
+                    window = torch.tensor(self._tokens[: self.seq_len + 1])
+                    self._tokens = self._tokens[self.seq_len + 1 :]
+                    yield {"input": window[:-1]}, window[1:]
+            if not self._infinite:
+                logger.warning(f"Dataset {self._name} has run out of data")
+                return
+            logger.warning(f"Dataset {self._name} is being re-looped")
+            self._row = 0
+            if not isinstance(self.rows, Dataset):
+                self.rows.set_epoch(self.rows.epoch + 1)
+
+    def state_dict(self) -> dict:
+        state = {"token_buffer": list(self._tokens)}  # a copy: the list grows while another thread sends the state
+        if isinstance(self.rows, Dataset):
+            return state | {"sample_idx": self._row}
+        return state | {"data": self._resumed or self.rows.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self._tokens = list(state["token_buffer"])
+        if isinstance(self.rows, Dataset):
+            self._row = state["sample_idx"]
+            return
+        self._resumed = state["data"]
+        self.rows.load_state_dict(self._resumed)
+        # ``datasets`` drops the state of another epoch. ``set_epoch`` would set that of all workers.
+        self.rows._epoch = self._resumed["epoch"]
+
+
+class FirstSequences(IterableDataset):
+    """The first ``count`` sequences of a stream, which is read once: every validation is of the same text, and of a
+    stream with few held-out documents all are downloaded.
+
+    A stream with fewer sequences is repeated, so that all ranks have as many. No worker process may read it, which
+    would end with what it has read. ``source`` begins the ConfigError of a stream without a sequence.
+    """
+
+    def __init__(self, stream: Stream, count: int, source: str, note: Callable[[str], None]):
+        self._stream = stream
+        self._count = count
+        self._source = source
+        self._note = note
+        self._sequences = []
+
+    def __iter__(self):
+        if not self._sequences:
+            self._note("reading the documents of the stream for validation")
+        while len(self._sequences) < self._count:
+            before = len(self._sequences)
+            self._sequences += islice(self._stream, self._count - before)
+            if len(self._sequences) == before:
+                raise ConfigError(
+                    f"{self._source} less text than one sequence of validation.seq_len = {self._stream.seq_len} per "
+                    "data-parallel rank: take more text, or lower validation.seq_len"
+                )
+        return iter(self._sequences)
+
+
+def training_stream(job_config, tokenizer, rank: tuple[int, int], infinite: bool) -> tuple[Stream, str | None]:
+    """Return one rank's part of the training stream, without the documents held out for validation, and its version.
+
+    Raises ConfigError if some of the data loader's workers would have nothing to read.
+    """
+    path, data = job_config.training.dataset_path or "", job_config.data
+    rows, version = open_stream(path, data.hf_config or "", "train", "training")
+    rows = hold_out(rows, data.text_key, held_out_share(job_config), held_out=False)
+    text_of = StreamedText(data.text_key, path)
+    stream = Stream(rows, text_of, tokenizer, job_config.training.seq_len, rank, infinite)
+    _require_files_for_workers(job_config, "training", stream)
+    return stream, version
+
+
+def validation_stream(
+    job_config, tokenizer, rank: tuple[int, int], note: Callable[[str], None]
+) -> Stream | FirstSequences:
+    """Return one rank's part of the documents held out of the training stream, or of another stream's validation split.
+
+    ``note`` is called with a line when the documents are read.
+
+    Raises:
+        ConfigError: with ``validation.steps = -1``, if the end of the stream is too far away, or reached by ranks at
+            different steps; if no document is held out; and if some of the data loader's workers would have nothing
+            to read.
+    """
+    training, settings, data = job_config.training, job_config.validation, job_config.data
+    path = settings.dataset_path or (training.dataset_path if training.dataset == "hf" else "") or ""
+    is_held_out, to_the_end = shares_stream(job_config), settings.steps == -1
+    if to_the_end and (is_held_out or rank[1] > 1):
+        raise ConfigError(
+            "validation.steps = -1 reads validation.dataset = 'hf' to its end, which may be far away, and which "
+            "data-parallel ranks reach at different steps; set validation.steps to a positive number"
+        )
+    if is_held_out and data.validation_share == 0:
+        raise ConfigError(
+            f"data.validation_share = 0 holds no document out of training.dataset_path = {path!r} for validation: "
+            "raise it, or set validation.dataset"
+        )
+    rows, _ = open_stream(path, data.hf_config or "", "train" if is_held_out else "validation", "validation")
+    rows = hold_out(rows, data.text_key, data.validation_share if is_held_out else 0.0, held_out=True)
+    infinite = not (is_held_out or to_the_end)
+    stream = Stream(rows, StreamedText(data.text_key, path), tokenizer, settings.seq_len, rank, infinite)
+    source = f"data.validation_share = {data.validation_share} holds out"
+    if not is_held_out:
+        _require_files_for_workers(job_config, "validation", stream)
+        if to_the_end or settings.dataloader.num_workers:
+            return stream
+        source = f"the split at {path!r} has"  # without workers the stream would go on where the last validation ended
+    return FirstSequences(stream, settings.steps * settings.local_batch_size, source, note)
+
+
+def _require_files_for_workers(job_config, section: str, stream: Stream) -> None:
+    """Every worker reads files of its own. An endless loop over a stream without any would never end."""
+    workers, files = getattr(job_config, section).dataloader.num_workers, stream.rows.num_shards
+    if workers > files:
+        raise ConfigError(
+            f"{section}.dataloader.num_workers = {workers}: a data-parallel rank reads {files} file(s) of this stream, "
+            f"one worker each; allowed is {files} or less"
+        )

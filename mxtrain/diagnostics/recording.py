@@ -1,0 +1,275 @@
+"""Diagnostics of a run: every N steps, an extra pass measures the norms and linears that a converter has swapped.
+
+Hooks on modules inside of a compiled block do not run, or break its graph. So training is left as it is, and before
+the first microbatch of such a step the trainer runs its own forward and backward once more: eagerly, with hooks, on
+the step's own text and weights. Compiled blocks (``force_eager``), FSDP2, tensor and context parallelism, activation
+checkpointing and pipelines need nothing special, because this pass is theirs. Without a pipeline it takes as many
+sequences as hold ``tokens``; a pipeline takes its whole microbatch, of which the first chunk is measured.
+
+The pass leaves no trace: quantized linears make no gradients of their weights, and other gradients are removed; random
+number generators and buffers get their values back; the trainer sets the position of stochastic rounding before every
+microbatch. Training gives the same bits with diagnostics and without.
+
+A linear makes its casts and products when its output gradient arrives: FSDP2 has its weight gathered then. Linears that
+get the same tensor share its sample until the last of them has done so. Casts of several linears are measured together.
+
+Hooks see a module's first forward, not the one that checkpointing repeats. So they may not use operations whose results
+selective checkpointing keeps, such as products: it would give them to the repeated forward.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import lru_cache, partial, reduce
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mxtrain.analysis.metrics_file import NUMERICS
+from mxtrain.analysis.numerics import MODEL
+from mxtrain.conversion.selection import matches
+from mxtrain.diagnostics.casts import MeasuredCast, cast_totals
+from mxtrain.diagnostics.linears import Gradient, Input, linear_figures, norm_to_noise, products_and_casts
+from mxtrain.diagnostics.norms import norm_figures, norm_totals
+from mxtrain.diagnostics.totals import Totals, combined, numbers
+from mxtrain.errors import ConfigError
+from mxtrain.nn.buffers import kept_buffers
+from mxtrain.nn.mxnorm import MXNorm
+from mxtrain.nn.normed_input import NormedInput
+from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype
+from mxtrain.parallel.initial_weights import plain_name
+
+FQNS = "mxnorm.diagnostics.fqns"
+NORM = "norm"
+
+CASTS_AT_ONCE = 2**26
+"""
+Casts are measured together once they have this many elements, and the rest at the end. An element takes up to 16 bytes
+"""
+GROUP = 32
+"""
+Tokens in a group: the longest block of any format. Wgrad casts in blocks along tokens, so groups begin where blocks do
+"""
+
+
+@lru_cache(maxsize=16)  # all modules of a model have the same few numbers of tokens
+def sampled_tokens(available: int, wanted: int, device: torch.device) -> torch.Tensor:
+    """Return the indices of at most ``wanted`` of ``available`` tokens, int64: groups of 32, spread over the batch.
+
+    At least one group is taken if there is one. Fewer than 32 tokens give no index.
+    """
+    groups = available // GROUP
+    taken = min(groups, max(1, wanted // GROUP))
+    first = torch.arange(taken, device=device) * groups // max(taken, 1) * GROUP
+    return (first.unsqueeze(1) + torch.arange(GROUP, device=device)).flatten()
+
+
+class Numerics:
+    """Measures a model every ``every`` steps.
+
+    Args:
+        every: number of steps, at least 1.
+        fqns: patterns of the modules to measure; None for all that a converter has swapped.
+        tokens: number of tokens to measure per process.
+        model_parts: the trainer's: the model, or the stages of a pipeline on this process.
+        finds_shapes: whether the forward that runs now is one with which a pipeline finds out shapes.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        fqns: list[str] | None,
+        tokens: int,
+        model_parts: list[torch.nn.Module],
+        finds_shapes: Callable[[], bool] = lambda: False,
+    ):
+        self.every, self.tokens, self._parts, self._finds_shapes = every, tokens, model_parts, finds_shapes
+        modules = {plain_name(fqn): module for part in model_parts for fqn, module in part.named_modules()}
+        self._norms = {fqn: module for fqn, module in modules.items() if isinstance(module, MXNorm)}
+        self._linears = {
+            fqn: module
+            for fqn, module in modules.items()
+            if isinstance(module, QuantizedLinear) and is_watched(fqn, fqns)
+        }
+        self._watched_norms = {fqn for fqn in self._norms if is_watched(fqn, fqns)}
+        self._found: dict[tuple[str, str], Totals] = {}
+        self._seen: set[str] = set()
+        # By the tensor that a linear gets; of a norm's result, by its rho, which is new in every forward.
+        self._estimates, self._inputs = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        self._pending: dict[str, tuple[Input, torch.Tensor | None]] = {}  # with signs; by linear
+        self._casts: dict[tuple[str, str], MeasuredCast] = {}  # those not yet measured
+
+    def is_due(self, step: int) -> bool:
+        return step % self.every == 0
+
+    def sample(self, input_dict: dict, labels: torch.Tensor) -> tuple[dict, torch.Tensor]:
+        """Return the first sequences of a microbatch [B, S], as many as hold the tokens to measure."""
+        count = math.ceil(self.tokens / labels.shape[1])
+        inputs = {key: part[:count] if torch.is_tensor(part) else part for key, part in input_dict.items()}
+        return inputs, labels[:count]
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Measure one forward and backward inside of the context, and undo what they change."""
+        self._found, self._seen = {}, set()
+        with ExitStack() as stack:
+            for kept in (self._estimates, self._inputs, self._pending, self._casts):
+                stack.callback(kept.clear)
+            devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+            stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(kept_buffers(self._parts))
+            stack.enter_context(_replaced(self._attributes_of_a_pass()))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            for modules, after in ((self._norms, self._after_norm), (self._linears, self._after_linear)):
+                for fqn, module in modules.items():
+                    # Before the hooks of tensor parallelism, which make DTensors of the results.
+                    handle = module.register_forward_hook(partial(after, fqn), prepend=True, with_kwargs=True)
+                    stack.callback(handle.remove)
+            yield
+            self._measure_casts()
+
+    def _attributes_of_a_pass(self) -> Iterator[tuple[object, str, object]]:
+        modules = [module for part in self._parts for module in part.modules()]
+        for module in modules:
+            if isinstance(module, FSDPModule):
+                # After a validation some weights are still whole, and then are not the parameters with the gradients.
+                module.reshard()
+            if isinstance(module, QuantizedLinear):
+                yield module, "runs_wgrad", False  # the pass would only throw the weights' gradients away
+        for parameter in [parameter for part in self._parts for parameter in part.parameters()]:
+            yield parameter, "grad", None
+        for norm in self._norms.values():
+            if norm.split is not None:  # norms send their input, not codes: linears have values, with equal results
+                yield norm, "split", replace(norm.split, gather="high_precision")
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures of the last recording over all processes, by their keys; empty except on rank 0."""
+        own = numbers(self._found)
+        of_ranks = [own]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            of_ranks = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            dist.gather_object(own, of_ranks)
+        return {} if of_ranks is None else figures_of(of_ranks)
+
+    def _is_new(self, fqn: str) -> bool:
+        """Whether this is a module's first forward: not another chunk, nor one that checkpointing repeats."""
+        if self._finds_shapes() or fqn in self._seen:
+            return False
+        self._seen.add(fqn)
+        return True
+
+    @torch.no_grad()
+    def _after_norm(
+        self, fqn: str, norm: MXNorm, args: tuple, kwargs: dict, result: NormedInput | torch.Tensor
+    ) -> None:
+        if norm.is_plain:
+            return
+        self._estimates[result.rho] = norm.estimate
+        if fqn in self._watched_norms and self._is_new(fqn):
+            (x,) = *args, *kwargs.values()
+            rows = x.reshape(-1, x.shape[-1])
+            if len(index := sampled_tokens(len(rows), self.tokens, rows.device)):
+                self._found[fqn, NORM] = norm_totals(rows[index], norm.estimate, norm.recipe.fprop)
+
+    @torch.no_grad()
+    def _after_linear(self, fqn: str, linear: QuantizedLinear, args: tuple, kwargs: dict, y: torch.Tensor) -> None:
+        if not y.requires_grad or linear.layer_state.is_plain or not self._is_new(fqn):
+            return
+        (x,) = *args, *kwargs.values()
+        rows = x.x if isinstance(x, NormedInput) else x.reshape(-1, x.shape[-1])
+        index = sampled_tokens(len(rows), self.tokens, rows.device)
+        if len(index):
+            signs = x.signs if isinstance(x, NormedInput) and x.signs is not None else linear.signs(rows.device)
+            self._pending[fqn] = self._input(linear, x, rows, index), signs
+            # A hook of the node runs after the hooks of its result, in which FSDP2 gathers weights.
+            y.grad_fn.register_prehook(partial(self._at_gradient, fqn, linear, index))
+
+    def _input(
+        self, linear: QuantizedLinear, x: torch.Tensor | NormedInput, rows: torch.Tensor, index: torch.Tensor
+    ) -> Input:
+        """The sample of a linear's input, the same for all linears that get this tensor."""
+        source = x.rho if isinstance(x, NormedInput) else x
+        samples = self._inputs.setdefault(source, {})
+        made_from = (source._version, compute_dtype(source), linear.split.x)
+        if made_from not in samples:
+            if isinstance(x, NormedInput):
+                gain = None if x.gain is None else x.gain.clone()  # FSDP2 frees the memory of the gathered one
+                new = Input(rows[index], x.rho[index], gain, self._estimates[x.rho], linear.split.x)
+            else:
+                new = Input(rows[index].to(compute_dtype(x)), group=linear.split.x)
+            samples[made_from] = new
+        return samples[made_from]
+
+    def _at_gradient(self, fqn: str, linear: QuantizedLinear, index: torch.Tensor, gradients) -> None:
+        given, signs = self._pending.pop(fqn)
+        (dy,) = gradients
+        if dy is None:
+            return
+        with torch.enable_grad():  # without, a layer takes no random bits
+            draws = linear.draws(dy.device)
+        with torch.no_grad():
+            gradient = Gradient(dy.reshape(-1, dy.shape[-1])[index], signs, draws)
+            found, casts = products_and_casts(linear.gemms(dy.device), given, linear.parts()[0].detach(), gradient)
+        self._found |= {(fqn, name): totals for name, totals in found.items()}
+        self._casts |= {(fqn, name): cast for name, cast in casts.items()}
+        if sum(cast.image.numel() for cast in {*self._casts.values()}) >= CASTS_AT_ONCE:
+            self._measure_casts()
+
+    @torch.no_grad()
+    def _measure_casts(self) -> None:
+        self._found |= cast_totals(self._casts)
+        self._casts.clear()
+
+
+def is_watched(fqn: str, patterns: list[str] | None) -> bool:
+    return patterns is None or any(matches(fqn, pattern) for pattern in patterns)
+
+
+def check_patterns(patterns: list[str] | None, model: torch.nn.Module) -> None:
+    """Raise ConfigError for a pattern that matches no swapped norm or linear of a whole model."""
+    swapped = [fqn for fqn, module in model.named_modules() if isinstance(module, MXNorm | QuantizedLinear)]
+    for pattern in patterns or []:
+        if not any(matches(fqn, pattern) for fqn in swapped):
+            raise ConfigError(
+                f"{FQNS} = {patterns!r}: {pattern!r} matches no norm or linear that is swapped; conversion.txt in the "
+                f"run's folder lists them, such as {swapped[0]!r}"
+                if swapped
+                else f"{FQNS} = {patterns!r}: no norm or linear is swapped in this model"
+            )
+
+
+def figures_of(ranks: list[dict[tuple[str, str], Totals]]) -> dict[str, float]:
+    """Return the figures of a model by their keys, from the totals of all processes.
+
+    Processes that have the same module hold other tokens of it, or other parts of its matrices.
+    """
+    of_modules: dict[str, dict[str, Totals]] = defaultdict(dict)
+    for rank in ranks:
+        for (fqn, name), totals in rank.items():
+            found = of_modules[fqn]
+            found[name] = combined(found[name], totals) if name in found else totals
+    figures = {}
+    for fqn, found in of_modules.items():
+        own = norm_figures(found[NORM]) if NORM in found else linear_figures(found)
+        figures |= {f"{NUMERICS}{fqn}/{name}": value for name, value in own.items()}
+    if gradients := [found["wgrad"] for found in of_modules.values() if "wgrad" in found]:
+        figures[f"{NUMERICS}{MODEL}/grad_norm_to_noise"] = norm_to_noise(reduce(combined, gradients))
+    return {key: float(f"{value:.6g}") for key, value in figures.items()}
+
+
+@contextmanager
+def _replaced(attributes: Iterable[tuple[object, str, object]]) -> Iterator[None]:
+    """Give attributes of objects other values inside of the context."""
+    before = []
+    try:
+        for owner, name, value in attributes:
+            before.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)

@@ -1,0 +1,410 @@
+"""MXNorm of every row and its cast to MXFP8 or NVFP4: one read of x, one write of the result.
+
+The block maxima that the scales need also give the RMS estimate, so a row is normalized and cast while registers hold
+it. A row too long for that is read twice, the second time mostly from the L2 cache. NVFP4's tensor scale is given:
+MXNorm's output is bounded (``reference.nvfp4.static_tensor_scale``), so the cast needs no maximum over the tensor.
+
+Bytes per row of D elements: 2 D or 4 D read; 4 (rho) and 2 D (image) written, or D + D/32 (MXFP8's codes and scales),
+or D/2 + D/16 (NVFP4's).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from mxtrain.errors import require_one_of
+from mxtrain.kernels.blocks import block_amax, magnitude_bits, rounded, scale_offset
+from mxtrain.kernels.cast_results import FORMS, MXFP8_STORAGE, NVFP4_STORAGE, Storage, as_bytes, empty_cast, flat
+from mxtrain.kernels.checks import check_matrix, check_mxfp8, check_same
+from mxtrain.kernels.device import converts_fp4, converts_fp8
+from mxtrain.kernels.integers import cdiv
+from mxtrain.kernels.launch import Launch, register_op
+from mxtrain.kernels.mxfp8 import arithmetic as mxfp8
+from mxtrain.kernels.mxnorm.row_tile import row_tile
+from mxtrain.kernels.norm.row_lengths import MAX_COLUMNS
+from mxtrain.kernels.nvfp4 import arithmetic as nvfp4
+from mxtrain.recipes.recipe import Recipe, RMSEstimate
+
+# Estimators that bound NVFP4's output. "post_round" reads rounded block scales, which here depend on the norm itself.
+BOUNDED_ESTIMATORS = ("pre_round", "exact")
+
+
+@triton.jit
+def _locate(
+    row, rows, first_block, blocks,
+    PIECE: tl.constexpr, PIECES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Locate BLOCKS blocks of each row: block [K], offsets [R, K, B / PIECES], and masks [R, K] and [R, K, 1].
+
+    The offsets are those of one of the PIECES into which each block of B elements is split.
+    """
+    block = first_block + tl.arange(0, BLOCKS)
+    element = PIECE * (BLOCK // PIECES) + tl.arange(0, BLOCK // PIECES)
+    offsets = (row * (blocks * BLOCK))[:, None, None] + (block * BLOCK)[None, :, None] + element[None, None, :]
+    block_mask = (row < rows)[:, None] & (block < blocks)[None, :]
+    return block, offsets, block_mask, block_mask[:, :, None]
+
+
+@triton.jit
+def _load(
+    x_ptr, residual_ptr, row, rows, first_block, blocks,
+    RESIDUAL: tl.constexpr, PIECES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Load BLOCKS blocks of each row as they are stored: (x, residual) of each piece; (x, x) without a residual."""
+    pieces = ()
+    for i in tl.static_range(PIECES):
+        _, offsets, _, mask = _locate(row, rows, first_block, blocks, i, PIECES, BLOCKS, BLOCK)
+        x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+        if RESIDUAL:
+            pieces = pieces + ((x, tl.load(residual_ptr + offsets, mask=mask, other=0.0)),)
+        else:
+            pieces = pieces + ((x, x),)
+    return pieces
+
+
+@triton.jit
+def _piece(
+    loaded, total_ptr, row, rows, first_block, blocks, PIECE: tl.constexpr, STORE: tl.constexpr,
+    RESIDUAL: tl.constexpr, PIECES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x, or x + residual rounded to the dtype of x, as fp32.  loaded: from ``_load``.  STORE: store that sum."""
+    x = loaded[PIECE][0].to(tl.float32)
+    if RESIDUAL:
+        x += loaded[PIECE][1].to(tl.float32)
+        total = rounded(x, loaded[PIECE][0].dtype)
+        if STORE:
+            _, offsets, _, mask = _locate(row, rows, first_block, blocks, PIECE, PIECES, BLOCKS, BLOCK)
+            tl.store(total_ptr + offsets, total, mask=mask)
+        x = total.to(tl.float32)
+    return x
+
+
+@triton.jit
+def _blocks_of(
+    loaded, total_ptr, row, rows, first_block, blocks, STORE: tl.constexpr,
+    RESIDUAL: tl.constexpr, PIECES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the blocks that ``_load`` loaded, [ROWS, BLOCKS, BLOCK], and their largest magnitudes [ROWS, BLOCKS].
+
+    Blocks in two pieces are returned as two tuples of eight tensors [ROWS, BLOCKS].
+    """
+    x = _piece(loaded, total_ptr, row, rows, first_block, blocks, 0, STORE, RESIDUAL, PIECES, BLOCKS, BLOCK)
+    if PIECES == 1:
+        return x, block_amax(x, 2)
+    else:
+        first = nvfp4.eighths(x)
+        x = _piece(loaded, total_ptr, row, rows, first_block, blocks, 1, STORE, RESIDUAL, PIECES, BLOCKS, BLOCK)
+        second = nvfp4.eighths(x)
+        return (first, second), nvfp4.amax_across(first + second).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _block_sums(x, amax, P: tl.constexpr, ESTIMATOR: tl.constexpr, RCEIL: tl.constexpr, PIECES: tl.constexpr):
+    """Sum of x^2 ("exact"), or the maximum to the power P, of each block in fp64.  x: from ``_blocks_of``
+
+    A row has one term per block, so fp64 costs nothing, and rho does not depend on the order of their sum.
+    """
+    if ESTIMATOR == "exact":
+        # Squares of large and small numbers leave the range of fp32. A power of two brings the block's maximum near 1.
+        exponent = tl.minimum(tl.maximum(magnitude_bits(amax) >> 23, 1), 253)
+        down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        up = (exponent << 23).to(tl.float32, bitcast=True).to(tl.float64)
+        if PIECES == 2:
+            squares = tl.zeros(amax.shape, tl.float32)
+            for i in tl.static_range(2):
+                eight = tl.zeros(amax.shape, tl.float32)
+                for j in tl.static_range(8):
+                    scaled = x[i][j] * down
+                    eight += scaled * scaled
+                squares += eight
+        else:
+            scaled = x * down[:, :, None]
+            squares = tl.sum(scaled * scaled, 2)
+        terms = squares.to(tl.float64) * (up * up)
+    else:
+        if ESTIMATOR == "post_round":
+            amax = mxfp8.rounded_amax(amax, RCEIL)
+        terms = amax.to(tl.float64)
+        if P == 2:
+            terms *= terms
+    return terms
+
+
+@triton.jit
+def _inverse_rms(row_sum, eps, FACTOR: tl.constexpr, P: tl.constexpr, ESTIMATOR: tl.constexpr):
+    """rho = 1 / sqrt(r^2 + eps) in fp32. FACTOR turns the sum over a row into r^2, or into r for P = 1."""
+    mean_square = row_sum * FACTOR
+    if P == 1 and ESTIMATOR != "exact":
+        mean_square *= mean_square
+    return (1.0 / tl.sqrt(mean_square + eps)).to(tl.float32)
+
+
+@triton.jit
+def _store_mxfp8(
+    x, amax, rho, row, rows, first_block, blocks, data_ptr, scales_ptr,
+    FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Cast x * rho and store it.  x, amax: from ``_blocks_of``; rho, row [ROWS]"""
+    block, offsets, block_mask, mask = _locate(row, rows, first_block, blocks, 0, 1, BLOCKS, 32)
+    # fp32 multiplication is monotonic, so this is exactly the largest |x * rho| of the block.
+    code = mxfp8.scale_code(amax * rho[:, None], RCEIL)
+    y = x * rho[:, None, None] * mxfp8.multiplier(code, RCEIL)[:, :, None]
+    if FORM == "image":
+        tl.store(data_ptr + offsets, mxfp8.e4m3_image(y, mxfp8.scale_value(code)[:, :, None], HARDWARE), mask=mask)
+    else:
+        tl.store(data_ptr + offsets, mxfp8.e4m3_codes(y, HARDWARE), mask=mask)
+        scale_offsets = scale_offset(row[:, None], block[None, :], blocks, FORM)
+        tl.store(scales_ptr + scale_offsets, code.to(tl.uint8), mask=block_mask)
+
+
+@triton.jit
+def _store_nvfp4(
+    x, amax, rho, tensor_scale, row, rows, first_block, blocks, data_ptr, scales_ptr,
+    FORM: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """As ``_store_mxfp8``, to nearest."""
+    block, offsets, block_mask, mask = _locate(row, rows, first_block, blocks, 0, 1, BLOCKS, 16)
+    inverse = nvfp4.inverse_of(tensor_scale)
+    rho = rho[:, None]
+    code, scale = nvfp4.scale_of_block(amax * rho, inverse)
+    factor = nvfp4.multiplier(scale, inverse)
+    if FORM == "image":
+        value = nvfp4.round_to_nearest(x * rho[:, :, None] * factor[:, :, None])
+        tl.store(data_ptr + offsets, nvfp4.image_of(value, scale[:, :, None], tensor_scale), mask=mask)
+    else:
+        first = nvfp4.pack_nearest_words(x[0], rho, factor, HARDWARE)
+        second = nvfp4.pack_nearest_words(x[1], rho, factor, HARDWARE)
+        words = tl.reshape(tl.join(first, second), (amax.shape[0], 2 * BLOCKS))
+        word = 2 * first_block + tl.arange(0, 2 * BLOCKS)
+        word_offsets = (row * (blocks * 2))[:, None] + word[None, :]
+        word_mask = (row < rows)[:, None] & (word < 2 * blocks)[None, :]
+        tl.store(data_ptr.to(tl.pointer_type(tl.int32)) + word_offsets, words, mask=word_mask)
+        scale_offsets = scale_offset(row[:, None], block[None, :], blocks, FORM)
+        tl.store(scales_ptr + scale_offsets, code, mask=block_mask)
+
+
+@triton.jit
+def _store_cast(
+    x, amax, rho, tensor_scale, row, rows, first_block, blocks, data_ptr, scales_ptr,
+    FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if BLOCK == 32:
+        _store_mxfp8(
+            x, amax, rho, row, rows, first_block, blocks, data_ptr, scales_ptr, FORM, RCEIL, HARDWARE, BLOCKS
+        )  # fmt: skip
+    else:
+        _store_nvfp4(
+            x, amax, rho, tensor_scale, row, rows, first_block, blocks, data_ptr, scales_ptr, FORM, HARDWARE, BLOCKS
+        )  # fmt: skip
+
+
+@triton.jit
+def _mxnorm_cast_kernel(
+    x_ptr, residual_ptr, total_ptr, data_ptr, scales_ptr, rho_ptr, rows, blocks, eps, tensor_scale,
+    FACTOR: tl.constexpr, P: tl.constexpr, ESTIMATOR: tl.constexpr, RCEIL: tl.constexpr, FORM: tl.constexpr,
+    RESIDUAL: tl.constexpr, HARDWARE: tl.constexpr, PERSISTENT: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """rho of ROWS rows, and the cast of x * rho. BLOCK = 32 casts to MXFP8, BLOCK = 16 to NVFP4.
+
+    A tensor in a kernel has a power of two of elements, so a row of 24 blocks is held as three PARTS of BLOCKS = 8.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    sums = tl.zeros((ROWS, BLOCKS), tl.float64)
+    if PERSISTENT:
+        # All loads come before the first store, across which the compiler moves no load. With a residual, NVFP4 codes
+        # take 136 instead of 149 us at 32768 x 2048.
+        loaded = ()
+        for i in tl.static_range(PARTS):
+            loaded = loaded + (
+                _load(x_ptr, residual_ptr, row, rows, i * BLOCKS, blocks, RESIDUAL, PIECES, BLOCKS, BLOCK),
+            )
+        parts = ()
+        for i in tl.static_range(PARTS):
+            x, amax = _blocks_of(
+                loaded[i], total_ptr, row, rows, i * BLOCKS, blocks, True, RESIDUAL, PIECES, BLOCKS, BLOCK
+            )
+            sums += _block_sums(x, amax, P, ESTIMATOR, RCEIL, PIECES)
+            parts = parts + ((x, amax),)
+        rho = _inverse_rms(tl.sum(sums, 1), eps, FACTOR, P, ESTIMATOR)
+        for i in tl.static_range(PARTS):
+            x, amax = parts[i]
+            _store_cast(
+                x, amax, rho, tensor_scale, row, rows, i * BLOCKS, blocks, data_ptr, scales_ptr,
+                FORM, RCEIL, HARDWARE, BLOCKS, BLOCK,
+            )  # fmt: skip
+    else:
+        for first in range(0, blocks, BLOCKS):
+            loaded = _load(x_ptr, residual_ptr, row, rows, first, blocks, RESIDUAL, PIECES, BLOCKS, BLOCK)
+            x, amax = _blocks_of(loaded, total_ptr, row, rows, first, blocks, False, RESIDUAL, PIECES, BLOCKS, BLOCK)
+            sums += _block_sums(x, amax, P, ESTIMATOR, RCEIL, PIECES)
+        rho = _inverse_rms(tl.sum(sums, 1), eps, FACTOR, P, ESTIMATOR)
+        for first in range(0, blocks, BLOCKS):
+            loaded = _load(x_ptr, residual_ptr, row, rows, first, blocks, RESIDUAL, PIECES, BLOCKS, BLOCK)
+            x, amax = _blocks_of(loaded, total_ptr, row, rows, first, blocks, True, RESIDUAL, PIECES, BLOCKS, BLOCK)
+            _store_cast(
+                x, amax, rho, tensor_scale, row, rows, first, blocks, data_ptr, scales_ptr,
+                FORM, RCEIL, HARDWARE, BLOCKS, BLOCK,
+            )  # fmt: skip
+    tl.store(rho_ptr + row, rho, mask=row < rows)
+
+
+def _launch(
+    storage: Storage,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    p: int,
+    estimator: str,
+    eps: float,
+    constant: float,
+    form: str,
+    tensor_scale: float | None,
+    rceil: bool,
+    hardware: bool,
+) -> tuple[list[torch.Tensor], Launch | None]:
+    """Allocate the results of an MXNorm cast and return them with the launch that fills them."""
+    rows, columns = x.shape
+    data, scales = empty_cast(storage, rows, columns, form, x.device)
+    rho = torch.empty(rows, dtype=torch.float32, device=x.device)
+    total = None if residual is None else torch.empty_like(x)
+    results = flat(data, scales, rho, total)
+    if x.numel() == 0:
+        return results, None
+    block, tile = storage.block_size, row_tile(columns, form, estimator)
+    return results, Launch(
+        _mxnorm_cast_kernel,
+        (cdiv(rows, tile.rows),),
+        (
+            x, residual, total, as_bytes(data), as_bytes(scales), rho, rows, columns // block, eps, tensor_scale,
+        ),
+        dict(
+            FACTOR=1.0 / columns if estimator == "exact" else 1.0 / (columns // block * constant**p),
+            P=p, ESTIMATOR=estimator, RCEIL=rceil, FORM=form, RESIDUAL=residual is not None, HARDWARE=hardware,
+            PERSISTENT=tile.persistent, ROWS=tile.rows, PARTS=tile.parts,
+            # A thread holds whole blocks of NVFP4 codes, eight elements at a time, and computes what belongs to a block
+            # only once. Of an image it holds half a block, so that neighbouring threads store side by side.
+            PIECES=2 if storage is NVFP4_STORAGE and form != "image" else 1,
+            BLOCKS=tile.columns // block, BLOCK=block, num_warps=tile.warps,
+        ),
+    )  # fmt: skip
+
+
+def _to_mxfp8(
+    x: torch.Tensor, residual: torch.Tensor | None, p: int, estimator: str, eps: float, constant: float,
+    scale_rounding: str, form: str,
+):  # fmt: skip
+    rceil, hardware = scale_rounding == "rceil", converts_fp8(x)
+    return _launch(MXFP8_STORAGE, x, residual, p, estimator, eps, constant, form, None, rceil, hardware)
+
+
+def _to_nvfp4(
+    x: torch.Tensor, residual: torch.Tensor | None, p: int, estimator: str, eps: float, constant: float,
+    tensor_scale: float, form: str,
+):  # fmt: skip
+    return _launch(NVFP4_STORAGE, x, residual, p, estimator, eps, constant, form, tensor_scale, False, converts_fp4(x))
+
+
+_mxnorm_cast = register_op(
+    "mxnorm_cast(Tensor x, Tensor? residual, int p, str estimator, float eps, float constant, str scale_rounding,"
+    " str form) -> Tensor[]",
+    _to_mxfp8,
+)
+_nvfp4_norm = register_op(
+    "nvfp4_norm(Tensor x, Tensor? residual, int p, str estimator, float eps, float constant, float tensor_scale,"
+    " str form) -> Tensor[]",
+    _to_nvfp4,
+)
+
+
+class MXNormCast(NamedTuple):
+    """Result of ``mxnorm_cast`` and ``nvfp4_norm``.
+
+    Attributes:
+        data: codes, or the image.
+        scales: the scales of the codes. None for an image.
+        rho: the inverse RMS of every row, fp32.
+        total: x + residual in the dtype of x. None without a residual.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    rho: torch.Tensor
+    total: torch.Tensor | None
+
+    @classmethod
+    def of(cls, results: list[torch.Tensor], form: str, has_residual: bool) -> "MXNormCast":
+        """Name the tensors that an op returned."""
+        data, *scales = results[: 1 if form == "image" else 2]
+        rho = results[1 + len(scales)]
+        return cls(data, *(scales or [None]), rho, results[-1] if has_residual else None)
+
+
+def mxnorm_cast(
+    x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, form: str = "codes", residual: torch.Tensor | None = None
+) -> MXNormCast:
+    """Return rho of every row of x, or of x + residual, and the MXFP8 cast of x * rho along the row.
+
+    Args:
+        x: bf16 or fp32 [T, D], D a multiple of 32 and at most 65536.
+        estimate: how the RMS is estimated, over blocks of 32.
+        recipe: an MXFP8 recipe; gives the scale rounding.
+        form: "codes" (float8_e4m3fn [T, D] and float8_e8m0fnu [T, D / 32]), "blocked" (the same codes, scales flat in
+            the 128x4 layout, padding zero) or "image" (the bf16 values [T, D] that codes and scales stand for).
+        residual: bf16 or fp32 [T, D], added to x first; the sum is rounded to the dtype of x.
+
+    Raises:
+        ValueError: for another shape, dtype or device.
+    """
+    require_one_of("form", form, FORMS)
+    check_mxfp8(recipe, estimate.block_size)
+    x, residual = _contiguous(x, residual, mxfp8.BLOCK)
+    results = _mxnorm_cast(
+        x, residual, estimate.p, estimate.estimator, estimate.eps, estimate.constant, recipe.scale_rounding, form
+    )
+    return MXNormCast.of(results, form, residual is not None)
+
+
+def nvfp4_norm(
+    x: torch.Tensor,
+    estimate: RMSEstimate,
+    tensor_scale: float,
+    form: str = "codes",
+    residual: torch.Tensor | None = None,
+) -> MXNormCast:
+    """Return rho of every row of x, or of x + residual, and the NVFP4 cast of x * rho along the row, to nearest.
+
+    Args:
+        x, residual: as for ``mxnorm_cast``, D a multiple of 16.
+        estimate: "pre_round" or "exact", over blocks of 16.
+        tensor_scale: a power of two, at least ``NVFP4_TENSOR_SCALE_MIN``. Elements beyond
+            6 * 448 * tensor_scale saturate, and with ``reference.nvfp4.static_tensor_scale`` none does.
+        form: "codes" (uint8 [T, D / 2], two elements a byte, and float8_e4m3fn [T, D / 16]), "blocked" (the same codes,
+            scales flat in the 128x4 layout, padding zero) or "image" (bf16 [T, D]: element * block scale *
+            tensor_scale, exact).
+
+    Raises:
+        ValueError: for another shape, dtype, device or estimate.
+    """
+    require_one_of("form", form, FORMS)
+    require_one_of("estimator", estimate.estimator, BOUNDED_ESTIMATORS)
+    if estimate.block_size != nvfp4.BLOCK:
+        raise ValueError(f"estimate over blocks of {estimate.block_size}: expected {nvfp4.BLOCK}")
+    x, residual = _contiguous(x, residual, nvfp4.BLOCK)
+    results = _nvfp4_norm(
+        x, residual, estimate.p, estimate.estimator, estimate.eps, estimate.constant, float(tensor_scale), form
+    )
+    return MXNormCast.of(results, form, residual is not None)
+
+
+def _contiguous(x: torch.Tensor, residual: torch.Tensor | None, block: int):
+    """Return x and the residual contiguous; ValueError unless kernels take their shape, dtype and device."""
+    check_matrix("x", x)
+    if not 0 < x.shape[1] <= MAX_COLUMNS or x.shape[1] % block:
+        raise ValueError(f"x {tuple(x.shape)}: expected rows of a multiple of {block} elements, {MAX_COLUMNS} at most")
+    if residual is None:
+        return x.contiguous(), None
+    check_matrix("residual", residual)
+    check_same("residual", residual, "x", x)
+    return x.contiguous(), residual.contiguous()

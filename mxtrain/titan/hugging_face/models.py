@@ -1,0 +1,227 @@
+"""TorchTitan's models under their Hugging Face names: which are supported, their shapes, names and order of rows."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torchtitan.protocols.train_spec import get_train_spec
+
+from mxtrain.errors import ConfigError
+from mxtrain.hugging_face.export import Parameter
+from mxtrain.hugging_face.model_config import CONFIG_FILE, ModelShape, RopeScaling
+from mxtrain.hugging_face.pretrained import LOCAL, call
+from mxtrain.settings.model_settings import PLACES
+from mxtrain.titan.models.llama3 import hidden_dim, is_tied
+from mxtrain.titan.models.model_args import value_of, wrong_size
+
+MODELS = ("llama3", "qwen3")
+"""The supported models of TorchTitan"""
+SETTINGS = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "hidden_dim",
+    "rms_norm_eps": "norm_eps",
+    "rope_theta": "rope_theta",
+    "tie_word_embeddings": "enable_weight_tying",
+}
+"""Field of config.json -> the setting of [model_args] that has its value"""
+ROPE_SETTINGS = {
+    "rope_factor": "factor",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "rope_original_seq_len": "original_max_position_embeddings",
+}
+"""The settings of [model_args] that have the values of rope_scaling"""
+TRANSFORMERS_EXPERTS = {
+    "num_shared_experts": 0,
+    "score_func": "softmax",
+    "route_scale": 1.0,
+    "score_before_experts": False,
+    "gate_bias": False,
+    "num_expert_groups": None,
+}
+"""TorchTitan's arguments of experts, with the values that give what transformers' Qwen3-MoE computes"""
+COMPARED_LAYERS = 2
+"""How many of the first layers ``require_same_logits`` computes. They take little memory of any model"""
+POSITIONS = torch.tensor([[0, 1, 2, 3, 5, 8, 16, 32, 64, 128, 256, 512, 1024, 2047]])
+"""Positions of the compared tokens. Low frequencies, which a scaling changes, show at large ones"""
+TOLERANCE = 1e-3
+"""The largest difference of two logits, as a share of their standard deviation"""
+
+
+def meta_model(model: str, args) -> torch.nn.Module:
+    """Build a model without converters on the meta device, fp32."""
+    with torch.device("meta"):
+        return get_train_spec(model).model_cls(args)
+
+
+def require_exportable(model: str, args, where: str) -> None:
+    """Raise ConfigError, which begins with ``where``, unless transformers has a model that computes the same."""
+    if model not in MODELS:
+        raise ConfigError(
+            f"{where}: model.name = {model!r} has no Hugging Face form here; supported are: {', '.join(MODELS)}"
+        )
+    wrong = []
+    if model == "qwen3" and not args.qk_norm:
+        wrong = ["qk_norm = False"]
+    elif model == "qwen3" and args.moe_enabled:
+        found = {name: getattr(args.moe_args, name) for name in TRANSFORMERS_EXPERTS}
+        wrong = [f"{name} = {value!r}" for name, value in found.items() if value != TRANSFORMERS_EXPERTS[name]]
+    if wrong:
+        raise ConfigError(f"{where}: a {model} with {', '.join(wrong)} has no counterpart in transformers")
+
+
+def shape_of(model: str, args, max_seq_len: int | None = None) -> ModelShape:
+    """Return the shape of one of ``MODELS`` with TorchTitan's model arguments ``args``, and this many positions."""
+    own = {}
+    if model == "llama3":
+        kind, head_dim, features, rope = "llama", args.dim // args.n_heads, hidden_dim(args), args.rope_scaling_args
+        if rope.scaling_factor != 1:
+            factors = map(float, (rope.scaling_factor, rope.low_freq_factor, rope.high_freq_factor))
+            own["rope_scaling"] = RopeScaling(*factors, rope.original_max_position_embeddings)
+    else:
+        kind, head_dim, features = "qwen3", args.head_dim, args.hidden_dim
+        if args.moe_enabled:
+            kind = "qwen3_moe"
+            own = {
+                "num_experts": args.moe_args.num_experts,
+                "num_experts_per_tok": args.moe_args.top_k,
+                "moe_intermediate_size": args.moe_inter_dim,
+                "norm_topk_prob": args.moe_args.route_norm,
+            }
+    return ModelShape(
+        model_type=kind,
+        hidden_size=args.dim,
+        num_hidden_layers=args.n_layers,
+        num_attention_heads=args.n_heads,
+        num_key_value_heads=args.n_kv_heads or args.n_heads,
+        head_dim=head_dim,
+        intermediate_size=features,
+        vocab_size=args.vocab_size,
+        rms_norm_eps=float(args.norm_eps),
+        rope_theta=float(args.rope_theta),
+        tie_word_embeddings=is_tied(args),
+        max_position_embeddings=max_seq_len,
+        **own,
+    )
+
+
+def find_model(shape: ModelShape, where: str) -> tuple[str, str, dict]:
+    """Return TorchTitan's name of the model, the flavor that needs the fewest settings of [model_args], and these.
+
+    The vocabulary and the number of positions are settings of their own.
+
+    Raises:
+        ConfigError: TorchTitan has no model of this shape. The message begins with ``where``.
+    """
+    found = []
+    for model in MODELS:
+        for flavor, args in get_train_spec(model).model_args.items():  # copies, which ``_fit`` changes
+            if shape_of(model, args).model_type == shape.model_type:
+                settings, differing = _fit(model, args, shape)
+                found.append((len(differing), len(settings), model, flavor, args, settings, differing))
+    _, _, model, flavor, args, settings, differing = min(found, key=lambda candidate: candidate[:2])
+    if differing:
+        first = differing[0]
+        raise ConfigError(
+            f"{where}: {first} = {getattr(shape, first)!r} in {CONFIG_FILE} does not fit TorchTitan's {model}, "
+            f"which would have {getattr(shape_of(model, args), first)!r}"
+        )
+    if problem := wrong_size(model, args):
+        raise ConfigError(f"{where}: {CONFIG_FILE} {problem}")
+    return model, flavor, settings
+
+
+def _fit(model: str, args, shape: ModelShape) -> tuple[dict[str, object], list[str]]:
+    """Set ``args`` to ``shape`` with as few settings as possible. Return them, and the fields that no setting sets."""
+    settings: dict = {}
+    tried: set[str] = set()
+    while True:
+        differing = shape_of(model, args).differences(shape, but=("vocab_size", "max_position_embeddings"))
+        wanted = {name: value for field in differing for name, value in _settings_of(field, shape).items()}
+        more = {name: value for name, value in wanted.items() if name in PLACES[model] and name not in tried}
+        if not more:
+            return settings, differing
+        # Again, because some sizes follow from others, and differ only when those are set.
+        tried |= more.keys()
+        settings |= {name: value for name, value in more.items() if value_of(model, args, name) != value}
+        args.set_model_args(settings)
+
+
+def _settings_of(field: str, shape: ModelShape) -> dict[str, object]:
+    """Return the settings of [model_args] that give a model this field of ``shape``, other than its experts."""
+    if field == "rope_scaling":
+        if shape.rope_scaling is None:
+            return {"rope_factor": 1.0}
+        return {setting: getattr(shape.rope_scaling, name) for setting, name in ROPE_SETTINGS.items()}
+    return {SETTINGS[field]: getattr(shape, field)} if field in SETTINGS else {}
+
+
+def parameters(model: str, args) -> dict[str, Parameter]:
+    """Return the place of each parameter in Hugging Face's model, by TorchTitan's own adapter.
+
+    Hugging Face has neither the second of two tied weights nor the bias of experts.
+    """
+    tied = is_tied(args)
+    # The adapter wants both tied weights at once, and here it gets one parameter at a time.
+    adapter = get_train_spec(model).state_dict_adapter(replace(args, enable_weight_tying=False) if tied else args, None)
+    found, orders = {}, {}
+    for fqn, weight in meta_model(model, args).state_dict().items():
+        if fqn.endswith(".expert_bias") or (tied and fqn == "output.weight"):
+            found[fqn] = Parameter(tuple(weight.shape), (), None)
+            continue
+        kind = (re.sub(r"\d+", "{}", fqn), weight.shape)
+        if kind not in orders:
+            orders[kind] = _row_order(adapter, fqn, weight.shape)
+        found[fqn] = Parameter(tuple(weight.shape), tuple(adapter.to_hf({fqn: weight})), orders[kind])
+    return found
+
+
+def _row_order(adapter, fqn: str, shape: torch.Size) -> torch.Tensor | None:
+    """Let the adapter permute the numbers of the rows. Return None if they stay in order, or are no matrix."""
+    if len(shape) != 2:
+        return None
+    numbers = torch.arange(shape[0], dtype=torch.int32)
+    (permuted,) = adapter.to_hf({fqn: numbers[:, None].expand(*shape)}).values()
+    order = permuted[:, 0].long()
+    return None if torch.equal(order, numbers.long()) else order
+
+
+@torch.inference_mode()
+def require_same_logits(source: Path, model: str, args, weights: Mapping[str, torch.Tensor], where: str) -> str:
+    """Compare an imported model with transformers' own: two readings of one config.json may be two models.
+
+    Both compute a few tokens' logits after the first layers, in fp32 on the CPU.
+
+    Returns a line for the user. Raises ConfigError, beginning with ``where``, if they differ or transformers fails.
+    """
+    try:
+        import transformers
+    except ImportError:
+        return "the logits were not compared with transformers', which is not installed"
+    tokens = torch.linspace(0, args.vocab_size - 1, POSITIONS.numel()).long()[None]
+    args = replace(args, n_layers=min(COMPARED_LAYERS, args.n_layers), max_seq_len=int(POSITIONS.max()) + 1)
+    module = meta_model(model, args)
+    module.init_weights(buffer_device=torch.device("cpu"))  # computes the buffers; parameters have no memory
+    module.load_state_dict({fqn: weights[fqn] for fqn in module.state_dict()}, assign=True)
+    ours = module(tokens, positions=POSITIONS)
+    del module  # before the other model is loaded
+    config = call(where, transformers.AutoConfig.from_pretrained, source, **LOCAL)
+    config.num_hidden_layers = args.n_layers
+    options = {"config": config, "dtype": torch.float32, "use_safetensors": True}
+    module = call(where, transformers.AutoModelForCausalLM.from_pretrained, source, **options, **LOCAL)
+    # With a mask, because jumps of the positions would begin new documents without one.
+    theirs = call(where, module, tokens, attention_mask=torch.ones_like(tokens), position_ids=POSITIONS).logits
+    difference, spread = (ours - theirs).abs().max().item(), theirs.std().item()
+    peer = f"those of transformers {transformers.__version__} on {tokens.numel()} tokens after {args.n_layers} layers"
+    if not difference <= TOLERANCE * spread:  # NaN, too
+        raise ConfigError(
+            f"{where}: the logits of TorchTitan's {model} differ from {peer} by up to {difference:.2g}, and their "
+            f"standard deviation is {spread:.2g}: transformers reads config.json or the weights in another way"
+        )
+    return f"the logits are {peer}, up to {difference:.1g}; their standard deviation is {spread:.2g}"

@@ -1,0 +1,141 @@
+import math
+
+import matplotlib.figure
+import matplotlib.image
+import numpy as np
+import pytest
+
+from mxtrain.analysis import MetricsWriter, load_run
+from mxtrain.analysis.numerics import CAST_FIGURES, FIGURES, Figure, by_figure, draw_numerics, remarks, wandb_key
+from mxtrain.errors import ConfigError
+
+
+def write(folder, rows):
+    folder.mkdir(exist_ok=True)
+    writer = MetricsWriter(folder / "metrics.jsonl")
+    for row in ({"step": 1, "loss": 2.0}, *rows):
+        writer.write(row)
+    writer.close()
+
+
+def row(step, r2, ratio=5.0, spread=0.2, saturated=0.0):
+    key = "numerics/layers.{}.ffn_norm/{}"
+    return {
+        "step": step,
+        **{key.format(layer, "rms_r2"): value for layer, value in enumerate(r2)},
+        **{key.format(layer, "rms_ratio_std"): spread for layer in range(len(r2))},
+        "numerics/layers.0.feed_forward.w1/fprop_input_saturated": saturated,
+        "numerics/layers.0.feed_forward.w1/grad_norm_to_noise": ratio,
+        "numerics/layers.0.feed_forward.w1/fprop_input_sqnr_db": 31.0,
+    }
+
+
+def test_the_picture_shows_values_and_marks(tmp_path):
+    """Two runs that differ in one value give pictures that differ: in its cell, its scale of colors and its cross."""
+    pixels = []
+    for name, last in (("a", 0.99), ("$x^$", 0.5)):
+        write(tmp_path / name, [row(10, [0.98, 0.99]), row(20, [0.98, last])])
+        path, lines = draw_numerics(load_run(tmp_path / name), tmp_path / name / "numerics.png")
+        pixels.append(matplotlib.image.imread(path))
+        assert len(lines) == (last == 0.5)
+    assert lines == [
+        "step 20: r² of estimated and true RMS is below 0.95 where rms_ratio_std is above 0.1 in 1 of 2 modules; "
+        "layers.1.ffn_norm: 0.5"
+    ]
+    assert pixels[0].shape == pixels[1].shape and np.abs(pixels[0] - pixels[1]).max() > 0.5
+
+
+@pytest.fixture
+def panels(tmp_path, monkeypatch):
+    """Draws rows; returns the panels by the first line of their titles."""
+
+    def panels(*rows):
+        pictures = []
+        save = matplotlib.figure.Figure.savefig
+
+        def saved(picture, *args, **keywords):
+            pictures.append(picture)
+            save(picture, *args, **keywords)
+
+        monkeypatch.setattr(matplotlib.figure.Figure, "savefig", saved)
+        write(tmp_path / "run", rows)
+        draw_numerics(load_run(tmp_path / "run"), tmp_path / "a.png")
+        return {axes.get_title().partition("\n")[0]: axes for axes in pictures[0].axes}
+
+    return panels
+
+
+def test_a_low_r2_of_a_precise_estimate_has_no_cross(panels):
+    """Rows of equal RMS: the ratio's spread is small, and r² says nothing."""
+    found = panels(row(10, [0.4, 0.99], spread=0.05), row(20, [0.4, 0.4], spread=0.2))
+    (mark, _) = found["r² of estimated and true RMS"].lines
+    assert sorted(zip(*mark.get_data())) == [(1, 0), (1, 1)], "step 20 of both modules"
+
+
+def test_zero_shares_are_dark_and_as_many_modules_have_names_as_there_is_room_for(panels):
+    linears = [f"layers.{layer}.wo" for layer in range(40)]
+    errors = {f"numerics/{linear}/fprop_error": 0.03 for linear in linears}
+    found = panels(row(10, [0.99] * 60) | errors | {"numerics/layers.0.ffn_norm/outlier_rows": 0.02})
+    norms = [axes.images[0].norm for title, axes in found.items() if "share saturated" in title or "share of" in title]
+    assert [(norm.vmin, norm.vmax) for norm in norms] == [(0, 0.02), (0, 1)], "zero is not the middle of the scale"
+    names = {title: [text.get_text() for text in axes.get_yticklabels()] for title, axes in found.items()}
+    assert names["fprop: relative error of the result"] == linears
+    assert names["r² of estimated and true RMS"] == [f"layers.{layer}.ffn_norm" for layer in range(0, 60, 2)]
+
+
+def test_remarks_name_the_worst_module():
+    values = {"grad_norm_to_noise": {"a": {5: 1.6}, "b": {5: 1.2}, "c": {5: 9.0}}, "rms_r2": {"d": {4: 0.1}}}
+    title = "weight gradient: norm / quantization noise"
+    assert remarks(values, 5) == [f"step 5: {title} is below 1.73 in 2 of 3 modules; b: 1.2"]
+
+
+def test_a_remark_on_a_figure_without_limits_says_nan():
+    (line,) = remarks({"fprop_error": {"a": {5: math.nan}, "b": {5: 9.0}}}, 5)
+    assert line == "step 5: fprop: relative error of the result is NaN in 1 of 2 modules; a: nan"
+
+
+def test_a_run_without_figures_and_a_wrong_name_are_errors(tmp_path):
+    write(tmp_path / "a", [])
+    with pytest.raises(ConfigError, match="has no figures: train with mxnorm.diagnostics.every = 50"):
+        draw_numerics(load_run(tmp_path / "a"), tmp_path / "a.png")
+    (tmp_path / "a" / "config.toml").write_text("[mxnorm.diagnostics]\nevery = 50\n")
+    with pytest.raises(ConfigError, match="mxnorm.diagnostics.every = 50 .* step 1"):
+        draw_numerics(load_run(tmp_path / "a"), tmp_path / "a.png")
+    with pytest.raises(ConfigError, match="is not the name of a PNG file"):
+        draw_numerics(load_run(tmp_path / "a"), tmp_path / "a.pdf")
+
+
+ROWS = [
+    {"step": 10, "loss": 3.0},
+    {"step": 10, "numerics/layers.10.attention.wq/fprop_error": 0.1, "numerics/layers.2.attention.wq/fprop_error": 0.2},
+    {"step": 20, "numerics/layers.2.attention.wq/fprop_error": 0.3, "numerics/layers.2.attention.wq/wgrad_error": None},
+]
+
+
+def test_figures_by_module_and_step_in_the_order_of_the_model():
+    found = by_figure(ROWS)
+    assert found == {"fprop_error": {"layers.2.attention.wq": {10: 0.2, 20: 0.3}, "layers.10.attention.wq": {10: 0.1}}}
+    assert list(found["fprop_error"]) == ["layers.2.attention.wq", "layers.10.attention.wq"]
+
+
+def test_keys_of_wandb():
+    assert wandb_key("numerics/layers.3.attention.wq/fprop_error") == "numerics layers.03/attention.wq fprop_error"
+    assert wandb_key("numerics/model/grad_norm_to_noise") == "numerics/model grad_norm_to_noise"
+    assert wandb_key("numerics/norm/rms_r2") == "numerics/norm rms_r2"
+
+
+def worthy(figure, value, second=None):
+    values = {figure.name: {"a": {1: value}}} | ({} if second is None else {"std": {"a": {1: second}}})
+    return figure.noteworthy(values) != {}
+
+
+def test_what_deserves_a_look():
+    figure = Figure("ratio", "ratio", 0.5, 2.0)
+    assert [worthy(figure, value) for value in (0.4, 0.5, 2.0, 2.1, math.nan)] == [True, False, False, True, True]
+    assert figure.limit == "below 0.5 or above 2" and Figure("x", "x").limit == ""
+    assert figure.distance(0.1) > figure.distance(0.4) and not worthy(Figure("x", "x"), math.inf)
+    with_a_second = Figure("r2", "r2", 0.95, only_above=("std", 0.1))
+    assert [worthy(with_a_second, 0.5, second) for second in (0.1, 0.2, math.nan)] == [False, True, True]
+    assert worthy(with_a_second, 0.5), "a second figure that was not measured excuses nothing"
+    figures = (*FIGURES, *CAST_FIGURES)
+    assert len({figure.name for figure in figures}) == len(figures) == 42

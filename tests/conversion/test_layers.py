@@ -1,0 +1,189 @@
+"""Linears, gates of routers, blocks and output heads."""
+
+import pytest
+import torch.nn as nn
+
+from mxtrain import ConfigError, DecomposeKRouter, convert
+from mxtrain.conversion.layers import LinearFacts, find_blocks, find_gates, find_heads, find_linears, find_other_gates
+
+D, V = 32, 96
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.output = nn.RMSNorm(D), nn.Linear(D, D)
+
+
+class OtherBlock(Block):
+    pass
+
+
+class Model(nn.Module):
+    """Children by name, in this order."""
+
+    def __init__(self, **children):
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+def blocks(count: int = 2) -> list[nn.Module]:
+    return [Block() for _ in range(count)]
+
+
+def blocks_of(model: nn.Module) -> tuple[str, ...]:
+    return find_blocks(dict(model.named_modules()))
+
+
+def heads_of(model: nn.Module) -> tuple[str, ...]:
+    modules = dict(model.named_modules())
+    return find_heads(modules, find_linears(modules), find_blocks(modules))
+
+
+STAGES = ("stages.0.0", "stages.0.1", "stages.1.0")
+NANO_GPT = nn.ModuleDict(
+    {"wte": nn.Embedding(V, D), "wpe": nn.Embedding(D, D), "h": nn.ModuleList(blocks()), "ln_f": nn.LayerNorm(D)}
+)
+
+
+@pytest.mark.parametrize(
+    "model, expected",
+    [
+        (Model(layers=nn.ModuleList(blocks())), ("layers.0", "layers.1")),
+        (Model(layers=nn.ModuleDict({"0": Block()})), ("layers.0",)),
+        (Model(layers=nn.ModuleList([Block(), OtherBlock()])), ("layers.0", "layers.1")),
+        (Model(encoder=nn.ModuleList(blocks(1)), decoder=nn.ModuleList(blocks(1))), ("encoder.0", "decoder.0")),
+        (Model(transformer=NANO_GPT), ("transformer.h.0", "transformer.h.1")),
+        (nn.ModuleDict({"a": Block(), "b": Block(), "head": nn.Linear(D, V)}), ("a", "b")),
+        (nn.ModuleDict({"encoder": Block(), "decoder": OtherBlock()}), ()),
+        (nn.Sequential(nn.Embedding(V, D), *blocks(3), nn.RMSNorm(D), nn.Linear(D, V)), ("1", "2", "3")),
+        (Model(models=nn.ModuleList([Model(emb=nn.Embedding(V, D), h=nn.ModuleList(blocks(1)))])), ("models.0.h.0",)),
+        (Model(layers=nn.ModuleList([Model(experts=nn.ModuleList(blocks()))])), ("layers.0",)),
+        (Model(layers=nn.ModuleList(blocks(1)), heads=nn.ModuleList([nn.Linear(D, V)])), ("layers.0",)),
+        (Model(layers=nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)])), ("layers.0", "layers.1")),
+        (Model(layers=nn.ModuleList([Model(rel=nn.Embedding(4, 2), block=Block())])), ("layers.0",)),
+        (Model(layers=nn.ModuleList([nn.ModuleList([Block(), nn.Linear(D, D)])] * 1)), ("layers.0",)),
+        (Model(stages=nn.ModuleList([nn.ModuleList(blocks()), nn.ModuleList(blocks(1))])), STAGES),
+        (Model(layers=nn.ModuleList(blocks(1)), proj=nn.Sequential(*blocks())), ("layers.0",)),
+        (nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D)), ()),
+        (Model(norms=nn.ModuleList([nn.RMSNorm(D)])), ()),
+    ],
+)
+def test_blocks_are_the_layers_that_a_model_repeats(model, expected):
+    assert blocks_of(model) == expected
+
+
+def test_a_second_name_of_a_block_does_not_count():
+    shared = nn.ModuleList(blocks(1))
+    assert blocks_of(Model(layers=shared, again=shared)) == ("layers.0",)
+    layers = nn.ModuleList(blocks(4))
+    halves = Model(layers=layers, first=layers[:2], last=layers[2:], all=nn.Sequential(*layers))
+    assert blocks_of(halves) == ("layers.0", "layers.1", "layers.2", "layers.3")
+    assert convert(halves, "mx_linear", mode="reference", filter_fqns=[]).linears == [
+        f"layers.{i}.output" for i in range(4)
+    ]
+
+
+@pytest.mark.parametrize(
+    "model, expected",
+    [
+        (Model(lm_head=nn.Linear(D, V), layers=nn.ModuleList(blocks()), other=nn.Linear(D, D)), ("lm_head",)),
+        (Model(m=nn.ModuleDict({"layers": nn.ModuleList(blocks()), "lm_head": nn.Linear(D, V)})), ("m.lm_head",)),
+        (nn.ModuleDict({"embedding": nn.Embedding(V, D), "lm_head": nn.Linear(D, V)}), ("lm_head",)),
+        (Model(e=nn.Embedding(V, D), layers=nn.ModuleList(blocks()), up=nn.Linear(D, V), h=nn.Linear(D, V)), ("h",)),
+        (Model(h=nn.Linear(D, V), e=nn.Embedding(V, D), pos=nn.Embedding(D, D), mix=nn.Linear(D, D)), ("h",)),
+        (Model(e=nn.Embedding(V - 1, D), layers=nn.ModuleList(blocks()), head=nn.Linear(D, V)), ("head",)),
+        (Model(e=nn.Embedding(D, D), layers=nn.ModuleList(blocks()), head=nn.Linear(D, D)), ("head",)),
+        (Model(patches=nn.Linear(48, D), layers=nn.ModuleList(blocks()), head=nn.Linear(D, 10)), ("head",)),
+        (Model(patches=nn.Linear(48, D), layers=nn.ModuleList(blocks())), ()),
+        (Model(layers=nn.ModuleList(blocks()), pooler=nn.Linear(D, D)), ()),
+        (Model(layers=nn.ModuleList(blocks()), last=Model(modulation=nn.Linear(D, 4))), ()),
+        (Model(layers=nn.ModuleList(blocks()), text=nn.Linear(D, 4), image=nn.Linear(D, 4)), ()),
+        (Model(moe=Model(experts=nn.ModuleList(blocks())), ff=Model(up=nn.Linear(D, 32), down=nn.Linear(32, D))), ()),
+        (Model(h=nn.Linear(D, D), e=nn.Embedding(D, D), layers=nn.ModuleList(blocks())), ("h",)),
+        (nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D)), ()),
+    ],
+)
+def test_heads_are_known_by_name_shape_or_place(model, expected):
+    assert heads_of(model) == expected
+
+
+def test_a_share_of_no_blocks_is_refused():
+    model = nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 32))
+    with pytest.raises(
+        ConfigError, match="^high_precision_share = 0.5 finds no blocks in this Sequential: name the mod"
+    ):
+        convert(model, "mx_linear", high_precision_share=0.5)
+    assert convert(model, "mx_linear", recipe="nvfp4").linears == ["1"], "the recipe's own share"
+
+
+class Router(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.gate, self.other = linear, nn.Linear(4, 4)
+
+
+def test_the_linears_of_a_model():
+    shared = nn.Linear(8, 8)
+    routers = {"router": Router(nn.Linear(8, 4)), "own": Router(DecomposeKRouter(8, 4))}
+    model = nn.ModuleDict({**routers, "a": nn.Sequential(shared), "b": nn.Linear(8, 8)})
+    model["b"].weight = shared.weight
+    linears = find_linears(dict(model.named_modules()))
+    common = dict(is_gate=True, shares_weight=False)
+    assert linears["router.gate"] == LinearFacts(8, 4, "Linear", is_plain=True, is_in_gate=True, **common)
+    assert linears["own.gate"] == LinearFacts(8, 4, "DecomposeKRouter", is_plain=False, **common)
+    assert [fqn for fqn, facts in linears.items() if facts.shares_weight] == ["a.0", "b"]
+    assert find_gates(model) == {"router.gate": model["router"].gate, "own.gate": model["own"].gate}
+    assert list(find_gates(model["router"])) == ["gate"]
+
+
+class TopKRouter(nn.Module):
+    """As the gates of transformers 5."""
+
+
+def gate() -> nn.Linear:
+    return nn.Linear(8, 4)
+
+
+@pytest.mark.parametrize(
+    "name, model",
+    [
+        ("gate", nn.ModuleDict({"gate": gate(), "experts": nn.ModuleList()})),
+        ("gating", nn.ModuleDict({"gating": gate(), "experts": nn.ModuleList()})),
+        ("router", nn.ModuleDict({"router": gate(), "up": gate()})),
+        ("router.layer", nn.ModuleDict({"router": nn.ModuleDict({"layer": gate()}), "input": gate()})),
+        (
+            "mlp.gate.wg",
+            nn.ModuleDict({"mlp": nn.ModuleDict({"gate": nn.ModuleDict({"wg": gate()}), "experts": gate()})}),
+        ),
+    ],
+)
+def test_a_gate_beside_experts_or_called_router(name, model):
+    assert list(find_gates(model)) == [name] and not find_other_gates(dict(model.named_modules()))
+
+
+def test_a_router_of_two_layers_stays_whole():
+    layers = nn.ModuleDict({"up": nn.Linear(32, 32), "down": nn.Linear(32, 32)})
+    model = nn.ModuleDict({"router": layers, "out": nn.Linear(32, 32)})
+    assert not find_gates(model)
+    report = convert(model, "mx_linear")
+    assert report.linears == ["out"] and list(report.skipped) == ["router.up", "router.down"]
+    assert all("is a part of a router" in reason for reason in report.skipped.values())
+    assert find_other_gates(dict(model.named_modules())) == {"router": "ModuleDict"}
+
+
+def test_a_mixture_that_is_called_router_is_no_gate():
+    mixture = nn.ModuleDict({"wg": nn.Linear(32, 32), "experts": nn.ModuleList([nn.Linear(32, 32)])})
+    assert convert(nn.ModuleDict({"router": mixture}), "mx_linear").linears == ["router.wg", "router.experts.0"]
+
+
+def test_the_gate_of_a_feed_forward_is_none():
+    assert not find_gates(nn.ModuleDict({"gate": gate(), "up": gate(), "gating": gate()}))
+
+
+def test_gates_that_hold_no_linear():
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"gate": TopKRouter(), "experts": nn.ModuleList()})})
+    assert find_other_gates(dict(model.named_modules())) == {"mlp.gate": "TopKRouter"} and not find_gates(model)
+    router = nn.ModuleDict({"router": nn.ModuleDict({"layer": gate(), "act": nn.Softmax(1)})})
+    assert not find_other_gates(dict(router.named_modules())), "its parts are no gates of their own"

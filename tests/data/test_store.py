@@ -1,0 +1,242 @@
+"""The folder of a prepared text: its tokens, its report, its damages."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from mxtrain.data import DataConfig, TokenFile, prepare, store
+from mxtrain.data.documents import Document, Progress, is_held_out
+from mxtrain.data.store import DamagedText, TextReport, load_text, tokenize
+from mxtrain.data.tokenizer import BOS_TOKEN, EOS_TOKEN, load_tokenizer, tokenizer_hash, train_tokenizer
+from mxtrain.errors import ConfigError
+
+SILENT = Progress(lambda line: None)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory, prose):
+    folder = tmp_path_factory.mktemp("store") / "tokenizer"
+    train_tokenizer([prose(0)], 300, folder, SILENT)
+    return load_tokenizer(folder)
+
+
+def split_documents(tokens: np.ndarray, tokenizer) -> list[str]:
+    """Return the texts between each bos and the next eos."""
+    starts, ends = (np.flatnonzero(tokens == i) for i in (tokenizer.bos_id, tokenizer.eos_id))
+    return [tokenizer.encoder.decode(tokens[s + 1 : e]) for s, e in zip(starts, ends, strict=True)]
+
+
+def test_each_file_holds_its_documents_in_order(tokenizer, tmp_path, prose, monkeypatch):
+    monkeypatch.setattr(store, "BATCH_CHARACTERS", 2000)
+    documents = [Document(f"doc{i}", prose(i, 40)) for i in range(50)] + [Document("odd", f"a{EOS_TOKEN}\u2028é")]
+    files, counts = tokenize(documents, tokenizer, tmp_path, 0.3, 0, SILENT)
+    for split, held_out in (("train", False), ("validation", True)):
+        expected = [document.text for document in documents if is_held_out(document.key, 0.3) == held_out]
+        tokens = files[split].open()
+        assert split_documents(tokens, tokenizer) == expected and len(expected) > 5
+        assert (tokens[0], tokens[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
+        assert counts[f"{split}_tokens"] == files[split].count == len(tokens)
+    assert (counts["documents"], counts["validation_documents"]) == (51, len(expected))
+    assert counts["bytes"] == sum(len(document.text.encode()) for document in documents)
+
+
+@pytest.mark.parametrize("size, dtype", [(300, "<u2"), (1 << 16, "<u2"), ((1 << 16) + 1, "<u4")])
+def test_ids_are_stored_in_the_narrowest_type_that_holds_them(tokenizer, tmp_path, size, dtype):
+    files, _ = tokenize([Document("a", "text")], tokenizer._replace(size=size), tmp_path, 0.0, 0, SILENT)
+    assert files["train"].dtype == dtype
+    assert (tmp_path / "train.bin").stat().st_size == files["train"].count * int(dtype[-1])
+    assert split_documents(files["train"].open(), tokenizer) == ["text"]
+
+
+def test_a_tokenizer_without_bos_separates_documents_with_eos(tokenizer, tmp_path):
+    documents = [Document("a", "text"), Document("b", "text")]
+    files, _ = tokenize(documents, tokenizer._replace(bos_id=None), tmp_path, 0.0, 0, SILENT)
+    tokens = files["train"].open().tolist()
+    assert tokens.count(tokenizer.bos_id) == 0
+    assert tokens.count(tokenizer.eos_id) == 2 and tokens[-1] == tokenizer.eos_id
+
+
+def test_bos_and_eos_are_added_once_if_the_tokenizer_adds_bos_itself(tokenizer, tmp_path):
+    encoder = Tokenizer.from_str(tokenizer.encoder.to_str())
+    added = [(BOS_TOKEN, tokenizer.bos_id)]
+    encoder.post_processor = TemplateProcessing(single=f"{BOS_TOKEN} $0", special_tokens=added)
+    assert encoder.encode("text").ids[0] == tokenizer.bos_id
+    files, _ = tokenize([Document("a", "text")], tokenizer._replace(encoder=encoder), tmp_path, 0.0, 0, SILENT)
+    tokens = files["train"].open().tolist()
+    assert (tokens.count(tokenizer.bos_id), tokens.count(tokenizer.eos_id)) == (1, 1)
+
+
+def test_an_empty_file_can_be_opened(tmp_path):
+    assert TokenFile(tmp_path / "absent.bin", "<u2", 0).open().shape == (0,)
+
+
+# The report
+
+
+def test_report_of_a_tokenized_text():
+    report = TextReport(
+        dataset="python",
+        folder="/cache/python-1",
+        vocab_size=2048,
+        requested_vocab_size=2048,
+        files=1790,
+        documents=1717,
+        bytes=30_500_000,
+        train_tokens=10_013_521,
+        validation_documents=9,
+        validation_tokens=46_623,
+        dropped={"duplicate": 19, "machine-made": 22, "unreadable": 0},
+        separators="begins with '<s>'",
+        cut={name: size * 1_000_000 for size, name in enumerate(["f", "e", "d", "c", "b", "a"], 1)},
+    )
+    assert str(report).splitlines() == [
+        "dataset       python",
+        "files         1,790 found",
+        "documents     1,717 kept, 30.5 MB (9 of them for validation)",
+        "tokens        10,013,521 train, 46,623 validation",
+        "dropped       19 duplicate, 22 machine-made",
+        "packages cut  a by 6.0 MB, b by 5.0 MB, c by 4.0 MB, d by 3.0 MB, e by 2.0 MB, and 1 more",
+        "tokenizer     2,048 tokens",
+        "document      begins with '<s>'",
+        "folder        /cache/python-1",
+    ]
+    said = "1,717 documents, 30.5 MB; each document begins with '<s>'; left out: 19 duplicate, 22 machine-made"
+    assert report.line == said
+
+
+def test_report_of_a_stream_and_a_smaller_vocabulary():
+    table = str(TextReport("hf", "/cache/hf-1", vocab_size=900, requested_vocab_size=2048, streamed=True))
+    assert "streamed: not counted" in table and "0 train" not in table
+    assert "900 tokens (2,048 requested; the text has no more pairs to merge)" in table
+
+
+# Damage
+
+
+def silent(line: str) -> None:
+    pass
+
+
+@pytest.fixture
+def config(tmp_path, prose):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": prose(i)}) + "\n" for i in range(20)))
+    return DataConfig(dataset="files", path=str(tmp_path / "a.jsonl"), vocab_size=300, validation_share=0.2)
+
+
+def cut(file) -> None:
+    file.write_bytes(file.read_bytes()[:-2])
+
+
+def edit_summary(**changes):
+    return lambda file: file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def flip(file):
+    """Change a bit, as a partial copy, a failing disk or a power failure may."""
+    content = bytearray(file.read_bytes())
+    content[10] ^= 1
+    file.write_bytes(content)
+
+
+def remove(file) -> None:
+    file.unlink()
+
+
+MISSING = "prepared.json is missing, damaged or of an earlier version"
+
+DAMAGES = [
+    ("train.bin", cut, "train.bin has"),
+    ("train.bin", remove, "train.bin has 0 bytes instead of"),
+    ("validation.bin", lambda file: file.write_bytes(file.read_bytes() * 2), "validation.bin has"),
+    ("train.bin", flip, "the contents of train.bin have changed"),
+    ("validation.bin", flip, "the contents of validation.bin have changed"),
+    ("prepared.json", remove, MISSING),
+    ("prepared.json", lambda file: file.write_text("[]"), MISSING),
+    ("prepared.json", cut, MISSING),
+    ("prepared.json", edit_summary(tokens={}), "prepared.json is damaged"),
+    ("prepared.json", edit_summary(tokens={"train": {"dtype": "<u3", "count": 5}}), MISSING),
+    ("prepared.json", edit_summary(tokens={"train": {"dtype": "<u2"}}), MISSING),
+    ("prepared.json", edit_summary(tokens={"train": {"dtype": "<u2", "count": "5"}}), MISSING),
+    ("prepared.json", edit_summary(tokens={"train": {"dtype": "<u2", "count": 5, "sha256": None}}), MISSING),
+    ("prepared.json", edit_summary(tokens=None), MISSING),
+    ("prepared.json", edit_summary(tokenizer=None), MISSING),
+    ("prepared.json", edit_summary(report={"dataset": "files"}), MISSING),
+    ("tokenizer/tokenizer.json", cut, "its tokenizer is damaged"),
+    ("tokenizer/tokenizer.json", remove, "its tokenizer is damaged"),
+    ("tokenizer/tokenizer_config.json", lambda file: file.write_text("{}"), "its tokenizer is damaged"),
+]
+
+
+@pytest.mark.parametrize("name, damage, message", DAMAGES)
+def test_a_damaged_text_is_prepared_again_with_one_line(config, cache, name, damage, message, caplog):
+    first = prepare(config, silent)
+    damage(first.folder / name)
+    with pytest.raises(DamagedText, match=message):
+        load_text(first.folder, reads_tokens=True)
+    chosen = DataConfig(dataset="files", prepared=first.folder.name)
+    with pytest.raises(ConfigError, match=f"data.prepared = '{first.folder.name}' is damaged .*{message}"):
+        prepare(chosen, silent)
+    caplog.set_level(logging.INFO)
+    second = prepare(config, silent)
+    assert second == first and prepare(config, silent) == load_text(first.folder, reads_tokens=True) == first
+    assert [path.name for path in cache.iterdir()] == [first.folder.name]
+    (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("mxtrain")]
+    assert line.startswith(f"the prepared text {first.folder} is damaged ({message}")
+    assert prepare(chosen, silent) == first
+
+
+def test_tokens_that_cannot_be_read_are_damage(config, monkeypatch):
+    folder = prepare(config, silent).folder
+
+    def fails(path):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(store, "hash_file", fails)
+    with pytest.raises(DamagedText, match="^train.bin cannot be read: Input/output error$"):
+        load_text(folder, reads_tokens=True)
+
+
+def test_the_identity_depends_on_contents_alone(config, tmp_path, prose, monkeypatch):
+    first = prepare(config, silent)
+    assert first.identity.keys() == {"tokenizer", "train", "validation", "dtype"}
+    assert first.identity["tokenizer"] == tokenizer_hash(first.tokenizer)
+    moved = tmp_path / "elsewhere" / "a.jsonl"
+    moved.parent.mkdir()
+    moved.write_bytes((tmp_path / "a.jsonl").read_bytes())
+    monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path / "other cache"))
+    same = prepare(DataConfig(**{**vars(config), "path": str(moved)}), silent)
+    assert same.identity == first.identity and same.folder.name != first.folder.name
+    with moved.open("a") as file:
+        file.write(json.dumps({"text": prose(99)}) + "\n")
+    other = prepare(DataConfig(**{**vars(config), "path": str(moved)}), silent)
+    assert other.identity["train"] != first.identity["train"]
+
+
+def test_a_chosen_text_is_loaded_without_its_source(config, tmp_path, monkeypatch):
+    first = prepare(config, silent)
+    (tmp_path / "a.jsonl").unlink()
+    by_name = DataConfig(dataset="files", prepared=first.folder.name)
+    by_path = DataConfig(dataset="files", prepared=str(first.folder))
+    assert prepare(by_name, silent) == prepare(by_path, silent) == first
+    with pytest.raises(ConfigError, match="is a text of training.dataset = 'files', not 'python'; set the dataset"):
+        prepare(DataConfig(prepared=first.folder.name), silent)
+    monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path / "empty"))
+    with pytest.raises(ConfigError, match=f"data.prepared = '{first.folder.name}': there is no folder '.*/empty/files"):
+        prepare(by_name, silent)
+    assert prepare(by_path, silent) == first
+
+
+def test_a_chosen_text_needs_its_tokenizer(config, tmp_path):
+    trained = prepare(config, silent)
+    folder = tmp_path / "tokenizer"
+    trained.tokenizer.rename(folder)
+    own = prepare(DataConfig(**{**vars(config), "tokenizer_path": str(folder)}), silent)
+    chosen = DataConfig(dataset="files", prepared=own.folder.name)
+    assert prepare(chosen, silent) == own and own.tokenizer == folder
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="model.hf_assets_path = '.*tokenizer' is not the tokenizer of the prepared"):
+        prepare(chosen, silent)

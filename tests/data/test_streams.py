@@ -1,0 +1,262 @@
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets as hf_datasets
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
+from mxtrain.data import DataConfig, prepare
+from mxtrain.data.documents import Progress, is_held_out
+from mxtrain.data.tokenizer import train_tokenizer
+from mxtrain.errors import ConfigError
+from mxtrain.titan import data as titan_data
+from mxtrain.titan.data import build_dataloader, build_tokenizer, prepare_from_job
+from tests.support.data_checks import VOCABULARY, job, rows_of, same, take, text, validator
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    """A folder of the test's own for ./outputs and the cache of ``datasets``."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hf_datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+
+
+TITAN_NAMES = {"c4", "c4_test", "c4_validation"}
+READ = []
+"""The rows that this process has read"""
+VERSION = {"some/set": "c0ffee"}
+"""Of the one dataset on the hub"""
+
+
+def rows(shards, split):
+    for shard in shards:
+        for i in range(60):
+            READ.append((shard, i))
+            yield {"body": text(1000 * shard + i + (500_000 if split == "validation" else 0), 40), "url": "u"}
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub that holds one dataset, some/set, with two shards a split."""
+    opened = []
+
+    def load_dataset_builder(path, name):
+        if path != "some/set":
+            raise FileNotFoundError(f"Dataset {path} does not exist")
+
+        def as_streaming_dataset(split):
+            opened.append((name, split))
+            return hf_datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": [0, 1], "split": split})
+
+        return SimpleNamespace(as_streaming_dataset=as_streaming_dataset, hash=VERSION[path])
+
+    monkeypatch.setattr(hf_datasets, "load_dataset_builder", load_dataset_builder)
+    return opened
+
+
+def hf_job(*flags):
+    own = ("--training.dataset=hf", "--training.dataset_path=some/set", "--data.hf_config=en", "--data.text_key=body")
+    return job(*own, *flags)
+
+
+def test_a_stream_trains_a_tokenizer_and_feeds_the_loader(hub):
+    config = hf_job()
+    tokenizer = build_tokenizer(config)
+    assert tokenizer.get_vocab_size() == VOCABULARY and hub == [("en", "train")]
+    assert prepare_from_job(config).report.streamed
+    inputs, labels = take(build_dataloader(1, 0, tokenizer, config), 1)[0]
+    assert torch.equal(inputs["input"][0], torch.tensor(tokenizer.encode(text(0, 40), add_bos=True, add_eos=True)[:16]))
+    assert inputs["input"].shape == labels.shape == (4, 16)
+    assert set(titan_data.TITAN_DATASETS) == TITAN_NAMES  # TorchTitan's registry is as it was
+
+
+def test_a_stream_has_the_tokens_of_a_prepared_text(hub, tmp_path):
+    """Whatever the tokenizer's files tell other programs to cut, to pad and to add."""
+    folder = tmp_path / "tokenizer"
+    train_tokenizer([text(0)], VOCABULARY, folder, Progress(print))
+    (folder / "tokenizer_config.json").rename(folder / "special_tokens_map.json")
+    encoder = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    encoder.enable_truncation(4)
+    encoder.enable_padding(length=300)
+    added = [("<|end_of_text|>", 1)]
+    encoder.post_processor = TemplateProcessing(single="$A <|end_of_text|>", special_tokens=added)
+    encoder.save(str(folder / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text(text(1))
+    config = DataConfig("files", str(tmp_path / "a.txt"), tokenizer_path=str(folder), validation_share=0.0)
+    prepared = prepare(config, lambda line: None)
+    job = hf_job(f"--model.hf_assets_path={folder}")
+    ids = build_tokenizer(job).encode(text(1), add_bos=True, add_eos=True)
+    assert ids == prepared.train.open().tolist() and ids.count(0) == ids.count(1) == 1 and len(ids) > 300
+    assert (
+        prepare_from_job(job).report.line
+        == "streamed; each document begins with '<|begin_of_text|>' and ends with '<|end_of_text|>'"
+    )
+
+
+def test_the_version_of_a_stream_is_kept_and_another_one_is_a_warning(hub, monkeypatch, caplog):
+    flags = ["--checkpoint.enable"]
+    config = hf_job(*flags)
+    file = Path(config.job.dump_folder) / "data.json"
+    loader = build_dataloader(1, 0, build_tokenizer(config), config)
+    take(loader, 1)
+    assert json.loads(file.read_text())["stream_version"] == "c0ffee"
+    (file.parent / "checkpoint" / "step-1").mkdir(parents=True)
+    resumed = build_dataloader(1, 0, build_tokenizer(config), config)
+    resumed.load_state_dict(loader.state_dict())
+    assert json.loads(file.read_text())["stream_version"] == "c0ffee" and "version of" not in caplog.text
+    monkeypatch.setitem(VERSION, "some/set", "decade")
+    anew = hf_job(*flags, "--checkpoint.exclude_from_loading=dataloader,lr_scheduler")
+    for resumed, warns in ((config, True), (anew, False)):
+        file.write_text(file.read_text().replace("decade", "c0ffee"))
+        caplog.clear()
+        build_dataloader(1, 0, build_tokenizer(resumed), resumed)
+        assert json.loads(file.read_text())["stream_version"] == "decade"
+        line = "the version of the stream (decade) is another than that of the run so far (c0ffee)"
+        assert (line in caplog.text) == warns
+
+
+def require_exact_resume(config, tokenizer, stop, end):
+    """A stream that stops after ``stop`` batches and resumes has the batches up to ``end`` of one that does not."""
+    whole = take(build_dataloader(1, 0, tokenizer, config), end)
+    stopped = build_dataloader(1, 0, tokenizer, config)
+    take(stopped, stop)
+    resumed = build_dataloader(1, 0, tokenizer, config)
+    resumed.load_state_dict(stopped.state_dict())
+    assert same(take(resumed, end - stop), whole[stop:])
+
+
+def test_a_stream_resumes_and_ranks_differ(hub):
+    config = hf_job()
+    tokenizer = build_tokenizer(config)
+    batches = [take(build_dataloader(2, rank, tokenizer, config), 8) for rank in range(2)]
+    assert not same(batches[0], batches[1])
+    require_exact_resume(config, tokenizer, 5, 8)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_resumes_exactly_in_its_second_pass(hub, workers):
+    """datasets drops the state of another epoch, and knows no position before it is read again."""
+    config = hf_job(f"--training.dataloader.num_workers={workers}", "--training.local_batch_size=16")
+    tokenizer = build_tokenizer(config)
+    texts = [text(1000 * shard + i, 40) for shard in (0, 1) for i in range(60)]
+    pass_ends = sum(len(tokenizer.encode(one, add_bos=True, add_eos=True)) for one in texts) // (16 * 17)
+    whole = take(build_dataloader(1, 0, tokenizer, config), pass_ends + 6)
+    state, done = None, 0
+    for count in (pass_ends + 1, 1, 4):  # of two workers, one reads the single batch
+        loader = build_dataloader(1, 0, tokenizer, config)
+        if state:
+            loader.load_state_dict(state)
+        assert same(take(loader, count), whole[done : done + count])
+        state, done = loader.state_dict(), done + count
+
+
+def test_a_stream_validates_on_its_validation_split(hub):
+    config = hf_job("--validation.enable", "--validation.dataset=hf", "--validation.steps=2")
+    held_out = validator(config, 2, 0)
+    assert hub[-1] == ("en", "validation")
+    first = take(held_out.validation_dataloader, 1)[0][0]["input"][0]
+    expected = held_out.tokenizer.encode(text(500_000, 40), add_bos=True, add_eos=True)[:16]
+    assert first.tolist() == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_validation_on_a_split_reads_the_same_text(hub, workers):
+    flags = ("--validation.dataset=hf", "--validation.dataset_path=some/set", "--validation.steps=2")
+    one = validator(hf_job("--validation.enable", *flags, f"--validation.dataloader.num_workers={workers}"))
+    first, second = (rows_of(take(one.validation_dataloader, 2)) for _ in range(2))
+    assert first == second
+
+
+def test_no_worker_is_without_a_file(hub):
+    """TorchTitan's loop over an endless stream would never end there."""
+    config = hf_job("--training.dataloader.num_workers=2")
+    tokenizer = build_tokenizer(config)
+    assert build_dataloader(1, 0, tokenizer, config).num_workers == 2
+    with pytest.raises(ConfigError, match="training.dataloader.num_workers = 2: a data-parallel rank reads 1 file"):
+        build_dataloader(2, 0, tokenizer, config)
+    other = ("--validation.enable", "--validation.dataset=hf", "--validation.dataset_path=some/set")
+    with pytest.raises(ConfigError, match="validation.dataloader.num_workers = 3: a data-parallel rank reads 2 file"):
+        validator(hf_job(*other, "--validation.dataloader.num_workers=3"))
+
+
+def held_out(split: bool, share: float) -> list[str]:
+    texts = (text(1000 * shard + i, 40) for shard in (0, 1) for i in range(60))
+    return [one for one in texts if is_held_out(one, share) == split]
+
+
+def decoded(tokenizer, loader, count: int) -> str:
+    """The text of the first ``count`` batches of one rank."""
+    return "".join(tokenizer.decode(list(row), skip_special_tokens=True) for row in rows_of(take(loader, count)))
+
+
+def test_a_stream_without_a_validation_setting_holds_documents_out_of_training(hub):
+    workers = ["--validation.dataloader.num_workers=1", "--validation.dataloader.persistent_workers"]
+    config = hf_job("--validation.enable", "--validation.steps=4", *workers)
+    tokenizer = build_tokenizer(config)
+    training, validation = held_out(False, 0.3), held_out(True, 0.3)
+    assert len(training) + len(validation) == 120 and 20 < len(validation) < 60
+    read = decoded(tokenizer, build_dataloader(1, 0, tokenizer, config), 40)
+    assert read.startswith("".join(training[:5])) and not any(one in read for one in validation)
+    own = validator(config)
+    first = take(own.validation_dataloader, 4)
+    READ.clear()
+    assert same(first, take(own.validation_dataloader, 4)) and len(rows_of(own.validation_dataloader)) == 4 * 4
+    seen = decoded(tokenizer, own.validation_dataloader, 4)
+    assert seen.startswith(validation[0]) and not any(one in seen for one in training)
+    assert READ == [], "the stream is read once"
+    again = validator(hf_job("--validation.enable", "--validation.steps=300"))
+    assert len(rows_of(again.validation_dataloader)) == 300 * 4, "a short stream is repeated, so that ranks agree"
+
+
+def test_a_stream_with_held_out_documents_resumes_exactly_and_ranks_differ(hub):
+    config = hf_job("--validation.enable", "--validation.steps=1")
+    tokenizer = build_tokenizer(config)
+    require_exact_resume(config, tokenizer, 17, 30)
+    ranks = [rows_of(validator(config, 2, rank).validation_dataloader) for rank in range(2)]
+    assert len(ranks[0]) == len(ranks[1]) == 4 and not set(ranks[0]) & set(ranks[1])
+
+
+def test_a_run_on_a_stream_does_not_start_or_stop_to_hold_out_documents(hub):
+    plain, follows = hf_job(), hf_job("--validation.enable", "--validation.steps=1")
+    folder = build_tokenizer(plain) and prepare_from_job(plain).tokenizer
+    tokenizer = [f"--model.hf_assets_path={folder}", "--data.vocab_size=0"]  # equal, so the stream alone differs
+    plain, follows = hf_job(*tokenizer), hf_job("--validation.enable", "--validation.steps=1", *tokenizer)
+    loaders = [build_dataloader(1, 0, build_tokenizer(config), config) for config in (plain, follows)]
+    for loader in loaders:
+        take(loader, 1)
+    with pytest.raises(
+        ConfigError, match="validation.dataset = '' holds a share of 0.3 .* the run so far held out 0.0"
+    ):
+        loaders[1].load_state_dict(loaders[0].state_dict())
+    with pytest.raises(ConfigError, match="held out 0.3: set validation.enable = true, validation.dataset = ''"):
+        loaders[0].load_state_dict(loaders[1].state_dict())
+
+
+def test_streams_without_following_validation_are_prepared_as_before(hub):
+    plain = prepare_from_job(hf_job()).folder
+    for flags in (["--validation.dataset=hf"], ["--validation.dataset=files"], ["--validation.dataset_path=other/set"]):
+        assert prepare_from_job(hf_job("--validation.enable", *flags)).folder == plain
+    assert prepare_from_job(hf_job("--validation.enable")).folder != plain  # its tokenizer has read other documents
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "message"),
+    [
+        (["--validation.steps=-1"], 1, "validation.steps = -1 reads validation.dataset = 'hf' to its end"),
+        (["--validation.dataset=hf"], 2, "validation.steps = -1 reads validation.dataset = 'hf' to its end"),
+        (["--data.validation_share=0", "--validation.steps=1"], 1, "data.validation_share = 0 holds no document out"),
+    ],
+)
+def test_streams_that_cannot_validate(hub, flags, ranks, message):
+    with pytest.raises(ConfigError, match=message):
+        validator(hf_job("--validation.enable", *flags), ranks, 0)
+
+
+def test_too_few_held_out_documents_of_a_stream(hub):
+    config = hf_job("--validation.enable", "--validation.steps=1", "--data.validation_share=0.00001")
+    with pytest.raises(ConfigError, match="data.validation_share = 1e-05 holds out less text than one sequence"):
+        take(validator(config).validation_dataloader, 1)

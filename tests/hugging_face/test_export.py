@@ -1,0 +1,268 @@
+"""Which linears become codes, which gains are folded, and how all else is written."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from mxtrain import ConfigError
+from mxtrain.hugging_face.export import Exporter, Parameter, Trained, norm_before
+from mxtrain.hugging_face.model_config import ModelShape
+from mxtrain.ops import quantize
+from mxtrain.recipes.parse import get_recipe
+from tests.support.stored_values import VALUES
+
+NAMES = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+}
+D = 32
+LAYER = "model.layers.0."
+
+
+class Run:
+    """A block of Llama between an embedding and a head, with recipes by the ends of names; "" is all others.
+
+    Args:
+        merged: norms whose gains training folded.
+        orders: FQNs of parameters -> the order of their rows in Hugging Face.
+        weights: FQNs of parameters -> other weights.
+        dtype: in which training read the weights.
+    """
+
+    def __init__(
+        self, recipes: dict[str, str | None], is_tied=False, merged=(), orders=None, weights=None, dtype=torch.float32
+    ):
+        linears = {f"layers.0.{own}": f"{LAYER}{hf}" for own, hf in NAMES.items()} | {"output": "lm_head"}
+        self.names = {f"{fqn}.weight": f"{hf}.weight" for fqn, hf in linears.items()}
+        self.names |= {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+        self.names |= {"layers.0.attention_norm.weight": f"{LAYER}input_layernorm.weight"}
+        self.names |= {"layers.0.ffn_norm.weight": f"{LAYER}post_attention_layernorm.weight"}
+        named = {fqn: recipes.get(fqn.rpartition(".")[2], recipes.get("")) for fqn in linears}
+        named |= {"output": recipes.get("output")}
+        self.recipes = {fqn: None if name is None else get_recipe(name) for fqn, name in named.items()}
+        self.weights = {fqn: self._draw(fqn) for fqn in self.names} | (weights or {})
+        places = {
+            fqn: Parameter(self.weights[fqn].shape, (hf,), (orders or {}).get(fqn)) for fqn, hf in self.names.items()
+        }
+        if is_tied:
+            places["output.weight"] = Parameter(places["output.weight"].shape, (), None)
+        shape = ModelShape("llama", D, 1, 2, 2, 16, 2 * D, 2 * D, 1e-5, 1e4, tie_word_embeddings=is_tied)
+        self.trained = Trained(
+            shape, places, self.weights, self.recipes, frozenset(merged), dtype, Path("no tokenizer")
+        )
+
+    def _draw(self, fqn: str) -> torch.Tensor:
+        if "norm" in fqn:
+            return torch.linspace(0.5, 1.5, D)
+        generator = torch.Generator().manual_seed(list(self.names).index(fqn))
+        scale = {"layers.0.attention.wk.weight": 0.3, "layers.0.feed_forward.w3.weight": 0.001}.get(fqn, 0.02)
+        return torch.randn(2 * D, D, generator=generator) * scale
+
+    def write(self, name: str, **options) -> tuple[dict[str, torch.Tensor], dict]:
+        """Export in this format. Return all tensors, and the config of the quantization."""
+        exporter, tensors = Exporter(self.trained, name, **options), {}
+        for fqn in self.names:
+            new = exporter.tensors(fqn)
+            assert not tensors.keys() & new.keys()
+            tensors |= new
+        return tensors, exporter.quantization().get("quantization_config", {})
+
+    def operand(self, own: str) -> torch.Tensor:
+        """The weight [N, D] that fprop multiplies."""
+        recipe = self.recipes[f"layers.0.{own}"].fprop
+        return quantize.weights([self.weights[f"layers.0.{own}.weight"]], recipe, "reference", 1, None).data
+
+
+@pytest.mark.parametrize("order", [None, torch.arange(2 * D - 1, -1, -1)])
+@pytest.mark.parametrize("name", ("mxfp8", "nvfp4"))
+def test_linears_become_their_operands_and_all_else_is_rounded(name, order):
+    """Rows are put in order after the cast, whose tiles would have other scales otherwise."""
+    run = Run({"": name}, orders={"layers.0.attention.wq.weight": order})
+    tensors, config = run.write(name)
+    for own, hf in NAMES.items():
+        operand = run.operand(own)
+        operand = operand if order is None or own != "attention.wq" else operand[order]
+        assert torch.equal(VALUES[name](tensors, LAYER + hf), operand), own
+    assert config["ignore"] == ["lm_head"]
+    for fqn in ("output.weight", "tok_embeddings.weight", "norm.weight", "layers.0.ffn_norm.weight"):
+        assert torch.equal(tensors[run.names[fqn]], run.weights[fqn].bfloat16())
+    assert len(tensors) == len(NAMES) * {"mxfp8": 2, "nvfp4": 3}[name] + 5
+
+
+@pytest.mark.parametrize("name", ("mxfp8", "nvfp4"))
+def test_a_head_that_is_the_embedding_is_ignored(name):
+    """Its weight is not in the files, and a reader that took it for quantized would make up codes and scales."""
+    tensors, config = Run({"": name}, is_tied=True).write(name)
+    assert config["ignore"] == ["lm_head"] and not any(n.startswith("lm_head") for n in tensors)
+
+
+def test_weights_that_vllm_joins_have_one_tensor_scale():
+    tensors, _ = Run({"": "nvfp4"}).write("nvfp4")
+    scales = {own: tensors[f"{LAYER}{hf}.weight_global_scale"].item() for own, hf in NAMES.items()}
+    assert scales["attention.wq"] == scales["attention.wk"] == scales["attention.wv"] != scales["attention.wo"]
+    assert scales["feed_forward.w1"] == scales["feed_forward.w3"]
+
+
+@pytest.mark.parametrize("name", ("mxfp8", "nvfp4"))
+def test_linears_of_other_formats_stay_in_high_precision(name):
+    other = {"mxfp8": "nvfp4", "nvfp4": "mxfp8"}[name]
+    run = Run({"": name, "wo": None, "w2": f"fprop={other}, dgrad={name}, wgrad={name}"})
+    tensors, config = run.write(name)
+    assert config["ignore"] == ["lm_head", f"{LAYER}mlp.down_proj", f"{LAYER}self_attn.o_proj"]
+    for own in ("attention.wo", "feed_forward.w2"):
+        weight = run.weights[f"layers.0.{own}.weight"].bfloat16()
+        assert torch.equal(tensors[f"{LAYER}{NAMES[own]}.weight"], weight)
+
+
+@pytest.mark.parametrize("name", ("mxfp8", "nvfp4"))
+def test_weights_that_vllm_joins_are_values_if_only_some_are_quantized(name):
+    run = Run({"": name, "wv": None})
+    tensors, config = run.write(name)
+    joined = [f"{LAYER}self_attn.{own}_proj" for own in "kqv"]
+    assert config["ignore"] == ["lm_head", *joined]
+    for own in ("attention.wq", "attention.wk"):
+        values = tensors[f"{LAYER}{NAMES[own]}.weight"]
+        assert values.dtype == torch.bfloat16 and torch.equal(values.float(), run.operand(own))
+
+
+def test_weights_that_vllm_joins_are_values_if_no_tensor_scale_serves_them_all():
+    value = "layers.0.attention.wv.weight"
+    run = Run({"": "nvfp4"}, weights={value: Run({}).weights[value] * 1e-9})
+    tensors, config = run.write("nvfp4")
+    assert config["ignore"] == ["lm_head", *(f"{LAYER}self_attn.{own}_proj" for own in "kqv")]
+    for own in ("attention.wq", "attention.wk", "attention.wv"):
+        assert torch.equal(tensors[f"{LAYER}{NAMES[own]}.weight"].float(), run.operand(own))
+
+
+def test_tensors_are_as_vllm_declares_them():
+    """``weight`` and ``weight_scale`` of CompressedTensorsW8A8Mxfp8; three tensors of CompressedTensorsW4A4Fp4."""
+    linear = f"{LAYER}self_attn.o_proj"
+    expected = {
+        "mxfp8": {"weight": (torch.float8_e4m3fn, (2 * D, D)), "weight_scale": (torch.uint8, (2 * D, D // 32))},
+        "nvfp4": {
+            "weight_packed": (torch.uint8, (2 * D, D // 2)),
+            "weight_scale": (torch.float8_e4m3fn, (2 * D, D // 16)),
+            "weight_global_scale": (torch.float32, (1,)),
+        },
+    }
+    for name, own in expected.items():
+        tensors, _ = Run({"": name}).write(name)
+        found = {n.removeprefix(f"{linear}."): (t.dtype, tuple(t.shape)) for n, t in tensors.items() if linear in n}
+        assert found == own
+
+
+def test_the_config_names_the_scheme():
+    weights, activations = {}, {}
+    for name in ("mxfp8", "nvfp4"):
+        config = Run({"": name}).write(name)[1]
+        (group,) = config["config_groups"].values()
+        assert config["quant_method"] == "compressed-tensors" and config["format"] == group["format"]
+        weights[name], activations[name] = group["weights"], group["input_activations"]
+    assert (weights["mxfp8"]["num_bits"], weights["mxfp8"]["group_size"]) == (8, 32)
+    assert (weights["nvfp4"]["num_bits"], weights["nvfp4"]["group_size"]) == (4, 16)
+    assert activations["mxfp8"] == weights["mxfp8"] | {"dynamic": True} and activations["nvfp4"] is None
+
+
+@pytest.mark.parametrize(
+    ("recipes", "name", "has"),
+    [
+        ({"": "mxfp8"}, "nvfp4", "mxfp8 or high-precision weights"),
+        ({"": "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8", "wo": "unquantized"}, "mxfp8", "nvfp4 or high-precision"),
+        ({"": None}, "mxfp8", "have high-precision weights"),
+    ],
+)
+def test_a_format_that_no_linear_trained_with_is_refused(recipes, name, has):
+    with pytest.raises(ConfigError) as caught:
+        Run(recipes).write(name)
+    message = str(caught.value)
+    assert message.startswith(f"--format = {name!r}: ") and has in message and "\n" not in message
+
+
+def test_weights_that_are_not_finite_are_refused():
+    name = "layers.0.attention.wq.weight"
+    with pytest.raises(ConfigError) as caught:
+        Run({"": "nvfp4"}, weights={name: torch.full((2 * D, D), torch.nan)}).write("nvfp4")
+    assert str(caught.value).startswith(f"--format = 'nvfp4': {name} has values that are not finite")
+
+
+def test_gains_are_folded_as_training_folded_them():
+    """In a block format, behind MXNorms only; the head's if it is in the format and not the embedding."""
+    attention, last = "layers.0.attention_norm", "norm"
+    run = Run({"": "mxfp8", "output": "mxfp8"}, merged=[attention, last])
+    tensors, config = run.write("mxfp8")
+    gain, recipe = torch.linspace(0.5, 1.5, D), run.recipes["output"].fprop
+    for fqn, folded in {attention: True, last: True, "layers.0.ffn_norm": False}.items():
+        written = tensors[run.names[f"{fqn}.weight"]]
+        assert torch.equal(written, (torch.ones(D) if folded else gain).bfloat16()), fqn
+    for own, factor in {"attention.wk": gain, "feed_forward.w1": 1.0, "attention.wo": 1.0}.items():
+        weight = run.weights[f"layers.0.{own}.weight"] * factor
+        operand = quantize.weights([weight], recipe, "reference", 1, None).data
+        assert torch.equal(VALUES["mxfp8"](tensors, LAYER + NAMES[own]), operand), own
+    assert "lm_head" in config["ignore"]
+    head = quantize.weights([run.weights["output.weight"] * gain], recipe, "reference", 1, None).data
+    assert torch.equal(tensors["lm_head.weight"].float(), head)
+    tied, _ = Run({"": "mxfp8"}, is_tied=True, merged=[last]).write("mxfp8")
+    assert torch.equal(tied["model.norm.weight"], gain.bfloat16())
+
+
+def test_fold_gain_leaves_the_function_as_it_is_and_the_last_norm():
+    run = Run({"": None})
+    tensors, config = run.write("hf", fold_gain=True)
+    x, gain, own = torch.randn(5, D), torch.linspace(0.5, 1.5, D), f"{LAYER}self_attn.k_proj.weight"
+    plain = F.rms_norm(x, (D,), gain, 1e-5) @ run.weights["layers.0.attention.wk.weight"].t()
+    torch.testing.assert_close(F.rms_norm(x, (D,), torch.ones(D), 1e-5) @ tensors[own].t(), plain)
+    assert config == {} and torch.equal(tensors["model.norm.weight"], gain)
+    assert torch.equal(tensors[f"{LAYER}input_layernorm.weight"], torch.ones(D))
+    with pytest.raises(ConfigError, match="--fold-gain does not go with --format = 'mxfp8'"):
+        Run({"": "mxfp8"}).write("mxfp8", fold_gain=True)
+
+
+def test_folding_rounds_as_training_and_multiplies_in_fp32():
+    run = Run({"": "mxfp8"}, merged=["layers.0.attention_norm"], dtype=torch.bfloat16)
+    exporter = Exporter(run.trained, "mxfp8")
+    weight, gain = run.weights["layers.0.attention.wq.weight"], run.weights["layers.0.attention_norm.weight"]
+    rounded = weight.bfloat16().float() * gain.bfloat16().float()
+    operand = quantize.weights([rounded], get_recipe("mxfp8").fprop, "reference", 1, None).data
+    assert torch.equal(exporter.values("layers.0.attention.wq.weight"), operand)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "norm"),
+    {
+        "layers.3.attention.wq.weight": "layers.3.attention_norm",
+        "layers.3.attention.wk.weight": "layers.3.attention_norm",
+        "layers.3.attention.wv.weight": "layers.3.attention_norm",
+        "layers.12.feed_forward.w1.weight": "layers.12.ffn_norm",
+        "layers.12.feed_forward.w3.weight": "layers.12.ffn_norm",
+        "layers.0.moe.experts.w1": "layers.0.ffn_norm",
+        "layers.0.moe.experts.w3": "layers.0.ffn_norm",
+        "layers.0.moe.router.gate.weight": "layers.0.ffn_norm",
+        "output.weight": "norm",
+        "layers.3.attention.wo.weight": None,
+        "layers.3.feed_forward.w2.weight": None,
+        "layers.0.moe.experts.w2": None,
+        "layers.3.attention.q_norm.weight": None,
+        "tok_embeddings.weight": None,
+    }.items(),
+)
+def test_which_norm_feeds_a_parameter(parameter, norm):
+    assert norm_before(parameter) == norm
+
+
+def test_the_files_are_tensors_and_configs(tmp_path):
+    files, size, notes = Exporter(Run({"": "mxfp8"}).trained, "mxfp8").write(tmp_path)
+    assert files == ["model.safetensors", "config.json", "generation_config.json"]
+    assert size == sum(tensor.nbytes for tensor in load_file(tmp_path / files[0]).values())
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["torch_dtype"] == "bfloat16" and config["quantization_config"]["ignore"] == ["lm_head"]
+    (note,) = notes
+    assert "has no tokenizer" in note

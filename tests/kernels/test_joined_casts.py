@@ -1,0 +1,129 @@
+"""Casts of several matrices into one operand: every part has the bits that it has alone."""
+
+import itertools
+
+import pytest
+import torch
+
+from mxtrain.kernels.cast_results import FORMS
+from mxtrain.kernels.mxfp8.cast import cast
+from mxtrain.kernels.nvfp4.cast import nvfp4_cast
+from mxtrain.kernels.nvfp4.weight_cast import nvfp4_joined_weight, nvfp4_weight
+from mxtrain.rng.rounding import Draws
+from tests.support.kernel_checks import (
+    DTYPES,
+    RECIPES,
+    assert_same_bits,
+    assert_same_results,
+    draw,
+    kernel_tests,
+    poisoned_memory,
+    ugly,
+)
+
+pytestmark = kernel_tests
+
+
+def check_mxfp8(parts, axis, dims, form, rounding="rceil", **factor):
+    recipe = RECIPES[rounding]
+    expected = cast(torch.cat(parts, axis), recipe, dims, form, **factor)
+    with poisoned_memory():
+        results = cast(parts, recipe, dims, form, axis=axis, **factor)
+    assert results.keys() == expected.keys() == {*dims}
+    for dim, want in expected.items():
+        assert_same_results(results[dim], want)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_mxfp8_has_the_bits_of_the_joined_matrix(form):
+    """Parts of 32 and of 96 rows or columns: a tile of 128 in the blocked layout of scales holds several parts."""
+    side_by_side = [ugly(43, columns, seed=columns, dtype=torch.bfloat16) for columns in (96, 32)]
+    check_mxfp8(side_by_side, 1, (1, 0), form, "floor")
+    stacked = [ugly(rows, 64, seed=rows) for rows in (96, 32, 64)]
+    for dims in ((1,), (0,)):
+        check_mxfp8(stacked, 0, dims, form, column_factor=draw(64))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("form", FORMS)
+def test_every_setting_of_mxfp8(form):
+    for dims, rounding, dtype in itertools.product([(1,), (0,), (1, 0)], RECIPES, DTYPES):
+        check_mxfp8(
+            [ugly(43, columns, seed=columns, dtype=dtype) for columns in (96, 32, 160)], 1, dims, form, rounding
+        )
+        stacked = [ugly(rows, 160, seed=rows, dtype=dtype) for rows in (96, 32, 64)]
+        check_mxfp8(stacked, 0, dims, form, rounding, column_factor=draw(160, dtype=dtype))
+
+
+def test_views_no_tokens_and_one_part():
+    check_mxfp8([part.t() for part in (draw(64, 5), draw(32, 5))], 1, (1, 0), "blocked")
+    check_mxfp8([draw(0, 64), draw(0, 32)], 1, (1, 0), "blocked")
+    check_mxfp8([draw(32, 32)], 0, (1, 0), "blocked")
+
+
+def scale(exponent: int) -> torch.Tensor:
+    return torch.tensor(2.0**exponent)
+
+
+def test_gradients_side_by_side_with_their_own_scales_and_bits():
+    """The random bits of an element depend on its position in its own matrix, and on the key of this matrix."""
+    parts = [draw(5, columns, seed=columns) for columns in (48, 16)]
+    scales = {1: [scale(-6), scale(-3)], 0: [scale(-4), scale(-5)]}
+    draws = [torch.tensor([key, 5, 2, 1]) for key in (7, 8)]
+    signs = torch.tensor(0b1010011)
+    with poisoned_memory():
+        images = nvfp4_cast(parts, scales, "image", signs=signs, draws=draws, axis=1)
+    alone = [
+        nvfp4_cast(part, {dim: scales[dim][i] for dim in scales}, "image", signs=signs, draws=draws[i])
+        for i, part in enumerate(parts)
+    ]
+    assert images.keys() == scales.keys()
+    for dim, image in images.items():
+        assert_same_bits(image.data, torch.cat([results[dim].data for results in alone], 1))
+
+
+def test_weights_one_below_the_other():
+    parts, scales, gain = [ugly(rows, 48, seed=rows) for rows in (32, 16)], [scale(3), scale(-2)], draw(48)
+    with poisoned_memory():
+        tiles = nvfp4_joined_weight(parts, scales, gain)
+        rows = nvfp4_cast(parts, {1: scales}, "image", column_factor=gain)[1].data
+    alone = [nvfp4_weight(w, s, "image", gain).data for w, s in zip(parts, scales)]
+    assert_same_bits(tiles, torch.cat(alone))
+    alone = [nvfp4_cast(w, {1: s}, "image", column_factor=gain)[1].data for w, s in zip(parts, scales)]
+    assert_same_bits(rows, torch.cat(alone))
+
+
+def joined_calls(parts, scales=None):
+    """Every joined cast of these parts."""
+    scales = [scale(0)] * len(parts) if scales is None else scales
+    return {
+        "mxfp8": lambda: cast(parts, RECIPES["rceil"], (1, 0), "image"),
+        "nvfp4": lambda: nvfp4_cast(parts, {1: scales}, "image"),
+        "tiles": lambda: nvfp4_joined_weight(parts, scales),
+    }
+
+
+@pytest.mark.parametrize("name", joined_calls([]))
+def test_wrong_parts(name):
+    block = 32 if name == "mxfp8" else 16
+    for shape in ((block + 8, block), (block, block + 8)):
+        with pytest.raises(ValueError, match=f"multiple of {block}"):
+            joined_calls([draw(*shape)] * 2)[name]()
+    with pytest.raises(ValueError, match="no parts"):
+        joined_calls([])[name]()
+    if name != "mxfp8":
+        with pytest.raises(ValueError, match=r"\b1 tensor.* for 2 parts"):
+            joined_calls([draw(16, 16)] * 2, [scale(0)])[name]()
+
+
+def test_wrong_draws_forms_and_gains():
+    parts, scales, draws = [draw(16, 16)] * 2, [scale(0)] * 2, torch.zeros(len(Draws), dtype=torch.int64)
+    for given in ([draws], [draws] * 3):
+        with pytest.raises(ValueError, match=f"draws has {len(given)} tensors for 2 parts"):
+            nvfp4_cast(parts, {1: scales}, "image", draws=given)
+    with pytest.raises(ValueError, match="form = 'codes' is not one of: 'image'"):
+        nvfp4_cast(parts, {1: scales}, "codes")
+    with pytest.raises(ValueError, match=r"^gain \(5,\) of torch.float32: expected \(16,\)"):
+        nvfp4_joined_weight([draw(16, 16)], [scale(0)], draw(5))
+    with pytest.raises(ValueError, match="axis = 1 is not one of: 0"):
+        cast([draw(32, 32)] * 2, RECIPES["rceil"], (1,), axis=1, column_factor=draw(64))

@@ -1,0 +1,260 @@
+import json
+import math
+from types import SimpleNamespace
+
+import datasets as hf_datasets
+import pytest
+import torch
+from torch import nn
+from torchtitan.tools import utils
+
+import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
+from mxtrain.errors import ConfigError
+from mxtrain.titan import data as titan_data
+from mxtrain.titan.data import build_dataloader, build_tokenizer, build_validator, prepare_from_job
+from tests.support.data_checks import VOCABULARY, Bigrams, job, rows_of, take, text, validator
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    """A folder of the test's own for ./outputs and all caches."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hf_datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text(i)}) + "\n" for i in range(40)))
+    return path
+
+
+def files_job(corpus, *flags):
+    return job("--training.dataset=files", f"--training.dataset_path={corpus}", *flags)
+
+
+def test_tokenizer_loads_in_torchtitan_with_one_bos_and_one_eos(corpus):
+    tokenizer = build_tokenizer(files_job(corpus))
+    assert tokenizer.get_vocab_size() == VOCABULARY
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
+    ids = tokenizer.encode("abc <|end_of_text|> é", add_bos=True, add_eos=True)
+    assert ids[0] == tokenizer.bos_id and ids.count(tokenizer.bos_id) == 1
+    assert ids[-1] == tokenizer.eos_id and ids.count(tokenizer.eos_id) == 1
+    assert tokenizer.decode(ids[1:-1]) == "abc <|end_of_text|> é"
+
+
+def test_batches_are_training_text(corpus):
+    config = files_job(corpus)
+    tokenizer = build_tokenizer(config)
+    train = prepare_from_job(config).train.open()
+    inputs, labels = take(build_dataloader(1, 0, tokenizer, config), 1)[0]
+    assert inputs["input"].shape == labels.shape == (4, 16)
+    assert inputs["input"].dtype == labels.dtype == torch.int64
+    assert torch.equal(inputs["input"][:, 1:], labels[:, :-1])
+    chunks = {tuple(train[i : i + 17].tolist()) for i in range(0, len(train) - 16, 17)}
+    for row, label in zip(inputs["input"], labels, strict=True):
+        assert (*row.tolist(), label[-1].item()) in chunks
+
+
+def test_a_text_that_is_read_more_than_once_is_one_line(corpus, monkeypatch):
+    lines = []
+    monkeypatch.setattr(titan_data, "note", lines.append)
+    corpus.write_text(json.dumps({"text": text(0, 155)}) + "\n")
+
+    def config(steps, batch=-1):
+        flags = [f"--training.steps={steps}", f"--training.global_batch_size={batch}", "--data.validation_share=0"]
+        return files_job(corpus, *flags)
+
+    tokenizer = build_tokenizer(config(1))
+    chunks = prepare_from_job(config(1)).train.count // 17
+    assert 24 <= chunks < 32, "three steps of 2 x 4 sequences, and not four; two steps of 12, and not three"
+    for once in (config(3), config(2, batch=12)):
+        build_dataloader(2, 0, tokenizer, once)
+    kept = "text: 1 documents, 0.0 MB; each document begins with '<|begin_of_text|>' and ends with '<|end_of_text|>'"
+    assert lines == [kept] * 2
+    lines.clear()
+    for more, asked in ((config(4), "512"), (config(3, batch=12), "576")):
+        build_dataloader(2, 0, tokenizer, more)
+        times = f"{int(asked) / (16 * chunks):.1f}"
+        said = (
+            f"the text has {16 * chunks} tokens, and {more.training.steps} steps take {asked}: it is read {times} times"
+        )
+        assert [lines.pop(), lines.pop()] == [said, kept]
+
+
+def test_an_existing_tokenizer_is_used_and_must_fit_the_model(corpus, tmp_path):
+    folder = prepare_from_job(files_job(corpus)).tokenizer
+    config = files_job(corpus, f"--model.hf_assets_path={folder}", "--data.vocab_size=0")
+    assert prepare_from_job(config).tokenizer == folder
+    assert build_tokenizer(config).get_vocab_size() == VOCABULARY
+    small = files_job(tmp_path / "no text", f"--model.hf_assets_path={folder}", "--data.vocab_size=290")
+    # Before any text is read.
+    with pytest.raises(ConfigError, match="model.hf_assets_path = .* has 300 tokens, more than the model's 290"):
+        build_tokenizer(small)
+    text = prepare_from_job(files_job(corpus)).folder
+    prepared = files_job(corpus, f"--data.prepared={text}", "--data.vocab_size=290")
+    with pytest.raises(ConfigError, match="data.prepared = '.*' has 300 tokens, more than the model's 290"):
+        build_tokenizer(prepared)
+    with pytest.raises(ConfigError, match="model.hf_assets_path = .* holds no tokenizer.json"):
+        build_tokenizer(files_job(corpus, f"--model.hf_assets_path={tmp_path}"))
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--training.dataset=pyton"], "training.dataset = 'pyton' is not one of: 'python', 'files', 'hf', 'c4'"),
+        (["--training.dataset=python", "--training.dataset_path=x"], "training.dataset_path = 'x' does not apply"),
+        (
+            ["--training.dataset=python", "--validation.enable", "--validation.dataset=c5"],
+            "validation.dataset = 'c5' is not one of: 'python', 'files', 'hf', 'c4'",
+        ),
+        (["--training.dataset=c4_test"], "training.dataset = 'c4_test' cannot be opened at 'tests/assets/c4_test'"),
+    ],
+)
+def test_bad_settings_are_config_errors(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        build_tokenizer(job(*flags))
+
+
+def test_too_little_text_is_a_config_error(corpus):
+    config = files_job(corpus, "--training.seq_len=2048")
+    with pytest.raises(ConfigError, match="training.seq_len = 2048 on 32 data-parallel"):
+        build_dataloader(32, 0, build_tokenizer(config), config)
+
+
+# Validation
+
+
+@pytest.mark.parametrize("steps", [-1, 3])
+def test_torchtitans_validator_runs_on_held_out_text(corpus, steps):
+    config = files_job(corpus, "--validation.enable", "--validation.dataset=files", f"--validation.steps={steps}")
+    held_out = validator(config)
+    tokens = prepare_from_job(config).validation.open()
+    chunks = {tuple(tokens[i : i + 17].tolist()) for i in range(0, len(tokens) - 16, 17)}
+    rows = rows_of(held_out.validation_dataloader)
+    assert set(rows) <= chunks and len(rows) == len(chunks) // 4 * 4
+    torch.manual_seed(0)
+    model = Bigrams(nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)).to(utils.device_type)
+    for step in (1, 2):
+        held_out.validate([model], step)
+    first, second = held_out.metrics_processor.losses
+    # The same text twice; but the last bit of a mean may differ from run to run on a GPU.
+    assert second == pytest.approx(first, rel=1e-6) and abs(first - math.log(VOCABULARY)) < 1
+    read = 2 * 3 * 4 * 16 if steps == 3 else 2 * len(rows) * 16
+    assert held_out.metrics_processor.ntokens_since_last_log == read
+
+
+def test_a_validation_takes_nothing_from_the_default_generator(corpus):
+    """A resumed run does not repeat the validation after its checkpoint, whose generator it restores."""
+    held_out = validator(files_job(corpus, "--validation.enable", "--validation.dataset=files"))
+    before = torch.get_rng_state()
+    take(held_out.validation_dataloader, 1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_every_rank_validates_the_same_number_of_batches(corpus):
+    config = files_job(corpus, "--validation.enable", "--validation.dataset=files")
+    ranks = [rows_of(validator(config, 3, rank).validation_dataloader) for rank in range(3)]
+    assert len({len(rows) for rows in ranks}) == 1
+    assert len(set().union(*ranks)) == sum(map(len, ranks)) > 0
+
+
+def test_validation_files_of_their_own_are_read_whole(corpus, tmp_path):
+    own = tmp_path / "own.jsonl"
+    own.write_text("".join(json.dumps({"text": text(1000 + i)}) + "\n" for i in range(3)))
+    flags = ("--validation.enable", "--validation.dataset=files", f"--validation.dataset_path={own}")
+    tokenizer = build_tokenizer(files_job(corpus, *flags))
+    tokens = titan_data._held_out(files_job(corpus, *flags))
+    decoded = tokenizer.decode(tokens.open().tolist(), skip_special_tokens=True)
+    assert decoded == "".join(text(1000 + i) for i in range(3))
+    missing = files_job(
+        corpus, "--validation.enable", "--validation.dataset=files", "--validation.dataset_path=/nowhere"
+    )
+    with pytest.raises(ConfigError, match="validation.dataset_path = '/nowhere' does not exist"):
+        validator(missing)
+
+
+def test_validating_on_python_takes_its_held_out_part(corpus):
+    config = files_job(corpus, "--validation.enable", "--validation.dataset=python", "--data.max_bytes=600000")
+    tokens = titan_data._held_out(config)
+    own = prepare_from_job(job("--training.dataset=python", "--data.max_bytes=600000"))
+    assert 0 < tokens.count and tokens.path.name == "validation.bin"
+    assert tokens.path.parent != own.tokenizer.parent  # tokenized with the training text's tokenizer
+
+
+def test_files_without_a_validation_setting_are_validated_on_their_held_out_part(corpus, tmp_path):
+    config = files_job(corpus, "--validation.enable")
+    tokens = titan_data._held_out(config)
+    assert tokens == prepare_from_job(config).validation and tokens.count > 0
+    assert prepare_from_job(files_job(corpus)).folder == tokens.path.parent  # the prepared text stays the same
+    own = tmp_path / "own.jsonl"
+    own.write_text(json.dumps({"text": text(1000)}) + "\n")
+    other = titan_data._held_out(files_job(corpus, "--validation.enable", f"--validation.dataset_path={own}"))
+    assert other.path.parent != tokens.path.parent and other.path.name == "train.bin"
+
+
+def test_nothing_held_out_is_a_config_error(corpus):
+    config = files_job(corpus, "--validation.enable", "--validation.dataset=files", "--data.validation_share=0")
+    with pytest.raises(ConfigError, match="validation.seq_len = 16 .* there are 0.* raise data.validation_share"):
+        validator(config)
+
+
+# TorchTitan's own datasets
+
+
+def test_torchtitans_names_keep_torchtitans_validation(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(
+        titan_data, "build_titan_validator", lambda config, *args, **parts: seen.append(config.validation.dataset)
+    )
+    config = job("--training.dataset=c4", "--validation.enable")
+    build_validator(config, 1, 0, None, loss_fn=None, parallel_dims=SimpleNamespace(cp=1))
+    assert seen == ["c4_validation"] and config.validation.dataset == ""
+    titan_data.check_datasets(config)
+
+
+def test_a_text_of_the_users_own_needs_a_validation_setting(monkeypatch):
+    monkeypatch.setitem(titan_data.TITAN_DATASETS, "stories", titan_data.TITAN_DATASETS["c4_test"])
+    titan_data.check_datasets(job("--training.dataset=stories"))
+    with pytest.raises(ConfigError, match="validation.dataset = '' holds nothing out of training.dataset = 'stories'"):
+        titan_data.check_datasets(job("--training.dataset=stories", "--validation.enable"))
+    titan_data.check_datasets(job("--training.dataset=stories", "--validation.enable", "--validation.dataset=c4"))
+
+
+def test_torchtitans_own_names_go_to_its_own_code(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")  # datasets reads a split out of a path with "test" in it
+    (folder / "train.json").write_text("".join(json.dumps({"text": text(i)}) + "\n" for i in range(40)))
+    own = ["c4_test", str(folder)]
+    config = job(*(f"--{s}.dataset={own[0]}" for s in ("training", "validation")), "--validation.enable",
+                 *(f"--{s}.dataset_path={own[1]}" for s in ("training", "validation")))  # fmt: skip
+    tokenizer = build_tokenizer(config)
+    assert tokenizer.get_vocab_size() == VOCABULARY
+    loader = build_dataloader(1, 0, tokenizer, config)
+    assert type(loader.dataset) is titan_data.Stream
+    first = take(loader, 1)[0][0]["input"][0]
+    assert first.tolist() == tokenizer.encode(text(0), add_bos=True, add_eos=True)[:16]
+    assert type(validator(config)) is titan_data.Validator
+    (folder / "train.json").unlink()  # as a network that is gone, after the text was prepared
+    for section, build in {
+        "training": lambda: build_dataloader(1, 0, tokenizer, config),
+        "validation": lambda: validator(config),
+    }.items():
+        with pytest.raises(ConfigError, match=f"^{section}.dataset = 'c4_test' cannot be opened at '{folder}': [A-Z]"):
+            build()
+
+
+@pytest.mark.parametrize("spelled", ["{}/", "{}/../{name}", "{}/*.jsonl"])
+def test_the_training_text_in_other_words_is_validated_on_its_held_out_part(tmp_path, spelled, caplog):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(2):
+        rows = "".join(json.dumps({"text": f"{number} {row} " * 40}) + "\n" for row in range(60))
+        (folder / f"{number}.jsonl").write_text(rows)
+    path = spelled.format(folder, name=folder.name)
+    config = files_job(folder, "--validation.enable", "--validation.dataset=files", f"--validation.dataset_path={path}")
+    assert titan_data._held_out(config) == titan_data.prepare_from_job(config).validation
+    assert not any("the run trains" in line for line in caplog.messages)
+    part = ("--validation.enable", "--validation.dataset=files", f"--validation.dataset_path={folder / '0.jsonl'}")
+    titan_data._held_out(files_job(folder, *part))
+    assert any("has 1 file(s) of training.dataset_path, on which the run trains" in line for line in caplog.messages)
