@@ -1,35 +1,10 @@
 """Names that tell runs apart in a table, and in a legend."""
 
+import re
+
 from mxtrain.analysis.runs import Run
-
-COMPARED = {"model": ("model", "flavor"), "lr": ("optimizer", "lr"), "seed": ("debug", "seed")}
-"""Word in a label -> section and name of the setting, which is shown where runs differ in it"""
-
-OTHERS = (
-    "job",
-    "profiling",
-    "metrics",
-    "checkpoint",
-    "comm",
-    "parallelism",
-    "compile",
-    "activation_checkpoint",
-    "validation",
-    "model.name",  # other models are compared apart
-    "model.flavor",
-    "model_args",
-    "optimizer.lr",
-    "debug.seed",
-    "training.steps",
-    "data.cache_dir",
-    "data.prepared",
-    "mxnorm.diagnostics",  # changes no bit of the training
-    "mxnorm.gather",
-    "mxnorm.cache_weights",  # changes no bit of the training
-    "mxnorm.group_linears",
-    "mxnorm.graph_passes",
-)
-"""Sections and settings that do not make another variant"""
+from mxtrain.settings.known import rules_of, worded_settings
+from mxtrain.settings.types import Resume
 
 
 def names(runs: list[Run]) -> list[str]:
@@ -39,11 +14,11 @@ def names(runs: list[Run]) -> list[str]:
 
 
 def labels(runs: list[Run]) -> list[str]:
-    """Return a label per run: its name, its variant, and the settings of ``COMPARED`` in which the runs differ.
+    """Return a label per run: its name, its variant, and settings with a ``Label.word`` in which the runs differ.
 
     For example "a (mxnorm mxfp8 p=2, lr 0.001, default seed)".
     """
-    settings = {word: [run.setting(*place) for run in runs] for word, place in COMPARED.items()}
+    settings = {word: [run.setting(*name.split(".")) for run in runs] for word, name in worded_settings().items()}
     found = []
     for index, (run, name) in enumerate(zip(runs, names(runs), strict=True)):
         words = [run.variant] if run.variant else []
@@ -97,5 +72,10 @@ def compared_settings(run: Run) -> dict[str, str]:
     return {
         name: " ".join(map(str, value)) if isinstance(value, list) else str(value)
         for name, value in flat_settings(run).items()
-        if not any(name == other or name.startswith(f"{other}.") for other in OTHERS)
+        if _makes_variant(name)
     }
+
+
+def _makes_variant(name: str) -> bool:
+    resume, label = rules_of(re.sub(r"\[.*", "", name))
+    return resume is not Resume.FREE if label is None else label.variant

@@ -9,7 +9,17 @@ from pathlib import Path
 from mxtrain.analysis.metrics_file import EVENT, NUMERICS, read_metrics
 from mxtrain.errors import ConfigError
 from mxtrain.json_toml import read_json, read_toml
-from mxtrain.run_folder.files import CONFIG_FILE, DATA_FILE, FACTS_FILE, LEARNING_RATE, LOG_FREQ, METRICS_FILE, STEPS
+from mxtrain.run_folder.files import (
+    CONFIG_FILE,
+    DATA_FILE,
+    FACTS_FILE,
+    LEARNING_RATE,
+    LOG_FREQ,
+    METRICS_FILE,
+    PROCESSES,
+    SETTING_CHANGES,
+    STEPS,
+)
 
 # Types of the facts that tables and plots use. Any may be missing or null.
 FACT_TYPES = {"converter": str, "converters": list, "recipe": str, "recipes": dict, "estimator": str, "mode": str}
@@ -20,11 +30,6 @@ SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 NONFINITE = " are not finite"
 """The end of the event of a run that ends because its weights, or the states of its optimizer, are NaN or infinite"""
-
-SETTING_CHANGES = " changes from "
-"""In the event of a run that resumes with another setting, after the setting's name"""
-
-PROCESSES = "the number of processes"  # in the place of a setting's name
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from mxtrain.cli import (
 from mxtrain.cli.path_parser import PathParser
 from mxtrain.cli.quiet import open_closed_streams
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
-from mxtrain.settings.resume_flag import separated
+from mxtrain.settings.resume import separated
 
 COMMANDS = (
     train_command,

@@ -4,7 +4,6 @@ import argparse
 from shlex import quote
 
 from mxtrain.config import presets
-from mxtrain.settings.read import known_fields
 
 SHELLS = ("bash", "zsh")
 WITH_SETTINGS = ("train", "prepare")
@@ -50,11 +49,10 @@ def add(commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="""\
 Print a script that lets the Tab key complete commands, all settings, the values of settings that have few, presets and
-files. Put the line into ~/.bashrc or ~/.zshrc, with bash or zsh:
+files. Keep the script, which takes seconds to make, and source it in ~/.bashrc or ~/.zshrc:
 
-  eval "$(mxtrain completion bash)"
-
-  mxtrain completion zsh > ~/.mxtrain-completion      or keep the script, and source that file
+  mxtrain completion bash > ~/.mxtrain-completion
+  echo "source ~/.mxtrain-completion" >> ~/.bashrc
 """,
     )
     parser.set_defaults(run=lambda options: _print(options.shell, commands.choices))
@@ -68,6 +66,8 @@ def _print(shell: str, parsers: dict[str, argparse.ArgumentParser]) -> int:
 
 def completion_script(parsers: dict[str, argparse.ArgumentParser]) -> str:
     """Return the script for bash: command -> its options, and option -> its values."""
+    from mxtrain.settings.known import known_fields  # takes seconds
+
     known = known_fields()
     settings = [flag for field in known.values() for flag in field.flags]
     options, values = [], []

@@ -12,11 +12,9 @@ from mxtrain.cli import quiet
 from mxtrain.cli.doctor import table
 from mxtrain.conversion.weights import find_weights, weight_uses
 from mxtrain.errors import ConfigError
-from mxtrain.settings.layout import RELATIONS as LAYOUT_RELATIONS
-from mxtrain.settings.machine import Machine
-from mxtrain.settings.pipeline import RELATIONS as PIPELINE_RELATIONS
+from mxtrain.settings.fields import raise_first
+from mxtrain.settings.layout import layout_problems, pipeline_problems
 from mxtrain.settings.read import places
-from mxtrain.settings.relations import check
 
 MOST_PROCESSES = 256
 OPTIMIZER_STATES = 2
@@ -54,10 +52,10 @@ def _sections(words: list[str]) -> Iterator[str]:
 
     job_config = parse_job_config(words)
     settings = settings_of(job_config)
-    check(PIPELINE_RELATIONS, settings, None)  # which need no machine
+    raise_first(pipeline_problems(settings), settings)
     check_model_layout(settings, has_gpus=True)
     if layouts := list(_layouts(job_config.parallelism)):
-        check(LAYOUT_RELATIONS, settings, Machine(layouts[0][1], has_gpus=True))  # the fewest processes
+        raise_first(layout_problems(settings, layouts[0][1]), settings)  # the fewest processes
     model, name = build_on_meta(job_config), job_config.model.name
     if missing := [part for part in ("tok_embeddings", "layers", "output") if getattr(model, part, None) is None]:
         raise ConfigError(

@@ -18,11 +18,10 @@ from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import START_VARIABLE
 from mxtrain.run_folder.files import METRICS_FILE
 from mxtrain.run_folder.lock import locked
-from mxtrain.settings.checked_start import checked_start
-from mxtrain.settings.machine import Machine, check_machine
-from mxtrain.settings.names import check_names
+from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import config_file as named_config
 from mxtrain.settings.read import places, read_settings
+from mxtrain.settings.resume import checked_start
 
 
 def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) -> int:
@@ -46,11 +45,12 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
         raise ConfigError("--job.config_file: the first argument of 'mxtrain train' already names the config")
     arguments = [f"--job.config_file={config_file}", *flags]
     settings = read_settings(arguments)
+    from mxtrain.titan.check_job import check_job  # takes seconds, and a mistake in a value is found before
+
     with places(arguments):
-        check_names(settings)
         devices = accelerator_count()
         processes = process_count(os.environ, devices)
-        check_machine(settings, Machine(processes, devices > 0))
+        check_job(settings, Machine(processes, devices > 0))
     folder, made = make_run_folder(config_file, settings.given.get("job.dump_folder"))
     with locked(folder) as warning:
         if warning:

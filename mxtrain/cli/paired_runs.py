@@ -14,12 +14,11 @@ from mxtrain.analysis.comparison import PAIRING_SETTINGS, unpaired
 from mxtrain.config import load_config
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.comparison import PairedRun
+from mxtrain.settings.fields import Settings
 from mxtrain.settings.layout import global_batch_size
-from mxtrain.settings.machine import Machine, check_machine
-from mxtrain.settings.names import check_names
+from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import CONFIG_FLAGS, places, read_settings
-from mxtrain.settings.resume_changes import BATCH
-from mxtrain.settings.values import Settings
+from mxtrain.settings.resume import BATCH
 
 OWN_SETTINGS = ("job.dump_folder", "job.config_file", "debug.seed")
 """Settings that the comparison itself gives every run"""
@@ -131,20 +130,24 @@ def joined(earlier: dict[str, PairedRun], plan: dict[str, PairedRun], where: str
 
 def read_all(runs: dict[str, PairedRun]) -> dict[str, Settings]:
     """Return the settings of all runs by name. Raises ConfigError for every mistake that shows without PyTorch."""
+    from mxtrain.titan.check_job import check_names  # takes seconds
+
     found = {}
     for name, run in runs.items():
         with _in_place_of(run) as arguments:
             found[name] = read_settings(arguments)
-            check_names(found[name])
+            check_names(found[name].values)
     return found
 
 
 def check_machine_for(runs: dict[str, PairedRun], settings: Mapping[str, Settings], has_gpus: bool) -> None:
     """Raise ConfigError if an unfinished run could not start on this machine with its number of processes."""
+    from mxtrain.titan.check_job import check_job  # takes seconds
+
     for run in {run.variant: run for run in runs.values() if run.status != 0}.values():
         try:
             with _in_place_of(run):
-                check_machine(settings[run.name], Machine(run.gpus, has_gpus))
+                check_job(settings[run.name], Machine(run.gpus, has_gpus))
         except ConfigError as error:
             raise ConfigError(f"{run.name}: {error}") from None
 

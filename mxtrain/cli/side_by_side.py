@@ -24,7 +24,7 @@ from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import end_with_this_process, import_flags
 from mxtrain.run_folder.comparison import SET_ASIDE, PairedRun, write_comparison
 from mxtrain.run_folder.lock import FolderInUse, locked
-from mxtrain.settings.values import Settings
+from mxtrain.settings.fields import Settings
 
 TRAIN = [sys.executable, *import_flags(), "-m", "mxtrain.cli", "train"]
 WAIT_SECONDS = 0.1

@@ -4,7 +4,7 @@ import argparse
 
 from mxtrain.cli import quiet
 from mxtrain.errors import ConfigError
-from mxtrain.settings.resume_flag import FLAG
+from mxtrain.settings.resume import FLAG
 
 
 def add(commands) -> None:
@@ -111,7 +111,7 @@ def _train(options) -> int:
 def _config_or_run(options, flags: list[str]) -> tuple[str, list[str]]:
     """Return the config and the flags of 'train', which names a config or a run to resume."""
     if options.resume is not None:
-        from mxtrain.settings.resume_run import resumed
+        from mxtrain.settings.resume import resumed
 
         return resumed(*(flags[:1] or [""]), flags[1:])
     if options.config is None:

@@ -18,3 +18,8 @@ CHECKPOINT_FOLDER = "checkpoint"
 LEARNING_RATE = 8e-4
 LOG_FREQ = 10  # steps
 STEPS = 10_000
+SETTING_CHANGES = " changes from "
+"""In the event of a run that resumes with another setting, after the setting's name"""
+
+PROCESSES = "the number of processes"
+"""In the place of a setting's name"""

@@ -1,4 +1,5 @@
 """The settings of a job, from TOML files and flags, checked before anything is built.
 
-This folder imports neither PyTorch nor TorchTitan, so that a mistake is found within a second.
+A setting is declared once: mxtrain's in ``sections``, what mxtrain says about TorchTitan's in ``known``, which imports
+TorchTitan's own class when settings are read.
 """

@@ -1,15 +1,17 @@
-"""The fields of a job config by their full names, and the check of one value."""
+"""One setting, with the check of its value, and the values of all settings of a job."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
-from types import UnionType
+from functools import cached_property
+from types import SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
 from mxtrain.errors import ConfigError
+from mxtrain.settings.types import Label, Resume
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,15 @@ class Field:
         name: its full name, "training.steps".
         type: its type, with the allowed values.
         default: its value where nothing is given.
+        resume: what a resumed run may do with it; None for a setting of the user's own module.
+        label: how plots name it; None for the rule of ``Label``.
     """
 
     name: str
     type: Any
     default: Any
+    resume: Resume | None = None
+    label: Label | None = None
 
     def checked(self, value):
         """Return a value from a TOML file: of the exact type, and in range.
@@ -35,87 +41,186 @@ class Field:
         Raises:
             ConfigError: says what is allowed.
         """
-        return self._check(value, lambda: _strictly(TypeAdapter(self.type), value))
+        result = self._check(value, lambda: _strictly(TypeAdapter(self.type), value))
+        if isinstance(value, (bool, float)) and isinstance(result, int) and type(result) is not type(value):
+            raise ConfigError(f"{self.name} = {value!r} should be a valid integer")  # a Literal takes True for 1
+        return result
 
-    def parsed(self, text: str):
-        """Return the value that ``text``, from the command line, stands for; raises as ``checked`` does."""
-        core, optional = _core(self.type)
-        if optional and text == "None":
+    def from_words(self, words: list[str]):
+        """Return the value of the words after its flag; raises as ``checked`` does.
+
+        A list of names is one word with commas, any other list is words, a table is words in pairs, and a switch needs
+        no word.
+        """
+        kind, core = self.kind, _core(self.type)
+        if kind == "switch" and not words:
+            return True
+        if words == ["None"] and type(None) in _parts(self.type):
             return None
-        if get_origin(core) is list or list in map(get_origin, get_args(core)):
-            return self.checked([word.strip() for word in text.split(",") if word.strip()])
-        if get_origin(core) is Literal and all(isinstance(choice, int) for choice in get_args(core)):
-            core = int
-        if core is str or get_origin(core) is Literal:
-            return self.checked(text)
-        return self.checked(self._check(text, lambda: TypeAdapter(core).validate_strings(text)))
-
-    def parsed_words(self, words: list | dict):
-        """Return the list or table that ``words``, from the command line, stand for; raises as ``checked`` does."""
-        return self._check(words, lambda: TypeAdapter(self.type).validate_python(words))
+        if kind in ("table", "words"):
+            if kind == "table" and len(words) % 2:
+                raise ConfigError(f"{self.name} takes pairs of a name and a value, not: {' '.join(words)}")
+            value = dict(zip(words[::2], words[1::2])) if kind == "table" else words
+            if get_origin(get_args(core)[0]) is list:
+                value = [word.split(",") for word in words]
+            return self._check(value, lambda: TypeAdapter(self.type).validate_python(value))
+        if not words:
+            raise ConfigError(f"{self.name} needs a value")
+        if len(words) > 1:
+            as_one = f"one word with commas, such as {','.join(word.strip(',') for word in words)}"
+            takes = as_one if kind == "names" else "one value"
+            raise ConfigError(f"{self.name} takes {takes}, not: {' '.join(words)}")
+        (text,) = words
+        if kind == "names":
+            return self.checked([name.strip() for name in text.split(",") if name.strip()])
+        if kind == "choice":
+            return self.checked(next((choice for choice in get_args(core) if str(choice) == text), text))
+        return self.checked(
+            text if core is str else self._check(text, lambda: TypeAdapter(core).validate_strings(text))
+        )
 
     @property
-    def is_switch(self) -> bool:
-        """Whether it is true or false, so that its flag needs no value."""
-        return _core(self.type)[0] is bool
+    def kind(self) -> str:
+        """How its flag is written: "switch", "choice", "names" (one word with commas), "words", "table" or "value"."""
+        core = _core(self.type)
+        origin, items = get_origin(core) or core, get_args(core)
+        if origin is list and items and (items[0] is str or get_origin(items[0]) is Literal):
+            return "names"
+        kinds = {bool: "switch", Literal: "choice", dict: "table", list: "words", tuple: "words", set: "words"}
+        return kinds.get(origin, "value")
 
     @property
     def flags(self) -> list[str]:
         """The flags that set it."""
         section, _, last = self.name.rpartition(".")
-        return [f"--{self.name}", *([f"--{section}.no_{last}"] if self.is_switch else [])]
+        return [f"--{self.name}", *([f"--{section}.no_{last}"] if self.kind == "switch" else [])]
 
     @property
     def choices(self) -> tuple[str, ...]:
         """All its values, as on the command line; empty if there are too many."""
-        core = _core(self.type)[0]
-        return tuple(map(str, get_args(core))) if get_origin(core) is Literal else ()
+        return tuple(map(str, get_args(_core(self.type)))) if self.kind == "choice" else ()
 
     @property
     def placeholder(self) -> str:
         """What stands for its value in the help."""
-        core = _core(self.type)[0]
-        if self.choices:
-            return f"{{{','.join(self.choices)}}}"
-        if self.is_table:
-            return "NAME VALUE ..."
-        if self.takes_words:
-            return "VALUE ..."
-        if get_origin(core) is list:
-            return "A,B,..."
-        return {int: "INTEGER", float: "NUMBER"}.get(core, "TEXT")
-
-    @property
-    def is_table(self) -> bool:
-        return get_origin(_core(self.type)[0]) is dict
-
-    @property
-    def takes_words(self) -> bool:
-        """Whether its flag takes any number of words, as lists do except those of names, which are one word."""
-        core = _core(self.type)[0]
-        return (get_origin(core) or core) in (list, tuple, set) and not self.is_list_of_names
-
-    @property
-    def is_list_of_names(self) -> bool:
-        core = _core(self.type)[0]
-        return get_origin(core) is list and (get_args(core)[0] is str or get_origin(get_args(core)[0]) is Literal)
-
-    @property
-    def is_list_of_lists(self) -> bool:
-        core = _core(self.type)[0]
-        return get_origin(core) is list and get_origin(get_args(core)[0]) is list
+        number = {int: "INTEGER", float: "NUMBER"}.get(_core(self.type), "TEXT")
+        choices = f"{{{','.join(self.choices)}}}"
+        words = {"switch": "", "names": "A,B,...", "words": "VALUE ...", "table": "NAME VALUE ...", "choice": choices}
+        return words.get(self.kind, number)
 
     def _check(self, value, validate):
         try:
-            result = validate()
+            return validate()
         except ValidationError as error:
-            what = error.errors()[0]
-            problem = what["msg"].removeprefix("Value error, ").removeprefix("Input ").partition(", unable")[0]
-            where, part = _part_at(what["loc"], value, what["input"])
-            raise ConfigError(f"{self.name}{where} = {part!r} {problem}") from None
-        if isinstance(value, (bool, float)) and isinstance(result, int) and type(result) is not type(value):
-            raise ConfigError(f"{self.name} = {value!r} should be a valid integer")  # a Literal takes True for 1
-        return result
+            first = error.errors()[0]
+            problem = first["msg"].removeprefix("Value error, ").removeprefix("Input ").partition(", unable")[0]
+            # A list's index, an entry's key, or a table's key, which may be any text.
+            where = "".join(
+                f"[{step}]" if isinstance(step, int) else f".{step if step.isidentifier() else repr(step)}"
+                for step in first["loc"]
+            )
+            raise ConfigError(f"{self.name}{where} = {first['input']!r} {problem}") from None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Values by full name: ``settings["training.steps"]`` is the given value, or the default.
+
+    Attributes:
+        known: every setting that exists.
+        given: the values from the TOML file and the flags.
+    """
+
+    known: Mapping[str, Field]
+    given: Mapping[str, object]
+
+    def __getitem__(self, name: str):
+        return self.given[name] if name in self.given else self.known[name].default
+
+    @cached_property
+    def values(self) -> SimpleNamespace:
+        """All values as attributes: ``values.training.steps``."""
+        return _namespace(_nested({name: self[name] for name in self.known}))
+
+    def section(self, name: str) -> SimpleNamespace:
+        """The values of one table, as attributes."""
+        found = self.values
+        for part in name.split("."):
+            found = getattr(found, part)
+        return found
+
+    def changed(self, name: str) -> bool:
+        """Whether a value is another than the default."""
+        return self[name] != self.known[name].default
+
+    def tables(self) -> dict:
+        """The given values as nested tables, as in a TOML file."""
+        return _nested(self.given)
+
+
+Problems = Iterator[tuple[str, str]]
+"""Names of settings, each with what is wrong with it and what is allowed"""
+
+
+def raise_first(problems: Problems, settings: Settings) -> None:
+    """Raise ConfigError for the first of the ``problems``, if there is one."""
+    for name, problem in problems:
+        raise ConfigError(f"{name} = {settings[name]!r} {problem}")
+
+
+class _Tables(dict):
+    """Nested tables; a plain dict in one is a value."""
+
+
+def _nested(values: Mapping[str, object]) -> dict:
+    root = _Tables()
+    for name, value in values.items():
+        *sections, last = name.split(".")
+        table = root
+        for section in sections:
+            table = table.setdefault(section, _Tables())
+        table[last] = value
+    return root
+
+
+def _namespace(tables: dict) -> SimpleNamespace:
+    return SimpleNamespace(**{k: _namespace(v) if isinstance(v, _Tables) else v for k, v in tables.items()})
+
+
+def fields_of(job_config: type, section: str = "", own: bool = False) -> dict[str, Field]:
+    """Every field of a job config and of its sections, by full name.
+
+    Args:
+        own: the classes are mxtrain's: each may say in ``resume`` and ``label`` what holds for its fields, and the type
+            of a field what holds for this one.
+    """
+    found = {}
+    for f in fields(job_config):
+        name = f"{section}.{f.name}".removeprefix(".")
+        if is_dataclass(f.type):
+            found |= fields_of(f.type, name, own)
+        else:
+            default = f.default_factory() if f.default is MISSING else f.default
+            rules = rules_in(f.type, job_config.resume, getattr(job_config, "label", None)) if own else ()
+            found[name] = Field(name, f.type, default, *rules)
+    return found
+
+
+def rules_in(annotation, resume: Resume, label: Label | None) -> tuple[Resume, Label | None]:
+    """What a type says about resumed runs and plots; ``resume`` and ``label`` where it says nothing."""
+    metadata = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    found = {type(part): part for part in metadata}
+    return found.get(Resume, resume), found.get(Label, label)
+
+
+def unknown(name: str, known: Mapping[str, Field]) -> ConfigError:
+    """The error for a setting that does not exist, with the closest one that does."""
+    last = name.rpartition(".")[2]
+    by_last = {other.rpartition(".")[2]: other for other in known}
+    same_name_elsewhere = [other for other in known if other.rpartition(".")[2] == last]
+    close = same_name_elsewhere or get_close_matches(name, known, n=1)
+    close = close or [by_last[other] for other in get_close_matches(last, by_last, n=1)]
+    return ConfigError(f"{name} is not a setting{f'; the closest is {close[0]}' if close else ''}")
 
 
 def _strictly(adapter: TypeAdapter, value):
@@ -125,57 +230,16 @@ def _strictly(adapter: TypeAdapter, value):
         return adapter.validate_python(value, strict=True)
 
 
-def _part_at(path: tuple, value, part) -> tuple[str, Any]:
-    """The place and the value that pydantic's ``path`` leads to in a list or table; it also names types of a union.
-
-    ``part`` is the wrong value as pydantic read it: a part of an inline table, which ``value`` has as text.
-    """
-    where = ""
-    for step in path:
-        if isinstance(value, list) and isinstance(step, int):
-            where, value = f"{where}[{step}]", value[step]
-        elif isinstance(value, dict) and step in value:
-            # A table's keys may be any text, and an entry's keys are names.
-            where, value = f"{where}.{step if where else repr(step)}", value[step]
-        elif isinstance(value, str) and value.startswith("{"):
-            where, value = f"{where}.{step}", part
-    return where, value
+def _parts(annotation) -> list:
+    """The members of a union, or the type alone, without limits."""
+    if get_origin(annotation) is Annotated:
+        return _parts(get_args(annotation)[0])
+    return list(get_args(annotation)) if get_origin(annotation) in (Union, UnionType) else [annotation]
 
 
-def fields_of(job_config: type, section: str = "") -> dict[str, Field]:
-    """Every field of a job config and of its sections, by full name."""
-    found = {}
-    for f in fields(job_config):
-        name = f"{section}.{f.name}".removeprefix(".")
-        if is_dataclass(f.type):
-            found |= fields_of(f.type, name)
-        else:
-            default = f.default_factory() if f.default is MISSING else f.default
-            found[name] = Field(name, f.type, default)
-    return found
-
-
-def unknown(name: str, known: Mapping[str, Field]) -> ConfigError:
-    """The error for a setting that does not exist, with the closest one that does."""
-    last = name.rpartition(".")[2]
-    same_name_elsewhere = [other for other in known if other.rpartition(".")[2] == last]
-    close = same_name_elsewhere or get_close_matches(name, known, n=1) or _close_last(name, known)
-    hint = f"; the closest is {close[0]}" if close else ""
-    return ConfigError(f"{name} is not a setting{hint}")
-
-
-def _close_last(name: str, known: Mapping[str, Field]) -> list[str]:
-    by_last = {other.rpartition(".")[2]: other for other in known}
-    return [by_last[last] for last in get_close_matches(name.rpartition(".")[2], by_last, n=1)]
-
-
-def _core(annotation) -> tuple[Any, bool]:
-    """A type without its limits, and whether None is allowed: Annotated[int, Ge(1)] | None -> (int, True)."""
+def _core(annotation):
+    """A type without its limits and without None: Annotated[int, Ge(1)] | None -> int."""
     if get_origin(annotation) is Annotated:
         return _core(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        others = [part for part in get_args(annotation) if part is not type(None)]
-        if len(others) == 1:
-            return _core(others[0])[0], len(others) < len(get_args(annotation))
-        return annotation, len(others) < len(get_args(annotation))
-    return annotation, False
+    others = [part for part in _parts(annotation) if part is not type(None)]
+    return annotation if len(others) > 1 or others == [annotation] else _core(others[0])

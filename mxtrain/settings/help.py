@@ -1,24 +1,31 @@
-"""The help of all settings: mxtrain's first, then the rest of TorchTitan's. Made without importing PyTorch."""
+"""What users read about settings: ``--help``, and the tables of train_configs/README.md.
+
+``python -m mxtrain.settings.help`` writes the tables anew.
+"""
 
 import ast
 import inspect
+import json
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 
 from mxtrain.settings import sections
-from mxtrain.settings.fields import fields_of
-from mxtrain.settings.read import HELP_FLAGS, OWN_MODULE, known_fields, read_settings
-from mxtrain.settings.titan_fields import job_config_source, titan_job_config
-from mxtrain.settings.values import Settings
+from mxtrain.settings.fields import Settings, fields_of
+from mxtrain.settings.known import known_fields, own_fields
+from mxtrain.settings.model_settings import PLACES, SECTION
+from mxtrain.settings.read import HELP_FLAGS, OWN_MODULE, read_settings
 
 WIDTH = 100
 INDENT = " " * 8
+README = Path(__file__).parents[2] / "train_configs" / "README.md"
 
 
 def settings_help(arguments: list[str]) -> str:
-    """Return the help of every setting, with the values that a config file and flags give.
+    """Return the help of every setting, mxtrain's first, with the values that a config file and flags give.
 
     Args:
         arguments: TorchTitan's flags, with ``--job.config_file`` and ``--help`` among them; empty for the defaults.
@@ -26,54 +33,79 @@ def settings_help(arguments: list[str]) -> str:
     Raises:
         ConfigError: for a mistake in the settings.
     """
+    from torchtitan.config import JobConfig
+
     given = [word for word in arguments if word not in HELP_FLAGS]
     settings = read_settings(given) if given else Settings(known_fields(), {})
-    docs = _docs_of(titan_job_config(), job_config_source().read_text(encoding="utf-8"))
-    docs |= _docs_of(sections.JobConfig, inspect.getsource(sections))
-    own = dict(fields_of(sections.JobConfig))
+    first, docs = list(own_fields()), _docs_of(JobConfig) | own_docs()
     module = sys.modules.get(settings["job.custom_config_module"])
     if module is not None and module.__name__ != OWN_MODULE:  # a user's
-        docs |= _docs_of(module.JobConfig, inspect.getsource(module))
-        own |= fields_of(module.JobConfig)
-    first = [name for name in own if name in settings.known]
-    rest = [name for name in settings.known if name not in own]
+        first += fields_of(module.JobConfig)
+        docs |= _docs_of(module.JobConfig)
     lines = [
         "In a TOML file, --section.name VALUE is the line 'name = VALUE' below [section].",
         "'mxtrain train CONFIG --help' shows the values of a config.",
     ]
+    rest = [name for name in settings.known if name not in first]
     for title, names in (("Settings of mxtrain", first), ("Settings of TorchTitan", rest)):
-        lines += ["", title, "=" * len(title), *_tables(names, settings, docs)]
+        lines += ["", title, "=" * len(title), *_entries(names, settings, docs)]
     return "\n".join(lines)
 
 
-def _tables(names: list[str], settings: Settings, docs: dict[str, str]) -> Iterator[str]:
+def with_tables(page: str) -> str:
+    """Return the text of train_configs/README.md with every table between its two marks made from the declarations."""
+    docs, known = own_docs(), own_fields()
+
+    def table(mark: re.Match) -> str:
+        rows = [
+            f"| `{name}` | {'unset' if field.default is None else f'`{json.dumps(field.default)}`'} | "
+            f"{field.resume.value} | {' '.join(docs[name].split())} |"
+            for name, field in known.items()
+            if name.rpartition(".")[0] in mark[2].split()
+        ]
+        return "\n".join(
+            [mark[1], "| setting | default | resumed run | meaning |", "|---|---|---|---|", *rows, mark[3]]
+        )
+
+    return re.sub(r"(<!-- settings: (.*?) -->)\n.*?(<!-- end -->)", table, page, flags=re.DOTALL)
+
+
+def own_docs() -> dict[str, str]:
+    """Return full name -> text of every setting that mxtrain declares; first the models that have it, if not all do."""
+    docs = _docs_of(sections.JobConfig)
+    for name in sections.ModelArgs.__annotations__:
+        models = [model for model, places in PLACES.items() if name in places]
+        if len(models) < len(PLACES):
+            docs[f"{SECTION}.{name}"] = f"{', '.join(models)}: {docs[f'{SECTION}.{name}']}"
+    return docs
+
+
+def _entries(names: list[str], settings: Settings, docs: dict[str, str]) -> Iterator[str]:
     section = None
     for name in names:
         if name.rpartition(".")[0] != section:
             section = name.rpartition(".")[0]
             yield from ("", f"[{section}]")
         field = settings.known[name]
-        yield f"  {', '.join(field.flags)}{'' if field.is_switch else ' ' + field.placeholder}"
+        yield f"  {', '.join(field.flags)} {field.placeholder}".rstrip()
         text = " ".join(docs.get(name, "").split())
-        state = f"(default: {field.default!r})"
-        if settings[name] != field.default:
-            state = f"(set to {settings[name]!r}; default: {field.default!r})"
-        yield textwrap.fill(f"{text} {state}".strip(), WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
+        state = f"set to {settings[name]!r}; " if settings.changed(name) else ""
+        text = f"{text} ({state}default: {field.default!r})".strip()
+        yield textwrap.fill(text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
 
 
-def _docs_of(job_config: type, source: str) -> dict[str, str]:
-    """Return full name -> the string under each field, from the source of the file with the dataclasses."""
-    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
-    return dict(_named_docs(job_config, classes, ""))
-
-
-def _named_docs(job_config: type, classes: dict[str, ast.ClassDef], section: str) -> Iterator[tuple[str, str]]:
-    body = classes[job_config.__name__].body if job_config.__name__ in classes else []
-    for node, below in zip(body, body[1:]):
+def _docs_of(job_config: type, section: str = "") -> dict[str, str]:
+    """Return full name -> the string under each field, from the source of the dataclasses."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(job_config))).body
+    docs = {}
+    for node, below in zip(tree.body, tree.body[1:]):
         if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-            yield f"{section}{node.target.id}", str(below.value.value)
+            docs[f"{section}{node.target.id}"] = str(below.value.value)
     for f in fields(job_config):
         if is_dataclass(f.type):
-            # A class inside a class, such as Quantize's, is looked up there.
-            inner = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
-            yield from _named_docs(f.type, classes | inner, f"{section}{f.name}.")
+            docs |= _docs_of(f.type, f"{section}{f.name}.")
+    return docs
+
+
+if __name__ == "__main__":
+    README.write_text(with_tables(README.read_text(encoding="utf-8")), encoding="utf-8")

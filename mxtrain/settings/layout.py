@@ -1,16 +1,19 @@
-"""Mistakes in a layout of processes that show without the model: degrees, sequences, batches.
+"""Checks of a layout of processes that need no model: degrees, sequences, batches, chunks of a pipeline.
 
-``mxtrain.settings.pipeline`` has those of pipelines. ``mxtrain.titan.check_layout`` compares a layout with the
-model.
+``mxtrain.titan.check_layout`` compares a layout with the model. TorchTitan itself checks the number of chunks, and that
+batches are multiples of one another.
 """
 
 import math
 
-from mxtrain.settings.relations import Relation, quantizing
-from mxtrain.settings.values import Settings
+from mxtrain.settings.fields import Problems, Settings
+from mxtrain.settings.mxnorm_section import quantizing_among
 
 BLOCK = 32
 """Largest number of elements along an axis that share a scale"""
+
+ONE_STAGE = ("1F1B", "GPipe")
+"""Schedules of a pipeline with one stage on each rank; the others have two, or more"""
 
 
 def degree(s: Settings, kind: str) -> int:
@@ -48,138 +51,81 @@ def _readers(s: Settings, processes: int) -> int:
     return s["parallelism.data_parallel_replicate_degree"] * _shards(s, processes)
 
 
-def _sequence_problem(s: Settings, length: int, needs_blocks: bool) -> str | None:
-    """What is wrong with the length of a sequence that context and tensor parallelism cut into parts.
-
-    Context parallelism cuts it into twice as many chunks as ranks, and gives every rank two. Every chunk must hold
-    whole blocks of tokens: the operands of wgrad have one scale for a block. Tensor parallelism gathers the chunks
-    before they are cast.
-    """
-    context, tensor = degree(s, "context"), degree(s, "tensor")
-    if context * tensor == 1:
-        return None
-    needs_blocks &= context > 1
-    divisor = 2 * context * (math.lcm(tensor, BLOCK) if needs_blocks else tensor)
-    if length % divisor == 0:
-        return None
-    blocks = f" with blocks of {BLOCK} tokens" if needs_blocks else ""
-    return (
-        f"is not a multiple of {divisor}, which parallelism.context_parallel_degree = {context} and "
-        f"tensor_parallel_degree = {tensor} need{blocks}"
-    )
-
-
-def _gather_problem(s: Settings) -> str | None:
-    """What is wrong with sending codes between norms and linears that tensor parallelism splits."""
-    tensor, context = degree(s, "tensor"), degree(s, "context")
-    if tensor == 1 or not quantizing(s) or s["mxnorm.gather"] != "quantized":
-        return None
-    if "mxnorm" not in s["model.converters"]:
-        return f"needs converter 'mxnorm', not {quantizing(s)[0]!r}, whose norms send no codes; allowed is 'auto'"
-    for name in ("training", "validation") if s["validation.enable"] else ("training",):
-        length = s[f"{name}.seq_len"]
-        if length % (context * tensor * BLOCK):
-            return (
-                f"needs whole blocks of {BLOCK} tokens on each of {context * tensor} processes, tensor_parallel_degree "
-                f"times context_parallel_degree, and {name}.seq_len = {length} is not a multiple of "
-                f"{context * tensor * BLOCK}; allowed is 'auto'"
+def layout_problems(s: Settings, processes: int) -> Problems:
+    """What is wrong with the degrees of parallelism, and with sequences that they cut."""
+    tensor, context, expert, expert_tensor = (degree(s, k) for k in ("tensor", "context", "expert", "expert_tensor"))
+    quantizing = quantizing_among(s["model.converters"])
+    replicas = s["parallelism.data_parallel_replicate_degree"]
+    # TorchTitan checks this, too; but the number of processes that read text follows from it.
+    if _readers(s, processes) * _other_degrees(s) != processes:
+        yield (
+            "parallelism.data_parallel_shard_degree",
+            f"does not fit {processes} process(es), which the product of all degrees must be; the others are replicate "
+            f"{replicas}, tensor {tensor}, pipeline {degree(s, 'pipeline')} and context {context}",
+        )
+    if s["parallelism.enable_async_tensor_parallel"] and quantizing:
+        finds = f"finds no products to overlap with converter {quantizing[0]!r}: allowed is false"
+        yield "parallelism.enable_async_tensor_parallel", finds
+    if tensor > 1 and quantizing and s["mxnorm.gather"] == "quantized":
+        yield from _gather_problems(s, tensor, context, quantizing[0])
+    ranks = _shards(s, processes) * context * tensor
+    if expert > 1 and ranks % (expert * expert_tensor):
+        yield (
+            "parallelism.expert_parallel_degree",
+            f"times expert_tensor_parallel_degree = {expert_tensor} does not divide {ranks}, the product of the "
+            "degrees shard, context and tensor",
+        )
+    for name, is_read in (("training", True), ("validation", s["validation.enable"])):
+        # The operands of wgrad, which validation does not have, have one scale for a block of tokens.
+        blocks = bool(quantizing) and context > 1 and name == "training"
+        # Context parallelism gives every rank two chunks. Tensor parallelism gathers them before they are cast.
+        divisor = 2 * context * (math.lcm(tensor, BLOCK) if blocks else tensor) if context * tensor > 1 else 1
+        if is_read and s[f"{name}.seq_len"] % divisor:
+            yield (
+                f"{name}.seq_len",
+                f"is not a multiple of {divisor}, which parallelism.context_parallel_degree = {context} and "
+                f"tensor_parallel_degree = {tensor} need{f' with blocks of {BLOCK} tokens' if blocks else ''}",
             )
-    return None
+    if s["training.seq_len"] % 2:
+        yield "training.seq_len", "is odd, and TorchTitan's models take even numbers"
 
 
-def _cut_experts(s: Settings, processes: int) -> str | None:
-    """What is wrong with the degree of expert parallelism."""
-    experts, own = degree(s, "expert"), degree(s, "expert_tensor")
-    ranks = _shards(s, processes) * degree(s, "context") * degree(s, "tensor")
-    if experts == 1 or ranks % (experts * own) == 0:
+def _gather_problems(s: Settings, tensor: int, context: int, converter: str) -> Problems:
+    """What is wrong with sending codes between norms and linears that tensor parallelism splits."""
+    if converter != "mxnorm":
+        needs = f"needs converter 'mxnorm', not {converter!r}, whose norms send no codes; allowed is 'auto'"
+        yield "mxnorm.gather", needs
+    parts = context * tensor
+    for name in ("training", "validation") if s["validation.enable"] else ("training",):
+        if (length := s[f"{name}.seq_len"]) % (parts * BLOCK):
+            yield (
+                "mxnorm.gather",
+                f"needs whole blocks of {BLOCK} tokens on each of {parts} processes, tensor_parallel_degree times "
+                f"context_parallel_degree, and {name}.seq_len = {length} is not a multiple of {parts * BLOCK}; allowed "
+                "is 'auto'",
+            )
+
+
+def pipeline_problems(s: Settings) -> Problems:
+    """What is wrong with the batches of a pipeline that neither TorchTitan nor PyTorch sees before a validation."""
+    batch, chunk = s["training.local_batch_size"], s["parallelism.pipeline_parallel_microbatch_size"]
+    if degree(s, "pipeline") > 1 and s["validation.enable"] and chunk <= batch:
+        if s["validation.local_batch_size"] % (batch // chunk):
+            yield (
+                "validation.local_batch_size",
+                f"is not a multiple of the chunks of a batch in training: training.local_batch_size = {batch} over "
+                f"parallelism.pipeline_parallel_microbatch_size = {chunk} makes {batch // chunk}",
+            )
+
+
+def parts_problem(s: Settings, layers: int) -> str | None:
+    """What is wrong with the stages that the user names for a model of so many layers; TorchTitan drops layers."""
+    parts = s["parallelism.module_fqns_per_model_part"]
+    whole = ["tok_embeddings", *(f"layers.{number}" for number in range(layers)), "norm", "output"]
+    if parts is None:
         return None
-    return (
-        f"times expert_tensor_parallel_degree = {own} does not divide {ranks}, the product of the degrees shard, "
-        "context and tensor"
-    )
-
-
-RELATIONS = (
-    Relation(
-        "parallelism.data_parallel_shard_degree",
-        lambda s, machine: (
-            _readers(s, machine.processes) * _other_degrees(s) != machine.processes
-            and f"does not fit {machine.processes} process(es), which the product of all degrees must be; the others "
-            f"are replicate {s['parallelism.data_parallel_replicate_degree']}, tensor {degree(s, 'tensor')}, "
-            f"pipeline {degree(s, 'pipeline')} and context {degree(s, 'context')}"
-        ),
-    ),
-    # On a CPU, PyTorch 2.13 misplaces the state of the random numbers among the results of such a graph.
-    Relation(
-        "compile.enable",
-        lambda s, machine: (
-            s["compile.enable"]
-            and degree(s, "tensor") > 1
-            and s["activation_checkpoint.mode"] != "none"
-            and not machine.has_gpus
-            and f"with parallelism.tensor_parallel_degree = {degree(s, 'tensor')} and activation_checkpoint.mode = "
-            f"{s['activation_checkpoint.mode']!r}: PyTorch 2.13 compiles no such layers on a CPU; set "
-            "activation_checkpoint.mode = 'none'"
-        ),
-    ),
-    # On a CPU, PyTorch 2.13 then computes a wrong loss without an error, also for a model without a converter.
-    Relation(
-        "compile.components",
-        lambda s, machine: (
-            s["compile.enable"]
-            and "loss" in s["compile.components"]
-            and s["compile.backend"] == "inductor"
-            and degree(s, "tensor") > 1
-            and not s["parallelism.disable_loss_parallel"]
-            and not machine.has_gpus
-            and f"with parallelism.tensor_parallel_degree = {degree(s, 'tensor')}: PyTorch 2.13 compiles a wrong loss "
-            "on a CPU; set compile.components = ['model'] or parallelism.disable_loss_parallel = true"
-        ),
-    ),
-    Relation(
-        "parallelism.enable_async_tensor_parallel",
-        lambda s, machine: (
-            s["parallelism.enable_async_tensor_parallel"]
-            and quantizing(s)
-            and f"finds no products to overlap with converter {quantizing(s)[0]!r}: allowed is false"
-        ),
-    ),
-    Relation(
-        "parallelism.enable_async_tensor_parallel",
-        lambda s, machine: (
-            s["parallelism.enable_async_tensor_parallel"]
-            and not (s["compile.enable"] and "model" in s["compile.components"])
-            and "needs compile.enable = true, and 'model' in compile.components"
-        ),
-    ),
-    Relation("mxnorm.gather", lambda s, machine: _gather_problem(s)),
-    Relation("parallelism.expert_parallel_degree", lambda s, machine: _cut_experts(s, machine.processes)),
-    Relation(
-        "parallelism.expert_tensor_parallel_degree",
-        lambda s, machine: (
-            degree(s, "expert_tensor") not in (1, degree(s, "tensor"))
-            and f"is neither 1 nor tensor_parallel_degree = {degree(s, 'tensor')}"
-        ),
-    ),
-    Relation(
-        "training.seq_len",
-        lambda s, machine: (
-            _sequence_problem(s, s["training.seq_len"], bool(quantizing(s)))
-            or (s["training.seq_len"] % 2 and "is odd, and TorchTitan's models take even numbers")
-        ),
-    ),
-    Relation(
-        "validation.seq_len",
-        lambda s, machine: s["validation.enable"] and _sequence_problem(s, s["validation.seq_len"], needs_blocks=False),
-    ),
-    Relation(
-        "training.global_batch_size",
-        lambda s, machine: (
-            s["training.global_batch_size"] != -1
-            and s["training.global_batch_size"] % (s["training.local_batch_size"] * _readers(s, machine.processes))
-            and f"is not a multiple of training.local_batch_size = {s['training.local_batch_size']} times "
-            f"{_readers(s, machine.processes)} data-parallel process(es); to keep it, "
-            f"{beside_batch(s, machine.processes, s['training.global_batch_size'])}"
-        ),
-    ),
-)
+    if [name for part in parts for name in part] != whole:
+        return f"needs tok_embeddings, layers.0 to layers.{layers - 1}, norm and output, once each and in this order"
+    if "norm" not in parts[-1] or not all(parts):
+        return "needs norm and output in the same stage, and a module in every stage"
+    return None

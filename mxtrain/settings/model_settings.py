@@ -1,7 +1,6 @@
 """Which settings of ``[model_args]`` each model has, and where they stand in TorchTitan's model arguments."""
 
-from mxtrain.settings.relations import Relation, check
-from mxtrain.settings.values import Settings
+from mxtrain.settings.fields import Problems, Settings
 
 SECTION = "model_args"
 
@@ -55,31 +54,18 @@ def given_model_args(settings: Settings) -> dict[str, object]:
     return {name: value for name, value in vars(settings.section(SECTION)).items() if value is not None}
 
 
-def _not_of_the_model(name: str, s: Settings) -> str | None:
-    """What is wrong with one setting of ``[model_args]`` for ``model.name``."""
-    model = s["model.name"]
-    if s[f"{SECTION}.{name}"] is None or name in PLACES.get(model, {}):
-        return None
-    if model not in PLACES:
-        return f"has no effect on model.name = {model!r}: [{SECTION}] is for {', '.join(PLACES)}"
-    return f"is no setting of model.name = {model!r}, which has: {', '.join(PLACES[model])}"
-
-
-_NAMES = tuple(dict.fromkeys(name for places in PLACES.values() for name in places))
-
-RELATIONS = (
-    *(Relation(f"{SECTION}.{name}", lambda s, name=name: _not_of_the_model(name, s)) for name in _NAMES),
-    Relation(
-        f"{SECTION}.max_seq_len",
-        lambda s: (
-            s[f"{SECTION}.max_seq_len"] is not None
-            and s[f"{SECTION}.max_seq_len"] < s["training.seq_len"]
-            and f"is less than training.seq_len = {s['training.seq_len']}: allowed is that or more"
-        ),
-    ),
-)
-
-
-def check_model_args(settings: Settings) -> None:
-    """Raise ConfigError for a setting of ``[model_args]`` that the model does not have."""
-    check(RELATIONS, settings)
+def model_problems(settings: Settings) -> Problems:
+    """Settings of ``[model_args]`` that the model does not have."""
+    s, model = settings.values, settings["model.name"]
+    for name in given_model_args(settings):
+        if model not in PLACES:
+            yield (
+                f"{SECTION}.{name}",
+                f"has no effect on model.name = {model!r}: [{SECTION}] is for {', '.join(PLACES)}",
+            )
+        elif name not in PLACES[model]:
+            has = ", ".join(PLACES[model])
+            yield f"{SECTION}.{name}", f"is no setting of model.name = {model!r}, which has: {has}"
+    if (longest := s.model_args.max_seq_len) is not None and longest < s.training.seq_len:
+        problem = f"is less than training.seq_len = {s.training.seq_len}: allowed is that or more"
+        yield f"{SECTION}.max_seq_len", problem

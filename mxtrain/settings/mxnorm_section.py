@@ -1,32 +1,38 @@
-"""The recipes, the schedule and the guard that the settings of [mxnorm] describe."""
+"""Which converters read the settings of [mxnorm], and the recipes, schedule and guard that these describe."""
+
+from collections.abc import Iterable
 
 from mxtrain.errors import ConfigError
 from mxtrain.recipes.parse import SWITCHES, get_recipes
 from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.recipes.schedule import CHANGE_KEYS, RecipeChange, ScheduleEntry, parse_entries, require_no_norm_keys
-from mxtrain.settings.registry import quantizing_among
-from mxtrain.settings.values import Settings
 
 SCHEDULE, GUARD = "mxnorm.schedule", "mxnorm.guard"
+QUANTIZING_CONVERTERS = ("mxnorm", "mx_linear")
 
 
-def check_recipes(s: Settings) -> None:
-    """Raise ConfigError for recipes, a schedule or a guard that cannot be, or do not go with the converter."""
-    section = s.section("mxnorm")
-    switches = switches_of(section)
+def quantizing_among(converters: Iterable[str]) -> list[str]:
+    """Return the names of mxtrain's quantizing converters among ``converters``."""
+    return [name for name in converters if name in QUANTIZING_CONVERTERS]
+
+
+def check_recipes(s) -> None:
+    """Raise ConfigError for recipes, a schedule or a guard that cannot be, or do not go with the converter.
+
+    ``s`` has the values of a job that quantizes, as attributes.
+    """
     try:
-        recipe, _ = get_recipes(s["mxnorm.recipe"], s["mxnorm.recipes"], **switches)
-        RMSEstimate.for_recipe(recipe.fprop, s["mxnorm.p"], s["mxnorm.estimator"])
+        recipe, _ = get_recipes(s.mxnorm.recipe, s.mxnorm.recipes, **switches_of(s.mxnorm))
+        RMSEstimate.for_recipe(recipe.fprop, s.mxnorm.p, s.mxnorm.estimator)
     except ConfigError as error:
         raise ConfigError(f"mxnorm.{error}") from None
-    guard = s.section("mxnorm.guard")
-    schedule_of(section, s["training.steps"])
-    fallback_of(section, guard)
-    converter, *_ = quantizing_among(s["model.converters"])
+    schedule_of(s.mxnorm, s.training.steps)
+    fallback_of(s.mxnorm, s.mxnorm.guard)
+    converter, *_ = quantizing_among(s.model.converters)
     if converter != "mxnorm":
-        for index, entry in enumerate(s[SCHEDULE]):
+        for index, entry in enumerate(s.mxnorm.schedule):
             require_no_norm_keys(entry, f"{SCHEDULE}[{index}]", converter)
-        require_no_norm_keys(vars(guard), GUARD, converter)
+        require_no_norm_keys(vars(s.mxnorm.guard), GUARD, converter)
 
 
 def switches_of(section) -> dict:

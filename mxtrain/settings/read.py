@@ -1,20 +1,19 @@
 """Read the settings of a job from its TOML file and flags, and check them."""
 
+import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from mxtrain.config import find_setting, load_config, without_other_limit
 from mxtrain.errors import ConfigError, setting_in
-from mxtrain.settings.fields import Field, fields_of, unknown
-from mxtrain.settings.flags import flag_values
-from mxtrain.settings.model_settings import check_model_args
-from mxtrain.settings.own_modules import import_own, search_beside
-from mxtrain.settings.relations import check_relations
-from mxtrain.settings.sections import JobConfig
-from mxtrain.settings.titan_fields import ALLOWED, titan_job_config
-from mxtrain.settings.values import Settings
+from mxtrain.settings.check import check_settings
+from mxtrain.settings.fields import Field, Settings, unknown
+from mxtrain.settings.known import known_fields
 
 CONFIG_FLAGS = ("--job.config_file", "--job.config-file")
 HELP_FLAGS = ("-h", "--help")
@@ -27,20 +26,51 @@ def read_settings(arguments: list[str]) -> Settings:
     Flags override the TOML file, which may extend others.
 
     Raises:
-        ConfigError: for any mistake that shows without PyTorch and without reading text. It names the setting, and
-            the file and line where it stands.
+        ConfigError: for a mistake that shows without the machine and the model. It names the setting, and the file and
+            line where it stands.
     """
     path = config_file(arguments)
     config = {} if path is None else load_config(path)
     search_beside(path)
     with places(arguments):
-        known = known_fields(_custom_module(arguments, config))
+        module = _custom_module(arguments, config)
+        known = known_fields(None if module in ("", OWN_MODULE) else _job_config_in(module))
         flags = flag_values(arguments, known)
         config = without_other_limit(config, Settings(known, flags).tables())
         settings = Settings(known, {**dict(_flat(config, known)), **flags})
-        check_relations(settings)
-        check_model_args(settings)
+        check_settings(settings)
     return settings
+
+
+def flag_values(words: list[str], known: Mapping[str, Field]) -> dict:
+    """Return full name -> value of every flag: ``--training.steps 100``, ``--training.steps=100``.
+
+    The rules are those of TorchTitan: the last of two flags counts, "-" and "_" in names are the same,
+    ``--section.no-name`` is false. ``Field.from_words`` reads the words after a flag.
+
+    Raises:
+        ConfigError: for an unknown flag, a missing, wrong or additional value, or a word that belongs to no flag.
+    """
+    values = {}
+    while words:
+        flag, *words = words
+        if not flag.startswith("--"):
+            raise ConfigError(f"{flag!r} belongs to no flag: write --section.name value")
+        name, equals, text = flag[2:].partition("=")
+        count = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+        given, words = ([text], words) if equals else (words[:count], words[count:])
+        name = name.replace("-", "_")
+        section, _, last = name.rpartition(".")
+        positive = f"{section}.{last.removeprefix('no_')}"
+        if name in known:
+            values[name] = known[name].from_words(given)
+        elif not last.startswith("no_") or positive not in known or known[positive].kind != "switch":
+            raise unknown(name, known)
+        elif given:
+            raise ConfigError(f"{positive} takes no value after --{positive.replace('.', '.no-')}")
+        else:
+            values[positive] = False
+    return values
 
 
 @contextmanager
@@ -60,7 +90,7 @@ def places(arguments: list[str]):
 
 
 def asks_for_help(arguments: list[str]) -> bool:
-    """Whether ``-h`` or ``--help`` is among the flags: TorchTitan prints the help then."""
+    """Whether ``-h`` or ``--help`` is among the flags."""
     return any(word in HELP_FLAGS for word in arguments)
 
 
@@ -69,12 +99,30 @@ def config_file(arguments: list[str]) -> str | None:
     return _word_after(CONFIG_FLAGS, arguments)
 
 
-def known_fields(custom_module: str = OWN_MODULE) -> dict[str, Field]:
-    """Every setting: TorchTitan's, mxtrain's and those of the user's ``job.custom_config_module``."""
-    titan = fields_of(titan_job_config())
-    limited = {name: Field(name, allowed, titan[name].default) for name, allowed in ALLOWED.items()}
-    custom = {} if custom_module in ("", OWN_MODULE) else fields_of(_job_config_in(custom_module))
-    return {**titan, **limited, **fields_of(JobConfig), **custom}
+def import_own(setting: str, module: str) -> ModuleType:
+    """Import a user's ``module``, which ``setting`` names.
+
+    Raises:
+        ConfigError: the import fails. The message has the error, and the file and line that raised it.
+    """
+    try:
+        return import_module(module)
+    except Exception as error:  # whatever the user's module raises
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        # The import system names the place in its message, or has none.
+        place = "" if frame.filename.startswith("<frozen") else f" ({frame.filename}, line {frame.lineno})"
+        raise ConfigError(f"{setting} = {module!r} cannot be imported: {what}{place}") from error
+
+
+def search_beside(config: str | None) -> None:
+    """Let Python also import modules from the current folder and from the folder of the file ``config``.
+
+    What is installed comes first: a user's "datasets.py" must not stand in for the package that TorchTitan imports.
+    """
+    for folder in (Path.cwd(), *([Path(config).absolute().parent] if config else [])):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
 
 
 def _custom_module(arguments: list[str], config: dict) -> str:

@@ -3,13 +3,16 @@
 The sections are ``[mxnorm]``, ``[fused_norm]``, ``[fused_rmsnorm]``, ``[decompose_k_router]``, ``[model_args]`` and
 ``[data]``.
 
+``resume`` and ``label`` of a class say what a resumed run and a plot do with its fields. The type of a field says it
+for this one where that is something else.
+
 With ``job.custom_config_module = "mxtrain.titan.job_config"`` TorchTitan merges ``JobConfig`` into its own job config,
 and shows the docstring under each field in ``--help``. This file must not postpone annotations: TorchTitan's merge of
 nested tables cannot read field types that are strings.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from mxtrain.recipes.formats import P_VALUES, SCALE_ROUNDINGS
 from mxtrain.recipes.recipe import ESTIMATORS, TENSOR_SCALES
@@ -18,11 +21,15 @@ from mxtrain.settings.types import (
     Amount,
     AtLeastTwo,
     FinitePositive,
+    Free,
     Groups,
+    Label,
     LocalPath,
     Names,
     NotNegative,
     Positive,
+    Refused,
+    Resume,
     Schedule,
     ShareAboveZero,
     ShareBelowOne,
@@ -33,6 +40,8 @@ from mxtrain.settings.types import (
 
 @dataclass
 class Diagnostics:
+    resume = Resume.FREE
+
     every: NotNegative = 0
     """
     Measure norms, casts and matrix products in every step whose number is a multiple of this, and log the figures; 0 is
@@ -51,6 +60,8 @@ class Diagnostics:
 
 @dataclass
 class Guard:
+    resume = Resume.REFUSED
+
     recipe: str | None = None
     """
     Switches the guard on: recipe of all swapped layers for some steps after a spike of the loss, as in
@@ -60,28 +71,24 @@ class Guard:
 
     p: Literal[P_VALUES] | None = None
     """p of all norms after a spike"""
-
     estimator: Literal[ESTIMATORS] | None = None
     """Estimator of all norms after a spike: "exact", for example"""
-
     norm: Literal[RMSNORM] | None = None
     """After a spike, "rmsnorm": norms and the linears that they feed are in high precision"""
-
     window: AtLeastTwo = 100
     """Number of losses, one a step, whose mean and standard deviation a loss is compared with"""
-
     sigmas: FinitePositive = 6.0
     """A loss is a spike if it is more than so many standard deviations above the mean"""
-
     steps: Positive = 100
     """Number of steps with the other recipe"""
 
 
 @dataclass
 class MXNorm:
+    resume = Resume.REFUSED
+
     p: Literal[P_VALUES] = 2
     """Exponent of the p-mean over block maxima that estimates the RMS: 1 or 2"""
-
     recipe: str = "mxfp8"
     """
     Format of the operands of every swapped linear: "mxfp8", "nvfp4", "nvfp4_dynamic" (every scale is computed from its
@@ -139,19 +146,19 @@ class MXNorm:
     keeps the recipe's choice: 0.15 for NVFP4, 0 for the others
     """
 
-    mode: Literal["auto", "native", "emulated", "reference"] = "auto"
+    mode: Annotated[Literal["auto", "native", "emulated", "reference"], Resume.FREE, Label(variant=True)] = "auto"
     """
     How matrix products run: "native" (MX tensor cores), "emulated" (exact bf16 images of the operands, any GPU),
     "reference" (plain PyTorch in float32, any device), or "auto" (the first of these that the hardware supports)
     """
 
-    gather: Literal["auto", "high_precision", "quantized"] = "auto"
+    gather: Free[Literal["auto", "high_precision", "quantized"]] = "auto"
     """
     Tensor parallelism: what is sent between a norm and its linears: "high_precision" (the norm's input), "quantized"
     (codes and scales; training.seq_len of a process is a multiple of 32), or "auto" (what takes fewer bytes)
     """
 
-    graph_passes: bool = True
+    graph_passes: Free[bool] = True
     """
     Let torch.compile fuse casts with the operations before them: SwiGLU with its MXFP8 casts, the residual add with the
     MXNorm after it. Rotations of queries and keys are one kernel, too. Before they are rounded, the fp32 results of
@@ -160,15 +167,14 @@ class MXNorm:
 
     eps: Amount | None = None
     """Added to the squared RMS estimate. Unset keeps the eps of each replaced norm"""
-
-    cache_weights: bool = True
+    cache_weights: Free[bool] = True
     """
     With gradient accumulation or a pipeline: cast every weight once per step, not once per microbatch. Results have the
     same bits. Takes 4 bytes per weight element while a step runs (mode emulated). Weights that FSDP or tensor
     parallelism split are cast every time, and so are all weights with optimizer.early_step_in_backward
     """
 
-    group_linears: bool = True
+    group_linears: Free[bool] = True
     """
     Multiply the linears that share a norm (wq, wk, wv; w1, w3) together: one product for their outputs, one for input
     gradients, one for weight gradients, where their recipes agree. Changes only the order of sums
@@ -196,6 +202,8 @@ class MXNorm:
 
 @dataclass
 class FusedNorm:
+    resume, label = Resume.FREE, Label(variant=True)
+
     when_compiled: Literal["auto", "kernel", "formula"] = "auto"
     """
     Implementation in layers compiled by torch.compile: "kernel" (mxtrain's), "formula" (PyTorch's, which the compiler
@@ -208,6 +216,8 @@ class FusedNorm:
 
 @dataclass
 class DecomposeKRouter:
+    resume = Resume.REFUSED
+
     filter_fqns: Names = field(default_factory=list)
     """Comma-separated names of gates, or of modules with gates, that stay PyTorch's; see mxnorm.filter_fqns"""
 
@@ -219,117 +229,90 @@ class ModelArgs:
     ``mxtrain.settings.model_settings`` lists which of them each model has. The vocabulary is ``data.vocab_size``.
     """
 
+    resume, label = Resume.REFUSED, Label()
+
     dim: Positive | None = None
     """Features of the residual stream"""
-
     n_layers: Positive | None = None
     """Number of transformer blocks"""
-
     n_heads: Positive | None = None
     """Number of query heads"""
-
     n_kv_heads: Positive | None = None
     """Number of key and value heads; divides n_heads"""
-
     head_dim: Positive | None = None
-    """qwen3: features of a head; the other models have dim / n_heads, deepseek_v3 the qk_ and v_ sizes"""
-
+    """Features of a head; the other models have dim / n_heads, deepseek_v3 the qk_ and v_ sizes"""
     hidden_dim: Positive | None = None
     """Hidden features of a dense feed-forward, exactly. Unset, llama3 computes it from dim"""
-
     multiple_of: Positive | None = None
-    """llama4: the hidden features of the feed-forward are rounded up to a multiple of this"""
-
+    """The hidden features of the feed-forward are rounded up to a multiple of this"""
     ffn_dim_multiplier: FinitePositive | None = None
-    """llama4: factor of the feed-forward's hidden features, which are 8/3 of dim without it"""
-
+    """Factor of the feed-forward's hidden features, which are 8/3 of dim without it"""
     enable_weight_tying: bool | None = None
-    """llama3 and qwen3: the output head has the weight of the embedding"""
-
+    """The output head has the weight of the embedding"""
     norm_eps: Amount | None = None
     """Added to the mean square in an RMSNorm. In deepseek_v3, TorchTitan leaves the last norm's at PyTorch's default"""
-
-    max_seq_len: Positive | None = None
+    max_seq_len: Free[Positive | None] = None
     """
-    llama3 and qwen3: the number of positions that config.json names after an export, at least training.seq_len, which
-    is the number in training. Unset is training.seq_len
+    The number of positions that config.json names after an export, at least training.seq_len, which is the number in
+    training. Unset is training.seq_len
     """
 
     rope_theta: FinitePositive | None = None
     """Base of the rotary frequencies"""
-
     rope_factor: FinitePositive | None = None
     """Scaling of the rotary frequencies: long waves become so many times longer. llama3: 1 is no scaling"""
-
     rope_low_freq_factor: FinitePositive | None = None
-    """llama3 and llama4: waves longer than rope_original_seq_len divided by this are scaled in full"""
-
+    """Waves longer than rope_original_seq_len divided by this are scaled in full"""
     rope_high_freq_factor: FinitePositive | None = None
-    """llama3 and llama4: waves shorter than rope_original_seq_len divided by this are not scaled"""
-
+    """Waves shorter than rope_original_seq_len divided by this are not scaled"""
     rope_original_seq_len: Positive | None = None
     """Number of positions before the scaling of the rotary frequencies"""
-
     num_experts: Positive | None = None
     """Number of routed experts in a layer with experts"""
-
     num_shared_experts: NotNegative | None = None
-    """llama4 and deepseek_v3: number of experts that every token uses"""
-
+    """Number of experts that every token uses"""
     top_k: Positive | None = None
     """Number of routed experts that a token uses"""
-
     load_balance_coeff: Amount | None = None
     """Step of the bias that balances the load of experts; 0 for no bias, as transformers' Qwen3 has none"""
-
     moe_inter_dim: Positive | None = None
-    """qwen3 and deepseek_v3: hidden features of an expert"""
-
+    """Hidden features of an expert"""
     n_dense_layers: NotNegative | None = None
-    """deepseek_v3: number of first layers without experts"""
-
+    """Number of first layers without experts"""
     interleave_moe_layer_step: Positive | None = None
-    """llama4: every so many layers, one has experts"""
-
+    """Every so many layers, one has experts"""
     q_lora_rank: NotNegative | None = None
-    """deepseek_v3: rank of the queries' projection; 0 is full rank"""
-
+    """Rank of the queries' projection; 0 is full rank"""
     kv_lora_rank: Positive | None = None
-    """deepseek_v3: rank of the projection of keys and values"""
-
+    """Rank of the projection of keys and values"""
     qk_nope_head_dim: Positive | None = None
-    """deepseek_v3: features of a query's or key's head without rotation"""
-
+    """Features of a query's or key's head without rotation"""
     qk_rope_head_dim: Positive | None = None
-    """deepseek_v3: features of a query's or key's head with rotation"""
-
+    """Features of a query's or key's head with rotation"""
     v_head_dim: Positive | None = None
-    """deepseek_v3: features of a value's head"""
+    """Features of a value's head"""
 
 
 @dataclass
 class Data:
+    resume = Resume.DATA
+
     installed: bool = False
     """Dataset "python": read the source of every installed package as well as the standard library"""
-
     other_files: bool = False
     """
     Dataset "python": also read C, C++ and CUDA source, type stubs and documentation beside the Python source, and the
     system's headers, documentation and manual pages. Such files above 1 MB are left out
     """
 
-    vocab_size: VocabularySize = 0
+    vocab_size: Refused[VocabularySize] = 0
     """Vocabulary size of the model, and of the tokenizer if one is built; 0 keeps the model flavor's size"""
-
-    unseparated: bool = False
+    unseparated: Free[bool] = False
     """Take a tokenizer that has neither a bos nor an eos token: nothing separates the documents"""
-
     max_bytes: NotNegative = 0
     """Stop collecting text after this many bytes; 0 collects all. Another training.dataset in a flag drops a limit"""
-
     package_share: ShareAboveZero = 0.2
     """Dataset "python": largest share of the text from a single package, in (0, 1]"""
-
     validation_share: ShareBelowOne = 0.01
     """
     Share of the documents held out for validation, in [0, 1), chosen by a hash of each document's path for dataset
@@ -338,17 +321,13 @@ class Data:
 
     seed: NotNegative = 0
     """Seed of the order of the documents"""
-
     text_key: str = "text"
     """Column or key of the text in JSONL, Parquet and Hugging Face datasets"""
-
     hf_config: str | None = None
     """Dataset "hf": configuration of the Hugging Face dataset, for example "en" for allenai/c4"""
-
-    cache_dir: LocalPath = ""
+    cache_dir: Free[LocalPath] = ""
     """Folder for tokenizers and tokenized text; empty means $MXTRAIN_CACHE, else ~/.cache/mxtrain"""
-
-    prepared: LocalPath = ""
+    prepared: Free[LocalPath] = ""
     """
     Name of a prepared text in the cache ("mxtrain cache" lists them), or its path: train on exactly this text, without
     reading its source. Empty prepares the text from its source
@@ -357,12 +336,16 @@ class Data:
 
 @dataclass
 class Model:
-    hf_assets_path: LocalPath = ""
+    resume = Resume.FREE
+
+    hf_assets_path: Annotated[LocalPath, Label(variant=True)] = ""
     """Folder with a Hugging Face tokenizer; empty builds a byte-level BPE tokenizer once from the training text"""
 
 
 @dataclass
 class Validation:
+    resume = Resume.FREE
+
     dataset: str = ""
     """
     Text for validation, as in training.dataset. Empty validates on documents that are held out of the training text,
@@ -372,6 +355,8 @@ class Validation:
 
 @dataclass
 class Metrics:
+    resume = Resume.FREE
+
     on_nonfinite_loss: Literal["stop", "continue"] = "stop"
     """
     What happens when a loss or, before a checkpoint and at the end, a weight or an optimizer state is NaN or infinite:
@@ -380,13 +365,10 @@ class Metrics:
 
     wandb_project: str = ""
     """Project of the wandb run; empty means $WANDB_PROJECT, else mxtrain"""
-
     wandb_name: str = ""
     """Name of the wandb run; empty means $WANDB_RUN_NAME, else model, flavor, converter, recipe and p"""
-
     wandb_group: str = ""
     """Group of the wandb run; empty means $WANDB_RUN_GROUP, else model and flavor"""
-
     wandb_tags: Names = None
     """
     Comma-separated tags of the wandb run. Unset means $WANDB_TAGS, else model, flavor, converter, recipe and p; an
@@ -396,9 +378,10 @@ class Metrics:
 
 @dataclass
 class Checkpoint:
+    resume = Resume.FREE
+
     last_save_model_only: bool = False
     """Save only the weights after the last step: a smaller checkpoint, from which no run can resume"""
-
     may_change: Names = field(default_factory=list)
     """
     Comma-separated full names of settings, such as "mxnorm.p", that this run may change when it resumes, although the

@@ -1,9 +1,14 @@
-"""Types of settings that say which values are allowed. ``pydantic`` checks them; tyro shows them in ``--help``."""
+"""Types of settings: which values are allowed, and what a resumed run and a plot do with a change.
+
+``pydantic`` checks the values; tyro shows them in the ``--help`` of plain ``-m torchtitan.train``.
+"""
 
 import json
+from dataclasses import dataclass
 from difflib import get_close_matches
+from enum import Enum
 from itertools import zip_longest
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import tomli
 from annotated_types import Ge, Gt, Interval, MultipleOf
@@ -17,6 +22,43 @@ from mxtrain.json_toml import parse
 from mxtrain.recipes.formats import P_VALUES
 from mxtrain.recipes.recipe import ESTIMATORS
 from mxtrain.recipes.schedule import RMSNORM
+
+
+class Resume(Enum):
+    """What a resumed run may do with a setting."""
+
+    FREE = "free"
+    """
+    Changes nothing but the order of sums: logging, folders, layout, compilation. Or another file compares it: the hash
+    of a tokenizer
+    """
+    APPLIED = "applied"
+    """Changes the curve from the next step on, as one expects of it; it is applied and reported"""
+    DATA = "text"
+    """Says which text is read: free where the text has a hash, which is compared; refused where it is streamed"""
+    REFUSED = "refused"
+    """Makes the rest of the curve another experiment; refused unless checkpoint.may_change names it"""
+
+
+@dataclass(frozen=True)
+class Label:
+    """How a plot names a setting in which runs differ.
+
+    Without a label, settings that a resumed run may change freely are not named, and all others name a variant.
+
+    Attributes:
+        word: stands in the legend before the value, also for runs of one variant: "lr". Empty names nothing.
+        variant: whether runs that differ in it are variants of their own.
+    """
+
+    word: str = ""
+    variant: bool = False
+
+
+T = TypeVar("T")
+Free = Annotated[T, Resume.FREE]
+Applied = Annotated[T, Resume.APPLIED]
+Refused = Annotated[T, Resume.REFUSED]
 
 Positive = Annotated[int, Ge(1)]
 AtLeastTwo = Annotated[int, Ge(2)]
@@ -45,35 +87,15 @@ def _positive_or_minus_one(number: int) -> int:
     return number
 
 
-PositiveOrMinusOne = Annotated[int, AfterValidator(_positive_or_minus_one)]
-
-
-def _not_one(number: int) -> int:
-    if number == 1 or number < 0:
-        raise ValueError("should be 0 (keep all) or at least 2, because the last one may still be being written")
-    return number
-
-
-NumberKept = Annotated[int, AfterValidator(_not_one)]
-
-
 def _op_or_positive(text: str) -> str:
     if text != "op" and not (text.isdecimal() and int(text) >= 1):
         raise ValueError("should be 'op' or a number of layers, '1' or more")
     return text
 
 
+PositiveOrMinusOne = Annotated[int, AfterValidator(_positive_or_minus_one)]
 OpOrPositive = Annotated[str, AfterValidator(_op_or_positive)]
 LocalPath = Annotated[str, AfterValidator(local_path)]
-
-
-def _pairs(words: list[str]) -> dict[str, str]:
-    return dict(zip_longest(words[::2], words[1::2], fillvalue=""))
-
-
-def _words(table) -> list[str]:
-    # Plain ``-m torchtitan.train`` does not check types in TOML files.
-    return [str(word) for pair in table.items() for word in pair] if isinstance(table, dict) else [str(table)]
 
 
 def _no_table_inside(table):
@@ -83,6 +105,7 @@ def _no_table_inside(table):
     return table
 
 
+# tyro's part of the next three types is for plain -m torchtitan.train, which does not check types in TOML files.
 # A table with any keys. Its flag replaces the whole table of the TOML; tyro would make one flag per key of that table.
 Table = Annotated[
     dict[str, str],
@@ -90,9 +113,9 @@ Table = Annotated[
     PrimitiveConstructorSpec(
         nargs="*",
         metavar="NAME RECIPE ...",
-        instance_from_str=_pairs,
+        instance_from_str=lambda words: dict(zip_longest(words[::2], words[1::2], fillvalue="")),
         is_instance=lambda value: isinstance(value, dict),
-        str_from_instance=_words,
+        str_from_instance=lambda table: [str(word) for pair in table.items() for word in pair],
     ),
 ]
 
@@ -145,15 +168,6 @@ Schedule = Annotated[
     ),
 ]
 
-
-def _names(words: list[str]) -> list[str] | None:
-    return None if words == ["None"] else [name for name in words[0].split(",") if name]
-
-
-def _joined(names) -> list[str]:
-    return [",".join(names) if isinstance(names, list) else str(names)]
-
-
 # A list of names; None stands for an unset field. TorchTitan's rule for flags with commas serves list[str] alone, and
 # reads an empty flag as one empty name.
 Names = Annotated[
@@ -161,8 +175,8 @@ Names = Annotated[
     PrimitiveConstructorSpec(
         nargs=1,
         metavar="A,B,C,...",
-        instance_from_str=_names,
+        instance_from_str=lambda words: None if words == ["None"] else [name for name in words[0].split(",") if name],
         is_instance=lambda value: value is None or isinstance(value, list),
-        str_from_instance=_joined,
+        str_from_instance=lambda names: [",".join(names) if isinstance(names, list) else str(names)],
     ),
 ]

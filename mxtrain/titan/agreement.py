@@ -7,9 +7,9 @@ import torch
 from mxtrain.data.store import Prepared, differences
 from mxtrain.errors import ConfigError
 from mxtrain.ranks import from_first_rank, is_first_of_node, run_on_all_ranks, this_node
+from mxtrain.settings.fields import Settings
 from mxtrain.settings.layout import global_batch_size
-from mxtrain.settings.resume_changes import changes, settings_before
-from mxtrain.settings.values import Settings
+from mxtrain.settings.resume import changes, settings_before
 
 
 def require_same_settings(settings: Settings, resolved: dict) -> None:

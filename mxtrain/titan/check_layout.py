@@ -1,7 +1,7 @@
-"""Mistakes in a layout that take the model's sizes to see: heads, layers, experts, attention.
+"""Checks of a layout that need the model's sizes: heads, layers, experts, attention.
 
 Sizes come from the model's flavor and from ``[model_args]``, before the model is built. ``mxtrain.settings.layout`` has
-the mistakes that show without the model, ``mxtrain.parallel.tensor_parallel`` those of single linears.
+the checks that need no model, ``mxtrain.parallel.tensor_parallel`` those of single linears.
 """
 
 import math
@@ -10,100 +10,86 @@ import torch
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 from torchtitan.protocols.train_spec import get_train_spec
 
-from mxtrain.errors import ConfigError
-from mxtrain.settings.layout import degree
+from mxtrain.settings.fields import Problems, Settings, raise_first
+from mxtrain.settings.layout import ONE_STAGE, degree, parts_problem
 from mxtrain.settings.model_settings import given_model_args
-from mxtrain.settings.pipeline import ONE_STAGE, stages_problem
-from mxtrain.settings.values import Settings
 from mxtrain.titan.models.llama3 import is_tied
 from mxtrain.titan.repairs.pipeline import FINDS_SHAPES_AGAIN
+
+TENSOR, PIPELINE, CONTEXT, EXPERT = (
+    f"parallelism.{kind}_parallel_degree" for kind in ("tensor", "pipeline", "context", "expert")
+)
 
 
 def check_model_layout(settings: Settings, has_gpus: bool) -> None:
     """Raise ConfigError for degrees of parallelism that the flavor of a model does not allow, with or without GPUs."""
-    name, flavor = settings["model.name"], settings["model.flavor"]
-    args = get_train_spec(name).model_args[flavor]
+    args = get_train_spec(settings["model.name"]).model_args[settings["model.flavor"]]
     if getattr(args, "takes_model_args", False):
         args.set_model_args(given_model_args(settings))
-    model = f"{name} {flavor}"
-    _check_attention(settings, args, model, has_gpus)
-    _check_heads(settings, args, model)
-    _check_stages(settings, args, model)
-    _check_experts(settings, args, model)
+    raise_first(_problems(settings, args, has_gpus), settings)
 
 
-def _refuse(settings: Settings, setting: str, problem: str) -> None:
-    raise ConfigError(f"parallelism.{setting} = {settings[f'parallelism.{setting}']!r} {problem}")
+def _problems(settings: Settings, args, has_gpus: bool) -> Problems:
+    name = settings["model.name"]
+    model = f"{name} {settings['model.flavor']}"
+    if degree(settings, "context") > 1:
+        attention = getattr(args, "attn_type", "sdpa")
+        # In TorchTitan 0.2.2 Llama 3 alone has flex attention under context parallelism; PyTorch has it for GPUs.
+        allowed = ["sdpa", "flex"] if name == "llama3" and has_gpus else ["sdpa"]
+        if attention not in allowed:
+            yield CONTEXT, f"works with attention {' or '.join(allowed)}, and {model} has {attention!r}: allowed is 1"
+        balancer = "parallelism.context_parallel_load_balancer"
+        if settings[balancer] == "ptrr" and attention == "sdpa":
+            yield balancer, f"needs flex attention, and {model} has 'sdpa': allowed is 'headtail'"
+    for kind, field in (("heads", "n_heads"), ("key-value heads", "n_kv_heads")):
+        if (number := getattr(args, field, None)) and number % degree(settings, "tensor"):
+            yield TENSOR, f"does not divide the {number} {kind} of {model}"
+    if degree(settings, "pipeline") > 1:
+        yield from _pipeline_problems(settings, args, model)
+    if (experts := degree(settings, "expert")) > 1:
+        number = args.moe_args.num_experts if getattr(args, "moe_enabled", hasattr(args, "moe_args")) else 0
+        if not number:
+            yield EXPERT, f"needs experts, which {model} does not have: allowed is 1"
+        elif number % experts:
+            yield EXPERT, f"does not divide the {number} experts of {model}"
 
 
-def _check_attention(settings: Settings, args, model: str, has_gpus: bool) -> None:
-    if degree(settings, "context") == 1:
-        return
-    attention = getattr(args, "attn_type", "sdpa")
-    # In TorchTitan 0.2.2 Llama 3 alone has flex attention under context parallelism; PyTorch has it for GPUs.
-    allowed = ["sdpa"]
-    if settings["model.name"] == "llama3" and has_gpus:
-        allowed.append("flex")
-    if attention not in allowed:
-        _refuse(
-            settings,
-            "context_parallel_degree",
-            f"works with attention {' or '.join(allowed)}, and {model} has {attention!r}: allowed is 1",
-        )
-    if settings["parallelism.context_parallel_load_balancer"] == "ptrr" and attention == "sdpa":
-        _refuse(
-            settings,
-            "context_parallel_load_balancer",
-            f"needs flex attention, and {model} has 'sdpa': allowed is 'headtail'",
-        )
-
-
-def _check_heads(settings: Settings, args, model: str) -> None:
-    tensor = degree(settings, "tensor")
-    heads = {"heads": getattr(args, "n_heads", None), "key-value heads": getattr(args, "n_kv_heads", None)}
-    for kind, number in heads.items():
-        if number and number % tensor:
-            _refuse(settings, "tensor_parallel_degree", f"does not divide the {number} {kind} of {model}")
-
-
-def _check_stages(settings: Settings, args, model: str) -> None:
-    """Refuse a model that cannot be divided into stages, and stages that would make another model."""
-    if degree(settings, "pipeline") == 1:
-        return
+def _pipeline_problems(settings: Settings, args, model: str) -> Problems:
+    """A model that cannot be divided into stages, and stages that would make another model."""
     if get_train_spec(settings["model.name"]).pipelining_fn is None:
-        _refuse(settings, "pipeline_parallel_degree", f"does not work with {model}: allowed is 1")
+        yield PIPELINE, f"does not work with {model}: allowed is 1"
     if is_tied(args):
-        _refuse(
-            settings,
-            "pipeline_parallel_degree",
-            f"separates the embedding of {model} from the head, which has the same weight: allowed is 1",
-        )
-    if problem := stages_problem(settings, args.n_layers):
-        raise ConfigError(problem)
-    if FINDS_SHAPES_AGAIN or not settings["validation.enable"]:
-        return
+        apart = f"separates the embedding of {model} from the head, which has the same weight"
+        yield PIPELINE, f"{apart}: allowed is 1"
+    if problem := parts_problem(settings, args.n_layers):
+        yield "parallelism.module_fqns_per_model_part", problem
+    if problem := _stages_problem(settings, args.n_layers):
+        yield PIPELINE, problem
     for name in ("local_batch_size", "seq_len"):
-        value, in_training = settings[f"validation.{name}"], settings[f"training.{name}"]
-        if value != in_training:
-            raise ConfigError(
-                f"validation.{name} = {value} differs from training.{name}: a pipeline in PyTorch {torch.__version__} "
-                f"allows only {in_training}"
-            )
+        allowed = settings[f"training.{name}"]
+        if not FINDS_SHAPES_AGAIN and settings["validation.enable"] and settings[f"validation.{name}"] != allowed:
+            only = f"a pipeline in PyTorch {torch.__version__} allows only {allowed}"
+            yield f"validation.{name}", f"differs from training.{name}: {only}"
 
 
-def _check_experts(settings: Settings, args, model: str) -> None:
-    if degree(settings, "expert") == 1:
-        return
-    has_experts = getattr(args, "moe_enabled", hasattr(args, "moe_args"))
-    experts = args.moe_args.num_experts if has_experts else 0
-    if not experts:
-        _refuse(settings, "expert_parallel_degree", f"needs experts, which {model} does not have: allowed is 1")
-    if experts % degree(settings, "expert"):
-        _refuse(settings, "expert_parallel_degree", f"does not divide the {experts} experts of {model}")
+def _stages_problem(settings: Settings, layers: int) -> str | None:
+    """What is wrong with the number of stages that TorchTitan makes of so many layers; None if all is well."""
+    schedule, ranks = settings["parallelism.pipeline_parallel_schedule"], degree(settings, "pipeline")
+    try:
+        stages = len(modules_of_stages(layers, settings.values.parallelism))
+    except ValueError as error:
+        return f"does not divide {layers} layers: {error}"
+    if stages == ranks if schedule in ONE_STAGE else stages % ranks == 0 and stages > ranks:
+        return None
+    needed = ranks if schedule in ONE_STAGE else f"a multiple of {ranks}, and {2 * ranks} or more"
+    return f"with schedule {schedule} needs {needed} stages, and the settings make {stages} of {layers} layers"
 
 
 def modules_of_stages(layers: int, parallelism) -> list[list[str]]:
-    """Return the names of the modules of every stage, as TorchTitan divides a model of so many layers."""
+    """Return the names of the modules of every stage, as TorchTitan divides a model of so many layers.
+
+    Raises ValueError for layers that cannot be divided.
+    """
     if parallelism.module_fqns_per_model_part is not None:
         return parallelism.module_fqns_per_model_part
     first = parallelism.pipeline_parallel_first_stage_less_layers

@@ -30,9 +30,8 @@ from mxtrain.ops.hardware import mode_reason, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, switches_in_effect
 from mxtrain.reports.terminal import note_conversion
 from mxtrain.rng.rounding import step_is_set
-from mxtrain.settings.mxnorm_section import GUARD, fallback_of, schedule_of
-from mxtrain.settings.registry import quantizing_among
-from mxtrain.settings.relations import conflict_of_converters
+from mxtrain.settings.check import conflict_of_converters
+from mxtrain.settings.mxnorm_section import GUARD, fallback_of, quantizing_among, schedule_of
 from mxtrain.titan.graph_limit import allow_kinds
 
 # Stands for debug.seed where that is unset.

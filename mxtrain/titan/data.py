@@ -42,7 +42,6 @@ from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.ranks import gather, is_first, run_on_all_ranks
 from mxtrain.reports.terminal import note, note_progress
-from mxtrain.settings.registry import validation_dataset
 from mxtrain.titan.agreement import prepare_together
 from mxtrain.titan.models.flavors import vocab_size
 from mxtrain.titan.repairs.context_parallel import share_of_validation_loss
@@ -284,7 +283,15 @@ def check_datasets(job_config) -> None:
 
 
 def _validation_dataset(job_config) -> str:
-    return validation_dataset(job_config.training.dataset, job_config.validation.dataset)
+    """The dataset that is validated on: ``validation.dataset``, or if that is "", the one that the training leads to.
+
+    Documents are held out of mxtrain's datasets, and TorchTitan's have a split of their own. It is "" for a dataset of
+    the user's, of which nothing is known.
+    """
+    training, validation = job_config.training.dataset, job_config.validation.dataset
+    if validation or training in DATASETS:
+        return validation or training
+    return "c4_validation" if training in ("c4", "c4_test", "c4_validation") else ""
 
 
 @lru_cache(maxsize=8)

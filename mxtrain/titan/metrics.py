@@ -34,7 +34,7 @@ from mxtrain.reports.terminal import go_on_without, note
 from mxtrain.reports.wandb_run import WandbLogger, earlier_run, first_line, wandb_facts
 from mxtrain.rng.rounding import step_is_set
 from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE
-from mxtrain.settings.registry import quantizing_among
+from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.titan.converters import active_settings
 from mxtrain.titan.models.model_args import given_in
 from mxtrain.titan.repairs.pipeline import Stage

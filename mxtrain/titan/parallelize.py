@@ -26,7 +26,7 @@ from mxtrain.parallel.initial_weights import draw_by_name
 from mxtrain.parallel.tensor_parallel import DEGREE, check_part, choose_gathers, style_for
 from mxtrain.reports.terminal import note_model
 from mxtrain.settings.machine import Machine, check_machine
-from mxtrain.settings.relations import quantizing
+from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.titan.check_layout import check_model_layout
 from mxtrain.titan.metrics import describe_model
 from mxtrain.titan.parse import settings_of
@@ -54,9 +54,8 @@ def checked_parallelize(parallelize_fn):
         with shared_group(model), plans as inner, knows_own_operations():
             model = parallelize_fn(model, parallel_dims, job_config)
         check_gates(parallel_dims.tp, gates, inner)
-        settings = settings_of(job_config)
-        if parallel_dims.tp_enabled and quantizing(settings):
-            choose_gathers(model, settings["mxnorm.gather"])
+        if parallel_dims.tp_enabled and quantizing_among(job_config.model.converters):
+            choose_gathers(model, job_config.mxnorm.gather)
         checkpointing = job_config.activation_checkpoint
         if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
             multiply_one_by_one(model)
@@ -95,8 +94,9 @@ def check_layout(parallel_dims, job_config) -> None:
     if isinstance(parallel_dims, Layout):
         return
     settings = settings_of(job_config)
-    check_machine(settings, Machine(parallel_dims.world_size, torch.cuda.is_available()))
-    check_model_layout(settings, torch.cuda.is_available())
+    machine = Machine(parallel_dims.world_size, torch.cuda.is_available())
+    check_machine(settings, machine)
+    check_model_layout(settings, machine.has_gpus)
     if parallel_dims.pp_enabled:
         setting = f"pipeline_parallel_degree = {parallel_dims.pp}"
     elif parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled:

@@ -1,35 +1,24 @@
-"""TorchTitan's job config from command-line arguments and TOML files, checked."""
+"""TorchTitan's job config from the settings of a job, and back."""
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from functools import reduce
 
 from pydantic_core import to_jsonable_python
 from torchtitan.config import ConfigManager
-from torchtitan.models import _supported_models
-from torchtitan.protocols import model_converter, train_spec
 
-from mxtrain.errors import require_one_of
-from mxtrain.settings.fields import fields_of
+from mxtrain.settings.fields import Settings, fields_of
 from mxtrain.settings.help import settings_help
-from mxtrain.settings.own_modules import import_own
+from mxtrain.settings.known import known_fields
 from mxtrain.settings.read import asks_for_help, read_settings
 from mxtrain.settings.sections import JobConfig
-from mxtrain.settings.values import Settings
-from mxtrain.titan.converters import active_settings
-from mxtrain.titan.data import check_datasets
-from mxtrain.titan.models.model_args import check_model_args
+from mxtrain.titan.check_job import check_model
 
 
 class _ConfigManager(ConfigManager):
-    """TorchTitan's manager with mxtrain's reading and checking of settings. Prints mxtrain's help for ``--help``."""
+    """TorchTitan's manager with settings that mxtrain has read."""
 
-    def parse_args(self, args: list[str]):
-        if asks_for_help(args):
-            print(settings_help(args))
-            raise SystemExit(0)
-        settings = read_settings(args)
-        tables = settings.tables()
-        self.config = self._dict_to_dataclass(self._maybe_add_custom_config(args, tables), tables)
+    def job_config_of(self, tables: dict):
+        self.config = self._dict_to_dataclass(self._maybe_add_custom_config([], tables), tables)
         self._validate_config()
         return self.config
 
@@ -45,36 +34,30 @@ class _ConfigManager(ConfigManager):
             super()._validate_config()
 
 
-def settings_of(job_config) -> Settings:
-    """The values of a job config by the full names of its settings."""
-    known = fields_of(type(job_config))
-    return Settings(known, {name: reduce(getattr, name.split("."), job_config) for name in known})
-
-
 def parse_job_config(args: list[str]):
-    """Parse command-line arguments into TorchTitan's job config, and check it.
+    """Parse command-line arguments into TorchTitan's job config, and check it. Prints mxtrain's help for ``--help``.
 
     Raises:
-        ConfigError: for every mistake that shows without building the model or reading data.
+        ConfigError: for every mistake that shows without the machine, building the model or reading data.
     """
-    job_config = _ConfigManager().parse_args(args)
-    check_names(job_config)
-    active_settings(job_config)
-    check_model_args(job_config)
-    return job_config
+    if asks_for_help(args):
+        print(settings_help(args))
+        raise SystemExit(0)
+    settings = read_settings(args)
+    check_model(settings.values)
+    return job_config_of(settings)
 
 
-def check_names(job_config) -> None:
-    """Raise ConfigError for a model, flavor, converter or dataset that nobody has registered."""
-    if own := job_config.experimental.custom_import:
-        import_own("experimental.custom_import", own)  # it registers names; TorchTitan imports it later
-    models = sorted(_supported_models | train_spec._extra_train_specs.keys())
-    require_one_of("model.name", job_config.model.name, models)
-    flavors = train_spec.get_train_spec(job_config.model.name).model_args
-    require_one_of("model.flavor", job_config.model.flavor, flavors)
-    for name in job_config.model.converters:
-        require_one_of("model.converters", name, model_converter._registry_model_converter_cls)
-    check_datasets(job_config)
+def job_config_of(settings: Settings):
+    """Return TorchTitan's job config with the values of ``settings``."""
+    return _ConfigManager().job_config_of(settings.tables())
+
+
+def settings_of(job_config) -> Settings:
+    """The values of a job config by the full names of its settings."""
+    kind = type(job_config)
+    known = {name: field for name, field in known_fields(kind).items() if name in fields_of(kind)}
+    return Settings(known, {name: reduce(getattr, name.split("."), job_config) for name in known})
 
 
 def resolved_settings(job_config) -> dict:
@@ -83,24 +66,13 @@ def resolved_settings(job_config) -> dict:
     Without the names of the config file and of the run's folder: a run of these settings must not write into it. With
     ``mxnorm.diagnostics.every = 0`` beside other settings of diagnostics, which are refused without it.
     """
-    values = non_default_values(job_config)
-    if diagnostics := values.get("mxnorm", {}).get("diagnostics"):
-        diagnostics.setdefault("every", 0)
-    for name in ("config_file", "dump_folder"):
-        values.get("job", {}).pop(name, None)
-    return values
-
-
-def non_default_values(config, default=None) -> dict:
-    """Return the fields of a config dataclass that differ from its defaults, as nested tables for a TOML file."""
-    default = type(config)() if default is None else default
-    values = {}
-    for f in fields(config):
-        value, usual = getattr(config, f.name), getattr(default, f.name)
-        if is_dataclass(value):
-            value = non_default_values(value, usual)
-            if value:
-                values[f.name] = value
-        elif value != usual and value is not None:
-            values[f.name] = to_jsonable_python(value)  # paths, tuples and sets of a user's own section
-    return values
+    settings = settings_of(job_config)
+    left_out = ("job.config_file", "job.dump_folder")
+    values = {
+        name: to_jsonable_python(settings[name])  # paths, tuples and sets of a user's own section
+        for name in settings.known
+        if settings.changed(name) and settings[name] is not None and name not in left_out
+    }
+    if any(name.startswith("mxnorm.diagnostics.") for name in values):
+        values.setdefault("mxnorm.diagnostics.every", 0)
+    return Settings(settings.known, values).tables()

@@ -10,8 +10,7 @@ import torch
 from mxtrain.conversion.schedule import set_step
 from mxtrain.recipes.schedule import ScheduleEntry, SpikeGuard
 from mxtrain.reports import terminal
-from mxtrain.settings.mxnorm_section import fallback_of, schedule_of
-from mxtrain.settings.registry import quantizing_among
+from mxtrain.settings.mxnorm_section import fallback_of, quantizing_among, schedule_of
 from mxtrain.titan.graph_limit import allow_states
 
 

@@ -22,13 +22,12 @@ from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.lock import locked
-from mxtrain.settings.checked_start import checked_start
-from mxtrain.settings.machine import Machine, check_machine
-from mxtrain.settings.read import places
-from mxtrain.settings.resume_run import resolved
-from mxtrain.titan.check_layout import check_model_layout
+from mxtrain.settings.machine import Machine
+from mxtrain.settings.read import places, read_settings
+from mxtrain.settings.resume import checked_start, resolved
+from mxtrain.titan.check_job import check_job
 from mxtrain.titan.checkpointer import SaveError
-from mxtrain.titan.parse import parse_job_config, settings_of
+from mxtrain.titan.parse import job_config_of
 from mxtrain.titan.run_start import write_resolved_config
 from mxtrain.titan.trainer import Trainer
 
@@ -46,33 +45,30 @@ def train(args: list[str], verbose: bool) -> Stop | None:
         ConfigError: for a mistake in the settings, or a run's folder that is in use or holds another run.
         NonFiniteError: if a loss or weight is NaN or infinite, and ``metrics.on_nonfinite_loss`` is "stop".
     """
-    job_config = parse_job_config(args)
+    settings = read_settings(args)
+    job_config = job_config_of(settings)
     if "LOCAL_RANK" not in os.environ:
         raise ConfigError(
             "-m mxtrain.train is for torchrun: torchrun --nproc_per_node=1 -m mxtrain.train, or mxtrain train"
         )
     folder = require_folder(job_config.job.dump_folder)
     job_config.job.dump_folder = str(folder)
-    settings, processes = settings_of(job_config), int(os.environ.get("WORLD_SIZE", "1"))
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
     find = partial(checked_start, folder, settings, processes)
     found = Start.from_json(json.loads(os.environ[START_VARIABLE])) if is_launcher_alive() else None
     warning = None
     with ExitStack() as stack:
 
         def check() -> None:
-            """Check what the launcher has not, and find where the run starts."""
+            """Check what no launcher has checked, and find where the run starts."""
             nonlocal found, warning
-            if found is None:
-                check_machine(settings, Machine(processes, torch.cuda.is_available()))
-            check_model_layout(settings, torch.cuda.is_available())
-            _require_backend(job_config.compile)
-            if found is None:
-                if is_first():
-                    warning = stack.enter_context(locked(folder))
-                found = find()
+            check_job(settings, Machine(processes, torch.cuda.is_available()))
+            if is_first():
+                warning = stack.enter_context(locked(folder))
+            found = find()
 
         # All ranks fail together, and nothing changes in the folder before all have passed.
-        ranks.run_on_all_ranks(check if ranks.is_first_of_node() else None)
+        ranks.run_on_all_ranks(check if found is None and ranks.is_first_of_node() else None)
         terminal.start(folder, verbose)
         ranks.note = terminal.note_progress
         if warning:
@@ -91,15 +87,6 @@ def train(args: list[str], verbose: bool) -> Stop | None:
         if is_first() and not job_config.checkpoint.create_seed_checkpoint:
             terminal.Screen().line(closing_summary(folder))
         return stop
-
-
-def _require_backend(settings) -> None:
-    """Raise ConfigError for a backend that PyTorch would not find when it compiles the first block."""
-    if settings.enable and settings.backend not in torch._dynamo.list_backends(exclude_tags=()):
-        raise ConfigError(
-            f"compile.backend = {settings.backend!r} is not known to torch.compile: allowed are 'inductor', "
-            "'aot_eager', and what else torch._dynamo.list_backends(exclude_tags=()) names"
-        )
 
 
 def _train(build) -> Stop | None:

@@ -25,9 +25,8 @@ from mxtrain.ranks import from_first_rank, is_first
 from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.run_folder.files import METRICS_FILE
-from mxtrain.settings.resume_changes import kept_defaults
-from mxtrain.settings.resume_check import moved_entries
-from mxtrain.settings.values import Settings
+from mxtrain.settings.fields import Settings
+from mxtrain.settings.resume import kept_defaults, moved_entries
 from mxtrain.titan.agreement import require_same_settings
 from mxtrain.titan.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer
 from mxtrain.titan.metrics import log_event, log_loss, numerics_of, package_versions

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from mxtrain.settings.mxnorm_section import fallback_of
-from mxtrain.settings.registry import quantizing_among
+from mxtrain.settings.mxnorm_section import fallback_of, quantizing_among
 from mxtrain.titan.converters import KERNEL_CONVERTERS, MXNORM_KEYS
 from mxtrain.titan.schedule import guard_in
 

@@ -221,7 +221,7 @@ def test_mistakes_are_one_line(arguments, message, capsys):
         ),
         (
             ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
-            "runs the backward of every layer twice: allowed are 1F1B, GPipe,",
+            "parallelism.pipeline_parallel_schedule = 'ZBVZeroBubble' should be '1F1B', 'GPipe'",
         ),
         (
             ["--parallelism.context_parallel_degree=2", "--training.seq_len=96", "--validation.no-enable"],

@@ -7,26 +7,26 @@ import pytest
 import tomli_w
 
 from mxtrain.errors import ConfigError
-from mxtrain.settings.fields import fields_of
-from mxtrain.settings.read import known_fields, read_settings
-from mxtrain.settings.titan_fields import ALLOWED, titan_job_config
-
-
-def test_titans_fields_are_those_of_the_installed_package():
-    from torchtitan.config import JobConfig
-
-    ours, real = fields_of(titan_job_config()), fields_of(JobConfig)
-    assert {name: (field.type, field.default) for name, field in ours.items()} == {
-        name: (field.type, field.default) for name, field in real.items()
-    }
+from mxtrain.nn.row_norms import WHEN_COMPILED
+from mxtrain.ops.hardware import MODES
+from mxtrain.settings.known import SECTIONS, TITAN, known_fields
+from mxtrain.settings.read import read_settings
 
 
 def test_every_default_is_allowed():
     known = known_fields()
-    assert ALLOWED.keys() <= known.keys()
+    assert TITAN.keys() <= known.keys()
+    for section in " ".join(SECTIONS.values()).split():
+        assert any(name.startswith(f"{section}.") for name in known), section
     for field in known.values():
         if field.name != "checkpoint.exclude_from_loading" or field.default:
             assert field.checked(field.default) == field.default
+
+
+def test_choices_are_those_of_the_code():
+    known = known_fields()
+    assert known["mxnorm.mode"].choices == ("auto", *MODES)
+    assert known["fused_norm.when_compiled"].choices == WHEN_COMPILED
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,8 @@ def test_flags_override_the_file_and_the_rest_are_defaults(tmp_path):
         3,
         2048,
     ]
+    values = settings.values
+    assert (values.training.steps, values.training.dataloader.num_workers, values.mxnorm.guard.window) == (6, 3, 100)
     path = {"config_file": str(tmp_path / "a.toml")}
     assert settings.tables() == {"training": {"steps": 6, "dataloader": {"num_workers": 3}}, "job": path}
 

@@ -13,7 +13,7 @@ import tomli
 from mxtrain import cli
 from mxtrain.analysis import load_run
 from mxtrain.errors import ConfigError
-from mxtrain.settings.own_modules import import_own, search_beside
+from mxtrain.settings.read import import_own, search_beside
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--training.steps=2", "--training.seq_len=32", "--training.local_batch_size=2", "--metrics.no-enable_wandb"]

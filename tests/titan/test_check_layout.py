@@ -15,6 +15,7 @@ def check(flags: str, has_gpus: bool = True) -> None:
 CP, TP, PP, EP = (f"--parallelism.{kind}_parallel_degree" for kind in ("context", "tensor", "pipeline", "expert"))
 LLAMA3_8B, QWEN3_8B = "--model.name=llama3 --model.flavor=8B", "--model.name=qwen3 --model.flavor=8B"
 PER_STAGE = "--parallelism.pipeline_parallel_layers_per_stage"
+LAST = "--parallelism.pipeline_parallel_last_stage_less_layers"
 INTERLEAVED = "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
 EXPERTS = "--model.name=deepseek_v3 --model.flavor=16B"
 FLEX = f"--model.name=llama3 --model.flavor=debugmodel_flex_attn {CP}=2"
@@ -49,14 +50,17 @@ def test_layouts_that_fit_the_model(flags):
             f"{LLAMA3_8B} --model_args.n_kv_heads=4 {TP}=8",
             "degree = 8 does not divide the 4 key-value heads of llama3 8B",
         ),
+        (f"{LLAMA3_8B} {PP}=64", "pipeline_parallel_degree = 64 does not divide 32 layers: .*34"),
+        (f"{LLAMA3_8B} {PP}=20 {INTERLEAVED}", "pipeline_parallel_degree = 20 does not divide 32 layers: .*40.*34"),
+        (f"{LLAMA3_8B} {PP}=4 {LAST}=12", "pipeline_parallel_degree = 4 does not divide 32 layers: .*12.*11"),
+        (f"{LLAMA3_8B} {PP}=4 {PER_STAGE}=2", "pipeline_parallel_degree = 4 with schedule 1F1B needs 4 .* 17 of 32 la"),
         (
-            f"{LLAMA3_8B} {PP}=64",
-            "pipeline_parallel_degree = 64 with schedule 1F1B makes 64 stages, but the model has 34 parts: 32 layers, "
-            "plus 1 for the embedding and 1 for the head",
+            f"{LLAMA3_8B} {PP}=4 {PER_STAGE}=9 {INTERLEAVED}",
+            "Interleaved1F1B needs a .* 4, and 8 or .* 4 of",
         ),
         (
-            f"{LLAMA3_8B} {PP}=4 {PER_STAGE}=2",
-            "layers_per_stage = 2 makes 17 stages: schedule 1F1B with parallelism.pipeline_parallel_degree = 4 needs 4",
+            f"{LLAMA3_8B} {PP}=4 {PER_STAGE}=4 {INTERLEAVED}",
+            "Interleaved1F1B needs a .* 4, and 8 or .* 9 of",
         ),
         (
             f"--model.name=qwen3 --model.flavor=0.6B {PP}=2",

@@ -15,7 +15,7 @@ from mxtrain.titan.converters import (
     TitanMXLinear,
     TitanMXNorm,
 )
-from mxtrain.titan.parse import non_default_values, parse_job_config
+from mxtrain.titan.parse import parse_job_config, resolved_settings
 from tests.support.converter_checks import config, count, model_and_args
 
 
@@ -63,7 +63,7 @@ def test_filters_come_from_file_and_flags_and_are_saved(parse, flag, in_file, ex
         wanted = default if (flag, in_file) == (None, None) else expected
         assert getattr(job_config, table).filter_fqns == wanted
         saved = {} if wanted is None or wanted == default else {table: {"filter_fqns": wanted}}
-        assert {key: value for key, value in non_default_values(job_config).items() if key == table} == saved
+        assert {key: value for key, value in resolved_settings(job_config).items() if key == table} == saved
 
 
 @pytest.mark.parametrize(

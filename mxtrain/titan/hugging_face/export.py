@@ -21,7 +21,7 @@ from mxtrain.hugging_face.model_files import new_target, require_new
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.run_folder.files import DATA_FILE
-from mxtrain.settings.registry import TITAN_QUANTIZING
+from mxtrain.settings.check import TITAN_QUANTIZING
 from mxtrain.titan.hugging_face.models import parameters, require_exportable, shape_of
 from mxtrain.titan.hugging_face.saved_run import SavedRun, open_run
 from mxtrain.titan.metrics import package_versions, run_facts

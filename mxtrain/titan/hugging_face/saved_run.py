@@ -24,10 +24,10 @@ from mxtrain.config import dump_config
 from mxtrain.conversion.schedule import set_step
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import CONFIG_FILE
+from mxtrain.settings.check import TITAN_QUANTIZING
 from mxtrain.settings.fields import Field
 from mxtrain.settings.read import places
-from mxtrain.settings.registry import TITAN_QUANTIZING
-from mxtrain.settings.resume_changes import other_defaults
+from mxtrain.settings.resume import other_defaults
 from mxtrain.titan.hugging_face.models import meta_model
 from mxtrain.titan.models.llama3 import is_tied
 from mxtrain.titan.models.model_args import given_in

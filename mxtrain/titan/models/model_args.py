@@ -10,7 +10,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import LinearRecipe
 from mxtrain.settings.model_settings import PLACES, SECTION
-from mxtrain.settings.registry import quantizing_among
+from mxtrain.settings.mxnorm_section import quantizing_among
 
 Problem = tuple[tuple[str, ...], bool, str]
 """Settings, the first of which is named; whether they are wrong; what is wrong"""

@@ -1,0 +1,124 @@
+"""Checks that involve two settings."""
+
+import math
+import os
+
+from mxtrain.recipes.schedule import CHANGE_KEYS
+from mxtrain.settings.fields import Problems, Settings, raise_first, unknown
+from mxtrain.settings.model_settings import model_problems
+from mxtrain.settings.mxnorm_section import GUARD, check_recipes, quantizing_among
+
+DIAGNOSTICS = "mxnorm.diagnostics"
+NORM_CONVERTERS = ("fused_norm", "fused_rmsnorm")
+ROUTER_CONVERTER = "decompose_k_router"
+TITAN_QUANTIZING = "quantize."
+"""How the names of TorchTitan's own converters begin"""
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise ConfigError for settings that do not go together."""
+    raise_first(_problems(settings), settings)
+    raise_first(_without_effect(settings), settings)
+    raise_first(model_problems(settings), settings)
+    if quantizing_among(settings["model.converters"]):
+        check_recipes(settings.values)
+
+
+def conflict_of_converters(names: list[str]) -> str | None:
+    """What is wrong with these converters beside one another; None if all is well."""
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        return f"has {twice!r} twice: name it once"
+    ours = quantizing_among(names)
+    for same in (ours, [name for name in names if name in NORM_CONVERTERS]):
+        if len(same) > 1:
+            return f"choose one of {same}"
+    theirs = [name for name in names if name.startswith(TITAN_QUANTIZING)]
+    if ours and theirs:
+        return f"has {ours[0]!r} and {theirs[0]!r}, which both quantize: remove one of them"
+    after_router = names[names.index(ROUTER_CONVERTER) :] if ROUTER_CONVERTER in names else []
+    if later := [name for name in after_router if name.startswith(f"{TITAN_QUANTIZING}linear.")]:
+        return (
+            f"would replace the gates of {ROUTER_CONVERTER!r} by those of {later[0]!r}: name {later[0]!r} first, and "
+            f"the gates in {later[0]}.filter_fqns"
+        )
+    return None
+
+
+def _problems(settings: Settings) -> Problems:
+    s = settings.values
+    steps, checkpoint, diagnostics = s.training.steps, s.checkpoint, s.mxnorm.diagnostics
+    if conflict := conflict_of_converters(s.model.converters):
+        yield "model.converters", conflict
+    if s.validation.enable and s.validation.seq_len > s.training.seq_len:
+        more = f"is more than training.seq_len = {s.training.seq_len}, the number of positions in the model"
+        yield "validation.seq_len", f"{more}; allowed is that or less"
+    if s.compile.enable and not s.compile.components:
+        yield "compile.components", "is empty, so nothing would be compiled"
+    if s.memory_estimation.enable:
+        instead = "'mxtrain doctor --model CONFIG' shows the memory per GPU"
+        yield "memory_estimation.enable", f"has no effect in TorchTitan 0.2.2: {instead}"
+    if s.lr_scheduler.total_steps is not None and s.lr_scheduler.total_steps < steps:
+        less = f"is less than training.steps = {steps}: the learning rate would fall below zero after it"
+        yield "lr_scheduler.total_steps", less
+    if s.optimizer.early_step_in_backward:
+        if diagnostics.every:
+            needs = "needs optimizer.early_step_in_backward = false: its extra backward would change the weights"
+            yield f"{DIAGNOSTICS}.every", needs
+        if s.training.max_norm != math.inf:
+            yield (
+                "training.max_norm",
+                "has no effect with optimizer.early_step_in_backward = true, which uses up every gradient before the "
+                "norm of all is known: set training.max_norm = inf, which clips nothing",
+            )
+    if diagnostics.every and diagnostics.fqns == []:
+        unset = f"leave it unset to measure all modules, or set {DIAGNOSTICS}.every = 0"
+        yield f"{DIAGNOSTICS}.fqns", f"measures nothing: {unset}"
+    folder = os.path.normpath(checkpoint.folder)
+    if checkpoint.enable and (os.path.isabs(folder) or folder.split(os.sep)[0] == os.pardir):
+        yield (
+            "checkpoint.folder",
+            "leads out of the run's folder, and another run could write there, too: name a folder in "
+            "job.dump_folder, which may be a link",
+        )
+    if "train_state" in checkpoint.exclude_from_loading and "lr_scheduler" not in checkpoint.exclude_from_loading:
+        yield (
+            "checkpoint.exclude_from_loading",
+            "needs 'lr_scheduler' beside 'train_state': the run starts at step 1, and the learning rate would go on "
+            "after the checkpoint's step, below zero in the end",
+        )
+    for name in checkpoint.may_change or []:
+        if name not in settings.known:
+            yield "checkpoint.may_change", f"has a name that does not exist: {unknown(name, settings.known)}"
+    if checkpoint.export_dtype != "float32" and not checkpoint.last_save_model_only:
+        needs = "needs checkpoint.last_save_model_only = true: only the weights can be saved in that way"
+        yield "checkpoint.export_dtype", needs
+    if checkpoint.last_save_in_hf:
+        yield (
+            "checkpoint.last_save_in_hf",
+            "is not supported: it would write no config.json and no tokenizer, and lose the last checkpoint where "
+            "something is missing; run 'mxtrain export RUN DIR' after the training",
+        )
+
+
+def _without_effect(settings: Settings) -> Problems:
+    """Settings that do nothing, because the one that they need is not set."""
+    s = settings.values
+    changes = [f"{GUARD}.{key}" for key in CHANGE_KEYS]
+    has_guard = not quantizing_among(s.model.converters) or any(settings[name] is not None for name in changes)
+    every = f"{DIAGNOSTICS}.every"
+    is_measured = every in settings.given  # a run may switch diagnostics off, with 0
+    needs = (
+        (
+            s.checkpoint.enable,
+            "checkpoint.enable = true",
+            "checkpoint",
+            "load_step initial_load_path exclude_from_loading create_seed_checkpoint load_only initial_load_in_hf "
+            "may_change",
+        ),
+        (is_measured, f"{every}: set it to 50, for example, to measure every 50th step", DIAGNOSTICS, "fqns tokens"),
+        (has_guard, f"a guard: set one of {', '.join(changes)}", GUARD, "window sigmas steps"),
+    )
+    for is_set, needed, section, names in needs:
+        for name in names.split():
+            if not is_set and settings.changed(f"{section}.{name}"):
+                yield f"{section}.{name}", f"has no effect without {needed}"

@@ -1,0 +1,286 @@
+"""A run that goes on: ``--resume RUN``, and how its settings compare with those of its checkpoint."""
+
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from pydantic_core import to_jsonable_python
+
+from mxtrain.checkpoints.start import Start, find_start, interrupted_after
+from mxtrain.data.config import DATASETS
+from mxtrain.errors import ConfigError
+from mxtrain.recipes.schedule import ScheduleEntry
+from mxtrain.run_folder.files import CONFIG_FILE, PROCESSES, SETTING_CHANGES
+from mxtrain.settings.fields import Field, Settings
+from mxtrain.settings.layout import beside_batch, global_batch_size
+from mxtrain.settings.mxnorm_section import SCHEDULE, quantizing_among, schedule_of
+from mxtrain.settings.read import CONFIG_FLAGS, asks_for_help, read_settings
+from mxtrain.settings.types import Resume
+
+FLAG = "--resume"
+BATCH = "training.global_batch_size"
+
+_ONCE = (
+    "--checkpoint.load_step=-1",
+    "--checkpoint.exclude_from_loading=",
+    "--checkpoint.may_change=",
+    "--checkpoint.create_seed_checkpoint=false",
+    "--checkpoint.load_only=false",
+)
+"""How one start began, which config.toml keeps, too: the next start must not begin in the same way"""
+
+
+@dataclass(frozen=True)
+class SettingChange:
+    """A setting that differs between a run so far and its continuation."""
+
+    name: str
+    old: object
+    new: object
+    is_refused: bool = False
+    """Whether the change makes another experiment"""
+
+
+def separated(arguments: list[str]) -> list[str]:
+    """Return ``arguments`` with ``--resume=RUN`` as two words."""
+    return [part for word in arguments for part in (word.split("=", 1) if word.startswith(f"{FLAG}=") else [word])]
+
+
+def resolved(arguments: list[str]) -> list[str]:
+    """Return TorchTitan's flags for a worker's ``arguments``, which may hold ``--resume RUN``.
+
+    Raises:
+        ConfigError: as ``resumed``.
+    """
+    words = separated(arguments)
+    if FLAG not in words:
+        return arguments
+    place = words.index(FLAG)
+    config, flags = resumed("".join(words[place + 1 : place + 2]), words[:place] + words[place + 2 :])
+    return [f"{CONFIG_FLAGS[0]}={config}", *flags]
+
+
+def resumed(run: str, flags: list[str]) -> tuple[str, list[str]]:
+    """Return the config and TorchTitan's flags that continue the run in the folder ``run``.
+
+    Args:
+        flags: override the settings that the run had.
+
+    Raises:
+        ConfigError: ``run`` is no run's folder or holds no checkpoints, or ``flags`` name a config or a folder, or
+            hold a mistake.
+    """
+    if not run or run.startswith("--"):
+        raise ConfigError(f"{FLAG} needs the folder of a run, such as outputs/a")
+    for flag in flags:
+        if flag.partition("=")[0].replace("-", "_") in ("__job.dump_folder", "__job.config_file"):
+            raise ConfigError(f"{flag[2:].partition('=')[0]}: {FLAG} {run} names the folder and its settings already")
+    folder = Path(os.path.expanduser(run))
+    config = folder / CONFIG_FILE
+    if not config.is_file():
+        raise ConfigError(f"{FLAG} {run}: no run has been here, {config} is missing; give the folder of a run")
+    all_flags = [*_ONCE, *flags, f"--job.dump_folder={folder}"]
+    if not asks_for_help(flags):
+        settings = read_settings([f"{CONFIG_FLAGS[0]}={config}", *all_flags])
+        saved = folder / settings["checkpoint.folder"]
+        if not any(saved.glob("step-*")) and interrupted_after(folder, saved) is None:
+            raise _no_checkpoint(folder, settings)
+    return str(config), all_flags
+
+
+def _no_checkpoint(folder: Path, settings: Settings) -> ConfigError:
+    saved = settings["checkpoint.folder"]
+    own = read_settings([f"{CONFIG_FLAGS[0]}={folder / CONFIG_FILE}"])["checkpoint.folder"]
+    if own != saved:
+        problem = f"{folder / saved} holds no checkpoint to resume from; the run saves to {folder / own}"
+        return ConfigError(f"checkpoint.folder = {saved!r}: {problem}")
+    name, so = ("checkpoint.interval", ":") if settings["checkpoint.enable"] else ("checkpoint.enable", ", so")
+    config = shlex.quote(str(folder / CONFIG_FILE))
+    return ConfigError(
+        f"{name} = {settings[name]}{so} {folder} holds no checkpoint to resume from; start again, in a new folder, "
+        f"with 'mxtrain train {config} --checkpoint.enable'"
+    )
+
+
+def checked_start(
+    folder: Path, settings: Settings, processes: int, damaged: Mapping[str, str] = MappingProxyType({})
+) -> Start:
+    """Return where a run with these settings starts in ``folder``, and what changes since then.
+
+    Arguments as for ``find_start``. Raises ConfigError as ``find_start`` and ``check_resume``.
+    """
+    checkpoint = settings.section("checkpoint")
+    start = find_start(folder, checkpoint, processes, damaged)
+    lines = check_resume(start, settings, processes)
+    recorded = [line for line in lines if SETTING_CHANGES in line]
+    if start.step and checkpoint.exclude_from_loading:
+        parts = " and ".join(checkpoint.exclude_from_loading)
+        recorded.append(
+            f"checkpoint.exclude_from_loading: step {start.step + 1} begins without the checkpoint's {parts}"
+        )
+    notes = (*start.notes, *(line for line in lines if line not in recorded))
+    return replace(start, notes=notes, changes=tuple(recorded))
+
+
+def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
+    """Compare a run's settings with those of the checkpoint that it resumes from.
+
+    Args:
+        start: where the run starts. At step 0 it does not resume, and nothing is compared.
+        settings: of the run's continuation.
+        processes: their number in its continuation.
+
+    Returns:
+        One line for the user for every setting, and number of processes, that changes, and schedule entry that moves.
+
+    Raises:
+        ConfigError: for a change that ``checkpoint.may_change`` would have to name.
+    """
+    if start.step == 0:
+        return []
+    manifest = start.manifest
+    before = settings_before(manifest.settings, settings.known, manifest.defaults)
+    batch = global_batch_size(before, manifest.processes)
+    found = changes(before, settings, batch, global_batch_size(settings, processes))
+    may_change = settings["checkpoint.may_change"] or []
+    if refused := [change for change in found if change.is_refused and change.name not in may_change]:
+        raise _refusal(refused, may_change, start.checkpoint, beside_batch(settings, processes, batch))
+    step = f"at step {start.step + 1}"
+    lines = [f"{change.name}{SETTING_CHANGES}{change.old!r} to {change.new!r} {step}" for change in found]
+    lines += [
+        f"{new.name} moves from steps {old.first} to {old.last} to steps {new.first} to {new.last}"
+        for old, new in _moved(before, settings)
+    ]
+    if processes != manifest.processes:
+        lines.append(f"{PROCESSES}{SETTING_CHANGES}{manifest.processes} to {processes} {step}")
+    return lines
+
+
+def moved_entries(start: Start, settings: Settings) -> list[tuple[ScheduleEntry, ScheduleEntry]]:
+    """Return the entries of an unchanged schedule whose steps follow from the number of steps: as before, and now.
+
+    Arguments as for ``check_resume``.
+    """
+    if start.step == 0:
+        return []
+    manifest = start.manifest
+    return _moved(settings_before(manifest.settings, settings.known, manifest.defaults), settings)
+
+
+def _moved(before: Settings, now: Settings) -> list[tuple[ScheduleEntry, ScheduleEntry]]:
+    if not quantizing_among(now["model.converters"]) or before[SCHEDULE] != now[SCHEDULE]:
+        return []
+    section = now.section("mxnorm")
+    pairs = zip(*(schedule_of(section, settings["training.steps"]) for settings in (before, now)), strict=True)
+    return [(old, new) for old, new in pairs if old != new]
+
+
+def _refusal(refused: list[SettingChange], may_change: list[str], checkpoint: Path, beside: str) -> ConfigError:
+    """The error for changes that ``may_change`` does not name.
+
+    Args:
+        beside: what the sequences per step that the run had need here, too (``layout.beside_batch``).
+    """
+    first, *others = refused
+    names = ",".join([*may_change, *(change.name for change in refused)])
+    also = f"; these differ, too: {', '.join(f'{c.name} ({c.old!r} -> {c.new!r})' for c in others)}" if others else ""
+    trained, back = f"with {first.old!r}", f"set it to {first.old!r}"
+    if first.old is None:
+        trained, back = "without it", "leave it unset"
+    in_effect = ""
+    if first.name == BATCH:
+        in_effect, back = " in effect", f"{back} and {beside}" if beside else back
+    return ConfigError(
+        f"{first.name} = {first.new!r}{in_effect}, but {checkpoint} was trained {trained}; {back}, or allow the change "
+        f"with --checkpoint.may_change {names}{also}"
+    )
+
+
+def settings_before(
+    tables: Mapping, known: Mapping[str, Field], defaults: Mapping[str, object] = MappingProxyType({})
+) -> Settings:
+    """Return the settings of a run so far from the nested tables that it kept, which hold no defaults.
+
+    A setting that this version does not know is left out. A value that this version refuses stays as it is.
+
+    Args:
+        defaults: the defaults that the run had, by full name. Of other settings it had those of this version.
+    """
+    had = {name: _as_checked(known[name], value) for name, value in defaults.items() if name in known}
+    return Settings(known, had | dict(_known_values(tables, known)))
+
+
+def kept_defaults(known: Mapping[str, Field]) -> dict[str, object]:
+    """Return the defaults of all settings but those of a user's own module, by full name, as JSON values.
+
+    Those that a resumed run may change freely are among them: the number of sequences per step follows from some.
+    """
+    return {name: to_jsonable_python(field.default) for name, field in known.items() if field.resume is not None}
+
+
+def other_defaults(known: Mapping[str, Field], defaults: Mapping[str, object]) -> dict:
+    """Return the ``defaults`` that this version no longer has, by full name, as nested tables for a TOML file.
+
+    Arguments as for ``settings_before``. What was unset by default, which a file cannot say, is left out.
+    """
+    had = settings_before({}, known, defaults)
+    other = {name: value for name, value in had.given.items() if value not in (None, known[name].default)}
+    return Settings(known, other).tables()
+
+
+def changes(before: Settings, now: Settings, batch_before: int | None, batch_now: int) -> list[SettingChange]:
+    """Return every setting that differs, in the order of the tables, except those whose change has no effect.
+
+    A setting of the user's own module is reported.
+
+    Args:
+        before: the settings of the run so far (see ``settings_before``).
+        now: the settings of its continuation.
+        batch_before, batch_now: sequences per step, over all processes and microbatches; None if unknown.
+    """
+    found = []
+    for name, field in now.known.items():
+        old, new = before[name], now[name]
+        if name == BATCH:
+            old, new = (old if batch_before is None else batch_before), batch_now
+            if old == -1:
+                continue
+        rule = _rule_of_data(before, now) if field.resume is Resume.DATA else field.resume
+        if rule is not Resume.FREE and _differ(old, new):
+            found.append(SettingChange(name, old, new, rule is Resume.REFUSED))
+    return found
+
+
+def _rule_of_data(before: Settings, now: Settings) -> Resume:
+    """The rule for settings that say which text is read."""
+    if "dataloader" in now["checkpoint.exclude_from_loading"]:
+        return Resume.APPLIED  # the user asks for the beginning of a text
+    # The same text may lie elsewhere, and the data loader compares hashes. A stream has none.
+    hashed = set(DATASETS) - {"hf"}
+    is_hashed = all(s["data.prepared"] or s["training.dataset"] in hashed for s in (before, now))
+    return Resume.FREE if is_hashed else Resume.REFUSED
+
+
+def _differ(old: object, new: object) -> bool:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return list(old.items()) != list(new.items())  # of several names that match a layer, the last one counts
+    return old != new
+
+
+def _known_values(tables: Mapping, known: Mapping[str, Field], section: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in tables.items():
+        name = f"{section}.{key}".removeprefix(".")
+        if name in known:
+            yield name, _as_checked(known[name], value)
+        elif isinstance(value, dict):
+            yield from _known_values(value, known, name)
+
+
+def _as_checked(field: Field, value: object) -> object:
+    try:
+        return field.checked(value)
+    except ConfigError:
+        return value
