@@ -61,8 +61,9 @@ def block(mode: str, group: str, joins: bool = False, gather: str | None = None,
 KERNELS, REFERENCE = "emulated", "reference"
 # No kernel takes fp64: plain PyTorch computes it on every device.
 CASES = {
-    "_RMSNormFunction": [partial(fused, FusedRMSNorm, dtype) for dtype in (torch.float32, torch.float64)],
-    "_LayerNormFunction": [partial(fused, FusedLayerNorm, dtype) for dtype in (torch.float32, torch.float64)],
+    "_RowNormFunction": [
+        partial(fused, n, d) for n in (FusedRMSNorm, FusedLayerNorm) for d in (torch.float32, torch.float64)
+    ],
     "_DecomposeKFunction": [partial(router, dtype) for dtype in (torch.float32, torch.float64)],
     "_MXLinearFunction": [partial(linear, mode) for mode in (KERNELS, REFERENCE)],
     "_MXNormFunction _MXNormLinearFunction": [partial(block, mode) for mode in (KERNELS, REFERENCE)],

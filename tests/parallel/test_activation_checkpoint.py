@@ -181,8 +181,9 @@ def test_checkpointing_changes_no_gradient(expected, checkpointing, compiled, pr
 
 def test_no_matrix_is_read_again_for_its_tensor_scale():
     """In an eager NVFP4 linear with kernels, whose backward reads dY, W and X along tokens."""
-    linear = mxtrain.MXLinear(32, 32, bias=False, recipe="nvfp4", mode="emulated")
-    x, dy, found = torch.randn(16, 32), torch.randn(16, 32), []
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    linear = mxtrain.MXLinear(32, 32, bias=False, recipe="nvfp4", mode="emulated").to(device)
+    x, dy, found = torch.randn(16, 32, device=device), torch.randn(16, 32, device=device), []
     for keeps in (False, True):
         policy = recompute_all if not keeps else _with_own_operations(recompute_all)
         set_rounding_step(1)
