@@ -36,6 +36,6 @@ def require_one_of(field: str, value, allowed) -> None:
 
 
 def require_positive_integer(field: str, value) -> None:
-    """Raise ConfigError unless ``value`` is an integer of at least 1; True is none."""
+    """Raise ConfigError unless ``value`` is an integer of at least 1. ``True`` is rejected."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:  # NumPy's integers, too
         raise ConfigError(f"{field} = {value!r} is not an integer of at least 1")

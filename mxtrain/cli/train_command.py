@@ -117,7 +117,7 @@ def _config_or_run(options, flags: list[str]) -> tuple[str, list[str]]:
     if options.config is None:
         raise ConfigError("CONFIG is missing: give a TOML file, or --resume and the folder of a run")
     if FLAG in flags:
-        raise ConfigError(f"{FLAG}: CONFIG = {options.config!r} is one run too many; a run resumes with its own config")
+        raise ConfigError(f"{FLAG}: give either CONFIG = {options.config!r} or {FLAG} RUN, not both")
     return options.config, flags
 
 

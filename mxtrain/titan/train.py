@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import init_logger, logger
 
 from mxtrain import ranks
 from mxtrain.analysis import closing_summary
@@ -69,6 +69,7 @@ def train(args: list[str], verbose: bool) -> Stop | None:
 
         # All ranks fail together, and nothing changes in the folder before all have passed.
         ranks.run_on_all_ranks(check if found is None and ranks.is_first_of_node() else None)
+        init_logger()
         terminal.start(folder, verbose)
         ranks.note = terminal.note_progress
         if warning:

@@ -242,7 +242,7 @@ RESUME = {
     "neither a run nor a config": Case([], "CONFIG is missing: give a TOML file, or --resume and the folder of a run"),
     "a config and a run": Case(
         ["job.toml", "--resume", "run"],
-        "--resume: CONFIG = 'job.toml' is one run too many; a run resumes with its own config", FINISHED,
+        "--resume: give either CONFIG = 'job.toml' or --resume RUN, not both", FINISHED,
     ),
     "a run and a config": Case(
         ["--resume", "run", "job.toml"], "'job.toml' belongs to no flag: write --section.name value", FINISHED

@@ -89,7 +89,7 @@ def test_a_second_signal_kills_workers_that_are_saving(tmp_path):
 
 
 def test_a_terminals_interrupt_saves_and_stops_the_run(tmp_path):
-    (tmp_path / "text.py").write_text((REPOSITORY / "mxtrain" / "titan" / "data" / "datasets.py").read_text() * 4)
+    (tmp_path / "text.py").write_text((REPOSITORY / "mxtrain" / "titan" / "data.py").read_text() * 4)
     config = {
         "job": {"custom_config_module": "mxtrain.titan.job_config"},
         "experimental": {"custom_import": "mxtrain.titan"},

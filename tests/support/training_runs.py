@@ -250,7 +250,7 @@ def command_run(base: Path) -> "Outcome":
     folder, text = base / "command", base / "one-file.py"
     with FileLock(base / "command.lock"):
         if not folder.exists():
-            text.write_text((REPOSITORY / "mxtrain" / "titan" / "data" / "datasets.py").read_text() * 4)
+            text.write_text((REPOSITORY / "mxtrain" / "titan" / "data.py").read_text() * 4)
             small = {"local_batch_size": 2, "seq_len": 32, "steps": 4, "dataset_path": str(text)}
             validation = {
                 "enable": True,
