@@ -8,12 +8,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+from mxtrain.files import replace_file
 
 LAUNCHER_VARIABLE = "MXTRAIN_LAUNCHER_PID"
 """Environment variable by which ``mxtrain train`` tells its workers its process id"""
 START_VARIABLE = "MXTRAIN_START"
 """Environment variable by which ``mxtrain train`` tells its workers where the run starts, as JSON"""
+STOP_FILE_VARIABLE = "MXTRAIN_STOP_FILE"
+"""Environment variable with the file in which a batch job (``scripts/slurm``) reads which signal stopped training"""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the new name and the old name
 
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
@@ -47,6 +52,16 @@ def stop_signals() -> list[signal.Signals]:
     refusable = (signal.SIGINT, signal.SIGHUP)
     refused = [number for number in refusable if signal.getsignal(number) is signal.SIG_IGN]
     return [number for number in (signal.SIGTERM, signal.SIGUSR1, *refusable) if number not in refused]
+
+
+def report_stop(number: signal.Signals) -> None:
+    """Write the name of the signal that stopped training, whose work is saved, into the file that a batch job names.
+
+    The exit status under ``torchrun`` is 0, so that it does not stop the other workers before they have saved.
+    """
+    if STOP_FILE_VARIABLE in os.environ:
+        with suppress(OSError):  # without the file, the job ends instead of going on later
+            replace_file(Path(os.environ[STOP_FILE_VARIABLE]), number.name.encode())
 
 
 def is_launcher_alive() -> bool:

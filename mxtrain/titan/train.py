@@ -16,7 +16,7 @@ from mxtrain.analysis import closing_summary
 from mxtrain.checkpoints.start import Start, latest_checkpoint, require_folder
 from mxtrain.ending import CONTINUE, SETTING, NonFiniteError, Stop
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
-from mxtrain.launched import START_VARIABLE, is_launcher_alive
+from mxtrain.launched import START_VARIABLE, is_launcher_alive, report_stop
 from mxtrain.ranks import is_first
 from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
@@ -87,6 +87,8 @@ def train(args: list[str], verbose: bool) -> Stop | None:
             terminal.note(stop.describe(folder, job_config.checkpoint))
         if is_first() and not job_config.checkpoint.create_seed_checkpoint:
             terminal.Screen().line(closing_summary(folder))
+        if is_first() and stop is not None:
+            report_stop(stop.signal)
         return stop
 
 
