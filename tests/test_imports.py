@@ -15,7 +15,6 @@ LAYERS = [
     {"cache", "launched", "custom_op", "json_toml", "ranks"},
     {"run_folder"},
     {"checkpoints"},
-    {"ending"},
     {"config", "recipes", "rng", "data"},
     {"settings"},
     {"analysis"},

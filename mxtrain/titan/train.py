@@ -13,8 +13,8 @@ from torchtitan.tools.logging import init_logger, logger
 
 from mxtrain import ranks
 from mxtrain.analysis import closing_summary
+from mxtrain.checkpoints.ending import CONTINUE, SETTING, NonFiniteError, Stop
 from mxtrain.checkpoints.start import Start, latest_checkpoint, require_folder
-from mxtrain.ending import CONTINUE, SETTING, NonFiniteError, Stop
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import START_VARIABLE, is_launcher_alive, report_stop
 from mxtrain.ranks import is_first

@@ -12,12 +12,21 @@ from torchtitan import train as titan
 
 from mxtrain.analysis.metrics_file import lacks_validation
 from mxtrain.analysis.runs import NONFINITE
+from mxtrain.checkpoints.ending import (
+    STOP,
+    LossWatch,
+    NonFiniteError,
+    Stop,
+    StopSignals,
+    describe,
+    nonfinite,
+    over_ranks,
+)
 from mxtrain.checkpoints.folder import set_aside
 from mxtrain.checkpoints.manifest import Manifest
 from mxtrain.checkpoints.optimizer import apply_settings
 from mxtrain.checkpoints.random_state import RandomState
 from mxtrain.checkpoints.start import Start
-from mxtrain.ending import STOP, LossWatch, NonFiniteError, Stop, StopSignals, describe, nonfinite, over_ranks
 from mxtrain.files import sync_file
 from mxtrain.nn.buffers import kept_buffers
 from mxtrain.nn.ready_weights import ReadyWeights

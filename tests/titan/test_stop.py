@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torchtitan.config.job_config import Checkpoint
 
-from mxtrain.ending import Stop, StopSignals, resume_command
+from mxtrain.checkpoints.ending import Stop, StopSignals, resume_command
 from mxtrain.launched import LAUNCHER_VARIABLE
 from tests.support import training_runs
 from tests.support.training_runs import SAVE, steps, wait_for_lines

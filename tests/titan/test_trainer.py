@@ -10,8 +10,8 @@ import tomli
 import torch
 from torchtitan import train as titan
 
+from mxtrain.checkpoints.ending import LossWatch, NonFiniteError, Stop, StopSignals
 from mxtrain.checkpoints.start import Start
-from mxtrain.ending import LossWatch, NonFiniteError, Stop, StopSignals
 from mxtrain.rng.rounding import position_as_set
 from mxtrain.titan.parse import parse_job_config, settings_of
 from mxtrain.titan.train import _train

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from mxtrain.ending import LossWatch, NonFiniteError, describe, nonfinite, over_ranks
+from mxtrain.checkpoints.ending import LossWatch, NonFiniteError, describe, nonfinite, over_ranks
 
 CPU = torch.device("cpu")
 
