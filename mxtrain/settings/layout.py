@@ -1,7 +1,6 @@
 """Checks of a layout of processes that need no model: degrees, sequences, batches, chunks of a pipeline.
 
-``mxtrain.titan.check_layout`` compares a layout with the model. TorchTitan itself checks the number of chunks, and that
-batches are multiples of one another.
+``mxtrain.titan.check_layout`` compares a layout with the model. TorchTitan itself checks the number of chunks.
 """
 
 import math
@@ -88,6 +87,13 @@ def layout_problems(s: Settings, processes: int) -> Problems:
             )
     if s["training.seq_len"] % 2:
         yield "training.seq_len", "is odd, and TorchTitan's models take even numbers"
+    batch, local, readers = s["training.global_batch_size"], s["training.local_batch_size"], _readers(s, processes)
+    if batch != -1 and batch % (local * readers):
+        yield (
+            "training.global_batch_size",
+            f"is not a multiple of training.local_batch_size = {local} times {readers} data-parallel process(es); to "
+            f"keep it, {beside_batch(s, processes, batch)}",
+        )
 
 
 def _gather_problems(s: Settings, tensor: int, context: int, converter: str) -> Problems:

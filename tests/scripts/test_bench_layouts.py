@@ -31,4 +31,4 @@ def test_one_layout_that_works_and_one_that_is_refused():
     assert followed.split()[:3] == ["perturbed", "unquantized", "0.0e+00"], "its weights are taken from one process"
     assert (layout, recipe) == ("cp2", "unquantized") and 0 < float(numbers[0]) < 1e-4
     assert refused.split()[:2] == ["fsdp3", "unquantized"]
-    assert "global batch size must be multiple" in refused
+    assert "training.global_batch_size = 4 is not a multiple" in refused

@@ -46,6 +46,12 @@ BAD = [
     (f"{CP}=2 {MXNORM}", 2, "--training.seq_len=192", ["training.seq_len = 192", "128", "context_parallel_degree = 2"]),
     (f"{CP}=2 {TP}=2 {MXNORM}", 4, "--training.seq_len=64", ["training.seq_len = 64", "128", "blocks of 32"]),
     (f"{CP}=2 {TP}=3 {MXNORM} --training.seq_len=384", 6, "--training.seq_len=128", ["training.seq_len = 128", "384"]),
+    (
+        "--training.local_batch_size=4",
+        2,
+        "--training.global_batch_size=12",
+        ["training.global_batch_size = 12", "training.local_batch_size = 4", "set training.local_batch_size to 3"],
+    ),
     (MXNORM, 1, "--training.seq_len=33", ["training.seq_len = 33", "even"]),
     (f"{CP}=2 {FUSED}", 2, "--training.seq_len=6", ["training.seq_len = 6", "multiple of 4"]),
     (f"{CP}=2 {TP}=2 {FUSED}", 4, "--training.seq_len=12", ["training.seq_len = 12", "multiple of 8"]),
