@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +14,8 @@ from mxtrain.files import replace_file
 
 LAUNCHER_VARIABLE = "MXTRAIN_LAUNCHER_PID"
 """Environment variable by which ``mxtrain train`` tells its workers its process id"""
+COMPARISON_VARIABLE = "MXTRAIN_COMPARISON_PID"
+"""Environment variable by which ``mxtrain compare`` tells its runs its process id"""
 START_VARIABLE = "MXTRAIN_START"
 """Environment variable by which ``mxtrain train`` tells its workers where the run starts, as JSON"""
 STOP_FILE_VARIABLE = "MXTRAIN_STOP_FILE"
@@ -85,15 +86,17 @@ def end_with_launcher() -> None:
         sys.exit(128 + signal.SIGKILL)
 
 
-def end_with_this_process() -> Callable[[], None]:
-    """Return what a new process calls before its program, so that SIGTERM stops it when this process ends (on Linux).
+def end_with_comparison() -> None:
+    """Make the kernel stop this process by SIGTERM when the ``mxtrain compare`` that started it ends (on Linux).
 
-    To be called in the thread that starts the process, for as long as that lives.
+    The process asks for it itself: Python code between fork and exec can crash in a parent with threads.
     """
-    if sys.platform != "linux":
-        return lambda: None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up here: between fork and exec little is safe
-    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    comparison = os.environ.pop(COMPARISON_VARIABLE, None)
+    if comparison is not None and sys.platform == "linux":
+        # The kernel means the thread that started this process. It waits for the process, so it lives as long.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if comparison != str(os.getppid()):  # it ended before the call
+            sys.exit(128 + signal.SIGTERM)
 
 
 @functools.cache

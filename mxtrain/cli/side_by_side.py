@@ -21,7 +21,7 @@ from mxtrain.checkpoints.start import NothingToResume, find_start
 from mxtrain.cli.launch import core_count
 from mxtrain.cli.workers import IMPATIENT, say_from_handler, stop_signals_to
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
-from mxtrain.launched import end_with_this_process, import_flags
+from mxtrain.launched import COMPARISON_VARIABLE, import_flags
 from mxtrain.run_folder.comparison import SET_ASIDE, PairedRun, write_comparison
 from mxtrain.run_folder.lock import FolderInUse, locked
 from mxtrain.settings.fields import Settings
@@ -119,14 +119,14 @@ class SideBySide:
     def _do(self, run: PairedRun, device: str | None, how: str) -> None:
         """Do a run, and say how it begins and ends."""
         folder, log = self.folder / run.name, self.folder / f"{run.name}.log"
-        environment = {**os.environ, "NGPU": str(self.processes)}
+        environment = {**os.environ, COMPARISON_VARIABLE: str(os.getpid()), "NGPU": str(self.processes)}
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
         if len(self.devices) > 1:
             cores = core_count() // (len(self.devices) * self.processes)
             environment.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
         begin = time.monotonic()
-        with self._lock, open(log, "ab") as output:  # one at a time: a new process is a copy of all threads' memory
+        with open(log, "ab") as output:
             log_start = output.tell()
             # In a session of its own: Ctrl-C on a terminal reaches this process alone, which passes it on once.
             process = subprocess.Popen(
@@ -137,7 +137,6 @@ class SideBySide:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=end_with_this_process(),
             )
         self._running.append(process)
         if self.stopped_by is not None:  # the signal came while the process was started

@@ -4,6 +4,7 @@ import argparse
 
 from mxtrain.cli import quiet
 from mxtrain.errors import ConfigError
+from mxtrain.launched import end_with_comparison
 from mxtrain.settings.resume import FLAG
 
 
@@ -97,6 +98,7 @@ def _add_config_and_flags(parser: argparse.ArgumentParser, needs_config: bool = 
 
 
 def _train(options) -> int:
+    end_with_comparison()
     verbose, flags = _take_verbose(options)
     from mxtrain.settings.read import asks_for_help
 

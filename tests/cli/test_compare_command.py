@@ -33,6 +33,8 @@ folder.mkdir(exist_ok=True)
 loss = float("nan") if kind == "nan" and seed == 1 else 3.0 - seed
 row = {"step": 1, "loss": None, "nonfinite": {"loss": "nan"}} if loss != loss else {"step": 1, "loss": loss}
 if kind == "wait":
+    from mxtrain.launched import end_with_comparison  # as the real command does
+    end_with_comparison()
     signal.signal(signal.SIGINT, lambda *a: (print("stopped", flush=True), os._exit(130)))
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
     time.sleep(60)
@@ -226,7 +228,8 @@ def test_a_comparison_that_cannot_be_written_for_a_while_goes_on(stand_in, monke
 @pytest.mark.parametrize("killed", [False, True])
 def test_ctrl_c_stops_all_runs_and_says_how_to_go_on(stand_in, killed):
     code = (
-        "import sys; from mxtrain import cli; from mxtrain.analysis import report; "
+        "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs ignore it\n"
+        "from mxtrain import cli; from mxtrain.analysis import report; "
         "from mxtrain.cli import launch, side_by_side; report.curves_svg = lambda group: None; "
         f"side_by_side.TRAIN = {side_by_side.TRAIN}; launch.accelerator_count = lambda: 0; "
         "sys.exit(cli.main(sys.argv[1:]))"
@@ -240,7 +243,6 @@ def test_ctrl_c_stops_all_runs_and_says_how_to_go_on(stand_in, killed):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore it
     )
     end = time.monotonic() + 60
     while len(list(stand_in.glob("*/metrics.jsonl"))) < 2:
