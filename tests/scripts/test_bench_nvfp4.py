@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import sys
-from types import SimpleNamespace
 
 import benchmarking
 import kernel_benchmark
@@ -130,48 +128,3 @@ def test_a_wrong_result_fails_the_check(section, entries):
             assert not entry.check(result), entry.name
             tensor.copy_(right)
         assert entry.check(result)
-
-
-class TestTorchao:
-    @pytest.mark.parametrize("name", ["torchao cast dY", "torchao amax + cast dY"])
-    def test_reports_why_its_kernels_do_not_run(self, name, entries, monkeypatch, capsys):
-        def refuse(*args):
-            raise NotImplementedError("Kernel requires SM100")
-
-        monkeypatch.setitem(sys.modules, AMAX_MODULE, SimpleNamespace(triton_rht_amax=refuse))
-        monkeypatch.setitem(sys.modules, CAST_MODULE, SimpleNamespace(triton_rht_quantize_row_col=refuse))
-        row = kernel_benchmark.measure(entries("gradient")[name], None, None)
-        assert row["check"] == "not run: Kernel requires SM100" and "us" not in row
-        monkeypatch.setitem(sys.modules, AMAX_MODULE, None)  # as in torchao 0.17, which has no such module
-        row = kernel_benchmark.measure(entries("gradient")[name], None, None)
-        assert row["check"].startswith("not run: ") and AMAX_MODULE in row["check"]
-        assert capsys.readouterr().err == ""
-
-    @pytest.mark.parametrize("with_maxima", [False, True])
-    def test_calls_its_kernels_with_their_signatures(self, with_maxima, monkeypatch):
-        calls = []
-
-        def amax(A, sign_vector):  # noqa: N803 - torchao's names
-            calls.append("amax")
-            assert sign_vector == list(bench_nvfp4.SIGNS)
-            return torch.tensor(1.0), torch.tensor(2.0)
-
-        def cast(A, col_global_amax, row_global_amax, sign_vector, stochastic_rounding, **bases):  # noqa: N803
-            calls.append("cast")
-            assert (col_global_amax, row_global_amax) == (1.0, 2.0) and stochastic_rounding
-            assert sign_vector == list(bench_nvfp4.SIGNS)
-            assert {*bases} == {f"{a}_{b}_base" for a in ("col", "row") for b in ("seed", "offset")}
-            assert all(base.shape == (1,) and base.dtype == torch.int64 for base in bases.values())
-
-        monkeypatch.setitem(sys.modules, AMAX_MODULE, SimpleNamespace(triton_rht_amax=amax))
-        monkeypatch.setitem(sys.modules, CAST_MODULE, SimpleNamespace(triton_rht_quantize_row_col=cast))
-        run = bench_nvfp4.torchao_gradient(torch.zeros(SHAPE), with_maxima)
-        calls.clear()
-        run()
-        assert calls == (["amax", "cast"] if with_maxima else ["cast"])
-
-
-def test_shapes(capsys):
-    assert bench_nvfp4.main(["--list", "--only", "norm,weight"]) == 0
-    out = capsys.readouterr().out
-    assert "4096x16384" in out and "14336x4096" in out and "gradient" not in out

@@ -72,11 +72,6 @@ class TestCases:
             assert section.reach.keys() <= section.ratios.keys()
             assert set(section.quick) <= set(section.shapes)
 
-    def test_shapes(self):
-        assert len(SECTIONS["router"].shapes) == 40 and Shape(16384, 16, 5120) in SECTIONS["router"].shapes
-        assert len(SECTIONS["study"].shapes) == 28 and Shape(48, 48, 28672) in SECTIONS["study"].shapes
-        assert SECTIONS["gate"].shapes == (Shape(8192, 256, 7168),)
-
     def test_the_note_names_the_plan(self):
         assert " parts, " in entries_of("router")["mxtrain"].note()
         assert entries_of("gate")["mxtrain"].note().count(";") == 1
@@ -125,25 +120,6 @@ class TestMeasuring:
         assert mean["x eager"]["geomean"] == pytest.approx(4) and mean["x eager"]["reached"] == "yes"
         assert mean["x eager"]["all peers"] == 1 and "reached" not in mean["x best"]
 
-    def test_a_peer_that_fails_is_a_row(self, args, timed, uncompiled, monkeypatch, capsys):
-        def fail(mode):
-            raise RuntimeError("no such lowering\nmore")
-
-        monkeypatch.setattr(router_cases, "custom_op_relu_mm", fail)
-        _, _, custom, ours = bench_router.measure_shape("study", SHAPE, args, bench_router.TuningTime(60))
-        assert custom["check"] == "RuntimeError: no such lowering" and "graph us" not in custom
-        assert "x custom-op" not in ours and not ours["all peers"] and ours["x eager"] == pytest.approx(8 / 4)
-        assert "Traceback" in capsys.readouterr().err
-
-    def test_a_failing_profiler_costs_only_its_column(self, args, timed, uncompiled, monkeypatch):
-        def fail(run, inputs):
-            raise RuntimeError("the profiler saw 19 of 20 runs")
-
-        monkeypatch.setattr(bench_router, "kernel_us", fail)
-        *_, ours = bench_router.measure_shape("study", SHAPE, args, bench_router.TuningTime(60))
-        assert ours["check"] == "ok" and ours["graph us"] == 2 and ours["x eager"] == 4
-        assert "kernel us" not in ours and ours["profiler"].endswith("19 of 20 runs")
-
     def test_a_wrong_result_of_ours_is_marked(self, args, timed, uncompiled, monkeypatch):
         monkeypatch.setattr(router_cases, "our_relu_mm", lambda a, b: router_cases.relu_mm(a, b) + 1)
         rows = bench_router.measure_shape("study", SHAPE, args, bench_router.TuningTime(60))
@@ -179,15 +155,6 @@ class TestTuningAhead:
         _, outcome = tune_ahead.tune(self.JOBS[1])
         assert outcome["setup"].startswith("RuntimeError: ")
         assert tune_ahead.describe({"a": 1.25, "b": "RuntimeError: c"}) == "a 1.2 s, b RuntimeError: c"
-
-    def test_nothing_to_do(self):
-        for jobs, processes, seconds in ([], 2, 9.0), (self.JOBS, 0, 9.0), (self.JOBS, 2, 0.0):
-            assert tune_ahead.tune_ahead(jobs, processes, seconds) == {}
-
-    def test_ends_in_time(self, monkeypatch):
-        """Even while its process is still starting."""
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        assert tune_ahead.tune_ahead(self.JOBS, 1, 0.1) == {}
 
     def test_timings_take_turns(self, monkeypatch):
         from torch._inductor.runtime.benchmarking import benchmarker
@@ -244,23 +211,3 @@ class TestCommandLine:
         assert [row["graph us"] for row in content["rows"]] == [8, 6, 4, 2]
         out = capsys.readouterr().out
         assert "study: relu(A B), bf16" in out and "x custom-op" in out
-
-    def test_list(self, capsys):
-        options = ["--list", "--sections", "router,dispatch", "--shapes", "*x256x7168", "3x4x5"]
-        assert bench_router.main(options) == 0
-        router, dispatch = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(" ")]
-        assert router == ["3x4x5", *(f"{count}x256x7168" for count in router_cases.TOKENS)]
-        assert dispatch == ["3x4x5", *(f"{count}x256x7168" for count in router_cases.TOKENS[1:])]
-        assert bench_router.main(["--list", "--quick"]) == 0
-        assert len(capsys.readouterr().out.split()) < 40
-
-    def test_without_a_gpu(self, capsys, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        assert bench_router.main([]) == 1
-        assert "no CUDA device" in capsys.readouterr().err
-
-    @pytest.mark.parametrize("args", [["--sections", "router,norm"], ["--shapes", "64x256"], ["--shapes", "axbxc"]])
-    def test_bad_arguments(self, args, capsys):
-        with pytest.raises(SystemExit):
-            bench_router.main(args)
-        assert args[1].split(",")[-1] in capsys.readouterr().err
