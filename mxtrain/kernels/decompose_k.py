@@ -28,12 +28,13 @@ from mxtrain.kernels.device import (
     H100_SHARED_MEMORY,
     H100_SMS,
     INTERPRETED,
+    cdiv,
+    next_power_of_2,
     overlaps_launches,
     shared_memory,
     sm_count,
 )
-from mxtrain.kernels.integers import cdiv, next_power_of_2
-from mxtrain.kernels.launch import Launch
+from mxtrain.kernels.launch import Launch, contiguous
 
 # Launch plans
 
@@ -445,12 +446,8 @@ def decompose_k(
     Returns:
         [M, N] in ``out_dtype``.
     """
-    bias = None if bias is None else bias.contiguous()
-    c, launches = decompose_k_by_plan(_readable(a), _readable(b), bias, epilogue, out_dtype, plan)
+    a, b = (x if 1 in x.stride() else x.contiguous() for x in (a, b))
+    c, launches = decompose_k_by_plan(a, b, *contiguous(bias), epilogue, out_dtype, plan)
     for launch in launches:
         launch.run(a.device)
     return c
-
-
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    return x if 1 in x.stride() else x.contiguous()
