@@ -81,13 +81,7 @@ _norm_backward = register_op("norm_backward(Tensor g, Tensor x, Tensor rho) -> T
 
 
 def norm_backward(g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor) -> torch.Tensor:
-    """Return dx [T, D] of the straight-through norm backward, in the dtype of x. The arithmetic is fp32.
-
-    Args:
-        g: dL/dxhat, bf16 or fp32 [T, D].
-        x: the norm's input, bf16 or fp32 [T, D].
-        rho: inverse RMS, fp32 [T].
-    """
+    """Return dx [T, D] as ``mxtrain.reference.mxnorm.norm_backward``; g and x bf16 or fp32 [T, D], rho fp32 [T]."""
     return _norm_backward(*contiguous(g, x, rho))
 
 
@@ -143,15 +137,6 @@ _fold_backward = register_op("fold_backward(Tensor g, Tensor weight, Tensor gain
 
 
 def fold_backward(g: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (dW, dgain) from the gradient of W diag(gain).
-
-    Args:
-        g: bf16 or fp32 [N, D].
-        weight: bf16 or fp32 [N, D].
-        gain: bf16 or fp32 [D].
-
-    Returns:
-        dW [N, D] in the dtype of ``weight`` and dgain [D] in the dtype of ``gain``. The arithmetic is fp32.
-    """
+    """Return (dW, dgain) as ``mxtrain.reference.mxnorm.fold_backward``; bf16 or fp32 g and weight [N, D], gain [D]."""
     d_weight, parts = _fold_backward(*contiguous(g, weight, gain))
     return d_weight, parts.sum(0).to(gain.dtype)

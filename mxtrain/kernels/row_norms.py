@@ -380,24 +380,12 @@ def row_norm(
     residual: torch.Tensor | None,
     centered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Compute (y, mean, rstd, total) of every row; the arithmetic is fp32, and y is rounded once.
+    """Return (y, mean, rstd, total) as ``mxtrain.reference.row_norms.row_norm``, whose arguments these are.
 
-    Args:
-        x: bf16, fp16 or fp32 [T, D], D at most 65536.
-        weight: bf16, fp16 or fp32 [D], or None for ones.
-        bias: bf16, fp16 or fp32 [D], or None for zeros.
-        eps: added to the mean square, or to the variance.
-        residual: bf16, fp16 or fp32 [T, D], added to x first, or None.
-        centered: subtract the mean of the row: LayerNorm. False: RMSNorm.
-
-    Returns:
-        y: [T, D] in the dtype of ``x``.
-        mean: fp32 [T], of the rows of total; None unless ``centered``.
-        rstd: fp32 [T], 1 / sqrt(mean_D((total - mean)^2) + eps).
-        total: x + residual [T, D], rounded to the dtype of ``x``; ``x`` itself without a residual.
+    x and residual [T, D], weight and bias [D]: bf16, fp16 or fp32. The arithmetic is fp32, and y is rounded once.
 
     Raises:
-        ValueError: for longer rows.
+        ValueError: for rows of more than 65536 elements.
     """
     check_row_length(x)
     y, rstd, *others = _forward(*contiguous(x, residual, weight, bias), eps, centered)
@@ -718,20 +706,10 @@ def row_norm_backward(
     dweight: torch.dtype | None = None,
     dbias: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Compute (dx, dweight, dbias) of ``row_norm``; the arithmetic is fp32, and each result is rounded once.
+    """Return (dx, dweight, dbias) as ``mxtrain.reference.row_norms.row_norm_backward``, whose arguments these are.
 
-    Args:
-        dy: dL/dy, bf16, fp16 or fp32 [T, D], D at most 65536.
-        x: the forward's ``total``, which was normalized, bf16, fp16 or fp32 [T, D].
-        mean, rstd: fp32 [T], from the forward; a mean of None for RMSNorm.
-        weight: bf16, fp16 or fp32 [D], or None for ones.
-        dtotal: bf16, fp16 or fp32 [T, D], another gradient of ``total``, added to dx, or None.
-        dweight, dbias: dtypes of these gradients, None for a gradient that is not needed. One or both cost a second,
-            small launch.
-
-    Returns:
-        dx [T, D] in the dtype of ``x``, which is also the residual's gradient; dweight and dbias [D] in their dtypes,
-        or None.
+    dy, x and dtotal [T, D], weight [D]: bf16, fp16 or fp32; mean and rstd fp32 [T]. The arithmetic is fp32, and each
+    result is rounded once. dweight and dbias cost a second, small launch.
     """
     dx, *vectors = _backward(*contiguous(dy, x, mean, rstd, weight, dtotal), dweight, dbias)
     results = iter(vectors)
