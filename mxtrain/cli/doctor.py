@@ -74,7 +74,7 @@ def estimators() -> list[tuple[str, str]]:
         return [("not measured", "needs a CUDA device and Triton")]
     from triton.testing import do_bench
 
-    from mxtrain.kernels.mxnorm.cast import mxnorm_cast
+    from mxtrain.kernels.mxnorm import mxnorm_cast
 
     recipe = RECIPES["mxfp8"]
     x = torch.randn(TIMED_SHAPE, device="cuda", dtype=torch.bfloat16)
@@ -106,13 +106,11 @@ def explain_norm(rows: int, columns: int, dtype: str = "bfloat16", norm: str = "
     """
     _check_kernels("--explain-norm", dtype)
     require_one_of("--norm", norm, NORMS)
-    from mxtrain.kernels.device import sm_count
-    from mxtrain.kernels.norm import row_norms
+    from mxtrain.kernels import row_norms
+    from mxtrain.kernels.device import MAX_COLUMNS, sm_count
 
-    if rows < 1 or not 1 <= columns <= row_norms.MAX_COLUMNS:
-        raise ConfigError(
-            f"--explain-norm {rows} {columns}: expected at least 1 row, of 1 to {row_norms.MAX_COLUMNS} columns"
-        )
+    if rows < 1 or not 1 <= columns <= MAX_COLUMNS:
+        raise ConfigError(f"--explain-norm {rows} {columns}: expected at least 1 row, of 1 to {MAX_COLUMNS} columns")
     device, where = _where()
     shape = rows, columns, norm == "layer", sm_count(device)
     plans = {"forward": row_norms.forward_plan(*shape), "backward": row_norms.backward_plan(*shape)}

@@ -10,7 +10,7 @@ Hadamard-transformed before their cast, values and images are those after the tr
 Linears with the same input (wq, wk, wv; w1, w3) share its sample. The first one measures the casts of the input. The
 others take its figures and operands where they have the same recipe and signs.
 
-The operands come from the functions that training calls (``mxtrain.ops.quantize``). Mode "native" is measured through
+The operands come from the functions that training calls (``ThreeGEMMs``). Mode "native" is measured through
 the images of mode "emulated", which hold the same values. A dynamic tensor scale of NVFP4 is that of the sample.
 
 The ratio of a gradient's norm to its quantization noise is
@@ -29,8 +29,8 @@ import torch
 from mxtrain.diagnostics.casts import Matrix, MeasuredCast, cast_figures
 from mxtrain.diagnostics.totals import Totals, norms, ratio
 from mxtrain.nn.three_gemms import ThreeGEMMs
-from mxtrain.ops import quantize
 from mxtrain.ops.gemm import Operand, matmul
+from mxtrain.ops.quantize import normalize
 from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference import nvfp4
 from mxtrain.reference.casts import at_least_fp32
@@ -125,20 +125,20 @@ def _casts(
     gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradient: Gradient
 ) -> dict[str, dict[str, MeasuredCast]]:
     """For each GEMM with a format: its two casts by name."""
-    recipe, mode, split = gemms.recipe, gemms.mode, gemms.split
+    recipe, split = gemms.recipe, gemms.split
     dy, signs, draws = gradient.dy, gradient.signs, gradient.draws
     fprop, dgrad, wgrad = (of_gemm.format is not None for of_gemm in recipe.gemms)
     # Never the weight itself: casts are measured later, and FSDP2 frees the memory of the gathered one.
     w_values = weight.to(torch.float32, copy=True) if given.gain is None else at_least_fp32(weight) * given.gain
     w, grad = Matrix(w_values, split.w), Matrix(at_least_fp32(dy), split.dy)
-    w_rows, w_columns = quantize.weights_for_both([weight], recipe, mode, given.gain, split.w)
-    dy_rows, dy_columns = quantize.gradients([dy], recipe, mode, dgrad, wgrad, signs, [draws], split.dy)
+    weights = gemms.quantize_weights([weight], given.gain)
+    dy_rows, dy_columns = gemms.quantize_gradients([dy], dgrad, wgrad, signs, [draws])
     found = {}
     if fprop:
-        of_w = MeasuredCast(w, w_rows.data, recipe.fprop, 1, recipe.fprop.weight_tiles)
+        of_w = MeasuredCast(w, weights[1].data, recipe.fprop, 1, recipe.fprop.weight_tiles)
         found["fprop"] = {"input": _input_along_features(gemms, given), "weight": of_w}
     if dgrad:
-        of_w = MeasuredCast(w, w_columns.data.t(), recipe.dgrad, 0, recipe.dgrad.weight_tiles)
+        of_w = MeasuredCast(w, weights[0].data.t(), recipe.dgrad, 0, recipe.dgrad.weight_tiles)
         found["dgrad"] = {"grad": MeasuredCast(grad, dy_rows.data, recipe.dgrad, 1), "weight": of_w}
     if wgrad:
         grad, of_x = _along_tokens(gemms, given, grad, signs)
@@ -153,9 +153,9 @@ def _input_along_features(gemms: ThreeGEMMs, given: Input) -> MeasuredCast:
     if key not in given.casts:
         static = None
         if estimate is None:
-            operand = quantize.activation(given.x, fprop, mode, given.group)
+            operand = gemms.quantize_activation(given.x)
         else:
-            operand = quantize.normalize(given.x, estimate, fprop, mode)[0]
+            operand = normalize(given.x, estimate, fprop, mode)[0]
             if fprop.tensor_scale == "static":
                 columns = given.x.shape[-1]
                 static = nvfp4.static_tensor_scale(columns, estimate.p, estimate.estimator, estimate.constant)
@@ -174,7 +174,7 @@ def _along_tokens(
     if wgrad.hadamard:
         matrices = _transformed(matrices, signs)
     if is_new:
-        operand = quantize.activation_along_tokens(given.x, wgrad, mode, given.rho, signs, given.group)
+        operand = gemms.quantize_along_tokens(given.x, given.rho, signs)
         given.casts[key] = MeasuredCast(matrices[1], operand.data.t(), wgrad, 0)
     return matrices[0], given.casts[key]
 

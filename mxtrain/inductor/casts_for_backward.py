@@ -34,7 +34,7 @@ def compute_casts_in_backward(graph: Graph) -> None:
     """Mark the casts that the backward uses, and the SwiGLU before them, to be computed there."""
     if not HAS_TRITON or any("recompute" in node.meta for node in graph.nodes):
         return
-    casts = {ours.cast.default, ours.nvfp4_cast.default, ours.nvfp4_weight.default, ours.nvfp4_joined_weight.default}
+    casts = {ours.cast.default, ours.nvfp4_cast.default, ours.nvfp4_weight.default}
     backward = that_depend_on_tangents(graph)
     for calls in _equal_calls(graph, casts):
         if backward.isdisjoint(calls) and any(_is_read_by(call, backward) for call in calls):
@@ -72,8 +72,9 @@ def _is_view(node: Node) -> bool:
 
 def _swiglu_before(cast: Node) -> set[Node]:
     """Return the operations that compute SwiGLU of two tensors in memory for ``cast``; none for another input."""
-    source = cast.args[0]
-    chain = Chain(source)
+    if len(cast.args[0]) > 1:
+        return set()
+    chain = Chain(*cast.args[0])
     if len(chain.inputs) != 2:
         return set()
     gate, up = chain.inputs

@@ -91,24 +91,15 @@ def _is_pointwise(node: Node) -> bool:
         return False
     if torch.Tag.pointwise not in node.target.tags and node.target not in _CONVERSIONS:
         return False
-    mine = _value(node)
+    mine = node.meta.get("val")
     return (
         isinstance(mine, torch.Tensor)
         and mine.dtype in _DTYPES
-        and all(_value(n) is not None and _same_rows(_value(n), mine) for n in node.all_input_nodes)
+        and all(_is_like(n.meta.get("val"), mine) for n in node.all_input_nodes)
     )
 
 
-def _same_rows(a, b: torch.Tensor) -> bool:
-    return (
-        isinstance(a, torch.Tensor)
-        and a.is_floating_point()
-        and b.is_floating_point()
-        and a.ndim > 1
-        and b.ndim > 1
-        and a.shape == b.shape
-    )
-
-
-def _value(node: Node):
-    return node.meta.get("val")
+def _is_like(value: object, mine: torch.Tensor) -> bool:
+    """Whether ``value`` is a tensor of floating-point numbers with the shape of ``mine``, not a vector."""
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return is_float and value.ndim > 1 and value.shape == mine.shape

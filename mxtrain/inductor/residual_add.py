@@ -32,7 +32,7 @@ from mxtrain.inductor.nodes import CONVERT, as_matrix, describe_call, final_user
 from mxtrain.ops.hardware import HAS_TRITON
 
 if HAS_TRITON:
-    import mxtrain.kernels.mxnorm.cast  # noqa: F401  # registers the operations
+    import mxtrain.kernels.mxnorm  # noqa: F401  # registers the operations
 
 aten, ours = torch.ops.aten, torch.ops.mxtrain
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -42,13 +42,12 @@ def fuse_residual_add(graph: Graph) -> None:
     """Let the kernel of every MXNorm compute the sum that it normalizes, where the kernel can."""
     if not HAS_TRITON:
         return
-    # Operations f(x, residual, *numbers) -> [..., total], where total is x + residual in the dtype of x.
-    for op in (ours.mxnorm_cast.default, ours.nvfp4_norm.default):
-        for norm in list(graph.find_nodes(op="call_function", target=op)):
-            total = without_views(norm.args[0])
-            if norm.args[1] is None and (summands := _x_and_residual(total)):
-                _fuse(graph, norm, *summands, total)
-                graph.eliminate_dead_code()
+    # The operation is f(x, residual, *settings) -> [..., total], where total is x + residual in the dtype of x.
+    for norm in list(graph.find_nodes(op="call_function", target=ours.mxnorm_cast.default)):
+        total = without_views(norm.args[0])
+        if norm.args[1] is None and (summands := _x_and_residual(total)):
+            _fuse(graph, norm, *summands, total)
+            graph.eliminate_dead_code()
 
 
 def _x_and_residual(total: Node) -> tuple[Node, Node] | None:

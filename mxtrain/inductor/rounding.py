@@ -31,13 +31,13 @@ def fuse_rounding(graph: Graph) -> None:
     if not HAS_TRITON:
         return
     for cast in list(graph.find_nodes(op="call_function", target=ours.cast.default)):
-        rounded, row_factor, column_factor, _, *others = cast.args
-        source = _before_rounding(rounded, cast)
+        parts, axis, row_factor, column_factor, _, *others = cast.args
+        source = _before_rounding(parts[0], cast) if len(parts) == 1 else None
         if source is None:
             continue
         with graph.inserting_before(cast):
             matrix = as_matrix(graph, source)
-            new = graph.call_function(ours.cast.default, (matrix, row_factor, column_factor, True, *others))
+            new = graph.call_function(ours.cast.default, ([matrix], axis, row_factor, column_factor, True, *others))
         describe_call(new, cast, cast.meta["val"])
         cast.replace_all_uses_with(new)
         graph.erase_node(cast)

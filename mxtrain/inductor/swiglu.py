@@ -129,11 +129,12 @@ def _sources(graph: Graph) -> dict[tuple[Node, ...], list[Node]]:
 
 def _parts(node: Node) -> tuple[Node, ...]:
     """Return the tensors, usually one, that a cast without factors reads side by side; none for other nodes."""
-    if node.target is ours.joined_cast.default and node.args[2:4] == (1, None):
-        return tuple(without_views(part) for part in (node.args[0], *node.args[1]))
-    if node.target is not ours.cast.default or node.args[1:4] != (None, None, False):
+    if node.target is not ours.cast.default or node.args[2:5] != (None, None, False):
         return ()
-    source = without_views(node.args[0])
+    parts, axis = node.args[:2]
+    if len(parts) > 1:
+        return tuple(map(without_views, parts)) if axis == 1 else ()
+    source = without_views(parts[0])
     if source.target is aten.cat.default and source.args[1:] in ((-1,), (source.meta["val"].ndim - 1,)):
         return tuple(without_views(part) for part in source.args[0])
     return (source,)

@@ -28,12 +28,13 @@ from mxtrain.kernels.device import (
     H100_SHARED_MEMORY,
     H100_SMS,
     INTERPRETED,
+    cdiv,
+    next_power_of_2,
     overlaps_launches,
     shared_memory,
     sm_count,
 )
-from mxtrain.kernels.integers import cdiv, next_power_of_2
-from mxtrain.kernels.launch import Launch
+from mxtrain.kernels.launch import Launch, contiguous
 
 # Launch plans
 
@@ -429,28 +430,13 @@ def decompose_k(
     out_dtype: torch.dtype,
     plan: Plan,
 ) -> torch.Tensor:
-    """epilogue(a b + bias), K split among programs; the arithmetic is fp32 (IEEE), and the result is rounded once.
+    """epilogue(a b + bias) [M, N], with the arguments of ``mxtrain.decompose_k_mm``, which checks them.
 
-    ``torch.compile`` does not trace it: graphs hold the op of ``mxtrain.ops.decompose_k``, which calls it and checks
-    the arguments.
-
-    Args:
-        a: bf16, fp16 or fp32 [M, K]. Operands without a stride of 1 are copied.
-        b: [K, N] in the dtype of ``a``.
-        bias: [N] in this dtype or fp32.
-        epilogue: None, "relu", "sigmoid" or "softmax" (over N).
-        out_dtype: float32 or the dtype of ``a``.
-        plan: how K is split.
-
-    Returns:
-        [M, N] in ``out_dtype``.
+    The arithmetic is fp32 (IEEE), and the result is rounded once. K is split as ``plan`` says. Operands without a
+    stride of 1 are copied. ``torch.compile`` does not trace it: graphs hold the op of ``mxtrain.ops.decompose_k``.
     """
-    bias = None if bias is None else bias.contiguous()
-    c, launches = decompose_k_by_plan(_readable(a), _readable(b), bias, epilogue, out_dtype, plan)
+    a, b = (x if 1 in x.stride() else x.contiguous() for x in (a, b))
+    c, launches = decompose_k_by_plan(a, b, *contiguous(bias), epilogue, out_dtype, plan)
     for launch in launches:
         launch.run(a.device)
     return c
-
-
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    return x if 1 in x.stride() else x.contiguous()

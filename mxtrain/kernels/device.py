@@ -1,4 +1,4 @@
-"""What a device can do: interpreted or compiled kernels, conversion instructions, SMs and shared memory."""
+"""What launches are planned by: what the device can do, the row lengths that registers hold, and integer arithmetic."""
 
 import functools
 
@@ -10,6 +10,10 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 # Streaming multiprocessors, and bytes of shared memory per program, of an H100: plans made without a GPU assume these.
 H100_SMS, H100_SHARED_MEMORY = 132, 227 * 1024
+
+# Row lengths that the norm kernels take, in elements. Rows longer than MAX_PERSISTENT_COLUMNS do not fit in a program's
+# registers. They are read twice, the second time mostly from the L2 cache.
+MAX_COLUMNS, MAX_PERSISTENT_COLUMNS = 65536, 16384
 
 
 @functools.cache
@@ -50,3 +54,27 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda" or not torch.cuda.is_available():
         return H100_SHARED_MEMORY
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def check_row_length(x: torch.Tensor) -> None:
+    """Raise ValueError for rows that are too long for the norm kernels. All other checks are those of the layers."""
+    if x.shape[-1] > MAX_COLUMNS:
+        raise ValueError(f"x {tuple(x.shape)}: expected rows of at most {MAX_COLUMNS} elements on a GPU")
+
+
+# Integer arithmetic runs at every launch, and costs a hundredth of Triton's own.
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return a / b rounded up."""
+    return -(-a // b)
+
+
+def round_up(a: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least a."""
+    return -(-a // multiple) * multiple
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two that is at least n > 0."""
+    return 1 << (n - 1).bit_length()

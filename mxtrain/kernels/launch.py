@@ -40,6 +40,7 @@ class Launch(NamedTuple):
     kernel: Callable
     grid: tuple[int, ...]
     args: tuple
+    """The first one is a tensor on the device of the launch"""
     constants: dict
 
     @property
@@ -93,14 +94,19 @@ def _compile(kernel, args, keywords, device):
         return kernel.warmup(*args, grid=(1,), **keywords).run
 
 
-def _as_tuple(launches: Launch | tuple[Launch, ...] | None) -> tuple[Launch, ...]:
+def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Return tensors without gaps between their elements, as most kernels read them. None stays None."""
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
+def _as_sequence(launches: Launch | Sequence[Launch] | None) -> Sequence[Launch]:
     # A Launch is a tuple itself.
     return (launches,) if isinstance(launches, Launch) else launches or ()
 
 
 def register_op(
     schema: str,
-    implementation: Callable[..., tuple[torch.Tensor | Sequence[torch.Tensor], Launch | tuple[Launch, ...] | None]],
+    implementation: Callable[..., tuple[torch.Tensor | Sequence[torch.Tensor], Launch | Sequence[Launch] | None]],
 ):
     """Register the op ``torch.ops.mxtrain.NAME`` and return it.
 
@@ -117,14 +123,14 @@ def register_op(
 
     def run(*args):
         results, launches = implementation(*args)
-        for launch in _as_tuple(launches):
-            launch.run(args[0].device)
+        for launch in _as_sequence(launches):
+            launch.run(launch.args[0].device)
         return results
 
     def fake(*args):
         results, launches = implementation(*args)
-        for launch in _as_tuple(launches):
-            launch.compile_ahead(args[0].device)
+        for launch in _as_sequence(launches):
+            launch.compile_ahead(launch.args[0].device)
         return results
 
     return define_op(schema, run, fake, ("CPU", "CUDA") if INTERPRETED else ("CUDA",))

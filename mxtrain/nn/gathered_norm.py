@@ -28,7 +28,7 @@ from mxtrain.nn.split import SplitSequences
 from mxtrain.ops.collectives import gather_codes, gather_tokens, sum_tokens
 from mxtrain.ops.gemm import Codes, Operand, values_dtype
 from mxtrain.ops.mxnorm import norm_backward
-from mxtrain.ops.quantize import activation_along_tokens, from_codes, normalize
+from mxtrain.ops.quantize import cast, from_codes, normalize
 from mxtrain.recipes.formats import MXFP8
 from mxtrain.recipes.recipe import LinearRecipe, Recipe, RMSEstimate, from_key
 
@@ -198,7 +198,7 @@ class GatheredColumns:
         """The operand of whole sequences, from this process's shard x [B, S / P, D] and its rho [B S / P].
 
         Args:
-            signs: as for ``quantize.activation_along_tokens``; those of all linears with this recipe.
+            signs: as for ``ThreeGEMMs.quantize_along_tokens``; those of all linears with this recipe.
         """
         if self.operands is None:
             return self._gather(x, rho, signs, recipe, mode)
@@ -214,5 +214,6 @@ class GatheredColumns:
     def _gather(self, x, rho, signs, recipe: Recipe, mode: str) -> Operand:
         split = from_key(self.split_key)
         rows = x.reshape(-1, x.shape[-1])
-        codes = activation_along_tokens(rows, recipe, mode, rho, signs, split.group, as_codes=True)
+        settings = dict(row_factor=rho, signs=signs, group=split.group, as_codes=True)
+        codes = cast([rows], recipe, mode, (0,), **settings)[0]
         return _gathered(codes, recipe, mode, split, x.shape[0], dim=0)

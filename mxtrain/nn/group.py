@@ -7,10 +7,10 @@ gradients side by side are dY [T, N]:
     dgrad   dX = dY W       the sum over the linears happens in the GEMM, in fp32
     wgrad   dW = dY^T X     dW_i are rows of dW
 
-Kernels do not store W and dY: their casts write every part to its place in one operand (``quantize.weights`` and
-``quantize.gradients`` in ``mxtrain.ops``). Every part has the bits of its own cast, with its own random numbers. Only
-sums over the linears differ. Single linears round their parts of dX to the compute dtype, and autograd adds up these
-parts, and the parts of the gain's gradient in another order.
+Kernels do not store W and dY: their casts write every part to its place in one operand (``ThreeGEMMs``). Every part
+has the bits of its own cast, with its own random numbers. Only sums over the linears differ. Single linears round their
+parts of dX to the compute dtype, and autograd adds up these parts, and the parts of the gain's gradient in another
+order.
 
 Single linears write n parts of dX, and the sum reads them. One GEMM writes one dX [T, D]: for three linears this saves
 at least two writes and two reads of T x D elements, for two linears one of each.
@@ -28,7 +28,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from mxtrain.nn.split import WHOLE
 from mxtrain.nn.three_gemms import QuantizedLinear, ReadyOperands, ThreeGEMMs, compute_dtype, version
-from mxtrain.ops import quantize
+from mxtrain.ops.quantize import joins
 
 
 class LinearGroup:
@@ -58,7 +58,7 @@ class LinearGroup:
             has_signs: whether the norm has signs for the Hadamard transform of wgrad's operands.
         """
         first, *others = self.linears
-        if not quantize.joins(first.recipe, mode) or (first.recipe.needs_signs and not has_signs):
+        if not joins(first.recipe, mode) or (first.recipe.needs_signs and not has_signs):
             return False
         if any(_stays_single(linear) for linear in self.linears):
             return False

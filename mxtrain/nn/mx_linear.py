@@ -33,7 +33,7 @@ class _MXLinearFunction(torch.autograd.Function):
     def backward(ctx, saved, dy: torch.Tensor):
         x, weight, signs = saved
         gemms, (needs_x, needs_weight, *_) = ctx.gemms, ctx.needs_input_grad
-        for_dx, for_dw = gemms.quantize_gradients([dy], needs_x, needs_weight, signs, [ctx.draws])
+        for_dx, for_dw = gemms.quantize_gradients([dy], needs_x, needs_weight and gemms.runs_wgrad, signs, [ctx.draws])
         dx = None if for_dx is None else gemms.dgrad(for_dx, [weight], x.dtype, ready=ctx.ready)
         dw = None
         if for_dw is not None:

@@ -107,7 +107,8 @@ class _MXNormLinearFunction(torch.autograd.Function):
         used = [dy is not None for dy in dys]
         like = next(dy for dy in dys if dy is not None)
         dys = [like.new_zeros(like.shape[0], w.shape[0]) if dy is None else dy for dy, w in zip(dys, weights)]
-        for_dgrad, for_wgrad = gemms.quantize_gradients(dys, needs_h, any(needs_others), signs, ctx.draws)
+        needs_wgrad = any(needs_others) and gemms.runs_wgrad
+        for_dgrad, for_wgrad = gemms.quantize_gradients(dys, needs_h, needs_wgrad, signs, ctx.draws)
         dxhat = dgain = None
         dweights = [None] * len(weights)
         if for_dgrad is not None:

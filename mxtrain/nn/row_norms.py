@@ -20,7 +20,7 @@ from mxtrain.reference import row_norms as reference
 from mxtrain.reference.casts import at_least_fp32
 
 if HAS_TRITON:
-    from mxtrain.kernels.norm import row_norms as kernels
+    from mxtrain.kernels import row_norms as kernels
 
 # The kernels take all but float64, which is for gradcheck and oracles.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

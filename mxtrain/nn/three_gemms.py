@@ -24,11 +24,11 @@ from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.nn.once_differentiable import refuse_transforms
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.split import WHOLE, SplitMatrices
-from mxtrain.ops import quantize
 from mxtrain.ops.gemm import Operand, matmul
 from mxtrain.ops.hardware import check_mode, mode_in_forward
+from mxtrain.ops.quantize import cast
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import LinearRecipe, from_key
+from mxtrain.recipes.recipe import LinearRecipe, Recipe, from_key
 from mxtrain.recipes.schedule import LayerState
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -80,15 +80,37 @@ class ThreeGEMMs:
         """The layer's recipe."""
         return from_key(self.recipe_key)
 
+    def _cast(self, parts: Sequence[torch.Tensor], recipes: dict[int, Recipe], **settings) -> dict[int, Operand]:
+        """Cast a matrix along each dimension by that dimension's recipe. One read serves both if they are equal."""
+        dims_of: dict[Recipe, tuple[int, ...]] = {}
+        for dim, recipe in recipes.items():
+            dims_of[recipe] = (*dims_of.get(recipe, ()), dim)
+        found = {}
+        for recipe, dims in dims_of.items():
+            found |= cast(parts, recipe, self.mode, dims, **settings)
+        return found
+
     def quantize_activation(self, x: torch.Tensor) -> Operand:
-        """X as fprop's operand."""
-        return quantize.activation(x, self.recipe.fprop, self.mode, self.split.x)
+        """X as fprop's operand [T, D], where no MXNorm has made it."""
+        return self._cast([x], {1: self.recipe.fprop}, group=self.split.x)[1]
 
     def quantize_along_tokens(
         self, x: torch.Tensor, rho: torch.Tensor | None = None, signs: torch.Tensor | None = None
     ) -> Operand:
-        """X [T, D] as wgrad's operand; with ``rho`` [T], X diag(rho) row by row."""
-        return quantize.activation_along_tokens(x, self.recipe.wgrad, self.mode, rho, signs, self.split.x)
+        """X as wgrad's operand [D, T]; with ``rho`` [T], X diag(rho) row by row.
+
+        Args:
+            signs: packed signs of the Hadamard transform, int64 []; None if the recipe has no transform.
+        """
+        return self._cast([x], {0: self.recipe.wgrad}, row_factor=rho, signs=signs, group=self.split.x)[0]
+
+    def quantize_weights(
+        self, ws: Sequence[torch.Tensor], gain: torch.Tensor | None, dims: tuple[int, ...] = (1, 0)
+    ) -> dict[int, Operand]:
+        """W, or W diag(gain), as the operands of fprop [N, D] (1) and of dgrad [D, N] (0)."""
+        recipes = {1: self.recipe.fprop, 0: self.recipe.dgrad}
+        recipes = {dim: recipes[dim] for dim in dims}
+        return self._cast(ws, recipes, column_factor=gain, is_weight=True, group=self.split.w)
 
     def quantize_gradients(
         self,
@@ -98,23 +120,30 @@ class ThreeGEMMs:
         signs: torch.Tensor | None,
         draws: Sequence[torch.Tensor | None],
     ) -> tuple[Operand | None, Operand | None]:
-        """dY as the operands of dgrad and wgrad; None for an operand that is not wanted."""
-        for_wgrad = for_wgrad and self.runs_wgrad
-        return quantize.gradients(dys, self.recipe, self.mode, for_dgrad, for_wgrad, signs, draws, self.split.dy)
+        """dY as the operands of dgrad [T, N] and wgrad [N, T]; None for an operand that is not wanted.
+
+        Args:
+            signs: as for ``quantize_along_tokens``.
+            draws: for each part what stochastic rounding derives its random bits from
+                (``mxtrain.rng.rounding.Draws``); None if the recipe rounds to nearest.
+        """
+        recipes = {1: self.recipe.dgrad} if for_dgrad else {}
+        if for_wgrad:
+            recipes[0] = self.recipe.wgrad
+        found = self._cast(dys, recipes, axis=1, signs=signs, draws=draws, group=self.split.dy)
+        return found.get(1), found.get(0)
 
     def quantize_ahead(
         self, ws: Sequence[torch.Tensor], gain: torch.Tensor | None, joined: bool = True
     ) -> ReadyOperands:
         """W as the operands of fprop and dgrad; ``joined`` as for ``fprop``."""
-        if joined:
-            fprop, dgrad = quantize.weights_for_both(ws, self.recipe, self.mode, gain, self.split.w)
-            return ReadyOperands((fprop,), dgrad, (*ws, gain))
-        dgrad = quantize.weights(ws, self.recipe.dgrad, self.mode, 0, gain, self.split.w)
-        return ReadyOperands(tuple(self._for_fprop(ws, gain, False)), dgrad, (*ws, gain))
+        operands = self.quantize_weights(ws, gain, (1, 0) if joined else (0,))
+        fprop = (operands[1],) if joined else tuple(self._for_fprop(ws, gain, False))
+        return ReadyOperands(fprop, operands[0], (*ws, gain))
 
     def _for_fprop(self, ws, gain, joined: bool) -> Iterator[Operand]:
         for part in (ws,) if joined else ((w,) for w in ws):
-            yield quantize.weights(part, self.recipe.fprop, self.mode, 1, gain, self.split.w)
+            yield self.quantize_weights(part, gain, (1,))[1]
 
     def fprop(
         self,
@@ -146,9 +175,8 @@ class ThreeGEMMs:
         ready: ReadyOperands | None = None,
     ) -> torch.Tensor:
         """dX [T, D] from dY quantized along N: the sum over the layers. ``ready`` takes the place of W and gain."""
-        if ready is not None:
-            return matmul(dy, ready.dgrad, out_dtype)
-        return matmul(dy, quantize.weights(ws, self.recipe.dgrad, self.mode, 0, gain, self.split.w), out_dtype)
+        w = self.quantize_weights(ws, gain, (0,))[0] if ready is None else ready.dgrad
+        return matmul(dy, w, out_dtype)
 
     def wgrad(self, dy: Operand, x: Operand, out_dtype: torch.dtype) -> torch.Tensor:
         """dW [N, D] from dY and X quantized along T."""

@@ -12,7 +12,7 @@ from mxtrain.reference.mxnorm import inverse_rms, scale_rows
 
 if HAS_TRITON:
     from mxtrain.kernels.mxfp8 import cast as cast_kernel
-    from mxtrain.kernels.mxnorm.cast import mxnorm_cast
+    from mxtrain.kernels.mxnorm import mxnorm_cast
 
 
 def cast(
@@ -42,12 +42,9 @@ def cast(
         as_codes: return ``Codes``. For one dimension, and one matrix of whole blocks.
         _: what only NVFP4 needs.
     """
-    single = len(parts) == 1
     if recipe.format is not None and runs_kernels(mode, parts[0].device.type):
         form = "codes" if as_codes else KERNEL_FORM[mode]
-        results = cast_kernel.cast(
-            parts[0] if single else parts, recipe, dims, form, row_factor, column_factor, axis=axis
-        )
+        results = cast_kernel.cast(parts, recipe, dims, form, row_factor, column_factor, axis)
         if as_codes:
             return {dim: Codes(*result) for dim, result in results.items()}
         # The kernel transposes codes because the tensor cores need that. Images only need a transposed view.
@@ -56,7 +53,7 @@ def cast(
             for dim, (data, scales) in results.items()
         }
     # Every block lies in one part, so its scale does not depend on other parts.
-    x = parts[0] if single else torch.cat(tuple(parts), axis)
+    x = parts[0] if len(parts) == 1 else torch.cat(tuple(parts), axis)
     if row_factor is not None:
         x = scale_rows(x, row_factor)
     if column_factor is not None:

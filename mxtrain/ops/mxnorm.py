@@ -12,7 +12,7 @@ from mxtrain.recipes.recipe import Recipe, RMSEstimate
 from mxtrain.reference import mxnorm as reference
 
 if HAS_TRITON:
-    from mxtrain.kernels.mxnorm import backward as kernels
+    from mxtrain.kernels import mxnorm_backward as kernels
 
 
 def norm_backward(g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor, mode: str, is_compiled: bool) -> torch.Tensor:

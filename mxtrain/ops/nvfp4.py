@@ -24,12 +24,13 @@ from mxtrain.reference.casts import at_least_fp32, to_blocked
 from mxtrain.reference.hadamard import hadamard, pad, unpack_signs
 from mxtrain.reference.mxnorm import inverse_rms, scale_rows
 from mxtrain.reference.philox import rounding_bits, rounding_words
+from mxtrain.rng.rounding import MAX_ELEMENTS
 
 if HAS_TRITON:
-    from mxtrain.kernels.mxnorm.cast import nvfp4_norm
+    from mxtrain.kernels.mxnorm import nvfp4_norm
     from mxtrain.kernels.nvfp4.cast import nvfp4_cast
     from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_amax, nvfp4_tensor_scale
-    from mxtrain.kernels.nvfp4.weight_cast import nvfp4_joined_weight, nvfp4_weight
+    from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
 
 # The tensor cores read 16 bytes at a time along the reduced axis: 32 elements.
 NATIVE_MULTIPLE = 32
@@ -66,7 +67,9 @@ def cast(
         group: name of the process group that holds X together; None for a whole X.
     """
     signs = signs if recipe.hadamard and 0 in dims and not is_weight else None
-    draws = draws if draws is not None and recipe.stochastic_rounding else [None] * len(parts)
+    draws = [bits for bits in draws or () if bits is not None] if recipe.stochastic_rounding else []
+    if draws and any(x.numel() > MAX_ELEMENTS for x in parts):
+        raise ValueError(f"a gradient has more than the {MAX_ELEMENTS} elements that random bits are drawn for")
     tiles = is_weight and recipe.weight_tiles
     factors = dict(row_factor=row_factor, column_factor=column_factor)
     if not runs_kernels(mode, parts[0].device.type):
@@ -75,33 +78,23 @@ def cast(
                 dim: _in_pytorch(matrix, mode, tensor_scale, group, bits, tiles, as_codes)
                 for dim, (matrix, bits) in _matrices_and_bits(x, dims, signs, of_x, **factors).items()
             }
-            for x, of_x in zip(parts, draws)
+            for x, of_x in zip(parts, draws or [None] * len(parts))
         ]
         if len(results) == 1:
             return results[0]
         # The operand of dimension 0 is transposed.
         return {dim: Operand(torch.cat([one[dim].data for one in results], axis if dim else 1 - axis)) for dim in dims}
     if tensor_scale is None:
-        scales = [_tensor_scales_by_kernels(x, dims, signs, group, **factors) for x in parts]
+        of_parts = [_tensor_scales_by_kernels(x, dims, signs, group, **factors) for x in parts]
+        scales = {dim: [of_part[dim] for of_part in of_parts] for dim in dims}
     else:
-        scales = [dict.fromkeys(dims, tensor_scale)]
-    if len(parts) > 1:
-        by_dim = {dim: [of_part[dim] for of_part in scales] for dim in dims}
-        if tiles:
-            # One image serves both orientations.
-            images = dict.fromkeys(dims, (nvfp4_joined_weight(parts, by_dim[dims[0]], column_factor), None))
-        else:
-            draws = None if draws[0] is None else draws
-            settings = dict(signs=signs, draws=draws, column_factor=column_factor, axis=axis)
-            images = nvfp4_cast(parts, by_dim, "image", **settings)
-        return {dim: Operand(image if dim == 1 else image.t()) for dim, (image, _) in images.items()}
-    (x,), (scale,), form = parts, scales, "codes" if as_codes else KERNEL_FORM[mode]
+        scales = {dim: [tensor_scale] for dim in dims}
+    form = "codes" if as_codes else KERNEL_FORM[mode]
     if tiles:
-        found = nvfp4_weight(x, scale[dims[0]], form, column_factor)
-        casts = {1: found[:2], 0: found[:2] if form == "image" else found[2:]}
+        casts = nvfp4_weight(parts, scales[dims[0]], form, column_factor)
     else:
-        casts = nvfp4_cast(x, scale, form, signs=signs, draws=draws[0], **factors)
-    return {dim: _from_kernel(casts[dim], dim, scale[dim], mode, form) for dim in dims}
+        casts = nvfp4_cast(parts, scales, form, signs=signs, draws=draws, axis=axis, **factors)
+    return {dim: _from_kernel(casts[dim], dim, scales[dim][0], mode, form) for dim in dims}
 
 
 def _tensor_scales_by_kernels(

@@ -47,12 +47,7 @@ def hadamard(x: torch.Tensor, signs: Sequence[int] | torch.Tensor, dim: int) -> 
 
     Returns:
         fp32 (fp64 for fp64 input), shape of ``x``.
-
-    Raises:
-        ValueError: if ``dim`` is not a multiple of 16.
     """
-    if x.shape[dim] % HADAMARD_SIZE:
-        raise ValueError(f"shape {tuple(x.shape)}: dimension {dim} is not a multiple of {HADAMARD_SIZE}")
     dim %= x.ndim
     count, before, after = x.shape[dim] // HADAMARD_SIZE, x.shape[:dim], x.shape[dim + 1 :]
     wide = at_least_fp32(x)

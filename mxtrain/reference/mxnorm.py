@@ -17,13 +17,7 @@ from mxtrain.reference.casts import at_least_fp32, rounded_amax, split_blocks
 
 
 def block_amax(x: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Return the largest magnitude of every block: [..., D] -> [..., D / block_size], fp32 (fp64 for fp64 input).
-
-    Raises:
-        ValueError: if D is not a positive multiple of ``block_size``.
-    """
-    if x.ndim == 0 or x.shape[-1] == 0 or x.shape[-1] % block_size:
-        raise ValueError(f"shape {tuple(x.shape)}: the last dimension is not a positive multiple of {block_size}")
+    """Return the largest magnitude of every block: [..., D] -> [..., D / block_size], fp32 (fp64 for fp64 input)."""
     return at_least_fp32(split_blocks(x, block_size).abs().amax(-1))
 
 

@@ -9,8 +9,6 @@ Unsigned 32-bit words are stored in int64, the only integer dtype with full arit
 
 import torch
 
-from mxtrain.rng.rounding import MAX_ELEMENTS
-
 Word = int | torch.Tensor
 
 _ROUNDS = 10
@@ -77,16 +75,8 @@ def rounding_words(
 
     Returns:
         int64 [rows, columns], from 0 to 2^32 - 1.
-
-    Raises:
-        ValueError: if the matrix has more than 2^34 elements, or an integer does not fit in its word.
     """
     elements = rows * columns
-    if elements > MAX_ELEMENTS:
-        raise ValueError(f"[{rows}, {columns}] has {elements} elements, more than the {MAX_ELEMENTS} that have bits")
-    for name, word in (("step", step), ("rank", rank), ("microbatch", microbatch)):
-        if not isinstance(word, torch.Tensor) and not 0 <= word <= _WORD:
-            raise ValueError(f"{name} = {word} is not from 0 to {_WORD}")
     fours = torch.arange((elements + 3) // 4, dtype=torch.int64, device=device)
     words = philox(key, fours, microbatch, step, rank)
     return torch.stack(words, 1).flatten()[:elements].view(rows, columns)

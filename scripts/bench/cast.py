@@ -52,7 +52,7 @@ def is_cast(result: tuple, y: torch.Tensor, dim: int, form: str) -> bool:
 
 
 def norm_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels.mxnorm.cast import mxnorm_cast
+    from mxtrain.kernels.mxnorm import mxnorm_cast
 
     x, gain = draw(shape, device), draw(shape[1:], device)
     # Triton's interpreter truncates to bf16 instead of rounding, so it gets a residual whose sum is exact in bf16.
@@ -112,7 +112,7 @@ def is_mxnorm_cast(result, x, residual, estimate: RMSEstimate, form: str) -> boo
 
 
 def backward_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels.mxnorm.backward import norm_backward as kernel
+    from mxtrain.kernels.mxnorm_backward import norm_backward as kernel
 
     g, x, rho = draw(shape, device), draw(shape, device), random_rho(shape[0], device)
     peers = ("norm backward in PyTorch, compiled",)
@@ -271,7 +271,7 @@ def column_image(x: torch.Tensor, rho: torch.Tensor):
 
 def fold_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
     from mxtrain.kernels.mxfp8.cast import cast
-    from mxtrain.kernels.mxnorm.backward import fold_backward
+    from mxtrain.kernels.mxnorm_backward import fold_backward
 
     weight, gain = draw(shape, device, torch.float32), draw(shape[1:], device, torch.float32)
     d_folded = draw(shape, device)

@@ -21,7 +21,7 @@ from kernel_benchmark import Entry, Section, Shape, compiled_function, draw, is_
 from torch._inductor import config
 
 from mxtrain.inductor.passes import install
-from mxtrain.kernels.mxnorm.cast import mxnorm_cast
+from mxtrain.kernels.mxnorm import mxnorm_cast
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import RMSEstimate
 

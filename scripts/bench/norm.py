@@ -42,7 +42,7 @@ from kernel_benchmark import (
 from norm_kinds import KINDS, RMS, Kind
 
 from mxtrain.kernels.device import sm_count
-from mxtrain.kernels.norm.row_norms import Plan, backward_plan, forward_plan
+from mxtrain.kernels.row_norms import Plan, backward_plan, forward_plan
 
 DTYPE = torch.bfloat16
 # The share of the copy bandwidth counts from this size on; smaller shapes fit partly in the L2 cache.

@@ -92,7 +92,7 @@ def same_results(results, expected) -> bool:
 
 
 def norm_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels.mxnorm.cast import nvfp4_norm
+    from mxtrain.kernels.mxnorm import nvfp4_norm
 
     x, gain = draw(shape, device), draw(shape[1:], device)
     peers = ("RMSNorm + torchao, compiled",)
@@ -260,7 +260,7 @@ def gradient_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entr
         return nvfp4_amax(dy, signs)
 
     def cast(scales, form, dy, signs, draws):
-        results = nvfp4_cast(dy, {1: scales[0], 0: scales[1]}, form, signs=signs, draws=draws)
+        results = nvfp4_cast([dy], {1: scales[:1], 0: scales[1:]}, form, signs=signs, draws=[draws])
         return results[1], results[0]
 
     dy, numbers = draw(shape, device), (sign_number(device), random_draws(device))
@@ -324,7 +324,7 @@ def input_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
         return nvfp4_amax(x, signs, row_factor=rho)[1:]
 
     def cast(scales, form, x, rho, signs):
-        return nvfp4_cast(x, {0: scales[0]}, form, signs=signs, row_factor=rho)[0]
+        return nvfp4_cast([x], {0: scales[:1]}, form, signs=signs, row_factor=rho)[0]
 
     reads, numbers = (draw(shape, device), random_rho(shape[0], device)), (sign_number(device),)
     casts_of_x = Casts("x rho", reads, numbers, maxima, cast, input_matrices, input_in_pytorch)
@@ -350,7 +350,8 @@ def weight_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]
         return nvfp4_amax(weight, column_factor=gain)[:1]
 
     def cast(scales, form, weight, gain=None):
-        return nvfp4_weight(weight, scales[0], form, gain)
+        results = nvfp4_weight([weight], scales[:1], form, gain)
+        return results[1] if form == "image" else (results[1], results[0])
 
     weight, gain = draw(shape, device, torch.float32), draw(shape[1:], device, torch.float32)
     functions = maxima, cast, weight_matrices, weight_in_pytorch

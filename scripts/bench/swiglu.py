@@ -23,6 +23,7 @@ import triton.language as tl
 from cast import RECIPE, is_cast
 from kernel_benchmark import Entry, Section, Shape, compiled_function, draw, ours
 
+from mxtrain.kernels.casts import casts_of
 from mxtrain.kernels.mxfp8 import swiglu_cast as kernels
 from mxtrain.kernels.mxfp8.cast import cast
 from mxtrain.kernels.mxfp8.swiglu_cast import sigmoid, swiglu, swiglu_backward_cast, swiglu_cast, swiglu_dgate
@@ -88,12 +89,12 @@ class Inputs:
 
 
 def forward(x: Inputs, form: str) -> list:
-    return [*swiglu_cast(x.gate, x.up, RECIPE, (1,), form).values()]
+    return casts_of(swiglu_cast(x.gate, x.up, True, False, RECIPE.scale_rounding, form), form)
 
 
 def backward(x: Inputs, form: str) -> list:
-    dgate, dup, h = swiglu_backward_cast(x.dh, x.gate, x.up, RECIPE, (1, 0), form, h_columns=True)
-    return [*dgate.values(), *dup.values(), h]
+    results = swiglu_backward_cast(x.dh, x.gate, x.up, True, True, True, False, RECIPE.scale_rounding, form)
+    return casts_of(results, form)
 
 
 def both(x: Inputs, form: str) -> list:

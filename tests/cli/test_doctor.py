@@ -8,7 +8,7 @@ import torch
 from mxtrain import ConfigError, cli
 from mxtrain.cli import doctor
 from mxtrain.kernels import decompose_k
-from mxtrain.kernels.norm.row_norms import backward_plan, forward_plan
+from mxtrain.kernels.row_norms import backward_plan, forward_plan
 from mxtrain.ops.hardware import MODES
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mxtrain.diagnostics import casts as measured_casts
+from mxtrain.diagnostics import linears as module
 from mxtrain.diagnostics.casts import Matrix, MeasuredCast
 from mxtrain.diagnostics.linears import (
     Gradient,
@@ -20,7 +21,7 @@ from mxtrain.diagnostics.linears import (
 from mxtrain.diagnostics.totals import Totals, combined, numbers
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
-from mxtrain.ops import quantize
+from mxtrain.nn.three_gemms import ThreeGEMMs
 from mxtrain.rng.rounding import set_rounding_step
 
 RECIPES = ("mxfp8", "nvfp4", "nvfp4_dynamic", "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16")
@@ -137,9 +138,9 @@ def test_linears_that_share_an_input_have_the_figures_of_each_alone(recipe, monk
 
     alone = [linear_totals(linear, Input(x, rho, gain, norm.estimate), g) for linear, g in zip(linears, gradients)]
     casts = []
-    for module, name in ((quantize, "normalize"), (quantize, "activation_along_tokens")):
-        function = getattr(module, name)
-        monkeypatch.setattr(module, name, partial(counted, casts, function))
+    for owner, name in ((module, "normalize"), (ThreeGEMMs, "quantize_along_tokens")):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, function=function: counted(casts, function, *args))
     given = Input(x, rho, gain, norm.estimate)
     made = []
     for linear, gradient, expected in zip(linears, gradients, alone):

@@ -93,8 +93,8 @@ def test_weights_of_a_group_are_cast_again():
     mxtrain.convert(module, "mxnorm", **settings, example_inputs=(torch.zeros(2, 17, D),))
     for rewrite, times in ((unchanged, 0), (compute_casts_in_backward, 1)):
         (forward, backward), _ = graphs_of(module, rewrite)
-        assert calls(forward)[ours.nvfp4_joined_weight.default] == 1
-        assert calls(backward)[ours.nvfp4_joined_weight.default] == times
+        assert calls(forward)[ours.nvfp4_weight.default] == 1
+        assert calls(backward)[ours.nvfp4_weight.default] == times
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,10 @@ import itertools
 import pytest
 import torch
 
-from mxtrain.kernels.cast_results import FORMS
+from mxtrain.kernels.casts import FORMS
 from mxtrain.kernels.mxfp8.cast import cast
 from mxtrain.kernels.nvfp4.cast import nvfp4_cast
-from mxtrain.kernels.nvfp4.weight_cast import nvfp4_joined_weight, nvfp4_weight
-from mxtrain.rng.rounding import Draws
+from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
 from tests.support.kernel_checks import (
     DTYPES,
     RECIPES,
@@ -74,7 +73,7 @@ def test_gradients_side_by_side_with_their_own_scales_and_bits():
     with poisoned_memory():
         images = nvfp4_cast(parts, scales, "image", signs=signs, draws=draws, axis=1)
     alone = [
-        nvfp4_cast(part, {dim: scales[dim][i] for dim in scales}, "image", signs=signs, draws=draws[i])
+        nvfp4_cast([part], {dim: [scales[dim][i]] for dim in scales}, "image", signs=signs, draws=[draws[i]])
         for i, part in enumerate(parts)
     ]
     assert images.keys() == scales.keys()
@@ -85,45 +84,9 @@ def test_gradients_side_by_side_with_their_own_scales_and_bits():
 def test_weights_one_below_the_other():
     parts, scales, gain = [ugly(rows, 48, seed=rows) for rows in (32, 16)], [scale(3), scale(-2)], draw(48)
     with poisoned_memory():
-        tiles = nvfp4_joined_weight(parts, scales, gain)
+        tiles = nvfp4_weight(parts, scales, "image", gain)[1].data
         rows = nvfp4_cast(parts, {1: scales}, "image", column_factor=gain)[1].data
-    alone = [nvfp4_weight(w, s, "image", gain).data for w, s in zip(parts, scales)]
+    alone = [nvfp4_weight([w], [s], "image", gain)[1].data for w, s in zip(parts, scales)]
     assert_same_bits(tiles, torch.cat(alone))
-    alone = [nvfp4_cast(w, {1: s}, "image", column_factor=gain)[1].data for w, s in zip(parts, scales)]
+    alone = [nvfp4_cast([w], {1: [s]}, "image", column_factor=gain)[1].data for w, s in zip(parts, scales)]
     assert_same_bits(rows, torch.cat(alone))
-
-
-def joined_calls(parts, scales=None):
-    """Every joined cast of these parts."""
-    scales = [scale(0)] * len(parts) if scales is None else scales
-    return {
-        "mxfp8": lambda: cast(parts, RECIPES["rceil"], (1, 0), "image"),
-        "nvfp4": lambda: nvfp4_cast(parts, {1: scales}, "image"),
-        "tiles": lambda: nvfp4_joined_weight(parts, scales),
-    }
-
-
-@pytest.mark.parametrize("name", joined_calls([]))
-def test_wrong_parts(name):
-    block = 32 if name == "mxfp8" else 16
-    for shape in ((block + 8, block), (block, block + 8)):
-        with pytest.raises(ValueError, match=f"multiple of {block}"):
-            joined_calls([draw(*shape)] * 2)[name]()
-    with pytest.raises(ValueError, match="no parts"):
-        joined_calls([])[name]()
-    if name != "mxfp8":
-        with pytest.raises(ValueError, match=r"\b1 tensor.* for 2 parts"):
-            joined_calls([draw(16, 16)] * 2, [scale(0)])[name]()
-
-
-def test_wrong_draws_forms_and_gains():
-    parts, scales, draws = [draw(16, 16)] * 2, [scale(0)] * 2, torch.zeros(len(Draws), dtype=torch.int64)
-    for given in ([draws], [draws] * 3):
-        with pytest.raises(ValueError, match=f"draws has {len(given)} tensors for 2 parts"):
-            nvfp4_cast(parts, {1: scales}, "image", draws=given)
-    with pytest.raises(ValueError, match="form = 'codes' is not one of: 'image'"):
-        nvfp4_cast(parts, {1: scales}, "codes")
-    with pytest.raises(ValueError, match=r"^gain \(5,\) of torch.float32: expected \(16,\)"):
-        nvfp4_joined_weight([draw(16, 16)], [scale(0)], draw(5))
-    with pytest.raises(ValueError, match="axis = 1 is not one of: 0"):
-        cast([draw(32, 32)] * 2, RECIPES["rceil"], (1,), axis=1, column_factor=draw(64))

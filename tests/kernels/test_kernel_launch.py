@@ -14,14 +14,9 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from mxtrain.kernels import device, integers, launch
+from mxtrain.kernels import device, launch
 from mxtrain.kernels.launch import Launch
-from mxtrain.kernels.mxfp8 import cast as mxfp8
 from mxtrain.kernels.mxfp8.cast import _cast_kernel, cast
-from mxtrain.kernels.mxnorm.backward import fold_backward
-from mxtrain.kernels.nvfp4 import cast as nvfp4
-from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_amax, nvfp4_tensor_scale
-from mxtrain.kernels.nvfp4.weight_cast import nvfp4_joined_weight
 from tests.support.kernel_checks import RECIPES, draw, gpu_only
 
 CUDA = torch.device("cuda", 0)
@@ -231,11 +226,11 @@ def test_the_kernel_compiled_ahead_is_the_kernel_launched():
 
 def test_integer_arithmetic_agrees_with_tritons():
     for n in (*range(1, 70), 2**31 - 1, 2**31, 2**31 + 1):
-        assert integers.next_power_of_2(n) == triton.next_power_of_2(n)
+        assert device.next_power_of_2(n) == triton.next_power_of_2(n)
         for divisor in (1, 3, 64):
-            assert integers.cdiv(n, divisor) == triton.cdiv(n, divisor)
-            assert integers.round_up(n, divisor) == triton.cdiv(n, divisor) * divisor
-    assert integers.cdiv(0, 3) == integers.round_up(0, 3) == 0
+            assert device.cdiv(n, divisor) == triton.cdiv(n, divisor)
+            assert device.round_up(n, divisor) == triton.cdiv(n, divisor) * divisor
+    assert device.cdiv(0, 3) == device.round_up(0, 3) == 0
 
 
 def test_which_gpus_overlap_launches(monkeypatch):
@@ -257,32 +252,3 @@ def test_which_gpus_round_to_fp8_and_fp4(monkeypatch):
         monkeypatch.setattr(device, "_capability", lambda index, capability=capability: capability)
         assert (device.converts_fp8(x), device.converts_fp4(x)) == conversions
     assert not device.converts_fp8(torch.empty(1)) and not device.converts_fp4(torch.empty(1))
-
-
-@pytest.mark.usefixtures("device")
-def test_dynamo_does_not_trace_the_checks_of_kernels_which_still_raise():
-    targets = set()
-
-    def backend(graph_module, inputs):
-        targets.update(node.target for node in graph_module.graph.nodes if node.op == "call_function")
-        return graph_module
-
-    def run(x):
-        one = x.new_ones(())
-        return (
-            mxfp8.cast(x, RECIPES["rceil"], (1, 0), "image")[0].data,
-            mxfp8.cast([x, x], RECIPES["rceil"], (1, 0), "image", axis=1)[0].data,
-            nvfp4.nvfp4_cast(x, {1: one, 0: one}, "image")[0].data,
-            nvfp4_tensor_scale(nvfp4_amax(x)[0]),
-            nvfp4.nvfp4_cast([x, x], {1: [one, one]}, "image", axis=1)[1].data,
-            nvfp4_joined_weight([x, x], [one, one]),
-            *fold_backward(x, x, x[0]),
-        )
-
-    x, compiled = draw(32, 64), torch.compile(run, backend=backend, fullgraph=True)
-    for got, want in zip(compiled(x), run(x), strict=True):
-        assert torch.equal(got, want)
-    casts = [mxfp8._checked_cast, nvfp4._checked_cast, nvfp4._checked_joined_cast]
-    assert targets >= {*casts, nvfp4_amax, nvfp4_tensor_scale, nvfp4_joined_weight, fold_backward}
-    with pytest.raises(Exception, match="expected a row length that is a multiple of 32"):
-        compiled(draw(32, 65))

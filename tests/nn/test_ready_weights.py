@@ -19,13 +19,15 @@ from torch.utils.checkpoint import checkpoint
 from mxtrain import set_rounding_step
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.ready_weights import ReadyWeights, note_norms
-from mxtrain.nn.split import by_output_features
-from mxtrain.nn.three_gemms import QuantizedLinear
-from mxtrain.ops import quantize
+from mxtrain.nn.split import WHOLE, by_output_features
+from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs
+from mxtrain.ops.quantize import joins
 from mxtrain.recipes.parse import get_recipe
 from tests.support.layer_checks import NormBlock, draw, mx_linear
 
 D, N, T = 32, 64, 16
+AHEAD = (1, 0)
+"""The dimensions of a cast ahead of a layer. A layer casts along one of them."""
 MIXED = "fprop=nvfp4, dgrad=bf16, wgrad=mxfp8"
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -34,13 +36,14 @@ pytestmark = pytest.mark.usefixtures("device")
 @pytest.fixture
 def casts(monkeypatch):
     """Record how many weights each cast ahead of the layers is of: one of a single linear, several of a group."""
-    found, both = [], quantize.weights_for_both
+    found, quantize_weights = [], ThreeGEMMs.quantize_weights
 
-    def record(ws, *args):
-        found.append(len(ws))
-        return both(ws, *args)
+    def record(gemms, ws, gain, dims=AHEAD):
+        if dims == AHEAD:
+            found.append(len(ws))
+        return quantize_weights(gemms, ws, gain, dims)
 
-    monkeypatch.setattr(quantize, "weights_for_both", record)
+    monkeypatch.setattr(ThreeGEMMs, "quantize_weights", record)
     return found
 
 
@@ -64,8 +67,12 @@ class Block(nn.Module):
         return x + self.out(a * b)
 
 
-def _no_layer_casts(*args):
-    raise AssertionError("a layer casts its weight")
+def without_layer_casts(quantize_weights):
+    def only_ahead(gemms, ws, gain, dims=AHEAD):
+        assert dims == AHEAD, "a layer casts its weight"
+        return quantize_weights(gemms, ws, gain, dims)
+
+    return only_ahead
 
 
 class Graphs:
@@ -151,7 +158,7 @@ def test_every_weight_is_cast_once_per_step_and_no_bit_changes(
     expected = gradients(Block(recipe, mode, **settings), steps, microbatches, caches=False, **how)
     torch._dynamo.reset()
     if recipe == "mxfp8" and settings != ONE_BY_ONE:  # ONE_BY_ONE casts ahead with other functions
-        monkeypatch.setattr(quantize, "weights", _no_layer_casts)
+        monkeypatch.setattr(ThreeGEMMs, "quantize_weights", without_layer_casts(ThreeGEMMs.quantize_weights))
     with torch._dynamo.config.patch(error_on_recompile=True):
         found = gradients(Block(recipe, mode, **settings), steps, microbatches, caches=True, **how)
     joined = 0 if settings in (SINGLE, ONE_BY_ONE) else 1
@@ -420,14 +427,11 @@ def test_a_dropped_group_holds_no_operands():
 def test_both_operands_of_a_weight_are_those_of_single_casts(recipe, mode):
     name, _, without = recipe.partition(" without ")
     recipe = get_recipe(name, weight_tiles=False) if without else get_recipe(name)
-    w, gain = draw(32, 32, seed=0), draw(32, seed=1)
-    both = quantize.weights_for_both([w], recipe, mode, gain)
-    gemms = ((1, recipe.fprop), (0, recipe.dgrad))
-    single = [quantize.weights([w], of_gemm, mode, dim, gain) for dim, of_gemm in gemms]
-    if quantize.joins(recipe, mode):
-        parts = [w, draw(64, 32, seed=2)]
-        both += quantize.weights_for_both(parts, recipe, mode, gain)
-        single += [quantize.weights(parts, of_gemm, mode, dim, gain) for dim, of_gemm in gemms]
+    w, gain, gemms = draw(32, 32, seed=0), draw(32, seed=1), ThreeGEMMs(recipe.key, mode, WHOLE)
+    both, single = [], []
+    for ws in ([w], [w, draw(64, 32, seed=2)]) if joins(recipe, mode) else ([w],):
+        both += gemms.quantize_weights(ws, gain).values()
+        single += [gemms.quantize_weights(ws, gain, (dim,))[dim] for dim in (1, 0)]
     for operand, expected in zip(both, single, strict=True):
         for a, b in zip(operand, expected, strict=True):
             assert (a is None) == (b is None)

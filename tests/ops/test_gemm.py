@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mxtrain import decompose_k_mm
 from mxtrain.ops import gemm
 from mxtrain.ops.gemm import Operand, full_precision, matmul, sum_bf16_products_in_fp32
-from mxtrain.ops.quantize import activation, weights
+from mxtrain.ops.quantize import cast
 from mxtrain.recipes.parse import get_recipe
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -24,7 +24,8 @@ def draw(*shape, seed=0):
 
 
 def operands(m, n, k, recipe=MXFP8, mode="reference"):
-    return activation(draw(m, k), recipe, mode), weights([draw(n, k, seed=1)], recipe, mode, 1, None)
+    x, w = (cast([draw(rows, k, seed=seed)], recipe, mode, (1,))[1] for seed, rows in enumerate((m, n)))
+    return x, w
 
 
 @pytest.mark.parametrize("mode", ["reference", "emulated"])

@@ -61,8 +61,3 @@ def test_finish():
     got = finish(total, bias, "relu", torch.bfloat16)
     assert torch.equal(got, torch.relu(total + bias.float()).bfloat16())
     assert finish(total, None, None, torch.float32) is total
-
-
-def test_unknown_epilogue():
-    with pytest.raises(ValueError, match="epilogue 'gelu': expected one of"):
-        decompose_k_mm(draw(2, 3), draw(3, 2), None, "gelu")

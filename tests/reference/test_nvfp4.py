@@ -157,33 +157,6 @@ def test_every_product_of_an_element_and_a_scale_is_exact_in_bf16():
 # Shapes, dtypes, tracing
 
 
-@pytest.mark.parametrize("function", [cast, cast_tiles])
-@pytest.mark.parametrize(
-    ("x", "message"),
-    [
-        (torch.ones(2, 24), r"shape \(2, 24\).*multiple of 16"),
-        (torch.ones(2, 0), r"shape \(2, 0\)"),
-        (torch.tensor(1.0), r"shape \(\)"),
-        (torch.ones(2, 16, dtype=torch.float16), "torch.float16"),
-        (torch.ones(2, 16, dtype=torch.float64), "torch.float64"),
-    ],
-)
-def test_what_cannot_be_cast(function, x, message):
-    with pytest.raises(ValueError, match=message):
-        function(x, 1.0)
-
-
-def test_tiles_need_a_matrix():
-    with pytest.raises(ValueError, match=r"shape \(2, 16, 16\)"):
-        cast_tiles(torch.ones(2, 16, 16), 1.0)
-
-
-@pytest.mark.parametrize("bits", [torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 16, dtype=torch.int32)])
-def test_wrong_shape_or_dtype_of_bits(bits):
-    with pytest.raises(ValueError, match=r"bits: .*expected torch.int64 \(2, 16\)"):
-        cast(torch.ones(2, 16), 1.0, bits)
-
-
 def test_no_rows_one_dimension_and_strides():
     for function in (cast, cast_tiles):
         codes, scales = function(torch.empty(0, 64), 1.0)

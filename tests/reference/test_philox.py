@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from mxtrain.reference.philox import MAX_ELEMENTS, philox, rounding_bits, rounding_words
+from mxtrain.reference.philox import philox, rounding_bits, rounding_words
 from mxtrain.rng.seeds import rounding_key
 
 KEY = rounding_key(0, "layers.0.attention.wq")
@@ -100,15 +100,8 @@ def test_key_and_counter_as_tensors():
         assert torch.equal(rounding_words(8, 6, *map(torch.tensor, words)), rounding_words(8, 6, *words))
 
 
-def test_sizes_and_words_out_of_range():
+def test_no_elements():
     assert rounding_words(0, 16, KEY, 0, 0).shape == (0, 16)
-    assert MAX_ELEMENTS >= 2**33
-    with pytest.raises(ValueError, match=r"\[131073, 131072\] has 17180000256 elements"):
-        rounding_words(2**17 + 1, 2**17, KEY, 0, 0)
-    for name in ("step", "rank", "microbatch"):
-        for value in (-1, 2**32):
-            with pytest.raises(ValueError, match=f"{name} = {value} is not from 0 to 4294967295"):
-                rounding_words(1, 4, KEY, **({"step": 0, "rank": 0} | {name: value}))
 
 
 def test_compiled(device, compile_backend):

@@ -20,17 +20,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mxtrain.kernels import device
-from mxtrain.kernels.cast_results import FORMS
+from mxtrain.kernels.casts import FORMS
 from mxtrain.kernels.decompose_k import Plan, decompose_k_by_plan, kernel_plan, ranges
 from mxtrain.kernels.launch import Launch
 from mxtrain.kernels.mxfp8.cast import cast
 from mxtrain.kernels.mxfp8.swiglu_cast import swiglu_backward_cast, swiglu_cast
-from mxtrain.kernels.mxnorm.backward import fold_backward, norm_backward
-from mxtrain.kernels.mxnorm.cast import mxnorm_cast, nvfp4_norm
-from mxtrain.kernels.norm.row_norms import row_norm, row_norm_backward
+from mxtrain.kernels.mxnorm import mxnorm_cast, nvfp4_norm
+from mxtrain.kernels.mxnorm_backward import fold_backward, norm_backward
 from mxtrain.kernels.nvfp4.cast import nvfp4_cast
 from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_amax, nvfp4_tensor_scale
 from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
+from mxtrain.kernels.row_norms import row_norm, row_norm_backward
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import RMSEstimate
 
@@ -89,21 +89,23 @@ def cases(everything: bool) -> dict:
     add_cast("bf16 row factor", matrix(bf16), dims=(0,), form="image", row_factor=vector(ROWS))
     add_cast("bf16 column factor", matrix(bf16), dims=(1, 0), form="blocked", column_factor=vector(4096, bf16))
     found["cast fp32 to bf16 image"] = lambda: torch.ops.mxtrain.cast(
-        matrix(torch.float32), None, None, True, True, True, "rceil", "image"
+        [matrix(torch.float32)], 0, None, None, True, True, True, "rceil", "image"
     )
     for form in ("blocked", "image"):
         found[f"cast joined {form}"] = lambda form=form: cast([matrix(bf16), matrix(bf16)], rceil, (1, 0), form, axis=1)
     for form in ("image", "blocked") if everything else ():
         x, wide = matrix(bf16), matrix(bf16, 8192)
-        found[f"swiglu_cast halves {form}"] = lambda form=form, w=wide: swiglu_cast(*w.chunk(2, 1), rceil, (1, 0), form)
+        found[f"swiglu_cast halves {form}"] = lambda form=form, w=wide: swiglu_cast(
+            *w.chunk(2, 1), True, True, "rceil", form
+        )
         found[f"swiglu_backward_cast bf16 joined {form}"] = lambda form=form, x=x: swiglu_backward_cast(
-            x, x, x, rceil, (1, 0), form, h_columns=True, joined=True
+            x, x, x, True, True, True, True, "rceil", form
         )
     x = matrix(bf16)
-    found["swiglu_cast bf16 image"] = lambda x=x: swiglu_cast(x, x, rceil, (1,), "image")
+    found["swiglu_cast bf16 image"] = lambda x=x: swiglu_cast(x, x, True, False, "rceil", "image")
     for form in ("image", "blocked"):
         found[f"swiglu_backward_cast bf16 {form}"] = lambda form=form, x=x: swiglu_backward_cast(
-            x, x, x, rceil, (1, 0), form, h_columns=True
+            x, x, x, True, True, True, False, "rceil", form
         )
     for name, dtype in DTYPES.items():
         x, rho, gain = matrix(dtype), vector(ROWS), vector(4096, dtype)
@@ -131,7 +133,9 @@ def cases(everything: bool) -> dict:
     one = matrix(bf16, 32, rows=1)
     add_norm("one block", one)
     add_cast("one block", one, dims=(1, 0), form="blocked", row_factor=vector(1), column_factor=vector(32))
-    found["swiglu_backward_cast one block"] = lambda: swiglu_backward_cast(one, one, one, rceil, (1, 0), "codes")
+    found["swiglu_backward_cast one block"] = lambda: swiglu_backward_cast(
+        one, one, one, True, True, False, False, "rceil", "codes"
+    )
     element = matrix(bf16, 1, rows=1)
     found["norm_backward one element"] = lambda: norm_backward(element, element, vector(1))
     add_row_norms(found, "one element", element, vector(1), vector(1))
@@ -165,14 +169,14 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
     for name, form in (*itertools.product(["bf16"], FORMS), ("fp32", "codes")):
         x = matrix(DTYPES[name])
         add(f"{name} {form}", nvfp4_norm, x, estimate(), 2.0**-8, form)
-        add(f"{name} {form}", nvfp4_weight, x, scale, form)
+        add(f"{name} {form}", nvfp4_weight, [x], [scale], form)
     draws = vector(4, torch.int64)
-    gradient = dict(signs=number, draws=draws)
+    gradient = dict(signs=number, draws=[draws])
     x = matrix(bf16)
     for form in ("codes", "image") if everything else ("codes",):
         for dim in (0, 1) if everything else ():
-            add(f"bf16 {form} ({dim},)", nvfp4_cast, x, {dim: scale}, form, signs=number if dim == 0 else None)
-        add(f"bf16 {form} gradient", nvfp4_cast, x, {1: scale, 0: scale}, form, **gradient)
+            add(f"bf16 {form} ({dim},)", nvfp4_cast, [x], {dim: [scale]}, form, signs=number if dim == 0 else None)
+        add(f"bf16 {form} gradient", nvfp4_cast, [x], {1: [scale], 0: [scale]}, form, **gradient)
     for columns in (112, 768, 16384, LOOPED) if everything else (LOOPED,):
         add(f"bf16 {columns} columns", nvfp4_norm, matrix(bf16, columns), estimate(), 2.0**-8, "image")
     if everything:
@@ -180,13 +184,13 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
         add("bf16 exact", nvfp4_norm, x, estimate(2, "exact"), 2.0**-8, "image")
         add("bf16 exact codes", nvfp4_norm, x, estimate(2, "exact"), 2.0**-8)
         add("bf16 codes residual", nvfp4_norm, x, estimate(), 2.0**-8, "codes", x)
-        add("bf16 stochastic (1,)", nvfp4_cast, x, {1: scale}, "image", draws=draws)
-        add("bf16 column factor", nvfp4_weight, x, scale, "image", vector(4096, bf16))
+        add("bf16 stochastic (1,)", nvfp4_cast, [x], {1: [scale]}, "image", draws=[draws])
+        add("bf16 column factor", nvfp4_weight, [x], [scale], "image", vector(4096, bf16))
     # These rows are held as three parts.
     add("bf16 3072 columns codes", nvfp4_norm, matrix(bf16, 3072), estimate(), 2.0**-8, "codes")
     rows, columns = vector(ROWS), vector(4096, bf16)
-    add("bf16 row factor", nvfp4_cast, x, {0: scale}, "image", signs=number, row_factor=rows)
-    add("bf16 blocked column factor", nvfp4_cast, x, {1: scale, 0: scale}, "blocked", column_factor=columns)
+    add("bf16 row factor", nvfp4_cast, [x], {0: [scale]}, "image", signs=number, row_factor=rows)
+    add("bf16 blocked column factor", nvfp4_cast, [x], {1: [scale], 0: [scale]}, "blocked", column_factor=columns)
     strip, two = matrix(bf16, 32, rows=16), {1: [scale, scale], 0: [scale, scale]}
     add("one strip gradient", nvfp4_cast, [strip, strip], two, "image", axis=1, signs=number, draws=[draws, draws])
     add("bf16", nvfp4_amax, x)

@@ -7,8 +7,8 @@ import torch
 
 from mxtrain.kernels.device import INTERPRETED
 from mxtrain.kernels.mxfp8.cast import cast
-from mxtrain.kernels.mxnorm.backward import fold_backward, norm_backward
-from mxtrain.kernels.mxnorm.cast import mxnorm_cast
+from mxtrain.kernels.mxnorm import mxnorm_cast
+from mxtrain.kernels.mxnorm_backward import fold_backward, norm_backward
 from mxtrain.recipes.formats import MXFP8
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import RMSEstimate

@@ -3,7 +3,7 @@
 import torch
 
 from mxtrain.kernels.device import INTERPRETED
-from mxtrain.kernels.mxnorm.cast import nvfp4_norm
+from mxtrain.kernels.mxnorm import nvfp4_norm
 from mxtrain.kernels.nvfp4.cast import nvfp4_cast
 from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_amax
 from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
@@ -101,8 +101,9 @@ def check_cast(x, dims=(1, 0), form="codes", transform=True, stochastic=True, te
         tensor_scales = {dim: nvfp4.power_of_two_tensor_scale(maxima[dim]) for dim in dims}
     tensor_scales = {dim: tensor_scales[dim] for dim in dims}
     with careful_call(x, *factors.values()):
-        bits = draws() if stochastic else None
-        results = nvfp4_cast(x, tensor_scales, form, signs=sign_tensor, draws=bits, **factors)
+        bits = [draws()] if stochastic else ()
+        of_part = {dim: [scale] for dim, scale in tensor_scales.items()}
+        results = nvfp4_cast([x], of_part, form, signs=sign_tensor, draws=bits, **factors)
     assert results.keys() == set(dims)
     for dim in dims:
         bits = None
@@ -123,9 +124,9 @@ def check_weight(w, form="codes", gain=None, tensor_scale=None) -> None:
     if tensor_scale is None:
         tensor_scale = nvfp4.power_of_two_tensor_scale(wide)
     with careful_call(w, gain):
-        got = nvfp4_weight(w, tensor_scale, form, gain)
-    assert_is_nvfp4(got[:2], nvfp4.cast_tiles(wide, tensor_scale), tensor_scale, form)
+        got = nvfp4_weight([w], [tensor_scale], form, gain)
+    assert_is_nvfp4(got[1], nvfp4.cast_tiles(wide, tensor_scale), tensor_scale, form)
     if form == "image":
-        assert got[2:] == (None, None)
+        assert got[0].data is got[1].data
     else:
-        assert_is_nvfp4(got[2:], nvfp4.cast_tiles(pad(wide, 0).t().contiguous(), tensor_scale), tensor_scale, form)
+        assert_is_nvfp4(got[0], nvfp4.cast_tiles(pad(wide, 0).t().contiguous(), tensor_scale), tensor_scale, form)

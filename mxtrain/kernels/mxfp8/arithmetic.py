@@ -7,7 +7,7 @@ kernel that multiplies, reduces and casts in one pass returns what separate PyTo
 import triton
 import triton.language as tl
 
-from mxtrain.kernels.blocks import magnitude_bits
+from mxtrain.kernels.casts import magnitude_bits
 from mxtrain.kernels.device import INTERPRETED
 from mxtrain.recipes.formats import MXFP8
 

@@ -17,27 +17,23 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.custom_op import untraced
-from mxtrain.errors import require_one_of
-from mxtrain.kernels.blocks import block_amax, rounded, scale_offset, tile_start
-from mxtrain.kernels.cast_results import (
-    FORMS,
+from mxtrain.kernels.casts import (
     MXFP8_STORAGE,
     Cast,
     as_bytes,
+    block_amax,
     by_dim,
     empty_cast,
     empty_column_cast,
     flat,
+    rounded,
+    scale_offset,
+    tile_start,
 )
-from mxtrain.kernels.checks import check_matrix, check_mxfp8, check_parts, check_whole_blocks, contiguous_factors
-from mxtrain.kernels.device import converts_fp8
-from mxtrain.kernels.integers import cdiv
-from mxtrain.kernels.launch import Launch, register_op
-from mxtrain.kernels.mxfp8.arithmetic import BLOCK, e4m3_codes, e4m3_image, multiplier, scale_code, scale_value
+from mxtrain.kernels.device import cdiv, converts_fp8
+from mxtrain.kernels.launch import Launch, contiguous, register_op
+from mxtrain.kernels.mxfp8.arithmetic import e4m3_codes, e4m3_image, multiplier, scale_code, scale_value
 from mxtrain.recipes.recipe import Recipe
-
-DIMS = ((1,), (0,), (1, 0))
 
 
 @triton.jit
@@ -160,90 +156,52 @@ def results_for(rows: int, columns: int, along_rows: bool, along_columns: bool, 
     return by_row, by_column
 
 
-def _launch(
-    x: torch.Tensor,
-    row_factor: torch.Tensor | None,
-    column_factor: torch.Tensor | None,
-    to_bf16: bool,
-    by_row: Cast,
-    by_column: Cast,
-    scale_rounding: str,
-    form: str,
-    place: tuple[int, int, int, int] | None = None,
-) -> Launch | None:
-    """Return the launch that stores the casts of x in ``by_row`` and ``by_column``; None if x is empty.
-
-    Args:
-        to_bf16: round an fp32 x to bf16 first.
-        place: if x is a part of a larger matrix, whose casts are the results: the rows above x and the columns left of
-            x, both in whole blocks, and all rows and all columns of that matrix.
-    """
-    if x.numel() == 0:
-        return None
-    along_rows, along_columns = by_row.data is not None, by_column.data is not None
-    rows_at_once, columns_at_once, warps = _cast_tile(along_rows, along_columns, form)
-    rows, columns = x.shape
-    return Launch(
-        _cast_kernel,
-        (cdiv(rows, rows_at_once) * cdiv(columns, columns_at_once),),
-        (
-            x, row_factor, column_factor, *(as_bytes(t) for t in (*by_row, *by_column)), rows, columns,
-            *(place or (0, 0, rows, columns)),
-        ),
-        dict(
-            ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, ROW_FACTOR=row_factor is not None,
-            COLUMN_FACTOR=column_factor is not None, TO_BF16=to_bf16 and x.dtype == torch.float32,
-            IS_PART=place is not None, FORM=form, RCEIL=scale_rounding == "rceil", HARDWARE=converts_fp8(x),
-            ROWS=rows_at_once, COLUMNS=columns_at_once, num_warps=warps,
-        ),
-    )  # fmt: skip
-
-
-def _cast_one(
-    x: torch.Tensor,
-    row_factor: torch.Tensor | None,
-    column_factor: torch.Tensor | None,
-    to_bf16: bool,
-    along_rows: bool,
-    along_columns: bool,
-    scale_rounding: str,
-    form: str,
-) -> tuple[list[torch.Tensor], Launch | None]:
-    by_row, by_column = results_for(*x.shape, along_rows, along_columns, form, x.device)
-    launch = _launch(x, row_factor, column_factor, to_bf16, by_row, by_column, scale_rounding, form)
-    return flat(*by_row, *by_column), launch
-
-
-def _cast_joined(
-    x: torch.Tensor,
-    others: list[torch.Tensor],
+def _launches(
+    parts: list[torch.Tensor],
     axis: int,
+    row_factor: torch.Tensor | None,
     column_factor: torch.Tensor | None,
+    to_bf16: bool,
     along_rows: bool,
     along_columns: bool,
     scale_rounding: str,
     form: str,
-) -> tuple[list[torch.Tensor], tuple[Launch, ...]]:
-    parts, whole = [x, *others], list(x.shape)
+) -> tuple[list[torch.Tensor], list[Launch]]:
+    """Allocate the casts of the parts joined along ``axis``, and return them with a launch for each part.
+
+    ``to_bf16`` rounds fp32 parts to bf16 first.
+    """
+    whole = list(parts[0].shape)
     whole[axis] = sum(part.shape[axis] for part in parts)
-    by_row, by_column = results_for(*whole, along_rows, along_columns, form, x.device)
+    by_row, by_column = results_for(*whole, along_rows, along_columns, form, parts[0].device)
+    rows_at_once, columns_at_once, warps = _cast_tile(along_rows, along_columns, form)
     launches, before = [], [0, 0]
-    for part in parts:
-        place = (*before, *whole)
-        launches.append(_launch(part, None, column_factor, False, by_row, by_column, scale_rounding, form, place))
-        before[axis] += part.shape[axis]
-    return flat(*by_row, *by_column), tuple(filter(None, launches))
+    for x in parts:
+        rows, columns = x.shape
+        launch = Launch(
+            _cast_kernel,
+            (cdiv(rows, rows_at_once) * cdiv(columns, columns_at_once),),
+            (
+                x, row_factor, column_factor, *(as_bytes(t) for t in (*by_row, *by_column)), rows, columns,
+                *before, *whole,
+            ),
+            dict(
+                ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, ROW_FACTOR=row_factor is not None,
+                COLUMN_FACTOR=column_factor is not None, TO_BF16=to_bf16 and x.dtype == torch.float32,
+                IS_PART=len(parts) > 1, FORM=form, RCEIL=scale_rounding == "rceil", HARDWARE=converts_fp8(x),
+                ROWS=rows_at_once, COLUMNS=columns_at_once, num_warps=warps,
+            ),
+        )  # fmt: skip
+        if x.numel():
+            launches.append(launch)
+        before[axis] += x.shape[axis]
+    return flat(*by_row, *by_column), launches
 
 
 _cast = register_op(
-    "cast(Tensor x, Tensor? row_factor, Tensor? column_factor, bool to_bf16, bool along_rows, bool along_columns,"
-    " str scale_rounding, str form) -> Tensor[]",
-    _cast_one,
-)
-_joined_cast = register_op(
-    "joined_cast(Tensor x, Tensor[] others, int axis, Tensor? column_factor, bool along_rows, bool along_columns,"
-    " str scale_rounding, str form) -> Tensor[]",
-    _cast_joined,
+    "cast(Tensor[] parts, int axis, Tensor? row_factor, Tensor? column_factor, bool to_bf16, bool along_rows,"
+    " bool along_columns, str scale_rounding, str form) -> Tensor[]",
+    _launches,
 )
 
 
@@ -273,31 +231,8 @@ def cast(
 
     Returns:
         (data, scales) for each dimension; scales is None for an image.
-
-    Raises:
-        ValueError: for another shape, dtype or device.
     """
-    check_mxfp8(recipe)
-    x = x if isinstance(x, torch.Tensor) else list(x)
-    results = _checked_cast(x, axis, row_factor, column_factor, tuple(dims), recipe.scale_rounding, form)
+    parts = contiguous(*([x] if isinstance(x, torch.Tensor) else x))
+    factors = contiguous(row_factor, column_factor)
+    results = _cast(parts, axis, *factors, False, 1 in dims, 0 in dims, recipe.scale_rounding, form)
     return by_dim(results, dims, form)
-
-
-@untraced
-def _checked_cast(x, axis, row_factor, column_factor, dims, scale_rounding, form):
-    require_one_of("form", form, FORMS)
-    require_one_of("dims", dims, DIMS)
-    settings = (1 in dims, 0 in dims, scale_rounding, form)
-    if isinstance(x, torch.Tensor):
-        check_matrix("x", x)
-        first, others = x, None
-    else:
-        require_one_of("axis", axis, (0, 1) if column_factor is None else (0,))
-        check_parts(x, axis, BLOCK)
-        first, *others = (part.contiguous() for part in x)
-    if 1 in dims:  # with axis 0 all parts have this row length, with axis 1 all are checked
-        check_whole_blocks("x", first, BLOCK)
-    row_factor, column_factor = contiguous_factors(first, row_factor, column_factor)
-    if others is None:
-        return _cast(x.contiguous(), row_factor, column_factor, False, *settings)
-    return _joined_cast(first, others, axis, column_factor, *settings)

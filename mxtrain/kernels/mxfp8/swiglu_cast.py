@@ -15,22 +15,14 @@ Matrices [T, H] read + written, with images as casts: forward 2 + 1, or 2 + 2 wi
 Separate kernels move 3 matrices for h, 2 for each cast of h, 5 for dgate and dup, 3 for both casts of dgate or of dup.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from mxtrain.errors import require_one_of
-from mxtrain.kernels.blocks import rounded, tile_start
-from mxtrain.kernels.cast_results import FORMS, Cast, as_bytes, by_dim, casts_of, flat
-from mxtrain.kernels.checks import check_matrix, check_mxfp8, check_whole_blocks
-from mxtrain.kernels.device import converts_fp8
-from mxtrain.kernels.integers import cdiv
+from mxtrain.kernels.casts import as_bytes, flat, rounded, tile_start
+from mxtrain.kernels.device import cdiv, converts_fp8
 from mxtrain.kernels.launch import Launch, register_op
-from mxtrain.kernels.mxfp8.arithmetic import BLOCK
-from mxtrain.kernels.mxfp8.cast import DIMS, cast_along_columns, cast_along_rows, results_for
-from mxtrain.recipes.recipe import Recipe
+from mxtrain.kernels.mxfp8.cast import cast_along_columns, cast_along_rows, results_for
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -220,88 +212,21 @@ def _unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-_swiglu_cast = register_op(
+swiglu_cast = register_op(
     "swiglu_cast(Tensor gate, Tensor up, bool along_rows, bool along_columns, str scale_rounding, str form)"
     " -> Tensor[]",
     _forward,
 )
-_swiglu_backward_cast = register_op(
+"""The casts of h = silu(gate) * up along its rows and along its columns, in this order where they are wanted.
+
+gate, up: bf16 or fp32 [T, H], H a multiple of 32, both of one dtype, with any distance between rows.
+"""
+swiglu_backward_cast = register_op(
     "swiglu_backward_cast(Tensor dh, Tensor gate, Tensor up, bool along_rows, bool along_columns, bool h_columns,"
     " bool joined, str scale_rounding, str form) -> Tensor[]",
     _backward,
 )
+"""The casts of dgate, then of dup, then of h along its columns if ``h_columns``. dh: like gate.
 
-
-def swiglu_cast(
-    gate: torch.Tensor, up: torch.Tensor, recipe: Recipe, dims: tuple[int, ...] = (1,), form: str = "codes"
-) -> dict[int, Cast]:
-    """Return the MXFP8 casts of h = silu(gate) * up along each of ``dims``, from one read of gate and up.
-
-    Args:
-        gate, up: bf16 or fp32 [T, H], H a multiple of 32, both of one dtype, with any distance between rows.
-        recipe, dims, form: as for ``mxtrain.kernels.mxfp8.cast.cast``.
-
-    Returns:
-        (data, scales) for each dimension; scales is None for an image.
-
-    Raises:
-        ValueError: for another shape, dtype or device.
-    """
-    _check(recipe, dims, form, gate=gate, up=up)
-    results = _swiglu_cast(gate, up, 1 in dims, 0 in dims, recipe.scale_rounding, form)
-    return by_dim(results, dims, form)
-
-
-class SwiGLUBackwardCasts(NamedTuple):
-    """Casts of dgate and dup by dimension, and of h along its columns.
-
-    With ``joined``, ``dgate`` has the casts of [dgate, dup] and ``dup`` is empty.
-    """
-
-    dgate: dict[int, Cast]
-    dup: dict[int, Cast]
-    h: Cast | None
-
-
-def swiglu_backward_cast(
-    dh: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    recipe: Recipe,
-    dims: tuple[int, ...] = (1, 0),
-    form: str = "codes",
-    *,
-    h_columns: bool = False,
-    joined: bool = False,
-) -> SwiGLUBackwardCasts:
-    """Return the MXFP8 casts of the gradients of gate and up along each of ``dims``, from one read of dh, gate and up.
-
-    Args:
-        dh: gradient of h = silu(gate) * up, dtype and shape of gate.
-        gate, up, recipe, dims, form: as for ``swiglu_cast``.
-        h_columns: also cast h along dimension 0.
-        joined: cast [dgate, dup], [T, 2 H], as one matrix.
-
-    Raises:
-        ValueError: for another shape, dtype or device.
-    """
-    _check(recipe, dims, form, gate=gate, up=up, dh=dh)
-    results = _swiglu_backward_cast(
-        dh, gate, up, 1 in dims, 0 in dims, h_columns, joined, recipe.scale_rounding, form
-    )  # fmt: skip
-    casts, dims = casts_of(results, form), sorted(dims, reverse=True)
-    dup = {} if joined else dict(zip(dims, casts[len(dims) :]))
-    return SwiGLUBackwardCasts(dict(zip(dims, casts)), dup, casts[-1] if h_columns else None)
-
-
-def _check(recipe: Recipe, dims: tuple[int, ...], form: str, **matrices: torch.Tensor) -> None:
-    require_one_of("form", form, FORMS)
-    require_one_of("dims", tuple(dims), DIMS)
-    check_mxfp8(recipe)
-    gate = matrices["gate"]
-    for name, x in matrices.items():
-        check_matrix(name, x)
-        if (x.shape, x.dtype, x.device) != (gate.shape, gate.dtype, gate.device):
-            theirs = f"gate {tuple(gate.shape)} of {gate.dtype} on {gate.device}"
-            raise ValueError(f"{name} {tuple(x.shape)} of {x.dtype} on {x.device} does not go with {theirs}")
-    check_whole_blocks("gate", gate, BLOCK)
+``joined`` casts [dgate, dup], [T, 2 H], as one matrix instead of two.
+"""

@@ -8,12 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.custom_op import untraced
-from mxtrain.kernels.blocks import tile_start
-from mxtrain.kernels.cast_results import flat
-from mxtrain.kernels.checks import check_device, check_matrix, check_number, check_whole_blocks, contiguous_factors
-from mxtrain.kernels.integers import cdiv, next_power_of_2
-from mxtrain.kernels.launch import Launch, register_op
+from mxtrain.kernels.casts import flat, tile_start
+from mxtrain.kernels.device import cdiv, next_power_of_2
+from mxtrain.kernels.launch import Launch, contiguous, register_op
 from mxtrain.kernels.nvfp4.arithmetic import BLOCK, amax_across
 from mxtrain.kernels.nvfp4.strip import WARPS, hadamard, load_strip, tile_columns
 from mxtrain.recipes.formats import NVFP4_RANGE, NVFP4_TENSOR_SCALE_MIN
@@ -66,7 +63,6 @@ _nvfp4_amax = register_op(
 )
 
 
-@untraced
 def nvfp4_amax(
     x: torch.Tensor,
     signs: torch.Tensor | None = None,
@@ -75,27 +71,14 @@ def nvfp4_amax(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return largest magnitudes of x and, with ``signs``, of x transformed along dimension 0, from one read of x.
 
-    Arguments as for ``nvfp4_cast``.
+    x is a matrix; arguments as for ``nvfp4_cast``.
 
     Returns:
         Two fp32 vectors, the second None without ``signs``. Each element is the maximum over a part of the matrix, NaN
         if that part holds one. ``nvfp4_tensor_scale`` takes them.
-
-    Raises:
-        ValueError: for another shape, dtype or device.
     """
-    x, row_factor, column_factor = contiguous_operands(x, row_factor, column_factor, signs)
-    amax, *transformed = _nvfp4_amax(x, row_factor, column_factor, signs)
+    amax, *transformed = _nvfp4_amax(*contiguous(x, row_factor, column_factor), signs)
     return amax, transformed[0] if transformed else None
-
-
-def contiguous_operands(x, row_factor, column_factor, signs):
-    """Return a matrix and its factors contiguous; ValueError unless kernels take them, and signs if there are any."""
-    check_matrix("x", x)
-    check_whole_blocks("x", x, BLOCK)
-    if signs is not None:
-        check_number("signs", signs, torch.int64, x.device)
-    return x.contiguous(), *contiguous_factors(x, row_factor, column_factor)
 
 
 @triton.jit
@@ -128,18 +111,11 @@ def _scale_launch(maxima: torch.Tensor) -> tuple[list[torch.Tensor], Launch | No
 _nvfp4_tensor_scale = register_op("nvfp4_tensor_scale(Tensor maxima) -> Tensor[]", _scale_launch)
 
 
-@untraced
 def nvfp4_tensor_scale(maxima: torch.Tensor) -> torch.Tensor:
     """Return the tensor scale of a matrix, fp32 []: that of ``reference.nvfp4.power_of_two_tensor_scale``.
 
     Args:
         maxima: fp32, any shape: largest magnitudes of parts of the matrix (``nvfp4_amax``). NaN and infinity make the
             scale NaN and infinity. No maxima stand for a matrix of zeros.
-
-    Raises:
-        ValueError: for another dtype or device.
     """
-    if maxima.dtype != torch.float32:
-        raise ValueError(f"maxima {tuple(maxima.shape)} of {maxima.dtype}: expected float32")
-    check_device("maxima", maxima)
-    return _nvfp4_tensor_scale(maxima.contiguous())[0]
+    return _nvfp4_tensor_scale(*contiguous(maxima))[0]

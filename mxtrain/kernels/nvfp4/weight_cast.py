@@ -9,20 +9,23 @@ both orientations) written. The maximum for the tensor scale takes a pass of its
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from mxtrain.custom_op import untraced
-from mxtrain.errors import require_one_of
-from mxtrain.kernels.blocks import tile_start
-from mxtrain.kernels.cast_results import FORMS, NVFP4_STORAGE, as_bytes, empty_cast, empty_column_cast, flat
-from mxtrain.kernels.checks import check_matrix, check_number, check_parts, check_vector, check_whole_blocks
-from mxtrain.kernels.device import converts_fp4
-from mxtrain.kernels.integers import cdiv
-from mxtrain.kernels.launch import Launch, register_op
+from mxtrain.kernels.casts import (
+    NVFP4_STORAGE,
+    Cast,
+    as_bytes,
+    by_dim,
+    empty_cast,
+    empty_column_cast,
+    flat,
+    tile_start,
+)
+from mxtrain.kernels.device import cdiv, converts_fp4
+from mxtrain.kernels.launch import Launch, contiguous, register_op
 from mxtrain.kernels.nvfp4.arithmetic import (
     BLOCK,
     amax_across,
@@ -85,114 +88,52 @@ def _nvfp4_weight_kernel(
         )  # fmt: skip
 
 
-def _cast_one(
-    w: torch.Tensor, gain: torch.Tensor | None, tensor_scale: torch.Tensor, form: str
-) -> tuple[list[torch.Tensor], Launch | None]:
-    rows, columns = w.shape
-    data, scales = empty_cast(NVFP4_STORAGE, rows, columns, form, w.device)
-    t_data = t_scales = None
+def _launches(
+    parts: list[torch.Tensor], tensor_scales: list[torch.Tensor], gain: torch.Tensor | None, form: str
+) -> tuple[list[torch.Tensor], list[Launch]]:
+    """Allocate the casts of the weights one below the other, and return them with a launch for each weight."""
+    sizes, columns = [part.shape[0] for part in parts], parts[0].shape[1]
+    cast, transposed = empty_cast(NVFP4_STORAGE, sum(sizes), columns, form, parts[0].device), Cast(None, None)
     if form != "image":
-        t_data, t_scales = empty_column_cast(NVFP4_STORAGE, rows, columns, form, w.device)
-    results = (data, scales, t_data, t_scales)
-    return flat(*results), _launch(w, gain, tensor_scale, results, form)
-
-
-def _cast_joined(
-    w: torch.Tensor, others: list[torch.Tensor], tensor_scales: list[torch.Tensor], gain: torch.Tensor | None
-) -> tuple[list[torch.Tensor], tuple[Launch, ...]]:
-    image, places_of = places([w, *others], 0)
-    launches = [
-        _launch(part, gain, scale, (place, None, None, None), "image")
-        for part, scale, place in zip([w, *others], tensor_scales, places_of)
-    ]
-    return [image], tuple(filter(None, launches))
-
-
-def _launch(
-    w: torch.Tensor, gain: torch.Tensor | None, tensor_scale: torch.Tensor, results: tuple, form: str
-) -> Launch | None:
-    """Return the launch that stores the casts of w in ``results``, the fields of a ``WeightCast``; None for no w."""
-    if w.numel() == 0:
-        return None
-    rows, columns = w.shape
-    tile = tile_columns(columns)
-    return Launch(
-        _nvfp4_weight_kernel,
-        (cdiv(rows, BLOCK) * cdiv(columns, tile),),
-        (w, gain, tensor_scale, *map(as_bytes, results), rows, columns),
-        dict(GAIN=gain is not None, FORM=form, HARDWARE=converts_fp4(w), COLUMNS=tile, num_warps=WARPS),
-    )
+        transposed = empty_column_cast(NVFP4_STORAGE, sum(sizes), columns, form, parts[0].device)
+    launches, tile = [], tile_columns(columns)
+    for w, tensor_scale, place in zip(parts, tensor_scales, places(cast, sizes, 0)):
+        if w.numel():
+            results = map(as_bytes, (place, cast.scales, *transposed))
+            launches.append(Launch(
+                _nvfp4_weight_kernel,
+                (cdiv(w.shape[0], BLOCK) * cdiv(columns, tile),),
+                (w, gain, tensor_scale, *results, *w.shape),
+                dict(GAIN=gain is not None, FORM=form, HARDWARE=converts_fp4(w), COLUMNS=tile, num_warps=WARPS),
+            ))  # fmt: skip
+    return flat(*cast, *transposed), launches
 
 
 _nvfp4_weight = register_op(
-    "nvfp4_weight(Tensor w, Tensor? gain, Tensor tensor_scale, str form) -> Tensor[]", _cast_one
+    "nvfp4_weight(Tensor[] parts, Tensor[] tensor_scales, Tensor? gain, str form) -> Tensor[]", _launches
 )
-_nvfp4_joined_weight = register_op(
-    "nvfp4_joined_weight(Tensor w, Tensor[] others, Tensor[] tensor_scales, Tensor? gain) -> Tensor[]", _cast_joined
-)
-
-
-class WeightCast(NamedTuple):
-    """Result of ``nvfp4_weight``: W for fprop, and its transpose for dgrad, None for an image."""
-
-    data: torch.Tensor
-    scales: torch.Tensor | None
-    transposed_data: torch.Tensor | None
-    transposed_scales: torch.Tensor | None
 
 
 def nvfp4_weight(
-    w: torch.Tensor, tensor_scale: torch.Tensor, form: str = "codes", gain: torch.Tensor | None = None
-) -> WeightCast:
+    parts: Sequence[torch.Tensor],
+    tensor_scales: Sequence[torch.Tensor],
+    form: str = "codes",
+    gain: torch.Tensor | None = None,
+) -> dict[int, Cast]:
     """Return the NVFP4 cast of W, or of W diag(gain), in tiles of 16 x 16, rounded to nearest.
 
     Args:
-        w: bf16 or fp32 [N, D], D a multiple of 16. The last tiles of rows may be incomplete.
-        tensor_scale: one fp32 number on the device of w, a power of two.
+        parts: W alone, bf16 or fp32 [N, D], D a multiple of 16. The last tiles of rows may be incomplete. Or, for form
+            "image", several weights of one dtype and of whole tiles, which one below the other are W.
+        tensor_scales: one fp32 number for each part, a power of two.
         form: with N' = N rounded up to a multiple of 16: "codes": uint8 [N, D / 2] and [D, N' / 2], two elements a
             byte, and float8_e4m3fn scales [N, D / 16] and [D, N' / 16]; "blocked": the same codes, scales flat in the
-            128x4 layout, padding zero; "image": bf16 [N, D], element * block scale * tensor scale, exact. The
-            transpose of this image is the image of the transpose.
+            128x4 layout, padding zero; "image": bf16 [N, D], element * block scale * tensor scale, exact.
         gain: bf16 or fp32 [D], multiplied in first, in fp32.
 
-    Raises:
-        ValueError: for another shape, dtype or device.
+    Returns:
+        (data, scales) of W by dimension: 1 for fprop, 0 for its transpose, an operand of dgrad. One image serves both,
+        not transposed.
     """
-    require_one_of("form", form, FORMS)
-    check_matrix("w", w)
-    check_whole_blocks("w", w, BLOCK)
-    gain = _contiguous_gain(gain, w)
-    check_number("tensor_scale", tensor_scale, torch.float32, w.device)
-    results = _nvfp4_weight(w.contiguous(), gain, tensor_scale, form)
-    return WeightCast(results[0], None, None, None) if form == "image" else WeightCast(*results)
-
-
-@untraced
-def nvfp4_joined_weight(
-    ws: Sequence[torch.Tensor], tensor_scales: Sequence[torch.Tensor], gain: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the images of ``nvfp4_weight`` of all weights, one below the other.
-
-    Args:
-        ws: bf16 or fp32 [N_i, D] of one dtype; N_i and D are multiples of 16.
-        tensor_scales: one fp32 number for each weight.
-        gain: as for ``nvfp4_weight``.
-
-    Raises:
-        ValueError: for another shape, dtype or device.
-    """
-    check_parts(ws, 0, BLOCK)
-    check_whole_blocks("parts[0]", ws[0], BLOCK)
-    if len(tensor_scales) != len(ws):
-        raise ValueError(f"{len(tensor_scales)} tensor scales for {len(ws)} parts: expected one for each")
-    for scale in tensor_scales:
-        check_number("tensor scale", scale, torch.float32, ws[0].device)
-    first, *others = (w.contiguous() for w in ws)
-    return _nvfp4_joined_weight(first, others, list(tensor_scales), _contiguous_gain(gain, first))[0]
-
-
-def _contiguous_gain(gain: torch.Tensor | None, w: torch.Tensor) -> torch.Tensor | None:
-    if gain is None:
-        return None
-    check_vector("gain", gain, w.shape[1], w.device)
-    return gain.contiguous()
+    results = _nvfp4_weight(contiguous(*parts), list(tensor_scales), *contiguous(gain), form)
+    return by_dim(results * 2 if form == "image" else results, (1, 0), form)

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.kernels.blocks import blocked_offset
+from mxtrain.kernels.casts import scale_offset
 from mxtrain.kernels.device import converts_fp8
 from mxtrain.kernels.mxfp8.arithmetic import e4m3_codes, e4m3_image, scale_code
 from mxtrain.kernels.mxfp8.cast import cast
@@ -148,7 +148,7 @@ def _blocked_kernel(ids_ptr, out_ptr, rows, blocks, ROWS: tl.constexpr, BLOCKS: 
     row, block = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCKS)[None, :]
     mask = (row < rows) & (block < blocks)
     ids = tl.load(ids_ptr + row * blocks + block, mask=mask)
-    tl.store(out_ptr + blocked_offset(row, block, blocks), ids, mask=mask)
+    tl.store(out_ptr + scale_offset(row, block, blocks, "blocked"), ids, mask=mask)
 
 
 @pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (32, 4), (128, 4), (33, 5), (130, 3), (300, 13)])

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.kernels.cast_results import FORMS
+from mxtrain.kernels.casts import FORMS, by_dim, casts_of
 from mxtrain.kernels.mxfp8.swiglu_cast import sigmoid, swiglu, swiglu_backward_cast, swiglu_cast, swiglu_dgate
 from mxtrain.reference import swiglu as reference
 from tests.support.kernel_checks import (
@@ -24,7 +24,6 @@ from tests.support.kernel_checks import (
 )
 
 pytestmark = kernel_tests
-MXFP8 = RECIPES["rceil"]
 TILE = 2048
 
 
@@ -59,9 +58,23 @@ def inputs(rows, columns, dtype=torch.bfloat16):
     return dh, gate, up
 
 
+def forward(gate, up, rounding="rceil", form="codes", dims=(1, 0)):
+    """{dim: cast of h}"""
+    return by_dim(swiglu_cast(gate, up, 1 in dims, 0 in dims, rounding, form), dims, form)
+
+
+def backward(dh, gate, up, rounding="rceil", form="codes", dims=(1, 0), h_columns=True, joined=False):
+    """Casts by dimension of dgate, or of [dgate, dup], and of dup; the cast of h along its columns."""
+    results = swiglu_backward_cast(dh, gate, up, 1 in dims, 0 in dims, h_columns, joined, rounding, form)
+    casts, dims = casts_of(results, form), sorted(dims, reverse=True)
+    assert len(casts) == (1 if joined else 2) * len(dims) + h_columns
+    dup = {} if joined else dict(zip(dims, casts[len(dims) :]))
+    return dict(zip(dims, casts)), dup, casts[-1] if h_columns else None
+
+
 def check_forward(gate, up, rounding="rceil", form="codes", dims=(1, 0)):
     with careful_call(gate, up):
-        got = swiglu_cast(gate, up, RECIPES[rounding], dims, form)
+        got = forward(gate, up, rounding, form, dims)
     h, _, _ = formula(up, gate, up)
     assert got.keys() == {*dims}
     for dim in dims:
@@ -70,16 +83,15 @@ def check_forward(gate, up, rounding="rceil", form="codes", dims=(1, 0)):
 
 def check_backward(dh, gate, up, rounding="rceil", form="codes", dims=(1, 0), h_columns=True, joined=False):
     with careful_call(dh, gate, up):
-        got = swiglu_backward_cast(dh, gate, up, RECIPES[rounding], dims, form, h_columns=h_columns, joined=joined)
+        of_dgate, of_dup, of_h = backward(dh, gate, up, rounding, form, dims, h_columns, joined)
     h, dup, dgate = formula(dh, gate, up)
     dgate = torch.cat([dgate, dup], 1) if joined else dgate
-    assert (got.dgate.keys(), got.dup.keys(), got.h is None) == ({*dims}, set() if joined else {*dims}, not h_columns)
     for dim in dims:
-        assert_is_cast(got.dgate[dim], dgate, rounding, form, dim)
+        assert_is_cast(of_dgate[dim], dgate, rounding, form, dim)
         if not joined:
-            assert_is_cast(got.dup[dim], dup, rounding, form, dim)
+            assert_is_cast(of_dup[dim], dup, rounding, form, dim)
     if h_columns:
-        assert_is_cast(got.h, h, rounding, form, 0)
+        assert_is_cast(of_h, h, rounding, form, 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -156,38 +168,15 @@ def test_any_strides(layout):
 
 def test_no_tokens():
     empty = torch.empty(0, 64, dtype=torch.bfloat16)
-    assert swiglu_cast(empty, empty, MXFP8, (1, 0), "image")[0].data.shape == (0, 64)
-    casts = swiglu_backward_cast(empty, empty, empty, MXFP8, (1, 0), "image", h_columns=True, joined=True)
-    assert casts.dgate[1].data.shape == (0, 128) and casts.h.data.shape == (0, 64)
+    assert forward(empty, empty, form="image")[0].data.shape == (0, 64)
+    dgate, _, h = backward(empty, empty, empty, form="image", joined=True)
+    assert dgate[1].data.shape == (0, 128) and h.data.shape == (0, 64)
 
 
 def test_the_same_bits_from_every_combination():
     """One cast, both casts, joined or not."""
     dh, gate, up = inputs(33, 64)
-    both, rows = (swiglu_backward_cast(dh, gate, up, MXFP8, dims, h_columns=True) for dims in ((1, 0), (1,)))
-    for one, other in ((both.dgate[1], rows.dgate[1]), (both.dup[1], rows.dup[1]), (both.h, rows.h)):
+    (dgate, dup, h), rows = (backward(dh, gate, up, dims=dims) for dims in ((1, 0), (1,)))
+    for one, other in ((dgate[1], rows[0][1]), (dup[1], rows[1][1]), (h, rows[2])):
         assert_same_results(one, other)
-    assert_same_results(both.h, swiglu_cast(gate, up, MXFP8, (0,))[0])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t[:, :32], r"does not go with gate \(33, 64\)"),
-        (lambda t: t.float(), "of torch.float32 on"),
-        (lambda t: t[0], "expected a matrix"),
-        (lambda t: t.half(), "expected bfloat16 or float32"),
-    ],
-)
-def test_operands_that_do_not_fit_are_refused(change, message):
-    dh, gate, up = inputs(33, 64)
-    with pytest.raises(ValueError, match=message):
-        swiglu_cast(gate, change(up), MXFP8)
-    with pytest.raises(ValueError, match=message):
-        swiglu_backward_cast(change(dh), gate, up, MXFP8)
-
-
-def test_rows_must_be_whole_blocks():
-    x = draw(4, 48)
-    with pytest.raises(ValueError, match="multiple of 32"):
-        swiglu_cast(x, x, MXFP8)
+    assert_same_results(h, forward(gate, up, dims=(0,))[0])

@@ -1,4 +1,4 @@
-"""The tensors that a cast fills: codes and scales, or the image that they stand for.
+"""What the casts to both formats share: tiles, block maxima, rounding, where scales lie, and the tensors of a result.
 
 A cast kernel writes one of three forms. "codes": codes and row-major scales. "blocked": the same codes, scales flat in
 the 128x4 layout that the tensor cores read. "image": the bf16 values that codes and scales stand for.
@@ -8,11 +8,59 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
-from mxtrain.kernels.integers import round_up
+from mxtrain.kernels.device import INTERPRETED, round_up
 from mxtrain.recipes.formats import MXFP8, NVFP4
 
 FORMS = ("codes", "blocked", "image")
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def tile_start(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """First row (int64) and first column of this program's tile. Neighbouring programs share their rows."""
+    tiles = (columns + COLUMNS - 1) // COLUMNS
+    return (tl.program_id(0) // tiles).to(tl.int64) * ROWS, (tl.program_id(0) % tiles) * COLUMNS
+
+
+@triton.jit
+def magnitude_bits(x):
+    """Bits of |x| (fp32) as int32. They sort as the magnitudes do, with NaN above infinity."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def block_amax(x, AXIS: tl.constexpr):
+    """Largest magnitude of x (fp32) along AXIS. NaN if any element is NaN, unlike ``tl.max``, which drops NaN."""
+    return tl.max(magnitude_bits(x), AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_offset(row, block, blocks, FORM: tl.constexpr):
+    """Offset of the scale of (row, block): in the 128x4 layout for form "blocked", row-major for "codes".
+
+    ``blocks`` counts per row. Source: NVIDIA, cuBLAS documentation, "1D block scaling factors layout"; torchao
+    ``to_blocked``.
+    """
+    if FORM == "blocked":
+        tile = (row // 128) * ((blocks + 3) // 4) + block // 4
+        return tile * 512 + (row % 32) * 16 + (row // 32 % 4) * 4 + block % 4
+    else:
+        return row * blocks + block
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """Round x (fp32) to the nearest number of DTYPE, bf16 or fp32; ties go to even."""
+    if _INTERPRETED and DTYPE == tl.bfloat16:
+        # The interpreter truncates where it should round.
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = tl.where(x != x, x, bits.to(tl.float32, bitcast=True))
+    return x.to(DTYPE)
 
 
 class Storage(NamedTuple):

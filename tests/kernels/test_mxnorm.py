@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mxtrain.kernels.cast_results import FORMS
-from mxtrain.kernels.device import INTERPRETED
-from mxtrain.kernels.mxnorm.cast import mxnorm_cast, nvfp4_norm
+from mxtrain.kernels.casts import FORMS
+from mxtrain.kernels.device import INTERPRETED, MAX_PERSISTENT_COLUMNS
+from mxtrain.kernels.mxnorm import RowTile, mxnorm_cast, nvfp4_norm, row_tile
 from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference import mxnorm as reference
 from tests.support.kernel_checks import (
@@ -44,9 +44,8 @@ class Format(NamedTuple):
     estimates: list[tuple[int, str]]
     check: Callable
     call: Callable
-    op: str
-    setting: object
-    """The op's argument before the form"""
+    settings: tuple
+    """The op's last arguments, beginning with the scale rounding"""
 
     def __str__(self):
         return "mxfp8" if self.block == 32 else "nvfp4"
@@ -59,16 +58,14 @@ MXFP8 = Format(
     lambda x, form="codes", residual=None, estimate=ESTIMATE: mxnorm_cast(
         x, estimate, RECIPES["rceil"], form, residual
     ),
-    "mxnorm_cast",
-    "rceil",
+    ("rceil", None),
 )
 NVFP4 = Format(
     16,
     [(1, "pre_round"), (2, "pre_round"), (1, "exact")],
     check_norm,
     lambda x, form="codes", residual=None, estimate=ESTIMATE_16: nvfp4_norm(x, estimate, 2.0**-8, form, residual),
-    "nvfp4_norm",
-    2.0**-8,
+    (None, 2.0**-8),
 )
 formats = pytest.mark.parametrize("fmt", [MXFP8, NVFP4], ids=["mxfp8", "nvfp4"])
 ESTIMATES = [
@@ -241,8 +238,8 @@ def test_op_matches_its_schema_and_fake(fmt, form):
     """No input is changed or returned; shapes, dtypes and strides are as the fake says."""
     constant = RMSEstimate(2, "pre_round", 1e-5, fmt.block).constant
     for residual in (None, draw(5, 96, seed=1)):
-        arguments = (draw(5, 96), residual, 2, "pre_round", 1e-5, constant, fmt.setting, form)
-        op = getattr(torch.ops.mxtrain, fmt.op).default
+        arguments = (draw(5, 96), residual, 2, "pre_round", 1e-5, constant, form, *fmt.settings)
+        op = torch.ops.mxtrain.mxnorm_cast.default
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -255,30 +252,47 @@ def test_no_rows(form):
 
 
 @formats
-@pytest.mark.parametrize("shape", [(), (96,), (2, 3, 96), (5, 0), (2, 1), (2, 17), (2, 65536 + 32)], ids=str)
-def test_refused_shapes(fmt, shape):
-    with pytest.raises(ValueError) as error:
-        fmt.call(torch.ones(shape))
-    assert str(tuple(shape)) in str(error.value)
+def test_longer_rows_are_refused(fmt):
+    with pytest.raises(ValueError, match=r"x \(2, 65568\).* at most 65536"):
+        fmt.call(torch.ones(2, 65536 + 32))
 
 
-@formats
-def test_refused_arguments(fmt):
-    x = torch.ones(2, 32)
-    for match, call in {
-        "torch.float16": lambda: fmt.call(x.half()),
-        "'swizzled'": lambda: fmt.call(x, "swizzled"),
-        r"residual \(2, 16\)": lambda: fmt.call(x, "codes", torch.ones(2, 16)),
-    }.items():
-        with pytest.raises(ValueError, match=match):
-            call()
+# The tiles, for every row length that registers hold
 
 
-def test_refused_estimates():
-    x = torch.ones(2, 32)
-    with pytest.raises(ValueError, match="estimator = 'post_round'"):
-        nvfp4_norm(x, estimate_16(2, "post_round"), 1.0)
-    with pytest.raises(ValueError, match="blocks of 32: expected 16"):
-        nvfp4_norm(x, RMSEstimate(2, "pre_round", 1e-5, 32), 1.0)
-    with pytest.raises(ValueError, match="blocks of 16"):
-        mxnorm_cast(x, RMSEstimate(2, "pre_round", 1e-5, 16), RECIPES["rceil"])
+@pytest.mark.parametrize("estimator", ["pre_round", "post_round", "exact"])
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_fit_in_registers(form, estimator):
+    """Triton's interpreter has no limit on elements per thread."""
+    for columns in range(16, MAX_PERSISTENT_COLUMNS + 1, 16):
+        persistent, rows, parts, part, warps = row_tile(columns, form, estimator)
+        assert persistent and parts in (1, 2, 3, 5) and warps in (1, 2, 4, 8), columns
+        assert part % 32 == 0 and part & (part - 1) == 0, columns
+        filled = -columns // 32 * -32
+        assert columns <= parts * part <= filled * 4 // 3, columns
+        assert rows * parts * part <= 112 * 32 * warps, columns
+
+
+@pytest.mark.parametrize("form", ["codes", "blocked"])
+def test_every_thread_has_a_block_of_codes(form):
+    """A thread has whole blocks of NVFP4, of which it stores the scale."""
+    for columns in range(256, MAX_PERSISTENT_COLUMNS + 1, 16):
+        tile = row_tile(columns, form, "pre_round")
+        assert tile.rows * tile.columns // 16 >= 32 * tile.warps, columns
+
+
+def test_rows_that_fill_five_or_six_eighths_are_parts():
+    assert row_tile(5120, "image", "pre_round") == RowTile(True, 1, 5, 1024, 2)
+    assert row_tile(5120, "image", "exact") == RowTile(True, 1, 5, 1024, 4)
+    assert row_tile(768, "codes", "pre_round") == RowTile(True, 2, 3, 256, 1)
+    assert row_tile(7168, "image", "pre_round") == RowTile(True, 1, 1, 8192, 4)
+    assert not row_tile(MAX_PERSISTENT_COLUMNS + 32, "image", "exact").persistent
+
+
+def test_the_exact_rms_has_smaller_tiles_of_images():
+    assert row_tile(16384, "image", "pre_round") == RowTile(True, 1, 1, 16384, 8)
+    assert row_tile(16384, "image", "exact") == RowTile(True, 1, 2, 8192, 8)
+    assert row_tile(1024, "image", "pre_round") == RowTile(True, 2, 1, 1024, 1)
+    assert row_tile(1024, "image", "exact") == RowTile(True, 1, 1, 1024, 1)
+    assert row_tile(6144, "codes", "pre_round") == RowTile(True, 1, 3, 2048, 2)
+    assert row_tile(6144, "codes", "exact") == RowTile(True, 1, 3, 2048, 4)

@@ -1,11 +1,13 @@
-"""Shapes, dtypes and padding of GEMM operands, and agreement between modes. tests/nn checks their values."""
+"""Shapes, dtypes and padding of GEMM operands, and agreement between modes. Other tests check their values."""
 
 import itertools
 
 import pytest
 import torch
 
-from mxtrain.ops.quantize import activation, activation_along_tokens, from_codes, gradients, normalize, weights
+from mxtrain.nn.split import WHOLE
+from mxtrain.nn.three_gemms import ThreeGEMMs
+from mxtrain.ops.quantize import cast, from_codes, normalize
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference import casts, nvfp4
@@ -31,6 +33,10 @@ def draws():
     return torch.tensor([1, 3, 0, 0])
 
 
+def gemms(recipe, mode="reference") -> ThreeGEMMs:
+    return ThreeGEMMs(recipe.key, mode, WHOLE)
+
+
 def all_operands(recipe, mode, tokens, dim, outputs, dtype=torch.float32):
     """Every operand of a norm, a linear behind it, and a linear without a norm, by (name, rows, length)."""
     x, w = draw(tokens, dim, dtype=dtype), draw(outputs, dim) * 700
@@ -39,14 +45,15 @@ def all_operands(recipe, mode, tokens, dim, outputs, dtype=torch.float32):
         # All other blocks get the smallest block scale, which makes their values depend on the tensor scale.
         matrix[0, 3] *= 3e5
     rho, gain = draw(tokens, seed=1).abs(), draw(dim, seed=3)
-    for_dgrad, for_wgrad = gradients([dy], recipe, mode, True, True, signs(), [draws()])
+    layer = gemms(recipe, mode)
+    for_dgrad, for_wgrad = layer.quantize_gradients([dy], True, True, signs(), [draws()])
     normed = normalize(x, RMSEstimate.for_recipe(recipe), recipe, mode)[0]
     return {
-        ("X", tokens, dim): activation(x, recipe, mode),
+        ("X", tokens, dim): layer.quantize_activation(x),
         ("norm", tokens, dim): normed,
-        ("X along tokens", dim, tokens): activation_along_tokens(x, recipe, mode, rho, signs()),
-        ("W", outputs, dim): weights([w], recipe, mode, 1, gain),
-        ("W transposed", dim, outputs): weights([w], recipe, mode, 0, None),
+        ("X along tokens", dim, tokens): layer.quantize_along_tokens(x, rho, signs()),
+        ("W", outputs, dim): layer.quantize_weights([w], gain)[1],
+        ("W transposed", dim, outputs): layer.quantize_weights([w], None)[0],
         ("dY", tokens, outputs): for_dgrad,
         ("dY along tokens", outputs, tokens): for_wgrad,
     }
@@ -101,9 +108,9 @@ def test_token_counts_from_zero(mode):
 
 def test_weights_in_tiles_are_the_same_in_both_orientations_and_blocks_are_not():
     w = draw(N, D)
-    by_dim = [weights([w], NVFP4, "reference", dim, None).data for dim in (0, 1)]
+    by_dim = [gemms(NVFP4).quantize_weights([w], None, (dim,))[dim].data for dim in (0, 1)]
     assert torch.equal(by_dim[0], by_dim[1].t())
-    blocks = [weights([w], PLAIN, "reference", dim, None).data for dim in (0, 1)]
+    blocks = [gemms(PLAIN).quantize_weights([w], None, (dim,))[dim].data for dim in (0, 1)]
     assert not torch.equal(blocks[0], blocks[1].t())
     scale = nvfp4.power_of_two_tensor_scale(w)
     assert torch.equal(blocks[0], nvfp4.dequantize(*nvfp4.cast(w.t(), scale), scale))
@@ -111,11 +118,17 @@ def test_weights_in_tiles_are_the_same_in_both_orientations_and_blocks_are_not()
 
 def test_transform_and_padding_leave_wgrad_unchanged_up_to_the_casts():
     x, dy = draw(37, D), draw(37, N, seed=1)
-    _, for_wgrad = gradients([dy], NVFP4, "reference", False, True, signs(), [draws()])
-    dw = for_wgrad.data @ activation_along_tokens(x, NVFP4, "reference", None, signs()).data.t()
+    _, for_wgrad = gemms(NVFP4).quantize_gradients([dy], False, True, signs(), [draws()])
+    dw = for_wgrad.data @ gemms(NVFP4).quantize_along_tokens(x, None, signs()).data.t()
     assert (dw - dy.t() @ x).norm() < 0.25 * (dy.t() @ x).norm()
-    _, plain = gradients([dy], PLAIN, "reference", False, True, None, [None])
+    _, plain = gemms(PLAIN).quantize_gradients([dy], False, True, None, [None])
     assert not plain.data[:, 37:].any()
+
+
+def test_gradients_with_too_many_elements_for_random_bits():
+    dy = torch.zeros(()).expand(2**17 + 1, 2**17)
+    with pytest.raises(ValueError, match="more than the 17179869184 elements"):
+        gemms(NVFP4).quantize_gradients([dy], True, False, signs(), [draws()])
 
 
 def assert_same_operand(found, expected) -> None:
@@ -151,6 +164,6 @@ def test_codes_stand_for_the_operand(device, recipe, mode):
     assert torch.equal(rho, own_rho)
     assert_same_operand(from_codes(codes, recipe, mode, 1), operand)
 
-    expected = activation_along_tokens(x, recipe, mode, rho, signs())
-    codes = activation_along_tokens(x, recipe, mode, rho, signs(), as_codes=True)
+    expected = gemms(recipe, mode).quantize_along_tokens(x, rho, signs())
+    codes = cast([x], recipe, mode, (0,), row_factor=rho, signs=signs(), as_codes=True)[0]
     assert_same_operand(from_codes(codes, recipe, mode, 0), expected)

@@ -12,11 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.custom_op import untraced
-from mxtrain.kernels.checks import check_matrix, check_same, check_vector
-from mxtrain.kernels.integers import cdiv, next_power_of_2
-from mxtrain.kernels.launch import Launch, register_op
-from mxtrain.kernels.norm.row_lengths import MAX_PERSISTENT_COLUMNS
+from mxtrain.kernels.device import MAX_PERSISTENT_COLUMNS, cdiv, next_power_of_2
+from mxtrain.kernels.launch import Launch, contiguous, register_op
 
 # Rows and columns that a program of the fold holds at once, and its warps.
 FOLD_ROWS, FOLD_COLUMNS, FOLD_WARPS = 16, 128, 2
@@ -84,21 +81,8 @@ _norm_backward = register_op("norm_backward(Tensor g, Tensor x, Tensor rho) -> T
 
 
 def norm_backward(g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor) -> torch.Tensor:
-    """Return dx [T, D] of the straight-through norm backward, in the dtype of x. The arithmetic is fp32.
-
-    Args:
-        g: dL/dxhat, bf16 or fp32 [T, D].
-        x: the norm's input, bf16 or fp32 [T, D].
-        rho: inverse RMS, fp32 [T].
-
-    Raises:
-        ValueError: for another shape, dtype or device.
-    """
-    check_matrix("x", x)
-    check_matrix("g", g)
-    check_same("g", g, "x", x)
-    check_vector("rho", rho, x.shape[0], x.device, (torch.float32,))
-    return _norm_backward(g.contiguous(), x.contiguous(), rho.contiguous())
+    """Return dx [T, D] as ``mxtrain.reference.mxnorm.norm_backward``; g and x bf16 or fp32 [T, D], rho fp32 [T]."""
+    return _norm_backward(*contiguous(g, x, rho))
 
 
 @triton.jit
@@ -152,24 +136,7 @@ def _fold_launch(
 _fold_backward = register_op("fold_backward(Tensor g, Tensor weight, Tensor gain) -> (Tensor, Tensor)", _fold_launch)
 
 
-@untraced
 def fold_backward(g: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (dW, dgain) from the gradient of W diag(gain).
-
-    Args:
-        g: bf16 or fp32 [N, D].
-        weight: bf16 or fp32 [N, D].
-        gain: bf16 or fp32 [D].
-
-    Returns:
-        dW [N, D] in the dtype of ``weight`` and dgain [D] in the dtype of ``gain``. The arithmetic is fp32.
-
-    Raises:
-        ValueError: for another shape, dtype or device.
-    """
-    check_matrix("g", g)
-    check_matrix("weight", weight)
-    check_same("g", g, "weight", weight)
-    check_vector("gain", gain, weight.shape[1], weight.device)
-    d_weight, parts = _fold_backward(g.contiguous(), weight.contiguous(), gain.contiguous())
+    """Return (dW, dgain) as ``mxtrain.reference.mxnorm.fold_backward``; bf16 or fp32 g and weight [N, D], gain [D]."""
+    d_weight, parts = _fold_backward(*contiguous(g, weight, gain))
     return d_weight, parts.sum(0).to(gain.dtype)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mxtrain.kernels.norm.row_norms import DTYPES, Plan, forward_plan, launch_forward, row_norm
+from mxtrain.kernels.row_norms import Plan, forward_plan, launch_forward, row_norm
 from mxtrain.reference import row_norms as reference
 from tests.support.kernel_checks import LAYOUTS, assert_same_results, careful_call, draw, gpu_only, kernel_tests
 from tests.support.row_norm_checks import (
@@ -24,6 +24,7 @@ from tests.support.row_norm_checks import (
 pytestmark = kernel_tests
 
 FP32 = torch.float32
+DTYPES = (torch.bfloat16, torch.float16, FP32)
 # Rows of 100 elements: held whole, and read twice in chunks, the last of which is cut off.
 HELD, CHUNKED = Plan(True, 4, 128, 1, 1, 3), Plan(False, 4, 32, 1, 1, 3)
 VARIANTS = pytest.mark.parametrize("plan", [HELD, CHUNKED], ids=["held", "chunked"])
@@ -214,29 +215,9 @@ def test_no_rows(centered):
         assert numbers.shape == (0,) and numbers.dtype == FP32
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (dict(x=torch.ones(96)), r"x \(96,\): expected a matrix"),
-        (dict(x=torch.ones(2, 6, 96)), r"x \(2, 6, 96\): expected a matrix"),
-        (dict(x=torch.ones(6, 0)), r"x \(6, 0\): expected rows of 1 to 65536 elements"),
-        (dict(x=torch.ones(2, 65537)), r"x \(2, 65537\): expected rows of 1 to 65536 elements"),
-        (dict(x=torch.ones(6, 96).double()), r"dtype torch.float64 of x \(6, 96\): expected bfloat16 or float16 or"),
-        (dict(x=torch.ones(6, 96).int()), r"dtype torch.int32 of x \(6, 96\)"),
-        (dict(weight=torch.ones(95)), r"weight \(95,\) of torch.float32: expected \(96,\)"),
-        (dict(weight=torch.ones(1, 96)), r"weight \(1, 96\)"),
-        (dict(weight=torch.ones(96).double()), r"weight \(96,\) of torch.float64"),
-        (dict(bias=torch.ones(95)), r"bias \(95,\) of torch.float32: expected \(96,\)"),
-        (dict(residual=torch.ones(96)), r"residual \(96,\): expected a matrix"),
-        (dict(residual=torch.ones(1, 96)), r"residual \(1, 96\) on .* does not go with x \(6, 96\)"),
-        (dict(residual=torch.ones(6, 96).double()), r"dtype torch.float64 of residual \(6, 96\)"),
-    ],
-    ids=str,
-)
-def test_bad_input(device, changed, message):
-    arguments = dict(x=torch.ones(6, 96), weight=torch.ones(96), bias=None, eps=EPS, residual=torch.ones(6, 96))
-    with pytest.raises(ValueError, match=message):
-        row_norm(**{**arguments, **{name: t.to(device) for name, t in changed.items()}}, centered=True)
+def test_longer_rows_are_refused(device):
+    with pytest.raises(ValueError, match=r"x \(2, 65537\).* at most 65536"):
+        row_norm(torch.ones(2, 65537), None, None, EPS, None, True)
 
 
 @NORMS

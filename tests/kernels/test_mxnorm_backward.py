@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mxtrain.kernels.integers import next_power_of_2
-from mxtrain.kernels.mxnorm import backward as module
-from mxtrain.kernels.mxnorm.backward import fold_backward, norm_backward
+from mxtrain.kernels import mxnorm_backward as module
+from mxtrain.kernels.device import next_power_of_2
+from mxtrain.kernels.mxnorm_backward import fold_backward, norm_backward
 from tests.support.kernel_checks import (
     DTYPES,
     assert_same_bits,

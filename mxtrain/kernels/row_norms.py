@@ -26,14 +26,17 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.kernels.checks import check_matrix, check_same, check_vector
-from mxtrain.kernels.device import H100_SMS, INTERPRETED, shared_memory, sm_count
-from mxtrain.kernels.integers import cdiv, next_power_of_2
-from mxtrain.kernels.launch import Launch, register_op
-from mxtrain.kernels.norm.row_lengths import MAX_COLUMNS, MAX_PERSISTENT_COLUMNS
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
+from mxtrain.kernels.device import (
+    H100_SMS,
+    INTERPRETED,
+    MAX_PERSISTENT_COLUMNS,
+    cdiv,
+    check_row_length,
+    next_power_of_2,
+    shared_memory,
+    sm_count,
+)
+from mxtrain.kernels.launch import Launch, contiguous, register_op
 
 # Launch plans
 
@@ -166,28 +169,6 @@ def _partials_tile(programs: int, columns: int, sms: int) -> tuple[int, int, int
 def _is_symbolic(x: torch.Tensor) -> bool:
     """Whether x has no plan: comparing a symbolic size would fix its value. Tracing launches nothing anyway."""
     return any(isinstance(size, torch.SymInt) for size in x.shape)
-
-
-def _check(x: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """Raise ValueError unless the kernels take x [T, D] and the others by name, any of which may be None."""
-    check_matrix("x", x, DTYPES)
-    if not 0 < x.shape[1] <= MAX_COLUMNS:
-        raise ValueError(f"x {tuple(x.shape)}: expected rows of 1 to {MAX_COLUMNS} elements")
-    for name, other in others.items():
-        if other is None:
-            continue
-        if name in ("weight", "bias"):
-            check_vector(name, other, x.shape[1], x.device, DTYPES)
-        elif name in ("rstd", "mean"):
-            check_vector(name, other, x.shape[0], x.device, (torch.float32,))
-        else:
-            check_matrix(name, other, DTYPES)
-            check_same(name, other, "x", x)
-
-
-def _contiguous(*operands: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """The operands without gaps between elements, as kernels read them."""
-    return [None if operand is None else operand.contiguous() for operand in operands]
 
 
 # Forward
@@ -399,27 +380,15 @@ def row_norm(
     residual: torch.Tensor | None,
     centered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Compute (y, mean, rstd, total) of every row; the arithmetic is fp32, and y is rounded once.
+    """Return (y, mean, rstd, total) as ``mxtrain.reference.row_norms.row_norm``, whose arguments these are.
 
-    Args:
-        x: bf16, fp16 or fp32 [T, D], D at most 65536.
-        weight: bf16, fp16 or fp32 [D], or None for ones.
-        bias: bf16, fp16 or fp32 [D], or None for zeros.
-        eps: added to the mean square, or to the variance.
-        residual: bf16, fp16 or fp32 [T, D], added to x first, or None.
-        centered: subtract the mean of the row: LayerNorm. False: RMSNorm.
-
-    Returns:
-        y: [T, D] in the dtype of ``x``.
-        mean: fp32 [T], of the rows of total; None unless ``centered``.
-        rstd: fp32 [T], 1 / sqrt(mean_D((total - mean)^2) + eps).
-        total: x + residual [T, D], rounded to the dtype of ``x``; ``x`` itself without a residual.
+    x and residual [T, D], weight and bias [D]: bf16, fp16 or fp32. The arithmetic is fp32, and y is rounded once.
 
     Raises:
-        ValueError: for unsupported shapes, dtypes or devices.
+        ValueError: for rows of more than 65536 elements.
     """
-    _check(x, residual=residual, weight=weight, bias=bias)
-    y, rstd, *others = _forward(*_contiguous(x, residual, weight, bias), eps, centered)
+    check_row_length(x)
+    y, rstd, *others = _forward(*contiguous(x, residual, weight, bias), eps, centered)
     return y, others[0] if centered else None, rstd, x if residual is None else others[-1]
 
 
@@ -737,25 +706,11 @@ def row_norm_backward(
     dweight: torch.dtype | None = None,
     dbias: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Compute (dx, dweight, dbias) of ``row_norm``; the arithmetic is fp32, and each result is rounded once.
+    """Return (dx, dweight, dbias) as ``mxtrain.reference.row_norms.row_norm_backward``, whose arguments these are.
 
-    Args:
-        dy: dL/dy, bf16, fp16 or fp32 [T, D], D at most 65536.
-        x: the forward's ``total``, which was normalized, bf16, fp16 or fp32 [T, D].
-        mean, rstd: fp32 [T], from the forward; a mean of None for RMSNorm.
-        weight: bf16, fp16 or fp32 [D], or None for ones.
-        dtotal: bf16, fp16 or fp32 [T, D], another gradient of ``total``, added to dx, or None.
-        dweight, dbias: dtypes of these gradients, None for a gradient that is not needed. One or both cost a second,
-            small launch.
-
-    Returns:
-        dx [T, D] in the dtype of ``x``, which is also the residual's gradient; dweight and dbias [D] in their dtypes,
-        or None.
-
-    Raises:
-        ValueError: for unsupported shapes, dtypes or devices.
+    dy, x and dtotal [T, D], weight [D]: bf16, fp16 or fp32; mean and rstd fp32 [T]. The arithmetic is fp32, and each
+    result is rounded once. dweight and dbias cost a second, small launch.
     """
-    _check(x, dy=dy, dtotal=dtotal, mean=mean, rstd=rstd, weight=weight)
-    dx, *vectors = _backward(*_contiguous(dy, x, mean, rstd, weight, dtotal), dweight, dbias)
+    dx, *vectors = _backward(*contiguous(dy, x, mean, rstd, weight, dtotal), dweight, dbias)
     results = iter(vectors)
     return dx, *(None if dtype is None else next(results) for dtype in (dweight, dbias))
