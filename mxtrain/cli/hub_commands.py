@@ -19,32 +19,26 @@ DTYPES = ("float32", "bfloat16")
 EXPORT = """\
 Write a checkpoint of a run to a folder that Hugging Face's transformers read: safetensors, config.json,
 generation_config.json and the tokenizer. Works on a CPU, for checkpoints of any number of processes, and reads one
-weight after another. Models: llama3 and qwen3.
+weight after another. Models: llama3 and qwen3. The exported model has RMSNorm and plain linears, whatever the run was
+trained with. The loss on held-out text of both is printed, and kept in DIR/mxtrain.json.
 
   mxtrain export outputs/llama3_debug-20261120-131838 exported/
   mxtrain export outputs/a exported/ --step 1000 --dtype bfloat16
   mxtrain export outputs/a exported/ --fold-gain      norms have gains of one; the next weights contain them
+  mxtrain export outputs/a exported/ --format mxfp8   for vLLM: the codes and scales that training multiplied in fprop
 
-The exported model has RMSNorm and plain linears, whatever the run was trained with. The command prints the loss on
-held-out text of both: as trained, with the run's converters, and as exported. DIR/mxtrain.json keeps both.
-
---format mxfp8 and nvfp4 write the codes and scales that training multiplied in fprop, in compressed-tensors' layouts,
-which vLLM reads (transformers too, with compressed-tensors installed). Gains that training folded are folded; linears
-that trained in high precision or in another format stay in --dtype.
-
-  mxtrain export outputs/a exported/ --format mxfp8
+--format mxfp8 and nvfp4 have compressed-tensors' layouts. Gains that training folded are folded; linears that trained
+in high precision or in another format stay in --dtype.
 """
 IMPORT = """\
-Make a run's folder from a Hugging Face model: its weights as a checkpoint (step 0), its tokenizer, and a config.toml
-with which to continue its training, by transformers (pip install "mxtrain[hf]"). Models: Llama and dense Qwen3 of any
+Make a run's folder from a Hugging Face model, by transformers (pip install "mxtrain[hf]"): its weights as a checkpoint
+(step 0), its tokenizer, and a config.toml with which to continue its training. Models: Llama and dense Qwen3 of any
 size, in safetensors files of fp32, bf16 or fp16. What differs from the nearest flavor of llama3 or qwen3 is in
-[model_args]. Pickles (.bin, .pt) are never read.
+[model_args]. Without --config the settings are those of a short continuation with MXNorm on Python source.
 
   mxtrain import models/Qwen3-0.6B outputs/qwen
   mxtrain import models/Llama-3.1-8B outputs/llama --config train_configs/llama3_8b.toml
   mxtrain train outputs/qwen/config.toml
-
-Without --config the settings are those of a short continuation with MXNorm on Python source; edit config.toml.
 """
 GENERATE = """\
 Print a text and its continuation, word by word, by transformers (pip install "mxtrain[hf]"). RUN is a run's folder, or

@@ -226,18 +226,14 @@ def held_out_losses(run: SavedRun, tokens: int, exporter: Exporter, device: torc
     """Compute the loss of the run's weights as trained and as exported, on the same held-out tokens.
 
     Both compute in fp32, but for the operands that the converters round: the difference is that of the converters.
-
-    Args:
-        tokens: how many tokens to predict, at most; whole sequences of the run's length.
-        exporter: has the weights as the exported model multiplies them.
-        device: holds one model at a time, fp32.
+    ``device`` holds one model at a time.
 
     Returns:
         "as_trained" and "as_exported", the mean cross entropies in nats per token; the number of "tokens"; the name
         of the "text".
 
     Raises:
-        NoLoss: the run's text has no held-out part, is gone or has changed; or TorchTitan quantized the run.
+        NoLoss: as ``held_out_ids``, or TorchTitan quantized the run.
     """
     if theirs := [name for name in run.job_config.model.converters if name.startswith(TITAN_QUANTIZING)]:
         raise NoLoss(f"it would need TorchTitan's converter {theirs[0]!r}, which runs in training only")
@@ -248,9 +244,5 @@ def held_out_losses(run: SavedRun, tokens: int, exporter: Exporter, device: torc
     for fqn, weight in model.state_dict().items():
         if fqn in run.weights:
             weight.copy_(exporter.values(fqn))
-    return {
-        "as_trained": as_trained,
-        "as_exported": text.loss(model, device),
-        "tokens": text.tokens,
-        "text": name,
-    }
+    as_exported = text.loss(model, device)
+    return {"as_trained": as_trained, "as_exported": as_exported, "tokens": text.tokens, "text": name}

@@ -3,7 +3,8 @@
 import importlib.metadata
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import CONFIG_FILE, ModelShape, Parameter, RopeScaling
 from mxtrain.hugging_face.text import from_pretrained
 from mxtrain.settings.model_settings import PLACES
-from mxtrain.titan.models.llama3 import hidden_dim, is_tied
+from mxtrain.titan.models.llama3 import is_tied
 from mxtrain.titan.models.model_args import wrong_size
 
 MODELS = ("llama3", "qwen3")
@@ -30,13 +31,8 @@ SETTINGS = {
     "tie_word_embeddings": "enable_weight_tying",
 }
 """Field of config.json -> the setting of [model_args] that has its value"""
-ROPE_SETTINGS = {
-    "rope_factor": "factor",
-    "rope_low_freq_factor": "low_freq_factor",
-    "rope_high_freq_factor": "high_freq_factor",
-    "rope_original_seq_len": "original_max_position_embeddings",
-}
-"""The settings of [model_args] that have the values of rope_scaling"""
+ROPE_SETTINGS = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_seq_len")
+"""The settings of [model_args] that have the values of rope_scaling, in the order of ``RopeScaling``"""
 TRANSFORMERS_EXPERTS = {
     "num_shared_experts": 0,
     "score_func": "softmax",
@@ -66,50 +62,43 @@ def require_exportable(model: str, args, where: str) -> None:
         raise ConfigError(
             f"{where}: model.name = {model!r} has no Hugging Face form here; supported are: {', '.join(MODELS)}"
         )
-    wrong = []
-    if model == "qwen3" and not args.qk_norm:
-        wrong = ["qk_norm = False"]
-    elif model == "qwen3" and args.moe_enabled:
-        found = {name: getattr(args.moe_args, name) for name in TRANSFORMERS_EXPERTS}
-        wrong = [f"{name} = {value!r}" for name, value in found.items() if value != TRANSFORMERS_EXPERTS[name]]
-    if wrong:
-        raise ConfigError(f"{where}: a {model} with {', '.join(wrong)} has no counterpart in transformers")
+    if model == "qwen3":
+        found, expected = {"qk_norm": args.qk_norm}, {"qk_norm": True}
+        if args.moe_enabled:
+            found, expected = found | vars(args.moe_args), expected | TRANSFORMERS_EXPERTS
+        if wrong := [f"{name} = {found[name]!r}" for name in expected if found[name] != expected[name]]:
+            raise ConfigError(f"{where}: a {model} with {', '.join(wrong)} has no counterpart in transformers")
 
 
 def shape_of(model: str, args, positions: int) -> ModelShape:
     """Return the shape of one of ``MODELS`` with TorchTitan's model arguments ``args``, and this many positions."""
-    scaling, own = None, {}
+    values = {
+        "model_type": "llama" if model == "llama3" else "qwen3",
+        "rope_scaling": None,
+        **{field: _value_of(model, args, setting) for field, setting in SETTINGS.items() if setting in PLACES[model]},
+        "num_key_value_heads": args.n_kv_heads or args.n_heads,
+        "rms_norm_eps": float(args.norm_eps),
+        "rope_theta": float(args.rope_theta),
+    }
     if model == "llama3":
-        kind, head_dim, features, rope = "llama", args.dim // args.n_heads, hidden_dim(args), args.rope_scaling_args
-        if rope.scaling_factor != 1:
-            factors = map(float, (rope.scaling_factor, rope.low_freq_factor, rope.high_freq_factor))
-            scaling = RopeScaling(*factors, rope.original_max_position_embeddings)
-    else:
-        kind, head_dim, features = "qwen3", args.head_dim, args.hidden_dim
-        if args.moe_enabled:
-            kind = "qwen3_moe"
-            own = {
-                "num_experts": args.moe_args.num_experts,
-                "num_experts_per_tok": args.moe_args.top_k,
-                "moe_intermediate_size": args.moe_inter_dim,
-                "norm_topk_prob": args.moe_args.route_norm,
-            }
-    return ModelShape(
-        model_type=kind,
-        hidden_size=args.dim,
-        num_hidden_layers=args.n_layers,
-        num_attention_heads=args.n_heads,
-        num_key_value_heads=args.n_kv_heads or args.n_heads,
-        head_dim=head_dim,
-        intermediate_size=features,
-        vocab_size=args.vocab_size,
-        rms_norm_eps=float(args.norm_eps),
-        rope_theta=float(args.rope_theta),
-        rope_scaling=scaling,
-        tie_word_embeddings=is_tied(args),
-        max_position_embeddings=positions,
-        **own,
-    )
+        values["head_dim"] = args.dim // args.n_heads
+        if args.rope_scaling_args.scaling_factor != 1:
+            *factors, original = (_value_of(model, args, setting) for setting in ROPE_SETTINGS)
+            values["rope_scaling"] = RopeScaling(*map(float, factors), original)
+    elif args.moe_enabled:
+        values |= {
+            "model_type": "qwen3_moe",
+            "num_experts": args.moe_args.num_experts,
+            "num_experts_per_tok": args.moe_args.top_k,
+            "moe_intermediate_size": args.moe_inter_dim,
+            "norm_topk_prob": args.moe_args.route_norm,
+        }
+    return ModelShape(**values, vocab_size=args.vocab_size, max_position_embeddings=positions)
+
+
+def _value_of(model: str, args, setting: str):
+    """Return what TorchTitan's model arguments have in place of a setting of [model_args]."""
+    return attrgetter(PLACES[model][setting])(args)
 
 
 def find_model(shape: ModelShape, where: str) -> tuple[str, str, dict[str, object], object]:
@@ -159,7 +148,7 @@ def _settings_of(shape: ModelShape) -> dict[str, object]:
     settings = {setting: getattr(shape, field) for field, setting in SETTINGS.items()}
     if shape.rope_scaling is None:
         return settings | {"rope_factor": 1.0}
-    return settings | {setting: getattr(shape.rope_scaling, name) for setting, name in ROPE_SETTINGS.items()}
+    return settings | dict(zip(ROPE_SETTINGS, astuple(shape.rope_scaling)))
 
 
 def parameters(model: str, args) -> dict[str, Parameter]:
