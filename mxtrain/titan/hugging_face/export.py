@@ -1,19 +1,14 @@
 """``mxtrain export``: opens a run, and writes its weights as a model of Hugging Face's transformers."""
 
-import copy
 import json
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.distributed import ParallelDims
-from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
-from torchtitan.tools.logging import logger
 
 from mxtrain.checkpoints.manifest import MANIFEST_FILE
 from mxtrain.config import dump_config
@@ -29,17 +24,15 @@ from mxtrain.hugging_face.model_files import new_target
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.run_folder.files import CONFIG_FILE
-from mxtrain.settings.check import TITAN_QUANTIZING
 from mxtrain.settings.read import places, read_settings
 from mxtrain.settings.resume import other_defaults
-from mxtrain.titan.converters import active_settings
+from mxtrain.titan.converters import TITAN_CONVERTERS, active_settings
 from mxtrain.titan.hugging_face.models import meta_model, parameters, require_exportable, shape_of
 from mxtrain.titan.metrics import package_versions
+from mxtrain.titan.models.describe import convert_on_meta
 from mxtrain.titan.models.llama3 import is_tied
 from mxtrain.titan.models.model_args import given_in
 from mxtrain.titan.parse import parse_job_config, resolved_settings
-
-ONE_PROCESS = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size"), 1)
 
 
 def export(
@@ -132,24 +125,11 @@ class SavedRun:
     weights: SavedWeights
 
     def build(self, has_converters: bool) -> torch.nn.Module:
-        """Return the run's model on the meta device, fp32, with mxtrain's converters as the trainer applies them.
-
-        TorchTitan's own converters need their devices, and are left out.
-        """
+        """Return the run's model on the meta device, fp32, with mxtrain's converters or without any."""
         model = meta_model(self.job_config.model.name, self.args)
-        if not has_converters:
-            return model
-        job_config = copy.deepcopy(self.job_config)
-        job_config.model.converters = [n for n in job_config.model.converters if not n.startswith(TITAN_QUANTIZING)]
-        job_config.mxnorm.diagnostics.every = 0  # they need the trainer
-        # No gradients are computed here, so the converters' warnings of rounding in the backward mean nothing.
-        level = logger.level
-        logger.setLevel(logging.ERROR)
-        try:
-            build_model_converters(job_config, ParallelDims(**ONE_PROCESS)).convert(model)
-        finally:
-            logger.setLevel(level)
-        set_step(model, max(1, self.step))  # the recipes that a schedule has for this step
+        if has_converters:
+            convert_on_meta(self.job_config, model)
+            set_step(model, max(1, self.step))  # the recipes that a schedule has for this step
         return model
 
     def load(self, device: torch.device, has_converters: bool) -> torch.nn.Module:
@@ -233,10 +213,11 @@ def held_out_losses(run: SavedRun, tokens: int, exporter: Exporter, device: torc
         of the "text".
 
     Raises:
-        NoLoss: as ``held_out_ids``, or TorchTitan quantized the run.
+        NoLoss: as ``held_out_ids``, or the run had other converters than mxtrain's.
     """
-    if theirs := [name for name in run.job_config.model.converters if name.startswith(TITAN_QUANTIZING)]:
-        raise NoLoss(f"it would need TorchTitan's converter {theirs[0]!r}, which runs in training only")
+    ours = [kind.name for kind in TITAN_CONVERTERS]
+    if others := [name for name in run.job_config.model.converters if name not in ours]:
+        raise NoLoss(f"it would need the converter {others[0]!r}, which runs in training only")
     name, ids = held_out_ids(run.folder)
     text = HeldOutText(ids, tokens, run.job_config.training.seq_len)
     as_trained = text.loss(run.load(device, has_converters=True), device)

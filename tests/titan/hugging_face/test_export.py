@@ -370,5 +370,5 @@ def test_what_forbids_a_loss_is_named_and_the_weights_are_exported(run, tmp_path
     with pytest.raises(NoLoss, match="is short, or data.validation_share is 0"):
         held_out_ids(short)
     _, lines = export(short, tmp_path / "out", loss_tokens=64)
-    assert "no loss is computed: it would need TorchTitan's converter 'quantize.linear.float8', which" in lines
+    assert "no loss is computed: it would need the converter 'quantize.linear.float8', which" in lines
     assert (tmp_path / "out" / "model.safetensors").is_file()
