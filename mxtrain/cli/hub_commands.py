@@ -158,14 +158,15 @@ def _generate(options) -> int:
     if options.greedy and given:
         raise ConfigError(f"--greedy draws nothing: it does not go with --{next(iter(given)).replace('_', '-')}")
     temperature, top_p, seed = given.get("temperature", 0.8), given.get("top_p", 0.95), given.get("seed", 0)
-    if not 0 < temperature < math.inf:
-        raise ConfigError(f"--temperature = {temperature} is not a positive number; --greedy stands for 0")
-    if not 0 < top_p <= 1:
-        raise ConfigError(f"--top-p = {top_p} is not above 0 and at most 1")
-    if not 0 <= seed < 2**63:
-        raise ConfigError(f"--seed = {seed} is not an integer from 0 to 2^63 - 1")
-    if not options.prompt.isascii() and options.prompt != options.prompt.encode(errors="replace").decode():
-        # Python keeps bytes of an argument that are not UTF-8 as lone surrogates.
+    for name, value, is_right, problem in (
+        ("temperature", temperature, 0 < temperature < math.inf, "a positive number; --greedy stands for 0"),
+        ("top-p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
+        ("seed", seed, 0 <= seed < 2**63, "an integer from 0 to 2^63 - 1"),
+    ):
+        if not is_right:
+            raise ConfigError(f"--{name} = {value} is not {problem}")
+    # Python keeps bytes of an argument that are not UTF-8 as lone surrogates.
+    if options.prompt != options.prompt.encode(errors="replace").decode():
         raise ConfigError(f"TEXT = {options.prompt!r} is not UTF-8 text; give it in UTF-8")
     numbers = _positive(options, "max_new_tokens")
     # transformers' default top_k = 50 would be a second limit.

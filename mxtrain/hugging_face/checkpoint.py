@@ -34,17 +34,17 @@ def find_checkpoint(run: Path, folder: str, step: int | None) -> tuple[Path, Man
             "true"
         )
     step = max(saved.whole) if step is None else step
-    if problem := saved.problems.get(f"step-{step}"):
-        raise _damaged(saved.path(step), problem)
+    checkpoint = saved.path(step)
+    if problem := saved.problems.get(checkpoint.name):
+        raise _damaged(checkpoint, problem)
     if step not in saved.whole:
         steps = ", ".join(map(str, saved.whole))
         raise ConfigError(f"--step = {step} is not among the steps in {saved.folder}: {steps}")
-    checkpoint, manifest = saved.path(step), saved.whole[step]
     try:
-        check_hashes(checkpoint, manifest, manifest.files)
+        check_hashes(checkpoint, saved.whole[step], saved.whole[step].files)
     except DamagedCheckpoint as error:
         raise _damaged(checkpoint, error) from error
-    return checkpoint, manifest
+    return checkpoint, saved.whole[step]
 
 
 class SavedWeights:

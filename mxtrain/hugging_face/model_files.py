@@ -71,7 +71,8 @@ class ShardWriter:
         self._folder = folder
         self._shard_bytes = shard_bytes
         self._pending: dict[str, torch.Tensor] = {}
-        self._shards: list[list[str]] = []
+        self._shards: list[tuple[Path, list[str]]] = []
+        """Files, which get their names when their number is known, and their tensors"""
         self.total_bytes = 0
         """Bytes of all tensors so far"""
 
@@ -88,35 +89,29 @@ class ShardWriter:
         self._pending[name] = tensor.contiguous().clone() if is_view else tensor
         self.total_bytes += tensor.nbytes
 
-    def finish(self) -> list[str]:
-        """Write the rest, give the files their names and write the index if there are several. Return their names."""
+    def finish(self) -> None:
+        """Write the rest, give the files their names, and write the index if there are several."""
         self._flush()
-        count = len(self._shards)
-        names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)] if count > 1 else [SINGLE_FILE]
-        for number, name in enumerate(names):
-            self._unnamed(number).rename(self._folder / name)
-        if count == 1:
-            return names
-        places = {tensor: name for name, tensors in zip(names, self._shards, strict=True) for tensor in tensors}
-        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(places.items()))}
-        (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        return [*names, INDEX_FILE]
+        count, places = len(self._shards), {}
+        for number, (file, tensors) in enumerate(self._shards, 1):
+            name = SINGLE_FILE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+            file.rename(self._folder / name)
+            places |= dict.fromkeys(tensors, name)
+        if count > 1:
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(places.items()))}
+            (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def _flush(self) -> None:
-        path = self._unnamed(len(self._shards))
-        path.touch()
-        mode = path.stat().st_mode  # safetensors makes files that only their owner reads
+        file = self._folder / f"shard-{len(self._shards)}.tmp"
+        file.touch()
+        mode = file.stat().st_mode  # safetensors makes files that only their owner reads
         try:
-            save_file(self._pending, path, metadata={"format": "pt"})
-            path.chmod(mode)
+            save_file(self._pending, file, metadata={"format": "pt"})
         except SafetensorError as error:  # a full disk, for example
-            raise OSError(f"{path.name}: {error}") from error
-        self._shards.append(list(self._pending))
+            raise OSError(f"{file.name}: {error}") from error
+        file.chmod(mode)
+        self._shards.append((file, list(self._pending)))
         self._pending = {}
-
-    def _unnamed(self, number: int) -> Path:
-        """The path of a file until the number of files is known."""
-        return self._folder / f"shard-{number}.tmp"
 
 
 class SavedTensors:

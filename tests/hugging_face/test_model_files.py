@@ -29,14 +29,14 @@ def write(folder, shard_bytes, tensors=TENSORS):
     writer = ShardWriter(folder, shard_bytes)
     for name, tensor in tensors.items():
         writer.add(name, tensor)
-    return writer.finish()
+    writer.finish()
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_few_tensors_are_one_file(tmp_path):
     assert write(tmp_path, 2000) == [SINGLE_FILE]
     read = load_file(tmp_path / SINGLE_FILE)
     assert read.keys() == TENSORS.keys() and all(torch.equal(read[name], TENSORS[name]) for name in read)
-    assert [path.name for path in tmp_path.iterdir()] == [SINGLE_FILE]
 
 
 def test_many_tensors_are_several_files_and_an_index(tmp_path):
@@ -44,7 +44,6 @@ def test_many_tensors_are_several_files_and_an_index(tmp_path):
     tmp_path /= "files"
     names = write(tmp_path, 800)
     assert names == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)] + [INDEX_FILE]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
     index = json.loads((tmp_path / INDEX_FILE).read_text())
     assert index["metadata"] == {"total_size": 2000}
     assert [index["weight_map"][name] for name in "abcde"] == [names[i] for i in (0, 0, 1, 1, 2)]

@@ -104,6 +104,8 @@ def _value_of(model: str, args, setting: str):
 def find_model(shape: ModelShape, where: str) -> tuple[str, str, dict[str, object], object]:
     """Find the flavor that needs the fewest settings of [model_args] to have a shape.
 
+    All settings give a flavor its closest shape. Those without which it stays the same are left out.
+
     Returns:
         TorchTitan's name of the model, the flavor, the settings, and TorchTitan's arguments of a model of this shape.
 
@@ -111,33 +113,29 @@ def find_model(shape: ModelShape, where: str) -> tuple[str, str, dict[str, objec
         ConfigError: TorchTitan has no model of this shape. The message begins with ``where``.
     """
 
-    def args_with(model: str, flavor: str, settings: dict[str, object]):
+    def with_settings(model: str, flavor: str, settings: dict[str, object]) -> tuple[object, ModelShape]:
         args = get_train_spec(model).model_args[flavor]  # a copy
         args.set_model_args(settings)
         args.vocab_size = shape.vocab_size
-        return args
-
-    def shape_with(model: str, flavor: str, settings: dict[str, object]) -> ModelShape:
-        return shape_of(model, args_with(model, flavor, settings), shape.max_position_embeddings)
+        return args, shape_of(model, args, shape.max_position_embeddings)
 
     found = []
     for model in MODELS:
         wanted = {name: value for name, value in _settings_of(shape).items() if name in PLACES[model]}
         for flavor in get_train_spec(model).model_args:
-            closest, settings = shape_with(model, flavor, wanted), wanted
+            (args, closest), settings = with_settings(model, flavor, wanted), wanted
             if closest.model_type == shape.model_type:
                 for name in wanted:
                     fewer = {other: value for other, value in settings.items() if other != name}
-                    settings = fewer if shape_with(model, flavor, fewer) == closest else settings
-                found.append((model, flavor, settings, closest))
-    model, flavor, settings, closest = min(found, key=lambda candidate: len(candidate[2]))
+                    settings = fewer if with_settings(model, flavor, fewer)[1] == closest else settings
+                found.append((model, flavor, settings, args, closest))
+    model, flavor, settings, args, closest = min(found, key=lambda candidate: len(candidate[2]))
     for name, value in vars(shape).items():
         if (other := getattr(closest, name)) != value:
             raise ConfigError(
                 f"{where}: {name} = {value!r} in {CONFIG_FILE} does not fit TorchTitan's {model}, which would have "
                 f"{other!r}"
             )
-    args = args_with(model, flavor, settings)
     if problem := wrong_size(model, args):
         raise ConfigError(f"{where}: {CONFIG_FILE} {problem}")
     return model, flavor, settings, args
