@@ -1,49 +1,44 @@
 """``mxtrain export``, ``import``, ``generate`` and ``eval``: runs as Hugging Face models, and back."""
 
 import argparse
+import math
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mxtrain.cli import quiet
-from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
 from mxtrain.files import reason
-from mxtrain.hugging_face.model_config import CONFIG_FILE as MODEL_FILE
 from mxtrain.run_folder.files import CONFIG_FILE
 
+MODEL_FILE = "config.json"
 LOSS_TOKENS = 16384
 DTYPES = ("float32", "bfloat16")
 
 EXPORT = """\
 Write a checkpoint of a run to a folder that Hugging Face's transformers read: safetensors, config.json,
 generation_config.json and the tokenizer. Works on a CPU, for checkpoints of any number of processes, and reads one
-weight after another. Models: llama3 and qwen3.
+weight after another. Models: llama3 and qwen3. The exported model has RMSNorm and plain linears, whatever the run was
+trained with. The loss on held-out text of both is printed, and kept in DIR/mxtrain.json.
 
   mxtrain export outputs/llama3_debug-20261120-131838 exported/
   mxtrain export outputs/a exported/ --step 1000 --dtype bfloat16
   mxtrain export outputs/a exported/ --fold-gain      norms have gains of one; the next weights contain them
+  mxtrain export outputs/a exported/ --format mxfp8   for vLLM: the codes and scales that training multiplied in fprop
 
-The exported model has RMSNorm and plain linears, whatever the run was trained with. The command prints the loss on
-held-out text of both: as trained, with the run's converters, and as exported. DIR/mxtrain.json keeps both.
-
---format mxfp8 and nvfp4 write the codes and scales that training multiplied in fprop, in compressed-tensors' layouts,
-which vLLM reads (transformers too, with compressed-tensors installed). Gains that training folded are folded; linears
-that trained in high precision or in another format stay in --dtype.
-
-  mxtrain export outputs/a exported/ --format mxfp8
+--format mxfp8 and nvfp4 have compressed-tensors' layouts. Gains that training folded are folded; linears that trained
+in high precision or in another format stay in --dtype.
 """
 IMPORT = """\
-Make a run's folder from a Hugging Face model: its weights as a checkpoint (step 0), its tokenizer, and a config.toml
-with which to continue its training. Models: Llama and dense Qwen3 of any size, in safetensors files of fp32, bf16 or
-fp16. What differs from the nearest flavor of llama3 or qwen3 is in [model_args]. Pickles (.bin, .pt) are never read.
+Make a run's folder from a Hugging Face model, by transformers (pip install "mxtrain[hf]"): its weights as a checkpoint
+(step 0), its tokenizer, and a config.toml with which to continue its training. Models: Llama and dense Qwen3 of any
+size, in safetensors files of fp32, bf16 or fp16. What differs from the nearest flavor of llama3 or qwen3 is in
+[model_args]. Without --config the settings are those of a short continuation with MXNorm on Python source.
 
   mxtrain import models/Qwen3-0.6B outputs/qwen
   mxtrain import models/Llama-3.1-8B outputs/llama --config train_configs/llama3_8b.toml
   mxtrain train outputs/qwen/config.toml
-
-Without --config the settings are those of a short continuation with MXNorm on Python source; edit config.toml.
 """
 GENERATE = """\
 Print a text and its continuation, word by word, by transformers (pip install "mxtrain[hf]"). RUN is a run's folder, or
@@ -134,7 +129,7 @@ def _export(options) -> int:
         raise ConfigError("--device = 'cuda': PyTorch sees no GPU (see 'mxtrain doctor')")
     from mxtrain.titan.hugging_face.export import export
 
-    report = export(
+    _, lines = export(
         options.source,
         options.target,
         step=options.step,
@@ -144,7 +139,7 @@ def _export(options) -> int:
         loss_tokens=options.loss_tokens,
         device=options.device,
     )
-    print(report)
+    print(lines)
     return 0
 
 
@@ -158,60 +153,81 @@ def _import(options) -> int:
 
 
 def _generate(options) -> int:
-    names = ("temperature", "top_p", "seed", "max_new_tokens")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    if options.greedy and (drawing := [name for name in given if name != "max_new_tokens"]):
-        raise ConfigError(f"--greedy draws nothing: it does not go with --{drawing[0].replace('_', '-')}")
-    try:
-        options.prompt.encode("utf-8")
-    except UnicodeEncodeError as error:  # Python keeps bytes of an argument that are not UTF-8 as lone surrogates
-        raise ConfigError(
-            f"TEXT = {options.prompt!r} is not UTF-8 text: character {error.start} is wrong; give it in UTF-8"
-        ) from error
-    quiet.hide_library_warnings()
-    from mxtrain.hugging_face.generation import Sampling, generate
-    from mxtrain.hugging_face.pretrained import load, require_transformers
+    drawing = {"temperature": options.temperature, "top_p": options.top_p, "seed": options.seed}
+    given = {name: value for name, value in drawing.items() if value is not None}
+    if options.greedy and given:
+        raise ConfigError(f"--greedy draws nothing: it does not go with --{next(iter(given)).replace('_', '-')}")
+    temperature, top_p, seed = given.get("temperature", 0.8), given.get("top_p", 0.95), given.get("seed", 0)
+    for name, value, is_right, problem in (
+        ("temperature", temperature, 0 < temperature < math.inf, "a positive number; --greedy stands for 0"),
+        ("top-p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
+        ("seed", seed, 0 <= seed < 2**63, "an integer from 0 to 2^63 - 1"),
+    ):
+        if not is_right:
+            raise ConfigError(f"--{name} = {value} is not {problem}")
+    # Python keeps bytes of an argument that are not UTF-8 as lone surrogates.
+    if options.prompt != options.prompt.encode(errors="replace").decode():
+        raise ConfigError(f"TEXT = {options.prompt!r} is not UTF-8 text; give it in UTF-8")
+    numbers = _positive(options, "max_new_tokens")
+    # transformers' default top_k = 50 would be a second limit.
+    drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    sampling = {"do_sample": False} if options.greedy else drawn
+    with _pretrained(options) as pretrained:
+        from mxtrain.hugging_face.text import generate
 
-    # Mistakes show before the slow export.
-    sampling = Sampling(greedy=options.greedy, **given)
-    require_transformers()
-    with model_folder(options.source, options.step) as folder:
-        generate(load(folder), options.prompt, sampling)
+        generate(pretrained, options.prompt, **numbers, seed=options.seed, **sampling)
     return 0
 
 
 def _eval(options) -> int:
-    quiet.hide_library_warnings()
-    from mxtrain.hugging_face.evaluation import Reading, evaluate, read_texts
-    from mxtrain.hugging_face.pretrained import load, require_transformers
+    numbers = _positive(options, "seq_len", "stride", "max_tokens")
+    texts = [_read(file) for file in options.files]
+    with _pretrained(options) as pretrained:
+        from mxtrain.hugging_face.text import evaluate
 
-    # Mistakes show before the slow export.
-    reading = Reading(options.seq_len, options.stride, options.max_tokens)
-    require_transformers()
-    texts = read_texts(options.files)
-    with model_folder(options.source, options.step) as folder:
-        print(evaluate(load(folder), texts, reading))
+        print(evaluate(pretrained, texts, **numbers))
     return 0
 
 
-@contextmanager
-def model_folder(source: Path, step: int | None) -> Iterator[Path]:
-    """Yield a folder that transformers reads: ``source`` itself, or a temporary export of the run in ``source``, fp32.
+def _positive(options, *names: str) -> dict[str, int | None]:
+    """Return these options. Raises ConfigError for one that is given and not positive."""
+    for name in names:
+        if getattr(options, name) is not None:
+            require_positive_integer(f"--{name.replace('_', '-')}", getattr(options, name))
+    return {name: getattr(options, name) for name in names}
 
-    Args:
-        source: the argument RUN.
-        step: of the run's checkpoint; None takes the newest.
+
+def _read(file: Path) -> str:
+    """Read a text file. Raises ConfigError if it cannot be read, is empty or is not UTF-8."""
+    try:
+        text = file.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"FILE = {str(file)!r} cannot be read: {reason(error)}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"FILE = {str(file)!r} is not UTF-8 text: byte {error.start} is wrong") from error
+    if not text:
+        raise ConfigError(f"FILE = {str(file)!r} is empty")
+    return text
+
+
+@contextmanager
+def _pretrained(options):
+    """Yield the model in the argument RUN, which is a model's folder or a run, exported to a temporary folder in fp32.
 
     Raises:
-        ConfigError: ``source`` is neither of the two or cannot be exported, or a step of a model is asked for.
+        ConfigError: RUN is neither of the two, cannot be exported or loaded, or a step of a model is asked for.
     """
-    where = f"RUN = {str(source)!r}"
+    quiet.hide_library_warnings()
+    from mxtrain.hugging_face.text import load, require_transformers
+
+    require_transformers()
+    source, where = options.source, f"RUN = {str(options.source)!r}"
     if not source.is_dir():
         raise ConfigError(f"{where} is not a folder" if source.exists() else f"{where} does not exist")
     if (source / MODEL_FILE).is_file():
-        if step is not None:
-            raise ConfigError(f"--step = {step}: {where} is a Hugging Face model, which has no steps")
-        yield source
+        if options.step is not None:
+            raise ConfigError(f"--step = {options.step}: {where} is a Hugging Face model, which has no steps")
+        yield load(source)
         return
     if not (source / CONFIG_FILE).is_file():
         raise ConfigError(
@@ -224,6 +240,7 @@ def model_folder(source: Path, step: int | None) -> Iterator[Path]:
     except OSError as error:
         raise ConfigError(f"{where} needs a temporary folder for its export: {reason(error)}; set TMPDIR") from error
     with temporary_folder as temporary:
-        report = export(source, Path(temporary, "exported"), step=step)
-        print(f"mxtrain: exported step {report.step} to a temporary folder", file=sys.stderr)
-        yield report.folder
+        folder = Path(temporary, "exported")
+        step, _ = export(source, folder, step=options.step)
+        print(f"mxtrain: exported step {step} to a temporary folder", file=sys.stderr)
+        yield load(folder)

@@ -18,7 +18,7 @@ multiplied, and bf16 holds them exactly. The same goes for the output head, whic
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,32 +28,27 @@ from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
 from mxtrain.data.tokenizer import copy_tokenizer, load_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.block_layouts import LAYOUTS, Codes
-from mxtrain.hugging_face.model_config import CONFIG_FILE, GENERATION_FILE, ModelShape, config_json, read_generation
+from mxtrain.hugging_face.model_config import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    ModelShape,
+    Parameter,
+    config_json,
+    read_generation,
+)
 from mxtrain.hugging_face.model_files import ShardWriter, shard_size
-from mxtrain.recipes.recipe import LinearRecipe
+from mxtrain.recipes.recipe import LinearRecipe, Recipe
 
 FORMATS = ("hf", *LAYOUTS)
-# The last names of the linears that vLLM joins into one.
-JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-EMBEDDING, HEAD = "embed_tokens", "lm_head"
-LAST_NORM = "norm"
+# Linears of a block that vLLM joins into one, by their names in TorchTitan and in the order of its parameters.
+JOINED = (("attention.wq", "attention.wk", "attention.wv"), ("feed_forward.w1", "feed_forward.w3"))
+EMBEDDING, LAST_NORM, HEAD = "tok_embeddings", "norm", "lm_head"
 # Norm of a block -> the parameters that take its result, by their names in TorchTitan. Experts stack their weights, and
 # the router's gate is a linear, too. Qwen3's norms of queries and keys feed no linear.
 FEEDS = {
     "attention_norm": r"attention\.w[qkv]\.weight",
     "ffn_norm": r"feed_forward\.w[13]\.weight|moe\.experts\.w[13]|moe\.router\.gate\.weight",
 }
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A parameter's place in Hugging Face's model."""
-
-    shape: tuple[int, ...]
-    names: tuple[str, ...]
-    """One; one for each expert; or none for a parameter that Hugging Face does not have"""
-    order: torch.Tensor | None
-    """int64 [N], the rows in Hugging Face's order; None if they keep their order"""
 
 
 @dataclass(frozen=True)
@@ -103,23 +98,20 @@ class Exporter:
             )
         norms = {fqn: norm_before(fqn) for fqn in model.parameters}
         self._norms = {fqn: norm for fqn, norm in norms.items() if norm and self._folds(norm, fold_gain)}
-        self._joined = self._joined_linears()
-        self._held: dict[tuple[str, ...], dict[str, Codes]] = {}
         self._ignored: list[str] = []
 
     def values(self, fqn: str) -> torch.Tensor:
         """Return what the exported model multiplies in place of a parameter, rows in TorchTitan's order."""
-        weight, recipe = self._weight(fqn), self._recipes.get(fqn.removesuffix(".weight"))
+        weight, recipe = self._weight(fqn), self._recipes.get(fqn)
         if recipe is None:
             return weight.to(self.dtype)
         return self._layout.values(self._layout.cast(weight, recipe), torch.float32)
 
-    def write(self, folder: Path) -> tuple[list[str], int, list[str]]:
+    def write(self, folder: Path) -> tuple[int, list[str]]:
         """Write safetensors, config.json, generation_config.json and the tokenizer into ``folder``.
 
         Returns:
-            The names of the files without the tokenizer's; the bytes of all tensors; and a line for the user if the
-            tokenizer is missing.
+            The bytes of all tensors, and a line for the user if the tokenizer is missing.
 
         Raises:
             ConfigError: a weight to be cast is not finite, or a file of the tokenizer is damaged.
@@ -127,10 +119,9 @@ class Exporter:
         """
         elements = sum(math.prod(parameter.shape) for parameter in self._model.parameters.values())
         writer = ShardWriter(folder, shard_size(elements * self.dtype.itemsize))
-        for fqn in self._model.parameters:
-            for name, tensor in self.tensors(fqn).items():
-                writer.add(name, tensor)
-        files = writer.finish()
+        for name, tensor in self.tensors():
+            writer.add(name, tensor)
+        writer.finish()
         notes, generation, tokenizer = [], self._generation, self._model.tokenizer
         if (tokenizer / TOKENIZER_FILES[0]).is_file():
             loaded = load_tokenizer(tokenizer)
@@ -143,25 +134,20 @@ class Exporter:
         config = config_json(self._model.shape, dtype, generation) | self.quantization()
         for name, content in {CONFIG_FILE: config, GENERATION_FILE: generation}.items():
             (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        return [*files, CONFIG_FILE, GENERATION_FILE], writer.total_bytes, notes
+        return writer.total_bytes, notes
 
-    def tensors(self, fqn: str) -> dict[str, torch.Tensor]:
-        """Return the tensors to write for a parameter. Weights that vLLM joins come together, with the last of them."""
-        parameter, linear = self._model.parameters[fqn], fqn.removesuffix(".weight")
-        if not parameter.names:
-            return {}
-        weight = self._weight(fqn)
-        if linear in self._recipes:
-            if not weight.isfinite().all():
-                raise ConfigError(f"--format = {self._format!r}: {fqn} has values that are not finite")
-            codes = self._layout.cast(weight, self._recipes[linear]).rows(parameter.order)
-            return self._quantized(parameter.names[0].removesuffix(".weight"), codes)
-        weight = weight if parameter.order is None else weight[parameter.order]
-        parts = weight.unbind() if weight.ndim == 3 else [weight]  # experts are stacked
-        if parts[0].ndim == 2:
-            linears = [name.removesuffix(".weight") for name in parameter.names]
-            self._ignored += [name for name in linears if not name.endswith(EMBEDDING)]
-        return {name: part.to(self.dtype) for name, part in zip(parameter.names, parts, strict=True)}
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all tensors by their names. Linears that vLLM joins come together, in the place of the last."""
+        for fqn, parameter in self._model.parameters.items():
+            if not parameter.names:
+                continue
+            if fqn not in self._recipes:
+                yield from self._plain(fqn)
+            else:
+                joined = joined_with(fqn)
+                in_format = [member for member in joined if member in self._recipes]
+                if fqn == in_format[-1]:
+                    yield from self._quantized(in_format, is_whole=len(in_format) == len(joined))
 
     def quantization(self) -> dict:
         """Return the entries of config.json for a block format, after all tensors."""
@@ -185,6 +171,33 @@ class Exporter:
             }
         }
 
+    def _plain(self, fqn: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of a parameter in high precision."""
+        weight, parameter = self._weight(fqn), self._model.parameters[fqn]
+        weight = weight if parameter.order is None else weight[parameter.order]
+        parts = weight.unbind() if weight.ndim == 3 else [weight]  # experts are stacked
+        for name, part in zip(parameter.names, parts, strict=True):
+            if part.ndim == 2 and not fqn.startswith(EMBEDDING):
+                self._ignored.append(name.removesuffix(".weight"))
+            yield name, part.to(self.dtype)
+
+    def _quantized(self, fqns: list[str], is_whole: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of linears that vLLM joins; ``is_whole``: all of these are in the format."""
+        codes = {self._model.parameters[fqn].names[0].removesuffix(".weight"): self._codes(fqn) for fqn in fqns}
+        unified = self._layout.unify(list(codes.values())) if is_whole and HEAD not in codes else None
+        if unified is None:  # vLLM cannot read them in the block format
+            self._ignored += codes
+            yield from ((f"{linear}.weight", self._layout.values(own, self.dtype)) for linear, own in codes.items())
+            return
+        for linear, own in zip(codes, unified, strict=True):
+            yield from self._layout.tensors(linear, own).items()
+
+    def _codes(self, fqn: str) -> Codes:
+        weight = self._weight(fqn)
+        if not weight.isfinite().all():
+            raise ConfigError(f"--format = {self._format!r}: {fqn} has values that are not finite")
+        return self._layout.cast(weight, self._recipes[fqn]).rows(self._model.parameters[fqn].order)
+
     def _weight(self, fqn: str) -> torch.Tensor:
         """Return a parameter in fp32, with the gain before it folded, or ones for a gain that is folded.
 
@@ -207,61 +220,28 @@ class Exporter:
         is_tied_head = norm == LAST_NORM and self._model.shape.tie_word_embeddings
         return norm in self._model.merged_norms and not is_tied_head
 
-    def _recipes_of_format(self) -> dict[str, object]:
-        """Return the fprop recipes of the linears whose weight training cast to this format, by their names."""
+    def _recipes_of_format(self) -> dict[str, Recipe]:
+        """Return the fprop recipes of the weights that training cast to this format, by the parameters' names."""
         if self._layout is None:
             return {}
-        fprop = {fqn: recipe.fprop for fqn, recipe in self._model.recipes.items() if recipe is not None}
-        found = {fqn: recipe for fqn, recipe in fprop.items() if recipe.format == self._layout.block_format}
+        fprop = {f"{fqn}.weight": recipe and recipe.fprop for fqn, recipe in self._model.recipes.items()}
+        formats = {fqn: recipe.format if recipe else None for fqn, recipe in fprop.items()}
+        found = {fqn: fprop[fqn] for fqn, format in formats.items() if format == self._layout.block_format}
         if not found:
-            names = sorted({recipe.format.name for recipe in fprop.values() if recipe.format is not None})
-            if len(fprop) < len(self._model.recipes) or any(recipe.format is None for recipe in fprop.values()):
-                names.append("high-precision")
+            names = sorted(format.name for format in {*formats.values()} if format is not None)
+            has = [*names, "high-precision"] if None in formats.values() else names
             raise ConfigError(
                 f"--format = {self._format!r}: fprop casts no weight of this run to {self._format} at this step; its "
-                f"linears have {' or '.join(names)} weights: choose another format; 'hf' takes every run"
+                f"linears have {' or '.join(has)} weights: choose another format; 'hf' takes every run"
             )
         return found
 
-    def _joined_linears(self) -> dict[str, tuple[str, ...] | None]:
-        """Return, by Hugging Face's name of each linear in the format, the linears that vLLM joins, itself included.
 
-        None stands for linears that vLLM cannot read in a block format: the head, and linears of which only a part is
-        in the format.
-        """
-        names = {fqn: parameter.names for fqn, parameter in self._model.parameters.items()}
-        existing = {name.removesuffix(".weight") for each in names.values() for name in each}
-        quantized = {names[f"{linear}.weight"][0].removesuffix(".weight") for linear in self._recipes}
-        joined = {}
-        for linear in quantized:
-            parent, _, own = linear.rpartition(".")
-            ends = next((ends for ends in JOINED if own in ends), (own,))
-            members = tuple(name for end in ends if (name := f"{parent}.{end}") in existing)
-            joined[linear] = members if own != HEAD and quantized.issuperset(members) else None
-        return joined
-
-    def _quantized(self, linear: str, codes: Codes) -> dict[str, torch.Tensor]:
-        members = self._joined[linear]
-        if members is None:
-            return self._as_values({linear: codes})
-        held = self._held.setdefault(members, {})
-        held[linear] = codes
-        if len(held) < len(members):
-            return {}
-        del self._held[members]
-        unified = self._layout.unify(list(held.values()))
-        if unified is None:
-            return self._as_values(held)
-        return {
-            name: tensor
-            for linear, codes in zip(held, unified, strict=True)
-            for name, tensor in self._layout.tensors(linear, codes).items()
-        }
-
-    def _as_values(self, linears: dict[str, Codes]) -> dict[str, torch.Tensor]:
-        """Write the values of codes, for linears that vLLM cannot read in the block format."""
-        self._ignored += linears
-        return {f"{linear}.weight": self._layout.values(codes, self.dtype) for linear, codes in linears.items()}
+def joined_with(fqn: str) -> list[str]:
+    """Return the weights that vLLM joins with this one, itself included."""
+    found = re.fullmatch(r"(layers\.\d+)\.(.+)\.weight", fqn)
+    joined = next((linears for linears in JOINED if found and found[2] in linears), None)
+    return [fqn] if joined is None else [f"{found[1]}.{linear}.weight" for linear in joined]
 
 
 def norm_before(fqn: str) -> str | None:

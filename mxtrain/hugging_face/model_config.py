@@ -1,10 +1,12 @@
 """A model's shape, and the config.json that describes it to Hugging Face's transformers."""
 
-import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import torch
+
 from mxtrain.errors import ConfigError
+from mxtrain.hugging_face.text import from_pretrained
 from mxtrain.json_toml import read_json
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
@@ -14,19 +16,17 @@ REPORT_FILE = "mxtrain.json"
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 """``model_type`` -> name of the class in transformers"""
-IMPORTED = ("llama", "qwen3")
-"""The types of model that ``read_shape`` reads"""
-PLAIN = {
+SUPPORTED = {
+    "model_type": ("llama", "qwen3"),
+    "rope_type": ("default", "llama3"),
     "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "use_sliding_window": (False,),
-    "is_causal": (True,),
-    "quantization_config": (),
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
+    "use_sliding_window": (None, False),
+    "is_causal": (None, True),
+    "quantization_config": (None,),
 }
-"""Fields of config.json that may be missing -> the values of TorchTitan's models"""
-KINDS = {int: "a positive integer below 2^63", float: "a positive number", bool: "true or false"}
-ORIGINAL = "original_max_position_embeddings"
+"""Fields of config.json -> the values of models that can be imported. None stands for a missing field"""
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,32 @@ class ModelShape:
     vocab_size: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | None = None
-    tie_word_embeddings: bool = False
-    max_position_embeddings: int | None = None
-    """Computes nothing, but ends what a user may ask for. None if config.json does not say"""
+    rope_scaling: RopeScaling | None
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    """Computes nothing, but ends what a user may ask for"""
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
 
-    def differences(self, other: "ModelShape", but: tuple[str, ...] = ()) -> list[str]:
-        """Return the names of the fields that differ, in the order above, less those in ``but``."""
-        names = [field.name for field in fields(self) if field.name not in but]
-        return [name for name in names if getattr(self, name) != getattr(other, name)]
+
+FROM_CONFIG = (
+    *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "vocab_size", "tie_word_embeddings", "max_position_embeddings"),
+)
+"""Fields that a config of transformers has under the same name, and as the same value"""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter's place in Hugging Face's model."""
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    """One; one for each expert; or none for a parameter that Hugging Face does not have"""
+    order: torch.Tensor | None
+    """int64 [N], the rows in Hugging Face's order; None if they keep their order"""
 
 
 def config_json(shape: ModelShape, dtype: str, generation: dict) -> dict:
@@ -79,11 +92,11 @@ def config_json(shape: ModelShape, dtype: str, generation: dict) -> dict:
     if scaling is not None:
         # transformers warns unless this number is below the positions. Frequencies depend on the ratios of three
         # numbers, so halving all of them changes no bit.
-        original = before = scaling[ORIGINAL]
-        while original >= (shape.max_position_embeddings or sys.maxsize) and original > 1:
+        original = before = shape.rope_scaling.original_max_position_embeddings
+        while original >= shape.max_position_embeddings and original > 1:
             original //= 2
         factors = {name: scaling[name] * original / before for name in ("low_freq_factor", "high_freq_factor")}
-        scaling = {"rope_type": "llama3", **scaling, **factors, ORIGINAL: original}
+        scaling = {"rope_type": "llama3", **scaling, **factors, "original_max_position_embeddings": original}
     if not shape.num_experts:
         for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"):
             del values[name]
@@ -105,103 +118,36 @@ def config_json(shape: ModelShape, dtype: str, generation: dict) -> dict:
 
 def read_generation(folder: Path) -> dict:
     """Return the content of generation_config.json, and where it has none, config.json's ids of special tokens."""
-    config, own = (_read(folder, name) if (folder / name).is_file() else {} for name in (CONFIG_FILE, GENERATION_FILE))
+    files = [folder / name for name in (CONFIG_FILE, GENERATION_FILE)]
+    config, own = (read_json(file) if file.is_file() else {} for file in files)
     return {name: config[name] for name in SPECIAL_IDS if config.get(name) is not None} | own
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Read config.json, of transformers 4 or 5, of a dense Llama or Qwen3.
-
-    Args:
-        folder: holds config.json.
+    """Read the shape of a dense Llama or Qwen3 from config.json, as transformers reads it.
 
     Raises:
-        ConfigError: config.json is missing or damaged, or describes a model that TorchTitan does not compute alike.
+        ConfigError: transformers cannot read config.json, or TorchTitan does not compute such a model.
     """
-    config = _Values(folder, _read(folder, CONFIG_FILE))
-    kind = config.get("model_type")
-    if kind not in IMPORTED:
-        raise config.error("model_type", kind, f"is not supported; supported are: {', '.join(IMPORTED)}")
-    for name, allowed in PLAIN.items():
-        value = config.get(name)
-        if value is not None and value not in allowed:
-            if isinstance(value, dict) and "quant_method" in value:  # one line cannot hold all of it
-                name, value = f"{name}.quant_method", value["quant_method"]
-            only = f"supported is {allowed[0]!r}" if allowed else "supported are unquantized weights"
-            raise config.error(name, value, f"is not supported; {only}")
-    heads, size = config.number("num_attention_heads", int), config.number("hidden_size", int)
-    theta, scaling = _rope(config)
-    return ModelShape(
-        model_type=kind,
-        hidden_size=size,
-        num_hidden_layers=config.number("num_hidden_layers", int),
-        num_attention_heads=heads,
-        num_key_value_heads=config.number("num_key_value_heads", int, heads),
-        head_dim=config.number("head_dim", int, size // heads if kind == "llama" else 128),
-        intermediate_size=config.number("intermediate_size", int),
-        vocab_size=config.number("vocab_size", int),
-        rms_norm_eps=config.number("rms_norm_eps", float, 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tie_word_embeddings=config.number("tie_word_embeddings", bool, False),
-        max_position_embeddings=_positions(config),
-    )
-
-
-class _Values(dict):
-    """The values of one config.json."""
-
-    def __init__(self, folder: Path, values: dict):
-        super().__init__(values)
-        self._folder = folder
-
-    def number(self, name: str, kind: type, default=None):
-        """Return a value of this kind; ``default`` where it is missing or null. Raises ConfigError."""
-        value = default if self.get(name) is None else self[name]
-        allowed = (int, float) if kind is float else (kind,)
-        largest = sys.float_info.max if kind is float else sys.maxsize  # of integers, too; NaN is not below it
-        if type(value) not in allowed or not (kind is bool or 0 < value <= largest):
-            raise self.error(name, value, f"is not {KINDS[kind]}")
-        return kind(value)
-
-    def error(self, name: str, value, problem: str) -> ConfigError:
-        return ConfigError(f"MODEL_DIR = {str(self._folder)!r}: {name} = {value!r} in {CONFIG_FILE} {problem}")
-
-    def with_values(self, values: dict) -> "_Values":
-        return _Values(self._folder, self | values)
-
-
-def _positions(config: _Values) -> int | None:
-    name = "max_position_embeddings"
-    return None if config.get(name) is None else config.number(name, int)
-
-
-def _rope(config: _Values) -> tuple[float, RopeScaling | None]:
-    """Resolve the rotary parameters as transformers 5 does: it reads no rope_parameters beside a rope_scaling."""
-    rope, rope_type = {}, "default"
-    for name in ("rope_parameters", "rope_scaling"):
-        given = config.get(name) or {}
-        if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-            raise config.error(name, given, "is not an object of numbers")
-        kind = given.get("rope_type", given.get("type", "default"))
-        if kind not in ("default", "llama3"):
-            raise config.error("rope_type", kind, "is not supported; supported are: default, llama3")
-        rope, rope_type = (given, kind) if given else (rope, rope_type)
-    theta = config.with_values(rope).number("rope_theta", float, 10000.0)
-    if rope_type == "default":
-        return theta, None
-    # A number outside of the object wins; without any it is that of the positions, which is 2,048 by default.
-    original = config.get(ORIGINAL, rope.get(ORIGINAL, _positions(config) or 2048))
-    rope = config.with_values(
-        {field.name: rope.get(field.name) for field in fields(RopeScaling)} | {ORIGINAL: original}
-    )
-    values = {field.name: rope.number(field.name, field.type) for field in fields(RopeScaling)}
-    return theta, None if values["factor"] == 1 else RopeScaling(**values)
-
-
-def _read(folder: Path, name: str) -> dict:
     where = f"MODEL_DIR = {str(folder)!r}"
-    try:
-        return read_json(folder / name, f"{where}: {name}")
-    except FileNotFoundError:
-        raise ConfigError(f"{where}: {name} is missing; give the folder of a Hugging Face model") from None
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(f"{where}: {CONFIG_FILE} is missing; give the folder of a Hugging Face model")
+    config = from_pretrained("AutoConfig", folder, where)
+    # The names of transformers 5, which has the base among them, or of transformers 4.
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {"rope_type": "default"}
+    for name, allowed in SUPPORTED.items():
+        value = rope.get(name) if name == "rope_type" else getattr(config, name, None)
+        if value not in allowed:
+            choices = ", ".join(repr(choice) for choice in allowed if choice is not None) or "unquantized weights"
+            raise ConfigError(
+                f"{where}: {name} = {repr(value)[:200]} in {CONFIG_FILE} is not supported; supported are: {choices}"
+            )
+    scaling = None
+    if rope["rope_type"] == "llama3" and rope["factor"] != 1:
+        scaling = RopeScaling(*(field.type(rope[field.name]) for field in fields(RopeScaling)))
+    return ModelShape(
+        **{name: getattr(config, name) for name in FROM_CONFIG},
+        rms_norm_eps=float(config.rms_norm_eps),
+        rope_theta=float(rope.get("rope_theta") or config.rope_theta),
+        rope_scaling=scaling,
+    )

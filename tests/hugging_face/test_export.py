@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from mxtrain import ConfigError
-from mxtrain.hugging_face.export import Exporter, Parameter, Trained, norm_before
-from mxtrain.hugging_face.model_config import ModelShape
+from mxtrain.hugging_face.export import Exporter, Trained, norm_before
+from mxtrain.hugging_face.model_config import ModelShape, Parameter
 from mxtrain.ops import quantize
 from mxtrain.recipes.parse import get_recipe
 from tests.support.stored_values import VALUES
@@ -55,7 +55,7 @@ class Run:
         }
         if is_tied:
             places["output.weight"] = Parameter(places["output.weight"].shape, (), None)
-        shape = ModelShape("llama", D, 1, 2, 2, 16, 2 * D, 2 * D, 1e-5, 1e4, tie_word_embeddings=is_tied)
+        shape = ModelShape("llama", D, 1, 2, 2, 16, 2 * D, 2 * D, 1e-5, 1e4, None, is_tied, 2048)
         self.trained = Trained(
             shape, places, self.weights, self.recipes, frozenset(merged), dtype, Path("no tokenizer")
         )
@@ -69,12 +69,10 @@ class Run:
 
     def write(self, name: str, **options) -> tuple[dict[str, torch.Tensor], dict]:
         """Export in this format. Return all tensors, and the config of the quantization."""
-        exporter, tensors = Exporter(self.trained, name, **options), {}
-        for fqn in self.names:
-            new = exporter.tensors(fqn)
-            assert not tensors.keys() & new.keys()
-            tensors |= new
-        return tensors, exporter.quantization().get("quantization_config", {})
+        exporter = Exporter(self.trained, name, **options)
+        tensors = list(exporter.tensors())
+        assert len(dict(tensors)) == len(tensors)
+        return dict(tensors), exporter.quantization().get("quantization_config", {})
 
     def operand(self, own: str) -> torch.Tensor:
         """The weight [N, D] that fprop multiplies."""
@@ -92,6 +90,7 @@ def test_linears_become_their_operands_and_all_else_is_rounded(name, order):
         operand = run.operand(own)
         operand = operand if order is None or own != "attention.wq" else operand[order]
         assert torch.equal(VALUES[name](tensors, LAYER + hf), operand), own
+        assert torch.equal(Exporter(run.trained, name).values(f"layers.0.{own}.weight"), run.operand(own)), own
     assert config["ignore"] == ["lm_head"]
     for fqn in ("output.weight", "tok_embeddings.weight", "norm.weight", "layers.0.ffn_norm.weight"):
         assert torch.equal(tensors[run.names[fqn]], run.weights[fqn].bfloat16())
@@ -143,9 +142,9 @@ def test_weights_that_vllm_joins_are_values_if_no_tensor_scale_serves_them_all()
         assert torch.equal(tensors[f"{LAYER}{NAMES[own]}.weight"].float(), run.operand(own))
 
 
-def test_tensors_are_as_vllm_declares_them():
+def test_tensors_and_config_are_as_vllm_declares_them():
     """``weight`` and ``weight_scale`` of CompressedTensorsW8A8Mxfp8; three tensors of CompressedTensorsW4A4Fp4."""
-    linear = f"{LAYER}self_attn.o_proj"
+    linear, groups = f"{LAYER}self_attn.o_proj", {}
     expected = {
         "mxfp8": {"weight": (torch.float8_e4m3fn, (2 * D, D)), "weight_scale": (torch.uint8, (2 * D, D // 32))},
         "nvfp4": {
@@ -155,21 +154,15 @@ def test_tensors_are_as_vllm_declares_them():
         },
     }
     for name, own in expected.items():
-        tensors, _ = Run({"": name}).write(name)
+        tensors, config = Run({"": name}).write(name)
         found = {n.removeprefix(f"{linear}."): (t.dtype, tuple(t.shape)) for n, t in tensors.items() if linear in n}
         assert found == own
-
-
-def test_the_config_names_the_scheme():
-    weights, activations = {}, {}
-    for name in ("mxfp8", "nvfp4"):
-        config = Run({"": name}).write(name)[1]
-        (group,) = config["config_groups"].values()
-        assert config["quant_method"] == "compressed-tensors" and config["format"] == group["format"]
-        weights[name], activations[name] = group["weights"], group["input_activations"]
-    assert (weights["mxfp8"]["num_bits"], weights["mxfp8"]["group_size"]) == (8, 32)
-    assert (weights["nvfp4"]["num_bits"], weights["nvfp4"]["group_size"]) == (4, 16)
-    assert activations["mxfp8"] == weights["mxfp8"] | {"dynamic": True} and activations["nvfp4"] is None
+        (groups[name],) = config["config_groups"].values()
+        assert config["quant_method"] == "compressed-tensors" and config["format"] == groups[name]["format"]
+    mxfp8, nvfp4 = (groups[name]["weights"] for name in expected)
+    assert (mxfp8["num_bits"], mxfp8["group_size"], nvfp4["num_bits"], nvfp4["group_size"]) == (8, 32, 4, 16)
+    assert groups["mxfp8"]["input_activations"] == mxfp8 | {"dynamic": True}
+    assert groups["nvfp4"]["input_activations"] is None
 
 
 @pytest.mark.parametrize(
@@ -235,34 +228,26 @@ def test_folding_rounds_as_training_and_multiplies_in_fp32():
     assert torch.equal(exporter.values("layers.0.attention.wq.weight"), operand)
 
 
-@pytest.mark.parametrize(
-    ("parameter", "norm"),
-    {
-        "layers.3.attention.wq.weight": "layers.3.attention_norm",
-        "layers.3.attention.wk.weight": "layers.3.attention_norm",
-        "layers.3.attention.wv.weight": "layers.3.attention_norm",
-        "layers.12.feed_forward.w1.weight": "layers.12.ffn_norm",
-        "layers.12.feed_forward.w3.weight": "layers.12.ffn_norm",
-        "layers.0.moe.experts.w1": "layers.0.ffn_norm",
-        "layers.0.moe.experts.w3": "layers.0.ffn_norm",
-        "layers.0.moe.router.gate.weight": "layers.0.ffn_norm",
-        "output.weight": "norm",
-        "layers.3.attention.wo.weight": None,
-        "layers.3.feed_forward.w2.weight": None,
-        "layers.0.moe.experts.w2": None,
-        "layers.3.attention.q_norm.weight": None,
-        "tok_embeddings.weight": None,
-    }.items(),
-)
-def test_which_norm_feeds_a_parameter(parameter, norm):
-    assert norm_before(parameter) == norm
+FED = {
+    "attention_norm": ("attention.wq.weight", "attention.wk.weight", "attention.wv.weight"),
+    "ffn_norm": ("feed_forward.w1.weight", "feed_forward.w3.weight", "moe.experts.w1", "moe.experts.w3",
+                 "moe.router.gate.weight"),
+    None: ("attention.wo.weight", "feed_forward.w2.weight", "moe.experts.w2", "attention.q_norm.weight"),
+}  # fmt: skip
+
+
+def test_which_norm_feeds_a_parameter():
+    for norm, parameters in FED.items():
+        for parameter in parameters:
+            assert norm_before(f"layers.12.{parameter}") == (norm and f"layers.12.{norm}"), parameter
+    assert norm_before("output.weight") == "norm" and norm_before("tok_embeddings.weight") is None
 
 
 def test_the_files_are_tensors_and_configs(tmp_path):
-    files, size, notes = Exporter(Run({"": "mxfp8"}).trained, "mxfp8").write(tmp_path)
-    assert files == ["model.safetensors", "config.json", "generation_config.json"]
-    assert size == sum(tensor.nbytes for tensor in load_file(tmp_path / files[0]).values())
+    size, (note,) = Exporter(Run({"": "mxfp8"}).trained, "mxfp8").write(tmp_path)
+    files = ["config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+    assert size == sum(tensor.nbytes for tensor in load_file(tmp_path / files[2]).values())
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["torch_dtype"] == "bfloat16" and config["quantization_config"]["ignore"] == ["lm_head"]
-    (note,) = notes
     assert "has no tokenizer" in note

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mxtrain.titan.hugging_face.saved_run import SavedWeights
+from mxtrain.hugging_face.checkpoint import SavedWeights
 
 
 def require_equal(ours, theirs, losses: list[float], grad_norm: float):

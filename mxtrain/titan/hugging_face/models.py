@@ -1,20 +1,21 @@
 """TorchTitan's models under their Hugging Face names: which are supported, their shapes, names and order of rows."""
 
+import importlib.metadata
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.errors import ConfigError
-from mxtrain.hugging_face.export import Parameter
-from mxtrain.hugging_face.model_config import CONFIG_FILE, ModelShape, RopeScaling
-from mxtrain.hugging_face.pretrained import LOCAL, call
+from mxtrain.hugging_face.model_config import CONFIG_FILE, ModelShape, Parameter, RopeScaling
+from mxtrain.hugging_face.text import from_pretrained
 from mxtrain.settings.model_settings import PLACES
-from mxtrain.titan.models.llama3 import hidden_dim, is_tied
-from mxtrain.titan.models.model_args import value_of, wrong_size
+from mxtrain.titan.models.llama3 import is_tied
+from mxtrain.titan.models.model_args import wrong_size
 
 MODELS = ("llama3", "qwen3")
 """The supported models of TorchTitan"""
@@ -30,13 +31,8 @@ SETTINGS = {
     "tie_word_embeddings": "enable_weight_tying",
 }
 """Field of config.json -> the setting of [model_args] that has its value"""
-ROPE_SETTINGS = {
-    "rope_factor": "factor",
-    "rope_low_freq_factor": "low_freq_factor",
-    "rope_high_freq_factor": "high_freq_factor",
-    "rope_original_seq_len": "original_max_position_embeddings",
-}
-"""The settings of [model_args] that have the values of rope_scaling"""
+ROPE_SETTINGS = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_seq_len")
+"""The settings of [model_args] that have the values of rope_scaling, in the order of ``RopeScaling``"""
 TRANSFORMERS_EXPERTS = {
     "num_shared_experts": 0,
     "score_func": "softmax",
@@ -66,100 +62,91 @@ def require_exportable(model: str, args, where: str) -> None:
         raise ConfigError(
             f"{where}: model.name = {model!r} has no Hugging Face form here; supported are: {', '.join(MODELS)}"
         )
-    wrong = []
-    if model == "qwen3" and not args.qk_norm:
-        wrong = ["qk_norm = False"]
-    elif model == "qwen3" and args.moe_enabled:
-        found = {name: getattr(args.moe_args, name) for name in TRANSFORMERS_EXPERTS}
-        wrong = [f"{name} = {value!r}" for name, value in found.items() if value != TRANSFORMERS_EXPERTS[name]]
-    if wrong:
-        raise ConfigError(f"{where}: a {model} with {', '.join(wrong)} has no counterpart in transformers")
-
-
-def shape_of(model: str, args, max_seq_len: int | None = None) -> ModelShape:
-    """Return the shape of one of ``MODELS`` with TorchTitan's model arguments ``args``, and this many positions."""
-    own = {}
-    if model == "llama3":
-        kind, head_dim, features, rope = "llama", args.dim // args.n_heads, hidden_dim(args), args.rope_scaling_args
-        if rope.scaling_factor != 1:
-            factors = map(float, (rope.scaling_factor, rope.low_freq_factor, rope.high_freq_factor))
-            own["rope_scaling"] = RopeScaling(*factors, rope.original_max_position_embeddings)
-    else:
-        kind, head_dim, features = "qwen3", args.head_dim, args.hidden_dim
+    if model == "qwen3":
+        found, expected = {"qk_norm": args.qk_norm}, {"qk_norm": True}
         if args.moe_enabled:
-            kind = "qwen3_moe"
-            own = {
-                "num_experts": args.moe_args.num_experts,
-                "num_experts_per_tok": args.moe_args.top_k,
-                "moe_intermediate_size": args.moe_inter_dim,
-                "norm_topk_prob": args.moe_args.route_norm,
-            }
-    return ModelShape(
-        model_type=kind,
-        hidden_size=args.dim,
-        num_hidden_layers=args.n_layers,
-        num_attention_heads=args.n_heads,
-        num_key_value_heads=args.n_kv_heads or args.n_heads,
-        head_dim=head_dim,
-        intermediate_size=features,
-        vocab_size=args.vocab_size,
-        rms_norm_eps=float(args.norm_eps),
-        rope_theta=float(args.rope_theta),
-        tie_word_embeddings=is_tied(args),
-        max_position_embeddings=max_seq_len,
-        **own,
-    )
+            found, expected = found | vars(args.moe_args), expected | TRANSFORMERS_EXPERTS
+        if wrong := [f"{name} = {found[name]!r}" for name in expected if found[name] != expected[name]]:
+            raise ConfigError(f"{where}: a {model} with {', '.join(wrong)} has no counterpart in transformers")
 
 
-def find_model(shape: ModelShape, where: str) -> tuple[str, str, dict]:
-    """Return TorchTitan's name of the model, the flavor that needs the fewest settings of [model_args], and these.
+def shape_of(model: str, args, positions: int) -> ModelShape:
+    """Return the shape of one of ``MODELS`` with TorchTitan's model arguments ``args``, and this many positions."""
+    values = {
+        "model_type": "llama" if model == "llama3" else "qwen3",
+        "rope_scaling": None,
+        **{field: _value_of(model, args, setting) for field, setting in SETTINGS.items() if setting in PLACES[model]},
+        "num_key_value_heads": args.n_kv_heads or args.n_heads,
+        "rms_norm_eps": float(args.norm_eps),
+        "rope_theta": float(args.rope_theta),
+    }
+    if model == "llama3":
+        values["head_dim"] = args.dim // args.n_heads
+        if args.rope_scaling_args.scaling_factor != 1:
+            *factors, original = (_value_of(model, args, setting) for setting in ROPE_SETTINGS)
+            values["rope_scaling"] = RopeScaling(*map(float, factors), original)
+    elif args.moe_enabled:
+        values |= {
+            "model_type": "qwen3_moe",
+            "num_experts": args.moe_args.num_experts,
+            "num_experts_per_tok": args.moe_args.top_k,
+            "moe_intermediate_size": args.moe_inter_dim,
+            "norm_topk_prob": args.moe_args.route_norm,
+        }
+    return ModelShape(**values, vocab_size=args.vocab_size, max_position_embeddings=positions)
 
-    The vocabulary and the number of positions are settings of their own.
+
+def _value_of(model: str, args, setting: str):
+    """Return what TorchTitan's model arguments have in place of a setting of [model_args]."""
+    return attrgetter(PLACES[model][setting])(args)
+
+
+def find_model(shape: ModelShape, where: str) -> tuple[str, str, dict[str, object], object]:
+    """Find the flavor that needs the fewest settings of [model_args] to have a shape.
+
+    All settings give a flavor its closest shape. Those without which it stays the same are left out.
+
+    Returns:
+        TorchTitan's name of the model, the flavor, the settings, and TorchTitan's arguments of a model of this shape.
 
     Raises:
         ConfigError: TorchTitan has no model of this shape. The message begins with ``where``.
     """
+
+    def with_settings(model: str, flavor: str, settings: dict[str, object]) -> tuple[object, ModelShape]:
+        args = get_train_spec(model).model_args[flavor]  # a copy
+        args.set_model_args(settings)
+        args.vocab_size = shape.vocab_size
+        return args, shape_of(model, args, shape.max_position_embeddings)
+
     found = []
     for model in MODELS:
-        for flavor, args in get_train_spec(model).model_args.items():  # copies, which ``_fit`` changes
-            if shape_of(model, args).model_type == shape.model_type:
-                settings, differing = _fit(model, args, shape)
-                found.append((len(differing), len(settings), model, flavor, args, settings, differing))
-    _, _, model, flavor, args, settings, differing = min(found, key=lambda candidate: candidate[:2])
-    if differing:
-        first = differing[0]
-        raise ConfigError(
-            f"{where}: {first} = {getattr(shape, first)!r} in {CONFIG_FILE} does not fit TorchTitan's {model}, "
-            f"which would have {getattr(shape_of(model, args), first)!r}"
-        )
+        wanted = {name: value for name, value in _settings_of(shape).items() if name in PLACES[model]}
+        for flavor in get_train_spec(model).model_args:
+            (args, closest), settings = with_settings(model, flavor, wanted), wanted
+            if closest.model_type == shape.model_type:
+                for name in wanted:
+                    fewer = {other: value for other, value in settings.items() if other != name}
+                    settings = fewer if with_settings(model, flavor, fewer)[1] == closest else settings
+                found.append((model, flavor, settings, args, closest))
+    model, flavor, settings, args, closest = min(found, key=lambda candidate: len(candidate[2]))
+    for name, value in vars(shape).items():
+        if (other := getattr(closest, name)) != value:
+            raise ConfigError(
+                f"{where}: {name} = {value!r} in {CONFIG_FILE} does not fit TorchTitan's {model}, which would have "
+                f"{other!r}"
+            )
     if problem := wrong_size(model, args):
         raise ConfigError(f"{where}: {CONFIG_FILE} {problem}")
-    return model, flavor, settings
+    return model, flavor, settings, args
 
 
-def _fit(model: str, args, shape: ModelShape) -> tuple[dict[str, object], list[str]]:
-    """Set ``args`` to ``shape`` with as few settings as possible. Return them, and the fields that no setting sets."""
-    settings: dict = {}
-    tried: set[str] = set()
-    while True:
-        differing = shape_of(model, args).differences(shape, but=("vocab_size", "max_position_embeddings"))
-        wanted = {name: value for field in differing for name, value in _settings_of(field, shape).items()}
-        more = {name: value for name, value in wanted.items() if name in PLACES[model] and name not in tried}
-        if not more:
-            return settings, differing
-        # Again, because some sizes follow from others, and differ only when those are set.
-        tried |= more.keys()
-        settings |= {name: value for name, value in more.items() if value_of(model, args, name) != value}
-        args.set_model_args(settings)
-
-
-def _settings_of(field: str, shape: ModelShape) -> dict[str, object]:
-    """Return the settings of [model_args] that give a model this field of ``shape``, other than its experts."""
-    if field == "rope_scaling":
-        if shape.rope_scaling is None:
-            return {"rope_factor": 1.0}
-        return {setting: getattr(shape.rope_scaling, name) for setting, name in ROPE_SETTINGS.items()}
-    return {SETTINGS[field]: getattr(shape, field)} if field in SETTINGS else {}
+def _settings_of(shape: ModelShape) -> dict[str, object]:
+    """Return all settings of [model_args] that give a dense model its shape."""
+    settings = {setting: getattr(shape, field) for field, setting in SETTINGS.items()}
+    if shape.rope_scaling is None:
+        return settings | {"rope_factor": 1.0}
+    return settings | dict(zip(ROPE_SETTINGS, astuple(shape.rope_scaling)))
 
 
 def parameters(model: str, args) -> dict[str, Parameter]:
@@ -200,25 +187,21 @@ def require_same_logits(source: Path, model: str, args, weights: Mapping[str, to
 
     Returns a line for the user. Raises ConfigError, beginning with ``where``, if they differ or transformers fails.
     """
-    try:
-        import transformers
-    except ImportError:
-        return "the logits were not compared with transformers', which is not installed"
     tokens = torch.linspace(0, args.vocab_size - 1, POSITIONS.numel()).long()[None]
     args = replace(args, n_layers=min(COMPARED_LAYERS, args.n_layers), max_seq_len=int(POSITIONS.max()) + 1)
-    module = meta_model(model, args)
+    config = from_pretrained("AutoConfig", source, where)
+    config.num_hidden_layers = args.n_layers
+    options = {"config": config, "dtype": torch.float32, "use_safetensors": True}
+    module = from_pretrained("AutoModelForCausalLM", source, where, **options)
+    # With a mask, because jumps of the positions would begin new documents without one.
+    theirs = module(tokens, attention_mask=torch.ones_like(tokens), position_ids=POSITIONS).logits
+    module = meta_model(model, args)  # the other model's memory is free before this one gets any
     module.init_weights(buffer_device=torch.device("cpu"))  # computes the buffers; parameters have no memory
     module.load_state_dict({fqn: weights[fqn] for fqn in module.state_dict()}, assign=True)
     ours = module(tokens, positions=POSITIONS)
-    del module  # before the other model is loaded
-    config = call(where, transformers.AutoConfig.from_pretrained, source, **LOCAL)
-    config.num_hidden_layers = args.n_layers
-    options = {"config": config, "dtype": torch.float32, "use_safetensors": True}
-    module = call(where, transformers.AutoModelForCausalLM.from_pretrained, source, **options, **LOCAL)
-    # With a mask, because jumps of the positions would begin new documents without one.
-    theirs = call(where, module, tokens, attention_mask=torch.ones_like(tokens), position_ids=POSITIONS).logits
     difference, spread = (ours - theirs).abs().max().item(), theirs.std().item()
-    peer = f"those of transformers {transformers.__version__} on {tokens.numel()} tokens after {args.n_layers} layers"
+    version = importlib.metadata.version("transformers")
+    peer = f"those of transformers {version} on {tokens.numel()} tokens after {args.n_layers} layers"
     if not difference <= TOLERANCE * spread:  # NaN, too
         raise ConfigError(
             f"{where}: the logits of TorchTitan's {model} differ from {peer} by up to {difference:.2g}, and their "

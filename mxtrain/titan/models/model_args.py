@@ -39,11 +39,6 @@ def set_model_args(model: str, args, given: Mapping[str, object]) -> None:
             setattr(reduce(getattr, path, args), last, value)
 
 
-def value_of(model: str, args, name: str) -> object:
-    """Return what TorchTitan's model arguments have in place of a setting of ``[model_args]``."""
-    return reduce(getattr, PLACES[model][name].split("."), args)
-
-
 def check_model_args(job_config) -> None:
     """Raise ConfigError for settings of ``[model_args]`` that the flavor or one another rule out."""
     given = given_in(job_config)

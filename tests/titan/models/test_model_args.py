@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import reduce
+from operator import attrgetter
 
 import pytest
 from torchtitan.models.llama3.model.args import TransformerModelArgs
@@ -12,7 +13,6 @@ import mxtrain.titan  # noqa: F401  registers the flavors
 from mxtrain.errors import ConfigError
 from mxtrain.settings.model_settings import PLACES
 from mxtrain.titan.models.describe import build_on_meta
-from mxtrain.titan.models.model_args import value_of
 from mxtrain.titan.models.train_specs import with_mxtrain
 from mxtrain.titan.parse import parse_job_config
 
@@ -51,7 +51,7 @@ def flags(given):
 def test_settings_reach_the_model(model):
     given = {**COMMON, **GIVEN[model]}
     module = build_on_meta(parse_job_config([*FAMILY[model], "--model.converters=", *flags(given)]))
-    assert {name: value_of(model, module.model_args, name) for name in given} == given
+    assert {name: attrgetter(PLACES[model][name])(module.model_args) for name in given} == given
     assert module.layers["0"].ffn_norm.eps == 0.125 and len(module.layers) == given["n_layers"]
     for name, shape in SHAPES[model].items():
         assert module.get_submodule(f"layers.0.{name}").weight.shape == shape, name

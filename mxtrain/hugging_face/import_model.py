@@ -1,0 +1,114 @@
+"""What an import knows without TorchTitan: a model's weights under the names of a run, and the run's config.toml."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from mxtrain.config import load_config
+from mxtrain.data.run_data import TOKENIZER_FOLDER
+from mxtrain.errors import ConfigError
+from mxtrain.hugging_face.model_config import ModelShape, Parameter
+from mxtrain.hugging_face.model_files import SavedTensors
+from mxtrain.settings.model_settings import SECTION
+from mxtrain.settings.read import read_settings
+
+SEED = "checkpoint/step-0"
+"""The checkpoint of weights that a run starts from"""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+DEFAULTS = {
+    "job": {"custom_config_module": "mxtrain.titan.job_config"},
+    "experimental": {"custom_import": "mxtrain.titan"},
+    "model": {"converters": ["mxnorm"]},
+    "data": {"installed": True},
+    "training": {"dataset": "python", "seq_len": 2048, "local_batch_size": 1, "steps": 1000},
+    "optimizer": {"name": "AdamW", "lr": 1e-5},
+    "lr_scheduler": {"warmup_steps": 100},
+    "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"},
+    "checkpoint": {"interval": 500, "keep_latest_k": 2, "last_save_model_only": False},
+    "debug": {"seed": 0},
+}
+"""The settings of the run, where no config is given"""
+
+
+class ImportedWeights:
+    """The weights of a dense Hugging Face model as TorchTitan's parameters, read one at a time.
+
+    Args:
+        saved: the model's tensors.
+        places: name of every parameter -> its place in the model.
+
+    Raises:
+        ConfigError: the tensors are not those of the model.
+    """
+
+    def __init__(self, saved: SavedTensors, places: Mapping[str, Parameter]):
+        self._saved = saved
+        self._places = places
+        self.shapes = {fqn: place.shape for fqn, place in places.items()}
+        shapes = {place.names[0]: place.shape for place in places.values() if place.names}
+        saved.require(shapes, optional={HEAD: shapes[EMBEDDING]})
+        self.count = sum(math.prod(shape) for shape in shapes.values())
+        """Number of parameters. A weight with two names counts once"""
+
+    def __getitem__(self, fqn: str) -> torch.Tensor:
+        """Return a parameter, fp32. Raises ConfigError if it is not finite."""
+        place = self._places[fqn]
+        if not place.names:  # the head, which has the embedding's weight
+            return self._saved[EMBEDDING]
+        weight = self._saved[place.names[0]]
+        return weight if place.order is None else weight[place.order.argsort()]
+
+
+def require_sizes(shape: ModelShape, saved: SavedTensors, where: str) -> None:
+    """Compare config.json with the files before anything of its sizes is built. Raises ConfigError."""
+    layers, tensors = shape.num_hidden_layers, len(saved.shapes)
+    if layers > tensors:
+        raise ConfigError(f"{where}: num_hidden_layers = {layers} in config.json, and the files have {tensors} tensors")
+    inputs, queries = shape.hidden_size, shape.num_attention_heads * shape.head_dim
+    saved.require_shape(EMBEDDING, (shape.vocab_size, inputs))
+    saved.require_shape("model.layers.0.mlp.gate_proj.weight", (shape.intermediate_size, inputs))
+    saved.require_shape("model.layers.0.self_attn.q_proj.weight", (queries, inputs))
+
+
+def run_settings(config: Path | None, own: dict[str, object], positions: int, target: Path) -> dict:
+    """Return the tables of the run's config.toml.
+
+    Args:
+        config: the user's file; None for DEFAULTS.
+        own: the settings that the model decides on, by full name.
+        positions: the model's number of positions.
+        target: the run's folder.
+
+    Raises:
+        ConfigError: the file says another model than the one that is imported.
+    """
+    length = f"{SECTION}.max_seq_len"
+    if config is None:
+        tables, given = DEFAULTS, {}
+        # TorchTitan refuses an odd length.
+        seq_len = own["training.seq_len"] = min(DEFAULTS["training"]["seq_len"], positions - positions % 2)
+    else:
+        settings = read_settings([f"--job.config_file={config}"])
+        tables, given, seq_len = load_config(config), settings.given, settings["training.seq_len"]
+        for name, value in given.items():
+            if name in own or (name.startswith(f"{SECTION}.") and name != length):
+                expected = own.get(name)
+                if value not in (None, expected) and (name, value) != ("data.vocab_size", 0):
+                    raise ConfigError(f"{name} = {value!r} in {config} is not the model's: {expected or 'unset'!r}")
+    if given.get(length) is None and positions >= seq_len:
+        own[length] = positions
+    own |= {
+        # A run of this file starts here. TorchTitan's copy of it, in this folder, says less about where it runs: a run
+        # of that copy elsewhere must start from the same weights.
+        "job.dump_folder": str(target),
+        "model.hf_assets_path": str(target / TOKENIZER_FOLDER),
+        "checkpoint.enable": True,
+        "checkpoint.initial_load_path": str(target / SEED),
+    }
+    merged = {section: dict(values) for section, values in tables.items()}
+    for name, value in own.items():
+        section, _, field = name.partition(".")
+        merged.setdefault(section, {})[field] = value
+    return merged
