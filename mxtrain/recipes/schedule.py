@@ -242,7 +242,7 @@ class SpikeGuard:
 
     def falls_back(self, step: int) -> bool:
         """Whether the step has the other recipe. Known when the loss of the step before the last one is."""
-        return self.first <= step <= self.last
+        return 0 < self.first <= step <= self.last
 
     def state_dict(self) -> dict[str, str]:
         """Return what a resumed run needs, as one value."""

@@ -13,7 +13,7 @@ from mxtrain.cli import doctor_model
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import read_settings
 from mxtrain.titan.check_layout import check_model_layout
-from mxtrain.titan.models.describe import build_on_meta
+from mxtrain.titan.converters import build_on_meta
 from mxtrain.titan.parse import parse_job_config
 
 GIB = 2**30

@@ -18,7 +18,6 @@ from mxtrain import (
     convert,
     set_rounding_step,
 )
-from mxtrain.nn.row_norms import AUTO_WHEN_COMPILED
 from mxtrain.titan.converters import (
     TitanDecomposeKRouter,
     TitanFusedNorm,
@@ -194,18 +193,6 @@ def test_settings_of_a_fused_norm_reach_the_modules(converter):
     assert type(model.norm) is nn.RMSNorm and type(model.layers["0"].ffn_norm) is nn.RMSNorm
     assert model.layers["1"].ffn_norm.when_compiled == "kernel"
     assert count(model, FusedRMSNorm) == 2 * (args.n_layers - 1)
-
-
-@pytest.mark.parametrize(
-    "flags, compiled",
-    [(["--compile.enable"], True), (["--compile.enable", "--compile.components=loss"], False), ([], False)],
-)
-def test_what_compiled_layers_run_is_logged(flags, compiled, monkeypatch):
-    lines = []
-    monkeypatch.setattr("mxtrain.titan.converters.logger.info", lines.append)
-    TitanFusedRMSNorm(config(*flags, converter="fused_rmsnorm"), None)
-    line = f"norms in compiled layers run the {AUTO_WHEN_COMPILED}, those outside the kernel"
-    assert lines == ([f"fused_rmsnorm: when_compiled = 'auto': {line}"] if compiled else [])
 
 
 def test_a_wrong_fused_rmsnorm_setting_is_refused_at_once():

@@ -3,19 +3,12 @@
 import random
 
 import pytest
-import torch
-import torch.nn as nn
 
-import mxtrain
 from mxtrain import ConfigError
 from mxtrain.analysis import load_run
-from mxtrain.conversion.schedule import attach_schedule, set_step
-from mxtrain.recipes.schedule import parse_entries
-from mxtrain.titan.graph_limit import allow_states
+from mxtrain.titan.converters import build_on_meta, convert_on_meta
 from mxtrain.titan.metrics import build_metrics_processor
-from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
 from mxtrain.titan.parse import parse_job_config
-from mxtrain.titan.schedule import RecipeSwitch
 from tests.support.training_runs import ACCUMULATE, GUARD, done_once, load, seeds
 
 EVENTS = [
@@ -63,116 +56,6 @@ def test_other_entries_are_another_experiment(one):
     refused = one["scheduled, another entry"]
     assert refused.statuses == [2]
     assert "error: mxnorm.schedule = [{'from_step': 4, 'p': 1}], but" in refused.output[0]
-
-
-def test_numbers_that_change_are_constants_of_compiled_graphs():
-    model, graphs, x = nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 32)), [], torch.randn(4, 32)
-    plan = mxtrain.convert(model, mode="reference", filter_fqns=[], example_inputs=(x,))
-    attach_schedule(model, plan.norms, parse_entries([{"from_step": 2, "p": 1}], 2, {}, "mxnorm.schedule"))
-
-    def keep(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    config, limits = torch._dynamo.config, {"recompile_limit": 1, "accumulated_recompile_limit": 1}
-    with config.patch(recompile_limit=1000):
-        allow_states([model], 2)
-        assert config.recompile_limit == 1000, "a user's larger limit stays"
-    with config.patch(limits):
-        before = config.get_config_copy()
-        allow_states([model], 2)
-        assert config.get_config_copy() | limits == before
-        compiled = torch.compile(model, backend=keep, fullgraph=True)
-        for step in (1, 2):
-            set_step(model, step)
-            compiled(x)
-    inputs = [[node.name for node in graph.graph.nodes if node.op == "placeholder"] for graph in graphs]
-    assert len(graphs) == 2 and inputs[0] == inputs[1]
-
-
-@pytest.mark.parametrize(
-    "before, now, step, expected",
-    [
-        (10, 20, 11, ["end of bf16"]),  # a finished run goes on with more steps
-        (10, 20, 5, []),
-        (20, 10, 10, []),  # begins now, which the schedule says
-        (40, 20, 20, ["bf16"]),
-        (10, 11, 11, []),  # stays
-    ],
-)
-def test_entries_that_move_when_a_run_resumes_begin_and_end_with_an_event(before, now, step, expected):
-    (old,), (new,) = (parse_entries([{"from_share": 0.9, "recipe": "bf16"}], steps, {}, "s") for steps in (before, now))
-    logged = []
-    job_config = parse_job_config(["--model.name=llama3", "--model.flavor=debugmodel", "--model.converters=mxnorm"])
-    switch = RecipeSwitch(job_config, [], lambda step, text: logged.append(text), [(old, new)])
-    switch.return_to(step - 1)  # for a validation
-    assert logged == []
-    switch.begin_step(step)
-    assert logged == expected
-
-
-def test_a_validation_of_the_last_step_has_the_recipes_of_that_step(monkeypatch):
-    given = []
-    monkeypatch.setattr("mxtrain.titan.schedule.set_step", lambda *state: given.append(state))
-    job_config = parse_job_config(["--model.name=llama3", "--model.flavor=debugmodel", "--model.converters=mxnorm"])
-    RecipeSwitch(job_config, ["stage 0", "stage 1"], None).return_to(7)
-    assert given == [("stage 0", 7, False), ("stage 1", 7, False)]
-
-
-def test_every_state_may_be_compiled(monkeypatch):
-    """Before, in and after an entry, with the guard and without."""
-    allowed = []
-    monkeypatch.setattr("mxtrain.titan.schedule.allow_states", lambda parts, states: allowed.append(states))
-    entry = ["--mxnorm.schedule", '{from_step = 3, until_step = 5, recipe = "bf16"}']
-    for flags in (entry, [*entry, GUARD[0]]):
-        job_config = parse_job_config(
-            ["--model.name=llama3", "--model.flavor=debugmodel", "--model.converters=mxnorm", *flags]
-        )
-        RecipeSwitch(job_config, [], None)
-    assert allowed == [3, 6]
-
-
-@pytest.mark.parametrize(
-    "step, expected",
-    [
-        (1, []),
-        (5, ["step 5: p=1, to step 6 (mxnorm.schedule[0])", "step 5: guard: bf16, to step 6: a spike"]),
-        (6, [f"in effect from step 5 to 6: {what}" for what in ("p=1 (mxnorm.schedule[0])", "guard: bf16")]),
-        (7, ["step 7: end of p=1 (mxnorm.schedule[0])", "step 7: end of guard: bf16"]),
-    ],
-)
-def test_a_run_that_resumes_says_once_what_begins_ends_or_is_in_effect(monkeypatch, step, expected):
-    given, noted = [], []
-    monkeypatch.setattr("mxtrain.titan.schedule.set_step", lambda part, *state: given.append(state))
-    monkeypatch.setattr("mxtrain.reports.terminal.note", noted.append)
-    flags = ["--mxnorm.guard.recipe=bf16", "--mxnorm.schedule", "{from_step = 5, until_step = 6, p = 1}"]
-    job_config = parse_job_config(
-        ["--model.name=llama3", "--model.flavor=debugmodel", "--model.converters=mxnorm", *flags]
-    )
-    switch = RecipeSwitch(job_config, [nn.Identity()], lambda step, text: None)
-    if step > 1:
-        switch.guard.first, switch.guard.last, switch.guard.reason = 5, 6, "a spike"
-    switch.return_to(step)
-    switch.begin_step(step)
-    assert noted == expected and given == [(step, step in (5, 6))] * 2
-
-
-def test_an_entry_that_moved_is_noted_once(monkeypatch):
-    entry, noted, logged = {"from_share": 0.9, "recipe": "bf16"}, [], []
-    old, new = (parse_entries([entry], steps, {}, "mxnorm.schedule") for steps in (40, 20))
-    monkeypatch.setattr("mxtrain.reports.terminal.note", noted.append)
-    flags = ["--training.steps=20", "--mxnorm.schedule", '{from_share = 0.9, recipe = "bf16"}']
-    job_config = parse_job_config(
-        ["--model.name=llama3", "--model.flavor=debugmodel", "--model.converters=mxnorm", *flags]
-    )
-    for moved in (list(zip(old, new)), []):
-        RecipeSwitch(job_config, [], lambda step, text: logged.append(text), moved).begin_step(20)
-    assert noted == [
-        "step 20: bf16, to step 20 (mxnorm.schedule[0])",
-        "in effect from step 19 to 20: bf16 (mxnorm.schedule[0])",
-    ]
-    assert logged == ["bf16"]
 
 
 def convert(*flags):
