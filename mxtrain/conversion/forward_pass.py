@@ -8,7 +8,7 @@ through every PyTorch function. Nothing that the copy does reaches the model.
 import copy
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from logging import getLogger
 from types import FunctionType
@@ -17,8 +17,7 @@ from unittest import mock
 import torch
 import torch.nn as nn
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.nn.modules import module as module_globals
+from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -31,14 +30,6 @@ from mxtrain.nn.three_gemms import QuantizedLinear, version
 # the getter of an attribute.
 _LOOKS = [getattr(torch.Tensor, name) for name in LOOKS]
 _HARMLESS = {*_LOOKS, *(look.__get__ for look in _LOOKS)}
-# Functions that take nothing but the dtype, the device or the shape of the argument at this place.
-_LOOKS_AT = {
-    torch.Tensor.type_as: 1,
-    torch.Tensor.to: 1,
-    **dict.fromkeys((torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, torch.Tensor.new_full), 0),
-    **dict.fromkeys((torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like), 0),
-}
-
 
 @dataclass(frozen=True)
 class Uses:
@@ -114,7 +105,6 @@ def watch(
         with (
             torch.inference_mode(False),  # writes are not counted in inference mode
             torch.no_grad(),
-            without_global_hooks(),
             _without_triton_launches(),
             mock.patch.object(getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # it shows every error
             torch.compiler.set_stance("force_eager"),
@@ -181,8 +171,7 @@ class _Watcher(TorchFunctionMode):
 
     def note_unfollowed(self, module: str, values, error: Exception) -> None:
         """Give up on the norms in a module that failed half-way, and on the norms whose outputs it was given."""
-        with unset_fake_temporarily():  # a message may show values
-            reason = f"{module}, which fails {self.where} ({type(error).__name__}: {first_line(error)})"
+        reason = f"{module}, which fails {self.where} ({type(error).__name__}: {first_line(error)})"
         self.unfollowed.append(reason)
         self.note_other_use(values, reason)
         for norm, others in self.others.items():
@@ -214,8 +203,7 @@ class _Watcher(TorchFunctionMode):
             return torch.tensor(0.5).reshape(result.shape)
         # Looking at a weight's dtype or device is no computation.
         if any(isinstance(value, torch.Tensor) for value in tree_leaves(result)):
-            used = [arg for place, arg in enumerate(args) if place != _LOOKS_AT.get(func)]
-            for value in tree_leaves((used, kwargs)):
+            for value in tree_leaves((args, kwargs)):
                 if (owner := self._linear_of.get(id(value))) is not None:
                     self.outside[owner] = name
         return result
@@ -298,21 +286,6 @@ def hooks_of(module: nn.Module) -> list[str]:
 def _hook_tables(module: nn.Module) -> dict[str, dict]:
     attributes = vars(module).items()
     return {name: table for name, table in attributes if name.endswith("_hooks") and isinstance(table, dict)}
-
-
-@contextmanager
-def without_global_hooks():
-    """Keep the hooks that the user registered for all modules away while a copy runs."""
-    kinds = ("forward_pre", "forward", "backward_pre", "backward")
-    tables = [getattr(module_globals, f"_global_{kind}_hooks") for kind in kinds]
-    saved = [dict(table) for table in tables]
-    for table in tables:
-        table.clear()
-    try:
-        yield
-    finally:
-        for table, hooks in zip(tables, saved):
-            table.update(hooks)
 
 
 def _without_triton_launches():

@@ -155,8 +155,7 @@ class MultipliesJoinedWeights(nn.Module):
         self.norm, self.a, self.b, self.c = nn.RMSNorm(DIM), *(nn.Linear(DIM, DIM) for _ in range(3))
 
     def forward(self, x):
-        x = x.to(self.a.weight.dtype).type_as(self.a.weight).to(self.a.weight) + self.a.weight.new_zeros(1)
-        y = self.a(self.norm(x + torch.zeros_like(self.a.weight)[0]))
+        y = self.a(self.norm(x.to(self.a.weight.dtype) + self.a.weight.shape[0]))
         return F.linear(y, torch.cat([self.b.weight, self.c.weight]))
 
 

@@ -164,24 +164,6 @@ def test_a_hook_on_a_block_uses_the_norms_outputs_that_it_returns():
     assert plan.skipped == {"0.0": "its output is used by a forward hook of 0"}
 
 
-def test_hooks_for_all_modules_do_not_run_and_stay():
-    model = llama(layers=1)
-    model.layers[0].ffn_norm = HomeMadeRMSNorm(DIM)
-    hook, calls = recorder()
-    handles = [
-        nn.modules.module.register_module_forward_pre_hook(hook),
-        nn.modules.module.register_module_forward_hook(hook),
-        nn.modules.module.register_module_full_backward_hook(hook),
-    ]
-    try:
-        assert len(convert(model, mode="reference").norms) == 2 and not calls
-        model.output(torch.ones(DIM, requires_grad=True)).sum().backward()
-        assert len(calls) == 3
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 OLD_STYLE = ("a forward pre hook", "register it after conversion")
 PARAMETRIZED = ("a parametrization of weight", "register it after conversion")
 PUT_ON_A_LINEAR = {
