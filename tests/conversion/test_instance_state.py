@@ -343,7 +343,7 @@ class Int8Weight(nn.Parameter):
         (Int8Weight(torch.ones(DIM, DIM)), "has a weight of class Int8Weight, not a torch.nn.Parameter"),
         (nn.Parameter(torch.ones(DIM, DIM, dtype=torch.int8), False), "has a weight of torch.int8"),
         (nn.Parameter(torch.ones(DIM, DIM).to(torch.float8_e4m3fn), False), "has a weight of torch.float8_e4m3fn"),
-        (nn.Parameter(torch.ones(DIM, DIM).to_sparse()), "has a weight of layout torch.sparse_coo"),
+        (nn.Parameter(torch.ones(DIM, DIM).to_sparse()), "has a weight of torch.sparse_coo"),
         (nn.Parameter(torch.ones(32, DIM)), "has a weight of shape (32, 64), not (out_features, in_features)"),
     ],
     ids=["class", "int8", "float8", "sparse", "shape"],
