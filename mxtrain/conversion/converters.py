@@ -290,17 +290,18 @@ class MXNormConverter(MXLinearConverter):
             if reason := _why_norm_stays(fqn, survey, recipe_of, kept):
                 skipped[fqn] = reason
                 continue
-            linears = survey.uses.linears[fqn]
+            linears = tuple(survey.uses.linears[fqn])
             for linear in linears:
                 with self._advice(survey, linear):
                     RMSEstimate.for_recipe(recipe_of[linear].fprop, self.p, self.estimator)
-                swaps[linear] = ToQuantizedLinear(MXNormLinear, recipe_of[linear], self.mode, self.seed)
             recipe = recipe_of_norm([recipe_of[linear] for linear in linears])
             # A norm that is called for each of its linears gives each of them other rows.
             grouped = self.group_linears and len(linears) > 1 and survey.uses.calls[fqn] == 1
             swaps[fqn] = ToMXNorm(
                 facts, linears, self.p, self.estimator, self.eps, recipe, self.mode, self.seed, grouped
             )
+            for linear in linears:
+                swaps[linear] = ToQuantizedLinear(MXNormLinear, recipe_of[linear], self.mode, self.seed)
         return swaps, skipped
 
 
@@ -312,7 +313,7 @@ def _why_norm_stays(
     if reason := kept.get(fqn) or survey.norms[fqn].why_it_stays:
         return reason
     if uses.others[fqn]:
-        return f"its output is used by {', '.join(uses.others[fqn])}"
+        return f"its output is used by {', '.join(sorted(uses.others[fqn]))}"
     if fqn in uses.overwritten:
         return "its input is written to in place after it"
     if not linears:

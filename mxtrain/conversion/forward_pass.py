@@ -31,13 +31,14 @@ from mxtrain.nn.three_gemms import QuantizedLinear, version
 _LOOKS = [getattr(torch.Tensor, name) for name in LOOKS]
 _HARMLESS = {*_LOOKS, *(look.__get__ for look in _LOOKS)}
 
-@dataclass(frozen=True)
+
+@dataclass
 class Uses:
     """What uses the outputs of norms and the weights of linears.
 
     Attributes:
         linears: norm FQN -> FQNs of the linears that multiply its output, in order.
-        others: norm FQN -> everything else that uses its output, sorted.
+        others: norm FQN -> everything else that uses its output.
         calls: FQN of a norm or linear -> how often the forward pass calls it.
         unfollowed: modules that cannot run without data, and why.
         overwritten: FQNs of the norms whose input is written to in place after they have read it. Compiled, PyTorch
@@ -46,13 +47,13 @@ class Uses:
         outside: linear FQN -> a function that other code computes with its weight. Such code does so after a swap, too.
     """
 
-    linears: Mapping[str, tuple[str, ...]]
-    others: Mapping[str, tuple[str, ...]]
-    calls: Mapping[str, int]
-    unfollowed: tuple[str, ...]
-    overwritten: frozenset[str] = frozenset()
-    keywords: Mapping[str, str] = field(default_factory=dict)
-    outside: Mapping[str, str] = field(default_factory=dict)
+    linears: dict[str, list[str]]
+    others: dict[str, set[str]]
+    calls: dict[str, int]
+    unfollowed: list[str] = field(default_factory=list)
+    overwritten: set[str] = field(default_factory=set)
+    keywords: dict[str, str] = field(default_factory=dict)
+    outside: dict[str, str] = field(default_factory=dict)
 
 
 def watch(
@@ -119,10 +120,15 @@ def watch(
         raise ConfigError(
             f"converter = 'mxnorm' cannot see which linears the norms of this {type(model).__name__} feed: one forward "
             f"pass {where} failed with {type(error).__name__}: {error}"
-            + (f"; before that it did not follow {'; '.join(watcher.unfollowed)}" if watcher.unfollowed else "")
+            + (
+                f"; before that it did not follow {'; '.join(unfollowed)}"
+                if (unfollowed := watcher.uses.unfollowed)
+                else ""
+            )
             + ("; leave out masks and other tensors whose values the model looks at" if by_name else "")
         ) from error
-    return watcher.uses()
+    watcher.uses.overwritten |= {norm for norm, x, writes in watcher.inputs if version(x) != writes}
+    return watcher.uses
 
 
 class _Watcher(TorchFunctionMode):
@@ -131,50 +137,36 @@ class _Watcher(TorchFunctionMode):
     Attributes:
         running: FQN of the innermost module whose forward is running.
         where: how the pass runs and, if it was not given by the user, its input.
+        inputs: norm FQN, input, and the number of writes to it so far, of every call of a norm.
     """
 
     def __init__(self, norms: Collection[str], linear_of: Mapping[int, str], where: str):
         super().__init__()
         self.where = where
-        self.linears: dict[str, list[str]] = {fqn: [] for fqn in norms}
-        self.others: dict[str, set[str]] = {fqn: set() for fqn in norms}
-        self.calls = dict.fromkeys([*norms, *linear_of.values()], 0)
-        self.unfollowed: list[str] = []
-        self.keywords: dict[str, str] = {}
-        self.outside: dict[str, str] = {}
+        calls = dict.fromkeys([*norms, *linear_of.values()], 0)
+        self.uses = Uses({fqn: [] for fqn in norms}, {fqn: set() for fqn in norms}, calls)
         self.running: str | None = None
+        self.inputs: list[tuple[str, torch.Tensor, int | None]] = []
         self._linear_of = linear_of
         # Outputs are kept alive: Python gives the id of a collected tensor to another one.
         self._outputs: dict[int, tuple[str, torch.Tensor]] = {}
-        self._inputs: list[tuple[str, torch.Tensor, int | None]] = []
-
-    def uses(self) -> Uses:
-        return Uses(
-            linears={fqn: tuple(linears) for fqn, linears in self.linears.items()},
-            others={fqn: tuple(sorted(others)) for fqn, others in self.others.items()},
-            calls=self.calls,
-            unfollowed=tuple(self.unfollowed),
-            overwritten=frozenset(norm for norm, x, writes in self._inputs if version(x) != writes),
-            keywords=self.keywords,
-            outside=self.outside,
-        )
 
     def track(self, norm: str, inputs, output: torch.Tensor) -> None:
-        self.calls[norm] += 1
+        self.uses.calls[norm] += 1
         self._outputs[id(output)] = (norm, output)
         with torch._C.DisableTorchFunction():  # looking at the versions is no use of another norm's output
-            self._inputs += [(norm, x, version(x)) for x in tree_leaves(inputs) if isinstance(x, torch.Tensor)]
+            self.inputs += [(norm, x, version(x)) for x in tree_leaves(inputs) if isinstance(x, torch.Tensor)]
 
     def note_other_use(self, values, user: str) -> None:
         for norm in self._norms_of(values):
-            self.others[norm].add(user)
+            self.uses.others[norm].add(user)
 
     def note_unfollowed(self, module: str, values, error: Exception) -> None:
         """Give up on the norms in a module that failed half-way, and on the norms whose outputs it was given."""
         reason = f"{module}, which fails {self.where} ({type(error).__name__}: {first_line(error)})"
-        self.unfollowed.append(reason)
+        self.uses.unfollowed.append(reason)
         self.note_other_use(values, reason)
-        for norm, others in self.others.items():
+        for norm, others in self.uses.others.items():
             if norm.startswith(module + "."):
                 others.add(reason)
 
@@ -186,10 +178,10 @@ class _Watcher(TorchFunctionMode):
         if func is nn.functional.linear:
             linear = self._linear_of.get(id(args[1] if len(args) > 1 else kwargs["weight"]))
             if linear is not None:
-                self.calls[linear] += 1
+                self.uses.calls[linear] += 1
                 if linear == self.running:
                     for norm in self._norms_of(args[:1] or kwargs["input"]):
-                        self.linears[norm].append(linear)
+                        self.uses.linears[norm].append(linear)
                     return func(*args, **kwargs)
         # A property's getter is called __get__; the property itself has the telling name.
         named = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else func
@@ -205,7 +197,7 @@ class _Watcher(TorchFunctionMode):
         if any(isinstance(value, torch.Tensor) for value in tree_leaves(result)):
             for value in tree_leaves((args, kwargs)):
                 if (owner := self._linear_of.get(id(value))) is not None:
-                    self.outside[owner] = name
+                    self.uses.outside[owner] = name
         return result
 
 
@@ -214,7 +206,7 @@ def _watched(watcher: _Watcher, fqn: str, forward, hooks: str):
 
     def run(*args, **kwargs):
         if others := kwargs.keys() - {"x"}:
-            watcher.keywords[fqn] = min(others)
+            watcher.uses.keywords[fqn] = min(others)
         caller, watcher.running = watcher.running, fqn
         try:
             if isinstance(forward, FunctionType):  # it may refer to any object, the original model among them
@@ -231,7 +223,7 @@ def _watched(watcher: _Watcher, fqn: str, forward, hooks: str):
             watcher.running = caller
         if hooks:
             watcher.note_other_use((args, kwargs, output), f"{hooks} of {fqn}")
-        if fqn in watcher.linears:
+        if fqn in watcher.uses.linears:
             watcher.track(fqn, (args, kwargs), output)
         return output
 

@@ -1,6 +1,5 @@
 """Surveying a model: facts as values, and a model that stays as it was."""
 
-
 import pytest
 import torch
 import torch.nn as nn
