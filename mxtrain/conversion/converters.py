@@ -377,8 +377,7 @@ class DecomposeKRouterConverter(Converter):
     name: ClassVar[str] = "decompose_k_router"
 
     def plan(self, survey: Survey) -> Plan:
-        kept, swaps = self._kept(survey), {}
-        skipped = {fqn: f"is a {kind}, not an nn.Linear" for fqn, kind in survey.other_gates.items()}
+        kept, swaps, skipped = self._kept(survey), {}, {}
         for fqn, linear in survey.linears.items():
             if not linear.is_gate:
                 continue

@@ -70,13 +70,6 @@ def find_gates(model: nn.Module) -> dict[str, nn.Module]:
     return {fqn: module for fqn, module in modules.items() if isinstance(module, nn.Linear) and _is_gate(modules, fqn)}
 
 
-def find_other_gates(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The class of every gate that is or holds no linear gate, as in transformers 5."""
-    linear_gates = [fqn for fqn, module in modules.items() if isinstance(module, nn.Linear) and _is_gate(modules, fqn)]
-    called = [fqn for fqn in modules if fqn and _is_called_gate(modules, fqn)]
-    return {fqn: type(modules[fqn]).__name__ for fqn in called if not any(_is_in(gate, fqn) for gate in linear_gates)}
-
-
 def _is_gate(modules: Mapping[str, nn.Module], fqn: str) -> bool:
     """Whether a linear is a router's gate: it is called so, or it is the only linear in a module that is."""
     if not fqn:

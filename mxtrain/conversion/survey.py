@@ -1,7 +1,7 @@
 """What a model consists of, as plain values. Surveying a model does not change it."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
 
 from mxtrain.conversion.forward_pass import Uses, first_line, hooks_of, watch
-from mxtrain.conversion.layers import LinearFacts, find_blocks, find_heads, find_linears, find_other_gates
+from mxtrain.conversion.layers import LinearFacts, find_blocks, find_heads, find_linears
 from mxtrain.conversion.norms import NormFacts, NormKind, find_norms
 from mxtrain.conversion.selection import names_of
 from mxtrain.conversion.weights import WeightFacts, find_weights
@@ -51,7 +51,6 @@ class Survey:
         dtypes: every parameter, under all its names -> its dtype.
         converted: every MXNorm, MXNormLinear and MXLinear of an earlier conversion -> name of its class.
         uses: what uses the outputs of RMSNorms and the weights of linears; None if no forward pass was watched.
-        other_gates: the gates of routers that are no linears -> name of their class.
         failed_pass: what was not seen because a forward pass failed, which the converter does not need, in words.
     """
 
@@ -68,7 +67,6 @@ class Survey:
     dtypes: Mapping[str, torch.dtype]
     converted: Mapping[str, str]
     uses: Uses | None
-    other_gates: Mapping[str, str] = field(default_factory=dict)
     failed_pass: str = ""
 
     def norms_of(self, *kinds: NormKind) -> dict[str, NormFacts]:
@@ -128,7 +126,6 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
         dtypes={name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)},
         converted={fqn: type(m).__name__ for fqn, m in modules.items() if isinstance(m, MXNorm | QuantizedLinear)},
         uses=None,
-        other_gates=find_other_gates(modules),
     )
     watched = facts.norms_of(nn.RMSNorm) if watch_norms else {}
     followed = [fqn for fqn, linear in linears.items() if linear.is_plain and not linear.shares_weight]

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -14,14 +15,7 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from mxtrain.conversion.convert import apply
-from mxtrain.conversion.converters import (
-    Converter,
-    DecomposeKRouterConverter,
-    FusedNormConverter,
-    FusedRMSNormConverter,
-    MXLinearConverter,
-    MXNormConverter,
-)
+from mxtrain.conversion.converters import CONVERTERS
 from mxtrain.conversion.plan import Plan
 from mxtrain.conversion.schedule import GRAPHS, allow_graphs, attach_schedule
 from mxtrain.diagnostics.recording import check_patterns
@@ -60,7 +54,7 @@ def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] 
     names = job_config.model.converters
     if problem := conflict_of_converters(names):
         raise ConfigError(f"model.converters = {names!r} {problem}")
-    converters = {name: kind.from_job(job_config) for name, kind in TITAN_CONVERTERS.items() if name in names}
+    converters = {name: TitanConverter(name, job_config).converter for name in names if name in CONVERTERS}
     active = quantizing_among(names)
     if not active:
         return {"converter": "none", **dict.fromkeys(_FACTS)}
@@ -82,45 +76,41 @@ def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] 
     return settings
 
 
-class _TitanConverter:
-    """One of mxtrain's converters, with the interface of TorchTitan's ``ModelConverter``."""
+class TitanConverter:
+    """One of mxtrain's converters, with the interface of TorchTitan's ``ModelConverter``.
 
-    name: str
-    kind: type[Converter]
-    section: str
-    """The table of the TOML with its settings, which have the names of the converter's fields"""
+    Its settings are a table of the TOML, [mxnorm] for the converters of linears, else the one of its name. They have
+    the names of the converter's fields.
 
-    def __init__(self, job_config, parallel_dims):
-        self.converter = self.from_job(job_config)
+    Raises:
+        ConfigError: for a wrong setting.
+    """
 
-    @classmethod
-    def from_job(cls, job_config) -> Converter:
-        """The converter with the settings of the job config.
-
-        Raises:
-            ConfigError: for a wrong setting.
-        """
-        if not hasattr(job_config, cls.section):
+    def __init__(self, name: str, job_config, parallel_dims=None):
+        self.name, kind = name, CONVERTERS[name]
+        self._section = "mxnorm" if quantizing_among([name]) else name
+        self._settings = [setting.name for setting in fields(kind)]
+        if not hasattr(job_config, self._section):
             raise ConfigError(
-                f'job.custom_config_module = "mxtrain.titan.job_config" is missing: it declares the [{cls.section}] '
+                f'job.custom_config_module = "mxtrain.titan.job_config" is missing: it declares the [{self._section}] '
                 "section"
             )
-        section, names = getattr(job_config, cls.section), [setting.name for setting in fields(cls.kind)]
-        settings = {name: getattr(section, name) for name in names if name != "seed"}
-        if "seed" in names:
+        section = getattr(job_config, self._section)
+        settings = {name: getattr(section, name) for name in self._settings if name != "seed"}
+        if "seed" in self._settings:
             settings["seed"] = DEFAULT_SEED if job_config.debug.seed is None else job_config.debug.seed
-        with cls._full_names():
-            return cls.kind(**settings)
+        with self._full_names():
+            self.converter = kind(**settings)
 
-    @classmethod
     @contextmanager
-    def _full_names(cls):
+    def _full_names(self):
         """Put the section before the name of one of its settings that a ConfigError begins with."""
         try:
             yield
         except ConfigError as error:
-            is_setting = setting_in(str(error)) in [setting.name for setting in fields(cls.kind)]
-            raise ConfigError(f"{cls.section}.{error}") if is_setting else error from None
+            raise ConfigError(
+                f"{self._section}.{error}" if setting_in(str(error)) in self._settings else str(error)
+            ) from None
 
     def convert(self, model: nn.Module) -> None:
         plan = self.apply_to(model)
@@ -142,33 +132,29 @@ class _TitanConverter:
         """Does nothing: weights are cast in every forward, or before the first one of a step."""
 
 
-class TitanMXLinear(_TitanConverter):
-    """``mx_linear``, with the settings of the section [mxnorm] that concern linears."""
+class QuantizingConverter(TitanConverter):
+    """``mxnorm`` or ``mx_linear``, with schedule, guard and diagnostics."""
 
-    name = "mx_linear"
-    kind = MXLinearConverter
-    section = "mxnorm"
-
-    def __init__(self, job_config, parallel_dims):
-        super().__init__(job_config, parallel_dims)
-        self.diagnostics = job_config.mxnorm.diagnostics
-        self.entries = schedule_in(job_config)
-        _, self.fallback = guard_in(job_config) or (None, None)
+    def __init__(self, name: str, job_config, parallel_dims=None):
+        super().__init__(name, job_config)
+        self._diagnostics = job_config.mxnorm.diagnostics
+        self._entries = schedule_in(job_config)
+        _, self._fallback = guard_in(job_config) or (None, None)
         settings = active_settings(job_config)
         reason = mode_reason(settings["mode"], utils.device_type)
-        logger.info(f"{self.name}: {settings}; mode {settings['mode']}: {reason}")
+        logger.info(f"{name}: {settings}; mode {settings['mode']}: {reason}")
 
     def apply_to(self, model: nn.Module) -> Plan:
         plan = super().apply_to(model)
         note_norms(model, plan.norms)
-        if self.entries or self.fallback:
-            attach_schedule(model, plan.norms, self.entries, self.fallback, GUARD)
+        if self._entries or self._fallback:
+            attach_schedule(model, plan.norms, self._entries, self._fallback, GUARD)
         return plan
 
     def convert(self, model: nn.Module) -> None:
         super().convert(model)
-        if every := self.diagnostics.every:
-            check_patterns(self.diagnostics.fqns, model)
+        if every := self._diagnostics.every:
+            check_patterns(self._diagnostics.fqns, model)
             if not step_is_set():
                 raise ConfigError(
                     f"mxnorm.diagnostics.every = {every} needs mxtrain's trainer: train with -m mxtrain.train, or set 0"
@@ -187,46 +173,19 @@ class TitanMXLinear(_TitanConverter):
     def _description(self) -> str:
         norms = self.converter
         rms = "" if self.name == "mx_linear" else " exact" if norms.estimator == "exact" else f" p={norms.p}"
-        return f"{self.name} {self.converter.default_recipe.name}{rms} ({_mode_of(self.converter)})"
+        return f"{self.name} {norms.default_recipe.name}{rms} ({_mode_of(norms)})"
 
 
-class TitanMXNorm(TitanMXLinear):
-    """``mxnorm``, with the settings of the section [mxnorm]."""
-
-    name = "mxnorm"
-    kind = MXNormConverter
-
-
-class TitanFusedNorm(_TitanConverter):
-    """``fused_norm``, with the settings of the section [fused_norm]."""
-
-    name = section = "fused_norm"
-    kind = FusedNormConverter
-
-
-class TitanFusedRMSNorm(_TitanConverter):
-    """``fused_rmsnorm``, with the settings of the section [fused_rmsnorm]."""
-
-    name = section = "fused_rmsnorm"
-    kind = FusedRMSNormConverter
-
-
-class TitanDecomposeKRouter(_TitanConverter):
-    """``decompose_k_router``, with the settings of the section [decompose_k_router]."""
-
-    name = section = "decompose_k_router"
-    kind = DecomposeKRouterConverter
-
-
-TITAN_CONVERTERS = {
-    kind.name: kind for kind in (TitanMXNorm, TitanMXLinear, TitanFusedNorm, TitanFusedRMSNorm, TitanDecomposeKRouter)
-}
+def titan_converter(name: str, job_config, parallel_dims=None) -> TitanConverter:
+    """One of mxtrain's converters by name, with the settings of a job."""
+    kind = QuantizingConverter if quantizing_among([name]) else TitanConverter
+    return kind(name, job_config)
 
 
 def register_converters() -> None:
     """Make all converters known to TorchTitan."""
-    for name, converter in TITAN_CONVERTERS.items():
-        register_model_converter(converter, name)
+    for name in CONVERTERS:
+        register_model_converter(partial(titan_converter, name), name)
 
 
 def build_on_meta(job_config) -> nn.Module:
@@ -244,9 +203,8 @@ def convert_on_meta(job_config, model: nn.Module) -> dict[str, Plan | None]:
     Raises:
         ConfigError: a converter refuses the model.
     """
-    ours = TITAN_CONVERTERS
     return {
-        name: ours[name](job_config, None).apply_to(model) if name in ours else None
+        name: titan_converter(name, job_config).apply_to(model) if name in CONVERTERS else None
         for name in job_config.model.converters
     }
 

@@ -4,7 +4,7 @@ import pytest
 import torch.nn as nn
 
 from mxtrain import ConfigError, DecomposeKRouter, convert
-from mxtrain.conversion.layers import LinearFacts, find_blocks, find_gates, find_heads, find_linears, find_other_gates
+from mxtrain.conversion.layers import LinearFacts, find_blocks, find_gates, find_heads, find_linears
 
 D, V = 32, 96
 
@@ -136,10 +136,6 @@ def test_the_linears_of_a_model():
     assert list(find_gates(model["router"])) == ["gate"]
 
 
-class TopKRouter(nn.Module):
-    """As the gates of transformers 5."""
-
-
 def gate() -> nn.Linear:
     return nn.Linear(8, 4)
 
@@ -158,7 +154,7 @@ def gate() -> nn.Linear:
     ],
 )
 def test_a_gate_beside_experts_or_called_router(name, model):
-    assert list(find_gates(model)) == [name] and not find_other_gates(dict(model.named_modules()))
+    assert list(find_gates(model)) == [name]
 
 
 def test_a_router_of_two_layers_stays_whole():
@@ -168,7 +164,6 @@ def test_a_router_of_two_layers_stays_whole():
     report = convert(model, "mx_linear")
     assert report.linears == ["out"] and list(report.skipped) == ["router.up", "router.down"]
     assert all("is a part of a router" in reason for reason in report.skipped.values())
-    assert find_other_gates(dict(model.named_modules())) == {"router": "ModuleDict"}
 
 
 def test_a_mixture_that_is_called_router_is_no_gate():
@@ -178,10 +173,3 @@ def test_a_mixture_that_is_called_router_is_no_gate():
 
 def test_the_gate_of_a_feed_forward_is_none():
     assert not find_gates(nn.ModuleDict({"gate": gate(), "up": gate(), "gating": gate()}))
-
-
-def test_gates_that_hold_no_linear():
-    model = nn.ModuleDict({"mlp": nn.ModuleDict({"gate": TopKRouter(), "experts": nn.ModuleList()})})
-    assert find_other_gates(dict(model.named_modules())) == {"mlp.gate": "TopKRouter"} and not find_gates(model)
-    router = nn.ModuleDict({"router": nn.ModuleDict({"layer": gate(), "act": nn.Softmax(1)})})
-    assert not find_other_gates(dict(router.named_modules())), "its parts are no gates of their own"

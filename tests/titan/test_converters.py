@@ -18,14 +18,7 @@ from mxtrain import (
     convert,
     set_rounding_step,
 )
-from mxtrain.titan.converters import (
-    TitanDecomposeKRouter,
-    TitanFusedNorm,
-    TitanFusedRMSNorm,
-    TitanMXLinear,
-    TitanMXNorm,
-    active_settings,
-)
+from mxtrain.titan.converters import active_settings, titan_converter
 from mxtrain.titan.parse import parse_job_config
 from tests.support.converter_checks import config, count, model_and_args
 
@@ -35,7 +28,7 @@ CONFIGS = Path(__file__).parents[2] / "train_configs"
 @pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel_flex_attn", "debugmodel_varlen_attn"])
 def test_llama3(flavor):
     model, args = model_and_args("llama3", flavor)
-    TitanMXNorm(config(), None).convert(model)
+    titan_converter("mxnorm", config()).convert(model)
     layers = args.n_layers
     assert count(model, MXNorm) == 2 * layers
     assert count(model, MXNormLinear) == 5 * layers
@@ -45,7 +38,7 @@ def test_llama3(flavor):
 
 def test_qwen3_keeps_its_qk_norms():
     model, args = model_and_args("qwen3", "debugmodel")
-    TitanMXNorm(config(), None).convert(model)
+    titan_converter("mxnorm", config()).convert(model)
     layers = args.n_layers
     assert (count(model, MXNorm), count(model, MXNormLinear), count(model, MXLinear)) == (
         2 * layers,
@@ -57,7 +50,7 @@ def test_qwen3_keeps_its_qk_norms():
 
 def test_a_mixture_of_experts_is_converted_where_norms_provably_feed_linears():
     model, args = model_and_args("qwen3", "debugmodel_moe")
-    TitanMXNorm(config(), None).convert(model)
+    titan_converter("mxnorm", config()).convert(model)
     assert count(model, MXNorm) == args.n_layers, "attention norms; the experts' norms feed routing"
     assert type(model.layers["0"].ffn_norm) is nn.RMSNorm
     assert type(model.layers["0"].moe.router.gate) is nn.Linear
@@ -93,7 +86,7 @@ def test_every_matrix_in_high_precision_is_reported_with_its_multiplications(nam
 def test_decompose_k_router_takes_the_gates(name):
     model, _ = model_and_args(name, MIXTURES[name])
     names, linears = list(model.state_dict()), count(model, nn.Linear)
-    TitanDecomposeKRouter(config(converter="decompose_k_router"), None).convert(model)
+    titan_converter("decompose_k_router", config(converter="decompose_k_router")).convert(model)
     mixtures = [layer.moe for layer in model.layers.values() if layer.moe_enabled]
     assert mixtures and all(type(moe.router.gate) is DecomposeKRouter for moe in mixtures)
     assert count(model, DecomposeKRouter) == len(mixtures) == linears - count(model, nn.Linear)
@@ -103,11 +96,11 @@ def test_decompose_k_router_takes_the_gates(name):
 def test_decompose_k_router_leaves_filtered_gates_and_has_nothing_to_do_in_a_dense_model():
     model, args = model_and_args("qwen3", "debugmodel_moe")
     flags = ["--decompose_k_router.filter_fqns=layers.0,layers.3"]
-    TitanDecomposeKRouter(config(*flags, converter="decompose_k_router"), None).convert(model)
+    titan_converter("decompose_k_router", config(*flags, converter="decompose_k_router")).convert(model)
     assert count(model, DecomposeKRouter) == args.n_layers - 2
     dense, _ = model_and_args("llama3", "debugmodel")
     with pytest.raises(ConfigError, match="converter = 'decompose_k_router' finds nothing to convert in this Transf"):
-        TitanDecomposeKRouter(config(converter="decompose_k_router"), None).convert(dense)
+        titan_converter("decompose_k_router", config(converter="decompose_k_router")).convert(dense)
 
 
 @pytest.mark.parametrize("score_func", ["sigmoid", "softmax"])
@@ -153,18 +146,18 @@ def test_decompose_k_router_goes_with_the_others_in_either_order(name, other, ki
 def test_mx_linear_keeps_norms(name):
     model, _ = model_and_args(name, "debugmodel")
     norms = count(model, nn.RMSNorm)
-    TitanMXLinear(config(converter="mx_linear"), None).convert(model)
+    titan_converter("mx_linear", config(converter="mx_linear")).convert(model)
     assert count(model, nn.RMSNorm) == norms
     assert count(model, nn.Linear) == 1 and count(model, MXLinear) == 7 * len(model.layers)
 
 
 @pytest.mark.parametrize(
-    ("name", "of_a_layer", "converter"), [("llama3", 2, TitanFusedRMSNorm), ("qwen3", 4, TitanFusedNorm)]
+    ("name", "of_a_layer", "converter"), [("llama3", 2, "fused_rmsnorm"), ("qwen3", 4, "fused_norm")]
 )
 def test_a_fused_norm_takes_every_norm(name, of_a_layer, converter):
     model, args = model_and_args(name, "debugmodel")
     names = list(model.state_dict())
-    converter(config(converter=converter.name), None).convert(model)
+    titan_converter(converter, config(converter=converter)).convert(model)
     assert count(model, FusedRMSNorm) == of_a_layer * args.n_layers + 1 and count(model, nn.RMSNorm) == 0
     assert count(model, nn.Linear) == 7 * args.n_layers + 1
     assert list(model.state_dict()) == names
@@ -184,12 +177,12 @@ def test_converters_go_together_in_either_order(converters):
     ]
 
 
-@pytest.mark.parametrize("converter", [TitanFusedRMSNorm, TitanFusedNorm])
+@pytest.mark.parametrize("converter", ["fused_rmsnorm", "fused_norm"])
 def test_settings_of_a_fused_norm_reach_the_modules(converter):
     model, args = model_and_args("llama3", "debugmodel")
-    name = converter.name
+    name = converter
     flags = [f"--{name}.when_compiled=kernel", f"--{name}.filter_fqns=norm,layers.0"]
-    converter(config(*flags, converter=name), None).convert(model)
+    titan_converter(name, config(*flags, converter=name)).convert(model)
     assert type(model.norm) is nn.RMSNorm and type(model.layers["0"].ffn_norm) is nn.RMSNorm
     assert model.layers["1"].ffn_norm.when_compiled == "kernel"
     assert count(model, FusedRMSNorm) == 2 * (args.n_layers - 1)
@@ -203,7 +196,7 @@ def test_a_wrong_fused_rmsnorm_setting_is_refused_at_once():
 def test_settings_reach_the_modules():
     model, _ = model_and_args("llama3", "debugmodel")
     flags = ["--mxnorm.p=1", "--mxnorm.scale_rounding=floor", "--mxnorm.eps=1e-3", "--mxnorm.mode=reference"]
-    TitanMXNorm(config(*flags), None).convert(model)
+    titan_converter("mxnorm", config(*flags)).convert(model)
     norm, linear = model.layers["3"].ffn_norm, model.layers["3"].feed_forward.w2
     assert (norm.estimate.p, norm.estimate.eps, norm.recipe.scale_rounding, norm.mode) == (
         1,
@@ -221,7 +214,7 @@ def test_a_run_in_emulated_mode_has_fp32_sums_in_all_bf16_products(mode, lax):
     settings.allow_bf16_reduced_precision_reduction = True
     try:
         model, _ = model_and_args("llama3", "debugmodel")
-        TitanMXLinear(config(f"--mxnorm.mode={mode}", converter="mx_linear"), None).convert(model)
+        titan_converter("mx_linear", config(f"--mxnorm.mode={mode}", converter="mx_linear")).convert(model)
         assert settings.allow_bf16_reduced_precision_reduction == lax
     finally:
         settings.allow_bf16_reduced_precision_reduction = before
@@ -243,7 +236,7 @@ def test_random_bits_that_no_resumed_run_repeats_are_warned_of(flags, step, warn
     monkeypatch.setattr("mxtrain.titan.converters.logger.warning", lines.append)
     model, _ = model_and_args("llama3", "debugmodel")
     set_rounding_step(step)
-    TitanMXNorm(config(*flags), None).convert(model)
+    titan_converter("mxnorm", config(*flags)).convert(model)
     assert len(lines) == warns and all("a resumed run will not repeat them; train with -m mxtrain" in s for s in lines)
 
 
@@ -320,10 +313,10 @@ def test_torchtitans_own_quantization_comes_before_the_router():
     assert active_settings(job_config)["converter"] == "none"
 
 
-@pytest.mark.parametrize("converter", [TitanMXNorm, TitanFusedRMSNorm, TitanDecomposeKRouter])
+@pytest.mark.parametrize("converter", ["mxnorm", "fused_rmsnorm", "decompose_k_router"])
 def test_without_the_custom_config_section(converter):
     job_config = JobConfig()
-    job_config.model.converters = [converter.name]
-    message = f'job.custom_config_module = "mxtrain.titan.job_config" is missing: it declares the .{converter.name}. '
+    job_config.model.converters = [converter]
+    message = f'job.custom_config_module = "mxtrain.titan.job_config" is missing: it declares the .{converter}. '
     with pytest.raises(ConfigError, match=message):
-        converter(job_config, None)
+        titan_converter(converter, job_config)

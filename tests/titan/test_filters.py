@@ -11,10 +11,7 @@ from mxtrain import (
     MXNorm,
     MXNormLinear,
 )
-from mxtrain.titan.converters import (
-    TitanMXLinear,
-    TitanMXNorm,
-)
+from mxtrain.titan.converters import titan_converter
 from mxtrain.titan.parse import parse_job_config, resolved_settings
 from tests.support.converter_checks import config, count, model_and_args
 
@@ -22,7 +19,7 @@ from tests.support.converter_checks import config, count, model_and_args
 def test_filters_reach_the_conversion():
     model, _ = model_and_args("llama3", "debugmodel")
     flags = ["--mxnorm.filter_fqns=output,layers.3.feed_forward", "--mxnorm.mode=reference"]
-    TitanMXNorm(config(*flags), None).convert(model)
+    titan_converter("mxnorm", config(*flags)).convert(model)
     layer = model.layers["3"]
     assert (type(layer.ffn_norm), type(layer.feed_forward.w2)) == (nn.RMSNorm, nn.Linear)
     assert (type(layer.attention_norm), type(layer.attention.wo)) == (MXNorm, MXLinear)
@@ -33,7 +30,7 @@ def test_unset_filters_keep_the_head_whatever_it_is_called():
     model, _ = model_and_args("llama3", "debugmodel")
     model.to_vocabulary = model.output
     del model.output
-    TitanMXLinear(config(converter="mx_linear"), None).convert(model)
+    titan_converter("mx_linear", config(converter="mx_linear")).convert(model)
     assert type(model.to_vocabulary) is nn.Linear and count(model, nn.Linear) == 1
 
 
@@ -83,7 +80,7 @@ def test_a_mistake_that_the_model_shows_begins_with_the_full_name_of_the_setting
 
 def test_an_empty_filter_converts_the_head():
     model, _ = model_and_args("llama3", "debugmodel")
-    TitanMXNorm(config("--mxnorm.filter_fqns="), None).convert(model)
+    titan_converter("mxnorm", config("--mxnorm.filter_fqns=")).convert(model)
     assert type(model.norm) is MXNorm and type(model.output) is MXNormLinear
 
 
