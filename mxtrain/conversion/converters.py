@@ -375,6 +375,7 @@ class DecomposeKRouterConverter(Converter):
     """Every linear that is the gate of a mixture-of-experts router becomes a DecomposeKRouter."""
 
     name: ClassVar[str] = "decompose_k_router"
+    way_out: ClassVar[str] = "It needs gates that are an nn.Linear, called 'gate' beside 'experts' or 'router'."
 
     def plan(self, survey: Survey) -> Plan:
         kept, swaps, skipped = self._kept(survey), {}, {}

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import torch.nn as nn
 from torch._guards import detect_fake_mode
-from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -163,7 +163,8 @@ class _Watcher(TorchFunctionMode):
 
     def note_unfollowed(self, module: str, values, error: Exception) -> None:
         """Give up on the norms in a module that failed half-way, and on the norms whose outputs it was given."""
-        reason = f"{module}, which fails {self.where} ({type(error).__name__}: {first_line(error)})"
+        with unset_fake_temporarily():  # a message may show values
+            reason = f"{module}, which fails {self.where} ({type(error).__name__}: {first_line(error)})"
         self.uses.unfollowed.append(reason)
         self.note_other_use(values, reason)
         for norm, others in self.uses.others.items():
