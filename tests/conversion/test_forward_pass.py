@@ -250,11 +250,6 @@ def test_layers_that_are_called_by_keyword_stay(converter, stay, swapped):
     model(x)
 
 
-def test_a_gate_that_is_called_by_keyword_stays():
-    with pytest.raises(ConfigError, match=f"nothing to convert.*\n  gate: {BY_KEYWORD}"):
-        convert(CallsByKeyword(), "decompose_k_router", example_inputs=(torch.zeros(3, DIM),))
-
-
 class NormOfHeads(nn.Module):
     """Calls its second norm by keyword, after a linear whose output has another shape than its input."""
 

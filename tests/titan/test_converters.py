@@ -36,26 +36,6 @@ def test_llama3(flavor):
     assert count(model, nn.RMSNorm) == 1 and count(model, nn.Linear) == 1, "norm and output stay"
 
 
-def test_qwen3_keeps_its_qk_norms():
-    model, args = model_and_args("qwen3", "debugmodel")
-    titan_converter("mxnorm", config()).convert(model)
-    layers = args.n_layers
-    assert (count(model, MXNorm), count(model, MXNormLinear), count(model, MXLinear)) == (
-        2 * layers,
-        5 * layers,
-        2 * layers,
-    )
-    assert count(model, nn.RMSNorm) == 2 * layers + 1
-
-
-def test_a_mixture_of_experts_is_converted_where_norms_provably_feed_linears():
-    model, args = model_and_args("qwen3", "debugmodel_moe")
-    titan_converter("mxnorm", config()).convert(model)
-    assert count(model, MXNorm) == args.n_layers, "attention norms; the experts' norms feed routing"
-    assert type(model.layers["0"].ffn_norm) is nn.RMSNorm
-    assert type(model.layers["0"].moe.router.gate) is nn.Linear
-
-
 MIXTURES = {"deepseek_v3": "debugmodel", "llama4": "debugmodel", "qwen3": "debugmodel_moe"}
 
 
@@ -142,15 +122,6 @@ def test_decompose_k_router_goes_with_the_others_in_either_order(name, other, ki
     assert kinds[0] == kinds[1] and {DecomposeKRouter, kind} <= set(kinds[0].values())
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3"])
-def test_mx_linear_keeps_norms(name):
-    model, _ = model_and_args(name, "debugmodel")
-    norms = count(model, nn.RMSNorm)
-    titan_converter("mx_linear", config(converter="mx_linear")).convert(model)
-    assert count(model, nn.RMSNorm) == norms
-    assert count(model, nn.Linear) == 1 and count(model, MXLinear) == 7 * len(model.layers)
-
-
 @pytest.mark.parametrize(
     ("name", "of_a_layer", "converter"), [("llama3", 2, "fused_rmsnorm"), ("qwen3", 4, "fused_norm")]
 )
@@ -191,20 +162,6 @@ def test_settings_of_a_fused_norm_reach_the_modules(converter):
 def test_a_wrong_fused_rmsnorm_setting_is_refused_at_once():
     with pytest.raises(ConfigError, match="^fused_rmsnorm.when_compiled = 'kernels' should be 'auto', 'kernel'"):
         config("--fused_rmsnorm.when_compiled=kernels", converter="fused_rmsnorm")
-
-
-def test_settings_reach_the_modules():
-    model, _ = model_and_args("llama3", "debugmodel")
-    flags = ["--mxnorm.p=1", "--mxnorm.scale_rounding=floor", "--mxnorm.eps=1e-3", "--mxnorm.mode=reference"]
-    titan_converter("mxnorm", config(*flags)).convert(model)
-    norm, linear = model.layers["3"].ffn_norm, model.layers["3"].feed_forward.w2
-    assert (norm.estimate.p, norm.estimate.eps, norm.recipe.scale_rounding, norm.mode) == (
-        1,
-        1e-3,
-        "floor",
-        "reference",
-    )
-    assert (linear.recipe.scale_rounding, linear.mode) == ("floor", "reference")
 
 
 @pytest.mark.parametrize(("mode", "lax"), [("emulated", False), ("reference", True)])
