@@ -25,6 +25,7 @@ from mxtrain.checkpoints.manifest import Manifest
 from mxtrain.checkpoints.optimizer import apply_settings
 from mxtrain.checkpoints.random_state import RandomState
 from mxtrain.checkpoints.start import Start
+from mxtrain.checkpoints.token_count import TokenCount
 from mxtrain.conversion.schedule import RecipeSwitch
 from mxtrain.files import sync_file
 from mxtrain.nn.buffers import kept_buffers
@@ -87,10 +88,10 @@ class Trainer(titan.Trainer):
             partial(log_event, self.metrics_processor),
             moved_entries(self._start, settings),
         )
+        mesh = self.parallel_dims.get_optional_mesh("loss")
         if guard is not None:
             spikes, _ = guard
             # All stages of a pipeline and all ranks of tensor parallelism have the same loss.
-            mesh = self.parallel_dims.get_optional_mesh("loss")
             copies = self.parallel_dims.world_size // (1 if mesh is None else mesh.size())
             self._watch.on_losses = lambda step, losses: spikes.observe(step, sum(losses) / copies)
             self.checkpointer.states[GUARD_STATE] = spikes
@@ -98,7 +99,7 @@ class Trainer(titan.Trainer):
         changes_between = job_config.optimizer.early_step_in_backward  # ReadyWeights cannot see fused steps
         caches = job_config.mxnorm.cache_weights and has_microbatches and not changes_between
         self._ready = ReadyWeights(self.model_parts) if caches else None
-        self._tokens = TokenCount.of_layout(self.parallel_dims)
+        self._tokens = TokenCount(mesh.size(), mesh.get_local_rank()) if mesh is not None else TokenCount(1, 0)
         self._signals = StopSignals()
         self._numerics = numerics_of(job_config, self.model_parts)
         # The stages of a pipeline have the same text, and draw other random bits because their layers differ.
@@ -258,39 +259,6 @@ class Trainer(titan.Trainer):
         found = describe(over_ranks(torch.tensor(loss, device=self.device)).tolist())
         if found and self._is_finite(step):
             self._watch.end(NonFiniteError(f"step {step}: the validation loss is {found}", step))
-
-
-class TokenCount:
-    """Converts between the tokens that one rank has seen and the tokens that all ranks have seen.
-
-    So the count goes on when the number of ranks changes. TorchTitan counts on every rank, adds up the counts of all
-    ranks for its metrics, and saves the count of one rank.
-    All ranks see as many tokens in a step, so one rank's count gives the count of all.
-
-    Args:
-        ranks: number of ranks whose counts TorchTitan adds up.
-        rank: this rank among them.
-    """
-
-    def __init__(self, ranks: int, rank: int):
-        self._ranks = ranks
-        self._rank = rank
-        self._loaded = self._share = 0
-
-    @classmethod
-    def of_layout(cls, parallel_dims) -> "TokenCount":
-        mesh = parallel_dims.get_optional_mesh("loss")
-        return cls(mesh.size(), mesh.get_local_rank()) if mesh is not None else cls(1, 0)
-
-    def of_all_ranks(self, own: int) -> int:
-        """Return the tokens that all ranks have seen, if this rank has seen ``own``."""
-        return self._loaded + (own - self._share) * self._ranks
-
-    def share(self, of_all_ranks: int) -> int:
-        """Return this rank's share of the tokens that earlier ranks have seen. The shares add up to all of them."""
-        own, rest = divmod(of_all_ranks, self._ranks)
-        self._loaded, self._share = of_all_ranks, own + (self._rank < rest)
-        return self._share
 
 
 def _manifest(job_config, settings: Settings, dataloader) -> Manifest:
