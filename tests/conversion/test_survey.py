@@ -23,7 +23,7 @@ def test_a_survey_holds_the_facts_of_a_model():
     assert len(facts.linears) == 15 and facts.linears["output"].out_features == 96
     uses: Uses = facts.uses
     assert uses.linears["layers.0.ffn_norm"] == ["layers.0.feed_forward.w1", "layers.0.feed_forward.w3"]
-    assert uses.linears["norm"] == ("output",) and not any(uses.others.values()) and uses.unfollowed == ()
+    assert uses.linears["norm"] == ["output"] and not any(uses.others.values()) and uses.unfollowed == []
     assert set(uses.calls.values()) == {1}
 
 
