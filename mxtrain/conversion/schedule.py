@@ -28,6 +28,8 @@ GRAPHS = 8
 """Graphs of a function that torch.compile allows by default"""
 # The recipe of a plain norm and its linears.
 _PLAIN = RECIPES[HIGH_PRECISION]
+# Name of the guard's change among those that are in effect.
+_GUARD = "guard"
 # What a change sets: a GEMM or one of NORM_KEYS, and the FQN of the layer -> a recipe, or the value of the key.
 Values = Mapping[tuple[str, str], Recipe | int | str | None]
 
@@ -148,23 +150,23 @@ class RecipeSwitch:
         if is_first:
             before = self._at(step - 1, {**entries, **self._as_before})
         if is_first or now.keys() != before.keys():
-            self._set_step(step, "guard" in now)
+            self._set_step(step, _GUARD in now)
         for name, entry in before.items():
             if name not in now:
-                self._tell(step, f"end of {_words(entry)}", f" ({entry.name})")
+                self._tell(step, f"end of {_words(entry)}", _place(entry))
         for name, entry in now.items():
             if name not in before:
-                why = f": {self._guard.reason}" if name == "guard" else f" ({name})"
+                why = f": {self._guard.reason}" if name == _GUARD else _place(entry)
                 self._tell(step, _words(entry), f", to step {entry.last}{why}")
             elif is_first:
-                terminal.note(f"in effect from step {entry.first} to {entry.last}: {_words(entry)} ({name})")
+                terminal.note(f"in effect from step {entry.first} to {entry.last}: {_words(entry)}{_place(entry)}")
         self._in_effect = now
 
     def _at(self, step: int, entries: Mapping[str, ScheduleEntry]) -> dict[str, ScheduleEntry]:
         """What is in effect at a step, by name; the guard as an entry."""
         now = {name: entry for name, entry in entries.items() if entry.covers(step)}
         if self._guard is not None and self._guard.falls_back(step):
-            now["guard"] = ScheduleEntry("guard", self._guard.first, self._guard.last, None, self._fallback)
+            now[_GUARD] = ScheduleEntry(_GUARD, self._guard.first, self._guard.last, None, self._fallback)
         return now
 
     def _set_step(self, step: int, falls_back: bool) -> None:
@@ -177,8 +179,14 @@ class RecipeSwitch:
 
 
 def _words(entry: ScheduleEntry) -> str:
-    prefix = "guard: " if entry.name == "guard" else ""
-    return f"{prefix}{entry.change}" if entry.modules is None else f"{entry.change} in {', '.join(entry.modules)}"
+    if entry.name == _GUARD:
+        return f"guard: {entry.change}"
+    return str(entry.change) if entry.modules is None else f"{entry.change} in {', '.join(entry.modules)}"
+
+
+def _place(entry: ScheduleEntry) -> str:
+    """Where the settings have the entry, for the user."""
+    return "" if entry.name == _GUARD else f" ({entry.name})"
 
 
 class _Layers:
