@@ -18,7 +18,7 @@ from mxtrain import (
     convert,
     set_rounding_step,
 )
-from mxtrain.titan.converters import active_settings, titan_converter
+from mxtrain.titan.converters import active_settings, build_on_meta, convert_on_meta, titan_converter
 from mxtrain.titan.parse import parse_job_config
 from tests.support.converter_checks import config, count, model_and_args
 
@@ -277,3 +277,13 @@ def test_without_the_custom_config_section(converter):
     message = f'job.custom_config_module = "mxtrain.titan.job_config" is missing: it declares the .{converter}. '
     with pytest.raises(ConfigError, match=message):
         titan_converter(converter, job_config)
+
+
+def test_no_parameter_has_memory_before_and_after_its_conversion():
+    job_config = parse_job_config(["--model.converters=mxnorm,fused_rmsnorm", "--training.dtype=bfloat16"])
+    model = build_on_meta(job_config)
+    assert {(p.is_meta, p.dtype) for p in model.parameters()} == {(True, torch.bfloat16)}
+    assert torch.get_default_dtype() == torch.float32
+    plans = convert_on_meta(job_config, model)
+    assert list(plans) == ["mxnorm", "fused_rmsnorm"] and plans["mxnorm"].quantized_share > 0.5
+    assert all(p.is_meta for p in model.parameters())
