@@ -14,6 +14,7 @@ from mxtrain.conversion.weights import find_weights, weight_uses
 from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import raise_first
 from mxtrain.settings.layout import layout_problems, pipeline_problems
+from mxtrain.settings.mxnorm_section import guard_in, schedule_in
 from mxtrain.settings.read import places
 
 MOST_PROCESSES = 256
@@ -45,10 +46,9 @@ def report(arguments: list[str]) -> str:
 
 def _sections(words: list[str]) -> Iterator[str]:
     from mxtrain.titan.check_layout import check_model_layout
-    from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
+    from mxtrain.titan.converters import build_on_meta, convert_on_meta
+    from mxtrain.titan.parallelize import try_plan
     from mxtrain.titan.parse import parse_job_config, settings_of
-    from mxtrain.titan.schedule import guard_in, schedule_in
-    from mxtrain.titan.trial_plan import try_plan
 
     job_config = parse_job_config(words)
     settings = settings_of(job_config)

@@ -131,21 +131,17 @@ class MXLinearConverter(Converter):
             raise ConfigError(f"seed = {self.seed!r} is not an integer")
 
     def plan(self, survey: Survey) -> Plan:
-        self._refuse_second_conversion(survey)
-        recipe_of, kept = self._recipes(survey)
-        swaps, skipped = self._plan_linears(survey, recipe_of, kept)
-        if not swaps:
-            raise self._nothing_to_convert(survey, skipped)
-        return self._checked_plan(survey, swaps, skipped)
-
-    def _refuse_second_conversion(self, survey: Survey) -> None:
         for fqn, kind in survey.converted.items():
             raise ConfigError(
                 f"converter = {self.name!r}: this {survey.kind} was converted before ({fqn or 'it'} is an {kind}); "
                 "convert a new model once, with settings for all its layers"
             )
-
-    def _checked_plan(self, survey: Survey, swaps: Mapping[str, Swap], skipped: Mapping[str, str]) -> Plan:
+        recipe_of, kept = self._recipes(survey)
+        swaps, skipped = self._plan_norms(survey, recipe_of, kept)
+        others, left = self._plan_linears(survey, recipe_of, kept, swaps)
+        if not (swaps if self.watches_norms else others):
+            raise self._nothing_to_convert(survey, skipped | left)
+        swaps, skipped = swaps | others, skipped | left
         recipes = {fqn: swap.recipe for fqn, swap in swaps.items() if isinstance(swap, ToQuantizedLinear)}
         for fqn, recipe in recipes.items():
             linear = survey.linears[fqn]
@@ -155,6 +151,12 @@ class MXLinearConverter(Converter):
         calls = {} if survey.uses is None else survey.uses.calls
         weights = weight_uses(survey.weights, calls, recipes)
         return Plan(swaps, skipped, self.default_recipe, weights, self._execution(survey))
+
+    def _plan_norms(
+        self, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str]
+    ) -> tuple[dict[str, Swap], dict[str, str]]:
+        """Swaps of norms and the linears that they feed, and norms that stay -> the reason."""
+        return {}, {}
 
     def _recipes(self, survey: Survey) -> tuple[dict[str, LinearRecipe], dict[str, str]]:
         """The recipe of every linear, and every module that stays in high precision -> the reason."""
@@ -197,7 +199,7 @@ class MXLinearConverter(Converter):
         return {fqn: reason for fqn in survey.names.values() if f"{fqn}.".startswith(last)}
 
     def _plan_linears(
-        self, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str], fed: Collection[str] = ()
+        self, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str], fed: Collection[str]
     ) -> tuple[dict[str, Swap], dict[str, str]]:
         """Swaps, and reasons to stay, of all linears but those that MXNorms feed, ``fed``."""
         swaps, skipped = {}, {}
@@ -280,36 +282,27 @@ class MXNormConverter(MXLinearConverter):
         require_one_of("group_linears", self.group_linears, (True, False))
         RMSEstimate.for_recipe(self.default_recipe.fprop, self.p, self.estimator, 0.0 if self.eps is None else self.eps)
 
-    def plan(self, survey: Survey) -> Plan:
-        self._refuse_second_conversion(survey)
-        recipe_of, kept = self._recipes(survey)
-        swaps: dict[str, Swap] = {}
-        skipped = dict(survey.lookalikes[nn.RMSNorm])
-        for fqn in survey.norms_of(nn.RMSNorm):
+    def _plan_norms(
+        self, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str]
+    ) -> tuple[dict[str, Swap], dict[str, str]]:
+        swaps, skipped = {}, dict(survey.lookalikes[nn.RMSNorm])
+        for fqn, facts in survey.norms_of(nn.RMSNorm).items():
             if reason := _why_norm_stays(fqn, survey, recipe_of, kept):
                 skipped[fqn] = reason
-            else:
-                swaps |= self._to_mxnorm(fqn, survey, recipe_of)
-        linears, skipped_linears = self._plan_linears(survey, recipe_of, kept, fed=swaps)
-        skipped |= skipped_linears
-        if not swaps:
-            raise self._nothing_to_convert(survey, skipped)
-        return self._checked_plan(survey, swaps | linears, skipped)
-
-    def _to_mxnorm(self, fqn: str, survey: Survey, recipe_of: Mapping[str, LinearRecipe]) -> dict[str, Swap]:
-        """The swaps of a norm and of the linears that it feeds."""
-        linears = survey.uses.linears[fqn]
-        for linear in linears:
-            with self._advice(survey, linear):
-                RMSEstimate.for_recipe(recipe_of[linear].fprop, self.p, self.estimator)
-        recipe = recipe_of_norm([recipe_of[linear] for linear in linears])
-        # A norm that is called for each of its linears gives each of them other rows.
-        grouped = self.group_linears and len(linears) > 1 and survey.uses.calls[fqn] == 1
-        norm = ToMXNorm(
-            survey.norms[fqn], linears, self.p, self.estimator, self.eps, recipe, self.mode, self.seed, grouped
-        )
-        fed = {linear: ToQuantizedLinear(MXNormLinear, recipe_of[linear], self.mode, self.seed) for linear in linears}
-        return {fqn: norm, **fed}
+                continue
+            linears = tuple(survey.uses.linears[fqn])
+            for linear in linears:
+                with self._advice(survey, linear):
+                    RMSEstimate.for_recipe(recipe_of[linear].fprop, self.p, self.estimator)
+            recipe = recipe_of_norm([recipe_of[linear] for linear in linears])
+            # A norm that is called for each of its linears gives each of them other rows.
+            grouped = self.group_linears and len(linears) > 1 and survey.uses.calls[fqn] == 1
+            swaps[fqn] = ToMXNorm(
+                facts, linears, self.p, self.estimator, self.eps, recipe, self.mode, self.seed, grouped
+            )
+            for linear in linears:
+                swaps[linear] = ToQuantizedLinear(MXNormLinear, recipe_of[linear], self.mode, self.seed)
+        return swaps, skipped
 
 
 def _why_norm_stays(
@@ -320,7 +313,7 @@ def _why_norm_stays(
     if reason := kept.get(fqn) or survey.norms[fqn].why_it_stays:
         return reason
     if uses.others[fqn]:
-        return f"its output is used by {', '.join(uses.others[fqn])}"
+        return f"its output is used by {', '.join(sorted(uses.others[fqn]))}"
     if fqn in uses.overwritten:
         return "its input is written to in place after it"
     if not linears:
@@ -382,10 +375,10 @@ class DecomposeKRouterConverter(Converter):
     """Every linear that is the gate of a mixture-of-experts router becomes a DecomposeKRouter."""
 
     name: ClassVar[str] = "decompose_k_router"
+    way_out: ClassVar[str] = "It needs gates that are an nn.Linear, called 'gate' beside 'experts' or 'router'."
 
     def plan(self, survey: Survey) -> Plan:
-        kept, swaps = self._kept(survey), {}
-        skipped = {fqn: f"is a {kind}, not an nn.Linear" for fqn, kind in survey.other_gates.items()}
+        kept, swaps, skipped = self._kept(survey), {}, {}
         for fqn, linear in survey.linears.items():
             if not linear.is_gate:
                 continue

@@ -8,7 +8,7 @@ through every PyTorch function. Nothing that the copy does reaches the model.
 import copy
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from logging import getLogger
 from types import FunctionType
@@ -18,7 +18,6 @@ import torch
 import torch.nn as nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.nn.modules import module as module_globals
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -31,22 +30,15 @@ from mxtrain.nn.three_gemms import QuantizedLinear, version
 # the getter of an attribute.
 _LOOKS = [getattr(torch.Tensor, name) for name in LOOKS]
 _HARMLESS = {*_LOOKS, *(look.__get__ for look in _LOOKS)}
-# Functions that take nothing but the dtype, the device or the shape of the argument at this place.
-_LOOKS_AT = {
-    torch.Tensor.type_as: 1,
-    torch.Tensor.to: 1,
-    **dict.fromkeys((torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, torch.Tensor.new_full), 0),
-    **dict.fromkeys((torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like), 0),
-}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Uses:
     """What uses the outputs of norms and the weights of linears.
 
     Attributes:
         linears: norm FQN -> FQNs of the linears that multiply its output, in order.
-        others: norm FQN -> everything else that uses its output, sorted.
+        others: norm FQN -> everything else that uses its output.
         calls: FQN of a norm or linear -> how often the forward pass calls it.
         unfollowed: modules that cannot run without data, and why.
         overwritten: FQNs of the norms whose input is written to in place after they have read it. Compiled, PyTorch
@@ -55,13 +47,13 @@ class Uses:
         outside: linear FQN -> a function that other code computes with its weight. Such code does so after a swap, too.
     """
 
-    linears: Mapping[str, tuple[str, ...]]
-    others: Mapping[str, tuple[str, ...]]
-    calls: Mapping[str, int]
-    unfollowed: tuple[str, ...]
-    overwritten: frozenset[str] = frozenset()
-    keywords: Mapping[str, str] = field(default_factory=dict)
-    outside: Mapping[str, str] = field(default_factory=dict)
+    linears: dict[str, list[str]]
+    others: dict[str, set[str]]
+    calls: dict[str, int]
+    unfollowed: list[str] = field(default_factory=list)
+    overwritten: set[str] = field(default_factory=set)
+    keywords: dict[str, str] = field(default_factory=dict)
+    outside: dict[str, str] = field(default_factory=dict)
 
 
 def watch(
@@ -114,7 +106,6 @@ def watch(
         with (
             torch.inference_mode(False),  # writes are not counted in inference mode
             torch.no_grad(),
-            without_global_hooks(),
             _without_triton_launches(),
             mock.patch.object(getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # it shows every error
             torch.compiler.set_stance("force_eager"),
@@ -129,10 +120,15 @@ def watch(
         raise ConfigError(
             f"converter = 'mxnorm' cannot see which linears the norms of this {type(model).__name__} feed: one forward "
             f"pass {where} failed with {type(error).__name__}: {error}"
-            + (f"; before that it did not follow {'; '.join(watcher.unfollowed)}" if watcher.unfollowed else "")
+            + (
+                f"; before that it did not follow {'; '.join(unfollowed)}"
+                if (unfollowed := watcher.uses.unfollowed)
+                else ""
+            )
             + ("; leave out masks and other tensors whose values the model looks at" if by_name else "")
         ) from error
-    return watcher.uses()
+    watcher.uses.overwritten |= {norm for norm, x, writes in watcher.inputs if version(x) != writes}
+    return watcher.uses
 
 
 class _Watcher(TorchFunctionMode):
@@ -141,51 +137,37 @@ class _Watcher(TorchFunctionMode):
     Attributes:
         running: FQN of the innermost module whose forward is running.
         where: how the pass runs and, if it was not given by the user, its input.
+        inputs: norm FQN, input, and the number of writes to it so far, of every call of a norm.
     """
 
     def __init__(self, norms: Collection[str], linear_of: Mapping[int, str], where: str):
         super().__init__()
         self.where = where
-        self.linears: dict[str, list[str]] = {fqn: [] for fqn in norms}
-        self.others: dict[str, set[str]] = {fqn: set() for fqn in norms}
-        self.calls = dict.fromkeys([*norms, *linear_of.values()], 0)
-        self.unfollowed: list[str] = []
-        self.keywords: dict[str, str] = {}
-        self.outside: dict[str, str] = {}
+        calls = dict.fromkeys([*norms, *linear_of.values()], 0)
+        self.uses = Uses({fqn: [] for fqn in norms}, {fqn: set() for fqn in norms}, calls)
         self.running: str | None = None
+        self.inputs: list[tuple[str, torch.Tensor, int | None]] = []
         self._linear_of = linear_of
         # Outputs are kept alive: Python gives the id of a collected tensor to another one.
         self._outputs: dict[int, tuple[str, torch.Tensor]] = {}
-        self._inputs: list[tuple[str, torch.Tensor, int | None]] = []
-
-    def uses(self) -> Uses:
-        return Uses(
-            linears={fqn: tuple(linears) for fqn, linears in self.linears.items()},
-            others={fqn: tuple(sorted(others)) for fqn, others in self.others.items()},
-            calls=self.calls,
-            unfollowed=tuple(self.unfollowed),
-            overwritten=frozenset(norm for norm, x, writes in self._inputs if version(x) != writes),
-            keywords=self.keywords,
-            outside=self.outside,
-        )
 
     def track(self, norm: str, inputs, output: torch.Tensor) -> None:
-        self.calls[norm] += 1
+        self.uses.calls[norm] += 1
         self._outputs[id(output)] = (norm, output)
         with torch._C.DisableTorchFunction():  # looking at the versions is no use of another norm's output
-            self._inputs += [(norm, x, version(x)) for x in tree_leaves(inputs) if isinstance(x, torch.Tensor)]
+            self.inputs += [(norm, x, version(x)) for x in tree_leaves(inputs) if isinstance(x, torch.Tensor)]
 
     def note_other_use(self, values, user: str) -> None:
         for norm in self._norms_of(values):
-            self.others[norm].add(user)
+            self.uses.others[norm].add(user)
 
     def note_unfollowed(self, module: str, values, error: Exception) -> None:
         """Give up on the norms in a module that failed half-way, and on the norms whose outputs it was given."""
         with unset_fake_temporarily():  # a message may show values
             reason = f"{module}, which fails {self.where} ({type(error).__name__}: {first_line(error)})"
-        self.unfollowed.append(reason)
+        self.uses.unfollowed.append(reason)
         self.note_other_use(values, reason)
-        for norm, others in self.others.items():
+        for norm, others in self.uses.others.items():
             if norm.startswith(module + "."):
                 others.add(reason)
 
@@ -197,10 +179,10 @@ class _Watcher(TorchFunctionMode):
         if func is nn.functional.linear:
             linear = self._linear_of.get(id(args[1] if len(args) > 1 else kwargs["weight"]))
             if linear is not None:
-                self.calls[linear] += 1
+                self.uses.calls[linear] += 1
                 if linear == self.running:
                     for norm in self._norms_of(args[:1] or kwargs["input"]):
-                        self.linears[norm].append(linear)
+                        self.uses.linears[norm].append(linear)
                     return func(*args, **kwargs)
         # A property's getter is called __get__; the property itself has the telling name.
         named = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else func
@@ -214,10 +196,9 @@ class _Watcher(TorchFunctionMode):
             return torch.tensor(0.5).reshape(result.shape)
         # Looking at a weight's dtype or device is no computation.
         if any(isinstance(value, torch.Tensor) for value in tree_leaves(result)):
-            used = [arg for place, arg in enumerate(args) if place != _LOOKS_AT.get(func)]
-            for value in tree_leaves((used, kwargs)):
+            for value in tree_leaves((args, kwargs)):
                 if (owner := self._linear_of.get(id(value))) is not None:
-                    self.outside[owner] = name
+                    self.uses.outside[owner] = name
         return result
 
 
@@ -226,7 +207,7 @@ def _watched(watcher: _Watcher, fqn: str, forward, hooks: str):
 
     def run(*args, **kwargs):
         if others := kwargs.keys() - {"x"}:
-            watcher.keywords[fqn] = min(others)
+            watcher.uses.keywords[fqn] = min(others)
         caller, watcher.running = watcher.running, fqn
         try:
             if isinstance(forward, FunctionType):  # it may refer to any object, the original model among them
@@ -243,7 +224,7 @@ def _watched(watcher: _Watcher, fqn: str, forward, hooks: str):
             watcher.running = caller
         if hooks:
             watcher.note_other_use((args, kwargs, output), f"{hooks} of {fqn}")
-        if fqn in watcher.linears:
+        if fqn in watcher.uses.linears:
             watcher.track(fqn, (args, kwargs), output)
         return output
 
@@ -298,21 +279,6 @@ def hooks_of(module: nn.Module) -> list[str]:
 def _hook_tables(module: nn.Module) -> dict[str, dict]:
     attributes = vars(module).items()
     return {name: table for name, table in attributes if name.endswith("_hooks") and isinstance(table, dict)}
-
-
-@contextmanager
-def without_global_hooks():
-    """Keep the hooks that the user registered for all modules away while a copy runs."""
-    kinds = ("forward_pre", "forward", "backward_pre", "backward")
-    tables = [getattr(module_globals, f"_global_{kind}_hooks") for kind in kinds]
-    saved = [dict(table) for table in tables]
-    for table in tables:
-        table.clear()
-    try:
-        yield
-    finally:
-        for table, hooks in zip(tables, saved):
-            table.update(hooks)
 
 
 def _without_triton_launches():

@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.nn as nn
@@ -50,10 +50,7 @@ def find_linears(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:
     linears = {}
     for fqn, module in modules.items():
         if fqn and isinstance(module, nn.Linear):
-            kind, weight = (
-                type(module),
-                module._parameters.get("weight"),
-            )  # module.weight would compute a parametrized one
+            kind, weight = type(module), module._parameters.get("weight")  # .weight would compute a parametrized one
             is_namesake = kind is not nn.Linear and kind.__name__ == "Linear"
             linears[fqn] = LinearFacts(
                 in_features=module.in_features,
@@ -70,25 +67,15 @@ def find_linears(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:
 def find_gates(model: nn.Module) -> dict[str, nn.Module]:
     """Every linear gate of a router by FQN."""
     modules = dict(model.named_modules())
-    return {fqn: modules[fqn] for fqn, linear in find_linears(modules).items() if linear.is_gate}
-
-
-def find_other_gates(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The class of every gate that is or holds no linear gate, as in transformers 5."""
-    linear_gates = [fqn for fqn, module in modules.items() if isinstance(module, nn.Linear) and _is_gate(modules, fqn)]
-    return {
-        fqn: type(module).__name__
-        for fqn, module in modules.items()
-        if fqn and _is_called_gate(modules, fqn) and not any(_is_in(gate, fqn) for gate in linear_gates)
-    }
+    return {fqn: module for fqn, module in modules.items() if isinstance(module, nn.Linear) and _is_gate(modules, fqn)}
 
 
 def _is_gate(modules: Mapping[str, nn.Module], fqn: str) -> bool:
     """Whether a linear is a router's gate: it is called so, or it is the only linear in a module that is."""
-    return _is_called_gate(modules, fqn) or any(
-        sum(isinstance(part, nn.Linear) for part in modules[outer].modules()) == 1
-        for outer in _outer_gates(modules, fqn)
-    )
+    if not fqn:
+        return False
+    counts = (len(_linears_in(modules[outer])) for outer in _outer_gates(modules, fqn))
+    return _is_called_gate(modules, fqn) or 1 in counts
 
 
 def _outer_gates(modules: Mapping[str, nn.Module], fqn: str) -> list[str]:
@@ -113,43 +100,27 @@ def find_blocks(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
     """The layers that a model repeats, in its order.
 
     They are the members of a ModuleList, and of a ModuleDict with numbers as keys. In a model without those they are
-    the members of another ModuleDict or of a Sequential whose class occurs more than once, or the linears of a list.
-    A member may hold blocks instead of being one: a list of one class, a dict, or a whole model with an embedding.
-    Members without linears do not count.
+    the members of another ModuleDict or of a Sequential whose class occurs more than once. A list of one class holds
+    blocks instead of being one. Linears, and members without linears, do not count.
     """
-    lists = [fqn for fqn, module in modules.items() if _is_list(module) and _holds_only_linears(module)]
-    linears = tuple(member for fqn in lists for member in _members(modules, fqn))
-    return _in_lists(modules, "") or _repeated(modules, "") or linears
+    containers = (nn.ModuleDict, nn.Sequential)
+    return tuple(_members(modules, "", _is_list) or _members(modules, "", lambda m: isinstance(m, containers), least=2))
 
 
-def _in_lists(modules: Mapping[str, nn.Module], outer: str) -> tuple[str, ...]:
-    """Members of lists that lie in ``outer``."""
+def _members(
+    modules: Mapping[str, nn.Module], outer: str, holds_blocks: Callable[[nn.Module], bool], least: int = 1
+) -> list[str]:
+    """Members of containers in ``outer`` that are blocks, if their class occurs at least so often in one container."""
+    names = (f"{outer}.{name}".removeprefix(".") for name, _ in modules[outer].named_children())
+    names = [name for name in names if name in modules]  # a module that has two names is there once
+    kinds = Counter(type(modules[name]) for name in names if _linears_in(modules[name]))
     blocks: list[str] = []
-    is_list = _is_list(modules[outer]) and not _holds_only_linears(modules[outer])
-    for member in _members(modules, outer):
-        inner = _in_lists(modules, member) if not is_list or _may_hold_blocks(modules[member]) else ()
-        if inner or not is_list:
-            blocks += inner
-        elif _holds_linears(modules[member]):
-            blocks.append(member)
-    return tuple(blocks)
-
-
-def _repeated(modules: Mapping[str, nn.Module], outer: str) -> tuple[str, ...]:
-    """Members whose class occurs more than once in a container that lies in ``outer``."""
-    members, kinds = _members(modules, outer), Counter()
-    if isinstance(modules[outer], nn.ModuleDict | nn.Sequential):
-        kinds.update(type(modules[member]) for member in members if _holds_linears(modules[member]))
-    blocks: list[str] = []
-    for member in members:
-        is_block = kinds[type(modules[member])] > 1 and not isinstance(modules[member], nn.Linear)
-        blocks += (member,) if is_block else _repeated(modules, member)
-    return tuple(blocks)
-
-
-def _members(modules: Mapping[str, nn.Module], outer: str) -> list[str]:
-    members = (f"{outer}.{name}".removeprefix(".") for name, _ in modules[outer].named_children())
-    return [member for member in members if member in modules]  # a module that has two names is there once
+    for name in names:
+        module = modules[name]
+        is_member = holds_blocks(modules[outer]) and kinds[type(module)] >= least and not isinstance(module, nn.Linear)
+        holds_others = isinstance(module, nn.ModuleList) and len({type(part) for part in module}) == 1
+        blocks += [name] if is_member and not holds_others else _members(modules, name, holds_blocks, least)
+    return blocks
 
 
 def _is_list(module: nn.Module) -> bool:
@@ -157,19 +128,8 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList) or is_numbered
 
 
-def _may_hold_blocks(member: nn.Module) -> bool:
-    """Whether a member of a list is no block if blocks are found in it. A list of several classes is one layer."""
-    if isinstance(member, nn.ModuleList):
-        return len({type(module) for module in member}) == 1
-    return isinstance(member, nn.ModuleDict) or any(isinstance(child, nn.Embedding) for child in member.children())
-
-
-def _holds_linears(module: nn.Module) -> bool:
-    return any(isinstance(part, nn.Linear) for part in module.modules())
-
-
-def _holds_only_linears(module: nn.Module) -> bool:
-    return all(isinstance(member, nn.Linear) for member in module.children())
+def _linears_in(module: nn.Module) -> list[nn.Module]:
+    return [part for part in module.modules() if isinstance(part, nn.Linear)]
 
 
 def _is_in(fqn: str, outer: str) -> bool:

@@ -9,21 +9,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mxtrain.conversion.forward_pass import copy_of, without_global_hooks
+from mxtrain.conversion.forward_pass import copy_of
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.row_norms import FusedLayerNorm, FusedRMSNorm
 
 NormKind = type[nn.RMSNorm] | type[nn.LayerNorm]
 
 _TYPES = {nn.RMSNorm: (nn.RMSNorm, FusedRMSNorm), nn.LayerNorm: (nn.LayerNorm, FusedLayerNorm)}
-_VECTORS = {nn.RMSNorm: ("weight",), nn.LayerNorm: ("weight", "bias")}
 _OF_ANY_MODULE = vars(nn.Module()).keys()
 # Magnitudes of rows. eps dominates the small ones, which tells it apart from its neighbours; clamps change the large
 # ones. The cube of the inverse RMS, which autograd computes in fp32, is finite and not 0.
 _ROWS = (1.0, 1e2, 1e-2, 1e-4, 1e5, 1e-6, 1e8, 1e-10)
 # Magnitudes of the parameters and of the gradient of y. Clamps change large results and gradients.
 _SCALES = (1.0, 1e4)
-_SAME_RESULTS = "has the results of"
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def find_norms(
             continue
         for kind, reason in known[key].items():
             is_derived = isinstance(module, kind) and not isinstance(module, RecipeModule)
-            if is_derived or kind.__name__.lower() in name or _SAME_RESULTS in reason:
+            if is_derived or kind.__name__.lower() in name:
                 lookalikes[kind][fqn] = reason
     return norms, lookalikes
 
@@ -108,15 +106,22 @@ def norm_facts(module: nn.Module) -> NormFacts | dict[NormKind, str]:
         if type(module) in types:
             shape = tuple(module.normalized_shape)
             return NormFacts(kind, shape, module.eps, module.elementwise_affine, has_bias, f"{name} by type")
-        eps = _why_none(module, kind) or _eps_of(module, kind)
-        if isinstance(eps, float):
+        if reason := _why_none(module, kind):
+            reasons[kind] = f"is a {name} {reason}"
+        elif (eps := _eps_of(module, kind)) is None:
+            norm = f"nn.{kind.__name__}"
+            reasons[kind] = (
+                f"is a {name} that does not compute the results and gradients of {norm} with an attribute as eps, or "
+                "changes the dtype"
+            )
+        else:
             shape = tuple(module.weight.shape)
             return NormFacts(kind, shape, eps, True, has_bias, f"{name} by results and gradients")
-        reasons[kind] = f"is a {name} {eps}"
     return reasons
 
 
 def _why_none(module: nn.Module, kind: NormKind) -> str | None:
+    """What tells without a run that a module does not compute a norm of this kind."""
     parameters, norm = dict(module.named_parameters()), f"nn.{kind.__name__}"
     if not parameters:
         return f"without a weight to tell its row length: use {norm}(D, elementwise_affine=False)"
@@ -126,34 +131,29 @@ def _why_none(module: nn.Module, kind: NormKind) -> str | None:
         return "with a forward of its own"
     if len(signature(module.forward).parameters) != 1:
         return "whose forward takes more than x"
-    dimensions = [len(shape) for shape in {parameter.shape for parameter in parameters.values()}]
-    if not {"weight"} <= parameters.keys() <= {*_VECTORS[kind]} or dict(module.named_buffers()) or dimensions != [1]:
+    shapes, allowed = {parameter.shape for parameter in parameters.values()}, {"weight"}
+    if kind is nn.LayerNorm:
+        allowed.add("bias")
+    if not {"weight"} <= parameters.keys() <= allowed or dict(module.named_buffers()) or [*map(len, shapes)] != [1]:
         return f"with other parameters or buffers than an {norm} of one dimension"
     return None
 
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def _eps_of(module: nn.Module, kind: NormKind) -> float | str:
-    """The float among the attributes of ``module`` with which it computes PyTorch's norm; or how it differs, in words.
+def _eps_of(module: nn.Module, kind: NormKind) -> float | None:
+    """The float among the attributes of ``module`` with which it computes PyTorch's norm; None if there is none.
 
     A copy of the module runs; the module's own parameters may be on the meta device.
     """
-    norm = f"nn.{kind.__name__}"
-    difference = f"that does not compute what {norm} does with an attribute as eps, or changes the dtype"
     try:
-        with without_global_hooks(), torch.random.fork_rng(devices=()):
+        with torch.random.fork_rng(devices=()):
             runs = _runs(module)
     except Exception:  # the module is no function of rows
-        return difference
+        return None
     # The largest first: these rows cannot tell a tiny eps from 0, with which a row of zeros becomes NaN.
-    for eps in sorted({value for value in vars(module).values() if isinstance(value, float)}, reverse=True):
-        wrong = [result for run in runs if (result := _first_difference(*run, kind, eps))]
-        if not wrong:
-            return eps
-        if "result" not in wrong:
-            difference = f"that {_SAME_RESULTS} {norm} and {wrong[0]}"
-    return difference
+    candidates = sorted({value for value in vars(module).values() if isinstance(value, float)}, reverse=True)
+    return next((eps for eps in candidates if all(_agrees(*run, kind, eps) for run in runs)), None)
 
 
 def _runs(module: nn.Module) -> list[tuple]:
@@ -186,26 +186,20 @@ def _runs(module: nn.Module) -> list[tuple]:
     return runs
 
 
-def _results(y: torch.Tensor, leaves: tuple[torch.Tensor, ...], dy: torch.Tensor) -> tuple:
-    """y, and the gradients of all leaves, None for one that is absent."""
-    if dy.shape != y.shape:
-        raise TypeError("a norm keeps the shape")
-    if not y.requires_grad:
-        return y, *(None for _ in leaves)
-    return y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype), allow_unused=True)
+def _results(y: torch.Tensor, leaves: tuple[torch.Tensor, ...], dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """y, and the gradients of all leaves. A module fails that does not give them all."""
+    return y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))
 
 
-def _first_difference(x, vectors, dy, results, kind: NormKind, eps: float) -> str | None:
-    """The first of the results of a run that differs from a norm's, in words; None if all agree."""
-    leaves = [tensor.requires_grad_() for tensor in (x, *vectors.values())]
+def _agrees(x, vectors, dy, results, kind: NormKind, eps: float) -> bool:
+    """Whether the results of a run are those of a norm with this eps."""
+    leaves = (x.requires_grad_(), *(vector.requires_grad_() for vector in vectors.values()))
     function = F.rms_norm if kind is nn.RMSNorm else F.layer_norm
     wanted = _results(function(x, x.shape[-1:], eps=eps, **vectors), leaves, dy)
     # Digits cancel where means are subtracted and a bias is added. dx is a difference of terms of this magnitude.
     terms = dy * vectors["weight"] * (x.var(-1, correction=0, keepdim=True) + eps).rsqrt()
-    magnitudes = wanted[0], terms, *wanted[2:]
-    for of, got, want, magnitude in zip(("y", "x", *vectors), results, wanted, magnitudes):
+    for got, want, magnitude in zip(results, wanted, (wanted[0], terms, *wanted[2:])):
         limit = 1e-4 * want.abs() + 1e-5 * magnitude.abs().amax(-1, keepdim=True)
-        if got is None or not ((got.double() - want).abs() <= limit).all():
-            which = of if of == "x" else f"its {of}"
-            return "result" if of == "y" else f"{'no' if got is None else 'another'} gradient of {which}"
-    return None
+        if not ((got.double() - want).abs() <= limit).all():
+            return False
+    return True

@@ -1,27 +1,37 @@
-"""Plans the precision schedule of a converted model: for every swapped layer, its state at every step of the run."""
+"""The precision schedule of a converted model: every layer's state at every step, and the switch between steps."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from itertools import combinations
 
+import torch
 import torch.nn as nn
 
 from mxtrain.conversion.selection import names_of, selected
 from mxtrain.errors import ConfigError
-from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.three_gemms import QuantizedLinear, check_features
-from mxtrain.recipes.recipe import GEMMS, HIGH_PRECISION, RECIPES, LinearRecipe, Recipe, RMSEstimate, recipe_of_norm
-from mxtrain.recipes.schedule import NORM_KEYS, LayerState, RecipeChange, ScheduleEntry, Timeline
+from mxtrain.recipes.recipe import GEMMS, HIGH_PRECISION, RECIPES, Recipe, RMSEstimate, recipe_of_norm
+from mxtrain.recipes.schedule import (
+    NORM_KEYS,
+    RMSNORM,
+    LayerState,
+    RecipeChange,
+    ScheduleEntry,
+    SpikeGuard,
+    Timeline,
+)
+from mxtrain.reports import terminal
 
-# What an entry may change of a layer (a GEMM, or one of NORM_KEYS), and the FQN of the layer.
-Part = tuple[str, str]
+GRAPHS = 8
+"""Graphs of a function that torch.compile allows by default"""
 # The recipe of a plain norm and its linears.
 _PLAIN = RECIPES[HIGH_PRECISION]
-# Entries with everything that they change.
-Active = Sequence[tuple[ScheduleEntry, frozenset[Part]]]
+# Name of the guard's change among those that are in effect.
+_GUARD = "guard"
+# What a change sets: a GEMM or one of NORM_KEYS, and the FQN of the layer -> a recipe, or the value of the key.
+Values = Mapping[tuple[str, str], Recipe | int | str | None]
 
 
 def attach_schedule(
@@ -45,14 +55,32 @@ def attach_schedule(
 
     Raises:
         ConfigError: a pattern matches no module or no swapped one, an entry has nothing to change in what one of
-            its patterns selects, two entries change the same thing at the same step, a layer does not take a recipe,
-            or all layers compute the same without an entry or without the guard's change.
+            its patterns selects, or sets what all layers have, two entries change the same thing at the same step, or
+            a layer does not take a recipe.
     """
-    for fqn, timeline in _Planner(model, feeds, entries, fallback, guard).timelines().items():
+    layers = _Layers(model, feeds)
+    changes = [(entry, layers.changed_by(entry)) for entry in entries]
+    _refuse_overlaps(changes)
+    always = [] if fallback is None else [ScheduleEntry(guard, 1, 1, None, fallback)]
+    on_top = [(entry, layers.changed_by(entry)) for entry in always]
+    for entry, values in (*changes, *on_top):
+        has_effect = any(layers.own[part] != value for part, value in values.items())
+        if not has_effect and not (entry in always and any(values.keys() & others.keys() for _, others in changes)):
+            raise ConfigError(f"{entry.name} changes nothing: all layers have {entry.change} without it")
+    states: dict[str, dict[int, LayerState]] = defaultdict(dict)
+    fallbacks: dict[str, dict[int, LayerState]] = defaultdict(dict)
+    for step in sorted({1, *(step for entry in entries for step in (entry.first, entry.last + 1))}):
+        active = [(entry, values) for entry, values in changes if entry.covers(step)]
+        for fqn, state in layers.states(active).items():
+            states[fqn][step] = state
+        if on_top:
+            for fqn, state in layers.states([*active, *on_top]).items():
+                fallbacks[fqn][step] = state
+    for fqn, of_steps in states.items():
         module = model.get_submodule(fqn)
-        module.timeline = timeline
+        module.timeline = Timeline(of_steps, fallbacks[fqn])
         # All later states have the attributes that this one sets, so that torch.compile knows a state that comes back.
-        module.take(timeline.at(1))
+        module.take(module.timeline.at(1))
 
 
 def set_step(model: nn.Module, step: int, falls_back: bool = False) -> None:
@@ -69,151 +97,180 @@ def set_step(model: nn.Module, step: int, falls_back: bool = False) -> None:
                 module.take(state)
 
 
-class _Planner:
-    """The parts of the layers that every entry changes. Arguments and errors as for ``attach_schedule``."""
+def allow_graphs(graphs: int) -> None:
+    """Let torch.compile make this many graphs of a function. Beyond its limit it stops training.
+
+    TorchTitan compiles every block alone, and all blocks share one count, because they run the same code. A block needs
+    graphs for training, for validation and for other shapes; blocks with other recipes need graphs of their own.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, graphs)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
+
+
+class RecipeSwitch:
+    """Switches the layers of a run's model, or of this rank's stages, between steps, and tells the user.
+
+    Every rank decides by the number of the step and, for the guard, by losses that all ranks have. So no rank waits.
+
+    Args:
+        entries: of the run's schedule.
+        guard: with its change; None for a run without a guard.
+        model_parts: modules with the timelines of ``attach_schedule``.
+        log_event: (step, text) logs the beginning or end of a change.
+        moved: entries whose steps are others than before the run resumed: as before, and now.
+    """
 
     def __init__(
         self,
-        model: nn.Module,
-        feeds: Mapping[str, Sequence[str]],
         entries: Sequence[ScheduleEntry],
-        fallback: RecipeChange | None,
-        guard: str,
+        guard: tuple[SpikeGuard, RecipeChange] | None,
+        model_parts: Sequence[nn.Module],
+        log_event: Callable[[int, str], None],
+        moved: Sequence[tuple[ScheduleEntry, ScheduleEntry]] = (),
     ):
-        self.modules = dict(model.named_modules())
-        self.names = names_of(model)
-        self.feeds = {norm: tuple(linears) for norm, linears in feeds.items()}
-        self.norm_of = {linear: norm for norm, linears in feeds.items() for linear in linears}
-        self.linears = [fqn for fqn, module in self.modules.items() if isinstance(module, QuantizedLinear)]
-        # In the order of the entries; the guard's change comes on top of all.
-        self.parts = [(entry, self._parts(entry)) for entry in entries]
-        _refuse_overlaps(self.parts)
-        self.fallback = None
-        if fallback is not None:
-            always = ScheduleEntry(guard, 1, 1, None, fallback)
-            self.fallback = (always, self._parts(always))
+        self._entries, self._parts, self._log_event = entries, model_parts, log_event
+        self._guard, self._fallback = guard or (None, None)
+        self._as_before = {now.name: before for before, now in moved}
+        self._in_effect: dict[str, ScheduleEntry] | None = None
+        if entries or guard:
+            states = (len({step for e in entries for step in (e.first, e.last + 1)}) + 1) * (2 if guard else 1)
+            modules = (module for part in model_parts for module in part.modules())
+            # A graph more of every block for every state of its layers.
+            allow_graphs(GRAPHS + states * sum(getattr(module, "timeline", None) is not None for module in modules))
 
-    def timelines(self) -> dict[str, Timeline]:
-        steps = {1}
-        for entry, _ in self.parts:
-            steps |= {entry.first, entry.last + 1}
-        states: dict[str, dict[int, LayerState]] = defaultdict(dict)
-        fallbacks: dict[str, dict[int, LayerState]] = defaultdict(dict)
-        for step in sorted(steps):
-            active = self._active(step)
-            for fqn, state in self._states(active).items():
-                states[fqn][step] = state
-            if self.fallback is not None:
-                for fqn, state in self._states([*active, self.fallback]).items():
-                    fallbacks[fqn][step] = state
-        for entry, parts in self.parts:
-            self._require_effect(entry, parts, filter(entry.covers, steps))
-        if self.fallback is not None:
-            self._require_effect(*self.fallback, steps)
-        return {fqn: Timeline(of_steps, fallbacks[fqn]) for fqn, of_steps in states.items()}
+    def return_to(self, step: int) -> None:
+        """Give the layers of a run that resumes their states of its last step, for a validation, and tell nobody."""
+        self._set_step(step, self._guard is not None and self._guard.falls_back(step))
 
-    def _active(self, step: int) -> Active:
-        return [(entry, parts) for entry, parts in self.parts if entry.covers(step)]
+    def begin_step(self, step: int) -> None:
+        """Give the layers their states of ``step``, before its first forward."""
+        entries = {entry.name: entry for entry in self._entries}
+        now, before, is_first = self._at(step, entries), self._in_effect, self._in_effect is None
+        if is_first:
+            before = self._at(step - 1, {**entries, **self._as_before})
+        if is_first or now.keys() != before.keys():
+            self._set_step(step, _GUARD in now)
+        for name, entry in before.items():
+            if name not in now:
+                self._tell(step, f"end of {_words(entry)}", _place(entry))
+        for name, entry in now.items():
+            if name not in before:
+                why = f": {self._guard.reason}" if name == _GUARD else _place(entry)
+                self._tell(step, _words(entry), f", to step {entry.last}{why}")
+            elif is_first:
+                terminal.note(f"in effect from step {entry.first} to {entry.last}: {_words(entry)}{_place(entry)}")
+        self._in_effect = now
 
-    def _require_effect(self, entry: ScheduleEntry, parts: frozenset[Part], steps: Iterable[int]) -> None:
-        """Raise ConfigError if no layer computes anything else at these steps because of an entry."""
-        for step in steps:
-            others = [other for other in self._active(step) if other[0] is not entry]
-            try:
-                without = self._states(others)
-            except ConfigError:  # the others need this one
-                return
-            states = self._states([*others, (entry, parts)])
-            if any(_arithmetic(state) != _arithmetic(without[fqn]) for fqn, state in states.items()):
-                return
-        raise ConfigError(f"{entry.name} changes nothing: without its {entry.change}, all layers compute the same")
+    def _at(self, step: int, entries: Mapping[str, ScheduleEntry]) -> dict[str, ScheduleEntry]:
+        """What is in effect at a step, by name; the guard as an entry."""
+        now = {name: entry for name, entry in entries.items() if entry.covers(step)}
+        if self._guard is not None and self._guard.falls_back(step):
+            now[_GUARD] = ScheduleEntry(_GUARD, self._guard.first, self._guard.last, None, self._fallback)
+        return now
 
-    def _parts(self, entry: ScheduleEntry) -> frozenset[Part]:
-        """Everything that an entry changes."""
-        change, parts = entry.change, set()
+    def _set_step(self, step: int, falls_back: bool) -> None:
+        for part in self._parts:
+            set_step(part, step, falls_back)
+
+    def _tell(self, step: int, text: str, details: str) -> None:
+        terminal.note(f"step {step}: {text}{details}")
+        self._log_event(step, text)
+
+
+def _words(entry: ScheduleEntry) -> str:
+    if entry.name == _GUARD:
+        return f"guard: {entry.change}"
+    return str(entry.change) if entry.modules is None else f"{entry.change} in {', '.join(entry.modules)}"
+
+
+def _place(entry: ScheduleEntry) -> str:
+    """Where the settings have the entry, for the user."""
+    return "" if entry.name == _GUARD else f" ({entry.name})"
+
+
+class _Layers:
+    """The swapped layers of a model, and what changes make of them. Arguments as for ``attach_schedule``.
+
+    Attributes:
+        own: what the layers have without any change.
+    """
+
+    def __init__(self, model: nn.Module, feeds: Mapping[str, Sequence[str]]):
+        self._names, self._feeds = names_of(model), feeds
+        self._linears = {fqn: module for fqn, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+        self._estimates = {norm: model.get_submodule(norm).estimate for norm in feeds}
+        self._norm_of = {linear: norm for norm, linears in feeds.items() for linear in linears}
+        self.own: Values = {
+            **{(gemm, fqn): getattr(linear.recipe, gemm) for fqn, linear in self._linears.items() for gemm in GEMMS},
+            **{(key, norm): getattr(e, key, None) for norm, e in self._estimates.items() for key in NORM_KEYS},
+        }
+
+    def changed_by(self, entry: ScheduleEntry) -> Values:
+        """What an entry sets."""
+        change, values = entry.change, {}
+        keys = {key: value for key in NORM_KEYS if (value := getattr(change, key)) is not None}
         for where, hits in self._selections(entry):
-            of_hits = self._changed(change, hits)
+            of_hits = {(gemm, fqn): new for gemm, new in change.gemms.items() for fqn in self._linears if fqn in hits}
+            for norm, fed in self._feeds.items():
+                if norm in hits or hits.intersection(fed):
+                    if change.norm is not None:  # which leaves nothing else to change
+                        of_hits |= {(key, norm): RMSNORM for key in NORM_KEYS}
+                        of_hits |= {(gemm, linear): _PLAIN for linear in fed for gemm in GEMMS}
+                    of_hits |= {(key, norm): value for key, value in keys.items()}
             if not of_hits:
                 raise _nothing_to_change(where, "linear" if change.gemms else "norm", change)
-            parts |= of_hits
-        keys_of = {"linear": change.gemms, "norm": [key for key in NORM_KEYS if getattr(change, key) is not None]}
-        for kind, keys in keys_of.items():
-            if keys and not any(key in keys for key, _ in parts):
+            values |= of_hits
+        for kind, wanted in (("linear", change.gemms), ("norm", keys)):
+            if wanted and not any(key in wanted for key, _ in values):
                 where = "" if entry.modules is None else f".modules = {list(entry.modules)}"
                 raise _nothing_to_change(f"{entry.name}{where}", kind, change)
-        return frozenset(parts)
-
-    def _changed(self, change: RecipeChange, hits: set[str]) -> set[Part]:
-        norms = [norm for norm, fed in self.feeds.items() if norm in hits or hits.intersection(fed)]
-        parts = {(gemm, fqn) for gemm in change.gemms for fqn in self.linears if fqn in hits}
-        if change.norm is not None:
-            parts |= {(key, norm) for key in NORM_KEYS for norm in norms}
-            parts |= {(gemm, fqn) for gemm in GEMMS for norm in norms for fqn in self.feeds[norm]}
-        return parts | {(key, norm) for key in NORM_KEYS if getattr(change, key) is not None for norm in norms}
+        return values
 
     def _selections(self, entry: ScheduleEntry) -> Iterator[tuple[str, set[str]]]:
         """Yield what each pattern selects, with the setting and the pattern in words."""
+        swapped = {*self._linears, *self._feeds}
         if entry.modules is None:
-            yield entry.name, {*self.linears, *self.feeds}
+            yield entry.name, swapped
         for pattern in entry.modules or ():
             where = f"{entry.name}.modules"
-            hits = set(selected(self.names, pattern, where))
-            if not hits.intersection((*self.linears, *self.feeds)):
+            hits = swapped.intersection(selected(self._names, pattern, where))
+            if not hits:
                 raise ConfigError(
                     f"{where}: {pattern!r} selects no swapped layer: what it names stays in high precision"
                 )
             yield f"{where}: {pattern!r}", hits
 
-    def _states(self, active: Active) -> dict[str, LayerState]:
+    def states(self, active: Sequence[tuple[ScheduleEntry, Values]]) -> dict[str, LayerState]:
         """The state of every swapped layer while these changes are in effect."""
-        recipes = {fqn: self._recipe(fqn, active) for fqn in self.linears}
-        norms = {norm: self._norm(norm, active, recipes) for norm in self.feeds}
-        plain = {norm for norm, state in norms.items() if state.is_plain}
-        linears = {}
-        for fqn, recipe in recipes.items():
-            if self.norm_of.get(fqn) in plain:
-                linears[fqn] = LayerState(_PLAIN, is_plain=True)
+        names, changed = " and ".join(entry.name for entry, _ in active), {}
+        for _, values in active:
+            changed |= values
+        recipes, states = {}, {}
+        for fqn, linear in self._linears.items():
+            gemms = {gemm: changed[gemm, fqn] for gemm in GEMMS if (gemm, fqn) in changed}
+            recipes[fqn] = RecipeChange(gemms).of_recipe(linear.recipe) if gemms else linear.recipe
+            if changed.get(("norm", self._norm_of.get(fqn))):
+                states[fqn] = LayerState(_PLAIN, is_plain=True)
                 continue
-            linear = self.modules[fqn]
-            with _named(active, fqn):
-                check_features(linear.in_features, linear.out_features, recipe)
-            linears[fqn] = LayerState(recipe)
-        return {**linears, **norms}
-
-    def _recipe(self, fqn: str, active: Active) -> LinearRecipe:
-        recipe = self.modules[fqn].recipe
-        gemms = {}
-        for entry, parts in active:
-            gemms |= {gemm: new for gemm, new in entry.change.gemms.items() if (gemm, fqn) in parts}
-        return RecipeChange(gemms).of_recipe(recipe) if gemms else recipe
-
-    def _norm(self, norm: str, active: Active, recipes: Mapping[str, LinearRecipe]) -> LayerState:
-        module: MXNorm = self.modules[norm]
-        now = {"p": module.estimate.p, "estimator": module.estimate.estimator, "norm": None}
-        for entry, parts in active:
-            now |= {key: getattr(entry.change, key) for key in NORM_KEYS if (key, norm) in parts}
-        if now["norm"] is not None:
-            return LayerState(_PLAIN, module.estimate, is_plain=True)
-        fed = [recipes[linear] for linear in self.feeds[norm]]
-        if len({recipe.fprop for recipe in fed}) > 1:
-            fprops = ", ".join(f"{linear}: {recipes[linear].fprop.name}" for linear in self.feeds[norm])
-            raise ConfigError(
-                f"{_entries(active)} gives the linears behind {norm} different recipes of fprop ({fprops}): name all "
-                "of them"
-            )
-        recipe = recipe_of_norm(fed)
-        with _named(active, norm):
-            estimate = RMSEstimate.for_recipe(recipe.fprop, now["p"], now["estimator"], module.estimate.eps)
-        return LayerState(recipe, estimate)
-
-
-def _arithmetic(state: LayerState) -> tuple:
-    """What a state computes, without what makes no difference: names, and the p of an exact estimate."""
-    names = [f.name for f in fields(Recipe) if f.compare and f.name != "name"]
-    gemms = [[getattr(recipe, name) for name in names] for recipe in state.recipe.gemms]
-    estimate = state.estimate
-    is_exact = estimate is not None and estimate.estimator == "exact"
-    return gemms, ("exact", estimate.eps) if is_exact else estimate, state.is_plain
+            with _named(names, fqn):
+                check_features(linear.in_features, linear.out_features, recipes[fqn])
+            states[fqn] = LayerState(recipes[fqn])
+        for norm, fed in self._feeds.items():
+            own = self._estimates[norm]
+            if changed.get(("norm", norm)):
+                states[norm] = LayerState(_PLAIN, own, is_plain=True)
+                continue
+            if len({recipes[linear].fprop for linear in fed}) > 1:
+                fprops = ", ".join(f"{linear}: {recipes[linear].fprop.name}" for linear in fed)
+                raise ConfigError(
+                    f"{names} gives the linears behind {norm} different recipes of fprop ({fprops}): name all of them"
+                )
+            recipe = recipe_of_norm([recipes[linear] for linear in fed])
+            p, estimator = (changed.get((key, norm), getattr(own, key)) for key in ("p", "estimator"))
+            with _named(names, norm):
+                states[norm] = LayerState(recipe, RMSEstimate.for_recipe(recipe.fprop, p, estimator, own.eps))
+        return states
 
 
 def _nothing_to_change(where: str, kind: str, change: RecipeChange) -> ConfigError:
@@ -221,22 +278,18 @@ def _nothing_to_change(where: str, kind: str, change: RecipeChange) -> ConfigErr
 
 
 @contextmanager
-def _named(active: Active, fqn: str):
+def _named(entries: str, fqn: str):
     """Put the entries and the name of a layer before a ConfigError."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{_entries(active)}: {fqn}: {error}") from None
+        raise ConfigError(f"{entries}: {fqn}: {error}") from None
 
 
-def _entries(active: Active) -> str:
-    return " and ".join(entry.name for entry, _ in active)
-
-
-def _refuse_overlaps(of_entries: Active) -> None:
-    for (one, parts), (other, other_parts) in combinations(of_entries, 2):
+def _refuse_overlaps(changes: Sequence[tuple[ScheduleEntry, Values]]) -> None:
+    for (one, values), (other, others) in combinations(changes, 2):
         first, last = max(one.first, other.first), min(one.last, other.last)
-        common = sorted(parts & other_parts)
+        common = sorted(values.keys() & others.keys())
         if first <= last and common:
             part, fqn = common[0]
             more = f" and {len(common) - 1} more" if len(common) > 1 else ""

@@ -1,21 +1,20 @@
 """What a model consists of, as plain values. Surveying a model does not change it."""
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
-from types import FunctionType, MethodType
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses import FakeTensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import tree_leaves
 
 from mxtrain.conversion.forward_pass import Uses, first_line, hooks_of, watch
-from mxtrain.conversion.layers import LinearFacts, find_blocks, find_heads, find_linears, find_other_gates
+from mxtrain.conversion.layers import LinearFacts, find_blocks, find_heads, find_linears
 from mxtrain.conversion.norms import NormFacts, NormKind, find_norms
 from mxtrain.conversion.selection import names_of
 from mxtrain.conversion.weights import WeightFacts, find_weights
@@ -52,7 +51,6 @@ class Survey:
         dtypes: every parameter, under all its names -> its dtype.
         converted: every MXNorm, MXNormLinear and MXLinear of an earlier conversion -> name of its class.
         uses: what uses the outputs of RMSNorms and the weights of linears; None if no forward pass was watched.
-        other_gates: the gates of routers that are no linears -> name of their class.
         failed_pass: what was not seen because a forward pass failed, which the converter does not need, in words.
     """
 
@@ -69,7 +67,6 @@ class Survey:
     dtypes: Mapping[str, torch.dtype]
     converted: Mapping[str, str]
     uses: Uses | None
-    other_gates: Mapping[str, str] = field(default_factory=dict)
     failed_pass: str = ""
 
     def norms_of(self, *kinds: NormKind) -> dict[str, NormFacts]:
@@ -129,7 +126,6 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
         dtypes={name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)},
         converted={fqn: type(m).__name__ for fqn, m in modules.items() if isinstance(m, MXNorm | QuantizedLinear)},
         uses=None,
-        other_gates=find_other_gates(modules),
     )
     watched = facts.norms_of(nn.RMSNorm) if watch_norms else {}
     followed = [fqn for fqn, linear in linears.items() if linear.is_plain and not linear.shares_weight]
@@ -170,42 +166,19 @@ def refuse_unfit_model(model: nn.Module) -> None:
 
 def _unswappable(modules: Mapping[str, nn.Module], fqns: Collection[str]) -> dict[str, str]:
     """Of the modules ``fqns``, those with something that a new module would not have -> what, and the way out."""
-    own, holders = {id(module) for module in modules.values()}, {}
+    holders = {}
     for fqn, module in modules.items():
         for name, value in vars(module).items():
-            for held in _modules_in(value, own) if name != "_modules" else ():
-                if held is not module:
-                    holders[id(held)] = f"{fqn}.{name}".removeprefix(".")
+            for held in tree_leaves(value) if name != "_modules" else ():  # in lists, tuples and dicts
+                if isinstance(held, nn.Module) and held is not module:
+                    holders[held] = f"{fqn}.{name}".removeprefix(".")
     reasons = {}
     for fqn in fqns:
         if reason := _why_it_must_stay(modules[fqn]):
             reasons[fqn] = reason
-        elif holder := holders.get(id(modules[fqn])):
+        elif holder := holders.get(modules[fqn]):
             reasons[fqn] = f"is also held by {holder}, which a swap would not reach: hold it as a child module only"
     return reasons
-
-
-def _modules_in(value, own: Collection[int], depth: int = 4) -> Iterator[nn.Module]:
-    """Yield the modules with an id in ``own`` in containers, methods, functions and objects, a few levels deep."""
-    if id(value) in own:
-        yield value
-        return
-    if depth == 0 or isinstance(value, torch.Tensor | type):
-        return
-    if isinstance(value, dict):
-        parts = value.values()
-    elif isinstance(value, list | tuple | set):
-        parts = value
-    elif isinstance(value, MethodType):
-        parts = (value.__self__,)
-    elif isinstance(value, partial):
-        parts = (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, FunctionType):
-        parts = [cell.cell_contents for cell in value.__closure__ or ()]
-    else:
-        parts = getattr(value, "__dict__", {}).values()
-    for part in parts:
-        yield from _modules_in(part, own, depth - 1)
 
 
 def _why_it_must_stay(module: nn.Module) -> str | None:
@@ -215,13 +188,21 @@ def _why_it_must_stay(module: nn.Module) -> str | None:
         return f"has a parametrization of {names}, which a swap would lose: register it after conversion"
     if hooks := hooks_of(module):
         # Hooks there find a NormedInput among inputs or outputs, and None among gradients.
-        unless = (
-            "" if all("dict" in hook for hook in hooks) else ", unless it needs the result of an MXNorm as a tensor"
-        )
+        sees_values = any("dict" not in hook for hook in hooks)
+        unless = ", unless it needs the result of an MXNorm as a tensor" if sees_values else ""
         return f"has {' and '.join(hooks)}, which a swap would lose: register it after conversion{unless}"
     for name, parameter in module._parameters.items():
-        if reason := _why_parameter_must_stay(module, name, parameter):
-            return f"has a {name} of {reason}"
+        if parameter is None:
+            continue
+        if type(parameter) not in (nn.Parameter, FakeTensor):
+            return f"has a {name} of class {type(parameter).__name__}, not a torch.nn.Parameter"
+        if parameter.layout is not torch.strided:
+            return f"has a {name} of {parameter.layout}"
+        if parameter.dtype not in _FLOATS:
+            return f"has a {name} of {parameter.dtype}"
+    if isinstance(module, nn.Linear) and (weight := module._parameters.get("weight")) is not None:
+        if weight.shape != (module.out_features, module.in_features):
+            return f"has a weight of shape {tuple(weight.shape)}, not (out_features, in_features)"
     if methods := [name for name in vars(module) if callable(getattr(type(module), name, None))]:
         return f"has its own {methods[0]}, which a swap would lose: set it after conversion"
     if type(module) in STANDARD:
@@ -230,22 +211,4 @@ def _why_it_must_stay(module: nn.Module) -> str | None:
             return f"has no parameter called {absent[0]}"
         if added := [name for name in (*module._parameters, *module._buffers, *module._modules) if name not in usual]:
             return f"holds {', '.join(added)}, which a swap would lose: add it after conversion"
-    return None
-
-
-def _why_parameter_must_stay(module: nn.Module, name: str, parameter: nn.Parameter | None) -> str | None:
-    if parameter is None:
-        return None
-    if type(parameter) not in (nn.Parameter, FakeTensor):
-        return f"class {type(parameter).__name__}, not a torch.nn.Parameter"
-    if parameter.layout is not torch.strided:
-        return f"layout {parameter.layout}"
-    if parameter.dtype not in _FLOATS:
-        return f"{parameter.dtype}"
-    if (
-        isinstance(module, nn.Linear)
-        and name == "weight"
-        and parameter.shape != (module.out_features, module.in_features)
-    ):
-        return f"shape {tuple(parameter.shape)}, not (out_features, in_features)"
     return None

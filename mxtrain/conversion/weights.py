@@ -70,13 +70,10 @@ def find_weights(modules: Mapping[str, nn.Module]) -> dict[str, WeightFacts]:
     for parameter, names in holders.items():
         multipliers = [(fqn, name) for fqn, name in names if not _why_idle(modules[fqn], name)]
         fqn, name = (multipliers or names)[0]
-        if multipliers:
-            share, note = _share_of_a_token(fqn, parameter.shape, modules)
-        else:
-            share, note = 1.0, _why_idle(modules[fqn], name)
-        weights[f"{fqn}.{name}".removeprefix(".")] = WeightFacts(
-            tuple(parameter.shape), tuple(fqn for fqn, _ in multipliers), share, note
-        )
+        idle = (1.0, _why_idle(modules[fqn], name))
+        share, note = _share_of_a_token(fqn, parameter.shape, modules) if multipliers else idle
+        users = tuple(fqn for fqn, _ in multipliers)
+        weights[f"{fqn}.{name}".removeprefix(".")] = WeightFacts(tuple(parameter.shape), users, share, note)
     return weights
 
 
@@ -108,21 +105,20 @@ def weight_uses(
 def _share_of_a_token(fqn: str, shape: tuple[int, ...], modules: Mapping[str, nn.Module]) -> tuple[float, str]:
     """The share of a weight of the module ``fqn`` that one token multiplies, and a note."""
     path = fqn.split(".")
-    for depth in range(len(path) - 1, 0, -1):
-        container = ".".join(path[:depth])
-        if path[depth - 1] == "experts" and isinstance(modules.get(container), (nn.ModuleList, nn.ModuleDict)):
-            return _share_of_experts(container, len(modules[container]), modules)
-    # PyTorch's own modules with such weights are convolutions, all of whose elements multiply. A first dimension of 1
-    # is that of a batch, as in a table of positions [1, S, D].
-    if len(shape) >= 3 and shape[0] > 1 and not type(modules[fqn]).__module__.startswith("torch.nn."):
-        return _share_of_experts(fqn, shape[0], modules)
-    return 1.0, ""
-
-
-def _share_of_experts(fqn: str, experts: int, modules: Mapping[str, nn.Module]) -> tuple[float, str]:
-    """``fqn`` holds the experts. It, its parent, or a child of either knows top_k."""
-    holder, parent = modules[fqn], modules[fqn.rpartition(".")[0]]
-    for module in (holder, *holder.children(), parent, *parent.children()):
+    for end in range(len(path) - 1, 0, -1):
+        holder = ".".join(path[:end])
+        if path[end - 1] == "experts" and isinstance(modules.get(holder), nn.ModuleList | nn.ModuleDict):
+            experts = len(modules[holder])
+            break
+    else:
+        holder, experts = fqn, shape[0]
+        # PyTorch's own modules with such weights are convolutions, all of whose elements multiply. A first dimension
+        # of 1 is that of a batch, as in a table of positions [1, S, D].
+        if len(shape) < 3 or experts == 1 or type(modules[fqn]).__module__.startswith("torch.nn."):
+            return 1.0, ""
+    # The module with the experts, its parent, or a child of either knows top_k.
+    inner, outer = modules[holder], modules[holder.rpartition(".")[0]]
+    for module in (inner, *inner.children(), outer, *outer.children()):
         for name in _TOP_K_NAMES:
             top_k = getattr(module, name, None)
             if type(top_k) is int and 0 < top_k <= experts:

@@ -15,15 +15,12 @@ Llama 3 8B (K = 4096) on an H200:
     images (emulated operands)      2 per element    2                no
     rho                             4 per token      none             no: comes with the operand, see below
 
-Codes replace nothing that is kept in bf16. A norm's backward needs the norm's input, wgrad needs other codes (in blocks
-along tokens) of the same values, and attention and SwiGLU need theirs in bf16. So codes would come on top, and a
-product saves twelve times as much for the same bytes. rho is free: the products that are computed again need their
-operand, so the norm and cast runs again in any case. (MX tensor cores multiply about five times as fast: a product then
-saves 7, which is still more than codes do.)
+Codes would come on top: norm, attention and SwiGLU need their bf16 inputs for the backward in any case, and a product
+saves twelve times as much for the same bytes. rho is free, because the products that are computed again need their
+operand, so the norm and cast runs again. (MX tensor cores multiply about five times as fast: a product then saves 7.)
 
-The linears of a norm could be one product forward (``mxtrain.nn.group``). This product would be kept or computed again
-as a whole: a layer of Llama 3 8B would have four products and keep the outputs of wq, wk, wv, w1 and w3, 86 KB per
-token instead of 56. So under this option these linears multiply one by one forward, and together backward.
+The linears of a norm could be one product forward (``mxtrain.nn.group``), which would be kept or computed again as a
+whole: 86 KB per token of a layer of Llama 3 8B instead of 56. So under this option they multiply one by one forward.
 """
 
 from collections.abc import Callable, Iterator

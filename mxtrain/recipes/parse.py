@@ -49,7 +49,7 @@ def get_recipes(
     for switch, value in given.items():
         require_one_of("setting of a recipe", switch, SWITCHES)
         _check_switch(switch, value, parsed)
-    default, *others = (_with_switches(recipe, given) for recipe in parsed)
+    default, *others = (linear_recipe(*(with_switches(r, given) for r in recipe.gemms)) for recipe in parsed)
     return default, dict(zip(recipes, others))
 
 
@@ -57,7 +57,7 @@ def switches_in_effect(recipes: Sequence[LinearRecipe]) -> dict[str, str | bool 
     """Return the value of every one of ``SWITCHES``: for the first GEMM that it changes; the share of recipe 0."""
     values = {}
     for switch, gemms in _CHANGES.items():
-        found = [getattr(r, switch) for recipe in recipes for r in _changed(recipe, gemms) if r.has(switch)]
+        found = [getattr(r, switch) for recipe in recipes for r in _named(recipe, gemms) if r.has(switch)]
         values[switch] = found[0] if found else False if switch in FLAGS else None
     return {**values, "high_precision_share": recipes[0].high_precision_share}
 
@@ -87,7 +87,8 @@ def parse_gemms(field: str, spec: str) -> dict[str, Recipe]:
 
 def with_switches(recipe: Recipe, switches: Mapping) -> Recipe:
     """Return the recipe of a GEMM with those ``switches`` that are not None and that its format has."""
-    return replace(recipe, **{k: v for k, v in switches.items() if v is not None and recipe.has(k)})
+    given = {name: value for name, value in switches.items() if value is not None and recipe.has(name)}
+    return replace(recipe, **given) if given else recipe
 
 
 def _parse(field: str, spec: str | LinearRecipe) -> LinearRecipe:
@@ -101,16 +102,12 @@ def _parse(field: str, spec: str | LinearRecipe) -> LinearRecipe:
     return linear_recipe(**of_gemm)
 
 
-def _changed(recipe: LinearRecipe, gemms: tuple[str, ...]) -> list[Recipe]:
-    return [getattr(recipe, gemm) for gemm in gemms]
-
-
 def _check_switch(switch: str, value, recipes: list[LinearRecipe]) -> None:
     """Raise ConfigError if the switch changes no GEMM of the recipes. Switching off (False) is always allowed."""
     gemms = _CHANGES.get(switch)
     if gemms is None or value is False:
         return
-    if any(r.has(switch) and r.format is not None for recipe in recipes for r in _changed(recipe, gemms)):
+    if any(r.has(switch) and r.format is not None for recipe in recipes for r in _named(recipe, gemms)):
         return
     if len(recipes) == 1 and isinstance(recipes[0], Recipe):
         replace(recipes[0], **{switch: value})  # raises the more specific error
@@ -120,7 +117,5 @@ def _check_switch(switch: str, value, recipes: list[LinearRecipe]) -> None:
     raise ConfigError(f"{switch} = {value!r} needs {wanted} for {' or '.join(gemms)}; the recipes are: {names}")
 
 
-def _with_switches(recipe: LinearRecipe, given: dict) -> LinearRecipe:
-    if not given:
-        return recipe
-    return linear_recipe(*(with_switches(r, given) for r in recipe.gemms))
+def _named(recipe: LinearRecipe, gemms: tuple[str, ...]) -> list[Recipe]:
+    return [getattr(recipe, gemm) for gemm in gemms]

@@ -256,15 +256,12 @@ class RMSEstimate(Keyed):
             ConfigError: for a wrong setting, or for "post_round" with a recipe that has no power-of-two scales.
         """
         estimate = cls(p, estimator, eps, recipe.block_size)
-        if estimator == "post_round" and recipe.format is None:
+        if estimator == "post_round" and (recipe.format is None or recipe.is_nvfp4):
+            why = f"and those of recipe = {recipe.name!r} follow from a tensor scale, which follows from the norm"
+            if recipe.format is None:
+                why = f"and recipe = {recipe.name!r} has none"
             raise ConfigError(
-                f"estimator = 'post_round' reads rounded block scales, and recipe = {recipe.name!r} has none; "
-                "use one of: 'pre_round', 'exact'"
-            )
-        if estimator == "post_round" and recipe.is_nvfp4:
-            raise ConfigError(
-                f"estimator = 'post_round' reads rounded block scales, and those of recipe = {recipe.name!r} follow "
-                "from a tensor scale, which follows from the norm; use one of: 'pre_round', 'exact'"
+                f"estimator = 'post_round' reads rounded block scales, {why}; use one of: 'pre_round', 'exact'"
             )
         return estimate
 

@@ -137,15 +137,13 @@ def _entry(name: str, given: Mapping, steps: int, switches: Mapping) -> Schedule
     starts = [key for key in ("from_step", "from_share") if key in given]
     ends = [key for key in ("until_step", "until_share") if key in given]
     if len(starts) != 1:
-        found = "both" if starts else "neither"
-        raise ConfigError(f"{name} has {found} of from_step and from_share: set one of them")
+        raise ConfigError(f"{name} has {'both' if starts else 'neither'} of from_step and from_share: set one of them")
     if len(ends) > 1:
         raise ConfigError(f"{name} has both of until_step and until_share: set at most one of them")
     for key in (*starts, *ends):
-        if key.endswith("step") and not 1 <= given[key] <= steps:
-            raise ConfigError(f"{name}.{key} = {given[key]!r} is not a step of this run: allowed is 1 to {steps}")
-        if key.endswith("share") and not 0 <= given[key] <= 1:
-            raise ConfigError(f"{name}.{key} = {given[key]!r} is not a share of the run: allowed is 0 to 1")
+        low, high, of = (1, steps, "a step of this run") if key.endswith("step") else (0, 1, "a share of the run")
+        if not low <= given[key] <= high:
+            raise ConfigError(f"{name}.{key} = {given[key]!r} is not {of}: allowed is {low} to {high}")
     first = given["from_step"] if "from_step" in given else _done(given["from_share"], steps) + 1
     last = given["until_step"] if "until_step" in given else _done(given.get("until_share", 1), steps)
     if first > steps:
@@ -153,11 +151,10 @@ def _entry(name: str, given: Mapping, steps: int, switches: Mapping) -> Schedule
     if last < first:
         raise ConfigError(f"{name}.{ends[0]} = {given[ends[0]]!r} ends the entry before its first step, {first}")
     modules = given.get("modules")
-    if modules is not None and not modules:
+    if modules == []:
         raise ConfigError(f"{name}.modules = [] names no module: leave it unset for all swapped layers")
-    return ScheduleEntry(
-        name, first, last, None if modules is None else tuple(modules), RecipeChange.parse(name, given, switches)
-    )
+    change = RecipeChange.parse(name, given, switches)
+    return ScheduleEntry(name, first, last, None if modules is None else tuple(modules), change)
 
 
 def _done(share: float, steps: int) -> int:
@@ -242,7 +239,7 @@ class SpikeGuard:
 
     def falls_back(self, step: int) -> bool:
         """Whether the step has the other recipe. Known when the loss of the step before the last one is."""
-        return self.first <= step <= self.last
+        return 0 < self.first <= step <= self.last
 
     def state_dict(self) -> dict[str, str]:
         """Return what a resumed run needs, as one value."""

@@ -1,11 +1,18 @@
 """Which converters read the settings of [mxnorm], and the recipes, schedule and guard that these describe."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from mxtrain.errors import ConfigError
 from mxtrain.recipes.parse import SWITCHES, get_recipes
 from mxtrain.recipes.recipe import RMSEstimate
-from mxtrain.recipes.schedule import CHANGE_KEYS, RecipeChange, ScheduleEntry, parse_entries, require_no_norm_keys
+from mxtrain.recipes.schedule import (
+    CHANGE_KEYS,
+    RecipeChange,
+    ScheduleEntry,
+    SpikeGuard,
+    parse_entries,
+    require_no_norm_keys,
+)
 
 SCHEDULE, GUARD = "mxnorm.schedule", "mxnorm.guard"
 QUANTIZING_CONVERTERS = ("mxnorm", "mx_linear")
@@ -50,3 +57,42 @@ def fallback_of(section, guard) -> RecipeChange | None:
     given = {key: getattr(guard, key) for key in CHANGE_KEYS}
     is_on = any(value is not None for value in given.values())
     return RecipeChange.parse(GUARD, given, switches_of(section), "set one of the two") if is_on else None
+
+
+def schedule_in(job) -> list[ScheduleEntry]:
+    """The entries of a run's schedule, in the order of the settings; ``job`` has all sections as attributes."""
+    return schedule_of(job.mxnorm, job.training.steps) if quantizing_among(job.model.converters) else []
+
+
+def guard_in(job) -> tuple[SpikeGuard, RecipeChange] | None:
+    """The guard of a run, and its change; None for a run without a guard."""
+    section = job.mxnorm.guard
+    change = fallback_of(job.mxnorm, section) if quantizing_among(job.model.converters) else None
+    return None if change is None else (SpikeGuard(section.window, section.sigmas, section.steps), change)
+
+
+def without_effect(job) -> Iterator[str]:
+    """Yield a line for the user per setting that does nothing in this run. Shorter trials of a config may have some."""
+    steps, checkpoint, section = job.training.steps, job.checkpoint, job.mxnorm
+    if not checkpoint.enable and checkpoint.interval <= steps:
+        yield (
+            f"no step of this run is saved: checkpoint.interval = {checkpoint.interval} has no effect without "
+            "checkpoint.enable = true"
+        )
+    given = {
+        "diagnostics.every": section.diagnostics.every,
+        "schedule": section.schedule,
+        "guard": fallback_of(section, section.guard),
+    }
+    if not quantizing_among(job.model.converters):
+        for name in (name for name, value in given.items() if value):
+            yield f"mxnorm.{name} has no effect without the converter mxnorm or mx_linear"
+        return
+    if section.diagnostics.every > steps:
+        every = f"mxnorm.diagnostics.every = {section.diagnostics.every}"
+        yield f"nothing is measured: {every}, and the run has {steps} steps"
+    if given["guard"] and section.guard.window >= steps:
+        yield (
+            f"the guard cannot see a spike: it knows one by the losses of the {section.guard.window} steps before "
+            f"(mxnorm.guard.window), and the run has {steps} steps"
+        )

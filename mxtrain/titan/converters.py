@@ -1,43 +1,36 @@
 """mxtrain's converters in TorchTitan: built from the job config, applied to TorchTitan's models."""
 
+from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 
 import torch
 import torch.nn as nn
 from torch.nn.attention.flex_attention import create_block_mask
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models.attention import VarlenMetadata
 from torchtitan.protocols.model_converter import register_model_converter
+from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from mxtrain.conversion.convert import apply
-from mxtrain.conversion.converters import (
-    Converter,
-    DecomposeKRouterConverter,
-    FusedNormConverter,
-    FusedRMSNormConverter,
-    MXLinearConverter,
-    MXNormConverter,
-)
+from mxtrain.conversion.converters import CONVERTERS
 from mxtrain.conversion.plan import Plan
-from mxtrain.conversion.schedule import attach_schedule
+from mxtrain.conversion.schedule import GRAPHS, allow_graphs, attach_schedule
 from mxtrain.diagnostics.recording import check_patterns
 from mxtrain.errors import ConfigError, setting_in
 from mxtrain.nn.ready_weights import note_norms
-from mxtrain.nn.row_norms import runs_when_compiled
 from mxtrain.ops.gemm import sum_bf16_products_in_fp32
 from mxtrain.ops.hardware import mode_reason, resolve_mode
 from mxtrain.recipes.parse import SWITCHES, switches_in_effect
 from mxtrain.reports.terminal import note_conversion
 from mxtrain.rng.rounding import step_is_set
 from mxtrain.settings.check import conflict_of_converters
-from mxtrain.settings.mxnorm_section import GUARD, fallback_of, quantizing_among, schedule_of
-from mxtrain.titan.graph_limit import allow_kinds
+from mxtrain.settings.mxnorm_section import GUARD, guard_in, quantizing_among, schedule_in
 
 # Stands for debug.seed where that is unset.
 DEFAULT_SEED = 0
-# Fields of the section [mxnorm] that the converter mxnorm alone has.
-MXNORM_KEYS = ("p", "estimator", "eps", "group_linears")
 # Facts in run.json.
 _FACTS = ("recipe", "p", "estimator", *SWITCHES, "mode", "eps")
 
@@ -61,7 +54,7 @@ def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] 
     names = job_config.model.converters
     if problem := conflict_of_converters(names):
         raise ConfigError(f"model.converters = {names!r} {problem}")
-    converters = {kind.name: kind.from_job(job_config) for kind in TITAN_CONVERTERS if kind.name in names}
+    converters = {name: TitanConverter(name, job_config).converter for name in names if name in CONVERTERS}
     active = quantizing_among(names)
     if not active:
         return {"converter": "none", **dict.fromkeys(_FACTS)}
@@ -74,57 +67,62 @@ def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] 
         "recipe": converter.default_recipe.name,
         "mode": _mode_of(converter),
     }
-    section = job_config.mxnorm
-    if entries := schedule_of(section, job_config.training.steps):
+    if entries := schedule_in(job_config):
         settings["schedule"] = [str(entry) for entry in entries]
-    if fallback := fallback_of(section, section.guard):
-        settings["guard"] = str(fallback)
+    if guard := guard_in(job_config):
+        settings["guard"] = str(guard[1])
     if by_pattern:
         settings["recipes"] = {pattern: recipe.name for pattern, recipe in by_pattern.items()}
     return settings
 
 
-class _TitanConverter:
-    """One of mxtrain's converters, with the interface of TorchTitan's ``ModelConverter``."""
+class TitanConverter:
+    """One of mxtrain's converters, with the interface of TorchTitan's ``ModelConverter``.
 
-    name: str
-    kind: type[Converter]
-    section: str
-    """The table of the TOML with its settings, which have the names of the converter's fields"""
+    Its settings are a table of the TOML, [mxnorm] for the converters of linears, else the one of its name. They have
+    the names of the converter's fields.
 
-    def __init__(self, job_config, parallel_dims):
-        self.converter = self.from_job(job_config)
+    Raises:
+        ConfigError: for a wrong setting.
+    """
 
-    @classmethod
-    def from_job(cls, job_config) -> Converter:
-        """The converter with the settings of the job config.
-
-        Raises:
-            ConfigError: for a wrong setting.
-        """
-        if not hasattr(job_config, cls.section):
+    def __init__(self, name: str, job_config, parallel_dims=None):
+        self.name, kind = name, CONVERTERS[name]
+        self._section = "mxnorm" if quantizing_among([name]) else name
+        self._settings = [setting.name for setting in fields(kind)]
+        if not hasattr(job_config, self._section):
             raise ConfigError(
-                f'job.custom_config_module = "mxtrain.titan.job_config" is missing: it declares the [{cls.section}] '
+                f'job.custom_config_module = "mxtrain.titan.job_config" is missing: it declares the [{self._section}] '
                 "section"
             )
-        section, names = getattr(job_config, cls.section), [setting.name for setting in fields(cls.kind)]
-        settings = {name: getattr(section, name) for name in names if name != "seed"}
-        if "seed" in names:
+        section = getattr(job_config, self._section)
+        settings = {name: getattr(section, name) for name in self._settings if name != "seed"}
+        if "seed" in self._settings:
             settings["seed"] = DEFAULT_SEED if job_config.debug.seed is None else job_config.debug.seed
-        return cls.kind(**settings)
+        with self._full_names():
+            self.converter = kind(**settings)
+
+    @contextmanager
+    def _full_names(self):
+        """Put the section before the name of one of its settings that a ConfigError begins with."""
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(
+                f"{self._section}.{error}" if setting_in(str(error)) in self._settings else str(error)
+            ) from None
 
     def convert(self, model: nn.Module) -> None:
         plan = self.apply_to(model)
-        allow_kinds(model)
+        blocks = getattr(model, "layers", None)
+        kinds = {repr(block) for block in blocks.children()} if isinstance(blocks, nn.Module) else ()
+        allow_graphs(GRAPHS * len(kinds))  # as many for every kind of block as for blocks that are all alike
         note_conversion(self._description(), plan.headline, plan.details)
 
     def apply_to(self, model: nn.Module) -> Plan:
         """Convert one of TorchTitan's language models in place, and return the plan that was carried out."""
-        try:
+        with self._full_names():
             return apply(self.converter, model, _example_inputs(model))
-        except ConfigError as error:
-            is_setting = setting_in(str(error)) in [setting.name for setting in fields(self.converter)]
-            raise ConfigError(f"{self.section}.{error}") if is_setting else error from None
 
     def _description(self) -> str:
         """The converter in a few words, for the terminal."""
@@ -134,33 +132,33 @@ class _TitanConverter:
         """Does nothing: weights are cast in every forward, or before the first one of a step."""
 
 
-class TitanMXLinear(_TitanConverter):
-    """``mx_linear``, with the settings of the section [mxnorm] that concern linears."""
+class QuantizingConverter(TitanConverter):
+    """``mxnorm`` or ``mx_linear``, with schedule, guard and diagnostics."""
 
-    name = "mx_linear"
-    kind = MXLinearConverter
-    section = "mxnorm"
-
-    def __init__(self, job_config, parallel_dims):
-        super().__init__(job_config, parallel_dims)
-        section = job_config.mxnorm
-        self.diagnostics = section.diagnostics
+    def __init__(self, name: str, job_config, parallel_dims=None):
+        super().__init__(name, job_config)
+        self._diagnostics = job_config.mxnorm.diagnostics
+        self._entries = schedule_in(job_config)
+        _, self._fallback = guard_in(job_config) or (None, None)
         settings = active_settings(job_config)
-        self.entries = schedule_of(section, job_config.training.steps)
-        self.fallback = fallback_of(section, section.guard)
         reason = mode_reason(settings["mode"], utils.device_type)
-        logger.info(f"{self.name}: {settings}; mode {settings['mode']}: {reason}")
+        logger.info(f"{name}: {settings}; mode {settings['mode']}: {reason}")
 
     def apply_to(self, model: nn.Module) -> Plan:
         plan = super().apply_to(model)
         note_norms(model, plan.norms)
-        if self.entries or self.fallback:
-            attach_schedule(model, plan.norms, self.entries, self.fallback, GUARD)
+        if self._entries or self._fallback:
+            attach_schedule(model, plan.norms, self._entries, self._fallback, GUARD)
         return plan
 
     def convert(self, model: nn.Module) -> None:
         super().convert(model)
-        self._check_diagnostics(model)
+        if every := self._diagnostics.every:
+            check_patterns(self._diagnostics.fqns, model)
+            if not step_is_set():
+                raise ConfigError(
+                    f"mxnorm.diagnostics.every = {every} needs mxtrain's trainer: train with -m mxtrain.train, or set 0"
+                )
         if _mode_of(self.converter) == "emulated":
             # Products that need no guard stay plain ones, whose results selective activation checkpointing keeps.
             sum_bf16_products_in_fp32()
@@ -172,79 +170,43 @@ class TitanMXLinear(_TitanConverter):
                 "trainer does not set the step: a resumed run will not repeat them; train with -m mxtrain.train instead"
             )
 
-    def _check_diagnostics(self, model: nn.Module) -> None:
-        if self.diagnostics.every:
-            check_patterns(self.diagnostics.fqns, model)
-            if not step_is_set():
-                raise ConfigError(
-                    f"mxnorm.diagnostics.every = {self.diagnostics.every} needs mxtrain's trainer: train with "
-                    "-m mxtrain.train, or set 0"
-                )
-
     def _description(self) -> str:
-        return f"{self.name} {self.converter.default_recipe.name}{self._rms()} ({_mode_of(self.converter)})"
-
-    def _rms(self) -> str:
-        return ""
-
-
-class TitanMXNorm(TitanMXLinear):
-    """``mxnorm``, with the settings of the section [mxnorm]."""
-
-    name = "mxnorm"
-    kind = MXNormConverter
-
-    def _rms(self) -> str:
-        return " exact" if self.converter.estimator == "exact" else f" p={self.converter.p}"
+        norms = self.converter
+        rms = "" if self.name == "mx_linear" else " exact" if norms.estimator == "exact" else f" p={norms.p}"
+        return f"{self.name} {norms.default_recipe.name}{rms} ({_mode_of(norms)})"
 
 
-class TitanFusedNorm(_TitanConverter):
-    """``fused_norm``, with the settings of the section [fused_norm]."""
-
-    name = section = "fused_norm"
-    kind = FusedNormConverter
-
-    def __init__(self, job_config, parallel_dims):
-        super().__init__(job_config, parallel_dims)
-        when_compiled = self.converter.when_compiled
-        if job_config.compile.enable and "model" in job_config.compile.components:
-            logger.info(
-                f"{self.name}: when_compiled = {when_compiled!r}: norms in compiled layers run the "
-                f"{runs_when_compiled(when_compiled)}, those outside the kernel"
-            )
-
-    @classmethod
-    def from_job(cls, job_config) -> FusedNormConverter:
-        try:
-            return super().from_job(job_config)
-        except ConfigError as error:
-            is_setting = setting_in(str(error)) == "when_compiled"
-            raise ConfigError(f"{cls.section}.{error}") if is_setting else error from None
-
-
-class TitanFusedRMSNorm(TitanFusedNorm):
-    """``fused_rmsnorm``, with the settings of the section [fused_rmsnorm]."""
-
-    name = section = "fused_rmsnorm"
-    kind = FusedRMSNormConverter
-
-
-class TitanDecomposeKRouter(_TitanConverter):
-    """``decompose_k_router``, with the settings of the section [decompose_k_router]."""
-
-    name = section = "decompose_k_router"
-    kind = DecomposeKRouterConverter
-
-
-# Each of these alone reads its section.
-KERNEL_CONVERTERS = (TitanFusedNorm, TitanFusedRMSNorm, TitanDecomposeKRouter)
-TITAN_CONVERTERS = (TitanMXNorm, TitanMXLinear, *KERNEL_CONVERTERS)
+def titan_converter(name: str, job_config, parallel_dims=None) -> TitanConverter:
+    """One of mxtrain's converters by name, with the settings of a job."""
+    kind = QuantizingConverter if quantizing_among([name]) else TitanConverter
+    return kind(name, job_config)
 
 
 def register_converters() -> None:
     """Make all converters known to TorchTitan."""
-    for converter in TITAN_CONVERTERS:
-        register_model_converter(converter, converter.name)
+    for name in CONVERTERS:
+        register_model_converter(partial(titan_converter, name), name)
+
+
+def build_on_meta(job_config) -> nn.Module:
+    """Return a job's model as TorchTitan builds it before converters, on the meta device."""
+    spec = get_train_spec(job_config.model.name)
+    args = spec.model_args[job_config.model.flavor]
+    args.update_from_config(job_config)
+    with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
+        return spec.model_cls(args)
+
+
+def convert_on_meta(job_config, model: nn.Module) -> dict[str, Plan | None]:
+    """Apply a job's converters to its model in order. Return their plans by name; None for TorchTitan's own, left out.
+
+    Raises:
+        ConfigError: a converter refuses the model.
+    """
+    return {
+        name: titan_converter(name, job_config).apply_to(model) if name in CONVERTERS else None
+        for name in job_config.model.converters
+    }
 
 
 def _example_inputs(model: nn.Module) -> tuple:

@@ -43,7 +43,7 @@ from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.ranks import gather, is_first, run_on_all_ranks
 from mxtrain.reports.terminal import note, note_progress
 from mxtrain.titan.agreement import prepare_together
-from mxtrain.titan.models.flavors import vocab_size
+from mxtrain.titan.models.model_args import vocab_size
 from mxtrain.titan.repairs.context_parallel import share_of_validation_loss
 
 

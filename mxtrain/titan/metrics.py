@@ -34,11 +34,10 @@ from mxtrain.reports.terminal import go_on_without, note
 from mxtrain.reports.wandb_run import WandbLogger, earlier_run, first_line, wandb_facts
 from mxtrain.rng.rounding import step_is_set
 from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE
-from mxtrain.settings.mxnorm_section import quantizing_among
+from mxtrain.settings.mxnorm_section import guard_in, quantizing_among, schedule_in
 from mxtrain.titan.converters import active_settings
 from mxtrain.titan.models.model_args import given_in
 from mxtrain.titan.repairs.pipeline import Stage
-from mxtrain.titan.schedule import guard_in, schedule_in
 
 
 class Loggers(LoggerContainer):

@@ -4,11 +4,12 @@ They put mxtrain's styles into the plans of tensor parallelism, let selective ac
 operations, run FSDP2 on gloo, and draw initial weights that fit every layout.
 """
 
+import copy
 import functools
-import sys
+import inspect
+import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from unittest.mock import patch
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn as nn
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
+from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
 from mxtrain.conversion.layers import find_gates
@@ -32,6 +34,7 @@ from mxtrain.titan.metrics import describe_model
 from mxtrain.titan.parse import settings_of
 from mxtrain.titan.repairs.context_parallel import prepare_context_parallelism
 from mxtrain.titan.repairs.expert_gradients import boundary, inner_style, is_boundary
+from mxtrain.titan.repairs.patches import in_every_module, meshes_on_cpu
 from mxtrain.titan.repairs.qwen3_heads import with_local_heads
 from mxtrain.titan.repairs.replicas import Layout
 from mxtrain.titan.repairs.tied_weights import shared_group, stays_tied
@@ -134,9 +137,6 @@ def shared_seed(parallel_dims, debug_seed: int | None) -> int:
 def plans_with_own_styles() -> Iterator[set[nn.Module]]:
     """While active, plans serve models with swapped modules, and give mixtures of experts right gradients.
 
-    ``parallelize_module`` is replaced in every Python module that has imported it by name, except PyTorch's own: in
-    TorchTitan's, and in those of a user's own models.
-
     Yields:
         A set that collects the modules within mixtures of experts while plans are applied to them.
     """
@@ -155,11 +155,7 @@ def plans_with_own_styles() -> Iterator[set[nn.Module]]:
         with stays_tied(module):
             return parallelize_module(module, device_mesh, parallelize_plan, **others)
 
-    with ExitStack() as patches:
-        for name, holder in list(sys.modules.items()):
-            is_own = name == __name__ or name.split(".")[0] == "torch"
-            if not is_own and vars(holder).get("parallelize_module") is parallelize_module:
-                patches.enter_context(patch.object(holder, "parallelize_module", parallelize))
+    with in_every_module("parallelize_module", parallelize_module, parallelize):
         yield inner
 
 
@@ -179,3 +175,37 @@ def _own_plan(
         else:
             own[fqn] = style_for(fqn, modules.get(fqn), style, device_mesh)
     return own
+
+
+def try_plan(model: nn.Module, job_config) -> None:
+    """Split a converted model on the meta device by the job's degree of tensor parallelism. The model is then split.
+
+    Which parts a plan makes, only the plan knows: those of shared experts, of stacked experts, and of a user's own
+    model. So ``mxtrain doctor --model`` lets the plan split the model, in a process group that sends nothing.
+
+    Raises:
+        ConfigError: training would refuse to split the model.
+    """
+    degrees = job_config.parallelism
+    tensor, expert = degrees.tensor_parallel_degree, degrees.expert_parallel_degree
+    expert_tensor = degrees.expert_tensor_parallel_degree
+    if tensor == 1:
+        return
+    processes = math.lcm(tensor, expert * expert_tensor)
+    shards = processes // tensor
+    parallelize = inspect.unwrap(get_train_spec(job_config.model.name).parallelize_fn)  # without checks of the machine
+    job_config = copy.deepcopy(job_config)  # without what is done to a model after it is split
+    job_config.compile.enable = False
+    job_config.activation_checkpoint.mode = "none"
+    job_config.parallelism.enable_async_tensor_parallel = False
+    torch.distributed.init_process_group("fake", rank=0, world_size=processes)
+    try:
+        layout = Layout(
+            dp_replicate=1, dp_shard=shards, cp=1, tp=tensor, pp=1, ep=expert, etp=expert_tensor, world_size=processes
+        )
+        gates = find_gates(model)
+        with meshes_on_cpu(), plans_with_own_styles() as inner:
+            parallelize(model, layout, job_config)
+        check_gates(tensor, gates, inner)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -9,9 +9,9 @@ from mxtrain.config import dump_config, load_config
 from mxtrain.errors import ConfigError
 from mxtrain.reports import terminal
 from mxtrain.run_folder.files import CONFIG_FILE
+from mxtrain.settings.mxnorm_section import without_effect
 from mxtrain.titan.metrics import package_versions
 from mxtrain.titan.parse import resolved_settings
-from mxtrain.titan.without_effect import without_effect
 
 
 def begin_run(job_config, find: Callable[[dict[str, str]], Start], found: Start | None) -> Start:

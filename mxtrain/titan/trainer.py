@@ -1,11 +1,9 @@
 """mxtrain's trainer: TorchTitan's, with schedules, guards, diagnostics, whole checkpoints and exact resumption."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from torchtitan import train as titan
@@ -27,6 +25,8 @@ from mxtrain.checkpoints.manifest import Manifest
 from mxtrain.checkpoints.optimizer import apply_settings
 from mxtrain.checkpoints.random_state import RandomState
 from mxtrain.checkpoints.start import Start
+from mxtrain.checkpoints.token_count import TokenCount
+from mxtrain.conversion.schedule import RecipeSwitch
 from mxtrain.files import sync_file
 from mxtrain.nn.buffers import kept_buffers
 from mxtrain.nn.ready_weights import ReadyWeights
@@ -35,16 +35,16 @@ from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.run_folder.files import METRICS_FILE
 from mxtrain.settings.fields import Settings
+from mxtrain.settings.mxnorm_section import guard_in, schedule_in
 from mxtrain.settings.resume import kept_defaults, moved_entries
 from mxtrain.titan.agreement import require_same_settings
 from mxtrain.titan.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer
 from mxtrain.titan.metrics import log_event, log_loss, numerics_of, package_versions
 from mxtrain.titan.parse import resolved_settings
 from mxtrain.titan.repairs.context_parallel import correct_max_loss, tokens_of_other_ranks
-from mxtrain.titan.repairs.pipeline import FINDS_SHAPES_AGAIN, LossPerToken, SharedLoss, Stage
-from mxtrain.titan.repairs.replicas import Layout
+from mxtrain.titan.repairs.patches import own_parts
+from mxtrain.titan.repairs.pipeline import FINDS_SHAPES_AGAIN, share_loss
 from mxtrain.titan.run_start import begin_run, write_resolved_config
-from mxtrain.titan.schedule import RecipeSwitch
 
 
 class Trainer(titan.Trainer):
@@ -69,7 +69,7 @@ class Trainer(titan.Trainer):
         # debug.deterministic would fill new memory with NaN, all of which kernels overwrite: 0.80 instead of 0.90 of
         # the speed at 125M.
         torch.utils.deterministic.fill_uninitialized_memory = False
-        with _own_parts():
+        with own_parts(Checkpointer):
             super().__init__(job_config)
         self.checkpointer.start = self._start
         self.checkpointer.run = _manifest(job_config, settings, self.dataloader)
@@ -81,38 +81,35 @@ class Trainer(titan.Trainer):
         self.checkpointer.is_stopping = lambda: self._watch.stop_signal is not None
         self.checkpointer.after_load = self._after_load
         self.checkpointer.states[RANDOM_STATE] = RandomState()
-        moved = moved_entries(self._start, settings)
-        self._switch = RecipeSwitch(job_config, self.model_parts, partial(log_event, self.metrics_processor), moved)
-        if (guard := self._switch.guard) is not None:
+        self._switch = RecipeSwitch(
+            schedule_in(job_config),
+            guard := guard_in(job_config),
+            self.model_parts,
+            partial(log_event, self.metrics_processor),
+            moved_entries(self._start, settings),
+        )
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        if guard is not None:
+            spikes, _ = guard
             # All stages of a pipeline and all ranks of tensor parallelism have the same loss.
-            mesh = self.parallel_dims.get_optional_mesh("loss")
             copies = self.parallel_dims.world_size // (1 if mesh is None else mesh.size())
-            self._watch.on_losses = lambda step, losses: guard.observe(step, sum(losses) / copies)
-            self.checkpointer.states[GUARD_STATE] = guard
+            self._watch.on_losses = lambda step, losses: spikes.observe(step, sum(losses) / copies)
+            self.checkpointer.states[GUARD_STATE] = spikes
         has_microbatches = self.gradient_accumulation_steps > 1 or self.parallel_dims.pp_enabled
         changes_between = job_config.optimizer.early_step_in_backward  # ReadyWeights cannot see fused steps
         caches = job_config.mxnorm.cache_weights and has_microbatches and not changes_between
         self._ready = ReadyWeights(self.model_parts) if caches else None
-        self._tokens = TokenCount.of_layout(self.parallel_dims)
+        self._tokens = TokenCount(mesh.size(), mesh.get_local_rank()) if mesh is not None else TokenCount(1, 0)
         self._signals = StopSignals()
         self._numerics = numerics_of(job_config, self.model_parts)
         # The stages of a pipeline have the same text, and draw other random bits because their layers differ.
         self._rank_in_stage = torch.distributed.get_rank() % (self.parallel_dims.world_size // self.parallel_dims.pp)
         if self.parallel_dims.pp_enabled:
-            self._share_loss_of_pipeline()
+            self._loss = share_loss(self)
         if job_config.validation.enable:
             self.metrics_processor.log_validation = partial(self._log_validation, self.metrics_processor.log_validation)
             # Tokens of a validation would count for the next step's load balance of experts.
             self.validator.validate = kept_buffers(self.model_parts)(self.validator.validate)
-
-    def _share_loss_of_pipeline(self) -> None:
-        self._loss = self.pp_schedule._loss_fn = LossPerToken(self.loss_fn)
-        group = self.parallel_dims.get_mesh("pp").get_group()
-        self.pp_schedule = SharedLoss(
-            self.pp_schedule, self.pp_has_last_stage, group, self.device, self.parallel_dims.cp
-        )
-        for user in (self, self.validator) if self.job_config.validation.enable else (self,):
-            user.pp_schedule, user.pp_has_last_stage = self.pp_schedule, True
 
     def init_distributed(self):
         parallel_dims = super().init_distributed()
@@ -262,54 +259,6 @@ class Trainer(titan.Trainer):
         found = describe(over_ranks(torch.tensor(loss, device=self.device)).tolist())
         if found and self._is_finite(step):
             self._watch.end(NonFiniteError(f"step {step}: the validation loss is {found}", step))
-
-
-class TokenCount:
-    """Converts between the tokens that one rank has seen and the tokens that all ranks have seen.
-
-    So the count goes on when the number of ranks changes. TorchTitan counts on every rank, adds up the counts of all
-    ranks for its metrics, and saves the count of one rank.
-    All ranks see as many tokens in a step, so one rank's count gives the count of all.
-
-    Args:
-        ranks: number of ranks whose counts TorchTitan adds up.
-        rank: this rank among them.
-    """
-
-    def __init__(self, ranks: int, rank: int):
-        self._ranks = ranks
-        self._rank = rank
-        self._loaded = self._share = 0
-
-    @classmethod
-    def of_layout(cls, parallel_dims) -> "TokenCount":
-        mesh = parallel_dims.get_optional_mesh("loss")
-        return cls(mesh.size(), mesh.get_local_rank()) if mesh is not None else cls(1, 0)
-
-    def of_all_ranks(self, own: int) -> int:
-        """Return the tokens that all ranks have seen, if this rank has seen ``own``."""
-        return self._loaded + (own - self._share) * self._ranks
-
-    def share(self, of_all_ranks: int) -> int:
-        """Return this rank's share of the tokens that earlier ranks have seen. The shares add up to all of them."""
-        own, rest = divmod(of_all_ranks, self._ranks)
-        self._loaded, self._share = of_all_ranks, own + (self._rank < rest)
-        return self._share
-
-
-@contextmanager
-def _own_parts() -> Iterator[None]:
-    """Let TorchTitan's trainer, which looks classes up in modules, find mxtrain's."""
-    parts = {
-        "torchtitan.train.CheckpointManager": Checkpointer,
-        "torchtitan.train.ParallelDims": Layout,
-        "torchtitan.train.ensure_pp_loss_visible": lambda *args: None,  # which warns that rank 0 does not know it
-        "torchtitan.distributed.pipeline_parallel.PipelineStage": Stage,
-    }
-    with ExitStack() as patches:
-        for name, part in parts.items():
-            patches.enter_context(patch(name, part))
-        yield
 
 
 def _manifest(job_config, settings: Settings, dataloader) -> Manifest:

@@ -1,13 +1,11 @@
 """Modules with several names, and errors on the way: weights and names stay whatever happens."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn as nn
 
 from mxtrain import ConfigError, FusedRMSNorm, MXLinear, MXNorm, MXNormLinear, convert
-from tests.support.conversion_models import DIM, TOKENS, Layer, Llama, loss
+from tests.support.conversion_models import DIM, TOKENS, Layer, Llama
 
 ROWS = torch.randn(3, DIM, generator=torch.Generator().manual_seed(0))
 
@@ -134,32 +132,16 @@ def test_a_filter_may_use_any_name():
     assert type(model.backbone[0].attention.wo) is MXLinear
 
 
-@pytest.mark.parametrize("kind", [Llama, TwoNames])
-@pytest.mark.parametrize(
-    ("settings", "broken"),
-    [
-        ({"filter_fqns": ["nothing"]}, None),
-        ({"recipes": {"norm": "bf16"}}, None),
-        ({}, "forward"),
-        ({}, "copy"),
-        ({}, "build"),
-    ],
-)
-def test_an_error_leaves_the_model_as_it_was(kind, settings, broken, monkeypatch):
+@pytest.mark.parametrize("broken", ["forward", "copy", "build"])
+def test_an_error_leaves_the_model_as_it_was(broken, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("broken")
 
-    model = kind()
-    if broken == "forward":
-        monkeypatch.setattr(kind, "forward", fail)
-    elif broken == "copy":
-        monkeypatch.setattr(Layer, "__deepcopy__", fail, raising=False)
-    elif broken == "build":
-        monkeypatch.setattr(MXLinear, "from_linear", fail)
+    place = {"forward": (TwoNames, "forward"), "copy": (Layer, "__deepcopy__"), "build": (MXLinear, "from_linear")}
+    model = TwoNames()
     before = state_of(model)
+    monkeypatch.setattr(*place[broken], fail, raising=False)
     with pytest.raises((ConfigError, RuntimeError)):
-        convert(model, **settings)
+        convert(model)
     assert dict(model.named_modules(remove_duplicate=False)) == before[0]
     assert_weights_stay(model, before)
-    monkeypatch.undo()
-    assert torch.equal(loss(model), loss(copy.deepcopy(model)))

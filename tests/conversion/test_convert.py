@@ -3,7 +3,6 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from mxtrain import (
     ConfigError,
@@ -109,34 +108,6 @@ def test_parameters_and_their_names_stay(converter):
     model.load_state_dict(fresh.state_dict())
 
 
-@pytest.mark.parametrize(("converter", "kwargs"), [("mxnorm", {}), ("mxnorm", {"p": 1}), ("mx_linear", {})])
-def test_converted_model_computes_nearly_the_same(converter, kwargs):
-    model = llama()
-    converted = copy.deepcopy(model)
-    convert(converted, converter, mode="reference", **kwargs)
-    losses = []
-    for m in (model, converted):
-        value = loss(m)
-        value.backward()
-        losses.append(value.item())
-    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.02)
-    for (name, p), q in zip(model.named_parameters(), converted.parameters()):
-        cosine = F.cosine_similarity(p.grad.flatten(), q.grad.flatten(), dim=0)
-        assert cosine > 0.9, name
-
-
-def test_fused_norms_compute_the_same():
-    model = llama()
-    converted = copy.deepcopy(model)
-    convert(converted, "fused_rmsnorm")
-    losses = [loss(model), loss(converted)]
-    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
-    for value in losses:
-        value.backward()
-    for p, q in zip(model.parameters(), converted.parameters()):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
-
-
 def test_exact_and_unquantized_is_the_model_itself():
     model = llama()
     converted = copy.deepcopy(model)
@@ -162,29 +133,6 @@ def test_forward_methods_are_as_before():
     calls.clear()
     model(TOKENS)
     assert calls == [1]
-
-
-@pytest.mark.parametrize(
-    ("filters", "left"),
-    [
-        (["output", "layers.1"], {"layers.1.attention_norm", "layers.1.ffn_norm", "layers.1.attention.wq"}),
-        (["output", "wo"], {"layers.0.attention.wo", "layers.1.attention.wo"}),
-        (["output", "layers.*.feed_forward.w2"], {"layers.0.feed_forward.w2", "layers.1.feed_forward.w2"}),
-    ],
-)
-def test_filters(filters, left):
-    report = convert(llama(), filter_fqns=filters)
-    assert left <= report.skipped.keys()
-    assert not left & {*report.linears, *report.norms, *(x for xs in report.norms.values() for x in xs)}
-
-
-def test_filtered_norms_are_not_fused():
-    model = llama()
-    report = convert(model, "fused_rmsnorm", filter_fqns=["layers.1", "norm"])
-    assert report.fused_norms == ["layers.0.attention_norm", "layers.0.ffn_norm"]
-    left = ("layers.1.attention_norm", "layers.1.ffn_norm", "norm")
-    assert report.skipped == dict.fromkeys(left, "named in filter_fqns")
-    assert all(type(model.get_submodule(fqn)) is nn.RMSNorm for fqn in left)
 
 
 def test_layer_norms_are_fused_with_their_parameters():
@@ -267,7 +215,6 @@ def unchanged(model):
             "converter = 'decompose_k_router' finds nothing to convert in this Llama",
         ),
         ({"converter": "fused_rmsnorm", "when_compiled": "no"}, "when_compiled = 'no' is not one of"),
-        ({"converter": "fused_rmsnorm", "filter_fqns": ["norms"]}, "filter_fqns: 'norms' matches no module"),
         (
             {"converter": "fused_rmsnorm", "filter_fqns": ["layers", "norm"]},
             r"finds nothing to convert in this Llama\n  layers.* and \d+ more: named in filter_fqns$",
@@ -275,7 +222,6 @@ def unchanged(model):
         ({"converter": "mx_linear", "p": 1}, "converter = 'mx_linear': setting = 'p' is not one of"),
         ({"filters": ["output"]}, "converter = 'mxnorm': setting = 'filters' is not one of: 'filter_fqns', 'recipe'"),
         ({"recipe": "mx"}, "recipe = 'mx' is not one of"),
-        ({"p": 0}, "p = 0 is not one of: 1, 2"),
         ({"p": True}, "p = True is not one of: 1, 2"),
         ({"p": 2.0}, r"p = 2\.0 is not one of: 1, 2"),
         ({"estimator": "rms"}, "estimator = 'rms' is not one of"),
@@ -285,9 +231,6 @@ def unchanged(model):
         ({"filter_fqns": "output"}, r"filter_fqns = 'output' is not a list: write \['output'\]"),
         ({"filter_fqns": 3}, "filter_fqns = 3 is not a list of names of modules"),
         ({"filter_fqns": [1]}, "filter_fqns: 1 is not the name of a module"),
-        ({"filter_fqns": ["out"]}, "filter_fqns: 'out' matches no module"),
-        ({"filter_fqns": ["layers", "output"]}, "nothing to convert in this Llama\n"),
-        ({"filter_fqns": ["layers", "output"], "converter": "mx_linear"}, "nothing to convert"),
         ({"example_inputs": ()}, "one forward pass without data failed with TypeError"),
     ],
 )
@@ -306,8 +249,3 @@ def test_advice_to_name_a_module_keeps_the_output_head():
         convert(model, "mx_linear")
     with pytest.raises(ConfigError, match="^layers.0.gate: .* to leave it in high precision$"):
         convert(model, "mx_linear", filter_fqns=["output"])
-
-
-def test_the_model_itself_is_not_swapped():
-    with pytest.raises(ConfigError, match="nothing to convert in this RMSNorm"):
-        convert(nn.RMSNorm(DIM), "fused_rmsnorm")

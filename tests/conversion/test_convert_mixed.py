@@ -6,8 +6,7 @@ import torch.nn as nn
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, convert
 from mxtrain.nn.three_gemms import QuantizedLinear
-from mxtrain.recipes.parse import get_recipe
-from tests.support.conversion_models import kinds, llama, loss, trained
+from tests.support.conversion_models import kinds, llama, loss
 
 FORWARD = "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8"
 NO_SHARE = {"high_precision_share": 0, "mode": "reference"}
@@ -15,16 +14,6 @@ NO_SHARE = {"high_precision_share": 0, "mode": "reference"}
 
 def recipes_of(model, *fqns):
     return [model.get_submodule(fqn).recipe.name for fqn in fqns]
-
-
-def test_one_recipe_for_each_gemm_of_all_layers():
-    model, plain = llama(), llama()
-    report = convert(model, recipe=FORWARD, **NO_SHARE)
-    convert(plain, **NO_SHARE)
-    assert kinds(model) == kinds(plain) and report.recipes == {}
-    layers = [m for m in model.modules() if isinstance(m, (MXNorm, MXNormLinear, MXLinear))]
-    assert {layer.recipe for layer in layers} == {get_recipe(FORWARD, high_precision_share=0)}
-    loss(model).backward()
 
 
 def test_recipes_by_name():
@@ -75,19 +64,6 @@ def test_linears_of_a_norm_may_differ_backward_and_share_signs():
     assert model.layers[1].ffn_norm(torch.randn(3, 64)).signs is None
     loss(model).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
-def test_high_precision_forward_behind_mxnorm():
-    model, exact = llama(), llama()
-    convert(model, recipe="fprop=bf16, dgrad=mxfp8, wgrad=nvfp4", estimator="exact", **NO_SHARE)
-    assert type(model.layers[0].ffn_norm) is MXNorm
-    losses = [loss(model), loss(exact)]
-    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
-    for value in losses:
-        value.backward()
-    for (name, p), q in zip(model.named_parameters(), exact.parameters()):
-        error = (p.grad - q.grad).norm() / q.grad.norm()
-        assert error < 0.3 and (error > 1e-3) == name.startswith(("layers", "tok")), name
 
 
 def test_filters_and_the_share_come_first():
@@ -162,14 +138,6 @@ def test_features_that_no_block_divides_are_those_of_the_layers_recipe():
     model = llama(vocab=80)
     convert(model, recipes={"output": "nvfp4"}, filter_fqns=[], **NO_SHARE)
     assert type(model.output) is MXNormLinear and model.norm.recipe.name == "nvfp4"
-
-
-def test_a_model_learns_in_mixed_formats():
-    model = llama()
-    recipes = {"wo": "fprop=bf16, dgrad=nvfp4, wgrad=nvfp4"}
-    convert(model, "mx_linear", recipe=FORWARD, recipes=recipes, **NO_SHARE)
-    losses = trained(model)
-    assert losses[-1] < losses[0] - 1
 
 
 class Layer(nn.Module):

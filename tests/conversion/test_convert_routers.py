@@ -84,16 +84,3 @@ def test_decompose_k_router_goes_before_or_after_the_others(converter):
         assert "layers.1.ffn_norm" in of_first.skipped and "layers.1.ffn_norm" in of_last.skipped
         assert of_last.skipped["layers.1.ffn_norm"] == f"feeds {GATES[0]}, the gate of a router"
     loss(first).backward()
-
-
-def test_a_gate_without_a_router_is_a_linear_like_others():
-    model = mixture()
-    report = convert(model, "mx_linear", filter_fqns=["output", "other"])
-    assert "layers.1.gate" in report.linears
-    assert report.skipped[GATES[0]] == "is the gate of a router, whose choices are sensitive to rounding"
-
-
-def test_a_router_that_is_the_model_itself():
-    router = TokenRouter(False)
-    assert convert(router, "decompose_k_router").gates == ["gate"]
-    assert type(router.gate) is DecomposeKRouter

@@ -33,8 +33,8 @@ CONVERTED = {
     "Mixtral": (1, 3, 1),  # experts are no linears, and the norm before them feeds them, too
 }
 REFUSED = {
-    "Gemma": "is a GemmaRMSNorm that does not compute what nn.RMSNorm does",  # its gain is 1 + weight
-    "Gemma2": "is a Gemma2RMSNorm that does not compute what nn.RMSNorm does",
+    "Gemma": "is a GemmaRMSNorm that does not compute the results and gradients",  # its gain is 1 + weight
+    "Gemma2": "is a Gemma2RMSNorm that does not compute the results and gradients of nn.RMSNorm",
     "Olmo2": "post_attention_layernorm and 3 more: its output is used by add",  # norms after attention and MLP
 }
 

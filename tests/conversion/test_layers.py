@@ -4,7 +4,7 @@ import pytest
 import torch.nn as nn
 
 from mxtrain import ConfigError, DecomposeKRouter, convert
-from mxtrain.conversion.layers import LinearFacts, find_blocks, find_gates, find_heads, find_linears, find_other_gates
+from mxtrain.conversion.layers import LinearFacts, find_blocks, find_gates, find_heads, find_linears
 
 D, V = 32, 96
 
@@ -58,10 +58,8 @@ NANO_GPT = nn.ModuleDict(
         (nn.ModuleDict({"a": Block(), "b": Block(), "head": nn.Linear(D, V)}), ("a", "b")),
         (nn.ModuleDict({"encoder": Block(), "decoder": OtherBlock()}), ()),
         (nn.Sequential(nn.Embedding(V, D), *blocks(3), nn.RMSNorm(D), nn.Linear(D, V)), ("1", "2", "3")),
-        (Model(models=nn.ModuleList([Model(emb=nn.Embedding(V, D), h=nn.ModuleList(blocks(1)))])), ("models.0.h.0",)),
         (Model(layers=nn.ModuleList([Model(experts=nn.ModuleList(blocks()))])), ("layers.0",)),
         (Model(layers=nn.ModuleList(blocks(1)), heads=nn.ModuleList([nn.Linear(D, V)])), ("layers.0",)),
-        (Model(layers=nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)])), ("layers.0", "layers.1")),
         (Model(layers=nn.ModuleList([Model(rel=nn.Embedding(4, 2), block=Block())])), ("layers.0",)),
         (Model(layers=nn.ModuleList([nn.ModuleList([Block(), nn.Linear(D, D)])] * 1)), ("layers.0",)),
         (Model(stages=nn.ModuleList([nn.ModuleList(blocks()), nn.ModuleList(blocks(1))])), STAGES),
@@ -138,10 +136,6 @@ def test_the_linears_of_a_model():
     assert list(find_gates(model["router"])) == ["gate"]
 
 
-class TopKRouter(nn.Module):
-    """As the gates of transformers 5."""
-
-
 def gate() -> nn.Linear:
     return nn.Linear(8, 4)
 
@@ -160,7 +154,7 @@ def gate() -> nn.Linear:
     ],
 )
 def test_a_gate_beside_experts_or_called_router(name, model):
-    assert list(find_gates(model)) == [name] and not find_other_gates(dict(model.named_modules()))
+    assert list(find_gates(model)) == [name]
 
 
 def test_a_router_of_two_layers_stays_whole():
@@ -170,7 +164,6 @@ def test_a_router_of_two_layers_stays_whole():
     report = convert(model, "mx_linear")
     assert report.linears == ["out"] and list(report.skipped) == ["router.up", "router.down"]
     assert all("is a part of a router" in reason for reason in report.skipped.values())
-    assert find_other_gates(dict(model.named_modules())) == {"router": "ModuleDict"}
 
 
 def test_a_mixture_that_is_called_router_is_no_gate():
@@ -180,10 +173,3 @@ def test_a_mixture_that_is_called_router_is_no_gate():
 
 def test_the_gate_of_a_feed_forward_is_none():
     assert not find_gates(nn.ModuleDict({"gate": gate(), "up": gate(), "gating": gate()}))
-
-
-def test_gates_that_hold_no_linear():
-    model = nn.ModuleDict({"mlp": nn.ModuleDict({"gate": TopKRouter(), "experts": nn.ModuleList()})})
-    assert find_other_gates(dict(model.named_modules())) == {"mlp.gate": "TopKRouter"} and not find_gates(model)
-    router = nn.ModuleDict({"router": nn.ModuleDict({"layer": gate(), "act": nn.Softmax(1)})})
-    assert not find_other_gates(dict(router.named_modules())), "its parts are no gates of their own"

@@ -150,21 +150,21 @@ def test_mistakes_that_take_the_model_to_see(tables, message):
 @pytest.mark.parametrize(
     ("tables", "settings", "message"),
     [
-        ([at_2(recipe="mxfp8")], {}, "mxnorm.schedule[0] changes nothing: without its mxfp8, all"),
-        ([at_2(recipe="wgrad=mxfp8", p=2)], {}, "mxnorm.schedule[0] changes nothing: without its wgrad=mxfp8, p=2, "),
-        ([at_2(p=1)], {"estimator": "exact"}, "mxnorm.schedule[0] changes nothing: without its p=1, all layers com"),
-        ([at_2(estimator="exact"), at_2(p=1)], {}, "mxnorm.schedule[1] changes nothing: without its p=1, all layers "),
-        ([at_2(recipe="bf16")], {"recipe": "unquantized"}, "mxnorm.schedule[0] changes nothing: without its bf16"),
-        ([at_2(p=1), {**at_2(modules=["w2"]), "recipe": "mxfp8"}], {}, "mxnorm.schedule[1] changes nothing: without"),
-        ([], {"fallback": {"recipe": "mxfp8"}}, "mxnorm.guard changes nothing: without its mxfp8, all layers compute"),
-        ([], {"fallback": {"p": 2}}, "mxnorm.guard changes nothing: without its p=2, all layers compute the same"),
-        ([], {"fallback": {"p": 1}, "estimator": "exact"}, "mxnorm.guard changes nothing: without its p=1, all "),
+        ([at_2(recipe="mxfp8")], {}, "mxnorm.schedule[0] changes nothing: all layers have mxfp8 without it"),
+        (
+            [at_2(recipe="wgrad=mxfp8", p=2)],
+            {},
+            "mxnorm.schedule[0] changes nothing: all layers have wgrad=mxfp8, p=2 ",
+        ),
+        ([at_2(p=1), {**at_2(modules=["w2"]), "recipe": "mxfp8"}], {}, "mxnorm.schedule[1] changes nothing: all"),
+        ([], {"fallback": {"recipe": "mxfp8"}}, "mxnorm.guard changes nothing: all layers have mxfp8 without it"),
+        ([], {"fallback": {"p": 2}}, "mxnorm.guard changes nothing: all layers have p=2 without it"),
     ],
 )
 def test_what_changes_nothing(tables, settings, message):
     with pytest.raises(ConfigError) as error:
         scheduled(*tables, **settings)
-    assert str(error.value).startswith(message) and str(error.value).endswith(", all layers compute the same")
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -36,12 +36,6 @@ def test_a_tied_head_multiplies_under_its_own_name():
     assert weight_uses(weights, {}, {})["output.weight"].multiplications == 96 * 64
 
 
-def test_linears_that_share_a_weight_multiply_it_once_each():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[1].weight = model[0].weight
-    assert weight_uses(weights_of(model), {}, {})["0.weight"].multiplications == 2 * 64
-
-
 def test_calls_count_as_far_as_they_are_known():
     weights = weights_of(nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 8), nn.Linear(8, 8)))
     uses = weight_uses(weights, {"0": 3, "1": 0}, {})
@@ -127,13 +121,6 @@ def test_of_the_experts_a_token_uses_top_k(experts, attributes, expected):
     assert all((weights[name].share, weights[name].note) == (1.0, "") for name in others)
 
 
-def test_a_router_beneath_stacked_experts_knows_top_k():
-    experts = Stacked(8)
-    experts.router = TopKRouter()
-    (facts,) = weights_of(nn.ModuleDict({"layer": nn.ModuleDict({"experts": experts})})).values()
-    assert (facts.share, facts.note) == ONE_IN_FOUR
-
-
 @pytest.mark.parametrize(
     ("recipe", "quantized"),
     [("mxfp8", 1.0), ("unquantized", 0.0), (MIXED, 2 / 3), ("fprop=bf16, dgrad=bf16, wgrad=mxfp8", 1 / 3)],
@@ -213,8 +200,3 @@ def test_experts_in_a_list_count_by_top_k_quantized_or_not(converter):
         64 * 128 / 2, 0.0, "top 2 of 4 experts"
     )
     loss(model).backward()
-
-
-def test_converters_without_recipes_count_nothing():
-    plan = convert(llama(), "fused_rmsnorm")
-    assert plan.weights == {} and plan.headline == "5 norms swapped, 0 kept"

@@ -8,7 +8,7 @@ import torch
 from mxtrain import MXNorm
 from mxtrain.nn.ready_weights import ReadyWeights
 from mxtrain.nn.three_gemms import QuantizedLinear
-from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
+from mxtrain.titan.converters import build_on_meta, convert_on_meta
 from mxtrain.titan.parse import parse_job_config
 
 

@@ -18,15 +18,7 @@ from mxtrain import (
     convert,
     set_rounding_step,
 )
-from mxtrain.nn.row_norms import AUTO_WHEN_COMPILED
-from mxtrain.titan.converters import (
-    TitanDecomposeKRouter,
-    TitanFusedNorm,
-    TitanFusedRMSNorm,
-    TitanMXLinear,
-    TitanMXNorm,
-    active_settings,
-)
+from mxtrain.titan.converters import active_settings, build_on_meta, convert_on_meta, titan_converter
 from mxtrain.titan.parse import parse_job_config
 from tests.support.converter_checks import config, count, model_and_args
 
@@ -36,32 +28,12 @@ CONFIGS = Path(__file__).parents[2] / "train_configs"
 @pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel_flex_attn", "debugmodel_varlen_attn"])
 def test_llama3(flavor):
     model, args = model_and_args("llama3", flavor)
-    TitanMXNorm(config(), None).convert(model)
+    titan_converter("mxnorm", config()).convert(model)
     layers = args.n_layers
     assert count(model, MXNorm) == 2 * layers
     assert count(model, MXNormLinear) == 5 * layers
     assert count(model, MXLinear) == 2 * layers
     assert count(model, nn.RMSNorm) == 1 and count(model, nn.Linear) == 1, "norm and output stay"
-
-
-def test_qwen3_keeps_its_qk_norms():
-    model, args = model_and_args("qwen3", "debugmodel")
-    TitanMXNorm(config(), None).convert(model)
-    layers = args.n_layers
-    assert (count(model, MXNorm), count(model, MXNormLinear), count(model, MXLinear)) == (
-        2 * layers,
-        5 * layers,
-        2 * layers,
-    )
-    assert count(model, nn.RMSNorm) == 2 * layers + 1
-
-
-def test_a_mixture_of_experts_is_converted_where_norms_provably_feed_linears():
-    model, args = model_and_args("qwen3", "debugmodel_moe")
-    TitanMXNorm(config(), None).convert(model)
-    assert count(model, MXNorm) == args.n_layers, "attention norms; the experts' norms feed routing"
-    assert type(model.layers["0"].ffn_norm) is nn.RMSNorm
-    assert type(model.layers["0"].moe.router.gate) is nn.Linear
 
 
 MIXTURES = {"deepseek_v3": "debugmodel", "llama4": "debugmodel", "qwen3": "debugmodel_moe"}
@@ -94,7 +66,7 @@ def test_every_matrix_in_high_precision_is_reported_with_its_multiplications(nam
 def test_decompose_k_router_takes_the_gates(name):
     model, _ = model_and_args(name, MIXTURES[name])
     names, linears = list(model.state_dict()), count(model, nn.Linear)
-    TitanDecomposeKRouter(config(converter="decompose_k_router"), None).convert(model)
+    titan_converter("decompose_k_router", config(converter="decompose_k_router")).convert(model)
     mixtures = [layer.moe for layer in model.layers.values() if layer.moe_enabled]
     assert mixtures and all(type(moe.router.gate) is DecomposeKRouter for moe in mixtures)
     assert count(model, DecomposeKRouter) == len(mixtures) == linears - count(model, nn.Linear)
@@ -104,11 +76,11 @@ def test_decompose_k_router_takes_the_gates(name):
 def test_decompose_k_router_leaves_filtered_gates_and_has_nothing_to_do_in_a_dense_model():
     model, args = model_and_args("qwen3", "debugmodel_moe")
     flags = ["--decompose_k_router.filter_fqns=layers.0,layers.3"]
-    TitanDecomposeKRouter(config(*flags, converter="decompose_k_router"), None).convert(model)
+    titan_converter("decompose_k_router", config(*flags, converter="decompose_k_router")).convert(model)
     assert count(model, DecomposeKRouter) == args.n_layers - 2
     dense, _ = model_and_args("llama3", "debugmodel")
     with pytest.raises(ConfigError, match="converter = 'decompose_k_router' finds nothing to convert in this Transf"):
-        TitanDecomposeKRouter(config(converter="decompose_k_router"), None).convert(dense)
+        titan_converter("decompose_k_router", config(converter="decompose_k_router")).convert(dense)
 
 
 @pytest.mark.parametrize("score_func", ["sigmoid", "softmax"])
@@ -150,22 +122,13 @@ def test_decompose_k_router_goes_with_the_others_in_either_order(name, other, ki
     assert kinds[0] == kinds[1] and {DecomposeKRouter, kind} <= set(kinds[0].values())
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3"])
-def test_mx_linear_keeps_norms(name):
-    model, _ = model_and_args(name, "debugmodel")
-    norms = count(model, nn.RMSNorm)
-    TitanMXLinear(config(converter="mx_linear"), None).convert(model)
-    assert count(model, nn.RMSNorm) == norms
-    assert count(model, nn.Linear) == 1 and count(model, MXLinear) == 7 * len(model.layers)
-
-
 @pytest.mark.parametrize(
-    ("name", "of_a_layer", "converter"), [("llama3", 2, TitanFusedRMSNorm), ("qwen3", 4, TitanFusedNorm)]
+    ("name", "of_a_layer", "converter"), [("llama3", 2, "fused_rmsnorm"), ("qwen3", 4, "fused_norm")]
 )
 def test_a_fused_norm_takes_every_norm(name, of_a_layer, converter):
     model, args = model_and_args(name, "debugmodel")
     names = list(model.state_dict())
-    converter(config(converter=converter.name), None).convert(model)
+    titan_converter(converter, config(converter=converter)).convert(model)
     assert count(model, FusedRMSNorm) == of_a_layer * args.n_layers + 1 and count(model, nn.RMSNorm) == 0
     assert count(model, nn.Linear) == 7 * args.n_layers + 1
     assert list(model.state_dict()) == names
@@ -185,46 +148,20 @@ def test_converters_go_together_in_either_order(converters):
     ]
 
 
-@pytest.mark.parametrize("converter", [TitanFusedRMSNorm, TitanFusedNorm])
+@pytest.mark.parametrize("converter", ["fused_rmsnorm", "fused_norm"])
 def test_settings_of_a_fused_norm_reach_the_modules(converter):
     model, args = model_and_args("llama3", "debugmodel")
-    name = converter.name
+    name = converter
     flags = [f"--{name}.when_compiled=kernel", f"--{name}.filter_fqns=norm,layers.0"]
-    converter(config(*flags, converter=name), None).convert(model)
+    titan_converter(name, config(*flags, converter=name)).convert(model)
     assert type(model.norm) is nn.RMSNorm and type(model.layers["0"].ffn_norm) is nn.RMSNorm
     assert model.layers["1"].ffn_norm.when_compiled == "kernel"
     assert count(model, FusedRMSNorm) == 2 * (args.n_layers - 1)
 
 
-@pytest.mark.parametrize(
-    "flags, compiled",
-    [(["--compile.enable"], True), (["--compile.enable", "--compile.components=loss"], False), ([], False)],
-)
-def test_what_compiled_layers_run_is_logged(flags, compiled, monkeypatch):
-    lines = []
-    monkeypatch.setattr("mxtrain.titan.converters.logger.info", lines.append)
-    TitanFusedRMSNorm(config(*flags, converter="fused_rmsnorm"), None)
-    line = f"norms in compiled layers run the {AUTO_WHEN_COMPILED}, those outside the kernel"
-    assert lines == ([f"fused_rmsnorm: when_compiled = 'auto': {line}"] if compiled else [])
-
-
 def test_a_wrong_fused_rmsnorm_setting_is_refused_at_once():
     with pytest.raises(ConfigError, match="^fused_rmsnorm.when_compiled = 'kernels' should be 'auto', 'kernel'"):
         config("--fused_rmsnorm.when_compiled=kernels", converter="fused_rmsnorm")
-
-
-def test_settings_reach_the_modules():
-    model, _ = model_and_args("llama3", "debugmodel")
-    flags = ["--mxnorm.p=1", "--mxnorm.scale_rounding=floor", "--mxnorm.eps=1e-3", "--mxnorm.mode=reference"]
-    TitanMXNorm(config(*flags), None).convert(model)
-    norm, linear = model.layers["3"].ffn_norm, model.layers["3"].feed_forward.w2
-    assert (norm.estimate.p, norm.estimate.eps, norm.recipe.scale_rounding, norm.mode) == (
-        1,
-        1e-3,
-        "floor",
-        "reference",
-    )
-    assert (linear.recipe.scale_rounding, linear.mode) == ("floor", "reference")
 
 
 @pytest.mark.parametrize(("mode", "lax"), [("emulated", False), ("reference", True)])
@@ -234,7 +171,7 @@ def test_a_run_in_emulated_mode_has_fp32_sums_in_all_bf16_products(mode, lax):
     settings.allow_bf16_reduced_precision_reduction = True
     try:
         model, _ = model_and_args("llama3", "debugmodel")
-        TitanMXLinear(config(f"--mxnorm.mode={mode}", converter="mx_linear"), None).convert(model)
+        titan_converter("mx_linear", config(f"--mxnorm.mode={mode}", converter="mx_linear")).convert(model)
         assert settings.allow_bf16_reduced_precision_reduction == lax
     finally:
         settings.allow_bf16_reduced_precision_reduction = before
@@ -256,7 +193,7 @@ def test_random_bits_that_no_resumed_run_repeats_are_warned_of(flags, step, warn
     monkeypatch.setattr("mxtrain.titan.converters.logger.warning", lines.append)
     model, _ = model_and_args("llama3", "debugmodel")
     set_rounding_step(step)
-    TitanMXNorm(config(*flags), None).convert(model)
+    titan_converter("mxnorm", config(*flags)).convert(model)
     assert len(lines) == warns and all("a resumed run will not repeat them; train with -m mxtrain" in s for s in lines)
 
 
@@ -333,10 +270,20 @@ def test_torchtitans_own_quantization_comes_before_the_router():
     assert active_settings(job_config)["converter"] == "none"
 
 
-@pytest.mark.parametrize("converter", [TitanMXNorm, TitanFusedRMSNorm, TitanDecomposeKRouter])
+@pytest.mark.parametrize("converter", ["mxnorm", "fused_rmsnorm", "decompose_k_router"])
 def test_without_the_custom_config_section(converter):
     job_config = JobConfig()
-    job_config.model.converters = [converter.name]
-    message = f'job.custom_config_module = "mxtrain.titan.job_config" is missing: it declares the .{converter.name}. '
+    job_config.model.converters = [converter]
+    message = f'job.custom_config_module = "mxtrain.titan.job_config" is missing: it declares the .{converter}. '
     with pytest.raises(ConfigError, match=message):
-        converter(job_config, None)
+        titan_converter(converter, job_config)
+
+
+def test_no_parameter_has_memory_before_and_after_its_conversion():
+    job_config = parse_job_config(["--model.converters=mxnorm,fused_rmsnorm", "--training.dtype=bfloat16"])
+    model = build_on_meta(job_config)
+    assert {(p.is_meta, p.dtype) for p in model.parameters()} == {(True, torch.bfloat16)}
+    assert torch.get_default_dtype() == torch.float32
+    plans = convert_on_meta(job_config, model)
+    assert list(plans) == ["mxnorm", "fused_rmsnorm"] and plans["mxnorm"].quantized_share > 0.5
+    assert all(p.is_meta for p in model.parameters())

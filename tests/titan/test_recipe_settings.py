@@ -8,10 +8,7 @@ from mxtrain import (
     ConfigError,
     MXNorm,
 )
-from mxtrain.titan.converters import (
-    TitanMXNorm,
-    active_settings,
-)
+from mxtrain.titan.converters import active_settings, titan_converter
 from mxtrain.titan.parse import parse_job_config
 from tests.support.converter_checks import config, model_and_args
 
@@ -58,7 +55,7 @@ def test_nvfp4_settings_reach_the_modules():
 
     def converted(*flags):
         model, _ = model_and_args("llama3", "debugmodel")
-        TitanMXNorm(config(*flags), None).convert(model)
+        titan_converter("mxnorm", config(*flags)).convert(model)
         return model
 
     model = converted(*flags, *switches)
@@ -93,7 +90,7 @@ def test_mixed_recipes_reach_the_modules_from_a_file(tmp_path):
     """And switches of both formats those GEMMs that have them."""
     model, args = model_and_args("llama3", "debugmodel")
     flags = ["--mxnorm.scale_rounding=floor", "--mxnorm.weight_tiles=False"]
-    TitanMXNorm(mixed_config(tmp_path, *flags), None).convert(model)
+    titan_converter("mxnorm", mixed_config(tmp_path, *flags)).convert(model)
     kinds = [type(layer.ffn_norm) for layer in model.layers.values()]
     assert kinds == [nn.RMSNorm] + [MXNorm] * (args.n_layers - 2) + [nn.RMSNorm]
     feed_forward = model.layers["1"].feed_forward
@@ -111,7 +108,7 @@ def test_recipes_by_name_are_flags_too(tmp_path):
     assert job_config.mxnorm.recipes == expected and job_config.mxnorm.recipe == FORWARD
     assert mixed_config(tmp_path, "--mxnorm.recipes").mxnorm.recipes == {}
     model, _ = model_and_args("llama3", "debugmodel")
-    TitanMXNorm(job_config, None).convert(model)
+    titan_converter("mxnorm", job_config).convert(model)
     assert type(model.layers["1"].attention.wq) is nn.Linear
     assert model.layers["2"].attention.wq.recipe.name == expected["layers.*.attention"]
 

@@ -15,7 +15,7 @@ from mxtrain.checkpoints.start import Start
 from mxtrain.rng.rounding import position_as_set
 from mxtrain.titan.parse import parse_job_config, settings_of
 from mxtrain.titan.train import _train
-from mxtrain.titan.trainer import TokenCount, Trainer
+from mxtrain.titan.trainer import Trainer
 
 
 def one_process() -> SimpleNamespace:
@@ -250,30 +250,3 @@ def test_the_trainer_sets_step_and_microbatch(monkeypatch):
     trainer._signals.restore()
     assert seen == [[7, 0, 0], [7, 1, 0], [7, 2, 0], [8, 0, 0], [8, 1, 0], [8, 2, 0]]
     assert begun == [7, 8]
-
-
-@pytest.mark.parametrize("layouts", [[4, 2, 1, 4], [1, 3, 2], [8, 3, 5]])
-def test_the_count_goes_on_over_other_numbers_of_ranks(layouts):
-    """Three ranks cannot share evenly what eight have seen, nor two what three have seen."""
-    total = 0
-    for ranks in layouts:
-        counts = [TokenCount(ranks, rank) for rank in range(ranks)]
-        seen = [count.share(total) for count in counts]
-        assert sum(seen) == total and max(seen) - min(seen) <= 1
-        for _ in range(7):
-            seen = [tokens + 17 for tokens in seen]
-            total += 17 * ranks
-            assert sum(seen) == total
-            assert {count.of_all_ranks(tokens) for count, tokens in zip(counts, seen)} == {total}
-
-
-def test_a_new_run_counts_from_zero():
-    assert [TokenCount(3, rank).of_all_ranks(10) for rank in range(3)] == [30] * 3
-
-
-def test_the_ranks_are_those_whose_counts_torchtitan_adds_up():
-    meshes = {"loss": SimpleNamespace(size=lambda: 6, get_local_rank=lambda: 5)}
-    several, one = (SimpleNamespace(get_optional_mesh=found.get) for found in (meshes, {}))
-    assert TokenCount.of_layout(several).of_all_ranks(10) == 60
-    assert TokenCount.of_layout(several).share(11) == 1 and TokenCount.of_layout(several).share(12) == 2
-    assert TokenCount.of_layout(one).of_all_ranks(10) == 10

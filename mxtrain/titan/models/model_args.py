@@ -1,42 +1,150 @@
-"""``[model_args]`` on TorchTitan's model arguments: sets the fields, and checks that they go together."""
+"""TorchTitan's model arguments: mxtrain's flavors, and the sizes that ``[model_args]`` and ``[data]`` set."""
 
+import copy
+from collections import UserDict
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from functools import reduce
 
-from torchtitan.models.llama4.model.args import RoPEScalingArgs
+from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
+from torchtitan.models.llama4.model.args import RoPEScalingArgs as Llama4RoPEScalingArgs
+from torchtitan.models.moe import MoEArgs
+from torchtitan.models.qwen3 import Qwen3ModelArgs
 from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.tools.utils import has_cuda_capability
 
-from mxtrain.errors import ConfigError
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import LinearRecipe
+from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.model_settings import PLACES, SECTION
-from mxtrain.settings.mxnorm_section import quantizing_among
+from mxtrain.titan.models.llama3 import Llama3Args
 
-Problem = tuple[tuple[str, ...], bool, str]
-"""Settings, the first of which is named; whether they are wrong; what is wrong"""
+_LLAMA32 = dict(  # the rest of Llama 3.2's config.json, whose context is scaled four times as far as Llama 3.1's
+    n_kv_heads=8,
+    rope_theta=500000,
+    rope_scaling_args=RoPEScalingArgs(scaling_factor=32.0),
+    enable_weight_tying=True,
+)
+
+EXTRA_FLAVORS = {
+    "llama3": {
+        "125M": TransformerModelArgs(dim=768, n_layers=12, n_heads=12, vocab_size=32768, rope_theta=500000),
+        # The shape of Llama 3.2 1B with a separate output matrix: 1.5 billion parameters in total.
+        "1B": TransformerModelArgs(
+            dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.5, rope_theta=500000
+        ),
+        "3.2-1B": Llama3Args(dim=2048, n_layers=16, n_heads=32, ffn_dim_multiplier=1.5, **_LLAMA32),
+        "3.2-3B": Llama3Args(dim=3072, n_layers=28, n_heads=24, **_LLAMA32),
+    },
+    "qwen3": {
+        # Smaller than TorchTitan's debugmodel_moe: its 300 million parameters take a CPU one minute per step.
+        "debugmodel_moe_16": Qwen3ModelArgs(
+            dim=256,
+            n_layers=4,
+            n_heads=8,
+            n_kv_heads=4,
+            head_dim=64,
+            hidden_dim=768,
+            vocab_size=2048,
+            moe_enabled=True,
+            moe_inter_dim=256,
+            moe_args=MoEArgs(
+                num_experts=16,
+                num_shared_experts=0,
+                top_k=4,
+                score_func="softmax",
+                route_norm=True,
+                score_before_experts=False,
+            ),
+        ),
+    },
+}
+
+
+class Flavors(UserDict):
+    """Model arguments by flavor that the job config can set, also those that a user adds.
+
+    Every access returns a copy, because TorchTitan writes a job's settings into it.
+
+    Args:
+        model: TorchTitan's name of the model; None for a model of the user's own, whose sizes ``[model_args]`` does
+            not set.
+        flavors: its model arguments by flavor.
+    """
+
+    def __init__(self, model: str | None, flavors: Mapping):
+        self._model = model
+        super().__init__(flavors)
+
+    def __getitem__(self, flavor):
+        return copy.deepcopy(super().__getitem__(flavor))
+
+    def __setitem__(self, flavor, args):
+        super().__setitem__(flavor, _configured(self._model, args))
+
+
+def _configured(model: str | None, args):
+    """Return the same model arguments with an ``update_from_config`` that also applies mxtrain's settings.
+
+    It also makes experts run one after another on devices without a grouped matrix product, which only some of
+    TorchTitan's models do themselves.
+    """
+    if type(args) is TransformerModelArgs:
+        args = Llama3Args.of(args)
+
+    class Configured(type(args)):
+        takes_model_args = model is not None
+
+        def update_from_config(self, job_config, **kwargs) -> None:
+            if hasattr(self, "moe_args") and not has_cuda_capability(9, 0):
+                self.moe_args.use_grouped_mm = False  # first, because some of TorchTitan's models warn of a failure
+            super().update_from_config(job_config, **kwargs)
+            self.set_model_args(given_in(job_config))
+            if job_config.data.vocab_size > 0:
+                self.vocab_size = job_config.data.vocab_size
+
+        def set_model_args(self, given: Mapping[str, object]) -> None:
+            """Set the fields that settings of ``[model_args]`` stand for."""
+            for name, place in PLACES[model].items() if self.takes_model_args else ():
+                if place and name in given:  # in this order: llama3's hidden size depends on dim
+                    *path, last = place.split(".")
+                    if path == ["rope_scaling_args"] and self.rope_scaling_args is None:
+                        self.rope_scaling_args = Llama4RoPEScalingArgs()
+                    value = None if name == "load_balance_coeff" and given[name] == 0 else given[name]
+                    setattr(reduce(getattr, path, self), last, value)
+
+        def get_nparams_and_flops(self, module, seq_len: int) -> tuple[int, int]:
+            parameters, flops = super().get_nparams_and_flops(module, seq_len)
+            # TorchTitan leaves the weight of a tied head out of both numbers, although the head multiplies it.
+            missing = sum(weight.numel() for weight in module.parameters()) - parameters
+            return parameters + missing, flops + 6 * missing
+
+    Configured.__name__ = Configured.__qualname__ = type(args).__name__
+    return Configured(**{f.name: getattr(args, f.name) for f in fields(args)})
+
+
+def vocab_size(job_config) -> int:
+    """Return the model's vocabulary size: ``data.vocab_size``, or the flavor's if that is 0.
+
+    Raises:
+        ConfigError: for an unknown ``model.flavor``, or a ``data.vocab_size`` that a user's own model does not take.
+    """
+    size, name, flavor = job_config.data.vocab_size, job_config.model.name, job_config.model.flavor
+    flavors = get_train_spec(name).model_args
+    require_one_of("model.flavor", flavor, flavors)
+    if size > 0 and isinstance(flavors, Flavors):
+        return size
+    own_size = flavors[flavor].vocab_size
+    if size not in (0, own_size):
+        raise ConfigError(
+            f"data.vocab_size = {size} is not the {own_size} of model.name = {name!r}, which takes no other: allowed "
+            "is 0; with_mxtrain from mxtrain.titan lets a model of your own take any size"
+        )
+    return own_size
 
 
 def given_in(job_config) -> dict[str, object]:
     """Return the settings of ``[model_args]`` that a job config gives."""
     section = getattr(job_config, SECTION, None)  # plain -m torchtitan.train may declare other sections
     return {} if section is None else {name: value for name, value in vars(section).items() if value is not None}
-
-
-def set_model_args(model: str, args, given: Mapping[str, object]) -> None:
-    """Set fields of TorchTitan's model arguments in place.
-
-    Args:
-        model: one of ``PLACES``.
-        args: TorchTitan's model arguments of a flavor.
-        given: settings of ``[model_args]`` by their names.
-    """
-    for name, place in PLACES[model].items():  # in this order: llama3's hidden size depends on dim
-        if place and name in given:
-            *path, last = place.split(".")
-            if path == ["rope_scaling_args"] and args.rope_scaling_args is None:
-                args.rope_scaling_args = RoPEScalingArgs()
-            value = None if name == "load_balance_coeff" and given[name] == 0 else given[name]
-            setattr(reduce(getattr, path, args), last, value)
 
 
 def check_model_args(job_config) -> None:
@@ -52,95 +160,51 @@ def check_model_args(job_config) -> None:
             f"registered by experimental.custom_import = {job_config.experimental.custom_import!r}"
         )
     args.set_model_args(given)
-    for problems in (_absent(model, flavor, args), _sizes(model, args), _blocks(model, args, job_config)):
-        _raise_first(problems, given)
+    # What a flavor has by itself is not judged here.
+    for names, problem in (*_absent(model, flavor, args), *_wrong_sizes(model, args)):
+        if named := [name for name in names if name in given]:
+            raise ConfigError(f"{SECTION}.{named[0]} = {given[named[0]]!r} {problem}")
 
 
 def wrong_size(model: str, args) -> str | None:
     """Return what is wrong with the sizes in TorchTitan's model arguments, if anything."""
-    return next((problem for _, is_wrong, problem in _sizes(model, args) if is_wrong), None)
+    return next((problem for _, problem in _wrong_sizes(model, args)), None)
 
 
-def _raise_first(problems: Iterator[Problem], given: Mapping[str, object]) -> None:
-    """Raise ConfigError for the first problem with a given setting. What a flavor has by itself is not judged here."""
-    for names, is_wrong, problem in problems:
-        named = [name for name in names if name in given]
-        if is_wrong and named:
-            raise ConfigError(f"{SECTION}.{named[0]} = {given[named[0]]!r} {problem}")
+def _absent(model: str, flavor: str, args) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Settings of layers that a flavor does not have, and why."""
+    if model == "qwen3" and args.moe_enabled:
+        yield ("hidden_dim",), f"has no effect: all layers of model.flavor = {flavor!r} have experts: set moe_inter_dim"
+    elif model == "qwen3":
+        names = ("num_experts", "top_k", "load_balance_coeff", "moe_inter_dim")
+        yield names, f"has no effect: model.flavor = {flavor!r} has no experts; 'debugmodel_moe_16' has"
 
 
-def _absent(model: str, flavor: str, args) -> Iterator[Problem]:
-    """Settings of layers that a flavor does not have."""
-    if model == "qwen3":
-        where = f"model.flavor = {flavor!r}"
-        for name in ("num_experts", "top_k", "load_balance_coeff", "moe_inter_dim"):
-            yield (name,), not args.moe_enabled, f"has no effect: {where} has no experts; 'debugmodel_moe_16' has"
-        yield ("hidden_dim",), args.moe_enabled, f"has no effect: all layers of {where} have experts: set moe_inter_dim"
-
-
-def _sizes(model: str, args) -> Iterator[Problem]:
-    """Sizes that do not divide one another, and numbers in the wrong order."""
+def _wrong_sizes(model: str, args) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Settings with sizes that do not divide one another, or numbers in the wrong order, and what is wrong."""
     dim, heads = args.dim, args.n_heads
     if model in ("llama3", "llama4"):
-        yield ("n_heads", "dim"), dim % heads > 0, f"does not fit: dim = {dim} is no multiple of n_heads = {heads}"
-        rotated, where = dim // heads, f"a head has dim / n_heads = {dim // heads} features"
-        yield ("n_heads", "dim"), rotated % 2 > 0, f"does not fit: {where}, and rotation needs an even number"
+        if dim % heads:
+            yield ("n_heads", "dim"), f"does not fit: dim = {dim} is no multiple of n_heads = {heads}"
+        if dim // heads % 2:
+            where = f"a head has dim / n_heads = {dim // heads} features"
+            yield ("n_heads", "dim"), f"does not fit: {where}, and rotation needs an even number"
         rope = args.rope_scaling_args
-        if rope is not None:
-            low, high = rope.low_freq_factor, rope.high_freq_factor
-            order = f"does not fit: rope_low_freq_factor = {low} is more than rope_high_freq_factor = {high}"
-            yield ("rope_low_freq_factor", "rope_high_freq_factor"), low > high, order
-    rotated_name = {"qwen3": "head_dim", "deepseek_v3": "qk_rope_head_dim"}.get(model)
-    if rotated_name:
-        yield (rotated_name,), getattr(args, rotated_name) % 2 > 0, "is odd, and rotation needs an even number"
-    if model != "deepseek_v3":
-        kv_heads = args.n_kv_heads or heads
-        fit = f"does not fit: n_heads = {heads} is no multiple of n_kv_heads = {kv_heads}"
-        yield ("n_kv_heads", "n_heads"), heads % kv_heads > 0, fit
+        if rope is not None and rope.low_freq_factor > rope.high_freq_factor:
+            order = f"rope_low_freq_factor = {rope.low_freq_factor} is more than rope_high_freq_factor"
+            yield ("rope_low_freq_factor", "rope_high_freq_factor"), f"does not fit: {order} = {rope.high_freq_factor}"
+    rotated = {"qwen3": "head_dim", "deepseek_v3": "qk_rope_head_dim"}.get(model)
+    if rotated and getattr(args, rotated) % 2:
+        yield (rotated,), "is odd, and rotation needs an even number"
     if model == "deepseek_v3":
-        layers = f"does not fit: n_dense_layers = {args.n_dense_layers} is more than n_layers = {args.n_layers}"
-        yield ("n_dense_layers", "n_layers"), args.n_dense_layers > args.n_layers, layers
+        if args.n_dense_layers > args.n_layers:
+            more = f"n_dense_layers = {args.n_dense_layers} is more than n_layers = {args.n_layers}"
+            yield ("n_dense_layers", "n_layers"), f"does not fit: {more}"
+    elif heads % (kv_heads := args.n_kv_heads or heads):
+        yield ("n_kv_heads", "n_heads"), f"does not fit: n_heads = {heads} is no multiple of n_kv_heads = {kv_heads}"
     if experts := getattr(args, "moe_args", None):
-        used = f"does not fit: top_k = {experts.top_k} is more than num_experts = {experts.num_experts}"
-        yield ("top_k", "num_experts"), experts.top_k > experts.num_experts, used
-        groups = experts.num_expert_groups
-        fit = f"is no multiple of the flavor's {groups} groups of experts"
-        yield ("num_experts",), bool(groups) and experts.num_experts % groups > 0, fit
-
-
-def _blocks(model: str, args, job_config) -> Iterator[Problem]:
-    """Features that no block of a quantizing converter divides. With filters, only the converter knows its layers."""
-    section = job_config.mxnorm
-    if not quantizing_among(job_config.model.converters) or section.filter_fqns is not None or section.recipes:
-        return
-    block = _block_size(get_recipe(section.recipe))
-    why = f"no multiple of {block}, the block size of mxnorm.recipe = {section.recipe!r}"
-    for settings, features in _features(model, args).items():
-        yield settings, features % block > 0, f"does not fit: a linear would have {features} features, {why}"
-
-
-def _block_size(recipe: LinearRecipe) -> int:
-    """The largest block along which a recipe's norm or GEMMs go."""
-    return max(gemm.block_size for gemm in recipe.gemms if gemm.format is not None or gemm == recipe.fprop)
-
-
-def _features(model: str, args) -> dict[tuple[str, ...], int]:
-    """The features of the dense linears by the settings that decide on them."""
-    features = {("dim",): args.dim}
-    if model == "deepseek_v3":
-        features |= {
-            ("kv_lora_rank",): args.kv_lora_rank,
-            ("kv_lora_rank", "qk_rope_head_dim"): args.kv_lora_rank + args.qk_rope_head_dim,
-            ("q_lora_rank",): args.q_lora_rank,
-            ("n_heads", "v_head_dim"): args.n_heads * args.v_head_dim,
-            ("hidden_dim",): args.inter_dim,
-        }
-    else:
-        head_dim = args.head_dim if model == "qwen3" else args.dim // args.n_heads
-        features |= {
-            ("n_heads", "head_dim"): args.n_heads * head_dim,
-            ("n_kv_heads", "n_heads", "head_dim", "dim"): (args.n_kv_heads or args.n_heads) * head_dim,
-        }
-        if model != "llama4":
-            features[("hidden_dim", "dim")] = args.hidden_dim
-    return features
+        if experts.top_k > experts.num_experts:
+            used = f"top_k = {experts.top_k} is more than num_experts = {experts.num_experts}"
+            yield ("top_k", "num_experts"), f"does not fit: {used}"
+        if (groups := experts.num_expert_groups) and experts.num_experts % groups:
+            yield ("num_experts",), f"is no multiple of the flavor's {groups} groups of experts"

@@ -12,8 +12,8 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from mxtrain.titan.data import build_dataloader, build_tokenizer, build_validator
 from mxtrain.titan.metrics import build_metrics_processor
-from mxtrain.titan.models.flavors import EXTRA_FLAVORS, configurable
 from mxtrain.titan.models.llama3 import Llama3, Llama3Adapter
+from mxtrain.titan.models.model_args import EXTRA_FLAVORS, Flavors
 from mxtrain.titan.parallelize import checked_parallelize, checked_pipeline
 
 
@@ -52,7 +52,7 @@ def with_mxtrain(spec: TrainSpec) -> TrainSpec:
 def _with_mxtrain(model: str | None, spec: TrainSpec) -> TrainSpec:
     return replace(
         spec,
-        model_args=configurable(model, spec.model_args),
+        model_args=Flavors(model, spec.model_args),
         parallelize_fn=checked_parallelize(spec.parallelize_fn),
         pipelining_fn=spec.pipelining_fn and checked_pipeline(spec.pipelining_fn),
         build_dataloader_fn=build_dataloader,

@@ -11,8 +11,10 @@ import functools
 import math
 import os
 import platform
+import re
 import resource
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -103,9 +105,7 @@ class CpuDevice:
 
 def _peak_resident_bytes() -> int:
     """Return this process's peak resident set. On Linux ``ru_maxrss`` would include the parent process's peak."""
-    try:
-        with open("/proc/self/status") as status:
-            (line,) = (line for line in status if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, which has no /proc
+    status = Path("/proc/self/status")
+    if not status.exists():  # macOS, where ru_maxrss is in bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(re.search(r"VmHWM:\s*(\d+)", status.read_text())[1]) * 1024

@@ -82,6 +82,17 @@ class SharedLoss:
         losses.append(loss)
 
 
+def share_loss(trainer) -> LossPerToken:
+    """Give the trainer and its validator a schedule that shares its loss. Return the loss function, to be divided."""
+    dims, loss = trainer.parallel_dims, LossPerToken(trainer.loss_fn)
+    trainer.pp_schedule._loss_fn = loss
+    group = dims.get_mesh("pp").get_group()
+    schedule = SharedLoss(trainer.pp_schedule, trainer.pp_has_last_stage, group, trainer.device, dims.cp)
+    for user in (trainer, trainer.validator) if trainer.job_config.validation.enable else (trainer,):
+        user.pp_schedule, user.pp_has_last_stage = schedule, True
+    return loss
+
+
 FINDS_SHAPES_AGAIN = hasattr(PipelineStage, "_post_metadata_inference_cleanup")
 """
 Whether stages may exchange other shapes in validation than in training, and be validated before they train: not in

@@ -5,6 +5,7 @@ from functools import reduce
 from operator import attrgetter
 
 import pytest
+import torch
 from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.protocols import train_spec
 from torchtitan.protocols.train_spec import get_train_spec
@@ -12,7 +13,8 @@ from torchtitan.protocols.train_spec import get_train_spec
 import mxtrain.titan  # noqa: F401  registers the flavors
 from mxtrain.errors import ConfigError
 from mxtrain.settings.model_settings import PLACES
-from mxtrain.titan.models.describe import build_on_meta
+from mxtrain.titan.converters import build_on_meta
+from mxtrain.titan.models.model_args import vocab_size
 from mxtrain.titan.models.train_specs import with_mxtrain
 from mxtrain.titan.parse import parse_job_config
 
@@ -85,7 +87,7 @@ def test_a_flavor_without_scaling_gets_titans_scaling():
     assert (args.rope_scaling_args.scaling_factor, args.rope_scaling_args.low_freq_factor) == (3.0, 1.0)
 
 
-MXNORM, NONE = "--model.converters=mxnorm", "--model.converters="
+NONE = "--model.converters="
 
 
 @pytest.mark.parametrize(
@@ -102,22 +104,12 @@ MXNORM, NONE = "--model.converters=mxnorm", "--model.converters="
         ("qwen3", f"{NONE} --model_args.top_k=2", "top_k = 2 has no effect: model.flavor = 'debugmodel' has no expert"),
         ("deepseek_v3", f"{NONE} --model_args.n_layers=1 --model_args.n_dense_layers=2", "n_dense_layers = 2 does not"),
         ("deepseek_v3", f"{NONE} --model_args.qk_rope_head_dim=3", "qk_rope_head_dim = 3 is odd"),
-        ("llama3", f"{MXNORM} --model_args.dim=272 --model_args.n_heads=8", "dim = 272 does not fit: a linear would"),
-        ("llama3", f"{MXNORM} --model_args.n_kv_heads=1", "n_kv_heads = 1 does not fit: a linear would have 1"),
-        ("llama3", f"{MXNORM} --model_args.hidden_dim=400", "hidden_dim = 400 does not fit: a linear would"),
-        ("llama3", f"{MXNORM} --mxnorm.recipe=nvfp4 --model_args.hidden_dim=408", "hidden_dim = 408 does not fit"),
-        ("deepseek_v3", f"{MXNORM} --model_args.kv_lora_rank=100", "kv_lora_rank = 100 does not fit"),
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit_are_one_line(model, words, message):
     with pytest.raises(ConfigError) as error:
         parse_job_config([*FAMILY[model], *words.split()])
     assert str(error.value).startswith(f"model_args.{message}") and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("more", ["--mxnorm.recipe=nvfp4", "--model.converters=", "--mxnorm.filter_fqns=layers.0"])
-def test_blocks_are_those_of_the_recipe_and_of_layers_that_are_converted(more):
-    parse_job_config([*FAMILY["llama3"], MXNORM, "--model_args.hidden_dim=400", more])
 
 
 def test_experts_of_a_flavor_keep_their_own_size():
@@ -132,3 +124,99 @@ def test_a_model_of_the_users_own_is_named(monkeypatch, wrap):
     monkeypatch.setitem(train_spec._extra_train_specs, "llama3", wrap(own))
     with pytest.raises(ConfigError, match="^model_args.dim = 64 has no effect: model.name = 'llama3' is registered by"):
         parse_job_config(["--model.flavor=debugmodel", "--model_args.dim=64"])
+
+
+def build(*flags):
+    job_config = parse_job_config(list(flags))
+    spec = get_train_spec(job_config.model.name)
+    args = spec.model_args[job_config.model.flavor]
+    args.update_from_config(job_config)
+    with torch.device("meta"):
+        return spec.model_cls(args), args, job_config
+
+
+@pytest.mark.parametrize(
+    ("flavor", "dim", "layers", "parameters"),
+    [("125M", 768, 12, 135e6), ("1B", 2048, 16, 1.498e9), ("8B", 4096, 32, 8.03e9)],
+)
+def test_llama3_flavors(flavor, dim, layers, parameters):
+    model, args, _ = build(f"--model.flavor={flavor}")
+    assert (args.dim, args.n_layers) == (dim, layers)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.01)
+
+
+PUBLISHED = {
+    # meta-llama's model cards and safetensors indices on Hugging Face
+    ("llama3", "3.2-1B"): 1_235_814_400,
+    ("llama3", "3.2-3B"): 3_212_749_824,
+    ("llama3", "8B"): 8_030_261_248,
+    ("llama3", "70B"): 70_553_706_496,
+    ("llama3", "405B"): 405_853_388_800,
+    # Qwen's; those up to 4B share one weight between embedding and head
+    ("qwen3", "0.6B"): 596_049_920,
+    ("qwen3", "1.7B"): 1_720_574_976,
+    ("qwen3", "4B"): 4_022_468_096,
+    ("qwen3", "8B"): 8_190_735_360,
+    ("qwen3", "14B"): 14_768_307_200,
+    ("qwen3", "32B"): 32_762_123_264,
+    ("qwen3", "30B-A3B"): 30_532_122_624,
+    ("qwen3", "235B-A22B"): 235_093_634_560,
+}
+"""Parameters of the published models"""
+
+
+@pytest.mark.parametrize("name, flavor", PUBLISHED)
+def test_flavors_have_the_parameters_of_the_published_models(name, flavor):
+    model, args, _ = build(f"--model.name={name}", f"--model.flavor={flavor}")
+    assert sum(p.numel() for p in model.parameters()) == PUBLISHED[name, flavor]
+    parameters, flops = args.get_nparams_and_flops(model, seq_len=0)
+    assert parameters == PUBLISHED[name, flavor]
+    if name == "llama3":  # without experts, every weight multiplies but an embedding of its own
+        idle = 0 if args.enable_weight_tying else model.tok_embeddings.weight.numel()
+        assert flops == 6 * (parameters - idle)
+
+
+def test_a_separate_head_makes_a_tied_model_larger():
+    model, *_ = build("--model.name=qwen3", "--model.flavor=0.6B", "--model_args.no_enable_weight_tying")
+    assert sum(p.numel() for p in model.parameters()) == 751_632_384
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor"),
+    [
+        ("deepseek_v3", "debugmodel"),
+        ("llama4", "debugmodel"),
+        ("qwen3", "debugmodel_moe"),
+        ("qwen3", "debugmodel_moe_16"),
+    ],
+)
+def test_experts_run_one_by_one_where_there_is_no_grouped_product(name, flavor, monkeypatch, caplog):
+    models = [f"torchtitan.models.{model}.model.args" for model in ("deepseek_v3", "llama4")]
+    for capability in ((8, 0), (9, 0)):
+        for module in ("mxtrain.titan.models.model_args", *models):
+            monkeypatch.setattr(f"{module}.has_cuda_capability", lambda *needed, has=capability: has >= needed)
+        model, args, _ = build(f"--model.name={name}", f"--model.flavor={flavor}")
+        experts = [layer.moe.experts for layer in model.layers.values() if layer.moe_enabled]
+        assert experts and {e.use_grouped_mm for e in experts} == {args.moe_args.use_grouped_mm} == {
+            capability >= (9, 0)
+        }
+    assert "grouped mm" not in caplog.text  # TorchTitan's warning of a failure
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama4", "qwen3", "deepseek_v3"])
+def test_the_configured_vocabulary_is_the_models(name):
+    model, _, job_config = build(f"--model.name={name}", "--data.vocab_size=4096")
+    assert vocab_size(job_config) == 4096
+    assert model.tok_embeddings.num_embeddings == model.output.out_features == 4096
+
+
+def test_without_one_the_flavors_stays():
+    model, _, job_config = build("--model.flavor=debugmodel")
+    assert vocab_size(job_config) == model.tok_embeddings.num_embeddings == 2048
+
+
+def test_unknown_flavor():
+    job_config = parse_job_config([])
+    job_config.model.flavor = "0B"
+    with pytest.raises(ConfigError, match="model.flavor = '0B' is not one of"):
+        vocab_size(job_config)

@@ -2,14 +2,12 @@
 
 import pytest
 
+from mxtrain.settings.mxnorm_section import without_effect
 from mxtrain.titan.parse import parse_job_config
-from mxtrain.titan.without_effect import without_effect
 
 GUARD = ["--mxnorm.guard.recipe=bf16", "--mxnorm.guard.window=9"]
 NOT_MEASURED = "nothing is measured: mxnorm.diagnostics.every = 11"
 SCHEDULE = '--mxnorm.schedule={from_step = 2, recipe = "dgrad=bf16"}'
-MX_LINEAR = "--model.converters=mx_linear"
-COMPILED, FUSED_NORM = "--fused_norm.when_compiled=kernel", "--model.converters=mxnorm,fused_norm"
 WITHOUT_CONVERTER = ["--mxnorm.diagnostics.every=2", "--model.converters="]
 
 
@@ -21,14 +19,9 @@ WITHOUT_CONVERTER = ["--mxnorm.diagnostics.every=2", "--model.converters="]
         (10, ["--checkpoint.interval=10", "--checkpoint.enable"], []),
         (10, ["--mxnorm.diagnostics.every=11"], [f"{NOT_MEASURED}, and the run has 10 steps"]),
         (11, ["--mxnorm.diagnostics.every=11"], []),
-        (10, WITHOUT_CONVERTER, ["nothing is measured: mxnorm.diagnostics.every = 2 has no effect without"]),
+        (10, WITHOUT_CONVERTER, ["mxnorm.diagnostics.every has no effect without the converter"]),
         (10, ["--model.converters=", *GUARD], ["mxnorm.guard has no effect without the converter mxnorm or mx_linear"]),
         (10, ["--model.converters=", SCHEDULE], ["mxnorm.schedule has no effect without the converter"]),
-        (10, [MX_LINEAR, "--mxnorm.p=1"], ["mxnorm.p = 1 has no effect with the converter mx_linear"]),
-        (10, [MX_LINEAR, "--mxnorm.hadamard=False"], []),
-        (10, ["--mxnorm.p=1"], []),
-        (10, [COMPILED, FUSED_NORM], []),
-        (10, [COMPILED, "--model.converters=fused_rmsnorm"], ["[fused_norm] has no effect without the converter"]),
         (9, GUARD, ["the guard cannot see a spike: it knows one by the losses of the 9 steps before"]),
         (10, GUARD, []),
     ],

@@ -1,0 +1,48 @@
+"""The names of TorchTitan and PyTorch that mxtrain replaces for a time: nothing takes a replacement as an argument.
+
+The other files of this folder replace what their fault needs.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from unittest.mock import patch
+
+from torchtitan.components.checkpoint import CheckpointManager
+
+from mxtrain.titan.repairs.pipeline import Stage
+from mxtrain.titan.repairs.replicas import Layout
+
+
+@contextmanager
+def own_parts(checkpointer: type[CheckpointManager]) -> Iterator[None]:
+    """While active, TorchTitan's trainer builds mxtrain's checkpointer, layout and pipeline stages."""
+    parts = {
+        "torchtitan.train.CheckpointManager": checkpointer,
+        "torchtitan.train.ParallelDims": Layout,
+        "torchtitan.train.ensure_pp_loss_visible": lambda *args: None,  # which warns that rank 0 does not know it
+        "torchtitan.distributed.pipeline_parallel.PipelineStage": Stage,
+    }
+    with ExitStack() as patches:
+        for name, part in parts.items():
+            patches.enter_context(patch(name, part))
+        yield
+
+
+@contextmanager
+def in_every_module(name: str, function: Callable, replacement: Callable) -> Iterator[None]:
+    """While active, every module that has imported ``function`` by its name has ``replacement`` in its place.
+
+    These are TorchTitan's modules and those of a user's own models. mxtrain's and PyTorch's keep the function.
+    """
+    with ExitStack() as patches:
+        for module, holder in list(sys.modules.items()):
+            is_own = module.split(".")[0] in ("mxtrain", "torch")
+            if not is_own and vars(holder).get(name) is function:
+                patches.enter_context(patch.object(holder, name, replacement))
+        yield
+
+
+def meshes_on_cpu() -> AbstractContextManager:
+    """A mesh of GPUs may not span other numbers of them than this machine has."""
+    return patch("torchtitan.distributed.parallel_dims.device_type", "cpu")
