@@ -193,42 +193,6 @@ def test_plot_of_no_run_is_a_clean_error(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("mxtrain: error: ")
 
 
-def test_doctor_explains_the_norm_of_a_shape(monkeypatch, capsys):
-    seen = []
-    monkeypatch.setattr("mxtrain.cli.doctor.explain_norm", lambda *args: seen.append(args) or "because")
-    assert cli.main(["doctor", "--explain-norm", "32768", "4096"]) == 0
-    assert cli.main(["doctor", "--explain-norm", "8", "64", "--dtype", "float32"]) == 0
-    assert seen == [(32768, 4096, "bfloat16"), (8, 64, "float32")]
-    assert capsys.readouterr().out == "because\nbecause\n"
-
-
-def test_doctor_explains_the_router_of_a_shape(monkeypatch, capsys):
-    seen = []
-    monkeypatch.setattr("mxtrain.cli.doctor.explain_router", lambda *args: seen.append(args) or "because")
-    assert cli.main(["doctor", "--explain-router", "8192", "256", "7168"]) == 0
-    assert cli.main(["doctor", "--explain-router", "8", "4", "64", "--dtype", "float32"]) == 0
-    assert seen == [(8192, 256, 7168, "bfloat16"), (8, 4, 64, "float32")]
-    assert capsys.readouterr().out == "because\nbecause\n"
-
-
-SHAPES = "--explain-norm M N or --explain-router TOKENS EXPERTS HIDDEN"
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--dtype", "float32"], f"--dtype goes with {SHAPES}"),
-        (
-            ["--explain-norm", "8", "64", "--explain-router", "8", "4", "64"],
-            "--explain-norm and --explain-router: ask for one at a time",
-        ),
-    ],
-)
-def test_doctor_flags_that_do_not_go_together(flags, message, capsys):
-    assert cli.main(["doctor", *flags]) == 2
-    assert capsys.readouterr().err == f"mxtrain: error: {message}\n"
-
-
 def test_an_interrupt_prints_one_line(monkeypatch, capsys):
     def interrupted(config, flags, others):
         raise KeyboardInterrupt
