@@ -45,7 +45,7 @@ def test_every_variant_gets_every_rate_and_seed_and_the_variants_flags_come_last
         (["llama3_debug --job.description=" + "x" * 180], [], [], "has 215 bytes, and at most 200 .*write NAME=CONFIG"),
         (["\u00e9" * 110 + "=llama3_debug"], [], [], "has 226 bytes, and at most 200"),
         (["a=--x"], [], [], "VARIANT = 'a=--x' names no config"),
-        (["llama3_debug", "llama3_debug"], [], [], "two variants have the name 'llama3_debug': write NAME=CONFIG"),
+        (["llama3_debug", "llama3_debug"], [], [], "two runs have the name 'llama3_debug-seed0': write NAME=CONFIG"),
         (["llama3_debug --debug.seed 1"], [], [], "--debug.seed: 'mxtrain compare' sets it for every run"),
         (["llama3_debug"], [], ["--job.dump-folder=x"], "--job.dump-folder: 'mxtrain compare' sets it"),
         (["llama3_debug"], ["1"], ["--optimizer.lr=1"], "--optimizer.lr: 'mxtrain compare' sets it"),
