@@ -10,9 +10,8 @@ from typing import Literal
 
 import numpy as np
 
-from mxtrain.analysis.labels import labels
 from mxtrain.analysis.metrics_file import EVENT
-from mxtrain.analysis.runs import Run
+from mxtrain.analysis.runs import Run, labels
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason, replace_file
 

@@ -1,4 +1,4 @@
-"""A run's settings and final numbers as one row: from folders of runs and comparisons, and from and to CSV files."""
+"""A run's settings and final numbers as one row: from folders of runs and comparisons, and from CSV files."""
 
 import csv
 import math
@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 
-from mxtrain.analysis.labels import compared_settings, variants
-from mxtrain.analysis.runs import Run, load_run
+from mxtrain.analysis.runs import Run, load_run, variants
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason
 from mxtrain.run_folder.comparison import COMPARISON_FILE, read_comparison
@@ -167,31 +166,6 @@ def _problem(run: Run) -> str:
     return nonfinite_loss(run)
 
 
-def row_of(result: Result) -> dict[str, str]:
-    """Return the result as a row of a CSV with ``COLUMNS``; "" where a number is not known."""
-    values = {column: (getattr(result, name), form) for column, (name, _, form) in FIELDS.items()}
-    row = {column: "" if value is None else f"{value:{form}}" for column, (value, form) in values.items()}
-    return row | {column: result.text.get(key, "")[:HASH_DIGITS] for column, key in HASHES.items()}
-
-
-def append_results(path: str | os.PathLike, results: list[Result]) -> None:
-    """Append a row per result to a CSV, which is created if it does not exist.
-
-    Raises ConfigError if the CSV has other columns: rows would not fit under its header.
-    """
-    is_new = not Path(path).exists()
-    before = "" if is_new else Path(path).read_text(encoding="utf-8-sig")
-    if not is_new and (header := before.partition("\n")[0]) != ",".join(COLUMNS):
-        raise ConfigError(f"{path} has the columns {header!r}; rows are appended under {','.join(COLUMNS)!r} only")
-    with open(path, "a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        elif not before.endswith("\n"):  # an editor has left the last line open
-            file.write("\n")
-        writer.writerows(map(row_of, results))
-
-
 def read_results(path: str | os.PathLike) -> tuple[list[Result], list[str]]:
     """Read a CSV with ``COLUMNS``, in any order, and return its results and a line for each row that cannot be used.
 
@@ -243,7 +217,7 @@ def read_sources(paths: list[Path]) -> tuple[list[Result], list[str]]:
 
     Also returns a line for whatever cannot be read.
     """
-    found: list[tuple[Path, str | None, Run] | Result] = []  # a run's source, its variant in a comparison, and the run
+    found: list[tuple[Run, str | None] | Result] = []  # a run has the name of its variant in a comparison
     notes: list[str] = []
     for path in [one for given in paths for one in _inside(given)]:
         try:
@@ -258,30 +232,13 @@ def read_sources(paths: list[Path]) -> tuple[list[Result], list[str]]:
             continue
         for folder, variant in [(path / run.name, run.variant) for run in planned.values()] or [(path, None)]:
             try:
-                found.append((path, variant, load_run(folder)))
+                found.append((load_run(folder), variant))
             except ConfigError as error:
                 notes.append(str(error))
     # The name of a run's variant depends on all other runs.
     runs = [one for one in found if not isinstance(one, Result)]
-    of_alone = iter(variants([run for _, variant, run in runs if variant is None]))
-    of_compared = iter(_told_apart([one for one in runs if one[1] is not None]))
-    results = []
-    for one in found:
-        if not isinstance(one, Result):
-            one = result_of(one[2], next(of_alone if one[1] is None else of_compared))
-        results.append(one)
-    return results, notes
-
-
-def _told_apart(found: list[tuple[Path, str, Run]]) -> list[str]:
-    """Return the variant of every run: its name, after its comparison where another means other settings by it."""
-    meanings: dict[str, dict[Path, dict[str, str]]] = {}
-    for folder, variant, run in found:
-        meanings.setdefault(variant, {}).setdefault(folder, compared_settings(run))
-    names = {folder: folder.resolve().name for folder, _, _ in found}
-    shown = {f: name if list(names.values()).count(name) == 1 else str(f) for f, name in names.items()}
-    differ = {variant for variant, of in meanings.items() if any(one != next(iter(of.values())) for one in of.values())}
-    return [f"{shown[folder]}/{variant}" if variant in differ else variant for folder, variant, _ in found]
+    names = iter(variants(*zip(*runs)) if runs else [])
+    return [one if isinstance(one, Result) else result_of(one[0], next(names)) for one in found], notes
 
 
 def _inside(path: Path) -> list[Path]:

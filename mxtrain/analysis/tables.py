@@ -3,10 +3,9 @@
 import math
 import os
 
-from mxtrain.analysis.labels import names
 from mxtrain.analysis.plots import plot
 from mxtrain.analysis.results import nonfinite_loss
-from mxtrain.analysis.runs import Run, load_run
+from mxtrain.analysis.runs import Run, load_run, names
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import PICTURE_FILE
 

@@ -15,7 +15,6 @@ def write(folder, rows):
     writer = MetricsWriter(folder / "metrics.jsonl")
     for row in ({"step": 1, "loss": 2.0}, *rows):
         writer.write(row)
-    writer.close()
 
 
 def row(step, r2, ratio=5.0, spread=0.2, saturated=0.0):

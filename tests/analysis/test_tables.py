@@ -35,7 +35,6 @@ def make_run(folder, losses, validation=None, **facts):
     if validation is not None:
         writer.write({"step": 2, "validation_loss": 9.75})
         writer.write({"step": len(losses), "validation_loss": validation})
-    writer.close()
     (folder / "run.json").write_text(json.dumps({**FACTS, **facts}))
     return folder
 

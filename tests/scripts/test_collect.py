@@ -1,13 +1,16 @@
 import importlib
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mxtrain.analysis import load_run
 from mxtrain.analysis.comparison import compare
 from mxtrain.analysis.report import MARKDOWN_FILE, report
-from mxtrain.analysis.results import append_results, read_results
+from mxtrain.analysis.results import COLUMNS, read_results, result_of
+from mxtrain.errors import ConfigError
 from tests.support.paired_runs import make_run
 
 ROOT = Path(__file__).parents[2]
@@ -52,9 +55,53 @@ def test_a_run_that_shared_its_gpu_has_no_speed(tmp_path):
 def test_the_committed_tables_are_read_whole_and_their_reports_are_up_to_date(table, tmp_path):
     results, notes = read_results(table)
     assert notes == []
-    append_results(tmp_path / "again.csv", results)
+    collect.append_results(tmp_path / "again.csv", results)
     assert table.read_text() == (tmp_path / "again.csv").read_text()
     text = (EVIDENCE / table.stem / MARKDOWN_FILE).read_text()
     baseline = text.partition("Baseline: ")[2].partition("\n")[0]
     drawn = report(table.name, compare(results, baseline), [])[MARKDOWN_FILE]
     assert text == drawn, "draw it again with the command in scripts/evidence/README.md"
+
+
+def test_a_run_becomes_a_row_and_the_row_the_same_numbers(tmp_path):
+    versions, path = {"torch": "2.11.0"}, tmp_path / "a.csv"
+    folder = make_run(tmp_path / "a", [4.0, 3.0], 5, 3.0000001e-4, {2: 3.5}, device="NVIDIA H200", versions=versions)
+    (folder / "data.json").write_text(json.dumps({"identity": {"tokenizer": "1" * 64, "train": "2" * 64}}))
+    result = result_of(load_run(folder))
+    collect.append_results(path, [result])
+    collect.append_results(path, [result])
+    header, row, again = path.read_text().splitlines()
+    assert header == ",".join(COLUMNS) and row == again
+    numbers = "0.00030000001,5,2,128,3.5000,2,3.0000,100,1.50"
+    hashes = f"{'1' * 12},{'2' * 12},"  # the run was not validated
+    assert row == f"2020-09-13,llama3,tiny,mxnorm mxfp8 p=2,{numbers},NVIDIA H200,2.11.0,{hashes}"
+    (read, _), notes = read_results(path)
+    assert collect.row_of(read) == collect.row_of(result) and not notes
+    assert read.text == {"tokenizer": "1" * 12, "train": "2" * 12}
+    assert (read.run, read.spikes, result.spikes, result.problem) == (None, None, 0, "")
+
+
+def test_rows_are_not_appended_under_other_columns(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("variant,lr,seed,steps,last_10_percent\n")
+    with pytest.raises(ConfigError, match="a.csv has the columns 'variant,lr,seed,steps,last_10_percent'; rows are"):
+        collect.append_results(path, [result_of(load_run(make_run(tmp_path / "a", [4.0])))])
+    assert path.read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize("end, encoding", [("", "utf-8"), ("\n", "utf-8-sig")])
+def test_rows_are_appended_to_what_an_editor_has_saved(tmp_path, end, encoding):
+    path, result = tmp_path / "a.csv", result_of(load_run(make_run(tmp_path / "a", [4.0])))
+    collect.append_results(path, [result])
+    path.write_text(path.read_text().removesuffix("\n") + end, encoding=encoding)
+    collect.append_results(path, [result])
+    (first, second), notes = read_results(path)
+    assert collect.row_of(first) == collect.row_of(second) == collect.row_of(result) and not notes
+
+
+def test_two_rows_in_one_line_are_a_note(tmp_path):
+    path, result = tmp_path / "a.csv", result_of(load_run(make_run(tmp_path / "a", [4.0])))
+    collect.append_results(path, [result, result])
+    header, row, again = path.read_text().splitlines()
+    path.write_text(f"{header}\n{row}{again}\n")
+    assert read_results(path) == ([], [f"{path}, line 2: left out: it has more values than the header has columns"])

@@ -3,7 +3,6 @@ import logging
 import math
 import os
 import shlex
-import shutil
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -205,19 +204,6 @@ def test_a_full_disk_is_one_warning_and_training_goes_on(tmp_path, caplog, full_
         with_room.log(row, 4)
         with_room.close()
     assert caplog.messages[-1].endswith("cannot be written: File too large; the last rows are lost")
-
-
-def test_a_removed_folder_is_a_warning(tmp_path, caplog):
-    folder = tmp_path / "run"
-    one = MetricsFileLogger(folder / "metrics.jsonl")
-    for step in (1, 2, 3):
-        one.log({"loss_metrics/global_avg_loss": 9.0}, step)
-        if step == 1:
-            shutil.rmtree(folder)
-    one.close()
-    (warning,) = caplog.messages
-    assert warning.startswith(f"step 2: {folder / 'metrics.jsonl'} was removed, moved or replaced: rows go on there")
-    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3]
 
 
 def test_a_run_starts_without_run_json(tmp_path, caplog):
