@@ -71,11 +71,6 @@ def mode_of(run):
     return wandb_facts(run, Path(run.dir))["mode"]
 
 
-def test_without_a_key_a_run_is_offline_and_nobody_is_asked_for_one(monkeypatch, tmp_path):
-    monkeypatch.setattr("wandb.errors.term.can_use_terminput", lambda: pytest.fail("asked for a key"))
-    assert mode_of(start_run(dir=tmp_path)) == "offline"
-
-
 def test_a_damaged_key_is_one_warning(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("WANDB_API_KEY", "short")
     assert mode_of(start_run(dir=tmp_path)) == "offline"
@@ -108,9 +103,10 @@ def test_a_run_whose_first_part_is_not_uploaded_stays_offline(tmp_path, server, 
     assert mode_of(start_run(True, dir=tmp_path)) == "online"
 
 
-def test_timeouts_and_silence_are_the_users_where_given(monkeypatch, tmp_path):
+def test_without_a_key_a_run_is_offline_and_timeouts_and_silence_are_the_users_where_given(monkeypatch, tmp_path):
+    monkeypatch.setattr("wandb.errors.term.can_use_terminput", lambda: pytest.fail("asked for a key"))
     run = start_run(dir=tmp_path)
-    run.finish()
+    assert mode_of(run) == "offline"
     assert (run.settings.init_timeout, run.settings.finish_timeout, run.settings.silent) == (30, 120, True)
     wandb.teardown()
     for name, value in {"INIT_TIMEOUT": "7", "FINISH_TIMEOUT": "8", "SILENT": "false"}.items():
