@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mxtrain.analysis.comparison import CONFIDENCE, Cell, Estimate, Group
-from mxtrain.analysis.plots import COLORS, LINE_STYLES, curve, in_own_style, literal, window
+from mxtrain.analysis.plots import curve, in_own_style, line_style, literal, window
 from mxtrain.analysis.results import SPIKE_RULE
 from mxtrain.analysis.tables import form
 from mxtrain.errors import ConfigError
@@ -236,10 +236,8 @@ def curves_svg(group: Group) -> str:
 def _styles(group: Group) -> dict[str, dict]:
     """Return a style per variant, the same in all figures of a group."""
     names = dict.fromkeys(cell.variant for cell in group.cells)
-    parts = {"color": COLORS, "linestyle": LINE_STYLES, "marker": MARKERS}
     return {
-        name: {part: values[index % len(values)] for part, values in parts.items()} | {"linewidth": 1.4}
-        for index, name in enumerate(names)
+        name: {**line_style(i), "marker": MARKERS[i % len(MARKERS)], "linewidth": 1.4} for i, name in enumerate(names)
     }
 
 

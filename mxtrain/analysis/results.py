@@ -166,10 +166,10 @@ def _problem(run: Run) -> str:
     return nonfinite_loss(run)
 
 
-def read_results(path: str | os.PathLike) -> tuple[list[Result], list[str]]:
-    """Read a CSV with ``COLUMNS``, in any order, and return its results and a line for each row that cannot be used.
+def read_results(path: str | os.PathLike) -> list[Result]:
+    """Return the results in a CSV with ``COLUMNS``, in any order.
 
-    Raises ConfigError if the file cannot be read or lacks a column of REQUIRED.
+    Raises ConfigError if the file cannot be read, lacks a column of REQUIRED, or has a row that cannot be used.
     """
     path = Path(path)
     try:
@@ -184,13 +184,13 @@ def read_results(path: str | os.PathLike) -> tuple[list[Result], list[str]]:
         raise ConfigError(
             f"{path} has no column {missing[0]!r}; 'mxtrain report' reads the columns {', '.join(COLUMNS)}"
         )
-    results, notes = [], []
+    results = []
     for number, row in enumerate(rows, start=2):  # the header is line 1
         try:
             results.append(_result_in(row, f"{path.name}, line {number}"))
         except ValueError as error:
-            notes.append(f"{path}, line {number}: left out: {error}")
-    return results, notes
+            raise ConfigError(f"{path}, line {number}: {error}") from None
+    return results
 
 
 def _result_in(row: dict, name: str) -> Result:
@@ -198,13 +198,13 @@ def _result_in(row: dict, name: str) -> Result:
         raise ValueError("it has more values than the header has columns")
     values = {}
     for column, (key, type_, _) in FIELDS.items():
-        text = row.get(column) or ""
-        if not text.strip() and column in ("variant", "steps", "last_10_percent"):
+        text = (row.get(column) or "").strip()
+        if not text and column in ("variant", "steps", "last_10_percent"):
             raise ValueError(f"{column} is empty")
         try:
-            values[key] = text if type_ is str else type_(text) if text.strip() else None
+            values[key] = type_(text) if text or type_ is str else None
         except ValueError:
-            raise ValueError(f"{column} = {text.strip()!r} is not a number") from None
+            raise ValueError(f"{column} = {text!r} is not a number") from None
     if values["lr"] is not None and not math.isfinite(values["lr"]):
         raise ValueError(f"lr = {values['lr']} is not finite")
     text = {key: row[column] for column, key in HASHES.items() if row.get(column)}
@@ -222,9 +222,7 @@ def read_sources(paths: list[Path]) -> tuple[list[Result], list[str]]:
     for path in [one for given in paths for one in _inside(given)]:
         try:
             if path.is_file():
-                rows, left_out = read_results(path)
-                found += rows
-                notes += left_out
+                found += read_results(path)
                 continue
             planned = read_comparison(path)
         except ConfigError as error:

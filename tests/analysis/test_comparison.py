@@ -216,15 +216,6 @@ def test_rows_of_a_table_that_read_other_text_are_compared_with_a_note():
     assert note == "runs differ in their training text (1 in a, 2 in b): their runs are not paired step by step"
 
 
-def test_runs_with_other_tokens_per_step_are_compared_with_a_note(ran):
-    """One process instead of two halves the sequences per step, where training.global_batch_size is not set."""
-    first = [ran(f"a{seed}", [3.0] * 2, "a", seed=seed, tokens_per_step=128) for seed in (0, 1)]
-    (group,) = compare([*first, ran("b0", [3.0] * 4, "b")])
-    assert group.notes == [
-        "runs differ in tokens per step (128 in a0 and 1 more, 64 in b0): they are not paired step by step"
-    ]
-
-
 SAME = {"tokenizer": "t", "train": "t", "validation": "v"}
 
 

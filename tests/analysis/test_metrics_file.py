@@ -43,16 +43,6 @@ def test_nonfinite_values_are_strict_json_and_are_restored(tmp_path):
     assert row["lr"] == 0.1 and "nonfinite" not in row
 
 
-def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write(path, [{"step": s, "loss": 9.0} for s in range(1, 9)] + [{"step": 8, "validation_loss": 9.0}])
-    write(path, [{"step": s, "loss": 5.0} for s in (8, 10)], steps_done=5)  # logs less often than before
-    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(s, 9.0) for s in range(1, 6)] + [
-        (8, 5.0),
-        (10, 5.0),
-    ]
-
-
 def test_which_step_lacks_a_validation(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert not lacks_validation(path, 1)
@@ -78,13 +68,6 @@ def test_rows_go_on_where_a_file_is_gone(tmp_path, how):
     assert steps(path) == ([1, 2, 3] if how == "replaced" else [2, 3])
     if how == "moved":
         assert steps(tmp_path / "moved" / "metrics.jsonl") == [1]
-
-
-def test_a_restarted_run_begins_with_an_empty_file(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write(path, [{"step": s, "loss": 9.0} for s in range(1, 9)])
-    write(path, [{"step": 1, "loss": 5.0}])
-    assert read_metrics(path) == [{"step": 1, "loss": 5.0}]
 
 
 def test_a_run_that_logs_nothing_keeps_the_file(tmp_path):
@@ -161,4 +144,13 @@ def test_rows_wait_while_the_file_cannot_be_opened(tmp_path, another_row):
         writer.write({"step": 4, "loss": 5.0})
     writer.flush()
     expected = [(1, 9.0), (2, 9.0), (3, 5.0), (4, 5.0)][: None if another_row else -1]
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == expected
+
+
+@pytest.mark.parametrize("steps_done, kept", [(5, [1, 2, 3, 4, 5]), (0, [])])
+def test_a_resumed_run_replaces_the_steps_it_repeats_and_a_restarted_one_all(tmp_path, steps_done, kept):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [{"step": s, "loss": 9.0} for s in range(1, 9)] + [{"step": 8, "validation_loss": 9.0}])
+    write(path, [{"step": s, "loss": 5.0} for s in (8, 10)], steps_done)  # logs less often than before
+    expected = [(s, 9.0) for s in kept] + [(8, 5.0), (10, 5.0)]
     assert [(row["step"], row["loss"]) for row in read_metrics(path)] == expected

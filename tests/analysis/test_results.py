@@ -33,18 +33,29 @@ def test_a_run_has_ended_when_no_further_step_is_to_be_logged(tmp_path, logged, 
     assert problem == (f"it ends at step {logged} of {steps}" if ends_early else "")
 
 
-def test_rows_that_cannot_be_used_are_a_line_each(tmp_path):
+def test_rows_of_a_csv(tmp_path):
     path = tmp_path / "a.csv"
-    path.write_text(
-        "lr,seed,steps,variant,last_10_percent,validation\n"
-        "1e-3,0,10,a,2.5,\n1e-3,one,10,a,2.5,\n1e-3,0,,a,2.5,\n1e-3,0,10,,2.5,\n1e-3,1,10,a,nan,2.0\n1e-3\nnan,0,10,a,2.5,\n"
-    )
-    (first, diverged), notes = read_results(path)
+    path.write_text("lr,seed,steps,variant,last_10_percent,validation\n1e-3,0,10,a,2.5,\n1e-3,1,10,a,nan,2.0\n")
+    first, diverged = read_results(path)
     assert (first.tail, first.validation, first.tokens, first.name) == (2.5, None, None, "a.csv, line 2")
     assert math.isnan(diverged.tail) and diverged.problem == "its loss is not finite"
-    problems = ["seed = 'one' is not a number", "steps is empty", "variant is empty", "variant is empty"]
-    problems.append("lr = nan is not finite")
-    assert notes == [f"{path}, line {n}: left out: {p}" for n, p in zip((3, 4, 5, 7, 8), problems, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "row, problem",
+    [
+        ("1e-3,one,10,a,2.5,", "seed = 'one' is not a number"),
+        ("1e-3,0,,a,2.5,", "steps is empty"),
+        ("1e-3", "variant is empty"),
+        ("nan,0,10,a,2.5,", "lr = nan is not finite"),
+        ("1e-3,0,10,a,2.5,,1e-3,1,10,a,2.5,", "it has more values than the header has columns"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_an_error_with_its_line(tmp_path, row, problem):
+    path = tmp_path / "a.csv"
+    path.write_text(f"lr,seed,steps,variant,last_10_percent,validation\n1e-3,0,10,a,2.5,\n{row}\n")
+    with pytest.raises(ConfigError, match=f"a.csv, line 3: {problem}"):
+        read_results(path)
 
 
 @pytest.mark.parametrize(

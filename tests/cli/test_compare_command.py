@@ -287,13 +287,6 @@ def test_a_run_whose_folder_is_in_use_is_reported(stand_in, capfd):
     assert [start["run"] for start in starts(stand_in)] == ["p1-seed0", "llama3_debug-seed0"]
 
 
-def test_only_signals_that_kill_when_they_come_again_are_said_to(tmp_path, capfd):
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        side_by_side.SideBySide(tmp_path, {}, {}, [None], 1)._pass_on(number, None)
-    err = capfd.readouterr().err
-    assert "SIGINT: stopping 0 runs; a second SIGINT kills them" in err and "SIGUSR1: stopping 0 runs\n" in err
-
-
 def test_a_dry_run_shows_the_commands_and_leaves_nothing(stand_in, capsys):
     assert compare("llama3_debug", "--lr", "3.0000001e-4,0.001", "--steps", "7", "--dry-run") == 0
     out = capsys.readouterr().out.splitlines()
