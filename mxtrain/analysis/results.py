@@ -91,31 +91,28 @@ def result_of(run: Run, variant: str | None = None) -> Result:
         variant: its name in a comparison; None for the converter and its settings (``Run.variant``), or the folder's
             name where the run does not tell them.
     """
-    last, versions = run.training[-1], run.facts.get("versions")
+    last, versions = run.training[-1], run.facts.get("versions") or {}
     flavor = str(run.facts.get("flavor") or run.setting("model", "flavor") or "")
     return Result(
         name=run.name,
         variant=variant or run.variant or run.name,
         lr=run.learning_rate,
-        seed=_whole(run.setting("debug", "seed")),
+        seed=run.setting("debug", "seed"),
         **curve_numbers(run),
         model=str(run.facts.get("model") or run.setting("model", "name") or ""),
-        flavor=" ".join([flavor, *(f"{name}={value}" for name, value in sorted(run.table("model_args").items()))]),
-        tokens=_whole(last.get("tokens_seen")),
+        flavor=" ".join(
+            [flavor, *(f"{name}={value}" for name, value in sorted(run.settings.get("model_args", {}).items()))]
+        ),
+        tokens=last.get("tokens_seen"),
         validation=run.validation_loss,
         validation_step=run.validation[-1]["step"] if run.validation else None,
         device=str(run.facts.get("device") or ""),
-        torch=str(versions.get("torch") or "") if isinstance(versions, dict) else "",
+        torch=str(versions.get("torch") or ""),
         text=run.text,
         date=date.fromtimestamp(last["time"]).isoformat() if last.get("time") is not None else "",
         problem=_problem(run),
         run=run,
     )
-
-
-def _whole(value: object) -> int | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return int(value) if is_number and math.isfinite(value) else None
 
 
 def curve_numbers(run: Run) -> dict[str, float | int | None]:
@@ -160,10 +157,9 @@ def nonfinite_loss(run: Run) -> str:
 
 
 def _problem(run: Run) -> str:
-    last = run.training[-1]["step"]
-    if run.planned_steps is not None and last + run.log_freq <= run.planned_steps:
-        return nonfinite_loss(run) or f"it ends at step {last} of {run.planned_steps}"
-    return nonfinite_loss(run)
+    last, planned = run.training[-1]["step"], run.planned_steps
+    is_early = planned is not None and last + run.log_freq <= planned
+    return nonfinite_loss(run) or (f"it ends at step {last} of {planned}" if is_early else "")
 
 
 def read_results(path: str | os.PathLike) -> list[Result]:

@@ -27,7 +27,7 @@ from mxtrain.settings.types import Resume
 
 # Types of the facts that tables and plots use. Any may be missing or null.
 FACT_TYPES = {"converter": str, "converters": list, "recipe": str, "recipes": dict, "estimator": str, "mode": str}
-FACT_TYPES |= {"schedule": list, "guard": str, "world_size": int, "wandb": dict, "precision": str}
+FACT_TYPES |= {"schedule": list, "guard": str, "world_size": int, "wandb": dict, "precision": str, "versions": dict}
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -100,30 +100,21 @@ class Run:
     @property
     def planned_steps(self) -> int | None:
         """The number of steps that its settings ask for; None without settings."""
-        steps = self.setting("training", "steps", STEPS)
-        return steps if self.settings and isinstance(steps, int) else None
+        return self.setting("training", "steps", STEPS) if self.settings else None
 
     @property
     def learning_rate(self) -> float | None:
         """The base learning rate; None without settings."""
-        rate = self.setting("optimizer", "lr", LEARNING_RATE)
-        is_number = isinstance(rate, int | float) and not isinstance(rate, bool) and math.isfinite(rate)
-        return float(rate) if self.settings and is_number else None
+        return float(self.setting("optimizer", "lr", LEARNING_RATE)) if self.settings else None
 
     @property
     def log_freq(self) -> int:
         """Number of steps between logged ones: the last logged step may be so many before the end, less one."""
-        frequency = self.setting("metrics", "log_freq", LOG_FREQ)
-        return frequency if isinstance(frequency, int) else LOG_FREQ
+        return self.setting("metrics", "log_freq", LOG_FREQ)
 
     def setting(self, section: str, name: str, default: object = None) -> object:
         """Return a setting; ``default`` where config.toml, which holds no defaults, does not set it."""
-        return self.table(section).get(name, default)
-
-    def table(self, section: str) -> dict[str, object]:
-        """Return the settings of a section in config.toml, which holds no defaults."""
-        table = self.settings.get(section)
-        return table if isinstance(table, dict) else {}
+        return self.settings.get(section, {}).get(name, default)
 
     @property
     def first_nonfinite_step(self) -> int | None:
@@ -267,12 +258,7 @@ def variants(runs: list[Run], given: Sequence[str | None] | None = None) -> list
 
 def flat_settings(run: Run) -> dict[str, object]:
     """Return the settings in config.toml by full name: "mxnorm.guard.recipe", "mxnorm.schedule[0].modules"."""
-    return {
-        name: value
-        for section, table in run.settings.items()
-        if isinstance(table, dict)
-        for name, value in _flat(section, table).items()
-    }
+    return {name: value for section in run.settings.items() for name, value in _flat(*section).items()}
 
 
 def _flat(name: str, value: object) -> dict[str, object]:
