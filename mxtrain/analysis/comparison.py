@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mxtrain.analysis.labels import flat_settings
 from mxtrain.analysis.results import HASH_DIGITS, Result, curve_numbers, nonfinite_loss
+from mxtrain.analysis.runs import flat_settings
 from mxtrain.errors import ConfigError
 
 STEPS = "training.steps"
@@ -181,12 +181,10 @@ def _counted(results: list[Result]) -> tuple[list[Result], list[str]]:
         # Runs without a seed are different draws.
         key = (result.variant, result.lr, _place_of(result) if result.seed is None else result.seed)
         if earlier := found.get(key):
-            names = [earlier.name, result.name]
-            if names[0] == names[1]:
-                names = [_place_of(earlier), _place_of(result)]
+            place = _place_of(result)
             notes.append(
-                f"{' and '.join(names)} have the same variant ({result.variant}), learning rate and seed: "
-                f"only {names[1]}, which came last, counts"
+                f"{_place_of(earlier)} and {place} have the same variant ({result.variant}), learning rate and seed: "
+                f"only {place}, which came last, counts"
             )
         found[key] = result
     return list(found.values()), notes
@@ -267,12 +265,11 @@ def _early_validation(results: list[Result]) -> list[str]:
 def _cell(members: list[Result], baseline: list[Result]) -> Cell:
     losses, differences = {}, {}
     for name in ("validation", "tail"):
-        known = [value for member in members if (value := getattr(member, name)) is not None]
+        known = _known(members, name)
         losses[name] = estimate(known) if len(known) == len(members) else None
         pairs = (_by_seed(members, name), _by_seed(baseline, name))
         differences[f"{name}_difference"] = None if members is baseline else paired_difference(*pairs)
-    spikes = [member.spikes for member in members if member.spikes is not None]
-    rates = [member.tokens_per_second for member in members if member.tokens_per_second is not None]
+    spikes, rates = _known(members, "spikes"), _known(members, "tokens_per_second")
     return Cell(
         variant=members[0].variant,
         lr=members[0].lr,
@@ -281,8 +278,12 @@ def _cell(members: list[Result], baseline: list[Result]) -> Cell:
         **differences,
         spikes=sum(spikes) if spikes else None,
         tokens_per_second=statistics.fmean(rates) if rates else None,
-        memory_gib=max((m.memory_gib for m in members if m.memory_gib is not None), default=None),
+        memory_gib=max(_known(members, "memory_gib"), default=None),
     )
+
+
+def _known(results: Iterable[Result], name: str) -> list[float]:
+    return [value for result in results if (value := getattr(result, name)) is not None]
 
 
 def _by_seed(results: Iterable[Result], name: str) -> dict[int, float]:
@@ -312,9 +313,8 @@ def unpaired(runs: Iterable[tuple[str, Mapping[str, object]]], left_out: tuple[s
     runs, lines = list(runs), []
     sizes = sorted({name for _, own in runs for name in own if name.startswith(MODEL_ARGS)})
     for name in (*PAIRING_SETTINGS, *sizes):
-        found = dict.fromkeys((repr(own[name]) if name in own else "default", variant) for variant, own in runs)
-        if name not in left_out and len({value for value, _ in found}) > 1:
-            shown = ", ".join(f"{value} in {variant}" for value, variant in found)
+        values = dict.fromkeys((variant, repr(own[name]) if name in own else "default") for variant, own in runs)
+        if name not in left_out and (shown := _differing(values)):
             effect = next((effect for begin, effect in EFFECTS.items() if name.startswith(begin)), NOT_PAIRED)
             lines.append(f"variants differ in {name} ({shown}): {effect}")
     return lines
@@ -329,13 +329,13 @@ def other_texts(runs: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
     """
     runs, lines = [(name, own) for name, own in runs if own], []
     for key, (what, effect) in TEXT.items():
-        compared = [(name, own) for name, own in runs if key in own or key not in OPTIONAL]
-        if shown := _differing([(name, own.get(key, "none")[:HASH_DIGITS]) for name, own in compared]):
+        compared = [(name, own.get(key, "none")) for name, own in runs if key in own or key not in OPTIONAL]
+        if shown := _differing((name, value[:HASH_DIGITS]) for name, value in compared):
             lines.append(f"runs differ in their {what} ({shown}): {effect}")
     return lines
 
 
-def _differing(values: Sequence[tuple[str, str]]) -> str:
+def _differing(values: Iterable[tuple[str, str]]) -> str:
     """Return every value with the runs that have it, "64 in a and 2 more, 128 in b"; empty if there is one value."""
     having: dict[str, list[str]] = {}
     for name, value in values:

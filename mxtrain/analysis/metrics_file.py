@@ -84,12 +84,10 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
 def lacks_validation(path: Path, step: int) -> bool:
     """Return whether a run's metrics have no validation of a step. False if they cannot be read."""
     try:
-        with path.open("rb") as file:
-            # Decoding every line of a long run would take seconds.
-            rows = _decoded(line for line in file if b'"validation_loss"' in line)
-            return not any(isinstance(row, dict) and row["step"] == step for row in rows)
-    except OSError:
+        rows = read_metrics(path)
+    except ConfigError:
         return False
+    return not any("validation_loss" in row and row["step"] == step for row in rows)
 
 
 class MetricsWriter:
@@ -101,79 +99,39 @@ class MetricsWriter:
     Args:
         steps_done: number of steps before the first one that will be written. 0 for a run that does not resume.
 
-    Rows that cannot be written, on a full disk for example, wait in memory for the next call. If the file is removed,
-    or its folder moved, all its rows are written to ``path`` again.
+    Rows that cannot be written, on a full disk for example, wait in memory for the next call. A file that was removed
+    or moved gets no more rows: they go on in a new file at ``path``.
     """
 
     def __init__(self, path: str | os.PathLike, steps_done: int = 0):
         self.path = Path(path)
-        self._file = None
-        self._steps_done = steps_done
+        self._steps_done: int | None = steps_done
         self._unwritten = bytearray()
 
-    def write(self, row: dict) -> bool:
-        """Write ``row``, after the rows that wait. Return whether the file was gone, or another one in its place.
-
-        Raises OSError if the file cannot be written; ``row`` then waits.
-        """
+    def write(self, row: dict) -> None:
+        """Write ``row``, after the rows that wait. Raises OSError if the file cannot be written; ``row`` then waits."""
         self._unwritten += encode_row(row).encode() + b"\n"
-        return self._write_waiting()
+        self.flush()
 
-    def close(self) -> None:
-        """Write the rows that wait, and close the file. Raises OSError if they are lost."""
-        try:
-            self._write_waiting()
-        finally:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
-
-    def _write_waiting(self) -> bool:
+    def flush(self) -> None:
+        """Write the rows that wait. Raises OSError if the file cannot be written."""
         if not self._unwritten:
-            return False
-        was_gone = self._file is not None and not self._is_in_place()
-        if was_gone:
-            self._put_in_place()
-        elif self._file is None:
-            self._drop_steps_not_done()
-            self._file = self.path.open("a+b", buffering=0)
-        while self._unwritten:
-            count = self._file.write(self._unwritten)  # a part of a row if the disk becomes full
-            del self._unwritten[:count]
-        return was_gone
-
-    def _is_in_place(self) -> bool:
-        try:
-            return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
-        except FileNotFoundError:
-            return False
-
-    def _put_in_place(self) -> None:
-        """Write all rows to the path again, from the open file, which has no name any more or another one.
-
-        A file that someone has put there instead stays, and gets the next rows.
-        """
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if not self.path.exists():
-            self._file.seek(0)
-            replace_file(self.path, self._file.read())
-        self._file.close()
-        self._file = self.path.open("a+b", buffering=0)
-        if not self._ends_with_a_whole_line():  # as an editor may leave it
-            self._file.write(b"\n")
+        if self._steps_done is not None:
+            self._drop_steps_not_done(self._steps_done)
+            self._steps_done = None
+        with self.path.open("ab", buffering=0) as file:
+            while self._unwritten:
+                count = file.write(self._unwritten)  # a part of a row if the disk becomes full
+                del self._unwritten[:count]
 
-    def _ends_with_a_whole_line(self) -> bool:
-        end = self._file.seek(0, os.SEEK_END)
-        self._file.seek(max(0, end - 1))
-        return self._file.read() in (b"", b"\n")
-
-    def _drop_steps_not_done(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+    def _drop_steps_not_done(self, steps_done: int) -> None:
         lines = self.path.read_bytes().splitlines() if self.path.is_file() else []
         # A damaged line must not stop a training run.
         kept = [
             line + b"\n"
             for line, row in zip(lines, _decoded(lines))
-            if isinstance(row, dict) and row["step"] <= self._steps_done
+            if isinstance(row, dict) and row["step"] <= steps_done
         ]
         replace_file(self.path, b"".join(kept))

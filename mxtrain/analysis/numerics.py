@@ -154,7 +154,10 @@ def draw_numerics(run: Run, path: str | os.PathLike) -> tuple[Path, list[str]]:
     """
     path = picture_path(path)
     if not run.numerics:
-        raise ConfigError(f"{run.folder / METRICS_FILE} has no figures: {_why_no_figures(run)}")
+        raise ConfigError(
+            f"{run.folder / METRICS_FILE} has no figures up to step {run.training[-1]['step']}: MXNorms and casts are "
+            "measured every mxnorm.diagnostics.every steps, such as 50"
+        )
     values, steps = by_figure(run.numerics), sorted({row["step"] for row in run.numerics})
 
     from matplotlib.figure import Figure as Picture  # without pyplot there is no display and no global state
@@ -180,15 +183,6 @@ def draw_numerics(run: Run, path: str | os.PathLike) -> tuple[Path, list[str]]:
             _label(axes, list(values[figure.name]), steps, height - MARGIN)
     save_picture(picture, path)
     return path, remarks(values, steps[-1])
-
-
-def _why_no_figures(run: Run) -> str:
-    diagnostics = run.setting("mxnorm", "diagnostics")
-    every = diagnostics.get("every") if isinstance(diagnostics, dict) else None
-    if not every:
-        return "train with mxnorm.diagnostics.every = 50"
-    last = run.training[-1]["step"]
-    return f"mxnorm.diagnostics.every = {every} measures MXNorms and casts, and the run is at step {last}"
 
 
 def remarks(values: Values, step: int) -> list[str]:

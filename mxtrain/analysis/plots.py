@@ -10,9 +10,8 @@ from typing import Literal
 
 import numpy as np
 
-from mxtrain.analysis.labels import labels
 from mxtrain.analysis.metrics_file import EVENT
-from mxtrain.analysis.runs import Run
+from mxtrain.analysis.runs import Run, labels
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason, replace_file
 
@@ -205,13 +204,13 @@ def plot(
     figure = Figure(figsize=(9, 5.5 if baseline is None else 8), dpi=120, layout="constrained")
     ratios = [1] if baseline is None else [3, 2]
     panels = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": ratios})[:, 0]
-    styles = [_style(index, len(runs)) for index in range(len(runs))]
-    for run, name, one, points, style in zip(runs, names, curves, windows, styles):
+    styles = [line_style(index, len(runs)) for index in range(len(runs))]
+    for run, name, one, points, own in zip(runs, names, curves, windows, styles):
         if run.first_nonfinite_step is not None:
             name += f" (not finite at step {run.first_nonfinite_step})"
-        _draw(panels[0], one, points, style, literal(name) if len(runs) > 1 else "training")
-    for run, places, style in zip(runs, marks, styles):
-        _mark(panels, places, [row[EVENT] for row in run.events], style["color"])
+        _draw(panels[0], one, points, own, literal(name) if len(runs) > 1 else "training")
+    for run, places, own in zip(runs, marks, styles):
+        _mark(panels, places, [row[EVENT] for row in run.events], own["color"])
     if any(run.validation for run in runs):
         panels[0].plot([], [], label="validation", color="white", **VALIDATION_MARKER)  # one entry for all runs
     panels[0].set_title(literal(names[0]) if len(runs) == 1 else "Training loss")
@@ -219,9 +218,9 @@ def plot(
     if baseline is not None:
         place = next(index for index, run in enumerate(runs) if run is baseline)
         panels[1].axhline(0, **{**styles[place], "linewidth": 1.2})
-        for index, (one, points, style) in enumerate(zip(curves, windows, styles)):
+        for index, (one, points, own) in enumerate(zip(curves, windows, styles)):
             if index != place:
-                _draw(panels[1], one.minus(curves[place]), points, style)
+                _draw(panels[1], one.minus(curves[place]), points, own)
         panels[1].set_ylabel(f"loss minus that of\n{literal(_short(baseline.name))}")
     panels[-1].set_xlabel(x_label)
     _finish(figure, panels, x, windows)
@@ -229,21 +228,21 @@ def plot(
     return path
 
 
-def _style(index: int, count: int) -> dict:
+def line_style(index: int, count: int = 1) -> dict:
     """Return the style of a curve. Of equal curves the first is the widest, and shows beside the others."""
     width = 1.6 + 0.7 * max(0, min(count, 4) - 1 - index)
     return {"color": COLORS[index % 7], "linestyle": LINE_STYLES[index % 4], "linewidth": width}
 
 
-def _draw(axes, one: Curve, points: int, style: dict, label: str | None = None) -> None:
+def _draw(axes, one: Curve, points: int, own: dict, label: str | None = None) -> None:
     """Draw all points, the mean over ``points`` of them if that is more than one, and the validation losses."""
     if points > 1:
-        axes.plot(one.x, one.loss, color=style["color"], alpha=0.25, linewidth=0.8)
-        axes.plot(one.x, one.smoothed(points).loss, **style, label=label)
+        axes.plot(one.x, one.loss, color=own["color"], alpha=0.25, linewidth=0.8)
+        axes.plot(one.x, one.smoothed(points).loss, **own, label=label)
     else:
-        axes.plot(one.x, one.loss, **style, marker=".", markersize=5, label=label)
+        axes.plot(one.x, one.loss, **own, marker=".", markersize=5, label=label)
     if len(one.validation_x):
-        axes.plot(one.validation_x, one.validation_loss, color=style["color"], **VALIDATION_MARKER)
+        axes.plot(one.validation_x, one.validation_loss, color=own["color"], **VALIDATION_MARKER)
 
 
 def _mark(panels, places: np.ndarray, texts: list[str], color: str) -> None:

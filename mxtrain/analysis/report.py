@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mxtrain.analysis.comparison import CONFIDENCE, Cell, Estimate, Group
-from mxtrain.analysis.plots import COLORS, LINE_STYLES, curve, in_own_style, literal, window
+from mxtrain.analysis.plots import curve, in_own_style, line_style, literal, window
 from mxtrain.analysis.results import SPIKE_RULE
 from mxtrain.analysis.tables import form
 from mxtrain.errors import ConfigError
@@ -25,62 +25,9 @@ EXPLANATION = (
     f"{SPIKE_RULE}. Tokens per second are per device. Memory is the largest peak of a device."
 )
 
-MARKDOWN = r"""
-{%- macro table(rows) %}
-{% for row in rows %}
-| {{ row | map("replace", "|", "\\|") | join(" | ") }} |
-{% if loop.first %}
-| --- | ---{{ " | ---:" * (row | length - 2) }} |
-{% endif %}
-{% endfor %}
-{% endmacro -%}
-{% macro list(lines) %}
-{% for line in lines %}
-- {{ line }}
-{% endfor %}
-{% endmacro -%}
-# {{ title }}
-
-{{ explanation }}
-
-{% if notes %}
-## Not read
-
-{{ list(notes) }}
-{% endif %}
-{% for part in parts %}
-## {{ part.group.title }}
-
-Baseline: {{ part.group.baseline }}
-
-{{ table(part.losses) }}
-{% if part.group.notes %}
-{{ list(part.group.notes) }}
-{% endif %}
-{% for figure in part.figures %}
-![{{ figure.description }}]({{ figure.file }})
-
-{% endfor %}
-### Runs
-
-{{ table(part.runs) }}
-{% endfor %}
-"""
-
-HTML = """
-{%- macro table(rows) %}
-<table>
-{% for row in rows %}
-{% set tag = "th" if loop.first else "td" %}
-<tr>{% for cell in row %}<{{ tag }}>{{ cell }}</{{ tag }}>{% endfor %}</tr>
-{% endfor %}
-</table>
-{% endmacro -%}
-{% macro list(lines) %}
-<ul>{% for line in lines %}<li>{{ line }}</li>{% endfor %}</ul>
-{% endmacro -%}
+HTML = """\
 <!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title><style>
+<html lang="en"><head><meta charset="utf-8"><title>{{ blocks[0][1] }}</title><style>
 body { font-family: sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em; line-height: 1.45 }
 table { border-collapse: collapse; display: block; overflow-x: auto }
 td, th { border: 1px solid #ccc; padding: .25em .6em; text-align: right; white-space: nowrap }
@@ -88,22 +35,21 @@ td:nth-child(-n+2), th:nth-child(-n+2) { text-align: left }
 img { max-width: 100% }
 </style></head>
 <body>
-<h1>{{ title }}</h1>
-<p>{{ explanation }}</p>
-{% if notes %}
-<h2>Not read</h2>
-{{ list(notes) }}
-{% endif %}
-{% for part in parts %}
-<h2>{{ part.group.title }}</h2>
-<p>Baseline: {{ part.group.baseline }}</p>
-{{ table(part.losses) }}
-{{ list(part.group.notes) if part.group.notes }}
-{% for figure in part.figures %}
-<p><img alt="{{ figure.description }}" src="data:image/svg+xml;base64,{{ figure.encoded }}"></p>
+{% for kind, value in blocks %}
+{% if kind == "table" %}
+<table>
+{% for row in value %}
+{% set tag = "th" if loop.first else "td" %}
+<tr>{% for cell in row %}<{{ tag }}>{{ cell }}</{{ tag }}>{% endfor %}</tr>
 {% endfor %}
-<h3>Runs</h3>
-{{ table(part.runs) }}
+</table>
+{% elif kind == "ul" %}
+<ul>{% for line in value %}<li>{{ line }}</li>{% endfor %}</ul>
+{% elif kind == "img" %}
+<p><img alt="{{ value.description }}" src="data:image/svg+xml;base64,{{ value.encoded }}"></p>
+{% else %}
+<{{ kind }}>{{ value }}</{{ kind }}>
+{% endif %}
 {% endfor %}
 </body></html>
 """
@@ -133,21 +79,39 @@ def report(title: str, groups: list[Group], notes: list[str]) -> dict[str, str]:
     """
     from jinja2 import Environment
 
-    parts = []
+    figures = {}
+    blocks: list[tuple[str, object]] = [
+        ("h1", title),
+        ("p", EXPLANATION),
+    ]  # the name of an HTML element and its content
+    if notes:
+        blocks += [("h2", "Not read"), ("ul", notes)]
     for number, group in enumerate(groups, start=1):
         suffix = "" if len(groups) == 1 else f"_{number}"
-        figures = (
+        drawn = (
             Figure(f"learning_rates{suffix}.svg", "Final loss against the learning rate, by variant", rates_svg(group)),
             Figure(f"curves{suffix}.svg", "Training loss of every run that counts", curves_svg(group)),
         )
-        figures = [figure for figure in figures if figure.svg]
-        parts.append({"group": group, "losses": losses_table(group), "runs": runs_table(group), "figures": figures})
-    files = {figure.file: figure.svg for part in parts for figure in part["figures"]}
-    for name, template in ((MARKDOWN_FILE, MARKDOWN), (HTML_FILE, HTML)):
-        environment = Environment(trim_blocks=True, lstrip_blocks=True, autoescape=name == HTML_FILE)
-        text = environment.from_string(template).render(title=title, explanation=EXPLANATION, notes=notes, parts=parts)
-        files[name] = f"{text.strip()}\n"
-    return files
+        blocks += [("h2", group.title), ("p", f"Baseline: {group.baseline}"), ("table", losses_table(group))]
+        blocks += [("ul", group.notes)] if group.notes else []
+        blocks += [("img", figure) for figure in drawn if figure.svg]
+        blocks += [("h3", "Runs"), ("table", runs_table(group))]
+        figures |= {figure.file: figure.svg for figure in drawn if figure.svg}
+    markdown = "\n\n".join(_markdown(kind, value) for kind, value in blocks)
+    template = Environment(trim_blocks=True, autoescape=True).from_string(HTML)
+    return figures | {MARKDOWN_FILE: f"{markdown}\n", HTML_FILE: template.render(blocks=blocks)}
+
+
+def _markdown(kind: str, value) -> str:
+    if kind == "table":
+        rows = [" | ".join(cell.replace("|", r"\|") for cell in row) for row in value]
+        rows.insert(1, "--- | ---" + " | ---:" * (len(value[0]) - 2))
+        return "\n".join(f"| {row} |" for row in rows)
+    if kind == "ul":
+        return "\n".join(f"- {line}" for line in value)
+    if kind == "img":
+        return f"![{value.description}]({value.file})"
+    return value if kind == "p" else f"{'#' * int(kind[1])} {value}"
 
 
 def write_report(folder: Path, files: dict[str, str]) -> tuple[Path, Path]:
@@ -272,10 +236,8 @@ def curves_svg(group: Group) -> str:
 def _styles(group: Group) -> dict[str, dict]:
     """Return a style per variant, the same in all figures of a group."""
     names = dict.fromkeys(cell.variant for cell in group.cells)
-    parts = {"color": COLORS, "linestyle": LINE_STYLES, "marker": MARKERS}
     return {
-        name: {part: values[index % len(values)] for part, values in parts.items()} | {"linewidth": 1.4}
-        for index, name in enumerate(names)
+        name: {**line_style(i), "marker": MARKERS[i % len(MARKERS)], "linewidth": 1.4} for i, name in enumerate(names)
     }
 
 

@@ -1,4 +1,4 @@
-"""A run's settings and final numbers as one row: from folders of runs and comparisons, and from and to CSV files."""
+"""A run's settings and final numbers as one row: from folders of runs and comparisons, and from CSV files."""
 
 import csv
 import math
@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 
-from mxtrain.analysis.labels import compared_settings, variants
-from mxtrain.analysis.runs import Run, load_run
+from mxtrain.analysis.runs import Run, load_run, variants
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason
 from mxtrain.run_folder.comparison import COMPARISON_FILE, read_comparison
@@ -92,31 +91,28 @@ def result_of(run: Run, variant: str | None = None) -> Result:
         variant: its name in a comparison; None for the converter and its settings (``Run.variant``), or the folder's
             name where the run does not tell them.
     """
-    last, versions = run.training[-1], run.facts.get("versions")
+    last, versions = run.training[-1], run.facts.get("versions") or {}
     flavor = str(run.facts.get("flavor") or run.setting("model", "flavor") or "")
     return Result(
         name=run.name,
         variant=variant or run.variant or run.name,
         lr=run.learning_rate,
-        seed=_whole(run.setting("debug", "seed")),
+        seed=run.setting("debug", "seed"),
         **curve_numbers(run),
         model=str(run.facts.get("model") or run.setting("model", "name") or ""),
-        flavor=" ".join([flavor, *(f"{name}={value}" for name, value in sorted(run.table("model_args").items()))]),
-        tokens=_whole(last.get("tokens_seen")),
+        flavor=" ".join(
+            [flavor, *(f"{name}={value}" for name, value in sorted(run.settings.get("model_args", {}).items()))]
+        ),
+        tokens=last.get("tokens_seen"),
         validation=run.validation_loss,
         validation_step=run.validation[-1]["step"] if run.validation else None,
         device=str(run.facts.get("device") or ""),
-        torch=str(versions.get("torch") or "") if isinstance(versions, dict) else "",
+        torch=str(versions.get("torch") or ""),
         text=run.text,
         date=date.fromtimestamp(last["time"]).isoformat() if last.get("time") is not None else "",
         problem=_problem(run),
         run=run,
     )
-
-
-def _whole(value: object) -> int | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return int(value) if is_number and math.isfinite(value) else None
 
 
 def curve_numbers(run: Run) -> dict[str, float | int | None]:
@@ -161,41 +157,15 @@ def nonfinite_loss(run: Run) -> str:
 
 
 def _problem(run: Run) -> str:
-    last = run.training[-1]["step"]
-    if run.planned_steps is not None and last + run.log_freq <= run.planned_steps:
-        return nonfinite_loss(run) or f"it ends at step {last} of {run.planned_steps}"
-    return nonfinite_loss(run)
+    last, planned = run.training[-1]["step"], run.planned_steps
+    is_early = planned is not None and last + run.log_freq <= planned
+    return nonfinite_loss(run) or (f"it ends at step {last} of {planned}" if is_early else "")
 
 
-def row_of(result: Result) -> dict[str, str]:
-    """Return the result as a row of a CSV with ``COLUMNS``; "" where a number is not known."""
-    values = {column: (getattr(result, name), form) for column, (name, _, form) in FIELDS.items()}
-    row = {column: "" if value is None else f"{value:{form}}" for column, (value, form) in values.items()}
-    return row | {column: result.text.get(key, "")[:HASH_DIGITS] for column, key in HASHES.items()}
+def read_results(path: str | os.PathLike) -> list[Result]:
+    """Return the results in a CSV with ``COLUMNS``, in any order.
 
-
-def append_results(path: str | os.PathLike, results: list[Result]) -> None:
-    """Append a row per result to a CSV, which is created if it does not exist.
-
-    Raises ConfigError if the CSV has other columns: rows would not fit under its header.
-    """
-    is_new = not Path(path).exists()
-    before = "" if is_new else Path(path).read_text(encoding="utf-8-sig")
-    if not is_new and (header := before.partition("\n")[0]) != ",".join(COLUMNS):
-        raise ConfigError(f"{path} has the columns {header!r}; rows are appended under {','.join(COLUMNS)!r} only")
-    with open(path, "a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        elif not before.endswith("\n"):  # an editor has left the last line open
-            file.write("\n")
-        writer.writerows(map(row_of, results))
-
-
-def read_results(path: str | os.PathLike) -> tuple[list[Result], list[str]]:
-    """Read a CSV with ``COLUMNS``, in any order, and return its results and a line for each row that cannot be used.
-
-    Raises ConfigError if the file cannot be read or lacks a column of REQUIRED.
+    Raises ConfigError if the file cannot be read, lacks a column of REQUIRED, or has a row that cannot be used.
     """
     path = Path(path)
     try:
@@ -210,13 +180,13 @@ def read_results(path: str | os.PathLike) -> tuple[list[Result], list[str]]:
         raise ConfigError(
             f"{path} has no column {missing[0]!r}; 'mxtrain report' reads the columns {', '.join(COLUMNS)}"
         )
-    results, notes = [], []
+    results = []
     for number, row in enumerate(rows, start=2):  # the header is line 1
         try:
             results.append(_result_in(row, f"{path.name}, line {number}"))
         except ValueError as error:
-            notes.append(f"{path}, line {number}: left out: {error}")
-    return results, notes
+            raise ConfigError(f"{path}, line {number}: {error}") from None
+    return results
 
 
 def _result_in(row: dict, name: str) -> Result:
@@ -224,13 +194,13 @@ def _result_in(row: dict, name: str) -> Result:
         raise ValueError("it has more values than the header has columns")
     values = {}
     for column, (key, type_, _) in FIELDS.items():
-        text = row.get(column) or ""
-        if not text.strip() and column in ("variant", "steps", "last_10_percent"):
+        text = (row.get(column) or "").strip()
+        if not text and column in ("variant", "steps", "last_10_percent"):
             raise ValueError(f"{column} is empty")
         try:
-            values[key] = text if type_ is str else type_(text) if text.strip() else None
+            values[key] = type_(text) if text or type_ is str else None
         except ValueError:
-            raise ValueError(f"{column} = {text.strip()!r} is not a number") from None
+            raise ValueError(f"{column} = {text!r} is not a number") from None
     if values["lr"] is not None and not math.isfinite(values["lr"]):
         raise ValueError(f"lr = {values['lr']} is not finite")
     text = {key: row[column] for column, key in HASHES.items() if row.get(column)}
@@ -243,14 +213,12 @@ def read_sources(paths: list[Path]) -> tuple[list[Result], list[str]]:
 
     Also returns a line for whatever cannot be read.
     """
-    found: list[tuple[Path, str | None, Run] | Result] = []  # a run's source, its variant in a comparison, and the run
+    found: list[tuple[Run, str | None] | Result] = []  # a run has the name of its variant in a comparison
     notes: list[str] = []
     for path in [one for given in paths for one in _inside(given)]:
         try:
             if path.is_file():
-                rows, left_out = read_results(path)
-                found += rows
-                notes += left_out
+                found += read_results(path)
                 continue
             planned = read_comparison(path)
         except ConfigError as error:
@@ -258,30 +226,13 @@ def read_sources(paths: list[Path]) -> tuple[list[Result], list[str]]:
             continue
         for folder, variant in [(path / run.name, run.variant) for run in planned.values()] or [(path, None)]:
             try:
-                found.append((path, variant, load_run(folder)))
+                found.append((load_run(folder), variant))
             except ConfigError as error:
                 notes.append(str(error))
     # The name of a run's variant depends on all other runs.
     runs = [one for one in found if not isinstance(one, Result)]
-    of_alone = iter(variants([run for _, variant, run in runs if variant is None]))
-    of_compared = iter(_told_apart([one for one in runs if one[1] is not None]))
-    results = []
-    for one in found:
-        if not isinstance(one, Result):
-            one = result_of(one[2], next(of_alone if one[1] is None else of_compared))
-        results.append(one)
-    return results, notes
-
-
-def _told_apart(found: list[tuple[Path, str, Run]]) -> list[str]:
-    """Return the variant of every run: its name, after its comparison where another means other settings by it."""
-    meanings: dict[str, dict[Path, dict[str, str]]] = {}
-    for folder, variant, run in found:
-        meanings.setdefault(variant, {}).setdefault(folder, compared_settings(run))
-    names = {folder: folder.resolve().name for folder, _, _ in found}
-    shown = {f: name if list(names.values()).count(name) == 1 else str(f) for f, name in names.items()}
-    differ = {variant for variant, of in meanings.items() if any(one != next(iter(of.values())) for one in of.values())}
-    return [f"{shown[folder]}/{variant}" if variant in differ else variant for folder, variant, _ in found]
+    names = iter(variants(*zip(*runs)) if runs else [])
+    return [one if isinstance(one, Result) else result_of(one[0], next(names)) for one in found], notes
 
 
 def _inside(path: Path) -> list[Path]:

@@ -1,8 +1,10 @@
-"""Reads a finished or running training run from its folder."""
+"""Reads finished or running training runs from their folders, and names them so that they can be told apart."""
 
 import math
 import os
+import re
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,10 +22,12 @@ from mxtrain.run_folder.files import (
     SETTING_CHANGES,
     STEPS,
 )
+from mxtrain.settings.known import rules_of, worded_settings
+from mxtrain.settings.types import Resume
 
 # Types of the facts that tables and plots use. Any may be missing or null.
 FACT_TYPES = {"converter": str, "converters": list, "recipe": str, "recipes": dict, "estimator": str, "mode": str}
-FACT_TYPES |= {"schedule": list, "guard": str, "world_size": int, "wandb": dict, "precision": str}
+FACT_TYPES |= {"schedule": list, "guard": str, "world_size": int, "wandb": dict, "precision": str, "versions": dict}
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -96,30 +100,21 @@ class Run:
     @property
     def planned_steps(self) -> int | None:
         """The number of steps that its settings ask for; None without settings."""
-        steps = self.setting("training", "steps", STEPS)
-        return steps if self.settings and isinstance(steps, int) else None
+        return self.setting("training", "steps", STEPS) if self.settings else None
 
     @property
     def learning_rate(self) -> float | None:
         """The base learning rate; None without settings."""
-        rate = self.setting("optimizer", "lr", LEARNING_RATE)
-        is_number = isinstance(rate, int | float) and not isinstance(rate, bool) and math.isfinite(rate)
-        return float(rate) if self.settings and is_number else None
+        return float(self.setting("optimizer", "lr", LEARNING_RATE)) if self.settings else None
 
     @property
     def log_freq(self) -> int:
         """Number of steps between logged ones: the last logged step may be so many before the end, less one."""
-        frequency = self.setting("metrics", "log_freq", LOG_FREQ)
-        return frequency if isinstance(frequency, int) else LOG_FREQ
+        return self.setting("metrics", "log_freq", LOG_FREQ)
 
     def setting(self, section: str, name: str, default: object = None) -> object:
         """Return a setting; ``default`` where config.toml, which holds no defaults, does not set it."""
-        return self.table(section).get(name, default)
-
-    def table(self, section: str) -> dict[str, object]:
-        """Return the settings of a section in config.toml, which holds no defaults."""
-        table = self.settings.get(section)
-        return table if isinstance(table, dict) else {}
+        return self.settings.get(section, {}).get(name, default)
 
     @property
     def first_nonfinite_step(self) -> int | None:
@@ -219,3 +214,68 @@ def _load_text(path: Path) -> dict[str, str]:
         return {name: str(value) for name, value in own.items() if value is not None}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}  # an earlier version wrote none
+
+
+def names(runs: list[Run]) -> list[str]:
+    """Return a name per run: the folder's name, or its path if another run has the same name."""
+    names = [run.name for run in runs]
+    return [run.name if names.count(run.name) == 1 else str(run.folder) for run in runs]
+
+
+def labels(runs: list[Run]) -> list[str]:
+    """Return a label per run: its name, its variant, and settings with a ``Label.word`` in which the runs differ.
+
+    For example "a (mxnorm mxfp8 p=2, lr 0.001, default seed)".
+    """
+    settings = {word: [run.setting(*name.split(".")) for run in runs] for word, name in worded_settings().items()}
+    found = []
+    for index, (run, name) in enumerate(zip(runs, names(runs), strict=True)):
+        words = [run.variant] if run.variant else []
+        for word, values in settings.items():
+            if any(value != values[0] for value in values):
+                words.append(f"default {word}" if values[index] is None else f"{word} {values[index]}")
+        found.append(f"{name} ({', '.join(words)})" if words else name)
+    return found
+
+
+def variants(runs: list[Run], given: Sequence[str | None] | None = None) -> list[str]:
+    """Return the name of each run's variant: what it trains, whatever its learning rate, seed and length.
+
+    Runs of one name that differ in settings are told apart by these: "mxnorm mxfp8 p=2, optimizer.beta2 0.99".
+
+    Args:
+        given: names of variants in a comparison; None for the converter, or else the folder's name.
+    """
+    bases = [name or run.variant or run.name for run, name in zip(runs, given or [None] * len(runs), strict=True)]
+    settings = [compared_settings(run) for run in runs]
+    found = []
+    for base, own in zip(bases, settings, strict=True):
+        others = [other for name, other in zip(bases, settings, strict=True) if name == base]
+        differing = sorted({key for o in others for key in o.keys() | own.keys() if o.get(key) != own.get(key)})
+        found.append(", ".join([base, *(f"{key} {own.get(key, 'default')}" for key in differing)]))
+    return found
+
+
+def flat_settings(run: Run) -> dict[str, object]:
+    """Return the settings in config.toml by full name: "mxnorm.guard.recipe", "mxnorm.schedule[0].modules"."""
+    return {name: value for section in run.settings.items() for name, value in _flat(*section).items()}
+
+
+def _flat(name: str, value: object) -> dict[str, object]:
+    if isinstance(value, dict):
+        parts = [(f"{name}.{key}", part) for key, part in value.items()]
+    elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
+        parts = [(f"{name}[{index}]", part) for index, part in enumerate(value)]
+    else:
+        return {name: value}
+    return {full: leaf for part in parts for full, leaf in _flat(*part).items()}
+
+
+def compared_settings(run: Run) -> dict[str, str]:
+    """Return the settings that make a variant, by full name."""
+    found = {}
+    for name, value in flat_settings(run).items():
+        resume, label = rules_of(re.sub(r"\[.*", "", name))
+        if resume is not Resume.FREE if label is None else label.variant:
+            found[name] = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return found

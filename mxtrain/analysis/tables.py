@@ -3,10 +3,9 @@
 import math
 import os
 
-from mxtrain.analysis.labels import names
 from mxtrain.analysis.plots import plot
 from mxtrain.analysis.results import nonfinite_loss
-from mxtrain.analysis.runs import Run, load_run
+from mxtrain.analysis.runs import Run, load_run, names
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import PICTURE_FILE
 
@@ -53,6 +52,17 @@ def aligned(rows: list[tuple[str, ...]]) -> str:
     )
 
 
+def named(rows: list[tuple[str, str]]) -> list[str]:
+    """Return a line per (name, text), with all texts in one column."""
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:<{width}}  {text}" for name, text in rows]
+
+
+def titled(title: str, rows: list[tuple[str, str]]) -> str:
+    """Return a title and below it, indented, the rows of (name, text)."""
+    return "\n  ".join([title, *named(rows)])
+
+
 def summary(folder: str | os.PathLike) -> str:
     """Draw ``folder/loss.png`` and return a few lines on how the run went.
 
@@ -74,8 +84,7 @@ def summary(folder: str | os.PathLike) -> str:
         lines.append(("wandb", f"offline; upload with: {wandb.get('sync')}"))
     elif wandb.get("mode") == "online":
         lines.append(("wandb", wandb.get("url") or str(wandb.get("dir"))))
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name.ljust(width)}  {text}" for name, text in lines)
+    return "\n".join(named(lines))
 
 
 def closing_summary(folder: str | os.PathLike) -> str:

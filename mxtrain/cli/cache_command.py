@@ -53,7 +53,9 @@ def _cache(options) -> int:
     paths = [path for path in sorted(root.glob("*")) if path.is_dir() and NAME.fullmatch(path.name)]
     found = [_entry(path, options.verify) for path in paths]
     if options.prune is not None:
-        old = [entry for entry in found if time.time() - entry.last_used > _patience(entry, options.prune)]
+        # A process may still write an unfinished folder that is young.
+        patience = {True: max(options.prune * DAY, LEFTOVER_SECONDS), False: options.prune * DAY}
+        old = [entry for entry in found if time.time() - entry.last_used > patience[BUILDING in entry.path.name]]
         print(_remove(old) or f"nothing is older than {options.prune:g} days")
     elif options.remove:
         by_name = {entry.path.name: entry for entry in found}
@@ -94,11 +96,6 @@ def _entry(path: Path, verify: bool) -> CachedText:
             state = "its tokenizer, outside the cache, is gone or changed"
     size = sum(status.st_size for status in statuses(path) if S_ISREG(status.st_mode))
     return CachedText(path, size, last_change(path), text, state)
-
-
-def _patience(entry: CachedText, days: float) -> float:
-    """How long an entry stays unused, in seconds. A process may still write an unfinished folder that is younger."""
-    return max(days * DAY, LEFTOVER_SECONDS if BUILDING in entry.path.name else 0.0)
 
 
 def _table(found: list[CachedText]) -> str:

@@ -11,7 +11,7 @@ from mxtrain.cli import (
     compare_command,
     completion_command,
     configs_command,
-    doctor_command,
+    doctor,
     hub_commands,
     plot_command,
     report_command,
@@ -30,7 +30,7 @@ COMMANDS = (
     compare_command,
     report_command,
     hub_commands,
-    doctor_command,
+    doctor,
     completion_command,
 )
 

@@ -66,10 +66,6 @@ def _options() -> argparse.ArgumentParser:
     return parser
 
 
-def _compare(options) -> int:
-    return compare(*separated(options))
-
-
 def separated(options) -> tuple[argparse.Namespace, list[str], list[str]]:
     """Return the command's own options, the variants, and the flags for every run."""
     words = options.words
@@ -78,12 +74,12 @@ def separated(options) -> tuple[argparse.Namespace, list[str], list[str]]:
     return options, words[:count], flags
 
 
-def compare(options, variants: list[str], flags: list[str]) -> int:
+def _compare(options) -> int:
     """Do the runs and write the report; see DESCRIPTION. Returns the exit status."""
-    from mxtrain.cli.paired_runs import check_machine_for, joined, read_all, unpaired_settings
-    from mxtrain.cli.side_by_side import SideBySide
+    from mxtrain.cli.paired_runs import joined, read_all, unpaired_settings
     from mxtrain.run_folder.comparison import read_comparison
 
+    options, variants, flags = separated(options)
     for name in ("seeds", "steps", "gpus", "side_by_side"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: allowed is 1 or more")
@@ -99,21 +95,25 @@ def compare(options, variants: list[str], flags: list[str]) -> int:
     left = [run for run in earlier.values() if run.status != 0] or list(earlier.values())
     gpus = options.gpus or (left[-1].gpus if left else 1)
     runs = {
-        name: replace(run, gpus=earlier[name].gpus if run.status == 0 else gpus)
+        name: run if run.status == 0 else replace(run, gpus=gpus)
         for name, run in joined(earlier, plan, f"{setting} = {str(folder)!r}").items()
     }
     names = dict.fromkeys(run.variant for run in runs.values())
     if options.baseline is not None and options.baseline not in names:
         raise ConfigError(f"--baseline {options.baseline!r} is not one of the variants: {', '.join(names)}")
-    settings = read_all(runs)
     devices = _devices(gpus, options.side_by_side)
     # A dry run may plan runs for another machine.
-    check_machine_for(runs, settings, has_gpus=options.dry_run or devices[0] is not None)
+    settings = read_all(runs, has_gpus=options.dry_run or devices[0] is not None)
     for line in unpaired_settings(runs, settings):
         print(f"mxtrain: note: {line}", file=sys.stderr)
     if options.dry_run:
-        print(_described(runs, devices, folder))
+        print(f"{len(runs)} runs in {folder}, {len(devices)} at a time")
+        for run in runs.values():
+            command = shlex.join(["mxtrain", "train", *run.arguments])
+            print(f"{run.name}: {'finished' if run.status == 0 else command}")
         return 0
+    from mxtrain.cli.side_by_side import SideBySide
+
     return _train(SideBySide(folder, runs, settings, devices, gpus), setting, options.baseline)
 
 
@@ -138,7 +138,7 @@ def _plan(options, variants: list[str], flags: list[str], earlier: dict) -> dict
 
 def _train(side_by_side, setting: str, baseline: str | None) -> int:
     """Do the runs that are not finished, write the report, and return the exit status."""
-    from mxtrain.cli.side_by_side import ended_nonfinite, resume_command
+    from mxtrain.cli import report_command
     from mxtrain.run_folder.comparison import write_comparison
     from mxtrain.run_folder.lock import locked
 
@@ -149,14 +149,13 @@ def _train(side_by_side, setting: str, baseline: str | None) -> int:
         write_comparison(folder, runs)
         print(f"mxtrain: {len(runs)} runs in {folder}, {len(side_by_side.devices)} at a time", flush=True)
         side_by_side.finish()
-    failed = [run.name for run in runs.values() if run.status != 0]
-    _report(folder, baseline)
-    if failed:
+    try:
+        print(report_command.write([folder], baseline, folder))
+    except ConfigError as error:
+        print(f"mxtrain: no report: {error}", file=sys.stderr)
+    if failed := [run.name for run in runs.values() if run.status != 0]:
         print(f"mxtrain: {len(failed)} of {len(runs)} runs are not finished: {', '.join(failed)}", file=sys.stderr)
-        how = "go on with"
-        if all(ended_nonfinite(folder / name, runs[name]) for name in failed):
-            how = "the same seeds would give NaN or infinity again; to start such a run again, remove its folder, then"
-        print(f"mxtrain: {how}: {resume_command(folder)}", file=sys.stderr)
+        print(f"mxtrain: go on with: mxtrain compare --resume {shlex.quote(str(folder))}", file=sys.stderr)
     if side_by_side.stopped_by is not None:
         return 128 + side_by_side.stopped_by
     return 1 if failed else 0
@@ -193,25 +192,3 @@ def _devices(gpus: int, side_by_side: int | None) -> list[str | None]:
         asked = f"--side-by-side {side_by_side} of " if side_by_side else ""
         raise ConfigError(f"{asked}--gpus {gpus}: PyTorch sees {count} GPUs, which are too few")
     return [",".join(names[place * gpus : (place + 1) * gpus]) for place in range(places)]
-
-
-def _described(runs: dict, devices: list[str | None], folder: Path) -> str:
-    from mxtrain.cli.side_by_side import ended_nonfinite
-
-    lines = [f"{len(runs)} runs in {folder}, {len(devices)} at a time"]
-    for run in runs.values():
-        if problem := ended_nonfinite(folder / run.name, run):
-            state = f"FAILED before: {problem}"
-        else:
-            state = "finished" if run.status == 0 else shlex.join(["mxtrain", "train", *run.arguments])
-        lines.append(f"{run.name}: {state}")
-    return "\n".join(lines)
-
-
-def _report(folder: Path, baseline: str | None) -> None:
-    from mxtrain.cli import report_command
-
-    try:
-        print(report_command.write([folder], baseline, folder))
-    except ConfigError as error:
-        print(f"mxtrain: no report: {error}", file=sys.stderr)

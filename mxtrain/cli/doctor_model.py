@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import torch
 import torch.nn as nn
 
+from mxtrain.analysis.tables import titled
 from mxtrain.cli import quiet
-from mxtrain.cli.doctor import table
 from mxtrain.conversion.weights import find_weights, weight_uses
 from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import raise_first
 from mxtrain.settings.layout import layout_problems, pipeline_problems
-from mxtrain.settings.mxnorm_section import guard_in, schedule_in
+from mxtrain.settings.mxnorm_section import schedule_in
 from mxtrain.settings.read import places
 
 MOST_PROCESSES = 256
@@ -25,14 +25,10 @@ GATHERED_GROUPS = 2
 
 
 def report(arguments: list[str]) -> str:
-    """Return the report on a model as text.
+    """Return the report on the model of a config file, which ``arguments`` name before the flags of training.
 
-    Args:
-        arguments: the config file, then flags as training takes them.
-
-    Raises:
-        ConfigError: for mistakes in the settings, a layout that does not fit the model, and a model that cannot be
-            converted.
+    Raises ConfigError for mistakes in the settings, a layout that does not fit the model, and a model that cannot be
+    converted.
     """
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError("--model: CONFIG is missing: give a TOML file, and any flags after it")
@@ -54,15 +50,13 @@ def _sections(words: list[str]) -> Iterator[str]:
     settings = settings_of(job_config)
     raise_first(pipeline_problems(settings), settings)
     check_model_layout(settings, has_gpus=True)
-    if layouts := list(_layouts(job_config.parallelism)):
-        raise_first(layout_problems(settings, layouts[0][1]), settings)  # the fewest processes
+    raise_first(layout_problems(settings, _layouts(job_config.parallelism)[0][1]), settings)  # the fewest processes
     model, name = build_on_meta(job_config), job_config.model.name
     if missing := [part for part in ("tok_embeddings", "layers", "output") if getattr(model, part, None) is None]:
         raise ConfigError(
-            f"model.name = {name!r} has no {', '.join(missing)}: doctor --model takes models with tok_embeddings, "
-            "layers and output, as TorchTitan's language models have them"
+            f"model.name = {name!r} has no {', '.join(missing)}: doctor --model needs embedding, blocks and head"
         )
-    yield table(f"{name} {job_config.model.flavor}", parameters(model))
+    yield titled(f"{name} {job_config.model.flavor}", parameters(model))
     yield memory_table(model, job_config)
     plans = convert_on_meta(job_config, model)
     uses = next((plan.weights for plan in plans.values() if plan is not None and plan.weights), None)
@@ -71,7 +65,7 @@ def _sections(words: list[str]) -> Iterator[str]:
     low = sum(use.multiplications * use.quantized for use in uses.values())
     rows = [(name, f"{round(n):,} ({n / total:.1%})") for name, n in (("low precision", low), ("high", total - low))]
     rows.append(("all", f"{round(total):,}; products without a weight, such as attention scores, are not counted"))
-    yield table("multiplications by weights, per token: the mean of fprop, dgrad and wgrad", rows)
+    yield titled("multiplications by weights, per token: the mean of fprop, dgrad and wgrad", rows)
     for name, plan in plans.items():
         if plan is None:
             yield f"{name}\n  left out here: not a converter of mxtrain; what it changes is not in these numbers"
@@ -80,12 +74,6 @@ def _sections(words: list[str]) -> Iterator[str]:
     try_plan(model, job_config)  # at last, because it splits the model
     if entries := schedule_in(job_config):
         yield "\n".join(["precision schedule", *(f"  {entry} ({entry.name})" for entry in entries)])
-    if guard := guard_in(job_config):
-        own = job_config.mxnorm.guard
-        yield (
-            f"guard\n  {guard[1]} in all swapped layers for {own.steps} steps, after a loss that is more than "
-            f"{own.sigmas:g} standard deviations\n  above the mean of the {own.window} losses before it, or not finite"
-        )
 
 
 def parameters(model: nn.Module) -> list[tuple[str, str]]:
@@ -109,56 +97,40 @@ def memory_table(model: nn.Module, job_config) -> str:
 
     In a pipeline it is that of the rank with most weights.
     """
-    training, parallelism, optimizer = job_config.training, job_config.parallelism, job_config.optimizer
-    dtype, compute, reduce = (
-        getattr(torch, name)
-        for name in (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
-    )
+    training, parallelism = job_config.training, job_config.parallelism
+    names = training.dtype, training.mixed_precision_param, training.mixed_precision_reduce
+    dtype, compute, reduce = (getattr(torch, name) for name in names)
     tensor, has_stages = parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree > 1
     rank = max(groups_of_ranks(model, parallelism), key=lambda groups: shard_bytes(nn.ModuleList(groups), 1, dtype))
     frees = not has_stages or parallelism.fsdp_reshard_after_forward == "always"
     gathered = gathered_bytes(rank, compute, parallelism, GATHERED_GROUPS if frees else len(rank))
+    left_out = "gathered gradients, activations, logits, copies by autocast on one GPU"
+    of_weights = "the two largest groups of weights" if frees else "all weights of the rank"
+    notes = [f"gathered: {of_weights}, in {names[1]}"]
     if has_stages:  # PyTorch adds up the chunks' gradients before it divides them among processes
         gathered += gathered_bytes(rank, reduce, parallelism, len(rank))
-    layouts = list(_layouts(parallelism))
-    if not layouts:
-        raise ConfigError(
-            f"parallelism.expert_parallel_degree = {parallelism.expert_parallel_degree} times expert_tensor_parallel_"
-            f"degree = {parallelism.expert_tensor_parallel_degree} does not divide the product of the degrees shard, "
-            f"context and tensor on any number of processes up to {MOST_PROCESSES}"
-        )
-    width = max([16, *(len(name) + 2 for name, *_ in layouts)])
-    lines = [
-        f"memory per GPU in GiB: {training.dtype} weights, gradients and {optimizer.name} states, sharded",
-        f"  {'GPUs':<{width}}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'gathered':>10}{'sum':>10}",
-    ]
-    for name, count, shards in layouts:
+        notes[0] += f", and all its gradients, in {names[2]}, divided after the last chunk"
+        notes.append("the rank of the pipeline with most weights")
+        left_out = "activations, logits"
+    notes.append(f"left out: {left_out}, and what the allocator reserves")
+    if tensor > 1:
+        notes.append("matrices that tensor parallelism leaves whole (gates, DeepSeek's wkv_a, wq_a) count as split")
+    if job_config.optimizer.early_step_in_backward:
+        notes.append("optimizer.early_step_in_backward = true: gradients are used up one by one, not held together")
+    if training.enable_cpu_offload:
+        notes.append("training.enable_cpu_offload = true: all but the gathered weights is in the CPU's memory")
+    rows = [("GPUs", "weights", "gradients", "optimizer", "gathered", "sum")]
+    for name, count, shards in _layouts(parallelism):
         weights = shard_bytes(nn.ModuleList(rank) if has_stages else model, shards, dtype, tensor)
         # FSDP2 copies a single shard, too. One process gathers nothing.
         columns = [weights, weights, OPTIMIZER_STATES * weights, gathered if count > 1 else 0]
-        texts = [f"{value / 2**30:,.2f}" for value in (*columns, sum(columns))]
-        lines.append(f"  {name:<{width}}{texts[0]:>10}{texts[1]:>11}{texts[2]:>11}{texts[3]:>10}{texts[4]:>10}")
-    of_weights = "the two largest groups of weights" if frees else "all weights of the rank"
-    note = f"  gathered: {of_weights}, in {training.mixed_precision_param}"
-    if has_stages:
-        note += (
-            f", and all its gradients, in {training.mixed_precision_reduce}, divided after the last chunk.\n"
-            "  It is the rank of the pipeline with most weights. Left out: activations, logits, and what the allocator "
-            "reserves"
-        )
-    else:
-        note += (
-            ". Left out: gathered gradients, activations, logits,\n"
-            "  copies by autocast on one GPU, and what the allocator reserves"
-        )
-    lines.append(note)
-    if tensor > 1:
-        lines.append("  matrices that tensor parallelism leaves whole (gates, DeepSeek's wkv_a, wq_a) count as split")
-    if optimizer.early_step_in_backward:
-        lines.append("  optimizer.early_step_in_backward = true: gradients are used up one by one, not held together")
-    if training.enable_cpu_offload:
-        lines.append("  training.enable_cpu_offload = true: all but the gathered weights is in the CPU's memory")
-    return "\n".join(lines)
+        rows.append((name, *(f"{value / 2**30:,.2f}" for value in (*columns, sum(columns)))))
+    width = max(16, *(len(row[0]) + 2 for row in rows))
+    lines = [f"{row[0]:<{width}}" + "".join(f"{text:>11}" for text in row[1:]) for row in rows]
+    title = (
+        f"memory per GPU in GiB: {training.dtype} weights, gradients and {job_config.optimizer.name} states, sharded"
+    )
+    return "\n  ".join([title, *lines, *notes])
 
 
 def shard_bytes(module: nn.Module, shards: int, dtype: torch.dtype, tensor: int = 1) -> int:
@@ -214,17 +186,27 @@ def gathered_bytes(groups: list[nn.Module], dtype: torch.dtype, parallelism, cou
     return sum(elements[:count]) * dtype.itemsize
 
 
-def _layouts(parallelism) -> Iterator[tuple[str, int, int]]:
-    """Yield layouts: in words, the number of processes, and among how many of them FSDP2 divides each weight."""
+def _layouts(parallelism) -> list[tuple[str, int, int]]:
+    """Return layouts: in words, the number of processes, and among how many of them FSDP2 divides each weight.
+
+    Raises ConfigError if the degrees fit no number of processes.
+    """
     replicas, given = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
     tensor, pipeline = parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree
+    expert, expert_tensor = parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree
     others = replicas * tensor * pipeline * parallelism.context_parallel_degree
     doubled = [others * 2**doublings for doublings in range(MOST_PROCESSES.bit_length())]
-    counts = [given * others] if given != -1 else [count for count in doubled if count <= MOST_PROCESSES]
-    for count in counts:
+    found = []
+    for count in [given * others] if given != -1 else [count for count in doubled if count <= MOST_PROCESSES]:
         shards = count // (replicas * tensor * pipeline)
-        if shards * tensor % (parallelism.expert_parallel_degree * parallelism.expert_tensor_parallel_degree):
-            continue
-        parts = [f"pipeline {pipeline}"] * (pipeline > 1) + [f"tensor {tensor}"] * (tensor > 1)
-        parts += [f"{replicas}"] * (replicas > 1) + [f"{shards}"] * (replicas > 1 or tensor * pipeline > 1)
-        yield f"{count} ({' x '.join(parts)})" if parts else f"{count}", count, shards
+        if shards * tensor % (expert * expert_tensor) == 0:
+            parts = [f"pipeline {pipeline}"] * (pipeline > 1) + [f"tensor {tensor}"] * (tensor > 1)
+            parts += [f"{replicas}"] * (replicas > 1) + [f"{shards}"] * (replicas > 1 or tensor * pipeline > 1)
+            found.append((f"{count} ({' x '.join(parts)})" if parts else f"{count}", count, shards))
+    if not found:
+        raise ConfigError(
+            f"parallelism.expert_parallel_degree = {expert} times expert_tensor_parallel_degree = {expert_tensor} does "
+            "not divide the product of the degrees shard, context and tensor on any number of processes up to "
+            f"{MOST_PROCESSES}"
+        )
+    return found

@@ -7,8 +7,10 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from mxtrain.analysis.comparison import PAIRING_SETTINGS, unpaired
 from mxtrain.config import load_config
@@ -27,8 +29,7 @@ LONGEST_NAME = 200
 """Bytes in a run's name, of which a file system allows 255: files beside the run's folder have longer names"""
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     name: str
     config: str
     flags: list[str]
@@ -66,23 +67,20 @@ def planned(variants: list[str], seeds: int, rates: list[str], flags: list[str])
         flags: for every run; those of a variant override them.
 
     Raises:
-        ConfigError: for two variants or runs of one name, a name that is too long for a folder, a flag that the
+        ConfigError: for two runs of one name, a name that is too long for a folder, a flag that the
             comparison sets itself, and a config that cannot be read.
     """
     found = [variant_of(words) for words in variants]
-    names = [variant.name for variant in found]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"two variants have the name {twice[0]!r}: write NAME=CONFIG to name them")
     own = (*OWN_SETTINGS, *(["optimizer.lr"] if rates else []))
     for flag in [flag for variant in found for flag in (*flags, *variant.flags)]:
         if flag.partition("=")[0].removeprefix("--").replace("-", "_") in own:
             raise ConfigError(f"{flag.partition('=')[0]}: 'mxtrain compare' sets it for every run")
-    hashes = {variant.name: _hash(variant.config) for variant in found}
+    hashes = [_hash(variant.config) for variant in found]
     runs = {}
-    for seed, rate, variant in [(s, r, v) for s in range(seeds) for r in rates or [""] for v in found]:
+    for seed, rate, (variant, hashed) in product(range(seeds), rates or [""], zip(found, hashes)):
         name = f"{variant.name}{f'-lr{rate}' if rate else ''}-seed{seed}"
         if name in runs:
-            raise ConfigError(f"two runs have the name {name!r}: write NAME=CONFIG with other names")
+            raise ConfigError(f"two runs have the name {name!r}: write NAME=CONFIG to name variants apart")
         if (length := len(name.encode())) > LONGEST_NAME:
             raise ConfigError(
                 f"the folder's name {name[:40]!r}... has {length} bytes, and at most {LONGEST_NAME} are allowed: "
@@ -90,7 +88,7 @@ def planned(variants: list[str], seeds: int, rates: list[str], flags: list[str])
             )
         arguments = [variant.config, *flags, *variant.flags, *([f"--optimizer.lr={rate}"] if rate else [])]
         arguments.append(f"--debug.seed={seed}")
-        runs[name] = PairedRun(name, variant.name, arguments, hashes[variant.name], directory=os.getcwd())
+        runs[name] = PairedRun(name, variant.name, arguments, hashed, directory=os.getcwd())
     return runs
 
 
@@ -122,47 +120,44 @@ def joined(earlier: dict[str, PairedRun], plan: dict[str, PairedRun], where: str
         elif before.config_sha256 != run.config_sha256:
             what = f"was begun before {run.arguments[0]} changed"
         else:
-            runs[name] = replace(run, status=before.status, directory=before.directory or run.directory)
+            directory = before.directory or run.directory
+            runs[name] = replace(run, status=before.status, gpus=before.gpus, directory=directory)
             continue
         raise ConfigError(f"{where}: its run {name} {what}; choose another folder")
     return runs
 
 
-def read_all(runs: dict[str, PairedRun]) -> dict[str, Settings]:
-    """Return the settings of all runs by name. Raises ConfigError for every mistake that shows without PyTorch."""
-    from mxtrain.titan.check_job import check_names  # takes seconds
+def read_all(runs: dict[str, PairedRun], has_gpus: bool = True) -> dict[str, Settings]:
+    """Return the settings of all runs by name.
 
-    found = {}
-    for name, run in runs.items():
-        with _in_place_of(run) as arguments:
-            found[name] = read_settings(arguments)
-            check_names(found[name].values)
-    return found
-
-
-def check_machine_for(runs: dict[str, PairedRun], settings: Mapping[str, Settings], has_gpus: bool) -> None:
-    """Raise ConfigError if an unfinished run could not start on this machine with its number of processes."""
+    Raises ConfigError for a mistake in them, or if an unfinished run could not start with its number of processes.
+    """
     from mxtrain.titan.check_job import check_job  # takes seconds
 
-    for run in {run.variant: run for run in runs.values() if run.status != 0}.values():
+    found, checked = {}, set()
+    for name, run in runs.items():
         try:
-            with _in_place_of(run):
-                check_job(settings[run.name], Machine(run.gpus, has_gpus))
+            with _in_place_of(run) as arguments:
+                found[name] = read_settings(arguments)
+                if run.status != 0 and run.variant not in checked:
+                    check_job(found[name], Machine(run.gpus, has_gpus))
+                    checked.add(run.variant)
         except ConfigError as error:
-            raise ConfigError(f"{run.name}: {error}") from None
+            raise ConfigError(f"{name}: {error}") from None
+    return found
 
 
 def unpaired_settings(runs: dict[str, PairedRun], settings: Mapping[str, Settings]) -> list[str]:
     """Return a line for each setting in which variants differ, or runs of one variant, and paired runs must not."""
-    first_of = {(run.variant, run.gpus): run for run in reversed(runs.values())}
-    found = []
-    for run in reversed(first_of.values()):
-        own = settings[run.name]
+    found = {}
+    for name, run in runs.items():
+        own = settings[name]
         # With defaults, but for [model_args], whose defaults are the flavor's.
-        values = {name: own[name] for name in PAIRING_SETTINGS} | own.given
+        values = {setting: own[setting] for setting in PAIRING_SETTINGS} | own.given
         # Unset, it follows from the layout: tensor parallelism leaves fewer processes that read different text.
-        found.append((run.variant, values | {BATCH: global_batch_size(own, run.gpus)}))
-    return unpaired(found)
+        batch = {BATCH: global_batch_size(own, run.gpus)}
+        found.setdefault((run.variant, run.gpus), (run.variant, values | batch))
+    return unpaired(found.values())
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -23,11 +22,10 @@ from mxtrain.cli.workers import IMPATIENT, say_from_handler, stop_signals_to
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import COMPARISON_VARIABLE, import_flags
 from mxtrain.run_folder.comparison import SET_ASIDE, PairedRun, write_comparison
-from mxtrain.run_folder.lock import FolderInUse, locked
+from mxtrain.run_folder.lock import locked
 from mxtrain.settings.fields import Settings
 
 TRAIN = [sys.executable, *import_flags(), "-m", "mxtrain.cli", "train"]
-WAIT_SECONDS = 0.1
 
 
 class SideBySide:
@@ -53,18 +51,15 @@ class SideBySide:
     ):
         self.folder, self.runs, self.devices, self.processes = folder, runs, devices, processes
         self.stopped_by: signal.Signals | None = None
-        self._checkpoints = {name: own.section("checkpoint") for name, own in settings.items()}
+        self._settings = settings
         self._waiting = deque(run for run in runs.values() if run.status != 0)
         self._running: list[subprocess.Popen] = []
-        self._in_use: set[str] = set()
-        """Names of runs in whose folders another process was at work"""
         self._lock = Lock()
 
     def finish(self) -> None:
         """Do all runs that are not finished. After a stop signal, runs in progress save and stop, and none begins.
 
-        A run that fails is reported, and the others go on. A run in whose folder another process works waits: when a
-        comparison is killed, its runs save before they stop.
+        A run that fails is reported, and the others go on.
         """
         with stop_signals_to(self._pass_on), ThreadPoolExecutor(len(self.devices)) as threads:
             list(threads.map(self._work, self.devices))
@@ -78,36 +73,27 @@ class SideBySide:
             except IndexError:
                 return
             try:
-                how = self._prepare(run)
-            except FolderInUse as error:
-                if run.name not in self._in_use:
-                    _say(f"{run.name}: waits: {error}")
-                self._in_use.add(run.name)
-                self._waiting.append(run)
-                time.sleep(WAIT_SECONDS)
+                if problem := ended_nonfinite(self.folder / run.name, run):
+                    _say(f"{run.name}: FAILED before: {problem}")
+                else:
+                    self._do(run, device, self._prepare(run))
             except ConfigError as error:
                 self._note_status(run, CONFIG_ERROR_STATUS)
                 _say(f"{run.name}: FAILED: {error}")
-            else:
-                if how:
-                    self._do(run, device, how)
 
     def _prepare(self, run: PairedRun) -> str:
-        """Say how a run begins, after moving away what would keep it from starting in its folder; "" for not at all.
+        """Say how a run begins, after moving away what would keep it from starting in its folder.
 
         That is a run without a checkpoint to resume from, or one with damaged checkpoints only.
 
         Raises ConfigError if a process still works in the folder, or if the run cannot start for another reason.
         """
         folder = self.folder / run.name
-        if problem := ended_nonfinite(folder, run):
-            _say(f"{run.name}: FAILED before: {problem}; to start it again, remove {folder}")
-            return ""
         if not folder.exists():
             return "starts"
         with locked(folder):
             try:
-                start = find_start(folder, self._checkpoints[run.name], self.processes)
+                start = find_start(folder, self._settings[run.name].section("checkpoint"), self.processes)
                 return f"resumes after step {start.step}" if start.step else "starts"
             except NothingToResume:
                 numbered = (self.folder / SET_ASIDE / f"{run.name}-{number}" for number in count(1))
@@ -152,8 +138,8 @@ class SideBySide:
         elif self.stopped_by is not None:
             _say(f"{run.name}: stopped after {minutes}")
         else:
-            last = _last_words(log, log_start)
-            _say(f"{run.name}: FAILED after {minutes} with exit status {status}, and the rest goes on: {last}")
+            why = ended_nonfinite(folder, self.runs[run.name]) or _last_words(log, log_start)
+            _say(f"{run.name}: FAILED after {minutes} with exit status {status}, and the rest goes on: {why}")
 
     def _note_status(self, run: PairedRun, status: int) -> None:
         with self._lock:
@@ -178,15 +164,18 @@ class SideBySide:
 
 
 def ended_nonfinite(folder: Path, run: PairedRun) -> str:
-    """Say what was not finite when the run failed, or "". The same seed would bring it again."""
+    """Say what was not finite when the run failed, which the same seed would bring again; "" for other ends."""
     if run.status is None or not 0 < run.status < 128:  # it has not ended, or a signal ended it
         return ""
     try:
         earlier = load_run(folder)
     except ConfigError:
         return ""
+    problem = nonfinite_loss(earlier)
     # A run that goes on after such a loss has failed for another reason.
-    return "" if earlier.setting("metrics", "on_nonfinite_loss") == "continue" else nonfinite_loss(earlier)
+    if not problem or earlier.setting("metrics", "on_nonfinite_loss") == "continue":
+        return ""
+    return f"{problem}; the same seed gives it again. To start the run all the same, remove {folder}"
 
 
 def _losses(folder: Path) -> str:
@@ -194,8 +183,7 @@ def _losses(folder: Path) -> str:
         run = load_run(folder)
     except ConfigError as error:
         return f"finished without metrics ({error})"
-    last = run.validation[-1] if run.validation else None
-    validation = "" if last is None else f", validation {last['validation_loss']:.4f} (step {last['step']})"
+    validation = "" if run.validation_loss is None else f", validation {run.validation_loss:.4f}"
     return f"finished: loss {run.tail_loss:.4f} (last 10 %){validation}"
 
 
@@ -204,10 +192,6 @@ def _last_words(log: Path, start: int) -> str:
     lines = [line for line in log.read_bytes()[start:].decode(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines[-60:] if re.match(r"mxtrain: error: |[\w.]*(Error|Exception)\b", line)]
     return (errors or lines or ["it printed nothing"])[-1]
-
-
-def resume_command(folder: Path) -> str:
-    return f"mxtrain compare --resume {shlex.quote(str(folder))}"
 
 
 def _say(text: str) -> None:

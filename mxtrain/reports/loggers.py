@@ -49,28 +49,24 @@ class MetricsFileLogger:
 
     def _write(self, row: dict) -> None:
         row["time"] = time.time()
-        step, path = row["step"], self.writer.path
+        place = f"step {row['step']}: {self.writer.path}"
         try:
-            if self.writer.write(row):
-                logger.warning(
-                    f"step {step}: {path} was removed, moved or replaced: rows go on there; other files of the run's "
-                    "folder may be gone, such as the lock that keeps another run out"
-                )
+            self.writer.write(row)
         except OSError as error:
             if not self.is_failing:
                 logger.warning(
-                    f"step {step}: {path} cannot be written: {reason(error)}; training goes on, and the rows are kept "
-                    "until they can be written"
+                    f"{place} cannot be written: {reason(error)}; training goes on, and the rows are kept until they "
+                    "can be written"
                 )
             self.is_failing = True
         else:
             if self.is_failing:
-                note(f"step {step}: {path} is complete again")
+                note(f"{place} is complete again")
             self.is_failing = False
 
     def close(self) -> None:
         try:
-            self.writer.close()
+            self.writer.flush()
         except OSError as error:
             logger.warning(f"{self.writer.path} cannot be written: {reason(error)}; the last rows are lost")
 

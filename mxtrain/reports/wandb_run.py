@@ -211,8 +211,8 @@ def wandb_names(metrics, facts: dict, settings, continues: bool) -> dict:
     """Return the arguments ``entity``, ``project``, ``name``, ``group``, ``tags``, ``notes`` and ``job_type``.
 
     Each comes from the first of these that says something: the section [metrics], TorchTitan's environment variables,
-    wandb's settings (environment and files), the run's own facts. A run that continues keeps the name, group and tags
-    that it has on the server, where a user may have changed them.
+    wandb's settings (environment and files), the run's own facts. wandb itself reads its settings for None. A run that
+    continues keeps the name, group and tags that it has on the server, where a user may have changed them.
 
     Args:
         metrics: the section of the job config. Without mxtrain's config module it has no settings of wandb.
@@ -220,21 +220,20 @@ def wandb_names(metrics, facts: dict, settings, continues: bool) -> dict:
         settings: a ``wandb.Settings``.
         continues: whether an earlier start of this run has named the wandb run.
     """
-    own = {key: getattr(metrics, f"wandb_{key}", None) for key in ("project", "name", "group", "tags")}
+    project, name, group, tags = (getattr(metrics, f"wandb_{k}", None) for k in ("project", "name", "group", "tags"))
     default = {} if continues else default_names(facts)
     env = os.environ.get
-    tags = own["tags"]
     if tags is None:
         words = [word.strip() for word in env("WANDB_RUN_TAGS", "").split(",") if word.strip()]
         tags = words or settings.run_tags or default.get("tags")
     return {
-        "entity": env("WANDB_TEAM") or settings.entity,
-        "project": own["project"] or settings.project or PROJECT,
-        "name": own["name"] or env("WANDB_RUN_NAME") or settings.run_name or default.get("name"),
-        "group": own["group"] or settings.run_group or default.get("group"),
+        "entity": env("WANDB_TEAM"),
+        "project": project or settings.project or PROJECT,
+        "name": name or env("WANDB_RUN_NAME") or settings.run_name or default.get("name"),
+        "group": group or settings.run_group or default.get("group"),
         "tags": tags,
-        "notes": env("WANDB_RUN_NOTES") or settings.run_notes,
-        "job_type": env("WANDB_RUN_JOB_TYPE") or settings.run_job_type,
+        "notes": env("WANDB_RUN_NOTES"),
+        "job_type": env("WANDB_RUN_JOB_TYPE"),
     }
 
 

@@ -17,10 +17,6 @@ from mxtrain.files import reason
 LOCK_FILE = ".lock"
 
 
-class FolderInUse(ConfigError):
-    """Another run holds the lock of the folder."""
-
-
 @contextmanager
 def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | None]:
     """Create ``folder`` and hold its lock.
@@ -30,9 +26,7 @@ def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | Non
     Args:
         setting: what the user gave the folder to, for messages.
 
-    Raises:
-        FolderInUse: if another run holds the lock.
-        ConfigError: if the folder cannot be written.
+    Raises ConfigError if another run holds the lock, or the folder cannot be written.
     """
     path = folder / LOCK_FILE
     try:
@@ -48,7 +42,7 @@ def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | Non
             # A child, such as a dataloader worker, would keep the lock for as long as it outlives this process.
             os.register_at_fork(after_in_child=file.close)
         except BlockingIOError as error:
-            raise FolderInUse(
+            raise ConfigError(
                 f"{setting} = {str(folder)!r} is in use by {_owner(file)}; wait until that run ends, stop it, or "
                 "choose another folder"
             ) from error

@@ -8,13 +8,15 @@ A run that has not ended is left out with a line. A run whose loss or weights ar
 """
 
 import argparse
+import csv
 import math
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from mxtrain.analysis import load_run
-from mxtrain.analysis.results import append_results, nonfinite_loss, result_of
+from mxtrain.analysis.results import COLUMNS, FIELDS, HASH_DIGITS, HASHES, Result, nonfinite_loss, result_of
 from mxtrain.errors import ConfigError
 
 
@@ -46,6 +48,31 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def row_of(result: Result) -> dict[str, str]:
+    """Return the result as a row of a CSV with ``COLUMNS``; "" where a number is not known."""
+    values = {column: (getattr(result, name), form) for column, (name, _, form) in FIELDS.items()}
+    row = {column: "" if value is None else f"{value:{form}}" for column, (value, form) in values.items()}
+    return row | {column: result.text.get(key, "")[:HASH_DIGITS] for column, key in HASHES.items()}
+
+
+def append_results(path: str | os.PathLike, results: list[Result]) -> None:
+    """Append a row per result to a CSV, which is created if it does not exist.
+
+    Raises ConfigError if the CSV has other columns: rows would not fit under its header.
+    """
+    is_new = not Path(path).exists()
+    before = "" if is_new else Path(path).read_text(encoding="utf-8-sig")
+    if not is_new and (header := before.partition("\n")[0]) != ",".join(COLUMNS):
+        raise ConfigError(f"{path} has the columns {header!r}; rows are appended under {','.join(COLUMNS)!r} only")
+    with open(path, "a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        elif not before.endswith("\n"):  # an editor has left the last line open
+            file.write("\n")
+        writer.writerows(map(row_of, results))
 
 
 if __name__ == "__main__":

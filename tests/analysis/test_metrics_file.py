@@ -14,7 +14,6 @@ def write(path, rows, steps_done=0):
     writer = MetricsWriter(path, steps_done)
     for row in rows:
         writer.write(row)
-    writer.close()
 
 
 def steps(path):
@@ -28,7 +27,6 @@ def test_rows_can_be_read_back_at_once(tmp_path):
     for count, row in enumerate(rows, start=1):
         writer.write(row)
         assert read_metrics(path) == rows[:count]  # before close
-    writer.close()
 
 
 def test_nonfinite_values_are_strict_json_and_are_restored(tmp_path):
@@ -45,26 +43,6 @@ def test_nonfinite_values_are_strict_json_and_are_restored(tmp_path):
     assert row["lr"] == 0.1 and "nonfinite" not in row
 
 
-def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write(path, [{"step": s, "loss": 9.0} for s in range(1, 9)] + [{"step": 8, "validation_loss": 9.0}])
-    write(path, [{"step": s, "loss": 5.0} for s in (8, 10)], steps_done=5)  # logs less often than before
-    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(s, 9.0) for s in range(1, 6)] + [
-        (8, 5.0),
-        (10, 5.0),
-    ]
-
-
-def test_rows_go_on_in_a_new_line_of_a_file_that_took_the_place(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    writer = MetricsWriter(path)
-    writer.write({"step": 1, "loss": 9.0})
-    replace_file(path, path.read_bytes().rstrip())
-    writer.write({"step": 2, "loss": 9.0})
-    writer.close()
-    assert steps(path) == [1, 2]
-
-
 def test_which_step_lacks_a_validation(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert not lacks_validation(path, 1)
@@ -75,34 +53,27 @@ def test_which_step_lacks_a_validation(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
-def test_rows_of_a_file_that_is_gone_are_written_again(tmp_path, how):
+def test_rows_go_on_where_a_file_is_gone(tmp_path, how):
     path = tmp_path / "run" / "metrics.jsonl"
     writer = MetricsWriter(path)
-    assert [writer.write({"step": step, "loss": 9.0}) for step in (1, 2)] == [False, False]
+    writer.write({"step": 1, "loss": 9.0})
     if how == "removed":
         shutil.rmtree(path.parent)
     elif how == "moved":
         path.parent.rename(tmp_path / "moved")
     else:
         replace_file(path, b'{"step": 1, "loss": 7.0}\n')
-    assert [writer.write({"step": step, "loss": 9.0}) for step in (3, 4)] == [True, False]
-    writer.close()
-    assert steps(path) == ([1, 3, 4] if how == "replaced" else [1, 2, 3, 4])
+    for step in (2, 3):
+        writer.write({"step": step, "loss": 9.0})
+    assert steps(path) == ([1, 2, 3] if how == "replaced" else [2, 3])
     if how == "moved":
-        assert steps(tmp_path / "moved" / "metrics.jsonl") == [1, 2]
-
-
-def test_a_restarted_run_begins_with_an_empty_file(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write(path, [{"step": s, "loss": 9.0} for s in range(1, 9)])
-    write(path, [{"step": 1, "loss": 5.0}])
-    assert read_metrics(path) == [{"step": 1, "loss": 5.0}]
+        assert steps(tmp_path / "moved" / "metrics.jsonl") == [1]
 
 
 def test_a_run_that_logs_nothing_keeps_the_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, [{"step": 1, "loss": 9.0}])
-    MetricsWriter(path).close()
+    MetricsWriter(path).flush()
     assert steps(path) == [1]
 
 
@@ -154,7 +125,6 @@ def test_rows_wait_while_the_disk_is_full_and_no_row_is_torn(tmp_path, full_disk
                 writer.write({"step": step, "loss": 9.0})
             assert steps(path) == [1]
     writer.write({"step": 4, "loss": 9.0})
-    writer.close()
     assert steps(path) == [1, 2, 3, 4] and len(path.read_bytes().splitlines()) == 4
 
 
@@ -165,14 +135,22 @@ def test_rows_wait_while_the_file_cannot_be_opened(tmp_path, another_row):
     moved = path.parent.rename(tmp_path / "moved")
     path.parent.write_text("a file in place of the folder")
     writer = MetricsWriter(path, steps_done=2)
-    with pytest.raises(OSError):
-        writer.write({"step": 3, "loss": 5.0})
-    with pytest.raises(OSError):
-        writer.close()
+    for write_again in (lambda: writer.write({"step": 3, "loss": 5.0}), writer.flush):
+        with pytest.raises(OSError):
+            write_again()
     path.parent.unlink()
     moved.rename(path.parent)
     if another_row:
         writer.write({"step": 4, "loss": 5.0})
-    writer.close()
+    writer.flush()
     expected = [(1, 9.0), (2, 9.0), (3, 5.0), (4, 5.0)][: None if another_row else -1]
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == expected
+
+
+@pytest.mark.parametrize("steps_done, kept", [(5, [1, 2, 3, 4, 5]), (0, [])])
+def test_a_resumed_run_replaces_the_steps_it_repeats_and_a_restarted_one_all(tmp_path, steps_done, kept):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [{"step": s, "loss": 9.0} for s in range(1, 9)] + [{"step": 8, "validation_loss": 9.0}])
+    write(path, [{"step": s, "loss": 5.0} for s in (8, 10)], steps_done)  # logs less often than before
+    expected = [(s, 9.0) for s in kept] + [(8, 5.0), (10, 5.0)]
     assert [(row["step"], row["loss"]) for row in read_metrics(path)] == expected

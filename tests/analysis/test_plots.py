@@ -62,18 +62,11 @@ def legend(axes):
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-def test_every_run_has_a_color_in_the_picture(tmp_path):
-    count = len(COLORS) - 1
-    runs = [make_run(f"run-{i}", falling(200, end=2 + i / 4, seed=i), [(1000, 5.0)]) for i in range(count)]
-    path = plot(runs, tmp_path / "pictures" / "loss.png")
-    assert path == tmp_path / "pictures" / "loss.png"
-    assert runs_drawn(path) == set(range(count))
-
-
 def test_short_and_broken_runs_are_drawn(tmp_path):
-    losses = ([9.0], [9.0, math.nan, 8.0, 7.5], [9.0, math.inf], [8.0, *[math.nan] * SMOOTH_FROM])
-    runs = [make_run(f"run-{i}", values) for i, values in enumerate(losses)]
-    assert runs_drawn(plot(runs, tmp_path / "loss.png")) == set(range(len(losses)))
+    losses = ([9.0], [9.0, math.nan, 8.0, 7.5], [9.0, math.inf], [8.0, *[math.nan] * SMOOTH_FROM], falling(200))
+    runs = [make_run(f"run-{i}", values, [(1000, 5.0)]) for i, values in enumerate(losses)]
+    path = plot(runs, tmp_path / "pictures" / "loss.png")
+    assert path == tmp_path / "pictures" / "loss.png" and runs_drawn(path) == set(range(len(losses)))
     assert plot([make_run("a", [math.nan] * 60)], tmp_path / "nan.png").stat().st_size > 0
 
 
@@ -207,13 +200,6 @@ def test_moving_average_skips_values_that_are_not_finite():
     np.testing.assert_array_equal(moving_average(values, half_width=1), expected)
 
 
-def test_a_difference_is_taken_where_both_curves_are():
-    base = curve(curve_run([9.0, math.inf, 7.0, 6.0]))
-    difference = curve(curve_run([8.0, 8.0, 8.0, 8.0, 8.0], first=0)).minus(base)
-    np.testing.assert_array_equal(difference.loss, [math.nan, -1.0, math.nan, 1.0, 2.0])
-    assert len(difference.validation_loss) == 0
-
-
 def test_a_difference_of_curves_with_other_steps_is_interpolated():
     rows = [{"step": step, "loss": float(step)} for step in (10, 20)]
     base = curve(Run("b", Path("b"), {}, rows, [{"step": 10, "validation_loss": 1.0}]))
@@ -222,13 +208,12 @@ def test_a_difference_of_curves_with_other_steps_is_interpolated():
     assert list(difference.loss) == [5.0] and np.isnan(difference.validation_loss).all()
 
 
-@pytest.mark.parametrize(("points", "width"), [(None, 1), (1, 1), (2, 3), (3, 3), (10, 11)])
-def test_windows_are_odd(points, width):
-    assert window(curve(curve_run([9.0] * (SMOOTH_FROM - 1))), points) == width
-
-
-def test_a_long_curve_has_a_window_of_about_four_percent():
-    assert window(curve(curve_run([9.0] * 1000)), None) == 41
+@pytest.mark.parametrize(
+    ("length", "points", "width"),
+    [(49, None, 1), (49, 1, 1), (49, 2, 3), (49, 3, 3), (49, 10, 11), (1000, None, 41)],
+)
+def test_windows_are_odd_and_about_four_percent_of_a_long_curve(length, points, width):
+    assert window(curve(curve_run([9.0] * length)), points) == width
 
 
 @pytest.mark.parametrize(("x", "key"), [("tokens", "tokens_seen"), ("time", "time")])

@@ -1,4 +1,3 @@
-import json
 import math
 import os
 from pathlib import Path
@@ -6,68 +5,15 @@ from pathlib import Path
 import pytest
 
 from mxtrain.analysis import load_run
-from mxtrain.analysis.results import (
-    COLUMNS,
-    WINDOW,
-    append_results,
-    read_results,
-    read_sources,
-    result_of,
-    row_of,
-    spikes,
-)
+from mxtrain.analysis.results import WINDOW, read_results, read_sources, result_of, spikes
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.comparison import PairedRun, write_comparison
 from tests.support.paired_runs import make_run
 
 
-def test_a_run_becomes_a_row_and_the_row_the_same_numbers(tmp_path):
-    versions, path = {"torch": "2.11.0"}, tmp_path / "a.csv"
-    folder = make_run(tmp_path / "a", [4.0, 3.0], 5, 3.0000001e-4, {2: 3.5}, device="NVIDIA H200", versions=versions)
-    (folder / "data.json").write_text(json.dumps({"identity": {"tokenizer": "1" * 64, "train": "2" * 64}}))
-    result = result_of(load_run(folder))
-    append_results(path, [result])
-    append_results(path, [result])
-    header, row, again = path.read_text().splitlines()
-    assert header == ",".join(COLUMNS) and row == again
-    numbers = "0.00030000001,5,2,128,3.5000,2,3.0000,100,1.50"
-    hashes = f"{'1' * 12},{'2' * 12},"  # the run was not validated
-    assert row == f"2020-09-13,llama3,tiny,mxnorm mxfp8 p=2,{numbers},NVIDIA H200,2.11.0,{hashes}"
-    (read, _), notes = read_results(path)
-    assert row_of(read) == row_of(result) and not notes
-    assert read.text == {"tokenizer": "1" * 12, "train": "2" * 12}
-    assert (read.run, read.spikes, result.spikes, result.problem) == (None, None, 0, "")
-
-
 def test_a_validation_before_the_last_step_has_its_own_step(tmp_path):
     result = result_of(load_run(make_run(tmp_path / "a", [4.0, 3.0, 2.0], validation={1: 3.5, 2: 2.5})))
     assert (result.steps, result.validation, result.validation_step) == (3, 2.5, 2)
-
-
-def test_rows_are_not_appended_under_other_columns(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text("variant,lr,seed,steps,last_10_percent\n")
-    with pytest.raises(ConfigError, match="a.csv has the columns 'variant,lr,seed,steps,last_10_percent'; rows are"):
-        append_results(path, [result_of(load_run(make_run(tmp_path / "a", [4.0])))])
-    assert path.read_text().count("\n") == 1
-
-
-@pytest.mark.parametrize("end, encoding", [("", "utf-8"), ("\n", "utf-8-sig")])
-def test_rows_are_appended_to_what_an_editor_has_saved(tmp_path, end, encoding):
-    path, result = tmp_path / "a.csv", result_of(load_run(make_run(tmp_path / "a", [4.0])))
-    append_results(path, [result])
-    path.write_text(path.read_text().removesuffix("\n") + end, encoding=encoding)
-    append_results(path, [result])
-    (first, second), notes = read_results(path)
-    assert row_of(first) == row_of(second) == row_of(result) and not notes
-
-
-def test_two_rows_in_one_line_are_a_note(tmp_path):
-    path, result = tmp_path / "a.csv", result_of(load_run(make_run(tmp_path / "a", [4.0])))
-    append_results(path, [result, result])
-    header, row, again = path.read_text().splitlines()
-    path.write_text(f"{header}\n{row}{again}\n")
-    assert read_results(path) == ([], [f"{path}, line 2: left out: it has more values than the header has columns"])
 
 
 def test_what_a_run_does_not_tell_is_empty(tmp_path):
@@ -87,18 +33,29 @@ def test_a_run_has_ended_when_no_further_step_is_to_be_logged(tmp_path, logged, 
     assert problem == (f"it ends at step {logged} of {steps}" if ends_early else "")
 
 
-def test_rows_that_cannot_be_used_are_a_line_each(tmp_path):
+def test_rows_of_a_csv(tmp_path):
     path = tmp_path / "a.csv"
-    path.write_text(
-        "lr,seed,steps,variant,last_10_percent,validation\n"
-        "1e-3,0,10,a,2.5,\n1e-3,one,10,a,2.5,\n1e-3,0,,a,2.5,\n1e-3,0,10,,2.5,\n1e-3,1,10,a,nan,2.0\n1e-3\nnan,0,10,a,2.5,\n"
-    )
-    (first, diverged), notes = read_results(path)
+    path.write_text("lr,seed,steps,variant,last_10_percent,validation\n1e-3,0,10,a,2.5,\n1e-3,1,10,a,nan,2.0\n")
+    first, diverged = read_results(path)
     assert (first.tail, first.validation, first.tokens, first.name) == (2.5, None, None, "a.csv, line 2")
     assert math.isnan(diverged.tail) and diverged.problem == "its loss is not finite"
-    problems = ["seed = 'one' is not a number", "steps is empty", "variant is empty", "variant is empty"]
-    problems.append("lr = nan is not finite")
-    assert notes == [f"{path}, line {n}: left out: {p}" for n, p in zip((3, 4, 5, 7, 8), problems, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "row, problem",
+    [
+        ("1e-3,one,10,a,2.5,", "seed = 'one' is not a number"),
+        ("1e-3,0,,a,2.5,", "steps is empty"),
+        ("1e-3", "variant is empty"),
+        ("nan,0,10,a,2.5,", "lr = nan is not finite"),
+        ("1e-3,0,10,a,2.5,,1e-3,1,10,a,2.5,", "it has more values than the header has columns"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_an_error_with_its_line(tmp_path, row, problem):
+    path = tmp_path / "a.csv"
+    path.write_text(f"lr,seed,steps,variant,last_10_percent,validation\n1e-3,0,10,a,2.5,\n{row}\n")
+    with pytest.raises(ConfigError, match=f"a.csv, line 3: {problem}"):
+        read_results(path)
 
 
 @pytest.mark.parametrize(
@@ -160,26 +117,16 @@ def test_a_folder_may_hold_comparisons_beside_runs(tmp_path):
 
 
 def test_variants_of_comparisons_that_mean_other_settings_by_one_name_are_told_apart(tmp_path):
-    for parent, seeds, betas in (("a", (0, 1), (0.9, 0.5)), ("b", (0, 1), (0.9, 0.8)), ("c", (0,), (0.9, 0.5))):
-        runs = [PairedRun(f"{v}-seed{seed}", v, ["a.toml"], "") for v in ("base", "x") for seed in seeds]
+    for parent, beta in (("a", 0.5), ("b", 0.8), ("c", 0.5)):
+        runs = [PairedRun(f"{v}-seed{seed}", v, ["a.toml"], "") for v in ("base", "x") for seed in (0, 1)]
         for run in runs:
-            seed, beta = int(run.name[-1]), betas[run.variant == "x"]
-            make_run(tmp_path / parent / run.name, [3.0], seed=seed, settings={"optimizer": {"beta1": beta}})
+            settings = {"optimizer": {"beta1": beta if run.variant == "x" else 0.9}}
+            make_run(tmp_path / parent / run.name, [3.0], seed=int(run.name[-1]), settings=settings)
         write_comparison(tmp_path / parent, {run.name: run for run in runs})
-    assert [variant for _, variant, *_ in found(tmp_path / "a", tmp_path / "c")[0]] == [
-        "base",
-        "base",
-        "x",
-        "x",
-        "base",
-        "x",
-    ]
+    assert [variant for _, variant, *_ in found(tmp_path / "a", tmp_path / "c")[0]] == ["base", "base", "x", "x"] * 2
     results, notes = found(tmp_path / "a", tmp_path / "b")
-    assert [variant for _, variant, *_ in results] == ["base"] * 2 + ["a/x"] * 2 + ["base"] * 2 + ["b/x"] * 2
-    assert notes == []
-    make_run(tmp_path / "other" / "a" / "x-seed0", [3.0], settings={"optimizer": {"beta1": 0.8}})
-    write_comparison(tmp_path / "other" / "a", {"x-seed0": PairedRun("x-seed0", "x", ["a.toml"], "")})
-    assert found(tmp_path / "a", tmp_path / "other" / "a")[0][-1][1] == f"{tmp_path}/other/a/x"
+    expected = [name for beta in (0.5, 0.8) for name in ["base"] * 2 + [f"x, optimizer.beta1 {beta}"] * 2]
+    assert [variant for _, variant, *_ in results] == expected and notes == []
 
 
 def test_a_run_in_a_folder_of_runs_that_failed_before_its_first_step_is_a_line(tmp_path):
@@ -213,8 +160,8 @@ def test_a_folder_that_may_not_be_searched_is_a_line(tmp_path, monkeypatch):
 
 
 def test_csv_files_and_folders_come_together_and_what_cannot_be_read_is_a_line(tmp_path):
-    results, _ = read_sources([make_run(tmp_path / "a", [3.0])])
-    append_results(tmp_path / "r.csv", results)
+    make_run(tmp_path / "a", [3.0])
+    (tmp_path / "r.csv").write_text("variant,lr,seed,steps,last_10_percent\nx,1e-3,0,10,2.5\n")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "comparison.json").write_text('[{"name": 1}]')
     names, notes = found(tmp_path / "a", tmp_path / "gone", tmp_path / "bad", tmp_path / "r.csv")

@@ -1,9 +1,11 @@
 import json
 import math
+from pathlib import Path
 
 import pytest
 
-from mxtrain.analysis import load_run
+from mxtrain.analysis import Run, load_run
+from mxtrain.analysis.runs import labels, names, variants
 from mxtrain.errors import ConfigError
 
 
@@ -143,3 +145,49 @@ def test_settings_are_read_where_they_can_be(tmp_path):
     assert load_run(folder).settings == {"optimizer": {"lr": 0.001}} and load_run(folder).learning_rate == 0.001
     (folder / "config.toml").write_text("[optimizer")
     assert load_run(folder).settings == {}
+
+
+P = [{"converter": "mxnorm", "recipe": "mxfp8", "p": p, "estimator": "pre_round"} for p in (1, 2)]
+
+
+def named_run(name, facts, settings=None, folder="runs"):
+    return Run(name, Path(folder) / name, facts, [{"step": 1, "loss": 9.0}], [], settings or {})
+
+
+def test_a_name_is_the_folders_or_its_path():
+    runs = [named_run("a", {}), named_run("b", {}, folder="x"), named_run("b", {}, folder="y")]
+    assert names(runs) == ["a", "x/b", "y/b"]
+
+
+def test_a_label_has_the_settings_in_which_runs_differ():
+    runs = [
+        named_run("a", P[0], {"optimizer": {"lr": 1e-3}, "debug": {"seed": 1}, "model": {"flavor": "1B"}}),
+        named_run("b", P[1], {"optimizer": {"lr": 2e-3}, "debug": {}, "model": {"flavor": "1B"}}),
+        named_run("c", {}, {"model": {"flavor": "1B"}}),
+    ]
+    assert labels(runs) == [
+        "a (mxnorm mxfp8 p=1, lr 0.001, seed 1)",
+        "b (mxnorm mxfp8 p=2, lr 0.002, default seed)",
+        "c (default lr, default seed)",
+    ]
+
+
+def test_settings_in_which_runs_agree_are_left_out():
+    assert labels([named_run(name, P[0], {"debug": {"seed": 1}}) for name in "ab"]) == [
+        "a (mxnorm mxfp8 p=1)",
+        "b (mxnorm mxfp8 p=1)",
+    ]
+
+
+def test_a_variant_names_settings_in_tables_one_by_one_and_not_what_changes_no_training():
+    guard = {"guard": {"recipe": "bf16"}, "schedule": [{"recipe": "bf16", "modules": ["layers.0", "*.w2"]}]}
+    same = {"diagnostics": {"every": 5}, "gather": "quantized"}
+    runs = [
+        named_run("a", P[1], {"mxnorm": guard}),
+        named_run("b", P[1], {"mxnorm": guard | same, "model": {"flavor": "1B"}, "model_args": {"n_layers": 2}}),
+        named_run("c", P[1], {}),
+    ]
+    own = "mxnorm.guard.recipe bf16, mxnorm.schedule[0].modules layers.0 *.w2, mxnorm.schedule[0].recipe bf16"
+    without = own.replace("bf16", "default").replace("layers.0 *.w2", "default")
+    assert variants(runs) == [f"mxnorm mxfp8 p=2, {text}" for text in (own, own, without)]
+    assert variants(runs[:2]) == ["mxnorm mxfp8 p=2"] * 2

@@ -45,7 +45,7 @@ def test_every_variant_gets_every_rate_and_seed_and_the_variants_flags_come_last
         (["llama3_debug --job.description=" + "x" * 180], [], [], "has 215 bytes, and at most 200 .*write NAME=CONFIG"),
         (["\u00e9" * 110 + "=llama3_debug"], [], [], "has 226 bytes, and at most 200"),
         (["a=--x"], [], [], "VARIANT = 'a=--x' names no config"),
-        (["llama3_debug", "llama3_debug"], [], [], "two variants have the name 'llama3_debug': write NAME=CONFIG"),
+        (["llama3_debug", "llama3_debug"], [], [], "two runs have the name 'llama3_debug-seed0': write NAME=CONFIG"),
         (["llama3_debug --debug.seed 1"], [], [], "--debug.seed: 'mxtrain compare' sets it for every run"),
         (["llama3_debug"], [], ["--job.dump-folder=x"], "--job.dump-folder: 'mxtrain compare' sets it"),
         (["llama3_debug"], ["1"], ["--optimizer.lr=1"], "--optimizer.lr: 'mxtrain compare' sets it"),
@@ -83,13 +83,11 @@ def test_variants_that_read_other_text_or_train_other_models_are_named():
     other = "b=llama3_debug --training.seq_len 256 --validation.steps 3 --model_args.rope_theta 1e4"
     line, validation, model = differing(planned(["llama3_debug", "llama3_debug_p1", other], 1, [], []))
     assert model == (
-        "variants differ in model_args.rope_theta (default in llama3_debug, default in llama3_debug_p1, 10000.0 in b): "
+        "variants differ in model_args.rope_theta (default in llama3_debug and 1 more, 10000.0 in b): "
         "their models differ"
     )
     assert validation.startswith("variants differ in validation.steps (")
-    assert line.startswith(
-        "variants differ in training.seq_len (128 in llama3_debug, 128 in llama3_debug_p1, 256 in b)"
-    )
+    assert line.startswith("variants differ in training.seq_len (128 in llama3_debug and 1 more, 256 in b)")
 
 
 def test_variants_whose_layout_gives_other_sequences_per_step_are_named():

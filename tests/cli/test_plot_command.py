@@ -50,6 +50,14 @@ def test_a_single_run_or_a_baseline_that_cannot_be_drawn_is_an_error(runs, capsy
     assert not list(runs.glob("**/*.png"))
 
 
+def test_the_picture_of_one_run_is_in_its_folder_and_that_of_several_here_or_where_o_says(runs, capsys):
+    assert cli.main(["plot", "p1"]) == 0
+    out = capsys.readouterr().out
+    assert "6.0000" in out and "p1/loss.png" in out
+    assert (runs / "p1" / "loss.png").read_bytes().startswith(b"\x89PNG") and not (runs / "loss.png").exists()
+    assert cli.main(["plot", "p1", "p2"]) == 0 and (runs / "loss.png").exists()
+
+
 def test_a_wrong_number_of_points_is_an_error(runs, capsys):
     assert cli.main(["plot", "p1", "--smooth", "0"]) == 2
     assert capsys.readouterr().err == "mxtrain: error: --smooth 0: allowed is 1 (no smoothing) or more\n"

@@ -71,11 +71,6 @@ def mode_of(run):
     return wandb_facts(run, Path(run.dir))["mode"]
 
 
-def test_without_a_key_a_run_is_offline_and_nobody_is_asked_for_one(monkeypatch, tmp_path):
-    monkeypatch.setattr("wandb.errors.term.can_use_terminput", lambda: pytest.fail("asked for a key"))
-    assert mode_of(start_run(dir=tmp_path)) == "offline"
-
-
 def test_a_damaged_key_is_one_warning(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("WANDB_API_KEY", "short")
     assert mode_of(start_run(dir=tmp_path)) == "offline"
@@ -83,11 +78,11 @@ def test_a_damaged_key_is_one_warning(monkeypatch, tmp_path, caplog):
     assert warning.startswith("wandb cannot be online: WANDB_API_KEY invalid")
 
 
-@pytest.mark.parametrize("mode", ["offline", "disabled"])
+@pytest.mark.parametrize("mode", ["offline", "disabled", "online"])
 def test_the_users_mode_stands(monkeypatch, tmp_path, server, mode):
     monkeypatch.setenv("WANDB_MODE", mode)
-    assert mode_of(start_run(dir=tmp_path)) == mode
-    assert server.runs == {}
+    assert mode_of(start_run(stays_offline=mode == "online", dir=tmp_path)) == mode
+    assert (server.runs == {}) == (mode != "online")
 
 
 def test_a_server_that_never_answers_costs_the_time_limit(monkeypatch, tmp_path, caplog):
@@ -101,16 +96,14 @@ def test_a_server_that_never_answers_costs_the_time_limit(monkeypatch, tmp_path,
     assert "the run is offline" in caplog.text
 
 
-def test_a_run_whose_first_part_is_not_uploaded_stays_offline(tmp_path, server, monkeypatch):
+def test_a_run_whose_first_part_is_not_uploaded_stays_offline(tmp_path, server):
     assert mode_of(start_run(True, dir=tmp_path)) == "offline"
-    monkeypatch.setenv("WANDB_MODE", "online")
-    wandb.teardown()
-    assert mode_of(start_run(True, dir=tmp_path)) == "online"
 
 
-def test_timeouts_and_silence_are_the_users_where_given(monkeypatch, tmp_path):
+def test_without_a_key_a_run_is_offline_and_timeouts_and_silence_are_the_users_where_given(monkeypatch, tmp_path):
+    monkeypatch.setattr("wandb.errors.term.can_use_terminput", lambda: pytest.fail("asked for a key"))
     run = start_run(dir=tmp_path)
-    run.finish()
+    assert mode_of(run) == "offline"
     assert (run.settings.init_timeout, run.settings.finish_timeout, run.settings.silent) == (30, 120, True)
     wandb.teardown()
     for name, value in {"INIT_TIMEOUT": "7", "FINISH_TIMEOUT": "8", "SILENT": "false"}.items():
@@ -212,24 +205,10 @@ def test_the_settings_override_the_environment_which_overrides_the_facts(monkeyp
     assert names(Metrics(wandb_name="new"), continues=True)["name"] == "new"
     assert names(SimpleNamespace(log_freq=1))["group"] == "llama3 125m", "without mxtrain's config module"
 
-    theirs = {
-        "project": "p",
-        "run_name": "n",
-        "run_group": "g",
-        "run_tags": ("a", "b"),
-        "entity": "e",
-        "run_notes": "o",
-    }
-    found = names(**theirs, run_job_type="j")
-    assert list(found.values()) == ["e", "p", "n", "g", ("a", "b"), "o", "j"]
-
-    for name, value in {
-        "TEAM": "E",
-        "RUN_NAME": "N",
-        "RUN_TAGS": "c, d",
-        "RUN_NOTES": "O",
-        "RUN_JOB_TYPE": "J",
-    }.items():
+    theirs = {"project": "p", "run_name": "n", "run_group": "g", "run_tags": ("a", "b")}
+    assert list(names(**theirs).values()) == [None, "p", "n", "g", ("a", "b"), None, None], "wandb reads the others"
+    own = {"TEAM": "E", "RUN_NAME": "N", "RUN_TAGS": "c, d", "RUN_NOTES": "O", "RUN_JOB_TYPE": "J"}
+    for name, value in own.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     assert list(names(**theirs).values()) == ["E", "p", "N", "g", ["c", "d"], "O", "J"]
 

@@ -1,13 +1,16 @@
 import importlib
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mxtrain.analysis import load_run
 from mxtrain.analysis.comparison import compare
 from mxtrain.analysis.report import MARKDOWN_FILE, report
-from mxtrain.analysis.results import append_results, read_results
+from mxtrain.analysis.results import COLUMNS, read_results, result_of
+from mxtrain.errors import ConfigError
 from tests.support.paired_runs import make_run
 
 ROOT = Path(__file__).parents[2]
@@ -21,10 +24,10 @@ def test_runs_are_appended_and_what_is_no_result_is_a_line(tmp_path, capsys):
     diverged = make_run(tmp_path / "c", [float("nan")], 2)
     csv = tmp_path / "all.csv"
     assert collect.main([str(csv), *map(str, folders)]) == collect.main([str(csv), str(diverged)]) == 0
-    results, notes = read_results(csv)
+    results = read_results(csv)
     assert [(result.seed, result.problem) for result in results] == [(1, ""), (2, "its loss is not finite")]
     unfinished, gone = capsys.readouterr().err.splitlines()
-    assert unfinished.endswith("b: skipped: it ends at step 1 of 2") and "gone: skipped: " in gone and not notes
+    assert unfinished.endswith("b: skipped: it ends at step 1 of 2") and "gone: skipped: " in gone
 
 
 def test_a_run_whose_weights_are_not_finite_is_a_row_that_does_not_count(tmp_path):
@@ -34,7 +37,7 @@ def test_a_run_whose_weights_are_not_finite_is_a_row_that_does_not_count(tmp_pat
         file.write('{"step": 2, "event": "weights are not finite", "time": 1.0}\n')
     csv = tmp_path / "all.csv"
     assert collect.main([str(csv), str(make_run(tmp_path / "a", [4.0, 3.0, 3.0])), str(lost)]) == 0
-    results, _ = read_results(csv)
+    results = read_results(csv)
     assert [(result.seed, result.problem) for result in results] == [(0, ""), (1, "its loss is not finite")]
     (group,) = compare(results)
     assert "does not count: its loss is not finite" in group.notes[0] and group.cells[0].count == 1
@@ -44,17 +47,52 @@ def test_a_run_that_shared_its_gpu_has_no_speed(tmp_path):
     run = make_run(tmp_path / "a", [4.0, 3.0, 3.0])
     for csv, options in ((tmp_path / "own.csv", []), (tmp_path / "shared.csv", ["--no-speed"])):
         assert collect.main([str(csv), str(run), *options]) == 0
-    (own,), (shared,) = (read_results(tmp_path / name)[0] for name in ("own.csv", "shared.csv"))
+    (own,), (shared,) = (read_results(tmp_path / name) for name in ("own.csv", "shared.csv"))
     assert own.tokens_per_second and shared == replace(own, name=shared.name, tokens_per_second=None)
 
 
 @pytest.mark.parametrize("table", sorted(EVIDENCE.glob("*.csv")), ids=lambda path: path.stem)
 def test_the_committed_tables_are_read_whole_and_their_reports_are_up_to_date(table, tmp_path):
-    results, notes = read_results(table)
-    assert notes == []
-    append_results(tmp_path / "again.csv", results)
+    results = read_results(table)
+    collect.append_results(tmp_path / "again.csv", results)
     assert table.read_text() == (tmp_path / "again.csv").read_text()
     text = (EVIDENCE / table.stem / MARKDOWN_FILE).read_text()
     baseline = text.partition("Baseline: ")[2].partition("\n")[0]
     drawn = report(table.name, compare(results, baseline), [])[MARKDOWN_FILE]
     assert text == drawn, "draw it again with the command in scripts/evidence/README.md"
+
+
+def test_a_run_becomes_a_row_and_the_row_the_same_numbers(tmp_path):
+    versions, path = {"torch": "2.11.0"}, tmp_path / "a.csv"
+    folder = make_run(tmp_path / "a", [4.0, 3.0], 5, 3.0000001e-4, {2: 3.5}, device="NVIDIA H200", versions=versions)
+    (folder / "data.json").write_text(json.dumps({"identity": {"tokenizer": "1" * 64, "train": "2" * 64}}))
+    result = result_of(load_run(folder))
+    collect.append_results(path, [result])
+    collect.append_results(path, [result])
+    header, row, again = path.read_text().splitlines()
+    assert header == ",".join(COLUMNS) and row == again
+    numbers = "0.00030000001,5,2,128,3.5000,2,3.0000,100,1.50"
+    hashes = f"{'1' * 12},{'2' * 12},"  # the run was not validated
+    assert row == f"2020-09-13,llama3,tiny,mxnorm mxfp8 p=2,{numbers},NVIDIA H200,2.11.0,{hashes}"
+    read, _ = read_results(path)
+    assert collect.row_of(read) == collect.row_of(result)
+    assert read.text == {"tokenizer": "1" * 12, "train": "2" * 12}
+    assert (read.run, read.spikes, result.spikes, result.problem) == (None, None, 0, "")
+
+
+def test_rows_are_not_appended_under_other_columns(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("variant,lr,seed,steps,last_10_percent\n")
+    with pytest.raises(ConfigError, match="a.csv has the columns 'variant,lr,seed,steps,last_10_percent'; rows are"):
+        collect.append_results(path, [result_of(load_run(make_run(tmp_path / "a", [4.0])))])
+    assert path.read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize("end, encoding", [("", "utf-8"), ("\n", "utf-8-sig")])
+def test_rows_are_appended_to_what_an_editor_has_saved(tmp_path, end, encoding):
+    path, result = tmp_path / "a.csv", result_of(load_run(make_run(tmp_path / "a", [4.0])))
+    collect.append_results(path, [result])
+    path.write_text(path.read_text().removesuffix("\n") + end, encoding=encoding)
+    collect.append_results(path, [result])
+    first, second = read_results(path)
+    assert collect.row_of(first) == collect.row_of(second) == collect.row_of(result)

@@ -3,7 +3,6 @@ import logging
 import math
 import os
 import shlex
-import shutil
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,25 +125,12 @@ def test_metrics_file_holds_what_torchtitan_logs(tmp_path, monkeypatch):
     assert rows[0]["time"] <= rows[1]["time"] <= rows[2]["time"]
 
 
-def test_gradients_that_early_steps_have_used_up_have_no_norm(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    processor = build(make_config(tmp_path / "run", "--optimizer.early_step_in_backward", "--metrics.enable_wandb"))
+def test_gradients_that_early_steps_have_used_up_have_no_norm(tmp_path):
+    processor = build(make_config(tmp_path / "run", "--optimizer.early_step_in_backward"))
     log_step(processor, 1, 9.0)
     processor.close()
     [row] = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert row["loss"] == 9.0 and "grad_norm" not in row
-    [logged] = [items for items in wandb_file(tmp_path)[0].values() if "lr" in items]
-    assert "grad_norm" not in logged
-
-
-def test_nonfinite_loss_does_not_stop_logging(tmp_path):
-    processor = build(make_config(tmp_path / "run"))
-    for step, loss in enumerate([9.0, math.nan, math.inf], start=1):
-        log_step(processor, step, loss)
-    processor.close()
-    run = load_run(tmp_path / "run")
-    assert math.isnan(run.training[1]["loss"]) and run.training[2]["loss"] == math.inf
-    assert "loss is NOT FINITE at step 2" in summary(tmp_path / "run")
 
 
 def test_resumed_run_continues_the_file(tmp_path):
@@ -179,6 +165,9 @@ def test_a_loss_that_is_not_finite_is_a_warning_where_no_trainer_of_ours_looks(t
         "step 5: the loss is -inf; training goes on",
     ]
     processor.close()
+    run = load_run(tmp_path / "run")
+    assert math.isnan(run.training[1]["loss"]) and run.training[2]["loss"] == math.inf
+    assert "loss is NOT FINITE at step 2" in summary(tmp_path / "run")
     caplog.clear()
     mxtrain.set_rounding_step(0)  # as mxtrain's trainer does before it builds the processor
     processor = build(make_config(tmp_path / "watched"))
@@ -205,19 +194,6 @@ def test_a_full_disk_is_one_warning_and_training_goes_on(tmp_path, caplog, full_
         with_room.log(row, 4)
         with_room.close()
     assert caplog.messages[-1].endswith("cannot be written: File too large; the last rows are lost")
-
-
-def test_a_removed_folder_is_a_warning(tmp_path, caplog):
-    folder = tmp_path / "run"
-    one = MetricsFileLogger(folder / "metrics.jsonl")
-    for step in (1, 2, 3):
-        one.log({"loss_metrics/global_avg_loss": 9.0}, step)
-        if step == 1:
-            shutil.rmtree(folder)
-    one.close()
-    (warning,) = caplog.messages
-    assert warning.startswith(f"step 2: {folder / 'metrics.jsonl'} was removed, moved or replaced: rows go on there")
-    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3]
 
 
 def test_a_run_starts_without_run_json(tmp_path, caplog):
@@ -336,7 +312,7 @@ def resume(tmp_path):
     return resume
 
 
-def test_a_resumed_run_continues_its_wandb_run(tmp_path, resume, caplog):
+def test_a_resumed_run_continues_its_wandb_run_unless_the_user_names_another(tmp_path, resume, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     first = resume(1, 2, 3, 4)
     assert resume(flags=())["id"] == first["id"]  # a start without wandb keeps the id
@@ -352,14 +328,10 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path, resume, caplog):
     assert [run.resume for _, _, run in parts] == [False, True], "so that wandb sync appends"
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-
-
-def test_the_user_may_start_another_wandb_run(resume, monkeypatch):
-    first = resume(1, 2)
     monkeypatch.setenv("WANDB_RUN_ID", "their-id")
-    second = resume(3)
-    assert second["id"] == "their-id" != first["id"]
-    assert list(wandb_file(Path(second["dir"]).parent, "*their-id")[0]) == [3]
+    other = resume(3)
+    assert other["id"] == "their-id" != first["id"]
+    assert list(wandb_file(Path(other["dir"]).parent, "*their-id")[0]) == [3]
 
 
 def test_two_runs_in_one_process_have_their_own_names_in_the_users_project(tmp_path, monkeypatch):
