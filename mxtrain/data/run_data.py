@@ -1,19 +1,18 @@
 """Keeps the identity of a run's data in the run's folder, and refuses to resume with other data.
 
-The run's folder gets ``data.json`` (hashes, also of the validation text, the name of the prepared text in the
-cache, and the settings) and a copy of the tokenizer. Every checkpoint has the hashes in the state of the data loader.
+The run's folder gets ``data.json`` (hashes, also of the validation text, and the name of the prepared text) and a copy
+of the tokenizer. Every checkpoint has the hashes in the state of the data loader.
 """
 
 import json
 import logging
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 from mxtrain.checkpoints.start import resumed_step
 from mxtrain.data.config import held_out_share
 from mxtrain.data.store import Prepared, differences
-from mxtrain.data.tokenizer import copy_tokenizer, tokenizer_hash
+from mxtrain.data.tokenizer import copy_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
 from mxtrain.json_toml import read_json
@@ -22,7 +21,6 @@ from mxtrain.run_folder.files import DATA_FILE
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FOLDER = "tokenizer"
-STREAM_SETTINGS = ("training.dataset", "training.dataset_path", "data.hf_config", "data.text_key")
 HELD_OUT = "held_out"
 """In an identity: share of a stream's documents that training does not read"""
 EXCLUDE = 'checkpoint.exclude_from_loading = ["dataloader"]'
@@ -46,17 +44,11 @@ the version of a training stream (see ``open_stream``), which has no hash of its
 
 def record(job_config, prepared: Prepared) -> dict:
     """Return what is kept about the data of a run, as a JSON value."""
-    training, share, folder = job_config.training, held_out_share(job_config), prepared.folder
+    share, folder = held_out_share(job_config), prepared.folder
     return {
         "identity": prepared.identity | ({HELD_OUT: share} if share else {}),
         "prepared": folder.name if folder else None,
         "cache": str(folder.parent) if folder else None,
-        "settings": {
-            "training.dataset": training.dataset,
-            "training.dataset_path": training.dataset_path,
-            "model.hf_assets_path": job_config.model.hf_assets_path,
-            **{f"data.{name}": value for name, value in asdict(job_config.data).items()},
-        },
     }
 
 
@@ -79,34 +71,16 @@ def keep_in_run_folder(job_config, prepared: Prepared) -> None:
     Raises:
         ConfigError: the folder has checkpoints of a run with other data, or cannot be written.
     """
-    folder, checkpoint = Path(job_config.job.dump_folder), job_config.checkpoint
+    checkpoint = job_config.checkpoint
     if checkpoint.enable and _has_checkpoints(job_config):
-        kept, anew = read_record(folder), starts_anew(job_config)
+        kept = read_record(Path(job_config.job.dump_folder))
         if kept is not None:
-            now = record(job_config, prepared)
-            require_same(kept, now, job_config)
-            if prepared.train is None and not anew:
-                _warn_of_another_stream(kept.get("settings", {}), now["settings"])
-        elif anew:
-            logger.warning(
-                f"{folder} has checkpoints and no {DATA_FILE}: whether this run goes on with the same text and "
-                "tokenizer cannot be checked"
-            )
-        if anew == (kept is not None):
+            require_same(kept, job_config, prepared)
+        if starts_anew(job_config) == (kept is not None):
             return
     elif checkpoint.enable and checkpoint.initial_load_path:
         _warn_of_another_tokenizer(Path(checkpoint.initial_load_path), prepared)
     write_record(job_config, prepared)
-
-
-def _warn_of_another_stream(before: dict, after: dict) -> None:
-    """Log a warning if settings name another stream. Streamed text has no hash, and the same text may have moved."""
-    for name in STREAM_SETTINGS:
-        if name in before and before[name] != after[name]:
-            logger.warning(
-                f"{name} = {after[name]!r}, but was {before[name]!r} in the run so far: if that is another text, set "
-                f"{EXCLUDE} to start at its beginning"
-            )
 
 
 def _warn_of_another_tokenizer(checkpoint: Path, prepared: Prepared) -> None:
@@ -142,9 +116,7 @@ def keep_facts(job_config, **facts: str) -> None:
     """Write some of OTHER_FACTS into ``data.json``, and warn if those of the run so far were others. For rank 0.
 
     A run that has no step left keeps what its validations have read. A stream that starts anew may be another one.
-
-    Raises:
-        ConfigError: the run's folder cannot be written.
+    Raises ConfigError if the run's folder cannot be written.
     """
     folder = Path(job_config.job.dump_folder)
     kept = read_record(folder)
@@ -155,62 +127,50 @@ def keep_facts(job_config, **facts: str) -> None:
         may_change = key == "stream_version" and starts_anew(job_config)
         if before not in (None, value) and not may_change and _has_checkpoints(job_config):
             logger.warning(
-                f"the {what} ({value[:12]}) is another than that of the run so far ({str(before)[:12]}): {effect}"
+                f"the {what} ({value[:12]}) is another than that of the run so far ({before[:12]}): {effect}"
             )
     if resumed_step(folder, job_config.checkpoint) < job_config.training.steps:
         _write(folder, kept | facts)
 
 
-def require_same(kept: dict, now: dict, job_config) -> None:
+def require_same(kept: dict, job_config, prepared: Prepared) -> None:
     """Raise ConfigError if a run would go on with other data.
 
     A loader that starts at the beginning of its text (see EXCLUDE) may read another text, but needs the tokenizer.
 
     Args:
-        kept, now: two values of ``record``: of the run so far, and of its continuation.
-        job_config: the job config of the continuation.
+        kept: the ``record`` of the run so far.
+        job_config, prepared: of its continuation.
     """
-    before, after = kept["identity"], now["identity"]
+    before, after = kept["identity"], record(job_config, prepared)["identity"]
+    training, name, needed = job_config.training, kept["prepared"], before["tokenizer"]
     if starts_anew(job_config):
-        before, after = {"tokenizer": before["tokenizer"]}, {"tokenizer": after["tokenizer"]}
-    elif before.get(HELD_OUT, 0.0) != after.get(HELD_OUT, 0.0):
-        share = before.get(HELD_OUT, 0.0)
+        before, after = {"tokenizer": needed}, {"tokenizer": after["tokenizer"]}
+    elif (share := before.get(HELD_OUT, 0.0)) != (now := after.get(HELD_OUT, 0.0)):
         way = f"set validation.enable = true, validation.dataset = '' and data.validation_share = {share}"
+        way = way if share else "set validation.dataset to a text of its own, or validation.enable = false"
         raise ConfigError(
-            f"validation.dataset = {job_config.validation.dataset!r} holds a share of {after.get(HELD_OUT, 0.0)} of "
-            f"the documents out of the training stream, but the run so far held out {share}: "
-            f"{way if share else 'set validation.dataset to a text of its own, or validation.enable = false'}; or set "
-            f"{EXCLUDE} to start at the beginning of the text"
+            f"validation.dataset = {job_config.validation.dataset!r} holds a share of {now} of the documents out of "
+            f"the training stream, but the run so far held out {share}: {way}; or set {EXCLUDE} to start anew"
         )
-    if before != after:
-        ways = "; or ".join([*_own_text(kept, job_config), _new_text(kept, now, job_config)])
-        raise ConfigError(
-            f"training.dataset = {job_config.training.dataset!r} gives other data than the run so far "
-            f"({differences(before, after)}): {ways}"
-        )
-
-
-def _own_text(kept: dict, job_config) -> list[str]:
-    """Return how to go on with the run's own text."""
-    name, cache = kept["prepared"], kept["cache"]
-    if name is None:
-        return []
-    if not (Path(cache) / name).is_dir():
-        return [f"bring back the files of the run's own text, {name!r}, which is no longer in {cache} either"]
-    dataset = name.rpartition("-")[0]
-    settings = "" if dataset == job_config.training.dataset else f"training.dataset = {dataset!r} and "
-    return [f"set {settings}data.prepared = {name!r} to go on with the run's own"]
-
-
-def _new_text(kept: dict, now: dict, job_config) -> str:
-    """Return how to go on with the present text, which needs the run's tokenizer."""
-    needed = kept["identity"]["tokenizer"]
-    if now["identity"]["tokenizer"] == needed:
-        return f"set {EXCLUDE} to start at the beginning of the new text"
-    tokenizer = Path(job_config.job.dump_folder) / TOKENIZER_FOLDER
-    if tokenizer_hash(tokenizer) != needed:
-        return f"set model.hf_assets_path to the run's own tokenizer and {EXCLUDE} to read the new text"
-    return f"set model.hf_assets_path = {str(tokenizer)!r}, the run's own tokenizer, and {EXCLUDE} to read the new text"
+    if before == after:
+        return
+    ways = []
+    if name and (Path(kept["cache"]) / name).is_dir():
+        dataset = name.rpartition("-")[0]
+        settings = "" if dataset == training.dataset else f"training.dataset = {dataset!r} and "
+        ways.append(f"set {settings}data.prepared = {name!r} to go on with the run's own")
+    elif name:
+        ways.append(f"bring back the files of the run's own text, {name!r}, which is no longer in {kept['cache']}")
+    tokenizer = ""
+    if after["tokenizer"] != needed:
+        own = Path(job_config.job.dump_folder) / TOKENIZER_FOLDER
+        tokenizer = f"model.hf_assets_path = {str(own)!r}, the run's own tokenizer, and "
+    ways.append(f"set {tokenizer}{EXCLUDE} to start at the beginning of the new text")
+    raise ConfigError(
+        f"training.dataset = {training.dataset!r} gives other data than the run so far "
+        f"({differences(before, after)}): {'; or '.join(ways)}"
+    )
 
 
 def starts_anew(job_config) -> bool:

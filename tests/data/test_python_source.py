@@ -17,7 +17,6 @@ from mxtrain.data.python_source import (
     is_machine_made,
     list_files,
     package_limit,
-    read_bytes,
 )
 from mxtrain.errors import ConfigError
 
@@ -243,4 +242,4 @@ def test_other_files_have_the_split_of_their_path_and_a_key_of_their_own_in_the_
 def test_python_source_of_any_length_is_read_whole(python_machine):
     python_machine({"a.py": "x = 1\n" * 200_000})
     (file,) = list_files(False)
-    assert len(read_bytes(file)) == 1_200_000
+    assert len(file.read()) == 1_200_000

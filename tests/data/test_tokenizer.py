@@ -172,10 +172,7 @@ def test_truncation_and_padding_of_another_program_are_left_out(tmp_path):
     ids = loaded.encoder.encode("abcdefgh").ids
     assert ids == list(range(8)) == AutoTokenizer.from_pretrained(tmp_path)("abcdefgh")["input_ids"]
     assert loaded.encoder.encode("a").ids == [0]
-    assert (
-        loaded.corrections == ("truncation", "padding")
-        and loaded.separators == "begins with '<s>' and ends with '</s>'"
-    )
+    assert loaded.separators == "begins with '<s>' and ends with '</s>'"
 
 
 def test_the_class_of_a_tokenizer_takes_transformers(tmp_path, monkeypatch):
