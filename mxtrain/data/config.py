@@ -75,17 +75,17 @@ class DataConfig:
 
 def config_of(job_config, model_vocab_size: int) -> DataConfig:
     """Return the settings of a job's training text. Its model has ``model_vocab_size`` tokens."""
-    tokenizer_path, data = job_config.model.hf_assets_path, asdict(job_config.data)
+    tokenizer, data = job_config.model.hf_assets_path, job_config.data
     own = {
         "dataset": job_config.training.dataset,
         "path": path_of(job_config, "training", job_config.training.dataset),
         # An existing tokenizer has its own size; 0 keeps the model's size out of the cache key.
-        "vocab_size": 0 if tokenizer_path else model_vocab_size,
-        "tokenizer_path": str(Path(os.path.expanduser(tokenizer_path)).absolute()) if tokenizer_path else "",
-        "hf_config": data["hf_config"] or "",
+        "vocab_size": 0 if tokenizer else model_vocab_size,
+        "tokenizer_path": str(Path(os.path.expanduser(tokenizer)).absolute()) if tokenizer else "",
+        "hf_config": data.hf_config or "",
         "stream_share": held_out_share(job_config),
     }
-    config = DataConfig(**data | own)
+    config = DataConfig(**asdict(data) | own)
     return replace(config, cache_dir=str(config.cache_path()))  # resolved now: the environment may change
 
 

@@ -34,17 +34,13 @@ class TokenDataset(IterableDataset):
     drawn from ``seed`` and the epoch's number, and the next epoch follows without a gap. So the text is one endless
     sequence of samples, which all ranks share: sample g is chunk ``g % chunks`` of epoch ``g // chunks``.
 
-    The ranks take turns of ``batch_size`` samples. Any number of ranks therefore reads the same sequence, and a step
-    that takes N samples over all ranks and microbatches takes the next N. Data loader workers take whole batches in
-    turn, so the order does not depend on their number.
-
-    An iteration starts at sample ``start`` of the sequence, which any number of ranks may have reached. Data loader
-    workers copy the dataset, so set ``start`` before they start.
+    The ranks take turns of ``batch_size`` samples, and data loader workers take whole batches in turn. Any number of
+    ranks and workers therefore reads the same sequence, from sample ``start``. Workers copy the dataset, so set
+    ``start`` before they start.
 
     Args:
         tokens: the token file.
-        seq_len: tokens per sample.
-        batch_size: samples per local batch.
+        seq_len, batch_size: tokens per sample, and samples per local batch.
         rank: this rank, and the number of ranks that read different data.
         seed: seed of the order.
         infinite: continue with the next epoch after the first. False stops before it, and leaves out the chunks that do
@@ -130,18 +126,12 @@ class Loader(StatefulDataLoader):
 
 
 class RunLoader(Loader):
-    """The loader of training text, whose state fits any layout of processes and names the data.
+    """The loader of training text, a TokenDataset or a Stream, whose state fits any layout of processes.
 
-    The state has the same keys and values on all ranks. For tokenized text it is one number, the samples that all
-    ranks have read. So a run may resume with other numbers of ranks and workers, and with another local batch size: it
-    reads the samples that the uninterrupted run would have read. A stream has one state per rank instead.
-
+    The state names the data, and has the same keys and values on all ranks. For tokenized text it is one number, the
+    samples that all ranks have read. So a run may resume with other numbers of ranks and workers, and with another
+    local batch size: it reads the samples that the uninterrupted run would have read. A stream has one state per rank.
     Batches count when the consumer gets them, not when a worker has prepared them.
-
-    Args:
-        dataset: a TokenDataset or a Stream.
-        rank: this data-parallel rank, and their number.
-        prepared: the data of this run.
     """
 
     def __init__(self, dataset, rank: tuple[int, int], job_config, prepared: Prepared):

@@ -1,13 +1,13 @@
 """Reads local JSONL, Parquet and text files as training text, piece by piece: a file may be larger than the memory.
 
-Documents stay in file order; the data loader shuffles chunks of the tokenized text in each epoch.
-Duplicates are kept, because a mixture may repeat a file to give it more weight. A document's text decides whether it
-is held out, as in a stream: equal documents are on the same side, and stay there when files or rows come and go. The
-pieces of a long text file go where its first piece goes, unless it is the only file.
+Documents stay in file order, and duplicates are kept, because a mixture may repeat a file to give it more weight. A
+document's text decides whether it is held out, as in a stream: equal documents are on the same side, and stay there
+when files or rows come and go. The pieces of a long text file go where its first piece goes, unless it is the only
+file.
 
-The library ``datasets`` does not read these files, because it infers types. It turns texts that look like dates into
-dates ("2020-01-01" into "2020-01-01 00:00:00", even with a given schema), refuses JSON Lines whose rows have different
-columns or types, half a surrogate pair, and Parquet with types that it does not know, and names no line of an error.
+The library ``datasets`` does not read these files, because it infers types: it turns texts that look like dates into
+dates, refuses JSON Lines whose rows have different columns or types, and Parquet with types that it does not know, and
+names no line of an error.
 """
 
 import bz2
@@ -113,11 +113,10 @@ class LocalFiles(Source):
                 yield from split_lines(opened, PIECE_CHARACTERS)
             return
         for row in json_rows(file) if self._format == "json" else parquet_rows(file, column.text_key):
-            text = column.text_of(row, str(file))
-            if text is None:
-                self.dropped["without text"] += 1
-            else:
+            if (text := column.text_of(row, str(file))) is not None:
                 yield text
+            else:
+                self.dropped["without text"] += 1
 
     def _find(self) -> list[Path]:
         """Return the files in sorted order."""
@@ -209,27 +208,26 @@ def json_rows(file: Path) -> Iterator[dict]:
     Raises ValueError for text that is neither, with the line or the row.
     """
     with open_text(file) as opened:
-        is_first = True
-        for number, line in enumerate(opened, start=1):
-            line = line.lstrip("\ufeff").strip()
-            if not line:
-                continue
-            if is_first and line.startswith("["):
-                for row_number, row in enumerate(parse(line + opened.read()), start=1):
-                    yield _checked(row, f"row {row_number}")
-                return
-            is_first = False
-            try:
-                row = parse(line)
-            except ValueError as error:
-                raise ValueError(f"line {number}: {error}") from error
-            yield _checked(row, f"line {number}")
+        for place, row in _json_values(opened):
+            if not isinstance(row, dict):
+                raise ValueError(f"{place} is a JSON {type(row).__name__}, not an object with a text")
+            yield row
 
 
-def _checked(row: object, place: str) -> dict:
-    if not isinstance(row, dict):
-        raise ValueError(f"{place} is a JSON {type(row).__name__}, not an object with a text")
-    return row
+def _json_values(opened: TextIO) -> Iterator[tuple[str, object]]:
+    """Yield every value of a file, and its place in words."""
+    is_first = True
+    for number, line in enumerate(opened, start=1):
+        if not (line := line.lstrip("\ufeff").strip()):
+            continue
+        if is_first and line.startswith("["):
+            yield from ((f"row {row}", value) for row, value in enumerate(parse(line + opened.read()), start=1))
+            return
+        is_first = False
+        try:
+            yield f"line {number}", parse(line)
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from error
 
 
 def parquet_rows(file: Path, key: str) -> Iterator[dict]:

@@ -1,9 +1,7 @@
 """Reads Python source code as training text: the standard library and, optionally, every installed package.
 
-Python source is real text that is on every machine and needs no network. ``data.other_files`` adds C and C++ source,
-documentation and manual pages.
-
-A file's key is its path relative to its root ("stdlib/json/decoder.py", "site-packages/numpy/version.py",
+It is real text that is on every machine and needs no network. ``data.other_files`` adds C and C++ source, documentation
+and manual pages. A file's key is its path relative to its root ("stdlib/json/decoder.py", "site-packages/six.py",
 "include/stdio.h"), so order and split are the same on every machine, wherever the roots lie.
 """
 
@@ -197,8 +195,7 @@ def cap_packages(files: list[SourceFile], share: float) -> tuple[list[SourceFile
 def package_limit(standard: int, sizes: list[int], share: float) -> float:
     """Return the largest c with c <= share * (standard + sum(min(size, c) for size in sizes)), in bytes.
 
-    If the k largest packages are cut to c, then c = share * (standard + rest + k * c). The limit is 0 if there is
-    no standard library and fewer than 1 / share packages.
+    If the k largest packages are cut to c, then c = share * (standard + rest + k * c).
     """
     sizes = sorted(sizes, reverse=True)
     for count in range(len(sizes) + 1):

@@ -22,8 +22,8 @@ EOS_TOKEN = "<|end_of_text|>"
 # and hardly changes the merges.
 SAMPLE_BYTES = 64_000_000
 
-# Llama 3's pre-tokenization (GPT-4's differs only in the length of digit runs). Unlike GPT-2's, it splits an
-# indentation from the line break before it, so that each depth of indentation in Python text becomes one token.
+# Llama 3's pre-tokenization. Unlike GPT-2's, it splits an indentation from the line break before it, so that each depth
+# of indentation in Python text becomes one token.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"

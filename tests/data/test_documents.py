@@ -11,7 +11,6 @@ from mxtrain.data.documents import (
     TICK_SECONDS,
     Progress,
     StreamedText,
-    TextColumn,
     fraction,
     hold_out,
     hub_texts,
@@ -44,31 +43,6 @@ def test_a_larger_validation_share_contains_a_smaller_one():
     assert abs(len(small) / len(KEYS) - 0.1) < 0.02
     assert small < large
     assert not any(is_held_out(key, 0.0) for key in KEYS)
-
-
-def test_rows_without_text_are_counted():
-    column = TextColumn("text")
-    rows = [{"text": "a"}, {"text": None}, {"id": 1}, {"text": 3}, {"text": ""}]
-    assert [column.text_of(row, "a.jsonl") for row in rows] == ["a", None, None, None, ""]
-    assert column.without_text == 3
-    column.require_text()
-
-
-@pytest.mark.parametrize(
-    "rows, message",
-    [
-        ([{"id": 1, "body": "a"}, {"text": 3}], "is not a column of a.jsonl, which has: id, body"),
-        ([{"text": 3}, {"id": 1}], "in a.jsonl holds int, not text"),
-        ([{"text": None}], "in a.jsonl holds only null, not text"),
-    ],
-)
-def test_no_text_at_all_is_an_error_about_the_first_row(rows, message):
-    column = TextColumn("text")
-    column.require_text()  # no rows are no error here: the caller knows what that means
-    for row in rows:
-        column.text_of(row, "a.jsonl")
-    with pytest.raises(ConfigError, match=f"^data.text_key = 'text' {message}$"):
-        column.require_text()
 
 
 def test_ticks_are_throttled_but_other_lines_are_not(monkeypatch):
@@ -150,9 +124,6 @@ def test_a_few_rows_without_text_are_empty_with_one_warning(caplog):
     assert [text_of(row) for row in rows] == ["a", "", ""] * 2 * PATIENCE_ROWS
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == "a/b has rows without text in 'text'; they count as empty"
-
-
-def test_an_endless_stream_without_text_is_a_config_error():
     with pytest.raises(ConfigError, match="data.text_key = 'text' in a/b holds int, not text"):
         list(stream_texts(({"text": i} for i in count()), StreamedText("text", "a/b"), "training.dataset = 'hf'"))
 

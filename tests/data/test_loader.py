@@ -1,18 +1,16 @@
-import logging
 import os
 import subprocess
 import sys
 import time
 from itertools import islice
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from mxtrain.data.loader import TokenDataset, ignore_stop_signals
 from mxtrain.data.store import TokenFile
-from mxtrain.data.loader import Loader, TokenDataset, ignore_stop_signals
 from mxtrain.errors import ConfigError
 from mxtrain.launched import stop_signals
 

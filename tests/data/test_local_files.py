@@ -3,8 +3,7 @@ import gzip
 import io
 import json
 import lzma
-import subprocess
-import sys
+import tracemalloc
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -40,11 +39,6 @@ def test_jsonl_without_empty_rows(tmp_path):
     assert source.listing == [(str(file), file.stat().st_size, file.stat().st_mtime_ns)]
 
 
-def test_parquet_with_another_column(tmp_path):
-    pq.write_table(pa.table({"n": [1, 2], "content": ["one", "two"]}), tmp_path / "a.parquet")
-    assert documents(tmp_path / "a.parquet", text_key="content") == ["one", "two"]
-
-
 def test_of_parquet_only_the_text_is_read(tmp_path):
     """datasets refuses a shard without rows, some types, and images that cannot be decoded."""
     features = {"text": {"dtype": "string", "_type": "Value"}, "image": {"_type": "Image"}, "new": {"_type": "Newer"}}
@@ -58,7 +52,8 @@ def test_of_parquet_only_the_text_is_read(tmp_path):
     ).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
     pq.write_table(table.slice(0, 0), tmp_path / "a.parquet")
     pq.write_table(table, tmp_path / "b.parquet")
-    pq.write_table(pa.table({"other": [1, 2]}), tmp_path / "c.parquet")
+    pq.write_table(pa.table({"other": ["one", "two"]}), tmp_path / "c.parquet")
+    assert documents(tmp_path / "c.parquet", text_key="other") == ["one", "two"]
     source = LocalFiles(DataConfig(dataset="files", path=str(tmp_path)))
     assert [document.text for document in source.documents()] == ["one", "two"]
     assert source.dropped == {"without text": 3}
@@ -182,32 +177,10 @@ def test_the_pieces_of_a_file_are_on_one_side_unless_it_is_the_only_file(tmp_pat
     assert all(document.split_key == "" for document in alone.documents())
 
 
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("a.jsonl", b'{"text": "a"\nnope\n', "training.dataset_path = .*cannot read .*a.jsonl as json: line 1: Expec"),
-        ("a.jsonl", b'{"text": "a"}\n["b"]\n', "cannot read .*a.jsonl as json: line 2 is a JSON list, not an object"),
-        ("a.json", b'[{"text": "a"}, 3]', "cannot read .*a.json as json: row 2 is a JSON int, not an object"),
-    ],
-)
-def test_bad_json_is_named_with_its_place(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=message):
-        documents(tmp_path / name)
-
-
 def test_a_missing_path_names_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"'nowhere' does not exist and .* in the current folder, {tmp_path}$"):
         documents("nowhere")
-
-
-def test_mixed_formats_are_a_config_error(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", ["a"])
-    write_jsonl(tmp_path / "b.jsonl", ["b"])
-    (tmp_path / "README").write_text("text")
-    with pytest.raises(ConfigError, match=r"mixes formats \(2 .jsonl, 1 without suffix\).*glob such as .*\*\.jsonl'"):
-        documents(tmp_path)
 
 
 # Text, compressed or not, piece by piece
@@ -238,24 +211,12 @@ def test_compression_shows_in_the_contents_and_all_line_ends_become_one(tmp_path
                 assert file.read() == expected, (name, text)
 
 
-PEAK_OF_READING = """
-import resource, sys
-from mxtrain.data import DataConfig
-from mxtrain.data.local_files import LocalFiles
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-count = sum(1 for _ in LocalFiles(DataConfig(dataset="files", path=sys.argv[1])).documents())
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(count, (after - before) * 1024)
-"""
-
-
 def test_memory_does_not_grow_with_the_file(tmp_path):
-    size, line = 100_000_000, b"a line of sixty-four characters, as in a typical text of a book\n"
+    size, line = 20_000_000, b"a line of sixty-four characters, as in a typical text of a book\n"
     path = tmp_path / "large.txt"
-    with gzip.open(path, "wb", compresslevel=1) as file:
-        for _ in range(size // len(line) // 1000):
-            file.write(line * 1000)
-    command = [sys.executable, "-c", PEAK_OF_READING, str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    count, grown = map(int, result.stdout.split())
-    assert count > size // (1 << 16) and grown < size // 5
+    path.write_bytes(gzip.compress(line * (size // len(line)), compresslevel=1))
+    tracemalloc.start()
+    count = sum(1 for _ in LocalFiles(DataConfig(dataset="files", path=str(path))).documents())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count > size // (1 << 16) and peak < size // 10

@@ -46,17 +46,13 @@ def test_local_text_is_split_and_tokenized(corpus, prose, cache):
     assert "documents             30\n" in str(report)
 
 
-def test_this_machines_standard_library():
-    report = prepare(DataConfig(vocab_size=512, max_bytes=1_500_000, validation_share=0.2), silent).report
-    assert 1_400_000 < report.bytes <= 1_500_000
-    assert report.vocab_size == 512
-    assert report.train_tokens > 200_000 and report.validation_tokens > 10_000
-
-
-def test_the_second_call_loads_without_building(corpus, monkeypatch):
+def test_a_build_reports_its_progress_and_the_second_call_loads_without_building(corpus, monkeypatch):
+    monkeypatch.setattr(documents, "TICK_SECONDS", 0.0)
     lines = []
     first = prepare(config_of(corpus), lines.append)
-    assert lines[0].startswith("preparing dataset 'files' in ") and lines[-1] == "prepared dataset 'files'"
+    assert lines[0] == f"preparing dataset 'files' in {first.folder}" and lines[-1] == "prepared dataset 'files'"
+    assert any(line.startswith("read ") and line.endswith(" of text for the tokenizer") for line in lines)
+    assert f"tokenized {megabytes(first.report.bytes)} of about {megabytes(corpus.stat().st_size)}" in lines
     lines.clear()
     monkeypatch.setattr(prepared_module, "_build", None)
     assert prepare(config_of(corpus), lines.append) == first
@@ -170,16 +166,6 @@ def test_a_vocabulary_smaller_than_requested_is_reported(tmp_path):
     (tmp_path / "poor.txt").write_text("abc abc\n" * 9)
     report = prepare(config_of(tmp_path / "poor.txt", vocab_size=2048, validation_share=0.0), silent).report
     assert report.vocab_size < 300 and "requested vocab size  2,048\n" in str(report)
-
-
-def test_a_build_reports_its_progress(corpus, monkeypatch):
-    monkeypatch.setattr(documents, "TICK_SECONDS", 0.0)
-    lines = []
-    report = prepare(config_of(corpus, validation_share=0.0), lines.append).report
-    size = megabytes(report.bytes)
-    assert lines[0] == f"preparing dataset 'files' in {report.folder}" and lines[-1] == "prepared dataset 'files'"
-    assert f"read {size} of text for the tokenizer" in lines and f"merging pairs of {size} of text" in lines
-    assert f"tokenized {size} of about {megabytes(corpus.stat().st_size)}" in lines
 
 
 def test_a_long_text_is_thinned_for_the_tokenizer(corpus, prose, monkeypatch):

@@ -53,7 +53,7 @@ def test_this_machines_standard_library():
 
 
 def test_duplicates_empty_undecodable_and_machine_made_files_are_dropped(python_machine, prose):
-    text = prose(0)
+    text = prose(0) + "a\r\nb\u2028é\tκόσμε\n"
     table = "TABLE = [\n" + "    0x0000, 0xffff,\n" * 600 + "]\n"
     python_machine(
         {"a.py": text, "copy.py": text, "empty.py": "", "blank.py": " \n\n", "latin.py": "é".encode("latin-1"),
@@ -64,29 +64,19 @@ def test_duplicates_empty_undecodable_and_machine_made_files_are_dropped(python_
     assert len(kept) == 2 and "stdlib/b.py" in kept and kept & {"stdlib/a.py", "stdlib/copy.py"}
     expected = {"duplicate": 1, "empty": 2, "unreadable": 1, "machine-made": 1, "over the package share": 0}
     assert source.dropped == expected
-    assert source.text_bytes == len(text) + len(prose(1))
+    assert source.text_bytes == len(text.encode()) + len(prose(1))
+    assert sorted(document.text for document in source.documents()) == sorted([text, prose(1)]), "byte for byte"
 
 
-def test_text_is_read_byte_for_byte(python_machine):
-    text = "a\r\nb\u2028é\tκόσμε\n"
-    python_machine({"a.py": text})
-    assert [document.text for document in scanned().documents()] == [text]
-
-
-def test_machine_made_files_are_large_and_repetitive(prose):
-    assert is_machine_made(b"0x0000, 0xffff,\n" * 1000)
-    assert not is_machine_made(b"0x0000, 0xffff,\n" * 10)
-    assert not is_machine_made(prose(0, 4000).encode())
-    assert not is_machine_made(Path(os.__file__).read_bytes())
-
-
-def test_machine_made_files_compress_below_0_17_at_level_1(prose):
+def test_machine_made_files_are_large_and_compress_below_0_17_at_level_1(prose):
     def content(repeats):
         return (prose(0, 4000) + "0x0000, 0xffff,\n" * repeats).encode()
 
     def ratio(repeats, level):
         return len(zlib.compress(content(repeats), level)) / len(content(repeats))
 
+    assert is_machine_made(b"0x0000, 0xffff,\n" * 1000) and not is_machine_made(b"0x0000, 0xffff,\n" * 10)
+    assert not is_machine_made(Path(os.__file__).read_bytes())
     below = next(repeats for repeats in range(0, 10_000, 20) if ratio(repeats, 1) < 0.17)
     assert 0.165 < ratio(below, 1) and is_machine_made(content(below))
     assert ratio(below - 20, 6) < 0.17 and not is_machine_made(content(below - 20))

@@ -128,7 +128,7 @@ def test_the_same_contents_resume_after_a_purge_and_with_new_times(corpus, cache
     assert goes_on(job(corpus), state, expected)
 
 
-def test_other_contents_are_refused_and_the_own_text_goes_on(corpus):
+def test_other_contents_are_refused_and_the_own_text_goes_on(corpus, cache):
     state, expected = has_trained(corpus)
     name = kept_by(corpus)["prepared"]
     write(corpus, range(1, 61))  # as many documents, and nearly the same tokenizer
@@ -136,6 +136,8 @@ def test_other_contents_are_refused_and_the_own_text_goes_on(corpus):
     refuse(rf"^training.dataset = 'files' gives other data than the run so far \(tokenizer .*{own}", job(corpus))
     assert goes_on(job(corpus, f"--data.prepared={name}"), state, expected)
     assert kept_by(corpus)["prepared"] == name
+    shutil.rmtree(cache)
+    refuse("bring back the files of .*'files-.*, which is no longer in .*cache; or", job(corpus))
 
 
 def test_a_validation_text_that_has_changed_is_a_warning(corpus, tmp_path, caplog):
@@ -199,13 +201,6 @@ def test_a_checkpoint_alone_refuses_other_contents(corpus, tmp_path):
     assert goes_on(job(corpus, f"--data.prepared={kept['prepared']}"), state, expected)
     assert kept_by(corpus)["identity"] == kept["identity"]
     assert tokenizer_hash(tmp_path / "run" / "tokenizer") == kept["identity"]["tokenizer"]
-
-
-def test_a_purged_text_whose_source_changed_says_so(corpus, cache):
-    has_trained(corpus)
-    shutil.rmtree(cache)
-    write(corpus, range(1, 61))
-    refuse("bring back the files of .*'files-.*, which is no longer in .*cache; or", job(corpus))
 
 
 def test_the_runs_tokenizer_reads_a_new_text_from_the_beginning(corpus, tmp_path):

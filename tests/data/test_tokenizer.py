@@ -98,15 +98,6 @@ def test_training_cuts_long_runs_and_the_tokenizer_does_not(tmp_path, monkeypatc
     assert tokenizer_hash(tmp_path / "bounded") == tokenizer_hash(tmp_path / "whole")
 
 
-def test_an_error_while_reading_texts_reaches_the_caller(tmp_path):
-    def texts():
-        yield "some text"
-        raise ConfigError("the third file is broken")
-
-    with pytest.raises(ConfigError, match="the third file is broken"):
-        train_tokenizer(texts(), 300, tmp_path / "broken", SILENT)
-
-
 @pytest.mark.parametrize("token", ["<s>", {"content": "<s>", "special": True}])
 def test_an_existing_tokenizer_may_have_no_eos(folder, tmp_path, token):
     text = (folder / "tokenizer.json").read_text().replace(json.dumps(BOS_TOKEN), '"<s>"')
