@@ -40,12 +40,12 @@ class TokenDataset(IterableDataset):
 
     Args:
         tokens: the token file.
-        seq_len, batch_size: tokens per sample, and samples per local batch.
+        settings: has ``seq_len``, the tokens per sample, and ``local_batch_size``.
         rank: this rank, and the number of ranks that read different data.
         seed: seed of the order.
         infinite: continue with the next epoch after the first. False stops before it, and leaves out the chunks that do
             not fill a batch on every rank, so that all ranks get the same number of batches.
-        section: TOML section of seq_len and batch_size, for error messages.
+        section: TOML section of the settings, for error messages.
 
     Raises:
         ConfigError: the text is too short for one batch per rank.
@@ -54,18 +54,18 @@ class TokenDataset(IterableDataset):
     def __init__(
         self,
         tokens: TokenFile,
-        seq_len: int,
-        batch_size: int,
+        settings,
         rank: tuple[int, int] = (0, 1),
         seed: int = 0,
         infinite: bool = True,
         section: str = "training",
     ):
-        self.start = 0
-        self.chunks = tokens.count // (seq_len + 1)
-        self._seq_len, self._batch_size, self._seed, self._infinite = seq_len, batch_size, seed, infinite
+        self._seq_len, self._batch_size = seq_len, batch_size = settings.seq_len, settings.local_batch_size
+        self._seed, self._infinite = seed, infinite
         self._rank, ranks = rank
         self._together = batch_size * ranks  # samples of one batch on every rank
+        self.start = 0
+        self.chunks = tokens.count // (seq_len + 1)
         # Opened now, for all iterations and worker processes: the file may be removed from the cache.
         self._mapped = tokens.open()
         if self.chunks < self._together:

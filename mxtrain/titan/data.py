@@ -82,7 +82,7 @@ def build_dataloader(
         if version:
             _on_first_rank(keep_facts, job_config, stream_version=version)
     elif name in DATASETS:
-        dataset = _token_dataset(job_config, "training", prepared.train, rank, infinite)
+        dataset = TokenDataset(prepared.train, training, rank, job_config.data.seed, infinite)
         if shows:
             _note_epochs(training, dataset.chunks, dp_world_size)
     else:
@@ -118,23 +118,16 @@ def build_validator(
         job_config = replace(job_config, validation=replace(validation, dataset=name))
         with _opening("validation", name, validation.dataset_path):
             return build_titan_validator(job_config, dp_world_size, dp_rank, tokenizer, **parts)
-    options = {}
     if name == "hf":
         dataset = validation_stream(job_config, tokenizer, rank, note_progress)
-        options = {"num_workers": 0} if held_out_share(job_config) else {}
     else:
         # Finite for every validation.steps, so that each validation starts at the same text and losses compare.
         tokens = _held_out(job_config)
-        dataset = _token_dataset(job_config, "validation", tokens, rank, infinite=False)
+        dataset = TokenDataset(tokens, validation, rank, job_config.data.seed, infinite=False, section="validation")
         sequences = str(dataset.samples(validation.steps))
         _on_first_rank(keep_facts, job_config, validation_text=tokens.sha256, validation_sequences=sequences)
+    options = {"num_workers": 0} if name == "hf" and held_out_share(job_config) else {}
     return LoaderValidator(job_config, Loader(dataset, validation, **options), tokenizer=tokenizer, **parts)
-
-
-def _token_dataset(job_config, section: str, tokens: TokenFile, rank: tuple[int, int], infinite: bool) -> TokenDataset:
-    settings = getattr(job_config, section)
-    size = (settings.seq_len, settings.local_batch_size)
-    return TokenDataset(tokens, *size, rank, job_config.data.seed, infinite, section)
 
 
 def _on_first_rank(work: Callable, *args, **facts) -> None:
@@ -142,11 +135,7 @@ def _on_first_rank(work: Callable, *args, **facts) -> None:
 
 
 class LoaderValidator(Validator):
-    """TorchTitan's Validator over a given loader.
-
-    TorchTitan's ``__init__`` stores its arguments as attributes and builds a loader from its registry of datasets.
-    This class stores the same attributes.
-    """
+    """TorchTitan's Validator over a given loader, with the attributes that TorchTitan's ``__init__`` stores."""
 
     def __init__(self, job_config, loader: Loader, **parts):
         BaseValidator.__init__(self, job_config)
@@ -199,10 +188,10 @@ def check_datasets(job_config) -> None:
 
 
 def _validation_dataset(job_config) -> str:
-    """The dataset that is validated on: ``validation.dataset``, or if that is "", the one that the training leads to.
+    """Return ``validation.dataset``, or if that is "", the dataset that training leads to.
 
-    Documents are held out of mxtrain's datasets, and TorchTitan's have a split of their own. It is "" for a dataset of
-    the user's, of which nothing is known.
+    Documents are held out of mxtrain's datasets, and TorchTitan's have a split of their own. Of a user's own dataset
+    nothing is known: "".
     """
     training, validation = job_config.training.dataset, job_config.validation.dataset
     if validation or training in DATASETS:

@@ -3,6 +3,7 @@ import subprocess
 import sys
 import time
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,7 +28,8 @@ def tokens(tmp_path):
 
 
 def dataset(tokens, **options) -> TokenDataset:
-    return TokenDataset(tokens, **{"seq_len": SEQ_LEN, "batch_size": BATCH, **options})
+    sizes = SimpleNamespace(seq_len=SEQ_LEN, local_batch_size=options.pop("batch_size", BATCH))
+    return TokenDataset(tokens, sizes, **options)
 
 
 def loader(tokens, num_workers=0, **options) -> StatefulDataLoader:

@@ -73,14 +73,6 @@ def test_an_edited_file_or_a_changed_setting_is_built_again(corpus, prose, monke
     assert len({result.report.folder for result in (first, second, third, fourth)}) == 4
 
 
-def test_an_interrupted_build_leaves_nothing_behind(corpus, cache, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepared_module, "tokenize", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
-        prepare(config_of(corpus), silent)
-    assert list(cache.iterdir()) == []
-    assert prepare(config_of(corpus), silent).train.count > 0
-
-
 def test_a_process_waits_for_another_one_and_takes_its_text(corpus):
     first, lines = prepare(config_of(corpus), silent), []
     away, lock = first.folder.with_name("away"), FileLock(f"{first.folder}.lock")

@@ -111,16 +111,6 @@ def test_a_run_keeps_hashes_settings_and_the_tokenizer(corpus):
     assert tokenizer_hash(run / "tokenizer") == prepared.identity["tokenizer"]
 
 
-def test_only_the_tokenizers_own_files_are_copied(corpus, tmp_path):
-    own = tmp_path / "assets"
-    shutil.copytree(prepare_from_job(job(corpus)).tokenizer, own)
-    (own / "model.safetensors").write_bytes(b"many gigabytes")
-    loader_of(job(corpus, f"--model.hf_assets_path={own}"))
-    copied = tmp_path / "run" / "tokenizer"
-    assert {path.name for path in copied.iterdir()} == {path.name for path in own.iterdir()} - {"model.safetensors"}
-    assert next(iter(loader_of(job(corpus, f"--model.hf_assets_path={copied}"))))
-
-
 def test_the_same_contents_resume_after_a_purge_and_with_new_times(corpus, cache):
     state, expected = has_trained(corpus)
     shutil.rmtree(cache)
@@ -347,15 +337,6 @@ def test_a_stream_resumes_with_as_many_ranks_and_workers_only(corpus, stream, tm
         message = f"cannot be loaded: it names {NAME}, and could run code"
         refuse(message, job(corpus, *stream), {**state, "streams": code})
     assert not mark.exists()
-
-
-def test_what_is_left_out_is_said_at_every_start(corpus, caplog):
-    caplog.set_level("INFO")
-    with corpus.open("a") as file:
-        file.write('{"text": null}\n{"body": "x"}\n')
-    for _ in range(2):
-        (line,) = lines_about("without text", caplog, job(corpus))
-        assert line.startswith("text: ") and line.endswith("; left out: 2 without text")
 
 
 def test_a_run_folder_that_cannot_be_written_is_one_line(corpus, tmp_path):
