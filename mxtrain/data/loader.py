@@ -18,8 +18,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from mxtrain.checkpoints.reader import unpickle
-from mxtrain.data.run_data import EXCLUDE, record, require_same, starts_anew, write_record
-from mxtrain.data.store import Prepared, TokenFile
+from mxtrain.data.run_data import EXCLUDE, RunData
+from mxtrain.data.store import TokenFile
 from mxtrain.errors import ConfigError
 from mxtrain.launched import stop_signals
 from mxtrain.ranks import gather, is_first
@@ -134,11 +134,11 @@ class RunLoader(Loader):
     Batches count when the consumer gets them, not when a worker has prepared them.
     """
 
-    def __init__(self, dataset, rank: tuple[int, int], job_config, prepared: Prepared):
-        super().__init__(dataset, job_config.training)
-        self.tokenizer_sha256 = prepared.tokenizer_sha256
+    def __init__(self, dataset, rank: tuple[int, int], training, data: RunData):
+        super().__init__(dataset, training)
+        self.tokenizer_sha256 = data.prepared.tokenizer_sha256
         self._rank, self._ranks = rank
-        self._data = job_config, prepared
+        self._name, self._data = training.dataset, data
         self._samples = 0
         self._is_stream = not isinstance(dataset, TokenDataset)
 
@@ -152,9 +152,9 @@ class RunLoader(Loader):
 
     def state_dict(self) -> dict:
         """Return the state. All ranks must call it at about the same time."""
-        if starts_anew(self._data[0]) and is_first():
-            write_record(*self._data)
-        data, streams = record(*self._data), b""
+        if self._data.starts_anew and is_first():
+            self._data.write()
+        data, streams = dict(self._data.record), b""
         if self._is_stream:
             # One value instead of a key per rank: with more ranks than before, DCP would look for missing keys.
             state = {"workers": self.num_workers, "state": super().state_dict()}
@@ -172,7 +172,7 @@ class RunLoader(Loader):
                 numbers of data-parallel ranks or workers read.
         """
         kept = json.loads(state["data"])
-        require_same(kept, *self._data)
+        self._data.require_same(kept)
         if self._is_stream:
             super().load_state_dict(self._own_stream(state["streams"]))
         else:
@@ -185,14 +185,14 @@ class RunLoader(Loader):
                     )
         self._samples = state["samples"]
         if is_first():
-            write_record(*self._data)
+            self._data.write()
 
     def _own_stream(self, content: bytes) -> dict:
         streams = unpickle(content, "the streams' states", {})
         ways = f"or set {EXCLUDE} to start at the beginning of the text"
         if len(streams) != self._ranks:
             raise ConfigError(
-                f"training.dataset = {self._data[0].training.dataset!r} is a stream, in which each data-parallel "
+                f"training.dataset = {self._name!r} is a stream, in which each data-parallel "
                 f"rank has a position: the checkpoint has {len(streams)} rank(s) and this run {self._ranks}; "
                 f"start as many, {ways}"
             )

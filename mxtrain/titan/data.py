@@ -21,7 +21,7 @@ from mxtrain.data.config import DATASETS, config_of, held_out_share, path_of
 from mxtrain.data.documents import raised_as, stream_texts
 from mxtrain.data.loader import Loader, RunLoader, TokenDataset
 from mxtrain.data.local_files import shared_files
-from mxtrain.data.run_data import keep_facts, keep_in_run_folder
+from mxtrain.data.run_data import RunData
 from mxtrain.data.streams import Stream, training_stream, validation_stream
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
@@ -74,13 +74,14 @@ def build_dataloader(
     """
     training, rank = job_config.training, (dp_rank, dp_world_size)
     name, prepared, shows = training.dataset, prepare_from_job(job_config), is_first() and infinite
-    _on_first_rank(keep_in_run_folder, job_config, prepared)
+    data = RunData(job_config, prepared)
+    _on_first_rank(data.keep)
     if shows:
         note(f"text: {prepared.report.line}")
     if name == "hf":
         dataset, version = training_stream(job_config, tokenizer, rank, infinite)
         if version:
-            _on_first_rank(keep_facts, job_config, stream_version=version)
+            _on_first_rank(data.keep_facts, stream_version=version)
     elif name in DATASETS:
         dataset = TokenDataset(prepared.train, training, rank, job_config.data.seed, infinite)
         if shows:
@@ -88,7 +89,7 @@ def build_dataloader(
     else:
         rows, text_of = _titan_rows(name, training.dataset_path)
         dataset = Stream(rows, text_of, tokenizer, training.seq_len, rank, infinite, name)
-    return RunLoader(dataset, rank, job_config, prepared)
+    return RunLoader(dataset, rank, training, data)
 
 
 def _note_epochs(training, chunks: int, ranks: int) -> None:
@@ -124,14 +125,14 @@ def build_validator(
         # Finite for every validation.steps, so that each validation starts at the same text and losses compare.
         tokens = _held_out(job_config)
         dataset = TokenDataset(tokens, validation, rank, job_config.data.seed, infinite=False, section="validation")
-        sequences = str(dataset.samples(validation.steps))
-        _on_first_rank(keep_facts, job_config, validation_text=tokens.sha256, validation_sequences=sequences)
+        facts = {"validation_text": tokens.sha256, "validation_sequences": str(dataset.samples(validation.steps))}
+        _on_first_rank(RunData(job_config, prepare_from_job(job_config)).keep_facts, **facts)
     options = {"num_workers": 0} if name == "hf" and held_out_share(job_config) else {}
     return LoaderValidator(job_config, Loader(dataset, validation, **options), tokenizer=tokenizer, **parts)
 
 
-def _on_first_rank(work: Callable, *args, **facts) -> None:
-    run_on_all_ranks(partial(work, *args, **facts) if is_first() else None)
+def _on_first_rank(work: Callable, **facts: str) -> None:
+    run_on_all_ranks(partial(work, **facts) if is_first() else None)
 
 
 class LoaderValidator(Validator):
