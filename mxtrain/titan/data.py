@@ -35,8 +35,7 @@ from mxtrain.titan.repairs.context_parallel import share_of_validation_loss
 def build_tokenizer(job_config) -> HuggingFaceTokenizer:
     """Return the tokenizer in ``model.hf_assets_path``, or a tokenizer built from the training text.
 
-    Raises:
-        ConfigError: as ``prepare_from_job``, and for a tokenizer with more tokens than the model.
+    Raises ConfigError as ``prepare_from_job``, and for a tokenizer with more tokens than the model.
     """
     given = job_config.model.hf_assets_path
     if given:  # checked before a long text is tokenized
@@ -68,9 +67,8 @@ def build_dataloader(
 
     Rank 0 keeps the identity of the data and the tokenizer in the run's folder.
 
-    Raises:
-        ConfigError: as ``prepare_from_job``, for too little text for one batch per rank, and for a run's folder with
-            checkpoints of other data.
+    Raises ConfigError as ``prepare_from_job``, for too little text for one batch per rank, and for a run's folder with
+    checkpoints of other data.
     """
     training, rank = job_config.training, (dp_rank, dp_world_size)
     name, prepared, shows = training.dataset, prepare_from_job(job_config), is_first() and infinite
@@ -109,9 +107,8 @@ def build_validator(
 ) -> BaseValidator:
     """Return a validator over held-out text. Takes the arguments of TorchTitan's ``build_validator``.
 
-    Raises:
-        ConfigError: as ``prepare_from_job`` and ``validation_stream``, and for too little held-out text for one batch
-            per rank.
+    Raises ConfigError as ``prepare_from_job`` and ``validation_stream``, and for too little held-out text for one batch
+    per rank.
     """
     name, validation, rank = _validation_dataset(job_config), job_config.validation, (dp_rank, dp_world_size)
     parts["loss_fn"] = share_of_validation_loss(parts["loss_fn"], parts["parallel_dims"].cp)
@@ -163,12 +160,9 @@ def prepare_from_job(job_config, progress: Callable[[str], None] = note_progress
 
     Under torch.distributed all ranks must call it. One rank of each node builds, and all check that they agree.
 
-    Args:
-        progress: called with a line of text every few seconds while something is built.
-
-    Raises:
-        ConfigError: for an unknown dataset, a missing file, column or tokenizer, no text, or a value out of range;
-            and if nodes have different data.
+    ``progress`` is called with a line of text every few seconds while something is built. Raises ConfigError for an
+    unknown dataset, a missing file, column or tokenizer, no text, or a value out of range; and if nodes have different
+    data.
     """
     check_datasets(job_config)
     return _prepare(config_of(job_config, vocab_size(job_config)), progress)
