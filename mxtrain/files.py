@@ -1,11 +1,16 @@
-"""How a file is written whole or not at all, or through to the disk; its hash; the cause of an error in words."""
+"""How files and folders are written whole or not at all, or through to the disk; hashes; causes of errors in words."""
 
 import os
+import shutil
 import uuid
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+
+BUILDING = ".building"
+"""In the names of unfinished folders"""
 
 _PIECE = 1 << 22  # bytes read at a time
 
@@ -41,6 +46,35 @@ def replace_file(path: Path, content: bytes) -> None:
         with suppress(OSError):  # the first error says more
             written.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def new_folder(folder: Path, is_complete: Callable[[Path], bool]) -> Iterator[Path]:
+    """Yield an empty folder beside ``folder``, and give it that name at the end of the context.
+
+    If another process has made ``folder`` meanwhile, its folder stays and the new one is removed. A folder that is
+    not complete, by ``is_complete``, is replaced. After an exception nothing is left. Needs no locks, which some shared
+    file systems do not have. Raises OSError if a folder cannot be made or renamed.
+    """
+    building, old = (folder.with_name(f"{folder.name}{BUILDING}-{uuid.uuid4().hex[:12]}") for _ in range(2))
+    building.mkdir()
+    try:
+        yield building
+        # Otherwise a power failure may leave the folder's name, and zeros in its files.
+        for root, _, files in os.walk(building):
+            for path in (*(Path(root, name) for name in files), Path(root)):
+                sync_file(path)
+        try:
+            building.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
+            if not is_complete(folder):
+                folder.rename(old)
+                building.rename(folder)
+    finally:
+        for rest in (building, old):
+            shutil.rmtree(rest, ignore_errors=True)
 
 
 def sync_file(path: Path) -> None:

@@ -1,8 +1,9 @@
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from mxtrain.files import replace_file
+from mxtrain.files import new_folder, replace_file
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, full_disk):
@@ -25,3 +26,43 @@ def test_two_that_write_at_a_time_leave_one_whole_file(tmp_path):
     for writer in writers:
         writer.result()  # raises what the writer raised
     assert list(tmp_path.iterdir()) == [path]
+
+
+def is_complete(folder: Path) -> bool:
+    return (folder / "complete").exists()
+
+
+def build(folder: Path, content: str) -> None:
+    with new_folder(folder, is_complete) as building:
+        (building / "complete").write_text(content)
+        assert not is_complete(folder) and building.parent == folder.parent
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def test_a_folder_appears_whole_and_replaces_one_that_is_not(tmp_path):
+    folder = tmp_path / "a"
+    for content in ("one", "two"):
+        build(folder, content)
+        assert (
+            (folder / "complete").read_text() == content and names(tmp_path) == ["a"] and names(folder) == ["complete"]
+        )
+        (folder / "complete").rename(folder / "rest")
+
+
+def test_the_first_of_two_builders_wins_without_a_lock(tmp_path):
+    folder = tmp_path / "a"
+    with new_folder(folder, is_complete) as late:
+        (late / "complete").write_text("late")
+        build(folder, "early")
+    assert (folder / "complete").read_text() == "early" and names(tmp_path) == ["a"]
+
+
+def test_a_folder_that_fails_leaves_nothing(tmp_path):
+    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "a", is_complete):
+        raise KeyboardInterrupt
+    assert names(tmp_path) == []
+    with pytest.raises(OSError, match="No such file or directory"):
+        build(tmp_path / "none" / "a", "new")

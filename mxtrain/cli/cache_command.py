@@ -1,18 +1,20 @@
 """``mxtrain cache``: list, verify and remove the prepared texts in the cache."""
 
 import argparse
+import os
 import re
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
 
 from mxtrain.data import DataConfig, Prepared
-from mxtrain.data.cache_folders import BUILDING, LEFTOVER_SECONDS, last_change, statuses
 from mxtrain.data.documents import megabytes, one_line
 from mxtrain.data.store import DamagedText, load_text
 from mxtrain.errors import ConfigError
+from mxtrain.files import BUILDING
 
 DAY = 24 * 3600.0
 
@@ -94,8 +96,12 @@ def _entry(path: Path, verify: bool) -> CachedText:
             state = f"damaged: {error}"
         except ConfigError:
             state = "its tokenizer, outside the cache, is gone or changed"
-    size = sum(status.st_size for status in statuses(path) if S_ISREG(status.st_mode))
-    return CachedText(path, size, last_change(path), text, state)
+    statuses = []
+    for each in (path, *(Path(root, name) for root, *names in os.walk(path) for name in (*names[0], *names[1]))):
+        with suppress(OSError):  # another process may remove it meanwhile
+            statuses.append(each.stat())
+    size = sum(status.st_size for status in statuses if S_ISREG(status.st_mode))
+    return CachedText(path, size, max((status.st_mtime for status in statuses), default=0.0), text, state)
 
 
 def _table(found: list[CachedText]) -> str:

@@ -1,7 +1,7 @@
 """The settings of a training text and its tokenizer."""
 
 import os
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from mxtrain.cache import cache_folder
@@ -19,16 +19,16 @@ LARGEST_VOCABULARY = 1 << 24
 class DataConfig:
     """Decides which text is read, how it is split, and how it is tokenized.
 
-    Error messages use the names of the TOML settings: ``dataset`` and ``path`` are ``training.dataset`` and
-    ``training.dataset_path``, ``tokenizer_path`` is ``model.hf_assets_path``, and the rest are in ``[data]``.
-    ``mxtrain.settings`` checks types and ranges.
+    Fields without a line of their own are described in ``[data]`` of ``mxtrain.settings.sections``, which also checks
+    types and ranges. Error messages use the names of the TOML settings: ``dataset`` and ``path`` are
+    ``training.dataset`` and ``training.dataset_path``, ``tokenizer_path`` is ``model.hf_assets_path``.
 
     Raises:
         ConfigError: the vocabulary is too small, or a stream has a limit.
     """
 
     dataset: str = "python"
-    """One of DATASETS"""
+    """One of DATASETS, or the name of a stream that ``prepare`` is given"""
     path: str = ""
     """"files": a file, folder or glob. "hf": the id of a Hugging Face dataset"""
     vocab_size: int = 2048
@@ -36,29 +36,18 @@ class DataConfig:
     tokenizer_path: str = ""
     """Folder with a Hugging Face tokenizer; if empty, a tokenizer is trained on the training text"""
     unseparated: bool = False
-    """Take a tokenizer that has neither a bos nor an eos token: nothing separates documents"""
     installed: bool = False
-    """"python": add every installed package to the standard library"""
     other_files: bool = False
-    """"python": add C, C++ and CUDA source, type stubs and documentation, and the system's headers and manual pages"""
     max_bytes: int = 0
-    """Upper limit on the text, in bytes of UTF-8; 0 means no limit"""
     package_share: float = 0.2
-    """"python": the largest share of the text that one installed package may supply, in (0, 1]"""
     validation_share: float = 0.01
-    """Share of the documents held out for validation, in [0, 1)"""
     seed: int = 0
-    """Seed of the order of the files"""
     text_key: str = "text"
-    """The text column of JSONL, Parquet and Hugging Face datasets"""
     hf_config: str = ""
-    """"hf": the dataset's configuration, for example "en" for allenai/c4"""
     cache_dir: str = ""
-    """Folder for the results; empty means $MXTRAIN_CACHE, else ~/.cache/mxtrain"""
+    prepared: str = ""
     stream_share: float = 0.0
     """"hf": share of the stream's documents held out for validation, from which no tokenizer is built; 0 for none"""
-    prepared: str = ""
-    """Name or path of a prepared text in the cache, which is used without reading any source; "" for none"""
     section: str = field(default="training", compare=False)
     """TOML section of ``dataset`` and ``path``, for error messages"""
 
@@ -77,41 +66,26 @@ class DataConfig:
     def identity(self) -> dict:
         """Return the fields that decide the result, for the cache key, which has a hash of the tokenizer, too."""
         omitted = {"cache_dir", "prepared", "section", "unseparated", "tokenizer_path"}
-        # Texts from before these settings keep their key.
-        omitted |= {name for name in ("stream_share", "other_files") if not getattr(self, name)}
         return {name: value for name, value in asdict(self).items() if name not in omitted}
 
     def cache_path(self) -> Path:
         """Return the path of the cache folder."""
         return (Path(os.path.expanduser(self.cache_dir)) if self.cache_dir else cache_folder()).absolute()
 
-    def cache_root(self) -> Path:
-        """Return the cache folder, and create it if needed. Raises ConfigError if that fails."""
-        root = self.cache_path()
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"data.cache_dir = {self.cache_dir!r}: cannot create {str(root)!r} ({error.strerror}); "
-                "set data.cache_dir or $MXTRAIN_CACHE to a writable folder"
-            ) from error
-        return root
-
 
 def config_of(job_config, model_vocab_size: int) -> DataConfig:
     """Return the settings of a job's training text. Its model has ``model_vocab_size`` tokens."""
-    training, tokenizer_path = job_config.training, job_config.model.hf_assets_path
+    tokenizer, data = job_config.model.hf_assets_path, job_config.data
     own = {
-        "dataset": training.dataset,
-        "path": path_of(job_config, "training", training.dataset),
+        "dataset": job_config.training.dataset,
+        "path": path_of(job_config, "training", job_config.training.dataset),
         # An existing tokenizer has its own size; 0 keeps the model's size out of the cache key.
-        "vocab_size": 0 if tokenizer_path else model_vocab_size,
-        "tokenizer_path": str(Path(os.path.expanduser(tokenizer_path)).absolute()) if tokenizer_path else "",
-        "hf_config": job_config.data.hf_config or "",
+        "vocab_size": 0 if tokenizer else model_vocab_size,
+        "tokenizer_path": str(Path(os.path.expanduser(tokenizer)).absolute()) if tokenizer else "",
+        "hf_config": data.hf_config or "",
         "stream_share": held_out_share(job_config),
     }
-    data = {f.name: getattr(job_config.data, f.name) for f in fields(DataConfig) if hasattr(job_config.data, f.name)}
-    config = DataConfig(**data | own)
+    config = DataConfig(**asdict(data) | own)
     return replace(config, cache_dir=str(config.cache_path()))  # resolved now: the environment may change
 
 

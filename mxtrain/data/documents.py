@@ -1,23 +1,28 @@
-"""Documents, their sources, the hashes that order, split and sample them, and progress lines.
+"""Documents, their sources, the hashes that order, split and sample them, rows with text, and streams of such rows.
 
 The hashes depend on document keys alone, so every machine gets the same order, split and sample.
 """
 
+import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from mxtrain.data.config import DataConfig
 from mxtrain.errors import ConfigError
 
 OVER_LIMIT = "over max_bytes"
 """The reasons for which a source leaves out what does not fit into ``DataConfig.max_bytes`` begin with this"""
-WITHOUT_TEXT = "without text"
-"""Reason for leaving out a row: the text column is missing, null or not a string"""
 
 TICK_SECONDS = 2.0
+
+PATIENCE_ROWS = 1000
+
+logger = logging.getLogger(__name__)
 
 
 class Document(NamedTuple):
@@ -34,33 +39,24 @@ class Document(NamedTuple):
         return is_held_out(self.split_key or self.key, validation_share)
 
 
-class FileEntry(NamedTuple):
-    """A source file in the cache key. An edit changes its size or its time."""
-
-    path: str
-    size: int
-    mtime_ns: int
-
-
-class Source(Protocol):
+class Source:
     """Text on this machine. It can be read more than once."""
 
-    listing: list[FileEntry]
-    """All files found, before any is read"""
+    listing: list[tuple[str, int, int]]
+    """All files found, before any is read: path, bytes and time of the last change in ns, for the cache key"""
     text_bytes: int
     """Estimated bytes of all documents, after ``scan``"""
     dropped: Counter[str]
     """Number of files or documents left out, by reason"""
-    cut: dict[str, int]
+    cut: dict[str, int] = {}
     """Bytes cut from each package that exceeded its share"""
-    corrections: tuple[str, ...]
-    """What earlier versions read differently, for the cache key"""
 
     def scan(self, progress: "Progress") -> None:
         """Decide which files to keep. Called once, before ``documents``."""
 
     def documents(self) -> Iterator[Document]:
         """Yield all documents, in an order that depends only on the config."""
+        raise NotImplementedError
 
 
 def fraction(key: str, salt: str) -> float:
@@ -94,11 +90,11 @@ class TextColumn:
             return text
         self.without_text += 1
         if self.without_text == 1:
-            setting, kind = f"data.text_key = {self.text_key!r}", "only null" if text is None else type(text).__name__
-            self._first_problem = (
-                f"{setting} in {where} holds {kind}, not text"
+            kind = "only null" if text is None else type(text).__name__
+            self._first_problem = f"data.text_key = {self.text_key!r} " + (
+                f"in {where} holds {kind}, not text"
                 if self.text_key in row
-                else f"{setting} is not a column of {where}, which has: {', '.join(map(str, row))}"
+                else f"is not a column of {where}, which has: {', '.join(map(str, row))}"
             )
         return None
 
@@ -106,6 +102,80 @@ class TextColumn:
         """Raise ConfigError if there were rows, and none of them had text."""
         if self.without_text and not self._has_text:
             raise ConfigError(self._first_problem)
+
+
+class StreamedText(TextColumn):
+    """The text of a row of a stream, and a warning about the first row without text, which is "".
+
+    Raises ConfigError if none of the first PATIENCE_ROWS rows has text: a stream may have no end.
+    """
+
+    def __init__(self, text_key: str, path: str):
+        super().__init__(text_key)
+        self._path = path
+
+    def __call__(self, row: dict) -> str:
+        text = self.text_of(row, self._path)
+        if text is None and self.without_text == 1:
+            logger.warning(f"{self._path} has rows without text in {self.text_key!r}; they count as empty")
+        if text is None and self.without_text == PATIENCE_ROWS:
+            self.require_text()
+        return text or ""
+
+
+def open_stream(path: str, hf_config: str = "", split: str = "train", section: str = "training"):
+    """Open a split of the Hugging Face dataset ``path``, for example "allenai/c4", without a download of the whole.
+
+    Args:
+        hf_config: the dataset's configuration, for example "en"; "" means its default.
+        section: TOML section of ``path``, for error messages.
+
+    Returns:
+        The rows, a ``datasets.IterableDataset``, and their version: the commit of a dataset on the hub, or a hash of
+        local files' names and times; None where it is not known.
+
+    Raises:
+        ConfigError: ``path`` is empty, or the dataset, configuration or split cannot be opened.
+    """
+    import datasets
+
+    if not path:
+        raise ConfigError(
+            f"{section}.dataset = 'hf' needs {section}.dataset_path: the id of a Hugging Face dataset, "
+            "for example 'allenai/c4' (with data.hf_config = 'en')"
+        )
+    settings = f"(data.hf_config = {hf_config!r}, split {split!r})"
+    with raised_as(f"{section}.dataset_path = {path!r} {settings} cannot be opened as a Hugging Face dataset"):
+        builder = datasets.load_dataset_builder(path, name=hf_config or None)
+        return builder.as_streaming_dataset(split=split), builder.hash
+
+
+def hold_out(stream, text_key: str, share: float, held_out: bool):
+    """Return the documents of a ``datasets.IterableDataset`` that are held out for validation, or all others.
+
+    A stream has no paths, so a document's text decides. Rows without text are not held out.
+    """
+    return stream.filter(partial(_is_on_side, text_key=text_key, share=share, held_out=held_out)) if share else stream
+
+
+def _is_on_side(row: dict, text_key: str, share: float, held_out: bool) -> bool:
+    text = row.get(text_key)
+    return held_out == (isinstance(text, str) and is_held_out(text, share))
+
+
+def hub_texts(config: DataConfig) -> Iterator[str]:
+    """Yield the texts of a Hugging Face dataset on which a tokenizer is trained."""
+    stream, _ = open_stream(config.path, config.hf_config, "train", config.section)
+    stream = hold_out(stream, config.text_key, config.stream_share, held_out=False)
+    text_of = StreamedText(config.text_key, config.path)
+    yield from stream_texts(stream, text_of, f"{config.section}.dataset_path = {config.path!r}")
+    text_of.require_text()
+
+
+def stream_texts(rows: Iterable, text_of: Callable[[dict], str], setting: str) -> Iterator[str]:
+    """Yield the text of every row. An error while reading becomes a ConfigError that begins with ``setting``."""
+    with raised_as(f"{setting} cannot be read further"):
+        yield from map(text_of, rows)
 
 
 class Progress:
@@ -137,8 +207,10 @@ def one_line(error: BaseException) -> str:
 
 @contextmanager
 def raised_as(problem: str) -> Iterator[None]:
-    """Turn every error into a ConfigError that begins with ``problem``: networks and readers raise many types."""
+    """Turn errors into a ConfigError that begins with ``problem``: networks and readers raise many types."""
     try:
         yield
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(f"{problem}: {type(error).__name__}: {one_line(error)}") from error

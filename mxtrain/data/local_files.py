@@ -1,13 +1,13 @@
 """Reads local JSONL, Parquet and text files as training text, piece by piece: a file may be larger than the memory.
 
-Documents stay in file order; the data loader shuffles chunks of the tokenized text in each epoch.
-Duplicates are kept, because a mixture may repeat a file to give it more weight. A document's text decides whether it
-is held out, as in a stream: equal documents are on the same side, and stay there when files or rows come and go. The
-pieces of a long text file go where its first piece goes, unless it is the only file.
+Documents stay in file order, and duplicates are kept, because a mixture may repeat a file to give it more weight. A
+document's text decides whether it is held out, as in a stream: equal documents are on the same side, and stay there
+when files or rows come and go. The pieces of a long text file go where its first piece goes, unless it is the only
+file.
 
-The library ``datasets`` does not read these files, because it infers types. It turns texts that look like dates into
-dates ("2020-01-01" into "2020-01-01 00:00:00", even with a given schema), refuses JSON Lines whose rows have different
-columns or types, half a surrogate pair, and Parquet with types that it does not know, and names no line of an error.
+The library ``datasets`` does not read these files, because it infers types: it turns texts that look like dates into
+dates, refuses JSON Lines whose rows have different columns or types, and Parquet with types that it does not know, and
+names no line of an error.
 """
 
 import bz2
@@ -23,16 +23,7 @@ from pathlib import Path
 from typing import TextIO
 
 from mxtrain.data.config import DataConfig
-from mxtrain.data.documents import (
-    OVER_LIMIT,
-    WITHOUT_TEXT,
-    Document,
-    FileEntry,
-    Progress,
-    TextColumn,
-    megabytes,
-    one_line,
-)
+from mxtrain.data.documents import OVER_LIMIT, Document, Source, TextColumn, megabytes, one_line
 from mxtrain.errors import ConfigError
 from mxtrain.json_toml import parse
 
@@ -57,68 +48,58 @@ COMPRESSIONS = {
     rb"\x28\xb5\x2f\xfd": _open_zstd,
 }
 
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-
 # Longer text files are cut at line ends into documents of about this size, so that they need not fit into the memory.
 # A typical source file or article fits into one document.
 PIECE_CHARACTERS = 1 << 16
-READ_CHARACTERS = 1 << 20
 
 
-class LocalFiles:
-    """The files that match ``config.path``. Implements ``Source``.
+class LocalFiles(Source):
+    """The files that match ``config.path``.
 
     Raises:
         ConfigError: no files are found, formats are mixed, a file is unreadable, or no row has text in ``text_key``.
     """
 
-    cut: dict[str, int] = {}
-
     def __init__(self, config: DataConfig):
         self._config = config
         self._setting = f"{config.section}.dataset_path = {config.path!r}"
         try:
-            self._root, self._files = self._find()
-            status = [(file, file.stat()) for file in self._files]
+            self._files = self._find()
+            self.listing = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in self._files]
         except OSError as error:  # no permission, or a file that was deleted meanwhile
             raise ConfigError(f"{self._setting} cannot be read: {error}") from error
         self._format = self._one_format()
-        self.listing = [FileEntry(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in status]
-        self._file_bytes = sum(entry.size for entry in self.listing)
+        self._file_bytes = sum(size for _, size, _ in self.listing)
         self.text_bytes = min(self._file_bytes, config.max_bytes or self._file_bytes)
-        self.dropped: Counter[str] = Counter()
-        self._keeps_together = self._format == "text" and len(self._files) > 1
-        has_pieces = any(e.size > PIECE_CHARACTERS or e.path.endswith(COMPRESSED) for e in self.listing)
-        self.corrections = ("pieces of a file on one side",) if self._keeps_together and has_pieces else ()
-
-    def scan(self, progress: Progress) -> None:
-        pass  # ``documents`` decides while it reads
+        self.dropped = Counter()
 
     def documents(self) -> Iterator[Document]:
         limit, total, self.dropped = self._config.max_bytes, 0, Counter()
         for document in self._all_documents():
+            try:
+                size = len(document.text.encode())
+            except UnicodeEncodeError:  # JSON can hold half a character, UTF-8 cannot
+                self.dropped["half of a surrogate pair"] += 1
+                continue
             if not document.text.strip():
                 self.dropped["empty"] += 1
-                continue
-            size = len(document.text.encode("utf-8"))
-            if limit and total + size > limit:
-                if size > limit:  # its size says nothing about the room that is left
-                    self.dropped[OVER_LIMIT] += 1
-                    continue
-                files = megabytes(self._file_bytes)
-                self.dropped[f"{OVER_LIMIT} and all after it, of {files} in files"] = 1
+            elif limit and size > limit:  # its size says nothing about the room that is left
+                self.dropped[OVER_LIMIT] += 1
+            elif limit and total + size > limit:
+                self.dropped[f"{OVER_LIMIT} and all after it, of {megabytes(self._file_bytes)} in files"] = 1
                 break  # later ones may fit, but the search for them would read all files
-            total += size
-            yield document
+            else:
+                total += size
+                yield document
 
     def _all_documents(self) -> Iterator[Document]:
-        column = TextColumn(self._config.text_key)
+        column, keeps_together = TextColumn(self._config.text_key), self._format == "text" and len(self._files) > 1
         for file in self._files:
+            first = None
             try:
-                first = None
                 for text in self._texts(file, column):
                     first = text if first is None else first
-                    yield Document(text, text, first if self._keeps_together else "")
+                    yield Document(text, text, first if keeps_together else "")
             except Exception as error:  # each format's reader raises its own types
                 formats = f"; {READ}" if isinstance(error, UnicodeDecodeError) else ""
                 raise ConfigError(
@@ -132,16 +113,13 @@ class LocalFiles:
                 yield from split_lines(opened, PIECE_CHARACTERS)
             return
         for row in json_rows(file) if self._format == "json" else parquet_rows(file, column.text_key):
-            text = column.text_of(row, str(file))
-            if text is None:
-                self.dropped[WITHOUT_TEXT] += 1
-            elif not text.isascii() and LONE_SURROGATE.search(text):  # JSON can hold half a character, UTF-8 cannot
-                self.dropped["half of a surrogate pair"] += 1
-            else:
+            if (text := column.text_of(row, str(file))) is not None:
                 yield text
+            else:
+                self.dropped["without text"] += 1
 
-    def _find(self) -> tuple[Path, list[Path]]:
-        """Return the folder that a glob starts from, and the files in sorted order."""
+    def _find(self) -> list[Path]:
+        """Return the files in sorted order."""
         if not self._config.path:
             raise ConfigError(
                 f"{self._config.section}.dataset = 'files' needs {self._config.section}.dataset_path: "
@@ -150,30 +128,33 @@ class LocalFiles:
         given = Path(os.path.expanduser(self._config.path))
         path = given.absolute()
         if path.is_file():
-            return path.parent, [path]
+            return [path]
         if path.is_dir():
-            root, found = path, _files_in(path)
-        else:
-            parts = path.parts
-            root = Path(*parts[: next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)])
+            fixed, found = len(path.parts), _files_in(path)
+        else:  # the parts before the first pattern may be hidden folders
+            fixed = next((i for i, part in enumerate(path.parts) if glob.has_magic(part)), len(path.parts) - 1)
             found = map(Path, glob.glob(str(path), recursive=True))
-        files = sorted(file for file in found if file.is_file() and not _is_hidden(file.relative_to(root)))
+        files = sorted(f for f in found if f.is_file() and not any(part.startswith(".") for part in f.parts[fixed:]))
         if not files:
             where = "" if given.is_absolute() else f" in the current folder, {Path.cwd()}"
             problem = "holds no files" if path.is_dir() else f"does not exist and matches no files{where}"
             raise ConfigError(f"{self._setting} {problem}")
-        return root, files
+        return files
 
     def _one_format(self) -> str:
         suffixes = Counter(_suffix(file) for file in self._files)
         formats = {FORMATS.get(suffix, "text") for suffix in suffixes}
         if len(formats) > 1:
             counts = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in suffixes.most_common())
-            raise ConfigError(
-                f"{self._setting} mixes formats ({counts}); select one format with a glob such as "
-                f"{str(self._root / '**' / ('*' + next(s for s in suffixes if s in FORMATS)))!r}"
-            )
+            pattern = f"**/*{next(suffix for suffix in suffixes if suffix in FORMATS)}"
+            raise ConfigError(f"{self._setting} mixes formats ({counts}); select one with a glob such as {pattern!r}")
         return formats.pop()
+
+
+def shared_files(one: DataConfig, other: DataConfig) -> tuple[int, bool]:
+    """Return how many files two paths have in common, in whatever words, and whether these are all files of both."""
+    first, second = ({os.path.realpath(path) for path, *_ in LocalFiles(config).listing} for config in (one, other))
+    return len(first & second), first == second
 
 
 def _suffix(file: Path) -> str:
@@ -183,28 +164,16 @@ def _suffix(file: Path) -> str:
     return os.path.splitext(name)[1]
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _files_in(folder: Path, around: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
-    """Yield the files in a folder and in its subfolders, also behind links, as a glob does.
-
-    Does not follow a link to a folder that is being read: ``around`` has the devices and numbers of these folders.
-    """
-    status = folder.stat()
-    identity = (status.st_dev, status.st_ino)
-    if identity in around:
+def _files_in(folder: Path, around: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Yield the files in a folder and in its subfolders, also behind links, except links to a folder ``around`` it."""
+    real = os.path.realpath(folder)
+    if real in around or not os.access(folder, os.R_OK | os.X_OK):  # lost+found, for example
         return
-    try:
-        entries = list(folder.iterdir())
-    except PermissionError:  # lost+found, for example
-        return
-    for path in entries:
+    for path in folder.iterdir():
         if not path.is_dir():
             yield path
         elif not path.name.startswith("."):
-            yield from _files_in(path, around | {identity})
+            yield from _files_in(path, around | {real})
 
 
 def open_text(file: Path) -> TextIO:
@@ -221,23 +190,16 @@ def open_text(file: Path) -> TextIO:
 def split_lines(file: TextIO, size: int) -> Iterator[str]:
     """Cut the text of ``file`` after line ends into pieces of at most ``size`` characters. A longer line stays whole.
 
-    The last piece may be empty.
+    An empty file is one empty piece.
     """
-    text, start = "", 0
-    while True:
-        if len(text) - start <= size:
-            more = file.read(max(size, READ_CHARACTERS))
-            if not more:
-                yield text[start:]
-                return
-            text, start = text[start:] + more, 0
-            continue
-        end = text.rfind("\n", start, start + size) + 1 or text.find("\n", start + size) + 1
-        if not end:
-            text, start = text[start:] + file.readline(), 0
-            end = len(text)
-        yield text[start:end]
-        start = end
+    lines, length = [], 0
+    for line in file:
+        if lines and length + len(line) > size:
+            yield "".join(lines)
+            lines, length = [], 0
+        lines.append(line)
+        length += len(line)
+    yield "".join(lines)
 
 
 def json_rows(file: Path) -> Iterator[dict]:
@@ -246,27 +208,26 @@ def json_rows(file: Path) -> Iterator[dict]:
     Raises ValueError for text that is neither, with the line or the row.
     """
     with open_text(file) as opened:
-        is_first = True
-        for number, line in enumerate(opened, start=1):
-            line = line.lstrip("\ufeff").strip()
-            if not line:
-                continue
-            if is_first and line.startswith("["):
-                for row_number, row in enumerate(parse(line + opened.read()), start=1):
-                    yield _checked(row, f"row {row_number}")
-                return
-            is_first = False
-            try:
-                row = parse(line)
-            except ValueError as error:
-                raise ValueError(f"line {number}: {error}") from error
-            yield _checked(row, f"line {number}")
+        for place, row in _json_values(opened):
+            if not isinstance(row, dict):
+                raise ValueError(f"{place} is a JSON {type(row).__name__}, not an object with a text")
+            yield row
 
 
-def _checked(row: object, place: str) -> dict:
-    if not isinstance(row, dict):
-        raise ValueError(f"{place} is a JSON {type(row).__name__}, not an object with a text")
-    return row
+def _json_values(opened: TextIO) -> Iterator[tuple[str, object]]:
+    """Yield every value of a file, and its place in words."""
+    is_first = True
+    for number, line in enumerate(opened, start=1):
+        if not (line := line.lstrip("\ufeff").strip()):
+            continue
+        if is_first and line.startswith("["):
+            yield from ((f"row {row}", value) for row, value in enumerate(parse(line + opened.read()), start=1))
+            return
+        is_first = False
+        try:
+            yield f"line {number}", parse(line)
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from error
 
 
 def parquet_rows(file: Path, key: str) -> Iterator[dict]:

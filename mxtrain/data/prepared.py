@@ -1,28 +1,35 @@
 """Builds the tokenizer and the tokenized text of a DataConfig, once: later calls load the result from the cache."""
 
+import fcntl
 import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
-from mxtrain.data.cache_folders import courtesy_lock, new_folder
 from mxtrain.data.config import DATASETS, DataConfig
-from mxtrain.data.documents import OVER_LIMIT, Progress, Source, fraction, one_line
-from mxtrain.data.hub import hold_out, open_stream, stream_texts
+from mxtrain.data.documents import OVER_LIMIT, Progress, Source, fraction, hub_texts, one_line
 from mxtrain.data.local_files import LocalFiles
 from mxtrain.data.python_source import PythonSource
 from mxtrain.data.store import SUMMARY, TOKENIZER, DamagedText, Prepared, TextReport, load_text, tokenize, write_summary
-from mxtrain.data.tokenizer import SAMPLE_BYTES, LoadedTokenizer, load_tokenizer, tokenizer_hash, train_tokenizer
+from mxtrain.data.tokenizer import (
+    SAMPLE_BYTES,
+    LoadedTokenizer,
+    NoText,
+    load_tokenizer,
+    tokenizer_hash,
+    train_tokenizer,
+)
 from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.files import new_folder
 
 logger = logging.getLogger(__name__)
 
 # Increase this when the same config and files give different tokens, or a folder of the cache has other contents.
-CACHE_VERSION = 5
+CACHE_VERSION = 6
 
 
 def prepare(
@@ -35,9 +42,8 @@ def prepare(
     """Load the tokenizer and the tokenized text of ``config`` from the cache, or build them first.
 
     The cache key is a hash of the config and of the files' paths, sizes and times, so edited files are built again.
-    ``Prepared.identity`` depends on the contents alone. An interrupted build is never used as a result. Tokens in the
-    cache are read and hashed, about 1 GB a second, and a damaged result is built again, with a warning. With
-    ``config.prepared`` exactly that text is loaded and no source is read.
+    Tokens in the cache are read and hashed, about 1 GB a second, and a damaged result is built again, with a warning.
+    With ``config.prepared`` exactly that text is loaded and no source is read.
 
     Args:
         config: the text and the tokenizer.
@@ -52,7 +58,7 @@ def prepare(
     if stream is None:
         require_one_of(f"{config.section}.dataset", config.dataset, DATASETS)
         if config.dataset == "hf":
-            stream = partial(_hub_texts, config)
+            stream = partial(hub_texts, config)
     tokenizer = _existing_tokenizer(config) if config.tokenizer_path else None
     if config.prepared:
         prepared = _chosen(config, reads_tokens)
@@ -62,12 +68,22 @@ def prepare(
         return Prepared(path, tokenizer_hash(path), None, None, report, None)
     else:
         source = None if stream else PythonSource(config) if config.dataset == "python" else LocalFiles(config)
-        folder = config.cache_root() / _key(config, source, tokenizer)
+        folder = config.cache_path() / _key(config, source, tokenizer)
         prepared, _ = _in_cache(config, folder, reads_tokens)
         prepared = prepared or _build_or_wait(config, source or stream, folder, Progress(progress))
     with suppress(OSError):  # a cache that others own
-        os.utime(prepared.folder / SUMMARY)  # the last use, which ``mxtrain cache`` shows
+        os.utime(prepared.folder / SUMMARY)  # the last use, for ``mxtrain cache``
     return prepared
+
+
+def _existing_tokenizer(config: DataConfig) -> LoadedTokenizer:
+    tokenizer = load_tokenizer(Path(config.tokenizer_path))
+    if not (tokenizer.separators or config.unseparated or config.prepared):
+        raise ConfigError(
+            f"model.hf_assets_path = {config.tokenizer_path!r} has neither a bos nor an eos token, so nothing would "
+            "separate documents: name one in tokenizer_config.json, or set data.unseparated = true"
+        )
+    return tokenizer
 
 
 def _chosen(config: DataConfig, reads_tokens: bool) -> Prepared:
@@ -95,39 +111,20 @@ def _chosen(config: DataConfig, reads_tokens: bool) -> Prepared:
 
 def _in_cache(config: DataConfig, folder: Path, reads_tokens: bool = True) -> tuple[Prepared | None, str]:
     """Return the text in ``folder``, or None and the damage: "" if there is no folder."""
-    if not folder.exists():
-        return None, ""
     try:
         return load_text(folder, config.tokenizer_path, reads_tokens=reads_tokens), ""
     except DamagedText as error:
-        return None, str(error)
+        return None, str(error) if folder.exists() else ""
 
 
-def _hub_texts(config: DataConfig) -> Iterator[str]:
-    stream, _ = open_stream(config.path, config.hf_config, "train", config.section)
-    stream = hold_out(stream, config.text_key, config.stream_share, held_out=False)
-    return stream_texts(stream, config.text_key, config.path, config.section)
-
-
-def _existing_tokenizer(config: DataConfig) -> LoadedTokenizer:
-    tokenizer = load_tokenizer(Path(config.tokenizer_path))
-    if not (tokenizer.separators or config.unseparated or config.prepared):
-        raise ConfigError(
-            f"model.hf_assets_path = {config.tokenizer_path!r} has neither a bos nor an eos token, so nothing would "
-            "separate documents: name one in tokenizer_config.json, or set data.unseparated = true"
-        )
-    return tokenizer
-
-
-def _key(config: DataConfig, source: Source | None, tokenizer: LoadedTokenizer | None = None) -> str:
+def _key(config: DataConfig, source: Source | None, tokenizer: LoadedTokenizer | None) -> str:
     facts = {
         "version": CACHE_VERSION,
         "config": config.identity(),
-        "tokenizer": tokenizer_hash(Path(config.tokenizer_path)) if config.tokenizer_path else None,
+        # Special tokens may stand in files that the hash leaves out.
+        "tokenizer": tokenizer and [tokenizer_hash(Path(config.tokenizer_path)), tokenizer.bos_id, tokenizer.eos_id],
         "listing": source.listing if source else None,
     }
-    if corrections := [*(source.corrections if source else ()), *(tokenizer.corrections if tokenizer else ())]:
-        facts["corrections"] = corrections
     return f"{config.dataset}-{sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]}"
 
 
@@ -135,24 +132,48 @@ def _build_or_wait(
     config: DataConfig, text: Source | Callable[[], Iterable[str]], folder: Path, progress: Progress
 ) -> Prepared:
     """Build ``folder`` from a source, or a tokenizer from streamed texts, unless another process has just done so."""
-    with courtesy_lock(folder, progress):
-        prepared, damage = _in_cache(config, folder)
-        if prepared is not None:
-            return prepared
-        if damage:
-            logger.warning(f"the prepared text {folder} is damaged ({damage}) and is prepared again")
-        progress.say(f"preparing dataset {config.dataset!r} in {folder}")
-        try:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _courtesy_lock(folder, progress):
+            prepared, damage = _in_cache(config, folder)
+            if prepared is not None:
+                return prepared
+            if damage:
+                logger.warning(f"the prepared text {folder} is damaged ({damage}) and is prepared again")
+            progress.say(f"preparing dataset {config.dataset!r} in {folder}")
             with new_folder(folder, lambda existing: _in_cache(config, existing)[0] is not None) as building:
                 _build(building, config, text, progress)
-        except OSError as error:  # sources raise ConfigError, so this is about the cache
-            raise ConfigError(
-                f"data.cache_dir = {config.cache_dir!r}: cannot write {str(folder)!r} "
-                f"({error.strerror or one_line(error)}); make room, or set data.cache_dir or $MXTRAIN_CACHE to a "
-                "folder that can be written"
-            ) from error
-        progress.say(f"prepared dataset {config.dataset!r}")
-        return load_text(folder, config.tokenizer_path)
+            progress.say(f"prepared dataset {config.dataset!r}")
+            return load_text(folder, config.tokenizer_path)
+    except OSError as error:  # sources raise ConfigError, so this is about the cache
+        raise ConfigError(
+            f"data.cache_dir = {config.cache_dir!r}: cannot write {str(folder)!r} "
+            f"({error.strerror or one_line(error)}); make room, or set data.cache_dir or $MXTRAIN_CACHE to a "
+            "folder that can be written"
+        ) from error
+
+
+@contextmanager
+def _courtesy_lock(folder: Path, progress: Progress) -> Iterator[None]:
+    """Hold a lock beside ``folder``, which saves other processes the work. Goes on where locks do not work.
+
+    The lock is not needed: the first process that gives its new folder the name wins. ``filelock`` would wait for ever
+    where a lock cannot be made, or for a process that was killed on another machine.
+    """
+    path = f"{folder}.lock"
+    with ExitStack() as stack:
+        with suppress(OSError):  # no locks here; or the folder cannot be written, which the caller will find out
+            file = stack.enter_context(open(path, "w"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                progress.say(f"another process is preparing {folder}; waiting")
+                fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                os.unlink(path)
 
 
 def _build(folder: Path, config: DataConfig, text: Source | Callable[[], Iterable[str]], progress: Progress) -> None:
@@ -162,7 +183,10 @@ def _build(folder: Path, config: DataConfig, text: Source | Callable[[], Iterabl
         source.scan(progress)
     if not config.tokenizer_path:
         texts = _training_texts(config, source) if source else text()
-        train_tokenizer(_not_empty(texts, config, source), config.vocab_size, folder / TOKENIZER, progress)
+        try:
+            train_tokenizer(texts, config.vocab_size, folder / TOKENIZER, progress)
+        except NoText:
+            raise _no_text(config, source, " to train a tokenizer on") from None
     tokenizer_folder = Path(config.tokenizer_path or folder / TOKENIZER)
     tokenizer = load_tokenizer(tokenizer_folder)
     files, counts = {}, {}
@@ -170,8 +194,7 @@ def _build(folder: Path, config: DataConfig, text: Source | Callable[[], Iterabl
         documents, share = source.documents(), config.validation_share
         files, counts = tokenize(documents, tokenizer, folder, share, source.text_bytes, progress)
         if not counts.get("documents"):
-            where = f"{config.section}.dataset_path = {config.path!r}"
-            raise ConfigError(f"{where} holds no text{_within_limit(config, source)}")
+            raise _no_text(config, source)
         counts |= {"files": len(source.listing), "dropped": dict(source.dropped), "cut": source.cut}
     report = TextReport(
         dataset=config.dataset,
@@ -193,20 +216,8 @@ def _training_texts(config: DataConfig, source: Source) -> Iterator[str]:
             yield document.text
 
 
-def _not_empty(texts: Iterable[str], config: DataConfig, source: Source | None) -> Iterator[str]:
-    empty = True
-    for text in texts:
-        empty = empty and not text.strip()
-        yield text
-    if empty:
-        where = f" ({config.section}.dataset_path = {config.path!r})" if config.path else ""
-        raise ConfigError(
-            f"{config.section}.dataset = {config.dataset!r}{where} holds no text to train a tokenizer on"
-            f"{_within_limit(config, source)}"
-        )
-
-
-def _within_limit(config: DataConfig, source: Source | None) -> str:
-    """The limit on the text in words, if it has left any out."""
+def _no_text(config: DataConfig, source: Source | None, purpose: str = "") -> ConfigError:
+    where = f" ({config.section}.dataset_path = {config.path!r})" if config.path else ""
     is_limited = source and any(reason.startswith(OVER_LIMIT) for reason in source.dropped)
-    return f" within data.max_bytes = {config.max_bytes}" if is_limited else ""
+    limit = f" within data.max_bytes = {config.max_bytes}" if is_limited else ""
+    return ConfigError(f"{config.section}.dataset = {config.dataset!r}{where} holds no text{purpose}{limit}")

@@ -1,9 +1,7 @@
 """Reads Python source code as training text: the standard library and, optionally, every installed package.
 
-Python source is real text that is on every machine and needs no network. ``data.other_files`` adds C and C++ source,
-documentation and manual pages.
-
-A file's key is its path relative to its root ("stdlib/json/decoder.py", "site-packages/numpy/version.py",
+It is real text that is on every machine and needs no network. ``data.other_files`` adds C and C++ source, documentation
+and manual pages. A file's key is its path relative to its root ("stdlib/json/decoder.py", "site-packages/six.py",
 "include/stdio.h"), so order and split are the same on every machine, wherever the roots lie.
 """
 
@@ -17,11 +15,10 @@ from collections import Counter
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from stat import S_ISREG
 from typing import NamedTuple
 
 from mxtrain.data.config import DataConfig
-from mxtrain.data.documents import OVER_LIMIT, Document, FileEntry, Progress, fraction, megabytes
+from mxtrain.data.documents import OVER_LIMIT, Document, Progress, Source, fraction, megabytes
 from mxtrain.errors import ConfigError
 
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
@@ -37,14 +34,12 @@ MAX_FILE_BYTES = 1_000_000
 CONTROL_CHARACTERS = bytes(set(range(32)) - set(b"\t\n\r\f\v\x1b"))
 """Bytes that no text has; a form feed divides pages, and an escape colors them"""
 
-# Generated tables and bindings compress better than hand-written code. At zlib's level 1, character tables and
-# protobuf bindings compress to 0.05-0.14 of their size; of 12,277 installed files 1.3 % are below 0.17. The default
-# level 6 also finds distant repeats and would drop well-documented hand-written modules: torch/nn/modules/conv.py
-# compresses to 0.13 at level 6 and to 0.17 at level 1.
-MACHINE_MADE_RATIO = 0.17
-MACHINE_MADE_LEVEL = 1
-# Smaller files are always kept: a short list of imports may compress as well as a table.
-MACHINE_MADE_FROM_BYTES = 4096
+# Generated tables and bindings compress to 0.05-0.14 of their size at zlib's level 1; of 12,277 installed files 1.3 %
+# are below 0.17. Level 6 also finds distant repeats and would drop hand-written modules: torch/nn/modules/conv.py has
+# 0.13 at level 6 and 0.17 at level 1. Smaller files are kept: a short list of imports may compress as well as a table.
+MACHINE_MADE_RATIO, MACHINE_MADE_LEVEL, MACHINE_MADE_FROM_BYTES = 0.17, 1, 4096
+
+UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError)
 
 
 class SourceFile(NamedTuple):
@@ -63,21 +58,20 @@ class SourceFile(NamedTuple):
     def is_python(self) -> bool:
         return self.key.endswith(".py")
 
+    def read(self) -> bytes:
+        """Return the content, decompressed: of Python source all, else at most MAX_FILE_BYTES + 1. Raises UNREADABLE"""
+        with (gzip.open if self.path.endswith(".gz") else open)(self.path, "rb") as opened:
+            return opened.read(-1 if self.is_python else MAX_FILE_BYTES + 1)
 
-class PythonSource:
-    """The Python files of this machine, and its other text if asked for. Implements ``Source``.
 
-    ``scan`` raises ConfigError if no file is kept.
-    """
-
-    cut: dict[str, int] = {}
-    dropped: Counter[str] = Counter()
-    corrections = ()
+class PythonSource(Source):
+    """The Python files of this machine, and its other text if asked for. ``scan`` raises ConfigError for no text."""
 
     def __init__(self, config: DataConfig):
         self._config = config
+        self._setting = f"{config.section}.dataset = 'python'"
         self._files = list_files(config.installed, config.other_files)
-        self.listing = [FileEntry(file.path, file.size, file.mtime_ns) for file in self._files]
+        self.listing = [(file.path, file.size, file.mtime_ns) for file in self._files]
 
     def scan(self, progress: Progress) -> None:
         config = self._config
@@ -89,7 +83,7 @@ class PythonSource:
         self.text_bytes = sum(file.size for file in self._kept)
         if not self._kept:
             raise ConfigError(
-                f"{config.section}.dataset = 'python' found no usable text in {len(self._files):,} files with "
+                f"{self._setting} found no usable text in {len(self._files):,} files with "
                 f"data.max_bytes = {config.max_bytes}, data.package_share = {config.package_share}"
             )
         progress.say(f"kept {len(self._kept):,} of {len(self._files):,} files, {megabytes(self.text_bytes)}")
@@ -97,59 +91,37 @@ class PythonSource:
     def documents(self) -> Iterator[Document]:
         for file in self._kept:
             try:
-                text = read_bytes(file).decode("utf-8")
-            except (OSError, UnicodeDecodeError) as error:  # changed since ``scan``
-                setting = f"{self._config.section}.dataset = 'python'"
-                raise ConfigError(f"{setting}: {file.path} changed while it was read: {error}; try again") from error
+                text = file.read().decode()
+            except UNREADABLE as error:
+                problem = f"{file.path} changed while it was read: {error}; try again"
+                raise ConfigError(f"{self._setting}: {problem}") from error
             yield Document(file.key, text)
 
 
 def list_files(installed: bool, other_files: bool = False) -> list[SourceFile]:
-    """List every ``.py`` file of the standard library.
+    """List every ``.py`` file of the standard library, and if asked for, of the packages on ``sys.path``.
 
-    Args:
-        installed: also the packages on ``sys.path``.
-        other_files: also the C, C++ and CUDA source, type stubs and documentation (Markdown, reStructuredText and plain
-            text) in these folders. From the system come headers, documentation and manual pages.
+    ``other_files`` adds the C, C++ and CUDA source, type stubs and documentation in these folders, and the system's
+    headers, documentation and manual pages.
     """
     names = TEXT if other_files else PYTHON
-    files = _walk(Path(sysconfig.get_paths()["stdlib"]), "stdlib", names)
+    roots = [("stdlib", Path(sysconfig.get_paths()["stdlib"]), names)]
     if installed:
         folders = (Path(entry).resolve() for entry in sys.path if Path(entry).name in PACKAGE_FOLDERS)
-        for folder in dict.fromkeys(folders):
-            files += _walk(folder, "site-packages", names)
+        roots += [("site-packages", folder, names) for folder in dict.fromkeys(folders)]
     if other_files:
-        for root, folder in SYSTEM_FOLDERS.items():
-            files += _walk(Path(folder), root, MANUAL_PAGE if root == "man" else TEXT)
-    return files
+        system = SYSTEM_FOLDERS.items()
+        roots += [(root, Path(folder), MANUAL_PAGE if root == "man" else TEXT) for root, folder in system]
+    return [file for root in roots for file in _walk(*root)]
 
 
-def _walk(root: Path, prefix: str, wanted: re.Pattern) -> list[SourceFile]:
-    files = []
+def _walk(prefix: str, root: Path, wanted: re.Pattern) -> Iterator[SourceFile]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(name for name in subfolders if name not in PACKAGE_FOLDERS)
         for path in (os.path.join(folder, name) for name in sorted(names) if wanted.fullmatch(name)):
-            try:
+            if os.path.isfile(path):  # no link to nothing
                 status = os.stat(path)
-            except OSError:  # a link to nothing, or a file that was just deleted
-                continue
-            if S_ISREG(status.st_mode):
-                key = f"{prefix}/{Path(path).relative_to(root).as_posix()}"
-                files.append(SourceFile(key, path, status.st_size, status.st_mtime_ns))
-    return files
-
-
-def read_bytes(file: SourceFile) -> bytes:
-    """Return the content of a file, decompressed. Stops after MAX_FILE_BYTES + 1 bytes unless it is Python source.
-
-    Raises OSError, also for a damaged compressed file.
-    """
-    opener = gzip.open if file.path.endswith(".gz") else open
-    try:
-        with opener(file.path, "rb") as opened:
-            return opened.read(-1 if file.is_python else MAX_FILE_BYTES + 1)
-    except (EOFError, zlib.error) as error:
-        raise OSError(f"{file.path} is damaged: {error}") from error
+                yield SourceFile(prefix + path.removeprefix(str(root)), path, status.st_size, status.st_mtime_ns)
 
 
 def _clean(files: list[SourceFile], max_bytes: int, progress: Progress) -> tuple[list[SourceFile], Counter[str]]:
@@ -160,34 +132,37 @@ def _clean(files: list[SourceFile], max_bytes: int, progress: Progress) -> tuple
     kept, dropped, seen, total = [], Counter(), set(), 0
     for position, file in enumerate(files):
         progress.tick(lambda position=position: f"read {position:,} of {len(files):,} files")
-        if max_bytes and total + file.size > max_bytes:
-            dropped[OVER_LIMIT] += 1
-            continue
-        try:
-            content = read_bytes(file)
-            if not file.is_python and len(content) > MAX_FILE_BYTES:
-                dropped[f"over {megabytes(MAX_FILE_BYTES)}"] += 1
-                continue
-            content.decode("utf-8")
-        except (OSError, UnicodeDecodeError):
-            dropped["unreadable"] += 1
-            continue
-        digest = sha256(content).digest()
-        if max_bytes and total + len(content) > max_bytes:  # a compressed file is longer than its size on disk
-            dropped[OVER_LIMIT] += 1
-        elif not file.is_python and content.translate(None, CONTROL_CHARACTERS) != content:  # a font, an archive
-            dropped["not text"] += 1
-        elif not content.strip():
-            dropped["empty"] += 1
-        elif digest in seen:
-            dropped["duplicate"] += 1
-        elif is_machine_made(content):
-            dropped["machine-made"] += 1
+        content, reason = b"", OVER_LIMIT
+        if not max_bytes or total + file.size <= max_bytes:  # else it is not even read
+            try:
+                content = file.read()
+                room = max_bytes - total if max_bytes else None  # a compressed file is longer than its size on disk
+                reason = _reason_to_drop(content, file.is_python, room, seen)
+            except UNREADABLE:
+                reason = "unreadable"
+        if reason:
+            dropped[reason] += 1
         else:
             kept.append(file._replace(size=len(content)))
             total += len(content)
-        seen.add(digest)
     return kept, dropped
+
+
+def _reason_to_drop(content: bytes, is_python: bool, room: int | None, seen: set[bytes]) -> str:
+    """Return why a file is left out, or "". ``seen`` gets the hash of its content. Raises UnicodeDecodeError."""
+    if not is_python and len(content) > MAX_FILE_BYTES:
+        return f"over {megabytes(MAX_FILE_BYTES)}"
+    content.decode()
+    digest = sha256(content).digest()
+    is_duplicate = digest in seen
+    seen.add(digest)
+    if room is not None and len(content) > room:
+        return OVER_LIMIT
+    if not is_python and content.translate(None, CONTROL_CHARACTERS) != content:  # a font, an archive
+        return "not text"
+    if not content.strip():
+        return "empty"
+    return "duplicate" if is_duplicate else "machine-made" if is_machine_made(content) else ""
 
 
 def is_machine_made(content: bytes) -> bool:
@@ -197,14 +172,11 @@ def is_machine_made(content: bytes) -> bool:
 
 
 def cap_packages(files: list[SourceFile], share: float) -> tuple[list[SourceFile], dict[str, int]]:
-    """Drop files until no package supplies more than ``share`` of the remaining bytes.
+    """Drop files until no package supplies more than ``share`` of the remaining bytes. Never cuts the standard library.
 
-    The standard library is never cut. A package over the limit (``package_limit``) keeps, in order, the files that
-    still fit. Whole files rarely fill the limit exactly, so the total shrinks and the limit with it: the loop
-    repeats until every package is within the limit.
-
-    Returns:
-        The kept files in their original order, and the bytes cut from each package that was cut.
+    A package over the limit (``package_limit``) keeps, in order, the files that still fit. Whole files rarely fill the
+    limit exactly, so the total shrinks and the limit with it: the loop repeats until every package is within the limit.
+    Returns the kept files in their order, and the bytes cut from each package that was cut.
     """
     kept, limit, before = files, float("inf"), None
     while True:
@@ -223,8 +195,7 @@ def cap_packages(files: list[SourceFile], share: float) -> tuple[list[SourceFile
 def package_limit(standard: int, sizes: list[int], share: float) -> float:
     """Return the largest c with c <= share * (standard + sum(min(size, c) for size in sizes)), in bytes.
 
-    If the k largest packages are cut to c, then c = share * (standard + rest + k * c). The limit is 0 if there is
-    no standard library and fewer than 1 / share packages.
+    If the k largest packages are cut to c, then c = share * (standard + rest + k * c).
     """
     sizes = sorted(sizes, reverse=True)
     for count in range(len(sizes) + 1):

@@ -1,19 +1,18 @@
 """Keeps the identity of a run's data in the run's folder, and refuses to resume with other data.
 
-The run's folder gets ``data.json`` (hashes, also of the validation text, the name of the prepared text in the
-cache, and the settings) and a copy of the tokenizer. Every checkpoint has the hashes in the state of the data loader.
+The run's folder gets ``data.json`` (hashes, also of the validation text, and the name of the prepared text) and a copy
+of the tokenizer. Every checkpoint has the hashes in the state of the data loader.
 """
 
 import json
 import logging
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 from mxtrain.checkpoints.start import resumed_step
 from mxtrain.data.config import held_out_share
 from mxtrain.data.store import Prepared, differences
-from mxtrain.data.tokenizer import copy_tokenizer, tokenizer_hash
+from mxtrain.data.tokenizer import copy_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
 from mxtrain.json_toml import read_json
@@ -22,7 +21,6 @@ from mxtrain.run_folder.files import DATA_FILE
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FOLDER = "tokenizer"
-STREAM_SETTINGS = ("training.dataset", "training.dataset_path", "data.hf_config", "data.text_key")
 HELD_OUT = "held_out"
 """In an identity: share of a stream's documents that training does not read"""
 EXCLUDE = 'checkpoint.exclude_from_loading = ["dataloader"]'
@@ -44,24 +42,8 @@ the version of a training stream (see ``open_stream``), which has no hash of its
 """
 
 
-def record(job_config, prepared: Prepared) -> dict:
-    """Return what is kept about the data of a run, as a JSON value."""
-    training, share, folder = job_config.training, held_out_share(job_config), prepared.folder
-    return {
-        "identity": prepared.identity | ({HELD_OUT: share} if share else {}),
-        "prepared": folder.name if folder else None,
-        "cache": str(folder.parent) if folder else None,
-        "settings": {
-            "training.dataset": training.dataset,
-            "training.dataset_path": training.dataset_path,
-            "model.hf_assets_path": job_config.model.hf_assets_path,
-            **{f"data.{name}": value for name, value in asdict(job_config.data).items()},
-        },
-    }
-
-
 def read_record(folder: Path) -> dict | None:
-    """Return what ``data.json`` in a run's folder holds (see ``record``), or None if it is missing or damaged."""
+    """Return what ``data.json`` in a run's folder holds (see ``RunData``), or None if it is missing or damaged."""
     try:
         kept = read_json(folder / DATA_FILE)
         return kept if {"tokenizer"} <= kept["identity"].keys() and {"prepared", "cache"} <= kept.keys() else None
@@ -69,156 +51,119 @@ def read_record(folder: Path) -> dict | None:
         return None  # damaged: the checkpoint has the hashes, too
 
 
-def keep_in_run_folder(job_config, prepared: Prepared) -> None:
-    """Write ``data.json`` and the tokenizer into the run's folder. For rank 0.
+class RunData:
+    """The data of a run. Only rank 0 writes it into the run's folder.
 
-    If the folder has checkpoints, ``data.json`` goes on to name their data: a loader that starts anew with other data
-    writes it with its first checkpoint. Without ``data.json`` the loader writes it, after the checkpoint has shown that
-    the data is the same.
-
-    Raises:
-        ConfigError: the folder has checkpoints of a run with other data, or cannot be written.
+    Every method that writes raises ConfigError if the folder cannot be written.
     """
-    folder, checkpoint = Path(job_config.job.dump_folder), job_config.checkpoint
-    if checkpoint.enable and _has_checkpoints(job_config):
-        kept, anew = read_record(folder), starts_anew(job_config)
-        if kept is not None:
-            now = record(job_config, prepared)
-            require_same(kept, now, job_config)
-            if prepared.train is None and not anew:
-                _warn_of_another_stream(kept.get("settings", {}), now["settings"])
-        elif anew:
+
+    def __init__(self, job_config, prepared: Prepared):
+        share, folder = held_out_share(job_config), prepared.folder
+        self.prepared = prepared
+        self.record = {
+            "identity": prepared.identity | ({HELD_OUT: share} if share else {}),
+            "prepared": folder.name if folder else None,
+            "cache": str(folder.parent) if folder else None,
+        }
+        """What ``data.json`` and checkpoints hold, as a JSON value"""
+        self.starts_anew = "dataloader" in job_config.checkpoint.exclude_from_loading
+        """Whether the loader starts at the beginning of its text in a resumed run, too"""
+        self._job = job_config
+        self._folder = Path(job_config.job.dump_folder)
+
+    def keep(self) -> None:
+        """Write ``data.json`` and the tokenizer into the run's folder.
+
+        If the folder has checkpoints, ``data.json`` goes on to name their data: a loader that starts anew with other
+        data writes it with its first checkpoint. Without ``data.json`` the loader writes it, after the checkpoint has
+        shown that the data is the same. Raises ConfigError for checkpoints of a run with other data.
+        """
+        checkpoint = self._job.checkpoint
+        if checkpoint.enable and self._has_checkpoints():
+            kept = read_record(self._folder)
+            if kept is not None:
+                self.require_same(kept)
+            if self.starts_anew == (kept is not None):
+                return
+        elif checkpoint.enable and checkpoint.initial_load_path:
+            self._warn_of_another_tokenizer(Path(checkpoint.initial_load_path))
+        self.write()
+
+    def _warn_of_another_tokenizer(self, checkpoint: Path) -> None:
+        """Log a warning if a new run starts with weights that were trained with another tokenizer."""
+        run = checkpoint.absolute().parent.parent  # RUN/checkpoint/step-N
+        kept = read_record(run)
+        if kept and checkpoint.name != "step-0" and kept["identity"]["tokenizer"] != self.prepared.tokenizer_sha256:
             logger.warning(
-                f"{folder} has checkpoints and no {DATA_FILE}: whether this run goes on with the same text and "
-                "tokenizer cannot be checked"
+                f"checkpoint.initial_load_path = {str(checkpoint)!r} has weights that were trained with another "
+                f"tokenizer; set model.hf_assets_path = {str(run / TOKENIZER_FOLDER)!r} to use it"
             )
-        if anew == (kept is not None):
+
+    def write(self) -> None:
+        """Write ``data.json`` and the tokenizer, with the other facts of the run so far."""
+        before = (read_record(self._folder) if self._has_checkpoints() else None) or {}
+        self._write(self.record | {key: before[key] for key in OTHER_FACTS if key in before})
+
+    def _write(self, content: dict) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            replace_file(self._folder / DATA_FILE, (json.dumps(content, indent=2) + "\n").encode())
+            copy_tokenizer(self.prepared.tokenizer, self._folder / TOKENIZER_FOLDER)
+        except OSError as error:
+            raise ConfigError(f"job.dump_folder = {str(self._folder)!r} cannot be written: {error}") from error
+
+    def keep_facts(self, **facts: str) -> None:
+        """Write some of OTHER_FACTS into ``data.json``, and warn if those of the run so far were others.
+
+        A run that has no step left keeps what its validations have read. A stream that starts anew may be another one.
+        """
+        kept = read_record(self._folder)
+        if kept is None:  # see ``keep``
             return
-    elif checkpoint.enable and checkpoint.initial_load_path:
-        _warn_of_another_tokenizer(Path(checkpoint.initial_load_path), prepared)
-    write_record(job_config, prepared)
+        for key, value in facts.items():
+            (what, effect), before = OTHER_FACTS[key], kept.get(key)
+            may_change = key == "stream_version" and self.starts_anew
+            if before not in (None, value) and not may_change and self._has_checkpoints():
+                logger.warning(
+                    f"the {what} ({value[:12]}) is another than that of the run so far ({before[:12]}): {effect}"
+                )
+        if resumed_step(self._folder, self._job.checkpoint) < self._job.training.steps:
+            self._write(kept | facts)
 
+    def require_same(self, kept: dict) -> None:
+        """Raise ConfigError if this run would go on with other data than the ``record`` of the run so far.
 
-def _warn_of_another_stream(before: dict, after: dict) -> None:
-    """Log a warning if settings name another stream. Streamed text has no hash, and the same text may have moved."""
-    for name in STREAM_SETTINGS:
-        if name in before and before[name] != after[name]:
-            logger.warning(
-                f"{name} = {after[name]!r}, but was {before[name]!r} in the run so far: if that is another text, set "
-                f"{EXCLUDE} to start at its beginning"
+        A loader that starts at the beginning of its text (see EXCLUDE) may read another text, but needs the tokenizer.
+        """
+        before, after = kept["identity"], self.record["identity"]
+        dataset, name, needed = self._job.training.dataset, kept["prepared"], before["tokenizer"]
+        if self.starts_anew:
+            before, after = {"tokenizer": needed}, {"tokenizer": after["tokenizer"]}
+        elif (share := before.get(HELD_OUT, 0.0)) != (now := after.get(HELD_OUT, 0.0)):
+            way = f"set validation.enable = true, validation.dataset = '' and data.validation_share = {share}"
+            way = way if share else "set validation.dataset to a text of its own, or validation.enable = false"
+            raise ConfigError(
+                f"validation.dataset = {self._job.validation.dataset!r} holds a share of {now} of the documents out of "
+                f"the training stream, but the run so far held out {share}: {way}; or set {EXCLUDE} to start anew"
             )
-
-
-def _warn_of_another_tokenizer(checkpoint: Path, prepared: Prepared) -> None:
-    """Log a warning if a new run starts with weights that were trained with another tokenizer."""
-    run = checkpoint.absolute().parent.parent  # RUN/checkpoint/step-N
-    kept = read_record(run)
-    if kept and checkpoint.name != "step-0" and kept["identity"]["tokenizer"] != prepared.tokenizer_sha256:
-        logger.warning(
-            f"checkpoint.initial_load_path = {str(checkpoint)!r} has weights that were trained with another tokenizer; "
-            f"set model.hf_assets_path = {str(run / TOKENIZER_FOLDER)!r} to use it"
-        )
-
-
-def write_record(job_config, prepared: Prepared) -> None:
-    """Write ``data.json`` and the tokenizer, with the other facts of the run so far. For rank 0."""
-    folder = Path(job_config.job.dump_folder)
-    before = (read_record(folder) if _has_checkpoints(job_config) else None) or {}
-    kept = {key: before[key] for key in OTHER_FACTS if key in before}
-    _write(folder, record(job_config, prepared) | kept, prepared.tokenizer)
-
-
-def _write(folder: Path, content: dict, tokenizer: Path | None = None) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / DATA_FILE, (json.dumps(content, indent=2) + "\n").encode())
-        if tokenizer is not None:
-            copy_tokenizer(tokenizer, folder / TOKENIZER_FOLDER)
-    except OSError as error:
-        raise ConfigError(f"job.dump_folder = {str(folder)!r} cannot be written: {error}") from error
-
-
-def keep_facts(job_config, **facts: str) -> None:
-    """Write some of OTHER_FACTS into ``data.json``, and warn if those of the run so far were others. For rank 0.
-
-    A run that has no step left keeps what its validations have read. A stream that starts anew may be another one.
-
-    Raises:
-        ConfigError: the run's folder cannot be written.
-    """
-    folder = Path(job_config.job.dump_folder)
-    kept = read_record(folder)
-    if kept is None:  # see ``keep_in_run_folder``
-        return
-    for key, value in facts.items():
-        (what, effect), before = OTHER_FACTS[key], kept.get(key)
-        may_change = key == "stream_version" and starts_anew(job_config)
-        if before not in (None, value) and not may_change and _has_checkpoints(job_config):
-            logger.warning(
-                f"the {what} ({value[:12]}) is another than that of the run so far ({str(before)[:12]}): {effect}"
-            )
-    if resumed_step(folder, job_config.checkpoint) < job_config.training.steps:
-        _write(folder, kept | facts)
-
-
-def require_same(kept: dict, now: dict, job_config) -> None:
-    """Raise ConfigError if a run would go on with other data.
-
-    A loader that starts at the beginning of its text (see EXCLUDE) may read another text, but needs the tokenizer.
-
-    Args:
-        kept, now: two values of ``record``: of the run so far, and of its continuation.
-        job_config: the job config of the continuation.
-    """
-    before, after = kept["identity"], now["identity"]
-    if starts_anew(job_config):
-        before, after = {"tokenizer": before["tokenizer"]}, {"tokenizer": after["tokenizer"]}
-    elif before.get(HELD_OUT, 0.0) != after.get(HELD_OUT, 0.0):
-        share = before.get(HELD_OUT, 0.0)
-        way = f"set validation.enable = true, validation.dataset = '' and data.validation_share = {share}"
+        if before == after:
+            return
+        ways = []
+        if name and (Path(kept["cache"]) / name).is_dir():
+            own = name.rpartition("-")[0]
+            settings = "" if own == dataset else f"training.dataset = {own!r} and "
+            ways.append(f"set {settings}data.prepared = {name!r} to go on with the run's own")
+        elif name:
+            ways.append(f"bring back the files of the run's own text, {name!r}, which is no longer in {kept['cache']}")
+        tokenizer = f"model.hf_assets_path = {str(self._folder / TOKENIZER_FOLDER)!r}, the run's own tokenizer, and "
+        tokenizer = "" if after["tokenizer"] == needed else tokenizer
+        ways.append(f"set {tokenizer}{EXCLUDE} to start at the beginning of the new text")
         raise ConfigError(
-            f"validation.dataset = {job_config.validation.dataset!r} holds a share of {after.get(HELD_OUT, 0.0)} of "
-            f"the documents out of the training stream, but the run so far held out {share}: "
-            f"{way if share else 'set validation.dataset to a text of its own, or validation.enable = false'}; or set "
-            f"{EXCLUDE} to start at the beginning of the text"
-        )
-    if before != after:
-        ways = "; or ".join([*_own_text(kept, job_config), _new_text(kept, now, job_config)])
-        raise ConfigError(
-            f"training.dataset = {job_config.training.dataset!r} gives other data than the run so far "
-            f"({differences(before, after)}): {ways}"
+            f"training.dataset = {dataset!r} gives other data than the run so far "
+            f"({differences(before, after)}): {'; or '.join(ways)}"
         )
 
-
-def _own_text(kept: dict, job_config) -> list[str]:
-    """Return how to go on with the run's own text."""
-    name, cache = kept["prepared"], kept["cache"]
-    if name is None:
-        return []
-    if not (Path(cache) / name).is_dir():
-        return [f"bring back the files of the run's own text, {name!r}, which is no longer in {cache} either"]
-    dataset = name.rpartition("-")[0]
-    settings = "" if dataset == job_config.training.dataset else f"training.dataset = {dataset!r} and "
-    return [f"set {settings}data.prepared = {name!r} to go on with the run's own"]
-
-
-def _new_text(kept: dict, now: dict, job_config) -> str:
-    """Return how to go on with the present text, which needs the run's tokenizer."""
-    needed = kept["identity"]["tokenizer"]
-    if now["identity"]["tokenizer"] == needed:
-        return f"set {EXCLUDE} to start at the beginning of the new text"
-    tokenizer = Path(job_config.job.dump_folder) / TOKENIZER_FOLDER
-    if tokenizer_hash(tokenizer) != needed:
-        return f"set model.hf_assets_path to the run's own tokenizer and {EXCLUDE} to read the new text"
-    return f"set model.hf_assets_path = {str(tokenizer)!r}, the run's own tokenizer, and {EXCLUDE} to read the new text"
-
-
-def starts_anew(job_config) -> bool:
-    """Return whether the data loader starts at the beginning of its text in a resumed run, too."""
-    return "dataloader" in job_config.checkpoint.exclude_from_loading
-
-
-def _has_checkpoints(job_config) -> bool:
-    """Return whether the run's folder holds a checkpoint to resume from. Step 0 holds initial weights only."""
-    folder = Path(job_config.job.dump_folder) / job_config.checkpoint.folder
-    return any(re.fullmatch(r"step-[1-9]\d*", path.name) for path in folder.glob("step-*"))
+    def _has_checkpoints(self) -> bool:
+        """Return whether the run's folder holds a checkpoint to resume from. Step 0 holds initial weights only."""
+        found = (self._folder / self._job.checkpoint.folder).glob("step-*")
+        return any(re.fullmatch(r"step-[1-9]\d*", path.name) for path in found)

@@ -1,7 +1,6 @@
 """A tokenizer and a tokenized text in one folder: ``prepared.json``, ``tokenizer/``, ``train.bin``, ``validation.bin``.
 
-The ``.bin`` files hold little-endian token ids. ``prepared.json`` holds the report, and sizes and hashes of the other
-files, so that damage shows.
+The ``.bin`` files hold little-endian token ids; ``prepared.json`` holds the report, and sizes and hashes of the others.
 """
 
 import json
@@ -65,9 +64,9 @@ class TextReport:
     dataset: str
     folder: str
     vocab_size: int
-    """Size of the tokenizer"""
+    """Size of the tokenizer: smaller than requested if the text has no more pairs to merge"""
     requested_vocab_size: int
-    """Size requested for a new tokenizer; 0 for an existing tokenizer"""
+    """0 for an existing tokenizer"""
     streamed: bool = False
     files: int = 0
     """Files found, before any is dropped"""
@@ -83,7 +82,7 @@ class TextReport:
     cut: dict[str, int] = field(default_factory=dict)
     """Bytes cut from each package that exceeded its share"""
     separators: str = ""
-    """Which tokens separate documents, in words; "" if none do, or if an earlier version has prepared the text"""
+    """Which tokens separate documents, in words; "" if none do"""
 
     @property
     def line(self) -> str:
@@ -97,26 +96,10 @@ class TextReport:
         return ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items() if count)
 
     def __str__(self) -> str:
-        rows = {"dataset": self.dataset}
-        if self.streamed:
-            rows["text"] = "streamed: not counted, not kept"
-        else:
-            kept = f"{self.documents:,} kept, {megabytes(self.bytes)}"
-            rows["files"] = f"{self.files:,} found"
-            rows["documents"] = f"{kept} ({self.validation_documents:,} of them for validation)"
-            rows["tokens"] = f"{self.train_tokens:,} train, {self.validation_tokens:,} validation"
-            rows["dropped"] = self._left_out or "none"
-        if self.cut:
-            parts = [f"{name} by {megabytes(size)}" for name, size in Counter(self.cut).most_common(5)]
-            rows["packages cut"] = ", ".join(parts) + (f", and {len(self.cut) - 5} more" if len(self.cut) > 5 else "")
-        rows["tokenizer"] = f"{self.vocab_size:,} tokens"
-        if self.vocab_size < self.requested_vocab_size:
-            rows["tokenizer"] += f" ({self.requested_vocab_size:,} requested; the text has no more pairs to merge)"
-        if self.separators:
-            rows["document"] = self.separators
-        rows["folder"] = self.folder
-        width = max(map(len, rows))
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+        cut = ", ".join(f"{name} by {megabytes(size)}" for name, size in self.cut.items())
+        rows = vars(self) | {"dropped": self._left_out, "cut": cut}
+        texts = {name: f"{value:,}" if type(value) is int else value for name, value in rows.items() if value}
+        return "\n".join(f"{name.replace('_', ' '):<20}  {text}" for name, text in texts.items())
 
 
 @dataclass(frozen=True)
@@ -159,14 +142,9 @@ def tokenize(
     expected_bytes: int,
     progress: Progress,
 ) -> tuple[dict[str, TokenFile], dict[str, int]]:
-    """Write ``train.bin`` and ``validation.bin`` into ``folder``.
-
-    Returns:
-        The token files by split, and the counts of a ``TextReport``.
-    """
+    """Write ``train.bin`` and ``validation.bin`` into ``folder``. Return them, and the counts of a ``TextReport``."""
     dtype = "<u2" if tokenizer.size <= 1 << 16 else "<u4"
-    before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    after = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    before, after = ([] if token is None else [token] for token in (tokenizer.bos_id, tokenizer.eos_id))
     tokens, digests, counts = Counter(), {split: sha256() for split in SPLITS}, Counter()
     paths = {split: folder / f"{split}.bin" for split in SPLITS}
     with paths["train"].open("wb") as train, paths["validation"].open("wb") as validation:
@@ -181,9 +159,8 @@ def tokenize(
                 file.write(content)  # not ``tofile``, whose error does not say that the disk is full
                 digests[split].update(content)
                 tokens[split] += len(ids)
-                counts["documents"] += 1
-                counts["validation_documents"] += held_out
-                counts["bytes"] += len(document.text.encode("utf-8"))
+                size = len(document.text.encode())
+                counts.update({"documents": 1, "validation_documents": int(held_out), "bytes": size})
             progress.tick(lambda: f"tokenized {megabytes(counts['bytes'])} of about {megabytes(expected_bytes)}")
     files = {split: TokenFile(paths[split], dtype, tokens[split], digests[split].hexdigest()) for split in SPLITS}
     return files, {**counts, "train_tokens": tokens["train"], "validation_tokens": tokens["validation"]}
@@ -201,16 +178,13 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def write_summary(
-    folder: Path, config: DataConfig, tokenizer_sha256: str, files: dict[str, TokenFile], report: TextReport
-) -> None:
-    """Write ``prepared.json`` into a folder that holds everything else."""
-    facts = ("dtype", "count", "sha256")
+def write_summary(folder: Path, config: DataConfig, tokenizer: str, files: dict, report: TextReport) -> None:
+    """Write ``prepared.json`` into a folder that holds everything else. ``tokenizer``: its hash."""
     summary = {
         "report": asdict(report),
         "config": asdict(config),
-        "tokenizer": {"path": config.tokenizer_path, "sha256": tokenizer_sha256},
-        "tokens": {split: {name: getattr(file, name) for name in facts} for split, file in files.items()},
+        "tokenizer": {"path": config.tokenizer_path, "sha256": tokenizer},
+        "tokens": {s: {"dtype": f.dtype, "count": f.count, "sha256": f.sha256} for s, f in files.items()},
     }
     (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
@@ -227,40 +201,30 @@ def load_text(folder: Path, tokenizer_path: str = "", *, reads_tokens: bool = Fa
         DamagedText: files are missing or damaged.
         ConfigError: the text was tokenized with another tokenizer than the one in ``tokenizer_path``.
     """
-    report, files, tokenizer = _read_summary(folder)
-    for file in files.values():
-        size = file.path.stat().st_size if file.path.is_file() else 0
-        if size != file.size or not file.path.is_file():
-            raise DamagedText(f"{file.path.name} has {size:,} bytes instead of {file.size:,}")
-    path = Path(tokenizer_path or tokenizer["path"] or folder / TOKENIZER)
-    if tokenizer_hash(path) != tokenizer["sha256"]:
-        if path == folder / TOKENIZER:
-            raise DamagedText("its tokenizer is damaged")
-        raise ConfigError(
-            f"model.hf_assets_path = {str(path)!r} is not the tokenizer of the prepared text {folder.name!r}; give "
-            f"the tokenizer of SHA-256 {tokenizer['sha256'][:12]} (runs keep theirs in their folder), or leave "
-            "data.prepared empty"
-        )
-    for file in files.values() if reads_tokens else ():
-        try:
-            digest = hash_file(file.path).sha256
-        except OSError as error:
-            raise DamagedText(f"{file.path.name} cannot be read: {reason(error)}") from error
-        if digest != file.sha256:
-            raise DamagedText(f"the contents of {file.path.name} have changed")
-    return Prepared(path, tokenizer["sha256"], files.get("train"), files.get("validation"), report, folder)
-
-
-def _read_summary(folder: Path) -> tuple[TextReport, dict[str, TokenFile], dict]:
     try:
         summary = read_json(folder / SUMMARY)
         report = replace(TextReport(**summary["report"]), folder=str(folder))
         files = {split: TokenFile(folder / f"{split}.bin", **facts) for split, facts in summary["tokens"].items()}
-        tokenizer = {key: str(summary["tokenizer"][key]) for key in ("path", "sha256")}
-        if any((type(file.count), type(file.sha256)) != (int, str) or file.size < 0 for file in files.values()):
-            raise TypeError("a token file has a whole number of tokens and a hash")
+        expected = summary["tokenizer"]["sha256"]
+        path = Path(tokenizer_path or summary["tokenizer"]["path"] or folder / TOKENIZER)
+        sizes = {file: int(file.size) for file in files.values()}
+        if len(sizes) != (0 if report.streamed else len(SPLITS)):
+            raise ValueError("a tokenized text has two token files")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedText(f"{SUMMARY} is missing, damaged or of an earlier version") from error
-    if len(files) != (0 if report.streamed else len(SPLITS)):
-        raise DamagedText(f"{SUMMARY} is damaged")
-    return report, files, tokenizer
+    if tokenizer_hash(path) != expected:
+        if path == folder / TOKENIZER:
+            raise DamagedText("its tokenizer is damaged")
+        raise ConfigError(
+            f"model.hf_assets_path = {str(path)!r} is not the tokenizer of the prepared text {folder.name!r}; give "
+            f"the tokenizer of SHA-256 {expected[:12]} (runs keep theirs in their folder), or leave data.prepared empty"
+        )
+    for file, size in sizes.items():
+        try:
+            if (found := file.path.stat().st_size) != size:
+                raise DamagedText(f"{file.path.name} has {found:,} bytes instead of {size:,}")
+            if reads_tokens and hash_file(file.path).sha256 != file.sha256:
+                raise DamagedText(f"the contents of {file.path.name} have changed")
+        except OSError as error:
+            raise DamagedText(f"{file.path.name} cannot be read: {reason(error)}") from error
+    return Prepared(path, expected, files.get("train"), files.get("validation"), report, folder)

@@ -10,7 +10,7 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import IterableDataset
 
 from mxtrain.data.config import held_out_share, shares_stream
-from mxtrain.data.hub import StreamedText, hold_out, open_stream
+from mxtrain.data.documents import StreamedText, hold_out, open_stream
 from mxtrain.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -35,10 +35,7 @@ class Stream(IterableDataset):
     def __init__(self, rows, text_of, tokenizer, seq_len: int, rank: tuple[int, int], infinite: bool, name: str = "hf"):
         self.rows = split_dataset_by_node(rows, *rank)
         self.seq_len = seq_len
-        self._text_of = text_of
-        self._tokenizer = tokenizer
-        self._infinite = infinite
-        self._name = name
+        self._text_of, self._tokenizer, self._infinite, self._name = text_of, tokenizer, infinite, name
         self._tokens: list[int] = []
         self._row = 0
         """The next row of a ``Dataset``; an ``IterableDataset`` knows its own position"""
@@ -89,10 +86,7 @@ class FirstSequences(IterableDataset):
     """
 
     def __init__(self, stream: Stream, count: int, source: str, note: Callable[[str], None]):
-        self._stream = stream
-        self._count = count
-        self._source = source
-        self._note = note
+        self._stream, self._count, self._source, self._note = stream, count, source, note
         self._sequences = []
 
     def __iter__(self):
@@ -114,13 +108,8 @@ def training_stream(job_config, tokenizer, rank: tuple[int, int], infinite: bool
 
     Raises ConfigError if some of the data loader's workers would have nothing to read.
     """
-    path, data = job_config.training.dataset_path or "", job_config.data
-    rows, version = open_stream(path, data.hf_config or "", "train", "training")
-    rows = hold_out(rows, data.text_key, held_out_share(job_config), held_out=False)
-    text_of = StreamedText(data.text_key, path)
-    stream = Stream(rows, text_of, tokenizer, job_config.training.seq_len, rank, infinite)
-    _require_files_for_workers(job_config, "training", stream)
-    return stream, version
+    path = job_config.training.dataset_path or ""
+    return _open(job_config, "training", path, "train", held_out_share(job_config), tokenizer, rank, infinite)
 
 
 def validation_stream(
@@ -135,7 +124,7 @@ def validation_stream(
             different steps; if no document is held out; and if some of the data loader's workers would have nothing
             to read.
     """
-    training, settings, data = job_config.training, job_config.validation, job_config.data
+    training, settings, share = job_config.training, job_config.validation, job_config.data.validation_share
     path = settings.dataset_path or (training.dataset_path if training.dataset == "hf" else "") or ""
     is_held_out, to_the_end = shares_stream(job_config), settings.steps == -1
     if to_the_end and (is_held_out or rank[1] > 1):
@@ -143,29 +132,37 @@ def validation_stream(
             "validation.steps = -1 reads validation.dataset = 'hf' to its end, which may be far away, and which "
             "data-parallel ranks reach at different steps; set validation.steps to a positive number"
         )
-    if is_held_out and data.validation_share == 0:
+    if is_held_out and share == 0:
         raise ConfigError(
             f"data.validation_share = 0 holds no document out of training.dataset_path = {path!r} for validation: "
             "raise it, or set validation.dataset"
         )
-    rows, _ = open_stream(path, data.hf_config or "", "train" if is_held_out else "validation", "validation")
-    rows = hold_out(rows, data.text_key, data.validation_share if is_held_out else 0.0, held_out=True)
+    split = ("train", share) if is_held_out else ("validation", 0.0)
     infinite = not (is_held_out or to_the_end)
-    stream = Stream(rows, StreamedText(data.text_key, path), tokenizer, settings.seq_len, rank, infinite)
-    source = f"data.validation_share = {data.validation_share} holds out"
-    if not is_held_out:
-        _require_files_for_workers(job_config, "validation", stream)
-        if to_the_end or settings.dataloader.num_workers:
-            return stream
-        source = f"the split at {path!r} has"  # without workers the stream would go on where the last validation ended
+    stream, _ = _open(job_config, "validation", path, *split, tokenizer, rank, infinite)
+    if not is_held_out and (to_the_end or settings.dataloader.num_workers):
+        return stream
+    # Without workers, the stream would go on where the last validation ended.
+    source = f"data.validation_share = {share} holds out" if is_held_out else f"the split at {path!r} has"
     return FirstSequences(stream, settings.steps * settings.local_batch_size, source, note)
 
 
-def _require_files_for_workers(job_config, section: str, stream: Stream) -> None:
-    """Every worker reads files of its own. An endless loop over a stream without any would never end."""
-    workers, files = getattr(job_config, section).dataloader.num_workers, stream.rows.num_shards
-    if workers > files:
+def _open(
+    job_config, section: str, path: str, split: str, share: float, tokenizer, rank: tuple[int, int], infinite: bool
+) -> tuple[Stream, str | None]:
+    """Return one rank's part of a stream, and the stream's version.
+
+    A share above 0 is held out of training, and is all of validation, which is then read without worker processes.
+    """
+    data, settings, is_validation = job_config.data, getattr(job_config, section), section == "validation"
+    rows, version = open_stream(path, data.hf_config or "", split, section)
+    rows = hold_out(rows, data.text_key, share, held_out=is_validation)
+    stream = Stream(rows, StreamedText(data.text_key, path), tokenizer, settings.seq_len, rank, infinite)
+    # Every worker reads files of its own. An endless loop over a stream without any would never end.
+    workers, files = settings.dataloader.num_workers, stream.rows.num_shards
+    if workers > files and not (is_validation and share):
         raise ConfigError(
             f"{section}.dataloader.num_workers = {workers}: a data-parallel rank reads {files} file(s) of this stream, "
             f"one worker each; allowed is {files} or less"
         )
+    return stream, version

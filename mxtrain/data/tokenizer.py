@@ -12,15 +12,18 @@ from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
 from mxtrain.json_toml import read_json
 
+# If this is unset, every fork after a use of tokenizers (loader workers, compilers) prints a warning about parallelism.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
 BOS_TOKEN = "<|begin_of_text|>"
 EOS_TOKEN = "<|end_of_text|>"
 
-# Upper limit on the text for training. The standard library (31 MB) is enough for a vocabulary of 128,256; more
-# text takes time (about 0.2 s/MB on 2 cores) and hardly changes the merges.
+# The standard library (31 MB) is enough for a vocabulary of 128,256; more text takes time (about 0.2 s/MB on 2 cores)
+# and hardly changes the merges.
 SAMPLE_BYTES = 64_000_000
 
-# Llama 3's pre-tokenization (GPT-4's differs only in the length of digit runs). Unlike GPT-2's, it splits an
-# indentation from the line break before it, so that each depth of indentation in Python text becomes one token.
+# Llama 3's pre-tokenization. Unlike GPT-2's, it splits an indentation from the line break before it, so that each depth
+# of indentation in Python text becomes one token.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -41,6 +44,10 @@ PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of transformers without special tokens of their own"""
 
 
+class NoText(Exception):
+    """There is no text to train a tokenizer on."""
+
+
 class LoadedTokenizer(NamedTuple):
     encoder: object
     """A ``tokenizers.Tokenizer`` that encodes the spelling of a special token as plain text"""
@@ -49,9 +56,6 @@ class LoadedTokenizer(NamedTuple):
     eos_id: int | None
     size: int
     """The largest id plus one"""
-
-    corrections: tuple[str, ...] = ()
-    """What earlier versions read otherwise: it keeps their texts apart in the cache"""
 
     @property
     def separators(self) -> str:
@@ -64,7 +68,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, progres
     """Train a byte-level BPE on the first SAMPLE_BYTES of ``texts`` and save it in ``folder``.
 
     Ids 0 and 1 are the begin-of-text and end-of-text tokens. The vocabulary has ``vocab_size`` tokens, or fewer if
-    the text has no more pairs to merge. The same texts give the same tokenizer.
+    the text has no more pairs to merge. The same texts give the same tokenizer. Raises NoText if all texts are blank.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -72,7 +76,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, progres
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
 
-    _set_parallelism()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer(TRAINING_PATTERN)
     tokenizer.decoder = decoders.ByteLevel()
@@ -93,13 +96,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, progres
 
 
 def _sample(texts: Iterable[str], progress: Progress) -> Iterator[str]:
-    total = 0
+    total, is_blank = 0, True
     for text in texts:
         total += len(text.encode("utf-8"))
+        is_blank = is_blank and not text.strip()
         if total > SAMPLE_BYTES:
             break
         yield text
         progress.tick(lambda: f"read {megabytes(total)} of text for the tokenizer")  # noqa: B023
+    if is_blank:
+        raise NoText
     progress.say(f"merging pairs of {megabytes(min(total, SAMPLE_BYTES))} of text")
 
 
@@ -126,51 +132,51 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     """
     from tokenizers import Tokenizer, processors
 
-    _set_parallelism()
     setting = f"model.hf_assets_path = {str(folder)!r}"
     file = require_tokenizer(folder)
     try:
         encoder = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises plain Exception
         raise ConfigError(f"{setting}: tokenizer.json cannot be read: {one_line(error)}") from error
-    corrections = [name for name in ("truncation", "padding") if getattr(encoder, name) is not None]
     encoder.encode_special_tokens = True
     encoder.no_truncation()
     encoder.no_padding()
     encoder.post_processor = processors.Sequence([])
-    ids, tokens = {}, special_tokens(folder, setting)
-    for name, token in tokens.items():
+    ids = {}
+    for name, token in special_tokens(folder, setting).items():
         ids[name] = None if token is None else encoder.token_to_id(token)
         if token is not None and ids[name] is None:
             raise ConfigError(f"{setting}: {name} = {token!r} is not in tokenizer.json")
-    if tokens != special_tokens(folder, setting, elsewhere=False):
-        corrections += map(str, tokens.values())
     size = 1 + max(encoder.get_vocab(with_added_tokens=True).values(), default=-1)
     if not size:
         raise ConfigError(f"{setting}: tokenizer.json has no tokens")
-    return LoadedTokenizer(encoder, ids["bos_token"], ids["eos_token"], size, tuple(corrections))
+    return LoadedTokenizer(encoder, ids["bos_token"], ids["eos_token"], size)
 
 
-def special_tokens(folder: Path, setting: str, elsewhere: bool = True) -> dict[str, str | None]:
+def special_tokens(folder: Path, setting: str) -> dict[str, str | None]:
     """Return ``bos_token`` and ``eos_token`` of a tokenizer as transformers finds them; None for a missing token.
 
-    They stand in ``tokenizer_config.json`` or, ``elsewhere``, in ``special_tokens_map.json``; or they follow from the
-    tokenizer's class as GPT-2's do, which takes transformers. ``setting`` begins error messages.
+    They stand in ``tokenizer_config.json`` or in ``special_tokens_map.json``; or they follow from the tokenizer's class
+    as GPT-2's do, which takes transformers. ``setting`` begins error messages.
 
     Raises:
         ConfigError: a file is damaged or names something that is not text, or transformers does not know the class.
     """
-    said, *others = (
-        read_json(file, f"{setting}: {file.name}") if file.is_file() else {}
-        for file in (folder / name for name in (FILES[1], SPECIAL_TOKENS_FILE, "config.json"))
-    )
-    if elsewhere:
-        more, model = others
-        has_class = "tokenizer_class" in said or model.keys() & {"tokenizer_class", "model_type"}
-        # transformers reads the map second, but not beside ``added_tokens_decoder``.
-        said = more | said if "added_tokens_decoder" in said else said | more
-        if has_class and said.get("tokenizer_class") not in PLAIN_CLASSES and not said.keys() >= set(SPECIAL_TOKENS):
-            said = _tokens_of_class(folder, setting) | said
+    said, more, model = (_read(folder / name, setting) for name in (FILES[1], SPECIAL_TOKENS_FILE, "config.json"))
+    has_class = "tokenizer_class" in said or model.keys() & {"tokenizer_class", "model_type"}
+    # transformers reads the map second, but not beside ``added_tokens_decoder``.
+    said = more | said if "added_tokens_decoder" in said else said | more
+    if has_class and said.get("tokenizer_class") not in PLAIN_CLASSES and not said.keys() >= set(SPECIAL_TOKENS):
+        said = _tokens_of_class(folder, setting) | said
+    return _named(said, setting)
+
+
+def _read(file: Path, setting: str) -> dict:
+    return read_json(file, f"{setting}: {file.name}") if file.is_file() else {}
+
+
+def _named(said: dict, setting: str) -> dict[str, str | None]:
+    """Return the special tokens that the contents of a file name, as text or as an object with text."""
     tokens = {}
     for name in SPECIAL_TOKENS:
         token = said.get(name)
@@ -208,7 +214,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
         return
     names = (*FILES, *COMPANIONS)
     files = {name: (source / name).read_bytes() if (source / name).is_file() else None for name in names}
-    is_named = tokens == special_tokens(source, setting, elsewhere=False)
+    is_named = tokens == _named(_read(source / FILES[1], setting), setting)
     files[SPECIAL_TOKENS_FILE] = None if is_named else json.dumps(tokens).encode()
     target.mkdir(exist_ok=True)
     for name, content in files.items():
@@ -225,8 +231,3 @@ def tokenizer_hash(folder: Path) -> str:
         file = folder / name
         digest.update(sha256(file.read_bytes() if file.is_file() else b"").digest())
     return digest.hexdigest()
-
-
-def _set_parallelism() -> None:
-    # If this is unset, every later fork (data loader workers, compilers) prints a warning about parallelism.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -9,8 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from mxtrain.data.cache_folders import new_folder
 from mxtrain.errors import ConfigError
+from mxtrain.files import new_folder
 from mxtrain.json_toml import read_json
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"

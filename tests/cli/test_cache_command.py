@@ -72,6 +72,9 @@ def test_prune_removes_what_is_old(texts, cache, capsys):
 def test_prune_leaves_a_folder_that_is_being_built(texts, capsys):
     building = texts["used"].with_name(texts["used"].name + ".building-0123456789ab")
     building.mkdir()
+    (building / "train.bin").write_bytes(b"half")
+    (building / "gone").symlink_to("nowhere")  # as what another process has just removed
+    os.utime(building, (0, 0))  # a folder's own time changes only when a file comes or goes
     run(capsys, "--prune", "0")
     assert building.exists() and not any(path.exists() for path in texts.values())
 

@@ -17,7 +17,6 @@ from mxtrain.data.python_source import (
     is_machine_made,
     list_files,
     package_limit,
-    read_bytes,
 )
 from mxtrain.errors import ConfigError
 
@@ -54,7 +53,7 @@ def test_this_machines_standard_library():
 
 
 def test_duplicates_empty_undecodable_and_machine_made_files_are_dropped(python_machine, prose):
-    text = prose(0)
+    text = prose(0) + "a\r\nb\u2028é\tκόσμε\n"
     table = "TABLE = [\n" + "    0x0000, 0xffff,\n" * 600 + "]\n"
     python_machine(
         {"a.py": text, "copy.py": text, "empty.py": "", "blank.py": " \n\n", "latin.py": "é".encode("latin-1"),
@@ -65,29 +64,19 @@ def test_duplicates_empty_undecodable_and_machine_made_files_are_dropped(python_
     assert len(kept) == 2 and "stdlib/b.py" in kept and kept & {"stdlib/a.py", "stdlib/copy.py"}
     expected = {"duplicate": 1, "empty": 2, "unreadable": 1, "machine-made": 1, "over the package share": 0}
     assert source.dropped == expected
-    assert source.text_bytes == len(text) + len(prose(1))
+    assert source.text_bytes == len(text.encode()) + len(prose(1))
+    assert sorted(document.text for document in source.documents()) == sorted([text, prose(1)]), "byte for byte"
 
 
-def test_text_is_read_byte_for_byte(python_machine):
-    text = "a\r\nb\u2028é\tκόσμε\n"
-    python_machine({"a.py": text})
-    assert [document.text for document in scanned().documents()] == [text]
-
-
-def test_machine_made_files_are_large_and_repetitive(prose):
-    assert is_machine_made(b"0x0000, 0xffff,\n" * 1000)
-    assert not is_machine_made(b"0x0000, 0xffff,\n" * 10)
-    assert not is_machine_made(prose(0, 4000).encode())
-    assert not is_machine_made(Path(os.__file__).read_bytes())
-
-
-def test_machine_made_files_compress_below_0_17_at_level_1(prose):
+def test_machine_made_files_are_large_and_compress_below_0_17_at_level_1(prose):
     def content(repeats):
         return (prose(0, 4000) + "0x0000, 0xffff,\n" * repeats).encode()
 
     def ratio(repeats, level):
         return len(zlib.compress(content(repeats), level)) / len(content(repeats))
 
+    assert is_machine_made(b"0x0000, 0xffff,\n" * 1000) and not is_machine_made(b"0x0000, 0xffff,\n" * 10)
+    assert not is_machine_made(Path(os.__file__).read_bytes())
     below = next(repeats for repeats in range(0, 10_000, 20) if ratio(repeats, 1) < 0.17)
     assert 0.165 < ratio(below, 1) and is_machine_made(content(below))
     assert ratio(below - 20, 6) < 0.17 and not is_machine_made(content(below - 20))
@@ -200,6 +189,7 @@ def test_compressed_text_is_read_and_duplicates_are_dropped(machine, prose):
     assert "man/man1/ls.1.gz" in keys(source) and sum(key.startswith("doc/") for key in keys(source)) == 1
     assert prose(6) in [document.text for document in source.documents()]
     assert source.dropped["duplicate"] == 1
+    assert 0 < scanned(other_files=True, package_share=1.0, max_bytes=5_000).text_bytes <= 5_000
     assert source.text_bytes == sum(len(document.text) for document in source.documents())
 
 
@@ -216,18 +206,9 @@ def test_files_that_are_no_text_or_too_long_are_dropped(python_machine, prose, m
         },
     )  # fmt: skip
     source = scanned(other_files=True, package_share=1.0)
-    assert sorted(keys(source)) == [
-        "doc/x/color.txt",
-        "stdlib/a.py",
-        "stdlib/b.py",
-        "stdlib/c.py",
-    ]  # Python is as it was
+    python = ["stdlib/a.py", "stdlib/b.py", "stdlib/c.py"]
+    assert sorted(keys(source)) == ["doc/x/color.txt", *python], "Python is as it was"
     assert +source.dropped == {"over 0.0 MB": 2, "not text": 2, "unreadable": 3}
-
-
-def test_max_bytes_counts_decompressed_text(machine):
-    for limit in (5_000, 8_000):
-        assert 0 < scanned(other_files=True, package_share=1.0, max_bytes=limit).text_bytes <= limit
 
 
 def test_other_files_have_the_split_of_their_path_and_a_key_of_their_own_in_the_cache(machine, prose):
@@ -238,9 +219,3 @@ def test_other_files_have_the_split_of_their_path_and_a_key_of_their_own_in_the_
     assert alone.folder != more.folder and more.report.documents == 6
     assert 0 < more.report.validation_documents < 6
     assert prepared(other_files=True).identity == more.identity
-
-
-def test_python_source_of_any_length_is_read_whole(python_machine):
-    python_machine({"a.py": "x = 1\n" * 200_000})
-    (file,) = list_files(False)
-    assert len(read_bytes(file)) == 1_200_000

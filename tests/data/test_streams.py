@@ -129,14 +129,6 @@ def require_exact_resume(config, tokenizer, stop, end):
     assert same(take(resumed, end - stop), whole[stop:])
 
 
-def test_a_stream_resumes_and_ranks_differ(hub):
-    config = hf_job()
-    tokenizer = build_tokenizer(config)
-    batches = [take(build_dataloader(2, rank, tokenizer, config), 8) for rank in range(2)]
-    assert not same(batches[0], batches[1])
-    require_exact_resume(config, tokenizer, 5, 8)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_resumes_exactly_in_its_second_pass(hub, workers):
     """datasets drops the state of another epoch, and knows no position before it is read again."""

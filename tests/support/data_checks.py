@@ -2,6 +2,8 @@
 
 import random
 from contextlib import nullcontext
+from copy import deepcopy
+from functools import cache, reduce
 
 import torch
 from torch import nn
@@ -18,21 +20,30 @@ def text(seed: int, words: int = 300) -> str:
     return " ".join("".join(generator.choices("abcdefgh", k=generator.randint(2, 6))) for _ in range(words))
 
 
+@cache
+def _parsed():
+    return ConfigManager().parse_args(["--job.custom_config_module=mxtrain.titan.job_config", "--model.name=llama3"])
+
+
+SMALL = (
+    "--model.flavor=debugmodel",
+    f"--data.vocab_size={VOCABULARY}",
+    "--data.validation_share=0.3",
+    *(f"--{section}.{size}" for section in ("training", "validation") for size in ("seq_len=16", "local_batch_size=4")),
+)
+
+
 def job(*flags):
-    """A job config as TorchTitan parses it, small enough for these tests."""
-    defaults = {
-        "job.custom_config_module": "mxtrain.titan.job_config",
-        "model.name": "llama3",
-        "model.flavor": "debugmodel",
-        "data.vocab_size": VOCABULARY,
-        "data.validation_share": 0.3,
-        "training.seq_len": 16,
-        "training.local_batch_size": 4,
-        "validation.seq_len": 16,
-        "validation.local_batch_size": 4,
-    }
-    given = {flag.split("=")[0].removeprefix("--") for flag in flags}
-    return ConfigManager().parse_args([f"--{k}={v}" for k, v in defaults.items() if k not in given] + list(flags))
+    """A small job config with these flags. TorchTitan parses its flags in half a second, so only the defaults."""
+    config = deepcopy(_parsed())
+    for flag in (*SMALL, *flags):
+        name, _, value = flag.removeprefix("--").partition("=")
+        *sections, field = name.split(".")
+        section = reduce(getattr, sections, config)
+        kind = type(getattr(section, field))
+        as_kind = {bool: lambda text: text in ("", "True"), list: lambda text: text.split(","), type(None): str}
+        setattr(section, field, as_kind.get(kind, kind)(value))
+    return config
 
 
 def take(loader, count):

@@ -13,7 +13,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 import mxtrain.titan  # noqa: F401  registers models and converters
 from mxtrain.checkpoints.manifest import MANIFEST_FILE, Manifest, write_manifest
 from mxtrain.config import dump_config, load_config
-from mxtrain.data.run_data import keep_in_run_folder
+from mxtrain.data.run_data import RunData
 from mxtrain.files import hash_file
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.titan.data import prepare_from_job
@@ -65,7 +65,7 @@ def save_run(folder, model: str, flavor: str, step: int = 3, converters=("mxnorm
     if text is not None:
         job_config = parse_job_config([f"--job.config_file={folder / 'config.toml'}", f"--job.dump_folder={folder}"])
         job_config.checkpoint.enable = False  # a new run: the checkpoint above is not older than its data
-        keep_in_run_folder(job_config, prepare_from_job(job_config))
+        RunData(job_config, prepare_from_job(job_config)).keep()
     return folder
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain import ranks
-from mxtrain.data import DataConfig, cache_folders, prepare, prepared
+from mxtrain.data import DataConfig, prepare, prepared
 from mxtrain.errors import ConfigError
 from mxtrain.ranks import is_first, run_on_all_ranks
 from mxtrain.titan import agreement
@@ -94,7 +94,7 @@ def one_cache_without_locks(node, local_rank, folder):
     def no_locks(*args):
         raise OSError(38, "Function not implemented")
 
-    cache_folders.fcntl.flock = no_locks
+    prepared.fcntl.flock = no_locks
     return prepared_on(0, folder, local_rank, cache_dir=str(folder / "shared"))
 
 

@@ -1,4 +1,3 @@
-import logging
 import os
 import subprocess
 import sys
@@ -11,9 +10,8 @@ import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from mxtrain.data import token_dataset
+from mxtrain.data.loader import TokenDataset, ignore_stop_signals
 from mxtrain.data.store import TokenFile
-from mxtrain.data.token_dataset import TokenDataset, ignore_stop_signals
 from mxtrain.errors import ConfigError
 from mxtrain.launched import stop_signals
 
@@ -30,7 +28,8 @@ def tokens(tmp_path):
 
 
 def dataset(tokens, **options) -> TokenDataset:
-    return TokenDataset(tokens, **{"seq_len": SEQ_LEN, "batch_size": BATCH, **options})
+    sizes = SimpleNamespace(seq_len=SEQ_LEN, local_batch_size=options.pop("batch_size", BATCH))
+    return TokenDataset(tokens, sizes, **options)
 
 
 def loader(tokens, num_workers=0, **options) -> StatefulDataLoader:
@@ -68,11 +67,11 @@ def test_labels_are_the_inputs_shifted_by_one_token(tokens):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ranks_split_a_finite_text_evenly_without_overlap(tokens, workers):
     world = 3
-    ranks = [chunks_of(loader(tokens, workers, dp_rank=r, dp_world_size=world, infinite=False)) for r in range(world)]
+    ranks = [chunks_of(loader(tokens, workers, rank=(r, world), infinite=False)) for r in range(world)]
     assert {len(batches) for batches in ranks} == {CHUNKS // (BATCH * world)}
     seen = [chunk for batches in ranks for batch in batches for chunk in batch]
     assert len(seen) == len(set(seen)) == 36  # of 40: the last four do not fill a global batch
-    finite = dataset(tokens, dp_world_size=world, infinite=False)
+    finite = dataset(tokens, rank=(0, world), infinite=False)
     assert [finite.samples(batches) for batches in (-1, 1, 1000)] == [36, world * BATCH, 36]
 
 
@@ -106,7 +105,7 @@ def steps(tokens, start, count, world, batch_size=BATCH, workers=0) -> list[list
     """
     ranks = []
     for rank in range(world):
-        data = dataset(tokens, batch_size=batch_size, dp_rank=rank, dp_world_size=world)
+        data = dataset(tokens, batch_size=batch_size, rank=(rank, world))
         data.start = start
         ranks.append(iter(StatefulDataLoader(data, batch_size=batch_size, num_workers=workers)))
     microbatches = GLOBAL_BATCH // (batch_size * world)
@@ -149,28 +148,16 @@ def test_a_finite_text_ends_with_its_first_epoch_wherever_an_iteration_starts(to
     assert [int(labels[0]) // (SEQ_LEN + 1) for _, labels in rest] == whole[30:39]
 
 
-def test_only_the_first_worker_of_rank_0_logs_the_end_of_an_epoch(tokens, caplog, monkeypatch):
-    caplog.set_level(logging.INFO)
-    for rank in range(2):
-        take(iter(loader(tokens, dp_rank=rank, dp_world_size=2)), 14)  # 84 samples
-    monkeypatch.setattr(token_dataset, "get_worker_info", lambda: SimpleNamespace(id=1, num_workers=2))
-    take(iter(loader(tokens)), 14)
-    assert [record.message for record in caplog.records] == [
-        "Epoch 1 of the training text is complete (325 tokens); epoch 2 reads the text again in another order",
-        "Epoch 2 of the training text is complete (325 tokens); epoch 3 reads the text again in another order",
-    ]
-
-
 def test_text_too_short_for_one_step_is_a_config_error(tokens):
-    dataset(tokens, dp_world_size=13)
+    dataset(tokens, rank=(0, 13))
     message = (
         "training.local_batch_size = 3 and training.seq_len = 7 on 14 data-parallel rank.* need 336 tokens of "
         "training text for one step, but there are 325"
     )
     with pytest.raises(ConfigError, match=message):
-        dataset(tokens, dp_world_size=14)
+        dataset(tokens, rank=(0, 14))
     with pytest.raises(ConfigError, match="validation.seq_len = 7 .* raise data.validation_share"):
-        dataset(tokens, dp_world_size=14, section="validation")
+        dataset(tokens, rank=(0, 14), section="validation")
 
 
 def test_token_ids_above_16_bits(tmp_path):
@@ -194,23 +181,20 @@ def test_data_loader_workers_survive_a_signal_to_the_whole_group():
 
 
 LEFT_EARLY = """
-from torchdata.stateful_dataloader import StatefulDataLoader
-from mxtrain.data.token_dataset import end_workers_at_exit, ignore_stop_signals
+from dataclasses import make_dataclass
+from types import SimpleNamespace
+from mxtrain.data.loader import Loader
 
-loaders = []
-for persistent in (False, True):
-    options = {"num_workers": 1, "persistent_workers": persistent, "worker_init_fn": ignore_stop_signals}
-    loader = StatefulDataLoader(range(1000), **options)
-    end_workers_at_exit(loader)
+Workers, loaders = make_dataclass("Workers", ["num_workers", "persistent_workers", "prefetch_factor"]), []
+for options in (Workers(1, False, None), Workers(1, True, 2), Workers(0, True, 2)):
+    loader = Loader(range(1000), SimpleNamespace(local_batch_size=1, dataloader=options))
     batches = iter(loader)
     print(int(next(batches)))
     loaders.append((loader, batches))
-unused = StatefulDataLoader(range(8))
-end_workers_at_exit(unused)
+raise SystemExit(3)
 """
 
 
 def test_a_process_ends_that_did_not_read_its_loaders_to_the_end():
-    code = LEFT_EARLY + "raise SystemExit(3)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (3, "0\n0\n") and "Error" not in done.stderr
+    done = subprocess.run([sys.executable, "-c", LEFT_EARLY], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (3, "0\n0\n0\n") and "Error" not in done.stderr

@@ -1,0 +1,219 @@
+"""Batches of a token file for one data-parallel rank, from any place in the text, and the data loader of a run.
+
+Only this file and ``streams.py`` of ``mxtrain.data`` import PyTorch.
+"""
+
+import atexit
+import json
+import pickle
+import signal
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import count
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from mxtrain.checkpoints.reader import unpickle
+from mxtrain.data.run_data import EXCLUDE, RunData
+from mxtrain.data.store import TokenFile
+from mxtrain.errors import ConfigError
+from mxtrain.launched import stop_signals
+from mxtrain.ranks import gather, is_first
+
+_loaders: WeakSet[StatefulDataLoader] = WeakSet()
+
+
+class TokenDataset(IterableDataset):
+    """Yields one rank's samples ``({"input": tokens[:-1]}, tokens[1:])``, each tensor int64 [seq_len].
+
+    The token file is cut into non-overlapping chunks of ``seq_len + 1`` tokens. Each epoch reads all chunks in an order
+    drawn from ``seed`` and the epoch's number, and the next epoch follows without a gap. So the text is one endless
+    sequence of samples, which all ranks share: sample g is chunk ``g % chunks`` of epoch ``g // chunks``.
+
+    The ranks take turns of ``batch_size`` samples, and data loader workers take whole batches in turn. Any number of
+    ranks and workers therefore reads the same sequence, from sample ``start``. Workers copy the dataset, so set
+    ``start`` before they start.
+
+    Args:
+        tokens: the token file.
+        settings: has ``seq_len``, the tokens per sample, and ``local_batch_size``.
+        rank: this rank, and the number of ranks that read different data.
+        seed: seed of the order.
+        infinite: continue with the next epoch after the first. False stops before it, and leaves out the chunks that do
+            not fill a batch on every rank, so that all ranks get the same number of batches.
+        section: TOML section of the settings, for error messages.
+
+    Raises:
+        ConfigError: the text is too short for one batch per rank.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenFile,
+        settings,
+        rank: tuple[int, int] = (0, 1),
+        seed: int = 0,
+        infinite: bool = True,
+        section: str = "training",
+    ):
+        self._seq_len, self._batch_size = seq_len, batch_size = settings.seq_len, settings.local_batch_size
+        self._seed, self._infinite = seed, infinite
+        self._rank, ranks = rank
+        self._together = batch_size * ranks  # samples of one batch on every rank
+        self.start = 0
+        self.chunks = tokens.count // (seq_len + 1)
+        # Opened now, for all iterations and worker processes: the file may be removed from the cache.
+        self._mapped = tokens.open()
+        if self.chunks < self._together:
+            remedies = ", raise data.validation_share" if section == "validation" else ""
+            raise ConfigError(
+                f"{section}.local_batch_size = {batch_size} and {section}.seq_len = {seq_len} on {ranks} "
+                f"data-parallel rank(s) need {self._together * (seq_len + 1):,} tokens of {section} text for one step, "
+                f"but there are {tokens.count:,}: lower them{remedies} or supply more text"
+            )
+
+    @property
+    def order(self) -> dict[str, int]:
+        """The settings that define the sequence of samples beside the text, by name: a place in it fits no other."""
+        return {"training.seq_len": self._seq_len, "data.seed": self._seed}
+
+    def samples(self, batches: int) -> int:
+        """Return how many samples of an epoch all ranks read in their first ``batches`` batches; -1 for all batches."""
+        available = self.chunks // self._together
+        return self._together * (available if batches < 0 else min(batches, available))
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        epoch, order = None, None
+        for sample in self._numbers():
+            now, place = divmod(sample, self.chunks)
+            if now != epoch:
+                epoch, order = now, np.random.default_rng([self._seed, now]).permutation(self.chunks)
+            start = int(order[place]) * (self._seq_len + 1)
+            window = torch.from_numpy(self._mapped[start : start + self._seq_len + 1].astype(np.int64))
+            yield {"input": window[:-1]}, window[1:]
+
+    def _numbers(self) -> Iterator[int]:
+        """Yield the global numbers of the samples in this rank's batches, or in those of a loader's worker."""
+        worker = get_worker_info()
+        for batch in count(*(worker.id, worker.num_workers) if worker else ()):
+            begin = self.start + batch * self._together
+            if not self._infinite and begin + self._together > self.chunks:
+                return
+            begin += self._rank * self._batch_size
+            yield from range(begin, begin + self._batch_size)
+
+
+class Loader(StatefulDataLoader):
+    """A data loader with the batches and workers of ``settings``, the section of training or of validation.
+
+    Its workers ignore stop signals, and end with this process. Without an end of ours they would live until the loader
+    is collected, which at the end of a process is too late: Python then sends SIGTERM to them and waits for ever.
+    """
+
+    def __init__(self, dataset: IterableDataset, settings, **options):
+        options = asdict(settings.dataloader) | options
+        if not options["num_workers"]:  # PyTorch refuses these without workers
+            options |= {"persistent_workers": False, "prefetch_factor": None}
+        # With a generator of its own, because every iteration draws a number: a resumed run has one iteration more of
+        # the training text, and does not repeat the validations before it.
+        own = {"batch_size": settings.local_batch_size, "generator": torch.Generator()}
+        super().__init__(dataset, worker_init_fn=ignore_stop_signals, **own, **options)
+        _loaders.add(self)
+
+
+class RunLoader(Loader):
+    """The loader of training text, a TokenDataset or a Stream, whose state fits any layout of processes.
+
+    The state names the data, and has the same keys and values on all ranks. For tokenized text it is one number, the
+    samples that all ranks have read. So a run may resume with other numbers of ranks and workers, and with another
+    local batch size: it reads the samples that the uninterrupted run would have read. A stream has one state per rank.
+    Batches count when the consumer gets them, not when a worker has prepared them.
+    """
+
+    def __init__(self, dataset, rank: tuple[int, int], training, data: RunData):
+        super().__init__(dataset, training)
+        self.tokenizer_sha256 = data.prepared.tokenizer_sha256
+        self._rank, self._ranks = rank
+        self._name, self._data = training.dataset, data
+        self._samples = 0
+        self._is_stream = not isinstance(dataset, TokenDataset)
+
+    def __iter__(self):
+        if not self._is_stream:
+            self.dataset.start = self._samples
+            self._iterator = None  # workers of an earlier iteration, if they persist, start elsewhere
+        for batch in super().__iter__():
+            self._samples += self.batch_size * self._ranks  # before the yield: the consumer has this batch
+            yield batch
+
+    def state_dict(self) -> dict:
+        """Return the state. All ranks must call it at about the same time."""
+        if self._data.starts_anew and is_first():
+            self._data.write()
+        data, streams = dict(self._data.record), b""
+        if self._is_stream:
+            # One value instead of a key per rank: with more ranks than before, DCP would look for missing keys.
+            state = {"workers": self.num_workers, "state": super().state_dict()}
+            states = dict(gather((self._rank, pickle.dumps(state))))
+            streams = pickle.dumps([states[rank] for rank in sorted(states)])
+        else:
+            data["order"] = self.dataset.order
+        return {"samples": self._samples, "data": json.dumps(data), "streams": streams}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue at the state of a checkpoint.
+
+        Raises:
+            ConfigError: the checkpoint is of a run with other data or in another order, or of a stream that other
+                numbers of data-parallel ranks or workers read.
+        """
+        kept = json.loads(state["data"])
+        self._data.require_same(kept)
+        if self._is_stream:
+            super().load_state_dict(self._own_stream(state["streams"]))
+        else:
+            for name, value in self.dataset.order.items():
+                if value != (before := kept["order"][name]):
+                    raise ConfigError(
+                        f"{name} = {value}, but was {before} in the run so far, whose position in the training text "
+                        f"has no meaning in another order: set it to {before}, or set {EXCLUDE} to start at the "
+                        "beginning of the text"
+                    )
+        self._samples = state["samples"]
+        if is_first():
+            self._data.write()
+
+    def _own_stream(self, content: bytes) -> dict:
+        streams = unpickle(content, "the streams' states", {})
+        ways = f"or set {EXCLUDE} to start at the beginning of the text"
+        if len(streams) != self._ranks:
+            raise ConfigError(
+                f"training.dataset = {self._name!r} is a stream, in which each data-parallel "
+                f"rank has a position: the checkpoint has {len(streams)} rank(s) and this run {self._ranks}; "
+                f"start as many, {ways}"
+            )
+        stream = unpickle(streams[self._rank], "the stream's state", {})
+        if stream["workers"] != self.num_workers:
+            raise ConfigError(
+                f"training.dataloader.num_workers = {self.num_workers}, but was {stream['workers']} in the run so far, "
+                f"and each worker has a position in the stream: set it to {stream['workers']}, {ways}"
+            )
+        return stream["state"]
+
+
+def ignore_stop_signals(worker: int) -> None:
+    """For data loader workers, which get the signal too if it goes to a whole group: their reader decides."""
+    for number in stop_signals():
+        signal.signal(number, signal.SIG_IGN)
+
+
+@atexit.register  # after PyTorch and multiprocessing registered theirs, so it runs before these
+def _end_workers() -> None:
+    for loader in list(_loaders):
+        # Without workers there is an iterator that has no such method, or none.
+        if hasattr(loader._iterator, "_shutdown_workers"):
+            loader._iterator._shutdown_workers()
