@@ -12,6 +12,7 @@ from torchtitan import train as titan
 
 from mxtrain.analysis.metrics_file import lacks_validation
 from mxtrain.analysis.runs import NONFINITE
+from mxtrain.checkpoints.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer
 from mxtrain.checkpoints.ending import (
     STOP,
     LossWatch,
@@ -24,7 +25,7 @@ from mxtrain.checkpoints.ending import (
 )
 from mxtrain.checkpoints.folder import set_aside
 from mxtrain.checkpoints.manifest import Manifest
-from mxtrain.checkpoints.optimizer import apply_settings
+from mxtrain.checkpoints.optimizer import EarlySteps, apply_settings
 from mxtrain.checkpoints.random_state import RandomState
 from mxtrain.checkpoints.start import Start
 from mxtrain.files import sync_file
@@ -37,7 +38,6 @@ from mxtrain.run_folder.files import METRICS_FILE
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.resume import kept_defaults, moved_entries
 from mxtrain.titan.agreement import require_same_settings
-from mxtrain.titan.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer
 from mxtrain.titan.metrics import log_event, log_loss, numerics_of, package_versions
 from mxtrain.titan.parse import resolved_settings
 from mxtrain.titan.repairs.context_parallel import correct_max_loss, tokens_of_other_ranks
@@ -81,6 +81,8 @@ class Trainer(titan.Trainer):
         self.checkpointer.is_stopping = lambda: self._watch.stop_signal is not None
         self.checkpointer.after_load = self._after_load
         self.checkpointer.states[RANDOM_STATE] = RandomState()
+        if job_config.optimizer.early_step_in_backward:
+            self.checkpointer.states["optimizer"] = EarlySteps(self.optimizers)
         moved = moved_entries(self._start, settings)
         self._switch = RecipeSwitch(job_config, self.model_parts, partial(log_event, self.metrics_processor), moved)
         if (guard := self._switch.guard) is not None:
@@ -173,7 +175,7 @@ class Trainer(titan.Trainer):
 
     def _validate_if_missing(self) -> None:
         """Validate the step from which the run resumes, if a kill came between its checkpoint and its validation."""
-        of_own_step = self._start.step > 0 and self._start.checkpoint.parent == Path(self.checkpointer.folder)
+        of_own_step = self._start.step > 0 and self._start.checkpoint.parent == self.checkpointer.folder
         if not (of_own_step and self.job_config.validation.enable and self.validator.should_validate(self.step)):
             return
         metrics = Path(self.job_config.job.dump_folder) / METRICS_FILE

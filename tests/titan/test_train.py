@@ -11,12 +11,12 @@ import pytest
 import tomli
 import tomli_w
 import torch
+from mxtrain.titan.checkpointer import SaveError
 from torchtitan.protocols import train_spec
 
 from mxtrain import ConfigError
 from mxtrain.analysis import load_run
 from mxtrain.checkpoints.folder import Checkpoints
-from mxtrain.titan.checkpointer import SaveError
 from mxtrain.titan.parse import parse_job_config, resolved_settings
 from mxtrain.titan.train import train
 from tests.support.training_runs import CONFIG, MIXED_RECIPE, MIXED_RECIPES, Outcome, run_python
