@@ -12,15 +12,13 @@ from mxtrain.errors import ConfigError
 from mxtrain.files import reason
 
 MAX_BYTES = 1 << 26
-MAX_DEPTH = 100
-"""Levels of objects, tables and lists. Code that follows them calls itself at every level"""
 
 
 def read_json(path: Path, name: str = "", kind: type = dict):
     """Return the value in a JSON file, which has the type ``kind``. Messages call the file ``name``, or by its path.
 
     Raises FileNotFoundError, or ConfigError if it cannot be read, is no regular file, larger than MAX_BYTES, not UTF-8,
-    not JSON, nested deeper than MAX_DEPTH, or of another type.
+    not JSON, nested too deep to be parsed, or of another type.
     """
     value = _read(path, name or str(path), "JSON", json.loads)
     if not isinstance(value, kind):
@@ -34,17 +32,11 @@ def read_toml(path: Path, name: str = "") -> dict:
 
 
 def parse(text: str, loads=json.loads):
-    """Return ``loads(text)``. Raises ValueError, also for what is nested deeper than MAX_DEPTH."""
+    """Return ``loads(text)``. Raises ValueError, also for what is nested too deep."""
     try:
-        level = [[value := loads(text)]]
-        for _ in range(MAX_DEPTH + 2):
-            if not level:
-                return value
-            inner = (container.values() if isinstance(container, dict) else container for container in level)
-            level = [part for parts in inner for part in parts if isinstance(part, dict | list)]
+        return loads(text)
     except RecursionError:
-        pass
-    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+        raise ValueError("it is nested too deep") from None
 
 
 def _read(path: Path, name: str, language: str, loads):

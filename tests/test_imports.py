@@ -11,8 +11,9 @@ PACKAGE = Path(__file__).parents[1] / "mxtrain"
 
 # Lower layers first. A module may import from its own folder and from lower layers.
 LAYERS = [
-    {"files", "errors"},
-    {"cache", "launched", "custom_op", "json_toml", "ranks"},
+    {"errors"},
+    {"files"},
+    {"launched", "custom_op", "json_toml", "ranks"},
     {"run_folder"},
     {"checkpoints"},
     {"config", "recipes", "rng", "data"},

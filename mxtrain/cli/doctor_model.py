@@ -44,9 +44,9 @@ def report(arguments: list[str]) -> str:
 
 
 def _sections(words: list[str]) -> Iterator[str]:
-    from mxtrain.titan.check_layout import check_model_layout
+    from mxtrain.titan.check_job import check_model_layout
+    from mxtrain.titan.job_config import parse_job_config, settings_of
     from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
-    from mxtrain.titan.parse import parse_job_config, settings_of
     from mxtrain.titan.schedule import guard_in, schedule_in
     from mxtrain.titan.trial_plan import try_plan
 
@@ -183,7 +183,7 @@ def groups_of_ranks(model: nn.Module, parallelism) -> list[list[nn.Module]]:
 
     The final norm, which is gathered with the head, is left out.
     """
-    from mxtrain.titan.check_layout import modules_of_stages
+    from mxtrain.titan.check_job import modules_of_stages
 
     ranks = parallelism.pipeline_parallel_degree
     if ranks == 1:

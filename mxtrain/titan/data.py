@@ -23,6 +23,7 @@ from torchtitan.tools.logging import logger
 
 from mxtrain.checkpoints.reader import unpickle
 from mxtrain.data import DataConfig, Prepared, TokenFile, prepare
+from mxtrain.data.agreement import prepare_together
 from mxtrain.data.config import DATASETS, config_of, held_out_share, path_of
 from mxtrain.data.documents import raised_as
 from mxtrain.data.hub import readable
@@ -42,7 +43,6 @@ from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.ranks import gather, is_first, run_on_all_ranks
 from mxtrain.reports.terminal import note, note_progress
-from mxtrain.titan.agreement import prepare_together
 from mxtrain.titan.models.flavors import vocab_size
 from mxtrain.titan.repairs.context_parallel import share_of_validation_loss
 

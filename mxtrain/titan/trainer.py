@@ -35,15 +35,15 @@ from mxtrain.ranks import from_first_rank, is_first
 from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.run_folder.files import METRICS_FILE
+from mxtrain.settings.check import without_effect
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.resume import kept_defaults, moved_entries
-from mxtrain.titan.agreement import require_same_settings
+from mxtrain.titan.job_config import resolved_settings
 from mxtrain.titan.metrics import log_event, log_loss, numerics_of, package_versions
-from mxtrain.titan.parse import resolved_settings
 from mxtrain.titan.repairs.context_parallel import correct_max_loss, tokens_of_other_ranks
 from mxtrain.titan.repairs.pipeline import FINDS_SHAPES_AGAIN, LossPerToken, SharedLoss, Stage
 from mxtrain.titan.repairs.replicas import Layout
-from mxtrain.titan.run_start import begin_run, write_resolved_config
+from mxtrain.titan.run_start import begin_run, require_same_settings, write_resolved_config
 from mxtrain.titan.schedule import RecipeSwitch
 
 
@@ -121,6 +121,8 @@ class Trainer(titan.Trainer):
         # As soon as all ranks have met: what is built next looks into the run's folder, too.
         require_same_settings(self._settings, resolved_settings(self.job_config))
         self._start = begin_run(self.job_config, self._find, self._start)
+        for line in without_effect(self._settings):
+            terminal.note(line)
         return parallel_dims
 
     def train(self):

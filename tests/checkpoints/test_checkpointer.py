@@ -25,7 +25,7 @@ from mxtrain.checkpoints.manifest import Manifest, check_hashes
 from mxtrain.checkpoints.start import find_start
 from mxtrain.checkpoints.writer import CheckpointWriter
 from mxtrain.errors import ConfigError
-from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.job_config import parse_job_config
 from tests.support.hostile_pickles import NAME, Code, put_code_into_index
 
 

@@ -12,9 +12,9 @@ from mxtrain import ConfigError, cli
 from mxtrain.cli import doctor_model
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import read_settings
-from mxtrain.titan.check_layout import check_model_layout
+from mxtrain.titan.check_job import check_model_layout
+from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.models.describe import build_on_meta
-from mxtrain.titan.parse import parse_job_config
 
 GIB = 2**30
 DEBUG = "train_configs/llama3_debug.toml"

@@ -80,7 +80,7 @@ def _build(name: str, processes: int, degrees: dict, flags: list[str]) -> nn.Mod
     from torchtitan.protocols.train_spec import get_train_spec
     from torchtitan.tools.utils import set_default_dtype
 
-    from mxtrain.titan.parse import parse_job_config
+    from mxtrain.titan.job_config import parse_job_config
 
     model = [f"--model.name={name}", "--model.flavor=tiny", "--data.vocab_size=515", "--debug.seed=3"]
     job = parse_job_config([*model, "--model.converters=", "--activation_checkpoint.mode=none", *flags])

@@ -157,7 +157,7 @@ FLAGS = {
     "--checkpoint.enable --checkpoint.initial_load_in_hf --checkpoint.no-initial-load-model-only": [
         "checkpoint.initial_load_model_only = False", "checkpoint.initial_load_in_hf", "true",
     ],
-    "--checkpoint.initial_load_in_hf_quantized": ["checkpoint.initial_load_in_hf_quantized = True", "load_in_hf = true"],
+    "--checkpoint.initial_load_in_hf_quantized": ["checkpoint.initial_load_in_hf_quantized = True", "in_hf = true"],
     "--checkpoint.enable --checkpoint.last_save_in_hf": ["checkpoint.last_save_in_hf = True", "mxtrain export"],
     "--checkpoint.enable --checkpoint.load_step=7": ["checkpoint.load_step = 7"],
     "--checkpoint.enable --checkpoint.initial_load_path=/no/such": ["checkpoint.initial_load_path = '/no/such'"],

@@ -27,7 +27,7 @@ from mxtrain.titan.converters import (
     TitanMXNorm,
     active_settings,
 )
-from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.job_config import parse_job_config
 from tests.support.converter_checks import config, count, model_and_args
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"

@@ -17,6 +17,7 @@ from torchtitan.distributed.expert_parallel import TensorParallel
 
 from mxtrain import ConfigError
 from mxtrain.titan import parallelize
+from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.parallelize import (
     check_gates,
     check_layout,
@@ -25,7 +26,6 @@ from mxtrain.titan.parallelize import (
     plans_with_own_styles,
     shared_seed,
 )
-from mxtrain.titan.parse import parse_job_config
 from mxtrain.titan.repairs.expert_gradients import Replicated, SplitExperts
 from mxtrain.titan.repairs.replicas import Layout
 

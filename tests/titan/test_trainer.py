@@ -13,7 +13,7 @@ from torchtitan import train as titan
 from mxtrain.checkpoints.ending import LossWatch, NonFiniteError, Stop, StopSignals
 from mxtrain.checkpoints.start import Start
 from mxtrain.rng.rounding import position_as_set
-from mxtrain.titan.parse import parse_job_config, settings_of
+from mxtrain.titan.job_config import parse_job_config, settings_of
 from mxtrain.titan.train import _train
 from mxtrain.titan.trainer import TokenCount, Trainer
 

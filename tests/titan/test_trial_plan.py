@@ -10,8 +10,8 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain import ConfigError
 from mxtrain.titan import trial_plan
+from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
-from mxtrain.titan.parse import parse_job_config
 from mxtrain.titan.trial_plan import try_plan
 
 LLAMA3 = "--model.name=llama3 --model.flavor=debugmodel --model.converters=mxnorm"

@@ -24,8 +24,8 @@ from mxtrain.run_folder.files import DATA_FILE
 from mxtrain.settings.check import TITAN_QUANTIZING
 from mxtrain.titan.hugging_face.models import parameters, require_exportable, shape_of
 from mxtrain.titan.hugging_face.saved_run import SavedRun, open_run
+from mxtrain.titan.job_config import resolved_settings
 from mxtrain.titan.metrics import package_versions, run_facts
-from mxtrain.titan.parse import resolved_settings
 
 TOKENS_PER_FORWARD, TOKENS_PER_HEAD = 2048, 256
 

@@ -27,8 +27,8 @@ from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.settings.model_settings import SECTION
 from mxtrain.settings.read import read_settings
 from mxtrain.titan.hugging_face.models import find_model, parameters, require_same_logits
+from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.metrics import package_versions
-from mxtrain.titan.parse import parse_job_config
 
 SEED = "checkpoint/step-0"
 """The checkpoint of weights that a run starts from"""

@@ -29,9 +29,9 @@ from mxtrain.settings.fields import Field
 from mxtrain.settings.read import places
 from mxtrain.settings.resume import other_defaults
 from mxtrain.titan.hugging_face.models import meta_model
+from mxtrain.titan.job_config import parse_job_config, settings_of
 from mxtrain.titan.models.llama3 import is_tied
 from mxtrain.titan.models.model_args import given_in
-from mxtrain.titan.parse import parse_job_config, settings_of
 
 ONE_PROCESS = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size"), 1)
 

@@ -3,8 +3,8 @@ import torch
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain import ConfigError
+from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.models.flavors import vocab_size
-from mxtrain.titan.parse import parse_job_config
 
 
 def build(*flags):

@@ -11,10 +11,10 @@ from torchtitan.protocols.train_spec import get_train_spec
 import mxtrain.titan  # noqa: F401  registers the flavors
 from mxtrain.errors import ConfigError
 from mxtrain.settings.model_settings import PLACES
+from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.models.describe import build_on_meta
 from mxtrain.titan.models.model_args import value_of
 from mxtrain.titan.models.train_specs import with_mxtrain
-from mxtrain.titan.parse import parse_job_config
 
 FAMILY = {name: ["--model.name", name, "--model.flavor", "debugmodel"] for name in PLACES}
 GIVEN = {

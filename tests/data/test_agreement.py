@@ -4,21 +4,18 @@ import json
 import os
 import socket
 import time
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain import ranks
 from mxtrain.data import DataConfig, cache_folders, prepare, prepared
+from mxtrain.data.agreement import prepare_together
+from mxtrain.data.store import differences
 from mxtrain.errors import ConfigError
 from mxtrain.ranks import is_first, run_on_all_ranks
-from mxtrain.titan import agreement
-from mxtrain.titan.agreement import differences, prepare_together, require_same_settings
-from mxtrain.titan.parse import parse_job_config, resolved_settings, settings_of
 from tests.support.forked import forking_context
 from tests.support.training_worker import free_port
 
@@ -212,45 +209,3 @@ def test_the_first_rank_is_known_before_and_after_the_ranks_have_met(monkeypatch
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
     assert not is_first(), "without torchrun's variables"
-
-
-COMMON = ["--model.converters=mxnorm", "--training.local_batch_size=2", "--optimizer.lr=1e-3"]
-
-
-def compare(*flags: str) -> None:
-    """Compare the settings of this rank with rank 0's, which has other flags."""
-    own = parse_job_config([*COMMON, *flags])
-    require_same_settings(settings_of(own), resolved_settings(own))
-
-
-def other_settings(node, local_rank, folder):
-    compare(*(["--optimizer.lr=1e-2"] if node == 1 else ["--data.cache_dir=/scratch", "--job.dump_folder=/home/run"]))
-
-
-def test_another_setting_on_one_node_is_the_same_error_everywhere(tmp_path):
-    errors = ranks_of(other_settings, 2, 1, tmp_path)
-    assert len(set(errors)) == 1
-    assert errors[0] == (
-        "CommonError: optimizer.lr = 0.01, but 0.001 on rank 0: start all nodes with the same config and flags "
-        f"(on node {socket.gethostname()} (node 1))"
-    )
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--mxnorm.p=1"], "^mxnorm.p = 1, but 2 on rank 0: "),
-        (["--parallelism.tensor_parallel_degree=2"], "tensor_parallel_degree = 2, but 1 on rank 0"),
-        (["--training.local_batch_size=4"], "training.global_batch_size = 8, but 4 on rank 0"),
-        (["--training.seq_len=64", "--debug.seed=1"], "^training.seq_len = 64, .*; these differ, too: debug.seed"),
-        (["--data.cache_dir=/scratch", "--metrics.log_freq=3", "--job.dump_folder=/home/run"], ""),
-        (["--training.dataset=files", "--training.dataset_path=/local/1.txt"], ""),  # whose hashes are compared
-    ],
-)
-def test_settings_that_must_be_the_same_and_others(monkeypatch, flags, message):
-    texts = ["--training.dataset=files", "--training.dataset_path=/local/0.txt"] if "dataset" in flags[0] else []
-    first = resolved_settings(parse_job_config([*COMMON, *texts]))
-    monkeypatch.setattr(agreement, "from_first_rank", lambda work: first)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.raises(ConfigError, match=message) if message else nullcontext():
-        compare(*flags)
