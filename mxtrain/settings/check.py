@@ -1,18 +1,16 @@
-"""Checks that involve two settings: mistakes, and settings that do nothing in a run, which are no mistake."""
+"""Checks that involve two settings."""
 
 import math
 import os
-from collections.abc import Iterator
 
 from mxtrain.recipes.schedule import CHANGE_KEYS
 from mxtrain.settings.fields import Problems, Settings, raise_first, unknown
 from mxtrain.settings.model_settings import model_problems
-from mxtrain.settings.mxnorm_section import GUARD, NORM_KEYS, check_recipes, quantizing_among
+from mxtrain.settings.mxnorm_section import GUARD, check_recipes, quantizing_among
 
 DIAGNOSTICS = "mxnorm.diagnostics"
 NORM_CONVERTERS = ("fused_norm", "fused_rmsnorm")
 ROUTER_CONVERTER = "decompose_k_router"
-QUANTIZING = "the converter mxnorm or mx_linear"
 TITAN_QUANTIZING = "quantize."
 """How the names of TorchTitan's own converters begin"""
 
@@ -20,7 +18,7 @@ TITAN_QUANTIZING = "quantize."
 def check_settings(settings: Settings) -> None:
     """Raise ConfigError for settings that do not go together."""
     raise_first(_problems(settings), settings)
-    raise_first(_alone(settings), settings)
+    raise_first(_without_effect(settings), settings)
     raise_first(model_problems(settings), settings)
     if quantizing_among(settings["model.converters"]):
         check_recipes(settings.values)
@@ -107,11 +105,11 @@ def _problems(settings: Settings) -> Problems:
         )
 
 
-def _alone(settings: Settings) -> Problems:
-    """Settings without the one that they need."""
+def _without_effect(settings: Settings) -> Problems:
+    """Settings that do nothing, because the one that they need is not set."""
     s = settings.values
     changes = [f"{GUARD}.{key}" for key in CHANGE_KEYS]
-    has_guard = not quantizing_among(s.model.converters) or _has_guard(settings)
+    has_guard = not quantizing_among(s.model.converters) or any(settings[name] is not None for name in changes)
     every = f"{DIAGNOSTICS}.every"
     is_measured = every in settings.given  # a run may switch diagnostics off, with 0
     needs = (
@@ -135,37 +133,3 @@ def _alone(settings: Settings) -> Problems:
         for name in names.split():
             if not is_set and settings.changed(f"{section}.{name}"):
                 yield f"{section}.{name}", f"has no effect without {needed}"
-
-
-def _has_guard(settings: Settings) -> bool:
-    return any(settings[f"{GUARD}.{key}"] is not None for key in CHANGE_KEYS)
-
-
-def without_effect(settings: Settings) -> Iterator[str]:
-    """Yield a line for the user per setting that does nothing in this run. A shorter trial of a config may run."""
-    s = settings.values
-    steps, converters, window = s.training.steps, s.model.converters, s.mxnorm.guard.window
-    if not s.checkpoint.enable and s.checkpoint.interval <= steps:
-        why = f"checkpoint.interval = {s.checkpoint.interval} has no effect without checkpoint.enable = true"
-        yield f"no step of this run is saved: {why}"
-    if every := s.mxnorm.diagnostics.every:
-        setting = f"nothing is measured: {DIAGNOSTICS}.every = {every}"
-        if every > steps:
-            yield f"{setting}, and the run has {steps} steps"
-        elif not quantizing_among(converters):
-            yield f"{setting} has no effect without {QUANTIZING}"
-    if not quantizing_among(converters):
-        for name, is_given in (("schedule", s.mxnorm.schedule), ("guard", _has_guard(settings))):
-            if is_given:
-                yield f"mxnorm.{name} has no effect without {QUANTIZING}"
-    elif _has_guard(settings) and window >= steps:
-        yield (
-            f"the guard cannot see a spike: it knows one by the losses of the {window} steps before "
-            f"({GUARD}.window), and the run has {steps} steps"
-        )
-    for name in [f"mxnorm.{key}" for key in NORM_KEYS] if "mx_linear" in converters else ():
-        if settings.changed(name):
-            yield f"{name} = {settings[name]!r} has no effect with the converter mx_linear"
-    for section in (*NORM_CONVERTERS, ROUTER_CONVERTER):  # each has the name of its converter
-        if section not in converters and any(map(settings.changed, settings.names_in(section))):
-            yield f"[{section}] has no effect without the converter {section}"

@@ -149,10 +149,6 @@ class Settings:
             found = getattr(found, part)
         return found
 
-    def names_in(self, section: str) -> list[str]:
-        """The full names of the settings of one table."""
-        return [name for name in self.known if name.startswith(f"{section}.")]
-
     def changed(self, name: str) -> bool:
         """Whether a value is another than the default."""
         return self[name] != self.known[name].default

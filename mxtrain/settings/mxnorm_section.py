@@ -9,8 +9,6 @@ from mxtrain.recipes.schedule import CHANGE_KEYS, RecipeChange, ScheduleEntry, p
 
 SCHEDULE, GUARD = "mxnorm.schedule", "mxnorm.guard"
 QUANTIZING_CONVERTERS = ("mxnorm", "mx_linear")
-NORM_KEYS = ("p", "estimator", "eps", "group_linears")
-"""Settings of [mxnorm] that say something about its norms"""
 
 
 def quantizing_among(converters: Iterable[str]) -> list[str]:

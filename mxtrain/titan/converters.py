@@ -32,10 +32,12 @@ from mxtrain.reports.terminal import note_conversion
 from mxtrain.rng.rounding import step_is_set
 from mxtrain.settings.check import conflict_of_converters
 from mxtrain.settings.mxnorm_section import GUARD, fallback_of, quantizing_among, schedule_of
-from mxtrain.titan.schedule import allow_kinds
+from mxtrain.titan.graph_limit import allow_kinds
 
 # Stands for debug.seed where that is unset.
 DEFAULT_SEED = 0
+# Fields of the section [mxnorm] that the converter mxnorm alone has.
+MXNORM_KEYS = ("p", "estimator", "eps", "group_linears")
 # Facts in run.json.
 _FACTS = ("recipe", "p", "estimator", *SWITCHES, "mode", "eps")
 
@@ -235,7 +237,8 @@ class TitanDecomposeKRouter(_TitanConverter):
 
 
 # Each of these alone reads its section.
-TITAN_CONVERTERS = (TitanMXNorm, TitanMXLinear, TitanFusedNorm, TitanFusedRMSNorm, TitanDecomposeKRouter)
+KERNEL_CONVERTERS = (TitanFusedNorm, TitanFusedRMSNorm, TitanDecomposeKRouter)
+TITAN_CONVERTERS = (TitanMXNorm, TitanMXLinear, *KERNEL_CONVERTERS)
 
 
 def register_converters() -> None:

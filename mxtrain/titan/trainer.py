@@ -35,7 +35,6 @@ from mxtrain.ranks import from_first_rank, is_first
 from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.run_folder.files import METRICS_FILE
-from mxtrain.settings.check import without_effect
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.resume import kept_defaults, moved_entries
 from mxtrain.titan.job_config import resolved_settings
@@ -121,8 +120,6 @@ class Trainer(titan.Trainer):
         # As soon as all ranks have met: what is built next looks into the run's folder, too.
         require_same_settings(self._settings, resolved_settings(self.job_config))
         self._start = begin_run(self.job_config, self._find, self._start)
-        for line in without_effect(self._settings):
-            terminal.note(line)
         return parallel_dims
 
     def train(self):

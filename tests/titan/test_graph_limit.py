@@ -6,7 +6,7 @@ import torch.nn as nn
 
 from mxtrain import MXLinear
 from mxtrain.recipes.recipe import RECIPES
-from mxtrain.titan.schedule import GRAPHS, allow_kinds
+from mxtrain.titan.graph_limit import GRAPHS, allow_kinds
 
 NAMES = [name for name in RECIPES if name != "bf16"]
 

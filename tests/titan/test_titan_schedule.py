@@ -11,10 +11,11 @@ from mxtrain import ConfigError
 from mxtrain.analysis import load_run
 from mxtrain.conversion.schedule import attach_schedule, set_step
 from mxtrain.recipes.schedule import parse_entries
+from mxtrain.titan.graph_limit import allow_states
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.metrics import build_metrics_processor
 from mxtrain.titan.models.describe import build_on_meta, convert_on_meta
-from mxtrain.titan.schedule import RecipeSwitch, allow_states
+from mxtrain.titan.schedule import RecipeSwitch
 from tests.support.training_runs import ACCUMULATE, GUARD, done_once, load, seeds
 
 EVENTS = [

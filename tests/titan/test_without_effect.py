@@ -2,8 +2,8 @@
 
 import pytest
 
-from mxtrain.settings.check import without_effect
-from mxtrain.settings.read import read_settings
+from mxtrain.titan.job_config import parse_job_config
+from mxtrain.titan.without_effect import without_effect
 
 GUARD = ["--mxnorm.guard.recipe=bf16", "--mxnorm.guard.window=9"]
 NOT_MEASURED = "nothing is measured: mxnorm.diagnostics.every = 11"
@@ -34,6 +34,6 @@ WITHOUT_CONVERTER = ["--mxnorm.diagnostics.every=2", "--model.converters="]
     ],
 )
 def test_what_has_no_effect_is_said(steps, flags, begins):
-    settings = read_settings(["--job.config_file=llama3_debug", f"--training.steps={steps}", *flags])
-    lines = list(without_effect(settings))
+    job_config = parse_job_config(["--job.config_file=llama3_debug", f"--training.steps={steps}", *flags])
+    lines = list(without_effect(job_config))
     assert len(lines) == len(begins) and all(line.startswith(begin) for line, begin in zip(lines, begins))
