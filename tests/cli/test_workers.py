@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from mxtrain.cli import workers
+from mxtrain.cli import launch, workers
 from mxtrain.cli.workers import Workers, closing_summary, stop_signals_to
+from tests.support.forked import Forked
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -30,11 +31,6 @@ NOT_IN_TRAINING = IN_TRAINING.replace(
     """row = '{"step": %d, "loss": %d.0, "tokens_per_second": 10.0, "memory_gib": 1.0}\\n'
 pathlib.Path("run/metrics.jsonl").write_text(row % (1, 8) + row % (2, 6))""",
 )
-LAUNCH = """
-from mxtrain.cli import launch, workers
-workers.WORKER = "stand_in"
-raise SystemExit(launch.train("tiny.toml", ["--job.dump_folder", "run"]))
-"""
 
 
 def start(command: list[str], folder: Path, **environment: str) -> subprocess.Popen:
@@ -57,33 +53,38 @@ def wait_for(condition) -> None:
         time.sleep(0.02)
 
 
-def launch_stand_ins(worker: str, folder: Path, processes: int) -> subprocess.Popen:
+def launch_on_stand_ins() -> int:
+    workers.WORKER = "stand_in"
+    return launch.train("tiny.toml", ["--job.dump_folder", "run"])
+
+
+def launch_stand_ins(worker: str, folder: Path, processes: int) -> Forked:
     (folder / "stand_in.py").write_text(worker)
     (folder / "tiny.toml").write_text("")
-    process = start(["-c", LAUNCH], folder, NGPU=str(processes))
+    forked = Forked(launch_on_stand_ins, cwd=folder, NGPU=str(processes))
     wait_for(lambda: len(list(folder.glob("run/ready*"))) == processes)
-    return process
+    return forked
 
 
 def test_a_run_that_is_not_in_training_stops_at_once_with_a_summary(tmp_path):
-    process = launch_stand_ins(NOT_IN_TRAINING, tmp_path, 2)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=20)
-    assert process.returncode == 128 + signal.SIGTERM
+    forked = launch_stand_ins(NOT_IN_TRAINING, tmp_path, 2)
+    os.kill(forked.process.pid, signal.SIGTERM)
+    out, err = forked.communicate()
+    assert forked.process.exitcode == 128 + signal.SIGTERM
     assert err == "mxtrain: SIGTERM: stopping; a second SIGTERM kills the workers\nmxtrain: stopped by SIGTERM\n"
     assert "8.0000 -> 6.0000" in out
 
 
 def test_a_second_signal_kills_workers_that_are_saving(tmp_path):
-    process = launch_stand_ins(IN_TRAINING, tmp_path, 1)
+    forked = launch_stand_ins(IN_TRAINING, tmp_path, 1)
     for _ in range(2):  # one signal, sent twice by a terminal or Slurm
-        process.send_signal(signal.SIGTERM)
+        os.kill(forked.process.pid, signal.SIGTERM)
         time.sleep(0.3)
     time.sleep(1)
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=20)
-    assert process.returncode == 128 + signal.SIGTERM
+    assert forked.process.is_alive()
+    os.kill(forked.process.pid, signal.SIGTERM)
+    out, err = forked.communicate()
+    assert forked.process.exitcode == 128 + signal.SIGTERM
     assert err.splitlines()[-1] == "mxtrain: stopped by SIGTERM"
     assert out.splitlines()[-1] == closing_summary(tmp_path / "run").replace(str(tmp_path) + "/", "")
 

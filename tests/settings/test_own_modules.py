@@ -14,6 +14,7 @@ from mxtrain import cli
 from mxtrain.analysis import load_run
 from mxtrain.errors import ConfigError
 from mxtrain.settings.read import import_own, search_beside
+from tests.support.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--training.steps=2", "--training.seq_len=32", "--training.local_batch_size=2", "--metrics.no-enable_wandb"]
@@ -58,13 +59,14 @@ def test_a_project_beside_its_config_trains_with_its_own_model_converter_and_tex
 
 
 def test_a_flavor_of_a_users_own_in_a_model_of_mxtrain(project):
-    mistake = ["--model.converters=mxnorm,frozen_embeding"]
-    result = mxtrain("train", "project/my.toml", "--model.name=llama3", *TINY, *mistake, cwd=project)
+    arguments = ["train", "project/my.toml", "--model.name=llama3", "--model.converters=mxnorm,frozen_embeding"]
+    mistake = Forked(cli.main, arguments, cwd=project)
+    _, err = mistake.communicate()
     # The flavor is checked before the converters, so it is known.
-    assert result.returncode == 2
-    (line,) = result.stderr.splitlines()
+    assert mistake.process.exitcode == 2
+    (line,) = err.splitlines()
     assert line.startswith("mxtrain: error: model.converters = 'frozen_embeding' is not one of: ")
-    assert "'mxnorm'" in line and "'frozen_embedding'" in line and line.endswith(")") is False
+    assert "'mxnorm'" in line and "'frozen_embedding'" in line and not line.endswith(")")
     assert not any((project / "outputs").glob("*"))
 
 
