@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from mxtrain.data.config import DATASETS
 from mxtrain.errors import ConfigError
 from mxtrain.recipes.schedule import ScheduleEntry
 from mxtrain.run_folder.files import CONFIG_FILE, PROCESSES, SETTING_CHANGES
-from mxtrain.settings.fields import Field, Settings
+from mxtrain.settings.fields import Field, Settings, flat
 from mxtrain.settings.layout import beside_batch, global_batch_size
 from mxtrain.settings.mxnorm_section import SCHEDULE, quantizing_among, schedule_of
 from mxtrain.settings.read import CONFIG_FLAGS, asks_for_help, read_settings
@@ -209,8 +209,8 @@ def settings_before(
     Args:
         defaults: the defaults that the run had, by full name. Of other settings it had those of this version.
     """
-    had = {name: _as_checked(known[name], value) for name, value in defaults.items() if name in known}
-    return Settings(known, had | dict(_known_values(tables, known)))
+    had = {**defaults, **dict(flat(tables, known))}
+    return Settings(known, {name: _as_checked(known[name], value) for name, value in had.items() if name in known})
 
 
 def kept_defaults(known: Mapping[str, Field]) -> dict[str, object]:
@@ -268,15 +268,6 @@ def _differ(old: object, new: object) -> bool:
     if isinstance(old, dict) and isinstance(new, dict):
         return list(old.items()) != list(new.items())  # of several names that match a layer, the last one counts
     return old != new
-
-
-def _known_values(tables: Mapping, known: Mapping[str, Field], section: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in tables.items():
-        name = f"{section}.{key}".removeprefix(".")
-        if name in known:
-            yield name, _as_checked(known[name], value)
-        elif isinstance(value, dict):
-            yield from _known_values(value, known, name)
 
 
 def _as_checked(field: Field, value: object) -> object:
