@@ -1,9 +1,6 @@
 """Reads JSON and TOML that anybody may have written: whatever is wrong with a file is one line that names it."""
 
-import errno
 import json
-import os
-import stat
 from pathlib import Path
 
 import tomli
@@ -11,14 +8,12 @@ import tomli
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason
 
-MAX_BYTES = 1 << 26
-
 
 def read_json(path: Path, name: str = "", kind: type = dict):
     """Return the value in a JSON file, which has the type ``kind``. Messages call the file ``name``, or by its path.
 
-    Raises FileNotFoundError, or ConfigError if it cannot be read, is no regular file, larger than MAX_BYTES, not UTF-8,
-    not JSON, nested too deep to be parsed, or of another type.
+    Raises FileNotFoundError, or ConfigError if it cannot be read, is not UTF-8 or JSON, is nested too deep to parse,
+    or has another type.
     """
     value = _read(path, name or str(path), "JSON", json.loads)
     if not isinstance(value, kind):
@@ -41,12 +36,7 @@ def parse(text: str, loads=json.loads):
 
 def _read(path: Path, name: str, language: str, loads):
     try:
-        # O_NONBLOCK: a FIFO would wait for a writer.
-        with open(path, "rb", opener=lambda file, flags: os.open(file, flags | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError(errno.EINVAL, "it is not a regular file")
-            if len(content := file.read(MAX_BYTES + 1)) > MAX_BYTES:
-                raise OSError(errno.EFBIG, f"it is larger than {MAX_BYTES >> 20} MiB")
+        content = Path(path).read_bytes()
         return parse(content.decode("utf-8-sig"), loads)  # editors on Windows begin a file with a BOM
     except FileNotFoundError:
         raise

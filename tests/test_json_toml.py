@@ -1,10 +1,7 @@
 """Files of other people: every fault is one line that names the file."""
 
-import os
-
 import pytest
 
-from mxtrain import json_toml
 from mxtrain.errors import ConfigError
 from mxtrain.json_toml import read_json, read_toml
 
@@ -21,27 +18,20 @@ NESTED = "[" * 100_000 + "]" * 100_000
         (read_json, '{"a": ' + "1" * 20_000 + "}", "is not valid JSON: Exceeds the limit"),
         (read_json, "[1]", "holds list, not dict"),
         (read_json, "7", "holds int, not dict"),
-        (read_json, '{"a": 1' + " " * 100_000 + "}", "cannot be read: it is larger than 0 MiB"),
     ],
 )
-def test_bad_content(tmp_path, monkeypatch, read, content, problem):
+def test_bad_content(tmp_path, read, content, problem):
     path = tmp_path / "file"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    if "larger" in problem:
-        monkeypatch.setattr(json_toml, "MAX_BYTES", 100_000)
     for name in ("", "MODEL_DIR: config.json"):
         with pytest.raises(ConfigError) as error:
             read(path, name)
         assert str(error.value).startswith(f"{name or path} {problem}") and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("make, problem", [(os.mkfifo, "not a regular file"), (os.mkdir, "Is a directory")])
-def test_what_is_no_file(tmp_path, make, problem):
-    make(tmp_path / "file")
-    with pytest.raises(ConfigError, match=f"file cannot be read: .*{problem}$"):
-        read_json(tmp_path / "file")
-    with pytest.raises(ConfigError, match="^/dev/zero cannot be read: it is not a regular file$"):
-        read_toml("/dev/zero")
+def test_what_is_no_file(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory$"):
+        read_json(tmp_path)
 
 
 def test_a_missing_file_is_for_the_caller(tmp_path):

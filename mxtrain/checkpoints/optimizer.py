@@ -67,5 +67,6 @@ def _apply(optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler
             for parameter in group["params"]:
                 if "step" in (state := optimizer.state.get(parameter, {})):
                     state["step"] = state["step"].to(parameter.device)
-    scheduler.base_lrs = [base] * len(optimizer.param_groups)
-    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]  # what TorchTitan logs
+    rates = [group["lr"] for group in optimizer.param_groups]
+    # "_last_lr" is what TorchTitan logs.
+    scheduler.load_state_dict(scheduler.state_dict() | {"base_lrs": [base] * len(rates), "_last_lr": rates})

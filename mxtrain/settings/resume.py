@@ -92,16 +92,11 @@ def resumed(run: str, flags: list[str]) -> tuple[str, list[str]]:
 
 
 def _no_checkpoint(folder: Path, settings: Settings) -> ConfigError:
-    saved = settings["checkpoint.folder"]
-    own = read_settings([f"{CONFIG_FLAGS[0]}={folder / CONFIG_FILE}"])["checkpoint.folder"]
-    if own != saved:
-        problem = f"{folder / saved} holds no checkpoint to resume from; the run saves to {folder / own}"
-        return ConfigError(f"checkpoint.folder = {saved!r}: {problem}")
     name, so = ("checkpoint.interval", ":") if settings["checkpoint.enable"] else ("checkpoint.enable", ", so")
-    config = shlex.quote(str(folder / CONFIG_FILE))
     return ConfigError(
-        f"{name} = {settings[name]}{so} {folder} holds no checkpoint to resume from; start again, in a new folder, "
-        f"with 'mxtrain train {config} --checkpoint.enable'"
+        f"{name} = {settings[name]}{so} {folder / settings['checkpoint.folder']} holds no checkpoint to resume from; "
+        f"start again, in a new folder, with 'mxtrain train {shlex.quote(str(folder / CONFIG_FILE))} "
+        "--checkpoint.enable'"
     )
 
 

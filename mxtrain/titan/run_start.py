@@ -17,7 +17,6 @@ from mxtrain.settings.layout import global_batch_size
 from mxtrain.settings.resume import changes, settings_before
 from mxtrain.titan.job_config import resolved_settings
 from mxtrain.titan.metrics import package_versions
-from mxtrain.titan.without_effect import without_effect
 
 
 def require_same_settings(settings: Settings, resolved: dict) -> None:
@@ -59,7 +58,7 @@ def begin_run(job_config, find: Callable[[dict[str, str]], Start], found: Start 
             f"nothing is left to train: training.steps = {job_config.training.steps}; set it to more steps, such as "
             f"--training.steps {2 * start.step}, and the run goes on"
         )
-    for line in (*lines, *without_effect(job_config)):
+    for line in lines:
         terminal.note(line)
     return start
 

@@ -44,6 +44,7 @@ from mxtrain.titan.repairs.pipeline import FINDS_SHAPES_AGAIN, LossPerToken, Sha
 from mxtrain.titan.repairs.replicas import Layout
 from mxtrain.titan.run_start import begin_run, require_same_settings, write_resolved_config
 from mxtrain.titan.schedule import RecipeSwitch
+from mxtrain.titan.without_effect import without_effect
 
 
 class Trainer(titan.Trainer):
@@ -120,6 +121,8 @@ class Trainer(titan.Trainer):
         # As soon as all ranks have met: what is built next looks into the run's folder, too.
         require_same_settings(self._settings, resolved_settings(self.job_config))
         self._start = begin_run(self.job_config, self._find, self._start)
+        for line in without_effect(self.job_config):
+            terminal.note(line)
         return parallel_dims
 
     def train(self):

@@ -209,19 +209,20 @@ RESUME = {
     ),
     "a run that saved nothing": Case(
         ["--resume", "run"],
-        "checkpoint.enable = False, so run holds no checkpoint to resume from; start again, in a new folder, "
-        "with 'mxtrain train run/config.toml --checkpoint.enable'",
+        "checkpoint.enable = False, so run/checkpoint holds no checkpoint to resume from; start again, in a new "
+        "folder, with 'mxtrain train run/config.toml --checkpoint.enable'",
         METRICS | {"run/config.toml": ""},
     ),
     "a run whose checkpoints are gone": Case(
         ["--resume", "run"],
-        "checkpoint.interval = 500: run holds no checkpoint to resume from; "
+        "checkpoint.interval = 500: run/checkpoint holds no checkpoint to resume from; "
         "start again, in a new folder, with 'mxtrain train run/config.toml --checkpoint.enable'",
         {"run/metrics.jsonl": ROW + ROW.replace("1", "600", 1), "run/config.toml": OWN_CONFIG},
     ),
     "another folder of checkpoints": Case(
         ["--resume", "run", "--checkpoint.folder=other"],
-        "checkpoint.folder = 'other': run/other holds no checkpoint to resume from; the run saves to run/checkpoint",
+        "checkpoint.interval = 500: run/other holds no checkpoint to resume from; start again, in a new folder, with "
+        "'mxtrain train run/config.toml --checkpoint.enable'",
         FINISHED,
     ),
     "a damaged config": Case(

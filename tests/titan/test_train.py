@@ -9,11 +9,11 @@ import pytest
 import tomli
 import tomli_w
 import torch
-from mxtrain.titan.checkpointer import SaveError
 from torchtitan.protocols import train_spec
 
 from mxtrain import ConfigError
 from mxtrain.analysis import load_run
+from mxtrain.checkpoints.checkpointer import SaveError
 from mxtrain.checkpoints.folder import Checkpoints
 from mxtrain.titan.job_config import parse_job_config, resolved_settings
 from mxtrain.titan.train import train
