@@ -6,11 +6,7 @@ decay, number of steps) is a function that the job config makes anew; only the n
 """
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)

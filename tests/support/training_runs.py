@@ -379,8 +379,7 @@ def launch(
     context = forking_context()
     workers = [
         context.Process(
-            target=train_all,
-            args=(folder, runs, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, prepare),
+            target=train_all, args=(folder, runs, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, prepare)
         )
         for rank in range(processes)
     ]
