@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from mxtrain import cli
 from mxtrain.cli import launch, workers
 from mxtrain.cli.workers import Workers, closing_summary, stop_signals_to
 from tests.support.forked import Forked
@@ -31,19 +32,6 @@ NOT_IN_TRAINING = IN_TRAINING.replace(
     """row = '{"step": %d, "loss": %d.0, "tokens_per_second": 10.0, "memory_gib": 1.0}\\n'
 pathlib.Path("run/metrics.jsonl").write_text(row % (1, 8) + row % (2, 6))""",
 )
-
-
-def start(command: list[str], folder: Path, **environment: str) -> subprocess.Popen:
-    path = os.pathsep.join(filter(None, [str(folder), str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MXTRAIN_", "NGPU"))}
-    own = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "MXTRAIN_CACHE": str(folder / "cache"), **environment}
-    return subprocess.Popen(
-        [sys.executable, *command],
-        cwd=folder, env={**clean, **own}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True,
-        # These tests may run where a signal is ignored: under nohup, or in the background of a script.
-        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)],
-    )  # fmt: skip
 
 
 def wait_for(condition) -> None:
@@ -105,12 +93,12 @@ def test_a_terminals_interrupt_saves_and_stops_the_run(tmp_path):
         "metrics": {"log_freq": 1},
     }  # fmt: skip
     (tmp_path / "tiny.toml").write_text(tomli_w.dumps(config))
-    process = start(["-m", "mxtrain.cli", "train", "tiny.toml", "--job.dump_folder", "my run"], tmp_path, NGPU="1")
+    forked = Forked(cli.main, ["train", "tiny.toml", "--job.dump_folder", "my run"], cwd=tmp_path, NGPU="1")
     metrics = tmp_path / "my run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
-    os.killpg(process.pid, signal.SIGINT)  # the workers are in groups of their own
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
+    os.killpg(forked.process.pid, signal.SIGINT)  # the workers are in groups of their own
+    out, err = forked.communicate()
+    assert forked.process.exitcode == 128 + signal.SIGINT
     assert err == "mxtrain: SIGINT: stopping; a second SIGINT kills the workers\n"
     step = json.loads(metrics.read_text().splitlines()[-1])["step"]
     line = f"stopped by SIGINT after step {step}, which is saved; resume with: mxtrain train --resume 'my run'"
@@ -120,7 +108,13 @@ def test_a_terminals_interrupt_saves_and_stops_the_run(tmp_path):
 
 
 def test_an_interrupt_while_a_worker_imports_ends_it_without_a_traceback(tmp_path):
-    process = start(["-m", "mxtrain.train", "--job.config_file", "none.toml"], tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mxtrain.train", "--job.config_file", "none.toml"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        # These tests may run where the signal is ignored: in the background of a script.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     maps = Path(f"/proc/{process.pid}/maps")
     wait_for(lambda: "libtorch_cpu" in maps.read_text())
     process.send_signal(signal.SIGINT)

@@ -1,9 +1,7 @@
 """A user's own project: the files of train_configs/CUSTOM.md, trained as a user trains them."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,16 +16,6 @@ from tests.support.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--training.steps=2", "--training.seq_len=32", "--training.local_batch_size=2", "--metrics.no-enable_wandb"]
-
-
-def mxtrain(*arguments, cwd):
-    # A console command has neither the current folder nor the config's on its path; "-c" adds the current one.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MXTRAIN_CACHE": str(cwd / "cache"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", "import sys; sys.path.remove(''); from mxtrain.cli import main; sys.exit(main())",
-         *arguments],
-        capture_output=True, text=True, cwd=cwd, env=environment, timeout=300,
-    )  # fmt: skip
 
 
 @pytest.fixture
@@ -46,8 +34,9 @@ def project(tmp_path):
 
 
 def test_a_project_beside_its_config_trains_with_its_own_model_converter_and_text(project):
-    result = mxtrain("train", "project/my.toml", *TINY, "--job.dump_folder=run", cwd=project)
-    assert result.returncode == 0, result.stderr
+    training = Forked(cli.main, ["train", "project/my.toml", *TINY, "--job.dump_folder=run"], cwd=project)
+    _, err = training.communicate(200)
+    assert training.process.exitcode == 0, err
     assert len(load_run(project / "run").training) == 2
     facts = json.loads((project / "run" / "run.json").read_text())
     assert (facts["model"], facts["flavor"]) == ("my_llama", "narrow")

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import sys
 from multiprocessing import forkserver
 from pathlib import Path
@@ -30,7 +31,7 @@ def forking_context() -> multiprocessing.context.ForkServerContext:
 
 
 class Forked:
-    """A call of a module's function in a process of its own, in a folder, with its own environment and output."""
+    """A call of a module's function in a process and session of its own, in a folder, with environment and output."""
 
     def __init__(self, function, *args, cwd: Path, **environment: str):
         self._output = [cwd / "stdout.txt", cwd / "stderr.txt"]
@@ -50,6 +51,10 @@ class Forked:
 
 
 def _call(function, args: tuple, cwd: Path, output: list[Path], environment: dict[str, str]) -> None:
+    os.setsid()  # as a shell's job
+    # Tests may run where these are ignored: under nohup, or in the background of a script.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.chdir(cwd)
     for name in [name for name in os.environ if name.startswith(("MXTRAIN_", "NGPU"))]:
         del os.environ[name]
