@@ -145,14 +145,9 @@ FLAGS = {
     **{
         f"--checkpoint.{flag}": [f"checkpoint.{flag.partition('=')[0]} = ", "checkpoint.enable = true"]
         for flag in (
-            "load_step=7",
-            "create_seed_checkpoint",
-            "initial_load_path=a",
-            "exclude_from_loading=model",
-            "load_only",
-            "initial_load_in_hf",
-            "may_change=mxnorm.p",
-        )
+            "load_step=7 create_seed_checkpoint initial_load_path=a exclude_from_loading=model load_only "
+            "initial_load_in_hf may_change=mxnorm.p"
+        ).split()
     },
     "--checkpoint.enable --checkpoint.initial_load_in_hf --checkpoint.no-initial-load-model-only": [
         "checkpoint.initial_load_model_only = False", "checkpoint.initial_load_in_hf", "true",
